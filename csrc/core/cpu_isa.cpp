@@ -1,0 +1,34 @@
+#include "core/cpu_isa.h"
+
+#include <cstdlib>
+#include <cstring>
+
+namespace leanfleet {
+
+namespace {
+
+Isa detect() {
+#if defined(LEANFLEET_X86)
+  __builtin_cpu_init();
+  Isa best = Isa::kBaseline;
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) best = Isa::kAvx2;
+  if (best == Isa::kAvx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+      __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512dq"))
+    best = Isa::kAvx512;
+  const char* wish = std::getenv("LEANFLEET_CPU");
+  if (wish != nullptr && std::strcmp(wish, "baseline") == 0) return Isa::kBaseline;
+  if (wish != nullptr && std::strcmp(wish, "avx2") == 0 && best == Isa::kAvx512) return Isa::kAvx2;
+  return best;
+#else
+  return Isa::kBaseline;
+#endif
+}
+
+}  // namespace
+
+Isa cpu_isa() {
+  static const Isa isa = detect();
+  return isa;
+}
+
+}  // namespace leanfleet

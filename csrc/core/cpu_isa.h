@@ -1,0 +1,37 @@
+// Which build of a CPU kernel runs on this processor.
+#pragma once
+
+namespace leanfleet {
+
+enum class Isa { kBaseline, kAvx2, kAvx512 };
+
+// The best that the processor has and this library holds. The environment variable LEANFLEET_CPU
+// (baseline, avx2, avx512) can only lower it.
+Isa cpu_isa();
+
+}  // namespace leanfleet
+
+// LEANFLEET_CPU_FUNCTION(declaration, name): declares `name` in every build's namespace and defines
+// select_name(), which returns the one for this processor. `declaration` is written with the name, without a
+// semicolon: LEANFLEET_CPU_FUNCTION(void, attend, (const Call& call, float* out)).
+#if defined(LEANFLEET_X86)
+#define LEANFLEET_CPU_FUNCTION(result, name, parameters) \
+  namespace leanfleet::baseline { result name parameters; } \
+  namespace leanfleet::avx2 { result name parameters; }     \
+  namespace leanfleet::avx512 { result name parameters; }   \
+  namespace leanfleet {                                  \
+  inline auto select_##name() -> result(*) parameters {  \
+    switch (cpu_isa()) {                                 \
+      case Isa::kAvx512: return avx512::name;            \
+      case Isa::kAvx2: return avx2::name;                \
+      default: return baseline::name;                    \
+    }                                                    \
+  }                                                      \
+  }
+#else
+#define LEANFLEET_CPU_FUNCTION(result, name, parameters) \
+  namespace leanfleet::baseline { result name parameters; } \
+  namespace leanfleet {                                  \
+  inline auto select_##name() -> result(*) parameters { return baseline::name; } \
+  }
+#endif

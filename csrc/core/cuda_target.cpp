@@ -1,0 +1,47 @@
+#include "core/cuda_target.h"
+
+#include <cuda_runtime_api.h>
+
+#include <mutex>
+
+namespace leanfleet {
+
+namespace {
+
+std::string error_text(const char* action, cudaError_t error) {
+  return std::string(action) + " failed: " + cudaGetErrorName(error) + " (" + cudaGetErrorString(error) + ")";
+}
+
+}  // namespace
+
+Status current_cuda_target(void* stream, CudaTarget* target) {
+  constexpr int kMaxDevices = 64;
+  static std::mutex mutex;
+  static CudaTarget known[kMaxDevices] = {};  // sm_count 0: not read yet
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error != cudaSuccess) return {Code::kCuda, error_text("cudaGetDevice", error)};
+  if (device >= kMaxDevices) return Status::internal("CUDA device number " + std::to_string(device) + " is above 63");
+  std::lock_guard<std::mutex> lock(mutex);
+  CudaTarget& entry = known[device];
+  if (entry.sm_count == 0) {
+    int sm_count = 0, major = 0, minor = 0;
+    error = cudaDeviceGetAttribute(&sm_count, cudaDevAttrMultiProcessorCount, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+    if (error == cudaSuccess) error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+    if (error != cudaSuccess) return {Code::kCuda, error_text("cudaDeviceGetAttribute", error)};
+    entry = {nullptr, device, sm_count, 10 * major + minor};
+  }
+  *target = entry;
+  target->stream = stream;
+  return {};
+}
+
+Status cuda_status(const Call& call, const char* action, int error) {
+  if (error == cudaSuccess) return {};
+  Status status = call.invalid(error_text(action, static_cast<cudaError_t>(error)));
+  status.code = Code::kCuda;
+  return status;
+}
+
+}  // namespace leanfleet

@@ -1,0 +1,358 @@
+// Table-driven checks of a call against its schema, and the entry to an operator's implementation.
+#include "core/op.h"
+
+#include <cmath>
+#include <cstdio>
+#include <cstdlib>
+#include <cstring>
+
+namespace leanfleet {
+
+namespace {
+
+std::string prefix(const OpSpec& spec, const char* node) {
+  std::string text = spec.name;
+  if (node != nullptr && node[0] != '\0') text += std::string(" '") + node + "'";
+  return text + ": ";
+}
+
+std::string number(double value) {
+  char buffer[32];
+  std::snprintf(buffer, sizeof buffer, "%g", value);
+  return buffer;
+}
+
+std::string shape_text(const Tensor& tensor) {
+  std::string text = "[";
+  for (int i = 0; i < tensor.rank; ++i) text += (i ? "," : "") + std::to_string(tensor.shape[i]);
+  return text + "]";
+}
+
+bool bnhd_of(const OpSpec& spec, const AttrValue* attrs) { return spec.layout >= 0 && attrs[spec.layout].i == 1; }
+
+AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd) {
+  if (bnhd && shape.swap >= 0) {
+    if (i == shape.swap) return shape.axes[i + 1];
+    if (i == shape.swap + 1) return shape.axes[i - 1];
+  }
+  return shape.axes[i];
+}
+
+std::string axis_text(const OpSpec& spec, AxisSpec axis) {
+  if (axis.symbol < 0) return std::to_string(axis.offset);
+  return spec.symbols[axis.symbol] + (axis.offset ? "+" + std::to_string(axis.offset) : std::string());
+}
+
+std::string expected_shape(const OpSpec& spec, const ShapeSpec& shape, bool bnhd) {
+  std::string text = "[";
+  for (int i = 0; i < shape.rank; ++i) text += (i ? "," : "") + axis_text(spec, axis_at(shape, i, bnhd));
+  return text + "]";
+}
+
+uint32_t present_inputs(const Call& call) {
+  uint32_t present = 0;
+  for (int i = 0; i < call.spec->num_inputs; ++i)
+    if (call.inputs[i].present()) present |= 1u << i;
+  return present;
+}
+
+DType dtype_of(const Call& call, TypeVar type) {
+  if (type == TypeVar::kF) return DType::kFloat32;
+  if (type == TypeVar::kI) return DType::kInt32;
+  for (int i = 0; i < call.spec->num_inputs; ++i)
+    if (call.spec->inputs[i].type == TypeVar::kT && call.inputs[i].present()) return call.inputs[i].dtype;
+  return DType::kFloat32;
+}
+
+Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor) {
+  const DType expected = dtype_of(call, spec.type);
+  const std::string found = std::string(spec.name) + " has type " + dtype_name(tensor.dtype);
+  if (spec.type == TypeVar::kT && tensor.dtype == DType::kInt32)
+    return call.invalid(found + "; expected float32, float16 or bfloat16");
+  if (tensor.dtype == expected) return {};
+  if (spec.type == TypeVar::kT)
+    return call.invalid(found + ", but " + call.spec->inputs[0].name + " has " + dtype_name(expected) +
+                        "; these must be the same");
+  return call.invalid(found + "; expected " + dtype_name(expected));
+}
+
+// Checks rank and sizes of one input and binds the symbols that occur in it. origin[s] is the input that bound s.
+Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int input, uint32_t present, int* origin) {
+  const OpSpec& op = *call.spec;
+  const bool bnhd = call.bnhd();
+  const std::string found = std::string(spec.name) + " has shape " + shape_text(tensor);
+  const ShapeSpec* shape = choose_shape(spec, present, tensor.rank);
+  if (shape == nullptr) {
+    std::string expected;
+    const ShapeSpec* holding = choose_shape(spec, present, -1);
+    for (int i = 0; i < spec.num_shapes; ++i) {
+      const ShapeSpec& s = spec.shapes[i];
+      if (s.condition < 0 ? holding->condition >= 0 : !(present >> s.condition & 1)) continue;
+      expected += (expected.empty() ? "" : " or ") + expected_shape(op, s, bnhd);
+    }
+    return call.invalid(found + ", rank " + std::to_string(tensor.rank) + "; expected " + expected);
+  }
+  const std::string expected = expected_shape(op, *shape, bnhd);
+  for (int i = 0; i < shape->rank; ++i) {
+    const AxisSpec axis = axis_at(*shape, i, bnhd);
+    const int64_t size = tensor.shape[i];
+    const std::string where = found + ": axis " + std::to_string(i) + " of " + expected + " is " + std::to_string(size);
+    if (axis.symbol < 0) {
+      if (size != axis.offset) return call.invalid(where + "; expected " + std::to_string(axis.offset));
+      continue;
+    }
+    const int64_t value = size - axis.offset;
+    if (value < 1) return call.invalid(where + "; it is empty, expected at least " + std::to_string(1 + axis.offset));
+    int64_t& bound = call.dims[axis.symbol];
+    if (bound < 0) {
+      bound = value;
+      origin[axis.symbol] = input;
+    } else if (bound != value) {
+      return call.invalid(where + "; expected " + std::to_string(bound + axis.offset) + ", because " +
+                          op.inputs[origin[axis.symbol]].name + " gives " + op.symbols[axis.symbol] + " = " +
+                          std::to_string(bound));
+    }
+  }
+  return {};
+}
+
+bool is_on(const Call& call, Ref ref) {
+  if (ref.kind == RefKind::kInput) return call.inputs[ref.index].present();
+  const AttrSpec& spec = call.spec->attrs[ref.index];
+  const AttrValue& value = call.attrs[ref.index];
+  if (spec.type == AttrType::kFloat) return !spec.has_off || value.f != static_cast<float>(spec.off);
+  return spec.has_off ? value.i != static_cast<int64_t>(spec.off) : value.i != 0;
+}
+
+std::string ref_name(const Call& call, Ref ref) {
+  if (ref.kind == RefKind::kInput) return call.spec->inputs[ref.index].name;
+  return call.spec->attrs[ref.index].name;
+}
+
+// "append = 1" for a switched-on attribute, "new_key" for a present input.
+std::string ref_state(const Call& call, Ref ref) {
+  if (ref.kind == RefKind::kInput) return std::string("input ") + ref_name(call, ref);
+  const AttrSpec& spec = call.spec->attrs[ref.index];
+  const AttrValue& value = call.attrs[ref.index];
+  return ref_name(call, ref) + " = " + (spec.type == AttrType::kFloat ? number(value.f) : std::to_string(value.i));
+}
+
+Status check_rule(const Call& call, const RuleSpec& rule) {
+  if (rule.condition.kind != RefKind::kNone && !is_on(call, rule.condition)) return {};
+  const OpSpec& op = *call.spec;
+  const Ref* args = rule.args;
+  switch (rule.kind) {
+    case RuleKind::kMultiple: {
+      const int64_t a = call.dims[args[0].index], b = call.dims[args[1].index];
+      if (a < 0 || b < 0 || a % b == 0) return {};
+      return call.invalid(std::string(op.symbols[args[0].index]) + " = " + std::to_string(a) + " is not a multiple of " +
+                          op.symbols[args[1].index] + " = " + std::to_string(b) +
+                          "; every key/value head must serve the same number of query heads");
+    }
+    case RuleKind::kFixed: {
+      const int64_t size = call.dims[args[0].index];
+      if (size == rule.value) return {};
+      return call.invalid(std::string(op.symbols[args[0].index]) + " = " + std::to_string(size) + "; with " +
+                          ref_name(call, rule.condition) + " it must be " + std::to_string(rule.value));
+    }
+    case RuleKind::kTogether: {
+      int given = -1, missing = -1;
+      for (int i = 0; i < rule.num_args; ++i) (is_on(call, args[i]) ? given : missing) = i;
+      if (given < 0 || missing < 0) return {};
+      const std::string context =
+          rule.condition.kind == RefKind::kNone ? std::string() : " (with " + ref_state(call, rule.condition) + ")";
+      return call.invalid(ref_name(call, args[missing]) + " is missing, " + ref_name(call, args[given]) +
+                          " is given; give both or neither" + context);
+    }
+    case RuleKind::kExclusive:
+      if (!is_on(call, args[0]) || !is_on(call, args[1])) return {};
+      return call.invalid(ref_name(call, args[0]) + " and " + ref_name(call, args[1]) +
+                          " are both given; they choose different cache variants, give one of them");
+    case RuleKind::kNeeds: {
+      if (!is_on(call, args[0]) || is_on(call, args[1])) return {};
+      const std::string needed = args[1].kind == RefKind::kInput ? "input " + ref_name(call, args[1]) + ", which is missing"
+                                                                 : ref_name(call, args[1]) + " = 1; found " + ref_state(call, args[1]);
+      return call.invalid(ref_state(call, args[0]) + " needs " + needed);
+    }
+  }
+  return {};
+}
+
+Status refuse_attr(const OpSpec& spec, const char* node, const AttrSpec& attr, const std::string& found,
+                   const std::string& allowed) {
+  return Status::invalid(prefix(spec, node) + "attribute " + attr.name + " is " + found + "; expected " + allowed);
+}
+
+Status check_range(const OpSpec& spec, const char* node, const AttrSpec& attr, double value) {
+  if (!std::isfinite(value)) return refuse_attr(spec, node, attr, number(value), "a finite number");
+  if (attr.has_off && value == attr.off) return {};
+  if (attr.has_min && value < attr.min)
+    return refuse_attr(spec, node, attr, number(value),
+                       number(attr.min) + " or more" + (attr.has_off ? ", or " + number(attr.off) + " for off" : ""));
+  return {};
+}
+
+const char* const kTypeWords[] = {"a bool", "an integer", "a float", "a string"};
+
+Status wrong_kind(const OpSpec& spec, const char* node, const AttrSpec& attr, const char* found) {
+  return refuse_attr(spec, node, attr, found, kTypeWords[static_cast<int>(attr.type)]);
+}
+
+}  // namespace
+
+int64_t element_size(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 4; }
+
+const char* dtype_name(DType dtype) {
+  switch (dtype) {
+    case DType::kFloat32: return "float32";
+    case DType::kFloat16: return "float16";
+    case DType::kBFloat16: return "bfloat16";
+    case DType::kInt32: return "int32";
+  }
+  return "unknown";
+}
+
+Status Call::invalid(const std::string& text) const { return Status::invalid(prefix(*spec, node) + text); }
+Status Call::unsupported(const std::string& text) const { return Status::unsupported(prefix(*spec, node) + text); }
+
+const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t present, int rank) {
+  bool any_holding = false;
+  for (int i = 0; i < tensor.num_shapes; ++i)
+    any_holding |= tensor.shapes[i].condition >= 0 && (present >> tensor.shapes[i].condition & 1);
+  for (int i = 0; i < tensor.num_shapes; ++i) {
+    const ShapeSpec& shape = tensor.shapes[i];
+    const bool holds = any_holding ? shape.condition >= 0 && (present >> shape.condition & 1) : shape.condition < 0;
+    if (holds && (rank < 0 || rank == shape.rank)) return &shape;
+  }
+  return nullptr;
+}
+
+void default_attrs(const OpSpec& spec, AttrValue* attrs) {
+  for (int i = 0; i < spec.num_attrs; ++i) attrs[i] = {spec.attrs[i].default_int, spec.attrs[i].default_float};
+}
+
+Status set_attr_int(const OpSpec& spec, const char* node, int index, int64_t value, AttrValue* attrs) {
+  const AttrSpec& attr = spec.attrs[index];
+  if (attr.type == AttrType::kFloat || attr.type == AttrType::kString) return wrong_kind(spec, node, attr, "an integer");
+  if (attr.type == AttrType::kBool && value != 0 && value != 1)
+    return refuse_attr(spec, node, attr, std::to_string(value), "0 or 1");
+  if (attr.refuse != nullptr && value != 0)
+    return Status::unsupported(prefix(spec, node) + "attribute " + attr.name + " is " + std::to_string(value) + ": " +
+                               attr.refuse);
+  LEANFLEET_RETURN_IF_ERROR(check_range(spec, node, attr, static_cast<double>(value)));
+  attrs[index].i = value;
+  return {};
+}
+
+Status set_attr_float(const OpSpec& spec, const char* node, int index, float value, AttrValue* attrs) {
+  const AttrSpec& attr = spec.attrs[index];
+  if (attr.type != AttrType::kFloat) return wrong_kind(spec, node, attr, "a float");
+  LEANFLEET_RETURN_IF_ERROR(check_range(spec, node, attr, value));
+  attrs[index].f = value;
+  return {};
+}
+
+Status set_attr_string(const OpSpec& spec, const char* node, int index, const std::string& value, AttrValue* attrs) {
+  const AttrSpec& attr = spec.attrs[index];
+  if (attr.type != AttrType::kString) return wrong_kind(spec, node, attr, "a string");
+  std::string allowed;
+  for (int i = 0; i < attr.num_values; ++i) {
+    if (value == attr.values[i]) {
+      if (i < attr.num_served) {
+        attrs[index].i = i;
+        return {};
+      }
+      allowed.clear();
+      for (int j = 0; j < attr.num_served; ++j) allowed += (j ? ", " : "") + std::string(attr.values[j]);
+      return Status::unsupported(prefix(spec, node) + "attribute " + attr.name + " is '" + value +
+                                 "', which only the PyTorch reference has; the kernels have " + allowed);
+    }
+    if (i < attr.num_served) allowed += (i ? ", " : "") + std::string(attr.values[i]);
+  }
+  return refuse_attr(spec, node, attr, "'" + value + "'", "one of " + allowed);
+}
+
+Status bind_inputs(const Op& op, Call& call) {
+  const OpSpec& spec = *op.spec;
+  for (int i = 0; i < kMaxSymbols; ++i) call.dims[i] = -1;
+  const uint32_t present = present_inputs(call);
+  for (int i = 0; i < spec.num_inputs; ++i) {
+    if (!call.inputs[i].present()) {
+      if (!spec.inputs[i].optional) return call.invalid(std::string("input ") + spec.inputs[i].name + " is missing");
+      continue;
+    }
+    LEANFLEET_RETURN_IF_ERROR(check_type(call, spec.inputs[i], call.inputs[i]));
+  }
+  // Rules about presence come before shapes: two cache variants at once would otherwise be reported as a wrong rank.
+  for (int pass = 0; pass < 2; ++pass) {
+    for (int i = 0; i < spec.num_rules; ++i) {
+      const bool about_sizes = spec.rules[i].args[0].kind == RefKind::kSymbol;
+      if (about_sizes == (pass == 1)) LEANFLEET_RETURN_IF_ERROR(check_rule(call, spec.rules[i]));
+    }
+    int origin[kMaxSymbols] = {};
+    for (int i = 0; i < spec.num_inputs && pass == 0; ++i)
+      if (call.inputs[i].present())
+        LEANFLEET_RETURN_IF_ERROR(bind_shape(call, spec.inputs[i], call.inputs[i], i, present, origin));
+  }
+  return op.impl->check != nullptr ? op.impl->check(call) : Status{};
+}
+
+bool output_exists(const OpSpec& spec, const AttrValue* attrs, int output) {
+  for (int attr : spec.outputs[output].when)
+    if (attr >= 0 && attrs[attr].i == 0) return false;
+  return true;
+}
+
+Tensor output_of(const Call& call, int output) {
+  const TensorSpec& spec = call.spec->outputs[output];
+  Tensor tensor;
+  if (!output_exists(*call.spec, call.attrs, output)) return tensor;
+  if (spec.like >= 0) {
+    tensor = call.inputs[spec.like];
+    tensor.data = nullptr;
+    return tensor;
+  }
+  tensor.dtype = dtype_of(call, spec.type);
+  const ShapeSpec& shape = *choose_shape(spec, present_inputs(call), -1);
+  tensor.rank = shape.rank;
+  for (int i = 0; i < shape.rank; ++i) {
+    const AxisSpec axis = axis_at(shape, i, bnhd_of(*call.spec, call.attrs));
+    tensor.shape[i] = axis.offset + (axis.symbol < 0 ? 0 : call.dims[axis.symbol]);
+  }
+  return tensor;
+}
+
+Status check_outputs(const Call& call) {
+  for (int i = 0; i < call.spec->num_outputs; ++i) {
+    const Tensor expected = output_of(call, i);
+    const Tensor& found = call.outputs[i];
+    if (!expected.present()) continue;
+    const std::string name = std::string("output ") + call.spec->outputs[i].name;
+    if (!found.present()) return call.invalid(name + " is missing; the attributes ask for it");
+    bool same = found.rank == expected.rank && found.dtype == expected.dtype;
+    for (int axis = 0; same && axis < expected.rank; ++axis) same = found.shape[axis] == expected.shape[axis];
+    if (!same)
+      return call.invalid(name + " is " + dtype_name(found.dtype) + shape_text(found) + "; expected " +
+                          dtype_name(expected.dtype) + shape_text(expected));
+  }
+  return {};
+}
+
+bool check_requested() {
+  const char* value = std::getenv("LEANFLEET_CHECK");
+  return value != nullptr && value[0] != '\0' && std::strcmp(value, "0") != 0;
+}
+
+Status run_cpu(const Op& op, const Call& call, const CpuTarget& target, Workspace& ws) {
+  if (!ws.counting() && op.impl->check_values != nullptr)
+    LEANFLEET_RETURN_IF_ERROR(op.impl->check_values(call, check_requested()));
+  return op.impl->run_cpu(call, target, ws);
+}
+
+Status run_cuda(const Op& op, const Call& call, const CudaTarget& target, Workspace& ws) {
+  if (op.impl->run_cuda == nullptr)
+    return call.unsupported("this build has no CUDA kernel for it; use the CPU provider, or build with nvcc present");
+  return op.impl->run_cuda(call, target, ws);
+}
+
+}  // namespace leanfleet

@@ -1,0 +1,228 @@
+// Generated from ops.toml by csrc/generate.py: change that file and run the generator again.
+#pragma once
+
+#include "core/op.h"
+
+namespace leanfleet {
+
+namespace lean_attention {
+enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks };
+enum Output { kOutOutput, kOutLse, kOutKeyCacheOut, kOutValueCacheOut };
+enum Attr { kAttrScale, kAttrCausal, kAttrWindow, kAttrSoftcap, kAttrAppend, kAttrLayout };
+enum Dim { kDimB, kDimH, kDimNq, kDimD, kDimP, kDimBlock, kDimHkv, kDimTotal, kDimS, kDimDv, kDimM };
+enum Layout { kLayoutBhnd, kLayoutBnhd };
+inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
+inline constexpr TensorSpec kInputs[] = {
+    {"query", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {3, 0}}}}},
+    {"key_cache", TypeVar::kT, false, -1, -1, {-1, -1}, 3, {{8, 4, -1, {{4, 0}, {5, 0}, {6, 0}, {3, 0}}}, {7, 3, -1, {{6, 0}, {7, 0}, {3, 0}}}, {-1, 4, -1, {{0, 0}, {6, 0}, {8, 0}, {3, 0}}}}},
+    {"value_cache", TypeVar::kT, false, -1, -1, {-1, -1}, 3, {{8, 4, -1, {{4, 0}, {5, 0}, {6, 0}, {9, 0}}}, {7, 3, -1, {{6, 0}, {7, 0}, {9, 0}}}, {-1, 4, -1, {{0, 0}, {6, 0}, {8, 0}, {9, 0}}}}},
+    {"seq_lens", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{0, 0}}}}},
+    {"query_lens", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{0, 0}}}}},
+    {"new_key", TypeVar::kT, true, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {6, 0}, {2, 0}, {3, 0}}}}},
+    {"new_value", TypeVar::kT, true, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {6, 0}, {2, 0}, {9, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{0, 1}}}}},
+    {"block_table", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 2, -1, {{0, 0}, {10, 0}}}}},
+    {"sinks", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {9, 0}}}}},
+    {"lse", TypeVar::kF, false, -1, -1, {-1, -1}, 1, {{-1, 3, 1, {{0, 0}, {1, 0}, {2, 0}}}}},
+    {"key_cache_out", TypeVar::kT, false, -1, 1, {4, -1}, 3, {{8, 4, -1, {{4, 0}, {5, 0}, {6, 0}, {3, 0}}}, {7, 3, -1, {{6, 0}, {7, 0}, {3, 0}}}, {-1, 4, -1, {{0, 0}, {6, 0}, {8, 0}, {3, 0}}}}},
+    {"value_cache_out", TypeVar::kT, false, -1, 2, {4, -1}, 3, {{8, 4, -1, {{4, 0}, {5, 0}, {6, 0}, {9, 0}}}, {7, 3, -1, {{6, 0}, {7, 0}, {9, 0}}}, {-1, 4, -1, {{0, 0}, {6, 0}, {8, 0}, {9, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"window", AttrType::kInt, -1, 0.0f, true, true, -1.0, 1.0, 0, 0, nullptr, nullptr},
+    {"softcap", AttrType::kFloat, 0, 0.0f, true, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"append", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 6}}, 0},
+    {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kInput, 6}}, 0},
+    {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 7}, {RefKind::kInput, 8}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 4}, {RefKind::kInput, 5}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kAttr, 4}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 2}, {RefKind::kAttr, 1}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "H", "Nq", "D", "P", "block", "Hkv", "total", "S", "Dv", "M"};
+inline constexpr OpSpec kSpec = {"LeanAttention", 1, 10, 4, 6, 6, 11, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace lean_attention
+
+namespace causal_linear_decay {
+enum Input { kQuery, kKey, kValue, kLogDecay, kInitialState, kInitialNorm, kCuSeqlens, kStateIndex };
+enum Output { kOutOutput, kOutFinalState, kOutFinalNorm };
+enum Attr { kAttrAlgorithm, kAttrScale, kAttrNormalize, kAttrEps, kAttrReturnState, kAttrLayout };
+enum Dim { kDimB, kDimH, kDimN, kDimR, kDimHkv, kDimDv, kDimP, kDimQ };
+enum Algorithm { kAlgorithmAuto, kAlgorithmCausalDotProduct, kAlgorithmFleet, kAlgorithmLightning, kAlgorithmVanilla, kAlgorithmBlockBased, kAlgorithmRecursion };
+inline constexpr const char* kAlgorithmValues[] = {"auto", "causal_dot_product", "fleet", "lightning", "vanilla", "block_based", "recursion"};
+enum Layout { kLayoutBhnd, kLayoutBnhd };
+inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
+inline constexpr TensorSpec kInputs[] = {
+    {"query", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {3, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {3, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {5, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, {-1, -1}, 2, {{-1, 1, -1, {{4, 0}}}, {-1, 3, 1, {{0, 0}, {4, 0}, {2, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, {-1, -1}, 3, {{7, 4, -1, {{6, 0}, {4, 0}, {3, 0}, {5, 0}}}, {6, 4, -1, {{7, 0}, {4, 0}, {3, 0}, {5, 0}}}, {-1, 4, -1, {{0, 0}, {4, 0}, {3, 0}, {5, 0}}}}},
+    {"initial_norm", TypeVar::kF, true, -1, -1, {-1, -1}, 3, {{7, 3, -1, {{6, 0}, {4, 0}, {3, 0}}}, {6, 3, -1, {{7, 0}, {4, 0}, {3, 0}}}, {-1, 3, -1, {{0, 0}, {4, 0}, {3, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{7, 1}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, {-1, -1}, 2, {{6, 1, -1, {{7, 0}}}, {-1, 1, -1, {{0, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {5, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 4, {4, -1}, 3, {{7, 4, -1, {{6, 0}, {4, 0}, {3, 0}, {5, 0}}}, {6, 4, -1, {{7, 0}, {4, 0}, {3, 0}, {5, 0}}}, {-1, 4, -1, {{0, 0}, {4, 0}, {3, 0}, {5, 0}}}}},
+    {"final_norm", TypeVar::kF, false, -1, 5, {4, 2}, 3, {{7, 3, -1, {{6, 0}, {4, 0}, {3, 0}}}, {6, 3, -1, {{7, 0}, {4, 0}, {3, 0}}}, {-1, 3, -1, {{0, 0}, {4, 0}, {3, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"algorithm", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 7, 4, kAlgorithmValues, nullptr},
+    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
+    {RuleKind::kFixed, {RefKind::kInput, 6}, 1, {{RefKind::kSymbol, 0}}, 1},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 7}, {RefKind::kInput, 4}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kAttr, 2}}, 0},
+    {RuleKind::kTogether, {RefKind::kAttr, 2}, 2, {{RefKind::kInput, 4}, {RefKind::kInput, 5}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "H", "N", "R", "Hkv", "Dv", "P", "Q"};
+inline constexpr OpSpec kSpec = {"CausalLinearDecay", 1, 8, 3, 6, 5, 8, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace causal_linear_decay
+
+namespace causal_linear_decay_grad {
+enum Input { kQuery, kKey, kValue, kLogDecay, kInitialState, kGradOutput, kGradFinalState, kCuSeqlens };
+enum Output { kOutGradQuery, kOutGradKey, kOutGradValue, kOutGradLogDecay, kOutGradInitialState };
+enum Attr { kAttrScale, kAttrGradDecay, kAttrGradState, kAttrLayout, kAttrNormalize };
+enum Dim { kDimB, kDimH, kDimN, kDimR, kDimHkv, kDimDv, kDimQ };
+enum Layout { kLayoutBhnd, kLayoutBnhd };
+inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
+inline constexpr TensorSpec kInputs[] = {
+    {"query", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {3, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {3, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {5, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, {-1, -1}, 2, {{-1, 1, -1, {{4, 0}}}, {-1, 3, 1, {{0, 0}, {4, 0}, {2, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, {-1, -1}, 2, {{7, 4, -1, {{6, 0}, {4, 0}, {3, 0}, {5, 0}}}, {-1, 4, -1, {{0, 0}, {4, 0}, {3, 0}, {5, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {5, 0}}}}},
+    {"grad_final_state", TypeVar::kF, true, -1, -1, {-1, -1}, 2, {{7, 4, -1, {{6, 0}, {4, 0}, {3, 0}, {5, 0}}}, {-1, 4, -1, {{0, 0}, {4, 0}, {3, 0}, {5, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{6, 1}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"grad_query", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {3, 0}}}}},
+    {"grad_key", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {3, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {5, 0}}}}},
+    {"grad_log_decay", TypeVar::kF, false, 3, -1, {1, -1}, 0, {}},
+    {"grad_initial_state", TypeVar::kF, false, -1, -1, {2, -1}, 2, {{7, 4, -1, {{6, 0}, {4, 0}, {3, 0}, {5, 0}}}, {-1, 4, -1, {{0, 0}, {4, 0}, {3, 0}, {5, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
+    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "the normalised form is differentiated by composition: differentiate numerator and denominator, as leanfleet.export does in PyTorch"},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
+    {RuleKind::kFixed, {RefKind::kInput, 7}, 1, {{RefKind::kSymbol, 0}}, 1},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 1}, {RefKind::kInput, 3}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "H", "N", "R", "Hkv", "Dv", "Q"};
+inline constexpr OpSpec kSpec = {"CausalLinearDecayGrad", 1, 8, 5, 5, 3, 7, kInputs, kOutputs, kAttrs, kRules, kSymbols, 3};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace causal_linear_decay_grad
+
+namespace normalized_linear_attention {
+enum Input { kQuery, kKey, kValue, kCoefficients, kInitialState, kInitialKeySum, kInitialValueSum, kInitialCount };
+enum Output { kOutOutput, kOutNormalizer, kOutFinalState, kOutFinalKeySum, kOutFinalValueSum, kOutFinalCount };
+enum Attr { kAttrCausal, kAttrNormalizeQk, kAttrEps, kAttrReturnState, kAttrLayout };
+enum Dim { kDimB, kDimH, kDimN, kDimD, kDimHkv, kDimDv };
+enum Layout { kLayoutBhnd, kLayoutBnhd };
+inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
+inline constexpr TensorSpec kInputs[] = {
+    {"query", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {3, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {3, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {5, 0}}}}},
+    {"coefficients", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{-1, 2}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 4, -1, {{0, 0}, {4, 0}, {3, 0}, {5, 0}}}}},
+    {"initial_key_sum", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 3, -1, {{0, 0}, {4, 0}, {3, 0}}}}},
+    {"initial_value_sum", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 3, -1, {{0, 0}, {4, 0}, {5, 0}}}}},
+    {"initial_count", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{0, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {5, 0}}}}},
+    {"normalizer", TypeVar::kF, false, -1, -1, {-1, -1}, 1, {{-1, 3, 1, {{0, 0}, {1, 0}, {2, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 4, {3, -1}, 1, {{-1, 4, -1, {{0, 0}, {4, 0}, {3, 0}, {5, 0}}}}},
+    {"final_key_sum", TypeVar::kF, false, -1, 5, {3, -1}, 1, {{-1, 3, -1, {{0, 0}, {4, 0}, {3, 0}}}}},
+    {"final_value_sum", TypeVar::kF, false, -1, 6, {3, -1}, 1, {{-1, 3, -1, {{0, 0}, {4, 0}, {5, 0}}}}},
+    {"final_count", TypeVar::kI, false, -1, 7, {3, -1}, 1, {{-1, 1, -1, {{0, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
+    {RuleKind::kTogether, {RefKind::kNone, -1}, 4, {{RefKind::kInput, 4}, {RefKind::kInput, 5}, {RefKind::kInput, 6}, {RefKind::kInput, 7}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 4}, {RefKind::kAttr, 0}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 3}, {RefKind::kAttr, 0}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "H", "N", "D", "Hkv", "Dv"};
+inline constexpr OpSpec kSpec = {"NormalizedLinearAttention", 1, 8, 6, 5, 4, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, 4};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace normalized_linear_attention
+
+namespace normalized_linear_attention_grad {
+enum Input { kQuery, kKey, kValue, kCoefficients, kOutput, kNormalizer, kGradOutput };
+enum Output { kOutGradQuery, kOutGradKey, kOutGradValue, kOutGradCoefficients };
+enum Attr { kAttrCausal, kAttrNormalizeQk, kAttrEps, kAttrLayout, kAttrReturnState };
+enum Dim { kDimB, kDimH, kDimN, kDimD, kDimHkv, kDimDv };
+enum Layout { kLayoutBhnd, kLayoutBnhd };
+inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
+inline constexpr TensorSpec kInputs[] = {
+    {"query", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {3, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {3, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {5, 0}}}}},
+    {"coefficients", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{-1, 2}}}}},
+    {"output", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {5, 0}}}}},
+    {"normalizer", TypeVar::kF, false, -1, -1, {-1, -1}, 1, {{-1, 3, 1, {{0, 0}, {1, 0}, {2, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {5, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"grad_query", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {3, 0}}}}},
+    {"grad_key", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {3, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {5, 0}}}}},
+    {"grad_coefficients", TypeVar::kF, false, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{-1, 2}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "carried states have no gradient here: train on whole sequences"},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "H", "N", "D", "Hkv", "Dv"};
+inline constexpr OpSpec kSpec = {"NormalizedLinearAttentionGrad", 1, 7, 4, 5, 1, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, 3};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace normalized_linear_attention_grad
+
+// The registry, in the order of the schema.
+inline const Op kOps[] = {
+    {&lean_attention::kSpec, &lean_attention::kImpl},
+    {&causal_linear_decay::kSpec, &causal_linear_decay::kImpl},
+    {&causal_linear_decay_grad::kSpec, &causal_linear_decay_grad::kImpl},
+    {&normalized_linear_attention::kSpec, &normalized_linear_attention::kImpl},
+    {&normalized_linear_attention_grad::kSpec, &normalized_linear_attention_grad::kImpl},
+};
+
+}  // namespace leanfleet

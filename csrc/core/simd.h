@@ -1,0 +1,205 @@
+// A vector of floats for CPU kernels, as wide as the instruction set that this file is compiled for.
+//
+// A CPU kernel's source file is compiled once per instruction set (see csrc/CMakeLists.txt) with LEANFLEET_ISA set
+// to its name; everything in such a file stands in namespace leanfleet::LEANFLEET_ISA, so that no function compiled
+// for a newer processor can be linked in place of one for an older. For the same reason these files use no standard
+// library templates and no header with inline functions outside that namespace (core/op.h has some): what they take
+// is plain structs and pointers.
+#pragma once
+
+#include <cstdint>
+#include <cstring>
+
+#if defined(__AVX2__) || defined(__AVX512F__)
+#include <immintrin.h>
+#endif
+
+#ifndef LEANFLEET_ISA
+#error "a CPU kernel is compiled through leanfleet_cpu_kernels() in csrc/CMakeLists.txt, which sets LEANFLEET_ISA"
+#endif
+
+namespace leanfleet::LEANFLEET_ISA {
+
+#if defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
+#else
+constexpr int kLanes = 4;
+#endif
+
+// GCC and Clang vector extensions: + - * / and comparisons work lane by lane.
+typedef float Vec __attribute__((vector_size(4 * kLanes)));
+typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
+
+struct Half {
+  uint16_t bits;
+};
+struct BFloat16 {
+  uint16_t bits;
+};
+
+inline Vec broadcast(float x) { return Vec{} + x; }
+
+inline Vec load(const float* p) {
+  Vec v;
+  std::memcpy(&v, p, sizeof v);
+  return v;
+}
+inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
+
+// a * b + c in one rounding where the processor has it.
+inline Vec fma(Vec a, Vec b, Vec c) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
+inline Vec select(VecInt mask, Vec a, Vec b) { return (Vec)(((VecInt)a & mask) | ((VecInt)b & ~mask)); }
+inline Vec maximum(Vec a, Vec b) { return select(a > b, a, b); }
+inline Vec minimum(Vec a, Vec b) { return select(a < b, a, b); }
+
+inline float sum(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_add_ps((__m512)v);
+#else
+  float total = 0.0f;
+  for (int i = 0; i < kLanes; ++i) total += v[i];
+  return total;
+#endif
+}
+inline float maximum(Vec v) {
+#if defined(__AVX512F__)
+  return _mm512_reduce_max_ps((__m512)v);
+#else
+  float largest = v[0];
+  for (int i = 1; i < kLanes; ++i) largest = v[i] > largest ? v[i] : largest;
+  return largest;
+#endif
+}
+
+// exp(x) for x <= 88, within 2 ulp; 0 below -87. x = n ln2 + r with |r| <= ln2/2, then a degree 6 polynomial in r.
+inline Vec exp(Vec x) {
+  const VecInt underflow = x < -87.0f;
+  x = maximum(minimum(x, broadcast(88.0f)), broadcast(-87.0f));
+  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec shifted = fma(x, broadcast(1.44269504f), broadcast(kRound));
+  const Vec n = shifted - kRound;
+  Vec r = fma(n, broadcast(-0.693359375f), x);
+  r = fma(n, broadcast(2.12194440e-4f), r);
+  Vec p = fma(broadcast(1.0f / 720), r, broadcast(1.0f / 120));
+  p = fma(p, r, broadcast(1.0f / 24));
+  p = fma(p, r, broadcast(1.0f / 6));
+  p = fma(p, r, broadcast(0.5f));
+  p = fma(p, r, broadcast(1.0f));
+  p = fma(p, r, broadcast(1.0f));
+  const VecInt power = ((VecInt)shifted << 23) + 0x3f800000;
+  return select(underflow, Vec{}, p * (Vec)power);
+}
+
+// Conversions of one value; rounding is to nearest, ties to even.
+inline float to_float(float x) { return x; }
+inline float to_float(BFloat16 x) {
+  const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
+  float value;
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+inline float to_float(Half x) {
+  const uint32_t sign = static_cast<uint32_t>(x.bits & 0x8000) << 16, magnitude = x.bits & 0x7fff;
+  uint32_t bits;
+  float value;
+  if (magnitude >= 0x7c00) {  // infinity, NaN
+    bits = sign | 0x7f800000 | (magnitude & 0x3ff) << 13;
+  } else if (magnitude >= 0x400) {
+    bits = sign | ((magnitude << 13) + (112u << 23));
+  } else {  // zero, subnormal: magnitude * 2^-24, exact in float
+    value = static_cast<float>(magnitude) * 5.9604645e-8f;
+    return sign ? -value : value;
+  }
+  std::memcpy(&value, &bits, 4);
+  return value;
+}
+
+template <class T>
+T from_float(float x);
+template <>
+inline float from_float<float>(float x) {
+  return x;
+}
+template <>
+inline BFloat16 from_float<BFloat16>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  if ((bits & 0x7fffffff) > 0x7f800000) return {static_cast<uint16_t>(bits >> 16 | 0x40)};  // NaN stays NaN
+  return {static_cast<uint16_t>((bits + 0x7fff + (bits >> 16 & 1)) >> 16)};
+}
+template <>
+inline Half from_float<Half>(float x) {
+  uint32_t bits;
+  std::memcpy(&bits, &x, 4);
+  const uint16_t sign = static_cast<uint16_t>(bits >> 16 & 0x8000);
+  const uint32_t magnitude = bits & 0x7fffffff;
+  if (magnitude > 0x7f800000) return {static_cast<uint16_t>(sign | 0x7e00)};
+  if (magnitude >= 0x477ff000) return {static_cast<uint16_t>(sign | 0x7c00)};  // 65520 and more round to infinity
+  if (magnitude < 0x38800000) {  // below 2^-14: adding 0.5 leaves multiples of 2^-24 in the low bits, rounded
+    float value;
+    std::memcpy(&value, &magnitude, 4);
+    value += 0.5f;
+    uint32_t rounded;
+    std::memcpy(&rounded, &value, 4);
+    return {static_cast<uint16_t>(sign | (rounded - 0x3f000000))};
+  }
+  return {static_cast<uint16_t>(sign | ((magnitude - (112u << 23) + 0xfff + (magnitude >> 13 & 1)) >> 13))};
+}
+
+inline Vec load(const BFloat16* p) {
+#if defined(__AVX512F__)
+  const __m256i raw = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(p));
+  return (Vec)_mm512_slli_epi32(_mm512_cvtepu16_epi32(raw), 16);
+#elif defined(__AVX2__)
+  const __m128i raw = _mm_loadu_si128(reinterpret_cast<const __m128i*>(p));
+  return (Vec)_mm256_slli_epi32(_mm256_cvtepu16_epi32(raw), 16);
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+inline Vec load(const Half* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(p)));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p)));
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+inline void store(BFloat16* p, Vec v) {
+  for (int i = 0; i < kLanes; ++i) p[i] = from_float<BFloat16>(v[i]);
+}
+inline void store(Half* p, Vec v) {
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT));
+#elif defined(__AVX2__)
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p), _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT));
+#else
+  for (int i = 0; i < kLanes; ++i) p[i] = from_float<Half>(v[i]);
+#endif
+}
+
+// out[i] = in[i] in the other type, for i < n.
+template <class From, class To>
+inline void convert(const From* in, To* out, int64_t n) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, load(in + i));
+  for (; i < n; ++i) out[i] = from_float<To>(to_float(in[i]));
+}
+
+}  // namespace leanfleet::LEANFLEET_ISA

@@ -1,0 +1,82 @@
+// The types of the tables that csrc/generate.py writes into op_specs.h. ops.toml explains their meaning.
+#pragma once
+
+#include <cstdint>
+
+namespace leanfleet {
+
+constexpr int kMaxInputs = 12;
+constexpr int kMaxOutputs = 8;
+constexpr int kMaxAttrs = 8;
+constexpr int kMaxSymbols = 16;
+constexpr int kMaxRank = 4;
+
+enum class TypeVar : int8_t { kT, kF, kI };
+
+struct AxisSpec {
+  int8_t symbol;  // index into OpSpec::symbols, -1: the axis is the constant `offset`
+  int8_t offset;
+};
+
+struct ShapeSpec {
+  int8_t condition;  // the input that must be present, -1: none
+  int8_t rank;
+  int8_t swap;  // with layout bnhd axes `swap` and `swap + 1` change places; -1: none
+  AxisSpec axes[kMaxRank];
+};
+
+struct TensorSpec {
+  const char* name;
+  TypeVar type;
+  bool optional;
+  int8_t like;     // outputs: the input whose shape it has, -1: see shapes
+  int8_t takes;    // outputs: the input whose buffer it may take, -1: none
+  int8_t when[2];  // outputs: attributes that must be on, -1: none
+  int8_t num_shapes;
+  ShapeSpec shapes[3];
+};
+
+enum class AttrType : int8_t { kBool, kInt, kFloat, kString };
+
+struct AttrSpec {
+  const char* name;
+  AttrType type;
+  int64_t default_int;  // kBool, kInt; kString: index into values
+  float default_float;
+  bool has_off, has_min;
+  double off, min;
+  int8_t num_values, num_served;  // the first num_served values have kernels, the others only the reference
+  const char* const* values;
+  const char* refuse;  // why the attribute cannot be switched on; null: it can
+};
+
+enum class RefKind : int8_t { kNone, kInput, kAttr, kSymbol };
+
+struct Ref {
+  RefKind kind;
+  int8_t index;
+};
+
+enum class RuleKind : int8_t { kMultiple, kFixed, kTogether, kExclusive, kNeeds };
+
+struct RuleSpec {
+  RuleKind kind;
+  Ref condition;
+  int8_t num_args;
+  Ref args[4];
+  int64_t value;  // kFixed
+};
+
+struct OpSpec {
+  const char* name;
+  int version;
+  int num_inputs, num_outputs, num_attrs, num_rules, num_symbols;
+  const TensorSpec* inputs;
+  const TensorSpec* outputs;
+  const AttrSpec* attrs;
+  const RuleSpec* rules;
+  const char* const* symbols;
+  int8_t layout;  // index of the attribute `layout`, -1: none
+};
+
+}  // namespace leanfleet

@@ -1,0 +1,153 @@
+"""Writes the C++ tables of a schema: python csrc/generate.py [--check] [SCHEMA.toml OUTPUT.h].
+
+Without arguments csrc/ops.toml becomes csrc/core/op_specs.h, which is committed. --check writes nothing and exits
+with 1 if the output is not what the schema gives.
+"""
+
+import argparse
+import importlib.util
+import sys
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+
+
+def load_spec_module():
+    """leanfleet/spec.py, without importing or installing the package."""
+    loader = importlib.util.spec_from_file_location("leanfleet_spec", HERE.parent / "leanfleet" / "spec.py")
+    module = importlib.util.module_from_spec(loader)
+    sys.modules[loader.name] = module
+    loader.loader.exec_module(module)
+    return module
+
+
+def pascal(name):
+    return "".join(word[:1].upper() + word[1:] for word in name.split("_"))
+
+
+def boolean(value):
+    return "true" if value else "false"
+
+
+def quoted(text):
+    return '"' + text.replace("\\", "\\\\").replace('"', '\\"') + '"'
+
+
+class OpTables:
+    """The C++ text of one operator."""
+
+    def __init__(self, spec):
+        self.spec = spec
+        self.inputs = {t.name: i for i, t in enumerate(spec.inputs)}
+        self.attrs = {a.name: i for i, a in enumerate(spec.attrs)}
+        self.symbols = {s: i for i, s in enumerate(spec.symbols)}
+
+    def ref(self, name):
+        for kind, table in (("kInput", self.inputs), ("kAttr", self.attrs), ("kSymbol", self.symbols)):
+            if name in table:
+                return f"{{RefKind::{kind}, {table[name]}}}"
+        return "{RefKind::kNone, -1}"
+
+    def shape(self, shape):
+        axes = [f"{{{self.symbols.get(a.symbol, -1)}, {a.offset}}}" for a in shape.axes]
+        condition = self.inputs[shape.condition] if shape.condition else -1
+        swap = -1 if shape.swap is None else shape.swap
+        return f"{{{condition}, {len(axes)}, {swap}, {{{', '.join(axes)}}}}}"
+
+    def tensor(self, t):
+        when = [self.attrs[w] for w in t.when] + [-1] * (2 - len(t.when))
+        like = self.inputs[t.like] if t.like else -1
+        takes = self.inputs[t.takes] if t.takes else -1
+        shapes = ", ".join(self.shape(s) for s in t.shapes)
+        return (f"    {{{quoted(t.name)}, TypeVar::k{t.type}, {boolean(t.optional)}, {like}, {takes}, "
+                f"{{{when[0]}, {when[1]}}}, {len(t.shapes)}, {{{shapes}}}}},")
+
+    def attr(self, a):
+        served = [v for v in a.values if v not in a.reference_only]
+        if tuple(served) != a.values[:len(served)]:
+            raise ValueError(f"ops.toml: {self.spec.name}.{a.name}: values of the reference alone come last")
+        default_int = a.values.index(a.default) if a.type == "string" else 0 if a.type == "float" else int(a.default)
+        default_float = a.default if a.type == "float" else 0.0
+        values = f"k{pascal(a.name)}Values" if a.values else "nullptr"
+        return (f"    {{{quoted(a.name)}, AttrType::k{pascal(a.type)}, {default_int}, {float(default_float)!r}f, "
+                f"{boolean(a.off is not None)}, {boolean(a.min is not None)}, {float(a.off or 0)!r}, {float(a.min or 0)!r}, "
+                f"{len(a.values)}, {len(served)}, {values}, {quoted(a.refuse) if a.refuse else 'nullptr'}}},")
+
+    def rule(self, r):
+        names = [n for n in r.args if not n.isdigit()]
+        value = next((n for n in r.args if n.isdigit()), "0")
+        refs = ", ".join(self.ref(n) for n in names)
+        return f"    {{RuleKind::k{pascal(r.kind)}, {self.ref(r.condition)}, {len(names)}, {{{refs}}}, {value}}},"
+
+    def text(self):
+        s = self.spec
+        lines = [f"namespace {s.snake_name} {{"]
+        lines.append("enum Input { " + ", ".join(f"k{pascal(t.name)}" for t in s.inputs) + " };")
+        lines.append("enum Output { " + ", ".join(f"kOut{pascal(t.name)}" for t in s.outputs) + " };")
+        lines.append("enum Attr { " + ", ".join(f"kAttr{pascal(a.name)}" for a in s.attrs) + " };")
+        lines.append("enum Dim { " + ", ".join(f"kDim{pascal(d)}" for d in s.symbols) + " };")
+        for a in s.attrs:
+            if a.values:
+                names = ", ".join(f"k{pascal(a.name)}{pascal(v)}" for v in a.values)
+                lines.append(f"enum {pascal(a.name)} {{ {names} }};")
+                lines.append(f"inline constexpr const char* k{pascal(a.name)}Values[] = {{"
+                             + ", ".join(map(quoted, a.values)) + "};")
+        tables = (("TensorSpec", "Inputs", map(self.tensor, s.inputs)), ("TensorSpec", "Outputs", map(self.tensor, s.outputs)),
+                  ("AttrSpec", "Attrs", map(self.attr, s.attrs)), ("RuleSpec", "Rules", map(self.rule, s.rules)))
+        for kind, name, rows in tables:
+            rows = list(rows)
+            if rows:
+                lines += [f"inline constexpr {kind} k{name}[] = {{", *rows, "};"]
+            else:
+                lines.append(f"inline constexpr const {kind}* k{name} = nullptr;")
+        lines.append("inline constexpr const char* kSymbols[] = {" + ", ".join(map(quoted, s.symbols)) + "};")
+        counts = f"{len(s.inputs)}, {len(s.outputs)}, {len(s.attrs)}, {len(s.rules)}, {len(s.symbols)}"
+        lines.append(f"inline constexpr OpSpec kSpec = {{{quoted(s.name)}, {s.version}, {counts}, "
+                     f"kInputs, kOutputs, kAttrs, kRules, kSymbols, {self.attrs.get('layout', -1)}}};")
+        lines.append("extern const OpImpl kImpl;  // defined in the operator's folder")
+        lines.append(f"}}  // namespace {s.snake_name}")
+        return "\n".join(lines)
+
+
+def generate(schema):
+    specs = load_spec_module().parse(schema)
+    ops = "\n".join(f"    {{&{s.snake_name}::kSpec, &{s.snake_name}::kImpl}}," for s in specs)
+    tables = "\n\n".join(OpTables(s).text() for s in specs)
+    return f"""// Generated from {Path(schema).name} by csrc/generate.py: change that file and run the generator again.
+#pragma once
+
+#include "core/op.h"
+
+namespace leanfleet {{
+
+{tables}
+
+// The registry, in the order of the schema.
+inline const Op kOps[] = {{
+{ops}
+}};
+
+}}  // namespace leanfleet
+"""
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("schema", nargs="?", type=Path, default=HERE / "ops.toml")
+    parser.add_argument("output", nargs="?", type=Path, default=HERE / "core" / "op_specs.h")
+    parser.add_argument("--check", action="store_true")
+    args = parser.parse_args()
+    text = generate(args.schema)
+    current = args.output.read_text() if args.output.exists() else None
+    if text == current:
+        return 0
+    if args.check:
+        print(f"{args.output} is not what {args.schema} gives: run python csrc/generate.py", file=sys.stderr)
+        return 1
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    args.output.write_text(text)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,695 @@
+"""The operators in plain PyTorch: what every kernel is judged by.
+
+One function per operator, named after it in snake case. Tensors are parameters in the operator's input
+order, absent optional inputs are None, attributes are keyword-only. Every function returns a tuple whose
+length follows from the attributes alone, never modifies an input, returns no alias of one, and is
+differentiable.
+
+Types: T (float32, float16, bfloat16, and here float64 too) is query's type and that of every tensor marked
+T; F is float32, or float64 when T is float64; I is int32. The computation runs in float64 when query is
+float64, otherwise in float32 or in `compute_dtype`. So the judge of a low-precision kernel is this
+reference on its inputs converted to float64.
+
+Symbols: B batch, H query heads, Hkv key/value heads (query head h reads key/value head h // (H / Hkv)),
+N or Nq tokens, D or R size of queries and keys, Dv of values. Shapes are those of layout "bhnd"; with "bnhd"
+heads and tokens change places in every tensor that has both, except in caches. Wrong arguments raise
+ValueError. Wrong lengths, offsets and indices inside a tensor never do: they are clamped or masked out, as
+each function says.
+
+Sources: LeetDecoding (cited as LD), FleetAttention (Efficient Decoding for Long Prompts via Low-Rank
+Attention, cited as FA), LeanAttention, and Linear Attention Optimized GPU Kernel Implementation (cited as
+LA; the gradients here correct its printed ones).
+"""
+
+import math
+from functools import partial
+
+import torch
+from torch.nn.functional import pad
+
+BLOCK = 64  # tokens per block of the blocked algorithms
+RECURSION_BASE = 16  # tokens at which the recursion stops halving
+UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by
+
+
+def _check(condition, message):
+    if not condition:
+        raise ValueError(message)
+
+
+def _match(operator, dims, layout, name, tensor, kind, symbols):
+    """Checks type and sizes of an input; `dims` holds the sizes known so far and gains the new symbols.
+
+    kind: "T" query's type, "F" float32 or float64, "I" any integer. A star after `symbols`, which are those
+    of bhnd, says that the tensor follows `layout`.
+    """
+    if tensor is None:
+        return
+    names = symbols.rstrip("*").split()
+    if symbols.endswith("*") and layout == "bnhd":
+        names[1], names[2] = names[2], names[1]
+    allowed = ", ".join(f"{s}={dims[s]}" if s in dims and not s.isdigit() else s for s in names)
+    shape = list(tensor.shape)
+    _check(len(shape) == len(names) and all(dims.setdefault(s, n) == n for s, n in zip(names, shape)),
+           f"{operator}: {name} has shape {shape}; expected [{allowed}]")
+    dtype = tensor.dtype
+    right, expected = {
+        "T": (dtype.is_floating_point and dims.setdefault("T", dtype) == dtype,
+              f"{dims.get('T', 'a floating point type')}, the type of query"),
+        "F": (dtype in (torch.float32, torch.float64), "torch.float32 (or float64)"),
+        "I": (not dtype.is_floating_point and dtype != torch.bool, "torch.int32")}[kind]
+    _check(right, f"{operator}: {name} has type {dtype}; expected {expected}")
+
+
+def _begin(operator, layout, query, compute_dtype):
+    """The checker bound to this call, its sizes, the type to compute in, and the type of F outputs."""
+    _check(layout in ("bhnd", "bnhd"), f"{operator}: layout is {layout!r}; expected 'bhnd' or 'bnhd'")
+    dims = {"2": 2}
+    double = query.dtype == torch.float64
+    compute = torch.float64 if double else compute_dtype or torch.float32
+    return partial(_match, operator, dims, layout), dims, compute, torch.float64 if double else torch.float32
+
+
+def _check_heads(operator, dims):
+    _check(dims["Hkv"] > 0 and dims["H"] % dims["Hkv"] == 0,
+           f"{operator}: query has H={dims['H']} heads and key {dims['Hkv']}; H must be a multiple of Hkv")
+
+
+def _swap(tensor, layout):
+    """Between bhnd and `layout`, either way, for a tensor with heads and tokens at axes 1 and 2."""
+    return tensor if layout == "bhnd" else tensor.transpose(1, 2).contiguous()
+
+
+def _spans(cu_seqlens, total):
+    """Requests as (start, stop) inside [0, total], whatever cu_seqlens holds; None where it is absent.
+
+    Requests of offsets that fall back may overlap, and what the operators write in an overlap is unspecified.
+    """
+    if cu_seqlens is None:
+        return None
+    offsets = [min(max(n, 0), total) for n in cu_seqlens.tolist()]
+    return [(start, max(start, stop)) for start, stop in zip(offsets, offsets[1:])]
+
+
+# LeanAttention
+
+
+def _cache_slots(variant, batch, cache, cu_seqlens, block_table):
+    """Per request, the slot (row of _to_slots) of each position up to the capacity; -1 where masked out."""
+    if variant == "dense":
+        size = cache.shape[2]
+        return [torch.arange(b * size, (b + 1) * size, device=cache.device) for b in range(batch)]
+    if variant == "ragged":
+        spans = _spans(cu_seqlens, cache.shape[1])
+        return [torch.arange(start, stop, device=cache.device) for start, stop in spans]
+    pool, block = cache.shape[:2]
+    pages = block_table.long().unsqueeze(-1)
+    slots = pages * block + torch.arange(block, device=cache.device)
+    return list(slots.masked_fill((pages < 0) | (pages >= pool), -1).flatten(1))
+
+
+def _to_slots(variant, cache):
+    """Any cache as [slots,Hkv,D]."""
+    if variant == "ragged":
+        return cache.transpose(0, 1)
+    return (cache.transpose(1, 2) if variant == "dense" else cache).flatten(0, 1)
+
+
+def _from_slots(variant, slots, shape):
+    if variant == "dense":
+        batch, heads, size, width = shape
+        return slots.reshape(batch, size, heads, width).transpose(1, 2).contiguous()
+    return slots.transpose(0, 1).contiguous() if variant == "ragged" else slots.reshape(shape)
+
+
+def _append(slots, rows, targets):
+    """slots [slots,Hkv,D] with the first len(targets[b]) of rows [B,Hkv,Nq,D] at targets[b]; a new tensor."""
+    if not targets:
+        return slots.clone()
+    where = torch.cat(targets)
+    new = torch.cat([rows[b, :, :len(target)].transpose(0, 1) for b, target in enumerate(targets)])
+    return slots.index_put((where[where >= 0],), new[where >= 0])
+
+
+def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None, new_key=None,
+                   new_value=None, cu_seqlens=None, block_table=None, sinks=None, *, scale=0.0, causal=1,
+                   window=-1, softcap=0.0, append=0, layout="bhnd", compute_dtype=None):
+    """Exact softmax attention of the newest tokens over a cache (LeanAttention).
+
+    query T [B,H,Nq,D]; rows at and past query_lens are padding and may hold anything.
+    key_cache, value_cache T: dense [B,Hkv,S,D], [B,Hkv,S,Dv]; with cu_seqlens I [B+1] ragged [Hkv,total,D],
+    [Hkv,total,Dv], where request b owns positions cu[b] .. cu[b+1]; with block_table I [B,M] paged
+    [P,block,Hkv,D], [P,block,Hkv,Dv].
+    seq_lens I [B]: valid tokens of each request, the new ones included; clamped to [0, capacity], which is
+    S, cu[b+1] - cu[b] or M * block; absent: the capacity.
+    query_lens I [B]: new tokens of each request, clamped to [0, min(Nq, seq_len)]; absent: Nq.
+    new_key, new_value T [B,Hkv,Nq,D], [B,Hkv,Nq,Dv]: with append, row i is first written to position p_i.
+    sinks F [H]: a logit that joins the softmax's sum and has no value.
+
+    Row i has position p_i = seq_len - query_len + i and logit_ij = scale * q_i . k_j (scale 0: 1/sqrt(D)),
+    then softcap * tanh(logit / softcap) if softcap is not 0. It sees j <= p_i when causal, else all valid
+    keys, and only j > p_i - window if window is not -1. Offsets in cu_seqlens are clamped to [0, total]; a
+    page id outside the pool masks its positions out, for reading and for writing. What no row sees may be
+    anything, NaN included.
+
+    Returns output T [B,H,Nq,Dv] and lse F [B,H,Nq], the natural logarithm of the sum of exponentials, sink
+    included; with append also key_cache_out and value_cache_out. A row that sees nothing has output 0 and
+    lse -inf, or the sink; padding rows and empty requests have output 0 and lse -inf.
+    """
+    op = "LeanAttention"
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    _check(cu_seqlens is None or block_table is None,
+           f"{op}: cu_seqlens and block_table are both given; give one (ragged or paged) or none (dense)")
+    variant = "ragged" if cu_seqlens is not None else "paged" if block_table is not None else "dense"
+    match("query", query, "T", "B H Nq D*")
+    axes = {"dense": "B Hkv S", "ragged": "Hkv total", "paged": "P block Hkv"}[variant]
+    match("key_cache", key_cache, "T", f"{axes} D")
+    match("value_cache", value_cache, "T", f"{axes} Dv")
+    _check_heads(op, dims)
+    dims["B+1"] = dims["B"] + 1
+    match("seq_lens", seq_lens, "I", "B")
+    match("query_lens", query_lens, "I", "B")
+    match("new_key", new_key, "T", "B Hkv Nq D*")
+    match("new_value", new_value, "T", "B Hkv Nq Dv*")
+    match("cu_seqlens", cu_seqlens, "I", "B+1")
+    match("block_table", block_table, "I", "B M")
+    match("sinks", sinks, "F", "H")
+    for name, tensor in (("new_key", new_key), ("new_value", new_value)):
+        _check((tensor is not None) == bool(append),
+               f"{op}: {name} is {'absent' if tensor is None else 'given'} and append is {int(append)}; "
+               "append=1 takes both new_key and new_value, append=0 neither")
+    _check(window >= -1, f"{op}: window is {window}; expected -1 (off) or a number of keys")
+    _check(window == -1 or causal, f"{op}: window is {window} with causal=0; a window needs causal=1")
+
+    batch, heads, tokens, group = dims["B"], dims["H"], dims["Nq"], dims["H"] // dims["Hkv"]
+    scale = scale or 1 / math.sqrt(dims["D"])
+    slots_of = _cache_slots(variant, batch, key_cache, cu_seqlens, block_table)
+    lengths, counts = [len(slots) for slots in slots_of], [tokens] * batch
+    if seq_lens is not None:
+        lengths = [min(max(n, 0), capacity) for n, capacity in zip(seq_lens.tolist(), lengths)]
+    if query_lens is not None:
+        counts = [max(n, 0) for n in query_lens.tolist()]
+    counts = [min(n, tokens, length) for n, length in zip(counts, lengths)]
+
+    keys, values = _to_slots(variant, key_cache), _to_slots(variant, value_cache)
+    if append:
+        targets = [slots[length - n:length] for slots, length, n in zip(slots_of, lengths, counts)]
+        keys = _append(keys, _swap(new_key, layout), targets)
+        values = _append(values, _swap(new_value, layout), targets)
+
+    if sinks is None:
+        sinks = query.new_full((heads,), -math.inf)
+    sinks = sinks.to(compute).view(-1, group, 1, 1)
+    outputs, sums = [], []
+    for rows, slots, length, n in zip(_swap(query, layout), slots_of, lengths, counts):
+        slots = slots[:length]
+        position = length - n + torch.arange(n, device=query.device).unsqueeze(-1)
+        index = torch.arange(length, device=query.device)
+        visible = (slots >= 0).expand(n, length)
+        if causal:
+            visible = visible & (index <= position)
+        if window >= 0:
+            visible = visible & (index > position - window)
+        seen = visible.any(0)  # a key that no row sees is not read, so that whatever it holds cannot leak
+        q = rows[:, :n].to(compute).unflatten(0, (-1, group))
+        k, v = keys[slots[seen]].to(compute), values[slots[seen]].to(compute)
+        logits = scale * torch.einsum("hgid,jhd->hgij", q, k)
+        if softcap:
+            logits = softcap * torch.tanh(logits / softcap)
+        logits = logits.masked_fill(~visible[:, seen], -math.inf)
+        logits = torch.cat([logits, sinks.expand(-1, -1, n, 1)], -1)  # one more column, without a value
+        top = logits.detach().amax(-1, keepdim=True)
+        top = top.masked_fill(top == -math.inf, 0)
+        weights = (logits - top).exp()
+        total = weights.sum(-1, keepdim=True)
+        blank = total == 0
+        total = total.masked_fill(blank, 1)
+        out = torch.einsum("hgij,jhd->hgid", weights[..., :-1] / total, v)
+        lse = (total.log() + top).masked_fill(blank, -math.inf)
+        outputs.append(pad(out.flatten(0, 1), (0, 0, 0, tokens - n)))
+        sums.append(pad(lse.flatten(0, 1).squeeze(-1), (0, tokens - n), value=-math.inf))
+    output = torch.stack(outputs) if batch else query.new_zeros(0, heads, tokens, dims["Dv"])
+    lse = torch.stack(sums) if batch else query.new_zeros(0, heads, tokens)
+    result = (_swap(output.to(query.dtype), layout), _swap(lse.to(float_out), layout))
+    if append:
+        result += (_from_slots(variant, keys, key_cache.shape),
+                   _from_slots(variant, values, value_cache.shape))
+    return result
+
+
+# CausalLinearDecay
+#
+# Inside, query is [B,Hkv,G,N,R] with G = H / Hkv and scale multiplied in, key and value [B,Hkv,1,N,..],
+# log_decay [B,Hkv,1,N,1] and a state [B,Hkv,1,R,Dv]. Products of decays are exponentials of sums, never of
+# differences of sums, so that no exponent is positive and a decay of 0 (log_decay -inf) is exact anywhere.
+
+
+def _prefix(log_decay):
+    """What is left at token i of a state before the first token: Π_{t<=i} γ_t."""
+    return log_decay.cumsum(-2).exp()
+
+
+def _suffix(log_decay):
+    """What is left after the last token of what token j wrote: Π_{t>j} γ_t."""
+    later = pad(log_decay[..., 1:, :], (0, 0, 0, 1))
+    return later.flip(-2).cumsum(-2).flip(-2).exp()
+
+
+def _mask(log_decay):
+    """M_ij = Π_{t=j+1..i} γ_t for i >= j, else 0 (LD eq. 4)."""
+    n = log_decay.shape[-2]
+    upper = torch.ones(n, n, dtype=torch.bool, device=log_decay.device).triu()
+    return log_decay.expand(*log_decay.shape[:-1], n).masked_fill(upper, 0).cumsum(-2).exp().tril()
+
+
+def _masked_product(query, key, value, log_decay):
+    """((Q Kᵀ) ⊙ M) V; tril selects, so that an infinite score above the diagonal does no harm."""
+    return (query @ key.mT * _mask(log_decay)).tril() @ value
+
+
+def _next_state(key, value, log_decay, state):
+    return _prefix(log_decay)[..., -1:, :] * state + (_suffix(log_decay) * key).mT @ value
+
+
+def _vanilla(query, key, value, log_decay, state):
+    """LD eq. 4 as it stands: the whole N x N matrix."""
+    output = _masked_product(query, key, value, log_decay) + _prefix(log_decay) * (query @ state)
+    return output, _next_state(key, value, log_decay, state)
+
+
+def _block_based(query, key, value, log_decay, state, block=BLOCK // 2):
+    """LD algorithm 2: block after block, its own masked product plus the state before it."""
+    outputs = []
+    for parts in zip(*(x.split(block, -2) for x in (query, key, value, log_decay))):
+        output, state = _vanilla(*parts, state)
+        outputs.append(output)
+    return torch.cat(outputs, -2), state
+
+
+def _recursion(query, key, value, log_decay, state):
+    """LD algorithm 4: two halves, and between them a quarter without a mask, multiplied from the right."""
+
+    def halves(query, key, value, log_decay):
+        n = query.shape[-2]
+        if n <= RECURSION_BASE:
+            return _masked_product(query, key, value, log_decay)
+        first, second = zip(*(x.tensor_split(2, -2) for x in (query, key, value, log_decay)))
+        (_, key1, value1, log_decay1), (query2, _, _, log_decay2) = first, second
+        across = (_prefix(log_decay2) * query2) @ ((_suffix(log_decay1) * key1).mT @ value1)
+        return torch.cat([halves(*first), halves(*second) + across], -2)
+
+    output = halves(query, key, value, log_decay) + _prefix(log_decay) * (query @ state)
+    return output, _next_state(key, value, log_decay, state)
+
+
+def _causal_dot_product(query, key, value, log_decay, state):
+    """LD algorithm 1: row after row, S_i = γ_i S_{i-1} + k_iᵀ v_i and o_i = q_i S_i."""
+    outputs = []
+    for q, k, v, decay in zip(*(x.split(1, -2) for x in (query, key, value, log_decay.exp()))):
+        state = decay * state + k.mT @ v
+        outputs.append(q @ state)
+    return torch.cat(outputs, -2), state
+
+
+def _decayed_cumsum(x, decay):
+    """y_i = decay_i y_{i-1} + x_i along tokens, the λ-cumsum of LD appendix C.1, in log2 N doublings."""
+    step = 1
+    while step < x.shape[-2]:
+        x = x + decay * pad(x[..., :-step, :], (0, 0, step, 0))
+        decay = decay * pad(decay[..., :-step, :], (0, 0, step, 0))
+        step *= 2
+    return x
+
+
+def _fleet(query, key, value, log_decay, state):
+    """LD eq. 5 and appendix C.1, FA eq. 7: the sum over ranks r of diag(b_r) λ-cumsum(diag(c_r) V).
+
+    No matrix product. Row r of the state before the first token enters as the prefix l_r of LD algorithm 5.
+    """
+    decay, output, last = log_decay.exp(), 0, []
+    for q, k, prefix in zip(query.split(1, -1), key.split(1, -1), state.split(1, -2)):
+        first = pad(decay[..., :1, :] * prefix, (0, 0, 0, key.shape[-2] - 1))
+        sums = _decayed_cumsum(k * value + first, decay)
+        output = output + q * sums
+        last.append(sums[..., -1:, :])
+    return output, torch.cat(last, -2)
+
+
+def _lightning(query, key, value, log_decay, state, block=BLOCK):
+    """Lightning Attention-2 (LD section 3.2): divided into what stays inside a block and what crosses blocks.
+
+    All blocks' masked products (as in vanilla) and state updates are taken at once; only the states between
+    blocks are a recurrence, that of causal_dot_product with blocks for rows.
+    """
+    tokens = query.shape[-2]
+    block = min(block, tokens)
+    q, k, v, g = (pad(x, (0, 0, 0, -tokens % block)).unflatten(-2, (-1, block))
+                  for x in (query, key, value, log_decay))
+    update, carry = (_suffix(g) * k).mT @ v, _prefix(g)
+    states = []
+    for added, kept in zip(update.unbind(-3), carry[..., -1:, :].unbind(-3)):
+        states.append(state)
+        state = kept * state + added
+    output = _masked_product(q, k, v, g) + carry * (q @ torch.stack(states, -3))
+    return output.flatten(-3, -2)[..., :tokens, :], state
+
+
+ALGORITHMS = {"auto": _lightning, "vanilla": _vanilla, "block_based": _block_based, "recursion": _recursion,
+              "causal_dot_product": _causal_dot_product, "fleet": _fleet, "lightning": _lightning}
+
+
+def _away_from_zero(x, eps):
+    """x with its magnitude held at eps or more, sign kept (that of 0 is plus); constant where it is held."""
+    return torch.where(x.abs() >= eps, x, torch.where(x < 0, x.new_tensor(-eps), x.new_tensor(eps)))
+
+
+def _grouped(query, key, value, group, layout, compute):
+    query, key, value = (_swap(x, layout).to(compute) for x in (query, key, value))
+    return query.unflatten(1, (-1, group)), key.unsqueeze(2), value.unsqueeze(2)
+
+
+def _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute):
+    """Checks and brings to the inner shapes; also sets dims["Q"], the number of states."""
+    match("query", query, "T", "B H N R*")
+    match("key", key, "T", "B Hkv N R*")
+    match("value", value, "T", "B Hkv N Dv*")
+    _check_heads(op, dims)
+    if cu_seqlens is not None:
+        match("cu_seqlens", cu_seqlens, "I", "Q+1")
+        _check(dims["B"] == 1 and dims["Q+1"] >= 1,
+               f"{op}: query has batch B={dims['B']} and cu_seqlens has {dims['Q+1']} entries; packed "
+               "requests have B=1 and one entry more than there are requests")
+    dims["Q"] = dims["B"] if cu_seqlens is None else dims["Q+1"] - 1
+    batch, kv_heads, tokens = dims["B"], dims["Hkv"], dims["N"]
+    query, key, value = _grouped(query, key, value, dims["H"] // kv_heads, layout, compute)
+    if log_decay is None:
+        decay = key.new_zeros(batch, kv_heads, tokens)
+    elif log_decay.dim() == 3:
+        match("log_decay", log_decay, "F", "B Hkv N*")
+        decay = _swap(log_decay, layout)
+    else:
+        match("log_decay", log_decay, "F", "Hkv")
+        decay = log_decay.view(1, -1, 1).expand(batch, -1, tokens)
+    return query, key, value, decay.to(compute).view(batch, kv_heads, 1, tokens, 1)
+
+
+def _per_request(run, spans, tokens, states):
+    """run(*tokens, *states) -> (token outputs, final state), once, or for each request of a packed batch."""
+    if spans is None:
+        return run(*tokens, *states)
+    empty, _ = run(*(x[..., :0, :] for x in tokens), *states)
+    outputs = [x.new_zeros(*x.shape[:-2], tokens[0].shape[-2], x.shape[-1]) for x in empty]
+    finals = []
+    for request, (start, stop) in enumerate(spans):
+        own = (x[request:request + 1] for x in states)
+        parts, final = run(*(x[..., start:stop, :] for x in tokens), *own)
+        outputs = [torch.slice_scatter(x, part, -2, start, stop) for x, part in zip(outputs, parts)]
+        finals.append(final)
+    return outputs, torch.cat(finals) if finals else states[0].clone()
+
+
+def causal_linear_decay(query, key, value, log_decay=None, initial_state=None, initial_norm=None,
+                        cu_seqlens=None, state_index=None, *, algorithm="auto", scale=1.0, normalize=0,
+                        eps=1e-6, return_state=0, layout="bhnd", compute_dtype=None):
+    """Causal linear attention with exponential decay: O = ((scale * Q Kᵀ) ⊙ M) V (LD eq. 4).
+
+    query T [B,H,N,R], key T [B,Hkv,N,R], value T [B,Hkv,N,Dv]: B, C and V of LD.
+    log_decay F [Hkv], or per token [B,Hkv,N]: ln γ in [-inf, 0]; -inf is γ = 0, absent is γ = 1.
+    initial_state F [B,Hkv,R,Dv]; initial_norm F [B,Hkv,R], only with normalize; absent: zeros.
+    cu_seqlens I [Q+1]: request r is tokens cu[r] .. cu[r+1] of a batch of 1, and states have Q in place of
+    B. Offsets are clamped to [0, N]; tokens of no request have output 0.
+    state_index I [B] (or [Q]): the row of each request in a pool of states [P,Hkv,R,Dv] and of norms
+    [P,Hkv,R], which must be given. A row outside the pool is zeros and is not written; none may come twice.
+
+    S_i = γ_i S_{i-1} + k_iᵀ v_i and o_i = scale * q_i S_i. With normalize also z_i = γ_i z_{i-1} + k_i, and
+    o_i is divided by d_i = scale * q_i . z_i, where |d_i| is held at eps or more, sign kept (FA algorithm 1;
+    d_i is the same operator on values of 1).
+
+    algorithm: vanilla, block_based, recursion, causal_dot_product, fleet, lightning, or auto, which is
+    lightning here; they differ in rounding alone.
+    Returns output T [B,H,N,Dv]; with return_state final_state F, shaped as initial_state, and with normalize
+    too final_norm F, shaped as initial_norm.
+    """
+    op = "CausalLinearDecay"
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    _check(algorithm in ALGORITHMS,
+           f"{op}: algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
+    q, k, v, decay = _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute)
+    _check(initial_norm is None or normalize,
+           f"{op}: initial_norm is given and normalize is 0; it needs normalize=1")
+    rows = "Q" if state_index is None else "P"
+    match("state_index", state_index, "I", "Q")
+    match("initial_state", initial_state, "F", f"{rows} Hkv R Dv")
+    match("initial_norm", initial_norm, "F", f"{rows} Hkv R")
+    for name, tensor, needed in (("state", initial_state, True), ("norm", initial_norm, normalize)):
+        _check(state_index is None or not needed or tensor is not None,
+               f"{op}: state_index is given and initial_{name} is absent; it must be the pool")
+
+    # The normaliser is one more column of value and of the state.
+    pool = v.new_zeros(dims.get("P", dims["Q"]), dims["Hkv"], dims["R"], dims["Dv"]) \
+        if initial_state is None else initial_state.to(compute)
+    if normalize:
+        norm = pool.new_zeros(pool.shape[:-1]) if initial_norm is None else initial_norm.to(compute)
+        pool = torch.cat([pool, norm.unsqueeze(-1)], -1)
+        v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
+    state = pool
+    if state_index is not None:
+        inside = (state_index >= 0) & (state_index < len(pool))
+        requests, index = inside.nonzero().squeeze(-1), state_index[inside].long()
+        state = pool.new_zeros(dims["Q"], *pool.shape[1:]).index_put((requests,), pool[index])
+
+    def run(query, key, value, log_decay, state):
+        if not query.shape[-2]:
+            return [query.new_zeros(*query.shape[:-1], value.shape[-1])], state.clone()
+        output, state = ALGORITHMS[algorithm](query, key, value, log_decay, state)
+        return [output], state
+
+    spans = _spans(cu_seqlens, dims["N"])
+    (output,), final = _per_request(run, spans, (scale * q, k, v, decay), (state.unsqueeze(2),))
+    if normalize:
+        output = output[..., :-1] / _away_from_zero(output[..., -1:], eps)
+    result = (_swap(output.flatten(1, 2).to(query.dtype), layout),)
+    if return_state:
+        final = final.squeeze(2)
+        if state_index is not None:
+            final = pool.index_put((index,), final[requests])
+        final = final.to(float_out)
+        result += (final[..., :-1].clone(), final[..., -1].clone()) if normalize else (final,)
+    return result
+
+
+def causal_linear_decay_grad(query, key, value, log_decay=None, initial_state=None, grad_output=None,
+                             grad_final_state=None, cu_seqlens=None, *, scale=1.0, grad_decay=0, grad_state=0,
+                             layout="bhnd", compute_dtype=None):
+    """Gradients of causal_linear_decay without normalize, in closed form, in O(N) time and memory.
+
+    Inputs as there; grad_output T [B,H,N,Dv], grad_final_state F shaped as the state; absent: zeros.
+    With G_i the gradient of S_i, from later tokens and its own output,
+      G_i = γ_{i+1} G_{i+1} + scale * q_iᵀ do_i, where grad_final_state stands for γ_{N+1} G_{N+1}
+      dq_i = scale * do_i S_iᵀ,   dk_i = v_i G_iᵀ,   dv_i = k_i G_i,   dlog_decay_i = ⟨G_i, γ_i S_{i-1}⟩
+    so that dlog_decay_i is 0 where γ_i is. Taken block by block; a token's dlog_decay is the sum of the terms
+    its decay is a factor of, without subtraction.
+
+    Returns grad_query, grad_key, grad_value T; with grad_decay grad_log_decay F, shaped as log_decay, which
+    must be given; with grad_state grad_initial_state F [B,Hkv,R,Dv] (or [Q,...]), given or not.
+    The normalised form is differentiated by composition of numerator and denominator, not here.
+    """
+    op = "CausalLinearDecayGrad"
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    q, k, v, decay = _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute)
+    _check(grad_output is not None, f"{op}: grad_output is absent; it must be given")
+    _check(log_decay is not None or not grad_decay,
+           f"{op}: grad_decay is 1 and log_decay is absent; give log_decay (zeros for no decay)")
+    match("grad_output", grad_output, "T", "B H N Dv*")
+    match("initial_state", initial_state, "F", "Q Hkv R Dv")
+    match("grad_final_state", grad_final_state, "F", "Q Hkv R Dv")
+    zeros = v.new_zeros(dims["Q"], dims["Hkv"], dims["R"], dims["Dv"])
+    states = [(zeros if x is None else x.to(compute)).unsqueeze(2) for x in (initial_state, grad_final_state)]
+    do = _swap(grad_output, layout).to(compute).unflatten(1, q.shape[1:3])
+    spans = _spans(cu_seqlens, dims["N"])
+    (dq, dk, dv, dg), ds = _per_request(_decay_backward, spans, (scale * q, k, v, decay, do), states)
+    result = tuple(_swap(x.flatten(1, 2).to(query.dtype), layout) for x in (scale * dq, dk, dv))
+    if grad_decay:
+        dg = dg.flatten(2)
+        result += ((_swap(dg, layout) if log_decay.dim() == 3 else dg.sum((0, 2))).to(float_out),)
+    if grad_state:
+        result += (ds.squeeze(2).to(float_out),)
+    return result
+
+
+def _decay_backward(query, key, value, log_decay, do, state, ds):
+    """dq, dk, dv, dlog_decay and the gradient of the state before the first token; ds is that of the last."""
+
+    def over_group(x):
+        return x.sum(2, keepdim=True)
+
+    if not query.shape[-2]:
+        return [x.clone() for x in (query, key, value, log_decay)], ds.clone()
+    blocks, states = list(zip(*(x.split(BLOCK, -2) for x in (query, key, value, log_decay, do)))), []
+    for _, k, v, g, _ in blocks:
+        states.append(state)
+        state = _next_state(k, v, g, state)
+    grads = []
+    for (q, k, v, g, o), state in zip(reversed(blocks), reversed(states)):
+        mask, prefix, suffix = _mask(g), _prefix(g), _suffix(g)
+        kept = prefix[..., -1:, :]
+        scores = q @ k.mT
+        weights = (scores * mask).tril()  # M_ij q_i.k_j
+        dscores = (o @ v.mT * mask).tril()  # M_ij do_i.v_j
+        dq = dscores @ k + prefix * (o @ state.mT)
+        dk = over_group(dscores.mT @ q) + suffix * (v @ ds.mT)
+        dv = over_group(weights.mT @ o) + suffix * (k @ ds)
+        # Decay t is a factor of what row i >= t takes from key j < t (pairs) and from the state before the
+        # block (rows), and of what the state after the block keeps of key j < t (keys) and of the one before.
+        pairs = over_group((dscores * scores).tril())
+        rows = over_group((prefix * (q @ state) * o).sum(-1, keepdim=True))
+        keys = (suffix * (k @ ds) * v).sum(-1, keepdim=True)
+        from_t = torch.cat([pairs, rows], -1).flip(-2).cumsum(-2).flip(-2)
+        dg = from_t[..., :-1].tril(-1).sum(-1, keepdim=True) + from_t[..., -1:]
+        dg = dg + pad(keys.cumsum(-2)[..., :-1, :], (0, 0, 1, 0))
+        dg = dg + kept * (state * ds).sum((-2, -1), keepdim=True)
+        ds = kept * ds + over_group((prefix * q).mT @ o)
+        grads.append((dq, dk, dv, dg))
+    return [torch.cat(parts[::-1], -2) for parts in zip(*grads)], ds
+
+
+# NormalizedLinearAttention
+#
+# Inside, value has one more column of ones: g is f for a value of 1, Σ k beside Σ kᵀ v, the count beside Σ v.
+
+
+def _unit_rows(x):
+    """x / max(|x|, UNIT_ROW_EPS) (LA eq. 22), and that divisor; a row of zeros stays zeros."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True).clamp_min(UNIT_ROW_EPS)
+    return x / norm, norm
+
+
+def _linear_product(x, y, z, causal, state=0):
+    """(X Yᵀ ⊙ M) Z + X state, with M all ones, or lower triangular when causal; and state + Yᵀ Z."""
+    state = state + y[..., :0, :].mT @ z[..., :0, :]
+    final = state + y.mT @ z
+    if not causal or not x.shape[-2]:
+        return x @ final, final
+    return _lightning(x, y, z, y.new_zeros(*y.shape[:-1], 1), state)[0], final
+
+
+def _token_sum(x, causal):
+    """Σ over tokens n <= i when causal, else over all."""
+    return x.cumsum(-2) if causal else x.sum(-2, keepdim=True).expand_as(x)
+
+
+def _normalized_inputs(op, match, dims, query, key, value, coefficients, normalize_qk, layout, compute):
+    """Checks and brings to the inner shapes; also the divisors of query's and key's rows, and a and b."""
+    match("query", query, "T", "B H N D*")
+    match("key", key, "T", "B Hkv N D*")
+    match("value", value, "T", "B Hkv N Dv*")
+    _check_heads(op, dims)
+    match("coefficients", coefficients, "F", "2")
+    q, k, v = _grouped(query, key, value, dims["H"] // dims["Hkv"], layout, compute)
+    (q, q_norm), (k, k_norm) = (_unit_rows(x) if normalize_qk else (x, None) for x in (q, k))
+    v = torch.cat([v, v.new_ones(*v.shape[:-1], 1)], -1)
+    a, b = v.new_ones(2) if coefficients is None else coefficients.to(compute)
+    return q, k, v, q_norm, k_norm, a, b
+
+
+def normalized_linear_attention(query, key, value, coefficients=None, initial_state=None,
+                                initial_key_sum=None, initial_value_sum=None, initial_count=None, *, causal=1,
+                                normalize_qk=0, eps=1e-6, return_state=0, layout="bhnd", compute_dtype=None):
+    """Linear attention with kernel a + b x (LA eq. 4): o_i = f_i / g_i with f_i = Σ_n (a + b q_i.k_n) v_n and
+    g_i = Σ_n (a + b q_i.k_n), over n <= i when causal, else over all n.
+
+    query T [B,H,N,D], key T [B,Hkv,N,D], value T [B,Hkv,N,Dv]; coefficients F [2]: a, b; absent: 1, 1.
+    initial_state F [B,Hkv,D,Dv], initial_key_sum F [B,Hkv,D], initial_value_sum F [B,Hkv,Dv], initial_count
+    I [B]: Σ kᵀv, Σ k, Σ v and the number of the tokens before; all or none, only when causal.
+    normalize_qk: rows of query and key are first divided by max(norm, 1e-12) (LA eq. 22), so that a row of
+    zeros stays zeros and has the gradient of a division by 1e-12. States sum the divided keys.
+    In the division |g_i| is held at eps or more, sign kept; where it is held, it is constant to the gradient.
+
+    Returns output T [B,H,N,Dv] and normalizer F [B,H,N], which is g before it is held; with return_state the
+    four final values F, F, F, I, shaped as the initial ones.
+    """
+    op = "NormalizedLinearAttention"
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    q, k, v, _, _, a, b = _normalized_inputs(op, match, dims, query, key, value, coefficients, normalize_qk,
+                                             layout, compute)
+    match("initial_state", initial_state, "F", "B Hkv D Dv")
+    match("initial_key_sum", initial_key_sum, "F", "B Hkv D")
+    match("initial_value_sum", initial_value_sum, "F", "B Hkv Dv")
+    match("initial_count", initial_count, "I", "B")
+    carried = {"initial_state": initial_state, "initial_key_sum": initial_key_sum,
+               "initial_value_sum": initial_value_sum, "initial_count": initial_count}
+    missing = [name for name, tensor in carried.items() if tensor is None]
+    _check(len(missing) in (0, 4),
+           f"{op}: {', '.join(missing)} absent; give all four initial values or none of them")
+    _check(causal or missing and not return_state,
+           f"{op}: causal is 0 with initial values or return_state=1; states are carried with causal=1 only")
+
+    batch, kv_heads, tokens = dims["B"], dims["Hkv"], dims["N"]
+    state = v.new_zeros(batch, kv_heads, 1, dims["D"], v.shape[-1])
+    sums = v.new_zeros(batch, kv_heads, 1, 1, v.shape[-1])
+    if not missing:
+        state = torch.cat([initial_state, initial_key_sum.unsqueeze(-1)], -1).to(compute).unsqueeze(2)
+        count = initial_count.to(compute).view(batch, 1, 1).expand(batch, kv_heads, 1)
+        sums = torch.cat([initial_value_sum.to(compute), count], -1).view(batch, kv_heads, 1, 1, -1)
+    linear, state = _linear_product(q, k, v, causal, state)
+    both = a * (sums + _token_sum(v, causal)) + b * linear
+    normalizer = both[..., -1:]
+    output = (both[..., :-1] / _away_from_zero(normalizer, eps)).flatten(1, 2).to(query.dtype)
+    normalizer = normalizer.flatten(1, 2).squeeze(-1).to(float_out).contiguous()
+    result = (_swap(output, layout), _swap(normalizer, layout))
+    if return_state:
+        state, value_sum = state.squeeze(2).to(float_out), (sums + v.sum(-2, keepdim=True)).to(float_out)
+        count = torch.zeros(batch, dtype=torch.int32, device=query.device) if missing else initial_count.int()
+        result += (state[..., :-1].clone(), state[..., -1].clone(), value_sum[:, :, 0, 0, :-1].clone(),
+                   count + tokens)
+    return result
+
+
+def normalized_linear_attention_grad(query, key, value, coefficients=None, output=None, normalizer=None,
+                                     grad_output=None, *, causal=1, normalize_qk=0, eps=1e-6, layout="bhnd",
+                                     compute_dtype=None):
+    """Gradients of normalized_linear_attention in closed form, in O(N D²) time and O(N D) memory.
+
+    Inputs as there; output T [B,H,N,Dv] and normalizer F [B,H,N] are what it returned, grad_output T as
+    output. With ĝ the held normalizer, w_i = do_i / ĝ_i, and r_i = o_i . w_i, or 0 where |g_i| < eps:
+      dq_i = b [(Σ_{n<=i} k_n v_nᵀ) w_i - r_i Σ_{n<=i} k_n]
+      dk_p = b [(Σ_{i>=p} q_i w_iᵀ) v_p - Σ_{i>=p} r_i q_i]
+      dv_p = a Σ_{i>=p} w_i + b (Σ_{i>=p} w_i q_iᵀ) k_p
+      da = Σ_i [(Σ_{n<=i} v_n) . w_i - i r_i],   db = Σ_i q_i . dq_i / b
+    (LA eqs. 17 to 20, corrected); the sums run over all tokens when not causal, and the count is then N.
+    With normalize_qk a row x that was divided to y has dx = (dy - y (y . dy)) / |x|, or dy / 1e-12 where
+    |x| <= 1e-12. Carried states have no gradient here.
+
+    Returns grad_query, grad_key, grad_value T and grad_coefficients F [2], also where coefficients is absent.
+    """
+    op = "NormalizedLinearAttentionGrad"
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    for name, tensor in (("output", output), ("normalizer", normalizer), ("grad_output", grad_output)):
+        _check(tensor is not None, f"{op}: {name} is absent; it must be given")
+    q, k, v, q_norm, k_norm, a, b = _normalized_inputs(op, match, dims, query, key, value, coefficients,
+                                                       normalize_qk, layout, compute)
+    match("output", output, "T", "B H N Dv*")
+    match("normalizer", normalizer, "F", "B H N*")
+    match("grad_output", grad_output, "T", "B H N Dv*")
+    o, g, do = (_swap(x, layout).to(compute).unflatten(1, q.shape[1:3])
+                for x in (output, normalizer.unsqueeze(-1), grad_output))
+
+    def backwards(function, *tensors):
+        return function(*(x.flip(-2) for x in tensors), causal).flip(-2)
+
+    def product(x, y, z, causal):
+        return _linear_product(x, y, z, causal)[0]
+
+    w = do / _away_from_zero(g, eps)
+    r = (o * w).sum(-1, keepdim=True).masked_fill(g.abs() < eps, 0)
+    wr = torch.cat([w, -r], -1)  # against [v, 1]: w_i . v_n - r_i
+    dq = product(wr, v, k, causal)
+    dk = b * backwards(product, v, wr, q).sum(2, keepdim=True)
+    dv = (a * backwards(_token_sum, w) + b * backwards(product, k, q, w)).sum(2)
+    dab = torch.stack([(wr * _token_sum(v, causal)).sum(), (q * dq).sum()])
+    dq = b * dq
+    if normalize_qk:
+        dq, dk = ((dy - y * ((y * dy).sum(-1, keepdim=True)).masked_fill(norm <= UNIT_ROW_EPS, 0)) / norm
+                  for dy, y, norm in ((dq, q, q_norm), (dk, k, k_norm)))
+    grads = (dq.flatten(1, 2), dk.squeeze(2), dv)
+    return tuple(_swap(x.to(query.dtype), layout) for x in grads) + (dab.to(float_out),)

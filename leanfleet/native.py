@@ -1,0 +1,145 @@
+"""libleanfleet.so through ctypes. Standard library only: tensors are addresses, shapes and type names."""
+
+import ctypes
+import os
+from functools import cache
+from pathlib import Path
+
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
+MAX_RANK = 4
+ABSENT = -1
+
+
+class LeanfleetError(RuntimeError):
+    """A CUDA call failed, or something went wrong inside the library."""
+
+
+class UnsupportedError(LeanfleetError, NotImplementedError):
+    """The call is right, but this build or machine has no kernel for it."""
+
+
+class _Tensor(ctypes.Structure):
+    _fields_ = [("data", ctypes.c_void_p), ("shape", ctypes.c_int64 * MAX_RANK), ("dtype", ctypes.c_int32),
+                ("rank", ctypes.c_int32)]
+
+
+class _Attr(ctypes.Structure):
+    _fields_ = [("name", ctypes.c_char_p), ("s", ctypes.c_char_p), ("i", ctypes.c_int64), ("f", ctypes.c_float),
+                ("kind", ctypes.c_int32)]
+
+
+class _Call(ctypes.Structure):
+    _fields_ = [("op", ctypes.c_char_p), ("node", ctypes.c_char_p), ("inputs", ctypes.POINTER(_Tensor)),
+                ("outputs", ctypes.POINTER(_Tensor)), ("attrs", ctypes.POINTER(_Attr)), ("num_inputs", ctypes.c_int32),
+                ("num_outputs", ctypes.c_int32), ("num_attrs", ctypes.c_int32), ("device", ctypes.c_int32),
+                ("threads", ctypes.c_int32), ("stream", ctypes.c_void_p), ("scratch", ctypes.c_void_p),
+                ("sync", ctypes.c_void_p), ("scratch_bytes", ctypes.c_size_t), ("sync_bytes", ctypes.c_size_t)]
+
+
+def library_path(name):
+    """Path of a library of this package: "leanfleet", "leanfleet_ort" or "leanfleet_trt".
+
+    LEANFLEET_LIBRARY_DIR, when set, is the only folder looked at. Raises FileNotFoundError.
+    """
+    told = os.environ.get("LEANFLEET_LIBRARY_DIR")
+    folder = Path(told) if told else Path(__file__).resolve().parent / "lib"
+    path = folder / f"lib{name}.so"
+    if not path.exists():
+        raise FileNotFoundError(
+            f"{path} does not exist. leanfleet's compiled libraries are missing: install the package with "
+            "'pip install .' (it needs g++ and cmake), or set LEANFLEET_LIBRARY_DIR to the folder that holds them.")
+    return path
+
+
+@cache
+def _library(path):
+    library = ctypes.CDLL(path)
+    library.leanfleet_run.argtypes = [ctypes.POINTER(_Call)]
+    library.leanfleet_workspace.argtypes = [ctypes.POINTER(_Call), ctypes.POINTER(ctypes.c_size_t),
+                                            ctypes.POINTER(ctypes.c_size_t)]
+    library.leanfleet_last_error.restype = ctypes.c_char_p
+    library.leanfleet_op_name.restype = ctypes.c_char_p
+    library.leanfleet_op_name.argtypes = [ctypes.c_int]
+    library.leanfleet_build_info.restype = ctypes.c_char_p
+    return library
+
+
+def library():
+    """The loaded library. Raises FileNotFoundError or OSError."""
+    return _library(str(library_path("leanfleet")))
+
+
+def build_info():
+    """What kernels the library holds for this processor, such as "cpu avx512, cuda"."""
+    return library().leanfleet_build_info().decode()
+
+
+def op_names():
+    """The operators in the library."""
+    names, index = [], 0
+    while (name := library().leanfleet_op_name(index)) is not None:
+        names.append(name.decode())
+        index += 1
+    return names
+
+
+def _raise_for(code):
+    if code == 0:
+        return
+    message = library().leanfleet_last_error().decode(errors="replace")
+    raise {1: ValueError, 2: UnsupportedError}.get(code, LeanfleetError)(message)
+
+
+def _tensors(entries):
+    array = (_Tensor * max(len(entries), 1))()
+    for slot, entry in zip(array, entries):
+        slot.rank = ABSENT
+        if entry is None:
+            continue
+        address, shape, dtype = entry
+        if len(shape) > MAX_RANK:
+            raise ValueError(f"a tensor of shape {list(shape)} has rank {len(shape)}; no operator takes more than 4")
+        slot.data = address
+        slot.rank = len(shape)
+        slot.shape[:len(shape)] = shape
+        slot.dtype = DTYPES.get(dtype, ABSENT)
+    return array
+
+
+def _attributes(attrs):
+    array = (_Attr * max(len(attrs), 1))()
+    for slot, (name, value) in zip(array, attrs.items()):
+        slot.name = name.encode()
+        if isinstance(value, str):
+            slot.kind, slot.s = 2, value.encode()
+        elif isinstance(value, float):
+            slot.kind, slot.f = 1, value
+        else:
+            slot.kind, slot.i = 0, int(value)
+    return array
+
+
+class Call:
+    """One call of an operator. Entries are (address, shape, dtype name) or None for an absent tensor.
+
+    device: "cpu" or "cuda" (the current device). threads: 0 means all that the process may use. stream: the
+    address of a cudaStream_t.
+    """
+
+    def __init__(self, op, inputs, outputs, attrs, device="cpu", threads=0, stream=0, node=""):
+        self._inputs, self._outputs, self._attrs = _tensors(inputs), _tensors(outputs), _attributes(attrs)
+        self._call = _Call(op=op.encode(), node=node.encode(), inputs=self._inputs, outputs=self._outputs,
+                           attrs=self._attrs, num_inputs=len(inputs), num_outputs=len(outputs), num_attrs=len(attrs),
+                           device=0 if device == "cpu" else 1, threads=threads, stream=stream)
+
+    def workspace(self):
+        """(scratch bytes, sync bytes) that run needs. Checks inputs and attributes; raises ValueError."""
+        scratch, sync = ctypes.c_size_t(), ctypes.c_size_t()
+        _raise_for(library().leanfleet_workspace(self._call, scratch, sync))
+        return scratch.value, sync.value
+
+    def run(self, scratch=0, scratch_bytes=0, sync=0, sync_bytes=0):
+        """Runs it. Raises ValueError (wrong argument), UnsupportedError or LeanfleetError."""
+        self._call.scratch, self._call.scratch_bytes = scratch, scratch_bytes
+        self._call.sync, self._call.sync_bytes = sync, sync_bytes
+        _raise_for(library().leanfleet_run(self._call))

@@ -1,0 +1,204 @@
+"""The operators' schema, read from ops.toml. Standard library only.
+
+Everything in Python that needs an operator's inputs, types, attributes or shapes asks here; the C++ tables come
+from the same file through csrc/generate.py.
+"""
+
+import re
+import tomllib
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+
+DOMAIN = "leanfleet"
+OPSET_VERSION = 1
+TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int32",)}
+
+
+@dataclass(frozen=True)
+class Axis:
+    """One axis: `symbol` + `offset`, or the constant `offset` where symbol is ""."""
+
+    symbol: str
+    offset: int = 0
+
+    def __str__(self):
+        return self.symbol + (f"+{self.offset}" if self.offset else "") if self.symbol else str(self.offset)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """One alternative of a tensor's shape. `swap` is the first of the two axes that `layout` = bnhd exchanges."""
+
+    axes: tuple[Axis, ...]
+    swap: int | None
+    condition: str | None
+
+    def ordered(self, layout):
+        """The axes in the order that `layout` ("bhnd" or "bnhd") gives."""
+        axes = list(self.axes)
+        if layout == "bnhd" and self.swap is not None:
+            i = self.swap
+            axes[i], axes[i + 1] = axes[i + 1], axes[i]
+        return tuple(axes)
+
+    def __str__(self):
+        words = [str(axis) for axis in self.axes]
+        return "[" + ",".join(words) + "]" + (f" with {self.condition}" if self.condition else "")
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input or output. `like`: the input whose shape an output copies. `takes`: the input whose buffer it may take."""
+
+    name: str
+    type: str
+    shapes: tuple[Shape, ...]
+    doc: str
+    optional: bool = False
+    when: tuple[str, ...] = ()
+    like: str | None = None
+    takes: str | None = None
+
+
+@dataclass(frozen=True)
+class Attr:
+    """An attribute. `type` is bool, int, float or string; ONNX and TensorRT see bool as int."""
+
+    name: str
+    type: str
+    default: object
+    doc: str
+    off: float | None = None
+    min: float | None = None
+    values: tuple[str, ...] = ()
+    reference_only: tuple[str, ...] = ()
+    refuse: str | None = None
+
+
+@dataclass(frozen=True)
+class Rule:
+    """kind: multiple, fixed, together, exclusive or needs; `condition` names the optional input or attribute."""
+
+    kind: str
+    args: tuple[str, ...]
+    condition: str | None = None
+
+
+@dataclass(frozen=True)
+class OpSpec:
+    name: str
+    version: int
+    folder: str
+    doc: str
+    inputs: tuple[Tensor, ...]
+    outputs: tuple[Tensor, ...]
+    attrs: tuple[Attr, ...]
+    rules: tuple[Rule, ...]
+    mutating: str | None
+
+    @property
+    def snake_name(self):
+        return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", self.name).lower()
+
+    @property
+    def symbols(self):
+        """Axis symbols in order of first use."""
+        shapes = (shape for tensor in self.inputs + self.outputs for shape in tensor.shapes)
+        return tuple(dict.fromkeys(a.symbol for shape in shapes for a in shape.axes if a.symbol))
+
+    def input(self, name):
+        return next(t for t in self.inputs if t.name == name)
+
+    def attr(self, name):
+        return next(a for a in self.attrs if a.name == name)
+
+    def active_outputs(self, attrs):
+        """The outputs that exist for these attribute values (a mapping; missing ones take their default)."""
+        values = {a.name: attrs.get(a.name, a.default) for a in self.attrs}
+        return tuple(t for t in self.outputs if all(values[w] for w in t.when))
+
+    def shape_of(self, tensor, present, rank=None):
+        """The shape alternative of `tensor` given the names of the present inputs, and its rank where known.
+
+        Alternatives whose condition holds come before those without one, which then no longer count.
+        """
+        holding = [s for s in tensor.shapes if s.condition in present]
+        holding = holding or [s for s in tensor.shapes if s.condition is None]
+        return next((s for s in holding if rank in (None, len(s.axes))), None)
+
+
+def _axis(word):
+    match = re.fullmatch(r"([A-Za-z]\w*)(?:\+(\d+))?|(\d+)", word)
+    if not match:
+        raise ValueError(f"ops.toml: axis '{word}' is not SYMBOL, SYMBOL+NUMBER or NUMBER")
+    symbol, offset, constant = match.groups()
+    return Axis(symbol, int(offset or 0)) if symbol else Axis("", int(constant))
+
+
+def _shapes(text):
+    shapes = []
+    for alternative in text.split("|"):
+        body, _, condition = alternative.partition(" if ")
+        words = body.split()
+        swap = next((i for i, word in enumerate(words) if word.startswith("[")), None)
+        shapes.append(Shape(tuple(_axis(w.strip("[]")) for w in words), swap, condition.strip() or None))
+    return tuple(shapes)
+
+
+def _rule(text):
+    body, _, condition = text.partition(" if ")
+    words = body.split()
+    if words[0] in ("together", "exclusive"):
+        kind, args = words[0], words[1:]
+    else:
+        kind = {"%": "multiple", "==": "fixed", "needs": "needs"}[words[1]]
+        args = [words[0], words[2]]
+    return Rule(kind, tuple(args), condition.strip() or None)
+
+
+def _tensor(entry):
+    entry = dict(entry)
+    shape = entry.pop("shape", "")
+    entry["when"] = tuple(entry.get("when", ()))
+    return Tensor(shapes=_shapes(shape) if shape else (), **entry)
+
+
+def _attr(entry):
+    lists = {key: tuple(entry[key]) for key in ("values", "reference_only") if key in entry}
+    return Attr(**{**entry, **lists})
+
+
+def parse(path):
+    """Reads one schema file; returns its operators in order. Raises ValueError where the file is inconsistent."""
+    specs = []
+    for name, entry in tomllib.loads(Path(path).read_text()).items():
+        spec = OpSpec(
+            name, entry["version"], entry["folder"], entry["doc"],
+            tuple(map(_tensor, entry["inputs"])), tuple(map(_tensor, entry["outputs"])),
+            tuple(map(_attr, entry["attrs"])), tuple(map(_rule, entry.get("rules", ()))), entry.get("mutating"))
+        optional_inputs = {t.name for t in spec.inputs if t.optional}
+        names = {t.name for t in spec.inputs} | {a.name for a in spec.attrs} | set(spec.symbols)
+        conditions = [s.condition for t in spec.inputs + spec.outputs for s in t.shapes if s.condition]
+        if unknown := set(conditions) - optional_inputs:
+            raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are not optional inputs")
+        used = {n for r in spec.rules for n in r.args if not n.isdigit()} | {w for t in spec.outputs for w in t.when}
+        used |= {r.condition for r in spec.rules if r.condition} | {t.takes for t in spec.outputs if t.takes}
+        used |= {t.like for t in spec.outputs if t.like}
+        if unknown := used - names:
+            raise ValueError(f"ops.toml: {name}: {sorted(unknown)} is no input, attribute or symbol")
+        specs.append(spec)
+    return tuple(specs)
+
+
+def schema_path():
+    """Path of ops.toml: beside this file in an installed package, in csrc/ in a source tree."""
+    here = Path(__file__).resolve().parent
+    installed = here / "ops.toml"
+    return installed if installed.exists() else here.parent / "csrc" / "ops.toml"
+
+
+@cache
+def all_specs():
+    """All operators by name, in the order of ops.toml."""
+    return {spec.name: spec for spec in parse(schema_path())}

@@ -1,0 +1,80 @@
+"""Runs an operator's kernel on torch tensors through the C interface, with poisoned outputs and scratch."""
+
+import torch
+
+from leanfleet import native, spec
+
+TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
+ALIGNMENT = 256
+
+
+def entry(tensor):
+    if tensor is None:
+        return None
+    assert tensor.is_contiguous()
+    return tensor.data_ptr(), tuple(tensor.shape), DTYPE_NAMES.get(tensor.dtype, str(tensor.dtype))
+
+
+def aligned(size, device, fill):
+    """(keep-alive, address) of `size` bytes of `fill`, aligned to 256."""
+    buffer = torch.full((size + ALIGNMENT,), fill, dtype=torch.uint8, device=device)
+    return buffer, (buffer.data_ptr() + ALIGNMENT - 1) // ALIGNMENT * ALIGNMENT
+
+
+def poisoned(shape, dtype, device):
+    """NaN, or a huge negative number for integers: an element that no kernel wrote shows."""
+    return torch.full(shape, float("nan") if dtype.is_floating_point else -(2**31), dtype=dtype, device=device)
+
+
+def output_shapes(op, inputs, attrs):
+    """(name, dtype, shape) of each output for these inputs (a dict), worked out from ops.toml."""
+    layout = attrs.get("layout", "bhnd")
+    present = {name for name, tensor in inputs.items() if tensor is not None}
+    dims = {}
+    for t in op.inputs:
+        if t.name in present:
+            tensor = inputs[t.name]
+            for axis, size in zip(op.shape_of(t, present, tensor.dim()).ordered(layout), tensor.shape):
+                dims[axis.symbol] = size - axis.offset
+    result = []
+    for t in op.active_outputs(attrs):
+        dtype = {"T": inputs[op.inputs[0].name].dtype, "F": torch.float32, "I": torch.int32}[t.type]
+        if t.like:
+            shape = tuple(inputs[t.like].shape)
+        else:
+            shape = tuple(dims[a.symbol] + a.offset if a.symbol else a.offset
+                          for a in op.shape_of(t, present).ordered(layout))
+        result.append((t.name, dtype, shape))
+    return result
+
+
+def run_kernel(op_name, inputs, attrs=None, threads=2, in_place=False, ops=None):
+    """Runs the kernel; returns a dict of its outputs. inputs: dict of contiguous tensors or None, all on one device.
+
+    Outputs and scratch are poisoned first, sync words are zero and must be zero afterwards. in_place: outputs that
+    may take an input's buffer get it (the input tensors are then changed).
+    """
+    attrs = attrs or {}
+    op = (ops or spec.all_specs())[op_name]
+    device = next(t for t in inputs.values() if t is not None).device
+    outputs = {}
+    active = {t.name: t for t in op.active_outputs(attrs)}
+    for name, dtype, shape in output_shapes(op, inputs, attrs):
+        takes = active[name].takes
+        taken = inputs.get(takes) if in_place and takes else None
+        outputs[name] = taken if taken is not None else poisoned(shape, dtype, device)
+    cuda = device.type == "cuda"
+    call = native.Call(op_name, [entry(inputs.get(t.name)) for t in op.inputs],
+                       [entry(outputs.get(t.name)) for t in op.outputs], attrs, device.type, threads,
+                       torch.cuda.current_stream(device).cuda_stream if cuda else 0)
+    scratch_bytes, sync_bytes = call.workspace()
+    scratch, scratch_at = aligned(scratch_bytes, device, 0xFF)
+    sync, sync_at = aligned(sync_bytes, device, 0)
+    call.run(scratch_at, scratch_bytes, sync_at, sync_bytes)
+    if cuda:
+        torch.cuda.synchronize(device)
+    assert not sync.any(), "the kernel left its sync words set"
+    before, after = scratch_at - scratch.data_ptr(), scratch_at - scratch.data_ptr() + scratch_bytes
+    assert (scratch[:before] == 0xFF).all() and (scratch[after:] == 0xFF).all(), "it wrote outside its scratch"
+    return outputs
