@@ -72,7 +72,7 @@ def _begin(operator, layout, query, compute_dtype):
 
 def _check_heads(operator, dims):
     _check(dims["Hkv"] > 0 and dims["H"] % dims["Hkv"] == 0,
-           f"{operator}: query has H={dims['H']} heads and key {dims['Hkv']}; H must be a multiple of Hkv")
+           f"{operator}: query has H={dims['H']} heads and key Hkv={dims['Hkv']}; H must be its multiple")
 
 
 def _swap(tensor, layout):
@@ -256,10 +256,10 @@ def _suffix(log_decay):
 
 
 def _mask(log_decay):
-    """M_ij = Π_{t=j+1..i} γ_t for i >= j, else 0 (LD eq. 4)."""
+    """M_ij = Π_{t=j+1..i} γ_t for i >= j (LD eq. 4), and 1 above the diagonal: what multiplies it takes tril."""
     n = log_decay.shape[-2]
     upper = torch.ones(n, n, dtype=torch.bool, device=log_decay.device).triu()
-    return log_decay.expand(*log_decay.shape[:-1], n).masked_fill(upper, 0).cumsum(-2).exp().tril()
+    return log_decay.expand(*log_decay.shape[:-1], n).masked_fill(upper, 0).cumsum(-2).exp()
 
 
 def _masked_product(query, key, value, log_decay):

@@ -329,9 +329,9 @@ def test_normalized_gradients(randn, causal, unit):
 
 
 def test_normalized_gradient_of_zero_rows(randn):
-    """normalize_qk of a zero row: zero, and the gradient of a division by 1e-12, in both backward passes."""
+    """normalize_qk of a row of zeros or nearly: the gradient of a division by 1e-12, in both backward passes."""
     q, k, v, do = randn(1, 1, 6, 3), randn(1, 1, 6, 3), randn(1, 1, 6, 2), randn(1, 1, 6, 2)
-    q[0, 0, 2], k[0, 0, 3] = 0, 0
+    q[0, 0, 2], k[0, 0, 3], k[0, 0, 4] = 0, 0, 2e-13
     q, k, v, c = leaves(q, k, v, torch.tensor([4.0, 1.0], dtype=F64))
     output, g = normalized(q, k, v, c, normalize_qk=1)
     expected = torch.autograd.grad(output, (q, k, v, c), do)
@@ -485,6 +485,10 @@ def test_attention_masks_bad_pages(randn):
     close((key_out, value_out), (expected, expected_values))
     output, lse = attention(query, pool, pool, block_table=table[:, 3:])
     assert (output == 0).all() and (lse == -INF).all()
+    # Rows 0 and 1 see nothing, row 2 sees one key.
+    output, lse = attention(query, pool, pool, int32(5), block_table=table.flip(1)[:, 1:4])
+    assert (output[:, :, :2] == 0).all() and (lse[:, :, :2] == -INF).all()
+    close(output[:, :, 2], pool[1, 0].expand(1, 2, 4))
     sinks = torch.tensor([0.25, -3.0], dtype=F64)
     output, lse = attention(query, pool, pool, block_table=table[:, 3:], sinks=sinks)
     assert (output == 0).all()
@@ -493,8 +497,8 @@ def test_attention_masks_bad_pages(randn):
 
 def test_attention_garbage_offsets_stay_inside(randn):
     query, cache, new = randn(2, 2, 3, 4), randn(1, 7, 4), randn(2, 1, 3, 4)
-    for offsets in ((-9, 3, 99), (6, 1, 7), (2**31 - 1, -2**31, 5), (99, 99, 99)):
-        for lens in ((2**31 - 1, -1), (3, 2)):
+    for offsets in ((-9, 3, 99), (6, 1, 7), (2**31 - 1, -2**31, 5), (99, 99, 99), (0, 0, 8)):
+        for lens in ((2**31 - 1, -1), (3, 2), (-2**31, 2**31 - 1)):
             output, lse, *caches = attention(
                 query, cache, cache, int32(*lens), int32(*lens), new, new, int32(*offsets), append=1)
             assert output.isfinite().all() and not lse.isnan().any()
@@ -520,7 +524,7 @@ def test_attention_large_logits(randn):
 def test_attention_gradcheck(randn):
     sinks, = leaves(randn(2))
     query, new_key, new_value = leaves(randn(2, 2, 2, 3), randn(2, 1, 2, 3), randn(2, 1, 2, 2))
-    lens, counts = int32(5, 2), int32(1, 2)
+    lens, counts = int32(5, 4), int32(1, 2)  # of the paged request 1, row 0 sees nothing and row 1 its own key
     caches = {"dense": ((2, 1, 6), {}), "ragged": ((1, 11), dict(cu_seqlens=int32(0, 6, 11))),
               "paged": ((4, 3, 1), dict(block_table=torch.tensor([[2, 0], [9, 3]], dtype=torch.int32)))}
 
@@ -528,7 +532,7 @@ def test_attention_gradcheck(randn):
         output, lse, *caches = attention(
             query, key_cache, value_cache, lens, counts, new_key, new_value, sinks=sinks, append=1, window=4,
             softcap=2.0, **table)
-        return output, lse[:1, :, :1], lse[1:], *caches  # without the -inf of padding
+        return output, lse.masked_fill(lse == -INF, 0), *caches
 
     for shape, table in caches.values():
         key_cache, value_cache = leaves(randn(*shape, 3), randn(*shape, 2))
@@ -594,6 +598,8 @@ def test_outputs_of_single_elements_share_no_memory(randn):
     for outputs in (attention(one, one, one, new_key=one, new_value=one, append=1),
                     decayed(one, one, one, None, one, f, normalize=1, return_state=1),
                     decayed(none, none, none, None, one, f, normalize=1, return_state=1),
+                    decayed(none, none, none, None, one, return_state=1),
+                    decay_grad(none, none, none, f[0, 0], one, none, one, grad_decay=1, grad_state=1),
                     normalized(none, none, none, None, one, f, f, int32(1), return_state=1),
                     decay_grad(one, one, one, f[0, 0], one, one, one, grad_decay=1, grad_state=1)):
         memory = [x.untyped_storage().data_ptr() for x in (*outputs, one, f) if x.numel()]
@@ -607,6 +613,7 @@ def test_compute_dtype(randn):
         exact = function(**double, **attributes)
         asked = function(**tensors, **attributes, compute_dtype=F64)
         for got, single, judge in zip(asked, function(**tensors, **attributes), exact, strict=True):
+            assert got.dtype == single.dtype
             torch.testing.assert_close(got, judge.to(got.dtype), rtol=0, atol=0)
             rounding = 2**-7 if got.dtype == torch.bfloat16 else 2e-5
             torch.testing.assert_close(single.double(), judge.double(), rtol=rounding, atol=1e-5)

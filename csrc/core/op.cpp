@@ -30,14 +30,6 @@ std::string shape_text(const Tensor& tensor) {
 
 bool bnhd_of(const OpSpec& spec, const AttrValue* attrs) { return spec.layout >= 0 && attrs[spec.layout].i == 1; }
 
-AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd) {
-  if (bnhd && shape.swap >= 0) {
-    if (i == shape.swap) return shape.axes[i + 1];
-    if (i == shape.swap + 1) return shape.axes[i - 1];
-  }
-  return shape.axes[i];
-}
-
 std::string axis_text(const OpSpec& spec, AxisSpec axis) {
   if (axis.symbol < 0) return std::to_string(axis.offset);
   return spec.symbols[axis.symbol] + (axis.offset ? "+" + std::to_string(axis.offset) : std::string());
@@ -225,6 +217,14 @@ const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t present, int ra
     if (holds && (rank < 0 || rank == shape.rank)) return &shape;
   }
   return nullptr;
+}
+
+AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd) {
+  if (bnhd && shape.swap >= 0) {
+    if (i == shape.swap) return shape.axes[i + 1];
+    if (i == shape.swap + 1) return shape.axes[i - 1];
+  }
+  return shape.axes[i];
 }
 
 void default_attrs(const OpSpec& spec, AttrValue* attrs) {

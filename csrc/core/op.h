@@ -127,6 +127,9 @@ Status check_outputs(const Call& call);
 // The shape alternative of `tensor` for the inputs in `present` (a bit each) and a rank (-1: any); null if none fits.
 const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t present, int rank);
 
+// Axis `i` of the shape in the order that the attribute `layout` gives.
+AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd);
+
 // LEANFLEET_CHECK=1: values in lengths, indices and tables are checked before every launch.
 bool check_requested();
 

@@ -39,7 +39,7 @@ struct BFloat16 {
   uint16_t bits;
 };
 
-inline Vec broadcast(float x) { return Vec{} + x; }
+inline Vec broadcast(float x) { return x - Vec{}; }  // x - 0 is x even for -0; 0 + x costs an addition
 
 inline Vec load(const float* p) {
   Vec v;

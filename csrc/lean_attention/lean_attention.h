@@ -1,0 +1,84 @@
+// LeanAttention: exact softmax attention of the newest tokens over a key/value cache, its work dealt out in equal
+// shares across (request, key/value head, query tile, context) as in stream-K matrix multiplication (LeanAttention,
+// sections 4.2 and 4.3). This is what the kernels take; schedule.h cuts the work.
+#pragma once
+
+#include <cstdint>
+
+namespace leanfleet {
+
+enum LeanCacheKind : int32_t {
+  kLeanDense = 0,   // [B,Hkv,S,D]
+  kLeanRagged = 1,  // [Hkv,total,D]: request b owns positions cu_seqlens[b] .. cu_seqlens[b+1]
+  kLeanPaged = 2,   // [P,block,Hkv,D]: page j of request b is block_table[b,j]
+};
+
+// Element strides of a tensor with batch, heads and tokens; the innermost stride is 1.
+struct LeanStrides {
+  int64_t batch, head, token;
+};
+
+// Element strides of a cache: position j of request b under key/value head h begins at
+// dense: b * batch + h * head + j * token; ragged: h * head + (start of b + j) * token;
+// paged: block_table[b, j / block] * page + h * head + j % block * token.
+struct LeanCacheStrides {
+  int64_t batch, page, head, token;
+};
+
+// How the work is cut: a unit of work is one tile of query rows of one key/value head of one request, and its
+// context is cut into key/value tiles. Chosen by the launcher; see schedule.h.
+struct LeanPlan {
+  int32_t key_tile;         // keys of a key/value tile
+  int32_t row_tile;         // packed query rows of a unit: row = token * group + head in the group
+  int32_t unit_overhead;    // cost of starting and finishing a unit, in key/value tiles
+  int32_t max_ranges;       // shares that the work is cut into, at most
+  int32_t min_range_work;   // no share is smaller, in key/value tiles
+};
+
+struct LeanAttentionArgs {
+  const void* query;          // T [B,H,Nq,D]
+  const void* key_cache;      // T
+  const void* value_cache;    // T
+  const void* new_key;        // T [B,Hkv,Nq,D] with append, else null
+  const void* new_value;      // T [B,Hkv,Nq,Dv] with append, else null
+  void* output;               // T [B,H,Nq,Dv]
+  float* lse;                 // [B,H,Nq], natural logarithm
+  void* key_cache_out;        // T with append, else null; may be key_cache
+  void* value_cache_out;      // T with append, else null; may be value_cache
+  const int32_t* seq_lens;    // [B] or null: the capacity
+  const int32_t* query_lens;  // [B] or null: Nq
+  const int32_t* cu_seqlens;  // [B+1], ragged only
+  const int32_t* block_table;  // [B,M], paged only
+  const float* sinks;         // [H] or null
+
+  LeanStrides query_strides, output_strides, lse_strides, new_key_strides, new_value_strides;
+  LeanCacheStrides key_strides, value_strides;
+  int64_t key_cache_elements, value_cache_elements;  // of the whole caches
+
+  int32_t dtype;       // DType of the T tensors
+  int32_t cache_kind;  // LeanCacheKind
+  int32_t batch, heads, kv_heads, group;  // group = heads / kv_heads
+  int32_t tokens;                         // Nq
+  int32_t key_width, value_width;         // D, Dv
+  int32_t capacity;                       // dense: S; ragged: total; paged: M * block
+  int32_t block, pages_per_request, num_pages;  // paged: block, M, P; else 0
+
+  float scale;     // of the logits, never 0
+  float softcap;   // 0: off
+  int32_t window;  // keys a token sees, itself included; 0: all
+  bool causal, append;
+
+  // Scratch, of any content at entry.
+  LeanPlan plan;
+  int64_t* work_prefix;   // [B+1] work before each request, see schedule.h
+  float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
+  float* partial_max;     // [2 * max_ranges, row_tile]
+  float* partial_sum;     // [2 * max_ranges, row_tile]
+  // Sync words, zero between launches.
+  uint32_t* tickets;      // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
+};
+
+// Returns a cudaError_t.
+int launch_lean_attention(const LeanAttentionArgs& args, int sm_count, int compute_capability, void* stream);
+
+}  // namespace leanfleet

@@ -1,0 +1,208 @@
+// Stream-K over attention: which keys each query row sees, and how the work of a call is cut into equal shares.
+// Integer arithmetic on a LeanAttentionArgs and nothing else, the same code on the host and on a device.
+//
+// A unit is (request, key/value head, query tile): `row_tile` packed rows, row = token * group + head in the group,
+// that share the keys and values of one head. Its context is cut into tiles of `key_tile` keys, aligned to multiples
+// of it from position 0 of the request; only tiles that one of its rows sees are its work. Units stand on a line in
+// the order request, head, query tile; a unit is `unit_overhead` positions followed by one position for each of its
+// tiles, or by one for all if it has none, so that padding rows and empty requests have an owner too. Range r of G
+// takes the positions [r W / G, (r+1) W / G) of all W: it ends in the middle of a unit where it must. Whoever owns
+// all tiles of a unit writes its output; otherwise each owner of at least one tile, a contributor, leaves a partial
+// result, and these are merged in the order of their ranges. A range leaves at most two: one for a unit that began
+// in an earlier range and one for a unit that it begins.
+#pragma once
+
+#include <cstdint>
+
+#include "lean_attention/lean_attention.h"
+
+#if defined(__CUDACC__)
+#define LEANFLEET_HD __host__ __device__ __forceinline__
+#else
+#define LEANFLEET_HD inline
+#endif
+// In a namespace of its own for each instruction set, as core/simd.h explains.
+#if defined(LEANFLEET_ISA)
+#define LEANFLEET_SCHEDULE_NAMESPACE leanfleet::LEANFLEET_ISA
+#else
+#define LEANFLEET_SCHEDULE_NAMESPACE leanfleet
+#endif
+
+namespace LEANFLEET_SCHEDULE_NAMESPACE {
+
+LEANFLEET_HD int32_t lean_min(int32_t a, int32_t b) { return a < b ? a : b; }
+LEANFLEET_HD int32_t lean_max(int32_t a, int32_t b) { return a > b ? a : b; }
+LEANFLEET_HD int32_t lean_clamp(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
+
+// A request after clamping, whatever seq_lens, query_lens and cu_seqlens hold.
+struct LeanRequest {
+  int32_t start;   // ragged: its first position in the cache; else 0
+  int32_t keys;    // valid keys, new ones included: 0 .. capacity
+  int32_t tokens;  // new tokens: 0 .. min(Nq, keys); token i stands at position keys - tokens + i
+};
+
+LEANFLEET_HD LeanRequest lean_request(const LeanAttentionArgs& args, int32_t b) {
+  LeanRequest request;
+  int32_t capacity = args.capacity;
+  request.start = 0;
+  if (args.cache_kind == kLeanRagged) {
+    request.start = lean_clamp(args.cu_seqlens[b], 0, capacity);
+    capacity = lean_max(lean_clamp(args.cu_seqlens[b + 1], 0, capacity), request.start) - request.start;
+  }
+  request.keys = args.seq_lens != nullptr ? lean_clamp(args.seq_lens[b], 0, capacity) : capacity;
+  request.tokens = lean_min(args.query_lens != nullptr ? lean_clamp(args.query_lens[b], 0, args.tokens) : args.tokens,
+                            request.keys);
+  return request;
+}
+
+// A half-open interval, of keys or of tiles.
+struct LeanSpan {
+  int32_t begin, end;
+};
+
+// The keys that token i of the request sees. 0 <= i < request.tokens.
+LEANFLEET_HD LeanSpan lean_token_keys(const LeanAttentionArgs& args, const LeanRequest& request, int32_t token) {
+  if (!args.causal) return {0, request.keys};
+  const int32_t end = request.keys - request.tokens + token + 1;
+  return {args.window > 0 && end > args.window ? end - args.window : 0, end};
+}
+
+LEANFLEET_HD int32_t lean_row_tiles(const LeanAttentionArgs& args) {
+  return static_cast<int32_t>((static_cast<int64_t>(args.group) * args.tokens + args.plan.row_tile - 1) /
+                              args.plan.row_tile);
+}
+
+// The rows of a query tile: [begin, end) of all group * Nq, of which those below group * tokens are not padding.
+LEANFLEET_HD LeanSpan lean_unit_rows(const LeanAttentionArgs& args, int32_t row_tile) {
+  const int32_t begin = row_tile * args.plan.row_tile;
+  return {begin, lean_min(begin + args.plan.row_tile, args.group * args.tokens)};
+}
+
+// The keys that at least one row of a query tile sees; empty if all are padding.
+LEANFLEET_HD LeanSpan lean_unit_keys(const LeanAttentionArgs& args, const LeanRequest& request, int32_t row_tile) {
+  const LeanSpan rows = lean_unit_rows(args, row_tile);
+  const int32_t end = lean_min(rows.end, args.group * request.tokens);
+  if (rows.begin >= end) return {0, 0};
+  return {lean_token_keys(args, request, rows.begin / args.group).begin,
+          lean_token_keys(args, request, (end - 1) / args.group).end};
+}
+
+// The tiles of those keys.
+LEANFLEET_HD LeanSpan lean_unit_tiles(const LeanAttentionArgs& args, const LeanRequest& request, int32_t row_tile) {
+  const LeanSpan keys = lean_unit_keys(args, request, row_tile);
+  return {keys.begin / args.plan.key_tile, keys.end / args.plan.key_tile + (keys.end % args.plan.key_tile != 0)};
+}
+
+LEANFLEET_HD int64_t lean_unit_work(const LeanAttentionArgs& args, LeanSpan tiles) {
+  return args.plan.unit_overhead + lean_max(tiles.end - tiles.begin, 1);
+}
+
+// The work of one head of a request: the sum over its query tiles.
+LEANFLEET_HD int64_t lean_head_work(const LeanAttentionArgs& args, const LeanRequest& request) {
+  int64_t work = 0;
+  for (int32_t row_tile = 0; row_tile < lean_row_tiles(args); ++row_tile)
+    work += lean_unit_work(args, lean_unit_tiles(args, request, row_tile));
+  return work;
+}
+
+// Fills prefix[B+1] with the work before each request and returns all of it. A device scans instead.
+LEANFLEET_HD int64_t lean_work_prefix(const LeanAttentionArgs& args, int64_t* prefix) {
+  int64_t work = 0;
+  for (int32_t b = 0; b < args.batch; ++b) {
+    prefix[b] = work;
+    work += args.kv_heads * lean_head_work(args, lean_request(args, b));
+  }
+  return prefix[args.batch] = work;
+}
+
+// The number of ranges: max_ranges, or fewer where they would be smaller than min_range_work. Never more than the
+// work, so that no range is empty.
+LEANFLEET_HD int32_t lean_num_ranges(const LeanPlan& plan, int64_t work) {
+  const int64_t most = work / lean_max(plan.min_range_work, 1);
+  return most < 1 ? 1 : most < plan.max_ranges ? static_cast<int32_t>(most) : plan.max_ranges;
+}
+
+LEANFLEET_HD int64_t lean_range_begin(int64_t work, int32_t ranges, int32_t range) { return range * work / ranges; }
+
+// The range that holds a position: the largest r with floor(r W / G) <= position, that is r W / G < position + 1.
+LEANFLEET_HD int32_t lean_range_of(int64_t work, int32_t ranges, int64_t position) {
+  return static_cast<int32_t>(((position + 1) * ranges - 1) / work);
+}
+
+struct LeanUnit {
+  LeanRequest request;
+  int32_t b, head, row_tile;
+  LeanSpan tiles;    // that it sees
+  int64_t position;  // where it begins on the line
+};
+
+// Where the line goes on after a unit.
+LEANFLEET_HD int64_t lean_unit_end(const LeanAttentionArgs& args, const LeanUnit& unit) {
+  return unit.position + lean_unit_work(args, unit.tiles);
+}
+
+// The unit that holds `position` < work. prefix[B+1]: see lean_work_prefix.
+LEANFLEET_HD LeanUnit lean_locate(const LeanAttentionArgs& args, const int64_t* prefix, int64_t position) {
+  int32_t low = 0, high = args.batch - 1;  // the last request that begins at or before position
+  while (low < high) {
+    const int32_t middle = low + (high - low + 1) / 2;
+    if (prefix[middle] <= position) low = middle;
+    else high = middle - 1;
+  }
+  LeanUnit unit;
+  unit.b = low;
+  unit.request = lean_request(args, low);
+  const int64_t head_work = (prefix[low + 1] - prefix[low]) / args.kv_heads;
+  unit.head = static_cast<int32_t>((position - prefix[low]) / head_work);
+  unit.position = prefix[low] + unit.head * head_work;
+  for (unit.row_tile = 0;; ++unit.row_tile) {
+    unit.tiles = lean_unit_tiles(args, unit.request, unit.row_tile);
+    const int64_t end = lean_unit_end(args, unit);
+    if (position < end) return unit;
+    unit.position = end;
+  }
+}
+
+// Moves on to the next unit. The last unit has none.
+LEANFLEET_HD void lean_next_unit(const LeanAttentionArgs& args, LeanUnit& unit) {
+  unit.position = lean_unit_end(args, unit);
+  if (++unit.row_tile == lean_row_tiles(args)) {
+    unit.row_tile = 0;
+    if (++unit.head == args.kv_heads) {
+      unit.head = 0;
+      unit.request = lean_request(args, ++unit.b);
+    }
+  }
+  unit.tiles = lean_unit_tiles(args, unit.request, unit.row_tile);
+}
+
+// A range's part of a unit.
+struct LeanSegment {
+  LeanSpan tiles;      // its share of the unit's tiles
+  bool contributes;    // false: it holds nothing but the overhead of the unit, there is nothing to do
+  int32_t index, count;  // which of how many contributors; count 1: it writes the output itself
+  int32_t slot;        // 0 .. 2 * ranges - 1: where its partial result goes if count > 1
+};
+
+// The slot of contributor `index` of a unit whose first contributor is range `first`.
+LEANFLEET_HD int32_t lean_slot(int32_t first, int32_t index) { return 2 * (first + index) + (index == 0); }
+
+LEANFLEET_HD LeanSegment lean_segment(const LeanAttentionArgs& args, const LeanUnit& unit, int64_t work,
+                                      int32_t ranges, int32_t range) {
+  const int64_t tiles_at = unit.position + args.plan.unit_overhead, tiles_end = lean_unit_end(args, unit);
+  int64_t begin = lean_range_begin(work, ranges, range), end = lean_range_begin(work, ranges, range + 1);
+  begin = begin < tiles_at ? tiles_at : begin;
+  end = end > tiles_end ? tiles_end : end;
+  LeanSegment segment;
+  segment.contributes = begin < end;
+  if (!segment.contributes) begin = end = tiles_at;
+  segment.tiles.begin = unit.tiles.begin + static_cast<int32_t>(begin - tiles_at);
+  segment.tiles.end = lean_min(unit.tiles.begin + static_cast<int32_t>(end - tiles_at), unit.tiles.end);
+  const int32_t first = lean_range_of(work, ranges, tiles_at);
+  segment.count = lean_range_of(work, ranges, tiles_end - 1) - first + 1;
+  segment.index = range - first;
+  segment.slot = lean_slot(first, segment.index);
+  return segment;
+}
+
+}  // namespace LEANFLEET_SCHEDULE_NAMESPACE

@@ -1,0 +1,108 @@
+"""From PyTorch to ONNX: operator schemas, the exporter's translation table, and export()."""
+
+import inspect
+from pathlib import Path
+
+import onnx
+import onnx_ir
+import onnxscript
+import torch
+
+from leanfleet import spec
+from leanfleet.export import function_bodies, torch_ops  # noqa: F401  torch_ops defines torch.ops.leanfleet
+
+_TYPE_STRINGS = {name: [f"tensor({t.replace('float32', 'float')})" for t in types] for name, types in spec.TYPES.items()}
+_ANNOTATIONS = {"bool": int, "int": int, "float": float, "string": str}
+
+
+def op_schema(op):
+    """The onnx.defs.OpSchema of an operator (a spec.OpSpec)."""
+    schema = onnx.defs.OpSchema
+    optional = schema.FormalParameterOption.Optional
+    used = {t.type for t in op.inputs + op.outputs}
+
+    def parameter(t, is_optional):
+        option = optional if is_optional else schema.FormalParameterOption.Single
+        return schema.FormalParameter(t.name, t.type, t.doc, param_option=option)
+
+    return schema(
+        op.name, spec.DOMAIN, op.version, op.doc,
+        inputs=[parameter(t, t.optional) for t in op.inputs],
+        outputs=[parameter(t, bool(t.when)) for t in op.outputs],
+        type_constraints=[(name, types, "") for name, types in _TYPE_STRINGS.items() if name in used],
+        attributes=[schema.Attribute(a.name, onnx.helper.make_attribute(a.name, _onnx_value(a, a.default)), a.doc)
+                    for a in op.attrs])
+
+
+def register_schemas():
+    """Makes onnx know the operators, so that onnxscript and the checker do. Safe to call again."""
+    for op in spec.all_specs().values():
+        if not onnx.defs.has(op.name, spec.DOMAIN):
+            onnx.defs.register_schema(op_schema(op))
+
+
+def _onnx_value(attr, value):
+    return {"bool": int, "int": int, "float": float, "string": str}[attr.type](value)
+
+
+def _translation(op):
+    """The function that the exporter calls for a node of torch.ops.leanfleet: it emits one ONNX node."""
+
+    def translate(*inputs, **keywords):
+        tensors = dict(zip((t.name for t in op.inputs), inputs))
+        tensors |= {name: keywords.pop(name) for name in list(keywords) if name in {t.name for t in op.inputs}}
+        attrs = {a.name: _onnx_value(a, keywords.get(a.name, a.default)) for a in op.attrs if not a.refuse}
+        arguments = [tensors.get(t.name) for t in op.inputs]
+        while arguments[-1] is None:
+            arguments.pop()
+        outputs = getattr(onnxscript.values.Opset(spec.DOMAIN, op.version), op.name)(*arguments, **attrs)
+        outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
+        active = len(op.active_outputs(attrs))
+        node = outputs[0].producer()
+        node.resize_outputs(active)
+        return list(node.outputs)
+
+    parameters = [inspect.Parameter(t.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None if t.optional else inspect.Parameter.empty)
+                  for t in op.inputs if not t.optional]
+    parameters = [inspect.Parameter(t.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for t in op.inputs]
+    parameters += [inspect.Parameter(a.name, inspect.Parameter.KEYWORD_ONLY, default=_onnx_value(a, a.default),
+                                     annotation=_ANNOTATIONS[a.type]) for a in op.attrs]
+    translate.__signature__ = inspect.Signature(parameters)
+    translate.__annotations__ = {a.name: _ANNOTATIONS[a.type] for a in op.attrs}
+    translate.__name__ = op.snake_name
+    return translate
+
+
+def translation_table():
+    """torch operator -> translation, for torch.onnx.export(custom_translation_table=...)."""
+    register_schemas()
+    return {getattr(torch.ops.leanfleet, op.snake_name).default: _translation(op) for op in spec.all_specs().values()}
+
+
+def finalize(model):
+    """Attaches to a model (onnx_ir.Model) the function body of every leanfleet node in it. Returns the model."""
+    function_bodies.attach(model)
+    return model
+
+
+def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **options):
+    """Exports a module to ONNX with leanfleet nodes and, for each, a function of the same meaning in standard
+    operators, so that the model runs where the library is not registered too.
+
+    module: torch.nn.Module, put into eval mode by the caller. args, kwargs: example inputs.
+    path: where to save; weights above 2 GB go to a file beside it. dynamic_shapes and further options are those of
+    torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names.
+    Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported.
+    """
+    program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes,
+                                custom_translation_table=translation_table(), **{"verbose": False, **options})
+    finalize(program.model)
+    if path is not None:
+        Path(path).parent.mkdir(parents=True, exist_ok=True)
+        program.save(str(path))
+    return program
+
+
+def load_ir(path):
+    """Reads an ONNX file as an onnx_ir.Model."""
+    return onnx_ir.load(str(path))

@@ -1,0 +1,392 @@
+"""torch.ops.leanfleet.*: every operator of ops.toml as PyTorch operators, with fakes and autograd.
+
+For each operator there is a functional form, which is what exports, and, where an output may take an input's buffer,
+a mutating form with a trailing underscore for eager use: its attribute ops.toml calls `mutating` is on, the inputs
+so taken are changed in place, and the outputs that took them are not returned.
+
+The raw operators return a fixed number of tensors, as PyTorch demands: one that the attributes do not ask for comes
+as a tensor of shape [0]. The functions of this module (lean_attention, causal_linear_decay, ...) return a tuple of
+just the outputs asked for.
+"""
+
+import inspect
+
+import torch
+
+from leanfleet import native, spec
+from leanfleet.export import reference
+
+_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int32: "int32"}
+_TORCH_TYPES = {"bool": "bool", "int": "int", "float": "float", "string": "str"}
+_ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
+_LIBRARY = torch.library.Library(spec.DOMAIN, "DEF")
+_sync_words = {}  # (device, stream) -> zeroed buffer; launches on one stream follow each other and leave it zero
+
+
+def _schema(op, mutating):
+    """The operator's schema in PyTorch's notation."""
+    taken = {t.takes for t in op.outputs if t.takes} if mutating else set()
+    last_required = max(i for i, t in enumerate(op.inputs) if not t.optional)
+    arguments = []
+    for i, t in enumerate(op.inputs):
+        alias = f"({chr(ord('a') + i)}!)" if t.name in taken else ""
+        default = "=None" if t.optional and i > last_required else ""
+        arguments.append(f"Tensor{alias}{'?' if t.optional else ''} {t.name}{default}")
+    arguments.append("*")
+    for attr in op.attrs:
+        if not (mutating and attr.name == op.mutating):
+            default = f'"{attr.default}"' if attr.type == "string" else attr.default
+            arguments.append(f"{_TORCH_TYPES[attr.type]} {attr.name}={default}")
+    returns = ["Tensor" for t in op.outputs if not (mutating and t.takes)]
+    result = returns[0] if len(returns) == 1 else f"({', '.join(returns)})"
+    return f"{op.snake_name}{'_' if mutating else ''}({', '.join(arguments)}) -> {result}"
+
+
+def _output_metadata(op, inputs, attrs):
+    """[(dtype, shape)] of all outputs; shape (0,) for those that the attributes do not ask for.
+
+    Sizes may be symbolic. Only what is needed to name them is checked: the library checks the rest at run time.
+    """
+    layout = attrs.get("layout", "bhnd")
+    present = {t.name for t, tensor in zip(op.inputs, inputs) if tensor is not None}
+    dims = {}
+    for t, tensor in zip(op.inputs, inputs):
+        if tensor is None:
+            continue
+        shape = op.shape_of(t, present, tensor.dim())
+        if shape is None:
+            expected = " or ".join(str(s) for s in t.shapes)
+            raise ValueError(f"{op.name}: {t.name} has shape {list(tensor.shape)}, rank {tensor.dim()}; expected {expected}")
+        for axis, size in zip(shape.ordered(layout), tensor.shape):
+            if axis.symbol:
+                dims.setdefault(axis.symbol, size - axis.offset)
+    active = {t.name for t in op.active_outputs(attrs)}
+    metadata = []
+    for t in op.outputs:
+        dtype = {"T": inputs[0].dtype, "F": torch.float32, "I": torch.int32}[t.type]
+        if t.type == "F" and inputs[0].dtype == torch.float64:
+            dtype = torch.float64
+        if t.name not in active:
+            shape = (0,)
+        elif t.like:
+            shape = tuple(inputs[[i.name for i in op.inputs].index(t.like)].shape)
+        else:
+            shape = tuple(dims[a.symbol] + a.offset if a.symbol else a.offset
+                          for a in op.shape_of(t, present).ordered(layout))
+        metadata.append((dtype, shape))
+    return metadata
+
+
+def _check_placement(op, inputs):
+    device = inputs[0].device
+    for t, tensor in zip(op.inputs, inputs):
+        if tensor is None:
+            continue
+        if tensor.device != device:
+            raise ValueError(f"{op.name}: {t.name} is on {tensor.device}, {op.inputs[0].name} on {device}; "
+                             "all tensors of a call must be on one device")
+        if tensor.dtype not in _DTYPES:
+            expected = {"T": "float32, float16 or bfloat16", "F": "float32", "I": "int32"}[t.type]
+            raise ValueError(f"{op.name}: {t.name} has type {str(tensor.dtype).removeprefix('torch.')}; expected {expected}")
+
+
+def _entry(tensor):
+    return None if tensor is None else (tensor.data_ptr(), tuple(tensor.shape), _DTYPES[tensor.dtype])
+
+
+def _scratch(size, device):
+    buffer = torch.empty(size + _ALIGNMENT, dtype=torch.uint8, device=device)
+    return buffer, (buffer.data_ptr() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+
+
+def _sync(size, device, stream):
+    """Zeroed sync words for a launch on `stream`. In a CUDA graph they are zeroed by a node of the graph."""
+    if size == 0:
+        return None
+    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+        return torch.zeros(size + _ALIGNMENT, dtype=torch.uint8, device=device)
+    key = (device, stream)
+    if key not in _sync_words or _sync_words[key].numel() < size + _ALIGNMENT:
+        _sync_words[key] = torch.zeros(size + _ALIGNMENT, dtype=torch.uint8, device=device)
+    return _sync_words[key]
+
+
+def _run_library(op, inputs, outputs, attrs):
+    """Runs the kernel on contiguous inputs into `outputs` (None: not asked for)."""
+    device = inputs[0].device
+    cuda = device.type == "cuda"
+    stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
+    call = native.Call(op.name, [_entry(t) for t in inputs], [_entry(t) for t in outputs], attrs,
+                       device.type, 0 if cuda else torch.get_num_threads(), stream)
+    scratch_bytes, sync_bytes = call.workspace()
+    scratch, scratch_at = _scratch(scratch_bytes, device)
+    sync = _sync(sync_bytes, device, stream)
+    sync_at = 0 if sync is None else (sync.data_ptr() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    call.run(scratch_at, scratch_bytes, sync_at, sync_bytes)
+
+
+def _run(op, inputs, outputs, attrs):
+    if inputs[0].device.type == "cuda":
+        with torch.cuda.device(inputs[0].device):
+            _run_library(op, inputs, outputs, attrs)
+    else:
+        _run_library(op, inputs, outputs, attrs)
+
+
+def _run_reference(op, inputs, attrs):
+    """float64 has no kernel: the PyTorch reference computes it, which makes gradcheck possible."""
+    function = getattr(reference, op.snake_name)
+    accepted = {a.name: attrs.get(a.name, a.default) for a in op.attrs if not a.refuse}
+    values = dict(zip((t.name for t in op.active_outputs(attrs)), function(*inputs, **accepted)))
+    return [values.get(t.name, inputs[0].new_empty(0)) for t in op.outputs]
+
+
+def _functional(op):
+    def run(*inputs, **attrs):
+        inputs = list(inputs) + [None] * (len(op.inputs) - len(inputs))
+        if inputs[0].dtype == torch.float64:
+            return _result(_run_reference(op, inputs, attrs))
+        _check_placement(op, inputs)
+        inputs = [None if t is None else t.contiguous() for t in inputs]
+        metadata = _output_metadata(op, inputs, attrs)
+        active = {t.name for t in op.active_outputs(attrs)}
+        outputs = [torch.empty(shape, dtype=dtype, device=inputs[0].device) for dtype, shape in metadata]
+        _run(op, inputs, [o if t.name in active else None for t, o in zip(op.outputs, outputs)], attrs)
+        return _result(outputs)
+
+    return run
+
+
+def _mutating(op):
+    def run(*inputs, **attrs):
+        attrs = {**attrs, op.mutating: True}
+        inputs = list(inputs) + [None] * (len(op.inputs) - len(inputs))
+        by_name = {t.name: tensor for t, tensor in zip(op.inputs, inputs)}
+        active = {t.name for t in op.active_outputs(attrs)}
+        for t in op.outputs:
+            if not t.takes or t.name not in active:
+                continue
+            tensor = by_name[t.takes]
+            if tensor is None:
+                raise ValueError(f"{op.name}: input {t.takes} is missing; {op.snake_name}_ changes it in place")
+            if not tensor.is_contiguous():
+                raise ValueError(f"{op.name}: {t.takes} has strides {list(tensor.stride())}; {op.snake_name}_ changes it "
+                                 "in place, so it must be contiguous")
+        if inputs[0].dtype == torch.float64:
+            outputs = _run_reference(op, inputs, attrs)
+            for t, value in zip(op.outputs, outputs):
+                if t.takes and t.name in active:
+                    by_name[t.takes].copy_(value)
+            return _result([o for t, o in zip(op.outputs, outputs) if not t.takes])
+        _check_placement(op, inputs)
+        inputs = [None if t is None else t.contiguous() for t in inputs]
+        outputs = [by_name[t.takes] if t.takes else torch.empty(shape, dtype=dtype, device=inputs[0].device)
+                   for t, (dtype, shape) in zip(op.outputs, _output_metadata(op, inputs, attrs))]
+        _run(op, inputs, [o if t.name in active else None for t, o in zip(op.outputs, outputs)], attrs)
+        return _result([o for t, o in zip(op.outputs, outputs) if not t.takes])
+
+    return run
+
+
+def _result(outputs):
+    return outputs[0] if len(outputs) == 1 else tuple(outputs)
+
+
+def _fake(op, mutating):
+    def fake(*inputs, **attrs):
+        if mutating:
+            attrs = {**attrs, op.mutating: True}
+        inputs = list(inputs) + [None] * (len(op.inputs) - len(inputs))
+        metadata = _output_metadata(op, inputs, attrs)
+        return _result([inputs[0].new_empty(shape, dtype=dtype) for t, (dtype, shape) in zip(op.outputs, metadata)
+                        if not (mutating and t.takes)])
+
+    return fake
+
+
+def _define(op):
+    for mutating in (False, True) if op.mutating else (False,):
+        name = op.snake_name + ("_" if mutating else "")
+        _LIBRARY.define(_schema(op, mutating), tags=(torch.Tag.pt2_compliant_tag,))
+        for key in ("CPU", "CUDA"):
+            _LIBRARY.impl(name, (_mutating if mutating else _functional)(op), key)
+        torch.library.register_fake(f"{spec.DOMAIN}::{name}", _fake(op, mutating), lib=_LIBRARY)
+
+
+def _documentation(op, mutating):
+    lines = [op.doc, "", f"Operator {op.name} (domain {spec.DOMAIN}, version {op.version}).", ""]
+    if mutating:
+        taken = ", ".join(t.takes for t in op.outputs if t.takes)
+        lines += [f"Changes {taken} in place and returns the other outputs; {op.mutating} is on.", ""]
+    lines.append("T is float32, float16 or bfloat16 (one type a call), F float32, I int32; shapes are those of layout "
+                 "\"bhnd\". float64 inputs on any device are computed by the PyTorch reference.")
+    lines += ["", "Inputs:"]
+    for t in op.inputs:
+        shapes = " or ".join(str(s) for s in t.shapes)
+        lines.append(f"    {t.name}: {t.type} {shapes}{', optional' if t.optional else ''}. {t.doc}")
+    lines += ["", "Attributes:"]
+    lines += [f"    {a.name} ({a.type}, default {a.default!r}): {a.doc}" for a in op.attrs
+              if not (mutating and a.name == op.mutating)]
+    lines += ["", "Returns a tuple:"]
+    for t in op.outputs:
+        if not (mutating and t.takes):
+            shapes = f"the shape of {t.like}" if t.like else " or ".join(str(s) for s in t.shapes)
+            condition = f", only with {' and '.join(t.when)}" if t.when else ""
+            lines.append(f"    {t.name}: {t.type} {shapes}{condition}. {t.doc}")
+    lines += ["", "Raises ValueError for a wrong argument, leanfleet.native.UnsupportedError where this build or machine "
+              "has no kernel, leanfleet.native.LeanfleetError when CUDA fails."]
+    return "\n".join(lines)
+
+
+def _function(op, mutating):
+    """The public function over one operator, which returns a tuple of just the outputs that the attributes ask for."""
+    raw = getattr(torch.ops.leanfleet, op.snake_name + ("_" if mutating else "")).default
+    kinds = inspect.Parameter
+    parameters = [kinds(t.name, kinds.POSITIONAL_OR_KEYWORD, default=None) if t.optional
+                  else kinds(t.name, kinds.POSITIONAL_OR_KEYWORD) for t in op.inputs]
+    first_optional = next((i for i, t in enumerate(op.inputs) if t.optional), len(parameters))
+    parameters = [p if i <= first_optional or p.default is None else p.replace(kind=kinds.KEYWORD_ONLY)
+                  for i, p in enumerate(parameters)]
+    parameters.sort(key=lambda p: p.kind)
+    parameters += [kinds(a.name, kinds.KEYWORD_ONLY, default=a.default) for a in op.attrs
+                   if not (mutating and a.name == op.mutating)]
+    signature = inspect.Signature(parameters)
+
+    def function(*args, **kwargs):
+        values = signature.bind(*args, **kwargs).arguments
+        inputs = [values.get(t.name) for t in op.inputs]
+        attrs = {a.name: _convert(a, values[a.name]) for a in op.attrs if a.name in values}
+        outputs = raw(*inputs, **attrs)
+        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
+        asked = {t.name for t in op.active_outputs({**attrs, op.mutating: True} if mutating else attrs)}
+        returned = [t for t in op.outputs if not (mutating and t.takes)]
+        return tuple(o for t, o in zip(returned, outputs) if t.name in asked)
+
+    function.__name__ = function.__qualname__ = op.snake_name + ("_" if mutating else "")
+    function.__doc__ = _documentation(op, mutating)
+    function.__signature__ = signature
+    return function
+
+
+def _convert(attr, value):
+    return {"bool": bool, "int": int, "float": float, "string": str}[attr.type](value)
+
+
+def _bind(op, inputs, keywords):
+    """Inputs and attributes of a raw call by name, defaults filled in."""
+    tensors = dict(zip((t.name for t in op.inputs), inputs))
+    for t in op.inputs:
+        tensors.setdefault(t.name, None)
+    return tensors, {a.name: keywords.get(a.name, a.default) for a in op.attrs}
+
+
+def _setup_decay(ctx, inputs, keyword_only_inputs, output):
+    tensors, ctx.attrs = _bind(_SPECS["CausalLinearDecay"], inputs, keyword_only_inputs)
+    ctx.save_for_backward(*tensors.values(), output[0])
+    ctx.set_materialize_grads(False)
+
+
+def _decay_backward(ctx, grad_output, grad_state, grad_norm):
+    """Gradients of CausalLinearDecay; the normalised form as numerator over denominator.
+
+    With V' = [V, 1] one unnormalised call gives both, so one call of the Grad operator serves them: the state
+    becomes [S, z] and the gradient of the augmented output [dO / den, -sum(dO * O) / den]. The second part is zero
+    where |den| was held at eps, because there the denominator is a constant.
+    """
+    query, key, value, log_decay, state, norm, cu_seqlens, state_index, output = ctx.saved_tensors
+    attrs = ctx.attrs
+    if state_index is not None:
+        raise NotImplementedError("CausalLinearDecay: state_index is for inference; train with initial_state alone")
+    if grad_output is None:
+        grad_output = torch.zeros_like(output)
+    common = dict(scale=attrs["scale"], layout=attrs["layout"],
+                  grad_decay=log_decay is not None and ctx.needs_input_grad[3],
+                  grad_state=state is not None and (ctx.needs_input_grad[4] or ctx.needs_input_grad[5]))
+    if not attrs["normalize"]:
+        grads = causal_linear_decay_grad(query, key, value, log_decay, state, grad_output=grad_output,
+                                         grad_final_state=grad_state, cu_seqlens=cu_seqlens, **common)
+        dq, dk, dv = grads[:3]
+        rest = list(grads[3:])
+        d_decay = rest.pop(0) if common["grad_decay"] else None
+        d_state = rest.pop(0) if common["grad_state"] else None
+        return dq, dk, dv, d_decay, d_state, None, None, None
+    wide = torch.float64 if query.dtype == torch.float64 else torch.float32
+    q, k, v, do, out = (t.to(wide) for t in (query, key, value, grad_output, output))
+    ones = torch.ones_like(v[..., :1])
+    v_aug = torch.cat([v, ones], dim=-1)
+    state_aug = None if state is None else torch.cat([state, norm.unsqueeze(-1)], dim=-1)
+    (augmented,) = causal_linear_decay(q, k, v_aug, log_decay, state_aug, cu_seqlens=cu_seqlens, scale=attrs["scale"],
+                                       layout=attrs["layout"])
+    den = augmented[..., -1:]
+    held = den.abs() < attrs["eps"]
+    guarded = torch.where(held, torch.where(den < 0, -attrs["eps"], attrs["eps"]), den)
+    out = augmented[..., :-1] / guarded
+    d_den = torch.where(held, torch.zeros_like(den), -(do * out).sum(-1, keepdim=True) / guarded)
+    do_aug = torch.cat([do / guarded, d_den], dim=-1)
+    d_final = None
+    if grad_state is not None or grad_norm is not None:
+        shape = ([cu_seqlens.numel() - 1 if cu_seqlens is not None else q.shape[0]]
+                 + [k.shape[1 if attrs["layout"] == "bhnd" else 2], k.shape[-1]])
+        left = grad_state if grad_state is not None else q.new_zeros(*shape, v.shape[-1])
+        right = grad_norm if grad_norm is not None else q.new_zeros(shape)
+        d_final = torch.cat([left, right.unsqueeze(-1)], dim=-1)
+    grads = causal_linear_decay_grad(q, k, v_aug, log_decay, state_aug, grad_output=do_aug, grad_final_state=d_final,
+                                     cu_seqlens=cu_seqlens, **common)
+    dq, dk, dv = (g.to(query.dtype) for g in (grads[0], grads[1], grads[2][..., :-1]))
+    rest = list(grads[3:])
+    d_decay = rest.pop(0) if common["grad_decay"] else None
+    d_aug = rest.pop(0) if common["grad_state"] else None
+    d_state, d_norm = (None, None) if d_aug is None else (d_aug[..., :-1], d_aug[..., -1])
+    return dq, dk, dv, d_decay, d_state, d_norm, None, None
+
+
+def _setup_normalized(ctx, inputs, keyword_only_inputs, output):
+    tensors, ctx.attrs = _bind(_SPECS["NormalizedLinearAttention"], inputs, keyword_only_inputs)
+    ctx.carried = tensors["initial_state"] is not None
+    names = ("query", "key", "value", "coefficients")
+    ctx.save_for_backward(*(tensors[n] for n in names), output[0], output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _normalized_backward(ctx, grad_output, grad_normalizer, *grad_states):
+    """Gradients of NormalizedLinearAttention (004, equations 16 to 21 as corrected in the README)."""
+    if ctx.carried or any(g is not None for g in grad_states):
+        raise NotImplementedError("NormalizedLinearAttention: carried states have no gradient; train on whole sequences")
+    if grad_normalizer is not None:
+        raise NotImplementedError("NormalizedLinearAttention: normalizer has no gradient; use output alone in the loss")
+    query, key, value, coefficients, output, normalizer = ctx.saved_tensors
+    if grad_output is None:
+        return (None,) * 8
+    attrs = {name: ctx.attrs[name] for name in ("causal", "normalize_qk", "eps", "layout")}
+    dq, dk, dv, d_coefficients = normalized_linear_attention_grad(
+        query, key, value, coefficients, output=output, normalizer=normalizer, grad_output=grad_output, **attrs)
+    return dq, dk, dv, d_coefficients if coefficients is not None else None, None, None, None, None
+
+
+def _no_backward(op):
+    def backward(ctx, *grads):
+        raise NotImplementedError(f"{op.name} has no backward: it serves inference. Detach its inputs, or call it under "
+                                  "torch.no_grad()")
+
+    return backward
+
+
+_SPECS = spec.all_specs()
+for _op in _SPECS.values():
+    _define(_op)
+
+lean_attention = _function(_SPECS["LeanAttention"], False)
+lean_attention_ = _function(_SPECS["LeanAttention"], True)
+causal_linear_decay = _function(_SPECS["CausalLinearDecay"], False)
+causal_linear_decay_ = _function(_SPECS["CausalLinearDecay"], True)
+causal_linear_decay_grad = _function(_SPECS["CausalLinearDecayGrad"], False)
+normalized_linear_attention = _function(_SPECS["NormalizedLinearAttention"], False)
+normalized_linear_attention_ = _function(_SPECS["NormalizedLinearAttention"], True)
+normalized_linear_attention_grad = _function(_SPECS["NormalizedLinearAttentionGrad"], False)
+
+torch.library.register_autograd("leanfleet::causal_linear_decay", _decay_backward, setup_context=_setup_decay,
+                                lib=_LIBRARY)
+torch.library.register_autograd("leanfleet::normalized_linear_attention", _normalized_backward,
+                                setup_context=_setup_normalized, lib=_LIBRARY)
+for _op in (_SPECS["LeanAttention"], _SPECS["CausalLinearDecayGrad"], _SPECS["NormalizedLinearAttentionGrad"]):
+    torch.library.register_autograd(f"leanfleet::{_op.snake_name}", _no_backward(_op), lib=_LIBRARY)
