@@ -15,7 +15,7 @@ int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 // g as it divides: |g| held at eps or more, the sign of 0 is plus.
 float held(float g, float eps) { return __builtin_fabsf(g) >= eps ? g : g < 0.0f ? -eps : eps; }
 
-// A piece of S outside scratch or in it. `sums` is the extra row. Null: zeros, or not to be stored.
+// Where S, or the item's columns of it, stands; `sums` is its extra row. Null: zeros, or not to be stored.
 struct State {
   float *rows, *sums;
   int64_t row_stride, columns;
@@ -47,12 +47,25 @@ int64_t offset_of(const TokenStrides& strides, int64_t batch, int64_t head, int6
   return batch * strides.batch + head * strides.head + token * strides.token;
 }
 
-float dot(const float* a, const float* b, int64_t n) {
+// The first n lanes, all if there are more; the others are 0 and nothing behind is touched.
+Vec load_part(const float* p, int64_t n) {
+  if (n >= kLanes) return load(p);
+  float part[kLanes] = {};
+  for (int64_t i = 0; i < n; ++i) part[i] = p[i];
+  return load(part);
+}
+void store_part(float* p, Vec v, int64_t n) {
+  if (n >= kLanes) return store(p, v);
+  for (int64_t i = 0; i < n; ++i) p[i] = v[i];
+}
+
+template <class T>
+float dot(const T* a, const T* b, int64_t n) {
   Vec total = {};
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) total = fma(load(a + i), load(b + i), total);
   float rest = 0.0f;
-  for (; i < n; ++i) rest += a[i] * b[i];
+  for (; i < n; ++i) rest += to_float(a[i]) * to_float(b[i]);
   return sum(total) + rest;
 }
 
@@ -68,20 +81,9 @@ void scale(float* x, float factor, int64_t n) {
   for (; i < n; ++i) x[i] *= factor;
 }
 
-// The sum of a[i] * b[i], converted from T.
-template <class T>
-float dot_converted(const T* a, const T* b, int64_t n) {
-  Vec total = {};
-  int64_t i = 0;
-  for (; i + kLanes <= n; i += kLanes) total = fma(load(a + i), load(b + i), total);
-  float rest = 0.0f;
-  for (; i < n; ++i) rest += to_float(a[i]) * to_float(b[i]);
-  return sum(total) + rest;
-}
-
 template <class T>
 float norm_of(const T* row, int64_t n) {
-  const float norm = __builtin_sqrtf(dot_converted(row, row, n));
+  const float norm = __builtin_sqrtf(dot(row, row, n));
   return norm > kUnitRowEps ? norm : kUnitRowEps;
 }
 
@@ -97,7 +99,7 @@ float pack_row(const LinearScan& scan, const ScanRows& rows, int64_t batch, int6
     const float factor = 1.0f / held(g, scan.eps);
     scale(out, factor, count);
     if (__builtin_fabsf(g) < scan.eps) return 0.0f;
-    return -factor * dot_converted(row, static_cast<const T*>(rows.output) + at, rows.width);
+    return -factor * dot(row, static_cast<const T*>(rows.output) + at, rows.width);
   }
   const float factor = rows.kind == RowKind::kUnit ? rows.scale / norm_of(row, rows.width) : rows.scale;
   if (factor != 1.0f) scale(out, factor, count);
@@ -130,28 +132,17 @@ struct Tile {
   int64_t tokens;
   const float* from;  // S before the first token; null: 0
   float* to;          // S after the last token; null: not needed
-  int64_t from_stride, to_stride, columns;  // columns that from and to have
+  int64_t from_stride, to_stride, from_columns, to_columns;
 };
 
 // One tile of S, R rows by C vectors, through a block of tokens: S += y z, out += x S.
 template <int R, int C, bool kUpdate, bool kOutput>
 void run_tile(const Tile& tile) {
   Vec s[R][C];
-  const bool whole = tile.columns >= C * kLanes;
-  for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) {
-      s[r][c] = Vec{};
-      if (tile.from == nullptr) continue;
-      const float* from = tile.from + r * tile.from_stride + c * kLanes;
-      if (whole) {
-        s[r][c] = load(from);
-      } else {
-        float part[kLanes] = {};
-        for (int64_t i = 0; i < kLanes && c * kLanes + i < tile.columns; ++i) part[i] = from[i];
-        s[r][c] = load(part);
-      }
-    }
-  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      s[r][c] = tile.from == nullptr ? Vec{} : load_part(tile.from + r * tile.from_stride + c * kLanes,
+                                                         tile.from_columns - c * kLanes);
   const float *x = tile.x, *y = tile.y, *z = tile.z;
   float* out = tile.out;
   for (int64_t t = 0; t < tile.tokens; ++t) {
@@ -178,16 +169,9 @@ void run_tile(const Tile& tile) {
     }
   }
   if (!kUpdate || tile.to == nullptr) return;
-  for (int r = 0; r < R; ++r) {
-    for (int c = 0; c < C; ++c) {
-      float* to = tile.to + r * tile.to_stride + c * kLanes;
-      if (whole) {
-        store(to, s[r][c]);
-      } else {
-        for (int64_t i = 0; i < kLanes && c * kLanes + i < tile.columns; ++i) to[i] = s[r][c][i];
-      }
-    }
-  }
+  for (int r = 0; r < R; ++r)
+    for (int c = 0; c < C; ++c)
+      store_part(tile.to + r * tile.to_stride + c * kLanes, s[r][c], tile.to_columns - c * kLanes);
 }
 
 // All rows of S, C vectors wide from `column` on, through a block of tokens.
@@ -326,7 +310,8 @@ void walk(const LinearScan& scan, const Item& item, const Worker& worker, State 
       const int64_t vectors = min64((columns - column) / kLanes, kTileVectors);
       tile.z = worker.z + column;
       tile.out = worker.out + column;
-      tile.columns = min64(from.rows != nullptr ? from.columns : columns, next.columns) - column;
+      tile.from_columns = from.columns - column;
+      tile.to_columns = next.columns - column;
       if constexpr (kTileVectors == 4) {
         if (vectors == 4) run_rows<4, kUpdate, kOutput>(tile, from, next, width, column);
         if (vectors == 3) run_rows<3, kUpdate, kOutput>(tile, from, next, width, column);
@@ -339,3 +324,92 @@ void walk(const LinearScan& scan, const Item& item, const Worker& worker, State 
     if (kOutput) finish_rows<T>(scan, item, worker, first, tokens, totals);
   }
 }
+
+// The item's segment summed up, in the worker's scratch.
+template <class T>
+void reduce(const LinearScan& scan, const Item& item, const Worker& worker) {
+  __builtin_memset(worker.y_sum, 0, sizeof(float) * scan.y.width);
+  walk<T, true, false>(scan, item, worker, State{}, State{}, 0, nullptr);
+}
+
+// Element i of what each of the unit's workers holds at `first`, for i < n: from the sums of the segments to, when
+// causal, the sum before each segment, `initial` included; else to the sum of all, in the first worker.
+void combine_row(const LinearScan& scan, float* first, const float* initial, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const int64_t lanes = min64(kLanes, n - i);
+    Vec total = initial != nullptr ? load_part(initial + i, lanes) : Vec{};
+    for (int64_t segment = 0; segment < scan.segments; ++segment) {
+      float* at = first + segment * scan.layout.size + i;
+      const bool summed = !scan.causal || segment + 1 < scan.segments;
+      const Vec sum_of_segment = summed ? load_part(at, lanes) : Vec{};
+      if (scan.causal) store_part(at, total, lanes);
+      total = total + sum_of_segment;
+    }
+    if (!scan.causal) store_part(first + i, total, lanes);
+  }
+}
+
+void combine(const LinearScan& scan, int64_t unit) {
+  const Item item = item_at(scan, unit * scan.segments);
+  const Worker worker = worker_at(scan, unit * scan.segments);
+  const State kept = state_of(scan, worker);
+  const State initial = carried(scan, item, scan.initial_state, scan.initial_z_sum);
+  const float* y_sum = scan.initial_y_sum;
+  for (int64_t row = 0; row < scan.y.width; ++row)
+    combine_row(scan, kept.rows + row * kept.row_stride,
+                initial.rows != nullptr ? initial.rows + row * initial.row_stride : nullptr, item.columns);
+  combine_row(scan, kept.sums, initial.sums, item.columns);
+  combine_row(scan, worker.y_sum, y_sum != nullptr ? y_sum + y_sum_at(scan, item) : nullptr, scan.y.width);
+}
+
+template <class T>
+void scan_item(const LinearScan& scan, int64_t index, int64_t worker_index) {
+  const Item item = item_at(scan, index);
+  Worker worker = worker_at(scan, worker_index);
+  double* totals = scan.totals != nullptr ? scan.totals + 2 * index : nullptr;
+  if (totals != nullptr) totals[0] = totals[1] = 0.0;
+  if (!scan.causal) {
+    if (scan.segments == 1) reduce<T>(scan, item, worker);
+    const Worker holder = worker_at(scan, worker_index - item.segment);  // of the whole sum
+    worker.y_sum = holder.y_sum;
+    walk<T, false, true>(scan, item, worker, state_of(scan, holder), State{}, scan.tokens, totals);
+    return;
+  }
+  State from = state_of(scan, worker), to = {};
+  if (scan.segments == 1) {
+    from = carried(scan, item, scan.initial_state, scan.initial_z_sum);
+    if (scan.initial_y_sum != nullptr)
+      convert(scan.initial_y_sum + y_sum_at(scan, item), worker.y_sum, scan.y.width);
+    else
+      __builtin_memset(worker.y_sum, 0, sizeof(float) * scan.y.width);
+  }
+  const bool last = item.segment + 1 == scan.segments;
+  if (last) to = carried(scan, item, scan.final_state, scan.final_z_sum);
+  const int64_t before = scan.initial_count != nullptr ? scan.initial_count[item.batch] : 0;
+  walk<T, true, true>(scan, item, worker, from, to, before + item.begin, totals);
+  if (last && scan.final_y_sum != nullptr && item.first_column == 0)
+    convert(worker.y_sum, scan.final_y_sum + y_sum_at(scan, item), scan.y.width);
+}
+
+template <class T>
+void run_phase(const LinearScan& scan, ScanPhase phase, int64_t task) {
+  if (phase == ScanPhase::kCombine) return combine(scan, task);
+  if (phase == ScanPhase::kReduce) {
+    const Item item = item_at(scan, task);
+    const bool needed = !scan.causal || item.segment + 1 < scan.segments;
+    if (needed) reduce<T>(scan, item, worker_at(scan, task));
+    return;
+  }
+  const int64_t items = scan.batch * scan.kv_heads * scan.ranges * scan.segments;
+  for (int64_t index = task; index < items; index += scan.workers) scan_item<T>(scan, index, task);
+}
+
+}  // namespace
+
+void linear_scan(const LinearScan& scan, ScanPhase phase, int64_t task) {
+  if (scan.dtype == 0) run_phase<float>(scan, phase, task);
+  if (scan.dtype == 1) run_phase<Half>(scan, phase, task);
+  if (scan.dtype == 2) run_phase<BFloat16>(scan, phase, task);
+}
+
+}  // namespace leanfleet::LEANFLEET_ISA

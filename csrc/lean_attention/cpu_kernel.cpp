@@ -1,0 +1,603 @@
+// One range of the stream-K line on one thread, and the merging of units that several ranges shared.
+//
+// A unit's queries are scaled into float32 once. Then, tile by tile of its keys: scores, an online softmax in base 2,
+// and the product with the values, rescaled. Few rows (decode) read each key once, where it lies, and take dot
+// products; many rows (a prompt) transpose the tile's keys and multiply blocks of registers. Keys and values are
+// found through arrays of row addresses, so that dense, ragged and paged caches take the same way.
+#include "core/simd.h"
+#include "lean_attention/schedule.h"
+
+namespace leanfleet::LEANFLEET_ISA {
+
+namespace {
+
+constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
+constexpr int kDotRows = 12;                        // up to so many rows scores are dot products
+constexpr int kVecs = kLanes == 16 ? 4 : 2;         // vectors of a register block's width
+constexpr int kStrip = kVecs * kLanes;              // keys of a strip of transposed keys
+constexpr int kPad = 16;                            // rows of scratch are multiples of this
+
+int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+
+// What one thread works in. Widths are padded to kPad, the padding of query, keys and values is zero.
+struct Scratch {
+  float* query;    // [row_tile, D] times the factor of the logits
+  float* output;   // [row_tile, Dv] sum of weights * values
+  float* scores;   // [row_tile, key_tile] logits in base 2, then weights
+  float* keys;     // [key_tile, D] float32 copies of the tile's keys
+  float* strips;   // [key_tile / kStrip, D, kStrip] transposed keys
+  float* values;   // [key_tile, Dv] float32 copies
+  float* maximum;  // [row_tile] of the logits so far
+  float* sum;      // [row_tile] of the weights so far, relative to maximum
+  float* factor;   // [row_tile] 2^(old maximum - new maximum)
+  const void** key_rows;    // [key_tile + kPad] addresses of the tile's keys, the last one repeated
+  const void** value_rows;  // [key_tile + kPad]
+  int32_t* positions;       // [key_tile] of the tile's keys where pages are missing
+};
+
+// Cuts `base` into the buffers above; returns the bytes taken. base may be null.
+int64_t carve(const LeanAttentionArgs& args, char* base, Scratch* scratch) {
+  const int64_t rows = padded(args.plan.row_tile), keys = padded(args.plan.key_tile);
+  const int64_t d = padded(args.key_width), dv = padded(args.value_width);
+  int64_t used = 0;
+  const auto take = [&](int64_t bytes) {
+    char* at = base == nullptr ? nullptr : base + used;
+    used += (bytes + 255) / 256 * 256;
+    return at;
+  };
+  const auto floats = [&](int64_t count) { return reinterpret_cast<float*>(take(count * 4)); };
+  scratch->query = floats(rows * d);
+  scratch->output = floats(rows * dv);
+  scratch->scores = floats(rows * keys);
+  scratch->keys = floats(keys * d);
+  scratch->strips = floats(keys * d);
+  scratch->values = floats(keys * dv);
+  scratch->maximum = floats(rows);
+  scratch->sum = floats(rows);
+  scratch->factor = floats(rows);
+  scratch->key_rows = reinterpret_cast<const void**>(take((keys + kPad) * 8));
+  scratch->value_rows = reinterpret_cast<const void**>(take((keys + kPad) * 8));
+  scratch->positions = reinterpret_cast<int32_t*>(take(keys * 4));
+  return used;
+}
+
+Vec larger(Vec a, Vec b) {  // b if either is NaN
+#if defined(__AVX512F__)
+  return (Vec)_mm512_max_ps((__m512)a, (__m512)b);
+#elif defined(__AVX2__)
+  return (Vec)_mm256_max_ps((__m256)a, (__m256)b);
+#else
+  return maximum(a, b);
+#endif
+}
+
+// 2^x for x <= 0 within 1 ulp; 0 below -126; NaN stays NaN. x = n + r with |r| <= 1/2 and a degree 6 polynomial
+// in r, fitted to the least greatest relative error.
+Vec exp2(Vec x) {
+  x = larger(broadcast(-127.0f), x);
+  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
+  const Vec shifted = x + kRound;
+  const Vec r = x - (shifted - kRound);
+  Vec p = fma(broadcast(1.5403508e-4f), r, broadcast(1.3390737e-3f));
+  p = fma(p, r, broadcast(9.6182376e-3f));
+  p = fma(p, r, broadcast(5.5503573e-2f));
+  p = fma(p, r, broadcast(2.4022649e-1f));
+  p = fma(p, r, broadcast(6.9314718e-1f));
+  p = fma(p, r, broadcast(1.0f));
+  return p * (Vec)(((VecInt)shifted << 23) + 0x3f800000);  // 2^-127 counts as 0
+}
+
+float exp2(float x) { return exp2(broadcast(x))[0]; }
+
+// tanh within 2 ulp: an odd polynomial near 0, where 1 - 2 / (e^2|x| + 1) would cancel.
+Vec tanh(Vec x) {
+  const Vec magnitude = (Vec)((VecInt)x & 0x7fffffff), z = x * x;
+  Vec p = fma(broadcast(-6.0453918e-3f), z, broadcast(2.0961512e-2f));
+  p = fma(p, z, broadcast(-5.3843308e-2f));
+  p = fma(p, z, broadcast(1.3332719e-1f));
+  p = fma(p, z, broadcast(-3.3333328e-1f));
+  const Vec near = fma(p * z, x, x);
+  const Vec decay = exp2(magnitude * (-2 * kLog2E));  // e^-2|x|
+  const Vec far = (Vec)((VecInt)((1.0f - decay) / (1.0f + decay)) | ((VecInt)x & static_cast<int32_t>(0x80000000)));
+  return select(magnitude < 0.625f, near, far);
+}
+
+// Lane i of the result is the sum of v[i]'s lanes.
+Vec sums_of(const Vec* v) {
+#if defined(__AVX512F__)
+  __m512 quads[4];  // quads[j]: in each 128-bit lane, that lane's sums of v[4j] .. v[4j+3]
+  for (int j = 0; j < 4; ++j) {
+    const __m512 a = (__m512)v[4 * j], b = (__m512)v[4 * j + 1], c = (__m512)v[4 * j + 2], d = (__m512)v[4 * j + 3];
+    const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
+    const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
+    quads[j] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+  }
+  const auto halve = [](__m512 a, __m512 b) {
+    return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
+  };
+  return (Vec)halve(halve(quads[0], quads[1]), halve(quads[2], quads[3]));
+#elif defined(__AVX2__)
+  const auto quad = [&](int j) {
+    return _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[j], (__m256)v[j + 1]), _mm256_hadd_ps((__m256)v[j + 2], (__m256)v[j + 3]));
+  };
+  const __m256 low = quad(0), high = quad(4);
+  return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
+#else
+  Vec result;
+  for (int i = 0; i < kLanes; ++i) result[i] = sum(v[i]);
+  return result;
+#endif
+}
+
+// v becomes its transpose, as a kLanes x kLanes matrix of rows.
+void transpose(Vec* v) {
+#if defined(__AVX512F__)
+  __m512 a[16], b[16];
+  for (int i = 0; i < 16; i += 2) {
+    a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
+    a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
+  }
+  for (int i = 0; i < 16; i += 4) {  // b[i + c]: in 128-bit lane l, column 4 l + c of rows i .. i+3
+    for (int j = 0; j < 2; ++j) {
+      const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + 2 + j]);
+      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
+    }
+  }
+  for (int c = 0; c < 4; ++c) {
+    const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88), odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+    const __m512 even23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
+    const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
+    v[c] = (Vec)_mm512_shuffle_f32x4(even01, even23, 0x88);
+    v[4 + c] = (Vec)_mm512_shuffle_f32x4(odd01, odd23, 0x88);
+    v[8 + c] = (Vec)_mm512_shuffle_f32x4(even01, even23, 0xdd);
+    v[12 + c] = (Vec)_mm512_shuffle_f32x4(odd01, odd23, 0xdd);
+  }
+#elif defined(__AVX2__)
+  __m256 a[8], b[8];
+  for (int i = 0; i < 8; i += 2) {
+    a[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
+    a[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
+  }
+  for (int i = 0; i < 8; i += 4) {
+    for (int j = 0; j < 2; ++j) {
+      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + 2 + j], 0x44);
+      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + 2 + j], 0xee);
+    }
+  }
+  for (int c = 0; c < 4; ++c) {
+    v[c] = (Vec)_mm256_permute2f128_ps(b[c], b[4 + c], 0x20);
+    v[4 + c] = (Vec)_mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
+  }
+#else
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = i + 1; j < kLanes; ++j) {
+      const float swapped = v[i][j];
+      v[i][j] = v[j][i];
+      v[j][i] = swapped;
+    }
+  }
+#endif
+}
+
+// out[i] = factor * in[i] for i < n and 0 up to n_padded.
+template <class T>
+void to_floats(const T* in, float* out, int64_t n, int64_t n_padded, float factor) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, factor * load(in + i));
+  for (; i < n; ++i) out[i] = factor * to_float(in[i]);
+  for (; i < n_padded; ++i) out[i] = 0.0f;
+}
+
+template <class T>
+void from_floats(const float* in, T* out, int64_t n, float factor) {
+  int64_t i = 0;
+  for (; i + kLanes <= n; i += kLanes) store(out + i, factor * load(in + i));
+  for (; i < n; ++i) out[i] = from_float<T>(factor * in[i]);
+}
+
+void fill(float* out, int64_t n, float value) {
+  for (int64_t i = 0; i < n; ++i) out[i] = value;
+}
+
+// The rows of a matrix: anywhere, or at equal distances.
+template <class T>
+struct RowsAt {
+  const void* const* rows;
+  const T* operator[](int64_t i) const { return static_cast<const T*>(rows[i]); }
+};
+struct RowsApart {
+  const float* base;
+  int64_t stride;
+  const float* operator[](int64_t i) const { return base + i * stride; }
+};
+
+// scores[r, k] = query[r] . keys[k] for ROWS rows and keys 0 .. n-1, and some beyond: up to a multiple of kLanes.
+template <class T, int ROWS>
+void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* scores, int64_t score_stride) {
+  constexpr int KEYS = kLanes / (ROWS == 3 ? 4 : ROWS);
+  for (int32_t k = 0; k < n; k += KEYS) {
+    Vec acc[kLanes] = {};
+    for (int64_t i = 0; i < d; i += kLanes) {
+      Vec q[ROWS];
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) q[r] = load(query + r * d + i);
+#pragma GCC unroll 16
+      for (int key = 0; key < KEYS; ++key) {
+        const Vec x = load(keys[k + key] + i);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) acc[r * KEYS + key] = fma(q[r], x, acc[r * KEYS + key]);
+      }
+    }
+    float sums[kLanes];
+    store(sums, sums_of(acc));
+#pragma GCC unroll 16
+    for (int r = 0; r < ROWS; ++r) std::memcpy(scores + r * score_stride + k, sums + r * KEYS, KEYS * 4);
+  }
+}
+
+template <class T>
+void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32_t n, float* scores,
+              int64_t score_stride) {
+  while (rows > 0) {
+    const int32_t block = rows < 4 ? rows : 4;
+    if (block == 4) dot_block<T, 4>(query, d, keys, n, scores, score_stride);
+    if (block == 3) dot_block<T, 3>(query, d, keys, n, scores, score_stride);
+    if (block == 2) dot_block<T, 2>(query, d, keys, n, scores, score_stride);
+    if (block == 1) dot_block<T, 1>(query, d, keys, n, scores, score_stride);
+    rows -= block;
+    query += block * d;
+    scores += block * score_stride;
+  }
+}
+
+// out[r] = factor[r] * out[r] + sum over k < n of a[r, k] * b[k], for ROWS rows and VECS vectors of columns.
+// Without factors the old content of out does not matter.
+template <int ROWS, int VECS, class Rows>
+void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int32_t n, float* out,
+                   int64_t out_stride, const float* factor) {
+  Vec acc[ROWS][VECS] = {};
+  for (int32_t k = 0; k < n; ++k) {
+    Vec x[VECS];
+#pragma GCC unroll 8
+    for (int c = 0; c < VECS; ++c) x[c] = load(b[k] + column + c * kLanes);
+#pragma GCC unroll 8
+    for (int r = 0; r < ROWS; ++r) {
+      const Vec weight = broadcast(a[r * a_stride + k]);
+#pragma GCC unroll 8
+      for (int c = 0; c < VECS; ++c) acc[r][c] = fma(weight, x[c], acc[r][c]);
+    }
+  }
+#pragma GCC unroll 8
+  for (int r = 0; r < ROWS; ++r) {
+#pragma GCC unroll 8
+    for (int c = 0; c < VECS; ++c) {
+      float* at = out + r * out_stride + column + c * kLanes;
+      store(at, factor == nullptr ? acc[r][c] : fma(broadcast(factor[r]), load(at), acc[r][c]));
+    }
+  }
+}
+
+template <int VECS, class Rows>
+void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t column, int32_t n, float* out,
+                  int64_t out_stride, const float* factor) {
+  while (rows > 0) {
+    const int32_t block = rows >= 6 ? 6 : rows >= 4 ? 4 : rows;
+    const auto kernel = block == 6   ? product_block<6, VECS, Rows>
+                        : block == 4 ? product_block<4, VECS, Rows>
+                        : block == 3 ? product_block<3, VECS, Rows>
+                        : block == 2 ? product_block<2, VECS, Rows>
+                                     : product_block<1, VECS, Rows>;
+    kernel(a, a_stride, b, column, n, out, out_stride, factor);
+    rows -= block;
+    a += block * a_stride;
+    out += block * out_stride;
+    if (factor != nullptr) factor += block;
+  }
+}
+
+// The same for `width` columns, a multiple of kLanes.
+template <class Rows>
+void product(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t width, int32_t n, float* out,
+             int64_t out_stride, const float* factor) {
+  int64_t column = 0;
+  for (; column + kVecs * kLanes <= width; column += kVecs * kLanes)
+    product_rows<kVecs>(a, a_stride, rows, b, column, n, out, out_stride, factor);
+  for (; column + 2 * kLanes <= width; column += 2 * kLanes)
+    product_rows<2>(a, a_stride, rows, b, column, n, out, out_stride, factor);
+  for (; column < width; column += kLanes)
+    product_rows<1>(a, a_stride, rows, b, column, n, out, out_stride, factor);
+}
+
+// strips[s, i, j] = keys[s * kStrip + j][i] for the strips that hold keys 0 .. n-1.
+template <class T>
+void transpose_keys(RowsAt<T> keys, int64_t d, int32_t n, float* strips) {
+  for (int32_t k = 0; k < n; k += kLanes) {
+    float* strip = strips + k / kStrip * d * kStrip + k % kStrip;
+    for (int64_t i = 0; i < d; i += kLanes) {
+      Vec v[kLanes];
+      for (int j = 0; j < kLanes; ++j) v[j] = load(keys[k + j] + i);
+      transpose(v);
+      for (int j = 0; j < kLanes; ++j) store(strip + (i + j) * kStrip, v[j]);
+    }
+  }
+}
+
+// Addresses of the keys and values at positions `span` of a request, without those on pages outside the pool.
+// Returns how many; *gaps says whether some are left out, and then scratch.positions holds where the others stand.
+template <class T>
+int32_t find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, const Scratch& scratch,
+                  bool* gaps) {
+  const T* keys = static_cast<const T*>(args.append ? args.key_cache_out : args.key_cache);
+  const T* values = static_cast<const T*>(args.append ? args.value_cache_out : args.value_cache);
+  keys += unit.head * args.key_strides.head;
+  values += unit.head * args.value_strides.head;
+  const int64_t key_token = args.key_strides.token, value_token = args.value_strides.token;
+  int32_t n = 0;
+  const auto add = [&](const T* key, const T* value, int32_t count, int32_t position) {
+    for (int32_t j = 0; j < count; ++j) {
+      scratch.key_rows[n + j] = key + j * key_token;
+      scratch.value_rows[n + j] = value + j * value_token;
+      scratch.positions[n + j] = position + j;
+    }
+    n += count;
+  };
+  if (args.cache_kind == kLeanPaged) {
+    for (int32_t position = span.begin; position < span.end;) {
+      const int32_t page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + position / args.block];
+      const int32_t first = position % args.block, count = lean_min(args.block - first, span.end - position);
+      if (page >= 0 && page < args.num_pages)
+        add(keys + page * args.key_strides.page + first * key_token,
+            values + page * args.value_strides.page + first * value_token, count, position);
+      position += count;
+    }
+  } else {
+    const int64_t first = static_cast<int64_t>(unit.request.start) + span.begin;
+    add(keys + unit.b * args.key_strides.batch + first * key_token,
+        values + unit.b * args.value_strides.batch + first * value_token, span.end - span.begin, span.begin);
+  }
+  *gaps = n < span.end - span.begin;
+  for (int j = 0; j < kLanes && n > 0; ++j) scratch.key_rows[n + j] = scratch.key_rows[n - 1];
+  return n;
+}
+
+// How many of the tile's n keys stand before `position`.
+int32_t keys_before(int32_t position, LeanSpan span, int32_t n, bool gaps, const int32_t* positions) {
+  if (!gaps) return lean_clamp(position - span.begin, 0, n);
+  int32_t low = 0, high = n;
+  while (low < high) {
+    const int32_t middle = (low + high) / 2;
+    if (positions[middle] < position) low = middle + 1;
+    else high = middle;
+  }
+  return low;
+}
+
+// Turns the scores of a tile into weights and updates maximum, sum and factor.
+void soften(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, int32_t first_row, int32_t rows,
+            int32_t n, bool gaps, const Scratch& scratch) {
+  const int64_t stride = padded(args.plan.key_tile);
+  const int32_t n_padded = (n + kLanes - 1) / kLanes * kLanes;
+  const float infinity = __builtin_inff();
+  for (int32_t r = 0; r < rows; ++r) {
+    float* scores = scratch.scores + r * stride;
+    if (args.softcap > 0)
+      for (int32_t k = 0; k < n_padded; k += kLanes)
+        store(scores + k, args.softcap * kLog2E * tanh(load(scores + k)));
+    const LeanSpan seen = lean_token_keys(args, unit.request, (first_row + r) / args.group);
+    const int32_t begin = keys_before(seen.begin, span, n, gaps, scratch.positions);
+    const int32_t end = keys_before(seen.end, span, n, gaps, scratch.positions);
+    if (begin > 0) fill(scores, begin, -infinity);
+    if (end < n_padded) fill(scores + end, n_padded - end, -infinity);
+    Vec top = broadcast(-infinity);
+    for (int32_t k = 0; k < n_padded; k += kLanes) top = larger(top, load(scores + k));
+    const float old = scratch.maximum[r], highest = maximum(top);
+    scratch.factor[r] = old;
+    scratch.maximum[r] = highest > old ? highest : old;
+  }
+  for (int32_t r = 0; r < rows; r += kLanes) {  // rows beyond the last are scratch too
+    const Vec now = load(scratch.maximum + r);
+    const Vec base = select(now == -infinity, Vec{}, now);  // a row that has seen nothing: 2^(-inf - 0) = 0
+    store(scratch.factor + r, exp2(load(scratch.factor + r) - base));
+  }
+  for (int32_t r = 0; r < rows; ++r) {
+    float* scores = scratch.scores + r * stride;
+    const float base = scratch.maximum[r] == -infinity ? 0.0f : scratch.maximum[r];
+    Vec total = {};
+    for (int32_t k = 0; k < n_padded; k += kLanes) {
+      const Vec weight = exp2(load(scores + k) - base);
+      store(scores + k, weight);
+      total += weight;
+    }
+    scratch.sum[r] = scratch.sum[r] * scratch.factor[r] + sum(total);
+  }
+}
+
+template <class T>
+void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, int32_t first_row, int32_t rows,
+                 const Scratch& scratch) {
+  const int64_t d = padded(args.key_width), dv = padded(args.value_width), stride = padded(args.plan.key_tile);
+  bool gaps;
+  const int32_t n = find_rows<T>(args, unit, span, scratch, &gaps);
+  if (n == 0) return;
+  const RowsAt<T> keys{scratch.key_rows}, values{scratch.value_rows};
+  const bool whole_keys = args.key_width % kPad == 0, whole_values = args.value_width % kPad == 0;
+  const bool few = rows <= kDotRows;
+
+  // Keys whose width is no multiple of a vector are copied, so that no load goes beyond the buffer.
+  if (!whole_keys) {
+    for (int32_t k = 0; k < n; ++k) to_floats(keys[k], scratch.keys + k * d, args.key_width, d, 1.0f);
+    for (int32_t k = 0; k < n + kLanes; ++k) scratch.key_rows[k] = scratch.keys + lean_min(k, n - 1) * d;
+  }
+  const RowsAt<float> copied_keys{scratch.key_rows};
+  if (few) {
+    if (whole_keys) dot_rows(scratch.query, d, rows, keys, n, scratch.scores, stride);
+    else dot_rows(scratch.query, d, rows, copied_keys, n, scratch.scores, stride);
+  } else {
+    if (whole_keys) transpose_keys(keys, d, n, scratch.strips);
+    else transpose_keys(copied_keys, d, n, scratch.strips);
+    for (int32_t k = 0; k < n; k += kStrip) {
+      const RowsApart strip{scratch.strips + k / kStrip * d * kStrip, kStrip};
+      const int64_t width = lean_min((n - k + kLanes - 1) / kLanes * kLanes, kStrip);
+      product(scratch.query, d, rows, strip, width, args.key_width, scratch.scores + k, stride, nullptr);
+    }
+  }
+
+  soften(args, unit, span, first_row, rows, n, gaps, scratch);
+
+  if (whole_values && (few || sizeof(T) == 4)) {
+    product(scratch.scores, stride, rows, values, dv, n, scratch.output, dv, scratch.factor);
+  } else {
+    for (int32_t k = 0; k < n; ++k) to_floats(values[k], scratch.values + k * dv, args.value_width, dv, 1.0f);
+    product(scratch.scores, stride, rows, RowsApart{scratch.values, dv}, dv, n, scratch.output, dv, scratch.factor);
+  }
+}
+
+// Element offsets of a packed row: token = row / group of query head `head * group + row % group`.
+int64_t row_offset(const LeanAttentionArgs& args, const LeanStrides& strides, const LeanUnit& unit, int32_t row) {
+  return unit.b * strides.batch + (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head +
+         row / args.group * strides.token;
+}
+
+// output [rows, Dv] / sum, and lse, after the sink has joined.
+template <class T>
+void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first_row, int32_t rows,
+                const float* output, const float* maximum, const float* sum) {
+  const float infinity = __builtin_inff();
+  for (int32_t r = 0; r < rows; ++r) {
+    const int32_t row = first_row + r;
+    float top = maximum[r], total = sum[r], factor = 1.0f;
+    if (args.sinks != nullptr) {
+      const float sink = args.sinks[unit.head * args.group + row % args.group] * kLog2E;
+      const float joint = sink > top ? sink : top;
+      if (joint > -infinity) {
+        factor = exp2(top - joint);
+        total = total * factor + exp2(sink - joint);
+        top = joint;
+      }
+    }
+    T* at = static_cast<T*>(args.output) + row_offset(args, args.output_strides, unit, row);
+    from_floats(output + r * padded(args.value_width), at, args.value_width, total == 0 ? 0.0f : factor / total);
+    args.lse[row_offset(args, args.lse_strides, unit, row)] =
+        total == 0 ? -infinity : top * kLn2 + __builtin_logf(total);
+  }
+}
+
+template <class T>
+void write_padding(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan rows) {
+  for (int32_t row = rows.begin; row < rows.end; ++row) {
+    T* at = static_cast<T*>(args.output) + row_offset(args, args.output_strides, unit, row);
+    std::memset(at, 0, args.value_width * sizeof(T));
+    args.lse[row_offset(args, args.lse_strides, unit, row)] = -__builtin_inff();
+  }
+}
+
+template <class T>
+void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanSegment& segment,
+                    const Scratch& scratch) {
+  const LeanSpan all = lean_unit_rows(args, unit.row_tile);
+  const int32_t end = lean_clamp(args.group * unit.request.tokens, all.begin, all.end), rows = end - all.begin;
+  if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
+  if (rows == 0) return;
+  const int64_t d = padded(args.key_width), dv = padded(args.value_width);
+  const float logit_factor = args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E;
+  for (int32_t r = 0; r < rows; ++r)
+    to_floats(static_cast<const T*>(args.query) + row_offset(args, args.query_strides, unit, all.begin + r),
+              scratch.query + r * d, args.key_width, d, logit_factor);
+  fill(scratch.output, rows * dv, 0.0f);
+  fill(scratch.maximum, padded(rows), -__builtin_inff());
+  fill(scratch.sum, rows, 0.0f);
+
+  const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
+  for (int32_t tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+    const int32_t first = tile * args.plan.key_tile;
+    const int32_t last = keys.end - first < args.plan.key_tile ? keys.end : first + args.plan.key_tile;
+    attend_tile<T>(args, unit, {lean_max(first, keys.begin), last}, all.begin, rows, scratch);
+  }
+
+  if (segment.count == 1) {
+    write_rows<T>(args, unit, all.begin, rows, scratch.output, scratch.maximum, scratch.sum);
+    return;
+  }
+  const int64_t row = static_cast<int64_t>(segment.slot) * args.plan.row_tile;
+  for (int32_t r = 0; r < rows; ++r)
+    std::memcpy(args.partial_output + (row + r) * args.value_width, scratch.output + r * dv, args.value_width * 4);
+  std::memcpy(args.partial_max + row, scratch.maximum, rows * 4);
+  std::memcpy(args.partial_sum + row, scratch.sum, rows * 4);
+}
+
+// Joins the partial results of a unit in the order of its contributors.
+template <class T>
+void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first, int32_t count,
+                const Scratch& scratch) {
+  const LeanSpan all = lean_unit_rows(args, unit.row_tile);
+  const int32_t rows = lean_clamp(args.group * unit.request.tokens, all.begin, all.end) - all.begin;
+  const int64_t dv = padded(args.value_width);
+  const float infinity = __builtin_inff();
+  fill(scratch.output, rows * dv, 0.0f);
+  for (int32_t r = 0; r < rows; ++r) {
+    float top = -infinity, total = 0.0f;
+    for (int32_t i = 0; i < count; ++i) {
+      const float other = args.partial_max[static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r];
+      top = other > top ? other : top;
+    }
+    for (int32_t i = 0; i < count && top > -infinity; ++i) {
+      const int64_t row = static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r;
+      const float factor = exp2(args.partial_max[row] - top);
+      const float* part = args.partial_output + row * args.value_width;
+      float* output = scratch.output + r * dv;
+      for (int64_t c = 0; c < args.value_width; ++c) output[c] += factor * part[c];
+      total += factor * args.partial_sum[row];
+    }
+    scratch.maximum[r] = top;
+    scratch.sum[r] = total;
+  }
+  write_rows<T>(args, unit, all.begin, rows, scratch.output, scratch.maximum, scratch.sum);
+}
+
+template <class T>
+void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, const Scratch& scratch) {
+  const int64_t end = lean_range_begin(work, ranges, range + 1);
+  LeanUnit unit = lean_locate(args, args.work_prefix, lean_range_begin(work, ranges, range));
+  for (;;) {
+    const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
+    if (segment.contributes) attend_segment<T>(args, unit, segment, scratch);
+    if (lean_unit_end(args, unit) >= end) return;
+    lean_next_unit(args, unit);
+  }
+}
+
+// Only the last unit that a range begins can go on in the next one.
+template <class T>
+void merge_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, const Scratch& scratch) {
+  const int64_t end = lean_range_begin(work, ranges, range + 1);
+  const LeanUnit unit = lean_locate(args, args.work_prefix, end - 1);
+  const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
+  if (segment.contributes && segment.index == 0 && segment.count > 1)
+    merge_unit<T>(args, unit, range, segment.count, scratch);
+}
+
+}  // namespace
+
+int64_t lean_thread_scratch(const LeanAttentionArgs& args) {
+  Scratch scratch;
+  return carve(args, nullptr, &scratch);
+}
+
+void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
+  Scratch scratch;
+  carve(args, thread_scratch, &scratch);
+  if (args.dtype == 0) attend_range<float>(args, work, ranges, range, scratch);
+  if (args.dtype == 1) attend_range<Half>(args, work, ranges, range, scratch);
+  if (args.dtype == 2) attend_range<BFloat16>(args, work, ranges, range, scratch);
+}
+
+void lean_merge(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
+  Scratch scratch;
+  carve(args, thread_scratch, &scratch);
+  if (args.dtype == 0) merge_range<float>(args, work, ranges, range, scratch);
+  if (args.dtype == 1) merge_range<Half>(args, work, ranges, range, scratch);
+  if (args.dtype == 2) merge_range<BFloat16>(args, work, ranges, range, scratch);
+}
+
+}  // namespace leanfleet::LEANFLEET_ISA

@@ -1,0 +1,343 @@
+// What LeanAttention's CUDA kernels share: the schedule read by a warp, rows of caches, the append, and the
+// reduction of partial results by the last contributor to arrive.
+//
+// Softmax statistics are kept in base 2: a logit x enters as x * log2(e), `max` is the largest such value that a
+// part has seen and `sum` the sum of 2^(value - max). -inf and 0 stand for "has seen nothing".
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "core/op.h"
+#include "lean_attention/lean_attention.h"
+#include "lean_attention/schedule.h"
+
+namespace leanfleet {
+
+constexpr float kLog2E = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+constexpr unsigned kFullWarp = 0xffffffffu;
+
+__device__ __forceinline__ float exp2_fast(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.
+__device__ __forceinline__ float rescale(float part, float whole) {
+  return part == -INFINITY ? 0.0f : exp2_fast(part - whole);
+}
+
+// softcap * tanh(x / softcap) with an error of a few units of float32 (tanh.approx has 11 bits only).
+__device__ __forceinline__ float cap_logit(float x, float softcap) {
+  return softcap * (1.0f - 2.0f / (exp2_fast(x / softcap * (2.0f * kLog2E)) + 1.0f));
+}
+
+template <class T>
+__device__ __forceinline__ float as_float(T x) {
+  return static_cast<float>(x);
+}
+
+template <class T>
+__device__ __forceinline__ T from_float32(float x) {
+  return static_cast<T>(x);
+}
+
+// Two floats as a pair of 16-bit values, `low` in the low half.
+__device__ __forceinline__ uint32_t pack_pair(__half, float low, float high) {
+  const __half2 pair = __floats2half2_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+__device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float low, float high) {
+  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
+  return *reinterpret_cast<const uint32_t*>(&pair);
+}
+
+__device__ __forceinline__ void store4(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
+template <class T>
+__device__ __forceinline__ void store4(T* to, float4 x) {
+  if (reinterpret_cast<uintptr_t>(to) % 8 == 0) {
+    *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair(T{}, x.x, x.y), pack_pair(T{}, x.z, x.w));
+  } else {
+    to[0] = from_float32<T>(x.x), to[1] = from_float32<T>(x.y);
+    to[2] = from_float32<T>(x.z), to[3] = from_float32<T>(x.w);
+  }
+}
+
+// Barrier `id` among `threads` threads of a block, for roles that do not all take part.
+__device__ __forceinline__ void named_barrier(int id, int threads) {
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// Schedule
+
+__device__ __forceinline__ int64_t warp_sum(int64_t x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  return x;
+}
+
+// Finds the entry of 32 consecutive ones (a lane each) that holds `position`, the first entry beginning at `before`.
+// Returns its lane and leaves its begin in `before`; -1 and the end of the last entry if it lies beyond them.
+__device__ __forceinline__ int warp_find(int64_t size, int64_t position, int64_t& before) {
+  int64_t end = size;
+#pragma unroll
+  for (int offset = 1; offset < 32; offset *= 2) {
+    const int64_t left = __shfl_up_sync(kFullWarp, end, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) end += left;
+  }
+  const unsigned beyond = __ballot_sync(kFullWarp, before + end > position);
+  if (beyond == 0) {
+    before += __shfl_sync(kFullWarp, end, 31);
+    return -1;
+  }
+  const int lane = __ffs(beyond) - 1;
+  before += __shfl_sync(kFullWarp, end - size, lane);
+  return lane;
+}
+
+// A range of the line of work and the unit that holds its first position.
+struct LeanRange {
+  int64_t work, begin, end;
+  int32_t ranges, index;
+  LeanUnit unit;
+};
+
+__device__ __forceinline__ int64_t unit_work_at(const LeanAttentionArgs& args, const LeanRequest& request, int row_tile,
+                                                int row_tiles) {
+  return row_tile < row_tiles ? lean_unit_work(args, lean_unit_tiles(args, request, row_tile)) : 0;
+}
+
+// The work of one head of request b, its query tiles shared among the lanes of a warp.
+__device__ __forceinline__ int64_t warp_head_work(const LeanAttentionArgs& args, const LeanRequest& request,
+                                                  int row_tiles) {
+  int64_t work = 0;
+  for (int t = threadIdx.x % 32; t < row_tiles; t += 32) work += unit_work_at(args, request, t, row_tiles);
+  return warp_sum(work);
+}
+
+// What lean_work_prefix and lean_locate do, by a warp and without memory for the prefix. All lanes of a warp call it
+// and get the same answer. False: there is no range of this index.
+__device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, LeanRange& range) {
+  const int lane = threadIdx.x % 32;
+  const int row_tiles = lean_row_tiles(args);
+  const bool lane_a_request = row_tiles <= args.batch || row_tiles == 1;
+  const auto request_work = [&](int b) {
+    return b < args.batch ? args.kv_heads * lean_head_work(args, lean_request(args, b)) : int64_t{0};
+  };
+  int64_t work = 0, first_work = 0;
+  if (lane_a_request) {
+    work = first_work = request_work(lane);
+    for (int b = lane + 32; b < args.batch; b += 32) work += request_work(b);
+    work = warp_sum(work);
+  } else {
+    for (int b = 0; b < args.batch; ++b) work += warp_head_work(args, lean_request(args, b), row_tiles);
+    work *= args.kv_heads;
+  }
+  range.work = work;
+  range.index = index;
+  range.ranges = lean_num_ranges(args.plan, work);
+  if (index >= range.ranges) return false;
+  range.begin = lean_range_begin(work, range.ranges, index);
+  range.end = lean_range_begin(work, range.ranges, index + 1);
+
+  LeanUnit& unit = range.unit;
+  int64_t before = 0, head_work = 0;
+  if (lane_a_request) {
+    int64_t mine = first_work;
+    int found = warp_find(mine, range.begin, before);
+    for (unit.b = found; found < 0;) {
+      unit.b += 32;
+      mine = request_work(unit.b + 1 + lane);
+      found = warp_find(mine, range.begin, before);
+      if (found >= 0) unit.b += 1 + found;
+    }
+    head_work = __shfl_sync(kFullWarp, mine, found) / args.kv_heads;
+    unit.request = lean_request(args, unit.b);
+  } else {
+    for (unit.b = 0;; ++unit.b) {
+      unit.request = lean_request(args, unit.b);
+      head_work = warp_head_work(args, unit.request, row_tiles);
+      if (range.begin < before + head_work * args.kv_heads) break;
+      before += head_work * args.kv_heads;
+    }
+  }
+  unit.head = static_cast<int32_t>((range.begin - before) / head_work);
+  before += unit.head * head_work;
+  unit.row_tile = 0;
+  if (row_tiles > 1) {
+    for (int t = 0;; t += 32) {
+      const int found = warp_find(unit_work_at(args, unit.request, t + lane, row_tiles), range.begin, before);
+      unit.row_tile = t + found;
+      if (found >= 0) break;
+    }
+  }
+  unit.position = before;
+  unit.tiles = lean_unit_tiles(args, unit.request, unit.row_tile);
+  return true;
+}
+
+// Calls body(unit, segment) for every part of a unit that the range holds, in order.
+template <class F>
+__device__ __forceinline__ void for_each_segment(const LeanAttentionArgs& args, const LeanRange& range, F&& body) {
+  LeanUnit unit = range.unit;
+  for (;;) {
+    const LeanSegment segment = lean_segment(args, unit, range.work, range.ranges, range.index);
+    if (segment.contributes) body(unit, segment);
+    if (lean_unit_end(args, unit) >= range.end) return;
+    lean_next_unit(args, unit);
+  }
+}
+
+// Rows
+
+// The element at which position j of a request begins in a cache; -1 if its page is outside the pool.
+__device__ __forceinline__ int64_t cache_row(const LeanAttentionArgs& args, const LeanCacheStrides& strides, int b,
+                                             const LeanRequest& request, int head, int j) {
+  if (args.cache_kind == kLeanPaged) {
+    const int page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j / args.block];
+    if (static_cast<unsigned>(page) >= static_cast<unsigned>(args.num_pages)) return -1;
+    return page * strides.page + head * strides.head + j % args.block * strides.token;
+  }
+  return b * strides.batch + head * strides.head + (request.start + static_cast<int64_t>(j)) * strides.token;
+}
+
+// Copies new keys (or values) to their positions in the cache, `Chunk` by `Chunk`, the work shared by all threads of
+// the grid that call it. `width` is a row in chunks, strides are in chunks too.
+template <class Chunk>
+__device__ __forceinline__ void append_rows(const LeanAttentionArgs& args, const void* from, LeanStrides from_strides,
+                                            void* to, const LeanCacheStrides& to_strides, int width, int per_chunk,
+                                            int64_t thread, int64_t threads) {
+  const int64_t total = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads * width;
+  for (int64_t index = thread; index < total; index += threads) {
+    const int64_t row = index / width;
+    const int chunk = static_cast<int>(index - row * width);
+    const int head = static_cast<int>(row % args.kv_heads);
+    const int64_t token_of_batch = row / args.kv_heads;
+    const int token = static_cast<int>(token_of_batch % args.tokens), b = static_cast<int>(token_of_batch / args.tokens);
+    const LeanRequest request = lean_request(args, b);
+    if (token >= request.tokens) continue;
+    const int64_t at = cache_row(args, to_strides, b, request, head, request.keys - request.tokens + token);
+    if (at < 0) continue;
+    const int64_t source = b * from_strides.batch + head * from_strides.head + token * from_strides.token;
+    static_cast<Chunk*>(to)[at / per_chunk + chunk] = static_cast<const Chunk*>(from)[source / per_chunk + chunk];
+  }
+}
+
+template <class T, class Chunk>
+__device__ __forceinline__ void append_all(const LeanAttentionArgs& args, int64_t thread, int64_t threads) {
+  constexpr int kPerChunk = sizeof(Chunk) / sizeof(T);
+  append_rows<Chunk>(args, args.new_key, args.new_key_strides, args.key_cache_out, args.key_strides,
+                     args.key_width / kPerChunk, kPerChunk, thread, threads);
+  append_rows<Chunk>(args, args.new_value, args.new_value_strides, args.value_cache_out, args.value_strides,
+                     args.value_width / kPerChunk, kPerChunk, thread, threads);
+}
+
+// The packed row's token and query head.
+struct RowPlace {
+  int token, head;
+};
+__device__ __forceinline__ RowPlace row_place(const LeanAttentionArgs& args, const LeanUnit& unit, int row) {
+  const int token = row / args.group;
+  return {token, unit.head * args.group + row - token * args.group};
+}
+
+// Normalises 4 elements of a packed row and writes them; the thread with the row's first elements writes lse.
+template <class T>
+__device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const LeanUnit& unit, int row, int d, float4 o,
+                                          float max, float sum) {
+  const RowPlace place = row_place(args, unit, row);
+  float top = max;
+  float factor = 0.0f;
+  const bool padding = place.token >= unit.request.tokens;
+  if (!padding) {
+    factor = 1.0f;
+    if (args.sinks != nullptr) {
+      const float sink = args.sinks[place.head] * kLog2E;
+      top = fmaxf(max, sink);
+      factor = rescale(max, top);
+      sum = sum * factor + rescale(sink, top);
+    }
+    factor = sum > 0.0f ? factor / sum : 0.0f;
+  }
+  const bool empty = padding || !(sum > 0.0f);
+  if (factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  T* output = static_cast<T*>(args.output) + unit.b * args.output_strides.batch +
+              place.head * args.output_strides.head + place.token * args.output_strides.token + d;
+  store4(output, make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor));
+  if (d == 0)
+    args.lse[unit.b * args.lse_strides.batch + place.head * args.lse_strides.head +
+             place.token * args.lse_strides.token] = empty ? -INFINITY : kLn2 * (top + log2f(sum));
+}
+
+// Stores 4 unnormalised elements of a packed row as part of a contributor's partial result.
+__device__ __forceinline__ void write_partial(const LeanAttentionArgs& args, int slot, int row_of_tile, int d, float4 o,
+                                              float max, float sum) {
+  const int64_t row = static_cast<int64_t>(slot) * args.plan.row_tile + row_of_tile;
+  *reinterpret_cast<float4*>(args.partial_output + row * args.value_width + d) = o;
+  if (d == 0) {
+    args.partial_max[row] = max;
+    args.partial_sum[row] = sum;
+  }
+}
+
+// Called by `threads` threads after they have stored a contributor's partial result. True in all of them if every
+// other contributor has stored its own; the ticket is then 0 again. Nobody waits, so that blocks need not run at
+// the same time.
+__device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int thread, int threads, volatile uint32_t* shared) {
+  named_barrier(1, threads);
+  if (thread == 0) {
+    uint32_t before;
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+                 : "=r"(before) : "l"(ticket), "r"(static_cast<uint32_t>(count - 1)) : "memory");
+    *shared = before;
+  }
+  named_barrier(1, threads);
+  return *shared == static_cast<uint32_t>(count - 1);
+}
+
+// Merges the partial results of a unit in the order of their ranges, so that the result does not depend on who
+// arrives last, and writes the rows.
+template <class T>
+__device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count,
+                                           int thread, int threads) {
+  constexpr int kAtOnce = 8;
+  const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+  const int vectors = args.value_width / 4;
+  const int row_tile = args.plan.row_tile;
+  for (int item = thread; item < (rows.end - rows.begin) * vectors; item += threads) {
+    const int row = item / vectors, d = (item - row * vectors) * 4;
+    float max = -INFINITY, sum = 0.0f;
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i0 = 0; i0 < count; i0 += kAtOnce) {
+      float part_max[kAtOnce], part_sum[kAtOnce];
+      float4 part[kAtOnce];
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        part_max[i] = -INFINITY, part_sum[i] = 0.0f, part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i0 + i < count) {
+          const int64_t at = static_cast<int64_t>(lean_slot(first, i0 + i)) * row_tile + row;
+          part_max[i] = __ldcg(args.partial_max + at);
+          part_sum[i] = __ldcg(args.partial_sum + at);
+          part[i] = __ldcg(reinterpret_cast<const float4*>(args.partial_output + at * args.value_width + d));
+        }
+      }
+      float top = max;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, part_max[i]);
+      const float old = rescale(max, top);
+      sum *= old, o.x *= old, o.y *= old, o.z *= old, o.w *= old;
+#pragma unroll
+      for (int i = 0; i < kAtOnce; ++i) {
+        const float factor = rescale(part_max[i], top);
+        sum += factor * part_sum[i];
+        o.x += factor * part[i].x, o.y += factor * part[i].y, o.z += factor * part[i].z, o.w += factor * part[i].w;
+      }
+      max = top;
+    }
+    write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
+  }
+}
+
+}  // namespace leanfleet

@@ -1,0 +1,352 @@
+#include "normalized_linear_attention/normalized_linear_attention.h"
+
+#include <algorithm>
+#include <cmath>
+#include <cstring>
+#include <string>
+
+#include "core/cpu_isa.h"
+#include "core/op_specs.h"
+
+LEANFLEET_CPU_FUNCTION(void, linear_scan, (const LinearScan& scan, ScanPhase phase, int64_t task))
+
+namespace leanfleet {
+
+namespace {
+
+constexpr int64_t kBlockRows = 32;          // rows of x or y per block of tokens
+constexpr int64_t kMinSegmentTokens = 64;   // below it a segment's own overhead shows
+constexpr int64_t kWorkersPerThread = 4;    // so that a slow thread does not hold up the others
+constexpr int64_t kPackingColumns = 8;      // reading a token costs a range as much as this many more columns
+
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
+
+TokenStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
+  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
+  return {strides.batch, strides.head, strides.token};
+}
+
+// Columns are divided before tokens are: ranges of columns only repeat the packing, segments of a causal scan also
+// repeat the sums. A range holds whole rows of out where the gradient of unit rows needs them.
+void plan_ranges(LinearScan& scan, int64_t threads) {
+  const int64_t heads = scan.batch * scan.kv_heads, columns = scan.z.width;
+  const int64_t blocks = ceil_div(columns, kScanColumns);
+  const bool whole_rows = scan.source.kind == RowKind::kUnit;
+  double best = 0.0;
+  for (int64_t ranges = 1; ranges <= (whole_rows ? 1 : blocks); ++ranges) {
+    const int64_t width = ceil_div(blocks, ranges) * kScanColumns;
+    if ((ranges - 1) * width >= columns) continue;
+    for (int64_t wave = 0; wave <= 4; ++wave) {
+      const int64_t wanted = threads * wave / (heads * ranges);
+      int64_t segments = std::max<int64_t>(1, std::min(wanted, scan.tokens / kMinSegmentTokens));
+      const int64_t tokens = ceil_div(scan.tokens, segments);
+      segments = ceil_div(scan.tokens, tokens);
+      const int64_t repeated = scan.causal && segments > 1 ? scan.y.per_head : 0;
+      const double walks = double(ceil_div(heads * ranges * segments, threads)) * tokens *
+                           (width + kPackingColumns) * (scan.x.per_head + scan.y.per_head + repeated);
+      const double combining = segments > 1 ? 2.0 * ceil_div(heads * ranges, threads) * segments * width : 0.0;
+      if (best != 0.0 && walks + combining >= best) continue;
+      best = walks + combining;
+      scan.ranges = ranges;
+      scan.range_width = width;
+      scan.segments = segments;
+      scan.segment_tokens = tokens;
+    }
+  }
+}
+
+void plan(LinearScan& scan, int64_t threads) {
+  plan_ranges(scan, threads);
+  const int64_t items = scan.batch * scan.kv_heads * scan.ranges * scan.segments;
+  scan.workers = scan.segments > 1 ? items : std::min(items, threads * kWorkersPerThread);
+  const int64_t tokens = std::max<int64_t>(1, kBlockRows / std::max(scan.x.per_head, scan.y.per_head));
+  scan.block_tokens = std::min(tokens, scan.segment_tokens);
+
+  ScanScratch& at = scan.layout;
+  int64_t used = 0;
+  const auto take = [&](int64_t floats) {
+    const int64_t begin = used;
+    used += round_up(floats, kScanColumns);
+    return begin;
+  };
+  const int64_t width = scan.y.width, x_rows = scan.block_tokens * scan.x.per_head;
+  const int64_t y_rows = scan.block_tokens * scan.y.per_head;
+  // An odd number of cache lines, so that the rows of a block fall into different sets.
+  at.row_stride = round_up(width + 1, kScanColumns);
+  if (at.row_stride / kScanColumns % 2 == 0) at.row_stride += kScanColumns;
+  at.state = take((width + 1) * scan.range_width);
+  at.y_sum = take(width);
+  at.x = take(x_rows * at.row_stride);
+  at.y = take(y_rows * at.row_stride);
+  at.z = take(y_rows * scan.range_width);
+  at.out = take(x_rows * scan.range_width);
+  at.row_sums = take(x_rows);
+  at.source = take(scan.range_width);
+  at.size = used;
+}
+
+void run_scan(const LinearScan& scan, Threads& threads) {
+  const auto task = select_linear_scan();
+  const int64_t units = scan.batch * scan.kv_heads * scan.ranges;
+  if (scan.segments > 1) {
+    parallel_for(threads, units * scan.segments, [&](int64_t i) { task(scan, ScanPhase::kReduce, i); });
+    parallel_for(threads, units, [&](int64_t i) { task(scan, ScanPhase::kCombine, i); });
+  }
+  parallel_for(threads, scan.workers, [&](int64_t i) { task(scan, ScanPhase::kScan, i); });
+}
+
+ScanRows rows_of(const void* data, const TokenStrides& strides, int64_t width, int64_t per_head, RowKind kind) {
+  ScanRows rows = {};
+  rows.data = data;
+  rows.strides = strides;
+  rows.width = width;
+  rows.per_head = per_head;
+  rows.kind = kind;
+  rows.scale = 1.0f;
+  rows.extra = 1.0f;
+  return rows;
+}
+
+ScanRows scaled(ScanRows rows, float scale, float extra) {
+  rows.scale = scale;
+  rows.extra = extra;
+  return rows;
+}
+
+// What every scan of a call starts from.
+struct Operands {
+  float a, b;
+  ScanRows query, key, value;
+  LinearScan scan;
+};
+
+Operands operands_of(const NormalizedLinearInputs& in) {
+  Operands operands = {};
+  operands.a = in.coefficients != nullptr ? in.coefficients[0] : 1.0f;
+  operands.b = in.coefficients != nullptr ? in.coefficients[1] : 1.0f;
+  const RowKind kind = in.normalize_qk ? RowKind::kUnit : RowKind::kPlain;
+  operands.query = rows_of(in.query, in.query_strides, in.dim, in.heads / in.kv_heads, kind);
+  operands.key = rows_of(in.key, in.key_strides, in.dim, 1, kind);
+  operands.value = rows_of(in.value, in.value_strides, in.value_dim, 1, RowKind::kPlain);
+  LinearScan& scan = operands.scan;
+  scan.dtype = in.dtype;
+  scan.causal = in.causal;
+  scan.eps = in.eps;
+  scan.batch = in.batch;
+  scan.kv_heads = in.kv_heads;
+  scan.tokens = in.tokens;
+  scan.out_scale = 1.0f;
+  scan.normalizer_strides = in.normalizer_strides;
+  return operands;
+}
+
+// The two operators have these inputs, attributes and sizes in common.
+namespace forward = normalized_linear_attention;
+namespace backward = normalized_linear_attention_grad;
+static_assert(int(forward::kQuery) == backward::kQuery && int(forward::kKey) == backward::kKey &&
+              int(forward::kValue) == backward::kValue && int(forward::kCoefficients) == backward::kCoefficients);
+static_assert(int(forward::kAttrCausal) == backward::kAttrCausal && int(forward::kAttrEps) == backward::kAttrEps &&
+              int(forward::kAttrNormalizeQk) == backward::kAttrNormalizeQk);
+static_assert(int(forward::kDimB) == backward::kDimB && int(forward::kDimH) == backward::kDimH &&
+              int(forward::kDimN) == backward::kDimN && int(forward::kDimD) == backward::kDimD &&
+              int(forward::kDimHkv) == backward::kDimHkv && int(forward::kDimDv) == backward::kDimDv);
+
+NormalizedLinearInputs inputs_of(const Call& call) {
+  NormalizedLinearInputs in = {};
+  in.query = call.inputs[forward::kQuery].data;
+  in.key = call.inputs[forward::kKey].data;
+  in.value = call.inputs[forward::kValue].data;
+  in.coefficients = call.inputs[forward::kCoefficients].as<const float>();
+  in.dtype = static_cast<int32_t>(call.inputs[forward::kQuery].dtype);
+  in.causal = call.attrs[forward::kAttrCausal].i != 0;
+  in.normalize_qk = call.attrs[forward::kAttrNormalizeQk].i != 0;
+  in.eps = call.attrs[forward::kAttrEps].f;
+  in.batch = call.dims[forward::kDimB];
+  in.heads = call.dims[forward::kDimH];
+  in.kv_heads = call.dims[forward::kDimHkv];
+  in.tokens = call.dims[forward::kDimN];
+  in.dim = call.dims[forward::kDimD];
+  in.value_dim = call.dims[forward::kDimDv];
+  in.query_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.dim);
+  in.key_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.dim);
+  in.value_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.value_dim);
+  in.output_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.value_dim);
+  in.normalizer_strides = strides_of(call.bnhd(), in.heads, in.tokens, 1);
+  return in;
+}
+
+Status check_coefficients(const Call& call, const Tensor& coefficients) {
+  for (int i = 0; coefficients.present() && i < 2; ++i) {
+    const float value = coefficients.as<const float>()[i];
+    if (!std::isfinite(value))
+      return call.invalid("input coefficients holds " + std::to_string(value) + " for " + (i == 0 ? "a" : "b") +
+                          "; expected two finite numbers a, b");
+  }
+  return {};
+}
+
+}  // namespace
+
+namespace normalized_linear_attention {
+
+namespace {
+
+NormalizedLinearAttentionArgs make_args(const Call& call) {
+  NormalizedLinearAttentionArgs args = {};
+  args.in = inputs_of(call);
+  args.initial_state = call.inputs[kInitialState].as<const float>();
+  args.initial_key_sum = call.inputs[kInitialKeySum].as<const float>();
+  args.initial_value_sum = call.inputs[kInitialValueSum].as<const float>();
+  args.initial_count = call.inputs[kInitialCount].as<const int32_t>();
+  args.output = call.outputs[kOutOutput].data;
+  args.normalizer = call.outputs[kOutNormalizer].as<float>();
+  args.final_state = call.outputs[kOutFinalState].as<float>();
+  args.final_key_sum = call.outputs[kOutFinalKeySum].as<float>();
+  args.final_value_sum = call.outputs[kOutFinalValueSum].as<float>();
+  args.final_count = call.outputs[kOutFinalCount].as<int32_t>();
+  return args;
+}
+
+Status check_values(const Call& call, bool strict) {
+  LEANFLEET_RETURN_IF_ERROR(check_coefficients(call, call.inputs[kCoefficients]));
+  const Tensor& count = call.inputs[kInitialCount];
+  for (int64_t i = 0; strict && count.present() && i < count.shape[0]; ++i) {
+    const int32_t value = count.as<const int32_t>()[i];
+    if (value < 0)
+      return call.invalid("input initial_count holds " + std::to_string(value) + " for request " + std::to_string(i) +
+                          "; expected the number of tokens seen, at least 0");
+  }
+  return {};
+}
+
+Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
+  const NormalizedLinearAttentionArgs args = make_args(call);
+  // While a workspace is counted the coefficients are null, like every tensor.
+  const Operands operands = operands_of(args.in);
+  LinearScan scan = operands.scan;
+  scan.row_sums = true;
+  scan.x = scaled(operands.query, operands.b, operands.a);
+  scan.y = operands.key;
+  scan.z = operands.value;
+  scan.out = args.output;
+  scan.out_strides = args.in.output_strides;
+  scan.normalizer = args.normalizer;
+  scan.initial_state = args.initial_state;
+  scan.initial_y_sum = args.initial_key_sum;
+  scan.initial_z_sum = args.initial_value_sum;
+  scan.initial_count = args.initial_count;
+  scan.final_state = args.final_state;
+  scan.final_y_sum = args.final_key_sum;
+  scan.final_z_sum = args.final_value_sum;
+  plan(scan, target.threads->count());
+  scan.scratch = ws.scratch<float>(scan.workers * scan.layout.size);
+  // Every range of columns reads the key sum, and one of them writes it, perhaps into the same buffer.
+  const bool shared_key_sum = call.inputs[kInitialKeySum].present() && scan.ranges > 1 && scan.segments == 1;
+  const int64_t key_sums = args.in.batch * args.in.kv_heads * args.in.dim;
+  float* key_sum = shared_key_sum ? ws.scratch<float>(key_sums) : nullptr;
+  if (ws.counting()) return {};
+  if (shared_key_sum) {
+    std::memcpy(key_sum, args.initial_key_sum, sizeof(float) * static_cast<size_t>(key_sums));
+    scan.initial_y_sum = key_sum;
+  }
+  run_scan(scan, *target.threads);
+  for (int64_t b = 0; b < args.in.batch && args.final_count != nullptr; ++b) {
+    const int64_t before = args.initial_count != nullptr ? args.initial_count[b] : 0;
+    args.final_count[b] = static_cast<int32_t>(before + args.in.tokens);
+  }
+  return {};
+}
+
+constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+
+}  // namespace
+
+const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+
+}  // namespace normalized_linear_attention
+
+namespace normalized_linear_attention_grad {
+
+namespace {
+
+NormalizedLinearAttentionGradArgs make_args(const Call& call) {
+  NormalizedLinearAttentionGradArgs args = {};
+  args.in = inputs_of(call);
+  args.output = call.inputs[kOutput].data;
+  args.normalizer = call.inputs[kNormalizer].as<const float>();
+  args.grad_output = call.inputs[kGradOutput].data;
+  args.grad_query = call.outputs[kOutGradQuery].data;
+  args.grad_key = call.outputs[kOutGradKey].data;
+  args.grad_value = call.outputs[kOutGradValue].data;
+  args.grad_coefficients = call.outputs[kOutGradCoefficients].as<float>();
+  return args;
+}
+
+Status check_values(const Call& call, bool) { return check_coefficients(call, call.inputs[kCoefficients]); }
+
+Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
+  const NormalizedLinearAttentionGradArgs args = make_args(call);
+  const NormalizedLinearInputs& in = args.in;
+  const Operands operands = operands_of(in);
+  ScanRows weighted =
+      rows_of(args.grad_output, in.output_strides, in.value_dim, in.heads / in.kv_heads, RowKind::kWeighted);
+  weighted.output = args.output;
+  weighted.normalizer = args.normalizer;
+  weighted.normalizer_strides = in.normalizer_strides;
+
+  LinearScan scans[3] = {operands.scan, operands.scan, operands.scan};
+  LinearScan& query = scans[0];
+  query.row_sums = true;
+  query.x = weighted;
+  query.y = operands.value;
+  query.z = operands.key;
+  query.source = operands.query;
+  query.out = args.grad_query;
+  query.out_strides = in.query_strides;
+  query.out_scale = operands.b;
+  LinearScan& key = scans[1];
+  key.reverse = true;
+  key.x = operands.value;
+  key.y = weighted;
+  key.z = operands.query;
+  if (in.normalize_qk) key.source = operands.key;
+  key.out = args.grad_key;
+  key.out_strides = in.key_strides;
+  key.out_scale = operands.b;
+  LinearScan& value = scans[2];
+  value.reverse = true;
+  value.x = scaled(operands.key, operands.b, operands.a);
+  value.y = operands.query;
+  value.z = weighted;
+  value.out = args.grad_value;
+  value.out_strides = in.value_strides;
+
+  int64_t floats = 0;
+  for (LinearScan& scan : scans) {
+    plan(scan, target.threads->count());
+    floats = std::max(floats, scan.workers * scan.layout.size);
+  }
+  float* scratch = ws.scratch<float>(floats);
+  const int64_t items = in.batch * in.kv_heads * query.ranges * query.segments;
+  query.totals = ws.scratch<double>(2 * items);
+  if (ws.counting()) return {};
+  for (LinearScan& scan : scans) {
+    scan.scratch = scratch;
+    run_scan(scan, *target.threads);
+  }
+  double sums[2] = {0.0, 0.0};
+  for (int64_t i = 0; i < 2 * items; ++i) sums[i % 2] += query.totals[i];
+  for (int i = 0; i < 2; ++i) args.grad_coefficients[i] = static_cast<float>(sums[i]);
+  return {};
+}
+
+constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+
+}  // namespace
+
+const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+
+}  // namespace normalized_linear_attention_grad
+
+}  // namespace leanfleet

@@ -1,0 +1,145 @@
+// What the parts of the ONNX Runtime library share: statuses of both worlds, and attributes of a node.
+#pragma once
+
+#include <onnxruntime_c_api.h>
+
+#include <exception>
+#include <string>
+
+#include "core/op.h"
+
+namespace leanfleet::ort {
+
+// One operator, for one type T and one execution provider. ONNX Runtime holds the address while any session lives.
+struct CustomOp : OrtCustomOp {
+  const OrtApi* ort;
+  const Op* op;
+  DType dtype;
+  bool cuda;
+};
+
+// Takes a status from ONNX Runtime.
+inline Status from_ort(const OrtApi& ort, OrtStatus* status) {
+  if (status == nullptr) return {};
+  Status result = Status::internal(std::string("onnxruntime: ") + ort.GetErrorMessage(status));
+  ort.ReleaseStatus(status);
+  return result;
+}
+
+inline OrtStatus* to_ort(const OrtApi& ort, const Status& status) {
+  switch (status.code) {
+    case Code::kOk: return nullptr;
+    case Code::kInvalidArgument: return ort.CreateStatus(ORT_INVALID_ARGUMENT, status.message.c_str());
+    case Code::kUnsupported: return ort.CreateStatus(ORT_NOT_IMPLEMENTED, status.message.c_str());
+    case Code::kCuda: return ort.CreateStatus(ORT_EP_FAIL, status.message.c_str());
+    case Code::kInternal: break;
+  }
+  return ort.CreateStatus(ORT_FAIL, status.message.c_str());
+}
+
+// Runs `body`, which returns a Status. No exception crosses the library's boundary.
+template <class F>
+OrtStatus* guarded(const OrtApi& ort, F&& body) {
+  try {
+    return to_ort(ort, body());
+  } catch (const std::exception& error) {
+    return ort.CreateStatus(ORT_FAIL, error.what());
+  }
+}
+
+// Reads a text through `query(buffer, size)`, which tells the size with its terminator when the buffer is null.
+template <class F>
+Status read_text(const OrtApi& ort, F&& query, std::string* text) {
+  size_t size = 0;
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, query(nullptr, &size)));
+  text->resize(size);
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, query(&(*text)[0], &size)));
+  text->resize(size > 0 ? size - 1 : 0);
+  return {};
+}
+
+// Attributes of a node by name. read_int and the like are false where the attribute is absent or of another type.
+// Neither interface lists a node's attributes, so that one with an unknown name goes unnoticed.
+class KernelAttributes {
+ public:
+  KernelAttributes(const OrtApi& ort, const OrtKernelInfo* info) : ort_(ort), info_(info) {}
+
+  bool read_int(const char* name, int64_t* value) const {
+    return from_ort(ort_, ort_.KernelInfoGetAttribute_int64(info_, name, value)).ok();
+  }
+  bool read_float(const char* name, float* value) const {
+    return from_ort(ort_, ort_.KernelInfoGetAttribute_float(info_, name, value)).ok();
+  }
+  bool read_string(const char* name, std::string* value) const {
+    return read_text(ort_, [&](char* buffer, size_t* size) {
+      return ort_.KernelInfoGetAttribute_string(info_, name, buffer, size);
+    }, value).ok();
+  }
+  bool is_list(const char* name) const {
+    size_t size = 0;
+    return from_ort(ort_, ort_.KernelInfoGetAttributeArray_int64(info_, name, nullptr, &size)).ok() ||
+           from_ort(ort_, ort_.KernelInfoGetAttributeArray_float(info_, name, nullptr, &size)).ok();
+  }
+
+ private:
+  const OrtApi& ort_;
+  const OrtKernelInfo* info_;
+};
+
+class InferenceAttributes {
+ public:
+  InferenceAttributes(const OrtApi& ort, const OrtShapeInferContext* context) : ort_(ort), context_(context) {}
+
+  bool read_int(const char* name, int64_t* value) const { return read(name, ORT_OP_ATTR_INT, value, sizeof *value) > 0; }
+  bool read_float(const char* name, float* value) const {
+    return read(name, ORT_OP_ATTR_FLOAT, value, sizeof *value) > 0;
+  }
+  bool read_string(const char* name, std::string* value) const {
+    char buffer[64];  // longer than every value in the schema
+    const size_t size = read(name, ORT_OP_ATTR_STRING, buffer, sizeof buffer);
+    if (size > 0) value->assign(buffer, size - 1);
+    return size > 0;
+  }
+  bool is_list(const char*) const { return false; }
+
+ private:
+  // Bytes read; 0: absent or of another type.
+  size_t read(const char* name, OrtOpAttrType type, void* value, size_t capacity) const {
+    const OrtOpAttr* attr = nullptr;
+    size_t size = 0;
+    if (!from_ort(ort_, ort_.ShapeInferContext_GetAttribute(context_, name, &attr)).ok()) return 0;
+    return from_ort(ort_, ort_.ReadOpAttr(attr, type, value, capacity, &size)).ok() ? size : 0;
+  }
+
+  const OrtApi& ort_;
+  const OrtShapeInferContext* context_;
+};
+
+// The attributes of a node, checked; those that it leaves out have their default. The order of the attempts matters:
+// ONNX Runtime reads any attribute as a string during shape inference.
+template <class Attributes>
+Status read_attributes(const OpSpec& spec, const char* node, const Attributes& from, AttrValue* attrs) {
+  default_attrs(spec, attrs);
+  for (int i = 0; i < spec.num_attrs; ++i) {
+    const char* name = spec.attrs[i].name;
+    int64_t integer = 0;
+    float real = 0.0f;
+    std::string text;
+    if (from.read_int(name, &integer)) {
+      LEANFLEET_RETURN_IF_ERROR(set_attr_int(spec, node, i, integer, attrs));
+    } else if (from.read_float(name, &real)) {
+      LEANFLEET_RETURN_IF_ERROR(set_attr_float(spec, node, i, real, attrs));
+    } else if (from.read_string(name, &text)) {
+      LEANFLEET_RETURN_IF_ERROR(set_attr_string(spec, node, i, text, attrs));
+    } else if (from.is_list(name)) {
+      return Status::invalid(std::string(spec.name) + " '" + node + "': attribute " + name +
+                             " is a list; expected a single value");
+    }
+  }
+  return {};
+}
+
+// shape_inference.cpp: OrtCustomOp::InferOutputShapeFn.
+OrtStatus* ORT_API_CALL infer_output_shapes(const OrtCustomOp* op, OrtShapeInferContext* context);
+
+}  // namespace leanfleet::ort

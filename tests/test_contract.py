@@ -1,0 +1,94 @@
+"""What the source tree promises: one schema, layers that do not see each other, hidden symbols, imports that need little."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from leanfleet import native, spec
+
+ROOT = Path(__file__).resolve().parents[1]
+CSRC = ROOT / "csrc"
+HOST_HEADERS = re.compile(r'#\s*include\s*[<"](onnxruntime|NvInfer|torch/|ATen/|c10/|Python\.h)')
+CUDA_HEADERS = re.compile(r'#\s*include\s*[<"]cuda')
+
+
+def sources(folder):
+    return [p for p in sorted(folder.rglob("*")) if p.suffix in (".h", ".cpp", ".cu", ".cuh")]
+
+
+def test_generated_tables_are_current():
+    result = subprocess.run([sys.executable, CSRC / "generate.py", "--check"], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_core_and_kernels_see_no_runtime_headers():
+    folders = [CSRC / "core", CSRC / "capi", *(CSRC / s.folder for s in spec.all_specs().values())]
+    checked = [p for folder in folders for p in sources(folder)]
+    assert len(checked) > 15
+    for path in checked:
+        assert not HOST_HEADERS.search(path.read_text()), f"{path.relative_to(ROOT)} includes a runtime's header"
+
+
+def test_only_ort_sees_onnxruntime_headers():
+    users = {p.parent.name for p in sources(CSRC) if re.search(r'#\s*include\s*[<"]onnxruntime', p.read_text())}
+    assert users == {"ort"}
+
+
+def test_cuda_headers_stay_out_of_what_a_cpu_build_compiles():
+    """Headers and plain C++ files build without a CUDA toolkit, but for the one that reads the device."""
+    users = {str(p.relative_to(CSRC)) for p in sources(CSRC) if p.suffix in (".h", ".cpp") and CUDA_HEADERS.search(p.read_text())}
+    assert users <= {"core/cuda_target.cpp", "ort/cuda.cpp"}, users
+
+
+@pytest.mark.parametrize("adapter", ["ort", "capi"])
+def test_adapters_name_no_operator(adapter):
+    """No operator, input, output or attribute of ops.toml is spelled in an adapter."""
+    words = {s.name for s in spec.all_specs().values()} | {s.snake_name for s in spec.all_specs().values()}
+    words |= {f'"{t.name}"' for s in spec.all_specs().values() for t in s.inputs + s.outputs}
+    words |= {f'"{a.name}"' for s in spec.all_specs().values() for a in s.attrs}
+    for path in sources(CSRC / adapter):
+        code = "\n".join(line.split("//")[0] for line in path.read_text().splitlines())
+        code = re.sub(r"/\*.*?\*/", "", code, flags=re.S)
+        assert not (found := [w for w in words if w in code]), f"{path.name} spells {found}"
+
+
+@pytest.mark.parametrize("library, allowed", [("leanfleet", r"leanfleet_\w+"), ("leanfleet_ort", r"RegisterCustomOps")])
+def test_libraries_export_only_their_interface(library, allowed):
+    path = native.library_path(library)
+    symbols = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
+    names = [line.split()[-1] for line in symbols.splitlines() if line.split()[-2] in "TWVBDRu"]
+    assert names, "nm printed nothing"
+    foreign = [n for n in names if not re.fullmatch(allowed, n)]
+    assert not foreign, foreign[:10]
+
+
+@pytest.mark.parametrize("library", ["leanfleet", "leanfleet_ort"])
+def test_libraries_need_no_driver_and_no_runtime(library):
+    needed = subprocess.run(["readelf", "-d", native.library_path(library)], capture_output=True, text=True, check=True).stdout
+    names = re.findall(r"NEEDED.*\[(.*?)\]", needed)
+    assert not [n for n in names if re.match(r"lib(cuda|cudart|onnxruntime|nvinfer|torch)", n)], names
+
+
+def test_library_holds_the_operators_of_the_schema():
+    assert native.op_names() == list(spec.all_specs())
+
+
+@pytest.mark.parametrize("module", ["leanfleet", "leanfleet.spec", "leanfleet.native", "leanfleet.cli", "leanfleet.ort_ops"])
+def test_imports_need_only_the_standard_library(module):
+    """Neither torch nor onnxruntime nor numpy is loaded, and nothing is registered, by importing."""
+    code = (f"import sys, {module}; loaded = {{'torch', 'onnx', 'onnxruntime', 'numpy', 'polygraphy'}} & set(sys.modules);"
+            "assert not loaded, loaded")
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_missing_library_says_what_to_do(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEANFLEET_LIBRARY_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="libleanfleet.so does not exist.*pip install"):
+        native.library_path("leanfleet")
+
+
+def test_cmake_has_no_glob():
+    for path in [CSRC / "CMakeLists.txt", *CSRC.rglob("*.cmake")]:
+        assert not re.search(r"file\s*\(\s*GLOB", path.read_text()), path

@@ -1,0 +1,232 @@
+"""torch.ops.leanfleet: agreement with the reference, autograd, fakes, torch.compile, errors."""
+
+import pytest
+import torch
+from leanfleet import native
+from leanfleet.export import reference, torch_ops
+
+D = torch.float64
+
+
+def randn(*shape, dtype=torch.float32, grad=False):
+    return torch.randn(*shape, dtype=D).to(dtype).requires_grad_(grad)
+
+
+def decay_inputs(dtype=torch.float32, grad=False, tokens=9):
+    """query [2,6,N,4], key [2,2,N,4], value [2,2,N,5], log_decay [2], initial_state [2,2,4,5]."""
+    wide = D if dtype == D else torch.float32
+    return [randn(2, 6, tokens, 4, dtype=dtype, grad=grad), randn(2, 2, tokens, 4, dtype=dtype, grad=grad),
+            randn(2, 2, tokens, 5, dtype=dtype, grad=grad), (-torch.rand(2, dtype=D)).to(wide).requires_grad_(grad),
+            randn(2, 2, 4, 5, dtype=wide, grad=grad)]
+
+
+def attention_inputs(dtype=torch.float32):
+    """One call with append: two requests of 3 and 2 new tokens over caches of 11 slots."""
+    return dict(query=randn(2, 6, 3, 8, dtype=dtype), key_cache=randn(2, 2, 11, 8, dtype=dtype),
+                value_cache=randn(2, 2, 11, 4, dtype=dtype), seq_lens=torch.tensor([9, 5], dtype=torch.int32),
+                query_lens=torch.tensor([3, 2], dtype=torch.int32), new_key=randn(2, 2, 3, 8, dtype=dtype),
+                new_value=randn(2, 2, 3, 4, dtype=dtype))
+
+
+def close(found, expected, factor=8.0):
+    scale = expected[torch.isfinite(expected)].abs().max()
+    torch.testing.assert_close(found.double(), expected.double(), rtol=0, atol=factor * torch.finfo(torch.float32).eps * scale)
+
+
+def doubled(tensors):
+    return [t.detach().double() if t is not None and t.is_floating_point() else t for t in tensors]
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(7)
+
+
+def test_functional_and_mutating_forms_agree_with_the_reference():
+    inputs = attention_inputs()
+    before = {name: t.clone() for name, t in inputs.items()}
+    expected = reference.lean_attention(*doubled([inputs.get(n) for n in (
+        "query", "key_cache", "value_cache", "seq_lens", "query_lens", "new_key", "new_value")]), append=True)
+    found = torch_ops.lean_attention(**inputs, append=True)
+    assert len(found) == 4 and len(torch_ops.lean_attention(inputs["query"], inputs["key_cache"], inputs["value_cache"])) == 2
+    for f, e in zip(found, expected, strict=True):
+        close(f, e)
+    assert all(torch.equal(t, before[name]) for name, t in inputs.items()), "the functional form changed an input"
+    in_place = torch_ops.lean_attention_(**inputs)
+    assert len(in_place) == 2 and torch.equal(in_place[0], found[0])
+    assert torch.equal(inputs["key_cache"], found[2]) and torch.equal(inputs["value_cache"], found[3])
+
+
+def test_state_updated_in_place():
+    q, k, v, decay, state = decay_inputs()
+    kept = state.clone()
+    output, final = torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
+    assert torch.equal(state, kept)
+    (in_place,) = torch_ops.causal_linear_decay_(q, k, v, decay, state)
+    assert torch.equal(in_place, output) and torch.equal(state, final)
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+@pytest.mark.parametrize("per_token", [False, True])
+def test_causal_linear_decay_gradcheck(normalize, per_token):
+    q, k, v, decay, state = decay_inputs(D, tokens=6)
+    q, k = q.abs().requires_grad_(), k.abs().requires_grad_()
+    v, state = v.requires_grad_(), state.requires_grad_()
+    decay = (-torch.rand(2, 2, 6, dtype=D) if per_token else decay.detach()).requires_grad_()
+    norm = torch.rand(2, 2, 4, dtype=D).requires_grad_() if normalize else None
+    assert torch.autograd.gradcheck(
+        lambda *a: torch_ops.causal_linear_decay(*a[:5], a[5] if normalize else None, normalize=normalize,
+                                                 return_state=True, scale=0.7),
+        (q, k, v, decay, state) + ((norm,) if normalize else ()))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("normalize_qk", [False, True])
+def test_normalized_linear_attention_gradcheck(causal, normalize_qk):
+    q, k, v = (randn(1, h, 5, 4, dtype=D, grad=True) for h in (4, 2, 2))
+    ab = torch.tensor([9.0, 0.6], dtype=D, requires_grad=True)
+    assert torch.autograd.gradcheck(
+        lambda *a: torch_ops.normalized_linear_attention(*a, causal=causal, normalize_qk=normalize_qk)[0], (q, k, v, ab))
+
+
+@pytest.mark.parametrize("normalize", [False, True])
+def test_kernel_gradients_agree_with_float64(normalize):
+    q, k, v, decay, state = decay_inputs(tokens=70)
+    q, k = q.abs(), k.abs()
+    norm = torch.rand(2, 2, 4) if normalize else None
+    given = [t for t in (q, k, v, decay, state, norm) if t is not None]
+    results = []
+    for dtype in (torch.float32, D):
+        leaves = [t.detach().to(dtype).requires_grad_() for t in given]
+        output, final = torch_ops.causal_linear_decay(*leaves, normalize=normalize, return_state=True)[:2]
+        (output.square().sum() + final.sum()).backward()
+        results.append([leaf.grad for leaf in leaves])
+    for found, expected in zip(*results, strict=True):
+        close(found, expected, factor=64.0)
+
+
+def samples():
+    """(operator, inputs, attributes) for opcheck, gradients asked for where there are any."""
+    ops = torch.ops.leanfleet
+    q, k, v, decay, state = decay_inputs(grad=True)
+    plain = [t.detach() for t in (q, k, v, decay, state)]
+    attention = list(attention_inputs().values())
+    grad = randn(2, 6, 9, 5)
+    nq, nk, nv = randn(1, 4, 5, 4, grad=True), randn(1, 2, 5, 4, grad=True), randn(1, 2, 5, 3, grad=True)
+    output, normalizer = torch_ops.normalized_linear_attention(nq.detach(), nk.detach(), nv.detach())
+    return {
+        "lean_attention": (ops.lean_attention.default, attention[:3], {}),
+        "lean_attention append": (ops.lean_attention.default, attention, {"append": True}),
+        "lean_attention_": (ops.lean_attention_.default, attention, {}),
+        "causal_linear_decay": (ops.causal_linear_decay.default, [q, k, v, decay, state], {"return_state": True}),
+        "causal_linear_decay no state": (ops.causal_linear_decay.default, [q, k, v], {"layout": "bhnd"}),
+        "causal_linear_decay_": (ops.causal_linear_decay_.default, plain, {}),
+        "causal_linear_decay_grad": (ops.causal_linear_decay_grad.default, plain + [grad],
+                                     {"grad_decay": True, "grad_state": True}),
+        "normalized_linear_attention": (ops.normalized_linear_attention.default, [nq, nk, nv], {}),
+        "normalized_linear_attention state": (ops.normalized_linear_attention.default,
+                                              [t.detach() for t in (nq, nk, nv)], {"return_state": True}),
+        "normalized_linear_attention_grad": (
+            ops.normalized_linear_attention_grad.default,
+            [nq.detach(), nk.detach(), nv.detach(), None, output, normalizer, randn(*output.shape)], {}),
+    }
+
+
+@pytest.mark.parametrize("name", [
+    "lean_attention", "lean_attention append", "lean_attention_", "causal_linear_decay", "causal_linear_decay no state",
+    "causal_linear_decay_", "causal_linear_decay_grad", "normalized_linear_attention",
+    "normalized_linear_attention state", "normalized_linear_attention_grad"])
+def test_opcheck(name):
+    op, inputs, attrs = samples()[name]
+    torch.library.opcheck(op, tuple(inputs), attrs)
+
+
+def test_every_operator_is_in_the_samples():
+    covered = {name.split()[0] for name in samples()}
+    assert covered == {n for n in torch_ops.__dict__ if n.rstrip("_") in {s.snake_name for s in torch_ops._SPECS.values()}} - {
+        "normalized_linear_attention_"}
+
+
+def test_compiles_without_graph_breaks():
+    def layer(q, k, v, decay, cache_k, cache_v):
+        mixed = torch_ops.causal_linear_decay(q, k, v, decay)[0]
+        attended = torch_ops.lean_attention(mixed + 1, cache_k, cache_v)[0]
+        return torch_ops.normalized_linear_attention(attended * 2, k, v)[0].sum()
+
+    q, k, v, decay = randn(1, 4, 6, 8, grad=True), randn(1, 2, 6, 8), randn(1, 2, 6, 8), torch.tensor([-0.1, -0.5])
+    caches = randn(1, 2, 10, 8), randn(1, 2, 10, 8)
+    with torch.no_grad():
+        expected = layer(q, k, v, decay, *caches)
+        found = torch.compile(layer, fullgraph=True, backend="aot_eager")(q, k, v, decay, *caches)
+    assert torch.equal(found, expected)
+
+    def trained(q):
+        return torch_ops.causal_linear_decay(q, k, v, decay)[0].square().sum()
+
+    trained(q).backward()
+    eager, q.grad = q.grad, None
+    torch.compile(trained, fullgraph=True, backend="aot_eager")(q).backward()
+    assert torch.equal(q.grad, eager)
+
+
+def test_non_contiguous_inputs_are_right_and_in_place_ones_refused():
+    q, k, v, decay, state = decay_inputs()
+    transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
+    assert torch.equal(torch_ops.causal_linear_decay(*transposed, decay)[0], torch_ops.causal_linear_decay(q, k, v, decay)[0])
+    strided = state.transpose(2, 3).contiguous().transpose(2, 3)
+    with pytest.raises(ValueError, match="initial_state has strides .* it must be contiguous"):
+        torch_ops.causal_linear_decay_(q, k, v, decay, strided)
+
+
+def test_float64_runs_the_reference():
+    q, k, v, decay, state = decay_inputs(D)
+    found = torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
+    for f, e in zip(found, reference.causal_linear_decay(q, k, v, decay, state, return_state=True), strict=True):
+        assert f.dtype == D and torch.equal(f, e)
+
+
+@pytest.mark.parametrize("change, message", [
+    (dict(seq_lens=torch.tensor([9, 5])), "LeanAttention: seq_lens has type int64; expected int32"),
+    (dict(query=randn(2, 5, 3, 8)), r"LeanAttention: H = 5 is not a multiple of Hkv = 2"),
+    (dict(new_value=None), "LeanAttention: new_value is missing, new_key is given; give both or neither"),
+    (dict(append=False), r"LeanAttention: input new_key needs append = 1; found append = 0"),
+    (dict(window=0), "LeanAttention: attribute window is 0; expected 1 or more, or -1 for off"),
+    (dict(layout="nhd"), "LeanAttention: attribute layout is 'nhd'; expected one of bhnd, bnhd"),
+    (dict(value_cache=randn(2, 2, 12, 4)), r"value_cache has shape \[2,2,12,4\].*expected 11, because key_cache gives S = 11"),
+])
+def test_wrong_arguments_name_themselves(change, message):
+    inputs = {**attention_inputs(), "append": True, **change}
+    cache = inputs["key_cache"].clone()
+    with pytest.raises(ValueError, match=message):
+        torch_ops.lean_attention(**inputs)
+    assert torch.equal(inputs["key_cache"], cache)
+
+
+def test_reference_only_algorithm_and_missing_backward():
+    q, k, v, _, _ = decay_inputs()
+    with pytest.raises(native.UnsupportedError, match="'vanilla', which only the PyTorch reference has; the kernels have auto"):
+        torch_ops.causal_linear_decay(q, k, v, algorithm="vanilla")
+    query = randn(1, 2, 1, 8, grad=True)
+    with pytest.raises(NotImplementedError, match="LeanAttention has no backward"):
+        torch_ops.lean_attention(query, randn(1, 2, 4, 8), randn(1, 2, 4, 8))[0].sum().backward()
+
+
+def test_workspace_is_poisoned_and_threads_do_not_change_who_is_right(monkeypatch):
+    """Scratch may hold anything at entry: the same call gives the same bits whatever torch.empty returned."""
+    q, k, v, decay, state = decay_inputs(tokens=200)
+    results = []
+    for fill in (0x00, 0xFF, 0x7F):
+        def filled(size, device, fill=fill):
+            buffer = torch.full((size + 256,), fill, dtype=torch.uint8, device=device)
+            return buffer, (buffer.data_ptr() + 255) // 256 * 256
+
+        monkeypatch.setattr(torch_ops, "_scratch", filled)
+        results.append(torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
+                       + torch_ops.lean_attention(**attention_inputs_fixed(), append=True))
+    for other in results[1:]:
+        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def attention_inputs_fixed():
+    torch.manual_seed(3)
+    return attention_inputs()
