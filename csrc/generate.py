@@ -1,7 +1,7 @@
 """Writes the C++ tables of a schema: python csrc/generate.py [--check] [SCHEMA.toml OUTPUT.h].
 
-Without arguments csrc/ops.toml becomes csrc/core/op_specs.h, which is committed. --check writes nothing and exits
-with 1 if the output is not what the schema gives.
+Without arguments csrc/ops.toml becomes csrc/core/op_specs.h, which is committed, and the operator tables of
+README.md. --check writes nothing and exits with 1 if a file is not what the schema gives.
 """
 
 import argparse
@@ -131,21 +131,57 @@ inline const Op kOps[] = {{
 """
 
 
+README_BEGIN = "<!-- operators: written by csrc/generate.py -->\n"
+README_END = "<!-- end of operators -->\n"
+
+
+def readme_tables(schema):
+    """The operator tables in Markdown."""
+    lines = []
+    for s in load_spec_module().parse(schema):
+        lines += [f"### {s.name}", "", s.doc, "", "| | name | type, shape | |", "|---|---|---|---|"]
+        for t in s.inputs:
+            shapes = " or ".join(f"`{shape}`" for shape in t.shapes)
+            lines.append(f"| input{', optional' if t.optional else ''} | `{t.name}` | {t.type} {shapes} | {t.doc} |")
+        for t in s.outputs:
+            shapes = f"as `{t.like}`" if t.like else " or ".join(f"`{shape}`" for shape in t.shapes)
+            notes = [f"only with `{'`, `'.join(t.when)}`" if t.when else "",
+                     f"may take `{t.takes}`'s buffer" if t.takes else "", t.doc]
+            lines.append(f"| output | `{t.name}` | {t.type} {shapes} | {'; '.join(n for n in notes if n)} |")
+        for a in s.attrs:
+            values = f"; {', '.join(a.values)}" if a.values and a.name != "layout" else ""
+            default = int(a.default) if a.type == "bool" else a.default
+            if not a.refuse:
+                lines.append(f"| attribute | `{a.name}` | {a.type}, default {default}{values} | {a.doc} |")
+        lines.append("")
+    return "\n".join(lines)
+
+
+def with_tables(readme, schema):
+    """The text of README.md with the tables that the schema gives."""
+    before, rest = readme.split(README_BEGIN)
+    after = rest.split(README_END)[1]
+    return before + README_BEGIN + "\n" + readme_tables(schema) + "\n" + README_END + after
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("schema", nargs="?", type=Path, default=HERE / "ops.toml")
     parser.add_argument("output", nargs="?", type=Path, default=HERE / "core" / "op_specs.h")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    text = generate(args.schema)
-    current = args.output.read_text() if args.output.exists() else None
-    if text == current:
-        return 0
+    wanted = {args.output: generate(args.schema)}
+    if args.schema == HERE / "ops.toml":
+        readme = HERE.parent / "README.md"
+        wanted[readme] = with_tables(readme.read_text(), args.schema)
+    stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if args.check:
-        print(f"{args.output} is not what {args.schema} gives: run python csrc/generate.py", file=sys.stderr)
-        return 1
-    args.output.parent.mkdir(parents=True, exist_ok=True)
-    args.output.write_text(text)
+        for path in stale:
+            print(f"{path} is not what {args.schema} gives: run python csrc/generate.py", file=sys.stderr)
+        return 1 if stale else 0
+    for path in stale:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(wanted[path])
     return 0
 
 

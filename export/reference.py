@@ -23,6 +23,7 @@ LA; the gradients here correct its printed ones).
 
 import math
 from functools import partial
+from itertools import pairwise
 
 import torch
 from torch.nn.functional import pad
@@ -50,8 +51,9 @@ def _match(operator, dims, layout, name, tensor, kind, symbols):
         names[1], names[2] = names[2], names[1]
     allowed = ", ".join(f"{s}={dims[s]}" if s in dims and not s.isdigit() else s for s in names)
     shape = list(tensor.shape)
-    _check(len(shape) == len(names) and all(dims.setdefault(s, n) == n for s, n in zip(names, shape)),
-           f"{operator}: {name} has shape {shape}; expected [{allowed}]")
+    fits = len(shape) == len(names)
+    fits = fits and all(dims.setdefault(s, n) == n for s, n in zip(names, shape, strict=True))
+    _check(fits, f"{operator}: {name} has shape {shape}; expected [{allowed}]")
     dtype = tensor.dtype
     right, expected = {
         "T": (dtype.is_floating_point and dims.setdefault("T", dtype) == dtype,
@@ -61,9 +63,10 @@ def _match(operator, dims, layout, name, tensor, kind, symbols):
     _check(right, f"{operator}: {name} has type {dtype}; expected {expected}")
 
 
-def _begin(operator, layout, query, compute_dtype):
+def _begin(operator, layout, query, compute_dtype, eps=0.0):
     """The checker bound to this call, its sizes, the type to compute in, and the type of F outputs."""
     _check(layout in ("bhnd", "bnhd"), f"{operator}: layout is {layout!r}; expected 'bhnd' or 'bnhd'")
+    _check(eps >= 0, f"{operator}: eps is {eps}; expected 0 or more")
     dims = {"2": 2}
     double = query.dtype == torch.float64
     compute = torch.float64 if double else compute_dtype or torch.float32
@@ -88,7 +91,7 @@ def _spans(cu_seqlens, total):
     if cu_seqlens is None:
         return None
     offsets = [min(max(n, 0), total) for n in cu_seqlens.tolist()]
-    return [(start, max(start, stop)) for start, stop in zip(offsets, offsets[1:])]
+    return [(start, max(start, stop)) for start, stop in pairwise(offsets)]
 
 
 # LeanAttention
@@ -178,7 +181,8 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
         _check((tensor is not None) == bool(append),
                f"{op}: {name} is {'absent' if tensor is None else 'given'} and append is {int(append)}; "
                "append=1 takes both new_key and new_value, append=0 neither")
-    _check(window >= -1, f"{op}: window is {window}; expected -1 (off) or a number of keys")
+    _check(window == -1 or window >= 1, f"{op}: window is {window}; expected -1 (off) or 1 or more keys")
+    _check(softcap >= 0, f"{op}: softcap is {softcap}; expected 0 (off) or more")
     _check(window == -1 or causal, f"{op}: window is {window} with causal=0; a window needs causal=1")
 
     batch, heads, tokens, group = dims["B"], dims["H"], dims["Nq"], dims["H"] // dims["Hkv"]
@@ -186,14 +190,15 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
     slots_of = _cache_slots(variant, batch, key_cache, cu_seqlens, block_table)
     lengths, counts = [len(slots) for slots in slots_of], [tokens] * batch
     if seq_lens is not None:
-        lengths = [min(max(n, 0), capacity) for n, capacity in zip(seq_lens.tolist(), lengths)]
+        lengths = [min(max(n, 0), capacity) for n, capacity in zip(seq_lens.tolist(), lengths, strict=True)]
     if query_lens is not None:
         counts = [max(n, 0) for n in query_lens.tolist()]
-    counts = [min(n, tokens, length) for n, length in zip(counts, lengths)]
+    counts = [min(n, tokens, length) for n, length in zip(counts, lengths, strict=True)]
 
     keys, values = _to_slots(variant, key_cache), _to_slots(variant, value_cache)
     if append:
-        targets = [slots[length - n:length] for slots, length, n in zip(slots_of, lengths, counts)]
+        targets = [slots[length - n:length]
+                   for slots, length, n in zip(slots_of, lengths, counts, strict=True)]
         keys = _append(keys, _swap(new_key, layout), targets)
         values = _append(values, _swap(new_value, layout), targets)
 
@@ -201,7 +206,7 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
         sinks = query.new_full((heads,), -math.inf)
     sinks = sinks.to(compute).view(-1, group, 1, 1)
     outputs, sums = [], []
-    for rows, slots, length, n in zip(_swap(query, layout), slots_of, lengths, counts):
+    for rows, slots, length, n in zip(_swap(query, layout), slots_of, lengths, counts, strict=True):
         slots = slots[:length]
         position = length - n + torch.arange(n, device=query.device).unsqueeze(-1)
         index = torch.arange(length, device=query.device)
@@ -256,7 +261,7 @@ def _suffix(log_decay):
 
 
 def _mask(log_decay):
-    """M_ij = Π_{t=j+1..i} γ_t for i >= j (LD eq. 4), and 1 above the diagonal: what multiplies it takes tril."""
+    """M_ij = Π_{t=j+1..i} γ_t for i >= j (LD eq. 4); 1 above the diagonal, where the caller takes tril."""
     n = log_decay.shape[-2]
     upper = torch.ones(n, n, dtype=torch.bool, device=log_decay.device).triu()
     return log_decay.expand(*log_decay.shape[:-1], n).masked_fill(upper, 0).cumsum(-2).exp()
@@ -280,7 +285,7 @@ def _vanilla(query, key, value, log_decay, state):
 def _block_based(query, key, value, log_decay, state, block=BLOCK // 2):
     """LD algorithm 2: block after block, its own masked product plus the state before it."""
     outputs = []
-    for parts in zip(*(x.split(block, -2) for x in (query, key, value, log_decay))):
+    for parts in zip(*(x.split(block, -2) for x in (query, key, value, log_decay)), strict=True):
         output, state = _vanilla(*parts, state)
         outputs.append(output)
     return torch.cat(outputs, -2), state
@@ -293,7 +298,7 @@ def _recursion(query, key, value, log_decay, state):
         n = query.shape[-2]
         if n <= RECURSION_BASE:
             return _masked_product(query, key, value, log_decay)
-        first, second = zip(*(x.tensor_split(2, -2) for x in (query, key, value, log_decay)))
+        first, second = zip(*(x.tensor_split(2, -2) for x in (query, key, value, log_decay)), strict=True)
         (_, key1, value1, log_decay1), (query2, _, _, log_decay2) = first, second
         across = (_prefix(log_decay2) * query2) @ ((_suffix(log_decay1) * key1).mT @ value1)
         return torch.cat([halves(*first), halves(*second) + across], -2)
@@ -305,7 +310,8 @@ def _recursion(query, key, value, log_decay, state):
 def _causal_dot_product(query, key, value, log_decay, state):
     """LD algorithm 1: row after row, S_i = γ_i S_{i-1} + k_iᵀ v_i and o_i = q_i S_i."""
     outputs = []
-    for q, k, v, decay in zip(*(x.split(1, -2) for x in (query, key, value, log_decay.exp()))):
+    rows = (x.split(1, -2) for x in (query, key, value, log_decay.exp()))
+    for q, k, v, decay in zip(*rows, strict=True):
         state = decay * state + k.mT @ v
         outputs.append(q @ state)
     return torch.cat(outputs, -2), state
@@ -327,7 +333,7 @@ def _fleet(query, key, value, log_decay, state):
     No matrix product. Row r of the state before the first token enters as the prefix l_r of LD algorithm 5.
     """
     decay, output, last = log_decay.exp(), 0, []
-    for q, k, prefix in zip(query.split(1, -1), key.split(1, -1), state.split(1, -2)):
+    for q, k, prefix in zip(query.split(1, -1), key.split(1, -1), state.split(1, -2), strict=True):
         first = pad(decay[..., :1, :] * prefix, (0, 0, 0, key.shape[-2] - 1))
         sums = _decayed_cumsum(k * value + first, decay)
         output = output + q * sums
@@ -347,7 +353,7 @@ def _lightning(query, key, value, log_decay, state, block=BLOCK):
                   for x in (query, key, value, log_decay))
     update, carry = (_suffix(g) * k).mT @ v, _prefix(g)
     states = []
-    for added, kept in zip(update.unbind(-3), carry[..., -1:, :].unbind(-3)):
+    for added, kept in zip(update.unbind(-3), carry[..., -1:, :].unbind(-3), strict=True):
         states.append(state)
         state = kept * state + added
     output = _masked_product(q, k, v, g) + carry * (q @ torch.stack(states, -3))
@@ -403,7 +409,8 @@ def _per_request(run, spans, tokens, states):
     for request, (start, stop) in enumerate(spans):
         own = (x[request:request + 1] for x in states)
         parts, final = run(*(x[..., start:stop, :] for x in tokens), *own)
-        outputs = [torch.slice_scatter(x, part, -2, start, stop) for x, part in zip(outputs, parts)]
+        outputs = [torch.slice_scatter(x, part, -2, start, stop)
+                   for x, part in zip(outputs, parts, strict=True)]
         finals.append(final)
     return outputs, torch.cat(finals) if finals else states[0].clone()
 
@@ -431,7 +438,7 @@ def causal_linear_decay(query, key, value, log_decay=None, initial_state=None, i
     too final_norm F, shaped as initial_norm.
     """
     op = "CausalLinearDecay"
-    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
     _check(algorithm in ALGORITHMS,
            f"{op}: algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
     q, k, v, decay = _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute)
@@ -525,12 +532,12 @@ def _decay_backward(query, key, value, log_decay, do, state, ds):
 
     if not query.shape[-2]:
         return [x.clone() for x in (query, key, value, log_decay)], ds.clone()
-    blocks, states = list(zip(*(x.split(BLOCK, -2) for x in (query, key, value, log_decay, do)))), []
+    blocks = list(zip(*(x.split(BLOCK, -2) for x in (query, key, value, log_decay, do)), strict=True))
+    states, grads = [], []
     for _, k, v, g, _ in blocks:
         states.append(state)
         state = _next_state(k, v, g, state)
-    grads = []
-    for (q, k, v, g, o), state in zip(reversed(blocks), reversed(states)):
+    for (q, k, v, g, o), state in zip(reversed(blocks), reversed(states), strict=True):
         mask, prefix, suffix = _mask(g), _prefix(g), _suffix(g)
         kept = prefix[..., -1:, :]
         scores = q @ k.mT
@@ -550,7 +557,7 @@ def _decay_backward(query, key, value, log_decay, do, state, ds):
         dg = dg + kept * (state * ds).sum((-2, -1), keepdim=True)
         ds = kept * ds + over_group((prefix * q).mT @ o)
         grads.append((dq, dk, dv, dg))
-    return [torch.cat(parts[::-1], -2) for parts in zip(*grads)], ds
+    return [torch.cat(parts[::-1], -2) for parts in zip(*grads, strict=True)], ds
 
 
 # NormalizedLinearAttention
@@ -609,7 +616,7 @@ def normalized_linear_attention(query, key, value, coefficients=None, initial_st
     four final values F, F, F, I, shaped as the initial ones.
     """
     op = "NormalizedLinearAttention"
-    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
     q, k, v, _, _, a, b = _normalized_inputs(op, match, dims, query, key, value, coefficients, normalize_qk,
                                              layout, compute)
     match("initial_state", initial_state, "F", "B Hkv D Dv")
@@ -663,7 +670,7 @@ def normalized_linear_attention_grad(query, key, value, coefficients=None, outpu
     Returns grad_query, grad_key, grad_value T and grad_coefficients F [2], also where coefficients is absent.
     """
     op = "NormalizedLinearAttentionGrad"
-    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
     for name, tensor in (("output", output), ("normalizer", normalizer), ("grad_output", grad_output)):
         _check(tensor is not None, f"{op}: {name} is absent; it must be given")
     q, k, v, q_norm, k_norm, a, b = _normalized_inputs(op, match, dims, query, key, value, coefficients,

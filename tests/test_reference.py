@@ -329,7 +329,7 @@ def test_normalized_gradients(randn, causal, unit):
 
 
 def test_normalized_gradient_of_zero_rows(randn):
-    """normalize_qk of a row of zeros or nearly: the gradient of a division by 1e-12, in both backward passes."""
+    """normalize_qk of a row of zeros or nearly: the gradient of a division by 1e-12, both ways."""
     q, k, v, do = randn(1, 1, 6, 3), randn(1, 1, 6, 3), randn(1, 1, 6, 2), randn(1, 1, 6, 2)
     q[0, 0, 2], k[0, 0, 3], k[0, 0, 4] = 0, 0, 2e-13
     q, k, v, c = leaves(q, k, v, torch.tensor([4.0, 1.0], dtype=F64))
@@ -404,8 +404,8 @@ def pack_cache(variant, rows, lengths, capacities, width):
 
 OPTIONS = {
     "plain": {}, "non_causal": dict(causal=0), "scale": dict(scale=0.9), "window1": dict(window=1),
-    "window5": dict(window=5), "window0": dict(window=0), "wide_window": dict(window=1000),
-    "softcap": dict(softcap=1.5), "sinks": dict(sinks=True), "window0_sinks": dict(sinks=True, window=0),
+    "window5": dict(window=5), "wide_window": dict(window=1000),
+    "softcap": dict(softcap=1.5), "sinks": dict(sinks=True),
     "append": dict(append=1), "layout": dict(layout="bnhd"),
     "non_causal_sinks": dict(causal=False, sinks=True),
     "all": dict(append=1, sinks=True, softcap=2.0, window=6, scale=1.1, layout="bnhd"),
@@ -483,8 +483,9 @@ def test_attention_masks_bad_pages(randn):
     expected, expected_values = pool.clone(), values.clone()
     expected[1, 2:], expected_values[1, 2:] = new[0, :, :2].transpose(0, 1), 2 * new[0, :, :2].transpose(0, 1)
     close((key_out, value_out), (expected, expected_values))
-    output, lse = attention(query, pool, pool, block_table=table[:, 3:])
-    assert (output == 0).all() and (lse == -INF).all()
+    for held in (pool, pool[:0]):
+        output, lse = attention(query, held, held, block_table=table[:, 3:])
+        assert (output == 0).all() and (lse == -INF).all()
     # Rows 0 and 1 see nothing, row 2 sees one key.
     output, lse = attention(query, pool, pool, int32(5), block_table=table.flip(1)[:, 1:4])
     assert (output[:, :, :2] == 0).all() and (lse[:, :, :2] == -INF).all()
@@ -524,7 +525,7 @@ def test_attention_large_logits(randn):
 def test_attention_gradcheck(randn):
     sinks, = leaves(randn(2))
     query, new_key, new_value = leaves(randn(2, 2, 2, 3), randn(2, 1, 2, 3), randn(2, 1, 2, 2))
-    lens, counts = int32(5, 4), int32(1, 2)  # of the paged request 1, row 0 sees nothing and row 1 its own key
+    lens, counts = int32(5, 4), int32(1, 2)  # in the paged request 1 row 0 sees nothing, row 1 its own key
     caches = {"dense": ((2, 1, 6), {}), "ragged": ((1, 11), dict(cu_seqlens=int32(0, 6, 11))),
               "paged": ((4, 3, 1), dict(block_table=torch.tensor([[2, 0], [9, 3]], dtype=torch.int32)))}
 
@@ -645,6 +646,11 @@ ERRORS = [
     (0, dict(cu_seqlens=int32(0, 4, 8)), r"key_cache has shape \[2, 2, 8, 4\]; expected \[Hkv, total, D=4\]"),
     (0, dict(sinks=torch.ones(2)), r"sinks has shape \[2\]; expected \[H=6\]"),
     (0, dict(window=-2), "window is -2"),
+    (0, dict(window=0), "window is 0; expected -1 .* or 1 or more"),
+    (0, dict(softcap=-1.0), "softcap is -1.0"),
+    (1, dict(eps=-1e-6), "eps is -1e-06"),
+    (3, dict(eps=-1.0), "eps is -1.0"),
+    (4, dict(eps=-1.0), "eps is -1.0"),
     (0, dict(window=4, causal=0), "window needs causal=1"),
     (1, dict(algorithm="flash"), "algorithm is 'flash'; expected one of auto"),
     (1, dict(key=torch.ones(1, 2, 9, 5, dtype=F64)), r"key has shape .* \[B=1, Hkv, N=9, R=4\]"),

@@ -259,9 +259,9 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
       factor = rescale(max, top);
       sum = sum * factor + rescale(sink, top);
     }
-    factor = sum > 0.0f ? factor / sum : 0.0f;
+    factor = sum != 0.0f ? factor / sum : 0.0f;
   }
-  const bool empty = padding || !(sum > 0.0f);
+  const bool empty = padding || sum == 0.0f;
   if (factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   T* output = static_cast<T*>(args.output) + unit.b * args.output_strides.batch +
               place.head * args.output_strides.head + place.token * args.output_strides.token + d;

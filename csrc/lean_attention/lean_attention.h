@@ -78,7 +78,10 @@ struct LeanAttentionArgs {
   uint32_t* tickets;      // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };
 
-// Returns a cudaError_t.
-int launch_lean_attention(const LeanAttentionArgs& args, int sm_count, int compute_capability, void* stream);
+// How CUDA cuts the work of a call of these shapes.
+LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count);
+
+// Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.
+int launch_lean_attention(const LeanAttentionArgs& args, int device, int compute_capability, void* stream);
 
 }  // namespace leanfleet

@@ -67,10 +67,11 @@ LEANFLEET_HD LeanSpan lean_token_keys(const LeanAttentionArgs& args, const LeanR
   return {args.window > 0 && end > args.window ? end - args.window : 0, end};
 }
 
-LEANFLEET_HD int32_t lean_row_tiles(const LeanAttentionArgs& args) {
-  return static_cast<int32_t>((static_cast<int64_t>(args.group) * args.tokens + args.plan.row_tile - 1) /
-                              args.plan.row_tile);
+LEANFLEET_HD int32_t lean_row_tiles_of(const LeanAttentionArgs& args, int32_t row_tile) {
+  return static_cast<int32_t>((static_cast<int64_t>(args.group) * args.tokens + row_tile - 1) / row_tile);
 }
+
+LEANFLEET_HD int32_t lean_row_tiles(const LeanAttentionArgs& args) { return lean_row_tiles_of(args, args.plan.row_tile); }
 
 // The rows of a query tile: [begin, end) of all group * Nq, of which those below group * tokens are not padding.
 LEANFLEET_HD LeanSpan lean_unit_rows(const LeanAttentionArgs& args, int32_t row_tile) {

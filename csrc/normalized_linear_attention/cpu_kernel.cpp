@@ -87,14 +87,25 @@ float norm_of(const T* row, int64_t n) {
   return norm > kUnitRowEps ? norm : kUnitRowEps;
 }
 
+// Asks for the row that the next block of tokens has in this one's place; past the end it does no harm.
+template <class T>
+void prefetch_next(const LinearScan& scan, const ScanRows& rows, const T* at, int64_t count) {
+  const int64_t ahead = (scan.reverse ? -scan.block_tokens : scan.block_tokens) * rows.strides.token;
+  const uintptr_t next = reinterpret_cast<uintptr_t>(at) + ahead * sizeof(T);
+  for (uintptr_t byte = 0; byte < count * sizeof(T); byte += 64)
+    __builtin_prefetch(reinterpret_cast<const void*>(next + byte), 0, 2);
+}
+
 // Columns first .. first + count of one row to out, as floats; returns the extra element.
 template <class T>
 float pack_row(const LinearScan& scan, const ScanRows& rows, int64_t batch, int64_t head, int64_t token, int64_t first,
                int64_t count, float* out) {
   const int64_t at = offset_of(rows.strides, batch, head, token);
   const T* row = static_cast<const T*>(rows.data) + at;
+  prefetch_next(scan, rows, row + first, count);
   convert(row + first, out, count);
   if (rows.kind == RowKind::kWeighted) {
+    prefetch_next(scan, rows, static_cast<const T*>(rows.output) + at, rows.width);
     const float g = rows.normalizer[offset_of(rows.normalizer_strides, batch, head, token)];
     const float factor = 1.0f / held(g, scan.eps);
     scale(out, factor, count);
@@ -138,16 +149,28 @@ struct Tile {
 // One tile of S, R rows by C vectors, through a block of tokens: S += y z, out += x S.
 template <int R, int C, bool kUpdate, bool kOutput>
 void run_tile(const Tile& tile) {
-  Vec s[R][C];
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c)
-      s[r][c] = tile.from == nullptr ? Vec{} : load_part(tile.from + r * tile.from_stride + c * kLanes,
-                                                         tile.from_columns - c * kLanes);
+  Vec s[R][C] = {};
+  if (tile.from != nullptr) {
+    if (tile.from_columns >= C * kLanes) {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c) s[r][c] = load(tile.from + r * tile.from_stride + c * kLanes);
+    } else {
+#pragma GCC unroll 4
+      for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+        for (int c = 0; c < C; ++c)
+          s[r][c] = load_part(tile.from + r * tile.from_stride + c * kLanes, tile.from_columns - c * kLanes);
+    }
+  }
   const float *x = tile.x, *y = tile.y, *z = tile.z;
   float* out = tile.out;
+  const int64_t x_rows = tile.x_rows, y_rows = tile.y_rows;
+  const int64_t row_stride = tile.row_stride, out_stride = tile.out_stride;
   for (int64_t t = 0; t < tile.tokens; ++t) {
     if (kUpdate) {
-      for (int64_t j = 0; j < tile.y_rows; ++j, y += tile.row_stride, z += tile.out_stride) {
+      for (int64_t j = 0; j < y_rows; ++j, y += row_stride, z += out_stride) {
         Vec row[C];
         for (int c = 0; c < C; ++c) row[c] = load(z + c * kLanes);
         for (int r = 0; r < R; ++r) {
@@ -157,7 +180,7 @@ void run_tile(const Tile& tile) {
       }
     }
     if (kOutput) {
-      for (int64_t j = 0; j < tile.x_rows; ++j, x += tile.row_stride, out += tile.out_stride) {
+      for (int64_t j = 0; j < x_rows; ++j, x += row_stride, out += out_stride) {
         Vec row[C];
         for (int c = 0; c < C; ++c) row[c] = load(out + c * kLanes);
         for (int r = 0; r < R; ++r) {
@@ -169,9 +192,18 @@ void run_tile(const Tile& tile) {
     }
   }
   if (!kUpdate || tile.to == nullptr) return;
-  for (int r = 0; r < R; ++r)
-    for (int c = 0; c < C; ++c)
-      store_part(tile.to + r * tile.to_stride + c * kLanes, s[r][c], tile.to_columns - c * kLanes);
+  if (tile.to_columns >= C * kLanes) {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c) store(tile.to + r * tile.to_stride + c * kLanes, s[r][c]);
+  } else {
+#pragma GCC unroll 4
+    for (int r = 0; r < R; ++r)
+#pragma GCC unroll 4
+      for (int c = 0; c < C; ++c)
+        store_part(tile.to + r * tile.to_stride + c * kLanes, s[r][c], tile.to_columns - c * kLanes);
+  }
 }
 
 // All rows of S, C vectors wide from `column` on, through a block of tokens.

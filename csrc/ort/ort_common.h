@@ -95,10 +95,10 @@ class InferenceAttributes {
     return read(name, ORT_OP_ATTR_FLOAT, value, sizeof *value) > 0;
   }
   bool read_string(const char* name, std::string* value) const {
-    char buffer[64];  // longer than every value in the schema
-    const size_t size = read(name, ORT_OP_ATTR_STRING, buffer, sizeof buffer);
-    if (size > 0) value->assign(buffer, size - 1);
-    return size > 0;
+    char buffer[64] = {};  // longer than every value in the schema
+    const bool found = read(name, ORT_OP_ATTR_STRING, buffer, sizeof buffer - 1) > 0;
+    *value = buffer;  // newer runtimes write no terminator
+    return found;
   }
   bool is_list(const char*) const { return false; }
 
@@ -138,6 +138,10 @@ Status read_attributes(const OpSpec& spec, const char* node, const Attributes& f
   }
   return {};
 }
+
+// cuda.cpp, in builds with CUDA. `stream` is a cudaStream_t.
+Status zero_on_stream(const Call& call, void* memory, size_t bytes, void* stream);
+Status is_capturing(const Call& call, void* stream, bool* capturing);
 
 // shape_inference.cpp: OrtCustomOp::InferOutputShapeFn.
 OrtStatus* ORT_API_CALL infer_output_shapes(const OrtCustomOp* op, OrtShapeInferContext* context);

@@ -1,0 +1,359 @@
+// LeanAttention on CUDA: the choice of a kernel and its plan, and the kernel for what tensor cores do not take
+// (float32, and tensors of other types that do not begin at a multiple of 16 bytes).
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include "lean_attention/device.cuh"
+#include "lean_attention/mma_kernel.cuh"
+
+namespace leanfleet {
+
+namespace {
+
+// Kernel with float32 arithmetic on CUDA cores. A block of 4 warps takes tiles of 32 keys through two buffers; warp w
+// has rows w, w + 4, w + 8 and w + 12 of the unit. For the logits a lane is a token, for the output it is a column.
+constexpr int kFloatTokens = 32, kFloatRows = 16, kFloatWarps = 4, kFloatThreads = 32 * kFloatWarps;
+
+int float_stride(int width) { return width + 4; }  // floats between tokens: 16-byte reads by 8 lanes miss no bank
+
+int float_shared_bytes(const LeanAttentionArgs& args) {
+  const int tile = kFloatTokens * (float_stride(args.key_width) + float_stride(args.value_width));
+  return (2 * tile + kFloatRows * args.key_width) * 4 + 16;
+}
+
+template <class T>
+struct FloatKernel {
+  const LeanAttentionArgs& args;
+  const bool by_16_bytes;
+  float* const tiles;  // [2] keys [32][key_stride] and values [32][value_stride]
+  float* const query;  // [16][D]
+  volatile uint32_t* const arrived;
+  const int warp, lane, key_stride, value_stride;
+
+  // Starts to load a tile; tokens outside `seen` and those without a page become 0. Returns a bit for each of the
+  // latter.
+  __device__ __forceinline__ unsigned load(const LeanUnit& unit, LeanSpan seen, int begin, int buffer) const {
+    const int j = begin + lane;
+    const T* key = nullptr;
+    const T* value = nullptr;
+    bool missing = false;
+    if (j >= seen.begin && j < seen.end) {
+      const int64_t at = cache_row(args, args.key_strides, unit.b, unit.request, unit.head, j);
+      const int token = j - (unit.request.keys - unit.request.tokens);
+      missing = at < 0;
+      if (!missing && args.append && token >= 0) {
+        key = static_cast<const T*>(args.new_key) + unit.b * args.new_key_strides.batch +
+              unit.head * args.new_key_strides.head + token * args.new_key_strides.token;
+        value = static_cast<const T*>(args.new_value) + unit.b * args.new_value_strides.batch +
+                unit.head * args.new_value_strides.head + token * args.new_value_strides.token;
+      } else if (!missing) {
+        key = static_cast<const T*>(args.key_cache) + at;
+        value = static_cast<const T*>(args.value_cache) +
+                cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
+      }
+    }
+    float* const keys = tiles + buffer * kFloatTokens * (key_stride + value_stride);
+    load_rows(key, args.key_width, keys, key_stride);
+    load_rows(value, args.value_width, keys + kFloatTokens * key_stride, value_stride);
+    return __ballot_sync(kFullWarp, missing);
+  }
+
+  // A lane holds the pointer of its token, or null; each warp copies 8 tokens.
+  __device__ __forceinline__ void load_rows(const T* mine, int width, float* to, int stride) const {
+    for (int token = warp; token < kFloatTokens; token += kFloatWarps) {
+      const T* from = reinterpret_cast<const T*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(mine), token));
+      float* row = to + token * stride;
+      if constexpr (sizeof(T) == 4) {
+        if (by_16_bytes) {
+          for (int d = lane * 4; d < width; d += 128)
+            copy_async(shared_address(row + d), from != nullptr ? static_cast<const void*>(from + d) : args.key_cache,
+                       from != nullptr ? 16 : 0);
+          continue;
+        }
+      }
+      for (int d = lane; d < width; d += 32) row[d] = from != nullptr ? as_float(from[d]) : 0.0f;
+    }
+  }
+
+  template <int kRows>
+  __device__ __forceinline__ void segment_rows(const LeanUnit& unit, const LeanSegment& segment) const {
+    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+    const LeanSpan seen = lean_unit_keys(args, unit.request, unit.row_tile);
+    const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+    __syncthreads();  // the previous unit's query has been read
+    for (int i = threadIdx.x; i < (rows.end - rows.begin) * args.key_width; i += kFloatThreads) {
+      const int row = i / args.key_width, d = i - row * args.key_width;
+      const RowPlace at = row_place(args, unit, rows.begin + row);
+      query[i] = rows.begin + row < real_rows
+                     ? as_float(static_cast<const T*>(args.query)[unit.b * args.query_strides.batch +
+                                                                  at.head * args.query_strides.head +
+                                                                  at.token * args.query_strides.token + d])
+                     : 0.0f;
+    }
+    float o[kRows][8], max[kRows], sum[kRows];
+    RowBounds bounds[kRows];
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = rows.begin + warp + 4 * r;
+      bounds[r] = row < rows.end ? row_bounds(args, unit, row) : RowBounds{0, 0};
+      max[r] = -INFINITY;
+      sum[r] = 0.0f;
+#pragma unroll
+      for (int d = 0; d < 8; ++d) o[r][d] = 0.0f;
+    }
+    unsigned missing = 0;
+    if (segment.tiles.begin < segment.tiles.end) missing = load(unit, seen, segment.tiles.begin * kFloatTokens, 0);
+    asm volatile("cp.async.commit_group;" ::: "memory");
+    int buffer = 0;
+    for (int tile = segment.tiles.begin; tile < segment.tiles.end; ++tile, buffer ^= 1) {
+      unsigned next_missing = 0;
+      if (tile + 1 < segment.tiles.end) next_missing = load(unit, seen, (tile + 1) * kFloatTokens, buffer ^ 1);
+      asm volatile("cp.async.commit_group;" ::: "memory");
+      asm volatile("cp.async.wait_group 1;" ::: "memory");
+      __syncthreads();
+      const float* keys = tiles + buffer * kFloatTokens * (key_stride + value_stride);
+      const float* values = keys + kFloatTokens * key_stride;
+      float p[kRows];
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) p[r] = 0.0f;
+      for (int d = 0; d < args.key_width; d += 4) {
+        const float4 k = *reinterpret_cast<const float4*>(keys + lane * key_stride + d);
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) {
+          const int row = kRows == 1 ? warp : lean_min(warp + 4 * r, rows.end - rows.begin - 1);
+          const float4 q = *reinterpret_cast<const float4*>(query + row * args.key_width + d);
+          p[r] += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
+        }
+      }
+      const int j = tile * kFloatTokens + lane;
+#pragma unroll
+      for (int r = 0; r < kRows; ++r) {
+        float x = p[r] * args.scale;
+        if (args.softcap > 0.0f) x = cap_logit(x, args.softcap);
+        x *= kLog2E;
+        if (j < bounds[r].begin || j >= bounds[r].end || (missing >> lane & 1)) x = -INFINITY;
+        float top = x;
+#pragma unroll
+        for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+        top = fmaxf(top, max[r]);
+        const float factor = rescale(max[r], top);
+        max[r] = top;
+        p[r] = rescale(x, top);
+        sum[r] = sum[r] * factor + p[r];
+#pragma unroll
+        for (int d = 0; d < 8; ++d) o[r][d] *= factor;
+      }
+#pragma unroll 4
+      for (int t = 0; t < kFloatTokens; ++t) {
+        float weight[kRows];
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) weight[r] = __shfl_sync(kFullWarp, p[r], t);
+#pragma unroll
+        for (int part = 0; part < 2; ++part) {
+          const int d = part * 128 + lane * 4;
+          if (d >= args.value_width) break;
+          const float4 v = *reinterpret_cast<const float4*>(values + t * value_stride + d);
+#pragma unroll
+          for (int r = 0; r < kRows; ++r) {
+            o[r][4 * part] += weight[r] * v.x, o[r][4 * part + 1] += weight[r] * v.y;
+            o[r][4 * part + 2] += weight[r] * v.z, o[r][4 * part + 3] += weight[r] * v.w;
+          }
+        }
+      }
+      missing = next_missing;
+      __syncthreads();  // the buffer has been read
+    }
+    asm volatile("cp.async.wait_group 0;" ::: "memory");
+#pragma unroll
+    for (int r = 0; r < kRows; ++r) {
+      const int row = rows.begin + warp + 4 * r;
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) sum[r] += __shfl_xor_sync(kFullWarp, sum[r], offset);
+      if (row >= rows.end) continue;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const int d = part * 128 + lane * 4;
+        const float4 x = make_float4(o[r][4 * part], o[r][4 * part + 1], o[r][4 * part + 2], o[r][4 * part + 3]);
+        if (d >= args.value_width) break;
+        if (segment.count == 1) write_row<T>(args, unit, row, d, x, max[r], sum[r]);
+        else write_partial(args, segment.slot, row - rows.begin, d, x, max[r], sum[r]);
+      }
+    }
+    if (segment.count == 1) return;
+    const int first = segment.slot / 2 - segment.index;
+    if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads, arrived))
+      merge_unit<T>(args, unit, first, segment.count, threadIdx.x, kFloatThreads);
+  }
+};
+
+template <class T>
+__global__ void __launch_bounds__(kFloatThreads)
+    LeanAttentionFloatKernel(const __grid_constant__ LeanAttentionArgs args, bool by_16_bytes) {
+  extern __shared__ float shared[];
+  const int key_stride = args.key_width + 4, value_stride = args.value_width + 4;
+  float* const query = shared + 2 * kFloatTokens * (key_stride + value_stride);
+  uint32_t* const arrived = reinterpret_cast<uint32_t*>(query + kFloatRows * args.key_width);
+  if (args.append)
+    append_all<T, T>(args, static_cast<int64_t>(blockIdx.x) * kFloatThreads + threadIdx.x,
+                     static_cast<int64_t>(gridDim.x) * kFloatThreads);
+  LeanRange range;
+  if (!locate_range(args, blockIdx.x, range)) return;
+  const FloatKernel<T> kernel{args, by_16_bytes, shared, query, arrived, static_cast<int>(threadIdx.x / 32),
+                              static_cast<int>(threadIdx.x % 32), key_stride, value_stride};
+  for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
+    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+    if (rows.end - rows.begin <= kFloatWarps) kernel.template segment_rows<1>(unit, segment);
+    else kernel.template segment_rows<kFloatRows / kFloatWarps>(unit, segment);
+  });
+}
+
+template <class T>
+int launch_float(const LeanAttentionArgs& args, bool by_16_bytes, cudaStream_t stream) {
+  const int bytes = float_shared_bytes(args);
+  const cudaError_t error =
+      cudaFuncSetAttribute(LeanAttentionFloatKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  LeanAttentionFloatKernel<T><<<args.plan.max_ranges, kFloatThreads, bytes, stream>>>(args, by_16_bytes);
+  return cudaGetLastError();
+}
+
+bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+int padded_width(const LeanAttentionArgs& args) {
+  const int width = args.key_width > args.value_width ? args.key_width : args.value_width;
+  return width <= 64 ? 64 : width <= 128 ? 128 : 256;
+}
+
+int greatest_common_divisor(int a, int b) {
+  while (b != 0) {
+    const int rest = a % b;
+    a = b;
+    b = rest;
+  }
+  return a;
+}
+
+// A map of a cache as [outer][head][row][column] for boxes of `box_tokens` rows of 64 columns. False: the driver has
+// no such function or refuses.
+bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* data, const LeanCacheStrides& strides,
+                int width, int64_t elements, int box_tokens) {
+  using Encode = decltype(&cuTensorMapEncodeTiled);
+  static const Encode encode = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error =
+        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<Encode>(function);
+  }();
+  if (encode == nullptr) return false;
+  const bool paged = args.cache_kind == kLeanPaged;
+  const int64_t rows = paged ? args.block : args.capacity;
+  const int64_t outer = paged ? args.num_pages : args.cache_kind == kLeanDense ? args.batch : 1;
+  const int64_t outer_stride = paged ? strides.page : args.cache_kind == kLeanDense ? strides.batch : elements;
+  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows),
+                               static_cast<cuuint64_t>(args.kv_heads), static_cast<cuuint64_t>(outer)};
+  const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(strides.token) * 2, static_cast<cuuint64_t>(strides.head) * 2,
+                               static_cast<cuuint64_t>(outer_stride) * 2};
+  const cuuint32_t box[4] = {kBoxColumns, static_cast<cuuint32_t>(box_tokens), 1, 1};
+  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  const auto type = args.dtype == static_cast<int>(DType::kFloat16) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
+                                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  return encode(map, type, 4, const_cast<void*>(data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
+}
+
+template <int kWidth, int kRows>
+void choose_tile(int* key_tile, int* slots, int shared_bytes) {
+  *key_tile = LeanTile<kWidth, kRows>::kTokens;
+  *slots = LeanTile<kWidth, kRows>::slots_for(shared_bytes);
+}
+
+void choose_tile(int width, int rows, int* key_tile, int* slots, int shared_bytes) {
+  const auto of_width = [&](auto w) {
+    constexpr int kWidth = decltype(w)::value;
+    if (rows <= 8) choose_tile<kWidth, 8>(key_tile, slots, shared_bytes);
+    else if (rows <= 16) choose_tile<kWidth, kWidth == 256 ? 128 : 16>(key_tile, slots, shared_bytes);
+    else choose_tile<kWidth, 128>(key_tile, slots, shared_bytes);
+  };
+  if (width == 64) of_width(std::integral_constant<int, 64>{});
+  else if (width == 128) of_width(std::integral_constant<int, 128>{});
+  else of_width(std::integral_constant<int, 256>{});
+}
+
+}  // namespace
+
+LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count) {
+  const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
+  LeanPlan plan;
+  plan.unit_overhead = 1;
+  plan.min_range_work = 3;
+  plan.max_ranges = sm_count;
+  if (args.dtype == static_cast<int>(DType::kFloat32)) {
+    plan.key_tile = kFloatTokens;
+    plan.row_tile = rows < kFloatRows ? static_cast<int32_t>(rows) : kFloatRows;
+    plan.max_ranges = 2 * sm_count;
+    return plan;
+  }
+  plan.row_tile = rows <= 8 ? 8 : rows <= 16 && padded_width(args) < 256 ? 16 : 128;
+  int slots = 0;
+  choose_tile(padded_width(args), plan.row_tile, &plan.key_tile, &slots, 0);
+  // Few units of equal length are cut into equal parts: as many ranges as keep the cuts of every unit in the same
+  // places, if that leaves few multiprocessors idle.
+  const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * lean_row_tiles_of(args, plan.row_tile);
+  if (units <= sm_count && sm_count / units * units * 20 >= 19 * static_cast<int64_t>(sm_count)) {
+    plan.max_ranges = static_cast<int32_t>(sm_count / units * units);
+    plan.unit_overhead = 0;
+    plan.min_range_work = 2;
+  }
+  return plan;
+}
+
+int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute_capability, void* stream) {
+  LeanAttentionArgs args = call;
+  int max_shared_bytes = 0;
+  const cudaError_t known = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (known != cudaSuccess) return known;
+  const size_t element = args.dtype == static_cast<int>(DType::kFloat32) ? 4 : 2;
+  const auto copy = [&](const void* from, void* to, int64_t elements) {
+    return from == to ? cudaSuccess : cudaMemcpyAsync(to, from, elements * element, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
+  };
+  if (args.append) {
+    cudaError_t error = copy(args.key_cache, args.key_cache_out, args.key_cache_elements);
+    if (error == cudaSuccess) error = copy(args.value_cache, args.value_cache_out, args.value_cache_elements);
+    if (error != cudaSuccess) return error;
+    args.key_cache = args.key_cache_out;
+    args.value_cache = args.value_cache_out;
+  }
+  const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
+  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
+  if (element == 4) return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
+  if (!by_16_bytes) {
+    args.plan.key_tile = kFloatTokens;
+    args.plan.row_tile = lean_min(args.plan.row_tile, kFloatRows);
+    return args.dtype == static_cast<int>(DType::kFloat16)
+               ? launch_float<__half>(args, false, static_cast<cudaStream_t>(stream))
+               : launch_float<__nv_bfloat16>(args, false, static_cast<cudaStream_t>(stream));
+  }
+  const int width = padded_width(args);
+  LeanTileLoads loads = {};
+  loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
+  loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
+  loads.stream_once = lean_row_tiles(args) == 1;
+  loads.append_16_bytes = true;
+  int key_tile = 0;
+  choose_tile(width, args.plan.row_tile, &key_tile, &loads.slots, max_shared_bytes);
+  loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
+  CUtensorMap key_map = {}, value_map = {};
+  loads.tensor_maps =
+      compute_capability >= 90 && loads.box_tokens >= 16 &&
+      encode_map(&key_map, args, args.key_cache, args.key_strides, args.key_width, args.key_cache_elements, loads.box_tokens) &&
+      encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width, args.value_cache_elements, loads.box_tokens);
+  const int producer_warps = loads.tensor_maps && !args.append && args.plan.row_tile <= 16 ? 1 : 4;
+  return args.dtype == static_cast<int>(DType::kFloat16)
+             ? launch_mma<__half>(args, loads, key_map, value_map, width, producer_warps, stream)
+             : launch_mma<__nv_bfloat16>(args, loads, key_map, value_map, width, producer_warps, stream);
+}
+
+}  // namespace leanfleet

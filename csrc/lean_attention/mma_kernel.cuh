@@ -1,0 +1,933 @@
+// LeanAttention on tensor cores for float16 and bfloat16: one persistent block per multiprocessor and range of the
+// schedule. A producer streams key and value tiles through a ring of shared-memory slots, by the tensor copy engine
+// where there is one (sm_90) and by cp.async otherwise, and runs ahead of the consumers across units; consumer warps
+// compute with mma.sync.
+//
+// Two ways to share a tile among consumer warps:
+//   up to 16 rows    4 warps, each with its own tokens of every tile and softmax statistics of its own, merged once a
+//                    segment. The product is turned round, S^T = K Q^T and O^T = V^T P^T, so that a decode step's few
+//                    rows stand on the side of the mma that is 8 wide and not on the one that is 16 wide.
+//   up to 128 rows   8 warps, each with its own 16 rows and all tokens.
+//
+// A slot holds the keys or the values of one tile as boxes of 64 columns: [box][token][64], the 16-byte chunk c of a
+// row at place c ^ (token % 8), which is the copy engine's 128-byte swizzle and keeps ldmatrix free of conflicts.
+#pragma once
+
+#include <cuda.h>
+
+#include "lean_attention/device.cuh"
+
+namespace leanfleet {
+
+constexpr int kBoxColumns = 64;  // 128 bytes, the span of the swizzle
+
+struct LeanTileLoads {
+  bool tensor_maps;       // keys and values come through the maps below
+  int32_t box_tokens;     // tokens of one box; divides the key tile
+  int32_t slots;          // of the ring
+  int32_t key_boxes, value_boxes;  // boxes of 64 columns in a row
+  bool stream_once;       // no other unit reads the same keys: they need not stay in the L2 cache
+  bool append_16_bytes;   // new rows can be copied in chunks of 16 bytes
+};
+
+template <int kWidth, int kRows>
+struct LeanTile {
+  static constexpr bool kSplitTokens = kRows <= 16;
+  static constexpr int kTokens = kWidth == 64 ? 128 : 64;
+  static constexpr int kConsumerWarps = kSplitTokens ? 4 : 8;
+  static constexpr int kMaxThreads = 32 * (kConsumerWarps + 4);  // at most 4 producer warps
+  static constexpr int kSlotBytes = kTokens * kWidth * 2;
+  static constexpr int kQueryBytes = kSplitTokens ? 0 : kRows * kWidth * 2;
+  static constexpr int kScratchStride = kWidth + 4;  // floats; two rows apart is 8 banks apart
+  static constexpr int kScratchBytes = kSplitTokens ? 4 * 8 * kScratchStride * 4 + 2 * 4 * kRows * 4 : 0;
+  static constexpr int kSlices = kTokens / 16;
+  // Per slot: two barriers and a bit per token.
+  static constexpr int kSlotExtra = 16 + kSlices * 2;
+  static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + 16 + 1024;  // 1024: to align the ring
+  static int slots_for(int shared_bytes) {
+    const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
+    return slots < 12 ? slots : 12;
+  }
+  static int shared_bytes(int slots) { return kFixedBytes + slots * (kSlotBytes + kSlotExtra); }
+};
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer));
+}
+
+__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+  asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
+}
+
+// Counts as arrived once this thread's earlier cp.async have landed; the barrier's expected count is not used up.
+__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+}
+
+__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  do {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#else
+    asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
+                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+#endif
+  } while (!done);
+}
+
+// 16 bytes, of which the first `bytes` (0 or 16) are read and the others are 0.
+__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
+}
+
+__device__ __forceinline__ void load_matrices(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+__device__ __forceinline__ void load_matrices_transposed(uint32_t (&r)[4], uint32_t address) {
+  asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+               : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3]) : "r"(address) : "memory");
+}
+
+__device__ __forceinline__ uint32_t transpose_matrix(uint32_t x) {
+  uint32_t y;
+  asm("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(y) : "r"(x));
+  return y;
+}
+
+// c[16x8] += a[16x16] b[16x8]
+__device__ __forceinline__ void mma(__half, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+__device__ __forceinline__ void mma(__nv_bfloat16, float (&c)[4], const uint32_t (&a)[4], uint32_t b0, uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
+// The byte of 16-byte chunk `chunk` of a token's row in a slot.
+template <int kTokens>
+__device__ __forceinline__ uint32_t slot_offset(int token, int chunk) {
+  return chunk / 8 * (kTokens * 128) + token * 128 + ((chunk % 8) ^ (token % 8)) * 16;
+}
+
+// A place in the ring and the parity of the barrier phase that comes next there.
+struct RingPlace {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next(int slots) {
+    if (++slot == slots) slot = 0, parity ^= 1;
+  }
+};
+
+struct RingAddresses {
+  uint32_t slots, full, empty;  // shared addresses; barriers are 8 bytes apart
+  uint16_t* masked_out;         // [slots][kTokens / 16] paged caches: a bit for each token without a page
+};
+
+#if __CUDA_ARCH__ >= 900
+__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
+               : "memory");
+}
+
+__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int column, int token, int head, int outer,
+                                         uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(column), "r"(token), "r"(head), "r"(outer),
+      "r"(barrier), "l"(policy)
+      : "memory");
+}
+#endif
+
+// Fills the ring with the tiles of the range, keys and values in turn.
+template <class T, class Tile>
+struct TileProducer {
+  const LeanAttentionArgs& args;
+  const LeanTileLoads& loads;
+  const CUtensorMap* key_map;
+  const CUtensorMap* value_map;
+  const RingAddresses& ring;
+  RingPlace place = {};
+  int warp, warps, lane;  // of the producer warps
+
+  // Positions of this lane's tokens in a tile: groups of 32 tokens, `warps` warps share them.
+  static constexpr int kTokens = Tile::kTokens;
+
+  __device__ __forceinline__ void run(const LeanRange& range) {
+    for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
+      const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
+      // Rows that this launch appends come from new_key and new_value: other blocks may be writing them.
+      const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
+      const int box_tokens = loads.box_tokens;
+      const int boxes = kTokens / box_tokens;
+      const bool paged = args.cache_kind == kLeanPaged;
+      // Page ids of 32 boxes in a row, a lane each, and of the next 32.
+      const auto page_of_box = [&](int64_t box) {
+        const int64_t token = box * box_tokens;
+        if (token >= keys.end || box < 0) return -1;
+        const int page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + token / args.block];
+        return static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages) ? page : -1;
+      };
+      int pages = -1, next_pages = -1;
+      const int64_t first_box = static_cast<int64_t>(segment.tiles.begin) * boxes;
+      if (loads.tensor_maps && paged) {
+        pages = page_of_box(first_box + lane);
+        next_pages = page_of_box(first_box + 32 + lane);
+      }
+      int box_of_window = 0;
+      for (int tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+        const int begin = tile * kTokens;
+        const bool through_maps = loads.tensor_maps && (!args.append || begin + kTokens <= new_begin);
+        if (through_maps) {
+#if __CUDA_ARCH__ >= 900
+          // Lane j issues the copies of box j of the tile.
+          int outer = args.cache_kind == kLeanDense ? unit.b : 0;
+          int token = unit.request.start + begin + lane * box_tokens;
+          bool wanted = lane < boxes && begin + lane * box_tokens < keys.end;
+          if (paged) {
+            outer = __shfl_sync(kFullWarp, pages, (box_of_window + lane) % 32);
+            token = (begin + lane * box_tokens) % args.block;
+            wanted = wanted && outer >= 0;
+          }
+          const unsigned issue = __ballot_sync(kFullWarp, wanted);
+          // The first producer warp's; the others keep step with it.
+          copy_boxes(key_map, loads.key_boxes, unit.head, token, outer, issue, paged);
+          copy_boxes(value_map, loads.value_boxes, unit.head, token, outer, issue, false);
+#endif
+        } else {
+          gather_tile(unit, keys, begin, new_begin);
+        }
+        if (loads.tensor_maps && paged) {
+          box_of_window += boxes;
+          if (box_of_window == 32) {
+            box_of_window = 0;
+            pages = next_pages;
+            next_pages = page_of_box((tile + 1) * static_cast<int64_t>(boxes) + 32 + lane);
+          }
+        }
+      }
+    });
+  }
+
+  __device__ __forceinline__ uint32_t acquire() {
+    barrier_wait(ring.empty + place.slot * 8, place.parity ^ 1);
+    return ring.slots + place.slot * Tile::kSlotBytes;
+  }
+
+#if __CUDA_ARCH__ >= 900
+  // Box `lane` of a tile, for the lanes in `issue`.
+  __device__ __forceinline__ void copy_boxes(const CUtensorMap* map, int columns, int head, int token, int outer,
+                                             unsigned issue, bool note_pages) {
+    const uint32_t to = acquire();
+    const uint32_t full = ring.full + place.slot * 8;
+    const int box_tokens = loads.box_tokens;
+    if (warp != 0) {
+      if (lane == 0) barrier_arrive(full);
+      place.next(loads.slots);
+      return;
+    }
+    if (note_pages && lane < kTokens / box_tokens) {
+      const uint16_t bits = issue >> lane & 1 ? 0 : 0xffff;
+      for (int s = 0; s < box_tokens / 16; ++s)
+        ring.masked_out[place.slot * Tile::kSlices + lane * (box_tokens / 16) + s] = bits;
+    }
+    __syncwarp();
+    // A slot that cp.async filled before is written by the copy engine now.
+    if (args.append) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    if (lane == 0) expect_bytes(full, __popc(issue) * columns * box_tokens * 128);
+    __syncwarp();
+    if (issue >> lane & 1) {
+      uint64_t policy;
+      if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+      else asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+      for (int c = 0; c < columns; ++c)
+        copy_box(to + c * (kTokens * 128) + lane * box_tokens * 128, map, c * kBoxColumns, token, head, outer, full, policy);
+    }
+    __syncwarp();
+    place.next(loads.slots);
+  }
+#endif
+
+  // A tile row by row with cp.async, each of the producer's warps a part of the tokens.
+  __device__ __forceinline__ void gather_tile(const LeanUnit& unit, LeanSpan keys, int begin, int new_begin) {
+    const int per_warp = kTokens / warps, first = warp * per_warp;
+    constexpr int kGroups = (kTokens + 31) / 32;
+    const T* key_rows[kGroups];
+    const T* value_rows[kGroups];
+    unsigned bits[kGroups];
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int of_warp = g * 32 + lane, j = begin + first + of_warp;
+      key_rows[g] = value_rows[g] = nullptr;
+      bool page_missing = false;
+      if (of_warp < per_warp && j >= keys.begin && j < keys.end) {
+        const int64_t at = cache_row(args, args.key_strides, unit.b, unit.request, unit.head, j);
+        page_missing = at < 0;
+        if (j >= new_begin && !page_missing) {
+          const int token = j - new_begin;
+          key_rows[g] = static_cast<const T*>(args.new_key) + unit.b * args.new_key_strides.batch +
+                        unit.head * args.new_key_strides.head + token * args.new_key_strides.token;
+          value_rows[g] = static_cast<const T*>(args.new_value) + unit.b * args.new_value_strides.batch +
+                          unit.head * args.new_value_strides.head + token * args.new_value_strides.token;
+        } else if (!page_missing) {
+          key_rows[g] = static_cast<const T*>(args.key_cache) + at;
+          value_rows[g] = static_cast<const T*>(args.value_cache) +
+                          cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
+        }
+      }
+      bits[g] = __ballot_sync(kFullWarp, page_missing);
+    }
+    gather_rows(key_rows, loads.key_boxes, args.key_width, static_cast<const T*>(args.key_cache), first, per_warp, bits,
+                args.cache_kind == kLeanPaged);
+    gather_rows(value_rows, loads.value_boxes, args.value_width, static_cast<const T*>(args.value_cache), first,
+                per_warp, bits, false);
+  }
+
+  template <int kGroups>
+  __device__ __forceinline__ void gather_rows(const T* const (&rows)[kGroups], int boxes, int width, const T* readable,
+                                              int first, int per_warp, const unsigned (&bits)[kGroups],
+                                              bool note_pages) {
+    const uint32_t to = acquire();
+#pragma unroll
+    for (int g = 0; g < kGroups; ++g) {
+      const int tokens = lean_min(per_warp - g * 32, 32);
+      if (tokens <= 0) break;
+      const uint64_t mine = reinterpret_cast<uint64_t>(rows[g]);
+      for (int t = 0; t < tokens; t += 4) {  // 8 lanes a token
+        const uint64_t row = __shfl_sync(kFullWarp, mine, t + lane / 8);
+        for (int chunk = lane % 8; chunk < boxes * 8; chunk += 8) {
+          const bool read = row != 0 && chunk * 8 < width;
+          copy_async(to + slot_offset<kTokens>(first + g * 32 + t + lane / 8, chunk),
+                     read ? reinterpret_cast<const T*>(row) + chunk * 8 : readable, read ? 16 : 0);
+        }
+      }
+      if (note_pages && lane < tokens / 16)
+        ring.masked_out[place.slot * Tile::kSlices + (first + g * 32) / 16 + lane] = bits[g] >> (16 * lane) & 0xffff;
+    }
+    const uint32_t full = ring.full + place.slot * 8;
+    barrier_arrive_after_copies(full);
+    __syncwarp();
+    if (lane == 0) barrier_arrive(full);
+    place.next(loads.slots);
+  }
+};
+
+// Which keys the rows of a unit see: the row-wise bounds of one or two rows that a lane holds.
+struct RowBounds {
+  int begin, end;
+};
+__device__ __forceinline__ RowBounds row_bounds(const LeanAttentionArgs& args, const LeanUnit& unit, int row) {
+  const int token = row / args.group;
+  if (token >= unit.request.tokens) return {0, 0};
+  const LeanSpan keys = lean_token_keys(args, unit.request, token);
+  return {keys.begin, keys.end};
+}
+
+// The keys that all rows of `rows` see (padding rows aside).
+__device__ __forceinline__ LeanSpan common_keys(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan rows) {
+  const int end = lean_min(rows.end, args.group * unit.request.tokens);
+  if (rows.begin >= end) return {0, 0};
+  return {lean_token_keys(args, unit.request, (end - 1) / args.group).begin,
+          lean_token_keys(args, unit.request, rows.begin / args.group).end};
+}
+
+// Masks a pair of 16-bit values: the low one stays if `low`, the high one if `high`.
+__device__ __forceinline__ uint32_t keep_pair(bool low, bool high) {
+  return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
+}
+
+// How far a logit may rise above the maximum in use before the statistics are rescaled: 2^8 is far from the ends of
+// every type here.
+constexpr float kRescaleAt = 8.0f;
+
+// A consumer warp that holds its own tokens of every tile, for units of up to 8 * kBlocks rows.
+template <class T, int kWidth, int kBlocks>
+struct TokenConsumer {
+  using Tile = LeanTile<kWidth, 8 * kBlocks>;
+  static constexpr int kTokens = Tile::kTokens;
+  static constexpr int kWarpTokens = kTokens / Tile::kConsumerWarps;
+  static constexpr int kSteps = kWarpTokens / 16;
+  static constexpr int kThreads = 32 * Tile::kConsumerWarps;
+
+  const LeanAttentionArgs& args;
+  const LeanTileLoads& loads;
+  const RingAddresses& ring;
+  float* scratch;            // [4][8][kScratchStride], then max [4][kRows] and sum [4][kRows]
+  volatile uint32_t* arrived;
+  RingPlace place = {};
+  int warp, lane;
+
+  uint32_t query[kWidth / 16][kBlocks][2];
+  float output[kWidth / 16][kBlocks][4];
+  float max[kBlocks][2], sum[kBlocks][2];  // of rows 8 * block + 2 * (lane % 4) and the next
+  RowBounds bounds[kBlocks][2];
+
+  __device__ __forceinline__ void run(const LeanRange& range) {
+    for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
+      begin_unit(unit);
+      const LeanSpan common = common_keys(args, unit, lean_unit_rows(args, unit.row_tile));
+      const LeanSpan seen = lean_unit_keys(args, unit.request, unit.row_tile);
+      for (int tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+        const int begin = tile * kTokens + warp * kWarpTokens;
+        consume(begin, begin < common.begin || begin + kWarpTokens > common.end, seen);
+      }
+      finish(unit, segment);
+    });
+  }
+
+  __device__ __forceinline__ void begin_unit(const LeanUnit& unit) {
+    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+    const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const int row = rows.begin + 8 * n + lane / 4;
+      const RowPlace place = row_place(args, unit, row);
+      const T* from = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
+                      place.head * args.query_strides.head + place.token * args.query_strides.token;
+#pragma unroll
+      for (int k = 0; k < kWidth / 16; ++k) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int column = 16 * k + 8 * half + lane % 4 * 2;
+          query[k][n][half] = row < real_rows && column < args.key_width
+                                  ? *reinterpret_cast<const uint32_t*>(from + column) : 0u;
+        }
+      }
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        max[n][c] = -INFINITY;
+        sum[n][c] = 0.0f;
+        bounds[n][c] = row_bounds(args, unit, rows.begin + 8 * n + lane % 4 * 2 + c);
+      }
+    }
+#pragma unroll
+    for (int d = 0; d < kWidth / 16; ++d)
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) output[d][n][i] = 0.0f;
+  }
+
+  // One tile. `begin`: the position of this warp's first token.
+  __device__ __forceinline__ void consume(int begin, bool masked, LeanSpan seen) {
+    float s[kSteps][kBlocks][4];
+    const uint32_t keys = ring.slots + place.slot * Tile::kSlotBytes;
+    barrier_wait(ring.full + place.slot * 8, place.parity);
+    unsigned missing[kSteps];
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+      missing[t] = 0;
+      if (args.cache_kind == kLeanPaged) {
+        missing[t] = ring.masked_out[place.slot * Tile::kSlices + warp * kSteps + t];
+        masked = masked || missing[t] != 0;
+      }
+    }
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+      const int token = warp * kWarpTokens + t * 16 + lane % 16;
+      float other[kBlocks][4];  // a second chain of sums, so that two products are in flight
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[t][n][i] = other[n][i] = 0.0f;
+#pragma unroll
+      for (int box = 0; box < kWidth / kBoxColumns; ++box) {
+        if (box >= loads.key_boxes) break;
+#pragma unroll
+        for (int k = box * 4; k < box * 4 + 4; ++k) {
+          uint32_t a[4];
+          load_matrices(a, keys + slot_offset<kTokens>(token, 2 * k + lane / 16));
+#pragma unroll
+          for (int n = 0; n < kBlocks; ++n) mma(T{}, k % 2 ? other[n] : s[t][n], a, query[k][n][0], query[k][n][1]);
+        }
+      }
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[t][n][i] += other[n][i];
+    }
+    release();
+
+    const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
+    float top[kBlocks][2];
+    bool rising = false;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        top[n][c] = -INFINITY;
+#pragma unroll
+        for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            float x = s[t][n][2 * half + c] * scale;
+            if (args.softcap > 0.0f) x = cap_logit(x, args.softcap) * kLog2E;
+            if (masked) {
+              const int at = 8 * half + lane / 4, j = begin + 16 * t + at;
+              if (j < bounds[n][c].begin || j >= bounds[n][c].end || (missing[t] >> at & 1)) x = -INFINITY;
+            }
+            s[t][n][2 * half + c] = x;
+            top[n][c] = fmaxf(top[n][c], x);
+          }
+        }
+        rising = rising || top[n][c] > max[n][c] + kRescaleAt;
+      }
+    }
+    if (__any_sync(kFullWarp, rising)) rescale_all(top);
+    uint32_t p[kSteps][kBlocks][2];
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      const float base[2] = {max[n][0] == -INFINITY ? 0.0f : max[n][0], max[n][1] == -INFINITY ? 0.0f : max[n][1]};
+#pragma unroll
+      for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          s[t][n][i] = exp2_fast(s[t][n][i] - base[i % 2]);
+          sum[n][i % 2] += s[t][n][i];
+        }
+        p[t][n][0] = transpose_matrix(pack_pair(T{}, s[t][n][0], s[t][n][1]));
+        p[t][n][1] = transpose_matrix(pack_pair(T{}, s[t][n][2], s[t][n][3]));
+      }
+    }
+
+    const uint32_t values = ring.slots + place.slot * Tile::kSlotBytes;
+    barrier_wait(ring.full + place.slot * 8, place.parity);
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t) {
+      const int token = warp * kWarpTokens + t * 16 + lane % 8 + lane / 16 * 8;
+      // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence.
+      uint32_t keep[2] = {0xffffffffu, 0xffffffffu};
+      if (masked) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int at = 8 * half + lane % 4 * 2, j = begin + 16 * t + at;
+          keep[half] = keep_pair(j >= seen.begin && j < seen.end && !(missing[t] >> at & 1),
+                                 j + 1 >= seen.begin && j + 1 < seen.end && !(missing[t] >> (at + 1) & 1));
+        }
+      }
+#pragma unroll
+      for (int box = 0; box < kWidth / kBoxColumns; ++box) {
+        if (box >= loads.value_boxes) break;
+#pragma unroll
+        for (int d = box * 4; d < box * 4 + 4; ++d) {
+          uint32_t a[4];
+          load_matrices_transposed(a, values + slot_offset<kTokens>(token, 2 * d + lane / 8 % 2));
+          if (masked) a[0] &= keep[0], a[1] &= keep[0], a[2] &= keep[1], a[3] &= keep[1];
+#pragma unroll
+          for (int n = 0; n < kBlocks; ++n) mma(T{}, output[d][n], a, p[t][n][0], p[t][n][1]);
+        }
+      }
+    }
+    release();
+  }
+
+  // This warp has read the slot.
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring.empty + place.slot * 8);
+    place.next(loads.slots);
+  }
+
+  __device__ __forceinline__ void rescale_all(float (&top)[kBlocks][2]) {
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = fmaxf(top[n][c], max[n][c]);
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+        const float factor = rescale(max[n][c], x);
+        max[n][c] = x;
+        sum[n][c] *= factor;
+#pragma unroll
+        for (int d = 0; d < kWidth / 16; ++d) {
+          output[d][n][c] *= factor;
+          output[d][n][2 + c] *= factor;
+        }
+      }
+    }
+  }
+
+  // Merges the four warps' statistics and outputs, 8 rows at a time, and writes them or, where others contribute to
+  // the unit too, leaves them as a partial result.
+  __device__ __forceinline__ void finish(const LeanUnit& unit, const LeanSegment& segment) {
+    const int thread = warp * 32 + lane;
+    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+    float* warp_max = scratch + 4 * 8 * Tile::kScratchStride;
+    float* warp_sum = warp_max + 4 * 8 * kBlocks;
+    const int vectors = args.value_width / 4;
+#pragma unroll
+    for (int n = 0; n < kBlocks; ++n) {
+      named_barrier(1, kThreads);  // the previous contents have been read
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = lane % 4 * 2 + c;
+        float total = sum[n][c];
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+        if (lane < 4) {
+          warp_max[warp * 8 * kBlocks + 8 * n + row] = max[n][c];
+          warp_sum[warp * 8 * kBlocks + 8 * n + row] = total;
+        }
+        float* to = scratch + (warp * 8 + row) * Tile::kScratchStride + lane / 4;
+#pragma unroll
+        for (int d = 0; d < kWidth / 16; ++d) {
+          to[16 * d] = output[d][n][c];
+          to[16 * d + 8] = output[d][n][2 + c];
+        }
+      }
+      named_barrier(1, kThreads);
+      const int count = lean_min(rows.end - rows.begin - 8 * n, 8);
+      for (int item = thread; item < count * vectors; item += kThreads) {
+        const int row = item / vectors, d = (item - row * vectors) * 4;
+        float part[4], top = -INFINITY, total = 0.0f;
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          part[w] = warp_max[w * 8 * kBlocks + 8 * n + row];
+          top = fmaxf(top, part[w]);
+        }
+        float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const float factor = rescale(part[w], top);
+          total += factor * warp_sum[w * 8 * kBlocks + 8 * n + row];
+          const float4 x = *reinterpret_cast<const float4*>(scratch + (w * 8 + row) * Tile::kScratchStride + d);
+          o.x += factor * x.x, o.y += factor * x.y, o.z += factor * x.z, o.w += factor * x.w;
+        }
+        if (segment.count == 1) write_row<T>(args, unit, rows.begin + 8 * n + row, d, o, top, total);
+        else write_partial(args, segment.slot, 8 * n + row, d, o, top, total);
+      }
+    }
+    if (segment.count == 1) return;
+    const int first = range_of_unit(segment);
+    if (last_to_arrive(args.tickets + first, segment.count, thread, kThreads, arrived))
+      merge_unit<T>(args, unit, first, segment.count, thread, kThreads);
+  }
+
+  // The range that begins the unit.
+  __device__ __forceinline__ int range_of_unit(const LeanSegment& segment) const {
+    return segment.slot / 2 - segment.index;
+  }
+};
+
+// A consumer warp that holds 16 rows of the unit's 128.
+template <class T, int kWidth>
+struct RowConsumer {
+  using Tile = LeanTile<kWidth, 128>;
+  static constexpr int kTokens = Tile::kTokens;
+  static constexpr int kRows = 128;
+  static constexpr int kThreads = 32 * Tile::kConsumerWarps;
+
+  const LeanAttentionArgs& args;
+  const LeanTileLoads& loads;
+  const RingAddresses& ring;
+  uint32_t query;  // shared address of [box][128][64], swizzled like a slot
+  volatile uint32_t* arrived;
+  RingPlace place = {};
+  int warp, lane;
+
+  float output[kWidth / 8][4];
+  float max[2], sum[2];  // of rows lane / 4 and lane / 4 + 8 of the warp's
+  RowBounds bounds[2];
+
+  __device__ __forceinline__ void run(const LeanRange& range) {
+    for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
+      const LeanSpan all = lean_unit_rows(args, unit.row_tile);
+      const LeanSpan rows = {lean_min(all.begin + 16 * warp, all.end), lean_min(all.begin + 16 * warp + 16, all.end)};
+      begin_unit(unit, rows);
+      const LeanSpan common = common_keys(args, unit, rows);
+      const LeanSpan seen = lean_unit_keys(args, unit.request, unit.row_tile);
+      const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+      LeanSpan mine = {0, 0};  // what some row of this warp sees
+      if (rows.begin < real_rows)
+        mine = {lean_token_keys(args, unit.request, rows.begin / args.group).begin,
+                lean_token_keys(args, unit.request, (real_rows - 1) / args.group).end};
+      for (int tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+        const int begin = tile * kTokens;
+        if (begin >= mine.end || begin + kTokens <= mine.begin) {
+          skip();
+          skip();
+        } else {
+          consume(begin, begin < common.begin || begin + kTokens > common.end, seen);
+        }
+      }
+      finish(unit, segment, rows);
+    });
+  }
+
+  __device__ __forceinline__ void skip() {
+    barrier_wait(ring.full + place.slot * 8, place.parity);
+    release();
+  }
+
+  __device__ __forceinline__ void release() {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(ring.empty + place.slot * 8);
+    place.next(loads.slots);
+  }
+
+  __device__ __forceinline__ void begin_unit(const LeanUnit& unit, LeanSpan rows) {
+    const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+    const int chunks = loads.key_boxes * 8;
+    __syncwarp();  // the previous unit's rows have been read
+    for (int i = lane; i < 16 * chunks; i += 32) {
+      const int r = i / chunks, chunk = i - r * chunks, row = rows.begin + r;
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (row < real_rows && chunk * 8 < args.key_width) {
+        const RowPlace at = row_place(args, unit, row);
+        x = *reinterpret_cast<const uint4*>(static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
+                                            at.head * args.query_strides.head + at.token * args.query_strides.token +
+                                            chunk * 8);
+      }
+      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(query + slot_offset<kRows>(16 * warp + r, chunk)),
+                   "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+    }
+    __syncwarp();
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      max[c] = -INFINITY;
+      sum[c] = 0.0f;
+      const int row = rows.begin + lane / 4 + 8 * c;
+      bounds[c] = row < rows.end ? row_bounds(args, unit, row) : RowBounds{0, 0};
+    }
+#pragma unroll
+    for (int d = 0; d < kWidth / 8; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[d][i] = 0.0f;
+  }
+
+  __device__ __forceinline__ void consume(int begin, bool masked, LeanSpan seen) {
+    float s[kTokens / 8][4];
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
+    const uint32_t keys = ring.slots + place.slot * Tile::kSlotBytes;
+    barrier_wait(ring.full + place.slot * 8, place.parity);
+    const uint16_t* missing = ring.masked_out + place.slot * Tile::kSlices;
+    unsigned missing_bits[Tile::kSlices];
+#pragma unroll
+    for (int t = 0; t < Tile::kSlices; ++t) {
+      missing_bits[t] = 0;
+      if (args.cache_kind == kLeanPaged) {
+        missing_bits[t] = missing[t];
+        masked = masked || missing_bits[t] != 0;
+      }
+    }
+#pragma unroll
+    for (int box = 0; box < kWidth / kBoxColumns; ++box) {
+      if (box >= loads.key_boxes) break;
+#pragma unroll
+      for (int k = box * 4; k < box * 4 + 4; ++k) {
+        uint32_t a[4];
+        load_matrices(a, query + slot_offset<kRows>(16 * warp + lane % 16, 2 * k + lane / 16));
+#pragma unroll
+        for (int t = 0; t < kTokens / 16; ++t) {
+          uint32_t b[4];
+          load_matrices(b, keys + slot_offset<kTokens>(16 * t + lane % 8 + lane / 16 * 8, 2 * k + lane / 8 % 2));
+          mma(T{}, s[2 * t], a, b[0], b[1]);
+          mma(T{}, s[2 * t + 1], a, b[2], b[3]);
+        }
+      }
+    }
+    release();
+
+    const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float x = s[n][i] * scale;
+        if (args.softcap > 0.0f) x = cap_logit(x, args.softcap) * kLog2E;
+        if (masked) {
+          const int at = 8 * n + lane % 4 * 2 + i % 2, j = begin + at;
+          if (j < bounds[i / 2].begin || j >= bounds[i / 2].end || (missing_bits[n / 2] >> (at % 16) & 1)) x = -INFINITY;
+        }
+        s[n][i] = x;
+        top[i / 2] = fmaxf(top[i / 2], x);
+      }
+    }
+    if (__any_sync(kFullWarp, top[0] > max[0] + kRescaleAt || top[1] > max[1] + kRescaleAt)) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = fmaxf(top[c], max[c]);
+        x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 1));
+        x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, 2));
+        const float factor = rescale(max[c], x);
+        max[c] = x;
+        sum[c] *= factor;
+#pragma unroll
+        for (int d = 0; d < kWidth / 8; ++d) {
+          output[d][2 * c] *= factor;
+          output[d][2 * c + 1] *= factor;
+        }
+      }
+    }
+    const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[n][i] = exp2_fast(s[n][i] - base[i / 2]);
+        sum[i / 2] += s[n][i];
+      }
+    }
+
+    const uint32_t values = ring.slots + place.slot * Tile::kSlotBytes;
+    barrier_wait(ring.full + place.slot * 8, place.parity);
+#pragma unroll
+    for (int t = 0; t < kTokens / 16; ++t) {
+      const uint32_t p[4] = {pack_pair(T{}, s[2 * t][0], s[2 * t][1]), pack_pair(T{}, s[2 * t][2], s[2 * t][3]),
+                             pack_pair(T{}, s[2 * t + 1][0], s[2 * t + 1][1]),
+                             pack_pair(T{}, s[2 * t + 1][2], s[2 * t + 1][3])};
+      uint32_t keep[2] = {0xffffffffu, 0xffffffffu};
+      if (masked) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const int at = 8 * half + lane % 4 * 2, j = begin + 16 * t + at;
+          keep[half] = keep_pair(j >= seen.begin && j < seen.end && !(missing_bits[t] >> at & 1),
+                                 j + 1 >= seen.begin && j + 1 < seen.end && !(missing_bits[t] >> (at + 1) & 1));
+        }
+      }
+#pragma unroll
+      for (int box = 0; box < kWidth / kBoxColumns; ++box) {
+        if (box >= loads.value_boxes) break;
+#pragma unroll
+        for (int d = box * 4; d < box * 4 + 4; ++d) {
+          uint32_t b[4];
+          load_matrices_transposed(b, values + slot_offset<kTokens>(16 * t + lane % 16, 2 * d + lane / 16));
+          if (masked) b[0] &= keep[0], b[1] &= keep[1], b[2] &= keep[0], b[3] &= keep[1];
+          mma(T{}, output[2 * d], p, b[0], b[1]);
+          mma(T{}, output[2 * d + 1], p, b[2], b[3]);
+        }
+      }
+    }
+    release();
+  }
+
+  __device__ __forceinline__ void finish(const LeanUnit& unit, const LeanSegment& segment, LeanSpan rows) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 1);
+      sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 2);
+    }
+#pragma unroll
+    for (int d = 0; d < kWidth / 8; ++d) {
+      // Lanes 2i and 2i + 1 hold columns 4i .. 4i + 3 of two rows: the even lane takes the first row, the odd one
+      // the second.
+      const bool odd = lane % 2 != 0;
+      const float give0 = odd ? output[d][0] : output[d][2], give1 = odd ? output[d][1] : output[d][3];
+      const float got0 = __shfl_xor_sync(kFullWarp, give0, 1), got1 = __shfl_xor_sync(kFullWarp, give1, 1);
+      const int c = odd ? 1 : 0;
+      const float4 o = odd ? make_float4(got0, got1, output[d][2], output[d][3])
+                           : make_float4(output[d][0], output[d][1], got0, got1);
+      const int row = rows.begin + lane / 4 + 8 * c, column = 8 * d + lane % 4 / 2 * 4;
+      if (row < rows.end && column < args.value_width) {
+        if (segment.count == 1) write_row<T>(args, unit, row, column, o, max[c], sum[c]);
+        else write_partial(args, segment.slot, row % kRows, column, o, max[c], sum[c]);
+      }
+    }
+    if (segment.count == 1) return;
+    const int thread = warp * 32 + lane, first = segment.slot / 2 - segment.index;
+    if (last_to_arrive(args.tickets + first, segment.count, thread, kThreads, arrived))
+      merge_unit<T>(args, unit, first, segment.count, thread, kThreads);
+  }
+};
+
+template <class T, int kWidth, int kRows>
+__global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
+    LeanAttentionKernel(const __grid_constant__ LeanAttentionArgs args, const __grid_constant__ LeanTileLoads loads,
+                        const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
+  using Tile = LeanTile<kWidth, kRows>;
+  extern __shared__ char raw[];
+  char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int producer_warps = blockDim.x / 32 - Tile::kConsumerWarps;
+
+  char* at = base + loads.slots * Tile::kSlotBytes;
+  RingAddresses ring;
+  ring.slots = shared_address(base);
+  const uint32_t query = shared_address(at);
+  at += Tile::kQueryBytes;
+  float* const scratch = reinterpret_cast<float*>(at);
+  at += Tile::kScratchBytes;
+  ring.full = shared_address(at);
+  ring.empty = ring.full + 8 * loads.slots;
+  at += 16 * loads.slots;
+  ring.masked_out = reinterpret_cast<uint16_t*>(at);
+  at += 2 * Tile::kSlices * loads.slots;
+  uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
+
+  if (threadIdx.x == 0) {
+    for (int slot = 0; slot < loads.slots; ++slot) {
+      barrier_init(ring.full + 8 * slot, producer_warps);
+      barrier_init(ring.empty + 8 * slot, Tile::kConsumerWarps);
+    }
+#if __CUDA_ARCH__ >= 900
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    if (loads.tensor_maps) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
+    }
+#endif
+  }
+  LeanRange range;
+  const bool working = locate_range(args, blockIdx.x, range);
+  __syncthreads();
+
+  if (args.append && warp < Tile::kConsumerWarps) {
+    constexpr int kThreads = 32 * Tile::kConsumerWarps;
+    const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+    if (loads.append_16_bytes) append_all<T, uint4>(args, thread, static_cast<int64_t>(gridDim.x) * kThreads);
+    else append_all<T, T>(args, thread, static_cast<int64_t>(gridDim.x) * kThreads);
+  }
+  if (!working) return;
+  // Row consumers need more registers than a block of 12 warps can give every thread.
+  if (warp >= Tile::kConsumerWarps) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (!Tile::kSplitTokens) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+#endif
+    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, {}, warp - Tile::kConsumerWarps, producer_warps, lane};
+    producer.run(range);
+  } else if constexpr (Tile::kSplitTokens) {
+    TokenConsumer<T, kWidth, kRows / 8> consumer{args, loads, ring, scratch, arrived, {}, warp, lane};
+    consumer.run(range);
+  } else {
+#if __CUDA_ARCH__ >= 900
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+#endif
+    RowConsumer<T, kWidth> consumer{args, loads, ring, query, arrived, {}, warp, lane};
+    consumer.run(range);
+  }
+}
+
+// Launches the kernel for one element type; `width`: 64, 128 or 256, at least D and Dv; args.plan holds the tile.
+template <class T>
+int launch_mma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
+               const CUtensorMap& value_map, int width, int producer_warps, void* stream);
+
+template <class T, int kWidth, int kRows>
+int launch_mma_tile(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
+                    const CUtensorMap& value_map, int producer_warps, void* stream) {
+  using Tile = LeanTile<kWidth, kRows>;
+  const auto kernel = LeanAttentionKernel<T, kWidth, kRows>;
+  const int bytes = Tile::shared_bytes(loads.slots);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<args.plan.max_ranges, 32 * (Tile::kConsumerWarps + producer_warps), bytes,
+           static_cast<cudaStream_t>(stream)>>>(args, loads, key_map, value_map);
+  return cudaGetLastError();
+}
+
+}  // namespace leanfleet

@@ -1,0 +1,290 @@
+#include <algorithm>
+#include <atomic>
+#include <cmath>
+#include <cstdlib>
+#include <cstring>
+#include <utility>
+
+#include "core/cpu_isa.h"
+#include "core/op_specs.h"
+#include "lean_attention/schedule.h"
+#ifdef LEANFLEET_CUDA
+#include "core/cuda_target.h"
+#endif
+
+LEANFLEET_CPU_FUNCTION(int64_t, lean_thread_scratch, (const LeanAttentionArgs& args))
+LEANFLEET_CPU_FUNCTION(void, lean_attend,
+                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
+LEANFLEET_CPU_FUNCTION(void, lean_merge,
+                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
+
+namespace leanfleet::lean_attention {
+
+namespace {
+
+constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page ids are int32 in the kernels
+
+LeanStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
+  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
+  return {strides.batch, strides.head, strides.token};
+}
+
+// Everything but the plan and the workspace.
+LeanAttentionArgs make_args(const Call& call) {
+  const auto dim = [&](Dim symbol) { return call.dims[symbol]; };
+  const int64_t b = dim(kDimB), h = dim(kDimH), hkv = dim(kDimHkv), nq = dim(kDimNq), d = dim(kDimD), dv = dim(kDimDv);
+  const bool bnhd = call.bnhd();
+  LeanAttentionArgs args = {};
+  args.query = call.inputs[kQuery].data;
+  args.key_cache = call.inputs[kKeyCache].data;
+  args.value_cache = call.inputs[kValueCache].data;
+  args.new_key = call.inputs[kNewKey].data;
+  args.new_value = call.inputs[kNewValue].data;
+  args.output = call.outputs[kOutOutput].data;
+  args.lse = call.outputs[kOutLse].as<float>();
+  args.key_cache_out = call.outputs[kOutKeyCacheOut].data;
+  args.value_cache_out = call.outputs[kOutValueCacheOut].data;
+  args.seq_lens = call.inputs[kSeqLens].as<const int32_t>();
+  args.query_lens = call.inputs[kQueryLens].as<const int32_t>();
+  args.cu_seqlens = call.inputs[kCuSeqlens].as<const int32_t>();
+  args.block_table = call.inputs[kBlockTable].as<const int32_t>();
+  args.sinks = call.inputs[kSinks].as<const float>();
+
+  args.query_strides = strides_of(bnhd, h, nq, d);
+  args.output_strides = strides_of(bnhd, h, nq, dv);
+  args.lse_strides = strides_of(bnhd, h, nq, 1);
+  args.new_key_strides = strides_of(bnhd, hkv, nq, d);
+  args.new_value_strides = strides_of(bnhd, hkv, nq, dv);
+  args.key_cache_elements = call.inputs[kKeyCache].elements();
+  args.value_cache_elements = call.inputs[kValueCache].elements();
+  if (call.inputs[kBlockTable].present()) {
+    const int64_t block = dim(kDimBlock);
+    args.cache_kind = kLeanPaged;
+    args.capacity = static_cast<int32_t>(dim(kDimM) * block);
+    args.block = static_cast<int32_t>(block);
+    args.pages_per_request = static_cast<int32_t>(dim(kDimM));
+    args.num_pages = static_cast<int32_t>(dim(kDimP));
+    args.key_strides = {0, block * hkv * d, d, hkv * d};
+    args.value_strides = {0, block * hkv * dv, dv, hkv * dv};
+  } else if (call.inputs[kCuSeqlens].present()) {
+    const int64_t total = dim(kDimTotal);
+    args.cache_kind = kLeanRagged;
+    args.capacity = static_cast<int32_t>(total);
+    args.key_strides = {0, 0, total * d, d};
+    args.value_strides = {0, 0, total * dv, dv};
+  } else {
+    const int64_t s = dim(kDimS);
+    args.cache_kind = kLeanDense;
+    args.capacity = static_cast<int32_t>(s);
+    args.key_strides = {hkv * s * d, 0, s * d, d};
+    args.value_strides = {hkv * s * dv, 0, s * dv, dv};
+  }
+  args.dtype = static_cast<int32_t>(call.inputs[kQuery].dtype);
+  args.batch = static_cast<int32_t>(b);
+  args.heads = static_cast<int32_t>(h);
+  args.kv_heads = static_cast<int32_t>(hkv);
+  args.group = static_cast<int32_t>(h / hkv);
+  args.tokens = static_cast<int32_t>(nq);
+  args.key_width = static_cast<int32_t>(d);
+  args.value_width = static_cast<int32_t>(dv);
+  const float scale = call.attrs[kAttrScale].f;
+  args.scale = scale != 0.0f ? scale : static_cast<float>(1.0 / std::sqrt(static_cast<double>(d)));
+  args.softcap = call.attrs[kAttrSoftcap].f;
+  args.window = static_cast<int32_t>(std::clamp<int64_t>(call.attrs[kAttrWindow].i, 0, kMaxPositions));
+  args.causal = call.attrs[kAttrCausal].i != 0;
+  args.append = call.attrs[kAttrAppend].i != 0;
+  return args;
+}
+
+// Asks for what the plan in `args` needs.
+void carve(LeanAttentionArgs& args, Workspace& ws) {
+  const int64_t slots = 2 * static_cast<int64_t>(args.plan.max_ranges) * args.plan.row_tile;
+  args.work_prefix = ws.scratch<int64_t>(args.batch + 1);
+  args.partial_output = ws.scratch<float>(slots * args.value_width);
+  args.partial_max = ws.scratch<float>(slots);
+  args.partial_sum = ws.scratch<float>(slots);
+}
+
+Status check(const Call& call) {
+  const int64_t rows = call.dims[kDimH] * call.dims[kDimNq];
+  if (rows >= kMaxPositions)
+    return call.unsupported("query has H x Nq = " + std::to_string(rows) + " rows a request; the kernels take fewer than 2^30");
+  int64_t capacity = call.dims[kDimS];
+  if (call.inputs[kBlockTable].present()) capacity = call.dims[kDimM] * call.dims[kDimBlock];
+  else if (call.inputs[kCuSeqlens].present()) capacity = call.dims[kDimTotal];
+  if (capacity >= kMaxPositions || call.dims[kDimP] >= kMaxPositions)
+    return call.unsupported("the cache has " + std::to_string(capacity) +
+                            " positions a request; the kernels take fewer than 2^30 (and as many pages)");
+  return {};
+}
+
+std::string at(const char* name, int64_t index) { return std::string(name) + "[" + std::to_string(index) + "]"; }
+
+Status check_values(const Call& call, bool strict) {
+  if (!strict) return {};
+  const LeanAttentionArgs args = make_args(call);
+  if (args.cu_seqlens != nullptr) {
+    const int32_t* cu = args.cu_seqlens;
+    for (int32_t b = 0; b <= args.batch; ++b) {
+      if (cu[b] < 0 || cu[b] > args.capacity)
+        return call.invalid(at("cu_seqlens", b) + " is " + std::to_string(cu[b]) + "; the cache has " +
+                            std::to_string(args.capacity) + " positions, expected 0 .. " + std::to_string(args.capacity));
+      if (b > 0 && cu[b] < cu[b - 1])
+        return call.invalid(at("cu_seqlens", b) + " is " + std::to_string(cu[b]) + ", less than " +
+                            at("cu_seqlens", b - 1) + " = " + std::to_string(cu[b - 1]) + "; offsets must not fall");
+    }
+  }
+  for (int32_t b = 0; b < args.batch; ++b) {
+    const int32_t capacity =
+        args.cu_seqlens != nullptr ? args.cu_seqlens[b + 1] - args.cu_seqlens[b] : args.capacity;
+    const int32_t keys = args.seq_lens != nullptr ? args.seq_lens[b] : capacity;
+    if (keys < 0 || keys > capacity)
+      return call.invalid(at("seq_lens", b) + " is " + std::to_string(keys) + "; request " + std::to_string(b) +
+                          "'s cache holds " + std::to_string(capacity) + ", expected 0 .. " + std::to_string(capacity));
+    if (args.query_lens != nullptr) {
+      const int32_t tokens = args.query_lens[b];
+      if (tokens < 0 || tokens > args.tokens)
+        return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + "; query has " +
+                            std::to_string(args.tokens) + " rows a request, expected 0 .. " + std::to_string(args.tokens));
+      if (tokens > keys)
+        return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + ", more than the " +
+                            std::to_string(keys) + " valid keys of request " + std::to_string(b) +
+                            ", which count the new tokens");
+    }
+    if (args.block_table != nullptr) {
+      for (int32_t j = 0; j < args.pages_per_request && j * args.block < keys; ++j) {
+        const int32_t page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j];
+        if (page < 0 || page >= args.num_pages)
+          return call.invalid("block_table[" + std::to_string(b) + "," + std::to_string(j) + "] is " +
+                              std::to_string(page) + "; the pool has " + std::to_string(args.num_pages) +
+                              " pages, expected 0 .. " + std::to_string(args.num_pages - 1));
+      }
+    }
+  }
+  return {};
+}
+
+// How a CPU cuts the work. Many rows share the transposed keys of a tile; more ranges than threads even out what
+// tiles really cost and what else the machine does, where there is enough work.
+LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
+  constexpr int32_t kRowTile = 96;
+  const int32_t rows = args.group * args.tokens, row_tiles = (rows + kRowTile - 1) / kRowTile;
+  LeanPlan plan;
+  plan.key_tile = 128;
+  plan.row_tile = row_tiles == 1 ? rows : ((rows + row_tiles - 1) / row_tiles + 5) / 6 * 6;
+  plan.unit_overhead = 0;
+  plan.max_ranges = 4 * threads;
+  plan.min_range_work = 1;
+  return plan;
+}
+
+void copy_cache(Threads& threads, const void* from, void* to, int64_t bytes) {
+  constexpr int64_t kChunk = 1 << 20;
+  if (from == to) return;
+  parallel_for(threads, (bytes + kChunk - 1) / kChunk, [&](int64_t i) {
+    std::memcpy(static_cast<char*>(to) + i * kChunk, static_cast<const char*>(from) + i * kChunk,
+                std::min(kChunk, bytes - i * kChunk));
+  });
+}
+
+// Writes the new keys or values of request b and head h to their positions.
+void append_rows(const LeanAttentionArgs& args, int32_t b, int32_t h, const void* rows, void* cache,
+                 const LeanStrides& from, const LeanCacheStrides& to, int64_t width, int64_t element) {
+  const LeanRequest request = lean_request(args, b);
+  for (int32_t i = 0; i < request.tokens; ++i) {
+    const int32_t position = request.keys - request.tokens + i;
+    int64_t offset = b * to.batch + h * to.head;
+    if (args.cache_kind == kLeanPaged) {
+      const int32_t page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + position / args.block];
+      if (page < 0 || page >= args.num_pages) continue;
+      offset += page * to.page + position % args.block * to.token;
+    } else {
+      offset += (static_cast<int64_t>(request.start) + position) * to.token;
+    }
+    std::memcpy(static_cast<char*>(cache) + offset * element,
+                static_cast<const char*>(rows) + (b * from.batch + h * from.head + i * from.token) * element,
+                width * element);
+  }
+}
+
+void append(const LeanAttentionArgs& args, Threads& threads, int64_t element) {
+  copy_cache(threads, args.key_cache, args.key_cache_out, args.key_cache_elements * element);
+  copy_cache(threads, args.value_cache, args.value_cache_out, args.value_cache_elements * element);
+  const auto append_head = [&](int64_t i) {
+    const int32_t b = static_cast<int32_t>(i / args.kv_heads), h = static_cast<int32_t>(i % args.kv_heads);
+    append_rows(args, b, h, args.new_key, args.key_cache_out, args.new_key_strides, args.key_strides, args.key_width,
+                element);
+    append_rows(args, b, h, args.new_value, args.value_cache_out, args.new_value_strides, args.value_strides,
+                args.value_width, element);
+  };
+  const int64_t heads = static_cast<int64_t>(args.batch) * args.kv_heads;
+  if (heads * args.tokens * (args.key_width + args.value_width) * element < (1 << 16)) {
+    for (int64_t i = 0; i < heads; ++i) append_head(i);  // sooner done than shared out
+  } else {
+    parallel_for(threads, heads, [&](int64_t i) { append_head(i); });
+  }
+}
+
+Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
+  Threads& threads = *target.threads;
+  LeanAttentionArgs args = make_args(call);
+  args.plan = cpu_plan(args, threads.count());
+  carve(args, ws);
+  const int64_t stride = select_lean_thread_scratch()(args);
+  char* const scratch = ws.scratch<char>(threads.count() * stride);
+  if (ws.counting()) return {};
+
+  if (args.append) append(args, threads, element_size(call.inputs[kQuery].dtype));
+
+  const int64_t work = lean_work_prefix(args, args.work_prefix);
+  const int32_t ranges = lean_num_ranges(args.plan, work);
+  const int64_t tasks = std::min(threads.count(), ranges);
+  // A task is a thread's share of scratch; it takes ranges until none is left.
+  const auto for_ranges = [&](auto kernel) {
+    std::atomic<int32_t> next{0};
+    parallel_for(threads, tasks, [&](int64_t task) {
+      for (int32_t range; (range = next.fetch_add(1, std::memory_order_relaxed)) < ranges;)
+        kernel(args, work, ranges, range, scratch + task * stride);
+    });
+  };
+  for_ranges(select_lean_attend());
+  const auto merge = select_lean_merge();
+  const int64_t partial = static_cast<int64_t>(ranges) * args.plan.row_tile * args.value_width;
+  if (partial < (1 << 16)) {
+    for (int32_t range = 0; range + 1 < ranges; ++range) merge(args, work, ranges, range, scratch);
+  } else {
+    for_ranges(merge);
+  }
+  return {};
+}
+
+#ifdef LEANFLEET_CUDA
+// LEANFLEET_RANGES: another number of ranges than one a multiprocessor, for tests of the schedule on a device.
+int32_t forced_ranges() {
+  const char* text = std::getenv("LEANFLEET_RANGES");
+  return text != nullptr ? static_cast<int32_t>(std::clamp(std::atoi(text), 0, 1 << 16)) : 0;
+}
+
+Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  LeanAttentionArgs args = make_args(call);
+  for (const auto& [name, width] : {std::pair("D", args.key_width), std::pair("Dv", args.value_width)})
+    if (width > 256 || width % 8 != 0)
+      return call.unsupported(std::string(name) + " = " + std::to_string(width) +
+                              "; the CUDA kernels take multiples of 8 up to 256, others run on the CPU");
+  args.plan = lean_cuda_plan(args, target.sm_count);
+  if (const int32_t ranges = forced_ranges()) args.plan.max_ranges = ranges;
+  carve(args, ws);
+  args.tickets = ws.sync<uint32_t>(args.plan.max_ranges);
+  if (ws.counting()) return {};
+  return cuda_status(call, "launch of the LeanAttention kernel",
+                     launch_lean_attention(args, target.device, target.compute_capability, target.stream));
+}
+#else
+constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+#endif
+
+}  // namespace
+
+const OpImpl kImpl = {check, check_values, run_on_cpu, run_on_cuda};
+
+}  // namespace leanfleet::lean_attention

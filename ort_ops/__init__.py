@@ -1,0 +1,85 @@
+"""leanfleet's operators in ONNX Runtime: the library's path, its registration, and sessions.
+
+Importing this module needs neither onnxruntime nor torch nor a GPU.
+"""
+
+import os
+import re
+import weakref
+
+from leanfleet import native
+
+OLDEST_RUNTIME = (1, 18)  # the first with the C API that the library asks for
+
+_registered = weakref.WeakSet()
+
+
+def get_library_path():
+    """Path of libleanfleet_ort.so, for SessionOptions.register_custom_ops_library and other runtimes' settings.
+
+    Raises FileNotFoundError where the package was installed without its libraries.
+    """
+    return str(native.library_path("leanfleet_ort"))
+
+
+def _onnxruntime():
+    try:
+        import onnxruntime
+    except ImportError as error:
+        raise ImportError(
+            "leanfleet.ort_ops needs onnxruntime, which cannot be imported here: pip install 'leanfleet[ort]', or for "
+            f"NVIDIA GPUs pip install leanfleet onnxruntime-gpu ({error})") from error
+    found = tuple(map(int, re.findall(r"\d+", onnxruntime.__version__)[:2]))
+    if found < OLDEST_RUNTIME:
+        raise RuntimeError(f"leanfleet needs onnxruntime {'.'.join(map(str, OLDEST_RUNTIME))} or newer; found "
+                           f"{onnxruntime.__version__}. Run: pip install -U onnxruntime")
+    return onnxruntime
+
+
+def register(session_options):
+    """Makes leanfleet's operators known to sessions created with these onnxruntime.SessionOptions; returns them.
+
+    Doing it again to the same object changes nothing. Raises ImportError (no onnxruntime), RuntimeError (one older
+    than 1.18) or FileNotFoundError (the package's library is missing).
+    """
+    _onnxruntime()
+    path = get_library_path()
+    if session_options not in _registered:
+        session_options.register_custom_ops_library(path)
+        _registered.add(session_options)
+    return session_options
+
+
+def _default_providers(available):
+    if "CUDAExecutionProvider" in available and "cuda" in native.build_info():
+        return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    return ["CPUExecutionProvider"]
+
+
+def make_session(model, providers=None, session_options=None, **kwargs):
+    """An onnxruntime.InferenceSession that knows leanfleet's operators.
+
+    model: a path, the bytes of a model, or an onnx.ModelProto. providers: as InferenceSession takes them; None: CUDA
+    where onnxruntime and this build of leanfleet both have it, then the CPU. session_options: gets the operators
+    registered, see register; None: new ones. kwargs go to InferenceSession.
+
+    Raises what register raises, and ValueError for a provider that the installed onnxruntime does not have. Errors
+    in the model are onnxruntime's; those about our nodes name operator, node, argument, and the values found and
+    allowed.
+    """
+    ort = _onnxruntime()
+    available = ort.get_available_providers()
+    if providers is None:
+        providers = _default_providers(available)
+    for provider in providers:
+        name = provider if isinstance(provider, str) else provider[0]
+        if name not in available:
+            raise ValueError(f"provider {name} is not in the installed onnxruntime {ort.__version__}, which has "
+                             f"{', '.join(available)}" + ("; CUDA needs the package onnxruntime-gpu in place of "
+                                                          "onnxruntime" if name.startswith("CUDA") else ""))
+    if hasattr(model, "SerializeToString"):
+        model = model.SerializeToString()
+    elif not isinstance(model, bytes):
+        model = os.fspath(model)
+    options = register(session_options if session_options is not None else ort.SessionOptions())
+    return ort.InferenceSession(model, options, providers=providers, **kwargs)

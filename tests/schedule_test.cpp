@@ -1,0 +1,235 @@
+// Walks the stream-K schedule as a kernel would, for many shapes, lengths and numbers of ranges, and checks that every
+// visible key/value tile is visited exactly once, that contributors are counted consistently and that no partial
+// result is overwritten. Prints the number of schedules; exits with 1 and the case at the first that is wrong.
+#include <cstdio>
+#include <cstdlib>
+#include <random>
+#include <string>
+#include <vector>
+
+#include "lean_attention/schedule.h"
+
+namespace {
+
+using namespace leanfleet;
+
+std::string describe(const LeanAttentionArgs& args) {
+  const LeanPlan& plan = args.plan;
+  std::string text = "B=" + std::to_string(args.batch) + " Hkv=" + std::to_string(args.kv_heads) +
+                     " group=" + std::to_string(args.group) + " Nq=" + std::to_string(args.tokens) +
+                     " capacity=" + std::to_string(args.capacity) + " kind=" + std::to_string(args.cache_kind) +
+                     " causal=" + std::to_string(args.causal) + " window=" + std::to_string(args.window) +
+                     " key_tile=" + std::to_string(plan.key_tile) + " row_tile=" + std::to_string(plan.row_tile) +
+                     " overhead=" + std::to_string(plan.unit_overhead) + " ranges=" + std::to_string(plan.max_ranges) +
+                     " min=" + std::to_string(plan.min_range_work);
+  for (int b = 0; b < args.batch; ++b) {
+    const LeanRequest request = lean_request(args, b);
+    text += " (" + std::to_string(request.start) + "," + std::to_string(request.keys) + "," +
+            std::to_string(request.tokens) + ")";
+  }
+  return text;
+}
+
+void require(bool condition, const char* what, const LeanAttentionArgs& args) {
+  if (condition) return;
+  std::printf("%s: %s\n", what, describe(args).c_str());
+  std::exit(1);
+}
+
+// Whether packed row `row` of the request sees key `key`, straight from the operator's definition.
+bool sees(const LeanAttentionArgs& args, const LeanRequest& request, int row, int key) {
+  const int token = row / args.group;
+  if (token >= request.tokens || key >= request.keys) return false;
+  const int position = request.keys - request.tokens + token;
+  if (args.causal && key > position) return false;
+  return args.window <= 0 || key > position - args.window;
+}
+
+void check_request(const LeanAttentionArgs& args, int b) {
+  const LeanRequest request = lean_request(args, b);
+  int64_t capacity = args.capacity, start = 0;
+  if (args.cache_kind == kLeanRagged) {
+    const auto inside = [&](int64_t x) { return x < 0 ? 0 : x > args.capacity ? args.capacity : x; };
+    start = inside(args.cu_seqlens[b]);
+    capacity = inside(args.cu_seqlens[b + 1]) - start;
+    if (capacity < 0) capacity = 0;
+  }
+  int64_t keys = args.seq_lens != nullptr ? args.seq_lens[b] : capacity;
+  keys = keys < 0 ? 0 : keys > capacity ? capacity : keys;
+  int64_t tokens = args.query_lens != nullptr ? args.query_lens[b] : args.tokens;
+  tokens = tokens < 0 ? 0 : tokens > args.tokens ? args.tokens : tokens;
+  tokens = tokens > keys ? keys : tokens;
+  require(request.start == start && request.keys == keys && request.tokens == tokens, "clamped lengths are wrong", args);
+}
+
+// What a kernel does with args.plan; prefix has room for B + 1.
+void check_schedule(const LeanAttentionArgs& args) {
+  std::vector<int64_t> prefix(args.batch + 1);
+  const int64_t work = lean_work_prefix(args, prefix.data());
+  const int ranges = lean_num_ranges(args.plan, work);
+  const int row_tiles = lean_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
+  require(ranges >= 1 && ranges <= args.plan.max_ranges && ranges <= work, "number of ranges is out of bounds", args);
+  require(work >= units, "a unit has no place on the line", args);
+  require(static_cast<int64_t>(row_tiles) * args.plan.row_tile >= static_cast<int64_t>(args.group) * args.tokens,
+          "query tiles do not hold all rows", args);
+
+  struct Visits {
+    LeanSpan tiles;
+    int next;          // the tile that must be visited next
+    int contributors;  // so far
+    int count, first;  // as the first contributor saw them
+  };
+  std::vector<Visits> visits(units, {{0, 0}, -1, 0, 0, 0});
+  std::vector<int> slot_user(2 * static_cast<size_t>(ranges), -1);
+  int64_t least = work, most = 0;
+
+  for (int range = 0; range < ranges; ++range) {
+    const int64_t begin = lean_range_begin(work, ranges, range), end = lean_range_begin(work, ranges, range + 1);
+    require(begin < end, "a range is empty", args);
+    least = end - begin < least ? end - begin : least;
+    most = end - begin > most ? end - begin : most;
+    for (int64_t x : {begin, end - 1}) require(lean_range_of(work, ranges, x) == range, "wrong owner of a position", args);
+    LeanUnit unit = lean_locate(args, prefix.data(), begin);
+    require(unit.position <= begin && begin < lean_unit_end(args, unit), "the located unit does not hold it", args);
+    for (;;) {
+      const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
+      const int id = (unit.b * args.kv_heads + unit.head) * row_tiles + unit.row_tile;
+      require(unit.b < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit", args);
+      if (segment.contributes) {
+        Visits& seen = visits[id];
+        require(segment.index == seen.contributors, "contributors are counted inconsistently", args);
+        if (segment.index == 0) {
+          seen = {unit.tiles, unit.tiles.begin, 0, segment.count, range};
+        }
+        require(segment.count == seen.count && segment.index < segment.count, "contributors disagree on their count", args);
+        require(segment.tiles.begin == seen.next, "a tile is skipped or visited twice", args);
+        require(segment.tiles.end > segment.tiles.begin || unit.tiles.end == unit.tiles.begin,
+                "a contributor has no tile", args);
+        seen.next = segment.tiles.end;
+        ++seen.contributors;
+        if (segment.count > 1) {
+          require(segment.slot == lean_slot(seen.first, segment.index), "a slot is not where the merge looks", args);
+          require(segment.slot >= 0 && segment.slot < 2 * ranges, "a slot is out of bounds", args);
+          require(slot_user[segment.slot] < 0, "a partial result is overwritten", args);
+          slot_user[segment.slot] = id;
+        }
+      }
+      if (lean_unit_end(args, unit) >= end) break;
+      lean_next_unit(args, unit);
+    }
+  }
+  require(most - least <= 1, "ranges differ by more than a tile", args);
+
+  for (int id = 0; id < units; ++id) {
+    const Visits& seen = visits[id];
+    require(seen.next >= 0, "a unit has no owner", args);
+    require(seen.contributors == seen.count, "a unit lacks contributors", args);
+    require(seen.next == seen.tiles.end, "the last tiles of a unit are not visited", args);
+  }
+}
+
+// The tiles of every unit hold exactly the keys that its rows see.
+void check_tiles(const LeanAttentionArgs& args) {
+  for (int b = 0; b < args.batch; ++b) {
+    check_request(args, b);
+    const LeanRequest request = lean_request(args, b);
+    for (int row_tile = 0; row_tile < lean_row_tiles(args); ++row_tile) {
+      const LeanSpan rows = lean_unit_rows(args, row_tile), tiles = lean_unit_tiles(args, request, row_tile);
+      const LeanSpan keys = lean_unit_keys(args, request, row_tile);
+      int first = args.capacity, last = -1;
+      for (int row = rows.begin; row < rows.end; ++row) {
+        int row_first = args.capacity, row_last = -1;
+        for (int key = 0; key < args.capacity; ++key) {
+          if (!sees(args, request, row, key)) continue;
+          row_first = key < row_first ? key : row_first;
+          row_last = key;
+        }
+        if (row / args.group < request.tokens) {
+          const LeanSpan seen = lean_token_keys(args, request, row / args.group);
+          require(seen.begin == row_first && seen.end == row_last + 1, "the keys of a token are wrong", args);
+        }
+        first = row_first < first ? row_first : first;
+        last = row_last > last ? row_last : last;
+      }
+      if (last < 0) {
+        require(tiles.begin == tiles.end && keys.begin == keys.end, "padding has work", args);
+      } else {
+        require(keys.begin == first && keys.end == last + 1, "the keys of a unit are wrong", args);
+        require(tiles.begin == first / args.plan.key_tile && tiles.end == last / args.plan.key_tile + 1,
+                "the tiles of a unit are wrong", args);
+      }
+    }
+  }
+}
+
+}  // namespace
+
+int main() {
+  std::mt19937 random(1);
+  const auto pick = [&](auto... choices) {
+    const int values[] = {choices...};
+    return values[random() % (sizeof values / sizeof *values)];
+  };
+  int64_t schedules = 0;
+
+  // Every length around the tile's edges, alone and beside a long neighbour.
+  for (int ranges : {1, 2, 7, 131, 132, 264}) {
+    for (int length = 0; length <= 140; ++length) {
+      for (int overhead : {0, 1, 3}) {
+        const int32_t seq_lens[] = {length, 140, length};
+        LeanAttentionArgs args = {};
+        args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1, args.capacity = 140;
+        args.seq_lens = seq_lens, args.causal = true;
+        args.plan = {64, 16, overhead, ranges, 1};
+        check_schedule(args);
+        if (ranges == 1 && overhead == 0) check_tiles(args);
+        ++schedules;
+      }
+    }
+  }
+
+  for (int round = 0; round < 12000; ++round) {
+    LeanAttentionArgs args = {};
+    args.batch = pick(1, 2, 3, 5, 33);
+    args.kv_heads = pick(1, 2, 3, 7);
+    args.group = pick(1, 3, 4, 5, 7, 16);
+    args.heads = args.kv_heads * args.group;
+    args.tokens = pick(1, 1, 2, 3, 17, 64, 65);
+    args.causal = pick(0, 1, 1) == 1;
+    args.window = args.causal ? pick(0, 0, 1, 5, 64, 1000) : 0;
+    args.capacity = pick(1, 63, 64, 65, 200, 1000);
+    args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96), pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264), pick(1, 2, 10)};
+    std::vector<int32_t> seq_lens, query_lens, cu_seqlens{0};
+    const auto length = [&](int limit) {  // garbage included
+      const int kind = pick(0, 1, 2, 3, 3, 3, 3, 3);
+      if (kind == 0) return pick(0, limit, limit - 1, 1);
+      if (kind == 1) return pick(-5, limit + 1, 2147483647, -2147483647 - 1);
+      return static_cast<int>(random() % (limit + 1));
+    };
+    for (int b = 0; b < args.batch; ++b) {
+      seq_lens.push_back(length(args.capacity));
+      query_lens.push_back(length(args.tokens));
+      cu_seqlens.push_back(pick(0, 1, 2, 3) == 0 ? length(args.capacity) : static_cast<int>(cu_seqlens.back() * 0.9) + pick(0, 1, 5, 63, 64, 65));
+    }
+    if (pick(0, 1, 1, 1) == 1) args.seq_lens = seq_lens.data();
+    if (pick(0, 1) == 1) args.query_lens = query_lens.data();
+    if (pick(0, 1) == 1) args.cache_kind = kLeanRagged, args.cu_seqlens = cu_seqlens.data();
+    check_schedule(args);
+    if (args.batch * args.group * args.tokens <= 200) check_tiles(args);
+    ++schedules;
+  }
+
+  // Sizes beyond 32 bits: W and range * W.
+  {
+    std::vector<int32_t> seq_lens(64, 1 << 29);
+    seq_lens[7] = 12345;
+    LeanAttentionArgs args = {};
+    args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1, args.capacity = 1 << 29;
+    args.seq_lens = seq_lens.data(), args.causal = true;
+    args.plan = {64, 16, 1, 264, 2};
+    check_schedule(args);
+    ++schedules;
+  }
+  std::printf("%lld schedules\n", static_cast<long long>(schedules));
+  return 0;
+}

@@ -1,0 +1,372 @@
+"""LeanAttention's CPU kernel against the float64 reference."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels import run_kernel
+
+from leanfleet.export import reference
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NAN = float("nan")
+BLOCK = 16
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_case(seed=0, variant="dense", dtype=torch.float32, lens=(65,), query_lens=None, H=6, Hkv=2, Nq=1, D=24, Dv=16,
+              block=BLOCK, spare=3, sinks=False, layout="bhnd", append=False, window=-1, **attrs):
+    """(inputs, attrs) of a call. Everything that no query sees is NaN: unused cache positions, padding rows, unused
+    pages, positions that `append` fills, keys before all windows. Unused page table entries point nowhere.
+
+    lens: valid keys of each request, new ones included. spare: positions or pages beyond those.
+    """
+    randn = torch.Generator().manual_seed(seed)
+    B, counts = len(lens), [min(Nq, n) for n in lens] if query_lens is None else list(query_lens)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=randn).to(dtype)
+
+    inputs = {"seq_lens": int32(lens), "query_lens": None if query_lens is None else int32(query_lens)}
+
+    def by_token(heads, width):
+        rows = normal(B, Nq, heads, width)
+        for b, n in enumerate(counts):
+            rows[b, n:] = NAN
+        return rows if layout == "bnhd" else rows.transpose(1, 2).contiguous()
+
+    inputs["query"] = by_token(H, D)
+    if append:
+        inputs["new_key"], inputs["new_value"] = by_token(Hkv, D), by_token(Hkv, Dv)
+
+    if variant == "dense":
+        S = max(max(lens) + spare, 1)
+        slots = [torch.arange(b * S, b * S + n) for b, n in enumerate(lens)]
+        total = B * S
+    elif variant == "ragged":
+        offsets = [0]
+        for n in lens:
+            offsets.append(offsets[-1] + n + spare)
+        slots = [torch.arange(begin, begin + n) for begin, n in zip(offsets, lens)]
+        total = max(offsets[-1], 1)
+        inputs["cu_seqlens"] = int32([min(n, total) for n in offsets])
+    else:
+        M = max(-(-n // block) for n in lens) + 1
+        pages = torch.randperm(B * M + spare, generator=randn)
+        table = pages[:B * M].reshape(B, M)
+        slots = [(table[b].unsqueeze(-1) * block + torch.arange(block)).flatten()[:n] for b, n in enumerate(lens)]
+        total = len(pages) * block
+        for b, n in enumerate(lens):
+            table[b, -(-n // block):] = torch.tensor([-1, 10**9, -2**31])[b % 3]
+        inputs["block_table"] = table.int()
+
+    for name, width in (("key_cache", D), ("value_cache", Dv)):
+        cache = torch.full((total, Hkv, width), NAN, dtype=dtype)
+        for where, n in zip(slots, counts):
+            seen = where[max(0, len(where) - n - window + 1):] if window > 0 else where
+            seen = seen[:len(seen) - n] if append else seen
+            cache[seen] = normal(len(seen), Hkv, width)
+        if variant == "dense":
+            cache = cache.reshape(B, S, Hkv, width).transpose(1, 2).contiguous()
+        elif variant == "ragged":
+            cache = cache.transpose(0, 1).contiguous()
+        else:
+            cache = cache.reshape(-1, block, Hkv, width)
+        inputs[name] = cache
+    if sinks:
+        inputs["sinks"] = torch.randn(H, generator=randn) + 2
+    return inputs, {"layout": layout, "append": int(append), "window": window, **attrs}
+
+
+def same_bits(a, b):
+    integer = torch.int32 if a.element_size() == 4 else torch.int16
+    return torch.equal(a.view(integer), b.view(integer))
+
+
+def judged(inputs, attrs):
+    """(float64 reference, what plain float32 arithmetic and rounding to the type give)."""
+    double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+    return reference.lean_attention(**double, **attrs), reference.lean_attention(**inputs, **attrs)
+
+
+def assert_close(name, found, judge, baseline):
+    """At most twice the baseline's greatest error, one rounding of the type and four of float32 more."""
+    found, baseline = found.double(), baseline.double()
+    finite = judge.isfinite()
+    assert torch.equal(finite, found.isfinite()), f"{name}: finite where the reference is not, or the other way"
+    assert torch.equal(found[~finite], judge[~finite]), name
+    if not finite.any():
+        return
+    found, judge, baseline = found[finite], judge[finite], baseline[finite]
+    largest = judge.abs().max().item()
+    rounding = 2.0**-24 * 4
+    bound = 2 * (baseline - judge).abs().max().item() + rounding * largest + 2.0**-126
+    error = (found - judge).abs().max().item()
+    assert error <= bound, f"{name}: error {error:.3g}, allowed {bound:.3g}, largest value {largest:.3g}"
+
+
+def check(inputs, attrs, threads=2, in_place=False):
+    """Runs the kernel and compares every output with the reference; returns the outputs."""
+    judge, baseline = judged(inputs, attrs)
+    given_inputs = {n: t.clone() if t is not None else None for n, t in inputs.items()}
+    outputs = run_kernel("LeanAttention", given_inputs, attrs, threads=threads, in_place=in_place)
+    names = list(outputs)
+    for name, j, base in zip(names[:2], judge, baseline):
+        if name == "output":  # one more rounding to the type is what storing costs
+            step = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[base.dtype]
+            base = base.double() + step * j.abs().max() * torch.sign(base.double() - j) / 2
+        assert_close(name, outputs[name], j, base)
+    for name, base in zip(names[2:], baseline[2:]):
+        assert same_bits(outputs[name], base), f"{name} differs from the cache with the new rows"
+    if not in_place:
+        assert all(t is None or same_bits(t, inputs[n]) for n, t in given_inputs.items()), "an input was changed"
+    return outputs
+
+
+VARIANTS = ("dense", "ragged", "paged")
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decode_ragged_batch(variant, dtype):
+    for group, (D, Dv) in ((1, (64, 64)), (3, (64, 32)), (4, (128, 96)), (5, (40, 24)), (7, (16, 17)), (16, (33, 64))):
+        inputs, attrs = make_case(group, variant, dtype, (1, 63, 64, 65, 300, 0, 128), H=2 * group, Hkv=2, D=D, Dv=Dv,
+                                  append=group % 2 == 0, softcap=3.0 if group == 4 else 0.0, sinks=group == 3)
+        check(inputs, attrs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompts(variant, layout, dtype):
+    for seed, attrs in enumerate(({}, {"causal": 0}, {"window": 1}, {"window": 20, "sinks": True, "append": True},
+                                  {"softcap": 5.0, "scale": 0.7, "append": True})):
+        inputs, attrs = make_case(seed, variant, dtype, (70, 130, 40, 0, 200), query_lens=(70, 65, 1, 0, 33), Nq=70,
+                                  H=6, Hkv=(2, 6)[seed % 2], D=(32, 20)[seed % 2], Dv=(48, 7)[seed % 2], layout=layout,
+                                  **attrs)
+        check(inputs, attrs, threads=3)
+
+
+@pytest.mark.parametrize("length", (1, 63, 64, 65, 127, 128, 129, 700))
+@pytest.mark.parametrize("Nq", (1, 2, 5, 64, 65))
+def test_lengths_at_tile_edges(length, Nq):
+    inputs, attrs = make_case(length, "paged", torch.float32, (length,), Nq=Nq, H=3, Hkv=1, D=64, Dv=64, append=True)
+    for threads in (1, 8):
+        check(inputs, attrs, threads)
+
+
+@pytest.mark.parametrize("block", (1, 3, 16, 256))
+def test_page_sizes(block):
+    inputs, attrs = make_case(1, "paged", torch.bfloat16, (200, 17, 130), query_lens=(2, 9, 0), Nq=9, block=block, D=64,
+                              append=True)
+    check(inputs, attrs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lengths_left_out(variant):
+    """seq_lens absent: the capacity; query_lens absent: Nq, or what the capacity allows."""
+    inputs, attrs = make_case(2, variant, lens=(48, 48, 48), spare=0, Nq=3)
+    if variant == "paged":
+        inputs["block_table"] = inputs["block_table"][:, :3].contiguous()
+    check({**inputs, "seq_lens": None}, attrs)
+    inputs, attrs = make_case(3, variant, lens=(2, 5, 0), spare=1, Nq=4)
+    check(inputs, attrs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_equals_out_of_place(variant, dtype):
+    inputs, attrs = make_case(4, variant, dtype, (90, 5, 33), query_lens=(4, 5, 0), Nq=5, append=True)
+    apart = check(inputs, attrs)
+    together = check(inputs, attrs, in_place=True)
+    assert all(same_bits(apart[name], together[name]) for name in apart)
+
+
+def test_one_cache_in_place():
+    """key_cache_out takes its input's buffer, value_cache_out does not, and the other way round."""
+    from kernels import aligned, entry, poisoned
+
+    from leanfleet import native, spec
+    op = spec.all_specs()["LeanAttention"]
+    inputs, attrs = make_case(5, "dense", lens=(40, 30), Nq=2, append=True)
+    expected = check(inputs, attrs)
+    for taken in ("key_cache", "value_cache"):
+        mine = {n: t.clone() if t is not None else None for n, t in inputs.items()}
+        outputs = {n: mine[taken] if n == f"{taken}_out" else poisoned(t.shape, t.dtype, t.device)
+                   for n, t in expected.items()}
+        call = native.Call("LeanAttention", [entry(mine.get(t.name)) for t in op.inputs],
+                           [entry(outputs[t.name]) for t in op.outputs], attrs, threads=2)
+        size, _ = call.workspace()
+        scratch, at = aligned(size, "cpu", 0xFF)
+        call.run(at, size)
+        assert all(same_bits(outputs[n], expected[n]) for n in expected)
+
+
+@pytest.mark.parametrize("threads", (1, 2, 3, 8, 61))
+def test_threads(threads):
+    """Any number of threads gives the same within rounding, and each the same bits every time."""
+    for seed, case in enumerate((dict(lens=(3000,), H=3, Hkv=1, D=64, Dv=64), dict(lens=(1, 900, 64, 700), H=8, Hkv=2),
+                                 dict(lens=(400, 100), Nq=100, H=4, Hkv=2), dict(lens=(0, 0)))):
+        inputs, attrs = make_case(seed, **case)
+        first = check(inputs, attrs, threads)
+        for _ in range(5):
+            again = run_kernel("LeanAttention", inputs, attrs, threads=threads)
+            assert all(same_bits(first[name], again[name]) for name in first)
+
+
+def test_empty_requests_and_padding():
+    for sinks in (False, True):
+        inputs, attrs = make_case(6, lens=(0, 9), query_lens=(0, 2), Nq=4, sinks=sinks)
+        out = run_kernel("LeanAttention", inputs, attrs)
+        assert (out["output"][0] == 0).all() and (out["output"][1, :, 2:] == 0).all()
+        assert (out["lse"][0] == -float("inf")).all() and (out["lse"][1, :, 2:] == -float("inf")).all()
+        assert out["lse"][1, :, :2].isfinite().all()
+
+
+def test_pages_outside_the_pool_are_masked_out():
+    """Also where none is left: output 0, and the sink alone in lse. Nothing is written to them."""
+    for sinks in (False, True):
+        for causal in (0, 1):
+            inputs, attrs = make_case(7, "paged", lens=(100, 40, 33), query_lens=(20, 3, 1), Nq=20, sinks=sinks,
+                                      append=True, causal=causal)
+            table = inputs["block_table"]
+            table[0, 1], table[0, 5], table[1, :], table[2, 2] = -1, 10**6, -5, 2**31 - 1
+            out = check(inputs, attrs)
+            assert (out["output"][1] == 0).all()
+
+
+def garbage(value, like):
+    return torch.full_like(like, value)
+
+
+@pytest.mark.parametrize("value", (-2**31, -1, 0, 5, 41, 2**31 - 1))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_garbage_lengths_are_clamped(variant, value):
+    """No index leaves a buffer (AddressSanitizer builds watch), and the clamped meaning is the reference's."""
+    inputs, attrs = make_case(8, variant, lens=(30, 40, 20), query_lens=(3, 4, 1), Nq=4, append=True)
+    for t in ("key_cache", "value_cache", "new_key", "new_value", "query"):
+        inputs[t] = inputs[t].nan_to_num(0.5)
+    for name in ("seq_lens", "query_lens", "block_table"):
+        if inputs.get(name) is not None:
+            check({**inputs, name: garbage(value, inputs[name])}, attrs)
+
+
+@pytest.mark.parametrize("offsets", ((-5, 10, 2**31 - 1, 20), (50, 40, 30, 20), (-2**31, -1, 99, 200), (0, 0, 0, 0)))
+def test_garbage_offsets_are_clamped(offsets):
+    inputs, attrs = make_case(9, "ragged", lens=(30, 40, 20), Nq=4)
+    for t in ("key_cache", "value_cache"):
+        inputs[t] = inputs[t].nan_to_num(0.5)
+    for seq_lens in (None, inputs["seq_lens"]):
+        inputs.update(cu_seqlens=int32(offsets), seq_lens=seq_lens)
+        inputs["query"] = inputs["query"].nan_to_num(0.5)
+        check(inputs, attrs)
+
+
+def test_shared_pages():
+    """Two requests that share the pages of a prefix read them both."""
+    inputs, attrs = make_case(10, "paged", lens=(64, 64), Nq=2)
+    inputs["block_table"][1, :2] = inputs["block_table"][0, :2]
+    check(inputs, attrs)
+
+
+def test_infinite_and_huge_logits():
+    inputs, attrs = make_case(11, lens=(50, 200), D=16, Dv=16, scale=40.0)
+    check(inputs, attrs)
+    query = inputs["query"].abs() + 0.1
+    inputs["key_cache"][:, :, 3] = -float("inf")  # logits of -inf count for nothing
+    check({**inputs, "query": query}, {**attrs, "scale": 1.0})
+    inputs["key_cache"][:] = -float("inf")
+    out = run_kernel("LeanAttention", {**inputs, "query": query}, attrs)
+    assert (out["lse"] == -float("inf")).all()
+    inputs["key_cache"][:] = NAN
+    out = run_kernel("LeanAttention", inputs, attrs)
+    assert out["output"].isnan().all() and out["lse"].isnan().all()
+
+
+def test_sinks_of_any_size():
+    inputs, attrs = make_case(12, lens=(20, 300), H=6, Hkv=2, sinks=True)
+    inputs["sinks"] = torch.tensor([-float("inf"), -1e4, -3.0, 0.0, 60.0, 1e4])
+    check(inputs, attrs)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_call(data):
+    draw = data.draw
+    lens = draw(st.lists(st.one_of(st.integers(0, 200), st.sampled_from((0, 1, 63, 64, 65, 127, 128, 129, 400))),
+                         min_size=1, max_size=5))
+    Nq = draw(st.sampled_from((1, 1, 2, 3, 7, 33)))
+    query_lens = draw(st.one_of(st.none(), st.just(tuple(draw(st.integers(0, min(Nq, n))) for n in lens))))
+    causal = draw(st.booleans())
+    Hkv, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 13)))
+    width = st.sampled_from((1, 5, 8, 15, 16, 17, 32, 48, 64, 80))
+    inputs, attrs = make_case(
+        draw(st.integers(0, 2**20)), draw(st.sampled_from(VARIANTS)), draw(st.sampled_from(DTYPES)), lens, query_lens,
+        H=Hkv * group, Hkv=Hkv, Nq=Nq, D=draw(width), Dv=draw(width), block=draw(st.sampled_from((1, 2, 16, 64))),
+        sinks=draw(st.booleans()), layout=draw(st.sampled_from(("bhnd", "bnhd"))), append=draw(st.booleans()),
+        window=draw(st.sampled_from((-1, 1, 2, 17, 64))) if causal else -1, causal=int(causal),
+        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))), scale=draw(st.sampled_from((0.0, 0.3, -0.5))))
+    check(inputs, attrs, draw(st.sampled_from((1, 2, 3, 8))), draw(st.booleans()) if attrs["append"] else False)
+
+
+@pytest.mark.parametrize("build", ("baseline", "avx2"))
+def test_other_instruction_sets(build):
+    """The same tests in a process that is held to an older instruction set."""
+    if os.environ.get("LEANFLEET_CPU"):
+        return  # this is that process
+    from leanfleet import native
+    names = ["test_decode_ragged_batch", "test_prompts", "test_infinite_and_huge_logits", "test_lengths_at_tile_edges"]
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__,
+                             "-k", " or ".join(names)], env={**os.environ, "LEANFLEET_CPU": build},
+                            capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout[-3000:]
+    assert native.build_info().startswith("cpu")
+
+
+STRICT_ERRORS = [
+    ("dense", "seq_lens", (10, 44, 5), r"seq_lens\[1\] is 44; request 1's cache holds 43"),
+    ("dense", "seq_lens", (-1, 4, 5), r"seq_lens\[0\] is -1; .* expected 0 \.\. 43"),
+    ("dense", "query_lens", (1, 2, 5), r"query_lens\[2\] is 5; query has 4 rows a request, expected 0 \.\. 4"),
+    ("dense", "query_lens", (1, -2, 3), r"query_lens\[1\] is -2"),
+    ("ragged", "seq_lens", (10, 44, 5), r"seq_lens\[1\] is 44; request 1's cache holds 43"),
+    ("ragged", "cu_seqlens", (-1, 33, 76, 99), r"cu_seqlens\[0\] is -1; .* expected 0 \.\. 99"),
+    ("ragged", "cu_seqlens", (0, 33, 30, 99), r"cu_seqlens\[2\] is 30, less than cu_seqlens\[1\] = 33"),
+    ("ragged", "cu_seqlens", (0, 33, 76, 100), r"cu_seqlens\[3\] is 100; the cache has 99 positions"),
+    ("paged", "seq_lens", (10, 65, 5), r"seq_lens\[1\] is 65; request 1's cache holds 64"),
+    ("paged", "block_table", None, r"block_table\[1,2\] is 15; the pool has 15 pages, expected 0 \.\. 14"),
+]
+
+
+@pytest.mark.parametrize("variant, name, values, message", STRICT_ERRORS)
+def test_strict_checks(monkeypatch, variant, name, values, message):
+    inputs, attrs = make_case(13, variant, lens=(30, 40, 20), query_lens=(3, 4, 1), Nq=4, append=True)
+    before = {n: t.clone() for n, t in inputs.items() if t is not None}
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    run_kernel("LeanAttention", inputs, attrs)
+    if values is None:
+        inputs["block_table"][1, 2] = 15
+    else:
+        inputs[name] = int32(values)
+    caches = {n: inputs[n].clone() for n in ("key_cache", "value_cache")}
+    with pytest.raises(ValueError, match=f"^LeanAttention: .*{message}"):
+        run_kernel("LeanAttention", inputs, attrs, in_place=True)
+    assert all(same_bits(inputs[n], t) for n, t in caches.items()), "a cache was changed by a refused call"
+    assert before
+    monkeypatch.setenv("LEANFLEET_CHECK", "0")
+    run_kernel("LeanAttention", inputs, attrs)
+
+
+def test_more_tokens_than_keys_is_refused(monkeypatch):
+    inputs, attrs = make_case(14, lens=(2, 9), Nq=4)
+    inputs["query_lens"] = int32((3, 4))
+    run_kernel("LeanAttention", inputs, attrs)
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    with pytest.raises(ValueError, match=r"query_lens\[0\] is 3, more than the 2 valid keys of request 0"):
+        run_kernel("LeanAttention", inputs, attrs)

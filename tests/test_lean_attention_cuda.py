@@ -1,0 +1,390 @@
+"""LeanAttention's CUDA kernels against the float64 reference."""
+
+import gc
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels import ALIGNMENT, entry, poisoned, run_kernel
+from leanfleet.export import reference
+from test_lean_attention import BLOCK, DTYPES, NAN, VARIANTS, int32, make_case, same_bits
+
+from leanfleet import native, spec
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+def to_cuda(inputs):
+    return {n: t.cuda() if t is not None else None for n, t in inputs.items()}
+
+
+def judged(inputs, attrs):
+    """(float64 reference, the error of a plain implementation in the tensors' own type).
+
+    The plain implementation rounds logits, weights and the output to the type, as PyTorch operators one after the
+    other do; its lse is that of float32 arithmetic. Errors are greatest absolute ones, of output and lse.
+    """
+    double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+    judge = reference.lean_attention(**double, **attrs)
+    plain = reference.lean_attention(**inputs, **attrs, compute_dtype=inputs["query"].dtype)
+    single = reference.lean_attention(**inputs, **attrs)
+    return judge, (greatest_error(plain[0], judge[0]), greatest_error(single[1], judge[1]))
+
+
+def greatest_error(found, judge):
+    finite = judge.isfinite()
+    return (found.double() - judge)[finite].abs().max().item() if finite.any() else 0.0
+
+
+def assert_close(name, found, judge, allowed):
+    found = found.cpu().double()
+    finite = judge.isfinite()
+    assert torch.equal(finite, found.isfinite()), f"{name}: finite where the reference is not, or the other way"
+    assert torch.equal(found[~finite].nan_to_num(7.0), judge[~finite].nan_to_num(7.0)), name
+    error = greatest_error(found, judge)
+    assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def check(inputs, attrs, in_place=False, shift=0):
+    """Runs the kernel and compares every output with the reference; returns the outputs, on the device.
+
+    shift: elements by which the T inputs are moved away from the alignment that torch gives.
+    """
+    judge, (output_error, lse_error) = judged(inputs, attrs)
+    device_inputs = to_cuda(inputs)
+    for name, t in device_inputs.items():
+        if shift and t is not None and t.dtype == inputs["query"].dtype:
+            device_inputs[name] = torch.cat([t.new_full((shift,), NAN), t.flatten()])[shift:].view(t.shape)
+    before = {n: t.clone() if t is not None else None for n, t in device_inputs.items()}
+    outputs = run_kernel("LeanAttention", device_inputs, attrs, in_place=in_place)
+    names = list(outputs)
+    for i, (name, error) in enumerate(zip(names[:2], (output_error, lse_error), strict=True)):
+        largest = judge[i][judge[i].isfinite()].abs().max().item() if judge[i].isfinite().any() else 0.0
+        # Twice what the plain implementation loses, and one rounding of each of: ex2.approx, its argument, a sum.
+        step = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+        rounding = step[inputs["query"].dtype] if name == "output" else 0.0
+        assert_close(name, outputs[name], judge[i], 2 * error + (rounding + 2.0**-21) * max(largest, 2.0**-14))
+    if attrs.get("append"):
+        caches = reference.lean_attention(**inputs, **attrs)[2:]
+        for name, cache in zip(names[2:], caches, strict=True):
+            assert same_bits(outputs[name].cpu(), cache), f"{name} differs from the cache with the new rows"
+    if not in_place:
+        assert all(t is None or same_bits(t, device_inputs[n]) for n, t in before.items()), "an input was changed"
+    return outputs
+
+
+class Launches:
+    """One node: its outputs, its own workspace, and launches that a graph can capture."""
+
+    def __init__(self, inputs, attrs, in_place=False):
+        op = spec.all_specs()["LeanAttention"]
+        self.inputs, self.attrs = inputs, attrs
+        T = inputs["query"].dtype
+        B, H, Nq, D = inputs["query"].shape if attrs.get("layout", "bhnd") == "bhnd" else [
+            inputs["query"].shape[i] for i in (0, 2, 1, 3)]
+        Dv = inputs["value_cache"].shape[-1]
+        rows = (B, H, Nq) if attrs.get("layout", "bhnd") == "bhnd" else (B, Nq, H)
+        self.outputs = {"output": poisoned((*rows, Dv), T, "cuda"), "lse": poisoned(rows, torch.float32, "cuda")}
+        if attrs.get("append"):
+            for name in ("key_cache", "value_cache"):
+                self.outputs[f"{name}_out"] = inputs[name] if in_place else torch.empty_like(inputs[name])
+        self.entries = ([entry(inputs.get(t.name)) for t in op.inputs],
+                        [entry(self.outputs.get(t.name)) for t in op.outputs])
+        call = native.Call("LeanAttention", *self.entries, attrs, "cuda")
+        scratch_bytes, sync_bytes = call.workspace()
+        self.scratch = torch.full((scratch_bytes + ALIGNMENT,), 0xFF, dtype=torch.uint8, device="cuda")
+        self.sync = torch.zeros(sync_bytes + ALIGNMENT, dtype=torch.uint8, device="cuda")
+        self.workspace = []
+        for buffer, size in ((self.scratch, scratch_bytes), (self.sync, sync_bytes)):
+            self.workspace += [-(-buffer.data_ptr() // ALIGNMENT) * ALIGNMENT, size]
+
+    def run(self):
+        """On torch's current stream."""
+        stream = torch.cuda.current_stream().cuda_stream
+        native.Call("LeanAttention", *self.entries, self.attrs, "cuda", stream=stream).run(*self.workspace)
+
+    def capture(self):
+        gc.collect()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        return graph
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_decode_ragged_batch(variant, dtype):
+    for group, (D, Dv) in ((1, (64, 64)), (3, (64, 32)), (4, (128, 96)), (5, (40, 24)), (6, (256, 256)), (7, (16, 8)),
+                           (8, (128, 128)), (9, (192, 128)), (16, (80, 80)), (40, (64, 64))):
+        inputs, attrs = make_case(group, variant, dtype, (1, 63, 64, 65, 1300, 0, 128, 129), H=2 * group, Hkv=2, D=D,
+                                  Dv=Dv, append=group % 2 == 0, softcap=3.0 if group == 4 else 0.0, sinks=group == 3)
+        check(inputs, attrs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_prompts(variant, layout, dtype):
+    for seed, attrs in enumerate(({}, {"causal": 0}, {"window": 1}, {"window": 20, "sinks": True, "append": True},
+                                  {"softcap": 5.0, "scale": 0.7, "append": True})):
+        inputs, attrs = make_case(seed, variant, dtype, (70, 330, 40, 0, 200), query_lens=(70, 265, 1, 0, 33), Nq=300,
+                                  H=6, Hkv=(2, 6)[seed % 2], D=(32, 128)[seed % 2], Dv=(64, 128, 256)[seed % 3],
+                                  layout=layout, **attrs)
+        check(inputs, attrs)
+
+
+@pytest.mark.parametrize("D", (8, 24, 64, 80, 96, 128, 192, 256))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_widths(dtype, D):
+    for Nq, Dv in ((1, D), (3, 264 - D), (20, D)):
+        for variant in VARIANTS:
+            inputs, attrs = make_case(D, variant, dtype, (200, 77), Nq=Nq, H=8, Hkv=2, D=D, Dv=Dv)
+            check(inputs, attrs)
+
+
+@pytest.mark.parametrize("Nq", (1, 2, 5, 16, 65))
+def test_lengths_at_tile_edges(Nq):
+    for length in (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 700):
+        for variant, D in (("paged", 128), ("dense", 64), ("ragged", 256)):
+            inputs, attrs = make_case(length, variant, torch.bfloat16, (length,), Nq=Nq, H=3, Hkv=1, D=D, Dv=D,
+                                      append=variant == "paged")
+            check(inputs, attrs)
+
+
+@pytest.mark.parametrize("window", (1, 2, 63, 64, 65, 500))
+@pytest.mark.parametrize("Nq", (1, 6, 100))
+def test_windows(Nq, window):
+    """Keys before all windows are NaN, and in a paged cache the window may begin in the middle of a tile."""
+    for variant in VARIANTS:
+        inputs, attrs = make_case(Nq, variant, torch.float16, (600, 129, 100), Nq=Nq, H=4, Hkv=2, D=64, Dv=64,
+                                  window=window, append=Nq == 6)
+        check(inputs, attrs)
+
+
+@pytest.mark.parametrize("block", (1, 3, 8, 16, 32, 48, 64, 256))
+@pytest.mark.parametrize("D", (64, 128))
+def test_page_sizes(block, D):
+    for append in (False, True):
+        for Nq in (1, 9, 40):
+            inputs, attrs = make_case(1, "paged", torch.bfloat16, (1200, 17, 130), Nq=Nq, query_lens=(Nq, 1, 0),
+                                      block=block, D=D, Dv=D, append=append)
+            check(inputs, attrs)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_in_place_equals_out_of_place(variant, dtype):
+    inputs, attrs = make_case(4, variant, dtype, (90, 5, 33), query_lens=(4, 5, 0), Nq=5, append=True)
+    apart = check(inputs, attrs)
+    together = check(inputs, attrs, in_place=True)
+    assert all(same_bits(apart[name], together[name]) for name in apart)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_lengths_left_out(variant):
+    inputs, attrs = make_case(2, variant, torch.bfloat16, lens=(48, 48, 48), spare=0, Nq=3)
+    if variant == "paged":
+        inputs["block_table"] = inputs["block_table"][:, :3].contiguous()
+    check({**inputs, "seq_lens": None}, attrs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_unaligned_tensors(dtype):
+    for variant in VARIANTS:
+        for Nq in (1, 50):
+            inputs, attrs = make_case(3, variant, dtype, (300, 70), Nq=Nq, H=6, Hkv=2, D=64, Dv=32, append=Nq == 50)
+            check(inputs, attrs, shift=1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranges", (1, 2, 7, 131, 264))
+def test_number_of_ranges(monkeypatch, ranges, dtype):
+    """Any number of shares, more than there are multiprocessors too: nobody waits for another block."""
+    monkeypatch.setenv("LEANFLEET_RANGES", str(ranges))
+    for seed, case in enumerate((dict(lens=(9000,), H=3, Hkv=1, D=64, Dv=64), dict(lens=(1, 900, 64, 700), H=8, Hkv=2),
+                                 dict(lens=(4000, 5, 900), H=10, Hkv=2, D=128, Dv=128, variant="paged"),
+                                 dict(lens=(400, 100), Nq=100, H=4, Hkv=2, D=128, Dv=128), dict(lens=(0, 0)))):
+        inputs, attrs = make_case(seed, dtype=dtype, **case)
+        first = check(inputs, attrs)
+        for _ in range(3):
+            again = run_kernel("LeanAttention", to_cuda(inputs), attrs)
+            assert all(same_bits(first[name], again[name]) for name in first)
+
+
+def test_pages_outside_the_pool_are_masked_out():
+    for dtype in DTYPES:
+        for block in (1, BLOCK):
+            for causal in (0, 1):
+                inputs, attrs = make_case(7, "paged", dtype, lens=(100, 40, 33), query_lens=(20, 3, 1), Nq=20,
+                                          block=block, sinks=causal == 1, append=True, causal=causal)
+                table = inputs["block_table"]
+                table[0, 1], table[0, 5], table[1, :], table[2, 2] = -1, 10**6, -5, 2**31 - 1
+                out = check(inputs, attrs)
+                assert (out["output"][1] == 0).all()
+
+
+@pytest.mark.parametrize("value", (-2**31, -1, 0, 5, 41, 2**31 - 1))
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_garbage_lengths_are_clamped(variant, value):
+    for dtype in DTYPES:
+        inputs, attrs = make_case(8, variant, dtype, lens=(30, 40, 20), query_lens=(3, 4, 1), Nq=4)
+        for t in ("key_cache", "value_cache", "query"):
+            inputs[t] = inputs[t].nan_to_num(0.5)
+        for name in ("seq_lens", "query_lens", "block_table"):
+            if inputs.get(name) is not None:
+                check({**inputs, name: torch.full_like(inputs[name], value)}, attrs)
+
+
+@pytest.mark.parametrize("offsets", ((-5, 10, 2**31 - 1, 20), (50, 40, 30, 20), (-2**31, -1, 99, 200), (0, 0, 0, 0)))
+def test_garbage_offsets_are_clamped(offsets):
+    inputs, attrs = make_case(9, "ragged", torch.float16, lens=(30, 40, 20), Nq=4)
+    for t in ("key_cache", "value_cache", "query"):
+        inputs[t] = inputs[t].nan_to_num(0.5)
+    for seq_lens in (None, inputs["seq_lens"]):
+        check({**inputs, "cu_seqlens": int32(offsets), "seq_lens": seq_lens}, attrs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_infinite_and_huge_logits(dtype):
+    inputs, attrs = make_case(11, dtype=dtype, lens=(50, 200), D=16, Dv=16, scale=40.0)
+    check(inputs, attrs)
+    query = inputs["query"].abs() + 0.1
+    inputs["key_cache"][:, :, 3] = -float("inf")
+    check({**inputs, "query": query}, {**attrs, "scale": 1.0})
+    inputs["key_cache"][:] = -float("inf")
+    out = run_kernel("LeanAttention", to_cuda({**inputs, "query": query}), attrs)
+    assert (out["lse"] == -float("inf")).all() and (out["output"] == 0).all()
+    inputs["key_cache"][:] = NAN
+    out = run_kernel("LeanAttention", to_cuda(inputs), attrs)
+    assert out["output"].isnan().all() and out["lse"].isnan().all()
+
+
+def test_sinks_of_any_size():
+    for dtype in DTYPES:
+        inputs, attrs = make_case(12, dtype=dtype, lens=(20, 300), H=6, Hkv=2, sinks=True)
+        inputs["sinks"] = torch.tensor([-float("inf"), -1e4, -3.0, 0.0, 60.0, 1e4])
+        check(inputs, attrs)
+
+
+@pytest.mark.parametrize("D, Dv", ((264, 64), (64, 264), (20, 64), (64, 20)))
+def test_other_widths_are_refused(D, Dv):
+    inputs, attrs = make_case(0, dtype=torch.float16, D=D, Dv=Dv)
+    with pytest.raises(native.UnsupportedError, match=r"LeanAttention: Dv? = (264|20); the CUDA kernels take"):
+        run_kernel("LeanAttention", to_cuda(inputs), attrs)
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_large_ragged_batches(dtype):
+    """Lengths of a lognormal distribution, batches of 1 to 512."""
+    generator = torch.Generator().manual_seed(3)
+    for B in (1, 31, 33, 200, 512):
+        lens = (torch.randn(B, generator=generator) * 1.2 + 4).exp().int().clamp(0, 900).tolist()
+        inputs, attrs = make_case(B, "paged", dtype, lens, H=4, Hkv=2, D=64, Dv=64, append=True)
+        check(inputs, attrs)
+
+
+@settings(max_examples=200, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_call(data):
+    draw = data.draw
+    lens = draw(st.lists(st.one_of(st.integers(0, 900), st.sampled_from((0, 1, 63, 64, 65, 127, 128, 129, 2000))),
+                         min_size=1, max_size=6))
+    Nq = draw(st.sampled_from((1, 1, 2, 3, 7, 33, 130)))
+    query_lens = draw(st.one_of(st.none(), st.just(tuple(draw(st.integers(0, min(Nq, n))) for n in lens))))
+    causal = draw(st.booleans())
+    Hkv, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 13)))
+    width = st.sampled_from((8, 16, 32, 48, 64, 80, 128, 192, 256))
+    inputs, attrs = make_case(
+        draw(st.integers(0, 2**20)), draw(st.sampled_from(VARIANTS)), draw(st.sampled_from(DTYPES)), lens, query_lens,
+        H=Hkv * group, Hkv=Hkv, Nq=Nq, D=draw(width), Dv=draw(width), block=draw(st.sampled_from((1, 2, 16, 64))),
+        sinks=draw(st.booleans()), layout=draw(st.sampled_from(("bhnd", "bnhd"))), append=draw(st.booleans()),
+        window=draw(st.sampled_from((-1, 1, 2, 17, 64))) if causal else -1, causal=int(causal),
+        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))), scale=draw(st.sampled_from((0.0, 0.3, -0.5))))
+    check(inputs, attrs, draw(st.booleans()) if attrs["append"] else False)
+
+
+@pytest.mark.parametrize("replays", (100_000,))
+def test_graph_replays_with_lengths_changed_on_the_device(replays):
+    """A captured launch schedules what the lengths say at each replay, and leaves its sync words zero each time."""
+    S, B = 2048, 3
+    inputs, attrs = make_case(1, "dense", torch.bfloat16, (S,) * B, spare=0, H=8, Hkv=2, D=64, Dv=64)
+    device_inputs = to_cuda(inputs)
+    node = Launches(device_inputs, attrs)
+    node.run()
+    graph = node.capture()
+    generator = torch.Generator().manual_seed(5)
+    lengths = (torch.rand(64, B, generator=generator)**3 * (S + 1)).int()
+    expected = []
+    for lens in lengths:
+        expected.append(run_kernel("LeanAttention", {**device_inputs, "seq_lens": lens.cuda()}, attrs))
+    on_device = lengths.cuda()
+    for i in range(replays):
+        device_inputs["seq_lens"].copy_(on_device[i % 64])
+        graph.replay()
+        if i < 64 or i % 997 == 0:
+            for name, t in expected[i % 64].items():
+                assert same_bits(node.outputs[name], t), f"replay {i}, {name}"
+    torch.cuda.synchronize()
+    assert not node.sync.any()
+    judge = reference.lean_attention(**{n: t.double() if t is not None and t.is_floating_point() else t
+                                        for n, t in {**inputs, "seq_lens": lengths[0]}.items()}, **attrs)
+    assert greatest_error(expected[0]["output"].cpu(), judge[0]) < 0.02
+
+
+def test_two_streams():
+    """Two nodes, a workspace each, at the same time."""
+    nodes = []
+    for seed in range(2):
+        inputs, attrs = make_case(seed, "paged", torch.bfloat16, (3000, 10, 700), H=8, Hkv=2, D=128, Dv=128)
+        expected = check(inputs, attrs)
+        nodes.append((torch.cuda.Stream(), Launches(to_cuda(inputs), attrs), expected))
+    torch.cuda.synchronize()
+    for _ in range(300):
+        for stream, node, _ in nodes:
+            with torch.cuda.stream(stream):
+                node.run()
+    torch.cuda.synchronize()
+    for _, node, expected in nodes:
+        assert all(same_bits(node.outputs[name], t) for name, t in expected.items())
+        assert not node.sync.any()
+
+
+def test_a_repeated_step_changes_nothing():
+    """A runtime may run a step several times before it captures it: with the cache updated in place too."""
+    for variant in VARIANTS:
+        inputs, attrs = make_case(2, variant, torch.bfloat16, (500, 64, 3), query_lens=(3, 1, 3), Nq=3, H=8, Hkv=2,
+                                  D=64, Dv=64, append=True)
+        expected = check(inputs, attrs)
+        node = Launches(to_cuda(inputs), attrs, in_place=True)
+        for _ in range(3):
+            node.run()
+        graph = node.capture()
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        assert all(same_bits(node.outputs[name], t) for name, t in expected.items())
+
+
+def test_positions_beyond_32_bits():
+    """A cache of more than 2^32 elements."""
+    if torch.cuda.get_device_properties(0).total_memory < 40e9:
+        pytest.skip("needs a device with 40 GB")
+    B, Hkv, S, D = 33, 8, 131072, 128
+    generator = torch.Generator(device="cuda").manual_seed(0)
+    key = torch.zeros(B, Hkv, S, D, dtype=torch.bfloat16, device="cuda")
+    value = torch.zeros_like(key)
+    assert key.numel() > 2**32
+    last = B - 1
+    for cache in (key, value):
+        cache[last, :, -300:] = torch.randn(Hkv, 300, D, generator=generator, device="cuda").bfloat16()
+    query = torch.randn(B, Hkv, 1, D, generator=generator, device="cuda").bfloat16()
+    inputs = {"query": query, "key_cache": key, "value_cache": value,
+              "seq_lens": torch.tensor([1] * last + [S], dtype=torch.int32, device="cuda")}
+    out = run_kernel("LeanAttention", inputs, {"window": 300})
+    judge = reference.lean_attention(query[last:].cpu().double(), key[last:, :, -300:].cpu().double(),
+                                     value[last:, :, -300:].cpu().double(), window=300)
+    assert greatest_error(out["output"][last:].cpu(), judge[0]) < 0.01
+    assert greatest_error(out["lse"][last:].cpu(), judge[1]) < 1e-4

@@ -1,0 +1,616 @@
+"""libleanfleet_ort.so in ONNX Runtime: kernels, shape inference, buffers taken in place, errors, registration.
+
+The file runs twice: in the installed onnxruntime, and in the oldest that is supported (test_oldest_runtime).
+"""
+
+import ctypes
+import os
+import re
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+import ort_models
+import pytest
+import torch
+from kernels import TORCH_DTYPES, run_kernel
+from leanfleet import ort_ops, spec
+from onnx import TensorProto, helper, numpy_helper
+
+OLDEST = "1.20.1"
+RUNTIME = tuple(map(int, re.findall(r"\d+", onnxruntime.__version__)[:2]))
+INFERS_SHAPES = RUNTIME >= (1, 28)  # see csrc/ort/ort_library.cpp
+TOY = {s.name: s for s in spec.parse(ort_models.TOY_SCHEMA)}
+OPS = {**spec.all_specs(), **TOY}
+SCALED_ADD = TOY["ScaledAdd"]
+FLOAT = TensorProto.FLOAT
+DTYPES = ("float32", "float16", "bfloat16")
+ATTRS = {"bool": 1, "int": 5, "float": 0.625, "string": "bnhd"}  # not the default
+
+# The present optional inputs and the attributes of each variant; sizes of dims that differ from SIZES.
+CACHE = ["seq_lens", "query_lens"]
+NEW = ["new_key", "new_value"]
+SUMS = ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"]
+VARIANTS = {
+    "LeanAttention": [
+        ([], {}, {}),
+        (CACHE, {"causal": 0, "scale": 0.3, "layout": "bnhd"}, {}),
+        ([*CACHE, *NEW, "sinks"], {"append": 1, "window": 5, "softcap": 8.0}, {}),
+        ([*CACHE, *NEW, "cu_seqlens"], {"append": 1}, {}),
+        ([*CACHE, *NEW, "block_table"], {"append": 1, "layout": "bnhd"}, {}),
+        (["block_table"], {}, {"H": 14}),
+        (["seq_lens", "sinks"], {}, {"Nq": 1, "S": 65}),
+    ],
+    "CausalLinearDecay": [
+        ([], {}, {}),
+        (["log_decay", "initial_state"], {"return_state": 1, "layout": "bnhd"}, {}),
+        (["log_decay", "initial_state"], {"return_state": 1, "algorithm": "fleet"}, {"N": 1}),
+        (["per_token log_decay", "initial_state", "initial_norm"], {"normalize": 1, "return_state": 1, "eps": 1e-3}, {}),
+        (["per_token log_decay"], {"layout": "bnhd", "algorithm": "lightning"}, {"N": 64}),
+        (["log_decay", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1, "scale": 0.5}, {"B": 1}),
+        (["cu_seqlens"], {"return_state": 1, "algorithm": "causal_dot_product"}, {"B": 1}),
+        (["initial_state", "state_index"], {"return_state": 1}, {}),
+    ],
+    "CausalLinearDecayGrad": [
+        ([], {}, {}),
+        (["log_decay", "initial_state", "grad_final_state"], {"grad_decay": 1, "grad_state": 1, "scale": 0.5}, {}),
+        (["per_token log_decay"], {"grad_decay": 1, "layout": "bnhd"}, {}),
+        (["log_decay", "initial_state", "cu_seqlens"], {"grad_state": 1}, {"B": 1}),
+    ],
+    "NormalizedLinearAttention": [
+        ([], {}, {}),
+        (["coefficients"], {"causal": 0, "layout": "bnhd"}, {}),
+        (["coefficients", *SUMS], {"return_state": 1, "normalize_qk": 1, "eps": 1e-3}, {}),
+        (SUMS, {"return_state": 1}, {"N": 1}),
+    ],
+    "NormalizedLinearAttentionGrad": [
+        ([], {}, {}),
+        (["coefficients"], {"causal": 0, "layout": "bnhd", "eps": 1e-3}, {}),
+        (["coefficients"], {"normalize_qk": 1}, {}),
+    ],
+    "ScaledAdd": [
+        ([], {}, {}),
+        (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}),
+        (["total"], {"accumulate": 1}, {}),
+    ],
+}
+SIZES = {"B": 2, "H": 6, "Hkv": 2, "N": 9, "Nq": 3, "D": 8, "R": 5, "Dv": 7, "S": 11, "P": 9, "block": 4, "M": 3,
+         "total": 19, "Q": 3}
+CASES = [pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")
+         for name, variants in VARIANTS.items() for i in range(len(variants)) for dtype in DTYPES]
+
+
+@pytest.fixture(scope="session")
+def toy_folder():
+    return ort_models.build_toy_library()
+
+
+@pytest.fixture
+def toy(toy_folder, monkeypatch):
+    """The toy operator's library in place of the project's."""
+    monkeypatch.setenv("LEANFLEET_LIBRARY_DIR", str(toy_folder))
+
+
+@pytest.fixture(autouse=True)
+def seed():
+    torch.manual_seed(5)
+
+
+def values(name, shape, dtype, size):
+    """Sensible values of an input: lengths that fit, decays of at most 0, pages and rows that exist."""
+    if name == "cu_seqlens":
+        ends = {"total": size["total"], "Q": size["N"]}["total" if "S" in size["symbols"] else "Q"]
+        return torch.linspace(0, ends, shape[0]).round().to(torch.int32)
+    integers = {"seq_lens": lambda: torch.arange(4, 4 + shape[0]), "query_lens": lambda: size["Nq"] - torch.arange(shape[0]),
+                "block_table": lambda: torch.randperm(size["P"])[:shape[0] * shape[1]].reshape(shape),
+                "state_index": lambda: torch.randperm(size["P"])[:shape[0]], "initial_count": lambda: 3 + torch.arange(shape[0])}
+    if name in integers:
+        return integers[name]().to(torch.int32)
+    if name.startswith("log_decay"):
+        return -torch.rand(shape)
+    if name in ("normalizer", "initial_norm"):
+        return 2 + torch.rand(shape)
+    return torch.randn(shape).to(dtype)
+
+
+def variant(name, index, dtype):
+    """(operator, inputs as torch tensors or None, attributes) of a variant."""
+    op, (extra, attrs, sizes) = OPS[name], VARIANTS[name][index]
+    per_token = any(e.startswith("per_token") for e in extra)
+    present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
+    size = {**SIZES, **sizes, "symbols": op.symbols}
+    inputs = {}
+    for t in op.inputs:
+        inputs[t.name] = None
+        if t.name in present:
+            rank = 3 if t.name == "log_decay" and per_token else None
+            axes = op.shape_of(t, present, rank).ordered(attrs.get("layout", "bhnd"))
+            shape = [size.get(a.symbol, 0) + a.offset for a in axes]
+            inputs[t.name] = values(t.name, shape, TORCH_DTYPES[{"T": dtype, "F": "float32", "I": "int32"}[t.type]], size)
+    return op, inputs, attrs
+
+
+def shapes_of(inputs):
+    return {name: list(t.shape) for name, t in inputs.items() if t is not None}
+
+
+def same_bits(a, b):
+    views = {4: torch.int32, 2: torch.int16}
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(views[a.element_size()]),
+                                                                     b.view(views[b.element_size()]))
+
+
+def check_variant(name, index, dtype, folder, device="cpu", provider="CPUExecutionProvider"):
+    """One variant's node gives bit for bit what the C interface gives, from our kernel, in place and not."""
+    op, inputs, attrs = variant(name, index, dtype)
+    inputs = {n: t if t is None else t.to(device) for n, t in inputs.items()}
+    before = {n: t.clone() for n, t in inputs.items() if t is not None}
+    model = ort_models.node_model(op, shapes_of(inputs), attrs, dtype)
+    session = ort_ops.make_session(model, [provider], ort_models.profiled(onnxruntime.SessionOptions(), folder))
+    expected = run_kernel(name, inputs, attrs, threads=0, ops=OPS)
+    found = ort_models.run_node(session, op, inputs, attrs)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert same_bits(found[key], tensor), f"{key}: {(found[key].double() - tensor.double()).abs().max()}"
+    assert all(same_bits(inputs[n], t) for n, t in before.items()), "an input changed"
+    in_place = ort_models.run_node(session, op, inputs, attrs, in_place=True)
+    for key, tensor in expected.items():
+        assert same_bits(in_place[key], tensor), f"{key} in place"
+    for t in op.active_outputs(attrs):
+        if t.takes and inputs.get(t.takes) is not None:
+            assert same_bits(inputs[t.takes], expected[t.name]), f"{t.takes} was not updated in place"
+    assert ort_models.nodes_that_ran(session) == [(name, provider)] * 2
+
+
+@pytest.mark.parametrize("name, index, dtype", CASES)
+def test_kernel_through_onnxruntime(name, index, dtype, tmp_path, request):
+    if name in TOY:
+        request.getfixturevalue("toy")
+    check_variant(name, index, dtype, tmp_path)
+
+
+@pytest.mark.parametrize("name", VARIANTS)
+def test_variants_cover_the_schema(name):
+    op, variants = OPS[name], VARIANTS[name]
+    given = [{e.split()[-1] for e in extra} for extra, _, _ in variants]
+    for t in op.inputs:
+        if t.optional:
+            assert any(t.name in g for g in given) and any(t.name not in g for g in given), t.name
+    for a in op.attrs:
+        assert a.refuse or any(a.name in attrs for _, attrs, _ in variants), a.name
+    for t in op.outputs:
+        assert any(t in op.active_outputs(attrs) for _, attrs, _ in variants), t.name
+    assert set(VARIANTS) == set(OPS)
+
+
+# ---- Shape inference
+
+
+def named_shapes(op, inputs):
+    """For each input of a variant the same rank with names for sizes; names are unique to a symbol."""
+    present = {n for n, t in inputs.items() if t is not None}
+    shapes = {}
+    for t in op.inputs:
+        if t.name in present:
+            axes = op.shape_of(t, present, inputs[t.name].dim())
+            shapes[t.name] = (axes, [a.symbol for a in axes.axes])
+    return present, shapes
+
+
+@pytest.mark.skipif(not INFERS_SHAPES, reason="runtimes before 1.28 crash in shape inference of custom operators")
+@pytest.mark.parametrize("name, index, dtype", CASES[::3])
+def test_symbolic_shapes_of_outputs(name, index, dtype, request):
+    """Every dimension of every output has the name, or the size, that the inputs give it."""
+    if name in TOY:
+        request.getfixturevalue("toy")
+    op, inputs, attrs = variant(name, index, dtype)
+    layout = attrs.get("layout", "bhnd")
+    present = {n for n, t in inputs.items() if t is not None}
+    shapes = {}
+    for t in op.inputs:
+        if t.name in present:
+            axes = op.shape_of(t, present, inputs[t.name].dim()).ordered(layout)
+            # Head sizes are numbers in real models. A name cannot say "plus one".
+            shapes[t.name] = [17 if a.symbol in ("D", "R", "Dv") else a.symbol if a.symbol and not a.offset
+                              else None if a.symbol else a.offset for a in axes]
+    session = ort_ops.make_session(ort_models.node_model(op, shapes, attrs, dtype))
+    known = {d for shape in shapes.values() for d in shape if isinstance(d, str)}
+    for t, found in zip(op.active_outputs(attrs), session.get_outputs(), strict=True):
+        if t.like:
+            assert found.shape == shapes[t.like], t.name
+            continue
+        for axis, dim in zip(op.shape_of(t, present).ordered(layout), found.shape, strict=True):
+            if axis.symbol in ("D", "R", "Dv") or not axis.symbol:
+                assert dim == (17 if axis.symbol else axis.offset), (t.name, found.shape)
+            elif axis.symbol in known:
+                assert dim == axis.symbol, (t.name, found.shape)
+            else:
+                assert dim.startswith("leanfleet_unknown_"), (t.name, found.shape)
+
+
+@pytest.mark.skipif(not INFERS_SHAPES, reason="runtimes before 1.28 crash in shape inference of custom operators")
+def test_inference_from_what_is_known(toy):
+    def inferred(shapes, attrs=None, outputs=None):
+        model = ort_models.node_model(SCALED_ADD, shapes, attrs, outputs=outputs)
+        return [o.shape for o in ort_ops.make_session(model).get_outputs()]
+
+    # A size that only y gives; a size is worth more than a name; the rank is known even if no size is.
+    assert inferred({"x": ["b", "h", "n", "d"], "y": ["b", 6, "n", "d"]}) == [["b", 6, "n", "d"]]
+    assert inferred({"x": None, "y": ["b", 6, "n", 8]}) == [["b", 6, "n", 8]]
+    unknown, = inferred({"x": None})
+    assert len(set(unknown)) == 4 and all(d.startswith("leanfleet_unknown_") for d in unknown)
+    # An unknown size has one name in all outputs, and the size of an output that is declared stays.
+    first, second = inferred({"x": [None, None, "n", "d"], "total": None}, {"accumulate": 1})
+    assert first[:2] == second and first[2:] == ["n", "d"]
+    # An output that the node leaves out is no reason to fall over.
+    assert inferred({"x": ["b", "h", "n", "d"], "total": ["b", "h"]}, {"accumulate": 1}, ["output"]) == [["b", "h", "n", "d"]]
+
+
+def test_declared_shapes_are_kept(toy):
+    """Also where the runtime infers nothing."""
+    node = ort_models.make_node(SCALED_ADD, {"x"})
+    shape = ["batch", 3, "seq", "width"]
+    model = ort_models.make_model([node], [("x", FLOAT, shape)], [("output", FLOAT, shape)])
+    assert ort_ops.make_session(model).get_outputs()[0].shape == shape
+
+
+# ---- Buffers that an output may take
+
+
+def accumulate_model(value_info=True, second_use=False, links=1, **kwargs):
+    """total -> Add -> a chain of ScaledAdd nodes that may each update it in place -> Add -> end.
+
+    second_use: the chain's first total is read again after the chain.
+    """
+    names = [f"total_{i}" for i in range(links + 1)]
+    nodes = [helper.make_node("Add", ["start", "start"], [names[0]])]
+    for i in range(links):
+        rename = {"total": names[i], "total_out": names[i + 1], "output": f"output_{i}"}
+        nodes.append(ort_models.make_node(SCALED_ADD, {"x", "total"}, {"accumulate": 1}, f"node_{i}", rename=rename))
+    nodes.append(helper.make_node("Add", [names[-1], names[0] if second_use else names[-1]], ["end"]))
+    infos = [(n, FLOAT, ["b", "h"]) for n in names] if value_info else []
+    return ort_models.make_model(nodes, [("x", FLOAT, ["b", "h", "n", "d"]), ("start", FLOAT, ["b", "h"])],
+                                 [("end", FLOAT, ["b", "h"])], value_info=infos, **kwargs)
+
+
+def test_second_consumer_sees_the_old_value(toy):
+    session = ort_ops.make_session(accumulate_model(second_use=True))
+    x, start = np.ones((2, 3, 4, 5), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
+    end, = session.run(["end"], {"x": x, "start": start})
+    np.testing.assert_array_equal(end, (2 * start + 20) + 2 * start)
+
+
+def test_numpy_input_is_not_written(toy):
+    model = ort_models.node_model(SCALED_ADD, {"x": [2, 3, 4, 5], "total": [2, 3]}, {"accumulate": 1})
+    session = ort_ops.make_session(model)
+    x, total = np.ones((2, 3, 4, 5), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
+    for _ in range(3):
+        total_out, = session.run(["total_out"], {"x": x, "total": total})
+        np.testing.assert_array_equal(total, np.arange(6).reshape(2, 3))
+        np.testing.assert_array_equal(total_out, total + 20)
+
+
+def test_initializer_is_not_written(toy):
+    total = np.arange(6, dtype=np.float32).reshape(2, 3)
+    node = ort_models.make_node(SCALED_ADD, {"x", "total"}, {"accumulate": 1})
+    model = ort_models.make_model([node], [("x", FLOAT, ["b", "h", "n", "d"])], [("total_out", FLOAT, ["b", "h"])],
+                                  [numpy_helper.from_array(total, "total")])
+    session = ort_ops.make_session(model)
+    for _ in range(3):
+        total_out, = session.run(["total_out"], {"x": np.ones((2, 3, 4, 5), np.float32)})
+        np.testing.assert_array_equal(total_out, total + 20)
+
+
+def test_one_buffer_bound_to_input_and_output_is_updated(toy):
+    model = ort_models.node_model(SCALED_ADD, {"x": [2, 3, 4, 5], "total": [2, 3]}, {"accumulate": 1})
+    session = ort_ops.make_session(model)
+    x, total, output = torch.ones(2, 3, 4, 5), torch.zeros(2, 3), torch.empty(2, 3, 4, 5)
+    binding = ort_models.bound(session, {"x": x, "total": total}, {"output": output, "total_out": total})
+    for run in range(1, 4):
+        session.run_with_iobinding(binding)
+        assert (total == 20 * run).all() and (output == 1).all()
+
+
+PEAK = """
+import resource, sys
+import numpy as np, onnxruntime
+from leanfleet import ort_ops
+options = onnxruntime.SessionOptions()
+options.enable_cpu_mem_arena = options.enable_mem_pattern = False
+session = ort_ops.make_session(sys.argv[1], session_options=options)
+feeds = {"x": np.zeros((8, 1 << 19, 1, 1), np.float32), "start": np.zeros((8, 1 << 19), np.float32)}
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+session.run(["end"], feeds)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+"""
+
+
+def test_intermediate_is_updated_in_place(toy, tmp_path):
+    """The peak of memory is one tensor of 16 MiB lower than in a graph where the first total is needed later."""
+    peaks = []
+    for second_use in (False, True):
+        path = tmp_path / f"{second_use}.onnx"
+        path.write_bytes(accumulate_model(second_use=second_use, links=2).SerializeToString())
+        result = subprocess.run([sys.executable, "-c", PEAK, path], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        peaks.append(int(result.stdout) / 1024)
+    assert 12 < peaks[1] - peaks[0] < 20, peaks
+
+
+def test_nothing_is_written_after_an_error(toy):
+    model = ort_models.node_model(SCALED_ADD, {"x": ["b", "h", "n", "d"], "total": ["c", "k"]}, {"accumulate": 1})
+    session = ort_ops.make_session(model)
+    total, output = torch.full((2, 4), 7.0), torch.full((2, 3, 4, 5), 7.0)
+    with pytest.raises(Exception, match=r"ScaledAdd 'node': total has shape \[2,4\]: axis 1 of \[B,H\] is 4; expected 3"):
+        session.run_with_iobinding(ort_models.bound(session, {"x": torch.ones(2, 3, 4, 5), "total": total},
+                                                    {"output": output, "total_out": total}))
+    assert (total == 7).all() and (output == 7).all()
+
+
+# ---- Outputs, threads, memory
+
+
+def test_output_that_nobody_reads(toy):
+    """The attributes ask for total_out and the kernel writes it, but the node ends before it."""
+    model = ort_models.node_model(SCALED_ADD, {"x": [2, 3, 4, 5], "total": [2, 3]}, {"accumulate": 1}, outputs=["output"])
+    x = np.ones((2, 3, 4, 5), np.float32)
+    found, = ort_ops.make_session(model).run(None, {"x": x, "total": np.zeros((2, 3), np.float32)})
+    np.testing.assert_array_equal(found, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gaps_between_outputs(dtype):
+    """A node may leave out any outputs that its attributes ask for."""
+    op, inputs, attrs = variant("NormalizedLinearAttention", 2, dtype)
+    connected = ["output", "normalizer", "", "final_key_sum", "", "final_count"]
+    session = ort_ops.make_session(ort_models.node_model(op, shapes_of(inputs), attrs, dtype, connected))
+    expected = run_kernel(op.name, inputs, attrs, threads=0)
+    found = {name: t for name, t in ort_models.node_outputs(op, inputs, attrs).items() if name in connected}
+    session.run_with_iobinding(ort_models.bound(session, inputs, found))
+    assert len(found) == 4 and all(same_bits(found[name], expected[name]) for name in found)
+
+
+@pytest.mark.parametrize("setting", [{"intra_op_num_threads": 1}, {"intra_op_num_threads": 3}, {"enable_cpu_mem_arena": False},
+                                     {"execution_mode": onnxruntime.ExecutionMode.ORT_PARALLEL}])
+def test_session_options(toy, setting):
+    options = onnxruntime.SessionOptions()
+    for name, value in setting.items():
+        setattr(options, name, value)
+    op, inputs, attrs = variant("ScaledAdd", 2, "float16")
+    session = ort_ops.make_session(ort_models.node_model(op, shapes_of(inputs), attrs, "float16"), session_options=options)
+    expected = run_kernel("ScaledAdd", inputs, attrs, threads=0, ops=TOY)
+    found = ort_models.run_node(session, op, inputs, attrs)
+    assert all(same_bits(found[key], expected[key]) for key in expected)
+
+
+def run_in_threads(session, count, runs):
+    """Runs one session on different inputs from several threads at once; returns the wrong results."""
+    wrong = []
+
+    def work(seed):
+        generator = np.random.default_rng(seed)
+        for _ in range(runs):
+            x = generator.integers(-8, 8, (2, 3, 40, 5)).astype(np.float32)
+            total = generator.integers(-8, 8, (2, 3)).astype(np.float32)
+            output, total_out = session.run(["output", "total_out"], {"x": x, "total": total})
+            if not (np.array_equal(output, x) and np.array_equal(total_out, total + x.sum((2, 3)))):
+                wrong.append(seed)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return wrong
+
+
+def test_runs_from_several_threads_at_once(toy):
+    model = ort_models.node_model(SCALED_ADD, {"x": ["b", "h", "n", "d"], "total": ["b", "h"]}, {"accumulate": 1})
+    assert not run_in_threads(ort_ops.make_session(model), 4, 50)
+
+
+# ---- Errors
+
+
+TOY_SHAPES = {"x": ["b", "h", "n", "d"], "total": ["b", "h"]}
+
+
+@pytest.mark.parametrize("attrs, message", [
+    ({"alpha": 1, "accumulate": 1}, "attribute alpha is an integer; expected a float"),
+    ({"alpha": "1", "accumulate": 1}, "attribute alpha is a string; expected a float"),
+    ({"alpha": [1.0, 2.0], "accumulate": 1}, "attribute alpha is a list; expected a single value"),
+    ({"alpha": [1, 2], "accumulate": 1}, "attribute alpha is a list; expected a single value"),
+    ({"alpha": float("nan"), "accumulate": 1}, "attribute alpha is nan; expected a finite number"),
+    ({"accumulate": 1.0}, "attribute accumulate is a float; expected a bool"),
+    ({"accumulate": 2}, "attribute accumulate is 2; expected 0 or 1"),
+    ({"accumulate": 1, "layout": 1}, "attribute layout is an integer; expected a string"),
+    ({"accumulate": 1, "layout": "hbnd"}, "attribute layout is 'hbnd'; expected one of bhnd, bnhd"),
+    ({"accumulate": 1, "layout": "h" * 300}, "attribute layout is 'hhh"),
+])
+def test_wrong_attribute(toy, attrs, message):
+    model = ort_models.node_model(SCALED_ADD, TOY_SHAPES, attrs, outputs=["output"], name="layers.3")
+    with pytest.raises(Exception, match=re.escape("ScaledAdd 'layers.3': " + message)):
+        ort_ops.make_session(model)
+
+
+def test_output_that_the_attributes_do_not_ask_for(toy):
+    model = ort_models.node_model(SCALED_ADD, {"x": ["b", "h", "n", "d"]}, {}, outputs=["output", "total_out"])
+    with pytest.raises(Exception, match="ScaledAdd 'node': output total_out is connected, but exists only with accumulate = 1"):
+        ort_ops.make_session(model)
+
+
+@pytest.mark.parametrize("shape, message", [
+    ((2, 3), r"x has shape \[2,3\], rank 2; expected \[B,H,N,D\]"),
+    ((), r"x has shape \[\], rank 0; expected \[B,H,N,D\]"),
+    ((1, 2, 3, 4, 5), "x has rank 5; no input of an operator has more than 4"),
+    ((2, 3, 0, 5), r"x has shape \[2,3,0,5\]: axis 2 of \[B,H,N,D\] is 0; it is empty, expected at least 1"),
+])
+def test_wrong_shape(toy, shape, message):
+    session = ort_ops.make_session(ort_models.node_model(SCALED_ADD, {"x": None}))
+    with pytest.raises(Exception, match="ScaledAdd 'node': " + message):
+        session.run(None, {"x": np.zeros(shape, np.float32)})
+
+
+def test_broken_rule(toy):
+    session = ort_ops.make_session(ort_models.node_model(SCALED_ADD, TOY_SHAPES))
+    with pytest.raises(Exception, match="input total needs accumulate = 1; found accumulate = 0") as raised:
+        session.run(None, {"x": np.zeros((1, 2, 3, 4), np.float32), "total": np.zeros((1, 2), np.float32)})
+    assert type(raised.value).__name__ == "InvalidArgument"
+
+
+@pytest.mark.parametrize("attrs, kind, message", [
+    ({"algorithm": "recursion"}, "NotImplemented|RuntimeException", "which only the PyTorch reference has"),
+    ({"algorithm": "flash"}, "InvalidArgument|RuntimeException", "expected one of auto, causal_dot_product"),
+])
+def test_refused_attribute_of_a_real_operator(attrs, kind, message):
+    op, inputs, _ = variant("CausalLinearDecay", 0, "float32")
+    with pytest.raises(Exception, match="CausalLinearDecay 'node': attribute algorithm is.*" + message) as raised:
+        ort_ops.make_session(ort_models.node_model(op, shapes_of(inputs), attrs))
+    assert re.fullmatch(kind, type(raised.value).__name__)
+
+
+@pytest.mark.parametrize("wrong, message", [
+    ({"x": TensorProto.DOUBLE}, "ScaledAdd.*"),
+    ({"total": TensorProto.FLOAT16}, "ScaledAdd"),
+])
+def test_wrong_type(toy, wrong, message):
+    model = ort_models.node_model(SCALED_ADD, TOY_SHAPES, {"accumulate": 1})
+    for entry in model.graph.input:
+        entry.type.tensor_type.elem_type = wrong.get(entry.name, entry.type.tensor_type.elem_type)
+    with pytest.raises(Exception, match=message):
+        ort_ops.make_session(model)
+
+
+# ---- Registration and sessions
+
+
+def test_registering_twice_and_two_sessions(toy):
+    options = onnxruntime.SessionOptions()
+    assert ort_ops.register(options) is options and ort_ops.register(options) is options
+    model = ort_models.node_model(SCALED_ADD, {"x": [1, 2, 3, 4]})
+    x = np.ones((1, 2, 3, 4), np.float32)
+    for _ in range(2):
+        found, = ort_ops.make_session(model, session_options=options).run(None, {"x": x})
+        np.testing.assert_array_equal(found, x)
+    assert onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"x": x})
+
+
+def test_model_as_path_bytes_or_proto(toy, tmp_path):
+    model = ort_models.node_model(SCALED_ADD, {"x": [1, 2, 3, 4]})
+    path = tmp_path / "model.onnx"
+    path.write_bytes(model.SerializeToString())
+    for form in (model, model.SerializeToString(), path, str(path)):
+        assert ort_ops.make_session(form).get_providers() == ["CPUExecutionProvider"]
+
+
+def test_provider_that_is_not_there(toy):
+    model = ort_models.node_model(SCALED_ADD, {"x": [1, 2, 3, 4]})
+    with pytest.raises(ValueError, match="provider ROCMExecutionProvider is not in the installed onnxruntime .*CPUExecutionProvider"):
+        ort_ops.make_session(model, [("ROCMExecutionProvider", {}), "CPUExecutionProvider"])
+
+
+def test_runtime_that_is_too_old(monkeypatch):
+    monkeypatch.setattr(onnxruntime, "__version__", "1.17.3")
+    with pytest.raises(RuntimeError, match=r"needs onnxruntime 1\.18 or newer; found 1\.17\.3"):
+        ort_ops.register(onnxruntime.SessionOptions())
+
+
+def test_library_refuses_a_runtime_that_is_too_old(toy):
+    """RegisterCustomOps itself, with an OrtApiBase of a runtime that has API 1 and no API 18."""
+    messages = []
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_int, ctypes.c_char_p)
+    def create_status(code, message):
+        messages.append(message.decode())
+        return 1
+
+    api = (ctypes.c_void_p * 4)(ctypes.cast(create_status, ctypes.c_void_p))  # CreateStatus is the first entry
+
+    @ctypes.CFUNCTYPE(ctypes.c_void_p, ctypes.c_uint32)
+    def get_api(version):
+        return ctypes.addressof(api) if version == 1 else None
+
+    text = ctypes.create_string_buffer(b"1.17.3")
+    get_version = ctypes.CFUNCTYPE(ctypes.c_void_p)(lambda: ctypes.addressof(text))
+    base = (ctypes.c_void_p * 2)(ctypes.cast(get_api, ctypes.c_void_p), ctypes.cast(get_version, ctypes.c_void_p))
+    library = ctypes.CDLL(ort_ops.get_library_path())
+    library.RegisterCustomOps.restype = ctypes.c_void_p
+    assert library.RegisterCustomOps(None, base) == 1
+    assert messages == ["leanfleet needs onnxruntime 1.18 or newer; this is 1.17.3. Install a newer onnxruntime"]
+
+
+def test_missing_library(tmp_path, monkeypatch):
+    monkeypatch.setenv("LEANFLEET_LIBRARY_DIR", str(tmp_path))
+    with pytest.raises(FileNotFoundError, match="libleanfleet_ort.so does not exist"):
+        ort_ops.register(onnxruntime.SessionOptions())
+
+
+def test_missing_onnxruntime():
+    code = """
+import sys
+sys.modules["onnxruntime"] = None
+from leanfleet import ort_ops
+try:
+    ort_ops.register(None)
+except ImportError as error:
+    assert "pip install 'leanfleet[ort]'" in str(error) and "onnxruntime-gpu" in str(error), error
+else:
+    raise SystemExit("no error")
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+# ---- CUDA
+
+
+@pytest.fixture
+def cuda():
+    if not torch.cuda.is_available():
+        pytest.skip("no CUDA device")
+    assert "CUDAExecutionProvider" in onnxruntime.get_available_providers(), "a GPU needs onnxruntime-gpu to be tested"
+    return "cuda"
+
+
+@pytest.mark.parametrize("index", range(3))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_kernel_on_cuda(cuda, toy, index, dtype, tmp_path):
+    check_variant("ScaledAdd", index, dtype, tmp_path, cuda, "CUDAExecutionProvider")
+
+
+def test_runs_from_several_threads_on_cuda(cuda, toy):
+    model = ort_models.node_model(SCALED_ADD, TOY_SHAPES, {"accumulate": 1})
+    assert not run_in_threads(ort_ops.make_session(model, ["CUDAExecutionProvider"]), 4, 200)
+
+
+def test_cuda_graph(cuda, toy):
+    """Captured once; replays follow the values in the bound buffers, and one of them is updated in place."""
+    model = ort_models.node_model(SCALED_ADD, {"x": [2, 3, 4, 5], "total": [2, 3]}, {"accumulate": 1})
+    session = ort_ops.make_session(model, [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})])
+    x, total, output = (torch.ones(s, device=cuda) for s in ((2, 3, 4, 5), (2, 3), (2, 3, 4, 5)))
+    binding = ort_models.bound(session, {"x": x, "total": total}, {"output": output, "total_out": total})
+    session.run_with_iobinding(binding)  # runs before the capture count too
+    for scale in (1, 2, 3):
+        x.fill_(scale)
+        total.zero_()
+        torch.cuda.synchronize()
+        session.run_with_iobinding(binding)
+        assert (total == 20 * scale).all() and (output == scale).all()
+
+
+# ---- The oldest runtime
+
+
+@pytest.mark.skipif(RUNTIME == (1, 20), reason="this is the run in the oldest runtime")
+def test_oldest_runtime():
+    """Everything above, once more."""
+    folder = ort_models.install_oldest_runtime(OLDEST)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    check = f"import onnxruntime; assert onnxruntime.__version__ == '{OLDEST}', onnxruntime.__file__"
+    subprocess.run([sys.executable, "-c", check], env=environment, check=True)
+    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__)],
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    assert result.returncode == 0 and "passed" in result.stdout, result.stdout[-8000:]
