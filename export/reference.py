@@ -422,7 +422,7 @@ def causal_linear_decay(query, key, value, log_decay=None, initial_state=None, i
 
     query T [B,H,N,R], key T [B,Hkv,N,R], value T [B,Hkv,N,Dv]: B, C and V of LD.
     log_decay F [Hkv], or per token [B,Hkv,N]: ln γ in [-inf, 0]; -inf is γ = 0, absent is γ = 1.
-    initial_state F [B,Hkv,R,Dv]; initial_norm F [B,Hkv,R], only with normalize; absent: zeros.
+    initial_state F [B,Hkv,R,Dv]; absent: zeros. With normalize, and only then, initial_norm F [B,Hkv,R] too.
     cu_seqlens I [Q+1]: request r is tokens cu[r] .. cu[r+1] of a batch of 1, and states have Q in place of
     B. Offsets are clamped to [0, N]; tokens of no request have output 0.
     state_index I [B] (or [Q]): the row of each request in a pool of states [P,Hkv,R,Dv] and of norms
@@ -448,13 +448,14 @@ def causal_linear_decay(query, key, value, log_decay=None, initial_state=None, i
     match("state_index", state_index, "I", "Q")
     match("initial_state", initial_state, "F", f"{rows} Hkv R Dv")
     match("initial_norm", initial_norm, "F", f"{rows} Hkv R")
-    for name, tensor, needed in (("state", initial_state, True), ("norm", initial_norm, normalize)):
-        _check(state_index is None or not needed or tensor is not None,
-               f"{op}: state_index is given and initial_{name} is absent; it must be the pool")
+    _check(state_index is None or initial_state is not None,
+           f"{op}: state_index is given and initial_state is absent; it must be the pool")
+    _check(not normalize or (initial_state is None) == (initial_norm is None),
+           f"{op}: one of initial_state and initial_norm is absent and normalize is 1; give both or neither")
 
     # The normaliser is one more column of value and of the state.
-    pool = v.new_zeros(dims.get("P", dims["Q"]), dims["Hkv"], dims["R"], dims["Dv"]) \
-        if initial_state is None else initial_state.to(compute)
+    zeros = v.new_zeros(dims["Q"], dims["Hkv"], dims["R"], dims["Dv"])
+    pool = zeros if initial_state is None else initial_state.to(compute)
     if normalize:
         norm = pool.new_zeros(pool.shape[:-1]) if initial_norm is None else initial_norm.to(compute)
         pool = torch.cat([pool, norm.unsqueeze(-1)], -1)

@@ -3,72 +3,81 @@
 Needs polygraphy, onnx, onnxruntime and numpy; the reference runner and references also torch.
 """
 
+import ctypes
 import json
 import tempfile
 import time
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import onnx
+from google.protobuf.message import DecodeError
 from polygraphy.backend.base import BaseRunner
+from polygraphy.backend.onnx import util as onnx_util
 from polygraphy.backend.onnxrt import OnnxrtRunner
-from polygraphy.common import TensorMetadata
-from polygraphy.comparator import Comparator
-from polygraphy.comparator.compare import SimpleCompareFunc
-from polygraphy.datatype import DataType
+from polygraphy.comparator import IterationResult, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
 from leanfleet import spec
 
+BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+# Distance of 1 to the next number of the type.
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
-# How far an output may be from the judge's, in units of (type's epsilon x largest magnitude of the output). The plain
-# float32 reference itself loses up to a quarter of this against float64 on standard normal inputs of 130 tokens
-# (tests/test_parity.py measures it); operators that divide by a sum of either sign lose more.
+# How far a node's outputs may be from the judge's, in units of the type's epsilon times the output's largest magnitude:
+# for float32 models, and for those with float16 or bfloat16 inputs. A power of two that is 2 to 8 times what the plain
+# reference loses at worst against float64 when it computes in float32, or in bfloat16, on inputs of make_inputs with up
+# to 130 tokens: two sides that round differently lose twice what one does. tests/test_parity.py measures it.
 TOLERANCE = {
-    "LeanAttention": 16,
-    "CausalLinearDecay": 64,
-    "CausalLinearDecayGrad": 128,
-    "NormalizedLinearAttention": 512,
-    "NormalizedLinearAttentionGrad": 4096,
+    "LeanAttention": (16, 4),
+    "CausalLinearDecay": (8, 4),
+    "CausalLinearDecayGrad": (32, 8),
+    "NormalizedLinearAttention": (16, 4),
+    "NormalizedLinearAttentionGrad": (16, 8),
 }
 
+# Sizes of make_inputs for open dimensions that stand for a symbol of ops.toml; any other open dimension is 2.
+SIZES = {"H": 6, "N": 7, "Nq": 7, "D": 16, "R": 16, "Dv": 16, "S": 64, "total": 64, "P": 16, "block": 16, "M": 4}
 
-def count_nodes(model):
-    """Number of leanfleet nodes in a model's graph and its subgraphs, by operator."""
-    counts = {}
 
-    def visit(graph):
-        for node in graph.node:
-            if node.domain == spec.DOMAIN:
-                counts[node.op_type] = counts.get(node.op_type, 0) + 1
-            for attribute in node.attribute:
-                if attribute.HasField("g"):
-                    visit(attribute.g)
+def leanfleet_nodes(model):
+    """The leanfleet nodes of a model's main graph."""
+    return [node for node in model.graph.node if node.domain == spec.DOMAIN]
 
-    visit(model.graph)
-    return counts
+
+def _attributes(node):
+    values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+    return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
+
+
+def _widened(array):
+    """bfloat16 as float32, exactly; Polygraphy knows no bfloat16 in numpy."""
+    return array.astype(np.float32) if array.dtype == BFLOAT16 else array
+
+
+# Runners
 
 
 class SessionRunner(OnnxrtRunner):
     """An OnnxrtRunner on a session of ours that afterwards knows which leanfleet kernels ran.
 
     library: with leanfleet's kernels registered; without, the model's function bodies run.
+    kernels: {(operator, provider): runs} of leanfleet's kernels, once the runner is deactivated.
+    bfloat16 outputs come as float32.
     """
 
     def __init__(self, path, provider="CPUExecutionProvider", library=True, name=None):
-        self.path, self.provider, self.library = str(path), provider, library
-        self.kernels_run = {}
-        self._folder = None
         super().__init__(self._open, name=name)
+        self.path, self.provider, self.library = str(path), provider, library
+        self.kernels = Counter()
 
     def _open(self):
         import onnxruntime
 
         options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        self._folder = tempfile.TemporaryDirectory()
+        options.log_severity_level = 4  # errors come as exceptions
         options.enable_profiling = True
         options.profile_file_prefix = str(Path(self._folder.name) / "profile")
         if self.library:
@@ -77,44 +86,45 @@ class SessionRunner(OnnxrtRunner):
             return make_session(self.path, providers=[self.provider], session_options=options)
         return onnxruntime.InferenceSession(self.path, sess_options=options, providers=[self.provider])
 
+    def activate_impl(self):
+        self._folder = tempfile.TemporaryDirectory()
+        try:
+            super().activate_impl()
+        except BaseException:
+            self._folder.cleanup()
+            raise
+
+    def infer_impl(self, feed_dict):
+        from onnxruntime import OrtValue
+
+        feed = {name: OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
+                if array.dtype == BFLOAT16 else OrtValue.ortvalue_from_numpy(array)
+                for name, array in feed_dict.items()}
+        start = time.perf_counter()
+        outputs = self.sess.run_with_ort_values(None, feed)
+        self.inference_time = time.perf_counter() - start
+        return OrderedDict((o.name, _array(value)) for o, value in zip(self.sess.get_outputs(), outputs, strict=True))
+
     def deactivate_impl(self):
-        self.kernels_run = kernels_in_profile(self.sess.end_profiling())
+        self.kernels = kernels_in_profile(self.sess.end_profiling())
         super().deactivate_impl()
         self._folder.cleanup()
 
 
+def _array(value):
+    """An OrtValue on the CPU as a numpy array; bfloat16, which onnxruntime does not hand to numpy, as float32."""
+    if value.element_type() != onnx.TensorProto.BFLOAT16:
+        return value.numpy()
+    shape = value.shape()
+    content = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
+    return np.frombuffer(content, BFLOAT16).reshape(shape).astype(np.float32)
+
+
 def kernels_in_profile(path):
-    """{(operator, provider): runs} of leanfleet's kernels in an ONNX Runtime profile."""
-    counts = {}
-    for event in json.loads(Path(path).read_text()):
-        args = event.get("args", {})
-        if event.get("cat") == "Node" and args.get("op_name") in spec.all_specs() and event["name"].endswith("_kernel_time"):
-            key = args["op_name"], args.get("provider", "")
-            counts[key] = counts.get(key, 0) + 1
-    return counts
-
-
-def run_reference(op_type, attributes, inputs):
-    """The PyTorch reference on numpy arrays (None for absent ones): a list of numpy arrays.
-
-    Computes in float64 and returns T outputs in the inputs' type, F outputs in float32.
-    """
-    import torch
-
-    from leanfleet.export import reference
-
-    op = spec.all_specs()[op_type]
-    attrs = {a.name: attributes.get(a.name, a.default) for a in op.attrs if not a.refuse}
-    attrs = {k: v.decode() if isinstance(v, bytes) else v for k, v in attrs.items()}
-    if attrs.get("algorithm") is not None:
-        attrs["algorithm"] = "auto"
-    tensors = []
-    for t, array in zip(op.inputs, list(inputs) + [None] * (len(op.inputs) - len(inputs)), strict=True):
-        tensor = None if array is None else torch.from_numpy(np.array(array))
-        tensors.append(tensor.double() if tensor is not None and t.type != "I" else tensor)
-    outputs = getattr(reference, op.snake_name)(*tensors, **attrs)
-    dtype = {"T": np.asarray(inputs[0]).dtype, "F": np.float32, "I": np.int32}
-    return [output.numpy().astype(dtype[t.type]) for t, output in zip(op.active_outputs(attrs), outputs, strict=True)]
+    """Counter {(operator, provider): runs} of leanfleet's kernels in an ONNX Runtime profile."""
+    return Counter((e["args"]["op_name"], e["args"]["provider"]) for e in json.loads(Path(path).read_text())
+                   if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")
+                   and e["args"].get("op_name") in spec.all_specs())
 
 
 class ReferenceRunner(BaseRunner):
@@ -130,147 +140,59 @@ class ReferenceRunner(BaseRunner):
 
         def implementation(op):
             def run(self, *inputs, **attributes):
-                given = {a.name: a for a in self.onnx_node.attribute}
-                values = {name: onnx.helper.get_attribute_value(a) for name, a in given.items()}
-                return tuple(run_reference(op.name, values, inputs))
+                return tuple(run_reference(op.name, _attributes(self.onnx_node), inputs))
 
             return type(op.name, (OpRun,), {"op_domain": spec.DOMAIN, "_run": run})
 
         self.model = onnx.load(self.path)
-        self.evaluator = ReferenceEvaluator(self.model, new_ops=[implementation(op) for op in spec.all_specs().values()])
+        bodies = [f for f in self.model.functions if f.domain == spec.DOMAIN]
+        for body in bodies:
+            self.model.functions.remove(body)
+        self.evaluator = ReferenceEvaluator(self.model, new_ops=list(map(implementation, spec.all_specs().values())))
 
     def get_input_metadata_impl(self):
-        metadata = TensorMetadata()
-        for value in self.model.graph.input:
-            tensor = value.type.tensor_type
-            shape = [d.dim_value if d.HasField("dim_value") else d.dim_param or None for d in tensor.shape.dim]
-            metadata.add(value.name, dtype=DataType.from_dtype(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)),
-                         shape=shape)
-        return metadata
+        return onnx_util.get_input_metadata(self.model.graph)
 
     def infer_impl(self, feed_dict):
         start = time.perf_counter()
         outputs = self.evaluator.run(None, dict(feed_dict))
         self.inference_time = time.perf_counter() - start
-        return OrderedDict(zip((o.name for o in self.model.graph.output), outputs, strict=True))
+        return OrderedDict((o.name, _widened(array)) for o, array in zip(self.model.graph.output, outputs, strict=True))
 
     def deactivate_impl(self):
         del self.evaluator, self.model
 
 
+def run_reference(op_type, attributes, inputs):
+    """The PyTorch reference on numpy arrays (None for absent ones): a list of numpy arrays.
+
+    Computes in float64 and returns T outputs in the inputs' type, F outputs in float32. Raises ValueError for
+    arguments that the reference refuses.
+    """
+    import torch
+
+    from leanfleet.export import reference
+
+    op = spec.all_specs()[op_type]
+    attrs = {a.name: attributes.get(a.name, a.default) for a in op.attrs if not a.refuse}
+    tensors = {}
+    for t, array in zip(op.inputs, inputs, strict=False):  # a node may leave trailing inputs out
+        if array is not None:
+            tensors[t.name] = torch.from_numpy(np.array(array, dtype=np.int64 if t.type == "I" else np.float64))
+    outputs = getattr(reference, op.snake_name)(**tensors, **attrs)
+    dtype = {"T": inputs[0].dtype, "F": np.float32, "I": np.int32}
+    return [output.numpy().astype(dtype[t.type]) for t, output in zip(op.active_outputs(attrs), outputs, strict=True)]
+
+
 def register_references():
     """Makes Polygraphy's --pluginref know our operators (polygraphy.backend.pluginref.references.OP_REGISTRY)."""
-    from polygraphy.backend.pluginref.references import OP_REGISTRY, register
+    from polygraphy.backend.pluginref.references import register
+
+    def reference_of(name):
+        return lambda attributes, *inputs: run_reference(name, attributes, inputs)
 
     for name in spec.all_specs():
-        if name not in OP_REGISTRY:
-            register(name)(lambda attributes, *inputs, name=name: run_reference(name, attributes, inputs))
-
-
-def make_inputs(model, sizes=None, seed=0):
-    """Random inputs that mean something for a model with leanfleet nodes: an ordered dict of numpy arrays.
-
-    Lengths lie within the caches, tables hold valid distinct pages, decays are not positive, token ids lie in their
-    embedding. sizes: values of symbolic dimensions; others are 2, or 7 where the name suggests tokens, 64 for a
-    cache's slots. Raises ValueError for types that it cannot make.
-    """
-    random = np.random.default_rng(seed)
-    sizes = dict(sizes or {})
-    roles, limits = _roles(model)
-
-    def size_of(dim):
-        if dim.HasField("dim_value"):
-            return dim.dim_value
-        name = dim.dim_param
-        if name not in sizes:
-            lowered = name.lower()
-            sizes[name] = (64 if any(w in lowered for w in ("capacity", "slots", "cache")) else
-                           7 if any(w in lowered for w in ("token", "seq", "len", "n")) and "batch" not in lowered else 2)
-        return sizes[name]
-
-    initializers = {i.name for i in model.graph.initializer}
-    inputs, late = OrderedDict(), []
-    for value in model.graph.input:
-        if value.name in initializers:
-            continue
-        tensor = value.type.tensor_type
-        shape = [size_of(d) for d in tensor.shape.dim]
-        dtype = onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type)
-        inputs[value.name] = None
-        if np.issubdtype(dtype, np.integer):
-            late.append((value.name, shape, dtype))
-        elif np.issubdtype(dtype, np.floating):
-            data = random.standard_normal(shape)
-            if roles.get(value.name, ("", "", None))[1] == "log_decay":
-                data = -np.abs(data) / 8
-            inputs[value.name] = data.astype(dtype)
-        else:
-            raise ValueError(f"input {value.name} has type {dtype}; give inputs with --inputs FILE.npz")
-    shapes = {name: array.shape for name, array in inputs.items() if array is not None}
-    shapes |= {name: tuple(shape) for name, shape, _ in late} | {i.name: tuple(i.dims) for i in model.graph.initializer}
-    for name, shape, dtype in late:
-        op_type, role, node = roles.get(name, ("", "", None))
-        inputs[name] = _integers(role, node, shape, shapes, inputs, limits.get(name, 8), random).astype(dtype)
-    return inputs
-
-
-def _roles(model):
-    """({graph input: (operator, argument, node)}, {graph input: number of rows of the table it indexes})."""
-    producers = {output: node for node in model.graph.node for output in node.output}
-    rows = {i.name: i.dims[0] for i in model.graph.initializer if i.dims}
-
-    def origin(name):
-        while name in producers and producers[name].op_type in ("Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze"):
-            name = producers[name].input[0]
-        return name
-
-    roles, limits = {}, {}
-    for node in model.graph.node:
-        if node.domain == spec.DOMAIN:
-            for t, name in zip(spec.all_specs()[node.op_type].inputs, node.input):
-                if name:
-                    roles.setdefault(origin(name), (node.op_type, t.name, node))
-        elif node.op_type == "Gather" and node.input[0] in rows:
-            limits[origin(node.input[1])] = rows[node.input[0]]
-    return roles, limits
-
-
-def _integers(role, node, shape, shapes, inputs, limit, random):
-    """Values for an integer input that a leanfleet node uses as `role`, or random ones below `limit`."""
-    names = {}
-    if node is not None:
-        names = {t.name: name for t, name in zip(spec.all_specs()[node.op_type].inputs, node.input) if name}
-
-    def shape_of(argument):
-        return shapes.get(names.get(argument), None)
-
-    attributes = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute} if node is not None else {}
-    token_axis = 1 if attributes.get("layout") == b"bnhd" else 2
-    query = shape_of("query")
-    if role == "cu_seqlens":
-        total = (shape_of("key_cache") or (0, 7))[1] if "key_cache" in names else (query or (1, 1, 7, 7))[token_axis]
-        inner = np.sort(random.integers(0, total + 1, shape[0] - 2))
-        return np.concatenate([[0], inner, [total]])
-    if role in ("block_table", "state_index"):
-        pool = (shape_of("key_cache") or shape_of("initial_state") or (int(np.prod(shape)),))[0]
-        count = int(np.prod(shape))
-        return (random.permutation(max(pool, count))[:count] % pool).reshape(shape)
-    if role in ("seq_lens", "query_lens"):
-        tokens = query[token_axis] if query else next((s[1] for n, s in shapes.items() if "input_ids" in n), 1)
-        cache = shape_of("key_cache") or (1, 1, tokens)
-        capacity = cache[2]
-        if "cu_seqlens" in names and inputs.get(names["cu_seqlens"]) is not None:
-            capacity = np.diff(inputs[names["cu_seqlens"]])
-        elif "block_table" in names:
-            capacity = cache[1] * (shape_of("block_table") or (1, 1))[1]
-        elif "cu_seqlens" in names:
-            capacity = cache[1] // max(shape[0], 1)
-        if role == "query_lens":
-            return np.minimum(random.integers(1, tokens + 1, shape), capacity)
-        return random.integers(np.minimum(tokens, capacity), np.maximum(capacity, 1) + 1, shape)
-    if role == "initial_count":
-        return random.integers(0, 9, shape)
-    return random.integers(0, limit, shape)
+        register(name)(reference_of(name))
 
 
 RUNNERS = {
@@ -282,54 +204,258 @@ RUNNERS = {
 
 
 def make_runner(kind, path):
-    """A Polygraphy runner of one of RUNNERS. Raises ValueError for another name, RuntimeError where it cannot run."""
-    if kind == "reference":
-        return ReferenceRunner(path, name=kind)
+    """A Polygraphy runner of one of RUNNERS. Raises ValueError for another name."""
     if kind not in RUNNERS:
         raise ValueError(f"runner '{kind}' is unknown; choose from {', '.join(RUNNERS)}")
+    if kind == "reference":
+        return ReferenceRunner(path, name=kind)
     provider = "CUDAExecutionProvider" if kind == "ort-cuda" else "CPUExecutionProvider"
-    import onnxruntime
-
-    if provider not in onnxruntime.get_available_providers():
-        raise RuntimeError(f"runner '{kind}': this onnxruntime has no {provider}; install onnxruntime-gpu in its place")
     return SessionRunner(path, provider, library=kind != "body", name=kind)
+
+
+# Inputs
+
+
+def make_inputs(model, sizes=None, seed=0):
+    """Random inputs that mean something for a model with leanfleet nodes: an ordered dict of numpy arrays.
+
+    Lengths lie within the caches, page tables and state indices hold valid distinct rows, decays are not positive,
+    what makes up a denominator is positive, token ids lie in their embedding; other floats are standard normal.
+    sizes: of open dimensions by name; the others get SIZES. Raises ValueError for a size of no open dimension, and
+    for inputs of other types than floats and integers.
+    """
+    random = np.random.default_rng(seed)
+    uses, rows = _uses(model.graph)
+    shapes = _shapes(model.graph, sizes or {})
+    initializers = {i.name for i in model.graph.initializer}
+    values = [v for v in model.graph.input if v.name not in initializers]
+    # Offsets come first: lengths depend on them.
+    offsets_first = sorted(values, key=lambda v: v.name not in uses or uses[v.name][1].name != "cu_seqlens")
+    made = {}
+    for value in offsets_first:
+        dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
+        node, argument = uses.get(value.name, (None, None))
+        shape = shapes[value.name]
+        if dtype.kind in "iu":
+            array = (random.integers(0, rows.get(value.name, 2), shape) if node is None else
+                     _integers(node, argument.name, shape, _dims(node, shapes), made, random))
+        elif dtype.kind == "f" or dtype == BFLOAT16:
+            array = random.standard_normal(shape)
+            if node is not None:
+                array = _meaningful(node, argument.name, array, _dims(node, shapes))
+        else:
+            raise ValueError(f"input {value.name} has type {dtype}, for which no values can be made up; give all "
+                             "inputs yourself")
+        made[value.name] = array.astype(dtype)
+    return OrderedDict((v.name, made[v.name]) for v in values)
+
+
+def _uses(graph):
+    """({graph input: (leanfleet node, its spec.Tensor)}, {graph input: rows of the table it picks from})."""
+    makers = {output: node for node in graph.node for output in node.output}
+    rows = {i.name: i.dims[0] for i in graph.initializer if i.dims}
+
+    def origin(name):
+        while name in makers and makers[name].op_type in ("Cast", "Identity", "Reshape", "Unsqueeze", "Squeeze"):
+            name = makers[name].input[0]
+        return name
+
+    uses, picks = {}, {}
+    for node in graph.node:
+        if node.domain == spec.DOMAIN:
+            for argument, name in zip(spec.all_specs()[node.op_type].inputs, node.input, strict=False):
+                uses.setdefault(origin(name), (node, argument))
+        elif node.op_type == "Gather" and node.input[0] in rows:
+            picks[origin(node.input[1])] = rows[node.input[0]]
+    return uses, picks
+
+
+def _axes(node, shapes):
+    """(tensor name, spec.Axis of each axis) of a node's inputs whose rank is known."""
+    op, layout = spec.all_specs()[node.op_type], _attributes(node).get("layout", "bhnd")
+    names = {t.name: name for t, name in zip(op.inputs, node.input, strict=False) if name}
+    for t in op.inputs:
+        shape = shapes.get(names.get(t.name))
+        alternative = None if shape is None else op.shape_of(t, names, len(shape))
+        if alternative:
+            yield names[t.name], alternative.ordered(layout)
+
+
+def _dims(node, shapes):
+    """Sizes of the schema's symbols in this node, as far as its inputs' shapes tell."""
+    dims = {}
+    for name, axes in _axes(node, shapes):
+        for axis, size in zip(axes, shapes[name], strict=True):
+            if isinstance(size, int):
+                dims.setdefault(axis.symbol, size - axis.offset)
+    return dims
+
+
+def _shapes(graph, sizes):
+    """{tensor: its shape} of inputs, initializers and annotated values; all sizes of inputs are numbers."""
+
+    def size(d):
+        return d.dim_value if d.HasField("dim_value") else d.dim_param or None
+
+    nodes = [node for node in graph.node if node.domain == spec.DOMAIN]
+    shapes = {v.name: [size(d) for d in v.type.tensor_type.shape.dim] for v in [*graph.value_info, *graph.input]
+              if v.type.tensor_type.HasField("shape")}
+    shapes |= {i.name: list(i.dims) for i in graph.initializer}
+    for value in graph.input:
+        if value.name not in shapes:
+            raise ValueError(f"input {value.name} has no shape, so that no values can be made up; give all inputs yourself")
+    inputs = {v.name for v in graph.input}
+    names = list(dict.fromkeys(d for v in graph.input for d in shapes[v.name] if isinstance(d, str)))
+    if unknown := set(sizes) - set(names):
+        raise ValueError(f"size {', '.join(sorted(unknown))}: the model's inputs have no such open dimension; they have "
+                         f"{', '.join(names) or 'none'}")
+
+    known = dict(sizes)
+    for node in nodes:
+        for name, axes in _axes(node, shapes):
+            for d, axis in zip(shapes[name], axes, strict=True):
+                if d in names and not axis.offset:
+                    known.setdefault(d, SIZES.get(axis.symbol, 2))
+    shapes = {name: [known.get(d, d) for d in shape] for name, shape in shapes.items()}
+    for node in nodes:
+        for name, axes in _axes(node, shapes):
+            if name in inputs:
+                dims = SIZES | _dims(node, shapes)
+                shapes[name] = [d if isinstance(d, int) else dims.get(axis.symbol, 2) + axis.offset
+                                for d, axis in zip(shapes[name], axes, strict=True)]
+    for name in inputs:
+        shapes[name] = [d if isinstance(d, int) else 2 for d in shapes[name]]
+    return shapes
+
+
+def _meaningful(node, role, array, dims):
+    """Standard normal values made into ones of a node's floating point argument `role`."""
+    if role == "log_decay":
+        return -np.abs(array) / 8
+    if role == "normalizer":  # a sum over up to N tokens
+        return (1 + np.abs(array)) * dims.get("N", 1)
+    positive = set()
+    if node.op_type.startswith("Normalized") or _attributes(node).get("normalize"):
+        positive = {"query", "key", "coefficients", "initial_norm", "initial_key_sum"}  # make up the denominator
+    if node.op_type == "NormalizedLinearAttentionGrad":
+        positive |= {"value", "grad_output"}  # or else grad_coefficients is a sum that cancels to nearly nothing
+    return np.abs(array) if role in positive else array
+
+
+def _integers(node, role, shape, dims, made, random):
+    """Values of a node's integer argument `role`; dims: the node's sizes, made: the inputs that have values already."""
+    if role == "cu_seqlens":
+        total = dims.get("total", dims.get("N", 0))
+        return np.concatenate([[0], np.sort(random.integers(0, total + 1, shape[0] - 2)), [total]])
+    if role in ("block_table", "state_index"):
+        count, rows = int(np.prod(shape)), dims.get("P", 1)
+        return (random.permutation(max(rows, count))[:count] % rows).reshape(shape)
+    if role == "initial_count":
+        return random.integers(1, 9, shape)
+    arguments = [t.name for t in spec.all_specs()[node.op_type].inputs]
+    offsets = made.get(dict(zip(arguments, node.input, strict=False)).get("cu_seqlens"))
+    if offsets is not None:
+        capacity = np.diff(offsets)
+    elif "M" in dims:
+        capacity = np.full(shape, dims["M"] * dims["block"])
+    else:
+        capacity = np.full(shape, dims.get("S", 1))
+    tokens = np.minimum(dims.get("Nq", 1), capacity)
+    return random.integers(tokens, capacity + 1) if role == "seq_lens" else random.integers(np.minimum(1, tokens), tokens + 1)
+
+
+# Comparison
+
+
+def _tolerances(model, judge):
+    """{output: absolute tolerance}. An output's is the sum of what the leanfleet nodes that it depends on may lose."""
+    nodes = leanfleet_nodes(model)
+    bits = {id(node): 1 << i for i, node in enumerate(nodes)}
+    upstream = {}  # tensor -> the leanfleet nodes that it depends on, as bits
+    for node in model.graph.node:
+        found = bits.get(id(node), 0)
+        for name in node.input:
+            found |= upstream.get(name, 0)
+        upstream.update(dict.fromkeys(node.output, found))
+    types = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
+    found = [types[t] for v in model.graph.input if (t := v.type.tensor_type.elem_type) in types]
+    epsilon = max([EPSILON[t] for t in found], default=EPSILON["float32"])
+    tolerances = {}
+    for name, array in judge.items():
+        units = sum(TOLERANCE[node.op_type][bool(found)] for i, node in enumerate(nodes) if upstream.get(name, 0) >> i & 1)
+        finite = np.abs(array[np.isfinite(array)].astype(np.float64))
+        tolerances[name] = units * epsilon * float(finite.max(initial=0.0)) if array.dtype.kind == "f" else 0.0
+    return tolerances
 
 
 def check(path, runners=("body", "ort-cpu"), inputs=None, sizes=None, seed=0, rtol=None, atol=None):
     """Runs a model with several runners and compares each with the first.
 
-    inputs: dict of numpy arrays; default make_inputs(sizes, seed). rtol, atol: instead of TOLERANCE.
-    Returns a list of dicts (runner, judge, output, error: largest absolute difference, tolerance, passed), and a dict of
-    the kernels that ran by runner. Raises RuntimeError where a runner that has kernels did not run them all.
+    inputs: dict of numpy arrays (bfloat16 ones may come as float32); default make_inputs(sizes, seed).
+    rtol, atol: given either, an element passes within atol or within rtol of the judge's, in place of TOLERANCE.
+    Returns a list of dicts (runner, judge, output, error: largest absolute difference, tolerance: absolute, passed),
+    and {runner: Counter {(operator, provider): runs} of the leanfleet kernels that ran}.
+    Raises ValueError for wrong arguments; RuntimeError where a runner fails, or has leanfleet's kernels and did not
+    run them on its provider.
     """
-    model = onnx.load(str(path), load_external_data=False)
-    counts = count_nodes(model)
-    feed = inputs if inputs is not None else make_inputs(model, sizes, seed)
+    if len(runners) < 2 or len(set(runners)) < len(runners):
+        raise ValueError(f"runners are {', '.join(runners) or 'none'}; expected at least two different ones, the judge first")
     built = [make_runner(kind, path) for kind in runners]
-    with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-        results = Comparator.run(built, data_loader=[feed])
-    kernels = {r.name: r.kernels_run for r in built if isinstance(r, SessionRunner)}
-    for runner in built:
-        if isinstance(runner, SessionRunner) and sum(runner.kernels_run.values()) != (sum(counts.values()) if runner.library else 0):
-            raise RuntimeError(f"runner '{runner.name}': the model has {counts} leanfleet nodes, but these kernels ran: "
-                               f"{runner.kernels_run}")
-    judge = results[runners[0]][0]
-    low = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
-    types = [low[i.type.tensor_type.elem_type] for i in model.graph.input if i.type.tensor_type.elem_type in low]
-    epsilon = max([EPSILON[t] for t in types], default=EPSILON["float32"])
-    factor = max((TOLERANCE[op] for op in counts), default=16)
-    tolerances = {}
-    for name in judge:
-        finite = np.abs(np.asarray(judge[name], dtype=np.float64))
-        largest = float(finite[np.isfinite(finite)].max(initial=0.0))
-        tolerances[name] = atol if atol is not None else factor * epsilon * max(largest, 1e-30)
-    compare = SimpleCompareFunc(atol=tolerances, rtol=rtol or 0.0, check_error_stat="elemwise", infinities_compare_equal=True,
-                                fail_fast=False)
+    model = _load(path)
+    feed = make_inputs(model, sizes, seed) if inputs is None else _typed(model, inputs)
+    results = [_run(runner, model, feed) for runner in built]
+    judge = results[0]
+    if rtol is None and atol is None:
+        tolerances = _tolerances(model, judge)
+    else:
+        tolerances = dict.fromkeys(judge.keys(), atol or 0.0)
+    compare = SimpleCompareFunc(atol=tolerances, rtol=rtol or 0.0, infinities_compare_equal=True)
     rows = []
-    for kind in runners[1:]:
-        with G_LOGGER.verbosity(G_LOGGER.CRITICAL):
-            compared = compare(judge, results[kind][0])
-        for name, result in compared.items():
-            rows.append({"runner": kind, "judge": runners[0], "output": name, "error": result.max_absdiff,
-                         "tolerance": tolerances[name], "passed": bool(result)})
-    return rows, kernels
+    for kind, result in zip(runners[1:], results[1:], strict=True):
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
+            compared = compare(result, judge)  # a relative error is one of the second's
+        for name, verdict in compared.items():
+            # Polygraphy gives a bare False where shapes differ.
+            error = float("nan") if isinstance(verdict, bool) else verdict.max_absdiff
+            rows.append({"runner": kind, "judge": runners[0], "output": name, "error": error,
+                         "tolerance": tolerances[name], "passed": bool(verdict)})
+    return rows, {r.name: r.kernels for r in built if isinstance(r, SessionRunner)}
+
+
+def _load(path):
+    """The model without its external weights. Raises ValueError where the file is no model with leanfleet nodes."""
+    try:
+        model = onnx.load(str(path), load_external_data=False)
+    except DecodeError as error:
+        raise ValueError(f"{path} is no ONNX model: {error}") from error
+    if not leanfleet_nodes(model):
+        raise ValueError(f"{path} has no leanfleet nodes: there is nothing to check. Export with leanfleet.export")
+    return model
+
+
+def _typed(model, inputs):
+    """The inputs that the model takes, bfloat16 where it wants that."""
+    initializers = {i.name for i in model.graph.initializer}
+    wanted = {v.name: v.type.tensor_type.elem_type for v in model.graph.input if v.name not in initializers}
+    if set(inputs) != set(wanted):
+        raise ValueError(f"inputs are {', '.join(sorted(inputs)) or 'none'}; the model takes {', '.join(wanted)}")
+    return OrderedDict((name, np.asarray(inputs[name], BFLOAT16 if t == onnx.TensorProto.BFLOAT16 else None))
+                       for name, t in wanted.items())
+
+
+def _run(runner, model, feed):
+    """One runner's outputs, as an IterationResult. Raises RuntimeError."""
+    needed = {node.op_type for node in leanfleet_nodes(model)}
+    try:
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1), runner:
+            result = IterationResult(runner.infer(feed, check_inputs=False), runner_name=runner.name)
+    except (ImportError, FileNotFoundError):
+        raise
+    except Exception as error:
+        raise RuntimeError(f"runner '{runner.name}' failed: {error}") from error
+    if isinstance(runner, SessionRunner) and runner.library:
+        ran = {op for op, provider in runner.kernels if provider == runner.provider}
+        if missing := needed - ran:
+            raise RuntimeError(f"runner '{runner.name}': the model has {', '.join(sorted(missing))} nodes, but no such kernel "
+                               f"of leanfleet's ran on {runner.provider}; these ran: {dict(runner.kernels)}")
+    return result

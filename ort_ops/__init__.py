@@ -7,7 +7,7 @@ import os
 import re
 import weakref
 
-from leanfleet import native
+from leanfleet import native, spec
 
 OLDEST_RUNTIME = (1, 18)  # the first with the C API that the library asks for
 
@@ -56,6 +56,18 @@ def _default_providers(available):
     return ["CPUExecutionProvider"]
 
 
+def _explained(error):
+    """The error with the types that the operator in it takes, where onnxruntime refuses a node's types."""
+    refusals = r"of operator \((\w+)\) in node .* is invalid|no kernel def matches node inputs for Op: (\w+)"
+    found = re.search(refusals, str(error))
+    op = found and spec.all_specs().get(found[1] or found[2])
+    if not op:
+        return error
+    types = ", ".join(f"{t.name} {t.type}" for t in op.inputs)
+    return type(error)(f"{error}\n{op.name} takes {types}; T is {', '.join(spec.TYPES['T'][:-1])} or "
+                       f"{spec.TYPES['T'][-1]}, the same for all of them, F is float32, I is int32")
+
+
 def make_session(model, providers=None, session_options=None, **kwargs):
     """An onnxruntime.InferenceSession that knows leanfleet's operators.
 
@@ -63,16 +75,14 @@ def make_session(model, providers=None, session_options=None, **kwargs):
     where onnxruntime and this build of leanfleet both have it, then the CPU. session_options: gets the operators
     registered, see register; None: new ones. kwargs go to InferenceSession.
 
-    Raises what register raises, and ValueError for a provider that the installed onnxruntime does not have. Errors
-    in the model are onnxruntime's; those about our nodes name operator, node, argument, and the values found and
-    allowed.
+    Raises what register raises, ValueError for a provider that the installed onnxruntime does not have, and
+    RuntimeError for one that was asked for and does not start. Errors in the model are onnxruntime's; those about our
+    nodes name operator, node, argument, and the values found and allowed.
     """
     ort = _onnxruntime()
     available = ort.get_available_providers()
-    if providers is None:
-        providers = _default_providers(available)
-    for provider in providers:
-        name = provider if isinstance(provider, str) else provider[0]
+    wanted = [p if isinstance(p, str) else p[0] for p in providers or ()]
+    for name in wanted:
         if name not in available:
             raise ValueError(f"provider {name} is not in the installed onnxruntime {ort.__version__}, which has "
                              f"{', '.join(available)}" + ("; CUDA needs the package onnxruntime-gpu in place of "
@@ -82,4 +92,12 @@ def make_session(model, providers=None, session_options=None, **kwargs):
     elif not isinstance(model, bytes):
         model = os.fspath(model)
     options = register(session_options if session_options is not None else ort.SessionOptions())
-    return ort.InferenceSession(model, options, providers=providers, **kwargs)
+    try:
+        session = ort.InferenceSession(model, options, providers=providers or _default_providers(available), **kwargs)
+    except Exception as error:
+        raise _explained(error) from None
+    if missing := [name for name in wanted if name not in session.get_providers()]:
+        raise RuntimeError(f"provider {missing[0]} did not start, so that the session would run on "
+                           f"{', '.join(session.get_providers())}; onnxruntime's log above says why. Leave it out of "
+                           "providers, or mend its installation")
+    return session

@@ -10,8 +10,9 @@ from pathlib import Path
 
 import torch
 from kernels import DTYPE_NAMES, output_shapes, poisoned
-from leanfleet import spec
 from onnx import TensorProto, helper
+
+from leanfleet import spec
 
 ROOT = Path(__file__).resolve().parents[1]
 TOY_SCHEMA = ROOT / "tests" / "toy_op" / "ops.toml"
@@ -69,6 +70,7 @@ def bound(session, inputs, outputs):
             bind(binding, "input", name, tensor)
     for name, tensor in outputs.items():
         bind(binding, "output", name, tensor)
+    binding.tensors = inputs, outputs  # it knows addresses alone and would not keep them
     return binding
 
 
@@ -136,8 +138,9 @@ def install_oldest_runtime(version):
     folder = cache_folder() / f"onnxruntime-{version}-py{sys.version_info.major}{sys.version_info.minor}"
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        result = subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial,
-                                 f"onnxruntime=={version}"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial,
+                   f"onnxruntime=={version}"]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert result.returncode == 0, result.stdout
         partial.rename(folder)
     return folder

@@ -7,6 +7,12 @@
 #include "core/simd.h"
 #include "lean_attention/schedule.h"
 
+#ifndef MODE
+#define MODE 0
+#endif
+#ifndef LEVEL
+#define LEVEL 3
+#endif
 namespace leanfleet::LEANFLEET_ISA {
 
 namespace {
@@ -19,6 +25,16 @@ constexpr int kPad = 16;                            // rows of scratch are multi
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
+// The keys and values of a tile, without those on pages outside the pool.
+struct Tile {
+  LeanSpan span;       // positions
+  int32_t n;           // keys
+  bool gaps;           // n < span.end - span.begin
+  const void** keys;   // [key_tile + kPad] their addresses; beyond n the last one is repeated
+  const void** values;  // [key_tile + kPad]
+  int32_t* positions;  // [key_tile]
+};
+
 // What one thread works in. Widths are padded to kPad, the padding of query, keys and values is zero.
 struct Scratch {
   float* query;    // [row_tile, D] times the factor of the logits
@@ -30,9 +46,7 @@ struct Scratch {
   float* maximum;  // [row_tile] of the logits so far
   float* sum;      // [row_tile] of the weights so far, relative to maximum
   float* factor;   // [row_tile] 2^(old maximum - new maximum)
-  const void** key_rows;    // [key_tile + kPad] addresses of the tile's keys, the last one repeated
-  const void** value_rows;  // [key_tile + kPad]
-  int32_t* positions;       // [key_tile] of the tile's keys where pages are missing
+  Tile tiles[2];   // the one that is worked on and the next
 };
 
 // Cuts `base` into the buffers above; returns the bytes taken. base may be null.
@@ -55,9 +69,11 @@ int64_t carve(const LeanAttentionArgs& args, char* base, Scratch* scratch) {
   scratch->maximum = floats(rows);
   scratch->sum = floats(rows);
   scratch->factor = floats(rows);
-  scratch->key_rows = reinterpret_cast<const void**>(take((keys + kPad) * 8));
-  scratch->value_rows = reinterpret_cast<const void**>(take((keys + kPad) * 8));
-  scratch->positions = reinterpret_cast<int32_t*>(take(keys * 4));
+  for (Tile& tile : scratch->tiles) {
+    tile.keys = reinterpret_cast<const void**>(take((keys + kPad) * 8));
+    tile.values = reinterpret_cast<const void**>(take((keys + kPad) * 8));
+    tile.positions = reinterpret_cast<int32_t*>(take(keys * 4));
+  }
   return used;
 }
 
@@ -103,7 +119,7 @@ Vec tanh(Vec x) {
 }
 
 // Lane i of the result is the sum of v[i]'s lanes.
-Vec sums_of(const Vec* v) {
+__attribute__((always_inline)) inline Vec sums_of(const Vec* v) {
 #if defined(__AVX512F__)
   __m512 quads[4];  // quads[j]: in each 128-bit lane, that lane's sums of v[4j] .. v[4j+3]
   for (int j = 0; j < 4; ++j) {
@@ -130,7 +146,7 @@ Vec sums_of(const Vec* v) {
 }
 
 // v becomes its transpose, as a kLanes x kLanes matrix of rows.
-void transpose(Vec* v) {
+__attribute__((always_inline)) inline void transpose(Vec* v) {
 #if defined(__AVX512F__)
   __m512 a[16], b[16];
   for (int i = 0; i < 16; i += 2) {
@@ -212,11 +228,24 @@ struct RowsApart {
   const float* operator[](int64_t i) const { return base + i * stride; }
 };
 
+// Rows to fetch into the cache while others are worked on: as many bytes of rows[k] for each k < n.
+struct Ahead {
+  const void* const* rows;
+  int32_t n, bytes;
+  void fetch(int32_t k) const {
+    if (k >= n) return;
+    const char* row = static_cast<const char*>(rows[k]);
+    for (int32_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, LEVEL);
+  }
+};
+
 // scores[r, k] = query[r] . keys[k] for ROWS rows and keys 0 .. n-1, and some beyond: up to a multiple of kLanes.
 template <class T, int ROWS>
-void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* scores, int64_t score_stride) {
+void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* scores, int64_t score_stride,
+               Ahead ahead) {
   constexpr int KEYS = kLanes / (ROWS == 3 ? 4 : ROWS);
   for (int32_t k = 0; k < n; k += KEYS) {
+    for (int32_t key = k; key < k + KEYS; ++key) ahead.fetch(key);
     Vec acc[kLanes] = {};
     for (int64_t i = 0; i < d; i += kLanes) {
       Vec q[ROWS];
@@ -224,7 +253,8 @@ void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* 
       for (int r = 0; r < ROWS; ++r) q[r] = load(query + r * d + i);
 #pragma GCC unroll 16
       for (int key = 0; key < KEYS; ++key) {
-        const Vec x = load(keys[k + key] + i);
+        Vec x = load(keys[k + key] + i);
+        asm("" : "+v"(x));
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) acc[r * KEYS + key] = fma(q[r], x, acc[r * KEYS + key]);
       }
@@ -238,13 +268,14 @@ void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* 
 
 template <class T>
 void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32_t n, float* scores,
-              int64_t score_stride) {
+              int64_t score_stride, Ahead ahead) {
   while (rows > 0) {
     const int32_t block = rows < 4 ? rows : 4;
-    if (block == 4) dot_block<T, 4>(query, d, keys, n, scores, score_stride);
-    if (block == 3) dot_block<T, 3>(query, d, keys, n, scores, score_stride);
-    if (block == 2) dot_block<T, 2>(query, d, keys, n, scores, score_stride);
-    if (block == 1) dot_block<T, 1>(query, d, keys, n, scores, score_stride);
+    if (block == 4) dot_block<T, 4>(query, d, keys, n, scores, score_stride, ahead);
+    if (block == 3) dot_block<T, 3>(query, d, keys, n, scores, score_stride, ahead);
+    if (block == 2) dot_block<T, 2>(query, d, keys, n, scores, score_stride, ahead);
+    if (block == 1) dot_block<T, 1>(query, d, keys, n, scores, score_stride, ahead);
+    ahead.n = 0;
     rows -= block;
     query += block * d;
     scores += block * score_stride;
@@ -255,9 +286,10 @@ void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32
 // Without factors the old content of out does not matter.
 template <int ROWS, int VECS, class Rows>
 void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int32_t n, float* out,
-                   int64_t out_stride, const float* factor) {
+                   int64_t out_stride, const float* factor, Ahead ahead) {
   Vec acc[ROWS][VECS] = {};
   for (int32_t k = 0; k < n; ++k) {
+    ahead.fetch(k);
     Vec x[VECS];
 #pragma GCC unroll 8
     for (int c = 0; c < VECS; ++c) x[c] = load(b[k] + column + c * kLanes);
@@ -280,7 +312,7 @@ void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int
 
 template <int VECS, class Rows>
 void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t column, int32_t n, float* out,
-                  int64_t out_stride, const float* factor) {
+                  int64_t out_stride, const float* factor, Ahead ahead) {
   while (rows > 0) {
     const int32_t block = rows >= 6 ? 6 : rows >= 4 ? 4 : rows;
     const auto kernel = block == 6   ? product_block<6, VECS, Rows>
@@ -288,7 +320,8 @@ void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_
                         : block == 3 ? product_block<3, VECS, Rows>
                         : block == 2 ? product_block<2, VECS, Rows>
                                      : product_block<1, VECS, Rows>;
-    kernel(a, a_stride, b, column, n, out, out_stride, factor);
+    kernel(a, a_stride, b, column, n, out, out_stride, factor, ahead);
+    ahead.n = 0;
     rows -= block;
     a += block * a_stride;
     out += block * out_stride;
@@ -299,14 +332,15 @@ void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_
 // The same for `width` columns, a multiple of kLanes.
 template <class Rows>
 void product(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t width, int32_t n, float* out,
-             int64_t out_stride, const float* factor) {
-  int64_t column = 0;
-  for (; column + kVecs * kLanes <= width; column += kVecs * kLanes)
-    product_rows<kVecs>(a, a_stride, rows, b, column, n, out, out_stride, factor);
-  for (; column + 2 * kLanes <= width; column += 2 * kLanes)
-    product_rows<2>(a, a_stride, rows, b, column, n, out, out_stride, factor);
-  for (; column < width; column += kLanes)
-    product_rows<1>(a, a_stride, rows, b, column, n, out, out_stride, factor);
+             int64_t out_stride, const float* factor, Ahead ahead) {
+  for (int64_t column = 0; column < width;) {
+    const int64_t left = width - column;
+    const int vecs = left >= kStrip ? kVecs : left >= 2 * kLanes ? 2 : 1;
+    const auto kernel = vecs == kVecs ? product_rows<kVecs, Rows> : vecs == 2 ? product_rows<2, Rows> : product_rows<1, Rows>;
+    kernel(a, a_stride, rows, b, column, n, out, out_stride, factor, ahead);
+    ahead.n = 0;
+    column += vecs * kLanes;
+  }
 }
 
 // strips[s, i, j] = keys[s * kStrip + j][i] for the strips that hold keys 0 .. n-1.
@@ -323,11 +357,9 @@ void transpose_keys(RowsAt<T> keys, int64_t d, int32_t n, float* strips) {
   }
 }
 
-// Addresses of the keys and values at positions `span` of a request, without those on pages outside the pool.
-// Returns how many; *gaps says whether some are left out, and then scratch.positions holds where the others stand.
+// Fills `tile` with the keys and values at positions `span` of a request.
 template <class T>
-int32_t find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, const Scratch& scratch,
-                  bool* gaps) {
+void find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, Tile* tile) {
   const T* keys = static_cast<const T*>(args.append ? args.key_cache_out : args.key_cache);
   const T* values = static_cast<const T*>(args.append ? args.value_cache_out : args.value_cache);
   keys += unit.head * args.key_strides.head;
@@ -336,9 +368,9 @@ int32_t find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan 
   int32_t n = 0;
   const auto add = [&](const T* key, const T* value, int32_t count, int32_t position) {
     for (int32_t j = 0; j < count; ++j) {
-      scratch.key_rows[n + j] = key + j * key_token;
-      scratch.value_rows[n + j] = value + j * value_token;
-      scratch.positions[n + j] = position + j;
+      tile->keys[n + j] = key + j * key_token;
+      tile->values[n + j] = value + j * value_token;
+      tile->positions[n + j] = position + j;
     }
     n += count;
   };
@@ -356,28 +388,29 @@ int32_t find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan 
     add(keys + unit.b * args.key_strides.batch + first * key_token,
         values + unit.b * args.value_strides.batch + first * value_token, span.end - span.begin, span.begin);
   }
-  *gaps = n < span.end - span.begin;
-  for (int j = 0; j < kLanes && n > 0; ++j) scratch.key_rows[n + j] = scratch.key_rows[n - 1];
-  return n;
+  tile->span = span;
+  tile->n = n;
+  tile->gaps = n < span.end - span.begin;
+  for (int j = 0; j < kLanes && n > 0; ++j) tile->keys[n + j] = tile->keys[n - 1];
 }
 
-// How many of the tile's n keys stand before `position`.
-int32_t keys_before(int32_t position, LeanSpan span, int32_t n, bool gaps, const int32_t* positions) {
-  if (!gaps) return lean_clamp(position - span.begin, 0, n);
-  int32_t low = 0, high = n;
+// How many of the tile's keys stand before `position`.
+int32_t keys_before(const Tile& tile, int32_t position) {
+  if (!tile.gaps) return lean_clamp(position - tile.span.begin, 0, tile.n);
+  int32_t low = 0, high = tile.n;
   while (low < high) {
     const int32_t middle = (low + high) / 2;
-    if (positions[middle] < position) low = middle + 1;
+    if (tile.positions[middle] < position) low = middle + 1;
     else high = middle;
   }
   return low;
 }
 
 // Turns the scores of a tile into weights and updates maximum, sum and factor.
-void soften(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, int32_t first_row, int32_t rows,
-            int32_t n, bool gaps, const Scratch& scratch) {
+void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row, int32_t rows,
+            const Scratch& scratch) {
   const int64_t stride = padded(args.plan.key_tile);
-  const int32_t n_padded = (n + kLanes - 1) / kLanes * kLanes;
+  const int32_t n_padded = (tile.n + kLanes - 1) / kLanes * kLanes;
   const float infinity = __builtin_inff();
   for (int32_t r = 0; r < rows; ++r) {
     float* scores = scratch.scores + r * stride;
@@ -385,8 +418,8 @@ void soften(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, 
       for (int32_t k = 0; k < n_padded; k += kLanes)
         store(scores + k, args.softcap * kLog2E * tanh(load(scores + k)));
     const LeanSpan seen = lean_token_keys(args, unit.request, (first_row + r) / args.group);
-    const int32_t begin = keys_before(seen.begin, span, n, gaps, scratch.positions);
-    const int32_t end = keys_before(seen.end, span, n, gaps, scratch.positions);
+    const int32_t begin = keys_before(tile, seen.begin);
+    const int32_t end = keys_before(tile, seen.end);
     if (begin > 0) fill(scores, begin, -infinity);
     if (end < n_padded) fill(scores + end, n_padded - end, -infinity);
     Vec top = broadcast(-infinity);
@@ -413,43 +446,59 @@ void soften(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, 
   }
 }
 
+// `next` is the tile after this one; its keys are fetched meanwhile.
 template <class T>
-void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, int32_t first_row, int32_t rows,
-                 const Scratch& scratch) {
+void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, const Tile& next,
+                 int32_t first_row, int32_t rows, const Scratch& scratch) {
   const int64_t d = padded(args.key_width), dv = padded(args.value_width), stride = padded(args.plan.key_tile);
-  bool gaps;
-  const int32_t n = find_rows<T>(args, unit, span, scratch, &gaps);
+  const int32_t n = tile.n;
   if (n == 0) return;
-  const RowsAt<T> keys{scratch.key_rows}, values{scratch.value_rows};
+  const RowsAt<T> keys{tile.keys}, values{tile.values};
   const bool whole_keys = args.key_width % kPad == 0, whole_values = args.value_width % kPad == 0;
   const bool few = rows <= kDotRows;
+  const int32_t element = sizeof(T);
+  const Ahead none{nullptr, 0, 0};
 
   // Keys whose width is no multiple of a vector are copied, so that no load goes beyond the buffer.
   if (!whole_keys) {
     for (int32_t k = 0; k < n; ++k) to_floats(keys[k], scratch.keys + k * d, args.key_width, d, 1.0f);
-    for (int32_t k = 0; k < n + kLanes; ++k) scratch.key_rows[k] = scratch.keys + lean_min(k, n - 1) * d;
+    for (int32_t k = 0; k < n + kLanes; ++k) tile.keys[k] = scratch.keys + lean_min(k, n - 1) * d;
   }
-  const RowsAt<float> copied_keys{scratch.key_rows};
+  const RowsAt<float> copied_keys{tile.keys};
   if (few) {
-    if (whole_keys) dot_rows(scratch.query, d, rows, keys, n, scratch.scores, stride);
-    else dot_rows(scratch.query, d, rows, copied_keys, n, scratch.scores, stride);
+#if MODE == 0
+    const Ahead ahead{tile.values, n, args.value_width * element};
+#elif MODE == 1
+    const Ahead ahead = none;
+#else
+    const Ahead ahead{next.keys, next.n, args.key_width * element};
+#endif
+    if (whole_keys) dot_rows(scratch.query, d, rows, keys, n, scratch.scores, stride, ahead);
+    else dot_rows(scratch.query, d, rows, copied_keys, n, scratch.scores, stride, ahead);
   } else {
     if (whole_keys) transpose_keys(keys, d, n, scratch.strips);
     else transpose_keys(copied_keys, d, n, scratch.strips);
     for (int32_t k = 0; k < n; k += kStrip) {
       const RowsApart strip{scratch.strips + k / kStrip * d * kStrip, kStrip};
       const int64_t width = lean_min((n - k + kLanes - 1) / kLanes * kLanes, kStrip);
-      product(scratch.query, d, rows, strip, width, args.key_width, scratch.scores + k, stride, nullptr);
+      product(scratch.query, d, rows, strip, width, args.key_width, scratch.scores + k, stride, nullptr, none);
     }
   }
 
-  soften(args, unit, span, first_row, rows, n, gaps, scratch);
+  soften(args, unit, tile, first_row, rows, scratch);
 
+  #if MODE == 0
+  const Ahead ahead = few ? Ahead{next.keys, next.n, args.key_width * element} : none;
+#elif MODE == 1
+    const Ahead ahead = none;
+#else
+  const Ahead ahead = few ? Ahead{next.values, next.n, args.value_width * element} : none;
+#endif
   if (whole_values && (few || sizeof(T) == 4)) {
-    product(scratch.scores, stride, rows, values, dv, n, scratch.output, dv, scratch.factor);
+    product(scratch.scores, stride, rows, values, dv, n, scratch.output, dv, scratch.factor, ahead);
   } else {
     for (int32_t k = 0; k < n; ++k) to_floats(values[k], scratch.values + k * dv, args.value_width, dv, 1.0f);
-    product(scratch.scores, stride, rows, RowsApart{scratch.values, dv}, dv, n, scratch.output, dv, scratch.factor);
+    product(scratch.scores, stride, rows, RowsApart{scratch.values, dv}, dv, n, scratch.output, dv, scratch.factor, ahead);
   }
 }
 
@@ -494,7 +543,7 @@ void write_padding(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan
 
 template <class T>
 void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanSegment& segment,
-                    const Scratch& scratch) {
+                    Scratch& scratch) {
   const LeanSpan all = lean_unit_rows(args, unit.row_tile);
   const int32_t end = lean_clamp(args.group * unit.request.tokens, all.begin, all.end), rows = end - all.begin;
   if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
@@ -509,10 +558,17 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
   fill(scratch.sum, rows, 0.0f);
 
   const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
-  for (int32_t tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+  const auto find = [&](int32_t tile, Tile* found) {
     const int32_t first = tile * args.plan.key_tile;
     const int32_t last = keys.end - first < args.plan.key_tile ? keys.end : first + args.plan.key_tile;
-    attend_tile<T>(args, unit, {lean_max(first, keys.begin), last}, all.begin, rows, scratch);
+    found->n = 0;
+    if (tile < segment.tiles.end) find_rows<T>(args, unit, {lean_max(first, keys.begin), last}, found);
+  };
+  find(segment.tiles.begin, &scratch.tiles[segment.tiles.begin % 2]);
+  for (int32_t tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+    Tile* next = &scratch.tiles[(tile + 1) % 2];
+    find(tile + 1, next);
+    attend_tile<T>(args, unit, scratch.tiles[tile % 2], *next, all.begin, rows, scratch);
   }
 
   if (segment.count == 1) {
@@ -556,7 +612,7 @@ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
 }
 
 template <class T>
-void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, const Scratch& scratch) {
+void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, Scratch& scratch) {
   const int64_t end = lean_range_begin(work, ranges, range + 1);
   LeanUnit unit = lean_locate(args, args.work_prefix, lean_range_begin(work, ranges, range));
   for (;;) {

@@ -170,7 +170,7 @@ LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
   constexpr int32_t kRowTile = 96;
   const int32_t rows = args.group * args.tokens, row_tiles = (rows + kRowTile - 1) / kRowTile;
   LeanPlan plan;
-  plan.key_tile = 128;
+  plan.key_tile = std::getenv("KT")?atoi(std::getenv("KT")):128;
   plan.row_tile = row_tiles == 1 ? rows : ((rows + row_tiles - 1) / row_tiles + 5) / 6 * 6;
   plan.unit_overhead = 0;
   plan.max_ranges = 4 * threads;

@@ -9,6 +9,9 @@ constexpr float kUnitRowEps = 1e-12f;  // lower bound of the norm that kUnit div
 constexpr int kTileRows = 4;
 // Vectors across a tile of S; a tile, a row of z and one of out stay in registers.
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
+// Vectors across the rows that a decode step takes, and rows that it asks for ahead.
+constexpr int kStepVectors = kLanes == 16 ? 8 : 8;
+constexpr int64_t kStepRows = 16;
 
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
@@ -155,7 +158,10 @@ void run_tile(const Tile& tile) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) s[r][c] = load(tile.from + r * tile.from_stride + c * kLanes);
+        for (int c = 0; c < C; ++c) {
+          const float* p = tile.from + r * tile.from_stride + c * kLanes;
+          s[r][c] = load(p);
+        }
     } else {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
@@ -232,6 +238,51 @@ void run_rows(Tile tile, const State& from, const State& to, int64_t width, int6
   }
   move_to(width, from.sums, to.sums);
   run_tile<1, C, kUpdate, kOutput>(tile);
+}
+
+// One token through `count` rows of S from row `first` on, C whole vectors wide. Decoding is bound by memory: rows are
+// taken in their order there and asked for ahead; the first row of x goes along with the update.
+template <int C>
+void step_rows(const Tile& tile, const float* from, float* to, int64_t first, int64_t count) {
+  Vec z[C], out[C];
+  for (int c = 0; c < C; ++c) {
+    z[c] = load(tile.z + c * kLanes);
+    out[c] = load(tile.out + c * kLanes);
+  }
+  for (int64_t r = 0; r < count; ++r) {
+    const Vec x = broadcast(tile.x[first + r]), y = broadcast(tile.y[first + r]);
+    for (int c = 0; c < C; ++c) {
+      const float* source = from + r * tile.from_stride + c * kLanes;
+      float* target = to + r * tile.to_stride + c * kLanes;
+      if (c % (16 / kLanes) == 0) {  // once a cache line
+        __builtin_prefetch(source + kStepRows * tile.from_stride, 0, 3);
+        __builtin_prefetch(target + kStepRows * tile.to_stride, 1, 3);
+      }
+      const Vec s = fma(y, z[c], load(source));
+      store(target, s);
+      out[c] = fma(x, s, out[c]);
+    }
+  }
+  for (int c = 0; c < C; ++c) store(tile.out + c * kLanes, out[c]);
+  for (int64_t j = 1; j < tile.x_rows; ++j) {
+    float* next = tile.out + j * tile.out_stride;
+    for (int c = 0; c < C; ++c) out[c] = load(next + c * kLanes);
+    for (int64_t r = 0; r < count; ++r) {
+      const Vec x = broadcast(tile.x[j * tile.row_stride + first + r]);
+      for (int c = 0; c < C; ++c) out[c] = fma(x, load(to + r * tile.to_stride + c * kLanes), out[c]);
+    }
+    for (int c = 0; c < C; ++c) store(next + c * kLanes, out[c]);
+  }
+}
+
+template <int C>
+void step(Tile tile, const State& from, const State& to, int64_t width, int64_t column) {
+  tile.from_stride = from.row_stride;
+  tile.to_stride = to.row_stride;
+  for (int64_t row = 0; row < width; row += kStepRows)
+    step_rows<C>(tile, from.rows + row * from.row_stride + column, to.rows + row * to.row_stride + column, row,
+                 min64(kStepRows, width - row));
+  step_rows<C>(tile, from.sums + column, to.sums + column, width, 1);
 }
 
 struct Worker {
@@ -339,9 +390,20 @@ void walk(const LinearScan& scan, const Item& item, const Worker& worker, State 
     tile.out_stride = columns;
     tile.tokens = tokens;
     for (int64_t column = 0; column < columns;) {
-      const int64_t vectors = min64((columns - column) / kLanes, kTileVectors);
       tile.z = worker.z + column;
       tile.out = worker.out + column;
+      if constexpr (kUpdate && kOutput) {
+        const int64_t whole = min64(from.columns, next.columns) - column;
+        if (tokens == 1 && tile.y_rows == 1 && from.rows != nullptr && whole >= kLanes) {
+          const int64_t stepped = whole >= kStepVectors * kLanes ? kStepVectors : whole >= 4 * kLanes ? 4 : 1;
+          if (stepped == kStepVectors) step<kStepVectors>(tile, from, next, width, column);
+          else if (stepped == 4) step<4>(tile, from, next, width, column);
+          else step<1>(tile, from, next, width, column);
+          column += stepped * kLanes;
+          continue;
+        }
+      }
+      const int64_t vectors = min64((columns - column) / kLanes, kTileVectors);
       tile.from_columns = from.columns - column;
       tile.to_columns = next.columns - column;
       if constexpr (kTileVectors == 4) {
@@ -433,7 +495,8 @@ void run_phase(const LinearScan& scan, ScanPhase phase, int64_t task) {
     return;
   }
   const int64_t items = scan.batch * scan.kv_heads * scan.ranges * scan.segments;
-  for (int64_t index = task; index < items; index += scan.workers) scan_item<T>(scan, index, task);
+  const int64_t end = items * (task + 1) / scan.workers;
+  for (int64_t index = items * task / scan.workers; index < end; ++index) scan_item<T>(scan, index, task);
 }
 
 }  // namespace

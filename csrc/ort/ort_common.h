@@ -10,7 +10,8 @@
 
 namespace leanfleet::ort {
 
-// One operator, for one type T and one execution provider. ONNX Runtime holds the address while any session lives.
+// One operator, for one type T and one execution provider. ONNX Runtime holds the address while any session
+// lives.
 struct CustomOp : OrtCustomOp {
   const OrtApi* ort;
   const Op* op;
@@ -37,6 +38,9 @@ inline OrtStatus* to_ort(const OrtApi& ort, const Status& status) {
   return ort.CreateStatus(ORT_FAIL, status.message.c_str());
 }
 
+// Returns from the enclosing function, which returns a Status, when a call to ONNX Runtime failed.
+#define LEANFLEET_TRY_ORT(api, call) LEANFLEET_RETURN_IF_ERROR(::leanfleet::ort::from_ort(api, call))
+
 // Runs `body`, which returns a Status. No exception crosses the library's boundary.
 template <class F>
 OrtStatus* guarded(const OrtApi& ort, F&& body) {
@@ -47,19 +51,20 @@ OrtStatus* guarded(const OrtApi& ort, F&& body) {
   }
 }
 
-// Reads a text through `query(buffer, size)`, which tells the size with its terminator when the buffer is null.
+// Reads a text through `query(buffer, size)`, which tells the size with its terminator when the buffer is
+// null.
 template <class F>
 Status read_text(const OrtApi& ort, F&& query, std::string* text) {
   size_t size = 0;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, query(nullptr, &size)));
+  LEANFLEET_TRY_ORT(ort, query(nullptr, &size));
   text->resize(size);
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, query(&(*text)[0], &size)));
+  LEANFLEET_TRY_ORT(ort, query(&(*text)[0], &size));
   text->resize(size > 0 ? size - 1 : 0);
   return {};
 }
 
-// Attributes of a node by name. read_int and the like are false where the attribute is absent or of another type.
-// Neither interface lists a node's attributes, so that one with an unknown name goes unnoticed.
+// Attributes of a node by name. read_int and the like are false where the attribute is absent or of another
+// type. Neither interface lists a node's attributes, so that one with an unknown name goes unnoticed.
 class KernelAttributes {
  public:
   KernelAttributes(const OrtApi& ort, const OrtKernelInfo* info) : ort_(ort), info_(info) {}
@@ -71,9 +76,13 @@ class KernelAttributes {
     return from_ort(ort_, ort_.KernelInfoGetAttribute_float(info_, name, value)).ok();
   }
   bool read_string(const char* name, std::string* value) const {
-    return read_text(ort_, [&](char* buffer, size_t* size) {
-      return ort_.KernelInfoGetAttribute_string(info_, name, buffer, size);
-    }, value).ok();
+    return read_text(
+               ort_,
+               [&](char* buffer, size_t* size) {
+                 return ort_.KernelInfoGetAttribute_string(info_, name, buffer, size);
+               },
+               value)
+        .ok();
   }
   bool is_list(const char* name) const {
     size_t size = 0;
@@ -88,9 +97,12 @@ class KernelAttributes {
 
 class InferenceAttributes {
  public:
-  InferenceAttributes(const OrtApi& ort, const OrtShapeInferContext* context) : ort_(ort), context_(context) {}
+  InferenceAttributes(const OrtApi& ort, const OrtShapeInferContext* context)
+      : ort_(ort), context_(context) {}
 
-  bool read_int(const char* name, int64_t* value) const { return read(name, ORT_OP_ATTR_INT, value, sizeof *value) > 0; }
+  bool read_int(const char* name, int64_t* value) const {
+    return read(name, ORT_OP_ATTR_INT, value, sizeof *value) > 0;
+  }
   bool read_float(const char* name, float* value) const {
     return read(name, ORT_OP_ATTR_FLOAT, value, sizeof *value) > 0;
   }
@@ -115,8 +127,8 @@ class InferenceAttributes {
   const OrtShapeInferContext* context_;
 };
 
-// The attributes of a node, checked; those that it leaves out have their default. The order of the attempts matters:
-// ONNX Runtime reads any attribute as a string during shape inference.
+// The attributes of a node, checked; those that it leaves out have their default. The order of the attempts
+// matters: ONNX Runtime reads any attribute as a string during shape inference.
 template <class Attributes>
 Status read_attributes(const OpSpec& spec, const char* node, const Attributes& from, AttrValue* attrs) {
   default_attrs(spec, attrs);

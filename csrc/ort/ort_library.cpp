@@ -1,13 +1,18 @@
-// libleanfleet_ort.so: every operator of the registry as a custom operator of ONNX Runtime, for the CPU and the CUDA
-// provider. Nothing here knows an operator: names, types, attributes and shapes come from the schema's tables.
+// libleanfleet_ort.so: every operator of the registry as a custom operator of ONNX Runtime, for the CPU and
+// the CUDA provider. Nothing here knows an operator: names, types, attributes and shapes come from the
+// schema's tables.
 //
 // Written against API 18 in C: the library loads in every runtime since 1.18.
+#include <algorithm>
+#include <array>
 #include <cstdio>
 #include <cstring>
+#include <iterator>
 #include <limits>
 #include <map>
 #include <memory>
 #include <mutex>
+#include <new>
 #include <utility>
 #include <vector>
 
@@ -25,20 +30,23 @@ namespace {
 constexpr uint32_t kApiVersion = 18;  // the first with GetMayInplace
 constexpr const char* kDomain = "leanfleet";
 constexpr const char* kOldestRuntime = "1.18";
-// Before it ONNX Runtime crashes in shape inference of a node that leaves out an input between others (mended in
-// 1.24) or an output at the end (1.28); there the shapes that the model itself declares have to do.
+// Before it ONNX Runtime crashes in shape inference of a node that leaves out an input between others (mended
+// in 1.24) or an output at the end (1.28); there the shapes that the model itself declares have to do.
 constexpr int kFirstMinorWithSafeInference = 28;
 
-size_t aligned(size_t bytes) { return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment; }
+size_t aligned(size_t bytes) {
+  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+}
 
 // ---- Memory and threads of one invocation
 
-// Memory of the provider's allocator. On CUDA the stream-aware arena gives it: once freed it serves other launches on
-// the same stream only, so that it may be freed while the kernel still runs.
+// Memory of the provider's allocator. On CUDA the stream-aware arena gives it: once freed it serves other
+// launches on the same stream only, so that it may be freed while the kernel still runs.
 class Buffer {
  public:
   explicit Buffer(OrtAllocator* allocator) : allocator_(allocator) {}
-  Buffer(Buffer&& other) noexcept : allocator_(other.allocator_), memory_(std::exchange(other.memory_, nullptr)) {}
+  Buffer(Buffer&& other) noexcept
+      : allocator_(other.allocator_), memory_(std::exchange(other.memory_, nullptr)) {}
   ~Buffer() {
     if (memory_ != nullptr) allocator_->Free(allocator_, memory_);
   }
@@ -48,12 +56,13 @@ class Buffer {
     if (bytes == 0) return {};
     bytes += kWorkspaceAlignment;
     if (op.cuda) {
-      LEANFLEET_RETURN_IF_ERROR(from_ort(*op.ort, op.ort->KernelContext_GetScratchBuffer(
-                                                      context, allocator_->Info(allocator_), bytes, &memory_)));
+      LEANFLEET_TRY_ORT(*op.ort, op.ort->KernelContext_GetScratchBuffer(context, allocator_->Info(allocator_),
+                                                                        bytes, &memory_));
     } else {
       memory_ = allocator_->Alloc(allocator_, bytes);
     }
-    return memory_ != nullptr ? Status{} : Status::internal("out of memory: " + std::to_string(bytes) + " bytes");
+    return memory_ != nullptr ? Status{}
+                              : Status::internal("out of memory: " + std::to_string(bytes) + " bytes");
   }
 
   char* data() const {
@@ -69,7 +78,8 @@ class Buffer {
 // The session's threads.
 class OrtThreads : public Threads {
  public:
-  OrtThreads(const OrtApi& ort, OrtKernelContext* context) : ort_(ort), context_(context), count_(available_processors()) {}
+  OrtThreads(const OrtApi& ort, OrtKernelContext* context)
+      : ort_(ort), context_(context), count_(available_processors()) {}
 
   int count() const override { return count_; }
 
@@ -79,8 +89,8 @@ class OrtThreads : public Threads {
       const auto& [function, argument] = *static_cast<decltype(job)*>(data);
       function(argument, static_cast<int64_t>(index));
     };
-    const Status status =
-        from_ort(ort_, ort_.KernelContext_ParallelFor(context_, run_one, static_cast<size_t>(tasks), 0, &job));
+    const Status status = from_ort(
+        ort_, ort_.KernelContext_ParallelFor(context_, run_one, static_cast<size_t>(tasks), 0, &job));
     if (!status.ok()) status_ = status;
   }
 
@@ -95,8 +105,8 @@ class OrtThreads : public Threads {
 
 #ifdef LEANFLEET_CUDA
 
-// Sync words of one node: zeroed once, and left zero by every launch. A launch has them to itself while it is being
-// enqueued and returns them for later launches on the same stream, which run after it.
+// Sync words of one node: zeroed once, and left zero by every launch. A launch has them to itself while it is
+// being enqueued and returns them for later launches on the same stream, which run after it.
 class SyncWords {
  public:
   struct Words {
@@ -106,22 +116,24 @@ class SyncWords {
     bool busy, zero;
   };
 
-  // Null during a capture in which none are free: their allocation and zeroing would not be repeated by a replay.
-  Status take(const CustomOp& op, OrtKernelContext* context, OrtAllocator* allocator, const Call& call, void* stream,
-              size_t bytes, Words** taken) {
+  // Null during a capture in which none are free: nothing is allocated then.
+  Status take(const CustomOp& op, OrtKernelContext* context, OrtAllocator* allocator, const Call& call,
+              void* stream, size_t bytes, Words** taken) {
     std::lock_guard<std::mutex> lock(mutex_);
     *taken = nullptr;
     for (const std::unique_ptr<Words>& words : all_)
       if (!words->busy && words->stream == stream && words->bytes >= bytes) *taken = words.get();
-    bool capturing = false;
-    LEANFLEET_RETURN_IF_ERROR(is_capturing(call, stream, &capturing));
-    if (*taken == nullptr && !capturing) {
+    if (*taken == nullptr) {
+      bool capturing = false;
+      LEANFLEET_RETURN_IF_ERROR(is_capturing(call, stream, &capturing));
+      if (capturing) return {};
+      size_t capacity = 4096;  // doubled, so that slowly growing shapes do not leave a trail of buffers
+      while (capacity < bytes) capacity *= 2;
       Buffer buffer(allocator);
-      LEANFLEET_RETURN_IF_ERROR(buffer.allocate(op, context, bytes));
-      all_.push_back(std::make_unique<Words>(Words{stream, bytes, std::move(buffer), false, false}));
+      LEANFLEET_RETURN_IF_ERROR(buffer.allocate(op, context, capacity));
+      all_.push_back(std::make_unique<Words>(Words{stream, capacity, std::move(buffer), false, false}));
       *taken = all_.back().get();
     }
-    if (*taken == nullptr) return {};
     if (!(*taken)->zero)
       LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, (*taken)->buffer.data(), (*taken)->bytes, stream));
     (*taken)->busy = (*taken)->zero = true;
@@ -144,7 +156,8 @@ class SyncWords {
 // ---- A node of a session
 
 struct Kernel {
-  explicit Kernel(const CustomOp& custom_op) : op(custom_op), allocator(nullptr, custom_op.ort->ReleaseAllocator) {}
+  explicit Kernel(const CustomOp& custom_op)
+      : op(custom_op), allocator(nullptr, custom_op.ort->ReleaseAllocator) {}
 
   const CustomOp& op;
   std::string node;
@@ -180,20 +193,22 @@ Status create_kernel(const CustomOp& op, const OrtKernelInfo* info, std::unique_
   const OpSpec& spec = *op.op->spec;
   auto kernel = std::make_unique<Kernel>(op);
   LEANFLEET_RETURN_IF_ERROR(read_text(
-      ort, [&](char* buffer, size_t* size) { return ort.KernelInfo_GetNodeName(info, buffer, size); }, &kernel->node));
+      ort, [&](char* buffer, size_t* size) { return ort.KernelInfo_GetNodeName(info, buffer, size); },
+      &kernel->node));
   LEANFLEET_RETURN_IF_ERROR(
       read_attributes(spec, kernel->node.c_str(), KernelAttributes(ort, info), kernel->attrs));
   size_t num_outputs = 0;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.KernelInfo_GetOutputCount(info, &num_outputs)));
+  LEANFLEET_TRY_ORT(ort, ort.KernelInfo_GetOutputCount(info, &num_outputs));
   for (size_t i = 0; i < num_outputs && i < static_cast<size_t>(spec.num_outputs); ++i) {
     std::string name;
     LEANFLEET_RETURN_IF_ERROR(read_text(
-        ort, [&](char* buffer, size_t* size) { return ort.KernelInfo_GetOutputName(info, i, buffer, size); }, &name));
+        ort, [&](char* buffer, size_t* size) { return ort.KernelInfo_GetOutputName(info, i, buffer, size); },
+        &name));
     kernel->connected[i] = !name.empty();
   }
   LEANFLEET_RETURN_IF_ERROR(check_connected(*kernel));
   OrtAllocator* allocator = nullptr;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator)));
+  LEANFLEET_TRY_ORT(ort, ort.KernelInfoGetAllocator(info, OrtMemTypeDefault, &allocator));
   kernel->allocator.reset(allocator);
   *created = std::move(kernel);
   return {};
@@ -201,15 +216,15 @@ Status create_kernel(const CustomOp& op, const OrtKernelInfo* info, std::unique_
 
 Status read_input(const OrtApi& ort, const Call& call, int index, const OrtValue* value, Tensor* tensor) {
   OrtTensorTypeAndShapeInfo* created = nullptr;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetTensorTypeAndShape(value, &created)));
+  LEANFLEET_TRY_ORT(ort, ort.GetTensorTypeAndShape(value, &created));
   const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> info(
       created, ort.ReleaseTensorTypeAndShapeInfo);
   size_t rank = 0;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetDimensionsCount(created, &rank)));
+  LEANFLEET_TRY_ORT(ort, ort.GetDimensionsCount(created, &rank));
   if (rank > kMaxRank)
     return call.invalid(std::string(call.spec->inputs[index].name) + " has rank " + std::to_string(rank) +
                         "; no input of an operator has more than " + std::to_string(kMaxRank));
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetDimensions(created, tensor->shape, rank)));
+  LEANFLEET_TRY_ORT(ort, ort.GetDimensions(created, tensor->shape, rank));
   tensor->rank = static_cast<int32_t>(rank);
   return from_ort(ort, ort.GetTensorMutableData(const_cast<OrtValue*>(value), &tensor->data));
 }
@@ -217,10 +232,10 @@ Status read_input(const OrtApi& ort, const Call& call, int index, const OrtValue
 Status read_inputs(const Kernel& kernel, const OrtKernelContext* context, Call* call) {
   const OrtApi& ort = *kernel.op.ort;
   size_t num_inputs = 0;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.KernelContext_GetInputCount(context, &num_inputs)));
+  LEANFLEET_TRY_ORT(ort, ort.KernelContext_GetInputCount(context, &num_inputs));
   for (int i = 0; i < call->spec->num_inputs && static_cast<size_t>(i) < num_inputs; ++i) {
     const OrtValue* value = nullptr;
-    LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.KernelContext_GetInput(context, i, &value)));
+    LEANFLEET_TRY_ORT(ort, ort.KernelContext_GetInput(context, i, &value));
     call->inputs[i].dtype = dtype_of(call->spec->inputs[i].type, kernel.op.dtype);
     if (value != nullptr) LEANFLEET_RETURN_IF_ERROR(read_input(ort, *call, i, value, &call->inputs[i]));
   }
@@ -233,14 +248,15 @@ Status create_outputs(const Kernel& kernel, OrtKernelContext* context, Call* cal
     Tensor& output = call->outputs[i];
     if (!output.present() || !kernel.connected[i]) continue;
     OrtValue* value = nullptr;
-    LEANFLEET_RETURN_IF_ERROR(from_ort(
-        ort, ort.KernelContext_GetOutput(context, i, output.shape, static_cast<size_t>(output.rank), &value)));
-    LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetTensorMutableData(value, &output.data)));
+    LEANFLEET_TRY_ORT(
+        ort, ort.KernelContext_GetOutput(context, i, output.shape, static_cast<size_t>(output.rank), &value));
+    LEANFLEET_TRY_ORT(ort, ort.GetTensorMutableData(value, &output.data));
   }
   return {};
 }
 
-// Carves outputs that the attributes ask for and nobody reads from `memory` (null: only counts); returns their bytes.
+// Carves outputs that the attributes ask for and nobody reads from `memory` (null: only counts); returns
+// their bytes.
 size_t place_unread_outputs(const Kernel& kernel, char* memory, Call* call) {
   size_t bytes = 0;
   for (int i = 0; i < call->spec->num_outputs; ++i) {
@@ -274,7 +290,7 @@ Status launch_on_cpu(Kernel& kernel, OrtKernelContext* context, Call& call) {
 Status launch_on_cuda(Kernel& kernel, OrtKernelContext* context, Call& call) {
   const OrtApi& ort = *kernel.op.ort;
   void* stream = nullptr;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.KernelContext_GetGPUComputeStream(context, &stream)));
+  LEANFLEET_TRY_ORT(ort, ort.KernelContext_GetGPUComputeStream(context, &stream));
   CudaTarget target;
   LEANFLEET_RETURN_IF_ERROR(current_cuda_target(stream, &target));
   Workspace needed;
@@ -285,16 +301,19 @@ Status launch_on_cuda(Kernel& kernel, OrtKernelContext* context, Call& call) {
   if (sync_bytes > 0)
     LEANFLEET_RETURN_IF_ERROR(
         kernel.sync_words.take(kernel.op, context, kernel.allocator.get(), call, stream, sync_bytes, &words));
-  const size_t own_sync_bytes = words == nullptr ? sync_bytes : 0;  // zeroed by a memset that a capture repeats
+  // Without words of its own the node takes scratch, zeroed by a memset that a replay of a capture repeats.
+  const size_t own_sync_bytes = words == nullptr ? sync_bytes : 0;
   const Status status = [&]() -> Status {
     const size_t unread_bytes = place_unread_outputs(kernel, nullptr, &call);
     Buffer buffer(kernel.allocator.get());
     LEANFLEET_RETURN_IF_ERROR(
         buffer.allocate(kernel.op, context, own_sync_bytes + needed.scratch_bytes() + unread_bytes));
     char* const scratch = buffer.data() + own_sync_bytes;
-    if (own_sync_bytes > 0) LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, buffer.data(), own_sync_bytes, stream));
+    if (own_sync_bytes > 0)
+      LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, buffer.data(), own_sync_bytes, stream));
     place_unread_outputs(kernel, scratch + needed.scratch_bytes(), &call);
-    Workspace ws(scratch, needed.scratch_bytes(), words == nullptr ? buffer.data() : words->buffer.data(), sync_bytes);
+    Workspace ws(scratch, needed.scratch_bytes(), words == nullptr ? buffer.data() : words->buffer.data(),
+                 sync_bytes);
     return run_cuda(*kernel.op.op, call, target, ws);
   }();
   if (words != nullptr) kernel.sync_words.give_back(words, status.ok());
@@ -331,9 +350,9 @@ ONNXTensorElementDataType onnx_type(DType dtype) {
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 }
 
-// Pairs of an input and the output that may take its buffer. The callback has no argument that says which operator
-// is asked, so there is one function for each. (Never GetAliasMap: it forces the sharing, even where the input is
-// read later or belongs to the caller.)
+// Pairs of an input and the output that may take its buffer. The callback has no argument that says which
+// operator is asked, so there is one function for each. (Never GetAliasMap: it forces the sharing, even where
+// the input is read later or belongs to the caller.)
 template <size_t kIndex>
 size_t ORT_API_CALL may_inplace(int** inputs, int** outputs) {
   const OpSpec& spec = *kOps[kIndex].spec;
@@ -357,11 +376,18 @@ void ORT_API_CALL release_may_inplace(int* inputs, int* outputs) {
   delete[] outputs;
 }
 
-template <size_t kIndex>
-CustomOp describe(const OrtApi& ort, DType dtype, bool cuda, bool infers_shapes) {
+using MayInplace = size_t(ORT_API_CALL*)(int**, int**);
+
+template <size_t... kIndices>
+std::array<MayInplace, sizeof...(kIndices)> may_inplace_functions(std::index_sequence<kIndices...>) {
+  return {may_inplace<kIndices>...};
+}
+
+CustomOp describe(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool infers_shapes) {
+  static const auto may_inplace_of = may_inplace_functions(std::make_index_sequence<std::size(kOps)>());
   CustomOp op = {};
   op.ort = &ort;
-  op.op = &kOps[kIndex];
+  op.op = &kOps[index];
   op.dtype = dtype;
   op.cuda = cuda;
   op.version = kApiVersion;
@@ -369,7 +395,9 @@ CustomOp describe(const OrtApi& ort, DType dtype, bool cuda, bool infers_shapes)
   op.GetExecutionProviderType = [](const OrtCustomOp* op) {
     return self(op).cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
   };
-  op.GetInputTypeCount = [](const OrtCustomOp* op) { return static_cast<size_t>(self(op).op->spec->num_inputs); };
+  op.GetInputTypeCount = [](const OrtCustomOp* op) {
+    return static_cast<size_t>(self(op).op->spec->num_inputs);
+  };
   op.GetInputType = [](const OrtCustomOp* op, size_t i) {
     return onnx_type(dtype_of(self(op).op->spec->inputs[i].type, self(op).dtype));
   };
@@ -377,7 +405,9 @@ CustomOp describe(const OrtApi& ort, DType dtype, bool cuda, bool infers_shapes)
     return self(op).op->spec->inputs[i].optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
-  op.GetOutputTypeCount = [](const OrtCustomOp* op) { return static_cast<size_t>(self(op).op->spec->num_outputs); };
+  op.GetOutputTypeCount = [](const OrtCustomOp* op) {
+    return static_cast<size_t>(self(op).op->spec->num_outputs);
+  };
   op.GetOutputType = [](const OrtCustomOp* op, size_t i) {
     return onnx_type(dtype_of(self(op).op->spec->outputs[i].type, self(op).dtype));
   };
@@ -386,7 +416,7 @@ CustomOp describe(const OrtApi& ort, DType dtype, bool cuda, bool infers_shapes)
   };
   op.GetStartVersion = [](const OrtCustomOp* op) { return self(op).op->spec->version; };
   op.GetEndVersion = [](const OrtCustomOp*) { return std::numeric_limits<int>::max(); };
-  op.GetMayInplace = may_inplace<kIndex>;
+  op.GetMayInplace = may_inplace_of[index];
   op.ReleaseMayInplace = release_may_inplace;
   op.InferOutputShapeFn = infers_shapes ? infer_output_shapes : nullptr;
   op.CreateKernelV2 = [](const OrtCustomOp* op, const OrtApi*, const OrtKernelInfo* info, void** kernel) {
@@ -410,48 +440,42 @@ CustomOp describe(const OrtApi& ort, DType dtype, bool cuda, bool infers_shapes)
 // What one copy of ONNX Runtime in the process holds pointers to.
 struct Registration {
   std::vector<CustomOp> ops;
-  OrtCustomOpDomain* domain = nullptr;
+  std::unique_ptr<OrtCustomOpDomain, void(ORT_API_CALL*)(OrtCustomOpDomain*)> domain;
 };
 
-template <size_t kIndex>
-void describe_all(const OrtApi& ort, bool infers_shapes, std::vector<CustomOp>* ops) {
-  for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-    ops->push_back(describe<kIndex>(ort, dtype, false, infers_shapes));
-    if (kOps[kIndex].impl->run_cuda != nullptr) ops->push_back(describe<kIndex>(ort, dtype, true, infers_shapes));
+Status create_registration(const OrtApi& ort, bool infers_shapes, Registration* registration) {
+  for (size_t i = 0; i < std::size(kOps); ++i) {
+    for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
+      registration->ops.push_back(describe(ort, i, dtype, false, infers_shapes));
+      if (kOps[i].impl->run_cuda != nullptr)
+        registration->ops.push_back(describe(ort, i, dtype, true, infers_shapes));
+    }
   }
-}
-
-template <size_t... kIndices>
-Status create_registration(const OrtApi& ort, bool infers_shapes, Registration* registration,
-                           std::index_sequence<kIndices...>) {
-  (describe_all<kIndices>(ort, infers_shapes, &registration->ops), ...);
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.CreateCustomOpDomain(kDomain, &registration->domain)));
-  for (const CustomOp& op : registration->ops)
-    LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.CustomOpDomain_Add(registration->domain, &op)));
+  OrtCustomOpDomain* domain = nullptr;
+  LEANFLEET_TRY_ORT(ort, ort.CreateCustomOpDomain(kDomain, &domain));
+  registration->domain.reset(domain);
+  for (const CustomOp& op : registration->ops) LEANFLEET_TRY_ORT(ort, ort.CustomOpDomain_Add(domain, &op));
   return {};
 }
 
 // Whether the runtime's shape inference can be trusted with any node.
 bool infers_shapes(const char* version) {
   int major = 0, minor = 0;
-  return std::sscanf(version, "%d.%d", &major, &minor) == 2 && (major > 1 || minor >= kFirstMinorWithSafeInference);
+  return std::sscanf(version, "%d.%d", &major, &minor) == 2 &&
+         (major > 1 || minor >= kFirstMinorWithSafeInference);
 }
 
 Status register_ops(OrtSessionOptions* options, const OrtApi& ort, const char* version) {
   static std::mutex mutex;
-  static std::map<const OrtApi*, Registration> registrations;  // entries never move
+  static std::map<const OrtApi*, Registration> registrations;
   std::lock_guard<std::mutex> lock(mutex);
-  Registration& registration = registrations[&ort];
-  if (registration.domain == nullptr) {
-    const Status status = create_registration(ort, infers_shapes(version), &registration,
-                                              std::make_index_sequence<std::size(kOps)>());
-    if (!status.ok()) {
-      if (registration.domain != nullptr) ort.ReleaseCustomOpDomain(registration.domain);
-      registrations.erase(&ort);
-      return status;
-    }
+  auto found = registrations.find(&ort);
+  if (found == registrations.end()) {
+    Registration created{{}, {nullptr, ort.ReleaseCustomOpDomain}};
+    LEANFLEET_RETURN_IF_ERROR(create_registration(ort, infers_shapes(version), &created));
+    found = registrations.emplace(&ort, std::move(created)).first;
   }
-  return from_ort(ort, ort.AddCustomOpDomain(options, registration.domain));
+  return from_ort(ort, ort.AddCustomOpDomain(options, found->second.domain.get()));
 }
 
 }  // namespace
@@ -459,8 +483,8 @@ Status register_ops(OrtSessionOptions* options, const OrtApi& ort, const char* v
 }  // namespace leanfleet::ort
 
 // The entry point that ONNX Runtime looks for.
-extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
-                                                                                            const OrtApiBase* base) {
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL
+RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
   using namespace leanfleet;
   using namespace leanfleet::ort;
   const char* version = base->GetVersionString();
@@ -468,7 +492,7 @@ extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL Regist
     return guarded(*ort, [&] { return register_ops(options, *ort, version); });
   const OrtApi& oldest = *base->GetApi(1);  // every runtime has it, and CreateStatus in it
   return guarded(oldest, [&] {
-    return Status::unsupported(std::string("leanfleet needs onnxruntime ") + kOldestRuntime + " or newer; this is " +
-                               version + ". Install a newer onnxruntime");
+    return Status::unsupported(std::string("leanfleet needs onnxruntime ") + kOldestRuntime +
+                               " or newer; this is " + version + ". Install a newer onnxruntime");
   });
 }

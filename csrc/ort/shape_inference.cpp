@@ -1,5 +1,5 @@
-// Shapes of outputs from the schema's tables when a model is loaded. Symbolic dimensions such as "batch" are kept.
-// ONNX Runtime drops what this returns as an error: the kernel reports wrong attributes and shapes.
+// Shapes of outputs from the schema's tables when a model is loaded. Symbolic dimensions such as "batch" are
+// kept. ONNX Runtime drops what this returns as an error: the kernel reports wrong attributes and shapes.
 #include <atomic>
 #include <memory>
 #include <vector>
@@ -17,28 +17,29 @@ struct Dim {
 };
 
 struct Shape {
-  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // undefined: an input that is absent
+  ONNXTensorElementDataType type =
+      ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // undefined: an input that is absent
   std::vector<Dim> dims;  // empty where the rank is unknown; no tensor of an operator here is a scalar
 };
 
 // The context owns the info that it hands out.
 Status read_input(const OrtApi& ort, const OrtShapeInferContext* context, size_t index, Shape* shape) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.ShapeInferContext_GetInputTypeShape(context, index, &info)));
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetTensorElementType(info, &shape->type)));
+  LEANFLEET_TRY_ORT(ort, ort.ShapeInferContext_GetInputTypeShape(context, index, &info));
+  LEANFLEET_TRY_ORT(ort, ort.GetTensorElementType(info, &shape->type));
   size_t rank = 0;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetDimensionsCount(info, &rank)));
+  LEANFLEET_TRY_ORT(ort, ort.GetDimensionsCount(info, &rank));
   std::vector<int64_t> sizes(rank);
   std::vector<const char*> names(rank);
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetDimensions(info, sizes.data(), rank)));
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.GetSymbolicDimensions(info, names.data(), rank)));
+  LEANFLEET_TRY_ORT(ort, ort.GetDimensions(info, sizes.data(), rank));
+  LEANFLEET_TRY_ORT(ort, ort.GetSymbolicDimensions(info, names.data(), rank));
   for (size_t i = 0; i < rank; ++i) shape->dims.push_back({sizes[i], names[i] != nullptr ? names[i] : ""});
   return {};
 }
 
 Status write_output(const OrtApi& ort, OrtShapeInferContext* context, size_t index, const Shape& shape) {
   OrtTensorTypeAndShapeInfo* created = nullptr;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.CreateTensorTypeAndShapeInfo(&created)));
+  LEANFLEET_TRY_ORT(ort, ort.CreateTensorTypeAndShapeInfo(&created));
   const std::unique_ptr<OrtTensorTypeAndShapeInfo, decltype(ort.ReleaseTensorTypeAndShapeInfo)> info(
       created, ort.ReleaseTensorTypeAndShapeInfo);
   std::vector<int64_t> sizes;
@@ -47,9 +48,9 @@ Status write_output(const OrtApi& ort, OrtShapeInferContext* context, size_t ind
     sizes.push_back(dim.size);
     names.push_back(dim.name.c_str());
   }
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.SetTensorElementType(created, shape.type)));
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.SetDimensions(created, sizes.data(), sizes.size())));
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.SetSymbolicDimensions(created, names.data(), names.size())));
+  LEANFLEET_TRY_ORT(ort, ort.SetTensorElementType(created, shape.type));
+  LEANFLEET_TRY_ORT(ort, ort.SetDimensions(created, sizes.data(), sizes.size()));
+  LEANFLEET_TRY_ORT(ort, ort.SetSymbolicDimensions(created, names.data(), names.size()));
   return from_ort(ort, ort.ShapeInferContext_SetOutputTypeShape(context, index, created));
 }
 
@@ -69,7 +70,8 @@ void bind_symbols(const OpSpec& spec, const Shape* inputs, uint32_t present, boo
       const Dim& dim = inputs[i].dims[k];
       if (axis.symbol < 0) continue;
       if (dim.size >= 0) symbols[axis.symbol] = {dim.size - axis.offset, ""};
-      if (dim.size < 0 && axis.offset == 0 && symbols[axis.symbol].size < 0) symbols[axis.symbol].name = dim.name;
+      if (dim.size < 0 && axis.offset == 0 && symbols[axis.symbol].size < 0)
+        symbols[axis.symbol].name = dim.name;
     }
   }
 }
@@ -90,7 +92,7 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
 
   Shape inputs[kMaxInputs];
   size_t num_inputs = 0;
-  LEANFLEET_RETURN_IF_ERROR(from_ort(ort, ort.ShapeInferContext_GetInputCount(context, &num_inputs)));
+  LEANFLEET_TRY_ORT(ort, ort.ShapeInferContext_GetInputCount(context, &num_inputs));
   uint32_t present = 0;
   ONNXTensorElementDataType t_type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   for (size_t i = 0; i < num_inputs && i < static_cast<size_t>(spec.num_inputs); ++i) {

@@ -1,0 +1,291 @@
+"""Times LeanAttention's CUDA kernel beside its peers and writes one JSON file.
+
+    python bench/lean_attention.py OUT.json [--only decode,paged,...] [--peers sdpa,fa3,flashinfer]
+
+Every line is a median over rounds of a graph's replay between two events, with all contenders of a line in turn in
+every round. Before each replay the L2 cache is flushed by reading 256 MB: a flush that writes leaves dirty lines, and
+every byte of cache read then has to write one back first. The floor is the bytes of the caches that must be read over
+4.6 TB/s, what an H200 reaches in a pure read; for prompts it is the time of torch's SDPA that is the yardstick.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import sys
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
+from kernels import ALIGNMENT, entry  # noqa: E402
+
+from leanfleet import native, spec  # noqa: E402
+
+READ_BYTES_PER_US = 4.6e6
+FLUSH = {}
+
+# (B, H, Hkv, D, context)
+DECODE = [(4, 32, 32, 64, 1024), (4, 32, 32, 64, 8192), (4, 32, 32, 64, 65536), (6, 48, 48, 64, 65536),
+          (1, 32, 8, 128, 1024), (1, 32, 8, 128, 8192), (1, 32, 8, 128, 131072), (4, 32, 8, 128, 8192),
+          (16, 32, 8, 128, 8192), (64, 32, 8, 128, 4096), (1, 40, 10, 128, 16384)]
+# (H, Hkv, D, lengths)
+RAGGED = [(32, 8, 128, [131072, 1024, 2048, 4096, 512, 8192, 16384, 700]), (32, 32, 128, [65536] + [2000] * 15)]
+# (B, H, Hkv, D, context, block)
+PAGED = [(1, 32, 8, 128, 131072, 16), (1, 32, 8, 128, 131072, 64), (16, 32, 8, 128, 8192, 16),
+         (16, 32, 8, 128, 8192, 64),
+         (16, 32, 8, 128, 8192, 1), (4, 32, 32, 64, 8192, 16), (4, 32, 32, 64, 8192, 64), (1, 32, 8, 128, 8192, 16)]
+# (B, H, Hkv, D, prompt)
+PROMPT = [(1, 32, 8, 128, 8192), (1, 32, 32, 64, 8192), (4, 32, 8, 128, 2048)]
+# (B, H, Hkv, D, context, new tokens)
+TOKENS = [(1, 32, 8, 128, 8192, 4), (16, 32, 8, 128, 8192, 2), (16, 32, 8, 128, 8192, 4), (16, 32, 8, 128, 8192, 8),
+          (16, 32, 8, 128, 8192, 16)]
+
+
+def normal(*shape, dtype=torch.bfloat16):
+    return torch.randn(shape, device="cuda", dtype=dtype)
+
+
+class Node:
+    """One LeanAttention node with its workspace."""
+
+    def __init__(self, inputs, attrs=None):
+        op, attrs = spec.all_specs()["LeanAttention"], attrs or {}
+        B, H, Nq, _ = inputs["query"].shape
+        self.keep = inputs
+        self.output = torch.empty(B, H, Nq, inputs["value_cache"].shape[-1], dtype=inputs["query"].dtype, device="cuda")
+        self.lse = torch.empty(B, H, Nq, device="cuda")
+        outputs = {"output": self.output, "lse": self.lse}
+        if attrs.get("append"):
+            outputs.update(key_cache_out=inputs["key_cache"], value_cache_out=inputs["value_cache"])
+        self.entries = [entry(inputs.get(t.name)) for t in op.inputs], [entry(outputs.get(t.name)) for t in op.outputs]
+        self.attrs = attrs
+        sizes = native.Call("LeanAttention", *self.entries, attrs, "cuda").workspace()
+        self.buffers = [torch.zeros(size + ALIGNMENT, dtype=torch.uint8, device="cuda") for size in sizes]
+        self.workspace = []
+        for buffer, size in zip(self.buffers, sizes, strict=True):
+            self.workspace += [-(-buffer.data_ptr() // ALIGNMENT) * ALIGNMENT, size]
+
+    def __call__(self):
+        stream = torch.cuda.current_stream().cuda_stream
+        native.Call("LeanAttention", *self.entries, self.attrs, "cuda", stream=stream).run(*self.workspace)
+        return self.output
+
+
+def captured(function):
+    """A graph of one call, after a warm-up on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def flush():
+    if not FLUSH:
+        FLUSH["data"] = torch.zeros(64 << 20, device="cuda")
+        FLUSH["sum"] = torch.zeros((), device="cuda")
+    torch.sum(FLUSH["data"], (0,), out=FLUSH["sum"])
+
+
+def times(graphs, rounds):
+    """{name: sorted times in µs} of graphs replayed in turn on a flushed L2."""
+    found = {name: [] for name in graphs}
+    for i in range(rounds + 3):
+        events = {}
+        for name, graph in graphs.items():
+            flush()
+            events[name] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[name][0].record()
+            graph.replay()
+            events[name][1].record()
+        torch.cuda.synchronize()
+        if i >= 3:
+            for name, (begin, end) in events.items():
+                found[name].append(begin.elapsed_time(end) * 1000)
+    return {name: sorted(t) for name, t in found.items()}
+
+
+def fa3_calls(q, k, v, **kwargs):
+    """FA3's decode with its own choice of splits and with them off, packed heads on: its better mode counts."""
+    from fa3_fwd_interface import flash_attn_with_kvcache
+    return {f"fa3[{splits}]": lambda splits=splits: flash_attn_with_kvcache(q, k, v, causal=True, num_splits=splits,
+                                                                            pack_gqa=True, **kwargs)
+            for splits in (0, 1)}
+
+
+def flashinfer_calls(q, k, v, kv_heads, page_table=None):
+    """FlashInfer's batch decode over pages, planned once, on CUDA cores and on tensor cores."""
+    import flashinfer
+    B, H, D = q.shape
+    indptr, indices, last, page = page_table
+    calls = {}
+    for tensor_cores in (False, True):
+        buffer = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+        wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(buffer, "NHD", use_tensor_cores=tensor_cores)
+        try:
+            wrapper.plan(indptr, indices, last, H, kv_heads, D, page, q_data_type=q.dtype, kv_data_type=k.dtype)
+            wrapper.run(q, (k, v))
+        except Exception as error:  # a peer that lacks a shape is left out, and the table says so
+            print(f"  flashinfer {'tensor' if tensor_cores else 'cuda'} cores: {type(error).__name__}: {error}"[:160])
+            continue
+        calls["flashinfer[tensor]" if tensor_cores else "flashinfer[cuda]"] = (
+            lambda w=wrapper: w.run(q, (k, v)))
+    return calls
+
+
+def measure(label, calls, kv_bytes, rounds, extra=None):
+    graphs = {}
+    for name, call in calls.items():
+        try:
+            graphs[name] = captured(call)
+        except Exception as error:
+            print(f"  {name}: {type(error).__name__}: {error}"[:160])
+            torch.cuda.synchronize()
+    found = times(graphs, rounds)
+    floor = kv_bytes / READ_BYTES_PER_US if kv_bytes else None
+    row = {"case": label, "floor_us": floor, **(extra or {}),
+           "us": {n: {"median": statistics.median(t), "p10": t[len(t) // 10], "p90": t[-1 - len(t) // 10]}
+                  for n, t in found.items()}}
+    ours = row["us"]["leanfleet"]["median"]
+    peers = {n: t["median"] for n, t in row["us"].items() if n != "leanfleet"}
+    best = min(peers, key=peers.get) if peers else None
+    row["speedup_over_best_peer"] = peers[best] / ours if best else None
+    text = "  ".join(f"{n} {t:.1f}" for n, t in peers.items())
+    floor_text = f"floor {floor:7.1f} ({ours / floor:5.2f}x)" if floor else " " * 22
+    print(f"{label:44s} {ours:8.1f} us  {floor_text}  {text}  "
+          + (f"best/ours {peers[best] / ours:.2f}" if best else ""), flush=True)
+    return row
+
+
+def gate(node, q, k, v):
+    """No time is reported for a wrong result: the output against float64 on a few heads."""
+    output = node()
+    torch.cuda.synchronize()
+    group = q.shape[1] // k.shape[1]
+    for b, h in ((0, 0), (q.shape[0] - 1, q.shape[1] - 1)):
+        keys, values = k[b, h // group].double(), v[b, h // group].double()
+        weights = (q[b, h, -1].double() @ keys.T / math.sqrt(q.shape[-1])).softmax(-1)
+        error = (output[b, h, -1].double() - weights @ values).abs().max().item()
+        scale = values.abs().max().item() * 2**-8
+        assert error < scale, f"request {b}, head {h}: error {error:.3g}, allowed {scale:.3g}"
+
+
+def decode(args):
+    for B, H, Hkv, D, N in DECODE:
+        q, k, v = normal(B, H, 1, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
+        lens = torch.full((B,), N, dtype=torch.int32, device="cuda")
+        node = Node({"query": q, "key_cache": k, "value_cache": v, "seq_lens": lens})
+        gate(node, q, k, v)
+        calls = {"leanfleet": node}
+        if "sdpa" in args.peers:
+            calls["sdpa"] = lambda q=q, k=k, v=v, g=Hkv != H: torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, enable_gqa=g)
+        if "fa3" in args.peers:
+            calls.update(fa3_calls(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache_seqlens=lens))
+        if "flashinfer" in args.peers:
+            page = 16
+            pages = N // page
+            table = (torch.arange(0, (B + 1) * pages, pages, dtype=torch.int32, device="cuda"),
+                     torch.arange(B * pages, dtype=torch.int32, device="cuda"),
+                     torch.full((B,), page, dtype=torch.int32, device="cuda"), page)
+            paged = [normal(B * pages, page, Hkv, D) for _ in range(2)]
+            calls.update(flashinfer_calls(q[:, :, 0].contiguous(), *paged, Hkv, table))
+        yield measure(f"decode B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
+
+
+def ragged(args):
+    for H, Hkv, D, lens in RAGGED:
+        B, total = len(lens), sum(lens)
+        offsets = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+        q, k, v = normal(B, H, 1, D), normal(Hkv, total, D), normal(Hkv, total, D)
+        calls = {"leanfleet": Node({"query": q, "key_cache": k, "value_cache": v, "cu_seqlens": offsets})}
+        if "fa3" in args.peers:
+            S = max(lens)
+            dense = [normal(B, S, Hkv, D) for _ in range(2)]
+            calls.update(fa3_calls(q.transpose(1, 2), *dense,
+                                   cache_seqlens=torch.tensor(lens, dtype=torch.int32, device="cuda")))
+        if "flashinfer" in args.peers:
+            page = 16
+            pages = [-(-n // page) for n in lens]
+            table = (torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32, device="cuda"),
+                     torch.arange(sum(pages), dtype=torch.int32, device="cuda"),
+                     torch.tensor([(n - 1) % page + 1 for n in lens], dtype=torch.int32, device="cuda"), page)
+            paged = [normal(sum(pages), page, Hkv, D) for _ in range(2)]
+            calls.update(flashinfer_calls(q[:, :, 0].contiguous(), *paged, Hkv, table))
+        yield measure(f"ragged B{B} {H}/{Hkv} D{D} total {total}", calls, 4 * Hkv * total * D, args.rounds)
+        # The same work in requests of one length.
+        N = total // B
+        q, k, v = normal(B, H, 1, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
+        node = Node({"query": q, "key_cache": k, "value_cache": v})
+        yield measure(f"equal  B{B} {H}/{Hkv} D{D} total {N * B}", {"leanfleet": node}, 4 * B * Hkv * N * D,
+                      args.rounds)
+
+
+def paged(args):
+    for B, H, Hkv, D, N, block in PAGED:
+        pages = N // block
+        q = normal(B, H, 1, D)
+        k, v = normal(B * pages, block, Hkv, D), normal(B * pages, block, Hkv, D)
+        table = torch.randperm(B * pages, device="cuda").int().view(B, pages)
+        calls = {"leanfleet": Node({"query": q, "key_cache": k, "value_cache": v, "block_table": table})}
+        yield measure(f"paged{block} B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
+
+
+def tokens(args):
+    for B, H, Hkv, D, N, Nq in TOKENS:
+        q, k, v = normal(B, H, Nq, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
+        node = Node({"query": q, "key_cache": k, "value_cache": v})
+        gate(node, q, k, v)
+        calls = {"leanfleet": node}
+        if "fa3" in args.peers:
+            calls.update(fa3_calls(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)))
+        yield measure(f"tokens Nq{Nq} B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
+
+
+def prompt(args):
+    for B, H, Hkv, D, N in PROMPT:
+        q, k, v = normal(B, H, N, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
+        node = Node({"query": q, "key_cache": k, "value_cache": v})
+        gate(node, q, k, v)
+        appending = {"query": q, "key_cache": k.clone(), "value_cache": v.clone(), "new_key": k, "new_value": v}
+        calls = {"leanfleet": node, "leanfleet append": Node(appending, {"append": 1})}
+        if "sdpa" in args.peers:
+            calls["sdpa"] = lambda q=q, k=k, v=v, g=Hkv != H: torch.nn.functional.scaled_dot_product_attention(
+                q, k, v, is_causal=True, enable_gqa=g)
+        row = measure(f"prompt B{B} {H}/{Hkv} D{D} N {N}", calls, 0, max(args.rounds // 4, 5))
+        row["tflops"] = 2 * B * H * N * N * D / row["us"]["leanfleet"]["median"] / 1e6
+        print(f"  {row['tflops']:.0f} TFLOP/s", flush=True)
+        yield row
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("out")
+    parser.add_argument("--only", default="decode,ragged,paged,tokens,prompt")
+    parser.add_argument("--peers", default="sdpa")
+    parser.add_argument("--rounds", type=int, default=40)
+    args = parser.parse_args()
+    args.peers = args.peers.split(",")
+    torch.manual_seed(0)
+    word = torch.zeros(1, device="cuda")
+    empty = statistics.median(times({"empty": captured(lambda: word.zero_())}, args.rounds)["empty"])
+    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a graph of one tiny node: {empty:.1f} us")
+    rows = []
+    for name in args.only.split(","):
+        for row in globals()[name](args):
+            rows.append(row)
+            torch.cuda.empty_cache()
+    Path(args.out).write_text(json.dumps({
+        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "dtype": "bfloat16", "rounds": args.rounds, "empty_graph_us": empty,
+        "read_bytes_per_us": READ_BYTES_PER_US, "rows": rows}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
