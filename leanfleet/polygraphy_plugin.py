@@ -1,64 +1,95 @@
 """`polygraphy run` with leanfleet nodes: --onnxrt sessions get the library, --pluginref gets the references."""
 
-from polygraphy.tools.args.backend.onnxrt.loader import OnnxrtSessionArgs
-from polygraphy.tools.args.backend.pluginref.runner import PluginRefRunnerArgs
+from polygraphy.logger import G_LOGGER
+from polygraphy.tools.args import ModelArgs, OnnxrtSessionArgs, PluginRefRunnerArgs
 from polygraphy.tools.args.base import BaseArgs
 from polygraphy.tools.script import safe
+
+from leanfleet import spec
 
 
 class LeanfleetArgs(BaseArgs):
     """
     leanfleet: running leanfleet's operators.
+
+    Depends on:
+
+        - ModelArgs
+        - OnnxrtSessionArgs
+        - PluginRefRunnerArgs
     """
 
     def add_parser_args_impl(self):
         self.group.add_argument("--no-leanfleet", action="store_true", default=None,
-                                help="Do not register leanfleet's kernels: a model's function bodies run instead")
+                                help="Do not register leanfleet's kernels: the model's function bodies run in their place")
 
     def parse_impl(self, args):
-        if getattr(args, "no_leanfleet", None):
-            return
-        session_args, reference_args = self.arg_groups[OnnxrtSessionArgs], self.arg_groups[PluginRefRunnerArgs]
-        add_session, add_reference = session_args.add_to_script_impl, reference_args.add_to_script_impl
+        """Has the groups that write the script for --onnxrt and --pluginref put ours in front of it.
 
-        def add_session_with_library(script, *args, **kwargs):
-            script.add_import(imports=["use_library"], frm="leanfleet.polygraphy_plugin")
-            script.append_prefix(safe("use_library()"))
-            return add_session(script, *args, **kwargs)
+        A model without leanfleet nodes runs as if leanfleet were not installed.
+        """
+        if not getattr(args, "no_leanfleet", None):
+            self._prepend(OnnxrtSessionArgs, "use_library")
+        self._prepend(PluginRefRunnerArgs, "use_references")
 
-        def add_reference_with_ours(script, *args, **kwargs):
-            script.add_import(imports=["register_references"], frm="leanfleet.parity")
-            script.append_prefix(safe("register_references()"))
-            return add_reference(script, *args, **kwargs)
+    def _prepend(self, group_type, function):
+        group = self.arg_groups[group_type]
+        add_to_script = group.add_to_script_impl
 
-        session_args.add_to_script_impl = add_session_with_library
-        reference_args.add_to_script_impl = add_reference_with_ours
+        def add_ours_to_script(script, *args, **kwargs):
+            if _has_leanfleet_nodes(self.arg_groups[ModelArgs].path):
+                script.add_import(imports=[function], frm=__name__)
+                script.append_prefix(safe(f"{function}()"))
+            return add_to_script(script, *args, **kwargs)
+
+        group.add_to_script_impl = add_ours_to_script
+
+
+def _has_leanfleet_nodes(path):
+    import onnx
+
+    try:
+        model = onnx.load(path, load_external_data=False)
+    except Exception:  # not an ONNX file: Polygraphy reads other formats too, and says itself what it cannot read
+        return False
+    return any(entry.domain == spec.DOMAIN for entry in model.opset_import)
 
 
 def use_library():
-    """Has Polygraphy's SessionFromOnnx register leanfleet in each session it makes in this process."""
+    """Has Polygraphy's SessionFromOnnx register leanfleet's kernels in the sessions that it makes from now on.
+
+    Raises PolygraphyException where the library is missing.
+    """
     import onnxruntime
-
-    from leanfleet.ort_ops import register
-
-    class SessionOptions(onnxruntime.SessionOptions):
-        """onnxruntime's own, with leanfleet's operators registered."""
-
-        def __init__(self):
-            super().__init__()
-            register(self)
-
     from polygraphy.backend.onnxrt import loader
 
-    class _Onnxruntime:
-        """onnxruntime as Polygraphy's loader sees it: the same module but for SessionOptions."""
+    from leanfleet.ort_ops import get_library_path, register
+
+    try:
+        get_library_path()
+    except FileNotFoundError as error:
+        G_LOGGER.critical(str(error))
+
+    class Onnxruntime:
+        """onnxruntime as Polygraphy's loader sees it: its SessionOptions come with leanfleet's operators."""
 
         def __getattr__(self, name):
-            return SessionOptions if name == "SessionOptions" else getattr(onnxruntime, name)
+            return getattr(onnxruntime, name)
 
-    loader.onnxrt = _Onnxruntime()
+        def SessionOptions(self):  # noqa: N802
+            return register(onnxruntime.SessionOptions())
+
+    assert hasattr(loader, "onnxrt"), "this version of Polygraphy keeps onnxruntime elsewhere"
+    loader.onnxrt = Onnxruntime()
 
 
-def LOADER():  # noqa: N802  the name that pyproject.toml's entry point gives
-    """The argument groups that Polygraphy adds to `polygraphy run`."""
+def use_references():
+    """Makes the PyTorch references known to PluginRefRunner."""
+    from leanfleet.parity import register_references
+
+    register_references()
+
+
+def LOADER():  # noqa: N802  Polygraphy's name for it
+    """The argument groups that leanfleet adds to `polygraphy run`."""
     return [LeanfleetArgs()]

@@ -166,8 +166,18 @@ def judged(op, inputs, attrs, dtype):
 
 
 def cancelling(inputs, expected):
-    """Size of the terms whose sum grad_log_decay and grad_coefficients are: Σ |q dq|, which may cancel to anything."""
-    return float((inputs["query"].double() * expected[0]).abs().sum())
+    """Size of the terms whose sum grad_log_decay and grad_coefficients are; they may cancel to anything.
+
+    Σ |q_i| |dq_i|, and for da Σ_i N |o_i| |do_i| / g_i.
+    """
+    def norm(t):
+        return t.double().norm(dim=-1)
+
+    size = float((norm(inputs["query"]) * norm(expected[0])).sum())
+    if "normalizer" in inputs:
+        tokens = inputs["query"].numel() / inputs["query"].shape[-1] / inputs["query"].shape[0] / 6
+        size += tokens * float((norm(inputs["output"]) * norm(inputs["grad_output"]) / inputs["normalizer"].double()).sum())
+    return size
 
 
 def compare(found, expected, rounded, unit, terms=0.0):

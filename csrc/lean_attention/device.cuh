@@ -107,73 +107,65 @@ struct LeanRange {
   LeanUnit unit;
 };
 
-__device__ __forceinline__ int64_t unit_work_at(const LeanAttentionArgs& args, const LeanRequest& request, int row_tile,
-                                                int row_tiles) {
-  return row_tile < row_tiles ? lean_unit_work(args, lean_unit_tiles(args, request, row_tile)) : 0;
-}
-
-// The work of one head of request b, its query tiles shared among the lanes of a warp.
-__device__ __forceinline__ int64_t warp_head_work(const LeanAttentionArgs& args, const LeanRequest& request,
-                                                  int row_tiles) {
-  int64_t work = 0;
-  for (int t = threadIdx.x % 32; t < row_tiles; t += 32) work += unit_work_at(args, request, t, row_tiles);
-  return warp_sum(work);
-}
-
-// What lean_work_prefix and lean_locate do, by a warp and without memory for the prefix. All lanes of a warp call it
-// and get the same answer. False: there is no range of this index.
-__device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, LeanRange& range) {
+// What lean_work_prefix and lean_locate do, by a warp and without memory for the prefix: lanes share the pairs of
+// (request, query tile), first to add up their work, then to find the one that holds the range's first position. All
+// lanes of a warp call it and get the same answer. False: there is no range of this index.
+__device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, int row_tiles, LeanRange& range) {
   const int lane = threadIdx.x % 32;
-  const int row_tiles = lean_row_tiles(args);
-  const bool lane_a_request = row_tiles <= args.batch || row_tiles == 1;
-  const auto request_work = [&](int b) {
-    return b < args.batch ? args.kv_heads * lean_head_work(args, lean_request(args, b)) : int64_t{0};
+  const int pairs = args.batch * row_tiles;
+  const auto pair_work = [&](int pair) {
+    return pair < pairs ? lean_unit_work(args, lean_unit_tiles(args, lean_request(args, pair / row_tiles), pair % row_tiles))
+                        : int64_t{0};
   };
-  int64_t work = 0, first_work = 0;
-  if (lane_a_request) {
-    work = first_work = request_work(lane);
-    for (int b = lane + 32; b < args.batch; b += 32) work += request_work(b);
+  int64_t work = 0, before = 0, mine = 0;
+  int pair = 0;
+#pragma unroll 1
+  for (int pass = 0; pass < 2; ++pass) {
+    int found = -1;
+#pragma unroll 1
+    for (int first = 0; first < pairs && found < 0; first += 32) {
+      if (pass == 0 || pairs > 32) mine = args.kv_heads * pair_work(first + lane);
+      if (pass == 0) work += mine;
+      else found = warp_find(mine, range.begin, before);
+      pair = first + found;
+    }
+    if (pass == 1) {
+      mine = __shfl_sync(kFullWarp, mine, found);
+      break;
+    }
     work = warp_sum(work);
-  } else {
-    for (int b = 0; b < args.batch; ++b) work += warp_head_work(args, lean_request(args, b), row_tiles);
-    work *= args.kv_heads;
+    range.work = work;
+    range.index = index;
+    range.ranges = lean_num_ranges(args.plan, work);
+    if (index >= range.ranges) return false;
+    range.begin = lean_range_begin(work, range.ranges, index);
+    range.end = lean_range_begin(work, range.ranges, index + 1);
   }
-  range.work = work;
-  range.index = index;
-  range.ranges = lean_num_ranges(args.plan, work);
-  if (index >= range.ranges) return false;
-  range.begin = lean_range_begin(work, range.ranges, index);
-  range.end = lean_range_begin(work, range.ranges, index + 1);
-
   LeanUnit& unit = range.unit;
-  int64_t before = 0, head_work = 0;
-  if (lane_a_request) {
-    int64_t mine = first_work;
-    int found = warp_find(mine, range.begin, before);
-    for (unit.b = found; found < 0;) {
-      unit.b += 32;
-      mine = request_work(unit.b + 1 + lane);
-      found = warp_find(mine, range.begin, before);
-      if (found >= 0) unit.b += 1 + found;
+  unit.b = pair / row_tiles;
+  unit.row_tile = 0;
+  unit.request = lean_request(args, unit.b);
+  int64_t head_work = mine / args.kv_heads;
+  if (row_tiles > 1) {
+    // Now within the request: back to its begin, and the work of one head is that of all its query tiles.
+    int64_t all = 0, earlier = 0;
+#pragma unroll 1
+    for (int t = lane; t < row_tiles; t += 32) {
+      const int64_t one = pair_work(unit.b * row_tiles + t);
+      all += one;
+      if (t < pair - unit.b * row_tiles) earlier += one;
     }
-    head_work = __shfl_sync(kFullWarp, mine, found) / args.kv_heads;
-    unit.request = lean_request(args, unit.b);
-  } else {
-    for (unit.b = 0;; ++unit.b) {
-      unit.request = lean_request(args, unit.b);
-      head_work = warp_head_work(args, unit.request, row_tiles);
-      if (range.begin < before + head_work * args.kv_heads) break;
-      before += head_work * args.kv_heads;
-    }
+    head_work = warp_sum(all);
+    before -= args.kv_heads * warp_sum(earlier);
   }
   unit.head = static_cast<int32_t>((range.begin - before) / head_work);
   before += unit.head * head_work;
-  unit.row_tile = 0;
   if (row_tiles > 1) {
-    for (int t = 0;; t += 32) {
-      const int found = warp_find(unit_work_at(args, unit.request, t + lane, row_tiles), range.begin, before);
+    int found = -1;
+#pragma unroll 1
+    for (int t = 0; found < 0; t += 32) {
+      found = warp_find(t + lane < row_tiles ? pair_work(unit.b * row_tiles + t + lane) : 0, range.begin, before);
       unit.row_tile = t + found;
-      if (found >= 0) break;
     }
   }
   unit.position = before;
@@ -206,35 +198,33 @@ __device__ __forceinline__ int64_t cache_row(const LeanAttentionArgs& args, cons
   return b * strides.batch + head * strides.head + (request.start + static_cast<int64_t>(j)) * strides.token;
 }
 
-// Copies new keys (or values) to their positions in the cache, `Chunk` by `Chunk`, the work shared by all threads of
-// the grid that call it. `width` is a row in chunks, strides are in chunks too.
-template <class Chunk>
-__device__ __forceinline__ void append_rows(const LeanAttentionArgs& args, const void* from, LeanStrides from_strides,
-                                            void* to, const LeanCacheStrides& to_strides, int width, int per_chunk,
-                                            int64_t thread, int64_t threads) {
-  const int64_t total = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads * width;
-  for (int64_t index = thread; index < total; index += threads) {
-    const int64_t row = index / width;
-    const int chunk = static_cast<int>(index - row * width);
-    const int head = static_cast<int>(row % args.kv_heads);
-    const int64_t token_of_batch = row / args.kv_heads;
-    const int token = static_cast<int>(token_of_batch % args.tokens), b = static_cast<int>(token_of_batch / args.tokens);
+// Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row.
+template <class T, class Chunk>
+__device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t warp, int64_t warps) {
+  constexpr int kPerChunk = sizeof(Chunk) / sizeof(T);
+  const int lane = threadIdx.x % 32;
+  const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads;
+#pragma unroll 1
+  for (int64_t row = warp; row < rows; row += warps) {
+    const int64_t of_batch = row / args.kv_heads;
+    const int head = static_cast<int>(row - of_batch * args.kv_heads);
+    const int b = static_cast<int>(of_batch / args.tokens), token = static_cast<int>(of_batch % args.tokens);
     const LeanRequest request = lean_request(args, b);
     if (token >= request.tokens) continue;
-    const int64_t at = cache_row(args, to_strides, b, request, head, request.keys - request.tokens + token);
-    if (at < 0) continue;
-    const int64_t source = b * from_strides.batch + head * from_strides.head + token * from_strides.token;
-    static_cast<Chunk*>(to)[at / per_chunk + chunk] = static_cast<const Chunk*>(from)[source / per_chunk + chunk];
+#pragma unroll 1
+    for (int kind = 0; kind < 2; ++kind) {
+      const LeanStrides& strides = kind == 0 ? args.new_key_strides : args.new_value_strides;
+      const int64_t from = b * strides.batch + head * strides.head + token * strides.token;
+      const int64_t to = cache_row(args, kind == 0 ? args.key_strides : args.value_strides, b, request, head,
+                                   request.keys - request.tokens + token);
+      if (to < 0) continue;
+      const Chunk* source = reinterpret_cast<const Chunk*>(static_cast<const T*>(kind == 0 ? args.new_key : args.new_value) + from);
+      Chunk* target = reinterpret_cast<Chunk*>(static_cast<T*>(kind == 0 ? args.key_cache_out : args.value_cache_out) + to);
+      const int chunks = (kind == 0 ? args.key_width : args.value_width) / kPerChunk;
+#pragma unroll 1
+      for (int c = lane; c < chunks; c += 32) target[c] = source[c];
+    }
   }
-}
-
-template <class T, class Chunk>
-__device__ __forceinline__ void append_all(const LeanAttentionArgs& args, int64_t thread, int64_t threads) {
-  constexpr int kPerChunk = sizeof(Chunk) / sizeof(T);
-  append_rows<Chunk>(args, args.new_key, args.new_key_strides, args.key_cache_out, args.key_strides,
-                     args.key_width / kPerChunk, kPerChunk, thread, threads);
-  append_rows<Chunk>(args, args.new_value, args.new_value_strides, args.value_cache_out, args.value_strides,
-                     args.value_width / kPerChunk, kPerChunk, thread, threads);
 }
 
 // The packed row's token and query head.
@@ -304,42 +294,44 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 // arrives last, and writes the rows.
 template <class T>
 __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count,
-                                           int thread, int threads) {
+                                           int warp, int warps) {
   constexpr int kAtOnce = 8;
   const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-  const int vectors = args.value_width / 4;
-  const int row_tile = args.plan.row_tile;
-  for (int item = thread; item < (rows.end - rows.begin) * vectors; item += threads) {
-    const int row = item / vectors, d = (item - row * vectors) * 4;
-    float max = -INFINITY, sum = 0.0f;
-    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    for (int i0 = 0; i0 < count; i0 += kAtOnce) {
-      float part_max[kAtOnce], part_sum[kAtOnce];
-      float4 part[kAtOnce];
+#pragma unroll 1
+  for (int row = warp; row < rows.end - rows.begin; row += warps) {
+#pragma unroll 1
+    for (int d = threadIdx.x % 32 * 4; d < args.value_width; d += 128) {
+      float max = -INFINITY, sum = 0.0f;
+      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll 1
+      for (int i0 = 0; i0 < count; i0 += kAtOnce) {
+        float part_max[kAtOnce], part_sum[kAtOnce];
+        float4 part[kAtOnce];
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        part_max[i] = -INFINITY, part_sum[i] = 0.0f, part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        if (i0 + i < count) {
-          const int64_t at = static_cast<int64_t>(lean_slot(first, i0 + i)) * row_tile + row;
-          part_max[i] = __ldcg(args.partial_max + at);
-          part_sum[i] = __ldcg(args.partial_sum + at);
-          part[i] = __ldcg(reinterpret_cast<const float4*>(args.partial_output + at * args.value_width + d));
+        for (int i = 0; i < kAtOnce; ++i) {
+          part_max[i] = -INFINITY, part_sum[i] = 0.0f, part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (i0 + i < count) {
+            const int64_t at = static_cast<int64_t>(lean_slot(first, i0 + i)) * args.plan.row_tile + row;
+            part_max[i] = __ldcg(args.partial_max + at);
+            part_sum[i] = __ldcg(args.partial_sum + at);
+            part[i] = __ldcg(reinterpret_cast<const float4*>(args.partial_output + at * args.value_width + d));
+          }
         }
-      }
-      float top = max;
+        float top = max;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, part_max[i]);
-      const float old = rescale(max, top);
-      sum *= old, o.x *= old, o.y *= old, o.z *= old, o.w *= old;
+        for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, part_max[i]);
+        const float old = rescale(max, top);
+        sum *= old, o.x *= old, o.y *= old, o.z *= old, o.w *= old;
 #pragma unroll
-      for (int i = 0; i < kAtOnce; ++i) {
-        const float factor = rescale(part_max[i], top);
-        sum += factor * part_sum[i];
-        o.x += factor * part[i].x, o.y += factor * part[i].y, o.z += factor * part[i].z, o.w += factor * part[i].w;
+        for (int i = 0; i < kAtOnce; ++i) {
+          const float factor = rescale(part_max[i], top);
+          sum += factor * part_sum[i];
+          o.x += factor * part[i].x, o.y += factor * part[i].y, o.z += factor * part[i].z, o.w += factor * part[i].w;
+        }
+        max = top;
       }
-      max = top;
+      write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
     }
-    write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
   }
 }
 

@@ -182,7 +182,7 @@ struct FloatKernel {
     if (segment.count == 1) return;
     const int first = segment.slot / 2 - segment.index;
     if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads, arrived))
-      merge_unit<T>(args, unit, first, segment.count, threadIdx.x, kFloatThreads);
+      merge_unit<T>(args, unit, first, segment.count, warp, kFloatWarps);
   }
 };
 
@@ -194,10 +194,10 @@ __global__ void __launch_bounds__(kFloatThreads)
   float* const query = shared + 2 * kFloatTokens * (key_stride + value_stride);
   uint32_t* const arrived = reinterpret_cast<uint32_t*>(query + kFloatRows * args.key_width);
   if (args.append)
-    append_all<T, T>(args, static_cast<int64_t>(blockIdx.x) * kFloatThreads + threadIdx.x,
-                     static_cast<int64_t>(gridDim.x) * kFloatThreads);
+    append_all<T, T>(args, static_cast<int64_t>(blockIdx.x) * kFloatWarps + threadIdx.x / 32,
+                     static_cast<int64_t>(gridDim.x) * kFloatWarps);
   LeanRange range;
-  if (!locate_range(args, blockIdx.x, range)) return;
+  if (!locate_range(args, blockIdx.x, lean_row_tiles(args), range)) return;
   const FloatKernel<T> kernel{args, by_16_bytes, shared, query, arrived, static_cast<int>(threadIdx.x / 32),
                               static_cast<int>(threadIdx.x % 32), key_stride, value_stride};
   for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
@@ -341,7 +341,6 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute
   loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
   loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
   loads.stream_once = lean_row_tiles(args) == 1;
-  loads.append_16_bytes = true;
   int key_tile = 0;
   choose_tile(width, args.plan.row_tile, &key_tile, &loads.slots, max_shared_bytes);
   loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;

@@ -10,7 +10,7 @@ constexpr int kTileRows = 4;
 // Vectors across a tile of S; a tile, a row of z and one of out stay in registers.
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
 // Vectors across the rows that a decode step takes, and rows that it asks for ahead.
-constexpr int kStepVectors = kLanes == 16 ? 8 : 8;
+constexpr int kStepVectors = 8;
 constexpr int64_t kStepRows = 16;
 
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }

@@ -1,0 +1,7 @@
+"""python -m leanfleet: the same as the command leanfleet."""
+
+import sys
+
+from leanfleet.cli import main
+
+sys.exit(main())
