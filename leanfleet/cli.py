@@ -1,7 +1,7 @@
 """The command `leanfleet`. Importing this module needs only the standard library.
 
-Exit codes: 0 all well, 1 a comparison found a mismatch, 2 wrong usage or something missing, with one line that says what
-to do about it.
+Exit codes: 0 all well, 1 a comparison found a mismatch, 2 wrong usage or something missing, with one line that says
+what to do about it.
 """
 
 import argparse
@@ -31,7 +31,8 @@ def main(argv=None):
 
 
 def _parser():
-    parser = argparse.ArgumentParser("leanfleet", description="Attention operators for ONNX Runtime, TensorRT and PyTorch.")
+    parser = argparse.ArgumentParser(
+        "leanfleet", description="Attention operators for ONNX Runtime, TensorRT and PyTorch.")
     parser.add_argument("--version", action="version", version=f"leanfleet {leanfleet.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
@@ -44,12 +45,13 @@ def _parser():
         "check", help="does a model compute the same everywhere?",
         description="Runs a model with several runners on the same inputs and compares each with the first.")
     check.add_argument("model", help="an ONNX file with leanfleet nodes")
-    check.add_argument("--runners", default="body,ort-cpu", help="two or more of body, ort-cpu, ort-cuda, reference; the "
-                       "first is the judge (default: %(default)s)")
+    check.add_argument("--runners", default="body,ort-cpu", help="two or more of body, ort-cpu, ort-cuda, reference; "
+                       "the first is the judge (default: %(default)s)")
     check.add_argument("--size", type=_size, action="append", default=[], metavar="NAME=N",
                        help="size of an open dimension of the inputs that are made up; may be given again")
     check.add_argument("--seed", type=int, help="of the inputs that are made up (default: 0)")
-    check.add_argument("--inputs", metavar="FILE.npz", help="inputs by name, in place of made-up ones; bfloat16 as float32")
+    check.add_argument("--inputs", metavar="FILE.npz",
+                       help="inputs by name, in place of made-up ones; bfloat16 as float32")
     check.add_argument("--atol", type=_tolerance, help="absolute tolerance, in place of the operators' own")
     check.add_argument("--rtol", type=_tolerance, help="relative tolerance, likewise; either is enough for an element")
     check.add_argument("--json", action="store_true", help="print JSON")
@@ -127,8 +129,8 @@ def _operator(op):
     return {"name": op.name, "version": op.version, "doc": op.doc,
             "inputs": [tensor(t) | {"optional": t.optional} for t in op.inputs],
             "outputs": [tensor(t) | {"when": list(t.when), "takes": t.takes} for t in op.outputs],
-            "attributes": [{"name": a.name, "type": a.type, "default": a.default, "values": list(a.values), "doc": a.doc}
-                           for a in op.attrs if not a.refuse]}
+            "attributes": [{"name": a.name, "type": a.type, "default": a.default, "values": list(a.values),
+                            "doc": a.doc} for a in op.attrs if not a.refuse]}
 
 
 def info_command(arguments):
@@ -138,13 +140,11 @@ def info_command(arguments):
         return 0
     print(f"leanfleet {info['version']}, Python {info['python']}")
     print("\nlibraries")
-    rows = []
-    for name, entry in info["libraries"].items():
-        rows.append((name, entry["path"] or "missing", entry.get("kernels") or (entry["path"] and entry["error"]) or ""))
-    print_table(rows)
-    missing = [entry["error"] for name, entry in info["libraries"].items() if not entry["path"] and name != "leanfleet_trt"]
-    if missing:
-        print(f"  {missing[0]}")
+    libraries = info["libraries"]
+    print_table([(name, entry["path"] or "missing", entry.get("kernels") or (entry["error"] if entry["path"] else ""))
+                 for name, entry in libraries.items()])
+    if not libraries["leanfleet"]["path"]:
+        print(f"  {libraries['leanfleet']['error']}")
     print("\npackages")
     print_table([(name, version) for name, version in info["packages"].items() if version] or [("none",)])
     runtime = info["onnxruntime"]
@@ -206,8 +206,8 @@ def _read_inputs(path):
 def print_check(rows, kernels):
     """Prints what parity.check returned."""
     table = [("runner", "output", "largest error", "tolerance", "")]
-    table += [(r["runner"], r["output"], f"{r['error']:.2e}", f"{r['tolerance']:.2e}", "ok" if r["passed"] else "MISMATCH")
-              for r in rows]
+    table += [(r["runner"], r["output"], f"{r['error']:.2e}", f"{r['tolerance']:.2e}",
+               "ok" if r["passed"] else "MISMATCH") for r in rows]
     print(f"compared with {rows[0]['judge']}")
     print_table(table, right=(2, 3))
     print("kernels of leanfleet that ran")
@@ -219,5 +219,6 @@ def print_table(rows, right=()):
     """Prints rows of text, indented, in aligned columns; those numbered in `right` to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
-        cells = [text.rjust(width) if i in right else text.ljust(width) for i, (text, width) in enumerate(zip(row, widths, strict=True))]
+        cells = [text.rjust(width) if i in right else text.ljust(width)
+                 for i, (text, width) in enumerate(zip(row, widths, strict=True))]
         print("  " + "  ".join(cells).rstrip())

@@ -185,14 +185,15 @@ def run_reference(op_type, attributes, inputs):
 
 
 def register_references():
-    """Makes Polygraphy's --pluginref know our operators (polygraphy.backend.pluginref.references.OP_REGISTRY)."""
-    from polygraphy.backend.pluginref.references import register
+    """Makes Polygraphy's --pluginref know our operators; returns its table of them, OP_REGISTRY."""
+    from polygraphy.backend.pluginref.references import OP_REGISTRY, register
 
     def reference_of(name):
         return lambda attributes, *inputs: run_reference(name, attributes, inputs)
 
     for name in spec.all_specs():
         register(name)(reference_of(name))
+    return OP_REGISTRY
 
 
 RUNNERS = {
@@ -244,8 +245,7 @@ def make_inputs(model, sizes=None, seed=0):
             if node is not None:
                 array = _meaningful(node, argument.name, array, _dims(node, shapes))
         else:
-            raise ValueError(f"input {value.name} has type {dtype}, for which no values can be made up; give all "
-                             "inputs yourself")
+            raise ValueError(f"input {value.name} has type {dtype}: no values can be made up; give all inputs yourself")
         made[value.name] = array.astype(dtype)
     return OrderedDict((v.name, made[v.name]) for v in values)
 
@@ -303,11 +303,11 @@ def _shapes(graph, sizes):
     shapes |= {i.name: list(i.dims) for i in graph.initializer}
     for value in graph.input:
         if value.name not in shapes:
-            raise ValueError(f"input {value.name} has no shape, so that no values can be made up; give all inputs yourself")
+            raise ValueError(f"input {value.name} has no shape: no values can be made up; give all inputs yourself")
     inputs = {v.name for v in graph.input}
     names = list(dict.fromkeys(d for v in graph.input for d in shapes[v.name] if isinstance(d, str)))
     if unknown := set(sizes) - set(names):
-        raise ValueError(f"size {', '.join(sorted(unknown))}: the model's inputs have no such open dimension; they have "
+        raise ValueError(f"size {', '.join(sorted(unknown))}: no such open dimension in the model's inputs, which have "
                          f"{', '.join(names) or 'none'}")
 
     known = dict(sizes)
@@ -361,7 +361,8 @@ def _integers(node, role, shape, dims, made, random):
     else:
         capacity = np.full(shape, dims.get("S", 1))
     tokens = np.minimum(dims.get("Nq", 1), capacity)
-    return random.integers(tokens, capacity + 1) if role == "seq_lens" else random.integers(np.minimum(1, tokens), tokens + 1)
+    low, high = (tokens, capacity) if role == "seq_lens" else (np.minimum(1, tokens), tokens)
+    return random.integers(low, high + 1)
 
 
 # Comparison
@@ -382,7 +383,8 @@ def _tolerances(model, judge):
     epsilon = max([EPSILON[t] for t in found], default=EPSILON["float32"])
     tolerances = {}
     for name, array in judge.items():
-        units = sum(TOLERANCE[node.op_type][bool(found)] for i, node in enumerate(nodes) if upstream.get(name, 0) >> i & 1)
+        units = sum(TOLERANCE[node.op_type][bool(found)] for i, node in enumerate(nodes)
+                    if upstream.get(name, 0) >> i & 1)
         finite = np.abs(array[np.isfinite(array)].astype(np.float64))
         tolerances[name] = units * epsilon * float(finite.max(initial=0.0)) if array.dtype.kind == "f" else 0.0
     return tolerances
@@ -399,9 +401,11 @@ def check(path, runners=("body", "ort-cpu"), inputs=None, sizes=None, seed=0, rt
     run them on its provider.
     """
     if len(runners) < 2 or len(set(runners)) < len(runners):
-        raise ValueError(f"runners are {', '.join(runners) or 'none'}; expected at least two different ones, the judge first")
+        raise ValueError(f"runners are {', '.join(runners) or 'none'}; expected two or more different ones")
     built = [make_runner(kind, path) for kind in runners]
     model = _load(path)
+    if "body" in runners:
+        _check_bodies(model)
     feed = make_inputs(model, sizes, seed) if inputs is None else _typed(model, inputs)
     results = [_run(runner, model, feed) for runner in built]
     judge = results[0]
@@ -412,8 +416,9 @@ def check(path, runners=("body", "ort-cpu"), inputs=None, sizes=None, seed=0, rt
     compare = SimpleCompareFunc(atol=tolerances, rtol=rtol or 0.0, infinities_compare_equal=True)
     rows = []
     for kind, result in zip(runners[1:], results[1:], strict=True):
-        with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1):
-            compared = compare(result, judge)  # a relative error is one of the second's
+        # A relative error is one of the second's. Equal infinities are subtracted and then called equal.
+        with G_LOGGER.verbosity(G_LOGGER.CRITICAL + 1), np.errstate(invalid="ignore"):
+            compared = compare(result, judge)
         for name, verdict in compared.items():
             # Polygraphy gives a bare False where shapes differ.
             error = float("nan") if isinstance(verdict, bool) else verdict.max_absdiff
@@ -431,6 +436,15 @@ def _load(path):
     if not leanfleet_nodes(model):
         raise ValueError(f"{path} has no leanfleet nodes: there is nothing to check. Export with leanfleet.export")
     return model
+
+
+def _check_bodies(model):
+    """Raises ValueError where a leanfleet node has no function to run as its body."""
+    have = {(f.name, f.overload) for f in model.functions if f.domain == spec.DOMAIN}
+    lacking = {node.op_type for node in leanfleet_nodes(model) if (node.op_type, node.overload) not in have}
+    if lacking:
+        raise ValueError(f"runner 'body': the model holds no function for its {', '.join(sorted(lacking))} nodes; "
+                         "export it with leanfleet.export, or leave this runner out")
 
 
 def _typed(model, inputs):
@@ -456,6 +470,6 @@ def _run(runner, model, feed):
     if isinstance(runner, SessionRunner) and runner.library:
         ran = {op for op, provider in runner.kernels if provider == runner.provider}
         if missing := needed - ran:
-            raise RuntimeError(f"runner '{runner.name}': the model has {', '.join(sorted(missing))} nodes, but no such kernel "
-                               f"of leanfleet's ran on {runner.provider}; these ran: {dict(runner.kernels)}")
+            raise RuntimeError(f"runner '{runner.name}': the model has {', '.join(sorted(missing))} nodes, but no such "
+                               f"kernel of leanfleet's ran on {runner.provider}; these ran: {dict(runner.kernels)}")
     return result

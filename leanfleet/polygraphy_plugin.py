@@ -1,9 +1,10 @@
-"""`polygraphy run` with leanfleet nodes: --onnxrt sessions get the library, --pluginref gets the references."""
+"""`polygraphy run` with leanfleet nodes: --onnxrt sessions get the kernels, --pluginref gets the references."""
 
+from polygraphy.backend.onnxrt import loader as onnxrt_loader
 from polygraphy.logger import G_LOGGER
 from polygraphy.tools.args import ModelArgs, OnnxrtSessionArgs, PluginRefRunnerArgs
 from polygraphy.tools.args.base import BaseArgs
-from polygraphy.tools.script import safe
+from polygraphy.tools.script import make_invocable
 
 from leanfleet import spec
 
@@ -21,73 +22,79 @@ class LeanfleetArgs(BaseArgs):
 
     def add_parser_args_impl(self):
         self.group.add_argument("--no-leanfleet", action="store_true", default=None,
-                                help="Do not register leanfleet's kernels: the model's function bodies run in their place")
+                                help="Do not register leanfleet's kernels with ONNX Runtime: the model's function "
+                                "bodies run. Random inputs need ranges that the operators allow, for example "
+                                "--val-range log_decay:[-1,0]")
 
     def parse_impl(self, args):
-        """Has the groups that write the script for --onnxrt and --pluginref put ours in front of it.
+        """Extends what the groups of --onnxrt and --pluginref write into the script.
 
         A model without leanfleet nodes runs as if leanfleet were not installed.
         """
-        if not getattr(args, "no_leanfleet", None):
-            self._prepend(OnnxrtSessionArgs, "use_library")
-        self._prepend(PluginRefRunnerArgs, "use_references")
+        without_kernels = getattr(args, "no_leanfleet", None)
+        session_args, reference_args = self.arg_groups[OnnxrtSessionArgs], self.arg_groups[PluginRefRunnerArgs]
+        add_session, add_reference_runner = session_args.add_to_script_impl, reference_args.add_to_script_impl
 
-    def _prepend(self, group_type, function):
-        group = self.arg_groups[group_type]
-        add_to_script = group.add_to_script_impl
+        def add_session_with_kernels(script, *args, **kwargs):
+            session = add_session(script, *args, **kwargs)
+            if without_kernels or not self._model_is_ours():
+                return session
+            script.add_import(imports=["with_kernels"], frm=__name__)
+            return script.add_loader(make_invocable("with_kernels", session), "leanfleet_session")
 
-        def add_ours_to_script(script, *args, **kwargs):
-            if _has_leanfleet_nodes(self.arg_groups[ModelArgs].path):
-                script.add_import(imports=[function], frm=__name__)
-                script.append_prefix(safe(f"{function}()"))
-            return add_to_script(script, *args, **kwargs)
+        def add_reference_runner_with_ours(script):
+            if self._model_is_ours():
+                script.add_import(imports=["register_references"], frm="leanfleet.parity")
+                script.add_loader(make_invocable("register_references"), "leanfleet_references")
+            return add_reference_runner(script)
 
-        group.add_to_script_impl = add_ours_to_script
+        session_args.add_to_script_impl = add_session_with_kernels
+        reference_args.add_to_script_impl = add_reference_runner_with_ours
+
+    def _model_is_ours(self):
+        import onnx
+
+        try:
+            model = onnx.load(self.arg_groups[ModelArgs].path, load_external_data=False)
+        except Exception:  # Polygraphy reads other formats too, and says itself what it cannot read
+            return False
+        return any(entry.domain == spec.DOMAIN for entry in model.opset_import)
 
 
-def _has_leanfleet_nodes(path):
-    import onnx
+class _Onnxruntime:
+    """onnxruntime, but its SessionOptions come with leanfleet's operators."""
 
-    try:
-        model = onnx.load(path, load_external_data=False)
-    except Exception:  # not an ONNX file: Polygraphy reads other formats too, and says itself what it cannot read
-        return False
-    return any(entry.domain == spec.DOMAIN for entry in model.opset_import)
+    def __getattr__(self, name):
+        import onnxruntime
+
+        return getattr(onnxruntime, name)
+
+    def SessionOptions(self):  # noqa: N802
+        import onnxruntime
+
+        from leanfleet.ort_ops import register
+
+        return register(onnxruntime.SessionOptions())
 
 
-def use_library():
-    """Has Polygraphy's SessionFromOnnx register leanfleet's kernels in the sessions that it makes from now on.
+def with_kernels(session_from_onnx):
+    """A loader of the session that Polygraphy's SessionFromOnnx makes, with leanfleet's kernels registered in it.
 
-    Raises PolygraphyException where the library is missing.
+    SessionFromOnnx takes no session options, so that it is given another onnxruntime while it works. Calling the loader
+    raises PolygraphyException where the library is missing.
     """
-    import onnxruntime
-    from polygraphy.backend.onnxrt import loader
 
-    from leanfleet.ort_ops import get_library_path, register
+    def load():
+        theirs = onnxrt_loader.onnxrt
+        onnxrt_loader.onnxrt = _Onnxruntime()
+        try:
+            return session_from_onnx()
+        except FileNotFoundError as error:
+            G_LOGGER.critical(str(error))
+        finally:
+            onnxrt_loader.onnxrt = theirs
 
-    try:
-        get_library_path()
-    except FileNotFoundError as error:
-        G_LOGGER.critical(str(error))
-
-    class Onnxruntime:
-        """onnxruntime as Polygraphy's loader sees it: its SessionOptions come with leanfleet's operators."""
-
-        def __getattr__(self, name):
-            return getattr(onnxruntime, name)
-
-        def SessionOptions(self):  # noqa: N802
-            return register(onnxruntime.SessionOptions())
-
-    assert hasattr(loader, "onnxrt"), "this version of Polygraphy keeps onnxruntime elsewhere"
-    loader.onnxrt = Onnxruntime()
-
-
-def use_references():
-    """Makes the PyTorch references known to PluginRefRunner."""
-    from leanfleet.parity import register_references
-
-    register_references()
+    return load
 
 
 def LOADER():  # noqa: N802  Polygraphy's name for it

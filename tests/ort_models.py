@@ -32,12 +32,14 @@ def make_node(op, present, attrs=None, name="node", outputs=None, rename=None):
     rename: tensor names of the graph for names of the schema, where they differ.
     """
     rename = rename or {}
-    inputs = [rename.get(t.name, t.name) if t.name in present else "" for t in op.inputs]
-    while inputs and not inputs[-1]:
-        inputs.pop()
-    outputs = [t.name for t in op.active_outputs(attrs or {})] if outputs is None else outputs
-    return helper.make_node(op.name, inputs, [rename.get(o, o) for o in outputs], name=name, domain=spec.DOMAIN,
-                            **(attrs or {}))
+    active = op.active_outputs(attrs or {})
+    inputs = [t.name if t.name in present else "" for t in op.inputs]
+    outputs = [t.name if t in active else "" for t in op.outputs] if outputs is None else list(outputs)
+    for names in (inputs, outputs):  # positions count: what is left out between others has an empty name
+        while names and not names[-1]:
+            names.pop()
+    return helper.make_node(op.name, [rename.get(n, n) for n in inputs], [rename.get(n, n) for n in outputs],
+                            name=name, domain=spec.DOMAIN, **(attrs or {}))
 
 
 def make_model(nodes, inputs, outputs, initializers=(), value_info=()):

@@ -28,6 +28,7 @@ TOY = {s.name: s for s in spec.parse(ort_models.TOY_SCHEMA)}
 OPS = {**spec.all_specs(), **TOY}
 SCALED_ADD = TOY["ScaledAdd"]
 TOY_SHAPES = {"x": ["b", "h", "n", "d"], "total": ["b", "h"]}
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
 FLOAT = TensorProto.FLOAT
 DTYPES = ("float32", "float16", "bfloat16")
 
@@ -101,6 +102,20 @@ def seed():
     torch.manual_seed(5)
 
 
+@pytest.fixture(params=["cpu", "cuda"])
+def device(request):
+    """Each device that there is; a machine with a GPU must have an onnxruntime that uses it."""
+    if request.param == "cuda":
+        if not torch.cuda.is_available():
+            pytest.skip("no CUDA device")
+        assert PROVIDERS["cuda"] in onnxruntime.get_available_providers(), "install onnxruntime-gpu to test on this GPU"
+    return request.param
+
+
+def make_session(model, device="cpu", options=None, **provider_options):
+    return ort_ops.make_session(model, [(PROVIDERS[device], provider_options)], options)
+
+
 def values(name, shape, dtype, size):
     """Sensible values of an input: lengths that fit, decays of at most 0, pages and rows that exist."""
     if name == "cu_seqlens":
@@ -148,13 +163,13 @@ def same_bits(a, b):
                                                                      b.view(views[b.element_size()]))
 
 
-def check_variant(name, index, dtype, folder, device="cpu", provider="CPUExecutionProvider"):
+def check_variant(name, index, dtype, folder, device):
     """One variant's node gives bit for bit what the C interface gives, from our kernel, in place and not."""
     op, inputs, attrs = variant(name, index, dtype)
     inputs = {n: t if t is None else t.to(device) for n, t in inputs.items()}
     before = {n: t.clone() for n, t in inputs.items() if t is not None}
     model = ort_models.node_model(op, shapes_of(inputs), attrs, dtype)
-    session = ort_ops.make_session(model, [provider], ort_models.profiled(onnxruntime.SessionOptions(), folder))
+    session = make_session(model, device, ort_models.profiled(onnxruntime.SessionOptions(), folder))
     expected = run_kernel(name, inputs, attrs, threads=0, ops=OPS)
     found = ort_models.run_node(session, op, inputs, attrs)
     assert found.keys() == expected.keys()
@@ -167,14 +182,20 @@ def check_variant(name, index, dtype, folder, device="cpu", provider="CPUExecuti
     for t in op.active_outputs(attrs):
         if t.takes and inputs.get(t.takes) is not None:
             assert same_bits(inputs[t.takes], expected[t.name]), f"{t.takes} was not updated in place"
-    assert ort_models.nodes_that_ran(session) == [(name, provider)] * 2
+    assert ort_models.nodes_that_ran(session) == [(name, PROVIDERS[device])] * 2
 
 
 @pytest.mark.parametrize("name, index, dtype", CASES)
 def test_kernel_through_onnxruntime(name, index, dtype, tmp_path, request):
     if name in TOY:
         request.getfixturevalue("toy")
-    check_variant(name, index, dtype, tmp_path)
+    check_variant(name, index, dtype, tmp_path, "cpu")
+
+
+@pytest.mark.parametrize("index", range(len(VARIANTS["ScaledAdd"])))
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_toy_kernel_on_each_device(toy, device, index, dtype, tmp_path):
+    check_variant("ScaledAdd", index, dtype, tmp_path, device)
 
 
 @pytest.mark.parametrize("name", VARIANTS)
@@ -209,7 +230,7 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
             # Head sizes are numbers in real models. A name cannot say "plus one".
             shapes[t.name] = [17 if a.symbol in ("D", "R", "Dv") else a.symbol if a.symbol and not a.offset
                               else None if a.symbol else a.offset for a in axes]
-    session = ort_ops.make_session(ort_models.node_model(op, shapes, attrs, dtype))
+    session = make_session(ort_models.node_model(op, shapes, attrs, dtype))
     if not INFERS_SHAPES:
         assert all(found.shape == [] for found in session.get_outputs())
         return
@@ -231,7 +252,7 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
 def test_inference_from_what_is_known(toy):
     def inferred(shapes, attrs=None, outputs=None):
         model = ort_models.node_model(SCALED_ADD, shapes, attrs, outputs=outputs)
-        return [o.shape for o in ort_ops.make_session(model).get_outputs()]
+        return [o.shape for o in make_session(model).get_outputs()]
 
     # A size that only y gives; a size is worth more than a name; the rank is known even if no size is.
     assert inferred({"x": ["b", "h", "n", "d"], "y": ["b", 6, "n", "d"]}) == [["b", 6, "n", "d"]]
@@ -250,7 +271,7 @@ def test_declared_shapes_are_kept(toy):
     node = ort_models.make_node(SCALED_ADD, {"x"})
     shape = ["batch", 3, "seq", "width"]
     model = ort_models.make_model([node], [("x", FLOAT, shape)], [("output", FLOAT, shape)])
-    assert ort_ops.make_session(model).get_outputs()[0].shape == shape
+    assert make_session(model).get_outputs()[0].shape == shape
 
 
 # ---- Buffers that an output may take
@@ -276,15 +297,15 @@ def accumulate_model(total="computed", second_use=False):
     return ort_models.make_model(nodes, inputs, [("end", FLOAT, None)], initializers, infos)
 
 
-def test_second_consumer_sees_the_old_value(toy):
-    session = ort_ops.make_session(accumulate_model(second_use=True))
+def test_second_consumer_sees_the_old_value(toy, device):
+    session = make_session(accumulate_model(second_use=True), device)
     x, start = np.ones((2, 3, 4, 5), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
     end, = session.run(["end"], {"x": x, "start": start})
     np.testing.assert_array_equal(end, 4 * start + 20)
 
 
-def test_callers_input_is_not_written(toy):
-    session = ort_ops.make_session(accumulate_model("input"))
+def test_callers_input_is_not_written(toy, device):
+    session = make_session(accumulate_model("input"), device)
     x, start = np.ones((2, 3, 4, 5), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
     for _ in range(3):
         end, = session.run(["end"], {"x": x, "start": start})
@@ -292,17 +313,18 @@ def test_callers_input_is_not_written(toy):
         np.testing.assert_array_equal(end, 2 * start + 40)
 
 
-def test_initializer_is_not_written(toy):
-    session = ort_ops.make_session(accumulate_model("initializer"))
+def test_initializer_is_not_written(toy, device):
+    session = make_session(accumulate_model("initializer"), device)
     for _ in range(3):
         end, = session.run(["end"], {"x": np.ones((2, 3, 4, 5), np.float32)})
         np.testing.assert_array_equal(end, 2 * np.arange(6).reshape(2, 3) + 40)
 
 
-def test_one_buffer_bound_to_input_and_output_is_updated(toy):
+def test_one_buffer_bound_to_input_and_output_is_updated(toy, device):
     model = ort_models.node_model(SCALED_ADD, {"x": [2, 3, 4, 5], "total": [2, 3]}, {"accumulate": 1})
-    session = ort_ops.make_session(model)
-    x, total, output = torch.ones(2, 3, 4, 5), torch.zeros(2, 3), torch.empty(2, 3, 4, 5)
+    session = make_session(model, device)
+    x, total, output = (torch.zeros(shape, device=device) for shape in ((2, 3, 4, 5), (2, 3), (2, 3, 4, 5)))
+    x += 1
     binding = ort_models.bound(session, {"x": x, "total": total}, {"output": output, "total_out": total})
     for run in range(1, 4):
         session.run_with_iobinding(binding)
@@ -316,7 +338,7 @@ import numpy as np, onnxruntime
 from leanfleet import ort_ops
 options = onnxruntime.SessionOptions()
 options.enable_cpu_mem_arena = options.enable_mem_pattern = False
-session = ort_ops.make_session(sys.argv[1], session_options=options)
+session = ort_ops.make_session(sys.argv[1], ["CPUExecutionProvider"], options)
 def peak():
     return int(re.search(r"VmHWM:\\s*(\\d+) kB", Path("/proc/self/status").read_text())[1])
 feeds = {"x": np.ones((8, 1 << 19, 1, 1), np.float32), "start": np.ones((8, 1 << 19), np.float32)}
@@ -339,13 +361,13 @@ def test_intermediate_is_updated_in_place(toy, tmp_path, monkeypatch):
     assert 12 < peaks[1] - peaks[0] < 20, peaks
 
 
-def test_nothing_is_written_after_an_error(toy):
+def test_nothing_is_written_after_an_error(toy, device):
     model = ort_models.node_model(SCALED_ADD, {"x": ["b", "h", "n", "d"], "total": ["c", "k"]}, {"accumulate": 1})
-    session = ort_ops.make_session(model)
-    total, output = torch.full((2, 4), 7.0), torch.full((2, 3, 4, 5), 7.0)
+    session = make_session(model, device)
+    x, total, output = (torch.full(shape, 7.0, device=device) for shape in ((2, 3, 4, 5), (2, 4), (2, 3, 4, 5)))
     message = r"ScaledAdd 'node': total has shape \[2,4\]: axis 1 of \[B,H\] is 4; expected 3"
     with pytest.raises(Exception, match=message):
-        session.run_with_iobinding(ort_models.bound(session, {"x": torch.ones(2, 3, 4, 5), "total": total},
+        session.run_with_iobinding(ort_models.bound(session, {"x": x, "total": total},
                                                     {"output": output, "total_out": total}))
     assert (total == 7).all() and (output == 7).all()
 
@@ -353,12 +375,12 @@ def test_nothing_is_written_after_an_error(toy):
 # ---- Outputs, threads, memory
 
 
-def test_output_that_nobody_reads(toy):
+def test_output_that_nobody_reads(toy, device):
     """The attributes ask for total_out and the kernel writes it, but the node ends before it."""
     shapes = {"x": [2, 3, 4, 5], "total": [2, 3]}
     model = ort_models.node_model(SCALED_ADD, shapes, {"accumulate": 1}, outputs=["output"])
     x = np.ones((2, 3, 4, 5), np.float32)
-    found, = ort_ops.make_session(model).run(None, {"x": x, "total": np.zeros((2, 3), np.float32)})
+    found, = make_session(model, device).run(None, {"x": x, "total": np.zeros((2, 3), np.float32)})
     np.testing.assert_array_equal(found, x)
 
 
@@ -367,7 +389,7 @@ def test_gaps_between_outputs(dtype):
     """A node may leave out any outputs that its attributes ask for."""
     op, inputs, attrs = variant("NormalizedLinearAttention", 2, dtype)
     connected = ["output", "normalizer", "", "final_key_sum", "", "final_count"]
-    session = ort_ops.make_session(ort_models.node_model(op, shapes_of(inputs), attrs, dtype, connected))
+    session = make_session(ort_models.node_model(op, shapes_of(inputs), attrs, dtype, connected))
     expected = run_kernel(op.name, inputs, attrs, threads=0)
     found = {name: t for name, t in ort_models.node_outputs(op, inputs, attrs).items() if name in connected}
     session.run_with_iobinding(ort_models.bound(session, inputs, found))
@@ -383,7 +405,7 @@ def test_session_options(toy, setting):
         setattr(options, name, value)
     op, inputs, attrs = variant("ScaledAdd", 2, "float16")
     model = ort_models.node_model(op, shapes_of(inputs), attrs, "float16")
-    session = ort_ops.make_session(model, session_options=options)
+    session = make_session(model, options=options)
     expected = run_kernel("ScaledAdd", inputs, attrs, threads=0, ops=TOY)
     found = ort_models.run_node(session, op, inputs, attrs)
     assert all(same_bits(found[key], expected[key]) for key in expected)
@@ -410,9 +432,34 @@ def run_in_threads(session, count, runs):
     return wrong
 
 
-def test_runs_from_several_threads_at_once(toy):
-    model = ort_models.node_model(SCALED_ADD, {"x": ["b", "h", "n", "d"], "total": ["b", "h"]}, {"accumulate": 1})
-    assert not run_in_threads(ort_ops.make_session(model), 4, 50)
+def test_runs_from_several_threads_at_once(toy, device):
+    model = ort_models.node_model(SCALED_ADD, TOY_SHAPES, {"accumulate": 1})
+    assert not run_in_threads(make_session(model, device), 4, 100)
+
+
+def test_shapes_that_grow(toy, device):
+    """Each run needs more scratch and may need more sync words than the one before."""
+    session = make_session(ort_models.node_model(SCALED_ADD, TOY_SHAPES, {"accumulate": 1}), device)
+    for batch in range(1, 40):
+        x, total = np.ones((batch, 7, 33, 5), np.float32), np.full((batch, 7), 2, np.float32)
+        output, total_out = session.run(["output", "total_out"], {"x": x, "total": total})
+        assert (output == 1).all() and (total_out == 2 + 33 * 5).all()
+
+
+@pytest.mark.parametrize("device", ["cuda"], indirect=True)
+def test_cuda_graph(toy, device):
+    """Captured once; replays follow the values in the bound buffers, and one of them is updated in place."""
+    model = ort_models.node_model(SCALED_ADD, {"x": [2, 3, 4, 5], "total": [2, 3]}, {"accumulate": 1})
+    session = make_session(model, device, enable_cuda_graph="1")
+    x, total, output = (torch.ones(shape, device=device) for shape in ((2, 3, 4, 5), (2, 3), (2, 3, 4, 5)))
+    binding = ort_models.bound(session, {"x": x, "total": total}, {"output": output, "total_out": total})
+    session.run_with_iobinding(binding)  # runs several times: before the capture, and in it
+    for scale in (1, 2, 3):
+        x.fill_(scale)
+        total.zero_()
+        torch.cuda.synchronize()
+        session.run_with_iobinding(binding)
+        assert (total == 20 * scale).all() and (output == scale).all()
 
 
 # ---- Errors
@@ -433,14 +480,14 @@ def test_runs_from_several_threads_at_once(toy):
 def test_wrong_attribute(toy, attrs, message):
     model = ort_models.node_model(SCALED_ADD, TOY_SHAPES, attrs, outputs=["output"], name="layers.3")
     with pytest.raises(Exception, match=re.escape("ScaledAdd 'layers.3': " + message)):
-        ort_ops.make_session(model)
+        make_session(model)
 
 
 def test_output_that_the_attributes_do_not_ask_for(toy):
     model = ort_models.node_model(SCALED_ADD, {"x": ["b", "h", "n", "d"]}, {}, outputs=["output", "total_out"])
     message = "ScaledAdd 'node': output total_out is connected, but exists only with accumulate = 1"
     with pytest.raises(Exception, match=message):
-        ort_ops.make_session(model)
+        make_session(model)
 
 
 @pytest.mark.parametrize("shape, message", [
@@ -450,13 +497,13 @@ def test_output_that_the_attributes_do_not_ask_for(toy):
     ((2, 3, 0, 5), r"x has shape \[2,3,0,5\]: axis 2 of \[B,H,N,D\] is 0; it is empty, expected at least 1"),
 ])
 def test_wrong_shape(toy, shape, message):
-    session = ort_ops.make_session(ort_models.node_model(SCALED_ADD, {"x": None}))
+    session = make_session(ort_models.node_model(SCALED_ADD, {"x": None}))
     with pytest.raises(Exception, match="ScaledAdd 'node': " + message):
         session.run(None, {"x": np.zeros(shape, np.float32)})
 
 
 def test_broken_rule(toy):
-    session = ort_ops.make_session(ort_models.node_model(SCALED_ADD, TOY_SHAPES))
+    session = make_session(ort_models.node_model(SCALED_ADD, TOY_SHAPES))
     with pytest.raises(Exception, match="input total needs accumulate = 1; found accumulate = 0") as raised:
         session.run(None, {"x": np.zeros((1, 2, 3, 4), np.float32), "total": np.zeros((1, 2), np.float32)})
     assert type(raised.value).__name__ == "InvalidArgument"
@@ -469,7 +516,7 @@ def test_broken_rule(toy):
 def test_refused_attribute_of_a_real_operator(attrs, kind, message):
     op, inputs, _ = variant("CausalLinearDecay", 0, "float32")
     with pytest.raises(Exception, match="CausalLinearDecay 'node': attribute algorithm is.*" + message) as raised:
-        ort_ops.make_session(ort_models.node_model(op, shapes_of(inputs), attrs))
+        make_session(ort_models.node_model(op, shapes_of(inputs), attrs))
     assert re.fullmatch(kind, type(raised.value).__name__)
 
 
@@ -481,7 +528,7 @@ def test_wrong_type(name, found):
     next(i for i in model.graph.input if i.name == name).type.tensor_type.elem_type = found
     with pytest.raises(Exception, match=r"CausalLinearDecay(.|\n)*CausalLinearDecay takes query T, .*log_decay F.*"
                                         r"cu_seqlens I.*; T is float32, float16 or bfloat16, the same"):
-        ort_ops.make_session(model)
+        make_session(model)
 
 
 # ---- Registration and sessions
@@ -498,12 +545,19 @@ def test_registering_twice_and_two_sessions(toy):
     assert onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"x": x})
 
 
+def test_default_providers(toy):
+    expected = ["CPUExecutionProvider"]
+    if PROVIDERS["cuda"] in onnxruntime.get_available_providers() and torch.cuda.is_available():
+        expected = [PROVIDERS["cuda"], *expected]
+    assert ort_ops.make_session(ort_models.node_model(SCALED_ADD, TOY_SHAPES)).get_providers() == expected
+
+
 def test_model_as_path_bytes_or_proto(toy, tmp_path):
     model = ort_models.node_model(SCALED_ADD, {"x": [1, 2, 3, 4]})
     path = tmp_path / "model.onnx"
     path.write_bytes(model.SerializeToString())
     for form in (model, model.SerializeToString(), path, str(path)):
-        assert ort_ops.make_session(form).get_providers() == ["CPUExecutionProvider"]
+        assert make_session(form).get_providers() == ["CPUExecutionProvider"]
 
 
 def test_provider_that_is_not_there(toy):
@@ -572,43 +626,6 @@ else:
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-# ---- CUDA
-
-
-@pytest.fixture
-def cuda():
-    if not torch.cuda.is_available():
-        pytest.skip("no CUDA device")
-    assert "CUDAExecutionProvider" in onnxruntime.get_available_providers(), "a GPU needs onnxruntime-gpu to be tested"
-    return "cuda"
-
-
-@pytest.mark.parametrize("index", range(3))
-@pytest.mark.parametrize("dtype", DTYPES)
-def test_kernel_on_cuda(cuda, toy, index, dtype, tmp_path):
-    check_variant("ScaledAdd", index, dtype, tmp_path, cuda, "CUDAExecutionProvider")
-
-
-def test_runs_from_several_threads_on_cuda(cuda, toy):
-    model = ort_models.node_model(SCALED_ADD, TOY_SHAPES, {"accumulate": 1})
-    assert not run_in_threads(ort_ops.make_session(model, ["CUDAExecutionProvider"]), 4, 200)
-
-
-def test_cuda_graph(cuda, toy):
-    """Captured once; replays follow the values in the bound buffers, and one of them is updated in place."""
-    model = ort_models.node_model(SCALED_ADD, {"x": [2, 3, 4, 5], "total": [2, 3]}, {"accumulate": 1})
-    session = ort_ops.make_session(model, [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})])
-    x, total, output = (torch.ones(s, device=cuda) for s in ((2, 3, 4, 5), (2, 3), (2, 3, 4, 5)))
-    binding = ort_models.bound(session, {"x": x, "total": total}, {"output": output, "total_out": total})
-    session.run_with_iobinding(binding)  # runs before the capture count too
-    for scale in (1, 2, 3):
-        x.fill_(scale)
-        total.zero_()
-        torch.cuda.synchronize()
-        session.run_with_iobinding(binding)
-        assert (total == 20 * scale).all() and (output == scale).all()
-
-
 # ---- The oldest runtime
 
 
@@ -620,6 +637,7 @@ def test_oldest_runtime():
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
     check = f"import onnxruntime; assert onnxruntime.__version__ == '{OLDEST}', onnxruntime.__file__"
     subprocess.run([sys.executable, "-c", check], env=environment, check=True)
-    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", Path(__file__)],
+    result = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", Path(__file__)],
                             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    assert result.returncode == 0 and "passed" in result.stdout, result.stdout[-8000:]
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert result.returncode == 0 and passed and int(passed[1]) > len(CASES), result.stdout[-8000:]

@@ -4,6 +4,7 @@
 #include <unistd.h>
 
 #include <atomic>
+#include <chrono>
 #include <condition_variable>
 #include <mutex>
 #include <new>
@@ -14,9 +15,30 @@ namespace leanfleet {
 
 namespace {
 
+inline void pause() {
+#if defined(__x86_64__)
+  __builtin_ia32_pause();
+#endif
+}
+
+// Spins for about `microseconds` until ready() holds; says whether it does.
+template <class F>
+bool spin_until(int microseconds, F&& ready) {
+  const auto end = std::chrono::steady_clock::now() + std::chrono::microseconds(microseconds);
+  do {
+    for (int i = 0; i < 64; ++i) {
+      if (ready()) return true;
+      pause();
+    }
+  } while (std::chrono::steady_clock::now() < end);
+  return ready();
+}
+
+// Waking a sleeping thread takes longer than a small call, so workers watch for the next call a little while before
+// they sleep, and a call waits only for the workers that came in time to take part.
 class Pool : public Threads {
  public:
-  explicit Pool(int count) : pid_(getpid()) {
+  explicit Pool(int count) : pid_(getpid()), spin_us_(count <= available_processors() ? 50 : 0) {
     for (int i = 1; i < count; ++i) workers_.emplace_back([this] { work(); });
   }
 
@@ -28,6 +50,7 @@ class Pool : public Threads {
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
+      calls_.fetch_add(1);
     }
     wake_.notify_all();
     for (std::thread& worker : workers_) worker.join();
@@ -42,19 +65,26 @@ class Pool : public Threads {
       return;
     }
     std::lock_guard<std::mutex> turn(turn_);
+    bool sleepers;
     {
       std::lock_guard<std::mutex> lock(mutex_);
       task_ = task;
       context_ = context;
       tasks_ = tasks;
       next_.store(0, std::memory_order_relaxed);
-      busy_ = static_cast<int>(workers_.size());
-      ++generation_;
+      open_ = true;
+      calls_.fetch_add(1);
+      sleepers = sleeping_ > 0;
     }
-    wake_.notify_all();
+    if (sleepers) wake_.notify_all();
     drain();
+    {
+      std::lock_guard<std::mutex> lock(mutex_);
+      open_ = false;  // who comes now finds nothing to do
+    }
+    if (spin_until(spin_us_, [this] { return busy_.load() == 0; })) return;
     std::unique_lock<std::mutex> lock(mutex_);
-    done_.wait(lock, [this] { return busy_ == 0; });
+    done_.wait(lock, [this] { return busy_.load() == 0; });
   }
 
  private:
@@ -66,26 +96,39 @@ class Pool : public Threads {
     uint64_t seen = 0;
     std::unique_lock<std::mutex> lock(mutex_);
     for (;;) {
-      wake_.wait(lock, [&] { return stopping_ || generation_ != seen; });
+      if (calls_.load() == seen) {
+        lock.unlock();
+        spin_until(spin_us_, [&] { return calls_.load() != seen; });
+        lock.lock();
+        ++sleeping_;
+        wake_.wait(lock, [&] { return calls_.load() != seen; });
+        --sleeping_;
+      }
       if (stopping_) return;
-      seen = generation_;
+      seen = calls_.load();
+      if (!open_) continue;
+      busy_.fetch_add(1);
       lock.unlock();
       drain();
       lock.lock();
-      if (--busy_ == 0) done_.notify_one();
+      if (busy_.fetch_sub(1) == 1) done_.notify_one();
     }
   }
 
   const pid_t pid_;
+  const int spin_us_;
   std::vector<std::thread> workers_;
-  std::mutex turn_, mutex_;
+  std::mutex turn_;   // held by the call that runs
+  std::mutex mutex_;  // guards what follows; calls_ and busy_ are also read without it
   std::condition_variable wake_, done_;
   void (*task_)(void*, int64_t) = nullptr;
   void* context_ = nullptr;
   int64_t tasks_ = 0;
   std::atomic<int64_t> next_{0};
-  int busy_ = 0;
-  uint64_t generation_ = 0;
+  std::atomic<uint64_t> calls_{0};  // how many there have been
+  std::atomic<int> busy_{0};        // workers inside the call
+  int sleeping_ = 0;
+  bool open_ = false;  // workers may still join the call
   bool stopping_ = false;
 };
 

@@ -7,12 +7,6 @@
 #include "core/simd.h"
 #include "lean_attention/schedule.h"
 
-#ifndef MODE
-#define MODE 0
-#endif
-#ifndef LEVEL
-#define LEVEL 3
-#endif
 namespace leanfleet::LEANFLEET_ISA {
 
 namespace {
@@ -22,6 +16,7 @@ constexpr int kDotRows = 12;                        // up to so many rows scores
 constexpr int kVecs = kLanes == 16 ? 4 : 2;         // vectors of a register block's width
 constexpr int kStrip = kVecs * kLanes;              // keys of a strip of transposed keys
 constexpr int kPad = 16;                            // rows of scratch are multiples of this
+constexpr int kAheadBytes = 8192;                   // how far before their turn rows are fetched
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
 
@@ -228,16 +223,47 @@ struct RowsApart {
   const float* operator[](int64_t i) const { return base + i * stride; }
 };
 
-// Rows to fetch into the cache while others are worked on: as many bytes of rows[k] for each k < n.
+// Brings rows into the cache while earlier ones are worked on: those of `rows` and then the first ones of `then`.
+// Where keys and values alternate, the processor's own prefetching starts anew with every tile.
 struct Ahead {
   const void* const* rows;
-  int32_t n, bytes;
+  int32_t n, bytes;  // of a row
+  const void* const* then;
+  int32_t then_n, then_bytes;
+  int32_t distance;  // rows
+
   void fetch(int32_t k) const {
-    if (k >= n) return;
-    const char* row = static_cast<const char*>(rows[k]);
-    for (int32_t i = 0; i < bytes; i += 64) __builtin_prefetch(row + i, 0, LEVEL);
+    k += distance;
+    const char* row;
+    int32_t size;
+    if (k < n) {
+      row = static_cast<const char*>(rows[k]);
+      size = bytes;
+    } else if (k - n < then_n) {
+      row = static_cast<const char*>(then[k - n]);
+      size = then_bytes;
+    } else {
+      return;
+    }
+    for (int32_t i = 0; i < size; i += 64) {
+#if defined(__x86_64__)
+      asm volatile("prefetcht0 %0" : : "m"(row[i]));  // GCC drops a loop of __builtin_prefetch as one without effect
+#else
+      __builtin_prefetch(row + i);
+#endif
+    }
   }
 };
+constexpr Ahead kNothing = {nullptr, 0, 0, nullptr, 0, 0, 0};
+
+// Keeps x in a register where the compiler would load it again for each use.
+inline void hold(Vec& x) {
+#if defined(__x86_64__)
+  asm("" : "+v"(x));
+#else
+  (void)x;
+#endif
+}
 
 // scores[r, k] = query[r] . keys[k] for ROWS rows and keys 0 .. n-1, and some beyond: up to a multiple of kLanes.
 template <class T, int ROWS>
@@ -254,7 +280,7 @@ void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* 
 #pragma GCC unroll 16
       for (int key = 0; key < KEYS; ++key) {
         Vec x = load(keys[k + key] + i);
-        asm("" : "+v"(x));
+        hold(x);
 #pragma GCC unroll 16
         for (int r = 0; r < ROWS; ++r) acc[r * KEYS + key] = fma(q[r], x, acc[r * KEYS + key]);
       }
@@ -275,7 +301,7 @@ void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32
     if (block == 3) dot_block<T, 3>(query, d, keys, n, scores, score_stride, ahead);
     if (block == 2) dot_block<T, 2>(query, d, keys, n, scores, score_stride, ahead);
     if (block == 1) dot_block<T, 1>(query, d, keys, n, scores, score_stride, ahead);
-    ahead.n = 0;
+    ahead = kNothing;
     rows -= block;
     query += block * d;
     scores += block * score_stride;
@@ -321,7 +347,7 @@ void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_
                         : block == 2 ? product_block<2, VECS, Rows>
                                      : product_block<1, VECS, Rows>;
     kernel(a, a_stride, b, column, n, out, out_stride, factor, ahead);
-    ahead.n = 0;
+    ahead = kNothing;
     rows -= block;
     a += block * a_stride;
     out += block * out_stride;
@@ -336,9 +362,11 @@ void product(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t wid
   for (int64_t column = 0; column < width;) {
     const int64_t left = width - column;
     const int vecs = left >= kStrip ? kVecs : left >= 2 * kLanes ? 2 : 1;
-    const auto kernel = vecs == kVecs ? product_rows<kVecs, Rows> : vecs == 2 ? product_rows<2, Rows> : product_rows<1, Rows>;
+    const auto kernel = vecs == kVecs ? product_rows<kVecs, Rows>
+                        : vecs == 2   ? product_rows<2, Rows>
+                                      : product_rows<1, Rows>;
     kernel(a, a_stride, rows, b, column, n, out, out_stride, factor, ahead);
-    ahead.n = 0;
+    ahead = kNothing;
     column += vecs * kLanes;
   }
 }
@@ -456,8 +484,7 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
   const RowsAt<T> keys{tile.keys}, values{tile.values};
   const bool whole_keys = args.key_width % kPad == 0, whole_values = args.value_width % kPad == 0;
   const bool few = rows <= kDotRows;
-  const int32_t element = sizeof(T);
-  const Ahead none{nullptr, 0, 0};
+  const int32_t key_bytes = args.key_width * sizeof(T), value_bytes = args.value_width * sizeof(T);
 
   // Keys whose width is no multiple of a vector are copied, so that no load goes beyond the buffer.
   if (!whole_keys) {
@@ -466,13 +493,7 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
   }
   const RowsAt<float> copied_keys{tile.keys};
   if (few) {
-#if MODE == 0
-    const Ahead ahead{tile.values, n, args.value_width * element};
-#elif MODE == 1
-    const Ahead ahead = none;
-#else
-    const Ahead ahead{next.keys, next.n, args.key_width * element};
-#endif
+    const Ahead ahead{tile.keys, n, key_bytes, tile.values, n, value_bytes, kAheadBytes / key_bytes};
     if (whole_keys) dot_rows(scratch.query, d, rows, keys, n, scratch.scores, stride, ahead);
     else dot_rows(scratch.query, d, rows, copied_keys, n, scratch.scores, stride, ahead);
   } else {
@@ -481,19 +502,14 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
     for (int32_t k = 0; k < n; k += kStrip) {
       const RowsApart strip{scratch.strips + k / kStrip * d * kStrip, kStrip};
       const int64_t width = lean_min((n - k + kLanes - 1) / kLanes * kLanes, kStrip);
-      product(scratch.query, d, rows, strip, width, args.key_width, scratch.scores + k, stride, nullptr, none);
+      product(scratch.query, d, rows, strip, width, args.key_width, scratch.scores + k, stride, nullptr, kNothing);
     }
   }
 
   soften(args, unit, tile, first_row, rows, scratch);
 
-  #if MODE == 0
-  const Ahead ahead = few ? Ahead{next.keys, next.n, args.key_width * element} : none;
-#elif MODE == 1
-    const Ahead ahead = none;
-#else
-  const Ahead ahead = few ? Ahead{next.values, next.n, args.value_width * element} : none;
-#endif
+    const Ahead ahead = few ? Ahead{tile.values, n, value_bytes, next.keys, next.n, key_bytes, kAheadBytes / value_bytes}
+                          : kNothing;
   if (whole_values && (few || sizeof(T) == 4)) {
     product(scratch.scores, stride, rows, values, dv, n, scratch.output, dv, scratch.factor, ahead);
   } else {
@@ -597,9 +613,10 @@ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
       const float other = args.partial_max[static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r];
       top = other > top ? other : top;
     }
-    for (int32_t i = 0; i < count && top > -infinity; ++i) {
+    const float base = top == -infinity ? 0.0f : top;
+    for (int32_t i = 0; i < count; ++i) {
       const int64_t row = static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r;
-      const float factor = exp2(args.partial_max[row] - top);
+      const float factor = exp2(args.partial_max[row] - base);
       const float* part = args.partial_output + row * args.value_width;
       float* output = scratch.output + r * dv;
       for (int64_t c = 0; c < args.value_width; ++c) output[c] += factor * part[c];

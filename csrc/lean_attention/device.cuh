@@ -31,9 +31,9 @@ __device__ __forceinline__ float rescale(float part, float whole) {
 
 // softcap * tanh(x / softcap), with float32's precision near 0 too (tanh.approx has 11 bits only).
 __device__ __forceinline__ float cap_logit(float x, float softcap) {
-  const float y = x / softcap, y2 = y * y;
+  const float y = __fdividef(x, softcap), y2 = y * y;
   const float series = y * (1.0f + y2 * (-1.0f / 3.0f + y2 * (2.0f / 15.0f - y2 * (17.0f / 315.0f))));
-  const float closed = 1.0f - 2.0f / (exp2_fast(y * (2.0f * kLog2E)) + 1.0f);
+  const float closed = 1.0f - __fdividef(2.0f, exp2_fast(fminf(y, 20.0f) * (2.0f * kLog2E)) + 1.0f);
   return softcap * (fabsf(y) < 0.15f ? series : closed);
 }
 
@@ -107,16 +107,18 @@ struct LeanRange {
   LeanUnit unit;
 };
 
+// The work of one query tile of one head; pairs are (request, query tile).
+__device__ __forceinline__ int64_t pair_work(const LeanAttentionArgs& args, int pair, int row_tiles) {
+  if (pair >= args.batch * row_tiles) return 0;
+  return lean_unit_work(args, lean_unit_tiles(args, lean_request(args, pair / row_tiles), pair % row_tiles));
+}
+
 // What lean_work_prefix and lean_locate do, by a warp and without memory for the prefix: lanes share the pairs of
 // (request, query tile), first to add up their work, then to find the one that holds the range's first position. All
 // lanes of a warp call it and get the same answer. False: there is no range of this index.
 __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, int row_tiles, LeanRange& range) {
   const int lane = threadIdx.x % 32;
   const int pairs = args.batch * row_tiles;
-  const auto pair_work = [&](int pair) {
-    return pair < pairs ? lean_unit_work(args, lean_unit_tiles(args, lean_request(args, pair / row_tiles), pair % row_tiles))
-                        : int64_t{0};
-  };
   int64_t work = 0, before = 0, mine = 0;
   int pair = 0;
 #pragma unroll 1
@@ -124,7 +126,7 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
     int found = -1;
 #pragma unroll 1
     for (int first = 0; first < pairs && found < 0; first += 32) {
-      if (pass == 0 || pairs > 32) mine = args.kv_heads * pair_work(first + lane);
+      if (pass == 0 || pairs > 32) mine = args.kv_heads * pair_work(args, first + lane, row_tiles);
       if (pass == 0) work += mine;
       else found = warp_find(mine, range.begin, before);
       pair = first + found;
@@ -151,7 +153,7 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
     int64_t all = 0, earlier = 0;
 #pragma unroll 1
     for (int t = lane; t < row_tiles; t += 32) {
-      const int64_t one = pair_work(unit.b * row_tiles + t);
+      const int64_t one = pair_work(args, unit.b * row_tiles + t, row_tiles);
       all += one;
       if (t < pair - unit.b * row_tiles) earlier += one;
     }
@@ -164,7 +166,7 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
     int found = -1;
 #pragma unroll 1
     for (int t = 0; found < 0; t += 32) {
-      found = warp_find(t + lane < row_tiles ? pair_work(unit.b * row_tiles + t + lane) : 0, range.begin, before);
+      found = warp_find(t + lane < row_tiles ? pair_work(args, unit.b * row_tiles + t + lane, row_tiles) : 0, range.begin, before);
       unit.row_tile = t + found;
     }
   }
@@ -252,7 +254,7 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
       factor = rescale(max, top);
       sum = sum * factor + rescale(sink, top);
     }
-    factor = sum != 0.0f ? factor / sum : 0.0f;
+    factor = sum != 0.0f ? __fdividef(factor, sum) : 0.0f;
   }
   const bool empty = padding || sum == 0.0f;
   if (factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -261,7 +263,7 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
   store4(output, make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor));
   if (d == 0)
     args.lse[unit.b * args.lse_strides.batch + place.head * args.lse_strides.head +
-             place.token * args.lse_strides.token] = empty ? -INFINITY : kLn2 * (top + log2f(sum));
+             place.token * args.lse_strides.token] = empty ? -INFINITY : kLn2 * (top + __log2f(sum));
 }
 
 // Stores 4 unnormalised elements of a packed row as part of a contributor's partial result.

@@ -9,6 +9,8 @@
 //                    rows stand on the side of the mma that is 8 wide and not on the one that is 16 wide.
 //   up to 128 rows   8 warps, each with its own 16 rows and all tokens.
 //
+// The producer alone reads the schedule; it hands each segment to the consumers through a queue in shared memory.
+//
 // A slot holds the keys or the values of one tile as boxes of 64 columns: [box][token][64], the 16-byte chunk c of a
 // row at place c ^ (token % 8), which is the copy engine's 128-byte swizzle and keeps ldmatrix free of conflicts.
 #pragma once
@@ -27,8 +29,18 @@ struct LeanTileLoads {
   int32_t slots;          // of the ring
   int32_t key_boxes, value_boxes;  // boxes of 64 columns in a row
   bool stream_once;       // no other unit reads the same keys: they need not stay in the L2 cache
-  bool append_16_bytes;   // new rows can be copied in chunks of 16 bytes
 };
+
+// A segment as the producer hands it to the consumers.
+struct LeanWork {
+  LeanUnit unit;
+  LeanSegment segment;
+  int32_t first;    // the range that begins the unit
+  int32_t last;     // not 0: there is no more work, the rest is not set
+  LeanSpan seen;    // keys that at least one row of the unit sees
+  LeanSpan common;  // keys that all its rows see, padding aside
+};
+constexpr int kQueue = 8;  // segments that the producer may be ahead
 
 template <int kWidth, int kRows>
 struct LeanTile {
@@ -43,7 +55,8 @@ struct LeanTile {
   static constexpr int kSlices = kTokens / 16;
   // Per slot: two barriers and a bit per token.
   static constexpr int kSlotExtra = 16 + kSlices * 2;
-  static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + 16 + 1024;  // 1024: to align the ring
+  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + 16);
+  static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + kQueueBytes + 16 + 1024;  // 1024: to align the ring
   static int slots_for(int shared_bytes) {
     const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
     return slots < 12 ? slots : 12;
@@ -130,6 +143,8 @@ struct RingPlace {
 
 struct RingAddresses {
   uint32_t slots, full, empty;  // shared addresses; barriers are 8 bytes apart
+  uint32_t queue_full, queue_empty;
+  LeanWork* queue;
   uint16_t* masked_out;         // [slots][kTokens / 16] paged caches: a bit for each token without a page
 };
 
@@ -149,7 +164,26 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
 }
 #endif
 
-// Fills the ring with the tiles of the range, keys and values in turn.
+// Which keys the rows of a unit see: the row-wise bounds of one or two rows that a lane holds.
+struct RowBounds {
+  int begin, end;
+};
+__device__ __forceinline__ RowBounds row_bounds(const LeanAttentionArgs& args, const LeanUnit& unit, int row) {
+  const int token = row / args.group;
+  if (token >= unit.request.tokens) return {0, 0};
+  const LeanSpan keys = lean_token_keys(args, unit.request, token);
+  return {keys.begin, keys.end};
+}
+
+// The keys that all rows of `rows` see (padding rows aside).
+__device__ __forceinline__ LeanSpan common_keys(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan rows) {
+  const int end = lean_min(rows.end, args.group * unit.request.tokens);
+  if (rows.begin >= end) return {0, 0};
+  return {lean_token_keys(args, unit.request, (end - 1) / args.group).begin,
+          lean_token_keys(args, unit.request, rows.begin / args.group).end};
+}
+
+// Fills the ring with the tiles of the range, keys and values in turn, and the queue with its segments.
 template <class T, class Tile>
 struct TileProducer {
   const LeanAttentionArgs& args;
@@ -163,9 +197,26 @@ struct TileProducer {
   // Positions of this lane's tokens in a tile: groups of 32 tokens, `warps` warps share them.
   static constexpr int kTokens = Tile::kTokens;
 
-  __device__ __forceinline__ void run(const LeanRange& range) {
-    for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
+  // `exists`: the range holds work; else only the end of the queue is told.
+  __device__ __forceinline__ void run(const LeanRange& range, bool exists) {
+    RingPlace queued;
+    if (exists) for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
       const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
+      if (warp == 0) {
+        barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
+        if (lane == 0) {
+          LeanWork& work = ring.queue[queued.slot];
+          work.unit = unit;
+          work.segment = segment;
+          work.first = segment.slot / 2 - segment.index;
+          work.last = 0;
+          work.seen = keys;
+          work.common = common_keys(args, unit, lean_unit_rows(args, unit.row_tile));
+          barrier_arrive(ring.queue_full + queued.slot * 8);
+        }
+        __syncwarp();
+        queued.next(kQueue);
+      }
       // Rows that this launch appends come from new_key and new_value: other blocks may be writing them.
       const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
       const int box_tokens = loads.box_tokens;
@@ -185,6 +236,7 @@ struct TileProducer {
         next_pages = page_of_box(first_box + 32 + lane);
       }
       int box_of_window = 0;
+#pragma unroll 1
       for (int tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
         const int begin = tile * kTokens;
         const bool through_maps = loads.tensor_maps && (!args.append || begin + kTokens <= new_begin);
@@ -217,6 +269,13 @@ struct TileProducer {
         }
       }
     });
+    if (warp == 0) {
+      barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
+      if (lane == 0) {
+        ring.queue[queued.slot].last = 1;
+        barrier_arrive(ring.queue_full + queued.slot * 8);
+      }
+    }
   }
 
   __device__ __forceinline__ uint32_t acquire() {
@@ -238,6 +297,7 @@ struct TileProducer {
     }
     if (note_pages && lane < kTokens / box_tokens) {
       const uint16_t bits = issue >> lane & 1 ? 0 : 0xffff;
+#pragma unroll 1
       for (int s = 0; s < box_tokens / 16; ++s)
         ring.masked_out[place.slot * Tile::kSlices + lane * (box_tokens / 16) + s] = bits;
     }
@@ -250,6 +310,7 @@ struct TileProducer {
       uint64_t policy;
       if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
       else asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+#pragma unroll 1
       for (int c = 0; c < columns; ++c)
         copy_box(to + c * (kTokens * 128) + lane * box_tokens * 128, map, c * kBoxColumns, token, head, outer, full, policy);
     }
@@ -303,8 +364,10 @@ struct TileProducer {
       const int tokens = lean_min(per_warp - g * 32, 32);
       if (tokens <= 0) break;
       const uint64_t mine = reinterpret_cast<uint64_t>(rows[g]);
+#pragma unroll 2
       for (int t = 0; t < tokens; t += 4) {  // 8 lanes a token
         const uint64_t row = __shfl_sync(kFullWarp, mine, t + lane / 8);
+#pragma unroll 1
         for (int chunk = lane % 8; chunk < boxes * 8; chunk += 8) {
           const bool read = row != 0 && chunk * 8 < width;
           copy_async(to + slot_offset<kTokens>(first + g * 32 + t + lane / 8, chunk),
@@ -321,25 +384,6 @@ struct TileProducer {
     place.next(loads.slots);
   }
 };
-
-// Which keys the rows of a unit see: the row-wise bounds of one or two rows that a lane holds.
-struct RowBounds {
-  int begin, end;
-};
-__device__ __forceinline__ RowBounds row_bounds(const LeanAttentionArgs& args, const LeanUnit& unit, int row) {
-  const int token = row / args.group;
-  if (token >= unit.request.tokens) return {0, 0};
-  const LeanSpan keys = lean_token_keys(args, unit.request, token);
-  return {keys.begin, keys.end};
-}
-
-// The keys that all rows of `rows` see (padding rows aside).
-__device__ __forceinline__ LeanSpan common_keys(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan rows) {
-  const int end = lean_min(rows.end, args.group * unit.request.tokens);
-  if (rows.begin >= end) return {0, 0};
-  return {lean_token_keys(args, unit.request, (end - 1) / args.group).begin,
-          lean_token_keys(args, unit.request, rows.begin / args.group).end};
-}
 
 // Masks a pair of 16-bit values: the low one stays if `low`, the high one if `high`.
 __device__ __forceinline__ uint32_t keep_pair(bool low, bool high) {
@@ -372,17 +416,26 @@ struct TokenConsumer {
   float max[kBlocks][2], sum[kBlocks][2];  // of rows 8 * block + 2 * (lane % 4) and the next
   RowBounds bounds[kBlocks][2];
 
-  __device__ __forceinline__ void run(const LeanRange& range) {
-    for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
-      begin_unit(unit);
-      const LeanSpan common = common_keys(args, unit, lean_unit_rows(args, unit.row_tile));
-      const LeanSpan seen = lean_unit_keys(args, unit.request, unit.row_tile);
-      for (int tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+  __device__ __forceinline__ void run() {
+    RingPlace queued;
+#pragma unroll 1
+    for (;;) {
+      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      const LeanWork& work = ring.queue[queued.slot];
+      if (work.last != 0) return;
+      begin_unit(work.unit);
+      const LeanSpan common = work.common, seen = work.seen;
+      const int end = work.segment.tiles.end;
+#pragma unroll 1
+      for (int tile = work.segment.tiles.begin; tile < end; ++tile) {
         const int begin = tile * kTokens + warp * kWarpTokens;
         consume(begin, begin < common.begin || begin + kWarpTokens > common.end, seen);
       }
-      finish(unit, segment);
-    });
+      finish(work);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(ring.queue_empty + queued.slot * 8);
+      queued.next(kQueue);
+    }
   }
 
   __device__ __forceinline__ void begin_unit(const LeanUnit& unit) {
@@ -459,6 +512,33 @@ struct TokenConsumer {
     release();
 
     const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
+#pragma unroll
+    for (int t = 0; t < kSteps; ++t)
+#pragma unroll
+      for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[t][n][i] *= scale;
+    if (args.softcap > 0.0f) {
+#pragma unroll
+      for (int t = 0; t < kSteps; ++t)
+#pragma unroll
+        for (int n = 0; n < kBlocks; ++n)
+#pragma unroll
+          for (int i = 0; i < 4; ++i) s[t][n][i] = cap_logit(s[t][n][i], args.softcap) * kLog2E;
+    }
+    if (masked) {
+#pragma unroll
+      for (int t = 0; t < kSteps; ++t) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int at = i / 2 * 8 + lane / 4, j = begin + 16 * t + at;
+          const bool gone = missing[t] >> at & 1;
+#pragma unroll
+          for (int n = 0; n < kBlocks; ++n)
+            if (gone || j < bounds[n][i % 2].begin || j >= bounds[n][i % 2].end) s[t][n][i] = -INFINITY;
+        }
+      }
+    }
     float top[kBlocks][2];
     bool rising = false;
 #pragma unroll
@@ -470,13 +550,7 @@ struct TokenConsumer {
         for (int t = 0; t < kSteps; ++t) {
 #pragma unroll
           for (int half = 0; half < 2; ++half) {
-            float x = s[t][n][2 * half + c] * scale;
-            if (args.softcap > 0.0f) x = cap_logit(x, args.softcap) * kLog2E;
-            if (masked) {
-              const int at = 8 * half + lane / 4, j = begin + 16 * t + at;
-              if (j < bounds[n][c].begin || j >= bounds[n][c].end || (missing[t] >> at & 1)) x = -INFINITY;
-            }
-            s[t][n][2 * half + c] = x;
+            const float x = s[t][n][2 * half + c];
             top[n][c] = fmaxf(top[n][c], x);
           }
         }
@@ -502,19 +576,25 @@ struct TokenConsumer {
 
     const uint32_t values = ring.slots + place.slot * Tile::kSlotBytes;
     barrier_wait(ring.full + place.slot * 8, place.parity);
+    if (masked) {
+      // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence. A warp's tokens are
+      // its own, so it can set them to 0 in the slot, which the copy engine writes next.
+#pragma unroll 1
+      for (int t = 0; t < kWarpTokens; ++t) {
+        if (begin + t >= seen.begin && begin + t < seen.end && !(missing_at(missing, t) & 1)) continue;
+#pragma unroll 1
+        for (int chunk = lane; chunk < loads.value_boxes * 8; chunk += 32)
+          asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values + slot_offset<kTokens>(warp * kWarpTokens + t, chunk)),
+                       "r"(0) : "memory");
+      }
+#if __CUDA_ARCH__ >= 900
+      asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+#endif
+      __syncwarp();
+    }
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
       const int token = warp * kWarpTokens + t * 16 + lane % 8 + lane / 16 * 8;
-      // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence.
-      uint32_t keep[2] = {0xffffffffu, 0xffffffffu};
-      if (masked) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int at = 8 * half + lane % 4 * 2, j = begin + 16 * t + at;
-          keep[half] = keep_pair(j >= seen.begin && j < seen.end && !(missing[t] >> at & 1),
-                                 j + 1 >= seen.begin && j + 1 < seen.end && !(missing[t] >> (at + 1) & 1));
-        }
-      }
 #pragma unroll
       for (int box = 0; box < kWidth / kBoxColumns; ++box) {
         if (box >= loads.value_boxes) break;
@@ -522,13 +602,19 @@ struct TokenConsumer {
         for (int d = box * 4; d < box * 4 + 4; ++d) {
           uint32_t a[4];
           load_matrices_transposed(a, values + slot_offset<kTokens>(token, 2 * d + lane / 8 % 2));
-          if (masked) a[0] &= keep[0], a[1] &= keep[0], a[2] &= keep[1], a[3] &= keep[1];
 #pragma unroll
           for (int n = 0; n < kBlocks; ++n) mma(T{}, output[d][n], a, p[t][n][0], p[t][n][1]);
         }
       }
     }
     release();
+  }
+
+  static __device__ __forceinline__ unsigned missing_at(const unsigned (&missing)[kSteps], int token) {
+    unsigned bits = missing[0];
+#pragma unroll
+    for (int t = 1; t < kSteps; ++t) bits = token >= 16 * t ? missing[t] : bits;
+    return bits >> (token % 16);
   }
 
   // This warp has read the slot.
@@ -560,12 +646,12 @@ struct TokenConsumer {
 
   // Merges the four warps' statistics and outputs, 8 rows at a time, and writes them or, where others contribute to
   // the unit too, leaves them as a partial result.
-  __device__ __forceinline__ void finish(const LeanUnit& unit, const LeanSegment& segment) {
-    const int thread = warp * 32 + lane;
+  __device__ __forceinline__ void finish(const LeanWork& work) {
+    const LeanUnit& unit = work.unit;
+    const LeanSegment& segment = work.segment;
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
     float* warp_max = scratch + 4 * 8 * Tile::kScratchStride;
     float* warp_sum = warp_max + 4 * 8 * kBlocks;
-    const int vectors = args.value_width / 4;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       named_barrier(1, kThreads);  // the previous contents have been read
@@ -588,35 +674,35 @@ struct TokenConsumer {
       }
       named_barrier(1, kThreads);
       const int count = lean_min(rows.end - rows.begin - 8 * n, 8);
-      for (int item = thread; item < count * vectors; item += kThreads) {
-        const int row = item / vectors, d = (item - row * vectors) * 4;
-        float part[4], top = -INFINITY, total = 0.0f;
+#pragma unroll 1
+      for (int row = warp; row < count; row += Tile::kConsumerWarps) {
+        float factor[4], top = -INFINITY, total = 0.0f;
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-          part[w] = warp_max[w * 8 * kBlocks + 8 * n + row];
-          top = fmaxf(top, part[w]);
+          factor[w] = warp_max[w * 8 * kBlocks + 8 * n + row];
+          top = fmaxf(top, factor[w]);
         }
-        float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
         for (int w = 0; w < 4; ++w) {
-          const float factor = rescale(part[w], top);
-          total += factor * warp_sum[w * 8 * kBlocks + 8 * n + row];
-          const float4 x = *reinterpret_cast<const float4*>(scratch + (w * 8 + row) * Tile::kScratchStride + d);
-          o.x += factor * x.x, o.y += factor * x.y, o.z += factor * x.z, o.w += factor * x.w;
+          factor[w] = rescale(factor[w], top);
+          total += factor[w] * warp_sum[w * 8 * kBlocks + 8 * n + row];
         }
-        if (segment.count == 1) write_row<T>(args, unit, rows.begin + 8 * n + row, d, o, top, total);
-        else write_partial(args, segment.slot, 8 * n + row, d, o, top, total);
+#pragma unroll 1
+        for (int d = lane * 4; d < args.value_width; d += 128) {
+          float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+          for (int w = 0; w < 4; ++w) {
+            const float4 x = *reinterpret_cast<const float4*>(scratch + (w * 8 + row) * Tile::kScratchStride + d);
+            o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
+          }
+          if (segment.count == 1) write_row<T>(args, unit, rows.begin + 8 * n + row, d, o, top, total);
+          else write_partial(args, segment.slot, 8 * n + row, d, o, top, total);
+        }
       }
     }
     if (segment.count == 1) return;
-    const int first = range_of_unit(segment);
-    if (last_to_arrive(args.tickets + first, segment.count, thread, kThreads, arrived))
-      merge_unit<T>(args, unit, first, segment.count, thread, kThreads);
-  }
-
-  // The range that begins the unit.
-  __device__ __forceinline__ int range_of_unit(const LeanSegment& segment) const {
-    return segment.slot / 2 - segment.index;
+    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived))
+      merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
   }
 };
 
@@ -640,19 +726,26 @@ struct RowConsumer {
   float max[2], sum[2];  // of rows lane / 4 and lane / 4 + 8 of the warp's
   RowBounds bounds[2];
 
-  __device__ __forceinline__ void run(const LeanRange& range) {
-    for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
+  __device__ __forceinline__ void run() {
+    RingPlace queued;
+#pragma unroll 1
+    for (;;) {
+      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      const LeanWork& work = ring.queue[queued.slot];
+      if (work.last != 0) return;
+      const LeanUnit& unit = work.unit;
       const LeanSpan all = lean_unit_rows(args, unit.row_tile);
       const LeanSpan rows = {lean_min(all.begin + 16 * warp, all.end), lean_min(all.begin + 16 * warp + 16, all.end)};
       begin_unit(unit, rows);
-      const LeanSpan common = common_keys(args, unit, rows);
-      const LeanSpan seen = lean_unit_keys(args, unit.request, unit.row_tile);
-      const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+      const LeanSpan common = common_keys(args, unit, rows), seen = work.seen;
       LeanSpan mine = {0, 0};  // what some row of this warp sees
+      const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
       if (rows.begin < real_rows)
         mine = {lean_token_keys(args, unit.request, rows.begin / args.group).begin,
                 lean_token_keys(args, unit.request, (real_rows - 1) / args.group).end};
-      for (int tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+      const int end = work.segment.tiles.end;
+#pragma unroll 1
+      for (int tile = work.segment.tiles.begin; tile < end; ++tile) {
         const int begin = tile * kTokens;
         if (begin >= mine.end || begin + kTokens <= mine.begin) {
           skip();
@@ -661,8 +754,11 @@ struct RowConsumer {
           consume(begin, begin < common.begin || begin + kTokens > common.end, seen);
         }
       }
-      finish(unit, segment, rows);
-    });
+      finish(work, rows);
+      __syncwarp();
+      if (lane == 0) barrier_arrive(ring.queue_empty + queued.slot * 8);
+      queued.next(kQueue);
+    }
   }
 
   __device__ __forceinline__ void skip() {
@@ -680,6 +776,7 @@ struct RowConsumer {
     const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
     const int chunks = loads.key_boxes * 8;
     __syncwarp();  // the previous unit's rows have been read
+#pragma unroll 1
     for (int i = lane; i < 16 * chunks; i += 32) {
       const int r = i / chunks, chunk = i - r * chunks, row = rows.begin + r;
       uint4 x = make_uint4(0, 0, 0, 0);
@@ -743,21 +840,32 @@ struct RowConsumer {
     release();
 
     const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
-    float top[2] = {-INFINITY, -INFINITY};
 #pragma unroll
-    for (int n = 0; n < kTokens / 8; ++n) {
+    for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float x = s[n][i] * scale;
-        if (args.softcap > 0.0f) x = cap_logit(x, args.softcap) * kLog2E;
-        if (masked) {
+      for (int i = 0; i < 4; ++i) s[n][i] *= scale;
+    if (args.softcap > 0.0f) {
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = cap_logit(s[n][i], args.softcap) * kLog2E;
+    }
+    if (masked) {
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
           const int at = 8 * n + lane % 4 * 2 + i % 2, j = begin + at;
-          if (j < bounds[i / 2].begin || j >= bounds[i / 2].end || (missing_bits[n / 2] >> (at % 16) & 1)) x = -INFINITY;
+          if (j < bounds[i / 2].begin || j >= bounds[i / 2].end || (missing_bits[n / 2] >> (at % 16) & 1))
+            s[n][i] = -INFINITY;
         }
-        s[n][i] = x;
-        top[i / 2] = fmaxf(top[i / 2], x);
       }
     }
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top[i / 2] = fmaxf(top[i / 2], s[n][i]);
     if (__any_sync(kFullWarp, top[0] > max[0] + kRescaleAt || top[1] > max[1] + kRescaleAt)) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
@@ -816,7 +924,9 @@ struct RowConsumer {
     release();
   }
 
-  __device__ __forceinline__ void finish(const LeanUnit& unit, const LeanSegment& segment, LeanSpan rows) {
+  __device__ __forceinline__ void finish(const LeanWork& work, LeanSpan rows) {
+    const LeanUnit& unit = work.unit;
+    const LeanSegment& segment = work.segment;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 1);
@@ -829,27 +939,30 @@ struct RowConsumer {
       const bool odd = lane % 2 != 0;
       const float give0 = odd ? output[d][0] : output[d][2], give1 = odd ? output[d][1] : output[d][3];
       const float got0 = __shfl_xor_sync(kFullWarp, give0, 1), got1 = __shfl_xor_sync(kFullWarp, give1, 1);
-      const int c = odd ? 1 : 0;
       const float4 o = odd ? make_float4(got0, got1, output[d][2], output[d][3])
                            : make_float4(output[d][0], output[d][1], got0, got1);
-      const int row = rows.begin + lane / 4 + 8 * c, column = 8 * d + lane % 4 / 2 * 4;
+      // Not max[odd]: an index known at run time only would put the whole struct into local memory.
+      const float row_max = odd ? max[1] : max[0], row_sum = odd ? sum[1] : sum[0];
+      const int row = rows.begin + lane / 4 + (odd ? 8 : 0), column = 8 * d + lane % 4 / 2 * 4;
       if (row < rows.end && column < args.value_width) {
-        if (segment.count == 1) write_row<T>(args, unit, row, column, o, max[c], sum[c]);
-        else write_partial(args, segment.slot, row % kRows, column, o, max[c], sum[c]);
+        if (segment.count == 1) write_row<T>(args, unit, row, column, o, row_max, row_sum);
+        else write_partial(args, segment.slot, row % kRows, column, o, row_max, row_sum);
       }
     }
     if (segment.count == 1) return;
-    const int thread = warp * 32 + lane, first = segment.slot / 2 - segment.index;
-    if (last_to_arrive(args.tickets + first, segment.count, thread, kThreads, arrived))
-      merge_unit<T>(args, unit, first, segment.count, thread, kThreads);
+    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived))
+      merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
   }
 };
 
 template <class T, int kWidth, int kRows>
 __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
-    LeanAttentionKernel(const __grid_constant__ LeanAttentionArgs args, const __grid_constant__ LeanTileLoads loads,
+    LeanAttentionKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
                         const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
   using Tile = LeanTile<kWidth, kRows>;
+  LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
+  args.plan.key_tile = Tile::kTokens;
+  args.plan.row_tile = kRows;
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -862,6 +975,10 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   at += Tile::kQueryBytes;
   float* const scratch = reinterpret_cast<float*>(at);
   at += Tile::kScratchBytes;
+  ring.queue = reinterpret_cast<LeanWork*>(at);
+  ring.queue_full = shared_address(at + kQueue * sizeof(LeanWork));
+  ring.queue_empty = ring.queue_full + 8 * kQueue;
+  at += Tile::kQueueBytes;
   ring.full = shared_address(at);
   ring.empty = ring.full + 8 * loads.slots;
   at += 16 * loads.slots;
@@ -869,46 +986,50 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   at += 2 * Tile::kSlices * loads.slots;
   uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
 
-  if (threadIdx.x == 0) {
-    for (int slot = 0; slot < loads.slots; ++slot) {
-      barrier_init(ring.full + 8 * slot, producer_warps);
-      barrier_init(ring.empty + 8 * slot, Tile::kConsumerWarps);
+  if (warp == 0) {
+    for (int i = lane; i < loads.slots; i += 32) {
+      barrier_init(ring.full + 8 * i, producer_warps);
+      barrier_init(ring.empty + 8 * i, Tile::kConsumerWarps);
+    }
+    if (lane < kQueue) {
+      barrier_init(ring.queue_full + 8 * lane, 1);
+      barrier_init(ring.queue_empty + 8 * lane, Tile::kConsumerWarps);
     }
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-    if (loads.tensor_maps) {
+#endif
+  }
+  __syncthreads();
+
+  // Row consumers need more registers than a block of 12 warps can give every thread.
+  if (warp >= Tile::kConsumerWarps) {
+#if __CUDA_ARCH__ >= 900
+    if constexpr (!Tile::kSplitTokens) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    if (loads.tensor_maps && lane == 0) {
       asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
       asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
     }
 #endif
-  }
-  LeanRange range;
-  const bool working = locate_range(args, blockIdx.x, range);
-  __syncthreads();
-
-  if (args.append && warp < Tile::kConsumerWarps) {
-    constexpr int kThreads = 32 * Tile::kConsumerWarps;
-    const int64_t thread = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
-    if (loads.append_16_bytes) append_all<T, uint4>(args, thread, static_cast<int64_t>(gridDim.x) * kThreads);
-    else append_all<T, T>(args, thread, static_cast<int64_t>(gridDim.x) * kThreads);
-  }
-  if (!working) return;
-  // Row consumers need more registers than a block of 12 warps can give every thread.
-  if (warp >= Tile::kConsumerWarps) {
-#if __CUDA_ARCH__ >= 900
-    if constexpr (!Tile::kSplitTokens) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
-#endif
-    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, {}, warp - Tile::kConsumerWarps, producer_warps, lane};
-    producer.run(range);
-  } else if constexpr (Tile::kSplitTokens) {
-    TokenConsumer<T, kWidth, kRows / 8> consumer{args, loads, ring, scratch, arrived, {}, warp, lane};
-    consumer.run(range);
+    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, {}, warp - Tile::kConsumerWarps,
+                                   producer_warps, lane};
+    LeanRange range;
+    range.work = range.begin = range.end = 0;
+    const int row_tiles = Tile::kSplitTokens ? 1 : lean_row_tiles(args);
+    producer.run(range, locate_range(args, blockIdx.x, row_tiles, range));
   } else {
+    if (args.append)
+      append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
+                           static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
+    if constexpr (Tile::kSplitTokens) {
+      TokenConsumer<T, kWidth, kRows / 8> consumer{args, loads, ring, scratch, arrived, {}, warp, lane, {}, {}, {}, {}, {}};
+      consumer.run();
+    } else {
 #if __CUDA_ARCH__ >= 900
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+      asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
 #endif
-    RowConsumer<T, kWidth> consumer{args, loads, ring, query, arrived, {}, warp, lane};
-    consumer.run(range);
+      RowConsumer<T, kWidth> consumer{args, loads, ring, query, arrived, {}, warp, lane, {}, {}, {}, {}};
+      consumer.run();
+    }
   }
 }
 

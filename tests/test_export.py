@@ -1,0 +1,132 @@
+"""From PyTorch to onnxruntime: exported models pass the checker, keep symbolic shapes, and run with the library and without."""
+
+import numpy as np
+import onnx
+import onnxruntime
+import pytest
+import torch
+from leanfleet import demo, parity, spec
+from leanfleet.export import causal_linear_decay, export, lean_attention, normalized_linear_attention
+
+
+@pytest.fixture(scope="module")
+def everything(tmp_path_factory):
+    """(path, module, example inputs) of the demo's module with all operators."""
+    path = tmp_path_factory.mktemp("all") / "all_operators.onnx"
+    module, inputs = demo.all_operators_module()
+    batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
+    export(module, inputs, path, dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch}))
+    return path, module, inputs
+
+
+def test_every_operator_is_exported_with_its_function(everything):
+    model = onnx.load(everything[0])
+    onnx.checker.check_model(model)
+    nodes = {n.op_type: n for n in model.graph.node if n.domain == spec.DOMAIN}
+    assert set(nodes) == set(spec.all_specs())
+    functions = {(f.name, f.overload) for f in model.functions if f.domain == spec.DOMAIN}
+    assert functions == {(n.op_type, n.overload) for n in nodes.values()} and len(functions) == 5
+    for node in nodes.values():  # no output that the attributes do not ask for, and no refused attribute
+        attrs = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
+        assert len(node.output) == len(spec.all_specs()[node.op_type].active_outputs(attrs))
+        assert not [a for a in spec.all_specs()[node.op_type].attrs if a.refuse and a.name in attrs]
+
+
+def test_dimensions_stay_symbolic(everything):
+    for make in (body_session, kernel_session):
+        session = make(everything[0])
+        shapes = {o.name: o.shape for o in session.get_outputs()}
+        first, lse, keys = list(shapes.values())[:3]
+        assert first == ["batch", 4, "tokens", 16] and lse == ["batch", 4, "tokens"] and keys == ["batch", 2, "slots", 16]
+
+
+def body_session(path):
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    return onnxruntime.InferenceSession(path, options, providers=["CPUExecutionProvider"])
+
+
+def kernel_session(path):
+    from leanfleet.ort_ops import make_session
+
+    return make_session(path, providers=["CPUExecutionProvider"])
+
+
+@pytest.mark.parametrize("b, n, slots", [(1, 1, 8), (3, 7, 40), (2, 70, 200)])
+def test_kernels_and_bodies_agree_with_pytorch_in_float64(everything, b, n, slots):
+    path, module, _ = everything
+    torch.manual_seed(b)
+    lens = torch.randint(n, slots + 1, (b,), dtype=torch.int32)
+    inputs = (torch.randn(b, n, 64), torch.randn(b, 2, slots, 16), torch.randn(b, 2, slots, 16), lens)
+    with torch.no_grad():
+        expected = module.double()(*[t.double() if t.is_floating_point() else t for t in inputs])
+        plain = module.float()(*inputs)
+    for session in (body_session(path), kernel_session(path)):
+        names = [i.name for i in session.get_inputs()]
+        found = session.run(None, dict(zip(names, (t.numpy() for t in inputs), strict=True)))
+        for f, e, p in zip(found, expected, plain, strict=True):
+            error, baseline = np.abs(f - e.numpy()).max(), float((p - e).abs().max())
+            assert error <= 4 * baseline + 32 * 2.0**-23 * float(e.abs().max()), (error, baseline)
+
+
+def test_the_kernels_really_run_and_without_the_library_the_bodies_do(everything):
+    path, _, inputs = everything
+    names = [i.name for i in onnx.load(path).graph.input]
+    rows, kernels = parity.check(path, ("body", "ort-cpu"), inputs=dict(zip(names, (t.numpy() for t in inputs), strict=True)))
+    assert all(r["passed"] for r in rows)
+    assert kernels["body"] == {}
+    assert {op for op, provider in kernels["ort-cpu"]} == set(spec.all_specs())
+    assert {provider for _, provider in kernels["ort-cpu"]} == {"CPUExecutionProvider"}
+
+
+def test_optional_inputs_in_the_middle_are_left_out(tmp_path):
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, sinks):
+            return lean_attention(q, k, v, sinks=sinks)[0], causal_linear_decay(q, k, v, initial_state=q.new_zeros(1, 2, 8, 8))[0]
+
+    q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
+    path = tmp_path / "optional.onnx"
+    export(Layer(), (q, k, v, torch.randn(4)), path)
+    nodes = {n.op_type: n for n in onnx.load(path).graph.node if n.domain == spec.DOMAIN}
+    assert list(nodes["LeanAttention"].input[3:9]) == [""] * 6 and nodes["LeanAttention"].input[9]
+    assert nodes["CausalLinearDecay"].input[3] == "" and len(nodes["CausalLinearDecay"].input) == 5
+    kernel_session(path)
+
+
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+def test_layouts_and_half_precision(tmp_path, layout):
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v):
+            return normalized_linear_attention(q, k, v, layout=layout, return_state=True)
+
+    shape = (1, 6, 4, 8) if layout == "bnhd" else (1, 4, 6, 8)
+    inputs = [torch.rand(shape).half() for _ in range(3)]
+    path = tmp_path / "half.onnx"
+    tokens = torch.export.Dim("tokens")
+    export(Layer(), tuple(inputs), path, dynamic_shapes=({1 if layout == "bnhd" else 2: tokens},) * 3)
+    expected = [t.numpy() for t in Layer()(*inputs)]
+    for session in (body_session(path), kernel_session(path)):
+        names = [i.name for i in session.get_inputs()]
+        for f, e in zip(session.run(None, dict(zip(names, (t.numpy() for t in inputs), strict=True))), expected, strict=True):
+            assert f.dtype == e.dtype and np.abs(f.astype(float) - e).max() <= 2.0**-9 * max(1, np.abs(e).max())
+
+
+def test_length_independent_where_an_unrolled_loop_is_not(tmp_path):
+    """Traced at 11 tokens, right at every length: nothing of the sequence is unrolled into the graph."""
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, slope):
+            return causal_linear_decay(q, k, v, -slope)[0]
+
+    make = [lambda n, h=h: torch.randn(1, h, n, 8) for h in (4, 4, 4)]
+    slope = torch.rand(4)
+    path = tmp_path / "length.onnx"
+    tokens = torch.export.Dim("tokens")
+    export(Layer(), (*[m(11) for m in make], slope), path, dynamic_shapes=({2: tokens}, {2: tokens}, {2: tokens}, {}))
+    sessions = body_session(path), kernel_session(path)
+    for n in (1, 2, 3, 7, 15, 40, 63, 64, 65, 128, 129, 200):
+        inputs = [*[m(n) for m in make], slope]
+        expected = Layer()(*[t.double() for t in inputs])
+        for session in sessions:
+            names = [i.name for i in session.get_inputs()]
+            (found,) = session.run(None, dict(zip(names, (t.numpy() for t in inputs), strict=True)))
+            assert np.abs(found - expected.numpy()).max() < 2e-5, n

@@ -1,0 +1,54 @@
+"""Kernels under AddressSanitizer: whatever lengths, offsets, tables and indices hold, no access leaves a buffer."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+# Garbage in every tensor that a kernel takes for a length or an index, and one plain call of every operator.
+SELECTION = "garbage or outside or clamped or functional_and_mutating or kernel_gradients or edges or in_place"
+FILES = ["test_lean_attention.py", "test_causal_linear_decay.py", "test_normalized_linear_attention.py", "test_errors.py",
+         "test_torch_ops.py"]
+
+
+@pytest.fixture(scope="module")
+def instrumented(tmp_path_factory):
+    """A folder with libleanfleet.so built with AddressSanitizer, CPU kernels alone."""
+    build = tmp_path_factory.mktemp("asan")
+    cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
+    subprocess.run([cmake, "-S", ROOT / "csrc", "-B", build, "-DLEANFLEET_SANITIZE=address", "-DLEANFLEET_CUDA=OFF",
+                    "-DLEANFLEET_ORT=OFF"], check=True, capture_output=True)
+    subprocess.run([cmake, "--build", build, "-j", "2"], check=True, capture_output=True)
+    return build
+
+
+def environment(build):
+    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
+    return {**os.environ, "LD_PRELOAD": runtime, "LEANFLEET_LIBRARY_DIR": str(build),
+            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "PYTHONMALLOC": "malloc"}
+
+
+def test_the_sanitizer_sees_a_write_past_a_buffer(instrumented):
+    """The check of the check: an output buffer that is too short is reported."""
+    code = ("import ctypes, array\nfrom leanfleet import native\n"
+            "libc = ctypes.CDLL(None); libc.malloc.restype = ctypes.c_void_p\n"
+            "q = libc.malloc(4 * 8); k = libc.malloc(4 * 80); v = libc.malloc(4 * 80)\n"
+            "[ctypes.memset(p, 0, n) for p, n in ((q, 32), (k, 320), (v, 320))]\n"
+            "out = libc.malloc(8); lse = libc.malloc(8)\n"
+            "c = native.Call('LeanAttention', [(q, (1, 1, 1, 8), 'float32'), (k, (1, 1, 10, 8), 'float32'), (v, (1, 1, 10, 8), 'float32')],"
+            " [(out, (1, 1, 1, 8), 'float32'), (lse, (1, 1, 1), 'float32')], {})\n"
+            "n, s = c.workspace(); m = libc.malloc(n + 256); c.run((m + 255) // 256 * 256, n, 0, 0)\n")
+    run = subprocess.run([sys.executable, "-c", code], env=environment(instrumented), capture_output=True, text=True)
+    assert run.returncode != 0 and "heap-buffer-overflow" in run.stderr, run.stderr[-2000:]
+
+
+def test_kernels_stay_inside_their_buffers(instrumented):
+    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k",
+                          f"({SELECTION}) and not onnxruntime and not compile", *[str(ROOT / "tests" / f) for f in FILES]],
+                         env=environment(instrumented), capture_output=True, text=True, cwd=ROOT)
+    assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]
+    assert "passed" in run.stdout
