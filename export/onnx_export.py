@@ -57,13 +57,10 @@ def _translation(op):
             arguments.pop()
         outputs = getattr(onnxscript.values.Opset(spec.DOMAIN, op.version), op.name)(*arguments, **attrs)
         outputs = list(outputs) if isinstance(outputs, (list, tuple)) else [outputs]
-        active = len(op.active_outputs(attrs))
         node = outputs[0].producer()
-        node.resize_outputs(active)
+        node.resize_outputs(1 + max(i for i, t in enumerate(op.outputs) if t in op.active_outputs(attrs)))
         return list(node.outputs)
 
-    parameters = [inspect.Parameter(t.name, inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None if t.optional else inspect.Parameter.empty)
-                  for t in op.inputs if not t.optional]
     parameters = [inspect.Parameter(t.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for t in op.inputs]
     parameters += [inspect.Parameter(a.name, inspect.Parameter.KEYWORD_ONLY, default=_onnx_value(a, a.default),
                                      annotation=_ANNOTATIONS[a.type]) for a in op.attrs]
@@ -80,9 +77,24 @@ def translation_table():
 
 
 def finalize(model):
-    """Attaches to a model (onnx_ir.Model) the function body of every leanfleet node in it. Returns the model."""
-    function_bodies.attach(model)
-    return model
+    """Completes a model (onnx_ir.Model) that the exporter made with translation_table. Returns the model.
+
+    Attaches the function body of every leanfleet node; takes off attributes that can only be refused, and the names of
+    outputs that the attributes do not ask for: ONNX outputs are positional, so one before the last that is asked for stays
+    as an empty name.
+    """
+    specs = spec.all_specs()
+    for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain == spec.DOMAIN and node.op_type in specs:
+            op = specs[node.op_type]
+            for attr in op.attrs:
+                if attr.refuse:
+                    node.attributes.pop(attr.name, None)
+            active = op.active_outputs({a.name: a.value for a in node.attributes.values()})
+            for t, output in zip(op.outputs, node.outputs):
+                if t not in active:
+                    output.name = ""
+    return function_bodies.attach(model)
 
 
 def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **options):

@@ -77,6 +77,15 @@ def _output_metadata(op, inputs, attrs):
     return metadata
 
 
+def _checked_metadata(op, inputs, attrs):
+    """_output_metadata for real tensors: where it fails, the library's own check says what is wrong, and better."""
+    try:
+        return _output_metadata(op, inputs, attrs)
+    except (ValueError, AttributeError, KeyError):
+        native.Call(op.name, [_entry(t) for t in inputs], [], attrs).workspace()
+        raise
+
+
 def _check_placement(op, inputs):
     device = inputs[0].device
     for t, tensor in zip(op.inputs, inputs):
@@ -148,7 +157,7 @@ def _functional(op):
             return _result(_run_reference(op, inputs, attrs))
         _check_placement(op, inputs)
         inputs = [None if t is None else t.contiguous() for t in inputs]
-        metadata = _output_metadata(op, inputs, attrs)
+        metadata = _checked_metadata(op, inputs, attrs)
         active = {t.name for t in op.active_outputs(attrs)}
         outputs = [torch.empty(shape, dtype=dtype, device=inputs[0].device) for dtype, shape in metadata]
         _run(op, inputs, [o if t.name in active else None for t, o in zip(op.outputs, outputs)], attrs)
@@ -181,7 +190,7 @@ def _mutating(op):
         _check_placement(op, inputs)
         inputs = [None if t is None else t.contiguous() for t in inputs]
         outputs = [by_name[t.takes] if t.takes else torch.empty(shape, dtype=dtype, device=inputs[0].device)
-                   for t, (dtype, shape) in zip(op.outputs, _output_metadata(op, inputs, attrs))]
+                   for t, (dtype, shape) in zip(op.outputs, _checked_metadata(op, inputs, attrs))]
         _run(op, inputs, [o if t.name in active else None for t, o in zip(op.outputs, outputs)], attrs)
         return _result([o for t, o in zip(op.outputs, outputs) if not t.takes])
 
@@ -295,6 +304,10 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     """
     query, key, value, log_decay, state, norm, cu_seqlens, state_index, output = ctx.saved_tensors
     attrs = ctx.attrs
+    if not attrs["return_state"]:  # under torch.compile these are zeros of shape [0]
+        grad_state = grad_norm = None
+    elif not attrs["normalize"]:
+        grad_norm = None
     if state_index is not None:
         raise NotImplementedError("CausalLinearDecay: state_index is for inference; train with initial_state alone")
     if grad_output is None:
@@ -343,17 +356,16 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
 def _setup_normalized(ctx, inputs, keyword_only_inputs, output):
     tensors, ctx.attrs = _bind(_SPECS["NormalizedLinearAttention"], inputs, keyword_only_inputs)
     ctx.carried = tensors["initial_state"] is not None
+    ctx.mark_non_differentiable(*output[1:])  # the normaliser and the final sums
     names = ("query", "key", "value", "coefficients")
     ctx.save_for_backward(*(tensors[n] for n in names), output[0], output[1])
     ctx.set_materialize_grads(False)
 
 
-def _normalized_backward(ctx, grad_output, grad_normalizer, *grad_states):
+def _normalized_backward(ctx, grad_output, *_):
     """Gradients of NormalizedLinearAttention (004, equations 16 to 21 as corrected in the README)."""
-    if ctx.carried or any(g is not None for g in grad_states):
+    if ctx.carried:
         raise NotImplementedError("NormalizedLinearAttention: carried states have no gradient; train on whole sequences")
-    if grad_normalizer is not None:
-        raise NotImplementedError("NormalizedLinearAttention: normalizer has no gradient; use output alone in the loss")
     query, key, value, coefficients, output, normalizer = ctx.saved_tensors
     if grad_output is None:
         return (None,) * 8

@@ -141,7 +141,7 @@ def info_command(arguments):
     print(f"leanfleet {info['version']}, Python {info['python']}")
     print("\nlibraries")
     libraries = info["libraries"]
-    print_table([(name, entry["path"] or "missing", entry.get("kernels") or (entry["error"] if entry["path"] else ""))
+    print_table([(name, entry["path"] or "missing", entry.get("kernels") or (entry["path"] and entry["error"]) or "")
                  for name, entry in libraries.items()])
     if not libraries["leanfleet"]["path"]:
         print(f"  {libraries['leanfleet']['error']}")

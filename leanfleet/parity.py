@@ -26,10 +26,10 @@ BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Distance of 1 to the next number of the type.
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
-# How far a node's outputs may be from the judge's, in units of the type's epsilon times the output's largest magnitude:
-# for float32 models, and for those with float16 or bfloat16 inputs. A power of two that is 2 to 8 times what the plain
-# reference loses at worst against float64 when it computes in float32, or in bfloat16, on inputs of make_inputs with up
-# to 130 tokens: two sides that round differently lose twice what one does. tests/test_parity.py measures it.
+# How far a node's outputs may be from the judge's, in float32 models and in those with float16 or bfloat16 tensors. The
+# unit is the type's epsilon times the output's largest magnitude. Each number is a power of two, 2 to 8 times what the
+# plain reference loses at worst against float64 when it computes in float32, or in bfloat16, on inputs of make_inputs
+# with up to 130 tokens: two sides that round differently lose twice what one does. tests/test_parity.py measures it.
 TOLERANCE = {
     "LeanAttention": (16, 4),
     "CausalLinearDecay": (8, 4),
@@ -97,9 +97,11 @@ class SessionRunner(OnnxrtRunner):
     def infer_impl(self, feed_dict):
         from onnxruntime import OrtValue
 
-        feed = {name: OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
-                if array.dtype == BFLOAT16 else OrtValue.ortvalue_from_numpy(array)
-                for name, array in feed_dict.items()}
+        feed = {}
+        for name, array in feed_dict.items():
+            array = np.ascontiguousarray(array)
+            feed[name] = (OrtValue.ortvalue_from_numpy(array) if array.dtype != BFLOAT16 else
+                          OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16))
         start = time.perf_counter()
         outputs = self.sess.run_with_ort_values(None, feed)
         self.inference_time = time.perf_counter() - start
@@ -181,7 +183,10 @@ def run_reference(op_type, attributes, inputs):
             tensors[t.name] = torch.from_numpy(np.array(array, dtype=np.int64 if t.type == "I" else np.float64))
     outputs = getattr(reference, op.snake_name)(**tensors, **attrs)
     dtype = {"T": inputs[0].dtype, "F": np.float32, "I": np.int32}
-    return [output.numpy().astype(dtype[t.type]) for t, output in zip(op.active_outputs(attrs), outputs, strict=True)]
+    active = dict(zip((t.name for t in op.active_outputs(attrs)), outputs, strict=True))
+    listed = op.outputs[:1 + max(i for i, t in enumerate(op.outputs) if t.name in active)]
+    empty = torch.zeros(0)  # outputs are positional: it stands for one before the last that is not asked for
+    return [active.get(t.name, empty).numpy().astype(dtype[t.type]) for t in listed]
 
 
 def register_references():
@@ -369,24 +374,35 @@ def _integers(node, role, shape, dims, made, random):
 
 
 def _tolerances(model, judge):
-    """{output: absolute tolerance}. An output's is the sum of what the leanfleet nodes that it depends on may lose."""
-    nodes = leanfleet_nodes(model)
-    bits = {id(node): 1 << i for i, node in enumerate(nodes)}
-    upstream = {}  # tensor -> the leanfleet nodes that it depends on, as bits
-    for node in model.graph.node:
-        found = bits.get(id(node), 0)
+    """{output: absolute tolerance}. An output's is the sum of what the n leanfleet nodes that it depends on may lose.
+
+    Later layers amplify what earlier ones lose. Models in float16 and bfloat16 round most of that away again; in
+    float32 the sum counts n times. Seen in SmolLM2-135M, n = 30, between function bodies and CPU kernels over random
+    inputs: differences of up to 7 times the plain sum in float32, up to half of it in float16.
+    """
+    graph = model.graph
+    types = {t.data_type for t in graph.initializer}
+    types |= {v.type.tensor_type.elem_type for v in [*graph.input, *graph.value_info]}
+    dtype = ("bfloat16" if onnx.TensorProto.BFLOAT16 in types else "float16" if onnx.TensorProto.FLOAT16 in types
+             else "float32")
+    low = dtype != "float32"
+    losses = []  # of each leanfleet node, in the units of TOLERANCE
+    upstream = {}  # tensor -> the nodes it depends on: bit i stands for losses[i]
+    for node in graph.node:
+        bits = 0
         for name in node.input:
-            found |= upstream.get(name, 0)
-        upstream.update(dict.fromkeys(node.output, found))
-    types = {onnx.TensorProto.FLOAT16: "float16", onnx.TensorProto.BFLOAT16: "bfloat16"}
-    found = [types[t] for v in model.graph.input if (t := v.type.tensor_type.elem_type) in types]
-    epsilon = max([EPSILON[t] for t in found], default=EPSILON["float32"])
+            bits |= upstream.get(name, 0)
+        if node.domain == spec.DOMAIN:
+            bits |= 1 << len(losses)
+            losses.append(TOLERANCE[node.op_type][low])
+        upstream.update(dict.fromkeys(node.output, bits))
     tolerances = {}
     for name, array in judge.items():
-        units = sum(TOLERANCE[node.op_type][bool(found)] for i, node in enumerate(nodes)
-                    if upstream.get(name, 0) >> i & 1)
-        finite = np.abs(array[np.isfinite(array)].astype(np.float64))
-        tolerances[name] = units * epsilon * float(finite.max(initial=0.0)) if array.dtype.kind == "f" else 0.0
+        # An output of standard operators alone may differ as much as a node of the closest operator.
+        added = [loss for i, loss in enumerate(losses) if upstream.get(name, 0) >> i & 1] or [min(losses)]
+        largest = float(np.abs(array[np.isfinite(array)].astype(np.float64)).max(initial=0.0))
+        units = sum(added) * (1 if low else len(added))
+        tolerances[name] = units * EPSILON[dtype] * largest if array.dtype.kind == "f" else 0.0
     return tolerances
 
 

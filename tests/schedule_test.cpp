@@ -1,13 +1,14 @@
-// Walks the stream-K schedule as a kernel would, for many shapes, lengths and numbers of ranges, and checks that every
-// visible key/value tile is visited exactly once, that contributors are counted consistently and that no partial
-// result is overwritten. Prints the number of schedules; exits with 1 and the case at the first that is wrong.
+// Walks the stream-K schedule as a kernel would, for many shapes, lengths and numbers of ranges, and checks
+// that every visible key/value tile is visited exactly once, that contributors are counted consistently and
+// that no partial result is overwritten. Prints the number of schedules; exits with 1 and the case at the
+// first that is wrong.
+#include "lean_attention/schedule.h"
+
 #include <cstdio>
 #include <cstdlib>
 #include <random>
 #include <string>
 #include <vector>
-
-#include "lean_attention/schedule.h"
 
 namespace {
 
@@ -15,13 +16,14 @@ using namespace leanfleet;
 
 std::string describe(const LeanAttentionArgs& args) {
   const LeanPlan& plan = args.plan;
-  std::string text = "B=" + std::to_string(args.batch) + " Hkv=" + std::to_string(args.kv_heads) +
-                     " group=" + std::to_string(args.group) + " Nq=" + std::to_string(args.tokens) +
-                     " capacity=" + std::to_string(args.capacity) + " kind=" + std::to_string(args.cache_kind) +
-                     " causal=" + std::to_string(args.causal) + " window=" + std::to_string(args.window) +
-                     " key_tile=" + std::to_string(plan.key_tile) + " row_tile=" + std::to_string(plan.row_tile) +
-                     " overhead=" + std::to_string(plan.unit_overhead) + " ranges=" + std::to_string(plan.max_ranges) +
-                     " min=" + std::to_string(plan.min_range_work);
+  std::string text =
+      "B=" + std::to_string(args.batch) + " Hkv=" + std::to_string(args.kv_heads) +
+      " group=" + std::to_string(args.group) + " Nq=" + std::to_string(args.tokens) +
+      " capacity=" + std::to_string(args.capacity) + " kind=" + std::to_string(args.cache_kind) +
+      " causal=" + std::to_string(args.causal) + " window=" + std::to_string(args.window) +
+      " key_tile=" + std::to_string(plan.key_tile) + " row_tile=" + std::to_string(plan.row_tile) +
+      " overhead=" + std::to_string(plan.unit_overhead) + " ranges=" + std::to_string(plan.max_ranges) +
+      " min=" + std::to_string(plan.min_range_work);
   for (int b = 0; b < args.batch; ++b) {
     const LeanRequest request = lean_request(args, b);
     text += " (" + std::to_string(request.start) + "," + std::to_string(request.keys) + "," +
@@ -59,7 +61,8 @@ void check_request(const LeanAttentionArgs& args, int b) {
   int64_t tokens = args.query_lens != nullptr ? args.query_lens[b] : args.tokens;
   tokens = tokens < 0 ? 0 : tokens > args.tokens ? args.tokens : tokens;
   tokens = tokens > keys ? keys : tokens;
-  require(request.start == start && request.keys == keys && request.tokens == tokens, "clamped lengths are wrong", args);
+  require(request.start == start && request.keys == keys && request.tokens == tokens,
+          "clamped lengths are wrong", args);
 }
 
 // What a kernel does with args.plan; prefix has room for B + 1.
@@ -68,10 +71,12 @@ void check_schedule(const LeanAttentionArgs& args) {
   const int64_t work = lean_work_prefix(args, prefix.data());
   const int ranges = lean_num_ranges(args.plan, work);
   const int row_tiles = lean_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
-  require(ranges >= 1 && ranges <= args.plan.max_ranges && ranges <= work, "number of ranges is out of bounds", args);
+  require(ranges >= 1 && ranges <= args.plan.max_ranges && ranges <= work,
+          "number of ranges is out of bounds", args);
   require(work >= units, "a unit has no place on the line", args);
-  require(static_cast<int64_t>(row_tiles) * args.plan.row_tile >= static_cast<int64_t>(args.group) * args.tokens,
-          "query tiles do not hold all rows", args);
+  require(
+      static_cast<int64_t>(row_tiles) * args.plan.row_tile >= static_cast<int64_t>(args.group) * args.tokens,
+      "query tiles do not hold all rows", args);
 
   struct Visits {
     LeanSpan tiles;
@@ -84,31 +89,37 @@ void check_schedule(const LeanAttentionArgs& args) {
   int64_t least = work, most = 0;
 
   for (int range = 0; range < ranges; ++range) {
-    const int64_t begin = lean_range_begin(work, ranges, range), end = lean_range_begin(work, ranges, range + 1);
+    const int64_t begin = lean_range_begin(work, ranges, range),
+                  end = lean_range_begin(work, ranges, range + 1);
     require(begin < end, "a range is empty", args);
     least = end - begin < least ? end - begin : least;
     most = end - begin > most ? end - begin : most;
-    for (int64_t x : {begin, end - 1}) require(lean_range_of(work, ranges, x) == range, "wrong owner of a position", args);
+    for (int64_t x : {begin, end - 1})
+      require(lean_range_of(work, ranges, x) == range, "wrong owner of a position", args);
     LeanUnit unit = lean_locate(args, prefix.data(), begin);
-    require(unit.position <= begin && begin < lean_unit_end(args, unit), "the located unit does not hold it", args);
+    require(unit.position <= begin && begin < lean_unit_end(args, unit), "the located unit does not hold it",
+            args);
     for (;;) {
       const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
       const int id = (unit.b * args.kv_heads + unit.head) * row_tiles + unit.row_tile;
-      require(unit.b < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit", args);
+      require(unit.b < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit",
+              args);
       if (segment.contributes) {
         Visits& seen = visits[id];
         require(segment.index == seen.contributors, "contributors are counted inconsistently", args);
         if (segment.index == 0) {
           seen = {unit.tiles, unit.tiles.begin, 0, segment.count, range};
         }
-        require(segment.count == seen.count && segment.index < segment.count, "contributors disagree on their count", args);
+        require(segment.count == seen.count && segment.index < segment.count,
+                "contributors disagree on their count", args);
         require(segment.tiles.begin == seen.next, "a tile is skipped or visited twice", args);
         require(segment.tiles.end > segment.tiles.begin || unit.tiles.end == unit.tiles.begin,
                 "a contributor has no tile", args);
         seen.next = segment.tiles.end;
         ++seen.contributors;
         if (segment.count > 1) {
-          require(segment.slot == lean_slot(seen.first, segment.index), "a slot is not where the merge looks", args);
+          require(segment.slot == lean_slot(seen.first, segment.index), "a slot is not where the merge looks",
+                  args);
           require(segment.slot >= 0 && segment.slot < 2 * ranges, "a slot is out of bounds", args);
           require(slot_user[segment.slot] < 0, "a partial result is overwritten", args);
           slot_user[segment.slot] = id;
@@ -178,7 +189,8 @@ int main() {
       for (int overhead : {0, 1, 3}) {
         const int32_t seq_lens[] = {length, 140, length};
         LeanAttentionArgs args = {};
-        args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1, args.capacity = 140;
+        args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1,
+        args.capacity = 140;
         args.seq_lens = seq_lens, args.causal = true;
         args.plan = {64, 16, overhead, ranges, 1};
         check_schedule(args);
@@ -198,7 +210,8 @@ int main() {
     args.causal = pick(0, 1, 1) == 1;
     args.window = args.causal ? pick(0, 0, 1, 5, 64, 1000) : 0;
     args.capacity = pick(1, 63, 64, 65, 200, 1000);
-    args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96), pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264), pick(1, 2, 10)};
+    args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96), pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264),
+                 pick(1, 2, 10)};
     std::vector<int32_t> seq_lens, query_lens, cu_seqlens{0};
     const auto length = [&](int limit) {  // garbage included
       const int kind = pick(0, 1, 2, 3, 3, 3, 3, 3);
@@ -209,7 +222,9 @@ int main() {
     for (int b = 0; b < args.batch; ++b) {
       seq_lens.push_back(length(args.capacity));
       query_lens.push_back(length(args.tokens));
-      cu_seqlens.push_back(pick(0, 1, 2, 3) == 0 ? length(args.capacity) : static_cast<int>(cu_seqlens.back() * 0.9) + pick(0, 1, 5, 63, 64, 65));
+      cu_seqlens.push_back(pick(0, 1, 2, 3) == 0
+                               ? length(args.capacity)
+                               : static_cast<int>(cu_seqlens.back() * 0.9) + pick(0, 1, 5, 63, 64, 65));
     }
     if (pick(0, 1, 1, 1) == 1) args.seq_lens = seq_lens.data();
     if (pick(0, 1) == 1) args.query_lens = query_lens.data();
@@ -224,7 +239,8 @@ int main() {
     std::vector<int32_t> seq_lens(64, 1 << 29);
     seq_lens[7] = 12345;
     LeanAttentionArgs args = {};
-    args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1, args.capacity = 1 << 29;
+    args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1,
+    args.capacity = 1 << 29;
     args.seq_lens = seq_lens.data(), args.causal = true;
     args.plan = {64, 16, 1, 264, 2};
     check_schedule(args);

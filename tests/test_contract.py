@@ -80,7 +80,7 @@ def test_imports_need_only_the_standard_library(module):
     """Neither torch nor onnxruntime nor numpy is loaded, and nothing is registered, by importing."""
     code = (f"import sys, {module}; loaded = {{'torch', 'onnx', 'onnxruntime', 'numpy', 'polygraphy'}} & set(sys.modules);"
             "assert not loaded, loaded")
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 def test_missing_library_says_what_to_do(tmp_path, monkeypatch):

@@ -6,7 +6,7 @@ import onnxruntime
 import pytest
 import torch
 from leanfleet import demo, parity, spec
-from leanfleet.export import causal_linear_decay, export, lean_attention, normalized_linear_attention
+from leanfleet.export import causal_linear_decay, causal_linear_decay_grad, export, lean_attention, normalized_linear_attention
 
 
 @pytest.fixture(scope="module")
@@ -91,6 +91,23 @@ def test_optional_inputs_in_the_middle_are_left_out(tmp_path):
     assert list(nodes["LeanAttention"].input[3:9]) == [""] * 6 and nodes["LeanAttention"].input[9]
     assert nodes["CausalLinearDecay"].input[3] == "" and len(nodes["CausalLinearDecay"].input) == 5
     kernel_session(path)
+
+
+def test_an_output_in_the_middle_that_is_not_asked_for(tmp_path):
+    """grad_initial_state without grad_log_decay: the fourth output of five is an empty name."""
+    class Layer(torch.nn.Module):
+        def forward(self, q, k, v, decay):
+            return causal_linear_decay_grad(q, k, v, decay, grad_output=v.repeat(1, 2, 1, 1), grad_state=True)
+
+    inputs = torch.randn(1, 4, 6, 8), torch.randn(1, 2, 6, 8), torch.randn(1, 2, 6, 8), -torch.rand(2)
+    path = tmp_path / "middle.onnx"
+    export(Layer(), inputs, path)
+    (node,) = [n for n in onnx.load(path).graph.node if n.domain == spec.DOMAIN]
+    assert len(node.output) == 5 and node.output[3] == "" and node.output[4]
+    for session in (body_session(path), kernel_session(path)):
+        found = session.run(None, dict(zip([i.name for i in session.get_inputs()], (t.numpy() for t in inputs), strict=True)))
+        for f, e in zip(found, Layer()(*inputs), strict=True):
+            assert f.shape == tuple(e.shape) and np.abs(f - e.numpy()).max() < 1e-5
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])

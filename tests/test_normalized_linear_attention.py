@@ -363,18 +363,21 @@ def test_normalizer_crosses_zero():
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("causal", (1, 0))
 def test_zero_rows(dtype, causal):
-    """Zero rows of query and key stay zero; their gradient is that of a division by 1e-12, as in the reference."""
+    """Rows shorter than 1e-12 are divided by that: zero rows stay zero, and no gradient is projected out."""
     attrs = dict(causal=causal, normalize_qk=1)
     inputs = make(20, dtype, size=(37, 20), heads=(3, 1))
     inputs["query"][:, 1, 4] = 0
     inputs["key"][:, 0, 7] = 0
+    inputs["query"][:, 2, 5] *= 1e-12  # 0 in float16
+    inputs["key"][:, 0, 9] *= 1e-12
     exact = judge(inputs, attrs)
     check(run_kernel(FORWARD, inputs, attrs), exact, loop(inputs, attrs))
     inputs = grad_inputs(inputs, attrs, exact)
     inputs["grad_output"] = inputs["grad_output"] * 2.0 ** -14  # so that float16 has room for 1e12 times as much
     actual, exact = run_kernel(BACKWARD, inputs, attrs), judge_grad(inputs, attrs)
     plain, sizes = loop_grad(inputs, attrs)
-    for name, at in (("grad_query", (0, 1, 4)), ("grad_key", (0, 0, 7))):
+    for name, at in (("grad_query", (0, 1, 4)), ("grad_query", (0, 2, 5)), ("grad_key", (0, 0, 7)),
+                     ("grad_key", (0, 0, 9))):
         expected = exact[name][at].to(dtype)
         assert expected.abs().max() > 1e4
         torch.testing.assert_close(actual[name][at], expected, rtol=4 * ROUNDING[dtype] + 1e-4, atol=0)

@@ -355,7 +355,7 @@ def test_intermediate_is_updated_in_place(toy, tmp_path, monkeypatch):
     for second_use in (False, True):
         path = tmp_path / f"{second_use}.onnx"
         path.write_bytes(accumulate_model(second_use=second_use).SerializeToString())
-        result = subprocess.run([sys.executable, "-c", PEAK, path], capture_output=True, text=True)
+        result = subprocess.run([sys.executable, "-P", "-c", PEAK, path], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
         peaks.append(int(result.stdout) / 1024)
     assert 12 < peaks[1] - peaks[0] < 20, peaks
@@ -623,7 +623,7 @@ except ImportError as error:
 else:
     raise SystemExit("no error")
 """
-    subprocess.run([sys.executable, "-c", code], check=True)
+    subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
 # ---- The oldest runtime
@@ -636,8 +636,8 @@ def test_oldest_runtime():
     path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
     check = f"import onnxruntime; assert onnxruntime.__version__ == '{OLDEST}', onnxruntime.__file__"
-    subprocess.run([sys.executable, "-c", check], env=environment, check=True)
-    result = subprocess.run([sys.executable, "-m", "pytest", "-p", "no:cacheprovider", Path(__file__)],
+    subprocess.run([sys.executable, "-P", "-c", check], env=environment, check=True)
+    result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", Path(__file__)],
                             env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     passed = re.search(r"(\d+) passed", result.stdout)
     assert result.returncode == 0 and passed and int(passed[1]) > len(CASES), result.stdout[-8000:]

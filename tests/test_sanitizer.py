@@ -42,12 +42,12 @@ def test_the_sanitizer_sees_a_write_past_a_buffer(instrumented):
             "c = native.Call('LeanAttention', [(q, (1, 1, 1, 8), 'float32'), (k, (1, 1, 10, 8), 'float32'), (v, (1, 1, 10, 8), 'float32')],"
             " [(out, (1, 1, 1, 8), 'float32'), (lse, (1, 1, 1), 'float32')], {})\n"
             "n, s = c.workspace(); m = libc.malloc(n + 256); c.run((m + 255) // 256 * 256, n, 0, 0)\n")
-    run = subprocess.run([sys.executable, "-c", code], env=environment(instrumented), capture_output=True, text=True)
+    run = subprocess.run([sys.executable, "-P", "-c", code], env=environment(instrumented), capture_output=True, text=True)
     assert run.returncode != 0 and "heap-buffer-overflow" in run.stderr, run.stderr[-2000:]
 
 
 def test_kernels_stay_inside_their_buffers(instrumented):
-    run = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k",
+    run = subprocess.run([sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k",
                           f"({SELECTION}) and not onnxruntime and not compile", *[str(ROOT / "tests" / f) for f in FILES]],
                          env=environment(instrumented), capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]

@@ -69,11 +69,11 @@ def test_state_updated_in_place():
 @pytest.mark.parametrize("normalize", [False, True])
 @pytest.mark.parametrize("per_token", [False, True])
 def test_causal_linear_decay_gradcheck(normalize, per_token):
-    q, k, v, decay, state = decay_inputs(D, tokens=6)
-    q, k = q.abs().requires_grad_(), k.abs().requires_grad_()
-    v, state = v.requires_grad_(), state.requires_grad_()
-    decay = (-torch.rand(2, 2, 6, dtype=D) if per_token else decay.detach()).requires_grad_()
-    norm = torch.rand(2, 2, 4, dtype=D).requires_grad_() if normalize else None
+    """One request, two query heads over one, 3 tokens, R 2, Dv 1: small, because finite differences try every element."""
+    q, k = (torch.rand(1, h, 3, 2, dtype=D).requires_grad_() for h in (2, 1))
+    v, state = randn(1, 1, 3, 1, dtype=D, grad=True), randn(1, 1, 2, 1, dtype=D, grad=True)
+    decay = (-torch.rand(*((1, 1, 3) if per_token else (1,)), dtype=D)).requires_grad_()
+    norm = torch.rand(1, 1, 2, dtype=D).requires_grad_() if normalize else None
     assert torch.autograd.gradcheck(
         lambda *a: torch_ops.causal_linear_decay(*a[:5], a[5] if normalize else None, normalize=normalize,
                                                  return_state=True, scale=0.7),
@@ -83,7 +83,7 @@ def test_causal_linear_decay_gradcheck(normalize, per_token):
 @pytest.mark.parametrize("causal", [True, False])
 @pytest.mark.parametrize("normalize_qk", [False, True])
 def test_normalized_linear_attention_gradcheck(causal, normalize_qk):
-    q, k, v = (randn(1, h, 5, 4, dtype=D, grad=True) for h in (4, 2, 2))
+    q, k, v = (randn(1, h, 3, 2, dtype=D, grad=True) for h in (2, 1, 1))
     ab = torch.tensor([9.0, 0.6], dtype=D, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda *a: torch_ops.normalized_linear_attention(*a, causal=causal, normalize_qk=normalize_qk)[0], (q, k, v, ab))

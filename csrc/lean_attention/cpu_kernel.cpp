@@ -1,9 +1,10 @@
 // One range of the stream-K line on one thread, and the merging of units that several ranges shared.
 //
-// A unit's queries are scaled into float32 once. Then, tile by tile of its keys: scores, an online softmax in base 2,
-// and the product with the values, rescaled. Few rows (decode) read each key once, where it lies, and take dot
-// products; many rows (a prompt) transpose the tile's keys and multiply blocks of registers. Keys and values are
-// found through arrays of row addresses, so that dense, ragged and paged caches take the same way.
+// A unit's queries are scaled into float32 once. Then, tile by tile of its keys: scores, an online softmax in
+// base 2, and the product with the values, rescaled. Few rows (decode) read each key once, where it lies, and
+// take dot products; many rows (a prompt) transpose the tile's keys and multiply blocks of registers. Keys
+// and values are found through arrays of row addresses, so that dense, ragged and paged caches take the same
+// way.
 #include "core/simd.h"
 #include "lean_attention/schedule.h"
 
@@ -12,22 +13,24 @@ namespace leanfleet::LEANFLEET_ISA {
 namespace {
 
 constexpr float kLog2E = 1.44269504088896341f, kLn2 = 0.693147180559945309f;
-constexpr int kDotRows = 12;                        // up to so many rows scores are dot products
-constexpr int kVecs = kLanes == 16 ? 4 : 2;         // vectors of a register block's width
-constexpr int kStrip = kVecs * kLanes;              // keys of a strip of transposed keys
-constexpr int kPad = 16;                            // rows of scratch are multiples of this
-constexpr int kAheadBytes = 8192;                   // how far before their turn rows are fetched
+constexpr int kDotRows = 12;                 // up to so many rows scores are dot products
+constexpr int kVecs = kLanes == 16 ? 4 : 2;  // vectors of a register block's width
+constexpr int kStrip = kVecs * kLanes;       // keys of a strip of transposed keys
+constexpr int kPad = 16;                     // rows of scratch are multiples of this
+constexpr int kAheadBytes = 8192;            // how far before their turn keys and values are fetched
+constexpr int kAheadRows = 32;               // with more rows there is work enough to hide memory behind
 
 int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+bool whole(int64_t width) { return width % kPad == 0; }  // rows so wide are read where they lie
 
 // The keys and values of a tile, without those on pages outside the pool.
 struct Tile {
-  LeanSpan span;       // positions
-  int32_t n;           // keys
-  bool gaps;           // n < span.end - span.begin
-  const void** keys;   // [key_tile + kPad] their addresses; beyond n the last one is repeated
+  LeanSpan span;        // positions
+  int32_t n;            // keys
+  bool gaps;            // n < span.end - span.begin
+  const void** keys;    // [key_tile + kPad] their addresses; beyond n the last one is repeated
   const void** values;  // [key_tile + kPad]
-  int32_t* positions;  // [key_tile]
+  int32_t* positions;   // [key_tile]
 };
 
 // What one thread works in. Widths are padded to kPad, the padding of query, keys and values is zero.
@@ -58,9 +61,10 @@ int64_t carve(const LeanAttentionArgs& args, char* base, Scratch* scratch) {
   scratch->query = floats(rows * d);
   scratch->output = floats(rows * dv);
   scratch->scores = floats(rows * keys);
-  scratch->keys = floats(keys * d);
-  scratch->strips = floats(keys * d);
-  scratch->values = floats(keys * dv);
+  const bool many = args.plan.row_tile > kDotRows;
+  scratch->keys = floats(whole(args.key_width) ? 0 : keys * d);
+  scratch->strips = floats(many ? keys * d : 0);
+  scratch->values = floats(whole(args.value_width) && (!many || args.dtype == 0) ? 0 : keys * dv);
   scratch->maximum = floats(rows);
   scratch->sum = floats(rows);
   scratch->factor = floats(rows);
@@ -82,8 +86,8 @@ Vec larger(Vec a, Vec b) {  // b if either is NaN
 #endif
 }
 
-// 2^x for x <= 0 within 1 ulp; 0 below -126; NaN stays NaN. x = n + r with |r| <= 1/2 and a degree 6 polynomial
-// in r, fitted to the least greatest relative error.
+// 2^x for x <= 0 within 1 ulp; 0 below -126; NaN stays NaN. x = n + r with |r| <= 1/2 and a degree 6
+// polynomial in r, fitted to the least greatest relative error.
 Vec exp2(Vec x) {
   x = larger(broadcast(-127.0f), x);
   const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
@@ -109,7 +113,8 @@ Vec tanh(Vec x) {
   p = fma(p, z, broadcast(-3.3333328e-1f));
   const Vec near = fma(p * z, x, x);
   const Vec decay = exp2(magnitude * (-2 * kLog2E));  // e^-2|x|
-  const Vec far = (Vec)((VecInt)((1.0f - decay) / (1.0f + decay)) | ((VecInt)x & static_cast<int32_t>(0x80000000)));
+  const Vec far =
+      (Vec)((VecInt)((1.0f - decay) / (1.0f + decay)) | ((VecInt)x & static_cast<int32_t>(0x80000000)));
   return select(magnitude < 0.625f, near, far);
 }
 
@@ -118,10 +123,12 @@ __attribute__((always_inline)) inline Vec sums_of(const Vec* v) {
 #if defined(__AVX512F__)
   __m512 quads[4];  // quads[j]: in each 128-bit lane, that lane's sums of v[4j] .. v[4j+3]
   for (int j = 0; j < 4; ++j) {
-    const __m512 a = (__m512)v[4 * j], b = (__m512)v[4 * j + 1], c = (__m512)v[4 * j + 2], d = (__m512)v[4 * j + 3];
+    const __m512 a = (__m512)v[4 * j], b = (__m512)v[4 * j + 1], c = (__m512)v[4 * j + 2],
+                 d = (__m512)v[4 * j + 3];
     const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
     const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-    quads[j] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    quads[j] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
   }
   const auto halve = [](__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
@@ -129,7 +136,8 @@ __attribute__((always_inline)) inline Vec sums_of(const Vec* v) {
   return (Vec)halve(halve(quads[0], quads[1]), halve(quads[2], quads[3]));
 #elif defined(__AVX2__)
   const auto quad = [&](int j) {
-    return _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[j], (__m256)v[j + 1]), _mm256_hadd_ps((__m256)v[j + 2], (__m256)v[j + 3]));
+    return _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[j], (__m256)v[j + 1]),
+                          _mm256_hadd_ps((__m256)v[j + 2], (__m256)v[j + 3]));
   };
   const __m256 low = quad(0), high = quad(4);
   return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
@@ -156,7 +164,8 @@ __attribute__((always_inline)) inline void transpose(Vec* v) {
     }
   }
   for (int c = 0; c < 4; ++c) {
-    const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88), odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+    const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88),
+                 odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
     const __m512 even23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
     const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
     v[c] = (Vec)_mm512_shuffle_f32x4(even01, even23, 0x88);
@@ -223,8 +232,8 @@ struct RowsApart {
   const float* operator[](int64_t i) const { return base + i * stride; }
 };
 
-// Brings rows into the cache while earlier ones are worked on: those of `rows` and then the first ones of `then`.
-// Where keys and values alternate, the processor's own prefetching starts anew with every tile.
+// Brings rows into the cache while earlier ones are worked on: those of `rows` and then the first ones of
+// `then`. Where keys and values alternate, the processor's own prefetching starts anew with every tile.
 struct Ahead {
   const void* const* rows;
   int32_t n, bytes;  // of a row
@@ -247,7 +256,9 @@ struct Ahead {
     }
     for (int32_t i = 0; i < size; i += 64) {
 #if defined(__x86_64__)
-      asm volatile("prefetcht0 %0" : : "m"(row[i]));  // GCC drops a loop of __builtin_prefetch as one without effect
+      asm volatile("prefetcht0 %0"
+                   :
+                   : "m"(row[i]));  // GCC drops a loop of __builtin_prefetch as one without effect
 #else
       __builtin_prefetch(row + i);
 #endif
@@ -265,7 +276,8 @@ inline void hold(Vec& x) {
 #endif
 }
 
-// scores[r, k] = query[r] . keys[k] for ROWS rows and keys 0 .. n-1, and some beyond: up to a multiple of kLanes.
+// scores[r, k] = query[r] . keys[k] for ROWS rows and keys 0 .. n-1, and some beyond: up to a multiple of
+// kLanes.
 template <class T, int ROWS>
 void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* scores, int64_t score_stride,
                Ahead ahead) {
@@ -337,8 +349,8 @@ void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int
 }
 
 template <int VECS, class Rows>
-void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t column, int32_t n, float* out,
-                  int64_t out_stride, const float* factor, Ahead ahead) {
+void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t column, int32_t n,
+                  float* out, int64_t out_stride, const float* factor, Ahead ahead) {
   while (rows > 0) {
     const int32_t block = rows >= 6 ? 6 : rows >= 4 ? 4 : rows;
     const auto kernel = block == 6   ? product_block<6, VECS, Rows>
@@ -373,8 +385,9 @@ void product(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t wid
 
 // strips[s, i, j] = keys[s * kStrip + j][i] for the strips that hold keys 0 .. n-1.
 template <class T>
-void transpose_keys(RowsAt<T> keys, int64_t d, int32_t n, float* strips) {
+void transpose_keys(RowsAt<T> keys, int64_t d, int32_t n, float* strips, Ahead ahead) {
   for (int32_t k = 0; k < n; k += kLanes) {
+    for (int32_t key = k; key < k + kLanes; ++key) ahead.fetch(key);
     float* strip = strips + k / kStrip * d * kStrip + k % kStrip;
     for (int64_t i = 0; i < d; i += kLanes) {
       Vec v[kLanes];
@@ -404,7 +417,8 @@ void find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan spa
   };
   if (args.cache_kind == kLeanPaged) {
     for (int32_t position = span.begin; position < span.end;) {
-      const int32_t page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + position / args.block];
+      const int32_t page =
+          args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + position / args.block];
       const int32_t first = position % args.block, count = lean_min(args.block - first, span.end - position);
       if (page >= 0 && page < args.num_pages)
         add(keys + page * args.key_strides.page + first * key_token,
@@ -435,8 +449,8 @@ int32_t keys_before(const Tile& tile, int32_t position) {
 }
 
 // Turns the scores of a tile into weights and updates maximum, sum and factor.
-void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row, int32_t rows,
-            const Scratch& scratch) {
+void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row,
+            int32_t rows, const Scratch& scratch) {
   const int64_t stride = padded(args.plan.key_tile);
   const int32_t n_padded = (tile.n + kLanes - 1) / kLanes * kLanes;
   const float infinity = __builtin_inff();
@@ -478,11 +492,12 @@ void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& til
 template <class T>
 void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, const Tile& next,
                  int32_t first_row, int32_t rows, const Scratch& scratch) {
-  const int64_t d = padded(args.key_width), dv = padded(args.value_width), stride = padded(args.plan.key_tile);
+  const int64_t d = padded(args.key_width), dv = padded(args.value_width),
+                stride = padded(args.plan.key_tile);
   const int32_t n = tile.n;
   if (n == 0) return;
   const RowsAt<T> keys{tile.keys}, values{tile.values};
-  const bool whole_keys = args.key_width % kPad == 0, whole_values = args.value_width % kPad == 0;
+  const bool whole_keys = whole(args.key_width), whole_values = whole(args.value_width);
   const bool few = rows <= kDotRows;
   const int32_t key_bytes = args.key_width * sizeof(T), value_bytes = args.value_width * sizeof(T);
 
@@ -492,35 +507,42 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
     for (int32_t k = 0; k < n + kLanes; ++k) tile.keys[k] = scratch.keys + lean_min(k, n - 1) * d;
   }
   const RowsAt<float> copied_keys{tile.keys};
+  Ahead in_keys{tile.keys, n, key_bytes, tile.values, n, value_bytes, kAheadBytes / key_bytes};
+  Ahead in_values{tile.values, n, value_bytes, next.keys, next.n, key_bytes, kAheadBytes / value_bytes};
+  if (rows > kAheadRows) in_keys = in_values = kNothing;
   if (few) {
-    const Ahead ahead{tile.keys, n, key_bytes, tile.values, n, value_bytes, kAheadBytes / key_bytes};
-    if (whole_keys) dot_rows(scratch.query, d, rows, keys, n, scratch.scores, stride, ahead);
-    else dot_rows(scratch.query, d, rows, copied_keys, n, scratch.scores, stride, ahead);
+    if (whole_keys) dot_rows(scratch.query, d, rows, keys, n, scratch.scores, stride, in_keys);
+    else dot_rows(scratch.query, d, rows, copied_keys, n, scratch.scores, stride, kNothing);
   } else {
-    if (whole_keys) transpose_keys(keys, d, n, scratch.strips);
-    else transpose_keys(copied_keys, d, n, scratch.strips);
+    if (whole_keys) transpose_keys(keys, d, n, scratch.strips, in_keys);
+    else transpose_keys(copied_keys, d, n, scratch.strips, kNothing);
     for (int32_t k = 0; k < n; k += kStrip) {
       const RowsApart strip{scratch.strips + k / kStrip * d * kStrip, kStrip};
       const int64_t width = lean_min((n - k + kLanes - 1) / kLanes * kLanes, kStrip);
-      product(scratch.query, d, rows, strip, width, args.key_width, scratch.scores + k, stride, nullptr, kNothing);
+      product(scratch.query, d, rows, strip, width, args.key_width, scratch.scores + k, stride, nullptr,
+              kNothing);
     }
   }
 
   soften(args, unit, tile, first_row, rows, scratch);
 
-    const Ahead ahead = few ? Ahead{tile.values, n, value_bytes, next.keys, next.n, key_bytes, kAheadBytes / value_bytes}
-                          : kNothing;
   if (whole_values && (few || sizeof(T) == 4)) {
-    product(scratch.scores, stride, rows, values, dv, n, scratch.output, dv, scratch.factor, ahead);
+    product(scratch.scores, stride, rows, values, dv, n, scratch.output, dv, scratch.factor, in_values);
   } else {
-    for (int32_t k = 0; k < n; ++k) to_floats(values[k], scratch.values + k * dv, args.value_width, dv, 1.0f);
-    product(scratch.scores, stride, rows, RowsApart{scratch.values, dv}, dv, n, scratch.output, dv, scratch.factor, ahead);
+    for (int32_t k = 0; k < n; ++k) {
+      in_values.fetch(k);
+      to_floats(values[k], scratch.values + k * dv, args.value_width, dv, 1.0f);
+    }
+    product(scratch.scores, stride, rows, RowsApart{scratch.values, dv}, dv, n, scratch.output, dv,
+            scratch.factor, kNothing);
   }
 }
 
 // Element offsets of a packed row: token = row / group of query head `head * group + row % group`.
-int64_t row_offset(const LeanAttentionArgs& args, const LeanStrides& strides, const LeanUnit& unit, int32_t row) {
-  return unit.b * strides.batch + (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head +
+int64_t row_offset(const LeanAttentionArgs& args, const LeanStrides& strides, const LeanUnit& unit,
+                   int32_t row) {
+  return unit.b * strides.batch +
+         (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head +
          row / args.group * strides.token;
 }
 
@@ -542,7 +564,8 @@ void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
       }
     }
     T* at = static_cast<T*>(args.output) + row_offset(args, args.output_strides, unit, row);
-    from_floats(output + r * padded(args.value_width), at, args.value_width, total == 0 ? 0.0f : factor / total);
+    from_floats(output + r * padded(args.value_width), at, args.value_width,
+                total == 0 ? 0.0f : factor / total);
     args.lse[row_offset(args, args.lse_strides, unit, row)] =
         total == 0 ? -infinity : top * kLn2 + __builtin_logf(total);
   }
@@ -561,7 +584,8 @@ template <class T>
 void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanSegment& segment,
                     Scratch& scratch) {
   const LeanSpan all = lean_unit_rows(args, unit.row_tile);
-  const int32_t end = lean_clamp(args.group * unit.request.tokens, all.begin, all.end), rows = end - all.begin;
+  const int32_t end = lean_clamp(args.group * unit.request.tokens, all.begin, all.end),
+                rows = end - all.begin;
   if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
   if (rows == 0) return;
   const int64_t d = padded(args.key_width), dv = padded(args.value_width);
@@ -593,7 +617,8 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
   }
   const int64_t row = static_cast<int64_t>(segment.slot) * args.plan.row_tile;
   for (int32_t r = 0; r < rows; ++r)
-    std::memcpy(args.partial_output + (row + r) * args.value_width, scratch.output + r * dv, args.value_width * 4);
+    std::memcpy(args.partial_output + (row + r) * args.value_width, scratch.output + r * dv,
+                args.value_width * 4);
   std::memcpy(args.partial_max + row, scratch.maximum, rows * 4);
   std::memcpy(args.partial_sum + row, scratch.sum, rows * 4);
 }
@@ -610,7 +635,8 @@ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
   for (int32_t r = 0; r < rows; ++r) {
     float top = -infinity, total = 0.0f;
     for (int32_t i = 0; i < count; ++i) {
-      const float other = args.partial_max[static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r];
+      const float other =
+          args.partial_max[static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r];
       top = other > top ? other : top;
     }
     const float base = top == -infinity ? 0.0f : top;
@@ -629,7 +655,8 @@ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
 }
 
 template <class T>
-void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, Scratch& scratch) {
+void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
+                  Scratch& scratch) {
   const int64_t end = lean_range_begin(work, ranges, range + 1);
   LeanUnit unit = lean_locate(args, args.work_prefix, lean_range_begin(work, ranges, range));
   for (;;) {
@@ -642,7 +669,8 @@ void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, i
 
 // Only the last unit that a range begins can go on in the next one.
 template <class T>
-void merge_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, const Scratch& scratch) {
+void merge_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
+                 const Scratch& scratch) {
   const int64_t end = lean_range_begin(work, ranges, range + 1);
   const LeanUnit unit = lean_locate(args, args.work_prefix, end - 1);
   const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
@@ -657,7 +685,8 @@ int64_t lean_thread_scratch(const LeanAttentionArgs& args) {
   return carve(args, nullptr, &scratch);
 }
 
-void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
+void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
+                 char* thread_scratch) {
   Scratch scratch;
   carve(args, thread_scratch, &scratch);
   if (args.dtype == 0) attend_range<float>(args, work, ranges, range, scratch);
@@ -665,7 +694,8 @@ void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, in
   if (args.dtype == 2) attend_range<BFloat16>(args, work, ranges, range, scratch);
 }
 
-void lean_merge(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
+void lean_merge(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
+                char* thread_scratch) {
   Scratch scratch;
   carve(args, thread_scratch, &scratch);
   if (args.dtype == 0) merge_range<float>(args, work, ranges, range, scratch);

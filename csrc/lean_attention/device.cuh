@@ -81,23 +81,24 @@ __device__ __forceinline__ int64_t warp_sum(int64_t x) {
   return x;
 }
 
-// Finds the entry of 32 consecutive ones (a lane each) that holds `position`, the first entry beginning at `before`.
-// Returns its lane and leaves its begin in `before`; -1 and the end of the last entry if it lies beyond them.
-__device__ __forceinline__ int warp_find(int64_t size, int64_t position, int64_t& before) {
-  int64_t end = size;
+// The sum over this lane and those before it.
+__device__ __forceinline__ int64_t warp_scan(int64_t x) {
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int64_t left = __shfl_up_sync(kFullWarp, end, offset);
-    if (static_cast<int>(threadIdx.x % 32) >= offset) end += left;
+    const int64_t left = __shfl_up_sync(kFullWarp, x, offset);
+    if (static_cast<int>(threadIdx.x % 32) >= offset) x += left;
   }
+  return x;
+}
+
+// Finds the entry of 32 consecutive ones (a lane each) that holds `position`, the first entry beginning at `before`;
+// `end` is the scan of their sizes. Returns its lane and leaves its begin in `before`; -1 and the end of the last
+// entry if it lies beyond them.
+__device__ __forceinline__ int warp_find(int64_t size, int64_t end, int64_t position, int64_t& before) {
   const unsigned beyond = __ballot_sync(kFullWarp, before + end > position);
-  if (beyond == 0) {
-    before += __shfl_sync(kFullWarp, end, 31);
-    return -1;
-  }
-  const int lane = __ffs(beyond) - 1;
-  before += __shfl_sync(kFullWarp, end - size, lane);
-  return lane;
+  const int lane = beyond == 0 ? 31 : __ffs(beyond) - 1;
+  before += __shfl_sync(kFullWarp, beyond == 0 ? end : end - size, lane);
+  return beyond == 0 ? -1 : lane;
 }
 
 // A range of the line of work and the unit that holds its first position.
@@ -119,35 +120,35 @@ __device__ __forceinline__ int64_t pair_work(const LeanAttentionArgs& args, int 
 __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, int row_tiles, LeanRange& range) {
   const int lane = threadIdx.x % 32;
   const int pairs = args.batch * row_tiles;
-  int64_t work = 0, before = 0, mine = 0;
-  int pair = 0;
+  int64_t mine = pair_work(args, lane, row_tiles), end = warp_scan(args.kv_heads * mine);
+  int64_t work = __shfl_sync(kFullWarp, end, 31);
+  if (pairs > 32) {
+    int64_t more = 0;
 #pragma unroll 1
-  for (int pass = 0; pass < 2; ++pass) {
-    int found = -1;
-#pragma unroll 1
-    for (int first = 0; first < pairs && found < 0; first += 32) {
-      if (pass == 0 || pairs > 32) mine = args.kv_heads * pair_work(args, first + lane, row_tiles);
-      if (pass == 0) work += mine;
-      else found = warp_find(mine, range.begin, before);
-      pair = first + found;
-    }
-    if (pass == 1) {
-      mine = __shfl_sync(kFullWarp, mine, found);
-      break;
-    }
-    work = warp_sum(work);
-    range.work = work;
-    range.index = index;
-    range.ranges = lean_num_ranges(args.plan, work);
-    if (index >= range.ranges) return false;
-    range.begin = lean_range_begin(work, range.ranges, index);
-    range.end = lean_range_begin(work, range.ranges, index + 1);
+    for (int pair = 32 + lane; pair < pairs; pair += 32) more += pair_work(args, pair, row_tiles);
+    work += args.kv_heads * warp_sum(more);
   }
+  range.work = work;
+  range.index = index;
+  range.ranges = lean_num_ranges(args.plan, work);
+  if (index >= range.ranges) return false;
+  range.begin = lean_range_begin(work, range.ranges, index);
+  range.end = lean_range_begin(work, range.ranges, index + 1);
+
+  int64_t before = 0;
+  int first = 0, found = warp_find(args.kv_heads * mine, end, range.begin, before);
+#pragma unroll 1
+  while (found < 0) {
+    first += 32;
+    mine = pair_work(args, first + lane, row_tiles);
+    found = warp_find(args.kv_heads * mine, warp_scan(args.kv_heads * mine), range.begin, before);
+  }
+  const int pair = first + found;
   LeanUnit& unit = range.unit;
   unit.b = pair / row_tiles;
   unit.row_tile = 0;
   unit.request = lean_request(args, unit.b);
-  int64_t head_work = mine / args.kv_heads;
+  int64_t head_work = __shfl_sync(kFullWarp, mine, found);
   if (row_tiles > 1) {
     // Now within the request: back to its begin, and the work of one head is that of all its query tiles.
     int64_t all = 0, earlier = 0;
@@ -163,10 +164,11 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
   unit.head = static_cast<int32_t>((range.begin - before) / head_work);
   before += unit.head * head_work;
   if (row_tiles > 1) {
-    int found = -1;
+    found = -1;
 #pragma unroll 1
     for (int t = 0; found < 0; t += 32) {
-      found = warp_find(t + lane < row_tiles ? pair_work(args, unit.b * row_tiles + t + lane, row_tiles) : 0, range.begin, before);
+      const int64_t one = t + lane < row_tiles ? pair_work(args, unit.b * row_tiles + t + lane, row_tiles) : 0;
+      found = warp_find(one, warp_scan(one), range.begin, before);
       unit.row_tile = t + found;
     }
   }
@@ -180,7 +182,8 @@ template <class F>
 __device__ __forceinline__ void for_each_segment(const LeanAttentionArgs& args, const LeanRange& range, F&& body) {
   LeanUnit unit = range.unit;
   for (;;) {
-    const LeanSegment segment = lean_segment(args, unit, range.work, range.ranges, range.index);
+    const LeanSegment segment =
+        lean_segment_between(args, unit, range.work, range.ranges, range.index, range.begin, range.end);
     if (segment.contributes) body(unit, segment);
     if (lean_unit_end(args, unit) >= range.end) return;
     lean_next_unit(args, unit);
@@ -229,12 +232,17 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
   }
 }
 
+// row / group. The quotient of small numbers is exact in float32: it is never nearer than 0.5 / group to an integer.
+__device__ __forceinline__ int token_of_row(int row, int group) {
+  return row < (1 << 20) ? static_cast<int>(__fdividef(row + 0.5f, static_cast<float>(group))) : row / group;
+}
+
 // The packed row's token and query head.
 struct RowPlace {
   int token, head;
 };
 __device__ __forceinline__ RowPlace row_place(const LeanAttentionArgs& args, const LeanUnit& unit, int row) {
-  const int token = row / args.group;
+  const int token = token_of_row(row, args.group);
   return {token, unit.head * args.group + row - token * args.group};
 }
 

@@ -233,10 +233,10 @@ int greatest_common_divisor(int a, int b) {
   return a;
 }
 
-// A map of a cache as [outer][head][row][column] for boxes of `box_tokens` rows of 64 columns. False: the driver has
-// no such function or refuses.
+// A map of a cache as [outer][head][row][column] for boxes of `box_tokens` rows of 64 columns or, with whole_rows, as
+// [outer][head][row][box of 64 columns][column] for all columns. False: the driver has no such function or refuses.
 bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* data, const LeanCacheStrides& strides,
-                int width, int64_t elements, int box_tokens) {
+                int width, int64_t elements, int box_tokens, bool whole_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const Encode encode = [] {
     void* function = nullptr;
@@ -251,16 +251,24 @@ bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* dat
   const int64_t rows = paged ? args.block : args.capacity;
   const int64_t outer = paged ? args.num_pages : args.cache_kind == kLeanDense ? args.batch : 1;
   const int64_t outer_stride = paged ? strides.page : args.cache_kind == kLeanDense ? strides.batch : elements;
-  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(width), static_cast<cuuint64_t>(rows),
-                               static_cast<cuuint64_t>(args.kv_heads), static_cast<cuuint64_t>(outer)};
-  const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(strides.token) * 2, static_cast<cuuint64_t>(strides.head) * 2,
-                               static_cast<cuuint64_t>(outer_stride) * 2};
-  const cuuint32_t box[4] = {kBoxColumns, static_cast<cuuint32_t>(box_tokens), 1, 1};
-  const cuuint32_t steps[4] = {1, 1, 1, 1};
+  cuuint64_t sizes[5], bytes[4];
+  cuuint32_t box[5];
+  const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
+  int rank = 0;
+  const auto axis = [&](int64_t size, int64_t stride, int of_box) {
+    sizes[rank] = static_cast<cuuint64_t>(size);
+    if (rank > 0) bytes[rank - 1] = static_cast<cuuint64_t>(stride) * 2;
+    box[rank++] = static_cast<cuuint32_t>(of_box);
+  };
+  axis(whole_rows ? kBoxColumns : width, 1, kBoxColumns);
+  if (whole_rows) axis(width / kBoxColumns, kBoxColumns, width / kBoxColumns);
+  axis(rows, strides.token, box_tokens);
+  axis(args.kv_heads, strides.head, 1);
+  axis(outer, outer_stride, 1);
   const auto type = args.dtype == static_cast<int>(DType::kFloat16) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
                                                                     : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(map, type, 4, const_cast<void*>(data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+  return encode(map, type, rank, const_cast<void*>(data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
+                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
@@ -288,7 +296,7 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
   LeanPlan plan;
   plan.unit_overhead = 1;
-  plan.min_range_work = 3;
+  plan.min_range_work = kMinRangeWork;
   plan.max_ranges = sm_count;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
     plan.key_tile = kFloatTokens;
@@ -305,7 +313,6 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count) {
   if (units <= sm_count && sm_count / units * units * 20 >= 19 * static_cast<int64_t>(sm_count)) {
     plan.max_ranges = static_cast<int32_t>(sm_count / units * units);
     plan.unit_overhead = 0;
-    plan.min_range_work = 2;
   }
   return plan;
 }
@@ -344,12 +351,16 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute
   int key_tile = 0;
   choose_tile(width, args.plan.row_tile, &key_tile, &loads.slots, max_shared_bytes);
   loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
+  loads.boxes = key_tile / loads.box_tokens;
+  // Row consumers read a slot more often than it is filled; there conflicts cost more than longer pieces gain.
+  loads.whole_rows = args.plan.row_tile <= 16 && args.key_width % kBoxColumns == 0 && args.value_width % kBoxColumns == 0;
   CUtensorMap key_map = {}, value_map = {};
-  loads.tensor_maps =
-      compute_capability >= 90 && loads.box_tokens >= 16 &&
-      encode_map(&key_map, args, args.key_cache, args.key_strides, args.key_width, args.key_cache_elements, loads.box_tokens) &&
-      encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width, args.value_cache_elements, loads.box_tokens);
-  const int producer_warps = loads.tensor_maps && !args.append && args.plan.row_tile <= 16 ? 1 : 4;
+  loads.tensor_maps = compute_capability >= 90 && loads.box_tokens >= 16 &&
+                      encode_map(&key_map, args, args.key_cache, args.key_strides, args.key_width,
+                                 args.key_cache_elements, loads.box_tokens, loads.whole_rows) &&
+                      encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
+                                 args.value_cache_elements, loads.box_tokens, loads.whole_rows);
+  const int producer_warps = loads.tensor_maps && loads.box_tokens == key_tile && !args.append && args.plan.row_tile <= 16 ? 1 : 4;
   return args.dtype == static_cast<int>(DType::kFloat16)
              ? launch_mma<__half>(args, loads, key_map, value_map, width, producer_warps, stream)
              : launch_mma<__nv_bfloat16>(args, loads, key_map, value_map, width, producer_warps, stream);

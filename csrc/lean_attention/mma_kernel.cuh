@@ -4,15 +4,16 @@
 // compute with mma.sync.
 //
 // Two ways to share a tile among consumer warps:
-//   up to 16 rows    4 warps, each with its own tokens of every tile and softmax statistics of its own, merged once a
-//                    segment. The product is turned round, S^T = K Q^T and O^T = V^T P^T, so that a decode step's few
+//   up to 16 rows    8 warps, each with its own tokens of every second tile and softmax statistics of its own, merged
+//                    once a segment. The product is turned round, S^T = K Q^T and O^T = V^T P^T, so that a decode step's few
 //                    rows stand on the side of the mma that is 8 wide and not on the one that is 16 wide.
 //   up to 128 rows   8 warps, each with its own 16 rows and all tokens.
 //
 // The producer alone reads the schedule; it hands each segment to the consumers through a queue in shared memory.
 //
-// A slot holds the keys or the values of one tile as boxes of 64 columns: [box][token][64], the 16-byte chunk c of a
-// row at place c ^ (token % 8), which is the copy engine's 128-byte swizzle and keeps ldmatrix free of conflicts.
+// A slot holds the keys or the values of one tile as lines of 64 columns, 128 bytes: [box of columns][token], or
+// [token][box] where whole rows of several boxes come in one copy, which reads memory in longer pieces. The 16-byte
+// chunk c of line n stands at place c ^ (n % 8): the copy engine's 128-byte swizzle.
 #pragma once
 
 #include <cuda.h>
@@ -21,13 +22,16 @@
 
 namespace leanfleet {
 
+constexpr int kMinRangeWork = 2;  // key tiles, as in the paper: fewer are not worth a merge
 constexpr int kBoxColumns = 64;  // 128 bytes, the span of the swizzle
 
 struct LeanTileLoads {
   bool tensor_maps;       // keys and values come through the maps below
-  int32_t box_tokens;     // tokens of one box; divides the key tile
+  int32_t box_tokens;     // tokens of one copy; divides the key tile
+  int32_t boxes;          // copies for the tokens of a tile
+  bool whole_rows;        // lines stand as [token][box]: a copy brings all columns
   int32_t slots;          // of the ring
-  int32_t key_boxes, value_boxes;  // boxes of 64 columns in a row
+  int32_t key_boxes, value_boxes;  // lines of 64 columns in a row
   bool stream_once;       // no other unit reads the same keys: they need not stay in the L2 cache
 };
 
@@ -46,12 +50,13 @@ template <int kWidth, int kRows>
 struct LeanTile {
   static constexpr bool kSplitTokens = kRows <= 16;
   static constexpr int kTokens = kWidth == 64 ? 128 : 64;
-  static constexpr int kConsumerWarps = kSplitTokens ? 4 : 8;
+  static constexpr int kConsumerWarps = 8;
+  static constexpr int kTileWarps = kSplitTokens ? 4 : 8;  // that share a tile
   static constexpr int kMaxThreads = 32 * (kConsumerWarps + 4);  // at most 4 producer warps
   static constexpr int kSlotBytes = kTokens * kWidth * 2;
   static constexpr int kQueryBytes = kSplitTokens ? 0 : kRows * kWidth * 2;
   static constexpr int kScratchStride = kWidth + 4;  // floats; two rows apart is 8 banks apart
-  static constexpr int kScratchBytes = kSplitTokens ? 4 * 8 * kScratchStride * 4 + 2 * 4 * kRows * 4 : 0;
+  static constexpr int kScratchBytes = kSplitTokens ? 8 * 8 * kScratchStride * 4 + 2 * 8 * kRows * 4 : 0;
   static constexpr int kSlices = kTokens / 16;
   // Per slot: two barriers and a bit per token.
   static constexpr int kSlotExtra = 16 + kSlices * 2;
@@ -126,10 +131,13 @@ __device__ __forceinline__ void mma(__nv_bfloat16, float (&c)[4], const uint32_t
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// The byte of 16-byte chunk `chunk` of a token's row in a slot.
+// The byte of a 16-byte chunk of a line.
+__device__ __forceinline__ uint32_t line_offset(int line, int chunk) { return line * 128 + (chunk ^ (line % 8)) * 16; }
+
+// The byte of 16-byte chunk `chunk` of a token's row, in lines ordered [box][token].
 template <int kTokens>
 __device__ __forceinline__ uint32_t slot_offset(int token, int chunk) {
-  return chunk / 8 * (kTokens * 128) + token * 128 + ((chunk % 8) ^ (token % 8)) * 16;
+  return line_offset(chunk / 8 * kTokens + token, chunk % 8);
 }
 
 // A place in the ring and the parity of the barrier phase that comes next there.
@@ -154,6 +162,16 @@ __device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
                : "memory");
 }
 
+// All columns of some tokens, as [token][box][64].
+__device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, int token, int head, int outer,
+                                          uint32_t barrier, uint64_t policy) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
+      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(0), "r"(token), "r"(head), "r"(outer),
+      "r"(barrier), "l"(policy)
+      : "memory");
+}
+
 __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int column, int token, int head, int outer,
                                          uint32_t barrier, uint64_t policy) {
   asm volatile(
@@ -169,18 +187,21 @@ struct RowBounds {
   int begin, end;
 };
 __device__ __forceinline__ RowBounds row_bounds(const LeanAttentionArgs& args, const LeanUnit& unit, int row) {
-  const int token = row / args.group;
+  const int token = token_of_row(row, args.group);
   if (token >= unit.request.tokens) return {0, 0};
   const LeanSpan keys = lean_token_keys(args, unit.request, token);
   return {keys.begin, keys.end};
 }
 
-// The keys that all rows of `rows` see (padding rows aside).
-__device__ __forceinline__ LeanSpan common_keys(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan rows) {
-  const int end = lean_min(rows.end, args.group * unit.request.tokens);
-  if (rows.begin >= end) return {0, 0};
-  return {lean_token_keys(args, unit.request, (end - 1) / args.group).begin,
-          lean_token_keys(args, unit.request, rows.begin / args.group).end};
+// The keys that all rows with these tokens see, and those that some of them sees.
+struct RowsKeys {
+  LeanSpan common, seen;
+};
+__device__ __forceinline__ RowsKeys keys_of_tokens(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan tokens) {
+  if (tokens.begin >= tokens.end) return {{0, 0}, {0, 0}};
+  const LeanSpan first = lean_token_keys(args, unit.request, tokens.begin);
+  const LeanSpan last = lean_token_keys(args, unit.request, tokens.end - 1);
+  return {{last.begin, first.end}, {first.begin, last.end}};
 }
 
 // Fills the ring with the tiles of the range, keys and values in turn, and the queue with its segments.
@@ -201,7 +222,9 @@ struct TileProducer {
   __device__ __forceinline__ void run(const LeanRange& range, bool exists) {
     RingPlace queued;
     if (exists) for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
-      const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
+      const RowsKeys unit_keys =
+          keys_of_tokens(args, unit, lean_unit_tokens(args, unit.request, unit.row_tile));
+      const LeanSpan keys = unit_keys.seen;
       if (warp == 0) {
         barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
         if (lane == 0) {
@@ -211,7 +234,7 @@ struct TileProducer {
           work.first = segment.slot / 2 - segment.index;
           work.last = 0;
           work.seen = keys;
-          work.common = common_keys(args, unit, lean_unit_rows(args, unit.row_tile));
+          work.common = unit_keys.common;
           barrier_arrive(ring.queue_full + queued.slot * 8);
         }
         __syncwarp();
@@ -219,8 +242,7 @@ struct TileProducer {
       }
       // Rows that this launch appends come from new_key and new_value: other blocks may be writing them.
       const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
-      const int box_tokens = loads.box_tokens;
-      const int boxes = kTokens / box_tokens;
+      const int box_tokens = loads.box_tokens, boxes = loads.boxes;
       const bool paged = args.cache_kind == kLeanPaged;
       // Page ids of 32 boxes in a row, a lane each, and of the next 32.
       const auto page_of_box = [&](int64_t box) {
@@ -242,17 +264,16 @@ struct TileProducer {
         const bool through_maps = loads.tensor_maps && (!args.append || begin + kTokens <= new_begin);
         if (through_maps) {
 #if __CUDA_ARCH__ >= 900
-          // Lane j issues the copies of box j of the tile.
+          // Lane j issues the copies of box j of the tile, in producer warp j % warps.
           int outer = args.cache_kind == kLeanDense ? unit.b : 0;
           int token = unit.request.start + begin + lane * box_tokens;
-          bool wanted = lane < boxes && begin + lane * box_tokens < keys.end;
+          bool wanted = lane < boxes && (lane & (warps - 1)) == warp && begin + lane * box_tokens < keys.end;
           if (paged) {
             outer = __shfl_sync(kFullWarp, pages, (box_of_window + lane) % 32);
             token = (begin + lane * box_tokens) % args.block;
             wanted = wanted && outer >= 0;
           }
           const unsigned issue = __ballot_sync(kFullWarp, wanted);
-          // The first producer warp's; the others keep step with it.
           copy_boxes(key_map, loads.key_boxes, unit.head, token, outer, issue, paged);
           copy_boxes(value_map, loads.value_boxes, unit.head, token, outer, issue, false);
 #endif
@@ -290,12 +311,7 @@ struct TileProducer {
     const uint32_t to = acquire();
     const uint32_t full = ring.full + place.slot * 8;
     const int box_tokens = loads.box_tokens;
-    if (warp != 0) {
-      if (lane == 0) barrier_arrive(full);
-      place.next(loads.slots);
-      return;
-    }
-    if (note_pages && lane < kTokens / box_tokens) {
+    if (note_pages && lane < loads.boxes && (lane & (warps - 1)) == warp) {
       const uint16_t bits = issue >> lane & 1 ? 0 : 0xffff;
 #pragma unroll 1
       for (int s = 0; s < box_tokens / 16; ++s)
@@ -310,9 +326,13 @@ struct TileProducer {
       uint64_t policy;
       if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
       else asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+      if (loads.whole_rows) {
+        copy_rows(to + lane * box_tokens * columns * 128, map, token, head, outer, full, policy);
+      } else {
 #pragma unroll 1
-      for (int c = 0; c < columns; ++c)
-        copy_box(to + c * (kTokens * 128) + lane * box_tokens * 128, map, c * kBoxColumns, token, head, outer, full, policy);
+        for (int c = 0; c < columns; ++c)
+          copy_box(to + (c * kTokens + lane * box_tokens) * 128, map, c * kBoxColumns, token, head, outer, full, policy);
+      }
     }
     __syncwarp();
     place.next(loads.slots);
@@ -370,7 +390,9 @@ struct TileProducer {
 #pragma unroll 1
         for (int chunk = lane % 8; chunk < boxes * 8; chunk += 8) {
           const bool read = row != 0 && chunk * 8 < width;
-          copy_async(to + slot_offset<kTokens>(first + g * 32 + t + lane / 8, chunk),
+          const int token = first + g * 32 + t + lane / 8;
+          copy_async(to + (loads.whole_rows ? line_offset(token * boxes + chunk / 8, chunk % 8)
+                                            : slot_offset<kTokens>(token, chunk)),
                      read ? reinterpret_cast<const T*>(row) + chunk * 8 : readable, read ? 16 : 0);
         }
       }
@@ -399,14 +421,14 @@ template <class T, int kWidth, int kBlocks>
 struct TokenConsumer {
   using Tile = LeanTile<kWidth, 8 * kBlocks>;
   static constexpr int kTokens = Tile::kTokens;
-  static constexpr int kWarpTokens = kTokens / Tile::kConsumerWarps;
+  static constexpr int kWarpTokens = kTokens / Tile::kTileWarps;
   static constexpr int kSteps = kWarpTokens / 16;
   static constexpr int kThreads = 32 * Tile::kConsumerWarps;
 
   const LeanAttentionArgs& args;
   const LeanTileLoads& loads;
   const RingAddresses& ring;
-  float* scratch;            // [4][8][kScratchStride], then max [4][kRows] and sum [4][kRows]
+  float* scratch;            // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
   volatile uint32_t* arrived;
   RingPlace place = {};
   int warp, lane;
@@ -418,6 +440,7 @@ struct TokenConsumer {
 
   __device__ __forceinline__ void run() {
     RingPlace queued;
+    int turn = 0;  // which half of the warps has the next tile
 #pragma unroll 1
     for (;;) {
       barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
@@ -428,8 +451,14 @@ struct TokenConsumer {
       const int end = work.segment.tiles.end;
 #pragma unroll 1
       for (int tile = work.segment.tiles.begin; tile < end; ++tile) {
-        const int begin = tile * kTokens + warp * kWarpTokens;
-        consume(begin, begin < common.begin || begin + kWarpTokens > common.end, seen);
+        if (turn == warp / Tile::kTileWarps) {
+          const int begin = tile * kTokens + warp % Tile::kTileWarps * kWarpTokens;
+          consume(begin, begin < common.begin || begin + kWarpTokens > common.end, seen);
+        } else {
+          place.next(loads.slots);
+          place.next(loads.slots);
+        }
+        turn ^= 1;
       }
       finish(work);
       __syncwarp();
@@ -473,6 +502,7 @@ struct TokenConsumer {
 
   // One tile. `begin`: the position of this warp's first token.
   __device__ __forceinline__ void consume(int begin, bool masked, LeanSpan seen) {
+    const int of_tile = warp % Tile::kTileWarps;  // this warp's part of the tile
     float s[kSteps][kBlocks][4];
     const uint32_t keys = ring.slots + place.slot * Tile::kSlotBytes;
     barrier_wait(ring.full + place.slot * 8, place.parity);
@@ -481,13 +511,13 @@ struct TokenConsumer {
     for (int t = 0; t < kSteps; ++t) {
       missing[t] = 0;
       if (args.cache_kind == kLeanPaged) {
-        missing[t] = ring.masked_out[place.slot * Tile::kSlices + warp * kSteps + t];
+        missing[t] = ring.masked_out[place.slot * Tile::kSlices + of_tile * kSteps + t];
         masked = masked || missing[t] != 0;
       }
     }
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
-      const int token = warp * kWarpTokens + t * 16 + lane % 16;
+      const int token = of_tile * kWarpTokens + t * 16 + lane % 16;
       float other[kBlocks][4];  // a second chain of sums, so that two products are in flight
 #pragma unroll
       for (int n = 0; n < kBlocks; ++n)
@@ -496,10 +526,11 @@ struct TokenConsumer {
 #pragma unroll
       for (int box = 0; box < kWidth / kBoxColumns; ++box) {
         if (box >= loads.key_boxes) break;
+        const int line = loads.whole_rows ? token * loads.key_boxes + box : box * kTokens + token;
 #pragma unroll
         for (int k = box * 4; k < box * 4 + 4; ++k) {
           uint32_t a[4];
-          load_matrices(a, keys + slot_offset<kTokens>(token, 2 * k + lane / 16));
+          load_matrices(a, keys + line_offset(line, 2 * (k % 4) + lane / 16));
 #pragma unroll
           for (int n = 0; n < kBlocks; ++n) mma(T{}, k % 2 ? other[n] : s[t][n], a, query[k][n][0], query[k][n][1]);
         }
@@ -583,9 +614,12 @@ struct TokenConsumer {
       for (int t = 0; t < kWarpTokens; ++t) {
         if (begin + t >= seen.begin && begin + t < seen.end && !(missing_at(missing, t) & 1)) continue;
 #pragma unroll 1
-        for (int chunk = lane; chunk < loads.value_boxes * 8; chunk += 32)
-          asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values + slot_offset<kTokens>(warp * kWarpTokens + t, chunk)),
-                       "r"(0) : "memory");
+        for (int chunk = lane; chunk < loads.value_boxes * 8; chunk += 32) {
+          const int token = of_tile * kWarpTokens + t, box = chunk / 8;
+          const int line = loads.whole_rows ? token * loads.value_boxes + box : box * kTokens + token;
+          asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values + line_offset(line, chunk % 8)), "r"(0)
+                       : "memory");
+        }
       }
 #if __CUDA_ARCH__ >= 900
       asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
@@ -594,14 +628,15 @@ struct TokenConsumer {
     }
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
-      const int token = warp * kWarpTokens + t * 16 + lane % 8 + lane / 16 * 8;
+      const int token = of_tile * kWarpTokens + t * 16 + lane % 8 + lane / 16 * 8;
 #pragma unroll
       for (int box = 0; box < kWidth / kBoxColumns; ++box) {
         if (box >= loads.value_boxes) break;
+        const int line = loads.whole_rows ? token * loads.value_boxes + box : box * kTokens + token;
 #pragma unroll
         for (int d = box * 4; d < box * 4 + 4; ++d) {
           uint32_t a[4];
-          load_matrices_transposed(a, values + slot_offset<kTokens>(token, 2 * d + lane / 8 % 2));
+          load_matrices_transposed(a, values + line_offset(line, 2 * (d % 4) + lane / 8 % 2));
 #pragma unroll
           for (int n = 0; n < kBlocks; ++n) mma(T{}, output[d][n], a, p[t][n][0], p[t][n][1]);
         }
@@ -644,14 +679,15 @@ struct TokenConsumer {
     }
   }
 
-  // Merges the four warps' statistics and outputs, 8 rows at a time, and writes them or, where others contribute to
+  // Merges the warps' statistics and outputs, 8 rows at a time, and writes them or, where others contribute to
   // the unit too, leaves them as a partial result.
   __device__ __forceinline__ void finish(const LeanWork& work) {
+    constexpr int kWarps = Tile::kConsumerWarps;
     const LeanUnit& unit = work.unit;
     const LeanSegment& segment = work.segment;
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-    float* warp_max = scratch + 4 * 8 * Tile::kScratchStride;
-    float* warp_sum = warp_max + 4 * 8 * kBlocks;
+    float* warp_max = scratch + kWarps * 8 * Tile::kScratchStride;
+    float* warp_sum = warp_max + kWarps * 8 * kBlocks;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       named_barrier(1, kThreads);  // the previous contents have been read
@@ -676,14 +712,14 @@ struct TokenConsumer {
       const int count = lean_min(rows.end - rows.begin - 8 * n, 8);
 #pragma unroll 1
       for (int row = warp; row < count; row += Tile::kConsumerWarps) {
-        float factor[4], top = -INFINITY, total = 0.0f;
+        float factor[kWarps], top = -INFINITY, total = 0.0f;
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
+        for (int w = 0; w < kWarps; ++w) {
           factor[w] = warp_max[w * 8 * kBlocks + 8 * n + row];
           top = fmaxf(top, factor[w]);
         }
 #pragma unroll
-        for (int w = 0; w < 4; ++w) {
+        for (int w = 0; w < kWarps; ++w) {
           factor[w] = rescale(factor[w], top);
           total += factor[w] * warp_sum[w * 8 * kBlocks + 8 * n + row];
         }
@@ -691,7 +727,7 @@ struct TokenConsumer {
         for (int d = lane * 4; d < args.value_width; d += 128) {
           float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll
-          for (int w = 0; w < 4; ++w) {
+          for (int w = 0; w < kWarps; ++w) {
             const float4 x = *reinterpret_cast<const float4*>(scratch + (w * 8 + row) * Tile::kScratchStride + d);
             o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
           }
@@ -737,12 +773,12 @@ struct RowConsumer {
       const LeanSpan all = lean_unit_rows(args, unit.row_tile);
       const LeanSpan rows = {lean_min(all.begin + 16 * warp, all.end), lean_min(all.begin + 16 * warp + 16, all.end)};
       begin_unit(unit, rows);
-      const LeanSpan common = common_keys(args, unit, rows), seen = work.seen;
-      LeanSpan mine = {0, 0};  // what some row of this warp sees
       const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+      LeanSpan tokens = {0, 0};
       if (rows.begin < real_rows)
-        mine = {lean_token_keys(args, unit.request, rows.begin / args.group).begin,
-                lean_token_keys(args, unit.request, (real_rows - 1) / args.group).end};
+        tokens = {token_of_row(rows.begin, args.group), token_of_row(real_rows - 1, args.group) + 1};
+      const RowsKeys of_warp = keys_of_tokens(args, unit, tokens);
+      const LeanSpan common = of_warp.common, mine = of_warp.seen, seen = work.seen;
       const int end = work.segment.tiles.end;
 #pragma unroll 1
       for (int tile = work.segment.tiles.begin; tile < end; ++tile) {
@@ -963,6 +999,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = kRows;
+  args.plan.min_range_work = kMinRangeWork;
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -989,7 +1026,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   if (warp == 0) {
     for (int i = lane; i < loads.slots; i += 32) {
       barrier_init(ring.full + 8 * i, producer_warps);
-      barrier_init(ring.empty + 8 * i, Tile::kConsumerWarps);
+      barrier_init(ring.empty + 8 * i, Tile::kTileWarps);
     }
     if (lane < kQueue) {
       barrier_init(ring.queue_full + 8 * lane, 1);

@@ -14,9 +14,11 @@
 
 LEANFLEET_CPU_FUNCTION(int64_t, lean_thread_scratch, (const LeanAttentionArgs& args))
 LEANFLEET_CPU_FUNCTION(void, lean_attend,
-                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
+                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
+                        char* scratch))
 LEANFLEET_CPU_FUNCTION(void, lean_merge,
-                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
+                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
+                        char* scratch))
 
 namespace leanfleet::lean_attention {
 
@@ -32,7 +34,8 @@ LeanStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) 
 // Everything but the plan and the workspace.
 LeanAttentionArgs make_args(const Call& call) {
   const auto dim = [&](Dim symbol) { return call.dims[symbol]; };
-  const int64_t b = dim(kDimB), h = dim(kDimH), hkv = dim(kDimHkv), nq = dim(kDimNq), d = dim(kDimD), dv = dim(kDimDv);
+  const int64_t b = dim(kDimB), h = dim(kDimH), hkv = dim(kDimHkv), nq = dim(kDimNq);
+  const int64_t d = dim(kDimD), dv = dim(kDimDv);
   const bool bnhd = call.bnhd();
   LeanAttentionArgs args = {};
   args.query = call.inputs[kQuery].data;
@@ -106,19 +109,22 @@ void carve(LeanAttentionArgs& args, Workspace& ws) {
 }
 
 Status check(const Call& call) {
-  const int64_t rows = call.dims[kDimH] * call.dims[kDimNq];
-  if (rows >= kMaxPositions)
-    return call.unsupported("query has H x Nq = " + std::to_string(rows) + " rows a request; the kernels take fewer than 2^30");
+  const auto refuse = [&](const char* what, int64_t count, const char* unit) {
+    return call.unsupported(what + std::to_string(count) + unit + "; the kernels take fewer than 2^30");
+  };
+  const int64_t rows = call.dims[kDimH] * call.dims[kDimNq], pages = call.dims[kDimP];
   int64_t capacity = call.dims[kDimS];
   if (call.inputs[kBlockTable].present()) capacity = call.dims[kDimM] * call.dims[kDimBlock];
   else if (call.inputs[kCuSeqlens].present()) capacity = call.dims[kDimTotal];
-  if (capacity >= kMaxPositions || call.dims[kDimP] >= kMaxPositions)
-    return call.unsupported("the cache has " + std::to_string(capacity) +
-                            " positions a request; the kernels take fewer than 2^30 (and as many pages)");
+  if (rows >= kMaxPositions) return refuse("query has H x Nq = ", rows, " rows a request");
+  if (capacity >= kMaxPositions) return refuse("the cache holds ", capacity, " positions a request");
+  if (pages >= kMaxPositions) return refuse("the pool has ", pages, " pages");
   return {};
 }
 
-std::string at(const char* name, int64_t index) { return std::string(name) + "[" + std::to_string(index) + "]"; }
+std::string at(const char* name, int64_t index) {
+  return std::string(name) + "[" + std::to_string(index) + "]";
+}
 
 Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
@@ -164,16 +170,17 @@ Status check_values(const Call& call, bool strict) {
   return {};
 }
 
-// How a CPU cuts the work. Many rows share the transposed keys of a tile; more ranges than threads even out what
-// tiles really cost and what else the machine does, where there is enough work.
+constexpr int kRangesPerThread = 4, kWorkPerRange = 8;
+
+// How a CPU cuts the work. Many rows share the transposed keys of a tile.
 LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
   constexpr int32_t kRowTile = 96;
   const int32_t rows = args.group * args.tokens, row_tiles = (rows + kRowTile - 1) / kRowTile;
   LeanPlan plan;
-  plan.key_tile = std::getenv("KT")?atoi(std::getenv("KT")):128;
+  plan.key_tile = 128;
   plan.row_tile = row_tiles == 1 ? rows : ((rows + row_tiles - 1) / row_tiles + 5) / 6 * 6;
   plan.unit_overhead = 0;
-  plan.max_ranges = 4 * threads;
+  plan.max_ranges = kRangesPerThread * threads;
   plan.min_range_work = 1;
   return plan;
 }
@@ -237,6 +244,10 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   if (args.append) append(args, threads, element_size(call.inputs[kQuery].dtype));
 
   const int64_t work = lean_work_prefix(args, args.work_prefix);
+  // Where there is work enough, several ranges a thread even out what tiles really cost and what else the
+  // machine does.
+  const int64_t per_thread = std::clamp<int64_t>(work / (kWorkPerRange * threads.count()), 1, kRangesPerThread);
+  args.plan.max_ranges = static_cast<int32_t>(per_thread * threads.count());
   const int32_t ranges = lean_num_ranges(args.plan, work);
   const int64_t tasks = std::min(threads.count(), ranges);
   // A task is a thread's share of scratch; it takes ranges until none is left.

@@ -79,13 +79,22 @@ LEANFLEET_HD LeanSpan lean_unit_rows(const LeanAttentionArgs& args, int32_t row_
   return {begin, lean_min(begin + args.plan.row_tile, args.group * args.tokens)};
 }
 
+// The tokens of a query tile's rows, padding aside; empty if all are. Divisions only where there are several tiles.
+LEANFLEET_HD LeanSpan lean_unit_tokens(const LeanAttentionArgs& args, const LeanRequest& request, int32_t row_tile) {
+  const LeanSpan rows = lean_unit_rows(args, row_tile);
+  const int32_t real_rows = args.group * request.tokens;
+  LeanSpan tokens = {0, request.tokens};
+  if (rows.begin > 0) tokens.begin = rows.begin / args.group;
+  if (rows.end < real_rows) tokens.end = (rows.end - 1) / args.group + 1;
+  if (rows.begin >= real_rows) tokens.end = tokens.begin;
+  return tokens;
+}
+
 // The keys that at least one row of a query tile sees; empty if all are padding.
 LEANFLEET_HD LeanSpan lean_unit_keys(const LeanAttentionArgs& args, const LeanRequest& request, int32_t row_tile) {
-  const LeanSpan rows = lean_unit_rows(args, row_tile);
-  const int32_t end = lean_min(rows.end, args.group * request.tokens);
-  if (rows.begin >= end) return {0, 0};
-  return {lean_token_keys(args, request, rows.begin / args.group).begin,
-          lean_token_keys(args, request, (end - 1) / args.group).end};
+  const LeanSpan tokens = lean_unit_tokens(args, request, row_tile);
+  if (tokens.begin >= tokens.end) return {0, 0};
+  return {lean_token_keys(args, request, tokens.begin).begin, lean_token_keys(args, request, tokens.end - 1).end};
 }
 
 // The tiles of those keys.
@@ -188,13 +197,21 @@ struct LeanSegment {
 // The slot of contributor `index` of a unit whose first contributor is range `first`.
 LEANFLEET_HD int32_t lean_slot(int32_t first, int32_t index) { return 2 * (first + index) + (index == 0); }
 
-LEANFLEET_HD LeanSegment lean_segment(const LeanAttentionArgs& args, const LeanUnit& unit, int64_t work,
-                                      int32_t ranges, int32_t range) {
+// begin and end: lean_range_begin of the range and of the next one.
+LEANFLEET_HD LeanSegment lean_segment_between(const LeanAttentionArgs& args, const LeanUnit& unit, int64_t work,
+                                              int32_t ranges, int32_t range, int64_t begin, int64_t end) {
   const int64_t tiles_at = unit.position + args.plan.unit_overhead, tiles_end = lean_unit_end(args, unit);
-  int64_t begin = lean_range_begin(work, ranges, range), end = lean_range_begin(work, ranges, range + 1);
+  LeanSegment segment;
+  if (begin <= tiles_at && end >= tiles_end) {  // the whole unit
+    segment.tiles = unit.tiles;
+    segment.contributes = true;
+    segment.index = 0;
+    segment.count = 1;
+    segment.slot = lean_slot(range, 0);
+    return segment;
+  }
   begin = begin < tiles_at ? tiles_at : begin;
   end = end > tiles_end ? tiles_end : end;
-  LeanSegment segment;
   segment.contributes = begin < end;
   if (!segment.contributes) begin = end = tiles_at;
   segment.tiles.begin = unit.tiles.begin + static_cast<int32_t>(begin - tiles_at);
@@ -204,6 +221,12 @@ LEANFLEET_HD LeanSegment lean_segment(const LeanAttentionArgs& args, const LeanU
   segment.index = range - first;
   segment.slot = lean_slot(first, segment.index);
   return segment;
+}
+
+LEANFLEET_HD LeanSegment lean_segment(const LeanAttentionArgs& args, const LeanUnit& unit, int64_t work,
+                                      int32_t ranges, int32_t range) {
+  return lean_segment_between(args, unit, work, ranges, range, lean_range_begin(work, ranges, range),
+                              lean_range_begin(work, ranges, range + 1));
 }
 
 }  // namespace LEANFLEET_SCHEDULE_NAMESPACE

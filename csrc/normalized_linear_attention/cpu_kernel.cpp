@@ -141,7 +141,7 @@ void pack(const LinearScan& scan, const ScanRows& rows, const Item& item, int64_
 struct Tile {
   const float *x, *y, *z;  // at the tile's first row (x, y) or column (z, out) of the first token
   float* out;
-  int64_t x_rows, y_rows;         // per token
+  int64_t x_rows, y_rows;          // per token
   int64_t row_stride, out_stride;  // of x and y; of z and out
   int64_t tokens;
   const float* from;  // S before the first token; null: 0
@@ -158,10 +158,7 @@ void run_tile(const Tile& tile) {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-        for (int c = 0; c < C; ++c) {
-          const float* p = tile.from + r * tile.from_stride + c * kLanes;
-          s[r][c] = load(p);
-        }
+        for (int c = 0; c < C; ++c) s[r][c] = load(tile.from + r * tile.from_stride + c * kLanes);
     } else {
 #pragma GCC unroll 4
       for (int r = 0; r < R; ++r)
@@ -397,8 +394,8 @@ void walk(const LinearScan& scan, const Item& item, const Worker& worker, State 
         if (tokens == 1 && tile.y_rows == 1 && from.rows != nullptr && whole >= kLanes) {
           const int64_t stepped = whole >= kStepVectors * kLanes ? kStepVectors : whole >= 4 * kLanes ? 4 : 1;
           if (stepped == kStepVectors) step<kStepVectors>(tile, from, next, width, column);
-          else if (stepped == 4) step<4>(tile, from, next, width, column);
-          else step<1>(tile, from, next, width, column);
+          if (stepped == 4) step<4>(tile, from, next, width, column);
+          if (stepped == 1) step<1>(tile, from, next, width, column);
           column += stepped * kLanes;
           continue;
         }
@@ -495,7 +492,7 @@ void run_phase(const LinearScan& scan, ScanPhase phase, int64_t task) {
     return;
   }
   const int64_t items = scan.batch * scan.kv_heads * scan.ranges * scan.segments;
-  const int64_t end = items * (task + 1) / scan.workers;
+  const int64_t end = items * (task + 1) / scan.workers;  // a run, so that a step's prefetches reach the next state
   for (int64_t index = items * task / scan.workers; index < end; ++index) scan_item<T>(scan, index, task);
 }
 

@@ -89,7 +89,7 @@ struct ScanScratch {
 struct LinearScan {
   int32_t dtype;
   bool causal, reverse;
-  bool row_sums;  // compute row_sum
+  bool row_sums;  // compute row_sum; y then has y' = 1
   float eps;
   int64_t batch, kv_heads, tokens;
   ScanRows x, y, z;     // y and z have the same per_head
@@ -103,8 +103,8 @@ struct LinearScan {
   const int32_t* initial_count;
   float *final_state, *final_y_sum, *final_z_sum;  // null: not asked for
 
-  // The work: item = (unit, segment), unit = (b, kv head, range of columns). With one segment the workers take
-  // units in turn; with more every item is a worker and sums of segments meet in their workers' scratch.
+  // The work: item = (unit, segment), unit = (b, kv head, range of columns). With one segment each worker has a
+  // run of units; with more every item is a worker and the sums of segments meet in their workers' scratch.
   int64_t ranges, range_width, segments, segment_tokens, block_tokens, workers;
   ScanScratch layout;
   float* scratch;  // [workers][layout.size]
