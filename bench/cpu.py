@@ -284,8 +284,8 @@ def measure(only, threads):
 def table(facts, rows):
     """A Markdown table: one line a shape, the peers beside ours, and ours against the best of them and the floor."""
     peers = list(dict.fromkeys(r["implementation"] for r in rows if r["implementation"] != "leanfleet"))
-    text = [f"{facts['cpu']}, {facts['threads']} threads, {facts['kernels']}; read bandwidth {facts['read_bandwidth'] / 1e9:.1f} GB/s, "
-            f"matrix peak {facts['matrix_peak'] / 1e9:.0f} GFLOP/s; milliseconds, medians.", "",
+    text = [f"{facts['cpu']}, {facts['threads']} threads, {facts['kernels']}; "
+            f"read bandwidth {facts['read_bandwidth'] / 1e9:.1f} GB/s, matrix peak {facts['matrix_peak'] / 1e9:.0f} GFLOP/s; milliseconds, medians.", "",
             f"| | leanfleet | {' | '.join(peers)} | times the best peer | times the floor |", "|---" * (len(peers) + 4) + "|"]
     for line in dict.fromkeys(r["line"] for r in rows):
         times = {r["implementation"]: r for r in rows if r["line"] == line}
@@ -293,7 +293,8 @@ def table(facts, rows):
         others = [times[p]["seconds"] for p in peers if p in times]
         cells = [f"{times[p]['seconds'] * 1e3:.3f}" if p in times else "" for p in peers]
         speed = f"{min(others) / ours['seconds']:.2f}" if others else ""
-        text.append(f"| {line} | {ours['seconds'] * 1e3:.3f} | {' | '.join(cells)} | {speed} | {ours['seconds'] / ours['floor']:.2f} |")
+        over_floor = f"{ours['seconds'] / ours['floor']:.2f}"
+        text.append(f"| {line} | {ours['seconds'] * 1e3:.3f} | {' | '.join(cells)} | {speed} | {over_floor} |")
     return "\n".join(text)
 
 

@@ -1,7 +1,3 @@
-# NOTE to the helper who writes function bodies: the lead, believing you had stopped, put this working version here and
-# overwrote your first part; sorry. Your second part is kept in /tmp/lead/fb/helper_part2.py. Do not rewrite: this one
-# stays. Please review and test THIS file with your own eyes and tests (tests/test_function_bodies.py, the lead's), add
-# cases or simplify where yours was better (keep attach/function_for), remove this note at the end, and report.
 """Model-local functions: every leanfleet node's meaning in standard ONNX operators.
 
 An exported model carries one function for each kind of leanfleet node in it, so that it runs where the library is not
@@ -54,7 +50,8 @@ class Builder:
 
         def emit(*inputs, outputs=1, **attributes):
             values = [v if v is None or isinstance(v, ir.Value) else self.constant(v) for v in inputs]
-            attributes = [v if isinstance(v, ir.Attr) else ir.convenience.convert_attribute(k, v) for k, v in attributes.items()]
+            attributes = [v if isinstance(v, ir.Attr) else ir.convenience.convert_attribute(k, v)
+                          for k, v in attributes.items()]
             node = ir.Node("", op_type, values, attributes, num_outputs=outputs)
             self._add(node)
             return node.outputs[0] if outputs == 1 else node.outputs
@@ -601,7 +598,7 @@ def normalized_grad(body):
     """NormalizedLinearAttentionGrad: with w = dO / g and r = o.w, the product of [w, -r] with [v, 1] and back."""
     b, attrs = body.b, body.attrs
     q, k, v, q_norm, k_norm = _normalized_inputs(body)
-    kv_heads, tokens = b.dim(q, 1), b.dim(q, 3)
+    kv_heads = b.dim(q, 1)
     alpha, beta = _coefficients(b, body)
     o, do = _grouped(b, body.tensor("output"), kv_heads), _grouped(b, body.tensor("grad_output"), kv_heads)
     g = _grouped(b, b.unsqueeze(body.tensor("normalizer", 3), 3), kv_heads)

@@ -125,7 +125,8 @@ def model_part():
     with step("exporting it"):
         export_decoder(model, folder, tokenizer)
     with step("comparing ONNX Runtime with the library and without (batch 2, 7 tokens, 64 cache slots)"):
-        rows, kernels = parity.check(folder / "model.onnx", ("body", "ort-cpu"), sizes={"batch": 2, "tokens": 7, "capacity": 64})
+        rows, kernels = parity.check(folder / "model.onnx", ("body", "ort-cpu"),
+                                     sizes={"batch": 2, "tokens": 7, "capacity": 64})
     rows.sort(key=lambda r: r["error"] / r["tolerance"])
     print(f"  {len(rows)} outputs; logits and the least good:")
     print_table([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)

@@ -215,8 +215,8 @@ def test_info_json(capsys):
 
 
 def test_as_a_module(model):
-    result = subprocess.run([sys.executable, "-m", "leanfleet", "check", model], capture_output=True, text=True,
+    result = subprocess.run([sys.executable, "-P", "-m", "leanfleet", "check", model], capture_output=True, text=True,
                             env=os.environ)
     assert result.returncode == 0 and "ort-cpu" in result.stdout and result.stderr == "", result.stderr
-    result = subprocess.run([sys.executable, "-m", "leanfleet", "--version"], capture_output=True, text=True)
+    result = subprocess.run([sys.executable, "-P", "-m", "leanfleet", "--version"], capture_output=True, text=True)
     assert result.stdout == f"leanfleet {leanfleet.__version__}\n"

@@ -294,7 +294,7 @@ def test_token_ids_lie_in_their_table():
 
 def polygraphy(*arguments, **environment):
     code = "import sys; from polygraphy.tools import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-c", code, "run", *map(str, arguments)], capture_output=True, text=True,
+    return subprocess.run([sys.executable, "-P", "-c", code, "run", *map(str, arguments)], capture_output=True, text=True,
                           env={**os.environ, **environment})
 
 

@@ -33,7 +33,8 @@ struct Tile {
   int32_t* positions;   // [key_tile]
 };
 
-// What one thread works in. Widths are padded to kPad, the padding of query, keys and values is zero.
+// What one thread works in. Widths are padded to kPad, the padding of query, keys and values is zero. keys, strips
+// and values are there only if a call needs them.
 struct Scratch {
   float* query;    // [row_tile, D] times the factor of the logits
   float* output;   // [row_tile, Dv] sum of weights * values
@@ -86,7 +87,7 @@ Vec larger(Vec a, Vec b) {  // b if either is NaN
 #endif
 }
 
-// 2^x for x <= 0 within 1 ulp; 0 below -126; NaN stays NaN. x = n + r with |r| <= 1/2 and a degree 6
+// 2^x for x <= 0 within 1 ulp; 0 below -126.5; NaN stays NaN. x = n + r with |r| <= 1/2 and a degree 6
 // polynomial in r, fitted to the least greatest relative error.
 Vec exp2(Vec x) {
   x = larger(broadcast(-127.0f), x);
@@ -492,8 +493,8 @@ void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& til
 template <class T>
 void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, const Tile& next,
                  int32_t first_row, int32_t rows, const Scratch& scratch) {
-  const int64_t d = padded(args.key_width), dv = padded(args.value_width),
-                stride = padded(args.plan.key_tile);
+  const int64_t d = padded(args.key_width), dv = padded(args.value_width);
+  const int64_t stride = padded(args.plan.key_tile);
   const int32_t n = tile.n;
   if (n == 0) return;
   const RowsAt<T> keys{tile.keys}, values{tile.values};
@@ -584,8 +585,8 @@ template <class T>
 void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanSegment& segment,
                     Scratch& scratch) {
   const LeanSpan all = lean_unit_rows(args, unit.row_tile);
-  const int32_t end = lean_clamp(args.group * unit.request.tokens, all.begin, all.end),
-                rows = end - all.begin;
+  const int32_t end = lean_clamp(args.group * unit.request.tokens, all.begin, all.end);
+  const int32_t rows = end - all.begin;
   if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
   if (rows == 0) return;
   const int64_t d = padded(args.key_width), dv = padded(args.value_width);
