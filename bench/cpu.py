@@ -285,7 +285,8 @@ def table(facts, rows):
     """A Markdown table: one line a shape, the peers beside ours, and ours against the best of them and the floor."""
     peers = list(dict.fromkeys(r["implementation"] for r in rows if r["implementation"] != "leanfleet"))
     text = [f"{facts['cpu']}, {facts['threads']} threads, {facts['kernels']}; "
-            f"read bandwidth {facts['read_bandwidth'] / 1e9:.1f} GB/s, matrix peak {facts['matrix_peak'] / 1e9:.0f} GFLOP/s; milliseconds, medians.", "",
+            f"read bandwidth {facts['read_bandwidth'] / 1e9:.1f} GB/s, "
+            f"matrix peak {facts['matrix_peak'] / 1e9:.0f} GFLOP/s; milliseconds, medians.", "",
             f"| | leanfleet | {' | '.join(peers)} | times the best peer | times the floor |", "|---" * (len(peers) + 4) + "|"]
     for line in dict.fromkeys(r["line"] for r in rows):
         times = {r["implementation"]: r for r in rows if r["line"] == line}

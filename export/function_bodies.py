@@ -1,702 +1,751 @@
-"""Model-local functions: every leanfleet node's meaning in standard ONNX operators.
+"""Every operator as a model-local ONNX function of standard operators, so that an exported model runs where the
+library is not registered too.
 
-An exported model carries one function for each kind of leanfleet node in it, so that it runs where the library is not
-registered; where it is, the kernels win. What a node needs depends on which optional inputs it has and on its attributes,
-so every such variant is an overload of its own, with the attributes' values built in.
+attach(model) gives every leanfleet node of a model its function. A function cannot test whether an optional input is
+there, so each set of present inputs, and each set of attribute values, which the body has baked in, is an overload of
+its own. All sizes stay dynamic. The bodies compute in float32 whatever T is, and need opset 18 or newer.
 
-The bodies compute in float32, keep every dimension dynamic, and need memory linear in the number of tokens: the linear
-operators run a Scan over chunks. They use operators that ONNX Runtime's CPU provider has for float, opset 18 on.
+The linear operators work chunk by chunk: a Scan over chunks of 64 tokens carries the state, so that memory is linear
+in the number of tokens. Equations and sources: leanfleet.export.reference, which is what the bodies are tested against.
+
+Symbols: B batch, Q requests, H query heads, Hkv key/value heads, G = H / Hkv, N tokens, C tokens of a chunk, R or D
+size of queries and keys, Dv of values, W any size.
 """
 
-import zlib
+import itertools
+import math
+import warnings
+from collections import Counter
+from types import SimpleNamespace
 
 import numpy as np
 import onnx_ir as ir
-
 from leanfleet import spec
+from onnx_ir.passes.common import InlinePass
+from onnx_ir.tape import Tape
 
-CHUNK = 64  # tokens of one step of the Scan
-UNIT_ROW_EPS = 1e-12  # normalize_qk divides by at least this, as the reference and the kernels do
-FLOAT, INT64, INT32, BOOL = 1, 7, 6, 9
-NEG_INF = float("-inf")
+CHUNK = 64
+UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by, as in the reference
+DEFAULT_OPSET = 20  # of a model without standard operators
+OLDEST_OPSET = 18  # the first where ReduceMax takes its axes as an input
+IR_VERSION = 10  # the first with overloads
+_TOKENS = 3  # the token axis of the inner tensors [Q,Hkv,G,N,W]; once split into chunks, the axis of the chunks
 
 
-class Builder:
-    """Emits nodes: b.MatMul(x, y), b.Cast(x, to=FLOAT). Numbers become constants; int64 for int, float32 for float."""
+class _Ops(Tape):
+    """Emits standard operators: ops.Add(x, 1.0). Numbers and lists of integers among the inputs become constants."""
 
-    def __init__(self, prefix="v"):
-        self.nodes, self.prefix, self._constants, self._names = [], prefix, {}, 0
-
-    def _add(self, node):
-        """Values of a Scan's body see those outside: every Builder of a function needs a prefix of its own."""
-        for output in node.outputs:
-            output.name = f"{self.prefix}{self._names}"
-            self._names += 1
-        self.nodes.append(node)
-
-    def constant(self, value):
-        array = np.asarray(value)
-        array = array.astype(np.float32 if array.dtype.kind == "f" else np.int64 if array.dtype.kind == "i" else array.dtype)
-        key = (array.dtype.str, array.shape, array.tobytes())
-        if key not in self._constants:
-            node = ir.Node("", "Constant", [], [ir.AttrTensor("value", ir.tensor(array))])
-            self._add(node)
-            self._constants[key] = node.outputs[0]
-        return self._constants[key]
+    def __init__(self, outer=None):
+        super().__init__()
+        self._outer = outer
+        self._numbers = outer._numbers if outer else itertools.count()  # names are unique across subgraphs
+        self._constants = {}
 
     def __getattr__(self, op_type):
-        if op_type.startswith("_"):
+        if not op_type[:1].isupper():
             raise AttributeError(op_type)
 
         def emit(*inputs, outputs=1, **attributes):
-            values = [v if v is None or isinstance(v, ir.Value) else self.constant(v) for v in inputs]
-            attributes = [v if isinstance(v, ir.Attr) else ir.convenience.convert_attribute(k, v)
-                          for k, v in attributes.items()]
-            node = ir.Node("", op_type, values, attributes, num_outputs=outputs)
-            self._add(node)
-            return node.outputs[0] if outputs == 1 else node.outputs
+            values = [self.constant(x) if isinstance(x, (int, float, list)) else x for x in inputs]
+            results = self.op_multi_out(op_type, values, attributes, num_outputs=outputs)
+            for value in results:
+                value.name = self._name()
+            return results[0] if outputs == 1 else results
 
         return emit
 
-    # Shorthands. Axes are those of the shape in the comment at the call.
+    def _name(self):
+        return f"v{next(self._numbers)}"
+
+    def constant(self, value):
+        """A number as a scalar (float32 or int64), a list of integers as int64 [n]; one node for equal values."""
+        if self._outer:
+            return self._outer.constant(value)
+        key = repr(value)
+        if key not in self._constants:
+            dtype = np.float32 if isinstance(value, float) else np.int64
+            self._constants[key] = self.Constant(value=ir.tensor(np.array(value, dtype)))
+        return self._constants[key]
 
     def float(self, x):
-        return self.Cast(x, to=FLOAT)
+        return self.Cast(x, to=ir.DataType.FLOAT)
 
-    def int(self, x):
-        return self.Cast(x, to=INT64)
+    def int64(self, x):
+        return self.Cast(x, to=ir.DataType.INT64)
 
-    def dim(self, x, axis):
-        """The size of an axis as an int64 [1]."""
+    def size(self, x, axis):
+        """Size of an axis, int64 [1]."""
         return self.Shape(x, start=axis, end=axis + 1)
 
-    def join(self, *sizes):
-        """A shape from int64 [1] values and numbers."""
-        return self.Concat(*[s if isinstance(s, ir.Value) else [s] for s in sizes], axis=0)
+    def range(self, count):
+        """0 .. count-1, for an int64 [1]."""
+        return self.Range(0, self.Squeeze(count, [0]), 1)
+
+    def dims(self, *sizes):
+        """A shape from numbers, sizes and parts of shapes."""
+        return self.Concat(*([s] if isinstance(s, int) else s for s in sizes), axis=0)
 
     def reshape(self, x, *sizes):
-        return self.Reshape(x, self.join(*sizes))
+        return self.Reshape(x, self.dims(*sizes), allowzero=1)
 
-    def expand(self, x, *sizes):
-        return self.Expand(x, self.join(*sizes))
+    def zeros(self, *sizes):
+        return self.ConstantOfShape(self.dims(*sizes), value=ir.tensor(np.zeros(1, np.float32)))
 
-    def unsqueeze(self, x, *axes):
-        return self.Unsqueeze(x, list(axes))
+    def add_rows(self, x, axis, count):
+        """x with `count` rows of zeros behind it. Not by Pad: when onnxruntime (1.20 to 1.31) moves a Transpose
+        across it, it forgets the axes that Pad was given."""
+        return self.Concat(x, self.zeros(self.Shape(x, end=axis), count, self.Shape(x, start=axis + 1)), axis=axis)
 
-    def squeeze(self, x, *axes):
-        return self.Squeeze(x, list(axes))
+    def take(self, x, axis, count):
+        """The first `count` rows."""
+        return self.Slice(x, [0], count, [axis])
 
-    def cut(self, x, begin, end, axis):
-        """x[begin:end] along an axis; numbers or int64 [1] values."""
-        return self.Slice(x, *[v if isinstance(v, ir.Value) else [v] for v in (begin, end)], [axis])
+    def split_last(self, x, axis):
+        """x without its last row along an axis, and that row, with the axis kept."""
+        return self.Slice(x, [0], [-1], [axis]), self.Slice(x, [-1], [2**31], [axis])
 
-    def range(self, size):
-        """0 .. size-1 as int64 [size]; size int64 [1]."""
-        return self.Range(0, self.squeeze(size, 0), 1)
+    def sum(self, x, *axes, keepdims=1):
+        return self.ReduceSum(x, list(axes), keepdims=keepdims)
 
-    def sum(self, x, *axes, keep=False):
-        return self.ReduceSum(x, list(axes), keepdims=int(keep))
+    def transposed(self, x):
+        """The last two axes of [Q,Hkv,G,.,.] exchanged."""
+        return self.Transpose(x, perm=[0, 1, 2, 4, 3])
 
-    def transposed(self, x, axes):
-        return self.Transpose(x, perm=list(axes))
+    def clamped(self, x, upper):
+        return self.Min(self.Max(x, 0), upper)
 
-    def clip(self, x, low, high):
-        """x within [low, high], elementwise; low wins."""
-        return self.Max(self.Min(x, high), low)
+    def scan(self, step, states, sequences, reverse=False):
+        """A Scan along the token axis. step(ops, states, slices) -> (states, outputs), lists; the outputs are stacked
+        along the same axis. None in `sequences` stays None. Returns (final states, stacked outputs)."""
+        inner = _Ops(self)
+        known = {"type": ir.TensorType(ir.DataType.FLOAT), "shape": ir.Shape([None] * 5)}
 
-    def all(self, *conditions):
-        result = conditions[0]
-        for condition in conditions[1:]:
-            result = self.And(result, condition)
-        return result
+        def parameter(x):
+            return x and ir.Value(name=self._name(), **known)
 
-
-class Body:
-    """One function under construction: inputs by name (None when absent), attribute values, outputs in order."""
-
-    def __init__(self, op, present, attrs):
-        self.b = Builder()
-        self.op, self.attrs = op, attrs
-        self.values = {t.name: ir.Value(name=t.name) if t.name in present else None for t in op.inputs}
-        self.bnhd = attrs.get("layout") == "bnhd"
-
-    def __getitem__(self, name):
-        return self.values[name]
-
-    def tensor(self, name, rank=4):
-        """A T or F input that follows `layout`, as float32 [B,heads,tokens(,D)]."""
-        x = self.b.float(self[name])
-        return self.b.transposed(x, (0, 2, 1, 3)[:rank]) if self.bnhd else x
-
-    def result(self, x, rank=4, like="query"):
-        """A [B,heads,tokens(,D)] result in the node's layout, and in the type of input `like` (None: float32)."""
-        x = self.b.transposed(x, (0, 2, 1, 3)[:rank]) if self.bnhd else x
-        return self.b.CastLike(x, self[like]) if like else x
-
-    def function(self, outputs):
-        """The function's inputs and outputs. `outputs` are those that the attributes ask for, in the schema's order.
-
-        Outputs are positional: one that is not asked for but stands before one that is becomes an empty tensor.
-        """
-        active = dict(zip((t.name for t in self.op.active_outputs(self.attrs)), outputs, strict=True))
-        listed = self.op.outputs[:1 + max(i for i, t in enumerate(self.op.outputs) if t.name in active)]
-        empty = np.zeros(0, np.float32)
-        # Identity: an output must not be an input or a shared constant.
-        outputs = [self.b.Identity(active.get(t.name, empty)) for t in listed]
-        for t, value in zip(listed, outputs, strict=True):
-            value.name = t.name
-        inputs = [self.values[t.name] or ir.Value(name=t.name) for t in self.op.inputs]
-        while self.values[self.op.inputs[len(inputs) - 1].name] is None:
-            inputs.pop()
-        return inputs, outputs
+        inputs = [[parameter(x) for x in group] for group in (states, sequences)]
+        new_states, outputs = step(inner, *inputs)
+        results = [inner.Identity(x) for x in (*new_states, *outputs)]  # an output may not be an input
+        for result in results:  # onnxruntime 1.20 must be told the rank
+            result.type, result.shape = known["type"], known["shape"]
+        parameters, sequences = [x for x in sum(inputs, []) if x], [x for x in sequences if x]
+        body = ir.Graph(parameters, results, nodes=inner.nodes, name="chunk")
+        values = self.Scan(
+            *states, *sequences, outputs=len(results), body=body, num_scan_inputs=len(sequences),
+            scan_input_axes=[_TOKENS] * len(sequences), scan_input_directions=[int(reverse)] * len(sequences),
+            scan_output_axes=[_TOKENS] * len(outputs), scan_output_directions=[int(reverse)] * len(outputs))
+        return values[:len(states)], values[len(states):]
 
 
-def attention(body):
-    """LeanAttention: the cache of every request as a dense [B,Hkv,S,D] view, then masked softmax."""
-    b, attrs = body.b, body.attrs
-    q = body.tensor("query")  # [B,H,Nq,D]
-    batch, heads, nq, width = (b.dim(q, i) for i in range(4))
-    keys, values, capacity, slot_ok, place = _cache_view(body, batch)
-    kv_heads, slots = b.dim(keys, 1), b.dim(keys, 2)
-    seq = capacity if body["seq_lens"] is None else b.clip(b.int(body["seq_lens"]), 0, capacity)  # [B]
-    new = b.expand(nq, batch) if body["query_lens"] is None else b.int(body["query_lens"])
-    new = b.clip(new, 0, b.Min(nq, seq))  # [B] rows that are not padding
-    first = b.Sub(seq, new)  # [B] position of row 0
-    slot = b.range(slots)
-    caches = []
-    if attrs["append"]:
-        offset = b.Sub(b.unsqueeze(slot, 0), b.unsqueeze(first, 1))  # [B,S] which new row a slot takes
-        fresh = b.all(b.GreaterOrEqual(offset, 0), b.Less(offset, b.unsqueeze(new, 1)))
-        row = b.unsqueeze(b.clip(offset, 0, b.Sub(nq, 1)), 1, 3)  # [B,1,S,1]
-        fresh = b.unsqueeze(fresh, 1, 3)
-        rows = [body.tensor("new_key"), body.tensor("new_value")]  # [B,Hkv,Nq,D]
-        views = []
-        for view, source in zip((keys, values), rows):
-            index = b.expand(row, batch, kv_heads, slots, b.dim(source, 3))
-            views.append(b.Where(fresh, b.GatherElements(source, index, axis=2), view))
-        keys, values = views
-        caches = place(rows, first, new)
-    groups = b.Div(heads, kv_heads)
-    scale = float(attrs["scale"]) if attrs["scale"] else b.Reciprocal(b.Sqrt(b.float(width)))
-    valid = b.Less(b.unsqueeze(slot, 0), b.unsqueeze(seq, 1))  # [B,S]
-    if slot_ok is not None:
-        valid = b.And(valid, slot_ok)
-    # Slots that do not count may hold NaN: select, then multiply.
-    keys, values = (b.Where(b.unsqueeze(valid, 1, 3), x, 0.0) for x in (keys, values))
-    packed = b.reshape(b.Mul(q, scale), batch, kv_heads, b.Mul(groups, nq), width)
-    logits = b.reshape(b.MatMul(packed, b.transposed(keys, (0, 1, 3, 2))), batch, kv_heads, groups, nq, slots)
-    if attrs["softcap"]:
-        logits = b.Mul(b.Tanh(b.Div(logits, float(attrs["softcap"]))), float(attrs["softcap"]))
-    step = b.range(nq)
-    position = b.unsqueeze(b.Add(b.unsqueeze(first, 1), b.unsqueeze(step, 0)), 2)  # [B,Nq,1]
-    at = b.unsqueeze(slot, 0, 1)  # [1,1,S]
-    real = b.Less(b.unsqueeze(step, 0), b.unsqueeze(new, 1))  # [B,Nq]
-    mask = b.And(b.unsqueeze(valid, 1), b.unsqueeze(real, 2))  # [B,Nq,S]
-    if attrs["causal"]:
-        mask = b.And(mask, b.LessOrEqual(at, position))
-    if attrs["window"] >= 0:
-        mask = b.And(mask, b.Greater(at, b.Sub(position, int(attrs["window"]))))
-    logits = b.Where(b.unsqueeze(mask, 1, 2), logits, NEG_INF)
-    largest = b.ReduceMax(logits, [4], keepdims=1)  # [B,Hkv,G,Nq,1]
-    sink = None
-    if body["sinks"] is not None:
-        sink = b.reshape(body["sinks"], 1, kv_heads, groups, 1, 1)
-        largest = b.Max(largest, sink)
-    largest = b.Where(b.Equal(largest, NEG_INF), 0.0, largest)
-    weights = b.Exp(b.Sub(logits, largest))
-    total = b.sum(weights, 4, keep=True)
-    if sink is not None:
-        total = b.Add(total, b.Exp(b.Sub(sink, largest)))
-    attended = b.MatMul(b.reshape(weights, batch, kv_heads, b.Mul(groups, nq), slots), values)
-    attended = b.reshape(attended, batch, kv_heads, groups, nq, b.dim(values, 3))
-    output = b.Div(attended, b.Where(b.Equal(total, 0.0), 1.0, total))
-    lse = b.squeeze(b.Add(b.Log(total), largest), 4)  # [B,Hkv,G,Nq]
-    lse = b.Where(b.unsqueeze(real, 1, 2), lse, NEG_INF)
-    output = b.reshape(output, batch, heads, nq, b.dim(values, 3))
-    return [body.result(output), body.result(b.reshape(lse, batch, heads, nq), 3, None), *caches]
+def _swapped(ops, x, layout, rank=4):
+    """Between bhnd and `layout`, either way."""
+    return x if layout == "bhnd" else ops.Transpose(x, perm=[0, 2, 1, 3][:rank])
 
 
-def _cache_view(body, batch):
-    """(keys, values [B,Hkv,S,D] float32, capacity [B], slot_ok [B,S] or None, place).
+def _away_from_zero(ops, x, eps):
+    """x with its magnitude held at eps or more, sign kept (that of 0 is plus)."""
+    held = ops.Where(ops.Less(x, 0.0), -eps, eps)
+    return ops.Where(ops.GreaterOrEqual(ops.Abs(x), eps), x, held)
 
-    place(rows, first, new): the two caches with rows [B,Hkv,Nq,D] appended at positions first .. first + new - 1.
+
+def _spans(ops, cu_seqlens, total):
+    """(start, length) of each request, [Q], inside [0, total] whatever cu_seqlens holds."""
+    offsets = ops.clamped(ops.int64(cu_seqlens), total)
+    start, end = ops.Slice(offsets, [0], [-1], [0]), ops.Slice(offsets, [1], [2**31], [0])
+    return start, ops.Sub(ops.Max(start, end), start)
+
+
+# LeanAttention
+
+
+def _cache_slots(ops, x, batch):
+    """(capacity [B,1] or [1], slot of each position [B,S], Hkv, to_slots, from_slots).
+
+    A slot is a row of a cache brought to [slots,Hkv,W] by to_slots; -1 on a page that does not exist.
     """
-    b = body.b
-    caches = [b.float(body["key_cache"]), b.float(body["value_cache"])]
+    cache = x.key_cache
+    if x.block_table is not None:
+        pool, block, kv_heads = (ops.size(cache, axis) for axis in range(3))
+        pages = ops.Unsqueeze(ops.int64(x.block_table), [2])
+        inside = ops.And(ops.GreaterOrEqual(pages, 0), ops.Less(pages, pool))
+        slots = ops.Where(inside, ops.Add(ops.Mul(pages, block), ops.range(block)), -1)
+        capacity = ops.Mul(ops.size(x.block_table, 1), block)
 
-    def finish(results):
-        return [b.CastLike(x, body["query"]) for x in results]
+        def to_slots(cache):
+            return ops.reshape(cache, ops.Mul(pool, block), kv_heads, ops.size(cache, 3))
 
-    if body["block_table"] is not None:
-        pages, block, kv_heads = (b.dim(caches[0], i) for i in range(3))
-        table = b.int(body["block_table"])  # [B,M]
-        inside = b.all(b.GreaterOrEqual(table, 0), b.Less(table, pages))
-        table = b.Where(inside, table, 0)
-        slots = b.Mul(b.dim(table, 1), block)
-        views = []
-        for cache in caches:
-            gathered = b.transposed(b.Gather(cache, table, axis=0), (0, 3, 1, 2, 4))  # [B,Hkv,M,block,D]
-            views.append(b.reshape(gathered, batch, kv_heads, slots, b.dim(cache, 3)))
-        slot_page = b.Div(b.range(slots), block)  # [S]
-        slot_ok = b.Gather(inside, slot_page, axis=1)
+        def from_slots(slots):
+            return ops.reshape(slots, pool, block, kv_heads, ops.size(slots, 2))
 
-        def place(rows, first, new):
-            nq = b.dim(rows[0], 2)
-            step = b.range(nq)
-            position = b.Add(b.unsqueeze(first, 1), b.unsqueeze(step, 0))  # [B,Nq]
-            real = b.Less(b.unsqueeze(step, 0), b.unsqueeze(new, 1))
-            page = b.clip(b.Div(position, block), 0, b.Sub(b.dim(table, 1), 1))
-            real = b.And(real, b.GatherElements(inside, page, axis=1))
-            trash = b.Mul(pages, block)  # one row past the pool takes what is not written
-            row = b.Add(b.Mul(b.GatherElements(table, page, axis=1), block), b.Mod(position, block))
-            row = b.reshape(b.Where(real, row, trash), -1, 1)
-            results = []
-            for cache, source in zip(caches, rows):
-                width = b.dim(cache, 3)
-                flat = b.reshape(cache, trash, kv_heads, width)
-                flat = b.Concat(flat, b.expand([[[0.0]]], 1, kv_heads, width), axis=0)
-                updates = b.reshape(b.transposed(source, (0, 2, 1, 3)), -1, kv_heads, width)
-                flat = b.cut(b.ScatterND(flat, row, updates), 0, trash, 0)
-                results.append(b.reshape(flat, pages, block, kv_heads, width))
-            return finish(results)
+        return capacity, ops.reshape(slots, batch, capacity), kv_heads, to_slots, from_slots
+    if x.cu_seqlens is not None:
+        start, length = _spans(ops, x.cu_seqlens, ops.size(cache, 1))
+        longest = ops.Max(ops.ReduceMax(length, [0]), [1])
+        slots = ops.Add(ops.Unsqueeze(start, [1]), ops.range(longest))
 
-        return *views, b.expand(slots, batch), slot_ok, place
-    if body["cu_seqlens"] is not None:
-        total = b.dim(caches[0], 1)
-        begin, capacity = _segments(b, body["cu_seqlens"], total)
-        slots = b.Max(b.ReduceMax(capacity, [0], keepdims=1), [1])
-        index = b.Min(b.Add(b.unsqueeze(begin, 1), b.unsqueeze(b.range(slots), 0)), b.Sub(total, 1))  # [B,S]
-        views = [b.transposed(b.Gather(cache, index, axis=1), (1, 0, 2, 3)) for cache in caches]
+        def swap(cache):
+            return ops.Transpose(cache, perm=[1, 0, 2])
 
-        def place(rows, first, new):
-            nq = b.dim(rows[0], 2)
-            flat = b.unsqueeze(b.range(total), 0)  # [1,total]
-            offset = b.Sub(flat, b.unsqueeze(b.Add(begin, first), 1))  # [B,total]
-            taken = b.all(b.GreaterOrEqual(offset, 0), b.Less(offset, b.unsqueeze(new, 1)))
-            owner = b.ArgMax(b.Cast(taken, to=INT32), axis=0, keepdims=1)  # [1,total]
-            fresh = b.GatherElements(taken, owner, axis=0)
-            row = b.Add(b.Mul(owner, nq), b.clip(b.GatherElements(offset, owner, axis=0), 0, b.Sub(nq, 1)))
-            results = []
-            for cache, source in zip(caches, rows):
-                listed = b.reshape(b.transposed(source, (1, 0, 2, 3)), b.dim(cache, 0), -1, b.dim(cache, 2))
-                results.append(b.Where(b.unsqueeze(fresh, 2), b.Gather(listed, b.squeeze(row, 0), axis=1), cache))
-            return finish(results)
+        return ops.Unsqueeze(length, [1]), slots, ops.size(cache, 0), swap, swap
+    kv_heads, capacity = ops.size(cache, 1), ops.size(cache, 2)
+    slots = ops.Add(ops.Mul(ops.Unsqueeze(ops.range(batch), [1]), capacity), ops.range(capacity))
 
-        return *views, capacity, None, place
+    def to_slots(cache):
+        by_token = ops.Transpose(cache, perm=[0, 2, 1, 3])
+        return ops.reshape(by_token, ops.Mul(batch, capacity), kv_heads, ops.size(cache, 3))
 
-    slots = b.dim(caches[0], 2)
+    def from_slots(slots):
+        by_token = ops.reshape(slots, batch, capacity, kv_heads, ops.size(slots, 2))
+        return ops.Transpose(by_token, perm=[0, 2, 1, 3])
 
-    def place(rows, first, new):
-        nq = b.dim(rows[0], 2)
-        offset = b.Sub(b.unsqueeze(b.range(slots), 0), b.unsqueeze(first, 1))
-        fresh = b.unsqueeze(b.all(b.GreaterOrEqual(offset, 0), b.Less(offset, b.unsqueeze(new, 1))), 1, 3)
-        row = b.unsqueeze(b.clip(offset, 0, b.Sub(nq, 1)), 1, 3)
-        return finish([b.Where(fresh, b.GatherElements(
-            source, b.expand(row, batch, b.dim(cache, 1), slots, b.dim(cache, 3)), axis=2), cache)
-            for cache, source in zip(caches, rows)])
-
-    return *caches, b.expand(slots, batch), None, place
+    return capacity, slots, kv_heads, to_slots, from_slots
 
 
-def _segments(b, cu_seqlens, total):
-    """(begin, length) of each request, int64 [Q], from offsets held within [0, total] and non-decreasing."""
-    offsets = b.clip(b.int(cu_seqlens), 0, total)
-    begin = b.cut(offsets, 0, -1, 0)
-    return begin, b.Max(b.Sub(b.cut(offsets, 1, np.iinfo(np.int64).max, 0), begin), 0)
+def _lean_attention(ops, x, a, ranks):
+    """Reads every cache through one table of slots. Two rows of zeros follow the slots: what is not visible reads the
+    first, so that whatever the cache holds there cannot leak; new rows that are padding are written to the second."""
+    query = _swapped(ops, ops.float(x.query), a.layout)
+    batch, heads, tokens, width = (ops.size(query, axis) for axis in range(4))
+    capacity, slots, kv_heads, to_slots, from_slots = _cache_slots(ops, x, batch)
+    group = ops.Div(heads, kv_heads)
 
+    def per_request(lens, absent):
+        return ops.Expand(absent, ops.dims(batch, 1)) if lens is None else ops.Unsqueeze(ops.int64(lens), [1])
 
-def linear_product(b, rows, keys, values, decay, state, reverse=False):
-    """(Σ over tokens j <= i of M_ij (rows_i . keys_j) values_j + the state's part, and the state after the last token).
+    lengths = ops.clamped(per_request(x.seq_lens, capacity), capacity)
+    counts = ops.clamped(per_request(x.query_lens, tokens), ops.Min(tokens, lengths))
+    first = ops.Sub(lengths, counts)  # the position of a request's row 0
+    rows, positions = ops.range(tokens), ops.range(ops.size(slots, 1))
+    is_row = ops.Less(rows, counts)  # [B,Nq]
+    valid = ops.And(ops.Less(positions, lengths), ops.GreaterOrEqual(slots, 0))  # [B,S]
+    if a.window != -1:
+        valid = ops.And(valid, ops.Greater(positions, ops.Sub(first, a.window)))
 
-    rows [B,Hkv,Gq,N,X], keys [B,Hkv,Gk,N,X], values [B,Hkv,Gk,N,Y]; the sum also runs over Gk. decay: log decay
-    [B,Hkv,N] or None; M_ij = exp(Σ_{t=j+1..i} decay_t). state [B,Hkv,X,Y]: decayed first, then tokens are added.
-    reverse: tokens j >= i with M_ji instead; the state then enters after the last token, undecayed, and comes out before
-    the first one, decayed by it.
-    Returns [B,Hkv,Gq,N,Y] and [B,Hkv,X,Y]. A Scan over chunks of CHUNK tokens: memory linear in N.
-    """
-    batch, heads, gq, n, x = (b.dim(rows, i) for i in range(5))
-    gk, y = b.dim(keys, 2), b.dim(values, 4)
-    chunks = b.Div(b.Add(n, CHUNK - 1), CHUNK)
-    missing = b.Sub(b.Mul(chunks, CHUNK), n)  # tokens of padding: zero keys and values, no decay
+    caches = [to_slots(ops.float(cache)) for cache in (x.key_cache, x.value_cache)]
+    slot_count = ops.size(caches[0], 0)
+    caches = [ops.add_rows(cache, 0, 2) for cache in caches]
+    if a.append:
+        last = ops.Sub(ops.size(slots, 1), 1)
+        target = ops.GatherElements(slots, ops.Min(ops.Add(first, rows), last), axis=1)
+        target = ops.Where(ops.And(is_row, ops.GreaterOrEqual(target, 0)), target, ops.Add(slot_count, 1))
+        for i, new in enumerate((x.new_key, x.new_value)):
+            by_token = ops.float(new) if a.layout == "bnhd" else ops.Transpose(ops.float(new), perm=[0, 2, 1, 3])
+            caches[i] = ops.ScatterND(caches[i], ops.Unsqueeze(target, [2]), by_token)
 
-    def chunked(t, group):  # [B,Hkv,G,N,W] -> [chunks,B,Hkv,G*CHUNK,W]
-        width = b.dim(t, 4)
-        t = b.Pad(t, b.join(0, 0, 0, 0, 0, 0, 0, 0, missing, 0))
-        t = b.transposed(b.reshape(t, batch, heads, group, chunks, CHUNK, width), (3, 0, 1, 2, 4, 5))
-        return b.reshape(t, chunks, batch, heads, b.Mul(group, CHUNK), width)
+    source = ops.Where(valid, slots, slot_count)
+    keys, values = (ops.Gather(cache, source, axis=0) for cache in caches)  # [B,S,Hkv,W]
+    keys = ops.Unsqueeze(ops.Transpose(keys, perm=[0, 2, 3, 1]), [2])
+    values = ops.Unsqueeze(ops.Transpose(values, perm=[0, 2, 1, 3]), [2])
 
-    sequences = [chunked(rows, gq), chunked(keys, gk), chunked(values, gk)]
-    if decay is not None:
-        padded = b.Pad(decay, b.join(0, 0, 0, 0, 0, missing))
-        sequences.append(b.transposed(b.reshape(padded, batch, heads, chunks, CHUNK), (2, 0, 1, 3)))
+    scale = a.scale or ops.Reciprocal(ops.Sqrt(ops.float(width)))
+    scaled = ops.reshape(ops.Mul(query, scale), batch, kv_heads, group, tokens, width)
+    logits = ops.MatMul(scaled, keys)  # [B,Hkv,G,Nq,S]
+    if a.softcap:
+        logits = ops.Mul(ops.Tanh(ops.Div(logits, a.softcap)), a.softcap)
+    visible = ops.Unsqueeze(valid, [1])
+    if a.causal:
+        position = ops.Unsqueeze(ops.Add(first, rows), [2])
+        visible = ops.And(visible, ops.LessOrEqual(positions, position))
+        if a.window != -1:
+            visible = ops.And(visible, ops.Greater(positions, ops.Sub(position, a.window)))
+    logits = ops.Where(ops.Unsqueeze(visible, [1, 2]), logits, -math.inf)
+    top = ops.ReduceMax(logits, [-1])
+    if x.sinks is not None:
+        sinks = ops.reshape(x.sinks, kv_heads, group, 1, 1)
+        top = ops.Max(top, sinks)
+    top = ops.Where(ops.Equal(top, -math.inf), 0.0, top)
+    weights = ops.Exp(ops.Sub(logits, top))
+    total = ops.sum(weights, -1)
+    if x.sinks is not None:
+        total = ops.Add(total, ops.Exp(ops.Sub(sinks, top)))
+    some = ops.Greater(total, 0.0)
+    output = ops.MatMul(ops.Div(weights, ops.Where(some, total, 1.0)), values)
+    lse = ops.Where(some, ops.Add(ops.Log(total), top), -math.inf)
 
-    inner = Builder(f"scan{len(b.nodes)}_")  # a count of nodes so far: unique in the function
-    state_in = ir.Value(name=f"{inner.prefix}state")
-    parts = [ir.Value(name=f"{inner.prefix}part_{i}") for i in range(len(sequences))]
-    r, k, v = parts[:3]
-    causal = np.tril(np.ones((CHUNK, CHUNK), dtype=bool))
-    spread = np.tril(np.ones((CHUNK, CHUNK), dtype=bool), -1)  # token t of row i counts for column j where t > j
-    scores = inner.MatMul(r, inner.transposed(k, (0, 1, 3, 2)))  # [B,Hkv,Gq*C,Gk*C]
-    scores = inner.Reshape(scores, inner.Concat(batch, heads, gq, [CHUNK], gk, [CHUNK], axis=0))
-    if decay is None:
-        weighted = inner.Where(inner.constant((causal.T if reverse else causal)[:, None, :]), scores, 0.0)
-        carried, kept = r, k
-        kept_state = state_in
-    else:
-        g = parts[3]  # [B,Hkv,C]
-        steps = inner.Where(inner.constant(spread), inner.unsqueeze(g, 3), 0.0)  # [B,Hkv,i,j]
-        between = inner.CumSum(steps, inner.constant(np.int64(2)))  # Σ_{t=j+1..i}: never positive, -inf is fine
-        mask = inner.Where(inner.constant(causal), inner.Exp(between), 0.0)
-        if reverse:
-            mask = inner.transposed(mask, (0, 1, 3, 2))
-        weighted = inner.Mul(scores, inner.unsqueeze(mask, 2, 4))
-        from_start = inner.Exp(inner.CumSum(g, inner.constant(np.int64(2))))  # [B,Hkv,C]: tokens 0 .. i
-        to_end = inner.Exp(inner.squeeze(inner.cut(between, CHUNK - 1, CHUNK, 2), 2))  # tokens j+1 .. C-1
-        row_factor, key_factor = (to_end, from_start) if reverse else (from_start, to_end)
-
-        def scaled(t, factor, group):
-            t = inner.Reshape(t, inner.Concat(batch, heads, group, [CHUNK], [-1], axis=0))
-            t = inner.Mul(t, inner.unsqueeze(factor, 2, 4))
-            return inner.Reshape(t, inner.Concat(batch, heads, [-1], x, axis=0))
-
-        carried, kept = scaled(r, row_factor, gq), scaled(k, key_factor, gk)
-        whole = inner.cut(from_start, CHUNK - 1, CHUNK, 2)  # [B,Hkv,1]
-        kept_state = inner.Mul(inner.unsqueeze(whole, 3), state_in)
-    weighted = inner.Reshape(weighted, inner.Concat(batch, heads, inner.Mul(gq, CHUNK), inner.Mul(gk, CHUNK), axis=0))
-    out = inner.Add(inner.MatMul(weighted, v), inner.MatMul(carried, state_in))
-    state_out = inner.Add(kept_state, inner.MatMul(inner.transposed(kept, (0, 1, 3, 2)), v))
-    graph = ir.Graph([state_in, *parts], [state_out, out], nodes=inner.nodes, name="chunk")
-    directions = {}
-    if reverse:
-        directions = {"scan_input_directions": [1] * len(sequences), "scan_output_directions": [1]}
-    final, result = b.Scan(state, *sequences, outputs=2, body=ir.AttrGraph("body", graph), num_scan_inputs=len(sequences),
-                           **directions)
-    result = b.reshape(result, chunks, batch, heads, gq, CHUNK, y)
-    result = b.reshape(b.transposed(result, (1, 2, 3, 0, 4, 5)), batch, heads, gq, b.Mul(chunks, CHUNK), y)
-    return b.cut(result, 0, n, 3), final
-
-
-def _grouped(b, x, kv_heads):
-    """[B,H,N,W] -> [B,Hkv,H/Hkv,N,W]."""
-    return b.reshape(x, b.dim(x, 0), kv_heads, b.Div(b.dim(x, 1), kv_heads), b.dim(x, 2), b.dim(x, 3))
-
-
-def _ungrouped(b, x):
-    """[B,Hkv,G,N,W] -> [B,H,N,W]."""
-    return b.reshape(x, b.dim(x, 0), b.Mul(b.dim(x, 1), b.dim(x, 2)), b.dim(x, 3), b.dim(x, 4))
-
-
-class _Packing:
-    """Packed requests as a padded batch: tokens of request q at [q, :, 0 .. length), zeros behind."""
-
-    def __init__(self, b, cu_seqlens, tokens):
-        self.b = b
-        self.begin, self.length = _segments(b, cu_seqlens, tokens)
-        self.longest = b.Max(b.ReduceMax(self.length, [0], keepdims=1), [1])
-        step = b.unsqueeze(b.range(self.longest), 0)
-        self.index = b.Min(b.Add(b.unsqueeze(self.begin, 1), step), b.Sub(tokens, 1))  # [Q,L]
-        self.real = b.Less(step, b.unsqueeze(self.length, 1))
-        self.tokens = tokens
-
-    def unpack(self, x, rank=4):
-        """[1,heads,N(,W)] -> [Q,heads,L(,W)]."""
-        b = self.b
-        x = b.transposed(b.Gather(b.squeeze(x, 0), self.index, axis=1), (1, 0, 2, 3)[:rank])
-        return b.Where(b.unsqueeze(self.real, *((1, 3) if rank == 4 else (1,))), x, 0.0)
-
-    def pack(self, x, rank=4):
-        """[Q,heads,L(,W)] -> [1,heads,N(,W)]; tokens of no request are 0."""
-        b = self.b
-        flat = b.unsqueeze(b.range(self.tokens), 0)  # [1,N]
-        offset = b.Sub(flat, b.unsqueeze(self.begin, 1))  # [Q,N]
-        inside = b.all(b.GreaterOrEqual(offset, 0), b.Less(offset, b.unsqueeze(self.length, 1)))
-        owner = b.ArgMax(b.Cast(inside, to=INT32), axis=0, keepdims=1)
-        row = b.Add(b.Mul(owner, self.longest), b.clip(b.GatherElements(offset, owner, axis=0), 0, b.Sub(self.longest, 1)))
-        heads = b.dim(x, 1)
-        order = (1, 0, 2, 3)[:rank]
-        listed = b.reshape(b.transposed(x, order), heads, -1, *([b.dim(x, 3)] if rank == 4 else []))
-        picked = b.Gather(listed, b.squeeze(row, 0), axis=1)  # [heads,N(,W)]
-        real = b.GatherElements(inside, owner, axis=0)  # [1,N]
-        return b.unsqueeze(b.Where(b.unsqueeze(real, 2) if rank == 4 else real, picked, 0.0), 0)
-
-
-def _decay_inputs(body, names):
-    """The [B,heads,N,W] inputs `names`, the log decay [B,Hkv,N] or None, and the packing or None."""
-    b = body.b
-    tensors = [body.tensor(name) for name in names]
-    tokens = b.dim(tensors[0], 2)
-    packing = None if body["cu_seqlens"] is None else _Packing(b, body["cu_seqlens"], tokens)
-    kv_heads = b.dim(tensors[1], 1)
-    decay = body["log_decay"]
-    if decay is not None:
-        if body.attrs["per_token"]:
-            decay = body.tensor("log_decay", 3)
-        else:
-            decay = b.expand(b.reshape(decay, 1, -1, 1), b.dim(tensors[0], 0), kv_heads, tokens)
-    if packing is not None:
-        tensors = [packing.unpack(t) for t in tensors]
-        decay = None if decay is None else packing.unpack(decay, 3)
-    return tensors, decay, packing
-
-
-def _pool_rows(b, pool, index):
-    """(rows of the pool by request, zeros where the index is outside; index held inside; which are inside)."""
-    index, size = b.int(index), b.dim(pool, 0)
-    inside = b.all(b.GreaterOrEqual(index, 0), b.Less(index, size))
-    return b.Gather(pool, b.Where(inside, index, 0), axis=0), index, inside
-
-
-def _with_ones(b, x):
-    """[...,N,W] -> [...,N,W+1] with a last column of ones: sums along with the product."""
-    one = b.Add(b.Mul(b.cut(x, 0, 1, 4), 0.0), 1.0)
-    return b.Concat(x, one, axis=4)
-
-
-def _last_column(b, x, axis):
-    last = np.iinfo(np.int64).max
-    return b.cut(x, 0, -1, axis), b.cut(x, -1, last, axis)
-
-
-def _held(b, x, eps):
-    """x with its magnitude held at eps or more, its sign kept; and where it was held."""
-    small = b.Less(b.Abs(x), float(eps))
-    return b.Where(small, b.Where(b.Less(x, 0.0), -float(eps), float(eps)), x), small
-
-
-def decay(body):
-    """CausalLinearDecay. The normaliser rides along as one more column of the value (of ones) and of the state."""
-    b, attrs = body.b, body.attrs
-    (q, k, v), g, packing = _decay_inputs(body, ("query", "key", "value"))
-    batch, kv_heads, width, v_width = b.dim(q, 0), b.dim(k, 1), b.dim(k, 3), b.dim(v, 3)
-    state, norm = body["initial_state"], body["initial_norm"]
-    if body["state_index"] is not None:
-        state_pool, norm_pool = state, norm
-        state, index, inside = _pool_rows(b, state_pool, body["state_index"])
-        state = b.Where(b.unsqueeze(inside, 1, 2, 3), state, 0.0)
-        if norm is not None:
-            norm = b.Where(b.unsqueeze(inside, 1, 2), _pool_rows(b, norm_pool, body["state_index"])[0], 0.0)
-    if state is None:
-        state = b.expand([[[[0.0]]]], batch, kv_heads, width, v_width)
-    q = _grouped(b, b.Mul(q, float(attrs["scale"])), kv_heads)
-    k, v = b.unsqueeze(k, 2), b.unsqueeze(v, 2)
-    if attrs["normalize"]:
-        norm = b.expand([[[0.0]]], batch, kv_heads, width) if norm is None else norm
-        v, state = _with_ones(b, v), b.Concat(state, b.unsqueeze(norm, 3), axis=3)
-    out, final = linear_product(b, q, k, v, g, state)
-    finals = [final]
-    if attrs["normalize"]:
-        out, total = _last_column(b, out, 4)
-        out = b.Div(out, _held(b, total, attrs["eps"])[0])
-        final, final_norm = _last_column(b, final, 3)
-        finals = [final, b.squeeze(final_norm, 3)]
-    out = _ungrouped(b, out)
-    out = body.result(out if packing is None else packing.pack(out))
-    if not attrs["return_state"]:
-        return [out]
-    if body["state_index"] is not None:
-        finals = [_scatter_rows(b, pool, index, inside, rows)
-                  for pool, rows in zip((state_pool, norm_pool), finals)]
-    return [out, *finals]
-
-
-def _scatter_rows(b, pool, index, inside, rows):
-    """The pool with rows written at index, where it is inside."""
-    size = b.dim(pool, 0)
-    spare = b.Concat(pool, b.Mul(b.cut(rows, 0, 1, 0), 0.0), axis=0)  # one row past the pool takes what is not written
-    return b.cut(b.ScatterND(spare, b.unsqueeze(b.Where(inside, index, size), 1), rows), 0, size, 0)
-
-
-def decay_grad(body):
-    """CausalLinearDecayGrad: the product three times, with dO, V and Q, K in turn as rows, keys and values."""
-    b, attrs = body.b, body.attrs
-    (q, k, v, do), g, packing = _decay_inputs(body, ("query", "key", "value", "grad_output"))
-    batch, kv_heads, width, v_width = b.dim(q, 0), b.dim(k, 1), b.dim(k, 3), b.dim(v, 3)
-    zeros = b.expand([[[[0.0]]]], batch, kv_heads, width, v_width)
-    start = zeros if body["initial_state"] is None else body["initial_state"]
-    end = zeros if body["grad_final_state"] is None else body["grad_final_state"]
-    swap = (0, 1, 3, 2)
-    q = _grouped(b, b.Mul(q, float(attrs["scale"])), kv_heads)
-    do = _grouped(b, do, kv_heads)
-    k, v = b.unsqueeze(k, 2), b.unsqueeze(v, 2)
-    dq, final = linear_product(b, do, v, k, g, b.transposed(start, swap))  # final = S_Nᵀ
-    dk, _ = linear_product(b, v, do, q, g, b.transposed(end, swap), reverse=True)
-    dv, d_start = linear_product(b, k, q, do, g, end, reverse=True)
-    results = [_ungrouped(b, b.Mul(dq, float(attrs["scale"]))), b.squeeze(dk, 2), b.squeeze(dv, 2)]
-    results = [body.result(x if packing is None else packing.pack(x)) for x in results]
-    if attrs["grad_decay"]:
-        # d log_decay_t = Σ_{u >= t} (q_u . dq_u - k_u . dk_u) + <dS_N, S_N>; q carries the scale already
-        terms = b.Sub(b.sum(b.sum(b.Mul(q, dq), 4), 2), b.sum(b.squeeze(b.Mul(k, dk), 2), 3))  # [B,Hkv,N]
-        edge = b.sum(b.Mul(b.transposed(end, swap), final), 2, 3)  # [B,Hkv]
-        d_decay = b.Add(b.CumSum(terms, b.constant(np.int64(2)), reverse=1), b.unsqueeze(edge, 2))
-        d_decay = b.Where(b.Equal(g, NEG_INF), 0.0, d_decay)
-        if packing is not None:
-            d_decay = packing.pack(d_decay, 3)
-        results.append(body.result(d_decay, 3, None) if attrs["per_token"] else b.sum(d_decay, 0, 2))
-    if attrs["grad_state"]:
-        results.append(d_start)
+    is_row = ops.Unsqueeze(is_row, [1, 2, 4])
+    output = ops.reshape(ops.Where(is_row, output, 0.0), batch, heads, tokens, ops.size(values, 4))
+    lse = ops.reshape(ops.Where(is_row, lse, -math.inf), batch, heads, tokens)
+    results = [ops.CastLike(_swapped(ops, output, a.layout), x.query), _swapped(ops, lse, a.layout, 3)]
+    if a.append:
+        results += [ops.CastLike(from_slots(ops.take(cache, 0, slot_count)), x.query) for cache in caches]
     return results
-
-
-def _unit_rows(b, x):
-    """(rows divided by max(norm, UNIT_ROW_EPS), that divisor)."""
-    norm = b.Max(b.Sqrt(b.sum(b.Mul(x, x), -1, keep=True)), UNIT_ROW_EPS)
-    return b.Div(x, norm), norm
-
-
-def _coefficients(b, body):
-    """a and b as float32 [1]."""
-    if body["coefficients"] is None:
-        return b.constant([1.0]), b.constant([1.0])
-    return b.cut(body["coefficients"], 0, 1, 0), b.cut(body["coefficients"], 1, 2, 0)
-
-
-def _normalized_inputs(body):
-    """query [B,Hkv,G,N,D], key and value [B,Hkv,1,N,*], and the divisors of query's and key's rows or None."""
-    b = body.b
-    q, k, v = (body.tensor(name) for name in ("query", "key", "value"))
-    q_norm = k_norm = None
-    kv_heads = b.dim(k, 1)
-    q, k, v = _grouped(b, q, kv_heads), b.unsqueeze(k, 2), b.unsqueeze(v, 2)
-    if body.attrs["normalize_qk"]:
-        (q, q_norm), (k, k_norm) = _unit_rows(b, q), _unit_rows(b, k)
-    return q, k, v, q_norm, k_norm
-
-
-def normalized(body):
-    """NormalizedLinearAttention: Σ (q.k) [v, 1] by the product (or at once, when not causal), plus the part of a."""
-    b, attrs = body.b, body.attrs
-    q, k, v, _, _ = _normalized_inputs(body)
-    batch, kv_heads, tokens, width, v_width = b.dim(q, 0), b.dim(q, 1), b.dim(q, 3), b.dim(q, 4), b.dim(v, 4)
-    alpha, beta = _coefficients(b, body)
-    if body["initial_state"] is not None:
-        state = b.Concat(body["initial_state"], b.unsqueeze(body["initial_key_sum"], 3), axis=3)
-        value_sum, count = body["initial_value_sum"], b.int(body["initial_count"])
-    else:
-        state = b.expand([[[[0.0]]]], batch, kv_heads, width, b.Add(v_width, 1))
-        value_sum, count = b.expand([[[0.0]]], batch, kv_heads, v_width), b.expand([0], batch)
-    values = _with_ones(b, v)
-    if attrs["causal"]:
-        product, final = linear_product(b, q, k, values, None, state)
-        sums = b.Add(b.CumSum(v, b.constant(np.int64(3))), b.unsqueeze(value_sum, 2, 3))  # [B,Hkv,1,N,Dv]
-        seen = b.Add(b.unsqueeze(count, 1), b.unsqueeze(b.Add(b.range(tokens), 1), 0))  # [B,N]
-        seen = b.unsqueeze(b.float(seen), 1, 2, 4)
-    else:
-        product = b.MatMul(q, b.MatMul(b.transposed(k, (0, 1, 2, 4, 3)), values))
-        sums, seen = b.sum(v, 3, keep=True), b.float(tokens)
-    f, g = _last_column(b, product, 4)
-    f, g = b.Add(b.Mul(beta, f), b.Mul(alpha, sums)), b.Add(b.Mul(beta, g), b.Mul(alpha, seen))
-    output = _ungrouped(b, b.Div(f, _held(b, g, attrs["eps"])[0]))
-    results = [body.result(output), body.result(b.squeeze(_ungrouped(b, g), 3), 3, None)]
-    if attrs["return_state"]:
-        final, key_sum = _last_column(b, final, 3)
-        total = b.Add(value_sum, b.sum(v, 2, 3))
-        results += [final, b.squeeze(key_sum, 3), total, b.Cast(b.Add(count, tokens), to=INT32)]
-    return results
-
-
-def normalized_grad(body):
-    """NormalizedLinearAttentionGrad: with w = dO / g and r = o.w, the product of [w, -r] with [v, 1] and back."""
-    b, attrs = body.b, body.attrs
-    q, k, v, q_norm, k_norm = _normalized_inputs(body)
-    kv_heads = b.dim(q, 1)
-    alpha, beta = _coefficients(b, body)
-    o, do = _grouped(b, body.tensor("output"), kv_heads), _grouped(b, body.tensor("grad_output"), kv_heads)
-    g = _grouped(b, b.unsqueeze(body.tensor("normalizer", 3), 3), kv_heads)
-    held, small = _held(b, g, attrs["eps"])
-    w = b.Div(do, held)
-    r = b.Where(small, 0.0, b.sum(b.Mul(o, w), 4, keep=True))
-    wr, values = b.Concat(w, b.Neg(r), axis=4), _with_ones(b, v)
-
-    def product(rows, keys, vals, reverse):
-        if not attrs["causal"]:
-            summed = b.sum(b.MatMul(b.transposed(keys, (0, 1, 2, 4, 3)), vals), 2, keep=True)
-            return b.MatMul(rows, summed)
-        state = b.expand([[[[0.0]]]], b.dim(rows, 0), kv_heads, b.dim(rows, 4), b.dim(vals, 4))
-        return linear_product(b, rows, keys, vals, None, state, reverse)[0]
-
-    axis = b.constant(np.int64(3))
-    dq = product(wr, values, k, False)  # before the factor b
-    dk = b.Mul(beta, product(values, wr, q, True))
-    w_sum = b.sum(w, 2, keep=True)  # over the query heads of a group
-    if attrs["causal"]:
-        w_sum, v_sum = b.CumSum(w_sum, axis, reverse=1), b.CumSum(values, axis)
-    else:
-        w_sum, v_sum = b.sum(w_sum, 3, keep=True), b.sum(values, 3, keep=True)
-    dv = b.Add(b.Mul(alpha, w_sum), b.Mul(beta, product(k, q, w, True)))
-    da = b.ReduceSum(b.Mul(wr, v_sum), keepdims=0)
-    db = b.ReduceSum(b.Mul(q, dq), keepdims=0)
-    dq = b.Mul(beta, dq)
-    if attrs["normalize_qk"]:
-        def through_norm(dy, y, norm):
-            along = b.Mul(y, b.sum(b.Mul(y, dy), 4, keep=True))
-            return b.Div(b.Sub(dy, b.Where(b.LessOrEqual(norm, UNIT_ROW_EPS), 0.0, along)), norm)
-
-        dq, dk = through_norm(dq, q, q_norm), through_norm(dk, k, k_norm)
-    results = [body.result(x) for x in (_ungrouped(b, dq), b.squeeze(dk, 2), b.squeeze(dv, 2))]
-    return [*results, b.Concat(b.unsqueeze(da, 0), b.unsqueeze(db, 0), axis=0)]
-
-
-BODIES = {"LeanAttention": attention, "CausalLinearDecay": decay, "CausalLinearDecayGrad": decay_grad,
-          "NormalizedLinearAttention": normalized, "NormalizedLinearAttentionGrad": normalized_grad}
-
-
-def overload_name(op, present, attrs, per_token=False):
-    """A name for the variant: what differs from the defaults, and a checksum of it all."""
-    optional = [t.name for t in op.inputs if t.optional and t.name in present]
-    changed = [f"{a.name}={attrs[a.name]}" for a in op.attrs if not a.refuse and attrs[a.name] != a.default]
-    words = optional + changed + (["per_token"] if per_token else [])
-    digest = zlib.crc32("|".join(words).encode())
-    return f"{digest:08x}" if words else "plain"
-
-
-def function_for(op_name, present, attrs, per_token=False, opset=20):
-    """The function (onnx_ir.Function) of one variant of an operator.
-
-    present: names of the inputs given. attrs: attribute values that differ from the defaults. per_token: log_decay has
-    rank 3. opset: of the standard operators. Raises KeyError for an unknown operator.
-    """
-    op = spec.all_specs()[op_name]
-    values = {a.name: attrs.get(a.name, a.default) for a in op.attrs}
-    body = Body(op, set(present), {**values, "per_token": per_token})
-    inputs, outputs = body.function(BODIES[op_name](body))
-    graph = ir.Graph(inputs, outputs, nodes=body.b.nodes, opset_imports={"": opset}, name=op_name)
-    kinds = {"bool": ir.AttrInt64, "int": ir.AttrInt64, "float": ir.AttrFloat32, "string": ir.AttrString}
-    convert = {"bool": int, "int": int, "float": float, "string": str}
-    attributes = [kinds[a.type](a.name, convert[a.type](a.default)) for a in op.attrs]
-    return ir.Function(spec.DOMAIN, op_name, overload_name(op, present, values, per_token), graph=graph, attributes=attributes)
-
-
-def attach(model):
-    """Gives every leanfleet node of a model (onnx_ir.Model) its overload, and the model the functions. Returns it.
-
-    Raises ValueError where log_decay's rank, which chooses the body, is unknown.
-    """
-    model.ir_version = max(model.ir_version, 10)  # overloads
-    model.opset_imports.setdefault(spec.DOMAIN, spec.OPSET_VERSION)
-    opset = model.opset_imports.get("", 20)
-    for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.domain != spec.DOMAIN or node.op_type not in BODIES:
-            continue
-        op = spec.all_specs()[node.op_type]
-        given = {t.name: value for t, value in zip(op.inputs, node.inputs) if value is not None}
-        values = {a.name: a.default for a in op.attrs}
-        for attr in node.attributes.values():
-            values[attr.name] = bool(attr.value) if op.attr(attr.name).type == "bool" else attr.value
-        per_token = False
-        if "log_decay" in given:
-            shape = given["log_decay"].shape
-            if shape is None:
-                raise ValueError(f"{node.op_type} '{node.name}': the rank of log_decay is unknown; run shape inference first")
-            per_token = len(shape) == 3
-        name = overload_name(op, set(given), values, per_token)
-        node.overload = name
-        if (spec.DOMAIN, node.op_type, name) not in model.functions:
-            function = function_for(node.op_type, set(given), values, per_token, opset)
-            model.functions[function.identifier()] = function
-    return model
 
 
 # The linear operators
 #
-# Inside, query is [Q,Hkv,G,N,R], key and value [Q,Hkv,1,N,..], log_decay [Q,Hkv,1,N,1] or None where there is no
+# Inside, query is [Q,Hkv,G,N,R], key and value [Q,Hkv,1,N,W], log_decay [Q,Hkv,1,N,1] or None where there is no
 # decay, and a state [Q,Hkv,1,R,Dv]. Rows of zeros behind the last token change nothing: their key is 0, their decay 1.
+
+
+class _Requests:
+    """Between the tokens of the batch and those of the requests, which differ where requests are packed."""
+
+    def __init__(self, ops, cu_seqlens, tokens):
+        self.ops, self.tokens, self.index = ops, tokens, None
+        if cu_seqlens is not None:
+            start, length = _spans(ops, cu_seqlens, tokens)
+            positions = ops.range(ops.ReduceMax(length, [0]))
+            start, length = ops.Unsqueeze(start, [1]), ops.Unsqueeze(length, [1])
+            self.index = ops.Where(ops.Less(positions, length), ops.Add(start, positions), tokens)  # [Q,longest]
+
+    def split(self, x):
+        """[1,Hkv,G,N,W] to [Q,Hkv,G,longest,W], with zeros behind a request's last token."""
+        if self.index is None:
+            return x
+        rows = self.ops.add_rows(self.ops.Squeeze(x, [0]), 2, 1)
+        return self.ops.Transpose(self.ops.Gather(rows, self.index, axis=2), perm=[2, 0, 1, 3, 4])
+
+    def join(self, x):
+        """The other way; tokens of no request become 0."""
+        if self.index is None:
+            return x
+        ops = self.ops
+        rows = ops.Transpose(x, perm=[0, 3, 1, 2, 4])
+        blank = ops.zeros(ops.Add(self.tokens, 1), ops.Shape(rows, start=2))
+        rows = ops.ScatterND(blank, ops.Unsqueeze(self.index, [2]), rows)
+        return ops.Unsqueeze(ops.Transpose(ops.take(rows, 0, self.tokens), perm=[1, 2, 0, 3]), [0])
+
+
+def _grouped(ops, x, like):
+    """[B,H,N,W] to [B,Hkv,G,N,W], where `like` has Hkv heads at axis 1."""
+    heads = ops.size(like, 1)
+    return ops.reshape(x, ops.size(x, 0), heads, ops.Div(ops.size(x, 1), heads), ops.Shape(x, start=2))
+
+
+def _ungrouped(ops, x, layout):
+    """[B,Hkv,G,N,W] to [B,H,N,W] in `layout`."""
+    heads = ops.Mul(ops.size(x, 1), ops.size(x, 2))
+    return _swapped(ops, ops.reshape(x, ops.size(x, 0), heads, ops.Shape(x, start=3)), layout)
+
+
+def _token_inputs(ops, layout, query, key, value, *like_query):
+    """query, key, value and further tensors with query's heads, at their inner shapes in float32."""
+    query, key, value, *others = (_swapped(ops, ops.float(x), layout) for x in (query, key, value, *like_query))
+    grouped = [_grouped(ops, x, key) for x in (query, *others)]
+    return grouped[0], ops.Unsqueeze(key, [2]), ops.Unsqueeze(value, [2]), *grouped[1:]
+
+
+def _with_ones(ops, x):
+    """[B,Hkv,G,N,W] with one more column, of ones."""
+    return ops.Concat(x, ops.Expand(1.0, ops.dims(ops.Shape(x, end=4), 1)), axis=4)
+
+
+def _log_decay(ops, log_decay, rank, layout, key):
+    """log_decay at its inner shape; `key` is at its own."""
+    if log_decay is None:
+        return None
+    if rank == 3:
+        return ops.Unsqueeze(_swapped(ops, log_decay, layout, 3), [2, 4])
+    sizes = ops.dims(ops.Shape(key, end=4), 1)
+    return ops.Expand(ops.Unsqueeze(log_decay, [1, 2, 3]), sizes)
+
+
+class _Chunks:
+    """Tokens in chunks of at most 64, and the masks of a chunk: pairs on and below the diagonal, and below it.
+
+    Masks select, they do not multiply: above the diagonal a score may be infinite.
+    """
+
+    def __init__(self, ops, key):
+        self.ops, self.tokens = ops, ops.size(key, _TOKENS)
+        tokens = ops.Max(self.tokens, 1)  # packed requests may all be empty
+        self.length = ops.Min(tokens, CHUNK)
+        self.count = ops.Div(ops.Add(tokens, ops.Sub(self.length, 1)), self.length)
+        rows = ops.range(self.length)
+        columns, rows = rows, ops.Unsqueeze(rows, [1])
+        self.lower, self.below = ops.GreaterOrEqual(rows, columns), ops.Greater(rows, columns)  # [C,C]
+
+    def split(self, x):
+        """[Q,Hkv,G,N,W] to [Q,Hkv,G,chunks,C,W], padded with zeros."""
+        ops = self.ops
+        padding = ops.Sub(ops.Mul(self.count, self.length), self.tokens)
+        sizes = ops.Shape(x, end=_TOKENS), self.count, self.length, ops.Shape(x, start=_TOKENS + 1)
+        return ops.reshape(ops.add_rows(x, _TOKENS, padding), *sizes)
+
+    def join(self, x):
+        ops = self.ops
+        sizes = ops.Shape(x, end=_TOKENS), ops.Mul(self.count, self.length), ops.Shape(x, start=_TOKENS + 2)
+        return ops.take(ops.reshape(x, *sizes), _TOKENS, self.tokens)
+
+    def decays(self, ops, log_decay):
+        """For a chunk's log_decay [Q,Hkv,1,C,1]: M_ij on and below the diagonal [..,C,C]; what is left at token i of
+        the state before the chunk, and after the chunk of what token j wrote [..,C,1]; and after it of that state.
+
+        Exponentials of sums, never of differences of sums: no exponent is positive, and a decay of 0 (-inf) is exact.
+        """
+        if log_decay is None:
+            return None, None, None, None
+        mask = ops.CumSum(ops.Where(self.below, log_decay, 0.0), -2)
+        later = ops.CumSum(log_decay, -2, exclusive=1, reverse=1)
+        return tuple(ops.Exp(x) for x in (mask, ops.CumSum(log_decay, -2), later, ops.sum(log_decay, -2)))
+
+
+def _times(ops, x, factor):
+    return x if factor is None else ops.Mul(factor, x)
+
+
+def _linear_attention(ops, query, key, value, log_decay, state):
+    """((Q Kᵀ) ⊙ M) V from `state` on; returns it and the state after the last token."""
+    chunks = _Chunks(ops, key)
+
+    def step(ops, states, slices):
+        (state,), (q, k, v, g) = states, slices
+        mask, prefix, suffix, kept = chunks.decays(ops, g)
+        scores = ops.Where(chunks.lower, _times(ops, ops.MatMul(q, ops.transposed(k)), mask), 0.0)
+        output = ops.Add(ops.MatMul(scores, v), _times(ops, ops.MatMul(q, state), prefix))
+        added = ops.MatMul(ops.transposed(_times(ops, k, suffix)), v)
+        return [ops.Add(_times(ops, state, kept), added)], [output]
+
+    tensors = [x and chunks.split(x) for x in (query, key, value, log_decay)]
+    (state,), (output,) = ops.scan(step, [state], tensors)
+    return chunks.join(output), state
+
+
+def _linear_attention_grad(ops, query, key, value, log_decay, do, state, ds, with_decay=False):
+    """Gradients of _linear_attention: dq, dk, dv, dlog_decay (None unless with_decay) and that of the first state.
+
+    `do` and `ds` are those of the output and of the last state. One Scan finds the state before every chunk, one from
+    the last chunk to the first carries `ds` through the equations of reference.causal_linear_decay_grad.
+    """
+    chunks = _Chunks(ops, key)
+    q, k, v, g, do = (x and chunks.split(x) for x in (query, key, value, log_decay, do))
+
+    def forward(ops, states, slices):
+        (state,), (k, v, g) = states, slices
+        _, _, suffix, kept = chunks.decays(ops, g)
+        added = ops.MatMul(ops.transposed(_times(ops, k, suffix)), v)
+        return [ops.Add(_times(ops, state, kept), added)], [state]
+
+    def backward(ops, states, slices):
+        (ds,), (q, k, v, g, do, state) = states, slices
+        mask, prefix, suffix, kept = chunks.decays(ops, g)
+        scores = ops.Where(chunks.lower, ops.MatMul(q, ops.transposed(k)), 0.0)
+        dscores = ops.Where(chunks.lower, _times(ops, ops.MatMul(do, ops.transposed(v)), mask), 0.0)
+        weights = _times(ops, scores, mask)
+        dq = ops.Add(ops.MatMul(dscores, k), _times(ops, ops.MatMul(do, ops.transposed(state)), prefix))
+        dk = ops.Add(ops.sum(ops.MatMul(ops.transposed(dscores), q), 2),
+                     _times(ops, ops.MatMul(v, ops.transposed(ds)), suffix))
+        from_state = _times(ops, ops.MatMul(k, ds), suffix)
+        dv = ops.Add(ops.sum(ops.MatMul(ops.transposed(weights), do), 2), from_state)
+        outputs = [dq, dk, dv]
+        if with_decay:
+            # Decay t is a factor of what row i >= t takes from key j < t (pairs) and from the state before the chunk
+            # (rows), of what the state after the chunk keeps of key j < t (keys) and of the state before (whole).
+            pairs = ops.sum(ops.Mul(dscores, scores), 2)
+            rows = ops.sum(ops.Mul(ops.Mul(prefix, ops.MatMul(q, state)), do), 2, 4)
+            keys = ops.sum(ops.Mul(from_state, v), 4)
+            whole = ops.Mul(kept, ops.sum(ops.Mul(state, ds), 3, 4))
+            pairs = ops.Where(chunks.below, ops.CumSum(pairs, -2, reverse=1), 0.0)
+            dg = ops.Add(ops.sum(pairs, 4), ops.CumSum(rows, -2, reverse=1))
+            outputs.append(ops.Add(dg, ops.Add(ops.CumSum(keys, -2, exclusive=1), whole)))
+        ds = ops.Add(_times(ops, ds, kept), ops.sum(ops.MatMul(ops.transposed(_times(ops, q, prefix)), do), 2))
+        return [ds], outputs
+
+    _, (states,) = ops.scan(forward, [state], [k, v, g])
+    (ds,), grads = ops.scan(backward, [ds], [q, k, v, g, do, states], reverse=True)
+    dq, dk, dv, *dg = (chunks.join(x) for x in grads)
+    return dq, dk, dv, dg[0] if with_decay else None, ds
+
+
+# CausalLinearDecay
+
+
+def _inner_state(ops, state, like, value):
+    """A given state [Q,Hkv,R,W] or zeros, for keys `like` and values `value`, at its inner shape."""
+    if state is not None:
+        return ops.Unsqueeze(state, [2])
+    return ops.zeros(ops.Shape(like, end=3), ops.size(like, 4), ops.size(value, 4))
+
+
+def _causal_linear_decay(ops, x, a, ranks):
+    query, key, value = _token_inputs(ops, a.layout, x.query, x.key, x.value)
+    log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, key)
+    pool = x.initial_state
+    if a.normalize:  # the normaliser is one more column of value, which is 1, and of the state
+        value = _with_ones(ops, value)
+        pool = pool and ops.Concat(pool, ops.Unsqueeze(x.initial_norm, [3]), axis=3)
+    requests = _Requests(ops, x.cu_seqlens, ops.size(key, _TOKENS))
+    query, key, value, log_decay = (t and requests.split(t) for t in (ops.Mul(query, a.scale), key, value, log_decay))
+    state = pool
+    if x.state_index is not None:  # a row of zeros behind the pool stands for every row that it does not have
+        count, index = ops.size(pool, 0), ops.int64(x.state_index)
+        inside = ops.And(ops.GreaterOrEqual(index, 0), ops.Less(index, count))
+        index = ops.Where(inside, index, count)
+        pool = ops.add_rows(pool, 0, 1)
+        state = ops.Gather(pool, index, axis=0)
+    output, final = _linear_attention(ops, query, key, value, log_decay, _inner_state(ops, state, key, value))
+    if a.normalize:
+        output, normalizer = ops.split_last(output, 4)
+        output = ops.Div(output, _away_from_zero(ops, normalizer, a.eps))
+    results = [ops.CastLike(_ungrouped(ops, requests.join(output), a.layout), x.query)]
+    if a.return_state:
+        final = ops.Squeeze(final, [2])
+        if x.state_index is not None:
+            final = ops.take(ops.ScatterND(pool, ops.Unsqueeze(index, [1]), final), 0, count)
+        if a.normalize:
+            final, norm = ops.split_last(final, 3)
+            results += [final, ops.Squeeze(norm, [3])]
+        else:
+            results += [final]
+    return results
+
+
+def _causal_linear_decay_grad(ops, x, a, ranks):
+    query, key, value, do = _token_inputs(ops, a.layout, x.query, x.key, x.value, x.grad_output)
+    log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, key)
+    requests = _Requests(ops, x.cu_seqlens, ops.size(key, _TOKENS))
+    tensors = [t and requests.split(t) for t in (ops.Mul(query, a.scale), key, value, log_decay, do)]
+    states = [_inner_state(ops, s, tensors[1], value) for s in (x.initial_state, x.grad_final_state)]
+    *grads, ds = _linear_attention_grad(ops, *tensors, *states, with_decay=a.grad_decay)
+    dq, dk, dv, dg = (t and requests.join(t) for t in grads)
+    results = [ops.CastLike(_ungrouped(ops, t, a.layout), x.query) for t in (ops.Mul(dq, a.scale), dk, dv)]
+    if a.grad_decay and ranks["log_decay"] == 3:
+        results.append(_swapped(ops, ops.Squeeze(dg, [2, 4]), a.layout, 3))
+    elif a.grad_decay:
+        results.append(ops.sum(dg, 0, 2, 3, 4, keepdims=0))
+    if a.grad_state:
+        results.append(ops.Squeeze(ds, [2]))
+    return results
+
+
+# NormalizedLinearAttention
+#
+# With x = [b q, a], y = [k, 1] and z = [v, 1] a score a + b q.k is x.y, f and g are columns of one product, and a state
+# [D+1,Dv+1] holds Σ kᵀv, Σ k in its last column, Σ v in its last row, and in the corner the number of tokens.
+
+
+def _unit_rows(ops, x):
+    norm = ops.Max(ops.ReduceL2(x, [-1]), UNIT_ROW_EPS)
+    return ops.Div(x, norm), norm
+
+
+def _normalized_inputs(ops, x, a, *like_query):
+    """query and key, in unit rows if so asked, their norms, x, y and z, and further tensors with query's heads."""
+    query, key, value, *others = _token_inputs(ops, a.layout, x.query, x.key, x.value, *like_query)
+    norms = None
+    if a.normalize_qk:
+        (query, query_norm), (key, key_norm) = _unit_rows(ops, query), _unit_rows(ops, key)
+        norms = query_norm, key_norm
+    both = _with_ones(ops, query)
+    if x.coefficients is not None:
+        constant, slope = ops.split_last(x.coefficients, 0)
+        factors = ops.Concat(ops.Expand(slope, ops.size(query, 4)), constant, axis=0)
+        both = ops.Mul(both, factors)
+    return query, key, norms, both, _with_ones(ops, key), _with_ones(ops, value), *others
+
+
+def _normalized_linear_attention(ops, x, a, ranks):
+    _, key, _, left, right, value = _normalized_inputs(ops, x, a)
+    state = None
+    if x.initial_state is not None:
+        sums = ops.Concat(x.initial_state, ops.Unsqueeze(x.initial_key_sum, [3]), axis=3)
+        count = ops.Unsqueeze(ops.float(x.initial_count), [1, 2])
+        count = ops.Expand(count, ops.dims(ops.Shape(x.initial_value_sum, end=2), 1))
+        state = ops.Concat(sums, ops.Unsqueeze(ops.Concat(x.initial_value_sum, count, axis=2), [2]), axis=2)
+    if a.causal:
+        both, final = _linear_attention(ops, left, right, value, None, _inner_state(ops, state, right, value))
+    else:
+        both = ops.MatMul(left, ops.MatMul(ops.transposed(right), value))
+    output, normalizer = ops.split_last(both, 4)
+    output = ops.Div(output, _away_from_zero(ops, normalizer, a.eps))
+    results = [ops.CastLike(_ungrouped(ops, output, a.layout), x.query),
+               ops.Squeeze(_ungrouped(ops, normalizer, a.layout), [3])]
+    if a.return_state:
+        (state, key_sum), (value_sum, _) = (
+            ops.split_last(part, 3) for part in ops.split_last(ops.Squeeze(final, [2]), 2))
+        tokens = ops.Expand(ops.size(key, _TOKENS), ops.size(key, 0))
+        if x.initial_count is not None:
+            tokens = ops.Add(tokens, ops.int64(x.initial_count))
+        results += [state, ops.Squeeze(key_sum, [3]), ops.Squeeze(value_sum, [2]),
+                    ops.Cast(tokens, to=ir.DataType.INT32)]
+    return results
+
+
+def _normalized_linear_attention_grad(ops, x, a, ranks):
+    """The gradient of a score is w.v - r with w = do / g and r = o.w: the gradients of x, y and z are then those of
+    plain linear attention, for an output gradient [w, -r]. Where |g| is held it is a constant, and r is 0."""
+    query, key, norms, left, right, value, output, do = _normalized_inputs(ops, x, a, x.output, x.grad_output)
+    normalizer = _swapped(ops, x.normalizer, a.layout, 3)
+    normalizer = _grouped(ops, ops.Unsqueeze(normalizer, [3]), key)
+    w = ops.Div(do, _away_from_zero(ops, normalizer, a.eps))
+    r = ops.Where(ops.Less(ops.Abs(normalizer), a.eps), 0.0, ops.sum(ops.Mul(output, w), 4))
+    do = ops.Concat(w, ops.Neg(r), axis=4)
+    if a.causal:
+        zeros = _inner_state(ops, None, right, value)
+        dleft, dright, dvalue, _, _ = _linear_attention_grad(ops, left, right, value, None, do, zeros, zeros)
+    else:
+        state = ops.MatMul(ops.transposed(right), value)
+        dstate = ops.sum(ops.MatMul(ops.transposed(left), do), 2)
+        dleft = ops.MatMul(do, ops.transposed(state))
+        dright, dvalue = ops.MatMul(value, ops.transposed(dstate)), ops.MatMul(right, dstate)
+    (dq, da), (dk, _), (dv, _) = (ops.split_last(t, 4) for t in (dleft, dright, dvalue))
+    dab = [ops.Unsqueeze(ops.sum(t, 0, 1, 2, 3, 4, keepdims=0), [0]) for t in (da, ops.Mul(query, dq))]
+    if x.coefficients is not None:
+        dq = ops.Mul(dq, ops.split_last(x.coefficients, 0)[1])
+    if a.normalize_qk:
+        def through_unit_rows(dy, y, norm):
+            along = ops.Where(ops.Greater(norm, UNIT_ROW_EPS), ops.sum(ops.Mul(y, dy), 4), 0.0)
+            return ops.Div(ops.Sub(dy, ops.Mul(y, along)), norm)
+
+        dq, dk = through_unit_rows(dq, query, norms[0]), through_unit_rows(dk, key, norms[1])
+    grads = [ops.CastLike(_ungrouped(ops, t, a.layout), x.query) for t in (dq, dk, dv)]
+    return [*grads, ops.Concat(*dab, axis=0)]
+
+
+# Functions and models
+
+_BODIES = {
+    "LeanAttention": _lean_attention,
+    "CausalLinearDecay": _causal_linear_decay,
+    "CausalLinearDecayGrad": _causal_linear_decay_grad,
+    "NormalizedLinearAttention": _normalized_linear_attention,
+    "NormalizedLinearAttentionGrad": _normalized_linear_attention_grad,
+}
+_IGNORED = {"algorithm"}  # attributes that choose how to compute, not what
+
+
+def _variant(op_name, present, attrs, ranks):
+    """(OpSpec, names of all present inputs, values of all attributes, ranks that `present` does not tell).
+
+    Raises ValueError for what no function can mean: see function_for.
+    """
+    op = spec.all_specs().get(op_name)
+    if op is None:
+        raise ValueError(f"{spec.DOMAIN} has no operator {op_name}; it has {', '.join(spec.all_specs())}")
+    present = {t.name for t in op.inputs if not t.optional} | set(present)
+    if unknown := present - {t.name for t in op.inputs}:
+        raise ValueError(f"{op.name} has no input {', '.join(sorted(unknown))}")
+    values = {a.name: type(a.default)((attrs or {}).get(a.name, a.default)) for a in op.attrs}
+    for a in op.attrs:
+        if a.refuse and values[a.name]:
+            raise ValueError(f"{op.name}: {a.name} is {int(values[a.name])}; {a.refuse}")
+        if a.values and values[a.name] not in a.values:
+            raise ValueError(f"{op.name}: {a.name} is {values[a.name]!r}; expected one of {', '.join(a.values)}")
+    _check_rules(op, present, values)
+    open_ranks = {}
+    for t in op.inputs:
+        shapes = [s for s in t.shapes if s.condition in present] or [s for s in t.shapes if s.condition is None]
+        allowed = sorted({len(s.axes) for s in shapes})
+        if t.name in present and len(allowed) > 1:
+            rank = open_ranks[t.name] = (ranks or {}).get(t.name)
+            if rank not in allowed:
+                raise ValueError(f"{op.name}: {t.name} has rank {rank}; expected {allowed[0]} or {allowed[1]}. If the "
+                                 "model does not say it (None), run onnx's shape inference on the model first")
+    return op, present, values, open_ranks
+
+
+def _check_rules(op, present, values):
+    on = {a.name for a in op.attrs if (values[a.name] is True if a.off is None else values[a.name] != a.off)}
+    for rule in op.rules:
+        found = [name for name in rule.args if name in present | on]
+        if rule.condition not in (None, *present, *on):
+            continue
+        wrong, words = {"needs": (found == [rule.args[0]], "needs"),
+                        "together": (0 < len(found) < len(rule.args), "goes with"),
+                        "exclusive": (len(found) > 1, "excludes")}.get(rule.kind, (False, ""))
+        if wrong:
+            raise ValueError(f"{op.name}: {found[0]} {words} {', '.join(n for n in rule.args if n != found[0])}"
+                             + (f", because {rule.condition} is given" if rule.condition else ""))
+
+
+def _positions(op, values):
+    """The outputs that a node has a place for: up to the last that the attributes ask for."""
+    active = op.active_outputs(values)
+    return op.outputs[:1 + max(i for i, t in enumerate(op.outputs) if t in active)]
+
+
+def overload_name(op_name, present=(), attrs=None, ranks=None):
+    """Name of the overload for these inputs and attributes; arguments as in function_for.
+
+    The optional inputs, with the rank where it may vary, and the attributes that differ from their default, for
+    example "seq_lens.query_lens.scale=0.125"; "default" where there is none.
+    """
+    op, present, values, open_ranks = _variant(op_name, present, attrs, ranks)
+    parts = [f"{t.name}{open_ranks.get(t.name, '')}" for t in op.inputs if t.optional and t.name in present]
+    convert = {"float": np.float32, "bool": int}  # nodes hold attributes as float32 and integers
+    for a in op.attrs:
+        value, default = (convert.get(a.type, type(a.default))(x) for x in (values[a.name], a.default))
+        if a.name not in _IGNORED and value != default:
+            parts.append(f"{a.name}={value!s}")  # the shortest digits of a float32
+    return ".".join(parts) or "default"
+
+
+def function_for(op_name, present=(), attrs=None, ranks=None, opset=DEFAULT_OPSET):
+    """The onnx_ir.Function of an operator with these inputs and attributes, in standard operators of an opset.
+
+    op_name: a name of ops.toml. present: names of the optional inputs that are given (required ones may be among
+    them). attrs: attribute values; missing ones take their default. ranks: rank of each input, needed for log_decay
+    alone, which is per head (1) or per token (3). opset: version of the standard operators, 18 or newer.
+
+    Its inputs are all of the operator's, the absent ones unused; its outputs are the operator's up to the last that
+    the attributes ask for, where one before it that they do not ask for is empty. It declares all attributes, so that
+    a node may carry them, and reads none: their values are in the body.
+    Raises ValueError for a combination that breaks the operator's rules, an unknown rank, or an older opset.
+    """
+    op, present, values, open_ranks = _variant(op_name, present, attrs, ranks)
+    if opset < OLDEST_OPSET:
+        raise ValueError(f"{op.name}: the model has opset {opset}; its function body needs {OLDEST_OPSET} or newer")
+    inputs = {t.name: ir.Value(name=t.name) for t in op.inputs}
+    ops = _Ops()
+    outputs = _BODIES[op.name](ops, SimpleNamespace(**{n: v if n in present else None for n, v in inputs.items()}),
+                               SimpleNamespace(**values), open_ranks)
+    outputs = dict(zip((t.name for t in op.active_outputs(values)), outputs, strict=True))
+    outputs = {t.name: outputs.get(t.name) or ops.zeros(0) for t in _positions(op, values)}
+    for name, value in outputs.items():
+        value.name = name
+    graph = ir.Graph(list(inputs.values()), list(outputs.values()), nodes=ops.nodes, opset_imports={"": opset},
+                     name=op.name)
+    defaults = {a.name: int(a.default) if a.type == "bool" else a.default for a in op.attrs}
+    return ir.Function(spec.DOMAIN, op.name, overload_name(op_name, present, attrs, ranks), graph=graph,
+                       attributes=ir.convenience.convert_attributes(defaults))
+
+
+def _inline_callers(model):
+    """Inlines every called function that holds our nodes: onnxruntime 1.31 finds no overload from inside a function,
+    and an attribute in one may refer to the function's, while a body needs its value."""
+    modified = True
+    while modified:
+        callers = {f.identifier() for f in model.functions.values() if f.domain != spec.DOMAIN and _our_nodes(f)}
+        modified = callers and InlinePass(lambda f, callers=callers: f.identifier() in callers)(model).modified
+
+
+def _our_nodes(graph):
+    return [n for n in ir.traversal.RecursiveGraphIterator(graph) if n.domain == spec.DOMAIN]
+
+
+def attach(model):
+    """Gives every leanfleet node of an onnx_ir.Model, in subgraphs too, its overload, and the model the functions that
+    these name, one for all equal nodes. Other functions that hold such nodes are inlined first.
+
+    Changes the model, may be called again, and returns the model. Raises ValueError as function_for does. Warns where
+    an operator has several overloads: onnxruntime before 1.27 takes the last of them for every node.
+    """
+    opset = model.opset_imports.setdefault("", DEFAULT_OPSET)
+    _inline_callers(model)
+    functions, nodes = {}, _our_nodes(model.graph)
+    for node in nodes:
+        op = spec.all_specs().get(node.op_type)
+        if op is None:
+            raise ValueError(f"node {node.name}: {spec.DOMAIN} has no operator {node.op_type}")
+        attrs = {name: a.value for name, a in node.attributes.items()}
+        given = {t.name: x for t, x in zip(op.inputs, node.inputs, strict=False) if x is not None}
+        ranks = {name: len(x.shape) for name, x in given.items() if x.shape is not None}
+        node.overload = overload_name(op.name, given, attrs, ranks)
+        key = (op.name, node.overload)
+        if key not in functions:
+            functions[key] = function_for(op.name, given, attrs, ranks, opset)
+        # A node that names fewer outputs than its function has is an error of ONNX's shape inference.
+        outputs, first_new = _positions(op, attrs), len(node.outputs)
+        node.resize_outputs(max(first_new, len(outputs)))
+        for t, value in list(zip(outputs, node.outputs, strict=False))[first_new:]:
+            value.name = f"{node.outputs[0].name}.{t.name}" if t in op.active_outputs(attrs) else ""
+    for function in functions.values():
+        model.functions[function.identifier()] = function
+    if several := sorted(name for name, count in Counter(name for name, _ in functions).items() if count > 1):
+        warnings.warn(f"the model has nodes of {', '.join(several)} that differ in optional inputs or attributes. Where "
+                      "leanfleet's library is not registered it needs onnxruntime 1.27 or newer: older ones run one "
+                      "function for all of them, and give wrong results without an error", stacklevel=2)
+    if nodes:
+        model.opset_imports.setdefault(spec.DOMAIN, spec.OPSET_VERSION)
+        model.ir_version = max(model.ir_version, IR_VERSION)
+    return model

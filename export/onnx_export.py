@@ -79,12 +79,13 @@ def translation_table():
 def finalize(model):
     """Completes a model (onnx_ir.Model) that the exporter made with translation_table. Returns the model.
 
-    Attaches the function body of every leanfleet node; takes off attributes that can only be refused, and the names of
-    outputs that the attributes do not ask for: ONNX outputs are positional, so one before the last that is asked for stays
-    as an empty name.
+    Attaches the function body of every leanfleet node; takes off stack traces, which name files of this machine,
+    attributes that can only be refused, and the names of outputs that the attributes do not ask for: ONNX outputs are
+    positional, so one before the last that is asked for stays as an empty name.
     """
     specs = spec.all_specs()
     for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
+        node.metadata_props.pop("pkg.torch.onnx.stack_trace", None)
         if node.domain == spec.DOMAIN and node.op_type in specs:
             op = specs[node.op_type]
             for attr in op.attrs:

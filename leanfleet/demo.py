@@ -61,22 +61,12 @@ def all_operators_module():
     return AllOperators().eval(), (x, *caches, torch.tensor([9, 20], dtype=torch.int32))
 
 
-def print_table(rows, kernels):
-    width = max(len(r["output"]) for r in rows)
-    print(f"  {'runner':10} {'output':{width}}  {'largest error':>13}  {'tolerance':>9}")
-    for r in rows:
-        print(f"  {r['runner']:10} {r['output']:{width}}  {r['error']:13.2e}  {r['tolerance']:9.2e}  "
-              f"{'ok' if r['passed'] else 'MISMATCH'}")
-    for runner, counts in kernels.items():
-        ran = ", ".join(f"{op} x{n}" for (op, _), n in sorted(counts.items())) or "none: the function bodies ran"
-        print(f"  leanfleet kernels in {runner}: {ran}")
-
-
 def operators_part():
     import onnx
     import torch
 
     from leanfleet import parity
+    from leanfleet.cli import print_check
     from leanfleet.export import export
 
     print("1. A module with all operators: PyTorch -> ONNX -> ONNX Runtime, with the library and without\n")
@@ -89,7 +79,7 @@ def operators_part():
     names = [value.name for value in onnx.load(path).graph.input]
     feed = dict(zip(names, (t.numpy() for t in inputs), strict=True))
     rows, kernels = parity.check(path, ("reference", "body", "ort-cpu"), inputs=feed)
-    print_table(rows, kernels)
+    print_check(rows, kernels)
     if not all(r["passed"] for r in rows):
         raise SystemExit("demo: the runners disagree")
 
@@ -115,6 +105,7 @@ def model_part():
     import torch
 
     from leanfleet import parity
+    from leanfleet.cli import print_check
     from leanfleet.export import export_decoder
     from leanfleet.ort_ops.generation import generate, load_decoder
 
@@ -129,7 +120,7 @@ def model_part():
                                      sizes={"batch": 2, "tokens": 7, "capacity": 64})
     rows.sort(key=lambda r: r["error"] / r["tolerance"])
     print(f"  {len(rows)} outputs; logits and the least good:")
-    print_table([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)
+    print_check([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)
     if not all(r["passed"] for r in rows):
         raise SystemExit("demo: the runners disagree")
 

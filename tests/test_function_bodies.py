@@ -1,250 +1,543 @@
-"""The function bodies: the same meaning in standard operators, in onnxruntime without the library, at many sizes."""
+"""Function bodies in onnxruntime without the library, against the float64 reference; how models come to carry them."""
+
+import math
+import os
+import re
+import subprocess
+import sys
+import warnings
+from pathlib import Path
 
 import onnx
 import onnx_ir
+import onnxruntime
 import ort_models
 import pytest
 import torch
-from kernels import output_shapes
-from leanfleet import spec
+from kernels import TORCH_DTYPES
+from leanfleet import ort_ops, spec
 from leanfleet.export import function_bodies, reference
+from test_lean_attention import make_case
 
-I32 = torch.int32
-
-
-def randn(*shape):
-    return torch.randn(*shape)
-
-
-def ints(*values):
-    return torch.tensor(values, dtype=I32)
+OPS = spec.all_specs()
+NAN, INF = math.nan, math.inf
+OLDEST = "1.20.1"
+RUNTIME = tuple(map(int, re.findall(r"\d+", onnxruntime.__version__)[:2]))
+takes_overloads = pytest.mark.skipif(RUNTIME < (1, 27), reason="onnxruntime before 1.27 ignores overloads")
+STEPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # from 1 to the next number
 
 
-def lay(x, layout):
-    """A [B,heads,tokens,...] tensor in the layout."""
-    return x.transpose(1, 2).contiguous() if layout == "bnhd" else x
+def int32(*values):
+    return torch.tensor(values, dtype=torch.int32)
 
 
-def attention(b, n, layout="bhnd", variant="dense", append=False, query_lens=False, sinks=False, seq_lens=True, slots=70):
-    """H 6 over Hkv 2, D 8, Dv 5; garbage behind the valid lengths."""
-    inputs = dict(query=lay(randn(b, 6, n, 8), layout))
-    new = torch.randint(1, n + 1, (b,), dtype=I32) if query_lens else torch.full((b,), n, dtype=I32)
-    if variant == "dense":
-        capacity = torch.full((b,), max(slots, n))
-        inputs |= dict(key_cache=randn(b, 2, int(capacity[0]), 8), value_cache=randn(b, 2, int(capacity[0]), 5))
-    elif variant == "ragged":
-        capacity = torch.randint(n, n + slots, (b,))
-        capacity[-1] = n
-        inputs |= dict(key_cache=randn(2, int(capacity.sum()), 8), value_cache=randn(2, int(capacity.sum()), 5),
-                       cu_seqlens=torch.cat([torch.zeros(1), capacity.cumsum(0)]).to(I32))
-    else:
-        pages = -(-(n + slots) // 16)
-        capacity = torch.full((b,), pages * 16)
-        table = torch.randperm(b * pages + 3)[:b * pages].reshape(b, pages).to(I32)
-        inputs |= dict(key_cache=randn(b * pages + 3, 16, 2, 8), value_cache=randn(b * pages + 3, 16, 2, 5), block_table=table)
-    if seq_lens:
-        lens = torch.minimum(new + torch.randint(0, 9, (b,)), capacity).to(I32)
-        lens[0] = int(capacity[0])
-        if b > 1 and query_lens:
-            lens[1], new[1] = 0, 0
-        inputs["seq_lens"] = lens
-    if query_lens:
-        inputs["query_lens"] = new
-    if append:
-        inputs |= dict(new_key=lay(randn(b, 2, n, 8), layout), new_value=lay(randn(b, 2, n, 5), layout))
-    if sinks:
-        inputs["sinks"] = randn(6)
+# Models
+
+
+def one_node_model(name, present, attrs=None, ranks=None, dtype="float32", opset=20):
+    """A checked model of one node with its body, all dimensions symbolic; present: names of optional inputs."""
+    op, attrs = OPS[name], attrs or {}
+    present = {t.name for t in op.inputs if not t.optional} | set(present)
+    layout = attrs.get("layout", "bhnd")
+
+    def info(t, like=None):
+        shape = op.shape_of(like or t, present, (ranks or {}).get((like or t).name))
+        return t.name, ort_models.onnx_type(t, dtype), [str(axis) for axis in shape.ordered(layout)]
+
+    inputs = [info(t) for t in op.inputs if t.name in present]
+    outputs = [info(t, t.like and op.input(t.like)) for t in op.active_outputs(attrs)]
+    model = ort_models.make_model([ort_models.make_node(op, present, attrs)], inputs, outputs)
+    model.opset_import[0].version = opset
+    model = onnx_ir.to_proto(function_bodies.attach(onnx_ir.from_proto(model)))
+    onnx.checker.check_model(model, full_check=True)
+    return model
+
+
+def session_of(model, library=False, **options):
+    settings = onnxruntime.SessionOptions()
+    settings.intra_op_num_threads = 1
+    for name, value in options.items():
+        setattr(settings, name, value)
+    if library:
+        ort_ops.register(settings)
+    return onnxruntime.InferenceSession(model.SerializeToString(), settings, providers=["CPUExecutionProvider"])
+
+
+def converted(inputs, dtype):
+    """T and F inputs in another type."""
+    return {n: t.to(dtype) if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+
+
+def disturbed(inputs, seed):
+    """float64 inputs off by what float32 rounds away: what comes of it says how well conditioned the outputs are."""
+    signs = torch.Generator().manual_seed(seed)
+    return {n: t * (1 + 2.0**-24 * torch.randint(-1, 2, t.shape, generator=signs))
+            if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+
+
+def check_outputs(name, found, inputs, attrs, dtype="float32"):
+    """At most 4 times what the reference loses in the node's own types, or by a rounding of its inputs, or a step of
+    the type at the largest value."""
+    op, function = OPS[name], getattr(reference, OPS[name].snake_name)
+    double = converted(inputs, torch.float64)
+    judge = function(**double, **attrs)
+    losses = [function(**inputs, **attrs)] + [function(**disturbed(double, seed), **attrs) for seed in range(4)]
+    active = op.active_outputs(attrs)
+    assert list(found) == [t.name for t in active] and len(judge) == len(active)
+    for t, j, *others in zip(active, judge, *losses, strict=True):
+        actual = found[t.name]
+        assert actual.shape == j.shape, t.name
+        if t.type == "I" or t.name.endswith("cache_out"):
+            torch.testing.assert_close(actual, others[0], rtol=0, atol=0, equal_nan=True)
+            continue
+        finite = j.isfinite()
+        assert torch.equal(actual.double()[~finite], j[~finite]), f"{t.name}: where the reference is not finite"
+        if not finite.any():
+            continue
+        errors = [(x.double() - j)[finite].abs().max().item() for x in (actual, *others)]
+        step = STEPS[dtype if t.type == "T" else "float32"]
+        bound = 4 * max(*errors[1:], step * j[finite].abs().max().item())
+        assert errors[0] <= bound, f"{t.name}: error {errors[0]:.3g}, allowed {bound:.3g}"
+
+
+def check_body(name, session, inputs, attrs, dtype="float32"):
+    given = {n: t.clone() for n, t in inputs.items() if t is not None}
+    found = ort_models.run_node(session, OPS[name], given, attrs)
+    check_outputs(name, found, inputs, attrs, dtype)
+    return found
+
+
+# LeanAttention: optional inputs and attributes for make_case; present follows from what it returns.
+
+ATTENTION = {
+    "plain": dict(absent=("seq_lens",)),
+    "lengths": dict(),
+    "not causal": dict(causal=0, padded=True),
+    "all": dict(append=True, padded=True, window=20, softcap=5.0, sinks=True, scale=0.3),
+    "bnhd": dict(append=True, layout="bnhd", padded=True),
+    "ragged": dict(variant="ragged", sinks=True, window=1),
+    "ragged plain": dict(variant="ragged", absent=("seq_lens",)),
+    "ragged append": dict(variant="ragged", append=True, padded=True, softcap=2.0),
+    "paged": dict(variant="paged", layout="bnhd", causal=0),
+    "paged append": dict(variant="paged", append=True, padded=True, window=64),
+    "paged plain": dict(variant="paged", absent=("seq_lens",)),
+}
+# Nq, lengths of the cache, new tokens where there is padding, and heads and sizes.
+ATTENTION_SIZES = [
+    (1, (1,), (1,), dict(H=3, Hkv=1, D=4, Dv=7)),
+    (1, (0, 63, 64), (0, 1, 1), dict(H=6, Hkv=2, D=8, Dv=5)),
+    (5, (65, 5, 6), (5, 0, 3), dict(H=14, Hkv=2, D=3, Dv=8)),
+    (64, (130, 64, 0), (64, 63, 0), dict(H=5, Hkv=1, D=8, Dv=8)),
+    (65, (65, 200, 70), (65, 1, 64), dict(H=2, Hkv=2, D=6, Dv=3)),
+]
+
+
+def attention_case(seed, size, dtype="float32", absent=(), padded=False, **options):
+    tokens, lens, counts, sizes = size
+    if absent:  # the capacity is the length, so every request must fill its own
+        lens, options = (max(lens),) * len(lens), {"spare": 0, "block": 1, **options}
+    inputs, attrs = make_case(seed, dtype=TORCH_DTYPES[dtype], lens=lens, query_lens=counts if padded else None,
+                              Nq=tokens, **sizes, **options)
+    if absent and "block_table" in inputs:
+        inputs["block_table"] = inputs["block_table"][:, :max(lens)].contiguous()
+    return {n: None if n in absent else t for n, t in inputs.items()}, attrs
+
+
+@pytest.mark.parametrize("case", ATTENTION)
+def test_lean_attention(case):
+    session = None
+    for seed, size in enumerate(ATTENTION_SIZES):
+        inputs, attrs = attention_case(seed, size, **ATTENTION[case])
+        present = [n for n, t in inputs.items() if t is not None]
+        session = session or session_of(one_node_model("LeanAttention", present, attrs))
+        check_body("LeanAttention", session, inputs, attrs)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("case", ("all", "ragged append", "paged append"))
+def test_lean_attention_low_precision(case, dtype):
+    inputs, attrs = attention_case(3, ATTENTION_SIZES[2], dtype, **ATTENTION[case])
+    present = [n for n, t in inputs.items() if t is not None]
+    session = session_of(one_node_model("LeanAttention", present, attrs, dtype=dtype))
+    check_body("LeanAttention", session, inputs, attrs, dtype)
+
+
+@pytest.mark.parametrize("variant", ("dense", "ragged", "paged"))
+def test_wrong_lengths_offsets_and_pages(variant):
+    """They are clamped or masked out, for reading and for writing."""
+    inputs, attrs = make_case(1, variant, lens=(20, 33, 18), query_lens=(5, 5, 4), Nq=5, H=6, Hkv=2, D=4, Dv=3,
+                              append=True)
+    inputs |= {n: torch.nan_to_num(t) for n, t in inputs.items() if t is not None and t.is_floating_point()}
+    model = one_node_model("LeanAttention", [n for n, t in inputs.items() if t is not None], attrs)
+    session = session_of(model)
+    for seq_lens in ((10**9, -5, 2), (0, 18, -2**31)):
+        for query_lens in ((7, 3, -1), (5, 2**31 - 1, 9)):
+            inputs |= {"seq_lens": int32(*seq_lens), "query_lens": int32(*query_lens)}
+            check_body("LeanAttention", session, inputs, attrs)
+    if variant == "ragged":
+        for offsets in ((-9, 5, 30, 10**9), (0, 0, 0, 0), (40, 8, 2**31 - 1, 3)):
+            check_body("LeanAttention", session, inputs | {"cu_seqlens": int32(*offsets)}, attrs)
+    if variant == "paged":
+        inputs |= {"seq_lens": int32(36, 40, 20), "query_lens": int32(5, 5, 5)}
+        inputs["block_table"][:, :2] = torch.tensor([[-1, 4], [10**9, -2**31], [2, 9]])
+        check_body("LeanAttention", session, inputs, attrs)
+
+
+# The linear operators. B, H, Hkv, N, R or D, Dv
+
+SIZES = [(3, 6, 2, 1, 4, 7), (1, 3, 1, 5, 8, 5), (1, 5, 1, 64, 3, 8), (3, 14, 2, 65, 6, 4), (1, 2, 2, 130, 8, 3)]
+PACKED = [(0, 1), (0, 0), (3, 3, 4, 67, 131, 196, 200), (0, 130, 130, 135)]  # offsets; N is 4 more than the last
+
+
+def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets=None):
+    """Inputs of a linear operator, by the shapes of ops.toml. Tokens of no request are NaN."""
+    generator = torch.Generator().manual_seed(seed)
+    op = OPS[name]
+    present = {t.name for t in op.inputs if not t.optional} | set(present)
+    dims = dict(zip(("B", "H", "Hkv", "N", "R", "Dv"), size, strict=True))
+    dims |= {"D": dims["R"], "Q": dims["B"] if offsets is None else len(offsets) - 1}
+    dims |= {"P": dims["Q"] + 3, "2": 2}
+    layout = attrs.get("layout", "bhnd")
+    inputs = {}
+    for t in op.inputs:
+        if t.name not in present:
+            continue
+        axes = op.shape_of(t, present, rank if t.name == "log_decay" else None).ordered(layout)
+        x = torch.randn([dims.get(a.symbol, 0) + a.offset for a in axes], generator=generator)
+        if t.name == "log_decay":
+            x = -x.abs() / 4
+            x[torch.rand(x.shape, generator=generator) < 0.1] = -INF
+        elif t.name == "cu_seqlens":
+            x = int32(*offsets)
+        elif t.name == "state_index":
+            x = (torch.randperm(dims["P"] + 1, generator=generator)[:dims["Q"]] - 1).int()
+        elif t.name == "initial_count":
+            x = torch.randint(1, 99, x.shape, generator=generator, dtype=torch.int32)
+        elif t.name == "coefficients":
+            x = torch.tensor([1.5, 0.4])
+        elif t.name in ("query", "key", "initial_norm", "initial_key_sum"):
+            x = x.abs()  # so that normalisers stay away from 0
+        if offsets is not None and "N" in [a.symbol for a in axes]:
+            outside = torch.ones(dims["N"], dtype=bool)
+            outside[offsets[0]:offsets[-1]] = False
+            x.movedim([a.symbol for a in axes].index("N"), 0)[outside] = NAN
+        inputs[t.name] = x.to(TORCH_DTYPES[dtype]) if t.type == "T" else x
+    if name == "NormalizedLinearAttentionGrad":
+        forward = reference.normalized_linear_attention(
+            inputs["query"], inputs["key"], inputs["value"], inputs.get("coefficients"), **attrs)
+        inputs |= {"output": forward[0], "normalizer": forward[1]}
     return inputs
 
 
-def decay(b, n, layout="bhnd", per_token=False, zero=False, state=False, norm=False, packed=False, pool=False, grad=False,
-          no_decay=False):
-    """H 6 over Hkv 2, R 4, Dv 5."""
-    positive = torch.abs if norm else torch.clone
-    requests = 3 if packed else b
-    b = 1 if packed else b
-    inputs = dict(query=lay(positive(randn(b, 6, n, 4)), layout), key=lay(positive(randn(b, 2, n, 4)), layout),
-                  value=lay(randn(b, 2, n, 5), layout))
-    if not no_decay:
-        log_decay = -torch.rand(b, 2, n) / 4 if per_token else -torch.rand(2) / 4
-        if zero:
-            log_decay.view(-1)[::7] = float("-inf")
-        inputs["log_decay"] = lay(log_decay, layout) if per_token else log_decay
-    rows = requests + 2 if pool else requests
-    if state or pool:
-        inputs["initial_state"] = randn(rows, 2, 4, 5)
-        if norm:
-            inputs["initial_norm"] = randn(rows, 2, 4).abs()
-    if packed:
-        inputs["cu_seqlens"] = ints(0, n // 3, n // 3, n)
-    if pool:
-        inputs["state_index"] = torch.randperm(rows)[:requests].to(I32)
-    if grad:
-        inputs["grad_output"] = lay(randn(b, 6, n, 5), layout)
-        if state:
-            inputs["grad_final_state"] = randn(requests, 2, 4, 5)
-    return inputs
-
-
-def normalized(b, n, layout="bhnd", coefficients=False, state=False, grad=False, **attrs):
-    """H 6 over Hkv 2, D 4, Dv 5; positive scores, so that no normaliser is near 0."""
-    inputs = dict(query=lay(randn(b, 6, n, 4).abs(), layout), key=lay(randn(b, 2, n, 4).abs(), layout),
-                  value=lay(randn(b, 2, n, 5), layout))
-    if coefficients:
-        inputs["coefficients"] = torch.tensor([2.0, 0.5])
-    if state:
-        inputs |= dict(initial_state=randn(b, 2, 4, 5), initial_key_sum=randn(b, 2, 4).abs(), initial_value_sum=randn(b, 2, 5),
-                       initial_count=torch.randint(1, 9, (b,), dtype=I32))
-    if grad:
-        output, normalizer = reference.normalized_linear_attention(*[inputs.get(k) for k in (
-            "query", "key", "value", "coefficients")], layout=layout, **attrs)
-        inputs |= dict(output=output, normalizer=normalizer, grad_output=torch.randn_like(output))
-    return inputs
-
-
-APPEND = dict(append=1)
-# name: (operator, builder of inputs, its arguments, attributes)
-VARIANTS = {
-    "attention": ("LeanAttention", attention, dict(seq_lens=False), {}),
-    "attention lengths": ("LeanAttention", attention, dict(query_lens=True), dict(softcap=5.0, scale=0.3)),
-    "attention append": ("LeanAttention", attention, dict(append=True, query_lens=True, sinks=True), {**APPEND, "window": 5}),
-    "attention append bnhd": ("LeanAttention", attention, dict(append=True, layout="bnhd"), {**APPEND, "layout": "bnhd"}),
-    "attention not causal": ("LeanAttention", attention, dict(query_lens=True), dict(causal=0)),
-    "attention ragged": ("LeanAttention", attention, dict(variant="ragged", query_lens=True, sinks=True), {}),
-    "attention ragged append": ("LeanAttention", attention, dict(variant="ragged", append=True, query_lens=True), APPEND),
-    "attention paged": ("LeanAttention", attention, dict(variant="paged", query_lens=True), dict(window=3)),
-    "attention paged append": ("LeanAttention", attention, dict(variant="paged", append=True, query_lens=True), APPEND),
-    "decay": ("CausalLinearDecay", decay, {}, {}),
-    "decay none": ("CausalLinearDecay", decay, dict(no_decay=True), dict(scale=0.5, return_state=1)),
-    "decay token": ("CausalLinearDecay", decay, dict(per_token=True, zero=True, state=True), dict(return_state=1)),
-    "decay normalize": ("CausalLinearDecay", decay, dict(norm=True, state=True), dict(normalize=1, return_state=1)),
-    "decay bnhd": ("CausalLinearDecay", decay, dict(layout="bnhd", per_token=True), dict(layout="bnhd", normalize=1)),
-    "decay packed": ("CausalLinearDecay", decay, dict(packed=True, state=True, per_token=True), dict(return_state=1)),
-    "decay pool": ("CausalLinearDecay", decay, dict(pool=True), dict(return_state=1)),
-    "decay packed pool": ("CausalLinearDecay", decay, dict(pool=True, packed=True, norm=True), dict(return_state=1, normalize=1)),
-    "grad": ("CausalLinearDecayGrad", decay, dict(grad=True), dict(scale=0.5, grad_decay=1)),
-    "grad state": ("CausalLinearDecayGrad", decay, dict(grad=True, state=True, per_token=True, zero=True),
-                   dict(grad_decay=1, grad_state=1)),
-    "grad packed": ("CausalLinearDecayGrad", decay, dict(grad=True, packed=True, state=True), dict(grad_decay=1, grad_state=1)),
-    "grad bnhd": ("CausalLinearDecayGrad", decay, dict(grad=True, layout="bnhd", per_token=True),
-                  dict(grad_decay=1, layout="bnhd")),
-    "normalized": ("NormalizedLinearAttention", normalized, {}, {}),
-    "normalized state": ("NormalizedLinearAttention", normalized, dict(state=True, coefficients=True), dict(return_state=1)),
-    "normalized all": ("NormalizedLinearAttention", normalized, dict(coefficients=True), dict(causal=0, normalize_qk=1)),
-    "normalized bnhd": ("NormalizedLinearAttention", normalized, dict(layout="bnhd"), dict(layout="bnhd", normalize_qk=1)),
-    "normalized grad": ("NormalizedLinearAttentionGrad", normalized, dict(grad=True, coefficients=True, normalize_qk=1),
-                        dict(normalize_qk=1)),
-    "normalized grad all": ("NormalizedLinearAttentionGrad", normalized, dict(grad=True, causal=0), dict(causal=0)),
-    "normalized grad bnhd": ("NormalizedLinearAttentionGrad", normalized, dict(grad=True, layout="bnhd"), dict(layout="bnhd")),
+STATE = ["initial_state"]
+SUMS = ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"]
+# operator, optional inputs, attributes, rank of log_decay
+LINEAR = {
+    "decay plain": ("CausalLinearDecay", [], {}, None),
+    "decay per head": ("CausalLinearDecay", ["log_decay"], dict(scale=0.3, return_state=1, algorithm="fleet"), 1),
+    "decay per token": ("CausalLinearDecay", ["log_decay", *STATE], dict(return_state=1), 3),
+    "decay bnhd": ("CausalLinearDecay", ["log_decay", *STATE], dict(return_state=1, layout="bnhd"), 3),
+    "decay normalize": ("CausalLinearDecay", ["log_decay"], dict(normalize=1, eps=1e-2), 1),
+    "decay norm carried": ("CausalLinearDecay", ["log_decay", *STATE, "initial_norm"],
+                           dict(normalize=1, return_state=1), 3),
+    "decay pool": ("CausalLinearDecay", ["log_decay", *STATE, "state_index"], dict(return_state=1), 1),
+    "grad plain": ("CausalLinearDecayGrad", [], {}, None),
+    "grad per head": ("CausalLinearDecayGrad", ["log_decay", *STATE], dict(scale=0.7, grad_decay=1), 1),
+    "grad per token": ("CausalLinearDecayGrad", ["log_decay", *STATE, "grad_final_state"],
+                       dict(grad_decay=1, grad_state=1), 3),
+    "grad bnhd": ("CausalLinearDecayGrad", ["log_decay", "grad_final_state"], dict(grad_decay=1, layout="bnhd"), 3),
+    "grad of state": ("CausalLinearDecayGrad", ["grad_final_state"], dict(grad_state=1), None),
+    "normalized plain": ("NormalizedLinearAttention", [], {}, None),
+    "normalized unit rows": ("NormalizedLinearAttention", ["coefficients"], dict(normalize_qk=1, layout="bnhd"), None),
+    "normalized carried": ("NormalizedLinearAttention", ["coefficients", *SUMS], dict(return_state=1), None),
+    "normalized return": ("NormalizedLinearAttention", [], dict(return_state=1, normalize_qk=1), None),
+    "normalized all": ("NormalizedLinearAttention", ["coefficients"], dict(causal=0), None),
+    "normalized grad": ("NormalizedLinearAttentionGrad", ["coefficients"], {}, None),
+    "normalized grad unit rows": ("NormalizedLinearAttentionGrad", [], dict(normalize_qk=1, layout="bnhd"), None),
+    "normalized grad all": ("NormalizedLinearAttentionGrad", ["coefficients"], dict(causal=0, normalize_qk=1), None),
+}
+PACKED_CASES = {
+    "decay": ("CausalLinearDecay", ["log_decay", "cu_seqlens"], dict(return_state=1), 1),
+    "decay pool": ("CausalLinearDecay", ["log_decay", *STATE, "initial_norm", "cu_seqlens", "state_index"],
+                   dict(return_state=1, normalize=1, layout="bnhd"), 3),
+    "grad": ("CausalLinearDecayGrad", ["log_decay", *STATE, "cu_seqlens"], dict(grad_decay=1, grad_state=1), 1),
+    "grad per token": ("CausalLinearDecayGrad", ["log_decay", *STATE, "grad_final_state", "cu_seqlens"],
+                       dict(grad_decay=1, layout="bnhd"), 3),
 }
 
 
-def with_bodies(model):
-    return onnx_ir.to_proto(function_bodies.attach(onnx_ir.from_proto(model)))
+@pytest.mark.parametrize("case", LINEAR)
+def test_linear(case):
+    name, present, attrs, rank = LINEAR[case]
+    session = session_of(one_node_model(name, present, attrs, {"log_decay": rank}))
+    for seed, size in enumerate(SIZES):
+        check_body(name, session, fill(name, present, size, attrs, rank, seed), attrs)
 
 
-def body_session(op, inputs, attrs, dtype="float32"):
-    """onnxruntime without the library, on a model whose dimensions are all dynamic."""
-    import onnxruntime
-
-    model = ort_models.node_model(op, {name: [None] * t.dim() for name, t in inputs.items()}, attrs, dtype=dtype)
-    for value, (_, _, shape) in zip(model.graph.output, output_shapes(op, inputs, attrs), strict=True):
-        for _ in shape:
-            value.type.tensor_type.shape.dim.add()
-    model = with_bodies(model)
-    onnx.checker.check_model(model)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 3
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+@pytest.mark.parametrize("case", PACKED_CASES)
+def test_packed_requests(case):
+    name, present, attrs, rank = PACKED_CASES[case]
+    session = session_of(one_node_model(name, present, attrs, {"log_decay": rank}))
+    for seed, offsets in enumerate(PACKED):
+        size = (1, *SIZES[seed][1:3], offsets[-1] + 4, *SIZES[seed][4:])
+        found = check_body(name, session, fill(name, present, size, attrs, rank, seed, offsets=offsets), attrs)
+        assert all(t.isfinite().all() for t in found.values())
 
 
-def judged(op, inputs, attrs, dtype):
-    """The reference on inputs converted to dtype."""
-    tensors = [inputs.get(t.name) for t in op.inputs]
-    tensors = [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
-    return getattr(reference, op.snake_name)(*tensors, **attrs)
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("case", ("decay norm carried", "grad per token", "normalized carried",
+                                  "normalized grad unit rows"))
+def test_linear_low_precision(case, dtype):
+    name, present, attrs, rank = LINEAR[case]
+    session = session_of(one_node_model(name, present, attrs, {"log_decay": rank}, dtype))
+    check_body(name, session, fill(name, present, SIZES[3], attrs, rank, 5, dtype), attrs, dtype)
 
 
-def cancelling(inputs, expected):
-    """Size of the terms whose sum grad_log_decay and grad_coefficients are; they may cancel to anything.
-
-    Σ |q_i| |dq_i|, and for da Σ_i N |o_i| |do_i| / g_i.
-    """
-    def norm(t):
-        return t.double().norm(dim=-1)
-
-    size = float((norm(inputs["query"]) * norm(expected[0])).sum())
-    if "normalizer" in inputs:
-        tokens = inputs["query"].numel() / inputs["query"].shape[-1] / inputs["query"].shape[0] / 6
-        size += tokens * float((norm(inputs["output"]) * norm(inputs["grad_output"]) / inputs["normalizer"].double()).sum())
-    return size
+def test_wrong_offsets_and_rows():
+    name, present, attrs, rank = PACKED_CASES["decay pool"]
+    session = session_of(one_node_model(name, present, attrs, {"log_decay": rank}))
+    inputs = fill(name, present, (1, 6, 2, 9, 4, 3), attrs, rank, offsets=(0, 4, 9))
+    for offsets in ((-5, 4, 99), (8, 3, 2**31 - 1), (50, 60, 70), (-9, -9, -9)):
+        inputs |= {"cu_seqlens": int32(*offsets), "state_index": int32(2**31 - 1, -1)}
+        check_body(name, session, inputs, attrs)
 
 
-def compare(found, expected, rounded, unit, terms=0.0):
-    """Within 4 times what the plain reference loses in the low precision, and a few units of the largest value."""
-    same = expected == found.double()  # infinities
-    error = torch.where(same, 0, (found.double() - expected).abs())
-    baseline = torch.where(expected == rounded.double(), 0, (rounded.double() - expected).abs())
-    allowed = 4 * baseline.max() + 8 * unit * expected[expected.isfinite()].abs().max() + 2 * unit * terms
-    assert not torch.isnan(found).any() and error.max() <= allowed, (float(error.max()), float(allowed))
+@pytest.mark.parametrize("decay", (-60.0, -1e30, -INF, 0.0, -1e-4))
+def test_extreme_decay(decay):
+    """Far below the range of float32, zero, none, and scores that overflow above the diagonal: no NaN."""
+    for name, present, attrs in (("CausalLinearDecay", ["log_decay"], dict(return_state=1)),
+                                 ("CausalLinearDecayGrad", ["log_decay"], dict(grad_decay=1))):
+        session = session_of(one_node_model(name, present, attrs, {"log_decay": 1}))
+        inputs = fill(name, present, (2, 6, 6, 200, 4, 5), attrs, 1) | {"log_decay": torch.full((6,), decay)}
+        check_body(name, session, inputs, attrs)
+    query, key = inputs["query"].clone(), inputs["key"].clone()
+    query[:, :, 0], key[:, :, 1:] = 1e30, 1e30
+    forward = session_of(one_node_model("CausalLinearDecay", ["log_decay"], {}, {"log_decay": 1}))
+    found = ort_models.run_node(forward, OPS["CausalLinearDecay"], {
+        "query": query, "key": key, "value": inputs["value"] * 1e-30, "log_decay": inputs["log_decay"]})
+    assert found["output"].isfinite().all()
 
 
-@pytest.mark.parametrize("name", VARIANTS)
-def test_body_agrees_with_the_reference_at_every_size(name):
-    op_name, make, arguments, attrs = VARIANTS[name]
-    op = spec.all_specs()[op_name]
-    torch.manual_seed(1)
-    session = body_session(op, make(2, 5, **arguments), attrs)
-    for b, n in ((1, 1), (2, 5), (3, 64), (1, 65), (2, 130)):
-        inputs = make(b, n, **arguments)
-        found = session.run(None, {k: t.numpy() for k, t in inputs.items()})
-        expected, rounded = judged(op, inputs, attrs, torch.float64), judged(op, inputs, attrs, torch.float32)
-        assert len(found) == len(expected)
-        active = op.active_outputs(attrs)
-        for t, f, e, r in zip(active, found, expected, rounded, strict=True):
-            assert f.shape == tuple(e.shape)
-            terms = cancelling(inputs, expected) if t.name in ("grad_log_decay", "grad_coefficients") else 0.0
-            compare(torch.from_numpy(f), e.double(), r, 2.0**-23, terms)
+def test_small_normalizers_are_held():
+    """Denominators on both sides of eps, negative and zero ones too, and rows of zeros under normalize_qk."""
+    sign = torch.tensor([1.0, -1.0, 0.0, 1e-3, -1e-3]).view(1, 1, 5, 1)
+    query, key, value = sign * torch.ones(1, 2, 5, 3), torch.ones(1, 1, 5, 3), torch.randn(1, 1, 5, 4)
+    inputs = {"query": query, "key": key, "value": value}
+    attrs = dict(normalize=1, eps=0.5)
+    check_body("CausalLinearDecay", session_of(one_node_model("CausalLinearDecay", [], attrs)), inputs, attrs)
+    inputs["coefficients"] = torch.tensor([0.0, 1.0])
+    for attrs in (dict(eps=0.5), dict(eps=0.5, normalize_qk=1)):
+        model = one_node_model("NormalizedLinearAttention", ["coefficients"], attrs)
+        found = check_body("NormalizedLinearAttention", session_of(model), inputs, attrs)
+        assert (found["normalizer"].abs() < 0.5).any() and (found["normalizer"].abs() > 0.5).any()
+        grad = {**inputs, **found, "grad_output": torch.randn(1, 2, 5, 4)}
+        model = one_node_model("NormalizedLinearAttentionGrad", ["coefficients"], attrs)
+        check_body("NormalizedLinearAttentionGrad", session_of(model), grad, attrs)
 
 
-@pytest.mark.parametrize("name", ["attention append", "decay normalize", "grad state", "normalized state", "normalized grad"])
-def test_float16(name):
-    op_name, make, arguments, attrs = VARIANTS[name]
-    op = spec.all_specs()[op_name]
-    torch.manual_seed(2)
-    inputs = make(2, 21, **arguments)
-    inputs = {k: v.half() if op.input(k).type == "T" else v for k, v in inputs.items()}
-    session = body_session(op, inputs, attrs, "float16")
-    found = session.run(None, {k: t.numpy() for k, t in inputs.items()})
-    expected = judged(op, inputs, attrs, torch.float64)
-    rounded = getattr(reference, op.snake_name)(*[inputs.get(t.name) for t in op.inputs], **attrs)
-    for t, f, e, r in zip(op.active_outputs(attrs), found, expected, rounded, strict=True):
-        terms = cancelling(inputs, expected) if t.name in ("grad_log_decay", "grad_coefficients") else 0.0
-        compare(torch.from_numpy(f), e.double(), r, 2.0**-11, terms)
+def status_bytes(field):
+    return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
 
 
-def test_garbage_behind_the_lengths_does_not_leak():
-    op = spec.all_specs()["LeanAttention"]
-    torch.manual_seed(3)
-    inputs = attention(2, 4, append=True)
-    inputs["seq_lens"] = ints(9, 6)
-    clean = body_session(op, inputs, APPEND).run(None, {k: t.numpy() for k, t in inputs.items()})
-    for b, length in enumerate((9, 6)):
-        inputs["key_cache"][b, :, length:] = float("nan")
-        inputs["value_cache"][b, :, length:] = float("nan")
-    dirty = body_session(op, inputs, APPEND).run(None, {k: t.numpy() for k, t in inputs.items()})
-    assert (clean[0] == dirty[0]).all() and (clean[1] == dirty[1]).all()
+def test_memory_is_linear_in_tokens():
+    name, present, attrs, rank = LINEAR["grad per token"]
+    tokens = 4096
+    inputs = fill(name, present, (1, 1, 1, tokens, 2, 2), attrs, rank)
+    session = session_of(one_node_model(name, present, attrs, {"log_decay": rank}), enable_cpu_mem_arena=False)
+    Path("/proc/self/clear_refs").write_text("5")  # the peak becomes the present use
+    before = status_bytes("VmRSS")
+    ort_models.run_node(session, OPS[name], inputs, attrs)
+    assert status_bytes("VmHWM") - before < tokens * tokens * 4 / 4
 
 
-def test_equal_variants_share_a_function_and_different_ones_do_not():
-    op = spec.all_specs()["NormalizedLinearAttention"]
-    shapes = {k: list(v.shape) for k, v in normalized(1, 4).items()}
-    values = [(t.name, ort_models.onnx_type(t, "float32"), shapes[t.name]) for t in op.inputs if t.name in shapes]
-    nodes = [ort_models.make_node(op, shapes, attrs, f"n{i}", rename={"output": f"output{i}", "normalizer": f"normalizer{i}"})
-             for i, attrs in enumerate([{}, {}, {"causal": 0}, {"eps": 1e-3}])]
-    outputs = [(f"output{i}", 1, [None] * 4) for i in range(4)]
-    model = with_bodies(ort_models.make_model(nodes, values, outputs))
-    assert len(model.functions) == 3
-    assert model.graph.node[0].overload == model.graph.node[1].overload
-    assert len({n.overload for n in model.graph.node}) == 3
-    onnx.checker.check_model(model)
+# Models: what attach does
+
+
+def test_opsets():
+    newest = 21 if RUNTIME == (1, 20) else 24
+    for name, present, attrs, rank in (LINEAR["grad per token"], PACKED_CASES["decay pool"], LINEAR["normalized all"]):
+        for opset in {18, 19, 21, newest}:
+            model = one_node_model(name, present, attrs, {"log_decay": rank}, opset=opset)
+            assert {o.domain: o.version for o in model.functions[0].opset_import} == {"": opset}
+            offsets = (0, 3, 70) if "cu_seqlens" in present else None
+            inputs = fill(name, present, (1, 6, 2, 70, 4, 3), attrs, rank, offsets=offsets)
+            check_body(name, session_of(model), inputs, attrs)
+    inputs, attrs = attention_case(0, ATTENTION_SIZES[2], **ATTENTION["all"])
+    present = [n for n, t in inputs.items() if t is not None]
+    for opset in {18, 19, 21, newest}:
+        session = session_of(one_node_model("LeanAttention", present, attrs, opset=opset))
+        check_body("LeanAttention", session, inputs, attrs)
+
+
+def normalized_nodes(attrs_of_nodes, inputs=("query", "key", "value")):
+    """A model of NormalizedLinearAttention nodes on the same inputs, with their outputs."""
+    op = OPS["NormalizedLinearAttention"]
+    nodes, outputs = [], []
+    for i, attrs in enumerate(attrs_of_nodes):
+        rename = {"output": f"output{i}", "normalizer": f"normalizer{i}"}
+        nodes.append(ort_models.make_node(op, inputs, attrs, f"node{i}", rename=rename))
+        outputs.append((f"output{i}", 1, ["B", "H", "N", "Dv"]))
+    values = [(n, 1, list(shape)) for n, shape in zip(inputs, (("B", "H", "N", "D"), ("B", "K", "N", "D"),
+                                                               ("B", "K", "N", "Dv")), strict=True)]
+    return ort_models.make_model(nodes, values, outputs)
+
+
+@takes_overloads
+def test_equal_nodes_share_a_function():
+    model = normalized_nodes([{}, {"eps": 1e-6, "layout": "bhnd"}, {"causal": 0}, {"eps": 1e-3}, {"causal": 0}])
+    with pytest.warns(UserWarning, match="nodes of NormalizedLinearAttention that differ.*onnxruntime 1.27 or newer"):
+        model = function_bodies.attach(onnx_ir.from_proto(model))
+    once = onnx_ir.to_proto(model)
+    with pytest.warns(UserWarning):
+        model = onnx_ir.to_proto(function_bodies.attach(model))
+    assert model == once
+    onnx.checker.check_model(model, full_check=True)
+    assert [n.overload for n in model.graph.node] == ["default", "default", "causal=0", "eps=0.001", "causal=0"]
+    assert [f.overload for f in model.functions] == ["default", "causal=0", "eps=0.001"]
+    declared = {a.name: onnx.helper.get_attribute_value(a) for a in model.functions[2].attribute_proto}
+    assert declared == {"causal": 1, "normalize_qk": 0, "eps": pytest.approx(1e-6), "return_state": 0,
+                        "layout": b"bhnd"}
+    q, k, v = torch.rand(1, 6, 9, 4), torch.rand(1, 2, 9, 4), torch.rand(1, 2, 9, 5)
+    found = session_of(model).run(None, {"query": q.numpy(), "key": k.numpy(), "value": v.numpy()})
+    for output, attrs in zip(found, ({}, {}, {"causal": 0}, {}, {"causal": 0}), strict=True):
+        expected = reference.normalized_linear_attention(q.double(), k.double(), v.double(), **attrs)[0]
+        torch.testing.assert_close(torch.from_numpy(output).double(), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_one_variant_of_each_operator_warns_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        function_bodies.attach(onnx_ir.from_proto(normalized_nodes([{"eps": 0.5}, {"eps": 0.5}])))
+
+
+def test_overload_names():
+    name = function_bodies.overload_name
+    assert name("LeanAttention") == "default"
+    assert name("LeanAttention", ["seq_lens", "query", "query_lens"], {"scale": 0.125, "causal": 1}) == \
+        "seq_lens.query_lens.scale=0.125"
+    assert name("CausalLinearDecay", ["log_decay"], ranks={"log_decay": 3}) == "log_decay3"
+    assert name("CausalLinearDecay", ["log_decay"], {"eps": 2e-6}, {"log_decay": 1}) == "log_decay1.eps=2e-06"
+    assert name("CausalLinearDecay", [], {"algorithm": "fleet"}) == "default"  # the body is the same
+
+
+@pytest.mark.parametrize("outputs", (["output"], ["output", "", "final_state"], ["", "", "", "", "", "final_count"]))
+def test_outputs_that_nobody_reads(outputs):
+    op, attrs = OPS["NormalizedLinearAttention"], {"return_state": 1}
+    inputs = fill(op.name, [], (2, 6, 2, 5, 4, 3), attrs)
+    model = ort_models.node_model(op, {n: list(t.shape) for n, t in inputs.items()}, attrs, outputs=outputs)
+    for info, name in zip(model.graph.output, (o for o in outputs if o), strict=True):
+        shape = {"output": (2, 6, 5, 3), "final_state": (2, 2, 4, 3), "final_count": (2,)}[name]
+        info.CopyFrom(onnx.helper.make_tensor_value_info(name, info.type.tensor_type.elem_type, shape))
+    model = onnx_ir.to_proto(function_bodies.attach(onnx_ir.from_proto(model)))
+    onnx.checker.check_model(model, full_check=True)
+    found = session_of(model).run(None, {n: t.numpy() for n, t in inputs.items()})
+    expected = reference.normalized_linear_attention(**inputs, **attrs)
+    names = [t.name for t in op.outputs]
+    for name, value in zip((o for o in outputs if o), found, strict=True):
+        torch.testing.assert_close(torch.from_numpy(value), expected[names.index(name)], rtol=1e-5, atol=1e-5)
+
+
+@takes_overloads
+@pytest.mark.filterwarnings("ignore:the model has nodes")
+def test_nodes_in_subgraphs_and_functions():
+    """In a branch of an If, and in functions of others that call each other, with attributes of theirs."""
+    op = OPS["NormalizedLinearAttention"]
+    names = ["query", "key", "value"]
+
+    def node(attrs, **rename):
+        rename["normalizer"] = rename["output"] + "_normalizer"
+        return ort_models.make_node(op, names, attrs, rename["output"], rename=rename)
+
+    def info(name, shape=None):
+        return onnx.helper.make_tensor_value_info(name, 1, shape)
+
+    make = onnx.helper.make_node
+    branches = [onnx.helper.make_graph([node({"causal": 0}, output="inner"), make("Identity", ["inner"], ["chosen"])],
+                                       "then", [], [info("chosen")]),
+                onnx.helper.make_graph([make("Identity", ["value"], ["other"])], "else", [], [info("other")])]
+    shape = ["B", "H", "N", "D"]
+    model = ort_models.make_model(
+        [make("If", ["flag"], ["first"], then_branch=branches[0], else_branch=branches[1]),
+         make("Outer", names, ["second"], domain="custom", hold=0.25)],
+        [("flag", onnx.TensorProto.BOOL, []), *((n, 1, shape) for n in names)],
+        [("first", 1, shape), ("second", 1, shape)])
+    model.opset_import.append(onnx.helper.make_opsetid("custom", 1))
+    opsets = [*model.opset_import]
+    referring = node({}, output="once")
+    referring.attribute.append(onnx.AttributeProto(name="eps", type=onnx.AttributeProto.FLOAT, ref_attr_name="hold"))
+    inner_call = make("Inner", names, ["once"], domain="custom")
+    inner_call.attribute.append(onnx.AttributeProto(name="hold", type=onnx.AttributeProto.FLOAT, ref_attr_name="hold"))
+    model.functions.extend([
+        onnx.helper.make_function("custom", "Inner", names, ["once"], [referring], opsets, ["hold"]),
+        onnx.helper.make_function("custom", "Outer", names, ["twice"],
+                                  [inner_call, node({}, output="twice", value="once")], opsets, ["hold"])])
+    model = onnx_ir.to_proto(function_bodies.attach(onnx_ir.from_proto(model)))
+    onnx.checker.check_model(model, full_check=True)
+    assert {(f.domain, f.overload) for f in model.functions} == {
+        (spec.DOMAIN, overload) for overload in ("causal=0", "eps=0.25", "default")}
+    q, k, v = (torch.rand(1, 2, 5, 4) for _ in range(3))
+    first, second = session_of(model).run(None, {"flag": torch.tensor(True).numpy(), "query": q.numpy(),
+                                                 "key": k.numpy(), "value": v.numpy()})
+    attention = reference.normalized_linear_attention
+    torch.testing.assert_close(torch.from_numpy(first), attention(q, k, v, causal=0)[0], rtol=1e-5, atol=1e-6)
+    once = attention(q, k, v, eps=0.25)[0]
+    torch.testing.assert_close(torch.from_numpy(second), attention(q, k, once)[0], rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (("Attention",), "no operator Attention; it has LeanAttention"),
+    (("LeanAttention", ["cache"]), "LeanAttention has no input cache"),
+    (("LeanAttention", [], {"append": 1}), "append needs new_key"),
+    (("LeanAttention", ["new_key"], {"append": 1}), "new_key goes with new_value"),
+    (("LeanAttention", ["cu_seqlens", "block_table"]), "cu_seqlens excludes block_table"),
+    (("LeanAttention", [], {"window": 3, "causal": 0}), "window needs causal"),
+    (("LeanAttention", [], {"layout": "nhd"}), "layout is 'nhd'; expected one of bhnd, bnhd"),
+    (("CausalLinearDecay", ["initial_state"], {"normalize": 1}),
+     "initial_state goes with initial_norm, because normalize is given"),
+    (("CausalLinearDecay", ["log_decay"]), "log_decay has rank None; expected 1 or 3.*shape inference"),
+    (("CausalLinearDecay", ["log_decay"], {}, {"log_decay": 2}), "log_decay has rank 2; expected 1 or 3"),
+    (("CausalLinearDecayGrad", [], {"normalize": 1}), "normalize is 1; the normalised form"),
+    (("NormalizedLinearAttention", [], {}, {}, 17), "the model has opset 17; its function body needs 18 or newer")])
+def test_errors(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        function_bodies.function_for(*arguments)
+
+
+def test_error_names_the_node():
+    unknown = onnx.helper.make_node("Foo", ["query"], ["y"], "n1", domain=spec.DOMAIN)
+    model = ort_models.make_model([unknown], [("query", 1, ["N"])], [("y", 1, ["N"])])
+    with pytest.raises(ValueError, match="node n1: leanfleet has no operator Foo"):
+        function_bodies.attach(onnx_ir.from_proto(model))
+
+
+@pytest.mark.parametrize("name", OPS)
+def test_kernels_win_where_the_library_is_registered(name, tmp_path):
+    """And without it nothing of ours is left in the graph."""
+    if name == "LeanAttention":
+        inputs, attrs = attention_case(1, ATTENTION_SIZES[2], **ATTENTION["all"])
+        present, rank = [n for n, t in inputs.items() if t is not None], None
+    else:
+        _, present, attrs, rank = next(row for case, row in LINEAR.items() if row[0] == name and row[1])
+        inputs = fill(name, present, SIZES[1], attrs, rank)
+    model = one_node_model(name, present, attrs, {"log_decay": rank})
+    assert model.graph.node[0].overload not in ("", "default")
+    for library in (True, False):
+        (folder := tmp_path / str(library)).mkdir()
+        session = session_of(model, library, enable_profiling=True, profile_file_prefix=str(folder / "profile"))
+        check_body(name, session, inputs, attrs)
+        ran = {op for op, _ in ort_models.nodes_that_ran(session)}
+        assert ran == {name} if library else name not in ran and len(ran) > 10
+
+
+@pytest.mark.skipif(RUNTIME == (1, 20), reason="this is the run in the oldest runtime")
+def test_oldest_runtime():
+    """Everything above, once more."""
+    folder = ort_models.install_oldest_runtime(OLDEST)
+    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    check = f"import onnxruntime; assert onnxruntime.__version__ == '{OLDEST}', onnxruntime.__file__"
+    subprocess.run([sys.executable, "-P", "-c", check], env=environment, check=True)
+    result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", Path(__file__)],
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    passed = re.search(r"(\d+) passed", result.stdout)
+    assert result.returncode == 0 and passed and int(passed[1]) > len(ATTENTION) + len(LINEAR), result.stdout[-8000:]

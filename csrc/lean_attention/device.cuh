@@ -108,10 +108,19 @@ struct LeanRange {
   LeanUnit unit;
 };
 
-// The work of one query tile of one head; pairs are (request, query tile).
-__device__ __forceinline__ int64_t pair_work(const LeanAttentionArgs& args, int pair, int row_tiles) {
-  if (pair >= args.batch * row_tiles) return 0;
-  return lean_unit_work(args, lean_unit_tiles(args, lean_request(args, pair / row_tiles), pair % row_tiles));
+// A pair of (request, query tile): the request, the tiles of keys, and the work of one head.
+struct LeanPair {
+  LeanRequest request;
+  LeanSpan tiles;
+  int64_t work;
+};
+__device__ __forceinline__ LeanPair lean_pair(const LeanAttentionArgs& args, int index, int row_tiles) {
+  LeanPair pair = {{0, 0, 0}, {0, 0}, 0};
+  if (index >= args.batch * row_tiles) return pair;
+  pair.request = lean_request(args, index / row_tiles);
+  pair.tiles = lean_unit_tiles(args, pair.request, index % row_tiles);
+  pair.work = lean_unit_work(args, pair.tiles);
+  return pair;
 }
 
 // What lean_work_prefix and lean_locate do, by a warp and without memory for the prefix: lanes share the pairs of
@@ -120,12 +129,13 @@ __device__ __forceinline__ int64_t pair_work(const LeanAttentionArgs& args, int 
 __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, int row_tiles, LeanRange& range) {
   const int lane = threadIdx.x % 32;
   const int pairs = args.batch * row_tiles;
-  int64_t mine = pair_work(args, lane, row_tiles), end = warp_scan(args.kv_heads * mine);
+  LeanPair mine = lean_pair(args, lane, row_tiles);
+  int64_t end = warp_scan(args.kv_heads * mine.work);
   int64_t work = __shfl_sync(kFullWarp, end, 31);
   if (pairs > 32) {
     int64_t more = 0;
 #pragma unroll 1
-    for (int pair = 32 + lane; pair < pairs; pair += 32) more += pair_work(args, pair, row_tiles);
+    for (int pair = 32 + lane; pair < pairs; pair += 32) more += lean_pair(args, pair, row_tiles).work;
     work += args.kv_heads * warp_sum(more);
   }
   range.work = work;
@@ -136,25 +146,30 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
   range.end = lean_range_begin(work, range.ranges, index + 1);
 
   int64_t before = 0;
-  int first = 0, found = warp_find(args.kv_heads * mine, end, range.begin, before);
+  int first = 0, found = warp_find(args.kv_heads * mine.work, end, range.begin, before);
 #pragma unroll 1
   while (found < 0) {
     first += 32;
-    mine = pair_work(args, first + lane, row_tiles);
-    found = warp_find(args.kv_heads * mine, warp_scan(args.kv_heads * mine), range.begin, before);
+    mine = lean_pair(args, first + lane, row_tiles);
+    end = warp_scan(args.kv_heads * mine.work);
+    found = warp_find(args.kv_heads * mine.work, end, range.begin, before);
   }
   const int pair = first + found;
   LeanUnit& unit = range.unit;
   unit.b = pair / row_tiles;
   unit.row_tile = 0;
-  unit.request = lean_request(args, unit.b);
-  int64_t head_work = __shfl_sync(kFullWarp, mine, found);
+  unit.request.start = __shfl_sync(kFullWarp, mine.request.start, found);
+  unit.request.keys = __shfl_sync(kFullWarp, mine.request.keys, found);
+  unit.request.tokens = __shfl_sync(kFullWarp, mine.request.tokens, found);
+  unit.tiles.begin = __shfl_sync(kFullWarp, mine.tiles.begin, found);
+  unit.tiles.end = __shfl_sync(kFullWarp, mine.tiles.end, found);
+  int64_t head_work = __shfl_sync(kFullWarp, mine.work, found);
   if (row_tiles > 1) {
     // Now within the request: back to its begin, and the work of one head is that of all its query tiles.
     int64_t all = 0, earlier = 0;
 #pragma unroll 1
     for (int t = lane; t < row_tiles; t += 32) {
-      const int64_t one = pair_work(args, unit.b * row_tiles + t, row_tiles);
+      const int64_t one = lean_pair(args, unit.b * row_tiles + t, row_tiles).work;
       all += one;
       if (t < pair - unit.b * row_tiles) earlier += one;
     }
@@ -167,13 +182,13 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
     found = -1;
 #pragma unroll 1
     for (int t = 0; found < 0; t += 32) {
-      const int64_t one = t + lane < row_tiles ? pair_work(args, unit.b * row_tiles + t + lane, row_tiles) : 0;
+      const int64_t one = t + lane < row_tiles ? lean_pair(args, unit.b * row_tiles + t + lane, row_tiles).work : 0;
       found = warp_find(one, warp_scan(one), range.begin, before);
       unit.row_tile = t + found;
     }
+    unit.tiles = lean_unit_tiles(args, unit.request, unit.row_tile);
   }
   unit.position = before;
-  unit.tiles = lean_unit_tiles(args, unit.request, unit.row_tile);
   return true;
 }
 
@@ -247,9 +262,10 @@ __device__ __forceinline__ RowPlace row_place(const LeanAttentionArgs& args, con
 }
 
 // Normalises 4 elements of a packed row and writes them; the thread with the row's first elements writes lse.
+// `store` false: only what leads up to the stores.
 template <class T>
 __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const LeanUnit& unit, int row, int d, float4 o,
-                                          float max, float sum) {
+                                          float max, float sum, bool store = true) {
   const RowPlace place = row_place(args, unit, row);
   float top = max;
   float factor = 0.0f;
@@ -268,6 +284,7 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
   if (factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   T* output = static_cast<T*>(args.output) + unit.b * args.output_strides.batch +
               place.head * args.output_strides.head + place.token * args.output_strides.token + d;
+  if (!store) return;
   store4(output, make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor));
   if (d == 0)
     args.lse[unit.b * args.lse_strides.batch + place.head * args.lse_strides.head +
@@ -276,8 +293,9 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
 
 // Stores 4 unnormalised elements of a packed row as part of a contributor's partial result.
 __device__ __forceinline__ void write_partial(const LeanAttentionArgs& args, int slot, int row_of_tile, int d, float4 o,
-                                              float max, float sum) {
+                                              float max, float sum, bool store = true) {
   const int64_t row = static_cast<int64_t>(slot) * args.plan.row_tile + row_of_tile;
+  if (!store) return;
   *reinterpret_cast<float4*>(args.partial_output + row * args.value_width + d) = o;
   if (d == 0) {
     args.partial_max[row] = max;
@@ -304,7 +322,7 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 // arrives last, and writes the rows.
 template <class T>
 __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count,
-                                           int warp, int warps) {
+                                           int warp, int warps, bool store = true) {
   constexpr int kAtOnce = 8;
   const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
 #pragma unroll 1
@@ -340,7 +358,7 @@ __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const 
         }
         max = top;
       }
-      write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
+      write_row<T>(args, unit, rows.begin + row, d, o, max, sum, store);
     }
   }
 }

@@ -336,20 +336,21 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute
   const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
   if (element == 4) return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
-  if (!by_16_bytes) {
+  const int width = padded_width(args);
+  int key_tile = 0, slots = 0;
+  choose_tile(width, args.plan.row_tile, &key_tile, &slots, max_shared_bytes);
+  if (!by_16_bytes || slots < 2) {
     args.plan.key_tile = kFloatTokens;
     args.plan.row_tile = lean_min(args.plan.row_tile, kFloatRows);
     return args.dtype == static_cast<int>(DType::kFloat16)
                ? launch_float<__half>(args, false, static_cast<cudaStream_t>(stream))
                : launch_float<__nv_bfloat16>(args, false, static_cast<cudaStream_t>(stream));
   }
-  const int width = padded_width(args);
   LeanTileLoads loads = {};
   loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
   loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
   loads.stream_once = lean_row_tiles(args) == 1;
-  int key_tile = 0;
-  choose_tile(width, args.plan.row_tile, &key_tile, &loads.slots, max_shared_bytes);
+  loads.slots = slots;
   loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
   loads.boxes = key_tile / loads.box_tokens;
   // Row consumers read a slot more often than it is filled; there conflicts cost more than longer pieces gain.

@@ -44,7 +44,7 @@ struct LeanWork {
   LeanSpan seen;    // keys that at least one row of the unit sees
   LeanSpan common;  // keys that all its rows see, padding aside
 };
-constexpr int kQueue = 8;  // segments that the producer may be ahead
+constexpr int kQueue = 8;  // segments that the producer may be ahead; entry kQueue is that of the rehearsal
 
 template <int kWidth, int kRows>
 struct LeanTile {
@@ -52,6 +52,9 @@ struct LeanTile {
   static constexpr int kTokens = kWidth == 64 ? 128 : 64;
   static constexpr int kConsumerWarps = 8;
   static constexpr int kTileWarps = kSplitTokens ? 4 : 8;  // that share a tile
+  // Groups of warps take tiles in turn, each from a ring of its own: who waits for one phase of a barrier out of two
+  // cannot tell them apart.
+  static constexpr int kGroups = kConsumerWarps / kTileWarps;
   static constexpr int kMaxThreads = 32 * (kConsumerWarps + 4);  // at most 4 producer warps
   static constexpr int kSlotBytes = kTokens * kWidth * 2;
   static constexpr int kQueryBytes = kSplitTokens ? 0 : kRows * kWidth * 2;
@@ -60,11 +63,11 @@ struct LeanTile {
   static constexpr int kSlices = kTokens / 16;
   // Per slot: two barriers and a bit per token.
   static constexpr int kSlotExtra = 16 + kSlices * 2;
-  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + 16);
+  static constexpr int kQueueBytes = (kQueue + 1) * (static_cast<int>(sizeof(LeanWork)) + 16);
   static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + kQueueBytes + 16 + 1024;  // 1024: to align the ring
   static int slots_for(int shared_bytes) {
     const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
-    return slots < 12 ? slots : 12;
+    return (slots < 12 ? slots : 12) / kGroups * kGroups;
   }
   static int shared_bytes(int slots) { return kFixedBytes + slots * (kSlotBytes + kSlotExtra); }
 };
@@ -140,12 +143,13 @@ __device__ __forceinline__ uint32_t slot_offset(int token, int chunk) {
   return line_offset(chunk / 8 * kTokens + token, chunk % 8);
 }
 
-// A place in the ring and the parity of the barrier phase that comes next there.
+// A place in a ring of the slots [begin, end) and the parity of the barrier phase that comes next there.
 struct RingPlace {
-  int slot = 0;
-  uint32_t parity = 0;
-  __device__ __forceinline__ void next(int slots) {
-    if (++slot == slots) slot = 0, parity ^= 1;
+  int begin, end, slot;
+  uint32_t parity;
+  __device__ __forceinline__ RingPlace(int begin, int end) : begin(begin), end(end), slot(begin), parity(0) {}
+  __device__ __forceinline__ void next() {
+    if (++slot == end) slot = begin, parity ^= 1;
   }
 };
 
@@ -212,15 +216,15 @@ struct TileProducer {
   const CUtensorMap* key_map;
   const CUtensorMap* value_map;
   const RingAddresses& ring;
-  RingPlace place = {};
   int warp, warps, lane;  // of the producer warps
+  RingPlace place, waiting;  // of the group whose turn it is, and of the other
 
   // Positions of this lane's tokens in a tile: groups of 32 tokens, `warps` warps share them.
   static constexpr int kTokens = Tile::kTokens;
 
   // `exists`: the range holds work; else only the end of the queue is told.
   __device__ __forceinline__ void run(const LeanRange& range, bool exists) {
-    RingPlace queued;
+    RingPlace queued(0, kQueue);
     if (exists) for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
       const RowsKeys unit_keys =
           keys_of_tokens(args, unit, lean_unit_tokens(args, unit.request, unit.row_tile));
@@ -238,7 +242,7 @@ struct TileProducer {
           barrier_arrive(ring.queue_full + queued.slot * 8);
         }
         __syncwarp();
-        queued.next(kQueue);
+        queued.next();
       }
       // Rows that this launch appends come from new_key and new_value: other blocks may be writing them.
       const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
@@ -279,6 +283,11 @@ struct TileProducer {
 #endif
         } else {
           gather_tile(unit, keys, begin, new_begin);
+        }
+        if constexpr (Tile::kGroups == 2) {
+          const RingPlace next = waiting;
+          waiting = place;
+          place = next;
         }
         if (loads.tensor_maps && paged) {
           box_of_window += boxes;
@@ -335,7 +344,7 @@ struct TileProducer {
       }
     }
     __syncwarp();
-    place.next(loads.slots);
+    place.next();
   }
 #endif
 
@@ -403,7 +412,7 @@ struct TileProducer {
     barrier_arrive_after_copies(full);
     __syncwarp();
     if (lane == 0) barrier_arrive(full);
-    place.next(loads.slots);
+    place.next();
   }
 };
 
@@ -430,8 +439,9 @@ struct TokenConsumer {
   const RingAddresses& ring;
   float* scratch;            // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
   volatile uint32_t* arrived;
-  RingPlace place = {};
   int warp, lane;
+  RingPlace place;
+  bool rehearsal;
 
   uint32_t query[kWidth / 16][kBlocks][2];
   float output[kWidth / 16][kBlocks][4];
@@ -439,31 +449,41 @@ struct TokenConsumer {
   RowBounds bounds[kBlocks][2];
 
   __device__ __forceinline__ void run() {
-    RingPlace queued;
+    RingPlace queued(0, kQueue);
     int turn = 0;  // which half of the warps has the next tile
+    // The first pass is a rehearsal: while the producer reads the schedule and the first tiles are on their way, some
+    // warps walk through the code, each a part of it, with nothing waited for and nothing stored. Its instructions
+    // are then in the cache; at the first real pass they would be fetched one line after the other.
 #pragma unroll 1
-    for (;;) {
-      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
-      const LeanWork& work = ring.queue[queued.slot];
+    for (rehearsal = true;; rehearsal = false) {
+      if (!rehearsal) barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      const LeanWork& work = ring.queue[rehearsal ? kQueue : queued.slot];
       if (work.last != 0) return;
-      begin_unit(work.unit);
+      if (!rehearsal || warp == 4) begin_unit(work.unit);
       const LeanSpan common = work.common, seen = work.seen;
       const int end = work.segment.tiles.end;
 #pragma unroll 1
       for (int tile = work.segment.tiles.begin; tile < end; ++tile) {
-        if (turn == warp / Tile::kTileWarps) {
+        if (rehearsal ? warp == 1 : turn == warp / Tile::kTileWarps) {
           const int begin = tile * kTokens + warp % Tile::kTileWarps * kWarpTokens;
           consume(begin, begin < common.begin || begin + kWarpTokens > common.end, seen);
-        } else {
-          place.next(loads.slots);
-          place.next(loads.slots);
         }
         turn ^= 1;
       }
-      finish(work);
+      if (!rehearsal || warp == 2) leave(work);
+      bool merges = rehearsal && warp == 3;
+      if (!rehearsal && work.segment.count > 1)
+        merges = last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kThreads, arrived);
+      if (merges)
+        merge_unit<T>(args, work.unit, work.first, work.segment.count, rehearsal ? 0 : warp, Tile::kConsumerWarps,
+                      !rehearsal);
+      if (rehearsal) {
+        turn = 0;
+        continue;
+      }
       __syncwarp();
       if (lane == 0) barrier_arrive(ring.queue_empty + queued.slot * 8);
-      queued.next(kQueue);
+      queued.next();
     }
   }
 
@@ -505,7 +525,7 @@ struct TokenConsumer {
     const int of_tile = warp % Tile::kTileWarps;  // this warp's part of the tile
     float s[kSteps][kBlocks][4];
     const uint32_t keys = ring.slots + place.slot * Tile::kSlotBytes;
-    barrier_wait(ring.full + place.slot * 8, place.parity);
+    if (!rehearsal) barrier_wait(ring.full + place.slot * 8, place.parity);
     unsigned missing[kSteps];
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
@@ -606,7 +626,7 @@ struct TokenConsumer {
     }
 
     const uint32_t values = ring.slots + place.slot * Tile::kSlotBytes;
-    barrier_wait(ring.full + place.slot * 8, place.parity);
+    if (!rehearsal) barrier_wait(ring.full + place.slot * 8, place.parity);
     if (masked) {
       // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence. A warp's tokens are
       // its own, so it can set them to 0 in the slot, which the copy engine writes next.
@@ -654,9 +674,10 @@ struct TokenConsumer {
 
   // This warp has read the slot.
   __device__ __forceinline__ void release() {
+    if (rehearsal) return;
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.empty + place.slot * 8);
-    place.next(loads.slots);
+    place.next();
   }
 
   __device__ __forceinline__ void rescale_all(float (&top)[kBlocks][2]) {
@@ -681,7 +702,7 @@ struct TokenConsumer {
 
   // Merges the warps' statistics and outputs, 8 rows at a time, and writes them or, where others contribute to
   // the unit too, leaves them as a partial result.
-  __device__ __forceinline__ void finish(const LeanWork& work) {
+  __device__ __forceinline__ void leave(const LeanWork& work) {
     constexpr int kWarps = Tile::kConsumerWarps;
     const LeanUnit& unit = work.unit;
     const LeanSegment& segment = work.segment;
@@ -690,7 +711,7 @@ struct TokenConsumer {
     float* warp_sum = warp_max + kWarps * 8 * kBlocks;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      named_barrier(1, kThreads);  // the previous contents have been read
+      if (!rehearsal) named_barrier(1, kThreads);  // the previous contents have been read
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = lane % 4 * 2 + c;
@@ -708,10 +729,10 @@ struct TokenConsumer {
           to[16 * d + 8] = output[d][n][2 + c];
         }
       }
-      named_barrier(1, kThreads);
+      if (!rehearsal) named_barrier(1, kThreads);
       const int count = lean_min(rows.end - rows.begin - 8 * n, 8);
 #pragma unroll 1
-      for (int row = warp; row < count; row += Tile::kConsumerWarps) {
+      for (int row = rehearsal ? 0 : warp; row < count; row += Tile::kConsumerWarps) {
         float factor[kWarps], top = -INFINITY, total = 0.0f;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
@@ -731,14 +752,12 @@ struct TokenConsumer {
             const float4 x = *reinterpret_cast<const float4*>(scratch + (w * 8 + row) * Tile::kScratchStride + d);
             o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
           }
-          if (segment.count == 1) write_row<T>(args, unit, rows.begin + 8 * n + row, d, o, top, total);
-          else write_partial(args, segment.slot, 8 * n + row, d, o, top, total);
+          if (segment.count == 1 || rehearsal)
+            write_row<T>(args, unit, rows.begin + 8 * n + row, d, o, top, total, !rehearsal);
+          if (segment.count > 1) write_partial(args, segment.slot, 8 * n + row, d, o, top, total, !rehearsal);
         }
       }
     }
-    if (segment.count == 1) return;
-    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived))
-      merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
   }
 };
 
@@ -755,15 +774,15 @@ struct RowConsumer {
   const RingAddresses& ring;
   uint32_t query;  // shared address of [box][128][64], swizzled like a slot
   volatile uint32_t* arrived;
-  RingPlace place = {};
   int warp, lane;
+  RingPlace place;
 
   float output[kWidth / 8][4];
   float max[2], sum[2];  // of rows lane / 4 and lane / 4 + 8 of the warp's
   RowBounds bounds[2];
 
   __device__ __forceinline__ void run() {
-    RingPlace queued;
+    RingPlace queued(0, kQueue);
 #pragma unroll 1
     for (;;) {
       barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
@@ -793,7 +812,7 @@ struct RowConsumer {
       finish(work, rows);
       __syncwarp();
       if (lane == 0) barrier_arrive(ring.queue_empty + queued.slot * 8);
-      queued.next(kQueue);
+      queued.next();
     }
   }
 
@@ -805,7 +824,7 @@ struct RowConsumer {
   __device__ __forceinline__ void release() {
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.empty + place.slot * 8);
-    place.next(loads.slots);
+    place.next();
   }
 
   __device__ __forceinline__ void begin_unit(const LeanUnit& unit, LeanSpan rows) {
@@ -1004,6 +1023,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int producer_warps = blockDim.x / 32 - Tile::kConsumerWarps;
+  const int group_slots = loads.slots / Tile::kGroups;
 
   char* at = base + loads.slots * Tile::kSlotBytes;
   RingAddresses ring;
@@ -1013,7 +1033,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   float* const scratch = reinterpret_cast<float*>(at);
   at += Tile::kScratchBytes;
   ring.queue = reinterpret_cast<LeanWork*>(at);
-  ring.queue_full = shared_address(at + kQueue * sizeof(LeanWork));
+  ring.queue_full = shared_address(at + (kQueue + 1) * sizeof(LeanWork));
   ring.queue_empty = ring.queue_full + 8 * kQueue;
   at += Tile::kQueueBytes;
   ring.full = shared_address(at);
@@ -1036,6 +1056,13 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }
+  if (threadIdx.x == 32) {
+    LeanWork work = {};
+    work.segment.tiles.end = 1;
+    work.segment.count = 2;
+    work.seen = work.common = {0, INT32_MAX};
+    ring.queue[kQueue] = work;
+  }
   __syncthreads();
 
   // Row consumers need more registers than a block of 12 warps can give every thread.
@@ -1047,8 +1074,8 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
       asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
     }
 #endif
-    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, {}, warp - Tile::kConsumerWarps,
-                                   producer_warps, lane};
+    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, warp - Tile::kConsumerWarps, producer_warps,
+                                   lane, RingPlace(0, group_slots), RingPlace(group_slots, 2 * group_slots)};
     LeanRange range;
     range.work = range.begin = range.end = 0;
     const int row_tiles = Tile::kSplitTokens ? 1 : lean_row_tiles(args);
@@ -1057,14 +1084,16 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     if (args.append)
       append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
+    const int group = warp / Tile::kTileWarps;
+    const RingPlace place(group * group_slots, (group + 1) * group_slots);
     if constexpr (Tile::kSplitTokens) {
-      TokenConsumer<T, kWidth, kRows / 8> consumer{args, loads, ring, scratch, arrived, {}, warp, lane, {}, {}, {}, {}, {}};
+      TokenConsumer<T, kWidth, kRows / 8> consumer{args, loads, ring, scratch, arrived, warp, lane, place, true, {}, {}, {}, {}, {}};
       consumer.run();
     } else {
 #if __CUDA_ARCH__ >= 900
       asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
 #endif
-      RowConsumer<T, kWidth> consumer{args, loads, ring, query, arrived, {}, warp, lane, {}, {}, {}, {}};
+      RowConsumer<T, kWidth> consumer{args, loads, ring, query, arrived, warp, lane, place, {}, {}, {}, {}};
       consumer.run();
     }
   }
