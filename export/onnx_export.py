@@ -28,7 +28,7 @@ def op_schema(op):
     return schema(
         op.name, spec.DOMAIN, op.version, op.doc,
         inputs=[parameter(t, t.optional) for t in op.inputs],
-        outputs=[parameter(t, bool(t.when)) for t in op.outputs],
+        outputs=[parameter(t, True) for t in op.outputs],  # any may be left unconnected
         type_constraints=[(name, types, "") for name, types in _TYPE_STRINGS.items() if name in used],
         attributes=[schema.Attribute(a.name, onnx.helper.make_attribute(a.name, _onnx_value(a, a.default)), a.doc)
                     for a in op.attrs])

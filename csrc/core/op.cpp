@@ -58,10 +58,10 @@ DType dtype_of(const Call& call, TypeVar type) {
 
 Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor) {
   const DType expected = dtype_of(call, spec.type);
+  const bool integer = spec.type == TypeVar::kT && tensor.dtype == DType::kInt32;
+  if (tensor.dtype == expected && !integer) return {};
   const std::string found = std::string(spec.name) + " has type " + dtype_name(tensor.dtype);
-  if (spec.type == TypeVar::kT && tensor.dtype == DType::kInt32)
-    return call.invalid(found + "; expected float32, float16 or bfloat16");
-  if (tensor.dtype == expected) return {};
+  if (integer) return call.invalid(found + "; expected float32, float16 or bfloat16");
   if (spec.type == TypeVar::kT)
     return call.invalid(found + ", but " + call.spec->inputs[0].name + " has " + dtype_name(expected) +
                         "; these must be the same");
@@ -72,7 +72,7 @@ Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor
 Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int input, uint32_t present, int* origin) {
   const OpSpec& op = *call.spec;
   const bool bnhd = call.bnhd();
-  const std::string found = std::string(spec.name) + " has shape " + shape_text(tensor);
+  const auto found = [&] { return std::string(spec.name) + " has shape " + shape_text(tensor); };
   const ShapeSpec* shape = choose_shape(spec, present, tensor.rank);
   if (shape == nullptr) {
     std::string expected;
@@ -82,25 +82,26 @@ Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int 
       if (s.condition < 0 ? holding->condition >= 0 : !(present >> s.condition & 1)) continue;
       expected += (expected.empty() ? "" : " or ") + expected_shape(op, s, bnhd);
     }
-    return call.invalid(found + ", rank " + std::to_string(tensor.rank) + "; expected " + expected);
+    return call.invalid(found() + ", rank " + std::to_string(tensor.rank) + "; expected " + expected);
   }
-  const std::string expected = expected_shape(op, *shape, bnhd);
   for (int i = 0; i < shape->rank; ++i) {
     const AxisSpec axis = axis_at(*shape, i, bnhd);
-    const int64_t size = tensor.shape[i];
-    const std::string where = found + ": axis " + std::to_string(i) + " of " + expected + " is " + std::to_string(size);
+    const int64_t size = tensor.shape[i], value = size - axis.offset;
+    const auto where = [&] {
+      return found() + ": axis " + std::to_string(i) + " of " + expected_shape(op, *shape, bnhd) + " is " +
+             std::to_string(size);
+    };
     if (axis.symbol < 0) {
-      if (size != axis.offset) return call.invalid(where + "; expected " + std::to_string(axis.offset));
+      if (value != 0) return call.invalid(where() + "; expected " + std::to_string(axis.offset));
       continue;
     }
-    const int64_t value = size - axis.offset;
-    if (value < 1) return call.invalid(where + "; it is empty, expected at least " + std::to_string(1 + axis.offset));
+    if (value < 1) return call.invalid(where() + "; it is empty, expected at least " + std::to_string(1 + axis.offset));
     int64_t& bound = call.dims[axis.symbol];
     if (bound < 0) {
       bound = value;
       origin[axis.symbol] = input;
     } else if (bound != value) {
-      return call.invalid(where + "; expected " + std::to_string(bound + axis.offset) + ", because " +
+      return call.invalid(where() + "; expected " + std::to_string(bound + axis.offset) + ", because " +
                           op.inputs[origin[axis.symbol]].name + " gives " + op.symbols[axis.symbol] + " = " +
                           std::to_string(bound));
     }

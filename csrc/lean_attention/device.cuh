@@ -238,8 +238,10 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
       const int64_t to = cache_row(args, kind == 0 ? args.key_strides : args.value_strides, b, request, head,
                                    request.keys - request.tokens + token);
       if (to < 0) continue;
-      const Chunk* source = reinterpret_cast<const Chunk*>(static_cast<const T*>(kind == 0 ? args.new_key : args.new_value) + from);
-      Chunk* target = reinterpret_cast<Chunk*>(static_cast<T*>(kind == 0 ? args.key_cache_out : args.value_cache_out) + to);
+      const void* rows_from = kind == 0 ? args.new_key : args.new_value;
+      void* rows_to = kind == 0 ? args.key_cache_out : args.value_cache_out;
+      const Chunk* source = reinterpret_cast<const Chunk*>(static_cast<const T*>(rows_from) + from);
+      Chunk* target = reinterpret_cast<Chunk*>(static_cast<T*>(rows_to) + to);
       const int chunks = (kind == 0 ? args.key_width : args.value_width) / kPerChunk;
 #pragma unroll 1
       for (int c = lane; c < chunks; c += 32) target[c] = source[c];
@@ -262,10 +264,9 @@ __device__ __forceinline__ RowPlace row_place(const LeanAttentionArgs& args, con
 }
 
 // Normalises 4 elements of a packed row and writes them; the thread with the row's first elements writes lse.
-// `store` false: only what leads up to the stores.
 template <class T>
 __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const LeanUnit& unit, int row, int d, float4 o,
-                                          float max, float sum, bool store = true) {
+                                          float max, float sum) {
   const RowPlace place = row_place(args, unit, row);
   float top = max;
   float factor = 0.0f;
@@ -284,7 +285,6 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
   if (factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   T* output = static_cast<T*>(args.output) + unit.b * args.output_strides.batch +
               place.head * args.output_strides.head + place.token * args.output_strides.token + d;
-  if (!store) return;
   store4(output, make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor));
   if (d == 0)
     args.lse[unit.b * args.lse_strides.batch + place.head * args.lse_strides.head +
@@ -293,9 +293,8 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
 
 // Stores 4 unnormalised elements of a packed row as part of a contributor's partial result.
 __device__ __forceinline__ void write_partial(const LeanAttentionArgs& args, int slot, int row_of_tile, int d, float4 o,
-                                              float max, float sum, bool store = true) {
+                                              float max, float sum) {
   const int64_t row = static_cast<int64_t>(slot) * args.plan.row_tile + row_of_tile;
-  if (!store) return;
   *reinterpret_cast<float4*>(args.partial_output + row * args.value_width + d) = o;
   if (d == 0) {
     args.partial_max[row] = max;
@@ -306,7 +305,8 @@ __device__ __forceinline__ void write_partial(const LeanAttentionArgs& args, int
 // Called by `threads` threads after they have stored a contributor's partial result. True in all of them if every
 // other contributor has stored its own; the ticket is then 0 again. Nobody waits, so that blocks need not run at
 // the same time.
-__device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int thread, int threads, volatile uint32_t* shared) {
+__device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int thread, int threads,
+                                               volatile uint32_t* shared) {
   named_barrier(1, threads);
   if (thread == 0) {
     uint32_t before;
@@ -322,7 +322,7 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 // arrives last, and writes the rows.
 template <class T>
 __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count,
-                                           int warp, int warps, bool store = true) {
+                                           int warp, int warps) {
   constexpr int kAtOnce = 8;
   const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
 #pragma unroll 1
@@ -358,7 +358,7 @@ __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const 
         }
         max = top;
       }
-      write_row<T>(args, unit, rows.begin + row, d, o, max, sum, store);
+      write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
     }
   }
 }

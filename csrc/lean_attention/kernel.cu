@@ -324,7 +324,8 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute
   if (known != cudaSuccess) return known;
   const size_t element = args.dtype == static_cast<int>(DType::kFloat32) ? 4 : 2;
   const auto copy = [&](const void* from, void* to, int64_t elements) {
-    return from == to ? cudaSuccess : cudaMemcpyAsync(to, from, elements * element, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
+    if (from == to) return cudaSuccess;
+    return cudaMemcpyAsync(to, from, elements * element, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
   };
   if (args.append) {
     cudaError_t error = copy(args.key_cache, args.key_cache_out, args.key_cache_elements);
@@ -334,7 +335,8 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute
     args.value_cache = args.value_cache_out;
   }
   const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
-  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
+  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) &&
+                           aligned(args.value_cache, 16) && new_rows_aligned;
   if (element == 4) return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
   const int width = padded_width(args);
   int key_tile = 0, slots = 0;
@@ -361,7 +363,9 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute
                                  args.key_cache_elements, loads.box_tokens, loads.whole_rows) &&
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
                                  args.value_cache_elements, loads.box_tokens, loads.whole_rows);
-  const int producer_warps = loads.tensor_maps && loads.box_tokens == key_tile && !args.append && args.plan.row_tile <= 16 ? 1 : 4;
+  // One warp keeps up with copies of whole tiles; the others help to gather rows and to issue small copies.
+  const bool one_warp = loads.tensor_maps && loads.boxes == 1 && !args.append && args.plan.row_tile <= 16;
+  const int producer_warps = one_warp ? 1 : 4;
   return args.dtype == static_cast<int>(DType::kFloat16)
              ? launch_mma<__half>(args, loads, key_map, value_map, width, producer_warps, stream)
              : launch_mma<__nv_bfloat16>(args, loads, key_map, value_map, width, producer_warps, stream);

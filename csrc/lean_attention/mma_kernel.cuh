@@ -44,7 +44,7 @@ struct LeanWork {
   LeanSpan seen;    // keys that at least one row of the unit sees
   LeanSpan common;  // keys that all its rows see, padding aside
 };
-constexpr int kQueue = 8;  // segments that the producer may be ahead; entry kQueue is that of the rehearsal
+constexpr int kQueue = 8;  // segments that the producer may be ahead
 
 template <int kWidth, int kRows>
 struct LeanTile {
@@ -63,7 +63,7 @@ struct LeanTile {
   static constexpr int kSlices = kTokens / 16;
   // Per slot: two barriers and a bit per token.
   static constexpr int kSlotExtra = 16 + kSlices * 2;
-  static constexpr int kQueueBytes = (kQueue + 1) * (static_cast<int>(sizeof(LeanWork)) + 16);
+  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + 16);
   static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + kQueueBytes + 16 + 1024;  // 1024: to align the ring
   static int slots_for(int shared_bytes) {
     const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
@@ -334,7 +334,7 @@ struct TileProducer {
     if (issue >> lane & 1) {
       uint64_t policy;
       if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      else asm volatile("createpolicy.fractional.L2::evict_last.b64 %0, 1.0;" : "=l"(policy));
+      else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
       if (loads.whole_rows) {
         copy_rows(to + lane * box_tokens * columns * 128, map, token, head, outer, full, policy);
       } else {
@@ -441,7 +441,6 @@ struct TokenConsumer {
   volatile uint32_t* arrived;
   int warp, lane;
   RingPlace place;
-  bool rehearsal;
 
   uint32_t query[kWidth / 16][kBlocks][2];
   float output[kWidth / 16][kBlocks][4];
@@ -451,36 +450,23 @@ struct TokenConsumer {
   __device__ __forceinline__ void run() {
     RingPlace queued(0, kQueue);
     int turn = 0;  // which half of the warps has the next tile
-    // The first pass is a rehearsal: while the producer reads the schedule and the first tiles are on their way, some
-    // warps walk through the code, each a part of it, with nothing waited for and nothing stored. Its instructions
-    // are then in the cache; at the first real pass they would be fetched one line after the other.
 #pragma unroll 1
-    for (rehearsal = true;; rehearsal = false) {
-      if (!rehearsal) barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
-      const LeanWork& work = ring.queue[rehearsal ? kQueue : queued.slot];
+    for (;;) {
+      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      const LeanWork& work = ring.queue[queued.slot];
       if (work.last != 0) return;
-      if (!rehearsal || warp == 4) begin_unit(work.unit);
+      begin_unit(work.unit);
       const LeanSpan common = work.common, seen = work.seen;
       const int end = work.segment.tiles.end;
 #pragma unroll 1
       for (int tile = work.segment.tiles.begin; tile < end; ++tile) {
-        if (rehearsal ? warp == 1 : turn == warp / Tile::kTileWarps) {
+        if (turn == warp / Tile::kTileWarps) {
           const int begin = tile * kTokens + warp % Tile::kTileWarps * kWarpTokens;
           consume(begin, begin < common.begin || begin + kWarpTokens > common.end, seen);
         }
         turn ^= 1;
       }
-      if (!rehearsal || warp == 2) leave(work);
-      bool merges = rehearsal && warp == 3;
-      if (!rehearsal && work.segment.count > 1)
-        merges = last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kThreads, arrived);
-      if (merges)
-        merge_unit<T>(args, work.unit, work.first, work.segment.count, rehearsal ? 0 : warp, Tile::kConsumerWarps,
-                      !rehearsal);
-      if (rehearsal) {
-        turn = 0;
-        continue;
-      }
+      finish(work);
       __syncwarp();
       if (lane == 0) barrier_arrive(ring.queue_empty + queued.slot * 8);
       queued.next();
@@ -525,7 +511,7 @@ struct TokenConsumer {
     const int of_tile = warp % Tile::kTileWarps;  // this warp's part of the tile
     float s[kSteps][kBlocks][4];
     const uint32_t keys = ring.slots + place.slot * Tile::kSlotBytes;
-    if (!rehearsal) barrier_wait(ring.full + place.slot * 8, place.parity);
+    barrier_wait(ring.full + place.slot * 8, place.parity);
     unsigned missing[kSteps];
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
@@ -626,7 +612,7 @@ struct TokenConsumer {
     }
 
     const uint32_t values = ring.slots + place.slot * Tile::kSlotBytes;
-    if (!rehearsal) barrier_wait(ring.full + place.slot * 8, place.parity);
+    barrier_wait(ring.full + place.slot * 8, place.parity);
     if (masked) {
       // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence. A warp's tokens are
       // its own, so it can set them to 0 in the slot, which the copy engine writes next.
@@ -674,7 +660,6 @@ struct TokenConsumer {
 
   // This warp has read the slot.
   __device__ __forceinline__ void release() {
-    if (rehearsal) return;
     __syncwarp();
     if (lane == 0) barrier_arrive(ring.empty + place.slot * 8);
     place.next();
@@ -702,7 +687,7 @@ struct TokenConsumer {
 
   // Merges the warps' statistics and outputs, 8 rows at a time, and writes them or, where others contribute to
   // the unit too, leaves them as a partial result.
-  __device__ __forceinline__ void leave(const LeanWork& work) {
+  __device__ __forceinline__ void finish(const LeanWork& work) {
     constexpr int kWarps = Tile::kConsumerWarps;
     const LeanUnit& unit = work.unit;
     const LeanSegment& segment = work.segment;
@@ -711,7 +696,7 @@ struct TokenConsumer {
     float* warp_sum = warp_max + kWarps * 8 * kBlocks;
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      if (!rehearsal) named_barrier(1, kThreads);  // the previous contents have been read
+      named_barrier(1, kThreads);  // the previous contents have been read
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         const int row = lane % 4 * 2 + c;
@@ -729,10 +714,10 @@ struct TokenConsumer {
           to[16 * d + 8] = output[d][n][2 + c];
         }
       }
-      if (!rehearsal) named_barrier(1, kThreads);
+      named_barrier(1, kThreads);
       const int count = lean_min(rows.end - rows.begin - 8 * n, 8);
 #pragma unroll 1
-      for (int row = rehearsal ? 0 : warp; row < count; row += Tile::kConsumerWarps) {
+      for (int row = warp; row < count; row += Tile::kConsumerWarps) {
         float factor[kWarps], top = -INFINITY, total = 0.0f;
 #pragma unroll
         for (int w = 0; w < kWarps; ++w) {
@@ -752,12 +737,14 @@ struct TokenConsumer {
             const float4 x = *reinterpret_cast<const float4*>(scratch + (w * 8 + row) * Tile::kScratchStride + d);
             o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
           }
-          if (segment.count == 1 || rehearsal)
-            write_row<T>(args, unit, rows.begin + 8 * n + row, d, o, top, total, !rehearsal);
-          if (segment.count > 1) write_partial(args, segment.slot, 8 * n + row, d, o, top, total, !rehearsal);
+          if (segment.count == 1) write_row<T>(args, unit, rows.begin + 8 * n + row, d, o, top, total);
+          else write_partial(args, segment.slot, 8 * n + row, d, o, top, total);
         }
       }
     }
+    if (segment.count == 1) return;
+    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived))
+      merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
   }
 };
 
@@ -1033,7 +1020,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   float* const scratch = reinterpret_cast<float*>(at);
   at += Tile::kScratchBytes;
   ring.queue = reinterpret_cast<LeanWork*>(at);
-  ring.queue_full = shared_address(at + (kQueue + 1) * sizeof(LeanWork));
+  ring.queue_full = shared_address(at + kQueue * sizeof(LeanWork));
   ring.queue_empty = ring.queue_full + 8 * kQueue;
   at += Tile::kQueueBytes;
   ring.full = shared_address(at);
@@ -1055,13 +1042,6 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
-  }
-  if (threadIdx.x == 32) {
-    LeanWork work = {};
-    work.segment.tiles.end = 1;
-    work.segment.count = 2;
-    work.seen = work.common = {0, INT32_MAX};
-    ring.queue[kQueue] = work;
   }
   __syncthreads();
 
@@ -1087,7 +1067,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     const int group = warp / Tile::kTileWarps;
     const RingPlace place(group * group_slots, (group + 1) * group_slots);
     if constexpr (Tile::kSplitTokens) {
-      TokenConsumer<T, kWidth, kRows / 8> consumer{args, loads, ring, scratch, arrived, warp, lane, place, true, {}, {}, {}, {}, {}};
+      TokenConsumer<T, kWidth, kRows / 8> consumer{args, loads, ring, scratch, arrived, warp, lane, place, {}, {}, {}, {}, {}};
       consumer.run();
     } else {
 #if __CUDA_ARCH__ >= 900
