@@ -332,9 +332,9 @@ def test_other_instruction_sets():
     for build in builds[:builds.index(mine)]:
         env = {**os.environ, "LEANFLEET_CPU": build}
         say = "from leanfleet import native; print(native.build_info())"
-        info = subprocess.run([sys.executable, "-c", say], env=env, capture_output=True, text=True).stdout
+        info = subprocess.run([sys.executable, "-P", "-c", say], env=env, capture_output=True, text=True).stdout
         assert info.strip().partition(",")[0] == f"cpu {build}"
-        result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
+        result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
                                  " or ".join(names)], env=env, capture_output=True, text=True)
         assert result.returncode == 0, f"{build}: {result.stdout[-3000:]}"
 

@@ -474,6 +474,6 @@ def test_runs_on_the_told_instruction_set():
 def test_lesser_instruction_sets(instructions):
     """A part of this file on the kernels for older processors, which are chosen once a process."""
     subset = "told_instruction_set or few_heads or (lengths and (1- or 17- or 130-)) or in_place"
-    result = subprocess.run([sys.executable, "-m", "pytest", "-q", "-x", __file__, "-k", subset],
+    result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-q", "-x", __file__, "-k", subset],
                             env=os.environ | {"LEANFLEET_CPU": instructions}, capture_output=True, text=True)
     assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]

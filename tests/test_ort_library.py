@@ -633,7 +633,7 @@ else:
 def test_oldest_runtime():
     """Everything above, once more."""
     folder = ort_models.install_oldest_runtime(OLDEST)
-    path = os.pathsep.join([str(folder), os.environ.get("PYTHONPATH", "")])
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))  # an empty part is the working folder
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
     check = f"import onnxruntime; assert onnxruntime.__version__ == '{OLDEST}', onnxruntime.__file__"
     subprocess.run([sys.executable, "-P", "-c", check], env=environment, check=True)

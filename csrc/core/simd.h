@@ -182,7 +182,21 @@ inline Vec load(const Half* p) {
 #endif
 }
 inline void store(BFloat16* p, Vec v) {
+#if defined(__AVX2__) || defined(__AVX512F__)
+  const VecInt bits = (VecInt)v, high = bits >> 16;
+  const VecInt is_nan = (bits & 0x7fffffff) > 0x7f800000;
+  const VecInt rounded = (bits + 0x7fff + (high & 1)) >> 16;  // to even; the low half of each lane counts
+  const VecInt result = (is_nan & (high | 0x40)) | (~is_nan & rounded);
+#endif
+#if defined(__AVX512F__)
+  _mm256_storeu_si256(reinterpret_cast<__m256i*>(p), _mm512_cvtepi32_epi16((__m512i)result));
+#elif defined(__AVX2__)
+  const __m256i low = (__m256i)(result & 0xffff);
+  _mm_storeu_si128(reinterpret_cast<__m128i*>(p),
+                   _mm_packus_epi32(_mm256_castsi256_si128(low), _mm256_extracti128_si256(low, 1)));
+#else
   for (int i = 0; i < kLanes; ++i) p[i] = from_float<BFloat16>(v[i]);
+#endif
 }
 inline void store(Half* p, Vec v) {
 #if defined(__AVX512F__)

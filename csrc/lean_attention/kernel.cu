@@ -3,6 +3,8 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <atomic>
+
 #include "lean_attention/device.cuh"
 #include "lean_attention/mma_kernel.cuh"
 
@@ -217,6 +219,19 @@ int launch_float(const LeanAttentionArgs& args, bool by_16_bytes, cudaStream_t s
   return cudaGetLastError();
 }
 
+// The architecture that the code loaded on a device was compiled for, such as 90: newer devices without code of their
+// own run that of an older one, which lacks the tensor copy engine.
+int code_version(int device) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];
+  int version = known[device % kDevices].load(std::memory_order_relaxed);
+  if (version != 0) return version;
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, LeanAttentionFloatKernel<float>) != cudaSuccess) return 0;
+  known[device % kDevices].store(attributes.ptxVersion, std::memory_order_relaxed);
+  return attributes.ptxVersion;
+}
+
 bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
 int padded_width(const LeanAttentionArgs& args) {
@@ -317,7 +332,7 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count) {
   return plan;
 }
 
-int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute_capability, void* stream) {
+int launch_lean_attention(const LeanAttentionArgs& call, int device, void* stream) {
   LeanAttentionArgs args = call;
   int max_shared_bytes = 0;
   const cudaError_t known = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
@@ -358,7 +373,7 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, int compute
   // Row consumers read a slot more often than it is filled; there conflicts cost more than longer pieces gain.
   loads.whole_rows = args.plan.row_tile <= 16 && args.key_width % kBoxColumns == 0 && args.value_width % kBoxColumns == 0;
   CUtensorMap key_map = {}, value_map = {};
-  loads.tensor_maps = compute_capability >= 90 && loads.box_tokens >= 16 &&
+  loads.tensor_maps = code_version(device) >= 90 && loads.box_tokens >= 16 &&
                       encode_map(&key_map, args, args.key_cache, args.key_strides, args.key_width,
                                  args.key_cache_elements, loads.box_tokens, loads.whole_rows) &&
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,

@@ -82,6 +82,6 @@ struct LeanAttentionArgs {
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count);
 
 // Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.
-int launch_lean_attention(const LeanAttentionArgs& args, int device, int compute_capability, void* stream);
+int launch_lean_attention(const LeanAttentionArgs& args, int device, void* stream);
 
 }  // namespace leanfleet

@@ -84,10 +84,14 @@ __device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
 
-// Counts as arrived once this thread's earlier cp.async have landed; the barrier's expected count is not used up.
+// Arrives once this thread's earlier cp.async have landed.
 __device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
-  asm volatile("cp.async.mbarrier.arrive.shared.b64 [%0];" ::"r"(barrier) : "memory");
+  asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
+
+// Arrivals of a producer warp that fill a slot: each lane when its copies have landed, and the warp for what it has
+// stored itself.
+constexpr int kFillArrivals = 33;
 
 __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
@@ -161,9 +165,11 @@ struct RingAddresses {
 };
 
 #if __CUDA_ARCH__ >= 900
-__device__ __forceinline__ void expect_bytes(uint32_t barrier, uint32_t bytes) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
-               : "memory");
+// All of a warp's arrivals; the phase also waits for `bytes` of the copy engine.
+__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+  asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.release.cta.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
+               "n"(kFillArrivals) : "memory");
 }
 
 // All columns of some tokens, as [token][box][64].
@@ -329,7 +335,7 @@ struct TileProducer {
     __syncwarp();
     // A slot that cp.async filled before is written by the copy engine now.
     if (args.append) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (lane == 0) expect_bytes(full, __popc(issue) * columns * box_tokens * 128);
+    if (lane == 0) arrive_expecting(full, __popc(issue) * columns * box_tokens * 128);
     __syncwarp();
     if (issue >> lane & 1) {
       uint64_t policy;
@@ -1032,7 +1038,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
 
   if (warp == 0) {
     for (int i = lane; i < loads.slots; i += 32) {
-      barrier_init(ring.full + 8 * i, producer_warps);
+      barrier_init(ring.full + 8 * i, kFillArrivals * producer_warps);
       barrier_init(ring.empty + 8 * i, Tile::kTileWarps);
     }
     if (lane < kQueue) {

@@ -288,7 +288,7 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   args.tickets = ws.sync<uint32_t>(args.plan.max_ranges);
   if (ws.counting()) return {};
   return cuda_status(call, "launch of the LeanAttention kernel",
-                     launch_lean_attention(args, target.device, target.compute_capability, target.stream));
+                     launch_lean_attention(args, target.device, target.stream));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
