@@ -27,9 +27,11 @@ def instrumented(tmp_path_factory):
 
 
 def environment(build):
-    runtime = subprocess.run(["g++", "-print-file-name=libasan.so"], capture_output=True, text=True, check=True).stdout.strip()
-    return {**os.environ, "LD_PRELOAD": runtime, "LEANFLEET_LIBRARY_DIR": str(build),
-            "ASAN_OPTIONS": "detect_leaks=0:abort_on_error=0:exitcode=99", "PYTHONMALLOC": "malloc"}
+    """AddressSanitizer goes first, and the C++ runtime with it: it looks for the exception functions when it starts."""
+    libraries = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
+                 for name in ("libasan.so", "libstdc++.so")]
+    return {**os.environ, "LD_PRELOAD": " ".join(libraries), "LEANFLEET_LIBRARY_DIR": str(build),
+            "ASAN_OPTIONS": "detect_leaks=0:exitcode=99", "PYTHONMALLOC": "malloc"}
 
 
 def test_the_sanitizer_sees_a_write_past_a_buffer(instrumented):
@@ -47,7 +49,7 @@ def test_the_sanitizer_sees_a_write_past_a_buffer(instrumented):
 
 
 def test_kernels_stay_inside_their_buffers(instrumented):
-    run = subprocess.run([sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-k",
+    run = subprocess.run([sys.executable, "-P", "-m", "pytest", "-x", "-s", "-p", "no:cacheprovider", "-k",
                           f"({SELECTION}) and not onnxruntime and not compile", *[str(ROOT / "tests" / f) for f in FILES]],
                          env=environment(instrumented), capture_output=True, text=True, cwd=ROOT)
     assert run.returncode == 0, (run.stdout + run.stderr)[-4000:]

@@ -370,6 +370,7 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   loads.slots = slots;
   loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
   loads.boxes = key_tile / loads.box_tokens;
+  loads.box_slices = loads.box_tokens / 16;
   // Row consumers read a slot more often than it is filled; there conflicts cost more than longer pieces gain.
   loads.whole_rows = args.plan.row_tile <= 16 && args.key_width % kBoxColumns == 0 && args.value_width % kBoxColumns == 0;
   CUtensorMap key_map = {}, value_map = {};

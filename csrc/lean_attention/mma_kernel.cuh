@@ -29,6 +29,7 @@ struct LeanTileLoads {
   bool tensor_maps;       // keys and values come through the maps below
   int32_t box_tokens;     // tokens of one copy; divides the key tile
   int32_t boxes;          // copies for the tokens of a tile
+  int32_t box_slices;     // box_tokens / 16
   bool whole_rows;        // lines stand as [token][box]: a copy brings all columns
   int32_t slots;          // of the ring
   int32_t key_boxes, value_boxes;  // lines of 64 columns in a row
@@ -312,6 +313,7 @@ struct TileProducer {
         barrier_arrive(ring.queue_full + queued.slot * 8);
       }
     }
+    asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
   __device__ __forceinline__ uint32_t acquire() {
@@ -326,11 +328,14 @@ struct TileProducer {
     const uint32_t to = acquire();
     const uint32_t full = ring.full + place.slot * 8;
     const int box_tokens = loads.box_tokens;
-    if (note_pages && lane < loads.boxes && (lane & (warps - 1)) == warp) {
-      const uint16_t bits = issue >> lane & 1 ? 0 : 0xffff;
+    if (note_pages && lane == 0) {  // the lane that arrives, so that its arrival releases what it has written
+      uint16_t* bits = ring.masked_out + place.slot * Tile::kSlices;
 #pragma unroll 1
-      for (int s = 0; s < box_tokens / 16; ++s)
-        ring.masked_out[place.slot * Tile::kSlices + lane * (box_tokens / 16) + s] = bits;
+      for (int box = warp; box < loads.boxes; box += warps) {
+        const uint16_t missing = issue >> box & 1 ? 0 : 0xffff;
+#pragma unroll 1
+        for (int t = 0; t < loads.box_slices; ++t) bits[box * loads.box_slices + t] = missing;
+      }
     }
     __syncwarp();
     // A slot that cp.async filled before is written by the copy engine now.
@@ -411,8 +416,11 @@ struct TileProducer {
                      read ? reinterpret_cast<const T*>(row) + chunk * 8 : readable, read ? 16 : 0);
         }
       }
-      if (note_pages && lane < tokens / 16)
-        ring.masked_out[place.slot * Tile::kSlices + (first + g * 32) / 16 + lane] = bits[g] >> (16 * lane) & 0xffff;
+      if (note_pages && lane == 0) {
+#pragma unroll 1
+        for (int t = 0; t < tokens / 16; ++t)
+          ring.masked_out[place.slot * Tile::kSlices + (first + g * 32) / 16 + t] = bits[g] >> (16 * t) & 0xffff;
+      }
     }
     const uint32_t full = ring.full + place.slot * 8;
     barrier_arrive_after_copies(full);
