@@ -114,8 +114,8 @@ def cache_names(layers, prefix):
 def export_decoder(model, folder, tokenizer=None, **options):
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
-    model: a transformers causal LM whose attention goes through AttentionInterface (Llama, Mistral, Qwen, Phi-3,
-    Gemma families). leanfleet.json says what leanfleet.ort_ops.generate needs to know: layers, heads, sizes, end of
+    model: a transformers causal LM whose attention goes through AttentionInterface (Llama, Mistral, Qwen3
+    and Gemma 2 are tested). leanfleet.json says what leanfleet.ort_ops.generate needs to know: layers, heads, sizes, end of
     text. Raises ValueError, naming the layer, for attention that LeanAttention does not do.
     """
     model = model.eval()

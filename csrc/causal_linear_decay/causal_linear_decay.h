@@ -1,41 +1,95 @@
-// Decayed causal linear attention as one product, which the forward uses once and the gradients three times:
-//
-//   S_n = decay_n S_{n-1} + sum over groups of key_n^T value_n       S [X,Y]
-//   output_n = scale * query_n S_n
-//
-// Backwards in time (`reverse`) tokens are visited from the last to the first and the decay between tokens n + 1 and n is
-// decay_{n+1}; the state enters after the last token and leaves before the first, decayed by decay_0.
+// CausalLinearDecay and CausalLinearDecayGrad as plain structs: the arguments that a kernel gets for either operator,
+// and how the CPU kernel cuts the work. "LD" is LeetDecoding, "FA" is FleetAttention (Efficient Decoding for Long
+// Prompts via Low-Rank Attention).
 #pragma once
 
 #include <cstdint>
 
 namespace leanfleet {
 
-// One request, one key/value head, and columns column_begin .. column_begin + columns of Y. Pointers are those of the
-// first token of the request; strides are in elements.
-struct LinearBlock {
-  int32_t dtype;  // DType of query, key, value, output, dot_with
-  bool reverse;
-  int64_t tokens, x, column_begin, columns;
-  int64_t query_groups, key_groups;  // heads that read, and heads that write the state; one of them is 1
-  const void *query, *key, *value;
-  void* output;
-  int64_t query_head, query_token, key_head, key_token, value_head, value_token, output_head, output_token;
-  float scale;        // of the output
-  float value_scale;  // of the values as they are read
-  const float* log_decay;  // null: no decay
-  int64_t decay_token;     // 0: one decay for all tokens
-  const float* state_in;   // [X,Y] with these strides, null: zero. May be state_out.
-  int64_t state_in_row, state_in_column;
-  float* state_out;  // null: not wanted
-  int64_t state_out_row, state_out_column;
-  const float* denominator;  // [query_groups, tokens] with these strides, null: output is not divided
-  int64_t denominator_head, denominator_token;
-  const void* dot_with;  // as output: dots[group, n] = sum over the columns of dot_with * output; null: not wanted
-  int64_t dot_head, dot_token;
-  float* dots;  // [query_groups, tokens], tokens contiguous
-  int64_t dots_head;
-  float* scratch;  // linear_scratch floats
+// Element strides of a [B,heads,N,width] or a [B,heads,N] tensor in the call's layout; the innermost stride is 1.
+struct DecayStrides {
+  int64_t batch, head, token;
+};
+
+// Request q is all tokens of batch row q or, with cu_seqlens, tokens cu_seqlens[q] .. cu_seqlens[q+1] of batch row 0,
+// both ends clamped to [0, N]. Query head h reads key/value head h / (heads / kv_heads).
+struct DecayInputs {
+  const void *query, *key, *value;  // T [B,H,N,R], [B,Hkv,N,R], [B,Hkv,N,Dv]
+  const float* log_decay;           // ln γ in [-inf, 0], [Hkv] or per token [B,Hkv,N]; null: γ = 1
+  bool decay_per_token;
+  const int32_t* cu_seqlens;  // [requests + 1]; null: requests = batch
+  int32_t dtype;              // DType of T
+  float scale;
+  int64_t batch, requests, heads, kv_heads, tokens, key_width, value_width;  // B, B or Q, H, Hkv, N, R, Dv
+  // output_strides are those of grad_output too; decay_strides are those of a per-token log_decay.
+  DecayStrides query_strides, key_strides, value_strides, output_strides, decay_strides;
+};
+
+// S_i = γ_i S_{i-1} + k_iᵀ v_i, o_i = scale * q_i S_i (LD eq. 4 row by row). With normalize also z_i = γ_i z_{i-1} + k_i,
+// and o_i is divided by scale * q_i·z_i, its magnitude held at eps or more, its sign kept, that of 0 plus (FA
+// algorithm 1).
+struct CausalLinearDecayArgs {
+  DecayInputs in;
+  int32_t algorithm;  // the attribute: causal_linear_decay::Algorithm in core/op_specs.h
+  bool normalize;
+  float eps;
+  const float *initial_state, *initial_norm;  // [state_rows,Hkv,R,Dv], [state_rows,Hkv,R]; null: 0
+  const int32_t* state_index;  // [requests]: row of a request's state; outside the pool: 0, not written. null: q
+  int64_t state_rows;          // P, or requests
+  void* output;                // T [B,H,N,Dv]; tokens of no request become 0
+  float *final_state, *final_norm;  // as the initial ones, and perhaps their buffers; null: not asked for. Rows that
+                                    // no request names become those of the initial ones
+};
+
+// With G_i the gradient of S_i, grad_final_state in place of γ_{N+1} G_{N+1}:
+//   G_i = γ_{i+1} G_{i+1} + scale * q_iᵀ do_i
+//   dq_i = scale * do_i S_iᵀ, dk_i = v_i G_iᵀ, dv_i = k_i G_i, dlog_decay_i = <G_i, γ_i S_{i-1}>
+struct CausalLinearDecayGradArgs {
+  DecayInputs in;
+  const void* grad_output;                         // T [B,H,N,Dv]
+  const float *initial_state, *grad_final_state;   // [requests,Hkv,R,Dv]; null: 0
+  void *grad_query, *grad_key, *grad_value;        // as query, key, value; tokens of no request become 0
+  float* grad_log_decay;                           // as log_decay; null: not asked for
+  float* grad_initial_state;                       // [requests,Hkv,R,Dv]; null: not asked for
+};
+
+// The CPU kernel. Requests are cut into pieces of whole chunks (the last one may be short), value columns into
+// ranges; an item is (piece, key/value head, range), a task of one thread. A request in one piece is walked once.
+// One in several is walked twice: kReduce gives each piece's own sum, kCombine makes of these, in their order, the
+// state at each piece's edge, and kScan walks again for the result. Which thread takes an item does not matter.
+constexpr int64_t kDecayChunk = 16;    // tokens whose products are taken at once
+constexpr int64_t kDecayColumns = 16;  // ranges of columns are multiples of it on every instruction set
+
+enum class DecayPhase : int32_t { kReduce, kCombine, kScan };
+
+struct DecayPiece {
+  int64_t request, batch, begin, end;  // tokens of the batch row
+  int64_t slot;                        // of the sums at its edges; -1: it is the whole request
+  bool first, last;                    // of its request
+};
+
+// Sums of slot s and key/value head h: entry s * kv_heads + h. Before kCombine the piece's own, then those at its edge:
+// state and norm before the piece's first token, grad after its last.
+struct DecaySlots {
+  float *state, *norm, *grad;  // [slots,Hkv,R,Dv], [slots,Hkv,R], [slots,Hkv,R,Dv]
+  double* kept;                // [slots,Hkv]: the product of the piece's γ
+};
+
+struct DecayForwardPlan {
+  CausalLinearDecayArgs args;
+  int64_t ranges, range_width;
+  const DecayPiece* pieces;
+  DecaySlots slots;
+  const float* norms;  // [requests,Hkv,R] in place of args.initial_norm, whose rows one range overwrites; or null
+};
+
+struct DecayBackwardPlan {
+  CausalLinearDecayGradArgs args;
+  const DecayPiece* pieces;
+  DecaySlots slots;
+  int64_t span_chunks, spans;  // a piece is walked in spans of so many chunks, at most `spans` of them
+  double* decay_sums;          // [pieces,Hkv]: the piece's share of a per-head grad_log_decay; null: not asked for
 };
 
 }  // namespace leanfleet

@@ -1,203 +1,255 @@
-// CausalLinearDecay and CausalLinearDecayGrad: from tensors and attributes to LinearBlocks.
+// CausalLinearDecay and CausalLinearDecayGrad: from tensors and attributes to Args, and how the CPU cuts the work.
+#include "causal_linear_decay.h"
+
 #include <algorithm>
+#include <atomic>
 #include <cmath>
 #include <cstdio>
 #include <cstring>
+#include <string>
 
-#include "causal_linear_decay.h"
 #include "core/cpu_isa.h"
 #include "core/op_specs.h"
 
-LEANFLEET_CPU_FUNCTION(void, run_linear_block, (const LinearBlock& block))
-LEANFLEET_CPU_FUNCTION(int64_t, linear_columns, ())
-LEANFLEET_CPU_FUNCTION(int64_t, linear_scratch, (const LinearBlock& block))
-LEANFLEET_CPU_FUNCTION(void, run_linear_normaliser, (const LinearBlock& block, float eps, float* norm, float* denominator))
+LEANFLEET_CPU_FUNCTION(int64_t, decay_forward_scratch, (const DecayForwardPlan& plan))
+LEANFLEET_CPU_FUNCTION(void, decay_forward, (const DecayForwardPlan& plan, DecayPhase phase, int64_t index, float* scratch))
+LEANFLEET_CPU_FUNCTION(int64_t, decay_backward_scratch, (const DecayBackwardPlan& plan))
+LEANFLEET_CPU_FUNCTION(void, decay_backward, (const DecayBackwardPlan& plan, DecayPhase phase, int64_t index, float* scratch))
 
 namespace leanfleet {
 
 namespace {
 
-constexpr int kLanesPerThread = 4;  // tasks a thread gets: enough to even out requests of unequal length
+constexpr int64_t kMinPieceTokens = 128;            // below it a piece's own overhead shows
+constexpr double kMinWorkerCost = 1 << 16;          // multiplications that are worth another thread
+constexpr int64_t kSpanFloats = int64_t{1} << 20;   // states before chunks that a backward worker holds at least
 
-struct Request {
-  int64_t batch, begin, tokens;
-};
+int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
 
-// What both operators share: sizes, requests and decay.
-struct Problem {
-  int64_t batch, heads, kv_heads, tokens, r, dv, requests;
-  bool bnhd;
-  DType dtype;
-  const int32_t* cu_seqlens;  // null: a request is a row of the batch
-  const float* log_decay;     // null: no decay
-  bool per_token;
-
-  int64_t group() const { return heads / kv_heads; }
-
-  // Whatever cu_seqlens holds, a request lies within the tokens.
-  Request request(int64_t q) const {
-    if (cu_seqlens == nullptr) return {q, 0, tokens};
-    const auto held = [this](int64_t x) { return x < 0 ? 0 : x > tokens ? tokens : x; };
-    const int64_t begin = held(cu_seqlens[q]), end = held(cu_seqlens[q + 1]);
-    return {0, begin, end > begin ? end - begin : 0};
-  }
-
-  void set_decay(const Request& request, int64_t kv_head, LinearBlock* block) const {
-    block->log_decay = log_decay;
-    block->decay_token = 0;
-    if (log_decay == nullptr) return;
-    const Strides s = head_token_strides(bnhd, kv_heads, tokens, 1);
-    block->log_decay += per_token ? request.batch * s.batch + kv_head * s.head + request.begin * s.token : kv_head;
-    block->decay_token = per_token ? s.token : 0;
-  }
-};
-
-// A [B,heads,N,width] tensor of the node.
-struct Rows {
-  void* data;
-  int64_t heads, width;
-};
-
-void* first_token(const Problem& p, const Rows& rows, const Request& request, int64_t head) {
-  if (rows.data == nullptr) return nullptr;
-  const Strides s = head_token_strides(p.bnhd, rows.heads, p.tokens, rows.width);
-  return static_cast<char*>(rows.data) +
-         element_size(p.dtype) * (request.batch * s.batch + head * s.head + request.begin * s.token);
+DecayStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
+  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
+  return {strides.batch, strides.head, strides.token};
 }
 
-// The block of a request and key/value head for output = product(query, key, value), all columns; states are not set.
-LinearBlock product(const Problem& p, const Rows& query, const Rows& key, const Rows& value, const Rows& output,
-                    const Request& request, int64_t kv_head) {
-  LinearBlock block = {};
-  block.dtype = static_cast<int32_t>(p.dtype);
-  block.tokens = request.tokens;
-  block.x = query.width;
-  block.columns = value.width;
-  block.scale = block.value_scale = 1.0f;
-  block.query_groups = query.heads / p.kv_heads;
-  block.key_groups = key.heads / p.kv_heads;
-  const auto place = [&](const Rows& rows, int64_t* head, int64_t* token) {
-    const Strides s = head_token_strides(p.bnhd, rows.heads, p.tokens, rows.width);
-    *head = s.head;
-    *token = s.token;
-    return first_token(p, rows, request, kv_head * (rows.heads / p.kv_heads));
-  };
-  block.query = place(query, &block.query_head, &block.query_token);
-  block.key = place(key, &block.key_head, &block.key_token);
-  block.value = place(value, &block.value_head, &block.value_token);
-  block.output = place(output, &block.output_head, &block.output_token);
-  p.set_decay(request, kv_head, &block);
-  return block;
-}
+// The two operators have these in common.
+namespace forward = causal_linear_decay;
+namespace backward = causal_linear_decay_grad;
+static_assert(int(forward::kQuery) == backward::kQuery && int(forward::kKey) == backward::kKey &&
+              int(forward::kValue) == backward::kValue && int(forward::kLogDecay) == backward::kLogDecay &&
+              int(forward::kInitialState) == backward::kInitialState);
+static_assert(int(forward::kDimB) == backward::kDimB && int(forward::kDimH) == backward::kDimH &&
+              int(forward::kDimN) == backward::kDimN && int(forward::kDimR) == backward::kDimR &&
+              int(forward::kDimHkv) == backward::kDimHkv && int(forward::kDimDv) == backward::kDimDv);
 
-// A state [R,Dv] of a request and head; transposed: read as [Dv,R].
-void set_state_in(const float* state, int64_t dv, bool transposed, LinearBlock* block) {
-  block->state_in = state;
-  block->state_in_row = transposed ? 1 : dv;
-  block->state_in_column = transposed ? dv : 1;
-}
-void set_state_out(float* state, int64_t dv, bool transposed, LinearBlock* block) {
-  block->state_out = state;
-  block->state_out_row = transposed ? 1 : dv;
-  block->state_out_column = transposed ? dv : 1;
-}
-
-// Runs `job(index, scratch)` for 0 .. jobs - 1 on lanes that each own a part of the scratch.
-struct Lanes {
-  int64_t lanes, floats;
-  float* scratch;
-
-  Lanes(Workspace& ws, const CpuTarget& target, int64_t jobs, int64_t floats_per_lane)
-      : lanes(std::min<int64_t>(jobs, int64_t{kLanesPerThread} * target.threads->count())),
-        floats((floats_per_lane + 63) / 64 * 64),
-        scratch(ws.scratch<float>(lanes * floats)) {}
-
-  template <class F>
-  void run(const CpuTarget& target, int64_t jobs, F&& job) const {
-    parallel_for(*target.threads, lanes, [&](int64_t lane) {
-      for (int64_t i = lane; i < jobs; i += lanes) job(i, scratch + lane * floats);
-    });
-  }
-};
-
-int64_t column_blocks(int64_t width) {
-  const int64_t columns = select_linear_columns()();
-  return (width + columns - 1) / columns;
-}
-
-void set_columns(int64_t index, int64_t width, LinearBlock* block) {
-  const int64_t columns = select_linear_columns()();
-  block->column_begin = index * columns;
-  block->columns = std::min(columns, width - block->column_begin);
+DecayInputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
+  DecayInputs in = {};
+  in.query = call.inputs[forward::kQuery].data;
+  in.key = call.inputs[forward::kKey].data;
+  in.value = call.inputs[forward::kValue].data;
+  in.log_decay = call.inputs[forward::kLogDecay].as<const float>();
+  in.decay_per_token = call.inputs[forward::kLogDecay].rank == 3;
+  in.cu_seqlens = cu_seqlens.as<const int32_t>();
+  in.dtype = static_cast<int32_t>(call.inputs[forward::kQuery].dtype);
+  in.scale = scale;
+  in.batch = call.dims[forward::kDimB];
+  in.requests = cu_seqlens.present() ? cu_seqlens.shape[0] - 1 : in.batch;
+  in.heads = call.dims[forward::kDimH];
+  in.kv_heads = call.dims[forward::kDimHkv];
+  in.tokens = call.dims[forward::kDimN];
+  in.key_width = call.dims[forward::kDimR];
+  in.value_width = call.dims[forward::kDimDv];
+  in.query_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.key_width);
+  in.key_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.key_width);
+  in.value_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.value_width);
+  in.output_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.value_width);
+  in.decay_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, 1);
+  return in;
 }
 
 std::string number(float value) {
-  char text[32];
-  std::snprintf(text, sizeof text, "%g", static_cast<double>(value));
-  return text;
+  char buffer[32];
+  std::snprintf(buffer, sizeof buffer, "%g", value);
+  return buffer;
 }
 
-Status check_decay(const Call& call, const Tensor& decay) {
-  const float* values = decay.as<const float>();
-  for (int64_t i = 0; i < decay.elements(); ++i) {
-    if (values[i] <= 0.0f) continue;
-    std::string at = std::to_string(i % decay.shape[decay.rank - 1]);
-    for (int64_t axis = decay.rank - 2, rest = i / decay.shape[decay.rank - 1]; axis >= 0; rest /= decay.shape[axis--])
-      at = std::to_string(rest % decay.shape[axis]) + "," + at;
-    return call.invalid("log_decay[" + at + "] is " + number(values[i]) +
-                        "; ln of a decay lies in [-inf, 0]. Pass the logarithm of the decay, not the decay itself");
+Status check_log_decay(const Call& call) {
+  const Tensor& tensor = call.inputs[forward::kLogDecay];
+  if (!tensor.present()) return {};
+  const float* values = tensor.as<const float>();
+  const int64_t count = tensor.elements();
+  bool right = true;
+  for (int64_t i = 0; i < count; ++i) right &= values[i] <= 0.0f;  // false for NaN
+  if (right) return {};
+  int64_t at = 0;
+  while (values[at] <= 0.0f) ++at;
+  std::string index = std::to_string(at), where;
+  if (tensor.rank == 3) {
+    const int64_t axes[3] = {at / (tensor.shape[1] * tensor.shape[2]), at / tensor.shape[2] % tensor.shape[1],
+                             at % tensor.shape[2]};
+    index = std::to_string(axes[0]) + "," + std::to_string(axes[1]) + "," + std::to_string(axes[2]);
+    where = " (batch row " + std::to_string(axes[0]) + ", head " + std::to_string(axes[call.bnhd() ? 2 : 1]) +
+            ", token " + std::to_string(axes[call.bnhd() ? 1 : 2]) + ")";
   }
-  return {};
+  return call.invalid("log_decay[" + index + "] is " + number(values[at]) + where +
+                      "; ln of a decay lies in [-inf, 0]. Pass the logarithm, not the decay itself");
 }
 
-Status check_offsets(const Call& call, const Tensor& offsets, int64_t tokens) {
-  const int32_t* values = offsets.as<const int32_t>();
-  const int64_t last = offsets.shape[0] - 1;
+Status check_cu_seqlens(const Call& call, const Tensor& tensor) {
+  const int32_t* offsets = tensor.as<const int32_t>();
+  const int64_t tokens = call.dims[forward::kDimN], last = tensor.shape[0] - 1;
   for (int64_t i = 0; i <= last; ++i) {
-    const std::string found = "cu_seqlens[" + std::to_string(i) + "] is " + std::to_string(values[i]);
-    if (i == 0 && values[i] != 0) return call.invalid(found + "; the first request starts at 0");
-    if (i > 0 && values[i] < values[i - 1])
-      return call.invalid(found + "; offsets must not decrease, the one before is " + std::to_string(values[i - 1]));
-    if (values[i] > tokens || (i == last && values[i] != tokens))
-      return call.invalid(found + "; the last request ends at N = " + std::to_string(tokens));
+    const std::string found = "cu_seqlens[" + std::to_string(i) + "] is " + std::to_string(offsets[i]);
+    if (i == 0 && offsets[i] != 0) return call.invalid(found + "; expected 0, where the first request begins");
+    if (i > 0 && offsets[i] < offsets[i - 1])
+      return call.invalid(found + ", less than the " + std::to_string(offsets[i - 1]) +
+                          " before it; offsets must not fall");
+    if (i == last && offsets[i] != tokens)
+      return call.invalid(found + "; expected N = " + std::to_string(tokens) + ", where the last request ends");
   }
   return {};
 }
 
-Status check_pool_rows(const Call& call, const Tensor& index, int64_t rows) {
-  const int32_t* values = index.as<const int32_t>();
-  for (int64_t i = 0; i < index.shape[0]; ++i) {
-    const std::string found = "state_index[" + std::to_string(i) + "] is " + std::to_string(values[i]);
-    if (values[i] < 0 || values[i] >= rows)
-      return call.invalid(found + "; the pool has rows 0 .. " + std::to_string(rows - 1));
-    for (int64_t j = 0; j < i; ++j)
-      if (values[j] == values[i])
-        return call.invalid(found + ", as state_index[" + std::to_string(j) + "]; two requests cannot share a row");
+Status check_state_index(const Call& call, const Tensor& tensor) {
+  const int32_t* index = tensor.as<const int32_t>();
+  const int64_t rows = call.dims[forward::kDimP];
+  for (int64_t i = 0; i < tensor.shape[0]; ++i) {
+    const std::string found = "state_index[" + std::to_string(i) + "] is " + std::to_string(index[i]);
+    if (index[i] < 0 || index[i] >= rows)
+      return call.invalid(found + "; initial_state has " + std::to_string(rows) + " rows, expected 0 .. " +
+                          std::to_string(rows - 1));
+    const int64_t twin = std::find(index, index + i, index[i]) - index;
+    if (twin < i)
+      return call.invalid(found + ", as is state_index[" + std::to_string(twin) +
+                          "]; two requests cannot write one state");
   }
   return {};
 }
 
-template <int kQuery, int kLogDecay, int kCuSeqlens>
-Problem make_problem(const Call& call, int64_t kv_heads, int64_t tokens, int64_t r, int64_t dv, int64_t requests) {
-  Problem p = {};
-  const Tensor& query = call.inputs[kQuery];
-  p.bnhd = call.bnhd();
-  p.batch = query.shape[0];
-  p.heads = query.shape[p.bnhd ? 2 : 1];
-  p.kv_heads = kv_heads;
-  p.tokens = tokens;
-  p.r = r;
-  p.dv = dv;
-  p.requests = requests > 0 ? requests : p.batch;
-  p.dtype = query.dtype;
-  p.cu_seqlens = call.inputs[kCuSeqlens].as<const int32_t>();
-  p.log_decay = call.inputs[kLogDecay].as<const float>();
-  p.per_token = call.inputs[kLogDecay].rank == 3;
-  return p;
+struct Tokens {
+  int64_t begin, end;
+};
+
+Tokens tokens_of(const DecayInputs& in, int64_t request) {
+  if (in.cu_seqlens == nullptr) return {0, in.tokens};
+  const auto clamped = [&](int64_t offset) { return std::clamp<int64_t>(offset, 0, in.tokens); };
+  const int64_t begin = clamped(in.cu_seqlens[request]);
+  return {begin, std::max(begin, clamped(in.cu_seqlens[request + 1]))};
+}
+
+// Whether every token belongs to a request.
+bool covers_all_tokens(const DecayInputs& in) {
+  int64_t covered = 0;
+  for (int64_t q = 0; q < in.requests; ++q) {
+    const Tokens tokens = tokens_of(in, q);
+    if (tokens.begin <= covered) covered = std::max(covered, tokens.end);
+  }
+  return covered == in.tokens;
 }
 
 void zero(const Tensor& tensor) {
-  if (tensor.present()) std::memset(tensor.data, 0, static_cast<size_t>(tensor.elements() * element_size(tensor.dtype)));
+  std::memset(tensor.data, 0, static_cast<size_t>(tensor.elements() * element_size(tensor.dtype)));
+}
+
+// How requests are cut, as far as shapes say: pieces of at most piece_tokens, and room for them.
+struct Cut {
+  int64_t ranges, range_width, piece_tokens;
+  int64_t max_slots, max_pieces, max_piece_tokens;
+};
+
+// The cost of a token to one item, in multiplications: all of its work, and that of finding a piece's own sum.
+struct Cost {
+  double scan, reduce;
+};
+
+// Few heads for many threads: ranges of columns repeat a part of the work, pieces find each one's own sum first. The
+// cheapest cut into equal items is taken; packed requests are thought of as equal, and none gets an item of more
+// than half a thread's share.
+template <class CostOf>
+Cut cut_for(const DecayInputs& in, bool packed, int64_t threads, int64_t max_ranges, CostOf cost_of) {
+  const int64_t heads = in.requests * in.kv_heads, length = packed ? ceil_div(in.tokens, in.requests) : in.tokens;
+  const int64_t blocks = ceil_div(in.value_width, kDecayColumns);
+  Cut cut = {};
+  double best = 0.0;
+  for (int64_t ranges = 1; ranges <= std::min(blocks, max_ranges); ++ranges) {
+    const int64_t width = ceil_div(blocks, ranges) * kDecayColumns;
+    if ((ranges - 1) * width >= in.value_width) continue;
+    const Cost cost = cost_of(std::min(width, in.value_width));
+    for (int64_t wave = 0; wave <= (packed ? 0 : 4); ++wave) {
+      const int64_t wanted = std::min(threads * wave / (heads * ranges), length / kMinPieceTokens);
+      const int64_t tokens = round_up(ceil_div(length, std::max<int64_t>(wanted, 1)), kDecayChunk);
+      const int64_t pieces = ceil_div(length, tokens);
+      double time = double(ceil_div(heads * ranges * pieces, threads)) * double(tokens) * cost.scan;
+      if (pieces > 1)
+        time += double(ceil_div(heads * ranges * (pieces - 1), threads)) * double(tokens) * cost.reduce +
+                2.0 * double(pieces * in.key_width * in.value_width * heads) / double(threads);
+      if (best != 0.0 && time >= best) continue;
+      best = time;
+      cut.ranges = ranges;
+      cut.range_width = width;
+      cut.piece_tokens = tokens;
+    }
+  }
+  if (packed) {
+    const int64_t share = ceil_div(in.tokens * in.kv_heads * cut.ranges, 2 * threads);
+    cut.piece_tokens = round_up(std::max(2 * kMinPieceTokens, share), kDecayChunk);
+  }
+  // A request longer than piece_tokens, and only such a one, is cut, into fewer than 2 length / piece_tokens pieces.
+  if (cut.piece_tokens < in.tokens)
+    cut.max_slots = packed ? 2 * in.tokens / cut.piece_tokens : in.batch * ceil_div(in.tokens, cut.piece_tokens);
+  cut.max_pieces = in.requests + cut.max_slots;
+  cut.max_piece_tokens = packed ? in.tokens : std::min(in.tokens, cut.piece_tokens);
+  return cut;
+}
+
+// The pieces of all requests, in order; returns their number. Offsets that overlap may ask for more slots than there
+// are: requests that find none left stay whole.
+int64_t cut_requests(const DecayInputs& in, const Cut& cut, DecayPiece* pieces, int64_t* slots) {
+  int64_t count = 0;
+  *slots = 0;
+  for (int64_t q = 0; q < in.requests; ++q) {
+    const Tokens tokens = tokens_of(in, q);
+    const int64_t length = tokens.end - tokens.begin, batch = in.cu_seqlens != nullptr ? 0 : q;
+    int64_t parts = ceil_div(length, cut.piece_tokens);
+    if (parts < 2 || *slots + parts > cut.max_slots) {
+      pieces[count++] = {q, batch, tokens.begin, tokens.end, -1, true, true};
+      continue;
+    }
+    const int64_t size = round_up(ceil_div(length, parts), kDecayChunk);
+    for (int64_t begin = tokens.begin; begin < tokens.end; begin += size)
+      pieces[count++] = {q, batch, begin, std::min(begin + size, tokens.end), (*slots)++, begin == tokens.begin,
+                         begin + size >= tokens.end};
+  }
+  return count;
+}
+
+// Calls body(index, worker) for 0 .. items - 1, each worker in a thread taking the next index that is left.
+template <class F>
+void run_items(Threads& threads, int64_t items, int64_t workers, F&& body) {
+  std::atomic<int64_t> next{0};
+  parallel_for(threads, std::min(items, workers), [&](int64_t worker) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) body(i, worker);
+  });
+}
+
+template <class Plan, class Run>
+void run_phases(const Plan& plan, Threads& threads, int64_t pieces, int64_t slots, int64_t ranges, int64_t workers,
+                float* scratch, int64_t scratch_floats, Run run) {
+  const DecayInputs& in = plan.args.in;
+  const auto phase = [&](DecayPhase which, int64_t items) {
+    run_items(threads, items, workers,
+              [&](int64_t index, int64_t worker) { run(plan, which, index, scratch + worker * scratch_floats); });
+  };
+  if (slots > 0) {
+    phase(DecayPhase::kReduce, pieces * in.kv_heads * ranges);
+    phase(DecayPhase::kCombine, pieces * in.kv_heads * ceil_div(in.key_width, kDecayChunk));
+  }
+  phase(DecayPhase::kScan, pieces * in.kv_heads * ranges);
+}
+
+int64_t workers_for(const DecayInputs& in, int64_t threads, int64_t items, double cost) {
+  const double total = cost * double(in.tokens) * double(in.batch * in.kv_heads);
+  return std::clamp<int64_t>(static_cast<int64_t>(total / kMinWorkerCost), 1, std::min(threads, items));
 }
 
 }  // namespace
@@ -206,91 +258,95 @@ namespace causal_linear_decay {
 
 namespace {
 
+CausalLinearDecayArgs make_args(const Call& call) {
+  CausalLinearDecayArgs args = {};
+  args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f);
+  args.algorithm = static_cast<int32_t>(call.attrs[kAttrAlgorithm].i);
+  args.normalize = call.attrs[kAttrNormalize].i != 0;
+  args.eps = call.attrs[kAttrEps].f;
+  args.initial_state = call.inputs[kInitialState].as<const float>();
+  args.initial_norm = call.inputs[kInitialNorm].as<const float>();
+  args.state_index = call.inputs[kStateIndex].as<const int32_t>();
+  args.state_rows = call.inputs[kStateIndex].present() ? call.dims[kDimP] : args.in.requests;
+  args.output = call.outputs[kOutOutput].data;
+  args.final_state = call.outputs[kOutFinalState].as<float>();
+  args.final_norm = call.outputs[kOutFinalNorm].as<float>();
+  return args;
+}
+
 Status check_values(const Call& call, bool strict) {
-  if (call.inputs[kLogDecay].present()) LEANFLEET_RETURN_IF_ERROR(check_decay(call, call.inputs[kLogDecay]));
+  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call));
   if (!strict) return {};
-  if (call.inputs[kCuSeqlens].present())
-    LEANFLEET_RETURN_IF_ERROR(check_offsets(call, call.inputs[kCuSeqlens], call.dims[kDimN]));
-  if (call.inputs[kStateIndex].present())
-    LEANFLEET_RETURN_IF_ERROR(check_pool_rows(call, call.inputs[kStateIndex], call.dims[kDimP]));
+  if (call.inputs[kCuSeqlens].present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, call.inputs[kCuSeqlens]));
+  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex]);
   return {};
 }
 
-// All values of the attribute `algorithm` run the same recurrence here: on a CPU it is the fastest of them.
+// Rows of a pool [state_rows, row_floats] that no request names, from the initial to the final one. named: scratch.
+void keep_other_rows(const CausalLinearDecayArgs& args, Threads& threads, const float* from, float* to,
+                     int64_t row_floats, const uint8_t* named) {
+  if (to == nullptr || from == to) return;
+  parallel_for(threads, args.state_rows, [&](int64_t row) {
+    if (!named[row])
+      std::memcpy(to + row * row_floats, from + row * row_floats, sizeof(float) * static_cast<size_t>(row_floats));
+  });
+}
+
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  const Problem p = make_problem<kQuery, kLogDecay, kCuSeqlens>(call, call.dims[kDimHkv], call.dims[kDimN], call.dims[kDimR],
-                                                                call.dims[kDimDv], call.dims[kDimQ]);
-  const bool normalize = call.attrs[kAttrNormalize].i != 0;
-  const Rows query = {call.inputs[kQuery].data, p.heads, p.r}, key = {call.inputs[kKey].data, p.kv_heads, p.r};
-  const Rows value = {call.inputs[kValue].data, p.kv_heads, p.dv}, output = {call.outputs[kOutOutput].data, p.heads, p.dv};
-  const int64_t pairs = p.requests * p.kv_heads, blocks = column_blocks(p.dv), jobs = pairs * blocks;
-  const LinearBlock sample = product(p, query, key, value, output, {0, 0, 0}, 0);
-  const Lanes lanes(ws, target, jobs, select_linear_scratch()(sample));
-  float* norms = normalize ? ws.scratch<float>(pairs * p.r) : nullptr;
-  float* denominators = normalize ? ws.scratch<float>(p.batch * p.heads * p.tokens) : nullptr;
+  DecayForwardPlan plan = {};
+  plan.args = make_args(call);
+  const CausalLinearDecayArgs& args = plan.args;
+  const DecayInputs& in = args.in;
+  const int64_t group = in.heads / in.kv_heads, threads = target.threads->count();
+  const auto cost_of = [&](int64_t columns) -> Cost {
+    const double update = double(columns) * double(in.key_width) + 8.0 * double(in.key_width) + 40.0;
+    const double output = double(columns) * double(in.key_width + 10) + 18.0 * double(in.key_width) + 60.0;
+    return {double(group) * output + update, update};
+  };
+  const Cut cut = cut_for(in, call.inputs[kCuSeqlens].present(), threads, in.value_width, cost_of);
+  plan.ranges = cut.ranges;
+  plan.range_width = cut.range_width;
+  const int64_t items = cut.max_pieces * in.kv_heads * cut.ranges, state_heads = cut.max_slots * in.kv_heads;
+  const int64_t workers = workers_for(in, threads, items, cost_of(in.value_width).scan);
+  const int64_t scratch_floats = round_up(select_decay_forward_scratch()(plan), 64);
+  float* scratch = ws.scratch<float>(workers * scratch_floats);
+  DecayPiece* pieces = ws.scratch<DecayPiece>(cut.max_pieces);
+  plan.slots.state = ws.scratch<float>(state_heads * in.key_width * in.value_width);
+  plan.slots.norm = ws.scratch<float>(args.normalize ? state_heads * in.key_width : 0);
+  plan.slots.kept = ws.scratch<double>(state_heads);
+  const bool copies_norm = call.inputs[kInitialNorm].present() && cut.ranges > 1;
+  const int64_t norm_row = in.kv_heads * in.key_width;
+  float* norms = ws.scratch<float>(copies_norm ? in.requests * norm_row : 0);
+  const bool pool = call.inputs[kStateIndex].present();
+  uint8_t* named = ws.scratch<uint8_t>(pool ? args.state_rows : 0);
   if (ws.counting()) return {};
 
-  const int32_t* index = call.inputs[kStateIndex].as<const int32_t>();
-  const int64_t rows = index != nullptr ? call.dims[kDimP] : p.requests;
-  // The state of a request and head lies at this row of [rows, Hkv]; -1: outside the pool.
-  const auto row_of = [&](int64_t pair) -> int64_t {
-    const int64_t q = pair / p.kv_heads, row = index != nullptr ? index[q] : q;
-    return row >= 0 && row < rows ? row * p.kv_heads + pair % p.kv_heads : -1;
-  };
-  const auto keep_other_rows = [&](const Tensor& from, const Tensor& to) {
-    if (index != nullptr && to.present() && to.data != from.data)
-      std::memcpy(to.data, from.data, static_cast<size_t>(to.elements()) * sizeof(float));
-  };
-  const Tensor &state_in = call.inputs[kInitialState], &state_out = call.outputs[kOutFinalState];
-  const Tensor &norm_in = call.inputs[kInitialNorm], &norm_out = call.outputs[kOutFinalNorm];
-  const bool wants_state = output_exists(*call.spec, call.attrs, kOutFinalState);
-  const bool wants_norm = output_exists(*call.spec, call.attrs, kOutFinalNorm);
-  if (wants_state) keep_other_rows(state_in, state_out);
-  if (wants_norm) keep_other_rows(norm_in, norm_out);
-  if (p.cu_seqlens != nullptr) zero(call.outputs[kOutOutput]);  // tokens of no request
-
-  const float scale = call.attrs[kAttrScale].f;
-  const Strides den = head_token_strides(p.bnhd, p.heads, p.tokens, 1);
-  const auto set_denominator = [&](const Request& request, int64_t kv_head, LinearBlock* block) {
-    block->denominator_head = den.head;
-    block->denominator_token = den.token;
-    return denominators + request.batch * den.batch + kv_head * p.group() * den.head + request.begin * den.token;
-  };
-  if (normalize) {
-    const auto normaliser = select_run_linear_normaliser();
-    lanes.run(target, pairs, [&](int64_t pair, float* scratch) {
-      const Request request = p.request(pair / p.kv_heads);
-      const int64_t kv_head = pair % p.kv_heads, row = row_of(pair);
-      LinearBlock block = product(p, query, key, value, output, request, kv_head);
-      block.scale = scale;
-      block.scratch = scratch;
-      float* norm = norms + pair * p.r;
-      for (int64_t i = 0; i < p.r; ++i)
-        norm[i] = norm_in.present() && row >= 0 ? norm_in.as<const float>()[row * p.r + i] : 0.0f;
-      float* denominator = set_denominator(request, kv_head, &block);
-      normaliser(block, call.attrs[kAttrEps].f, norm, denominator);
-      if (wants_norm && row >= 0) std::memcpy(norm_out.as<float>() + row * p.r, norm, static_cast<size_t>(p.r) * sizeof(float));
-    });
+  int64_t slots;
+  const int64_t count = cut_requests(in, cut, pieces, &slots);
+  plan.pieces = pieces;
+  if (pool) {
+    std::memset(named, 0, static_cast<size_t>(args.state_rows));
+    for (int64_t q = 0; q < in.requests; ++q)
+      if (args.state_index[q] >= 0 && args.state_index[q] < args.state_rows) named[args.state_index[q]] = 1;
+    keep_other_rows(args, *target.threads, args.initial_state, args.final_state, norm_row * in.value_width, named);
+    keep_other_rows(args, *target.threads, args.initial_norm, args.final_norm, norm_row, named);
   }
-  const auto run_block = select_run_linear_block();
-  lanes.run(target, jobs, [&](int64_t job, float* scratch) {
-    const int64_t pair = job / blocks, kv_head = pair % p.kv_heads, row = row_of(pair);
-    const Request request = p.request(pair / p.kv_heads);
-    LinearBlock block = product(p, query, key, value, output, request, kv_head);
-    block.scale = scale;
-    block.scratch = scratch;
-    if (row >= 0 && state_in.present()) set_state_in(state_in.as<const float>() + row * p.r * p.dv, p.dv, false, &block);
-    if (row >= 0 && wants_state) set_state_out(state_out.as<float>() + row * p.r * p.dv, p.dv, false, &block);
-    if (normalize) block.denominator = set_denominator(request, kv_head, &block);
-    set_columns(job % blocks, p.dv, &block);
-    run_block(block);
-  });
+  for (int64_t q = 0; q < in.requests && copies_norm; ++q) {
+    const int64_t row = pool ? args.state_index[q] : q;
+    if (row >= 0 && row < args.state_rows)
+      std::copy_n(args.initial_norm + row * norm_row, norm_row, norms + q * norm_row);
+  }
+  if (copies_norm) plan.norms = norms;
+  if (in.cu_seqlens != nullptr && !covers_all_tokens(in)) zero(call.outputs[kOutOutput]);
+  run_phases(plan, *target.threads, count, slots, cut.ranges, workers, scratch, scratch_floats, select_decay_forward());
   return {};
 }
+
+constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, nullptr};
+const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace causal_linear_decay
 
@@ -298,144 +354,75 @@ namespace causal_linear_decay_grad {
 
 namespace {
 
-Status check_values(const Call& call, bool strict) {
-  if (call.inputs[kLogDecay].present()) LEANFLEET_RETURN_IF_ERROR(check_decay(call, call.inputs[kLogDecay]));
-  if (strict && call.inputs[kCuSeqlens].present()) return check_offsets(call, call.inputs[kCuSeqlens], call.dims[kDimN]);
-  return {};
+CausalLinearDecayGradArgs make_args(const Call& call) {
+  CausalLinearDecayGradArgs args = {};
+  args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f);
+  args.grad_output = call.inputs[kGradOutput].data;
+  args.initial_state = call.inputs[kInitialState].as<const float>();
+  args.grad_final_state = call.inputs[kGradFinalState].as<const float>();
+  args.grad_query = call.outputs[kOutGradQuery].data;
+  args.grad_key = call.outputs[kOutGradKey].data;
+  args.grad_value = call.outputs[kOutGradValue].data;
+  args.grad_log_decay = call.outputs[kOutGradLogDecay].as<float>();
+  args.grad_initial_state = call.outputs[kOutGradInitialState].as<float>();
+  return args;
 }
 
-// grad_log_decay_t = sum over u >= t of (q_u . dq_u - k_u . dk_u), plus <dS_N, S_N>: the dots were left by the passes for dq
-// and dk, a row for each block of columns. Where the decay is 0 nothing crosses from before: the sum starts again at 0.
-struct DecayGradient {
-  const Problem& p;
-  const float *query_dots, *key_dots;  // [blocks, H, B*N], [blocks, Hkv, B*N]
-  int64_t blocks;
-  const float *final_state, *grad_final_state;  // [requests, Hkv, R, Dv]; null where there is no grad_final_state
-
-  // Calls each(token, gradient) for the tokens of a request, last first; returns their sum.
-  template <class F>
-  double visit(int64_t q, int64_t kv_head, F&& each) const {
-    const Request request = p.request(q);
-    LinearBlock decay = {};
-    p.set_decay(request, kv_head, &decay);
-    const int64_t all = p.batch * p.tokens;
-    double running = 0.0, total = 0.0;
-    if (grad_final_state != nullptr) {
-      const int64_t at = (q * p.kv_heads + kv_head) * p.r * p.dv;
-      for (int64_t i = 0; i < p.r * p.dv; ++i)
-        running += static_cast<double>(final_state[at + i]) * static_cast<double>(grad_final_state[at + i]);
-    }
-    for (int64_t n = request.tokens - 1; n >= 0; --n) {
-      const int64_t token = request.batch * p.tokens + request.begin + n;
-      for (int64_t block = 0; block < blocks; ++block) {
-        for (int64_t g = 0; g < p.group(); ++g)
-          running += static_cast<double>(query_dots[(block * p.heads + kv_head * p.group() + g) * all + token]);
-        running -= static_cast<double>(key_dots[(block * p.kv_heads + kv_head) * all + token]);
-      }
-      if (std::isinf(decay.log_decay[n * decay.decay_token])) running = 0.0;
-      each(request.begin + n, static_cast<float>(running));
-      total += running;
-    }
-    return total;
-  }
-};
+Status check_values(const Call& call, bool strict) {
+  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call));
+  if (strict && call.inputs[kCuSeqlens].present()) return check_cu_seqlens(call, call.inputs[kCuSeqlens]);
+  return {};
+}
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  const Problem p = make_problem<kQuery, kLogDecay, kCuSeqlens>(call, call.dims[kDimHkv], call.dims[kDimN], call.dims[kDimR],
-                                                                call.dims[kDimDv], call.dims[kDimQ]);
-  const bool wants_decay = call.attrs[kAttrGradDecay].i != 0, wants_state = call.attrs[kAttrGradState].i != 0;
-  const Rows query = {call.inputs[kQuery].data, p.heads, p.r}, key = {call.inputs[kKey].data, p.kv_heads, p.r};
-  const Rows value = {call.inputs[kValue].data, p.kv_heads, p.dv}, grad = {call.inputs[kGradOutput].data, p.heads, p.dv};
-  const Rows grad_query = {call.outputs[kOutGradQuery].data, p.heads, p.r};
-  const Rows grad_key = {call.outputs[kOutGradKey].data, p.kv_heads, p.r};
-  const Rows grad_value = {call.outputs[kOutGradValue].data, p.kv_heads, p.dv};
-  const float* start = call.inputs[kInitialState].as<const float>();
-  const float* end = call.inputs[kGradFinalState].as<const float>();
-  const int64_t pairs = p.requests * p.kv_heads, r_blocks = column_blocks(p.r), dv_blocks = column_blocks(p.dv);
-  const int64_t all = p.batch * p.tokens, state = p.r * p.dv;
-  const int64_t jobs = pairs * (2 * r_blocks + dv_blocks);
-  const auto scratch_of = select_linear_scratch();
-  const int64_t floats = std::max(scratch_of(product(p, grad, value, key, grad_query, {0, 0, 0}, 0)),
-                                  scratch_of(product(p, key, query, grad, grad_value, {0, 0, 0}, 0)));
-  const Lanes lanes(ws, target, jobs, floats);
-  float* query_dots = wants_decay ? ws.scratch<float>(r_blocks * p.heads * all) : nullptr;
-  float* key_dots = wants_decay ? ws.scratch<float>(r_blocks * p.kv_heads * all) : nullptr;
-  float* final_state = wants_decay && call.inputs[kGradFinalState].present() ? ws.scratch<float>(pairs * state) : nullptr;
+  DecayBackwardPlan plan = {};
+  plan.args = make_args(call);
+  const CausalLinearDecayGradArgs& args = plan.args;
+  const DecayInputs& in = args.in;
+  const int64_t group = in.heads / in.kv_heads, threads = target.threads->count();
+  const double product = double(in.key_width) * double(in.value_width);
+  const Cost cost = {(3.0 + 2.0 * double(group)) * product, (1.0 + double(group)) * product};
+  const Cut cut = cut_for(in, call.inputs[kCuSeqlens].present(), threads, 1, [&](int64_t) { return cost; });
+  const int64_t state_floats = in.key_width * round_up(in.value_width, 2 * kDecayColumns);
+  const int64_t chunks = ceil_div(cut.max_piece_tokens, kDecayChunk);
+  const int64_t even = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(chunks))));
+  plan.span_chunks = std::min(chunks, std::max({even, kSpanFloats / state_floats, kDecayChunk}));
+  plan.spans = ceil_div(chunks, plan.span_chunks);
+
+  const int64_t state_heads = cut.max_slots * in.kv_heads, state = in.key_width * in.value_width;
+  const int64_t workers = workers_for(in, threads, cut.max_pieces * in.kv_heads, cost.scan);
+  const int64_t scratch_floats = round_up(select_decay_backward_scratch()(plan), 64);
+  float* scratch = ws.scratch<float>(workers * scratch_floats);
+  DecayPiece* pieces = ws.scratch<DecayPiece>(cut.max_pieces);
+  plan.slots.state = ws.scratch<float>(state_heads * state);
+  plan.slots.grad = ws.scratch<float>(state_heads * state);
+  plan.slots.kept = ws.scratch<double>(state_heads);
+  const bool per_head = call.attrs[kAttrGradDecay].i != 0 && !in.decay_per_token;
+  double* decay_sums = ws.scratch<double>(per_head ? cut.max_pieces * in.kv_heads : 0);
   if (ws.counting()) return {};
 
-  const float scale = call.attrs[kAttrScale].f;
-  if (p.cu_seqlens != nullptr)
-    for (int i : {kOutGradQuery, kOutGradKey, kOutGradValue}) zero(call.outputs[i]);
-  const auto run_block = select_run_linear_block();
-  // One list of jobs, so that all threads have work to the end: dq, dk, dv of every request, head and block of columns.
-  lanes.run(target, jobs, [&](int64_t job, float* scratch) {
-    const int64_t pair = job % pairs, part = job / pairs, kv_head = pair % p.kv_heads;
-    const Request request = p.request(pair / p.kv_heads);
-    const int64_t token = request.batch * p.tokens + request.begin;
-    const float* state_in = start != nullptr ? start + pair * state : nullptr;
-    const float* state_end = end != nullptr ? end + pair * state : nullptr;
-    LinearBlock block;
-    if (part < r_blocks) {  // dq_i = scale * dO_i S_i^T
-      block = product(p, grad, value, key, grad_query, request, kv_head);
-      block.scale = scale;
-      if (state_in != nullptr) set_state_in(state_in, p.dv, true, &block);
-      if (final_state != nullptr) set_state_out(final_state + pair * state, p.dv, true, &block);
-      if (wants_decay) {
-        block.dot_with = first_token(p, query, request, kv_head * p.group());
-        block.dot_head = block.output_head;
-        block.dot_token = block.output_token;
-        block.dots_head = all;
-        block.dots = query_dots + (part * p.heads + kv_head * p.group()) * all + token;
-      }
-      set_columns(part, p.r, &block);
-    } else if (part < 2 * r_blocks) {  // dk_p = v_p dS_p^T with dS_n = decay_{n+1} dS_{n+1} + scale * q_n^T dO_n
-      block = product(p, value, grad, query, grad_key, request, kv_head);
-      block.value_scale = scale;
-      block.reverse = true;
-      if (state_end != nullptr) set_state_in(state_end, p.dv, true, &block);
-      if (wants_decay) {
-        block.dot_with = first_token(p, key, request, kv_head);
-        block.dot_head = block.output_head;
-        block.dot_token = block.output_token;
-        block.dots_head = all;
-        block.dots = key_dots + ((part - r_blocks) * p.kv_heads + kv_head) * all + token;
-      }
-      set_columns(part - r_blocks, p.r, &block);
-    } else {  // dv_p = k_p dS_p, and the gradient of the initial state
-      block = product(p, key, query, grad, grad_value, request, kv_head);
-      block.value_scale = scale;
-      block.reverse = true;
-      if (state_end != nullptr) set_state_in(state_end, p.dv, false, &block);
-      if (wants_state) set_state_out(call.outputs[kOutGradInitialState].as<float>() + pair * state, p.dv, false, &block);
-      set_columns(part - 2 * r_blocks, p.dv, &block);
-    }
-    block.scratch = scratch;
-    run_block(block);
-  });
-  if (!wants_decay) return {};
-  const DecayGradient gradient = {p, query_dots, key_dots, r_blocks, final_state, end};
-  const Tensor& result = call.outputs[kOutGradLogDecay];
-  if (p.per_token) {
-    zero(result);  // tokens of no request
-    const Strides s = head_token_strides(p.bnhd, p.kv_heads, p.tokens, 1);
-    parallel_for(*target.threads, pairs, [&](int64_t pair) {
-      const int64_t q = pair / p.kv_heads, kv_head = pair % p.kv_heads;
-      float* to = result.as<float>() + p.request(q).batch * s.batch + kv_head * s.head;
-      gradient.visit(q, kv_head, [&](int64_t token, float value) { to[token * s.token] = value; });
-    });
-  } else {
-    parallel_for(*target.threads, p.kv_heads, [&](int64_t kv_head) {
-      double total = 0.0;
-      for (int64_t q = 0; q < p.requests; ++q) total += gradient.visit(q, kv_head, [](int64_t, float) {});
-      result.as<float>()[kv_head] = static_cast<float>(total);
-    });
+  int64_t slots;
+  const int64_t count = cut_requests(in, cut, pieces, &slots);
+  plan.pieces = pieces;
+  if (per_head) plan.decay_sums = decay_sums;
+  if (in.cu_seqlens != nullptr && !covers_all_tokens(in)) {
+    for (int output : {kOutGradQuery, kOutGradKey, kOutGradValue}) zero(call.outputs[output]);
+    if (args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
+  }
+  run_phases(plan, *target.threads, count, slots, 1, workers, scratch, scratch_floats, select_decay_backward());
+  for (int64_t head = 0; head < in.kv_heads && per_head; ++head) {
+    double total = 0.0;
+    for (int64_t piece = 0; piece < count; ++piece) total += decay_sums[piece * in.kv_heads + head];
+    args.grad_log_decay[head] = static_cast<float>(total);
   }
   return {};
 }
+
+constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, nullptr};
+const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace causal_linear_decay_grad
 
