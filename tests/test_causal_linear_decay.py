@@ -1,8 +1,8 @@
 """CPU kernels of CausalLinearDecay and its gradient against the float64 reference.
 
 The tolerance is what a plain loop over tokens in float32 loses on the same inputs, times 2, plus what rounding the
-exact result to the output's type loses, times 1.2; both as root mean squares over the tensor. A few float32 roundings
-of the largest element are added, for inputs on which the loop is exact.
+exact result to the output's type loses, times 1.2; both as root mean squares over the tensor. A float32 rounding of the
+largest element is added, for inputs on which the loop is exact.
 """
 
 import math
@@ -135,11 +135,13 @@ def loop(inputs, attrs):
 
 
 def loop_grad(inputs, attrs):
-    """The gradients token by token in float32, that of the decay as <G_i, gamma_i S_{i-1}>."""
+    """The gradients token by token in float32, that of the decay as <G_i, gamma_i S_{i-1}>, of whose terms decay_terms is
+    the norm for each head."""
     layout, scale = attrs.get("layout", "bhnd"), attrs.get("scale", 1.0)
     q, k, v, gamma = plain(inputs, layout)
     do = swap(inputs["grad_output"], layout).float().unflatten(1, q.shape[1:3])
-    dq, dk, dv, dg, grads = torch.zeros_like(q), torch.zeros_like(k), torch.zeros_like(v), torch.zeros_like(gamma), []
+    dq, dk, dv, dg, squares = (torch.zeros_like(x) for x in (q, k, v, gamma, gamma))
+    grads = []
     for request, (b, start, stop) in enumerate(requests_of(inputs, layout)):
         state = grad = k.new_zeros(k.shape[1], k.shape[-1], v.shape[-1])
         if inputs.get("initial_state") is not None:
@@ -155,12 +157,14 @@ def loop_grad(inputs, attrs):
             grad = grad + scale * (q[b, :, :, i].mT @ do[b, :, :, i])
             dk[b, :, i] = (grad @ v[b, :, i, :, None]).squeeze(-1)
             dv[b, :, i] = (k[b, :, i, None, :] @ grad).squeeze(-2)
-            dg[b, :, i] = (grad * before.pop()).sum((-2, -1))
+            terms = grad * before.pop()
+            dg[b, :, i], squares[b, :, i] = terms.sum((-2, -1)), terms.square().sum((-2, -1))
             grad = gamma[b, :, i, None, None] * grad
         grads.append(grad)
     per_token = inputs.get("log_decay") is not None and inputs["log_decay"].dim() == 3
     return dict(grad_query=swap(dq.flatten(1, 2), layout), grad_key=swap(dk, layout), grad_value=swap(dv, layout),
-                grad_log_decay=swap(dg, layout) if per_token else dg.sum((0, 2)), grad_initial_state=torch.stack(grads))
+                grad_log_decay=swap(dg, layout) if per_token else dg.sum((0, 2)), grad_initial_state=torch.stack(grads),
+                decay_terms=squares.sum((0, 2)).sqrt())
 
 
 def rms(x):
@@ -183,6 +187,8 @@ def check(op_name, inputs, attrs, found=None, baseline=None, **options):
             x, e = x[named], e[named]
         assert x.shape == e.shape == p.shape and torch.isfinite(x).all(), name
         allowed = 2 * rms(p - e) + 1.2 * rms(e.to(x.dtype) - e) + 2.0**-24 * e.abs().max().item()
+        if name == "grad_log_decay" and x.dim() == 1:  # a few long sums: it is luck what the loop's roundings sum up to
+            allowed += 16 * 2.0**-24 * rms(baseline["decay_terms"])
         error = rms(x - e)
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
     return found

@@ -443,7 +443,21 @@ void output_block(const Output& o, int64_t row) {
 #pragma GCC unroll 8
       for (int c = 0; c < V; ++c) acc[i][c] *= o.factors[row + i];
   }
-  multiply_add<M, V>(acc, o.scores + row * kChunk, kChunk, 1, o.value.data, o.value.stride, row + M);
+  const float* scores = o.scores + row * kChunk;
+  multiply_add<M, V>(acc, scores, kChunk, 1, o.value.data, o.value.stride, row);
+  // The tokens of the block itself, each with itself and those before: a later one's NaN stays away from them.
+#pragma GCC unroll 16
+  for (int j = 0; j < M; ++j) {
+    Vec value[V];
+#pragma GCC unroll 8
+    for (int c = 0; c < V; ++c) value[c] = load(o.value.data + (row + j) * o.value.stride + c * kLanes);
+#pragma GCC unroll 16
+    for (int i = j; i < M; ++i) {
+      const Vec x = broadcast(scores[i * kChunk + row + j]);
+#pragma GCC unroll 8
+      for (int c = 0; c < V; ++c) acc[i][c] = fma(x, value[c], acc[i][c]);
+    }
+  }
   float* out = o.out + row * o.out_stride;
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
@@ -1050,18 +1064,20 @@ Floats scaled_rows(const Floats& rows, const float* factor, float carry, int64_t
   return {out, pitch};
 }
 
-float state_product(const State& a, const State& b, int64_t rows, int64_t columns) {
-  Vec total[4] = {};
+double state_product(const State& a, const State& b, int64_t rows, int64_t columns) {
+  double result = 0.0;
   for (int64_t c = 0; c < columns; c += kLanes) {
     const float* x = a.panel(c / kPanel) + c % kPanel;
     const float* y = b.panel(c / kPanel) + c % kPanel;
+    Vec total[4] = {};
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4)
       for (int i = 0; i < 4; ++i)
         total[i] = fma(load(x + (r + i) * kPanel), load(y + (r + i) * kPanel), total[i]);
     for (; r < rows; ++r) total[0] = fma(load(x + r * kPanel), load(y + r * kPanel), total[0]);
+    result += static_cast<double>(sum((total[0] + total[1]) + (total[2] + total[3])));
   }
-  return sum((total[0] + total[1]) + (total[2] + total[3]));
+  return result;
 }
 
 template <class T>
@@ -1221,8 +1237,8 @@ class Backward {
     transpose_in(rows(in_.value, in_.value_strides, item_.kv_head, token), in_.value_strides.token, n, columns,
                  s_.value_t);
     if (decays) __builtin_memset(s_.pairs, 0, sizeof(float) * kChunk * kChunk);
-    const float across = decays && state.data != nullptr && grad_.data != nullptr
-                             ? chunk.kept * state_product(state, grad_, width, columns) : 0.0f;
+    const double across = decays && state.data != nullptr && grad_.data != nullptr
+                              ? static_cast<double>(chunk.kept) * state_product(state, grad_, width, columns) : 0.0;
     const State grad = grad_;
     for (int64_t head = 0; head < item_.group; head += kHeadBlock) {
       const int64_t heads = min64(kHeadBlock, item_.group - head);
@@ -1286,22 +1302,22 @@ class Backward {
   // γ_t is a factor of what row i >= t takes from key j < t (pairs) and from the state before the chunk (from_state),
   // of what the state after it keeps of key j < t (to_grad) and of what crosses the chunk. Sums of those terms alone:
   // nothing cancels, and where γ_t is 0 all of them are.
-  void decay_gradients(int64_t token, int64_t n, const float* from_state, const float* to_grad, float across) {
+  void decay_gradients(int64_t token, int64_t n, const float* from_state, const float* to_grad, double across) {
     Vec below[kChunkVecs] = {};
-    float rows = across;
+    double rows = across;
     for (int64_t t = n - 1; t >= 0; --t) {
-      rows += from_state[t];
+      rows += static_cast<double>(from_state[t]);
       Vec total = {};
       for (int c = 0; c < kChunkVecs; ++c) {
         below[c] = below[c] + load(s_.pairs + t * kChunk + c * kLanes);
         const VecInt earlier = lane_numbers(c * kLanes) < static_cast<float>(t);
         total = total + select(earlier, below[c] + load(to_grad + c * kLanes), Vec{});
       }
-      const float gradient = rows + sum(total);
+      const double gradient = rows + static_cast<double>(sum(total));
       decay_sum_ += gradient;
       if (in_.decay_per_token)
         args_.grad_log_decay[item_.piece.batch * in_.decay_strides.batch + item_.kv_head * in_.decay_strides.head +
-                             (token + t) * in_.decay_strides.token] = gradient;
+                             (token + t) * in_.decay_strides.token] = static_cast<float>(gradient);
     }
   }
 
