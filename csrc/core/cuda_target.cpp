@@ -3,6 +3,7 @@
 #include <cuda_runtime_api.h>
 
 #include <mutex>
+#include <vector>
 
 namespace leanfleet {
 
@@ -35,6 +36,26 @@ Status current_cuda_target(void* stream, CudaTarget* target) {
   *target = entry;
   target->stream = stream;
   return {};
+}
+
+Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& target) {
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  LEANFLEET_RETURN_IF_ERROR(cuda_status(call, "cudaStreamIsCapturing", cudaStreamIsCapturing(stream, &capture)));
+  if (capture != cudaStreamCaptureStatusNone) return {};
+  Call host = call;
+  std::vector<char> copies[kMaxInputs];
+  for (int i = 0; i < call.spec->num_inputs; ++i) {
+    Tensor& tensor = host.inputs[i];
+    if (!tensor.present() || call.spec->inputs[i].type == TypeVar::kT) continue;
+    copies[i].resize(static_cast<size_t>(tensor.elements() * element_size(tensor.dtype)));
+    const std::string action = std::string("cudaMemcpyAsync of ") + call.spec->inputs[i].name + " for LEANFLEET_CHECK";
+    LEANFLEET_RETURN_IF_ERROR(cuda_status(call, action.c_str(), cudaMemcpyAsync(
+        copies[i].data(), tensor.data, copies[i].size(), cudaMemcpyDeviceToHost, stream)));
+    tensor.data = copies[i].data();
+  }
+  LEANFLEET_RETURN_IF_ERROR(cuda_status(call, "cudaStreamSynchronize for LEANFLEET_CHECK", cudaStreamSynchronize(stream)));
+  return op.impl->check_values(host, true);
 }
 
 Status cuda_status(const Call& call, const char* action, int error) {

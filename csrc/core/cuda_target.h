@@ -8,6 +8,10 @@ namespace leanfleet {
 // Properties of the current device, read once a device. `stream` is a cudaStream_t.
 Status current_cuda_target(void* stream, CudaTarget* target);
 
+// The operator's check_values, strict, on host copies of the I and F inputs. It waits for the call's stream, and does
+// nothing while that is being captured.
+Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& target);
+
 // ok for 0 (cudaSuccess); otherwise "LeanAttention 'node': <action> failed: cudaErrorX (its text)".
 Status cuda_status(const Call& call, const char* action, int error);
 

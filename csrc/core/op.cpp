@@ -6,6 +6,8 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/cuda_target.h"
+
 namespace leanfleet {
 
 namespace {
@@ -353,6 +355,10 @@ Status run_cpu(const Op& op, const Call& call, const CpuTarget& target, Workspac
 Status run_cuda(const Op& op, const Call& call, const CudaTarget& target, Workspace& ws) {
   if (op.impl->run_cuda == nullptr)
     return call.unsupported("this build has no CUDA kernel for it; use the CPU provider, or build with nvcc present");
+#ifdef LEANFLEET_CUDA
+  if (!ws.counting() && op.impl->check_values != nullptr && check_requested())
+    LEANFLEET_RETURN_IF_ERROR(check_values_on_device(op, call, target));
+#endif
   return op.impl->run_cuda(call, target, ws);
 }
 
