@@ -1,5 +1,6 @@
 """PyTorch operators, their reference, and export to ONNX. Needs torch; export() needs onnx and onnxscript too."""
 
+from leanfleet.export.linear_attention import LinearAttention
 from leanfleet.export.torch_ops import (
     causal_linear_decay,
     causal_linear_decay_,
@@ -27,7 +28,7 @@ def __getattr__(name):
 
 
 __all__ = [
-    "export", "export_decoder", "finalize", "register_schemas", "translation_table",
+    "LinearAttention", "export", "export_decoder", "finalize", "register_schemas", "translation_table",
     "causal_linear_decay", "causal_linear_decay_", "causal_linear_decay_grad", "lean_attention", "lean_attention_",
     "normalized_linear_attention", "normalized_linear_attention_", "normalized_linear_attention_grad",
 ]

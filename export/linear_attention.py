@@ -1,0 +1,130 @@
+"""NormalizedLinearAttention as a module that replaces softmax attention, and as an attention of transformers."""
+
+import torch
+from torch import nn
+
+from leanfleet.export.torch_ops import normalized_linear_attention
+
+TRANSFORMERS_NAME = "leanfleet_linear"
+
+
+def rotary(x, positions, base=10000.0):
+    """Rotary position encoding (Su et al. 2023, eq. 34), pairs half a head apart.
+
+    x: [B,H,N,D] with D even, any float type; positions: int [N] or [B,N]. Returns x's type; angles are float32.
+    """
+    half = x.shape[-1] // 2
+    frequencies = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    angles = angles if positions.dim() == 1 else angles.unsqueeze(1)
+    cos, sin = angles.cos(), angles.sin()
+    first, second = x[..., :half].float(), x[..., half:].float()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
+def one_type(query, key, value):
+    """The three in one type: autocast's where it is on, else the value's (what a linear layer gave)."""
+    device = value.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
+    return query.to(dtype), key.to(dtype), value.to(dtype)
+
+
+class LinearAttention(nn.Module):
+    """Multi-head attention with NormalizedLinearAttention (004, eq. 4 and 22) in place of the softmax; O(N) in time.
+
+    Rows of query and key get unit length, so that a score 1 + q.k is never negative and the normaliser stays positive.
+    Differentiable through the analytical backward; works under autocast, torch.compile and in ONNX export.
+
+    hidden_size: E. num_heads: H; num_kv_heads: Hkv, a divisor of H (default H). head_dim: D (default E / H).
+    rotary_base: base of the rotary encoding of query and key; None: no positions. learn_coefficients: a and b become
+    parameters. bias: of the four projections. Raises ValueError for sizes that do not divide.
+    """
+
+    def __init__(self, hidden_size, num_heads, num_kv_heads=None, head_dim=None, *, rotary_base=10000.0, normalize_qk=True,
+                 learn_coefficients=False, causal=True, bias=False, eps=1e-6, device=None, dtype=None):
+        super().__init__()
+        num_kv_heads = num_kv_heads or num_heads
+        if num_heads % num_kv_heads:
+            raise ValueError(f"LinearAttention: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
+        if head_dim is None and hidden_size % num_heads:
+            raise ValueError(f"LinearAttention: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; give head_dim")
+        self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim or hidden_size // num_heads
+        if rotary_base is not None and self.head_dim % 2:
+            raise ValueError(f"LinearAttention: rotary encoding needs an even head_dim; it is {self.head_dim}")
+        self.rotary_base, self.normalize_qk, self.causal, self.eps = rotary_base, normalize_qk, causal, eps
+        options = {"bias": bias, "device": device, "dtype": dtype}
+        self.q_proj = nn.Linear(hidden_size, num_heads * self.head_dim, **options)
+        self.k_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, **options)
+        self.v_proj = nn.Linear(hidden_size, num_kv_heads * self.head_dim, **options)
+        self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, **options)
+        self.coefficients = nn.Parameter(torch.ones(2, device=device)) if learn_coefficients else None
+
+    def empty_state(self, batch, device=None):
+        """The state before the first token: (sum of k^T v [B,Hkv,D,D], of k [B,Hkv,D], of v [B,Hkv,D], tokens int32 [B])."""
+        h, d = self.num_kv_heads, self.head_dim
+        device = device or self.q_proj.weight.device
+        return (torch.zeros(batch, h, d, d, device=device), torch.zeros(batch, h, d, device=device),
+                torch.zeros(batch, h, d, device=device), torch.zeros(batch, dtype=torch.int32, device=device))
+
+    def forward(self, hidden, state=None, positions=None):
+        """hidden: [B,N,E]. state: see empty_state; with it returns (output, new state), else the output, [B,N,E].
+
+        positions: int [N] or [B,N]; default: 0 .. N-1 after the tokens that the state has seen. A state is for
+        inference: it carries no gradient.
+        """
+        query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
+                             for p in (self.q_proj, self.k_proj, self.v_proj))
+        if self.rotary_base is not None:
+            if positions is None:
+                positions = torch.arange(hidden.shape[1], device=hidden.device)
+                positions = positions if state is None else state[3].unsqueeze(1) + positions
+            query, key = rotary(query, positions, self.rotary_base), rotary(key, positions, self.rotary_base)
+        query, key, value = one_type(query, key, value)
+        carried = {} if state is None else dict(zip(
+            ("initial_state", "initial_key_sum", "initial_value_sum", "initial_count"), state), return_state=True)
+        output, _, *state = normalized_linear_attention(query, key, value, self.coefficients, causal=self.causal, eps=self.eps,
+                                                        normalize_qk=self.normalize_qk, **carried)
+        output = self.o_proj(output.transpose(1, 2).flatten(2))
+        return (output, tuple(state)) if carried else output
+
+
+def attention(module, query, key, value, attention_mask, **kwargs):
+    """transformers' attention function: query [B,H,Nq,D], key and value [B,Hkv,N,D], the newest Nq of N tokens.
+
+    Raises ValueError for a mask (padding) and for what has no counterpart in linear attention.
+    """
+    layer = f"attention layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
+    if attention_mask is not None:
+        raise ValueError(f"{layer}: {TRANSFORMERS_NAME} takes no attention mask; pad on the right and leave the mask out")
+    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{layer}: it asks for {name}, which linear attention does not have")
+    if kwargs.get("dropout"):
+        raise ValueError(f"{layer}: it asks for dropout {kwargs['dropout']} of attention weights, which linear attention does "
+                         "not form; set attention_dropout to 0")
+    query, key, value = one_type(query, key, value)
+    older = key.shape[2] - query.shape[2]
+    if older:  # a cached step: rows of zeros stand for the tokens whose output is known
+        query = torch.cat([query.new_zeros(*query.shape[:2], older, query.shape[3]), query], 2)
+    causal = getattr(module, "is_causal", True)
+    output = normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True)[0]
+    return output[:, :, older:].transpose(1, 2).contiguous(), None
+
+
+def register_transformers(name=TRANSFORMERS_NAME):
+    """Makes NormalizedLinearAttention an attention of transformers: model.set_attn_implementation(name).
+
+    Rows of query and key get unit length. Returns the name. Raises ImportError without transformers.
+    """
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface
+
+    def no_mask(*args, attention_mask=None, **kwargs):
+        if attention_mask is not None and not bool(attention_mask.all()):
+            raise ValueError(f"{name}: a padded batch needs a mask, which linear attention does not take; pad on the right and "
+                             "leave the mask out")
+        return None
+
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, no_mask)
+    return name
