@@ -47,7 +47,8 @@ class LinearAttention(nn.Module):
         if num_heads % num_kv_heads:
             raise ValueError(f"LinearAttention: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"LinearAttention: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; give head_dim")
+            raise ValueError(f"LinearAttention: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
+                             "give head_dim")
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim or hidden_size // num_heads
         if rotary_base is not None and self.head_dim % 2:
             raise ValueError(f"LinearAttention: rotary encoding needs an even head_dim; it is {self.head_dim}")
