@@ -297,7 +297,7 @@ def command_export(args):
     batch, tokens = (torch.export.Dim(n, min=1) for n in ("batch", "tokens"))
     with torch.no_grad():
         export(model, (torch.ones(2, 5, dtype=torch.int64),), args.out / "model.onnx", input_names=["ids"],
-               output_names=["logits"], dynamic_shapes={"ids": {0: batch, 1: tokens}, "states": None})
+               output_names=["logits"], dynamic_shapes={"ids": {0: batch, 1: tokens}})
 
 
 def command_validate(args):
