@@ -48,7 +48,8 @@ CONTEXTS = (1024, 8192, 65536, 131072)
 BATCHES = (1, 4, 16)
 CACHE_LIMIT = 60 << 30  # bytes; larger batches of long contexts are left out and said so
 HALF, I32, I64 = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64
-ATTENTION_KERNELS = ("LeanAttention", "mha", "sdpa", "flash", "attention", "UnpackRoPE", "GetSequenceLengths", "rotary", "Rotary")
+ATTENTION_KERNELS = ("LeanAttention", "mha", "sdpa", "flash", "attention", "UnpackRoPE", "GetSequenceLengths", "rotary",
+                     "Rotary")
 
 
 def weights(shape, folder, layers):
@@ -86,7 +87,7 @@ def build(shape, attention, initializers, layers, distinct, positions):
     constants = {"cos": np.cos(angles).astype(np.float16), "sin": np.sin(angles).astype(np.float16),
                  "norm": np.ones(shape.hidden, np.float16), "last": np.array([-1], np.int64),
                  "qk_v": np.array([(h + kv) * d, kv * d], np.int64), "q_k": np.array([h * d, kv * d], np.int64),
-                 "q4": np.array([0, 0, h, d], np.int64), "kv4": np.array([0, 0, kv, d], np.int64),
+                 "shape_q": np.array([0, 0, h, d], np.int64), "shape_kv": np.array([0, 0, kv, d], np.int64),
                  "flat": np.array([0, 0, h * d], np.int64)}
     nodes, cache_inputs, cache_outputs = [], [], []
 
@@ -107,7 +108,7 @@ def build(shape, attention, initializers, layers, distinct, positions):
             node("Split", [qkv, "qk_v"], [f"qk{i}", f"v{i}"], axis=-1)
             node("RotaryEmbedding", [f"qk{i}", "positions", "cos", "sin"], [f"qkr{i}"], "com.microsoft", num_heads=h + kv)
             node("Split", [f"qkr{i}", "q_k"], [f"q{i}", f"k{i}"], axis=-1)
-            for name, target in (("q", "q4"), ("k", "kv4"), ("v", "kv4")):
+            for name, target in (("q", "shape_q"), ("k", "shape_kv"), ("v", "shape_kv")):
                 node("Reshape", [f"{name}{i}", target], [f"{name}{i}_4"])
             node("LeanAttention", [f"q{i}_4", *caches, "seq_lens", "", f"k{i}_4", f"v{i}_4"], [f"a{i}", f"lse{i}", *presents],
                  spec.DOMAIN, append=1, layout="bnhd")
