@@ -10,10 +10,12 @@ same bytes, and the model fits in little memory. Both models' logits are compare
 
 A line gives milliseconds for one decode step (median of many runs of one session, all inputs and outputs bound, with and
 without a CUDA graph), the share of the attention's kernels in it (CUPTI through torch.profiler), and for batches of 1 the
-time of a prompt. Ragged batches have lengths from lognormal draws (sigma 1, the same mean).
+time of a prompt. Ragged batches have lengths from lognormal draws (sigma 1, the same mean). --energy adds joules a token, by
+NVML's energy counter over two seconds of steps.
 """
 
 import argparse
+import ctypes
 import datetime
 import json
 import statistics
@@ -202,6 +204,31 @@ class Runner:
         return attention / runs * 1e-6, sum(e.device_time_total for e in events) / runs * 1e-6
 
 
+def energy_counter():
+    """A function that reads the GPU's energy in joules since the driver was loaded (NVML, no package needed)."""
+    nvml, device = ctypes.CDLL("libnvidia-ml.so.1"), ctypes.c_void_p()
+    if nvml.nvmlInit_v2() or nvml.nvmlDeviceGetHandleByIndex_v2(0, ctypes.byref(device)):
+        raise RuntimeError("NVML does not start")
+
+    def read():
+        millijoules = ctypes.c_ulonglong()
+        if error := nvml.nvmlDeviceGetTotalEnergyConsumption(device, ctypes.byref(millijoules)):
+            raise RuntimeError(f"nvmlDeviceGetTotalEnergyConsumption returned {error}")
+        return millijoules.value / 1e3
+
+    return read
+
+
+def joules_a_token(runner, batch, seconds=2.0):
+    read = energy_counter()
+    runner.run()
+    runs, before, end = 0, read(), time.perf_counter() + seconds
+    while time.perf_counter() < end:
+        runner.run()
+        runs += 1
+    return (read() - before) / (runs * batch)
+
+
 def ragged(batch, mean, seed=1):
     draws = np.random.default_rng(seed).lognormal(0.0, 1.0, batch)
     lengths = np.maximum(1, draws / draws.mean() * mean).astype(np.int64)
@@ -270,6 +297,8 @@ def measure(name, shape, args, folder):
                     captured.bind(ids, lengths, caches)
                     try:
                         result["graph_step"], result["graph_spread"] = captured.timed()
+                        if args.energy:
+                            result["joules_a_token"] = joules_a_token(captured, batch)
                     except Exception as refused:
                         result["graph_refused"] = str(refused).splitlines()[0][:200]
                     del captured
@@ -289,12 +318,12 @@ def text(facts, rows):
     out = [f"{facts['device']}, onnxruntime {facts['onnxruntime']}, float16; milliseconds a decode step, medians; prompt for "
            "batch 1. Ours is LeanAttention, theirs GroupQueryAttention.", "",
            "| model | batch | context | step, ours | theirs | in a graph, ours | theirs | speed-up | attention's share | "
-           "prompt, ours | theirs |",
-           "|---" * 11 + "|"]
+           "J a token, ours | theirs | prompt, ours | theirs |",
+           "|---" * 13 + "|"]
     for r in rows:
         cells = [r["model"], f"{r['batch']} {r['lengths']}", str(r["context"])]
         if "left_out" in r:
-            out.append(f"| {' | '.join([*cells, r['left_out'], *[''] * 7])} |")
+            out.append(f"| {' | '.join([*cells, r['left_out'], *[''] * 9])} |")
             continue
         ours, theirs = r["LeanAttention"], r["GroupQueryAttention"]
 
@@ -304,7 +333,9 @@ def text(facts, rows):
         best = [min(x.get("graph_step", x["step"]), x["step"]) for x in (ours, theirs)]
         shares = " / ".join(f"{x['attention'] / x['kernels']:.2f}" for x in (ours, theirs))
         cells += [ms(ours, "step"), ms(theirs, "step"), ms(ours, "graph_step"), ms(theirs, "graph_step"),
-                  f"{best[1] / best[0]:.3f}", shares, ms(ours, "prompt"), ms(theirs, "prompt")]
+                  f"{best[1] / best[0]:.3f}", shares,
+                  *(f"{x['joules_a_token']:.3f}" if "joules_a_token" in x else "" for x in (ours, theirs)),
+                  ms(ours, "prompt"), ms(theirs, "prompt")]
         out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
@@ -316,6 +347,7 @@ def main():
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--distinct", action="store_true", help="each layer has weights of its own")
     parser.add_argument("--prompt-limit", type=int, default=8192, help="longest prompt that is timed")
+    parser.add_argument("--energy", action="store_true", help="joules a token too")
     parser.add_argument("--out", type=Path, help="JSON to write; the table goes beside it as .md")
     args = parser.parse_args()
     facts = {"device": torch.cuda.get_device_name(), "onnxruntime": onnxruntime.__version__,
