@@ -2,8 +2,8 @@
 
     python bench/train_parity.py train --out DIR     on a GPU: curves.json, model.pt (our float32 kernels, first seed)
     python bench/train_parity.py speed --out F.json  tokens a second against flash SDPA and flash-linear-attention
-    python bench/train_parity.py export CKPT DIR     model.onnx (logits of whole windows), step.onnx (one token, with state)
-    python bench/train_parity.py validate CKPT DIR --providers CPU,CUDA    losses in onnxruntime and in PyTorch
+    python bench/train_parity.py export CKPT DIR     windows.onnx (logits of whole windows); model.onnx, for leanfleet generate
+    python bench/train_parity.py validate CKPT DIR --providers CPU,CUDA    losses and a continuation in onnxruntime and PyTorch
     python bench/train_parity.py plot F.json F.svg
 
 The model follows Pythia (parallel residual, rotary encoding, GELU) with linear attention: 4 layers, hidden size 256, 4 heads
@@ -19,6 +19,7 @@ import math
 import sysconfig
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from torch import nn
@@ -101,8 +102,8 @@ class Block(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(HIDDEN), nn.LayerNorm(HIDDEN)
         self.up, self.down = nn.Linear(HIDDEN, 4 * HIDDEN), nn.Linear(4 * HIDDEN, HIDDEN)
 
-    def forward(self, x, state=None):
-        mixed = self.attention(self.norm1(x), state)
+    def forward(self, x, state=None, valid=None):
+        mixed = self.attention(self.norm1(x)) if state is None else self.attention(self.norm1(x), state, valid=valid)
         mixed, state = mixed if state is not None else (mixed, None)
         x = x + mixed + self.down(gelu(self.up(self.norm2(x))))
         return x if state is None else (x, state)
@@ -120,14 +121,14 @@ class Model(nn.Module):
             if isinstance(module, (nn.Linear, nn.Embedding)):
                 nn.init.normal_(module.weight, std=0.02)
 
-    def forward(self, ids, states=None):
+    def forward(self, ids, states=None, valid=None):
         x = self.embedding(ids)
         new = []
         for i, block in enumerate(self.blocks):
             if states is None:
                 x = block(x)
             else:
-                x, state = block(x, states[i])
+                x, state = block(x, states[i], valid)
                 new.append(state)
         logits = self.head(self.norm(x)).float()
         return logits if states is None else (logits, new)
@@ -289,21 +290,74 @@ def load(path, device="cpu"):
     return model.eval().to(device)
 
 
+class Generator(nn.Module):
+    """A trained Model as export_decoder takes it: with carried states by name and padded rows."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model = model
+        self.config = SimpleNamespace(vocab_size=VOCABULARY, max_position_embeddings=None, eos_token_id=None)
+
+    def get_output_embeddings(self):
+        return self.model.head
+
+    def cache_shapes(self):
+        d = HIDDEN // HEADS
+        sizes = {"state": (d, d), "key_sum": (d,), "value_sum": (d,)}
+        return {f"{i}.{name}": (torch.float32, ("batch", HEADS, *size)) for i in range(LAYERS) for name, size in sizes.items()}
+
+    def forward(self, input_ids, position_ids, leanfleet_cache, use_cache=False):
+        cache, names = leanfleet_cache, ("state", "key_sum", "value_sum")
+        valid = torch.arange(input_ids.shape[1], device=input_ids.device) < cache.query_lens.unsqueeze(1)
+        states = [(*(cache.tensors[f"{i}.{n}"] for n in names), cache.seq_lens - cache.query_lens) for i in range(LAYERS)]
+        logits, states = self.model(input_ids, states, valid)
+        for i, state in enumerate(states):
+            for name, tensor in zip(names, state):
+                cache.update(f"{i}.{name}", tensor)
+        return SimpleNamespace(logits=logits)
+
+
+def byte_tokenizer():
+    """A transformers tokenizer whose ids are bytes."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    # ByteLevel's letters: printable bytes stand for themselves, the others for code points from 256 on, in order.
+    own = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    rest = iter(range(256, 512))
+    letters = {byte: chr(byte if byte in own else next(rest)) for byte in range(256)}
+    tokenizer = Tokenizer(models.BPE({letter: byte for byte, letter in letters.items()}, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer)
+
+
 def command_export(args):
-    from leanfleet.export import export
+    from leanfleet.export import export, export_decoder
 
     model = load(args.checkpoint)
     args.out.mkdir(parents=True, exist_ok=True)
+    export_decoder(Generator(model).eval(), args.out, byte_tokenizer())
     batch, tokens = (torch.export.Dim(n, min=1) for n in ("batch", "tokens"))
     with torch.no_grad():
-        export(model, (torch.ones(2, 5, dtype=torch.int64),), args.out / "model.onnx", input_names=["ids"],
+        export(model, (torch.ones(2, 5, dtype=torch.int64),), args.out / "windows.onnx", input_names=["ids"],
                output_names=["logits"], dynamic_shapes={"ids": {0: batch, 1: tokens}})
+
+
+@torch.no_grad()
+def greedy(model, prompt, count):
+    """`count` greedy bytes after a prompt, each from a run over everything before it."""
+    ids = prompt.unsqueeze(0)
+    for _ in range(count):
+        ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
+    return ids[0, len(prompt):].tolist()
 
 
 def command_validate(args):
     import numpy as np
 
     from leanfleet import ort_ops
+    from leanfleet.ort_ops.generation import generate, load_decoder
 
     _, validation, _ = corpus()
     data = validation_windows(validation)
@@ -312,15 +366,25 @@ def command_validate(args):
     result[f"PyTorch {device.type}"] = validation_loss(load(args.checkpoint, device), data, device)
     for provider in args.providers.split(","):
         options = [(f"{provider}ExecutionProvider", {"use_tf32": "0"} if provider == "CUDA" else {})]
-        session = ort_ops.make_session(args.folder / "model.onnx", options)
+        session = ort_ops.make_session(args.folder / "windows.onnx", options)
         total = 0.0
         for window in data.split(8):
             logits = session.run(None, {"ids": np.ascontiguousarray(window[:, :-1].numpy())})[0]
             total += cross_entropy(torch.from_numpy(logits).flatten(0, 1), window[:, 1:].flatten()).double().item()
         result[f"onnxruntime {provider}"] = total / (len(data) // 8)
+    prompt = validation[:200]
+    expected = greedy(load(args.checkpoint), prompt, 100)
+    continuations = {}
+    for provider in args.providers.split(","):
+        decoder = load_decoder(args.folder, [(f"{provider}ExecutionProvider", {"use_tf32": "0"} if provider == "CUDA" else {})])
+        continuations[provider] = generate(decoder, [prompt.tolist()], 100)[0][0] == expected
     print(json.dumps(result, indent=1))
+    print(bytes(prompt[-60:].tolist() + expected).decode(errors="replace"))
+    print(f"100 bytes generated token by token equal PyTorch's: {continuations}")
     if args.out:
-        args.out.write_text(json.dumps(result, indent=1) + "\n")
+        args.out.write_text(json.dumps({"losses": result, "same_continuation": continuations}, indent=1) + "\n")
+    if not all(continuations.values()):
+        raise SystemExit("the continuations differ")
     if max(result.values()) - min(result.values()) > 5e-5:
         raise SystemExit("the losses differ in the fourth digit")
 

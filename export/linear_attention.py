@@ -67,11 +67,12 @@ class LinearAttention(nn.Module):
         return (torch.zeros(batch, h, d, d, device=device), torch.zeros(batch, h, d, device=device),
                 torch.zeros(batch, h, d, device=device), torch.zeros(batch, dtype=torch.int32, device=device))
 
-    def forward(self, hidden, state=None, positions=None):
+    def forward(self, hidden, state=None, positions=None, valid=None):
         """hidden: [B,N,E]. state: see empty_state; with it returns (output, new state), else the output, [B,N,E].
 
-        positions: int [N] or [B,N]; default: 0 .. N-1 after the tokens that the state has seen. A state is for
-        inference: it carries no gradient.
+        positions: int [N] or [B,N]; default: 0 .. N-1 after the tokens that the state has seen. valid: bool [B,N], False
+        for padding behind a row's tokens, which then leaves the state as it is. A state is for inference: it carries no
+        gradient.
         """
         query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
                              for p in (self.q_proj, self.k_proj, self.v_proj))
@@ -81,12 +82,19 @@ class LinearAttention(nn.Module):
                 positions = positions if state is None else state[3].unsqueeze(1) + positions
             query, key = rotary(query, positions, self.rotary_base), rotary(key, positions, self.rotary_base)
         query, key, value = one_type(query, key, value)
+        if valid is not None:
+            key, value = (t * valid[:, None, :, None].to(t.dtype) for t in (key, value))
         carried = {} if state is None else dict(zip(
             ("initial_state", "initial_key_sum", "initial_value_sum", "initial_count"), state), return_state=True)
         output, _, *state = normalized_linear_attention(query, key, value, self.coefficients, causal=self.causal, eps=self.eps,
                                                         normalize_qk=self.normalize_qk, **carried)
         output = self.o_proj(output.transpose(1, 2).flatten(2))
-        return (output, tuple(state)) if carried else output
+        if not carried:
+            return output
+        sums, count = state[:3], state[3]
+        if valid is not None:
+            count = carried["initial_count"] + valid.sum(1, dtype=torch.int32)
+        return output, (*sums, count)
 
 
 def attention(module, query, key, value, attention_mask, **kwargs):

@@ -70,6 +70,21 @@ def test_a_prompt_and_then_token_by_token():
     assert state[3].tolist() == [70, 70]
 
 
+def test_padding_leaves_the_state_alone():
+    module = LinearAttention(48, 6, 3)
+    hidden, lengths = torch.randn(3, 20, 48), (20, 7, 0)
+    _, state = module(torch.randn(3, 4, 48), module.empty_state(3))
+    valid = torch.arange(20) < torch.tensor(lengths).unsqueeze(1)
+    output, padded = module(hidden, state, valid=valid)
+    for row, length in enumerate(lengths):
+        own = tuple(t[row:row + 1] for t in state)
+        if length:
+            expected, own = module(hidden[row:row + 1, :length], own)
+            assert (output[row, :length] - expected[0]).abs().max() < 1e-5
+        for found, wanted in zip(padded, own):
+            assert torch.allclose(found[row:row + 1], wanted, atol=1e-5)
+
+
 def test_autocast_and_compile():
     module = LinearAttention(64, 4, 2)
     hidden = torch.randn(2, 40, 64)
