@@ -1,0 +1,213 @@
+"""Continuous batching over a decoder that leanfleet.export.serving wrote. Needs onnxruntime and numpy.
+
+Requests of unequal length join and leave between steps. Their keys and values live in pages of one pool; a step gives every
+running request its next token and fills what is left of the step's tokens with pieces of waiting prompts, all in one call.
+"""
+
+import json
+from collections import deque
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from leanfleet.ort_ops.generation import _choose
+
+_NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
+_ONNX_TYPES = {"tensor(float)": 1, "tensor(float16)": 10, "tensor(bfloat16)": 16}
+
+
+@dataclass
+class Request:
+    """One request. `tokens` grows until `done`; `cached` of prompt + tokens are in the pool."""
+
+    prompt: list
+    max_new_tokens: int
+    stop_tokens: set
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int = 0
+    tokens: list = field(default_factory=list)
+    cached: int = 0
+    pages: list = field(default_factory=list)
+    done: bool = False
+
+    @property
+    def waiting(self):
+        """Tokens that are not in the pool yet: the rest of the prompt, or the newest token."""
+        return len(self.prompt) + len(self.tokens) - self.cached
+
+
+class ContinuousBatch:
+    """A queue of requests, the pool, and step().
+
+    folder: written by leanfleet.export.serving.export_for_serving. pages: size of the pool; one request needs
+    ceil((prompt + max_new_tokens) / block) of them for as long as it runs. max_requests: at most so many run at once.
+    step_tokens: at most so many new tokens a step, prompts being cut to fit. library: False runs the function bodies.
+    Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
+    """
+
+    def __init__(self, folder, pages, max_requests=16, step_tokens=256, providers=None, session_options=None, library=True):
+        import onnxruntime
+
+        from leanfleet.ort_ops import make_session
+
+        folder = Path(folder)
+        for name in ("model.onnx", "leanfleet.json"):
+            if not (folder / name).exists():
+                raise FileNotFoundError(f"{folder / name} does not exist; write the folder with "
+                                        "leanfleet.export.serving.export_for_serving")
+        facts = json.loads((folder / "leanfleet.json").read_text())
+        if facts.get("kind") != "serving":
+            raise ValueError(f"{folder} holds a decoder for leanfleet.ort_ops.generate; serving needs one from "
+                             "leanfleet.export.serving.export_for_serving")
+        if step_tokens < max_requests:
+            raise ValueError(f"step_tokens {step_tokens} is less than max_requests {max_requests}: every running request takes "
+                             "one token a step")
+        if library:
+            self.session = make_session(folder / "model.onnx", providers=providers, session_options=session_options)
+        else:
+            self.session = onnxruntime.InferenceSession(folder / "model.onnx", sess_options=session_options,
+                                                        providers=providers or ["CPUExecutionProvider"])
+        self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
+        self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
+        self.pages, self.free_pages = pages, list(range(pages))[::-1]
+        self.queue, self.running = deque(), []
+        self.steps = self.processed_tokens = 0
+        self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
+        self.in_place = library
+        pools = [i for i in self.session.get_inputs() if i.name.startswith("pages.")]
+        self.pool_names = [i.name for i in pools]
+        allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
+        self.pools = [allocate([pages, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for i in pools]
+        if not library:  # the body reads whole pools: give it numbers
+            for i, pool in zip(pools, self.pools):
+                pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
+        self.binding = self.session.io_binding()
+
+    def add(self, prompt, max_new_tokens=128, stop_tokens=None, **sampling):
+        """Queues a request; returns its Request. sampling: temperature, top_k, top_p, seed; greedy by default.
+
+        Raises ValueError for an empty prompt, token ids outside the vocabulary, and requests that the pool or the model's
+        positions could never hold.
+        """
+        prompt = [int(t) for t in prompt]
+        if not prompt or max_new_tokens < 1:
+            raise ValueError(f"a request needs a prompt and at least one new token; found {len(prompt)} tokens and "
+                             f"max_new_tokens {max_new_tokens}")
+        if min(prompt) < 0 or max(prompt) >= self.vocabulary:
+            raise ValueError(f"token ids lie in 0 .. {self.vocabulary - 1}; found {min(prompt)} .. {max(prompt)}. Is this the "
+                             "model's own tokenizer?")
+        needed = len(prompt) + max_new_tokens
+        if self.max_positions and needed > self.max_positions:
+            raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
+        if -(-needed // self.block) > self.pages:
+            raise ValueError(f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
+                             f"pages of {self.block}; the pool has {self.pages}. Make it larger, or ask for fewer tokens")
+        stop = self.stop_tokens if stop_tokens is None else set(stop_tokens)
+        request = Request(prompt, max_new_tokens, stop, **sampling)
+        self.queue.append(request)
+        return request
+
+    def cancel(self, request):
+        """Ends a request now; its pages go back to the pool."""
+        if request in self.queue:
+            self.queue.remove(request)
+        if request in self.running:
+            self.running.remove(request)
+            self._release(request)
+        request.done = True
+
+    def _release(self, request):
+        self.free_pages += request.pages[::-1]
+        request.pages = []
+
+    def _admit(self):
+        """Takes requests in their order while pages and places last. A request's pages are all taken at once, so that none
+        that runs can ever be stuck."""
+        while self.queue and len(self.running) < self.max_requests:
+            request = self.queue[0]
+            count = -(-(len(request.prompt) + request.max_new_tokens) // self.block)
+            if count > len(self.free_pages):
+                return
+            request.pages = [self.free_pages.pop() for _ in range(count)]
+            self.running.append(self.queue.popleft())
+
+    def _schedule(self):
+        """[(request, new tokens of it)] of this step: first who waits for one token, then prompts, in their order."""
+        budget, chosen = self.step_tokens, []
+        for request in sorted(self.running, key=lambda r: r.waiting > 1):
+            count = min(request.waiting, budget)
+            if count:
+                chosen.append((request, count))
+                budget -= count
+        return chosen
+
+    def step(self):
+        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through."""
+        self._admit()
+        chosen = self._schedule()
+        if not chosen:
+            return []
+        counts = np.array([count for _, count in chosen], np.int32)
+        starts = np.cumsum(counts) - counts
+        width, table = int(counts.max()), max(len(r.pages) for r, _ in chosen)
+        feed = {"slots": np.zeros((len(chosen), width), np.int64), "block_table": np.zeros((len(chosen), table), np.int32),
+                "input_ids": [], "positions": [], "rows": [], "last": starts + counts - 1,
+                "seq_lens": np.array([r.cached for r, _ in chosen], np.int32) + counts, "query_lens": counts}
+        for i, (request, count) in enumerate(chosen):
+            feed["slots"][i, :count] = starts[i] + np.arange(count)
+            feed["block_table"][i, :len(request.pages)] = request.pages
+            history = request.prompt + request.tokens if request.tokens else request.prompt
+            feed["input_ids"] += history[request.cached:request.cached + count]
+            feed["positions"] += range(request.cached, request.cached + count)
+            feed["rows"] += range(i * width, i * width + count)
+        for name in ("input_ids", "positions", "rows", "last"):
+            feed[name] = np.asarray(feed[name], np.int64)
+        logits = self._run(feed)
+        self.steps += 1
+        self.processed_tokens += int(counts.sum())
+        results = []
+        for (request, count), row in zip(chosen, logits, strict=True):
+            request.cached += count
+            if request.waiting:  # the rest of its prompt comes in later steps
+                continue
+            random = np.random.default_rng((request.seed, len(request.tokens)))
+            token = int(_choose(row[None], request.temperature, request.top_k, request.top_p, random)[0])
+            request.tokens.append(token)
+            results.append((request, token))
+            if token in request.stop_tokens or len(request.tokens) == request.max_new_tokens:
+                request.done = True
+                self.running.remove(request)
+                self._release(request)
+        return results
+
+    def _run(self, feed):
+        binding = self.binding
+        binding.clear_binding_inputs()
+        binding.clear_binding_outputs()
+        binding.bind_output("logits")  # first, so that it is get_outputs()[0]
+        for name, array in feed.items():
+            binding.bind_cpu_input(name, array)
+        for name, pool in zip(self.pool_names, self.pools, strict=True):
+            binding.bind_ortvalue_input(name, pool)
+            if self.in_place:
+                binding.bind_ortvalue_output(name.replace("pages", "pages_out", 1), pool)
+            else:
+                binding.bind_output(name.replace("pages", "pages_out", 1))
+        self.session.run_with_iobinding(binding)
+        outputs = binding.get_outputs()
+        if not self.in_place:
+            self.pools = list(outputs[1:])
+        return outputs[0].numpy()
+
+    @property
+    def idle(self):
+        """Nothing runs and nothing waits."""
+        return not (self.running or self.queue)
+
+    def run(self):
+        """Steps until every request is done."""
+        while not self.idle:
+            self.step()

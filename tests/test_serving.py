@@ -1,0 +1,134 @@
+"""Continuous batching: requests that join and leave get what they would get alone."""
+
+import numpy as np
+import pytest
+import torch
+from leanfleet.export.decoder import export_decoder
+from leanfleet.export.serving import export_for_serving
+from leanfleet.ort_ops.serving import ContinuousBatch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leanfleet import parity
+
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+                                        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=256,
+                                        initializer_range=0.2)).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    export_for_serving(model, folder, block=BLOCK)
+    return folder
+
+
+def prompts(count, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 97, n).tolist() for n in random.integers(1, 60, count)]
+
+
+def alone(model, prompt, new):
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None,
+                                pad_token_id=0)
+    return tokens[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("limits", [{"pages": 200, "max_requests": 16, "step_tokens": 256},
+                                    {"pages": 23, "max_requests": 3, "step_tokens": 7}])
+def test_requests_join_and_leave(model, folder, limits):
+    """Every request gets the tokens of a generation of its own; all pages come back."""
+    batch = ContinuousBatch(folder, providers=["CPUExecutionProvider"], **limits)
+    wanted, requests, random = prompts(12), [], np.random.default_rng(1)
+    sizes = []
+    for prompt in wanted:
+        requests.append(batch.add(prompt, int(random.integers(1, 20)), stop_tokens=()))
+        for _ in range(random.integers(0, 3)):
+            batch.step()
+            sizes.append(len(batch.running))
+    batch.run()
+    assert max(sizes) > 1 and batch.idle
+    for prompt, request in zip(wanted, requests):
+        assert request.done and request.tokens == alone(model, prompt, request.max_new_tokens)
+    assert sorted(batch.free_pages) == list(range(limits["pages"]))
+    assert batch.processed_tokens == sum(len(r.prompt) + len(r.tokens) - 1 for r in requests)
+
+
+def test_pages_are_reused_with_old_contents(model, folder):
+    """A pool that is full of another request's keys, or of NaN, changes nothing."""
+    batch = ContinuousBatch(folder, pages=12, providers=["CPUExecutionProvider"])
+    for pool in batch.pools:
+        pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
+    for prompt in prompts(4, seed=3):
+        request = batch.add(prompt, 9, stop_tokens=())
+        batch.run()
+        assert request.tokens == alone(model, prompt, 9)
+
+
+def test_stop_tokens_and_cancel(model, folder):
+    batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
+    first, second = prompts(2, seed=5)
+    expected = alone(model, first, 12)
+    stop = expected[4]
+    stopped = batch.add(first, 12, stop_tokens=[stop])
+    cancelled = batch.add(second, 30, stop_tokens=())
+    batch.step()
+    batch.cancel(cancelled)
+    batch.run()
+    assert stopped.tokens == expected[:expected.index(stop) + 1]
+    assert cancelled.done and len(cancelled.tokens) <= 1
+    assert len(batch.free_pages) == 40
+
+
+def test_sampling_depends_on_the_request_alone(folder):
+    prompt = prompts(1)[0]
+    options = {"temperature": 1.3, "top_k": 20, "seed": 7, "stop_tokens": ()}
+    lone = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
+    expected = lone.add(prompt, 10, **options)
+    lone.run()
+    busy = ContinuousBatch(folder, pages=99, step_tokens=32, providers=["CPUExecutionProvider"])
+    for other in prompts(5, seed=8):
+        busy.add(other, 12)
+    found = busy.add(prompt, 10, **options)
+    busy.run()
+    assert found.tokens == expected.tokens
+
+
+def test_without_the_library(model, folder):
+    """The function bodies give the same tokens."""
+    batch = ContinuousBatch(folder, pages=20, max_requests=3, step_tokens=16, providers=["CPUExecutionProvider"], library=False)
+    wanted = [p[:20] for p in prompts(3, seed=2)]
+    requests = [batch.add(p, 4, stop_tokens=()) for p in wanted]
+    batch.run()
+    assert [r.tokens for r in requests] == [alone(model, p, 4) for p in wanted]
+
+
+def test_nodes(folder):
+    assert [n.op_type for n in parity.leanfleet_nodes(parity._load(folder / "model.onnx"))] == ["LeanAttention"] * 2
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (([], 3), "needs a prompt"), (([1], 0), "at least one new token"), (([5, 97], 3), "token ids lie in 0 .. 96; found 5 .. 97"),
+    (([1] * 250, 10), "260 tokens are more than the 256 positions"), (([1] * 60, 30), "need 12 pages of 8; the pool has 10")])
+def test_refused_requests(folder, arguments, message):
+    batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
+    with pytest.raises(ValueError, match=message):
+        batch.add(*arguments)
+    assert batch.idle
+
+
+def test_refused_folders(model, folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="export_for_serving"):
+        ContinuousBatch(tmp_path, pages=10)
+    export_decoder(model, tmp_path / "plain")
+    with pytest.raises(ValueError, match="serving needs one from"):
+        ContinuousBatch(tmp_path / "plain", pages=10)
+    with pytest.raises(ValueError, match="step_tokens 4 is less than max_requests 16"):
+        ContinuousBatch(folder, pages=10, step_tokens=4)
