@@ -98,7 +98,8 @@ def command_run(args):
     print(f"{same} of {len(work)} answers equal; continuous batching is {speed_up:.2f} times as fast")
     result = {"date": datetime.date.today().isoformat(), "provider": args.provider, "kernels": native.build_info(),
               "onnxruntime": onnxruntime.__version__, "requests": args.requests, "batch": args.batch,
-              "mean_prompt": args.prompt, "mean_answer": args.answer, "step_tokens": args.step_tokens, "useful_tokens": useful, "answers_equal": same,
+              "mean_prompt": args.prompt, "mean_answer": args.answer,
+              "step_tokens": args.step_tokens, "useful_tokens": useful, "answers_equal": same,
               "speed_up": speed_up, **report}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
