@@ -1,34 +1,33 @@
-"""PyTorch operators, their reference, and export to ONNX. Needs torch; export() needs onnx and onnxscript too."""
+"""PyTorch operators, their reference, export to ONNX, and rewriting of ONNX files.
 
-from leanfleet.export.linear_attention import LinearAttention
-from leanfleet.export.torch_ops import (
-    causal_linear_decay,
-    causal_linear_decay_,
-    causal_linear_decay_grad,
-    lean_attention,
-    lean_attention_,
-    normalized_linear_attention,
-    normalized_linear_attention_,
-    normalized_linear_attention_grad,
-)
+Every name comes on first use, with what it needs: the operators torch (they register torch.ops.leanfleet), export and the
+exporters also onnx and onnxscript; leanfleet.export.rewrite needs onnx and onnx-ir alone.
+"""
 
+import importlib
+
+_HOMES = {
+    "LinearAttention": "linear_attention",
+    "LinearDecoder": "linear_decoder",
+    "LinearDecoderConfig": "linear_decoder",
+    "causal_linear_decay": "torch_ops",
+    "causal_linear_decay_": "torch_ops",
+    "causal_linear_decay_grad": "torch_ops",
+    "export": "onnx_export",
+    "export_decoder": "decoder",
+    "finalize": "onnx_export",
+    "lean_attention": "torch_ops",
+    "lean_attention_": "torch_ops",
+    "normalized_linear_attention": "torch_ops",
+    "normalized_linear_attention_": "torch_ops",
+    "normalized_linear_attention_grad": "torch_ops",
+    "register_schemas": "onnx_export",
+    "translation_table": "onnx_export",
+}
+__all__ = list(_HOMES)
 
 
 def __getattr__(name):
-    """export and export_decoder come on first use: they need onnx and onnxscript, the operators only torch."""
-    if name in ("export", "finalize", "translation_table", "register_schemas"):
-        from leanfleet.export import onnx_export
-
-        return getattr(onnx_export, name)
-    if name == "export_decoder":
-        from leanfleet.export.decoder import export_decoder
-
-        return export_decoder
-    raise AttributeError(f"module 'leanfleet.export' has no attribute '{name}'")
-
-
-__all__ = [
-    "LinearAttention", "export", "export_decoder", "finalize", "register_schemas", "translation_table",
-    "causal_linear_decay", "causal_linear_decay_", "causal_linear_decay_grad", "lean_attention", "lean_attention_",
-    "normalized_linear_attention", "normalized_linear_attention_", "normalized_linear_attention_grad",
-]
+    if name not in _HOMES:
+        raise AttributeError(f"module 'leanfleet.export' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"leanfleet.export.{_HOMES[name]}"), name)

@@ -10,6 +10,8 @@ just the outputs asked for.
 """
 
 import inspect
+import threading
+from typing import NamedTuple
 
 import torch
 
@@ -17,9 +19,10 @@ from leanfleet import native, spec
 from leanfleet.export import reference
 
 _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int32: "int32"}
-_TORCH_TYPES = {"bool": "bool", "int": "int", "float": "float", "string": "str"}
+_TYPES = {"bool": bool, "int": int, "float": float, "string": str}
 _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 _LIBRARY = torch.library.Library(spec.DOMAIN, "DEF")
+_MAX_PLANS = 512  # kept by a thread; a cache whose capacity grows with every token makes a new one each time
 _sync_words = {}  # (device, stream) -> zeroed buffer; launches on one stream follow each other and leave it zero
 
 
@@ -36,7 +39,7 @@ def _schema(op, mutating):
     for attr in op.attrs:
         if not (mutating and attr.name == op.mutating):
             default = f'"{attr.default}"' if attr.type == "string" else attr.default
-            arguments.append(f"{_TORCH_TYPES[attr.type]} {attr.name}={default}")
+            arguments.append(f"{_TYPES[attr.type].__name__} {attr.name}={default}")
     returns = ["Tensor" for t in op.outputs if not (mutating and t.takes)]
     result = returns[0] if len(returns) == 1 else f"({', '.join(returns)})"
     return f"{op.snake_name}{'_' if mutating else ''}({', '.join(arguments)}) -> {result}"
@@ -120,28 +123,6 @@ def _sync(size, device, stream):
     return _sync_words[key]
 
 
-def _run_library(op, inputs, outputs, attrs):
-    """Runs the kernel on contiguous inputs into `outputs` (None: not asked for)."""
-    device = inputs[0].device
-    cuda = device.type == "cuda"
-    stream = torch.cuda.current_stream(device).cuda_stream if cuda else 0
-    call = native.Call(op.name, [_entry(t) for t in inputs], [_entry(t) for t in outputs], attrs,
-                       device.type, 0 if cuda else torch.get_num_threads(), stream)
-    scratch_bytes, sync_bytes = call.workspace()
-    scratch, scratch_at = _scratch(scratch_bytes, device)
-    sync = _sync(sync_bytes, device, stream)
-    sync_at = 0 if sync is None else (sync.data_ptr() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-    call.run(scratch_at, scratch_bytes, sync_at, sync_bytes)
-
-
-def _run(op, inputs, outputs, attrs):
-    if inputs[0].device.type == "cuda":
-        with torch.cuda.device(inputs[0].device):
-            _run_library(op, inputs, outputs, attrs)
-    else:
-        _run_library(op, inputs, outputs, attrs)
-
-
 def _run_reference(op, inputs, attrs):
     """float64 has no kernel: the PyTorch reference computes it, which makes gradcheck possible."""
     function = getattr(reference, op.snake_name)
@@ -150,51 +131,141 @@ def _run_reference(op, inputs, attrs):
     return [values.get(t.name, inputs[0].new_empty(0)) for t in op.outputs]
 
 
-def _functional(op):
+class _Plan(NamedTuple):
+    """What calls of one form with equal shapes, types, strides and attributes share; addresses change from call to call.
+
+    outputs: for each output of the operator (shape, dtype, whether it is asked for, index of the input it takes or None).
+    """
+
+    call: native.Call
+    slots: list
+    outputs: list
+    copies: bool  # some input is not contiguous
+    scratch_bytes: int
+    sync_bytes: int
+
+
+class _Plans(threading.local):
+    """A thread's plans by key: a plan is written to by the call that uses it."""
+
+    def __init__(self):
+        self.by_key = {}
+
+
+_plans = _Plans()
+
+
+def _check_taken(op, taken, by_name):
+    for name in taken:
+        tensor = by_name[name]
+        if tensor is None:
+            raise ValueError(f"{op.name}: input {name} is missing; {op.snake_name}_ changes it in place")
+        if not tensor.is_contiguous():
+            raise ValueError(f"{op.name}: {name} has strides {list(tensor.stride())}; {op.snake_name}_ changes it "
+                             "in place, so it must be contiguous")
+
+
+def _make_plan(op, mutating, inputs, attrs, threads):
+    """Checks a call and plans it and its like. None: float64, which the reference computes."""
+    inputs = list(inputs) + [None] * (len(op.inputs) - len(inputs))
+    active = {t.name for t in op.active_outputs(attrs)}
+    names = [t.name for t in op.inputs]
+    if mutating:
+        _check_taken(op, [t.takes for t in op.outputs if t.takes and t.name in active], dict(zip(names, inputs)))
+    if inputs[0].dtype == torch.float64:
+        return None
+    _check_placement(op, inputs)
+    copies = any(t is not None and not t.is_contiguous() for t in inputs)
+    metadata = _checked_metadata(op, inputs, attrs)
+    outputs, entries = [], []
+    for t, (dtype, shape) in zip(op.outputs, metadata):
+        asked = t.name in active
+        outputs.append((shape, dtype, asked, names.index(t.takes) if mutating and t.takes else None))
+        entries.append((0, shape, _DTYPES[dtype]) if asked else None)
+    call = native.Call(op.name, [_entry(t) for t in inputs], entries, attrs, inputs[0].device.type, threads)
+    return _Plan(call, call.slots(), outputs, copies, *call.workspace())
+
+
+def _runner(op, mutating, device_type):
+    """The kernel of one form on "cpu" or "cuda"."""
+    form = op.snake_name + ("_" if mutating else "")
+    cuda = device_type == "cuda"
+
     def run(*inputs, **attrs):
-        inputs = list(inputs) + [None] * (len(op.inputs) - len(inputs))
-        if inputs[0].dtype == torch.float64:
-            return _result(_run_reference(op, inputs, attrs))
-        _check_placement(op, inputs)
+        device = inputs[0].device
+        threads = 0 if cuda else torch.get_num_threads()
+        key = [form, device, threads, *attrs.items()]
+        for t in inputs:
+            if t is None:
+                key.append(None)
+            else:
+                key += (t.shape, t.dtype, t.is_contiguous())
+                if cuda:
+                    key.append(t.device)
+        key = tuple(key)
+        plan = _plans.by_key.get(key)
+        if plan is None:
+            if mutating:
+                attrs = {**attrs, op.mutating: True}
+            plan = _with_device(device, _make_plan, op, mutating, inputs, attrs, threads)
+            if plan is None:
+                return _call_reference(op, mutating, inputs, attrs)
+            if len(_plans.by_key) >= _MAX_PLANS:
+                _plans.by_key.clear()
+            _plans.by_key[key] = plan
+        if cuda and device.index != torch.cuda.current_device():
+            with torch.cuda.device(device):
+                return _launch(plan, inputs, device)
+        return _launch(plan, inputs, device)
+
+    return run
+
+
+def _with_device(device, function, *arguments):
+    if device.type == "cuda":
+        with torch.cuda.device(device):
+            return function(*arguments)
+    return function(*arguments)
+
+
+def _launch(plan, inputs, device):
+    """Runs a plan on a call's tensors; returns the outputs that it made."""
+    if plan.copies:
         inputs = [None if t is None else t.contiguous() for t in inputs]
-        metadata = _checked_metadata(op, inputs, attrs)
-        active = {t.name for t in op.active_outputs(attrs)}
-        outputs = [torch.empty(shape, dtype=dtype, device=inputs[0].device) for dtype, shape in metadata]
-        _run(op, inputs, [o if t.name in active else None for t, o in zip(op.outputs, outputs)], attrs)
+    addresses = [t.data_ptr() for t in inputs if t is not None]
+    made = []
+    for shape, dtype, asked, taken in plan.outputs:
+        if taken is None:
+            tensor = torch.empty(shape, dtype=dtype, device=device)
+            made.append(tensor)
+            if asked:
+                addresses.append(tensor.data_ptr())
+        elif asked:
+            addresses.append(inputs[taken].data_ptr())
+    for slot, address in zip(plan.slots, addresses):
+        slot.data = address
+    scratch, scratch_at = _scratch(plan.scratch_bytes, device)
+    if device.type == "cpu":
+        plan.call.run(scratch_at, plan.scratch_bytes)
+    else:
+        stream = torch.cuda.current_stream(device).cuda_stream
+        sync = _sync(plan.sync_bytes, device, stream)
+        sync_at = 0 if sync is None else (sync.data_ptr() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+        plan.call.run(scratch_at, plan.scratch_bytes, sync_at, plan.sync_bytes, stream)
+    return made[0] if len(made) == 1 else tuple(made)
+
+
+def _call_reference(op, mutating, inputs, attrs):
+    inputs = list(inputs) + [None] * (len(op.inputs) - len(inputs))
+    outputs = _run_reference(op, inputs, attrs)
+    if not mutating:
         return _result(outputs)
-
-    return run
-
-
-def _mutating(op):
-    def run(*inputs, **attrs):
-        attrs = {**attrs, op.mutating: True}
-        inputs = list(inputs) + [None] * (len(op.inputs) - len(inputs))
-        by_name = {t.name: tensor for t, tensor in zip(op.inputs, inputs)}
-        active = {t.name for t in op.active_outputs(attrs)}
-        for t in op.outputs:
-            if not t.takes or t.name not in active:
-                continue
-            tensor = by_name[t.takes]
-            if tensor is None:
-                raise ValueError(f"{op.name}: input {t.takes} is missing; {op.snake_name}_ changes it in place")
-            if not tensor.is_contiguous():
-                raise ValueError(f"{op.name}: {t.takes} has strides {list(tensor.stride())}; {op.snake_name}_ changes it "
-                                 "in place, so it must be contiguous")
-        if inputs[0].dtype == torch.float64:
-            outputs = _run_reference(op, inputs, attrs)
-            for t, value in zip(op.outputs, outputs):
-                if t.takes and t.name in active:
-                    by_name[t.takes].copy_(value)
-            return _result([o for t, o in zip(op.outputs, outputs) if not t.takes])
-        _check_placement(op, inputs)
-        inputs = [None if t is None else t.contiguous() for t in inputs]
-        outputs = [by_name[t.takes] if t.takes else torch.empty(shape, dtype=dtype, device=inputs[0].device)
-                   for t, (dtype, shape) in zip(op.outputs, _checked_metadata(op, inputs, attrs))]
-        _run(op, inputs, [o if t.name in active else None for t, o in zip(op.outputs, outputs)], attrs)
-        return _result([o for t, o in zip(op.outputs, outputs) if not t.takes])
-
-    return run
+    active = {t.name for t in op.active_outputs(attrs)}
+    by_name = {t.name: tensor for t, tensor in zip(op.inputs, inputs)}
+    for t, value in zip(op.outputs, outputs):
+        if t.takes and t.name in active:
+            by_name[t.takes].copy_(value)
+    return _result([o for t, o in zip(op.outputs, outputs) if not t.takes])
 
 
 def _result(outputs):
@@ -218,7 +289,7 @@ def _define(op):
         name = op.snake_name + ("_" if mutating else "")
         _LIBRARY.define(_schema(op, mutating), tags=(torch.Tag.pt2_compliant_tag,))
         for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, (_mutating if mutating else _functional)(op), key)
+            _LIBRARY.impl(name, _runner(op, mutating, key.lower()), key)
         torch.library.register_fake(f"{spec.DOMAIN}::{name}", _fake(op, mutating), lib=_LIBRARY)
 
 
@@ -261,24 +332,37 @@ def _function(op, mutating):
                    if not (mutating and a.name == op.mutating)]
     signature = inspect.Signature(parameters)
 
+    positional = sum(p.kind == kinds.POSITIONAL_OR_KEYWORD for p in parameters)
+    required = sum(p.default is kinds.empty for p in parameters[:positional])
+    converters = {a.name: _TYPES[a.type] for a in op.attrs if not (mutating and a.name == op.mutating)}
+    input_names = [t.name for t in op.inputs]
+    names = [p.name for p in parameters]
+    keywords = [frozenset(names[i:]) for i in range(positional + 1)]  # what i positional arguments leave
+    needed = {p.name for p in parameters[positional:] if p.default is kinds.empty}
+    implied = {op.mutating: True} if mutating else {}
+    defaults = {a.name: implied.get(a.name, a.default) for a in op.attrs}
+    conditions = [t.when for t in op.outputs if not (mutating and t.takes)]
+    lone = len(conditions) == 1
+
     def function(*args, **kwargs):
-        values = signature.bind(*args, **kwargs).arguments
-        inputs = [values.get(t.name) for t in op.inputs]
-        attrs = {a.name: _convert(a, values[a.name]) for a in op.attrs if a.name in values}
-        outputs = raw(*inputs, **attrs)
-        outputs = outputs if isinstance(outputs, (tuple, list)) else (outputs,)
-        asked = {t.name for t in op.active_outputs({**attrs, op.mutating: True} if mutating else attrs)}
-        returned = [t for t in op.outputs if not (mutating and t.takes)]
-        return tuple(o for t, o in zip(returned, outputs) if t.name in asked)
+        given = len(args)
+        if not (required <= given <= positional and kwargs.keys() <= keywords[given] and needed <= kwargs.keys()):
+            args, kwargs = (), signature.bind(*args, **kwargs).arguments  # raises TypeError where the call is wrong
+        attrs = {}
+        for name, value in kwargs.items():
+            if name in converters:
+                attrs[name] = converters[name](value)
+        if len(attrs) < len(kwargs):
+            args = (*args, *[kwargs.get(name) for name in input_names[len(args):]])
+        outputs = raw(*args, **attrs)
+        if lone:
+            outputs = (outputs,)
+        return tuple([o for o, when in zip(outputs, conditions) if all([attrs.get(w, defaults[w]) for w in when])])
 
     function.__name__ = function.__qualname__ = op.snake_name + ("_" if mutating else "")
     function.__doc__ = _documentation(op, mutating)
     function.__signature__ = signature
     return function
-
-
-def _convert(attr, value):
-    return {"bool": bool, "int": int, "float": float, "string": str}[attr.type](value)
 
 
 def _bind(op, inputs, keywords):

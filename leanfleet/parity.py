@@ -205,6 +205,7 @@ RUNNERS = {
     "body": "onnxruntime's CPU provider without the library: the function bodies run",
     "ort-cpu": "onnxruntime's CPU provider with leanfleet's kernels",
     "ort-cuda": "onnxruntime's CUDA provider with leanfleet's kernels",
+    "trt": "TensorRT or TensorRT-RTX with leanfleet's plugins, the engine built for the inputs' sizes",
     "reference": "onnx's reference evaluator, leanfleet nodes in PyTorch and float64 (slow)",
 }
 
@@ -215,6 +216,10 @@ def make_runner(kind, path):
         raise ValueError(f"runner '{kind}' is unknown; choose from {', '.join(RUNNERS)}")
     if kind == "reference":
         return ReferenceRunner(path, name=kind)
+    if kind == "trt":
+        from leanfleet.trt_plugins.polygraphy_runner import TrtRunner
+
+        return TrtRunner(path, name=kind)
     provider = "CUDAExecutionProvider" if kind == "ort-cuda" else "CPUExecutionProvider"
     return SessionRunner(path, provider, library=kind != "body", name=kind)
 
@@ -440,7 +445,7 @@ def check(path, runners=("body", "ort-cpu"), inputs=None, sizes=None, seed=0, rt
             error = float("nan") if isinstance(verdict, bool) else verdict.max_absdiff
             rows.append({"runner": kind, "judge": runners[0], "output": name, "error": error,
                          "tolerance": tolerances[name], "passed": bool(verdict)})
-    return rows, {r.name: r.kernels for r in built if isinstance(r, SessionRunner)}
+    return rows, {r.name: r.kernels for r in built if hasattr(r, "kernels")}
 
 
 def _load(path):
@@ -483,7 +488,7 @@ def _run(runner, model, feed):
         raise
     except Exception as error:
         raise RuntimeError(f"runner '{runner.name}' failed: {error}") from error
-    if isinstance(runner, SessionRunner) and runner.library:
+    if getattr(runner, "library", False):
         ran = {op for op, provider in runner.kernels if provider == runner.provider}
         if missing := needed - ran:
             raise RuntimeError(f"runner '{runner.name}': the model has {', '.join(sorted(missing))} nodes, but no such "

@@ -68,12 +68,35 @@ def _explained(error):
                        f"{spec.TYPES['T'][-1]}, the same for all of them, F is float32, I is int32")
 
 
-def make_session(model, providers=None, session_options=None, **kwargs):
+def _overridden(model, override, options):
+    """The bytes of a model in which nodes of these operators are leanfleet's, where the meaning is the same.
+
+    External weights stay in their files; `options` tells onnxruntime where these are.
+    """
+    import onnx_ir
+    from leanfleet.export.rewrite import rewrite
+
+    if isinstance(model, str):
+        found = onnx_ir.load(model)
+        folder = os.path.dirname(os.path.abspath(model))
+        options.add_session_config_entry("session.model_external_initializers_file_folder_path", folder)
+    else:
+        import onnx
+
+        found = onnx_ir.from_proto(onnx.load_from_string(model))
+    rewrite(found, operators=override, bodies=False)
+    return onnx_ir.to_proto(found).SerializeToString()
+
+
+def make_session(model, providers=None, session_options=None, *, override=(), **kwargs):
     """An onnxruntime.InferenceSession that knows leanfleet's operators.
 
     model: a path, the bytes of a model, or an onnx.ModelProto. providers: as InferenceSession takes them; None: CUDA
     where onnxruntime and this build of leanfleet both have it, then the CPU. session_options: gets the operators
     registered, see register; None: new ones. kwargs go to InferenceSession.
+    override: other operators whose nodes our kernels serve, such as "com.microsoft.LinearAttention", in a model that
+    stays as it is on disk; leanfleet.export.rewrite.OPERATORS lists them. A node that means something that ours do not
+    is left to onnxruntime. Needs onnx and onnx-ir.
 
     Raises what register raises, ValueError for a provider that the installed onnxruntime does not have, and
     RuntimeError for one that was asked for and does not start. Errors in the model are onnxruntime's; those about our
@@ -92,6 +115,8 @@ def make_session(model, providers=None, session_options=None, **kwargs):
     elif not isinstance(model, bytes):
         model = os.fspath(model)
     options = register(session_options if session_options is not None else ort.SessionOptions())
+    if override:
+        model = _overridden(model, [override] if isinstance(override, str) else list(override), options)
     try:
         session = ort.InferenceSession(model, options, providers=providers or _default_providers(available), **kwargs)
     except Exception as error:
@@ -101,3 +126,12 @@ def make_session(model, providers=None, session_options=None, **kwargs):
                            f"{', '.join(session.get_providers())}; onnxruntime's log above says why. Leave it out of "
                            "providers, or mend its installation")
     return session
+
+
+def __getattr__(name):
+    """Generation comes on first use: it needs numpy."""
+    if name in ("generate", "stream", "load_decoder"):
+        from leanfleet.ort_ops import generation
+
+        return getattr(generation, name)
+    raise AttributeError(f"module 'leanfleet.ort_ops' has no attribute '{name}'")

@@ -1,7 +1,8 @@
 """Text generation with a decoder that leanfleet.export.export_decoder wrote. Needs onnxruntime and numpy.
 
-The caches are allocated once, bound to the graph's inputs and outputs alike, and updated in place: a step copies no
-cache. Prompts of unequal length run in one batch (query_lens).
+Key/value caches and the states of linear attention are allocated once, bound to the graph's inputs and outputs alike, and
+updated in place: a step copies no cache. Prompts of unequal length run in one batch (query_lens). On the CUDA provider
+caches and states live on the device, and decode steps can be captured as CUDA graphs.
 """
 
 import json
@@ -12,22 +13,27 @@ from pathlib import Path
 import numpy as np
 
 _ONNX_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}
+_SESSION_TYPES = {"tensor(float)": 1, "tensor(float16)": 10, "tensor(bfloat16)": 16}
+_PAST, _PRESENT = "past_key_values.", "present."
 
 
 @dataclass
 class DecoderSession:
-    """A loaded decoder folder. `in_place` is false without the library, where the function body returns new caches."""
+    """A loaded decoder folder. `caches` are the session's inputs that outputs replace; shapes have "batch" and "capacity"
+    where they stand. `in_place` is false without the library, where the function body returns new caches."""
 
     session: object
     folder: Path
-    layers: int
-    kv_heads: int
-    head_size: int
-    dtype: str
+    caches: list
     vocabulary: int
     stop_tokens: list
     max_positions: int | None
     in_place: bool
+    captured: dict = field(default_factory=dict)  # (batch, capacity) -> _Steps whose CUDA graphs the session holds
+
+    @property
+    def on_cuda(self):
+        return self.session.get_providers()[0] == "CUDAExecutionProvider"
 
 
 @dataclass
@@ -44,60 +50,149 @@ class Statistics:
     def tokens_per_second(self):
         return self.decode_tokens / self.decode_seconds if self.decode_seconds else float("nan")
 
+    @property
+    def prefill_tokens_per_second(self):
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else float("nan")
 
-def load_decoder(folder, providers=None, session_options=None, library=True):
+
+def load_decoder(folder, providers=None, session_options=None, library=True, cuda_graph=False):
     """Opens a folder with model.onnx and leanfleet.json.
 
     library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
-    Raises FileNotFoundError where a file is missing, and what make_session raises.
+    cuda_graph: on the CUDA provider, capture each batch's decode step once and replay it.
+    Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
     """
     from leanfleet.ort_ops import make_session
 
     folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or "
+                                "leanfleet.export.export_decoder wrote")
     for name in ("model.onnx", "leanfleet.json"):
         if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder / name} does not exist; write the folder with leanfleet.export.export_decoder")
+            hint = (f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
+                    if (folder / "config.json").exists() or any(folder.glob("*.gguf")) else
+                    "; write the folder with leanfleet.export.export_decoder")
+            raise FileNotFoundError(f"{folder / name} does not exist{hint}")
     facts = json.loads((folder / "leanfleet.json").read_text())
-    if library:
-        session = make_session(folder / "model.onnx", providers=providers, session_options=session_options)
+    if facts.get("kind", "decoder") != "decoder":
+        raise ValueError(f"{folder} holds a model of kind {facts['kind']}; generation needs one from export_decoder")
+    if cuda_graph:
+        providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+    import onnxruntime
+
+    path = str(folder / "model.onnx")
+    try:
+        session = (make_session(path, providers, session_options) if library else
+                   onnxruntime.InferenceSession(path, session_options, providers or ["CPUExecutionProvider"]))
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise RuntimeError(f"onnxruntime cannot load {path}: {error}") from None
+    if len(session.get_outputs()[0].shape) != 2:
+        raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
+    return DecoderSession(session=session, folder=folder, in_place=library,
+                          caches=[i for i in session.get_inputs() if i.name.startswith(_PAST)],
+                          vocabulary=facts["vocabulary"], stop_tokens=facts["stop_tokens"],
+                          max_positions=facts["max_positions"])
+
+
+class _Steps:
+    """Runs the steps of one batch: its caches, its states, and their bindings.
+
+    A cache that is updated in place has one buffer, bound to the graph's input and output. One that is not has two, and
+    steps alternate between reading the first and writing the second, and the reverse: so without the library, whose function
+    bodies return new tensors, and for states of linear attention in CUDA graphs. (While it captures, ONNX Runtime runs a step
+    several times. Appending a token twice to the same place of a cache does no harm; updating a state twice does.)
+    """
+
+    def __init__(self, decoder, batch, capacity, cuda_graph=False):
+        import onnxruntime
+
+        self.decoder, self.cuda_graph, self.turn = decoder, cuda_graph, 0
+        self.device = "cuda" if decoder.on_cuda else "cpu"
+        self.onnxruntime = onnxruntime
+        self.buffers, two = [], False
+        for cache in decoder.caches:
+            shape = [{"batch": batch, "capacity": capacity}.get(n, n) for n in cache.shape]
+            state = "capacity" not in cache.shape
+            count = 2 if not decoder.in_place or (cuda_graph and state) else 1
+            two |= count == 2
+            kind = _SESSION_TYPES[cache.type]
+            values = [onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, kind, self.device, 0) for _ in range(count)]
+            self.buffers.append(values)
+        self.reset()
+        self.bindings = [self._binding(turn) for turn in range(2 if two else 1)]
+        self.graphs = self._graph_bindings(batch) if cuda_graph else None
+
+    def reset(self):
+        """Zeros where the first step reads numbers that no token wrote: states, and the whole caches of function bodies."""
+        self.turn = 0
+        for cache, values in zip(self.decoder.caches, self.buffers, strict=True):
+            if "capacity" not in cache.shape or not self.decoder.in_place:
+                dtype = np.float16 if cache.type == "tensor(float16)" else np.float32
+                values[0].update_inplace(np.zeros(values[0].shape(), dtype))
+
+    def _binding(self, turn):
+        binding = self.decoder.session.io_binding()
+        for cache, values in zip(self.decoder.caches, self.buffers, strict=True):
+            binding.bind_ortvalue_input(cache.name, values[turn % len(values)])
+            binding.bind_ortvalue_output(_PRESENT + cache.name.removeprefix(_PAST), values[(turn + 1) % len(values)])
+        return binding
+
+    def _graph_bindings(self, batch):
+        """[(binding, run options)] of the captured decode steps, one a turn: all addresses are fixed."""
+        ort = self.onnxruntime
+        self.inputs = {name: ort.OrtValue.ortvalue_from_numpy(np.ones(shape, dtype), "cuda", 0) for name, shape, dtype in (
+            ("input_ids", (batch, 1), np.int64), ("seq_lens", (batch,), np.int32), ("query_lens", (batch,), np.int32))}
+        self.logits = ort.OrtValue.ortvalue_from_shape_and_type([batch, self.decoder.vocabulary], np.float32, "cuda", 0)
+        graphs = []
+        first = 1 + 2 * len(self.decoder.captured)  # a graph belongs to its addresses: each batch has ids of its own
+        for turn in range(len(self.bindings)):
+            binding = self._binding(turn)
+            for name, value in self.inputs.items():
+                binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output("logits", self.logits)
+            options = ort.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(first + turn))
+            graphs.append((binding, options))
+        return graphs
+
+    def run(self, input_ids, seq_lens, query_lens, capture=False):
+        """One step; returns the logits, float32 [B,vocabulary]. capture: as a CUDA graph, with input_ids [B,1]."""
+        turn, self.turn = self.turn, (self.turn + 1) % len(self.bindings)
+        feed = {"input_ids": input_ids, "seq_lens": seq_lens, "query_lens": query_lens}
+        if capture and self.graphs:
+            for name, array in feed.items():
+                self.inputs[name].update_inplace(array)
+            binding, options = self.graphs[turn]
+            self.decoder.session.run_with_iobinding(binding, options)
+            binding.synchronize_outputs()
+            return self.logits.numpy()
+        binding = self.bindings[turn]
+        for name, array in feed.items():
+            binding.bind_cpu_input(name, array)
+        binding.bind_output("logits")  # its buffer is the host's, and new each time
+        options = None
+        if self.cuda_graph:
+            options = self.onnxruntime.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", "-1")  # prompts are not captured
+        self.decoder.session.run_with_iobinding(binding, options)
+        # Outputs come in the order in which they were bound: the logits, bound again each time, are last.
+        return binding.get_outputs()[-1].numpy()
+
+
+def _steps(decoder, batch, capacity):
+    """The steps of a batch; with CUDA graphs those of an earlier batch of the same size, whose graphs exist already."""
+    options = decoder.session.get_provider_options().get("CUDAExecutionProvider", {})
+    if options.get("enable_cuda_graph") != "1":
+        return _Steps(decoder, batch, capacity)
+    key = (batch, capacity)
+    if key in decoder.captured:
+        decoder.captured[key].reset()
     else:
-        import onnxruntime
-
-        session = onnxruntime.InferenceSession(folder / "model.onnx", sess_options=session_options,
-                                               providers=providers or ["CPUExecutionProvider"])
-    return DecoderSession(session=session, folder=folder, in_place=library, **facts)
-
-
-class _Caches:
-    """The caches of a batch: names, and buffers for inputs and outputs (the same ones when in place)."""
-
-    def __init__(self, decoder, batch, capacity):
-        import onnxruntime
-
-        shape = [batch, decoder.kv_heads, capacity, decoder.head_size]
-        self.cuda = decoder.session.get_providers()[0] == "CUDAExecutionProvider"
-        device = "cuda" if self.cuda else "cpu"
-
-        def allocate():
-            return [onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, _ONNX_TYPES[decoder.dtype], device, 0)
-                    for _ in range(2 * decoder.layers)]
-
-        self.inputs = [f"past_key_values.{i}.{part}" for i in range(decoder.layers) for part in ("key", "value")]
-        self.outputs = [f"present.{i}.{part}" for i in range(decoder.layers) for part in ("key", "value")]
-        self.current = allocate()
-        self.next = self.current if decoder.in_place else allocate()
-        if not decoder.in_place:  # the body reads whole caches: give it numbers
-            for value in self.current:
-                value.update_inplace(np.zeros(shape, dtype=np.float16 if decoder.dtype == "float16" else np.float32))
-
-    def bind(self, binding):
-        for name, value in zip(self.inputs, self.current, strict=True):
-            binding.bind_ortvalue_input(name, value)
-        for name, value in zip(self.outputs, self.next, strict=True):
-            binding.bind_ortvalue_output(name, value)
-
-    def swap(self):
-        self.current, self.next = self.next, self.current
+        decoder.captured[key] = _Steps(decoder, batch, capacity, cuda_graph=True)
+    return decoder.captured[key]
 
 
 def _choose(logits, temperature, top_k, top_p, random):
@@ -106,7 +201,9 @@ def _choose(logits, temperature, top_k, top_p, random):
         return logits.argmax(-1)
     chosen = np.empty(len(logits), dtype=np.int64)
     for row, values in enumerate(logits.astype(np.float64) / temperature):
-        order = np.argsort(-values, kind="stable")[:top_k or None]
+        # Sorting a whole vocabulary takes longer than a small model's step: sort the top_k alone.
+        best = np.sort(np.argpartition(-values, top_k)[:top_k]) if 0 < top_k < len(values) else np.arange(len(values))
+        order = best[np.argsort(-values[best], kind="stable")]
         p = np.exp(values[order] - values[order[0]])
         p /= p.sum()
         if top_p < 1:
@@ -128,6 +225,11 @@ def stream(decoder, prompts, max_new_tokens=128, *, capacity=None, temperature=0
     lengths = np.array([len(p) for p in prompts], dtype=np.int32)
     if len(prompts) == 0 or lengths.min() == 0:
         raise ValueError("generate: a prompt is empty; every request needs at least one token")
+    if max_new_tokens < 1:
+        raise ValueError(f"generate: max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
+        raise ValueError(f"generate: temperature {temperature}, top_k {top_k}, top_p {top_p}; they must be at least 0, at "
+                         "least 0, and in (0, 1]")
     needed = int(lengths.max()) + max_new_tokens
     capacity = needed if capacity is None else capacity
     if needed > capacity:
@@ -144,26 +246,16 @@ def stream(decoder, prompts, max_new_tokens=128, *, capacity=None, temperature=0
     random = np.random.default_rng(seed)
     statistics = statistics if statistics is not None else Statistics()
     batch = len(prompts)
-    caches = _Caches(decoder, batch, capacity)
+    steps = _steps(decoder, batch, capacity)
     ids = np.zeros((batch, int(lengths.max())), dtype=np.int64)
     for row, prompt in enumerate(prompts):
         ids[row, :len(prompt)] = prompt
     seq_lens, query_lens = lengths.copy(), lengths.copy()
     alive = np.ones(batch, dtype=bool)
     statistics.tokens = [[] for _ in prompts]
-    binding = decoder.session.io_binding()
-    binding.bind_output("logits")  # first, so that it is get_outputs()[0]
     for step in range(max_new_tokens):
         start = time.perf_counter()
-        binding.bind_cpu_input("input_ids", ids)
-        binding.bind_cpu_input("seq_lens", seq_lens)
-        binding.bind_cpu_input("query_lens", query_lens)
-        if step == 0 or not decoder.in_place:
-            caches.bind(binding)
-        decoder.session.run_with_iobinding(binding)
-        logits = binding.get_outputs()[0].numpy()
-        if not decoder.in_place:
-            caches.swap()
+        logits = steps.run(ids, seq_lens, query_lens, capture=step > 0)
         if on_logits is not None:
             on_logits(logits)
         chosen = _choose(logits, temperature, top_k, top_p, random)
@@ -196,3 +288,49 @@ def generate(decoder, prompts, max_new_tokens=128, **options):
     for _ in stream(decoder, prompts, max_new_tokens, statistics=statistics, **options):
         pass
     return statistics.tokens, statistics
+
+
+def load_tokenizer(folder):
+    """The tokenizer beside a decoder. Needs transformers. Raises FileNotFoundError for a folder without one."""
+    folder = Path(folder)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json); give one to export_decoder, or copy the "
+                                "model's own there")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    if not (folder / "tokenizer_config.json").exists():
+        return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def encode(tokenizer, text, chat=None, system=None):
+    """Token ids of a prompt. chat: as a user's turn in the tokenizer's chat template; default: where it has one.
+
+    system: the system's turn before it. Raises ValueError for an empty text and for a chat without a template.
+    """
+    if not text.strip():
+        raise ValueError("the prompt is empty; give it some text")
+    template = getattr(tokenizer, "chat_template", None)
+    if (chat or system) and not template:
+        raise ValueError("this model's tokenizer has no chat template; leave the system's turn and the chat out")
+    if chat is False or not template:
+        return list(tokenizer(text)["input_ids"])
+    turns = [{"role": "system", "content": system}] if system else []
+    turns.append({"role": "user", "content": text})
+    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+class TextStream:
+    """The text of tokens as they come, in whole characters."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer, self.tokens, self.shown = tokenizer, [], 0
+
+    def add(self, token):
+        """The text that this token completes."""
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.endswith("\ufffd"):  # a character of several tokens
+            return ""
+        new, self.shown = text[self.shown:], len(text)
+        return new

@@ -78,3 +78,34 @@ def run_kernel(op_name, inputs, attrs=None, threads=2, in_place=False, ops=None)
     before, after = scratch_at - scratch.data_ptr(), scratch_at - scratch.data_ptr() + scratch_bytes
     assert (scratch[:before] == 0xFF).all() and (scratch[after:] == 0xFF).all(), "it wrote outside its scratch"
     return outputs
+
+
+class Launches:
+    """One node on the GPU: its outputs, a workspace of its own, and launches that a CUDA graph can capture."""
+
+    def __init__(self, op_name, inputs, attrs, in_place=False):
+        op = spec.all_specs()[op_name]
+        self.op_name, self.attrs, self.inputs = op_name, attrs, inputs
+        takes = {t.name: t.takes for t in op.outputs if in_place}
+        self.outputs = {}
+        for name, dtype, shape in output_shapes(op, inputs, attrs):
+            taken = inputs.get(takes.get(name))
+            self.outputs[name] = poisoned(shape, dtype, "cuda") if taken is None else taken
+        self.entries = [entry(inputs.get(t.name)) for t in op.inputs], [entry(self.outputs.get(t.name)) for t in op.outputs]
+        sizes = native.Call(op_name, *self.entries, attrs, "cuda").workspace()
+        self.buffers, self.workspace = [], []
+        for size, fill in zip(sizes, (0xFF, 0)):
+            buffer, address = aligned(size, "cuda", fill)
+            self.buffers.append(buffer)
+            self.workspace += [address, size]
+
+    def run(self):
+        """On torch's current stream."""
+        stream = torch.cuda.current_stream().cuda_stream
+        native.Call(self.op_name, *self.entries, self.attrs, "cuda", stream=stream).run(*self.workspace)
+
+    def capture(self):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        return graph

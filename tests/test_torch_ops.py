@@ -1,5 +1,7 @@
 """torch.ops.leanfleet: agreement with the reference, autograd, fakes, torch.compile, errors."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from leanfleet import native
@@ -64,6 +66,19 @@ def test_state_updated_in_place():
     assert torch.equal(state, kept)
     (in_place,) = torch_ops.causal_linear_decay_(q, k, v, decay, state)
     assert torch.equal(in_place, output) and torch.equal(state, final)
+
+
+@pytest.mark.parametrize("heads", [9, 27])
+def test_large_states_are_the_same_in_place_and_not(heads):
+    """8.8 MB of states: one token's new states go past the cache where they stand apart from the old."""
+    q, k, v = randn(2, heads, 1, 256).abs(), randn(2, 9, 1, 256).abs(), randn(2, 9, 1, 480)
+    decay, state = -torch.rand(9), randn(2, 9, 256, 480)
+    output, final = torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
+    sums = state.abs(), randn(2, 9, 256).abs(), randn(2, 9, 480), torch.tensor([5, 9], dtype=torch.int32)
+    normalized = torch_ops.normalized_linear_attention(q, k, v, None, *sums, return_state=True)
+    assert torch.equal(torch_ops.causal_linear_decay_(q, k, v, decay, state)[0], output) and torch.equal(state, final)
+    in_place = torch_ops.normalized_linear_attention_(q, k, v, None, *sums)
+    assert all(torch.equal(a, b) for a, b in zip((*in_place, *sums), normalized, strict=True))
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -149,9 +164,9 @@ def test_every_operator_is_in_the_samples():
 
 def test_compiles_without_graph_breaks():
     def layer(q, k, v, decay, cache_k, cache_v):
-        mixed = torch_ops.causal_linear_decay(q, k, v, decay)[0]
+        mixed = torch_ops.causal_linear_decay(q, k, value=v, log_decay=decay, scale=0.5)[0]
         attended = torch_ops.lean_attention(mixed + 1, cache_k, cache_v)[0]
-        return torch_ops.normalized_linear_attention(attended * 2, k, v)[0].sum()
+        return torch_ops.normalized_linear_attention(attended * 2, k, v, causal=False)[0].sum()
 
     q, k, v, decay = randn(1, 4, 6, 8, grad=True), randn(1, 2, 6, 8), randn(1, 2, 6, 8), torch.tensor([-0.1, -0.5])
     caches = randn(1, 2, 10, 8), randn(1, 2, 10, 8)
@@ -176,6 +191,67 @@ def test_non_contiguous_inputs_are_right_and_in_place_ones_refused():
     strided = state.transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match="initial_state has strides .* it must be contiguous"):
         torch_ops.causal_linear_decay_(q, k, v, decay, strided)
+
+
+def test_a_planned_call_is_not_taken_for_another():
+    """Repeated calls reuse a plan; another attribute, type, stride or set of inputs must not find it."""
+    for dtype in (torch.float32, torch.float16, torch.float32):
+        inputs = list(attention_inputs(dtype).values())[:3] + [torch.tensor([9, 5], dtype=torch.int32)]
+        strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]] + inputs[3:]
+        for attrs in ({}, {"scale": 0.5}, {"window": 3}, {"causal": False}, {"softcap": 1.0}, {}):
+            expected = reference.lean_attention(*doubled(inputs), **attrs)[0]
+            factor = 8.0 if dtype == torch.float32 else 8192.0
+            found = torch_ops.lean_attention(*inputs, **attrs)[0]
+            assert found.dtype == dtype
+            close(found, expected, factor)
+            assert torch.equal(torch_ops.lean_attention(*strided, **attrs)[0], found)
+        unmasked = torch_ops.lean_attention(*inputs[:3])[0]
+        close(unmasked, reference.lean_attention(*doubled(inputs[:3]))[0], factor)
+        assert not torch.equal(unmasked, torch_ops.lean_attention(*inputs)[0])
+
+
+def test_results_of_equal_calls_do_not_share_memory():
+    q, k, v, decay, state = decay_inputs()
+    first = torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
+    kept = [t.clone() for t in first]
+    torch_ops.causal_linear_decay(q + 1, k, v, decay, state + 1, return_state=True)
+    assert all(torch.equal(a, b) for a, b in zip(first, kept, strict=True))
+
+
+def test_threads_may_call_at_once():
+    """The same shapes from four threads, each with its own numbers."""
+    inputs = [decay_inputs(tokens=40) for _ in range(4)]
+    expected = [torch_ops.causal_linear_decay(*i)[0] for i in inputs]
+
+    def work(i):
+        return all(torch.equal(torch_ops.causal_linear_decay(*inputs[i])[0], expected[i]) for _ in range(50))
+
+    with ThreadPoolExecutor(4) as pool:
+        assert all(pool.map(work, range(4)))
+
+
+def test_an_error_is_raised_again_and_leaves_later_calls_alone(monkeypatch):
+    q, k, v, decay, _ = decay_inputs()
+    right = torch_ops.causal_linear_decay(q, k, v, decay)[0]
+    for _ in range(2):  # log_decay's values are looked at in every call, its plan made or not
+        with pytest.raises(ValueError, match="log_decay"):
+            torch_ops.causal_linear_decay(q, k, v, -decay)
+    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay)[0], right)
+    monkeypatch.setattr(torch_ops, "_MAX_PLANS", 1)
+    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay, scale=2.0)[0], 2 * right)
+    assert len(torch_ops._plans.by_key) == 1
+    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay)[0], right)
+
+
+@pytest.mark.parametrize("args, kwargs, message", [
+    (3, {"query": 0}, "multiple values for argument 'query'"), (2, {}, "missing a required argument: 'value'"),
+    (3, {"window": 1}, "unexpected keyword argument 'window'"), (9, {}, "too many positional arguments")])
+def test_wrong_signatures_are_type_errors(args, kwargs, message):
+    tensors = [randn(1, 1, 2, 4)] * args
+    with pytest.raises(TypeError, match=message):
+        torch_ops.causal_linear_decay(*tensors, **kwargs)
+    with pytest.raises(TypeError, match="missing a required argument: 'grad_output'"):
+        torch_ops.causal_linear_decay_grad(*[randn(1, 1, 2, 4)] * 3)
 
 
 def test_float64_runs_the_reference():

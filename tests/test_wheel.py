@@ -1,13 +1,17 @@
 """The wheel: one py3-none platform file with the libraries inside, that works in a fresh environment with no compiler."""
 
+import ctypes
+import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import zipfile
 from pathlib import Path
 
 import pytest
+from test_doctor import share
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -62,15 +66,123 @@ def test_base_install_needs_nothing(wheel):
     assert required == []
 
 
-def test_works_in_a_fresh_environment_without_a_compiler(wheel, tmp_path):
-    subprocess.run([sys.executable, "-m", "venv", tmp_path / "env"], check=True)
-    python = tmp_path / "env" / "bin" / "python"
-    bare = {"PATH": str(tmp_path / "env" / "bin"), "HOME": str(tmp_path)}
-    pip = {k: v for k, v in os.environ.items() if k.startswith("PIP_")}
-    subprocess.run([python, "-m", "pip", "install", "-q", "--no-index", wheel], check=True, env={**bare, **pip}, cwd=tmp_path)
-    run = subprocess.run([python, "-c", SCRIPT], capture_output=True, text=True, env=bare, cwd=tmp_path)
+class Fresh:
+    """A new virtual environment with the wheel and nothing else, and a PATH without a compiler."""
+
+    def __init__(self, wheel, folder):
+        subprocess.run([sys.executable, "-m", "venv", folder / "env"], check=True)
+        self.folder, self.bin = folder, folder / "env" / "bin"
+        self.env = {"PATH": str(self.bin), "HOME": str(folder)}
+        assert not [tool for tool in ("cc", "g++", "c++", "cmake", "nvcc") if shutil.which(tool, path=self.env["PATH"])]
+        pip = {k: v for k, v in os.environ.items() if k.startswith("PIP_")}
+        subprocess.run([self.bin / "python", "-m", "pip", "install", "-q", "--no-index", wheel], check=True,
+                       env={**self.env, **pip}, cwd=folder)
+        (self.site,) = (folder / "env" / "lib").glob("python*/site-packages")
+
+    def run(self, program, *arguments):
+        return subprocess.run([self.bin / program, *arguments], capture_output=True, text=True, env=self.env, cwd=self.folder)
+
+
+@pytest.fixture(scope="module")
+def fresh(wheel, tmp_path_factory):
+    return Fresh(wheel, tmp_path_factory.mktemp("fresh"))
+
+
+def test_works_in_a_fresh_environment_without_a_compiler(fresh):
+    run = fresh.run("python", "-c", SCRIPT)
     assert run.returncode == 0, run.stderr
     assert run.stdout.startswith("cpu ")
-    command = subprocess.run([tmp_path / "env" / "bin" / "leanfleet", "info"], capture_output=True, text=True, env=bare,
-                             cwd=tmp_path)
+    command = fresh.run("leanfleet", "info")
     assert command.returncode == 0 and "LeanAttention" in command.stdout, command.stderr
+    command = fresh.run("leanfleet", "doctor")
+    assert command.returncode == 0 and "everything that is installed works" in command.stdout, command.stdout
+    command = fresh.run("leanfleet", "bench")
+    assert (command.returncode, command.stderr) == (
+        2, "leanfleet bench: the package torch is missing: pip install 'leanfleet[bench]'\n")
+    command = fresh.run("python", "-c", "from leanfleet.ort_ops import make_session; make_session('x.onnx')")
+    assert "pip install 'leanfleet[ort]', or for NVIDIA GPUs pip install leanfleet onnxruntime-gpu" in command.stderr
+
+
+def test_extras(wheel):
+    """The extras that the README names, each with the packages that make it work."""
+    archive = zipfile.ZipFile(wheel)
+    metadata = archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))).decode()
+    extras = {}
+    for package, extra in re.findall(r'^Requires-Dist: ([\w-]+).*extra == [\'"](\w+)[\'"]', metadata, re.M):
+        extras.setdefault(extra, set()).add(package)
+    assert extras["ort"] == {"onnxruntime", "numpy"}
+    assert extras["trt"] >= {"tensorrt", "polygraphy"} and extras["export"] >= {"torch", "onnx", "onnxscript"}
+    assert extras["polygraphy"] >= {"polygraphy", "onnxruntime"} and extras["bench"] == {"torch", "numpy", "matplotlib"}
+    assert not [e for e, packages in extras.items() if "onnxruntime-gpu" in packages]
+
+
+# Runs in the fresh environment with onnxruntime beside the wheel: the library is registered and one node runs.
+SESSION = """
+import sys
+import numpy as np
+import onnxruntime
+from leanfleet import doctor, ort_ops
+case = doctor.Case()
+options = onnxruntime.SessionOptions()
+options.register_custom_ops_library(ort_ops.get_library_path())
+session = onnxruntime.InferenceSession(doctor.one_node_model(case), options, providers=["CPUExecutionProvider"])
+feed = {name: np.frombuffer(case.inputs[name], np.float32).reshape(shape) for name, shape in case.shapes.items()}
+output, lse = session.run(None, feed)
+case.compare({"output": output.ravel().tolist(), "lse": lse.ravel().tolist()})
+assert not {"torch", "onnx", "polygraphy"} & set(sys.modules)
+for name in ("torch", "onnx"):
+    try:
+        __import__(name)
+    except ImportError:
+        continue
+    raise AssertionError(name)
+"""
+
+
+def test_works_with_onnxruntime_alone(wheel, tmp_path):
+    """As test_works_in_a_fresh_environment, with onnxruntime and what that needs, from this environment's own wheels."""
+    fresh = Fresh(wheel, tmp_path)
+    share(fresh.site, "onnxruntime", "numpy", "protobuf", "flatbuffers", "packaging")
+    run = fresh.run("python", "-c", SESSION)
+    assert run.returncode == 0, run.stderr
+    command = fresh.run("leanfleet", "doctor", "--json")
+    checks = {check["name"]: check for check in json.loads(command.stdout)["checks"]}
+    assert command.returncode == 0 and checks["torch"]["status"] == "missing"
+    ran = checks["libleanfleet_ort.so in onnxruntime, CPUExecutionProvider"]
+    assert ran["status"] == "ok" and "ran LeanAttention on CPUExecutionProvider, right" in ran["detail"]
+
+
+# Runs in the fresh environment: a CUDA call where there is no driver, or no CUDA kernel, ends in an error that says so.
+NO_DRIVER = """
+from leanfleet import native
+call = native.Call("LeanAttention", [(256, (1, 1, 1, 64), "float32"), (256, (1, 1, 8, 64), "float32"), (256, (1, 1, 8, 64), "float32")],
+                   [(256, (1, 1, 1, 64), "float32"), (256, (1, 1, 1), "float32")], {}, device="cuda")
+try:
+    call.workspace()
+    call.run(0, 0, 0, 0)
+except native.LeanfleetError as error:
+    print(type(error).__name__, error)
+"""
+
+
+def test_libraries_need_no_cuda(wheel, fresh, tmp_path):
+    """With CUDA kernels or without, they link the C and C++ runtimes alone, and load where there is no driver."""
+    zipfile.ZipFile(wheel).extractall(tmp_path)
+    libraries = sorted((tmp_path / "leanfleet" / "lib").glob("*.so"))
+    assert len(libraries) >= 2
+    for library in libraries:
+        dynamic = subprocess.run(["readelf", "-d", library], capture_output=True, text=True, check=True).stdout
+        needed = re.findall(r"\(NEEDED\).*\[(.*?)\]", dynamic)
+        allowed = r"lib(c|m|stdc\+\+|pthread|dl|rt|gcc_s)\.so\.\d+|ld-linux.*"
+        assert needed and not [name for name in needed if not re.fullmatch(allowed, name)], (library.name, needed)
+    try:
+        ctypes.CDLL("libcuda.so.1")
+        driver = True
+    except OSError:
+        driver = False
+    run = fresh.run("python", "-c", NO_DRIVER)
+    assert run.returncode == 0, run.stderr
+    if not driver:
+        has_cuda = "cuda" in fresh.run("python", "-c", "from leanfleet import native; print(native.build_info())").stdout
+        assert run.stdout.startswith("LeanfleetError" if has_cuda else "UnsupportedError"), run.stdout
+        assert ("driver" in run.stdout or "no CUDA-capable device" in run.stdout) if has_cuda else "CUDA" in run.stdout

@@ -7,6 +7,9 @@
 
 namespace leanfleet {
 
+struct CudaTarget;
+class Workspace;
+
 // Element strides of a [B,heads,N,width] or a [B,heads,N] tensor in the call's layout; the innermost stride is 1.
 struct DecayStrides {
   int64_t batch, head, token;
@@ -40,6 +43,7 @@ struct CausalLinearDecayArgs {
   void* output;                // T [B,H,N,Dv]; tokens of no request become 0
   float *final_state, *final_norm;  // as the initial ones, and perhaps their buffers; null: not asked for. Rows that
                                     // no request names become those of the initial ones
+  bool carries_state;  // initial_state is given and final_state asked for: known, too, while a workspace is counted
 };
 
 // With G_i the gradient of S_i, grad_final_state in place of γ_{N+1} G_{N+1}:
@@ -52,6 +56,7 @@ struct CausalLinearDecayGradArgs {
   void *grad_query, *grad_key, *grad_value;        // as query, key, value; tokens of no request become 0
   float* grad_log_decay;                           // as log_decay; null: not asked for
   float* grad_initial_state;                       // [requests,Hkv,R,Dv]; null: not asked for
+  bool wants_grad_decay, has_grad_final_state;     // known, too, while a workspace is counted
 };
 
 // The CPU kernel. Requests are cut into pieces of whole chunks (the last one may be short), value columns into
@@ -91,5 +96,15 @@ struct DecayBackwardPlan {
   int64_t span_chunks, spans;  // a piece is walked in spans of so many chunks, at most `spans` of them
   double* decay_sums;          // [pieces,Hkv]: the piece's share of a per-head grad_log_decay; null: not asked for
 };
+
+// On CUDA: chunks on tensor cores (core/chunk_scan.h). They take any widths, types and arguments; ask `ws` for their
+// buffers and return 0 while it counts, otherwise the cudaError_t of the launches.
+int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws);
+constexpr int64_t kLightningMaxNormalizedKeyWidth = 256;
+// Token by token on CUDA cores, for R up to kRecurrenceMaxKeyWidth: the row recurrence, which also serves decode steps,
+// or FleetAttention's sum over the rank.
+constexpr int64_t kRecurrenceMaxKeyWidth = 512;
+int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaTarget& target, Workspace& ws);
+int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& target, Workspace& ws);
 
 }  // namespace leanfleet

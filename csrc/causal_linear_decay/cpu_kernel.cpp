@@ -722,51 +722,62 @@ struct Step {
   float gamma;
 };
 
-template <int V>
-void step_rows(const Step& s, int64_t first, int64_t count) {
+// Columns of `count` rows from row `first` on; kStream: s.to is streamed.
+template <int V, bool kStream>
+void step_rows(const Step& s, int64_t first, int64_t count, int64_t column) {
   Vec value[V], out[V];
   const Vec gamma = broadcast(s.gamma);
+  float kept[kStream ? kStepRows * V * kLanes : 1];  // the rows again, for the other heads
+  const float* seen = kStream ? kept : s.to + first * s.stride + column;
+  const int64_t seen_stride = kStream ? V * kLanes : s.stride;
 #pragma GCC unroll 8
   for (int c = 0; c < V; ++c) {
-    value[c] = load(s.value + c * kLanes);
-    out[c] = load(s.out + c * kLanes);
+    value[c] = load(s.value + column + c * kLanes);
+    out[c] = load(s.out + column + c * kLanes);
   }
   for (int64_t r = first; r < first + count; ++r) {
     const Vec k = broadcast(s.key[r]), q = broadcast(s.query[r]);
-    const float* from = s.from + r * s.stride;
-    float* to = s.to + r * s.stride;
+    const float* from = s.from + r * s.stride + column;
+    float* to = s.to + r * s.stride + column;
 #pragma GCC unroll 8
     for (int c = 0; c < V; ++c) {
       if (c % (16 / kLanes) == 0) {  // once a cache line
         __builtin_prefetch(from + kStepRows * s.stride + c * kLanes, 0, 3);
-        __builtin_prefetch(to + kStepRows * s.stride + c * kLanes, 1, 3);
+        if (!kStream) __builtin_prefetch(to + kStepRows * s.stride + c * kLanes, 1, 3);
       }
       const Vec x = fma(k, value[c], gamma * load(from + c * kLanes));
-      store(to + c * kLanes, x);
+      if (kStream) stream(to + c * kLanes, x);
+      else store(to + c * kLanes, x);
+      if (kStream && s.heads > 1) store(kept + (r - first) * V * kLanes + c * kLanes, x);
       out[c] = fma(q, x, out[c]);
     }
   }
 #pragma GCC unroll 8
-  for (int c = 0; c < V; ++c) store(s.out + c * kLanes, out[c]);
+  for (int c = 0; c < V; ++c) store(s.out + column + c * kLanes, out[c]);
   for (int64_t h = 1; h < s.heads; ++h) {  // the rows are in the cache now
-    float* next = s.out + h * s.out_stride;
+    float* next = s.out + h * s.out_stride + column;
 #pragma GCC unroll 8
     for (int c = 0; c < V; ++c) out[c] = load(next + c * kLanes);
-    for (int64_t r = first; r < first + count; ++r) {
-      const Vec q = broadcast(s.query[h * s.query_stride + r]);
+    for (int64_t r = 0; r < count; ++r) {
+      const Vec q = broadcast(s.query[h * s.query_stride + first + r]);
 #pragma GCC unroll 8
-      for (int c = 0; c < V; ++c) out[c] = fma(q, load(s.to + r * s.stride + c * kLanes), out[c]);
+      for (int c = 0; c < V; ++c) out[c] = fma(q, load(seen + r * seen_stride + c * kLanes), out[c]);
     }
 #pragma GCC unroll 8
     for (int c = 0; c < V; ++c) store(next + c * kLanes, out[c]);
   }
 }
 
-template <int V>
-void step_strip(const Step& s, int64_t rows) {
-  for (int64_t r = 0; r < rows; r += kStepRows) step_rows<V>(s, r, min64(kStepRows, rows - r));
+// All rows, `columns` (whole vectors) wide: some rows at a time, so that memory is taken in its order.
+template <bool kStream>
+void step_state(const Step& s, int64_t rows, int64_t columns) {
+  for (int64_t r = 0; r < rows; r += kStepRows) {
+    const int64_t count = min64(kStepRows, rows - r);
+    int64_t c = 0;
+    for (; c + kStepVecs * kLanes <= columns; c += kStepVecs * kLanes) step_rows<kStepVecs, kStream>(s, r, count, c);
+    for (; c < columns; c += kLanes) step_rows<1, kStream>(s, r, count, c);
+  }
 }
-
 
 // A piece of one token that takes the state from one tensor to another, or the same: bound by memory, so the rows of
 // the state are taken in their order there.
@@ -790,20 +801,15 @@ void step(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardSc
   s.heads = item.group;
   s.gamma = source.at(token, 1).kept;
   __builtin_memset(scratch.out, 0, sizeof(float) * item.group * out_pitch);
-  const auto move_to = [&](int64_t c) {
-    s.from = from + c;
-    s.to = to + c;
-    s.out = scratch.out + c;
-    s.value = scratch.value + c;
-  };
-  int64_t c = 0;
-  for (; c + kStepVecs * kLanes <= columns; c += kStepVecs * kLanes) {
-    move_to(c);
-    step_strip<kStepVecs>(s, width);
-  }
-  for (; c + kLanes <= columns; c += kLanes) {
-    move_to(c);
-    step_strip<1>(s, width);
+  s.from = from;
+  s.to = to;
+  s.out = scratch.out;
+  const int64_t c = columns / kLanes * kLanes;
+  if (streams(from, to, s.stride, 4 * in.requests * in.kv_heads * width * s.stride)) {
+    step_state<true>(s, width, c);
+    finish_streams();
+  } else {
+    step_state<false>(s, width, c);
   }
   for (int64_t r = 0; r < width && c < columns; ++r) {
     const int64_t n = columns - c, at = r * s.stride + c;

@@ -8,8 +8,13 @@
 #include <cstring>
 #include <string>
 
+#include "causal_linear_decay/choose.h"
 #include "core/cpu_isa.h"
 #include "core/op_specs.h"
+
+#ifdef LEANFLEET_CUDA
+#include "core/cuda_target.h"
+#endif
 
 LEANFLEET_CPU_FUNCTION(int64_t, decay_forward_scratch, (const DecayForwardPlan& plan))
 LEANFLEET_CPU_FUNCTION(void, decay_forward, (const DecayForwardPlan& plan, DecayPhase phase, int64_t index, float* scratch))
@@ -271,6 +276,7 @@ CausalLinearDecayArgs make_args(const Call& call) {
   args.output = call.outputs[kOutOutput].data;
   args.final_state = call.outputs[kOutFinalState].as<float>();
   args.final_norm = call.outputs[kOutFinalNorm].as<float>();
+  args.carries_state = call.inputs[kInitialState].present() && call.attrs[kAttrReturnState].i != 0;
   return args;
 }
 
@@ -342,7 +348,24 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   return {};
 }
 
+#ifdef LEANFLEET_CUDA
+Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  const CausalLinearDecayArgs args = make_args(call);
+  int algorithm = args.algorithm;
+  if (algorithm == kAlgorithmAuto) algorithm = fastest_algorithm(args.in, args.normalize, target.sm_count);
+  if (algorithm == kAlgorithmLightning && args.normalize && args.in.key_width > kLightningMaxNormalizedKeyWidth)
+    return call.unsupported("query has R = " + std::to_string(args.in.key_width) + " and normalize is 1; on CUDA lightning takes "
+                            "R up to 256 then. Use auto");
+  if (algorithm == kAlgorithmLightning)
+    return cuda_status(call, "launching lightning", launch_lightning(args, target, ws));
+  if (args.in.key_width > kRecurrenceMaxKeyWidth)
+    return call.unsupported("query has R = " + std::to_string(args.in.key_width) + "; on CUDA algorithm " +
+                            kAlgorithmValues[algorithm] + " takes R up to 512. Use auto or lightning");
+  return cuda_status(call, "launching the recurrence", launch_recurrence(args, algorithm == kAlgorithmFleet, target, ws));
+}
+#else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+#endif
 
 }  // namespace
 
@@ -365,6 +388,8 @@ CausalLinearDecayGradArgs make_args(const Call& call) {
   args.grad_value = call.outputs[kOutGradValue].data;
   args.grad_log_decay = call.outputs[kOutGradLogDecay].as<float>();
   args.grad_initial_state = call.outputs[kOutGradInitialState].as<float>();
+  args.wants_grad_decay = call.attrs[kAttrGradDecay].i != 0;
+  args.has_grad_final_state = call.inputs[kGradFinalState].present();
   return args;
 }
 
@@ -418,7 +443,13 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   return {};
 }
 
+#ifdef LEANFLEET_CUDA
+Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  return cuda_status(call, "launching the kernels", launch_decay_grad(make_args(call), target, ws));
+}
+#else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+#endif
 
 }  // namespace
 

@@ -48,6 +48,28 @@ inline Vec load(const float* p) {
 }
 inline void store(float* p, Vec v) { std::memcpy(p, &v, sizeof v); }
 
+// Stores past the cache to an address that is a multiple of a vector: what is not read again soon need not be fetched
+// before it is overwritten. Others see it after finish_streams().
+inline void stream(float* p, Vec v) {
+#if defined(__AVX512F__)
+  _mm512_stream_ps(p, (__m512)v);
+#elif defined(__AVX2__)
+  _mm256_stream_ps(p, (__m256)v);
+#else
+  store(p, v);
+#endif
+}
+inline void finish_streams() {
+#if defined(__AVX2__) || defined(__AVX512F__)
+  _mm_sfence();
+#endif
+}
+// Whether `bytes` of states at `to`, the results of those at `from`, are to be streamed: they stand elsewhere and are
+// more than stays in a cache until the next token.
+inline bool streams(const float* from, const float* to, int64_t row_stride, int64_t bytes) {
+  return from != to && bytes >= 8 << 20 && reinterpret_cast<uintptr_t>(to) % (4 * kLanes) == 0 && row_stride % kLanes == 0;
+}
+
 // a * b + c in one rounding where the processor has it.
 inline Vec fma(Vec a, Vec b, Vec c) {
 #if defined(__AVX512F__)

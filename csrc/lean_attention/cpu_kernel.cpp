@@ -224,10 +224,12 @@ void fill(float* out, int64_t n, float value) {
 // The rows of a matrix: anywhere, or at equal distances.
 template <class T>
 struct RowsAt {
+  using Element = T;
   const void* const* rows;
   const T* operator[](int64_t i) const { return static_cast<const T*>(rows[i]); }
 };
 struct RowsApart {
+  using Element = float;
   const float* base;
   int64_t stride;
   const float* operator[](int64_t i) const { return base + i * stride; }
@@ -277,8 +279,56 @@ inline void hold(Vec& x) {
 #endif
 }
 
+// Two vectors of bfloat16 that lie behind each other come apart into those with an even index and those with an odd one
+// in two instructions, while floats in their order take four. Sums over an axis do not mind the order; queries are laid
+// out to match by separate(), and join() restores it in an output.
+template <class T>
+constexpr bool kPairs = false;
+#if defined(__AVX2__) || defined(__AVX512F__)
+template <>
+constexpr bool kPairs<BFloat16> = true;
+#endif
+
+template <class T>
+void load_pair(const T*, Vec*, Vec*) {}  // where there are no pairs
+inline void load_pair(const BFloat16* p, Vec* even, Vec* odd) {
+  VecInt both;
+  std::memcpy(&both, p, sizeof both);
+  *even = (Vec)(both << 16);
+  *odd = (Vec)(both & static_cast<int32_t>(0xffff0000));
+}
+
+// 2 * kLanes floats in their order, from those with an even index and those with an odd one.
+inline void join(Vec* even, Vec* odd) {
+#if defined(__AVX512F__)
+  const __m512i first = _mm512_setr_epi32(0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23);
+  const __m512i second = _mm512_setr_epi32(8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31);
+  const __m512 a = (__m512)*even, b = (__m512)*odd;
+  *even = (Vec)_mm512_permutex2var_ps(a, first, b);
+  *odd = (Vec)_mm512_permutex2var_ps(a, second, b);
+#elif defined(__AVX2__)
+  const __m256 low = _mm256_unpacklo_ps((__m256)*even, (__m256)*odd), high = _mm256_unpackhi_ps((__m256)*even, (__m256)*odd);
+  *even = (Vec)_mm256_permute2f128_ps(low, high, 0x20);
+  *odd = (Vec)_mm256_permute2f128_ps(low, high, 0x31);
+#else
+  (void)even, (void)odd;
+#endif
+}
+
+// Each 2 * kLanes floats of a row: first those with an even index, then those with an odd one.
+void separate(float* row, int64_t d) {
+  for (; d >= 2 * kLanes; d -= 2 * kLanes, row += 2 * kLanes) {
+    float block[2 * kLanes];
+    std::memcpy(block, row, sizeof block);
+    for (int i = 0; i < kLanes; ++i) {
+      row[i] = block[2 * i];
+      row[kLanes + i] = block[2 * i + 1];
+    }
+  }
+}
+
 // scores[r, k] = query[r] . keys[k] for ROWS rows and keys 0 .. n-1, and some beyond: up to a multiple of
-// kLanes.
+// kLanes. Where T has pairs the query is separated.
 template <class T, int ROWS>
 void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* scores, int64_t score_stride,
                Ahead ahead) {
@@ -286,7 +336,27 @@ void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* 
   for (int32_t k = 0; k < n; k += KEYS) {
     for (int32_t key = k; key < k + KEYS; ++key) ahead.fetch(key);
     Vec acc[kLanes] = {};
-    for (int64_t i = 0; i < d; i += kLanes) {
+    int64_t i = 0;
+    for (; kPairs<T> && i + 2 * kLanes <= d; i += 2 * kLanes) {
+      Vec q[2][ROWS];
+#pragma GCC unroll 16
+      for (int r = 0; r < ROWS; ++r) {
+        q[0][r] = load(query + r * d + i);
+        q[1][r] = load(query + r * d + i + kLanes);
+      }
+#pragma GCC unroll 16
+      for (int key = 0; key < KEYS; ++key) {
+        Vec even, odd;
+        load_pair(keys[k + key] + i, &even, &odd);
+        hold(even);
+        hold(odd);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) acc[r * KEYS + key] = fma(q[0][r], even, acc[r * KEYS + key]);
+#pragma GCC unroll 16
+        for (int r = 0; r < ROWS; ++r) acc[r * KEYS + key] = fma(q[1][r], odd, acc[r * KEYS + key]);
+      }
+    }
+    for (; i < d; i += kLanes) {
       Vec q[ROWS];
 #pragma GCC unroll 16
       for (int r = 0; r < ROWS; ++r) q[r] = load(query + r * d + i);
@@ -326,12 +396,18 @@ void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32
 template <int ROWS, int VECS, class Rows>
 void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int32_t n, float* out,
                    int64_t out_stride, const float* factor, Ahead ahead) {
+  constexpr bool kPaired = kPairs<typename Rows::Element> && VECS % 2 == 0;
   Vec acc[ROWS][VECS] = {};
   for (int32_t k = 0; k < n; ++k) {
     ahead.fetch(k);
     Vec x[VECS];
+    if constexpr (kPaired) {
 #pragma GCC unroll 8
-    for (int c = 0; c < VECS; ++c) x[c] = load(b[k] + column + c * kLanes);
+      for (int c = 0; c < VECS; c += 2) load_pair(b[k] + column + c * kLanes, &x[c], &x[c + 1]);
+    } else {
+#pragma GCC unroll 8
+      for (int c = 0; c < VECS; ++c) x[c] = load(b[k] + column + c * kLanes);
+    }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
       const Vec weight = broadcast(a[r * a_stride + k]);
@@ -341,6 +417,8 @@ void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int
   }
 #pragma GCC unroll 8
   for (int r = 0; r < ROWS; ++r) {
+    if constexpr (kPaired)
+      for (int c = 0; c < VECS; c += 2) join(&acc[r][c], &acc[r][c + 1]);
 #pragma GCC unroll 8
     for (int c = 0; c < VECS; ++c) {
       float* at = out + r * out_stride + column + c * kLanes;
@@ -594,6 +672,8 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
   for (int32_t r = 0; r < rows; ++r)
     to_floats(static_cast<const T*>(args.query) + row_offset(args, args.query_strides, unit, all.begin + r),
               scratch.query + r * d, args.key_width, d, logit_factor);
+  if (kPairs<T> && rows <= kDotRows && whole(args.key_width))  // these take dot_rows() over the keys where they lie
+    for (int32_t r = 0; r < rows; ++r) separate(scratch.query + r * d, d);
   fill(scratch.output, rows * dv, 0.0f);
   fill(scratch.maximum, padded(rows), -__builtin_inff());
   fill(scratch.sum, rows, 0.0f);

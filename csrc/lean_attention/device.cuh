@@ -75,17 +75,19 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 
 // Schedule
 
-__device__ __forceinline__ int64_t warp_sum(int64_t x) {
+template <class P>
+__device__ __forceinline__ P warp_sum(P x) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
   return x;
 }
 
 // The sum over this lane and those before it.
-__device__ __forceinline__ int64_t warp_scan(int64_t x) {
+template <class P>
+__device__ __forceinline__ P warp_scan(P x) {
 #pragma unroll
   for (int offset = 1; offset < 32; offset *= 2) {
-    const int64_t left = __shfl_up_sync(kFullWarp, x, offset);
+    const P left = __shfl_up_sync(kFullWarp, x, offset);
     if (static_cast<int>(threadIdx.x % 32) >= offset) x += left;
   }
   return x;
@@ -94,65 +96,73 @@ __device__ __forceinline__ int64_t warp_scan(int64_t x) {
 // Finds the entry of 32 consecutive ones (a lane each) that holds `position`, the first entry beginning at `before`;
 // `end` is the scan of their sizes. Returns its lane and leaves its begin in `before`; -1 and the end of the last
 // entry if it lies beyond them.
-__device__ __forceinline__ int warp_find(int64_t size, int64_t end, int64_t position, int64_t& before) {
+template <class P>
+__device__ __forceinline__ int warp_find(P size, P end, P position, P& before) {
   const unsigned beyond = __ballot_sync(kFullWarp, before + end > position);
   const int lane = beyond == 0 ? 31 : __ffs(beyond) - 1;
   before += __shfl_sync(kFullWarp, beyond == 0 ? end : end - size, lane);
   return beyond == 0 ? -1 : lane;
 }
 
-// A range of the line of work and the unit that holds its first position.
+// A range of the line of work and the unit that holds its first position. P: see lean_range_begin.
+template <class P>
 struct LeanRange {
-  int64_t work, begin, end;
+  P work, begin, end;
   int32_t ranges, index;
   LeanUnit unit;
 };
 
 // A pair of (request, query tile): the request, the tiles of keys, and the work of one head.
+template <class P>
 struct LeanPair {
   LeanRequest request;
   LeanSpan tiles;
-  int64_t work;
+  P work;
 };
-__device__ __forceinline__ LeanPair lean_pair(const LeanAttentionArgs& args, int index, int row_tiles) {
-  LeanPair pair = {{0, 0, 0}, {0, 0}, 0};
+template <class P>
+__device__ __forceinline__ LeanPair<P> lean_pair(const LeanAttentionArgs& args, int index, int row_tiles) {
+  LeanPair<P> pair = {{0, 0, 0}, {0, 0}, 0};
   if (index >= args.batch * row_tiles) return pair;
   pair.request = lean_request(args, index / row_tiles);
   pair.tiles = lean_unit_tiles(args, pair.request, index % row_tiles);
-  pair.work = lean_unit_work(args, pair.tiles);
+  pair.work = static_cast<P>(lean_unit_work(args, pair.tiles));
   return pair;
 }
 
 // What lean_work_prefix and lean_locate do, by a warp and without memory for the prefix: lanes share the pairs of
 // (request, query tile), first to add up their work, then to find the one that holds the range's first position. All
 // lanes of a warp call it and get the same answer. False: there is no range of this index.
-__device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, int row_tiles, LeanRange& range) {
+template <class P>
+__device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, int row_tiles,
+                                             LeanRange<P>& range) {
   const int lane = threadIdx.x % 32;
   const int pairs = args.batch * row_tiles;
-  LeanPair mine = lean_pair(args, lane, row_tiles);
-  int64_t end = warp_scan(args.kv_heads * mine.work);
-  int64_t work = __shfl_sync(kFullWarp, end, 31);
+  const P heads = args.kv_heads;
+  LeanPair<P> mine = lean_pair<P>(args, pairs == 1 ? 0 : lane, row_tiles);
+  P end = heads * mine.work;
+  if (pairs > 1) end = warp_scan(end);
+  P work = pairs > 1 ? __shfl_sync(kFullWarp, end, 31) : end;
   if (pairs > 32) {
-    int64_t more = 0;
+    P more = 0;
 #pragma unroll 1
-    for (int pair = 32 + lane; pair < pairs; pair += 32) more += lean_pair(args, pair, row_tiles).work;
-    work += args.kv_heads * warp_sum(more);
+    for (int pair = 32 + lane; pair < pairs; pair += 32) more += lean_pair<P>(args, pair, row_tiles).work;
+    work += heads * warp_sum(more);
   }
   range.work = work;
   range.index = index;
-  range.ranges = lean_num_ranges(args.plan, work);
+  range.ranges = lean_num_ranges(args.plan, static_cast<int64_t>(work));
   if (index >= range.ranges) return false;
   range.begin = lean_range_begin(work, range.ranges, index);
   range.end = lean_range_begin(work, range.ranges, index + 1);
 
-  int64_t before = 0;
-  int first = 0, found = warp_find(args.kv_heads * mine.work, end, range.begin, before);
+  P before = 0;
+  int first = 0, found = pairs > 1 ? warp_find(heads * mine.work, end, range.begin, before) : 0;
 #pragma unroll 1
   while (found < 0) {
     first += 32;
-    mine = lean_pair(args, first + lane, row_tiles);
-    end = warp_scan(args.kv_heads * mine.work);
-    found = warp_find(args.kv_heads * mine.work, end, range.begin, before);
+    mine = lean_pair<P>(args, first + lane, row_tiles);
+    end = warp_scan(heads * mine.work);
+    found = warp_find(heads * mine.work, end, range.begin, before);
   }
   const int pair = first + found;
   LeanUnit& unit = range.unit;
@@ -163,18 +173,18 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
   unit.request.tokens = __shfl_sync(kFullWarp, mine.request.tokens, found);
   unit.tiles.begin = __shfl_sync(kFullWarp, mine.tiles.begin, found);
   unit.tiles.end = __shfl_sync(kFullWarp, mine.tiles.end, found);
-  int64_t head_work = __shfl_sync(kFullWarp, mine.work, found);
+  P head_work = __shfl_sync(kFullWarp, mine.work, found);
   if (row_tiles > 1) {
     // Now within the request: back to its begin, and the work of one head is that of all its query tiles.
-    int64_t all = 0, earlier = 0;
+    P all = 0, earlier = 0;
 #pragma unroll 1
     for (int t = lane; t < row_tiles; t += 32) {
-      const int64_t one = lean_pair(args, unit.b * row_tiles + t, row_tiles).work;
+      const P one = lean_pair<P>(args, unit.b * row_tiles + t, row_tiles).work;
       all += one;
       if (t < pair - unit.b * row_tiles) earlier += one;
     }
     head_work = warp_sum(all);
-    before -= args.kv_heads * warp_sum(earlier);
+    before -= heads * warp_sum(earlier);
   }
   unit.head = static_cast<int32_t>((range.begin - before) / head_work);
   before += unit.head * head_work;
@@ -182,25 +192,25 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
     found = -1;
 #pragma unroll 1
     for (int t = 0; found < 0; t += 32) {
-      const int64_t one = t + lane < row_tiles ? lean_pair(args, unit.b * row_tiles + t + lane, row_tiles).work : 0;
+      const P one = t + lane < row_tiles ? lean_pair<P>(args, unit.b * row_tiles + t + lane, row_tiles).work : 0;
       found = warp_find(one, warp_scan(one), range.begin, before);
       unit.row_tile = t + found;
     }
     unit.tiles = lean_unit_tiles(args, unit.request, unit.row_tile);
   }
-  unit.position = before;
+  unit.position = static_cast<int64_t>(before);
   return true;
 }
 
-// Calls body(unit, segment) for every part of a unit that the range holds, in order.
-template <class F>
-__device__ __forceinline__ void for_each_segment(const LeanAttentionArgs& args, const LeanRange& range, F&& body) {
+// Calls body(unit, share) for every part of a unit that the range holds, in order.
+template <class P, class F>
+__device__ __forceinline__ void for_each_share(const LeanAttentionArgs& args, const LeanRange<P>& range, F&& body) {
   LeanUnit unit = range.unit;
+#pragma unroll 1
   for (;;) {
-    const LeanSegment segment =
-        lean_segment_between(args, unit, range.work, range.ranges, range.index, range.begin, range.end);
-    if (segment.contributes) body(unit, segment);
-    if (lean_unit_end(args, unit) >= range.end) return;
+    const LeanShare share = lean_share(args, unit, range.begin, range.end);
+    if (share.contributes) body(unit, share);
+    if (static_cast<P>(lean_unit_end(args, unit)) >= range.end) return;
     lean_next_unit(args, unit);
   }
 }
@@ -319,46 +329,54 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 }
 
 // Merges the partial results of a unit in the order of their ranges, so that the result does not depend on who
-// arrives last, and writes the rows.
+// arrives last, and writes the rows. A lane reads the statistics of one contributor and 4 columns of all.
 template <class T>
 __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count,
                                            int warp, int warps) {
-  constexpr int kAtOnce = 8;
+  constexpr int kAtOnce = 16;
   const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+  const int lane = threadIdx.x % 32;
 #pragma unroll 1
   for (int row = warp; row < rows.end - rows.begin; row += warps) {
 #pragma unroll 1
-    for (int d = threadIdx.x % 32 * 4; d < args.value_width; d += 128) {
+    for (int d = lane * 4; d - lane * 4 < args.value_width; d += 128) {
       float max = -INFINITY, sum = 0.0f;
       float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
       for (int i0 = 0; i0 < count; i0 += kAtOnce) {
-        float part_max[kAtOnce], part_sum[kAtOnce];
+        float part_max = -INFINITY, part_sum = 0.0f;
+        const int64_t at = static_cast<int64_t>(lean_slot(first, i0)) * args.plan.row_tile + row;
+        const int step = 2 * args.plan.row_tile, unshared = i0 == 0 ? args.plan.row_tile : 0;
+        if (lane < kAtOnce && i0 + lane < count) {
+          const int64_t mine = at + (lane == 0 ? 0 : lane * step - unshared);
+          part_max = __ldcg(args.partial_max + mine);
+          part_sum = __ldcg(args.partial_sum + mine);
+        }
         float4 part[kAtOnce];
+        const float* const from = args.partial_output + at * args.value_width + d;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          part_max[i] = -INFINITY, part_sum[i] = 0.0f, part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i0 + i < count) {
-            const int64_t at = static_cast<int64_t>(lean_slot(first, i0 + i)) * args.plan.row_tile + row;
-            part_max[i] = __ldcg(args.partial_max + at);
-            part_sum[i] = __ldcg(args.partial_sum + at);
-            part[i] = __ldcg(reinterpret_cast<const float4*>(args.partial_output + at * args.value_width + d));
-          }
+          part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+          if (i0 + i < count && d < args.value_width)
+            part[i] = __ldcg(reinterpret_cast<const float4*>(
+                from + (i == 0 ? 0 : (i * step - unshared) * args.value_width)));
         }
-        float top = max;
+        float top = part_max;
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, part_max[i]);
-        const float old = rescale(max, top);
+        for (int offset = kAtOnce / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+        top = fmaxf(__shfl_sync(kFullWarp, top, 0), max);
+        const float old = rescale(max, top), mine = rescale(part_max, top), share = mine * part_sum;
         sum *= old, o.x *= old, o.y *= old, o.z *= old, o.w *= old;
 #pragma unroll
         for (int i = 0; i < kAtOnce; ++i) {
-          const float factor = rescale(part_max[i], top);
-          sum += factor * part_sum[i];
+          if (i0 + i >= count) break;
+          const float factor = __shfl_sync(kFullWarp, mine, i);
+          sum += __shfl_sync(kFullWarp, share, i);
           o.x += factor * part[i].x, o.y += factor * part[i].y, o.z += factor * part[i].z, o.w += factor * part[i].w;
         }
         max = top;
       }
-      write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
+      if (d < args.value_width) write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
     }
   }
 }

@@ -198,11 +198,12 @@ __global__ void __launch_bounds__(kFloatThreads)
   if (args.append)
     append_all<T, T>(args, static_cast<int64_t>(blockIdx.x) * kFloatWarps + threadIdx.x / 32,
                      static_cast<int64_t>(gridDim.x) * kFloatWarps);
-  LeanRange range;
+  LeanRange<int64_t> range;
   if (!locate_range(args, blockIdx.x, lean_row_tiles(args), range)) return;
   const FloatKernel<T> kernel{args, by_16_bytes, shared, query, arrived, static_cast<int>(threadIdx.x / 32),
                               static_cast<int>(threadIdx.x % 32), key_stride, value_stride};
-  for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
+  for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
+    const LeanSegment segment = lean_segment_of(args, unit, share, range.work, range.ranges, range.index);
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
     if (rows.end - rows.begin <= kFloatWarps) kernel.template segment_rows<1>(unit, segment);
     else kernel.template segment_rows<kFloatRows / kFloatWarps>(unit, segment);
@@ -256,8 +257,12 @@ bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* dat
   static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
     const cudaError_t error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
     return reinterpret_cast<Encode>(function);
   }();
@@ -307,25 +312,29 @@ void choose_tile(int width, int rows, int* key_tile, int* slots, int shared_byte
 
 }  // namespace
 
-LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count) {
+LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
   LeanPlan plan;
   plan.unit_overhead = 1;
   plan.min_range_work = kMinRangeWork;
-  plan.max_ranges = sm_count;
+  plan.max_ranges = forced_ranges > 0 ? forced_ranges : sm_count;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
     plan.key_tile = kFloatTokens;
     plan.row_tile = rows < kFloatRows ? static_cast<int32_t>(rows) : kFloatRows;
-    plan.max_ranges = 2 * sm_count;
+    if (forced_ranges == 0) plan.max_ranges = 2 * sm_count;
     return plan;
   }
-  plan.row_tile = rows <= 8 ? 8 : rows <= 16 && padded_width(args) < 256 ? 16 : 128;
+  // The kernels for few rows count positions in 32 bits.
+  const int tile = padded_width(args) == 64 ? 128 : 64;
+  const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 3) <
+                      (int64_t{1} << 32) / (plan.max_ranges + 1);
+  plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : 128;
   int slots = 0;
   choose_tile(padded_width(args), plan.row_tile, &plan.key_tile, &slots, 0);
   // Few units of equal length are cut into equal parts: as many ranges as keep the cuts of every unit in the same
   // places, if that leaves few multiprocessors idle.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * lean_row_tiles_of(args, plan.row_tile);
-  if (units <= sm_count && sm_count / units * units * 20 >= 19 * static_cast<int64_t>(sm_count)) {
+  if (forced_ranges == 0 && units <= sm_count && sm_count / units * units * 20 >= 19 * static_cast<int64_t>(sm_count)) {
     plan.max_ranges = static_cast<int32_t>(sm_count / units * units);
     plan.unit_overhead = 0;
   }
@@ -379,9 +388,12 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
                                  args.key_cache_elements, loads.box_tokens, loads.whole_rows) &&
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
                                  args.value_cache_elements, loads.box_tokens, loads.whole_rows);
-  // One warp keeps up with copies of whole tiles; the others help to gather rows and to issue small copies.
-  const bool one_warp = loads.tensor_maps && loads.boxes == 1 && !args.append && args.plan.row_tile <= 16;
-  const int producer_warps = one_warp ? 1 : 4;
+  loads.whole_tiles = loads.tensor_maps && loads.boxes == 1 && !args.append && args.cache_kind != kLeanPaged;
+  // One warp keeps up with copies of whole tiles; others help to gather rows and to issue small copies. The last warp
+  // tells the consumers what to do; it copies too where all 4 are needed.
+  const bool few_copies = loads.tensor_maps && loads.boxes == 1 && !args.append;
+  loads.copy_warps = few_copies ? 1 : 4;
+  const int producer_warps = few_copies && args.plan.row_tile <= 16 ? 2 : 4;
   return args.dtype == static_cast<int>(DType::kFloat16)
              ? launch_mma<__half>(args, loads, key_map, value_map, width, producer_warps, stream)
              : launch_mma<__nv_bfloat16>(args, loads, key_map, value_map, width, producer_warps, stream);

@@ -78,8 +78,8 @@ struct LeanAttentionArgs {
   uint32_t* tickets;      // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };
 
-// How CUDA cuts the work of a call of these shapes.
-LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count);
+// How CUDA cuts the work of a call of these shapes. forced_ranges: so many shares instead, or 0.
+LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges);
 
 // Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.
 int launch_lean_attention(const LeanAttentionArgs& args, int device, void* stream);

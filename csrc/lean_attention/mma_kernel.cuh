@@ -18,6 +18,8 @@
 
 #include <cuda.h>
 
+#include <type_traits>
+
 #include "lean_attention/device.cuh"
 
 namespace leanfleet {
@@ -33,6 +35,8 @@ struct LeanTileLoads {
   bool whole_rows;        // lines stand as [token][box]: a copy brings all columns
   int32_t slots;          // of the ring
   int32_t key_boxes, value_boxes;  // lines of 64 columns in a row
+  bool whole_tiles;       // every tile is one copy of keys and one of values, nothing is gathered or looked up
+  int32_t copy_warps;     // producer warps that copy: 1 or 4
   bool stream_once;       // no other unit reads the same keys: they need not stay in the L2 cache
 };
 
@@ -45,11 +49,12 @@ struct LeanWork {
   LeanSpan seen;    // keys that at least one row of the unit sees
   LeanSpan common;  // keys that all its rows see, padding aside
 };
-constexpr int kQueue = 8;  // segments that the producer may be ahead
+constexpr int kQueue = 4;  // segments that the producer may be ahead
 
 template <int kWidth, int kRows>
 struct LeanTile {
   static constexpr bool kSplitTokens = kRows <= 16;
+  using Position = std::conditional_t<kSplitTokens, uint32_t, int64_t>;
   static constexpr int kTokens = kWidth == 64 ? 128 : 64;
   static constexpr int kConsumerWarps = 8;
   static constexpr int kTileWarps = kSplitTokens ? 4 : 8;  // that share a tile
@@ -223,34 +228,32 @@ struct TileProducer {
   const CUtensorMap* key_map;
   const CUtensorMap* value_map;
   const RingAddresses& ring;
-  int warp, warps, lane;  // of the producer warps
+  int warp, warps, lane;     // of the warps that copy
+  bool copies, publishes;    // what this warp does
   RingPlace place, waiting;  // of the group whose turn it is, and of the other
 
   // Positions of this lane's tokens in a tile: groups of 32 tokens, `warps` warps share them.
   static constexpr int kTokens = Tile::kTokens;
 
   // `exists`: the range holds work; else only the end of the queue is told.
-  __device__ __forceinline__ void run(const LeanRange& range, bool exists) {
+  template <class P>
+  __device__ __forceinline__ void run(const LeanRange<P>& range, bool exists) {
     RingPlace queued(0, kQueue);
-    if (exists) for_each_segment(args, range, [&](const LeanUnit& unit, const LeanSegment& segment) {
-      const RowsKeys unit_keys =
-          keys_of_tokens(args, unit, lean_unit_tokens(args, unit.request, unit.row_tile));
-      const LeanSpan keys = unit_keys.seen;
-      if (warp == 0) {
-        barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
-        if (lane == 0) {
-          LeanWork& work = ring.queue[queued.slot];
-          work.unit = unit;
-          work.segment = segment;
-          work.first = segment.slot / 2 - segment.index;
-          work.last = 0;
-          work.seen = keys;
-          work.common = unit_keys.common;
-          barrier_arrive(ring.queue_full + queued.slot * 8);
-        }
+#if __CUDA_ARCH__ >= 900
+    uint64_t policy;
+    if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
+    else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+#endif
+    if (exists) for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
+#if __CUDA_ARCH__ >= 900
+      if (copies && loads.whole_tiles) {
+        if (lane == 0) copy_whole_tiles(unit, share.tiles, policy);
         __syncwarp();
-        queued.next();
       }
+#endif
+      if (publishes) publish(unit, lean_segment_of(args, unit, share, range.work, range.ranges, range.index), queued);
+      if (!copies || loads.whole_tiles) return;
+      const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
       // Rows that this launch appends come from new_key and new_value: other blocks may be writing them.
       const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
       const int box_tokens = loads.box_tokens, boxes = loads.boxes;
@@ -263,19 +266,19 @@ struct TileProducer {
         return static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages) ? page : -1;
       };
       int pages = -1, next_pages = -1;
-      const int64_t first_box = static_cast<int64_t>(segment.tiles.begin) * boxes;
+      const int64_t first_box = static_cast<int64_t>(share.tiles.begin) * boxes;
       if (loads.tensor_maps && paged) {
         pages = page_of_box(first_box + lane);
         next_pages = page_of_box(first_box + 32 + lane);
       }
       int box_of_window = 0;
 #pragma unroll 1
-      for (int tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
+      for (int tile = share.tiles.begin; tile < share.tiles.end; ++tile) {
         const int begin = tile * kTokens;
         const bool through_maps = loads.tensor_maps && (!args.append || begin + kTokens <= new_begin);
         if (through_maps) {
 #if __CUDA_ARCH__ >= 900
-          // Lane j issues the copies of box j of the tile, in producer warp j % warps.
+          // Lane j issues the copies of box j of the tile, in copying warp j % warps.
           int outer = args.cache_kind == kLeanDense ? unit.b : 0;
           int token = unit.request.start + begin + lane * box_tokens;
           bool wanted = lane < boxes && (lane & (warps - 1)) == warp && begin + lane * box_tokens < keys.end;
@@ -285,17 +288,13 @@ struct TileProducer {
             wanted = wanted && outer >= 0;
           }
           const unsigned issue = __ballot_sync(kFullWarp, wanted);
-          copy_boxes(key_map, loads.key_boxes, unit.head, token, outer, issue, paged);
-          copy_boxes(value_map, loads.value_boxes, unit.head, token, outer, issue, false);
+          copy_boxes(key_map, loads.key_boxes, unit.head, token, outer, issue, paged, policy);
+          copy_boxes(value_map, loads.value_boxes, unit.head, token, outer, issue, false, policy);
 #endif
         } else {
           gather_tile(unit, keys, begin, new_begin);
         }
-        if constexpr (Tile::kGroups == 2) {
-          const RingPlace next = waiting;
-          waiting = place;
-          place = next;
-        }
+        next_group();
         if (loads.tensor_maps && paged) {
           box_of_window += boxes;
           if (box_of_window == 32) {
@@ -306,7 +305,7 @@ struct TileProducer {
         }
       }
     });
-    if (warp == 0) {
+    if (publishes) {
       barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
       if (lane == 0) {
         ring.queue[queued.slot].last = 1;
@@ -316,6 +315,60 @@ struct TileProducer {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
+  __device__ __forceinline__ void publish(const LeanUnit& unit, const LeanSegment& segment, RingPlace& queued) {
+    const RowsKeys keys = keys_of_tokens(args, unit, lean_unit_tokens(args, unit.request, unit.row_tile));
+    barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
+    if (lane == 0) {
+      LeanWork& work = ring.queue[queued.slot];
+      work.unit = unit;
+      work.segment = segment;
+      work.first = segment.slot / 2 - segment.index;
+      work.last = 0;
+      work.seen = keys.seen;
+      work.common = keys.common;
+      barrier_arrive(ring.queue_full + queued.slot * 8);
+    }
+    __syncwarp();
+    queued.next();
+  }
+
+  // Groups of consumers take tiles in turn.
+  __device__ __forceinline__ void next_group() {
+    if constexpr (Tile::kGroups == 2) {
+      const RingPlace next = waiting;
+      waiting = place;
+      place = next;
+    }
+  }
+
+#if __CUDA_ARCH__ >= 900
+  // By one lane.
+  __device__ __forceinline__ void copy_whole_tiles(const LeanUnit& unit, LeanSpan tiles, uint64_t policy) {
+    const int outer = args.cache_kind == kLeanDense ? unit.b : 0;
+#pragma unroll 1
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      const int token = unit.request.start + tile * kTokens;
+      copy_whole_tile(key_map, loads.key_boxes, unit.head, token, outer, policy);
+      copy_whole_tile(value_map, loads.value_boxes, unit.head, token, outer, policy);
+      next_group();
+    }
+  }
+
+  __device__ __forceinline__ void copy_whole_tile(const CUtensorMap* map, int columns, int head, int token, int outer,
+                                                  uint64_t policy) {
+    const uint32_t to = acquire(), full = ring.full + place.slot * 8;
+    arrive_expecting(full, columns * kTokens * 128);
+    if (loads.whole_rows) {
+      copy_rows(to, map, token, head, outer, full, policy);
+    } else {
+#pragma unroll 1
+      for (int c = 0; c < columns; ++c)
+        copy_box(to + c * kTokens * 128, map, c * kBoxColumns, token, head, outer, full, policy);
+    }
+    place.next();
+  }
+#endif
+
   __device__ __forceinline__ uint32_t acquire() {
     barrier_wait(ring.empty + place.slot * 8, place.parity ^ 1);
     return ring.slots + place.slot * Tile::kSlotBytes;
@@ -324,7 +377,7 @@ struct TileProducer {
 #if __CUDA_ARCH__ >= 900
   // Box `lane` of a tile, for the lanes in `issue`.
   __device__ __forceinline__ void copy_boxes(const CUtensorMap* map, int columns, int head, int token, int outer,
-                                             unsigned issue, bool note_pages) {
+                                             unsigned issue, bool note_pages, uint64_t policy) {
     const uint32_t to = acquire();
     const uint32_t full = ring.full + place.slot * 8;
     const int box_tokens = loads.box_tokens;
@@ -343,9 +396,6 @@ struct TileProducer {
     if (lane == 0) arrive_expecting(full, __popc(issue) * columns * box_tokens * 128);
     __syncwarp();
     if (issue >> lane & 1) {
-      uint64_t policy;
-      if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
-      else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
       if (loads.whole_rows) {
         copy_rows(to + lane * box_tokens * columns * 128, map, token, head, outer, full, policy);
       } else {
@@ -1044,14 +1094,28 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   at += 2 * Tile::kSlices * loads.slots;
   uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
 
-  if (warp == 0) {
-    for (int i = lane; i < loads.slots; i += 32) {
-      barrier_init(ring.full + 8 * i, kFillArrivals * producer_warps);
-      barrier_init(ring.empty + 8 * i, Tile::kTileWarps);
+  // Which of the ranges is a long chain of dependent steps: the producers follow it while the others prepare the
+  // barriers, a lane of each warp its share, as the inits of one warp's lanes would follow one another.
+  using P = typename Tile::Position;
+  LeanRange<P> range = {};
+  bool exists = false;
+  if (warp >= Tile::kConsumerWarps) {
+#if __CUDA_ARCH__ >= 900
+    if (loads.tensor_maps && lane == 0) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
     }
-    if (lane < kQueue) {
-      barrier_init(ring.queue_full + 8 * lane, 1);
-      barrier_init(ring.queue_empty + 8 * lane, Tile::kConsumerWarps);
+#endif
+    exists = locate_range<P>(args, blockIdx.x, Tile::kSplitTokens ? 1 : lean_row_tiles(args), range);
+  } else if (lane == 0) {
+#pragma unroll 1
+    for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
+      const int of_ring = i - 2 * kQueue;
+      const int count = of_ring >= loads.slots ? Tile::kTileWarps
+                        : of_ring >= 0         ? kFillArrivals * loads.copy_warps
+                        : i < kQueue           ? 1
+                                               : Tile::kConsumerWarps;
+      barrier_init(ring.queue_full + 8 * i, count);
     }
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -1063,17 +1127,12 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   if (warp >= Tile::kConsumerWarps) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (!Tile::kSplitTokens) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
-    if (loads.tensor_maps && lane == 0) {
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
-    }
 #endif
-    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, warp - Tile::kConsumerWarps, producer_warps,
-                                   lane, RingPlace(0, group_slots), RingPlace(group_slots, 2 * group_slots)};
-    LeanRange range;
-    range.work = range.begin = range.end = 0;
-    const int row_tiles = Tile::kSplitTokens ? 1 : lean_row_tiles(args);
-    producer.run(range, locate_range(args, blockIdx.x, row_tiles, range));
+    const int of_producers = warp - Tile::kConsumerWarps;
+    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
+                                   of_producers < loads.copy_warps, of_producers == producer_warps - 1,
+                                   RingPlace(0, group_slots), RingPlace(group_slots, 2 * group_slots)};
+    producer.run(range, exists);
   } else {
     if (args.append)
       append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,

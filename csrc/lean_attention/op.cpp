@@ -282,8 +282,7 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     if (width > 256 || width % 8 != 0)
       return call.unsupported(std::string(name) + " = " + std::to_string(width) +
                               "; the CUDA kernels take multiples of 8 up to 256, others run on the CPU");
-  args.plan = lean_cuda_plan(args, target.sm_count);
-  if (const int32_t ranges = forced_ranges()) args.plan.max_ranges = ranges;
+  args.plan = lean_cuda_plan(args, target.sm_count, forced_ranges());
   carve(args, ws);
   args.tickets = ws.sync<uint32_t>(args.plan.max_ranges);
   if (ws.counting()) return {};

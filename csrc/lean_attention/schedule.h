@@ -132,10 +132,14 @@ LEANFLEET_HD int32_t lean_num_ranges(const LeanPlan& plan, int64_t work) {
   return most < 1 ? 1 : most < plan.max_ranges ? static_cast<int32_t>(most) : plan.max_ranges;
 }
 
-LEANFLEET_HD int64_t lean_range_begin(int64_t work, int32_t ranges, int32_t range) { return range * work / ranges; }
+// Positions are of a type P that holds ranges * work: int64_t, or uint32_t where that is known to suffice and 64-bit
+// divisions are slow.
+template <class P>
+LEANFLEET_HD P lean_range_begin(P work, int32_t ranges, int32_t range) { return range * work / ranges; }
 
 // The range that holds a position: the largest r with floor(r W / G) <= position, that is r W / G < position + 1.
-LEANFLEET_HD int32_t lean_range_of(int64_t work, int32_t ranges, int64_t position) {
+template <class P>
+LEANFLEET_HD int32_t lean_range_of(P work, int32_t ranges, P position) {
   return static_cast<int32_t>(((position + 1) * ranges - 1) / work);
 }
 
@@ -197,36 +201,39 @@ struct LeanSegment {
 // The slot of contributor `index` of a unit whose first contributor is range `first`.
 LEANFLEET_HD int32_t lean_slot(int32_t first, int32_t index) { return 2 * (first + index) + (index == 0); }
 
-// begin and end: lean_range_begin of the range and of the next one.
-LEANFLEET_HD LeanSegment lean_segment_between(const LeanAttentionArgs& args, const LeanUnit& unit, int64_t work,
-                                              int32_t ranges, int32_t range, int64_t begin, int64_t end) {
-  const int64_t tiles_at = unit.position + args.plan.unit_overhead, tiles_end = lean_unit_end(args, unit);
-  LeanSegment segment;
-  if (begin <= tiles_at && end >= tiles_end) {  // the whole unit
-    segment.tiles = unit.tiles;
-    segment.contributes = true;
-    segment.index = 0;
-    segment.count = 1;
-    segment.slot = lean_slot(range, 0);
-    return segment;
-  }
+// The tiles of a unit that lie in the positions [begin, end) of a range.
+struct LeanShare {
+  LeanSpan tiles;
+  bool contributes, whole;
+};
+
+template <class P>
+LEANFLEET_HD LeanShare lean_share(const LeanAttentionArgs& args, const LeanUnit& unit, P begin, P end) {
+  const P tiles_at = static_cast<P>(unit.position + args.plan.unit_overhead);
+  const P tiles_end = static_cast<P>(lean_unit_end(args, unit));
+  if (begin <= tiles_at && end >= tiles_end) return {unit.tiles, true, true};
   begin = begin < tiles_at ? tiles_at : begin;
   end = end > tiles_end ? tiles_end : end;
-  segment.contributes = begin < end;
-  if (!segment.contributes) begin = end = tiles_at;
-  segment.tiles.begin = unit.tiles.begin + static_cast<int32_t>(begin - tiles_at);
-  segment.tiles.end = lean_min(unit.tiles.begin + static_cast<int32_t>(end - tiles_at), unit.tiles.end);
-  const int32_t first = lean_range_of(work, ranges, tiles_at);
-  segment.count = lean_range_of(work, ranges, tiles_end - 1) - first + 1;
-  segment.index = range - first;
-  segment.slot = lean_slot(first, segment.index);
-  return segment;
+  if (begin >= end) return {{unit.tiles.begin, unit.tiles.begin}, false, false};
+  return {{unit.tiles.begin + static_cast<int32_t>(begin - tiles_at),
+           lean_min(unit.tiles.begin + static_cast<int32_t>(end - tiles_at), unit.tiles.end)}, true, false};
+}
+
+// That share with its place among the unit's contributors.
+template <class P>
+LEANFLEET_HD LeanSegment lean_segment_of(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanShare& share,
+                                         P work, int32_t ranges, int32_t range) {
+  if (share.whole) return {share.tiles, true, 0, 1, lean_slot(range, 0)};
+  const int32_t first = lean_range_of(work, ranges, static_cast<P>(unit.position + args.plan.unit_overhead));
+  const int32_t last = lean_range_of(work, ranges, static_cast<P>(lean_unit_end(args, unit) - 1));
+  return {share.tiles, share.contributes, range - first, last - first + 1, lean_slot(first, range - first)};
 }
 
 LEANFLEET_HD LeanSegment lean_segment(const LeanAttentionArgs& args, const LeanUnit& unit, int64_t work,
                                       int32_t ranges, int32_t range) {
-  return lean_segment_between(args, unit, work, ranges, range, lean_range_begin(work, ranges, range),
-                              lean_range_begin(work, ranges, range + 1));
+  const LeanShare share = lean_share(args, unit, lean_range_begin(work, ranges, range),
+                                     lean_range_begin(work, ranges, range + 1));
+  return lean_segment_of(args, unit, share, work, ranges, range);
 }
 
 }  // namespace LEANFLEET_SCHEDULE_NAMESPACE

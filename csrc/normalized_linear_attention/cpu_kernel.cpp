@@ -10,7 +10,7 @@ constexpr int kTileRows = 4;
 // Vectors across a tile of S; a tile, a row of z and one of out stay in registers.
 constexpr int kTileVectors = kLanes == 16 ? 4 : 2;
 // Vectors across the rows that a decode step takes, and rows that it asks for ahead.
-constexpr int kStepVectors = 8;
+constexpr int kStepVectors = kLanes == 16 ? 8 : 4;
 constexpr int64_t kStepRows = 16;
 
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -238,13 +238,17 @@ void run_rows(Tile tile, const State& from, const State& to, int64_t width, int6
 }
 
 // One token through `count` rows of S from row `first` on, C whole vectors wide. Decoding is bound by memory: rows are
-// taken in their order there and asked for ahead; the first row of x goes along with the update.
-template <int C>
-void step_rows(const Tile& tile, const float* from, float* to, int64_t first, int64_t count) {
+// taken in their order there and asked for ahead; the first row of x goes along with the update. kStream: `to` is
+// streamed.
+template <int C, bool kStream>
+void step_rows(const Tile& tile, const float* from, float* to, int64_t first, int64_t count, int64_t column) {
   Vec z[C], out[C];
+  float kept[kStream ? kStepRows * C * kLanes : 1];  // the rows again, for the other rows of x
+  from += column;
+  to += column;
   for (int c = 0; c < C; ++c) {
-    z[c] = load(tile.z + c * kLanes);
-    out[c] = load(tile.out + c * kLanes);
+    z[c] = load(tile.z + column + c * kLanes);
+    out[c] = load(tile.out + column + c * kLanes);
   }
   for (int64_t r = 0; r < count; ++r) {
     const Vec x = broadcast(tile.x[first + r]), y = broadcast(tile.y[first + r]);
@@ -253,33 +257,48 @@ void step_rows(const Tile& tile, const float* from, float* to, int64_t first, in
       float* target = to + r * tile.to_stride + c * kLanes;
       if (c % (16 / kLanes) == 0) {  // once a cache line
         __builtin_prefetch(source + kStepRows * tile.from_stride, 0, 3);
-        __builtin_prefetch(target + kStepRows * tile.to_stride, 1, 3);
+        if (!kStream) __builtin_prefetch(target + kStepRows * tile.to_stride, 1, 3);
       }
       const Vec s = fma(y, z[c], load(source));
-      store(target, s);
+      if (kStream) stream(target, s);
+      else store(target, s);
+      if (kStream && tile.x_rows > 1) store(kept + (r * C + c) * kLanes, s);
       out[c] = fma(x, s, out[c]);
     }
   }
-  for (int c = 0; c < C; ++c) store(tile.out + c * kLanes, out[c]);
+  for (int c = 0; c < C; ++c) store(tile.out + column + c * kLanes, out[c]);
+  const float* seen = kStream ? kept : to;
+  const int64_t seen_stride = kStream ? C * kLanes : tile.to_stride;
   for (int64_t j = 1; j < tile.x_rows; ++j) {
-    float* next = tile.out + j * tile.out_stride;
+    float* next = tile.out + j * tile.out_stride + column;
     for (int c = 0; c < C; ++c) out[c] = load(next + c * kLanes);
     for (int64_t r = 0; r < count; ++r) {
       const Vec x = broadcast(tile.x[j * tile.row_stride + first + r]);
-      for (int c = 0; c < C; ++c) out[c] = fma(x, load(to + r * tile.to_stride + c * kLanes), out[c]);
+      for (int c = 0; c < C; ++c) out[c] = fma(x, load(seen + r * seen_stride + c * kLanes), out[c]);
     }
     for (int c = 0; c < C; ++c) store(next + c * kLanes, out[c]);
   }
 }
 
-template <int C>
-void step(Tile tile, const State& from, const State& to, int64_t width, int64_t column) {
+template <bool kStream>
+void step_block(const Tile& tile, const float* from, float* to, int64_t first, int64_t count, int64_t columns) {
+  int64_t column = 0;
+  for (; column + kStepVectors * kLanes <= columns; column += kStepVectors * kLanes)
+    step_rows<kStepVectors, kStream>(tile, from, to, first, count, column);
+  for (; column < columns; column += kLanes) step_rows<1, kStream>(tile, from, to, first, count, column);
+}
+
+// One token through all rows of S, `columns` (whole vectors) wide; state_bytes: of all states of the call.
+void step(Tile tile, const State& from, const State& to, int64_t width, int64_t columns, int64_t state_bytes) {
   tile.from_stride = from.row_stride;
   tile.to_stride = to.row_stride;
+  const bool streamed = streams(from.rows, to.rows, to.row_stride, state_bytes);
+  const auto block = streamed ? step_block<true> : step_block<false>;
   for (int64_t row = 0; row < width; row += kStepRows)
-    step_rows<C>(tile, from.rows + row * from.row_stride + column, to.rows + row * to.row_stride + column, row,
-                 min64(kStepRows, width - row));
-  step_rows<C>(tile, from.sums + column, to.sums + column, width, 1);
+    block(tile, from.rows + row * from.row_stride, to.rows + row * to.row_stride, row, min64(kStepRows, width - row),
+          columns);
+  if (streamed) finish_streams();
+  step_block<false>(tile, from.sums, to.sums, width, 1, columns);
 }
 
 struct Worker {
@@ -386,20 +405,18 @@ void walk(const LinearScan& scan, const Item& item, const Worker& worker, State 
     tile.row_stride = row_stride;
     tile.out_stride = columns;
     tile.tokens = tokens;
-    for (int64_t column = 0; column < columns;) {
+    tile.z = worker.z;
+    tile.out = worker.out;
+    int64_t column = 0;
+    if constexpr (kUpdate && kOutput) {
+      if (tokens == 1 && tile.y_rows == 1 && from.rows != nullptr) {
+        column = min64(from.columns, next.columns) / kLanes * kLanes;
+        step(tile, from, next, width, column, 4 * scan.batch * scan.kv_heads * width * scan.z.width);
+      }
+    }
+    while (column < columns) {
       tile.z = worker.z + column;
       tile.out = worker.out + column;
-      if constexpr (kUpdate && kOutput) {
-        const int64_t whole = min64(from.columns, next.columns) - column;
-        if (tokens == 1 && tile.y_rows == 1 && from.rows != nullptr && whole >= kLanes) {
-          const int64_t stepped = whole >= kStepVectors * kLanes ? kStepVectors : whole >= 4 * kLanes ? 4 : 1;
-          if (stepped == kStepVectors) step<kStepVectors>(tile, from, next, width, column);
-          if (stepped == 4) step<4>(tile, from, next, width, column);
-          if (stepped == 1) step<1>(tile, from, next, width, column);
-          column += stepped * kLanes;
-          continue;
-        }
-      }
       const int64_t vectors = min64((columns - column) / kLanes, kTileVectors);
       tile.from_columns = from.columns - column;
       tile.to_columns = next.columns - column;

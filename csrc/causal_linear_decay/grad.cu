@@ -1,0 +1,328 @@
+// CausalLinearDecayGrad: three chunk_scans and, of their row sums, the gradient of the decay. With
+// op(X, Y, Z) = (X Yᵀ ⊙ D) Z:
+//   dq = op(dO, V, K)    dk = op(V, dO, Q), descending    dv = op(K, Q, dO), descending
+//
+// F_t = dlog_decay_t = <G_t, γ_t S_{t-1}> follows from F_t = F_{t+1} + q_t·dq_t - k_t·dk_t and F_{N+1} = <dS_N, S_N>. The
+// sum begins anew at the end of every segment of the scans, where both states are at hand, and is 0 where γ_t is.
+#include <cuda_runtime.h>
+
+#include "causal_linear_decay/causal_linear_decay.h"
+#include "core/chunk_scan.h"
+#include "core/op.h"
+
+namespace leanfleet {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int kMaxParts = 4;  // of wide rows: 1024 columns
+
+ChunkTensor rows_of(const void* data, const DecayStrides& strides, int64_t width) {
+  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
+}
+
+struct DecayGradSums {
+  DecayInputs in;
+  const float *query_dots, *key_dots;  // [query_slices][B,H,N], [key_slices][B,Hkv,N]
+  int32_t query_slices, key_slices, segments, parts;
+  int64_t segment_tokens, slot_floats;
+  const float* forward_slots[kMaxParts];  // S before and
+  const float* reverse_slots[kMaxParts];  // G after the segments' edges
+  int64_t slot_sums[kMaxParts];           // floats of a state in them
+  const float* final_dots;  // [requests,Hkv]: <dS_N, S_N>; null: 0
+  float* grad_log_decay;
+  double* partial;  // [Hkv][B][segments]: sums over tokens; null: per token
+};
+
+template <class T>
+__device__ __forceinline__ T block_sum(T x, T* shared) {
+  __syncthreads();
+  shared[threadIdx.x] = x;
+  __syncthreads();
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    if (static_cast<int>(threadIdx.x) < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+    __syncthreads();
+  }
+  return shared[0];
+}
+
+// <dS_N, S_N> of a (request, head) a block.
+__global__ void __launch_bounds__(kThreads) StateDotKernel(const float* a, const float* b, int64_t floats, float* out) {
+  __shared__ double shared[kThreads];
+  const int64_t base = static_cast<int64_t>(blockIdx.x) * floats;
+  double sum = 0.0;
+  for (int64_t i = threadIdx.x; i < floats; i += kThreads) sum += static_cast<double>(a[base + i]) * b[base + i];
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) out[blockIdx.x] = static_cast<float>(sum);
+}
+
+struct Span {
+  int64_t begin, end;
+};
+
+// The request of a token; empty if it has none.
+__device__ __forceinline__ Span request_of(const DecayInputs& in, int64_t token, int64_t* request) {
+  int64_t low = 0, high = in.requests;
+  const auto offset = [&](int64_t q) {
+    const int64_t t = in.cu_seqlens[q];
+    return t < 0 ? 0 : t > in.tokens ? in.tokens : t;
+  };
+  while (low < high) {
+    const int64_t middle = (low + high) / 2;
+    if (offset(middle + 1) > token) high = middle;
+    else low = middle + 1;
+  }
+  *request = low;
+  if (low >= in.requests || offset(low) > token) return {0, 0};
+  return {offset(low), offset(low + 1)};
+}
+
+// A block: (segment, head, batch row), tokens from its end to its begin, kThreads at a time.
+__global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constant__ DecayGradSums sums) {
+  __shared__ double shared[kThreads];
+  __shared__ int resets[kThreads];
+  const DecayInputs& in = sums.in;
+  const int segment = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const int64_t begin = segment * sums.segment_tokens;
+  int64_t end = begin + sums.segment_tokens;
+  if (end > in.tokens) end = in.tokens;
+  const auto log_decay_at = [&](int64_t token) {
+    return in.decay_per_token ? in.log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head +
+                                             token * in.decay_strides.token]
+                              : in.log_decay[head];
+  };
+  double carry = 0.0;
+  if (end < in.tokens) {
+    const int64_t slots = (static_cast<int64_t>(batch) * in.kv_heads + head) * (sums.segments - 1);
+    double dot = 0.0;
+    for (int part = 0; part < sums.parts; ++part) {
+      const int64_t before = (slots + segment) * sums.slot_floats;
+      const int64_t after = (slots + sums.segments - 2 - segment) * sums.slot_floats;
+      for (int64_t i = threadIdx.x; i < sums.slot_sums[part]; i += kThreads)
+        dot += static_cast<double>(sums.forward_slots[part][before + i]) * sums.reverse_slots[part][after + i];
+    }
+    carry = block_sum(dot, shared) * exp(static_cast<double>(log_decay_at(end)));
+  }
+  double total = 0.0;
+  const int group = static_cast<int>(in.heads / in.kv_heads);
+  for (int64_t tile = begin + (end - begin - 1) / kThreads * kThreads; tile >= begin; tile -= kThreads) {
+    // Thread 0 has the last token of the tile.
+    const int64_t token = tile + kThreads - 1 - threadIdx.x;
+    double value = 0.0;
+    int reset = 0;
+    bool none = token >= end;
+    if (!none) {
+      for (int g = 0; g < group; ++g)
+        for (int s = 0; s < sums.query_slices; ++s)
+          value += sums.query_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.heads + head * group + g) * in.tokens +
+                                   token];
+      for (int s = 0; s < sums.key_slices; ++s)
+        value -= sums.key_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.kv_heads + head) * in.tokens + token];
+      int64_t request = batch;
+      Span tokens = {0, in.tokens};
+      if (in.cu_seqlens != nullptr) tokens = request_of(in, token, &request);
+      none = tokens.begin >= tokens.end;
+      if (!none && token + 1 == tokens.end) {
+        reset = 1;
+        if (sums.final_dots != nullptr) value += sums.final_dots[request * in.kv_heads + head];
+      }
+      if (none || log_decay_at(token) == -INFINITY) reset = 1, value = 0.0;
+    }
+    // Inclusive scan over threads: what is left of a reset does not pass it.
+    for (int offset = 1; offset < kThreads; offset *= 2) {
+      __syncthreads();
+      shared[threadIdx.x] = value;
+      resets[threadIdx.x] = reset;
+      __syncthreads();
+      if (static_cast<int>(threadIdx.x) >= offset && !reset) {
+        value += shared[threadIdx.x - offset];
+        reset = resets[threadIdx.x - offset];
+      }
+    }
+    if (!reset) value += carry;
+    __syncthreads();
+    if (threadIdx.x == kThreads - 1) shared[0] = value;
+    __syncthreads();
+    carry = shared[0];
+    if (token >= end) continue;
+    if (sums.partial != nullptr) total += value;
+    else sums.grad_log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head + token * in.decay_strides.token] =
+             static_cast<float>(value);
+  }
+  if (sums.partial == nullptr) return;
+  total = block_sum(total, shared);
+  if (threadIdx.x == 0) sums.partial[(static_cast<int64_t>(head) * in.batch + batch) * sums.segments + segment] = total;
+}
+
+__global__ void __launch_bounds__(kThreads) DecayGradTotalKernel(const double* partial, int64_t count, float* out) {
+  __shared__ double shared[kThreads];
+  double sum = 0.0;
+  for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += partial[blockIdx.x * count + i];
+  sum = block_sum(sum, shared);
+  if (threadIdx.x == 0) out[blockIdx.x] = static_cast<float>(sum);
+}
+
+ChunkTensor part_of(ChunkTensor x, int64_t first, int32_t dtype) {
+  const int64_t left = x.width - first;
+  if (x.data != nullptr) x.data = static_cast<const char*>(x.data) + first * element_size(static_cast<DType>(dtype));
+  x.width = static_cast<int32_t>(left < kChunkMaxWidth ? left : kChunkMaxWidth);
+  return x;
+}
+
+}  // namespace
+
+int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& target, Workspace& ws) {
+  const DecayInputs& in = args.in;
+  const int64_t R = in.key_width, V = in.value_width, state_floats = R * V;
+  const int64_t group = in.heads / in.kv_heads;
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  const ChunkTensor query = rows_of(in.query, in.query_strides, R), key = rows_of(in.key, in.key_strides, R);
+  const ChunkTensor value = rows_of(in.value, in.value_strides, V);
+  const ChunkTensor grad_output = rows_of(args.grad_output, in.output_strides, V);
+
+  ChunkScan common = {};
+  common.dtype = in.dtype;
+  common.causal = true;
+  common.batch = in.batch;
+  common.requests = common.state_rows = in.requests;
+  common.tokens = in.tokens;
+  common.cu_seqlens = in.cu_seqlens;
+  common.x_factor.scale = common.y_factor.scale = common.z_factor.scale = 1.0f;
+  common.log_decay = in.log_decay;
+  common.decay_per_token = in.decay_per_token;
+  common.decay_batch = in.decay_strides.batch;
+  common.decay_head = in.decay_strides.head;
+  common.decay_token = in.decay_strides.token;
+
+  ChunkScan of_query = common;
+  of_query.heads = static_cast<int32_t>(in.heads);
+  of_query.x_group = static_cast<int32_t>(group);
+  of_query.y_group = 1;
+  of_query.x = grad_output;
+  of_query.y = value;
+  of_query.z = key;
+  of_query.out = args.grad_query;
+  of_query.out_strides = query;
+  of_query.x_factor.scale = in.scale;
+  of_query.initial = {const_cast<float*>(args.initial_state), 1, V, state_floats, nullptr, nullptr, nullptr};
+
+  ChunkScan of_key = common;
+  of_key.reverse = true;
+  of_key.heads = static_cast<int32_t>(in.kv_heads);
+  of_key.x_group = 1;
+  of_key.y_group = static_cast<int32_t>(group);
+  of_key.x = value;
+  of_key.y = grad_output;
+  of_key.z = query;
+  of_key.out = args.grad_key;
+  of_key.out_strides = key;
+  of_key.y_factor.scale = in.scale;
+  of_key.initial = {const_cast<float*>(args.grad_final_state), 1, V, state_floats, nullptr, nullptr, nullptr};
+
+  ChunkScan of_value = of_key;
+  of_value.x = key;
+  of_value.y = query;
+  of_value.z = grad_output;
+  of_value.out = args.grad_value;
+  of_value.out_strides = value;
+  of_value.initial.k_stride = V;
+  of_value.initial.v_stride = 1;
+  of_value.last = {args.grad_initial_state, V, 1, state_floats, nullptr, nullptr, nullptr};
+  of_value.final_decayed = true;
+
+  const bool counting = ws.counting();
+  cudaError_t error = cudaSuccess;
+  if (!counting && args.grad_initial_state != nullptr && (in.cu_seqlens != nullptr || in.tokens == 0)) {
+    // Requests without tokens.
+    const size_t bytes = sizeof(float) * static_cast<size_t>(in.requests * in.kv_heads * state_floats);
+    error = args.grad_final_state != nullptr
+                ? cudaMemcpyAsync(args.grad_initial_state, args.grad_final_state, bytes, cudaMemcpyDeviceToDevice, stream)
+                : cudaMemsetAsync(args.grad_initial_state, 0, bytes, stream);
+  }
+  if (error != cudaSuccess) return error;
+
+  const int parts = static_cast<int>((V + kChunkMaxWidth - 1) / kChunkMaxWidth);
+  if (parts > kMaxParts) return cudaErrorNotSupported;
+  DecayGradSums sums = {};
+  sums.in = in;
+  sums.parts = parts;
+  float *query_dots = nullptr, *key_dots = nullptr, *final_states = nullptr, *final_dots = nullptr;
+  ChunkScan plan = of_key;
+  plan.y = plan.x = part_of(value, 0, in.dtype);
+  chunk_scan_plan(plan, target.sm_count);
+  if (args.wants_grad_decay) {
+    sums.segments = plan.segments;
+    sums.segment_tokens = plan.segment_tokens;
+    sums.slot_floats = plan.slot_floats;
+    sums.query_slices = sums.key_slices = parts * plan.slices;
+    query_dots = ws.scratch<float>(sums.query_slices * in.batch * in.heads * in.tokens);
+    key_dots = ws.scratch<float>(sums.key_slices * in.batch * in.kv_heads * in.tokens);
+    sums.query_dots = query_dots;
+    sums.key_dots = key_dots;
+    if (args.has_grad_final_state) {
+      final_states = ws.scratch<float>(in.requests * in.kv_heads * state_floats);
+      final_dots = ws.scratch<float>(in.requests * in.kv_heads);
+    }
+    if (!in.decay_per_token) sums.partial = ws.scratch<double>(in.batch * in.kv_heads * plan.segments);
+  }
+  for (int part = 0; part < parts; ++part) {
+    const int64_t first = static_cast<int64_t>(part) * kChunkMaxWidth;
+    for (ChunkScan one : {of_query, of_key}) {
+      one.x = part_of(one.x, first, in.dtype);
+      one.y = part_of(one.y, first, in.dtype);
+      one.accumulate = part > 0;
+      if (one.initial.state != nullptr) one.initial.state += first;
+      if (args.wants_grad_decay) {
+        one.segments = plan.segments;
+        one.segment_tokens = plan.segment_tokens;
+        one.slot_floats = plan.slot_floats;
+        one.slices = plan.slices;
+        one.own_slots = true;
+        one.slots = ws.scratch<float>(chunk_scan_slots(one) * plan.slot_floats);
+        sums.slot_sums[part] = one.y.width * R;
+        const int64_t dots = static_cast<int64_t>(part) * plan.slices * in.batch * in.tokens;
+        if (one.reverse) {
+          sums.reverse_slots[part] = one.slots;
+          one.source = key;
+          one.row_dot = key_dots + dots * in.kv_heads;
+        } else {
+          sums.forward_slots[part] = one.slots;
+          one.source = query;
+          one.row_dot = query_dots + dots * in.heads;
+          if (final_states != nullptr) one.last = {final_states + first, 1, V, state_floats, nullptr, nullptr, nullptr};
+        }
+      }
+      const int failed = chunk_scan(one, target, ws);
+      if (failed != cudaSuccess) return failed;
+    }
+  }
+  for (int64_t first = 0; first < R; first += kChunkMaxWidth) {
+    ChunkScan one = of_value;
+    one.x = part_of(one.x, first, in.dtype);
+    one.y = part_of(one.y, first, in.dtype);
+    one.accumulate = first > 0;
+    if (one.initial.state != nullptr) one.initial.state += first * V;
+    if (one.last.state != nullptr) one.last.state += first * V;
+    const int failed = chunk_scan(one, target, ws);
+    if (failed != cudaSuccess) return failed;
+  }
+  if (counting || !args.wants_grad_decay) return cudaSuccess;
+  sums.grad_log_decay = args.grad_log_decay;
+  if (in.tokens == 0 || in.batch == 0) {
+    const size_t bytes = sizeof(float) * static_cast<size_t>(in.decay_per_token ? 0 : in.kv_heads);
+    return bytes == 0 ? cudaSuccess : cudaMemsetAsync(args.grad_log_decay, 0, bytes, stream);
+  }
+  if (final_states != nullptr && in.requests > 0) {
+    StateDotKernel<<<static_cast<unsigned>(in.requests * in.kv_heads), kThreads, 0, stream>>>(
+        final_states, args.grad_final_state, state_floats, final_dots);
+    sums.final_dots = final_dots;
+  }
+  const dim3 grid(static_cast<unsigned>(sums.segments), static_cast<unsigned>(in.kv_heads), static_cast<unsigned>(in.batch));
+  DecayGradKernel<<<grid, kThreads, 0, stream>>>(sums);
+  if (sums.partial != nullptr)
+    DecayGradTotalKernel<<<static_cast<unsigned>(in.kv_heads), kThreads, 0, stream>>>(
+        sums.partial, in.batch * sums.segments, args.grad_log_decay);
+  return cudaGetLastError();
+}
+
+}  // namespace leanfleet

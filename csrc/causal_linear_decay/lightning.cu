@@ -1,0 +1,89 @@
+// CausalLinearDecay in chunks on tensor cores (Lightning Attention-2; LD section 3.2): one chunk_scan with the queries
+// as x, the keys as y and the values as z.
+#include <cuda_runtime.h>
+
+#include "causal_linear_decay/causal_linear_decay.h"
+#include "core/chunk_scan.h"
+#include "core/op.h"
+
+namespace leanfleet {
+
+namespace {
+
+ChunkTensor rows_of(const void* data, const DecayStrides& strides, int64_t width) {
+  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
+}
+
+}  // namespace
+
+int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws) {
+  const DecayInputs& in = args.in;
+  const int64_t state_floats = in.key_width * in.value_width;
+  ChunkScan scan = {};
+  scan.dtype = in.dtype;
+  scan.causal = true;
+  scan.row_sums = scan.divide = args.normalize;
+  scan.eps = args.eps;
+  scan.batch = in.batch;
+  scan.requests = in.requests;
+  scan.tokens = in.tokens;
+  scan.heads = static_cast<int32_t>(in.heads);
+  scan.x_group = static_cast<int32_t>(in.heads / in.kv_heads);
+  scan.y_group = 1;
+  scan.cu_seqlens = in.cu_seqlens;
+  scan.x = rows_of(in.query, in.query_strides, in.key_width);
+  scan.y = rows_of(in.key, in.key_strides, in.key_width);
+  scan.z = rows_of(in.value, in.value_strides, in.value_width);
+  scan.out = args.output;
+  scan.out_strides = rows_of(nullptr, in.output_strides, in.value_width);
+  scan.x_factor.scale = in.scale;
+  scan.y_factor.scale = scan.z_factor.scale = 1.0f;
+  scan.log_decay = in.log_decay;
+  scan.decay_per_token = in.decay_per_token;
+  scan.decay_batch = in.decay_strides.batch;
+  scan.decay_head = in.decay_strides.head;
+  scan.decay_token = in.decay_strides.token;
+  // The kernels only read `initial`.
+  scan.initial = {const_cast<float*>(args.initial_state), in.value_width, 1, state_floats,
+                  args.normalize ? const_cast<float*>(args.initial_norm) : nullptr, nullptr, nullptr};
+  scan.last = {args.final_state, in.value_width, 1, state_floats, args.normalize ? args.final_norm : nullptr, nullptr, nullptr};
+  scan.carried_in_place = args.carries_state;
+  scan.state_index = args.state_index;
+  scan.state_rows = args.state_rows;
+
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  const bool counting = ws.counting();
+  // Rows that no request names, or only one without tokens, keep what they begin with.
+  const bool untouched = args.state_index != nullptr || in.cu_seqlens != nullptr || in.tokens == 0;
+  const auto keep = [&](const float* from, float* to, int64_t row_floats) -> cudaError_t {
+    if (counting || !untouched || to == nullptr || to == from) return cudaSuccess;
+    const size_t bytes = sizeof(float) * static_cast<size_t>(args.state_rows * in.kv_heads * row_floats);
+    return from != nullptr ? cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream)
+                           : cudaMemsetAsync(to, 0, bytes, stream);
+  };
+  cudaError_t error = keep(args.initial_state, args.final_state, state_floats);
+  if (error == cudaSuccess) error = keep(args.initial_norm, args.final_norm, in.key_width);
+  if (error != cudaSuccess) return error;
+
+  // Wider keys in parts, whose outputs add up.
+  for (int64_t first = 0; first < in.key_width; first += kChunkMaxWidth) {
+    const int64_t left = in.key_width - first;
+    const auto part = [&](ChunkTensor x) {
+      if (x.data != nullptr)
+        x.data = static_cast<const char*>(x.data) + first * element_size(static_cast<DType>(in.dtype));
+      x.width = static_cast<int32_t>(left < kChunkMaxWidth ? left : kChunkMaxWidth);
+      return x;
+    };
+    ChunkScan one = scan;
+    one.x = part(scan.x);
+    one.y = part(scan.y);
+    if (one.initial.state != nullptr) one.initial.state += first * in.value_width;
+    if (one.last.state != nullptr) one.last.state += first * in.value_width;
+    one.accumulate = first > 0;
+    const int failed = chunk_scan(one, target, ws);
+    if (failed != cudaSuccess) return failed;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace leanfleet

@@ -1,0 +1,354 @@
+// NormalizedLinearAttention and its gradient on CUDA as scans over chunks of tokens (core/chunk_scan.h); the table in
+// normalized_linear_attention.h says which rows each scan has. The factors of rows (1 / |q_i|, 1 / |k_j|, 1 / g_i, r_i)
+// are found beforehand, so that tensors enter the scans as they are.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "core/chunk_scan.h"
+#include "core/op.h"
+#include "normalized_linear_attention/normalized_linear_attention.h"
+#include "normalized_linear_attention/step.h"
+
+namespace leanfleet {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr float kUnitRowEps = 1e-12f;  // a row of less is divided by it, and its gradient is not projected
+
+ChunkTensor rows_of(const void* data, const TokenStrides& strides, int64_t width) {
+  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
+}
+
+template <class F>
+int with_type(int32_t dtype, F&& body) {
+  if (dtype == static_cast<int32_t>(DType::kFloat32)) return body(float{});
+  if (dtype == static_cast<int32_t>(DType::kFloat16)) return body(__half{});
+  return body(__nv_bfloat16{});
+}
+
+// A warp a row (b, head, token) of a tensor [B,heads,N,width]; rows are numbered in this order.
+struct Row {
+  int64_t batch, head, token;
+};
+__device__ __forceinline__ int64_t row_index() {
+  return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
+}
+__device__ __forceinline__ Row row_at(int64_t index, int64_t heads, int64_t tokens) {
+  const int64_t of_head = index / tokens;
+  return {of_head / heads, of_head % heads, index % tokens};
+}
+__device__ __forceinline__ int64_t offset_of(const Row& row, const TokenStrides& strides) {
+  return row.batch * strides.batch + row.head * strides.head + row.token * strides.token;
+}
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// 1 / max(|row|, 1e-12).
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    UnitFactorKernel(const T* x, TokenStrides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width, float* out) {
+  const int64_t index = row_index();
+  if (index >= batch * heads * tokens) return;
+  const T* row = x + offset_of(row_at(index, heads, tokens), strides);
+  // Scaled by the largest element, so that squares neither overflow nor vanish.
+  float top = 0.0f;
+  for (int64_t d = threadIdx.x % 32; d < width; d += 32) top = fmaxf(top, fabsf(static_cast<float>(row[d])));
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+  float sum = 0.0f;
+  if (top > 0.0f)
+    for (int64_t d = threadIdx.x % 32; d < width; d += 32) {
+      const float scaled = static_cast<float>(row[d]) / top;
+      sum += scaled * scaled;
+    }
+  const float norm = top * sqrtf(warp_sum(sum));
+  if (threadIdx.x % 32 == 0) out[index] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
+}
+
+// 1 / g_i with |g_i| held, and r_i = o_i · grad_o_i / g_i, or 0 where it is held.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    WeightKernel(const __grid_constant__ NormalizedLinearAttentionGradArgs args, float* inverse, float* rest) {
+  const NormalizedLinearInputs& in = args.in;
+  const int64_t index = row_index();
+  if (index >= in.batch * in.heads * in.tokens) return;
+  const Row row = row_at(index, in.heads, in.tokens);
+  const T* output = static_cast<const T*>(args.output) + offset_of(row, in.output_strides);
+  const T* grad = static_cast<const T*>(args.grad_output) + offset_of(row, in.output_strides);
+  float dot = 0.0f;
+  for (int64_t d = threadIdx.x % 32; d < in.value_dim; d += 32) dot += static_cast<float>(output[d]) * static_cast<float>(grad[d]);
+  dot = warp_sum(dot);
+  if (threadIdx.x % 32 != 0) return;
+  const float g = args.normalizer[offset_of(row, in.normalizer_strides)];
+  const bool held = fabsf(g) < in.eps;
+  const float divisor = held ? (g < 0.0f ? -in.eps : in.eps) : g;
+  inverse[index] = 1.0f / divisor;
+  rest[index] = held ? 0.0f : dot / divisor;
+}
+
+// From the gradient of a row of unit length to that of the row it was made from: (dy - y (y·dy)) / |x|. dots: of the
+// slices [slices][rows], x · dy over *times.
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    ProjectKernel(const T* x, T* grad, TokenStrides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
+                  const float* units, const float* dots, int slices, const float* times) {
+  const int64_t index = row_index(), rows = batch * heads * tokens;
+  if (index >= rows) return;
+  const int64_t at = offset_of(row_at(index, heads, tokens), strides);
+  const float unit = units[index];
+  float dot = 0.0f;
+  for (int s = 0; s < slices; ++s) dot += dots[s * rows + index];
+  if (times != nullptr) dot *= *times;
+  const float along = unit >= 1.0f / kUnitRowEps ? 0.0f : dot * unit * unit;
+  for (int64_t d = threadIdx.x % 32; d < width; d += 32)
+    grad[at + d] = static_cast<T>(unit * (static_cast<float>(grad[at + d]) - along * static_cast<float>(x[at + d])));
+}
+
+// Σ row sums and Σ dots, each over its rows, in parts and then whole.
+struct CoefficientSums {
+  const float *row_sums, *dots, *units;  // [rows], [slices][rows], [rows] or null
+  int64_t rows;
+  int slices;
+};
+constexpr int kSumBlocks = 132;
+
+__device__ __forceinline__ double block_sum(double x, double* shared) {
+  __syncthreads();
+  shared[threadIdx.x] = x;
+  __syncthreads();
+  for (int half = kThreads / 2; half > 0; half /= 2) {
+    if (static_cast<int>(threadIdx.x) < half) shared[threadIdx.x] += shared[threadIdx.x + half];
+    __syncthreads();
+  }
+  return shared[0];
+}
+
+__global__ void __launch_bounds__(kThreads) CoefficientPartsKernel(CoefficientSums sums, double* parts) {
+  __shared__ double shared[kThreads];
+  double a = 0.0, b = 0.0;
+  for (int64_t i = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x; i < sums.rows; i += kSumBlocks * kThreads) {
+    a += sums.row_sums[i];
+    float dot = 0.0f;
+    for (int s = 0; s < sums.slices; ++s) dot += sums.dots[s * sums.rows + i];
+    b += static_cast<double>(dot) * (sums.units != nullptr ? sums.units[i] : 1.0f);
+  }
+  a = block_sum(a, shared);
+  b = block_sum(b, shared);
+  if (threadIdx.x == 0) parts[blockIdx.x] = a, parts[kSumBlocks + blockIdx.x] = b;
+}
+__global__ void __launch_bounds__(kThreads) CoefficientTotalKernel(const double* parts, float* out) {
+  __shared__ double shared[kThreads];
+  for (int i = 0; i < 2; ++i) {
+    const double sum = block_sum(static_cast<int>(threadIdx.x) < kSumBlocks ? parts[i * kSumBlocks + threadIdx.x] : 0.0, shared);
+    if (threadIdx.x == 0) out[i] = static_cast<float>(sum);
+  }
+}
+
+__global__ void CountKernel(const int32_t* before, int32_t* after, int64_t batch, int64_t tokens) {
+  for (int64_t b = threadIdx.x; b < batch; b += blockDim.x)
+    after[b] = static_cast<int32_t>((before != nullptr ? before[b] : 0) + tokens);
+}
+
+unsigned row_blocks(int64_t rows) { return static_cast<unsigned>((rows + kThreads / 32 - 1) / (kThreads / 32)); }
+
+int unit_factors(const NormalizedLinearInputs& in, bool of_query, float* out, cudaStream_t stream) {
+  const int64_t heads = of_query ? in.heads : in.kv_heads;
+  return with_type(in.dtype, [&](auto type) -> int {
+    using T = decltype(type);
+    UnitFactorKernel<T><<<row_blocks(in.batch * heads * in.tokens), kThreads, 0, stream>>>(
+        static_cast<const T*>(of_query ? in.query : in.key), of_query ? in.query_strides : in.key_strides, in.batch, heads,
+        in.tokens, in.dim, out);
+    return cudaGetLastError();
+  });
+}
+
+// A factor a row of [B,heads,N], contiguous.
+ChunkFactor row_factor(const float* data, int64_t heads, int64_t tokens, const float* times = nullptr, float scale = 1.0f) {
+  return {data, heads * tokens, tokens, 1, scale, times};
+}
+
+// What the four scans have in common.
+ChunkScan scan_of(const NormalizedLinearInputs& in) {
+  ChunkScan scan = {};
+  scan.dtype = in.dtype;
+  scan.causal = in.causal;
+  scan.rank1 = true;
+  scan.eps = in.eps;
+  scan.batch = scan.requests = scan.state_rows = in.batch;
+  scan.tokens = in.tokens;
+  scan.x_factor = scan.x_rank1 = scan.y_factor = scan.y_rank1 = scan.z_factor = row_factor(nullptr, 0, 0);
+  scan.x_group = scan.y_group = 1;
+  return scan;
+}
+
+}  // namespace
+
+int launch_normalized_linear(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, Workspace& ws) {
+  const NormalizedLinearInputs& in = args.in;
+  if (normalized_step_fits(in)) return launch_normalized_step(args, target, ws);
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  const float* const a = in.coefficients;
+  const float* const b = in.coefficients != nullptr ? in.coefficients + 1 : nullptr;
+  float* const query_units = ws.scratch<float>(in.normalize_qk ? in.batch * in.heads * in.tokens : 0);
+  float* const key_units = ws.scratch<float>(in.normalize_qk ? in.batch * in.kv_heads * in.tokens : 0);
+
+  ChunkScan scan = scan_of(in);
+  scan.row_sums = scan.divide = true;
+  scan.heads = static_cast<int32_t>(in.heads);
+  scan.x_group = static_cast<int32_t>(in.heads / in.kv_heads);
+  scan.x = rows_of(in.query, in.query_strides, in.dim);
+  scan.y = rows_of(in.key, in.key_strides, in.dim);
+  scan.z = rows_of(in.value, in.value_strides, in.value_dim);
+  scan.out = args.output;
+  scan.out_strides = rows_of(nullptr, in.output_strides, in.value_dim);
+  scan.x_factor = row_factor(in.normalize_qk ? query_units : nullptr, in.heads, in.tokens, b);
+  scan.x_rank1.times = a;
+  scan.y_factor = row_factor(in.normalize_qk ? key_units : nullptr, in.kv_heads, in.tokens);
+  scan.row_sum = args.normalizer;
+  scan.sum_batch = in.normalizer_strides.batch;
+  scan.sum_head = in.normalizer_strides.head;
+  scan.sum_token = in.normalizer_strides.token;
+  // The kernels only read `initial`.
+  scan.initial = {const_cast<float*>(args.initial_state), in.value_dim, 1, in.dim * in.value_dim,
+                  const_cast<float*>(args.initial_key_sum), const_cast<float*>(args.initial_value_sum),
+                  const_cast<int32_t*>(args.initial_count)};
+  scan.last = {args.final_state, in.value_dim, 1, in.dim * in.value_dim, args.final_key_sum, args.final_value_sum, nullptr};
+  scan.carried_in_place = args.carries_state;
+  if (!ws.counting() && in.normalize_qk && in.batch * in.tokens > 0) {
+    int failed = unit_factors(in, true, query_units, stream);
+    if (failed == cudaSuccess) failed = unit_factors(in, false, key_units, stream);
+    if (failed != cudaSuccess) return failed;
+  }
+  const int failed = chunk_scan(scan, target, ws);
+  if (failed != cudaSuccess || ws.counting() || args.final_count == nullptr || in.batch == 0) return failed;
+  if (in.tokens == 0) {
+    const auto keep = [&](const float* from, float* to, int64_t floats) -> cudaError_t {
+      const size_t bytes = sizeof(float) * static_cast<size_t>(in.batch * in.kv_heads * floats);
+      if (to == from) return cudaSuccess;
+      return from != nullptr ? cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream)
+                             : cudaMemsetAsync(to, 0, bytes, stream);
+    };
+    cudaError_t error = keep(args.initial_state, args.final_state, in.dim * in.value_dim);
+    if (error == cudaSuccess) error = keep(args.initial_key_sum, args.final_key_sum, in.dim);
+    if (error == cudaSuccess) error = keep(args.initial_value_sum, args.final_value_sum, in.value_dim);
+    if (error != cudaSuccess) return error;
+  }
+  CountKernel<<<1, kThreads, 0, stream>>>(args.initial_count, args.final_count, in.batch, in.tokens);
+  return cudaGetLastError();
+}
+
+int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args, const CudaTarget& target, Workspace& ws) {
+  const NormalizedLinearInputs& in = args.in;
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  const float* const a = in.coefficients;
+  const float* const b = in.coefficients != nullptr ? in.coefficients + 1 : nullptr;
+  const int64_t query_rows = in.batch * in.heads * in.tokens, key_rows = in.batch * in.kv_heads * in.tokens;
+  const auto group = static_cast<int32_t>(in.heads / in.kv_heads);
+  float* const inverse = ws.scratch<float>(query_rows);
+  float* const rest = ws.scratch<float>(query_rows);
+  float* const query_units = ws.scratch<float>(in.normalize_qk ? query_rows : 0);
+  float* const key_units = ws.scratch<float>(in.normalize_qk ? key_rows : 0);
+  float* const row_sums = ws.scratch<float>(query_rows);
+  double* const parts = ws.scratch<double>(2 * kSumBlocks);
+  const ChunkFactor weight = row_factor(inverse, in.heads, in.tokens);
+  const ChunkFactor minus_rest = row_factor(rest, in.heads, in.tokens, nullptr, -1.0f);
+  const ChunkFactor query_unit = row_factor(in.normalize_qk ? query_units : nullptr, in.heads, in.tokens);
+  const ChunkFactor key_unit = row_factor(in.normalize_qk ? key_units : nullptr, in.kv_heads, in.tokens);
+  const ChunkTensor query = rows_of(in.query, in.query_strides, in.dim), key = rows_of(in.key, in.key_strides, in.dim);
+  const ChunkTensor value = rows_of(in.value, in.value_strides, in.value_dim);
+  const ChunkTensor grad_output = rows_of(args.grad_output, in.output_strides, in.value_dim);
+
+  ChunkScan of_query = scan_of(in);
+  of_query.row_sums = true;
+  of_query.heads = static_cast<int32_t>(in.heads);
+  of_query.x_group = group;
+  of_query.x = grad_output;
+  of_query.y = value;
+  of_query.z = key;
+  of_query.out = args.grad_query;
+  of_query.out_strides = query;
+  of_query.out_times = b;
+  of_query.x_factor = weight;
+  of_query.x_rank1 = minus_rest;
+  of_query.z_factor = key_unit;
+  of_query.row_sum = row_sums;
+  of_query.sum_batch = in.heads * in.tokens;
+  of_query.sum_head = in.tokens;
+  of_query.sum_token = 1;
+  of_query.source = query;
+  of_query.row_dot = ws.scratch<float>(chunk_scan_slices(of_query) * query_rows);
+
+  ChunkScan of_key = scan_of(in);
+  of_key.reverse = true;
+  of_key.heads = static_cast<int32_t>(in.kv_heads);
+  of_key.y_group = group;
+  of_key.x = value;
+  of_key.y = grad_output;
+  of_key.z = query;
+  of_key.out = args.grad_key;
+  of_key.out_strides = key;
+  of_key.out_times = b;
+  of_key.y_factor = weight;
+  of_key.y_rank1 = minus_rest;
+  of_key.z_factor = query_unit;
+  if (in.normalize_qk) {
+    of_key.source = key;
+    of_key.row_dot = ws.scratch<float>(chunk_scan_slices(of_key) * key_rows);
+  }
+
+  ChunkScan of_value = scan_of(in);
+  of_value.reverse = true;
+  of_value.heads = static_cast<int32_t>(in.kv_heads);
+  of_value.y_group = group;
+  of_value.x = key;
+  of_value.y = query;
+  of_value.z = grad_output;
+  of_value.out = args.grad_value;
+  of_value.out_strides = value;
+  of_value.x_factor = key_unit;
+  of_value.x_factor.times = b;
+  of_value.x_rank1.times = a;
+  of_value.y_factor = query_unit;
+  of_value.z_factor = weight;
+
+  const bool empty = in.batch * in.tokens == 0;
+  if (!ws.counting() && !empty) {
+    int failed = with_type(in.dtype, [&](auto type) -> int {
+      WeightKernel<decltype(type)><<<row_blocks(query_rows), kThreads, 0, stream>>>(args, inverse, rest);
+      return cudaGetLastError();
+    });
+    if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, true, query_units, stream);
+    if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, false, key_units, stream);
+    if (failed != cudaSuccess) return failed;
+  }
+  for (const ChunkScan* scan : {&of_query, &of_key, &of_value}) {
+    const int failed = chunk_scan(*scan, target, ws);
+    if (failed != cudaSuccess) return failed;
+  }
+  if (ws.counting()) return cudaSuccess;
+  if (in.normalize_qk && !empty) {
+    const int failed = with_type(in.dtype, [&](auto type) -> int {
+      using T = decltype(type);
+      ProjectKernel<T><<<row_blocks(query_rows), kThreads, 0, stream>>>(
+          static_cast<const T*>(in.query), static_cast<T*>(args.grad_query), in.query_strides, in.batch, in.heads, in.tokens,
+          in.dim, query_units, of_query.row_dot, chunk_scan_slices(of_query), b);
+      ProjectKernel<T><<<row_blocks(key_rows), kThreads, 0, stream>>>(
+          static_cast<const T*>(in.key), static_cast<T*>(args.grad_key), in.key_strides, in.batch, in.kv_heads, in.tokens,
+          in.dim, key_units, of_key.row_dot, chunk_scan_slices(of_key), b);
+      return cudaGetLastError();
+    });
+    if (failed != cudaSuccess) return failed;
+  }
+  const CoefficientSums sums = {row_sums, of_query.row_dot, in.normalize_qk ? query_units : nullptr, empty ? 0 : query_rows,
+                                chunk_scan_slices(of_query)};
+  CoefficientPartsKernel<<<kSumBlocks, kThreads, 0, stream>>>(sums, parts);
+  CoefficientTotalKernel<<<1, kThreads, 0, stream>>>(parts, args.grad_coefficients);
+  return cudaGetLastError();
+}
+
+}  // namespace leanfleet

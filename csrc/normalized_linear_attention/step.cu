@@ -1,0 +1,189 @@
+// NormalizedLinearAttention for one token: the state is read once, the token's kᵀv added, and written once. A block has
+// a key/value head and some columns of its state; a thread four columns of every kRowGroups-th row.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include "core/op.h"
+#include "normalized_linear_attention/step.h"
+
+namespace leanfleet {
+
+namespace {
+
+constexpr int kThreads = 256, kGroup = static_cast<int>(kStepMaxGroup), kWidth = static_cast<int>(kStepMaxWidth);
+constexpr int kAtOnce = 8;  // rows that a thread has in flight
+
+__device__ __forceinline__ float warp_sum(float x) {
+#pragma unroll
+  for (int offset = 16; offset > 0; offset /= 2) x += __shfl_xor_sync(0xffffffffu, x, offset);
+  return x;
+}
+
+// kLanes threads a row of the block's 4 * kLanes columns.
+template <class T, int kLanes>
+__global__ void __launch_bounds__(kThreads)
+    NormalizedStepKernel(const __grid_constant__ NormalizedLinearAttentionArgs args, uint32_t* tickets, int slices) {
+  constexpr int kRowGroups = kThreads / kLanes;
+  const NormalizedLinearInputs& in = args.in;
+  const int D = static_cast<int>(in.dim), V = static_cast<int>(in.value_dim);
+  const int group = static_cast<int>(in.heads / in.kv_heads);
+  const int slice = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  __shared__ float rows[kGroup + 1][kWidth];  // queries, then the key
+  __shared__ float normalizers[kGroup];
+  __shared__ float partial[kGroup][kRowGroups][4 * kLanes];
+  __shared__ bool last;
+
+  const int64_t entry = static_cast<int64_t>(batch) * in.kv_heads + head;
+  const bool carried = args.initial_state != nullptr;
+  const float a = in.coefficients != nullptr ? in.coefficients[0] : 1.0f;
+  const float b = in.coefficients != nullptr ? in.coefficients[1] : 1.0f;
+  const int columns = slice * 4 * kLanes + threadIdx.x % kLanes * 4, row_group = threadIdx.x / kLanes;
+  const bool mine = columns < V;
+  const float* from = args.initial_state + entry * D * V + columns;
+  float* to = args.final_state + entry * D * V + columns;
+  float4 state[kAtOnce];
+  const auto fetch = [&](int first) {
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int d = first + i * kRowGroups + row_group;
+      state[i] = carried && mine && d < D ? *reinterpret_cast<const float4*>(from + static_cast<int64_t>(d) * V)
+                                          : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  };
+  fetch(0);
+  for (int r = warp; r <= group; r += kThreads / 32) {
+    const T* row = r < group
+                       ? static_cast<const T*>(in.query) + batch * in.query_strides.batch + (head * group + r) * in.query_strides.head
+                       : static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
+    float x[kWidth / 32], top = 0.0f, sum = 0.0f;
+#pragma unroll
+    for (int i = 0; i < kWidth / 32; ++i) {
+      x[i] = i * 32 + lane < D ? static_cast<float>(row[i * 32 + lane]) : 0.0f;
+      top = fmaxf(top, fabsf(x[i]));
+    }
+    float factor = 1.0f;
+    if (in.normalize_qk) {
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+      const float inverse = top > 0.0f ? 1.0f / top : 0.0f;
+#pragma unroll
+      for (int i = 0; i < kWidth / 32; ++i) sum += x[i] * inverse * (x[i] * inverse);
+      const float norm = top * sqrtf(warp_sum(sum));
+      factor = 1.0f / (norm < 1e-12f ? 1e-12f : norm);
+    }
+#pragma unroll
+    for (int i = 0; i < kWidth / 32; ++i) rows[r < group ? r : kGroup][i * 32 + lane] = factor * x[i];
+  }
+  float value[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (mine) {
+    const T* row = static_cast<const T*>(in.value) + batch * in.value_strides.batch + head * in.value_strides.head + columns;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) value[c] = static_cast<float>(row[c]);
+  }
+  __syncthreads();
+  const float count = (args.initial_count != nullptr ? static_cast<float>(args.initial_count[batch]) : 0.0f) + 1.0f;
+  for (int g = warp; g < group; g += kThreads / 32) {
+    float sum = 0.0f;
+    for (int d = lane; d < D; d += 32)
+      sum += rows[g][d] * (rows[kGroup][d] + (carried ? args.initial_key_sum[entry * D + d] : 0.0f));
+    sum = a * count + b * warp_sum(sum);
+    if (lane == 0) normalizers[g] = sum;
+  }
+
+  float out[kGroup][4] = {};
+  for (int first = 0; first < D; first += kAtOnce * kRowGroups) {
+    if (first > 0) fetch(first);
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int d = first + i * kRowGroups + row_group;
+      if (d >= D) break;
+      const float k = rows[kGroup][d];
+      state[i].x += k * value[0], state[i].y += k * value[1], state[i].z += k * value[2], state[i].w += k * value[3];
+      if (args.final_state != nullptr && mine) *reinterpret_cast<float4*>(to + static_cast<int64_t>(d) * V) = state[i];
+#pragma unroll
+      for (int g = 0; g < kGroup; ++g) {
+        if (g >= group) break;
+        const float q = rows[g][d];
+        out[g][0] += q * state[i].x, out[g][1] += q * state[i].y, out[g][2] += q * state[i].z, out[g][3] += q * state[i].w;
+      }
+    }
+  }
+#pragma unroll
+  for (int g = 0; g < kGroup; ++g) {
+    if (g >= group) break;
+    *reinterpret_cast<float4*>(&partial[g][row_group][threadIdx.x % kLanes * 4]) =
+        make_float4(out[g][0], out[g][1], out[g][2], out[g][3]);
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < group * 4 * kLanes; i += kThreads) {
+    const int g = i / (4 * kLanes), column = slice * 4 * kLanes + i % (4 * kLanes);
+    if (column >= V) continue;
+    float sum = 0.0f;
+    for (int r = 0; r < kRowGroups; ++r) sum += partial[g][r][i % (4 * kLanes)];
+    const float v = static_cast<float>(
+        static_cast<const T*>(in.value)[batch * in.value_strides.batch + head * in.value_strides.head + column]);
+    const float value_sum = (carried ? args.initial_value_sum[entry * V + column] : 0.0f) + v;
+    if (g == 0 && args.final_value_sum != nullptr) partial[0][0][i] = value_sum;
+    const float normalizer = normalizers[g];
+    const float divisor = fabsf(normalizer) < in.eps ? (normalizer < 0.0f ? -in.eps : in.eps) : normalizer;
+    static_cast<T*>(args.output)[batch * in.output_strides.batch + (head * group + g) * in.output_strides.head + column] =
+        static_cast<T>((a * value_sum + b * sum) / divisor);
+  }
+  if (slice == 0 && static_cast<int>(threadIdx.x) < group)
+    args.normalizer[batch * in.normalizer_strides.batch + (head * group + threadIdx.x) * in.normalizer_strides.head] =
+        normalizers[threadIdx.x];
+  if (args.final_state == nullptr) return;
+  // The sums that other blocks read are written once all have, since the buffers may be the same.
+  __syncthreads();
+  for (int i = threadIdx.x; i < 4 * kLanes && slice * 4 * kLanes + i < V; i += kThreads)
+    args.final_value_sum[entry * V + slice * 4 * kLanes + i] = partial[0][0][i];
+  const auto arrive = [&](uint32_t* ticket, uint32_t all) {
+    __syncthreads();
+    if (threadIdx.x == 0) {
+      uint32_t before;
+      asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(ticket), "r"(all - 1) : "memory");
+      last = before == all - 1;
+    }
+    __syncthreads();
+    return last;
+  };
+  if (arrive(tickets + entry, slices)) {
+    for (int d = threadIdx.x; d < D; d += kThreads)
+      args.final_key_sum[entry * D + d] = rows[kGroup][d] + (carried ? args.initial_key_sum[entry * D + d] : 0.0f);
+  }
+  if (arrive(tickets + in.batch * in.kv_heads + batch, static_cast<uint32_t>(slices * in.kv_heads)) && threadIdx.x == 0)
+    args.final_count[batch] = (args.initial_count != nullptr ? args.initial_count[batch] : 0) + 1;
+}
+
+template <class T>
+int launch(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, uint32_t* tickets) {
+  const NormalizedLinearInputs& in = args.in;
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  const auto grid = [&](int columns) {
+    return dim3(static_cast<unsigned>((in.value_dim + columns - 1) / columns), static_cast<unsigned>(in.kv_heads),
+                static_cast<unsigned>(in.batch));
+  };
+  if (in.batch * in.kv_heads * ((in.value_dim + 127) / 128) >= 2 * target.sm_count) {
+    const dim3 blocks = grid(128);
+    NormalizedStepKernel<T, 32><<<blocks, kThreads, 0, stream>>>(args, tickets, static_cast<int>(blocks.x));
+  } else {
+    const dim3 blocks = grid(32);
+    NormalizedStepKernel<T, 8><<<blocks, kThreads, 0, stream>>>(args, tickets, static_cast<int>(blocks.x));
+  }
+  return cudaGetLastError();
+}
+
+}  // namespace
+
+int launch_normalized_step(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, Workspace& ws) {
+  const NormalizedLinearInputs& in = args.in;
+  uint32_t* const tickets = ws.sync<uint32_t>(in.batch * in.kv_heads + in.batch);
+  if (ws.counting()) return cudaSuccess;
+  if (in.dtype == static_cast<int32_t>(DType::kFloat32)) return launch<float>(args, target, tickets);
+  if (in.dtype == static_cast<int32_t>(DType::kFloat16)) return launch<__half>(args, target, tickets);
+  return launch<__nv_bfloat16>(args, target, tickets);
+}
+
+}  // namespace leanfleet

@@ -1,0 +1,312 @@
+"""Rewrites of an exported decoder's graph into forms that ONNX Runtime has one kernel for. Each computes what it replaces."""
+
+import numpy as np
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
+
+from leanfleet.export import function_bodies
+
+MICROSOFT = "com.microsoft"
+
+
+def _producer(value, *op_types):
+    """The standard operator of one of these types that makes a value; None where another does."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type in op_types and node.domain == "" else None
+
+
+def _constant(value):
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else tensor.numpy()
+
+
+def _replace(graph, old_node, new_node):
+    """Puts a node of one output in another's place."""
+    old, new = old_node.outputs[0], new_node.outputs[0]
+    new.name, new.type, new.shape = old.name, old.type, old.shape
+    graph.insert_before(old_node, new_node)
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+    graph.remove(old_node, safe=True)
+
+
+def divide_by_roots(model):
+    """Writes x * (1 / sqrt(y)) as x / sqrt(y), which ONNX Runtime recognises as an RMS norm. Returns the number of places."""
+    count = 0
+    for node in list(model.graph):
+        for i in (0, 1) if node.op_type == "Mul" and node.domain == "" else ():
+            reciprocal = _producer(node.inputs[i], "Reciprocal")
+            root = reciprocal and _producer(reciprocal.inputs[0], "Sqrt")
+            if root:
+                _replace(model.graph, node, ir.node("Div", [node.inputs[1 - i], root.outputs[0]], name=node.name))
+                count += 1
+                break
+    return count
+
+
+def _half(value):
+    """How to get the first half of a value [..., 2h] whose halves are equal, as (x [..., h], the nodes after x); else None."""
+    steps = []
+    while True:
+        concat = _producer(value, "Concat")
+        if concat:
+            same = len(concat.inputs) == 2 and concat.inputs[0] is concat.inputs[1]
+            return (concat.inputs[0], steps[::-1]) if same and concat.attributes.get_int("axis") == -1 else None
+        node = _producer(value, "Cos", "Sin", "Cast", "Mul")
+        if node is None:
+            return None
+        if node.op_type == "Mul":
+            factor = next((i for i in (0, 1) if (c := _constant(node.inputs[i])) is not None and c.size == 1), None)
+            if factor is None:
+                return None
+            value = node.inputs[1 - factor]
+        else:
+            value = node.inputs[0]
+        steps.append(node)
+
+
+def _halves(value):
+    """x where value is the concatenation of -x2 and x1, the halves of x's last axis; else None."""
+    concat = _producer(value, "Concat")
+    two = concat and len(concat.inputs) == 2 and concat.attributes.get_int("axis") == -1
+    negation = two and _producer(concat.inputs[0], "Neg")
+    if not negation:
+        return None
+    second, first = negation.inputs[0], concat.inputs[1]
+    x = None
+    for value, upper in ((first, False), (second, True)):
+        node = _producer(value, "Slice")
+        if node is None or node.inputs[0].shape is None:
+            return None
+        width = node.inputs[0].shape[-1]
+        starts, ends, axes = (_constant(i) for i in node.inputs[1:4])
+        if not isinstance(width, int) or width % 2 or any(c is None or c.size != 1 for c in (starts, ends, axes)):
+            return None
+        span = (int(starts.item()), min(int(ends.item()), width))
+        last = axes.item() in (-1, len(node.inputs[0].shape) - 1)
+        if not last or span != ((width // 2, width) if upper else (0, width // 2)) or x not in (None, node.inputs[0]):
+            return None
+        x = node.inputs[0]
+    return x
+
+
+def _function(build, opset):
+    """com.microsoft.RotaryEmbedding in standard operators, for runtimes without that operator."""
+    inputs = [ir.Value(name=n) for n in ("input", "position_ids", "cos_cache", "sin_cache")]
+    nodes = []
+
+    def op(kind, *values, outputs=1, **attributes):
+        nodes.append(ir.node(kind, values, attributes, num_outputs=outputs))
+        return nodes[-1].outputs if outputs > 1 else nodes[-1].outputs[0]
+
+    output = build(op, *inputs)
+    output.name = "output"
+    graph = ir.Graph(inputs, [output], nodes=nodes, opset_imports={"": opset}, name="RotaryEmbedding")
+    return ir.Function(MICROSOFT, "RotaryEmbedding", graph=graph, attributes=[])
+
+
+def _rotate(op, x, positions, cos, sin, heads):
+    """x with a last axis of 2h channels, and an axis of heads at `heads`, turned by rows [B,N,h] of the tables."""
+    axis = op("Constant", value_ints=[heads])
+    cos, sin = (op("Unsqueeze", op("Gather", rows, positions), axis) for rows in (cos, sin))
+    first, second = op("Split", x, outputs=2, axis=-1, num_outputs=2)
+    return op("Concat", op("Sub", op("Mul", first, cos), op("Mul", second, sin)),
+              op("Add", op("Mul", second, cos), op("Mul", first, sin)), axis=-1)
+
+
+def _rotate_heads_first(op, x, positions, cos, sin):
+    return _rotate(op, x, positions, cos, sin, 1)
+
+
+def _rotate_flat(op, x, positions, cos, sin):
+    """x: [B,N,H*2h]."""
+    width = op("Mul", op("Shape", cos, start=1), op("Constant", value_ints=[2]))
+    heads = op("Concat", op("Constant", value_ints=[0, 0, -1]), width, axis=0)
+    return op("Reshape", _rotate(op, op("Reshape", x, heads), positions, cos, sin, 2), op("Shape", x))
+
+
+def fuse_rotary(model):
+    """Rotary position encodings (x cos + rotate_half(x) sin) become com.microsoft.RotaryEmbedding nodes, with a function of
+    that name in standard operators for other runtimes. Returns the number of places.
+
+    Each pair of cos and sin [B,N,2h] with equal halves becomes tables [B N,h] that token (b, i) reads at row b N + i.
+    """
+    graph, tables, count = model.graph, {}, 0
+
+    def table(cos, sin, before):
+        """(positions, cos table, sin table) of a pair, made before the node that uses them first; None: not of that form."""
+        if (cos, sin) in tables:
+            return tables[cos, sin]
+        found = _half(cos), _half(sin)
+        if None in found or found[0][0] is not found[1][0] or cos.shape is None or not isinstance(cos.shape[-1], int):
+            tables[cos, sin] = None
+            return None
+
+        def op(kind, *inputs, **attributes):
+            node = ir.node(kind, inputs, attributes)
+            graph.insert_before(before, node)
+            return node.outputs[0]
+
+        def ints(*values):
+            return op("Constant", value_ints=values)
+
+        rows = []
+        for x, steps in found:
+            value = x
+            for step in steps:
+                inputs = [value if _constant(i) is None else i for i in step.inputs]
+                value = op(step.op_type, *inputs, **{a.name: a.value for a in step.attributes.values()})
+            rows.append(op("Reshape", value, ints(-1, cos.shape[-1] // 2)))
+        size = op("Shape", found[0][0], start=0, end=2)
+        count_of = op("ReduceProd", size, keepdims=0)
+        zero, one = (op("Constant", value_int=n) for n in (0, 1))
+        tables[cos, sin] = (op("Reshape", op("Range", zero, count_of, one), size), *rows)
+        return tables[cos, sin]
+
+    for node in list(graph):
+        if node.op_type != "Add" or node.domain != "":
+            continue
+        products = [_producer(value, "Mul") for value in node.inputs]
+        for straight, turned in (products, products[::-1]) if None not in products else ():
+            for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
+                x = _halves(turned.inputs[i])
+                if x is None or straight.inputs[j] is not x or x.shape is None or len(x.shape) != 4:
+                    continue
+                spread = [_producer(value, "Unsqueeze") for value in (straight.inputs[1 - j], turned.inputs[1 - i])]
+                if None in spread or any((axes := _constant(s.inputs[1])) is None or axes.tolist() != [1] for s in spread):
+                    continue
+                rows = table(spread[0].inputs[0], spread[1].inputs[0], spread[0])
+                if rows is None:
+                    continue
+                _replace(graph, node, ir.node("RotaryEmbedding", [x, *rows], domain=MICROSOFT, name=node.name))
+                count += 1
+                break
+            else:
+                continue
+            break
+    if count:
+        graph.sort()
+        model.opset_imports.setdefault(MICROSOFT, 1)
+        _set_function(model, _rotate_heads_first)
+    return count
+
+
+def _set_function(model, build):
+    function = _function(build, model.opset_imports[""])
+    model.functions[function.identifier()] = function
+
+
+def pack_projections(model):
+    """Products of one value with several constant matrices become one product and a Split: fewer, larger kernels. Returns
+    the number of products saved."""
+    groups = {}
+    for node in model.graph:
+        if node.op_type == "MatMul" and node.domain == "":
+            tensor = ir.convenience.get_const_tensor(node.inputs[1])
+            if tensor is not None and len(tensor.shape) == 2:
+                groups.setdefault((node.inputs[0], tensor.dtype), []).append((node, tensor))
+    saved = 0
+    for (x, _), group in groups.items():
+        if len(group) < 2:
+            continue
+        first = group[0][0]
+        widths = [tensor.shape[1] for _, tensor in group]
+        packed = np.concatenate([tensor.numpy() for _, tensor in group], axis=1)
+        weight = ir.Value(name=f"{first.outputs[0].name}_packed", const_value=ir.tensor(packed, dtype=group[0][1].dtype))
+        weight.dtype, weight.shape = group[0][1].dtype, ir.Shape(packed.shape)
+        model.graph.register_initializer(weight)
+        product = ir.node("MatMul", [x, weight])
+        if first.outputs[0].shape is not None:
+            product.outputs[0].shape = ir.Shape([*first.outputs[0].shape[:-1], sum(widths)])
+        product.outputs[0].type = first.outputs[0].type
+        sizes = ir.node("Constant", [], {"value_ints": widths})
+        split = ir.node("Split", [product.outputs[0], sizes.outputs[0]], {"axis": -1}, num_outputs=len(group))
+        for node in (product, sizes, split):
+            model.graph.insert_before(first, node)
+        for (node, _), new in zip(group, split.outputs, strict=True):
+            old = node.outputs[0]
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+            model.graph.remove(node, safe=True)
+        saved += len(group) - 1
+    return saved
+
+
+def _swaps_heads(node):
+    """Whether a node swaps heads and tokens, and is no output of the graph."""
+    return (node.op_type == "Transpose" and list(node.attributes.get_ints("perm", [])) == [0, 2, 1, 3]
+            and node.domain == "" and not node.outputs[0].is_graph_output())
+
+
+def drop_transposes(model):
+    """LeanAttention and RotaryEmbedding read projections as they come, token after token, in place of heads first. Done
+    where it can be for all of the model's rotary encodings, which share one function. Returns the number of attentions.
+    """
+    graph, plan, rotaries = model.graph, [], set()
+
+    def transposed(value):
+        """What a value is the transpose (heads and tokens) of; None: it is not one, or its shape is unknown."""
+        node = value.producer() if value is not None else None
+        if node is None or not _swaps_heads(node):
+            return None
+        return node.inputs[0] if node.inputs[0].shape is not None and isinstance(value.shape[3], int) else None
+
+    for node in graph:
+        if node.op_type != "LeanAttention" or node.attributes.get_string("layout", "bhnd") != "bhnd" or len(node.inputs) < 7:
+            continue
+        reads = []
+        for i in (0, 5, 6):
+            value, rotary = node.inputs[i], None
+            made = value.producer() if value is not None else None
+            if made and (made.domain, made.op_type) == (MICROSOFT, "RotaryEmbedding"):
+                if len(value.uses()) != 1:
+                    break
+                rotary, value = made, made.inputs[0]
+            source = transposed(value)
+            if source is None:
+                break
+            reads.append((i, source, rotary))
+        users = [use.node for use in node.outputs[0].uses()]
+        if len(reads) == 3 and len(users) == 1 and _swaps_heads(users[0]):
+            plan.append((node, reads, users[0]))
+            rotaries |= {rotary for _, _, rotary in reads if rotary}
+    everywhere = {n for n in graph if (n.domain, n.op_type) == (MICROSOFT, "RotaryEmbedding")}
+    if not plan or rotaries != everywhere:
+        return 0
+
+    def op(before, kind, *inputs, domain="", **attributes):
+        made = ir.node(kind, inputs, attributes, domain=domain)
+        graph.insert_before(before, made)
+        return made.outputs[0]
+
+    for node, reads, after in plan:
+        for i, source, rotary in reads:
+            value = source
+            if rotary:
+                reshape = _producer(source, "Reshape")
+                flat = reshape.inputs[0] if reshape else None
+                if flat is None or flat.shape is None or len(flat.shape) != 3:
+                    flat = op(rotary, "Reshape", source, op(rotary, "Constant", value_ints=[0, 0, -1]))
+                turned = op(rotary, "RotaryEmbedding", flat, *rotary.inputs[1:], domain=MICROSOFT)
+                turned.type, turned.shape = node.inputs[i].type, flat.shape
+                value = op(rotary, "Reshape", turned, op(rotary, "Constant", value_ints=[0, 0, -1, source.shape[3]]))
+            value.type = node.inputs[i].type
+            value.shape = source.shape
+            node.replace_input_with(i, value)
+        node.attributes["layout"] = ir.AttrString("layout", "bnhd")
+        output, moved = node.outputs[0], after.outputs[0]
+        output.shape = moved.shape
+        moved.replace_all_uses_with(output)
+    if rotaries:
+        _set_function(model, _rotate_flat)
+    return len(plan)
+
+
+def fuse_for_onnxruntime(model):
+    """All of this module's rewrites, and what they left unused removed. model: onnx_ir.Model, changed in place."""
+    divide_by_roots(model)
+    pack_projections(model)
+    fuse_rotary(model)
+    drop_transposes(model)
+    RemoveUnusedNodesPass()(model)
+    function_bodies.attach(model)  # another layout is another function
+    RemoveUnusedFunctionsPass()(model)

@@ -1,0 +1,773 @@
+"""Rewrites ONNX files: attention nodes of ai.onnx and com.microsoft into leanfleet nodes, and back.
+
+A node is rewritten where the meaning is exactly the same, whatever the inputs hold, and otherwise left as it is with a
+reason. Needs onnx and onnx-ir alone. What corresponds to what:
+
+    ai.onnx Attention (23, 24, 25)        LeanAttention; a past is joined to the new tokens before it
+    com.microsoft GroupQueryAttention     LeanAttention with append; rotary embedding becomes nodes of its own
+    com.microsoft MultiHeadAttention      LeanAttention, as for Attention
+    ai.onnx LinearAttention (27),
+    com.microsoft LinearAttention         CausalLinearDecay, for the update rules "linear" and "gated"
+
+Symbols are those of ops.toml: B batch, H query heads, Hkv key/value heads, N or Nq new tokens, S keys, D, R and Dv
+head sizes.
+"""
+
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+from leanfleet import spec
+from leanfleet.export import function_bodies
+from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
+
+MICROSOFT = "com.microsoft"
+TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
+FIRST_OPSET_OF_LINEAR_ATTENTION = 27  # onnxruntime 1.31 reads files of up to 26
+
+
+@dataclass
+class Row:
+    """What became of one node. `into`: the operator that took its place, None where `reason` says why it stayed.
+    `notes`: what the new node does not take that the old one did."""
+
+    node: str
+    operator: str
+    into: str | None = None
+    reason: str | None = None
+    notes: list = field(default_factory=list)
+
+
+class _Refused(Exception):
+    """Why a node stays."""
+
+
+class _Emitter(function_bodies._Ops):
+    """Emits the nodes that take one node's place, under names that begin with its own."""
+
+    def __init__(self, node):
+        super().__init__()
+        self.old, self.prefix, self.notes = node, node.name or node.outputs[0].name, []
+
+    def _name(self):
+        return f"{self.prefix}/leanfleet_{next(self._numbers)}"
+
+    def foreign(self, domain, op_type, inputs, attributes, outputs=1):
+        """The outputs, a list, of a node of any domain."""
+        values = list(self.op_multi_out(op_type, inputs, attributes, num_outputs=outputs, domain=domain))
+        for value in values:
+            value.name = self._name()
+        return values
+
+    def ours(self, name, attributes, **inputs):
+        """{output name: value} of a leanfleet node. Attributes at their default are left out."""
+        op = spec.all_specs()[name]
+        arguments = [inputs.get(t.name) for t in op.inputs]
+        while arguments[-1] is None:
+            arguments.pop()
+        attributes = {a.name: type(a.default)(attributes[a.name]) for a in op.attrs
+                      if a.name in attributes and attributes[a.name] != a.default}
+        active = op.active_outputs(attributes)
+        places = op.outputs[:1 + max(i for i, t in enumerate(op.outputs) if t in active)]
+        plain = {n: int(v) if isinstance(v, bool) else v for n, v in attributes.items()}
+        values = self.foreign(spec.DOMAIN, name, arguments, plain, len(places))
+        self.nodes[-1].name = self.prefix
+        return dict(zip((t.name for t in places), values, strict=True))
+
+    def split_heads(self, x, heads):
+        """[B,N,heads*W] as [B,N,heads,W]."""
+        width = _dims(x)[-1] if _dims(x) else None
+        return self.Reshape(x, [0, 0, heads, width // heads if isinstance(width, int) else -1])
+
+    def join_heads(self, x, width):
+        """[B,N,heads,W] as [B,N,heads*W]; `width` is that product where known."""
+        return self.Reshape(x, [0, 0, width if isinstance(width, int) else -1])
+
+    def to_cache(self, x, heads):
+        """[B,N,Hkv*W] as [B,Hkv,N,W]."""
+        return self.Transpose(self.split_heads(x, heads), perm=[0, 2, 1, 3])
+
+    def int32(self, x):
+        return self.Cast(x, to=ir.DataType.INT32)
+
+
+# What is known of values
+
+
+def _dims(value):
+    """The sizes of a value: numbers, names, or None where unknown; None where not even the rank is known."""
+    if value is None or value.shape is None:
+        return None
+    return [d if isinstance(d, int) else d.value for d in value.shape]
+
+
+def _dim(value, axis):
+    dims = _dims(value)
+    return dims[axis] if dims and -len(dims) <= axis < len(dims) else None
+
+
+def _rank(node, value, name):
+    if value.shape is None:
+        raise _Refused(f"the rank of {name} is unknown: run shape inference on the model first, or declare it")
+    return len(value.shape)
+
+
+def _attributes(node):
+    values = {}
+    for a in node.attributes.values():
+        if a.is_ref():
+            raise _Refused(f"attribute {a.name} refers to an attribute of a function")
+        values[a.name] = a.value
+    return values
+
+
+def _inputs(node, names):
+    """{name: value or None} of a node's inputs."""
+    values = list(node.inputs) + [None] * (len(names) - len(node.inputs))
+    return dict(zip(names, values, strict=False))
+
+
+def _is_read(node, index):
+    """Whether an output of a node exists and anything takes it."""
+    if index >= len(node.outputs) or not node.outputs[index].name:
+        return False
+    return bool(node.outputs[index].uses()) or node.outputs[index].is_graph_output()
+
+
+def _check_types(inputs, *names):
+    types = {inputs[n].dtype for n in names if inputs.get(n) is not None and inputs[n].dtype is not None}
+    if wrong := types - set(TYPES):
+        raise _Refused(f"its type is {min(wrong, key=str).name.lower()}; LeanAttention and CausalLinearDecay take float32, "
+                       "float16 and bfloat16")
+    if len(types) > 1:
+        raise _Refused(f"{', '.join(names)} have types {', '.join(sorted(t.name.lower() for t in types))}; they must agree")
+
+
+def _refuse_inputs(inputs, reasons):
+    for name, reason in reasons.items():
+        if inputs.get(name) is not None:
+            raise _Refused(f"it has {name}: {reason}")
+
+
+def _scale(attributes):
+    """Our scale; theirs is 1/sqrt(D) when absent, which is what 0 says in ours."""
+    scale = attributes.get("scale")
+    if scale == 0:
+        raise _Refused("scale is 0, which makes all logits equal; LeanAttention reads 0 as 1/sqrt(D)")
+    return 0.0 if scale is None else scale
+
+
+def _softcap(attributes):
+    softcap = attributes.get("softcap", 0.0)
+    if softcap < 0:
+        raise _Refused(f"softcap is {softcap}; LeanAttention takes 0 (off) or more")
+    return softcap
+
+
+def _show(size):
+    return "an unknown number of" if size is None else f"{size}"
+
+
+def _check_lengths(tokens, keys, causal):
+    """Refuses where queries and new keys may differ in number: LeanAttention puts the last query at the last key
+    (bottom-right), and takes queries beyond the keys for padding. Without causality fewer queries than keys do."""
+    if tokens is not None and tokens == keys or not causal and (
+            tokens == 1 or isinstance(tokens, int) and isinstance(keys, int) and tokens <= keys):
+        return
+    why = ("LeanAttention aligns the last of both, the other operator the first" if causal else
+           "LeanAttention's rows beyond the keys are padding")
+    raise _Refused(f"{_show(tokens)} queries and {_show(keys)} keys are not shown to be equally many: {why}")
+
+
+# ai.onnx Attention
+
+
+_ATTENTION = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_seqlen")
+
+
+def _attention(ops, node, options):
+    a, x = _attributes(node), _inputs(node, _ATTENTION)
+    _check_types(x, "Q", "K", "V", "past_key", "past_value")
+    _refuse_inputs(x, {"attn_mask": "LeanAttention knows lengths and windows, no masks or biases"})
+    if _is_read(node, 3):
+        raise _Refused("qk_matmul_output is read, which LeanAttention never forms")
+    if a.get("softmax_precision") == ir.DataType.DOUBLE:
+        raise _Refused("softmax_precision is double; LeanAttention computes in float32")
+    if (x["past_key"] is None) != (x["past_value"] is None):
+        raise _Refused("past_key and past_value go together")
+    if x["past_key"] is None and (_is_read(node, 1) or _is_read(node, 2)):
+        raise _Refused("present_key or present_value is read without past_key and past_value")
+    left, right = a.get("left_window_size", -1), a.get("right_window_size", -1)
+    causal = bool(a.get("is_causal", 0)) or right == 0
+    if right > 0 and not causal:
+        raise _Refused(f"right_window_size is {right}: LeanAttention sees all later keys or none")
+    if left >= 0 and not causal:
+        raise _Refused("left_window_size without is_causal or right_window_size = 0: LeanAttention's window is causal")
+    packed = _rank(node, x["Q"], "Q") == 3
+    if packed:
+        heads, kv_heads = a.get("q_num_heads"), a.get("kv_num_heads")
+        if not heads or not kv_heads:
+            raise _Refused("inputs of rank 3 need q_num_heads and kv_num_heads")
+    tokens, keys = (_dim(x[name], 1 if packed else 2) for name in "QK")
+    lens = None
+    if x["nonpad_kv_seqlen"] is not None:
+        if tokens != 1:
+            raise _Refused(f"nonpad_kv_seqlen with {_show(tokens)} queries: a request with fewer keys than queries "
+                           "means another thing in LeanAttention; only a single query is the same")
+        lens = ops.int32(x["nonpad_kv_seqlen"])
+    else:
+        _check_lengths(tokens, keys, causal)
+    query, key, value = x["Q"], x["K"], x["V"]
+    if packed:
+        query = ops.split_heads(query, heads)
+        key, value = ops.to_cache(key, kv_heads), ops.to_cache(value, kv_heads)
+    present = []
+    if x["past_key"] is not None:
+        present = key, value = ops.Concat(x["past_key"], key, axis=2), ops.Concat(x["past_value"], value, axis=2)
+    out = ops.ours("LeanAttention", dict(
+        scale=_scale(a), softcap=_softcap(a), causal=causal, window=left + 1 if left >= 0 else -1,
+        layout="bnhd" if packed else "bhnd"), query=query, key_cache=key, value_cache=value, seq_lens=lens)["output"]
+    if packed:
+        value_width = _dim(x["V"], 2)
+        joined = value_width // kv_heads * heads if isinstance(value_width, int) else None
+        out = _known(ops.join_heads(out, joined), x["Q"], [*_dims(x["Q"])[:2], joined])
+    return "LeanAttention", [out, *present]
+
+
+def _known(value, like, dims):
+    """Tells the type, that of `like`, and sizes of a value: onnx infers nothing behind nodes of other domains."""
+    value.dtype, value.shape = like.dtype, ir.Shape(dims)
+    return value
+
+
+# com.microsoft GroupQueryAttention and MultiHeadAttention
+
+
+_GROUP_QUERY = ("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache",
+                "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale", "q_norm_weight",
+                "k_norm_weight")
+
+
+def _group_query_attention(ops, node, options):
+    """Lengths: seqlens_k + 1 keys a request with the new tokens in; as many of them new as the query has rows, but no
+    more than there are: in a prompt the rows behind a request's tokens are padding."""
+    a, x = _attributes(node), _inputs(node, _GROUP_QUERY)
+    _check_types(x, "query", "key", "value", "past_key", "past_value")
+    _refuse_inputs(x, {
+        "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
+        "k_scale": "quantised caches are not LeanAttention's", "v_scale": "quantised caches are not LeanAttention's",
+        "q_norm_weight": "LeanAttention has no normalisation of queries", "k_norm_weight": "LeanAttention has none of keys"})
+    if _is_read(node, 3) or a.get("qk_output", 0):
+        raise _Refused("output_qk is asked for, which LeanAttention never forms")
+    for name in ("k_quant_type", "v_quant_type"):
+        if a.get(name, "NONE") != "NONE":
+            raise _Refused(f"{name} is {a[name]}: quantised caches are not LeanAttention's")
+    if a.get("sliding_window_cache", 0):
+        raise _Refused("sliding_window_cache = 1: LeanAttention's caches keep every position")
+    if (x["past_key"] is None) != (x["past_value"] is None):
+        raise _Refused("past_key and past_value go together")
+    heads, kv_heads = a["num_heads"], a["kv_num_heads"]
+    causal, window = bool(a.get("causal", 1)), a.get("local_window_size", -1)
+    if window != -1 and (window < 1 or not causal):
+        raise _Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
+    query, key, value = x["query"], x["key"], x["value"]
+    if (key is None) != (value is None):
+        raise _Refused("key and value go together, or are both packed into query")
+    query_dims = _dims(query) or [None] * 3
+    width = query_dims[2]
+    if key is None:
+        width = width // (heads + 2 * kv_heads) * heads if isinstance(width, int) else None
+        query, key, value = ops.Split(ops.split_heads(query, heads + 2 * kv_heads), [heads, kv_heads, kv_heads], axis=2,
+                                      outputs=3)
+    else:
+        tokens, keys = query_dims[1], _dim(key, 1)
+        if None not in (tokens, keys) and tokens != keys:
+            raise _Refused(f"query has {tokens} tokens, key {keys}: LeanAttention appends as many as it attends from")
+        query = ops.split_heads(query, heads)
+        key, value = ops.split_heads(key, kv_heads), ops.split_heads(value, kv_heads)
+    lens = ops.Add(x["seqlens_k"], ops.int32(1))
+    counts = ops.Min(lens, ops.int32(ops.size(query, 1)))
+    if a.get("do_rotary", 0):
+        positions = _positions(ops, x, query, lens, counts)
+        query, key = (_rotated(ops, x, a, t, positions, n) for t, n in ((query, heads), (key, kv_heads)))
+    sinks = None
+    if x["head_sink"] is not None:
+        sinks = ops.float(x["head_sink"])
+    elif a.get("smooth_softmax", 0) == 1:
+        sinks = ops.Expand(0.0, [heads])
+    scale = a.get("scale", 0.0)  # 0 is 1/sqrt(D) in both
+    attributes = dict(scale=scale, softcap=_softcap(a), causal=causal, window=window, layout="bnhd")
+    if x["past_key"] is None:
+        caches = [ops.Transpose(t, perm=[0, 2, 1, 3]) for t in (key, value)]
+        out = ops.ours("LeanAttention", attributes, query=query, key_cache=caches[0], value_cache=caches[1], seq_lens=lens,
+                       query_lens=counts, sinks=sinks)["output"]
+    else:
+        caches = [x["past_key"], x["past_value"]]
+        if not (options["fixed_caches"] or _fixed_capacity(node, x["past_key"])):
+            caches = [_grown(ops, cache, x["total_sequence_length"], query) for cache in caches]
+        outputs = ops.ours("LeanAttention", attributes | {"append": True}, query=query, key_cache=caches[0],
+                           value_cache=caches[1], seq_lens=lens, query_lens=counts, new_key=key, new_value=value, sinks=sinks)
+        out, caches = outputs["output"], [outputs["key_cache_out"], outputs["value_cache_out"]]
+    ops.notes.append("rows of the output behind a request's tokens are 0")
+    return "LeanAttention", [_known(ops.join_heads(out, width), x["query"], [*query_dims[:2], width]), *caches]
+
+
+def _fixed_capacity(node, past):
+    """Whether the model declares that present is no longer than past."""
+    present = node.outputs[1] if len(node.outputs) > 1 else None
+    return _dim(past, 2) is not None and _dim(past, 2) == _dim(present, 2)
+
+
+def _grown(ops, past, total, like):
+    """past [B,Hkv,P,D] with zeros behind it, up to `total` positions."""
+    missing = ops.Max(ops.Sub(ops.Reshape(ops.int64(total), [1]), ops.size(past, 2)), 0)
+    zeros = ops.zeros(ops.Shape(past, end=2), missing, ops.size(past, 3))
+    return ops.Concat(past, ops.CastLike(zeros, like), axis=2)
+
+
+def _positions(ops, x, query, lens, counts):
+    """int64 [B,N]: the position of each row of query [B,N,H,D]."""
+    if x["cos_cache"] is None or x["sin_cache"] is None:
+        raise _Refused("do_rotary = 1 without cos_cache and sin_cache")
+    if x["position_ids"] is not None:
+        raise _Refused("position_ids is given: GroupQueryAttention reads it in another way for prompts than for later "
+                       "tokens; leave it out where positions follow from seqlens_k")
+    first = ops.Unsqueeze(ops.int64(ops.Sub(lens, counts)), [1])
+    return ops.Add(first, ops.range(ops.size(query, 1)))
+
+
+def _rotated(ops, x, a, t, positions, heads):
+    """com.microsoft RotaryEmbedding of [B,N,heads,D], on the leading part of D that cos_cache covers."""
+    width, half = _dim(x["past_key"], 3) or _head_size(x, a), _dim(x["cos_cache"], 1)
+    if not isinstance(half, int) or not isinstance(width, int):
+        raise _Refused("do_rotary = 1, and the sizes of cos_cache and of a head are not both known")
+    attributes = {"interleaved": int(a.get("rotary_interleaved", 0)), "num_heads": heads}
+    if 2 * half != width:
+        attributes["rotary_embedding_dim"] = 2 * half
+    flat = ops.Reshape(t, [0, 0, heads * width])
+    (rotated,) = ops.foreign(MICROSOFT, "RotaryEmbedding", [flat, positions, x["cos_cache"], x["sin_cache"]], attributes)
+    return ops.Reshape(rotated, [0, 0, heads, width])
+
+
+def _head_size(x, a):
+    width = _dim(x["query"], 2)
+    heads = a["num_heads"] + (2 * a["kv_num_heads"] if x["key"] is None else 0)
+    return width // heads if isinstance(width, int) else None
+
+
+_MULTI_HEAD = ("query", "key", "value", "bias", "key_padding_mask", "attention_bias", "past_key", "past_value",
+               "past_sequence_length", "cache_indirection")
+
+
+def _multi_head_attention(ops, node, options):
+    a, x = _attributes(node), _inputs(node, _MULTI_HEAD)
+    _check_types(x, "query", "key", "value", "past_key", "past_value")
+    _refuse_inputs(x, {
+        "key_padding_mask": "it adds mask_filter_value, a finite number, where LeanAttention leaves keys out",
+        "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
+        "past_sequence_length": "the caches' layout then depends on the execution provider",
+        "cache_indirection": "LeanAttention has no beams",
+        "bias": "add it to query, key and value before the node"})
+    if _is_read(node, 3):
+        raise _Refused("qk is read, which LeanAttention never forms")
+    if (x["past_key"] is None) != (x["past_value"] is None):
+        raise _Refused("past_key and past_value go together")
+    if x["past_key"] is None and (_is_read(node, 1) or _is_read(node, 2)):
+        raise _Refused("present_key or present_value is read without past_key and past_value")
+    heads, causal = a["num_heads"], bool(a.get("unidirectional", 0))
+    query, key, value = x["query"], x["key"], x["value"]
+    query_dims = _dims(query)
+    tokens = _dim(query, 1)
+    if _rank(node, query, "query") == 5:  # [B,N,H,3,D]
+        if key is not None or value is not None:
+            raise _Refused("query of rank 5 holds key and value already, but key or value is given")
+        query, key, value = (ops.Squeeze(t, [3]) for t in ops.Split(query, [1, 1, 1], axis=3, outputs=3))
+        key, value = (ops.Transpose(t, perm=[0, 2, 1, 3]) for t in (key, value))
+        keys, size = tokens, query_dims[4]
+        joined = heads * size if isinstance(size, int) else None
+    else:
+        if key is None:
+            raise _Refused("query of rank 3 without key")
+        rank = _rank(node, key, "key")
+        keys = _dim(key, 2 if rank == 4 else 1)
+        size = _dim(value if value is not None else key, -1)
+        query = ops.split_heads(query, heads)
+        if rank == 4 and x["past_key"] is not None:
+            raise _Refused("key of rank 4 is a whole cache, but past_key is given too")
+        if rank == 5:  # [B,S,H,2,D]
+            key, value = (ops.Transpose(ops.Squeeze(t, [3]), perm=[0, 2, 1, 3])
+                          for t in ops.Split(key, [1, 1], axis=3, outputs=2))
+        elif rank == 3:
+            if value is None:
+                raise _Refused("key of rank 3 without value")
+            key, value = ops.to_cache(key, heads), ops.to_cache(value, heads)
+        joined = (size if rank == 3 else heads * size) if isinstance(size, int) else None
+    _check_lengths(tokens, keys, causal)
+    present = []
+    if x["past_key"] is not None:
+        present = key, value = ops.Concat(x["past_key"], key, axis=2), ops.Concat(x["past_value"], value, axis=2)
+    out = ops.ours("LeanAttention", dict(scale=a.get("scale", 0.0), causal=causal, layout="bnhd"), query=query,
+                   key_cache=key, value_cache=value)["output"]
+    return "LeanAttention", [_known(ops.join_heads(out, joined), x["query"], [*query_dims[:2], joined]), *present]
+
+
+# LinearAttention, of ai.onnx and of com.microsoft
+
+
+_LINEAR = ("query", "key", "value", "past_state", "decay", "beta")
+
+
+def _linear_attention(ops, node, options):
+    a, x = _attributes(node), _inputs(node, _LINEAR)
+    _check_types(x, "query", "key", "value")
+    rule = a.get("update_rule", "gated_delta")
+    if rule not in ("linear", "gated"):
+        raise _Refused(f"update_rule is {rule}; CausalLinearDecay has linear and gated")
+    _refuse_inputs(x, {"beta": f"the update rule {rule} has no beta"})
+    if (x["decay"] is None) != (rule == "linear"):
+        raise _Refused(f"update_rule is {rule} with{'out' if x['decay'] is None else ''} decay")
+    if a.get("state_window", 0):
+        raise _Refused(f"state_window is {a['state_window']}; CausalLinearDecay returns the last state alone")
+    heads, kv_heads = a["q_num_heads"], a["kv_num_heads"]
+    if heads % kv_heads:
+        raise _Refused(f"{heads} query heads over {kv_heads} key/value heads; CausalLinearDecay takes a multiple")
+    width, scale = _dim(x["query"], 2), a.get("scale", 0.0)
+    if scale == 0:
+        if not isinstance(width, int):
+            raise _Refused("scale is 1/sqrt(d_k), and the size of query's last axis is unknown")
+        scale = float(np.float32(1 / np.sqrt(width // heads)))
+    log_decay = None
+    if x["decay"] is not None:
+        size, key_size = _dim(x["decay"], 2), _dim(x["key"], 2)
+        if size != kv_heads:
+            raise _Refused(f"decay has {_show(size)} columns for {kv_heads} heads: CausalLinearDecay takes one a head, "
+                           + ("and these may differ inside a head" if size == key_size else "which must be known"))
+        log_decay = ops.float(x["decay"])
+        log_decay.shape = x["decay"].shape
+        ops.notes.append("log decays above 0 are an error")
+    returns = len(node.outputs) > 1 and bool(node.outputs[1].name)
+    state = x["past_state"]
+    state_type = node.inputs[0].dtype if state is None else state.dtype
+    if state is not None and state.dtype != ir.DataType.FLOAT:
+        state = ops.float(state)
+    outputs = ops.ours(
+        "CausalLinearDecay", dict(scale=scale, return_state=returns, layout="bnhd"), query=ops.split_heads(x["query"], heads),
+        key=ops.split_heads(x["key"], kv_heads), value=ops.split_heads(x["value"], kv_heads), log_decay=log_decay,
+        initial_state=state)
+    value_width = _dim(x["value"], 2)
+    joined = value_width // kv_heads * heads if isinstance(value_width, int) else None
+    out = ops.join_heads(outputs["output"], joined)
+    results = [_known(out, x["query"], [*(_dims(x["query"]) or [None] * 3)[:2], joined])]
+    if returns:
+        final = outputs["final_state"]
+        if state_type is None:
+            raise _Refused("the type of past_state is unknown: run shape inference on the model first")
+        results.append(final if state_type == ir.DataType.FLOAT else ops.Cast(final, to=state_type))
+    return "CausalLinearDecay", results
+
+
+# Back to standard operators
+
+
+def _lean_attention_back(ops, node, options):
+    """ai.onnx Attention without append; with it GroupQueryAttention, which places single new tokens alike."""
+    op = spec.all_specs()["LeanAttention"]
+    a = {t.name: t.default for t in op.attrs} | _attributes(node)
+    x = _inputs(node, [t.name for t in op.inputs])
+    _refuse_inputs(x, {"cu_seqlens": "no standard operator has ragged caches", "block_table": "none has such paged caches",
+                       "query_lens": "no standard operator takes rows of padding"})
+    if _is_read(node, 1):
+        raise _Refused("lse is read, which no standard operator returns")
+    bnhd = a["layout"] == "bnhd"
+    tokens, heads = (_dim(x["query"], axis) for axis in ((1, 2) if bnhd else (2, 1)))
+    capacity = _dim(x["key_cache"], 2)
+    if a["append"]:
+        return _append_back(ops, a, x, bnhd, tokens, heads)
+    if x["sinks"] is not None:
+        raise _Refused("ai.onnx Attention has no sinks")
+    opset, needed = options["opset"], 25 if a["window"] != -1 else 24 if x["seq_lens"] is not None else 23
+    if opset < needed:
+        raise _Refused(f"the model has opset {opset}; ai.onnx Attention with these inputs needs {needed}")
+    if x["seq_lens"] is not None and tokens != 1:
+        raise _Refused(f"seq_lens with {_show(tokens)} queries: only for a single one is nonpad_kv_seqlen the same")
+    if x["seq_lens"] is None:
+        _check_lengths(tokens, capacity, a["causal"] and tokens != 1)
+    if tokens == 1 and a["window"] != -1 and x["seq_lens"] is None and capacity != 1:
+        raise _Refused("Attention would count the window from the first key")
+    attributes = {"is_causal": int(a["causal"] and (tokens != 1 or a["window"] != -1)), "softcap": a["softcap"]}
+    if a["scale"]:
+        attributes["scale"] = a["scale"]
+    if a["window"] != -1:
+        attributes["left_window_size"] = a["window"] - 1
+    query = ops.Transpose(x["query"], perm=[0, 2, 1, 3]) if bnhd else x["query"]
+    inputs = [query, x["key_cache"], x["value_cache"]]
+    if x["seq_lens"] is not None:
+        inputs += [None, None, None, ops.int64(x["seq_lens"])]
+    (out,) = ops.foreign("", "Attention", inputs, attributes)
+    return "Attention", [ops.Transpose(out, perm=[0, 2, 1, 3]) if bnhd else out]
+
+
+def _append_back(ops, a, x, bnhd, tokens, heads):
+    kv_heads, size, value_size = (_dim(x[name], axis) for name, axis in
+                                  (("key_cache", 1), ("key_cache", 3), ("value_cache", 3)))
+    if tokens != 1:
+        raise _Refused(f"append with {_show(tokens)} queries: GroupQueryAttention appends more than one at once only to "
+                       "empty caches or for a single request")
+    if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != value_size:
+        raise _Refused("GroupQueryAttention needs the numbers of heads, and keys and values of one known size")
+    if size % 8:
+        raise _Refused(f"heads of {size}; onnxruntime's GroupQueryAttention takes multiples of 8")
+    if x["sinks"] is not None and x["query"].dtype != ir.DataType.FLOAT:
+        raise _Refused("sinks are float32, head_sink is rounded to the type of query")
+    if x["seq_lens"] is None:
+        lens = ops.Expand(ops.size(x["key_cache"], 2), ops.size(x["query"], 0))
+        lens = ops.int32(lens)
+    else:
+        lens = x["seq_lens"]
+
+    def packed(t):  # one token: both layouts hold the numbers in one order
+        return ops.Reshape(t, ops.dims(ops.size(t, 0), 1, -1))
+
+    inputs = [packed(x["query"]), packed(x["new_key"]), packed(x["new_value"]), x["key_cache"], x["value_cache"],
+              ops.Sub(lens, ops.int32(1)), ops.ReduceMax(lens, keepdims=0)]
+    if x["sinks"] is not None:
+        inputs += [None] * 4 + [x["sinks"]]
+    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"], "softcap": a["softcap"],
+                  "local_window_size": a["window"]}
+    out, key, value = ops.foreign(MICROSOFT, "GroupQueryAttention", inputs, attributes, 3)
+    sizes = (1, heads, size) if bnhd else (heads, 1, size)
+    ops.notes.append("lengths of 0 are an error")
+    return "GroupQueryAttention", [ops.Reshape(out, [0, *sizes]), None, key, value]
+
+
+def _causal_linear_decay_back(ops, node, options):
+    op = spec.all_specs()["CausalLinearDecay"]
+    a = {t.name: t.default for t in op.attrs} | _attributes(node)
+    x = _inputs(node, [t.name for t in op.inputs])
+    _refuse_inputs(x, {"cu_seqlens": "LinearAttention has no packed requests",
+                       "state_index": "LinearAttention has no pool of states"})
+    if a["normalize"]:
+        raise _Refused("normalize = 1, which LinearAttention does not have")
+    if a["scale"] == 0:
+        raise _Refused("scale is 0, which LinearAttention reads as 1/sqrt(d_k)")
+    bnhd = a["layout"] == "bnhd"
+    heads, kv_heads = (_dim(x[name], 2 if bnhd else 1) for name in ("query", "key"))
+    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+        raise _Refused("the numbers of heads are not known")
+    single = x["query"].dtype == ir.DataType.FLOAT
+    decay = x["log_decay"]
+    if decay is not None and not single:
+        raise _Refused("log_decay is float32, decay would be rounded to the type of query")
+    if options["opset"] < FIRST_OPSET_OF_LINEAR_ATTENTION and not single:
+        raise _Refused("com.microsoft LinearAttention has no kernel for other types than float32 on the CPU")
+
+    def by_token(t, perm):
+        return t if bnhd else ops.Transpose(t, perm=perm)
+
+    def packed(t):
+        t = by_token(t, [0, 2, 1, 3])
+        return ops.Reshape(t, ops.dims(ops.Shape(t, end=2), -1))
+
+    if decay is not None:
+        if _rank(node, decay, "log_decay") == 1:
+            batch, tokens = ops.size(x["query"], 0), ops.size(x["query"], 1 if bnhd else 2)
+            decay = ops.Expand(decay, ops.dims(batch, tokens, kv_heads))
+        else:
+            decay = by_token(decay, [0, 2, 1])
+    inputs = [packed(x[name]) for name in ("query", "key", "value")] + [x["initial_state"], decay]
+    while inputs[-1] is None:
+        inputs.pop()
+    domain = "" if options["opset"] >= FIRST_OPSET_OF_LINEAR_ATTENTION else MICROSOFT
+    attributes = {"q_num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"],
+                  "update_rule": "linear" if decay is None else "gated"}
+    out, state = ops.foreign(domain, "LinearAttention", inputs, attributes, 2)
+    out = ops.Reshape(out, ops.dims(ops.Shape(out, end=2), heads, -1))
+    return "LinearAttention", [by_token(out, [0, 2, 1, 3]), state]
+
+
+# Models and files
+
+_TO_LEANFLEET = {
+    "ai.onnx.Attention": _attention,
+    "ai.onnx.LinearAttention": _linear_attention,
+    f"{MICROSOFT}.GroupQueryAttention": _group_query_attention,
+    f"{MICROSOFT}.LinearAttention": _linear_attention,
+    f"{MICROSOFT}.MultiHeadAttention": _multi_head_attention,
+}
+_TO_STANDARD = {
+    "leanfleet.LeanAttention": _lean_attention_back,
+    "leanfleet.CausalLinearDecay": _causal_linear_decay_back,
+}
+OPERATORS = tuple(_TO_LEANFLEET)
+
+
+def operator_name(node):
+    """ "ai.onnx.Attention" for an onnx_ir.Node."""
+    return f"{node.domain or 'ai.onnx'}.{node.op_type}"
+
+
+def _no_counterpart(ops, node, options):
+    raise _Refused("no standard operator means the same")
+
+
+def _candidates(graph, mappings):
+    return [n for n in ir.traversal.RecursiveGraphIterator(graph) if operator_name(n) in mappings]
+
+
+def _replace(node, mapping, options):
+    """Puts what `mapping` emits in the node's place; returns its Row. The node's other readers do not notice."""
+    row = Row(node.name or node.outputs[0].name, operator_name(node))
+    ops = _Emitter(node)
+    try:
+        row.into, results = mapping(ops, node, options)
+    except _Refused as refusal:
+        row.reason = str(refusal)
+        for new in ops.nodes:  # they read the model's values no more
+            for i in range(len(new.inputs)):
+                new.replace_input_with(i, None)
+        return row
+    row.notes = ops.notes
+    pairs = [(old, new) for old, new in zip(node.outputs, results, strict=False) if old.name and new is not None]
+    for old, new in pairs:
+        old.shape, old.type = old.shape or new.shape, old.type or new.type
+    for new in ops.nodes:
+        new.name = new.name or new.outputs[0].name
+    ir.convenience.replace_nodes_and_values(node.graph, node, [node], ops.nodes, *map(list, zip(*pairs, strict=True)))
+    return row
+
+
+def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies=True, inline=False):
+    """Rewrites an onnx_ir.Model in place; returns a Row for each node that could have been.
+
+    to: "leanfleet", or "standard" for ai.onnx and com.microsoft operators.
+    operators: rewrite these alone, such as "com.microsoft.GroupQueryAttention"; None: all of OPERATORS.
+    fixed_caches: GroupQueryAttention's past_key is never shorter than total_sequence_length, so that the caches are
+    appended to where they are. Without it a copy is made for each node, of the size that is needed, unless the model
+    declares that present_key is as long as past_key.
+    bodies: gives every leanfleet node its function, for runtimes without the library.
+    inline: with to = "standard", puts the function body in the place of each leanfleet node that has no counterpart.
+
+    A model of opset 27 or newer in which nothing needs more than 26 is set to 26, which onnxruntime reads.
+    Raises ValueError for an unknown `to` or operator.
+    """
+    if to not in ("leanfleet", "standard"):
+        raise ValueError(f"to is {to!r}; it is leanfleet or standard")
+    mappings = dict(_TO_LEANFLEET)
+    if operators is not None:
+        if unknown := set(operators) - set(mappings):
+            raise ValueError(f"operator {min(unknown)} is none that can be rewritten; these are {', '.join(OPERATORS)}")
+        mappings = {name: mappings[name] for name in operators}
+    if to == "standard":
+        mappings = {f"{spec.DOMAIN}.{name}": _no_counterpart for name in spec.all_specs()} | _TO_STANDARD
+    _inline_callers(model, mappings)
+    nodes = _candidates(model.graph, mappings)
+    options = {"fixed_caches": fixed_caches, "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET)}
+    order, rows = {id(node): i for i, node in enumerate(nodes)}, {}
+    if to == "leanfleet" and bodies and options["opset"] < function_bodies.OLDEST_OPSET:
+        return [Row(n.name or n.outputs[0].name, operator_name(n), reason=f"the model has opset {options['opset']}; function "
+                    f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter") for n in nodes]
+    while nodes:  # what is found out about one node's output may be what the next one lacks
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in nodes}
+        rows |= found
+        _import_domains(model)
+        left = [n for n in nodes if found[id(n)].into is None]
+        nodes = left if len(left) < len(nodes) else []
+    rows = [rows[key] for key in sorted(rows, key=order.get)]
+    _complete(model, bodies, inline and to == "standard")
+    return rows
+
+
+def _inline_callers(model, mappings):
+    """Inlines every called function that holds such nodes: inside one, sizes are unknown."""
+    modified = True
+    while modified:
+        callers = {f.identifier() for f in model.functions.values() if f.domain != spec.DOMAIN and _candidates(f, mappings)}
+        modified = callers and InlinePass(lambda f, callers=callers: f.identifier() in callers)(model).modified
+
+
+def _import_domains(model):
+    """Imports the domains that new nodes may be of: onnx infers no shapes in a model that lacks one."""
+    for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain in (MICROSOFT, spec.DOMAIN):
+            model.opset_imports.setdefault(node.domain, 1 if node.domain == MICROSOFT else spec.OPSET_VERSION)
+
+
+def _complete(model, bodies, inline):
+    """The opset and the functions that the nodes now in the model need, and no others."""
+    nodes = [*ir.traversal.RecursiveGraphIterator(model.graph)]
+    domains = {n.domain for n in nodes}
+    imports = model.opset_imports
+    opset, older = imports.get("", 0), FIRST_OPSET_OF_LINEAR_ATTENTION - 1
+    if opset > older and all(onnx.defs.has(n.op_type, opset, "")
+                             and onnx.defs.get_schema(n.op_type, opset, "").since_version <= older
+                             for n in nodes if n.domain == ""):
+        imports[""] = older
+    if spec.DOMAIN in domains and (bodies or inline):
+        function_bodies.attach(model)
+    if inline:
+        InlinePass(lambda f: f.domain == spec.DOMAIN)(model)
+    RemoveUnusedFunctionsPass()(model)
+    if spec.DOMAIN not in {n.domain for n in ir.traversal.RecursiveGraphIterator(model.graph)}:
+        imports.pop(spec.DOMAIN, None)
+
+
+def rewrite_file(source, target, to="leanfleet", **options):
+    """Rewrites the ONNX file `source` into `target`; returns the Rows. to and options are those of rewrite.
+
+    Weights in external files are never loaded: a target beside the source refers to the same files, one elsewhere gets a
+    copy of them, `target`.data. The result passes onnx's checker where the source does.
+    Raises FileNotFoundError where there is no source, ValueError where it is no ONNX file or the checker refuses the result.
+    """
+    source, target = Path(source), Path(target)
+    if not source.is_file():
+        raise FileNotFoundError(f"{source} does not exist; give the path of an ONNX file")
+    try:
+        model = ir.load(source)
+    except Exception as error:
+        raise ValueError(f"{source} is no ONNX file: {error}") from error
+    rows = rewrite(model, to, **options)
+    save(model, source, target)
+    if (fault := _fault(target)) and not _fault(source):
+        raise ValueError(f"{target} was written, but onnx's checker refuses it: {fault}")
+    return rows
+
+
+def _fault(path):
+    """What onnx's checker says of a file, None where it passes."""
+    try:
+        onnx.checker.check_model(str(path))
+    except onnx.checker.ValidationError as error:
+        return str(error)
+    return None
+
+
+def save(model, source, target):
+    """Writes a model that was read from `source`; see rewrite_file for its external weights."""
+    target = Path(target)
+    target.parent.mkdir(parents=True, exist_ok=True)
+    external = any(isinstance(v.const_value, ir.ExternalTensor) for g in model.graphs() for v in g.initializers.values())
+    if external and target.parent.resolve() != Path(source).parent.resolve():
+        ir.save(model, target, external_data=f"{target.name}.data")
+    else:
+        ir.save(model, target)
+
+
+def print_rows(rows):
+    """Prints what rewrite returned: a line for each node."""
+    from leanfleet.cli import print_table
+
+    if not rows:
+        print("no node that could be rewritten")
+        return
+    done = sum(row.into is not None for row in rows)
+    print(f"{done} of {len(rows)} nodes rewritten")
+    print_table([(row.node, row.operator, f"-> {row.into}" if row.into else "left alone",
+                  row.reason or "; ".join(row.notes)) for row in rows])
+
+
+def as_json(rows):
+    """The rows as dicts."""
+    return [asdict(row) for row in rows]

@@ -1,0 +1,481 @@
+"""Benchmark of methods for linear attention: one's own beside ours, each checked before it is timed. Needs torch.
+
+After LeetDecoding's listings 1 and 2: benchmark_method times one's own implementation against all registered ones,
+register_method adds one for good, and causal_linear_decoder computes with any of them by name.
+
+A method of an operator is a function of these tensors on one device that returns output T [B,H,N,Dv]:
+
+    causal_linear_decay             query, key, value, log_decay
+    causal_linear_decay_normalized  query, key, value, log_decay: each row divided by the sum of its masked scores
+    normalized_linear_attention     query, key, value, with a = b = 1
+
+query T [B,H,N,R], key T [B,Hkv,N,R], value T [B,Hkv,N,Dv]; log_decay float32 [Hkv] or [B,Hkv,N], or None for no decay;
+T is float32, float16 or bfloat16. It refuses what it does not do with ValueError or NotImplementedError. To be timed with
+its gradients it must be differentiable by PyTorch in query, key and value.
+"""
+
+import datetime
+import json
+import math
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+import leanfleet
+from leanfleet import native
+from leanfleet.export import reference, torch_ops
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+DECAYS = ("none", "head", "token")
+CACHE_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}  # more than any last-level cache that this was run on
+# A result may be this many times as far from the float64 reference as the reference is with all its arithmetic in the type
+# of the inputs. That is done block by block; in float32 the same sums token by token are up to 10 times as far away.
+TOLERANCE = {"float32": 16, "float16": 2, "bfloat16": 2}
+MIN_ROUNDS, SLOW_ROUNDS = 7, 3  # calls that are timed at least; the second where one call takes longer than `seconds`
+REFUSALS = (ValueError, NotImplementedError, torch.OutOfMemoryError)
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Sizes of a case: B batch, H query heads, Hkv key and value heads, N tokens, R size of query and key, Dv of value."""
+
+    batch: int
+    heads: int
+    kv_heads: int
+    tokens: int
+    rank: int
+    dim: int
+
+    def __str__(self):
+        heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
+        return f"B{self.batch} {heads} N{self.tokens} R{self.rank} D{self.dim}"
+
+
+@dataclass(frozen=True)
+class Method:
+    name: str
+    function: object
+    operator: str
+    devices: tuple
+    memory: object  # bytes that it needs beside inputs and outputs, a function of a Shape, or None
+
+
+OPERATORS = ("causal_linear_decay", "causal_linear_decay_normalized", "normalized_linear_attention")
+_methods = {}
+
+
+def _normal(name):
+    return name.lower().replace("-", "_")
+
+
+def register_method(name, function=None, *, operator="causal_linear_decay", devices=("cpu", "cuda"), memory=None):
+    """Registers a method for benchmarks and causal_linear_decoder; returns it. Also a decorator.
+
+    name: what tables and attn_method call it; capitals and hyphens count as small letters and underscores. A name that
+    is taken is replaced. function: see the head of this module. devices: where it can run. memory: a function of a Shape
+    that gives the bytes it needs beside inputs and outputs; a case that does not fit is refused rather than tried.
+    Raises ValueError for an unknown operator or device.
+    """
+    if function is None:
+        return lambda decorated: register_method(name, decorated, operator=operator, devices=devices, memory=memory)
+    if operator not in OPERATORS:
+        raise ValueError(f"register_method: operator is {operator!r}; it is one of {', '.join(OPERATORS)}")
+    if unknown := set(devices) - {"cpu", "cuda"}:
+        raise ValueError(f"register_method: devices has {', '.join(sorted(unknown))}; it takes cpu and cuda")
+    _methods[operator, _normal(name)] = Method(_normal(name), function, operator, tuple(devices), memory)
+    return function
+
+
+def methods(operator="causal_linear_decay"):
+    """The names of an operator's registered methods, in the order of registration."""
+    return [name for of, name in _methods if of == operator]
+
+
+def _method(name, operator):
+    try:
+        return _methods[operator, _normal(name)]
+    except KeyError:
+        raise ValueError(f"{name!r} is no registered method of {operator}; there are {', '.join(methods(operator))}. "
+                         "register_method adds one") from None
+
+
+def causal_linear_decoder(B, C, V, log_decay=None, attn_method="auto"):
+    """((B Cᵀ) ⊙ M) V with M_ij = exp of the sum of log_decay over j < t <= i (LeetDecoding, equation 4 and listing 2).
+
+    B T [batch,heads,N,rank], C T [batch,kv_heads,N,rank], V T [batch,kv_heads,N,dim], of one type: float32, float16 or
+    bfloat16. log_decay: ln γ <= 0, float32 [kv_heads] or [batch,kv_heads,N]; None is γ = 1. (LeetDecoding's gamma is γ or
+    a slope, depending on the method; this is always the logarithm.) attn_method: any registered method, "block-based" and
+    "block_based" alike: vanilla, block_based, recursion, causal_dot_product, fleet, lightning, auto, one's own.
+    Returns T [batch,heads,N,dim]. Raises ValueError for an unknown method, and what the method raises.
+    """
+    return _method(attn_method, "causal_linear_decay").function(B, C, V, log_decay)
+
+
+# The methods that come with the package
+
+
+def _vanilla_memory(shape):
+    """The masks and scores of N x N that the plain form holds at once, in float32."""
+    return 4 * shape.batch * (3 * shape.heads + 2 * shape.kv_heads) * shape.tokens**2
+
+
+def _register_own():
+    def kernel(algorithm, normalize):
+        return lambda q, k, v, g: torch_ops.causal_linear_decay(q, k, v, g, algorithm=algorithm, normalize=normalize)[0]
+
+    def plain(algorithm, normalize):
+        return lambda q, k, v, g: reference.causal_linear_decay(q, k, v, g, algorithm=algorithm, normalize=normalize)[0]
+
+    for operator, normalize in (("causal_linear_decay", False), ("causal_linear_decay_normalized", True)):
+        for algorithm in ("auto", "causal_dot_product", "fleet", "lightning"):
+            register_method(algorithm, kernel(algorithm, normalize), operator=operator)
+        register_method("vanilla", plain("vanilla", normalize), operator=operator, memory=_vanilla_memory)
+        for algorithm in ("block_based", "recursion"):
+            register_method(algorithm, plain(algorithm, normalize), operator=operator)
+        for algorithm in ("causal_dot_product", "fleet", "lightning"):
+            register_method(f"{algorithm}_torch", plain(algorithm, normalize), operator=operator)
+    register_method("auto", lambda q, k, v: torch_ops.normalized_linear_attention(q, k, v)[0],
+                    operator="normalized_linear_attention")
+    register_method("lightning_torch", lambda q, k, v: reference.normalized_linear_attention(q, k, v)[0],
+                    operator="normalized_linear_attention")
+
+
+_register_own()
+
+
+# Inputs and the check
+
+
+def make_inputs(operator, shape, dtype="float32", log_decay="head", device="cpu"):
+    """Random inputs of a method, from torch's generator: query, key, value and, where the operator has it, log_decay.
+
+    Scores are of the order of 1; of the normalised operators, query and key are positive, so that no normaliser vanishes.
+    log_decay: "none"; "head", lightning attention's slopes, ln γ_h = -2^(-8h/H); "token", between -0.2 and 0 for each token;
+    a number; or a tensor.
+    """
+    b, h, hkv, n, r, d = shape.batch, shape.heads, shape.kv_heads, shape.tokens, shape.rank, shape.dim
+    draw = torch.randn if operator == "causal_linear_decay" else torch.rand
+    q, k = (draw(b, heads, n, r).div(r**0.25).to(device, DTYPES[dtype]) for heads in (h, hkv))
+    v = torch.randn(b, hkv, n, d).to(device, DTYPES[dtype])
+    if operator == "normalized_linear_attention":
+        return q, k, v
+    if isinstance(log_decay, torch.Tensor):
+        return q, k, v, log_decay.to(device, torch.float32)
+    if log_decay == "head":
+        g = -torch.exp2(-8 * torch.arange(1, hkv + 1) / hkv)
+    elif log_decay == "token":
+        g = -0.2 * torch.rand(b, hkv, n)
+    elif log_decay in ("none", None):
+        return q, k, v, None
+    elif isinstance(log_decay, (int, float)):
+        g = torch.full((hkv,), float(log_decay))
+    else:
+        raise ValueError(f"log_decay is {log_decay!r}; it is one of {', '.join(DECAYS)}, a number or a tensor")
+    return q, k, v, g.to(device)
+
+
+def _judge(operator, inputs, compute_dtype=None):
+    """The output by the plain reference; compute_dtype None: in float64."""
+    if compute_dtype is None:
+        inputs = [None if t is None else t.double() for t in inputs]
+    if operator == "normalized_linear_attention":
+        return reference.normalized_linear_attention(*inputs, compute_dtype=compute_dtype)[0]
+    normalize = operator == "causal_linear_decay_normalized"
+    return reference.causal_linear_decay(*inputs, normalize=normalize, compute_dtype=compute_dtype)[0]
+
+
+def _results(function, inputs, grad_output):
+    """[output], and with grad_output also the gradients of query, key and value."""
+    if grad_output is None:
+        with torch.no_grad():
+            return [function(*inputs)]
+    leaves = [t.detach().requires_grad_() for t in inputs[:3]]
+    output = function(*leaves, *inputs[3:])
+    if not output.requires_grad:
+        raise NotImplementedError("it has no gradient")
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad_output.to(output.dtype))]
+
+
+def _error(found, expected):
+    """The largest over the tensors of |found - expected| / |expected|, in norms; infinite where found is not finite."""
+    errors = []
+    for a, b in zip(found, expected, strict=True):
+        if a.shape != b.shape:
+            raise RuntimeError(f"its output has shape {list(a.shape)}; expected {list(b.shape)}")
+        error = float((a.double() - b).norm() / b.norm().clamp_min(1e-300))
+        errors.append(error if math.isfinite(error) else math.inf)
+    return max(errors)
+
+
+def _tolerance(dtype, plain_error):
+    """The error that a method may have, given that of the reference in the type of the inputs."""
+    eps = torch.finfo(DTYPES[dtype]).eps
+    tolerance = max(TOLERANCE[dtype] * plain_error, eps)
+    # Counts and sums over many tokens drown in 16 bits, and the error is no measure then.
+    return tolerance if dtype == "float32" else min(tolerance, 4 * eps)
+
+
+def _free_memory(device):
+    if device == "cuda":
+        return torch.cuda.mem_get_info()[0]
+    lines = Path("/proc/meminfo").read_text().splitlines()
+    return next(1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable:"))
+
+
+# Timing
+
+
+class _Clock:
+    """Times calls one by one, out of a cold cache.
+
+    On the CPU the caller's input sets do not fit the cache together. On a GPU a buffer larger than its cache is read
+    before each call, and a pause before that lets the host run ahead, so that the events around the call measure the
+    device and not Python.
+    """
+
+    def __init__(self, device):
+        self.device = device
+        if device == "cuda":
+            self.flush = torch.zeros(CACHE_BYTES["cuda"] // 4, device="cuda")
+            self.events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
+
+    def seconds(self, call):
+        if self.device == "cpu":
+            start = time.perf_counter()
+            call()
+            return time.perf_counter() - start
+        torch.cuda._sleep(2_000_000)
+        self.flush.sum()
+        self.events[0].record()
+        call()
+        self.events[1].record()
+        torch.cuda.synchronize()
+        return self.events[0].elapsed_time(self.events[1]) / 1e3
+
+
+def _time(calls, device, budget):
+    """{name: samples in seconds}. calls: {name: list of calls, one for each input set}; the names take turns."""
+    clock, samples, least = _Clock(device), {name: [] for name in calls}, {}
+    for name, calls_of in calls.items():
+        least[name] = MIN_ROUNDS if clock.seconds(calls_of[0]) <= budget else SLOW_ROUNDS
+    active, turn = list(calls), 0
+    while active:
+        for name in active:
+            samples[name].append(clock.seconds(calls[name][turn % len(calls[name])]))
+        turn += 1
+        active = [n for n in active if len(samples[n]) < least[n] or sum(samples[n]) < budget and len(samples[n]) < 400]
+    return samples
+
+
+# Benchmarks
+
+
+def run(shapes, names=None, operator="causal_linear_decay", device="cpu", dtype="float32", log_decay="head", grad=False,
+        seconds=0.5, rtol=None, seed=0, on_case=None):
+    """Checks and times methods on shapes; returns a report, which write_json and plot take.
+
+    shapes: of Shape. names: of registered methods; None: all of the operator's. device: "cpu" or "cuda". dtype: a key of
+    DTYPES. log_decay: see make_inputs. grad: time forward and backward together, and check the gradients too. seconds:
+    spent on timing each method of each shape, for MIN_ROUNDS calls or more. rtol: the largest allowed error; None: TOLERANCE
+    times that of the reference in the inputs' own type. on_case: called with each finished list of rows.
+
+    The report is a dict: "machine", "settings" and "rows". A row is a method on a shape: "status" is "ok", "wrong" (its
+    error, relative and in norms, is above "tolerance"), "refused" (with "reason") or "failed" (it raised something else);
+    only ok ones have "seconds" (the median), "spread" (half the distance of the quartiles, seconds) and "rounds".
+    Raises ValueError for an unknown name, device, type or operator.
+    """
+    if operator not in OPERATORS:
+        raise ValueError(f"operator is {operator!r}; it is one of {', '.join(OPERATORS)}")
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}")
+    if device not in ("cpu", "cuda") or device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}; it is cpu" + (" or cuda" if torch.cuda.is_available() else
+                                                               ": torch finds no CUDA device here"))
+    chosen = [_method(name, operator) for name in (methods(operator) if names is None else names)]
+    rows = []
+    for shape in shapes:
+        case = _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, rtol, seed)
+        rows += case
+        if on_case:
+            on_case(case)
+    decay = f"a tensor {list(log_decay.shape)}" if isinstance(log_decay, torch.Tensor) else str(log_decay)
+    settings = {"operator": operator, "device": device, "dtype": dtype, "grad": grad, "seed": seed, "log_decay": decay}
+    return {"date": datetime.date.today().isoformat(), "machine": _machine(device), "settings": settings, "rows": rows}
+
+
+def _machine(device):
+    facts = {"leanfleet": leanfleet.__version__, "kernels": native.build_info(), "torch": torch.__version__}
+    if device == "cuda":
+        return facts | {"device": torch.cuda.get_device_name()}
+    names = (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
+    return facts | {"device": next(names, "unknown"), "threads": torch.get_num_threads()}
+
+
+def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, rtol, seed):
+    torch.manual_seed(seed)
+    inputs = make_inputs(operator, shape, dtype, log_decay, device)
+    size = sum(t.nbytes for t in inputs if t is not None)
+    copies = max(2, min(64, -(-CACHE_BYTES["cpu"] // size))) if device == "cpu" else 1
+    sets = [inputs] + [tuple(None if t is None else t.clone() for t in inputs) for _ in range(copies - 1)]
+    grad_output = torch.randn(*inputs[0].shape[:-1], shape.dim).to(inputs[0]) if grad else None
+
+    expected = _results(lambda *t: _judge(operator, t), [None if t is None else t.double() for t in inputs], grad_output)
+    if rtol is None:
+        plain = _results(lambda *t: _judge(operator, t, inputs[0].dtype), inputs, grad_output)
+        tolerance = _tolerance(dtype, _error(plain, expected))
+    else:
+        tolerance = rtol
+    rows, calls = [], {}
+    for method in chosen:
+        row = {"method": method.name, "shape": asdict(shape), "status": "ok", "error": None, "tolerance": tolerance}
+        rows.append(row)
+        try:
+            if device not in method.devices:
+                raise NotImplementedError(f"it runs on {' and '.join(method.devices)} only")
+            needed, free = method.memory(shape) * (3 if grad else 1) if method.memory else 0, _free_memory(device)
+            if needed > free / 2:
+                raise ValueError(f"it needs {needed / 2**30:.1f} GiB beside its inputs; {free / 2**30:.1f} GiB are free")
+            row["error"] = _error(_results(method.function, inputs, grad_output), expected)
+        except Exception as error:
+            row["status"] = "refused" if isinstance(error, REFUSALS) else "failed"
+            text = " ".join(str(error).split()) or type(error).__name__
+            row["reason"] = text if row["status"] == "refused" else f"{type(error).__name__}: {text}"
+            continue
+        if not row["error"] <= tolerance:
+            row["status"] = "wrong"
+            row["error"] = row["error"] if math.isfinite(row["error"]) else None
+            row["reason"] = (f"its error against the float64 reference is {_number(row['error'])}, "
+                             f"{tolerance:.1e} are allowed")
+            continue
+        calls[method.name] = [lambda f=method.function, s=s: _results(f, s, grad_output) for s in sets]
+    samples = _time(calls, device, seconds)
+    for row in rows:
+        if row["method"] in samples:
+            times = samples[row["method"]]
+            quartiles = statistics.quantiles(times, n=4)
+            row |= {"seconds": statistics.median(times), "spread": (quartiles[2] - quartiles[0]) / 2, "rounds": len(times)}
+    return rows
+
+
+def _number(error):
+    return "not finite" if error is None else f"{error:.1e}"
+
+
+def benchmark_method(method, *, name=None, operator="causal_linear_decay", device="cpu", dtype="float32", batch_size=1,
+                     heads=8, kv_heads=None, rank=64, dim=64, tokens=(128, 512, 2048), log_decay="head", grad=False,
+                     others=None, seconds=0.5, rtol=None, quiet=False):
+    """Checks and times one's own method beside the registered ones (LeetDecoding, listing 1); returns run's report.
+
+    method: a function of (query, key, value, log_decay), see the head of this module. name: in the table; default: the
+    function's own. batch_size, heads, kv_heads (None: heads), rank, dim: B, H, Hkv, R, Dv. tokens: N, or several. others:
+    names to compare with; None: all of the operator's. quiet: print nothing. The rest as in run.
+    The method is not registered for good; register_method does that.
+    """
+    name = name or getattr(method, "__name__", "method")
+    key = operator, _normal(name)
+    before = _methods.get(key)
+    register_method(name, method, operator=operator)
+    shapes = [Shape(batch_size, heads, kv_heads or heads, n, rank, dim)
+              for n in ([tokens] if isinstance(tokens, int) else tokens)]
+    names = [name, *(n for n in (methods(operator) if others is None else others) if _normal(n) != key[1])]
+    try:
+        return run(shapes, names, operator, device, dtype, log_decay, grad, seconds, rtol,
+                   on_case=None if quiet else print_case)
+    finally:
+        if before is None:
+            del _methods[key]
+        else:
+            _methods[key] = before
+
+
+# Output
+
+
+def print_case(rows):
+    """Prints the rows of one shape: milliseconds (median and spread), times the fastest, and the error."""
+    from leanfleet.cli import print_table
+
+    print(f"\n{Shape(**rows[0]['shape'])}")
+    best = min((r["seconds"] for r in rows if r["status"] == "ok"), default=None)
+    table = [("method", "ms", "+-", "x best", "error", "")]
+    for row in rows:
+        numbers = ("", "", "", _number(row["error"]) if row["status"] == "wrong" else "")
+        if row["status"] == "ok":
+            numbers = (f"{row['seconds'] * 1e3:.3f}", f"{row['spread'] * 1e3:.3f}", f"{row['seconds'] / best:.2f}",
+                       f"{row['error']:.1e}")
+        table.append((row["method"], *numbers, "" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"))
+    print_table(table, right=(1, 2, 3, 4))
+
+
+def write_json(report, path):
+    """Writes run's report to a file."""
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def plot(report, path):
+    """Draws run's report: milliseconds over tokens, both logarithmic, a line for each method, a panel for each set of the
+    other sizes. path ends in what matplotlib writes: .png, .pdf, .svg. Raises ImportError without matplotlib, and
+    ValueError where nothing was timed.
+    """
+    from matplotlib.figure import Figure
+
+    timed = [row for row in report["rows"] if row["status"] == "ok"]
+    if not timed:
+        raise ValueError("there is nothing to plot: no method was timed")
+    panels = {}
+    for row in timed:
+        sizes = {key: n for key, n in row["shape"].items() if key != "tokens"}
+        panels.setdefault(tuple(sizes.values()), []).append(row)
+    names = list(dict.fromkeys(row["method"] for row in timed))
+    figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
+    for axes, rows in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.values(), strict=True):
+        for number, name in enumerate(names):
+            points = sorted((r["shape"]["tokens"], r["seconds"] * 1e3, r["spread"] * 1e3) for r in rows if r["method"] == name)
+            if points:
+                x, y, spread = zip(*points, strict=True)
+                axes.errorbar(x, y, yerr=spread, marker="os^Dv"[number // 10 % 5], color=f"C{number % 10}", label=name)
+        shape = Shape(**rows[0]["shape"])
+        tokens = sorted({row["shape"]["tokens"] for row in rows})
+        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds",
+                 title=" ".join(word for word in str(shape).split() if not word.startswith("N")))
+        axes.set_xticks(tokens, map(str, tokens))
+        axes.set_xticks([], minor=True)
+        axes.grid(True, which="both", alpha=0.3)
+        axes.legend(fontsize="small")
+    settings = report["settings"]
+    passes = "forward and backward" if settings["grad"] else "forward"
+    figure.suptitle(f"{settings['operator']}, {settings['dtype']}, {passes}, {report['machine']['device']}", fontsize="medium")
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path, dpi=150)
+
+
+def parse_shape(text):
+    """Shape of BxHxNxRxD or BxH/HkvxNxRxD, such as 1x32/8x4096x128x128. Raises ValueError."""
+    parts = text.split("x")
+    try:
+        heads, _, kv_heads = parts[1].partition("/")
+        batch, tokens, rank, dim = (int(parts[i]) for i in (0, 2, 3, 4))
+        shape = Shape(batch, int(heads), int(kv_heads or heads), tokens, rank, dim)
+        good = len(parts) == 5 and min(asdict(shape).values()) > 0 and shape.heads % shape.kv_heads == 0
+    except (IndexError, ValueError):
+        good = False
+    if not good:
+        raise ValueError(f"shape {text!r} is not BxHxNxRxD or BxH/HkvxNxRxD, such as 1x32/8x4096x128x128, with positive "
+                         "numbers and H a multiple of Hkv")
+    return shape
+
+
+def load_file(path):
+    """Runs a Python file that registers methods. Raises FileNotFoundError, and what the file raises."""
+    import importlib.util
+
+    if not Path(path).is_file():
+        raise FileNotFoundError(f"{path} does not exist; give a Python file that calls leanfleet.bench.register_method")
+    found = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module

@@ -1,0 +1,154 @@
+"""The commands `leanfleet export` and `leanfleet generate`. Importing this module needs only the standard library."""
+
+import sys
+import warnings
+from pathlib import Path
+
+
+def add_commands(commands):
+    """Adds both to argparse's subcommands."""
+    export = commands.add_parser(
+        "export", help="a transformers model to a folder that `leanfleet generate` runs",
+        description="Exports a causal language model of transformers to ONNX with leanfleet nodes. Needs the extras export "
+                    "and models.")
+    export.add_argument("model", help="a folder with a model and its tokenizer (safetensors or one GGUF file), or a name on "
+                                      "the Hugging Face hub")
+    export.add_argument("folder", help="the folder to write")
+    export.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
+                        help="of weights and caches (default: %(default)s)")
+    export.set_defaults(run=export_command)
+
+    generate = commands.add_parser(
+        "generate", help="text from a model that `leanfleet export` wrote",
+        description="Streams what a model answers. The prompt goes through the model's chat template where it has one. "
+                    "Several prompts are answered in one batch. Speeds go to stderr.")
+    generate.add_argument("folder", help="written by leanfleet export or leanfleet.export.export_decoder, with its tokenizer")
+    generate.add_argument("prompt", nargs="+", help="what to answer or to continue; - reads it from stdin")
+    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (default: %(default)s)")
+    generate.add_argument("--temperature", type=float, help="0, the default: always the likeliest token; with --top-k or "
+                                                            "--top-p the default is 1")
+    generate.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)")
+    generate.add_argument("--top-p", type=float, default=1.0, metavar="P",
+                          help="sample among the fewest tokens whose probabilities reach P (default: %(default)s)")
+    generate.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
+    generate.add_argument("--stop", action="append", default=[], metavar="TOKEN",
+                          help="a token that ends an answer, beside the model's own; may be given again")
+    generate.add_argument("--system", metavar="TEXT", help="the system's turn of the chat")
+    generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
+    generate.add_argument("--capacity", type=int, metavar="N", help="slots of the caches (default: what is needed)")
+    generate.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
+    generate.add_argument("--cuda-graph", action="store_true", help="capture decode steps as CUDA graphs")
+    generate.set_defaults(run=generate_command)
+
+
+def load_pretrained(model, dtype="float32"):
+    """(transformers model in eval mode, its tokenizer). model: a folder, also one with a single GGUF file, or a hub name.
+
+    Raises OSError for what is no model, ValueError for a folder with several GGUF files.
+    """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    options = {}
+    folder = Path(model)
+    if folder.is_dir() and not (folder / "config.json").exists():
+        files = sorted(folder.glob("*.gguf"))
+        if len(files) != 1:
+            found = f"{len(files)} GGUF files" if files else "neither config.json nor a GGUF file"
+            raise ValueError(f"{folder} holds {found}; give a folder with one transformers model")
+        options["gguf_file"] = files[0].name
+    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options)
+    return loaded.eval(), AutoTokenizer.from_pretrained(model, **options)
+
+
+def export_command(arguments):
+    from leanfleet.export import export_decoder
+
+    warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
+    print(f"loading {arguments.model} ...", file=sys.stderr, flush=True)
+    model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
+    print(f"exporting {type(model).__name__} ...", file=sys.stderr, flush=True)
+    export_decoder(model, arguments.folder, tokenizer)
+    size = sum(f.stat().st_size for f in Path(arguments.folder).iterdir()) / 1e6
+    print(f"wrote {arguments.folder} ({size:.0f} MB); next: leanfleet generate {arguments.folder} \"Hello\"", file=sys.stderr)
+    return 0
+
+
+def generate_command(arguments):
+    from leanfleet.ort_ops import generation
+
+    if arguments.system is not None and arguments.raw:
+        raise ValueError("--system is a turn of the chat, which --raw leaves out: give one of the two")
+    if arguments.cuda_graph and arguments.provider == "cpu":
+        raise ValueError("--cuda-graph needs the CUDA provider: leave --provider cpu out")
+    temperature = arguments.temperature
+    if temperature is None:
+        temperature = 1.0 if arguments.top_k or arguments.top_p < 1 else 0.0
+    providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
+    decoder = generation.load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
+    tokenizer = generation.load_tokenizer(arguments.folder)
+    texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
+    prompts = [generation.encode(tokenizer, text, False if arguments.raw else None, arguments.system) for text in texts]
+    statistics = generation.Statistics()
+    steps = generation.stream(decoder, prompts, arguments.max_tokens, capacity=arguments.capacity, temperature=temperature,
+                              top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed,
+                              stop_tokens=stop_tokens(decoder, tokenizer, arguments.stop), statistics=statistics)
+    try:
+        print_stream(steps, tokenizer, len(prompts))
+    except KeyboardInterrupt:
+        print()
+    print(describe(statistics), file=sys.stderr)
+    return 0
+
+
+def stop_tokens(decoder, tokenizer, extra=()):
+    """Ids of the tokens that end an answer: the model's, the tokenizer's end of text, and those of the given names."""
+    stop = set(decoder.stop_tokens)
+    if tokenizer.eos_token_id is not None:
+        stop.add(tokenizer.eos_token_id)
+    vocabulary = tokenizer.get_vocab()
+    for name in extra:
+        if name not in vocabulary:
+            raise ValueError(f"--stop {name}: no single token of this model's vocabulary has that name")
+        stop.add(vocabulary[name])
+    return sorted(stop)
+
+
+def print_stream(steps, tokenizer, count):
+    """Prints the tokens of `count` requests as they come: the first unfinished request live, the others after it."""
+    from leanfleet.ort_ops.generation import TextStream
+
+    streams = [TextStream(tokenizer) for _ in range(count)]
+    waiting, done, live = [""] * count, [False] * count, 0
+
+    def show():
+        nonlocal live
+        while live < count:
+            print(waiting[live], end="", flush=True)
+            waiting[live] = ""
+            if not done[live]:
+                return
+            live += 1
+            print(f"\n[{live + 1}] " if live < count else "\n", end="", flush=True)
+
+    if count > 1:
+        print("[1] ", end="")
+    for new in steps:
+        for row, token in enumerate(new):
+            if token is None:
+                done[row] = True
+            else:
+                waiting[row] += streams[row].add(token)
+        show()
+    done[:] = [True] * count
+    show()
+
+
+def describe(statistics):
+    """One line about a generation's speed."""
+    text = (f"prompt: {statistics.prefill_tokens} tokens, {statistics.prefill_tokens_per_second:.1f} tokens/s; generated: "
+            f"{sum(map(len, statistics.tokens))} tokens")
+    return text + (f", {statistics.tokens_per_second:.1f} tokens/s" if statistics.decode_tokens else "")

@@ -1,0 +1,139 @@
+"""A decoder folder of leanfleet.export.export_decoder as one that onnxruntime-genai loads. Needs onnx-ir.
+
+onnxruntime-genai (0.18 is tested) feeds a decoder `input_ids` [B,N], padded on the right, and `attention_mask` [B,total],
+where our graph takes lengths: seq_lens is the mask's sum, and query_lens the smaller of that and N. Its caches of
+max_length slots are bound to inputs and outputs alike (past_present_share_buffer), which LeanAttention appends to in
+place. A recurrent layer has two states there, so each gets a conv_state of one number beside its recurrent_state. It
+loads custom operators from the model's own folder alone, so the folder gets a copy of the library.
+"""
+
+import json
+import shutil
+from pathlib import Path
+
+import onnx_ir as ir
+
+from leanfleet.ort_ops import get_library_path
+
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "added_tokens.json")
+DEFAULT_CONTEXT = 4096  # where the decoder says nothing
+
+
+def bundle(folder, target):
+    """Writes to `target` model.onnx, genai_config.json, the library and the tokenizer's files; returns its path.
+
+    folder: what export_decoder wrote. Generation is greedy until told otherwise (search options of genai_config.json).
+    Without the tokenizer's files (export_decoder's tokenizer) onnxruntime-genai generates from token ids alone.
+    Raises FileNotFoundError where a file is missing, ValueError for another kind of model, or where target is folder.
+    """
+    folder, target = Path(folder), Path(target)
+    for name in ("model.onnx", "leanfleet.json"):
+        if not (folder / name).exists():
+            raise FileNotFoundError(f"{folder / name} does not exist; write the folder with leanfleet.export.export_decoder")
+    if folder.resolve() == target.resolve():
+        raise ValueError(f"the bundle goes to a folder of its own; {target} holds the decoder")
+    library = Path(get_library_path())
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    model = ir.load(folder / "model.onnx")
+    caches = _adapt(model.graph, folder)
+    target.mkdir(parents=True, exist_ok=True)
+    external = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())
+    ir.save(model, target / "model.onnx", external_data="model.onnx.data" if external else None)
+    for pattern in TOKENIZER_FILES:
+        for path in folder.glob(pattern):
+            shutil.copy(path, target)
+    shutil.copy(library, target)
+    config = _config(facts, caches, library.name, _special_tokens(folder, facts["stop_tokens"]))
+    (target / "genai_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    return target
+
+
+def _adapt(graph, folder):
+    """Puts attention_mask in the place of seq_lens and query_lens, and gives logits the token axis that genai expects.
+    Returns the inputs that are caches or states, by name."""
+    inputs = {v.name: v for v in graph.inputs}
+    logits = next((v for v in graph.outputs if v.name == "logits"), None)
+    if not {"input_ids", "seq_lens", "query_lens"} <= set(inputs) or logits is None or "block_table" in inputs:
+        raise ValueError(f"{folder / 'model.onnx'} is no decoder of leanfleet.export.export_decoder: its inputs are "
+                         f"{', '.join(list(inputs)[:4])}, ...")
+    batch, tokens = inputs["input_ids"].shape
+    mask = ir.Value(name="attention_mask", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([batch, "total"]))
+    tape = ir.tape.Tape()
+    axis = tape.op("Constant", [], {"value_ints": [1]})
+    seq_lens = tape.op("Cast", [tape.op("ReduceSum", [mask, axis], {"keepdims": 0})], {"to": ir.DataType.INT32})
+    new = tape.op("Cast", [tape.op("Shape", [inputs["input_ids"]], {"start": 1})], {"to": ir.DataType.INT32})
+    query_lens = tape.op("Min", [seq_lens, new])
+    for node in tape.nodes:
+        node.outputs[0].name = node.name = f"genai/{node.op_type}_{tape.nodes.index(node)}"
+    graph.insert_before(graph[0], tape.nodes)
+    inputs["seq_lens"].replace_all_uses_with(seq_lens)
+    inputs["query_lens"].replace_all_uses_with(query_lens)
+    kept = [v for v in graph.inputs if v.name not in ("seq_lens", "query_lens")]
+    graph.inputs.clear()
+    graph.inputs.extend([kept[0], mask, *kept[1:]])
+    if len(logits.shape) == 2:  # of the last token alone
+        axes = ir.node("Constant", [], {"value_ints": [1]})
+        wider = ir.node("Unsqueeze", [logits, axes.outputs[0]])
+        axes.outputs[0].name, wider.name, axes.name = "genai/logits_axis", "genai/logits", "genai/logits_axis"
+        graph.extend([axes, wider])
+        output = wider.outputs[0]
+        output.type, output.shape = logits.type, ir.Shape([batch, 1, logits.shape[1]])
+        logits.name, output.name = "genai/last_logits", "logits"
+        graph.outputs[list(graph.outputs).index(logits)] = output
+    caches = {name: v for name, v in inputs.items() if name.startswith("past_key_values.")}
+    for name in [name for name in caches if name.endswith(".recurrent_state")]:
+        layer = name.split(".")[1]
+        past = ir.Value(name=f"past_key_values.{layer}.conv_state", type=ir.TensorType(ir.DataType.FLOAT),
+                        shape=ir.Shape([batch, 1, 1]))
+        present = ir.node("Identity", [past], name=f"genai/conv_state_{layer}")
+        value = present.outputs[0]
+        value.name, value.type, value.shape = f"present.{layer}.conv_state", past.type, past.shape
+        graph.inputs.append(past)
+        graph.append(present)
+        graph.outputs.append(value)
+    return caches
+
+
+def _special_tokens(folder, stop):
+    """{"bos_token": id, "pad_token": id}, of those that the tokenizer has.
+
+    In a batch onnxruntime-genai masks every token that equals the padding, also inside a prompt: where the tokenizer pads
+    with a token that prompts hold, its last special token is taken, which hardly any text has.
+    """
+    path = folder / "tokenizer_config.json"
+    if not path.exists() or not (folder / "tokenizer.json").exists():
+        return {}
+    named = json.loads(path.read_text())
+    added = json.loads((folder / "tokenizer.json").read_text()).get("added_tokens", [])
+    ids = {t["content"]: t["id"] for t in added}
+    texts = {name: named.get(name) for name in ("bos_token", "pad_token")}
+    texts = {name: t["content"] if isinstance(t, dict) else t for name, t in texts.items()}
+    found = {name: ids[t] for name, t in texts.items() if t in ids}
+    spare = [t["id"] for t in added if t.get("special") and t["id"] not in (*stop, found.get("bos_token"))]
+    if spare and found.get("pad_token") in (None, *stop, found.get("bos_token")):
+        found["pad_token"] = spare[-1]
+    return found
+
+
+def _config(facts, caches, library, special):
+    keys = {name: v for name, v in caches.items() if name.endswith(".key")}
+    heads, _, size = list(next(iter(keys.values())).shape)[1:] if keys else (1, 1, 1)  # read where there are caches alone
+    layers = 1 + max(int(name.split(".")[1]) for name in caches)
+    stop = facts["stop_tokens"]
+    context = facts.get("max_positions") or DEFAULT_CONTEXT
+    names = {"past_key_values.%d": "past", "present.%d": "present"}
+    inputs, outputs = ({f"{word}_{part}_names": f"{prefix}.{part}" for part in ("key", "value")}
+                       for prefix, word in names.items())
+    model = {
+        "type": "llama",  # genai's word for a decoder of this interface, whatever the architecture
+        "vocab_size": facts["vocabulary"], "context_length": context,
+        "bos_token_id": special.get("bos_token", stop[0] if stop else 0), "eos_token_id": stop,
+        "pad_token_id": special.get("pad_token", stop[0] if stop else 0),
+        "decoder": {
+            "session_options": {"log_id": "onnxruntime-genai", "custom_ops_library": library, "provider_options": []},
+            "filename": "model.onnx", "head_size": size, "num_hidden_layers": layers, "num_key_value_heads": heads,
+            "num_attention_heads": heads, "hidden_size": heads * size,
+            "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask", **inputs},
+            "outputs": {"logits": "logits", **outputs}}}
+    return {"model": model, "search": {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "min_length": 0,
+                                       "max_length": context, "past_present_share_buffer": True}}

@@ -1,0 +1,333 @@
+"""The benchmark API: methods by name, the check before the timing, what is refused, tables, files and the command."""
+
+import json
+import sys
+import time
+
+import pytest
+import torch
+
+from leanfleet import bench, cli
+from leanfleet.export import reference
+
+OWN = ("auto", "causal_dot_product", "fleet", "lightning", "vanilla", "block_based", "recursion", "causal_dot_product_torch",
+       "fleet_torch", "lightning_torch")
+SHAPE = bench.Shape(batch=2, heads=6, kv_heads=2, tokens=70, rank=24, dim=40)
+
+
+@pytest.fixture(autouse=True)
+def registry():
+    """Every test leaves the methods as it found them."""
+    before = dict(bench._methods)
+    yield
+    bench._methods.clear()
+    bench._methods.update(before)
+
+
+def plain(query, key, value, log_decay):
+    """The recurrence of the definition, as a user would write it: right, slow."""
+    batch, heads, tokens, _ = query.shape
+    key, value = (t.repeat_interleave(heads // t.shape[1], 1).float() for t in (key, value))
+    decay = torch.ones(batch, heads, tokens)
+    if log_decay is not None:
+        per_token = log_decay if log_decay.dim() == 3 else log_decay[:, None].expand(batch, -1, tokens)
+        decay = per_token.repeat_interleave(heads // per_token.shape[1], 1).exp()
+    state, rows = 0, []
+    for i in range(query.shape[2]):
+        state = decay[:, :, i, None, None] * state + key[:, :, i, :, None] * value[:, :, i, None, :]
+        rows.append((query[:, :, i, None, :].float() @ state).squeeze(2))
+    return torch.stack(rows, 2).to(query.dtype)
+
+
+def by_method(report):
+    return {row["method"]: row for row in report["rows"]}
+
+
+def small(**changes):
+    return {"shapes": [SHAPE], "seconds": 0.01, **changes}
+
+
+# causal_linear_decoder and the registry
+
+
+@pytest.mark.parametrize("log_decay", bench.DECAYS)
+@pytest.mark.parametrize("name", OWN)
+def test_decoder_computes_with_every_method(name, log_decay):
+    torch.manual_seed(0)
+    q, k, v, g = bench.make_inputs("causal_linear_decay", SHAPE, log_decay=log_decay)
+    found = bench.causal_linear_decoder(q, k, v, log_decay=g, attn_method=name)
+    doubles = [None if t is None else t.double() for t in (q, k, v, g)]
+    expected = reference.causal_linear_decay(*doubles)[0]
+    assert found.dtype == torch.float32 and found.shape == (2, 6, 70, 40)
+    assert (found - expected).norm() / expected.norm() < 2e-6
+    assert (plain(q, k, v, g) - expected).norm() / expected.norm() < 2e-6
+
+
+def test_listing_2():
+    B, C, V = torch.randn(1, 4, 33, 8), torch.randn(1, 4, 33, 8), torch.randn(1, 4, 33, 16)
+    log_decay = torch.full((4,), 0.9).log()
+    whole = bench.causal_linear_decoder(B, C, V)
+    torch.testing.assert_close(bench.causal_linear_decoder(B, C, V, attn_method="block-based"), whole, rtol=1e-4, atol=1e-5)
+    decayed = bench.causal_linear_decoder(B, C, V, log_decay=log_decay)
+    torch.testing.assert_close(decayed, plain(B, C, V, log_decay), rtol=1e-4, atol=1e-5)
+    assert (decayed - whole).abs().max() > 0.1
+
+
+def test_registry():
+    assert bench.methods() == list(OWN)
+    assert bench.methods("normalized_linear_attention") == ["auto", "lightning_torch"]
+    bench.register_method("My-Own", plain)
+    assert bench.methods()[-1] == "my_own"
+    q, k, v, g = bench.make_inputs("causal_linear_decay", SHAPE)
+    assert torch.equal(bench.causal_linear_decoder(q, k, v, g, attn_method="my-own"), plain(q, k, v, g))
+
+    @bench.register_method("decorated", operator="normalized_linear_attention")
+    def decorated(q, k, v):
+        return v
+
+    assert decorated(1, 2, 3) == 3 and bench.methods("normalized_linear_attention")[-1] == "decorated"
+    with pytest.raises(ValueError, match="'nothing' is no registered method of causal_linear_decay; there are auto, "):
+        bench.causal_linear_decoder(q, k, v, attn_method="nothing")
+    with pytest.raises(ValueError, match="operator is 'attention'; it is one of causal_linear_decay"):
+        bench.register_method("x", plain, operator="attention")
+    with pytest.raises(ValueError, match="devices has tpu; it takes cpu and cuda"):
+        bench.register_method("x", plain, devices=("tpu",))
+
+
+# The check before the timing
+
+
+@pytest.mark.parametrize("dtype", bench.DTYPES)
+@pytest.mark.parametrize("operator", bench.OPERATORS)
+def test_every_own_method_passes(operator, dtype):
+    rows = bench.run(**small(), operator=operator, dtype=dtype)["rows"]
+    assert [r["method"] for r in rows] == bench.methods(operator)
+    for row in rows:
+        assert row["status"] == "ok", row
+        assert 0 < row["error"] <= row["tolerance"] < {"float32": 1e-5, "float16": 2e-3, "bfloat16": 2e-2}[dtype]
+        assert row["seconds"] > 0 and row["spread"] >= 0 and row["rounds"] >= bench.SLOW_ROUNDS
+
+
+@pytest.mark.parametrize("operator", bench.OPERATORS)
+def test_gradients(operator):
+    rows = bench.run(**small(), operator=operator, grad=True)["rows"]
+    assert all(row["status"] == "ok" for row in rows), rows
+
+
+def test_tolerance():
+    """A multiple of what the reference loses, no less than a rounding, and in 16 bits no more than four."""
+    assert bench._tolerance("float32", 1e-6) == 16e-6 and bench._tolerance("float32", 0.0) == 2.0**-23
+    assert bench._tolerance("bfloat16", 0.005) == 0.01 and bench._tolerance("bfloat16", 0.4) == 4 * 2.0**-7
+    assert bench._tolerance("float16", 1e-5) == 2.0**-10 and bench._tolerance("float16", 0.4) == 4 * 2.0**-10
+
+
+def test_one_s_own_right_method():
+    report = bench.benchmark_method(plain, batch_size=1, heads=6, kv_heads=2, rank=16, dim=24, tokens=(3, 65), others=["lightning"],
+                                    seconds=0.01, quiet=True)
+    assert [(r["method"], r["shape"]["tokens"], r["status"]) for r in report["rows"]] == [
+        ("plain", 3, "ok"), ("lightning", 3, "ok"), ("plain", 65, "ok"), ("lightning", 65, "ok")]
+    assert "plain" not in bench.methods()
+
+
+WRONG = {
+    "no decay": lambda q, k, v, g: plain(q, k, v, None),
+    "not causal": lambda q, k, v, g: q @ (k.repeat_interleave(3, 1).mT @ v.repeat_interleave(3, 1)),
+    "half a percent": lambda q, k, v, g: plain(q, k, v, g) * 1.005,
+    "nan in one place": lambda q, k, v, g: plain(q, k, v, g).index_fill(2, torch.tensor([69]), float("nan")),
+    "inputs in bfloat16": lambda q, k, v, g: plain(q.bfloat16(), k.bfloat16(), v.bfloat16(), g).float(),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_wrong_method_is_not_timed(name, capsys):
+    report = bench.benchmark_method(WRONG[name], name="mine", heads=6, kv_heads=2, tokens=70, seconds=0.01, others=["auto"])
+    rows = by_method(report)
+    assert rows["auto"]["status"] == "ok"
+    assert rows["mine"]["status"] == "wrong" and "seconds" not in rows["mine"]
+    assert "are allowed" in rows["mine"]["reason"]
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert any(line[:1] == ["mine"] and "wrong:" in line for line in lines)
+    json.dumps(report, allow_nan=False)
+
+
+def test_rtol_replaces_the_tolerance():
+    report = bench.benchmark_method(WRONG["half a percent"], name="mine", heads=6, kv_heads=2, tokens=70, seconds=0.01, others=[],
+                                    rtol=6e-3, quiet=True)
+    assert report["rows"][0]["status"] == "ok" and 4e-3 < report["rows"][0]["error"] < 6e-3
+
+
+def test_refused_and_failed_methods_stay_in_the_table(capsys):
+    def refuses(q, k, v, g):
+        raise ValueError("only 16 tokens\nare taken")
+
+    def fails(q, k, v, g):
+        return 1 / 0
+
+    def shapeless(q, k, v, g):
+        return q
+
+    for function in (refuses, fails, shapeless):
+        bench.register_method(function.__name__, function)
+    bench.register_method("elsewhere", plain, devices=("cuda",))
+    names = ["refuses", "auto", "fails", "shapeless", "elsewhere"]
+    rows = by_method(bench.run(**small(), names=names, on_case=bench.print_case))
+    assert list(rows) == names
+    assert (rows["refuses"]["status"], rows["refuses"]["reason"]) == ("refused", "only 16 tokens are taken")
+    assert (rows["fails"]["status"], rows["fails"]["reason"]) == ("failed", "ZeroDivisionError: division by zero")
+    assert rows["shapeless"]["reason"] == "RuntimeError: its output has shape [2, 6, 70, 24]; expected [2, 6, 70, 40]"
+    assert rows["elsewhere"]["reason"] == "it runs on cuda only"
+    out = capsys.readouterr().out
+    assert "B2 H6/2 N70 R24 D40" in out and "refused: only 16 tokens are taken" in out and "failed: ZeroDivisionError" in out
+
+
+def test_too_little_memory_is_refused(monkeypatch):
+    monkeypatch.setattr(bench, "_free_memory", lambda device: 1 << 20)
+    rows = by_method(bench.run(**small(), names=["vanilla", "recursion"]))
+    assert rows["recursion"]["status"] == "ok" and rows["vanilla"]["status"] == "refused"
+    assert "GiB beside its inputs; 0.0 GiB are free" in rows["vanilla"]["reason"]
+
+
+def test_gradients_are_checked():
+    class WrongGradient(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, q, k, v, g):
+            ctx.shapes = q, k, v
+            return plain(q, k, v, g)
+
+        @staticmethod
+        def backward(ctx, grad):
+            return (*(torch.ones_like(t) for t in ctx.shapes), None)
+
+    bench.register_method("wrong_gradient", WrongGradient.apply)
+    bench.register_method("plain", plain)
+    bench.register_method("no_gradient", lambda *t: plain(*t).detach())
+    names = ["wrong_gradient", "plain", "no_gradient"]
+    rows = by_method(bench.run(**small(), names=names, grad=True))
+    assert [rows[n]["status"] for n in names] == ["wrong", "ok", "refused"]
+    assert rows["no_gradient"]["reason"] == "it has no gradient"
+    assert [r["status"] for r in bench.run(**small(), names=names)["rows"]] == ["ok", "ok", "ok"]
+
+
+# Timing
+
+
+def test_times_are_medians_of_calls_in_turn():
+    order = []
+
+    def slow(q, k, v, g):
+        order.append("slow")
+        time.sleep(0.04)
+        return bench.causal_linear_decoder(q, k, v, g)
+
+    def quick(q, k, v, g):
+        order.append("quick")
+        return bench.causal_linear_decoder(q, k, v, g)
+
+    bench.register_method("slow", slow)
+    bench.register_method("quick", quick)
+    rows = by_method(bench.run(**small(seconds=0.2), names=["slow", "quick"]))
+    assert rows["slow"]["seconds"] > 0.04 and rows["quick"]["seconds"] < rows["slow"]["seconds"]
+    assert rows["slow"]["rounds"] == bench.MIN_ROUNDS <= rows["quick"]["rounds"]
+    assert order[4:4 + 2 * bench.MIN_ROUNDS] == ["slow", "quick"] * bench.MIN_ROUNDS  # after one check and one warm-up each
+    assert bench.run(**small(seconds=1e-6), names=["slow"])["rows"][0]["rounds"] == bench.SLOW_ROUNDS
+
+
+def test_inputs_cycle_through_more_than_the_cache():
+    seen = set()
+
+    def watching(q, k, v, g):
+        seen.add(q.data_ptr())
+        return bench.causal_linear_decoder(q, k, v, g)
+
+    bench.register_method("watching", watching)
+    shape = bench.Shape(1, 8, 8, 2048, 64, 64)
+    bench.run([shape], ["watching"], seconds=1.0)
+    sets = len(seen)
+    size = 3 * 4 * 8 * 2048 * 64
+    assert sets * size >= bench.CACHE_BYTES["cpu"] or sets >= bench.MIN_ROUNDS
+
+
+# Inputs and the command
+
+
+def test_inputs():
+    q, k, v, g = bench.make_inputs("causal_linear_decay", SHAPE, "bfloat16", "token")
+    assert (q.shape, k.shape, v.shape, g.shape) == ((2, 6, 70, 24), (2, 2, 70, 24), (2, 2, 70, 40), (2, 2, 70))
+    assert q.dtype == v.dtype == torch.bfloat16 and g.dtype == torch.float32
+    assert g.max() <= 0 and g.min() >= -0.2
+    assert torch.equal(bench.make_inputs("causal_linear_decay", SHAPE, log_decay="head")[3], torch.tensor([-1 / 16, -1 / 256]))
+    assert bench.make_inputs("causal_linear_decay", SHAPE, log_decay=-0.5)[3].tolist() == [-0.5, -0.5]
+    assert bench.make_inputs("causal_linear_decay", SHAPE, log_decay="none")[3] is None
+    assert len(bench.make_inputs("normalized_linear_attention", SHAPE)) == 3
+    with pytest.raises(ValueError, match="log_decay is 'steep'; it is one of none, head, token, a number or a tensor"):
+        bench.make_inputs("causal_linear_decay", SHAPE, log_decay="steep")
+
+
+@pytest.mark.parametrize("text", ["", "1x2x3x4", "1x2x3x4x5x6", "1x6/4x9x8x8", "0x1x1x1x1", "1x2xNx4x5"])
+def test_shapes_that_are_not(text):
+    with pytest.raises(ValueError, match="is not BxHxNxRxD or BxH/HkvxNxRxD"):
+        bench.parse_shape(text)
+
+
+def test_shapes():
+    assert bench.parse_shape("2x6/2x70x24x40") == SHAPE
+    assert str(SHAPE) == "B2 H6/2 N70 R24 D40" and str(bench.parse_shape("1x8x128x64x32")) == "B1 H8 N128 R64 D32"
+
+
+def test_command(tmp_path, capsys):
+    out, picture = tmp_path / "new" / "times.json", tmp_path / "times.png"
+    code = cli.main(["bench", "--methods", "lightning,block-based", "--shapes", "1x4/2x40x16x8,1x4/2x80x16x8", "--seconds", "0.01",
+                     "--dtype", "bfloat16", "--decay", "token", "--out", str(out), "--plot", str(picture)])
+    assert code == 0
+    report = json.loads(out.read_text())
+    assert [(r["method"], r["shape"]["tokens"], r["status"]) for r in report["rows"]] == [
+        ("lightning", 40, "ok"), ("block_based", 40, "ok"), ("lightning", 80, "ok"), ("block_based", 80, "ok")]
+    assert report["settings"] == {"operator": "causal_linear_decay", "device": "cpu", "dtype": "bfloat16", "grad": False,
+                                  "seed": 0, "log_decay": "token"}
+    assert report["machine"]["threads"] == torch.get_num_threads()
+    assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
+    text = capsys.readouterr().out
+    assert "B1 H4/2 N40 R16 D8" in text and "B1 H4/2 N80 R16 D8" in text
+
+
+METHODS = """
+from leanfleet.bench import register_method
+register_method("from_a_file", lambda q, k, v, g: v)
+"""
+
+
+def test_command_loads_files_and_says_what_is_wrong(tmp_path, capsys):
+    file = tmp_path / "mine.py"
+    file.write_text(METHODS)
+    assert cli.main(["bench", "--load", str(file), "--list"]) == 0
+    assert capsys.readouterr().out.split() == [*OWN, "from_a_file"]
+    assert cli.main(["bench", "--methods", "from_a_file", "--shapes", "1x1x9x8x8", "--seconds", "0.01"]) == 1
+    assert "wrong: its error against the float64 reference" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (["--methods", "auto,nothing"], "'nothing' is no registered method of causal_linear_decay; there are auto,"),
+    (["--shapes", "1x2"], "shape '1x2' is not BxHxNxRxD"),
+    (["--dtype", "float64"], "dtype is 'float64'; it is one of float32, float16, bfloat16"),
+    (["--device", "tpu"], "device is 'tpu'; it is cpu"),
+    (["--decay", "steep"], "--decay is steep; it is one of none, head, token"),
+    (["--operator", "attention"], "operator is 'attention'; it is one of"),
+    (["--load", "nowhere.py"], "nowhere.py does not exist; give a Python file"),
+])
+def test_command_with_wrong_arguments(arguments, message, capsys):
+    assert cli.main(["bench", *arguments]) == 2
+    out, err = capsys.readouterr()
+    assert message in err and err.count("\n") == 1 and out == ""
+
+
+def test_plot_without_matplotlib(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    assert cli.main(["bench", "--plot", "x.png"]) == 2
+    assert "the package matplotlib is missing: pip install 'leanfleet[bench]'" in capsys.readouterr().err
+
+
+def test_plot_with_nothing_to_draw(tmp_path):
+    bench.register_method("mine", lambda q, k, v, g: v)
+    report = bench.run([bench.Shape(1, 1, 1, 9, 8, 8)], ["mine"])
+    with pytest.raises(ValueError, match="there is nothing to plot"):
+        bench.plot(report, tmp_path / "x.png")

@@ -1,0 +1,142 @@
+"""The rewrites of an exported decoder's graph compute what they replace, and reach the kernels that they are for."""
+
+import warnings
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from leanfleet.export import export, export_decoder, fusions, lean_attention
+from leanfleet.ort_ops import make_session
+from transformers import LlamaConfig, LlamaForCausalLM
+
+HEADS, KV_HEADS, SIZE, HIDDEN = 6, 2, 8, 40
+
+
+def rotate_half(x):
+    first, second = x[..., :SIZE // 2], x[..., SIZE // 2:]
+    return torch.cat((-second, first), -1)
+
+
+class Layer(torch.nn.Module):
+    """RMS norm, projections, rotary encoding as transformers writes it, LeanAttention. x [B,N,40]; caches [B,2,S,8].
+
+    norm_heads: a norm of each head between projection and rotary. equal_halves: cos and sin of concatenated angles, as all
+    of transformers' rotary encodings; else of angles that differ in their halves.
+    """
+
+    def __init__(self, norm_heads=False, equal_halves=True):
+        super().__init__()
+        self.norm_heads, self.equal_halves = norm_heads, equal_halves
+        self.query, self.key, self.value = (torch.nn.Linear(HIDDEN, h * SIZE, bias=False) for h in (HEADS, KV_HEADS, KV_HEADS))
+        self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+        self.weight = torch.nn.Parameter(torch.rand(HIDDEN) + 0.5)
+        self.register_buffer("frequencies", 100.0 ** (-torch.arange(SIZE // 2) / (SIZE // 2)))
+
+    def rms(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+    def forward(self, x, key_cache, value_cache, seq_lens):
+        positions = (seq_lens - x.shape[1]).unsqueeze(1) + torch.arange(x.shape[1])
+        angles = positions.unsqueeze(-1).float() * self.frequencies
+        angles = torch.cat((angles, angles if self.equal_halves else 2 * angles), -1)
+        cos, sin = (1.5 * angles.cos()).unsqueeze(1), (1.5 * angles.sin()).unsqueeze(1)
+        normed = self.weight * self.rms(x)
+        q, k, v = (p(normed).view(*x.shape[:2], -1, SIZE) for p in (self.query, self.key, self.value))
+        if self.norm_heads:
+            q, k = self.rms(q), self.rms(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
+        out, _, keys, values = lean_attention(q, key_cache, value_cache, seq_lens, new_key=k, new_value=v, append=True)
+        return x + self.out(out.transpose(1, 2).reshape(*x.shape[:2], -1)), keys, values
+
+
+def inputs():
+    torch.manual_seed(2)
+    return torch.randn(3, 5, HIDDEN), *torch.randn(2, 3, KV_HEADS, 20, SIZE), torch.tensor([5, 9, 20], dtype=torch.int32)
+
+
+def exported(module):
+    warnings.filterwarnings("ignore")
+    batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
+    return export(module, inputs(), dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots},
+                                                    {0: batch})).model
+
+
+def kinds(model):
+    return [n.op_type for n in model.graph]
+
+
+def renamed(model):
+    """The model with its RotaryEmbedding nodes under a name that no runtime knows, so that their function runs."""
+    proto = ir.to_proto(model)
+    for node in proto.graph.node:
+        if node.op_type == "RotaryEmbedding":
+            node.op_type = "Unknown"
+    for function in proto.functions:
+        if function.name == "RotaryEmbedding":
+            function.name = "Unknown"
+    return proto
+
+
+def results(model, library=True):
+    model = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
+    onnx.checker.check_model(model)
+    session = (make_session(model, ["CPUExecutionProvider"]) if library else
+               onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]))
+    names = [i.name for i in session.get_inputs()]
+    return session.run(None, dict(zip(names, (t.numpy() for t in inputs()), strict=True)))
+
+
+@pytest.mark.parametrize("norm_heads", [False, True])
+def test_a_layer_is_the_same_in_fewer_nodes(norm_heads):
+    module = Layer(norm_heads).eval()
+    model = exported(module)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs())]
+    before = kinds(model)
+    fusions.fuse_for_onnxruntime(model)
+    after = kinds(model)
+    assert after.count("MatMul") == 2 and after.count("RotaryEmbedding") == 2 and after.count("Div") == 1 + 2 * norm_heads
+    assert not {"Neg", "Transpose", "Reciprocal"} & set(after) and len(after) < len(before)
+    layouts = [n.attributes.get_string("layout") for n in model.graph if n.op_type == "LeanAttention"]
+    assert layouts == ["bnhd"]
+    for found in (results(model), results(model, library=False), results(renamed(model)), results(renamed(model), library=False)):
+        for a, b in zip(found, expected, strict=True):
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+def test_rotary_function_of_heads_first():
+    """Where attention keeps its transposes, the function of RotaryEmbedding is that of 4-D inputs."""
+    module = Layer().eval()
+    model = exported(module)
+    assert fusions.fuse_rotary(model) == 2
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs())]
+    for found in (results(model), results(renamed(model))):
+        for a, b in zip(found, expected, strict=True):
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+def test_what_is_no_rotary_encoding_stays():
+    module = Layer(equal_halves=False).eval()
+    model = exported(module)
+    assert fusions.fuse_rotary(model) == 0
+    fusions.fuse_for_onnxruntime(model)
+    assert "RotaryEmbedding" not in kinds(model) and "Neg" in kinds(model)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs())]
+    for a, b in zip(results(model), expected, strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+def test_export_without_fusions(tmp_path):
+    """fuse=False leaves nothing of another domain than the standard's and ours."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+                                         vocab_size=50, intermediate_size=32)).eval()
+    export_decoder(model, tmp_path, fuse=False)
+    found = onnx.load(tmp_path / "model.onnx")
+    assert {n.domain for n in found.graph.node} == {"", "leanfleet"} and {f.domain for f in found.functions} == {"leanfleet"}

@@ -1,0 +1,214 @@
+"""Text from exported folders: the commands `leanfleet export` and `leanfleet generate`, sampling, streaming, errors."""
+
+import io
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+from leanfleet.generate import load_pretrained
+from leanfleet.ort_ops import generation
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from leanfleet import cli
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}<assistant>"
+
+
+def byte_tokenizer(chat=True):
+    """A token a byte, and four special ones: characters beyond ASCII are several tokens."""
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>", "<user>", "<assistant>", "<system>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = TEMPLATE if chat else None
+    return fast
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A folder as transformers writes it: a small Llama with random weights, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                      vocab_size=260, intermediate_size=64, max_position_embeddings=200, eos_token_id=256)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3 if p.dim() > 1 else 1)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(pretrained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported") / "model"
+    assert cli.main(["export", str(pretrained), str(out)]) == 0
+    return out
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    code = cli.main(["generate", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def expected_text(pretrained, prompt, count):
+    model, tokenizer = load_pretrained(pretrained)
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+                          eos_token_id=256, pad_token_id=0)[0, len(prompt):]
+    return tokenizer.decode(made, skip_special_tokens=True).rstrip("\ufffd")
+
+
+def test_greedy_chat_is_what_transformers_gives(folder, pretrained, capsys):
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer("<user>Hello<end><assistant>")["input_ids"]
+    code, out, err = run(capsys, folder, "Hello", "--max-tokens", 20)
+    assert code == 0 and out.rstrip("\n") == expected_text(pretrained, prompt, 20)
+    assert f"prompt: {len(prompt)} tokens" in err and "tokens/s; generated: " in err
+
+
+def test_raw_and_system_prompts(folder, pretrained, capsys):
+    tokenizer = byte_tokenizer()
+    _, raw, _ = run(capsys, folder, "Hello", "--raw", "--max-tokens", 12)
+    assert raw.rstrip("\n") == expected_text(pretrained, tokenizer("Hello")["input_ids"], 12)
+    _, system, _ = run(capsys, folder, "Hello", "--system", "Be brief", "--max-tokens", 12)
+    prompt = tokenizer("<system>Be brief<end><user>Hello<end><assistant>")["input_ids"]
+    assert system.rstrip("\n") == expected_text(pretrained, prompt, 12)
+
+
+def test_several_prompts_are_each_answered(folder, capsys):
+    """One ragged batch gives what each prompt gives alone; each answer has its number."""
+    texts = ["Hi", "What is a lighthouse?", "abc"]
+    alone = [run(capsys, folder, text, "--max-tokens", 10)[1] for text in texts]
+    code, out, _ = run(capsys, folder, *texts, "--max-tokens", 10)
+    assert code == 0 and out == "".join(f"[{i}] {text}" for i, text in enumerate(alone, 1))
+
+
+def test_stdin_and_stop_token(folder, capsys, monkeypatch):
+    _, free, _ = run(capsys, folder, "Hello", "--max-tokens", 20)
+    stop = next(c for c in free if c.isascii() and c.isalnum())
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    code, out, _ = run(capsys, folder, "-", "--max-tokens", 20, "--stop", stop)
+    assert code == 0 and out.rstrip("\n") == free[:free.index(stop) + 1]
+
+
+def test_sampling_options(folder, capsys):
+    """Seeds repeat; --top-k alone samples; one candidate is greedy."""
+    def text(*options):
+        return run(capsys, folder, "Hello", "--max-tokens", 16, *options)[1]
+
+    greedy = text()
+    assert text("--top-k", 1) == greedy and text("--top-p", 1e-6) == greedy
+    assert text("--top-k", 50, "--temperature", 3, "--seed", 1) == text("--top-k", 50, "--temperature", 3, "--seed", 1)
+    assert len({text("--temperature", 3, "--seed", seed) for seed in range(4)}) > 1
+
+
+def test_sampled_tokens_have_their_probabilities():
+    """Frequencies of many draws against softmax, cut to top_k and top_p: within 5 standard deviations, and nothing else."""
+    logits = np.log(np.array([0.4, 0.05, 0.3, 0.15, 0.1]))
+    for temperature, top_k, top_p, kept in ((1.0, 0, 1.0, [0, 1, 2, 3, 4]), (0.5, 0, 1.0, [0, 1, 2, 3, 4]), (1.0, 3, 1.0, [0, 2, 3]),
+                                            (1.0, 0, 0.65, [0, 2]), (1.0, 4, 0.9, [0, 2, 3, 4])):
+        draws = 4000
+        found = generation._choose(np.tile(logits, (draws, 1)), temperature, top_k, top_p, np.random.default_rng(0))
+        p = np.zeros(5)
+        p[kept] = np.exp(logits[kept] / temperature)
+        p /= p.sum()
+        counts = np.bincount(found, minlength=5)
+        assert (np.abs(counts - draws * p) <= 5 * np.sqrt(draws * p * (1 - p))).all(), (temperature, top_k, top_p, counts / draws)
+
+
+def test_text_stream_gives_whole_characters():
+    tokenizer = byte_tokenizer()
+    text = "naïve 猫 🙂 end"
+    tokens = tokenizer(text)["input_ids"]
+    stream = generation.TextStream(tokenizer)
+    pieces = [stream.add(t) for t in tokens]
+    assert "".join(pieces) == text and len(tokens) > len(text)
+    assert not any("\ufffd" in piece for piece in pieces) and pieces.count("") == len(tokens) - len(text)
+
+
+def test_stream_is_lazy(folder):
+    """The first token is there before the second is computed."""
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    statistics = generation.Statistics()
+    steps = generation.stream(decoder, [[5, 6], [7]], 4, stop_tokens=[], statistics=statistics)
+    first = next(steps)
+    assert statistics.decode_tokens == 0 and [len(t) for t in statistics.tokens] == [1, 1] and None not in first
+    assert len(list(steps)) == 3 and statistics.decode_tokens == 6 and statistics.prefill_tokens == 3
+
+
+def test_api_from_the_package(folder):
+    from leanfleet import ort_ops
+
+    decoder = ort_ops.load_decoder(folder, providers=["CPUExecutionProvider"])
+    tokens, statistics = ort_ops.generate(decoder, [[5, 6]], 3, stop_tokens=[])
+    assert len(tokens[0]) == 3 and statistics.tokens == tokens
+    assert math.isnan(ort_ops.generation.Statistics().tokens_per_second)
+
+
+def without(folder, target, *names):
+    shutil.copytree(folder, target)
+    for name in names:
+        (target / name).unlink()
+    return target
+
+
+def test_errors_are_one_line(folder, pretrained, tmp_path, capsys, monkeypatch):
+    no_tokenizer = without(folder, tmp_path / "a", "tokenizer.json", "tokenizer_config.json")
+    no_facts = without(folder, tmp_path / "b", "leanfleet.json")
+    no_template = without(folder, tmp_path / "c", "chat_template.jinja")
+    broken = without(folder, tmp_path / "d", "model.onnx")
+    (broken / "model.onnx").write_bytes(b"not a model")
+    other = without(folder, tmp_path / "e")
+    facts = json.loads((other / "leanfleet.json").read_text())
+    (other / "leanfleet.json").write_text(json.dumps(facts | {"vocabulary": 20}))
+    for arguments, message in [
+        ([folder, ""], "the prompt is empty"),
+        ([folder, "Hi", "  "], "the prompt is empty"),
+        ([folder, "Hi", "--max-tokens", 0], "max_new_tokens is 0; it must be at least 1"),
+        ([folder, "Hi", "--capacity", 10], "cache slots; the caches have 10. Raise capacity, or ask for fewer tokens"),
+        ([folder, "x" * 180], "positions that the model was trained for"),
+        ([folder, "Hi", "--temperature", -1], "temperature -1.0"),
+        ([folder, "Hi", "--top-p", 0], "top_p 0.0; they must be"),
+        ([folder, "Hi", "--stop", "blub"], "--stop blub: no single token"),
+        ([folder, "Hi", "--raw", "--system", "x"], "give one of the two"),
+        ([folder, "Hi", "--cuda-graph", "--provider", "cpu"], "--cuda-graph needs the CUDA provider"),
+        ([tmp_path / "nowhere", "Hi"], "is not a folder"),
+        ([pretrained, "Hi"], "it holds a transformers model that is not exported yet: leanfleet export"),
+        ([no_facts, "Hi"], "leanfleet.json does not exist; write the folder with leanfleet.export.export_decoder"),
+        ([no_tokenizer, "Hi"], "holds no tokenizer (tokenizer.json)"),
+        ([no_template, "Hi", "--system", "x"], "has no chat template"),
+        ([broken, "Hi"], "model.onnx"),
+        ([other, "Hi"], "Is this the model's own tokenizer?"),
+    ]:
+        code, out, err = run(capsys, *arguments)
+        assert code == 2 and message in err and out == "" and err.count("\n") == 1, (arguments, err)
+    monkeypatch.setenv("LEANFLEET_LIBRARY_DIR", str(tmp_path))
+    code, _, err = run(capsys, folder, "Hi")
+    assert code == 2 and "libleanfleet_ort.so" in err and err.count("\n") == 1
+
+
+def test_export_errors_are_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    assert cli.main(["export", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
+    assert "neither config.json nor a GGUF file" in capsys.readouterr().err
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / "empty" / name).touch()
+    assert cli.main(["export", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
+    assert "holds 2 GGUF files" in capsys.readouterr().err
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=260))
+    bloom.save_pretrained(tmp_path / "bloom")
+    byte_tokenizer().save_pretrained(tmp_path / "bloom")
+    assert cli.main(["export", str(tmp_path / "bloom"), str(tmp_path / "out")]) == 2
+    assert "ALiBi" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()

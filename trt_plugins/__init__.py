@@ -1,0 +1,394 @@
+"""leanfleet's operators in TensorRT 10, TensorRT 11 and TensorRT-RTX (1.7 or newer): plugins, engines, running them.
+
+Importing this module needs neither TensorRT nor torch nor a GPU. Building an engine also needs onnx; running one needs a
+GPU, and torch or cuda-python for device memory (leanfleet.trt_plugins.running).
+"""
+
+import ctypes
+import importlib
+import importlib.util
+import os
+import re
+import sys
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from leanfleet import native, spec
+
+RUNTIMES = ("tensorrt", "tensorrt_rtx")
+OLDEST = {"tensorrt": (10, 3), "tensorrt_rtx": (1, 7)}  # aliased plugin tensors; plugins in the ONNX parser
+NAMESPACE = "leanfleet"
+# What prepare writes on nodes, beside the operator's own attributes. csrc/trt/trt_common.h explains the last two.
+_PLUGIN_ATTRIBUTES = {"plugin_namespace": NAMESPACE, "plugin_version": "1"}
+
+_loaded = {}  # runtime's name -> handle of the plugin library
+_loggers = {}
+
+
+def get_plugin_path():
+    """Path of libleanfleet_trt.so, for trtexec --staticPlugins and other tools. One library serves TensorRT 10 and 11 and
+    TensorRT-RTX.
+
+    Raises FileNotFoundError where the package was built without it (without nvcc, or without TensorRT's headers).
+    """
+    return str(native.library_path("leanfleet_trt"))
+
+
+def plugin_library_facts():
+    """What doctor and info show: {"path", "error", "runtimes": {name: version} of those that are installed}."""
+    facts = {"path": None, "error": None, "runtimes": {}}
+    try:
+        facts["path"] = get_plugin_path()
+    except FileNotFoundError as error:
+        facts["error"] = str(error)
+    for name in RUNTIMES:
+        if importlib.util.find_spec(name) is not None:
+            try:
+                facts["runtimes"][name] = importlib.import_module(name).__version__
+            except Exception as error:  # an installation without its libraries raises many things
+                facts["runtimes"][name] = f"cannot be imported: {error}"
+    return facts
+
+
+def runtime(name=None):
+    """The module tensorrt or tensorrt_rtx; name None: the first that is installed, tensorrt before tensorrt_rtx.
+
+    Raises ValueError for another name, ImportError where it is not installed, RuntimeError where it is too old.
+    """
+    if name not in (None, *RUNTIMES):
+        raise ValueError(f"runtime is '{name}'; it is one of {', '.join(RUNTIMES)}")
+    candidates = [name] if name else [n for n in RUNTIMES if importlib.util.find_spec(n) is not None]
+    if not candidates:
+        raise ImportError("TensorRT is not installed: pip install 'leanfleet[trt]', or for RTX GPUs pip install tensorrt-rtx")
+    trt = importlib.import_module(candidates[0])
+    found = tuple(map(int, re.findall(r"\d+", trt.__version__)[:2]))
+    if found < (oldest := OLDEST[candidates[0]]):
+        raise RuntimeError(f"leanfleet needs {candidates[0]} {'.'.join(map(str, oldest))} or newer; found {trt.__version__}")
+    if candidates[0] == "tensorrt_rtx":
+        _link_rtx_library()
+    return trt
+
+
+def _link_rtx_library():
+    """TensorRT-RTX's ONNX parser opens libtensorrt_rtx.so, a name that its wheel leaves out, and ends the process
+    without it."""
+    libraries = importlib.util.find_spec("tensorrt_rtx_libs")
+    if libraries is None:  # not from the wheel
+        return
+    folder = Path(libraries.origin).parent
+    link, library = folder / "libtensorrt_rtx.so", folder / "libtensorrt_rtx.so.1"
+    if link.exists() or not library.exists():
+        return
+    try:
+        link.symlink_to(library.name)
+    except FileExistsError:  # another process was faster
+        pass
+    except OSError as error:
+        raise RuntimeError(f"TensorRT-RTX's ONNX parser needs {link}, which cannot be made here ({error}): "
+                           f"ln -s {library.name} {link}") from None
+
+
+def load(trt=None):
+    """Registers the plugins with a runtime (a module; None: see runtime). Loading again changes nothing. Returns the module.
+
+    Raises what runtime and get_plugin_path raise, and RuntimeError where the runtime refuses the library.
+    """
+    trt = trt or runtime()
+    if trt.__name__ not in _loaded:
+        make_logger(trt)  # TensorRT reports through the logger of the first builder or runtime that asked for one
+        path = get_plugin_path()
+        registry = trt.get_plugin_registry()
+        present = {creator.name for creator in registry.all_creators if creator.plugin_namespace == NAMESPACE}
+        if set(spec.all_specs()) <= present:  # the application registered them itself
+            handle = True
+        elif not (handle := registry.load_library(path)):
+            try:
+                ctypes.CDLL(path)
+                reason = "; ".join(make_logger(trt).errors) or "no reason given"
+            except OSError as error:
+                reason = str(error)
+            raise RuntimeError(f"{trt.__name__} {trt.__version__} does not load {path}: {reason}")
+        _loaded[trt.__name__] = handle
+    return trt
+
+
+def make_logger(trt):
+    """The logger that this module's builders and runtimes share. It keeps errors in .errors, from where they come in
+    exceptions; with .verbose set it also writes everything to stderr."""
+    if trt.__name__ not in _loggers:
+
+        class Logger(trt.ILogger):
+            def __init__(self):
+                trt.ILogger.__init__(self)
+                self.errors, self.verbose = [], False
+
+            def log(self, severity, message):
+                if severity <= trt.ILogger.Severity.ERROR:
+                    self.errors = [*self.errors[-99:], message]
+                if self.verbose:
+                    print(f"[{trt.__name__}] {severity.name}: {message}", file=sys.stderr, flush=True)
+
+        _loggers[trt.__name__] = Logger()
+    return _loggers[trt.__name__]
+
+
+def failure(trt, action):
+    """A RuntimeError with what the log said: leanfleet's own messages first, the rest after them."""
+    errors = list(dict.fromkeys(" ".join(e.split()) for e in make_logger(trt).errors))
+    names = tuple(f"{name} '" for name in spec.all_specs())
+    ours = [e for e in errors if e.startswith(names)]
+    return RuntimeError(f"{trt.__name__} {trt.__version__} {action}: " + "; ".join(ours or errors or ["no reason given"]))
+
+
+# Models
+
+
+def prepare(model):
+    """Makes an ONNX model's leanfleet nodes into what TensorRT's parser takes. model: onnx.ModelProto, changed in place.
+
+    TensorRT takes no layer input that is absent, wants every output of a layer connected, and prefers the function that
+    an exported model carries for a node to the plugin of the same name. So each node gets the names of the inputs and
+    outputs that it has as attributes connected_inputs and connected_outputs, loses its empty ones, and says which
+    plugin it is; leanfleet's functions go, and all others are inlined, because the parser takes a node of any domain for
+    the standard operator of its name. The nodes move to the domain leanfleet.trt, because ONNX Runtime would read their
+    inputs by position. Returns the model. Preparing it again changes nothing.
+    """
+    import onnx
+    import onnx.inliner
+
+    _prepare_nodes(model.graph.node, onnx)
+    for function in [f for f in model.functions if f.domain == spec.DOMAIN]:
+        model.functions.remove(function)
+    for function in model.functions:
+        _prepare_nodes(function.node, onnx)
+    domain = f"{spec.DOMAIN}.trt"
+    for entry in model.opset_import:
+        if entry.domain == spec.DOMAIN:
+            entry.domain = domain
+    if model.functions:
+        weights = list(model.graph.initializer)  # set aside: inlining copies the model
+        del model.graph.initializer[:]
+        model.CopyFrom(onnx.inliner.inline_local_functions(model))
+        model.graph.initializer.extend(weights)
+    return model
+
+
+def _prepare_nodes(nodes, onnx):
+    for node in nodes:
+        for attribute in node.attribute:
+            for graph in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
+                _prepare_nodes(graph.node, onnx)
+        op = spec.all_specs().get(node.op_type)
+        if node.domain != spec.DOMAIN or op is None:
+            continue
+        connected = [("connected_inputs", op.inputs, node.input), ("connected_outputs", op.outputs, node.output)]
+        for key, tensors, names in connected:
+            present = [(t.name, name) for t, name in zip(tensors, names) if name]
+            del names[:]
+            names.extend(name for _, name in present)
+            node.attribute.append(onnx.helper.make_attribute(key, ",".join(t for t, _ in present)))
+        node.attribute.extend(onnx.helper.make_attribute(k, v) for k, v in _PLUGIN_ATTRIBUTES.items())
+        node.domain = f"{spec.DOMAIN}.trt"
+        node.ClearField("overload")
+
+
+def _read_model(model):
+    """(ModelProto without its external data, path or None) of a path, bytes or a ModelProto."""
+    import onnx
+
+    if isinstance(model, (str, os.PathLike)):
+        if not Path(model).is_file():
+            raise FileNotFoundError(f"{model} does not exist; give the path of an ONNX file")
+        return onnx.load(model, load_external_data=False), str(Path(model).absolute())
+    if isinstance(model, (bytes, bytearray)):
+        return onnx.load_model_from_string(bytes(model)), None
+    copy = onnx.ModelProto()
+    copy.CopyFrom(model)
+    return copy, None
+
+
+def prepare_file(model, path):
+    """Writes a prepared copy of an ONNX file, for trtexec and other tools. Weights in a file of their own stay there, so
+    that the copy must lie in the same folder. Returns path. Raises FileNotFoundError, and ValueError for another folder."""
+    proto, source = _read_model(model)
+    external = any(t.data_location == t.EXTERNAL for t in proto.graph.initializer)
+    if external and Path(path).absolute().parent != Path(source).parent:
+        raise ValueError(f"{model} keeps its weights in a file beside it: write the prepared model into {Path(source).parent}")
+    Path(path).write_bytes(prepare(proto).SerializeToString())
+    return path
+
+
+# Engines
+
+
+@dataclass
+class Build:
+    """An engine and what is known of it. layers: (name, operator) of the plugin layers."""
+
+    engine: bytes
+    layers: list = field(default_factory=list)
+    seconds: float = 0.0
+    runtime: str = ""
+
+
+def build_engine(model, profiles=None, path=None, *, trt=None, compute_capabilities=(), in_place=True, workspace=None,
+                 progress=None, configure=None):
+    """Builds an engine from an ONNX model with leanfleet nodes; they become plugin layers.
+
+    model: path, bytes or onnx.ModelProto. profiles: list of dicts, or one dict, for models with open dimensions: either
+    {dimension's name: (min, opt, max)} or {input's name: (min shape, opt shape, max shape)}; an open dimension that a
+    profile leaves out stays 1. path: where to write the engine. trt: the module to use, see runtime.
+    compute_capabilities: of the GPUs to build for, such as ["8.0", "8.9"] (TensorRT-RTX, no GPU needed); default: the GPU
+    that is here. in_place: lets TensorRT give an output that may take an input's buffer that buffer; it may still
+    insert copies. workspace: limit in bytes. progress: called with (phase, step, number of steps); returning False
+    stops the build. configure: called with the IBuilderConfig before building.
+
+    Returns a Build. Raises FileNotFoundError, ValueError for profiles that do not fit the model, and RuntimeError with
+    the log's reasons where TensorRT refuses the model.
+    """
+    trt = load(trt)
+    logger = make_logger(trt)
+    logger.errors = []
+    proto, source = _read_model(model)
+    prepare(proto)
+    started = time.perf_counter()
+    builder = trt.Builder(logger)
+    flags = getattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED", None)  # TensorRT 11 has no other networks
+    network = builder.create_network(0 if flags is None else 1 << int(flags))
+    parser = trt.OnnxParser(network, logger)
+    if not parser.parse(proto.SerializeToString(), source):
+        raise failure(trt, "cannot parse the model")
+    layers = [network.get_layer(i) for i in range(network.num_layers)]
+    build = Build(b"", [(layer.name, _operator_of(layer, proto)) for layer in layers
+                        if layer.type == trt.LayerType.PLUGIN_V3], runtime=f"{trt.__name__} {trt.__version__}")
+    config = builder.create_builder_config()
+    if workspace is not None:
+        config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
+    if in_place:
+        config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
+    if progress is not None:
+        config.progress_monitor = _progress_monitor(trt, progress)
+    _choose_gpus(trt, config, compute_capabilities)
+    for profile in _profiles(trt, builder, network, proto, profiles):
+        config.add_optimization_profile(profile)
+    if configure is not None:
+        configure(config)
+    serialized = builder.build_serialized_network(network, config)
+    if serialized is None:
+        raise failure(trt, "cannot build the engine")
+    build.engine, build.seconds = bytes(serialized), time.perf_counter() - started
+    if path is not None:
+        Path(path).write_bytes(build.engine)
+    return build
+
+
+def _operator_of(layer, proto):
+    """The operator of a plugin layer: the parser names layers after nodes."""
+    return next((n.op_type for n in proto.graph.node if n.name == layer.name), "")
+
+
+def _choose_gpus(trt, config, capabilities):
+    if not capabilities:
+        return
+    if not hasattr(config, "set_compute_capability"):
+        raise ValueError(f"compute_capabilities are {', '.join(map(str, capabilities))}, but {trt.__name__} builds for the GPU "
+                         "that is here alone; TensorRT-RTX builds for others")
+    config.num_compute_capabilities = len(capabilities)
+    for i, capability in enumerate(capabilities):
+        name = f"SM{str(capability).replace('.', '')}"
+        chosen = getattr(trt.ComputeCapability, name, None)
+        if chosen is None:
+            known = [n for n in trt.ComputeCapability.__members__ if n.startswith("SM")]
+            raise ValueError(f"compute capability {capability} is unknown to {trt.__name__} {trt.__version__}; it knows "
+                             + ", ".join(f"{n[2:-1]}.{n[-1]}" for n in known))
+        config.set_compute_capability(chosen, i)
+
+
+def _profiles(trt, builder, network, proto, profiles):
+    """Optimization profiles; see build_engine."""
+    inputs = [network.get_input(i) for i in range(network.num_inputs)]
+    names = {v.name: [d.dim_param for d in v.type.tensor_type.shape.dim] for v in proto.graph.input}
+    open_dims = {d for t in inputs for d, size in zip(names[t.name], t.shape) if size < 0}
+    dynamic = any(size < 0 for t in inputs for size in t.shape)
+    if not dynamic:
+        return
+    given = [profiles] if isinstance(profiles, dict) else profiles
+    if not given:
+        raise ValueError(f"the model has open dimensions ({', '.join(sorted(open_dims)) or 'without names'}) and needs "
+                         "profiles: for each dimension the smallest, the usual and the largest size")
+    for entry in given:
+        if unknown := set(entry) - open_dims - {t.name for t in inputs}:
+            raise ValueError(f"profile {', '.join(sorted(unknown))}: no such open dimension or input; the model has the "
+                             f"dimensions {', '.join(sorted(open_dims))} and the inputs {', '.join(t.name for t in inputs)}")
+        profile = builder.create_optimization_profile()
+        for tensor in inputs:
+            shapes = entry.get(tensor.name)
+            if shapes is None:
+                shapes = [[size if size >= 0 else entry.get(d, (1, 1, 1))[end] for d, size in
+                           zip(names[tensor.name], tensor.shape)] for end in range(3)]
+            if any(not low <= usual <= high for low, usual, high in zip(*shapes)):
+                raise ValueError(f"profile of {tensor.name} is {shapes}: sizes must not fall from the smallest to the largest")
+            profile.set_shape(tensor.name, *map(tuple, shapes))
+        yield profile
+
+
+def _progress_monitor(trt, progress):
+    class Monitor(trt.IProgressMonitor):
+        def __init__(self):
+            trt.IProgressMonitor.__init__(self)
+            self.steps, self.going = {}, True
+
+        def phase_start(self, phase_name, parent_phase, num_steps):
+            self.steps[phase_name] = num_steps
+            self.tell(phase_name, 0)
+
+        def step_complete(self, phase_name, step):
+            self.tell(phase_name, step + 1)
+            return self.going
+
+        def phase_finish(self, phase_name):
+            self.steps.pop(phase_name, None)
+
+        def tell(self, phase, step):
+            # An exception cannot pass through TensorRT.
+            try:
+                self.going = progress(phase, step, self.steps.get(phase, 0)) is not False and self.going
+            except Exception:
+                self.going = False
+
+    return Monitor()
+
+
+def deserialize(engine, trt=None):
+    """The ICudaEngine of an engine (bytes or path). Needs a GPU that it was built for.
+
+    Raises FileNotFoundError, and RuntimeError with the log's reasons.
+    """
+    if isinstance(engine, (str, os.PathLike)):
+        if not Path(engine).is_file():
+            raise FileNotFoundError(f"{engine} does not exist; build it with leanfleet engine build")
+        engine = Path(engine).read_bytes()
+    trt = load(trt)
+    logger = make_logger(trt)
+    logger.errors = []
+    loaded = trt.Runtime(logger).deserialize_cuda_engine(engine)
+    if loaded is None:
+        raise failure(trt, "cannot load the engine")
+    return loaded
+
+
+def inspect(engine, trt=None):
+    """What an engine (bytes or path) holds: {"tensors": [...], "layers": [...]}, as TensorRT's engine inspector tells.
+    Needs a GPU that it was built for; raises what deserialize raises."""
+    import json
+
+    trt = load(trt)
+    loaded = deserialize(engine, trt)
+    tensors = []
+    for i in range(loaded.num_io_tensors):
+        name = loaded.get_tensor_name(i)
+        tensors.append({"name": name, "mode": loaded.get_tensor_mode(name).name.lower(),
+                        "type": loaded.get_tensor_dtype(name).name.lower(), "shape": list(loaded.get_tensor_shape(name))})
+    text = loaded.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
+    return {"tensors": tensors, "profiles": loaded.num_optimization_profiles, "layers": json.loads(text).get("Layers", [])}

@@ -1,0 +1,59 @@
+"""TensorRT with leanfleet's plugins in Polygraphy. Needs polygraphy, onnx and what leanfleet.trt_plugins.running needs."""
+
+import time
+from collections import Counter, OrderedDict
+
+import onnx
+from polygraphy.backend.base import BaseRunner
+from polygraphy.backend.onnx import util as onnx_util
+
+from leanfleet import spec, trt_plugins
+from leanfleet.trt_plugins.running import Engine
+
+
+def engine_loader(model, profiles=None, trt=None, **options):
+    """A Polygraphy loader: a callable that returns the ICudaEngine of an ONNX model with our plugins, for Polygraphy's own
+    TrtRunner and its other loaders. The arguments are those of trt_plugins.build_engine.
+
+    Polygraphy chooses between tensorrt and tensorrt_rtx when it is imported: POLYGRAPHY_USE_TENSORRT_RTX=1 for the latter.
+    """
+    def load():
+        return trt_plugins.deserialize(trt_plugins.build_engine(model, profiles, trt=trt, **options).engine, trt)
+
+    return load
+
+
+class TrtRunner(BaseRunner):
+    """Runs a model with TensorRT or TensorRT-RTX (trt: the module; None: the one that is installed).
+
+    The engine is built for the sizes of the first inputs. bfloat16 inputs are ml_dtypes arrays, bfloat16 outputs come as
+    float32. kernels: Counter {(operator, "TensorRT"): runs} of leanfleet's plugins.
+    """
+
+    library, provider = True, "TensorRT"
+
+    def __init__(self, path, name=None, trt=None):
+        super().__init__(name=name, prefix="leanfleet-trt")
+        self.path, self.trt, self.engine = str(path), trt, None
+        self.kernels = Counter()
+
+    def activate_impl(self):
+        self.trt = trt_plugins.load(self.trt)
+
+    def get_input_metadata_impl(self):
+        return onnx_util.get_input_metadata(onnx.load(self.path, load_external_data=False).graph)
+
+    def infer_impl(self, feed_dict):
+        if self.engine is None:
+            shapes = {name: (array.shape,) * 3 for name, array in feed_dict.items()}
+            built = trt_plugins.build_engine(self.path, shapes, trt=self.trt)
+            self.layers = Counter(op for _, op in built.layers if op in spec.all_specs())
+            self.engine = Engine(built.engine, self.trt)
+        start = time.perf_counter()
+        outputs = self.engine.numpy(self.engine(dict(feed_dict)))
+        self.inference_time = time.perf_counter() - start
+        self.kernels.update({(op, self.provider): count for op, count in self.layers.items()})
+        return OrderedDict(outputs)
+
+    def deactivate_impl(self):
+        self.engine = None

@@ -1,0 +1,333 @@
+"""Runs engines: one call, text generation. Needs a GPU that the engine was built for, and torch or
+cuda-python (cuda.bindings) for device memory; generation needs torch."""
+
+import json
+import os
+import time
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from leanfleet import trt_plugins
+from leanfleet.ort_ops import generation
+
+_PAST, _PRESENT = "past_key_values.", "present."
+
+
+class _TorchMemory:
+    """Device memory and a stream of torch's; tensors on the GPU go in and come out as they are."""
+
+    def __init__(self):
+        import torch
+
+        self.torch = torch
+        if not torch.cuda.is_available():
+            raise RuntimeError("this torch has no CUDA, or no GPU is here: install torch's CUDA build, or cuda-python")
+        self.stream = torch.cuda.Stream()
+        self.dtypes = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "INT32": torch.int32,
+                       "INT64": torch.int64, "BOOL": torch.bool}
+
+    @property
+    def stream_address(self):
+        return self.stream.cuda_stream
+
+    def put(self, value, dtype):
+        """A tensor on the GPU with the value of a tensor or array, in the engine's type."""
+        if isinstance(value, np.ndarray):
+            value = self.torch.from_numpy(np.ascontiguousarray(value.astype(np.float32) if value.dtype.name == "bfloat16"
+                                                               else value))
+        return value.to("cuda", self.dtypes[dtype]).contiguous()
+
+    def empty(self, shape, dtype):
+        return self.torch.empty(shape, dtype=self.dtypes[dtype], device="cuda")
+
+    def address(self, tensor):
+        return tensor.data_ptr()
+
+    def before(self):
+        self.stream.wait_stream(self.torch.cuda.current_stream())
+
+    def after(self):
+        self.torch.cuda.current_stream().wait_stream(self.stream)
+
+    def numpy(self, tensor):
+        return (tensor.float() if tensor.dtype == self.torch.bfloat16 else tensor).cpu().numpy()
+
+
+class _CudaPythonMemory:
+    """The same with cuda-python alone; values are numpy arrays (bfloat16 ones ml_dtypes')."""
+
+    class Buffer:
+        def __init__(self, runtime, shape, dtype):
+            self.runtime, self.shape, self.dtype = runtime, tuple(shape), dtype
+            self.bytes = int(np.prod(self.shape)) * dtype.itemsize
+            self.pointer = _checked(runtime.cudaMalloc(max(self.bytes, 1)))
+
+        def __del__(self):
+            self.runtime.cudaFree(self.pointer)
+
+    def __init__(self):
+        from cuda.bindings import runtime
+
+        self.runtime = runtime
+        self.stream_address = int(_checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
+        self.dtypes = {"FLOAT": np.dtype(np.float32), "HALF": np.dtype(np.float16), "INT32": np.dtype(np.int32),
+                       "INT64": np.dtype(np.int64), "BOOL": np.dtype(bool)}
+
+    def dtype(self, name):
+        if name == "BF16":
+            import ml_dtypes
+
+            return np.dtype(ml_dtypes.bfloat16)
+        return self.dtypes[name]
+
+    def empty(self, shape, dtype):
+        return self.Buffer(self.runtime, shape, self.dtype(dtype))
+
+    def put(self, value, dtype):
+        array = np.ascontiguousarray(np.asarray(value).astype(self.dtype(dtype)))
+        buffer = self.empty(array.shape, dtype)
+        _checked(self.runtime.cudaMemcpy(buffer.pointer, array.ctypes.data, buffer.bytes,
+                                         self.runtime.cudaMemcpyKind.cudaMemcpyHostToDevice))
+        return buffer
+
+    def address(self, buffer):
+        return int(buffer.pointer)
+
+    def before(self):
+        pass
+
+    def after(self):
+        _checked(self.runtime.cudaStreamSynchronize(self.stream_address))
+
+    def numpy(self, buffer):
+        array = np.empty(buffer.shape, buffer.dtype)
+        _checked(self.runtime.cudaMemcpy(array.ctypes.data, buffer.pointer, buffer.bytes,
+                                         self.runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost))
+        return array.astype(np.float32) if buffer.dtype.name == "bfloat16" else array
+
+
+def _checked(answer):
+    """The value of a cuda-python call. Raises RuntimeError."""
+    error, *values = answer
+    if int(error) != 0:
+        raise RuntimeError(f"CUDA: {error.name}")
+    return values[0] if values else None
+
+
+def _memory(name):
+    if name not in (None, "torch", "cuda-python"):
+        raise ValueError(f"memory is '{name}'; it is 'torch' or 'cuda-python'")
+    if name != "cuda-python":
+        try:
+            return _TorchMemory()
+        except (ImportError, RuntimeError):
+            if name == "torch":
+                raise
+    try:
+        return _CudaPythonMemory()
+    except ImportError:
+        raise ImportError("running an engine needs device memory from torch with CUDA, or from cuda-python: "
+                          "pip install cuda-python") from None
+
+
+class Engine:
+    """An engine with one execution context.
+
+    engine: bytes, path or trt.ICudaEngine. memory: "torch" or "cuda-python"; None: torch where it has CUDA.
+    Raises what trt_plugins.deserialize raises, and ImportError without either package.
+    """
+
+    def __init__(self, engine, trt=None, memory=None):
+        self.trt = trt_plugins.load(trt)
+        self.engine = (trt_plugins.deserialize(engine, self.trt) if isinstance(engine, (bytes, bytearray, str, os.PathLike))
+                       else engine)
+        self.memory = _memory(memory)
+        trt_plugins.make_logger(self.trt).errors = []
+        self.context = self.engine.create_execution_context()
+        if self.context is None:
+            raise trt_plugins.failure(self.trt, "cannot make an execution context")
+        names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
+        self.dtypes = {name: self.engine.get_tensor_dtype(name).name for name in names}
+        self.inputs = [n for n in names if self.engine.get_tensor_mode(n) == self.trt.TensorIOMode.INPUT]
+        self.outputs = [n for n in names if n not in self.inputs]
+
+    def use_profile(self, index):
+        """Switches to another optimization profile."""
+        if not self.context.set_optimization_profile_async(index, self.memory.stream_address):
+            raise ValueError(f"profile is {index}; the engine has {self.engine.num_optimization_profiles}")
+        self.memory.after()
+
+    def bind(self, name, tensor):
+        """Gives a tensor of the engine an address, and an input its shape. The caller keeps the tensor."""
+        if name in self.inputs and not self.context.set_input_shape(name, tuple(tensor.shape)):
+            raise ValueError(f"{name} has shape {list(tensor.shape)}, which the current profile does not allow: "
+                             f"{self.engine.get_tensor_profile_shape(name, self.context.active_optimization_profile)}")
+        self.context.set_tensor_address(name, self.memory.address(tensor))
+
+    def enqueue(self, stream=None):
+        """Runs what is bound on a stream's address (None: this engine's own)."""
+        trt_plugins.make_logger(self.trt).errors = []
+        if not self.context.execute_async_v3(self.memory.stream_address if stream is None else stream):
+            raise trt_plugins.failure(self.trt, "failed to run the engine")
+
+    def __call__(self, feed, in_place=None):
+        """Runs once. feed: {input: array or tensor}. in_place: {output: input} pairs that share a buffer.
+
+        Returns {output: tensor} in the memory's own form; see numpy().
+        """
+        if missing := set(self.inputs) - set(feed):
+            raise ValueError(f"inputs {', '.join(sorted(missing))} are missing; the engine takes {', '.join(self.inputs)}")
+        bound = {name: self.memory.put(feed[name], self.dtypes[name]) for name in self.inputs}
+        for name, tensor in bound.items():
+            self.bind(name, tensor)
+        found = {}
+        for name in self.outputs:
+            shared = (in_place or {}).get(name)
+            found[name] = bound[shared] if shared else self.memory.empty(tuple(self.context.get_tensor_shape(name)),
+                                                                         self.dtypes[name])
+            self.bind(name, found[name])
+        self.memory.before()
+        self.enqueue()
+        self.memory.after()
+        return found
+
+    def made_up_inputs(self, profile=0):
+        """Ones in the usual sizes of a profile, by name."""
+        types = {"FLOAT": "f4", "HALF": "f2", "BF16": "f4", "INT32": "i4", "INT64": "i8", "BOOL": "?"}
+        return {name: np.ones(tuple(self.engine.get_tensor_profile_shape(name, profile)[1]), types[self.dtypes[name]])
+                for name in self.inputs}
+
+    def timed(self, feed, profile=0, runs=20):
+        """(outputs as numpy arrays, median of the milliseconds of a run with its copies from and to the host)."""
+        self.use_profile(profile)
+        outputs, seconds = self.numpy(self(feed)), []
+        for _ in range(runs):
+            start = time.perf_counter()
+            outputs = self.numpy(self(feed))
+            seconds.append(time.perf_counter() - start)
+        return outputs, 1e3 * sorted(seconds)[len(seconds) // 2]
+
+    def numpy(self, outputs):
+        """Outputs as numpy arrays on the host; bfloat16 as float32."""
+        return {name: self.memory.numpy(tensor) for name, tensor in outputs.items()}
+
+
+# Generation
+
+
+@dataclass
+class Decoder:
+    """An engine of a decoder that leanfleet.export.export_decoder wrote; generation.generate and stream take it."""
+
+    engine: Engine
+    caches: list
+    vocabulary: int
+    stop_tokens: list
+    max_positions: int | None
+    cuda_graph: bool = True
+    kept: dict = field(default_factory=dict)
+
+    def steps(self, batch, capacity):
+        key = batch, capacity
+        if key not in self.kept:
+            self.kept.clear()  # the engine's context has one set of addresses
+            self.kept[key] = _Steps(self, batch, capacity)
+        self.kept[key].reset()
+        return self.kept[key]
+
+
+def load_decoder(folder, engine, trt=None, cuda_graph=True):
+    """A Decoder of an engine (bytes or path) built from folder/model.onnx with decoder_profiles. Needs torch with CUDA.
+
+    cuda_graph: captures the decode step of each batch once and replays it.
+    """
+    facts = json.loads((Path(folder) / "leanfleet.json").read_text())
+    if facts.get("kind", "decoder") != "decoder":
+        raise ValueError(f"{folder} holds a model of kind {facts['kind']}; generation needs one from export_decoder")
+    loaded = Engine(engine, trt, memory="torch")
+    return Decoder(loaded, [n for n in loaded.inputs if n.startswith(_PAST)], facts["vocabulary"], facts["stop_tokens"],
+                   facts["max_positions"], cuda_graph)
+
+
+def decoder_profiles(batch=(1, 1, 8), tokens=(1, 128, 2048), capacity=(16, 2048, 8192)):
+    """Profiles of an exported decoder: 0 for prompts, 1 for steps of one token."""
+    prompts = {"batch": batch, "tokens": tokens, "capacity": capacity}
+    return [prompts, prompts | {"tokens": (1, 1, 1)}]
+
+
+class _Steps:
+    """The buffers of one batch. Caches are bound to the graph's inputs and outputs alike and updated in place."""
+
+    def __init__(self, decoder, batch, capacity):
+        import torch
+
+        self.torch, self.decoder, self.engine, self.graph = torch, decoder, decoder.engine, None
+        self.caches = {}
+        for name in decoder.caches:
+            shape = self.engine.engine.get_tensor_shape(name)
+            # [batch, Hkv, capacity, D] caches, [batch, Hkv, R, Dv] states: open dimensions in this order
+            sizes = iter((batch, capacity))
+            self.caches[name] = self.engine.memory.empty([next(sizes) if n < 0 else n for n in shape], self.engine.dtypes[name])
+        self.step_inputs = {"input_ids": torch.ones(batch, 1, dtype=torch.int64, device="cuda"),
+                            "seq_lens": torch.ones(batch, dtype=torch.int32, device="cuda"),
+                            "query_lens": torch.ones(batch, dtype=torch.int32, device="cuda")}
+        self.logits = torch.empty(batch, decoder.vocabulary, device="cuda")
+
+    def reset(self):
+        for cache in self.caches.values():
+            cache.zero_()
+
+    def run(self, input_ids, seq_lens, query_lens, capture=False):
+        """One step; returns the logits, float32 [B,vocabulary]. capture: a decode step, input_ids [B,1]."""
+        feed = {"input_ids": input_ids, "seq_lens": seq_lens, "query_lens": query_lens}
+        stream = self.engine.memory.stream
+        if not capture:
+            inputs = {name: self.engine.memory.put(array, self.engine.dtypes[name]) for name, array in feed.items()}
+            self._bind(0, inputs)
+            self.graph = None  # its shapes are no longer the context's
+        else:
+            for name, array in feed.items():
+                self.step_inputs[name].copy_(self.torch.from_numpy(array))
+        self.engine.memory.before()
+        if capture and self.graph is None:
+            self._capture()
+        if capture and self.decoder.cuda_graph:
+            with self.torch.cuda.stream(stream):
+                self.graph.replay()
+        else:
+            self.engine.enqueue()
+        stream.synchronize()
+        return self.logits.float().cpu().numpy()
+
+    def _bind(self, profile, inputs):
+        self.engine.use_profile(min(profile, self.engine.engine.num_optimization_profiles - 1))
+        for name, tensor in (inputs | self.caches).items():
+            self.engine.bind(name, tensor)
+        for name, tensor in self.caches.items():
+            self.engine.bind(_PRESENT + name.removeprefix(_PAST), tensor)
+        self.engine.bind("logits", self.logits)
+
+    def _capture(self):
+        """Captures a decode step. TensorRT wants one run of the new shapes before; it works on copies of the states, which
+        a run changes for good (a token appended twice to a cache does no harm)."""
+        self._bind(1, self.step_inputs)
+        self.graph = True
+        if not self.decoder.cuda_graph:
+            return
+        states = {name: tensor.clone() for name, tensor in self.caches.items() if name.endswith("state")}
+        self.torch.cuda.synchronize()
+        self.engine.enqueue()
+        self.engine.memory.stream.synchronize()
+        for name, kept in states.items():
+            self.caches[name].copy_(kept)
+        self.torch.cuda.synchronize()
+        self.graph = self.torch.cuda.CUDAGraph()
+        with self.torch.cuda.graph(self.graph, stream=self.engine.memory.stream):
+            self.engine.enqueue(self.engine.memory.stream_address)
+
+
+def generate(decoder, prompts, max_new_tokens=128, **options):
+    """(list of token lists, generation.Statistics); prompts and options are those of leanfleet.ort_ops.generation.stream."""
+    return generation.generate(decoder, prompts, max_new_tokens, **options)
