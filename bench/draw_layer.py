@@ -1,6 +1,6 @@
 """Draws one layer of an exported decoder: its nodes, in the order in which they run, and the shapes between them.
 
-    python bench/draw_layer.py FOLDER [--layer 1] [-o export/decoder_layer.svg]
+    python bench/draw_layer.py FOLDER [--layer 1] [-o bench/results/decoder_layer.svg]
 
 FOLDER: written by leanfleet export. Layer 0 cannot be drawn: what all layers share (positions, rotary tables) runs before it.
 The nodes of a norm, which ONNX Runtime runs as one kernel, are one box.
@@ -165,7 +165,7 @@ def main():
     parser.add_argument("folder", type=Path)
     parser.add_argument("--layer", type=int, default=1)
     parser.add_argument("--name", help="of the model, for the caption (default: the folder's)")
-    parser.add_argument("-o", "--output", type=Path, default=Path("export/decoder_layer.svg"))
+    parser.add_argument("-o", "--output", type=Path, default=Path("bench/results/decoder_layer.svg"))
     args = parser.parse_args()
     model = ir.load(args.folder / "model.onnx")
     made = boxes(layer_nodes(model, args.layer))

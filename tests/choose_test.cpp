@@ -1,5 +1,5 @@
-// What `auto` takes on CUDA: reads "sm_count element B H Hkv N R Dv normalize" a line, and whether it normalises, prints the algorithm's
-// number in the schema.
+// What `auto` takes on CUDA: reads "sm_count element B H Hkv N R Dv normalize" a line, prints the number that the
+// algorithm has in the schema.
 #include <cstdio>
 
 #include "causal_linear_decay/choose.h"

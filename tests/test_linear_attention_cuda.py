@@ -76,7 +76,8 @@ def check(op_name, inputs, attrs, in_place=False):
             assert torch.equal(value, exact.to(value.dtype)), name
             continue
         # The plain implementation may itself overflow; then only what is right counts: a few roundings.
-        allowed = 2 * min(error, 0.1) + 4 * (2.0**-23 if value.dtype == torch.float32 and step == 2.0**-23 else step)
+        # Gradients of decays and coefficients are few numbers, each a sum of many terms that cancel.
+        allowed = 2 * min(error, 0.1) + (16 if name in ("grad_log_decay", "grad_coefficients") else 4) * step
         found_error = relative(value, exact, least(op_name, inputs))
         assert found_error <= allowed, (f"{op_name} {name}: error {found_error:.2e}, allowed {allowed:.2e}, "
                                                    f"{attrs}, " + ", ".join(f"{n}{list(t.shape)}" for n, t in inputs.items()
