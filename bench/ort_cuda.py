@@ -32,7 +32,8 @@ def model(op_type, domain, inputs, outputs, attributes):
     node = helper.make_node(op_type, [n if v else "" for n, v in inputs.items()], list(outputs), domain=domain, **attributes)
     half = TensorProto.FLOAT16
     graph = helper.make_graph([node], "g", [helper.make_tensor_value_info(n, *v) for n, v in inputs.items() if v],
-                              [helper.make_tensor_value_info(n, TensorProto.FLOAT if n == "lse" else half, s) for n, s in outputs.items()])
+                              [helper.make_tensor_value_info(n, TensorProto.FLOAT if n == "lse" else half, s)
+                               for n, s in outputs.items()])
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1),
               helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION)]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()

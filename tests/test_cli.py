@@ -111,7 +111,7 @@ USAGE = {
     "no leanfleet nodes": (lambda d: [without_nodes(d)], r"no leanfleet nodes: there is nothing to check"),
     "no body": (lambda d: [without_body(d)], r"runner 'body': the model holds no function for its LeanAttention nodes"),
     "unknown runner": (lambda d: [f"{d}/model.onnx", "--runners", "body,gpu"],
-                       r"runner 'gpu' is unknown; choose from body, ort-cpu, ort-cuda, reference"),
+                       r"runner 'gpu' is unknown; choose from body, ort-cpu, ort-cuda, trt, reference"),
     "one runner": (lambda d: [f"{d}/model.onnx", "--runners", "body"], r"runners are body; expected two or more"),
     "runner twice": (lambda d: [f"{d}/model.onnx", "--runners", "body,body"], r"expected two or more different ones"),
     "unknown size": (lambda d: [f"{d}/model.onnx", "--size", "batch=3"], r"size batch: no such open dimension"),

@@ -11,6 +11,7 @@ from leanfleet import native, spec
 ROOT = Path(__file__).resolve().parents[1]
 CSRC = ROOT / "csrc"
 HOST_HEADERS = re.compile(r'#\s*include\s*[<"](onnxruntime|NvInfer|torch/|ATen/|c10/|Python\.h)')
+INTERFACES = {"leanfleet": r"leanfleet_\w+", "leanfleet_ort": r"RegisterCustomOps", "leanfleet_trt": r"getCreators|setLoggerFinder"}
 CUDA_HEADERS = re.compile(r'#\s*include\s*[<"]cuda')
 
 
@@ -39,10 +40,15 @@ def test_only_ort_sees_onnxruntime_headers():
 def test_cuda_headers_stay_out_of_what_a_cpu_build_compiles():
     """Headers and plain C++ files build without a CUDA toolkit, but for the one that reads the device."""
     users = {str(p.relative_to(CSRC)) for p in sources(CSRC) if p.suffix in (".h", ".cpp") and CUDA_HEADERS.search(p.read_text())}
-    assert users <= {"core/cuda_target.cpp", "ort/cuda.cpp"}, users
+    assert users <= {"core/cuda_target.cpp", "ort/cuda.cpp", "trt/plugin.cpp"}, users  # trt/ is built with CUDA alone
 
 
-@pytest.mark.parametrize("adapter", ["ort", "capi"])
+def test_only_trt_sees_tensorrt_headers():
+    users = {p.parent.name for p in sources(CSRC) if re.search(r'#\s*include\s*[<"]NvInfer', p.read_text())}
+    assert users == {"trt"}
+
+
+@pytest.mark.parametrize("adapter", ["ort", "trt", "capi"])
 def test_adapters_name_no_operator(adapter):
     """No operator, input, output or attribute of ops.toml is spelled in an adapter."""
     words = {s.name for s in spec.all_specs().values()} | {s.snake_name for s in spec.all_specs().values()}
@@ -54,9 +60,16 @@ def test_adapters_name_no_operator(adapter):
         assert not (found := [w for w in words if w in code]), f"{path.name} spells {found}"
 
 
-@pytest.mark.parametrize("library, allowed", [("leanfleet", r"leanfleet_\w+"), ("leanfleet_ort", r"RegisterCustomOps")])
-def test_libraries_export_only_their_interface(library, allowed):
-    path = native.library_path(library)
+@pytest.fixture(params=INTERFACES)
+def library(request):
+    """Each library; the plugins are there in builds with CUDA."""
+    if request.param == "leanfleet_trt" and "cuda" not in native.build_info():
+        pytest.skip("built without CUDA, so without TensorRT plugins")
+    return request.param
+
+
+def test_libraries_export_only_their_interface(library):
+    path, allowed = native.library_path(library), INTERFACES[library]
     symbols = subprocess.run(["nm", "-D", "--defined-only", path], capture_output=True, text=True, check=True).stdout
     names = [line.split()[-1] for line in symbols.splitlines() if line.split()[-2] in "TWVBDRu"]
     assert names, "nm printed nothing"
@@ -64,7 +77,6 @@ def test_libraries_export_only_their_interface(library, allowed):
     assert not foreign, foreign[:10]
 
 
-@pytest.mark.parametrize("library", ["leanfleet", "leanfleet_ort"])
 def test_libraries_need_no_driver_and_no_runtime(library):
     needed = subprocess.run(["readelf", "-d", native.library_path(library)], capture_output=True, text=True, check=True).stdout
     names = re.findall(r"NEEDED.*\[(.*?)\]", needed)

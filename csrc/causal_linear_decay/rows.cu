@@ -14,6 +14,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include <type_traits>
+
 #include "causal_linear_decay/causal_linear_decay.h"
 #include "causal_linear_decay/rows.h"
 #include "core/op.h"
@@ -232,7 +234,7 @@ __global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, 1)
     float* const to = output + (tile & 1) * partials + (warp * 2 + half) * kColumns + pair;
     const float total = decay[2 * kMaxTile + 2 * (tile & 1)];
     const bool scaled = decay[2 * kMaxTile + 2 * (tile & 1) + 1] != 0.0f;
-    const auto token = [&](int t) {
+    const auto token = [&](auto only_sums, int t) {
       const float2 v = *reinterpret_cast<const float2*>(value + t * kColumns);
       float out[2][2] = {};
 #pragma unroll
@@ -243,32 +245,36 @@ __global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, 1)
         s[4 * quad + 1][0] += k.y * v.x, s[4 * quad + 1][1] += k.y * v.y;
         s[4 * quad + 2][0] += k.z * v.x, s[4 * quad + 2][1] += k.z * v.y;
         s[4 * quad + 3][0] += k.w * v.x, s[4 * quad + 3][1] += k.w * v.y;
-        if (sums_only) continue;
+        if (only_sums) continue;
         const float4 q = *reinterpret_cast<const float4*>(query + t * plan.rows + 4 * quad);
         out[0][0] += q.x * s[4 * quad][0], out[0][1] += q.x * s[4 * quad][1];
         out[1][0] += q.y * s[4 * quad + 1][0], out[1][1] += q.y * s[4 * quad + 1][1];
         out[0][0] += q.z * s[4 * quad + 2][0], out[0][1] += q.z * s[4 * quad + 2][1];
         out[1][0] += q.w * s[4 * quad + 3][0], out[1][1] += q.w * s[4 * quad + 3][1];
       }
-      if (!sums_only)
+      if (!only_sums)
         *reinterpret_cast<float2*>(to + t * 2 * plan.warps * kColumns) =
             make_float2(out[0][0] + out[1][0], out[0][1] + out[1][1]);
     };
-    if (scaled) {
-      for (int t = 0; t < plan.tile; t += 4) {
+    const auto walk = [&](auto only_sums) {
+      if (scaled) {
+        for (int t = 0; t < plan.tile; t += 4) {
 #pragma unroll
-        for (int i = 0; i < 4; ++i) token(t + i);
+          for (int i = 0; i < 4; ++i) token(only_sums, t + i);
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r) state[r][0] *= total, state[r][1] *= total;
+        return;
       }
-#pragma unroll
-      for (int r = 0; r < kRows; ++r) state[r][0] *= total, state[r][1] *= total;
-    } else {
       for (int t = 0; t < plan.tile; ++t) {
         const float by = decay[(tile & 1) * kMaxTile + t];
 #pragma unroll
         for (int r = 0; r < kRows; ++r) state[r][0] = times_decay(state[r][0], by), state[r][1] = times_decay(state[r][1], by);
-        token(t);
+        token(only_sums, t);
       }
-    }
+    };
+    if (sums_only) walk(std::true_type{});
+    else walk(std::false_type{});
     __syncthreads();
   }
   if (sums_only) {
