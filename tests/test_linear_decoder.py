@@ -171,7 +171,7 @@ def test_blocks_against_their_quadratic_form(kind, monkeypatch):
         carried = model(ids).logits
         monkeypatch.setattr("leanfleet.export.linear_decoder.decayed_attention", parallel)
         assert torch.allclose(carried, model(ids).logits, rtol=1e-11, atol=1e-11)
-    decays = model.layers[1].attention.log_decay.exp()
+    decays = torch.tensor(model.layers[1].attention.log_decay, dtype=torch.float64).exp()
     if kind == "retnet":
         assert torch.allclose(decays[:3], torch.tensor([31 / 32, 63 / 64, 127 / 128], dtype=torch.float64), atol=1e-7)
     else:

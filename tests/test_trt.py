@@ -1,6 +1,7 @@
 """Engines with leanfleet's plugins, built by TensorRT on a machine that needs no GPU."""
 
 import copy
+import json
 import subprocess
 import sys
 
@@ -11,7 +12,7 @@ from onnx import TensorProto, helper
 from ort_models import make_model, make_node, node_model
 from trt_cases import input_shapes, profiles, variants
 
-from leanfleet import spec, trt_plugins
+from leanfleet import cli, spec, trt_plugins
 from leanfleet.ort_ops import make_session
 
 try:
@@ -250,3 +251,39 @@ def test_decoders_build(kind, tmp_path):
     built = trt_plugins.build_engine(tmp_path / "model.onnx", running.decoder_profiles(capacity=(16, 256, 256), tokens=(1, 16, 64)),
                                      compute_capabilities=GPUS)
     assert [op for _, op in built.layers] == expected
+
+
+def test_command_line(tmp_path, capsys):
+    op = SPECS["LeanAttention"]
+    model, engine = str(tmp_path / "model.onnx"), str(tmp_path / "engine")
+    onnx.save(node_model(op, input_shapes(op, PLAIN, {}, "open")), model)
+    gpus = [word for gpu in GPUS for word in ("--compute-capability", gpu)]
+    assert cli.main(["engine", "build", model, engine, "--profile", "B=1:2:4,Nq=1:1:8,S=64:64:128", *gpus, "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out)
+    assert facts["layers"] == [{"name": "node", "operator": "LeanAttention"}]
+    assert facts["bytes"] == (tmp_path / "engine").stat().st_size > 0
+    assert cli.main(["engine", "prepare", model, str(tmp_path / "prepared.onnx")]) == 0
+    assert trt_plugins.get_plugin_path() in capsys.readouterr().out
+    assert cli.main(["engine", "build", model, engine]) == 2
+    assert "needs profiles" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        cli.main(["engine", "build", model, engine, "--profile", "B=1"])
+    assert "'B=1' is not NAME=MIN:OPT:MAX" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", [["engine", "inspect"], ["engine", "run"], ["check", "--runners", "ort-cpu,trt"]])
+def test_commands_that_need_a_gpu(command, tmp_path, capsys):
+    """With a GPU that TensorRT serves they work; anywhere else they say what TensorRT said, in one line."""
+    op = SPECS["LeanAttention"]
+    model = node_model(op, input_shapes(op, PLAIN, {}, 1))
+    path = tmp_path / "file"
+    if command[0] == "check":
+        onnx.save(model, path)
+    else:
+        path.write_bytes(trt_plugins.build_engine(model).engine)
+    code = cli.main([command[0], *command[1:], str(path)] if command[0] == "check" else [*command, str(path)])
+    said = capsys.readouterr()
+    if torch.cuda.is_available() and code == 0:
+        assert "LeanAttention" in said.out or command[1] == "run"
+    else:
+        assert code == 2 and "cannot load the engine" in said.err and len(said.err.splitlines()) == 1

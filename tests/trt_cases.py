@@ -131,14 +131,16 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
             file.write(content)
 
 
-def write_cases(path, ops=None, dtypes=spec.TYPES["T"], layouts=("bhnd", "bnhd"), with_data=True):
-    """Writes every variant of the operators (specs; None: all); returns their number."""
-    count = 0
+def write_cases(path, ops=None, dtypes=spec.TYPES["T"], layouts=("bhnd", "bnhd"), with_data=True, every=1):
+    """Writes every variant of the operators (specs; None: all), or one of `every`; returns their number."""
+    number = count = 0
     with open(path, "wb") as file:
         for op in ops or spec.all_specs().values():
             for (ranks, attrs), dtype, layout in itertools.product(variants(op), dtypes, layouts):
-                write_case(file, op, ranks, attrs | {"layout": layout}, dtype, count, with_data)
-                count += 1
+                if number % every == 0:
+                    write_case(file, op, ranks, attrs | {"layout": layout}, dtype, number, with_data)
+                    count += 1
+                number += 1
     return count
 
 

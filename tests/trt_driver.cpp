@@ -329,7 +329,8 @@ void try_formats(const Case& c, IPluginV3OneBuildV2& build) {
   const auto num_inputs = static_cast<int32_t>(c.inputs.size()), num_outputs = static_cast<int32_t>(c.outputs.size());
   for (int32_t i = 0; i < num_inputs + num_outputs; ++i) {
     const DataType right = descs[i].desc.type;
-    for (DataType type : {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32, DataType::kINT8, DataType::kINT64}) {
+    for (DataType type : {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32, DataType::kINT8,
+                          DataType::kINT64}) {
       descs[i].desc.type = type;
       const bool floating = type == DataType::kFLOAT || type == DataType::kHALF || type == DataType::kBF16;
       const bool expected = i == 0 ? floating : type == right;

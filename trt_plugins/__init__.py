@@ -27,7 +27,7 @@ _loggers = {}
 
 
 def get_plugin_path():
-    """Path of libleanfleet_trt.so, for trtexec --staticPlugins and other tools. One library serves TensorRT 10 and 11 and
+    """Path of libleanfleet_trt.so, for trtexec --dynamicPlugins and other tools. One library serves TensorRT 10 and 11 and
     TensorRT-RTX.
 
     Raises FileNotFoundError where the package was built without it (without nvcc, or without TensorRT's headers).
@@ -233,7 +233,7 @@ class Build:
 
 
 def build_engine(model, profiles=None, path=None, *, trt=None, compute_capabilities=(), in_place=True, workspace=None,
-                 progress=None, configure=None):
+                 progress=None, embed_plugins=False, configure=None):
     """Builds an engine from an ONNX model with leanfleet nodes; they become plugin layers.
 
     model: path, bytes or onnx.ModelProto. profiles: list of dicts, or one dict, for models with open dimensions: either
@@ -242,7 +242,8 @@ def build_engine(model, profiles=None, path=None, *, trt=None, compute_capabilit
     compute_capabilities: of the GPUs to build for, such as ["8.0", "8.9"] (TensorRT-RTX, no GPU needed); default: the GPU
     that is here. in_place: lets TensorRT give an output that may take an input's buffer that buffer; it may still
     insert copies. workspace: limit in bytes. progress: called with (phase, step, number of steps); returning False
-    stops the build. configure: called with the IBuilderConfig before building.
+    stops the build. embed_plugins: puts the plugin library into the engine, which then is a version-compatible one: for hosts
+    such as Triton that only open libraries (the host must allow code in engines). configure: called with the IBuilderConfig.
 
     Returns a Build. Raises FileNotFoundError, ValueError for profiles that do not fit the model, and RuntimeError with
     the log's reasons where TensorRT refuses the model.
@@ -269,6 +270,11 @@ def build_engine(model, profiles=None, path=None, *, trt=None, compute_capabilit
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
     if progress is not None:
         config.progress_monitor = _progress_monitor(trt, progress)
+    if embed_plugins:
+        if trt.__name__ == "tensorrt_rtx":
+            raise ValueError("embed_plugins: TensorRT-RTX has no engines that hold plugins; load them where the engine runs")
+        config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
+        config.plugins_to_serialize = [get_plugin_path()]
     _choose_gpus(trt, config, compute_capabilities)
     for profile in _profiles(trt, builder, network, proto, profiles):
         config.add_optimization_profile(profile)
@@ -372,7 +378,10 @@ def deserialize(engine, trt=None):
     trt = load(trt)
     logger = make_logger(trt)
     logger.errors = []
-    loaded = trt.Runtime(logger).deserialize_cuda_engine(engine)
+    loader = trt.Runtime(logger)
+    if hasattr(loader, "engine_host_code_allowed"):
+        loader.engine_host_code_allowed = True  # for engines built with embed_plugins
+    loaded = loader.deserialize_cuda_engine(engine)
     if loaded is None:
         raise failure(trt, "cannot load the engine")
     return loaded

@@ -1,5 +1,6 @@
 include(${CMAKE_CURRENT_SOURCE_DIR}/core/chunk_scan.cmake)
 leanfleet_op(causal_linear_decay
   CXX ${op_root}/causal_linear_decay/op.cpp
-  CUDA ${op_root}/causal_linear_decay/recurrence.cu ${op_root}/causal_linear_decay/lightning.cu ${op_root}/causal_linear_decay/grad.cu)
+  CUDA ${op_root}/causal_linear_decay/recurrence.cu ${op_root}/causal_linear_decay/rows.cu ${op_root}/causal_linear_decay/decode.cu
+       ${op_root}/causal_linear_decay/lightning.cu ${op_root}/causal_linear_decay/grad.cu)
 leanfleet_cpu_kernels(causal_linear_decay ${op_root}/causal_linear_decay/cpu_kernel.cpp)

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "causal_linear_decay/rows.h"
 #include "core/mma.cuh"
 #include "core/op.h"
 
@@ -597,7 +598,8 @@ int keep_other_states(const CausalLinearDecayArgs& args, const CudaTarget& targe
 int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaTarget& target, Workspace& ws) {
   const DecayInputs& in = args.in;
   uint32_t* const tickets = ws.sync<uint32_t>(args.normalize ? in.requests * in.kv_heads : 0);
-  if (ws.counting()) return cudaSuccess;
+  const bool few = decay_decode_fits(args), many = !few && decay_rows_fit(args);
+  if (ws.counting()) return many ? launch_decay_rows(args, target, ws) : cudaSuccess;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   cudaError_t error = cudaSuccess;
   if (args.state_index != nullptr) error = static_cast<cudaError_t>(keep_other_states(args, target));
@@ -605,6 +607,8 @@ int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaT
     error = cudaMemsetAsync(args.output, 0, static_cast<size_t>(in.batch * in.heads * in.tokens * in.value_width *
                                                                 element_size(static_cast<DType>(in.dtype))), stream);
   if (error != cudaSuccess) return error;
+  if (few) return launch_decay_decode(args, target);
+  if (many) return launch_decay_rows(args, target, ws);
   switch (static_cast<DType>(in.dtype)) {
     case DType::kFloat32: return launch_for<float>(args, target, tickets, fleet);
     case DType::kFloat16: return launch_for<__half>(args, target, tickets, fleet);

@@ -1,5 +1,5 @@
 // CausalLinearDecay over many tokens on CUDA cores, in float32: `causal_dot_product` and `fleet` for calls that are not
-// normalised. The state is in registers, a thread has two columns of kRows ranks: for each of these the prefix l_r of
+// normalised. The state is in registers, a thread has four columns of kRows ranks: for each of these the prefix l_r of
 // FleetAttention's λ-cumsum (FA algorithm 1), which is also the row recurrence's state (LD section 3.1.2). A block has a
 // request, a query head and 32 columns. Half-warps own slices of the rank; their partial outputs meet in shared memory and
 // are added in a fixed order.
@@ -34,7 +34,7 @@ constexpr int64_t kMinSegmentTokens = 256;
 constexpr int kMaxSegments = 16;
 
 struct RowsPlan {
-  int warps;     // that compute; each has 2 * kRows ranks
+  int warps;     // that compute; each has 4 * kRows ranks
   int rows;      // ranks of all warps; those beyond R are 0
   int tile;      // tokens, a multiple of 4
   int segments;
@@ -45,32 +45,67 @@ struct RowsPlan {
 
 // Floats of one of the two buffers.
 __host__ __device__ inline int staged_floats(const RowsPlan& plan) { return plan.tile * (2 * plan.rows + kColumns); }
-__host__ __device__ inline int partial_floats(const RowsPlan& plan) { return plan.tile * 2 * plan.warps * kColumns; }
+__host__ __device__ inline int partial_floats(const RowsPlan& plan) { return plan.tile * plan.warps * kColumns; }
 inline size_t shared_bytes(const RowsPlan& plan) {
   return sizeof(float) * 2 * static_cast<size_t>(staged_floats(plan) + partial_floats(plan) + kMaxTile + 4);
 }
 
+// The staging warps and the others meet here, each in code of their own.
+__device__ __forceinline__ void block_barrier(int threads) {
+  __syncwarp();
+  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+}
+
 __device__ __forceinline__ float times_decay(float x, float decay) { return decay == 0.0f ? 0.0f : x * decay; }
 
-// kVec elements of a row from column c on; 0 from `width` on.
-template <class T, int kVec>
-__device__ __forceinline__ void load_row(const T* row, int c, int width, bool vectors, float (&x)[kVec]) {
-  if (vectors) {
-    union {
-      uint4 bits;
-      T element[kVec];
-    } raw;
-    raw.bits = c < width ? __ldg(reinterpret_cast<const uint4*>(row + c)) : make_uint4(0, 0, 0, 0);
+template <class T>
+union RowPart {
+  uint4 bits;
+  T element[16 / sizeof(T)];
+};
+
+// Elements of some rows from column c on. Without branches, so that all loads are on their way at once: what lies outside is
+// read from inside, and left out by put_rows.
+template <bool kVectors, class T, int kCount>
+__device__ __forceinline__ void fetch_rows(const T* from, int64_t stride, int t, int tokens, int c, int width,
+                                           RowPart<T> (&x)[kCount]) {
+  constexpr int kVec = 16 / sizeof(T);
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) x[i] = static_cast<float>(raw.element[i]);
-  } else {
+  for (int i = 0; i < kCount; ++i) {
+    const int token = t + i * kStagingWarps < tokens ? t + i * kStagingWarps : tokens - 1;
+    const T* const row = from + token * stride;
+    if (kVectors) {
+      x[i].bits = __ldg(reinterpret_cast<const uint4*>(row + (c < width ? c : 0)));
+    } else {
 #pragma unroll
-    for (int i = 0; i < kVec; ++i) x[i] = c + i < width ? static_cast<float>(row[c + i]) : 0.0f;
+      for (int j = 0; j < kVec; ++j) x[i].element[j] = __ldg(row + (c + j < width ? c + j : width - 1));
+    }
+  }
+}
+
+template <class T, int kCount>
+__device__ __forceinline__ void put_rows(const RowPart<T> (&x)[kCount], float factor, int t, int tokens, int tile, int c,
+                                         int width, int padded, float* to) {
+  constexpr int kVec = 16 / sizeof(T);
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) {
+    const int token = t + i * kStagingWarps;
+    const float by = __shfl_sync(kAll, factor, token & 31);
+    if (token >= tile) continue;
+#pragma unroll
+    for (int j = 0; j < kVec; j += 4) {
+      if (c + j >= padded) continue;
+      float y[4];
+#pragma unroll
+      for (int l = 0; l < 4; ++l)
+        y[l] = token < tokens && c + j + l < width ? by * static_cast<float>(x[i].element[j + l]) : 0.0f;
+      *reinterpret_cast<float4*>(to + token * padded + c + j) = make_float4(y[0], y[1], y[2], y[3]);
+    }
   }
 }
 
 template <class T, int kRows, int kMaxWarps>
-__global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, 1)
+__global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, kRows == 4 ? 2 : 1)
     DecayRowsKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ RowsPlan plan, bool sums_only,
                     bool vectors) {
   extern __shared__ __align__(16) float shared[];
@@ -104,9 +139,9 @@ __global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, 1)
   const bool there = row >= 0 && row < args.state_rows;
 
   const int staged = staged_floats(plan), partials = partial_floats(plan);
-  float* const output = shared + 2 * staged;                // [2][tile][2 * warps][kColumns]
+  float* const output = shared + 2 * staged;                // [2][tile][warps][kColumns]
   float* const decay = output + 2 * partials;               // [2][kMaxTile], then [2][total, whether scaled]
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = 32 * (plan.warps + kStagingWarps);
   const int64_t state_size = static_cast<int64_t>(R) * V;
 
   if (warp >= plan.warps) {
@@ -117,63 +152,6 @@ __global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, 1)
         static_cast<const T*>(in.value) + batch * in.value_strides.batch + kv_head * in.value_strides.head + column;
     T* const out = static_cast<T*>(args.output) + batch * in.output_strides.batch + head * in.output_strides.head + column;
     float log_total = 0.0f;
-    const auto stage = [&](int tile) {
-      const int64_t first = begin + static_cast<int64_t>(tile) * plan.tile;
-      const int tokens = static_cast<int>(end - first < plan.tile ? end - first : plan.tile);
-      float* const to = shared + (tile & 1) * staged;
-      float log_decay = 0.0f;
-      if (lane < tokens && in.log_decay != nullptr)
-        log_decay = in.decay_per_token ? in.log_decay[batch * in.decay_strides.batch + kv_head * in.decay_strides.head +
-                                                      (first + lane) * in.decay_strides.token]
-                                       : in.log_decay[kv_head];
-      float sum = log_decay;
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) {
-        const float before = __shfl_up_sync(kAll, sum, offset);
-        if (lane >= offset) sum += before;
-      }
-      const float last = __shfl_sync(kAll, sum, 31);
-      const bool scaled = last >= kLeastTileDecay;
-      log_total += last;
-      const float up = scaled ? in.scale * expf(sum) : in.scale, down = scaled ? expf(-sum) : 1.0f;
-      if (stager == 0) {
-        decay[(tile & 1) * kMaxTile + lane] = expf(log_decay);
-        if (lane == 0) {
-          decay[2 * kMaxTile + 2 * (tile & 1)] = scaled ? expf(last) : 1.0f;
-          decay[2 * kMaxTile + 2 * (tile & 1) + 1] = scaled;
-        }
-      }
-      const auto rows = [&](const T* from, int64_t stride, int width, int padded, float* dest, float factor, int c) {
-        constexpr int kAtOnce = 4;
-#pragma unroll
-        for (int half = 0; half < kMaxTile / kStagingWarps / kAtOnce; ++half) {
-          float x[kAtOnce][kVec];
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const int t = (half * kAtOnce + i) * kStagingWarps + stager;
-            if (t >= plan.tile) continue;
-            load_row<T, kVec>(from + (first + t) * stride, c, t < tokens ? width : 0, vectors, x[i]);
-          }
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) {
-            const int t = (half * kAtOnce + i) * kStagingWarps + stager;
-            const float by = __shfl_sync(kAll, factor, t & 31);
-            if (t >= plan.tile || c >= padded) continue;
-#pragma unroll
-            for (int j = 0; j < kVec; j += 4)
-              if (c + j < padded)
-                *reinterpret_cast<float4*>(dest + t * padded + c + j) =
-                    make_float4(by * x[i][j], by * x[i][j + 1], by * x[i][j + 2], by * x[i][j + 3]);
-          }
-        }
-      };
-      for (int c = lane * kVec; c - lane * kVec < plan.rows; c += 32 * kVec) {
-        rows(key, in.key_strides.token, R, plan.rows, to + plan.tile * plan.rows, down, c);
-        if (!sums_only) rows(query, in.query_strides.token, R, plan.rows, to, up, c);
-      }
-      const int left = V - column < kColumns ? V - column : kColumns;
-      rows(value, in.value_strides.token, left, kColumns, to + 2 * plan.tile * plan.rows, 1.0f, lane * kVec);
-    };
     const auto write = [&](int tile) {
       if (sums_only || column + lane >= V) return;
       const int64_t first = begin + static_cast<int64_t>(tile) * plan.tile;
@@ -181,37 +159,90 @@ __global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, 1)
       for (int t = stager; t < plan.tile && first + t < end; t += kStagingWarps) {
         float x = 0.0f;
 #pragma unroll 8
-        for (int p = 0; p < 2 * plan.warps; ++p) x += from[(t * 2 * plan.warps + p) * kColumns];
+        for (int p = 0; p < plan.warps; ++p) x += from[(t * plan.warps + p) * kColumns];
         out[(first + t) * in.output_strides.token + lane] = static_cast<T>(x);
       }
     };
-    if (tiles > 0) stage(0);
-    __syncthreads();
-    for (int tile = 0; tile < tiles; ++tile) {
-      if (tile > 0) write(tile - 1);
-      if (tile + 1 < tiles) stage(tile + 1);
-      __syncthreads();
-    }
+    const auto stage = [&](auto with_vectors, int tile) {
+      constexpr bool kVectors = decltype(with_vectors)::value;
+      constexpr int kCount = kMaxWarps <= 4 ? 4 : 2;  // rows of each kind that a lane has in flight
+      const int64_t first = begin + static_cast<int64_t>(tile) * plan.tile;
+      const int tokens = static_cast<int>(end - first < plan.tile ? end - first : plan.tile);
+      float* const to = shared + (tile & 1) * staged;
+      float log_decay = 0.0f;
+      if (lane < tokens && in.log_decay != nullptr)
+        log_decay = in.decay_per_token ? __ldg(in.log_decay + batch * in.decay_strides.batch + kv_head * in.decay_strides.head +
+                                               (first + lane) * in.decay_strides.token)
+                                       : __ldg(in.log_decay + kv_head);
+      const T* const keys = key + first * in.key_strides.token;
+      const T* const queries = query + first * in.query_strides.token;
+      const T* const values = value + first * in.value_strides.token;
+      const int left = V - column < kColumns ? V - column : kColumns;
+      float up = 0.0f, down = 0.0f;
+      for (int t = stager; t < plan.tile; t += kCount * kStagingWarps) {
+        RowPart<T> v[kCount];
+        fetch_rows<kVectors>(values, in.value_strides.token, t, tokens, lane * kVec, left, v);
+        for (int c = lane * kVec; c - lane * kVec < plan.rows; c += 32 * kVec) {
+          RowPart<T> k[kCount], q[kCount];
+          fetch_rows<kVectors>(keys, in.key_strides.token, t, tokens, c, R, k);
+          if (!sums_only) fetch_rows<kVectors>(queries, in.query_strides.token, t, tokens, c, R, q);
+          if (t == stager && c == lane * kVec) {
+            if (tile > 1) write(tile - 2);
+            float sum = log_decay;
+#pragma unroll
+            for (int offset = 1; offset < 32; offset *= 2) {
+              const float before = __shfl_up_sync(kAll, sum, offset);
+              if (lane >= offset) sum += before;
+            }
+            const float last = __shfl_sync(kAll, sum, 31);
+            const bool scaled = last >= kLeastTileDecay;
+            log_total += last;
+            up = scaled ? in.scale * expf(sum) : in.scale, down = scaled ? expf(-sum) : 1.0f;
+            if (stager == 0) {
+              decay[(tile & 1) * kMaxTile + lane] = expf(log_decay);
+              if (lane == 0) {
+                decay[2 * kMaxTile + 2 * (tile & 1)] = scaled ? expf(last) : 1.0f;
+                decay[2 * kMaxTile + 2 * (tile & 1) + 1] = scaled;
+              }
+            }
+          }
+          put_rows(k, down, t, tokens, plan.tile, c, R, plan.rows, to + plan.tile * plan.rows);
+          if (!sums_only) put_rows(q, up, t, tokens, plan.tile, c, R, plan.rows, to);
+        }
+        put_rows(v, 1.0f, t, tokens, plan.tile, lane * kVec, left, kColumns, to + 2 * plan.tile * plan.rows);
+      }
+    };
+    const auto stage_all = [&](auto with_vectors) {
+      if (tiles > 0) stage(with_vectors, 0);
+      block_barrier(threads);
+      for (int tile = 0; tile < tiles; ++tile) {
+        if (tile + 1 < tiles) stage(with_vectors, tile + 1);
+        else if (tile > 0) write(tile - 1);
+        block_barrier(threads);
+      }
+    };
+    if (vectors) stage_all(std::true_type{});
+    else stage_all(std::false_type{});
     if (tiles > 0) write(tiles - 1);
     if (sums_only && stager == 0 && lane == 0 && column == 0)
       plan.decays[(request * in.kv_heads + kv_head) * plan.segments + segment + 1] = log_total;
     return;
   }
 
-  const int half = lane / 16, pair = lane % 16 * 2, first_row = (warp * 2 + half) * kRows;
-  float state[kRows][2];
+  const int slice = lane / 8, mine = lane % 8 * 4, first_row = (warp * 4 + slice) * kRows;
+  float state[kRows][4];
   const float* const initial =
       args.initial_state != nullptr && there ? args.initial_state + (row * in.kv_heads + kv_head) * state_size : nullptr;
   const auto each = [&](auto&& function) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
-      for (int c = 0; c < 2; ++c)
-        if (first_row + r < R && column + pair + c < V)
-          function(state[r][c], static_cast<int64_t>(first_row + r) * V + column + pair + c);
+      for (int c = 0; c < 4; ++c)
+        if (first_row + r < R && column + mine + c < V)
+          function(state[r][c], static_cast<int64_t>(first_row + r) * V + column + mine + c);
   };
 #pragma unroll
-  for (int r = 0; r < kRows; ++r) state[r][0] = state[r][1] = 0.0f;
+  for (int r = 0; r < kRows; ++r) state[r][0] = state[r][1] = state[r][2] = state[r][3] = 0.0f;
   const int64_t slot = (request * in.kv_heads + kv_head) * plan.segments;
   float* const slots = plan.slots + slot * state_size;
   if (plan.segments == 1) {
@@ -226,56 +257,72 @@ __global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, 1)
       each([&](float& x, int64_t at) { x = times_decay(x, kept) + slots[s * state_size + at]; });
     }
   }
-  __syncthreads();
+  block_barrier(threads);
   for (int tile = 0; tile < tiles; ++tile) {
     const float* const query = shared + (tile & 1) * staged + first_row;
     const float* const key = query + plan.tile * plan.rows;
-    const float* const value = shared + (tile & 1) * staged + 2 * plan.tile * plan.rows + pair;
-    float* const to = output + (tile & 1) * partials + (warp * 2 + half) * kColumns + pair;
+    const float* const value = shared + (tile & 1) * staged + 2 * plan.tile * plan.rows + mine;
+    // After the sum over the slices a lane has one column.
+    float* const to = output + (tile & 1) * partials + warp * kColumns + mine + (lane & 16) / 8 + (lane & 8) / 8;
     const float total = decay[2 * kMaxTile + 2 * (tile & 1)];
     const bool scaled = decay[2 * kMaxTile + 2 * (tile & 1) + 1] != 0.0f;
+    // Returns the warp's share of output column mine + 2 * (lane / 16) + lane / 8 % 2.
     const auto token = [&](auto only_sums, int t) {
-      const float2 v = *reinterpret_cast<const float2*>(value + t * kColumns);
-      float out[2][2] = {};
+      constexpr bool kSums = decltype(only_sums)::value;
+      const float4 v = *reinterpret_cast<const float4*>(value + t * kColumns);
+      float out[4] = {};
 #pragma unroll
       for (int quad = 0; quad < kRows / 4; ++quad) {
-        const float4 k = *reinterpret_cast<const float4*>(key + t * plan.rows + 4 * quad);
-        float(&s)[kRows][2] = state;
-        s[4 * quad][0] += k.x * v.x, s[4 * quad][1] += k.x * v.y;
-        s[4 * quad + 1][0] += k.y * v.x, s[4 * quad + 1][1] += k.y * v.y;
-        s[4 * quad + 2][0] += k.z * v.x, s[4 * quad + 2][1] += k.z * v.y;
-        s[4 * quad + 3][0] += k.w * v.x, s[4 * quad + 3][1] += k.w * v.y;
-        if (only_sums) continue;
-        const float4 q = *reinterpret_cast<const float4*>(query + t * plan.rows + 4 * quad);
-        out[0][0] += q.x * s[4 * quad][0], out[0][1] += q.x * s[4 * quad][1];
-        out[1][0] += q.y * s[4 * quad + 1][0], out[1][1] += q.y * s[4 * quad + 1][1];
-        out[0][0] += q.z * s[4 * quad + 2][0], out[0][1] += q.z * s[4 * quad + 2][1];
-        out[1][0] += q.w * s[4 * quad + 3][0], out[1][1] += q.w * s[4 * quad + 3][1];
-      }
-      if (!only_sums)
-        *reinterpret_cast<float2*>(to + t * 2 * plan.warps * kColumns) =
-            make_float2(out[0][0] + out[1][0], out[0][1] + out[1][1]);
-    };
-    const auto walk = [&](auto only_sums) {
-      if (scaled) {
-        for (int t = 0; t < plan.tile; t += 4) {
-#pragma unroll
-          for (int i = 0; i < 4; ++i) token(only_sums, t + i);
+        const float4 k4 = *reinterpret_cast<const float4*>(key + t * plan.rows + 4 * quad);
+        const float k[4] = {k4.x, k4.y, k4.z, k4.w};
+        float q[4] = {};
+        if constexpr (!kSums) {
+          const float4 q4 = *reinterpret_cast<const float4*>(query + t * plan.rows + 4 * quad);
+          q[0] = q4.x, q[1] = q4.y, q[2] = q4.z, q[3] = q4.w;
         }
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) state[r][0] *= total, state[r][1] *= total;
+        for (int j = 0; j < 4; ++j) {
+          float(&s)[4] = state[4 * quad + j];
+          s[0] += k[j] * v.x, s[1] += k[j] * v.y, s[2] += k[j] * v.z, s[3] += k[j] * v.w;
+          if constexpr (!kSums) out[0] += q[j] * s[0], out[1] += q[j] * s[1], out[2] += q[j] * s[2], out[3] += q[j] * s[3];
+        }
+      }
+      if constexpr (kSums) return 0.0f;
+      const bool upper = lane & 16, odd = lane & 8;
+      const float keep0 = (upper ? out[2] : out[0]) + __shfl_xor_sync(kAll, upper ? out[0] : out[2], 16);
+      const float keep1 = (upper ? out[3] : out[1]) + __shfl_xor_sync(kAll, upper ? out[1] : out[3], 16);
+      return (odd ? keep1 : keep0) + __shfl_xor_sync(kAll, odd ? keep0 : keep1, 8);
+    };
+    const auto walk = [&](auto only_sums) {
+      constexpr int kAtOnce = 4;  // tokens between which nothing is stored
+      if (scaled) {
+        for (int t = 0; t < plan.tile; t += kAtOnce) {
+          float out[kAtOnce];
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i) out[i] = token(only_sums, t + i);
+#pragma unroll
+          for (int i = 0; i < kAtOnce; ++i)
+            if (!only_sums) to[(t + i) * plan.warps * kColumns] = out[i];
+        }
+#pragma unroll
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) state[r][c] *= total;
         return;
       }
       for (int t = 0; t < plan.tile; ++t) {
         const float by = decay[(tile & 1) * kMaxTile + t];
 #pragma unroll
-        for (int r = 0; r < kRows; ++r) state[r][0] = times_decay(state[r][0], by), state[r][1] = times_decay(state[r][1], by);
-        token(only_sums, t);
+        for (int r = 0; r < kRows; ++r)
+#pragma unroll
+          for (int c = 0; c < 4; ++c) state[r][c] = times_decay(state[r][c], by);
+        const float out = token(only_sums, t);
+        if (!only_sums) to[t * plan.warps * kColumns] = out;
       }
     };
     if (sums_only) walk(std::true_type{});
     else walk(std::false_type{});
-    __syncthreads();
+    block_barrier(threads);
   }
   if (sums_only) {
     each([&](float& x, int64_t at) { slots[(segment + 1) * state_size + at] = x; });
@@ -305,14 +352,14 @@ cudaError_t launch_typed(const CausalLinearDecayArgs& args, const RowsPlan& plan
   const DecayInputs& in = args.in;
   bool vectors = (in.key_width * sizeof(T)) % 16 == 0 && (in.value_width * sizeof(T)) % 16 == 0;
   for (const void* data : {in.query, in.key, in.value}) vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  if (in.key_width <= 32) return launch_as<T, 4, 4>(args, plan, vectors, stream);
-  return in.key_width <= 128 ? launch_as<T, 16, 4>(args, plan, vectors, stream)
-                             : launch_as<T, 16, 16>(args, plan, vectors, stream);
+  if (in.key_width <= 32) return launch_as<T, 4, 2>(args, plan, vectors, stream);
+  return in.key_width <= 128 ? launch_as<T, 8, 4>(args, plan, vectors, stream)
+                             : launch_as<T, 8, 16>(args, plan, vectors, stream);
 }
 
 RowsPlan plan_of(const CausalLinearDecayArgs& args, int sm_count) {
   const DecayInputs& in = args.in;
-  const int rows = in.key_width <= 32 ? 8 : 32;  // of a warp
+  const int rows = in.key_width <= 32 ? 16 : 32;  // of a warp
   RowsPlan plan = {};
   plan.warps = static_cast<int>((in.key_width + rows - 1) / rows);
   plan.rows = plan.warps * rows;

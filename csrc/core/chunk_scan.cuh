@@ -25,7 +25,7 @@ enum Pass : int { kSegmentSums, kOutputs };
 
 // The floats of a row that depend on its token, and what follows from them for a chunk.
 template <int kTokens>
-struct RowTable {
+struct alignas(16) RowTable {  // log2_decay is read two rows at a time
   float2 log2_decay[kTokens];  // sum from the chunk's begin, in scan order, as high and low part
   float x_factor[kTokens], x_rank1[kTokens];
   float y_factor[kTokens], y_rank1[kTokens], z_factor[kTokens];  // 0 for rows outside

@@ -329,55 +329,63 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 }
 
 // Merges the partial results of a unit in the order of their ranges, so that the result does not depend on who
-// arrives last, and writes the rows. A lane reads the statistics of one contributor and 4 columns of all.
+// arrives last, and writes the rows. A warp takes 64 columns of a row; a lane reads the statistics of one contributor,
+// and 4 columns of every second one.
 template <class T>
 __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count,
                                            int warp, int warps) {
   constexpr int kAtOnce = 16;
   const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-  const int lane = threadIdx.x % 32;
+  const int lane = threadIdx.x % 32, half = lane / 16, parts_of_row = (args.value_width + 63) / 64;
+  const int row_tile = args.plan.row_tile, width = args.value_width;
 #pragma unroll 1
-  for (int row = warp; row < rows.end - rows.begin; row += warps) {
+  for (int item = warp; item < (rows.end - rows.begin) * parts_of_row; item += warps) {
+    const int row = token_of_row(item, parts_of_row), d = (item - row * parts_of_row) * 64 + lane % 16 * 4;
+    const bool column = d < width;
+    float max = -INFINITY, sum = 0.0f;
+    float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
 #pragma unroll 1
-    for (int d = lane * 4; d - lane * 4 < args.value_width; d += 128) {
-      float max = -INFINITY, sum = 0.0f;
-      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-#pragma unroll 1
-      for (int i0 = 0; i0 < count; i0 += kAtOnce) {
-        float part_max = -INFINITY, part_sum = 0.0f;
-        const int64_t at = static_cast<int64_t>(lean_slot(first, i0)) * args.plan.row_tile + row;
-        const int step = 2 * args.plan.row_tile, unshared = i0 == 0 ? args.plan.row_tile : 0;
-        if (lane < kAtOnce && i0 + lane < count) {
-          const int64_t mine = at + (lane == 0 ? 0 : lane * step - unshared);
-          part_max = __ldcg(args.partial_max + mine);
-          part_sum = __ldcg(args.partial_sum + mine);
-        }
-        float4 part[kAtOnce];
-        const float* const from = args.partial_output + at * args.value_width + d;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-          if (i0 + i < count && d < args.value_width)
-            part[i] = __ldcg(reinterpret_cast<const float4*>(
-                from + (i == 0 ? 0 : (i * step - unshared) * args.value_width)));
-        }
-        float top = part_max;
-#pragma unroll
-        for (int offset = kAtOnce / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
-        top = fmaxf(__shfl_sync(kFullWarp, top, 0), max);
-        const float old = rescale(max, top), mine = rescale(part_max, top), share = mine * part_sum;
-        sum *= old, o.x *= old, o.y *= old, o.z *= old, o.w *= old;
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-          if (i0 + i >= count) break;
-          const float factor = __shfl_sync(kFullWarp, mine, i);
-          sum += __shfl_sync(kFullWarp, share, i);
-          o.x += factor * part[i].x, o.y += factor * part[i].y, o.z += factor * part[i].z, o.w += factor * part[i].w;
-        }
-        max = top;
+    for (int i0 = 0; i0 < count; i0 += kAtOnce) {
+      // Rows of partial results: contributor i0, then steps of two slots, less one slot after the very first.
+      const int64_t at = static_cast<int64_t>(lean_slot(first, i0)) * row_tile + row;
+      const int back = i0 == 0 ? row_tile : 0;
+      float part_max = -INFINITY, part_sum = 0.0f;
+      if (i0 + lane % kAtOnce < count) {
+        const int64_t mine = at + (lane % kAtOnce == 0 ? 0 : lane % kAtOnce * 2 * row_tile - back);
+        part_max = __ldcg(args.partial_max + mine);
+        part_sum = __ldcg(args.partial_sum + mine);
       }
-      if (d < args.value_width) write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
+      const float* from = args.partial_output + at * width + d;
+      if (half == 1) from += (2 * row_tile - back) * width;
+      float4 part[kAtOnce / 2];
+#pragma unroll
+      for (int i = 0; i < kAtOnce / 2; ++i) {
+        part[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        if (i0 + 2 * i + half < count && column) part[i] = __ldcg(reinterpret_cast<const float4*>(from));
+        from += (4 * row_tile - (i == 0 && half == 0 ? back : 0)) * width;
+      }
+      float top = part_max;
+#pragma unroll
+      for (int offset = kAtOnce / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+      top = fmaxf(top, max);
+      const float old = rescale(max, top), mine = rescale(part_max, top);
+      float share = mine * part_sum;
+#pragma unroll
+      for (int offset = kAtOnce / 2; offset > 0; offset /= 2) share += __shfl_xor_sync(kFullWarp, share, offset);
+      sum = sum * old + share;
+      o.x *= old, o.y *= old, o.z *= old, o.w *= old;
+#pragma unroll
+      for (int i = 0; i < kAtOnce / 2; ++i) {
+        const float factor = __shfl_sync(kFullWarp, mine, 2 * i + half);
+        o.x += factor * part[i].x, o.y += factor * part[i].y, o.z += factor * part[i].z, o.w += factor * part[i].w;
+      }
+      max = top;
     }
+    o.x += __shfl_xor_sync(kFullWarp, o.x, 16);
+    o.y += __shfl_xor_sync(kFullWarp, o.y, 16);
+    o.z += __shfl_xor_sync(kFullWarp, o.z, 16);
+    o.w += __shfl_xor_sync(kFullWarp, o.w, 16);
+    if (half == 0 && column) write_row<T>(args, unit, rows.begin + row, d, o, max, sum);
   }
 }
 

@@ -315,7 +315,7 @@ void choose_tile(int width, int rows, int* key_tile, int* slots, int shared_byte
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
   LeanPlan plan;
-  plan.unit_overhead = 1;
+  plan.unit_overhead = 5;
   plan.min_range_work = kMinRangeWork;
   plan.max_ranges = forced_ranges > 0 ? forced_ranges : sm_count;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
@@ -389,11 +389,10 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
                                  args.value_cache_elements, loads.box_tokens, loads.whole_rows);
   loads.whole_tiles = loads.tensor_maps && loads.boxes == 1 && !args.append && args.cache_kind != kLeanPaged;
-  // One warp keeps up with copies of whole tiles; others help to gather rows and to issue small copies. The last warp
-  // tells the consumers what to do; it copies too where all 4 are needed.
-  const bool few_copies = loads.tensor_maps && loads.boxes == 1 && !args.append;
-  loads.copy_warps = few_copies ? 1 : 4;
-  const int producer_warps = few_copies && args.plan.row_tile <= 16 ? 2 : 4;
+  // One warp keeps up with copies of whole tiles; others help to gather rows, to look up pages and to issue small
+  // copies. The last warp tells the consumers what to do; it copies too where all 4 are needed.
+  loads.copy_warps = loads.whole_tiles ? 1 : 4;
+  const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
   return args.dtype == static_cast<int>(DType::kFloat16)
              ? launch_mma<__half>(args, loads, key_map, value_map, width, producer_warps, stream)
              : launch_mma<__nv_bfloat16>(args, loads, key_map, value_map, width, producer_warps, stream);

@@ -243,16 +243,16 @@ struct TileProducer {
     uint64_t policy;
     if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
+    if (loads.whole_tiles && copies) {
+      if (exists && lane == 0)
+        for_each_share(args, range,
+                       [&](const LeanUnit& unit, const LeanShare& share) { copy_whole_tiles(unit, share.tiles, policy); });
+      return;
+    }
 #endif
     if (exists) for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
-#if __CUDA_ARCH__ >= 900
-      if (copies && loads.whole_tiles) {
-        if (lane == 0) copy_whole_tiles(unit, share.tiles, policy);
-        __syncwarp();
-      }
-#endif
       if (publishes) publish(unit, lean_segment_of(args, unit, share, range.work, range.ranges, range.index), queued);
-      if (!copies || loads.whole_tiles) return;
+      if (!copies) return;
       const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
       // Rows that this launch appends come from new_key and new_value: other blocks may be writing them.
       const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
@@ -1070,9 +1070,24 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = kRows;
   args.plan.min_range_work = kMinRangeWork;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  // Which of the ranges is a long chain of dependent steps: the producers follow it while the others prepare the
+  // barriers, a lane of each warp its share, as the inits of one warp's lanes would follow one another.
+  using P = typename Tile::Position;
+  LeanRange<P> range = {};
+  bool exists = false;
+  if (warp >= Tile::kConsumerWarps) {
+#if __CUDA_ARCH__ >= 900
+    if (loads.tensor_maps && lane == 0) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
+    }
+#endif
+    exists = locate_range<P>(args, blockIdx.x, Tile::kSplitTokens ? 1 : lean_row_tiles(args), range);
+  }
+
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int producer_warps = blockDim.x / 32 - Tile::kConsumerWarps;
   const int group_slots = loads.slots / Tile::kGroups;
 
@@ -1094,20 +1109,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   at += 2 * Tile::kSlices * loads.slots;
   uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
 
-  // Which of the ranges is a long chain of dependent steps: the producers follow it while the others prepare the
-  // barriers, a lane of each warp its share, as the inits of one warp's lanes would follow one another.
-  using P = typename Tile::Position;
-  LeanRange<P> range = {};
-  bool exists = false;
-  if (warp >= Tile::kConsumerWarps) {
-#if __CUDA_ARCH__ >= 900
-    if (loads.tensor_maps && lane == 0) {
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
-      asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
-    }
-#endif
-    exists = locate_range<P>(args, blockIdx.x, Tile::kSplitTokens ? 1 : lean_row_tiles(args), range);
-  } else if (lane == 0) {
+  if (warp < Tile::kConsumerWarps && lane == 0) {
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
       const int of_ring = i - 2 * kQueue;

@@ -3,6 +3,7 @@
 #pragma once
 
 #include <NvInferRuntime.h>
+#include <NvInferVersion.h>
 
 #include <exception>
 #include <memory>
@@ -10,6 +11,10 @@
 #include <vector>
 
 #include "core/op.h"
+
+#if NV_TENSORRT_MAJOR == 10 && NV_TENSORRT_MINOR < 3
+#error "leanfleet needs TensorRT's headers of 10.3 or later; set TENSORRT_INCLUDE_DIR to their folder"
+#endif
 
 namespace leanfleet::trt {
 
