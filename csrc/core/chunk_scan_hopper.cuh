@@ -361,7 +361,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       wait(&small.full[place.slot], place.parity);
       const RowTable<kTokens>& table = small.table[place.slot];
       const float sum_before[2] = {z_sum[0], z_sum[1]};
-      uint32_t packed[kWidth / 16][4], scaled[4][4];
+      uint32_t packed[kWidth / 16][4], z[4][4], scaled[4][4];
       float unscale[2] = {1.0f, 1.0f};
       bool odd = false;
       if (kMode != kSums) pack_state(state, packed, unscale);
@@ -372,8 +372,12 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         scale_rows(table, lane, unscale, sum_before, o);
       }
       if (kUpdates) {
-        load_columns(place.slot, group, warp, lane, scaled);
-        scale_columns(table, lane, scaled, odd, z_sum);
+        const uint32_t from = z_tile(place.slot) + group * kBox;
+#pragma unroll
+        for (int step = 0; step < 4; ++step)
+          load_matrices_transposed(z[step], from + chunk_offset<kTokens>(16 * step + lane / 16 * 8 + lane % 8,
+                                                                        2 * warp + lane / 8 % 2));
+        scale_columns(table, lane, z, scaled, odd, z_sum);
         const float kept = table.kept;
         if (kept != 1.0f) {
 #pragma unroll
@@ -392,16 +396,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       const bool with_scores = kPairs || (kMode == kWhole && scan.row_sums);
       if (with_scores) wait(&small.scores_full[scores.slot], scores.parity);
       if (kPairs) {
-        // Oᵀ += Zᵀ Pᵀ. Z is read anew: kept until here it would cost the registers that others need.
-        uint32_t z[4][4];
-        load_columns(place.slot, group, warp, lane, z);
-        if (odd) {
-#pragma unroll
-          for (int step = 0; step < 4; ++step)
-#pragma unroll
-            for (int i = 0; i < 4; ++i)
-              if (pair_not_finite(T{}, z[step][i])) z[step][i] = 0;
-        }
+        // Oᵀ += Zᵀ Pᵀ
         const uint32_t p = scores_at + scores.slot * kBox;
         hopper::products_begin();
 #pragma unroll
@@ -504,39 +499,42 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       }
   }
 
-  // The warp's 16 columns of Z.
-  __device__ __forceinline__ void load_columns(int stage, int group, int warp, int lane, uint32_t (&z)[4][4]) const {
-    const uint32_t from = z_tile(stage) + group * kBox;
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-      load_matrices_transposed(z[step],
-                               from + chunk_offset<kTokens>(16 * step + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
-  }
-
-  // From Z to Z', and the sum of z. odd: something in the warp's columns is not finite.
-  __device__ __forceinline__ void scale_columns(const RowTable<kTokens>& table, int lane, uint32_t (&z)[4][4], bool& odd,
-                                                float (&z_sum)[2]) const {
+  // Z' and the sum of z; what is not finite in z becomes 0 there, and `odd` tells.
+  __device__ __forceinline__ void scale_columns(const RowTable<kTokens>& table, int lane, uint32_t (&z)[4][4],
+                                                uint32_t (&scaled)[4][4], bool& odd, float (&z_sum)[2]) const {
+    const bool unscaled = table.unscaled;
+    float sums[2] = {0.0f, 0.0f};
     uint32_t top = 0;
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) top = __vmaxu2(top, z[step][i] & 0x7fff7fffu);
-    odd = __any_sync(kFullWarp, pair_not_finite(T{}, top));
-    if (table.unscaled && !scan.rank1) return;
-    float sums[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int step = 0; step < 4; ++step)
-#pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const int row = 16 * step + i / 2 * 8 + 2 * (lane % 4);
-        const float2 x = unpack_pair(T{}, z[step][i]);
-        const float2 to_state = *reinterpret_cast<const float2*>(&table.to_state[row]);
-        z[step][i] = pack_pair(T{}, x.x * to_state.x, x.y * to_state.y);
-        if (scan.rank1) {
-          const float2 to_sum = *reinterpret_cast<const float2*>(&table.to_z_sum[row]);
-          sums[i % 2] += to_sum.x * x.x + to_sum.y * x.y;
-        }
+        scaled[step][i] = z[step][i];
+        top = __vmaxu2(top, z[step][i] & 0x7fff7fffu);
       }
+    odd = __any_sync(kFullWarp, pair_not_finite(T{}, top));
+    if (!unscaled || scan.rank1) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int row = 16 * step + i / 2 * 8 + 2 * (lane % 4);
+          const float2 x = unpack_pair(T{}, z[step][i]);
+          const float2 to_state = *reinterpret_cast<const float2*>(&table.to_state[row]);
+          scaled[step][i] = pack_pair(T{}, x.x * to_state.x, x.y * to_state.y);
+          if (scan.rank1) {
+            const float2 to_sum = *reinterpret_cast<const float2*>(&table.to_z_sum[row]);
+            sums[i % 2] += to_sum.x * x.x + to_sum.y * x.y;
+          }
+        }
+    }
+    if (odd) {
+#pragma unroll
+      for (int step = 0; step < 4; ++step)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (pair_not_finite(T{}, z[step][i])) z[step][i] = 0;
+    }
     if (!scan.rank1) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -546,7 +544,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // What is not finite in Z, for the tokens that see it.
+  // What scale_columns took out, for the tokens that see it.
   __device__ __forceinline__ void add_odd(int stage, int buffer, int group, int warp, int lane, float (&o)[8][4]) const {
 #pragma unroll
     for (int n = 0; n < 8; ++n)
