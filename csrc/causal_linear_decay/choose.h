@@ -21,46 +21,46 @@ inline DecayShape shape_of(const DecayInputs& in, int sm_count) {
           in.dtype == 0 ? 4 : 2, sm_count};
 }
 
-inline int64_t next_power_of_two(int64_t x) {
-  int64_t power = 1;
-  while (power < x) power *= 2;
-  return power;
-}
-
-// Microseconds. Constants were fitted on an H200; see bench/LOG.md.
-inline double dot_product_microseconds(const DecayShape& s) {
-  const double group = double(s.heads) / double(s.kv_heads), quads = s.key_width > 256 ? 4 : 2;
-  const double lanes = double(next_power_of_two((s.key_width + 4 * int64_t(quads) - 1) / (4 * int64_t(quads))));
-  const double warp_columns = 32.0 / lanes * 4.0;
-  const double warps = double(s.requests * s.kv_heads) * double(int64_t((double(s.value_width) + warp_columns - 1.0) / warp_columns));
-  const double instructions = 30.0 + 16.0 * quads + group * (16.0 * quads + 16.0);  // of a warp, a token
-  const double schedulers = 4.0 * s.sm_count;
-  const double in_turn = warps <= schedulers ? 1.0 : warps / schedulers;
-  const double issue = instructions * in_turn, latency = 150.0 + group * 30.0;  // cycles a token
-  return 3.0 + double(s.tokens) * (issue > latency ? issue : latency) / 1700.0;
-}
-
-inline double fleet_microseconds(const DecayShape& s) {
-  const double group = double(s.heads) / double(s.kv_heads);
-  const double ranks = double((s.key_width + 15) / 16);
-  const double warps = double(s.requests * s.kv_heads * ((s.value_width + 31) / 32)) * ranks;
-  const double instructions = 30.0 + group * 28.0, schedulers = 4.0 * s.sm_count;
-  const double issue = instructions * (warps <= schedulers ? 1.0 : warps / schedulers), latency = 80.0 + group * 20.0;
-  return 3.0 + double(s.tokens) * (issue > latency ? issue : latency) / 1700.0;
+// Microseconds, fitted to bench/results/linear_attention_auto_h200.json. The recurrences of calls that are not normalised
+// share their kernels: decode.cu for few tokens, rows.cu for many.
+inline double recurrence_microseconds(const DecayShape& s) {
+  const auto whole = [](double x) { return double(int64_t(x + 0.999999)); };
+  const double group = double(s.heads) / double(s.kv_heads), requests = double(s.requests), tokens = double(s.tokens);
+  const double columns = double((s.value_width + 31) / 32), sms = s.sm_count;
+  if (s.tokens <= 16) {
+    const double threads = double((s.key_width + 31) / 32 * 32);
+    const double at_once = threads <= 128.0 ? double(int64_t(768.0 / threads))
+                           : threads <= 512.0 ? double(int64_t(512.0 / threads)) : 1.0;
+    const double waves = requests * double(s.kv_heads) * columns / (sms * at_once);
+    return (6.05 + 0.248 * tokens * (1.0 + 2.39 * group)) * (waves > 1.0 ? waves : 1.0);
+  }
+  const double blocks = requests * double(s.heads) * columns, slots = sms * (s.key_width <= 64 ? 2 : 1);
+  const double wanted = sms * (s.key_width <= 32 ? 6 : s.key_width <= 64 ? 2 : 1);
+  double segments = double(int64_t(wanted / (blocks > 0.0 ? blocks : 1.0)));
+  if (segments > double(s.tokens / 256)) segments = double(s.tokens / 256);
+  segments = segments < 1.0 ? 1.0 : segments > 16.0 ? 16.0 : segments;
+  const double tiles = whole(whole(tokens / segments) / 32.0) * (s.key_width > 200 ? 2.0 : 1.0);
+  double time = 12.2 + whole(blocks * segments / slots) * tiles * (s.element == 4 ? 4.73 : 7.32);
+  if (segments > 1.0) time += 3.0 + whole(requests * double(s.kv_heads) * columns * (segments - 1.0) / slots) * tiles * 4.61;
+  return time;
 }
 
 inline double lightning_microseconds(const DecayShape& s) {
-  const double rows = double(s.requests * s.tokens), heads = double(s.heads), kv = double(s.kv_heads);
-  const double bytes = rows * double(s.element) * (heads * double(s.key_width + s.value_width) +
-                                                   kv * double(s.key_width + s.value_width));
-  const double chunks = double((s.tokens + 63) / 64);
-  const double blocks = double(s.requests) * heads * double((s.value_width + 63) / 64);
-  const double side_by_side = blocks >= s.sm_count ? blocks / s.sm_count : 1.0;
-  const double segments = blocks >= s.sm_count / 2 ? 1.0 : s.sm_count / blocks < chunks ? s.sm_count / blocks : chunks;
-  const double chunk = s.element == 4 ? 6.0 : 2.0;
-  const double compute = chunks / segments * chunk * side_by_side * (segments > 1.0 ? 1.6 : 1.0);
+  const double tokens = double(s.tokens), heads = double(s.heads), width = double(s.key_width), sms = s.sm_count;
+  const double slices = s.key_width <= 128 && s.value_width <= 64 ? 1.0 : double((s.value_width + 127) / 128);
+  const double units = double(s.requests) * heads * slices, chunks = double((s.tokens + 63) / 64);
+  double segments = double(int64_t(sms / (units > 1.0 ? units : 1.0)));
+  if (segments > double(s.tokens / 512)) segments = double(s.tokens / 512);
+  if (segments < 1.0) segments = 1.0;
+  const bool single = s.element == 4, rows_of_16_bytes = s.key_width * s.element % 16 == 0;
+  double chunk = single ? 17.1 : 1.73 + 3.92 * (rows_of_16_bytes ? 1.0 : 11.6) * (width < 32.0 ? 32.0 : width) / 128.0;
+  if (s.key_width > 128) chunk *= single ? 2.92 : 2.76;
+  const double waves = units * segments / sms > 1.0 ? units * segments / sms : 1.0;
+  const double walk = double(int64_t(chunks / segments + 0.999999)) * chunk * waves * (segments > 1.0 ? 1.7 : 1.0);
+  const double bytes = double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) *
+                       double(s.key_width + s.value_width);
   const double memory = 1.3 * bytes / 4.0e6;
-  return 8.0 + (compute > memory ? compute : memory);
+  return 23.1 + (walk > memory ? walk : memory);
 }
 
 // causal_linear_decay::Algorithm of the kernel to run.
@@ -69,9 +69,9 @@ inline int fastest_algorithm(const DecayInputs& in, bool normalize, int sm_count
   const bool wide = normalize && in.key_width > kLightningMaxNormalizedKeyWidth;
   const double lightning = wide ? 1e30 : lightning_microseconds(shape);
   if (in.key_width > kRecurrenceMaxKeyWidth && !wide) return causal_linear_decay::kAlgorithmLightning;
-  const double dot = dot_product_microseconds(shape), fleet = fleet_microseconds(shape);
-  if (dot <= fleet && dot <= lightning) return causal_linear_decay::kAlgorithmCausalDotProduct;
-  return fleet < lightning ? causal_linear_decay::kAlgorithmFleet : causal_linear_decay::kAlgorithmLightning;
+  if (recurrence_microseconds(shape) > lightning) return causal_linear_decay::kAlgorithmLightning;
+  return normalize && shape.tokens > 16 ? causal_linear_decay::kAlgorithmFleet
+                                        : causal_linear_decay::kAlgorithmCausalDotProduct;
 }
 
 }  // namespace leanfleet

@@ -83,9 +83,11 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
     };
     begin = clamped(request), end = clamped(request + 1);
   }
-  const T* const query = static_cast<const T*>(in.query) + batch * in.query_strides.batch + head * group * in.query_strides.head;
+  const T* const query =
+      static_cast<const T*>(in.query) + batch * in.query_strides.batch + head * group * in.query_strides.head;
   const T* const key = static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
-  const T* const value = static_cast<const T*>(in.value) + batch * in.value_strides.batch + head * in.value_strides.head + column;
+  const T* const value =
+      static_cast<const T*>(in.value) + batch * in.value_strides.batch + head * in.value_strides.head + column;
   T* const output =
       static_cast<T*>(args.output) + batch * in.output_strides.batch + head * group * in.output_strides.head + column;
   const int width = V - column < kColumns ? V - column : kColumns;
@@ -114,7 +116,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
         for (int t = 0; t < tokens; t += kAtOnce) {
           T x[kAtOnce];
 #pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) x[i] = __ldg(from + (first + (t + i < tokens ? t + i : tokens - 1)) * stride + at_most);
+          for (int i = 0; i < kAtOnce; ++i)
+            x[i] = __ldg(from + (first + (t + i < tokens ? t + i : tokens - 1)) * stride + at_most);
 #pragma unroll
           for (int i = 0; i < kAtOnce; ++i)
             if (t + i < tokens) to[(t + i) * padded + dest] = r < R ? factor * static_cast<float>(x[i]) : 0.0f;

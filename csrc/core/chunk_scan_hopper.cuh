@@ -108,7 +108,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           for (int box = 0; box < kBoxes; ++box)
             hopper::copy_in(y_tile(place.slot) + box * kBox, &maps.y, 64 * box, token, y_head, batch, full);
           for (int box = 0; box < kGroups; ++box)
-            hopper::copy_in(z_tile(place.slot) + box * kBox, &maps.z, slice * S::kColumns + 64 * box, token, y_head, batch, full);
+            hopper::copy_in(z_tile(place.slot) + box * kBox, &maps.z, slice * S::kColumns + 64 * box, token, y_head, batch,
+                            full);
         }
         if (with_source)
           for (int box = 0; box < kGroups; ++box)
@@ -660,7 +661,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 
 template <class T, int kWidth, int kGroups>
 __global__ void __launch_bounds__(128 * (kGroups + 2), 1)
-    ChunkScanHopperKernel(const __grid_constant__ ChunkScan scan, const __grid_constant__ ChunkMaps maps, int pass, int stages) {
+    ChunkScanHopperKernel(const __grid_constant__ ChunkScan scan, const __grid_constant__ ChunkMaps maps, int pass,
+                          int stages) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using S = HopperShape<T, kWidth, kGroups>;
   extern __shared__ char dynamic[];

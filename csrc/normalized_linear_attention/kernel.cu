@@ -51,7 +51,8 @@ __device__ __forceinline__ float warp_sum(float x) {
 // 1 / max(|row|, 1e-12).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    UnitFactorKernel(const T* x, TokenStrides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width, float* out) {
+    UnitFactorKernel(const T* x, TokenStrides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
+                     float* out) {
   const int64_t index = row_index();
   if (index >= batch * heads * tokens) return;
   const T* row = x + offset_of(row_at(index, heads, tokens), strides);
@@ -81,7 +82,8 @@ __global__ void __launch_bounds__(kThreads)
   const T* output = static_cast<const T*>(args.output) + offset_of(row, in.output_strides);
   const T* grad = static_cast<const T*>(args.grad_output) + offset_of(row, in.output_strides);
   float dot = 0.0f;
-  for (int64_t d = threadIdx.x % 32; d < in.value_dim; d += 32) dot += static_cast<float>(output[d]) * static_cast<float>(grad[d]);
+  for (int64_t d = threadIdx.x % 32; d < in.value_dim; d += 32)
+    dot += static_cast<float>(output[d]) * static_cast<float>(grad[d]);
   dot = warp_sum(dot);
   if (threadIdx.x % 32 != 0) return;
   const float g = args.normalizer[offset_of(row, in.normalizer_strides)];
@@ -144,7 +146,8 @@ __global__ void __launch_bounds__(kThreads) CoefficientPartsKernel(CoefficientSu
 __global__ void __launch_bounds__(kThreads) CoefficientTotalKernel(const double* parts, float* out) {
   __shared__ double shared[kThreads];
   for (int i = 0; i < 2; ++i) {
-    const double sum = block_sum(static_cast<int>(threadIdx.x) < kSumBlocks ? parts[i * kSumBlocks + threadIdx.x] : 0.0, shared);
+    const double sum =
+        block_sum(static_cast<int>(threadIdx.x) < kSumBlocks ? parts[i * kSumBlocks + threadIdx.x] : 0.0, shared);
     if (threadIdx.x == 0) out[i] = static_cast<float>(sum);
   }
 }
