@@ -100,8 +100,12 @@ bool encode_map(CUtensorMap* map, const ChunkTensor& x, int64_t heads, int64_t b
   static const Encode encode = [] {
     void* function = nullptr;
     cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
     const cudaError_t error =
         cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
+#else
+    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
+#endif
     if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
     return reinterpret_cast<Encode>(function);
   }();
