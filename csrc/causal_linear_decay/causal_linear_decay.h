@@ -104,6 +104,9 @@ constexpr int64_t kLightningMaxNormalizedKeyWidth = 256;
 // Token by token on CUDA cores, for R up to kRecurrenceMaxKeyWidth: the row recurrence, which also serves decode steps,
 // or FleetAttention's sum over the rank.
 constexpr int64_t kRecurrenceMaxKeyWidth = 512;
+// Copies all states and norms that are not in place, from the initial to the final ones (0 where there are none), for rows
+// that no request names or only one without tokens. Returns the cudaError_t.
+int keep_other_states(const CausalLinearDecayArgs& args, const CudaTarget& target);
 int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaTarget& target, Workspace& ws);
 int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& target, Workspace& ws);
 

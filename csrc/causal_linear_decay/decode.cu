@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
 #include "core/op.h"
 
@@ -42,8 +43,6 @@ DecodePlan plan_of(const CausalLinearDecayArgs& args) {
   return plan;
 }
 
-__device__ __forceinline__ float times_decay(float x, float decay) { return decay == 0.0f ? 0.0f : x * decay; }
-
 __device__ __forceinline__ void load8(const float* from, float (&x)[8]) {
   const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
@@ -75,14 +74,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
   }
 
   const int64_t batch = in.cu_seqlens != nullptr ? 0 : request;
-  int64_t begin = 0, end = in.tokens;
-  if (in.cu_seqlens != nullptr) {
-    const auto clamped = [&](int64_t i) {
-      const int64_t offset = in.cu_seqlens[i];
-      return offset < 0 ? 0 : offset > in.tokens ? in.tokens : offset;
-    };
-    begin = clamped(request), end = clamped(request + 1);
-  }
+  const auto [begin, end] = request_tokens(in, request);
   const T* const query =
       static_cast<const T*>(in.query) + batch * in.query_strides.batch + head * group * in.query_strides.head;
   const T* const key = static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;

@@ -7,6 +7,7 @@
 #include <cuda_runtime.h>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "core/block_sum.cuh"
 #include "core/chunk_scan.h"
 #include "core/op.h"
 
@@ -34,25 +35,13 @@ struct DecayGradSums {
   double* partial;  // [Hkv][B][segments]: sums over tokens; null: per token
 };
 
-template <class T>
-__device__ __forceinline__ T block_sum(T x, T* shared) {
-  __syncthreads();
-  shared[threadIdx.x] = x;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (static_cast<int>(threadIdx.x) < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-    __syncthreads();
-  }
-  return shared[0];
-}
-
 // <dS_N, S_N> of a (request, head) a block.
 __global__ void __launch_bounds__(kThreads) StateDotKernel(const float* a, const float* b, int64_t floats, float* out) {
   __shared__ double shared[kThreads];
   const int64_t base = static_cast<int64_t>(blockIdx.x) * floats;
   double sum = 0.0;
   for (int64_t i = threadIdx.x; i < floats; i += kThreads) sum += static_cast<double>(a[base + i]) * b[base + i];
-  sum = block_sum(sum, shared);
+  sum = block_sum<kThreads>(sum, shared);
   if (threadIdx.x == 0) out[blockIdx.x] = static_cast<float>(sum);
 }
 
@@ -101,7 +90,7 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
       for (int64_t i = threadIdx.x; i < sums.slot_sums[part]; i += kThreads)
         dot += static_cast<double>(sums.forward_slots[part][before + i]) * sums.reverse_slots[part][after + i];
     }
-    carry = block_sum(dot, shared) * exp(static_cast<double>(log_decay_at(end)));
+    carry = block_sum<kThreads>(dot, shared) * exp(static_cast<double>(log_decay_at(end)));
   }
   double total = 0.0;
   const int group = static_cast<int>(in.heads / in.kv_heads);
@@ -150,7 +139,7 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
              static_cast<float>(value);
   }
   if (sums.partial == nullptr) return;
-  total = block_sum(total, shared);
+  total = block_sum<kThreads>(total, shared);
   if (threadIdx.x == 0) sums.partial[(static_cast<int64_t>(head) * in.batch + batch) * sums.segments + segment] = total;
 }
 
@@ -158,7 +147,7 @@ __global__ void __launch_bounds__(kThreads) DecayGradTotalKernel(const double* p
   __shared__ double shared[kThreads];
   double sum = 0.0;
   for (int64_t i = threadIdx.x; i < count; i += kThreads) sum += partial[blockIdx.x * count + i];
-  sum = block_sum(sum, shared);
+  sum = block_sum<kThreads>(sum, shared);
   if (threadIdx.x == 0) out[blockIdx.x] = static_cast<float>(sum);
 }
 

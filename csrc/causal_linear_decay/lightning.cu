@@ -51,19 +51,9 @@ int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target
   scan.state_index = args.state_index;
   scan.state_rows = args.state_rows;
 
-  const auto stream = static_cast<cudaStream_t>(target.stream);
-  const bool counting = ws.counting();
-  // Rows that no request names, or only one without tokens, keep what they begin with.
   const bool untouched = args.state_index != nullptr || in.cu_seqlens != nullptr || in.tokens == 0;
-  const auto keep = [&](const float* from, float* to, int64_t row_floats) -> cudaError_t {
-    if (counting || !untouched || to == nullptr || to == from) return cudaSuccess;
-    const size_t bytes = sizeof(float) * static_cast<size_t>(args.state_rows * in.kv_heads * row_floats);
-    return from != nullptr ? cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream)
-                           : cudaMemsetAsync(to, 0, bytes, stream);
-  };
-  cudaError_t error = keep(args.initial_state, args.final_state, state_floats);
-  if (error == cudaSuccess) error = keep(args.initial_norm, args.final_norm, in.key_width);
-  if (error != cudaSuccess) return error;
+  if (!ws.counting() && untouched)
+    if (const int failed = keep_other_states(args, target)) return failed;
 
   // Wider keys in parts, whose outputs add up.
   for (int64_t first = 0; first < in.key_width; first += kChunkMaxWidth) {

@@ -9,6 +9,7 @@
 #include <cuda_runtime.h>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
 #include "core/mma.cuh"
 #include "core/op.h"
@@ -45,29 +46,12 @@ __host__ __device__ inline int float_elements(const Layout& layout, int group) {
   return raw_elements(layout, group) + group * layout.tile * (layout.columns() + 1) * layout.partials + 3 * kMaxTile + 4;
 }
 
+// Four numbers as one access.
+__device__ __forceinline__ void store_four(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
 template <class T>
-struct Four;  // four numbers of T as one access
-template <>
-struct Four<float> {
-  using Type = float4;
-  static __device__ __forceinline__ Type of(float4 x) { return x; }
-};
-template <>
-struct Four<__half> {
-  using Type = uint2;
-  static __device__ __forceinline__ Type of(float4 x) {
-    const __half2 low = __floats2half2_rn(x.x, x.y), high = __floats2half2_rn(x.z, x.w);
-    return make_uint2(*reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high));
-  }
-};
-template <>
-struct Four<__nv_bfloat16> {
-  using Type = uint2;
-  static __device__ __forceinline__ Type of(float4 x) {
-    const __nv_bfloat162 low = __floats2bfloat162_rn(x.x, x.y), high = __floats2bfloat162_rn(x.z, x.w);
-    return make_uint2(*reinterpret_cast<const uint32_t*>(&low), *reinterpret_cast<const uint32_t*>(&high));
-  }
-};
+__device__ __forceinline__ void store_four(T* to, float4 x) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair(T{}, x.x, x.y), pack_pair(T{}, x.z, x.w));
+}
 
 template <class T>
 struct Tile {
@@ -89,16 +73,9 @@ struct Tile {
     column = static_cast<int>(blockIdx.x - head_block * static_cast<uint32_t>(layout.blocks_of_columns)) << layout.column_shift;
     request = static_cast<int>(head_block / kv_heads);
     head = static_cast<int>(head_block - request * kv_heads);
-    begin = 0, end = in.tokens;
-    const bool packed = in.cu_seqlens != nullptr;
-    if (packed) {
-      const auto clamped = [&](int i) {
-        const int64_t at = in.cu_seqlens[i];
-        return at < 0 ? 0 : at > in.tokens ? in.tokens : at;
-      };
-      begin = clamped(request), end = clamped(request + 1);
-    }
-    const int64_t batch = packed ? 0 : request;
+    const RequestTokens tokens = request_tokens(in, request);
+    begin = tokens.begin, end = tokens.end;
+    const int64_t batch = in.cu_seqlens != nullptr ? 0 : request;
     query_rows = static_cast<const T*>(in.query) + batch * in.query_strides.batch + head * group * in.query_strides.head;
     key_rows = static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
     value_rows = static_cast<const T*>(in.value) + batch * in.value_strides.batch + head * in.value_strides.head + column;
@@ -236,7 +213,7 @@ struct Tile {
         }
         T* const to = rows + t * in.output_strides.token + c;
         if (layout.whole_vectors) {
-          *reinterpret_cast<typename Four<T>::Type*>(to) = Four<T>::of(x);
+          store_four(to, x);
         } else {
           to[0] = static_cast<T>(x.x);
           if (c + 1 < width) to[1] = static_cast<T>(x.y);
@@ -261,8 +238,6 @@ struct Tile {
     return *last != 0;
   }
 };
-
-__device__ __forceinline__ float times_decay(float x, float decay) { return decay == 0.0f ? 0.0f : x * decay; }
 
 // The row recurrence (LD section 3.1.2): a thread has 4 columns of 4 * kQuads rows of the state in registers.
 template <class T, int kQuads, bool kNormalize>

@@ -17,6 +17,7 @@
 #include <type_traits>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
 #include "core/op.h"
 
@@ -55,8 +56,6 @@ __device__ __forceinline__ void block_barrier(int threads) {
   __syncwarp();
   asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
 }
-
-__device__ __forceinline__ float times_decay(float x, float decay) { return decay == 0.0f ? 0.0f : x * decay; }
 
 template <class T>
 union RowPart {
@@ -121,15 +120,8 @@ __global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, kRows == 4 ?
   block /= passes;
   const int64_t head = block % heads, request = block / heads, kv_head = sums_only ? head : head / group;
   const int64_t batch = in.cu_seqlens != nullptr ? 0 : request;
-  int64_t begin = 0, end = in.tokens;
-  if (in.cu_seqlens != nullptr) {
-    const auto clamped = [&](int64_t i) {
-      const int64_t at = in.cu_seqlens[i];
-      return at < 0 ? 0 : at > in.tokens ? in.tokens : at;
-    };
-    begin = clamped(request), end = clamped(request + 1);
-    if (end < begin) end = begin;
-  }
+  const RequestTokens tokens = request_tokens(in, request);
+  int64_t begin = tokens.begin, end = tokens.end < begin ? begin : tokens.end;
   const int64_t per_segment = ((end - begin + plan.segments - 1) / plan.segments + plan.tile - 1) / plan.tile * plan.tile;
   const int64_t stop = end;
   begin = begin + segment * per_segment < stop ? begin + segment * per_segment : stop;

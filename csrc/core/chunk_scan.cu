@@ -7,6 +7,7 @@
 #include <atomic>
 
 #include "core/chunk_scan_hopper.cuh"
+#include "core/cuda_target.h"
 #include "core/op.h"
 
 namespace leanfleet {
@@ -97,18 +98,7 @@ bool runs_hopper_code(int device) {
 // function or refuses.
 bool encode_map(CUtensorMap* map, const ChunkTensor& x, int64_t heads, int64_t batch, int64_t tokens, int32_t dtype) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
-#endif
-    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<Encode>(function);
-  }();
+  static const auto encode = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
   if (encode == nullptr) return false;
   const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(x.width), static_cast<cuuint64_t>(tokens),
                                static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};

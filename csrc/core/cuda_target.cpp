@@ -38,6 +38,17 @@ Status current_cuda_target(void* stream, CudaTarget* target) {
   return {};
 }
 
+void* driver_function(const char* name) {
+  void* function = nullptr;
+  cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
+#if CUDART_VERSION >= 12050
+  const cudaError_t error = cudaGetDriverEntryPointByVersion(name, &function, 12000, cudaEnableDefault, &found);
+#else
+  const cudaError_t error = cudaGetDriverEntryPoint(name, &function, cudaEnableDefault, &found);
+#endif
+  return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;
+}
+
 Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;

@@ -8,22 +8,17 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include "core/mma.cuh"
 #include "core/op.h"
 #include "lean_attention/lean_attention.h"
 #include "lean_attention/schedule.h"
 
 namespace leanfleet {
 
+using namespace tile;
+
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
-constexpr unsigned kFullWarp = 0xffffffffu;
-
-__device__ __forceinline__ float exp2_fast(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 // 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.
 __device__ __forceinline__ float rescale(float part, float whole) {
   return part == -INFINITY ? 0.0f : exp2_fast(part - whole);
@@ -45,16 +40,6 @@ __device__ __forceinline__ float as_float(T x) {
 template <class T>
 __device__ __forceinline__ T from_float32(float x) {
   return static_cast<T>(x);
-}
-
-// Two floats as a pair of 16-bit values, `low` in the low half.
-__device__ __forceinline__ uint32_t pack_pair(__half, float low, float high) {
-  const __half2 pair = __floats2half2_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
-}
-__device__ __forceinline__ uint32_t pack_pair(__nv_bfloat16, float low, float high) {
-  const __nv_bfloat162 pair = __floats2bfloat162_rn(low, high);
-  return *reinterpret_cast<const uint32_t*>(&pair);
 }
 
 __device__ __forceinline__ void store4(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }

@@ -5,6 +5,7 @@
 
 #include <atomic>
 
+#include "core/cuda_target.h"
 #include "lean_attention/device.cuh"
 #include "lean_attention/mma_kernel.cuh"
 
@@ -254,18 +255,7 @@ int greatest_common_divisor(int a, int b) {
 bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* data, const LeanCacheStrides& strides,
                 int width, int64_t elements, int box_tokens, bool whole_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const Encode encode = [] {
-    void* function = nullptr;
-    cudaDriverEntryPointQueryResult found = cudaDriverEntryPointSymbolNotFound;
-#if CUDART_VERSION >= 12050
-    const cudaError_t error =
-        cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function, 12000, cudaEnableDefault, &found);
-#else
-    const cudaError_t error = cudaGetDriverEntryPoint("cuTensorMapEncodeTiled", &function, cudaEnableDefault, &found);
-#endif
-    if (error != cudaSuccess || found != cudaDriverEntryPointSuccess) function = nullptr;
-    return reinterpret_cast<Encode>(function);
-  }();
+  static const auto encode = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
   if (encode == nullptr) return false;
   const bool paged = args.cache_kind == kLeanPaged;
   const int64_t rows = paged ? args.block : args.capacity;

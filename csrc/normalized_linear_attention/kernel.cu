@@ -5,6 +5,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "core/block_sum.cuh"
 #include "core/chunk_scan.h"
 #include "core/op.h"
 #include "normalized_linear_attention/normalized_linear_attention.h"
@@ -119,17 +120,6 @@ struct CoefficientSums {
 };
 constexpr int kSumBlocks = 132;
 
-__device__ __forceinline__ double block_sum(double x, double* shared) {
-  __syncthreads();
-  shared[threadIdx.x] = x;
-  __syncthreads();
-  for (int half = kThreads / 2; half > 0; half /= 2) {
-    if (static_cast<int>(threadIdx.x) < half) shared[threadIdx.x] += shared[threadIdx.x + half];
-    __syncthreads();
-  }
-  return shared[0];
-}
-
 __global__ void __launch_bounds__(kThreads) CoefficientPartsKernel(CoefficientSums sums, double* parts) {
   __shared__ double shared[kThreads];
   double a = 0.0, b = 0.0;
@@ -139,15 +129,15 @@ __global__ void __launch_bounds__(kThreads) CoefficientPartsKernel(CoefficientSu
     for (int s = 0; s < sums.slices; ++s) dot += sums.dots[s * sums.rows + i];
     b += static_cast<double>(dot) * (sums.units != nullptr ? sums.units[i] : 1.0f);
   }
-  a = block_sum(a, shared);
-  b = block_sum(b, shared);
+  a = block_sum<kThreads>(a, shared);
+  b = block_sum<kThreads>(b, shared);
   if (threadIdx.x == 0) parts[blockIdx.x] = a, parts[kSumBlocks + blockIdx.x] = b;
 }
 __global__ void __launch_bounds__(kThreads) CoefficientTotalKernel(const double* parts, float* out) {
   __shared__ double shared[kThreads];
   for (int i = 0; i < 2; ++i) {
     const double sum =
-        block_sum(static_cast<int>(threadIdx.x) < kSumBlocks ? parts[i * kSumBlocks + threadIdx.x] : 0.0, shared);
+        block_sum<kThreads>(static_cast<int>(threadIdx.x) < kSumBlocks ? parts[i * kSumBlocks + threadIdx.x] : 0.0, shared);
     if (threadIdx.x == 0) out[i] = static_cast<float>(sum);
   }
 }

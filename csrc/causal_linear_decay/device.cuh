@@ -1,0 +1,24 @@
+// What the token-by-token CUDA kernels of CausalLinearDecay share.
+#pragma once
+
+#include "causal_linear_decay/causal_linear_decay.h"
+
+namespace leanfleet {
+
+// x times a decay; what is forgotten completely is 0, also where it was not finite.
+__device__ __forceinline__ float times_decay(float x, float decay) { return decay == 0.0f ? 0.0f : x * decay; }
+
+// Request q's tokens, begin .. end; none where end is not above begin.
+struct RequestTokens {
+  int64_t begin, end;
+};
+__device__ __forceinline__ RequestTokens request_tokens(const DecayInputs& in, int64_t request) {
+  if (in.cu_seqlens == nullptr) return {0, in.tokens};
+  const auto clamped = [&](int64_t i) {
+    const int64_t at = in.cu_seqlens[i];
+    return at < 0 ? 0 : at > in.tokens ? in.tokens : at;
+  };
+  return {clamped(request), clamped(request + 1)};
+}
+
+}  // namespace leanfleet
