@@ -1,20 +1,25 @@
 """Times the CUDA kernels of the linear attention operators beside flash-linear-attention (fla) and writes JSON and a table.
 
-    python bench/linear_attention.py OUT [--only forward,backward,float32,normalized,recurrence,steps,auto] [--no-fla]
+    python bench/linear_attention.py OUT [--only forward,backward,...] [--no-fla]
 
 writes OUT.json and OUT.md. Every number is the median over rounds of a CUDA graph's replay between two events, with all
 contenders of a line in turn and the L2 cache flushed by reading before each. The floor is every input read and every output
 written once at 4.25 TB/s, what an H200 reaches when it copies. fla's backward is its graph of forward and backward less its
 graph of the forward.
 
+`crossing` sets NormalizedLinearAttention beside torch's flash SDPA; `memory` is what a training step's call allocates, by
+torch's count; `moved` are the bytes of device memory that a call moves, counted by ncu, which must be on the path.
 `auto` times the algorithms on 200 random shapes from a fixed seed; tests/test_choose.py judges the cost model by them.
 """
 
 import argparse
+import csv
 import json
 import math
 import random
+import shutil
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -31,6 +36,10 @@ LINES = [(1, 32, 2048, 128), (1, 32, 8192, 128), (1, 32, 32768, 128), (1, 32, 13
          (1, 8, 8192, 128), (1, 8, 32768, 128), (4, 16, 65536, 128), (1, 32, 8192, 64), (16, 32, 2048, 64)]
 FLOAT32 = [(1, 32, 2048, 128), (1, 32, 8192, 128), (16, 32, 2048, 128)]
 NORMALIZED = [(1, 32, 2048, 128), (1, 32, 8192, 128), (1, 32, 32768, 128), (16, 32, 2048, 128)]
+# The paper's shape of NormalizedLinearAttention (004, figures 1 to 4).
+NORMALIZED32 = [(4, 16, N, 128) for N in (1000, 3000, 10000, 30000, 100000, 300000)]
+CROSSING = [(4, 16, N, 128) for N in (512, 1024, 1536, 2048, 3000, 4096, 8192, 16384, 32768)]
+MOVED = [(4, 16, N, 128) for N in (2048, 8192, 32768)]
 # (B, H, Hkv, tokens)
 STEPS = [(1, 32, 32, 1), (4, 32, 32, 1), (16, 32, 32, 1), (64, 32, 32, 1), (64, 32, 8, 1), (16, 32, 32, 4), (16, 32, 32, 16)]
 RANDOM_SHAPES = 200
@@ -180,20 +189,127 @@ def backward(args):
         torch.cuda.empty_cache()
 
 
-def normalized(args):
-    for shape in NORMALIZED:
-        q, k, v, grad = operands(*shape, torch.bfloat16)
-        q, k = q.abs(), k.abs()
-        inputs = {"query": q, "key": k, "value": v}
-        node = Launches("NormalizedLinearAttention", inputs, {})
+def normalized_nodes(q, k, v, grad):
+    """(forward, backward) of NormalizedLinearAttention; the forward has run."""
+    inputs = {"query": q, "key": k, "value": v}
+    forward = Launches("NormalizedLinearAttention", inputs, {})
+    forward.run()
+    saved = {n: forward.outputs[n] for n in ("output", "normalizer")}
+    return forward, Launches("NormalizedLinearAttentionGrad", inputs | saved | {"grad_output": grad}, {})
+
+
+def positive_operands(shape, dtype):
+    q, k, v, grad = operands(*shape, dtype)
+    return q.abs(), k.abs(), v, grad
+
+
+def normalized_lines(section, shapes, dtype, args):
+    for shape in shapes:
+        q, k, v, grad = positive_operands(shape, dtype)
+        forward, backward = normalized_nodes(q, k, v, grad)
         alone = fastest_fla(fla_normalized(q, k, v), args.rounds) if args.fla else None
-        yield line("normalized", title_of(*shape) + " forward", {"forward": node}, args.rounds, alone)
-        node.run()
-        both = minus(fastest_fla(fla_normalized(q, k, v, grad), args.rounds), alone) if args.fla else None
-        inputs = inputs | {"output": node.outputs["output"], "normalizer": node.outputs["normalizer"], "grad_output": grad}
-        node = Launches("NormalizedLinearAttentionGrad", inputs, {})
-        yield line("normalized", title_of(*shape) + " backward", {"grad": node}, args.rounds, both)
+        yield line(section, title_of(*shape) + " forward", {"ours": forward}, args.rounds, alone)
+        fla = minus(fastest_fla(fla_normalized(q, k, v, grad), args.rounds), alone) if args.fla else None
+        yield line(section, title_of(*shape) + " backward", {"ours": backward}, args.rounds, fla)
         torch.cuda.empty_cache()
+
+
+def normalized(args):
+    yield from normalized_lines("normalized", NORMALIZED, torch.bfloat16, args)
+
+
+def normalized32(args):
+    yield from normalized_lines("normalized32", NORMALIZED32, torch.float32, args)
+
+
+def flash(q, k, v):
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.FLASH_ATTENTION):
+        return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+
+def both(function, q, k, v, grad):
+    """The call of a function's forward and backward."""
+    leaves = [t.detach().requires_grad_() for t in (q, k, v)]
+    return lambda: torch.autograd.grad(function(*leaves), leaves, grad)
+
+
+def crossing_graphs(q, k, v, grad):
+    forward, backward = normalized_nodes(q, k, v, grad)
+    return {"forward": forward.capture(), "backward": backward.capture(), "flash forward": captured(lambda: flash(q, k, v)),
+            "flash both": captured(both(flash, q, k, v, grad))}, (forward, backward)
+
+
+def crossing(args):
+    """Forward and backward beside causal flash SDPA, bfloat16: from which length on ours is faster."""
+    for shape in CROSSING:
+        graphs, nodes = crossing_graphs(*positive_operands(shape, torch.bfloat16))
+        us = {n: statistics.median(t) for n, t in times(graphs, args.rounds).items()}
+        us["flash backward"] = us.pop("flash both") - us["flash forward"]
+        print("crossing", title_of(*shape), {n: round(t, 1) for n, t in us.items()}, flush=True)
+        yield {"section": "crossing", "case": title_of(*shape), "tokens": shape[2], "us": us}
+        del graphs, nodes
+        torch.cuda.empty_cache()
+
+
+def peak(call):
+    """Bytes that are allocated at once at most during a call, its results among them."""
+    call()
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    result = call()
+    torch.cuda.synchronize()
+    del result
+    return torch.cuda.max_memory_allocated() - before
+
+
+def memory(args):
+    """What forward and backward allocate through PyTorch's autograd, beside query, key, value and grad_output."""
+    from leanfleet.export import torch_ops
+    for shape in CROSSING[3:]:
+        q, k, v, grad = positive_operands(shape, torch.bfloat16)
+        calls = {"ours": both(lambda *x: torch_ops.normalized_linear_attention(*x)[0], q, k, v, grad),
+                 "flash": both(flash, q, k, v, grad)}
+        if args.fla:
+            calls |= fla_normalized(q, k, v, grad)
+        row = {"section": "memory", "case": title_of(*shape), "tokens": shape[2], "tensor_bytes": q.numel() * q.element_size(),
+               "bytes": {n: peak(call) for n, call in calls.items()}}
+        print(row["case"], {n: f"{b / row['tensor_bytes']:.2f} tensors" for n, b in row["bytes"].items()}, flush=True)
+        yield row
+        del calls
+        torch.cuda.empty_cache()
+
+
+def once(case):
+    """What `moved` has ncu watch. case: forward or backward, and the sizes."""
+    which, *shape = case.split("x")
+    forward, backward = normalized_nodes(*positive_operands(tuple(map(int, shape)), torch.bfloat16))
+    torch.cuda.synchronize()
+    node = forward if which == "forward" else backward
+    torch.cuda.profiler.start()
+    node.run()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+    print("io_bytes", bytes_of(node))
+
+
+def moved(args):
+    """Bytes of device memory that a call moves over those of its inputs and outputs (004, figure 4)."""
+    if not shutil.which("ncu"):
+        raise SystemExit("moved needs ncu (NVIDIA Nsight Compute) on the path")
+    units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
+    for shape in MOVED:
+        row = {"section": "moved", "case": title_of(*shape), "tokens": shape[2], "dram_bytes": {}, "io_bytes": {}}
+        for which in ("forward", "backward"):
+            found = subprocess.run(
+                ["ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics",
+                 "dram__bytes_read.sum,dram__bytes_write.sum", sys.executable, __file__, "OUT", "--once",
+                 "x".join(map(str, (which, *shape)))], capture_output=True, text=True, check=True).stdout.splitlines()
+            row["io_bytes"][which] = next(int(n.split()[1]) for n in found if n.startswith("io_bytes"))
+            row["dram_bytes"][which] = sum(float(r["Metric Value"].replace(",", "")) * units[r["Metric Unit"]]
+                                           for r in csv.DictReader(n for n in found if n.startswith('"')))
+        print(row["case"], {n: f"{b / row['io_bytes'][n]:.2f} times" for n, b in row["dram_bytes"].items()}, flush=True)
+        yield row
 
 
 def steps(args):
@@ -254,6 +370,33 @@ def auto(args):
           f"worst {worst:.2f}", flush=True)
 
 
+def crossing_table(rows):
+    yield from ("## Beside causal flash SDPA, bfloat16, NormalizedLinearAttention", "", "| case | forward | flash | ratio | "
+                "backward | flash | ratio |", "|---|---|---|---|---|---|---|")
+    for r in rows:
+        us = r["us"]
+        yield f"| {r['case']} | " + " | ".join(f"{us[n]:.1f} | {us['flash ' + n]:.1f} | {us['flash ' + n] / us[n]:.2f}"
+                                               for n in ("forward", "backward")) + " |"
+
+
+def memory_table(rows):
+    names = list(rows[0]["bytes"])
+    yield from ("## Allocated by forward and backward, in tensors of [B,H,N,D], bfloat16", "",
+                "| case | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|")
+    for r in rows:
+        yield f"| {r['case']} | " + " | ".join(f"{r['bytes'][n] / r['tensor_bytes']:.2f}" for n in names) + " |"
+
+
+def moved_table(rows):
+    yield from ("## Device memory moved over the tensors once, by ncu, NormalizedLinearAttention, bfloat16", "",
+                "| case | forward | backward |", "|---|---|---|")
+    for r in rows:
+        yield f"| {r['case']} | " + " | ".join(f"{r['dram_bytes'][n] / r['io_bytes'][n]:.2f}" for n in r["io_bytes"]) + " |"
+
+
+PARTS = {"crossing": crossing_table, "memory": memory_table, "moved": moved_table}
+
+
 def table(report):
     """The lines as markdown; the worst are shown as the best are."""
     lines = [f"{report['device']}, torch {report['torch']}, CUDA {report['cuda']}. Medians of {report['rounds']} graph replays "
@@ -265,6 +408,9 @@ def table(report):
             penalties = [r["us"][r["auto"]] / min(r["us"].values()) for r in rows]
             lines += ["## auto", "", f"Over the fastest of three algorithms on {len(rows)} random shapes: geometric mean "
                       f"{statistics.geometric_mean(penalties):.3f}, worst {max(penalties):.2f}.", ""]
+            continue
+        if section in ("crossing", "memory", "moved"):
+            lines += [*PARTS[section](rows), ""]
             continue
         names = list(dict.fromkeys(n for r in rows for n in r["us"]))
         lines += [f"## {section}", "", "| case | floor | " + " | ".join(names) + " | first over floor | fla | fla over first | "
@@ -286,12 +432,16 @@ def table(report):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--only", default="forward,backward,float32,normalized,recurrence,steps,auto")
+    parser.add_argument("--only", default="forward,backward,float32,normalized,normalized32,crossing,memory,moved,recurrence,"
+                        "steps,auto")
     parser.add_argument("--no-fla", dest="fla", action="store_false")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--auto-rounds", type=int, default=9)
+    parser.add_argument("--once", help=argparse.SUPPRESS)
     args = parser.parse_args()
     torch.manual_seed(0)
+    if args.once:
+        return once(args.once)
     word = torch.zeros(1, device="cuda")
     empty = statistics.median(times({"empty": captured(lambda: word.zero_())}, args.rounds)["empty"])
     report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,

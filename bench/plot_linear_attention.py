@@ -1,0 +1,71 @@
+"""Plots of the linear operators' measurements, from the JSON that linear_attention.py writes.
+
+    python bench/plot_linear_attention.py bench/results/linear_attention_h200.json OUT.svg
+
+Time over tokens of ours, flash-linear-attention and the floor, forward and backward; NormalizedLinearAttention beside flash
+SDPA; and the memory that a training step's call allocates. It needs matplotlib.
+"""
+
+import argparse
+import json
+import re
+from pathlib import Path
+
+
+def tokens(row):
+    return int(re.search(r"N(\d+)", row["case"]).group(1))
+
+
+def times(panel, rows, title):
+    rows = sorted((r for r in rows if r["case"].startswith("B1 H32") and "D128" in r["case"]), key=tokens)
+    lines = {"leanfleet": lambda r: next(iter(r["us"].values())), "flash-linear-attention": lambda r: r.get("fla_us"),
+             "floor": lambda r: r["floor_us"]}
+    for (name, of), style in zip(lines.items(), ("o-", "s--", ":")):
+        points = [(tokens(r), of(r) / 1e3) for r in rows if of(r)]
+        if points:
+            panel.plot(*zip(*points), style, label=name)
+    panel.set(title=title, xscale="log", yscale="log", xlabel="tokens", ylabel="ms")
+    panel.legend(fontsize=8)
+
+
+def crossing(panel, rows):
+    for name, style in (("forward", "o-"), ("backward", "s-"), ("flash forward", "o--"), ("flash backward", "s--")):
+        panel.plot([r["tokens"] for r in rows], [r["us"][name] / 1e3 for r in rows], style, label=name)
+    panel.set(title="NormalizedLinearAttention and flash SDPA, " + re.sub(r" N\d+", "", rows[0]["case"]), xscale="log",
+              yscale="log", xlabel="tokens", ylabel="ms")
+    panel.legend(fontsize=8)
+
+
+def memory(panel, rows):
+    for name, marker in zip(rows[0]["bytes"], "osv", strict=False):
+        panel.plot([r["tokens"] for r in rows], [r["bytes"][name] / 2**20 for r in rows], marker + "-", label=name)
+    panel.set(title="allocated by forward and backward", xscale="log", yscale="log", xlabel="tokens", ylabel="MiB")
+    panel.legend(fontsize=8)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("json")
+    parser.add_argument("plot")
+    args = parser.parse_args()
+    import matplotlib
+    matplotlib.use("svg")
+    from matplotlib import pyplot
+
+    report = json.loads(Path(args.json).read_text())
+    sections = {}
+    for row in report["rows"]:
+        sections.setdefault(row["section"], []).append(row)
+    figure, panels = pyplot.subplots(2, 2, figsize=(12, 9), layout="constrained")
+    times(panels[0, 0], sections["forward"], "CausalLinearDecay forward, B1 H32 D128, bfloat16")
+    times(panels[0, 1], sections["backward"], "CausalLinearDecayGrad, B1 H32 D128, bfloat16")
+    crossing(panels[1, 0], sections["crossing"])
+    memory(panels[1, 1], sections["memory"])
+    for panel in panels.flat:
+        panel.grid(True, which="major", alpha=0.3)
+    figure.suptitle(report["device"])
+    figure.savefig(args.plot)
+
+
+if __name__ == "__main__":
+    main()
