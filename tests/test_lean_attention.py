@@ -326,7 +326,7 @@ def test_any_call(data):
 
 def test_other_instruction_sets():
     """The same in processes that are held to the older instruction sets of this processor's builds."""
-    builds = ["baseline", "avx2", "avx512"]
+    builds = ["baseline", "avx2", "avx512", "avx512_bf16"]
     mine = native.build_info().removeprefix("cpu ").partition(",")[0]
     names = ["test_decode_ragged_batch", "test_prompts", "test_infinite_and_huge_logits", "test_lengths_at_tile_edges"]
     for build in builds[:builds.index(mine)]:

@@ -149,7 +149,7 @@ const char* leanfleet_build_info() {
 #define LEANFLEET_KERNELS ""
 #endif
   switch (cpu_isa()) {
-    case Isa::kAvx512: return "cpu avx512" LEANFLEET_KERNELS;
+    case Isa::kAvx512: return cpu_has_bfloat16() ? "cpu avx512_bf16" LEANFLEET_KERNELS : "cpu avx512" LEANFLEET_KERNELS;
     case Isa::kAvx2: return "cpu avx2" LEANFLEET_KERNELS;
     default: return "cpu baseline" LEANFLEET_KERNELS;
   }

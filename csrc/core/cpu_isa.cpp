@@ -31,4 +31,17 @@ Isa cpu_isa() {
   return isa;
 }
 
+bool cpu_has_bfloat16() {
+#if defined(LEANFLEET_X86)
+  static const bool has = [] {
+    const char* wish = std::getenv("LEANFLEET_CPU");
+    return cpu_isa() == Isa::kAvx512 && (wish == nullptr || std::strcmp(wish, "avx512") != 0) &&
+           __builtin_cpu_supports("avx512bf16");
+  }();
+  return has;
+#else
+  return false;
+#endif
+}
+
 }  // namespace leanfleet

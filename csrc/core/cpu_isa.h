@@ -9,6 +9,9 @@ enum class Isa { kBaseline, kAvx2, kAvx512 };
 // (baseline, avx2, avx512) can only lower it.
 Isa cpu_isa();
 
+// Whether kernels of kAvx512 may multiply bfloat16 directly (AVX512_BF16). LEANFLEET_CPU=avx512 forbids it.
+bool cpu_has_bfloat16();
+
 }  // namespace leanfleet
 
 // LEANFLEET_CPU_FUNCTION(declaration, name): declares `name` in every build's namespace and defines

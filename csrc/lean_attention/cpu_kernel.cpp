@@ -228,12 +228,64 @@ struct RowsAt {
   const void* const* rows;
   const T* operator[](int64_t i) const { return static_cast<const T*>(rows[i]); }
 };
+template <class T>
 struct RowsApart {
-  using Element = float;
+  using Element = T;
   const float* base;
   int64_t stride;
   const float* operator[](int64_t i) const { return base + i * stride; }
 };
+
+// Two bfloat16 that follow each other along the summed axis, in the place of a float: the processor multiplies such
+// words pairwise and adds both products up, in twice the speed of floats.
+struct Words {};
+template <class T>
+constexpr bool kIsWords = false;
+template <>
+constexpr bool kIsWords<Words> = true;
+// Whether a call with many rows runs on words. Widths are then so that keys and values are whole vectors of words.
+template <class T>
+bool on_words(const LeanAttentionArgs& args, int32_t rows);
+
+#if defined(__AVX512F__)
+inline Vec dot_words(Vec a, Vec b, Vec sum) {  // named in assembler: this file is compiled for processors without it too
+  asm("vdpbf16ps %2, %1, %0" : "+v"(sum) : "v"(a), "v"(b));
+  return sum;
+}
+inline Vec broadcast_word(const float* p) {
+  int32_t word;
+  std::memcpy(&word, p, 4);
+  return (Vec)_mm512_set1_epi32(word);
+}
+// row[i] becomes the word of floats 2i and 2i+1, for n floats, a multiple of 2 * kLanes.
+inline void to_words(float* row, int64_t n) {
+  for (int64_t i = 0; i < n; i += 2 * kLanes) {
+    Vec low = load(row + i), high = load(row + i + kLanes), words;
+    asm("vcvtne2ps2bf16 %1, %2, %0" : "=v"(words) : "v"(low), "v"(high));
+    store(row + i / 2, words);
+  }
+}
+// out[i] = word of a[i] and b[i], for n values, a multiple of kLanes. b null: of a[i] and 0.
+inline void pair_up(const BFloat16* a, const BFloat16* b, float* out, int64_t n) {
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const VecInt low = (VecInt)load(a + i), high = b == nullptr ? VecInt{} : (VecInt)load(b + i);
+    store(out + i, (Vec)((VecInt)_mm512_srli_epi32((__m512i)low, 16) | high));
+  }
+}
+template <>
+bool on_words<BFloat16>(const LeanAttentionArgs& args, int32_t rows) {
+  return args.bfloat16_products && rows > kDotRows && args.key_width % (2 * kLanes) == 0 && args.value_width % kLanes == 0;
+}
+#else
+inline Vec dot_words(Vec, Vec, Vec sum) { return sum; }
+inline Vec broadcast_word(const float*) { return Vec{}; }
+inline void to_words(float*, int64_t) {}
+inline void pair_up(const BFloat16*, const BFloat16*, float*, int64_t) {}
+#endif
+template <class T>
+bool on_words(const LeanAttentionArgs&, int32_t) {
+  return false;
+}
 
 // Brings rows into the cache while earlier ones are worked on: those of `rows` and then the first ones of
 // `then`. Where keys and values alternate, the processor's own prefetching starts anew with every tile.
@@ -392,11 +444,12 @@ void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32
 }
 
 // out[r] = factor[r] * out[r] + sum over k < n of a[r, k] * b[k], for ROWS rows and VECS vectors of columns.
-// Without factors the old content of out does not matter.
+// Without factors the old content of out does not matter. On words, n counts words of a and rows of words of b.
 template <int ROWS, int VECS, class Rows>
 void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int32_t n, float* out,
                    int64_t out_stride, const float* factor, Ahead ahead) {
   constexpr bool kPaired = kPairs<typename Rows::Element> && VECS % 2 == 0;
+  constexpr bool kWords = kIsWords<typename Rows::Element>;
   Vec acc[ROWS][VECS] = {};
   for (int32_t k = 0; k < n; ++k) {
     ahead.fetch(k);
@@ -410,9 +463,9 @@ void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int
     }
 #pragma GCC unroll 8
     for (int r = 0; r < ROWS; ++r) {
-      const Vec weight = broadcast(a[r * a_stride + k]);
+      const Vec weight = kWords ? broadcast_word(a + r * a_stride + k) : broadcast(a[r * a_stride + k]);
 #pragma GCC unroll 8
-      for (int c = 0; c < VECS; ++c) acc[r][c] = fma(weight, x[c], acc[r][c]);
+      for (int c = 0; c < VECS; ++c) acc[r][c] = kWords ? dot_words(weight, x[c], acc[r][c]) : fma(weight, x[c], acc[r][c]);
     }
   }
 #pragma GCC unroll 8
@@ -475,6 +528,23 @@ void transpose_keys(RowsAt<T> keys, int64_t d, int32_t n, float* strips, Ahead a
       for (int j = 0; j < kLanes; ++j) store(strip + (i + j) * kStrip, v[j]);
     }
   }
+}
+
+// scores[r, k] = query[r] . keys[k] for the transposed keys 0 .. n-1, and some beyond, along `depth` of T.
+template <class T>
+void products_with_strips(const float* query, int64_t d, int32_t rows, int64_t depth, int32_t n, const float* strips,
+                          float* scores, int64_t score_stride) {
+  const int64_t strip_size = padded(depth) * kStrip;
+  for (int32_t k = 0; k < n; k += kStrip) {
+    const int64_t width = lean_min((n - k + kLanes - 1) / kLanes * kLanes, kStrip);
+    product(query, d, rows, RowsApart<T>{strips + k / kStrip * strip_size, kStrip}, width, static_cast<int32_t>(depth), scores + k,
+            score_stride, nullptr, kNothing);
+  }
+}
+
+// What a product of query and key is multiplied by to become a logit in base 2, or the argument of softcap's tanh.
+float logit_factor(const LeanAttentionArgs& args) {
+  return args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E;
 }
 
 // Fills `tile` with the keys and values at positions `span` of a request.
@@ -577,7 +647,7 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
   if (n == 0) return;
   const RowsAt<T> keys{tile.keys}, values{tile.values};
   const bool whole_keys = whole(args.key_width), whole_values = whole(args.value_width);
-  const bool few = rows <= kDotRows;
+  const bool few = rows <= kDotRows, words = on_words<T>(args, rows);
   const int32_t key_bytes = args.key_width * sizeof(T), value_bytes = args.value_width * sizeof(T);
 
   // Keys whose width is no multiple of a vector are copied, so that no load goes beyond the buffer.
@@ -592,27 +662,38 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
   if (few) {
     if (whole_keys) dot_rows(scratch.query, d, rows, keys, n, scratch.scores, stride, in_keys);
     else dot_rows(scratch.query, d, rows, copied_keys, n, scratch.scores, stride, kNothing);
+  } else if (words) {
+    transpose_keys(copied_keys, d / 2, n, scratch.strips, in_keys);  // rows of words move as floats do
+    products_with_strips<Words>(scratch.query, d, rows, d / 2, n, scratch.strips, scratch.scores, stride);
+    for (int32_t r = 0; r < rows; ++r)
+      for (int32_t k = 0; k < n; k += kLanes)
+        store(scratch.scores + r * stride + k, logit_factor(args) * load(scratch.scores + r * stride + k));
   } else {
     if (whole_keys) transpose_keys(keys, d, n, scratch.strips, in_keys);
     else transpose_keys(copied_keys, d, n, scratch.strips, kNothing);
-    for (int32_t k = 0; k < n; k += kStrip) {
-      const RowsApart strip{scratch.strips + k / kStrip * d * kStrip, kStrip};
-      const int64_t width = lean_min((n - k + kLanes - 1) / kLanes * kLanes, kStrip);
-      product(scratch.query, d, rows, strip, width, args.key_width, scratch.scores + k, stride, nullptr,
-              kNothing);
-    }
+    products_with_strips<float>(scratch.query, d, rows, args.key_width, n, scratch.strips, scratch.scores, stride);
   }
 
   soften(args, unit, tile, first_row, rows, scratch);
 
-  if (whole_values && (few || sizeof(T) == 4)) {
+  if (words) {
+    const auto* const* at = reinterpret_cast<const BFloat16* const*>(tile.values);
+    for (int32_t k = 0; k < n; k += 2) {
+      in_values.fetch(k);
+      in_values.fetch(k + 1);
+      pair_up(at[k], k + 1 < n ? at[k + 1] : nullptr, scratch.values + k / 2 * dv, dv);
+    }
+    for (int32_t r = 0; r < rows; ++r) to_words(scratch.scores + r * stride, (n + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes));
+    product(scratch.scores, stride, rows, RowsApart<Words>{scratch.values, dv}, dv, (n + 1) / 2, scratch.output, dv,
+            scratch.factor, kNothing);
+  } else if (whole_values && (few || sizeof(T) == 4)) {
     product(scratch.scores, stride, rows, values, dv, n, scratch.output, dv, scratch.factor, in_values);
   } else {
     for (int32_t k = 0; k < n; ++k) {
       in_values.fetch(k);
       to_floats(values[k], scratch.values + k * dv, args.value_width, dv, 1.0f);
     }
-    product(scratch.scores, stride, rows, RowsApart{scratch.values, dv}, dv, n, scratch.output, dv,
+    product(scratch.scores, stride, rows, RowsApart<float>{scratch.values, dv}, dv, n, scratch.output, dv,
             scratch.factor, kNothing);
   }
 }
@@ -668,10 +749,12 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
   if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
   if (rows == 0) return;
   const int64_t d = padded(args.key_width), dv = padded(args.value_width);
-  const float logit_factor = args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E;
-  for (int32_t r = 0; r < rows; ++r)
+  const bool words = on_words<T>(args, rows);
+  for (int32_t r = 0; r < rows; ++r) {
     to_floats(static_cast<const T*>(args.query) + row_offset(args, args.query_strides, unit, all.begin + r),
-              scratch.query + r * d, args.key_width, d, logit_factor);
+              scratch.query + r * d, args.key_width, d, words ? 1.0f : logit_factor(args));
+    if (words) to_words(scratch.query + r * d, d);
+  }
   if (kPairs<T> && rows <= kDotRows && whole(args.key_width))  // these take dot_rows() over the keys where they lie
     for (int32_t r = 0; r < rows; ++r) separate(scratch.query + r * d, d);
   fill(scratch.output, rows * dv, 0.0f);

@@ -56,6 +56,7 @@ struct LeanAttentionArgs {
   int64_t key_cache_elements, value_cache_elements;  // of the whole caches
 
   int32_t dtype;       // DType of the T tensors
+  bool bfloat16_products;  // on a CPU: the processor multiplies bfloat16 directly
   int32_t cache_kind;  // LeanCacheKind
   int32_t batch, heads, kv_heads, group;  // group = heads / kv_heads
   int32_t tokens;                         // Nq

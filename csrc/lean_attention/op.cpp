@@ -235,6 +235,7 @@ void append(const LeanAttentionArgs& args, Threads& threads, int64_t element) {
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   Threads& threads = *target.threads;
   LeanAttentionArgs args = make_args(call);
+  args.bfloat16_products = cpu_has_bfloat16();
   args.plan = cpu_plan(args, threads.count());
   carve(args, ws);
   const int64_t stride = select_lean_thread_scratch()(args);
