@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 import onnx
+import onnx.numpy_helper
 import torch
 
 from leanfleet.export import LinearDecoder, LinearDecoderConfig
@@ -36,6 +37,31 @@ def build(kind, layers, device="cpu", seed=0):
         return LinearDecoder(LinearDecoderConfig(kind, VOCABULARY, num_hidden_layers=layers, **sizes)).half().eval()
 
 
+def parts_of(module, arrays):
+    """{name: [[parameter, transposed], ...]}: what each of the exported arrays holds, several parts side by side.
+
+    The exporter renames weights, transposes those of products and packs products of one input: the first row finds them.
+    """
+    starts = {}
+    for name, p in module.named_parameters():
+        rows = p.detach().reshape(-1, p.shape[-1])
+        starts[rows[0, :32].numpy().tobytes()] = name, False
+        if p.dim() == 2:
+            starts[rows[:32, 0].contiguous().numpy().tobytes()] = name, True
+    parameters, found = dict(module.named_parameters()), {}
+    for array_name, array in arrays.items():
+        row, column, parts = array.reshape(array.shape[0] if array.ndim == 2 else 1, -1)[0], 0, []
+        while column < len(row):
+            name, turned = starts[row[column:column + 32].tobytes()]
+            column += parameters[name].shape[0 if turned else -1]
+            parts.append([name, turned])
+        whole = [parameters[n].detach().mT if turned else parameters[n].detach() for n, turned in parts]
+        if not np.array_equal(torch.cat(whole, -1).numpy().reshape(array.shape), array):
+            raise RuntimeError(f"{array_name} is not made of parameters {parts}")
+        found[array_name] = parts
+    return found
+
+
 def command_export(args):
     """Exports the whole model and throws the weights' file away; the graph remembers where each weight belongs."""
     from leanfleet.export import export_decoder
@@ -46,13 +72,10 @@ def command_export(args):
     path = args.folder / "model.onnx"
     model = onnx.load(path)
     path.unlink()
-    raws = {t.name: t.raw_data for t in model.graph.initializer if len(t.raw_data) >= 4096}
+    large = [t for t in model.graph.initializer if len(t.raw_data) >= 4096]
+    weights = parts_of(module, {t.name: onnx.numpy_helper.to_array(t).copy() for t in large})
     onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=4096)
     (args.folder / DATA).unlink()
-    # The exporter renames and transposes what it folds: find each weight by its contents.
-    values = {v.numpy().tobytes(): [name, turned] for name, p in module.named_parameters()
-              for turned, v in ((False, p.detach()), (True, p.detach().mT.contiguous() if p.dim() == 2 else p.detach()))}
-    weights = {name: values[raw] for name, raw in raws.items()}
     (args.folder / "bench.json").write_text(json.dumps({"kind": args.kind, "layers": layers, "weights": weights}) + "\n")
     print(f"{len(weights)} weights left out of {path}, {path.stat().st_size >> 10} KiB")
 
@@ -65,8 +88,8 @@ def restore(folder, facts):
         for t in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
             if t.data_location != onnx.TensorProto.EXTERNAL:
                 continue
-            name, turned = facts["weights"][t.name]
-            value = values[name].detach().mT if turned else values[name].detach()
+            parts = [values[n].detach().mT if turned else values[n].detach() for n, turned in facts["weights"][t.name]]
+            value = torch.cat(parts, -1)
             file.seek(int(next(e.value for e in t.external_data if e.key == "offset")))
             file.write(value.contiguous().cpu().numpy().tobytes())
     return model

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import leanfleet
-from leanfleet import native
+from leanfleet import native, spec
 from leanfleet.export import reference, torch_ops
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -129,13 +129,15 @@ def _register_own():
     def plain(algorithm, normalize):
         return lambda q, k, v, g: reference.causal_linear_decay(q, k, v, g, algorithm=algorithm, normalize=normalize)[0]
 
+    choices = spec.all_specs()["CausalLinearDecay"].attr("algorithm")
+    kernels = [a for a in choices.values if a not in choices.reference_only]
     for operator, normalize in (("causal_linear_decay", False), ("causal_linear_decay_normalized", True)):
-        for algorithm in ("auto", "causal_dot_product", "fleet", "lightning"):
+        for algorithm in kernels:
             register_method(algorithm, kernel(algorithm, normalize), operator=operator)
-        register_method("vanilla", plain("vanilla", normalize), operator=operator, memory=_vanilla_memory)
-        for algorithm in ("block_based", "recursion"):
-            register_method(algorithm, plain(algorithm, normalize), operator=operator)
-        for algorithm in ("causal_dot_product", "fleet", "lightning"):
+        for algorithm in choices.reference_only:
+            register_method(algorithm, plain(algorithm, normalize), operator=operator,
+                            memory=_vanilla_memory if algorithm == "vanilla" else None)
+        for algorithm in kernels[1:]:  # without auto, which is a choice between the others
             register_method(f"{algorithm}_torch", plain(algorithm, normalize), operator=operator)
     register_method("auto", lambda q, k, v: torch_ops.normalized_linear_attention(q, k, v)[0],
                     operator="normalized_linear_attention")

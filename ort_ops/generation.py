@@ -55,32 +55,26 @@ class Statistics:
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else float("nan")
 
 
-def load_decoder(folder, providers=None, session_options=None, library=True, cuda_graph=False):
-    """Opens a folder with model.onnx and leanfleet.json.
+def open_exported(folder, kind, writer, providers, session_options, library):
+    """(folder, facts of leanfleet.json, session) of an exported model of this kind. writer: the function that makes such.
 
-    library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
-    cuda_graph: on the CUDA provider, capture each batch's decode step once and replay it.
-    Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
+    Raises FileNotFoundError, ValueError, and RuntimeError where onnxruntime cannot load the model.
     """
+    import onnxruntime
+
     from leanfleet.ort_ops import make_session
 
     folder = Path(folder)
     if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or "
-                                "leanfleet.export.export_decoder wrote")
+        raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or {writer} wrote")
     for name in ("model.onnx", "leanfleet.json"):
         if not (folder / name).exists():
             hint = (f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
-                    if (folder / "config.json").exists() or any(folder.glob("*.gguf")) else
-                    "; write the folder with leanfleet.export.export_decoder")
+                    if (folder / "config.json").exists() or any(folder.glob("*.gguf")) else f"; write the folder with {writer}")
             raise FileNotFoundError(f"{folder / name} does not exist{hint}")
     facts = json.loads((folder / "leanfleet.json").read_text())
-    if facts.get("kind", "decoder") != "decoder":
-        raise ValueError(f"{folder} holds a model of kind {facts['kind']}; generation needs one from export_decoder")
-    if cuda_graph:
-        providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-    import onnxruntime
-
+    if facts.get("kind", "decoder") != kind:
+        raise ValueError(f"{folder} holds a model of kind {facts.get('kind', 'decoder')}; this needs one from {writer}")
     path = str(folder / "model.onnx")
     try:
         session = (make_session(path, providers, session_options) if library else
@@ -89,6 +83,20 @@ def load_decoder(folder, providers=None, session_options=None, library=True, cud
         if not type(error).__module__.startswith("onnxruntime"):
             raise
         raise RuntimeError(f"onnxruntime cannot load {path}: {error}") from None
+    return folder, facts, session
+
+
+def load_decoder(folder, providers=None, session_options=None, library=True, cuda_graph=False):
+    """Opens a folder with model.onnx and leanfleet.json.
+
+    library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
+    cuda_graph: on the CUDA provider, capture each batch's decode step once and replay it.
+    Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
+    """
+    if cuda_graph:
+        providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+    folder, facts, session = open_exported(folder, "decoder", "leanfleet.export.export_decoder", providers, session_options,
+                                           library)
     if len(session.get_outputs()[0].shape) != 2:
         raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
     return DecoderSession(session=session, folder=folder, in_place=library,

@@ -4,14 +4,12 @@ Requests of unequal length join and leave between steps. Their keys and values l
 running request its next token and fills what is left of the step's tokens with pieces of waiting prompts, all in one call.
 """
 
-import json
 from collections import deque
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import numpy as np
 
-from leanfleet.ort_ops.generation import _choose
+from leanfleet.ort_ops.generation import _choose, open_exported
 
 _NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _ONNX_TYPES = {"tensor(float)": 1, "tensor(float16)": 10, "tensor(bfloat16)": 16}
@@ -51,25 +49,11 @@ class ContinuousBatch:
     def __init__(self, folder, pages, max_requests=16, step_tokens=256, providers=None, session_options=None, library=True):
         import onnxruntime
 
-        from leanfleet.ort_ops import make_session
-
-        folder = Path(folder)
-        for name in ("model.onnx", "leanfleet.json"):
-            if not (folder / name).exists():
-                raise FileNotFoundError(f"{folder / name} does not exist; write the folder with "
-                                        "leanfleet.export.serving.export_for_serving")
-        facts = json.loads((folder / "leanfleet.json").read_text())
-        if facts.get("kind") != "serving":
-            raise ValueError(f"{folder} holds a decoder for leanfleet.ort_ops.generate; serving needs one from "
-                             "leanfleet.export.serving.export_for_serving")
         if step_tokens < max_requests:
             raise ValueError(f"step_tokens {step_tokens} is less than max_requests {max_requests}: every running request takes "
                              "one token a step")
-        if library:
-            self.session = make_session(folder / "model.onnx", providers=providers, session_options=session_options)
-        else:
-            self.session = onnxruntime.InferenceSession(folder / "model.onnx", sess_options=session_options,
-                                                        providers=providers or ["CPUExecutionProvider"])
+        _, facts, self.session = open_exported(folder, "serving", "leanfleet.export.serving.export_for_serving", providers,
+                                               session_options, library)
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
         self.pages, self.free_pages = pages, list(range(pages))[::-1]

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -131,6 +132,19 @@ def build_toy_library():
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert result.returncode == 0, result.stdout
     return build
+
+
+def run_in_oldest_runtime(version, file):
+    """(number of passed tests or 0 if one failed, end of the output) of a test file under this version of onnxruntime."""
+    folder = install_oldest_runtime(version)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))  # an empty part is the working folder
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    check = f"import onnxruntime; assert onnxruntime.__version__ == '{version}', onnxruntime.__file__"
+    subprocess.run([sys.executable, "-P", "-c", check], env=environment, check=True)
+    result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", file],
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    passed = re.search(r"(\d+) passed", result.stdout)
+    return int(passed[1]) if passed and result.returncode == 0 else 0, result.stdout[-8000:]
 
 
 def install_oldest_runtime(version):

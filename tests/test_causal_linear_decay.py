@@ -24,15 +24,7 @@ DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.
 DECAYS = {"none": None, "one": 0.0, "slow": math.log(0.999), "half": math.log(0.5), "tiny": -60.0, "zero": float("-inf")}
 LENGTHS = (1, 2, 15, 16, 17, 63, 64, 65, 127, 128, 129, 130)
 TOKENS = ("query", "key", "value", "grad_output", "log_decay")
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """The loops make thousands of small torch calls, which threads only slow down."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def swap(x, layout="bnhd"):

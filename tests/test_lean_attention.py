@@ -15,15 +15,7 @@ from leanfleet.export import reference
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN = float("nan")
 BLOCK = 16
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The reference's tensors are small: torch's own threads would only get in the way."""
-    count = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(count)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def int32(values):

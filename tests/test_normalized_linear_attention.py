@@ -25,15 +25,7 @@ HEADS = ((2, 2), (3, 1), (5, 1), (6, 2), (1, 1))  # H, Hkv
 COEFFICIENTS = (None, (0.7, 1.3), (1.0, 0.0), (0.5, -0.05), (0.0, 1.0))
 STATES = ("initial_state", "initial_key_sum", "initial_value_sum", "initial_count")
 ROUNDING = {F32: 2.0 ** -24, F16: 2.0 ** -11, BF16: 2.0 ** -8}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def one_torch_thread():
-    """The loops make thousands of small torch calls, which threads only slow down."""
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def swap(x, layout):

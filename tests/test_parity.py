@@ -52,15 +52,7 @@ VARIANTS = {
     ],
 }
 CASES = [pytest.param(name, i, id=f"{name}-{i}") for name, variants in VARIANTS.items() for i in range(len(variants))]
-
-
-@pytest.fixture(autouse=True)
-def one_thread():
-    """The tensors are small, and torch's threads would fight with onnxruntime's for the processors."""
-    before = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(before)
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
 
 
 def input_shapes(name, index, sizes=None):
