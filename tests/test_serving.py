@@ -128,7 +128,7 @@ def test_refused_folders(model, folder, tmp_path):
     with pytest.raises(FileNotFoundError, match="export_for_serving"):
         ContinuousBatch(tmp_path, pages=10)
     export_decoder(model, tmp_path / "plain")
-    with pytest.raises(ValueError, match="serving needs one from"):
+    with pytest.raises(ValueError, match="kind decoder; this needs one from leanfleet.export.serving"):
         ContinuousBatch(tmp_path / "plain", pages=10)
     with pytest.raises(ValueError, match="step_tokens 4 is less than max_requests 16"):
         ContinuousBatch(folder, pages=10, step_tokens=4)
