@@ -64,6 +64,24 @@ def least(op_name, inputs):
     return 1.0 if op_name == "CausalLinearDecayGrad" else 0.1 / tokens
 
 
+def summed_terms(inputs, attrs, judge):
+    """The root mean square size of the sums that a gradient of log_decay is made of, [its elements].
+
+    It is a sum over tokens of t (q_t · dq_t - k_t · dk_t) or, for each token, over the later ones without t: terms that may
+    be hundreds of times as large as the sum, each as exact as the type.
+    """
+    def rows(x):
+        return x.double() if attrs["layout"] == "bhnd" else x.double().transpose(1, 2)
+
+    q, k, dq, dk = rows(inputs["query"]), rows(inputs["key"]), rows(judge[0]), rows(judge[1])
+    group = q.shape[1] // k.shape[1]
+    squares = (q * dq).sum(-1).square().unflatten(1, (-1, group)).sum(2) + (k * dk).sum(-1).square()  # [B,Hkv,N]
+    if inputs["log_decay"].dim() == 1:
+        t = torch.arange(1, k.shape[2] + 1, device=k.device)
+        return (squares * t**2).sum((0, 2)).sqrt()
+    return squares.flip(2).cumsum(2).sqrt()
+
+
 def check(op_name, inputs, attrs, in_place=False):
     """Runs the kernel and compares every output; returns the outputs."""
     judge, baseline = judged(op_name, inputs, attrs)
@@ -77,8 +95,11 @@ def check(op_name, inputs, attrs, in_place=False):
             continue
         # The plain implementation may itself overflow; then only what is right counts: a few roundings.
         # Gradients of decays and coefficients are few numbers, each a sum of many terms that cancel.
-        allowed = 2 * min(error, 0.1) + (16 if name in ("grad_log_decay", "grad_coefficients") else 4) * step
+        allowed = 2 * min(error, 0.1) + (16 if name == "grad_coefficients" else 4) * step
         found_error = relative(value, exact, least(op_name, inputs))
+        if name == "grad_log_decay":
+            size = max(exact[exact.isfinite()].norm().item(), least(op_name, inputs) * exact.numel()**0.5)
+            allowed += step * summed_terms(inputs, attrs, judge).norm().item() / size
         assert found_error <= allowed, (f"{op_name} {name}: error {found_error:.2e}, allowed {allowed:.2e}, "
                                                    f"{attrs}, " + ", ".join(f"{n}{list(t.shape)}" for n, t in inputs.items()
                                                                             if t is not None))
@@ -311,7 +332,8 @@ def test_any_gradient(data):
 def test_any_normalized(data):
     draw = data.draw
     Hkv, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2, 3, 5)))
-    width = st.one_of(st.sampled_from((8, 32, 64, 96, 128, 192, 256)), st.integers(1, 256))
+    # From 2: rows of one element, made unit rows, are +-1, and normalisers 1 - 1, which is nothing but roundings.
+    width = st.one_of(st.sampled_from((8, 32, 64, 96, 128, 192, 256)), st.integers(2, 256))
     causal, grad = draw(st.integers(0, 1)), draw(st.booleans())
     inputs, attrs = normalized_case(
         draw(st.integers(0, 2**20)), draw(st.sampled_from(DTYPES)), draw(st.integers(1, 3)), Hkv * group, Hkv,
