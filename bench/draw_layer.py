@@ -92,12 +92,8 @@ def boxes(nodes):
         made.append(Box(title, note, node.domain, reads, used))
     written = {v for box in made for v in box.writes}
     outside = dict.fromkeys(v for box in made for v in box.reads if v not in written)
-    tables = [v for v in outside if any(u.node.op_type == "RotaryEmbedding" and u.idx > 0 for u in v.uses())]
     for value in outside:
-        title = value.name if value.is_graph_input() else "cos, sin by position" if value in tables else "residual stream"
-        if value in tables[1:]:
-            continue
-        made.insert(0, Box(title, text(value), "input", [], tables if value in tables else [value]))
+        made.insert(0, Box(value.name if value.is_graph_input() else "residual stream", text(value), "input", [], [value]))
     for box in list(made):
         for value in box.writes:
             if value.is_graph_output():

@@ -202,7 +202,8 @@ def with_group_query_attention(source, target, model):
     (total,) = node(attentions[0], "ReduceMax", [attentions[0].inputs[3], axis], keepdims=0)
     for attention in attentions:
         query, key_cache, value_cache, _, _, key, value = attention.inputs[:7]
-        parts = above(query, "Reshape", "RotaryEmbedding"), above(key, "Reshape", "RotaryEmbedding"), above(value, "Reshape")
+        assert len(attention.inputs) == 12, "the rotary encoding should be inside LeanAttention"
+        parts = above(query, "Reshape"), above(key, "Reshape"), above(value, "Reshape")
         split = parts[0].producer()
         assert split.op_type == "Split" and list(split.outputs) == list(parts), "the projections should be packed"
         out, key_out, value_out = node(

@@ -247,7 +247,7 @@ def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, *
                          input_names=["input_ids", "seq_lens", "query_lens", *(f"past_key_values.{n}" for n in caches)],
                          output_names=["logits", *(f"present.{n}" for n in caches)], **options)
     if fuse:
-        fuse_for_onnxruntime(program.model)
+        fuse_for_onnxruntime(program.model, getattr(config, "max_position_embeddings", None))
     folder.mkdir(parents=True, exist_ok=True)
     program.save(str(folder / "model.onnx"))
     facts = {"vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model),

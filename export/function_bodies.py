@@ -201,6 +201,25 @@ def _cache_slots(ops, x, batch):
     return capacity, slots, kv_heads, to_slots, from_slots
 
 
+def _rotated(ops, rows, x, a, positions, heads):
+    """rows, float32 with an axis of heads at `heads`, after the rotary encoding of positions [B,Nq]; rounded to T."""
+    last = ops.Sub(ops.size(x.cos_cache, 0), 1)
+    cos, sin = (ops.Unsqueeze(ops.Gather(table, ops.clamped(positions, last), axis=0), [heads])
+                for table in (x.cos_cache, x.sin_cache))
+    half = ops.size(x.cos_cache, 1)
+    end = ops.Mul(half, 2)
+    if a.rotary_interleaved:
+        first, second = (ops.Slice(rows, [start], end, [3], [2]) for start in (0, 1))
+    else:
+        first, second = ops.Slice(rows, [0], half, [3]), ops.Slice(rows, half, end, [3])
+    pair = ops.Sub(ops.Mul(first, cos), ops.Mul(second, sin)), ops.Add(ops.Mul(second, cos), ops.Mul(first, sin))
+    if a.rotary_interleaved:
+        stacked = ops.Concat(*(ops.Unsqueeze(t, [4]) for t in pair), axis=4)
+        pair = (ops.reshape(stacked, ops.Shape(rows, end=3), end),)
+    turned = ops.Concat(*pair, ops.Slice(rows, end, [2**31], [3]), axis=3)
+    return ops.float(ops.CastLike(turned, x.query))
+
+
 def _lean_attention(ops, x, a, ranks):
     """Reads every cache through one table of slots. Two rows of zeros follow the slots: what is not visible reads the
     first, so that whatever the cache holds there cannot leak; new rows that are padding are written to the second."""
@@ -216,6 +235,8 @@ def _lean_attention(ops, x, a, ranks):
     counts = ops.clamped(per_request(x.query_lens, tokens), ops.Min(tokens, lengths))
     first = ops.Sub(lengths, counts)  # the position of a request's row 0
     rows, positions = ops.range(tokens), ops.range(ops.size(slots, 1))
+    if x.cos_cache is not None:
+        query = _rotated(ops, query, x, a, ops.Add(first, rows), 1)
     is_row = ops.Less(rows, counts)  # [B,Nq]
     valid = ops.And(ops.Less(positions, lengths), ops.GreaterOrEqual(slots, 0))  # [B,S]
     if a.window != -1:
@@ -230,6 +251,8 @@ def _lean_attention(ops, x, a, ranks):
         target = ops.Where(ops.And(is_row, ops.GreaterOrEqual(target, 0)), target, ops.Add(slot_count, 1))
         for i, new in enumerate((x.new_key, x.new_value)):
             by_token = ops.float(new) if a.layout == "bnhd" else ops.Transpose(ops.float(new), perm=[0, 2, 1, 3])
+            if i == 0 and x.cos_cache is not None:
+                by_token = _rotated(ops, by_token, x, a, ops.Add(first, rows), 2)
             caches[i] = ops.ScatterND(caches[i], ops.Unsqueeze(target, [2]), by_token)
 
     source = ops.Where(valid, slots, slot_count)

@@ -2,6 +2,7 @@
 
 import numpy as np
 import onnx_ir as ir
+from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from leanfleet.export import function_bodies
@@ -64,6 +65,21 @@ def _half(value):
         steps.append(node)
 
 
+def _columns(value):
+    """(x, begin, end) where value is a Slice of x's last axis, whose size is known; else None."""
+    node = _producer(value, "Slice")
+    if node is None or node.inputs[0].shape is None:
+        return None
+    x = node.inputs[0]
+    width = x.shape[-1]
+    starts, ends, axes, *steps = (_constant(i) for i in node.inputs[1:])
+    if not isinstance(width, int) or any(c is None or c.size != 1 for c in (starts, ends, axes, *steps)):
+        return None
+    if axes.item() not in (-1, len(x.shape) - 1) or any(step.item() != 1 for step in steps):
+        return None
+    return x, *(min(int(c.item()) + (width if c.item() < 0 else 0), width) for c in (starts, ends))
+
+
 def _halves(value):
     """x where value is the concatenation of -x2 and x1, the halves of x's last axis; else None."""
     concat = _producer(value, "Concat")
@@ -71,22 +87,12 @@ def _halves(value):
     negation = two and _producer(concat.inputs[0], "Neg")
     if not negation:
         return None
-    second, first = negation.inputs[0], concat.inputs[1]
-    x = None
-    for value, upper in ((first, False), (second, True)):
-        node = _producer(value, "Slice")
-        if node is None or node.inputs[0].shape is None:
-            return None
-        width = node.inputs[0].shape[-1]
-        starts, ends, axes = (_constant(i) for i in node.inputs[1:4])
-        if not isinstance(width, int) or width % 2 or any(c is None or c.size != 1 for c in (starts, ends, axes)):
-            return None
-        span = (int(starts.item()), min(int(ends.item()), width))
-        last = axes.item() in (-1, len(node.inputs[0].shape) - 1)
-        if not last or span != ((width // 2, width) if upper else (0, width // 2)) or x not in (None, node.inputs[0]):
-            return None
-        x = node.inputs[0]
-    return x
+    second, first = _columns(negation.inputs[0]), _columns(concat.inputs[1])
+    if None in (first, second) or first[0] is not second[0]:
+        return None
+    x = first[0]
+    width = x.shape[-1]
+    return x if width % 2 == 0 and (first[1:], second[1:]) == ((0, width // 2), (width // 2, width)) else None
 
 
 def _function(build, opset):
@@ -187,6 +193,118 @@ def fuse_rotary(model):
         graph.sort()
         model.opset_imports.setdefault(MICROSOFT, 1)
         _set_function(model, _rotate_heads_first)
+    return count
+
+
+def _turned(value):
+    """(x, node) where value is x [B,H,N,D] after a RotaryEmbedding node of all its columns or of the first ones; else None."""
+    node = None if value is None else value.producer()
+    concat = _producer(value, "Concat")
+    first = None
+    if concat and len(concat.inputs) == 2 and concat.attributes.get_int("axis") in (-1, 3):
+        first, rest = concat.inputs[0].producer(), _columns(concat.inputs[1])
+        node = first
+    if node is None or (node.domain, node.op_type) != (MICROSOFT, "RotaryEmbedding") or node.attributes:
+        return None
+    if first is None:
+        return node.inputs[0], node
+    turned = _columns(node.inputs[0])
+    if None in (turned, rest) or turned[0] is not rest[0] or turned[1] != 0 or (turned[2], turned[0].shape[-1]) != rest[1:]:
+        return None
+    return turned[0], node
+
+
+def _evaluator(graph, outputs, sizes, lens):
+    """evaluate(batch, tokens, *lens) -> numpy values of `outputs`, where these follow from the values `lens` int32 [B] and
+    from the sizes of other inputs of the graph alone; else None. sizes: (name of the axis of requests, of tokens)."""
+    bounds, pending, seen = list(lens), [(value, None) for value in outputs], set()
+    while pending:
+        value, reader = pending.pop()
+        node = None if value is None else value.producer()
+        if value is None or value in bounds and node is not None or value.const_value is not None:
+            continue
+        if node is None:
+            if value not in lens and (reader is None or reader.op_type != "Shape" or value.shape is None):
+                return None
+            if value not in bounds:
+                bounds.append(value)
+        elif node not in seen:
+            if node.domain != "" or any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
+                                        for a in node.attributes.values()):
+                return None
+            seen.add(node)
+            pending += [(x, node) for x in node.inputs]
+    used = [v for v in bounds if v not in lens or v.is_graph_input() or any(use.node in seen for use in v.uses())]
+    model = ir.Model(ir.convenience.extract(graph, used, outputs), ir_version=10)
+    model.graph.opset_imports.update(graph.opset_imports)
+    run = ReferenceEvaluator(ir.to_proto(model)).run
+
+    def evaluate(batch, tokens, *values):
+        known = dict(zip(sizes, (batch, tokens), strict=True))
+        feeds = {v.name: np.array(x, np.int32) for v, x in zip(lens, values, strict=True)}
+        for v in used[len(lens):]:
+            dims = [d if isinstance(d, int) else known.get(d.value, 1) for d in v.shape]
+            feeds[v.name] = np.zeros(dims, v.dtype.numpy())
+        return run(None, feeds)
+
+    return evaluate
+
+
+def _tables(node, rotary, positions):
+    """The tables of a RotaryEmbedding node before a LeanAttention node as float32 arrays of `positions` rows, where row p
+    is what a token at position p turns by, seq_lens - query_lens being the position of a request's first; else None."""
+    query, lens = node.inputs[0], (node.inputs[3], node.inputs[4])
+    tokens = 1 if node.attributes.get_string("layout", "bhnd") == "bnhd" else 2
+    if query.shape is None or any(isinstance(query.shape[axis], int) for axis in (0, tokens)):
+        return None
+    names = query.shape[0].value, query.shape[tokens].value
+    evaluate = _evaluator(node.graph, rotary.inputs[1:4], names, lens)
+    if evaluate is None:
+        return None
+    try:
+        rows, *tables = evaluate(1, positions, [positions], [positions])
+        if any(len(t) != positions for t in tables):
+            return None
+        # That rows follow from positions alone is tested: prompts and steps, short and long, of one request and of two.
+        for tokens, ends, counts in ((1, [1], [1]), (3, [3], [3]), (3, [positions, 7], [1, 3]), (2, [9, positions], [2, 2])):
+            ends = [min(n, positions) for n in ends]
+            counts = [min(n, end) for n, end in zip(counts, ends, strict=True)]
+            rows, *found = evaluate(len(ends), tokens, ends, counts)
+            for b, (end, count) in enumerate(zip(ends, counts, strict=True)):
+                for t, f in zip(tables, found, strict=True):
+                    if not np.allclose(f[rows[b, :count]], t[end - count:end], rtol=1e-5, atol=1e-6):
+                        return None
+    except Exception:  # sizes of other names than the query's, an operator that only runtimes know
+        return None
+    return [t.astype(np.float32) for t in tables]
+
+
+def rotate_inside(model, positions):
+    """LeanAttention nodes take in the rotary encodings of their queries and new keys, where angles follow from the tokens'
+    positions alone: the tables become constants of `positions` rows. After fuse_rotary. Returns the number of attentions.
+    """
+    graph, tables, count = model.graph, {}, 0
+    for node in graph:
+        if node.op_type != "LeanAttention" or len(node.inputs) < 7 or None in node.inputs[3:7] or len(node.inputs) > 10:
+            continue
+        query, key = _turned(node.inputs[0]), _turned(node.inputs[5])
+        if None in (query, key) or query[1].inputs[1:4] != key[1].inputs[1:4]:
+            continue
+        place = (*query[1].inputs[1:4], node.inputs[3], node.inputs[4])
+        if place not in tables:
+            arrays = _tables(node, query[1], positions)
+            tables[place] = arrays and [
+                ir.Value(name=f"rotary_{name}_{len(tables)}", const_value=ir.tensor(array))
+                for name, array in zip(("cos", "sin"), arrays, strict=True)]
+            for value in tables[place] or ():
+                value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), value.const_value.shape
+                graph.register_initializer(value)
+        if tables[place] is None:
+            continue
+        node.resize_inputs(12)
+        for i, value in ((0, query[0]), (5, key[0]), (10, tables[place][0]), (11, tables[place][1])):
+            node.replace_input_with(i, value)
+        count += 1
     return count
 
 
@@ -301,12 +419,17 @@ def drop_transposes(model):
     return len(plan)
 
 
-def fuse_for_onnxruntime(model):
-    """All of this module's rewrites, and what they left unused removed. model: onnx_ir.Model, changed in place."""
+def fuse_for_onnxruntime(model, positions=None):
+    """All of this module's rewrites, and what they left unused removed. model: onnx_ir.Model, changed in place. positions:
+    how many a request may have; None leaves rotary encodings outside LeanAttention, which have no such bound."""
     divide_by_roots(model)
     pack_projections(model)
-    fuse_rotary(model)
+    if fuse_rotary(model) and positions:
+        rotate_inside(model, positions)
+    RemoveUnusedNodesPass()(model)
     drop_transposes(model)
     RemoveUnusedNodesPass()(model)
+    if not any(node.domain == MICROSOFT for node in model.graph):
+        model.opset_imports.pop(MICROSOFT, None)
     function_bodies.attach(model)  # another layout is another function
     RemoveUnusedFunctionsPass()(model)

@@ -134,9 +134,22 @@ def _append(slots, rows, targets):
     return slots.index_put((where[where >= 0],), new[where >= 0])
 
 
+def _rotate(rows, positions, cos_cache, sin_cache, interleaved, compute):
+    """rows T [B,H,Nq,D] with pairs of their first columns turned at positions [B,Nq]; rounded to T."""
+    positions = positions.clamp(0, len(cos_cache) - 1)
+    cos, sin = (table.to(compute)[positions].unsqueeze(1) for table in (cos_cache, sin_cache))
+    half = cos.shape[-1]
+    turned, rest = rows.to(compute).split((2 * half, rows.shape[-1] - 2 * half), -1)
+    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.split(half, -1)
+    pair = a * cos - b * sin, b * cos + a * sin
+    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((turned, rest), -1).to(rows.dtype)
+
+
 def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None, new_key=None,
-                   new_value=None, cu_seqlens=None, block_table=None, sinks=None, *, scale=0.0, causal=1,
-                   window=-1, softcap=0.0, append=0, layout="bhnd", compute_dtype=None):
+                   new_value=None, cu_seqlens=None, block_table=None, sinks=None, cos_cache=None, sin_cache=None, *,
+                   scale=0.0, causal=1, window=-1, softcap=0.0, append=0, layout="bhnd", rotary_interleaved=0,
+                   compute_dtype=None):
     """Exact softmax attention of the newest tokens over a cache (LeanAttention).
 
     query T [B,H,Nq,D]; rows at and past query_lens are padding and may hold anything.
@@ -148,6 +161,10 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
     query_lens I [B]: new tokens of each request, clamped to [0, min(Nq, seq_len)]; absent: Nq.
     new_key, new_value T [B,Hkv,Nq,D], [B,Hkv,Nq,Dv]: with append, row i is first written to position p_i.
     sinks F [H]: a logit that joins the softmax's sum and has no value.
+    cos_cache, sin_cache F [positions,half]: rotary encoding. The first 2 half columns of query's row i, and of
+    new_key's, turn in pairs, a to a cos - b sin and b to b cos + a sin, by row p_i of the tables (the last one where
+    p_i lies beyond) and are rounded to T. Pairs are columns j and half + j, with rotary_interleaved 2 j and 2 j + 1.
+    Caches hold turned keys: what is in them is not turned again.
 
     Row i has position p_i = seq_len - query_len + i and logit_ij = scale * q_i . k_j (scale 0: 1/sqrt(D)),
     then softcap * tanh(logit / softcap) if softcap is not 0. It sees j <= p_i when causal, else all valid
@@ -177,6 +194,14 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
     match("cu_seqlens", cu_seqlens, "I", "B+1")
     match("block_table", block_table, "I", "B M")
     match("sinks", sinks, "F", "H")
+    match("cos_cache", cos_cache, "F", "positions half")
+    match("sin_cache", sin_cache, "F", "positions half")
+    _check((cos_cache is None) == (sin_cache is None),
+           f"{op}: {'cos' if cos_cache is None else 'sin'}_cache is missing; cos_cache and sin_cache go together")
+    _check(cos_cache is not None or not rotary_interleaved,
+           f"{op}: rotary_interleaved is {int(rotary_interleaved)} without cos_cache")
+    _check(2 * dims.get("half", 0) <= dims["D"],
+           f"{op}: cos_cache turns {2 * dims.get('half', 0)} columns; query has D={dims['D']}")
     for name, tensor in (("new_key", new_key), ("new_value", new_value)):
         _check((tensor is not None) == bool(append),
                f"{op}: {name} is {'absent' if tensor is None else 'given'} and append is {int(append)}; "
@@ -195,18 +220,26 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
         counts = [max(n, 0) for n in query_lens.tolist()]
     counts = [min(n, tokens, length) for n, length in zip(counts, lengths, strict=True)]
 
+    query, new_key = (t if t is None else _swap(t, layout) for t in (query, new_key))
+    if cos_cache is not None:
+        first = torch.tensor([length - n for length, n in zip(lengths, counts, strict=True)],
+                             dtype=torch.long, device=query.device)
+        positions = first.unsqueeze(-1) + torch.arange(tokens, device=query.device)
+        query, new_key = (t if t is None else _rotate(t, positions, cos_cache, sin_cache, rotary_interleaved, compute)
+                          for t in (query, new_key))
+
     keys, values = _to_slots(variant, key_cache), _to_slots(variant, value_cache)
     if append:
         targets = [slots[length - n:length]
                    for slots, length, n in zip(slots_of, lengths, counts, strict=True)]
-        keys = _append(keys, _swap(new_key, layout), targets)
+        keys = _append(keys, new_key, targets)
         values = _append(values, _swap(new_value, layout), targets)
 
     if sinks is None:
         sinks = query.new_full((heads,), -math.inf)
     sinks = sinks.to(compute).view(-1, group, 1, 1)
     outputs, sums = [], []
-    for rows, slots, length, n in zip(_swap(query, layout), slots_of, lengths, counts, strict=True):
+    for rows, slots, length, n in zip(query, slots_of, lengths, counts, strict=True):
         slots = slots[:length]
         position = length - n + torch.arange(n, device=query.device).unsqueeze(-1)
         index = torch.arange(length, device=query.device)

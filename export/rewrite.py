@@ -4,7 +4,8 @@ A node is rewritten where the meaning is exactly the same, whatever the inputs h
 reason. Needs onnx and onnx-ir alone. What corresponds to what:
 
     ai.onnx Attention (23, 24, 25)        LeanAttention; a past is joined to the new tokens before it
-    com.microsoft GroupQueryAttention     LeanAttention with append; rotary embedding becomes nodes of its own
+    com.microsoft GroupQueryAttention     LeanAttention with append and rotary encoding; that becomes nodes of its own where
+                                          there is no past
     com.microsoft MultiHeadAttention      LeanAttention, as for Attention
     ai.onnx LinearAttention (27),
     com.microsoft LinearAttention         CausalLinearDecay, for the update rules "linear" and "gated"
@@ -289,8 +290,14 @@ def _group_query_attention(ops, node, options):
         key, value = ops.split_heads(key, kv_heads), ops.split_heads(value, kv_heads)
     lens = ops.Add(x["seqlens_k"], ops.int32(1))
     counts = ops.Min(lens, ops.int32(ops.size(query, 1)))
-    if a.get("do_rotary", 0):
-        positions = _positions(ops, x, query, lens, counts)
+    tables, rotary = {}, bool(a.get("do_rotary", 0))
+    if rotary:
+        _check_rotary(x)
+    if rotary and x["past_key"] is not None:
+        tables = {name: x[name] if x[name].dtype == ir.DataType.FLOAT else ops.float(x[name])
+                  for name in ("cos_cache", "sin_cache")}
+    elif rotary:
+        positions = _positions(ops, query, lens, counts)
         query, key = (_rotated(ops, x, a, t, positions, n) for t, n in ((query, heads), (key, kv_heads)))
     sinks = None
     if x["head_sink"] is not None:
@@ -307,8 +314,9 @@ def _group_query_attention(ops, node, options):
         caches = [x["past_key"], x["past_value"]]
         if not (options["fixed_caches"] or _fixed_capacity(node, x["past_key"])):
             caches = [_grown(ops, cache, x["total_sequence_length"], query) for cache in caches]
-        outputs = ops.ours("LeanAttention", attributes | {"append": True}, query=query, key_cache=caches[0],
-                           value_cache=caches[1], seq_lens=lens, query_lens=counts, new_key=key, new_value=value, sinks=sinks)
+        attributes |= {"append": True, "rotary_interleaved": rotary and bool(a.get("rotary_interleaved", 0))}
+        outputs = ops.ours("LeanAttention", attributes, query=query, key_cache=caches[0], value_cache=caches[1], seq_lens=lens,
+                           query_lens=counts, new_key=key, new_value=value, sinks=sinks, **tables)
         out, caches = outputs["output"], [outputs["key_cache_out"], outputs["value_cache_out"]]
     ops.notes.append("rows of the output behind a request's tokens are 0")
     return "LeanAttention", [_known(ops.join_heads(out, width), x["query"], [*query_dims[:2], width]), *caches]
@@ -327,13 +335,16 @@ def _grown(ops, past, total, like):
     return ops.Concat(past, ops.CastLike(zeros, like), axis=2)
 
 
-def _positions(ops, x, query, lens, counts):
-    """int64 [B,N]: the position of each row of query [B,N,H,D]."""
+def _check_rotary(x):
     if x["cos_cache"] is None or x["sin_cache"] is None:
         raise _Refused("do_rotary = 1 without cos_cache and sin_cache")
     if x["position_ids"] is not None:
         raise _Refused("position_ids is given: GroupQueryAttention reads it in another way for prompts than for later "
                        "tokens; leave it out where positions follow from seqlens_k")
+
+
+def _positions(ops, query, lens, counts):
+    """int64 [B,N]: the position of each row of query [B,N,H,D]."""
     first = ops.Unsqueeze(ops.int64(ops.Sub(lens, counts)), [1])
     return ops.Add(first, ops.range(ops.size(query, 1)))
 
@@ -487,6 +498,8 @@ def _lean_attention_back(ops, node, options):
         return _append_back(ops, a, x, bnhd, tokens, heads)
     if x["sinks"] is not None:
         raise _Refused("ai.onnx Attention has no sinks")
+    if x["cos_cache"] is not None:
+        raise _Refused("ai.onnx Attention has no rotary encoding")
     opset, needed = options["opset"], 25 if a["window"] != -1 else 24 if x["seq_lens"] is not None else 23
     if opset < needed:
         raise _Refused(f"the model has opset {opset}; ai.onnx Attention with these inputs needs {needed}")
@@ -532,14 +545,33 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
 
     inputs = [packed(x["query"]), packed(x["new_key"]), packed(x["new_value"]), x["key_cache"], x["value_cache"],
               ops.Sub(lens, ops.int32(1)), ops.ReduceMax(lens, keepdims=0)]
-    if x["sinks"] is not None:
-        inputs += [None] * 4 + [x["sinks"]]
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"], "softcap": a["softcap"],
                   "local_window_size": a["window"]}
+    tables = [None, None]
+    if x["cos_cache"] is not None:
+        if size % 16:
+            raise _Refused(f"heads of {size}; with rotary encoding onnxruntime's GroupQueryAttention takes multiples of 16")
+        tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
+        attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
+        ops.notes.append("positions beyond cos_cache are an error")
+    if x["sinks"] is not None or tables[0] is not None:
+        inputs += [*tables, None, None, x["sinks"]]
+    while inputs[-1] is None:
+        inputs.pop()
     out, key, value = ops.foreign(MICROSOFT, "GroupQueryAttention", inputs, attributes, 3)
     sizes = (1, heads, size) if bnhd else (heads, 1, size)
     ops.notes.append("lengths of 0 are an error")
     return "GroupQueryAttention", [ops.Reshape(out, [0, *sizes]), None, key, value]
+
+
+def _as_type(table, dtype, name):
+    """A table in the type of query: itself, or what was made float32 of it."""
+    cast = table.producer()
+    if table.dtype != dtype and cast is not None and (cast.domain, cast.op_type) == ("", "Cast"):
+        table = cast.inputs[0]
+    if table.dtype != dtype:
+        raise _Refused(f"{name} is float32, GroupQueryAttention's is rounded to the type of query")
+    return table
 
 
 def _causal_linear_decay_back(ops, node, options):

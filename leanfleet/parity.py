@@ -39,7 +39,8 @@ TOLERANCE = {
 }
 
 # Sizes of make_inputs for open dimensions that stand for a symbol of ops.toml; any other open dimension is 2.
-SIZES = {"H": 6, "N": 7, "Nq": 7, "D": 16, "R": 16, "Dv": 16, "S": 64, "total": 64, "P": 16, "block": 16, "M": 4}
+SIZES = {"H": 6, "N": 7, "Nq": 7, "D": 16, "R": 16, "Dv": 16, "S": 64, "total": 64, "P": 16, "block": 16, "M": 4,
+         "positions": 64, "half": 8}
 
 
 def leanfleet_nodes(model):

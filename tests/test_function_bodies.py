@@ -118,6 +118,9 @@ ATTENTION = {
     "paged": dict(variant="paged", layout="bnhd", causal=0),
     "paged append": dict(variant="paged", append=True, padded=True, window=64),
     "paged plain": dict(variant="paged", absent=("seq_lens",)),
+    "rotary": dict(append=True, padded=True, turned=1.0),
+    "rotary interleaved": dict(variant="paged", append=True, layout="bnhd", turned=0.6, positions=60, rotary_interleaved=1),
+    "rotary queries": dict(variant="ragged", turned=0.6, padded=True, causal=0),
 }
 # Nq, lengths of the cache, new tokens where there is padding, and heads and sizes.
 ATTENTION_SIZES = [
@@ -129,8 +132,11 @@ ATTENTION_SIZES = [
 ]
 
 
-def attention_case(seed, size, dtype="float32", absent=(), padded=False, **options):
+def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=0.0, **options):
+    """turned: the part of the columns that a rotary encoding turns."""
     tokens, lens, counts, sizes = size
+    if turned:
+        options = {**options, "rotary": max(1, int(turned * sizes["D"] / 2))}
     if absent:  # the capacity is the length, so every request must fill its own
         lens, options = (max(lens),) * len(lens), {"spare": 0, "block": 1, **options}
     inputs, attrs = make_case(seed, dtype=TORCH_DTYPES[dtype], lens=lens, query_lens=counts if padded else None,
@@ -151,7 +157,7 @@ def test_lean_attention(case):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize("case", ("all", "ragged append", "paged append"))
+@pytest.mark.parametrize("case", ("all", "ragged append", "paged append", "rotary", "rotary interleaved"))
 def test_lean_attention_low_precision(case, dtype):
     inputs, attrs = attention_case(3, ATTENTION_SIZES[2], dtype, **ATTENTION[case])
     present = [n for n, t in inputs.items() if t is not None]

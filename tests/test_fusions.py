@@ -16,7 +16,7 @@ HEADS, KV_HEADS, SIZE, HIDDEN = 6, 2, 8, 40
 
 
 def rotate_half(x):
-    first, second = x[..., :SIZE // 2], x[..., SIZE // 2:]
+    first, second = x[..., :x.shape[-1] // 2], x[..., x.shape[-1] // 2:]
     return torch.cat((-second, first), -1)
 
 
@@ -24,22 +24,30 @@ class Layer(torch.nn.Module):
     """RMS norm, projections, rotary encoding as transformers writes it, LeanAttention. x [B,N,40]; caches [B,2,S,8].
 
     norm_heads: a norm of each head between projection and rotary. equal_halves: cos and sin of concatenated angles, as all
-    of transformers' rotary encodings; else of angles that differ in their halves.
+    of transformers' rotary encodings; else of angles that differ in their halves. turned: columns that turn. first: what is
+    added to positions; "longest": the longest request's length.
     """
 
-    def __init__(self, norm_heads=False, equal_halves=True):
+    def __init__(self, norm_heads=False, equal_halves=True, turned=SIZE, first=0):
         super().__init__()
-        self.norm_heads, self.equal_halves = norm_heads, equal_halves
+        self.norm_heads, self.equal_halves, self.turned, self.first = norm_heads, equal_halves, turned, first
         self.query, self.key, self.value = (torch.nn.Linear(HIDDEN, h * SIZE, bias=False) for h in (HEADS, KV_HEADS, KV_HEADS))
         self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
         self.weight = torch.nn.Parameter(torch.rand(HIDDEN) + 0.5)
-        self.register_buffer("frequencies", 100.0 ** (-torch.arange(SIZE // 2) / (SIZE // 2)))
+        self.register_buffer("frequencies", 100.0 ** (-torch.arange(turned // 2) / (turned // 2)))
 
     def rms(self, x):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
-    def forward(self, x, key_cache, value_cache, seq_lens):
-        positions = (seq_lens - x.shape[1]).unsqueeze(1) + torch.arange(x.shape[1])
+    def turn(self, x, cos, sin):
+        x, rest = x[..., :self.turned], x[..., self.turned:]
+        x = x * cos + rotate_half(x) * sin
+        return x if self.turned == SIZE else torch.cat((x, rest), -1)
+
+    def forward(self, x, key_cache, value_cache, seq_lens, query_lens=None):
+        counts = x.shape[1] if query_lens is None else query_lens
+        positions = (seq_lens - counts).unsqueeze(1) + torch.arange(x.shape[1])
+        positions = positions + (seq_lens.max() if self.first == "longest" else self.first)
         angles = positions.unsqueeze(-1).float() * self.frequencies
         angles = torch.cat((angles, angles if self.equal_halves else 2 * angles), -1)
         cos, sin = (1.5 * angles.cos()).unsqueeze(1), (1.5 * angles.sin()).unsqueeze(1)
@@ -48,21 +56,24 @@ class Layer(torch.nn.Module):
         if self.norm_heads:
             q, k = self.rms(q), self.rms(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
-        q, k = q * cos + rotate_half(q) * sin, k * cos + rotate_half(k) * sin
-        out, _, keys, values = lean_attention(q, key_cache, value_cache, seq_lens, new_key=k, new_value=v, append=True)
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
+        out, _, keys, values = lean_attention(q, key_cache, value_cache, seq_lens, query_lens=query_lens, new_key=k,
+                                              new_value=v, append=True)
         return x + self.out(out.transpose(1, 2).reshape(*x.shape[:2], -1)), keys, values
 
 
-def inputs():
+def inputs(ragged=False):
     torch.manual_seed(2)
-    return torch.randn(3, 5, HIDDEN), *torch.randn(2, 3, KV_HEADS, 20, SIZE), torch.tensor([5, 9, 20], dtype=torch.int32)
+    plain = torch.randn(3, 5, HIDDEN), *torch.randn(2, 3, KV_HEADS, 20, SIZE), torch.tensor([5, 9, 20], dtype=torch.int32)
+    return (*plain, torch.tensor([5, 1, 3], dtype=torch.int32)) if ragged else plain
 
 
-def exported(module):
+def exported(module, ragged=False):
+    """ragged: the module takes query_lens too."""
     warnings.filterwarnings("ignore")
     batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
-    return export(module, inputs(), dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots},
-                                                    {0: batch})).model
+    shapes = {0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch}, {0: batch}
+    return export(module, inputs(ragged), dynamic_shapes=shapes[:5 if ragged else 4]).model
 
 
 def kinds(model):
@@ -81,13 +92,13 @@ def renamed(model):
     return proto
 
 
-def results(model, library=True):
+def results(model, library=True, ragged=False):
     model = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
     onnx.checker.check_model(model)
     session = (make_session(model, ["CPUExecutionProvider"]) if library else
                onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]))
     names = [i.name for i in session.get_inputs()]
-    return session.run(None, dict(zip(names, (t.numpy() for t in inputs()), strict=True)))
+    return session.run(None, dict(zip(names, (t.numpy() for t in inputs(ragged)), strict=True)))
 
 
 @pytest.mark.parametrize("norm_heads", [False, True])
@@ -117,6 +128,41 @@ def test_rotary_function_of_heads_first():
         expected = [t.numpy() for t in module(*inputs())]
     for found in (results(model), results(renamed(model))):
         for a, b in zip(found, expected, strict=True):
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_heads": True}, {"turned": 4}, {"first": 2}], ids=str)
+def test_attention_takes_in_rotary_encodings(options):
+    """Of all columns and of the first ones; the cosines become a constant, and caches hold the turned keys."""
+    module = Layer(**options).eval()
+    model = exported(module, ragged=True)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs(ragged=True))]
+    fusions.fuse_for_onnxruntime(model, positions=32)
+    found = kinds(model)
+    assert not {"RotaryEmbedding", "Cos", "Neg", "Transpose"} & set(found) and "com.microsoft" not in model.opset_imports
+    (node,) = (n for n in model.graph if n.op_type == "LeanAttention")
+    assert [list(v.shape) for v in node.inputs[10:]] == [[32, options.get("turned", SIZE) // 2]] * 2
+    assert node.attributes.get_string("layout") == "bnhd"
+    real = torch.arange(5) < inputs(ragged=True)[4].unsqueeze(1)
+    for library in (True, False):
+        for i, (a, b) in enumerate(zip(results(model, library, ragged=True), expected, strict=True)):
+            a, b = (a[real], b[real]) if i == 0 else (a, b)
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("options, ragged, positions", [
+    ({"first": "longest"}, True, 32), ({}, False, 32), ({}, True, None)], ids=str)
+def test_other_positions_stay_outside(options, ragged, positions):
+    """Positions that depend on another request; lengths that are not said; no bound that is known."""
+    module = Layer(**options).eval()
+    model = exported(module, ragged)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs(ragged))]
+    fusions.fuse_for_onnxruntime(model, positions)
+    assert kinds(model).count("RotaryEmbedding") == 2
+    for i, (a, b) in enumerate(zip(results(model, ragged=ragged), expected, strict=True)):
+        if i or not ragged:
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
 
 

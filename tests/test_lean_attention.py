@@ -23,11 +23,12 @@ def int32(values):
 
 
 def make_case(seed=0, variant="dense", dtype=torch.float32, lens=(65,), query_lens=None, H=6, Hkv=2, Nq=1, D=24, Dv=16,
-              block=BLOCK, spare=3, sinks=False, layout="bhnd", append=False, window=-1, **attrs):
+              block=BLOCK, spare=3, sinks=False, layout="bhnd", append=False, window=-1, rotary=0, positions=None, **attrs):
     """(inputs, attrs) of a call. Everything that no query sees is NaN: unused cache positions, padding rows, unused
     pages, positions that `append` fills, keys before all windows. Unused page table entries point nowhere.
 
-    lens: valid keys of each request, new ones included. spare: positions or pages beyond those.
+    lens: valid keys of each request, new ones included. spare: positions or pages beyond those. rotary: pairs of
+    columns that turn. positions: rows of the tables; None: as many as are needed.
     """
     randn = torch.Generator().manual_seed(seed)
     B, counts = len(lens), [min(Nq, n) for n in lens] if query_lens is None else list(query_lens)
@@ -83,6 +84,9 @@ def make_case(seed=0, variant="dense", dtype=torch.float32, lens=(65,), query_le
         inputs[name] = cache
     if sinks:
         inputs["sinks"] = torch.randn(H, generator=randn) + 2
+    if rotary:
+        angles = 7 * torch.rand(positions or max(*lens, 1), rotary, generator=randn)
+        inputs["cos_cache"], inputs["sin_cache"] = angles.cos(), angles.sin()
     return inputs, {"layout": layout, "append": int(append), "window": window, **attrs}
 
 
@@ -114,6 +118,15 @@ def assert_close(name, found, judge, baseline, size):
             assert error <= bound, f"{name}: {word} error {error:.3g}, allowed {bound:.3g}"
 
 
+def assert_one_rounding(name, found, judge):
+    """Equal to the judge but for a rounding to the type, besides two of float32; NaN where it is NaN."""
+    unit = {torch.float32: 0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[found.dtype]
+    found, known = found.double(), ~judge.isnan()
+    assert torch.equal(found.isnan(), judge.isnan()), f"{name}: another element is NaN"
+    allowed = unit * judge.abs() + 2.0**-23 * judge[known].abs().max() if known.any() else judge
+    assert ((found - judge).abs() <= allowed)[known].all(), f"{name} is not the reference's, rounded"
+
+
 def check(inputs, attrs, threads=(2,), in_place=False):
     """Runs the kernel with each number of threads and compares every output with the reference; returns the last
     outputs."""
@@ -127,8 +140,11 @@ def check(inputs, attrs, threads=(2,), in_place=False):
         names = list(outputs)
         assert_close("output", outputs["output"], judge[0], baseline[0], size)
         assert_close("lse", outputs["lse"], judge[1], baseline[1], lse_size)
-        for name, base in zip(names[2:], baseline[2:], strict=True):
-            assert same_bits(outputs[name], base), f"{name} differs from the cache with the new rows"
+        for name, exact, base in zip(names[2:], judge[2:], baseline[2:], strict=True):
+            if name == "key_cache_out" and inputs.get("cos_cache") is not None:
+                assert_one_rounding(name, outputs[name], exact)
+            else:
+                assert same_bits(outputs[name], base), f"{name} differs from the cache with the new rows"
         if not in_place:
             assert all(t is None or same_bits(t, inputs[n]) for n, t in mine.items()), "an input was changed"
     return outputs
@@ -183,10 +199,77 @@ def test_lengths_left_out(variant):
     check(inputs, attrs)
 
 
+ROTARY = (dict(D=64, rotary=32), dict(D=64, rotary=8), dict(D=40, rotary=20, rotary_interleaved=1), dict(D=17, rotary=5),
+          dict(D=2, rotary=1), dict(D=96, rotary=33, rotary_interleaved=1))
+
+
+@pytest.mark.parametrize("append", (False, True))
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_encoding(variant, append, dtype):
+    """At the tokens' own positions in every kind of cache, of all columns and of a part; without new keys the queries
+    alone turn."""
+    for seed, rotary in enumerate(ROTARY):
+        layout, causal = ("bhnd", "bnhd")[seed % 2], int(seed != 2)
+        for Nq, lens, counts in ((1, (1, 63, 64, 65, 0, 300), None), (70, (70, 130, 40, 0, 9), (70, 65, 1, 0, 3))):
+            inputs, attrs = make_case(seed, variant, dtype, lens, query_lens=counts, Nq=Nq, append=append, layout=layout,
+                                      causal=causal, **rotary)
+            check(inputs, attrs, in_place=append and seed % 2 == 1)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rotary_encoding_equals_one_before_the_operator(dtype):
+    """The operator on rows that were turned and rounded beforehand: the same to a rounding of float32."""
+    for interleaved in (0, 1):
+        inputs, attrs = make_case(3, "paged", dtype, (30, 65, 9), query_lens=(5, 5, 2), Nq=5, append=True, rotary=8,
+                                  rotary_interleaved=interleaved)
+        first = inputs["seq_lens"] - inputs["query_lens"]
+        positions = first.unsqueeze(1) + torch.arange(5)
+        tables = inputs["cos_cache"], inputs["sin_cache"]
+        before = {n: reference._rotate(inputs[n], positions, *tables, interleaved, torch.float32)
+                  for n in ("query", "new_key")}
+        plain = {**inputs, **before, "cos_cache": None, "sin_cache": None}
+        expected = run_kernel("LeanAttention", plain, {**attrs, "rotary_interleaved": 0})
+        found = check(inputs, attrs)
+        unit = {torch.float32: 2.0**-20, torch.float16: 2.0**-10, torch.bfloat16: 2.0**-7}[dtype]
+        for name in found:
+            torch.testing.assert_close(found[name], expected[name], rtol=unit, atol=unit, equal_nan=True)
+
+
+def test_positions_beyond_the_tables(monkeypatch):
+    """They take the last row, and nothing beyond it is read; LEANFLEET_CHECK=1 refuses them."""
+    for append in (False, True):
+        inputs, attrs = make_case(5, lens=(50, 7, 60), query_lens=(4, 4, 0), Nq=4, append=append, rotary=12, positions=48)
+        check(inputs, attrs)
+        with monkeypatch.context() as patch:
+            patch.setenv("LEANFLEET_CHECK", "1")
+            with pytest.raises(ValueError, match=r"^LeanAttention: the last new token of request 0 stands at position 49; "
+                               r"cos_cache has 48 rows, expected positions 0 \.\. 47"):
+                run_kernel("LeanAttention", inputs, attrs)
+            inputs["seq_lens"][0] = 48
+            run_kernel("LeanAttention", inputs, attrs)
+
+
+@pytest.mark.parametrize("changes, message", (
+    (dict(sin_cache=None), "sin_cache is missing, cos_cache is given; give both or neither"),
+    (dict(cos_cache=None, sin_cache=None, rotary_interleaved=1),
+     "rotary_interleaved = 1 needs input cos_cache, which is missing"),
+    (dict(cos_cache=torch.zeros(9, 13), sin_cache=torch.zeros(9, 13)),
+     r"cos_cache has half = 13, which turns 26 columns; query has D = 24, expected half <= 12"),
+    (dict(sin_cache=torch.zeros(8, 12)), r"sin_cache has shape \[8,12\]: axis 0 of \[positions,half\] is 8; expected 9"),
+    (dict(cos_cache=torch.zeros(9, 12, dtype=torch.float16)), "cos_cache has type float16; expected float32")))
+def test_wrong_rotary_inputs(changes, message):
+    inputs, attrs = make_case(2, lens=(9,), rotary=12)
+    attrs["rotary_interleaved"] = changes.get("rotary_interleaved", 0)
+    inputs |= {n: t for n, t in changes.items() if n != "rotary_interleaved"}
+    with pytest.raises(ValueError, match=f"^LeanAttention: {message}"):
+        run_kernel("LeanAttention", inputs, attrs)
+
+
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_in_place_equals_out_of_place(variant, dtype):
-    inputs, attrs = make_case(4, variant, dtype, (90, 5, 33), query_lens=(4, 5, 0), Nq=5, append=True)
+    inputs, attrs = make_case(4, variant, dtype, (90, 5, 33), query_lens=(4, 5, 0), Nq=5, append=True, rotary=4)
     apart = check(inputs, attrs)
     together = check(inputs, attrs, in_place=True)
     assert all(same_bits(apart[name], together[name]) for name in apart)
@@ -307,12 +390,15 @@ def test_any_call(data):
     causal = draw(st.booleans())
     Hkv, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 2, 3, 4, 5, 6, 7, 8, 13)))
     width = st.sampled_from((1, 5, 8, 15, 16, 17, 32, 48, 64, 80))
+    D = draw(width)
+    rotary = draw(st.one_of(st.just(0), st.integers(1, D // 2))) if D > 1 else 0
     inputs, attrs = make_case(
         draw(st.integers(0, 2**20)), draw(st.sampled_from(VARIANTS)), draw(st.sampled_from(DTYPES)), lens, query_lens,
-        H=Hkv * group, Hkv=Hkv, Nq=Nq, D=draw(width), Dv=draw(width), block=draw(st.sampled_from((1, 2, 16, 64))),
+        H=Hkv * group, Hkv=Hkv, Nq=Nq, D=D, Dv=draw(width), block=draw(st.sampled_from((1, 2, 16, 64))),
         sinks=draw(st.booleans()), layout=draw(st.sampled_from(("bhnd", "bnhd"))), append=draw(st.booleans()),
         window=draw(st.sampled_from((-1, 1, 2, 17, 64))) if causal else -1, causal=int(causal),
-        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))), scale=draw(st.sampled_from((0.0, 0.3, -0.5))))
+        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))), scale=draw(st.sampled_from((0.0, 0.3, -0.5))), rotary=rotary,
+        positions=draw(st.sampled_from((None, 1, 50))), rotary_interleaved=int(rotary > 0 and draw(st.booleans())))
     check(inputs, attrs, (draw(st.sampled_from((1, 2, 3, 8))),), draw(st.booleans()) if attrs["append"] else False)
 
 
@@ -320,7 +406,7 @@ def test_other_instruction_sets():
     """The same in processes that are held to the older instruction sets of this processor's builds."""
     builds = ["baseline", "avx2", "avx512", "avx512_bf16"]
     mine = native.build_info().removeprefix("cpu ").partition(",")[0]
-    names = ["test_decode_ragged_batch", "test_prompts", "test_infinite_and_huge_logits", "test_lengths_at_tile_edges"]
+    names = ["test_decode_ragged_batch", "test_prompts", "test_rotary_encoding", "test_infinite_and_huge_logits", "test_lengths_at_tile_edges"]
     for build in builds[:builds.index(mine)]:
         env = {**os.environ, "LEANFLEET_CPU": build}
         say = "from leanfleet import native; print(native.build_info())"

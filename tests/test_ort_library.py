@@ -43,6 +43,8 @@ VARIANTS = {
         ([*CACHE, *NEW, "block_table"], {"append": 1, "layout": "bnhd"}, {}),
         (["block_table"], {}, {"H": 14}),
         (["seq_lens", "sinks"], {}, {"Nq": 1, "S": 65}),
+        ([*CACHE, *NEW, "cos_cache", "sin_cache"], {"append": 1, "layout": "bnhd"}, {}),
+        (["block_table", "cos_cache", "sin_cache"], {"rotary_interleaved": 1}, {}),
     ],
     "CausalLinearDecay": [
         ([], {}, {}),
@@ -79,7 +81,7 @@ VARIANTS = {
     ],
 }
 SIZES = {"B": 2, "H": 6, "Hkv": 2, "N": 9, "Nq": 3, "D": 8, "R": 5, "Dv": 7, "S": 11, "P": 9, "block": 4, "M": 3,
-         "total": 19, "Q": 3}
+         "total": 19, "Q": 3, "positions": 12, "half": 3}
 CASES = [pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")
          for name, variants in VARIANTS.items() for i in range(len(variants)) for dtype in DTYPES]
 

@@ -22,7 +22,7 @@ from leanfleet import ort_ops, parity, spec
 
 OPS = spec.all_specs()
 SIZES = {"B": 2, "H": 6, "Hkv": 2, "N": 70, "Nq": 7, "D": 16, "R": 16, "Dv": 12, "S": 80, "total": 100, "P": 16,
-         "block": 16, "M": 4, "Q": 3}
+         "block": 16, "M": 4, "Q": 3, "positions": 80, "half": 6}
 STATE = {"initial_state", "initial_key_sum", "initial_value_sum", "initial_count"}
 # Of each operator: optional inputs (log_decay of rank 3: "per_token log_decay"), attributes.
 VARIANTS = {
@@ -31,6 +31,7 @@ VARIANTS = {
         ({"seq_lens", "query_lens", "sinks"}, {"window": 9, "softcap": 5.0, "layout": "bnhd"}),
         ({"seq_lens", "cu_seqlens"}, {}),
         ({"seq_lens", "query_lens", "new_key", "new_value", "block_table"}, {"append": 1}),
+        ({"seq_lens", "new_key", "new_value", "cos_cache", "sin_cache"}, {"append": 1, "rotary_interleaved": 1}),
     ],
     "CausalLinearDecay": [
         ({"log_decay", "initial_state"}, {"return_state": 1}),

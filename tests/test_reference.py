@@ -1,6 +1,7 @@
 """The reference against loops over rows and tokens, torch's own attention, autograd and differences."""
 
 import inspect
+import itertools
 import math
 from functools import cache, partial
 
@@ -455,6 +456,31 @@ def test_attention_equals_row_loop(randn, variant, option):
         assert len(actual) == 2
 
 
+@pytest.mark.parametrize("append", (0, 1))
+@pytest.mark.parametrize("interleaved", (0, 1))
+def test_rotary_encoding_is_a_product_of_complex_numbers(randn, interleaved, append):
+    """Pair j of a token at position p is (a + b i) times cos + sin i of row p; the other columns stay."""
+    half, width, lens, counts = 3, 8, (9, 4, 2), (3, 1, 2)
+    query, new_key, new_value = randn(3, 4, 3, width), randn(3, 2, 3, width), randn(3, 2, 3, 5)
+    key_cache, value_cache = randn(3, 2, 9, width), randn(3, 2, 9, 5)
+    tables = randn(6, half), randn(6, half)  # rows 6 to 8 are missing: those tokens take row 5
+
+    def turned(x):
+        x = x.clone()
+        for b, i, j in itertools.product(range(3), range(3), range(half)):
+            p = min(lens[b] - counts[b] + i, 5)
+            at = (2 * j, 2 * j + 1) if interleaved else (j, half + j)
+            pair = torch.complex(x[b, :, i, at[0]], x[b, :, i, at[1]]) * torch.complex(tables[0][p, j], tables[1][p, j])
+            x[b, :, i, at[0]], x[b, :, i, at[1]] = pair.real, pair.imag
+        return x
+
+    new = dict(new_key=new_key, new_value=new_value) if append else {}
+    found = attention(query, key_cache, value_cache, int32(*lens), int32(*counts), **new, append=append, cos_cache=tables[0],
+                      sin_cache=tables[1], rotary_interleaved=interleaved)
+    new |= {"new_key": turned(new_key)} if append else {}
+    close(found, attention(turned(query), key_cache, value_cache, int32(*lens), int32(*counts), **new, append=append))
+
+
 @pytest.mark.parametrize("group", (1, 3, 5, 7))
 def test_attention_equals_torch(randn, group):
     for tokens, size in ((1, 64), (65, 65), (63, 127)):
@@ -524,20 +550,20 @@ def test_attention_large_logits(randn):
 
 def test_attention_gradcheck(randn):
     sinks, = leaves(randn(2))
-    query, new_key, new_value = leaves(randn(2, 2, 2, 3), randn(2, 1, 2, 3), randn(2, 1, 2, 2))
+    query, new_key, new_value, *tables = leaves(randn(2, 2, 2, 3), randn(2, 1, 2, 3), randn(2, 1, 2, 2), randn(5, 1), randn(5, 1))
     lens, counts = int32(5, 4), int32(1, 2)  # in the paged request 1 row 0 sees nothing, row 1 its own key
     caches = {"dense": ((2, 1, 6), {}), "ragged": ((1, 11), dict(cu_seqlens=int32(0, 6, 11))),
               "paged": ((4, 3, 1), dict(block_table=torch.tensor([[2, 0], [9, 3]], dtype=torch.int32)))}
 
-    def run(query, key_cache, value_cache, new_key, new_value, sinks, table):
+    def run(query, key_cache, value_cache, new_key, new_value, sinks, cos_cache, sin_cache, table):
         output, lse, *caches = attention(
             query, key_cache, value_cache, lens, counts, new_key, new_value, sinks=sinks, append=1, window=4,
-            softcap=2.0, **table)
+            softcap=2.0, cos_cache=cos_cache, sin_cache=sin_cache, **table)
         return output, lse.masked_fill(lse == -INF, 0), *caches
 
     for shape, table in caches.values():
         key_cache, value_cache = leaves(randn(*shape, 3), randn(*shape, 2))
-        inputs = (query, key_cache, value_cache, new_key, new_value, sinks)
+        inputs = (query, key_cache, value_cache, new_key, new_value, sinks, *tables)
         assert gradcheck(partial(run, table=table), inputs)
 
 
@@ -557,8 +583,8 @@ def example_calls(randn, dtype=F64, state_dtype=F64):
     return [
         (attention, dict(
             query=t(2, 6, 3, 4), key_cache=t(2, 2, 8, 4), value_cache=t(2, 2, 8, 3), seq_lens=int32(8, 5),
-            query_lens=int32(3, 0), new_key=t(2, 2, 3, 4), new_value=t(2, 2, 3, 3), sinks=f(6)),
-         dict(append=1)),
+            query_lens=int32(3, 0), new_key=t(2, 2, 3, 4), new_value=t(2, 2, 3, 3), sinks=f(6),
+            cos_cache=f(7, 2), sin_cache=f(7, 2)), dict(append=1, rotary_interleaved=1)),
         (decayed, dict(
             query=q, key=k, value=v, log_decay=decay, initial_state=f(5, 2, 4, 3), initial_norm=f(5, 2, 4),
             cu_seqlens=offsets, state_index=int32(3, 1)), dict(normalize=1, return_state=1)),
@@ -608,8 +634,11 @@ def test_outputs_of_single_elements_share_no_memory(randn):
 
 
 def test_compute_dtype(randn):
-    """float64 on demand rounds once, at the output; float32 is the same to its own rounding."""
+    """float64 on demand rounds once, at the output; float32 is the same to its own rounding. Rotary encodings aside: turned
+    rows are rounded to the type."""
     for function, tensors, attributes in example_calls(randn, torch.bfloat16, torch.float32):
+        tensors = {n: x for n, x in tensors.items() if n not in ("cos_cache", "sin_cache")}
+        attributes = {n: x for n, x in attributes.items() if n != "rotary_interleaved"}
         double = {n: x.double() if x.is_floating_point() else x for n, x in tensors.items()}
         exact = function(**double, **attributes)
         asked = function(**tensors, **attributes, compute_dtype=F64)
@@ -645,6 +674,9 @@ ERRORS = [
     (0, dict(cu_seqlens=int32(0, 4, 8), block_table=torch.zeros(2, 2).int()), "both given"),
     (0, dict(cu_seqlens=int32(0, 4, 8)), r"key_cache has shape \[2, 2, 8, 4\]; expected \[Hkv, total, D=4\]"),
     (0, dict(sinks=torch.ones(2)), r"sinks has shape \[2\]; expected \[H=6\]"),
+    (0, dict(sin_cache=None), r"sin_cache is missing; cos_cache and sin_cache go together"),
+    (0, dict(cos_cache=None, sin_cache=None), r"rotary_interleaved is 1 without cos_cache"),
+    (0, dict(cos_cache=torch.ones(7, 3), sin_cache=torch.ones(7, 3)), r"cos_cache turns 6 columns; query has D=4"),
     (0, dict(window=-2), "window is -2"),
     (0, dict(window=0), "window is 0; expected -1 .* or 1 or more"),
     (0, dict(softcap=-1.0), "softcap is -1.0"),

@@ -232,6 +232,8 @@ GQA = [
     ("rotary_decode", dict(n=1, lens=[7, 4], past=6, rotary=8)),
     ("rotary_chunk", dict(n=3, lens=[9], past=6, rotary=8)),
     ("rotary_interleaved", dict(n=1, lens=[7, 4], past=6, rotary=8, rotary_interleaved=1)),
+    ("rotary_into_capacity", dict(n=1, lens=[4, 7], past=12, rotary=8)),
+    ("rotary_no_past", dict(n=5, lens=[5, 4], past=None, rotary=8)),
 ]
 
 
@@ -252,7 +254,10 @@ def test_group_query_attention(case):
     proto = same_numbers(model, feed, "LeanAttention", keep)
     shapes = [[r.shape for r in run(m, feed)] for m in (model, proto)]
     assert shapes[0] == shapes[1]
-    assert ("RotaryEmbedding" in [x.op_type for x in proto.graph.node]) == ("rotary" in case)
+    outside = "rotary" in case and case.get("past", 0) is None
+    assert ("RotaryEmbedding" in [x.op_type for x in proto.graph.node]) == outside
+    inside = [len(x.input) == 12 for x in proto.graph.node if x.op_type == "LeanAttention"]
+    assert inside == ["rotary" in case and not outside]
     if case.get("past", 0) is not None and max(lens) <= case.get("past", 0):
         fixed = same_numbers(model, feed, "LeanAttention", keep, fixed_caches=True)
         attention = next(x for x in fixed.graph.node if x.op_type == "LeanAttention")
@@ -288,7 +293,8 @@ def test_caches_declared_of_one_length_are_appended_to_in_place():
     ({}, dict(local_window_size=0), "local_window_size is 0"),
     ({}, dict(do_rotary=1), "without cos_cache"),
     (dict(cos_cache=normal(9, 8), sin_cache=normal(9, 8), position_ids=np.zeros((2, 5), np.int64)), dict(do_rotary=1), "position_ids"),
-    (dict(cos_cache=(normal(9, 8), ["a", "b"]), sin_cache=normal(9, 8)), dict(do_rotary=1), "sizes of cos_cache"),
+    (dict(past_key=None, past_value=None, cos_cache=(normal(9, 8), ["a", "b"]), sin_cache=normal(9, 8)), dict(do_rotary=1),
+     "sizes of cos_cache"),
 ])
 def test_group_query_attention_left_alone(extra, attributes, message):
     inputs, usual = group_query(n=5, lens=[5, 5])
@@ -633,11 +639,15 @@ def test_attention_over_lengths_back():
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
 @pytest.mark.parametrize("attributes", [{}, dict(window=3), dict(softcap=2.0, scale=0.4)], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
-def test_append_back(attributes, layout, sinks):
+@pytest.mark.parametrize("rotary", [{}, {"rotary": 8}, {"rotary": 8, "rotary_interleaved": 1}], ids=str)
+def test_append_back(attributes, layout, sinks, rotary):
     tensors = bhnd(1, 9, layout) | dict(value_cache=normal(B, HKV, 9, D), seq_lens=np.array([4, 8], np.int32))
     shape = (B, HKV, 1, D) if layout == "bhnd" else (B, 1, HKV, D)
     tensors |= dict(new_key=normal(*shape), new_value=normal(*shape), sinks=normal(H) if sinks else None)
-    model, feed = lean_model(attributes | dict(append=1, layout=layout), outputs=("output", "key_cache_out", "value_cache_out"), **tensors)
+    rotary = dict(rotary)
+    if half := rotary.pop("rotary", 0):
+        tensors |= dict(cos_cache=normal(9, half), sin_cache=normal(9, half))
+    model, feed = lean_model(attributes | rotary | dict(append=1, layout=layout), outputs=("output", "key_cache_out", "value_cache_out"), **tensors)
 
     def keep(outputs):
         return [outputs[0], *(t[b, :, :n] for t in outputs[1:] for b, n in enumerate((4, 8)))]
@@ -682,6 +692,7 @@ def test_linear_attention_back(layout, decay, state):
     (lambda: lean_model({}, **bhnd(7, 9), seq_lens=np.array([8, 9], np.int32)), "seq_lens with 7 queries"),
     (lambda: lean_model({}, **bhnd(1, 9), query_lens=np.array([1, 0], np.int32)), "query_lens"),
     (lambda: lean_model({}, **bhnd(7, 7), sinks=normal(H)), "no sinks"),
+    (lambda: lean_model({}, **bhnd(7, 7), cos_cache=normal(9, 4), sin_cache=normal(9, 4)), "no rotary encoding"),
     (lambda: lean_model(dict(append=1), **bhnd(2, 9), new_key=normal(B, HKV, 2, D), new_value=normal(B, HKV, 2, DV)), "append with 2 queries"),
     (lambda: decay_model(dict(normalize=1), state=False, outputs=("output",)), "normalize = 1"),
     (lambda: decay_model(dict(scale=0.0), outputs=("output",)), "scale is 0"),

@@ -132,6 +132,8 @@ def samples():
     return {
         "lean_attention": (ops.lean_attention.default, attention[:3], {}),
         "lean_attention append": (ops.lean_attention.default, attention, {"append": True}),
+        "lean_attention rotary": (ops.lean_attention.default, [*attention, None, None, None, *torch.rand(2, 9, 4)],
+                                  {"append": True, "rotary_interleaved": True}),
         "lean_attention_": (ops.lean_attention_.default, attention, {}),
         "causal_linear_decay": (ops.causal_linear_decay.default, [q, k, v, decay, state], {"return_state": True}),
         "causal_linear_decay no state": (ops.causal_linear_decay.default, [q, k, v], {"layout": "bhnd"}),
@@ -148,7 +150,8 @@ def samples():
 
 
 @pytest.mark.parametrize("name", [
-    "lean_attention", "lean_attention append", "lean_attention_", "causal_linear_decay", "causal_linear_decay no state",
+    "lean_attention", "lean_attention append", "lean_attention rotary", "lean_attention_", "causal_linear_decay",
+    "causal_linear_decay no state",
     "causal_linear_decay_", "causal_linear_decay_grad", "normalized_linear_attention",
     "normalized_linear_attention state", "normalized_linear_attention_grad"])
 def test_opcheck(name):
@@ -198,7 +201,9 @@ def test_a_planned_call_is_not_taken_for_another():
     for dtype in (torch.float32, torch.float16, torch.float32):
         inputs = list(attention_inputs(dtype).values())[:3] + [torch.tensor([9, 5], dtype=torch.int32)]
         strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]] + inputs[3:]
-        for attrs in ({}, {"scale": 0.5}, {"window": 3}, {"causal": False}, {"softcap": 1.0}, {}):
+        tables = {"cos_cache": torch.rand(9, 2), "sin_cache": torch.rand(9, 2)}
+        for attrs in ({}, {"scale": 0.5}, {"window": 3}, {"causal": False}, {"softcap": 1.0}, tables,
+                      {**tables, "rotary_interleaved": True}, {}):
             expected = reference.lean_attention(*doubled(inputs), **attrs)[0]
             factor = 8.0 if dtype == torch.float32 else 8192.0
             found = torch_ops.lean_attention(*inputs, **attrs)[0]

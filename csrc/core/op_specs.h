@@ -6,10 +6,10 @@
 namespace leanfleet {
 
 namespace lean_attention {
-enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks };
+enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks, kCosCache, kSinCache };
 enum Output { kOutOutput, kOutLse, kOutKeyCacheOut, kOutValueCacheOut };
-enum Attr { kAttrScale, kAttrCausal, kAttrWindow, kAttrSoftcap, kAttrAppend, kAttrLayout };
-enum Dim { kDimB, kDimH, kDimNq, kDimD, kDimP, kDimBlock, kDimHkv, kDimTotal, kDimS, kDimDv, kDimM };
+enum Attr { kAttrScale, kAttrCausal, kAttrWindow, kAttrSoftcap, kAttrAppend, kAttrLayout, kAttrRotaryInterleaved };
+enum Dim { kDimB, kDimH, kDimNq, kDimD, kDimP, kDimBlock, kDimHkv, kDimTotal, kDimS, kDimDv, kDimM, kDimPositions, kDimHalf };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
@@ -23,6 +23,8 @@ inline constexpr TensorSpec kInputs[] = {
     {"cu_seqlens", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{0, 1}}}}},
     {"block_table", TypeVar::kI, true, -1, -1, {-1, -1}, 1, {{-1, 2, -1, {{0, 0}, {10, 0}}}}},
     {"sinks", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{1, 0}}}}},
+    {"cos_cache", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 2, -1, {{11, 0}, {12, 0}}}}},
+    {"sin_cache", TypeVar::kF, true, -1, -1, {-1, -1}, 1, {{-1, 2, -1, {{11, 0}, {12, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {9, 0}}}}},
@@ -37,6 +39,7 @@ inline constexpr AttrSpec kAttrs[] = {
     {"softcap", AttrType::kFloat, 0, 0.0f, true, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
     {"append", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
     {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
+    {"rotary_interleaved", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 6}}, 0},
@@ -45,9 +48,11 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 4}, {RefKind::kInput, 5}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kAttr, 4}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 2}, {RefKind::kAttr, 1}}, 0},
+    {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 10}, {RefKind::kInput, 11}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 6}, {RefKind::kInput, 10}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "H", "Nq", "D", "P", "block", "Hkv", "total", "S", "Dv", "M"};
-inline constexpr OpSpec kSpec = {"LeanAttention", 1, 10, 4, 6, 6, 11, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+inline constexpr const char* kSymbols[] = {"B", "H", "Nq", "D", "P", "block", "Hkv", "total", "S", "Dv", "M", "positions", "half"};
+inline constexpr OpSpec kSpec = {"LeanAttention", 1, 12, 4, 7, 8, 13, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace lean_attention
 

@@ -45,6 +45,7 @@ struct Scratch {
   float* maximum;  // [row_tile] of the logits so far
   float* sum;      // [row_tile] of the weights so far, relative to maximum
   float* factor;   // [row_tile] 2^(old maximum - new maximum)
+  void* turned;    // T [D] a row of the query after its rotary encoding
   Tile tiles[2];   // the one that is worked on and the next
 };
 
@@ -69,6 +70,7 @@ int64_t carve(const LeanAttentionArgs& args, char* base, Scratch* scratch) {
   scratch->maximum = floats(rows);
   scratch->sum = floats(rows);
   scratch->factor = floats(rows);
+  scratch->turned = floats(args.rotary_half > 0 ? d : 0);
   for (Tile& tile : scratch->tiles) {
     tile.keys = reinterpret_cast<const void**>(take((keys + kPad) * 8));
     tile.values = reinterpret_cast<const void**>(take((keys + kPad) * 8));
@@ -219,6 +221,26 @@ void from_floats(const float* in, T* out, int64_t n, float factor) {
 
 void fill(float* out, int64_t n, float value) {
   for (int64_t i = 0; i < n; ++i) out[i] = value;
+}
+
+// A row [D] of query or key after the rotary encoding of its position.
+template <class T>
+void rotate(const LeanAttentionArgs& args, int32_t position, const T* in, T* out) {
+  const int64_t half = args.rotary_half, at = lean_min(position, args.rotary_positions - 1) * half;
+  const float *cosines = args.cos_cache + at, *sines = args.sin_cache + at;
+  const int64_t step = args.rotary_interleaved ? 2 : 1, other = args.rotary_interleaved ? 1 : half;
+  int64_t i = 0;
+  for (; step == 1 && i + kLanes <= half; i += kLanes) {
+    const Vec a = load(in + i), b = load(in + half + i), cosine = load(cosines + i), sine = load(sines + i);
+    store(out + i, a * cosine - b * sine);
+    store(out + half + i, b * cosine + a * sine);
+  }
+  for (; i < half; ++i) {
+    const float a = to_float(in[step * i]), b = to_float(in[step * i + other]);
+    out[step * i] = from_float<T>(a * cosines[i] - b * sines[i]);
+    out[step * i + other] = from_float<T>(b * cosines[i] + a * sines[i]);
+  }
+  std::memcpy(out + 2 * half, in + 2 * half, (args.key_width - 2 * half) * sizeof(T));
 }
 
 // The rows of a matrix: anywhere, or at equal distances.
@@ -751,8 +773,13 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
   const int64_t d = padded(args.key_width), dv = padded(args.value_width);
   const bool words = on_words<T>(args, rows);
   for (int32_t r = 0; r < rows; ++r) {
-    to_floats(static_cast<const T*>(args.query) + row_offset(args, args.query_strides, unit, all.begin + r),
-              scratch.query + r * d, args.key_width, d, words ? 1.0f : logit_factor(args));
+    const T* row = static_cast<const T*>(args.query) + row_offset(args, args.query_strides, unit, all.begin + r);
+    if (args.rotary_half > 0) {
+      const int32_t position = unit.request.keys - unit.request.tokens + (all.begin + r) / args.group;
+      rotate(args, position, row, static_cast<T*>(scratch.turned));
+      row = static_cast<const T*>(scratch.turned);
+    }
+    to_floats(row, scratch.query + r * d, args.key_width, d, words ? 1.0f : logit_factor(args));
     if (words) to_words(scratch.query + r * d, d);
   }
   if (kPairs<T> && rows <= kDotRows && whole(args.key_width))  // these take dot_rows() over the keys where they lie
@@ -842,7 +869,40 @@ void merge_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, in
     merge_unit<T>(args, unit, range, segment.count, scratch);
 }
 
+// Writes the new keys and values of a request and head to their positions.
+template <class T>
+void append_rows(const LeanAttentionArgs& args, int32_t b, int32_t head) {
+  const LeanRequest request = lean_request(args, b);
+  const T* keys = static_cast<const T*>(args.new_key) + b * args.new_key_strides.batch + head * args.new_key_strides.head;
+  const T* values =
+      static_cast<const T*>(args.new_value) + b * args.new_value_strides.batch + head * args.new_value_strides.head;
+  for (int32_t i = 0; i < request.tokens; ++i) {
+    const int32_t position = request.keys - request.tokens + i;
+    int64_t page = 0, token = static_cast<int64_t>(request.start) + position;
+    if (args.cache_kind == kLeanPaged) {
+      page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + position / args.block];
+      if (page < 0 || page >= args.num_pages) continue;
+      token = position % args.block;
+    }
+    const auto offset = [&](const LeanCacheStrides& to) {
+      return b * to.batch + head * to.head + page * to.page + token * to.token;
+    };
+    T* const key = static_cast<T*>(args.key_cache_out) + offset(args.key_strides);
+    const T* const new_key = keys + i * args.new_key_strides.token;
+    if (args.rotary_half > 0) rotate(args, position, new_key, key);
+    else std::memcpy(key, new_key, args.key_width * sizeof(T));
+    std::memcpy(static_cast<T*>(args.value_cache_out) + offset(args.value_strides),
+                values + i * args.new_value_strides.token, args.value_width * sizeof(T));
+  }
+}
+
 }  // namespace
+
+void lean_append(const LeanAttentionArgs& args, int32_t b, int32_t head) {
+  if (args.dtype == 0) append_rows<float>(args, b, head);
+  if (args.dtype == 1) append_rows<Half>(args, b, head);
+  if (args.dtype == 2) append_rows<BFloat16>(args, b, head);
+}
 
 int64_t lean_thread_scratch(const LeanAttentionArgs& args) {
   Scratch scratch;

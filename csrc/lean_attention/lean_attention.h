@@ -50,6 +50,8 @@ struct LeanAttentionArgs {
   const int32_t* cu_seqlens;  // [B+1], ragged only
   const int32_t* block_table;  // [B,M], paged only
   const float* sinks;         // [H] or null
+  const float* cos_cache;     // [rotary_positions, rotary_half] or null
+  const float* sin_cache;     // the same
 
   LeanStrides query_strides, output_strides, lse_strides, new_key_strides, new_value_strides;
   LeanCacheStrides key_strides, value_strides;
@@ -68,6 +70,11 @@ struct LeanAttentionArgs {
   float softcap;   // 0: off
   int32_t window;  // keys a token sees, itself included; 0: all
   bool causal, append;
+
+  // Rotary encoding of query and new_key at the tokens' positions: pairs of the first 2 * rotary_half columns turn, in
+  // float32, and are rounded to T. rotary_half 0: none. Positions beyond the tables take their last row.
+  int32_t rotary_half, rotary_positions;
+  bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
 
   // Scratch, of any content at entry.
   LeanPlan plan;

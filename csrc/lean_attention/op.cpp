@@ -13,6 +13,7 @@
 #endif
 
 LEANFLEET_CPU_FUNCTION(int64_t, lean_thread_scratch, (const LeanAttentionArgs& args))
+LEANFLEET_CPU_FUNCTION(void, lean_append, (const LeanAttentionArgs& args, int32_t b, int32_t head))
 LEANFLEET_CPU_FUNCTION(void, lean_attend,
                        (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
                         char* scratch))
@@ -52,6 +53,8 @@ LeanAttentionArgs make_args(const Call& call) {
   args.cu_seqlens = call.inputs[kCuSeqlens].as<const int32_t>();
   args.block_table = call.inputs[kBlockTable].as<const int32_t>();
   args.sinks = call.inputs[kSinks].as<const float>();
+  args.cos_cache = call.inputs[kCosCache].as<const float>();
+  args.sin_cache = call.inputs[kSinCache].as<const float>();
 
   args.query_strides = strides_of(bnhd, h, nq, d);
   args.output_strides = strides_of(bnhd, h, nq, dv);
@@ -96,6 +99,11 @@ LeanAttentionArgs make_args(const Call& call) {
   args.window = static_cast<int32_t>(std::clamp<int64_t>(call.attrs[kAttrWindow].i, 0, kMaxPositions));
   args.causal = call.attrs[kAttrCausal].i != 0;
   args.append = call.attrs[kAttrAppend].i != 0;
+  if (call.inputs[kCosCache].present()) {
+    args.rotary_half = static_cast<int32_t>(dim(kDimHalf));
+    args.rotary_positions = static_cast<int32_t>(std::min(dim(kDimPositions), kMaxPositions));
+    args.rotary_interleaved = call.attrs[kAttrRotaryInterleaved].i != 0;
+  }
   return args;
 }
 
@@ -119,6 +127,11 @@ Status check(const Call& call) {
   if (rows >= kMaxPositions) return refuse("query has H x Nq = ", rows, " rows a request");
   if (capacity >= kMaxPositions) return refuse("the cache holds ", capacity, " positions a request");
   if (pages >= kMaxPositions) return refuse("the pool has ", pages, " pages");
+  const int64_t turned = 2 * call.dims[kDimHalf], width = call.dims[kDimD];
+  if (call.inputs[kCosCache].present() && turned > width)
+    return call.invalid("cos_cache has half = " + std::to_string(call.dims[kDimHalf]) + ", which turns " +
+                        std::to_string(turned) + " columns; query has D = " + std::to_string(width) + ", expected half <= " +
+                        std::to_string(width / 2));
   return {};
 }
 
@@ -157,6 +170,10 @@ Status check_values(const Call& call, bool strict) {
                             std::to_string(keys) + " valid keys of request " + std::to_string(b) +
                             ", which count the new tokens");
     }
+    if (args.cos_cache != nullptr && keys > args.rotary_positions && lean_request(args, b).tokens > 0)
+      return call.invalid("the last new token of request " + std::to_string(b) + " stands at position " +
+                          std::to_string(keys - 1) + "; cos_cache has " + std::to_string(args.rotary_positions) +
+                          " rows, expected positions 0 .. " + std::to_string(args.rotary_positions - 1));
     if (args.block_table != nullptr) {
       for (int32_t j = 0; j < args.pages_per_request && j * args.block < keys; ++j) {
         const int32_t page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j];
@@ -194,35 +211,11 @@ void copy_cache(Threads& threads, const void* from, void* to, int64_t bytes) {
   });
 }
 
-// Writes the new keys or values of request b and head h to their positions.
-void append_rows(const LeanAttentionArgs& args, int32_t b, int32_t h, const void* rows, void* cache,
-                 const LeanStrides& from, const LeanCacheStrides& to, int64_t width, int64_t element) {
-  const LeanRequest request = lean_request(args, b);
-  for (int32_t i = 0; i < request.tokens; ++i) {
-    const int32_t position = request.keys - request.tokens + i;
-    int64_t offset = b * to.batch + h * to.head;
-    if (args.cache_kind == kLeanPaged) {
-      const int32_t page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + position / args.block];
-      if (page < 0 || page >= args.num_pages) continue;
-      offset += page * to.page + position % args.block * to.token;
-    } else {
-      offset += (static_cast<int64_t>(request.start) + position) * to.token;
-    }
-    std::memcpy(static_cast<char*>(cache) + offset * element,
-                static_cast<const char*>(rows) + (b * from.batch + h * from.head + i * from.token) * element,
-                width * element);
-  }
-}
-
 void append(const LeanAttentionArgs& args, Threads& threads, int64_t element) {
   copy_cache(threads, args.key_cache, args.key_cache_out, args.key_cache_elements * element);
   copy_cache(threads, args.value_cache, args.value_cache_out, args.value_cache_elements * element);
-  const auto append_head = [&](int64_t i) {
-    const int32_t b = static_cast<int32_t>(i / args.kv_heads), h = static_cast<int32_t>(i % args.kv_heads);
-    append_rows(args, b, h, args.new_key, args.key_cache_out, args.new_key_strides, args.key_strides, args.key_width,
-                element);
-    append_rows(args, b, h, args.new_value, args.value_cache_out, args.new_value_strides, args.value_strides,
-                args.value_width, element);
+  const auto append_head = [&, append_rows = select_lean_append()](int64_t i) {
+    append_rows(args, static_cast<int32_t>(i / args.kv_heads), static_cast<int32_t>(i % args.kv_heads));
   };
   const int64_t heads = static_cast<int64_t>(args.batch) * args.kv_heads;
   if (heads * args.tokens * (args.key_width + args.value_width) * element < (1 << 16)) {
