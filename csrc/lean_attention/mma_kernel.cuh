@@ -1008,6 +1008,9 @@ template <class T, int kWidth, int kRows>
 __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     LeanAttentionKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
                         const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (kWidth <= 128 && kRows == 128) return;  // wgmma_kernel.cuh has these
+#endif
   using Tile = LeanTile<kWidth, kRows>;
   LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
