@@ -318,12 +318,14 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
   else of_width(std::integral_constant<int, 256>{});
 }
 
+constexpr int kUnitOverhead = 5, kWgmmaUnitOverhead = 4;  // in key tiles, measured
+
 }  // namespace
 
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
   LeanPlan plan;
-  plan.unit_overhead = 5;
+  plan.unit_overhead = kUnitOverhead;
   plan.min_range_work = kMinRangeWork;
   plan.max_ranges = forced_ranges > 0 ? forced_ranges : sm_count;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
@@ -340,6 +342,7 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   int slots = 0;
   int device = 0;
   const bool wgmma = cudaGetDevice(&device) == cudaSuccess && takes_wgmma(args, device);
+  if (wgmma && plan.row_tile == kWgmmaRows) plan.unit_overhead = kWgmmaUnitOverhead;
   choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
   // Few units of equal length are cut into equal parts: as many ranges as keep the cuts of every unit in the same
   // places, if that leaves few multiprocessors idle.
@@ -376,7 +379,7 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   int key_tile = 0, slots = 0;
   const bool wgmma = args.plan.row_tile == kWgmmaRows && takes_wgmma(args, device);
   choose_tile(width, args.plan.row_tile, wgmma, &key_tile, &slots, max_shared_bytes);
-  if (!by_16_bytes || slots < 2) {
+  if (!by_16_bytes || slots < 2 || (wgmma && !aligned(args.output, 16))) {
     args.plan.key_tile = kFloatTokens;
     args.plan.row_tile = lean_min(args.plan.row_tile, kFloatRows);
     return args.dtype == static_cast<int>(DType::kFloat16)

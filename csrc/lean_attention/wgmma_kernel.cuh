@@ -3,9 +3,8 @@
 // tokens, with wgmma: S = Q K^T from shared memory, O += P V with P in registers.
 //
 // The next tile's S is on its way through the tensor cores beside this tile's O while the softmax of the next one runs
-// (as in FlashAttention-3). The compiler keeps products asynchronous only where nothing but straight code lies between
-// their start and their wait, so that this is a loop for tiles that all rows see in full. Other tiles (masks, softcap,
-// pages that do not exist) take a path that waits for each product.
+// (as in FlashAttention-3). What tile it is, masked or not, decides about branches between products only: a product
+// behind a branch, with others on their way, makes the compiler wait for each.
 #pragma once
 
 #include "core/hopper.cuh"
@@ -77,20 +76,6 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   swap(w[1], w[3], 2);
 }
 
-// 8 elements at a multiple of 8 in a row.
-template <class T>
-__device__ __forceinline__ void store8(T* to, const uint32_t (&w)[4]) {
-  if (reinterpret_cast<uintptr_t>(to) % 16 == 0) {
-    *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
-  } else {
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack_pair(T{}, w[i]);
-      to[2 * i] = from_float32<T>(pair.x), to[2 * i + 1] = from_float32<T>(pair.y);
-    }
-  }
-}
-
 // A warpgroup: `group` 0 or 1, with rows 64 * group and on of every unit; `warp` of the block's 8 consumer warps. A
 // thread has the rows 16 * warp + lane / 4 and 8 more of the unit, and of these columns 8n + 2 * (lane % 4) and the next.
 template <class T, int kWidth>
@@ -115,7 +100,6 @@ struct WarpgroupConsumer {
 
   __device__ __forceinline__ void run() {
     RingPlace queued(0, kQueue);
-    const bool plain = args.softcap == 0.0f;
     Output o;
     barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
     if (ring.queue[queued.slot].last != 0) return;
@@ -129,27 +113,14 @@ struct WarpgroupConsumer {
       if (rows.begin < rows.end)
         tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
       const RowsKeys mine = keys_of_tokens(args, work.unit, tokens);
-      const LeanSpan seen = work.seen;
-      const int plain_begin = plain ? (mine.common.begin + kTokens - 1) / kTokens : 0;
-      const int plain_end = plain ? lean_min(mine.common.end / kTokens, work.segment.tiles.end) : 0;
-      const int end = work.segment.tiles.end;
-      int tile = work.segment.tiles.begin;
-#pragma unroll 1
-      while (tile < end) {
-        if (tile * kTokens >= mine.seen.end || (tile + 1) * kTokens <= mine.seen.begin) {
-          barrier_wait(keys_full(), parity);
-          release(keys_empty());
-          barrier_wait(values_full(), parity);
-          release(values_empty());
-          next();
-          ++tile;
-        } else if (tile >= plain_begin && tile < plain_end && complete()) {
-          tile = consume_plain(tile, plain_end, o);
-        } else {
-          consume(tile * kTokens, seen, o);
-          ++tile;
-        }
-      }
+      const LeanSpan all = work.segment.tiles;
+      const LeanSpan tiles = {lean_clamp(mine.seen.begin / kTokens, all.begin, all.end),
+                              lean_clamp((mine.seen.end + kTokens - 1) / kTokens, all.begin, all.end)};
+      const LeanSpan plain = args.softcap > 0.0f ? LeanSpan{0, 0}
+                                                 : LeanSpan{(mine.common.begin + kTokens - 1) / kTokens, mine.common.end / kTokens};
+      skip(tiles.begin - all.begin);
+      if (tiles.begin < tiles.end) consume(tiles, plain, work, o);
+      skip(all.end - lean_max(tiles.begin, tiles.end));
       // The next unit's query is on its way while this one's output is written.
       const uint32_t done = ring.queue_empty + queued.slot * 8;
       queued.next();
@@ -165,11 +136,11 @@ struct WarpgroupConsumer {
   // The ring
 
   __device__ __forceinline__ uint32_t keys_full() const { return ring.full + pair * 16; }
-  __device__ __forceinline__ uint32_t values_full() const { return ring.full + pair * 16 + 8; }
-  __device__ __forceinline__ uint32_t keys_empty() const { return ring.empty + pair * 16; }
-  __device__ __forceinline__ uint32_t values_empty() const { return ring.empty + pair * 16 + 8; }
+  __device__ __forceinline__ uint32_t values_full(int of) const { return ring.full + of * 16 + 8; }
+  __device__ __forceinline__ uint32_t keys_empty() const { return ring.full + 8 * loads.slots + pair * 16; }
+  __device__ __forceinline__ uint32_t values_empty(int of) const { return ring.full + 8 * loads.slots + of * 16 + 8; }
   __device__ __forceinline__ uint32_t keys() const { return ring.slots + pair * 2 * Tile::kSlotBytes; }
-  __device__ __forceinline__ uint32_t values() const { return keys() + Tile::kSlotBytes; }
+  __device__ __forceinline__ uint32_t values(int of) const { return ring.slots + (of * 2 + 1) * Tile::kSlotBytes; }
   __device__ __forceinline__ void next() {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
@@ -187,12 +158,16 @@ struct WarpgroupConsumer {
     if (args.cache_kind != kLeanPaged) return make_uint4(0, 0, 0, 0);
     return *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
   }
-  // Whether all tokens of the next tile have a page.
-  __device__ __forceinline__ bool complete() const {
-    if (args.cache_kind != kLeanPaged) return true;
-    barrier_wait(keys_full(), parity);
-    const uint4 bits = missing_tokens();
-    return (bits.x | bits.y | bits.z | bits.w) == 0;
+  // Tiles that this group's rows do not see.
+  __device__ __forceinline__ void skip(int tiles) {
+#pragma unroll 1
+    for (; tiles > 0; --tiles) {
+      barrier_wait(keys_full(), parity);
+      release(keys_empty());
+      barrier_wait(values_full(pair), parity);
+      release(values_empty(pair));
+      next();
+    }
   }
 
   // Products
@@ -260,106 +235,98 @@ struct WarpgroupConsumer {
         p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
   }
 
-  // |scale|: its sign is in the query.
-  __device__ __forceinline__ float log2_scale() const { return fabsf(args.scale) * kLog2E; }
-
-  // Tiles [tile, end) that all rows see in full, up to one with tokens that have no page, which is returned. The first
-  // has none.
-  __device__ __forceinline__ int consume_plain(int tile, int end, Output& o) {
-    const float scale = log2_scale();
+  // Tiles in which all rows see all tokens are those of `plain`.
+  __device__ __forceinline__ void consume(LeanSpan tiles, LeanSpan plain, const LeanWork& work, Output& o) {
+    // |scale|: its sign is in the query.
+    const float scale = args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E;
     Scores s;
     Weights p;
     float factor[2];
+    int tile = tiles.begin;
     barrier_wait(keys_full(), parity);
     landed();
     keys_product(s);
     hopper::products_wait<0>();
     hopper::products_keep(s);
-    release(keys_empty());
+    finish_scores(tile, plain, work, s);
     soften(s, scale, factor);
-    rescale_output(o, factor);
     pack(s, p);
 #pragma unroll 1
     for (;;) {
-      const uint32_t before_values = values(), before_full = values_full(), before_empty = values_empty();
+      const int before = pair;
       const uint32_t before_parity = parity;
       next();
-      if (++tile == end || !complete()) {
-        barrier_wait(before_full, before_parity);
+      if (++tile == tiles.end) {
+        barrier_wait(values_full(before), before_parity);
         landed();
-        values_product(o, p, before_values);
+        values_product(o, p, values(before));
         hopper::products_wait<0>();
         hopper::products_keep(o);
-        release(before_empty);
-        return tile;
+        release(values_empty(before));
+        return;
       }
       barrier_wait(keys_full(), parity);
-      barrier_wait(before_full, before_parity);
+      barrier_wait(values_full(before), before_parity);
       landed();
       keys_product(s);
-      values_product(o, p, before_values);
+      values_product(o, p, values(before));
       hopper::products_wait<1>();
       hopper::products_keep(s);
-      release(keys_empty());
+      finish_scores(tile, plain, work, s);
       soften(s, scale, factor);
       hopper::products_keep(s);
       // Sums of exponentials are never negative. Without a branch here the assembler moves the wait to before the softmax.
       if (__any_sync(kFullWarp, sum[0] + sum[1] < 0.0f)) __trap();
       hopper::products_wait<0>();
       hopper::products_keep(o);
-      release(before_empty);
+      release(values_empty(before));
       rescale_output(o, factor);
       pack(s, p);
     }
   }
 
-  // Any tile; `begin`: the position of its first token.
-  __device__ __forceinline__ void consume(int begin, LeanSpan seen, Output& o) {
-    Scores s;
-    Weights p;
-    float factor[2];
-    barrier_wait(keys_full(), parity);
-    landed();
-    keys_product(s);
+  // Gives the tile's keys back, and caps and masks its logits unless all rows see all of it.
+  __device__ __forceinline__ void finish_scores(int tile, LeanSpan plain, const LeanWork& work, Scores& s) const {
     const uint4 missing = missing_tokens();
-    hopper::products_wait<0>();
-    hopper::products_keep(s);
+    const bool all_there = (missing.x | missing.y | missing.z | missing.w) == 0;
     release(keys_empty());
-    const uint32_t bits[4] = {missing.x, missing.y, missing.z, missing.w};
-    float scale = log2_scale();
+    if (tile >= plain.begin && tile < plain.end && all_there) return;
     if (args.softcap > 0.0f) {
+      const float scale = fabsf(args.scale);
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
-        for (int i = 0; i < 4; ++i) s[n][i] = cap_logit(s[n][i] * fabsf(args.scale), args.softcap);
-      scale = kLog2E;
+        for (int i = 0; i < 4; ++i) s[n][i] = cap_logit(s[n][i] * scale, args.softcap);
     }
+    const int begin = tile * kTokens, first = begin + lane % 4 * 2;  // the position of s[0][0] and s[0][2]
 #pragma unroll
-    for (int n = 0; n < kTokens / 8; ++n) {
+    for (int c = 0; c < 2; ++c) {
+      const int low = bounds[c].begin - first, high = bounds[c].end - first;
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const int at = 8 * n + lane % 4 * 2 + i % 2, j = begin + at;
-        if (j < bounds[i / 2].begin || j >= bounds[i / 2].end || (bits[n / 4] >> (at % 32) & 1)) s[n][i] = -INFINITY;
-      }
+      for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (8 * n + i < low || 8 * n + i >= high) s[n][2 * c + i] = -INFINITY;
     }
-    soften(s, scale, factor);
-    rescale_output(o, factor);
-    pack(s, p);
-    barrier_wait(values_full(), parity);
-    if (begin < seen.begin || begin + kTokens > seen.end || (missing.x | missing.y | missing.z | missing.w) != 0)
+    if (!all_there) {
+      const uint32_t bits[4] = {missing.x, missing.y, missing.z, missing.w};
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (bits[n / 4] >> (8 * n % 32 + lane % 4 * 2 + i % 2) & 1) s[n][i] = -INFINITY;
+    }
+    const LeanSpan seen = work.seen;
+    if (begin < seen.begin || begin + kTokens > seen.end || !all_there) {
+      barrier_wait(values_full(pair), parity);
       silence_values(begin, seen, missing);
-    landed();
-    values_product(o, p, values());
-    hopper::products_wait<0>();
-    hopper::products_keep(o);
-    release(values_empty());
-    next();
+    }
   }
 
   // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence: those tokens' values become
   // 0 in the slot. Both groups do so, as each may be ahead of the other.
   __device__ __forceinline__ void silence_values(int begin, LeanSpan seen, uint4 missing) const {
-    const uint32_t to = values();
+    const uint32_t to = values(pair);
 #pragma unroll 1
     for (int i = warp % 4 * 32 + lane; i < kTokens * kChunks; i += 128) {
       const int token = i / kChunks, chunk = i % kChunks;
@@ -398,7 +365,7 @@ struct WarpgroupConsumer {
                           chunk * 8;
     const float by_group = __fdividef(1.0f, static_cast<float>(args.group));
     group_barrier();  // the previous unit's rows have been read
-#pragma unroll
+#pragma unroll 2
     for (int r = query_row(); r < Tile::kGroupRows; r += kRowsApart) {
       const int row = first_head + r, token = static_cast<int>((row + 0.5f) * by_group);
       const bool wanted = rows.begin + r < rows.end && chunk * 8 < args.key_width;
@@ -482,91 +449,76 @@ struct WarpgroupConsumer {
           w[i] = end.factor == 0.0f ? 0u : pack_pair(T{}, o[d + i][2 * c] * end.factor, o[d + i][2 * c + 1] * end.factor);
         transpose_quad(w, lane);
         const int column = 8 * (d + lane % 4);
-        if (row < rows.end && column < args.value_width) store8(end.output + column, w);
+        if (row < rows.end && column < args.value_width)
+          *reinterpret_cast<uint4*>(end.output + column) = make_uint4(w[0], w[1], w[2], w[3]);
       }
     }
   }
 
-  // Merges the partial results of a unit in the order of their ranges and writes the rows. A thread has 4 columns of
-  // some rows and reads 4 contributors to 4 rows at once.
+  // Merges the partial results of a unit in the order of their ranges and writes the rows. A warp takes kPer rows at
+  // once, kAtOnce times, with two contributors on their way; a lane has 4 columns of them, and the statistics of one. As
+  // little code as can be: what runs once costs some five cycles an instruction.
   __device__ __forceinline__ void merge_rows(const LeanUnit& unit, int first, int count) const {
-    constexpr int kLanes = kWidth / 4, kRowsApart = kThreads / kLanes, kAtOnce = 4;
+    constexpr int kLanes = kWidth / 4, kPer = 32 / kLanes, kAtOnce = 8, kApart = Tile::kConsumerWarps * kPer;
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-    const int thread = 32 * warp + lane, number = rows.end - rows.begin, columns = args.value_width;
-    const auto place = [&](int contributor, int row) {
-      return static_cast<int64_t>(lean_slot(first, contributor)) * Tile::kRows + row;
-    };
-    const int d = thread % kLanes * 4;
-    const bool column = d < columns;
+    const int d = lane % kLanes * 4;
+    int columns = args.value_width;
+    asm volatile("" : "+r"(columns));  // else its multiples are worked out before the first unit and kept in registers
+    const int source = lane / kLanes * kLanes;  // the lane with the statistics of this lane's first row
+    const bool in_columns = d < columns;
 #pragma unroll 1
-    for (int begin = 0; begin < number; begin += kAtOnce * kRowsApart) {
-      const int row0 = begin + thread / kLanes;
+    for (int row0 = rows.begin + warp * kPer + lane / kLanes; row0 - lane / kLanes < rows.end; row0 += kApart * kAtOnce) {
+      const int mine = row0 + lane % kLanes % kAtOnce * kApart;
       float4 o[kAtOnce];
-      float top[kAtOnce], total[kAtOnce];
 #pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-        o[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-        top[r] = -INFINITY;
-        total[r] = 0.0f;
-      }
-      // Statistics: a lane has every kLanes-th contributor.
+      for (int r = 0; r < kAtOnce; ++r) o[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float top = -INFINITY, total = 0.0f;
 #pragma unroll 1
-      for (int i = thread % kLanes; i < count; i += kLanes) {
-        float part_max[kAtOnce], part_sum[kAtOnce];
+      for (int i0 = 0; i0 < count; i0 += 2) {
+        float4 part[2][kAtOnce];
+        float part_max[2], part_sum[2];
 #pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
-          const int64_t at = place(i, lean_min(row0 + r * kRowsApart, number - 1));
-          part_max[r] = __ldcg(args.partial_max + at);
-          part_sum[r] = __ldcg(args.partial_sum + at);
-        }
-#pragma unroll
-        for (int r = 0; r < kAtOnce; ++r) {
-          const float now = fmaxf(top[r], part_max[r]);
-          total[r] = total[r] * rescale(top[r], now) + part_sum[r] * rescale(part_max[r], now);
-          top[r] = now;
-        }
-      }
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-        const float mine = top[r];
-#pragma unroll
-        for (int offset = 1; offset < kLanes; offset *= 2)
-          top[r] = fmaxf(top[r], __shfl_xor_sync(kFullWarp, top[r], offset));
-        total[r] *= rescale(mine, top[r]);
-#pragma unroll
-        for (int offset = 1; offset < kLanes; offset *= 2) total[r] += __shfl_xor_sync(kFullWarp, total[r], offset);
-      }
-#pragma unroll 1
-      for (int i0 = 0; i0 < count; i0 += kAtOnce) {
-        float4 part[kAtOnce][kAtOnce];
-        float factor[kAtOnce][kAtOnce];
-#pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
+        for (int i = 0; i < 2; ++i) {
+          const bool there = i0 + i < count;
+          const int64_t slot = static_cast<int64_t>(lean_slot(first, i0 + i)) * Tile::kRows;
+          const float* const from = args.partial_output + (slot + row0 - rows.begin) * columns + d;
 #pragma unroll
           for (int r = 0; r < kAtOnce; ++r) {
             part[i][r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            factor[i][r] = -INFINITY;
-            if (i0 + i < count && row0 + r * kRowsApart < number && column) {
-              const int64_t at = place(i0 + i, row0 + r * kRowsApart);
-              part[i][r] = __ldcg(reinterpret_cast<const float4*>(args.partial_output + at * columns + d));
-              factor[i][r] = __ldcg(args.partial_max + at);
-            }
+            if (there && in_columns && row0 + r * kApart < rows.end)
+              part[i][r] = __ldcg(reinterpret_cast<const float4*>(from + r * kApart * columns));
+          }
+          part_max[i] = -INFINITY;
+          part_sum[i] = 0.0f;
+          if (there && mine < rows.end) {
+            part_max[i] = __ldcg(args.partial_max + slot + mine - rows.begin);
+            part_sum[i] = __ldcg(args.partial_sum + slot + mine - rows.begin);
           }
         }
+        const float now = fmaxf(top, fmaxf(part_max[0], part_max[1]));
+        const float old = rescale(top, now), share[2] = {rescale(part_max[0], now), rescale(part_max[1], now)};
+        total = total * old + share[0] * part_sum[0] + share[1] * part_sum[1];
+        top = now;
 #pragma unroll
-        for (int i = 0; i < kAtOnce; ++i) {
-#pragma unroll
-          for (int r = 0; r < kAtOnce; ++r) {
-            const float f = rescale(factor[i][r], top[r]);
-            o[r].x += f * part[i][r].x, o[r].y += f * part[i][r].y;
-            o[r].z += f * part[i][r].z, o[r].w += f * part[i][r].w;
-          }
+        for (int r = 0; r < kAtOnce; ++r) {
+          const float f = __shfl_sync(kFullWarp, old, source + r), f0 = __shfl_sync(kFullWarp, share[0], source + r),
+                      f1 = __shfl_sync(kFullWarp, share[1], source + r);
+          o[r].x = o[r].x * f + f0 * part[0][r].x + f1 * part[1][r].x;
+          o[r].y = o[r].y * f + f0 * part[0][r].y + f1 * part[1][r].y;
+          o[r].z = o[r].z * f + f0 * part[0][r].z + f1 * part[1][r].z;
+          o[r].w = o[r].w * f + f0 * part[0][r].w + f1 * part[1][r].w;
         }
       }
+      const RowPlace place = row_place(args, unit, lean_min(mine, rows.end - 1));
+      const RowEnd<T> end = row_end<T>(args, unit, place, top, total);
+      if (lane % kLanes < kAtOnce && mine < rows.end) write_lse(args, unit, place, end.lse);
 #pragma unroll
       for (int r = 0; r < kAtOnce; ++r) {
-        const int row = row0 + r * kRowsApart;
-        if (row < number && column) write_row<T>(args, unit, rows.begin + row, d, o[r], top[r], total[r]);
+        const float f = __shfl_sync(kFullWarp, end.factor, source + r);
+        T* const to = reinterpret_cast<T*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(end.output), source + r)) + d;
+        uint2 w = make_uint2(pack_pair(T{}, o[r].x * f, o[r].y * f), pack_pair(T{}, o[r].z * f, o[r].w * f));
+        if (f == 0.0f) w = make_uint2(0, 0);
+        if (in_columns && row0 + r * kApart < rows.end) *reinterpret_cast<uint2*>(to) = w;
       }
     }
   }
