@@ -157,7 +157,8 @@ def test_values_that_no_row_sees_do_not_matter():
     """Infinities and NaN in the rest of a tile, where a tile of an earlier request has left such values too."""
     for variant in VARIANTS:
         for n in (1, 100, 127, 128, 129, 300):
-            inputs, attrs = make_case(n, variant, torch.bfloat16, (n, 900, n), (min(n, 40), 40, 1), Nq=40, H=4, Hkv=1, D=64, Dv=128, spare=200)
+            inputs, attrs = make_case(n, variant, torch.bfloat16, (n, 900, n), (min(n, 40), 40, 1), Nq=40, H=4, Hkv=1, D=64,
+                                      Dv=128, spare=200)
             out = check(inputs, attrs)
             cache = inputs["value_cache"]
             inputs["value_cache"] = torch.where(cache.isnan(), torch.full_like(cache, float("inf")), cache)

@@ -2,7 +2,7 @@
 
 namespace leanfleet {
 
-template int launch_wgmma<__nv_bfloat16>(const LeanAttentionArgs&, const LeanTileLoads&, const CUtensorMap&, const CUtensorMap&, int,
-                               void*);
+template int launch_wgmma<__nv_bfloat16>(const LeanAttentionArgs&, const LeanTileLoads&, const CUtensorMap&, const CUtensorMap&,
+                                         int, void*);
 
 }  // namespace leanfleet

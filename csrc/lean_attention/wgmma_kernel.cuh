@@ -96,7 +96,6 @@ struct WarpgroupConsumer {
   int pair = 0;          // of slots in the ring, keys' and values'
   uint32_t parity = 0;
   float max[2], sum[2];
-  RowBounds bounds[2];
 
   __device__ __forceinline__ void run() {
     RingPlace queued(0, kQueue);
@@ -107,19 +106,16 @@ struct WarpgroupConsumer {
 #pragma unroll 1
     for (;;) {
       const LeanWork& work = ring.queue[queued.slot];
-      begin_unit(work.unit, o);
+      begin_unit(o);
       const LeanSpan rows = real_rows(work.unit);
       LeanSpan tokens = {0, 0};
       if (rows.begin < rows.end)
         tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
-      const RowsKeys mine = keys_of_tokens(args, work.unit, tokens);
-      const LeanSpan all = work.segment.tiles;
-      const LeanSpan tiles = {lean_clamp(mine.seen.begin / kTokens, all.begin, all.end),
-                              lean_clamp((mine.seen.end + kTokens - 1) / kTokens, all.begin, all.end)};
-      const LeanSpan plain = args.softcap > 0.0f ? LeanSpan{0, 0}
-                                                 : LeanSpan{(mine.common.begin + kTokens - 1) / kTokens, mine.common.end / kTokens};
+      const LeanSpan mine = keys_of_tokens(args, work.unit, tokens).seen, all = work.segment.tiles;
+      const LeanSpan tiles = {lean_clamp(mine.begin / kTokens, all.begin, all.end),
+                              lean_clamp((mine.end + kTokens - 1) / kTokens, all.begin, all.end)};
       skip(tiles.begin - all.begin);
-      if (tiles.begin < tiles.end) consume(tiles, plain, work, o);
+      if (tiles.begin < tiles.end) consume(tiles, work, o);
       skip(all.end - lean_max(tiles.begin, tiles.end));
       // The next unit's query is on its way while this one's output is written.
       const uint32_t done = ring.queue_empty + queued.slot * 8;
@@ -235,8 +231,7 @@ struct WarpgroupConsumer {
         p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
   }
 
-  // Tiles in which all rows see all tokens are those of `plain`.
-  __device__ __forceinline__ void consume(LeanSpan tiles, LeanSpan plain, const LeanWork& work, Output& o) {
+  __device__ __forceinline__ void consume(LeanSpan tiles, const LeanWork& work, Output& o) {
     // |scale|: its sign is in the query.
     const float scale = args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E;
     Scores s;
@@ -248,7 +243,7 @@ struct WarpgroupConsumer {
     keys_product(s);
     hopper::products_wait<0>();
     hopper::products_keep(s);
-    finish_scores(tile, plain, work, s);
+    finish_scores(tile, work, s);
     soften(s, scale, factor);
     pack(s, p);
 #pragma unroll 1
@@ -272,7 +267,7 @@ struct WarpgroupConsumer {
       values_product(o, p, values(before));
       hopper::products_wait<1>();
       hopper::products_keep(s);
-      finish_scores(tile, plain, work, s);
+      finish_scores(tile, work, s);
       soften(s, scale, factor);
       hopper::products_keep(s);
       // Sums of exponentials are never negative. Without a branch here the assembler moves the wait to before the softmax.
@@ -286,22 +281,33 @@ struct WarpgroupConsumer {
   }
 
   // Gives the tile's keys back, and caps and masks its logits unless all rows see all of it.
-  __device__ __forceinline__ void finish_scores(int tile, LeanSpan plain, const LeanWork& work, Scores& s) const {
+  __device__ __forceinline__ void finish_scores(int tile, const LeanWork& work, Scores& s) const {
     const uint4 missing = missing_tokens();
     const bool all_there = (missing.x | missing.y | missing.z | missing.w) == 0;
     release(keys_empty());
-    if (tile >= plain.begin && tile < plain.end && all_there) return;
+    const int begin = tile * kTokens;
+    const LeanSpan common = work.common, seen = work.seen;
+    if (begin >= common.begin && begin + kTokens <= common.end && all_there && args.softcap == 0.0f) return;
     if (args.softcap > 0.0f) {
       const float scale = fabsf(args.scale);
 #pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n)
+      for (int n = 0; n < kTokens / 8; ++n) {
+        // A branch that the compiler does not see through: otherwise it works on so many logits at once that the loop over
+        // tiles loses registers to it, also where there is no softcap.
+        int on;
+        asm volatile("activemask.b32 %0;" : "=r"(on));
+        if (on == 0) break;
 #pragma unroll
         for (int i = 0; i < 4; ++i) s[n][i] = cap_logit(s[n][i] * scale, args.softcap);
+      }
     }
-    const int begin = tile * kTokens, first = begin + lane % 4 * 2;  // the position of s[0][0] and s[0][2]
+    const LeanSpan rows = real_rows(work.unit);
+    const int first = begin + lane % 4 * 2;  // the position of s[0][0] and s[0][2]
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      const int low = bounds[c].begin - first, high = bounds[c].end - first;
+      const int row = rows.begin + warp % 4 * 16 + lane / 4 + 8 * c;
+      const RowBounds bounds = row < rows.end ? row_bounds(args, work.unit, row) : RowBounds{0, 0};
+      const int low = bounds.begin - first, high = bounds.end - first;
 #pragma unroll
       for (int n = 0; n < kTokens / 8; ++n)
 #pragma unroll
@@ -316,7 +322,6 @@ struct WarpgroupConsumer {
         for (int i = 0; i < 4; ++i)
           if (bits[n / 4] >> (8 * n % 32 + lane % 4 * 2 + i % 2) & 1) s[n][i] = -INFINITY;
     }
-    const LeanSpan seen = work.seen;
     if (begin < seen.begin || begin + kTokens > seen.end || !all_there) {
       barrier_wait(values_full(pair), parity);
       silence_values(begin, seen, missing);
@@ -376,7 +381,7 @@ struct WarpgroupConsumer {
     copies_commit();
   }
 
-  __device__ __forceinline__ void begin_unit(const LeanUnit& unit, Output& o) {
+  __device__ __forceinline__ void begin_unit(Output& o) {
     copies_wait();
     if (args.scale < 0.0f) {
 #pragma unroll 1
@@ -387,13 +392,10 @@ struct WarpgroupConsumer {
       }
     }
     hopper::fence_async();
-    const LeanSpan rows = real_rows(unit);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       max[c] = -INFINITY;
       sum[c] = 0.0f;
-      const int row = rows.begin + warp % 4 * 16 + lane / 4 + 8 * c;
-      bounds[c] = row < rows.end ? row_bounds(args, unit, row) : RowBounds{0, 0};
     }
 #pragma unroll
     for (int d = 0; d < kWidth / 8; ++d)
