@@ -138,6 +138,34 @@ def test_prompts(variant, layout, dtype):
         check(inputs, attrs)
 
 
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("D", (64, 128))
+def test_17_to_200_rows(variant, D, dtype):
+    """Some new tokens on a long cache: units of 128 rows, of which few or all are used, and splits of the context."""
+    for seed, (group, Nq, attrs) in enumerate((
+            (1, 17, {}), (4, 8, {"sinks": True}), (3, 21, {"causal": 0}), (4, 16, {"softcap": 5.0}), (1, 65, {"scale": -0.3}),
+            (3, 40, {"window": 100}), (8, 16, {"window": 700, "sinks": True, "append": True}), (1, 129, {"block": 64}),
+            (5, 40, {"block": 8, "append": True}), (1, 200, {"softcap": 2.0, "window": 130, "block": 256}))):
+        lens = (1500, 129, 0, 256, 1, 127, 3000)
+        inputs, attrs = make_case(seed, variant, dtype, lens, query_lens=tuple(min(Nq, n) for n in lens[:-1]) + (3,), Nq=Nq,
+                                  H=2 * group, Hkv=2, D=D, Dv=(D, 64)[seed % 2], **attrs)
+        check(inputs, attrs)
+
+
+def test_values_that_no_row_sees_do_not_matter():
+    """Infinities and NaN in the rest of a tile, where a tile of an earlier request has left such values too."""
+    for variant in VARIANTS:
+        for n in (1, 100, 127, 128, 129, 300):
+            inputs, attrs = make_case(n, variant, torch.bfloat16, (n, 900, n), (min(n, 40), 40, 1), Nq=40, H=4, Hkv=1, D=64,
+                                      Dv=128, spare=200)
+            out = check(inputs, attrs)
+            cache = inputs["value_cache"]
+            inputs["value_cache"] = torch.where(cache.isnan(), torch.full_like(cache, float("inf")), cache)
+            again = run_kernel("LeanAttention", to_cuda(inputs), attrs)
+            assert all(same_bits(out[name], again[name]) for name in again)
+
+
 @pytest.mark.parametrize("D", (8, 24, 64, 80, 96, 128, 192, 256))
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_widths(dtype, D):

@@ -258,11 +258,16 @@ __device__ __forceinline__ RowPlace row_place(const LeanAttentionArgs& args, con
   return {token, unit.head * args.group + row - token * args.group};
 }
 
-// Normalises 4 elements of a packed row and writes them; the thread with the row's first elements writes lse.
+// Where a packed row of the output begins, what its unnormalised elements have to be multiplied with (0: they are 0
+// whatever they hold), and its lse.
 template <class T>
-__device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const LeanUnit& unit, int row, int d, float4 o,
-                                          float max, float sum) {
-  const RowPlace place = row_place(args, unit, row);
+struct RowEnd {
+  T* output;
+  float factor, lse;
+};
+template <class T>
+__device__ __forceinline__ RowEnd<T> row_end(const LeanAttentionArgs& args, const LeanUnit& unit, const RowPlace& place,
+                                             float max, float sum) {
   float top = max;
   float factor = 0.0f;
   const bool padding = place.token >= unit.request.tokens;
@@ -277,13 +282,25 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
     factor = sum != 0.0f ? __fdividef(factor, sum) : 0.0f;
   }
   const bool empty = padding || sum == 0.0f;
-  if (factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  T* output = static_cast<T*>(args.output) + unit.b * args.output_strides.batch +
-              place.head * args.output_strides.head + place.token * args.output_strides.token + d;
-  store4(output, make_float4(o.x * factor, o.y * factor, o.z * factor, o.w * factor));
-  if (d == 0)
-    args.lse[unit.b * args.lse_strides.batch + place.head * args.lse_strides.head +
-             place.token * args.lse_strides.token] = empty ? -INFINITY : kLn2 * (top + __log2f(sum));
+  return {static_cast<T*>(args.output) + unit.b * args.output_strides.batch + place.head * args.output_strides.head +
+              place.token * args.output_strides.token,
+          factor, empty ? -INFINITY : kLn2 * (top + __log2f(sum))};
+}
+
+__device__ __forceinline__ void write_lse(const LeanAttentionArgs& args, const LeanUnit& unit, const RowPlace& place,
+                                          float lse) {
+  args.lse[unit.b * args.lse_strides.batch + place.head * args.lse_strides.head + place.token * args.lse_strides.token] = lse;
+}
+
+// Normalises 4 elements of a packed row and writes them; the thread with the row's first elements writes lse.
+template <class T>
+__device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const LeanUnit& unit, int row, int d, float4 o,
+                                          float max, float sum) {
+  const RowPlace place = row_place(args, unit, row);
+  const RowEnd<T> end = row_end<T>(args, unit, place, max, sum);
+  if (end.factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  store4(end.output + d, make_float4(o.x * end.factor, o.y * end.factor, o.z * end.factor, o.w * end.factor));
+  if (d == 0) write_lse(args, unit, place, end.lse);
 }
 
 // Stores 4 unnormalised elements of a packed row as part of a contributor's partial result.

@@ -8,6 +8,7 @@
 #include "core/cuda_target.h"
 #include "lean_attention/device.cuh"
 #include "lean_attention/mma_kernel.cuh"
+#include "lean_attention/wgmma_kernel.cuh"
 
 namespace leanfleet {
 
@@ -211,6 +212,20 @@ __global__ void __launch_bounds__(kFloatThreads)
   });
 }
 
+// Appends only. Prompts: the attention then reads all keys and values from the caches, through the copy engine.
+template <class T>
+__global__ void __launch_bounds__(256) LeanAttentionAppendKernel(const __grid_constant__ LeanAttentionArgs args) {
+  append_all<T, uint4>(args, blockIdx.x * 8 + threadIdx.x / 32, gridDim.x * 8);
+}
+constexpr int kAppendApart = 64;  // new tokens
+
+template <class T>
+int launch_append(const LeanAttentionArgs& args, cudaStream_t stream) {
+  const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads;
+  LeanAttentionAppendKernel<T><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
+  return cudaGetLastError();
+}
+
 template <class T>
 int launch_float(const LeanAttentionArgs& args, bool by_16_bytes, cudaStream_t stream) {
   const int bytes = float_shared_bytes(args);
@@ -240,6 +255,9 @@ int padded_width(const LeanAttentionArgs& args) {
   const int width = args.key_width > args.value_width ? args.key_width : args.value_width;
   return width <= 64 ? 64 : width <= 128 ? 128 : 256;
 }
+
+// Whether units of 128 rows run on wgmma, which only code for sm_90a has.
+bool takes_wgmma(const LeanAttentionArgs& args, int device) { return padded_width(args) <= 128 && code_version(device) == 90; }
 
 int greatest_common_divisor(int a, int b) {
   while (b != 0) {
@@ -282,30 +300,32 @@ bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* dat
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-template <int kWidth, int kRows>
-void choose_tile(int* key_tile, int* slots, int shared_bytes) {
-  *key_tile = LeanTile<kWidth, kRows>::kTokens;
-  *slots = LeanTile<kWidth, kRows>::slots_for(shared_bytes);
-}
-
-void choose_tile(int width, int rows, int* key_tile, int* slots, int shared_bytes) {
+// The keys of a tile and, for a block with so much shared memory, the slots of the ring.
+void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int shared_bytes) {
+  const auto of_tile = [&](auto tile) {
+    *key_tile = decltype(tile)::kTokens;
+    *slots = decltype(tile)::slots_for(shared_bytes);
+  };
   const auto of_width = [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
-    if (rows <= 8) choose_tile<kWidth, 8>(key_tile, slots, shared_bytes);
-    else if (rows <= 16) choose_tile<kWidth, kWidth == 256 ? 128 : 16>(key_tile, slots, shared_bytes);
-    else choose_tile<kWidth, 128>(key_tile, slots, shared_bytes);
+    if (rows <= 8) of_tile(LeanTile<kWidth, 8>{});
+    else if (rows <= 16) of_tile(LeanTile<kWidth, kWidth == 256 ? 128 : 16>{});
+    else if (wgmma) of_tile(WgmmaTile<kWidth>{});
+    else of_tile(LeanTile<kWidth, 128>{});
   };
   if (width == 64) of_width(std::integral_constant<int, 64>{});
   else if (width == 128) of_width(std::integral_constant<int, 128>{});
   else of_width(std::integral_constant<int, 256>{});
 }
 
+constexpr int kUnitOverhead = 5, kWgmmaUnitOverhead = 4;  // in key tiles, measured
+
 }  // namespace
 
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
   LeanPlan plan;
-  plan.unit_overhead = 5;
+  plan.unit_overhead = kUnitOverhead;
   plan.min_range_work = kMinRangeWork;
   plan.max_ranges = forced_ranges > 0 ? forced_ranges : sm_count;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
@@ -320,7 +340,10 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : 128;
   int slots = 0;
-  choose_tile(padded_width(args), plan.row_tile, &plan.key_tile, &slots, 0);
+  int device = 0;
+  const bool wgmma = cudaGetDevice(&device) == cudaSuccess && takes_wgmma(args, device);
+  if (wgmma && plan.row_tile == kWgmmaRows) plan.unit_overhead = kWgmmaUnitOverhead;
+  choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
   // Few units of equal length are cut into equal parts: as many ranges as keep the cuts of every unit in the same
   // places, if that leaves few multiprocessors idle.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * lean_row_tiles_of(args, plan.row_tile);
@@ -354,17 +377,26 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   if (element == 4) return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
   const int width = padded_width(args);
   int key_tile = 0, slots = 0;
-  choose_tile(width, args.plan.row_tile, &key_tile, &slots, max_shared_bytes);
-  if (!by_16_bytes || slots < 2) {
+  const bool wgmma = args.plan.row_tile == kWgmmaRows && takes_wgmma(args, device);
+  choose_tile(width, args.plan.row_tile, wgmma, &key_tile, &slots, max_shared_bytes);
+  if (!by_16_bytes || slots < 2 || (wgmma && !aligned(args.output, 16))) {
     args.plan.key_tile = kFloatTokens;
     args.plan.row_tile = lean_min(args.plan.row_tile, kFloatRows);
     return args.dtype == static_cast<int>(DType::kFloat16)
                ? launch_float<__half>(args, false, static_cast<cudaStream_t>(stream))
                : launch_float<__nv_bfloat16>(args, false, static_cast<cudaStream_t>(stream));
   }
+  if (wgmma && args.append && args.tokens >= kAppendApart) {
+    const int error = args.dtype == static_cast<int>(DType::kFloat16)
+                          ? launch_append<__half>(args, static_cast<cudaStream_t>(stream))
+                          : launch_append<__nv_bfloat16>(args, static_cast<cudaStream_t>(stream));
+    if (error != cudaSuccess) return error;
+    args.append = false;
+  }
   LeanTileLoads loads = {};
   loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
   loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
+  if (wgmma) loads.key_boxes = loads.value_boxes = width / kBoxColumns;  // its products take all columns: zeros beyond D
   loads.stream_once = lean_row_tiles(args) == 1;
   loads.slots = slots;
   loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
@@ -383,6 +415,10 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   // copies. The last warp tells the consumers what to do; it copies too where all 4 are needed.
   loads.copy_warps = loads.whole_tiles ? 1 : 4;
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
+  if (wgmma)
+    return args.dtype == static_cast<int>(DType::kFloat16)
+               ? launch_wgmma<__half>(args, loads, key_map, value_map, width, stream)
+               : launch_wgmma<__nv_bfloat16>(args, loads, key_map, value_map, width, stream);
   return args.dtype == static_cast<int>(DType::kFloat16)
              ? launch_mma<__half>(args, loads, key_map, value_map, width, producer_warps, stream)
              : launch_mma<__nv_bfloat16>(args, loads, key_map, value_map, width, producer_warps, stream);

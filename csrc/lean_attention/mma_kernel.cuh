@@ -7,7 +7,8 @@
 //   up to 16 rows    8 warps, each with its own tokens of every second tile and softmax statistics of its own, merged
 //                    once a segment. The product is turned round, S^T = K Q^T and O^T = V^T P^T, so that a decode step's few
 //                    rows stand on the side of the mma that is 8 wide and not on the one that is 16 wide.
-//   up to 128 rows   8 warps, each with its own 16 rows and all tokens.
+//   up to 128 rows   8 warps, each with its own 16 rows and all tokens. On sm_90a wgmma_kernel.cuh has these for widths
+//                    up to 128.
 //
 // The producer alone reads the schedule; it hands each segment to the consumers through a queue in shared memory.
 //
@@ -1008,6 +1009,9 @@ template <class T, int kWidth, int kRows>
 __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     LeanAttentionKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
                         const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  if constexpr (kWidth <= 128 && kRows == 128) return;  // wgmma_kernel.cuh has these
+#endif
   using Tile = LeanTile<kWidth, kRows>;
   LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;

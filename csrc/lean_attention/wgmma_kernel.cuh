@@ -1,0 +1,620 @@
+// LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent block per range of the schedule, as in
+// mma_kernel.cuh, whose producer and queue it takes over. Two warpgroups compute, each 64 rows of a unit of 128 and all
+// tokens, with wgmma: S = Q K^T from shared memory, O += P V with P in registers.
+//
+// The next tile's S is on its way through the tensor cores beside this tile's O while the softmax of the next one runs
+// (as in FlashAttention-3). What tile it is, masked or not, decides about branches between products only: a product
+// behind a branch, with others on their way, makes the compiler wait for each.
+#pragma once
+
+#include "core/hopper.cuh"
+#include "lean_attention/mma_kernel.cuh"
+
+namespace leanfleet {
+
+template <int kWidth>
+struct WgmmaTile {
+  static constexpr bool kSplitTokens = false;
+  static constexpr int kTokens = 128, kRows = 128, kGroupRows = 64;
+  static constexpr int kConsumerWarps = 8, kTileWarps = 8, kGroups = 1, kThreads = 32 * (kConsumerWarps + 4);
+  static constexpr int kSlotBytes = kTokens * kWidth * 2;
+  static constexpr int kQueryBytes = kRows * kWidth * 2;
+  static constexpr int kSlices = kTokens / 16;
+  static constexpr int kSlotExtra = 16 + kSlices * 2;
+  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + 16);
+  static constexpr int kFixedBytes = kQueryBytes + kQueueBytes + 16 + 1024;  // 1024: to align the ring
+  static_assert(kQueueBytes % 16 == 0, "a slot's bits are read as words");
+  // Keys have the even slots and values the odd ones.
+  static int slots_for(int shared_bytes) {
+    const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
+    return (slots < 12 ? slots : 12) / 2 * 2;
+  }
+  static int shared_bytes(int slots) { return kFixedBytes + slots * (kSlotBytes + kSlotExtra); }
+};
+
+constexpr int kWgmmaRows = WgmmaTile<64>::kRows;
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+
+// s[64x128] (+)= a[64x16] b[128x16]^T, both tiles with the summed index as columns.
+#define LEANFLEET_KEYS_PRODUCT(type, name)                                                                             \
+__device__ __forceinline__ void keys_product_step(type, float (&c)[16][4], uint64_t a, uint64_t b, int add) {          \
+  asm volatile(                                                                                                        \
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                     \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " "                                                 \
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
+      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "           \
+      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "           \
+      "%60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0;\n}"                                                               \
+      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
+        "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
+        "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
+        "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),       \
+        "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]),       \
+        "+f"(c[8][3]), "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]), "+f"(c[10][0]), "+f"(c[10][1]),     \
+        "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]), "+f"(c[12][0]), \
+        "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]), \
+        "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), \
+        "+f"(c[15][3])                                                                                                 \
+      : "l"(a), "l"(b), "r"(add));                                                                                     \
+}
+LEANFLEET_KEYS_PRODUCT(__half, "f16")
+LEANFLEET_KEYS_PRODUCT(__nv_bfloat16, "bf16")
+#undef LEANFLEET_KEYS_PRODUCT
+
+// A 4x4 transposition of words among the four lanes of a quad: lane q gets word q of each lane, in their order.
+__device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
+  const auto swap = [&](uint32_t& low, uint32_t& high, int distance) {
+    const bool upper = lane & distance;
+    const uint32_t got = __shfl_xor_sync(kFullWarp, upper ? low : high, distance);
+    if (upper) low = got;
+    else high = got;
+  };
+  swap(w[0], w[1], 1);
+  swap(w[2], w[3], 1);
+  swap(w[0], w[2], 2);
+  swap(w[1], w[3], 2);
+}
+
+// A warpgroup: `group` 0 or 1, with rows 64 * group and on of every unit; `warp` of the block's 8 consumer warps. A
+// thread has the rows 16 * warp + lane / 4 and 8 more of the unit, and of these columns 8n + 2 * (lane % 4) and the next.
+template <class T, int kWidth>
+struct WarpgroupConsumer {
+  using Tile = WgmmaTile<kWidth>;
+  static constexpr int kTokens = Tile::kTokens;
+  static constexpr int kThreads = 32 * Tile::kConsumerWarps;
+  using Scores = float[kTokens / 8][4];
+  using Output = float[kWidth / 8][4];
+  using Weights = uint32_t[kTokens / 16][4];
+
+  const LeanAttentionArgs& args;
+  const LeanTileLoads& loads;
+  const RingAddresses& ring;
+  const uint32_t query;  // shared address of this group's rows, [box][64][64 columns], swizzled like a slot
+  volatile uint32_t* const arrived;
+  const int group, warp, lane;
+  int pair = 0;          // of slots in the ring, keys' and values'
+  uint32_t parity = 0;
+  float max[2], sum[2];
+
+  __device__ __forceinline__ void run() {
+    RingPlace queued(0, kQueue);
+    Output o;
+    barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+    if (ring.queue[queued.slot].last != 0) return;
+    load_query(ring.queue[queued.slot].unit);
+#pragma unroll 1
+    for (;;) {
+      const LeanWork& work = ring.queue[queued.slot];
+      begin_unit(o);
+      const LeanSpan rows = real_rows(work.unit);
+      LeanSpan tokens = {0, 0};
+      if (rows.begin < rows.end)
+        tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
+      const LeanSpan mine = keys_of_tokens(args, work.unit, tokens).seen, all = work.segment.tiles;
+      const LeanSpan tiles = {lean_clamp(mine.begin / kTokens, all.begin, all.end),
+                              lean_clamp((mine.end + kTokens - 1) / kTokens, all.begin, all.end)};
+      skip(tiles.begin - all.begin);
+      if (tiles.begin < tiles.end) consume(tiles, work, o);
+      skip(all.end - lean_max(tiles.begin, tiles.end));
+      // The next unit's query is on its way while this one's output is written.
+      const uint32_t done = ring.queue_empty + queued.slot * 8;
+      queued.next();
+      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      const bool last = ring.queue[queued.slot].last != 0;
+      if (!last) load_query(ring.queue[queued.slot].unit);
+      finish(work, o);
+      if (last) return;
+      release(done);
+    }
+  }
+
+  // The ring
+
+  __device__ __forceinline__ uint32_t keys_full() const { return ring.full + pair * 16; }
+  __device__ __forceinline__ uint32_t values_full(int of) const { return ring.full + of * 16 + 8; }
+  __device__ __forceinline__ uint32_t keys_empty() const { return ring.full + 8 * loads.slots + pair * 16; }
+  __device__ __forceinline__ uint32_t values_empty(int of) const { return ring.full + 8 * loads.slots + of * 16 + 8; }
+  __device__ __forceinline__ uint32_t keys() const { return ring.slots + pair * 2 * Tile::kSlotBytes; }
+  __device__ __forceinline__ uint32_t values(int of) const { return ring.slots + (of * 2 + 1) * Tile::kSlotBytes; }
+  __device__ __forceinline__ void next() {
+    if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
+  }
+  __device__ __forceinline__ void release(uint32_t empty) const {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(empty);
+  }
+  // Rows that threads have copied instead of the copy engine, before wgmma reads them.
+  __device__ __forceinline__ void landed() const {
+    if (!loads.whole_tiles) hopper::fence_async();
+  }
+
+  // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full.
+  __device__ __forceinline__ uint4 missing_tokens() const {
+    if (args.cache_kind != kLeanPaged) return make_uint4(0, 0, 0, 0);
+    return *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
+  }
+  // Tiles that this group's rows do not see.
+  __device__ __forceinline__ void skip(int tiles) {
+#pragma unroll 1
+    for (; tiles > 0; --tiles) {
+      barrier_wait(keys_full(), parity);
+      release(keys_empty());
+      barrier_wait(values_full(pair), parity);
+      release(values_empty(pair));
+      next();
+    }
+  }
+
+  // Products
+
+  __device__ __forceinline__ void keys_product(Scores& s) const {
+    const uint64_t a = hopper::describe(query, 0), b = hopper::describe(keys(), 0);
+    hopper::products_begin();
+#pragma unroll
+    for (int k = 0; k < kWidth / 16; ++k)
+      keys_product_step(T{}, s, a + (k / 4 * Tile::kGroupRows * 128 + k % 4 * 32) / 16,
+                        b + (k / 4 * kTokens * 128 + k % 4 * 32) / 16, k > 0);
+    hopper::products_commit();
+  }
+  static __device__ __forceinline__ void values_product(Output& o, const Weights& p, uint32_t values) {
+    const uint64_t b = hopper::describe(values, kTokens * 128);
+    hopper::products_begin();
+#pragma unroll
+    for (int t = 0; t < kTokens / 16; ++t) hopper::product<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
+    hopper::products_commit();
+  }
+
+  // Softmax
+
+  // Logits times log2(e) are s * scale. Brings the statistics up to date, turns s into weights, and returns what earlier
+  // sums have to be multiplied with.
+  __device__ __forceinline__ void soften(Scores& s, float scale, float (&factor)[2]) {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      float top = -INFINITY;
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) top = fmaxf(top, fmaxf(s[n][2 * c], s[n][2 * c + 1]));
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
+      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
+      top *= scale;
+      const float in_use = top > max[c] + kRescaleAt ? top : max[c];
+      factor[c] = rescale(max[c], in_use);
+      max[c] = in_use;
+      const float base = in_use == -INFINITY ? 0.0f : -in_use;
+      float sums[2] = {sum[c] * factor[c], 0.0f};
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+        for (int i = 2 * c; i < 2 * c + 2; ++i) {
+          s[n][i] = exp2_fast(fmaf(s[n][i], scale, base));
+          sums[i % 2] += s[n][i];
+        }
+      }
+      sum[c] = sums[0] + sums[1];
+    }
+  }
+
+  static __device__ __forceinline__ void rescale_output(Output& o, const float (&factor)[2]) {
+    if (!__any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f)) return;
+#pragma unroll
+    for (int d = 0; d < kWidth / 8; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[d][i] *= factor[i / 2];
+  }
+
+  static __device__ __forceinline__ void pack(const Scores& s, Weights& p) {
+#pragma unroll
+    for (int t = 0; t < kTokens / 16; ++t)
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
+  }
+
+  __device__ __forceinline__ void consume(LeanSpan tiles, const LeanWork& work, Output& o) {
+    // |scale|: its sign is in the query.
+    const float scale = args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E;
+    Scores s;
+    Weights p;
+    float factor[2];
+    int tile = tiles.begin;
+    barrier_wait(keys_full(), parity);
+    landed();
+    keys_product(s);
+    hopper::products_wait<0>();
+    hopper::products_keep(s);
+    finish_scores(tile, work, s);
+    soften(s, scale, factor);
+    pack(s, p);
+#pragma unroll 1
+    for (;;) {
+      const int before = pair;
+      const uint32_t before_parity = parity;
+      next();
+      if (++tile == tiles.end) {
+        barrier_wait(values_full(before), before_parity);
+        landed();
+        values_product(o, p, values(before));
+        hopper::products_wait<0>();
+        hopper::products_keep(o);
+        release(values_empty(before));
+        return;
+      }
+      barrier_wait(keys_full(), parity);
+      barrier_wait(values_full(before), before_parity);
+      landed();
+      keys_product(s);
+      values_product(o, p, values(before));
+      hopper::products_wait<1>();
+      hopper::products_keep(s);
+      finish_scores(tile, work, s);
+      soften(s, scale, factor);
+      hopper::products_keep(s);
+      // Sums of exponentials are never negative. Without a branch here the assembler moves the wait to before the softmax.
+      if (__any_sync(kFullWarp, sum[0] + sum[1] < 0.0f)) __trap();
+      hopper::products_wait<0>();
+      hopper::products_keep(o);
+      release(values_empty(before));
+      rescale_output(o, factor);
+      pack(s, p);
+    }
+  }
+
+  // Gives the tile's keys back, and caps and masks its logits unless all rows see all of it.
+  __device__ __forceinline__ void finish_scores(int tile, const LeanWork& work, Scores& s) const {
+    const uint4 missing = missing_tokens();
+    const bool all_there = (missing.x | missing.y | missing.z | missing.w) == 0;
+    release(keys_empty());
+    const int begin = tile * kTokens;
+    const LeanSpan common = work.common, seen = work.seen;
+    if (begin >= common.begin && begin + kTokens <= common.end && all_there && args.softcap == 0.0f) return;
+    if (args.softcap > 0.0f) {
+      const float scale = fabsf(args.scale);
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n) {
+        // A branch that the compiler does not see through: otherwise it works on so many logits at once that the loop over
+        // tiles loses registers to it, also where there is no softcap.
+        int on;
+        asm volatile("activemask.b32 %0;" : "=r"(on));
+        if (on == 0) break;
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[n][i] = cap_logit(s[n][i] * scale, args.softcap);
+      }
+    }
+    const LeanSpan rows = real_rows(work.unit);
+    const int first = begin + lane % 4 * 2;  // the position of s[0][0] and s[0][2]
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = rows.begin + warp % 4 * 16 + lane / 4 + 8 * c;
+      const RowBounds bounds = row < rows.end ? row_bounds(args, work.unit, row) : RowBounds{0, 0};
+      const int low = bounds.begin - first, high = bounds.end - first;
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 2; ++i)
+          if (8 * n + i < low || 8 * n + i >= high) s[n][2 * c + i] = -INFINITY;
+    }
+    if (!all_there) {
+      const uint32_t bits[4] = {missing.x, missing.y, missing.z, missing.w};
+#pragma unroll
+      for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          if (bits[n / 4] >> (8 * n % 32 + lane % 4 * 2 + i % 2) & 1) s[n][i] = -INFINITY;
+    }
+    if (begin < seen.begin || begin + kTokens > seen.end || !all_there) {
+      barrier_wait(values_full(pair), parity);
+      silence_values(begin, seen, missing);
+    }
+  }
+
+  // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence: those tokens' values become
+  // 0 in the slot. Both groups do so, as each may be ahead of the other.
+  __device__ __forceinline__ void silence_values(int begin, LeanSpan seen, uint4 missing) const {
+    const uint32_t to = values(pair);
+#pragma unroll 1
+    for (int i = warp % 4 * 32 + lane; i < kTokens * kChunks; i += 128) {
+      const int token = i / kChunks, chunk = i % kChunks;
+      const uint32_t bits = token < 64 ? token < 32 ? missing.x : missing.y : token < 96 ? missing.z : missing.w;
+      if (begin + token < seen.begin || begin + token >= seen.end || (bits >> (token % 32) & 1))
+        store_16_bytes(to + slot_offset<kTokens>(token, chunk), make_uint4(0, 0, 0, 0));
+    }
+    hopper::fence_async();
+    group_barrier();
+  }
+
+  __device__ __forceinline__ void group_barrier() const { named_barrier(2 + group, 128); }
+
+  // The begin and the end of a unit
+
+  // This group's rows of a unit: the first, and the end of those that are not padding.
+  __device__ __forceinline__ LeanSpan real_rows(const LeanUnit& unit) const {
+    const LeanSpan all = lean_unit_rows(args, unit.row_tile);
+    const int begin = all.begin + Tile::kGroupRows * group;
+    return {begin, lean_min(lean_min(begin + Tile::kGroupRows, all.end), args.group * unit.request.tokens)};
+  }
+
+  // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row.
+  static constexpr int kChunks = kWidth / 8, kRowsApart = 128 / kChunks;
+  __device__ __forceinline__ int query_row() const { return (warp % 4 * 32 + lane) / kChunks; }
+  __device__ __forceinline__ int query_chunk() const { return lane % kChunks; }
+
+  // Starts to copy the rows of a unit, 0 for padding.
+  __device__ __forceinline__ void load_query(const LeanUnit& unit) const {
+    const LeanSpan rows = real_rows(unit);
+    // Row = token * group + head of the group, first for the group's first row, then for small numbers only.
+    const int first_token = rows.begin / args.group, first_head = rows.begin - first_token * args.group;
+    const int chunk = query_chunk();
+    const T* const base = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
+                          unit.head * args.group * args.query_strides.head + first_token * args.query_strides.token +
+                          chunk * 8;
+    const float by_group = __fdividef(1.0f, static_cast<float>(args.group));
+    group_barrier();  // the previous unit's rows have been read
+#pragma unroll 2
+    for (int r = query_row(); r < Tile::kGroupRows; r += kRowsApart) {
+      const int row = first_head + r, token = static_cast<int>((row + 0.5f) * by_group);
+      const bool wanted = rows.begin + r < rows.end && chunk * 8 < args.key_width;
+      const T* const from = base + (row - token * args.group) * args.query_strides.head + token * args.query_strides.token;
+      copy_async(query + slot_offset<Tile::kGroupRows>(r, chunk), wanted ? from : static_cast<const T*>(args.query),
+                 wanted ? 16 : 0);
+    }
+    copies_commit();
+  }
+
+  __device__ __forceinline__ void begin_unit(Output& o) {
+    copies_wait();
+    if (args.scale < 0.0f) {
+#pragma unroll 1
+      for (int r = query_row(); r < Tile::kGroupRows; r += kRowsApart) {
+        const uint32_t at = query + slot_offset<Tile::kGroupRows>(r, query_chunk());
+        const uint4 x = load_16_bytes(at);
+        store_16_bytes(at, make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u));
+      }
+    }
+    hopper::fence_async();
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      max[c] = -INFINITY;
+      sum[c] = 0.0f;
+    }
+#pragma unroll
+    for (int d = 0; d < kWidth / 8; ++d)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) o[d][i] = 0.0f;
+    group_barrier();
+  }
+
+  __device__ __forceinline__ void finish(const LeanWork& work, const Output& o) {
+    const LeanSegment& segment = work.segment;
+    const LeanSpan all = lean_unit_rows(args, work.unit.row_tile);
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 1);
+      sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 2);
+    }
+    if (segment.count == 1) {
+      write_output(work.unit, all, o);
+      return;
+    }
+    const int columns = args.value_width;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = 16 * warp + lane / 4 + 8 * c;
+      if (all.begin + row >= all.end) continue;
+      const int64_t at = static_cast<int64_t>(segment.slot) * Tile::kRows + row;
+      float* const to = args.partial_output + at * columns + lane % 4 * 2;
+#pragma unroll
+      for (int d = 0; d < kWidth / 8; ++d)
+        if (8 * d < columns) *reinterpret_cast<float2*>(to + 8 * d) = make_float2(o[d][2 * c], o[d][2 * c + 1]);
+      if (lane % 4 == 0) {
+        args.partial_max[at] = max[c];
+        args.partial_sum[at] = sum[c];
+      }
+    }
+    if (!last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived)) return;
+    merge_rows(work.unit, work.first, segment.count);
+  }
+
+  __device__ __forceinline__ void write_output(const LeanUnit& unit, LeanSpan rows, const Output& o) const {
+    if (rows.begin + Tile::kGroupRows * group >= rows.end) return;
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = rows.begin + 16 * warp + lane / 4 + 8 * c;
+      const RowPlace place = row_place(args, unit, lean_min(row, rows.end - 1));
+      const RowEnd<T> end = row_end<T>(args, unit, place, max[c], sum[c]);
+      if (lane % 4 == 0 && row < rows.end) write_lse(args, unit, place, end.lse);
+#pragma unroll
+      for (int d = 0; d < kWidth / 8; d += 4) {
+        uint32_t w[4];
+#pragma unroll
+        for (int i = 0; i < 4; ++i)
+          w[i] = end.factor == 0.0f ? 0u : pack_pair(T{}, o[d + i][2 * c] * end.factor, o[d + i][2 * c + 1] * end.factor);
+        transpose_quad(w, lane);
+        const int column = 8 * (d + lane % 4);
+        if (row < rows.end && column < args.value_width)
+          *reinterpret_cast<uint4*>(end.output + column) = make_uint4(w[0], w[1], w[2], w[3]);
+      }
+    }
+  }
+
+  // Merges the partial results of a unit in the order of their ranges and writes the rows. A warp takes kPer rows at
+  // once, kAtOnce times, with two contributors on their way; a lane has 4 columns of them, and the statistics of one. As
+  // little code as can be: what runs once costs some five cycles an instruction.
+  __device__ __forceinline__ void merge_rows(const LeanUnit& unit, int first, int count) const {
+    constexpr int kLanes = kWidth / 4, kPer = 32 / kLanes, kAtOnce = 8, kApart = Tile::kConsumerWarps * kPer;
+    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+    const int d = lane % kLanes * 4;
+    int columns = args.value_width;
+    asm volatile("" : "+r"(columns));  // else its multiples are worked out before the first unit and kept in registers
+    const int source = lane / kLanes * kLanes;  // the lane with the statistics of this lane's first row
+    const bool in_columns = d < columns;
+#pragma unroll 1
+    for (int row0 = rows.begin + warp * kPer + lane / kLanes; row0 - lane / kLanes < rows.end; row0 += kApart * kAtOnce) {
+      const int mine = row0 + lane % kLanes % kAtOnce * kApart;
+      float4 o[kAtOnce];
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) o[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float top = -INFINITY, total = 0.0f;
+#pragma unroll 1
+      for (int i0 = 0; i0 < count; i0 += 2) {
+        float4 part[2][kAtOnce];
+        float part_max[2], part_sum[2];
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const bool there = i0 + i < count;
+          const int64_t slot = static_cast<int64_t>(lean_slot(first, i0 + i)) * Tile::kRows;
+          const float* const from = args.partial_output + (slot + row0 - rows.begin) * columns + d;
+#pragma unroll
+          for (int r = 0; r < kAtOnce; ++r) {
+            part[i][r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (there && in_columns && row0 + r * kApart < rows.end)
+              part[i][r] = __ldcg(reinterpret_cast<const float4*>(from + r * kApart * columns));
+          }
+          part_max[i] = -INFINITY;
+          part_sum[i] = 0.0f;
+          if (there && mine < rows.end) {
+            part_max[i] = __ldcg(args.partial_max + slot + mine - rows.begin);
+            part_sum[i] = __ldcg(args.partial_sum + slot + mine - rows.begin);
+          }
+        }
+        const float now = fmaxf(top, fmaxf(part_max[0], part_max[1]));
+        const float old = rescale(top, now), share[2] = {rescale(part_max[0], now), rescale(part_max[1], now)};
+        total = total * old + share[0] * part_sum[0] + share[1] * part_sum[1];
+        top = now;
+#pragma unroll
+        for (int r = 0; r < kAtOnce; ++r) {
+          const float f = __shfl_sync(kFullWarp, old, source + r), f0 = __shfl_sync(kFullWarp, share[0], source + r),
+                      f1 = __shfl_sync(kFullWarp, share[1], source + r);
+          o[r].x = o[r].x * f + f0 * part[0][r].x + f1 * part[1][r].x;
+          o[r].y = o[r].y * f + f0 * part[0][r].y + f1 * part[1][r].y;
+          o[r].z = o[r].z * f + f0 * part[0][r].z + f1 * part[1][r].z;
+          o[r].w = o[r].w * f + f0 * part[0][r].w + f1 * part[1][r].w;
+        }
+      }
+      const RowPlace place = row_place(args, unit, lean_min(mine, rows.end - 1));
+      const RowEnd<T> end = row_end<T>(args, unit, place, top, total);
+      if (lane % kLanes < kAtOnce && mine < rows.end) write_lse(args, unit, place, end.lse);
+#pragma unroll
+      for (int r = 0; r < kAtOnce; ++r) {
+        const float f = __shfl_sync(kFullWarp, end.factor, source + r);
+        T* const to = reinterpret_cast<T*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(end.output), source + r)) + d;
+        uint2 w = make_uint2(pack_pair(T{}, o[r].x * f, o[r].y * f), pack_pair(T{}, o[r].z * f, o[r].w * f));
+        if (f == 0.0f) w = make_uint2(0, 0);
+        if (in_columns && row0 + r * kApart < rows.end) *reinterpret_cast<uint2*>(to) = w;
+      }
+    }
+  }
+};
+
+#endif
+
+template <class T, int kWidth>
+__global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
+    LeanAttentionWgmmaKernel(const __grid_constant__ LeanAttentionArgs launch_args,
+                             const __grid_constant__ LeanTileLoads loads, const __grid_constant__ CUtensorMap key_map,
+                             const __grid_constant__ CUtensorMap value_map) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  using Tile = WgmmaTile<kWidth>;
+  LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
+  args.plan.key_tile = Tile::kTokens;
+  args.plan.row_tile = Tile::kRows;
+  args.plan.min_range_work = kMinRangeWork;
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  extern __shared__ char raw[];
+  char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
+  char* at = base + loads.slots * Tile::kSlotBytes;
+  const uint32_t query = shared_address(at);
+  at += Tile::kQueryBytes;
+  RingAddresses ring;
+  ring.slots = shared_address(base);
+  ring.queue = reinterpret_cast<LeanWork*>(at);
+  ring.queue_full = shared_address(at + kQueue * sizeof(LeanWork));
+  ring.queue_empty = ring.queue_full + 8 * kQueue;
+  at += Tile::kQueueBytes;
+  ring.full = shared_address(at);
+  ring.empty = ring.full + 8 * loads.slots;
+  at += 16 * loads.slots;
+  ring.masked_out = reinterpret_cast<uint16_t*>(at);
+  at += 2 * Tile::kSlices * loads.slots;
+  uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
+
+  LeanRange<int64_t> range = {};
+  bool exists = false;
+  if (warp >= Tile::kConsumerWarps) {
+    if (loads.tensor_maps && lane == 0) {
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
+      asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
+    }
+    exists = locate_range<int64_t>(args, blockIdx.x, lean_row_tiles(args), range);
+  } else if (lane == 0) {
+#pragma unroll 1
+    for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
+      const int of_ring = i - 2 * kQueue;
+      const int count = of_ring >= loads.slots ? Tile::kTileWarps
+                        : of_ring >= 0         ? kFillArrivals * loads.copy_warps
+                        : i < kQueue           ? 1
+                                               : Tile::kConsumerWarps;
+      barrier_init(ring.queue_full + 8 * i, count);
+    }
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  __syncthreads();
+
+  if (warp >= Tile::kConsumerWarps) {
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    const int of_producers = warp - Tile::kConsumerWarps;
+    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
+                                   of_producers < loads.copy_warps, of_producers == 3, RingPlace(0, loads.slots),
+                                   RingPlace(0, loads.slots)};
+    producer.run(range, exists);
+  } else {
+    if (args.append)
+      append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
+                           static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    const int group = warp / 4;
+    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, arrived, group,
+                                          warp, lane};
+    consumer.run();
+  }
+#endif
+}
+
+// Launches the kernel for one element type; `width`: 64 or 128, at least D and Dv; args.plan holds the tile.
+template <class T>
+int launch_wgmma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
+                 const CUtensorMap& value_map, int width, void* stream);
+
+template <class T, int kWidth>
+int launch_wgmma_width(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
+                       const CUtensorMap& value_map, void* stream) {
+  using Tile = WgmmaTile<kWidth>;
+  const auto kernel = LeanAttentionWgmmaKernel<T, kWidth>;
+  const int bytes = Tile::shared_bytes(loads.slots);
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  if (error != cudaSuccess) return error;
+  kernel<<<args.plan.max_ranges, Tile::kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args, loads, key_map, value_map);
+  return cudaGetLastError();
+}
+
+}  // namespace leanfleet
