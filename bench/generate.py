@@ -203,12 +203,12 @@ def with_group_query_attention(source, target, model):
     for attention in attentions:
         query, key_cache, value_cache, _, _, key, value = attention.inputs[:7]
         assert len(attention.inputs) == 12, "the rotary encoding should be inside LeanAttention"
-        parts = above(query, "Reshape"), above(key, "Reshape"), above(value, "Reshape")
-        split = parts[0].producer()
-        assert split.op_type == "Split" and list(split.outputs) == list(parts), "the projections should be packed"
+        split = query.producer()
+        assert split.op_type == "Split" and list(split.outputs) == [query, key, value], "the projections should be packed"
+        packed = above(split.inputs[0], "Reshape")
         out, key_out, value_out = node(
             attention, "GroupQueryAttention",
-            [split.inputs[0], None, None, key_cache, value_cache, seqlens, total, *tables], "com.microsoft", 3,
+            [packed, None, None, key_cache, value_cache, seqlens, total, *tables], "com.microsoft", 3,
             num_heads=config.num_attention_heads, kv_num_heads=config.num_key_value_heads, do_rotary=1, scale=head_size**-0.5)
         (reshape, _), = attention.outputs[0].uses()
         assert reshape.op_type == "Reshape"

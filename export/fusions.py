@@ -419,6 +419,44 @@ def drop_transposes(model):
     return len(plan)
 
 
+def split_by_heads(model):
+    """A Split of packed projections [B,N,columns] whose parts are then reshaped to heads of one size becomes one Reshape of
+    the whole and a Split of its heads. Returns the number of places."""
+    graph, count = model.graph, 0
+    for split in list(graph):
+        if split.op_type != "Split" or split.domain != "" or split.attributes.get_int("axis", 0) not in (-1, 2):
+            continue
+        readers = [[use.node for use in part.uses()] for part in split.outputs]
+        if any(len(r) != 1 or _producer(r[0].outputs[0], "Reshape") is None or part.is_graph_output()
+               for r, part in zip(readers, split.outputs, strict=True)):
+            continue
+        heads = [r[0].outputs[0] for r in readers]
+        shapes = [x.shape for x in heads]
+        if any(s is None or len(s) != 4 or not all(isinstance(n, int) for n in s[2:]) for s in shapes):
+            continue
+        parts = [x.shape for x in split.outputs]
+        if len({s[3] for s in shapes}) != 1 or any(
+                p is None or len(p) != 3 or list(p[:2]) != list(s[:2]) or p[2] != s[2] * s[3]
+                for p, s in zip(parts, shapes, strict=True)) or any(x.is_graph_output() for x in heads):
+            continue
+        size = shapes[0][3]
+        sizes = ir.node("Constant", [], {"value_ints": [0, 0, -1, size]})
+        whole = ir.node("Reshape", [split.inputs[0], sizes.outputs[0]])
+        numbers = ir.node("Constant", [], {"value_ints": [s[2] for s in shapes]})
+        new = ir.node("Split", [whole.outputs[0], numbers.outputs[0]], {"axis": 2}, num_outputs=len(shapes))
+        for node in (sizes, whole, numbers, new):
+            graph.insert_before(split, node)
+        whole.outputs[0].type = split.inputs[0].type
+        whole.outputs[0].shape = ir.Shape([*shapes[0][:2], sum(s[2] for s in shapes), size])
+        for old, made in zip(heads, new.outputs, strict=True):
+            made.name, made.type, made.shape = old.name, old.type, old.shape
+            old.replace_all_uses_with(made)
+            graph.remove(old.producer(), safe=True)
+        graph.remove(split, safe=True)
+        count += 1
+    return count
+
+
 def fuse_for_onnxruntime(model, positions=None):
     """All of this module's rewrites, and what they left unused removed. model: onnx_ir.Model, changed in place. positions:
     how many a request may have; None leaves rotary encodings outside LeanAttention, which have no such bound."""
@@ -428,6 +466,8 @@ def fuse_for_onnxruntime(model, positions=None):
         rotate_inside(model, positions)
     RemoveUnusedNodesPass()(model)
     drop_transposes(model)
+    RemoveUnusedNodesPass()(model)
+    split_by_heads(model)
     RemoveUnusedNodesPass()(model)
     if not any(node.domain == MICROSOFT for node in model.graph):
         model.opset_imports.pop(MICROSOFT, None)

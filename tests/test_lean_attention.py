@@ -236,7 +236,7 @@ def test_rotary_encoding_equals_one_before_the_operator(dtype):
             torch.testing.assert_close(found[name], expected[name], rtol=unit, atol=unit, equal_nan=True)
 
 
-def test_positions_beyond_the_tables(monkeypatch):
+def test_positions_beyond_the_tables_are_clamped(monkeypatch):
     """They take the last row, and nothing beyond it is read; LEANFLEET_CHECK=1 refuses them."""
     for append in (False, True):
         inputs, attrs = make_case(5, lens=(50, 7, 60), query_lens=(4, 4, 0), Nq=4, append=append, rotary=12, positions=48)
@@ -333,7 +333,7 @@ def garbage(value, like):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_garbage_lengths_are_clamped(variant, value):
     """No index leaves a buffer (AddressSanitizer builds watch), and the clamped meaning is the reference's."""
-    inputs, attrs = make_case(8, variant, lens=(30, 40, 20), query_lens=(3, 4, 1), Nq=4, append=True)
+    inputs, attrs = make_case(8, variant, lens=(30, 40, 20), query_lens=(3, 4, 1), Nq=4, append=True, rotary=4)
     for t in ("key_cache", "value_cache", "new_key", "new_value", "query"):
         inputs[t] = inputs[t].nan_to_num(0.5)
     for name in ("seq_lens", "query_lens", "block_table"):

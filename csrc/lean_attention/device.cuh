@@ -53,6 +53,96 @@ __device__ __forceinline__ void store4(T* to, float4 x) {
   }
 }
 
+// Two neighbouring numbers; kAligned: `from` is a multiple of their size.
+template <class T, bool kAligned>
+__device__ __forceinline__ float2 load_two(const T* from) {
+  if constexpr (!kAligned) return make_float2(as_float(from[0]), as_float(from[1]));
+  else if constexpr (sizeof(T) == 4) return *reinterpret_cast<const float2*>(from);
+  else return unpack_pair(T{}, *reinterpret_cast<const uint32_t*>(from));
+}
+
+// The rotary encoding of a position.
+struct Rotation {
+  const float *cosines, *sines;  // [half]
+  int half;
+  bool interleaved;
+};
+__device__ __forceinline__ Rotation rotation_at(const LeanAttentionArgs& args, int position) {
+  const int64_t at = static_cast<int64_t>(lean_min(position, args.rotary_positions - 1)) * args.rotary_half;
+  return {args.cos_cache + at, args.sin_cache + at, args.rotary_half, args.rotary_interleaved};
+}
+
+// Columns `column`, an even one, and the next of a row [D] of query or new_key after its rotary encoding. kAligned: the row
+// and the tables are aligned to two numbers and half is even.
+template <class T, bool kAligned>
+__device__ __forceinline__ float2 rotate(const Rotation& rotation, const T* row, int column) {
+  const int half = rotation.half;
+  const float *cosines = rotation.cosines, *sines = rotation.sines;
+  const float2 x = load_two<T, kAligned>(row + column);
+  if (column >= 2 * half) return x;
+  if (rotation.interleaved) {
+    const float cosine = cosines[column / 2], sine = sines[column / 2];
+    return make_float2(x.x * cosine - x.y * sine, x.y * cosine + x.x * sine);
+  }
+  if constexpr (kAligned) {
+    const bool second = column >= half;
+    const int i = second ? column - half : column;
+    const float2 other = load_two<T, true>(row + (second ? i : half + i));
+    const float2 cosine = load_two<float, true>(cosines + i), sine = load_two<float, true>(sines + i);
+    const float sign = second ? 1.0f : -1.0f;
+    return make_float2(x.x * cosine.x + sign * (other.x * sine.x), x.y * cosine.y + sign * (other.y * sine.y));
+  } else {
+    float result[2] = {x.x, x.y};
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const bool second = column + c >= half;
+      const int i = second ? column + c - half : column + c;
+      if (i >= half) continue;  // the first column that does not turn
+      const float other = as_float(row[second ? i : half + i]);
+      result[c] = result[c] * cosines[i] + (second ? other : -other) * sines[i];
+    }
+    return make_float2(result[0], result[1]);
+  }
+}
+
+// x * cosines + sign * other * sines for 8 columns in a row, rounded to T.
+template <class T>
+__device__ __forceinline__ uint4 rotate8(uint4 x, uint4 other, const float* cosines, const float* sines, float sign) {
+  const uint32_t from[4] = {x.x, x.y, x.z, x.w}, with[4] = {other.x, other.y, other.z, other.w};
+  uint32_t to[4];
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const float4 c = reinterpret_cast<const float4*>(cosines)[i], s = reinterpret_cast<const float4*>(sines)[i];
+    const float2 low = unpack_pair(T{}, from[2 * i]), high = unpack_pair(T{}, from[2 * i + 1]);
+    const float2 low_other = unpack_pair(T{}, with[2 * i]), high_other = unpack_pair(T{}, with[2 * i + 1]);
+    to[2 * i] = pack_pair(T{}, low.x * c.x + sign * (low_other.x * s.x), low.y * c.y + sign * (low_other.y * s.y));
+    to[2 * i + 1] = pack_pair(T{}, high.x * c.z + sign * (high_other.x * s.z), high.y * c.w + sign * (high_other.y * s.w));
+  }
+  return make_uint4(to[0], to[1], to[2], to[3]);
+}
+
+// 8 columns of such a row from `column`, a multiple of 8, on. Row and tables are aligned to 16 bytes and half is even. Not
+// inlined: kernels that run for microseconds wait for their code. Not by reference: their arguments would get an address.
+template <class T>
+__device__ __noinline__ uint4 rotated_chunk(const Rotation rotation, const T* row, int column) {
+  const int half = rotation.half;
+  const uint4 x = *reinterpret_cast<const uint4*>(row + column);
+  if (column >= 2 * half) return x;
+  if (half % 8 == 0 && !rotation.interleaved) {
+    const bool second = column >= half;
+    const int i = second ? column - half : column;
+    return rotate8<T>(x, *reinterpret_cast<const uint4*>(row + (second ? i : half + i)), rotation.cosines + i,
+                      rotation.sines + i, second ? 1.0f : -1.0f);
+  }
+  uint32_t pairs[4];
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = rotate<T, true>(rotation, row, column + 2 * i);
+    pairs[i] = pack_pair(T{}, pair.x, pair.y);
+  }
+  return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+}
+
 // Barrier `id` among `threads` threads of a block, for roles that do not all take part.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -213,8 +303,9 @@ __device__ __forceinline__ int64_t cache_row(const LeanAttentionArgs& args, cons
   return b * strides.batch + head * strides.head + (request.start + static_cast<int64_t>(j)) * strides.token;
 }
 
-// Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row.
-template <class T, class Chunk>
+// Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row. kTurns: keys after their
+// rotary encoding, by chunks of 16 bytes.
+template <class T, class Chunk, bool kTurns = false>
 __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t warp, int64_t warps) {
   constexpr int kPerChunk = sizeof(Chunk) / sizeof(T);
   const int lane = threadIdx.x % 32;
@@ -238,6 +329,15 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
       const Chunk* source = reinterpret_cast<const Chunk*>(static_cast<const T*>(rows_from) + from);
       Chunk* target = reinterpret_cast<Chunk*>(static_cast<T*>(rows_to) + to);
       const int chunks = (kind == 0 ? args.key_width : args.value_width) / kPerChunk;
+      if constexpr (kTurns) {
+        if (kind == 0) {
+#pragma unroll 1
+          for (int c = lane; c < chunks; c += 32)
+            target[c] = rotated_chunk(rotation_at(args, request.keys - request.tokens + token),
+                                      static_cast<const T*>(rows_from) + from, c * kPerChunk);
+          continue;
+        }
+      }
 #pragma unroll 1
       for (int c = lane; c < chunks; c += 32) target[c] = source[c];
     }

@@ -371,6 +371,12 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
     args.key_cache = args.key_cache_out;
     args.value_cache = args.value_cache_out;
   }
+  // Kernels for few rows turn queries and new keys as they read them; for others it is done once, before.
+  if (args.rotary_half > 0 && (element == 4 || args.plan.row_tile > 16 || args.rotary_half % 2 != 0 ||
+                               !aligned(args.cos_cache, 16) || !aligned(args.sin_cache, 16))) {
+    const int error = launch_rotate(args, stream);
+    if (error != cudaSuccess) return error;
+  }
   const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) &&
                            aligned(args.value_cache, 16) && new_rows_aligned;
@@ -382,6 +388,10 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   if (!by_16_bytes || slots < 2 || (wgmma && !aligned(args.output, 16))) {
     args.plan.key_tile = kFloatTokens;
     args.plan.row_tile = lean_min(args.plan.row_tile, kFloatRows);
+    if (args.rotary_half > 0) {
+      const int error = launch_rotate(args, stream);
+      if (error != cudaSuccess) return error;
+    }
     return args.dtype == static_cast<int>(DType::kFloat16)
                ? launch_float<__half>(args, false, static_cast<cudaStream_t>(stream))
                : launch_float<__nv_bfloat16>(args, false, static_cast<cudaStream_t>(stream));

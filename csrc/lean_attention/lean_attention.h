@@ -82,12 +82,18 @@ struct LeanAttentionArgs {
   float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
+  void* rotated_query;    // T, query's shape; CUDA with a rotary encoding
+  void* rotated_key;      // T, new_key's shape; the same with append
   // Sync words, zero between launches.
   uint32_t* tickets;      // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };
 
 // How CUDA cuts the work of a call of these shapes. forced_ranges: so many shares instead, or 0.
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges);
+
+// Writes the rotary encodings of query and new_key to the scratch for them and makes these the arguments' query and
+// new_key, without a rotary encoding. Returns a cudaError_t.
+int launch_rotate(LeanAttentionArgs& args, void* stream);
 
 // Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.
 int launch_lean_attention(const LeanAttentionArgs& args, int device, void* stream);

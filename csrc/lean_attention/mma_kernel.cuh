@@ -165,7 +165,8 @@ __device__ __forceinline__ RowsKeys keys_of_tokens(const LeanAttentionArgs& args
 }
 
 // Fills the ring with the tiles of the range, keys and values in turn, and the queue with its segments.
-template <class T, class Tile>
+// kTurns: new keys get their rotary encoding.
+template <class T, class Tile, bool kTurns>
 struct TileProducer {
   const LeanAttentionArgs& args;
   const LeanTileLoads& loads;
@@ -383,15 +384,16 @@ struct TileProducer {
       bits[g] = __ballot_sync(kFullWarp, page_missing);
     }
     gather_rows(key_rows, loads.key_boxes, args.key_width, static_cast<const T*>(args.key_cache), first, per_warp, bits,
-                args.cache_kind == kLeanPaged);
+                args.cache_kind == kLeanPaged, begin, kTurns ? new_begin : INT32_MAX);
     gather_rows(value_rows, loads.value_boxes, args.value_width, static_cast<const T*>(args.value_cache), first,
-                per_warp, bits, false);
+                per_warp, bits, false, begin, INT32_MAX);
   }
 
+  // Rows at positions from turn_from on turn.
   template <int kGroups>
   __device__ __forceinline__ void gather_rows(const T* const (&rows)[kGroups], int boxes, int width, const T* readable,
                                               int first, int per_warp, const unsigned (&bits)[kGroups],
-                                              bool note_pages) {
+                                              bool note_pages, int begin, int turn_from) {
     const uint32_t to = acquire();
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -405,9 +407,17 @@ struct TileProducer {
         for (int chunk = lane % 8; chunk < boxes * 8; chunk += 8) {
           const bool read = row != 0 && chunk * 8 < width;
           const int token = first + g * 32 + t + lane / 8;
-          copy_async(to + (loads.whole_rows ? line_offset(token * boxes + chunk / 8, chunk % 8)
-                                            : slot_offset<kTokens>(token, chunk)),
-                     read ? reinterpret_cast<const T*>(row) + chunk * 8 : readable, read ? 16 : 0);
+          const uint32_t place_of_chunk = to + (loads.whole_rows ? line_offset(token * boxes + chunk / 8, chunk % 8)
+                                                                 : slot_offset<kTokens>(token, chunk));
+          if constexpr (kTurns) {
+            if (read && begin + token >= turn_from) {
+              const uint4 x = rotated_chunk(rotation_at(args, begin + token), reinterpret_cast<const T*>(row), chunk * 8);
+              asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(place_of_chunk), "r"(x.x), "r"(x.y), "r"(x.z),
+                           "r"(x.w) : "memory");
+              continue;
+            }
+          }
+          copy_async(place_of_chunk, read ? reinterpret_cast<const T*>(row) + chunk * 8 : readable, read ? 16 : 0);
         }
       }
       if (note_pages && lane == 0) {
@@ -433,8 +443,9 @@ __device__ __forceinline__ uint32_t keep_pair(bool low, bool high) {
 // every type here.
 constexpr float kRescaleAt = 8.0f;
 
-// A consumer warp that holds its own tokens of every tile, for units of up to 8 * kBlocks rows.
-template <class T, int kWidth, int kBlocks>
+// A consumer warp that holds its own tokens of every tile, for units of up to 8 * kBlocks rows. kTurns: queries get their
+// rotary encoding.
+template <class T, int kWidth, int kBlocks, bool kTurns>
 struct TokenConsumer {
   using Tile = LeanTile<kWidth, 8 * kBlocks>;
   static constexpr int kTokens = Tile::kTokens;
@@ -484,20 +495,27 @@ struct TokenConsumer {
   __device__ __forceinline__ void begin_unit(const LeanUnit& unit) {
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
     const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+    if constexpr (kTurns) turn_query(unit, rows.begin, real_rows);
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       const int row = rows.begin + 8 * n + lane / 4;
-      const RowPlace place = row_place(args, unit, row);
-      const T* from = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
-                      place.head * args.query_strides.head + place.token * args.query_strides.token;
+      const auto read = [&](const T* from) {
 #pragma unroll
-      for (int k = 0; k < kWidth / 16; ++k) {
+        for (int k = 0; k < kWidth / 16; ++k) {
 #pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          const int column = 16 * k + 8 * half + lane % 4 * 2;
-          query[k][n][half] = row < real_rows && column < args.key_width
-                                  ? *reinterpret_cast<const uint32_t*>(from + column) : 0u;
+          for (int half = 0; half < 2; ++half) {
+            const int column = 16 * k + 8 * half + lane % 4 * 2;
+            query[k][n][half] = row < real_rows && column < args.key_width
+                                    ? *reinterpret_cast<const uint32_t*>(from + column) : 0u;
+          }
         }
+      };
+      if constexpr (kTurns) {
+        read(reinterpret_cast<const T*>(scratch) + (8 * n + lane / 4) * kTurnedStride);
+      } else {
+        const RowPlace place = row_place(args, unit, row);
+        read(static_cast<const T*>(args.query) + unit.b * args.query_strides.batch + place.head * args.query_strides.head +
+             place.token * args.query_strides.token);
       }
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
@@ -512,6 +530,24 @@ struct TokenConsumer {
       for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
         for (int i = 0; i < 4; ++i) output[d][n][i] = 0.0f;
+  }
+
+  // The query's rows after their rotary encoding to scratch, by all consumers together.
+  static constexpr int kTurnedStride = kWidth + 8;  // elements: a row is 4 banks from the one before
+  static_assert(8 * kBlocks * kTurnedStride * 2 <= Tile::kScratchBytes);
+  __device__ __forceinline__ void turn_query(const LeanUnit& unit, int first_row, int real_rows) {
+    const int chunks = args.key_width / 8;
+    named_barrier(1, kThreads);  // the previous contents have been read
+#pragma unroll 1
+    for (int i = warp * 32 + lane; i < (real_rows - first_row) * chunks; i += kThreads) {
+      const int row = i / chunks, column = (i - row * chunks) * 8;
+      const RowPlace place = row_place(args, unit, first_row + row);
+      const T* from = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
+                      place.head * args.query_strides.head + place.token * args.query_strides.token;
+      *reinterpret_cast<uint4*>(reinterpret_cast<T*>(scratch) + row * kTurnedStride + column) =
+          rotated_chunk(rotation_at(args, unit.request.keys - unit.request.tokens + place.token), from, column);
+    }
+    named_barrier(1, kThreads);
   }
 
   // One tile. `begin`: the position of this warp's first token.
@@ -1005,7 +1041,8 @@ struct RowConsumer {
   }
 };
 
-template <class T, int kWidth, int kRows>
+// kTurns: queries and new keys get their rotary encoding as they are read, for units of up to 16 rows.
+template <class T, int kWidth, int kRows, bool kTurns>
 __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     LeanAttentionKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
                         const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
@@ -1078,18 +1115,19 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     if constexpr (!Tile::kSplitTokens) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
 #endif
     const int of_producers = warp - Tile::kConsumerWarps;
-    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
+    TileProducer<T, Tile, kTurns> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
                                    of_producers < loads.copy_warps, of_producers == producer_warps - 1,
                                    RingPlace(0, group_slots), RingPlace(group_slots, 2 * group_slots)};
     producer.run(range, exists);
   } else {
     if (args.append)
-      append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
-                           static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
+      append_all<T, uint4, kTurns>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
+                                   static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     const int group = warp / Tile::kTileWarps;
     const RingPlace place(group * group_slots, (group + 1) * group_slots);
     if constexpr (Tile::kSplitTokens) {
-      TokenConsumer<T, kWidth, kRows / 8> consumer{args, loads, ring, scratch, arrived, warp, lane, place, {}, {}, {}, {}, {}};
+      TokenConsumer<T, kWidth, kRows / 8, kTurns> consumer{args, loads, ring, scratch, arrived, warp, lane, place,
+                                                           {}, {}, {}, {}, {}};
       consumer.run();
     } else {
 #if __CUDA_ARCH__ >= 900
@@ -1110,7 +1148,9 @@ template <class T, int kWidth, int kRows>
 int launch_mma_tile(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
                     const CUtensorMap& value_map, int producer_warps, void* stream) {
   using Tile = LeanTile<kWidth, kRows>;
-  const auto kernel = LeanAttentionKernel<T, kWidth, kRows>;
+  auto kernel = LeanAttentionKernel<T, kWidth, kRows, false>;
+  if constexpr (Tile::kSplitTokens)
+    if (args.rotary_half > 0) kernel = LeanAttentionKernel<T, kWidth, kRows, true>;
   const int bytes = Tile::shared_bytes(loads.slots);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;

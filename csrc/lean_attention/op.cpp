@@ -279,6 +279,11 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   args.plan = lean_cuda_plan(args, target.sm_count, forced_ranges());
   carve(args, ws);
   args.tickets = ws.sync<uint32_t>(args.plan.max_ranges);
+  if (args.rotary_half > 0) {
+    const int64_t bytes = element_size(call.inputs[kQuery].dtype);
+    args.rotated_query = ws.scratch<char>(call.inputs[kQuery].elements() * bytes);
+    if (args.append) args.rotated_key = ws.scratch<char>(call.inputs[kNewKey].elements() * bytes);
+  }
   if (ws.counting()) return {};
   return cuda_status(call, "launch of the LeanAttention kernel",
                      launch_lean_attention(args, target.device, target.stream));

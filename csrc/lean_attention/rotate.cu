@@ -1,0 +1,103 @@
+// The rotary encoding of queries and new keys before LeanAttention's kernels, for those that do not turn what they read.
+#include <cuda_runtime.h>
+
+#include "lean_attention/device.cuh"
+
+namespace leanfleet {
+
+namespace {
+
+// A row of a head of query or new_key, and where it goes.
+template <class T>
+struct Row {
+  const T* from;
+  T* to;
+};
+
+// Rows are those of the query's heads and then of new_key's.
+template <class T>
+__device__ __forceinline__ Row<T> row_of(const LeanAttentionArgs& args, int b, int row, int token) {
+  const bool is_query = row < args.heads;
+  const LeanStrides& strides = is_query ? args.query_strides : args.new_key_strides;
+  const int64_t at = b * strides.batch + (is_query ? row : row - args.heads) * strides.head + token * strides.token;
+  return {static_cast<const T*>(is_query ? args.query : args.new_key) + at,
+          static_cast<T*>(is_query ? args.rotated_query : args.rotated_key) + at};
+}
+
+// A block for each token of each request: its rows of all heads. A thread takes two columns.
+template <class T, bool kAligned>
+__global__ void __launch_bounds__(256) LeanRotateKernel(const __grid_constant__ LeanAttentionArgs args) {
+  const int b = blockIdx.x / args.tokens, token = blockIdx.x % args.tokens;
+  const LeanRequest request = lean_request(args, b);
+  if (token >= request.tokens) return;
+  const Rotation rotation = rotation_at(args, request.keys - request.tokens + token);
+  const int pairs = args.key_width / 2, rows = args.heads + (args.append ? args.kv_heads : 0);
+  for (int i = threadIdx.x; i < rows * pairs; i += blockDim.x) {
+    const int row = i / pairs, column = 2 * (i - row * pairs);
+    const Row<T> place = row_of<T>(args, b, row, token);
+    const float2 x = rotate<T, kAligned>(rotation, place.from, column);
+    place.to[column] = from_float32<T>(x.x);
+    place.to[column + 1] = from_float32<T>(x.y);
+  }
+}
+
+// The same where pairs are a multiple of 8 columns apart: a thread takes 8 columns and those that they turn with, or 8 that
+// stay.
+template <class T>
+__global__ void __launch_bounds__(256) LeanRotateBy8Kernel(const __grid_constant__ LeanAttentionArgs args) {
+  const int b = blockIdx.x / args.tokens, token = blockIdx.x % args.tokens;
+  const LeanRequest request = lean_request(args, b);
+  if (token >= request.tokens) return;
+  const Rotation rotation = rotation_at(args, request.keys - request.tokens + token);
+  const int half = args.rotary_half, turning = half / 8, items = (args.key_width - half) / 8;
+  const int rows = args.heads + (args.append ? args.kv_heads : 0);
+  for (int i = threadIdx.x; i < rows * items; i += blockDim.x) {
+    const int row = i / items, item = i - row * items;
+    const Row<T> place = row_of<T>(args, b, row, token);
+    const auto chunk = [&](int column) { return reinterpret_cast<const uint4*>(place.from + column); };
+    const auto target = [&](int column) { return reinterpret_cast<uint4*>(place.to + column); };
+    const int column = 8 * item;
+    if (item < turning) {
+      const uint4 x = *chunk(column), y = *chunk(half + column);
+      const float *cosines = rotation.cosines + column, *sines = rotation.sines + column;
+      *target(column) = rotate8<T>(x, y, cosines, sines, -1.0f);
+      *target(half + column) = rotate8<T>(y, x, cosines, sines, 1.0f);
+    } else {
+      *target(half + column) = *chunk(half + column);
+    }
+  }
+}
+
+template <class T>
+void launch(const LeanAttentionArgs& args, cudaStream_t stream) {
+  const auto aligned = [&](uintptr_t bytes) {
+    return (reinterpret_cast<uintptr_t>(args.query) | reinterpret_cast<uintptr_t>(args.new_key) |
+            reinterpret_cast<uintptr_t>(args.cos_cache) | reinterpret_cast<uintptr_t>(args.sin_cache)) % bytes == 0;
+  };
+  const int blocks = args.batch * args.tokens;
+  if constexpr (sizeof(T) == 2) {
+    if (args.rotary_half % 8 == 0 && !args.rotary_interleaved && aligned(16)) {
+      LeanRotateBy8Kernel<T><<<blocks, 256, 0, stream>>>(args);
+      return;
+    }
+  }
+  if (args.rotary_half % 2 == 0 && aligned(8)) LeanRotateKernel<T, true><<<blocks, 256, 0, stream>>>(args);
+  else LeanRotateKernel<T, false><<<blocks, 256, 0, stream>>>(args);
+}
+
+}  // namespace
+
+int launch_rotate(LeanAttentionArgs& args, void* stream) {
+  const auto on = static_cast<cudaStream_t>(stream);
+  switch (static_cast<DType>(args.dtype)) {
+    case DType::kFloat16: launch<__half>(args, on); break;
+    case DType::kBFloat16: launch<__nv_bfloat16>(args, on); break;
+    default: launch<float>(args, on);
+  }
+  args.query = args.rotated_query;
+  if (args.append) args.new_key = args.rotated_key;
+  args.rotary_half = 0;
+  return cudaGetLastError();
+}
+
+}  // namespace leanfleet
