@@ -67,6 +67,12 @@ def sizes(node, value):
     return node.op_type == "Reshape" and value is node.inputs[1]
 
 
+def parts(values):
+    """The parts of a Split: their sizes along the axis that it cuts alone."""
+    sizes = zip(*(text(v).strip("[]").split(", ") for v in values), strict=True)
+    return next(along for along in sizes if len(set(along)) > 1)
+
+
 def boxes(nodes):
     """One box a node, norms folded into one, with boxes for what comes from outside and for the caches that leave."""
     done, made = set(), []
@@ -87,8 +93,7 @@ def boxes(nodes):
             title += f" {text(node.inputs[1])}"
         used = [v for v in last.outputs if v.name and (v.uses() or v.is_graph_output())]
         shapes = list(dict.fromkeys(text(v) for v in (used[:1] if node.domain == "leanfleet" else used)))
-        # the parts of a Split: their widths alone
-        note = shapes[0] if len(shapes) == 1 else ", ".join(text(v).rpartition(", ")[2].rstrip("]") for v in used)
+        note = shapes[0] if len(shapes) == 1 else ", ".join(parts(used))
         made.append(Box(title, note, node.domain, reads, used))
     written = {v for box in made for v in box.writes}
     outside = dict.fromkeys(v for box in made for v in box.reads if v not in written)
