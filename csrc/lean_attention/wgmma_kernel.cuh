@@ -583,7 +583,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   if (warp >= Tile::kConsumerWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int of_producers = warp - Tile::kConsumerWarps;
-    TileProducer<T, Tile> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
+    TileProducer<T, Tile, false> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
                                    of_producers < loads.copy_warps, of_producers == 3, RingPlace(0, loads.slots),
                                    RingPlace(0, loads.slots)};
     producer.run(range, exists);
