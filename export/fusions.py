@@ -8,6 +8,7 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 from leanfleet.export import function_bodies
 
 MICROSOFT = "com.microsoft"
+MOST_POSITIONS = 2**18  # rows of a rotary table that is worth its place in the file: 128 MB for cosines and sines of 64 angles
 
 
 def _producer(value, *op_types):
@@ -281,9 +282,12 @@ def _tables(node, rotary, positions):
 
 def rotate_inside(model, positions):
     """LeanAttention nodes take in the rotary encodings of their queries and new keys, where angles follow from the tokens'
-    positions alone: the tables become constants of `positions` rows. After fuse_rotary. Returns the number of attentions.
+    positions alone: the tables become constants of `positions` rows, MOST_POSITIONS at most. After fuse_rotary. Returns the
+    number of attentions.
     """
     graph, tables, count = model.graph, {}, 0
+    if positions > MOST_POSITIONS:
+        return 0
     for node in graph:
         if node.op_type != "LeanAttention" or len(node.inputs) < 7 or None in node.inputs[3:7] or len(node.inputs) > 10:
             continue

@@ -155,9 +155,9 @@ def test_attention_takes_in_rotary_encodings(options):
 
 
 @pytest.mark.parametrize("options, ragged, positions", [
-    ({"first": "longest"}, True, 32), ({}, False, 32), ({}, True, None)], ids=str)
+    ({"first": "longest"}, True, 32), ({}, False, 32), ({}, True, None), ({}, True, 2**18 + 1)], ids=str)
 def test_other_positions_stay_outside(options, ragged, positions):
-    """Positions that depend on another request; lengths that are not said; no bound that is known."""
+    """Positions that depend on another request; lengths that are not said; no bound that is known, or a far one."""
     module = Layer(**options).eval()
     model = exported(module, ragged)
     with torch.no_grad():
