@@ -1,13 +1,17 @@
-// CausalLinearDecay over many tokens on CUDA cores, in float32: `causal_dot_product` and `fleet` for calls that are not
-// normalised. The state is in registers, a thread has four columns of kRows ranks: for each of these the prefix l_r of
-// FleetAttention's λ-cumsum (FA algorithm 1), which is also the row recurrence's state (LD section 3.1.2). A block has a
-// request, a query head and some columns. Half-warps own slices of the rank; their partial outputs are added up in a fixed
-// order, in a warp by shuffles and over the warps through shared memory.
+// CausalLinearDecay over many tokens on CUDA cores, in float32: what `causal_dot_product` and `fleet` both run for calls
+// that are not normalised. A token's work is that of the row recurrence (LD section 3.1.2), U += c_iᵀ v_i and o_i = b_i U,
+// with U in registers; it is divided up as FleetAttention (FA algorithm 1) divides its own: blocks of value columns, walked
+// in tiles of tokens, a warp with a slice of the rank, whose rows of U are the prefixes l_r of the λ-cumsums, and partial
+// outputs that are added up over the slices in a fixed order.
 //
-// While some warps compute a tile of tokens, kStagingWarps others bring the next one to shared memory as float32, have the
-// loads of the one after it on their way, and write the outputs of the one before. Where the decays of a tile multiply to no
-// less than e^-20, its outputs are multiplied by the decay from the tile's start and its values divided by it, which leaves
-// one product a tile to the state.
+// R above 16: a thread has four columns of kRows ranks; eight lanes are a slice of the rank, added up by shuffles and then
+// over the warps through shared memory. While some warps compute a tile of tokens, kStagingWarps others bring the next one
+// to shared memory as float32, have the loads of the one after it on their way, and write the outputs of the one before.
+// R up to 16: a warp has all ranks of its columns, and no partial outputs.
+//
+// Decays: outputs are multiplied by the decay from the start of a window and values divided by it, which leaves one product
+// a window to the state. The window is the tile, or kWindow tokens, or one: the longest whose decays multiply to no less
+// than e^-30.
 //
 // Where there are too few heads to fill the device, tokens are cut into segments: a first pass computes what each but the
 // last adds to the state, and every block of the second adds up what came before it.
@@ -32,21 +36,23 @@ using namespace tile;
 constexpr int kRows = 8;           // ranks of a thread, and 4 columns; of a warp 32 ranks, 32 columns
 constexpr int kStagingWarps = 4;
 constexpr int kStagers = 32 * kStagingWarps;
-constexpr float kLeastTileDecay = -20.0f;  // natural logarithm
+constexpr int kWindow = 8;         // tokens
+constexpr float kLeastDecay = -30.0f;  // of a window, natural logarithm
 constexpr int64_t kMinSegmentTokens = 256;
 constexpr int kMaxSegments = 16;
 
 struct RowsPlan {
-  int rank_warps, column_warps;  // that compute
   int segments;
   int column_blocks;
   bool vectors;      // rows of query, key and value begin and end at 16 bytes
   bool out_vectors;  // outputs are written four columns at once
+  bool pairs;        // values and outputs can be taken two columns at once
   float* slots;   // [requests,Hkv,segments][R,Dv]: the state before the first token, then what each segment but the last adds
   float* decays;  // [requests,Hkv,segments]: with it, ln of that segment's decay
+  int64_t query_step, key_step, value_step, out_step;  // bytes from one row to the next that a staging thread has
 };
 
-// The most warps that compute, and how a block's shared memory is cut. All sizes in floats.
+// The warps that compute, and how a block's shared memory is cut. All sizes in floats.
 template <int kRankWarps, int kColumnWarps>
 struct BlockShape {
   static constexpr int kRanks = 32 * kRankWarps, kColumns = 32 * kColumnWarps;
@@ -55,8 +61,20 @@ struct BlockShape {
   static constexpr int kStaged = 2 * kKeys + kTile * kColumns;
   static constexpr int kToken = kRankWarps * kColumns;    // partial outputs of a token
   static constexpr int kPartials = (kTile + 1) * kToken;  // the first token's are not used
-  static constexpr int kThreads = 32 * kRankWarps * kColumnWarps + kStagers;
-  static constexpr size_t kBytes = sizeof(float) * (2 * (kStaged + kPartials + kTile) + 4);
+  // Of the staging threads' rows: lanes that have one, tokens from one to a thread's next, how many a thread has in a tile.
+  template <class T>
+  struct Rows {
+    static constexpr int kVec = 16 / sizeof(T);
+    static constexpr int kLanes = kRanks / kVec, kStep = kStagers / kLanes, kCount = kTile / kStep;
+    static constexpr int kValueLanes = kColumns / kVec, kValueSpan = kStagers / kValueLanes;
+    static constexpr int kValueStep = kValueSpan < kTile ? kValueSpan : kTile, kValueCount = kTile / kValueStep;
+    static_assert(kCount * kStep == kTile && kCount > 0 && kValueCount * kValueStep == kTile);
+  };
+  static constexpr int kOutLanes = kColumns / 4, kOutSpan = kStagers / kOutLanes;
+  static constexpr int kOutStep = kOutSpan < kTile ? kOutSpan : kTile, kOutCount = kTile / kOutStep;
+  static constexpr int kComputing = 32 * kRankWarps * kColumnWarps, kThreads = kComputing + kStagers;
+  static constexpr int kDecays = 32 + 4 + 4;  // of every token, of every window, of the tile, then the window's length
+  static constexpr size_t kBytes = sizeof(float) * 2 * (kStaged + kPartials + kDecays);
 };
 
 // The staging warps and the others meet here, each in code of their own.
@@ -69,6 +87,18 @@ __device__ __forceinline__ uint4 load_or_zero(const void* from, bool load) {
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
       "@p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];\n}"
       : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w) : "l"(from), "r"(static_cast<int>(load)));
+  return x;
+}
+__device__ __forceinline__ uint2 load_or_zero(const uint2* from, bool load) {
+  uint2 x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.global.nc.v2.b32 {%0,%1}, [%2];\n}"
+               : "=&r"(x.x), "=&r"(x.y) : "l"(from), "r"(static_cast<int>(load)));
+  return x;
+}
+__device__ __forceinline__ uint32_t load_or_zero(const uint32_t* from, bool load) {
+  uint32_t x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
+               : "=&r"(x) : "l"(from), "r"(static_cast<int>(load)));
   return x;
 }
 __device__ __forceinline__ float load_or_zero(const float* from, bool load) {
@@ -116,6 +146,22 @@ __device__ __forceinline__ void store_four(float* to, float4 x) { *reinterpret_c
 template <class T>
 __device__ __forceinline__ void store_four(T* to, float4 x) {
   *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair(T{}, x.x, x.y), pack_pair(T{}, x.z, x.w));
+}
+
+// The state after a decay; what is forgotten completely is 0, also where it was not finite.
+template <int kRanks, int kColumns>
+__device__ __forceinline__ void forget(float (&state)[kRanks][kColumns], float decay) {
+  if (decay == 0.0f) {
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r)
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) state[r][c] = 0.0f;
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kRanks; ++r)
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) state[r][c] *= decay;
 }
 
 // A block's place in the call.
@@ -198,152 +244,160 @@ __device__ __forceinline__ float load_log_decay(const DecayInputs& in, const Par
                             : __ldg(in.log_decay + part.kv_head);
 }
 
-// The decays of a tile, a token a lane.
+// The decays of a tile of up to 32 tokens, a token a lane; those beyond the last have a logarithm of 0.
 struct TileDecay {
-  float up, down;  // factors of a token's outputs (with `scale`) and of its value
-  float total;     // factor of the state after the tile
+  float up, down;   // factors of a token's outputs (with `scale`) and of its value
   float log_total;
-  bool scaled;     // otherwise the state takes every token's decay
+  float window;     // factor of the state after the lane's kWindow tokens
+  int length;       // of windows: 32, kWindow or 1
 };
 __device__ __forceinline__ TileDecay tile_decay(float log_decay, float scale, int lane) {
   float sum = log_decay;
 #pragma unroll
-  for (int offset = 1; offset < 32; offset *= 2) {
-    const float before = __shfl_up_sync(kFullWarp, sum, offset);
-    if (lane >= offset) sum += before;
+  for (int offset = 1; offset < kWindow; offset *= 2) {
+    const float before = __shfl_up_sync(kFullWarp, sum, offset, kWindow);
+    if (lane % kWindow >= offset) sum += before;
   }
+  float of[32 / kWindow], before = 0.0f, least = 0.0f;
   TileDecay x;
-  x.log_total = __shfl_sync(kFullWarp, sum, 31);
-  x.scaled = x.log_total >= kLeastTileDecay;
-  x.up = x.scaled ? scale * expf(sum) : scale;
-  x.down = x.scaled ? expf(-sum) : 1.0f;
-  x.total = x.scaled ? expf(x.log_total) : 1.0f;
+  x.log_total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < 32 / kWindow; ++w) {
+    of[w] = __shfl_sync(kFullWarp, sum, w * kWindow + kWindow - 1);
+    if (w < lane / kWindow) before += of[w];
+    least = fminf(least, of[w]);
+    x.log_total += of[w];
+  }
+  x.window = expf(__shfl_sync(kFullWarp, sum, lane | (kWindow - 1)));
+  x.length = x.log_total >= kLeastDecay ? 32 : least >= kLeastDecay ? kWindow : 1;
+  if (x.length == 32) sum += before;
+  x.up = x.length > 1 ? scale * expf(sum) : scale;
+  x.down = x.length > 1 ? expf(-sum) : 1.0f;
   return x;
 }
 
 // The warps that bring tiles to shared memory and write outputs.
 template <class Shape, class T, bool kVectors>
 __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, const RowsPlan& plan, const Part& part,
-                                            bool sums_only, float* shared, int thread, int threads) {
-  constexpr int kTile = Shape::kTile, kVec = 16 / sizeof(T), kHalves = kVec / 4;
-  constexpr int kLanes = Shape::kRanks / kVec, kStep = kStagers / kLanes, kCount = kTile / kStep;  // of queries and keys
-  constexpr int kValueLanes = Shape::kColumns / kVec, kValueStep = kStagers / kValueLanes;
-  constexpr int kValueCount = kTile > kValueStep ? kTile / kValueStep : 1;
-  constexpr int kOutLanes = Shape::kColumns / 4, kOutStep = kStagers / kOutLanes;
-  constexpr int kOutCount = kTile > kOutStep ? kTile / kOutStep : 1;
-  static_assert(kCount * kStep == kTile && kCount > 0);
+                                            bool sums_only, float* shared, int thread) {
+  using Rows = typename Shape::template Rows<T>;
+  constexpr int kTile = Shape::kTile, kVec = Rows::kVec, kHalves = kVec / 4;
+  constexpr int kCount = Rows::kCount, kStep = Rows::kStep, kValueCount = Rows::kValueCount;
   const DecayInputs& in = args.in;
-  const int R = static_cast<int>(in.key_width), lane = thread % 32;
-  const int left = static_cast<int>(in.value_width) - part.column;  // columns
-  const int key_token = thread / kLanes, key_at = thread % kLanes * kVec;
-  const int value_token = thread / kValueLanes, value_at = thread % kValueLanes * kVec;
-  const int out_token = thread / kOutLanes, out_at = thread % kOutLanes * 4;
-  const T* const query = static_cast<const T*>(in.query) + part.batch * in.query_strides.batch + part.head * in.query_strides.head;
-  const T* const key = static_cast<const T*>(in.key) + part.batch * in.key_strides.batch + part.kv_head * in.key_strides.head;
-  const T* const value = static_cast<const T*>(in.value) + part.batch * in.value_strides.batch +
-                         part.kv_head * in.value_strides.head + part.column;
-  T* const out =
-      static_cast<T*>(args.output) + part.batch * in.output_strides.batch + part.head * in.output_strides.head + part.column;
+  const int lane = thread % 32;
+  const int columns = static_cast<int>(in.value_width) - part.column, R = static_cast<int>(in.key_width);
+  const int key_token = thread / Rows::kLanes, key_at = thread % Rows::kLanes * kVec;
+  const int value_token = thread / Rows::kValueLanes, value_at = thread % Rows::kValueLanes * kVec;
+  const int out_token = thread / Shape::kOutLanes, out_at = thread % Shape::kOutLanes * 4;
+  // The pointers run ahead from row to row, and so from tile to tile.
+  const auto row_of = [&](const void* data, const DecayStrides& strides, int head, int token, int at) {
+    return static_cast<const char*>(data) +
+           (part.batch * strides.batch + head * strides.head + (part.begin + token) * strides.token + at) * sizeof(T);
+  };
+  const char* query = row_of(in.query, in.query_strides, part.head, key_token, key_at);
+  const char* key = row_of(in.key, in.key_strides, part.kv_head, key_token, key_at);
+  const char* value = row_of(in.value, in.value_strides, part.kv_head, value_token, part.column + value_at);
+  char* out = const_cast<char*>(row_of(args.output, in.output_strides, part.head, out_token, part.column + out_at));
   float* const output = shared + 2 * Shape::kStaged;
-  float* const decay = output + 2 * Shape::kPartials;
-  const int tiles = static_cast<int>((part.end - part.begin + kTile - 1) / kTile);
+  float* const decays = output + 2 * Shape::kPartials;
+  const int length = static_cast<int>(part.end - part.begin), tiles = (length + kTile - 1) / kTile;
 
   // Vectors are on their way in registers while the tile before is computed; single elements are loaded when they are stored.
   constexpr int kUnroll = kVectors ? 32 : 1;
   Piece<T> k[kVectors ? kCount : 1], q[kVectors ? kCount : 1], v[kVectors ? kValueCount : 1];
   float log_decay = 0.0f, log_total = 0.0f;
   float up[3] = {};  // of the last tile put, the one before it, and before that
-  const auto tokens_of = [&](int tile) {
-    const int64_t left = part.end - part.begin - static_cast<int64_t>(tile) * kTile;
-    return static_cast<int>(left < kTile ? left : kTile);
-  };
-  const auto key_piece = [&](const T* rows, int64_t stride, int tile, int i) {
-    const int token = key_token + i * kStep;
-    return load_piece<kVectors>(rows + (part.begin + static_cast<int64_t>(tile) * kTile + token) * stride, key_at,
-                                token < tokens_of(tile) ? R : 0);
-  };
-  const auto value_piece = [&](int tile, int i) {
-    const int token = value_token + i * kValueStep;
-    return load_piece<kVectors>(value + (part.begin + static_cast<int64_t>(tile) * kTile + token) * in.value_strides.token,
-                                value_at, token < tokens_of(tile) ? left : 0);
+  const auto piece = [](const char*& row, int64_t step, int width, bool there) {
+    const Piece<T> x = load_piece<kVectors>(reinterpret_cast<const T*>(row), 0, there ? width : 0);
+    row += step;
+    return x;
   };
   const auto fetch = [&](int tile) {
-    log_decay = load_log_decay(in, part, part.begin + static_cast<int64_t>(tile) * kTile + lane, lane < tokens_of(tile));
+    const int left = length - tile * kTile;
+    log_decay = load_log_decay(in, part, part.begin + tile * kTile + lane, lane < left && lane < kTile);
     if constexpr (kVectors) {
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) k[i] = key_piece(key, in.key_strides.token, tile, i);
+      for (int i = 0; i < kCount; ++i) k[i] = piece(key, plan.key_step, R - key_at, key_token + i * kStep < left);
 #pragma unroll
-      for (int i = 0; i < kValueCount; ++i) v[i] = value_piece(tile, i);
+      for (int i = 0; i < kValueCount; ++i)
+        v[i] = piece(value, plan.value_step, columns - value_at, value_token + i * Rows::kValueStep < left);
       if (sums_only) return;
 #pragma unroll
-      for (int i = 0; i < kCount; ++i) q[i] = key_piece(query, in.query_strides.token, tile, i);
+      for (int i = 0; i < kCount; ++i) q[i] = piece(query, plan.query_step, R - key_at, key_token + i * kStep < left);
     }
   };
   const auto put = [&](int tile) {
+    const int left = length - tile * kTile;
     const TileDecay x = tile_decay(log_decay, in.scale, lane);
     up[0] = x.up;
     log_total += x.log_total;
-    if (thread < kTile) {
-      decay[(tile & 1) * kTile + thread] = expf(log_decay);
-      if (thread == 0) decay[2 * kTile + 2 * (tile & 1)] = x.total, decay[2 * kTile + 2 * (tile & 1) + 1] = x.scaled;
+    if (thread < 32) {
+      float* const of = decays + (tile & 1) * Shape::kDecays;
+      of[lane] = expf(log_decay);
+      if (lane % kWindow == 0) of[32 + lane / kWindow] = x.window;
+      if (lane == 0) of[36] = expf(x.log_total), of[37] = static_cast<float>(x.length);
     }
     float* const queries = shared + (tile & 1) * Shape::kStaged;
     // Of 16-bit numbers the first fours of eight ranks come first, then the others: no two lanes of a store meet in a bank.
     float* const to = queries + key_token * Shape::kRanks + key_at / kHalves;
 #pragma unroll kUnroll
     for (int i = 0; i < kCount; ++i) {
-      const Piece<T> piece = kVectors ? k[kVectors ? i : 0] : key_piece(key, in.key_strides.token, tile, i);
+      const Piece<T> y = kVectors ? k[kVectors ? i : 0] : piece(key, plan.key_step, R - key_at, key_token + i * kStep < left);
 #pragma unroll
       for (int h = 0; h < kHalves; ++h)
-        store_four(to + Shape::kKeys + i * kStep * Shape::kRanks + h * Shape::kRanks / 2, four_of(piece, h));
+        store_four(to + Shape::kKeys + i * kStep * Shape::kRanks + h * Shape::kRanks / 2, four_of(y, h));
     }
     float* const values = queries + 2 * Shape::kKeys + value_at;
 #pragma unroll kUnroll
     for (int i = 0; i < kValueCount; ++i) {
-      const Piece<T> piece = kVectors ? v[kVectors ? i : 0] : value_piece(tile, i);
-      const int token = value_token + i * kValueStep;
+      const int token = value_token + i * Rows::kValueStep;
+      const Piece<T> y = kVectors ? v[kVectors ? i : 0] : piece(value, plan.value_step, columns - value_at, token < left);
       const float by = __shfl_sync(kFullWarp, x.down, token & 31);
-      if (kValueStep > kTile && token >= kTile) continue;
+      if (Rows::kValueSpan > kTile && token >= kTile) continue;
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) {
-        const float4 y = four_of(piece, h);
-        store_four(values + token * Shape::kColumns + 4 * h, make_float4(by * y.x, by * y.y, by * y.z, by * y.w));
+        const float4 z = four_of(y, h);
+        store_four(values + token * Shape::kColumns + 4 * h, make_float4(by * z.x, by * z.y, by * z.z, by * z.w));
       }
     }
     if (sums_only) return;
 #pragma unroll kUnroll
     for (int i = 0; i < kCount; ++i) {
-      const Piece<T> piece = kVectors ? q[kVectors ? i : 0] : key_piece(query, in.query_strides.token, tile, i);
+      const Piece<T> y = kVectors ? q[kVectors ? i : 0] : piece(query, plan.query_step, R - key_at, key_token + i * kStep < left);
 #pragma unroll
-      for (int h = 0; h < kHalves; ++h) store_four(to + i * kStep * Shape::kRanks + h * Shape::kRanks / 2, four_of(piece, h));
+      for (int h = 0; h < kHalves; ++h) store_four(to + i * kStep * Shape::kRanks + h * Shape::kRanks / 2, four_of(y, h));
     }
   };
   const auto write = [&](int tile) {
     if (sums_only) return;
-    const int64_t first = part.begin + static_cast<int64_t>(tile) * kTile;
-    const int tokens = static_cast<int>(part.end - first < kTile ? part.end - first : kTile);
-    const float* const from = output + (tile & 1) * Shape::kPartials + Shape::kToken + out_at;
+    const int left = length - tile * kTile, tokens = left < kTile ? left : kTile;
+    const float* const from = output + (tile & 1) * Shape::kPartials + Shape::kToken + out_token * Shape::kToken + out_at;
+    float4 x[Shape::kOutCount];
 #pragma unroll
-    for (int i = 0; i < kOutCount; ++i) {
-      const int token = out_token + i * kOutStep;
-      const float by = __shfl_sync(kFullWarp, up[2], token & 31);
-      if (token >= tokens || out_at >= left) continue;
-      float4 x = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    for (int i = 0; i < Shape::kOutCount; ++i) {
+      x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (Shape::kOutSpan > kTile && out_token >= kTile) continue;
 #pragma unroll
       for (int p = 0; p < Shape::kRanks / 32; ++p) {
-        if (p >= plan.rank_warps) break;
-        const float4 y = *reinterpret_cast<const float4*>(from + token * Shape::kToken + p * Shape::kColumns);
-        x.x += y.x, x.y += y.y, x.z += y.z, x.w += y.w;
+        const float4 y = *reinterpret_cast<const float4*>(from + i * Shape::kOutStep * Shape::kToken + p * Shape::kColumns);
+        x[i].x += y.x, x[i].y += y.y, x[i].z += y.z, x[i].w += y.w;
       }
-      x.x *= by, x.y *= by, x.z *= by, x.w *= by;
-      T* const to = out + (first + token) * in.output_strides.token + out_at;
-      if (plan.out_vectors) {
-        store_four(to, x);
-      } else {
-        to[0] = static_cast<T>(x.x);
-        if (out_at + 1 < left) to[1] = static_cast<T>(x.y);
-        if (out_at + 2 < left) to[2] = static_cast<T>(x.z);
-        if (out_at + 3 < left) to[3] = static_cast<T>(x.w);
+    }
+#pragma unroll
+    for (int i = 0; i < Shape::kOutCount; ++i) {
+      const int token = out_token + i * Shape::kOutStep;
+      const float by = __shfl_sync(kFullWarp, up[2], token & 31);
+      const bool there = token < tokens;
+      x[i].x *= by, x[i].y *= by, x[i].z *= by, x[i].w *= by;
+      T* const to = reinterpret_cast<T*>(out);
+      out += plan.out_step;
+      if (kVectors || plan.out_vectors) {
+        if (there && out_at < columns) store_four(to, x[i]);
+      } else if (there) {
+        if (out_at < columns) to[0] = static_cast<T>(x[i].x);
+        if (out_at + 1 < columns) to[1] = static_cast<T>(x[i].y);
+        if (out_at + 2 < columns) to[2] = static_cast<T>(x[i].z);
+        if (out_at + 3 < columns) to[3] = static_cast<T>(x[i].w);
       }
     }
   };
@@ -352,7 +406,7 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
     put(0);
     if (tiles > 1) fetch(1);
   }
-  block_barrier(threads);
+  block_barrier(Shape::kThreads);
   for (int tile = 0; tile < tiles; ++tile) {
     up[2] = up[1], up[1] = up[0];
     if (tile + 1 < tiles) {
@@ -360,7 +414,7 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
       if (tile + 2 < tiles) fetch(tile + 2);
     }
     if (tile > 0) write(tile - 1);
-    block_barrier(threads);
+    block_barrier(Shape::kThreads);
   }
   up[2] = up[1];
   if (tiles > 0) write(tiles - 1);
@@ -376,24 +430,22 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
   extern __shared__ __align__(16) float shared[];
   const DecayInputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
-  const Part part =
-      part_of(in, blockIdx.x, Shape::kColumns, plan.column_blocks, plan.segments, kTile, sums_only);
-  const int tiles = static_cast<int>((part.end - part.begin + kTile - 1) / kTile);
+  const Part part = part_of(in, blockIdx.x, Shape::kColumns, plan.column_blocks, plan.segments, kTile, sums_only);
+  const int length = static_cast<int>(part.end - part.begin), tiles = (length + kTile - 1) / kTile;
   float* const output = shared + 2 * Shape::kStaged;           // [2][1 + tile][rank warps][columns]
-  float* const decay = output + 2 * Shape::kPartials;          // [2][tile], then [2][total, whether scaled]
-  const int warps = plan.rank_warps * plan.column_warps, threads = 32 * warps + kStagers;
+  const float* const decays = output + 2 * Shape::kPartials;   // [2][kDecays]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  if (warp >= warps) {
-    const int thread = static_cast<int>(threadIdx.x) - 32 * warps;
-    if (plan.vectors) stage_tiles<Shape, T, true>(args, plan, part, sums_only, shared, thread, threads);
-    else stage_tiles<Shape, T, false>(args, plan, part, sums_only, shared, thread, threads);
+  if (threadIdx.x >= Shape::kComputing) {
+    const int thread = static_cast<int>(threadIdx.x) - Shape::kComputing;
+    if (plan.vectors) stage_tiles<Shape, T, true>(args, plan, part, sums_only, shared, thread);
+    else stage_tiles<Shape, T, false>(args, plan, part, sums_only, shared, thread);
     return;
   }
 
   // The lanes of the upper half have their pairs of columns in the other order, so that each gives away its last two.
-  const int rank_warp = warp % plan.rank_warps, first_row = (rank_warp * 4 + lane / 8) * kRows;
-  const int mine = warp / plan.rank_warps * 32 + lane % 8 * 4, flip = lane & 16 ? 2 : 0;
+  const int rank_warp = warp % kRankWarps, first_row = (rank_warp * 4 + lane / 8) * kRows;
+  const int mine = warp / kRankWarps * 32 + lane % 8 * 4, flip = lane & 16 ? 2 : 0;
   float state[kRows][4];
 #pragma unroll
   for (int r = 0; r < kRows; ++r) state[r][0] = state[r][1] = state[r][2] = state[r][3] = 0.0f;
@@ -407,27 +459,25 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
   };
   begin_segment(args, part, plan.slots, plan.decays, plan.segments, sums_only, each);
 
-  constexpr int kQuad = sizeof(T) == 4 ? 4 : Shape::kRanks / 2;  // from the first four ranks to the others
   const float* const staged = shared + (sizeof(T) == 4 ? first_row : first_row / 2);
   const float* const staged_values = shared + 2 * Shape::kKeys + mine;
-  block_barrier(threads);
+  block_barrier(Shape::kThreads);
   for (int tile = 0; tile < tiles; ++tile) {
-    const int64_t left = part.end - part.begin - static_cast<int64_t>(tile) * kTile;
-    const int tokens = static_cast<int>(left < kTile ? left : kTile);
+    const int left = length - tile * kTile, tokens = left < kTile ? left : kTile;
     const float* const query = staged + (tile & 1) * Shape::kStaged;
     const float* const value = staged_values + (tile & 1) * Shape::kStaged;
+    const float* const decay = decays + (tile & 1) * Shape::kDecays;
     // Of the token before; after the sum over the slices a lane has one column.
     float* const to =
         output + (tile & 1) * Shape::kPartials + rank_warp * Shape::kColumns + mine + flip + (lane & 8) / 8;
-    const float total = decay[2 * kTile + 2 * (tile & 1)];
-    const bool scaled = decay[2 * kTile + 2 * (tile & 1) + 1] != 0.0f;
     struct Operands {
       float4 k[2], q[2];
       float2 v[2];
     };
-    const auto walk = [&](auto only_sums, auto with_scale) {
-      constexpr bool kSums = decltype(only_sums)::value, kScaled = decltype(with_scale)::value;
-      constexpr int kAtOnce = 4;
+    const auto walk = [&](auto only_sums, auto window) {
+      constexpr bool kSums = decltype(only_sums)::value;
+      constexpr int kLength = decltype(window)::value, kAtOnce = kTile < kWindow ? kTile : kWindow;
+      constexpr int kQuad = sizeof(T) == 4 ? 4 : Shape::kRanks / 2;  // from the first four ranks to the others
       const auto load = [&](int t) {
         Operands x;
 #pragma unroll
@@ -452,13 +502,7 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
         for (int i = 0; i < kAtOnce; ++i) {
           // The one after the last token of the tile is read again, and not used.
           const Operands next = load(i + 1 < kAtOnce || t + kAtOnce < kTile ? t + i + 1 : t);
-          if constexpr (!kScaled) {
-            const float by = decay[(tile & 1) * kTile + t + i];
-#pragma unroll
-            for (int r = 0; r < kRows; ++r)
-#pragma unroll
-              for (int c = 0; c < 4; ++c) state[r][c] = times_decay(state[r][c], by);
-          }
+          if constexpr (kLength == 1) forget(state, decay[t + i]);
           float out[4] = {};
 #pragma unroll
           for (int h = 0; h < 2; ++h) {
@@ -481,32 +525,207 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
           for (int c = 0; c < 4; ++c) last[c] = out[c];
           now = next;
         }
+        if constexpr (kLength == kWindow) forget(state, decay[32 + t / kWindow]);
       }
       store_last((tokens + kAtOnce - 1) / kAtOnce * kAtOnce);
-      if constexpr (kScaled) {
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) state[r][c] *= total;
-      }
+      if constexpr (kLength == 32) forget(state, decay[36]);
     };
-    if (scaled && sums_only) walk(std::true_type{}, std::true_type{});
-    else if (scaled) walk(std::false_type{}, std::true_type{});
-    else if (sums_only) walk(std::true_type{}, std::false_type{});
-    else walk(std::false_type{}, std::false_type{});
-    block_barrier(threads);
+    const float length = decay[37];
+    const auto walk_by = [&](auto only_sums) {
+      if (length == 32.0f) walk(only_sums, std::integral_constant<int, 32>{});
+      else if (length > 1.0f) walk(only_sums, std::integral_constant<int, kWindow>{});
+      else walk(only_sums, std::integral_constant<int, 1>{});
+    };
+    if (sums_only) walk_by(std::true_type{});
+    else walk_by(std::false_type{});
+    block_barrier(Shape::kThreads);
   }
   end_segment(args, part, plan.slots, plan.segments, sums_only, each);
 }
 
+// R up to 16: a warp of its own has all ranks of 64 columns, a lane two of these. Only keys and queries go through shared
+// memory, from a token a lane to all ranks of one token.
+constexpr int kNarrowTile = 32, kNarrowColumns = 64, kNarrowWarps = 4;
+constexpr int kNarrowMaxRanks = 16;
+
+template <class T>
+union Pair {
+  typename std::conditional<sizeof(T) == 4, uint2, uint32_t>::type bits;
+  T element[2];
+};
+
+// kVectors: rows of query and key begin and end at 16 bytes; kPairs: values and outputs can be taken two columns at once.
+template <class T, int kRanks, bool kVectors, bool kPairs>
+__global__ void __launch_bounds__(32 * kNarrowWarps, 3)
+    DecayNarrowKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ RowsPlan plan, int64_t units,
+                      bool sums_only) {
+  constexpr int kVec = 16 / sizeof(T), kPieces = kRanks > kVec ? kRanks / kVec : 1;
+  constexpr int kBatch = sizeof(T) == 4 && kRanks > 8 ? 8 : 16;  // tokens whose values are on their way
+  constexpr int kPitch = 2 * kRanks + 4;  // keys, queries; no two lanes of a store meet in a bank
+  __shared__ __align__(16) float rows[kNarrowWarps][kNarrowTile][kPitch];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t unit = static_cast<int64_t>(blockIdx.x) * kNarrowWarps + warp;
+  if (unit >= units) return;
+  const DecayInputs& in = args.in;
+  const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
+  const Part part = part_of(in, unit, kNarrowColumns, plan.column_blocks, plan.segments, kNarrowTile, sums_only);
+  const int column = part.column + 2 * lane, left = V - column;
+
+  float state[kRanks][2];
+#pragma unroll
+  for (int r = 0; r < kRanks; ++r) state[r][0] = state[r][1] = 0.0f;
+  const auto each = [&](auto&& function) {
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (r < R && c < left) function(state[r][c], static_cast<int64_t>(r) * V + column + c);
+  };
+  begin_segment(args, part, plan.slots, plan.decays, plan.segments, sums_only, each);
+
+  // Rows of the lane's token of the next tile, values of the next tokens; both from the pointers on, which run ahead.
+  const int64_t key_stride = in.key_strides.token, query_stride = in.query_strides.token, stride = in.value_strides.token;
+  const T* key = static_cast<const T*>(in.key) + part.batch * in.key_strides.batch + part.kv_head * in.key_strides.head +
+                 (part.begin + lane) * key_stride;
+  const T* query = static_cast<const T*>(in.query) + part.batch * in.query_strides.batch + part.head * in.query_strides.head +
+                   (part.begin + lane) * query_stride;
+  const T* value = static_cast<const T*>(in.value) + part.batch * in.value_strides.batch +
+                   part.kv_head * in.value_strides.head + part.begin * stride + column;
+  T* out = static_cast<T*>(args.output) + part.batch * in.output_strides.batch + part.head * in.output_strides.head +
+           part.begin * in.output_strides.token + column;
+  int rows_left = static_cast<int>(part.end - part.begin) - lane, values_left = static_cast<int>(part.end - part.begin);
+  Piece<T> k[kPieces], q[kPieces];
+  Pair<T> v[kBatch];
+  float log_decay = 0.0f, log_total = 0.0f;
+  const auto fetch_rows = [&] {
+    const int width = rows_left > 0 ? R : 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) k[i] = load_piece<kVectors>(key, i * kVec, width);
+    if (!sums_only) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) q[i] = load_piece<kVectors>(query, i * kVec, width);
+    }
+    log_decay = load_log_decay(in, part, part.end - rows_left, rows_left > 0);
+    key += kNarrowTile * key_stride, query += kNarrowTile * query_stride, rows_left -= kNarrowTile;
+  };
+  const auto fetch_values = [&] {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if constexpr (kPairs) {
+        v[i].bits = load_or_zero(reinterpret_cast<const decltype(v[i].bits)*>(value), values_left > i && left > 0);
+      } else {
+        v[i].element[0] = load_or_zero(value, values_left > i && left > 0);
+        v[i].element[1] = load_or_zero(value + 1, values_left > i && left > 1);
+      }
+      value += stride;
+    }
+    values_left -= kBatch;
+  };
+
+  fetch_rows();
+  fetch_values();
+  for (int64_t first = part.begin; first < part.end; first += kNarrowTile) {
+    const TileDecay x = tile_decay(log_decay, in.scale, lane);
+    const float decay = expf(log_decay);
+    log_total += x.log_total;
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < kRanks; r += 4) {
+      const float4 a = four_of(k[r / kVec], r % kVec / 4), b = four_of(q[r / kVec], r % kVec / 4);
+      store_four(&rows[warp][lane][r], make_float4(x.down * a.x, x.down * a.y, x.down * a.z, x.down * a.w));
+      if (!sums_only) store_four(&rows[warp][lane][kRanks + r], make_float4(x.up * b.x, x.up * b.y, x.up * b.z, x.up * b.w));
+    }
+    __syncwarp();
+    fetch_rows();
+    const int tokens = static_cast<int>(part.end - first < kNarrowTile ? part.end - first : kNarrowTile);
+    const auto walk = [&](auto only_sums, auto window) {
+      constexpr bool kSums = decltype(only_sums)::value;
+      constexpr int kLength = decltype(window)::value;
+      for (int t = 0; t < tokens; t += kBatch) {
+        Pair<T> now[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) now[i] = v[i];
+        fetch_values();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const float value0 = static_cast<float>(now[i].element[0]), value1 = static_cast<float>(now[i].element[1]);
+          const float* const row = rows[warp][t + i];
+          if constexpr (kLength == 1) forget(state, __shfl_sync(kFullWarp, decay, t + i));
+          float sum[2][2] = {};
+#pragma unroll
+          for (int r = 0; r < kRanks; r += 4) {
+            const float4 k4 = *reinterpret_cast<const float4*>(row + r);
+            const float by[4] = {k4.x, k4.y, k4.z, k4.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) state[r + j][0] += by[j] * value0, state[r + j][1] += by[j] * value1;
+            if constexpr (!kSums) {
+              const float4 q4 = *reinterpret_cast<const float4*>(row + kRanks + r);
+              const float of[4] = {q4.x, q4.y, q4.z, q4.w};
+#pragma unroll
+              for (int j = 0; j < 4; ++j)
+                sum[j % 2][0] += of[j] * state[r + j][0], sum[j % 2][1] += of[j] * state[r + j][1];
+            }
+          }
+          if constexpr (!kSums) {
+            const bool there = t + i < tokens;
+            Pair<T> y;
+            y.element[0] = static_cast<T>(sum[0][0] + sum[1][0]), y.element[1] = static_cast<T>(sum[0][1] + sum[1][1]);
+            if constexpr (kPairs) {
+              if (there && left > 0) *reinterpret_cast<decltype(y.bits)*>(out) = y.bits;
+            } else {
+              if (there && left > 0) out[0] = y.element[0];
+              if (there && left > 1) out[1] = y.element[1];
+            }
+            out += in.output_strides.token;
+          }
+          if constexpr (kLength == kWindow)
+            if (i % kWindow == kWindow - 1) forget(state, __shfl_sync(kFullWarp, x.window, t + i));
+        }
+      }
+      if constexpr (kLength == 32) forget(state, expf(x.log_total));
+    };
+    const auto walk_by = [&](auto only_sums) {
+      if (x.length == 32) walk(only_sums, std::integral_constant<int, 32>{});
+      else if (x.length > 1) walk(only_sums, std::integral_constant<int, kWindow>{});
+      else walk(only_sums, std::integral_constant<int, 1>{});
+    };
+    if (sums_only) walk_by(std::true_type{});
+    else walk_by(std::false_type{});
+  }
+  end_segment(args, part, plan.slots, plan.segments, sums_only, each);
+  if (sums_only && lane == 0 && part.column == 0)
+    plan.decays[(part.request * in.kv_heads + part.kv_head) * plan.segments + part.segment + 1] = log_total;
+}
+
+template <class T, int kRanks>
+cudaError_t launch_narrow(const CausalLinearDecayArgs& args, const RowsPlan& plan, cudaStream_t stream) {
+  const auto kernel = !plan.pairs     ? DecayNarrowKernel<T, kRanks, false, false>
+                      : !plan.vectors ? DecayNarrowKernel<T, kRanks, false, true>
+                                      : DecayNarrowKernel<T, kRanks, true, true>;
+  const auto pass = [&](int64_t units, bool sums_only) {
+    kernel<<<static_cast<unsigned>((units + kNarrowWarps - 1) / kNarrowWarps), 32 * kNarrowWarps, 0, stream>>>(args, plan, units,
+                                                                                                              sums_only);
+  };
+  const int64_t columns = args.in.requests * plan.column_blocks;
+  if (plan.segments > 1) pass(columns * args.in.kv_heads * (plan.segments - 1), true);
+  pass(columns * args.in.heads * plan.segments, false);
+  return cudaGetLastError();
+}
+
 template <class T, int kRankWarps, int kColumnWarps>
-cudaError_t launch_as(const CausalLinearDecayArgs& args, const RowsPlan& plan, cudaStream_t stream) {
+cudaError_t launch_as(const CausalLinearDecayArgs& args, RowsPlan plan, cudaStream_t stream) {
   using Shape = BlockShape<kRankWarps, kColumnWarps>;
+  using Rows = typename Shape::template Rows<T>;
+  const auto bytes = [](int tokens, const DecayStrides& strides) { return tokens * strides.token * static_cast<int64_t>(sizeof(T)); };
+  plan.query_step = bytes(Rows::kStep, args.in.query_strides);
+  plan.key_step = bytes(Rows::kStep, args.in.key_strides);
+  plan.value_step = bytes(Rows::kValueStep, args.in.value_strides);
+  plan.out_step = bytes(Shape::kOutStep, args.in.output_strides);
   const auto kernel = DecayRowsKernel<T, kRankWarps, kColumnWarps>;
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Shape::kBytes));
   if (error != cudaSuccess) return error;
-  const unsigned threads = 32 * static_cast<unsigned>(plan.rank_warps * plan.column_warps) + kStagers;
+  constexpr unsigned threads = Shape::kThreads;
   const int64_t blocks = args.in.requests * plan.column_blocks;
   if (plan.segments > 1)
     kernel<<<static_cast<unsigned>(blocks * args.in.kv_heads * (plan.segments - 1)), threads, Shape::kBytes, stream>>>(args, plan,
@@ -521,6 +740,12 @@ cudaError_t launch_typed(const CausalLinearDecayArgs& args, RowsPlan plan, cudaS
   plan.vectors = (in.key_width * sizeof(T)) % 16 == 0 && (in.value_width * sizeof(T)) % 16 == 0;
   for (const void* data : {in.query, in.key, in.value}) plan.vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
   plan.out_vectors = in.value_width % 4 == 0 && reinterpret_cast<uintptr_t>(args.output) % (4 * sizeof(T)) == 0;
+  plan.vectors &= plan.out_vectors;
+  plan.pairs = in.value_width % 2 == 0 && reinterpret_cast<uintptr_t>(in.value) % (2 * sizeof(T)) == 0 &&
+               reinterpret_cast<uintptr_t>(args.output) % (2 * sizeof(T)) == 0;
+  if (in.key_width <= 4) return launch_narrow<T, 4>(args, plan, stream);
+  if (in.key_width <= 8) return launch_narrow<T, 8>(args, plan, stream);
+  if (in.key_width <= 16) return launch_narrow<T, 16>(args, plan, stream);
   if (in.key_width <= 32) return launch_as<T, 1, 4>(args, plan, stream);
   if (in.key_width <= 64) return launch_as<T, 2, 2>(args, plan, stream);
   if (in.key_width <= 128) return launch_as<T, 4, 1>(args, plan, stream);
@@ -528,16 +753,16 @@ cudaError_t launch_typed(const CausalLinearDecayArgs& args, RowsPlan plan, cudaS
   return launch_as<T, 16, 1>(args, plan, stream);
 }
 
-// How many segments take least time, in tokens of one block alone on its multiprocessor.
-int segments_of(int64_t blocks, int64_t sum_blocks, int64_t tokens, int sm_count) {
+// How many segments take least time, in tokens of a unit alone where it runs. at_once: units that run side by side.
+int segments_of(int64_t units, int64_t sum_units, int64_t tokens, int at_once, int most) {
   const auto time = [&](int64_t count) {
-    const double deep = double((count + sm_count - 1) / sm_count);
+    const double deep = double((count + at_once - 1) / at_once);
     return deep > 1.0 ? 0.85 * deep : deep;
   };
   int best = 1;
-  double least = time(blocks) * double(tokens);
-  for (int64_t s = 2; s <= kMaxSegments && s <= tokens / kMinSegmentTokens; ++s) {
-    const double total = (time(blocks * s) + 0.6 * time(sum_blocks * (s - 1))) * double(tokens) / double(s) + 60.0 + 3.0 * double(s);
+  double least = time(units) * double(tokens);
+  for (int64_t s = 2; s <= most && s <= tokens / kMinSegmentTokens; ++s) {
+    const double total = (time(units * s) + 0.6 * time(sum_units * (s - 1))) * double(tokens) / double(s) + 60.0 + 3.0 * double(s);
     if (total < least) least = total, best = static_cast<int>(s);
   }
   return best;
@@ -545,14 +770,13 @@ int segments_of(int64_t blocks, int64_t sum_blocks, int64_t tokens, int sm_count
 
 RowsPlan plan_of(const CausalLinearDecayArgs& args, int sm_count) {
   const DecayInputs& in = args.in;
-  const int columns = in.key_width <= 32 ? 128 : in.key_width <= 64 ? 64 : 32;
+  const bool narrow = in.key_width <= kNarrowMaxRanks;
+  const int columns = narrow ? kNarrowColumns : in.key_width <= 32 ? 128 : in.key_width <= 64 ? 64 : 32;
   RowsPlan plan = {};
-  plan.rank_warps = static_cast<int>((in.key_width + 31) / 32);
   plan.column_blocks = static_cast<int>((in.value_width + columns - 1) / columns);
-  plan.column_warps = static_cast<int>(((in.value_width < columns ? in.value_width : columns) + 31) / 32);
   const int64_t tokens = in.batch * in.tokens / (in.requests > 0 ? in.requests : 1);
-  plan.segments = segments_of(in.requests * in.heads * plan.column_blocks,
-                              in.requests * in.kv_heads * plan.column_blocks, tokens, sm_count);
+  plan.segments = segments_of(in.requests * in.heads * plan.column_blocks, in.requests * in.kv_heads * plan.column_blocks, tokens,
+                              narrow ? 8 * sm_count : sm_count, kMaxSegments);
   return plan;
 }
 
