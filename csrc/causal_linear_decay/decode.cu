@@ -21,10 +21,7 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kColumns = 32;          // of a block
 constexpr int kColumnLanes = 8;       // of four columns each
 constexpr int kThreadRows = 8;        // of a thread
-#ifndef MINB
-#define MINB 8
-#endif
-constexpr int kStepBlocks = MINB;
+constexpr int kStepBlocks = 8;        // of few threads on an SM, one token
 constexpr int kMaxThreads = 512, kFewThreads = 128;
 constexpr int kMaxTile = 16;          // tokens
 constexpr size_t kSharedBudget = 40 * 1024;

@@ -22,6 +22,7 @@
 #include <type_traits>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "causal_linear_decay/choose.h"
 #include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
 #include "core/mma.cuh"
@@ -38,8 +39,6 @@ constexpr int kStagingWarps = 4;
 constexpr int kStagers = 32 * kStagingWarps;
 constexpr int kWindow = 8;         // tokens
 constexpr float kLeastDecay = -30.0f;  // of a window, natural logarithm
-constexpr int64_t kMinSegmentTokens = 256;
-constexpr int kMaxSegments = 16;
 
 struct RowsPlan {
   int segments;
@@ -91,7 +90,8 @@ __device__ __forceinline__ uint4 load_or_zero(const void* from, bool load) {
 }
 __device__ __forceinline__ uint2 load_or_zero(const uint2* from, bool load) {
   uint2 x;
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n@p ld.global.nc.v2.b32 {%0,%1}, [%2];\n}"
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+               "@p ld.global.nc.v2.b32 {%0,%1}, [%2];\n}"
                : "=&r"(x.x), "=&r"(x.y) : "l"(from), "r"(static_cast<int>(load)));
   return x;
 }
@@ -363,7 +363,8 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
     if (sums_only) return;
 #pragma unroll kUnroll
     for (int i = 0; i < kCount; ++i) {
-      const Piece<T> y = kVectors ? q[kVectors ? i : 0] : piece(query, plan.query_step, R - key_at, key_token + i * kStep < left);
+      const Piece<T> y =
+          kVectors ? q[kVectors ? i : 0] : piece(query, plan.query_step, R - key_at, key_token + i * kStep < left);
 #pragma unroll
       for (int h = 0; h < kHalves; ++h) store_four(to + i * kStep * Shape::kRanks + h * Shape::kRanks / 2, four_of(y, h));
     }
@@ -543,10 +544,9 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
   end_segment(args, part, plan.slots, plan.segments, sums_only, each);
 }
 
-// R up to 16: a warp of its own has all ranks of 64 columns, a lane two of these. Only keys and queries go through shared
-// memory, from a token a lane to all ranks of one token.
-constexpr int kNarrowTile = 32, kNarrowColumns = 64, kNarrowWarps = 4;
-constexpr int kNarrowMaxRanks = 16;
+// R up to kRecurrenceNarrowWidth: a warp has all ranks of 64 columns, a lane two of these. Only keys and queries go through
+// shared memory, from a token a lane to all ranks of one token.
+constexpr int kNarrowTile = 32, kNarrowWarps = 4;
 
 template <class T>
 union Pair {
@@ -568,7 +568,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
   if (unit >= units) return;
   const DecayInputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
-  const Part part = part_of(in, unit, kNarrowColumns, plan.column_blocks, plan.segments, kNarrowTile, sums_only);
+  const Part part = part_of(in, unit, kRecurrenceNarrowColumns, plan.column_blocks, plan.segments, kNarrowTile, sums_only);
   const int column = part.column + 2 * lane, left = V - column;
 
   float state[kRanks][2];
@@ -703,8 +703,8 @@ cudaError_t launch_narrow(const CausalLinearDecayArgs& args, const RowsPlan& pla
                       : !plan.vectors ? DecayNarrowKernel<T, kRanks, false, true>
                                       : DecayNarrowKernel<T, kRanks, true, true>;
   const auto pass = [&](int64_t units, bool sums_only) {
-    kernel<<<static_cast<unsigned>((units + kNarrowWarps - 1) / kNarrowWarps), 32 * kNarrowWarps, 0, stream>>>(args, plan, units,
-                                                                                                              sums_only);
+    const auto blocks = static_cast<unsigned>((units + kNarrowWarps - 1) / kNarrowWarps);
+    kernel<<<blocks, 32 * kNarrowWarps, 0, stream>>>(args, plan, units, sums_only);
   };
   const int64_t columns = args.in.requests * plan.column_blocks;
   if (plan.segments > 1) pass(columns * args.in.kv_heads * (plan.segments - 1), true);
@@ -716,7 +716,9 @@ template <class T, int kRankWarps, int kColumnWarps>
 cudaError_t launch_as(const CausalLinearDecayArgs& args, RowsPlan plan, cudaStream_t stream) {
   using Shape = BlockShape<kRankWarps, kColumnWarps>;
   using Rows = typename Shape::template Rows<T>;
-  const auto bytes = [](int tokens, const DecayStrides& strides) { return tokens * strides.token * static_cast<int64_t>(sizeof(T)); };
+  const auto bytes = [](int tokens, const DecayStrides& strides) {
+    return tokens * strides.token * static_cast<int64_t>(sizeof(T));
+  };
   plan.query_step = bytes(Rows::kStep, args.in.query_strides);
   plan.key_step = bytes(Rows::kStep, args.in.key_strides);
   plan.value_step = bytes(Rows::kValueStep, args.in.value_strides);
@@ -725,12 +727,12 @@ cudaError_t launch_as(const CausalLinearDecayArgs& args, RowsPlan plan, cudaStre
   const cudaError_t error =
       cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Shape::kBytes));
   if (error != cudaSuccess) return error;
-  constexpr unsigned threads = Shape::kThreads;
-  const int64_t blocks = args.in.requests * plan.column_blocks;
-  if (plan.segments > 1)
-    kernel<<<static_cast<unsigned>(blocks * args.in.kv_heads * (plan.segments - 1)), threads, Shape::kBytes, stream>>>(args, plan,
-                                                                                                                     true);
-  kernel<<<static_cast<unsigned>(blocks * args.in.heads * plan.segments), threads, Shape::kBytes, stream>>>(args, plan, false);
+  const auto pass = [&](int64_t heads, int segments, bool sums_only) {
+    const auto blocks = static_cast<unsigned>(args.in.requests * plan.column_blocks * heads * segments);
+    kernel<<<blocks, Shape::kThreads, Shape::kBytes, stream>>>(args, plan, sums_only);
+  };
+  if (plan.segments > 1) pass(args.in.kv_heads, plan.segments - 1, true);
+  pass(args.in.heads, plan.segments, false);
   return cudaGetLastError();
 }
 
@@ -743,6 +745,7 @@ cudaError_t launch_typed(const CausalLinearDecayArgs& args, RowsPlan plan, cudaS
   plan.vectors &= plan.out_vectors;
   plan.pairs = in.value_width % 2 == 0 && reinterpret_cast<uintptr_t>(in.value) % (2 * sizeof(T)) == 0 &&
                reinterpret_cast<uintptr_t>(args.output) % (2 * sizeof(T)) == 0;
+  static_assert(kRecurrenceNarrowWidth == 16);
   if (in.key_width <= 4) return launch_narrow<T, 4>(args, plan, stream);
   if (in.key_width <= 8) return launch_narrow<T, 8>(args, plan, stream);
   if (in.key_width <= 16) return launch_narrow<T, 16>(args, plan, stream);
@@ -753,30 +756,11 @@ cudaError_t launch_typed(const CausalLinearDecayArgs& args, RowsPlan plan, cudaS
   return launch_as<T, 16, 1>(args, plan, stream);
 }
 
-// How many segments take least time, in tokens of a unit alone where it runs. at_once: units that run side by side.
-int segments_of(int64_t units, int64_t sum_units, int64_t tokens, int at_once, int most) {
-  const auto time = [&](int64_t count) {
-    const double deep = double((count + at_once - 1) / at_once);
-    return deep > 1.0 ? 0.85 * deep : deep;
-  };
-  int best = 1;
-  double least = time(units) * double(tokens);
-  for (int64_t s = 2; s <= most && s <= tokens / kMinSegmentTokens; ++s) {
-    const double total = (time(units * s) + 0.6 * time(sum_units * (s - 1))) * double(tokens) / double(s) + 60.0 + 3.0 * double(s);
-    if (total < least) least = total, best = static_cast<int>(s);
-  }
-  return best;
-}
-
 RowsPlan plan_of(const CausalLinearDecayArgs& args, int sm_count) {
-  const DecayInputs& in = args.in;
-  const bool narrow = in.key_width <= kNarrowMaxRanks;
-  const int columns = narrow ? kNarrowColumns : in.key_width <= 32 ? 128 : in.key_width <= 64 ? 64 : 32;
+  const RecurrenceSplit split = recurrence_split(shape_of(args.in, sm_count));
   RowsPlan plan = {};
-  plan.column_blocks = static_cast<int>((in.value_width + columns - 1) / columns);
-  const int64_t tokens = in.batch * in.tokens / (in.requests > 0 ? in.requests : 1);
-  plan.segments = segments_of(in.requests * in.heads * plan.column_blocks, in.requests * in.kv_heads * plan.column_blocks, tokens,
-                              narrow ? 8 * sm_count : sm_count, kMaxSegments);
+  plan.column_blocks = static_cast<int>((args.in.value_width + split.columns - 1) / split.columns);
+  plan.segments = split.segments;
   return plan;
 }
 

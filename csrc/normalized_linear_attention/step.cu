@@ -32,9 +32,9 @@ __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
   const int group = static_cast<int>(in.heads / in.kv_heads);
   const int slice = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __shared__ float rows[kGroup + 1][kWidth];  // queries, then the key
+  __shared__ __align__(16) float rows[kGroup + 1][kWidth];  // queries, then the key
   __shared__ float normalizers[kGroup];
-  __shared__ float partial[kGroup][kRowGroups][4 * kLanes];
+  __shared__ __align__(16) float partial[kGroup][kRowGroups][4 * kLanes];
   __shared__ bool last;
 
   const int64_t entry = static_cast<int64_t>(batch) * in.kv_heads + head;
