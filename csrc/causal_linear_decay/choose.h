@@ -21,6 +21,37 @@ inline DecayShape shape_of(const DecayInputs& in, int sm_count) {
           in.dtype == 0 ? 4 : 2, sm_count};
 }
 
+// How the recurrence of a call that is not normalised is cut (rows.cu): its units have some columns, and all tokens or, where
+// there are few units, a segment of these, which a first pass over all but the last segments makes possible.
+struct RecurrenceSplit {
+  int columns;   // of a unit
+  int segments;
+  double time;   // in tokens of a unit that is alone where it runs
+};
+
+constexpr int64_t kRecurrenceNarrowWidth = 16;  // of R: a unit is a warp; above it a block
+constexpr int kRecurrenceNarrowColumns = 64;
+
+// The split that takes least time.
+inline RecurrenceSplit recurrence_split(const DecayShape& s) {
+  constexpr int64_t kMinSegmentTokens = 256, kMaxSegments = 16;
+  const bool narrow = s.key_width <= kRecurrenceNarrowWidth;
+  const int columns = narrow ? kRecurrenceNarrowColumns : s.key_width <= 32 ? 128 : s.key_width <= 64 ? 64 : 32;
+  const int64_t at_once = narrow ? 8 * int64_t(s.sm_count) : s.sm_count;
+  const int64_t blocks = s.requests * ((s.value_width + columns - 1) / columns);
+  const auto deep = [&](int64_t units) {
+    const double each = double((units + at_once - 1) / at_once);
+    return each > 1.0 && s.key_width <= 128 ? 0.85 * each : each;  // two blocks an SM hide some of each other's waiting
+  };
+  RecurrenceSplit best = {columns, 1, deep(blocks * s.heads) * double(s.tokens)};
+  for (int64_t n = 2; n <= kMaxSegments && n <= s.tokens / kMinSegmentTokens; ++n) {
+    const double passes = deep(blocks * s.heads * n) + 0.55 * deep(blocks * s.kv_heads * (n - 1));
+    const double time = passes * double(s.tokens) / double(n) + 60.0 + 3.0 * double(n);
+    if (time < best.time) best = {columns, int(n), time};
+  }
+  return best;
+}
+
 // Microseconds, fitted to bench/results/linear_attention_auto_h200.json. The recurrences of calls that are not normalised
 // share their kernels: decode.cu for few tokens, rows.cu for many.
 inline double recurrence_microseconds(const DecayShape& s) {

@@ -1,6 +1,9 @@
 // CausalLinearDecay for few tokens a request: the state is read once into registers, takes the tokens one after the other,
-// and is written once, perhaps where it was. A block has a request, a key/value head and 32 columns of the state, a thread
-// four columns of every row_groups-th row. All loads of the state are on their way before anything is computed.
+// and is written once, perhaps where it was. A block has a request, a key/value head and 32 columns of the state. All loads
+// of the state are on their way before anything is computed.
+//
+// One token has a kernel of its own, which needs few registers: its time is that of moving the state, for which many
+// blocks must be on an SM.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -18,6 +21,7 @@ constexpr unsigned kAll = 0xffffffffu;
 constexpr int kColumns = 32;          // of a block
 constexpr int kColumnLanes = 8;       // of four columns each
 constexpr int kThreadRows = 8;        // of a thread
+constexpr int kStepBlocks = 8;        // of few threads on an SM, one token
 constexpr int kMaxThreads = 512, kFewThreads = 128;
 constexpr int kMaxTile = 16;          // tokens
 constexpr size_t kSharedBudget = 40 * 1024;
@@ -46,6 +50,109 @@ DecodePlan plan_of(const CausalLinearDecayArgs& args) {
 __device__ __forceinline__ void load8(const float* from, float (&x)[8]) {
   const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
   x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
+}
+
+// kThreadRows elements of a row, as they lie in memory.
+template <class T>
+union RowPart {
+  uint4 bits[sizeof(T) / 2];
+  T element[kThreadRows];
+};
+
+// Elements first .. of a row of R, 0 beyond it. vectors: rows begin and end at 16 bytes.
+template <class T>
+__device__ __forceinline__ RowPart<T> load_part(const T* row, int first, int R, bool vectors) {
+  RowPart<T> x;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i) x.bits[i] = make_uint4(0, 0, 0, 0);
+  if (vectors) {
+    constexpr int kVec = 16 / sizeof(T);
+#pragma unroll
+    for (int i = 0; i < static_cast<int>(sizeof(T) / 2); ++i)
+      if (first + i * kVec < R) x.bits[i] = __ldg(reinterpret_cast<const uint4*>(row + first + i * kVec));
+  } else {
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i)
+      if (first + i < R) x.element[i] = __ldg(row + first + i);
+  }
+  return x;
+}
+
+// One token a request. A thread has kThreadRows neighbouring rows of four columns.
+template <class T, int kThreads>
+__global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlocks : 1)
+    DecayStepKernel(const __grid_constant__ CausalLinearDecayArgs args, int column_blocks, bool vectors) {
+  __shared__ __align__(16) float partial[2][kThreads / 32][kColumns];
+  const DecayInputs& in = args.in;
+  const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
+  const int group = static_cast<int>(in.heads / in.kv_heads);
+  const uint32_t unit = blockIdx.x / static_cast<uint32_t>(column_blocks);
+  const uint32_t request = unit / static_cast<uint32_t>(in.kv_heads);
+  const int head = static_cast<int>(unit - request * static_cast<uint32_t>(in.kv_heads));
+  const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;
+  const int column = static_cast<int>(blockIdx.x - unit * static_cast<uint32_t>(column_blocks)) * kColumns;
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int mine = threadIdx.x % kColumnLanes * 4, first = threadIdx.x / kColumnLanes * kThreadRows;
+  const bool inside = column + mine < V;
+
+  const T* const query =
+      static_cast<const T*>(in.query) + request * in.query_strides.batch + head * group * in.query_strides.head;
+  const RowPart<T> k = load_part(
+      static_cast<const T*>(in.key) + request * in.key_strides.batch + head * in.key_strides.head, first, R, vectors);
+  RowPart<T> q = load_part(query, first, R, vectors);
+  float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+  if (inside) {
+    const T* const value = static_cast<const T*>(in.value) + request * in.value_strides.batch + head * in.value_strides.head;
+#pragma unroll
+    for (int c = 0; c < 4; ++c) v[c] = static_cast<float>(__ldg(value + column + mine + c));
+  }
+  float decay = 1.0f;
+  if (in.log_decay != nullptr)
+    decay = expf(__ldg(in.log_decay + (in.decay_per_token ? request * in.decay_strides.batch + head * in.decay_strides.head
+                                                          : static_cast<int64_t>(head))));
+
+  const bool there = row >= 0 && row < args.state_rows;
+  const int64_t at = ((row * in.kv_heads + head) * R + first) * V + column + mine;
+  float4 state[kThreadRows];
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) {
+    const bool load = args.initial_state != nullptr && there && inside && first + i < R;
+    state[i] = load ? *reinterpret_cast<const float4*>(args.initial_state + at + static_cast<int64_t>(i) * V)
+                    : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  const bool keep = args.final_state != nullptr && there && inside;
+#pragma unroll
+  for (int i = 0; i < kThreadRows; ++i) {
+    float4& s = state[i];
+    const float by = static_cast<float>(k.element[i]);
+    s.x = times_decay(s.x, decay) + by * v[0], s.y = times_decay(s.y, decay) + by * v[1];
+    s.z = times_decay(s.z, decay) + by * v[2], s.w = times_decay(s.w, decay) + by * v[3];
+    if (keep && first + i < R) *reinterpret_cast<float4*>(args.final_state + at + static_cast<int64_t>(i) * V) = s;
+  }
+
+  T* const output = static_cast<T*>(args.output) + request * in.output_strides.batch + head * group * in.output_strides.head;
+  for (int g = 0; g < group; ++g) {
+    float4 out = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+#pragma unroll
+    for (int i = 0; i < kThreadRows; ++i) {
+      const float by = static_cast<float>(q.element[i]);
+      out.x += by * state[i].x, out.y += by * state[i].y, out.z += by * state[i].z, out.w += by * state[i].w;
+    }
+    if (g + 1 < group) q = load_part(query + (g + 1) * in.query_strides.head, first, R, vectors);
+#pragma unroll
+    for (int offset = kColumnLanes; offset < 32; offset *= 2) {
+      out.x += __shfl_xor_sync(kAll, out.x, offset), out.y += __shfl_xor_sync(kAll, out.y, offset);
+      out.z += __shfl_xor_sync(kAll, out.z, offset), out.w += __shfl_xor_sync(kAll, out.w, offset);
+    }
+    if (lane < kColumnLanes) *reinterpret_cast<float4*>(&partial[g & 1][warp][mine]) = out;
+    // One barrier a head: the next head's sums go to the other half.
+    __syncthreads();
+    if (threadIdx.x < kColumns && column + lane < V) {
+      float x = 0.0f;
+      for (int w = 0; w < static_cast<int>(blockDim.x / 32); ++w) x += partial[g & 1][w][lane];
+      output[g * in.output_strides.head + column + lane] = static_cast<T>(in.scale * x);
+    }
+  }
 }
 
 template <class T, int kThreads>
@@ -101,10 +208,6 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
         const int64_t stride = g < 0 ? in.key_strides.token : in.query_strides.token;
         float* const to = g < 0 ? keys : queries + g * query_floats(plan);
         const float factor = r >= R ? 0.0f : g < 0 ? 1.0f : in.scale;
-        if (tokens == 1) {
-          to[dest] = r < R ? factor * static_cast<float>(__ldg(from + first * stride + at_most)) : 0.0f;
-          continue;
-        }
         for (int t = 0; t < tokens; t += kAtOnce) {
           T x[kAtOnce];
 #pragma unroll
@@ -176,6 +279,13 @@ cudaError_t launch(const CausalLinearDecayArgs& args, const DecodePlan& plan, cu
   const DecayInputs& in = args.in;
   const int64_t blocks = in.requests * in.kv_heads * plan.column_blocks;
   const int threads = plan.row_groups * kColumnLanes;
+  if (in.tokens == 1 && in.cu_seqlens == nullptr) {
+    bool vectors = (in.key_width * sizeof(T)) % 16 == 0;
+    for (const void* data : {in.query, in.key}) vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
+    const auto kernel = threads <= kFewThreads ? DecayStepKernel<T, kFewThreads> : DecayStepKernel<T, kMaxThreads>;
+    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(args, plan.column_blocks, vectors);
+    return cudaGetLastError();
+  }
   const auto kernel = threads <= kFewThreads ? DecayDecodeKernel<T, kFewThreads> : DecayDecodeKernel<T, kMaxThreads>;
   kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes(plan, in.heads / in.kv_heads), stream>>>(
       args, plan);
@@ -188,6 +298,9 @@ bool decay_decode_fits(const CausalLinearDecayArgs& args) {
   const DecayInputs& in = args.in;
   if (args.normalize || in.key_width > kRecurrenceMaxKeyWidth || in.value_width % 4 != 0 || in.tokens == 0) return false;
   if (in.requests * in.kv_heads == 0 || in.tokens > kMaxTile * (in.cu_seqlens != nullptr ? in.requests : 1)) return false;
+  // Null while a workspace is counted; rows.cu, which takes what is turned away here, needs none for so few tokens.
+  for (const float* state : {args.initial_state, static_cast<const float*>(args.final_state)})
+    if (reinterpret_cast<uintptr_t>(state) % 16 != 0) return false;
   return shared_bytes(plan_of(args), in.heads / in.kv_heads) <= kSharedBudget;
 }
 

@@ -35,6 +35,7 @@ struct Layout {
   int partials;                   // fleet: warps, whose outputs are added up in their order
   bool raw;                       // rows are copied as they are, 16 bytes at once, ahead of their turn
   bool whole_vectors;             // outputs are written four columns at once
+  bool whole_states;              // states begin at 16 bytes
   __host__ __device__ int rows() const { return 1 << row_shift; }
   __host__ __device__ int columns() const { return 1 << column_shift; }
 };
@@ -251,7 +252,7 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, lanes = layout.row_lanes;
   const int row_lane = lane % lanes, mine = (warp * (32 / lanes) + lane / lanes) * 4;  // first column, of the block's
   const int64_t column = tile.column + mine, row = tile.state_row();
-  const bool vectors = V % 4 == 0;
+  const bool vectors = V % 4 == 0 && layout.whole_states;
   const auto row_at = [&](int quad) { return (quad * lanes + row_lane) * 4; };
 
   float state[4 * kQuads][4], norm[kNormalize ? 4 * kQuads : 1];
@@ -535,6 +536,9 @@ cudaError_t launch_for(const CausalLinearDecayArgs& args, const CudaTarget& targ
   layout.blocks_of_columns = (V + layout.columns() - 1) >> layout.column_shift;
   layout.raw = rows_of_16_bytes<T>(args);
   layout.whole_vectors = V % 4 == 0 && reinterpret_cast<uintptr_t>(args.output) % 16 == 0;
+  layout.whole_states = true;
+  for (const float* state : {args.initial_state, static_cast<const float*>(args.final_state)})
+    layout.whole_states &= reinterpret_cast<uintptr_t>(state) % 16 == 0;
   const auto shared_of = [&] {
     return static_cast<size_t>((float_elements(layout, group) * 4 + 15) / 16 * 16) +
            (layout.raw ? 2 * static_cast<size_t>(raw_elements(layout, group)) * sizeof(T) : 0);

@@ -1,12 +1,17 @@
-// CausalLinearDecay over many tokens on CUDA cores, in float32: `causal_dot_product` and `fleet` for calls that are not
-// normalised. The state is in registers, a thread has four columns of kRows ranks: for each of these the prefix l_r of
-// FleetAttention's λ-cumsum (FA algorithm 1), which is also the row recurrence's state (LD section 3.1.2). A block has a
-// request, a query head and 32 columns. Half-warps own slices of the rank; their partial outputs meet in shared memory and
-// are added in a fixed order.
+// CausalLinearDecay over many tokens on CUDA cores, in float32: what `causal_dot_product` and `fleet` both run for calls
+// that are not normalised. A token's work is that of the row recurrence (LD section 3.1.2), U += c_iᵀ v_i and o_i = b_i U,
+// with U in registers; it is divided up as FleetAttention (FA algorithm 1) divides its own: blocks of value columns, walked
+// in tiles of tokens, a warp with a slice of the rank, whose rows of U are the prefixes l_r of the λ-cumsums, and partial
+// outputs that are added up over the slices in a fixed order.
 //
-// While some warps compute a tile of tokens, kStagingWarps others bring the next one to shared memory as float32 and write
-// the outputs of the one before. Where the decays of a tile multiply to no less than e^-20, its queries are multiplied by
-// the decay from the tile's start and its keys divided by it, which leaves one product a tile to the state.
+// R above 16: a thread has four columns of kRows ranks; eight lanes are a slice of the rank, added up by shuffles and then
+// over the warps through shared memory. While some warps compute a tile of tokens, kStagingWarps others bring the next one
+// to shared memory as float32, have the loads of the one after it on their way, and write the outputs of the one before.
+// R up to 16: a warp has all ranks of its columns, and no partial outputs.
+//
+// Decays: outputs are multiplied by the decay from the start of a window and values divided by it, which leaves one product
+// a window to the state. The window is the tile, or kWindow tokens, or one: the longest whose decays multiply to no less
+// than e^-30.
 //
 // Where there are too few heads to fill the device, tokens are cut into segments: a first pass computes what each but the
 // last adds to the state, and every block of the second adds up what came before it.
@@ -17,353 +22,745 @@
 #include <type_traits>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "causal_linear_decay/choose.h"
 #include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
+#include "core/mma.cuh"
 #include "core/op.h"
 
 namespace leanfleet {
 
 namespace {
 
-constexpr unsigned kAll = 0xffffffffu;
-constexpr int kColumns = 32;       // of a block
+using namespace tile;
+
+constexpr int kRows = 8;           // ranks of a thread, and 4 columns; of a warp 32 ranks, 32 columns
 constexpr int kStagingWarps = 4;
-constexpr int kMaxTile = 32;       // tokens
-constexpr float kLeastTileDecay = -20.0f;  // natural logarithm
-constexpr size_t kSharedBudget = 200 * 1024;
-constexpr int64_t kMinSegmentTokens = 256;
-constexpr int kMaxSegments = 16;
+constexpr int kStagers = 32 * kStagingWarps;
+constexpr int kWindow = 8;         // tokens
+constexpr float kLeastDecay = -30.0f;  // of a window, natural logarithm
 
 struct RowsPlan {
-  int warps;     // that compute; each has 4 * kRows ranks
-  int rows;      // ranks of all warps; those beyond R are 0
-  int tile;      // tokens, a multiple of 4
   int segments;
   int column_blocks;
-  float* slots;  // [requests,Hkv,segments][R,Dv]: the state before the first token, then what each segment but the last adds
-  float* decays; // [requests,Hkv,segments]: with it, ln of that segment's decay
+  bool vectors;      // rows of query, key and value begin and end at 16 bytes
+  bool out_vectors;  // outputs are written four columns at once
+  bool pairs;        // values and outputs can be taken two columns at once
+  float* slots;   // [requests,Hkv,segments][R,Dv]: the state before the first token, then what each segment but the last adds
+  float* decays;  // [requests,Hkv,segments]: with it, ln of that segment's decay
+  int64_t query_step, key_step, value_step, out_step;  // bytes from one row to the next that a staging thread has
 };
 
-// Floats of one of the two buffers.
-__host__ __device__ inline int staged_floats(const RowsPlan& plan) { return plan.tile * (2 * plan.rows + kColumns); }
-__host__ __device__ inline int partial_floats(const RowsPlan& plan) { return plan.tile * plan.warps * kColumns; }
-inline size_t shared_bytes(const RowsPlan& plan) {
-  return sizeof(float) * 2 * static_cast<size_t>(staged_floats(plan) + partial_floats(plan) + kMaxTile + 4);
-}
+// The warps that compute, and how a block's shared memory is cut. All sizes in floats.
+template <int kRankWarps, int kColumnWarps>
+struct BlockShape {
+  static constexpr int kRanks = 32 * kRankWarps, kColumns = 32 * kColumnWarps;
+  static constexpr int kTile = kRankWarps <= 4 ? 32 : kRankWarps == 8 ? 16 : 4;  // tokens
+  static constexpr int kKeys = kTile * kRanks;                           // after the queries, then the values
+  static constexpr int kStaged = 2 * kKeys + kTile * kColumns;
+  static constexpr int kToken = kRankWarps * kColumns;    // partial outputs of a token
+  static constexpr int kPartials = (kTile + 1) * kToken;  // the first token's are not used
+  // Of the staging threads' rows: lanes that have one, tokens from one to a thread's next, how many a thread has in a tile.
+  template <class T>
+  struct Rows {
+    static constexpr int kVec = 16 / sizeof(T);
+    static constexpr int kLanes = kRanks / kVec, kStep = kStagers / kLanes, kCount = kTile / kStep;
+    static constexpr int kValueLanes = kColumns / kVec, kValueSpan = kStagers / kValueLanes;
+    static constexpr int kValueStep = kValueSpan < kTile ? kValueSpan : kTile, kValueCount = kTile / kValueStep;
+    static_assert(kCount * kStep == kTile && kCount > 0 && kValueCount * kValueStep == kTile);
+  };
+  static constexpr int kOutLanes = kColumns / 4, kOutSpan = kStagers / kOutLanes;
+  static constexpr int kOutStep = kOutSpan < kTile ? kOutSpan : kTile, kOutCount = kTile / kOutStep;
+  static constexpr int kComputing = 32 * kRankWarps * kColumnWarps, kThreads = kComputing + kStagers;
+  static constexpr int kDecays = 32 + 4 + 4;  // of every token, of every window, of the tile, then the window's length
+  static constexpr size_t kBytes = sizeof(float) * 2 * (kStaged + kPartials + kDecays);
+};
 
 // The staging warps and the others meet here, each in code of their own.
-__device__ __forceinline__ void block_barrier(int threads) {
-  __syncwarp();
-  asm volatile("bar.sync 1, %0;" ::"r"(threads) : "memory");
+__device__ __forceinline__ void block_barrier(int threads) { asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); }
+
+// 16 bytes, or zeros. A predicate, not a branch: many of these are on their way at once.
+__device__ __forceinline__ uint4 load_or_zero(const void* from, bool load) {
+  uint4 x;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];\n}"
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w) : "l"(from), "r"(static_cast<int>(load)));
+  return x;
+}
+__device__ __forceinline__ uint2 load_or_zero(const uint2* from, bool load) {
+  uint2 x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+               "@p ld.global.nc.v2.b32 {%0,%1}, [%2];\n}"
+               : "=&r"(x.x), "=&r"(x.y) : "l"(from), "r"(static_cast<int>(load)));
+  return x;
+}
+__device__ __forceinline__ uint32_t load_or_zero(const uint32_t* from, bool load) {
+  uint32_t x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
+               : "=&r"(x) : "l"(from), "r"(static_cast<int>(load)));
+  return x;
+}
+__device__ __forceinline__ float load_or_zero(const float* from, bool load) {
+  float x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
+               : "=&f"(x) : "l"(from), "r"(static_cast<int>(load)));
+  return x;
+}
+template <class T>
+__device__ __forceinline__ T load_or_zero(const T* from, bool load) {
+  uint16_t x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b16 %0, 0;\n@p ld.global.nc.b16 %0, [%1];\n}"
+               : "=&h"(x) : "l"(from), "r"(static_cast<int>(load)));
+  return *reinterpret_cast<const T*>(&x);
 }
 
 template <class T>
-union RowPart {
+union Piece {
   uint4 bits;
   T element[16 / sizeof(T)];
 };
 
-// Elements of some rows from column c on. Without branches, so that all loads are on their way at once: what lies outside is
-// read from inside, and left out by put_rows.
-template <bool kVectors, class T, int kCount>
-__device__ __forceinline__ void fetch_rows(const T* from, int64_t stride, int t, int tokens, int c, int width,
-                                           RowPart<T> (&x)[kCount]) {
-  constexpr int kVec = 16 / sizeof(T);
+// Elements c .. of a row, 0 from `width` on.
+template <bool kVectors, class T>
+__device__ __forceinline__ Piece<T> load_piece(const T* row, int c, int width) {
+  Piece<T> x;
+  if constexpr (kVectors) {
+    x.bits = load_or_zero(static_cast<const void*>(row + c), c < width);
+  } else {
 #pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int token = t + i * kStagingWarps < tokens ? t + i * kStagingWarps : tokens - 1;
-    const T* const row = from + token * stride;
-    if (kVectors) {
-      x[i].bits = __ldg(reinterpret_cast<const uint4*>(row + (c < width ? c : 0)));
-    } else {
+    for (int j = 0; j < static_cast<int>(16 / sizeof(T)); ++j) x.element[j] = load_or_zero(row + c + j, c + j < width);
+  }
+  return x;
+}
+
+__device__ __forceinline__ float4 four_of(const Piece<float>& x, int) {
+  return make_float4(x.element[0], x.element[1], x.element[2], x.element[3]);
+}
+template <class T>
+__device__ __forceinline__ float4 four_of(const Piece<T>& x, int half) {
+  const float2 a = unpack_pair(T{}, half == 0 ? x.bits.x : x.bits.z), b = unpack_pair(T{}, half == 0 ? x.bits.y : x.bits.w);
+  return make_float4(a.x, a.y, b.x, b.y);
+}
+__device__ __forceinline__ void store_four(float* to, float4 x) { *reinterpret_cast<float4*>(to) = x; }
+template <class T>
+__device__ __forceinline__ void store_four(T* to, float4 x) {
+  *reinterpret_cast<uint2*>(to) = make_uint2(pack_pair(T{}, x.x, x.y), pack_pair(T{}, x.z, x.w));
+}
+
+// The state after a decay; what is forgotten completely is 0, also where it was not finite.
+template <int kRanks, int kColumns>
+__device__ __forceinline__ void forget(float (&state)[kRanks][kColumns], float decay) {
+  if (decay == 0.0f) {
 #pragma unroll
-      for (int j = 0; j < kVec; ++j) x[i].element[j] = __ldg(row + (c + j < width ? c + j : width - 1));
+    for (int r = 0; r < kRanks; ++r)
+#pragma unroll
+      for (int c = 0; c < kColumns; ++c) state[r][c] = 0.0f;
+    return;
+  }
+#pragma unroll
+  for (int r = 0; r < kRanks; ++r)
+#pragma unroll
+    for (int c = 0; c < kColumns; ++c) state[r][c] *= decay;
+}
+
+// A block's place in the call.
+struct Part {
+  int column, head, kv_head, segment;
+  int64_t request, batch, begin, end;  // tokens
+};
+
+__device__ __forceinline__ Part part_of(const DecayInputs& in, int64_t unit, int columns, int column_blocks, int segments,
+                                        int tile, bool sums_only) {
+  Part part;
+  const int heads = static_cast<int>(sums_only ? in.kv_heads : in.heads), group = static_cast<int>(in.heads / in.kv_heads);
+  part.column = static_cast<int>(unit % column_blocks) * columns;
+  unit /= column_blocks;
+  const int passes = sums_only ? segments - 1 : segments;
+  part.segment = static_cast<int>(unit % passes);
+  unit /= passes;
+  part.head = static_cast<int>(unit % heads);
+  part.request = unit / heads;
+  part.kv_head = sums_only ? part.head : part.head / group;
+  part.batch = in.cu_seqlens != nullptr ? 0 : part.request;
+  const RequestTokens tokens = request_tokens(in, part.request);
+  const int64_t end = tokens.end < tokens.begin ? tokens.begin : tokens.end;
+  const int64_t length = ((end - tokens.begin + segments - 1) / segments + tile - 1) / tile * tile;
+  part.begin = tokens.begin + part.segment * length < end ? tokens.begin + part.segment * length : end;
+  part.end = part.begin + length < end ? part.begin + length : end;
+  return part;
+}
+
+// Row of the state pool, or -1.
+__device__ __forceinline__ int64_t state_row(const CausalLinearDecayArgs& args, int64_t request) {
+  const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;
+  return row < 0 || row >= args.state_rows ? -1 : row;
+}
+
+// What the state is before a segment, from the sums of those before it; what the first pass puts there. each(f) calls
+// f(element of the state, its place) for a thread's elements.
+template <class Each>
+__device__ __forceinline__ void begin_segment(const CausalLinearDecayArgs& args, const Part& part, float* slots,
+                                              const float* decays, int segments, bool sums_only, Each&& each) {
+  const DecayInputs& in = args.in;
+  const int64_t row = state_row(args, part.request), size = in.key_width * in.value_width;
+  const float* const initial =
+      args.initial_state != nullptr && row >= 0 ? args.initial_state + (row * in.kv_heads + part.kv_head) * size : nullptr;
+  const int64_t slot = (part.request * in.kv_heads + part.kv_head) * segments;
+  slots += slot * size, decays += slot;
+  if (segments == 1) {
+    if (initial != nullptr) each([&](float& x, int64_t at) { x = initial[at]; });
+  } else if (sums_only) {
+    // The initial state is kept, since its buffer may take the final one.
+    if (part.segment == 0) each([&](float&, int64_t at) { slots[at] = initial != nullptr ? initial[at] : 0.0f; });
+  } else {
+    each([&](float& x, int64_t at) { x = slots[at]; });
+    for (int s = 1; s <= part.segment; ++s) {
+      const float kept = expf(decays[s]);
+      each([&](float& x, int64_t at) { x = times_decay(x, kept) + slots[s * size + at]; });
     }
   }
 }
 
-template <class T, int kCount>
-__device__ __forceinline__ void put_rows(const RowPart<T> (&x)[kCount], float factor, int t, int tokens, int tile, int c,
-                                         int width, int padded, float* to) {
-  constexpr int kVec = 16 / sizeof(T);
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) {
-    const int token = t + i * kStagingWarps;
-    const float by = __shfl_sync(kAll, factor, token & 31);
-    if (token >= tile) continue;
-#pragma unroll
-    for (int j = 0; j < kVec; j += 4) {
-      if (c + j >= padded) continue;
-      float y[4];
-#pragma unroll
-      for (int l = 0; l < 4; ++l)
-        y[l] = token < tokens && c + j + l < width ? by * static_cast<float>(x[i].element[j + l]) : 0.0f;
-      *reinterpret_cast<float4*>(to + token * padded + c + j) = make_float4(y[0], y[1], y[2], y[3]);
-    }
+template <class Each>
+__device__ __forceinline__ void end_segment(const CausalLinearDecayArgs& args, const Part& part, float* slots, int segments,
+                                            bool sums_only, Each&& each) {
+  const DecayInputs& in = args.in;
+  const int64_t row = state_row(args, part.request), size = in.key_width * in.value_width;
+  if (sums_only) {
+    slots += ((part.request * in.kv_heads + part.kv_head) * segments + part.segment + 1) * size;
+    each([&](float& x, int64_t at) { slots[at] = x; });
+  } else if (args.final_state != nullptr && row >= 0 && part.segment == segments - 1 &&
+             part.head % (in.heads / in.kv_heads) == 0) {
+    float* const to = args.final_state + (row * in.kv_heads + part.kv_head) * size;
+    each([&](float& x, int64_t at) { to[at] = x; });
   }
 }
 
-template <class T, int kRows, int kMaxWarps>
-__global__ void __launch_bounds__((kMaxWarps + kStagingWarps) * 32, kRows == 4 ? 2 : 1)
-    DecayRowsKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ RowsPlan plan, bool sums_only,
-                    bool vectors) {
+__device__ __forceinline__ float load_log_decay(const DecayInputs& in, const Part& part, int64_t token, bool there) {
+  if (!there || in.log_decay == nullptr) return 0.0f;
+  return in.decay_per_token ? __ldg(in.log_decay + part.batch * in.decay_strides.batch +
+                                    part.kv_head * in.decay_strides.head + token * in.decay_strides.token)
+                            : __ldg(in.log_decay + part.kv_head);
+}
+
+// The decays of a tile of up to 32 tokens, a token a lane; those beyond the last have a logarithm of 0.
+struct TileDecay {
+  float up, down;   // factors of a token's outputs (with `scale`) and of its value
+  float log_total;
+  float window;     // factor of the state after the lane's kWindow tokens
+  int length;       // of windows: 32, kWindow or 1
+};
+__device__ __forceinline__ TileDecay tile_decay(float log_decay, float scale, int lane) {
+  float sum = log_decay;
+#pragma unroll
+  for (int offset = 1; offset < kWindow; offset *= 2) {
+    const float before = __shfl_up_sync(kFullWarp, sum, offset, kWindow);
+    if (lane % kWindow >= offset) sum += before;
+  }
+  float of[32 / kWindow], before = 0.0f, least = 0.0f;
+  TileDecay x;
+  x.log_total = 0.0f;
+#pragma unroll
+  for (int w = 0; w < 32 / kWindow; ++w) {
+    of[w] = __shfl_sync(kFullWarp, sum, w * kWindow + kWindow - 1);
+    if (w < lane / kWindow) before += of[w];
+    least = fminf(least, of[w]);
+    x.log_total += of[w];
+  }
+  x.window = expf(__shfl_sync(kFullWarp, sum, lane | (kWindow - 1)));
+  x.length = x.log_total >= kLeastDecay ? 32 : least >= kLeastDecay ? kWindow : 1;
+  if (x.length == 32) sum += before;
+  x.up = x.length > 1 ? scale * expf(sum) : scale;
+  x.down = x.length > 1 ? expf(-sum) : 1.0f;
+  return x;
+}
+
+// The warps that bring tiles to shared memory and write outputs.
+template <class Shape, class T, bool kVectors>
+__device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, const RowsPlan& plan, const Part& part,
+                                            bool sums_only, float* shared, int thread) {
+  using Rows = typename Shape::template Rows<T>;
+  constexpr int kTile = Shape::kTile, kVec = Rows::kVec, kHalves = kVec / 4;
+  constexpr int kCount = Rows::kCount, kStep = Rows::kStep, kValueCount = Rows::kValueCount;
+  const DecayInputs& in = args.in;
+  const int lane = thread % 32;
+  const int columns = static_cast<int>(in.value_width) - part.column, R = static_cast<int>(in.key_width);
+  const int key_token = thread / Rows::kLanes, key_at = thread % Rows::kLanes * kVec;
+  const int value_token = thread / Rows::kValueLanes, value_at = thread % Rows::kValueLanes * kVec;
+  const int out_token = thread / Shape::kOutLanes, out_at = thread % Shape::kOutLanes * 4;
+  // The pointers run ahead from row to row, and so from tile to tile.
+  const auto row_of = [&](const void* data, const DecayStrides& strides, int head, int token, int at) {
+    return static_cast<const char*>(data) +
+           (part.batch * strides.batch + head * strides.head + (part.begin + token) * strides.token + at) * sizeof(T);
+  };
+  const char* query = row_of(in.query, in.query_strides, part.head, key_token, key_at);
+  const char* key = row_of(in.key, in.key_strides, part.kv_head, key_token, key_at);
+  const char* value = row_of(in.value, in.value_strides, part.kv_head, value_token, part.column + value_at);
+  char* out = const_cast<char*>(row_of(args.output, in.output_strides, part.head, out_token, part.column + out_at));
+  float* const output = shared + 2 * Shape::kStaged;
+  float* const decays = output + 2 * Shape::kPartials;
+  const int length = static_cast<int>(part.end - part.begin), tiles = (length + kTile - 1) / kTile;
+
+  // Vectors are on their way in registers while the tile before is computed; single elements are loaded when they are stored.
+  constexpr int kUnroll = kVectors ? 32 : 1;
+  Piece<T> k[kVectors ? kCount : 1], q[kVectors ? kCount : 1], v[kVectors ? kValueCount : 1];
+  float log_decay = 0.0f, log_total = 0.0f;
+  float up[3] = {};  // of the last tile put, the one before it, and before that
+  const auto piece = [](const char*& row, int64_t step, int width, bool there) {
+    const Piece<T> x = load_piece<kVectors>(reinterpret_cast<const T*>(row), 0, there ? width : 0);
+    row += step;
+    return x;
+  };
+  const auto fetch = [&](int tile) {
+    const int left = length - tile * kTile;
+    log_decay = load_log_decay(in, part, part.begin + tile * kTile + lane, lane < left && lane < kTile);
+    if constexpr (kVectors) {
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) k[i] = piece(key, plan.key_step, R - key_at, key_token + i * kStep < left);
+#pragma unroll
+      for (int i = 0; i < kValueCount; ++i)
+        v[i] = piece(value, plan.value_step, columns - value_at, value_token + i * Rows::kValueStep < left);
+      if (sums_only) return;
+#pragma unroll
+      for (int i = 0; i < kCount; ++i) q[i] = piece(query, plan.query_step, R - key_at, key_token + i * kStep < left);
+    }
+  };
+  const auto put = [&](int tile) {
+    const int left = length - tile * kTile;
+    const TileDecay x = tile_decay(log_decay, in.scale, lane);
+    up[0] = x.up;
+    log_total += x.log_total;
+    if (thread < 32) {
+      float* const of = decays + (tile & 1) * Shape::kDecays;
+      of[lane] = expf(log_decay);
+      if (lane % kWindow == 0) of[32 + lane / kWindow] = x.window;
+      if (lane == 0) of[36] = expf(x.log_total), of[37] = static_cast<float>(x.length);
+    }
+    float* const queries = shared + (tile & 1) * Shape::kStaged;
+    // Of 16-bit numbers the first fours of eight ranks come first, then the others: no two lanes of a store meet in a bank.
+    float* const to = queries + key_token * Shape::kRanks + key_at / kHalves;
+#pragma unroll kUnroll
+    for (int i = 0; i < kCount; ++i) {
+      const Piece<T> y = kVectors ? k[kVectors ? i : 0] : piece(key, plan.key_step, R - key_at, key_token + i * kStep < left);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h)
+        store_four(to + Shape::kKeys + i * kStep * Shape::kRanks + h * Shape::kRanks / 2, four_of(y, h));
+    }
+    float* const values = queries + 2 * Shape::kKeys + value_at;
+#pragma unroll kUnroll
+    for (int i = 0; i < kValueCount; ++i) {
+      const int token = value_token + i * Rows::kValueStep;
+      const Piece<T> y = kVectors ? v[kVectors ? i : 0] : piece(value, plan.value_step, columns - value_at, token < left);
+      const float by = __shfl_sync(kFullWarp, x.down, token & 31);
+      if (Rows::kValueSpan > kTile && token >= kTile) continue;
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) {
+        const float4 z = four_of(y, h);
+        store_four(values + token * Shape::kColumns + 4 * h, make_float4(by * z.x, by * z.y, by * z.z, by * z.w));
+      }
+    }
+    if (sums_only) return;
+#pragma unroll kUnroll
+    for (int i = 0; i < kCount; ++i) {
+      const Piece<T> y =
+          kVectors ? q[kVectors ? i : 0] : piece(query, plan.query_step, R - key_at, key_token + i * kStep < left);
+#pragma unroll
+      for (int h = 0; h < kHalves; ++h) store_four(to + i * kStep * Shape::kRanks + h * Shape::kRanks / 2, four_of(y, h));
+    }
+  };
+  const auto write = [&](int tile) {
+    if (sums_only) return;
+    const int left = length - tile * kTile, tokens = left < kTile ? left : kTile;
+    const float* const from = output + (tile & 1) * Shape::kPartials + Shape::kToken + out_token * Shape::kToken + out_at;
+    float4 x[Shape::kOutCount];
+#pragma unroll
+    for (int i = 0; i < Shape::kOutCount; ++i) {
+      x[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      if (Shape::kOutSpan > kTile && out_token >= kTile) continue;
+#pragma unroll
+      for (int p = 0; p < Shape::kRanks / 32; ++p) {
+        const float4 y = *reinterpret_cast<const float4*>(from + i * Shape::kOutStep * Shape::kToken + p * Shape::kColumns);
+        x[i].x += y.x, x[i].y += y.y, x[i].z += y.z, x[i].w += y.w;
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < Shape::kOutCount; ++i) {
+      const int token = out_token + i * Shape::kOutStep;
+      const float by = __shfl_sync(kFullWarp, up[2], token & 31);
+      const bool there = token < tokens;
+      x[i].x *= by, x[i].y *= by, x[i].z *= by, x[i].w *= by;
+      T* const to = reinterpret_cast<T*>(out);
+      out += plan.out_step;
+      if (kVectors || plan.out_vectors) {
+        if (there && out_at < columns) store_four(to, x[i]);
+      } else if (there) {
+        if (out_at < columns) to[0] = static_cast<T>(x[i].x);
+        if (out_at + 1 < columns) to[1] = static_cast<T>(x[i].y);
+        if (out_at + 2 < columns) to[2] = static_cast<T>(x[i].z);
+        if (out_at + 3 < columns) to[3] = static_cast<T>(x[i].w);
+      }
+    }
+  };
+  if (tiles > 0) {
+    fetch(0);
+    put(0);
+    if (tiles > 1) fetch(1);
+  }
+  block_barrier(Shape::kThreads);
+  for (int tile = 0; tile < tiles; ++tile) {
+    up[2] = up[1], up[1] = up[0];
+    if (tile + 1 < tiles) {
+      put(tile + 1);
+      if (tile + 2 < tiles) fetch(tile + 2);
+    }
+    if (tile > 0) write(tile - 1);
+    block_barrier(Shape::kThreads);
+  }
+  up[2] = up[1];
+  if (tiles > 0) write(tiles - 1);
+  if (sums_only && thread == 0 && part.column == 0)
+    plan.decays[(part.request * in.kv_heads + part.kv_head) * plan.segments + part.segment + 1] = log_total;
+}
+
+template <class T, int kRankWarps, int kColumnWarps>
+__global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads, kRankWarps <= 4 ? 2 : 1)
+    DecayRowsKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ RowsPlan plan, bool sums_only) {
+  using Shape = BlockShape<kRankWarps, kColumnWarps>;
+  constexpr int kTile = Shape::kTile;
   extern __shared__ __align__(16) float shared[];
-  constexpr int kVec = 16 / sizeof(T);
   const DecayInputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
-  const int heads = static_cast<int>(sums_only ? in.kv_heads : in.heads), group = static_cast<int>(in.heads / in.kv_heads);
-  int64_t block = blockIdx.x;
-  const int column = static_cast<int>(block % plan.column_blocks) * kColumns;
-  block /= plan.column_blocks;
-  const int passes = sums_only ? plan.segments - 1 : plan.segments;
-  const int segment = static_cast<int>(block % passes);
-  block /= passes;
-  const int64_t head = block % heads, request = block / heads, kv_head = sums_only ? head : head / group;
-  const int64_t batch = in.cu_seqlens != nullptr ? 0 : request;
-  const RequestTokens tokens = request_tokens(in, request);
-  int64_t begin = tokens.begin, end = tokens.end < begin ? begin : tokens.end;
-  const int64_t per_segment = ((end - begin + plan.segments - 1) / plan.segments + plan.tile - 1) / plan.tile * plan.tile;
-  const int64_t stop = end;
-  begin = begin + segment * per_segment < stop ? begin + segment * per_segment : stop;
-  end = begin + per_segment < stop ? begin + per_segment : stop;
-  const int tiles = static_cast<int>((end - begin + plan.tile - 1) / plan.tile);
-  const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;
-  const bool there = row >= 0 && row < args.state_rows;
+  const Part part = part_of(in, blockIdx.x, Shape::kColumns, plan.column_blocks, plan.segments, kTile, sums_only);
+  const int length = static_cast<int>(part.end - part.begin), tiles = (length + kTile - 1) / kTile;
+  float* const output = shared + 2 * Shape::kStaged;           // [2][1 + tile][rank warps][columns]
+  const float* const decays = output + 2 * Shape::kPartials;   // [2][kDecays]
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
-  const int staged = staged_floats(plan), partials = partial_floats(plan);
-  float* const output = shared + 2 * staged;                // [2][tile][warps][kColumns]
-  float* const decay = output + 2 * partials;               // [2][kMaxTile], then [2][total, whether scaled]
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32, threads = 32 * (plan.warps + kStagingWarps);
-  const int64_t state_size = static_cast<int64_t>(R) * V;
-
-  if (warp >= plan.warps) {
-    const int stager = warp - plan.warps;
-    const T* const query = static_cast<const T*>(in.query) + batch * in.query_strides.batch + head * in.query_strides.head;
-    const T* const key = static_cast<const T*>(in.key) + batch * in.key_strides.batch + kv_head * in.key_strides.head;
-    const T* const value =
-        static_cast<const T*>(in.value) + batch * in.value_strides.batch + kv_head * in.value_strides.head + column;
-    T* const out = static_cast<T*>(args.output) + batch * in.output_strides.batch + head * in.output_strides.head + column;
-    float log_total = 0.0f;
-    const auto write = [&](int tile) {
-      if (sums_only || column + lane >= V) return;
-      const int64_t first = begin + static_cast<int64_t>(tile) * plan.tile;
-      const float* const from = output + (tile & 1) * partials + lane;
-      for (int t = stager; t < plan.tile && first + t < end; t += kStagingWarps) {
-        float x = 0.0f;
-#pragma unroll 8
-        for (int p = 0; p < plan.warps; ++p) x += from[(t * plan.warps + p) * kColumns];
-        out[(first + t) * in.output_strides.token + lane] = static_cast<T>(x);
-      }
-    };
-    const auto stage = [&](auto with_vectors, int tile) {
-      constexpr bool kVectors = decltype(with_vectors)::value;
-      constexpr int kCount = kMaxWarps <= 4 ? 4 : 2;  // rows of each kind that a lane has in flight
-      const int64_t first = begin + static_cast<int64_t>(tile) * plan.tile;
-      const int tokens = static_cast<int>(end - first < plan.tile ? end - first : plan.tile);
-      float* const to = shared + (tile & 1) * staged;
-      float log_decay = 0.0f;
-      if (lane < tokens && in.log_decay != nullptr)
-        log_decay = in.decay_per_token ? __ldg(in.log_decay + batch * in.decay_strides.batch + kv_head * in.decay_strides.head +
-                                               (first + lane) * in.decay_strides.token)
-                                       : __ldg(in.log_decay + kv_head);
-      const T* const keys = key + first * in.key_strides.token;
-      const T* const queries = query + first * in.query_strides.token;
-      const T* const values = value + first * in.value_strides.token;
-      const int left = V - column < kColumns ? V - column : kColumns;
-      float up = 0.0f, down = 0.0f;
-      for (int t = stager; t < plan.tile; t += kCount * kStagingWarps) {
-        RowPart<T> v[kCount];
-        fetch_rows<kVectors>(values, in.value_strides.token, t, tokens, lane * kVec, left, v);
-        for (int c = lane * kVec; c - lane * kVec < plan.rows; c += 32 * kVec) {
-          RowPart<T> k[kCount], q[kCount];
-          fetch_rows<kVectors>(keys, in.key_strides.token, t, tokens, c, R, k);
-          if (!sums_only) fetch_rows<kVectors>(queries, in.query_strides.token, t, tokens, c, R, q);
-          if (t == stager && c == lane * kVec) {
-            if (tile > 1) write(tile - 2);
-            float sum = log_decay;
-#pragma unroll
-            for (int offset = 1; offset < 32; offset *= 2) {
-              const float before = __shfl_up_sync(kAll, sum, offset);
-              if (lane >= offset) sum += before;
-            }
-            const float last = __shfl_sync(kAll, sum, 31);
-            const bool scaled = last >= kLeastTileDecay;
-            log_total += last;
-            up = scaled ? in.scale * expf(sum) : in.scale, down = scaled ? expf(-sum) : 1.0f;
-            if (stager == 0) {
-              decay[(tile & 1) * kMaxTile + lane] = expf(log_decay);
-              if (lane == 0) {
-                decay[2 * kMaxTile + 2 * (tile & 1)] = scaled ? expf(last) : 1.0f;
-                decay[2 * kMaxTile + 2 * (tile & 1) + 1] = scaled;
-              }
-            }
-          }
-          put_rows(k, down, t, tokens, plan.tile, c, R, plan.rows, to + plan.tile * plan.rows);
-          if (!sums_only) put_rows(q, up, t, tokens, plan.tile, c, R, plan.rows, to);
-        }
-        put_rows(v, 1.0f, t, tokens, plan.tile, lane * kVec, left, kColumns, to + 2 * plan.tile * plan.rows);
-      }
-    };
-    const auto stage_all = [&](auto with_vectors) {
-      if (tiles > 0) stage(with_vectors, 0);
-      block_barrier(threads);
-      for (int tile = 0; tile < tiles; ++tile) {
-        if (tile + 1 < tiles) stage(with_vectors, tile + 1);
-        else if (tile > 0) write(tile - 1);
-        block_barrier(threads);
-      }
-    };
-    if (vectors) stage_all(std::true_type{});
-    else stage_all(std::false_type{});
-    if (tiles > 0) write(tiles - 1);
-    if (sums_only && stager == 0 && lane == 0 && column == 0)
-      plan.decays[(request * in.kv_heads + kv_head) * plan.segments + segment + 1] = log_total;
+  if (threadIdx.x >= Shape::kComputing) {
+    const int thread = static_cast<int>(threadIdx.x) - Shape::kComputing;
+    if (plan.vectors) stage_tiles<Shape, T, true>(args, plan, part, sums_only, shared, thread);
+    else stage_tiles<Shape, T, false>(args, plan, part, sums_only, shared, thread);
     return;
   }
 
-  const int slice = lane / 8, mine = lane % 8 * 4, first_row = (warp * 4 + slice) * kRows;
+  // The lanes of the upper half have their pairs of columns in the other order, so that each gives away its last two.
+  const int rank_warp = warp % kRankWarps, first_row = (rank_warp * 4 + lane / 8) * kRows;
+  const int mine = warp / kRankWarps * 32 + lane % 8 * 4, flip = lane & 16 ? 2 : 0;
   float state[kRows][4];
-  const float* const initial =
-      args.initial_state != nullptr && there ? args.initial_state + (row * in.kv_heads + kv_head) * state_size : nullptr;
+#pragma unroll
+  for (int r = 0; r < kRows; ++r) state[r][0] = state[r][1] = state[r][2] = state[r][3] = 0.0f;
   const auto each = [&](auto&& function) {
 #pragma unroll
     for (int r = 0; r < kRows; ++r)
 #pragma unroll
       for (int c = 0; c < 4; ++c)
-        if (first_row + r < R && column + mine + c < V)
-          function(state[r][c], static_cast<int64_t>(first_row + r) * V + column + mine + c);
+        if (first_row + r < R && part.column + mine + (c ^ flip) < V)
+          function(state[r][c], static_cast<int64_t>(first_row + r) * V + part.column + mine + (c ^ flip));
   };
-#pragma unroll
-  for (int r = 0; r < kRows; ++r) state[r][0] = state[r][1] = state[r][2] = state[r][3] = 0.0f;
-  const int64_t slot = (request * in.kv_heads + kv_head) * plan.segments;
-  float* const slots = plan.slots + slot * state_size;
-  if (plan.segments == 1) {
-    if (initial != nullptr) each([&](float& x, int64_t at) { x = initial[at]; });
-  } else if (sums_only) {
-    // The initial state is kept, since its buffer may take the final one.
-    if (segment == 0) each([&](float&, int64_t at) { slots[at] = initial != nullptr ? initial[at] : 0.0f; });
-  } else {
-    each([&](float& x, int64_t at) { x = slots[at]; });
-    for (int s = 1; s <= segment; ++s) {
-      const float kept = expf(plan.decays[slot + s]);
-      each([&](float& x, int64_t at) { x = times_decay(x, kept) + slots[s * state_size + at]; });
-    }
-  }
-  block_barrier(threads);
+  begin_segment(args, part, plan.slots, plan.decays, plan.segments, sums_only, each);
+
+  const float* const staged = shared + (sizeof(T) == 4 ? first_row : first_row / 2);
+  const float* const staged_values = shared + 2 * Shape::kKeys + mine;
+  block_barrier(Shape::kThreads);
   for (int tile = 0; tile < tiles; ++tile) {
-    const float* const query = shared + (tile & 1) * staged + first_row;
-    const float* const key = query + plan.tile * plan.rows;
-    const float* const value = shared + (tile & 1) * staged + 2 * plan.tile * plan.rows + mine;
-    // After the sum over the slices a lane has one column.
-    float* const to = output + (tile & 1) * partials + warp * kColumns + mine + (lane & 16) / 8 + (lane & 8) / 8;
-    const float total = decay[2 * kMaxTile + 2 * (tile & 1)];
-    const bool scaled = decay[2 * kMaxTile + 2 * (tile & 1) + 1] != 0.0f;
-    // Returns the warp's share of output column mine + 2 * (lane / 16) + lane / 8 % 2.
-    const auto token = [&](auto only_sums, int t) {
+    const int left = length - tile * kTile, tokens = left < kTile ? left : kTile;
+    const float* const query = staged + (tile & 1) * Shape::kStaged;
+    const float* const value = staged_values + (tile & 1) * Shape::kStaged;
+    const float* const decay = decays + (tile & 1) * Shape::kDecays;
+    // Of the token before; after the sum over the slices a lane has one column.
+    float* const to =
+        output + (tile & 1) * Shape::kPartials + rank_warp * Shape::kColumns + mine + flip + (lane & 8) / 8;
+    struct Operands {
+      float4 k[2], q[2];
+      float2 v[2];
+    };
+    const auto walk = [&](auto only_sums, auto window) {
       constexpr bool kSums = decltype(only_sums)::value;
-      const float4 v = *reinterpret_cast<const float4*>(value + t * kColumns);
-      float out[4] = {};
+      constexpr int kLength = decltype(window)::value, kAtOnce = kTile < kWindow ? kTile : kWindow;
+      constexpr int kQuad = sizeof(T) == 4 ? 4 : Shape::kRanks / 2;  // from the first four ranks to the others
+      const auto load = [&](int t) {
+        Operands x;
 #pragma unroll
-      for (int quad = 0; quad < kRows / 4; ++quad) {
-        const float4 k4 = *reinterpret_cast<const float4*>(key + t * plan.rows + 4 * quad);
-        const float k[4] = {k4.x, k4.y, k4.z, k4.w};
-        float q[4] = {};
-        if constexpr (!kSums) {
-          const float4 q4 = *reinterpret_cast<const float4*>(query + t * plan.rows + 4 * quad);
-          q[0] = q4.x, q[1] = q4.y, q[2] = q4.z, q[3] = q4.w;
+        for (int h = 0; h < 2; ++h) {
+          x.k[h] = *reinterpret_cast<const float4*>(query + Shape::kKeys + t * Shape::kRanks + h * kQuad);
+          if constexpr (!kSums) x.q[h] = *reinterpret_cast<const float4*>(query + t * Shape::kRanks + h * kQuad);
+          x.v[h] = *reinterpret_cast<const float2*>(value + t * Shape::kColumns + (h == 0 ? flip : flip ^ 2));
         }
+        return x;
+      };
+      float last[4] = {};  // the thread's outputs of the token before
+      const auto store_last = [&](int t) {
+        if constexpr (kSums) return;
+        const float keep0 = last[0] + __shfl_xor_sync(kFullWarp, last[2], 16);
+        const float keep1 = last[1] + __shfl_xor_sync(kFullWarp, last[3], 16);
+        const bool odd = lane & 8;
+        to[t * Shape::kToken] = (odd ? keep1 : keep0) + __shfl_xor_sync(kFullWarp, odd ? keep0 : keep1, 8);
+      };
+      Operands now = load(0);
+      for (int t = 0; t < tokens; t += kAtOnce) {
 #pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          float(&s)[4] = state[4 * quad + j];
-          s[0] += k[j] * v.x, s[1] += k[j] * v.y, s[2] += k[j] * v.z, s[3] += k[j] * v.w;
-          if constexpr (!kSums) out[0] += q[j] * s[0], out[1] += q[j] * s[1], out[2] += q[j] * s[2], out[3] += q[j] * s[3];
+        for (int i = 0; i < kAtOnce; ++i) {
+          // The one after the last token of the tile is read again, and not used.
+          const Operands next = load(i + 1 < kAtOnce || t + kAtOnce < kTile ? t + i + 1 : t);
+          if constexpr (kLength == 1) forget(state, decay[t + i]);
+          float out[4] = {};
+#pragma unroll
+          for (int h = 0; h < 2; ++h) {
+            const float k[4] = {now.k[h].x, now.k[h].y, now.k[h].z, now.k[h].w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) {
+              float(&s)[4] = state[4 * h + j];
+              s[0] += k[j] * now.v[0].x, s[1] += k[j] * now.v[0].y, s[2] += k[j] * now.v[1].x, s[3] += k[j] * now.v[1].y;
+            }
+            if constexpr (!kSums) {
+              const float q[4] = {now.q[h].x, now.q[h].y, now.q[h].z, now.q[h].w};
+#pragma unroll
+              for (int j = 0; j < 4; ++j)
+#pragma unroll
+                for (int c = 0; c < 4; ++c) out[c] += q[j] * state[4 * h + j][c];
+            }
+          }
+          store_last(t + i);
+#pragma unroll
+          for (int c = 0; c < 4; ++c) last[c] = out[c];
+          now = next;
         }
+        if constexpr (kLength == kWindow) forget(state, decay[32 + t / kWindow]);
       }
-      if constexpr (kSums) return 0.0f;
-      const bool upper = lane & 16, odd = lane & 8;
-      const float keep0 = (upper ? out[2] : out[0]) + __shfl_xor_sync(kAll, upper ? out[0] : out[2], 16);
-      const float keep1 = (upper ? out[3] : out[1]) + __shfl_xor_sync(kAll, upper ? out[1] : out[3], 16);
-      return (odd ? keep1 : keep0) + __shfl_xor_sync(kAll, odd ? keep0 : keep1, 8);
+      store_last((tokens + kAtOnce - 1) / kAtOnce * kAtOnce);
+      if constexpr (kLength == 32) forget(state, decay[36]);
     };
-    const auto walk = [&](auto only_sums) {
-      constexpr int kAtOnce = 4;  // tokens between which nothing is stored
-      if (scaled) {
-        for (int t = 0; t < plan.tile; t += kAtOnce) {
-          float out[kAtOnce];
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i) out[i] = token(only_sums, t + i);
-#pragma unroll
-          for (int i = 0; i < kAtOnce; ++i)
-            if (!only_sums) to[(t + i) * plan.warps * kColumns] = out[i];
-        }
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) state[r][c] *= total;
-        return;
-      }
-      for (int t = 0; t < plan.tile; ++t) {
-        const float by = decay[(tile & 1) * kMaxTile + t];
-#pragma unroll
-        for (int r = 0; r < kRows; ++r)
-#pragma unroll
-          for (int c = 0; c < 4; ++c) state[r][c] = times_decay(state[r][c], by);
-        const float out = token(only_sums, t);
-        if (!only_sums) to[t * plan.warps * kColumns] = out;
-      }
+    const float length = decay[37];
+    const auto walk_by = [&](auto only_sums) {
+      if (length == 32.0f) walk(only_sums, std::integral_constant<int, 32>{});
+      else if (length > 1.0f) walk(only_sums, std::integral_constant<int, kWindow>{});
+      else walk(only_sums, std::integral_constant<int, 1>{});
     };
-    if (sums_only) walk(std::true_type{});
-    else walk(std::false_type{});
-    block_barrier(threads);
+    if (sums_only) walk_by(std::true_type{});
+    else walk_by(std::false_type{});
+    block_barrier(Shape::kThreads);
   }
-  if (sums_only) {
-    each([&](float& x, int64_t at) { slots[(segment + 1) * state_size + at] = x; });
-  } else if (args.final_state != nullptr && there && segment == plan.segments - 1 && head % group == 0) {
-    float* const to = args.final_state + (row * in.kv_heads + kv_head) * state_size;
-    each([&](float& x, int64_t at) { to[at] = x; });
-  }
+  end_segment(args, part, plan.slots, plan.segments, sums_only, each);
 }
 
-template <class T, int kRows, int kMaxWarps>
-cudaError_t launch_as(const CausalLinearDecayArgs& args, const RowsPlan& plan, bool vectors, cudaStream_t stream) {
-  const auto kernel = DecayRowsKernel<T, kRows, kMaxWarps>;
-  const size_t bytes = shared_bytes(plan);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
+// R up to kRecurrenceNarrowWidth: a warp has all ranks of 64 columns, a lane two of these. Only keys and queries go through
+// shared memory, from a token a lane to all ranks of one token.
+constexpr int kNarrowTile = 32, kNarrowWarps = 4;
+
+template <class T>
+union Pair {
+  typename std::conditional<sizeof(T) == 4, uint2, uint32_t>::type bits;
+  T element[2];
+};
+
+// kVectors: rows of query and key begin and end at 16 bytes; kPairs: values and outputs can be taken two columns at once.
+template <class T, int kRanks, bool kVectors, bool kPairs>
+__global__ void __launch_bounds__(32 * kNarrowWarps, 3)
+    DecayNarrowKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ RowsPlan plan, int64_t units,
+                      bool sums_only) {
+  constexpr int kVec = 16 / sizeof(T), kPieces = kRanks > kVec ? kRanks / kVec : 1;
+  constexpr int kBatch = sizeof(T) == 4 && kRanks > 8 ? 8 : 16;  // tokens whose values are on their way
+  constexpr int kPitch = 2 * kRanks + 4;  // keys, queries; no two lanes of a store meet in a bank
+  __shared__ __align__(16) float rows[kNarrowWarps][kNarrowTile][kPitch];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const int64_t unit = static_cast<int64_t>(blockIdx.x) * kNarrowWarps + warp;
+  if (unit >= units) return;
+  const DecayInputs& in = args.in;
+  const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
+  const Part part = part_of(in, unit, kRecurrenceNarrowColumns, plan.column_blocks, plan.segments, kNarrowTile, sums_only);
+  const int column = part.column + 2 * lane, left = V - column;
+
+  float state[kRanks][2];
+#pragma unroll
+  for (int r = 0; r < kRanks; ++r) state[r][0] = state[r][1] = 0.0f;
+  const auto each = [&](auto&& function) {
+#pragma unroll
+    for (int r = 0; r < kRanks; ++r)
+#pragma unroll
+      for (int c = 0; c < 2; ++c)
+        if (r < R && c < left) function(state[r][c], static_cast<int64_t>(r) * V + column + c);
+  };
+  begin_segment(args, part, plan.slots, plan.decays, plan.segments, sums_only, each);
+
+  // Rows of the lane's token of the next tile, values of the next tokens; both from the pointers on, which run ahead.
+  const int64_t key_stride = in.key_strides.token, query_stride = in.query_strides.token, stride = in.value_strides.token;
+  const T* key = static_cast<const T*>(in.key) + part.batch * in.key_strides.batch + part.kv_head * in.key_strides.head +
+                 (part.begin + lane) * key_stride;
+  const T* query = static_cast<const T*>(in.query) + part.batch * in.query_strides.batch + part.head * in.query_strides.head +
+                   (part.begin + lane) * query_stride;
+  const T* value = static_cast<const T*>(in.value) + part.batch * in.value_strides.batch +
+                   part.kv_head * in.value_strides.head + part.begin * stride + column;
+  T* out = static_cast<T*>(args.output) + part.batch * in.output_strides.batch + part.head * in.output_strides.head +
+           part.begin * in.output_strides.token + column;
+  int rows_left = static_cast<int>(part.end - part.begin) - lane, values_left = static_cast<int>(part.end - part.begin);
+  Piece<T> k[kPieces], q[kPieces];
+  Pair<T> v[kBatch];
+  float log_decay = 0.0f, log_total = 0.0f;
+  const auto fetch_rows = [&] {
+    const int width = rows_left > 0 ? R : 0;
+#pragma unroll
+    for (int i = 0; i < kPieces; ++i) k[i] = load_piece<kVectors>(key, i * kVec, width);
+    if (!sums_only) {
+#pragma unroll
+      for (int i = 0; i < kPieces; ++i) q[i] = load_piece<kVectors>(query, i * kVec, width);
+    }
+    log_decay = load_log_decay(in, part, part.end - rows_left, rows_left > 0);
+    key += kNarrowTile * key_stride, query += kNarrowTile * query_stride, rows_left -= kNarrowTile;
+  };
+  const auto fetch_values = [&] {
+#pragma unroll
+    for (int i = 0; i < kBatch; ++i) {
+      if constexpr (kPairs) {
+        v[i].bits = load_or_zero(reinterpret_cast<const decltype(v[i].bits)*>(value), values_left > i && left > 0);
+      } else {
+        v[i].element[0] = load_or_zero(value, values_left > i && left > 0);
+        v[i].element[1] = load_or_zero(value + 1, values_left > i && left > 1);
+      }
+      value += stride;
+    }
+    values_left -= kBatch;
+  };
+
+  fetch_rows();
+  fetch_values();
+  for (int64_t first = part.begin; first < part.end; first += kNarrowTile) {
+    const TileDecay x = tile_decay(log_decay, in.scale, lane);
+    const float decay = expf(log_decay);
+    log_total += x.log_total;
+    __syncwarp();
+#pragma unroll
+    for (int r = 0; r < kRanks; r += 4) {
+      const float4 a = four_of(k[r / kVec], r % kVec / 4), b = four_of(q[r / kVec], r % kVec / 4);
+      store_four(&rows[warp][lane][r], make_float4(x.down * a.x, x.down * a.y, x.down * a.z, x.down * a.w));
+      if (!sums_only) store_four(&rows[warp][lane][kRanks + r], make_float4(x.up * b.x, x.up * b.y, x.up * b.z, x.up * b.w));
+    }
+    __syncwarp();
+    fetch_rows();
+    const int tokens = static_cast<int>(part.end - first < kNarrowTile ? part.end - first : kNarrowTile);
+    const auto walk = [&](auto only_sums, auto window) {
+      constexpr bool kSums = decltype(only_sums)::value;
+      constexpr int kLength = decltype(window)::value;
+      for (int t = 0; t < tokens; t += kBatch) {
+        Pair<T> now[kBatch];
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) now[i] = v[i];
+        fetch_values();
+#pragma unroll
+        for (int i = 0; i < kBatch; ++i) {
+          const float value0 = static_cast<float>(now[i].element[0]), value1 = static_cast<float>(now[i].element[1]);
+          const float* const row = rows[warp][t + i];
+          if constexpr (kLength == 1) forget(state, __shfl_sync(kFullWarp, decay, t + i));
+          float sum[2][2] = {};
+#pragma unroll
+          for (int r = 0; r < kRanks; r += 4) {
+            const float4 k4 = *reinterpret_cast<const float4*>(row + r);
+            const float by[4] = {k4.x, k4.y, k4.z, k4.w};
+#pragma unroll
+            for (int j = 0; j < 4; ++j) state[r + j][0] += by[j] * value0, state[r + j][1] += by[j] * value1;
+            if constexpr (!kSums) {
+              const float4 q4 = *reinterpret_cast<const float4*>(row + kRanks + r);
+              const float of[4] = {q4.x, q4.y, q4.z, q4.w};
+#pragma unroll
+              for (int j = 0; j < 4; ++j)
+                sum[j % 2][0] += of[j] * state[r + j][0], sum[j % 2][1] += of[j] * state[r + j][1];
+            }
+          }
+          if constexpr (!kSums) {
+            const bool there = t + i < tokens;
+            Pair<T> y;
+            y.element[0] = static_cast<T>(sum[0][0] + sum[1][0]), y.element[1] = static_cast<T>(sum[0][1] + sum[1][1]);
+            if constexpr (kPairs) {
+              if (there && left > 0) *reinterpret_cast<decltype(y.bits)*>(out) = y.bits;
+            } else {
+              if (there && left > 0) out[0] = y.element[0];
+              if (there && left > 1) out[1] = y.element[1];
+            }
+            out += in.output_strides.token;
+          }
+          if constexpr (kLength == kWindow)
+            if (i % kWindow == kWindow - 1) forget(state, __shfl_sync(kFullWarp, x.window, t + i));
+        }
+      }
+      if constexpr (kLength == 32) forget(state, expf(x.log_total));
+    };
+    const auto walk_by = [&](auto only_sums) {
+      if (x.length == 32) walk(only_sums, std::integral_constant<int, 32>{});
+      else if (x.length > 1) walk(only_sums, std::integral_constant<int, kWindow>{});
+      else walk(only_sums, std::integral_constant<int, 1>{});
+    };
+    if (sums_only) walk_by(std::true_type{});
+    else walk_by(std::false_type{});
+  }
+  end_segment(args, part, plan.slots, plan.segments, sums_only, each);
+  if (sums_only && lane == 0 && part.column == 0)
+    plan.decays[(part.request * in.kv_heads + part.kv_head) * plan.segments + part.segment + 1] = log_total;
+}
+
+template <class T, int kRanks>
+cudaError_t launch_narrow(const CausalLinearDecayArgs& args, const RowsPlan& plan, cudaStream_t stream) {
+  const auto kernel = !plan.pairs     ? DecayNarrowKernel<T, kRanks, false, false>
+                      : !plan.vectors ? DecayNarrowKernel<T, kRanks, false, true>
+                                      : DecayNarrowKernel<T, kRanks, true, true>;
+  const auto pass = [&](int64_t units, bool sums_only) {
+    const auto blocks = static_cast<unsigned>((units + kNarrowWarps - 1) / kNarrowWarps);
+    kernel<<<blocks, 32 * kNarrowWarps, 0, stream>>>(args, plan, units, sums_only);
+  };
+  const int64_t columns = args.in.requests * plan.column_blocks;
+  if (plan.segments > 1) pass(columns * args.in.kv_heads * (plan.segments - 1), true);
+  pass(columns * args.in.heads * plan.segments, false);
+  return cudaGetLastError();
+}
+
+template <class T, int kRankWarps, int kColumnWarps>
+cudaError_t launch_as(const CausalLinearDecayArgs& args, RowsPlan plan, cudaStream_t stream) {
+  using Shape = BlockShape<kRankWarps, kColumnWarps>;
+  using Rows = typename Shape::template Rows<T>;
+  const auto bytes = [](int tokens, const DecayStrides& strides) {
+    return tokens * strides.token * static_cast<int64_t>(sizeof(T));
+  };
+  plan.query_step = bytes(Rows::kStep, args.in.query_strides);
+  plan.key_step = bytes(Rows::kStep, args.in.key_strides);
+  plan.value_step = bytes(Rows::kValueStep, args.in.value_strides);
+  plan.out_step = bytes(Shape::kOutStep, args.in.output_strides);
+  const auto kernel = DecayRowsKernel<T, kRankWarps, kColumnWarps>;
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(Shape::kBytes));
   if (error != cudaSuccess) return error;
-  const unsigned threads = 32 * static_cast<unsigned>(plan.warps + kStagingWarps);
-  const int64_t blocks = args.in.requests * plan.column_blocks;
-  if (plan.segments > 1)
-    kernel<<<static_cast<unsigned>(blocks * args.in.kv_heads * (plan.segments - 1)), threads, bytes, stream>>>(args, plan, true,
-                                                                                                              vectors);
-  kernel<<<static_cast<unsigned>(blocks * args.in.heads * plan.segments), threads, bytes, stream>>>(args, plan, false, vectors);
+  const auto pass = [&](int64_t heads, int segments, bool sums_only) {
+    const auto blocks = static_cast<unsigned>(args.in.requests * plan.column_blocks * heads * segments);
+    kernel<<<blocks, Shape::kThreads, Shape::kBytes, stream>>>(args, plan, sums_only);
+  };
+  if (plan.segments > 1) pass(args.in.kv_heads, plan.segments - 1, true);
+  pass(args.in.heads, plan.segments, false);
   return cudaGetLastError();
 }
 
 template <class T>
-cudaError_t launch_typed(const CausalLinearDecayArgs& args, const RowsPlan& plan, cudaStream_t stream) {
+cudaError_t launch_typed(const CausalLinearDecayArgs& args, RowsPlan plan, cudaStream_t stream) {
   const DecayInputs& in = args.in;
-  bool vectors = (in.key_width * sizeof(T)) % 16 == 0 && (in.value_width * sizeof(T)) % 16 == 0;
-  for (const void* data : {in.query, in.key, in.value}) vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
-  if (in.key_width <= 32) return launch_as<T, 4, 2>(args, plan, vectors, stream);
-  return in.key_width <= 128 ? launch_as<T, 8, 4>(args, plan, vectors, stream)
-                             : launch_as<T, 8, 16>(args, plan, vectors, stream);
+  plan.vectors = (in.key_width * sizeof(T)) % 16 == 0 && (in.value_width * sizeof(T)) % 16 == 0;
+  for (const void* data : {in.query, in.key, in.value}) plan.vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
+  plan.out_vectors = in.value_width % 4 == 0 && reinterpret_cast<uintptr_t>(args.output) % (4 * sizeof(T)) == 0;
+  plan.vectors &= plan.out_vectors;
+  plan.pairs = in.value_width % 2 == 0 && reinterpret_cast<uintptr_t>(in.value) % (2 * sizeof(T)) == 0 &&
+               reinterpret_cast<uintptr_t>(args.output) % (2 * sizeof(T)) == 0;
+  static_assert(kRecurrenceNarrowWidth == 16);
+  if (in.key_width <= 4) return launch_narrow<T, 4>(args, plan, stream);
+  if (in.key_width <= 8) return launch_narrow<T, 8>(args, plan, stream);
+  if (in.key_width <= 16) return launch_narrow<T, 16>(args, plan, stream);
+  if (in.key_width <= 32) return launch_as<T, 1, 4>(args, plan, stream);
+  if (in.key_width <= 64) return launch_as<T, 2, 2>(args, plan, stream);
+  if (in.key_width <= 128) return launch_as<T, 4, 1>(args, plan, stream);
+  if (in.key_width <= 256) return launch_as<T, 8, 1>(args, plan, stream);
+  return launch_as<T, 16, 1>(args, plan, stream);
 }
 
 RowsPlan plan_of(const CausalLinearDecayArgs& args, int sm_count) {
-  const DecayInputs& in = args.in;
-  const int rows = in.key_width <= 32 ? 16 : 32;  // of a warp
+  const RecurrenceSplit split = recurrence_split(shape_of(args.in, sm_count));
   RowsPlan plan = {};
-  plan.warps = static_cast<int>((in.key_width + rows - 1) / rows);
-  plan.rows = plan.warps * rows;
-  plan.column_blocks = static_cast<int>((in.value_width + kColumns - 1) / kColumns);
-  plan.tile = kMaxTile;
-  while (shared_bytes(plan) > kSharedBudget) plan.tile /= 2;
-  const int64_t blocks = in.requests * in.heads * plan.column_blocks;
-  const int64_t at_once = sm_count * (in.key_width <= 32 ? 6 : in.key_width <= 64 ? 2 : 1);
-  const int64_t tokens = in.batch * in.tokens / (in.requests > 0 ? in.requests : 1);
-  int64_t segments = blocks > 0 ? at_once / blocks : 1;
-  if (segments > tokens / kMinSegmentTokens) segments = tokens / kMinSegmentTokens;
-  plan.segments = static_cast<int>(segments < 1 ? 1 : segments > kMaxSegments ? kMaxSegments : segments);
+  plan.column_blocks = static_cast<int>((args.in.value_width + split.columns - 1) / split.columns);
+  plan.segments = split.segments;
   return plan;
 }
 

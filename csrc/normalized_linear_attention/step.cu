@@ -11,7 +11,7 @@ namespace leanfleet {
 
 namespace {
 
-constexpr int kThreads = 256, kGroup = static_cast<int>(kStepMaxGroup), kWidth = static_cast<int>(kStepMaxWidth);
+constexpr int kThreads = 256, kWidth = static_cast<int>(kStepMaxWidth);
 constexpr int kAtOnce = 8;  // rows that a thread has in flight
 
 __device__ __forceinline__ float warp_sum(float x) {
@@ -20,19 +20,21 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// kLanes threads a row of the block's 4 * kLanes columns.
-template <class T, int kLanes>
-__global__ void __launch_bounds__(kThreads)
-    NormalizedStepKernel(const __grid_constant__ NormalizedLinearAttentionArgs args, uint32_t* tickets, int slices) {
+// kLanes threads a row of the block's 4 * kLanes columns. kGroup: query heads of a key/value head, at most; one alone leaves
+// the registers for more blocks on an SM.
+template <class T, int kLanes, int kGroup>
+__global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
+    NormalizedStepKernel(const __grid_constant__ NormalizedLinearAttentionArgs args, uint32_t* tickets, int slices,
+                         bool aligned) {
   constexpr int kRowGroups = kThreads / kLanes;
   const NormalizedLinearInputs& in = args.in;
   const int D = static_cast<int>(in.dim), V = static_cast<int>(in.value_dim);
   const int group = static_cast<int>(in.heads / in.kv_heads);
   const int slice = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  __shared__ float rows[kGroup + 1][kWidth];  // queries, then the key
+  __shared__ __align__(16) float rows[kGroup + 1][kWidth];  // queries, then the key
   __shared__ float normalizers[kGroup];
-  __shared__ float partial[kGroup][kRowGroups][4 * kLanes];
+  __shared__ __align__(16) float partial[kGroup][kRowGroups][4 * kLanes];
   __shared__ bool last;
 
   const int64_t entry = static_cast<int64_t>(batch) * in.kv_heads + head;
@@ -45,12 +47,15 @@ __global__ void __launch_bounds__(kThreads)
   float* to = args.final_state + entry * D * V + columns;
   float4 state[kAtOnce];
   const auto fetch = [&](int first) {
+    const auto load = [&](auto&& four_at) {
 #pragma unroll
-    for (int i = 0; i < kAtOnce; ++i) {
-      const int d = first + i * kRowGroups + row_group;
-      state[i] = carried && mine && d < D ? *reinterpret_cast<const float4*>(from + static_cast<int64_t>(d) * V)
-                                          : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+      for (int i = 0; i < kAtOnce; ++i) {
+        const int d = first + i * kRowGroups + row_group;
+        state[i] = carried && mine && d < D ? four_at(from + static_cast<int64_t>(d) * V) : make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      }
+    };
+    if (aligned) load([](const float* x) { return *reinterpret_cast<const float4*>(x); });
+    else load([](const float* x) { return make_float4(x[0], x[1], x[2], x[3]); });
   };
   fetch(0);
   for (int r = warp; r <= group; r += kThreads / 32) {
@@ -102,7 +107,11 @@ __global__ void __launch_bounds__(kThreads)
       if (d >= D) break;
       const float k = rows[kGroup][d];
       state[i].x += k * value[0], state[i].y += k * value[1], state[i].z += k * value[2], state[i].w += k * value[3];
-      if (args.final_state != nullptr && mine) *reinterpret_cast<float4*>(to + static_cast<int64_t>(d) * V) = state[i];
+      if (args.final_state != nullptr && mine) {
+        float* const x = to + static_cast<int64_t>(d) * V;
+        if (aligned) *reinterpret_cast<float4*>(x) = state[i];
+        else x[0] = state[i].x, x[1] = state[i].y, x[2] = state[i].z, x[3] = state[i].w;
+      }
 #pragma unroll
       for (int g = 0; g < kGroup; ++g) {
         if (g >= group) break;
@@ -166,12 +175,19 @@ int launch(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, 
     return dim3(static_cast<unsigned>((in.value_dim + columns - 1) / columns), static_cast<unsigned>(in.kv_heads),
                 static_cast<unsigned>(in.batch));
   };
+  constexpr int kMaxGroup = static_cast<int>(kStepMaxGroup);
+  const bool one = in.heads == in.kv_heads;
+  bool aligned = true;
+  for (const float* state : {args.initial_state, static_cast<const float*>(args.final_state)})
+    aligned &= reinterpret_cast<uintptr_t>(state) % 16 == 0;
   if (in.batch * in.kv_heads * ((in.value_dim + 127) / 128) >= 2 * target.sm_count) {
+    const auto kernel = one ? NormalizedStepKernel<T, 32, 1> : NormalizedStepKernel<T, 32, kMaxGroup>;
     const dim3 blocks = grid(128);
-    NormalizedStepKernel<T, 32><<<blocks, kThreads, 0, stream>>>(args, tickets, static_cast<int>(blocks.x));
+    kernel<<<blocks, kThreads, 0, stream>>>(args, tickets, static_cast<int>(blocks.x), aligned);
   } else {
+    const auto kernel = one ? NormalizedStepKernel<T, 8, 1> : NormalizedStepKernel<T, 8, kMaxGroup>;
     const dim3 blocks = grid(32);
-    NormalizedStepKernel<T, 8><<<blocks, kThreads, 0, stream>>>(args, tickets, static_cast<int>(blocks.x));
+    kernel<<<blocks, kThreads, 0, stream>>>(args, tickets, static_cast<int>(blocks.x), aligned);
   }
   return cudaGetLastError();
 }
