@@ -328,13 +328,13 @@ struct Site {
   int batch, x_head, state_head, slice, segment;
 
   // Of the segment and slice `index` in this order, slices first.
-  __device__ __forceinline__ Site(const ChunkScan& scan, int pass, int64_t index) : scan(scan), pass(pass) {
+  __device__ __forceinline__ Site(const ChunkScan& scan, int pass, unsigned index) : scan(scan), pass(pass) {
     slice = static_cast<int>(index % scan.slices);
     index /= scan.slices;
-    const int segments = pass == kOutputs || !scan.causal ? scan.segments : scan.segments - 1;
+    const unsigned segments = pass == kOutputs || !scan.causal ? scan.segments : scan.segments - 1;
     segment = static_cast<int>(index % segments);
     index /= segments;
-    const int heads = pass == kOutputs ? scan.heads : scan.heads / scan.x_group;
+    const unsigned heads = pass == kOutputs ? scan.heads : scan.heads / scan.x_group;
     const int head = static_cast<int>(index % heads);
     batch = static_cast<int>(index / heads);
     state_head = pass == kOutputs ? head / scan.x_group : head;
@@ -1109,7 +1109,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const bool source = scan.row_dot != nullptr;
   const int stage_bytes = S::kPlanes * (2 * S::kWidePlane + (source ? 2 : 1) * S::kNarrowPlane);
   auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * stage_bytes + S::kPlanes * S::kScorePlane);
-  Block<S, T> block{{scan, pass, static_cast<int64_t>(blockIdx.x)}, stages, aligned, shared_address(shared), small,
+  Block<S, T> block{{scan, pass, blockIdx.x}, stages, aligned, shared_address(shared), small,
                     static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32)};
   block.run();
 }
