@@ -30,12 +30,14 @@ struct alignas(16) RowTable {  // log2_decay is read two rows at a time
   float x_factor[kTokens], x_rank1[kTokens];
   float y_factor[kTokens], y_rank1[kTokens], z_factor[kTokens];  // 0 for rows outside
   float own[kTokens];                                            // y_factor z_factor
+  float from_begin[kTokens];  // own over the decay since the chunk's begin, for chunks that are not steep
   float from_state[kTokens], from_sum[kTokens];                  // of the carried sums in an output row
   float to_state[kTokens], to_z_sum[kTokens], to_y_sum[kTokens];  // of a row in the sums after the chunk
   float kept;   // of the sums before the chunk
   float count;  // Σ ry_j at the chunk's end
   double log2_kept;
   int unscaled;  // to_state is 1 or 0
+  int steep;     // the chunk decays by more than 2^-32
   int coarse;    // the low parts of log2_decay do not matter to 16-bit results
 };
 
@@ -225,6 +227,7 @@ __device__ __forceinline__ void fill_table(const ChunkScan& scan, int pass, int 
     table.y_rank1[row] = ry;
     table.z_factor[row] = fz;
     table.own[row] = fy * fz;
+    table.from_begin[row] = fy * fz * power<T>(-high);
     table.from_state[row] = from_begin * fx;
     table.from_sum[row] = from_begin * rx;
     table.to_state[row] = to_end * fy * fz;
@@ -242,6 +245,7 @@ __device__ __forceinline__ void fill_table(const ChunkScan& scan, int pass, int 
     table.log2_kept = at.head == 0 ? end : 0.0;
     table.count = count_end;
     table.unscaled = unscaled;
+    table.steep = !(end >= -32.0);
     table.coarse = end > -128.0;
   }
 }

@@ -32,6 +32,9 @@ struct HopperShape {
   static constexpr int kWidth = kWidth_, kGroups = kGroups_, kMode = kMode_;
   static constexpr bool kFull = kFull_, kOut = kMode != kSums, kUpdates = kMode != kWhole, kPairs = kOut && kUpdates;
   static constexpr bool kScores = kPairs || kFull;
+  // Chunks that are not steep: P holds scores over the decay since the chunk's begin, and rows of out get that decay as a
+  // whole, so that both products of Oᵀ follow each other at once. float16 has not the range for it.
+  static constexpr bool kScaledLast = kMode == kSingle && !kFull && std::is_same<T, __nv_bfloat16>::value;
   static constexpr int kTokens = 64, kColumns = 64 * kGroups, kBox = 8192, kBoxes = kWidth / 64;
   static constexpr int kThreads = 128 * (kGroups + 1 + kScores), kMaxStages = 6;
   // With a score group they are shared out unevenly.
@@ -39,8 +42,8 @@ struct HopperShape {
   static constexpr int kCopyRegisters = kGroups == 2 ? 56 : 120;
   struct Small {
     uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2];
-    RowTable<kTokens> table[kMaxStages];
-    int usual[kMaxStages];  // whether the table is that of a whole chunk within a request
+    RowTable<kTokens> table[kMaxStages + 1];  // the last: of all whole chunks within a request
+    int table_of[kMaxStages];
     alignas(16) int odd[2][4];  // by warp of the score group: Z is not finite
     float divisor[2][kTokens];
     float y_sum[kWidth];
@@ -174,12 +177,20 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   }
 
   // The other warps of the copy group, each for some places of the ring.
+  __device__ __forceinline__ bool by_token() const {
+    return scan.decay_per_token || scan.x_factor.data != nullptr || scan.x_rank1.data != nullptr ||
+           scan.y_factor.data != nullptr || scan.y_rank1.data != nullptr || scan.z_factor.data != nullptr || scan.y_group > 1;
+  }
+  __device__ __forceinline__ void make_usual_table(Cursor at) {
+    at.chunk = at.piece.begin = at.head = 0;
+    at.piece.end = at.request_span.end = 2 * kTokens;
+    fill_table<T, kTokens>(scan, Base::pass, state_head, threadIdx.x % 32, at, small.table[S::kMaxStages],
+                           [](int, int) { return 0.0f; });
+  }
   __device__ __forceinline__ void make_tables(Cursor at, int turn) {
     const int lane = threadIdx.x % 32;
+    const bool of_rows = by_token();
     Place place;
-    const bool by_token = scan.decay_per_token || scan.x_factor.data != nullptr || scan.x_rank1.data != nullptr ||
-                          scan.y_factor.data != nullptr || scan.y_rank1.data != nullptr || scan.z_factor.data != nullptr ||
-                          scan.y_group > 1;
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
 #pragma unroll 1
@@ -188,8 +199,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         wait(&small.empty[place.slot], place.parity ^ 1);
         const int end = at.chunk_end(kTokens);
         const bool is_usual =
-            !by_token && end - at.chunk == kTokens && !(scan.reverse && end == at.request_span.end);
-        if (!is_usual || !small.usual[place.slot]) {
+            !of_rows && end - at.chunk == kTokens && !(scan.reverse && end == at.request_span.end);
+        if (lane == 0) small.table_of[place.slot] = is_usual ? S::kMaxStages : place.slot;
+        if (!is_usual) {
           const int y_head = state_head * scan.y_group + at.head;
           const auto factor_at = [&](const ChunkFactor& factor, int head, int row) {
             return factor.data[batch * factor.batch + head * factor.head + (at.chunk + row) * factor.token];
@@ -206,7 +218,6 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
               default: return factor_at(scan.z_factor, y_head, row);
             }
           });
-          if (lane == 0) small.usual[place.slot] = is_usual;
         }
         arrive_warp(&small.full[place.slot]);
       }
@@ -222,7 +233,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     float weight = 1.0f;
 #pragma unroll 1
     for (int s = scan.causal ? segment - 1 : 0; s >= 0; --s) {
-      const float* const slot = Base::slot(scan.slots, s);
+      float* const slot = Base::slot(scan.slots, s);
       add(slot, weight);
       if (scan.combined || slot[rest + 2] != 0.0f) break;
       weight *= exp2f(slot[rest + 1]);
@@ -267,7 +278,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll 1
       for (; steps > 0; --steps, next_step(at), place.next(stages)) {
         wait(&small.full[place.slot], place.parity);
-        const RowTable<kTokens>& table = small.table[place.slot];
+        const RowTable<kTokens>& table = small.table[small.table_of[place.slot]];
         if (kPairs || (kOut && scan.row_sums)) {
           float s[8][4], sums[2] = {0.0f, 0.0f};
           if (kPairs) {
@@ -285,7 +296,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             look_for_odd(place.slot, scores.slot, thread);
             hopper::products_wait<0>();
             hopper::products_keep(s);
-            finish_scores(table, scores_at + scores.slot * kBox, warp, lane, s, sums);
+            if (S::kScaledLast && !table.steep) mask_scores(table, scores_at + scores.slot * kBox, warp, lane, s);
+            else finish_scores(table, scores_at + scores.slot * kBox, warp, lane, s, sums);
           }
           if (kFull && scan.row_sums) finish_row_sums(at, place.slot, scores.slot, warp, lane, sums, count);
           hopper::fence_async();
@@ -338,6 +350,25 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     if (thread % 32 == 0) small.odd[buffer][thread / 32] = odd;
   }
 
+  // Scores over the decay since the chunk's begin. Tiles that no row of the warp sees stay 0.
+  __device__ __forceinline__ void mask_scores(const RowTable<kTokens>& table, uint32_t to, int warp, int lane,
+                                              const float (&s)[8][4]) const {
+    const int row = 16 * warp + lane / 4;
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+      if (scan.reverse ? t < 2 * warp : t > 2 * warp + 1) continue;
+      const int j = 8 * t + 2 * (lane % 4);
+      const float2 factor = *reinterpret_cast<const float2*>(&table.from_begin[j]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = row + 8 * half;
+        const bool sees[2] = {scan.reverse ? j >= i : j <= i, scan.reverse ? j + 1 >= i : j + 1 <= i};
+        store_4_bytes(to + chunk_offset<kTokens>(i, t) + lane % 4 * 4,
+                      pack_pair(T{}, sees[0] ? s[t][2 * half] * factor.x : 0.0f, sees[1] ? s[t][2 * half + 1] * factor.y : 0.0f));
+      }
+    }
+  }
+
   // Tiles that no row of the warp sees stay 0.
   __device__ __forceinline__ void finish_scores(const RowTable<kTokens>& table, uint32_t to, int warp, int lane,
                                                 const float (&s)[8][4], float (&sums)[2]) const {
@@ -387,7 +418,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   // sums: of the two rows of P that this lane has a part of. Leaves what rows of out are divided by.
   __device__ __forceinline__ void finish_row_sums(const Cursor& at, int stage, int buffer, int warp, int lane,
                                                   const float (&sums)[2], float count) {
-    const RowTable<kTokens>& table = small.table[stage];
+    const RowTable<kTokens>& table = small.table[small.table_of[stage]];
     const int rows = at.chunk_end(kTokens) - at.chunk;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -436,8 +467,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) state[n][c] = 0.0f;
       if (kOut && !begins_scan(at)) {
-        from_slots([&](const float* slot, float weight) {
-          add_slot(state, slot, weight, K, V, column, lane);
+        from_slots([&](float* slot, float weight) {
+          add_slot(state, slot, weight, column, lane);
           if constexpr (kFull) {
             if (!scan.rank1) return;
 #pragma unroll
@@ -453,7 +484,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         // Of the heads of y of a chunk.
         const bool first = !kGroupedHeads || at.head == 0, last = !kGroupedHeads || at.head + 1 == scan.y_group;
         wait(&small.full[place.slot], place.parity);
-        const RowTable<kTokens>& table = small.table[place.slot];
+        const RowTable<kTokens>& table = small.table[small.table_of[place.slot]];
         if constexpr (!kOut) {
           uint32_t scaled[4][4];
           scale_columns(table, place.slot, group, warp, lane, after, scaled, z_sum);
@@ -465,13 +496,42 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           hopper::products_wait<0>();
           hopper::products_keep(state);
           arrive_warp(&small.empty[place.slot]);
+        } else if (S::kScaledLast && !table.steep) {
+          wait(&small.scores_full[scores.slot], scores.parity);
+          uint32_t packed[kWidth / 16][4], z[4][4], scaled[4][4];
+          float one[2] = {1.0f, 1.0f};
+          pack_state(state, packed, one);
+          load_columns(tile(place.slot, kZTile + group), warp, lane, z);
+          const bool odd = found_odd(scores.slot);
+          if (odd) take_out_odd(z);
+          from_state(place.slot, packed, o, false);
+          from_scores(scores.slot, z, o);
+          scale_columns(table, place.slot, group, warp, lane, 1.0f, scaled, z_sum);
+          const float kept = table.kept;
+#pragma unroll
+          for (int n = 0; n < kWidth / 8; ++n)
+#pragma unroll
+            for (int c = 0; c < 4; ++c) state[n][c] *= kept;
+          to_state(place.slot, scaled, state);
+          hopper::products_wait<1>();
+          hopper::products_keep(o);
+          if (odd) add_odd(place.slot, scores.slot, group, warp, lane, o);
+          arrive_warp(&small.scores_empty[scores.slot]);
+          scores.next(2);
+          scale_rows(table, lane, one, z_sum, o);
+          if (scan.row_dot != nullptr) write_dots(at, place.slot, buffer, group, warp, lane, o);
+          write_rows(at, group, warp, lane, buffer, o);
+          buffer ^= 1;
+          hopper::products_wait<0>();
+          hopper::products_keep(state);
+          arrive_warp(&small.empty[place.slot]);
         } else {
           const float sum_before[2] = {z_sum[0], z_sum[1]};
           float unscale[2] = {1.0f, 1.0f};
           if (first) {
             uint32_t packed[kWidth / 16][4];
             pack_state(state, packed, unscale);
-            from_state(place.slot, packed, o);
+            from_state(place.slot, packed, o, true);
             if (S::kMode != kSingle) {
               hopper::products_wait<0>();
               hopper::products_keep(o);
@@ -496,18 +556,13 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           const bool with_scores = kPairs || scan.row_sums;
           bool odd = false;
           if constexpr (kPairs) {
-            // Oᵀ += Zᵀ Pᵀ
             uint32_t z[4][4];
             load_columns(tile(place.slot, kZTile + group), warp, lane, z);
             wait(&small.scores_full[scores.slot], scores.parity);
-            const int4 found = *reinterpret_cast<const int4*>(small.odd[scores.slot]);
-            odd = (found.x | found.y | found.z | found.w) != 0;
+            odd = found_odd(scores.slot);
             if (odd) take_out_odd(z);
-            const uint32_t p = scores_at + scores.slot * kBox;
             hopper::products_begin();
-#pragma unroll
-            for (int k = 0; k < 4; ++k) hopper::product<false>(T{}, o, z[k], hopper::describe(p + k * 32, 0), 1);
-            hopper::products_commit();
+            from_scores(scores.slot, z, o);
             hopper::products_wait<0>();
             hopper::products_keep(o);
             hopper::products_keep(state);
@@ -544,7 +599,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           add_first(at, state, z_sum, after, column, lane);
         }
         float* const slot = Base::slot(scan.slots, segment);
-        write_slot(state, slot, K, V, column, lane);
+        write_slot(state, slot, column, lane);
         float* const rest = slot + static_cast<int64_t>(K) * V + K + V;
         if (slice == 0 && group == 0 && thread == 0) Base::write_slot_rest(at, rest, count, cut ? -16384.0 : log2_kept);
         if (kFull && lane % 4 == 0) {
@@ -586,9 +641,24 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // A slot has [V][K]; K is even.
-  static __device__ __forceinline__ void add_slot(float (&state)[kWidth / 8][4], const float* slot, float weight, int K, int V,
-                                                  int column, int lane) {
+  // A slot has [V][K], K even; where it is made of whole tiles, each of its 64 columns as they lie in registers, so that
+  // whole lines move.
+  __device__ __forceinline__ bool whole_tiles() const { return scan.y.width == kWidth && scan.z.width % 64 == 0; }
+  static __device__ __forceinline__ float* fragment(float* slot, int column, int thread) {
+    return slot + column / 64 * (64 * kWidth) + thread * 4;
+  }
+  __device__ __forceinline__ void add_slot(float (&state)[kWidth / 8][4], float* slot, float weight, int column, int lane) const {
+    const int K = scan.y.width, V = scan.z.width;
+    if (column / 64 * 64 >= V) return;
+    if (whole_tiles()) {
+      const float* const from = fragment(slot, column, threadIdx.x % 128);
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n) {
+        const float4 x = *reinterpret_cast<const float4*>(from + n * 512);
+        state[n][0] += weight * x.x, state[n][1] += weight * x.y, state[n][2] += weight * x.z, state[n][3] += weight * x.w;
+      }
+      return;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const float* const row = slot + static_cast<int64_t>(column + 8 * half) * K + 2 * (lane % 4);
@@ -601,8 +671,16 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         }
     }
   }
-  static __device__ __forceinline__ void write_slot(const float (&state)[kWidth / 8][4], float* slot, int K, int V, int column,
-                                                    int lane) {
+  __device__ __forceinline__ void write_slot(const float (&state)[kWidth / 8][4], float* slot, int column, int lane) const {
+    const int K = scan.y.width, V = scan.z.width;
+    if (column / 64 * 64 >= V) return;
+    if (whole_tiles()) {
+      float* const to = fragment(slot, column, threadIdx.x % 128);
+#pragma unroll
+      for (int n = 0; n < kWidth / 8; ++n)
+        *reinterpret_cast<float4*>(to + n * 512) = make_float4(state[n][0], state[n][1], state[n][2], state[n][3]);
+      return;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float* const row = slot + static_cast<int64_t>(column + 8 * half) * K + 2 * (lane % 4);
@@ -613,13 +691,27 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // Oᵀ = Sᵀ Xᵀ
-  __device__ __forceinline__ void from_state(int stage, const uint32_t (&packed)[kWidth / 16][4], float (&o)[8][4]) const {
+  __device__ __forceinline__ bool found_odd(int buffer) const {
+    const int4 found = *reinterpret_cast<const int4*>(small.odd[buffer]);
+    return (found.x | found.y | found.z | found.w) != 0;
+  }
+
+  // Oᵀ += Zᵀ Pᵀ
+  __device__ __forceinline__ void from_scores(int buffer, const uint32_t (&z)[4][4], float (&o)[8][4]) const {
+#pragma unroll
+    for (int k = 0; k < 4; ++k)
+      hopper::product<false>(T{}, o, z[k], hopper::describe(scores_at + buffer * kBox + k * 32, 0), 1);
+    hopper::products_commit();
+  }
+
+  // Oᵀ = Sᵀ Xᵀ; alone: nothing follows in the same group.
+  __device__ __forceinline__ void from_state(int stage, const uint32_t (&packed)[kWidth / 16][4], float (&o)[8][4],
+                                             bool alone) const {
     hopper::products_begin();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
       hopper::product<false>(T{}, o, packed[k], hopper::describe(tile(stage, k / 4) + k % 4 * 32, 0), k > 0);
-    hopper::products_commit();
+    if (alone) hopper::products_commit();
   }
 
   // Sᵀ += Z'ᵀ Y
@@ -779,7 +871,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
                                              const float (&o)[8][4]) const {
     const int thread = threadIdx.x % 128, rows = at.chunk_end(kTokens) - at.chunk;
     const uint32_t tile = out_at + (buffer * kGroups + group) * kBox;
-    const float out_times = scan.out_times != nullptr ? *scan.out_times : 1.0f;
+    const float out_times = kFull && scan.out_times != nullptr ? *scan.out_times : 1.0f;
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       uint32_t r[4];
@@ -829,20 +921,27 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
     const bool cut = !kOut && cut_to_window(at);
     Base::zero_unowned(at, threadIdx.x / 32, S::kThreads / 32, threadIdx.x % 32);
-    if (threadIdx.x == 0) {
-      for (int s = 0; s < stages; ++s) {
-        hopper::barrier_init(shared_address(&small.full[s]), 2);
-        hopper::barrier_init(shared_address(&small.empty[s]), 4 * (kGroups + S::kScores));
-        small.usual[s] = 0;
+    // The warp that copies makes the barriers, and does not wait for the others.
+    const int copy_warp = threadIdx.x / 32 - 4 * (kGroups + S::kScores);
+    if (copy_warp == 0) {
+      if (threadIdx.x % 32 == 0) {
+        for (int s = 0; s < stages; ++s) {
+          hopper::barrier_init(shared_address(&small.full[s]), 2);
+          hopper::barrier_init(shared_address(&small.empty[s]), 4 * (kGroups + S::kScores));
+        }
+        hopper::barrier_init(shared_address(&small.landed), 1);
+        for (int s = 0; s < 2; ++s) {
+          hopper::barrier_init(shared_address(&small.scores_full[s]), 4);
+          hopper::barrier_init(shared_address(&small.scores_empty[s]), 4 * kGroups);
+        }
+        asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
-      hopper::barrier_init(shared_address(&small.landed), 1);
-      for (int s = 0; s < 2; ++s) {
-        hopper::barrier_init(shared_address(&small.scores_full[s]), 4);
-        hopper::barrier_init(shared_address(&small.scores_empty[s]), 4 * kGroups);
-      }
-      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+      __syncwarp();
+      hopper::named_barrier_arrive(7, S::kThreads);
+    } else {
+      if (copy_warp == 1 && !by_token()) make_usual_table(at);
+      hopper::named_barrier(7, S::kThreads);
     }
-    __syncthreads();
     if (group < kGroups) {
       if (S::kScores) take_registers<S::kStateRegisters>();
       carry(at, group, cut);
