@@ -25,7 +25,6 @@ namespace {
 constexpr int64_t kMinSegmentTokens = 512;  // fewer are not worth a second pass
 constexpr int64_t kSegmentUnit = 64;        // tokens of the longest chunk
 constexpr int kCombineThreads = 256;
-constexpr int kMaxUncombined = 4;  // segments before one that it adds up the sums of by itself
 
 // Slots of a head in scan order: from each segment's own sums to the sums before the next segment or, when not causal,
 // to those of all segments in slot 0.

@@ -2,8 +2,8 @@
 // those of chunk_scan.cuh; here warpgroups share them out and run ahead of each other:
 //
 //   state groups  (1 or 2) each 64 columns of Z, with Sᵀ in its accumulators: Oᵀ and Sᵀ
-//   score group   P, row sums, the sum of y, and whether Z is finite; not for sums without row sums
-//   copy group    warp 0 has the copy engine bring tiles, the others make the tables of rows
+//   score group   P, row sums, the sum of y; not for sums without row sums
+//   copy group    warp 0 has the copy engine bring tiles, warp 3 has it take rows of out, the others make tables of rows
 //
 // A stage of the ring is a chunk's X, Y, Z and, for row_dot, source, as boxes of 64 columns, and its table.
 //
@@ -17,6 +17,8 @@
 
 namespace leanfleet {
 namespace chunk {
+
+constexpr int kMaxUncombined = 3;  // segments before one that it adds up the sums of by itself
 
 struct ChunkMaps {
   CUtensorMap x, y, z, source, out;
@@ -38,13 +40,12 @@ struct HopperShape {
   static constexpr int kTokens = 64, kColumns = 64 * kGroups, kBox = 8192, kBoxes = kWidth / 64;
   static constexpr int kThreads = 128 * (kGroups + 1 + kScores), kMaxStages = 6;
   // With a score group they are shared out unevenly.
-  static constexpr int kStateRegisters = kGroups == 2 ? 192 : 216, kScoreRegisters = kGroups == 2 ? 72 : 144;
-  static constexpr int kCopyRegisters = kGroups == 2 ? 56 : 120;
+  static constexpr int kStateRegisters = kGroups == 2 ? 192 : 216, kScoreRegisters = kGroups == 2 ? 80 : 144;
+  static constexpr int kCopyRegisters = kGroups == 2 ? 48 : 120;
   struct Small {
-    uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2];
+    uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2], out_full[2], out_empty[2];
     RowTable<kTokens> table[kMaxStages + 1];  // the last: of all whole chunks within a request
     int table_of[kMaxStages];
-    alignas(16) int odd[2][4];  // by warp of the score group: Z is not finite
     float divisor[2][kTokens];
     float y_sum[kWidth];
     float dots[2][4 * kGroups][kTokens];
@@ -176,7 +177,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // The other warps of the copy group, each for some places of the ring.
+  // Warps 1 and 2 of the copy group: one alone where all tables are the same but for few, else each for some places.
   __device__ __forceinline__ bool by_token() const {
     return scan.decay_per_token || scan.x_factor.data != nullptr || scan.x_rank1.data != nullptr ||
            scan.y_factor.data != nullptr || scan.y_rank1.data != nullptr || scan.z_factor.data != nullptr || scan.y_group > 1;
@@ -190,12 +191,13 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   __device__ __forceinline__ void make_tables(Cursor at, int turn) {
     const int lane = threadIdx.x % 32;
     const bool of_rows = by_token();
+    if (!of_rows && turn == 0) make_usual_table(at);
     Place place;
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
 #pragma unroll 1
       for (; steps > 0; --steps, next_step(at), place.next(stages)) {
-        if (place.slot % 3 != turn) continue;
+        if ((of_rows ? place.slot % 2 : 0) != turn) continue;
         wait(&small.empty[place.slot], place.parity ^ 1);
         const int end = at.chunk_end(kTokens);
         const bool is_usual =
@@ -224,21 +226,58 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // Calls add(slot, weight) for what the piece begins with, if slots hold that: the last one alone once they have been
-  // combined, else the slots before, as far as they matter.
+  // Warp 3 of the copy group.
+  __device__ __forceinline__ void take_rows(Cursor at) {
+    const int lane = threadIdx.x % 32, column = slice * S::kColumns;
+    Place out;
+    for (; at.valid; next_piece(at)) {
+      int steps = begin_piece(at);
+#pragma unroll 1
+      for (; steps > 0; --steps, next_step(at)) {
+        if (kGroupedHeads && at.head + 1 != scan.y_group) continue;
+        const int rows = at.chunk_end(kTokens) - at.chunk;
+        wait(&small.out_full[out.slot], out.parity);
+        for (int group = 0; group < kGroups; ++group) {
+          const uint32_t from = out_at + (out.slot * kGroups + group) * kBox;
+          if (rows == kTokens || at.chunk + rows == scan.tokens) {
+            if (lane == 0) hopper::copy_out(&maps.out, from, column + 64 * group, at.chunk, x_head, batch);
+            continue;
+          }
+          for (int i = lane; i < rows * 8; i += 32) {
+            const int row = i / 8, chunk = i % 8, at_column = column + 64 * group + chunk * 8;
+            if (at_column < scan.z.width)
+              *reinterpret_cast<uint4*>(out_row(at.chunk + row) + at_column) =
+                  load_16_bytes(from + chunk_offset<kTokens>(row, chunk));
+          }
+        }
+        if (lane == 0) hopper::copies_out_read();
+        arrive_warp(&small.out_empty[out.slot]);
+        out.next(2);
+      }
+    }
+  }
+
+  // Calls add(slots, weights) for what the piece begins with, if slots hold that: the last one alone once they have been
+  // combined, else the slots before it, the last first, with weight 0 where they do not matter.
   template <class Add>
   __device__ __forceinline__ void from_slots(Add&& add) const {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int64_t rest = static_cast<int64_t>(scan.y.width) * scan.z.width + scan.y.width + scan.z.width;
-    float weight = 1.0f;
-#pragma unroll 1
-    for (int s = scan.causal ? segment - 1 : 0; s >= 0; --s) {
-      float* const slot = Base::slot(scan.slots, s);
-      add(slot, weight);
-      if (scan.combined || slot[rest + 2] != 0.0f) break;
-      weight *= exp2f(slot[rest + 1]);
-      if (weight == 0.0f) break;
+    const int before = scan.causal ? segment - 1 : 0;
+    float* slots[kMaxUncombined];
+    float weights[kMaxUncombined], weight = 1.0f, kept[kMaxUncombined], begins[kMaxUncombined];
+#pragma unroll
+    for (int s = 0; s < kMaxUncombined; ++s) {
+      slots[s] = Base::slot(scan.slots, before - s);
+      kept[s] = 0.0f, begins[s] = 1.0f;
+      if (s <= before && !scan.combined) kept[s] = slots[s][rest + 1], begins[s] = slots[s][rest + 2];
     }
+#pragma unroll
+    for (int s = 0; s < kMaxUncombined; ++s) {
+      weights[s] = s <= before ? weight : 0.0f;
+      weight = begins[s] != 0.0f ? 0.0f : weight * exp2f(kept[s]);
+    }
+    add(slots, weights);
   }
   __device__ __forceinline__ bool begins_scan(const Cursor& at) const {
     return scan.causal && at.begins_request(scan.reverse);
@@ -259,10 +298,14 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       float y_sum = 0.0f, count = 0.0f, after = 1.0f, kept = 1.0f;  // y_sum: of column `thread`
       if (kFull && scan.row_sums) {
         if (kOut && !begins_scan(at)) {
-          from_slots([&](const float* slot, float weight) {
-            const float* const sums = slot + static_cast<int64_t>(K) * V;
-            if (thread < K) y_sum += weight * sums[thread];
-            count += weight * sums[K + V];
+          from_slots([&](float* const(&slots)[kMaxUncombined], const float(&weights)[kMaxUncombined]) {
+#pragma unroll
+            for (int i = 0; i < kMaxUncombined; ++i) {
+              if (weights[i] == 0.0f) continue;
+              const float* const sums = slots[i] + static_cast<int64_t>(K) * V;
+              if (thread < K) y_sum += weights[i] * sums[thread];
+              count += weights[i] * sums[K + V];
+            }
           });
         } else if (kOut) {
           const FirstSums from = Base::first_sums(at);
@@ -293,7 +336,6 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           }
           wait(&small.scores_empty[scores.slot], scores.parity ^ 1);
           if (kPairs) {
-            look_for_odd(place.slot, scores.slot, thread);
             hopper::products_wait<0>();
             hopper::products_keep(s);
             if (S::kScaledLast && !table.steep) mask_scores(table, scores_at + scores.slot * kBox, warp, lane, s);
@@ -335,19 +377,6 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         if (to.y_sum != nullptr) to.y_sum[thread] = to.factor * y_sum;
       }
     }
-  }
-
-  // Tells the state groups whether Z has a number that is not finite.
-  __device__ __forceinline__ void look_for_odd(int stage, int buffer, int thread) const {
-    uint32_t top = 0;
-#pragma unroll
-    for (int i = 0; i < kGroups * 4; ++i) {
-      const uint4 z = load_16_bytes(tile(stage, kZTile) + (i * 128 + thread) * 16);
-      top = __vmaxu2(__vmaxu2(top, z.x & 0x7fff7fffu), z.y & 0x7fff7fffu);
-      top = __vmaxu2(__vmaxu2(top, z.z & 0x7fff7fffu), z.w & 0x7fff7fffu);
-    }
-    const int odd = __any_sync(kFullWarp, pair_not_finite(T{}, top));
-    if (thread % 32 == 0) small.odd[buffer][thread / 32] = odd;
   }
 
   // Scores over the decay since the chunk's begin. Tiles that no row of the warp sees stay 0.
@@ -455,8 +484,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
     const int column = slice * S::kColumns + 64 * group + 16 * warp + lane / 4;
     const int K = scan.y.width, V = scan.z.width;
-    Place place, scores;
-    int buffer = 0;  // of rows on their way out
+    Place place, scores, out;
     float state[kWidth / 8][4], o[8][4];
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
@@ -467,13 +495,16 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) state[n][c] = 0.0f;
       if (kOut && !begins_scan(at)) {
-        from_slots([&](float* slot, float weight) {
-          add_slot(state, slot, weight, column, lane);
+        from_slots([&](float* const(&slots)[kMaxUncombined], const float(&weights)[kMaxUncombined]) {
+          add_slots(state, slots, weights, column, lane);
           if constexpr (kFull) {
             if (!scan.rank1) return;
 #pragma unroll
-            for (int half = 0; half < 2; ++half)
-              if (column + 8 * half < V) z_sum[half] += weight * slot[static_cast<int64_t>(K) * V + K + column + 8 * half];
+            for (int i = 0; i < kMaxUncombined; ++i)
+#pragma unroll
+              for (int half = 0; half < 2; ++half)
+                if (weights[i] != 0.0f && column + 8 * half < V)
+                  z_sum[half] += weights[i] * slots[i][static_cast<int64_t>(K) * V + K + column + 8 * half];
           }
         });
       } else if (kOut) {
@@ -487,7 +518,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         const RowTable<kTokens>& table = small.table[small.table_of[place.slot]];
         if constexpr (!kOut) {
           uint32_t scaled[4][4];
-          scale_columns(table, place.slot, group, warp, lane, after, scaled, z_sum);
+          load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
+          scale_columns(table, lane, after, scaled, z_sum);
           to_state(place.slot, scaled, state);
           count += after * table.count;
           log2_kept += table.log2_kept;
@@ -502,11 +534,19 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           float one[2] = {1.0f, 1.0f};
           pack_state(state, packed, one);
           load_columns(tile(place.slot, kZTile + group), warp, lane, z);
-          const bool odd = found_odd(scores.slot);
+          const bool odd = has_odd(z);
           if (odd) take_out_odd(z);
           from_state(place.slot, packed, o, false);
           from_scores(scores.slot, z, o);
-          scale_columns(table, place.slot, group, warp, lane, 1.0f, scaled, z_sum);
+          if (odd) {
+            load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
+          } else {
+#pragma unroll
+            for (int step = 0; step < 4; ++step)
+#pragma unroll
+              for (int i = 0; i < 4; ++i) scaled[step][i] = z[step][i];
+          }
+          scale_columns(table, lane, 1.0f, scaled, z_sum);
           const float kept = table.kept;
 #pragma unroll
           for (int n = 0; n < kWidth / 8; ++n)
@@ -519,9 +559,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           arrive_warp(&small.scores_empty[scores.slot]);
           scores.next(2);
           scale_rows(table, lane, one, z_sum, o);
-          if (scan.row_dot != nullptr) write_dots(at, place.slot, buffer, group, warp, lane, o);
-          write_rows(at, group, warp, lane, buffer, o);
-          buffer ^= 1;
+          if (scan.row_dot != nullptr) write_dots(at, place.slot, out.slot, group, warp, lane, o);
+          write_rows(group, warp, lane, out, o);
           hopper::products_wait<0>();
           hopper::products_keep(state);
           arrive_warp(&small.empty[place.slot]);
@@ -540,7 +579,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           }
           if constexpr (kUpdates) {
             uint32_t scaled[4][4];
-            scale_columns(table, place.slot, group, warp, lane, 1.0f, scaled, z_sum);
+            load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
+            scale_columns(table, lane, 1.0f, scaled, z_sum);
             const float kept = table.kept;
 #pragma unroll
             for (int n = 0; n < kWidth / 8; ++n)
@@ -559,7 +599,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             uint32_t z[4][4];
             load_columns(tile(place.slot, kZTile + group), warp, lane, z);
             wait(&small.scores_full[scores.slot], scores.parity);
-            odd = found_odd(scores.slot);
+            odd = has_odd(z);
             if (odd) take_out_odd(z);
             hopper::products_begin();
             from_scores(scores.slot, z, o);
@@ -571,7 +611,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             wait(&small.scores_full[scores.slot], scores.parity);
           }
           if (last) {
-            if (scan.row_dot != nullptr) write_dots(at, place.slot, buffer, group, warp, lane, o);
+            if (scan.row_dot != nullptr) write_dots(at, place.slot, out.slot, group, warp, lane, o);
             if (kFull && scan.divide) {
 #pragma unroll
               for (int n = 0; n < 8; ++n) {
@@ -586,10 +626,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             arrive_warp(&small.scores_empty[scores.slot]);
             scores.next(2);
           }
-          if (last) {
-            write_rows(at, group, warp, lane, buffer, o);
-            buffer ^= 1;
-          }
+          if (last) write_rows(group, warp, lane, out, o);
         }
       }
       if constexpr (!kOut) {
@@ -617,7 +654,6 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         }
       }
     }
-    if (kOut && thread == 0) hopper::copies_out_read();
   }
 
   // What a request begins with, times weight.
@@ -647,28 +683,50 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   static __device__ __forceinline__ float* fragment(float* slot, int column, int thread) {
     return slot + column / 64 * (64 * kWidth) + thread * 4;
   }
-  __device__ __forceinline__ void add_slot(float (&state)[kWidth / 8][4], float* slot, float weight, int column, int lane) const {
+  __device__ __forceinline__ void add_slots(float (&state)[kWidth / 8][4], float* const (&slots)[kMaxUncombined],
+                                            const float (&weights)[kMaxUncombined], int column, int lane) const {
     const int K = scan.y.width, V = scan.z.width;
     if (column / 64 * 64 >= V) return;
     if (whole_tiles()) {
-      const float* const from = fragment(slot, column, threadIdx.x % 128);
+      // Loads of all slots are on their way at once.
 #pragma unroll
-      for (int n = 0; n < kWidth / 8; ++n) {
-        const float4 x = *reinterpret_cast<const float4*>(from + n * 512);
-        state[n][0] += weight * x.x, state[n][1] += weight * x.y, state[n][2] += weight * x.z, state[n][3] += weight * x.w;
+      for (int part = 0; part < kWidth / 8; part += 8) {
+        float4 x[kMaxUncombined][8];
+#pragma unroll
+        for (int i = 0; i < kMaxUncombined; ++i)
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            x[i][n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+            if (weights[i] != 0.0f)
+              x[i][n] = *reinterpret_cast<const float4*>(fragment(slots[i], column, threadIdx.x % 128) + (part + n) * 512);
+          }
+#pragma unroll
+        for (int i = kMaxUncombined - 1; i >= 0; --i)
+#pragma unroll
+          for (int n = 0; n < 8; ++n) {
+            float(&to)[4] = state[part + n];
+            to[0] += weights[i] * x[i][n].x, to[1] += weights[i] * x[i][n].y;
+            to[2] += weights[i] * x[i][n].z, to[3] += weights[i] * x[i][n].w;
+          }
       }
       return;
     }
+#pragma unroll 1
+    for (int i = kMaxUncombined - 1; i >= 0; --i) {
+      const float weight = i == 0 ? weights[0] : i == 1 ? weights[1] : weights[2];
+      const float* const slot = i == 0 ? slots[0] : i == 1 ? slots[1] : slots[2];
+      if (weight == 0.0f) continue;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const float* const row = slot + static_cast<int64_t>(column + 8 * half) * K + 2 * (lane % 4);
+      for (int half = 0; half < 2; ++half) {
+        const float* const row = slot + static_cast<int64_t>(column + 8 * half) * K + 2 * (lane % 4);
 #pragma unroll
-      for (int n = 0; n < kWidth / 8; ++n)
-        if (8 * n < K && column + 8 * half < V) {
-          const float2 x = *reinterpret_cast<const float2*>(row + 8 * n);
-          state[n][2 * half] += weight * x.x;
-          state[n][2 * half + 1] += weight * x.y;
-        }
+        for (int n = 0; n < kWidth / 8; ++n)
+          if (8 * n < K && column + 8 * half < V) {
+            const float2 x = *reinterpret_cast<const float2*>(row + 8 * n);
+            state[n][2 * half] += weight * x.x;
+            state[n][2 * half + 1] += weight * x.y;
+          }
+      }
     }
   }
   __device__ __forceinline__ void write_slot(const float (&state)[kWidth / 8][4], float* slot, int column, int lane) const {
@@ -691,9 +749,14 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  __device__ __forceinline__ bool found_odd(int buffer) const {
-    const int4 found = *reinterpret_cast<const int4*>(small.odd[buffer]);
-    return (found.x | found.y | found.z | found.w) != 0;
+  // Whether a warp's columns of Z have a number that is not finite.
+  static __device__ __forceinline__ bool has_odd(const uint32_t (&z)[4][4]) {
+    uint32_t top = 0;
+#pragma unroll
+    for (int step = 0; step < 4; ++step)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top = __vmaxu2(top, z[step][i] & 0x7fff7fffu);
+    return __any_sync(kFullWarp, pair_not_finite(T{}, top));
   }
 
   // Oᵀ += Zᵀ Pᵀ
@@ -772,11 +835,10 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
                                from + chunk_offset<kTokens>(16 * step + lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2));
   }
 
-  // Z' times weight, and its part of the sum of z.
-  __device__ __forceinline__ void scale_columns(const RowTable<kTokens>& table, int stage, int group, int warp, int lane,
-                                                float weight, uint32_t (&scaled)[4][4], float (&z_sum)[2]) const {
+  // From Z to Z' times weight, and its part of the sum of z.
+  __device__ __forceinline__ void scale_columns(const RowTable<kTokens>& table, int lane, float weight, uint32_t (&scaled)[4][4],
+                                                float (&z_sum)[2]) const {
     float sums[2] = {0.0f, 0.0f};
-    load_columns(tile(stage, kZTile + group), warp, lane, scaled);
 #pragma unroll
     for (int step = 0; step < 4; ++step)
 #pragma unroll
@@ -867,11 +929,10 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   }
 
   // Through shared memory, so that whole lines leave.
-  __device__ __forceinline__ void write_rows(const Cursor& at, int group, int warp, int lane, int buffer,
-                                             const float (&o)[8][4]) const {
-    const int thread = threadIdx.x % 128, rows = at.chunk_end(kTokens) - at.chunk;
-    const uint32_t tile = out_at + (buffer * kGroups + group) * kBox;
+  __device__ __forceinline__ void write_rows(int group, int warp, int lane, Place& out, const float (&o)[8][4]) const {
+    const uint32_t tile = out_at + (out.slot * kGroups + group) * kBox;
     const float out_times = kFull && scan.out_times != nullptr ? *scan.out_times : 1.0f;
+    wait(&small.out_empty[out.slot], out.parity ^ 1);
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       uint32_t r[4];
@@ -882,21 +943,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       hopper::store_matrices_transposed(
           tile + chunk_offset<kTokens>(8 * (n + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), r);
     }
-    const int column = slice * S::kColumns + 64 * group;
     hopper::fence_async();
-    // After the barrier the other tile is free.
-    if (thread == 0) hopper::copies_out_read();
-    hopper::named_barrier(3 + group, 128);
-    if (rows == kTokens || at.chunk + rows == scan.tokens) {
-      if (thread == 0) hopper::copy_out(&maps.out, tile, column, at.chunk, x_head, batch);
-      return;
-    }
-    for (int i = thread; i < rows * 8; i += 128) {
-      const int row = i / 8, chunk = i % 8;
-      if (column + chunk * 8 < scan.z.width)
-        *reinterpret_cast<uint4*>(out_row(at.chunk + row) + column + chunk * 8) =
-            load_16_bytes(tile + chunk_offset<kTokens>(row, chunk));
-    }
+    arrive_warp(&small.out_full[out.slot]);
+    out.next(2);
   }
 
   // Leaves only the tokens of a segment whose part in its sums is more than 2^-32 of what it would be without decay.
@@ -933,13 +982,14 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         for (int s = 0; s < 2; ++s) {
           hopper::barrier_init(shared_address(&small.scores_full[s]), 4);
           hopper::barrier_init(shared_address(&small.scores_empty[s]), 4 * kGroups);
+          hopper::barrier_init(shared_address(&small.out_full[s]), 4 * kGroups);
+          hopper::barrier_init(shared_address(&small.out_empty[s]), 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
       __syncwarp();
       hopper::named_barrier_arrive(7, S::kThreads);
     } else {
-      if (copy_warp == 1 && !by_token()) make_usual_table(at);
       hopper::named_barrier(7, S::kThreads);
     }
     if (group < kGroups) {
@@ -952,7 +1002,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       if (S::kScores) give_registers<S::kCopyRegisters>();
       const int warp = threadIdx.x / 32 % 4;
       if (warp == 0) copy_tiles(at);
-      else make_tables(at, warp - 1);
+      else if (warp < 3) make_tables(at, warp - 1);
+      else if (S::kOut) take_rows(at);
     }
   }
 };
