@@ -18,7 +18,8 @@
 namespace leanfleet {
 namespace chunk {
 
-constexpr int kMaxUncombined = 3;  // segments before one that it adds up the sums of by itself
+constexpr int kMaxUncombined = 15;  // segments before one that it adds up the sums of by itself
+constexpr int kSlotBatch = 3;       // so many at a time
 
 struct ChunkMaps {
   CUtensorMap x, y, z, source, out;
@@ -38,9 +39,11 @@ struct HopperShape {
   // whole, so that both products of Oᵀ follow each other at once. float16 has not the range for it.
   static constexpr bool kScaledLast = kMode == kSingle && !kFull && std::is_same<T, __nv_bfloat16>::value;
   static constexpr int kTokens = 64, kColumns = 64 * kGroups, kBox = 8192, kBoxes = kWidth / 64;
-  static constexpr int kThreads = 128 * (kGroups + 1 + kScores), kMaxStages = 6;
+  static constexpr int kThreads = 128 * (kGroups + 1 + kScores);
+  static constexpr int kMaxStages = 6;
   // With a score group they are shared out unevenly.
-  static constexpr int kStateRegisters = kGroups == 2 ? 192 : 216, kScoreRegisters = kGroups == 2 ? 80 : 144;
+  static constexpr int kStateRegisters = kGroups == 2 ? 192 : 216;
+  static constexpr int kScoreRegisters = kGroups == 2 ? 80 : 144;
   static constexpr int kCopyRegisters = kGroups == 2 ? 48 : 120;
   struct Small {
     uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2], out_full[2], out_empty[2];
@@ -263,21 +266,24 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   __device__ __forceinline__ void from_slots(Add&& add) const {
     asm volatile("griddepcontrol.wait;" ::: "memory");
     const int64_t rest = static_cast<int64_t>(scan.y.width) * scan.z.width + scan.y.width + scan.z.width;
-    const int before = scan.causal ? segment - 1 : 0;
-    float* slots[kMaxUncombined];
-    float weights[kMaxUncombined], weight = 1.0f, kept[kMaxUncombined], begins[kMaxUncombined];
+    float weight = 1.0f;
+#pragma unroll 1
+    for (int before = scan.causal ? segment - 1 : 0; before >= 0 && weight != 0.0f; before -= kSlotBatch) {
+      float* slots[kSlotBatch];
+      float weights[kSlotBatch], kept[kSlotBatch], begins[kSlotBatch];
 #pragma unroll
-    for (int s = 0; s < kMaxUncombined; ++s) {
-      slots[s] = Base::slot(scan.slots, before - s);
-      kept[s] = 0.0f, begins[s] = 1.0f;
-      if (s <= before && !scan.combined) kept[s] = slots[s][rest + 1], begins[s] = slots[s][rest + 2];
-    }
+      for (int s = 0; s < kSlotBatch; ++s) {
+        slots[s] = Base::slot(scan.slots, before - s);
+        kept[s] = 0.0f, begins[s] = 1.0f;
+        if (s <= before && !scan.combined) kept[s] = slots[s][rest + 1], begins[s] = slots[s][rest + 2];
+      }
 #pragma unroll
-    for (int s = 0; s < kMaxUncombined; ++s) {
-      weights[s] = s <= before ? weight : 0.0f;
-      weight = begins[s] != 0.0f ? 0.0f : weight * exp2f(kept[s]);
+      for (int s = 0; s < kSlotBatch; ++s) {
+        weights[s] = s <= before ? weight : 0.0f;
+        weight = begins[s] != 0.0f ? 0.0f : weight * exp2f(kept[s]);
+      }
+      add(slots, weights);
     }
-    add(slots, weights);
   }
   __device__ __forceinline__ bool begins_scan(const Cursor& at) const {
     return scan.causal && at.begins_request(scan.reverse);
@@ -298,9 +304,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       float y_sum = 0.0f, count = 0.0f, after = 1.0f, kept = 1.0f;  // y_sum: of column `thread`
       if (kFull && scan.row_sums) {
         if (kOut && !begins_scan(at)) {
-          from_slots([&](float* const(&slots)[kMaxUncombined], const float(&weights)[kMaxUncombined]) {
+          from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
 #pragma unroll
-            for (int i = 0; i < kMaxUncombined; ++i) {
+            for (int i = 0; i < kSlotBatch; ++i) {
               if (weights[i] == 0.0f) continue;
               const float* const sums = slots[i] + static_cast<int64_t>(K) * V;
               if (thread < K) y_sum += weights[i] * sums[thread];
@@ -325,12 +331,12 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         if (kPairs || (kOut && scan.row_sums)) {
           float s[8][4], sums[2] = {0.0f, 0.0f};
           if (kPairs) {
+            const uint32_t x = hopper::describe(tile(place.slot, 0), 0), y = hopper::describe(tile(place.slot, kYTile), 0);
             hopper::products_begin();
 #pragma unroll
             for (int k = 0; k < kWidth / 16; ++k) {
-              const int at_step = k / 4 * kBox + k % 4 * 32;
-              hopper::product_of_tiles(T{}, s, hopper::describe(tile(place.slot, 0) + at_step, 0),
-                                       hopper::describe(tile(place.slot, kYTile) + at_step, 0), k > 0);
+              const int at_step = (k / 4 * kBox + k % 4 * 32) / 16;
+              hopper::product_of_tiles(T{}, s, x + at_step, y + at_step, k > 0);
             }
             hopper::products_commit();
           }
@@ -495,12 +501,12 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) state[n][c] = 0.0f;
       if (kOut && !begins_scan(at)) {
-        from_slots([&](float* const(&slots)[kMaxUncombined], const float(&weights)[kMaxUncombined]) {
+        from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
           add_slots(state, slots, weights, column, lane);
           if constexpr (kFull) {
             if (!scan.rank1) return;
 #pragma unroll
-            for (int i = 0; i < kMaxUncombined; ++i)
+            for (int i = 0; i < kSlotBatch; ++i)
 #pragma unroll
               for (int half = 0; half < 2; ++half)
                 if (weights[i] != 0.0f && column + 8 * half < V)
@@ -683,17 +689,17 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   static __device__ __forceinline__ float* fragment(float* slot, int column, int thread) {
     return slot + column / 64 * (64 * kWidth) + thread * 4;
   }
-  __device__ __forceinline__ void add_slots(float (&state)[kWidth / 8][4], float* const (&slots)[kMaxUncombined],
-                                            const float (&weights)[kMaxUncombined], int column, int lane) const {
+  __device__ __forceinline__ void add_slots(float (&state)[kWidth / 8][4], float* const (&slots)[kSlotBatch],
+                                            const float (&weights)[kSlotBatch], int column, int lane) const {
     const int K = scan.y.width, V = scan.z.width;
     if (column / 64 * 64 >= V) return;
     if (whole_tiles()) {
       // Loads of all slots are on their way at once.
 #pragma unroll
       for (int part = 0; part < kWidth / 8; part += 8) {
-        float4 x[kMaxUncombined][8];
+        float4 x[kSlotBatch][8];
 #pragma unroll
-        for (int i = 0; i < kMaxUncombined; ++i)
+        for (int i = 0; i < kSlotBatch; ++i)
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
             x[i][n] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -701,7 +707,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
               x[i][n] = *reinterpret_cast<const float4*>(fragment(slots[i], column, threadIdx.x % 128) + (part + n) * 512);
           }
 #pragma unroll
-        for (int i = kMaxUncombined - 1; i >= 0; --i)
+        for (int i = kSlotBatch - 1; i >= 0; --i)
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
             float(&to)[4] = state[part + n];
@@ -712,7 +718,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       return;
     }
 #pragma unroll 1
-    for (int i = kMaxUncombined - 1; i >= 0; --i) {
+    for (int i = kSlotBatch - 1; i >= 0; --i) {
       const float weight = i == 0 ? weights[0] : i == 1 ? weights[1] : weights[2];
       const float* const slot = i == 0 ? slots[0] : i == 1 ? slots[1] : slots[2];
       if (weight == 0.0f) continue;
@@ -761,28 +767,29 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 
   // Oᵀ += Zᵀ Pᵀ
   __device__ __forceinline__ void from_scores(int buffer, const uint32_t (&z)[4][4], float (&o)[8][4]) const {
+    const uint32_t p = hopper::describe(scores_at + buffer * kBox, 0);
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      hopper::product<false>(T{}, o, z[k], hopper::describe(scores_at + buffer * kBox + k * 32, 0), 1);
+    for (int k = 0; k < 4; ++k) hopper::product<false>(T{}, o, z[k], p + k * 2, 1);
     hopper::products_commit();
   }
 
   // Oᵀ = Sᵀ Xᵀ; alone: nothing follows in the same group.
   __device__ __forceinline__ void from_state(int stage, const uint32_t (&packed)[kWidth / 16][4], float (&o)[8][4],
                                              bool alone) const {
+    const uint32_t x = hopper::describe(tile(stage, 0), 0);
     hopper::products_begin();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
-      hopper::product<false>(T{}, o, packed[k], hopper::describe(tile(stage, k / 4) + k % 4 * 32, 0), k > 0);
+      hopper::product<false>(T{}, o, packed[k], x + (k / 4 * kBox + k % 4 * 32) / 16, k > 0);
     if (alone) hopper::products_commit();
   }
 
   // Sᵀ += Z'ᵀ Y
   __device__ __forceinline__ void to_state(int stage, const uint32_t (&scaled)[4][4], float (&state)[kWidth / 8][4]) const {
+    const uint32_t y = hopper::describe(tile(stage, kYTile), kBox);
     hopper::products_begin();
 #pragma unroll
-    for (int k = 0; k < 4; ++k)
-      hopper::product<true>(T{}, state, scaled[k], hopper::describe(tile(stage, kYTile) + k * 2048, kBox), 1);
+    for (int k = 0; k < 4; ++k) hopper::product<true>(T{}, state, scaled[k], y + k * 128, 1);
     hopper::products_commit();
   }
 
@@ -948,11 +955,11 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     out.next(2);
   }
 
-  // Leaves only the tokens of a segment whose part in its sums is more than 2^-32 of what it would be without decay.
+  // Leaves only the tokens of a segment whose part in its sums is more than 2^-24 of what it would be without decay.
   __device__ __forceinline__ bool cut_to_window(Cursor& at) const {
     if (scan.log_decay == nullptr || scan.decay_per_token || !scan.causal) return false;
     const int length = at.piece.end - at.piece.begin;
-    const float tokens = 32.0f / (-kLog2E * scan.log_decay[state_head]);
+    const float tokens = 24.0f / (-kLog2E * scan.log_decay[state_head]);
     if (!(tokens < static_cast<float>(length - kTokens))) return false;
     const int window = static_cast<int>(tokens) + 1;
     if (scan.reverse) at.piece.end = at.piece.begin + (window + kTokens - 1) / kTokens * kTokens;
@@ -988,9 +995,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
       __syncwarp();
-      hopper::named_barrier_arrive(7, S::kThreads);
+      hopper::named_barrier_arrive(3, S::kThreads);
     } else {
-      hopper::named_barrier(7, S::kThreads);
+      hopper::named_barrier(3, S::kThreads);
     }
     if (group < kGroups) {
       if (S::kScores) take_registers<S::kStateRegisters>();
