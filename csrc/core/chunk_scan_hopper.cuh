@@ -35,6 +35,8 @@ struct HopperShape {
   static constexpr int kWidth = kWidth_, kGroups = kGroups_, kMode = kMode_;
   static constexpr bool kFull = kFull_, kOut = kMode != kSums, kUpdates = kMode != kWhole, kPairs = kOut && kUpdates;
   static constexpr bool kScores = kPairs || kFull;
+  // Sums of rows of Y, and products of rows of X with them, on tensor cores; float16 has not the range.
+  static constexpr bool kSplitSums = std::is_same<T, __nv_bfloat16>::value;
   // Chunks that are not steep: P holds scores over the decay since the chunk's begin, and rows of out get that decay as a
   // whole, so that both products of Oᵀ follow each other at once. float16 has not the range for it.
   static constexpr bool kScaledLast = kMode == kSingle && !kFull && std::is_same<T, __nv_bfloat16>::value;
@@ -51,6 +53,8 @@ struct HopperShape {
     int table_of[kMaxStages];
     float divisor[2][kTokens];
     float y_sum[kWidth];
+    alignas(4) uint16_t y_sum_parts[3][kWidth];  // bfloat16 numbers whose sum it is
+    float column_sums[kWidth];
     float dots[2][4 * kGroups][kTokens];
   };
   static int stage_bytes(bool source) {
@@ -320,7 +324,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         }
         if (kOut) {
           hopper::named_barrier(1, 128);
-          if (thread < kWidth) small.y_sum[thread] = y_sum;
+          if (thread < kWidth) put_y_sum(thread, y_sum);
           hopper::named_barrier(1, 128);
         }
       }
@@ -355,18 +359,10 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         if (kFull && kUpdates && scan.row_sums) {
           const float weight = kOut ? 1.0f : after;
           count = (kOut ? table.kept : 1.0f) * count + weight * table.count;
-          if (thread < K) {
-            const uint32_t column = tile(place.slot, kYTile + thread / 64);
-            float sum = 0.0f;
-#pragma unroll 8
-            for (int j = 0; j < kTokens; ++j)
-              sum += table.to_y_sum[j] *
-                     unpack_one(T{}, load_2_bytes(column + j * 128 + ((thread / 8 ^ j) % 8) * 16 + thread % 8 * 2));
-            y_sum = (kOut ? table.kept : 1.0f) * y_sum + weight * sum;
-          }
+          if (thread < kWidth) y_sum = (kOut ? table.kept : 1.0f) * y_sum + weight * sum_column(table, place.slot, thread);
           if (kOut) {
             hopper::named_barrier(1, 128);
-            if (thread < kWidth) small.y_sum[thread] = y_sum;
+            if (thread < kWidth) put_y_sum(thread, y_sum);
             hopper::named_barrier(1, 128);
           }
           kept *= table.kept;
@@ -381,6 +377,104 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           if (from.y_sum != nullptr) y_sum += after * from.y_sum[thread];
         }
         if (to.y_sum != nullptr) to.y_sum[thread] = to.factor * y_sum;
+      }
+    }
+  }
+
+  __device__ __forceinline__ void put_y_sum(int column, float sum) const {
+    if constexpr (S::kSplitSums) {
+#pragma unroll
+      for (int part = 0; part < 3; ++part) {
+        const uint32_t bits = pack_pair(T{}, sum, 0.0f);
+        small.y_sum_parts[part][column] = static_cast<uint16_t>(bits);
+        sum = pair_not_finite(T{}, bits) ? 0.0f : sum - unpack_pair(T{}, bits).x;
+      }
+    } else {
+      small.y_sum[column] = sum;
+    }
+  }
+
+  // Column `thread` of the sum of the rows of Y, each times its to_y_sum. By whole warps.
+  __device__ __forceinline__ float sum_column(const RowTable<kTokens>& table, int stage, int thread) const {
+    if constexpr (S::kSplitSums) {
+      // The left operand has the factors in row 0 and what their rounding left in row 1.
+      const int warp = thread / 32, lane = thread % 32;
+      float c[4][4] = {};
+#pragma unroll
+      for (int step = 0; step < kTokens / 16; ++step) {
+        uint32_t a[4] = {0, 0, 0, 0};
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const float2 factor = *reinterpret_cast<const float2*>(&table.to_y_sum[16 * step + 8 * half + 2 * (lane % 4)]);
+          const uint32_t high = pack_pair(T{}, factor.x, factor.y);
+          const float2 taken = unpack_pair(T{}, high);
+          const uint32_t low = pack_pair(T{}, factor.x - taken.x, factor.y - taken.y);
+          a[2 * half] = lane < 4 ? high : lane < 8 ? low : 0;
+        }
+#pragma unroll
+        for (int pair = 0; pair < 2; ++pair) {
+          uint32_t b[4];
+          load_matrices_transposed(
+              b, tile(stage, kYTile) + chunk_offset<kTokens>(16 * step + lane % 16, 4 * warp + 2 * pair + lane / 16));
+          mma(T{}, c[2 * pair], a, b[0], b[1]);
+          mma(T{}, c[2 * pair + 1], a, b[2], b[3]);
+        }
+      }
+#pragma unroll
+      for (int t = 0; t < 4; ++t)
+#pragma unroll
+        for (int i = 0; i < 2; ++i) {
+          const float sum = c[t][i] + __shfl_down_sync(kFullWarp, c[t][i], 4);
+          if (lane < 4) small.column_sums[32 * warp + 8 * t + 2 * lane + i] = sum;
+        }
+      __syncwarp();
+      const float sum = small.column_sums[thread];
+      __syncwarp();
+      return sum;
+    } else {
+      const uint32_t column = tile(stage, kYTile + thread / 64);
+      float sum = 0.0f;
+#pragma unroll 8
+      for (int j = 0; j < kTokens; ++j)
+        sum += table.to_y_sum[j] *
+               unpack_one(T{}, load_2_bytes(column + j * 128 + ((thread / 8 ^ j) % 8) * 16 + thread % 8 * 2));
+      return sum;
+    }
+  }
+
+  // Of rows lane / 4 and the eighth after it of a warp's 16 rows of X: this lane's part of their products with y_sum.
+  __device__ __forceinline__ void times_y_sum(int stage, int warp, int lane, float (&carried)[2]) const {
+    if constexpr (S::kSplitSums) {
+      float c[4] = {};
+      const int part = lane / 4;
+#pragma unroll
+      for (int k = 0; k < kWidth / 16; ++k) {
+        uint32_t a[4], b[2] = {0, 0};
+        load_matrices(a, tile(stage, 0) + chunk_offset<kTokens>(16 * warp + lane % 16, 2 * k + lane / 16));
+        if (part < 3) {
+          b[0] = *reinterpret_cast<const uint32_t*>(&small.y_sum_parts[part][16 * k + 2 * (lane % 4)]);
+          b[1] = *reinterpret_cast<const uint32_t*>(&small.y_sum_parts[part][16 * k + 8 + 2 * (lane % 4)]);
+        }
+        mma(T{}, c, a, b[0], b[1]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half)
+        carried[half] = lane % 4 == 0 ? c[2 * half] + c[2 * half + 1] : lane % 4 == 1 ? c[2 * half] : 0.0f;
+    } else {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int row = 16 * warp + 8 * half + lane / 4;
+        carried[half] = 0.0f;
+#pragma unroll 2
+        for (int chunk = lane % 4; chunk < kWidth / 8; chunk += 4) {
+          const uint4 x = load_16_bytes(tile(stage, 0) + chunk_offset<kTokens>(row, chunk));
+          const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
+#pragma unroll
+          for (int j = 0; j < 4; ++j) {
+            const float2 pair = unpack_pair(T{}, pairs[j]);
+            carried[half] += pair.x * small.y_sum[chunk * 8 + 2 * j] + pair.y * small.y_sum[chunk * 8 + 2 * j + 1];
+          }
+        }
       }
     }
   }
@@ -407,6 +501,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   // Tiles that no row of the warp sees stay 0.
   __device__ __forceinline__ void finish_scores(const RowTable<kTokens>& table, uint32_t to, int warp, int lane,
                                                 const float (&s)[8][4], float (&sums)[2]) const {
+    const bool decays = !kFull || scan.log_decay != nullptr;
     const int row = 16 * warp + lane / 4;
     float2 row_decay[2];
     float x_factor[2], x_rank1[2];
@@ -434,7 +529,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         for (int c = 0; c < 2; ++c) {
           float x = s[t][2 * half + c] * x_factor[half] * (c == 0 ? factor.x : factor.y);
           if (kFull) x += x_rank1[half] * (c == 0 ? rank1.x : rank1.y);
-          x *= exp2_fast(row_decay[half].x - (c == 0 ? decay.x : decay.z) + (row_decay[half].y - (c == 0 ? decay.y : decay.w)));
+          if (decays) x *= exp2_fast(row_decay[half].x - (c == 0 ? decay.x : decay.z) + (row_decay[half].y - (c == 0 ? decay.y : decay.w)));
           const int i = row + 8 * half;
           if (scan.reverse ? j + c < i : j + c > i) x = 0.0f;
           if (kFull) {
@@ -455,21 +550,12 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
                                                   const float (&sums)[2], float count) {
     const RowTable<kTokens>& table = small.table[small.table_of[stage]];
     const int rows = at.chunk_end(kTokens) - at.chunk;
+    float parts[2];
+    times_y_sum(stage, warp, lane, parts);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * warp + 8 * half + lane / 4;
-      float carried = 0.0f;
-#pragma unroll 2
-      for (int chunk = lane % 4; chunk < kWidth / 8; chunk += 4) {
-        const uint4 x = load_16_bytes(tile(stage, 0) + chunk_offset<kTokens>(row, chunk));
-        const uint32_t pairs[4] = {x.x, x.y, x.z, x.w};
-#pragma unroll
-        for (int j = 0; j < 4; ++j) {
-          const float2 pair = unpack_pair(T{}, pairs[j]);
-          carried += pair.x * small.y_sum[chunk * 8 + 2 * j] + pair.y * small.y_sum[chunk * 8 + 2 * j + 1];
-        }
-      }
-      float own = sums[half];
+      float own = sums[half], carried = parts[half];
 #pragma unroll
       for (int offset = 1; offset < 4; offset *= 2) {
         own += __shfl_xor_sync(kFullWarp, own, offset);
@@ -482,7 +568,6 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         scan.row_sum[batch * scan.sum_batch + x_head * scan.sum_head + (at.chunk + row) * scan.sum_token] = sum;
     }
   }
-
 
   // A state group. Nothing but products stands between the first and the last of a kind, or the compiler makes them wait
   // for each other.
