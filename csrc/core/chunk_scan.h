@@ -78,8 +78,8 @@ struct ChunkScan {
   int64_t state_rows;                       // 0 .. state_rows are 0 and not written. Null: the request's number
 
   // Set by chunk_scan. Tokens of a batch row are cut into segments, scanned side by side: first each but the last for
-  // its own sums, which are then added up in order. A slot holds [V][K], [K], [V], a count, log2 of the decay and
-  // whether what comes before matters.
+  // its own sums, which are then added up in order. A slot holds [V][K] (on Hopper in an order of its own unless own_slots),
+  // [K], [V], a count, log2 of the decay and whether what comes before matters.
   int32_t segments, slices;
   int64_t segment_tokens, slot_floats;
   float* slots;   // [B,state heads,segments - 1], [B,state heads,segments] when not causal

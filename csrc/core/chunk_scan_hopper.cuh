@@ -184,7 +184,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // Warps 1 and 2 of the copy group: one alone where all tables are the same but for few, else each for some places.
+  // Whether chunks have tables of their own.
   __device__ __forceinline__ bool by_token() const {
     return scan.decay_per_token || scan.x_factor.data != nullptr || scan.x_rank1.data != nullptr ||
            scan.y_factor.data != nullptr || scan.y_rank1.data != nullptr || scan.z_factor.data != nullptr || scan.y_group > 1;
@@ -195,6 +195,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     fill_table<T, kTokens>(scan, Base::pass, state_head, threadIdx.x % 32, at, small.table[S::kMaxStages],
                            [](int, int) { return 0.0f; });
   }
+  // Warps 1 and 2 of the copy group: one alone where all tables are the same but for few, else each for some places.
   __device__ __forceinline__ void make_tables(Cursor at, int turn) {
     const int lane = threadIdx.x % 32;
     const bool of_rows = by_token();
@@ -262,6 +263,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         out.next(2);
       }
     }
+    // The pass before may have nothing for this block, but has to end before it.
+    asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 
   // Calls add(slots, weights) for what the piece begins with, if slots hold that: the last one alone once they have been
@@ -491,9 +494,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = row + 8 * half;
-        const bool sees[2] = {scan.reverse ? j >= i : j <= i, scan.reverse ? j + 1 >= i : j + 1 <= i};
-        store_4_bytes(to + chunk_offset<kTokens>(i, t) + lane % 4 * 4,
-                      pack_pair(T{}, sees[0] ? s[t][2 * half] * factor.x : 0.0f, sees[1] ? s[t][2 * half + 1] * factor.y : 0.0f));
+        const float p0 = (scan.reverse ? j >= i : j <= i) ? s[t][2 * half] * factor.x : 0.0f;
+        const float p1 = (scan.reverse ? j + 1 >= i : j + 1 <= i) ? s[t][2 * half + 1] * factor.y : 0.0f;
+        store_4_bytes(to + chunk_offset<kTokens>(i, t) + lane % 4 * 4, pack_pair(T{}, p0, p1));
       }
     }
   }
@@ -529,7 +532,10 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         for (int c = 0; c < 2; ++c) {
           float x = s[t][2 * half + c] * x_factor[half] * (c == 0 ? factor.x : factor.y);
           if (kFull) x += x_rank1[half] * (c == 0 ? rank1.x : rank1.y);
-          if (decays) x *= exp2_fast(row_decay[half].x - (c == 0 ? decay.x : decay.z) + (row_decay[half].y - (c == 0 ? decay.y : decay.w)));
+          if (decays) {
+            const float low = row_decay[half].y - (c == 0 ? decay.y : decay.w);
+            x *= exp2_fast(row_decay[half].x - (c == 0 ? decay.x : decay.z) + low);
+          }
           const int i = row + 8 * half;
           if (scan.reverse ? j + c < i : j + c > i) x = 0.0f;
           if (kFull) {
@@ -768,9 +774,11 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // A slot has [V][K], K even; where it is made of whole tiles, each of its 64 columns as they lie in registers, so that
-  // whole lines move.
-  __device__ __forceinline__ bool whole_tiles() const { return scan.y.width == kWidth && scan.z.width % 64 == 0; }
+  // A slot has [V][K], K even; where it is made of whole tiles and no one else reads it, each of its 64 columns as they lie
+  // in registers, so that whole lines move.
+  __device__ __forceinline__ bool whole_tiles() const {
+    return !scan.own_slots && scan.y.width == kWidth && scan.z.width % 64 == 0;
+  }
   static __device__ __forceinline__ float* fragment(float* slot, int column, int thread) {
     return slot + column / 64 * (64 * kWidth) + thread * 4;
   }
@@ -928,8 +936,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   }
 
   // From Z to Z' times weight, and its part of the sum of z.
-  __device__ __forceinline__ void scale_columns(const RowTable<kTokens>& table, int lane, float weight, uint32_t (&scaled)[4][4],
-                                                float (&z_sum)[2]) const {
+  __device__ __forceinline__ void scale_columns(const RowTable<kTokens>& table, int lane, float weight,
+                                                uint32_t (&scaled)[4][4], float (&z_sum)[2]) const {
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int step = 0; step < 4; ++step)
