@@ -44,8 +44,8 @@ struct HopperShape {
   static constexpr int kThreads = 128 * (kGroups + 1 + kScores);
   static constexpr int kMaxStages = 6;
   // With a score group they are shared out unevenly.
-  static constexpr int kStateRegisters = kGroups == 2 ? 192 : 216;
-  static constexpr int kScoreRegisters = kGroups == 2 ? 80 : 144;
+  static constexpr int kStateRegisters = kGroups == 1 ? 216 : kFull ? 184 : 192;
+  static constexpr int kScoreRegisters = kGroups == 1 ? 144 : kFull ? 96 : 80;
   static constexpr int kCopyRegisters = kGroups == 2 ? 48 : 120;
   struct Small {
     uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2], out_full[2], out_empty[2];
