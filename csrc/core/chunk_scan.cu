@@ -17,8 +17,8 @@ namespace chunk {
 extern template int launch_typed<float>(const ChunkScan&, int, int, int, void*);
 extern template int launch_typed<__half>(const ChunkScan&, int, int, int, void*);
 extern template int launch_typed<__nv_bfloat16>(const ChunkScan&, int, int, int, void*);
-extern template int launch_hopper<__half>(const ChunkScan&, const ChunkMaps&, int, int, void*);
-extern template int launch_hopper<__nv_bfloat16>(const ChunkScan&, const ChunkMaps&, int, int, void*);
+extern template int launch_hopper<__half>(const ChunkScan&, const ChunkMaps&, int, bool, int, void*);
+extern template int launch_hopper<__nv_bfloat16>(const ChunkScan&, const ChunkMaps&, int, bool, int, void*);
 
 namespace {
 
@@ -187,11 +187,14 @@ int chunk_scan(ChunkScan scan, const CudaTarget& target, Workspace& ws) {
   chunk::ChunkMaps maps = {};
   const bool hopper = aligned && per_16_bytes == 8 && scan.y.width <= chunk::kHopperMaxWidth && !scan.accumulate &&
                       chunk::runs_hopper_code(target.device) && chunk::encode_maps(&maps, scan, out);
+  scan.combined = !hopper || !scan.causal || scan.own_slots || scan.segments - 1 > chunk::kMaxUncombined;
   const auto launch = [&](int pass) {
-    if (hopper)
-      return scan.dtype == static_cast<int32_t>(DType::kFloat16)
-                 ? chunk::launch_hopper<__half>(scan, maps, pass, max_shared_bytes, target.stream)
-                 : chunk::launch_hopper<__nv_bfloat16>(scan, maps, pass, max_shared_bytes, target.stream);
+    if (hopper) {
+      const auto typed = scan.dtype == static_cast<int32_t>(DType::kFloat16) ? chunk::launch_hopper<__half>
+                                                                             : chunk::launch_hopper<__nv_bfloat16>;
+      const bool overlap = pass == chunk::kOutputs && slots > 0 && !scan.combined;
+      return typed(scan, maps, pass, overlap, max_shared_bytes, target.stream);
+    }
     const auto typed = scan.dtype == static_cast<int32_t>(DType::kFloat32)   ? chunk::launch_typed<float>
                        : scan.dtype == static_cast<int32_t>(DType::kFloat16) ? chunk::launch_typed<__half>
                                                                              : chunk::launch_typed<__nv_bfloat16>;
@@ -200,6 +203,8 @@ int chunk_scan(ChunkScan scan, const CudaTarget& target, Workspace& ws) {
   if (slots > 0) {
     const int failed = launch(chunk::kSegmentSums);
     if (failed != cudaSuccess) return failed;
+  }
+  if (slots > 0 && scan.combined) {
     const dim3 grid(static_cast<unsigned>(chunk::ceil_div(K * V + K + V + 1, chunk::kCombineThreads)),
                     static_cast<unsigned>(scan.batch * heads));
     chunk::ChunkCombineKernel<<<grid, chunk::kCombineThreads, 0, stream>>>(scan);

@@ -30,12 +30,14 @@ struct alignas(16) RowTable {  // log2_decay is read two rows at a time
   float x_factor[kTokens], x_rank1[kTokens];
   float y_factor[kTokens], y_rank1[kTokens], z_factor[kTokens];  // 0 for rows outside
   float own[kTokens];                                            // y_factor z_factor
+  float from_begin[kTokens];  // own over the decay since the chunk's begin, for chunks that are not steep
   float from_state[kTokens], from_sum[kTokens];                  // of the carried sums in an output row
   float to_state[kTokens], to_z_sum[kTokens], to_y_sum[kTokens];  // of a row in the sums after the chunk
   float kept;   // of the sums before the chunk
   float count;  // Σ ry_j at the chunk's end
   double log2_kept;
   int unscaled;  // to_state is 1 or 0
+  int steep;     // the chunk decays by more than 2^-32
   int coarse;    // the low parts of log2_decay do not matter to 16-bit results
 };
 
@@ -225,6 +227,7 @@ __device__ __forceinline__ void fill_table(const ChunkScan& scan, int pass, int 
     table.y_rank1[row] = ry;
     table.z_factor[row] = fz;
     table.own[row] = fy * fz;
+    table.from_begin[row] = fy * fz * power<T>(-high);
     table.from_state[row] = from_begin * fx;
     table.from_sum[row] = from_begin * rx;
     table.to_state[row] = to_end * fy * fz;
@@ -242,6 +245,7 @@ __device__ __forceinline__ void fill_table(const ChunkScan& scan, int pass, int 
     table.log2_kept = at.head == 0 ? end : 0.0;
     table.count = count_end;
     table.unscaled = unscaled;
+    table.steep = !(end >= -32.0);
     table.coarse = end > -128.0;
   }
 }
@@ -328,13 +332,13 @@ struct Site {
   int batch, x_head, state_head, slice, segment;
 
   // Of the segment and slice `index` in this order, slices first.
-  __device__ __forceinline__ Site(const ChunkScan& scan, int pass, int64_t index) : scan(scan), pass(pass) {
+  __device__ __forceinline__ Site(const ChunkScan& scan, int pass, unsigned index) : scan(scan), pass(pass) {
     slice = static_cast<int>(index % scan.slices);
     index /= scan.slices;
-    const int segments = pass == kOutputs || !scan.causal ? scan.segments : scan.segments - 1;
+    const unsigned segments = pass == kOutputs || !scan.causal ? scan.segments : scan.segments - 1;
     segment = static_cast<int>(index % segments);
     index /= segments;
-    const int heads = pass == kOutputs ? scan.heads : scan.heads / scan.x_group;
+    const unsigned heads = pass == kOutputs ? scan.heads : scan.heads / scan.x_group;
     const int head = static_cast<int>(index % heads);
     batch = static_cast<int>(index / heads);
     state_head = pass == kOutputs ? head / scan.x_group : head;
@@ -1109,7 +1113,7 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const bool source = scan.row_dot != nullptr;
   const int stage_bytes = S::kPlanes * (2 * S::kWidePlane + (source ? 2 : 1) * S::kNarrowPlane);
   auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * stage_bytes + S::kPlanes * S::kScorePlane);
-  Block<S, T> block{{scan, pass, static_cast<int64_t>(blockIdx.x)}, stages, aligned, shared_address(shared), small,
+  Block<S, T> block{{scan, pass, blockIdx.x}, stages, aligned, shared_address(shared), small,
                     static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32)};
   block.run();
 }

@@ -73,16 +73,17 @@ struct ChunkScan {
   float* row_dot;      // [slices][B,heads,N], contiguous
   ChunkState initial, last;
   bool carried_in_place;  // `last` is asked for and may take the buffers of `initial`
-  bool own_slots;         // the caller has planned and set `slots`
+  bool own_slots;         // the caller has planned and set `slots`, and wants the sums before each segment in them
   const int32_t *state_index, *last_index;  // [requests]: rows of `initial` and of `last`; those outside the
   int64_t state_rows;                       // 0 .. state_rows are 0 and not written. Null: the request's number
 
   // Set by chunk_scan. Tokens of a batch row are cut into segments, scanned side by side: first each but the last for
-  // its own sums, which are then added up in order. A slot holds [V][K], [K], [V], a count, log2 of the decay and
-  // whether what comes before matters.
+  // its own sums, which are then added up in order. A slot holds [V][K] (on Hopper in an order of its own unless own_slots),
+  // [K], [V], a count, log2 of the decay and whether what comes before matters.
   int32_t segments, slices;
   int64_t segment_tokens, slot_floats;
-  float* slots;  // [B,state heads,segments - 1], [B,state heads,segments] when not causal
+  float* slots;   // [B,state heads,segments - 1], [B,state heads,segments] when not causal
+  bool combined;  // they hold the sums before the next segment instead of a segment's own
 };
 
 constexpr int kChunkMaxWidth = 256;  // of K; the caller adds up the parts of wider ones

@@ -19,6 +19,10 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint3
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// Arrives at it without waiting.
+__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
+  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
 // Between ordinary writes to shared memory and their reading by the copy engine or by wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
@@ -46,11 +50,12 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uin
 }
 
 // Where a tile is, for wgmma: lines of 128 bytes, swizzled, groups of 8 lines 1024 bytes apart; box_bytes apart the next
-// 64 columns, for a tile that is read with its rows as the summed index.
-__device__ __forceinline__ uint64_t describe(uint32_t address, int box_bytes) {
-  return static_cast<uint64_t>((address & 0x3ffff) >> 4) | static_cast<uint64_t>(box_bytes >> 4) << 16 |
-         static_cast<uint64_t>(1024 >> 4) << 32 | static_cast<uint64_t>(1) << 62;
+// 64 columns, for a tile that is read with its rows as the summed index. This is the low word, to which a distance in
+// bytes over 16 may be added; the high word is always the same.
+__device__ __forceinline__ uint32_t describe(uint32_t address, int box_bytes) {
+  return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(box_bytes >> 4) << 16;
 }
+constexpr int kHighWord = 1024 >> 4 | 1 << 30;
 
 __device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
 __device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
@@ -73,30 +78,30 @@ __device__ __forceinline__ void products_keep(float (&c)[kTiles][4]) {
 //   product_of_tiles  c[64x64] (+)= a[64x16] b[16x64], both tiles with the summed index as columns
 #define LEANFLEET_PRODUCTS(type, name)                                                                                 \
 template <bool kRowsSummed>                                                                                            \
-__device__ __forceinline__ void product(type, float (&c)[8][4], const uint32_t (&a)[4], uint64_t b, int add) {         \
+__device__ __forceinline__ void product(type, float (&c)[8][4], const uint32_t (&a)[4], uint32_t b, int add) {         \
   asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %37, 0;\n"                                                                     \
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %39};\n"                                 \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " "                                                  \
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
       "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                                                  \
-      "{%32, %33, %34, %35}, %36, p, 1, 1, %38;\n}"                                                                    \
+      "{%32, %33, %34, %35}, b, p, 1, 1, %38;\n}"                                                                      \
       : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
         "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
         "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
         "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),       \
         "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])                                                     \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kRowsSummed ? 1 : 0));                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kHighWord));       \
 }                                                                                                                      \
 template <bool kRowsSummed>                                                                                            \
-__device__ __forceinline__ void product(type, float (&c)[16][4], const uint32_t (&a)[4], uint64_t b, int add) {        \
+__device__ __forceinline__ void product(type, float (&c)[16][4], const uint32_t (&a)[4], uint32_t b, int add) {        \
   asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %69, 0;\n"                                                                     \
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, %71};\n"                                 \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " "                                                 \
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
       "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "           \
       "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "           \
       "%60, %61, %62, %63}, "                                                                                          \
-      "{%64, %65, %66, %67}, %68, p, 1, 1, %70;\n}"                                                                    \
+      "{%64, %65, %66, %67}, b, p, 1, 1, %70;\n}"                                                                      \
       : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
         "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
         "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
@@ -107,21 +112,21 @@ __device__ __forceinline__ void product(type, float (&c)[16][4], const uint32_t 
         "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]), \
         "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), \
         "+f"(c[15][3])                                                                                                 \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add), "n"(kRowsSummed ? 1 : 0));                       \
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kHighWord));       \
 }                                                                                                                      \
-__device__ __forceinline__ void product_of_tiles(type, float (&c)[8][4], uint64_t a, uint64_t b, int add) {            \
+__device__ __forceinline__ void product_of_tiles(type, float (&c)[8][4], uint32_t a, uint32_t b, int add) {            \
   asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %34, 0;\n"                                                                     \
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, %35};\nmov.b64 b, {%33, %35};\n"    \
       "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " "                                                  \
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
       "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                                                  \
-      "%32, %33, p, 1, 1, 0, 0;\n}"                                                                                    \
+      "a, b, p, 1, 1, 0, 0;\n}"                                                                                        \
       : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
         "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
         "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
         "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),       \
         "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])                                                     \
-      : "l"(a), "l"(b), "r"(add));                                                                                     \
+      : "r"(a), "r"(b), "r"(add), "n"(kHighWord));                                                                     \
 }
 
 LEANFLEET_PRODUCTS(__half, "f16")
