@@ -38,14 +38,14 @@ constexpr int kWgmmaRows = WgmmaTile<64>::kRows;
 
 // s[64x128] (+)= a[64x16] b[128x16]^T, both tiles with the summed index as columns.
 #define LEANFLEET_KEYS_PRODUCT(type, name)                                                                             \
-__device__ __forceinline__ void keys_product_step(type, float (&c)[16][4], uint64_t a, uint64_t b, int add) {          \
+__device__ __forceinline__ void keys_product_step(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {          \
   asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\nsetp.ne.b32 p, %66, 0;\n"                                                                     \
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"    \
       "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " "                                                 \
       "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
       "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "           \
       "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "           \
-      "%60, %61, %62, %63}, %64, %65, p, 1, 1, 0, 0;\n}"                                                               \
+      "%60, %61, %62, %63}, a, b, p, 1, 1, 0, 0;\n}"                                                                   \
       : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
         "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
         "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
@@ -56,7 +56,7 @@ __device__ __forceinline__ void keys_product_step(type, float (&c)[16][4], uint6
         "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]), \
         "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), \
         "+f"(c[15][3])                                                                                                 \
-      : "l"(a), "l"(b), "r"(add));                                                                                     \
+      : "r"(a), "r"(b), "r"(add), "n"(hopper::kHighWord));                                                             \
 }
 LEANFLEET_KEYS_PRODUCT(__half, "f16")
 LEANFLEET_KEYS_PRODUCT(__nv_bfloat16, "bf16")
@@ -169,7 +169,7 @@ struct WarpgroupConsumer {
   // Products
 
   __device__ __forceinline__ void keys_product(Scores& s) const {
-    const uint64_t a = hopper::describe(query, 0), b = hopper::describe(keys(), 0);
+    const uint32_t a = hopper::describe(query, 0), b = hopper::describe(keys(), 0);
     hopper::products_begin();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
@@ -178,7 +178,7 @@ struct WarpgroupConsumer {
     hopper::products_commit();
   }
   static __device__ __forceinline__ void values_product(Output& o, const Weights& p, uint32_t values) {
-    const uint64_t b = hopper::describe(values, kTokens * 128);
+    const uint32_t b = hopper::describe(values, kTokens * 128);
     hopper::products_begin();
 #pragma unroll
     for (int t = 0; t < kTokens / 16; ++t) hopper::product<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
