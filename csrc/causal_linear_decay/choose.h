@@ -52,28 +52,21 @@ inline RecurrenceSplit recurrence_split(const DecayShape& s) {
   return best;
 }
 
-// Microseconds, fitted to bench/results/linear_attention_auto_h200.json. The recurrences of calls that are not normalised
-// share their kernels: decode.cu for few tokens, rows.cu for many.
+// Microseconds, fitted to half of the shapes of bench/results/linear_attention_auto_h200.json, the others agree. The
+// recurrences of calls that are not normalised share their kernels: decode.cu for few tokens, rows.cu for many.
 inline double recurrence_microseconds(const DecayShape& s) {
-  const auto whole = [](double x) { return double(int64_t(x + 0.999999)); };
-  const double group = double(s.heads) / double(s.kv_heads), requests = double(s.requests), tokens = double(s.tokens);
-  const double columns = double((s.value_width + 31) / 32), sms = s.sm_count;
+  const double group = double(s.heads) / double(s.kv_heads), tokens = double(s.tokens);
   if (s.tokens <= 16) {
-    const double threads = double((s.key_width + 31) / 32 * 32);
-    const double at_once = threads <= 128.0 ? double(int64_t(768.0 / threads))
-                           : threads <= 512.0 ? double(int64_t(512.0 / threads)) : 1.0;
-    const double waves = requests * double(s.kv_heads) * columns / (sms * at_once);
-    return (6.05 + 0.248 * tokens * (1.0 + 2.39 * group)) * (waves > 1.0 ? waves : 1.0);
+    const int64_t threads = (s.key_width + 31) / 32 * 32, most = s.tokens == 1 ? 1024 : 768;
+    const int64_t at_once = threads <= 128 ? most / (threads > 0 ? threads : 32) : threads <= 512 ? 512 / threads : 1;
+    const double blocks = double(s.requests) * double(s.kv_heads) * double((s.value_width + 31) / 32);
+    const double waves = blocks / (double(s.sm_count) * double(at_once)), more = waves > 1.0 ? waves - 1.0 : 0.0;
+    if (s.tokens == 1) return (4.6 + 0.88 * group) * (1.0 + 1.5 * more);
+    return (6.15 + 0.21 * tokens * (1.0 + 2.94 * group)) * (1.0 + 0.59 * more);
   }
-  const double blocks = requests * double(s.heads) * columns, slots = sms * (s.key_width <= 64 ? 2 : 1);
-  const double wanted = sms * (s.key_width <= 32 ? 6 : s.key_width <= 64 ? 2 : 1);
-  double segments = double(int64_t(wanted / (blocks > 0.0 ? blocks : 1.0)));
-  if (segments > double(s.tokens / 256)) segments = double(s.tokens / 256);
-  segments = segments < 1.0 ? 1.0 : segments > 16.0 ? 16.0 : segments;
-  const double tiles = whole(whole(tokens / segments) / 32.0) * (s.key_width > 200 ? 2.0 : 1.0);
-  double time = 12.2 + whole(blocks * segments / slots) * tiles * (s.element == 4 ? 4.73 : 7.32);
-  if (segments > 1.0) time += 3.0 + whole(requests * double(s.kv_heads) * columns * (segments - 1.0) / slots) * tiles * 4.61;
-  return time;
+  const double token = s.key_width <= 8 ? 0.089 : s.key_width <= kRecurrenceNarrowWidth ? 0.134
+                       : s.key_width <= 128 ? 0.09 : s.key_width <= 256 ? 0.164 : 0.33;
+  return 6.5 + token * recurrence_split(s).time;
 }
 
 inline double lightning_microseconds(const DecayShape& s) {
