@@ -52,7 +52,7 @@ inline RecurrenceSplit recurrence_split(const DecayShape& s) {
   return best;
 }
 
-// Microseconds, fitted to half of the shapes of bench/results/linear_attention_auto_h200.json, the others agree. The
+// Microseconds, fitted to the shapes of bench/results/linear_attention_auto_h200.json. The
 // recurrences of calls that are not normalised share their kernels: decode.cu for few tokens, rows.cu for many.
 inline double recurrence_microseconds(const DecayShape& s) {
   const double group = double(s.heads) / double(s.kv_heads), tokens = double(s.tokens);
@@ -64,27 +64,41 @@ inline double recurrence_microseconds(const DecayShape& s) {
     if (s.tokens == 1) return (4.6 + 0.88 * group) * (1.0 + 1.5 * more);
     return (6.15 + 0.21 * tokens * (1.0 + 2.94 * group)) * (1.0 + 0.59 * more);
   }
-  const double token = s.key_width <= 8 ? 0.089 : s.key_width <= kRecurrenceNarrowWidth ? 0.134
-                       : s.key_width <= 128 ? 0.09 : s.key_width <= 256 ? 0.164 : 0.33;
-  return 6.5 + token * recurrence_split(s).time;
+  const double begin = s.key_width <= 8 ? 8.0 : s.key_width <= kRecurrenceNarrowWidth ? 14.5
+                       : s.key_width <= 128 ? 15.5 : s.key_width <= 256 ? 19.5 : 24.0;
+  const double token = s.key_width <= 8 ? 0.09 : s.key_width <= kRecurrenceNarrowWidth ? 0.132
+                       : s.key_width <= 128 ? 0.087 : s.key_width <= 256 ? 0.158 : 0.33;
+  return begin + token * recurrence_split(s).time;
+}
+
+// What the chunked kernels take, fitted in the same way: in microseconds, before they begin; what a block costs that has to
+// wait for its turn; a chunk of 64 tokens, and what its keys of 128 add; how much longer a walk over segments takes.
+struct ChunkCosts {
+  double begin, block, chunk, chunk_keys, segments;
+};
+inline ChunkCosts chunk_costs(const DecayShape& s) {
+  if (s.element == 4) return s.key_width <= 128 ? ChunkCosts{19.4, 0.0, 11.5, 12.4, 1.85} : ChunkCosts{24.3, 0.0, 45.2, 0.0, 1.85};
+  if (s.key_width > 128) return {47.2, 15.1, 8.85, 3.14, 1.48};  // mma.sync, in parts of the keys
+  if (s.key_width % 8 != 0 || s.value_width % 8 != 0) return {29.4, 0.0, 4.62, 24.4, 1.98};  // rows are no multiple of 16 bytes
+  return {15.5, 5.81, 0.77, 1.29, 1.71};
 }
 
 inline double lightning_microseconds(const DecayShape& s) {
-  const double tokens = double(s.tokens), heads = double(s.heads), width = double(s.key_width), sms = s.sm_count;
+  const double tokens = double(s.tokens), heads = double(s.heads), sms = s.sm_count;
   const double slices = s.key_width <= 128 && s.value_width <= 64 ? 1.0 : double((s.value_width + 127) / 128);
   const double units = double(s.requests) * heads * slices, chunks = double((s.tokens + 63) / 64);
   double segments = double(int64_t(sms / (units > 1.0 ? units : 1.0)));
   if (segments > double(s.tokens / 512)) segments = double(s.tokens / 512);
   if (segments < 1.0) segments = 1.0;
-  const bool single = s.element == 4, rows_of_16_bytes = s.key_width * s.element % 16 == 0;
-  double chunk = single ? 17.1 : 1.73 + 3.92 * (rows_of_16_bytes ? 1.0 : 11.6) * (width < 32.0 ? 32.0 : width) / 128.0;
-  if (s.key_width > 128) chunk *= single ? 2.92 : 2.76;
+  const ChunkCosts cost = chunk_costs(s);
   const double waves = units * segments / sms > 1.0 ? units * segments / sms : 1.0;
-  const double walk = double(int64_t(chunks / segments + 0.999999)) * chunk * waves * (segments > 1.0 ? 1.7 : 1.0);
+  const double chunk = cost.chunk + cost.chunk_keys * double(s.key_width < 32 ? 32 : s.key_width) / 128.0;
+  const double walk = ((waves - 1.0) * cost.block + double(int64_t(chunks / segments + 0.999999)) * chunk * waves) *
+                      (segments > 1.0 ? cost.segments : 1.0);
   const double bytes = double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) *
                        double(s.key_width + s.value_width);
-  const double memory = 1.3 * bytes / 4.0e6;
-  return 23.1 + (walk > memory ? walk : memory);
+  const double memory = 1.2 * bytes / 4.0e6;
+  return cost.begin + (walk > memory ? walk : memory);
 }
 
 // causal_linear_decay::Algorithm of the kernel to run.
