@@ -9,6 +9,7 @@ every byte of cache read then has to write one back first. The floor is the byte
 """
 
 import argparse
+import datetime
 import json
 import math
 import statistics
@@ -282,7 +283,8 @@ def main():
             rows.append(row)
             torch.cuda.empty_cache()
     Path(args.out).write_text(json.dumps({
-        "device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
+        "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__, "cuda": torch.version.cuda,
         "dtype": "bfloat16", "rounds": args.rounds, "empty_graph_us": empty,
         "read_bytes_per_us": READ_BYTES_PER_US, "rows": rows}, indent=1) + "\n")
 

@@ -14,6 +14,7 @@ torch's count; `moved` are the bytes of device memory that a call moves, counted
 
 import argparse
 import csv
+import datetime
 import json
 import math
 import random
@@ -444,8 +445,8 @@ def main():
         return once(args.once)
     word = torch.zeros(1, device="cuda")
     empty = statistics.median(times({"empty": captured(lambda: word.zero_())}, args.rounds)["empty"])
-    report = {"device": torch.cuda.get_device_name(), "torch": torch.__version__, "cuda": torch.version.cuda,
-              "rounds": args.rounds, "empty_graph_us": empty, "copy_bytes_per_us": COPY_BYTES_PER_US, "rows": []}
+    report = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
+              "cuda": torch.version.cuda, "rounds": args.rounds, "empty_graph_us": empty, "copy_bytes_per_us": COPY_BYTES_PER_US, "rows": []}
     for name in args.only.split(","):
         for row in globals()[name](args):
             report["rows"].append(row)

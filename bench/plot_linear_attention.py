@@ -2,8 +2,8 @@
 
     python bench/plot_linear_attention.py bench/results/linear_attention_h200.json OUT.svg
 
-Time over tokens of ours, flash-linear-attention and the floor, forward and backward; NormalizedLinearAttention beside flash
-SDPA; and the memory that a training step's call allocates. It needs matplotlib.
+Of the sections that it has: time over tokens of ours, flash-linear-attention and the floor, forward and backward;
+NormalizedLinearAttention beside flash SDPA; and the memory that forward and backward allocate. It needs matplotlib.
 """
 
 import argparse
@@ -56,11 +56,13 @@ def main():
     sections = {}
     for row in report["rows"]:
         sections.setdefault(row["section"], []).append(row)
-    figure, panels = pyplot.subplots(2, 2, figsize=(12, 9), layout="constrained")
-    times(panels[0, 0], sections["forward"], "CausalLinearDecay forward, B1 H32 D128, bfloat16")
-    times(panels[0, 1], sections["backward"], "CausalLinearDecayGrad, B1 H32 D128, bfloat16")
-    crossing(panels[1, 0], sections["crossing"])
-    memory(panels[1, 1], sections["memory"])
+    draw = {"forward": lambda panel, rows: times(panel, rows, "CausalLinearDecay forward, B1 H32 D128, bfloat16"),
+            "backward": lambda panel, rows: times(panel, rows, "CausalLinearDecayGrad, B1 H32 D128, bfloat16"),
+            "crossing": crossing, "memory": memory}
+    present = [name for name in draw if name in sections]
+    figure, panels = pyplot.subplots(1, len(present), figsize=(5.5 * len(present), 4.5), layout="constrained", squeeze=False)
+    for panel, name in zip(panels[0], present, strict=True):
+        draw[name](panel, sections[name])
     for panel in panels.flat:
         panel.grid(True, which="major", alpha=0.3)
     figure.suptitle(report["device"])
