@@ -446,7 +446,8 @@ def main():
     word = torch.zeros(1, device="cuda")
     empty = statistics.median(times({"empty": captured(lambda: word.zero_())}, args.rounds)["empty"])
     report = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "cuda": torch.version.cuda, "rounds": args.rounds, "empty_graph_us": empty, "copy_bytes_per_us": COPY_BYTES_PER_US, "rows": []}
+              "cuda": torch.version.cuda, "rounds": args.rounds, "empty_graph_us": empty,
+              "copy_bytes_per_us": COPY_BYTES_PER_US, "rows": []}
     for name in args.only.split(","):
         for row in globals()[name](args):
             report["rows"].append(row)
