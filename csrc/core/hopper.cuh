@@ -72,66 +72,65 @@ __device__ __forceinline__ void products_keep(float (&c)[kTiles][4]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
 }
 
+// The operands of 32 and 64 accumulators, %0 to %31 and to %63, as a text and as a list.
+#define LEANFLEET_NAMES_32                                                                                             \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "     \
+  "%24, %25, %26, %27, %28, %29, %30, %31"
+#define LEANFLEET_NAMES_64                                                                                             \
+  LEANFLEET_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "    \
+  "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define LEANFLEET_TILE(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
+#define LEANFLEET_TILES_8(c, n)                                                                                        \
+  LEANFLEET_TILE(c, n), LEANFLEET_TILE(c, n + 1), LEANFLEET_TILE(c, n + 2), LEANFLEET_TILE(c, n + 3),                  \
+      LEANFLEET_TILE(c, n + 4), LEANFLEET_TILE(c, n + 5), LEANFLEET_TILE(c, n + 6), LEANFLEET_TILE(c, n + 7)
+
 // The products of a warpgroup for one type, whose name in PTX is `name`:
 //   product           c[64x64] (+)= a[64x16] b[16x64] and c[64x128] (+)= a[64x16] b[16x128], a in registers;
 //                     kRowsSummed: b's tile has the summed index as rows
-//   product_of_tiles  c[64x64] (+)= a[64x16] b[16x64], both tiles with the summed index as columns
+//   product_of_tiles  the same with a a tile too, both tiles with the summed index as columns
 #define LEANFLEET_PRODUCTS(type, name)                                                                                 \
 template <bool kRowsSummed>                                                                                            \
 __device__ __forceinline__ void product(type, float (&c)[8][4], const uint32_t (&a)[4], uint32_t b, int add) {         \
   asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %39};\n"                                 \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " "                                                  \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
-      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                                                  \
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %39};\n"                               \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32 "}, "                        \
       "{%32, %33, %34, %35}, b, p, 1, 1, %38;\n}"                                                                      \
-      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
-        "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
-        "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
-        "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),       \
-        "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])                                                     \
+      : LEANFLEET_TILES_8(c, 0)                                                                                        \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kHighWord));       \
 }                                                                                                                      \
 template <bool kRowsSummed>                                                                                            \
 __device__ __forceinline__ void product(type, float (&c)[16][4], const uint32_t (&a)[4], uint32_t b, int add) {        \
   asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, %71};\n"                                 \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " "                                                 \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
-      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "           \
-      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "           \
-      "%60, %61, %62, %63}, "                                                                                          \
+      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, %71};\n"                               \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64 "}, "                       \
       "{%64, %65, %66, %67}, b, p, 1, 1, %70;\n}"                                                                      \
-      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
-        "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
-        "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
-        "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),       \
-        "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]),       \
-        "+f"(c[8][3]), "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]), "+f"(c[10][0]), "+f"(c[10][1]),     \
-        "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]), "+f"(c[12][0]), \
-        "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]), \
-        "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), \
-        "+f"(c[15][3])                                                                                                 \
+      : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                               \
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kHighWord));       \
 }                                                                                                                      \
 __device__ __forceinline__ void product_of_tiles(type, float (&c)[8][4], uint32_t a, uint32_t b, int add) {            \
   asm volatile(                                                                                                        \
       "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, %35};\nmov.b64 b, {%33, %35};\n"    \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " "                                                  \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
-      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "                                                  \
+      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32 "}, "                        \
       "a, b, p, 1, 1, 0, 0;\n}"                                                                                        \
-      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
-        "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
-        "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
-        "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),       \
-        "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3])                                                     \
+      : LEANFLEET_TILES_8(c, 0)                                                                                        \
+      : "r"(a), "r"(b), "r"(add), "n"(kHighWord));                                                                     \
+}                                                                                                                      \
+__device__ __forceinline__ void product_of_tiles(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {           \
+  asm volatile(                                                                                                        \
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"    \
+      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64 "}, "                       \
+      "a, b, p, 1, 1, 0, 0;\n}"                                                                                        \
+      : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                               \
       : "r"(a), "r"(b), "r"(add), "n"(kHighWord));                                                                     \
 }
 
 LEANFLEET_PRODUCTS(__half, "f16")
 LEANFLEET_PRODUCTS(__nv_bfloat16, "bf16")
 #undef LEANFLEET_PRODUCTS
+#undef LEANFLEET_TILES_8
+#undef LEANFLEET_TILE
+#undef LEANFLEET_NAMES_64
+#undef LEANFLEET_NAMES_32
 
 }  // namespace hopper
 }  // namespace leanfleet

@@ -36,32 +36,6 @@ constexpr int kWgmmaRows = WgmmaTile<64>::kRows;
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
-// s[64x128] (+)= a[64x16] b[128x16]^T, both tiles with the summed index as columns.
-#define LEANFLEET_KEYS_PRODUCT(type, name)                                                                             \
-__device__ __forceinline__ void keys_product_step(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {          \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"    \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " "                                                 \
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, "                    \
-      "%20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, %32, %33, %34, %35, %36, %37, %38, %39, "           \
-      "%40, %41, %42, %43, %44, %45, %46, %47, %48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, "           \
-      "%60, %61, %62, %63}, a, b, p, 1, 1, 0, 0;\n}"                                                                   \
-      : "+f"(c[0][0]), "+f"(c[0][1]), "+f"(c[0][2]), "+f"(c[0][3]), "+f"(c[1][0]), "+f"(c[1][1]), "+f"(c[1][2]),       \
-        "+f"(c[1][3]), "+f"(c[2][0]), "+f"(c[2][1]), "+f"(c[2][2]), "+f"(c[2][3]), "+f"(c[3][0]), "+f"(c[3][1]),       \
-        "+f"(c[3][2]), "+f"(c[3][3]), "+f"(c[4][0]), "+f"(c[4][1]), "+f"(c[4][2]), "+f"(c[4][3]), "+f"(c[5][0]),       \
-        "+f"(c[5][1]), "+f"(c[5][2]), "+f"(c[5][3]), "+f"(c[6][0]), "+f"(c[6][1]), "+f"(c[6][2]), "+f"(c[6][3]),       \
-        "+f"(c[7][0]), "+f"(c[7][1]), "+f"(c[7][2]), "+f"(c[7][3]), "+f"(c[8][0]), "+f"(c[8][1]), "+f"(c[8][2]),       \
-        "+f"(c[8][3]), "+f"(c[9][0]), "+f"(c[9][1]), "+f"(c[9][2]), "+f"(c[9][3]), "+f"(c[10][0]), "+f"(c[10][1]),     \
-        "+f"(c[10][2]), "+f"(c[10][3]), "+f"(c[11][0]), "+f"(c[11][1]), "+f"(c[11][2]), "+f"(c[11][3]), "+f"(c[12][0]), \
-        "+f"(c[12][1]), "+f"(c[12][2]), "+f"(c[12][3]), "+f"(c[13][0]), "+f"(c[13][1]), "+f"(c[13][2]), "+f"(c[13][3]), \
-        "+f"(c[14][0]), "+f"(c[14][1]), "+f"(c[14][2]), "+f"(c[14][3]), "+f"(c[15][0]), "+f"(c[15][1]), "+f"(c[15][2]), \
-        "+f"(c[15][3])                                                                                                 \
-      : "r"(a), "r"(b), "r"(add), "n"(hopper::kHighWord));                                                             \
-}
-LEANFLEET_KEYS_PRODUCT(__half, "f16")
-LEANFLEET_KEYS_PRODUCT(__nv_bfloat16, "bf16")
-#undef LEANFLEET_KEYS_PRODUCT
-
 // A 4x4 transposition of words among the four lanes of a quad: lane q gets word q of each lane, in their order.
 __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   const auto swap = [&](uint32_t& low, uint32_t& high, int distance) {
@@ -173,8 +147,8 @@ struct WarpgroupConsumer {
     hopper::products_begin();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
-      keys_product_step(T{}, s, a + (k / 4 * Tile::kGroupRows * 128 + k % 4 * 32) / 16,
-                        b + (k / 4 * kTokens * 128 + k % 4 * 32) / 16, k > 0);
+      hopper::product_of_tiles(T{}, s, a + (k / 4 * Tile::kGroupRows * 128 + k % 4 * 32) / 16,
+                               b + (k / 4 * kTokens * 128 + k % 4 * 32) / 16, k > 0);
     hopper::products_commit();
   }
   static __device__ __forceinline__ void values_product(Output& o, const Weights& p, uint32_t values) {
@@ -584,8 +558,8 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int of_producers = warp - Tile::kConsumerWarps;
     TileProducer<T, Tile, false> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
-                                   of_producers < loads.copy_warps, of_producers == 3, RingPlace(0, loads.slots),
-                                   RingPlace(0, loads.slots)};
+                                          of_producers < loads.copy_warps, of_producers == 3, RingPlace(0, loads.slots),
+                                          RingPlace(0, loads.slots)};
     producer.run(range, exists);
   } else {
     if (args.append)
