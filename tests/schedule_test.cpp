@@ -23,7 +23,8 @@ std::string describe(const LeanAttentionArgs& args) {
       " causal=" + std::to_string(args.causal) + " window=" + std::to_string(args.window) +
       " key_tile=" + std::to_string(plan.key_tile) + " row_tile=" + std::to_string(plan.row_tile) +
       " overhead=" + std::to_string(plan.unit_overhead) + " ranges=" + std::to_string(plan.max_ranges) +
-      " min=" + std::to_string(plan.min_range_work);
+      " min=" + std::to_string(plan.min_range_work) + " equal_parts=" + std::to_string(plan.equal_parts) +
+      " halved=" + std::to_string(plan.equal_halved);
   for (int b = 0; b < args.batch; ++b) {
     const LeanRequest request = lean_request(args, b);
     text += " (" + std::to_string(request.start) + "," + std::to_string(request.keys) + "," +
@@ -65,8 +66,32 @@ void check_request(const LeanAttentionArgs& args, int b) {
           "clamped lengths are wrong", args);
 }
 
-// What a kernel does with args.plan; prefix has room for B + 1.
-void check_schedule(const LeanAttentionArgs& args) {
+// Where a plan cuts equal units into equal parts it does so for all units in the same places, and every part has at least
+// min_range_work tiles. Returns whether the units are equal.
+bool check_settled(const LeanAttentionArgs& open, const LeanAttentionArgs& args) {
+  const int units = args.batch * args.kv_heads * lean_row_tiles(args);
+  int fewest = args.capacity, most = 0;
+  for (int b = 0; b < args.batch; ++b) {
+    for (int row_tile = 0; row_tile < lean_row_tiles(args); ++row_tile) {
+      const LeanSpan tiles = lean_unit_tiles(args, lean_request(args, b), row_tile);
+      fewest = tiles.end - tiles.begin < fewest ? tiles.end - tiles.begin : fewest;
+      most = tiles.end - tiles.begin > most ? tiles.end - tiles.begin : most;
+    }
+  }
+  const bool equal = open.plan.equal_parts > 0 && fewest == most;
+  const int parts = equal ? lean_equal_parts(open.plan, most) : 0;
+  require(args.plan.unit_overhead == (equal ? 0 : open.plan.unit_overhead), "overhead of equal units", args);
+  require(args.plan.max_ranges == (equal ? units * parts : open.plan.max_ranges), "ranges of equal units", args);
+  require(!equal || (parts >= 1 && parts <= open.plan.equal_parts), "parts of equal units", args);
+  require(parts <= 1 || most / parts >= open.plan.min_range_work, "a part of an equal unit is too small", args);
+  return equal;
+}
+
+// What a kernel does with a plan.
+void check_schedule(const LeanAttentionArgs& open) {
+  LeanAttentionArgs args = open;
+  lean_settle(args);
+  const bool equal = check_settled(open, args);
   std::vector<int64_t> prefix(args.batch + 1);
   const int64_t work = lean_work_prefix(args, prefix.data());
   const int ranges = lean_num_ranges(args.plan, work);
@@ -130,6 +155,14 @@ void check_schedule(const LeanAttentionArgs& args) {
     }
   }
   require(most - least <= 1, "ranges differ by more than a tile", args);
+  if (equal) {
+    const int parts = args.plan.max_ranges / units;
+    require(ranges == args.plan.max_ranges, "equal units have other than their ranges", args);
+    for (int range = 0; range < ranges; ++range)
+      require(lean_range_begin(work, ranges, range) ==
+                  work / units * (range / parts) + work / units * (range % parts) / parts,
+              "equal units are cut in different places", args);
+  }
 
   for (int id = 0; id < units; ++id) {
     const Visits& seen = visits[id];
@@ -192,7 +225,7 @@ int main() {
         args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1,
         args.capacity = 140;
         args.seq_lens = seq_lens, args.causal = true;
-        args.plan = {64, 16, overhead, ranges, 1};
+        args.plan = {64, 16, overhead, ranges, 1, 0, false};
         check_schedule(args);
         if (ranges == 1 && overhead == 0) check_tiles(args);
         ++schedules;
@@ -211,7 +244,7 @@ int main() {
     args.window = args.causal ? pick(0, 0, 1, 5, 64, 1000) : 0;
     args.capacity = pick(1, 63, 64, 65, 200, 1000);
     args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96), pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264),
-                 pick(1, 2, 10)};
+                 pick(1, 2, 10), pick(0, 0, 1, 2, 3, 8, 13, 16), pick(0, 1) != 0};
     std::vector<int32_t> seq_lens, query_lens, cu_seqlens{0};
     const auto length = [&](int limit) {  // garbage included
       const int kind = pick(0, 1, 2, 3, 3, 3, 3, 3);
@@ -219,9 +252,10 @@ int main() {
       if (kind == 1) return pick(-5, limit + 1, 2147483647, -2147483647 - 1);
       return static_cast<int>(random() % (limit + 1));
     };
+    const int same = pick(0, 1) == 1 ? length(args.capacity) : -1;
     for (int b = 0; b < args.batch; ++b) {
-      seq_lens.push_back(length(args.capacity));
-      query_lens.push_back(length(args.tokens));
+      seq_lens.push_back(same >= 0 ? same : length(args.capacity));
+      query_lens.push_back(same >= 0 ? args.tokens : length(args.tokens));
       cu_seqlens.push_back(pick(0, 1, 2, 3) == 0
                                ? length(args.capacity)
                                : static_cast<int>(cu_seqlens.back() * 0.9) + pick(0, 1, 5, 63, 64, 65));
@@ -242,7 +276,7 @@ int main() {
     args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1,
     args.capacity = 1 << 29;
     args.seq_lens = seq_lens.data(), args.causal = true;
-    args.plan = {64, 16, 1, 264, 2};
+    args.plan = {64, 16, 1, 264, 2, 0, false};
     check_schedule(args);
     ++schedules;
   }

@@ -286,6 +286,55 @@ def test_number_of_ranges(monkeypatch, ranges, dtype):
             assert all(same_bits(first[name], again[name]) for name in first)
 
 
+# Units that a device of 132 multiprocessors cuts into 2, 4, 8, 12, 13, 16 and 33 parts, if they are equal. Clusters are as large
+# as all fit at once: of 2, 4 and 8 on an H200.
+@pytest.mark.parametrize("B, Hkv", ((4, 16), (4, 8), (1, 16), (1, 11), (2, 5), (1, 8), (1, 4)))
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_few_units_of_equal_and_of_other_lengths(dtype, B, Hkv):
+    """Equal units are merged within a cluster where they fit into one; the same launch has to merge others too."""
+    shapes = (dict(D=128, Dv=128), dict(D=64, Dv=32), dict(D=256, Dv=256), dict(D=96, Dv=24, sinks=True))
+    for seed, length in enumerate((0, 1, 64, 130, 1000, 2500)):
+        lens = (length,) * B
+        group, Nq = ((4, 1), (1, 1), (3, 2), (4, 3), (5, 3), (8, 1))[seed]
+        if group * Nq > 8 and shapes[seed % 4]["D"] == 256:
+            Nq = 1
+        case = dict(Nq=Nq, H=Hkv * group, Hkv=Hkv, window=700 if seed == 5 and B == 1 else -1, **shapes[seed % 4])
+        inputs, attrs = make_case(seed, VARIANTS[seed % 3], dtype, lens, query_lens=tuple(min(Nq, n) for n in lens),
+                                  append=seed == 3, **case)
+        first = check(inputs, attrs)
+        for _ in range(3):
+            again = run_kernel("LeanAttention", to_cuda(inputs), attrs)
+            assert all(same_bits(first[name], again[name]) for name in first)
+        lens = (*lens[:-1], length // 3)
+        inputs, attrs = make_case(seed, VARIANTS[seed % 3], dtype, lens, query_lens=tuple(min(Nq, n) for n in lens), **case)
+        check(inputs, attrs)
+
+
+@pytest.mark.parametrize("B, Hkv", ((4, 16), (4, 8), (1, 8)))
+def test_graph_replays_with_equal_and_other_lengths(B, Hkv):
+    S = 1100
+    inputs, attrs = make_case(1, "dense", torch.bfloat16, (S,) * B, spare=0, H=4 * Hkv, Hkv=Hkv, D=128, Dv=128)
+    device_inputs = to_cuda(inputs)
+    node = Launches(device_inputs, attrs)
+    node.run()
+    graph = node.capture()
+    lengths = [(S,) * B, (700,) * B, (S,) * (B - 1) + (3,), (129,) * B, (0,) * B, (5,) * (B - 1) + (S,)]
+    expected = [run_kernel("LeanAttention", {**device_inputs, "seq_lens": int32(lens).cuda()}, attrs) for lens in lengths]
+    on_device = [int32(lens).cuda() for lens in lengths]
+    for i in range(3000):
+        device_inputs["seq_lens"].copy_(on_device[i % 6])
+        graph.replay()
+        if i < 24 or i % 97 == 0:
+            for name, t in expected[i % 6].items():
+                assert same_bits(node.outputs[name], t), f"replay {i}, {name}"
+    torch.cuda.synchronize()
+    assert not node.sync.any()
+    for lens, found in zip(on_device, expected, strict=True):
+        judge = reference.lean_attention(**{n: t.double() if t is not None and t.is_floating_point() else t
+                                            for n, t in {**device_inputs, "seq_lens": lens}.items()}, **attrs)
+        assert greatest_error(found["output"], judge[0]) < 0.02
+
+
 def test_pages_outside_the_pool_are_masked_out():
     for dtype in DTYPES:
         for block in (1, BLOCK):

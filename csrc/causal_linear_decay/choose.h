@@ -13,12 +13,13 @@ struct DecayShape {
   int64_t requests, heads, kv_heads, tokens, key_width, value_width;  // tokens: of one request, on average
   int64_t element;                                                    // bytes of T
   int sm_count;
+  bool normalize;
 };
 
-inline DecayShape shape_of(const DecayInputs& in, int sm_count) {
+inline DecayShape shape_of(const DecayInputs& in, int sm_count, bool normalize = false) {
   const int64_t requests = in.requests > 0 ? in.requests : 1;
   return {requests, in.heads, in.kv_heads, (in.batch * in.tokens + requests - 1) / requests, in.key_width, in.value_width,
-          in.dtype == 0 ? 4 : 2, sm_count};
+          in.dtype == 0 ? 4 : 2, sm_count, normalize};
 }
 
 // How the recurrence of a call that is not normalised is cut (rows.cu): its units have some columns, and all tokens or, where
@@ -78,19 +79,26 @@ struct ChunkCosts {
 };
 inline ChunkCosts chunk_costs(const DecayShape& s) {
   if (s.element == 4) return s.key_width <= 128 ? ChunkCosts{19.4, 0.0, 11.5, 12.4, 1.85} : ChunkCosts{24.3, 0.0, 45.2, 0.0, 1.85};
-  if (s.key_width > 128) return {47.2, 15.1, 8.85, 3.14, 1.48};  // mma.sync, in parts of the keys
-  if (s.key_width % 8 != 0 || s.value_width % 8 != 0) return {29.4, 0.0, 4.62, 24.4, 1.98};  // rows are no multiple of 16 bytes
+  const bool odd_rows = s.key_width % 8 != 0 || s.value_width % 8 != 0;  // no multiple of 16 bytes
+  if (s.key_width > 128 && (s.normalize || odd_rows)) return {47.2, 15.1, 8.85, 3.14, 1.48};  // mma.sync
+  if (odd_rows) return {29.4, 0.0, 4.62, 24.4, 1.98};
+  if (s.key_width > 128) return {33.4, 8.11, 0.452, 0.782, 1.79};  // two parts of the keys; each part takes its chunks
   return {15.5, 5.81, 0.77, 1.29, 1.71};
 }
 
-inline double lightning_microseconds(const DecayShape& s) {
+inline double lightning_microseconds(const DecayShape& shape) {
+  DecayShape s = shape;
+  const ChunkCosts cost = chunk_costs(s);
+  // Parts of 128 columns of the keys, one after the other; on mma.sync parts are wider and in the costs.
+  const bool halves = s.key_width > 128 && s.element == 2 && !s.normalize && s.key_width % 8 == 0 && s.value_width % 8 == 0;
+  const double parts = halves ? double((s.key_width + 127) / 128) : 1.0;
+  if (halves) s.key_width = int64_t(double(s.key_width) / parts);
   const double tokens = double(s.tokens), heads = double(s.heads), sms = s.sm_count;
   const double slices = s.key_width <= 128 && s.value_width <= 64 ? 1.0 : double((s.value_width + 127) / 128);
   const double units = double(s.requests) * heads * slices, chunks = double((s.tokens + 63) / 64);
   double segments = double(int64_t(sms / (units > 1.0 ? units : 1.0)));
   if (segments > double(s.tokens / 512)) segments = double(s.tokens / 512);
   if (segments < 1.0) segments = 1.0;
-  const ChunkCosts cost = chunk_costs(s);
   const double waves = units * segments / sms > 1.0 ? units * segments / sms : 1.0;
   const double chunk = cost.chunk + cost.chunk_keys * double(s.key_width < 32 ? 32 : s.key_width) / 128.0;
   const double walk = ((waves - 1.0) * cost.block + double(int64_t(chunks / segments + 0.999999)) * chunk * waves) *
@@ -98,12 +106,12 @@ inline double lightning_microseconds(const DecayShape& s) {
   const double bytes = double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) *
                        double(s.key_width + s.value_width);
   const double memory = 1.2 * bytes / 4.0e6;
-  return cost.begin + (walk > memory ? walk : memory);
+  return cost.begin * (halves ? 0.5 * parts : 1.0) + parts * (walk > memory ? walk : memory);
 }
 
 // causal_linear_decay::Algorithm of the kernel to run.
 inline int fastest_algorithm(const DecayInputs& in, bool normalize, int sm_count) {
-  const DecayShape shape = shape_of(in, sm_count);
+  const DecayShape shape = shape_of(in, sm_count, normalize);
   const bool wide = normalize && in.key_width > kLightningMaxNormalizedKeyWidth;
   const double lightning = wide ? 1e30 : lightning_microseconds(shape);
   if (in.key_width > kRecurrenceMaxKeyWidth && !wide) return causal_linear_decay::kAlgorithmLightning;

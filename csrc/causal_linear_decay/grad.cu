@@ -254,6 +254,25 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
     }
     if (!in.decay_per_token) sums.partial = ws.scratch<double>(in.batch * in.kv_heads * plan.segments);
   }
+  ChunkScan scans[kMaxTogether];
+  int count = 0, failed = cudaSuccess;
+  const auto run = [&] {
+    if (failed == cudaSuccess) failed = chunk_scans(scans, count, target, ws);
+    count = 0;
+  };
+  const auto add = [&](const ChunkScan& one) {
+    scans[count++] = one;
+    if (count == kMaxTogether) run();
+  };
+  const auto keep_slots = [&](ChunkScan one) {
+    one.segments = plan.segments;
+    one.segment_tokens = plan.segment_tokens;
+    one.slot_floats = plan.slot_floats;
+    one.slices = plan.slices;
+    one.own_slots = true;
+    return one;
+  };
+  const auto take_slots = [&](ChunkScan& one) { one.slots = ws.scratch<float>(chunk_scan_slots(one) * plan.slot_floats); };
   for (int part = 0; part < parts; ++part) {
     const int64_t first = static_cast<int64_t>(part) * kChunkMaxWidth;
     for (ChunkScan one : {of_query, of_key}) {
@@ -262,12 +281,8 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
       one.accumulate = part > 0;
       if (one.initial.state != nullptr) one.initial.state += first;
       if (args.wants_grad_decay) {
-        one.segments = plan.segments;
-        one.segment_tokens = plan.segment_tokens;
-        one.slot_floats = plan.slot_floats;
-        one.slices = plan.slices;
-        one.own_slots = true;
-        one.slots = ws.scratch<float>(chunk_scan_slots(one) * plan.slot_floats);
+        one = keep_slots(one);
+        take_slots(one);
         sums.slot_sums[part] = one.y.width * R;
         const int64_t dots = static_cast<int64_t>(part) * plan.slices * in.batch * in.tokens;
         if (one.reverse) {
@@ -281,8 +296,7 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
           if (final_states != nullptr) one.last = {final_states + first, 1, V, state_floats, nullptr, nullptr, nullptr};
         }
       }
-      const int failed = chunk_scan(one, target, ws);
-      if (failed != cudaSuccess) return failed;
+      add(one);
     }
   }
   for (int64_t first = 0; first < R; first += kChunkMaxWidth) {
@@ -292,9 +306,15 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
     one.accumulate = first > 0;
     if (one.initial.state != nullptr) one.initial.state += first * V;
     if (one.last.state != nullptr) one.last.state += first * V;
-    const int failed = chunk_scan(one, target, ws);
-    if (failed != cudaSuccess) return failed;
+    // Like the other two, if it then runs beside them.
+    if (args.wants_grad_decay && parts == 1 && first == 0 && chunk_scans_join(scans[1], keep_slots(one), target)) {
+      one = keep_slots(one);
+      take_slots(one);
+    }
+    add(one);
   }
+  run();
+  if (failed != cudaSuccess) return failed;
   if (counting || !args.wants_grad_decay) return cudaSuccess;
   sums.grad_log_decay = args.grad_log_decay;
   if (in.tokens == 0 || in.batch == 0) {

@@ -17,12 +17,13 @@ namespace chunk {
 extern template int launch_typed<float>(const ChunkScan&, int, int, int, void*);
 extern template int launch_typed<__half>(const ChunkScan&, int, int, int, void*);
 extern template int launch_typed<__nv_bfloat16>(const ChunkScan&, int, int, int, void*);
-extern template int launch_hopper<__half>(const ChunkScan&, const ChunkMaps&, int, bool, int, void*);
-extern template int launch_hopper<__nv_bfloat16>(const ChunkScan&, const ChunkMaps&, int, bool, int, void*);
+extern template int launch_hopper<__half>(const ChunkGroup&, int, bool, int, void*);
+extern template int launch_hopper<__nv_bfloat16>(const ChunkGroup&, int, bool, int, void*);
 
 namespace {
 
 constexpr int64_t kMinSegmentTokens = 512;  // fewer are not worth a second pass
+constexpr int64_t kMaxRank1Together = 1024;  // tokens of a segment
 constexpr int64_t kSegmentUnit = 64;        // tokens of the longest chunk
 constexpr int kCombineThreads = 256;
 
@@ -121,6 +122,26 @@ bool encode_maps(ChunkMaps* maps, const ChunkScan& scan, const ChunkTensor& out)
          encode(&maps->out, out, scan.heads) && (scan.row_dot == nullptr || encode(&maps->source, scan.source, scan.heads));
 }
 
+// Whether keys are too wide for Hopper's kernel, but not halves of them, whose outputs add up: in T, so that halves that cancel
+// lose what T has not, and in float16 must not overflow.
+bool in_halves(const ChunkScan& scan, const CudaTarget& target) {
+  return scan.y.width > kHopperMaxWidth && scan.dtype != static_cast<int32_t>(DType::kFloat32) && !scan.rank1 &&
+         !scan.row_sums && scan.row_dot == nullptr && !scan.own_slots && runs_hopper_code(target.device);
+}
+
+// The scan over columns first .. first + width - 1 of the keys, which adds to the scans over those before.
+ChunkScan part_of(const ChunkScan& scan, int first, int width) {
+  ChunkScan part = scan;
+  for (ChunkTensor* t : {&part.x, &part.y}) {
+    if (t->data != nullptr) t->data = static_cast<const char*>(t->data) + 2 * static_cast<int64_t>(first);
+    t->width = t->width - first < width ? t->width - first : width;
+  }
+  for (ChunkState* s : {&part.initial, &part.last})
+    if (s->state != nullptr) s->state += first * s->k_stride;
+  part.accumulate = scan.accumulate || first > 0;
+  return part;
+}
+
 }  // namespace
 
 }  // namespace chunk
@@ -130,88 +151,171 @@ int chunk_scan_slices(const ChunkScan& scan) {
   return static_cast<int>(chunk::ceil_div(scan.z.width, columns));
 }
 
-void chunk_scan_plan(ChunkScan& scan, int sm_count) {
-  scan.slices = chunk_scan_slices(scan);
-  const int64_t units = scan.batch * scan.heads * scan.slices;
-  int64_t segments = units > 0 ? sm_count / units : 1;
-  if (segments > scan.tokens / chunk::kMinSegmentTokens) segments = scan.tokens / chunk::kMinSegmentTokens;
-  if (segments < 1) segments = 1;
-  scan.segment_tokens = chunk::ceil_div(chunk::ceil_div(scan.tokens, segments), chunk::kSegmentUnit) * chunk::kSegmentUnit;
-  scan.segments = scan.tokens > 0 ? static_cast<int32_t>(chunk::ceil_div(scan.tokens, scan.segment_tokens)) : 1;
-  const int64_t floats = static_cast<int64_t>(scan.y.width) * scan.z.width + scan.y.width + scan.z.width + 3;
-  scan.slot_floats = static_cast<int32_t>(chunk::ceil_div(floats, 4) * 4);
-}
-
 int64_t chunk_scan_slots(const ChunkScan& scan) {
   return scan.batch * (scan.heads / scan.x_group) * (scan.causal ? scan.segments - 1 : scan.segments);
 }
 
-int chunk_scan(ChunkScan scan, const CudaTarget& target, Workspace& ws) {
-  if (!scan.own_slots) chunk_scan_plan(scan, target.sm_count);
-  const int64_t heads = scan.heads / scan.x_group, K = scan.y.width, V = scan.z.width;
-  const int64_t slots = chunk_scan_slots(scan);
-  if (!scan.own_slots) scan.slots = ws.scratch<float>(slots * scan.slot_floats);
-  // Whether the buffers are the same is not known while the workspace is counted.
-  const bool may_snapshot = scan.carried_in_place && (scan.segments > 1 || scan.x_group > 1 || scan.slices > 1);
-  const int64_t entries = may_snapshot ? scan.requests * heads : 0;
-  float* const states = ws.scratch<float>(entries * K * V);
-  float* const y_sums = ws.scratch<float>(entries * K);
-  float* const z_sums = ws.scratch<float>(entries * V);
-  if (ws.counting() || scan.tokens == 0 || scan.batch == 0) return cudaSuccess;
+namespace chunk {
+
+namespace {
+
+void plan(ChunkScan& scan, int count, int sm_count) {
+  scan.slices = chunk_scan_slices(scan);
+  const int64_t units = scan.batch * scan.heads * scan.slices * count;
+  int64_t segments = units > 0 ? sm_count / units : 1;
+  if (segments > scan.tokens / kMinSegmentTokens) segments = scan.tokens / kMinSegmentTokens;
+  if (segments < 1) segments = 1;
+  scan.segment_tokens = ceil_div(ceil_div(scan.tokens, segments), kSegmentUnit) * kSegmentUnit;
+  scan.segments = scan.tokens > 0 ? static_cast<int32_t>(ceil_div(scan.tokens, scan.segment_tokens)) : 1;
+  const int64_t floats = static_cast<int64_t>(scan.y.width) * scan.z.width + scan.y.width + scan.z.width + 3;
+  scan.slot_floats = static_cast<int32_t>(ceil_div(floats, 4) * 4);
+}
+
+bool joins_others(const ChunkScan& scan) {
+  return scan.dtype != static_cast<int32_t>(DType::kFloat32) && scan.y.width <= kHopperMaxWidth && !scan.accumulate;
+}
+
+// How many of the scans from `scans` on one launch runs, alignment permitting.
+int together(const ChunkScan* scans, int count, const CudaTarget& target) {
+  if (count == 1 || !joins_others(scans[0]) || !runs_hopper_code(target.device)) return 1;
+  // With terms of rank 1 a launch of several is slower but for the pass over segments that it saves.
+  if (scans[0].rank1) {
+    ChunkScan alone = scans[0];
+    plan(alone, 1, target.sm_count);
+    if (alone.segments == 1 || alone.segment_tokens > kMaxRank1Together) return 1;
+  }
+  int run = 1;
+  while (run < count && run < kMaxTogether && joins_others(scans[run]) && go_together(scans[0], scans[run])) ++run;
+  return run;
+}
+
+struct Snapshot {
+  float *states, *y_sums, *z_sums;  // null: not needed
+};
+
+cudaError_t take_snapshot(ChunkScan& scan, const Snapshot& to, cudaStream_t stream) {
+  const int64_t K = scan.y.width, V = scan.z.width, entries = scan.requests * (scan.heads / scan.x_group);
+  const dim3 grid(static_cast<unsigned>(ceil_div(K * V + K + V, 8 * kCombineThreads)), static_cast<unsigned>(entries));
+  ChunkSnapshotKernel<<<grid, kCombineThreads, 0, stream>>>(scan, to.states, to.y_sums, to.z_sums);
+  scan.initial.state = to.states;
+  scan.initial.k_stride = 1;
+  scan.initial.v_stride = K;
+  scan.initial.size = K * V;
+  if (scan.initial.y_sum != nullptr) scan.initial.y_sum = to.y_sums;
+  if (scan.initial.z_sum != nullptr) scan.initial.z_sum = to.z_sums;
+  scan.state_index = nullptr;
+  return cudaGetLastError();
+}
+
+// The passes of a group, of which maps[i] are set if `hopper`.
+int launch_passes(const ChunkGroup& group, bool hopper, bool aligned, int max_shared_bytes, void* stream) {
+  const ChunkScan& first = group.scans[0];
+  const bool half = first.dtype == static_cast<int32_t>(DType::kFloat16);
+  const int64_t slots = chunk_scan_slots(first);
+  const auto launch = [&](int pass) -> int {
+    if (hopper) {
+      const auto typed = half ? launch_hopper<__half> : launch_hopper<__nv_bfloat16>;
+      return typed(group, pass, pass == kOutputs && slots > 0 && !first.combined, max_shared_bytes, stream);
+    }
+    const auto typed = first.dtype == static_cast<int32_t>(DType::kFloat32) ? launch_typed<float>
+                       : half                                               ? launch_typed<__half>
+                                                                            : launch_typed<__nv_bfloat16>;
+    for (int i = 0; i < group.count; ++i) {
+      const int failed = typed(group.scans[i], pass, aligned, max_shared_bytes, stream);
+      if (failed != cudaSuccess) return failed;
+    }
+    return cudaSuccess;
+  };
+  if (slots > 0) {
+    const int failed = launch(kSegmentSums);
+    if (failed != cudaSuccess) return failed;
+  }
+  for (int i = 0; i < group.count && slots > 0 && first.combined; ++i) {
+    const ChunkScan& scan = group.scans[i];
+    const int64_t K = scan.y.width, V = scan.z.width;
+    const dim3 grid(static_cast<unsigned>(ceil_div(K * V + K + V + 1, kCombineThreads)),
+                    static_cast<unsigned>(scan.batch * (scan.heads / scan.x_group)));
+    ChunkCombineKernel<<<grid, kCombineThreads, 0, static_cast<cudaStream_t>(stream)>>>(scan);
+    const cudaError_t error = cudaGetLastError();
+    if (error != cudaSuccess) return error;
+  }
+  return launch(kOutputs);
+}
+
+// Scans that go together.
+int run_group(ChunkGroup& group, const CudaTarget& target, Workspace& ws) {
+  Snapshot snapshots[kMaxTogether] = {};
+  for (int i = 0; i < group.count; ++i) {
+    ChunkScan& scan = group.scans[i];
+    if (!scan.own_slots) {
+      plan(scan, group.count, target.sm_count);
+      scan.slots = ws.scratch<float>(chunk_scan_slots(scan) * scan.slot_floats);
+    }
+    // Whether the buffers are the same is not known while the workspace is counted.
+    const int64_t K = scan.y.width, V = scan.z.width, heads = scan.heads / scan.x_group;
+    if (!scan.carried_in_place || (scan.segments == 1 && scan.x_group == 1 && scan.slices == 1)) continue;
+    snapshots[i] = {ws.scratch<float>(scan.requests * heads * K * V), ws.scratch<float>(scan.requests * heads * K),
+                    ws.scratch<float>(scan.requests * heads * V)};
+  }
+  if (ws.counting() || group.scans[0].tokens == 0 || group.scans[0].batch == 0) return cudaSuccess;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   int max_shared_bytes = 0;
   cudaError_t error = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, target.device);
   if (error != cudaSuccess) return error;
-  scan.last_index = scan.state_index;
-  if (may_snapshot && scan.initial.state != nullptr && scan.initial.state == scan.last.state) {
-    const dim3 grid(static_cast<unsigned>(chunk::ceil_div(K * V + K + V, 8 * chunk::kCombineThreads)),
-                    static_cast<unsigned>(entries));
-    chunk::ChunkSnapshotKernel<<<grid, chunk::kCombineThreads, 0, stream>>>(scan, states, y_sums, z_sums);
-    error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-    scan.initial.state = states;
-    scan.initial.k_stride = 1;
-    scan.initial.v_stride = K;
-    scan.initial.size = K * V;
-    if (scan.initial.y_sum != nullptr) scan.initial.y_sum = y_sums;
-    if (scan.initial.z_sum != nullptr) scan.initial.z_sum = z_sums;
-    scan.state_index = nullptr;
-  }
-  const int64_t per_16_bytes = scan.dtype == static_cast<int32_t>(DType::kFloat32) ? 4 : 8;
-  ChunkTensor out = scan.out_strides;
-  out.data = scan.out;
-  out.width = scan.z.width;
-  bool aligned = chunk::aligned_rows(scan.x, per_16_bytes) && chunk::aligned_rows(scan.y, per_16_bytes) &&
-                 chunk::aligned_rows(scan.z, per_16_bytes) && chunk::aligned_rows(out, per_16_bytes);
-  if (scan.row_dot != nullptr) aligned = aligned && chunk::aligned_rows(scan.source, per_16_bytes);
-  chunk::ChunkMaps maps = {};
-  const bool hopper = aligned && per_16_bytes == 8 && scan.y.width <= chunk::kHopperMaxWidth && !scan.accumulate &&
-                      chunk::runs_hopper_code(target.device) && chunk::encode_maps(&maps, scan, out);
-  scan.combined = !hopper || !scan.causal || scan.own_slots || scan.segments - 1 > chunk::kMaxUncombined;
-  const auto launch = [&](int pass) {
-    if (hopper) {
-      const auto typed = scan.dtype == static_cast<int32_t>(DType::kFloat16) ? chunk::launch_hopper<__half>
-                                                                             : chunk::launch_hopper<__nv_bfloat16>;
-      const bool overlap = pass == chunk::kOutputs && slots > 0 && !scan.combined;
-      return typed(scan, maps, pass, overlap, max_shared_bytes, target.stream);
+  const int64_t per_16_bytes = group.scans[0].dtype == static_cast<int32_t>(DType::kFloat32) ? 4 : 8;
+  bool aligned = true, hopper = per_16_bytes == 8 && runs_hopper_code(target.device);
+  for (int i = 0; i < group.count; ++i) {
+    ChunkScan& scan = group.scans[i];
+    scan.last_index = scan.state_index;
+    if (snapshots[i].states != nullptr && scan.initial.state != nullptr && scan.initial.state == scan.last.state) {
+      error = take_snapshot(scan, snapshots[i], stream);
+      if (error != cudaSuccess) return error;
     }
-    const auto typed = scan.dtype == static_cast<int32_t>(DType::kFloat32)   ? chunk::launch_typed<float>
-                       : scan.dtype == static_cast<int32_t>(DType::kFloat16) ? chunk::launch_typed<__half>
-                                                                             : chunk::launch_typed<__nv_bfloat16>;
-    return typed(scan, pass, aligned, max_shared_bytes, target.stream);
-  };
-  if (slots > 0) {
-    const int failed = launch(chunk::kSegmentSums);
-    if (failed != cudaSuccess) return failed;
+    ChunkTensor out = scan.out_strides;
+    out.data = scan.out;
+    out.width = scan.z.width;
+    aligned = aligned && aligned_rows(scan.x, per_16_bytes) && aligned_rows(scan.y, per_16_bytes) &&
+              aligned_rows(scan.z, per_16_bytes) && aligned_rows(out, per_16_bytes);
+    if (scan.row_dot != nullptr) aligned = aligned && aligned_rows(scan.source, per_16_bytes);
+    hopper = hopper && aligned && scan.y.width <= kHopperMaxWidth && encode_maps(&group.maps[i], scan, out);
   }
-  if (slots > 0 && scan.combined) {
-    const dim3 grid(static_cast<unsigned>(chunk::ceil_div(K * V + K + V + 1, chunk::kCombineThreads)),
-                    static_cast<unsigned>(scan.batch * heads));
-    chunk::ChunkCombineKernel<<<grid, chunk::kCombineThreads, 0, stream>>>(scan);
-    error = cudaGetLastError();
-    if (error != cudaSuccess) return error;
-  }
-  return launch(chunk::kOutputs);
+  const ChunkScan& first = group.scans[0];
+  const bool combined = !hopper || !first.causal || first.own_slots || first.segments - 1 > kMaxUncombined;
+  for (int i = 0; i < group.count; ++i) group.scans[i].combined = combined;
+  return launch_passes(group, hopper, aligned, max_shared_bytes, target.stream);
 }
+
+}  // namespace
+
+}  // namespace chunk
+
+bool chunk_scans_join(const ChunkScan& one, const ChunkScan& other, const CudaTarget& target) {
+  return chunk::joins_others(one) && chunk::joins_others(other) && chunk::runs_hopper_code(target.device) &&
+         chunk::go_together(one, other);
+}
+
+void chunk_scan_plan(ChunkScan& scan, int sm_count) { chunk::plan(scan, 1, sm_count); }
+
+int chunk_scans(const ChunkScan* scans, int count, const CudaTarget& target, Workspace& ws) {
+  for (int i = 0; i < count;) {
+    if (chunk::in_halves(scans[i], target)) {
+      for (int first = 0; first < scans[i].y.width; first += chunk::kHopperMaxWidth) {
+        const ChunkScan part = chunk::part_of(scans[i], first, chunk::kHopperMaxWidth);
+        if (const int failed = chunk_scans(&part, 1, target, ws)) return failed;
+      }
+      ++i;
+      continue;
+    }
+    chunk::ChunkGroup group = {};
+    group.count = chunk::together(scans + i, count - i, target);
+    for (int j = 0; j < group.count; ++j) group.scans[j] = scans[i + j];
+    const int failed = chunk::run_group(group, target, ws);
+    if (failed != cudaSuccess) return failed;
+    i += group.count;
+  }
+  return cudaSuccess;
+}
+
+int chunk_scan(const ChunkScan& scan, const CudaTarget& target, Workspace& ws) { return chunk_scans(&scan, 1, target, ws); }
 
 }  // namespace leanfleet

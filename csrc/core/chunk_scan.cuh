@@ -38,7 +38,6 @@ struct alignas(16) RowTable {  // log2_decay is read two rows at a time
   double log2_kept;
   int unscaled;  // to_state is 1 or 0
   int steep;     // the chunk decays by more than 2^-32
-  int coarse;    // the low parts of log2_decay do not matter to 16-bit results
 };
 
 template <class T, int kWidth_, int kWarps_>
@@ -246,7 +245,6 @@ __device__ __forceinline__ void fill_table(const ChunkScan& scan, int pass, int 
     table.count = count_end;
     table.unscaled = unscaled;
     table.steep = !(end >= -32.0);
-    table.coarse = end > -128.0;
   }
 }
 
@@ -266,23 +264,6 @@ __device__ __noinline__ float score_times_column(uint32_t scores, uint32_t z, in
       value += unpack_one(Plane{}, load_2_bytes(z_at + k * kNarrowPlane));
     }
     sum += p * value;
-  }
-  return sum;
-}
-
-// The same for a column of 16-bit numbers, only of those that are not finite.
-template <class T>
-__device__ __noinline__ float odd_scores_times_column(uint32_t scores, uint32_t z, int row, int of_tile, bool reverse) {
-  constexpr int kTokens = 64;
-  float sum = 0.0f;
-#pragma unroll 1
-  for (int j = reverse ? row : 0; j < (reverse ? kTokens : row + 1); ++j) {
-    const uint16_t bits = load_2_bytes(z + chunk_offset<kTokens>(j, of_tile / 8) + of_tile % 8 * 2);
-    // A pair loses both of its numbers if one is not finite.
-    const int other = j ^ 1;
-    const uint16_t beside = load_2_bytes(z + chunk_offset<kTokens>(other, of_tile / 8) + of_tile % 8 * 2);
-    if (!pair_not_finite(T{}, static_cast<uint32_t>(bits) << 16 | beside)) continue;
-    sum += unpack_one(T{}, load_2_bytes(scores + chunk_offset<kTokens>(row, j / 8) + j % 8 * 2)) * unpack_one(T{}, bits);
   }
   return sum;
 }

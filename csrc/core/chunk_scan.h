@@ -69,7 +69,7 @@ struct ChunkScan {
   int64_t decay_batch, decay_head, decay_token;
   float* row_sum;  // [B,heads,N] with the strides below, or null
   int64_t sum_batch, sum_head, sum_token;
-  ChunkTensor source;  // T, of out's shape: row_dot takes out_i·source_i before out is rounded; or null
+  ChunkTensor source;  // T, of out's shape: row_dot takes out_i·source_i before out is rounded, not with divide; or null
   float* row_dot;      // [slices][B,heads,N], contiguous
   ChunkState initial, last;
   bool carried_in_place;  // `last` is asked for and may take the buffers of `initial`
@@ -92,7 +92,15 @@ constexpr int kChunkMaxWidth = 256;  // of K; the caller adds up the parts of wi
 int chunk_scan_slices(const ChunkScan& scan);
 
 // Asks `ws` for its buffers, returns 0 if that counts, else launches and returns the cudaError_t.
-int chunk_scan(ChunkScan scan, const CudaTarget& target, Workspace& ws);
+int chunk_scan(const ChunkScan& scan, const CudaTarget& target, Workspace& ws);
+
+// Several in their order, at once where one kernel can run them side by side: only one that accumulates may depend on those
+// before it.
+constexpr int kMaxTogether = 3;
+int chunk_scans(const ChunkScan* scans, int count, const CudaTarget& target, Workspace& ws);
+
+// Whether a scan could run beside another one.
+bool chunk_scans_join(const ChunkScan& one, const ChunkScan& other, const CudaTarget& target);
 
 // Sets segments, slices, segment_tokens and slot_floats; and the slots of such a plan.
 void chunk_scan_plan(ChunkScan& scan, int sm_count);

@@ -2,10 +2,13 @@
 // those of chunk_scan.cuh; here warpgroups share them out and run ahead of each other:
 //
 //   state groups  (1 or 2) each 64 columns of Z, with Sᵀ in its accumulators: Oᵀ and Sᵀ
-//   score group   P, row sums, the sum of y; not for sums without row sums
+//   score group   P, row sums, the sum of y; not for segment sums, but those with decay and row sums
 //   copy group    warp 0 has the copy engine bring tiles, warp 3 has it take rows of out, the others make tables of rows
 //
-// A stage of the ring is a chunk's X, Y, Z and, for row_dot, source, as boxes of 64 columns, and its table.
+// A stage of the ring is a chunk's X, Y and Z as boxes of 64 columns, and its table. For row_dot, source comes to where rows
+// of out are written next, two chunks ahead, and warp 3 adds up the dots.
+//
+// One launch runs up to three scans, such as those of a gradient, whose segments are then as many times longer.
 //
 // What a segment adds up on its own is walked over against the scan's order: a row then needs one factor, its decay up to
 // the segment's end, the state none, tokens that no longer matter are not read, and the pass that follows finds in the
@@ -25,41 +28,76 @@ struct ChunkMaps {
   CUtensorMap x, y, z, source, out;
 };
 
+// Scans of one launch, as many blocks each.
+struct ChunkGroup {
+  ChunkScan scans[kMaxTogether];
+  ChunkMaps maps[kMaxTogether];
+  int count;
+};
+
 // sums: Sᵀ only. whole: Oᵀ only, from the sum over all tokens. single and grouped: both, with one head of y for a chunk
 // or several.
 enum Mode : int { kSums, kWhole, kSingle, kGrouped };
 
-// kFull: with row sums or the terms of rank 1.
-template <class T, int kWidth_, int kGroups_, int kMode_, bool kFull_>
+// plain: decays, or nothing, but neither row sums nor terms of rank 1. rank 1: these two without decay, in bfloat16, whose
+// range it takes. full: all of it.
+enum Kind : int { kPlain, kRank1, kFull };
+
+constexpr float kLeastFactor = 0x1p-96f;  // that rows of P are divided by
+
+// A RowTable for chunks without decay. P is over x_factor.
+template <int kTokens>
+struct alignas(1024) Rank1Table {
+  // y_factor as right operand of wgmma, lines of 128 bytes, swizzled: what bfloat16 numbers hold of it, what they left, 0.
+  uint16_t to_y_sum_tile[8][kTokens];
+  float y_factor[kTokens], y_rank1[kTokens], z_factor[kTokens];
+  float x_rank1[kTokens];                        // over x_factor
+  float from_state[kTokens], from_sum[kTokens];  // x_factor, held away from 0, and x_rank1
+  float to_state[kTokens];
+  alignas(4) uint16_t to_z_sum_parts[2][kTokens];  // bfloat16 numbers whose sum nearly is that of a row
+  float count;   // Σ ry_j
+  int unscaled;  // to_state is 1, but for rows outside
+  int uniform;   // and so are y_factor, y_rank1 and z_factor
+  static constexpr float kept = 1.0f;
+  static constexpr double log2_kept = 0.0;
+  static constexpr int steep = 0;
+};
+
+template <class T, int kWidth_, int kGroups_, int kMode_, int kKind_>
 struct HopperShape {
-  static constexpr int kWidth = kWidth_, kGroups = kGroups_, kMode = kMode_;
-  static constexpr bool kFull = kFull_, kOut = kMode != kSums, kUpdates = kMode != kWhole, kPairs = kOut && kUpdates;
-  static constexpr bool kScores = kPairs || kFull;
+  static constexpr int kWidth = kWidth_, kGroups = kGroups_, kMode = kMode_, kKind = kKind_;
+  static constexpr bool kExtras = kKind != kPlain;  // row sums and terms of rank 1
+  static constexpr bool kOut = kMode != kSums, kUpdates = kMode != kWhole, kPairs = kOut && kUpdates;
+  static constexpr bool kScores = kPairs || kKind == kFull;
   // Sums of rows of Y, and products of rows of X with them, on tensor cores; float16 has not the range.
   static constexpr bool kSplitSums = std::is_same<T, __nv_bfloat16>::value;
-  // Chunks that are not steep: P holds scores over the decay since the chunk's begin, and rows of out get that decay as a
-  // whole, so that both products of Oᵀ follow each other at once. float16 has not the range for it.
-  static constexpr bool kScaledLast = kMode == kSingle && !kFull && std::is_same<T, __nv_bfloat16>::value;
+  // Chunks that are not steep: P holds scores over the decay since the chunk's begin, or over x_factor, and rows of out get
+  // that as a whole, so that both products of Oᵀ follow each other at once. float16 has not the range for it.
+  static constexpr bool kScaledLast = kMode == kSingle && kKind != kFull && std::is_same<T, __nv_bfloat16>::value;
+  using Table = typename std::conditional<kKind == kRank1, Rank1Table<64>, RowTable<64>>::type;
   static constexpr int kTokens = 64, kColumns = 64 * kGroups, kBox = 8192, kBoxes = kWidth / 64;
   static constexpr int kThreads = 128 * (kGroups + 1 + kScores);
-  static constexpr int kMaxStages = 6;
+  static constexpr int kMaxStages = kOut && kBoxes * kGroups == 4 ? 3 : 6;
   // With a score group they are shared out unevenly.
-  static constexpr int kStateRegisters = kGroups == 1 ? 216 : kFull ? 184 : 192;
-  static constexpr int kScoreRegisters = kGroups == 1 ? 144 : kFull ? 96 : 80;
+  static constexpr int kStateRegisters = kGroups == 1 ? 216 : kKind == kFull ? 184 : kKind == kRank1 ? 176 : 192;
+  static constexpr int kScoreRegisters = kGroups == 1 ? 144 : kKind == kFull ? 96 : kKind == kRank1 ? 112 : 80;
   static constexpr int kCopyRegisters = kGroups == 2 ? 48 : 120;
   struct Small {
+    Table table[kMaxStages + 1];  // the last: of all whole chunks within a request
+    // As to_y_sum_tile: bfloat16 numbers whose sum is that of y, before this chunk and, by turns, the next.
+    static constexpr bool kTiles = kKind == kRank1 && kOut;
+    alignas(kTiles ? 1024 : 16) uint16_t y_sum_tile[kTiles ? 2 : 1][kTiles ? kBoxes : 1][8][kTiles ? 64 : 8];
     uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2], out_full[2], out_empty[2];
-    RowTable<kTokens> table[kMaxStages + 1];  // the last: of all whole chunks within a request
+    uint64_t source_full[2];
     int table_of[kMaxStages];
-    float divisor[2][kTokens];
-    float y_sum[kWidth];
-    alignas(4) uint16_t y_sum_parts[3][kWidth];  // bfloat16 numbers whose sum it is
+    alignas(16) float divisor[2][kTokens];
+    alignas(16) float2 out_factor[2][kTokens];  // of what accumulators hold and of the sum of z, in rows scaled last
+    float y_sum[2][kWidth];                     // before this chunk and, by turns, the next
+    alignas(4) uint16_t y_sum_parts[2][3][kWidth];  // bfloat16 numbers whose sum it is
     float column_sums[kWidth];
-    float dots[2][4 * kGroups][kTokens];
+    alignas(16) float dots[2][4 * kGroups][kTokens];
   };
-  static int stage_bytes(bool source) {
-    return kBox * ((kOut ? kBoxes : 0) + (kUpdates ? kBoxes + kGroups : 0) + (kOut && source ? kGroups : 0));
-  }
+  static constexpr int kStageBytes = kBox * ((kOut ? kBoxes : 0) + (kUpdates ? kBoxes + kGroups : 0));
   // Besides stages: P twice, and rows on their way out, twice.
   static constexpr int kFixedTiles = kOut ? 2 + 2 * kGroups : 0;
   static int fixed_bytes() { return 1024 + kFixedTiles * kBox + static_cast<int>(sizeof(Small)); }
@@ -80,16 +118,21 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   using Base = Site<T, S::kTokens, S::kColumns>;
   using Base::scan, Base::batch, Base::x_head, Base::state_head, Base::slice, Base::segment, Base::out_row;
   static constexpr int kTokens = S::kTokens, kWidth = S::kWidth, kGroups = S::kGroups, kBox = S::kBox, kBoxes = S::kBoxes;
-  static constexpr bool kFull = S::kFull, kOut = S::kOut, kUpdates = S::kUpdates, kPairs = S::kPairs;
+  using Table = typename S::Table;
+  static constexpr bool kExtras = S::kExtras, kOut = S::kOut, kUpdates = S::kUpdates, kPairs = S::kPairs;
+  // Factors of rows of out come from the score group; sums of rows come from tensor cores in the state groups too.
+  static constexpr bool kFactors = S::kScaledLast && S::kKind == kRank1;
+  static constexpr bool kPartSums = S::kSplitSums && S::kKind == kRank1;
+  static constexpr int kYParts = kBoxes > kGroups ? 2 : 1;  // 16 columns of Y each, of a state warp
   static constexpr bool kGroupedHeads = S::kMode == kGrouped || S::kMode == kSums;
   // Tiles of a stage, in boxes.
   static constexpr int kYTile = kOut ? kBoxes : 0, kZTile = kYTile + kBoxes;
-  static constexpr int kSourceTile = kOut && !kUpdates ? kBoxes : kZTile + kGroups;
 
   const ChunkMaps& maps;
   typename S::Small& small;
   const uint32_t stages_at, scores_at, out_at;
-  const int stages, stage_bytes;
+  const int stages;
+  const uint32_t flags;
 
   // A place in the ring and the parity of its barriers.
   struct Place {
@@ -100,7 +143,20 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   };
 
-  __device__ __forceinline__ uint32_t tile(int stage, int box) const { return stages_at + stage * stage_bytes + box * kBox; }
+  // What the loops ask of the scan, which is at a place in constant memory that is not known to the compiler.
+  enum Flag : uint32_t { kReverse = 1, kRank1Terms = 2, kRowSums = 4, kDivides = 8, kDots = 16, kScalesOut = 32 };
+  static __device__ __forceinline__ uint32_t flags_of(const ChunkScan& scan) {
+    return (scan.reverse ? kReverse : 0) | (scan.rank1 ? kRank1Terms : 0) | (scan.row_sums ? kRowSums : 0) |
+           (scan.divide ? kDivides : 0) | (scan.row_dot != nullptr ? kDots : 0) | (scan.out_times != nullptr ? kScalesOut : 0);
+  }
+  __device__ __forceinline__ bool reverse() const { return flags & kReverse; }
+  __device__ __forceinline__ bool rank1() const { return flags & kRank1Terms; }
+  __device__ __forceinline__ bool row_sums() const { return flags & kRowSums; }
+  __device__ __forceinline__ bool divides() const { return flags & kDivides; }
+  __device__ __forceinline__ bool dots() const { return flags & kDots; }
+  __device__ __forceinline__ bool scales_out() const { return flags & kScalesOut; }
+
+  __device__ __forceinline__ uint32_t tile(int stage, int box) const { return stages_at + stage * S::kStageBytes + box * kBox; }
   __device__ __forceinline__ int heads() const { return kGroupedHeads ? scan.y_group : 1; }
 
   static __device__ __forceinline__ void arrive_warp(uint64_t* barrier) {
@@ -115,25 +171,24 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   __device__ __forceinline__ int begin_piece(Cursor& at) const {
     const int chunks = (at.piece.end - at.piece.begin + kTokens - 1) / kTokens;
     at.head = 0;
-    at.chunk = at.piece.begin + (scan.reverse != (S::kMode == kSums) ? (chunks - 1) * kTokens : 0);
+    at.chunk = at.piece.begin + (reverse() != (S::kMode == kSums) ? (chunks - 1) * kTokens : 0);
     return chunks * heads();
   }
   __device__ __forceinline__ void next_step(Cursor& at) const {
     if (kGroupedHeads && ++at.head < scan.y_group) return;
     at.head = 0;
-    at.chunk += scan.reverse != (S::kMode == kSums) ? -kTokens : kTokens;
+    at.chunk += reverse() != (S::kMode == kSums) ? -kTokens : kTokens;
   }
   __device__ __forceinline__ void next_piece(Cursor& at) const {
     at.valid = false;
     if (scan.cu_seqlens == nullptr || S::kMode == kSums) return;
-    at.request += scan.reverse ? -1 : 1;
+    at.request += reverse() ? -1 : 1;
     at.find_piece(scan, kTokens);
   }
 
   // Warp 0 of the copy group.
   __device__ __forceinline__ void copy_tiles(Cursor at) {
     const int lane = threadIdx.x % 32;
-    const bool with_source = kOut && scan.row_dot != nullptr;
     Place place;
     uint32_t landed_parity = 0;
     for (; at.valid; next_piece(at)) {
@@ -148,31 +203,29 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         const int y_head = state_head * scan.y_group + at.head;
         if (lane == 0) {
           const uint32_t full = shared_address(barrier);
-          hopper::barrier_arrive_expecting(full, stage_bytes);
+          hopper::barrier_arrive_expecting(full, S::kStageBytes);
           if (kUpdates) {
+#pragma unroll 1
             for (int box = 0; box < kBoxes; ++box)
               hopper::copy_in(tile(place.slot, kYTile + box), &maps.y, 64 * box, token, y_head, batch, full);
           }
           if (kOut) {
+#pragma unroll 1
             for (int box = 0; box < kBoxes; ++box)
               hopper::copy_in(tile(place.slot, box), &maps.x, 64 * box, token, x_head, batch, full);
           }
           if (kUpdates) {
+#pragma unroll 1
             for (int box = 0; box < kGroups; ++box)
               hopper::copy_in(tile(place.slot, kZTile + box), &maps.z, slice * S::kColumns + 64 * box, token, y_head, batch,
                               full);
-          }
-          if (with_source) {
-            for (int box = 0; box < kGroups; ++box)
-              hopper::copy_in(tile(place.slot, kSourceTile + box), &maps.source, slice * S::kColumns + 64 * box, token, x_head,
-                              batch, full);
           }
         }
         __syncwarp();
         if (foreign) {
           wait(&small.landed, landed_parity);
           landed_parity ^= 1;
-          const int boxes = stage_bytes / kBox, first = end - token;
+          const int boxes = S::kStageBytes / kBox, first = end - token;
           for (int i = lane; i < boxes * (kTokens - first) * 8; i += 32) {
             const int line = i / 8, box = line / (kTokens - first), row = first + line % (kTokens - first);
             store_16_bytes(tile(place.slot, box) + row * 128 + i % 8 * 16, make_uint4(0, 0, 0, 0));
@@ -189,29 +242,113 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     return scan.decay_per_token || scan.x_factor.data != nullptr || scan.x_rank1.data != nullptr ||
            scan.y_factor.data != nullptr || scan.y_rank1.data != nullptr || scan.z_factor.data != nullptr || scan.y_group > 1;
   }
-  __device__ __forceinline__ void make_usual_table(Cursor at) {
+  __device__ __forceinline__ void make_usual_table(Cursor at, const float (&scales)[5]) {
     at.chunk = at.piece.begin = at.head = 0;
     at.piece.end = at.request_span.end = 2 * kTokens;
-    fill_table<T, kTokens>(scan, Base::pass, state_head, threadIdx.x % 32, at, small.table[S::kMaxStages],
-                           [](int, int) { return 0.0f; });
+    if constexpr (S::kKind == kRank1)
+      fill_rank1_table(at, small.table[S::kMaxStages], RawRows{}, scales);
+    else
+      fill_table<T, kTokens>(scan, Base::pass, state_head, threadIdx.x % 32, at, small.table[S::kMaxStages],
+                             [](int, int) { return 0.0f; });
   }
+
+  // What rows 2 lane and 2 lane + 1 of a chunk have in memory, 1 where nothing is: fx, rx, fy, ry, fz.
+  struct RawRows {
+    float x[5][2] = {{1.0f, 1.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}, {1.0f, 1.0f}};
+  };
+  __device__ __forceinline__ void load_raw_rows(const Cursor& at, RawRows& raw) const {
+    const int lane = threadIdx.x % 32, rows = at.chunk_end(kTokens) - at.chunk, y_head = state_head * scan.y_group + at.head;
+    const auto load = [&](int kind, const ChunkFactor& factor, int head) {
+      if (factor.data == nullptr) return;
+      const float* const from = factor.data + batch * factor.batch + head * factor.head;
+#pragma unroll
+      for (int r = 0; r < 2; ++r)
+        if (2 * lane + r < rows) raw.x[kind][r] = from[(at.chunk + 2 * lane + r) * factor.token];
+    };
+    if (kOut) load(0, scan.x_factor, x_head), load(1, scan.x_rank1, x_head);
+    load(2, scan.y_factor, y_head), load(3, scan.y_rank1, y_head), load(4, scan.z_factor, y_head);
+  }
+  // What they are multiplied by.
+  __device__ __forceinline__ void load_scales(float (&scales)[5]) const {
+    const auto times = [](const ChunkFactor& factor) {
+      return factor.times != nullptr ? factor.scale * *factor.times : factor.scale;
+    };
+    scales[0] = kOut ? times(scan.x_factor) : 0.0f;
+    scales[1] = kOut && rank1() ? times(scan.x_rank1) : 0.0f;
+    scales[2] = times(scan.y_factor);
+    scales[3] = rank1() ? times(scan.y_rank1) : 0.0f;
+    scales[4] = times(scan.z_factor);
+  }
+  // By a warp.
+  __device__ __forceinline__ void fill_rank1_table(const Cursor& at, Table& table, const RawRows& raw,
+                                                   const float (&scales)[5]) const {
+    const int lane = threadIdx.x % 32, rows = at.chunk_end(kTokens) - at.chunk;
+    const int first = 2 * lane;
+    const auto put = [&](float(&to)[kTokens], float x0, float x1) {
+      *reinterpret_cast<float2*>(&to[first]) = make_float2(x0, x1);
+    };
+    const auto put_parts = [](uint16_t* high_to, uint16_t* low_to, float x0, float x1) {
+      const uint32_t high = pack_pair(__nv_bfloat16{}, x0, x1);
+      const float2 taken = unpack_pair(__nv_bfloat16{}, high);
+      *reinterpret_cast<uint32_t*>(high_to) = high;
+      *reinterpret_cast<uint32_t*>(low_to) = pack_pair(__nv_bfloat16{}, x0 - taken.x, x1 - taken.y);
+    };
+    float x[5][2], own[2], held[2], rank1[2];
+    bool unscaled = true, uniform = true;
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      const bool there = first + r < rows;
+#pragma unroll
+      for (int kind = 0; kind < 5; ++kind) x[kind][r] = there ? scales[kind] * raw.x[kind][r] : 0.0f;
+      own[r] = x[2][r] * x[4][r];
+      unscaled = unscaled && (!there || own[r] == 1.0f);
+      uniform = uniform && there && x[2][r] == 1.0f && x[3][r] == 1.0f && x[4][r] == 1.0f;
+      held[r] = fabsf(x[0][r]) < kLeastFactor ? copysignf(kLeastFactor, x[0][r]) : x[0][r];
+      rank1[r] = __fdividef(x[1][r], held[r]);
+    }
+    put(table.x_rank1, rank1[0], rank1[1]);
+    put(table.y_factor, x[2][0], x[2][1]);
+    put(table.y_rank1, x[3][0], x[3][1]);
+    put(table.z_factor, x[4][0], x[4][1]);
+    put(table.from_state, held[0], held[1]);
+    put(table.from_sum, x[1][0], x[1][1]);
+    put(table.to_state, own[0], own[1]);
+    put_parts(table.to_z_sum_parts[0] + first, table.to_z_sum_parts[1] + first, x[3][0] * x[4][0], x[3][1] * x[4][1]);
+    put_parts(table.to_y_sum_tile[0] + in_line(0, first), table.to_y_sum_tile[1] + in_line(1, first), x[2][0], x[2][1]);
+    float count = x[3][0] + x[3][1];
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) count += __shfl_xor_sync(kFullWarp, count, offset);
+    unscaled = __all_sync(kFullWarp, unscaled);
+    uniform = __all_sync(kFullWarp, uniform);
+    if (lane == 0) table.count = count, table.unscaled = unscaled, table.uniform = uniform;
+    hopper::fence_async();
+  }
+  // Where column `column` of 64 is in line `line` of a swizzled tile, in numbers.
+  static __device__ __forceinline__ int in_line(int line, int column) { return ((column / 8 ^ line % 8) * 8) + column % 8; }
   // Warps 1 and 2 of the copy group: one alone where all tables are the same but for few, else each for some places.
   __device__ __forceinline__ void make_tables(Cursor at, int turn) {
     const int lane = threadIdx.x % 32;
     const bool of_rows = by_token();
-    if (!of_rows && turn == 0) make_usual_table(at);
+    float scales[5] = {};
+    if (S::kKind == kRank1) load_scales(scales);
+    if (!of_rows && turn == 0) make_usual_table(at, scales);
     Place place;
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
 #pragma unroll 1
       for (; steps > 0; --steps, next_step(at), place.next(stages)) {
         if ((of_rows ? place.slot % 2 : 0) != turn) continue;
+        RawRows raw;
+        if (S::kKind == kRank1 && of_rows) load_raw_rows(at, raw);
         wait(&small.empty[place.slot], place.parity ^ 1);
         const int end = at.chunk_end(kTokens);
-        const bool is_usual =
-            !of_rows && end - at.chunk == kTokens && !(scan.reverse && end == at.request_span.end);
+        const bool is_usual = !of_rows && end - at.chunk == kTokens &&
+                              !(S::kKind != kRank1 && reverse() && end == at.request_span.end);
         if (lane == 0) small.table_of[place.slot] = is_usual ? S::kMaxStages : place.slot;
-        if (!is_usual) {
+        if (is_usual) {
+        } else if constexpr (S::kKind == kRank1) {
+          fill_rank1_table(at, small.table[place.slot], raw, scales);
+        } else {
           const int y_head = state_head * scan.y_group + at.head;
           const auto factor_at = [&](const ChunkFactor& factor, int head, int row) {
             return factor.data[batch * factor.batch + head * factor.head + (at.chunk + row) * factor.token];
@@ -220,7 +357,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             switch (kind) {
               case 0:
                 return scan.log_decay[batch * scan.decay_batch + state_head * scan.decay_head +
-                                      (at.chunk + row + (scan.reverse ? 1 : 0)) * scan.decay_token];
+                                      (at.chunk + row + (reverse() ? 1 : 0)) * scan.decay_token];
               case 1: return factor_at(scan.x_factor, x_head, row);
               case 2: return factor_at(scan.x_rank1, x_head, row);
               case 3: return factor_at(scan.y_factor, y_head, row);
@@ -238,6 +375,26 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   __device__ __forceinline__ void take_rows(Cursor at) {
     const int lane = threadIdx.x % 32, column = slice * S::kColumns;
     Place out;
+    // Rows of source come to where rows of out will be written.
+    const bool with_source = dots();
+    Cursor ahead = at;
+    int ahead_steps = ahead.valid ? begin_piece(ahead) : 0;
+    const auto bring_source = [&](int slot) {
+      if (!ahead.valid) return;
+      if (lane == 0) {
+        const uint32_t full = shared_address(&small.source_full[slot]);
+        hopper::barrier_arrive_expecting(full, kGroups * kBox);
+        for (int group = 0; group < kGroups; ++group)
+          hopper::copy_in(out_at + (slot * kGroups + group) * kBox, &maps.source, column + 64 * group, ahead.chunk, x_head, batch,
+                          full);
+      }
+      do next_step(ahead), --ahead_steps;
+      while (kGroupedHeads && ahead.head != 0);
+      if (ahead_steps > 0) return;
+      next_piece(ahead);
+      if (ahead.valid) ahead_steps = begin_piece(ahead);
+    };
+    if (with_source) bring_source(0), bring_source(1);
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
 #pragma unroll 1
@@ -245,21 +402,34 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         if (kGroupedHeads && at.head + 1 != scan.y_group) continue;
         const int rows = at.chunk_end(kTokens) - at.chunk;
         wait(&small.out_full[out.slot], out.parity);
+        if (with_source) {
+          for (int row = lane; row < rows; row += 32) {
+            float sum = 0.0f;
+#pragma unroll
+            for (int w = 0; w < 4 * kGroups; ++w) sum += small.dots[out.slot][w][row];
+            *Base::row_dot_at(at.chunk + row) = sum;
+          }
+        }
         for (int group = 0; group < kGroups; ++group) {
           const uint32_t from = out_at + (out.slot * kGroups + group) * kBox;
           if (rows == kTokens || at.chunk + rows == scan.tokens) {
-            if (lane == 0) hopper::copy_out(&maps.out, from, column + 64 * group, at.chunk, x_head, batch);
+            if (lane == 0) {
+              if (scan.accumulate) hopper::add_out(&maps.out, from, column + 64 * group, at.chunk, x_head, batch);
+              else hopper::copy_out(&maps.out, from, column + 64 * group, at.chunk, x_head, batch);
+            }
             continue;
           }
           for (int i = lane; i < rows * 8; i += 32) {
             const int row = i / 8, chunk = i % 8, at_column = column + 64 * group + chunk * 8;
-            if (at_column < scan.z.width)
-              *reinterpret_cast<uint4*>(out_row(at.chunk + row) + at_column) =
-                  load_16_bytes(from + chunk_offset<kTokens>(row, chunk));
+            if (at_column >= scan.z.width) continue;
+            uint4* const to = reinterpret_cast<uint4*>(out_row(at.chunk + row) + at_column);
+            const uint4 x = load_16_bytes(from + chunk_offset<kTokens>(row, chunk));
+            *to = scan.accumulate ? add_pairs(T{}, *to, x) : x;
           }
         }
         if (lane == 0) hopper::copies_out_read();
-        arrive_warp(&small.out_empty[out.slot]);
+        if (with_source) __syncwarp(), bring_source(out.slot);
+        else arrive_warp(&small.out_empty[out.slot]);
         out.next(2);
       }
     }
@@ -293,7 +463,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
   __device__ __forceinline__ bool begins_scan(const Cursor& at) const {
-    return scan.causal && at.begins_request(scan.reverse);
+    return scan.causal && at.begins_request(reverse());
   }
 
   // The score group
@@ -309,7 +479,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
       float y_sum = 0.0f, count = 0.0f, after = 1.0f, kept = 1.0f;  // y_sum: of column `thread`
-      if (kFull && scan.row_sums) {
+      int y_sum_at = 0;
+      if (kExtras && row_sums()) {
         if (kOut && !begins_scan(at)) {
           from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
 #pragma unroll
@@ -327,16 +498,16 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         }
         if (kOut) {
           hopper::named_barrier(1, 128);
-          if (thread < kWidth) put_y_sum(thread, y_sum);
+          if (thread < kWidth) put_y_sum(0, thread, y_sum);
           hopper::named_barrier(1, 128);
         }
       }
 #pragma unroll 1
       for (; steps > 0; --steps, next_step(at), place.next(stages)) {
         wait(&small.full[place.slot], place.parity);
-        const RowTable<kTokens>& table = small.table[small.table_of[place.slot]];
-        if (kPairs || (kOut && scan.row_sums)) {
-          float s[8][4], sums[2] = {0.0f, 0.0f};
+        const Table& table = small.table[small.table_of[place.slot]];
+        if (kPairs || (kOut && row_sums())) {
+          float s[8][4], sums[2] = {0.0f, 0.0f}, carried[2] = {0.0f, 0.0f};
           if (kPairs) {
             const uint32_t x = hopper::describe(tile(place.slot, 0), 0), y = hopper::describe(tile(place.slot, kYTile), 0);
             hopper::products_begin();
@@ -347,25 +518,30 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             }
             hopper::products_commit();
           }
+          if (kExtras && row_sums()) times_y_sum(y_sum_at, place.slot, warp, lane, carried);
           wait(&small.scores_empty[scores.slot], scores.parity ^ 1);
           if (kPairs) {
             hopper::products_wait<0>();
             hopper::products_keep(s);
-            if (S::kScaledLast && !table.steep) mask_scores(table, scores_at + scores.slot * kBox, warp, lane, s);
-            else finish_scores(table, scores_at + scores.slot * kBox, warp, lane, s, sums);
+            const uint32_t to = scores_at + scores.slot * kBox;
+            if (S::kScaledLast && !table.steep) {
+              mask_scores(table, to, warp, lane, s);
+            } else {
+              finish_scores(table, to, warp, lane, s, sums);
+            }
           }
-          if (kFull && scan.row_sums) finish_row_sums(at, place.slot, scores.slot, warp, lane, sums, count);
+          if (kExtras && row_sums()) finish_row_sums(at, table, scores.slot, warp, lane, sums, carried, count);
           hopper::fence_async();
           arrive_warp(&small.scores_full[scores.slot]);
           scores.next(2);
         }
-        if (kFull && kUpdates && scan.row_sums) {
+        if (kExtras && kUpdates && row_sums()) {
           const float weight = kOut ? 1.0f : after;
           count = (kOut ? table.kept : 1.0f) * count + weight * table.count;
           if (thread < kWidth) y_sum = (kOut ? table.kept : 1.0f) * y_sum + weight * sum_column(table, place.slot, thread);
           if (kOut) {
-            hopper::named_barrier(1, 128);
-            if (thread < kWidth) put_y_sum(thread, y_sum);
+            y_sum_at ^= 1;
+            if (thread < kWidth) put_y_sum(y_sum_at, thread, y_sum);
             hopper::named_barrier(1, 128);
           }
           kept *= table.kept;
@@ -373,7 +549,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         }
         arrive_warp(&small.empty[place.slot]);
       }
-      if (kFull && kUpdates && slice == 0 && scan.row_sums && thread < K) {
+      if (kExtras && kUpdates && slice == 0 && row_sums() && thread < K) {
         const LastSums to = Base::last_sums(at);
         if (!kOut && begins_scan(at)) {
           const FirstSums from = Base::first_sums(at);
@@ -384,52 +560,209 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  __device__ __forceinline__ void put_y_sum(int column, float sum) const {
+  // The score group without decay. Row sums come from products of wgmma too: X times the sum of y before the chunk, and
+  // the chunk's part of that sum, whose columns lane / 4 and the eighth after it of a warp's 16 of a box are kept in lanes
+  // that 4 divides.
+  __device__ __forceinline__ void score_rank1(Cursor at) {
+    const int thread = threadIdx.x % 128, warp = thread / 32, lane = thread % 32;
+    const int K = scan.y.width, V = scan.z.width;
+    Place place, scores;
+    for (int i = thread; i < 2 * kBox / 16; i += 128) store_16_bytes(scores_at + 16 * i, make_uint4(0, 0, 0, 0));
+    for (int i = thread; i < 2 * kBoxes * 64; i += 128)
+      store_16_bytes(shared_address(small.y_sum_tile) + 16 * i, make_uint4(0, 0, 0, 0));
+    for (int i = thread; i < (S::kMaxStages + 1) * 48; i += 128)
+      store_16_bytes(shared_address(small.table[i / 48].to_y_sum_tile[2]) + i % 48 * 16, make_uint4(0, 0, 0, 0));
+    for (; at.valid; next_piece(at)) {
+      int steps = begin_piece(at), y_sum_at = 0;
+      float y_sum[kBoxes][2] = {}, count = 0.0f;
+      const auto for_columns = [&](auto&& body) {
+#pragma unroll
+        for (int box = 0; box < kBoxes; ++box)
+#pragma unroll
+          for (int half = 0; half < 2; ++half) {
+            const int column = 64 * box + 16 * warp + 8 * half + lane / 4;
+            if (lane % 4 == 0 && column < K) body(y_sum[box][half], column);
+          }
+      };
+      if (row_sums()) {
+        if (!begins_scan(at)) {
+          from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
+#pragma unroll
+            for (int i = 0; i < kSlotBatch; ++i) {
+              if (weights[i] == 0.0f) continue;
+              const float* const sums = slots[i] + static_cast<int64_t>(K) * V;
+              for_columns([&](float& sum, int column) { sum += weights[i] * sums[column]; });
+              count += weights[i] * sums[K + V];
+            }
+          });
+        } else {
+          const FirstSums from = Base::first_sums(at);
+          if (from.y_sum != nullptr) for_columns([&](float& sum, int column) { sum = from.y_sum[column]; });
+          count = from.count;
+        }
+        hopper::named_barrier(1, 128);
+        for_columns([&](float& sum, int column) { put_y_sum_tile(0, column, sum); });
+      }
+      hopper::fence_async();
+#pragma unroll 1
+      for (; steps > 0; --steps, next_step(at), place.next(stages)) {
+        wait(&small.full[place.slot], place.parity);
+        const Table& table = small.table[small.table_of[place.slot]];
+        float s[8][4], sums[2] = {0.0f, 0.0f}, carried[1][4], parts[kBoxes][4];
+        const uint32_t x = hopper::describe(tile(place.slot, 0), 0), y = hopper::describe(tile(place.slot, kYTile), 0);
+        hopper::named_barrier(1, 128);
+        hopper::products_begin();
+#pragma unroll
+        for (int k = 0; k < kWidth / 16; ++k) {
+          const int at_step = (k / 4 * kBox + k % 4 * 32) / 16;
+          hopper::product_of_tiles(T{}, s, x + at_step, y + at_step, k > 0);
+        }
+        if (row_sums()) {
+          hopper::products_begin();
+          const uint32_t y_sums = hopper::describe(shared_address(small.y_sum_tile[y_sum_at]), 0);
+#pragma unroll
+          for (int k = 0; k < kWidth / 16; ++k)
+            hopper::product_of_tiles<false>(T{}, carried, x + (k / 4 * kBox + k % 4 * 32) / 16,
+                                            y_sums + (k / 4 * 1024 + k % 4 * 32) / 16, k > 0);
+          const uint32_t factors = hopper::describe(shared_address(table.to_y_sum_tile), 0);
+#pragma unroll
+          for (int box = 0; box < kBoxes; ++box)
+#pragma unroll
+            for (int k = 0; k < 4; ++k) {
+              float(&part)[1][4] = *reinterpret_cast<float(*)[1][4]>(&parts[box]);
+              hopper::product_of_tiles<true>(T{}, part, y + (box * kBox + k * 2048) / 16, factors + k * 2, k > 0);
+            }
+        }
+        hopper::products_commit();
+        float* const sum_to = row_sums() ? row_sum_at(at, warp, lane) : nullptr;
+        wait(&small.scores_empty[scores.slot], scores.parity ^ 1);
+        hopper::products_wait<0>();
+        hopper::products_keep(s);
+        if (row_sums()) {
+          hopper::products_keep(carried);
+          hopper::products_keep(parts);
+          y_sum_at ^= 1;
+          for_columns([&](float& sum, int column) {
+            const float(&part)[4] = parts[column / 64];
+            sum += column / 8 % 2 == 0 ? part[0] + part[1] : part[2] + part[3];
+            put_y_sum_tile(y_sum_at, column, sum);
+          });
+#pragma unroll
+          for (int half = 0; half < 2; ++half)
+            sums[half] = lane % 4 == 0 ? carried[0][2 * half] + carried[0][2 * half + 1] : lane % 4 == 1 ? carried[0][2 * half] : 0.0f;
+        }
+        const uint32_t to = scores_at + scores.slot * kBox;
+        if (table.uniform) finish_rank1_scores<true>(table, to, warp, lane, s, sums);
+        else finish_rank1_scores<false>(table, to, warp, lane, s, sums);
+        finish_rows(table, scores.slot, warp, lane, sums, count, sum_to);
+        count += table.count;
+        hopper::fence_async();
+        arrive_warp(&small.scores_full[scores.slot]);
+        scores.next(2);
+        arrive_warp(&small.empty[place.slot]);
+      }
+      if (slice == 0 && row_sums()) {
+        const LastSums to = Base::last_sums(at);
+        if (to.y_sum != nullptr) for_columns([&](float& sum, int column) { to.y_sum[column] = to.factor * sum; });
+      }
+    }
+  }
+
+  __device__ __forceinline__ void put_y_sum_tile(int to, int column, float sum) const {
+#pragma unroll
+    for (int part = 0; part < 3; ++part) {
+      const uint32_t bits = pack_pair(T{}, sum, 0.0f);
+      small.y_sum_tile[to][column / 64][part][in_line(part, column % 64)] = static_cast<uint16_t>(bits);
+      sum = pair_not_finite(T{}, bits) ? 0.0f : sum - unpack_pair(T{}, bits).x;
+    }
+  }
+
+  // The row of a chunk whose sum a lane finishes, of every four two.
+  static __device__ __forceinline__ int finished_row(int warp, int lane) { return 16 * warp + 8 * (lane % 2) + lane / 4; }
+  // Where its sum goes; null: nowhere.
+  __device__ __forceinline__ float* row_sum_at(const Cursor& at, int warp, int lane) const {
+    const int token = at.chunk + finished_row(warp, lane);
+    if (lane % 4 >= 2 || slice != 0 || token >= at.piece.end || scan.row_sum == nullptr) return nullptr;
+    return scan.row_sum + batch * scan.sum_batch + x_head * scan.sum_head + token * scan.sum_token;
+  }
+  // sums: this lane's parts of the sums of two rows over x_factor. Leaves the factors of rows of out.
+  __device__ __forceinline__ void finish_rows(const Table& table, int buffer, int warp, int lane, const float (&sums)[2],
+                                              float count, float* sum_to) {
+    float sum = sums[0], other = sums[1];
+    if (row_sums()) {
+#pragma unroll
+      for (int offset = 1; offset < 4; offset *= 2) {
+        sum += __shfl_xor_sync(kFullWarp, sum, offset);
+        other += __shfl_xor_sync(kFullWarp, other, offset);
+      }
+    }
+    if (lane % 4 >= 2) return;
+    const int row = finished_row(warp, lane);
+    const float from_state = table.from_state[row], from_sum = table.from_sum[row];
+    sum = (lane % 2 == 0 ? sum : other) * from_state + from_sum * count;
+    if (sum_to != nullptr) *sum_to = sum;
+    float factor = 1.0f;
+    if (divides()) factor = __frcp_rn(fabsf(sum) < scan.eps ? (sum < 0.0f ? -scan.eps : scan.eps) : sum);
+    small.out_factor[buffer][row] = make_float2(from_state * factor, from_sum * factor);
+  }
+
+  __device__ __forceinline__ void put_y_sum(int to, int column, float sum) const {
     if constexpr (S::kSplitSums) {
 #pragma unroll
       for (int part = 0; part < 3; ++part) {
         const uint32_t bits = pack_pair(T{}, sum, 0.0f);
-        small.y_sum_parts[part][column] = static_cast<uint16_t>(bits);
+        small.y_sum_parts[to][part][column] = static_cast<uint16_t>(bits);
         sum = pair_not_finite(T{}, bits) ? 0.0f : sum - unpack_pair(T{}, bits).x;
       }
     } else {
-      small.y_sum[column] = sum;
+      small.y_sum[to][column] = sum;
     }
   }
 
-  // Column `thread` of the sum of the rows of Y, each times its to_y_sum. By whole warps.
-  __device__ __forceinline__ float sum_column(const RowTable<kTokens>& table, int stage, int thread) const {
-    if constexpr (S::kSplitSums) {
-      // The left operand has the factors in row 0 and what their rounding left in row 1.
-      const int warp = thread / 32, lane = thread % 32;
-      float c[4][4] = {};
+  // Columns 16 column_tile .. + 15 of the sum of the rows of Y, each times its to_y_sum: lane / 4 and the eighth after it,
+  // in lanes that 4 divides. By whole warps.
+  __device__ __forceinline__ void sum_16_columns(const Table& table, int stage, int column_tile, int lane,
+                                                 float (&sums)[2]) const {
+    // The right operand has the factors in column 0 and what their rounding left in column 1.
+    float c[4] = {};
+    const int part = lane / 4;
+    uint32_t y[4][4];
+    load_columns(tile(stage, kYTile + column_tile / 4), column_tile % 4, lane, y);
 #pragma unroll
-      for (int step = 0; step < kTokens / 16; ++step) {
-        uint32_t a[4] = {0, 0, 0, 0};
+    for (int step = 0; step < kTokens / 16; ++step) {
+      uint32_t b[2] = {0, 0};
+      if (part < 2) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const float2 factor = *reinterpret_cast<const float2*>(&table.to_y_sum[16 * step + 8 * half + 2 * (lane % 4)]);
-          const uint32_t high = pack_pair(T{}, factor.x, factor.y);
-          const float2 taken = unpack_pair(T{}, high);
-          const uint32_t low = pack_pair(T{}, factor.x - taken.x, factor.y - taken.y);
-          a[2 * half] = lane < 4 ? high : lane < 8 ? low : 0;
-        }
-#pragma unroll
-        for (int pair = 0; pair < 2; ++pair) {
-          uint32_t b[4];
-          load_matrices_transposed(
-              b, tile(stage, kYTile) + chunk_offset<kTokens>(16 * step + lane % 16, 4 * warp + 2 * pair + lane / 16));
-          mma(T{}, c[2 * pair], a, b[0], b[1]);
-          mma(T{}, c[2 * pair + 1], a, b[2], b[3]);
+          const int row = 16 * step + 8 * half + 2 * (lane % 4);
+          if constexpr (S::kKind == kRank1) {
+            b[half] = *reinterpret_cast<const uint32_t*>(&table.to_y_sum_tile[part][in_line(part, row)]);
+          } else {
+            const float2 factor = *reinterpret_cast<const float2*>(&table.to_y_sum[row]);
+            b[half] = pack_pair(T{}, factor.x, factor.y);
+            const float2 taken = unpack_pair(T{}, b[half]);
+            if (part == 1) b[half] = pack_pair(T{}, factor.x - taken.x, factor.y - taken.y);
+          }
         }
       }
+      mma(T{}, c, y[step], b[0], b[1]);
+    }
+    sums[0] = c[0] + c[1], sums[1] = c[2] + c[3];
+  }
+
+  // Column `thread` of the same sum. By whole warps.
+  __device__ __forceinline__ float sum_column(const Table& table, int stage, int thread) const {
+    if constexpr (S::kSplitSums) {
+      const int warp = thread / 32, lane = thread % 32;
 #pragma unroll
-      for (int t = 0; t < 4; ++t)
-#pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const float sum = c[t][i] + __shfl_down_sync(kFullWarp, c[t][i], 4);
-          if (lane < 4) small.column_sums[32 * warp + 8 * t + 2 * lane + i] = sum;
+      for (int part = 0; part < 2; ++part) {
+        float sums[2];
+        sum_16_columns(table, stage, 2 * warp + part, lane, sums);
+        if (lane % 4 == 0) {
+          small.column_sums[32 * warp + 16 * part + lane / 4] = sums[0];
+          small.column_sums[32 * warp + 16 * part + 8 + lane / 4] = sums[1];
         }
+      }
       __syncwarp();
       const float sum = small.column_sums[thread];
       __syncwarp();
@@ -446,23 +779,25 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   }
 
   // Of rows lane / 4 and the eighth after it of a warp's 16 rows of X: this lane's part of their products with y_sum.
-  __device__ __forceinline__ void times_y_sum(int stage, int warp, int lane, float (&carried)[2]) const {
+  __device__ __forceinline__ void times_y_sum(int from, int stage, int warp, int lane, float (&carried)[2]) const {
     if constexpr (S::kSplitSums) {
-      float c[4] = {};
+      float c[2][4] = {};
       const int part = lane / 4;
 #pragma unroll
       for (int k = 0; k < kWidth / 16; ++k) {
         uint32_t a[4], b[2] = {0, 0};
         load_matrices(a, tile(stage, 0) + chunk_offset<kTokens>(16 * warp + lane % 16, 2 * k + lane / 16));
         if (part < 3) {
-          b[0] = *reinterpret_cast<const uint32_t*>(&small.y_sum_parts[part][16 * k + 2 * (lane % 4)]);
-          b[1] = *reinterpret_cast<const uint32_t*>(&small.y_sum_parts[part][16 * k + 8 + 2 * (lane % 4)]);
+          b[0] = *reinterpret_cast<const uint32_t*>(&small.y_sum_parts[from][part][16 * k + 2 * (lane % 4)]);
+          b[1] = *reinterpret_cast<const uint32_t*>(&small.y_sum_parts[from][part][16 * k + 8 + 2 * (lane % 4)]);
         }
-        mma(T{}, c, a, b[0], b[1]);
+        mma(T{}, c[k % 2], a, b[0], b[1]);
       }
 #pragma unroll
-      for (int half = 0; half < 2; ++half)
-        carried[half] = lane % 4 == 0 ? c[2 * half] + c[2 * half + 1] : lane % 4 == 1 ? c[2 * half] : 0.0f;
+      for (int half = 0; half < 2; ++half) {
+        const float parts[2] = {c[0][2 * half] + c[1][2 * half], c[0][2 * half + 1] + c[1][2 * half + 1]};
+        carried[half] = lane % 4 == 0 ? parts[0] + parts[1] : lane % 4 == 1 ? parts[0] : 0.0f;
+      }
     } else {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -475,7 +810,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
           for (int j = 0; j < 4; ++j) {
             const float2 pair = unpack_pair(T{}, pairs[j]);
-            carried[half] += pair.x * small.y_sum[chunk * 8 + 2 * j] + pair.y * small.y_sum[chunk * 8 + 2 * j + 1];
+            carried[half] += pair.x * small.y_sum[from][chunk * 8 + 2 * j] + pair.y * small.y_sum[from][chunk * 8 + 2 * j + 1];
           }
         }
       }
@@ -483,28 +818,64 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   }
 
   // Scores over the decay since the chunk's begin. Tiles that no row of the warp sees stay 0.
-  __device__ __forceinline__ void mask_scores(const RowTable<kTokens>& table, uint32_t to, int warp, int lane,
+  __device__ __forceinline__ void mask_scores(const Table& table, uint32_t to, int warp, int lane,
                                               const float (&s)[8][4]) const {
     const int row = 16 * warp + lane / 4;
 #pragma unroll
     for (int t = 0; t < 8; ++t) {
-      if (scan.reverse ? t < 2 * warp : t > 2 * warp + 1) continue;
+      if (reverse() ? t < 2 * warp : t > 2 * warp + 1) continue;
       const int j = 8 * t + 2 * (lane % 4);
       const float2 factor = *reinterpret_cast<const float2*>(&table.from_begin[j]);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int i = row + 8 * half;
-        const float p0 = (scan.reverse ? j >= i : j <= i) ? s[t][2 * half] * factor.x : 0.0f;
-        const float p1 = (scan.reverse ? j + 1 >= i : j + 1 <= i) ? s[t][2 * half + 1] * factor.y : 0.0f;
+        const float p0 = (reverse() ? j >= i : j <= i) ? s[t][2 * half] * factor.x : 0.0f;
+        const float p1 = (reverse() ? j + 1 >= i : j + 1 <= i) ? s[t][2 * half + 1] * factor.y : 0.0f;
         store_4_bytes(to + chunk_offset<kTokens>(i, t) + lane % 4 * 4, pack_pair(T{}, p0, p1));
       }
     }
   }
 
+  // Over x_factor, with the terms of rank 1. sums: adds this lane's part of what a row sees.
+  template <bool kUniform>
+  __device__ __forceinline__ void finish_rank1_scores(const Table& table, uint32_t to, int warp, int lane,
+                                                      const float (&s)[8][4], float (&sums)[2]) const {
+    const int row = 16 * warp + lane / 4;
+    const float x_rank1[2] = {table.x_rank1[row], table.x_rank1[row + 8]};
+    const int direction = reverse() ? -1 : 1;
+#pragma unroll
+    for (int t = 0; t < 8; ++t) {
+      if (reverse() ? t < 2 * warp : t > 2 * warp + 1) continue;
+      const int j = 8 * t + 2 * (lane % 4);
+      const bool whole = reverse() ? t > 2 * warp + 1 : t < 2 * warp;
+      float2 factor = {}, rank1 = {}, z_factor = {};
+      if (!kUniform) {
+        factor = *reinterpret_cast<const float2*>(&table.y_factor[j]);
+        rank1 = *reinterpret_cast<const float2*>(&table.y_rank1[j]);
+        z_factor = *reinterpret_cast<const float2*>(&table.z_factor[j]);
+      }
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int i = row + 8 * half, ahead = (j - i) * direction;
+        float p[2];
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          float x = s[t][2 * half + c];
+          if (kUniform) x += x_rank1[half];
+          else x = x * (c == 0 ? factor.x : factor.y) + x_rank1[half] * (c == 0 ? rank1.x : rank1.y);
+          if (!whole && ahead + c * direction > 0) x = 0.0f;
+          sums[half] += x;
+          p[c] = kUniform ? x : x * (c == 0 ? z_factor.x : z_factor.y);
+        }
+        store_4_bytes(to + chunk_offset<kTokens>(i, t) + lane % 4 * 4, pack_pair(T{}, p[0], p[1]));
+      }
+    }
+  }
+
   // Tiles that no row of the warp sees stay 0.
-  __device__ __forceinline__ void finish_scores(const RowTable<kTokens>& table, uint32_t to, int warp, int lane,
+  __device__ __forceinline__ void finish_scores(const Table& table, uint32_t to, int warp, int lane,
                                                 const float (&s)[8][4], float (&sums)[2]) const {
-    const bool decays = !kFull || scan.log_decay != nullptr;
+    const bool decays = !kExtras || scan.log_decay != nullptr;
     const int row = 16 * warp + lane / 4;
     float2 row_decay[2];
     float x_factor[2], x_rank1[2];
@@ -512,16 +883,16 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     for (int half = 0; half < 2; ++half) {
       row_decay[half] = table.log2_decay[row + 8 * half];
       x_factor[half] = table.x_factor[row + 8 * half];
-      x_rank1[half] = kFull ? table.x_rank1[row + 8 * half] : 0.0f;
+      x_rank1[half] = kExtras ? table.x_rank1[row + 8 * half] : 0.0f;
     }
 #pragma unroll
     for (int t = 0; t < 8; ++t) {
-      if (scan.reverse ? t < 2 * warp : t > 2 * warp + 1) continue;
+      if (reverse() ? t < 2 * warp : t > 2 * warp + 1) continue;
       const int j = 8 * t + 2 * (lane % 4);
       const float4 decay = *reinterpret_cast<const float4*>(&table.log2_decay[j]);
-      const float2 factor = *reinterpret_cast<const float2*>(kFull ? &table.y_factor[j] : &table.own[j]);
+      const float2 factor = *reinterpret_cast<const float2*>(kExtras ? &table.y_factor[j] : &table.own[j]);
       float2 rank1 = {}, z_factor = {};
-      if (kFull) {
+      if (kExtras) {
         rank1 = *reinterpret_cast<const float2*>(&table.y_rank1[j]);
         z_factor = *reinterpret_cast<const float2*>(&table.z_factor[j]);
       }
@@ -531,14 +902,14 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int c = 0; c < 2; ++c) {
           float x = s[t][2 * half + c] * x_factor[half] * (c == 0 ? factor.x : factor.y);
-          if (kFull) x += x_rank1[half] * (c == 0 ? rank1.x : rank1.y);
+          if (kExtras) x += x_rank1[half] * (c == 0 ? rank1.x : rank1.y);
           if (decays) {
             const float low = row_decay[half].y - (c == 0 ? decay.y : decay.w);
             x *= exp2_fast(row_decay[half].x - (c == 0 ? decay.x : decay.z) + low);
           }
           const int i = row + 8 * half;
-          if (scan.reverse ? j + c < i : j + c > i) x = 0.0f;
-          if (kFull) {
+          if (reverse() ? j + c < i : j + c > i) x = 0.0f;
+          if (kExtras) {
             sums[half] += x;
             x = x == 0.0f ? 0.0f : x * (c == 0 ? z_factor.x : z_factor.y);
           }
@@ -551,23 +922,18 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // sums: of the two rows of P that this lane has a part of. Leaves what rows of out are divided by.
-  __device__ __forceinline__ void finish_row_sums(const Cursor& at, int stage, int buffer, int warp, int lane,
-                                                  const float (&sums)[2], float count) {
-    const RowTable<kTokens>& table = small.table[small.table_of[stage]];
+  // sums, carried: this lane's parts of the sums of two rows of P and of their products with y_sum. Leaves what rows of out
+  // are divided by.
+  __device__ __forceinline__ void finish_row_sums(const Cursor& at, const Table& table, int buffer, int warp, int lane,
+                                                  const float (&sums)[2], const float (&carried)[2], float count) {
     const int rows = at.chunk_end(kTokens) - at.chunk;
-    float parts[2];
-    times_y_sum(stage, warp, lane, parts);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int row = 16 * warp + 8 * half + lane / 4;
-      float own = sums[half], carried = parts[half];
+      float sum = sums[half] + table.from_state[row] * carried[half];
 #pragma unroll
-      for (int offset = 1; offset < 4; offset *= 2) {
-        own += __shfl_xor_sync(kFullWarp, own, offset);
-        carried += __shfl_xor_sync(kFullWarp, carried, offset);
-      }
-      const float sum = own + table.from_state[row] * carried + table.from_sum[row] * count;
+      for (int offset = 1; offset < 4; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+      sum += table.from_sum[row] * count;
       if (lane % 4 != 0) continue;
       small.divisor[buffer][row] = fabsf(sum) < scan.eps ? (sum < 0.0f ? -scan.eps : scan.eps) : sum;
       if (scan.row_sum != nullptr && slice == 0 && row < rows)
@@ -582,7 +948,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     const int column = slice * S::kColumns + 64 * group + 16 * warp + lane / 4;
     const int K = scan.y.width, V = scan.z.width;
     Place place, scores, out;
-    float state[kWidth / 8][4], o[8][4];
+    float state[kWidth / 8][4], o[8][4], y_sum[kYParts][2] = {};
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
       float z_sum[2] = {0.0f, 0.0f}, after = 1.0f, kept = 1.0f, count = 0.0f;
@@ -594,8 +960,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       if (kOut && !begins_scan(at)) {
         from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
           add_slots(state, slots, weights, column, lane);
-          if constexpr (kFull) {
-            if (!scan.rank1) return;
+          if constexpr (kExtras) {
+            if (!rank1()) return;
 #pragma unroll
             for (int i = 0; i < kSlotBatch; ++i)
 #pragma unroll
@@ -612,60 +978,94 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         // Of the heads of y of a chunk.
         const bool first = !kGroupedHeads || at.head == 0, last = !kGroupedHeads || at.head + 1 == scan.y_group;
         wait(&small.full[place.slot], place.parity);
-        const RowTable<kTokens>& table = small.table[small.table_of[place.slot]];
+        const Table& table = small.table[small.table_of[place.slot]];
         if constexpr (!kOut) {
           uint32_t scaled[4][4];
           load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
-          scale_columns(table, lane, after, scaled, z_sum);
+          if constexpr (kPartSums) {
+            add_z_sum(table, lane, scaled, z_sum);
+            if (!table.unscaled) scale_columns(table, lane, 1.0f, scaled, z_sum);
+          } else {
+            scale_columns(table, lane, after, scaled, z_sum);
+          }
           to_state(place.slot, scaled, state);
+          if (kPartSums && row_sums()) {
+#pragma unroll
+            for (int part = 0; part < kYParts; ++part) {
+              float sums[2];
+              sum_16_columns(table, place.slot, kYParts * (4 * group + warp) + part, lane, sums);
+              y_sum[part][0] += sums[0], y_sum[part][1] += sums[1];
+            }
+          }
           count += after * table.count;
           log2_kept += table.log2_kept;
           kept *= table.kept;
           if (last) after = kept;
           hopper::products_wait<0>();
           hopper::products_keep(state);
+          hopper::operands_keep(scaled);
           arrive_warp(&small.empty[place.slot]);
-        } else if (S::kScaledLast && !table.steep) {
+        } else if (S::kScaledLast && (S::kKind == kRank1 || !table.steep)) {
           wait(&small.scores_full[scores.slot], scores.parity);
           uint32_t packed[kWidth / 16][4], z[4][4], scaled[4][4];
           float one[2] = {1.0f, 1.0f};
           pack_state(state, packed, one);
           load_columns(tile(place.slot, kZTile + group), warp, lane, z);
-          const bool odd = has_odd(z);
+          // Where products wait for it, it has to be the same in the whole group.
+          const bool odd = S::kKind == kRank1 ? hopper::any_of(4 + group, 128, has_odd(z)) : has_odd(z);
+          const float sum_before[2] = {z_sum[0], z_sum[1]};
+          if constexpr (kPartSums) add_z_sum(table, lane, z, z_sum);
           if (odd) take_out_odd(z);
           from_state(place.slot, packed, o, false);
           from_scores(scores.slot, z, o);
-          if (odd) {
-            load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
+          if constexpr (S::kKind == kRank1) {
+            // Where Z is its own Z', as in the usual call, products follow each other at once.
+            if (odd || !table.unscaled) {
+              hopper::products_wait<0>();
+              hopper::products_keep(o);
+              hopper::operands_change(z);
+              if (odd) load_columns(tile(place.slot, kZTile + group), warp, lane, z);
+              if (!table.unscaled) scale_columns(table, lane, 1.0f, z, z_sum);
+            }
+            to_state(place.slot, z, state);
           } else {
+            if (odd) {
+              load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
+            } else {
 #pragma unroll
-            for (int step = 0; step < 4; ++step)
+              for (int step = 0; step < 4; ++step)
 #pragma unroll
-              for (int i = 0; i < 4; ++i) scaled[step][i] = z[step][i];
+                for (int i = 0; i < 4; ++i) scaled[step][i] = z[step][i];
+            }
+            scale_columns(table, lane, 1.0f, scaled, z_sum);
+            const float kept = table.kept;
+#pragma unroll
+            for (int n = 0; n < kWidth / 8; ++n)
+#pragma unroll
+              for (int c = 0; c < 4; ++c) state[n][c] *= kept;
+            to_state(place.slot, scaled, state);
           }
-          scale_columns(table, lane, 1.0f, scaled, z_sum);
-          const float kept = table.kept;
-#pragma unroll
-          for (int n = 0; n < kWidth / 8; ++n)
-#pragma unroll
-            for (int c = 0; c < 4; ++c) state[n][c] *= kept;
-          to_state(place.slot, scaled, state);
           hopper::products_wait<1>();
           hopper::products_keep(o);
+          hopper::operands_keep(packed);
+          if constexpr (S::kKind != kRank1) hopper::operands_keep(z);
           if (odd) add_odd(place.slot, scores.slot, group, warp, lane, o);
+          if constexpr (kFactors) scale_rows_last(scores.slot, lane, sum_before, o);
           arrive_warp(&small.scores_empty[scores.slot]);
           scores.next(2);
-          scale_rows(table, lane, one, z_sum, o);
-          if (scan.row_dot != nullptr) write_dots(at, place.slot, out.slot, group, warp, lane, o);
-          write_rows(group, warp, lane, out, o);
+          if constexpr (!kFactors) scale_rows(table, lane, one, z_sum, o);
+          wait_rows(out, group, warp, lane, o);
+          put_rows(group, warp, lane, out, o);
           hopper::products_wait<0>();
           hopper::products_keep(state);
+          if constexpr (S::kKind == kRank1) hopper::operands_keep(z);
+          else hopper::operands_keep(scaled);
           arrive_warp(&small.empty[place.slot]);
         } else {
           const float sum_before[2] = {z_sum[0], z_sum[1]};
           float unscale[2] = {1.0f, 1.0f};
+          uint32_t packed[kWidth / 16][4], scaled[4][4];
           if (first) {
-            uint32_t packed[kWidth / 16][4];
             pack_state(state, packed, unscale);
             from_state(place.slot, packed, o, true);
             if (S::kMode != kSingle) {
@@ -675,7 +1075,6 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             }
           }
           if constexpr (kUpdates) {
-            uint32_t scaled[4][4];
             load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
             scale_columns(table, lane, 1.0f, scaled, z_sum);
             const float kept = table.kept;
@@ -687,10 +1086,11 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             if (S::kMode == kSingle) {
               hopper::products_wait<1>();
               hopper::products_keep(o);
+              hopper::operands_keep(packed);
               scale_rows(table, lane, unscale, sum_before, o);
             }
           }
-          const bool with_scores = kPairs || scan.row_sums;
+          const bool with_scores = kPairs || row_sums();
           bool odd = false;
           if constexpr (kPairs) {
             uint32_t z[4][4];
@@ -703,13 +1103,15 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             hopper::products_wait<0>();
             hopper::products_keep(o);
             hopper::products_keep(state);
+            hopper::operands_keep(scaled);
+            hopper::operands_keep(z);
             if (odd) add_odd(place.slot, scores.slot, group, warp, lane, o);
           } else if (with_scores) {
             wait(&small.scores_full[scores.slot], scores.parity);
           }
           if (last) {
-            if (scan.row_dot != nullptr) write_dots(at, place.slot, out.slot, group, warp, lane, o);
-            if (kFull && scan.divide) {
+            wait_rows(out, group, warp, lane, o);
+            if (kExtras && divides()) {
 #pragma unroll
               for (int n = 0; n < 8; ++n) {
                 const float2 by = *reinterpret_cast<const float2*>(&small.divisor[scores.slot][8 * n + 2 * (lane % 4)]);
@@ -723,7 +1125,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             arrive_warp(&small.scores_empty[scores.slot]);
             scores.next(2);
           }
-          if (last) write_rows(group, warp, lane, out, o);
+          if (last) put_rows(group, warp, lane, out, o);
         }
       }
       if constexpr (!kOut) {
@@ -736,15 +1138,27 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         write_slot(state, slot, column, lane);
         float* const rest = slot + static_cast<int64_t>(K) * V + K + V;
         if (slice == 0 && group == 0 && thread == 0) Base::write_slot_rest(at, rest, count, cut ? -16384.0 : log2_kept);
-        if (kFull && lane % 4 == 0) {
+        if (kExtras && lane % 4 == 0) {
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             if (column + 8 * half < V) rest[column + 8 * half - V] = z_sum[half];
         }
+        if (kPartSums && row_sums() && slice == 0 && lane % 4 == 0) {
+          const FirstSums from = Base::first_sums(at);
+#pragma unroll
+          for (int part = 0; part < kYParts; ++part)
+#pragma unroll
+            for (int half = 0; half < 2; ++half) {
+              const int k = 16 * (kYParts * (4 * group + warp) + part) + 8 * half + lane / 4;
+              if (k >= K) continue;
+              const bool first = begins_scan(at) && from.y_sum != nullptr;
+              rest[k - V - K] = y_sum[part][half] + (first ? from.y_sum[k] : 0.0f);
+            }
+        }
       } else if constexpr (kUpdates) {
         const LastSums to = Base::last_sums(at);
         write_state<kWidth>(state, to, K, V, column, lane);
-        if (kFull && to.z_sum != nullptr && scan.rank1 && lane % 4 == 0) {
+        if (kExtras && to.z_sum != nullptr && rank1() && lane % 4 == 0) {
 #pragma unroll
           for (int half = 0; half < 2; ++half)
             if (column + 8 * half < V) to.z_sum[column + 8 * half] = to.factor * z_sum[half];
@@ -766,8 +1180,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         const int k = 8 * n + 2 * (lane % 4) + c % 2, v = column + c / 2 * 8;
         if (k < K && v < V) state[n][c] += weight * from.state[k * from.k_stride + v * from.v_stride];
       }
-    if constexpr (kFull) {
-      if (from.z_sum == nullptr || !scan.rank1) return;
+    if constexpr (kExtras) {
+      if (from.z_sum == nullptr || !rank1()) return;
 #pragma unroll
       for (int half = 0; half < 2; ++half)
         if (column + 8 * half < V) z_sum[half] += weight * from.z_sum[column + 8 * half];
@@ -886,7 +1300,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     hopper::products_commit();
   }
 
-  __device__ __forceinline__ void scale_rows(const RowTable<kTokens>& table, int lane, const float (&unscale)[2],
+  __device__ __forceinline__ void scale_rows(const Table& table, int lane, const float (&unscale)[2],
                                              const float (&sum)[2], float (&o)[8][4]) const {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
@@ -894,10 +1308,22 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       const float2 factor = *reinterpret_cast<const float2*>(&table.from_state[row]);
       o[n][0] *= factor.x * unscale[0], o[n][1] *= factor.y * unscale[0];
       o[n][2] *= factor.x * unscale[1], o[n][3] *= factor.y * unscale[1];
-      if (kFull) {
+      if (kExtras) {
         const float2 of_sum = *reinterpret_cast<const float2*>(&table.from_sum[row]);
         o[n][0] += of_sum.x * sum[0], o[n][1] += of_sum.y * sum[0];
         o[n][2] += of_sum.x * sum[1], o[n][3] += of_sum.y * sum[1];
+      }
+    }
+  }
+
+  __device__ __forceinline__ void scale_rows_last(int buffer, int lane, const float (&sum)[2], float (&o)[8][4]) const {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float4 factor = *reinterpret_cast<const float4*>(&small.out_factor[buffer][8 * n + 2 * (lane % 4)]);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        o[n][2 * half] = o[n][2 * half] * factor.x + factor.y * sum[half];
+        o[n][2 * half + 1] = o[n][2 * half + 1] * factor.z + factor.w * sum[half];
       }
     }
   }
@@ -936,7 +1362,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   }
 
   // From Z to Z' times weight, and its part of the sum of z.
-  __device__ __forceinline__ void scale_columns(const RowTable<kTokens>& table, int lane, float weight,
+  __device__ __forceinline__ void scale_columns(const Table& table, int lane, float weight,
                                                 uint32_t (&scaled)[4][4], float (&z_sum)[2]) const {
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
@@ -946,15 +1372,15 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         const int row = 16 * step + 8 * half + 2 * (lane % 4);
         float2 factor = *reinterpret_cast<const float2*>(&table.to_state[row]), to_sum = {};
         if (!kOut) factor.x *= weight, factor.y *= weight;
-        if (kFull) to_sum = *reinterpret_cast<const float2*>(&table.to_z_sum[row]);
+        if constexpr (kExtras && !kPartSums) to_sum = *reinterpret_cast<const float2*>(&table.to_z_sum[row]);
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const float2 x = unpack_pair(T{}, scaled[step][2 * half + i]);
           scaled[step][2 * half + i] = pack_pair(T{}, x.x * factor.x, x.y * factor.y);
-          if (kFull) sums[i] += to_sum.x * x.x + to_sum.y * x.y;
+          if (kExtras && !kPartSums) sums[i] += to_sum.x * x.x + to_sum.y * x.y;
         }
       }
-    if constexpr (kFull) {
+    if constexpr (kExtras && !kPartSums) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         sums[half] += __shfl_xor_sync(kFullWarp, sums[half], 1);
@@ -962,6 +1388,19 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         z_sum[half] = kOut ? table.kept * z_sum[half] + sums[half] : z_sum[half] + weight * sums[half];
       }
     }
+  }
+
+  // The chunk's part of the sum of z, of a warp's columns of Z, in every lane.
+  __device__ __forceinline__ void add_z_sum(const Table& table, int lane, const uint32_t (&z)[4][4], float (&z_sum)[2]) const {
+    if (!rank1()) return;
+    // The right operand has the factors in even columns and what their rounding left in odd ones.
+    float c[4] = {};
+#pragma unroll
+    for (int step = 0; step < 4; ++step) {
+      const uint16_t* const factors = &table.to_z_sum_parts[lane / 4 % 2][16 * step + 2 * (lane % 4)];
+      mma(T{}, c, z[step], *reinterpret_cast<const uint32_t*>(factors), *reinterpret_cast<const uint32_t*>(factors + 8));
+    }
+    z_sum[0] += c[0] + c[1], z_sum[1] += c[2] + c[3];
   }
 
   // What is not finite would reach tokens that do not see it, as 0 times itself: it becomes 0, and is added on its own to
@@ -991,17 +1430,22 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) {
           const int i = 8 * n + 2 * (lane % 4) + c % 2;
-          if (odd[c / 2] && (scan.reverse ? j >= i : j <= i))
+          if (odd[c / 2] && (reverse() ? j >= i : j <= i))
             o[n][c] += unpack_one(T{}, load_2_bytes(p + chunk_offset<kTokens>(i, j / 8) + j % 8 * 2)) *
                        unpack_one(T{}, static_cast<uint16_t>(bits[c / 2]));
         }
     }
   }
 
-  __device__ __forceinline__ void write_dots(const Cursor& at, int stage, int buffer, int group, int warp, int lane,
-                                             const float (&o)[8][4]) const {
-    const uint32_t from = tile(stage, kSourceTile + group);
-    float(&to)[kTokens] = small.dots[buffer][4 * group + warp];
+  // Until there is room for rows of out, which for row_dot holds those of source: leaves this warp's part of the dots.
+  __device__ __forceinline__ void wait_rows(const Place& out, int group, int warp, int lane, const float (&o)[8][4]) const {
+    if (!dots()) {
+      wait(&small.out_empty[out.slot], out.parity ^ 1);
+      return;
+    }
+    wait(&small.source_full[out.slot], out.parity);
+    const uint32_t from = out_at + (out.slot * kGroups + group) * kBox;
+    float sums[8][2];
 #pragma unroll
     for (int step = 0; step < 4; ++step) {
       uint32_t a[4];
@@ -1009,36 +1453,41 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
       for (int t = 0; t < 2; ++t) {
         const float2 x0 = unpack_pair(T{}, a[2 * t]), x1 = unpack_pair(T{}, a[2 * t + 1]);
-        float sums[2] = {x0.x * o[2 * step + t][0] + x1.x * o[2 * step + t][2],
-                         x0.y * o[2 * step + t][1] + x1.y * o[2 * step + t][3]};
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-#pragma unroll
-          for (int offset = 4; offset < 32; offset *= 2) sums[c] += __shfl_xor_sync(kFullWarp, sums[c], offset);
-          if (lane < 4) to[16 * step + 8 * t + 2 * lane + c] = sums[c];
-        }
+        sums[2 * step + t][0] = x0.x * o[2 * step + t][0] + x1.x * o[2 * step + t][2];
+        sums[2 * step + t][1] = x0.y * o[2 * step + t][1] + x1.y * o[2 * step + t][3];
       }
     }
-    hopper::named_barrier(2, 128 * kGroups);
-    const int rows = at.chunk_end(kTokens) - at.chunk, row = threadIdx.x % 128;
-    if (group != 0 || row >= rows) return;
-    float sum = 0.0f;
+    // Eight lanes have parts of the same rows. With each exchange a lane keeps half of them.
 #pragma unroll
-    for (int w = 0; w < 4 * kGroups; ++w) sum += small.dots[buffer][w][row];
-    *Base::row_dot_at(at.chunk + row) = sum;
+    for (int kept = 4; kept > 0; kept /= 2)
+#pragma unroll
+      for (int n = 0; n < kept; ++n)
+#pragma unroll
+        for (int c = 0; c < 2; ++c) {
+          const bool upper = lane & 4 * kept;
+          const float other = __shfl_xor_sync(kFullWarp, upper ? sums[n][c] : sums[n + kept][c], 4 * kept);
+          sums[n][c] = (upper ? sums[n + kept][c] : sums[n][c]) + other;
+        }
+    float* const to = &small.dots[out.slot][4 * group + warp][8 * (lane / 4) + 2 * (lane % 4)];
+    *reinterpret_cast<float2*>(to) = make_float2(sums[0][0], sums[0][1]);
+    __syncwarp();
   }
 
   // Through shared memory, so that whole lines leave.
-  __device__ __forceinline__ void write_rows(int group, int warp, int lane, Place& out, const float (&o)[8][4]) const {
+  __device__ __forceinline__ void put_rows(int group, int warp, int lane, Place& out, float (&o)[8][4]) const {
     const uint32_t tile = out_at + (out.slot * kGroups + group) * kBox;
-    const float out_times = kFull && scan.out_times != nullptr ? *scan.out_times : 1.0f;
-    wait(&small.out_empty[out.slot], out.parity ^ 1);
+    if (kExtras && scales_out()) {
+      const float times = *scan.out_times;
+#pragma unroll
+      for (int n = 0; n < 8; ++n)
+#pragma unroll
+        for (int c = 0; c < 4; ++c) o[n][c] *= times;
+    }
 #pragma unroll
     for (int n = 0; n < 8; n += 2) {
       uint32_t r[4];
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        r[i] = pack_pair(T{}, o[n + i / 2][i % 2 * 2] * out_times, o[n + i / 2][i % 2 * 2 + 1] * out_times);
+      for (int i = 0; i < 4; ++i) r[i] = pack_pair(T{}, o[n + i / 2][i % 2 * 2], o[n + i / 2][i % 2 * 2 + 1]);
       // Matrix i: tokens 8 (n + i / 2) .. + 7, columns 8 (i % 2) .. + 7 of the warp's.
       hopper::store_matrices_transposed(
           tile + chunk_offset<kTokens>(8 * (n + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), r);
@@ -1055,7 +1504,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     const float tokens = 24.0f / (-kLog2E * scan.log_decay[state_head]);
     if (!(tokens < static_cast<float>(length - kTokens))) return false;
     const int window = static_cast<int>(tokens) + 1;
-    if (scan.reverse) at.piece.end = at.piece.begin + (window + kTokens - 1) / kTokens * kTokens;
+    if (reverse()) at.piece.end = at.piece.begin + (window + kTokens - 1) / kTokens * kTokens;
     else at.piece.begin += (length - window) / kTokens * kTokens;
     return true;
   }
@@ -1084,6 +1533,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           hopper::barrier_init(shared_address(&small.scores_empty[s]), 4 * kGroups);
           hopper::barrier_init(shared_address(&small.out_full[s]), 4 * kGroups);
           hopper::barrier_init(shared_address(&small.out_empty[s]), 1);
+          hopper::barrier_init(shared_address(&small.source_full[s]), 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
@@ -1097,7 +1547,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       carry(at, group, cut);
     } else if (S::kScores && group == kGroups) {
       if (S::kScores) give_registers<S::kScoreRegisters>();
-      score(at);
+      if constexpr (S::kKind == kRank1) score_rank1(at);
+      else score(at);
     } else {
       if (S::kScores) give_registers<S::kCopyRegisters>();
       const int warp = threadIdx.x / 32 % 4;
@@ -1109,36 +1560,36 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 };
 #endif
 
-template <class T, int kWidth, int kGroups, int kMode, bool kFull>
-__global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kFull>::kThreads, 1)
-    ChunkScanHopperKernel(const __grid_constant__ ChunkScan scan, const __grid_constant__ ChunkMaps maps, int stages) {
+template <class T, int kWidth, int kGroups, int kMode, int kKind>
+__global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind>::kThreads, 1)
+    ChunkScanHopperKernel(const __grid_constant__ ChunkGroup group, int stages) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using S = HopperShape<T, kWidth, kGroups, kMode, kFull>;
+  using S = HopperShape<T, kWidth, kGroups, kMode, kKind>;
   extern __shared__ char dynamic[];
   char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-  const int stage_bytes = S::kBox * ((S::kOut ? S::kBoxes : 0) + (S::kUpdates ? S::kBoxes + kGroups : 0) +
-                                     (S::kOut && scan.row_dot != nullptr ? kGroups : 0));
-  const uint32_t stages_at = shared_address(shared), scores_at = stages_at + stages * stage_bytes;
-  auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * stage_bytes + S::kFixedTiles * S::kBox);
-  HopperBlock<S, T> block{{scan, S::kOut ? kOutputs : kSegmentSums, blockIdx.x}, maps, small, stages_at,
-                          scores_at, scores_at + 2 * S::kBox, stages, stage_bytes};
+  const uint32_t stages_at = shared_address(shared), scores_at = stages_at + stages * S::kStageBytes;
+  auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * S::kStageBytes + S::kFixedTiles * S::kBox);
+  const unsigned which = blockIdx.x % group.count;
+  HopperBlock<S, T> block{{group.scans[which], S::kOut ? kOutputs : kSegmentSums, blockIdx.x / group.count}, group.maps[which],
+                          small, stages_at,
+                          scores_at, scores_at + 2 * S::kBox, stages, HopperBlock<S, T>::flags_of(group.scans[which])};
   block.run();
 #endif
 }
 
-template <class T, int kWidth, int kGroups, int kMode, bool kFull>
-int launch_hopper_mode(const ChunkScan& scan, const ChunkMaps& maps, bool overlap, int max_shared_bytes, void* stream) {
-  using S = HopperShape<T, kWidth, kGroups, kMode, kFull>;
-  const int stage_bytes = S::stage_bytes(scan.row_dot != nullptr);
-  int stages = (max_shared_bytes - S::fixed_bytes()) / stage_bytes;
+template <class T, int kWidth, int kGroups, int kMode, int kKind>
+int launch_hopper_mode(const ChunkGroup& group, bool overlap, int max_shared_bytes, void* stream) {
+  const ChunkScan& scan = group.scans[0];
+  using S = HopperShape<T, kWidth, kGroups, kMode, kKind>;
+  int stages = (max_shared_bytes - S::fixed_bytes()) / S::kStageBytes;
   if (stages > S::kMaxStages) stages = S::kMaxStages;
-  const int bytes = S::fixed_bytes() + stages * stage_bytes;
-  const auto kernel = ChunkScanHopperKernel<T, kWidth, kGroups, kMode, kFull>;
+  const int bytes = S::fixed_bytes() + stages * S::kStageBytes;
+  const auto kernel = ChunkScanHopperKernel<T, kWidth, kGroups, kMode, kKind>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
   const int64_t segments = S::kOut || !scan.causal ? scan.segments : scan.segments - 1;
   const int64_t heads = S::kOut ? scan.heads : scan.heads / scan.x_group;
-  const int64_t blocks = scan.batch * heads * segments * scan.slices;
+  const int64_t blocks = scan.batch * heads * segments * scan.slices * group.count;
   if (blocks == 0) return cudaSuccess;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
@@ -1150,30 +1601,48 @@ int launch_hopper_mode(const ChunkScan& scan, const ChunkMaps& maps, bool overla
   attribute.val.programmaticStreamSerializationAllowed = 1;
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, scan, maps, stages);
+  return cudaLaunchKernelEx(&config, kernel, group, stages);
 }
 
 constexpr int kHopperMaxWidth = 128;
 
-template <class T, int kWidth, int kGroups>
-int launch_hopper_shape(const ChunkScan& scan, const ChunkMaps& maps, int pass, bool overlap, int max_shared_bytes,
-                        void* stream) {
-  const auto launch = [&](auto launcher) { return launcher(scan, maps, overlap, max_shared_bytes, stream); };
-  const bool full = scan.rank1 || scan.row_sums;
-  if (pass == kSegmentSums)
-    return full ? launch(launch_hopper_mode<T, kWidth, kGroups, kSums, true>)
-                : launch(launch_hopper_mode<T, kWidth, kGroups, kSums, false>);
-  if (!scan.causal) return launch(launch_hopper_mode<T, kWidth, kGroups, kWhole, true>);
-  if (scan.y_group > 1) return launch(launch_hopper_mode<T, kWidth, kGroups, kGrouped, true>);
-  return full ? launch(launch_hopper_mode<T, kWidth, kGroups, kSingle, true>)
-              : launch(launch_hopper_mode<T, kWidth, kGroups, kSingle, false>);
+// Whether scans have the same kernel and as many blocks.
+inline bool go_together(const ChunkScan& a, const ChunkScan& b) {
+  const auto extras = [](const ChunkScan& scan) { return scan.rank1 || scan.row_sums; };
+  return a.dtype == b.dtype && a.causal == b.causal && a.batch == b.batch && a.tokens == b.tokens && a.heads == b.heads &&
+         a.x_group == b.x_group && a.y_group == b.y_group && extras(a) == extras(b) &&
+         (a.log_decay == nullptr) == (b.log_decay == nullptr) && (a.y.width > 64) == (b.y.width > 64) &&
+         (a.z.width <= 64) == (b.z.width <= 64) && chunk_scan_slices(a) == chunk_scan_slices(b) &&
+         a.own_slots == b.own_slots && (!a.own_slots || a.segments == b.segments);
 }
 
-// overlap: the pass before may still run, and this one waits for it where it needs its sums.
+template <class T, int kWidth, int kGroups>
+int launch_hopper_shape(const ChunkGroup& group, int pass, bool overlap, int max_shared_bytes, void* stream) {
+  const ChunkScan& scan = group.scans[0];
+  const auto launch = [&](auto launcher) { return launcher(group, overlap, max_shared_bytes, stream); };
+  const bool extras = scan.rank1 || scan.row_sums;
+  if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+    if (extras && scan.log_decay == nullptr) {
+      if (pass == kSegmentSums) return launch(launch_hopper_mode<T, kWidth, kGroups, kSums, kRank1>);
+      if (scan.causal && scan.y_group == 1) return launch(launch_hopper_mode<T, kWidth, kGroups, kSingle, kRank1>);
+    }
+  }
+  if (pass == kSegmentSums)
+    return extras ? launch(launch_hopper_mode<T, kWidth, kGroups, kSums, kFull>)
+                  : launch(launch_hopper_mode<T, kWidth, kGroups, kSums, kPlain>);
+  if (!scan.causal) return launch(launch_hopper_mode<T, kWidth, kGroups, kWhole, kFull>);
+  if (scan.y_group > 1) return launch(launch_hopper_mode<T, kWidth, kGroups, kGrouped, kFull>);
+  return extras ? launch(launch_hopper_mode<T, kWidth, kGroups, kSingle, kFull>)
+                : launch(launch_hopper_mode<T, kWidth, kGroups, kSingle, kPlain>);
+}
+
+// The scans of a group take the same kernel. overlap: the pass before may still run, and this one waits for it where it
+// needs its sums.
 template <class T>
-int launch_hopper(const ChunkScan& scan, const ChunkMaps& maps, int pass, bool overlap, int max_shared_bytes, void* stream) {
+int launch_hopper(const ChunkGroup& group, int pass, bool overlap, int max_shared_bytes, void* stream) {
+  const ChunkScan& scan = group.scans[0];
   const bool narrow = scan.z.width <= 64;
-  const auto launch = [&](auto launcher) { return launcher(scan, maps, pass, overlap, max_shared_bytes, stream); };
+  const auto launch = [&](auto launcher) { return launcher(group, pass, overlap, max_shared_bytes, stream); };
   if (scan.y.width > 64) return narrow ? launch(launch_hopper_shape<T, 128, 1>) : launch(launch_hopper_shape<T, 128, 2>);
   return narrow ? launch(launch_hopper_shape<T, 64, 1>) : launch(launch_hopper_shape<T, 64, 2>);
 }

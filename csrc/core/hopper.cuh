@@ -19,6 +19,16 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint3
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
+// The same, and whether x holds in any of the threads.
+__device__ __forceinline__ bool any_of(int id, int threads, bool x) {
+  uint32_t any;
+  asm volatile(
+      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
+      : "=r"(any)
+      : "r"(static_cast<uint32_t>(x)), "r"(id), "r"(threads)
+      : "memory");
+  return any != 0;
+}
 // Arrives at it without waiting.
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -36,6 +46,13 @@ __device__ __forceinline__ void copy_in(uint32_t to, const CUtensorMap* map, int
 __device__ __forceinline__ void copy_out(const CUtensorMap* map, uint32_t from, int column, int token, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from),
                "r"(column), "r"(token), "r"(head), "r"(batch)
+               : "memory");
+  asm volatile("cp.async.bulk.commit_group;" ::: "memory");
+}
+// The same, added to what is there.
+__device__ __forceinline__ void add_out(const CUtensorMap* map, uint32_t from, int column, int token, int head, int batch) {
+  asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
+               "r"(from), "r"(column), "r"(token), "r"(head), "r"(batch)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
@@ -72,6 +89,24 @@ __device__ __forceinline__ void products_keep(float (&c)[kTiles][4]) {
     for (int i = 0; i < 4; ++i) asm volatile("" : "+f"(c[n][i])::"memory");
 }
 
+// After a wait: until then products read their left operand, whose registers the compiler might take for something else.
+template <int kTiles>
+__device__ __forceinline__ void operands_keep(const uint32_t (&a)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" ::"r"(a[n][i]) : "memory");
+}
+
+// The same before they are changed.
+template <int kTiles>
+__device__ __forceinline__ void operands_change(uint32_t (&a)[kTiles][4]) {
+#pragma unroll
+  for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[n][i])::"memory");
+}
+
 // The operands of 32 and 64 accumulators, %0 to %31 and to %63, as a text and as a list.
 #define LEANFLEET_NAMES_32                                                                                             \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "     \
@@ -87,7 +122,8 @@ __device__ __forceinline__ void products_keep(float (&c)[kTiles][4]) {
 // The products of a warpgroup for one type, whose name in PTX is `name`:
 //   product           c[64x64] (+)= a[64x16] b[16x64] and c[64x128] (+)= a[64x16] b[16x128], a in registers;
 //                     kRowsSummed: b's tile has the summed index as rows
-//   product_of_tiles  the same with a a tile too, both tiles with the summed index as columns
+//   product_of_tiles  the same with a a tile too, both tiles with the summed index as columns; and c[64x8], where
+//                     kRowsSummed is of a's tile
 #define LEANFLEET_PRODUCTS(type, name)                                                                                 \
 template <bool kRowsSummed>                                                                                            \
 __device__ __forceinline__ void product(type, float (&c)[8][4], const uint32_t (&a)[4], uint32_t b, int add) {         \
@@ -114,6 +150,14 @@ __device__ __forceinline__ void product_of_tiles(type, float (&c)[8][4], uint32_
       "a, b, p, 1, 1, 0, 0;\n}"                                                                                        \
       : LEANFLEET_TILES_8(c, 0)                                                                                        \
       : "r"(a), "r"(b), "r"(add), "n"(kHighWord));                                                                     \
+}                                                                                                                      \
+template <bool kRowsSummed>                                                                                            \
+__device__ __forceinline__ void product_of_tiles(type, float (&c)[1][4], uint32_t a, uint32_t b, int add) {            \
+  asm volatile(                                                                                                        \
+      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %6, 0;\nmov.b64 a, {%4, %7};\nmov.b64 b, {%5, %7};\n"         \
+      "wgmma.mma_async.sync.aligned.m64n8k16.f32." name "." name " {%0, %1, %2, %3}, a, b, p, 1, 1, %8, 0;\n}"          \
+      : LEANFLEET_TILE(c, 0)                                                                                           \
+      : "r"(a), "r"(b), "r"(add), "n"(kHighWord), "n"(kRowsSummed ? 1 : 0));                                           \
 }                                                                                                                      \
 __device__ __forceinline__ void product_of_tiles(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {           \
   asm volatile(                                                                                                        \

@@ -107,6 +107,16 @@ __device__ __forceinline__ float2 unpack_pair(__half, uint32_t pair) {
 __device__ __forceinline__ float2 unpack_pair(__nv_bfloat16, uint32_t pair) {
   return make_float2(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000u));
 }
+
+// 8 numbers of T each.
+template <class T>
+__device__ __forceinline__ uint4 add_pairs(T, uint4 x, uint4 y) {
+  const auto add = [](uint32_t a, uint32_t b) {
+    const float2 p = unpack_pair(T{}, a), q = unpack_pair(T{}, b);
+    return pack_pair(T{}, p.x + q.x, p.y + q.y);
+  };
+  return make_uint4(add(x.x, y.x), add(x.y, y.y), add(x.z, y.z), add(x.w, y.w));
+}
 __device__ __forceinline__ float unpack_one(__half, uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 __device__ __forceinline__ float unpack_one(__nv_bfloat16, uint16_t bits) {
   return __uint_as_float(static_cast<uint32_t>(bits) << 16);

@@ -184,6 +184,7 @@ template <class P>
 struct LeanRange {
   P work, begin, end;
   int32_t ranges, index;
+  int32_t parts;  // all units are equal and so many ranges each; 0: they are not
   LeanUnit unit;
 };
 
@@ -204,16 +205,77 @@ __device__ __forceinline__ LeanPair<P> lean_pair(const LeanAttentionArgs& args, 
   return pair;
 }
 
-// What lean_work_prefix and lean_locate do, by a warp and without memory for the prefix: lanes share the pairs of
-// (request, query tile), first to add up their work, then to find the one that holds the range's first position. All
-// lanes of a warp call it and get the same answer. False: there is no range of this index.
+// x / y for 0 <= x < 2^20: exact in float32, as (x + 0.5) / y is never nearer than 0.5 / y to an integer.
+__device__ __forceinline__ int small_quotient(int x, int y) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(y)));
+  return static_cast<int>((x + 0.5f) * inverse);
+}
+
+// row / group.
+__device__ __forceinline__ int token_of_row(int row, int group) {
+  return row < (1 << 20) ? small_quotient(row, group) : row / group;
+}
+
+// The rest of locate_range where all units are equal and a request has one query tile: what lean_range_begin and
+// lean_locate come to, with less arithmetic between the lengths and the first copy. tiles < 2^20.
 template <class P>
-__device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int index, int row_tiles,
+__device__ __forceinline__ bool locate_equal(const LeanAttentionArgs& args, const LeanPair<P>& mine, int tiles, int units,
                                              LeanRange<P>& range) {
+  range.ranges = units * range.parts;
+  if (range.index >= range.ranges) return false;
+  const int of_unit = lean_max(tiles, 1);
+  const int index = small_quotient(range.index, range.parts), part = range.index - index * range.parts;
+  const int whole = small_quotient(of_unit, range.parts), rest = of_unit - whole * range.parts;
+  const P before = static_cast<P>(of_unit) * index;
+  range.work = static_cast<P>(of_unit) * units;
+  range.begin = before + part * whole + small_quotient(part * rest, range.parts);
+  range.end = before + (part + 1) * whole + small_quotient((part + 1) * rest, range.parts);
+  LeanUnit& unit = range.unit;
+  unit.b = small_quotient(index, args.kv_heads);
+  unit.head = index - unit.b * args.kv_heads;
+  unit.row_tile = 0;
+  unit.position = static_cast<int64_t>(before);
+  if (args.batch > 32) {
+    unit.request = lean_request(args, unit.b);
+    unit.tiles = lean_unit_tiles(args, unit.request, 0);
+    return true;
+  }
+  unit.request.start = __shfl_sync(kFullWarp, mine.request.start, unit.b);
+  unit.request.keys = __shfl_sync(kFullWarp, mine.request.keys, unit.b);
+  unit.request.tokens = __shfl_sync(kFullWarp, mine.request.tokens, unit.b);
+  unit.tiles.begin = __shfl_sync(kFullWarp, mine.tiles.begin, unit.b);
+  unit.tiles.end = __shfl_sync(kFullWarp, mine.tiles.end, unit.b);
+  return true;
+}
+
+// What lean_settle, lean_work_prefix and lean_locate do, by a warp and without memory for the prefix: lanes share the pairs of
+// (request, query tile), first to add up their work, then to find the one that holds the range's first position. All
+// lanes of a warp call it and get the same answer; the plan is settled. False: there is no range of this index.
+template <class P>
+__device__ __forceinline__ bool locate_range(LeanAttentionArgs& args, int index, int row_tiles, LeanRange<P>& range) {
   const int lane = threadIdx.x % 32;
   const int pairs = args.batch * row_tiles;
   const P heads = args.kv_heads;
   LeanPair<P> mine = lean_pair<P>(args, pairs == 1 ? 0 : lane, row_tiles);
+  range.index = index;
+  range.parts = 0;
+  if (args.plan.equal_parts > 0) {
+    const int tiles = __shfl_sync(kFullWarp, mine.tiles.end - mine.tiles.begin, 0);
+    bool equal = lane >= pairs || mine.tiles.end - mine.tiles.begin == tiles;
+#pragma unroll 1
+    for (int pair = 32 + lane; pair < pairs; pair += 32) {
+      const LeanSpan span = lean_pair<P>(args, pair, row_tiles).tiles;
+      equal = equal && span.end - span.begin == tiles;
+    }
+    if (__builtin_expect(__all_sync(kFullWarp, equal), true)) {
+      const int units = pairs * args.kv_heads;
+      range.parts = lean_equal_parts(args.plan, tiles);
+      lean_settle_equal(args.plan, units, range.parts);
+      if (row_tiles == 1) return locate_equal(args, mine, tiles, units, range);
+      if (mine.work > 0) mine.work = lean_max(tiles, 1);
+    }
+  }
   P end = heads * mine.work;
   if (pairs > 1) end = warp_scan(end);
   P work = pairs > 1 ? __shfl_sync(kFullWarp, end, 31) : end;
@@ -224,7 +286,6 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
     work += heads * warp_sum(more);
   }
   range.work = work;
-  range.index = index;
   range.ranges = lean_num_ranges(args.plan, static_cast<int64_t>(work));
   if (index >= range.ranges) return false;
   range.begin = lean_range_begin(work, range.ranges, index);
@@ -275,6 +336,15 @@ __device__ __forceinline__ bool locate_range(const LeanAttentionArgs& args, int 
   }
   unit.position = static_cast<int64_t>(before);
   return true;
+}
+
+// A share of the range with its place among the unit's contributors.
+template <class P>
+__device__ __forceinline__ LeanSegment segment_of(const LeanAttentionArgs& args, const LeanRange<P>& range,
+                                                  const LeanUnit& unit, const LeanShare& share) {
+  if (range.parts == 0 || share.whole) return lean_segment_of(args, unit, share, range.work, range.ranges, range.index);
+  const int part = range.index - small_quotient(range.index, range.parts) * range.parts;
+  return {share.tiles, true, part, range.parts, lean_slot(range.index - part, part)};
 }
 
 // Calls body(unit, share) for every part of a unit that the range holds, in order.
@@ -342,11 +412,6 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
       for (int c = lane; c < chunks; c += 32) target[c] = source[c];
     }
   }
-}
-
-// row / group. The quotient of small numbers is exact in float32: it is never nearer than 0.5 / group to an integer.
-__device__ __forceinline__ int token_of_row(int row, int group) {
-  return row < (1 << 20) ? static_cast<int>(__fdividef(row + 0.5f, static_cast<float>(group))) : row / group;
 }
 
 // The packed row's token and query head.

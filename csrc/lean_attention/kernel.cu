@@ -192,13 +192,15 @@ struct FloatKernel {
 
 template <class T>
 __global__ void __launch_bounds__(kFloatThreads)
-    LeanAttentionFloatKernel(const __grid_constant__ LeanAttentionArgs args, bool by_16_bytes) {
+    LeanAttentionFloatKernel(const __grid_constant__ LeanAttentionArgs launch_args, bool by_16_bytes) {
+  LeanAttentionArgs args = launch_args;
+  args.plan.equal_parts = 0;  // the fallback for other types has the plan of their kernels
   extern __shared__ float shared[];
   const int key_stride = args.key_width + 4, value_stride = args.value_width + 4;
   float* const query = shared + 2 * kFloatTokens * (key_stride + value_stride);
   uint32_t* const arrived = reinterpret_cast<uint32_t*>(query + kFloatRows * args.key_width);
   if (args.append)
-    append_all<T, T>(args, static_cast<int64_t>(blockIdx.x) * kFloatWarps + threadIdx.x / 32,
+    append_all<T, T>(launch_args, static_cast<int64_t>(blockIdx.x) * kFloatWarps + threadIdx.x / 32,
                      static_cast<int64_t>(gridDim.x) * kFloatWarps);
   LeanRange<int64_t> range;
   if (!locate_range(args, blockIdx.x, lean_row_tiles(args), range)) return;
@@ -328,6 +330,8 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   plan.unit_overhead = kUnitOverhead;
   plan.min_range_work = kMinRangeWork;
   plan.max_ranges = forced_ranges > 0 ? forced_ranges : sm_count;
+  plan.equal_parts = 0;
+  plan.equal_halved = false;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
     plan.key_tile = kFloatTokens;
     plan.row_tile = rows < kFloatRows ? static_cast<int32_t>(rows) : kFloatRows;
@@ -336,7 +340,7 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   }
   // The kernels for few rows count positions in 32 bits.
   const int tile = padded_width(args) == 64 ? 128 : 64;
-  const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 3) <
+  const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 1 + kUnitOverhead) <
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : 128;
   int slots = 0;
@@ -344,13 +348,11 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   const bool wgmma = cudaGetDevice(&device) == cudaSuccess && takes_wgmma(args, device);
   if (wgmma && plan.row_tile == kWgmmaRows) plan.unit_overhead = kWgmmaUnitOverhead;
   choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
-  // Few units of equal length are cut into equal parts: as many ranges as keep the cuts of every unit in the same
-  // places, if that leaves few multiprocessors idle.
+  // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few multiprocessors idle.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * lean_row_tiles_of(args, plan.row_tile);
-  if (forced_ranges == 0 && units <= sm_count && sm_count / units * units * 20 >= 19 * static_cast<int64_t>(sm_count)) {
-    plan.max_ranges = static_cast<int32_t>(sm_count / units * units);
-    plan.unit_overhead = 0;
-  }
+  if (forced_ranges == 0 && units <= sm_count && sm_count / units * units * 20 >= 19 * static_cast<int64_t>(sm_count) &&
+      args.capacity / plan.key_tile < 1 << 19)
+    plan.equal_parts = static_cast<int32_t>(sm_count / units);
   return plan;
 }
 
@@ -409,6 +411,8 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   if (wgmma) loads.key_boxes = loads.value_boxes = width / kBoxColumns;  // its products take all columns: zeros beyond D
   loads.stream_once = lean_row_tiles(args) == 1;
   loads.slots = slots;
+  loads.clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
+  loads.cluster = 1;
   loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
   loads.boxes = key_tile / loads.box_tokens;
   loads.box_slices = loads.box_tokens / 16;

@@ -33,6 +33,8 @@ struct LeanPlan {
   int32_t unit_overhead;    // cost of starting and finishing a unit, in key/value tiles
   int32_t max_ranges;       // shares that the work is cut into, at most
   int32_t min_range_work;   // no share is smaller, in key/value tiles
+  int32_t equal_parts;      // of a unit if all units have equally many tiles: at most so many; 0: no such rule
+  bool equal_halved;        // they are so many, or half, a quarter, ...
 };
 
 struct LeanAttentionArgs {

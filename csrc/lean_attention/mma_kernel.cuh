@@ -10,7 +10,12 @@
 //   up to 128 rows   8 warps, each with its own 16 rows and all tokens. On sm_90a wgmma_kernel.cuh has these for widths
 //                    up to 128.
 //
-// The producer alone reads the schedule; it hands each segment to the consumers through a queue in shared memory.
+// The producer alone reads the schedule; it hands each segment, with the query rows of few, to the consumers through a queue
+// in shared memory.
+//
+// Partial results of a unit of up to 16 rows meet in shared memory where all its ranges are blocks of one cluster: each
+// block sends its part to the block that merges it. Launches are clustered where few units of equal length are likely; any
+// other unit, and every unit if the lengths turn out to differ, is merged by its last contributor, through global memory.
 //
 // A slot holds the keys or the values of one tile as lines of 64 columns, 128 bytes: [box of columns][token], or
 // [token][box] where whole rows of several boxes come in one copy, which reads memory in longer pieces. The 16-byte
@@ -19,6 +24,7 @@
 
 #include <cuda.h>
 
+#include <atomic>
 #include <type_traits>
 
 #include "lean_attention/device.cuh"
@@ -39,6 +45,8 @@ struct LeanTileLoads {
   bool whole_tiles;       // every tile is one copy of keys and one of values, nothing is gathered or looked up
   int32_t copy_warps;     // producer warps that copy: 1 or 4
   bool stream_once;       // no other unit reads the same keys: they need not stay in the L2 cache
+  bool clusters;          // blocks may be launched in clusters
+  int32_t cluster;        // blocks of a cluster; 1: they are launched on their own
 };
 
 // A segment as the producer hands it to the consumers.
@@ -47,13 +55,16 @@ struct LeanWork {
   LeanSegment segment;
   int32_t first;    // the range that begins the unit
   int32_t last;     // not 0: there is no more work, the rest is not set
+  bool in_cluster;  // all contributors are blocks of this block's cluster
   LeanSpan seen;    // keys that at least one row of the unit sees
   LeanSpan common;  // keys that all its rows see, padding aside
 };
 constexpr int kQueue = 4;  // segments that the producer may be ahead
+constexpr int kMaxCluster = 16;
 
-template <int kWidth, int kRows>
+template <int kWidth, int kUnitRows>
 struct LeanTile {
+  static constexpr int kRows = kUnitRows;
   static constexpr bool kSplitTokens = kRows <= 16;
   using Position = std::conditional_t<kSplitTokens, uint32_t, int64_t>;
   static constexpr int kTokens = kWidth == 64 ? 128 : 64;
@@ -68,10 +79,17 @@ struct LeanTile {
   static constexpr int kScratchStride = kWidth + 4;  // floats; two rows apart is 8 banks apart
   static constexpr int kScratchBytes = kSplitTokens ? 8 * 8 * kScratchStride * 4 + 2 * 8 * kRows * 4 : 0;
   static constexpr int kSlices = kTokens / 16;
+  // The query's rows of a segment, kQueryStride elements apart: a row is 4 banks from the one before.
+  static constexpr int kQueryStride = kWidth + 8;
+  static constexpr int kQueuedQueryBytes = kSplitTokens ? kRows * kQueryStride * 2 : 0;
+  // What the blocks of a cluster send for this block's share of a unit: 4 columns of a row and its statistics, 24 bytes.
+  static constexpr int kInboxItems = kSplitTokens ? kRows * kWidth / 4 + kMaxCluster : 0;
+  static constexpr int kInboxBytes = kInboxItems * 24;
   // Per slot: two barriers and a bit per token.
   static constexpr int kSlotExtra = 16 + kSlices * 2;
-  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + 16);
-  static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + kQueueBytes + 16 + 1024;  // 1024: to align the ring
+  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + kQueuedQueryBytes + 16);
+  // 16: a barrier for the inbox and a word; 1024: to align the ring.
+  static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + kInboxBytes + kQueueBytes + 16 + 1024;
   static int slots_for(int shared_bytes) {
     const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
     return (slots < 12 ? slots : 12) / kGroups * kGroups;
@@ -111,6 +129,7 @@ struct RingAddresses {
   uint32_t slots, full, empty;  // shared addresses; barriers are 8 bytes apart
   uint32_t queue_full, queue_empty;
   LeanWork* queue;
+  char* queries;                // [kQueue][kQueuedQueryBytes]
   uint16_t* masked_out;         // [slots][kTokens / 16] paged caches: a bit for each token without a page
 };
 
@@ -139,6 +158,41 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
       "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(column), "r"(token), "r"(head), "r"(outer),
       "r"(barrier), "l"(policy)
       : "memory");
+}
+#endif
+
+#if __CUDA_ARCH__ >= 900
+// Blocks of a cluster. Every thread arrives once its block's barriers are initialised, of which the fence after the inits
+// tells the cluster; who writes into another block's shared memory waits first for all of them.
+__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
+__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+
+__device__ __forceinline__ uint32_t address_in_block(uint32_t address, int block) {
+  uint32_t there;
+  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
+  return there;
+}
+
+// Stores that add their bytes to what the barrier, in the same block as `to`, has received.
+__device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to), "f"(x.x),
+               "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier) : "memory");
+}
+__device__ __forceinline__ void send(uint32_t to, float x, float y, uint32_t barrier) {
+  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(to), "f"(x), "f"(y),
+               "r"(barrier) : "memory");
+}
+
+// Waits for the first phase of a barrier with one arrival, this one's, and `bytes` that other blocks send.
+__device__ __forceinline__ void receive(uint32_t barrier, uint32_t bytes, bool arrives) {
+  if (arrives)
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
+                 "r"(bytes) : "memory");
+  uint32_t done;
+  do {
+    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+                 "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(barrier) : "memory");
+  } while (!done);
 }
 #endif
 
@@ -177,8 +231,8 @@ struct TileProducer {
   bool copies, publishes;    // what this warp does
   RingPlace place, waiting;  // of the group whose turn it is, and of the other
 
-  // Positions of this lane's tokens in a tile: groups of 32 tokens, `warps` warps share them.
   static constexpr int kTokens = Tile::kTokens;
+  static constexpr bool kQueuesQuery = Tile::kSplitTokens && !kTurns;
 
   // `exists`: the range holds work; else only the end of the queue is told.
   template <class P>
@@ -196,7 +250,7 @@ struct TileProducer {
     }
 #endif
     if (exists) for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
-      if (publishes) publish(unit, lean_segment_of(args, unit, share, range.work, range.ranges, range.index), queued);
+      if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
       if (!copies) return;
       const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
       // Rows that this launch appends come from new_key and new_value: other blocks may be writing them.
@@ -252,6 +306,7 @@ struct TileProducer {
     });
     if (publishes) {
       barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
+      if constexpr (kQueuesQuery) barrier_arrive_after_copies(ring.queue_full + queued.slot * 8);
       if (lane == 0) {
         ring.queue[queued.slot].last = 1;
         barrier_arrive(ring.queue_full + queued.slot * 8);
@@ -260,21 +315,46 @@ struct TileProducer {
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  __device__ __forceinline__ void publish(const LeanUnit& unit, const LeanSegment& segment, RingPlace& queued) {
-    const RowsKeys keys = keys_of_tokens(args, unit, lean_unit_tokens(args, unit.request, unit.row_tile));
+  // Tells the consumers of a segment and starts to copy its query rows. Turned queries they read themselves: a warp that
+  // copies cannot wait for what it would have to turn.
+  __device__ __forceinline__ void publish(const LeanUnit& unit, const LeanSegment& segment, bool equal, RingPlace& queued) {
     barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
+    if constexpr (kQueuesQuery) {
+      queue_query(unit, shared_address(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
+      barrier_arrive_after_copies(ring.queue_full + queued.slot * 8);
+    }
+    const RowsKeys keys = keys_of_tokens(args, unit, lean_unit_tokens(args, unit.request, unit.row_tile));
     if (lane == 0) {
       LeanWork& work = ring.queue[queued.slot];
       work.unit = unit;
       work.segment = segment;
       work.first = segment.slot / 2 - segment.index;
       work.last = 0;
+      work.in_cluster = equal && segment.count > 1 && work.first % loads.cluster + segment.count <= loads.cluster;
       work.seen = keys.seen;
       work.common = keys.common;
       barrier_arrive(ring.queue_full + queued.slot * 8);
     }
     __syncwarp();
     queued.next();
+  }
+
+  // A unit's rows, with zeros for padding and beyond D.
+  __device__ __forceinline__ void queue_query(const LeanUnit& unit, uint32_t to) {
+    constexpr int kChunks = Tile::kQueryStride / 8 - 1;  // of a row
+    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+    const int real_rows = lean_min(rows.end, args.group * unit.request.tokens) - rows.begin;
+    const T* const of_unit = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
+                             unit.head * args.group * args.query_strides.head;
+#pragma unroll
+    for (int i = 0; i < Tile::kRows * kChunks / 32; ++i) {
+      const int row = (i * 32 + lane) / kChunks, column = (i * 32 + lane) % kChunks * 8;
+      const bool read = row < real_rows && column < args.key_width;
+      const int token = args.tokens == 1 ? 0 : small_quotient(rows.begin + row, args.group);
+      const T* const from = of_unit + token * args.query_strides.token +
+                            (rows.begin + row - token * args.group) * args.query_strides.head + column;
+      copy_async(to + (row * Tile::kQueryStride + column) * 2, read ? from : of_unit, read ? 16 : 0);
+    }
   }
 
   // Groups of consumers take tiles in turn.
@@ -457,6 +537,8 @@ struct TokenConsumer {
   const LeanTileLoads& loads;
   const RingAddresses& ring;
   float* scratch;            // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
+  float4* inbox;             // [kInboxItems], then max and sum [kInboxItems][2]
+  uint32_t inbox_barrier;
   volatile uint32_t* arrived;
   int warp, lane;
   RingPlace place;
@@ -474,7 +556,7 @@ struct TokenConsumer {
       barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
       const LeanWork& work = ring.queue[queued.slot];
       if (work.last != 0) return;
-      begin_unit(work.unit);
+      begin_unit(work.unit, reinterpret_cast<const T*>(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
       const LeanSpan common = work.common, seen = work.seen;
       const int end = work.segment.tiles.end;
 #pragma unroll 1
@@ -492,31 +574,21 @@ struct TokenConsumer {
     }
   }
 
-  __device__ __forceinline__ void begin_unit(const LeanUnit& unit) {
+  // rows_from: the unit's rows as the producer has queued them.
+  __device__ __forceinline__ void begin_unit(const LeanUnit& unit, const T* rows_from) {
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-    const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
-    if constexpr (kTurns) turn_query(unit, rows.begin, real_rows);
+    if constexpr (kTurns) {
+      turn_query(unit, rows.begin, lean_min(rows.end, args.group * unit.request.tokens));
+      rows_from = reinterpret_cast<const T*>(scratch);
+    }
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
-      const int row = rows.begin + 8 * n + lane / 4;
-      const auto read = [&](const T* from) {
+      const T* const from = rows_from + (8 * n + lane / 4) * Tile::kQueryStride + lane % 4 * 2;
 #pragma unroll
-        for (int k = 0; k < kWidth / 16; ++k) {
+      for (int k = 0; k < kWidth / 16; ++k)
 #pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int column = 16 * k + 8 * half + lane % 4 * 2;
-            query[k][n][half] = row < real_rows && column < args.key_width
-                                    ? *reinterpret_cast<const uint32_t*>(from + column) : 0u;
-          }
-        }
-      };
-      if constexpr (kTurns) {
-        read(reinterpret_cast<const T*>(scratch) + (8 * n + lane / 4) * kTurnedStride);
-      } else {
-        const RowPlace place = row_place(args, unit, row);
-        read(static_cast<const T*>(args.query) + unit.b * args.query_strides.batch + place.head * args.query_strides.head +
-             place.token * args.query_strides.token);
-      }
+        for (int half = 0; half < 2; ++half)
+          query[k][n][half] = *reinterpret_cast<const uint32_t*>(from + 16 * k + 8 * half);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         max[n][c] = -INFINITY;
@@ -532,20 +604,22 @@ struct TokenConsumer {
         for (int i = 0; i < 4; ++i) output[d][n][i] = 0.0f;
   }
 
-  // The query's rows after their rotary encoding to scratch, by all consumers together.
-  static constexpr int kTurnedStride = kWidth + 8;  // elements: a row is 4 banks from the one before
-  static_assert(8 * kBlocks * kTurnedStride * 2 <= Tile::kScratchBytes);
+  // The query's rows after their rotary encoding to scratch, with zeros for padding and beyond D, by all consumers together.
+  static_assert(Tile::kQueuedQueryBytes <= Tile::kScratchBytes);
   __device__ __forceinline__ void turn_query(const LeanUnit& unit, int first_row, int real_rows) {
-    const int chunks = args.key_width / 8;
+    constexpr int kChunks = kWidth / 8;
     named_barrier(1, kThreads);  // the previous contents have been read
 #pragma unroll 1
-    for (int i = warp * 32 + lane; i < (real_rows - first_row) * chunks; i += kThreads) {
-      const int row = i / chunks, column = (i - row * chunks) * 8;
-      const RowPlace place = row_place(args, unit, first_row + row);
-      const T* from = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
-                      place.head * args.query_strides.head + place.token * args.query_strides.token;
-      *reinterpret_cast<uint4*>(reinterpret_cast<T*>(scratch) + row * kTurnedStride + column) =
-          rotated_chunk(rotation_at(args, unit.request.keys - unit.request.tokens + place.token), from, column);
+    for (int i = warp * 32 + lane; i < 8 * kBlocks * kChunks; i += kThreads) {
+      const int row = i / kChunks, column = i % kChunks * 8;
+      uint4 x = make_uint4(0, 0, 0, 0);
+      if (row < real_rows - first_row && column < args.key_width) {
+        const RowPlace place = row_place(args, unit, first_row + row);
+        const T* from = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
+                        place.head * args.query_strides.head + place.token * args.query_strides.token;
+        x = rotated_chunk(rotation_at(args, unit.request.keys - unit.request.tokens + place.token), from, column);
+      }
+      *reinterpret_cast<uint4*>(reinterpret_cast<T*>(scratch) + row * Tile::kQueryStride + column) = x;
     }
     named_barrier(1, kThreads);
   }
@@ -738,6 +812,10 @@ struct TokenConsumer {
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
     float* warp_max = scratch + kWarps * 8 * Tile::kScratchStride;
     float* warp_sum = warp_max + kWarps * 8 * kBlocks;
+#if __CUDA_ARCH__ >= 900
+    const ClusterShare share = cluster_share(work, rows);
+    if (work.in_cluster) cluster_wait();
+#endif
 #pragma unroll
     for (int n = 0; n < kBlocks; ++n) {
       named_barrier(1, kThreads);  // the previous contents have been read
@@ -781,15 +859,90 @@ struct TokenConsumer {
             const float4 x = *reinterpret_cast<const float4*>(scratch + (w * 8 + row) * Tile::kScratchStride + d);
             o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
           }
+#if __CUDA_ARCH__ >= 900
+          if (work.in_cluster) {
+            send_part(work, share, 8 * n + row, d, o, top, total);
+            continue;
+          }
+#endif
           if (segment.count == 1) write_row<T>(args, unit, rows.begin + 8 * n + row, d, o, top, total);
           else write_partial(args, segment.slot, 8 * n + row, d, o, top, total);
         }
       }
     }
     if (segment.count == 1) return;
+#if __CUDA_ARCH__ >= 900
+    if (work.in_cluster) {
+      merge_in_cluster(work, share, rows);
+      return;
+    }
+#endif
     if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived))
       merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
   }
+
+#if __CUDA_ARCH__ >= 900
+  // A unit whose contributors are a cluster's blocks is merged by all of them, each a share of the rows' chunks of 4 columns:
+  // whoever has a part of a chunk sends it to the block that merges it. Units of a cluster have one segment a block, so
+  // that an inbox serves once a launch. Blocks of a cluster run at the same time: here a block may wait for another.
+  struct ClusterShare {
+    int row_chunks, chunks;  // of a row, of the unit
+    int size;                // chunks of one block, but for the last
+  };
+  __device__ __forceinline__ ClusterShare cluster_share(const LeanWork& work, LeanSpan rows) const {
+    const int row_chunks = args.value_width / 4, chunks = (rows.end - rows.begin) * row_chunks;
+    return {row_chunks, chunks, small_quotient(chunks + work.segment.count - 1, work.segment.count)};
+  }
+
+  __device__ __forceinline__ void send_part(const LeanWork& work, const ClusterShare& share, int row, int d, float4 o,
+                                            float row_max, float row_sum) const {
+    const int chunk = row * share.row_chunks + d / 4, owner = small_quotient(chunk, share.size);
+    const int item = (chunk - owner * share.size) * work.segment.count + work.segment.index;
+    const int block = work.first % loads.cluster + owner;
+    const uint32_t there = address_in_block(shared_address(inbox), block);
+    const uint32_t barrier = address_in_block(inbox_barrier, block);
+    send(there + item * 16, o, barrier);
+    send(there + Tile::kInboxItems * 16 + item * 8, row_max, row_sum, barrier);
+  }
+
+  // Lanes next to each other have the parts of a chunk, in the order of their ranges.
+  __device__ __forceinline__ void merge_in_cluster(const LeanWork& work, const ClusterShare& share, LeanSpan rows) const {
+    const int count = work.segment.count, first = work.segment.index * share.size;
+    const int mine = lean_clamp(share.chunks - first, 0, share.size);
+    receive(inbox_barrier, mine * count * 24, warp == 0 && lane == 0);
+    const int lanes_log2 = 32 - __clz(count - 1), lanes = 1 << lanes_log2;
+    const int at_once = 32 >> lanes_log2, part = lane & (lanes - 1);
+    const float2* const statistics = reinterpret_cast<const float2*>(inbox + Tile::kInboxItems);
+#pragma unroll 1
+    for (int base = warp * at_once; base < mine; base += Tile::kConsumerWarps * at_once) {
+      const int chunk = base + (lane >> lanes_log2);
+      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float2 mine_of_row = make_float2(-INFINITY, 0.0f);
+      if (chunk < mine && part < count) {
+        o = inbox[chunk * count + part];
+        mine_of_row = statistics[chunk * count + part];
+      }
+      float top = mine_of_row.x;
+#pragma unroll 1
+      for (int offset = lanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
+      const float factor = rescale(mine_of_row.x, top);
+      float total = factor * mine_of_row.y;
+      o.x *= factor, o.y *= factor, o.z *= factor, o.w *= factor;
+#pragma unroll 1
+      for (int offset = lanes / 2; offset > 0; offset /= 2) {
+        total += __shfl_xor_sync(kFullWarp, total, offset);
+        o.x += __shfl_xor_sync(kFullWarp, o.x, offset);
+        o.y += __shfl_xor_sync(kFullWarp, o.y, offset);
+        o.z += __shfl_xor_sync(kFullWarp, o.z, offset);
+        o.w += __shfl_xor_sync(kFullWarp, o.w, offset);
+      }
+      if (part == 0 && chunk < mine) {
+        const int row = small_quotient(first + chunk, share.row_chunks), d = (first + chunk - row * share.row_chunks) * 4;
+        write_row<T>(args, work.unit, rows.begin + row, d, o, top, total);
+      }
+    }
+  }
+#endif
 };
 
 // A consumer warp that holds 16 rows of the unit's 128.
@@ -1055,8 +1208,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   args.plan.row_tile = kRows;
   args.plan.min_range_work = kMinRangeWork;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  // Which of the ranges is a long chain of dependent steps: the producers follow it while the others prepare the
-  // barriers, a lane of each warp its share, as the inits of one warp's lanes would follow one another.
+  // Which of the ranges is a long chain of dependent steps: the producers follow it while the others prepare the barriers.
   using P = typename Tile::Position;
   LeanRange<P> range = {};
   bool exists = false;
@@ -1082,39 +1234,50 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   at += Tile::kQueryBytes;
   float* const scratch = reinterpret_cast<float*>(at);
   at += Tile::kScratchBytes;
+  char* const inbox = at;
+  at += Tile::kInboxBytes;
+  ring.queries = at;
+  at += kQueue * Tile::kQueuedQueryBytes;
   ring.queue = reinterpret_cast<LeanWork*>(at);
-  ring.queue_full = shared_address(at + kQueue * sizeof(LeanWork));
+  at += kQueue * sizeof(LeanWork);
+  ring.queue_full = shared_address(at);
   ring.queue_empty = ring.queue_full + 8 * kQueue;
-  at += Tile::kQueueBytes;
+  at += 16 * kQueue;
   ring.full = shared_address(at);
   ring.empty = ring.full + 8 * loads.slots;
   at += 16 * loads.slots;
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
   uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
+  const uint32_t inbox_barrier = shared_address(at + 8);
 
-  if (warp < Tile::kConsumerWarps && lane == 0) {
+  // Inits of one warp's lanes follow one another, so that warps share them.
+  const int of_producers = warp - Tile::kConsumerWarps;
+  if (of_producers < 0 && lane == 0) {
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
       const int of_ring = i - 2 * kQueue;
       const int count = of_ring >= loads.slots ? Tile::kTileWarps
                         : of_ring >= 0         ? kFillArrivals * loads.copy_warps
-                        : i < kQueue           ? 1
-                                               : Tile::kConsumerWarps;
+                        : i >= kQueue          ? Tile::kConsumerWarps
+                                               : Tile::kSplitTokens && !kTurns ? kFillArrivals : 1;
       barrier_init(ring.queue_full + 8 * i, count);
     }
+    if (warp == Tile::kConsumerWarps - 1) barrier_init(inbox_barrier, 1);
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
   }
   __syncthreads();
+#if __CUDA_ARCH__ >= 900
+  if (loads.cluster > 1) cluster_arrive();
+#endif
 
   // Row consumers need more registers than a block of 12 warps can give every thread.
   if (warp >= Tile::kConsumerWarps) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (!Tile::kSplitTokens) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
 #endif
-    const int of_producers = warp - Tile::kConsumerWarps;
     TileProducer<T, Tile, kTurns> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
                                    of_producers < loads.copy_warps, of_producers == producer_warps - 1,
                                    RingPlace(0, group_slots), RingPlace(group_slots, 2 * group_slots)};
@@ -1126,8 +1289,8 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     const int group = warp / Tile::kTileWarps;
     const RingPlace place(group * group_slots, (group + 1) * group_slots);
     if constexpr (Tile::kSplitTokens) {
-      TokenConsumer<T, kWidth, kRows / 8, kTurns> consumer{args, loads, ring, scratch, arrived, warp, lane, place,
-                                                           {}, {}, {}, {}, {}};
+      TokenConsumer<T, kWidth, kRows / 8, kTurns> consumer{args, loads, ring, scratch, reinterpret_cast<float4*>(inbox),
+                                                           inbox_barrier, arrived, warp, lane, place, {}, {}, {}, {}, {}};
       consumer.run();
     } else {
 #if __CUDA_ARCH__ >= 900
@@ -1144,6 +1307,26 @@ template <class T>
 int launch_mma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
                const CUtensorMap& value_map, int width, int producer_warps, void* stream);
 
+constexpr int kShortRange = 20;  // key tiles, measured
+
+// How many clusters of a launch run at the same time.
+template <class T, int kWidth, int kRows, class Kernel>
+int clusters_at_once(Kernel kernel, const cudaLaunchConfig_t& config) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // 1 more than the number
+  int device = 0;
+  if (cudaGetDevice(&device) != cudaSuccess) return 0;
+  std::atomic<int>& of_size = known[device % kDevices][config.attrs->val.clusterDim.x];
+  int clusters = of_size.load(std::memory_order_relaxed) - 1;
+  if (clusters >= 0) return clusters;
+  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
+    cudaGetLastError();
+    return 0;
+  }
+  of_size.store(clusters + 1, std::memory_order_relaxed);
+  return clusters;
+}
+
 template <class T, int kWidth, int kRows>
 int launch_mma_tile(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
                     const CUtensorMap& value_map, int producer_warps, void* stream) {
@@ -1154,9 +1337,51 @@ int launch_mma_tile(const LeanAttentionArgs& args, const LeanTileLoads& loads, c
   const int bytes = Tile::shared_bytes(loads.slots);
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  kernel<<<args.plan.max_ranges, 32 * (Tile::kConsumerWarps + producer_warps), bytes,
-           static_cast<cudaStream_t>(stream)>>>(args, loads, key_map, value_map);
-  return cudaGetLastError();
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(args.plan.max_ranges);
+  config.blockDim = dim3(32 * (Tile::kConsumerWarps + producer_warps));
+  config.dynamicSmemBytes = bytes;
+  config.stream = static_cast<cudaStream_t>(stream);
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeClusterDimension;
+  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
+  config.attrs = &attribute;
+  LeanAttentionArgs settled = args;
+  LeanTileLoads with = loads;
+  if (with.clusters && Tile::kSplitTokens) {
+    // Where it is refused, clusters of more than 8 do not fit.
+    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) cudaGetLastError();
+    // Blocks of a cluster need multiprocessors next to each other: of clusters that do not all fit at once, the last would
+    // run after the others.
+    const auto fits = [&](int parts) {
+      attribute.val.clusterDim.x = parts;
+      config.gridDim.x = args.plan.max_ranges * parts;
+      config.numAttrs = 1;
+      return parts > 1 && parts <= kMaxCluster &&
+             clusters_at_once<T, kWidth, kRows>(kernel, config) >= args.batch * args.kv_heads;
+    };
+    int parts = args.plan.equal_parts;
+    if (!fits(parts)) {
+      // Where a range is short anyway, a merge in a cluster is worth more than all multiprocessors are, unless these are busy
+      // with copies of many small pages.
+      parts = parts > 8 ? 8 : parts > 4 ? 4 : 2;
+      if (args.plan.equal_parts > kMaxCluster || loads.boxes > 1 || args.capacity > kShortRange * parts * Tile::kTokens ||
+          !fits(parts))
+        parts = 1;
+    }
+    config.numAttrs = parts > 1;
+    if (parts > 1) {
+      with.cluster = parts;
+      settled.plan.equal_parts = parts;
+      settled.plan.equal_halved = true;
+      settled.plan.max_ranges =
+          lean_min(args.plan.max_ranges / parts, clusters_at_once<T, kWidth, kRows>(kernel, config)) * parts;
+    }
+    config.gridDim.x = settled.plan.max_ranges;
+  }
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, settled, with, key_map, value_map);
+  if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
+  return launched;
 }
 
 }  // namespace leanfleet

@@ -199,6 +199,8 @@ LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
   plan.unit_overhead = 0;
   plan.max_ranges = kRangesPerThread * threads;
   plan.min_range_work = 1;
+  plan.equal_parts = 0;
+  plan.equal_halved = false;
   return plan;
 }
 

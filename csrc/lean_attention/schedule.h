@@ -10,6 +10,9 @@
 // all tiles of a unit writes its output; otherwise each owner of at least one tile, a contributor, leaves a partial
 // result, and these are merged in the order of their ranges. A range leaves at most two: one for a unit that began
 // in an earlier range and one for a unit that it begins.
+//
+// Where all units turn out to have the same number of tiles, a plan with equal_parts cuts each into at most that many
+// ranges, all in the same places; see lean_settle.
 #pragma once
 
 #include <cstdint>
@@ -113,6 +116,39 @@ LEANFLEET_HD int64_t lean_head_work(const LeanAttentionArgs& args, const LeanReq
   for (int32_t row_tile = 0; row_tile < lean_row_tiles(args); ++row_tile)
     work += lean_unit_work(args, lean_unit_tiles(args, request, row_tile));
   return work;
+}
+
+// Into how many parts each unit of `tiles` tiles is cut if all have so many. Where blocks of a cluster merge a unit, parts are
+// halved, so that units of a power of two of them do not lie in two clusters.
+LEANFLEET_HD int32_t lean_equal_parts(const LeanPlan& plan, int32_t tiles) {
+  int32_t parts = plan.equal_parts;
+  if (!plan.equal_halved) return lean_max(lean_min(parts, tiles / plan.min_range_work), 1);
+  while (parts > 1 && parts * plan.min_range_work > tiles) parts /= 2;
+  return parts;
+}
+
+// The plan for `units` units of which each is `parts` ranges.
+LEANFLEET_HD void lean_settle_equal(LeanPlan& plan, int32_t units, int32_t parts) {
+  plan.max_ranges = units * parts;
+  plan.min_range_work = 1;
+  plan.unit_overhead = 0;
+}
+
+// What a plan with equal_parts leaves open until the lengths are known: whether all units have the same number of tiles.
+// Comes before everything below; a device does the same by a warp.
+LEANFLEET_HD void lean_settle(LeanAttentionArgs& args) {
+  if (args.plan.equal_parts == 0) return;
+  const int32_t row_tiles = lean_row_tiles(args);
+  int32_t tiles = -1;
+  for (int32_t b = 0; b < args.batch; ++b) {
+    const LeanRequest request = lean_request(args, b);
+    for (int32_t row_tile = 0; row_tile < row_tiles; ++row_tile) {
+      const LeanSpan span = lean_unit_tiles(args, request, row_tile);
+      if (tiles < 0) tiles = span.end - span.begin;
+      if (tiles != span.end - span.begin) return;
+    }
+  }
+  lean_settle_equal(args.plan, args.batch * args.kv_heads * row_tiles, lean_equal_parts(args.plan, tiles));
 }
 
 // Fills prefix[B+1] with the work before each request and returns all of it. A device scans instead.

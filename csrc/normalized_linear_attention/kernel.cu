@@ -49,6 +49,8 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
+unsigned row_blocks(int64_t rows) { return static_cast<unsigned>((rows + kThreads / 32 - 1) / (kThreads / 32)); }
+
 // 1 / max(|row|, 1e-12).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -73,6 +75,15 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // 1 / g_i with |g_i| held, and r_i = o_i · grad_o_i / g_i, or 0 where it is held.
+__device__ __forceinline__ void put_weights(const NormalizedLinearAttentionGradArgs& args, const Row& row, int64_t index,
+                                            float dot, float* inverse, float* rest) {
+  const float eps = args.in.eps, g = args.normalizer[offset_of(row, args.in.normalizer_strides)];
+  const bool held = fabsf(g) < eps;
+  const float divisor = held ? (g < 0.0f ? -eps : eps) : g;
+  inverse[index] = 1.0f / divisor;
+  rest[index] = held ? 0.0f : dot / divisor;
+}
+
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     WeightKernel(const __grid_constant__ NormalizedLinearAttentionGradArgs args, float* inverse, float* rest) {
@@ -86,12 +97,72 @@ __global__ void __launch_bounds__(kThreads)
   for (int64_t d = threadIdx.x % 32; d < in.value_dim; d += 32)
     dot += static_cast<float>(output[d]) * static_cast<float>(grad[d]);
   dot = warp_sum(dot);
-  if (threadIdx.x % 32 != 0) return;
-  const float g = args.normalizer[offset_of(row, in.normalizer_strides)];
-  const bool held = fabsf(g) < in.eps;
-  const float divisor = held ? (g < 0.0f ? -in.eps : in.eps) : g;
-  inverse[index] = 1.0f / divisor;
-  rest[index] = held ? 0.0f : dot / divisor;
+  if (threadIdx.x % 32 == 0) put_weights(args, row, index, dot, inverse, rest);
+}
+
+// The same for rows of 16-bit numbers whose parts of 16 bytes are aligned: some lanes a row, all loads of two rows on their
+// way at once. Blocks: (batch row and head, tokens).
+constexpr int kWeightLanes = 8, kWeightRows = 2, kWeightTokens = kThreads / kWeightLanes * kWeightRows;
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    WeightOfAlignedKernel(const __grid_constant__ NormalizedLinearAttentionGradArgs args, unsigned token_blocks, float* inverse,
+                          float* rest) {
+  constexpr int kElements = 8, kParts = 2;
+  const NormalizedLinearInputs& in = args.in;
+  const unsigned of_head = blockIdx.x / token_blocks;
+  const int64_t batch = of_head / static_cast<unsigned>(in.heads), head = of_head % static_cast<unsigned>(in.heads);
+  const int64_t first = static_cast<int64_t>(blockIdx.x % token_blocks) * kWeightTokens + threadIdx.x / kWeightLanes;
+  const int lane = threadIdx.x % kWeightLanes;
+  float dots[kWeightRows] = {};
+  for (int64_t d = lane * kElements; d < in.value_dim; d += kParts * kWeightLanes * kElements) {
+    uint4 output[kWeightRows][kParts] = {}, grad[kWeightRows][kParts] = {};
+#pragma unroll
+    for (int r = 0; r < kWeightRows; ++r)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const int64_t token = first + r * (kThreads / kWeightLanes), at = d + part * kWeightLanes * kElements;
+        if (token >= in.tokens || at >= in.value_dim) continue;
+        const int64_t offset = offset_of({batch, head, token}, in.output_strides) + at;
+        output[r][part] = *reinterpret_cast<const uint4*>(static_cast<const T*>(args.output) + offset);
+        grad[r][part] = *reinterpret_cast<const uint4*>(static_cast<const T*>(args.grad_output) + offset);
+      }
+#pragma unroll
+    for (int r = 0; r < kWeightRows; ++r)
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) {
+        const T* const o = reinterpret_cast<const T*>(&output[r][part]);
+        const T* const g = reinterpret_cast<const T*>(&grad[r][part]);
+#pragma unroll
+        for (int i = 0; i < kElements; ++i) dots[r] += static_cast<float>(o[i]) * static_cast<float>(g[i]);
+      }
+  }
+#pragma unroll
+  for (int r = 0; r < kWeightRows; ++r) {
+#pragma unroll
+    for (int offset = kWeightLanes / 2; offset > 0; offset /= 2) dots[r] += __shfl_xor_sync(0xffffffffu, dots[r], offset);
+    const int64_t token = first + r * (kThreads / kWeightLanes);
+    if (lane == 0 && token < in.tokens)
+      put_weights(args, {batch, head, token}, static_cast<int64_t>(of_head) * in.tokens + token, dots[r], inverse, rest);
+  }
+}
+
+template <class T>
+int find_weights(const NormalizedLinearAttentionGradArgs& args, float* inverse, float* rest, cudaStream_t stream) {
+  const NormalizedLinearInputs& in = args.in;
+  if constexpr (sizeof(T) == 2) {
+    const auto aligned = [](int64_t elements) { return elements % 8 == 0; };
+    const auto at_16_bytes = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
+    const int64_t token_blocks = (in.tokens + kWeightTokens - 1) / kWeightTokens, blocks = token_blocks * in.batch * in.heads;
+    if (at_16_bytes(args.output) && at_16_bytes(args.grad_output) && aligned(in.value_dim) &&
+        aligned(in.output_strides.batch) && aligned(in.output_strides.head) && aligned(in.output_strides.token) &&
+        blocks <= INT32_MAX) {
+      WeightOfAlignedKernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+          args, static_cast<unsigned>(token_blocks), inverse, rest);
+      return cudaGetLastError();
+    }
+  }
+  WeightKernel<T><<<row_blocks(in.batch * in.heads * in.tokens), kThreads, 0, stream>>>(args, inverse, rest);
+  return cudaGetLastError();
 }
 
 // From the gradient of a row of unit length to that of the row it was made from: (dy - y (y·dy)) / |x|. dots: of the
@@ -118,7 +189,7 @@ struct CoefficientSums {
   int64_t rows;
   int slices;
 };
-constexpr int kSumBlocks = 132;
+constexpr int kSumBlocks = 528;
 
 __global__ void __launch_bounds__(kThreads) CoefficientPartsKernel(CoefficientSums sums, double* parts) {
   __shared__ double shared[kThreads];
@@ -136,8 +207,9 @@ __global__ void __launch_bounds__(kThreads) CoefficientPartsKernel(CoefficientSu
 __global__ void __launch_bounds__(kThreads) CoefficientTotalKernel(const double* parts, float* out) {
   __shared__ double shared[kThreads];
   for (int i = 0; i < 2; ++i) {
-    const double sum =
-        block_sum<kThreads>(static_cast<int>(threadIdx.x) < kSumBlocks ? parts[i * kSumBlocks + threadIdx.x] : 0.0, shared);
+    double sum = 0.0;
+    for (int part = threadIdx.x; part < kSumBlocks; part += kThreads) sum += parts[i * kSumBlocks + part];
+    sum = block_sum<kThreads>(sum, shared);
     if (threadIdx.x == 0) out[i] = static_cast<float>(sum);
   }
 }
@@ -146,8 +218,6 @@ __global__ void CountKernel(const int32_t* before, int32_t* after, int64_t batch
   for (int64_t b = threadIdx.x; b < batch; b += blockDim.x)
     after[b] = static_cast<int32_t>((before != nullptr ? before[b] : 0) + tokens);
 }
-
-unsigned row_blocks(int64_t rows) { return static_cast<unsigned>((rows + kThreads / 32 - 1) / (kThreads / 32)); }
 
 int unit_factors(const NormalizedLinearInputs& in, bool of_query, float* out, cudaStream_t stream) {
   const int64_t heads = of_query ? in.heads : in.kv_heads;
@@ -311,18 +381,14 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
 
   const bool empty = in.batch * in.tokens == 0;
   if (!ws.counting() && !empty) {
-    int failed = with_type(in.dtype, [&](auto type) -> int {
-      WeightKernel<decltype(type)><<<row_blocks(query_rows), kThreads, 0, stream>>>(args, inverse, rest);
-      return cudaGetLastError();
-    });
+    int failed = with_type(in.dtype, [&](auto type) { return find_weights<decltype(type)>(args, inverse, rest, stream); });
     if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, true, query_units, stream);
     if (failed == cudaSuccess && in.normalize_qk) failed = unit_factors(in, false, key_units, stream);
     if (failed != cudaSuccess) return failed;
   }
-  for (const ChunkScan* scan : {&of_query, &of_key, &of_value}) {
-    const int failed = chunk_scan(*scan, target, ws);
-    if (failed != cudaSuccess) return failed;
-  }
+  const ChunkScan scans[] = {of_query, of_key, of_value};
+  const int failed = chunk_scans(scans, 3, target, ws);
+  if (failed != cudaSuccess) return failed;
   if (ws.counting()) return cudaSuccess;
   if (in.normalize_qk && !empty) {
     const int failed = with_type(in.dtype, [&](auto type) -> int {
