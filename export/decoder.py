@@ -20,6 +20,7 @@ from pathlib import Path
 
 import torch
 
+from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
 from leanfleet.export.torch_ops import causal_linear_decay, lean_attention
@@ -77,16 +78,15 @@ def attention(module, query, key, value, attention_mask, scaling=None, sliding_w
 
 
 def decayed_attention(cache, layer, query, key, value, log_decay, scale=1.0):
-    """Linear layer `layer` over its carried state: query, key [B,H,N,R], value [B,H,N,Dv], log_decay float32 [H].
+    """Linear layer `layer` over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H].
 
     Rows past query_lens leave the state as it is: their keys are zero and their decay is 1.
     """
     name = f"{layer}.recurrent_state"
-    valid = torch.arange(query.shape[2], device=query.device) < cache.query_lens.unsqueeze(1)
-    valid = valid.unsqueeze(1)
-    decay = torch.where(valid, log_decay.view(-1, 1), torch.zeros((), dtype=log_decay.dtype))
+    valid = (torch.arange(query.shape[1], device=query.device) < cache.query_lens.unsqueeze(1)).unsqueeze(-1)
+    decay = torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype))
     output, state = causal_linear_decay(query, key * valid.unsqueeze(-1).to(key.dtype), value, decay,
-                                        cache.tensors[name], return_state=True, scale=scale)
+                                        cache.tensors[name], return_state=True, scale=scale, layout="bnhd")
     cache.update(name, state)
     return output
 
@@ -95,9 +95,9 @@ def _lightning_forward(self, hidden_states, *args, leanfleet_cache=None, **kwarg
     """MiniMaxLightningAttention.forward over CausalLinearDecay: S = exp(-slope) S + k^T v, o = q S."""
     batch, tokens, _ = hidden_states.shape
     heads = self.act_fn(self.qkv_proj(hidden_states)).view(batch, tokens, self.num_attention_heads, 3 * self.head_dim)
-    query, key, value = (t.transpose(1, 2) for t in heads.split(self.head_dim, dim=3))
+    query, key, value = heads.split(self.head_dim, dim=3)
     output = decayed_attention(leanfleet_cache, self.layer_idx, query, key, value, -self.slope_rate.float().flatten())
-    output = self.norm(output.transpose(1, 2).reshape(batch, tokens, -1))
+    output = self.norm(output.reshape(batch, tokens, -1))
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * output), None
 
 
@@ -107,15 +107,15 @@ def _no_mask(*args, **kwargs):
 
 
 @contextmanager
-def _attention_implementation(model):
-    """A transformers model whose layers run our operators."""
+def traceable(model, fuse):
+    """A transformers model whose layers run our operators and whose experts can be traced; fuse: for ONNX Runtime alone."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
     before = model.config._attn_implementation
-    # Experts as one batched product: a loop over those that were hit cannot be traced.
+    # A loop over the experts that were hit cannot be traced.
     experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
     lightning = [m for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"]
     try:
@@ -124,7 +124,8 @@ def _attention_implementation(model):
             model.set_experts_implementation("batched_mm")
         for module in lightning:
             module.forward = types.MethodType(_lightning_forward, module)
-        yield
+        with as_one_node(model) if experts is not None and fuse else nullcontext():
+            yield
     finally:
         for module in lightning:
             vars(module).pop("forward", None)
@@ -218,9 +219,9 @@ def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, *
 
     model: a leanfleet.export.LinearDecoder, or a transformers causal LM whose attention goes through AttentionInterface
     (Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss and MiniMax are tested). all_logits: logits of every new
-    token, [B,N,vocabulary], in place of the last one's (for scoring). fuse: write norms and rotary encodings so that ONNX
-    Runtime runs each as one kernel (leanfleet.export.fusions); False leaves standard operators and ours alone, for runtimes
-    that do not take functions of a model for what they do not know. leanfleet.json holds what
+    token, [B,N,vocabulary], in place of the last one's (for scoring). fuse: write norms, rotary encodings and experts so
+    that ONNX Runtime runs each as one kernel (leanfleet.export.fusions and experts); False leaves standard operators and
+    ours alone, for runtimes that do not take functions of a model for what they do not know. leanfleet.json holds what
     leanfleet.ort_ops.generate needs to know. options go to leanfleet.export.export. Raises ValueError, naming the layer, for
     attention that our operators do not do.
     """
@@ -240,13 +241,14 @@ def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, *
               "caches": [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]}
     folder = Path(folder)
     decoder = Decoder(model, caches, all_logits).eval()
-    with nullcontext() if ours else _attention_implementation(model), torch.no_grad():
+    with nullcontext() if ours else traceable(model, fuse), torch.no_grad():
         # Tracing buries an error under its own; a plain call first shows the model's refusals as they are.
         decoder(ids, lens, lens.clone(), examples)
         program = export(decoder, (ids, lens, lens.clone(), examples), dynamic_shapes=shapes,
                          input_names=["input_ids", "seq_lens", "query_lens", *(f"past_key_values.{n}" for n in caches)],
                          output_names=["logits", *(f"present.{n}" for n in caches)], **options)
     if fuse:
+        add_function(program.model)
         fuse_for_onnxruntime(program.model, getattr(config, "max_position_embeddings", None))
     folder.mkdir(parents=True, exist_ok=True)
     program.save(str(folder / "model.onnx"))

@@ -8,15 +8,19 @@ from leanfleet.export.torch_ops import normalized_linear_attention
 TRANSFORMERS_NAME = "leanfleet_linear"
 
 
-def rotary(x, positions, base=10000.0):
+def rotary(x, positions, base=10000.0, layout="bhnd"):
     """Rotary position encoding (Su et al. 2023, eq. 34), pairs half a head apart.
 
-    x: [B,H,N,D] with D even, any float type; positions: int [N] or [B,N]. Returns x's type; angles are float32.
+    x: [B,H,N,D], or [B,N,H,D] with layout "bnhd", D even, any float type; positions: int [N] or [B,N]. Returns x's type;
+    angles are float32.
     """
     half = x.shape[-1] // 2
     frequencies = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
     angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    angles = angles if positions.dim() == 1 else angles.unsqueeze(1)
+    if layout == "bnhd":
+        angles = angles.unsqueeze(-2)
+    elif positions.dim() == 2:
+        angles = angles.unsqueeze(1)
     cos, sin = angles.cos(), angles.sin()
     first, second = x[..., :half].float(), x[..., half:].float()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)

@@ -56,11 +56,11 @@ class Retention(nn.Module):
         self.log_decay = torch.log1p(-(2.0**-exponents)).tolist()  # no buffer: half() would round gamma to 1
 
     def forward(self, x, positions, cache):
-        query, key, value = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.query, self.key, self.value))
-        query, key = rotary(query, positions), rotary(key, positions)
+        query, key, value = (p(x).unflatten(-1, (self.heads, -1)) for p in (self.query, self.key, self.value))
+        query, key = rotary(query, positions, layout="bnhd"), rotary(key, positions, layout="bnhd")
         output = decayed_attention(cache, self.layer, query, key, value, torch.tensor(self.log_decay, device=x.device),
                                    scale=query.shape[-1] ** -0.5)
-        output = per_head_norm(output.transpose(1, 2), self.eps).flatten(2)
+        output = per_head_norm(output, self.eps).flatten(2)
         return self.out(silu(self.gate(x)) * output)
 
 
@@ -108,12 +108,12 @@ class GatedLinearAttention(nn.Module):
         self.log_decay = (-8 * head / self.heads * (1 - layer / config.num_hidden_layers)).tolist()  # no buffer: half() rounds
 
     def forward(self, x, positions, cache):
-        query, key, value = (t.unflatten(-1, (self.heads, -1)).transpose(1, 2)
+        query, key, value = (t.unflatten(-1, (self.heads, -1))
                              for t in (silu(self.query(x)), silu(self.key(x)), self.value(x)))
         if self.layer == 0:
-            query, key = rotary(query, positions), rotary(key, positions)
+            query, key = rotary(query, positions, layout="bnhd"), rotary(key, positions, layout="bnhd")
         output = decayed_attention(cache, self.layer, query, key, value, torch.tensor(self.log_decay, device=x.device))
-        return self.out(self.norm(output.transpose(1, 2).flatten(2)) * self.gate(x))
+        return self.out(self.norm(output.flatten(2)) * self.gate(x))
 
 
 class TransNormerLayer(nn.Module):
@@ -168,11 +168,13 @@ class LinearDecoder(nn.Module):
         batch, tokens = input_ids.shape
         if leanfleet_cache is None:
             wide = torch.float64 if self.head.weight.dtype == torch.float64 else torch.float32
-            states = {name: torch.zeros(batch, *shape[1:], dtype=wide) for name, (_, shape) in self.cache_shapes().items()}
-            lens = torch.full((batch,), tokens, dtype=torch.int32)
+            device = input_ids.device
+            states = {name: torch.zeros(batch, *shape[1:], dtype=wide, device=device)
+                      for name, (_, shape) in self.cache_shapes().items()}
+            lens = torch.full((batch,), tokens, dtype=torch.int32, device=device)
             leanfleet_cache = Cache(states, lens, lens)
         if position_ids is None:
-            position_ids = torch.arange(tokens).expand(batch, tokens)
+            position_ids = torch.arange(tokens, device=input_ids.device).expand(batch, tokens)
         x = self.embedding(input_ids) * (math.sqrt(self.config.hidden_size) if self.config.kind == "retnet" else 1.0)
         for layer in self.layers:
             x = layer(x, position_ids, leanfleet_cache)

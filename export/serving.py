@@ -21,7 +21,8 @@ from pathlib import Path
 
 import torch
 
-from leanfleet.export.decoder import Cache, _check_supported, _attention_implementation, _stop_tokens, cache_shapes
+from leanfleet.export.decoder import Cache, _check_supported, _stop_tokens, cache_shapes, traceable
+from leanfleet.export.experts import add_function
 from leanfleet.export.onnx_export import export
 from leanfleet.export.torch_ops import lean_attention
 
@@ -71,10 +72,11 @@ class PackedDecoder(torch.nn.Module):
         return (logits.float(), *(cache.tensors[n] for n in self.names))
 
 
-def export_for_serving(model, folder, tokenizer=None, block=16, **options):
+def export_for_serving(model, folder, tokenizer=None, block=16, fuse=True, **options):
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
-    model: a transformers causal LM as export_decoder takes it. block: tokens a page. leanfleet.ort_ops.serving runs it.
+    model: a transformers causal LM as export_decoder takes it. block: tokens a page. fuse: write experts as one node of ONNX
+    Runtime (leanfleet.export.experts). leanfleet.ort_ops.serving runs it.
     Raises ValueError, naming the layer, for attention that LeanAttention does not do.
     """
     model = model.eval()
@@ -95,10 +97,13 @@ def export_for_serving(model, folder, tokenizer=None, block=16, **options):
     shapes = {"input_ids": {0: t}, "positions": {0: t}, "slots": {0: b, 1: n}, "rows": {0: t}, "last": {0: b},
               "seq_lens": {0: b}, "query_lens": {0: b}, "block_table": {0: b, 1: m}, "pages": [{0: p}] * len(caches)}
     folder = Path(folder)
-    with _attention_implementation(model), torch.no_grad():
-        program = export(PackedDecoder(model, caches).eval(), tuple(example.values()), folder / "model.onnx",
-                         dynamic_shapes=shapes, input_names=[*list(example)[:-1], *(f"pages.{n}" for n in caches)],
+    with traceable(model, fuse), torch.no_grad():
+        program = export(PackedDecoder(model, caches).eval(), tuple(example.values()), dynamic_shapes=shapes,
+                         input_names=[*list(example)[:-1], *(f"pages.{n}" for n in caches)],
                          output_names=["logits", *(f"pages_out.{n}" for n in caches)], **options)
+    add_function(program.model)
+    folder.mkdir(parents=True, exist_ok=True)
+    program.save(str(folder / "model.onnx"))
     facts = {"kind": "serving", "block": block, "vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model),
              "max_positions": getattr(config, "max_position_embeddings", None)}
     (folder / "leanfleet.json").write_text(json.dumps(facts, indent=2) + "\n")

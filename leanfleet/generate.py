@@ -16,6 +16,8 @@ def add_commands(commands):
     export.add_argument("folder", help="the folder to write")
     export.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
                         help="of weights and caches (default: %(default)s)")
+    export.add_argument("--no-fuse", dest="fuse", action="store_false", help="standard operators and leanfleet's alone, "
+                        "none of ONNX Runtime's own (experts as MoE nodes, fused rotary encodings)")
     export.set_defaults(run=export_command)
 
     generate = commands.add_parser(
@@ -66,12 +68,14 @@ def load_pretrained(model, dtype="float32"):
 
 def export_command(arguments):
     from leanfleet.export import export_decoder
+    from leanfleet.export.experts import ExpertsWarning
 
     warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
+    warnings.filterwarnings("default", category=ExpertsWarning)
     print(f"loading {arguments.model} ...", file=sys.stderr, flush=True)
     model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
     print(f"exporting {type(model).__name__} ...", file=sys.stderr, flush=True)
-    export_decoder(model, arguments.folder, tokenizer)
+    export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse)
     size = sum(f.stat().st_size for f in Path(arguments.folder).iterdir()) / 1e6
     print(f"wrote {arguments.folder} ({size:.0f} MB); next: leanfleet generate {arguments.folder} \"Hello\"", file=sys.stderr)
     return 0

@@ -15,7 +15,7 @@ _NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _ONNX_TYPES = {"tensor(float)": 1, "tensor(float16)": 10, "tensor(bfloat16)": 16}
 
 
-@dataclass
+@dataclass(eq=False)
 class Request:
     """One request. `tokens` grows until `done`; `cached` of prompt + tokens are in the pool."""
 
@@ -69,6 +69,8 @@ class ContinuousBatch:
             for i, pool in zip(pools, self.pools):
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
         self.binding = self.session.io_binding()
+        self._bind_pools()
+        self.logits = np.empty((max_requests, self.vocabulary), np.float32)
 
     def add(self, prompt, max_new_tokens=128, stop_tokens=None, **sampling):
         """Queues a request; returns its Request. sampling: temperature, top_k, top_p, seed; greedy by default.
@@ -143,22 +145,24 @@ class ContinuousBatch:
         for i, (request, count) in enumerate(chosen):
             feed["slots"][i, :count] = starts[i] + np.arange(count)
             feed["block_table"][i, :len(request.pages)] = request.pages
-            history = request.prompt + request.tokens if request.tokens else request.prompt
-            feed["input_ids"] += history[request.cached:request.cached + count]
+            feed["input_ids"] += request.tokens[-1:] or request.prompt[request.cached:request.cached + count]
             feed["positions"] += range(request.cached, request.cached + count)
             feed["rows"] += range(i * width, i * width + count)
         for name in ("input_ids", "positions", "rows", "last"):
             feed[name] = np.asarray(feed[name], np.int64)
         logits = self._run(feed)
+        likeliest = logits.argmax(-1)
         self.steps += 1
         self.processed_tokens += int(counts.sum())
         results = []
-        for (request, count), row in zip(chosen, logits, strict=True):
+        for row, (request, count) in enumerate(chosen):
             request.cached += count
             if request.waiting:  # the rest of its prompt comes in later steps
                 continue
-            random = np.random.default_rng((request.seed, len(request.tokens)))
-            token = int(_choose(row[None], request.temperature, request.top_k, request.top_p, random)[0])
+            token = int(likeliest[row])
+            if request.temperature:
+                random = np.random.default_rng((request.seed, len(request.tokens)))
+                token = int(_choose(logits[row:row + 1], request.temperature, request.top_k, request.top_p, random)[0])
             request.tokens.append(token)
             results.append((request, token))
             if token in request.stop_tokens or len(request.tokens) == request.max_new_tokens:
@@ -167,24 +171,25 @@ class ContinuousBatch:
                 self._release(request)
         return results
 
-    def _run(self, feed):
-        binding = self.binding
-        binding.clear_binding_inputs()
-        binding.clear_binding_outputs()
-        binding.bind_output("logits")  # first, so that it is get_outputs()[0]
-        for name, array in feed.items():
-            binding.bind_cpu_input(name, array)
+    def _bind_pools(self):
         for name, pool in zip(self.pool_names, self.pools, strict=True):
-            binding.bind_ortvalue_input(name, pool)
+            self.binding.bind_ortvalue_input(name, pool)
             if self.in_place:
-                binding.bind_ortvalue_output(name.replace("pages", "pages_out", 1), pool)
+                self.binding.bind_ortvalue_output(name.replace("pages", "pages_out", 1), pool)
             else:
-                binding.bind_output(name.replace("pages", "pages_out", 1))
-        self.session.run_with_iobinding(binding)
-        outputs = binding.get_outputs()
+                self.binding.bind_output(name.replace("pages", "pages_out", 1))
+
+    def _run(self, feed):
+        """Logits [B,vocabulary] of a call, which the next one overwrites."""
+        logits = self.logits[:len(feed["last"])]
+        for name, array in feed.items():
+            self.binding.bind_cpu_input(name, array)
+        self.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self.session.run_with_iobinding(self.binding)
         if not self.in_place:
-            self.pools = list(outputs[1:])
-        return outputs[0].numpy()
+            self.pools = self.binding.get_outputs()[:-1]  # in the order in which they were bound first: the logits are last
+            self._bind_pools()
+        return logits
 
     @property
     def idle(self):

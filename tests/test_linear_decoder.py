@@ -162,10 +162,11 @@ def test_blocks_against_their_quadratic_form(kind, monkeypatch):
     ids = torch.randint(3, VOCABULARY, (2, 37))
 
     def parallel(cache, layer, query, key, value, log_decay, scale=1.0):
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         steps = torch.arange(query.shape[2])
         distance = (steps[:, None] - steps).double()
         mask = torch.exp(log_decay.double()[:, None, None] * distance).masked_fill(distance < 0, 0)
-        return scale * (query @ key.transpose(2, 3) * mask) @ value
+        return (scale * (query @ key.transpose(2, 3) * mask) @ value).transpose(1, 2)
 
     with torch.no_grad():
         carried = model(ids).logits

@@ -85,6 +85,10 @@ def test_stop_tokens_and_cancel(model, folder):
     assert stopped.tokens == expected[:expected.index(stop) + 1]
     assert cancelled.done and len(cancelled.tokens) <= 1
     assert len(batch.free_pages) == 40
+    equal = [batch.add(first, 3, stop_tokens=()) for _ in range(2)]
+    batch.cancel(equal[1])
+    batch.run()
+    assert [len(r.tokens) for r in equal] == [3, 0] and all(r.done for r in equal)
 
 
 def test_sampling_depends_on_the_request_alone(folder):
