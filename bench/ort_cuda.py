@@ -1,11 +1,14 @@
-"""A decode step inside ONNX Runtime's CUDA provider: our node against GroupQueryAttention.
+"""Inside ONNX Runtime's CUDA provider: our nodes against GroupQueryAttention and LinearAttention.
 
     python bench/ort_cuda.py [--out FILE.json] [--only TEXT]
 
-Both are one-node float16 models that append one token to dense caches bound in place. A line gives, for each, the wall
+Decode steps: one-node float16 models that append one token to dense caches bound in place. A line gives, for each, the wall
 time of a session run (medians; each run waits for the GPU, as onnxruntime does), the time of its kernels on the GPU
 (CUPTI, through torch.profiler), and the difference, which is the runtime's and the operator's own overhead; then the same
 with the step captured in a CUDA graph. Results are compared with the float64 reference before anything is timed.
+
+Prompts of CausalLinearDecay: the wall time of a run beside that of com.microsoft.LinearAttention, which is given no decay
+(linear) or one for each head and token (gated); all give the state too.
 """
 
 import argparse
@@ -24,6 +27,7 @@ from leanfleet.export import reference
 
 SHAPES = [(1, 32, 8, 128, 1024), (1, 32, 8, 128, 8192), (1, 32, 8, 128, 65536), (8, 32, 8, 128, 4096),
           (16, 40, 10, 128, 8192), (64, 9, 3, 64, 2048)]
+LINEAR_SHAPES = [(1, 32, 2048, 128), (1, 32, 8192, 128), (16, 32, 2048, 128)]  # B, H, N, D
 RUNS = 200
 
 
@@ -81,14 +85,14 @@ def group_query_attention(b, h, hkv, d, s, tensors, options):
     return session, binding, result.view(b, h, d), (feed, result)
 
 
-def wall(session, binding):
+def wall(session, binding, runs=RUNS, warm_up=20):
     """(median, half the distance of the quartiles) of a run in seconds."""
     samples = []
-    for _ in range(RUNS + 20):
+    for _ in range(runs + warm_up):
         start = time.perf_counter()
         session.run_with_iobinding(binding)
         samples.append(time.perf_counter() - start)
-    quartiles = statistics.quantiles(samples[20:], n=4)
+    quartiles = statistics.quantiles(samples[warm_up:], n=4)
     return quartiles[1], (quartiles[2] - quartiles[0]) / 2
 
 
@@ -139,6 +143,71 @@ def line(b, h, hkv, d, s):
     return row
 
 
+def linear_model(op_type, b, h, n, d, log_decay):
+    """(session, binding, output, state, tensors to keep) of a node over operands of a fixed seed. log_decay: [H] or None."""
+    torch.manual_seed(0)
+    half, single = TensorProto.FLOAT16, TensorProto.FLOAT
+    theirs = op_type == "LinearAttention"
+    q, k, v = (torch.randn(b, n, h, d, device="cuda").half() for _ in range(3))
+    feed = {"query": q, "key": (k.float() / d**0.5).half(), "value": v}
+    result = torch.empty_like(q)
+    state = torch.empty(b, h, d, d, device="cuda", dtype=torch.float16 if theirs else torch.float32)
+    if theirs:
+        feed = {name: t.view(b, n, h * d) for name, t in feed.items()}
+        feed["past_state"] = torch.zeros_like(state)
+        if log_decay is not None:
+            feed["decay"] = log_decay.half().expand(b, n, h).contiguous()
+        rule = "gated" if "decay" in feed else "linear"
+        attributes = {"q_num_heads": h, "kv_num_heads": h, "update_rule": rule, "scale": 1.0}
+        outputs = {"output": (half, [b, n, h * d]), "present_state": (half, [b, h, d, d])}
+    else:
+        if log_decay is not None:
+            feed["log_decay"] = log_decay
+        attributes = {"layout": "bnhd", "return_state": 1}
+        outputs = {"output": (half, [b, n, h, d]), "final_state": (single, [b, h, d, d])}
+    types = {torch.float16: half, torch.float32: single}
+    inputs = ["query", "key", "value", "past_state", "decay"][:len(feed)] if theirs else list(feed)
+    node = helper.make_node(op_type, inputs, list(outputs), domain="com.microsoft" if theirs else spec.DOMAIN, **attributes)
+    graph = helper.make_graph([node], "g", [helper.make_tensor_value_info(n, types[t.dtype], t.shape) for n, t in feed.items()],
+                              [helper.make_tensor_value_info(n, *o) for n, o in outputs.items()])
+    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1),
+              helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION)]
+    bytes_ = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+    make = onnxruntime.InferenceSession if theirs else ort_ops.make_session
+    session = make(bytes_, providers=["CUDAExecutionProvider"])
+    return session, bound(session, feed, dict(zip(outputs, (result, state)))), result, state, feed
+
+
+def linear_line(b, h, n, d):
+    slopes = torch.log1p(-torch.exp2(-5 - torch.arange(h, device="cuda") * 3 / h)).float()
+    row = {"batch": b, "heads": h, "tokens": n, "head_size": d}
+    for kind, log_decay in (("linear", None), ("gated", slopes)):
+        found, outputs = {}, {}
+        for op_type in ("CausalLinearDecay", "LinearAttention"):
+            session, binding, result, _, keep = linear_model(op_type, b, h, n, d, log_decay)
+            session.run_with_iobinding(binding)
+            torch.cuda.synchronize()
+            outputs[op_type] = result[:1].double().clone()
+            found[op_type], found[op_type + " spread"] = wall(session, binding, 20, 3)
+            del session, binding, result, keep
+        difference = outputs["CausalLinearDecay"] - outputs["LinearAttention"]
+        found["difference"] = float(difference.norm() / outputs["CausalLinearDecay"].norm())
+        row[kind] = found
+    return row
+
+
+def linear_text(rows):
+    out = ["", "| batch, heads, tokens | CausalLinearDecay, no decay | LinearAttention, linear | ratio | CausalLinearDecay | "
+           "LinearAttention, gated | ratio | outputs differ by |", "|---" * 8 + "|"]
+    for r in rows:
+        cells = [f"B{r['batch']} H{r['heads']}x{r['head_size']} {r['tokens']}"]
+        for kind in ("linear", "gated"):
+            ours, theirs = (r[kind][n] * 1e6 for n in ("CausalLinearDecay", "LinearAttention"))
+            cells += [f"{ours:.0f}", f"{theirs:.0f}", f"{theirs / ours:.0f}"]
+        out.append(f"| {' | '.join([*cells, ', '.join(format(r[k]['difference'], '.1e') for k in ('linear', 'gated'))])} |")
+    return "\n".join(out)
+
+
 def text(facts, rows):
     head = ("| batch, heads, tokens | | run | kernels | overhead | run in a graph | kernels | overhead |\n" + "|---" * 8 + "|")
     out = [f"{facts['device']}, onnxruntime {facts['onnxruntime']}, float16, µs, medians.", "", head]
@@ -167,10 +236,12 @@ def main():
         if args.only in "x".join(map(str, shape)):
             rows.append(line(*shape))
             print(json.dumps(rows[-1]), flush=True)
-    print(text(facts, rows))
+    linear = [linear_line(*shape) for shape in LINEAR_SHAPES if args.only in "linear" + "x".join(map(str, shape))]
+    report = text(facts, rows) + "\n" + linear_text(linear)
+    print(report)
     if args.out:
-        args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-        args.out.with_suffix(".md").write_text(f"{facts['date']}. {text(facts, rows)}\n")
+        args.out.write_text(json.dumps({**facts, "rows": rows, "linear": linear}, indent=1) + "\n")
+        args.out.with_suffix(".md").write_text(f"{facts['date']}. {report}\n")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,110 @@
+"""Exported models without their weights: graphs of megabytes, made anywhere, that the parameters of a module fill later.
+
+    strip(folder, parameters)   folder/model.onnx loses its weights; folder/weights.json says which parameters they were
+    parameters_of(model)        those that both take
+    fill(folder, parameters)    writes the weights' file from parameters of the same names and shapes, of any values
+"""
+
+import json
+from pathlib import Path
+
+import numpy as np
+import onnx
+import torch
+
+from leanfleet.export.experts import interleave
+
+DATA, PLAN = "model.onnx.data", "weights.json"
+SMALL = 256  # bytes; smaller initializers stay in the graph
+LARGEST_KEPT = 1 << 22  # bytes of another initializer that stays in the graph
+ALIGNMENT = 4096  # of weights in their file
+KEY = 16  # elements of a row by which its parameter is looked up
+BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def parameters_of(model):
+    """A module's parameters by name, as strip and fill take them."""
+    return with_experts({name: p.detach() for name, p in model.named_parameters()})
+
+
+def with_experts(parameters):
+    """Parameters by name, the experts' first weights in the order of ONNX Runtime's MoE node too."""
+    return parameters | {f"{n} interleaved": interleave(p) for n, p in parameters.items() if n.endswith("experts.gate_up_proj")}
+
+
+def _rows(tensor):
+    """A tensor's bits as an integer array of two dimensions, the last one its own."""
+    tensor = tensor.detach().cpu().contiguous()
+    return tensor.view(BITS[tensor.element_size()]).reshape(-1, tensor.shape[-1]).numpy()
+
+
+def _parts(array, starts, parameters):
+    """[[parameter, transposed], ...] that stand side by side in an array's columns, and None; or None and why it is not so."""
+    column, parts = 0, []
+    while column < array.shape[1]:
+        found = []
+        for name, transposed in starts.get(array[0, column:column + KEY].tobytes(), ()):
+            whole = _rows(parameters[name].mT if transposed else parameters[name])
+            if np.array_equal(whole, array[:, column:column + whole.shape[1]]):
+                found.append((name, transposed, whole.shape[1]))
+        if not found:
+            return None, "is not made of the module's parameters (a rotary table is as long as max_position_embeddings says)"
+        if len(names := {f[0] for f in found}) > 1:
+            return None, f"may be any of {', '.join(sorted(names))}, whose values are equal: give them others before exporting"
+        parts.append(list(found[0][:2]))
+        column += found[0][2]
+    return parts, None
+
+
+def strip(folder, parameters):
+    """Takes the weights out of folder/model.onnx, which was exported with these parameters, tensors by name. Returns how many.
+
+    The exporter renames parameters, transposes those of products, packs products of one input, and doubles tied ones: each
+    weight's values say which parameters it is made of. Some initializers stay in the graph, and so do their values: small
+    ones, those that are no parameters, such as rotary tables, and those that may be one of several parameters of equal
+    values, such as the norms of an untrained model. ValueError for one of the last two above 4 MiB.
+    """
+    folder = Path(folder)
+    path = folder / "model.onnx"
+    model = onnx.load(path)
+    starts = {}
+    for name, p in parameters.items():
+        for transposed in (False, True)[:min(p.dim(), 2)]:
+            start = _rows(p.mT if transposed else p)[0, :KEY]
+            starts.setdefault(start.tobytes(), []).append((name, transposed))
+    plan, end = {}, 0
+    for t in model.graph.initializer:
+        if len(t.raw_data) < SMALL:
+            continue
+        array = onnx.numpy_helper.to_array(t)
+        parts, problem = _parts(array.view(f"i{array.itemsize}").reshape(-1, array.shape[-1]), starts, parameters)
+        if parts:
+            plan[t.name] = parts
+            t.ClearField("raw_data")
+            t.data_location = onnx.TensorProto.EXTERNAL
+            for key, value in (("location", DATA), ("offset", end), ("length", array.nbytes)):
+                t.external_data.add(key=key, value=str(value))
+            end += -(-array.nbytes // ALIGNMENT) * ALIGNMENT
+        elif array.nbytes > LARGEST_KEPT:
+            raise ValueError(f"initializer {t.name}, {list(array.shape)}, is too large for the graph and {problem}")
+    path.unlink()
+    (folder / DATA).unlink(missing_ok=True)
+    onnx.save(model, path)
+    (folder / PLAN).write_text(json.dumps(plan) + "\n")
+    return len(plan)
+
+
+def fill(folder, parameters):
+    """Writes the weights' file of a folder that strip left, from tensors by the parameters' names, on any device."""
+    folder = Path(folder)
+    plan = json.loads((folder / PLAN).read_text())
+    with open(folder / DATA, "wb") as file:
+        for t in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
+            if t.name in plan:
+                parts = [parameters[n].detach().mT if turned else parameters[n].detach() for n, turned in plan[t.name]]
+                value = torch.cat(parts, -1).contiguous().view(torch.uint8).cpu().numpy()
+                place = {e.key: e.value for e in t.external_data}
+                if value.nbytes != int(place["length"]):
+                    raise ValueError(f"{t.name} has {place['length']} bytes in the graph, its parameters {value.nbytes}")
+                file.seek(int(place["offset"]))
+                file.write(value)
