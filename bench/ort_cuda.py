@@ -36,7 +36,7 @@ def model(op_type, domain, inputs, outputs, attributes):
     node = helper.make_node(op_type, [n if v else "" for n, v in inputs.items()], list(outputs), domain=domain, **attributes)
     half = TensorProto.FLOAT16
     graph = helper.make_graph([node], "g", [helper.make_tensor_value_info(n, *v) for n, v in inputs.items() if v],
-                              [helper.make_tensor_value_info(n, TensorProto.FLOAT if n == "lse" else half, s)
+                              [helper.make_tensor_value_info(n, TensorProto.FLOAT if n in ("lse", "final_state") else half, s)
                                for n, s in outputs.items()])
     opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1),
               helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION)]
@@ -146,7 +146,6 @@ def line(b, h, hkv, d, s):
 def linear_model(op_type, b, h, n, d, log_decay):
     """(session, binding, output, state, tensors to keep) of a node over operands of a fixed seed. log_decay: [H] or None."""
     torch.manual_seed(0)
-    half, single = TensorProto.FLOAT16, TensorProto.FLOAT
     theirs = op_type == "LinearAttention"
     q, k, v = (torch.randn(b, n, h, d, device="cuda").half() for _ in range(3))
     feed = {"query": q, "key": (k.float() / d**0.5).half(), "value": v}
@@ -159,22 +158,17 @@ def linear_model(op_type, b, h, n, d, log_decay):
             feed["decay"] = log_decay.half().expand(b, n, h).contiguous()
         rule = "gated" if "decay" in feed else "linear"
         attributes = {"q_num_heads": h, "kv_num_heads": h, "update_rule": rule, "scale": 1.0}
-        outputs = {"output": (half, [b, n, h * d]), "present_state": (half, [b, h, d, d])}
+        outputs = {"output": [b, n, h * d], "present_state": [b, h, d, d]}
     else:
         if log_decay is not None:
             feed["log_decay"] = log_decay
         attributes = {"layout": "bnhd", "return_state": 1}
-        outputs = {"output": (half, [b, n, h, d]), "final_state": (single, [b, h, d, d])}
-    types = {torch.float16: half, torch.float32: single}
-    inputs = ["query", "key", "value", "past_state", "decay"][:len(feed)] if theirs else list(feed)
-    node = helper.make_node(op_type, inputs, list(outputs), domain="com.microsoft" if theirs else spec.DOMAIN, **attributes)
-    graph = helper.make_graph([node], "g", [helper.make_tensor_value_info(n, types[t.dtype], t.shape) for n, t in feed.items()],
-                              [helper.make_tensor_value_info(n, *o) for n, o in outputs.items()])
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1),
-              helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION)]
-    bytes_ = helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
+        outputs = {"output": [b, n, h, d], "final_state": [b, h, d, d]}
+    types = {torch.float16: TensorProto.FLOAT16, torch.float32: TensorProto.FLOAT}
+    graph = model(op_type, "com.microsoft" if theirs else spec.DOMAIN,
+                  {n: (types[t.dtype], t.shape) for n, t in feed.items()}, outputs, attributes)
     make = onnxruntime.InferenceSession if theirs else ort_ops.make_session
-    session = make(bytes_, providers=["CUDAExecutionProvider"])
+    session = make(graph, providers=["CUDAExecutionProvider"])
     return session, bound(session, feed, dict(zip(outputs, (result, state)))), result, state, feed
 
 

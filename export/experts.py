@@ -10,18 +10,19 @@ and in TensorRT.
 import warnings
 from contextlib import contextmanager
 
-import onnx_ir as ir
 import torch
 
+from leanfleet.export.fusions import MICROSOFT, set_function
+
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows it
-class ExpertsWarning(UserWarning):
-    """About the versions of ONNX Runtime that run a model's experts right."""
-
-
 _NOT_CHOSEN = -1e4  # a logit whose probability is 0 in every type
 # alpha, beta, limit of MoE's swiglu: gate * sigmoid(alpha * gate) * (up + beta), gate at most limit and up within +-limit.
 _PLAIN, _CLAMPED = {"activation_alpha": 1.0, "activation_beta": 0.0}, {"activation_alpha": 1.702, "activation_beta": 1.0,
                                                                      "swiglu_limit": 7.0}
+
+
+class ExpertsWarning(UserWarning):
+    """About the versions of ONNX Runtime that run a model's experts right."""
 
 
 def _swiglu(gate, up, activation_alpha, activation_beta, swiglu_limit=float("inf")):
@@ -77,7 +78,7 @@ def _moe(module, hidden_states, top_k_index, top_k_weights):
     logits = logits.scatter(1, top_k_index, shares.log()).to(hidden_states.dtype)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     mixed = torch.onnx.ops.symbolic(
-        "com.microsoft::MoE", (hidden_states, logits, module.gate_up_proj, biases[0], module.down_proj, biases[1]),
+        f"{MICROSOFT}::MoE", (hidden_states, logits, module.gate_up_proj, biases[0], module.down_proj, biases[1]),
         {"k": top_k_index.shape[1], "activation_type": "swiglu", "swiglu_fusion": 1, "normalize_routing_weights": 1,
          **activation},
         dtype=hidden_states.dtype, shape=hidden_states.shape, version=1)
@@ -113,44 +114,37 @@ def as_one_node(model):
 
 
 def add_function(model):
-    """Gives an onnx_ir.Model whose graph has MoE nodes, all alike, a function of them in standard operators."""
-    first = next((n for n in model.graph if (n.domain, n.op_type) == ("com.microsoft", "MoE")), None)
-    if first is None:
+    """Gives an onnx_ir.Model whose graph has MoE nodes, all with the same inputs and attributes, a function of them in standard
+    operators. Nodes that differ get none."""
+    kinds = [(tuple(x is not None for x in n.inputs), {a.name: a.value for a in n.attributes.values()})
+             for n in model.graph if (n.domain, n.op_type) == (MICROSOFT, "MoE")]
+    if not kinds or any(kind != kinds[0] for kind in kinds):
         return
-    given = {a.name: a.value for a in first.attributes.values()}
-    names = ("input", "router_probs", "fc1_weights", "fc1_bias", "fc2_weights", "fc2_bias")[:len(first.inputs)]
-    inputs, nodes = {n: ir.Value(name=n) for n in names}, []
-    biased = len(names) > 3 and first.inputs[3] is not None
+    present, given = kinds[0]
 
-    def op(kind, *values, outputs=1, **attributes):
-        nodes.append(ir.node(kind, values, attributes, num_outputs=outputs))
-        return nodes[-1].outputs if outputs > 1 else nodes[-1].outputs[0]
+    def build(op, x, logits, w1, b1, w2, b2=None):
+        def axes(*numbers):
+            return op("Constant", value_ints=numbers)
 
-    def axes(*numbers):
-        return op("Constant", value_ints=numbers)
+        def number(value):
+            return op("CastLike", op("Constant", value_float=float(value)), x)
 
-    x, w1, w2 = inputs["input"], inputs["fc1_weights"], inputs["fc2_weights"]
+        chances, chosen = op("TopK", op("Softmax", logits, axis=-1), axes(given["k"]), outputs=2, axis=-1)
+        shares = op("Div", chances, op("ReduceSum", chances, axes(-1)))  # [T,K]
+        joined = op("Squeeze", op("MatMul", op("Gather", w1, chosen), op("Unsqueeze", x, axes(1, 3))), axes(3))  # [T,K,2I]
+        if present[3]:
+            joined = op("Add", joined, op("Gather", b1, chosen))
+        pairs = op("Split", op("Reshape", joined, axes(0, 0, -1, 2)), outputs=2, axis=-1, num_outputs=2)
+        gate, up = (op("Squeeze", t, axes(3)) for t in pairs)
+        if "swiglu_limit" in given:
+            limit = number(given["swiglu_limit"])
+            gate, up = op("Min", gate, limit), op("Max", op("Min", up, limit), op("Neg", limit))
+        gated = op("Mul", op("Mul", gate, op("Sigmoid", op("Mul", gate, number(given["activation_alpha"])))),
+                   op("Add", up, number(given["activation_beta"])))
+        rows = op("Squeeze", op("MatMul", op("Gather", w2, chosen), op("Unsqueeze", gated, axes(3))), axes(3))  # [T,K,H]
+        if present[3]:
+            rows = op("Add", rows, op("Gather", b2, chosen))
+        return op("ReduceSum", op("Mul", rows, op("Unsqueeze", shares, axes(2))), axes(1), keepdims=0)
 
-    def number(value):
-        return op("CastLike", op("Constant", value_float=float(value)), x)
-
-    chances, chosen = op("TopK", op("Softmax", inputs["router_probs"], axis=-1), axes(given["k"]), outputs=2, axis=-1)
-    shares = op("Div", chances, op("ReduceSum", chances, axes(-1)))  # [T,K]
-    joined = op("Squeeze", op("MatMul", op("Gather", w1, chosen), op("Unsqueeze", x, axes(1, 3))), axes(3))  # [T,K,2I]
-    if biased:
-        joined = op("Add", joined, op("Gather", inputs["fc1_bias"], chosen))
-    gate, up = (op("Squeeze", t, axes(3)) for t in op("Split", op("Reshape", joined, axes(0, 0, -1, 2)), outputs=2, axis=-1,
-                                                    num_outputs=2))
-    if "swiglu_limit" in given:
-        limit = number(given["swiglu_limit"])
-        gate, up = op("Min", gate, limit), op("Max", op("Min", up, limit), op("Neg", limit))
-    gated = op("Mul", op("Mul", gate, op("Sigmoid", op("Mul", gate, number(given["activation_alpha"])))),
-               op("Add", up, number(given["activation_beta"])))
-    rows = op("Squeeze", op("MatMul", op("Gather", w2, chosen), op("Unsqueeze", gated, axes(3))), axes(3))  # [T,K,H]
-    if biased:
-        rows = op("Add", rows, op("Gather", inputs["fc2_bias"], chosen))
-    output = op("ReduceSum", op("Mul", rows, op("Unsqueeze", shares, axes(2))), axes(1), keepdims=0)
-    output.name = "output"
-    graph = ir.Graph(list(inputs.values()), [output], nodes=nodes, opset_imports={"": model.opset_imports[""]}, name="MoE")
-    function = ir.Function("com.microsoft", "MoE", graph=graph, attributes=ir.convenience.convert_attributes(given))
-    model.functions[function.identifier()] = function
+    names = ("input", "router_probs", "fc1_weights", "fc1_bias", "fc2_weights", "fc2_bias")[:len(present)]
+    set_function(model, "MoE", names, build, given)

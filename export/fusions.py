@@ -96,10 +96,13 @@ def _halves(value):
     return x if width % 2 == 0 and (first[1:], second[1:]) == ((0, width // 2), (width // 2, width)) else None
 
 
-def _function(build, opset):
-    """com.microsoft.RotaryEmbedding in standard operators, for runtimes without that operator."""
-    inputs = [ir.Value(name=n) for n in ("input", "position_ids", "cos_cache", "sin_cache")]
-    nodes = []
+def set_function(model, name, inputs, build, attributes=None):
+    """Gives a model a function of com.microsoft.`name` in standard operators, for runtimes without that operator.
+
+    build(op, *values) of the inputs' values returns the output; op(kind, *values, outputs=1, **attributes) adds a node.
+    attributes: those of the operator's nodes.
+    """
+    inputs, nodes = [ir.Value(name=n) for n in inputs], []
 
     def op(kind, *values, outputs=1, **attributes):
         nodes.append(ir.node(kind, values, attributes, num_outputs=outputs))
@@ -107,8 +110,9 @@ def _function(build, opset):
 
     output = build(op, *inputs)
     output.name = "output"
-    graph = ir.Graph(inputs, [output], nodes=nodes, opset_imports={"": opset}, name="RotaryEmbedding")
-    return ir.Function(MICROSOFT, "RotaryEmbedding", graph=graph, attributes=[])
+    graph = ir.Graph(inputs, [output], nodes=nodes, opset_imports={"": model.opset_imports[""]}, name=name)
+    function = ir.Function(MICROSOFT, name, graph=graph, attributes=ir.convenience.convert_attributes(attributes or {}))
+    model.functions[function.identifier()] = function
 
 
 def _rotate(op, x, positions, cos, sin, heads):
@@ -193,7 +197,7 @@ def fuse_rotary(model):
     if count:
         graph.sort()
         model.opset_imports.setdefault(MICROSOFT, 1)
-        _set_function(model, _rotate_heads_first)
+        _set_rotary(model, _rotate_heads_first)
     return count
 
 
@@ -312,9 +316,8 @@ def rotate_inside(model, positions):
     return count
 
 
-def _set_function(model, build):
-    function = _function(build, model.opset_imports[""])
-    model.functions[function.identifier()] = function
+def _set_rotary(model, build):
+    set_function(model, "RotaryEmbedding", ("input", "position_ids", "cos_cache", "sin_cache"), build)
 
 
 def pack_projections(model):
@@ -419,7 +422,7 @@ def drop_transposes(model):
         output.shape = moved.shape
         moved.replace_all_uses_with(output)
     if rotaries:
-        _set_function(model, _rotate_flat)
+        _set_rotary(model, _rotate_flat)
     return len(plan)
 
 

@@ -53,8 +53,8 @@ inline RecurrenceSplit recurrence_split(const DecayShape& s) {
   return best;
 }
 
-// Microseconds, fitted to the shapes of bench/results/linear_attention_auto_h200.json. The
-// recurrences of calls that are not normalised share their kernels: decode.cu for few tokens, rows.cu for many.
+// Microseconds, fitted to the shapes of bench/results/linear_attention_auto_h200.json. The recurrences of calls that are not
+// normalised share their kernels: decode.cu for few tokens, rows.cu for many.
 inline double recurrence_microseconds(const DecayShape& s) {
   const double group = double(s.heads) / double(s.kv_heads), tokens = double(s.tokens);
   if (s.tokens <= 16) {
@@ -73,26 +73,28 @@ inline double recurrence_microseconds(const DecayShape& s) {
 }
 
 // What the chunked kernels take, fitted in the same way: in microseconds, before they begin; what a block costs that has to
-// wait for its turn; a chunk of 64 tokens, and what its keys of 128 add; how much longer a walk over segments takes.
+// wait for its turn; a chunk of 64 tokens, and what its keys of 128 add; how much longer a walk over segments takes; parts of
+// the keys that are scanned one after the other (on mma.sync they are in the costs), each with its share of `begin`.
 struct ChunkCosts {
   double begin, block, chunk, chunk_keys, segments;
+  int64_t parts = 1;
 };
 inline ChunkCosts chunk_costs(const DecayShape& s) {
   if (s.element == 4) return s.key_width <= 128 ? ChunkCosts{19.4, 0.0, 11.5, 12.4, 1.85} : ChunkCosts{24.3, 0.0, 45.2, 0.0, 1.85};
   const bool odd_rows = s.key_width % 8 != 0 || s.value_width % 8 != 0;  // no multiple of 16 bytes
   if (s.key_width > 128 && (s.normalize || odd_rows)) return {47.2, 15.1, 8.85, 3.14, 1.48};  // mma.sync
   if (odd_rows) return {29.4, 0.0, 4.62, 24.4, 1.98};
-  if (s.key_width > 128) return {33.4, 8.11, 0.452, 0.782, 1.79};  // two parts of the keys; each part takes its chunks
+  if (s.key_width > 128) {
+    const int64_t parts = (s.key_width + 127) / 128;
+    return {16.7 * double(parts), 8.11, 0.452, 0.782, 1.79, parts};
+  }
   return {15.5, 5.81, 0.77, 1.29, 1.71};
 }
 
 inline double lightning_microseconds(const DecayShape& shape) {
   DecayShape s = shape;
   const ChunkCosts cost = chunk_costs(s);
-  // Parts of 128 columns of the keys, one after the other; on mma.sync parts are wider and in the costs.
-  const bool halves = s.key_width > 128 && s.element == 2 && !s.normalize && s.key_width % 8 == 0 && s.value_width % 8 == 0;
-  const double parts = halves ? double((s.key_width + 127) / 128) : 1.0;
-  if (halves) s.key_width = int64_t(double(s.key_width) / parts);
+  s.key_width /= cost.parts;
   const double tokens = double(s.tokens), heads = double(s.heads), sms = s.sm_count;
   const double slices = s.key_width <= 128 && s.value_width <= 64 ? 1.0 : double((s.value_width + 127) / 128);
   const double units = double(s.requests) * heads * slices, chunks = double((s.tokens + 63) / 64);
@@ -106,7 +108,7 @@ inline double lightning_microseconds(const DecayShape& shape) {
   const double bytes = double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) *
                        double(s.key_width + s.value_width);
   const double memory = 1.2 * bytes / 4.0e6;
-  return cost.begin * (halves ? 0.5 * parts : 1.0) + parts * (walk > memory ? walk : memory);
+  return cost.begin + double(cost.parts) * (walk > memory ? walk : memory);
 }
 
 // causal_linear_decay::Algorithm of the kernel to run.
