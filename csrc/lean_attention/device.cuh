@@ -19,6 +19,11 @@ using namespace tile;
 
 constexpr float kLog2E = 1.4426950408889634f;
 constexpr float kLn2 = 0.6931471805599453f;
+constexpr int kMinRangeWork = 2;  // key tiles, as in the paper: fewer are not worth a merge
+// How far a logit may rise above the maximum in use before the statistics are rescaled: 2^8 is far from the ends of
+// every type here.
+constexpr float kRescaleAt = 8.0f;
+
 // 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.
 __device__ __forceinline__ float rescale(float part, float whole) {
   return part == -INFINITY ? 0.0f : exp2_fast(part - whole);
@@ -358,6 +363,17 @@ __device__ __forceinline__ void for_each_share(const LeanAttentionArgs& args, co
     if (static_cast<P>(lean_unit_end(args, unit)) >= range.end) return;
     lean_next_unit(args, unit);
   }
+}
+
+// The keys that all rows with these tokens see, and those that some of them sees.
+struct RowsKeys {
+  LeanSpan common, seen;
+};
+__device__ __forceinline__ RowsKeys keys_of_tokens(const LeanAttentionArgs& args, const LeanRequest& request, LeanSpan tokens) {
+  if (tokens.begin >= tokens.end) return {{0, 0}, {0, 0}};
+  const LeanSpan first = lean_token_keys(args, request, tokens.begin);
+  const LeanSpan last = lean_token_keys(args, request, tokens.end - 1);
+  return {{last.begin, first.end}, {first.begin, last.end}};
 }
 
 // Rows

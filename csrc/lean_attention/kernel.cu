@@ -7,6 +7,7 @@
 
 #include "core/cuda_target.h"
 #include "lean_attention/device.cuh"
+#include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
 #include "lean_attention/wgmma_kernel.cuh"
 
@@ -405,13 +406,22 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
     if (error != cudaSuccess) return error;
     args.append = false;
   }
+  const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
+  // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
+  // contexts in one piece are read faster by the copy engine.
+  const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width);
+  if (args.plan.row_tile == kDirectRows && args.key_width == width && args.value_width == width && width <= 128 &&
+      (few_tokens || args.cache_kind == kLeanPaged))
+    return args.dtype == static_cast<int>(DType::kFloat16)
+               ? launch_direct<__half>(args, width, clusters, few_tokens, stream)
+               : launch_direct<__nv_bfloat16>(args, width, clusters, few_tokens, stream);
   LeanTileLoads loads = {};
   loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
   loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
   if (wgmma) loads.key_boxes = loads.value_boxes = width / kBoxColumns;  // its products take all columns: zeros beyond D
   loads.stream_once = lean_row_tiles(args) == 1;
   loads.slots = slots;
-  loads.clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
+  loads.clusters = clusters;
   loads.cluster = 1;
   loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
   loads.boxes = key_tile / loads.box_tokens;

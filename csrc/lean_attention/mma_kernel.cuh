@@ -24,14 +24,12 @@
 
 #include <cuda.h>
 
-#include <atomic>
 #include <type_traits>
 
-#include "lean_attention/device.cuh"
+#include "lean_attention/cluster.cuh"
 
 namespace leanfleet {
 
-constexpr int kMinRangeWork = 2;  // key tiles, as in the paper: fewer are not worth a merge
 constexpr int kBoxColumns = 64;  // 128 bytes, the span of the swizzle
 
 struct LeanTileLoads {
@@ -60,7 +58,6 @@ struct LeanWork {
   LeanSpan common;  // keys that all its rows see, padding aside
 };
 constexpr int kQueue = 4;  // segments that the producer may be ahead
-constexpr int kMaxCluster = 16;
 
 template <int kWidth, int kUnitRows>
 struct LeanTile {
@@ -82,9 +79,8 @@ struct LeanTile {
   // The query's rows of a segment, kQueryStride elements apart: a row is 4 banks from the one before.
   static constexpr int kQueryStride = kWidth + 8;
   static constexpr int kQueuedQueryBytes = kSplitTokens ? kRows * kQueryStride * 2 : 0;
-  // What the blocks of a cluster send for this block's share of a unit: 4 columns of a row and its statistics, 24 bytes.
-  static constexpr int kInboxItems = kSplitTokens ? kRows * kWidth / 4 + kMaxCluster : 0;
-  static constexpr int kInboxBytes = kInboxItems * 24;
+  static constexpr int kInboxItems = kSplitTokens ? inbox_items(kRows, kWidth) : 0;
+  static constexpr int kInboxBytes = kInboxItems * kInboxItemBytes;
   // Per slot: two barriers and a bit per token.
   static constexpr int kSlotExtra = 16 + kSlices * 2;
   static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + kQueuedQueryBytes + 16);
@@ -161,41 +157,6 @@ __device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, in
 }
 #endif
 
-#if __CUDA_ARCH__ >= 900
-// Blocks of a cluster. Every thread arrives once its block's barriers are initialised, of which the fence after the inits
-// tells the cluster; who writes into another block's shared memory waits first for all of them.
-__device__ __forceinline__ void cluster_arrive() { asm volatile("barrier.cluster.arrive.relaxed.aligned;" ::: "memory"); }
-__device__ __forceinline__ void cluster_wait() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
-
-__device__ __forceinline__ uint32_t address_in_block(uint32_t address, int block) {
-  uint32_t there;
-  asm("mapa.shared::cluster.u32 %0, %1, %2;" : "=r"(there) : "r"(address), "r"(block));
-  return there;
-}
-
-// Stores that add their bytes to what the barrier, in the same block as `to`, has received.
-__device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to), "f"(x.x),
-               "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier) : "memory");
-}
-__device__ __forceinline__ void send(uint32_t to, float x, float y, uint32_t barrier) {
-  asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(to), "f"(x), "f"(y),
-               "r"(barrier) : "memory");
-}
-
-// Waits for the first phase of a barrier with one arrival, this one's, and `bytes` that other blocks send.
-__device__ __forceinline__ void receive(uint32_t barrier, uint32_t bytes, bool arrives) {
-  if (arrives)
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
-                 "r"(bytes) : "memory");
-  uint32_t done;
-  do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
-                 "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(barrier) : "memory");
-  } while (!done);
-}
-#endif
-
 // Which keys the rows of a unit see: the row-wise bounds of one or two rows that a lane holds.
 struct RowBounds {
   int begin, end;
@@ -205,17 +166,6 @@ __device__ __forceinline__ RowBounds row_bounds(const LeanAttentionArgs& args, c
   if (token >= unit.request.tokens) return {0, 0};
   const LeanSpan keys = lean_token_keys(args, unit.request, token);
   return {keys.begin, keys.end};
-}
-
-// The keys that all rows with these tokens see, and those that some of them sees.
-struct RowsKeys {
-  LeanSpan common, seen;
-};
-__device__ __forceinline__ RowsKeys keys_of_tokens(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan tokens) {
-  if (tokens.begin >= tokens.end) return {{0, 0}, {0, 0}};
-  const LeanSpan first = lean_token_keys(args, unit.request, tokens.begin);
-  const LeanSpan last = lean_token_keys(args, unit.request, tokens.end - 1);
-  return {{last.begin, first.end}, {first.begin, last.end}};
 }
 
 // Fills the ring with the tiles of the range, keys and values in turn, and the queue with its segments.
@@ -323,7 +273,7 @@ struct TileProducer {
       queue_query(unit, shared_address(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
       barrier_arrive_after_copies(ring.queue_full + queued.slot * 8);
     }
-    const RowsKeys keys = keys_of_tokens(args, unit, lean_unit_tokens(args, unit.request, unit.row_tile));
+    const RowsKeys keys = keys_of_tokens(args, unit.request, lean_unit_tokens(args, unit.request, unit.row_tile));
     if (lane == 0) {
       LeanWork& work = ring.queue[queued.slot];
       work.unit = unit;
@@ -519,10 +469,6 @@ __device__ __forceinline__ uint32_t keep_pair(bool low, bool high) {
   return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
 }
 
-// How far a logit may rise above the maximum in use before the statistics are rescaled: 2^8 is far from the ends of
-// every type here.
-constexpr float kRescaleAt = 8.0f;
-
 // A consumer warp that holds its own tokens of every tile, for units of up to 8 * kBlocks rows. kTurns: queries get their
 // rotary encoding.
 template <class T, int kWidth, int kBlocks, bool kTurns>
@@ -537,8 +483,7 @@ struct TokenConsumer {
   const LeanTileLoads& loads;
   const RingAddresses& ring;
   float* scratch;            // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
-  float4* inbox;             // [kInboxItems], then max and sum [kInboxItems][2]
-  uint32_t inbox_barrier;
+  ClusterInbox inbox;
   volatile uint32_t* arrived;
   int warp, lane;
   RingPlace place;
@@ -813,7 +758,7 @@ struct TokenConsumer {
     float* warp_max = scratch + kWarps * 8 * Tile::kScratchStride;
     float* warp_sum = warp_max + kWarps * 8 * kBlocks;
 #if __CUDA_ARCH__ >= 900
-    const ClusterShare share = cluster_share(work, rows);
+    const ClusterShare share = cluster_share(args.value_width, rows, segment);
     if (work.in_cluster) cluster_wait();
 #endif
 #pragma unroll
@@ -861,7 +806,7 @@ struct TokenConsumer {
           }
 #if __CUDA_ARCH__ >= 900
           if (work.in_cluster) {
-            send_part(work, share, 8 * n + row, d, o, top, total);
+            send_part(inbox, share, work.first % loads.cluster, 8 * n + row, d, o, top, total);
             continue;
           }
 #endif
@@ -873,76 +818,13 @@ struct TokenConsumer {
     if (segment.count == 1) return;
 #if __CUDA_ARCH__ >= 900
     if (work.in_cluster) {
-      merge_in_cluster(work, share, rows);
+      merge_in_cluster<T>(args, unit, inbox, share, warp, Tile::kConsumerWarps);
       return;
     }
 #endif
     if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived))
       merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
   }
-
-#if __CUDA_ARCH__ >= 900
-  // A unit whose contributors are a cluster's blocks is merged by all of them, each a share of the rows' chunks of 4 columns:
-  // whoever has a part of a chunk sends it to the block that merges it. Units of a cluster have one segment a block, so
-  // that an inbox serves once a launch. Blocks of a cluster run at the same time: here a block may wait for another.
-  struct ClusterShare {
-    int row_chunks, chunks;  // of a row, of the unit
-    int size;                // chunks of one block, but for the last
-  };
-  __device__ __forceinline__ ClusterShare cluster_share(const LeanWork& work, LeanSpan rows) const {
-    const int row_chunks = args.value_width / 4, chunks = (rows.end - rows.begin) * row_chunks;
-    return {row_chunks, chunks, small_quotient(chunks + work.segment.count - 1, work.segment.count)};
-  }
-
-  __device__ __forceinline__ void send_part(const LeanWork& work, const ClusterShare& share, int row, int d, float4 o,
-                                            float row_max, float row_sum) const {
-    const int chunk = row * share.row_chunks + d / 4, owner = small_quotient(chunk, share.size);
-    const int item = (chunk - owner * share.size) * work.segment.count + work.segment.index;
-    const int block = work.first % loads.cluster + owner;
-    const uint32_t there = address_in_block(shared_address(inbox), block);
-    const uint32_t barrier = address_in_block(inbox_barrier, block);
-    send(there + item * 16, o, barrier);
-    send(there + Tile::kInboxItems * 16 + item * 8, row_max, row_sum, barrier);
-  }
-
-  // Lanes next to each other have the parts of a chunk, in the order of their ranges.
-  __device__ __forceinline__ void merge_in_cluster(const LeanWork& work, const ClusterShare& share, LeanSpan rows) const {
-    const int count = work.segment.count, first = work.segment.index * share.size;
-    const int mine = lean_clamp(share.chunks - first, 0, share.size);
-    receive(inbox_barrier, mine * count * 24, warp == 0 && lane == 0);
-    const int lanes_log2 = 32 - __clz(count - 1), lanes = 1 << lanes_log2;
-    const int at_once = 32 >> lanes_log2, part = lane & (lanes - 1);
-    const float2* const statistics = reinterpret_cast<const float2*>(inbox + Tile::kInboxItems);
-#pragma unroll 1
-    for (int base = warp * at_once; base < mine; base += Tile::kConsumerWarps * at_once) {
-      const int chunk = base + (lane >> lanes_log2);
-      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      float2 mine_of_row = make_float2(-INFINITY, 0.0f);
-      if (chunk < mine && part < count) {
-        o = inbox[chunk * count + part];
-        mine_of_row = statistics[chunk * count + part];
-      }
-      float top = mine_of_row.x;
-#pragma unroll 1
-      for (int offset = lanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, offset));
-      const float factor = rescale(mine_of_row.x, top);
-      float total = factor * mine_of_row.y;
-      o.x *= factor, o.y *= factor, o.z *= factor, o.w *= factor;
-#pragma unroll 1
-      for (int offset = lanes / 2; offset > 0; offset /= 2) {
-        total += __shfl_xor_sync(kFullWarp, total, offset);
-        o.x += __shfl_xor_sync(kFullWarp, o.x, offset);
-        o.y += __shfl_xor_sync(kFullWarp, o.y, offset);
-        o.z += __shfl_xor_sync(kFullWarp, o.z, offset);
-        o.w += __shfl_xor_sync(kFullWarp, o.w, offset);
-      }
-      if (part == 0 && chunk < mine) {
-        const int row = small_quotient(first + chunk, share.row_chunks), d = (first + chunk - row * share.row_chunks) * 4;
-        write_row<T>(args, work.unit, rows.begin + row, d, o, top, total);
-      }
-    }
-  }
-#endif
 };
 
 // A consumer warp that holds 16 rows of the unit's 128.
@@ -980,7 +862,7 @@ struct RowConsumer {
       LeanSpan tokens = {0, 0};
       if (rows.begin < real_rows)
         tokens = {token_of_row(rows.begin, args.group), token_of_row(real_rows - 1, args.group) + 1};
-      const RowsKeys of_warp = keys_of_tokens(args, unit, tokens);
+      const RowsKeys of_warp = keys_of_tokens(args, unit.request, tokens);
       const LeanSpan common = of_warp.common, mine = of_warp.seen, seen = work.seen;
       const int end = work.segment.tiles.end;
 #pragma unroll 1
@@ -1289,8 +1171,9 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     const int group = warp / Tile::kTileWarps;
     const RingPlace place(group * group_slots, (group + 1) * group_slots);
     if constexpr (Tile::kSplitTokens) {
-      TokenConsumer<T, kWidth, kRows / 8, kTurns> consumer{args, loads, ring, scratch, reinterpret_cast<float4*>(inbox),
-                                                           inbox_barrier, arrived, warp, lane, place, {}, {}, {}, {}, {}};
+      TokenConsumer<T, kWidth, kRows / 8, kTurns> consumer{
+          args, loads, ring, scratch, {reinterpret_cast<float4*>(inbox), Tile::kInboxItems, inbox_barrier}, arrived, warp, lane,
+          place, {}, {}, {}, {}, {}};
       consumer.run();
     } else {
 #if __CUDA_ARCH__ >= 900
@@ -1306,26 +1189,6 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
 template <class T>
 int launch_mma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
                const CUtensorMap& value_map, int width, int producer_warps, void* stream);
-
-constexpr int kShortRange = 20;  // key tiles, measured
-
-// How many clusters of a launch run at the same time.
-template <class T, int kWidth, int kRows, class Kernel>
-int clusters_at_once(Kernel kernel, const cudaLaunchConfig_t& config) {
-  constexpr int kDevices = 64;
-  static std::atomic<int> known[kDevices][kMaxCluster + 1];  // 1 more than the number
-  int device = 0;
-  if (cudaGetDevice(&device) != cudaSuccess) return 0;
-  std::atomic<int>& of_size = known[device % kDevices][config.attrs->val.clusterDim.x];
-  int clusters = of_size.load(std::memory_order_relaxed) - 1;
-  if (clusters >= 0) return clusters;
-  if (cudaOccupancyMaxActiveClusters(&clusters, kernel, &config) != cudaSuccess) {
-    cudaGetLastError();
-    return 0;
-  }
-  of_size.store(clusters + 1, std::memory_order_relaxed);
-  return clusters;
-}
 
 template <class T, int kWidth, int kRows>
 int launch_mma_tile(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
@@ -1343,42 +1206,12 @@ int launch_mma_tile(const LeanAttentionArgs& args, const LeanTileLoads& loads, c
   config.dynamicSmemBytes = bytes;
   config.stream = static_cast<cudaStream_t>(stream);
   cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeClusterDimension;
-  attribute.val.clusterDim.y = attribute.val.clusterDim.z = 1;
   config.attrs = &attribute;
   LeanAttentionArgs settled = args;
   LeanTileLoads with = loads;
-  if (with.clusters && Tile::kSplitTokens) {
-    // Where it is refused, clusters of more than 8 do not fit.
-    if (cudaFuncSetAttribute(kernel, cudaFuncAttributeNonPortableClusterSizeAllowed, 1) != cudaSuccess) cudaGetLastError();
-    // Blocks of a cluster need multiprocessors next to each other: of clusters that do not all fit at once, the last would
-    // run after the others.
-    const auto fits = [&](int parts) {
-      attribute.val.clusterDim.x = parts;
-      config.gridDim.x = args.plan.max_ranges * parts;
-      config.numAttrs = 1;
-      return parts > 1 && parts <= kMaxCluster &&
-             clusters_at_once<T, kWidth, kRows>(kernel, config) >= args.batch * args.kv_heads;
-    };
-    int parts = args.plan.equal_parts;
-    if (!fits(parts)) {
-      // Where a range is short anyway, a merge in a cluster is worth more than all multiprocessors are, unless these are busy
-      // with copies of many small pages.
-      parts = parts > 8 ? 8 : parts > 4 ? 4 : 2;
-      if (args.plan.equal_parts > kMaxCluster || loads.boxes > 1 || args.capacity > kShortRange * parts * Tile::kTokens ||
-          !fits(parts))
-        parts = 1;
-    }
-    config.numAttrs = parts > 1;
-    if (parts > 1) {
-      with.cluster = parts;
-      settled.plan.equal_parts = parts;
-      settled.plan.equal_halved = true;
-      settled.plan.max_ranges =
-          lean_min(args.plan.max_ranges / parts, clusters_at_once<T, kWidth, kRows>(kernel, config)) * parts;
-    }
-    config.gridDim.x = settled.plan.max_ranges;
-  }
+  // Copies of many small pages take all multiprocessors.
+  if (with.clusters && Tile::kSplitTokens)
+    with.cluster = choose_cluster<Tile>(reinterpret_cast<const void*>(kernel), settled.plan, args, loads.boxes == 1, config);
   const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, settled, with, key_map, value_map);
   if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
   return launched;

@@ -12,7 +12,7 @@
 // in an earlier range and one for a unit that it begins.
 //
 // Where all units turn out to have the same number of tiles, a plan with equal_parts cuts each into at most that many
-// ranges, all in the same places; see lean_settle.
+// ranges, all in the same places; see lean_settle. (direct_kernel.cuh has a cut of its own for that case.)
 #pragma once
 
 #include <cstdint>

@@ -85,7 +85,7 @@ struct WarpgroupConsumer {
       LeanSpan tokens = {0, 0};
       if (rows.begin < rows.end)
         tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
-      const LeanSpan mine = keys_of_tokens(args, work.unit, tokens).seen, all = work.segment.tiles;
+      const LeanSpan mine = keys_of_tokens(args, work.unit.request, tokens).seen, all = work.segment.tiles;
       const LeanSpan tiles = {lean_clamp(mine.begin / kTokens, all.begin, all.end),
                               lean_clamp((mine.end + kTokens - 1) / kTokens, all.begin, all.end)};
       skip(tiles.begin - all.begin);

@@ -1,0 +1,641 @@
+// LeanAttention of up to 8 packed rows for float16 and bfloat16, without shared memory between the caches and the tensor
+// cores: each warp reads the keys and values of its own tokens straight into the registers that its products take. Rows of a
+// cache may lie anywhere, and the kernel is little code, which counts where a launch takes microseconds.
+//
+// A block takes the segments of its range one after the other. Of a segment each warp has every 12th tile of kTokens tokens;
+// while it computes on one, the next, also of the next segment, is on its way. The product is turned round, S^T = K Q^T and
+// O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a lane (g, t) = (lane / 4, lane % 4) holds
+//   of keys     rows g and g + 8 of 16 tokens, columns 32 j + 8 t .. + 7: the columns stand in another order than in the
+//               product's definition, the same for the query
+//   of values   tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, columns 64 c + 8 g .. + 7
+//   of outputs  columns 64 c + 8 g + 2 w and the next, of rows 2 t and 2 t + 1, in output[4 c + w]
+#pragma once
+
+#include "lean_attention/cluster.cuh"
+
+namespace leanfleet {
+
+// clusters: they may be used. few_tokens: a part of the multiprocessors may do.
+template <class T>
+int launch_direct(const LeanAttentionArgs& args, int width, bool clusters, bool few_tokens, void* stream);
+
+// Tokens that a block reads at once.
+constexpr int direct_tokens(int width) { return 12 * 16 * 128 / width; }
+
+constexpr int kDirectWarps = 12, kDirectThreads = 32 * kDirectWarps, kDirectRows = 8;
+constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
+
+// A segment as one warp hands it to all.
+struct DirectWork {
+  LeanUnit unit;
+  LeanSegment segment;
+  int32_t first;          // the range that begins the unit
+  int32_t begin, end;     // tokens of the segment, begin a multiple of kTokens; empty after the last segment
+  int32_t cached_end;     // tokens from here to end come from new_key and new_value
+  int32_t read_end;       // cached_end, or 0 if no token before it is seen
+  int32_t last;           // not 0: there is no more work
+  LeanSpan seen, common;  // keys that at least one row sees, and that all rows see, padding aside
+  const char *keys, *values;  // the request's head in dense and ragged caches, the head in page 0 of paged ones
+};
+
+struct DirectGrid {
+  int32_t units;
+  uint32_t parts_inverse, heads_inverse;  // x / n without a division: x * (2^20 / n + 1) >> 20, for x < 2^10
+  int32_t cluster;  // blocks of a cluster, a unit's parts if units turn out to be equal; 1: blocks are launched on their own
+};
+
+template <int kWidth>
+struct DirectTile {
+  static constexpr int kSlices = 128 / kWidth;    // of 16 tokens
+  static constexpr int kTokens = 16 * kSlices;
+  static constexpr int kKeyChunks = kWidth / 32;  // 16-byte chunks of a row that a lane holds
+  static constexpr int kValueChunks = kWidth / 64;
+  static constexpr int kInboxItems = inbox_items(kDirectRows, kWidth);
+  static constexpr int kScratchStride = kWidth + 4;  // floats
+};
+
+// In shared memory, before the warps' outputs [kDirectWarps][rows][kScratchStride].
+template <class T, int kWidth>
+struct alignas(16) DirectShared {
+  char inbox[DirectTile<kWidth>::kInboxItems * kInboxItemBytes];
+  T staged[2][3][kDirectRows][kWidth + 8];  // of two segments: the query, and the keys and values that the call appends
+  DirectWork works[2];
+  float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
+  LeanRange<uint32_t> range;  // of the schedule, for the first warp
+  uint64_t query_ready, inbox_full;  // barriers
+  uint32_t arrived;
+  bool more;                         // the range holds more
+  bool absent[2][kDirectRows];       // staged new tokens whose page is outside the pool
+};
+
+// 16 bytes that this launch does not write.
+__device__ __forceinline__ uint4 read_once(const char* from) {
+  uint4 x;
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+  return x;
+}
+
+// kTurns: query and new keys get their rotary encoding.
+template <class T, int kWidth, bool kTurns>
+struct DirectBlock {
+  using Tile = DirectTile<kWidth>;
+  static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens;
+
+  const LeanAttentionArgs& args;
+  DirectShared<T, kWidth>& shared;
+  float* const scratch;        // [kDirectWarps][rows][kScratchStride]
+  const int warp, lane, rows;  // rows of a unit, padding included
+
+  uint4 keys[kSlices][2][Tile::kKeyChunks];
+  uint4 values[kSlices][4][Tile::kValueChunks];
+  float output[kWidth / 16][4];
+  float max[2], sum[2];  // of rows 2 t and 2 t + 1
+  unsigned missing;      // of the keys read last: a bit for each token whose page is outside the pool
+  unsigned missing_rows;       // paged: the same for the tile that is read next
+  int64_t key_row, value_row;  // and bytes to the row of its token `lane`
+
+  __device__ __forceinline__ int group() const { return lane / 4; }
+  __device__ __forceinline__ int member() const { return lane % 4; }
+  __device__ __forceinline__ int first_tile(const DirectWork& work) const { return work.begin + warp * kTokens; }
+
+  __device__ __forceinline__ DirectWork work_of(const LeanUnit& unit, const LeanSegment& segment) const {
+    DirectWork work;
+    work.unit = unit;
+    work.segment = segment;
+    work.first = segment.slot / 2 - segment.index;
+    work.last = 0;
+    const RowsKeys of_rows = keys_of_tokens(args, unit.request, {0, unit.request.tokens});
+    work.seen = of_rows.seen;
+    work.common = of_rows.common;
+    work.begin = lean_max(segment.tiles.begin * args.plan.key_tile, work.seen.begin / kTokens * kTokens);
+    work.end = lean_min(segment.tiles.end * args.plan.key_tile, work.seen.end);
+    work.cached_end = args.append ? lean_min(work.end, unit.request.keys - unit.request.tokens) : work.end;
+    const auto base = [&](const void* cache, const LeanCacheStrides& strides) {
+      int64_t at = unit.head * strides.head;
+      if (args.cache_kind != kLeanPaged) at += unit.b * strides.batch + unit.request.start * strides.token;
+      return static_cast<const char*>(cache) + at * 2;
+    };
+    work.read_end = work.cached_end > work.seen.begin ? work.cached_end : 0;
+    work.keys = base(args.key_cache, args.key_strides);
+    work.values = base(args.value_cache, args.value_strides);
+    return work;
+  }
+
+  // This block's only segment where all units turn out to have the same number of tiles, of which the first so many blocks of
+  // each unit take equally many, or one more. False: they have not. A lane looks at a request; batch <= kDirectBatch.
+  __device__ __forceinline__ bool equal_work(const DirectGrid& grid, DirectWork& work) const {
+    LeanRequest request = lean_request(args, lane < args.batch ? lane : 0);
+    const LeanSpan seen = keys_of_tokens(args, request, {0, request.tokens}).seen;
+    const int key_tile = args.plan.key_tile;
+    int first = seen.begin / key_tile;
+    const int count = (seen.end + key_tile - 1) / key_tile - first;
+    if (args.batch > 1 && !__all_sync(kFullWarp, count == __shfl_sync(kFullWarp, count, 0))) return false;
+    const int index = (blockIdx.x * grid.parts_inverse) >> 20, part = blockIdx.x - index * args.plan.equal_parts;
+    const int parts = lean_max(lean_min(args.plan.equal_parts, count / kMinRangeWork), 1);
+    work.last = index >= grid.units || part >= parts;
+    if (work.last != 0) return true;
+    LeanUnit unit;
+    unit.b = 0;
+    if (args.batch > 1) {
+      unit.b = (index * grid.heads_inverse) >> 20;
+      request.start = __shfl_sync(kFullWarp, request.start, unit.b);
+      request.keys = __shfl_sync(kFullWarp, request.keys, unit.b);
+      request.tokens = __shfl_sync(kFullWarp, request.tokens, unit.b);
+      first = __shfl_sync(kFullWarp, first, unit.b);
+    }
+    unit.head = index - unit.b * args.kv_heads;
+    unit.row_tile = 0;
+    unit.position = 0;
+    unit.request = request;
+    unit.tiles = {first, first + count};
+    const int whole = small_quotient(count, parts), rest = count - whole * parts;
+    const LeanSpan mine = {first + part * whole + lean_min(part, rest), first + (part + 1) * whole + lean_min(part + 1, rest)};
+    work = work_of(unit, {mine, true, part, parts, lean_slot(index * args.plan.equal_parts, part)});
+    return true;
+  }
+
+  // The nearest token of the segment that some row sees and the cache holds: others are not read.
+  __device__ __forceinline__ int readable(const DirectWork& work, int token) const {
+    return lean_clamp(token, work.seen.begin, work.cached_end - 1);
+  }
+
+  // Paged caches: where the rows of the tile at `begin` lie. Its reads follow.
+  __device__ __forceinline__ void look_up(const DirectWork& work, int begin) {
+    const int wanted = begin + lane % kTokens, token = readable(work, wanted);
+    const int index = token_of_row(token, args.block), of_page = token - index * args.block;
+    int page = __ldg(args.block_table + static_cast<int64_t>(work.unit.b) * args.pages_per_request + index);
+    const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages);
+    missing_rows = __ballot_sync(kFullWarp, !exists && wanted < work.cached_end);
+    if (!exists) page = 0;
+    key_row = (page * args.key_strides.page + of_page * args.key_strides.token) * 2;
+    value_row = (page * args.value_strides.page + of_page * args.value_strides.token) * 2;
+  }
+
+  // Reads of a tile with a token in the cache.
+  __device__ __forceinline__ void read_keys(const DirectWork& work, int begin) {
+    const char* rows_from[2 * kSlices];
+    const char* const base = work.keys + member() * 16;
+    missing = 0;
+    if (args.cache_kind == kLeanPaged) {
+      missing = missing_rows;
+#pragma unroll
+      for (int i = 0; i < 2 * kSlices; ++i) rows_from[i] = base + __shfl_sync(kFullWarp, key_row, 8 * i + group());
+    } else {
+      const int stride = static_cast<int>(args.key_strides.token) * 2;
+#pragma unroll
+      for (int i = 0; i < 2 * kSlices; ++i)
+        rows_from[i] = base + static_cast<int64_t>(readable(work, begin + 8 * i + group())) * stride;
+    }
+#pragma unroll
+    for (int i = 0; i < 2 * kSlices; ++i)
+#pragma unroll
+      for (int c = 0; c < Tile::kKeyChunks; ++c) keys[i / 2][i % 2][c] = read_once(rows_from[i] + 64 * c);
+  }
+
+  __device__ __forceinline__ void read_values(const DirectWork& work, int begin) {
+    const char* rows_from[4 * kSlices];
+    const char* const base = work.values + group() * 16;
+    if (args.cache_kind == kLeanPaged) {
+#pragma unroll
+      for (int i = 0; i < 4 * kSlices; ++i)
+        rows_from[i] = base + __shfl_sync(kFullWarp, value_row, i / 2 * 8 + 2 * member() + i % 2);
+    } else {
+      const int stride = static_cast<int>(args.value_strides.token) * 2;
+#pragma unroll
+      for (int i = 0; i < 4 * kSlices; ++i)
+        rows_from[i] = base + static_cast<int64_t>(readable(work, begin + i / 2 * 8 + 2 * member() + i % 2)) * stride;
+    }
+#pragma unroll
+    for (int i = 0; i < 4 * kSlices; ++i)
+#pragma unroll
+      for (int c = 0; c < Tile::kValueChunks; ++c) values[i / 4][i % 4][c] = read_once(rows_from[i] + 128 * c);
+  }
+
+  // By the first kStagingWarps: the query's rows to shared memory, with zeros for padding, and the new tokens among the
+  // segment's, which also go to the caches.
+  static constexpr int kRowChunks = kWidth / 8;
+  static constexpr int kStagingWarps = kDirectRows * kRowChunks / 32;
+  __device__ __forceinline__ void stage(const DirectWork& work, int which) const {
+    const int row = (warp * 32 + lane) / kRowChunks, column = (warp * 32 + lane) % kRowChunks * 8;
+    uint4 x = make_uint4(0, 0, 0, 0);
+    if (row < args.group * work.unit.request.tokens) {
+      const RowPlace place = row_place(args, work.unit, row);
+      const T* from = static_cast<const T*>(args.query) + work.unit.b * args.query_strides.batch +
+                      place.head * args.query_strides.head + place.token * args.query_strides.token;
+      if constexpr (kTurns)
+        x = rotated_chunk(rotation_at(args, work.unit.request.keys - work.unit.request.tokens + place.token), from, column);
+      else x = *reinterpret_cast<const uint4*>(from + column);
+    }
+    *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = x;
+    if (__builtin_expect(work.cached_end < work.end, false)) stage_new(work, which);
+  }
+
+  __device__ __forceinline__ void stage_new(const DirectWork& work, int which) const {
+    const int new_begin = work.unit.request.keys - work.unit.request.tokens;
+    const int from = lean_max(work.begin, new_begin), tokens = work.end - from;
+#pragma unroll 1
+    for (int i = warp * 32 + lane; i < 2 * tokens * kRowChunks; i += 32 * kStagingWarps) {
+      const bool value = i >= tokens * kRowChunks;
+      const int of_kind = value ? i - tokens * kRowChunks : i;
+      const int token = from + of_kind / kRowChunks, column = of_kind % kRowChunks * 8;
+      // Not a reference to one of two members: the arguments would get an address, and a copy in local memory.
+      const auto pick = [value](int64_t of_value, int64_t of_key) { return value ? of_value : of_key; };
+      const int64_t at = work.unit.b * pick(args.new_value_strides.batch, args.new_key_strides.batch) +
+                         work.unit.head * pick(args.new_value_strides.head, args.new_key_strides.head) +
+                         (token - new_begin) * pick(args.new_value_strides.token, args.new_key_strides.token);
+      const T* row = static_cast<const T*>(value ? args.new_value : args.new_key) + at;
+      uint4 x;
+      if (kTurns && !value) x = rotated_chunk(rotation_at(args, token), row, column);
+      else x = *reinterpret_cast<const uint4*>(row + column);
+      const LeanCacheStrides strides = {pick(args.value_strides.batch, args.key_strides.batch),
+                                        pick(args.value_strides.page, args.key_strides.page),
+                                        pick(args.value_strides.head, args.key_strides.head),
+                                        pick(args.value_strides.token, args.key_strides.token)};
+      const int64_t to = cache_row(args, strides, work.unit.b, work.unit.request, work.unit.head, token);
+      if (to >= 0) {
+        if (value) *reinterpret_cast<uint4*>(static_cast<T*>(args.value_cache_out) + to + column) = x;
+        else *reinterpret_cast<uint4*>(static_cast<T*>(args.key_cache_out) + to + column) = x;
+      }
+      if (to < 0) x = make_uint4(0, 0, 0, 0);  // a token without a page is not seen
+      *reinterpret_cast<uint4*>(&shared.staged[which][value ? 2 : 1][token - new_begin][column]) = x;
+      if (column == 0 && !value) shared.absent[which][token - new_begin] = to < 0;
+    }
+  }
+
+  // The new tokens of a tile from where they are staged.
+  __device__ __forceinline__ void take_new(int which, int begin) {
+    const DirectWork& work = shared.works[which];
+    const int new_begin = work.unit.request.keys - work.unit.request.tokens;
+    unsigned gone = 0;
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        const int token = begin + 16 * slice + 8 * r + group();
+        if (token < work.cached_end || token >= work.end) continue;
+        const T* const row = &shared.staged[which][1][token - new_begin][8 * member()];
+        if (shared.absent[which][token - new_begin]) gone |= 1u << (16 * slice + 8 * r + group());
+#pragma unroll
+        for (int c = 0; c < Tile::kKeyChunks; ++c) keys[slice][r][c] = *reinterpret_cast<const uint4*>(row + 32 * c);
+      }
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const int token = begin + 16 * slice + i / 2 * 8 + 2 * member() + i % 2;
+        if (token < work.cached_end || token >= work.end) continue;
+        const T* const row = &shared.staged[which][2][token - new_begin][8 * group()];
+#pragma unroll
+        for (int c = 0; c < Tile::kValueChunks; ++c) values[slice][i][c] = *reinterpret_cast<const uint4*>(row + 64 * c);
+      }
+    }
+#pragma unroll
+    for (int offset = 16; offset > 0; offset /= 2) gone |= __shfl_xor_sync(kFullWarp, gone, offset);
+    missing |= gone;
+  }
+
+  __device__ __forceinline__ void read_first(const DirectWork& work) {
+    const int tile = first_tile(work);
+    if (tile >= work.read_end) return;
+    if (args.cache_kind == kLeanPaged) look_up(work, tile);
+    read_keys(work, tile);
+    read_values(work, tile);
+  }
+
+  // A segment's tiles of this warp, of which the registers hold the first; in the end they hold the first of the next segment.
+  __device__ __forceinline__ void run_segment(int which) {
+    const DirectWork& work = shared.works[which];
+#pragma unroll
+    for (int m = 0; m < kWidth / 16; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[m][i] = 0.0f;
+    max[0] = max[1] = -INFINITY;
+    sum[0] = sum[1] = 0.0f;
+    int tile = first_tile(work);
+    const int end = work.end;
+    const bool any = tile < end;
+#pragma unroll 1
+    for (;;) {
+      const bool last = tile + kDirectWarps * kTokens >= end;
+      const DirectWork& follows = shared.works[last ? which ^ 1 : which];
+      const int following = last ? first_tile(follows) : tile + kDirectWarps * kTokens;
+      const bool more = following < follows.read_end;
+      if (more && args.cache_kind == kLeanPaged) look_up(follows, following);
+      float s[kSlices][4];
+      if (any) {
+        if (tile + kTokens > work.cached_end && work.cached_end < end) take_new(which, tile);
+        score(which, s);
+      }
+      const unsigned gone = missing;
+      missing = 0;
+      if (more) read_keys(follows, following);
+      if (any) weigh(work, tile, gone, s);
+      if (more) read_values(follows, following);
+      if (last) return;
+      tile = following;
+    }
+  }
+
+  __device__ __forceinline__ void score(int which, float (&s)[kSlices][4]) const {
+    const T* const query = &shared.staged[which][0][group()][8 * member()];
+    float other[kSlices][4];  // a second chain of sums
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[slice][i] = other[slice][i] = 0.0f;
+#pragma unroll
+    for (int c = 0; c < Tile::kKeyChunks; ++c) {
+      const uint4 q = *reinterpret_cast<const uint4*>(query + 32 * c);
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice) {
+        const uint4 low = keys[slice][0][c], high = keys[slice][1][c];
+        const uint32_t a[4] = {low.x, high.x, low.y, high.y}, b[4] = {low.z, high.z, low.w, high.w};
+        mma(T{}, s[slice], a, q.x, q.y);
+        mma(T{}, other[slice], b, q.z, q.w);
+      }
+    }
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[slice][i] += other[slice][i];
+  }
+
+  // Adds the tile's values by their weights. gone: a bit for each token without a page.
+  __device__ __forceinline__ void weigh(const DirectWork& work, int begin, unsigned gone, float (&s)[kSlices][4]) {
+    const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[slice][i] *= scale;
+    if (args.softcap > 0.0f) {
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[slice][i] = cap_logit(s[slice][i], args.softcap) * kLog2E;
+    }
+    if (begin < work.common.begin || begin + kTokens > work.common.end || gone != 0) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const int row = 2 * member() + c;
+        const int of_row = row < args.group ? 0 : small_quotient(row, args.group);
+        LeanSpan bounds = {0, 0};
+        if (of_row < work.unit.request.tokens) bounds = lean_token_keys(args, work.unit.request, of_row);
+#pragma unroll
+        for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+          for (int r = 0; r < 2; ++r) {
+            const int of_tile = 16 * slice + 8 * r + group(), token = begin + of_tile;
+            if (token < bounds.begin || token >= bounds.end || (gone >> of_tile & 1)) s[slice][2 * r + c] = -INFINITY;
+          }
+      }
+      // What no row sees may be NaN, which a weight of 0 does not silence.
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const int of_tile = 16 * slice + i / 2 * 8 + 2 * member() + i % 2, token = begin + of_tile;
+          if (token >= work.seen.begin && token < work.seen.end && !(gone >> of_tile & 1)) continue;
+#pragma unroll
+          for (int c = 0; c < Tile::kValueChunks; ++c) values[slice][i][c] = make_uint4(0, 0, 0, 0);
+        }
+    }
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[slice][i]);
+    if (__any_sync(kFullWarp, top[0] > max[0] + kRescaleAt || top[1] > max[1] + kRescaleAt)) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        float x = fmaxf(top[c], max[c]);
+#pragma unroll
+        for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+        const float factor = rescale(max[c], x);
+        max[c] = x;
+        sum[c] *= factor;
+#pragma unroll
+        for (int m = 0; m < kWidth / 16; ++m) {
+          output[m][c] *= factor;
+          output[m][2 + c] *= factor;
+        }
+      }
+    }
+    const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[slice][i] = exp2_fast(s[slice][i] - base[i % 2]);
+        sum[i % 2] += s[slice][i];
+      }
+      const uint32_t p0 = transpose_matrix(pack_pair(T{}, s[slice][0], s[slice][1]));
+      const uint32_t p1 = transpose_matrix(pack_pair(T{}, s[slice][2], s[slice][3]));
+#pragma unroll
+      for (int c = 0; c < Tile::kValueChunks; ++c) {
+#pragma unroll
+        for (int w = 0; w < 4; ++w) {
+          const auto word = [&](int i) {
+            const uint4& x = values[slice][i][c];
+            return w == 0 ? x.x : w == 1 ? x.y : w == 2 ? x.z : x.w;
+          };
+          const uint32_t a[4] = {__byte_perm(word(0), word(1), 0x5410), __byte_perm(word(0), word(1), 0x7632),
+                                 __byte_perm(word(2), word(3), 0x5410), __byte_perm(word(2), word(3), 0x7632)};
+          mma(T{}, output[4 * c + w], a, p0, p1);
+        }
+      }
+    }
+  }
+
+  // This warp's statistics and output to shared memory.
+  __device__ __forceinline__ void leave() const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = 2 * member() + c;
+      float total = sum[c];
+#pragma unroll
+      for (int offset = 4; offset < 32; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+      if (row >= rows) continue;
+      if (lane < 4) {
+        shared.warp_max[row][warp] = max[c];
+        shared.warp_sum[row][warp] = total;
+      }
+      float* const to = scratch + (warp * rows + row) * Tile::kScratchStride + 8 * group();
+#pragma unroll
+      for (int m = 0; m < kWidth / 16; m += 2)
+        *reinterpret_cast<float4*>(to + m / 4 * 64 + m % 4 * 2) =
+            make_float4(output[m][c], output[m][2 + c], output[m + 1][c], output[m + 1][2 + c]);
+    }
+  }
+
+  // The sum of all warps' parts, 4 columns of a row a thread, to the output or, where the unit has other contributors, to
+  // global memory, where the last of them merges all.
+  __device__ __forceinline__ void join(const DirectWork& work, const ClusterInbox& inbox, bool in_cluster) const {
+#if __CUDA_ARCH__ >= 900
+    const ClusterShare share = cluster_share(kWidth, {0, rows}, work.segment);
+    if (in_cluster) cluster_wait();
+#endif
+    const int row = (warp * 32 + lane) / (kWidth / 4), d = (warp * 32 + lane) % (kWidth / 4) * 4;
+    static_assert(kDirectRows * kWidth / 4 <= kDirectThreads);
+    if (row < rows) {
+      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float factor[kDirectWarps], top = -INFINITY, total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kDirectWarps; ++w) {
+        factor[w] = shared.warp_max[row][w];
+        top = fmaxf(top, factor[w]);
+      }
+#pragma unroll
+      for (int w = 0; w < kDirectWarps; ++w) {
+        factor[w] = rescale(factor[w], top);
+        total += factor[w] * shared.warp_sum[row][w];
+        const float4 x = *reinterpret_cast<const float4*>(scratch + (w * rows + row) * Tile::kScratchStride + d);
+        o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
+      }
+#if __CUDA_ARCH__ >= 900
+      if (in_cluster) send_part(inbox, share, 0, row, d, o, top, total);
+      else
+#endif
+      if (work.segment.count == 1) write_row<T>(args, work.unit, row, d, o, top, total);
+      else write_partial(args, work.segment.slot, row, d, o, top, total);
+    }
+#if __CUDA_ARCH__ >= 900
+    if (in_cluster) {
+      merge_in_cluster<T>(args, work.unit, inbox, share, warp, kDirectWarps);
+      return;
+    }
+#endif
+    if (work.segment.count == 1) return;
+    if (last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kDirectThreads, &shared.arrived))
+      merge_unit<T>(args, work.unit, work.first, work.segment.count, warp, kDirectWarps);
+  }
+};
+
+template <class T, int kWidth, bool kTurns>
+__global__ void __launch_bounds__(kDirectThreads, 1)
+    LeanAttentionDirectKernel(const __grid_constant__ LeanAttentionArgs launch_args, const DirectGrid grid) {
+  using Tile = DirectTile<kWidth>;
+  using P = uint32_t;
+  LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
+  args.plan.key_tile = 8192 / kWidth;
+  args.plan.row_tile = kDirectRows;
+  args.plan.min_range_work = kMinRangeWork;
+  extern __shared__ __align__(16) char raw[];
+  auto& shared = *reinterpret_cast<DirectShared<T, kWidth>*>(raw);
+  const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Tile::kInboxItems, shared_address(&shared.inbox_full)};
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  DirectBlock<T, kWidth, kTurns> block{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)), warp, lane,
+                                       args.group * args.tokens, {}, {}, {}, {}, {}, 0, 0, 0, 0};
+  // By the first warp: the next part of a unit that the range holds, or that there is none.
+  const auto next = [&](DirectWork& work) {
+    bool more = shared.more;
+    LeanRange<P> range = shared.range;
+    while (more) {
+      const LeanUnit unit = range.unit;
+      const LeanShare share = lean_share(args, unit, range.begin, range.end);
+      more = static_cast<P>(lean_unit_end(args, unit)) < range.end;
+      if (more) lean_next_unit(args, range.unit);
+      if (!share.contributes) continue;
+      const DirectWork found = block.work_of(unit, segment_of(args, range, unit, share));
+      __syncwarp();
+      if (lane == 0) work = found, shared.range.unit = range.unit, shared.more = more;
+      __syncwarp();
+      return;
+    }
+    if (lane == 0) work.last = 1, work.begin = work.end = work.cached_end = work.read_end = 0;
+  };
+  int turn = 0;
+  // listed: there may be several segments, from the schedule. in_cluster: the contributors are the cluster's blocks.
+  bool begun = false, listed = true, in_cluster = false;
+  DirectWork equal;
+  if (args.plan.equal_parts > 0 && args.batch <= kDirectBatch && block.equal_work(grid, equal)) {
+    // A block has one segment, which every warp finds by itself.
+    constexpr int kStagingWarps = DirectBlock<T, kWidth, kTurns>::kStagingWarps;
+    const uint32_t query_ready = shared_address(&shared.query_ready);
+    if (threadIdx.x == 0) {
+      barrier_init(query_ready, 32 * kStagingWarps);
+      barrier_init(inbox.barrier, 1);
+#if __CUDA_ARCH__ >= 900
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+#endif
+      shared.works[0] = equal;
+      shared.works[1].last = 1;
+      shared.works[1].begin = shared.works[1].end = shared.works[1].cached_end = shared.works[1].read_end = 0;
+    }
+    __syncthreads();
+#if __CUDA_ARCH__ >= 900
+    if (grid.cluster > 1) cluster_arrive();
+#endif
+    if (equal.last != 0) return;
+    in_cluster = grid.cluster > 1 && equal.segment.count > 1;
+    // Rows of the query first: behind those of the caches they would queue.
+    if (warp < kStagingWarps) {
+      block.stage(equal, 0);
+      barrier_arrive(query_ready);
+    }
+    block.read_first(equal);
+    barrier_wait(query_ready, 0);
+    turn = 1;
+    begun = true;
+    listed = false;
+  } else if (warp == 0) {
+    LeanRange<P> range = {};
+    const bool exists = locate_range<P>(args, blockIdx.x, 1, range);
+    if (lane == 0) {
+      shared.works[1].begin = shared.works[1].end = shared.works[1].cached_end = shared.works[1].read_end = 0;  // ahead of the first segment an empty one
+      shared.range = range;
+      shared.more = exists;
+    }
+    __syncwarp();
+  }
+#pragma unroll 1
+  for (;; turn ^= 1) {
+    if (listed) {
+      if (warp == 0) next(shared.works[turn]);
+      __syncthreads();
+    }
+    block.run_segment(turn ^ 1);
+    const DirectWork& work = shared.works[turn ^ 1];
+    const bool ends = shared.works[turn].last != 0;
+    if (begun) block.leave();
+    if (!ends && warp < block.kStagingWarps) block.stage(shared.works[turn], turn);
+    __syncthreads();
+    if (begun) {
+      block.join(work, inbox, in_cluster);
+      if (!ends) __syncthreads();  // work and scratch have been read
+    }
+    if (ends) return;
+    begun = true;
+  }
+}
+
+template <class T, int kWidth>
+int launch_direct_width(const LeanAttentionArgs& args, bool clusters, bool few_tokens, cudaStream_t stream) {
+  const auto kernel =
+      args.rotary_half > 0 ? LeanAttentionDirectKernel<T, kWidth, true> : LeanAttentionDirectKernel<T, kWidth, false>;
+  const auto shared_bytes = [](int rows) {
+    return static_cast<int>(sizeof(DirectShared<T, kWidth>)) + kDirectWarps * rows * DirectTile<kWidth>::kScratchStride * 4;
+  };
+  // The attribute belongs to the kernel, which other threads launch too: it is the same for all calls.
+  const cudaError_t error =
+      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes(kDirectRows));
+  if (error != cudaSuccess) return error;
+  cudaLaunchConfig_t config = {};
+  cudaLaunchAttribute attribute = {};
+  config.gridDim = dim3(args.plan.max_ranges);
+  config.blockDim = dim3(kDirectThreads);
+  config.dynamicSmemBytes = shared_bytes(args.group * args.tokens);
+  config.stream = stream;
+  config.attrs = &attribute;
+  LeanAttentionArgs settled = args;
+  DirectGrid grid = {args.batch * args.kv_heads, 0, 0, 1};
+  if (clusters && args.batch <= kDirectBatch)
+    grid.cluster = choose_cluster<DirectShared<T, kWidth>>(reinterpret_cast<const void*>(kernel), settled.plan, args, few_tokens,
+                                                           config);
+  const auto inverse = [](int n) { return (1u << 20) / static_cast<uint32_t>(n > 0 ? n : 1) + 1; };
+  grid.parts_inverse = inverse(settled.plan.equal_parts);
+  grid.heads_inverse = inverse(args.kv_heads);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, settled, grid);
+  if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
+  return launched;
+}
+
+}  // namespace leanfleet
