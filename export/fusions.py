@@ -201,6 +201,78 @@ def fuse_rotary(model):
     return count
 
 
+def _rotated_halves(concat):
+    """(x, angles, cosines, sines) where a Concat node makes x1 cos - x2 sin and x2 cos + x1 sin of the halves of x's last axis;
+    else None. Halves may be cast first."""
+    if len(concat.inputs) != 2 or concat.attributes.get_int("axis") not in (-1, 3):
+        return None
+    difference, total = _producer(concat.inputs[0], "Sub"), _producer(concat.inputs[1], "Add")
+    products = [_producer(value, "Mul") for node in (difference, total) if node for value in node.inputs]
+    if len(products) != 4 or None in products:
+        return None
+    factors = []
+    for product in products:
+        table = next((i for i in (0, 1) if _producer(product.inputs[i], "Cos", "Sin")), None)
+        if table is None:
+            return None
+        half = product.inputs[1 - table]
+        cast = _producer(half, "Cast")
+        factors.append((_columns(cast.inputs[0] if cast else half), product.inputs[table]))
+    (first, cos), (second, sin), *rest = factors
+    if None in (first, second) or rest not in ([(second, cos), (first, sin)], [(first, sin), (second, cos)]):
+        return None
+    angles, width = cos.producer().inputs[0], first[0].shape[-1]
+    if (cos.producer().op_type, sin.producer().op_type) != ("Cos", "Sin") or sin.producer().inputs[0] is not angles:
+        return None
+    whole = first[0] is second[0] and (first[1:], second[1:]) == ((0, width // 2), (width // 2, width))
+    return (first[0], angles, cos, sin) if whole and width % 2 == 0 else None
+
+
+def fuse_rotated_halves(model):
+    """Rotary position encodings as leanfleet.export.linear_attention.rotary writes them, of projections [B,N,H*2h] by angles
+    [B,N,1,h], become RotaryEmbedding nodes as in fuse_rotary, with tables in the projections' type. Returns the number of
+    places. Not for a model that has nodes of fuse_rotary: its function is another.
+    """
+    graph, tables, count = model.graph, {}, 0
+    for node in list(graph):
+        found = _rotated_halves(node) if node.op_type == "Concat" and node.domain == "" else None
+        if found is None:
+            continue
+        x, angles, cos, sin = found
+        reshape, half = _producer(x, "Reshape"), x.shape[-1] // 2
+        flat = reshape.inputs[0] if reshape else None
+        if flat is None or flat.shape is None or len(flat.shape) != 3 or len(x.shape) != 4 or angles.shape is None or (
+                list(angles.shape) != [x.shape[0], x.shape[1], 1, half]):
+            continue
+        users = [use.node for use in node.outputs[0].uses()]
+        cast = users[0] if len(users) == 1 and users[0].op_type == "Cast" and users[0].domain == "" else None
+        last = cast if cast and cast.outputs[0].dtype == x.dtype else node
+        if last.outputs[0].dtype != x.dtype:
+            continue
+
+        def op(kind, *inputs, before=node, **attributes):
+            made = ir.node(kind, inputs, attributes)
+            graph.insert_before(before, made)
+            return made.outputs[0]
+
+        if (cos, sin, x.dtype) not in tables:
+            rows = [op("Cast", op("Reshape", t, op("Constant", value_ints=[-1, half])), to=x.dtype) for t in (cos, sin)]
+            size = op("Shape", flat, start=0, end=2)
+            zero, one = (op("Constant", value_int=n) for n in (0, 1))
+            tables[cos, sin, x.dtype] = op("Reshape", op("Range", zero, op("ReduceProd", size, keepdims=0), one), size), *rows
+        turned = ir.node("RotaryEmbedding", [flat, *tables[cos, sin, x.dtype]], domain=MICROSOFT, name=node.name)
+        graph.insert_before(node, turned)
+        turned.outputs[0].type, turned.outputs[0].shape = flat.type, flat.shape
+        _replace(graph, last, ir.node("Reshape", [turned.outputs[0], reshape.inputs[1]]))
+        count += 1
+    if count:
+        RemoveUnusedNodesPass()(model)
+        graph.sort()
+        model.opset_imports.setdefault(MICROSOFT, 1)
+        _set_rotary(model, _rotate_flat)
+    return count
+
+
 def _turned(value):
     """(x, node) where value is x [B,H,N,D] after a RotaryEmbedding node of all its columns or of the first ones; else None."""
     node = None if value is None else value.producer()
@@ -469,7 +541,9 @@ def fuse_for_onnxruntime(model, positions=None):
     how many a request may have; None leaves rotary encodings outside LeanAttention, which have no such bound."""
     divide_by_roots(model)
     pack_projections(model)
-    if fuse_rotary(model) and positions:
+    if not fuse_rotary(model):
+        fuse_rotated_halves(model)
+    elif positions:
         rotate_inside(model, positions)
     RemoveUnusedNodesPass()(model)
     drop_transposes(model)

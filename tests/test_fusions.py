@@ -8,7 +8,8 @@ import onnx_ir as ir
 import onnxruntime
 import pytest
 import torch
-from leanfleet.export import export, export_decoder, fusions, lean_attention
+from leanfleet.export import causal_linear_decay, export, export_decoder, fusions, lean_attention
+from leanfleet.export.linear_attention import rotary
 from leanfleet.ort_ops import make_session
 from transformers import LlamaConfig, LlamaForCausalLM
 
@@ -189,3 +190,57 @@ def test_export_without_fusions(tmp_path):
     export_decoder(model, tmp_path, fuse=False)
     found = onnx.load(tmp_path / "model.onnx")
     assert {n.domain for n in found.graph.node} == {"", "leanfleet"} and {f.domain for f in found.functions} == {"leanfleet"}
+
+
+class Retention(torch.nn.Module):
+    """Two layers of linear attention over rotated heads [B,N,H,D]. other: sines of other angles than the cosines."""
+
+    def __init__(self, other=False):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HEADS * SIZE, bias=False) for _ in range(3))
+                                          for _ in range(2))
+        self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+        self.other = other
+
+    def turn(self, x, positions):
+        if not self.other:
+            return rotary(x, positions, 100.0, "bnhd")
+        angles = positions[:, :, None, None].float() * torch.linspace(0.1, 1.0, SIZE // 2)
+        cos, sin = angles.cos(), (angles * 2).sin()
+        first, second = x[..., :SIZE // 2], x[..., SIZE // 2:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+
+    def forward(self, x, positions):
+        for layer in self.layers:
+            q, k, v = (p(x).unflatten(-1, (HEADS, SIZE)) for p in layer)
+            q, k = self.turn(q, positions), self.turn(k, positions)
+            x = x + self.out(causal_linear_decay(q, k, v, layout="bnhd")[0].flatten(2)) * 0.1
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("other", [False, True])
+def test_rotated_halves_of_heads(other, dtype):
+    """Rotary encodings of linear attention, whose angles are a request's own, become nodes that share their tables."""
+    if other and dtype != torch.float32:
+        return
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(4)
+    module = Retention(other).eval()
+    x, positions = torch.randn(3, 7, HIDDEN), torch.tensor([[0], [40], [1000]]) + torch.arange(7)
+    with torch.no_grad():
+        exact = module.double()(x.double(), positions).numpy()
+        module.to(dtype)
+        plain = module(x.to(dtype), positions).double().numpy()
+    batch, tokens = (torch.export.Dim(n) for n in ("batch", "tokens"))
+    model = export(module, (x.to(dtype), positions), dynamic_shapes=({0: batch, 1: tokens},) * 2).model
+    fusions.fuse_for_onnxruntime(model)
+    found = kinds(model)
+    assert (found.count("RotaryEmbedding"), found.count("Cos")) == (0 if other else 4, 1)
+    feeds = [x.to(dtype).numpy(), positions.numpy()]
+    for made in (ir.to_proto(model), renamed(model)):
+        onnx.checker.check_model(made)
+        session = make_session(made, ["CPUExecutionProvider"])
+        output = session.run(None, dict(zip((i.name for i in session.get_inputs()), feeds, strict=True)))[0]
+        # Tables in 16 bits lose about as much again as the module does, which turns in float32.
+        assert np.abs(output - exact).max() <= 3 * np.abs(plain - exact).max()
