@@ -1,18 +1,24 @@
 """Times LeanAttention's CUDA kernel beside its peers and writes one JSON file.
 
-    python bench/lean_attention.py OUT.json [--only decode,paged,...] [--peers sdpa,fa3,flashinfer]
+    python bench/lean_attention.py OUT.json [--only decode,paged,...,splits,balance] [--peers sdpa,fa3,flashinfer]
 
 Every line is a median over rounds of a graph's replay between two events, with all contenders of a line in turn in
 every round. Before each replay the L2 cache is flushed by reading 256 MB: a flush that writes leaves dirty lines, and
 every byte of cache read then has to write one back first. The floor is the bytes of the caches that must be read over
 4.6 TB/s, what an H200 reaches in a pure read; for prompts it is the time of torch's SDPA that is the yardstick.
+
+`splits` is LeanAttention's table 2, the share of the reduction: the time of units that several multiprocessors share over
+that of as many more units, a multiprocessor each, with the same tiles a multiprocessor. `balance` are the tiles of the ranges
+and, by ncu, which must be on the path, the multiprocessors' active cycles.
 """
 
 import argparse
+import csv
 import datetime
 import json
 import math
 import statistics
+import subprocess
 import sys
 from pathlib import Path
 
@@ -265,13 +271,87 @@ def prompt(args):
         yield row
 
 
+def uniform_node(B, Hkv, D, N):
+    return Node({"query": normal(B, 4 * Hkv, 1, D), "key_cache": normal(B, Hkv, N, D), "value_cache": normal(B, Hkv, N, D)})
+
+
+def splits(args):
+    """As many multiprocessors busy with as many tiles each, with and without a reduction."""
+    D = 128
+    for tokens in (512, 2048, 8192):
+        for Hkv, parts in ((33, 4), (16, 8), (8, 16), (4, 33)):
+            nodes = {"split": uniform_node(1, Hkv, D, parts * tokens), "whole": uniform_node(parts, Hkv, D, tokens)}
+            found = {n: statistics.median(t) for n, t in times({n: captured(c) for n, c in nodes.items()}, args.rounds).items()}
+            share = 1 - found["whole"] / found["split"]
+            print(f"splits {parts:2} of {tokens:5} tokens: {found['split']:7.1f} us, whole {found['whole']:7.1f} us: "
+                  f"reduction {share:6.1%}", flush=True)
+            yield {"section": "splits", "parts": parts, "kv_heads": Hkv, "tokens_a_part": tokens, "us": found, "share": share}
+
+
+# (H, Hkv, D, lengths)
+BALANCE = {"B1 32/8 D128 ctx 131072": (32, 8, 128, [131072]), "B16 32/8 D128 ctx 8192": (32, 8, 128, [8192] * 16),
+           "B64 32/8 D128 ctx 4096": (32, 8, 128, [4096] * 64),
+           "ragged B8 32/8 D128": RAGGED[0], "ragged B16 32/32 D128": RAGGED[1]}
+
+
+def tiles_of_ranges(lens, kv_heads, key_tile, ranges, overhead=5):
+    """The tiles of each range as csrc/lean_attention/schedule.h cuts units of these lengths that are not all equal."""
+    units = [-(-n // key_tile) for n in lens for _ in range(kv_heads)]
+    work, found, position = sum(u + overhead for u in units), [0] * ranges, 0
+    cuts = [r * work // ranges for r in range(ranges + 1)]
+    for tiles in units:
+        begin, position = position + overhead, position + overhead + tiles
+        for r in range(ranges):
+            found[r] += max(0, min(position, cuts[r + 1]) - max(begin, cuts[r]))
+    return found
+
+
+def balance(args):
+    multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
+    for name, (_, Hkv, _, lens) in BALANCE.items():
+        units = len(lens) * Hkv
+        if len(set(lens)) == 1 and units <= multiprocessors:
+            parts, whole = multiprocessors // units, -(-lens[0] // 64)
+            tiles = [(p + 1) * whole // parts - p * whole // parts for p in range(parts)] * units
+        else:
+            tiles = tiles_of_ranges(lens, Hkv, 64, multiprocessors)
+        out = subprocess.run(
+            ["ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics",
+             "sm__cycles_active.min,sm__cycles_active.avg,sm__cycles_active.max", sys.executable, __file__, "OUT", "--once",
+             name], capture_output=True, text=True, check=True).stdout.splitlines()
+        cycles = {r["Metric Name"].split(".")[-1]: float(r["Metric Value"].replace(",", ""))
+                  for r in csv.DictReader(n for n in out if n.startswith('"'))}
+        print(f"balance {name}: tiles of {len(tiles)} ranges {min(tiles)} to {max(tiles)}, cycles {cycles}", flush=True)
+        yield {"section": "balance", "case": name, "ranges": len(tiles), "tiles": [min(tiles), max(tiles)], "cycles": cycles}
+
+
+def once(name):
+    """What `balance` has ncu watch."""
+    H, Hkv, D, lens = BALANCE[name]
+    if len(set(lens)) == 1:
+        node = uniform_node(len(lens), Hkv, D, lens[0])
+    else:
+        offsets = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
+        node = Node({"query": normal(len(lens), H, 1, D), "key_cache": normal(Hkv, sum(lens), D),
+                     "value_cache": normal(Hkv, sum(lens), D), "cu_seqlens": offsets})
+    node()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.start()
+    node()
+    torch.cuda.synchronize()
+    torch.cuda.profiler.stop()
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
     parser.add_argument("--only", default="decode,ragged,paged,tokens,prompt")
     parser.add_argument("--peers", default="sdpa")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--once", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    if args.once:
+        return once(args.once)
     args.peers = args.peers.split(",")
     torch.manual_seed(0)
     word = torch.zeros(1, device="cuda")

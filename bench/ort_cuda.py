@@ -169,7 +169,8 @@ def linear_model(op_type, b, h, n, d, log_decay):
                   {n: (types[t.dtype], t.shape) for n, t in feed.items()}, outputs, attributes)
     make = onnxruntime.InferenceSession if theirs else ort_ops.make_session
     session = make(graph, providers=["CUDAExecutionProvider"])
-    return session, bound(session, feed, dict(zip(outputs, (result, state)))), result, state, feed
+    found = {name: t.view(shape) for (name, shape), t in zip(outputs.items(), (result, state))}
+    return session, bound(session, feed, found), result, state, feed
 
 
 def linear_line(b, h, n, d):

@@ -32,7 +32,7 @@ def table(data):
              "| case | leanfleet | floor | sdpa | FA3 | FlashInfer | fastest peer / leanfleet |",
              "|---|---|---|---|---|---|---|"]
     over_best, over_fa3 = [], []
-    for row in data["rows"]:
+    for row in lines_of(data):
         ours = row["us"]["leanfleet"]["median"]
         peers = [best(row, peer) for peer in PEERS]
         present = [t for t in peers if t is not None]
@@ -42,11 +42,44 @@ def table(data):
             over_fa3.append(peers[1] / ours if peers[1] else math.nan)
         cells = [f"{ours:.1f}", *("-" if t is None else f"{t:.1f}" for t in (row["floor_us"], *peers)),
                  "-" if ratio is None else f"{ratio:.2f}"]
-        lines.append(f"| {row['case']} | " + " | ".join(cells) + " |")
+        lines.append(f"| {row['case']}{'*' if 'note' in row else ''} | " + " | ".join(cells) + " |")
+    for note in dict.fromkeys(r["note"] for r in lines_of(data) if "note" in r):
+        lines += ["", f"\\* {note}"]
     over_fa3 = [r for r in over_fa3 if not math.isnan(r)]
     lines += ["", f"Geometric mean over the decode and ragged lines: {geometric_mean(over_best):.2f} times the fastest peer"
               + (f", {geometric_mean(over_fa3):.2f} times FA3." if over_fa3 else ".")]
-    return "\n".join(lines) + "\n"
+    return "\n".join(lines + more_tables(data)) + "\n"
+
+
+def lines_of(data):
+    return [r for r in data["rows"] if "section" not in r]
+
+
+def more_tables(data):
+    """The reduction's share as LeanAttention's table 2 has it, and the balance of the multiprocessors."""
+    splits = [r for r in data["rows"] if r.get("section") == "splits"]
+    balance = [r for r in data["rows"] if r.get("section") == "balance"]
+    lines = []
+    if splits:
+        tokens = list(dict.fromkeys(r["tokens_a_part"] for r in splits))
+        lines += ["", "Share of the reduction: units shared by so many multiprocessors against as many more whole units with "
+                  "the same tiles a multiprocessor (4 query heads for each of the caches', D128; µs of both in brackets).", "",
+                  "| parts of a unit | " + " | ".join(f"{n} tokens a part" for n in tokens) + " |",
+                  "|---" * (len(tokens) + 1) + "|"]
+        for parts in dict.fromkeys(r["parts"] for r in splits):
+            of_parts = {r["tokens_a_part"]: r for r in splits if r["parts"] == parts}
+            lines.append(f"| {parts} | " + " | ".join(
+                f"{of_parts[n]['share']:.1%} ({of_parts[n]['us']['split']:.1f}, {of_parts[n]['us']['whole']:.1f})"
+                for n in tokens) + " |")
+    if balance:
+        lines += ["", "Balance: tiles of 64 keys of the ranges, and active cycles of the multiprocessors (ncu).", "",
+                  "| case | ranges | tiles, least and most | cycles, least, mean, most | mean over most |",
+                  "|---|---|---|---|---|"]
+        for r in balance:
+            c = r["cycles"]
+            lines.append(f"| {r['case']} | {r['ranges']} | {r['tiles'][0]}, {r['tiles'][1]} | {c['min']:.0f}, {c['avg']:.0f}, "
+                         f"{c['max']:.0f} | {c['avg'] / c['max']:.3f} |")
+    return lines
 
 
 def plot(data, out):
@@ -54,7 +87,7 @@ def plot(data, out):
     matplotlib.use("Agg")
     from matplotlib import pyplot
     points = []
-    for row in data["rows"]:
+    for row in lines_of(data):
         shape = re.fullmatch(r"decode B(\d+) (\d+)/(\d+) D(\d+) ctx (\d+)", row["case"])
         if shape:
             points.append(([int(x) for x in shape.groups()], row))

@@ -291,7 +291,7 @@ def command_speed(args):
             rows.append(row)
             text = refused.get(mixer) or f"{row['tokens_per_second'] / 1e6:7.3f} M tokens/s"
             print(f"context {context:6} {mixer:12} {text}", flush=True)
-    args.out.write_text(json.dumps({**facts(device), "steps": args.steps, "rows": rows}, indent=1) + "\n")
+        args.out.write_text(json.dumps({**facts(device), "steps": args.steps, "rows": rows}, indent=1) + "\n")
 
 
 def load(path, device="cpu"):
