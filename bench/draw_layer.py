@@ -3,7 +3,8 @@
     python bench/draw_layer.py FOLDER [--layer 1] [-o bench/results/decoder_layer.svg]
 
 FOLDER: written by leanfleet export. Layer 0 cannot be drawn: what all layers share (positions, rotary tables) runs before it.
-The nodes of a norm, which ONNX Runtime runs as one kernel, are one box.
+A layer begins with the node that adds the last layer's result to the residual stream and takes the norm of the sum. The nodes
+of another norm, which ONNX Runtime runs as one kernel, are one box.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from xml.sax.saxutils import escape
 import onnx_ir as ir
 
 WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 44, 26, 34
+SUMS = {"SkipSimplifiedLayerNormalization": "sum, RMS norm", "SkipLayerNormalization": "sum, norm"}
 FILLS = {"leanfleet": "#ffd9a8", "com.microsoft": "#dce8f7", "": "#eef0f2", "input": "#ffffff", "output": "#ffffff"}
 
 
@@ -28,21 +30,22 @@ def ancestors(node):
 
 
 def layer_nodes(model, layer):
-    """The nodes from the residual stream before a layer to the one after it, in order."""
+    """The nodes of a layer, in order."""
     order = list(model.graph)
     attentions = [n for n in order if n.domain == "leanfleet"]
     if not 0 < layer < len(attentions) - 1:
         raise SystemExit(f"layer {layer} cannot be drawn; the model's layers 1 .. {len(attentions) - 2} can")
 
     def start(attention):
-        """The last node before an attention that something besides the attention needs: the residual sum."""
+        """The sum and norm that an attention's layer begins with."""
         before = ancestors(attention)
-        shared = [n for n in order if n in before and n.op_type == "Add" and n.outputs[0].shape is not None
-                  and len(n.outputs[0].shape) == 3 and any(u.node not in before for u in n.outputs[0].uses())]
-        return shared[-1]
+        sums = [n for n in order if n in before and n.op_type in SUMS]
+        if not sums:
+            raise SystemExit("no node of this model joins sums and norms; export it with fuse=True")
+        return sums[-1]
 
     first, last = start(attentions[layer]), start(attentions[layer + 1])
-    inside = (ancestors(last) | {last}) - ancestors(first) - {first}
+    inside = ancestors(last) - ancestors(first)
     return [n for n in order if n in inside and n.op_type != "Constant"]
 
 
@@ -88,7 +91,7 @@ def boxes(nodes):
         last = group[-1]
         reads = list(dict.fromkeys(v for n in group for v in n.inputs if v is not None and not constant(v)
                                    and v.producer() not in group and not sizes(n, v)))
-        title = node.op_type if len(group) == 1 else "RMS norm"
+        title = SUMS.get(node.op_type, node.op_type) if len(group) == 1 else "RMS norm"
         if node.op_type == "MatMul" and constant(node.inputs[1]):
             title += f" {text(node.inputs[1])}"
         used = [v for v in last.outputs if v.name and (v.uses() or v.is_graph_output())]
@@ -98,7 +101,9 @@ def boxes(nodes):
     written = {v for box in made for v in box.writes}
     outside = dict.fromkeys(v for box in made for v in box.reads if v not in written)
     for value in outside:
-        made.insert(0, Box(value.name if value.is_graph_input() else "residual stream", text(value), "input", [], [value]))
+        title = value.name if value.is_graph_input() else (
+            "residual stream" if value.producer().op_type in SUMS else "last layer's result")
+        made.insert(0, Box(title, text(value), "input", [], [value]))
     for box in list(made):
         for value in box.writes:
             if value.is_graph_output():

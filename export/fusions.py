@@ -99,8 +99,8 @@ def _halves(value):
 def set_function(model, name, inputs, build, attributes=None):
     """Gives a model a function of com.microsoft.`name` in standard operators, for runtimes without that operator.
 
-    build(op, *values) of the inputs' values returns the output; op(kind, *values, outputs=1, **attributes) adds a node.
-    attributes: those of the operator's nodes.
+    build(op, *values) of the inputs' values returns the output, or a list of them; op(kind, *values, outputs=1, **attributes)
+    adds a node. attributes: those of the operator's nodes.
     """
     inputs, nodes = [ir.Value(name=n) for n in inputs], []
 
@@ -108,9 +108,11 @@ def set_function(model, name, inputs, build, attributes=None):
         nodes.append(ir.node(kind, values, attributes, num_outputs=outputs))
         return nodes[-1].outputs if outputs > 1 else nodes[-1].outputs[0]
 
-    output = build(op, *inputs)
-    output.name = "output"
-    graph = ir.Graph(inputs, [output], nodes=nodes, opset_imports={"": model.opset_imports[""]}, name=name)
+    outputs = build(op, *inputs)
+    outputs = outputs if isinstance(outputs, list) else [outputs]
+    for i, output in enumerate(outputs):
+        output.name = f"output{i or ''}"
+    graph = ir.Graph(inputs, outputs, nodes=nodes, opset_imports={"": model.opset_imports[""]}, name=name)
     function = ir.Function(MICROSOFT, name, graph=graph, attributes=ir.convenience.convert_attributes(attributes or {}))
     model.functions[function.identifier()] = function
 
@@ -230,10 +232,21 @@ def _rotated_halves(concat):
 
 def fuse_rotated_halves(model):
     """Rotary position encodings as leanfleet.export.linear_attention.rotary writes them, of projections [B,N,H*2h] by angles
-    [B,N,1,h], become RotaryEmbedding nodes as in fuse_rotary, with tables in the projections' type. Returns the number of
-    places. Not for a model that has nodes of fuse_rotary: its function is another.
+    [B,N,1,h], become RotaryEmbedding nodes as in fuse_rotary, with tables in the projections' type. A factor [B,N,1,1] that
+    only the turned heads are multiplied with, such as 0 for padding, goes into the tables. Returns the number of places. Not
+    for a model that has nodes of fuse_rotary: its function is another.
     """
     graph, tables, count = model.graph, {}, 0
+
+    def factor_of(value):
+        """(the node that multiplies a value with such a factor, the factor), or (None, None)."""
+        users = [use.node for use in value.uses()]
+        node = _producer(users[0].outputs[0], "Mul") if len(users) == 1 and not value.is_graph_output() else None
+        factor = next((i for i in node.inputs if i is not value), None) if node else None
+        if factor is None or factor.shape is None or list(factor.shape) != [*value.shape[:2], 1, 1]:
+            return None, None
+        return node, factor
+
     for node in list(graph):
         found = _rotated_halves(node) if node.op_type == "Concat" and node.domain == "" else None
         if found is None:
@@ -260,8 +273,16 @@ def fuse_rotated_halves(model):
             size = op("Shape", flat, start=0, end=2)
             zero, one = (op("Constant", value_int=n) for n in (0, 1))
             tables[cos, sin, x.dtype] = op("Reshape", op("Range", zero, op("ReduceProd", size, keepdims=0), one), size), *rows
-        turned = ir.node("RotaryEmbedding", [flat, *tables[cos, sin, x.dtype]], domain=MICROSOFT, name=node.name)
-        graph.insert_before(node, turned)
+        last.outputs[0].shape = x.shape
+        product, factor = factor_of(last.outputs[0])
+        if product and (cos, sin, factor) not in tables:
+            positions, *rows = tables[cos, sin, x.dtype]
+            each = op("Reshape", factor, op("Constant", value_ints=[-1, 1]), before=product)
+            tables[cos, sin, factor] = positions, *(op("Mul", t, each, before=product) for t in rows)
+        turned = ir.node("RotaryEmbedding", [flat, *tables[cos, sin, factor if product else x.dtype]], domain=MICROSOFT,
+                         name=node.name)
+        last = product or last
+        graph.insert_before(last, turned)
         turned.outputs[0].type, turned.outputs[0].shape = flat.type, flat.shape
         _replace(graph, last, ir.node("Reshape", [turned.outputs[0], reshape.inputs[1]]))
         count += 1
@@ -428,6 +449,99 @@ def pack_projections(model):
     return saved
 
 
+def _rms_norm(product):
+    """(x, weight [E], eps) where a Mul node is the RMS norm of x's last axis, computed in float32 or in x's type; else None."""
+    for weight, normed in (product.inputs, product.inputs[::-1]):
+        if weight is None or weight.shape is None or len(weight.shape) != 1 or _constant(weight) is None:
+            continue
+        cast = _producer(normed, "Cast")
+        quotient = _producer(cast.inputs[0] if cast else normed, "Div")
+        root = quotient and _producer(quotient.inputs[1], "Sqrt")
+        total = root and _producer(root.inputs[0], "Add")
+        if not total:
+            continue
+        wide = quotient.inputs[0]
+        widened = _producer(wide, "Cast") if cast else None
+        for mean, eps in (total.inputs, total.inputs[::-1]):
+            mean, eps = _producer(mean, "ReduceMean"), _constant(eps)
+            square = mean and _producer(mean.inputs[0], "Pow", "Mul")
+            if not square or eps is None or eps.size != 1 or (cast and not widened):
+                continue
+            axes = _constant(mean.inputs[1]) if len(mean.inputs) > 1 else None
+            last = axes is not None and axes.tolist() in ([-1], [len(wide.shape or ()) - 1]) and mean.attributes.get_int(
+                "keepdims", 1)
+            exponent = _constant(square.inputs[1])
+            squared = square.inputs[0] is wide and (square.inputs[1] is wide if square.op_type == "Mul" else
+                                                    exponent is not None and exponent.tolist() in (2, [2]))
+            x = widened.inputs[0] if cast else wide
+            if last and squared and x.dtype == weight.dtype == product.outputs[0].dtype:
+                return x, weight, float(eps.item())
+    return None
+
+
+def fuse_residuals(model):
+    """A sum and the norm that reads it become one node, com.microsoft.SkipSimplifiedLayerNormalization or
+    SkipLayerNormalization, which gives the sum too; with functions of these names for other runtimes. In float32 and float16,
+    and for the first norm's epsilon alone, which the function holds. Returns the number of places.
+
+    ONNX Runtime does so by itself only where nothing else reads the sum. Its CUDA kernels add up in float32 since 2026.
+    """
+    graph, epsilons, count = model.graph, {}, 0
+    for node in list(graph):
+        if node.domain != "" or node.op_type not in ("Mul", "LayerNormalization"):
+            continue
+        if node.op_type == "Mul":
+            found = _rms_norm(node)
+            x, name = found[0] if found else None, "SkipSimplifiedLayerNormalization"
+            parameters, eps = ([found[1]], found[2]) if found else (None, None)
+        else:
+            x, name, parameters = node.inputs[0], "SkipLayerNormalization", node.inputs[1:]
+            eps = node.attributes.get_float("epsilon", 1e-5)
+            if node.attributes.get_int("axis", -1) not in (-1, 2) or len([o for o in node.outputs if o.name]) > 1 or any(
+                    _constant(p) is None or p.shape is None or len(p.shape) != 1 or p.dtype != x.dtype for p in parameters):
+                x = None
+        total = _producer(x, "Add")
+        if total is None or x.shape is None or len(x.shape) != 3 or x.is_graph_output() or any(
+                term.shape is None or list(term.shape) != list(x.shape) for term in total.inputs):
+            continue
+        if x.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) or epsilons.setdefault(name, eps) != eps:
+            continue
+        fused = ir.node(name, [*total.inputs, *parameters], {"epsilon": eps}, domain=MICROSOFT, num_outputs=4, name=node.name)
+        normed, *unused, both = fused.outputs
+        for output in unused:
+            output.name = ""
+        graph.insert_before(total, fused)
+        for old, new in ((node.outputs[0], normed), (x, both)):
+            new.name, new.type, new.shape = old.name, old.type, old.shape
+            old.replace_all_uses_with(new, replace_graph_outputs=True)
+        graph.remove(node, safe=True)
+        count += 1
+    if count:
+        RemoveUnusedNodesPass()(model)
+        graph.sort()
+        model.opset_imports.setdefault(MICROSOFT, 1)
+
+    def simplified(op, x, skip, weight):
+        both, last = op("Add", x, skip), op("Constant", value_ints=[-1])
+        wide = op("Cast", both, to=ir.DataType.FLOAT)
+        root = op("Sqrt", op("Add", op("ReduceMean", op("Mul", wide, wide), last), op(
+            "Constant", value_float=epsilons["SkipSimplifiedLayerNormalization"])))
+        normed = op("Mul", op("CastLike", op("Div", wide, root), both), weight)
+        return [normed, op("ReduceMean", wide, last), op("Reciprocal", root), both]
+
+    def centred(op, x, skip, *parameters):
+        both = op("Add", x, skip)
+        normed = op("LayerNormalization", both, *parameters, outputs=3, epsilon=epsilons["SkipLayerNormalization"])
+        return [*normed, both]
+
+    used = {n.op_type: n for n in graph if n.domain == MICROSOFT}
+    for name, build in (("SkipSimplifiedLayerNormalization", simplified), ("SkipLayerNormalization", centred)):
+        if count and name in used:
+            names = ("input", "skip", "gamma", "beta")[:len(used[name].inputs)]
+            set_function(model, name, names, build, {"epsilon": epsilons[name]})
+    return count
+
+
 def _swaps_heads(node):
     """Whether a node swaps heads and tokens, and is no output of the graph."""
     return (node.op_type == "Transpose" and list(node.attributes.get_ints("perm", [])) == [0, 2, 1, 3]
@@ -541,6 +655,7 @@ def fuse_for_onnxruntime(model, positions=None):
     how many a request may have; None leaves rotary encodings outside LeanAttention, which have no such bound."""
     divide_by_roots(model)
     pack_projections(model)
+    fuse_residuals(model)
     if not fuse_rotary(model):
         fuse_rotated_halves(model)
     elif positions:

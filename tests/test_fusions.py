@@ -213,7 +213,7 @@ class Retention(torch.nn.Module):
     def forward(self, x, positions):
         for layer in self.layers:
             q, k, v = (p(x).unflatten(-1, (HEADS, SIZE)) for p in layer)
-            q, k = self.turn(q, positions), self.turn(k, positions)
+            q, k = self.turn(q, positions), self.turn(k, positions) * (positions % 5 > 0)[..., None, None].to(k.dtype)
             x = x + self.out(causal_linear_decay(q, k, v, layout="bnhd")[0].flatten(2)) * 0.1
         return x
 
@@ -221,7 +221,8 @@ class Retention(torch.nn.Module):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("other", [False, True])
 def test_rotated_halves_of_heads(other, dtype):
-    """Rotary encodings of linear attention, whose angles are a request's own, become nodes that share their tables."""
+    """Rotary encodings of linear attention, whose angles are a request's own, become nodes that share their tables; what
+    padding's keys are multiplied with goes into these."""
     if other and dtype != torch.float32:
         return
     warnings.filterwarnings("ignore")
@@ -237,6 +238,8 @@ def test_rotated_halves_of_heads(other, dtype):
     fusions.fuse_for_onnxruntime(model)
     found = kinds(model)
     assert (found.count("RotaryEmbedding"), found.count("Cos")) == (0 if other else 4, 1)
+    if not other:  # angles, two tables, and two layers' factors of 0.1
+        assert found.count("Mul") == 5
     feeds = [x.to(dtype).numpy(), positions.numpy()]
     for made in (ir.to_proto(model), renamed(model)):
         onnx.checker.check_model(made)
@@ -244,3 +247,58 @@ def test_rotated_halves_of_heads(other, dtype):
         output = session.run(None, dict(zip((i.name for i in session.get_inputs()), feeds, strict=True)))[0]
         # Tables in 16 bits lose about as much again as the module does, which turns in float32.
         assert np.abs(output - exact).max() <= 3 * np.abs(plain - exact).max()
+
+
+class Residuals(torch.nn.Module):
+    """Three blocks of norm and product whose results are added up. simplified: RMS norms as transformers writes them, else
+    LayerNorms. epsilons: of the norms, the last of which reads the result."""
+
+    def __init__(self, simplified, epsilons):
+        super().__init__()
+        self.simplified, self.epsilons = simplified, epsilons
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(HIDDEN, e) for e in epsilons)
+        self.products = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in epsilons[1:])
+        for norm in self.norms:
+            torch.nn.init.normal_(norm.weight)
+            torch.nn.init.normal_(norm.bias)
+
+    def norm(self, i, x):
+        if not self.simplified:
+            return self.norms[i](x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.norms[i].weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilons[i])).to(x.dtype)
+
+    def forward(self, x):
+        for i, product in enumerate(self.products):
+            x = x + product(self.norm(i, x))
+        return self.norm(len(self.products), x), x.sum(-1)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("simplified", [True, False])
+@pytest.mark.parametrize("epsilons, fused", [((1e-5,) * 4, 3), ((1e-5, 1e-5, 1e-3, 1e-5), 2)])
+def test_a_sum_and_its_norm(epsilons, fused, simplified, dtype):
+    """ONNX Runtime's kernels, and the functions, which hold one epsilon."""
+    warnings.filterwarnings("ignore")
+    torch.manual_seed(6)
+    module, x = Residuals(simplified, epsilons).eval(), 30 * torch.randn(2, 5, HIDDEN)
+    with torch.no_grad():
+        exact = [t.numpy() for t in module.double()(x.double())]
+        module.to(dtype)
+        plain = [t.double().numpy() for t in module(x.to(dtype))]
+    batch, tokens = (torch.export.Dim(n) for n in ("batch", "tokens"))
+    model = export(module, (x.to(dtype),), dynamic_shapes=({0: batch, 1: tokens},)).model
+    fusions.fuse_for_onnxruntime(model)
+    name = "SkipSimplifiedLayerNormalization" if simplified else "SkipLayerNormalization"
+    assert (kinds(model).count(name), kinds(model).count("Add")) == (fused, (3 - fused) + simplified * (4 - fused))
+    unknown = ir.to_proto(model)
+    for node in (*unknown.graph.node, *unknown.functions):
+        for field in ("op_type", "name"):
+            if getattr(node, field, "") == name:
+                setattr(node, field, "Unknown")
+    for made in (ir.to_proto(model), unknown):
+        onnx.checker.check_model(made)
+        session = make_session(made, ["CPUExecutionProvider"])
+        for found, judge, other in zip(session.run(None, {session.get_inputs()[0].name: x.to(dtype).numpy()}), exact, plain,
+                                       strict=True):
+            assert np.abs(found - judge).max() <= 2 * np.abs(other - judge).max()

@@ -19,11 +19,10 @@ namespace leanfleet {
 template <class T>
 int launch_direct(const LeanAttentionArgs& args, int width, bool clusters, bool few_tokens, void* stream);
 
-// Tokens that a block reads at once.
-constexpr int direct_tokens(int width) { return 12 * 16 * 128 / width; }
-
 constexpr int kDirectWarps = 12, kDirectThreads = 32 * kDirectWarps, kDirectRows = 8;
 constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
+// Tokens that a block reads at once.
+constexpr int direct_tokens(int width) { return kDirectWarps * 16 * 128 / width; }
 
 // A segment as one warp hands it to all.
 struct DirectWork {
