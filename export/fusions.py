@@ -8,6 +8,7 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 from leanfleet.export import function_bodies
 
 MICROSOFT = "com.microsoft"
+ROTARY_TYPES = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16  # of com.microsoft.RotaryEmbedding
 MOST_POSITIONS = 2**18  # rows of a rotary table that is worth its place in the file: 128 MB for cosines and sines of 64 angles
 
 
@@ -66,10 +67,15 @@ def _half(value):
         steps.append(node)
 
 
+def _named(sizes):
+    """Whether all of these sizes are numbers or have names: two that are unknown are equal to Python, and may differ."""
+    return all(isinstance(n, int) or n.value is not None for n in sizes)
+
+
 def _columns(value):
     """(x, begin, end) where value is a Slice of x's last axis, whose size is known; else None."""
     node = _producer(value, "Slice")
-    if node is None or node.inputs[0].shape is None:
+    if node is None or node.inputs[0].shape is None or len(node.inputs) < 4:
         return None
     x = node.inputs[0]
     width = x.shape[-1]
@@ -241,7 +247,8 @@ def fuse_rotated_halves(model):
     def factor_of(value):
         """(the node that multiplies a value with such a factor, the factor), or (None, None)."""
         users = [use.node for use in value.uses()]
-        node = _producer(users[0].outputs[0], "Mul") if len(users) == 1 and not value.is_graph_output() else None
+        alone = len(users) == 1 and users[0].graph is graph and not value.is_graph_output()
+        node = _producer(users[0].outputs[0], "Mul") if alone else None
         factor = next((i for i in node.inputs if i is not value), None) if node else None
         if factor is None or factor.shape is None or list(factor.shape) != [*value.shape[:2], 1, 1]:
             return None, None
@@ -255,10 +262,11 @@ def fuse_rotated_halves(model):
         reshape, half = _producer(x, "Reshape"), x.shape[-1] // 2
         flat = reshape.inputs[0] if reshape else None
         if flat is None or flat.shape is None or len(flat.shape) != 3 or len(x.shape) != 4 or angles.shape is None or (
-                list(angles.shape) != [x.shape[0], x.shape[1], 1, half]):
+                list(angles.shape) != [*x.shape[:2], 1, half] or list(flat.shape[:2]) != list(x.shape[:2])
+                or not _named(x.shape[:2]) or x.dtype not in ROTARY_TYPES):
             continue
         users = [use.node for use in node.outputs[0].uses()]
-        cast = users[0] if len(users) == 1 and users[0].op_type == "Cast" and users[0].domain == "" else None
+        cast = _producer(users[0].outputs[0], "Cast") if len(users) == 1 and users[0].graph is graph else None
         last = cast if cast and cast.outputs[0].dtype == x.dtype else node
         if last.outputs[0].dtype != x.dtype:
             continue
@@ -482,11 +490,12 @@ def _rms_norm(product):
 def fuse_residuals(model):
     """A sum and the norm that reads it become one node, com.microsoft.SkipSimplifiedLayerNormalization or
     SkipLayerNormalization, which gives the sum too; with functions of these names for other runtimes. In float32 and float16,
-    and for the first norm's epsilon alone, which the function holds. Returns the number of places.
+    and for norms of the first one's epsilon and number of parameters alone: a name has one function. Returns the number of
+    places.
 
     ONNX Runtime does so by itself only where nothing else reads the sum. Its CUDA kernels add up in float32 since 2026.
     """
-    graph, epsilons, count = model.graph, {}, 0
+    graph, epsilons, lengths, count = model.graph, {}, {}, 0
     for node in list(graph):
         if node.domain != "" or node.op_type not in ("Mul", "LayerNormalization"):
             continue
@@ -501,10 +510,12 @@ def fuse_residuals(model):
                     _constant(p) is None or p.shape is None or len(p.shape) != 1 or p.dtype != x.dtype for p in parameters):
                 x = None
         total = _producer(x, "Add")
-        if total is None or x.shape is None or len(x.shape) != 3 or x.is_graph_output() or any(
-                term.shape is None or list(term.shape) != list(x.shape) for term in total.inputs):
+        if total is None or x.shape is None or len(x.shape) != 3 or not _named(x.shape) or x.is_graph_output() or any(
+                value.shape is None or list(value.shape) != list(x.shape) for value in (*total.inputs, node.outputs[0])):
             continue
-        if x.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) or epsilons.setdefault(name, eps) != eps:
+        if x.dtype not in (ir.DataType.FLOAT, ir.DataType.FLOAT16) or any(list(p.shape) != [x.shape[2]] for p in parameters):
+            continue
+        if epsilons.setdefault(name, eps) != eps or lengths.setdefault(name, len(parameters)) != len(parameters):
             continue
         fused = ir.node(name, [*total.inputs, *parameters], {"epsilon": eps}, domain=MICROSOFT, num_outputs=4, name=node.name)
         normed, *unused, both = fused.outputs
@@ -534,11 +545,10 @@ def fuse_residuals(model):
         normed = op("LayerNormalization", both, *parameters, outputs=3, epsilon=epsilons["SkipLayerNormalization"])
         return [*normed, both]
 
-    used = {n.op_type: n for n in graph if n.domain == MICROSOFT}
     for name, build in (("SkipSimplifiedLayerNormalization", simplified), ("SkipLayerNormalization", centred)):
-        if count and name in used:
-            names = ("input", "skip", "gamma", "beta")[:len(used[name].inputs)]
-            set_function(model, name, names, build, {"epsilon": epsilons[name]})
+        if name in epsilons:
+            inputs = ("input", "skip", "gamma", "beta")[:2 + lengths[name]]
+            set_function(model, name, inputs, build, {"epsilon": epsilons[name]})
     return count
 
 
@@ -581,7 +591,7 @@ def drop_transposes(model):
             plan.append((node, reads, users[0]))
             rotaries |= {rotary for _, _, rotary in reads if rotary}
     everywhere = {n for n in graph if (n.domain, n.op_type) == (MICROSOFT, "RotaryEmbedding")}
-    if not plan or rotaries != everywhere:
+    if not plan or rotaries and rotaries != everywhere:
         return 0
 
     def op(before, kind, *inputs, domain="", **attributes):

@@ -11,6 +11,7 @@ import torch
 from leanfleet.export import causal_linear_decay, export, export_decoder, fusions, lean_attention
 from leanfleet.export.linear_attention import rotary
 from leanfleet.ort_ops import make_session
+from leanfleet.trt_plugins import prepare
 from transformers import LlamaConfig, LlamaForCausalLM
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 6, 2, 8, 40
@@ -81,15 +82,13 @@ def kinds(model):
     return [n.op_type for n in model.graph]
 
 
-def renamed(model):
-    """The model with its RotaryEmbedding nodes under a name that no runtime knows, so that their function runs."""
+def renamed(model, name="RotaryEmbedding"):
+    """The model with its nodes of an operator under a name that no runtime knows, so that their function runs."""
     proto = ir.to_proto(model)
     for node in proto.graph.node:
-        if node.op_type == "RotaryEmbedding":
-            node.op_type = "Unknown"
+        node.op_type = "Unknown" if node.op_type == name else node.op_type
     for function in proto.functions:
-        if function.name == "RotaryEmbedding":
-            function.name = "Unknown"
+        function.name = "Unknown" if function.name == name else function.name
     return proto
 
 
@@ -193,60 +192,56 @@ def test_export_without_fusions(tmp_path):
 
 
 class Retention(torch.nn.Module):
-    """Two layers of linear attention over rotated heads [B,N,H,D]. other: sines of other angles than the cosines."""
+    """Two layers of linear attention over rotated heads [B,N,H,D]. form: "other" has sines of other angles than the cosines,
+    "flat" heads that were rows [B,N*H,D]."""
 
-    def __init__(self, other=False):
+    def __init__(self, form):
         super().__init__()
         self.layers = torch.nn.ModuleList(torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HEADS * SIZE, bias=False) for _ in range(3))
                                           for _ in range(2))
         self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
-        self.other = other
+        self.form = form
 
     def turn(self, x, positions):
-        if not self.other:
+        if self.form != "other":
             return rotary(x, positions, 100.0, "bnhd")
         angles = positions[:, :, None, None].float() * torch.linspace(0.1, 1.0, SIZE // 2)
         cos, sin = angles.cos(), (angles * 2).sin()
         first, second = x[..., :SIZE // 2], x[..., SIZE // 2:]
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
     def forward(self, x, positions):
         for layer in self.layers:
             q, k, v = (p(x).unflatten(-1, (HEADS, SIZE)) for p in layer)
+            if self.form == "flat":
+                q, k = (torch.relu(t.reshape(t.shape[0], -1, SIZE)).view(*v.shape) for t in (q, k))
             q, k = self.turn(q, positions), self.turn(k, positions) * (positions % 5 > 0)[..., None, None].to(k.dtype)
             x = x + self.out(causal_linear_decay(q, k, v, layout="bnhd")[0].flatten(2)) * 0.1
         return x
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
-@pytest.mark.parametrize("other", [False, True])
-def test_rotated_halves_of_heads(other, dtype):
+@pytest.mark.parametrize("form", ["plain", "other", "flat"])
+def test_rotated_halves_of_heads(form, dtype):
     """Rotary encodings of linear attention, whose angles are a request's own, become nodes that share their tables; what
-    padding's keys are multiplied with goes into these."""
-    if other and dtype != torch.float32:
-        return
-    warnings.filterwarnings("ignore")
+    padding's keys are multiplied with goes into these. Not where heads come from rows of their own."""
     torch.manual_seed(4)
-    module = Retention(other).eval()
-    x, positions = torch.randn(3, 7, HIDDEN), torch.tensor([[0], [40], [1000]]) + torch.arange(7)
-    with torch.no_grad():
-        exact = module.double()(x.double(), positions).numpy()
-        module.to(dtype)
-        plain = module(x.to(dtype), positions).double().numpy()
-    batch, tokens = (torch.export.Dim(n) for n in ("batch", "tokens"))
-    model = export(module, (x.to(dtype), positions), dynamic_shapes=({0: batch, 1: tokens},) * 2).model
-    fusions.fuse_for_onnxruntime(model)
-    found = kinds(model)
-    assert (found.count("RotaryEmbedding"), found.count("Cos")) == (0 if other else 4, 1)
-    if not other:  # angles, two tables, and two layers' factors of 0.1
+    module, x = Retention(form).eval().to(dtype), torch.randn(3, 7, HIDDEN).to(dtype)
+    positions = torch.tensor([[0], [40], [1000]]) + torch.arange(7)
+    # Tables in 16 bits lose about as much again as the module does, which turns in float32.
+    found = fused_and_compared(module, (x, positions), ({0: BATCH, 1: TOKENS},) * 2, "RotaryEmbedding", 3)
+    assert (found.count("RotaryEmbedding"), found.count("Cos")) == (4 if form == "plain" else 0, 1)
+    if form == "plain":  # angles, two tables, and two layers' factors of 0.1
         assert found.count("Mul") == 5
-    feeds = [x.to(dtype).numpy(), positions.numpy()]
-    for made in (ir.to_proto(model), renamed(model)):
-        onnx.checker.check_model(made)
-        session = make_session(made, ["CPUExecutionProvider"])
-        output = session.run(None, dict(zip((i.name for i in session.get_inputs()), feeds, strict=True)))[0]
-        # Tables in 16 bits lose about as much again as the module does, which turns in float32.
-        assert np.abs(output - exact).max() <= 3 * np.abs(plain - exact).max()
+
+
+def test_rotated_halves_in_float64():
+    """ONNX Runtime's node has no such type."""
+    warnings.filterwarnings("ignore")
+    module, x = Retention("plain").eval().double(), torch.randn(3, 7, HIDDEN).double()
+    model = export(module, (x, torch.arange(7).expand(3, 7)), dynamic_shapes=({0: BATCH, 1: TOKENS},) * 2).model
+    fusions.fuse_for_onnxruntime(model)
+    assert "RotaryEmbedding" not in kinds(model)
 
 
 class Residuals(torch.nn.Module):
@@ -274,31 +269,57 @@ class Residuals(torch.nn.Module):
         return self.norm(len(self.products), x), x.sum(-1)
 
 
+def fused_and_compared(module, inputs, shapes, name, rounds=2):
+    """The fused model of a module in float32 or float16, of which kernels and functions lose at most `rounds` times what the
+    module does."""
+    warnings.filterwarnings("ignore")
+    dtype = next(module.parameters()).dtype
+    with torch.no_grad():
+        plain = module(*inputs)
+        exact = module.double()(*(t.double() if t.is_floating_point() else t for t in inputs))
+        module.to(dtype)
+    as_list = [(x if isinstance(x, tuple) else (x,)) for x in (plain, exact)]
+    model = export(module, inputs, dynamic_shapes=shapes).model
+    fusions.fuse_for_onnxruntime(model)
+    for made in (ir.to_proto(model), renamed(model, name), prepare(ir.to_proto(model))):
+        onnx.checker.check_model(made)
+    for made in (ir.to_proto(model), renamed(model, name)):
+        session = make_session(made, ["CPUExecutionProvider"])
+        found = session.run(None, {i.name: t.numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)})
+        for x, other, judge in zip(found, *as_list, strict=True):
+            assert np.abs(x - judge.numpy()).max() <= rounds * (other.double() - judge).abs().max().item()
+    return kinds(model)
+
+
+BATCH, TOKENS = (torch.export.Dim(n) for n in ("batch", "tokens"))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 @pytest.mark.parametrize("simplified", [True, False])
 @pytest.mark.parametrize("epsilons, fused", [((1e-5,) * 4, 3), ((1e-5, 1e-5, 1e-3, 1e-5), 2)])
 def test_a_sum_and_its_norm(epsilons, fused, simplified, dtype):
     """ONNX Runtime's kernels, and the functions, which hold one epsilon."""
-    warnings.filterwarnings("ignore")
     torch.manual_seed(6)
-    module, x = Residuals(simplified, epsilons).eval(), 30 * torch.randn(2, 5, HIDDEN)
-    with torch.no_grad():
-        exact = [t.numpy() for t in module.double()(x.double())]
-        module.to(dtype)
-        plain = [t.double().numpy() for t in module(x.to(dtype))]
-    batch, tokens = (torch.export.Dim(n) for n in ("batch", "tokens"))
-    model = export(module, (x.to(dtype),), dynamic_shapes=({0: batch, 1: tokens},)).model
-    fusions.fuse_for_onnxruntime(model)
+    module, x = Residuals(simplified, epsilons).eval().to(dtype), (30 * torch.randn(2, 5, HIDDEN)).to(dtype)
     name = "SkipSimplifiedLayerNormalization" if simplified else "SkipLayerNormalization"
-    assert (kinds(model).count(name), kinds(model).count("Add")) == (fused, (3 - fused) + simplified * (4 - fused))
-    unknown = ir.to_proto(model)
-    for node in (*unknown.graph.node, *unknown.functions):
-        for field in ("op_type", "name"):
-            if getattr(node, field, "") == name:
-                setattr(node, field, "Unknown")
-    for made in (ir.to_proto(model), unknown):
-        onnx.checker.check_model(made)
-        session = make_session(made, ["CPUExecutionProvider"])
-        for found, judge, other in zip(session.run(None, {session.get_inputs()[0].name: x.to(dtype).numpy()}), exact, plain,
-                                       strict=True):
-            assert np.abs(found - judge).max() <= 2 * np.abs(other - judge).max()
+    found = fused_and_compared(module, (x,), ({0: BATCH, 1: TOKENS},), name)
+    assert (found.count(name), found.count("Add")) == (fused, (3 - fused) + simplified * (4 - fused))
+
+
+@pytest.mark.parametrize("biases", [(True, True, False), (True, False, True)])
+def test_norms_with_and_without_bias(biases):
+    """A function has as many inputs as its first node: norms with other numbers of parameters stay."""
+    torch.manual_seed(6)
+    module = Residuals(False, (1e-5,) * 3).eval()
+    module.norms = torch.nn.ModuleList(torch.nn.LayerNorm(HIDDEN, bias=b) for b in biases)
+    found = fused_and_compared(module, (torch.randn(2, 5, HIDDEN),), ({0: BATCH, 1: TOKENS},), "SkipLayerNormalization")
+    assert (found.count("SkipLayerNormalization"), found.count("LayerNormalization")) == (1, 2)
+
+
+def test_a_weight_for_all_columns_is_no_norms_parameter():
+    torch.manual_seed(6)
+    module = Residuals(True, (1e-5,) * 3).eval()
+    for norm in module.norms:
+        norm.weight = torch.nn.Parameter(torch.randn(1))
+    found = fused_and_compared(module, (torch.randn(2, 5, HIDDEN),), ({0: BATCH, 1: TOKENS},), "SkipSimplifiedLayerNormalization")
+    assert "SkipSimplifiedLayerNormalization" not in found
