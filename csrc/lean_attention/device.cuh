@@ -439,6 +439,13 @@ __device__ __forceinline__ RowPlace row_place(const LeanAttentionArgs& args, con
   return {token, unit.head * args.group + row - token * args.group};
 }
 
+// Where a packed row of the query begins.
+template <class T>
+__device__ __forceinline__ const T* query_row(const LeanAttentionArgs& args, const LeanUnit& unit, const RowPlace& place) {
+  return static_cast<const T*>(args.query) + unit.b * args.query_strides.batch + place.head * args.query_strides.head +
+         place.token * args.query_strides.token;
+}
+
 // Where a packed row of the output begins, what its unnormalised elements have to be multiplied with (0: they are 0
 // whatever they hold), and its lse.
 template <class T>

@@ -1,12 +1,7 @@
-// The kernels that read caches straight into registers, for float16.
 #include "lean_attention/direct_kernel.cuh"
 
 namespace leanfleet {
 
-template <>
-int launch_direct<__half>(const LeanAttentionArgs& args, int width, bool clusters, bool few_tokens, void* stream) {
-  return width == 64 ? launch_direct_width<__half, 64>(args, clusters, few_tokens, static_cast<cudaStream_t>(stream))
-                     : launch_direct_width<__half, 128>(args, clusters, few_tokens, static_cast<cudaStream_t>(stream));
-}
+template int launch_direct<__half>(const LeanAttentionArgs&, int, bool, bool, void*);
 
 }  // namespace leanfleet

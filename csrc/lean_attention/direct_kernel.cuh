@@ -15,10 +15,6 @@
 
 namespace leanfleet {
 
-// clusters: they may be used. few_tokens: a part of the multiprocessors may do.
-template <class T>
-int launch_direct(const LeanAttentionArgs& args, int width, bool clusters, bool few_tokens, void* stream);
-
 constexpr int kDirectWarps = 12, kDirectThreads = 32 * kDirectWarps, kDirectRows = 8;
 constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
 // Tokens that a block reads at once.
@@ -102,7 +98,7 @@ struct DirectBlock {
     DirectWork work;
     work.unit = unit;
     work.segment = segment;
-    work.first = segment.slot / 2 - segment.index;
+    work.first = lean_first(segment);
     work.last = 0;
     const RowsKeys of_rows = keys_of_tokens(args, unit.request, {0, unit.request.tokens});
     work.seen = of_rows.seen;
@@ -220,8 +216,7 @@ struct DirectBlock {
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < args.group * work.unit.request.tokens) {
       const RowPlace place = row_place(args, work.unit, row);
-      const T* from = static_cast<const T*>(args.query) + work.unit.b * args.query_strides.batch +
-                      place.head * args.query_strides.head + place.token * args.query_strides.token;
+      const T* const from = query_row<T>(args, work.unit, place);
       if constexpr (kTurns)
         x = rotated_chunk(rotation_at(args, work.unit.request.keys - work.unit.request.tokens + place.token), from, column);
       else x = *reinterpret_cast<const uint4*>(from + column);
@@ -636,5 +631,15 @@ int launch_direct_width(const LeanAttentionArgs& args, bool clusters, bool few_t
   if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
   return launched;
 }
+
+// args.plan holds the tile; clusters: they may be used; few_tokens: a part of the multiprocessors may do. One source file a
+// type has its instances.
+template <class T>
+int launch_direct(const LeanAttentionArgs& args, int width, bool clusters, bool few_tokens, void* stream) {
+  const auto launch = width == 64 ? launch_direct_width<T, 64> : launch_direct_width<T, 128>;
+  return launch(args, clusters, few_tokens, static_cast<cudaStream_t>(stream));
+}
+extern template int launch_direct<__half>(const LeanAttentionArgs&, int, bool, bool, void*);
+extern template int launch_direct<__nv_bfloat16>(const LeanAttentionArgs&, int, bool, bool, void*);
 
 }  // namespace leanfleet

@@ -90,9 +90,7 @@ struct FloatKernel {
       const int row = i / args.key_width, d = i - row * args.key_width;
       const RowPlace at = row_place(args, unit, rows.begin + row);
       query[i] = rows.begin + row < real_rows
-                     ? as_float(static_cast<const T*>(args.query)[unit.b * args.query_strides.batch +
-                                                                  at.head * args.query_strides.head +
-                                                                  at.token * args.query_strides.token + d])
+                     ? as_float(query_row<T>(args, unit, at)[d])
                      : 0.0f;
     }
     float o[kRows][8], max[kRows], sum[kRows];
@@ -185,7 +183,7 @@ struct FloatKernel {
       }
     }
     if (segment.count == 1) return;
-    const int first = segment.slot / 2 - segment.index;
+    const int first = lean_first(segment);
     if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads, arrived))
       merge_unit<T>(args, unit, first, segment.count, warp, kFloatWarps);
   }

@@ -278,7 +278,7 @@ struct TileProducer {
       LeanWork& work = ring.queue[queued.slot];
       work.unit = unit;
       work.segment = segment;
-      work.first = segment.slot / 2 - segment.index;
+      work.first = lean_first(segment);
       work.last = 0;
       work.in_cluster = equal && segment.count > 1 && work.first % loads.cluster + segment.count <= loads.cluster;
       work.seen = keys.seen;
@@ -560,8 +560,7 @@ struct TokenConsumer {
       uint4 x = make_uint4(0, 0, 0, 0);
       if (row < real_rows - first_row && column < args.key_width) {
         const RowPlace place = row_place(args, unit, first_row + row);
-        const T* from = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
-                        place.head * args.query_strides.head + place.token * args.query_strides.token;
+        const T* const from = query_row<T>(args, unit, place);
         x = rotated_chunk(rotation_at(args, unit.request.keys - unit.request.tokens + place.token), from, column);
       }
       *reinterpret_cast<uint4*>(reinterpret_cast<T*>(scratch) + row * Tile::kQueryStride + column) = x;
@@ -902,10 +901,7 @@ struct RowConsumer {
       const int r = i / chunks, chunk = i - r * chunks, row = rows.begin + r;
       uint4 x = make_uint4(0, 0, 0, 0);
       if (row < real_rows && chunk * 8 < args.key_width) {
-        const RowPlace at = row_place(args, unit, row);
-        x = *reinterpret_cast<const uint4*>(static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
-                                            at.head * args.query_strides.head + at.token * args.query_strides.token +
-                                            chunk * 8);
+        x = *reinterpret_cast<const uint4*>(query_row<T>(args, unit, row_place(args, unit, row)) + chunk * 8);
       }
       asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(query + slot_offset<kRows>(16 * warp + r, chunk)),
                    "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");

@@ -237,6 +237,9 @@ struct LeanSegment {
 // The slot of contributor `index` of a unit whose first contributor is range `first`.
 LEANFLEET_HD int32_t lean_slot(int32_t first, int32_t index) { return 2 * (first + index) + (index == 0); }
 
+// That first contributor again.
+LEANFLEET_HD int32_t lean_first(const LeanSegment& segment) { return segment.slot / 2 - segment.index; }
+
 // The tiles of a unit that lie in the positions [begin, end) of a range.
 struct LeanShare {
   LeanSpan tiles;
