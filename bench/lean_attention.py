@@ -17,6 +17,7 @@ import csv
 import datetime
 import json
 import math
+import shutil
 import statistics
 import subprocess
 import sys
@@ -306,6 +307,18 @@ def tiles_of_ranges(lens, kv_heads, key_tile, ranges, overhead=5):
     return found
 
 
+def counted(script, metrics, case):
+    """What ncu, which must be on the path, counts while `script OUT --once CASE` has the profiler on: (rows, lines printed)."""
+    if not shutil.which("ncu"):
+        raise SystemExit("ncu (NVIDIA Nsight Compute) is needed for this section, and is not on the path")
+    lines = subprocess.run(
+        ["ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(metrics),
+         sys.executable, script, "OUT", "--once", case], capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [{**r, "Metric Value": float(r["Metric Value"].replace(",", ""))}
+            for r in csv.DictReader(n for n in lines if n.startswith('"'))]
+    return rows, lines
+
+
 def balance(args):
     multiprocessors = torch.cuda.get_device_properties(0).multi_processor_count
     for name, (_, Hkv, _, lens) in BALANCE.items():
@@ -315,12 +328,8 @@ def balance(args):
             tiles = [(p + 1) * whole // parts - p * whole // parts for p in range(parts)] * units
         else:
             tiles = tiles_of_ranges(lens, Hkv, 64, multiprocessors)
-        out = subprocess.run(
-            ["ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics",
-             "sm__cycles_active.min,sm__cycles_active.avg,sm__cycles_active.max", sys.executable, __file__, "OUT", "--once",
-             name], capture_output=True, text=True, check=True).stdout.splitlines()
-        cycles = {r["Metric Name"].split(".")[-1]: float(r["Metric Value"].replace(",", ""))
-                  for r in csv.DictReader(n for n in out if n.startswith('"'))}
+        rows, _ = counted(__file__, [f"sm__cycles_active.{n}" for n in ("min", "avg", "max")], name)
+        cycles = {r["Metric Name"].split(".")[-1]: r["Metric Value"] for r in rows}
         print(f"balance {name}: tiles of {len(tiles)} ranges {min(tiles)} to {max(tiles)}, cycles {cycles}", flush=True)
         yield {"section": "balance", "case": name, "ranges": len(tiles), "tiles": [min(tiles), max(tiles)], "cycles": cycles}
 

@@ -13,14 +13,11 @@ torch's count; `moved` are the bytes of device memory that a call moves, counted
 """
 
 import argparse
-import csv
 import datetime
 import json
 import math
 import random
-import shutil
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
@@ -28,7 +25,7 @@ import torch
 
 sys.path[:0] = [str(Path(__file__).resolve().parent), str(Path(__file__).resolve().parent.parent / "tests")]
 from kernels import Launches  # noqa: E402
-from lean_attention import captured, times  # noqa: E402
+from lean_attention import captured, counted, times  # noqa: E402
 
 COPY_BYTES_PER_US = 4.25e6
 ALGORITHMS = ("causal_dot_product", "fleet", "lightning")
@@ -296,19 +293,14 @@ def once(case):
 
 def moved(args):
     """Bytes of device memory that a call moves over those of its inputs and outputs (004, figure 4)."""
-    if not shutil.which("ncu"):
-        raise SystemExit("moved needs ncu (NVIDIA Nsight Compute) on the path")
     units = {"byte": 1, "Kbyte": 1e3, "Mbyte": 1e6, "Gbyte": 1e9}
     for shape in MOVED:
         row = {"section": "moved", "case": title_of(*shape), "tokens": shape[2], "dram_bytes": {}, "io_bytes": {}}
         for which in ("forward", "backward"):
-            found = subprocess.run(
-                ["ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics",
-                 "dram__bytes_read.sum,dram__bytes_write.sum", sys.executable, __file__, "OUT", "--once",
-                 "x".join(map(str, (which, *shape)))], capture_output=True, text=True, check=True).stdout.splitlines()
-            row["io_bytes"][which] = next(int(n.split()[1]) for n in found if n.startswith("io_bytes"))
-            row["dram_bytes"][which] = sum(float(r["Metric Value"].replace(",", "")) * units[r["Metric Unit"]]
-                                           for r in csv.DictReader(n for n in found if n.startswith('"')))
+            found, lines = counted(__file__, ["dram__bytes_read.sum", "dram__bytes_write.sum"],
+                                   "x".join(map(str, (which, *shape))))
+            row["io_bytes"][which] = next(int(n.split()[1]) for n in lines if n.startswith("io_bytes"))
+            row["dram_bytes"][which] = sum(r["Metric Value"] * units[r["Metric Unit"]] for r in found)
         print(row["case"], {n: f"{b / row['io_bytes'][n]:.2f} times" for n, b in row["dram_bytes"].items()}, flush=True)
         yield row
 

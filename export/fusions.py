@@ -32,6 +32,17 @@ def _replace(graph, old_node, new_node):
     graph.remove(old_node, safe=True)
 
 
+def _adder(graph, before):
+    """op(kind, *inputs, domain="", **attributes) that puts a node of one output before another node and returns the output."""
+
+    def op(kind, *inputs, domain="", **attributes):
+        node = ir.node(kind, inputs, attributes, domain=domain)
+        graph.insert_before(before, node)
+        return node.outputs[0]
+
+    return op
+
+
 def divide_by_roots(model):
     """Writes x * (1 / sqrt(y)) as x / sqrt(y), which ONNX Runtime recognises as an RMS norm. Returns the number of places."""
     count = 0
@@ -143,6 +154,13 @@ def _rotate_flat(op, x, positions, cos, sin):
     return op("Reshape", _rotate(op, op("Reshape", x, heads), positions, cos, sin, 2), op("Shape", x))
 
 
+def _row_numbers(op, value):
+    """b N + i for each token (b, i) of a value [B,N,...], int64 [B,N]: the rows of tables that tokens have to themselves."""
+    size = op("Shape", value, start=0, end=2)
+    zero, one = (op("Constant", value_int=n) for n in (0, 1))
+    return op("Reshape", op("Range", zero, op("ReduceProd", size, keepdims=0), one), size)
+
+
 def fuse_rotary(model):
     """Rotary position encodings (x cos + rotate_half(x) sin) become com.microsoft.RotaryEmbedding nodes, with a function of
     that name in standard operators for other runtimes. Returns the number of places.
@@ -160,25 +178,14 @@ def fuse_rotary(model):
             tables[cos, sin] = None
             return None
 
-        def op(kind, *inputs, **attributes):
-            node = ir.node(kind, inputs, attributes)
-            graph.insert_before(before, node)
-            return node.outputs[0]
-
-        def ints(*values):
-            return op("Constant", value_ints=values)
-
-        rows = []
+        op, rows = _adder(graph, before), []
         for x, steps in found:
             value = x
             for step in steps:
                 inputs = [value if _constant(i) is None else i for i in step.inputs]
                 value = op(step.op_type, *inputs, **{a.name: a.value for a in step.attributes.values()})
-            rows.append(op("Reshape", value, ints(-1, cos.shape[-1] // 2)))
-        size = op("Shape", found[0][0], start=0, end=2)
-        count_of = op("ReduceProd", size, keepdims=0)
-        zero, one = (op("Constant", value_int=n) for n in (0, 1))
-        tables[cos, sin] = (op("Reshape", op("Range", zero, count_of, one), size), *rows)
+            rows.append(op("Reshape", value, op("Constant", value_ints=[-1, cos.shape[-1] // 2])))
+        tables[cos, sin] = _row_numbers(op, found[0][0]), *rows
         return tables[cos, sin]
 
     for node in list(graph):
@@ -271,22 +278,16 @@ def fuse_rotated_halves(model):
         if last.outputs[0].dtype != x.dtype:
             continue
 
-        def op(kind, *inputs, before=node, **attributes):
-            made = ir.node(kind, inputs, attributes)
-            graph.insert_before(before, made)
-            return made.outputs[0]
-
         if (cos, sin, x.dtype) not in tables:
+            op = _adder(graph, node)
             rows = [op("Cast", op("Reshape", t, op("Constant", value_ints=[-1, half])), to=x.dtype) for t in (cos, sin)]
-            size = op("Shape", flat, start=0, end=2)
-            zero, one = (op("Constant", value_int=n) for n in (0, 1))
-            tables[cos, sin, x.dtype] = op("Reshape", op("Range", zero, op("ReduceProd", size, keepdims=0), one), size), *rows
+            tables[cos, sin, x.dtype] = _row_numbers(op, flat), *rows
         last.outputs[0].shape = x.shape
         product, factor = factor_of(last.outputs[0])
         if product and (cos, sin, factor) not in tables:
-            positions, *rows = tables[cos, sin, x.dtype]
-            each = op("Reshape", factor, op("Constant", value_ints=[-1, 1]), before=product)
-            tables[cos, sin, factor] = positions, *(op("Mul", t, each, before=product) for t in rows)
+            op, (positions, *rows) = _adder(graph, product), tables[cos, sin, x.dtype]
+            each = op("Reshape", factor, op("Constant", value_ints=[-1, 1]))
+            tables[cos, sin, factor] = positions, *(op("Mul", t, each) for t in rows)
         turned = ir.node("RotaryEmbedding", [flat, *tables[cos, sin, factor if product else x.dtype]], domain=MICROSOFT,
                          name=node.name)
         last = product or last
@@ -594,22 +595,18 @@ def drop_transposes(model):
     if not plan or rotaries and rotaries != everywhere:
         return 0
 
-    def op(before, kind, *inputs, domain="", **attributes):
-        made = ir.node(kind, inputs, attributes, domain=domain)
-        graph.insert_before(before, made)
-        return made.outputs[0]
-
     for node, reads, after in plan:
         for i, source, rotary in reads:
             value = source
             if rotary:
                 reshape = _producer(source, "Reshape")
                 flat = reshape.inputs[0] if reshape else None
+                op = _adder(graph, rotary)
                 if flat is None or flat.shape is None or len(flat.shape) != 3:
-                    flat = op(rotary, "Reshape", source, op(rotary, "Constant", value_ints=[0, 0, -1]))
-                turned = op(rotary, "RotaryEmbedding", flat, *rotary.inputs[1:], domain=MICROSOFT)
+                    flat = op("Reshape", source, op("Constant", value_ints=[0, 0, -1]))
+                turned = op("RotaryEmbedding", flat, *rotary.inputs[1:], domain=MICROSOFT)
                 turned.type, turned.shape = node.inputs[i].type, flat.shape
-                value = op(rotary, "Reshape", turned, op(rotary, "Constant", value_ints=[0, 0, -1, source.shape[3]]))
+                value = op("Reshape", turned, op("Constant", value_ints=[0, 0, -1, source.shape[3]]))
             value.type = node.inputs[i].type
             value.shape = source.shape
             node.replace_input_with(i, value)
