@@ -310,29 +310,38 @@ def test_few_units_of_equal_and_of_other_lengths(dtype, B, Hkv):
         check(inputs, attrs)
 
 
-@pytest.mark.parametrize("B, Hkv", ((4, 16), (4, 8), (1, 8)))
-def test_graph_replays_with_equal_and_other_lengths(B, Hkv):
-    S = 1100
-    inputs, attrs = make_case(1, "dense", torch.bfloat16, (S,) * B, spare=0, H=4 * Hkv, Hkv=Hkv, D=128, Dv=128)
+def check_replays(inputs, attrs, lengths, replays, always, every, judged):
+    """A captured launch, replayed with seq_lens changed on the device from one of `lengths` [L,B] to the next, gives what calls
+    of their own give: bit by bit in the first `always` replays and each `every`th. `judged` of these are compared with the
+    reference."""
     device_inputs = to_cuda(inputs)
     node = Launches(device_inputs, attrs)
     node.run()
     graph = node.capture()
-    lengths = [(S,) * B, (700,) * B, (S,) * (B - 1) + (3,), (129,) * B, (0,) * B, (5,) * (B - 1) + (S,)]
-    expected = [run_kernel("LeanAttention", {**device_inputs, "seq_lens": int32(lens).cuda()}, attrs) for lens in lengths]
-    on_device = [int32(lens).cuda() for lens in lengths]
-    for i in range(3000):
-        device_inputs["seq_lens"].copy_(on_device[i % 6])
+    on_device = lengths.cuda()
+    expected = [run_kernel("LeanAttention", {**device_inputs, "seq_lens": lens.clone()}, attrs)
+                for lens in on_device]
+    for i in range(replays):
+        which = i % len(lengths)
+        device_inputs["seq_lens"].copy_(on_device[which])
         graph.replay()
-        if i < 24 or i % 97 == 0:
-            for name, t in expected[i % 6].items():
+        if i < always or i % every == 0:
+            for name, t in expected[which].items():
                 assert same_bits(node.outputs[name], t), f"replay {i}, {name}"
     torch.cuda.synchronize()
     assert not node.sync.any()
-    for lens, found in zip(on_device, expected, strict=True):
+    for lens, found in zip(on_device[:judged], expected[:judged], strict=True):
         judge = reference.lean_attention(**{n: t.double() if t is not None and t.is_floating_point() else t
                                             for n, t in {**device_inputs, "seq_lens": lens}.items()}, **attrs)
         assert greatest_error(found["output"], judge[0]) < 0.02
+
+
+@pytest.mark.parametrize("B, Hkv", ((4, 16), (4, 8), (1, 8)))
+def test_graph_replays_with_equal_and_other_lengths(B, Hkv):
+    S = 1100
+    inputs, attrs = make_case(1, "dense", torch.bfloat16, (S,) * B, spare=0, H=4 * Hkv, Hkv=Hkv, D=128, Dv=128)
+    lengths = [(S,) * B, (700,) * B, (S,) * (B - 1) + (3,), (129,) * B, (0,) * B, (5,) * (B - 1) + (S,)]
+    check_replays(inputs, attrs, int32(lengths), 3000, always=24, every=97, judged=6)
 
 
 @pytest.mark.parametrize("shape", (dict(Nq=20), dict(Nq=3, H=4, Hkv=2, D=64, Dv=64), dict(Nq=4, H=2, Hkv=1, D=128, Dv=128)),
@@ -454,27 +463,8 @@ def test_graph_replays_with_lengths_changed_on_the_device(replays):
     """A captured launch schedules what the lengths say at each replay, and leaves its sync words zero each time."""
     S, B = 2048, 3
     inputs, attrs = make_case(1, "dense", torch.bfloat16, (S,) * B, spare=0, H=8, Hkv=2, D=64, Dv=64)
-    device_inputs = to_cuda(inputs)
-    node = Launches(device_inputs, attrs)
-    node.run()
-    graph = node.capture()
-    generator = torch.Generator().manual_seed(5)
-    lengths = (torch.rand(64, B, generator=generator)**3 * (S + 1)).int()
-    expected = []
-    for lens in lengths:
-        expected.append(run_kernel("LeanAttention", {**device_inputs, "seq_lens": lens.cuda()}, attrs))
-    on_device = lengths.cuda()
-    for i in range(replays):
-        device_inputs["seq_lens"].copy_(on_device[i % 64])
-        graph.replay()
-        if i < 64 or i % 997 == 0:
-            for name, t in expected[i % 64].items():
-                assert same_bits(node.outputs[name], t), f"replay {i}, {name}"
-    torch.cuda.synchronize()
-    assert not node.sync.any()
-    judge = reference.lean_attention(**{n: t.double() if t is not None and t.is_floating_point() else t
-                                        for n, t in {**device_inputs, "seq_lens": on_device[0]}.items()}, **attrs)
-    assert greatest_error(expected[0]["output"], judge[0]) < 0.02
+    lengths = (torch.rand(64, B, generator=torch.Generator().manual_seed(5))**3 * (S + 1)).int()
+    check_replays(inputs, attrs, lengths, replays, always=64, every=997, judged=1)
 
 
 def test_two_streams():
