@@ -17,7 +17,7 @@ def add_commands(commands):
     export.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
                         help="of weights and caches (default: %(default)s)")
     export.add_argument("--no-fuse", dest="fuse", action="store_false", help="standard operators and leanfleet's alone, "
-                        "none of ONNX Runtime's own (experts as MoE nodes, fused rotary encodings)")
+                        "none of ONNX Runtime's own (experts as MoE nodes, sums and norms in one, fused rotary encodings)")
     export.set_defaults(run=export_command)
 
     generate = commands.add_parser(
