@@ -105,14 +105,18 @@ def fla_runner(model):
     return lambda ids, start: fla.step(torch.from_numpy(ids).cuda(), start).cpu().numpy(), reset
 
 
-def ort_runner(folder, library):
+def ort_runner(folder, library, memory_patterns):
     """(function of ids and the tokens before them, function that starts anew) of a session on the GPU."""
+    import onnxruntime
+
     from leanfleet.ort_ops.generation import _Steps, load_decoder
 
     # The arena would otherwise grow by powers of two.
     providers = [("CUDAExecutionProvider", {"arena_extend_strategy": "kSameAsRequested"})]
     providers += [] if library else ["CPUExecutionProvider"]
-    steps = _Steps(load_decoder(folder, providers, library=library), 1, 1)
+    options = onnxruntime.SessionOptions()
+    options.enable_mem_pattern = memory_patterns
+    steps = _Steps(load_decoder(folder, providers, options, library=library), 1, 1)
 
     def run(ids, start):
         lens = np.array([ids.shape[1]], np.int32)
@@ -175,7 +179,7 @@ def command_run(args):
             if kind == "PyTorch with fla":
                 run, reset = fla_runner(model)
             else:
-                run, reset = ort_runner(args.folder, kind == "leanfleet")
+                run, reset = ort_runner(args.folder, kind == "leanfleet", args.memory_patterns)
                 before += (args.folder / DATA).stat().st_size
             for length in args.prompts:
                 row = {**facts, "implementation": kind, "prompt": length}
@@ -206,7 +210,7 @@ def command_run(args):
                 same = next((i for i, (a, b) in enumerate(zip(ours, tokens)) if a != b), len(ours))
                 print(f"prompt {length}: {same} of {len(ours)} first greedy tokens equal those of {name}")
     result = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
-              "onnxruntime": onnxruntime.__version__, "torch": torch.__version__, **facts, "rows": rows}
+              "onnxruntime": onnxruntime.__version__, "torch": torch.__version__, "memory_patterns": args.memory_patterns, **facts, "rows": rows}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -224,6 +228,8 @@ def main():
     run.add_argument("--prompts", type=int, nargs="*", default=[2048, 8192, 100000])
     run.add_argument("--body-limit", type=int, default=8192, help="longest prompt for the function bodies")
     run.add_argument("--only", default="", help="implementations whose name contains this")
+    run.add_argument("--memory-patterns", action=argparse.BooleanOptionalAction, default=True,
+                     help="onnxruntime's enable_mem_pattern, which is on unless told otherwise")
     run.add_argument("--kernels", action="store_true", help="print which kernels a prompt's time goes to")
     run.add_argument("--out", type=Path)
     run.set_defaults(command=command_run)
