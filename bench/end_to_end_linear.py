@@ -210,7 +210,8 @@ def command_run(args):
                 same = next((i for i, (a, b) in enumerate(zip(ours, tokens)) if a != b), len(ours))
                 print(f"prompt {length}: {same} of {len(ours)} first greedy tokens equal those of {name}")
     result = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
-              "onnxruntime": onnxruntime.__version__, "torch": torch.__version__, "memory_patterns": args.memory_patterns, **facts, "rows": rows}
+              "onnxruntime": onnxruntime.__version__, "torch": torch.__version__, "memory_patterns": args.memory_patterns,
+              **facts, "rows": rows}
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -228,8 +229,8 @@ def main():
     run.add_argument("--prompts", type=int, nargs="*", default=[2048, 8192, 100000])
     run.add_argument("--body-limit", type=int, default=8192, help="longest prompt for the function bodies")
     run.add_argument("--only", default="", help="implementations whose name contains this")
-    run.add_argument("--memory-patterns", action=argparse.BooleanOptionalAction, default=True,
-                     help="onnxruntime's enable_mem_pattern, which is on unless told otherwise")
+    run.add_argument("--memory-patterns", action=argparse.BooleanOptionalAction, default=False,
+                     help="onnxruntime's enable_mem_pattern, which load_decoder switches off on CUDA")
     run.add_argument("--kernels", action="store_true", help="print which kernels a prompt's time goes to")
     run.add_argument("--out", type=Path)
     run.set_defaults(command=command_run)

@@ -5,7 +5,8 @@
 writes OUT.json and OUT.md. Every number is the median over rounds of a CUDA graph's replay between two events, with all
 contenders of a line in turn and the L2 cache flushed by reading before each. The floor is every input read and every output
 written once at 4.25 TB/s, what an H200 reaches when it copies. fla's backward is its graph of forward and backward less its
-graph of the forward. fla's float32 products are TF32, as Triton's are unless TRITON_F32_DEFAULT=ieee is set: the errors are not ours.
+graph of the forward. fla's float32 products are TF32, as Triton's are unless TRITON_F32_DEFAULT=ieee is set: the errors are
+not ours.
 
 `crossing` sets NormalizedLinearAttention beside torch's flash SDPA; `memory` is what a training step's call allocates, by
 torch's count; `moved` are the bytes of device memory that a call moves, counted by ncu, which must be on the path.

@@ -62,7 +62,7 @@ def open_exported(folder, kind, writer, providers, session_options, library):
     """
     import onnxruntime
 
-    from leanfleet.ort_ops import make_session
+    from leanfleet.ort_ops import _default_providers, make_session
 
     folder = Path(folder)
     if not folder.is_dir():
@@ -76,6 +76,11 @@ def open_exported(folder, kind, writer, providers, session_options, library):
     if facts.get("kind", "decoder") != kind:
         raise ValueError(f"{folder} holds a model of kind {facts.get('kind', 'decoder')}; this needs one from {writer}")
     path = str(folder / "model.onnx")
+    if session_options is None:
+        session_options = onnxruntime.SessionOptions()
+        # onnxruntime would keep a plan of its memory, in one block, for each length of a prompt: on CUDA up to twice the peak.
+        used = providers or (_default_providers(onnxruntime.get_available_providers()) if library else ())
+        session_options.enable_mem_pattern = "CUDAExecutionProvider" not in (p if isinstance(p, str) else p[0] for p in used)
     try:
         session = (make_session(path, providers, session_options) if library else
                    onnxruntime.InferenceSession(path, session_options, providers or ["CPUExecutionProvider"]))

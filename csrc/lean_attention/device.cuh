@@ -430,6 +430,38 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
   }
 }
 
+// 8 columns of a new key or value, the key after its rotary encoding (kTurns), which also go to their position in the cache if
+// that exists. column: a multiple of 8.
+struct AppendedChunk {
+  uint4 data;
+  bool exists;
+};
+template <class T, bool kTurns>
+__device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& args, const LeanUnit& unit, int position,
+                                                      bool value, int column) {
+  const int token = position - (unit.request.keys - unit.request.tokens);
+  // Not a reference to one of two members: the arguments would get an address, and a copy in local memory.
+  const auto pick = [value](int64_t of_value, int64_t of_key) { return value ? of_value : of_key; };
+  const int64_t at = unit.b * pick(args.new_value_strides.batch, args.new_key_strides.batch) +
+                     unit.head * pick(args.new_value_strides.head, args.new_key_strides.head) +
+                     token * pick(args.new_value_strides.token, args.new_key_strides.token);
+  const T* const row = static_cast<const T*>(value ? args.new_value : args.new_key) + at;
+  AppendedChunk chunk;
+  if (kTurns && !value) chunk.data = rotated_chunk(rotation_at(args, position), row, column);
+  else chunk.data = *reinterpret_cast<const uint4*>(row + column);
+  const LeanCacheStrides strides = {pick(args.value_strides.batch, args.key_strides.batch),
+                                    pick(args.value_strides.page, args.key_strides.page),
+                                    pick(args.value_strides.head, args.key_strides.head),
+                                    pick(args.value_strides.token, args.key_strides.token)};
+  const int64_t to = cache_row(args, strides, unit.b, unit.request, unit.head, position);
+  chunk.exists = to >= 0;
+  if (chunk.exists) {
+    if (value) *reinterpret_cast<uint4*>(static_cast<T*>(args.value_cache_out) + to + column) = chunk.data;
+    else *reinterpret_cast<uint4*>(static_cast<T*>(args.key_cache_out) + to + column) = chunk.data;
+  }
+  return chunk;
+}
+
 // The packed row's token and query head.
 struct RowPlace {
   int token, head;

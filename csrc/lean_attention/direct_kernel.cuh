@@ -233,27 +233,10 @@ struct DirectBlock {
       const bool value = i >= tokens * kRowChunks;
       const int of_kind = value ? i - tokens * kRowChunks : i;
       const int token = from + of_kind / kRowChunks, column = of_kind % kRowChunks * 8;
-      // Not a reference to one of two members: the arguments would get an address, and a copy in local memory.
-      const auto pick = [value](int64_t of_value, int64_t of_key) { return value ? of_value : of_key; };
-      const int64_t at = work.unit.b * pick(args.new_value_strides.batch, args.new_key_strides.batch) +
-                         work.unit.head * pick(args.new_value_strides.head, args.new_key_strides.head) +
-                         (token - new_begin) * pick(args.new_value_strides.token, args.new_key_strides.token);
-      const T* row = static_cast<const T*>(value ? args.new_value : args.new_key) + at;
-      uint4 x;
-      if (kTurns && !value) x = rotated_chunk(rotation_at(args, token), row, column);
-      else x = *reinterpret_cast<const uint4*>(row + column);
-      const LeanCacheStrides strides = {pick(args.value_strides.batch, args.key_strides.batch),
-                                        pick(args.value_strides.page, args.key_strides.page),
-                                        pick(args.value_strides.head, args.key_strides.head),
-                                        pick(args.value_strides.token, args.key_strides.token)};
-      const int64_t to = cache_row(args, strides, work.unit.b, work.unit.request, work.unit.head, token);
-      if (to >= 0) {
-        if (value) *reinterpret_cast<uint4*>(static_cast<T*>(args.value_cache_out) + to + column) = x;
-        else *reinterpret_cast<uint4*>(static_cast<T*>(args.key_cache_out) + to + column) = x;
-      }
-      if (to < 0) x = make_uint4(0, 0, 0, 0);  // a token without a page is not seen
-      *reinterpret_cast<uint4*>(&shared.staged[which][value ? 2 : 1][token - new_begin][column]) = x;
-      if (column == 0 && !value) shared.absent[which][token - new_begin] = to < 0;
+      AppendedChunk x = append_chunk<T, kTurns>(args, work.unit, token, value, column);
+      if (!x.exists) x.data = make_uint4(0, 0, 0, 0);  // a token without a page is not seen
+      *reinterpret_cast<uint4*>(&shared.staged[which][value ? 2 : 1][token - new_begin][column]) = x.data;
+      if (column == 0 && !value) shared.absent[which][token - new_begin] = !x.exists;
     }
   }
 

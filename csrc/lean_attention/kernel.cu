@@ -320,6 +320,7 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
 }
 
 constexpr int kUnitOverhead = 5, kWgmmaUnitOverhead = 4;  // in key tiles, measured
+constexpr int kShortPart = 128;  // key tiles, measured
 
 }  // namespace
 
@@ -347,11 +348,14 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   const bool wgmma = cudaGetDevice(&device) == cudaSuccess && takes_wgmma(args, device);
   if (wgmma && plan.row_tile == kWgmmaRows) plan.unit_overhead = kWgmmaUnitOverhead;
   choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
-  // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few multiprocessors idle.
+  // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few multiprocessors idle: up to a
+  // twentieth, or a tenth where ranges are short.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * lean_row_tiles_of(args, plan.row_tile);
-  if (forced_ranges == 0 && units <= sm_count && sm_count / units * units * 20 >= 19 * static_cast<int64_t>(sm_count) &&
-      args.capacity / plan.key_tile < 1 << 19)
-    plan.equal_parts = static_cast<int32_t>(sm_count / units);
+  const int64_t parts = units > 0 ? sm_count / units : 0, busy = parts * units;
+  const int64_t tiles = args.capacity / plan.key_tile;
+  if (forced_ranges == 0 && parts > 0 && tiles < 1 << 19 &&
+      (busy * 20 >= int64_t{19} * sm_count || (busy * 10 >= int64_t{9} * sm_count && tiles <= kShortPart * parts)))
+    plan.equal_parts = static_cast<int32_t>(parts);
   return plan;
 }
 
@@ -432,7 +436,8 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
                                  args.key_cache_elements, loads.box_tokens, loads.whole_rows) &&
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
                                  args.value_cache_elements, loads.box_tokens, loads.whole_rows);
-  loads.whole_tiles = loads.tensor_maps && loads.boxes == 1 && !args.append && args.cache_kind != kLeanPaged;
+  loads.whole_tiles = loads.tensor_maps && loads.boxes == 1 && args.cache_kind != kLeanPaged &&
+                      (!args.append || args.plan.row_tile <= 16);
   // One warp keeps up with copies of whole tiles; others help to gather rows, to look up pages and to issue small
   // copies. The last warp tells the consumers what to do; it copies too where all 4 are needed.
   loads.copy_warps = loads.whole_tiles ? 1 : 4;

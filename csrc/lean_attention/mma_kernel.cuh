@@ -40,7 +40,8 @@ struct LeanTileLoads {
   bool whole_rows;        // lines stand as [token][box]: a copy brings all columns
   int32_t slots;          // of the ring
   int32_t key_boxes, value_boxes;  // lines of 64 columns in a row
-  bool whole_tiles;       // every tile is one copy of keys and one of values, nothing is gathered or looked up
+  bool whole_tiles;       // every tile is one copy of keys and one of values, nothing is gathered or looked up; the warp that
+                          // copies appends
   int32_t copy_warps;     // producer warps that copy: 1 or 4
   bool stream_once;       // no other unit reads the same keys: they need not stay in the L2 cache
   bool clusters;          // blocks may be launched in clusters
@@ -193,7 +194,7 @@ struct TileProducer {
     if (loads.stream_once) asm volatile("createpolicy.fractional.L2::evict_first.b64 %0, 1.0;" : "=l"(policy));
     else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     if (loads.whole_tiles && copies) {
-      if (exists && lane == 0)
+      if (exists)
         for_each_share(args, range,
                        [&](const LeanUnit& unit, const LeanShare& share) { copy_whole_tiles(unit, share.tiles, policy); });
       return;
@@ -317,16 +318,33 @@ struct TileProducer {
   }
 
 #if __CUDA_ARCH__ >= 900
-  // By one lane.
+  // By the first lane; before it copies a tile with new tokens, all write these to the cache. Nobody else reads the tile.
   __device__ __forceinline__ void copy_whole_tiles(const LeanUnit& unit, LeanSpan tiles, uint64_t policy) {
     const int outer = args.cache_kind == kLeanDense ? unit.b : 0;
+    const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
-      const int token = unit.request.start + tile * kTokens;
+      const int begin = tile * kTokens;
+      if (begin > new_begin - kTokens) append_tokens(unit, lean_max(begin, new_begin), lean_min(begin + kTokens, unit.request.keys));
+      if (lane != 0) continue;
+      const int token = unit.request.start + begin;
       copy_whole_tile(key_map, loads.key_boxes, unit.head, token, outer, policy);
       copy_whole_tile(value_map, loads.value_boxes, unit.head, token, outer, policy);
       next_group();
     }
+  }
+
+  // Writes the new keys and values at positions [begin, end) to the cache, where the copy engine then sees them.
+  __device__ __forceinline__ void append_tokens(const LeanUnit& unit, int begin, int end) {
+    const int key_chunks = args.key_width / 8, chunks = key_chunks + args.value_width / 8;
+#pragma unroll 1
+    for (int i = lane; i < (end - begin) * chunks; i += 32) {
+      const int of_token = small_quotient(i, chunks), chunk = i - of_token * chunks;
+      const bool value = chunk >= key_chunks;
+      append_chunk<T, kTurns>(args, unit, begin + of_token, value, (value ? chunk - key_chunks : chunk) * 8);
+    }
+    asm volatile("fence.proxy.async.global;" ::: "memory");
+    __syncwarp();
   }
 
   __device__ __forceinline__ void copy_whole_tile(const CUtensorMap* map, int columns, int head, int token, int outer,
@@ -1161,7 +1179,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
                                    RingPlace(0, group_slots), RingPlace(group_slots, 2 * group_slots)};
     producer.run(range, exists);
   } else {
-    if (args.append)
+    if (args.append && !loads.whole_tiles)
       append_all<T, uint4, kTurns>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
                                    static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     const int group = warp / Tile::kTileWarps;
