@@ -190,12 +190,13 @@ def backward(args):
 
 
 def normalized_nodes(q, k, v, grad):
-    """(forward, backward) of NormalizedLinearAttention; the forward has run."""
+    """(forward, backward without and with gradients of the coefficients) of NormalizedLinearAttention; the forward has run."""
     inputs = {"query": q, "key": k, "value": v}
     forward = Launches("NormalizedLinearAttention", inputs, {})
     forward.run()
     saved = {n: forward.outputs[n] for n in ("output", "normalizer")}
-    return forward, Launches("NormalizedLinearAttentionGrad", inputs | saved | {"grad_output": grad}, {})
+    inputs |= saved | {"grad_output": grad}
+    return forward, *(Launches("NormalizedLinearAttentionGrad", inputs, {"grad_coefficients": wanted}) for wanted in (0, 1))
 
 
 def positive_operands(shape, dtype):
@@ -206,11 +207,12 @@ def positive_operands(shape, dtype):
 def normalized_lines(section, shapes, dtype, args):
     for shape in shapes:
         q, k, v, grad = positive_operands(shape, dtype)
-        forward, backward = normalized_nodes(q, k, v, grad)
+        forward, backward, with_coefficients = normalized_nodes(q, k, v, grad)
         alone = fastest_fla(fla_normalized(q, k, v), args.rounds) if args.fla else None
         yield line(section, title_of(*shape) + " forward", {"ours": forward}, args.rounds, alone)
         fla = minus(fastest_fla(fla_normalized(q, k, v, grad), args.rounds), alone) if args.fla else None
-        yield line(section, title_of(*shape) + " backward", {"ours": backward}, args.rounds, fla)
+        yield line(section, title_of(*shape) + " backward", {"ours": backward, "with grad_coefficients": with_coefficients},
+                   args.rounds, fla)
         torch.cuda.empty_cache()
 
 
@@ -234,7 +236,7 @@ def both(function, q, k, v, grad):
 
 
 def crossing_graphs(q, k, v, grad):
-    forward, backward = normalized_nodes(q, k, v, grad)
+    forward, backward, _ = normalized_nodes(q, k, v, grad)
     return {"forward": forward.capture(), "backward": backward.capture(), "flash forward": captured(lambda: flash(q, k, v)),
             "flash both": captured(both(flash, q, k, v, grad))}, (forward, backward)
 
@@ -283,7 +285,7 @@ def memory(args):
 def once(case):
     """What `moved` has ncu watch. case: forward or backward, and the sizes."""
     which, *shape = case.split("x")
-    forward, backward = normalized_nodes(*positive_operands(tuple(map(int, shape)), torch.bfloat16))
+    forward, backward, _ = normalized_nodes(*positive_operands(tuple(map(int, shape)), torch.bfloat16))
     torch.cuda.synchronize()
     node = forward if which == "forward" else backward
     torch.cuda.profiler.start()

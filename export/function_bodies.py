@@ -602,7 +602,9 @@ def _normalized_linear_attention_grad(ops, x, a, ranks):
         dleft = ops.MatMul(do, ops.transposed(state))
         dright, dvalue = ops.MatMul(value, ops.transposed(dstate)), ops.MatMul(right, dstate)
     (dq, da), (dk, _), (dv, _) = (ops.split_last(t, 4) for t in (dleft, dright, dvalue))
-    dab = [ops.Unsqueeze(ops.sum(t, 0, 1, 2, 3, 4, keepdims=0), [0]) for t in (da, ops.Mul(query, dq))]
+    dab = []
+    if a.grad_coefficients:
+        dab = [ops.Unsqueeze(ops.sum(t, 0, 1, 2, 3, 4, keepdims=0), [0]) for t in (da, ops.Mul(query, dq))]
     if x.coefficients is not None:
         dq = ops.Mul(dq, ops.split_last(x.coefficients, 0)[1])
     if a.normalize_qk:
@@ -612,7 +614,7 @@ def _normalized_linear_attention_grad(ops, x, a, ranks):
 
         dq, dk = through_unit_rows(dq, query, norms[0]), through_unit_rows(dk, key, norms[1])
     grads = [ops.CastLike(_ungrouped(ops, t, a.layout), x.query) for t in (dq, dk, dv)]
-    return [*grads, ops.Concat(*dab, axis=0)]
+    return [*grads, ops.Concat(*dab, axis=0)] if dab else grads
 
 
 # Functions and models

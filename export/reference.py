@@ -687,8 +687,8 @@ def normalized_linear_attention(query, key, value, coefficients=None, initial_st
 
 
 def normalized_linear_attention_grad(query, key, value, coefficients=None, output=None, normalizer=None,
-                                     grad_output=None, *, causal=1, normalize_qk=0, eps=1e-6, layout="bhnd",
-                                     compute_dtype=None):
+                                     grad_output=None, *, causal=1, normalize_qk=0, eps=1e-6, grad_coefficients=1,
+                                     layout="bhnd", compute_dtype=None):
     """Gradients of normalized_linear_attention in closed form, in O(N D²) time and O(N D) memory.
 
     Inputs as there; output T [B,H,N,Dv] and normalizer F [B,H,N] are what it returned, grad_output T as
@@ -701,7 +701,8 @@ def normalized_linear_attention_grad(query, key, value, coefficients=None, outpu
     With normalize_qk a row x that was divided to y has dx = (dy - y (y . dy)) / |x|, or dy / 1e-12 where
     |x| <= 1e-12. Carried states have no gradient here.
 
-    Returns grad_query, grad_key, grad_value T and grad_coefficients F [2], also where coefficients is absent.
+    Returns grad_query, grad_key, grad_value T and, with grad_coefficients, grad_coefficients F [2], also where
+    coefficients is absent.
     """
     op = "NormalizedLinearAttentionGrad"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
@@ -733,4 +734,4 @@ def normalized_linear_attention_grad(query, key, value, coefficients=None, outpu
         dq, dk = ((dy - y * ((y * dy).sum(-1, keepdim=True)).masked_fill(norm <= UNIT_ROW_EPS, 0)) / norm
                   for dy, y, norm in ((dq, q, q_norm), (dk, k, k_norm)))
     grads = (dq.flatten(1, 2), dk.squeeze(2), dv)
-    return tuple(_swap(x.to(query.dtype), layout) for x in grads) + (dab.to(float_out),)
+    return tuple(_swap(x.to(query.dtype), layout) for x in grads) + ((dab.to(float_out),) if grad_coefficients else ())

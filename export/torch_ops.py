@@ -454,9 +454,10 @@ def _normalized_backward(ctx, grad_output, *_):
     if grad_output is None:
         return (None,) * 8
     attrs = {name: ctx.attrs[name] for name in ("causal", "normalize_qk", "eps", "layout")}
-    dq, dk, dv, d_coefficients = normalized_linear_attention_grad(
-        query, key, value, coefficients, output=output, normalizer=normalizer, grad_output=grad_output, **attrs)
-    return dq, dk, dv, d_coefficients if coefficients is not None else None, None, None, None, None
+    dq, dk, dv, *rest = normalized_linear_attention_grad(
+        query, key, value, coefficients, output=output, normalizer=normalizer, grad_output=grad_output,
+        grad_coefficients=coefficients is not None and ctx.needs_input_grad[3], **attrs)
+    return dq, dk, dv, rest[0] if rest else None, None, None, None, None
 
 
 def _no_backward(op):

@@ -257,6 +257,7 @@ LINEAR = {
     "normalized all": ("NormalizedLinearAttention", ["coefficients"], dict(causal=0), None),
     "normalized grad": ("NormalizedLinearAttentionGrad", ["coefficients"], {}, None),
     "normalized grad unit rows": ("NormalizedLinearAttentionGrad", [], dict(normalize_qk=1, layout="bnhd"), None),
+    "normalized grad alone": ("NormalizedLinearAttentionGrad", ["coefficients"], dict(grad_coefficients=0), None),
     "normalized grad all": ("NormalizedLinearAttentionGrad", ["coefficients"], dict(causal=0, normalize_qk=1), None),
 }
 PACKED_CASES = {

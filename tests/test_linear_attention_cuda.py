@@ -177,7 +177,7 @@ def decay_case(seed, dtype=torch.float32, B=2, H=4, Hkv=2, N=65, R=32, Dv=64, la
 
 
 def normalized_case(seed, dtype=torch.float32, B=2, H=4, Hkv=2, N=65, D=64, Dv=64, layout="bhnd", causal=1, state=False,
-                    coefficients=False, normalize_qk=1, grad=False):
+                    coefficients=False, normalize_qk=1, grad=False, grad_coefficients=True):
     g = torch.Generator(device="cuda").manual_seed(seed)
 
     def rows(heads, width):
@@ -192,7 +192,8 @@ def normalized_case(seed, dtype=torch.float32, B=2, H=4, Hkv=2, N=65, D=64, Dv=6
     attrs = {"causal": causal, "normalize_qk": normalize_qk, "layout": layout, "eps": 1e-6}
     if grad:
         output, normalizer = run_kernel("NormalizedLinearAttention", inputs, attrs).values()
-        return inputs | {"output": output, "normalizer": normalizer, "grad_output": rows(H, Dv).to(dtype)}, attrs
+        inputs |= {"output": output, "normalizer": normalizer, "grad_output": rows(H, Dv).to(dtype)}
+        return inputs, attrs | {"grad_coefficients": int(grad_coefficients)}
     names = ("initial_state", "initial_key_sum", "initial_value_sum", "initial_count")
     inputs |= dict.fromkeys(names)
     if state:
@@ -384,7 +385,7 @@ def test_any_normalized(data):
         draw(st.integers(0, 2**20)), draw(st.sampled_from(DTYPES)), draw(st.integers(1, 3)), Hkv * group, Hkv,
         draw(st.one_of(st.integers(1, 700), st.sampled_from(EDGES))), draw(width), draw(width),
         draw(st.sampled_from(("bhnd", "bnhd"))), causal, bool(causal) and not grad and draw(st.booleans()), draw(st.booleans()),
-        draw(st.integers(0, 1)), grad)
+        draw(st.integers(0, 1)), grad, draw(st.booleans()))
     check("NormalizedLinearAttention" + "Grad" * grad, inputs, attrs)
 
 
@@ -412,7 +413,9 @@ def every_node():
     yield "CausalLinearDecayGrad", "CausalLinearDecayGrad", *decay_case(3, torch.bfloat16, N=300, R=64, grad=True, decay="token")
     yield "NormalizedLinearAttention", "NormalizedLinearAttention", *normalized_case(4, torch.bfloat16, N=300, state=True)
     yield "NormalizedLinearAttention step", "NormalizedLinearAttention", *normalized_case(5, torch.bfloat16, N=1, state=True)
-    yield "NormalizedLinearAttentionGrad", "NormalizedLinearAttentionGrad", *normalized_case(6, torch.bfloat16, N=300, grad=True)
+    for wanted in (True, False):
+        yield (f"NormalizedLinearAttentionGrad {wanted}", "NormalizedLinearAttentionGrad",
+               *normalized_case(6, torch.bfloat16, N=300, grad=True, grad_coefficients=wanted))
 
 
 def test_same_bits_each_time():

@@ -77,7 +77,7 @@ def judge(inputs, attrs):
 
 
 def judge_grad(inputs, attrs):
-    names = [t.name for t in spec.all_specs()[BACKWARD].outputs]
+    names = [t.name for t in spec.all_specs()[BACKWARD].active_outputs(attrs)]
     return dict(zip(names, reference.normalized_linear_attention_grad(**double(inputs), **attrs), strict=True))
 
 
@@ -299,6 +299,18 @@ def test_gradients_are_those_of_the_forward(causal):
     expected = torch.autograd.grad(output, list(leaves.values()), grad.double())
     for (name, x), y in zip(actual.items(), expected, strict=True):
         assert rms(x - y) <= 2e-6 * max(rms(y), 1), name
+
+
+@pytest.mark.parametrize("normalize_qk", (0, 1))
+@pytest.mark.parametrize("tokens", (0, 1, 65))
+def test_gradients_without_those_of_the_coefficients(tokens, normalize_qk):
+    attrs = dict(normalize_qk=normalize_qk)
+    inputs = make(tokens, size=(20, 12), heads=(3, 1), batch=2, coefficients=(0.7, 1.3))
+    inputs = grad_inputs(inputs, attrs, judge(inputs, attrs))
+    whole = run_kernel(BACKWARD, inputs, attrs)
+    found = run_kernel(BACKWARD, inputs, attrs | dict(grad_coefficients=0))
+    assert [*found] == ["grad_query", "grad_key", "grad_value"]
+    assert all(torch.equal(x, whole[name]) for name, x in found.items())
 
 
 @pytest.mark.parametrize("sign", (1, -1))

@@ -73,6 +73,7 @@ VARIANTS = {
         ([], {}, {}),
         (["coefficients"], {"causal": 0, "layout": "bnhd", "eps": 1e-3}, {}),
         (["coefficients"], {"normalize_qk": 1}, {}),
+        (["coefficients"], {"grad_coefficients": 0}, {}),
     ],
     "ScaledAdd": [
         ([], {}, {}),

@@ -146,6 +146,9 @@ def samples():
         "normalized_linear_attention_grad": (
             ops.normalized_linear_attention_grad.default,
             [nq.detach(), nk.detach(), nv.detach(), None, output, normalizer, randn(*output.shape)], {}),
+        "normalized_linear_attention_grad alone": (
+            ops.normalized_linear_attention_grad.default,
+            [nq.detach(), nk.detach(), nv.detach(), None, output, normalizer, randn(*output.shape)], {"grad_coefficients": False}),
     }
 
 
@@ -153,7 +156,7 @@ def samples():
     "lean_attention", "lean_attention append", "lean_attention rotary", "lean_attention_", "causal_linear_decay",
     "causal_linear_decay no state",
     "causal_linear_decay_", "causal_linear_decay_grad", "normalized_linear_attention",
-    "normalized_linear_attention state", "normalized_linear_attention_grad"])
+    "normalized_linear_attention state", "normalized_linear_attention_grad", "normalized_linear_attention_grad alone"])
 def test_opcheck(name):
     op, inputs, attrs = samples()[name]
     torch.library.opcheck(op, tuple(inputs), attrs)

@@ -187,7 +187,7 @@ extern const OpImpl kImpl;  // defined in the operator's folder
 namespace normalized_linear_attention_grad {
 enum Input { kQuery, kKey, kValue, kCoefficients, kOutput, kNormalizer, kGradOutput };
 enum Output { kOutGradQuery, kOutGradKey, kOutGradValue, kOutGradCoefficients };
-enum Attr { kAttrCausal, kAttrNormalizeQk, kAttrEps, kAttrLayout, kAttrReturnState };
+enum Attr { kAttrCausal, kAttrNormalizeQk, kAttrEps, kAttrGradCoefficients, kAttrLayout, kAttrReturnState };
 enum Dim { kDimB, kDimH, kDimN, kDimD, kDimHkv, kDimDv };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
@@ -204,12 +204,13 @@ inline constexpr TensorSpec kOutputs[] = {
     {"grad_query", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {1, 0}, {2, 0}, {3, 0}}}}},
     {"grad_key", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {3, 0}}}}},
     {"grad_value", TypeVar::kT, false, -1, -1, {-1, -1}, 1, {{-1, 4, 1, {{0, 0}, {4, 0}, {2, 0}, {5, 0}}}}},
-    {"grad_coefficients", TypeVar::kF, false, -1, -1, {-1, -1}, 1, {{-1, 1, -1, {{-1, 2}}}}},
+    {"grad_coefficients", TypeVar::kF, false, -1, -1, {3, -1}, 1, {{-1, 1, -1, {{-1, 2}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
     {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
     {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"grad_coefficients", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
     {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
     {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "carried states have no gradient here: train on whole sequences"},
 };
@@ -217,7 +218,7 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"B", "H", "N", "D", "Hkv", "Dv"};
-inline constexpr OpSpec kSpec = {"NormalizedLinearAttentionGrad", 1, 7, 4, 5, 1, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, 3};
+inline constexpr OpSpec kSpec = {"NormalizedLinearAttentionGrad", 1, 7, 4, 6, 1, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, 4};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace normalized_linear_attention_grad
 

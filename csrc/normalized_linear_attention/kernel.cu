@@ -316,8 +316,9 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
   float* const rest = ws.scratch<float>(query_rows);
   float* const query_units = ws.scratch<float>(in.normalize_qk ? query_rows : 0);
   float* const key_units = ws.scratch<float>(in.normalize_qk ? key_rows : 0);
-  float* const row_sums = ws.scratch<float>(query_rows);
-  double* const parts = ws.scratch<double>(2 * kSumBlocks);
+  const bool wants_coefficients = args.wants_grad_coefficients, wants_dots = wants_coefficients || in.normalize_qk;
+  float* const row_sums = ws.scratch<float>(wants_coefficients ? query_rows : 0);
+  double* const parts = ws.scratch<double>(wants_coefficients ? 2 * kSumBlocks : 0);
   const ChunkFactor weight = row_factor(inverse, in.heads, in.tokens);
   const ChunkFactor minus_rest = row_factor(rest, in.heads, in.tokens, nullptr, -1.0f);
   const ChunkFactor query_unit = row_factor(in.normalize_qk ? query_units : nullptr, in.heads, in.tokens);
@@ -327,7 +328,7 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
   const ChunkTensor grad_output = rows_of(args.grad_output, in.output_strides, in.value_dim);
 
   ChunkScan of_query = scan_of(in);
-  of_query.row_sums = true;
+  of_query.row_sums = wants_coefficients;
   of_query.heads = static_cast<int32_t>(in.heads);
   of_query.x_group = group;
   of_query.x = grad_output;
@@ -339,12 +340,16 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
   of_query.x_factor = weight;
   of_query.x_rank1 = minus_rest;
   of_query.z_factor = key_unit;
-  of_query.row_sum = row_sums;
-  of_query.sum_batch = in.heads * in.tokens;
-  of_query.sum_head = in.tokens;
-  of_query.sum_token = 1;
-  of_query.source = query;
-  of_query.row_dot = ws.scratch<float>(chunk_scan_slices(of_query) * query_rows);
+  if (wants_coefficients) {
+    of_query.row_sum = row_sums;
+    of_query.sum_batch = in.heads * in.tokens;
+    of_query.sum_head = in.tokens;
+    of_query.sum_token = 1;
+  }
+  if (wants_dots) {
+    of_query.source = query;
+    of_query.row_dot = ws.scratch<float>(chunk_scan_slices(of_query) * query_rows);
+  }
 
   ChunkScan of_key = scan_of(in);
   of_key.reverse = true;
@@ -403,6 +408,7 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
     });
     if (failed != cudaSuccess) return failed;
   }
+  if (!wants_coefficients) return cudaSuccess;
   const CoefficientSums sums = {row_sums, of_query.row_dot, in.normalize_qk ? query_units : nullptr, empty ? 0 : query_rows,
                                 chunk_scan_slices(of_query)};
   CoefficientPartsKernel<<<kSumBlocks, kThreads, 0, stream>>>(sums, parts);

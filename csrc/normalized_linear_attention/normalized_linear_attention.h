@@ -43,7 +43,8 @@ struct NormalizedLinearAttentionGradArgs {
   const void *output, *grad_output;  // T [B,H,N,Dv]
   const float* normalizer;           // [B,H,N]
   void *grad_query, *grad_key, *grad_value;
-  float* grad_coefficients;  // [2]: da, db
+  float* grad_coefficients;  // [2]: da, db; null: not asked for
+  bool wants_grad_coefficients;  // known, too, while a workspace is counted
 };
 
 // The CPU kernel: the forward and each of the three gradients is one scan over the tokens,

@@ -296,6 +296,7 @@ NormalizedLinearAttentionGradArgs make_args(const Call& call) {
   args.grad_key = call.outputs[kOutGradKey].data;
   args.grad_value = call.outputs[kOutGradValue].data;
   args.grad_coefficients = call.outputs[kOutGradCoefficients].as<float>();
+  args.wants_grad_coefficients = call.attrs[kAttrGradCoefficients].i != 0;
   return args;
 }
 
@@ -313,11 +314,11 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 
   LinearScan scans[3] = {operands.scan, operands.scan, operands.scan};
   LinearScan& query = scans[0];
-  query.row_sums = true;
+  query.row_sums = args.wants_grad_coefficients;
   query.x = weighted;
   query.y = operands.value;
   query.z = operands.key;
-  query.source = operands.query;
+  if (args.wants_grad_coefficients || in.normalize_qk) query.source = operands.query;
   query.out = args.grad_query;
   query.out_strides = in.query_strides;
   query.out_scale = operands.b;
@@ -344,15 +345,17 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
     floats = std::max(floats, scan.workers * scan.layout.size);
   }
   float* scratch = ws.scratch<float>(floats);
-  const int64_t items = in.batch * in.kv_heads * query.ranges * query.segments;
-  query.totals = ws.scratch<double>(2 * items);
+  const int64_t items = args.wants_grad_coefficients ? in.batch * in.kv_heads * query.ranges * query.segments : 0;
+  double* const totals = ws.scratch<double>(2 * items);
+  if (args.wants_grad_coefficients) query.totals = totals;
   if (ws.counting()) return {};
   for (LinearScan& scan : scans) {
     scan.scratch = scratch;
     run_scan(scan, *target.threads);
   }
+  if (!args.wants_grad_coefficients) return {};
   double sums[2] = {0.0, 0.0};
-  for (int64_t i = 0; i < 2 * items; ++i) sums[i % 2] += query.totals[i];
+  for (int64_t i = 0; i < 2 * items; ++i) sums[i % 2] += totals[i];
   for (int i = 0; i < 2; ++i) args.grad_coefficients[i] = static_cast<float>(sums[i]);
   return {};
 }
