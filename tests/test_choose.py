@@ -49,8 +49,8 @@ def test_what_the_papers_expect(choose):
 
 
 def test_close_to_the_fastest(choose):
-    """At most 5% over the fastest of the three in geometric mean and, at worst, 1.25 times it, on 200 random shapes timed on
-    an H200. What is aimed at is 15% at worst. The two recurrences are one kernel, timed twice: the faster time counts."""
+    """At most 5% over the fastest of the three in geometric mean and 15% at worst, on 200 random shapes timed on an H200. The two
+    recurrences are one kernel, timed twice: the faster time counts."""
     report = json.loads((ROOT / "bench" / "results" / "linear_attention_auto_h200.json").read_text())
     rows = [r for r in report["rows"] if r["section"] == "auto"]
     assert len(rows) == 200
@@ -63,4 +63,4 @@ def test_close_to_the_fastest(choose):
     over.sort(reverse=True, key=lambda item: item[0])
     mean = math.exp(sum(math.log(x) for x, *_ in over) / len(over))
     assert mean <= 1.05, f"geometric mean {mean:.3f}; worst {over[:5]}"
-    assert over[0][0] <= 1.25, over[:5]
+    assert over[0][0] <= 1.15, over[:5]

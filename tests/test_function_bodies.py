@@ -227,7 +227,8 @@ def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets
         inputs[t.name] = x.to(TORCH_DTYPES[dtype]) if t.type == "T" else x
     if name == "NormalizedLinearAttentionGrad":
         forward = reference.normalized_linear_attention(
-            inputs["query"], inputs["key"], inputs["value"], inputs.get("coefficients"), **attrs)
+            inputs["query"], inputs["key"], inputs["value"], inputs.get("coefficients"),
+            **{n: v for n, v in attrs.items() if n != "grad_coefficients"})
         inputs |= {"output": forward[0], "normalizer": forward[1]}
     return inputs
 

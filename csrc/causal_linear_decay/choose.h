@@ -67,7 +67,7 @@ inline double recurrence_microseconds(const DecayShape& s) {
   }
   const double begin = s.key_width <= 8 ? 8.0 : s.key_width <= kRecurrenceNarrowWidth ? 14.5
                        : s.key_width <= 128 ? 15.5 : s.key_width <= 256 ? 19.5 : 24.0;
-  const double token = s.key_width <= 8 ? 0.09 : s.key_width <= kRecurrenceNarrowWidth ? 0.132
+  const double token = s.key_width <= 8 ? 0.105 : s.key_width <= kRecurrenceNarrowWidth ? 0.132
                        : s.key_width <= 128 ? 0.087 : s.key_width <= 256 ? 0.158 : 0.33;
   return begin + token * recurrence_split(s).time;
 }
