@@ -45,6 +45,9 @@ PAGED = [(1, 32, 8, 128, 131072, 16), (1, 32, 8, 128, 131072, 64), (16, 32, 8, 1
          (16, 32, 8, 128, 8192, 1), (4, 32, 32, 64, 8192, 16), (4, 32, 32, 64, 8192, 64), (1, 32, 8, 128, 8192, 16)]
 # (B, H, Hkv, D, prompt)
 PROMPT = [(1, 32, 8, 128, 8192), (1, 32, 32, 64, 8192), (4, 32, 8, 128, 2048)]
+# (B, H, Hkv, D, context)
+STEP = [(1, 32, 8, 128, 1024), (16, 32, 8, 128, 1024), (1, 32, 8, 128, 8192), (4, 40, 10, 128, 8192), (16, 32, 8, 128, 8192),
+        (16, 40, 10, 128, 8192), (64, 32, 8, 128, 4096)]
 # (B, H, Hkv, D, context, new tokens)
 TOKENS = [(1, 32, 8, 128, 8192, 4), (16, 32, 8, 128, 8192, 2), (16, 32, 8, 128, 8192, 4), (16, 32, 8, 128, 8192, 8),
           (16, 32, 8, 128, 8192, 16)]
@@ -119,10 +122,10 @@ def times(graphs, rounds):
     return {name: sorted(t) for name, t in found.items()}
 
 
-def fa3_calls(q, k, v, **kwargs):
+def fa3_calls(q, k, v, *new, **kwargs):
     """FA3's decode with its own choice of splits and with them off, packed heads on: its better mode counts."""
     from fa3_fwd_interface import flash_attn_with_kvcache
-    return {f"fa3[{splits}]": lambda splits=splits: flash_attn_with_kvcache(q, k, v, causal=True, num_splits=splits,
+    return {f"fa3[{splits}]": lambda splits=splits: flash_attn_with_kvcache(q, k, v, *new, causal=True, num_splits=splits,
                                                                             pack_gqa=True, **kwargs)
             for splits in (0, 1)}
 
@@ -161,10 +164,10 @@ def measure(label, calls, kv_bytes, rounds, extra=None):
            "us": {n: {"median": statistics.median(t), "p10": t[len(t) // 10], "p90": t[-1 - len(t) // 10]}
                   for n, t in found.items()}}
     ours = row["us"]["leanfleet"]["median"]
-    peers = {n: t["median"] for n, t in row["us"].items() if n != "leanfleet"}
+    peers = {n: t["median"] for n, t in row["us"].items() if not n.startswith("leanfleet")}
     best = min(peers, key=peers.get) if peers else None
     row["speedup_over_best_peer"] = peers[best] / ours if best else None
-    text = "  ".join(f"{n} {t:.1f}" for n, t in peers.items())
+    text = "  ".join(f"{n} {t['median']:.1f}" for n, t in row["us"].items() if n != "leanfleet")
     floor_text = f"floor {floor:7.1f} ({ours / floor:5.2f}x)" if floor else " " * 22
     print(f"{label:44s} {ours:8.1f} us  {floor_text}  {text}  "
           + (f"best/ours {peers[best] / ours:.2f}" if best else ""), flush=True)
@@ -243,6 +246,34 @@ def paged(args):
         table = torch.randperm(B * pages, device="cuda").int().view(B, pages)
         calls = {"leanfleet": Node({"query": q, "key_cache": k, "value_cache": v, "block_table": table})}
         yield measure(f"paged{block} B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
+
+
+def turned(x, cosines, sines, position):
+    """Rows [..., D] after their rotary encoding, halves of a row being pairs."""
+    a, b = x.float().chunk(2, -1)
+    c, s = cosines[position].float(), sines[position].float()
+    return torch.cat([a * c - b * s, a * s + b * c], -1).to(x.dtype)
+
+
+def step(args):
+    """Decode steps as a model runs them: one node turns the query and the new key and appends new keys and values."""
+    for B, H, Hkv, D, N in STEP:
+        q, k, v = normal(B, H, 1, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
+        new_key, new_value = normal(B, Hkv, 1, D), normal(B, Hkv, 1, D)
+        lens = torch.full((B,), N, dtype=torch.int32, device="cuda")
+        angles = torch.arange(N, device="cuda")[:, None] * 10000.0 ** (-torch.arange(0, D, 2, device="cuda") / D)
+        cosines, sines = (f(angles).bfloat16() for f in (torch.cos, torch.sin))
+        plain = {"query": q, "key_cache": k, "value_cache": v, "seq_lens": lens}
+        append = {**plain, "new_key": new_key, "new_value": new_value}
+        node = Node({**append, "cos_cache": cosines.float(), "sin_cache": sines.float()}, {"append": 1})
+        calls = {"leanfleet": node, "leanfleet append": Node(append, {"append": 1}), "leanfleet attention": Node(plain)}
+        rows = turned(q, cosines, sines, N - 1), turned(new_key, cosines, sines, N - 1)
+        k[:, :, -1:], v[:, :, -1:] = rows[1], new_value
+        gate(node, rows[0], k.clone(), v.clone())
+        if "fa3" in args.peers:
+            calls.update(fa3_calls(*(t.transpose(1, 2) for t in (q, k, v, new_key, new_value)), cache_seqlens=lens - 1,
+                                   rotary_cos=cosines, rotary_sin=sines, rotary_interleaved=False))
+        yield measure(f"step B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
 
 
 def tokens(args):
@@ -354,7 +385,7 @@ def once(name):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--only", default="decode,ragged,paged,tokens,prompt")
+    parser.add_argument("--only", default="decode,step,ragged,paged,tokens,prompt")
     parser.add_argument("--peers", default="sdpa")
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--once", help=argparse.SUPPRESS)

@@ -2,10 +2,10 @@
 
     python bench/plot_end_to_end.py FILE.json ... [--table OUT.md] [--plot OUT.svg]
 
-A file's keys say which script wrote it. A table for each script that has files, and two panels (they need matplotlib): of each
-model with softmax attention the speed-up of a decode step over GroupQueryAttention's by context, a line for each batch, and
-joules a token where they were measured; of each linear decoder and of each file of generate.py prompts and steps by length;
-of all files of serving.py tokens a second and joules a token.
+The files are of one machine; a file's keys say which script wrote it. A table for each script that has files, and two panels
+(they need matplotlib): of each model with softmax attention the speed-up of a decode step over GroupQueryAttention's by
+context, a line for each batch, and joules a token where they were measured; of each linear decoder and of each file of
+generate.py prompts and steps by length; of all files of serving.py tokens a second and joules a token.
 """
 
 import argparse
@@ -72,7 +72,8 @@ def digits(value):
 
 
 def listed(values, form=digits):
-    return " / ".join(map(form, values))
+    cells = [form(v) for v in values]
+    return " / ".join(cells) if set(cells) != {"-"} else "-"
 
 
 def scaled(value, factor):
@@ -205,9 +206,8 @@ def generate_panels(panels, report):
             if points:
                 panel.plot(*zip(*points), "o-", label=name)
         panel.legend(fontsize=8)
-    title = f"{report['model']}, {report['provider']}"
-    panels[0].set(title=f"{title}: seconds of a prompt", xscale="log", yscale="log", xlabel="tokens")
-    panels[1].set(title=f"{title}: tokens a second", xscale="log", xlabel="tokens before it", ylim=(0, None))
+    panels[0].set(title=f"{report['model']}: seconds of a prompt", xscale="log", yscale="log", xlabel="tokens")
+    panels[1].set(title=f"{report['model']}: tokens a second", xscale="log", xlabel="tokens before it", ylim=(0, None))
 
 
 def serving_panels(panels, reports):
@@ -238,7 +238,7 @@ def plot(scripts, out):
         draw(pair, *what)
     for panel in panels.flat:
         panel.grid(True, which="major", alpha=0.3)
-    figure.suptitle(", ".join(dict.fromkeys(machine(r) for reports in scripts.values() for r in reports)))
+    figure.suptitle(machine(next(iter(scripts.values()))[0]))
     figure.savefig(out)
 
 

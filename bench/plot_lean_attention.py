@@ -59,7 +59,15 @@ def more_tables(data):
     """The reduction's share as LeanAttention's table 2 has it, and the balance of the multiprocessors."""
     splits = [r for r in data["rows"] if r.get("section") == "splits"]
     balance = [r for r in data["rows"] if r.get("section") == "balance"]
+    steps = [r for r in lines_of(data) if r["case"].startswith("step ")]
     lines = []
+    if steps:
+        lines += ["", "Decode steps as models run them, by parts: attention over caches that hold the new token, with new keys "
+                  "and values appended in place, with the rotary encoding too; FA3 does all three.", "",
+                  "| case | attention | and append | and rotary encoding | FA3 |", "|---" * 5 + "|"]
+        for r in steps:
+            cells = [r["us"][f"leanfleet{part}"]["median"] for part in (" attention", " append", "")] + [best(r, "fa3")]
+            lines.append(f"| {r['case']} | " + " | ".join("-" if t is None else f"{t:.1f}" for t in cells) + " |")
     if splits:
         tokens = list(dict.fromkeys(r["tokens_a_part"] for r in splits))
         lines += ["", "Share of the reduction: units shared by so many multiprocessors against as many more whole units with "
