@@ -208,6 +208,10 @@ def generate_panels(panels, report):
         panel.legend(fontsize=8)
     panels[0].set(title=f"{report['model']}: seconds of a prompt", xscale="log", yscale="log", xlabel="tokens")
     panels[1].set(title=f"{report['model']}: tokens a second", xscale="log", xlabel="tokens before it", ylim=(0, None))
+    contexts = [r["context"] for r in report["speed"]["rows"]]
+    for panel in panels:
+        panel.set_xticks(contexts, contexts)
+        panel.minorticks_off()
 
 
 def serving_panels(panels, reports):
@@ -220,7 +224,8 @@ def serving_panels(panels, reports):
         for i, way in enumerate(WAYS):
             panel.bar([x + 0.4 * i for x in range(len(reports))], [r[way][key] for r in reports], 0.4, label=way)
         panel.set_xticks([x + 0.2 for x in range(len(reports))], names, fontsize=8)
-        panel.set(title=f"Requests of unequal length: {title}")
+        panel.set(title=f"Requests of unequal length: {title}", axisbelow=True)
+        panel.margins(y=0.25)  # room for the legend
         panel.legend(fontsize=8)
 
 
