@@ -322,7 +322,7 @@ def _turned(value):
 
 
 def _evaluator(graph, outputs, sizes, lens):
-    """evaluate(batch, tokens, *lens) -> numpy values of `outputs`, where these follow from the values `lens` int32 [B] and
+    """evaluate(batch, tokens, *lens) -> numpy values of `outputs`, where these follow from the values `lens`, of one axis, and
     from the sizes of other inputs of the graph alone; else None. sizes: (name of the axis of requests, of tokens)."""
     bounds, pending, seen = list(lens), [(value, None) for value in outputs], set()
     while pending:
@@ -348,7 +348,7 @@ def _evaluator(graph, outputs, sizes, lens):
 
     def evaluate(batch, tokens, *values):
         known = dict(zip(sizes, (batch, tokens), strict=True))
-        feeds = {v.name: np.array(x, np.int32) for v, x in zip(lens, values, strict=True)}
+        feeds = {v.name: np.array(x, v.dtype.numpy()) for v, x in zip(lens, values, strict=True)}
         for v in used[len(lens):]:
             dims = [d if isinstance(d, int) else known.get(d.value, 1) for d in v.shape]
             feeds[v.name] = np.zeros(dims, v.dtype.numpy())
@@ -386,6 +386,33 @@ def _tables(node, rotary, positions):
     return [t.astype(np.float32) for t in tables]
 
 
+def _packed_tables(rotary, numbers, positions):
+    """_tables for a node of packed tokens, whose positions are the graph's input `numbers` [T]."""
+    evaluate = _evaluator(rotary.graph, rotary.inputs[1:4], ("", numbers.shape[0].value), [numbers])
+    if evaluate is None:
+        return None
+    try:
+        rows, *tables = evaluate(1, positions, range(positions))
+        tables = [t[rows[0]] for t in tables]
+        for some in ([0], [positions - 1, 0, min(3, positions - 1)]):
+            rows, *found = evaluate(1, len(some), some)
+            if not all(np.allclose(f[rows[0]], t[some], rtol=1e-5, atol=1e-6) for f, t in zip(found, tables, strict=True)):
+                return None
+    except Exception:  # an operator that only runtimes know
+        return None
+    return [t.astype(np.float32) for t in tables]
+
+
+def _rotary_constants(graph, number, arrays):
+    """Initializers of rotary tables, cosines and sines."""
+    values = [ir.Value(name=f"rotary_{name}_{number}", const_value=ir.tensor(array))
+              for name, array in zip(("cos", "sin"), arrays, strict=True)]
+    for value in values:
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), value.const_value.shape
+        graph.register_initializer(value)
+    return values
+
+
 def rotate_inside(model, positions):
     """LeanAttention nodes take in the rotary encodings of their queries and new keys, where angles follow from the tokens'
     positions alone: the tables become constants of `positions` rows, MOST_POSITIONS at most. After fuse_rotary. Returns the
@@ -403,12 +430,7 @@ def rotate_inside(model, positions):
         place = (*query[1].inputs[1:4], node.inputs[3], node.inputs[4])
         if place not in tables:
             arrays = _tables(node, query[1], positions)
-            tables[place] = arrays and [
-                ir.Value(name=f"rotary_{name}_{len(tables)}", const_value=ir.tensor(array))
-                for name, array in zip(("cos", "sin"), arrays, strict=True)]
-            for value in tables[place] or ():
-                value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), value.const_value.shape
-                graph.register_initializer(value)
+            tables[place] = arrays and _rotary_constants(graph, len(tables), arrays)
         if tables[place] is None:
             continue
         node.resize_inputs(12)
@@ -657,6 +679,75 @@ def split_by_heads(model):
     return count
 
 
+def _spread(value):
+    """(x [1,heads,T,D], slots [B,N]) where value [B,N,heads,D] is x's tokens taken by slots, as leanfleet.export.serving
+    spreads them; else None."""
+    reshape = _producer(value, "Reshape")
+    taken = _producer(reshape.inputs[0], "Gather") if reshape else None
+    flat = _producer(taken.inputs[1], "Reshape") if taken and taken.attributes.get_int("axis", 0) == 0 else None
+    tokens_first = _producer(taken.inputs[0], "Transpose") if flat else None
+    request = _producer(tokens_first.inputs[0], "Gather") if tokens_first else None
+    if not request or list(tokens_first.attributes.get_ints("perm", ())) != [1, 0, 2]:
+        return None
+    which, x, slots = _constant(request.inputs[1]), request.inputs[0], flat.inputs[0]
+    if which is None or which.ndim != 0 or which.item() != 0 or request.attributes.get_int("axis", 0) != 0:
+        return None
+    known = x.shape is not None and len(x.shape) == 4 and x.shape[0] == 1 and isinstance(x.shape[3], int)
+    return (x, slots) if known and slots.shape is not None and len(slots.shape) == 2 else None
+
+
+def spread_packed(model, positions):
+    """Tokens packed for leanfleet.export.serving are spread to a row a request before their projection is split to heads, by
+    one Gather an attention, and rotary encodings go into LeanAttention, for up to `positions` positions: token i of request b
+    stands at seq_lens[b] - query_lens[b] + i, which is what the input `positions` says of it. After fuse_rotary and
+    split_by_heads. Returns the number of attentions.
+    """
+    graph, tables, spreads, count = model.graph, {}, {}, 0
+    numbers = next((value for value in graph.inputs if value.name == "positions"), None)
+    for node in list(graph):
+        if node.op_type != "LeanAttention" or len(node.inputs) != 9 or numbers is None:
+            continue
+        found = [_spread(node.inputs[i]) for i in (0, 5, 6)]
+        if None in found or len({slots for _, slots in found}) != 1:
+            continue
+        slots, sources = found[0][1], [x for x, _ in found]
+        turned = [_turned(x) for x in sources[:2]]
+        if None not in turned and turned[0][1].inputs[1:4] == turned[1][1].inputs[1:4] and positions <= MOST_POSITIONS:
+            place = tuple(turned[0][1].inputs[1:4])
+            if place not in tables:
+                arrays = _packed_tables(turned[0][1], numbers, positions)
+                tables[place] = arrays and _rotary_constants(graph, len(tables), arrays)
+            if tables[place] is not None:
+                sources[:2] = [x for x, _ in turned]
+                node.resize_inputs(12)
+                for i, value in zip((10, 11), tables[place], strict=True):
+                    node.replace_input_with(i, value)
+        before = [x.producer() for x in sources]
+        if any(t is None or not _swaps_heads(t) for t in before):
+            continue
+        heads = [t.inputs[0] for t in before]  # [1,T,heads,D]
+        op = _adder(graph, node)
+        split = heads[0].producer()
+        together = _producer(heads[0], "Split") and split.outputs == tuple(heads) and split.attributes.get_int("axis", 0) == 2
+        for i, value in zip((0, 5, 6), [split.inputs[0]] if together else heads):
+            size = (sum(h.shape[2] for h in heads) if together else value.shape[2]), value.shape[3]
+            if (value, slots) not in spreads:
+                rows = op("Reshape", value, op("Constant", value_ints=[-1, size[0] * size[1]]))
+                taken = op("Gather", rows, slots, axis=0)
+                spreads[value, slots] = op("Reshape", taken, op("Constant", value_ints=[0, 0, *size]))
+            parts = [spreads[value, slots]]
+            if together:
+                sizes = ir.node("Constant", [], {"value_ints": [h.shape[2] for h in heads]})
+                new = ir.node("Split", [parts[0], sizes.outputs[0]], {"axis": 2}, num_outputs=len(heads))
+                graph.insert_before(node, (sizes, new))
+                parts = new.outputs
+            for j, part in zip((0, 5, 6) if together else (i,), parts, strict=True):
+                part.type, part.shape = node.inputs[j].type, node.inputs[j].shape
+                node.replace_input_with(j, part)
+        count += 1
+    return count
+
+
 def fuse_for_onnxruntime(model, positions=None):
     """All of this module's rewrites, and what they left unused removed. model: onnx_ir.Model, changed in place. positions:
     how many a request may have; None leaves rotary encodings outside LeanAttention, which have no such bound."""
@@ -671,6 +762,8 @@ def fuse_for_onnxruntime(model, positions=None):
     drop_transposes(model)
     RemoveUnusedNodesPass()(model)
     split_by_heads(model)
+    if positions:
+        spread_packed(model, positions)
     RemoveUnusedNodesPass()(model)
     if not any(node.domain == MICROSOFT for node in model.graph):
         model.opset_imports.pop(MICROSOFT, None)

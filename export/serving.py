@@ -23,6 +23,7 @@ import torch
 
 from leanfleet.export.decoder import Cache, _check_supported, _stop_tokens, cache_shapes, traceable
 from leanfleet.export.experts import add_function
+from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
 from leanfleet.export.torch_ops import lean_attention
 
@@ -75,8 +76,9 @@ class PackedDecoder(torch.nn.Module):
 def export_for_serving(model, folder, tokenizer=None, block=16, fuse=True, **options):
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
-    model: a transformers causal LM as export_decoder takes it. block: tokens a page. fuse: write experts as one node of ONNX
-    Runtime (leanfleet.export.experts). leanfleet.ort_ops.serving runs it.
+    model: a transformers causal LM as export_decoder takes it. block: tokens a page. fuse: write norms, rotary encodings and
+    experts so that ONNX Runtime runs each as one kernel (leanfleet.export.fusions and experts); False leaves standard
+    operators. leanfleet.ort_ops.serving runs it.
     Raises ValueError, naming the layer, for attention that LeanAttention does not do.
     """
     model = model.eval()
@@ -101,7 +103,9 @@ def export_for_serving(model, folder, tokenizer=None, block=16, fuse=True, **opt
         program = export(PackedDecoder(model, caches).eval(), tuple(example.values()), dynamic_shapes=shapes,
                          input_names=[*list(example)[:-1], *(f"pages.{n}" for n in caches)],
                          output_names=["logits", *(f"pages_out.{n}" for n in caches)], **options)
-    add_function(program.model)
+    if fuse:
+        add_function(program.model)
+        fuse_for_onnxruntime(program.model, getattr(config, "max_position_embeddings", None))
     folder.mkdir(parents=True, exist_ok=True)
     program.save(str(folder / "model.onnx"))
     facts = {"kind": "serving", "block": block, "vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model),

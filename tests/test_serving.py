@@ -6,7 +6,7 @@ import torch
 from leanfleet.export.decoder import export_decoder
 from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops.serving import ContinuousBatch
-from transformers import LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, PhiConfig, Qwen2Config, Qwen3Config
 
 from leanfleet import parity
 
@@ -115,7 +115,39 @@ def test_without_the_library(model, folder):
 
 
 def test_nodes(folder):
-    assert [n.op_type for n in parity.leanfleet_nodes(parity._load(folder / "model.onnx"))] == ["LeanAttention"] * 2
+    """Of each layer one Gather brings tokens to their requests and one takes them back; nothing turns queries and keys outside."""
+    nodes = parity._load(folder / "model.onnx").graph.node
+    attentions = [n for n in nodes if n.op_type == "LeanAttention"]
+    assert len(attentions) == 2 and all(len([name for name in n.input if name]) == 10 for n in attentions)
+    makers = {name: n for n in nodes for name in n.output}
+    for attention in attentions:
+        split = {makers[attention.input[i]].name for i in (0, 5, 6)}
+        assert len(split) == 1 and makers[attention.input[0]].op_type == "Split"
+    assert sum(n.op_type == "Gather" for n in nodes) == 2 * 2 + 3  # the embedding, and the rows of the last tokens
+    assert not {"RotaryEmbedding", "Transpose", "Cos"} & {n.op_type for n in nodes}
+
+
+SMALL = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2)
+GROUPED = dict(SMALL, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=256)
+
+
+@pytest.mark.parametrize("fuse", (True, False))
+@pytest.mark.parametrize("config", [
+    Qwen2Config(**GROUPED), Qwen3Config(**GROUPED, head_dim=16), PhiConfig(**GROUPED, partial_rotary_factor=0.5),
+    GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2)],
+    ids=lambda c: getattr(c, "model_type", c))
+def test_other_models(config, fuse, tmp_path):
+    """Projections with biases, norms between projection and rotary encoding, rotary encodings of a part, and none."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    export_for_serving(model, tmp_path, block=BLOCK, fuse=fuse)
+    domains = {n.domain for n in parity._load(tmp_path / "model.onnx").graph.node}
+    assert ("com.microsoft" in domains) == fuse
+    batch = ContinuousBatch(tmp_path, pages=60, max_requests=3, step_tokens=24, providers=["CPUExecutionProvider"])
+    wanted = prompts(5, seed=4)
+    requests = [batch.add(p, 6, stop_tokens=()) for p in wanted]
+    batch.run()
+    assert [r.tokens for r in requests] == [alone(model, p, 6) for p in wanted]
 
 
 @pytest.mark.parametrize("arguments, message", [
