@@ -446,7 +446,9 @@ def _set_rotary(model, build):
 
 def pack_projections(model):
     """Products of one value with several constant matrices become one product and a Split: fewer, larger kernels. Returns
-    the number of products saved."""
+    the number of products saved. (A Split of another axis than the last, such as of heads, costs ONNX Runtime's CUDA provider
+    four copies to the device where sizes differ.)
+    """
     groups = {}
     for node in model.graph:
         if node.op_type == "MatMul" and node.domain == "":
@@ -641,44 +643,6 @@ def drop_transposes(model):
     return len(plan)
 
 
-def split_by_heads(model):
-    """A Split of packed projections [B,N,columns] whose parts are then reshaped to heads of one size becomes one Reshape of
-    the whole and a Split of its heads. Returns the number of places."""
-    graph, count = model.graph, 0
-    for split in list(graph):
-        if split.op_type != "Split" or split.domain != "" or split.attributes.get_int("axis", 0) not in (-1, 2):
-            continue
-        readers = [[use.node for use in part.uses()] for part in split.outputs]
-        if any(len(r) != 1 or _producer(r[0].outputs[0], "Reshape") is None or part.is_graph_output()
-               for r, part in zip(readers, split.outputs, strict=True)):
-            continue
-        heads = [r[0].outputs[0] for r in readers]
-        shapes = [x.shape for x in heads]
-        if any(s is None or len(s) != 4 or not all(isinstance(n, int) for n in s[2:]) for s in shapes):
-            continue
-        parts = [x.shape for x in split.outputs]
-        if len({s[3] for s in shapes}) != 1 or any(
-                p is None or len(p) != 3 or list(p[:2]) != list(s[:2]) or p[2] != s[2] * s[3]
-                for p, s in zip(parts, shapes, strict=True)) or any(x.is_graph_output() for x in heads):
-            continue
-        size = shapes[0][3]
-        sizes = ir.node("Constant", [], {"value_ints": [0, 0, -1, size]})
-        whole = ir.node("Reshape", [split.inputs[0], sizes.outputs[0]])
-        numbers = ir.node("Constant", [], {"value_ints": [s[2] for s in shapes]})
-        new = ir.node("Split", [whole.outputs[0], numbers.outputs[0]], {"axis": 2}, num_outputs=len(shapes))
-        for node in (sizes, whole, numbers, new):
-            graph.insert_before(split, node)
-        whole.outputs[0].type = split.inputs[0].type
-        whole.outputs[0].shape = ir.Shape([*shapes[0][:2], sum(s[2] for s in shapes), size])
-        for old, made in zip(heads, new.outputs, strict=True):
-            made.name, made.type, made.shape = old.name, old.type, old.shape
-            old.replace_all_uses_with(made)
-            graph.remove(old.producer(), safe=True)
-        graph.remove(split, safe=True)
-        count += 1
-    return count
-
-
 def _spread(value):
     """(x [1,heads,T,D], slots [B,N]) where value [B,N,heads,D] is x's tokens taken by slots, as leanfleet.export.serving
     spreads them; else None."""
@@ -696,11 +660,24 @@ def _spread(value):
     return (x, slots) if known and slots.shape is not None and len(slots.shape) == 2 else None
 
 
+def _split_to(heads, widths):
+    """The Split node of a last axis of these widths whose outputs, reshaped, are `heads`; else None."""
+    parts = [_producer(value, "Reshape") for value in heads]
+    if None in parts:
+        return None
+    parts = [reshape.inputs[0] for reshape in parts]
+    split = _producer(parts[0], "Split")
+    if split is None or list(split.outputs) != parts or any(
+            p.shape is None or len(p.shape) != 3 or p.shape[2] != width for p, width in zip(parts, widths, strict=True)):
+        return None
+    return split if split.attributes.get_int("axis", 0) in (-1, 2) else None
+
+
 def spread_packed(model, positions):
     """Tokens packed for leanfleet.export.serving are spread to a row a request before their projection is split to heads, by
     one Gather an attention, and rotary encodings go into LeanAttention, for up to `positions` positions: token i of request b
-    stands at seq_lens[b] - query_lens[b] + i, which is what the input `positions` says of it. After fuse_rotary and
-    split_by_heads. Returns the number of attentions.
+    stands at seq_lens[b] - query_lens[b] + i, which is what the input `positions` says of it. After fuse_rotary. Returns the
+    number of attentions.
     """
     graph, tables, spreads, count = model.graph, {}, {}, 0
     numbers = next((value for value in graph.inputs if value.name == "positions"), None)
@@ -726,24 +703,23 @@ def spread_packed(model, positions):
         if any(t is None or not _swaps_heads(t) for t in before):
             continue
         heads = [t.inputs[0] for t in before]  # [1,T,heads,D]
-        op = _adder(graph, node)
-        split = heads[0].producer()
-        together = _producer(heads[0], "Split") and split.outputs == tuple(heads) and split.attributes.get_int("axis", 0) == 2
-        for i, value in zip((0, 5, 6), [split.inputs[0]] if together else heads):
-            size = (sum(h.shape[2] for h in heads) if together else value.shape[2]), value.shape[3]
+        widths = [value.shape[2] * value.shape[3] for value in heads]
+        op, split = _adder(graph, node), _split_to(heads, widths)
+        wholes = [(split.inputs[0], sum(widths))] if split else zip(heads, widths, strict=True)
+        for value, width in wholes:
             if (value, slots) not in spreads:
-                rows = op("Reshape", value, op("Constant", value_ints=[-1, size[0] * size[1]]))
-                taken = op("Gather", rows, slots, axis=0)
-                spreads[value, slots] = op("Reshape", taken, op("Constant", value_ints=[0, 0, *size]))
-            parts = [spreads[value, slots]]
-            if together:
-                sizes = ir.node("Constant", [], {"value_ints": [h.shape[2] for h in heads]})
-                new = ir.node("Split", [parts[0], sizes.outputs[0]], {"axis": 2}, num_outputs=len(heads))
-                graph.insert_before(node, (sizes, new))
-                parts = new.outputs
-            for j, part in zip((0, 5, 6) if together else (i,), parts, strict=True):
-                part.type, part.shape = node.inputs[j].type, node.inputs[j].shape
-                node.replace_input_with(j, part)
+                rows = op("Reshape", value, op("Constant", value_ints=[-1, width]))
+                spreads[value, slots] = op("Gather", rows, slots, axis=0)
+        parts = [spreads[value, slots] for value in ([split.inputs[0]] if split else heads)]
+        if split:
+            sizes = op("Constant", value_ints=widths)
+            new = ir.node("Split", [parts[0], sizes], {"axis": -1}, num_outputs=len(heads))
+            graph.insert_before(node, new)
+            parts = new.outputs
+        for i, value, part in zip((0, 5, 6), heads, parts, strict=True):
+            whole = op("Reshape", part, op("Constant", value_ints=[0, 0, *value.shape[2:]]))
+            whole.type, whole.shape = node.inputs[i].type, node.inputs[i].shape
+            node.replace_input_with(i, whole)
         count += 1
     return count
 
@@ -761,7 +737,6 @@ def fuse_for_onnxruntime(model, positions=None):
     RemoveUnusedNodesPass()(model)
     drop_transposes(model)
     RemoveUnusedNodesPass()(model)
-    split_by_heads(model)
     if positions:
         spread_packed(model, positions)
     RemoveUnusedNodesPass()(model)
