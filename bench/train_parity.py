@@ -27,7 +27,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, normalize, scaled_dot_product_attention
 
 from leanfleet.export import LinearAttention, reference
-from leanfleet.export.linear_attention import one_type, rotary
+from leanfleet.export.linear_attention import one_type, rotary_tables, turned
 
 HIDDEN, HEADS, LAYERS, CONTEXT, BATCH, VOCABULARY = 256, 4, 4, 2048, 8, 256
 TEXT_BYTES = 8 << 20
@@ -93,7 +93,8 @@ class PeerAttention(LinearAttention):
         q, k, v = (p(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
                    for p in (self.q_proj, self.k_proj, self.v_proj))
         positions = torch.arange(hidden.shape[1], device=hidden.device)
-        q, k, v = one_type(rotary(q, positions, self.rotary_base), rotary(k, positions, self.rotary_base), v)
+        tables = rotary_tables(positions, self.head_dim, self.rotary_base)
+        q, k, v = one_type(turned(q, *tables), turned(k, *tables), v)
         return self.o_proj(type(self).mixer(q, k, v).transpose(1, 2).flatten(2))
 
 

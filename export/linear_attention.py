@@ -8,22 +8,35 @@ from leanfleet.export.torch_ops import normalized_linear_attention
 TRANSFORMERS_NAME = "leanfleet_linear"
 
 
+def rotary_tables(positions, width, base=10000.0, layout="bhnd"):
+    """Cosines and sines, float32, by which `turned` turns heads of `width` columns, an even number, in a layout.
+
+    positions: int [N] or [B,N].
+    """
+    half = width // 2
+    frequencies = base ** (-torch.arange(half, device=positions.device, dtype=torch.float32) / half)
+    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
+    if layout == "bnhd":
+        angles = angles.unsqueeze(-2)
+    elif positions.dim() == 2:
+        angles = angles.unsqueeze(1)
+    return angles.cos(), angles.sin()
+
+
+def turned(x, cos, sin):
+    """x, of any float type, with the columns i and half + i of each head turned by its token's angles; x's type."""
+    half = x.shape[-1] // 2
+    first, second = x[..., :half].float(), x[..., half:].float()
+    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+
 def rotary(x, positions, base=10000.0, layout="bhnd"):
     """Rotary position encoding (Su et al. 2023, eq. 34), pairs half a head apart.
 
     x: [B,H,N,D], or [B,N,H,D] with layout "bnhd", D even, any float type; positions: int [N] or [B,N]. Returns x's type;
     angles are float32.
     """
-    half = x.shape[-1] // 2
-    frequencies = base ** (-torch.arange(half, device=x.device, dtype=torch.float32) / half)
-    angles = positions.to(torch.float32).unsqueeze(-1) * frequencies
-    if layout == "bnhd":
-        angles = angles.unsqueeze(-2)
-    elif positions.dim() == 2:
-        angles = angles.unsqueeze(1)
-    cos, sin = angles.cos(), angles.sin()
-    first, second = x[..., :half].float(), x[..., half:].float()
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+    return turned(x, *rotary_tables(positions, x.shape[-1], base, layout))
 
 
 def one_type(query, key, value):
@@ -78,21 +91,22 @@ class LinearAttention(nn.Module):
         for padding behind a row's tokens, which then leaves the state as it is. A state is for inference: it carries no
         gradient.
         """
-        query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                             for p in (self.q_proj, self.k_proj, self.v_proj))
+        # Heads stay beside their tokens, as projections give and take them: no copy before or after the operator.
+        query, key, value = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in (self.q_proj, self.k_proj, self.v_proj))
         if self.rotary_base is not None:
             if positions is None:
                 positions = torch.arange(hidden.shape[1], device=hidden.device)
                 positions = positions if state is None else state[3].unsqueeze(1) + positions
-            query, key = rotary(query, positions, self.rotary_base), rotary(key, positions, self.rotary_base)
+            tables = rotary_tables(positions, self.head_dim, self.rotary_base, "bnhd")
+            query, key = turned(query, *tables), turned(key, *tables)
         query, key, value = one_type(query, key, value)
         if valid is not None:
-            key, value = (t * valid[:, None, :, None].to(t.dtype) for t in (key, value))
+            key, value = (t * valid[:, :, None, None].to(t.dtype) for t in (key, value))
         carried = {} if state is None else dict(zip(
             ("initial_state", "initial_key_sum", "initial_value_sum", "initial_count"), state), return_state=True)
         output, _, *state = normalized_linear_attention(query, key, value, self.coefficients, causal=self.causal, eps=self.eps,
-                                                        normalize_qk=self.normalize_qk, **carried)
-        output = self.o_proj(output.transpose(1, 2).flatten(2))
+                                                        normalize_qk=self.normalize_qk, layout="bnhd", **carried)
+        output = self.o_proj(output.flatten(2))
         if not carried:
             return output
         sums, count = state[:3], state[3]
@@ -120,6 +134,9 @@ def attention(module, query, key, value, attention_mask, **kwargs):
     if older:  # a cached step: rows of zeros stand for the tokens whose output is known
         query = torch.cat([query.new_zeros(*query.shape[:2], older, query.shape[3]), query], 2)
     causal = getattr(module, "is_causal", True)
+    if query.transpose(1, 2).is_contiguous():  # heads beside their tokens, as projections give them: nothing is copied
+        query, key, value = (t.transpose(1, 2) for t in (query, key, value))
+        return normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True, layout="bnhd")[0], None
     output = normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True)[0]
     return output[:, :, older:].transpose(1, 2).contiguous(), None
 

@@ -9,11 +9,14 @@ as a tensor of shape [0]. The functions of this module (lean_attention, causal_l
 just the outputs asked for.
 """
 
+import functools
 import inspect
+import itertools
 import threading
 from typing import NamedTuple
 
 import torch
+from torch._C import DispatchKey
 
 from leanfleet import native, spec
 from leanfleet.export import reference
@@ -22,6 +25,7 @@ _DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "
 _TYPES = {"bool": bool, "int": int, "float": float, "string": str}
 _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 _LIBRARY = torch.library.Library(spec.DOMAIN, "DEF")
+_DEVICE_KEYS = {DispatchKey.CPU: "cpu", DispatchKey.CUDA: "cuda"}
 _MAX_PLANS = 512  # kept by a thread; a cache whose capacity grows with every token makes a new one each time
 _sync_words = {}  # (device, stream) -> zeroed buffer; launches on one stream follow each other and leave it zero
 
@@ -131,15 +135,20 @@ def _run_reference(op, inputs, attrs):
     return [values.get(t.name, inputs[0].new_empty(0)) for t in op.outputs]
 
 
-class _Plan(NamedTuple):
-    """What calls of one form with equal shapes, types, strides and attributes share; addresses change from call to call.
+class _Output(NamedTuple):
+    shape: tuple
+    strides: tuple
+    dtype: torch.dtype
+    nothing: torch.Tensor | None  # of shape [0], where the output is not asked for
+    taken: int | None  # index of the input whose buffer it takes
 
-    outputs: for each output of the operator (shape, dtype, whether it is asked for, index of the input it takes or None).
-    """
+
+class _Plan(NamedTuple):
+    """What calls of one form with equal shapes, types, strides and attributes share; addresses change from call to call."""
 
     call: native.Call
     slots: list
-    outputs: list
+    outputs: list[_Output]
     copies: bool  # some input is not contiguous
     scratch_bytes: int
     sync_bytes: int
@@ -180,7 +189,10 @@ def _make_plan(op, mutating, inputs, attrs, threads):
     outputs, entries = [], []
     for t, (dtype, shape) in zip(op.outputs, metadata):
         asked = t.name in active
-        outputs.append((shape, dtype, asked, names.index(t.takes) if mutating and t.takes else None))
+        with torch.inference_mode(False):  # the plan may serve calls outside of inference mode
+            nothing = None if asked else torch.empty(0, dtype=dtype, device=inputs[0].device)
+        strides = torch.empty(shape, device="meta").stride()
+        outputs.append(_Output(shape, strides, dtype, nothing, names.index(t.takes) if mutating and t.takes else None))
         entries.append((0, shape, _DTYPES[dtype]) if asked else None)
     call = native.Call(op.name, [_entry(t) for t in inputs], entries, attrs, inputs[0].device.type, threads)
     return _Plan(call, call.slots(), outputs, copies, *call.workspace())
@@ -234,21 +246,19 @@ def _launch(plan, inputs, device):
         inputs = [None if t is None else t.contiguous() for t in inputs]
     addresses = [t.data_ptr() for t in inputs if t is not None]
     made = []
-    for shape, dtype, asked, taken in plan.outputs:
+    for shape, strides, dtype, nothing, taken in plan.outputs:
+        if nothing is None:
+            tensor = inputs[taken] if taken is not None else torch.empty_strided(shape, strides, dtype=dtype, device=device)
+            addresses.append(tensor.data_ptr())
         if taken is None:
-            tensor = torch.empty(shape, dtype=dtype, device=device)
-            made.append(tensor)
-            if asked:
-                addresses.append(tensor.data_ptr())
-        elif asked:
-            addresses.append(inputs[taken].data_ptr())
+            made.append(tensor if nothing is None else nothing.detach())
     for slot, address in zip(plan.slots, addresses):
         slot.data = address
-    scratch, scratch_at = _scratch(plan.scratch_bytes, device)
+    scratch, scratch_at = _scratch(plan.scratch_bytes, device) if plan.scratch_bytes else (None, 0)
     if device.type == "cpu":
         plan.call.run(scratch_at, plan.scratch_bytes)
     else:
-        stream = torch.cuda.current_stream(device).cuda_stream
+        stream = torch._C._cuda_getCurrentRawStream(device.index)  # without a torch.cuda.Stream around it
         sync = _sync(plan.sync_bytes, device, stream)
         sync_at = 0 if sync is None else (sync.data_ptr() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
         plan.call.run(scratch_at, plan.scratch_bytes, sync_at, plan.sync_bytes, stream)
@@ -284,13 +294,53 @@ def _fake(op, mutating):
     return fake
 
 
-def _define(op):
+def _differentiable(op, runners, setup, backward):
+    """An operator's kernel at PyTorch's Autograd key, which records the call where gradients are wanted.
+
+    setup(ctx, inputs, attrs, outputs) gets all inputs and attributes, defaults filled in; backward(ctx, *gradients) returns
+    the gradients of the inputs. torch.library.register_autograd makes the same of them, but a call of its kernel takes 35 µs
+    more, mostly to fill in defaults from the schema.
+    """
+    raw = getattr(torch.ops.leanfleet, op.snake_name).default
+    defaults = {a.name: a.default for a in op.attrs}
+
+    def call(keyset, inputs, attrs):
+        keyset = keyset & torch._C._after_autograd_keyset
+        run = runners.get(keyset.highestPriorityTypeId())
+        if run is not None:  # no mode, transform or subclass comes before the device: the dispatcher would call the same
+            return run(*inputs, **attrs)
+        with torch._C._AutoDispatchBelowAutograd():
+            return raw.redispatch(keyset, *inputs, **attrs)
+
+    def forward(ctx, *args):
+        *inputs, attrs, keyset = args
+        outputs = call(keyset, inputs, attrs)
+        setup(ctx, inputs + [None] * (len(op.inputs) - len(inputs)), {**defaults, **attrs}, outputs)
+        return outputs
+
+    def gradients(ctx, *grads):
+        return *backward(ctx, *grads), None, None  # of attrs and keyset
+
+    node = type(op.name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
+
+    def kernel(keyset, *inputs, **attrs):
+        if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
+            return node.apply(*inputs, attrs, keyset)
+        return call(keyset, inputs, attrs)
+
+    return kernel
+
+
+def _define(op, setup, backward):
     for mutating in (False, True) if op.mutating else (False,):
         name = op.snake_name + ("_" if mutating else "")
         _LIBRARY.define(_schema(op, mutating), tags=(torch.Tag.pt2_compliant_tag,))
-        for key in ("CPU", "CUDA"):
-            _LIBRARY.impl(name, _runner(op, mutating, key.lower()), key)
+        runners = {key: _runner(op, mutating, device_type) for key, device_type in _DEVICE_KEYS.items()}
+        for key, run in runners.items():
+            _LIBRARY.impl(name, run, key.name)
         torch.library.register_fake(f"{spec.DOMAIN}::{name}", _fake(op, mutating), lib=_LIBRARY)
+        if not mutating:
+            _LIBRARY.impl(name, _differentiable(op, runners, setup, backward), "Autograd", with_keyset=True)
 
 
 def _documentation(op, mutating):
@@ -343,6 +393,11 @@ def _function(op, mutating):
     defaults = {a.name: implied.get(a.name, a.default) for a in op.attrs}
     conditions = [t.when for t in op.outputs if not (mutating and t.takes)]
     lone = len(conditions) == 1
+    switches = list(dict.fromkeys(w for when in conditions for w in when))
+    asked = {}  # values of the switches -> indices of the outputs that they ask for
+    for values in itertools.product((False, True), repeat=len(switches)):
+        on = {switch for switch, value in zip(switches, values) if value}
+        asked[values] = [i for i, when in enumerate(conditions) if on.issuperset(when)]
 
     def function(*args, **kwargs):
         given = len(args)
@@ -357,7 +412,7 @@ def _function(op, mutating):
         outputs = raw(*args, **attrs)
         if lone:
             outputs = (outputs,)
-        return tuple([o for o, when in zip(outputs, conditions) if all([attrs.get(w, defaults[w]) for w in when])])
+        return tuple([outputs[i] for i in asked[tuple([attrs.get(w, defaults[w]) for w in switches])]])
 
     function.__name__ = function.__qualname__ = op.snake_name + ("_" if mutating else "")
     function.__doc__ = _documentation(op, mutating)
@@ -365,17 +420,9 @@ def _function(op, mutating):
     return function
 
 
-def _bind(op, inputs, keywords):
-    """Inputs and attributes of a raw call by name, defaults filled in."""
-    tensors = dict(zip((t.name for t in op.inputs), inputs))
-    for t in op.inputs:
-        tensors.setdefault(t.name, None)
-    return tensors, {a.name: keywords.get(a.name, a.default) for a in op.attrs}
-
-
-def _setup_decay(ctx, inputs, keyword_only_inputs, output):
-    tensors, ctx.attrs = _bind(_SPECS["CausalLinearDecay"], inputs, keyword_only_inputs)
-    ctx.save_for_backward(*tensors.values(), output[0])
+def _setup_decay(ctx, inputs, attrs, outputs):
+    ctx.attrs = attrs
+    ctx.save_for_backward(*inputs)
     ctx.set_materialize_grads(False)
 
 
@@ -386,7 +433,7 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     becomes [S, z] and the gradient of the augmented output [dO / den, -sum(dO * O) / den]. The second part is zero
     where |den| was held at eps, because there the denominator is a constant.
     """
-    query, key, value, log_decay, state, norm, cu_seqlens, state_index, output = ctx.saved_tensors
+    query, key, value, log_decay, state, norm, cu_seqlens, state_index = ctx.saved_tensors
     attrs = ctx.attrs
     if not attrs["return_state"]:  # under torch.compile these are zeros of shape [0]
         grad_state = grad_norm = None
@@ -395,20 +442,16 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     if state_index is not None:
         raise NotImplementedError("CausalLinearDecay: state_index is for inference; train with initial_state alone")
     if grad_output is None:
-        grad_output = torch.zeros_like(output)
-    common = dict(scale=attrs["scale"], layout=attrs["layout"],
-                  grad_decay=log_decay is not None and ctx.needs_input_grad[3],
-                  grad_state=state is not None and (ctx.needs_input_grad[4] or ctx.needs_input_grad[5]))
+        grad_output = query.new_zeros(*query.shape[:3], value.shape[3])
+    wants_decay = log_decay is not None and ctx.needs_input_grad[3]
+    wants_state = state is not None and (ctx.needs_input_grad[4] or ctx.needs_input_grad[5])
+    differentiate = functools.partial(torch.ops.leanfleet.causal_linear_decay_grad.default, scale=attrs["scale"],
+                                      grad_decay=wants_decay, grad_state=wants_state, layout=attrs["layout"])
     if not attrs["normalize"]:
-        grads = causal_linear_decay_grad(query, key, value, log_decay, state, grad_output=grad_output,
-                                         grad_final_state=grad_state, cu_seqlens=cu_seqlens, **common)
-        dq, dk, dv = grads[:3]
-        rest = list(grads[3:])
-        d_decay = rest.pop(0) if common["grad_decay"] else None
-        d_state = rest.pop(0) if common["grad_state"] else None
-        return dq, dk, dv, d_decay, d_state, None, None, None
+        dq, dk, dv, d_decay, d_state = differentiate(query, key, value, log_decay, state, grad_output, grad_state, cu_seqlens)
+        return dq, dk, dv, d_decay if wants_decay else None, d_state if wants_state else None, None, None, None
     wide = torch.float64 if query.dtype == torch.float64 else torch.float32
-    q, k, v, do, out = (t.to(wide) for t in (query, key, value, grad_output, output))
+    q, k, v, do = (t.to(wide) for t in (query, key, value, grad_output))
     ones = torch.ones_like(v[..., :1])
     v_aug = torch.cat([v, ones], dim=-1)
     state_aug = None if state is None else torch.cat([state, norm.unsqueeze(-1)], dim=-1)
@@ -427,22 +470,18 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
         left = grad_state if grad_state is not None else q.new_zeros(*shape, v.shape[-1])
         right = grad_norm if grad_norm is not None else q.new_zeros(shape)
         d_final = torch.cat([left, right.unsqueeze(-1)], dim=-1)
-    grads = causal_linear_decay_grad(q, k, v_aug, log_decay, state_aug, grad_output=do_aug, grad_final_state=d_final,
-                                     cu_seqlens=cu_seqlens, **common)
-    dq, dk, dv = (g.to(query.dtype) for g in (grads[0], grads[1], grads[2][..., :-1]))
-    rest = list(grads[3:])
-    d_decay = rest.pop(0) if common["grad_decay"] else None
-    d_aug = rest.pop(0) if common["grad_state"] else None
-    d_state, d_norm = (None, None) if d_aug is None else (d_aug[..., :-1], d_aug[..., -1])
-    return dq, dk, dv, d_decay, d_state, d_norm, None, None
+    dq, dk, dv_aug, d_decay, d_aug = differentiate(q, k, v_aug, log_decay, state_aug, do_aug, d_final, cu_seqlens)
+    dq, dk, dv = (g.to(query.dtype) for g in (dq, dk, dv_aug[..., :-1]))
+    d_state, d_norm = (d_aug[..., :-1], d_aug[..., -1]) if wants_state else (None, None)
+    return dq, dk, dv, d_decay if wants_decay else None, d_state, d_norm, None, None
 
 
-def _setup_normalized(ctx, inputs, keyword_only_inputs, output):
-    tensors, ctx.attrs = _bind(_SPECS["NormalizedLinearAttention"], inputs, keyword_only_inputs)
-    ctx.carried = tensors["initial_state"] is not None
-    ctx.mark_non_differentiable(*output[1:])  # the normaliser and the final sums
-    names = ("query", "key", "value", "coefficients")
-    ctx.save_for_backward(*(tensors[n] for n in names), output[0], output[1])
+def _setup_normalized(ctx, inputs, attrs, outputs):
+    query, key, value, coefficients, initial_state, *_ = inputs
+    ctx.attrs = {name: attrs[name] for name in ("causal", "normalize_qk", "eps", "layout")}
+    ctx.carried = initial_state is not None
+    ctx.mark_non_differentiable(*outputs[1:])  # the normaliser and the final sums
+    ctx.save_for_backward(query, key, value, coefficients, *outputs[:2])
     ctx.set_materialize_grads(False)
 
 
@@ -450,14 +489,17 @@ def _normalized_backward(ctx, grad_output, *_):
     """Gradients of NormalizedLinearAttention (004, equations 16 to 21 as corrected in the README)."""
     if ctx.carried:
         raise NotImplementedError("NormalizedLinearAttention: carried states have no gradient; train on whole sequences")
-    query, key, value, coefficients, output, normalizer = ctx.saved_tensors
     if grad_output is None:
         return (None,) * 8
-    attrs = {name: ctx.attrs[name] for name in ("causal", "normalize_qk", "eps", "layout")}
-    dq, dk, dv, *rest = normalized_linear_attention_grad(
-        query, key, value, coefficients, output=output, normalizer=normalizer, grad_output=grad_output,
-        grad_coefficients=coefficients is not None and ctx.needs_input_grad[3], **attrs)
-    return dq, dk, dv, rest[0] if rest else None, None, None, None, None
+    query, key, value, coefficients, output, normalizer = ctx.saved_tensors
+    wants_coefficients = coefficients is not None and ctx.needs_input_grad[3]
+    dq, dk, dv, d_coefficients = torch.ops.leanfleet.normalized_linear_attention_grad.default(
+        query, key, value, coefficients, output, normalizer, grad_output, grad_coefficients=wants_coefficients, **ctx.attrs)
+    return dq, dk, dv, d_coefficients if wants_coefficients else None, None, None, None, None
+
+
+def _setup_nothing(ctx, inputs, attrs, outputs):
+    pass
 
 
 def _no_backward(op):
@@ -469,8 +511,10 @@ def _no_backward(op):
 
 
 _SPECS = spec.all_specs()
+_DIFFERENTIATED = {"CausalLinearDecay": (_setup_decay, _decay_backward),
+                   "NormalizedLinearAttention": (_setup_normalized, _normalized_backward)}
 for _op in _SPECS.values():
-    _define(_op)
+    _define(_op, *_DIFFERENTIATED.get(_op.name, (_setup_nothing, _no_backward(_op))))
 
 lean_attention = _function(_SPECS["LeanAttention"], False)
 lean_attention_ = _function(_SPECS["LeanAttention"], True)
@@ -480,10 +524,3 @@ causal_linear_decay_grad = _function(_SPECS["CausalLinearDecayGrad"], False)
 normalized_linear_attention = _function(_SPECS["NormalizedLinearAttention"], False)
 normalized_linear_attention_ = _function(_SPECS["NormalizedLinearAttention"], True)
 normalized_linear_attention_grad = _function(_SPECS["NormalizedLinearAttentionGrad"], False)
-
-torch.library.register_autograd("leanfleet::causal_linear_decay", _decay_backward, setup_context=_setup_decay,
-                                lib=_LIBRARY)
-torch.library.register_autograd("leanfleet::normalized_linear_attention", _normalized_backward,
-                                setup_context=_setup_normalized, lib=_LIBRARY)
-for _op in (_SPECS["LeanAttention"], _SPECS["CausalLinearDecayGrad"], _SPECS["NormalizedLinearAttentionGrad"]):
-    torch.library.register_autograd(f"leanfleet::{_op.snake_name}", _no_backward(_op), lib=_LIBRARY)

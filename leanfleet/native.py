@@ -2,7 +2,7 @@
 
 import ctypes
 import os
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
@@ -132,6 +132,7 @@ class Call:
         self._call = _Call(op=op.encode(), node=node.encode(), inputs=self._inputs, outputs=self._outputs,
                            attrs=self._attrs, num_inputs=len(inputs), num_outputs=len(outputs), num_attrs=len(attrs),
                            device=0 if device == "cpu" else 1, threads=threads, stream=stream)
+        self._run = partial(self._library.leanfleet_run, ctypes.pointer(self._call))
 
     def workspace(self):
         """(scratch bytes, sync bytes) that run needs. Checks inputs and attributes; raises ValueError."""
@@ -153,6 +154,6 @@ class Call:
         call.sync, call.sync_bytes = sync, sync_bytes
         if stream is not None:
             call.stream = stream
-        code = self._library.leanfleet_run(call)
+        code = self._run()
         if code:
             _raise_for(self._library, code)

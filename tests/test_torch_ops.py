@@ -6,6 +6,7 @@ import pytest
 import torch
 from leanfleet import native
 from leanfleet.export import reference, torch_ops
+from torch.utils._python_dispatch import TorchDispatchMode
 
 D = torch.float64
 
@@ -260,6 +261,47 @@ def test_wrong_signatures_are_type_errors(args, kwargs, message):
         torch_ops.causal_linear_decay(*tensors, **kwargs)
     with pytest.raises(TypeError, match="missing a required argument: 'grad_output'"):
         torch_ops.causal_linear_decay_grad(*[randn(1, 1, 2, 4)] * 3)
+
+
+def test_modes_see_both_passes():
+    """The forward operator calls its kernel past the dispatcher only where nobody listens in between."""
+    seen = []
+
+    class Listener(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            seen.append(function)
+            return function(*args, **kwargs or {})
+
+    ops = torch.ops.leanfleet
+    for public, names in ((torch_ops.causal_linear_decay, ("causal_linear_decay", "causal_linear_decay_grad")),
+                          (torch_ops.normalized_linear_attention,
+                           ("normalized_linear_attention", "normalized_linear_attention_grad"))):
+        inputs = [randn(1, 2, 5, 4, grad=True) for _ in range(3)]
+        alone = torch.autograd.grad(public(*inputs)[0].square().sum(), inputs)
+        seen.clear()
+        with Listener():
+            found = torch.autograd.grad(public(*inputs)[0].square().sum(), inputs)
+        assert [f for f in seen if f.namespace == "leanfleet"] == [getattr(ops, name).default for name in names]
+        assert all(torch.equal(a, b) for a, b in zip(alone, found, strict=True))
+
+
+def test_a_call_in_inference_mode_leaves_training_alone():
+    """Both use one plan."""
+    q, k, v = (randn(1, 2, 6, 4, grad=True) for _ in range(3))
+    for public in (torch_ops.causal_linear_decay, torch_ops.normalized_linear_attention):
+        with torch.inference_mode():
+            expected = public(q, k, v)[0]
+        output = public(q, k, v)[0]
+        assert torch.equal(output, expected) and not output.is_inference()
+        output.sum().backward()
+
+
+def test_gradients_are_not_differentiable():
+    for public in (torch_ops.causal_linear_decay, torch_ops.normalized_linear_attention):
+        q, k, v = (randn(1, 2, 5, 4, grad=True) for _ in range(3))
+        (first,) = torch.autograd.grad(public(q, k, v)[0].sum(), q, create_graph=True)
+        with pytest.raises(NotImplementedError, match="Grad has no backward"):
+            first.sum().backward()
 
 
 def test_float64_runs_the_reference():
