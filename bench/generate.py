@@ -255,9 +255,10 @@ def with_group_query_attention(source, target, model):
     for attention in attentions:
         query, key_cache, value_cache, _, _, key, value = attention.inputs[:7]
         assert len(attention.inputs) == 12, "the rotary encoding should be inside LeanAttention"
-        split = query.producer()
-        assert split.op_type == "Split" and list(split.outputs) == [query, key, value], "the projections should be packed"
-        packed = above(split.inputs[0], "Reshape")
+        parts = [above(x, "Reshape") for x in (query, key, value)]
+        split = parts[0].producer()
+        assert split.op_type == "Split" and list(split.outputs) == parts, "the projections should be packed"
+        packed = split.inputs[0]
         out, key_out, value_out = node(
             attention, "GroupQueryAttention",
             [packed, None, None, key_cache, value_cache, seqlens, total, *tables], "com.microsoft", 3,

@@ -388,7 +388,7 @@ def _function(op, mutating):
     input_names = [t.name for t in op.inputs]
     names = [p.name for p in parameters]
     keywords = [frozenset(names[i:]) for i in range(positional + 1)]  # what i positional arguments leave
-    needed = {p.name for p in parameters[positional:] if p.default is kinds.empty}
+    needed = [p.name for p in parameters[positional:] if p.default is kinds.empty]
     implied = {op.mutating: True} if mutating else {}
     defaults = {a.name: implied.get(a.name, a.default) for a in op.attrs}
     conditions = [t.when for t in op.outputs if not (mutating and t.takes)]
@@ -401,7 +401,7 @@ def _function(op, mutating):
 
     def function(*args, **kwargs):
         given = len(args)
-        if not (required <= given <= positional and kwargs.keys() <= keywords[given] and needed <= kwargs.keys()):
+        if not (required <= given <= positional and kwargs.keys() <= keywords[given] and all([n in kwargs for n in needed])):
             args, kwargs = (), signature.bind(*args, **kwargs).arguments  # raises TypeError where the call is wrong
         attrs = {}
         for name, value in kwargs.items():
