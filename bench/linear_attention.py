@@ -195,7 +195,7 @@ def normalized_nodes(q, k, v, grad):
     forward = Launches("NormalizedLinearAttention", inputs, {})
     forward.run()
     saved = {n: forward.outputs[n] for n in ("output", "normalizer")}
-    inputs |= saved | {"grad_output": grad}
+    inputs = inputs | saved | {"grad_output": grad}
     return forward, *(Launches("NormalizedLinearAttentionGrad", inputs, {"grad_coefficients": wanted}) for wanted in (0, 1))
 
 

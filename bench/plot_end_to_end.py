@@ -113,7 +113,7 @@ def generate_table(reports):
 
 
 def correctness(report):
-    """Lines on what generate.py compared with transformers."""
+    """Lines on what generate.py compared with transformers, and what is to be known of the run."""
     found = report.get("parity", {})
     if shares := found.get("share_of_steps_with_the_token_of_transformers_float32"):
         yield (f"{report['model']}: steps of {found['steps_compared']} with the token of transformers in float32: "
@@ -124,6 +124,8 @@ def correctness(report):
     if found := report.get("perplexity"):
         yield (f"{report['model']}: perplexity of {found['tokens_scored']} tokens: "
                + ", ".join(f"{name} {value:.4f}" for name, value in found["perplexity"].items()) + ".")
+    if note := report.get("note"):
+        yield f"{report['model']}: {note}."
 
 
 def serving_table(reports):
