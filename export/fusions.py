@@ -394,7 +394,8 @@ def _packed_tables(rotary, numbers, positions):
     try:
         rows, *tables = evaluate(1, positions, range(positions))
         tables = [t[rows[0]] for t in tables]
-        for some in ([0], [positions - 1, 0, min(3, positions - 1)]):
+        # That they follow from each token's position alone is tested, of short requests and of long ones.
+        for some in ([0], list(range(min(3, positions))), [positions - 1, 0, min(3, positions - 1)]):
             rows, *found = evaluate(1, len(some), some)
             if not all(np.allclose(f[rows[0]], t[some], rtol=1e-5, atol=1e-6) for f, t in zip(found, tables, strict=True)):
                 return None
@@ -675,9 +676,9 @@ def _split_to(heads, widths):
 
 def spread_packed(model, positions):
     """Tokens packed for leanfleet.export.serving are spread to a row a request before their projection is split to heads, by
-    one Gather an attention, and rotary encodings go into LeanAttention, for up to `positions` positions: token i of request b
-    stands at seq_lens[b] - query_lens[b] + i, which is what the input `positions` says of it. After fuse_rotary. Returns the
-    number of attentions.
+    one Gather an attention, or three where queries, keys and values are made apart; and rotary encodings go into LeanAttention,
+    for up to `positions` positions: token i of request b stands at seq_lens[b] - query_lens[b] + i, which is what the input
+    `positions` says of it. After fuse_rotary. Returns the number of attentions.
     """
     graph, tables, spreads, count = model.graph, {}, {}, 0
     numbers = next((value for value in graph.inputs if value.name == "positions"), None)
@@ -687,7 +688,7 @@ def spread_packed(model, positions):
         found = [_spread(node.inputs[i]) for i in (0, 5, 6)]
         if None in found or len({slots for _, slots in found}) != 1:
             continue
-        slots, sources = found[0][1], [x for x, _ in found]
+        slots, sources, rotary = found[0][1], [x for x, _ in found], None
         turned = [_turned(x) for x in sources[:2]]
         if None not in turned and turned[0][1].inputs[1:4] == turned[1][1].inputs[1:4] and positions <= MOST_POSITIONS:
             place = tuple(turned[0][1].inputs[1:4])
@@ -695,14 +696,17 @@ def spread_packed(model, positions):
                 arrays = _packed_tables(turned[0][1], numbers, positions)
                 tables[place] = arrays and _rotary_constants(graph, len(tables), arrays)
             if tables[place] is not None:
-                sources[:2] = [x for x, _ in turned]
-                node.resize_inputs(12)
-                for i, value in zip((10, 11), tables[place], strict=True):
-                    node.replace_input_with(i, value)
+                sources[:2], rotary = [x for x, _ in turned], tables[place]
         before = [x.producer() for x in sources]
         if any(t is None or not _swaps_heads(t) for t in before):
             continue
         heads = [t.inputs[0] for t in before]  # [1,T,heads,D]
+        if any(x.shape is None or len(x.shape) != 4 or not all(isinstance(n, int) for n in x.shape[2:]) for x in heads):
+            continue
+        if rotary:
+            node.resize_inputs(12)
+            for i, value in zip((10, 11), rotary, strict=True):
+                node.replace_input_with(i, value)
         widths = [value.shape[2] * value.shape[3] for value in heads]
         op, split = _adder(graph, node), _split_to(heads, widths)
         wholes = [(split.inputs[0], sum(widths))] if split else zip(heads, widths, strict=True)

@@ -134,7 +134,8 @@ def attention(module, query, key, value, attention_mask, **kwargs):
     if older:  # a cached step: rows of zeros stand for the tokens whose output is known
         query = torch.cat([query.new_zeros(*query.shape[:2], older, query.shape[3]), query], 2)
     causal = getattr(module, "is_causal", True)
-    if query.transpose(1, 2).is_contiguous():  # heads beside their tokens, as projections give them: nothing is copied
+    # Heads beside their tokens, as projections give them: nothing is copied.
+    if not older and query.transpose(1, 2).is_contiguous():
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         return normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True, layout="bnhd")[0], None
     output = normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True)[0]

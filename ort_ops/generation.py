@@ -94,7 +94,7 @@ def open_exported(folder, kind, writer, providers, session_options, library):
 def load_decoder(folder, providers=None, session_options=None, library=True, cuda_graph=False):
     """Opens a folder with model.onnx and leanfleet.json.
 
-    session_options: None: new ones, on CUDA without memory patterns, which double the memory of prompts of many lengths.
+    session_options: None: new ones, on CUDA without memory patterns, which can double the memory of long prompts.
     library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
     cuda_graph: on the CUDA provider, capture each batch's decode step once and replay it.
     Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.

@@ -1,5 +1,7 @@
 """LinearAttention, the module, and its registration with transformers."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import onnxruntime
 import pytest
@@ -169,6 +171,15 @@ def test_transformers_calls_the_operator():
     with torch.no_grad(), torch.profiler.profile() as profile:
         model(torch.randint(0, 50, (1, 9)))
     assert sum(e.count for e in profile.key_averages() if "normalized_linear_attention" in e.key) == 2
+
+
+@pytest.mark.parametrize("heads", (1, 3))
+def test_transformers_cached_step_gives_its_own_tokens(heads):
+    query, key, value = (torch.randn(2, heads, 8, 16) for _ in range(3))
+    whole, _ = attention(SimpleNamespace(layer_idx=0), query, key, value, None)
+    step, _ = attention(SimpleNamespace(layer_idx=0), query[:, :, 5:], key, value, None)
+    assert step.shape == (2, 3, heads, 16)
+    torch.testing.assert_close(step, whole[:, 5:])
 
 
 def test_transformers_refusals():

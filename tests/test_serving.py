@@ -6,7 +6,8 @@ import torch
 from leanfleet.export.decoder import export_decoder
 from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops.serving import ContinuousBatch
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, LlamaForCausalLM, PhiConfig, Qwen2Config, Qwen3Config
+from transformers import (AutoModelForCausalLM, Gemma3TextConfig, GPT2Config, GPTNeoXConfig, LlamaConfig, LlamaForCausalLM,
+                          Phi3Config, PhiConfig, Qwen2Config, Qwen3Config)
 
 from leanfleet import parity
 
@@ -134,10 +135,12 @@ GROUPED = dict(SMALL, intermediate_size=64, num_key_value_heads=2, max_position_
 @pytest.mark.parametrize("fuse", (True, False))
 @pytest.mark.parametrize("config", [
     Qwen2Config(**GROUPED), Qwen3Config(**GROUPED, head_dim=16), PhiConfig(**GROUPED, partial_rotary_factor=0.5),
+    PhiConfig(**GROUPED, qk_layernorm=True), GPTNeoXConfig(**SMALL, intermediate_size=64, max_position_embeddings=256, rotary_pct=0.5),
+    Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=9),
     GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2)],
-    ids=lambda c: getattr(c, "model_type", c))
+    ids=lambda c: f"{c.model_type}{'-norms' * getattr(c, 'qk_layernorm', False)}" if hasattr(c, "model_type") else c)
 def test_other_models(config, fuse, tmp_path):
-    """Projections with biases, norms between projection and rotary encoding, rotary encodings of a part, and none."""
+    """Projections with biases, norms before and after heads come first, rotary encodings of a part, and none."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     export_for_serving(model, tmp_path, block=BLOCK, fuse=fuse)
@@ -148,6 +151,29 @@ def test_other_models(config, fuse, tmp_path):
     requests = [batch.add(p, 6, stop_tokens=()) for p in wanted]
     batch.run()
     assert [r.tokens for r in requests] == [alone(model, p, 6) for p in wanted]
+
+
+def test_encodings_by_the_longest_position_stay_outside(tmp_path):
+    """LongRoPE's angles depend on how long the longest request is: they are no table."""
+    torch.manual_seed(1)
+    half = 48 // 4 // 2
+    config = Phi3Config(**GROUPED, pad_token_id=0, original_max_position_embeddings=64, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [4.0 + i for i in range(half)],
+        "short_factor": [1.0] * half, "original_max_position_embeddings": 64})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    export_for_serving(model, tmp_path, block=BLOCK)
+    attentions = [n for n in parity._load(tmp_path / "model.onnx").graph.node if n.op_type == "LeanAttention"]
+    assert len(attentions) == 2 and all(len(n.input) == 9 for n in attentions)
+    batch = ContinuousBatch(tmp_path, pages=60, max_requests=3, providers=["CPUExecutionProvider"])
+    wanted = [p[:40] for p in prompts(3, seed=6)]
+    requests = [batch.add(p, 6, stop_tokens=()) for p in wanted]
+    batch.run()
+    for prompt, request in zip(wanted, requests):
+        ids = list(prompt)
+        for _ in range(6):
+            with torch.no_grad():
+                ids.append(int(model(torch.tensor([ids]), use_cache=False).logits[0, -1].argmax()))
+        assert request.tokens == ids[len(prompt):]
 
 
 @pytest.mark.parametrize("arguments, message", [

@@ -318,7 +318,8 @@ struct TileProducer {
   }
 
 #if __CUDA_ARCH__ >= 900
-  // By the first lane; before it copies a tile with new tokens, all write these to the cache. Nobody else reads the tile.
+  // By the first lane; before it copies a tile with new tokens, all write these to the cache. Nobody else reads them: at most, in
+  // ragged caches, the copy of an earlier request's last tile takes them along, and they are masked there.
   __device__ __forceinline__ void copy_whole_tiles(const LeanUnit& unit, LeanSpan tiles, uint64_t policy) {
     const int outer = args.cache_kind == kLeanDense ? unit.b : 0;
     const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
