@@ -383,22 +383,15 @@ class Exported:
         return logits.numpy()[0, -1].astype(np.float32)
 
 
-def session_options(provider):
-    """Memory patterns as load_decoder has them."""
-    options = onnxruntime.SessionOptions()
-    options.enable_mem_pattern = provider != "CUDA"
-    return options
-
-
 def speed(model, args, folder, group_query, ids):
     rows = []
     where = providers(args.provider, args.dtype)
 
     def ours(where):
-        return make_session(folder / "model.onnx", where, session_options(args.provider))
+        return make_session(folder / "model.onnx", where, generation._session_options(where))
 
     def theirs(where):
-        return onnxruntime.InferenceSession(group_query, session_options(args.provider), providers=where)
+        return onnxruntime.InferenceSession(group_query, generation._session_options(where), providers=where)
 
     sessions = {"leanfleet": ours(where), "onnxruntime_group_query_attention": theirs(where)}
     eager, others = ("transformers_eager", model), {}
@@ -407,8 +400,8 @@ def speed(model, args, folder, group_query, ids):
         sessions |= {"leanfleet_cuda_graph": ours(where), "onnxruntime_group_query_attention_cuda_graph": theirs(where)}
         others = {"transformers_sdpa": copy.deepcopy(model)}
         others["transformers_sdpa"].set_attn_implementation("sdpa")
-    decode = args.exported and onnxruntime.InferenceSession(args.exported / "model.onnx", session_options(args.provider),
-                                                            providers=providers(args.provider, args.dtype))
+    decode = args.exported and onnxruntime.InferenceSession(
+        args.exported / "model.onnx", generation._session_options(where), providers=providers(args.provider, args.dtype))
     for context in (128, 1024) if args.short else (128, 2048, 8000):
         blocks = 4 if args.short else 8
         steps = blocks * BLOCK

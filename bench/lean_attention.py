@@ -29,6 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 from kernels import ALIGNMENT, entry  # noqa: E402
 
 from leanfleet import native, spec  # noqa: E402
+from leanfleet.export.linear_attention import rotary_tables, turned  # noqa: E402
 
 READ_BYTES_PER_US = 4.6e6
 FLUSH = {}
@@ -248,26 +249,18 @@ def paged(args):
         yield measure(f"paged{block} B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
 
 
-def turned(x, cosines, sines, position):
-    """Rows [..., D] after their rotary encoding, halves of a row being pairs."""
-    a, b = x.float().chunk(2, -1)
-    c, s = cosines[position].float(), sines[position].float()
-    return torch.cat([a * c - b * s, a * s + b * c], -1).to(x.dtype)
-
-
 def step(args):
     """Decode steps as a model runs them: one node turns the query and the new key and appends new keys and values."""
     for B, H, Hkv, D, N in STEP:
         q, k, v = normal(B, H, 1, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
         new_key, new_value = normal(B, Hkv, 1, D), normal(B, Hkv, 1, D)
         lens = torch.full((B,), N, dtype=torch.int32, device="cuda")
-        angles = torch.arange(N, device="cuda")[:, None] * 10000.0 ** (-torch.arange(0, D, 2, device="cuda") / D)
-        cosines, sines = (f(angles).bfloat16() for f in (torch.cos, torch.sin))
+        cosines, sines = (t.bfloat16() for t in rotary_tables(torch.arange(N, device="cuda"), D))
         plain = {"query": q, "key_cache": k, "value_cache": v, "seq_lens": lens}
         append = {**plain, "new_key": new_key, "new_value": new_value}
         node = Node({**append, "cos_cache": cosines.float(), "sin_cache": sines.float()}, {"append": 1})
         calls = {"leanfleet": node, "leanfleet append": Node(append, {"append": 1}), "leanfleet attention": Node(plain)}
-        rows = turned(q, cosines, sines, N - 1), turned(new_key, cosines, sines, N - 1)
+        rows = [turned(x, cosines[-1], sines[-1]) for x in (q, new_key)]
         k[:, :, -1:], v[:, :, -1:] = rows[1], new_value
         gate(node, rows[0], k.clone(), v.clone())
         if "fa3" in args.peers:

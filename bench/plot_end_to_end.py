@@ -94,7 +94,7 @@ def softmax_table(reports):
 
 
 def linear_table(reports):
-    yield ["", "prompts", "ms", "of that the GPU's kernels", "ms a step", "GiB beyond the weights"]
+    yield ["", "prompts", "ms", "the GPU's kernels alone", "ms a step", "GiB beyond the weights"]
     for report in reports:
         for name, rows in implementations(report):
             columns = [[scaled(r.get(key), factor) for r in rows] for key, factor in

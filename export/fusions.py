@@ -5,11 +5,29 @@ import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
+from leanfleet import spec
 from leanfleet.export import function_bodies
 
 MICROSOFT = "com.microsoft"
 ROTARY_TYPES = ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16  # of com.microsoft.RotaryEmbedding
 MOST_POSITIONS = 2**18  # rows of a rotary table that is worth its place in the file: 128 MB for cosines and sines of 64 angles
+
+
+_ARGUMENTS = [t.name for t in spec.all_specs()["LeanAttention"].inputs]
+_ROWS = "query", "new_key", "new_value"
+
+
+def _argument(node, name):
+    """This input of a LeanAttention node, or None."""
+    i = _ARGUMENTS.index(name)
+    return node.inputs[i] if i < len(node.inputs) else None
+
+
+def _set_arguments(node, **values):
+    places = {_ARGUMENTS.index(name): value for name, value in values.items()}
+    node.resize_inputs(max(len(node.inputs), *(i + 1 for i in places)))
+    for i, value in places.items():
+        node.replace_input_with(i, value)
 
 
 def _producer(value, *op_types):
@@ -360,7 +378,7 @@ def _evaluator(graph, outputs, sizes, lens):
 def _tables(node, rotary, positions):
     """The tables of a RotaryEmbedding node before a LeanAttention node as float32 arrays of `positions` rows, where row p
     is what a token at position p turns by, seq_lens - query_lens being the position of a request's first; else None."""
-    query, lens = node.inputs[0], (node.inputs[3], node.inputs[4])
+    query, lens = _argument(node, "query"), (_argument(node, "seq_lens"), _argument(node, "query_lens"))
     tokens = 1 if node.attributes.get_string("layout", "bhnd") == "bnhd" else 2
     if query.shape is None or any(isinstance(query.shape[axis], int) for axis in (0, tokens)):
         return None
@@ -423,20 +441,22 @@ def rotate_inside(model, positions):
     if positions > MOST_POSITIONS:
         return 0
     for node in graph:
-        if node.op_type != "LeanAttention" or len(node.inputs) < 7 or None in node.inputs[3:7] or len(node.inputs) > 10:
+        if node.op_type != "LeanAttention" or _argument(node, "cos_cache") is not None:
             continue
-        query, key = _turned(node.inputs[0]), _turned(node.inputs[5])
+        lens = _argument(node, "seq_lens"), _argument(node, "query_lens")
+        if None in (*lens, _argument(node, "new_value")):
+            continue
+        query, key = _turned(_argument(node, "query")), _turned(_argument(node, "new_key"))
         if None in (query, key) or query[1].inputs[1:4] != key[1].inputs[1:4]:
             continue
-        place = (*query[1].inputs[1:4], node.inputs[3], node.inputs[4])
+        place = (*query[1].inputs[1:4], *lens)
         if place not in tables:
             arrays = _tables(node, query[1], positions)
             tables[place] = arrays and _rotary_constants(graph, len(tables), arrays)
         if tables[place] is None:
             continue
-        node.resize_inputs(12)
-        for i, value in ((0, query[0]), (5, key[0]), (10, tables[place][0]), (11, tables[place][1])):
-            node.replace_input_with(i, value)
+        cosines, sines = tables[place]
+        _set_arguments(node, query=query[0], new_key=key[0], cos_cache=cosines, sin_cache=sines)
         count += 1
     return count
 
@@ -598,11 +618,11 @@ def drop_transposes(model):
         return node.inputs[0] if node.inputs[0].shape is not None and isinstance(value.shape[3], int) else None
 
     for node in graph:
-        if node.op_type != "LeanAttention" or node.attributes.get_string("layout", "bhnd") != "bhnd" or len(node.inputs) < 7:
+        if node.op_type != "LeanAttention" or node.attributes.get_string("layout", "bhnd") != "bhnd":
             continue
         reads = []
-        for i in (0, 5, 6):
-            value, rotary = node.inputs[i], None
+        for name in _ROWS:
+            value, rotary = _argument(node, name), None
             made = value.producer() if value is not None else None
             if made and (made.domain, made.op_type) == (MICROSOFT, "RotaryEmbedding"):
                 if len(value.uses()) != 1:
@@ -611,7 +631,7 @@ def drop_transposes(model):
             source = transposed(value)
             if source is None:
                 break
-            reads.append((i, source, rotary))
+            reads.append((name, source, rotary))
         users = [use.node for use in node.outputs[0].uses()]
         if len(reads) == 3 and len(users) == 1 and _swaps_heads(users[0]):
             plan.append((node, reads, users[0]))
@@ -621,8 +641,8 @@ def drop_transposes(model):
         return 0
 
     for node, reads, after in plan:
-        for i, source, rotary in reads:
-            value = source
+        for name, source, rotary in reads:
+            value, old = source, _argument(node, name)
             if rotary:
                 reshape = _producer(source, "Reshape")
                 flat = reshape.inputs[0] if reshape else None
@@ -630,11 +650,11 @@ def drop_transposes(model):
                 if flat is None or flat.shape is None or len(flat.shape) != 3:
                     flat = op("Reshape", source, op("Constant", value_ints=[0, 0, -1]))
                 turned = op("RotaryEmbedding", flat, *rotary.inputs[1:], domain=MICROSOFT)
-                turned.type, turned.shape = node.inputs[i].type, flat.shape
+                turned.type, turned.shape = old.type, flat.shape
                 value = op("Reshape", turned, op("Constant", value_ints=[0, 0, -1, source.shape[3]]))
-            value.type = node.inputs[i].type
+            value.type = old.type
             value.shape = source.shape
-            node.replace_input_with(i, value)
+            _set_arguments(node, **{name: value})
         node.attributes["layout"] = ir.AttrString("layout", "bnhd")
         output, moved = node.outputs[0], after.outputs[0]
         output.shape = moved.shape
@@ -683,9 +703,10 @@ def spread_packed(model, positions):
     graph, tables, spreads, count = model.graph, {}, {}, 0
     numbers = next((value for value in graph.inputs if value.name == "positions"), None)
     for node in list(graph):
-        if node.op_type != "LeanAttention" or len(node.inputs) != 9 or numbers is None:
+        if node.op_type != "LeanAttention" or numbers is None or _argument(node, "block_table") is None or any(
+                _argument(node, name) is not None for name in ("sinks", "cos_cache")):
             continue
-        found = [_spread(node.inputs[i]) for i in (0, 5, 6)]
+        found = [_spread(_argument(node, name)) for name in _ROWS]
         if None in found or len({slots for _, slots in found}) != 1:
             continue
         slots, sources, rotary = found[0][1], [x for x, _ in found], None
@@ -704,26 +725,24 @@ def spread_packed(model, positions):
         if any(x.shape is None or len(x.shape) != 4 or not all(isinstance(n, int) for n in x.shape[2:]) for x in heads):
             continue
         if rotary:
-            node.resize_inputs(12)
-            for i, value in zip((10, 11), rotary, strict=True):
-                node.replace_input_with(i, value)
+            _set_arguments(node, cos_cache=rotary[0], sin_cache=rotary[1])
         widths = [value.shape[2] * value.shape[3] for value in heads]
         op, split = _adder(graph, node), _split_to(heads, widths)
-        wholes = [(split.inputs[0], sum(widths))] if split else zip(heads, widths, strict=True)
+        wholes = [(split.inputs[0], sum(widths))] if split else list(zip(heads, widths, strict=True))
         for value, width in wholes:
             if (value, slots) not in spreads:
                 rows = op("Reshape", value, op("Constant", value_ints=[-1, width]))
                 spreads[value, slots] = op("Gather", rows, slots, axis=0)
-        parts = [spreads[value, slots] for value in ([split.inputs[0]] if split else heads)]
+        parts = [spreads[value, slots] for value, _ in wholes]
         if split:
             sizes = op("Constant", value_ints=widths)
             new = ir.node("Split", [parts[0], sizes], {"axis": -1}, num_outputs=len(heads))
             graph.insert_before(node, new)
             parts = new.outputs
-        for i, value, part in zip((0, 5, 6), heads, parts, strict=True):
-            whole = op("Reshape", part, op("Constant", value_ints=[0, 0, *value.shape[2:]]))
-            whole.type, whole.shape = node.inputs[i].type, node.inputs[i].shape
-            node.replace_input_with(i, whole)
+        for name, value, part in zip(_ROWS, heads, parts, strict=True):
+            rows, old = op("Reshape", part, op("Constant", value_ints=[0, 0, *value.shape[2:]])), _argument(node, name)
+            rows.type, rows.shape = old.type, old.shape
+            _set_arguments(node, **{name: rows})
         count += 1
     return count
 

@@ -55,6 +55,16 @@ class Statistics:
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else float("nan")
 
 
+def _session_options(providers):
+    """On CUDA without memory patterns: onnxruntime would keep a plan of its memory, in one block, for each length of a prompt,
+    up to twice the peak."""
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.enable_mem_pattern = "CUDAExecutionProvider" not in (p if isinstance(p, str) else p[0] for p in providers)
+    return options
+
+
 def open_exported(folder, kind, writer, providers, session_options, library):
     """(folder, facts of leanfleet.json, session) of an exported model of this kind. writer: the function that makes such.
 
@@ -77,10 +87,8 @@ def open_exported(folder, kind, writer, providers, session_options, library):
         raise ValueError(f"{folder} holds a model of kind {facts.get('kind', 'decoder')}; this needs one from {writer}")
     path = str(folder / "model.onnx")
     if session_options is None:
-        session_options = onnxruntime.SessionOptions()
-        # onnxruntime would keep a plan of its memory, in one block, for each length of a prompt: on CUDA up to twice the peak.
-        used = providers or (_default_providers(onnxruntime.get_available_providers()) if library else ())
-        session_options.enable_mem_pattern = "CUDAExecutionProvider" not in (p if isinstance(p, str) else p[0] for p in used)
+        session_options = _session_options(
+            providers or (_default_providers(onnxruntime.get_available_providers()) if library else ()))
     try:
         session = (make_session(path, providers, session_options) if library else
                    onnxruntime.InferenceSession(path, session_options, providers or ["CPUExecutionProvider"]))

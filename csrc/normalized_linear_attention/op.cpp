@@ -345,9 +345,8 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
     floats = std::max(floats, scan.workers * scan.layout.size);
   }
   float* scratch = ws.scratch<float>(floats);
-  const int64_t items = args.wants_grad_coefficients ? in.batch * in.kv_heads * query.ranges * query.segments : 0;
-  double* const totals = ws.scratch<double>(2 * items);
-  if (args.wants_grad_coefficients) query.totals = totals;
+  const int64_t items = in.batch * in.kv_heads * query.ranges * query.segments;
+  if (args.wants_grad_coefficients) query.totals = ws.scratch<double>(2 * items);
   if (ws.counting()) return {};
   for (LinearScan& scan : scans) {
     scan.scratch = scratch;
@@ -355,7 +354,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   }
   if (!args.wants_grad_coefficients) return {};
   double sums[2] = {0.0, 0.0};
-  for (int64_t i = 0; i < 2 * items; ++i) sums[i % 2] += totals[i];
+  for (int64_t i = 0; i < 2 * items; ++i) sums[i % 2] += query.totals[i];
   for (int i = 0; i < 2; ++i) args.grad_coefficients[i] = static_cast<float>(sums[i]);
   return {};
 }
