@@ -1,6 +1,6 @@
 """Whole decoders in ONNX Runtime's CUDA provider: the same graph with LeanAttention and with GroupQueryAttention.
 
-    python bench/end_to_end.py [--models phi3-medium,llama3-8b] [--out F.json] [--layers N] [--distinct]
+    python bench/end_to_end.py [--models phi3-medium,llama3-8b] [--out F.json] [--layers N] [--distinct] [--answers 8192]
 
 Decoders of the named shapes in float16 with random weights: RMS norm, packed query/key/value product, attention with rotary
 encoding over caches of fixed capacity bound in place, SiLU-gated feed-forward, head over the last token. GroupQueryAttention
@@ -12,11 +12,17 @@ A line gives milliseconds for one decode step (median of many runs of one sessio
 without a CUDA graph), the share of the attention's kernels in it (CUPTI through torch.profiler), and for batches of 1 the
 time of a prompt. Ragged batches have lengths from lognormal draws (sigma 1, the same mean). --energy adds joules a token, by
 NVML's energy counter over a second of steps.
+
+--answers are whole runs as a user sees them, of one session each: prompts of so many tokens, then greedy answers of an eighth
+of that, each step a replay of a CUDA graph whose lengths grow on the device. They give seconds of the prompt and of the
+answer, tokens of the answer a second over both, joules a token of the answer, and the memory that the session has taken in
+the end, beside weights and caches.
 """
 
 import argparse
 import ctypes
 import datetime
+import gc
 import json
 import statistics
 import tempfile
@@ -144,44 +150,67 @@ def build(shape, attention, initializers, layers, distinct, positions):
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
+@dataclass
+class Bound:
+    """Inputs and outputs of a session's runs, which stay in their places."""
+
+    session: onnxruntime.InferenceSession
+    binding: onnxruntime.IOBinding
+    options: onnxruntime.RunOptions | None
+    inputs: dict
+    logits: torch.Tensor
+
+    def run(self):
+        self.session.run_with_iobinding(self.binding, self.options)
+
+
 class Runner:
     """A session of one of the two models, and a binding of tensors on the device."""
 
     def __init__(self, path, attention, shape, layers, graph):
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 3
+        # As load_decoder does: with them a prompt's second run allocates all of its memory anew, and keeps what it had.
+        options.enable_mem_pattern = False
         provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"} if graph else {})
         if attention == "LeanAttention":
             self.session = ort_ops.make_session(path, [provider], options)
         else:
             self.session = onnxruntime.InferenceSession(path, options, providers=[provider])
         self.ours, self.shape, self.layers = attention == "LeanAttention", shape, layers
-        self.run_options, self.captures = onnxruntime.RunOptions() if graph else None, 0
+        self.graph, self.captures = graph, 0
 
-    def bind(self, ids, lengths, caches):
-        """ids [B,N] on the device; lengths int32 [B] with the new tokens; caches: 2 * layers tensors (may repeat)."""
+    def bind(self, ids, lengths, caches, most=None, captured=True):
+        """ids [B,N] on the device; lengths int32 [B] with the new tokens; caches: 2 * layers tensors (may repeat).
+
+        most: the greatest length that `lengths` may grow to while this binding is in use. captured: its runs become a CUDA
+        graph, if the session can; each binding has one of its own.
+        """
         batch = len(ids)
         feed = {"ids": ids, "seq_lens": lengths if self.ours else lengths - 1}
         if not self.ours:
-            feed["total"] = lengths.max().reshape(1).cpu()
-        self.logits = torch.full((batch, 1, self.shape.vocabulary), float("nan"), dtype=torch.float16, device="cuda")
-        outputs = {"logits": self.logits}
+            feed["total"] = torch.tensor([most or int(lengths.max())], dtype=torch.int32)
+        logits = torch.full((batch, 1, self.shape.vocabulary), float("nan"), dtype=torch.float16, device="cuda")
+        outputs = {"logits": logits}
         for i in range(self.layers):
             for part, cache in zip(("key", "value"), caches[2 * i:2 * i + 2]):
                 feed[f"past.{i}.{part}"] = outputs[f"present.{i}.{part}"] = cache
         types = {torch.float16: HALF, torch.int32: I32, torch.int64: I64}
-        self.binding = self.session.io_binding()
+        binding = self.session.io_binding()
         for kind, tensors in (("input", feed), ("output", outputs)):
             for name, t in tensors.items():
-                getattr(self.binding, f"bind_{kind}")(name, t.device.type, 0, types[t.dtype], tuple(t.shape), t.data_ptr())
-        self.keep = feed
-        if self.run_options:  # each binding has a CUDA graph of its own
-            self.captures += 1
-            self.run_options.add_run_config_entry("gpu_graph_id", str(self.captures))
+                getattr(binding, f"bind_{kind}")(name, t.device.type, 0, types[t.dtype], tuple(t.shape), t.data_ptr())
+        options = None
+        if self.graph:
+            self.captures += captured
+            options = onnxruntime.RunOptions()
+            options.add_run_config_entry("gpu_graph_id", str(self.captures) if captured else "-1")
+        self.bound = Bound(self.session, binding, options, feed, logits)
         torch.cuda.synchronize()
+        return self.bound
 
     def run(self):
-        self.session.run_with_iobinding(self.binding, self.run_options)
+        self.bound.run()
 
     def timed(self, seconds=0.3, least=5, most=100):
         for _ in range(3):
@@ -255,7 +284,7 @@ def compare(runners, shape, layers):
             runner.bind(tokens.contiguous(), torch.full((2,), length, dtype=torch.int32, device="cuda"), caches)
             runner.run()
             torch.cuda.synchronize()
-            logits.append(runner.logits.double().clone())
+            logits.append(runner.bound.logits.double().clone())
         found.append(torch.stack(logits))
     return ((found[0] - found[1]).norm() / found[1].norm()).item()
 
@@ -274,6 +303,10 @@ def measure(name, shape, args, folder):
     print(f"{name}: logits differ by {difference:.1e}", flush=True)
     if not difference < 3e-2:
         raise SystemExit("the two models disagree; nothing was timed")
+    if args.answers:
+        del plain
+        weight_bytes = (folder / "weights.bin").stat().st_size
+        return [], answers(name, shape, paths, layers, args.answers, weight_bytes)
     graphs = {k: Runner(paths[k], k, shape, layers, True) for k in kinds}
     for context in args.contexts:
         for batch in BATCHES:
@@ -312,6 +345,68 @@ def measure(name, shape, args, folder):
                 torch.cuda.empty_cache()
                 rows.append(row)
                 print(json.dumps(row), flush=True)
+    return rows, []
+
+
+def answer(runner, shape, layers, batch, prompt, steps):
+    """A prompt and its answer: what it took, and the tokens [B, steps]. A short answer comes before it, for first runs."""
+    ids = torch.randint(0, shape.vocabulary, (batch, prompt), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    caches = random_caches(shape, layers, batch, prompt + steps)
+    token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
+    lengths = torch.full((batch,), prompt, dtype=torch.int32, device="cuda")
+    whole = runner.bind(ids, lengths, caches, captured=False)
+    one = runner.bind(token, lengths + 1, caches, most=prompt + steps)
+    first = one.inputs["seq_lens"].clone()
+    read = energy_counter()
+
+    def run(count):
+        tokens = []
+        one.inputs["seq_lens"].copy_(first)
+        torch.cuda.synchronize()
+        joules, begin = read(), time.perf_counter()
+        whole.run()
+        middle = time.perf_counter()
+        for bound in [whole] + [one] * (count - 1):
+            if bound is one:
+                one.run()
+                one.inputs["seq_lens"].add_(1)
+            tokens.append(bound.logits[:, 0].argmax(-1, keepdim=True))
+            token.copy_(tokens[-1])
+            torch.cuda.synchronize()
+        end = time.perf_counter()
+        return {"prompt_seconds": middle - begin, "answer_seconds": end - middle,
+                "tokens_per_second": batch * count / (end - begin),
+                "joules_a_token": (read() - joules) / (batch * count)}, torch.cat(tokens, 1)
+
+    run(4)
+    return run(steps)
+
+
+def others_memory():
+    """Bytes of the device in use, but for those of torch's tensors."""
+    gc.collect()
+    torch.cuda.empty_cache()
+    free, total = torch.cuda.mem_get_info()
+    return total - free - torch.cuda.memory_reserved()
+
+
+def answers(name, shape, paths, layers, prompts, weight_bytes):
+    rows = []
+    for prompt in prompts:
+        for batch in BATCHES[:2]:
+            steps = prompt // 8
+            row, found = {"model": name, "batch": batch, "prompt": prompt, "answer": steps}, []
+            for kind, path in paths.items():
+                before = others_memory()
+                runner = Runner(path, kind, shape, layers, True)
+                row[kind], tokens = answer(runner, shape, layers, batch, prompt, steps)
+                row[kind]["bytes_beyond_weights_and_caches"] = others_memory() - before - weight_bytes
+                found.append(tokens)
+                del runner
+            differs = (found[0] != found[1]).any(0).nonzero()
+            row["tokens_before_a_difference"] = int(differs[0]) if len(differs) else steps
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     return rows
 
 
@@ -349,18 +444,23 @@ def main():
     parser.add_argument("--distinct", action="store_true", help="each layer has weights of its own")
     parser.add_argument("--prompt-limit", type=int, default=8192, help="longest prompt that is timed")
     parser.add_argument("--energy", action="store_true", help="joules a token too")
-    parser.add_argument("--out", type=Path, help="JSON to write; the table goes beside it as .md")
+    parser.add_argument("--answers", type=int, nargs="*", help="whole runs after prompts of so many tokens, instead of steps")
+    parser.add_argument("--out", type=Path, help="JSON to write; the table of steps goes beside it as .md")
     args = parser.parse_args()
     facts = {"device": torch.cuda.get_device_name(), "onnxruntime": onnxruntime.__version__,
              "date": datetime.date.today().isoformat(), "layers": args.layers, "distinct_weights": args.distinct}
-    rows = []
+    rows, runs = [], []
     for name in args.models.split(","):
         with tempfile.TemporaryDirectory() as folder:
-            rows += measure(name, MODELS[name], args, Path(folder))
+            of_steps, of_answers = measure(name, MODELS[name], args, Path(folder))
+            rows += of_steps
+            runs += of_answers
         if args.out:
-            args.out.write_text(json.dumps({**facts, "rows": rows}, indent=1) + "\n")
-            args.out.with_suffix(".md").write_text(f"{facts['date']}. {text(facts, rows)}\n")
-    print(text(facts, rows))
+            args.out.write_text(json.dumps({**facts, "answers": runs} if runs else {**facts, "rows": rows}, indent=1) + "\n")
+            if rows:
+                args.out.with_suffix(".md").write_text(f"{facts['date']}. {text(facts, rows)}\n")
+    if rows:
+        print(text(facts, rows))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,9 @@ WAYS = "padded", "continuous"
 def script_of(report):
     if "processor" in report:
         return "generate"
-    return "serving" if "padded" in report else "linear" if "kind" in report else "softmax"
+    if "padded" in report:
+        return "serving"
+    return "linear" if "kind" in report else "answers" if "answers" in report else "softmax"
 
 
 def step(found):
@@ -93,6 +95,23 @@ def softmax_table(reports):
                    listed((theirs / ours for ours, theirs in zip(*steps)), lambda x: f"{x:.2f}"), *map(listed, joules)]
 
 
+def answers_table(reports):
+    yield ["model", "batch", "prompt + answer", "s of the prompt, ours", "GroupQueryAttention", "s of the answer, ours",
+           "GroupQueryAttention", "tokens of the answer a second, ours", "GroupQueryAttention", "speed-up", "J a token, ours",
+           "GroupQueryAttention", "GiB beyond weights and caches, ours", "GroupQueryAttention",
+           "the same tokens before a difference"]
+    for r in (row for report in reports for row in report["answers"]):
+        ours, theirs = (r[kind] for kind in KINDS)
+        cells = [form(found[key]) for key, form in (
+            ("prompt_seconds", digits), ("answer_seconds", digits), ("tokens_per_second", digits))
+            for found in (ours, theirs)]
+        yield [r["model"], r["batch"], f"{tokens(r['prompt'])} + {r['answer']}", *cells,
+               f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}",
+               *(digits(found["joules_a_token"]) for found in (ours, theirs)),
+               *(f"{found['bytes_beyond_weights_and_caches'] / 2**30:.2f}" for found in (ours, theirs)),
+               r["tokens_before_a_difference"]]
+
+
 def linear_table(reports):
     yield ["", "prompts", "ms", "the GPU's kernels alone", "ms a step", "GiB beyond the weights"]
     for report in reports:
@@ -139,6 +158,7 @@ def serving_table(reports):
 
 
 TABLES = {"softmax": ("A decode step of decoders with softmax attention", softmax_table),
+          "answers": ("Whole answers of decoders with softmax attention", answers_table),
           "linear": ("Linear decoders", linear_table), "generate": ("SmolLM2 with its weights", generate_table),
           "serving": ("Continuous batching and padded batches", serving_table)}
 

@@ -39,6 +39,11 @@ struct DirectGrid {
   int32_t cluster;  // blocks of a cluster, a unit's parts if units turn out to be equal; 1: blocks are launched on their own
 };
 
+struct DirectLaunch {
+  DirectGrid grid;
+  LeanAttentionArgs args;
+};
+
 template <int kWidth>
 struct DirectTile {
   static constexpr int kSlices = 128 / kWidth;    // of 16 tokens
@@ -207,12 +212,15 @@ struct DirectBlock {
       for (int c = 0; c < Tile::kValueChunks; ++c) values[i / 4][i % 4][c] = read_once(rows_from[i] + 128 * c);
   }
 
-  // By the first kStagingWarps: the query's rows to shared memory, with zeros for padding, and the new tokens among the
-  // segment's, which also go to the caches.
+  // By the last kStagingWarps, which have no tile of a short segment: the query's rows to shared memory, with zeros for
+  // padding, and the new tokens among the segment's, which also go to the caches. These by the threads that have the padding
+  // first: the latencies of both are one then, if there are not many rows.
   static constexpr int kRowChunks = kWidth / 8;
-  static constexpr int kStagingWarps = kDirectRows * kRowChunks / 32;
+  static constexpr int kStagingThreads = kDirectRows * kRowChunks, kStagingWarps = kStagingThreads / 32;
+  __device__ __forceinline__ bool stages() const { return warp >= kDirectWarps - kStagingWarps; }
   __device__ __forceinline__ void stage(const DirectWork& work, int which) const {
-    const int row = (warp * 32 + lane) / kRowChunks, column = (warp * 32 + lane) % kRowChunks * 8;
+    const int thread = (warp - (kDirectWarps - kStagingWarps)) * 32 + lane;
+    const int row = thread / kRowChunks, column = thread % kRowChunks * 8;
     uint4 x = make_uint4(0, 0, 0, 0);
     if (row < args.group * work.unit.request.tokens) {
       const RowPlace place = row_place(args, work.unit, row);
@@ -222,14 +230,14 @@ struct DirectBlock {
       else x = *reinterpret_cast<const uint4*>(from + column);
     }
     *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = x;
-    if (__builtin_expect(work.cached_end < work.end, false)) stage_new(work, which);
+    if (__builtin_expect(work.cached_end < work.end, false)) stage_new(work, which, kStagingThreads - 1 - thread);
   }
 
-  __device__ __forceinline__ void stage_new(const DirectWork& work, int which) const {
+  __device__ __forceinline__ void stage_new(const DirectWork& work, int which, int thread) const {
     const int new_begin = work.unit.request.keys - work.unit.request.tokens;
     const int from = lean_max(work.begin, new_begin), tokens = work.end - from;
 #pragma unroll 1
-    for (int i = warp * 32 + lane; i < 2 * tokens * kRowChunks; i += 32 * kStagingWarps) {
+    for (int i = thread; i < 2 * tokens * kRowChunks; i += kStagingThreads) {
       const bool value = i >= tokens * kRowChunks;
       const int of_kind = value ? i - tokens * kRowChunks : i;
       const int token = from + of_kind / kRowChunks, column = of_kind % kRowChunks * 8;
@@ -488,10 +496,11 @@ struct DirectBlock {
 
 template <class T, int kWidth, bool kTurns>
 __global__ void __launch_bounds__(kDirectThreads, 1)
-    LeanAttentionDirectKernel(const __grid_constant__ LeanAttentionArgs launch_args, const DirectGrid grid) {
+    LeanAttentionDirectKernel(const __grid_constant__ DirectLaunch launch) {
   using Tile = DirectTile<kWidth>;
   using P = uint32_t;
-  LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
+  const DirectGrid& grid = launch.grid;
+  LeanAttentionArgs args = launch.args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = 8192 / kWidth;
   args.plan.row_tile = kDirectRows;
   args.plan.min_range_work = kMinRangeWork;
@@ -525,10 +534,9 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   DirectWork equal;
   if (args.plan.equal_parts > 0 && args.batch <= kDirectBatch && block.equal_work(grid, equal)) {
     // A block has one segment, which every warp finds by itself.
-    constexpr int kStagingWarps = DirectBlock<T, kWidth, kTurns>::kStagingWarps;
     const uint32_t query_ready = shared_address(&shared.query_ready);
     if (threadIdx.x == 0) {
-      barrier_init(query_ready, 32 * kStagingWarps);
+      barrier_init(query_ready, block.kStagingThreads);
       barrier_init(inbox.barrier, 1);
 #if __CUDA_ARCH__ >= 900
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -544,7 +552,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     if (equal.last != 0) return;
     in_cluster = grid.cluster > 1 && equal.segment.count > 1;
     // Rows of the query first: behind those of the caches they would queue.
-    if (warp < kStagingWarps) {
+    if (block.stages()) {
       block.stage(equal, 0);
       barrier_arrive(query_ready);
     }
@@ -573,7 +581,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     const DirectWork& work = shared.works[turn ^ 1];
     const bool ends = shared.works[turn].last != 0;
     if (begun) block.leave();
-    if (!ends && warp < block.kStagingWarps) block.stage(shared.works[turn], turn);
+    if (!ends && block.stages()) block.stage(shared.works[turn], turn);
     __syncthreads();
     if (begun) {
       block.join(work, inbox, in_cluster);
@@ -602,15 +610,15 @@ int launch_direct_width(const LeanAttentionArgs& args, bool clusters, bool few_t
   config.dynamicSmemBytes = shared_bytes(args.group * args.tokens);
   config.stream = stream;
   config.attrs = &attribute;
-  LeanAttentionArgs settled = args;
-  DirectGrid grid = {args.batch * args.kv_heads, 0, 0, 1};
+  DirectLaunch direct = {{args.batch * args.kv_heads, 0, 0, 1}, args};
+  DirectGrid& grid = direct.grid;
   if (clusters && args.batch <= kDirectBatch)
-    grid.cluster = choose_cluster<DirectShared<T, kWidth>>(reinterpret_cast<const void*>(kernel), settled.plan, args, few_tokens,
-                                                           config);
+    grid.cluster = choose_cluster<DirectShared<T, kWidth>>(reinterpret_cast<const void*>(kernel), direct.args.plan, args,
+                                                           few_tokens, config);
   const auto inverse = [](int n) { return (1u << 20) / static_cast<uint32_t>(n > 0 ? n : 1) + 1; };
-  grid.parts_inverse = inverse(settled.plan.equal_parts);
+  grid.parts_inverse = inverse(direct.args.plan.equal_parts);
   grid.heads_inverse = inverse(args.kv_heads);
-  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, settled, grid);
+  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, direct);
   if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
   return launched;
 }

@@ -37,49 +37,54 @@ struct LeanPlan {
   bool equal_halved;        // they are so many, or half, a quarter, ...
 };
 
+// A GPU's kernel waits for each of the 64-byte lines of its arguments that it uses, one after the other, so that what every
+// call needs stands at the front, in the order of its use.
 struct LeanAttentionArgs {
+  const int32_t* seq_lens;    // [B] or null: the capacity
+  const int32_t* query_lens;  // [B] or null: Nq
+  int32_t batch, tokens;      // B, Nq
+  int32_t capacity;           // dense: S; ragged: total; paged: M * block
+  int32_t cache_kind;         // LeanCacheKind
+  int32_t kv_heads, group;    // group = heads / kv_heads
+  int32_t window;             // keys a token sees, itself included; 0: all
+  bool causal, append;
+  bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
+  LeanPlan plan;
+
   const void* query;          // T [B,H,Nq,D]
   const void* key_cache;      // T
   const void* value_cache;    // T
-  const void* new_key;        // T [B,Hkv,Nq,D] with append, else null
-  const void* new_value;      // T [B,Hkv,Nq,Dv] with append, else null
-  void* output;               // T [B,H,Nq,Dv]
-  float* lse;                 // [B,H,Nq], natural logarithm
-  void* key_cache_out;        // T with append, else null; may be key_cache
-  void* value_cache_out;      // T with append, else null; may be value_cache
-  const int32_t* seq_lens;    // [B] or null: the capacity
-  const int32_t* query_lens;  // [B] or null: Nq
-  const int32_t* cu_seqlens;  // [B+1], ragged only
-  const int32_t* block_table;  // [B,M], paged only
-  const float* sinks;         // [H] or null
-  const float* cos_cache;     // [rotary_positions, rotary_half] or null
-  const float* sin_cache;     // the same
-
-  LeanStrides query_strides, output_strides, lse_strides, new_key_strides, new_value_strides;
+  LeanStrides query_strides;
   LeanCacheStrides key_strides, value_strides;
-  int64_t key_cache_elements, value_cache_elements;  // of the whole caches
-
-  int32_t dtype;       // DType of the T tensors
-  bool bfloat16_products;  // on a CPU: the processor multiplies bfloat16 directly
-  int32_t cache_kind;  // LeanCacheKind
-  int32_t batch, heads, kv_heads, group;  // group = heads / kv_heads
-  int32_t tokens;                         // Nq
-  int32_t key_width, value_width;         // D, Dv
-  int32_t capacity;                       // dense: S; ragged: total; paged: M * block
-  int32_t block, pages_per_request, num_pages;  // paged: block, M, P; else 0
-
+  int32_t key_width, value_width;  // D, Dv
   float scale;     // of the logits, never 0
   float softcap;   // 0: off
-  int32_t window;  // keys a token sees, itself included; 0: all
-  bool causal, append;
+
+  void* output;               // T [B,H,Nq,Dv]
+  float* lse;                 // [B,H,Nq], natural logarithm
+  const float* sinks;         // [H] or null
+  LeanStrides output_strides, lse_strides;
 
   // Rotary encoding of query and new_key at the tokens' positions: pairs of the first 2 * rotary_half columns turn, in
   // float32, and are rounded to T. rotary_half 0: none. Positions beyond the tables take their last row.
+  const float* cos_cache;     // [rotary_positions, rotary_half] or null
+  const float* sin_cache;     // the same
   int32_t rotary_half, rotary_positions;
-  bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
+  const void* new_key;        // T [B,Hkv,Nq,D] with append, else null
+  const void* new_value;      // T [B,Hkv,Nq,Dv] with append, else null
+  LeanStrides new_key_strides, new_value_strides;
+  void* key_cache_out;        // T with append, else null; may be key_cache
+  void* value_cache_out;      // T with append, else null; may be value_cache
+
+  const int32_t* cu_seqlens;  // [B+1], ragged only
+  const int32_t* block_table;  // [B,M], paged only
+  int32_t block, pages_per_request, num_pages;  // paged: block, M, P; else 0
+  int32_t heads;
+  int32_t dtype;       // DType of the T tensors
+  bool bfloat16_products;  // on a CPU: the processor multiplies bfloat16 directly
+  int64_t key_cache_elements, value_cache_elements;  // of the whole caches
 
   // Scratch, of any content at entry.
-  LeanPlan plan;
   int64_t* work_prefix;   // [B+1] work before each request, see schedule.h
   float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
   float* partial_max;     // [2 * max_ranges, row_tile]
