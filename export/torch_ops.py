@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 import torch
 from torch._C import DispatchKey
+from torch.autograd import forward_ad
 
 from leanfleet import native, spec
 from leanfleet.export import reference
@@ -324,6 +325,10 @@ def _differentiable(op, runners, setup, backward):
     node = type(op.name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
 
     def kernel(keyset, *inputs, **attrs):
+        if forward_ad._current_level >= 0:  # PyTorch would drop tangents without a word
+            if any([t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs]):
+                raise NotImplementedError(f"{op.name} has no forward-mode derivative (torch.func.jvp, dual tensors); "
+                                          "reverse mode, backward() and torch.autograd.grad, is there")
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return node.apply(*inputs, attrs, keyset)
         return call(keyset, inputs, attrs)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from leanfleet import native
 from leanfleet.export import reference, torch_ops
+from torch.autograd import forward_ad
 from torch.utils._python_dispatch import TorchDispatchMode
 
 D = torch.float64
@@ -302,6 +303,22 @@ def test_gradients_are_not_differentiable():
         (first,) = torch.autograd.grad(public(q, k, v)[0].sum(), q, create_graph=True)
         with pytest.raises(NotImplementedError, match="Grad has no backward"):
             first.sum().backward()
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, D), ids=str)
+@pytest.mark.parametrize("function", (torch_ops.lean_attention, torch_ops.causal_linear_decay, torch_ops.normalized_linear_attention))
+def test_forward_mode_is_refused(function, dtype):
+    query, key, value, direction = (torch.rand(1, 2, 5, 4, dtype=D).to(dtype) for _ in range(4))
+
+    def of_query(x):
+        return function(x, key, value)[0]
+
+    with pytest.raises(NotImplementedError, match=r"has no forward-mode derivative .* reverse mode"):
+        torch.func.jvp(of_query, (query,), (direction,))
+    with forward_ad.dual_level():
+        with pytest.raises(NotImplementedError, match="has no forward-mode derivative"):
+            of_query(forward_ad.make_dual(query, direction))
+        assert torch.equal(of_query(query), of_query(query))  # without tangents calls go on
 
 
 def test_float64_runs_the_reference():
