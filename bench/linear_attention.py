@@ -401,6 +401,7 @@ def table(report):
     lines = [f"{report['device']}, torch {report['torch']}, CUDA {report['cuda']}. Medians of {report['rounds']} graph replays "
              f"in µs, L2 flushed; a graph of one tiny node takes {report['empty_graph_us']:.1f}. The floor: bytes that must "
              "move at 4.25 TB/s.", ""]
+    lines += [report["note"], ""] if "note" in report else []  # written by hand, of what the figures do not say
     for section in dict.fromkeys(r["section"] for r in report["rows"]):
         rows = [r for r in report["rows"] if r["section"] == section]
         if section == "auto":

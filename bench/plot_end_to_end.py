@@ -25,6 +25,10 @@ def script_of(report):
     return "linear" if "kind" in report else "answers" if "answers" in report else "softmax"
 
 
+def by_script(reports):
+    return {script: found for script in TABLES if (found := [r for r in reports if script_of(r) == script])}
+
+
 def step(found):
     return min(found.get("graph_step", found["step"]), found["step"])
 
@@ -275,8 +279,7 @@ def main():
     parser.add_argument("--table", type=Path)
     parser.add_argument("--plot", type=Path)
     args = parser.parse_args()
-    found = [json.loads(path.read_text()) for path in args.files]
-    scripts = {script: reports for script in TABLES if (reports := [r for r in found if script_of(r) == script])}
+    scripts = by_script([json.loads(path.read_text()) for path in args.files])
     if args.table:
         args.table.write_text(text(scripts))
     else:
