@@ -16,7 +16,7 @@ NVML's energy counter over a second of steps.
 --answers are whole runs as a user sees them, of one session each: prompts of so many tokens, then greedy answers of an eighth
 of that, each step a replay of a CUDA graph whose lengths grow on the device. They give seconds of the prompt and of the
 answer, tokens of the answer a second over both, joules a token of the answer, and the memory that the session has taken in
-the end, beside weights and caches.
+the end, beside weights and caches; all of one run after a short one, so that of a second or less they tell little.
 """
 
 import argparse
@@ -444,7 +444,7 @@ def main():
     parser.add_argument("--distinct", action="store_true", help="each layer has weights of its own")
     parser.add_argument("--prompt-limit", type=int, default=8192, help="longest prompt that is timed")
     parser.add_argument("--energy", action="store_true", help="joules a token too")
-    parser.add_argument("--answers", type=int, nargs="*", help="whole runs after prompts of so many tokens, instead of steps")
+    parser.add_argument("--answers", type=int, nargs="+", help="whole runs after prompts of so many tokens, instead of steps")
     parser.add_argument("--out", type=Path, help="JSON to write; the table of steps goes beside it as .md")
     args = parser.parse_args()
     facts = {"device": torch.cuda.get_device_name(), "onnxruntime": onnxruntime.__version__,

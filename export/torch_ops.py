@@ -199,6 +199,15 @@ def _make_plan(op, mutating, inputs, attrs, threads):
     return _Plan(call, call.slots(), outputs, copies, *call.workspace())
 
 
+def _refuse_tangents(op, inputs):
+    """PyTorch would drop them without a word."""
+    if forward_ad._current_level < 0:
+        return
+    if any([t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs]):
+        raise NotImplementedError(f"{op.name} has no forward-mode derivative (torch.func.jvp, dual tensors); reverse mode, "
+                                  "backward() and torch.autograd.grad, is there where it has gradients")
+
+
 def _runner(op, mutating, device_type):
     """The kernel of one form on "cpu" or "cuda"."""
     form = op.snake_name + ("_" if mutating else "")
@@ -295,14 +304,14 @@ def _fake(op, mutating):
     return fake
 
 
-def _differentiable(op, runners, setup, backward):
-    """An operator's kernel at PyTorch's Autograd key, which records the call where gradients are wanted.
+def _differentiable(op, name, runners, setup, backward):
+    """The kernel of the form `name` at PyTorch's Autograd key, which records the call where gradients are wanted.
 
     setup(ctx, inputs, attrs, outputs) gets all inputs and attributes, defaults filled in; backward(ctx, *gradients) returns
     the gradients of the inputs. torch.library.register_autograd makes the same of them, but a call of its kernel takes 35 µs
     more, mostly to fill in defaults from the schema.
     """
-    raw = getattr(torch.ops.leanfleet, op.snake_name).default
+    raw = getattr(torch.ops.leanfleet, name).default
     defaults = {a.name: a.default for a in op.attrs}
 
     def call(keyset, inputs, attrs):
@@ -325,10 +334,7 @@ def _differentiable(op, runners, setup, backward):
     node = type(op.name, (torch.autograd.Function,), {"forward": staticmethod(forward), "backward": staticmethod(gradients)})
 
     def kernel(keyset, *inputs, **attrs):
-        if forward_ad._current_level >= 0:  # PyTorch would drop tangents without a word
-            if any([t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs]):
-                raise NotImplementedError(f"{op.name} has no forward-mode derivative (torch.func.jvp, dual tensors); "
-                                          "reverse mode, backward() and torch.autograd.grad, is there")
+        _refuse_tangents(op, inputs)
         if torch.is_grad_enabled() and torch._C._any_requires_grad(*inputs):
             return node.apply(*inputs, attrs, keyset)
         return call(keyset, inputs, attrs)
@@ -344,8 +350,8 @@ def _define(op, setup, backward):
         for key, run in runners.items():
             _LIBRARY.impl(name, run, key.name)
         torch.library.register_fake(f"{spec.DOMAIN}::{name}", _fake(op, mutating), lib=_LIBRARY)
-        if not mutating:
-            _LIBRARY.impl(name, _differentiable(op, runners, setup, backward), "Autograd", with_keyset=True)
+        differentiated = (_setup_nothing, _no_backward(name)) if mutating else (setup, backward)
+        _LIBRARY.impl(name, _differentiable(op, name, runners, *differentiated), "Autograd", with_keyset=True)
 
 
 def _documentation(op, mutating):
@@ -507,9 +513,9 @@ def _setup_nothing(ctx, inputs, attrs, outputs):
     pass
 
 
-def _no_backward(op):
+def _no_backward(what):
     def backward(ctx, *grads):
-        raise NotImplementedError(f"{op.name} has no backward: it serves inference. Detach its inputs, or call it under "
+        raise NotImplementedError(f"{what} has no backward: it serves inference. Detach its inputs, or call it under "
                                   "torch.no_grad()")
 
     return backward
@@ -519,7 +525,7 @@ _SPECS = spec.all_specs()
 _DIFFERENTIATED = {"CausalLinearDecay": (_setup_decay, _decay_backward),
                    "NormalizedLinearAttention": (_setup_normalized, _normalized_backward)}
 for _op in _SPECS.values():
-    _define(_op, *_DIFFERENTIATED.get(_op.name, (_setup_nothing, _no_backward(_op))))
+    _define(_op, *_DIFFERENTIATED.get(_op.name, (_setup_nothing, _no_backward(_op.name))))
 
 lean_attention = _function(_SPECS["LeanAttention"], False)
 lean_attention_ = _function(_SPECS["LeanAttention"], True)

@@ -306,7 +306,9 @@ def test_gradients_are_not_differentiable():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, D), ids=str)
-@pytest.mark.parametrize("function", (torch_ops.lean_attention, torch_ops.causal_linear_decay, torch_ops.normalized_linear_attention))
+@pytest.mark.parametrize("function", (
+    torch_ops.lean_attention, torch_ops.causal_linear_decay, torch_ops.normalized_linear_attention,
+    lambda q, k, v: torch_ops.lean_attention_(q, k, v, new_key=k[:, :, :5].clone(), new_value=v[:, :, :5].clone())))
 def test_forward_mode_is_refused(function, dtype):
     query, key, value, direction = (torch.rand(1, 2, 5, 4, dtype=D).to(dtype) for _ in range(4))
 
@@ -352,6 +354,9 @@ def test_reference_only_algorithm_and_missing_backward():
     query = randn(1, 2, 1, 8, grad=True)
     with pytest.raises(NotImplementedError, match="LeanAttention has no backward"):
         torch_ops.lean_attention(query, randn(1, 2, 4, 8), randn(1, 2, 4, 8))[0].sum().backward()
+    output = torch_ops.causal_linear_decay_(*decay_inputs(grad=True)[:3], initial_state=torch.zeros(2, 2, 4, 5))[0]
+    with pytest.raises(NotImplementedError, match="causal_linear_decay_ has no backward"):
+        output.sum().backward()
 
 
 def test_workspace_is_poisoned_and_threads_do_not_change_who_is_right(monkeypatch):
