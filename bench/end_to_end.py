@@ -37,6 +37,7 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from leanfleet import ort_ops, spec
+from leanfleet.ort_ops import generation
 
 
 @dataclass
@@ -168,11 +169,9 @@ class Runner:
     """A session of one of the two models, and a binding of tensors on the device."""
 
     def __init__(self, path, attention, shape, layers, graph):
-        options = onnxruntime.SessionOptions()
-        options.log_severity_level = 3
-        # As load_decoder does: with them a prompt's second run allocates all of its memory anew, and keeps what it had.
-        options.enable_mem_pattern = False
         provider = ("CUDAExecutionProvider", {"enable_cuda_graph": "1"} if graph else {})
+        options = generation._session_options([provider])
+        options.log_severity_level = 3
         if attention == "LeanAttention":
             self.session = ort_ops.make_session(path, [provider], options)
         else:
