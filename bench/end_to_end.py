@@ -446,6 +446,10 @@ def main():
     parser.add_argument("--answers", type=int, nargs="+", help="whole runs after prompts of so many tokens, instead of steps")
     parser.add_argument("--out", type=Path, help="JSON to write; the table of steps goes beside it as .md")
     args = parser.parse_args()
+    for prompt in args.answers or ():
+        if prompt < 8 or prompt + prompt // 8 > max(CONTEXTS):
+            parser.error(f"--answers {prompt}: a prompt has 8 tokens or more, so that its answer has one, and both together at "
+                         f"most {max(CONTEXTS)}")
     facts = {"device": torch.cuda.get_device_name(), "onnxruntime": onnxruntime.__version__,
              "date": datetime.date.today().isoformat(), "layers": args.layers, "distinct_weights": args.distinct}
     rows, runs = [], []
