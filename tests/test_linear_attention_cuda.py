@@ -262,6 +262,28 @@ def test_wide_keys_of_several_segments(R, Dv, dtype):
         check("CausalLinearDecayGrad", *decay_case(R, dtype, B=1, H=2, Hkv=2, N=1100, R=R, Dv=Dv, grad=True, decay=decay))
 
 
+@pytest.mark.parametrize("dtype", (torch.float16, torch.bfloat16), ids=str)
+def test_more_heads_than_multiprocessors(dtype):
+    """Those of 64 columns then share multiprocessors."""
+    B = torch.cuda.get_device_properties(0).multi_processor_count // 4 + 1
+    for N, R, decay in ((1, 64, "head"), (64, 64, "none"), (130, 64, "token"), (200, 64, "wild"), (300, 40, "head")):
+        for Hkv in (2, 4):
+            case = dict(B=B, N=N, Hkv=Hkv, R=R, decay=decay)
+            check("CausalLinearDecay", *decay_case(N, dtype, algorithm="lightning", **case))
+            check("CausalLinearDecayGrad", *decay_case(N, dtype, grad=True, **case))
+    for decay in ("head", "token"):
+        case = dict(packed=(5, 0, 64, 1, 130), H=4 * B, Hkv=2 * B, R=64, decay=decay)
+        check("CausalLinearDecay", *decay_case(5, dtype, pool=3, algorithm="lightning", **case))
+        check("CausalLinearDecayGrad", *decay_case(5, dtype, grad=True, **case))
+    inputs, attrs = decay_case(7, dtype, B=B, N=200, R=64, algorithm="lightning", state=False)
+    clean = run_kernel("CausalLinearDecay", inputs, attrs)["output"]
+    inputs["value"][0, 0, 100, 5] = math.inf  # reaches its own column, from its token on
+    found = run_kernel("CausalLinearDecay", inputs, attrs)["output"]
+    seen = torch.zeros(found.shape, dtype=torch.bool, device="cuda")
+    seen[0, :2, 100:, 5] = True
+    assert torch.equal(found[~seen], clean[~seen]) and not found[seen].isfinite().any()
+
+
 def test_gradient_of_very_wide_keys():
     for R, Dv in ((2816, 8), (1100, 1024)):
         check("CausalLinearDecayGrad", *decay_case(1, B=1, H=1, Hkv=1, N=70, R=R, Dv=Dv, grad=True))

@@ -17,6 +17,7 @@ namespace chunk {
 extern template int launch_typed<float>(const ChunkScan&, int, int, int, void*);
 extern template int launch_typed<__half>(const ChunkScan&, int, int, int, void*);
 extern template int launch_typed<__nv_bfloat16>(const ChunkScan&, int, int, int, void*);
+int launch_hopper_float32(const ChunkScan&, int, void*);
 extern template int launch_hopper<__half>(const ChunkGroup&, int, bool, int, void*);
 extern template int launch_hopper<__nv_bfloat16>(const ChunkGroup&, int, bool, int, void*);
 
@@ -208,7 +209,7 @@ cudaError_t take_snapshot(ChunkScan& scan, const Snapshot& to, cudaStream_t stre
 }
 
 // The passes of a group, of which maps[i] are set if `hopper`.
-int launch_passes(const ChunkGroup& group, bool hopper, bool aligned, int max_shared_bytes, void* stream) {
+int launch_passes(const ChunkGroup& group, bool hopper, bool hopper_code, bool aligned, int max_shared_bytes, void* stream) {
   const ChunkScan& first = group.scans[0];
   const bool half = first.dtype == static_cast<int32_t>(DType::kFloat16);
   const int64_t slots = chunk_scan_slots(first);
@@ -217,11 +218,13 @@ int launch_passes(const ChunkGroup& group, bool hopper, bool aligned, int max_sh
       const auto typed = half ? launch_hopper<__half> : launch_hopper<__nv_bfloat16>;
       return typed(group, pass, pass == kOutputs && slots > 0 && !first.combined, max_shared_bytes, stream);
     }
-    const auto typed = first.dtype == static_cast<int32_t>(DType::kFloat32) ? launch_typed<float>
-                       : half                                               ? launch_typed<__half>
-                                                                            : launch_typed<__nv_bfloat16>;
+    const bool single = first.dtype == static_cast<int32_t>(DType::kFloat32);
+    const auto typed = single ? launch_typed<float> : half ? launch_typed<__half> : launch_typed<__nv_bfloat16>;
     for (int i = 0; i < group.count; ++i) {
-      const int failed = typed(group.scans[i], pass, aligned, max_shared_bytes, stream);
+      const ChunkScan& scan = group.scans[i];
+      const int failed = single && hopper_code && aligned && scan.y.width <= kHopperMaxWidth
+                             ? launch_hopper_float32(scan, pass, stream)
+                             : typed(scan, pass, aligned, max_shared_bytes, stream);
       if (failed != cudaSuccess) return failed;
     }
     return cudaSuccess;
@@ -263,7 +266,8 @@ int run_group(ChunkGroup& group, const CudaTarget& target, Workspace& ws) {
   cudaError_t error = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, target.device);
   if (error != cudaSuccess) return error;
   const int64_t per_16_bytes = group.scans[0].dtype == static_cast<int32_t>(DType::kFloat32) ? 4 : 8;
-  bool aligned = true, hopper = per_16_bytes == 8 && runs_hopper_code(target.device);
+  const bool hopper_code = runs_hopper_code(target.device);
+  bool aligned = true, hopper = per_16_bytes == 8 && hopper_code;
   for (int i = 0; i < group.count; ++i) {
     ChunkScan& scan = group.scans[i];
     scan.last_index = scan.state_index;
@@ -282,7 +286,7 @@ int run_group(ChunkGroup& group, const CudaTarget& target, Workspace& ws) {
   const ChunkScan& first = group.scans[0];
   const bool combined = !hopper || !first.causal || first.own_slots || first.segments - 1 > kMaxUncombined;
   for (int i = 0; i < group.count; ++i) group.scans[i].combined = combined;
-  return launch_passes(group, hopper, aligned, max_shared_bytes, target.stream);
+  return launch_passes(group, hopper, hopper_code, aligned, max_shared_bytes, target.stream);
 }
 
 }  // namespace
@@ -308,6 +312,7 @@ int chunk_scans(const ChunkScan* scans, int count, const CudaTarget& target, Wor
     }
     chunk::ChunkGroup group = {};
     group.count = chunk::together(scans + i, count - i, target);
+    group.sm_count = target.sm_count;
     for (int j = 0; j < group.count; ++j) group.scans[j] = scans[i + j];
     const int failed = chunk::run_group(group, target, ws);
     if (failed != cudaSuccess) return failed;

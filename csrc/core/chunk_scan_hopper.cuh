@@ -33,6 +33,7 @@ struct ChunkGroup {
   ChunkScan scans[kMaxTogether];
   ChunkMaps maps[kMaxTogether];
   int count;
+  int sm_count;  // of the device
 };
 
 // sums: Sᵀ only. whole: Oᵀ only, from the sum over all tokens. single and grouped: both, with one head of y for a chunk
@@ -63,9 +64,10 @@ struct alignas(1024) Rank1Table {
   static constexpr int steep = 0;
 };
 
-template <class T, int kWidth_, int kGroups_, int kMode_, int kKind_>
+// kBlocks: that a multiprocessor holds at once. Two hide each other's waits, with half of its registers and memory each.
+template <class T, int kWidth_, int kGroups_, int kMode_, int kKind_, int kBlocks_>
 struct HopperShape {
-  static constexpr int kWidth = kWidth_, kGroups = kGroups_, kMode = kMode_, kKind = kKind_;
+  static constexpr int kWidth = kWidth_, kGroups = kGroups_, kMode = kMode_, kKind = kKind_, kBlocks = kBlocks_;
   static constexpr bool kExtras = kKind != kPlain;  // row sums and terms of rank 1
   static constexpr bool kOut = kMode != kSums, kUpdates = kMode != kWhole, kPairs = kOut && kUpdates;
   static constexpr bool kScores = kPairs || kKind == kFull;
@@ -77,11 +79,13 @@ struct HopperShape {
   using Table = typename std::conditional<kKind == kRank1, Rank1Table<64>, RowTable<64>>::type;
   static constexpr int kTokens = 64, kColumns = 64 * kGroups, kBox = 8192, kBoxes = kWidth / 64;
   static constexpr int kThreads = 128 * (kGroups + 1 + kScores);
-  static constexpr int kMaxStages = kOut && kBoxes * kGroups == 4 ? 3 : 6;
+  static constexpr int kMaxStages = kBlocks == 2 ? 2 : kOut && kBoxes * kGroups == 4 ? 3 : 6;
   // With a score group they are shared out unevenly.
-  static constexpr int kStateRegisters = kGroups == 1 ? 216 : kKind == kFull ? 184 : kKind == kRank1 ? 176 : 192;
-  static constexpr int kScoreRegisters = kGroups == 1 ? 144 : kKind == kFull ? 96 : kKind == kRank1 ? 112 : 80;
-  static constexpr int kCopyRegisters = kGroups == 2 ? 48 : 120;
+  static constexpr int kStateRegisters =
+      kBlocks == 2 ? 128 : kGroups == 1 ? 216 : kKind == kFull ? 184 : kKind == kRank1 ? 176 : 192;
+  static constexpr int kScoreRegisters =
+      kBlocks == 2 ? 72 : kGroups == 1 ? 144 : kKind == kFull ? 96 : kKind == kRank1 ? 112 : 80;
+  static constexpr int kCopyRegisters = kBlocks == 2 ? 40 : kGroups == 2 ? 48 : 120;
   struct Small {
     Table table[kMaxStages + 1];  // the last: of all whole chunks within a request
     // As to_y_sum_tile: bfloat16 numbers whose sum is that of y, before this chunk and, by turns, the next.
@@ -89,7 +93,6 @@ struct HopperShape {
     alignas(kTiles ? 1024 : 16) uint16_t y_sum_tile[kTiles ? 2 : 1][kTiles ? kBoxes : 1][8][kTiles ? 64 : 8];
     uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2], out_full[2], out_empty[2];
     uint64_t source_full[2];
-    int table_of[kMaxStages];
     alignas(16) float divisor[2][kTokens];
     alignas(16) float2 out_factor[2][kTokens];  // of what accumulators hold and of the sum of z, in rows scaled last
     float y_sum[2][kWidth];                     // before this chunk and, by turns, the next
@@ -123,6 +126,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   // Factors of rows of out come from the score group; sums of rows come from tensor cores in the state groups too.
   static constexpr bool kFactors = S::kScaledLast && S::kKind == kRank1;
   static constexpr bool kPartSums = S::kSplitSums && S::kKind == kRank1;
+  // Z becomes Z' in its own registers.
+  static constexpr bool kInPlace = S::kKind == kRank1 || S::kBlocks == 2;
   static constexpr int kYParts = kBoxes > kGroups ? 2 : 1;  // 16 columns of Y each, of a state warp
   static constexpr bool kGroupedHeads = S::kMode == kGrouped || S::kMode == kSums;
   // Tiles of a stage, in boxes.
@@ -144,10 +149,27 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   };
 
   // What the loops ask of the scan, which is at a place in constant memory that is not known to the compiler.
-  enum Flag : uint32_t { kReverse = 1, kRank1Terms = 2, kRowSums = 4, kDivides = 8, kDots = 16, kScalesOut = 32 };
+  enum Flag : uint32_t {
+    kReverse = 1,
+    kRank1Terms = 2,
+    kRowSums = 4,
+    kDivides = 8,
+    kDots = 16,
+    kScalesOut = 32,
+    kOwnTables = 64,  // chunks have tables of their own
+    kPacked = 128
+  };
   static __device__ __forceinline__ uint32_t flags_of(const ChunkScan& scan) {
-    return (scan.reverse ? kReverse : 0) | (scan.rank1 ? kRank1Terms : 0) | (scan.row_sums ? kRowSums : 0) |
-           (scan.divide ? kDivides : 0) | (scan.row_dot != nullptr ? kDots : 0) | (scan.out_times != nullptr ? kScalesOut : 0);
+    const bool own_tables = scan.decay_per_token || scan.x_factor.data != nullptr || scan.x_rank1.data != nullptr ||
+                            scan.y_factor.data != nullptr || scan.y_rank1.data != nullptr || scan.z_factor.data != nullptr ||
+                            scan.y_group > 1;
+    uint32_t flags = (scan.reverse ? kReverse : 0) | (scan.rank1 ? kRank1Terms : 0) | (scan.row_sums ? kRowSums : 0) |
+                     (scan.divide ? kDivides : 0) | (scan.row_dot != nullptr ? kDots : 0) |
+                     (scan.out_times != nullptr ? kScalesOut : 0) | (own_tables ? kOwnTables : 0) |
+                     (scan.cu_seqlens != nullptr ? kPacked : 0);
+    // Bits of one register: what they came from would stay in as many, and hot loops spill.
+    asm volatile("" : "+r"(flags));
+    return flags;
   }
   __device__ __forceinline__ bool reverse() const { return flags & kReverse; }
   __device__ __forceinline__ bool rank1() const { return flags & kRank1Terms; }
@@ -159,9 +181,15 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   __device__ __forceinline__ uint32_t tile(int stage, int box) const { return stages_at + stage * S::kStageBytes + box * kBox; }
   __device__ __forceinline__ int heads() const { return kGroupedHeads ? scan.y_group : 1; }
 
-  static __device__ __forceinline__ void arrive_warp(uint64_t* barrier) {
+  // A warp arrives as often as it has lanes: each once where lanes read what those of another warp have written, or write
+  // where those have read, else one for all. After __syncwarp one would always do, but racecheck does not follow that order.
+  static __device__ __forceinline__ void arrive_warp(uint64_t* barrier, bool each = true) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) hopper::barrier_arrive(shared_address(barrier));
+    if (each || threadIdx.x % 32 == 0) hopper::barrier_arrive_times(shared_address(barrier), each ? 1 : 32);
+  }
+  // Warps of the copy group write tables and rows of 0 to a stage again.
+  __device__ __forceinline__ void arrive_empty(int slot) const {
+    arrive_warp(&small.empty[slot], flags & (kOwnTables | kPacked));
   }
   static __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
     hopper::barrier_wait(shared_address(barrier), parity);
@@ -220,6 +248,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
               hopper::copy_in(tile(place.slot, kZTile + box), &maps.z, slice * S::kColumns + 64 * box, token, y_head, batch,
                               full);
           }
+        } else if (!foreign) {
+          hopper::barrier_arrive(shared_address(barrier));
         }
         __syncwarp();
         if (foreign) {
@@ -237,10 +267,16 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // Whether chunks have tables of their own.
-  __device__ __forceinline__ bool by_token() const {
-    return scan.decay_per_token || scan.x_factor.data != nullptr || scan.x_rank1.data != nullptr ||
-           scan.y_factor.data != nullptr || scan.y_rank1.data != nullptr || scan.z_factor.data != nullptr || scan.y_group > 1;
+  // Where chunks share a table: the step, counted down from `steps` to 1, of the one chunk of a piece that may have its own,
+  // that with the last token; else 0.
+  __device__ __forceinline__ int own_step(const Cursor& at, int steps) const {
+    const bool own = (at.piece.end - at.piece.begin) % kTokens != 0 ||
+                     (S::kKind != kRank1 && reverse() && at.piece.end == at.request_span.end);
+    return !own ? 0 : reverse() != (S::kMode == kSums) ? steps : 1;
+  }
+  __device__ __forceinline__ bool has_own(int step, int own) const { return (flags & kOwnTables) || step == own; }
+  __device__ __forceinline__ Table& table_of(int step, int own, int slot) const {
+    return small.table[has_own(step, own) ? slot : S::kMaxStages];
   }
   __device__ __forceinline__ void make_usual_table(Cursor at, const float (&scales)[5]) {
     at.chunk = at.piece.begin = at.head = 0;
@@ -328,24 +364,21 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   // Warps 1 and 2 of the copy group: one alone where all tables are the same but for few, else each for some places.
   __device__ __forceinline__ void make_tables(Cursor at, int turn) {
     const int lane = threadIdx.x % 32;
-    const bool of_rows = by_token();
+    const bool of_rows = flags & kOwnTables;
     float scales[5] = {};
     if (S::kKind == kRank1) load_scales(scales);
     if (!of_rows && turn == 0) make_usual_table(at, scales);
     Place place;
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
+      const int own = own_step(at, steps);
 #pragma unroll 1
       for (; steps > 0; --steps, next_step(at), place.next(stages)) {
         if ((of_rows ? place.slot % 2 : 0) != turn) continue;
         RawRows raw;
         if (S::kKind == kRank1 && of_rows) load_raw_rows(at, raw);
         wait(&small.empty[place.slot], place.parity ^ 1);
-        const int end = at.chunk_end(kTokens);
-        const bool is_usual = !of_rows && end - at.chunk == kTokens &&
-                              !(S::kKind != kRank1 && reverse() && end == at.request_span.end);
-        if (lane == 0) small.table_of[place.slot] = is_usual ? S::kMaxStages : place.slot;
-        if (is_usual) {
+        if (!has_own(steps, own)) {
         } else if constexpr (S::kKind == kRank1) {
           fill_rank1_table(at, small.table[place.slot], raw, scales);
         } else {
@@ -387,6 +420,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         for (int group = 0; group < kGroups; ++group)
           hopper::copy_in(out_at + (slot * kGroups + group) * kBox, &maps.source, column + 64 * group, ahead.chunk, x_head, batch,
                           full);
+      } else {
+        hopper::barrier_arrive(shared_address(&small.source_full[slot]));
       }
       do next_step(ahead), --ahead_steps;
       while (kGroupedHeads && ahead.head != 0);
@@ -478,6 +513,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
+      const int own = own_step(at, steps);
       float y_sum = 0.0f, count = 0.0f, after = 1.0f, kept = 1.0f;  // y_sum: of column `thread`
       int y_sum_at = 0;
       if (kExtras && row_sums()) {
@@ -505,7 +541,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll 1
       for (; steps > 0; --steps, next_step(at), place.next(stages)) {
         wait(&small.full[place.slot], place.parity);
-        const Table& table = small.table[small.table_of[place.slot]];
+        const Table& table = table_of(steps, own, place.slot);
         if (kPairs || (kOut && row_sums())) {
           float s[8][4], sums[2] = {0.0f, 0.0f}, carried[2] = {0.0f, 0.0f};
           if (kPairs) {
@@ -547,7 +583,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           kept *= table.kept;
           if (at.head + 1 == heads()) after = kept;
         }
-        arrive_warp(&small.empty[place.slot]);
+        arrive_empty(place.slot);
       }
       if (kExtras && kUpdates && slice == 0 && row_sums() && thread < K) {
         const LastSums to = Base::last_sums(at);
@@ -574,6 +610,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       store_16_bytes(shared_address(small.table[i / 48].to_y_sum_tile[2]) + i % 48 * 16, make_uint4(0, 0, 0, 0));
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at), y_sum_at = 0;
+      const int own = own_step(at, steps);
       float y_sum[kBoxes][2] = {}, count = 0.0f;
       const auto for_columns = [&](auto&& body) {
 #pragma unroll
@@ -607,7 +644,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll 1
       for (; steps > 0; --steps, next_step(at), place.next(stages)) {
         wait(&small.full[place.slot], place.parity);
-        const Table& table = small.table[small.table_of[place.slot]];
+        const Table& table = table_of(steps, own, place.slot);
         float s[8][4], sums[2] = {0.0f, 0.0f}, carried[1][4], parts[kBoxes][4];
         const uint32_t x = hopper::describe(tile(place.slot, 0), 0), y = hopper::describe(tile(place.slot, kYTile), 0);
         hopper::named_barrier(1, 128);
@@ -659,7 +696,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         hopper::fence_async();
         arrive_warp(&small.scores_full[scores.slot]);
         scores.next(2);
-        arrive_warp(&small.empty[place.slot]);
+        arrive_empty(place.slot);
       }
       if (slice == 0 && row_sums()) {
         const LastSums to = Base::last_sums(at);
@@ -951,6 +988,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     float state[kWidth / 8][4], o[8][4], y_sum[kYParts][2] = {};
     for (; at.valid; next_piece(at)) {
       int steps = begin_piece(at);
+      const int own = own_step(at, steps);
       float z_sum[2] = {0.0f, 0.0f}, after = 1.0f, kept = 1.0f, count = 0.0f;
       double log2_kept = 0.0;
 #pragma unroll
@@ -978,7 +1016,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         // Of the heads of y of a chunk.
         const bool first = !kGroupedHeads || at.head == 0, last = !kGroupedHeads || at.head + 1 == scan.y_group;
         wait(&small.full[place.slot], place.parity);
-        const Table& table = small.table[small.table_of[place.slot]];
+        const Table& table = table_of(steps, own, place.slot);
         if constexpr (!kOut) {
           uint32_t scaled[4][4];
           load_columns(tile(place.slot, kZTile + group), warp, lane, scaled);
@@ -1004,7 +1042,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           hopper::products_wait<0>();
           hopper::products_keep(state);
           hopper::operands_keep(scaled);
-          arrive_warp(&small.empty[place.slot]);
+          arrive_empty(place.slot);
         } else if (S::kScaledLast && (S::kKind == kRank1 || !table.steep)) {
           wait(&small.scores_full[scores.slot], scores.parity);
           uint32_t packed[kWidth / 16][4], z[4][4], scaled[4][4];
@@ -1018,14 +1056,21 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           if (odd) take_out_odd(z);
           from_state(place.slot, packed, o, false);
           from_scores(scores.slot, z, o);
-          if constexpr (S::kKind == kRank1) {
-            // Where Z is its own Z', as in the usual call, products follow each other at once.
-            if (odd || !table.unscaled) {
+          if constexpr (S::kKind != kRank1) {
+            const float kept = table.kept;
+#pragma unroll
+            for (int n = 0; n < kWidth / 8; ++n)
+#pragma unroll
+              for (int c = 0; c < 4; ++c) state[n][c] *= kept;
+          }
+          if constexpr (kInPlace) {
+            // Where Z is its own Z', as in the usual call without decay, products follow each other at once.
+            if (S::kKind != kRank1 || odd || !table.unscaled) {
               hopper::products_wait<0>();
               hopper::products_keep(o);
               hopper::operands_change(z);
               if (odd) load_columns(tile(place.slot, kZTile + group), warp, lane, z);
-              if (!table.unscaled) scale_columns(table, lane, 1.0f, z, z_sum);
+              if (S::kKind != kRank1 || !table.unscaled) scale_columns(table, lane, 1.0f, z, z_sum);
             }
             to_state(place.slot, z, state);
           } else {
@@ -1038,29 +1083,24 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
                 for (int i = 0; i < 4; ++i) scaled[step][i] = z[step][i];
             }
             scale_columns(table, lane, 1.0f, scaled, z_sum);
-            const float kept = table.kept;
-#pragma unroll
-            for (int n = 0; n < kWidth / 8; ++n)
-#pragma unroll
-              for (int c = 0; c < 4; ++c) state[n][c] *= kept;
             to_state(place.slot, scaled, state);
           }
           hopper::products_wait<1>();
           hopper::products_keep(o);
           hopper::operands_keep(packed);
-          if constexpr (S::kKind != kRank1) hopper::operands_keep(z);
+          if constexpr (!kInPlace) hopper::operands_keep(z);
           if (odd) add_odd(place.slot, scores.slot, group, warp, lane, o);
           if constexpr (kFactors) scale_rows_last(scores.slot, lane, sum_before, o);
-          arrive_warp(&small.scores_empty[scores.slot]);
+          arrive_warp(&small.scores_empty[scores.slot], odd || kFactors || row_sums());
           scores.next(2);
           if constexpr (!kFactors) scale_rows(table, lane, one, z_sum, o);
           wait_rows(out, group, warp, lane, o);
           put_rows(group, warp, lane, out, o);
           hopper::products_wait<0>();
           hopper::products_keep(state);
-          if constexpr (S::kKind == kRank1) hopper::operands_keep(z);
+          if constexpr (kInPlace) hopper::operands_keep(z);
           else hopper::operands_keep(scaled);
-          arrive_warp(&small.empty[place.slot]);
+          arrive_empty(place.slot);
         } else {
           const float sum_before[2] = {z_sum[0], z_sum[1]};
           float unscale[2] = {1.0f, 1.0f};
@@ -1120,9 +1160,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
               }
             }
           }
-          arrive_warp(&small.empty[place.slot]);
+          arrive_empty(place.slot);
           if (with_scores) {
-            arrive_warp(&small.scores_empty[scores.slot]);
+            arrive_warp(&small.scores_empty[scores.slot], odd || kFactors || row_sums());
             scores.next(2);
           }
           if (last) put_rows(group, warp, lane, out, o);
@@ -1493,7 +1533,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           tile + chunk_offset<kTokens>(8 * (n + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), r);
     }
     hopper::fence_async();
-    arrive_warp(&small.out_full[out.slot]);
+    arrive_warp(&small.out_full[out.slot], flags & (kDots | kPacked));
     out.next(2);
   }
 
@@ -1523,17 +1563,18 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     const int copy_warp = threadIdx.x / 32 - 4 * (kGroups + S::kScores);
     if (copy_warp == 0) {
       if (threadIdx.x % 32 == 0) {
+        const auto init = [](uint64_t& barrier, int warps) { hopper::barrier_init(shared_address(&barrier), 32 * warps); };
         for (int s = 0; s < stages; ++s) {
-          hopper::barrier_init(shared_address(&small.full[s]), 2);
-          hopper::barrier_init(shared_address(&small.empty[s]), 4 * (kGroups + S::kScores));
+          init(small.full[s], 2);
+          init(small.empty[s], 4 * (kGroups + S::kScores));
         }
         hopper::barrier_init(shared_address(&small.landed), 1);
         for (int s = 0; s < 2; ++s) {
-          hopper::barrier_init(shared_address(&small.scores_full[s]), 4);
-          hopper::barrier_init(shared_address(&small.scores_empty[s]), 4 * kGroups);
-          hopper::barrier_init(shared_address(&small.out_full[s]), 4 * kGroups);
-          hopper::barrier_init(shared_address(&small.out_empty[s]), 1);
-          hopper::barrier_init(shared_address(&small.source_full[s]), 1);
+          init(small.scores_full[s], 4);
+          init(small.scores_empty[s], 4 * kGroups);
+          init(small.out_full[s], 4 * kGroups);
+          init(small.out_empty[s], 1);
+          init(small.source_full[s], 1);
         }
         asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       }
@@ -1560,11 +1601,11 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 };
 #endif
 
-template <class T, int kWidth, int kGroups, int kMode, int kKind>
-__global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind>::kThreads, 1)
+template <class T, int kWidth, int kGroups, int kMode, int kKind, int kBlocks>
+__global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind, kBlocks>::kThreads, kBlocks)
     ChunkScanHopperKernel(const __grid_constant__ ChunkGroup group, int stages) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using S = HopperShape<T, kWidth, kGroups, kMode, kKind>;
+  using S = HopperShape<T, kWidth, kGroups, kMode, kKind, kBlocks>;
   extern __shared__ char dynamic[];
   char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
   const uint32_t stages_at = shared_address(shared), scores_at = stages_at + stages * S::kStageBytes;
@@ -1577,20 +1618,17 @@ __global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind>:
 #endif
 }
 
-template <class T, int kWidth, int kGroups, int kMode, int kKind>
-int launch_hopper_mode(const ChunkGroup& group, bool overlap, int max_shared_bytes, void* stream) {
-  const ChunkScan& scan = group.scans[0];
-  using S = HopperShape<T, kWidth, kGroups, kMode, kKind>;
-  int stages = (max_shared_bytes - S::fixed_bytes()) / S::kStageBytes;
+template <class T, int kWidth, int kGroups, int kMode, int kKind, int kBlocks>
+int launch_hopper_blocks(const ChunkGroup& group, int64_t blocks, bool overlap, int max_shared_bytes, void* stream) {
+  using S = HopperShape<T, kWidth, kGroups, kMode, kKind, kBlocks>;
+  // A multiprocessor has 1 KB more than a block may take, and needs 1 KB for each.
+  const int bytes_each = (max_shared_bytes + 1024) / kBlocks - 1024;
+  int stages = (bytes_each - S::fixed_bytes()) / S::kStageBytes;
   if (stages > S::kMaxStages) stages = S::kMaxStages;
   const int bytes = S::fixed_bytes() + stages * S::kStageBytes;
-  const auto kernel = ChunkScanHopperKernel<T, kWidth, kGroups, kMode, kKind>;
+  const auto kernel = ChunkScanHopperKernel<T, kWidth, kGroups, kMode, kKind, kBlocks>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  const int64_t segments = S::kOut || !scan.causal ? scan.segments : scan.segments - 1;
-  const int64_t heads = S::kOut ? scan.heads : scan.heads / scan.x_group;
-  const int64_t blocks = scan.batch * heads * segments * scan.slices * group.count;
-  if (blocks == 0) return cudaSuccess;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(S::kThreads);
@@ -1602,6 +1640,22 @@ int launch_hopper_mode(const ChunkGroup& group, bool overlap, int max_shared_byt
   config.attrs = &attribute;
   config.numAttrs = overlap ? 1 : 0;
   return cudaLaunchKernelEx(&config, kernel, group, stages);
+}
+
+template <class T, int kWidth, int kGroups, int kMode, int kKind>
+int launch_hopper_mode(const ChunkGroup& group, bool overlap, int max_shared_bytes, void* stream) {
+  constexpr bool kOut = kMode != kSums;
+  const ChunkScan& scan = group.scans[0];
+  const int64_t segments = kOut || !scan.causal ? scan.segments : scan.segments - 1;
+  const int64_t heads = kOut ? scan.heads : scan.heads / scan.x_group;
+  const int64_t blocks = scan.batch * heads * segments * scan.slices * group.count;
+  if (blocks == 0) return cudaSuccess;
+  // Others need more registers.
+  if constexpr (kWidth == 64 && kGroups == 1 && kMode == kSingle && kKind == kPlain) {
+    if (blocks > group.sm_count)
+      return launch_hopper_blocks<T, kWidth, kGroups, kMode, kKind, 2>(group, blocks, overlap, max_shared_bytes, stream);
+  }
+  return launch_hopper_blocks<T, kWidth, kGroups, kMode, kKind, 1>(group, blocks, overlap, max_shared_bytes, stream);
 }
 
 constexpr int kHopperMaxWidth = 128;

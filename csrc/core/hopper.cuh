@@ -15,6 +15,9 @@ __device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint3
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
+__device__ __forceinline__ void barrier_arrive_times(uint32_t barrier, uint32_t times) {
+  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(times) : "memory");
+}
 // Barrier `id` among `threads` threads of a block.
 __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
@@ -35,6 +38,23 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 }
 // Between ordinary writes to shared memory and their reading by the copy engine or by wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+
+// Of memory that is only read, or 0; without a branch, so that loads follow each other.
+__device__ __forceinline__ float4 load_4_or_zero(const float* from, bool load) {
+  float4 x;
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
+      "@p ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      : "=&f"(x.x), "=&f"(x.y), "=&f"(x.z), "=&f"(x.w)
+      : "l"(from), "r"(static_cast<int>(load)));
+  return x;
+}
+__device__ __forceinline__ float load_or_zero(const float* from, bool load) {
+  float x;
+  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.f32 %0, [%1];\n}"
+               : "=&f"(x) : "l"(from), "r"(static_cast<int>(load)));
+  return x;
+}
 
 __device__ __forceinline__ void copy_in(uint32_t to, const CUtensorMap* map, int column, int token, int head, int batch,
                                         uint32_t barrier) {

@@ -51,7 +51,84 @@ __device__ __forceinline__ float warp_sum(float x) {
 
 unsigned row_blocks(int64_t rows) { return static_cast<unsigned>((rows + kThreads / 32 - 1) / (kThreads / 32)); }
 
+// Whether every row's parts of 16 bytes are aligned.
+template <class T>
+bool parts_aligned(const void* data, const TokenStrides& strides, int64_t width) {
+  const auto aligned = [](int64_t elements) { return elements * static_cast<int64_t>(sizeof(T)) % 16 == 0; };
+  return reinterpret_cast<uintptr_t>(data) % 16 == 0 && aligned(strides.batch) && aligned(strides.head) &&
+         aligned(strides.token) && aligned(width);
+}
+
+// Such a row in the registers of some lanes, up to 256 columns. Blocks: (batch row and head, tokens).
+constexpr int kRowLanes = 8, kBlockRows = kThreads / kRowLanes, kMaxRowWidth = 256;
+template <class T>
+struct RowParts {
+  static constexpr int kElements = 16 / sizeof(T), kParts = kMaxRowWidth / (kRowLanes * kElements);
+  uint4 parts[kParts];
+
+  static __device__ __forceinline__ int column(int part) {
+    return (part * kRowLanes + static_cast<int>(threadIdx.x) % kRowLanes) * kElements;
+  }
+  // From where a row is, or 0.
+  __device__ __forceinline__ void load(const T* row, bool there, int width) {
+#pragma unroll
+    for (int p = 0; p < kParts; ++p) {
+      parts[p] = make_uint4(0, 0, 0, 0);
+      if (there && column(p) < width) parts[p] = *reinterpret_cast<const uint4*>(row + column(p));
+    }
+  }
+  __device__ __forceinline__ float at(int part, int element) const {
+    return static_cast<float>(reinterpret_cast<const T*>(&parts[part])[element]);
+  }
+};
+struct BlockRow {
+  unsigned of_head;
+  int64_t token;
+};
+__device__ __forceinline__ BlockRow block_row(unsigned token_blocks) {
+  return {blockIdx.x / token_blocks,
+          static_cast<int64_t>(blockIdx.x % token_blocks) * kBlockRows + static_cast<int>(threadIdx.x) / kRowLanes};
+}
+// 0: too many for a launch.
+int64_t token_blocks_of(int64_t of_heads, int64_t tokens) {
+  const int64_t blocks = (tokens + kBlockRows - 1) / kBlockRows;
+  return blocks * of_heads <= INT32_MAX ? blocks : 0;
+}
+
 // 1 / max(|row|, 1e-12).
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    UnitFactorOfAlignedKernel(const T* x, TokenStrides strides, unsigned heads, int64_t tokens, int width,
+                              unsigned token_blocks, float* out) {
+  const BlockRow at = block_row(token_blocks);
+  const bool there = at.token < tokens;
+  RowParts<T> row;
+  row.load(x + offset_of({at.of_head / heads, at.of_head % heads, at.token}, strides), there, width);
+  float top = 0.0f;
+#pragma unroll
+  for (int p = 0; p < RowParts<T>::kParts; ++p)
+#pragma unroll
+    for (int i = 0; i < RowParts<T>::kElements; ++i) top = fmaxf(top, fabsf(row.at(p, i)));
+#pragma unroll
+  for (int offset = kRowLanes / 2; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
+  // Scaled by a power of two, so that squares neither overflow nor vanish.
+  int exponent = static_cast<int>(__float_as_uint(top) >> 23) - 127;
+  exponent = exponent < -126 ? -126 : exponent > 126 ? 126 : exponent;
+  const float scale = __uint_as_float(static_cast<uint32_t>(127 - exponent) << 23);
+  float sum = 0.0f;
+#pragma unroll
+  for (int p = 0; p < RowParts<T>::kParts; ++p)
+#pragma unroll
+    for (int i = 0; i < RowParts<T>::kElements; ++i) {
+      const float scaled = row.at(p, i) * scale;
+      sum += scaled * scaled;
+    }
+#pragma unroll
+  for (int offset = kRowLanes / 2; offset > 0; offset /= 2) sum += __shfl_xor_sync(0xffffffffu, sum, offset);
+  const float norm = sqrtf(sum) / scale;
+  if (there && threadIdx.x % kRowLanes == 0)
+    out[static_cast<int64_t>(at.of_head) * tokens + at.token] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
+}
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     UnitFactorKernel(const T* x, TokenStrides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
@@ -100,14 +177,14 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x % 32 == 0) put_weights(args, row, index, dot, inverse, rest);
 }
 
-// The same for rows of 16-bit numbers whose parts of 16 bytes are aligned: some lanes a row, all loads of two rows on their
-// way at once. Blocks: (batch row and head, tokens).
+// The same for rows whose parts of 16 bytes are aligned: some lanes a row, all loads of two rows on their way at once.
+// Blocks: (batch row and head, tokens).
 constexpr int kWeightLanes = 8, kWeightRows = 2, kWeightTokens = kThreads / kWeightLanes * kWeightRows;
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     WeightOfAlignedKernel(const __grid_constant__ NormalizedLinearAttentionGradArgs args, unsigned token_blocks, float* inverse,
                           float* rest) {
-  constexpr int kElements = 8, kParts = 2;
+  constexpr int kElements = 16 / sizeof(T), kParts = 2;
   const NormalizedLinearInputs& in = args.in;
   const unsigned of_head = blockIdx.x / token_blocks;
   const int64_t batch = of_head / static_cast<unsigned>(in.heads), head = of_head % static_cast<unsigned>(in.heads);
@@ -149,38 +226,79 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 int find_weights(const NormalizedLinearAttentionGradArgs& args, float* inverse, float* rest, cudaStream_t stream) {
   const NormalizedLinearInputs& in = args.in;
-  if constexpr (sizeof(T) == 2) {
-    const auto aligned = [](int64_t elements) { return elements % 8 == 0; };
-    const auto at_16_bytes = [](const void* pointer) { return reinterpret_cast<uintptr_t>(pointer) % 16 == 0; };
-    const int64_t token_blocks = (in.tokens + kWeightTokens - 1) / kWeightTokens, blocks = token_blocks * in.batch * in.heads;
-    if (at_16_bytes(args.output) && at_16_bytes(args.grad_output) && aligned(in.value_dim) &&
-        aligned(in.output_strides.batch) && aligned(in.output_strides.head) && aligned(in.output_strides.token) &&
-        blocks <= INT32_MAX) {
-      WeightOfAlignedKernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-          args, static_cast<unsigned>(token_blocks), inverse, rest);
-      return cudaGetLastError();
-    }
+  const int64_t token_blocks = (in.tokens + kWeightTokens - 1) / kWeightTokens, blocks = token_blocks * in.batch * in.heads;
+  if (parts_aligned<T>(args.output, in.output_strides, in.value_dim) &&
+      parts_aligned<T>(args.grad_output, in.output_strides, in.value_dim) && blocks <= INT32_MAX) {
+    WeightOfAlignedKernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
+        args, static_cast<unsigned>(token_blocks), inverse, rest);
+    return cudaGetLastError();
   }
   WeightKernel<T><<<row_blocks(in.batch * in.heads * in.tokens), kThreads, 0, stream>>>(args, inverse, rest);
   return cudaGetLastError();
 }
 
-// From the gradient of a row of unit length to that of the row it was made from: (dy - y (y·dy)) / |x|. dots: of the
-// slices [slices][rows], x · dy over *times.
+// From the gradient of a row of unit length to that of the row it was made from: (dy - y (y·dy)) / |x|.
+struct Projection {
+  const float *units, *dots;  // [rows]: 1 / |x|; [slices][rows]: x · dy over *times
+  int slices;
+  const float* times;
+};
+// 1 / |x| and what x is multiplied by.
+__device__ __forceinline__ float2 projection_of(const Projection& of, int64_t index, int64_t rows) {
+  const float unit = of.units[index];
+  float dot = 0.0f;
+  for (int s = 0; s < of.slices; ++s) dot += of.dots[s * rows + index];
+  if (of.times != nullptr) dot *= *of.times;
+  return make_float2(unit, unit >= 1.0f / kUnitRowEps ? 0.0f : dot * unit * unit);
+}
+
+template <class T>
+__global__ void __launch_bounds__(kThreads)
+    ProjectAlignedKernel(const T* x, T* grad, TokenStrides strides, unsigned heads, int64_t rows, int64_t tokens, int width,
+                         unsigned token_blocks, Projection of) {
+  using Parts = RowParts<T>;
+  const BlockRow at = block_row(token_blocks);
+  if (at.token >= tokens) return;
+  const int64_t offset = offset_of({at.of_head / heads, at.of_head % heads, at.token}, strides);
+  Parts row, to;
+  row.load(x + offset, true, width);
+  to.load(grad + offset, true, width);
+  const float2 by = projection_of(of, static_cast<int64_t>(at.of_head) * tokens + at.token, rows);
+#pragma unroll
+  for (int p = 0; p < Parts::kParts; ++p) {
+    alignas(16) T result[Parts::kElements];
+#pragma unroll
+    for (int i = 0; i < Parts::kElements; ++i) result[i] = static_cast<T>(by.x * (to.at(p, i) - by.y * row.at(p, i)));
+    if (Parts::column(p) < width)
+      *reinterpret_cast<uint4*>(grad + offset + Parts::column(p)) = *reinterpret_cast<const uint4*>(result);
+  }
+}
 template <class T>
 __global__ void __launch_bounds__(kThreads)
     ProjectKernel(const T* x, T* grad, TokenStrides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
-                  const float* units, const float* dots, int slices, const float* times) {
+                  Projection of) {
   const int64_t index = row_index(), rows = batch * heads * tokens;
   if (index >= rows) return;
   const int64_t at = offset_of(row_at(index, heads, tokens), strides);
-  const float unit = units[index];
-  float dot = 0.0f;
-  for (int s = 0; s < slices; ++s) dot += dots[s * rows + index];
-  if (times != nullptr) dot *= *times;
-  const float along = unit >= 1.0f / kUnitRowEps ? 0.0f : dot * unit * unit;
+  const float2 by = projection_of(of, index, rows);
   for (int64_t d = threadIdx.x % 32; d < width; d += 32)
-    grad[at + d] = static_cast<T>(unit * (static_cast<float>(grad[at + d]) - along * static_cast<float>(x[at + d])));
+    grad[at + d] = static_cast<T>(by.x * (static_cast<float>(grad[at + d]) - by.y * static_cast<float>(x[at + d])));
+}
+
+template <class T>
+int project(const void* x, void* grad, const TokenStrides& strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
+            const Projection& of, cudaStream_t stream) {
+  const T* const from = static_cast<const T*>(x);
+  T* const to = static_cast<T*>(grad);
+  const int64_t rows = batch * heads * tokens, token_blocks = token_blocks_of(batch * heads, tokens);
+  if (token_blocks > 0 && width <= kMaxRowWidth && parts_aligned<T>(x, strides, width) &&
+      parts_aligned<T>(grad, strides, width))
+    ProjectAlignedKernel<T><<<static_cast<unsigned>(token_blocks * batch * heads), kThreads, 0, stream>>>(
+        from, to, strides, static_cast<unsigned>(heads), rows, tokens, static_cast<int>(width),
+        static_cast<unsigned>(token_blocks), of);
+  else
+    ProjectKernel<T><<<row_blocks(rows), kThreads, 0, stream>>>(from, to, strides, batch, heads, tokens, width, of);
+  return cudaGetLastError();
 }
 
 // Σ row sums and Σ dots, each over its rows, in parts and then whole.
@@ -223,9 +341,16 @@ int unit_factors(const NormalizedLinearInputs& in, bool of_query, float* out, cu
   const int64_t heads = of_query ? in.heads : in.kv_heads;
   return with_type(in.dtype, [&](auto type) -> int {
     using T = decltype(type);
-    UnitFactorKernel<T><<<row_blocks(in.batch * heads * in.tokens), kThreads, 0, stream>>>(
-        static_cast<const T*>(of_query ? in.query : in.key), of_query ? in.query_strides : in.key_strides, in.batch, heads,
-        in.tokens, in.dim, out);
+    const T* const x = static_cast<const T*>(of_query ? in.query : in.key);
+    const TokenStrides& strides = of_query ? in.query_strides : in.key_strides;
+    const int64_t token_blocks = token_blocks_of(in.batch * heads, in.tokens);
+    if (token_blocks > 0 && in.dim <= kMaxRowWidth && parts_aligned<T>(x, strides, in.dim))
+      UnitFactorOfAlignedKernel<T><<<static_cast<unsigned>(token_blocks * in.batch * heads), kThreads, 0, stream>>>(
+          x, strides, static_cast<unsigned>(heads), in.tokens, static_cast<int>(in.dim), static_cast<unsigned>(token_blocks),
+          out);
+    else
+      UnitFactorKernel<T><<<row_blocks(in.batch * heads * in.tokens), kThreads, 0, stream>>>(x, strides, in.batch, heads,
+                                                                                             in.tokens, in.dim, out);
     return cudaGetLastError();
   });
 }
@@ -398,13 +523,11 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
   if (in.normalize_qk && !empty) {
     const int failed = with_type(in.dtype, [&](auto type) -> int {
       using T = decltype(type);
-      ProjectKernel<T><<<row_blocks(query_rows), kThreads, 0, stream>>>(
-          static_cast<const T*>(in.query), static_cast<T*>(args.grad_query), in.query_strides, in.batch, in.heads, in.tokens,
-          in.dim, query_units, of_query.row_dot, chunk_scan_slices(of_query), b);
-      ProjectKernel<T><<<row_blocks(key_rows), kThreads, 0, stream>>>(
-          static_cast<const T*>(in.key), static_cast<T*>(args.grad_key), in.key_strides, in.batch, in.kv_heads, in.tokens,
-          in.dim, key_units, of_key.row_dot, chunk_scan_slices(of_key), b);
-      return cudaGetLastError();
+      const int failed = project<T>(in.query, args.grad_query, in.query_strides, in.batch, in.heads, in.tokens, in.dim,
+                                    {query_units, of_query.row_dot, chunk_scan_slices(of_query), b}, stream);
+      if (failed != cudaSuccess) return failed;
+      return project<T>(in.key, args.grad_key, in.key_strides, in.batch, in.kv_heads, in.tokens, in.dim,
+                        {key_units, of_key.row_dot, chunk_scan_slices(of_key), b}, stream);
     });
     if (failed != cudaSuccess) return failed;
   }
