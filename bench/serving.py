@@ -1,7 +1,8 @@
 """Continuous batching against batches padded to their longest request, in ONNX Runtime.
 
     python bench/serving.py export DIR [--model HF_FOLDER | --shape llama-1b] [--dtype float16] [--weightless]
-    python bench/serving.py run DIR [--provider CUDA] [--requests 64] [--batch 16] [--energy] [--out F.json]
+    python bench/serving.py run DIR [--provider CUDA] [--requests 64] [--batch 16] [--energy] [--graphs]
+                                [--out F.json]
 
 `export` writes both graphs of one model: a transformers model, or one of a shape with random weights. With --weightless the
 weights stay out of the files, and `run` makes random ones on its own device, the same for both graphs.
@@ -10,7 +11,8 @@ Requests have prompts and answers of lognormal lengths (sigma 1), all there at t
 order, `batch` at a time, each batch running until its longest answer is through. Continuous batching has as many places, and
 a finished request's goes to the next one at once. Answers are cut at each request's own length, so that both ways make the
 same tokens, which are compared with each other (in float16 two near likelihoods may change places, and the rest of that
-answer with them); useful tokens a second are prompt and answer tokens over wall time. --energy adds joules a useful token, by
+answer with them); useful tokens a second are prompt and answer tokens over wall time. --graphs: steps of one token a request
+as CUDA graphs, in both ways. --energy adds joules a useful token, by
 NVML's counter.
 """
 
@@ -118,10 +120,10 @@ def command_run(args):
     facts = json.loads((args.folder / "bench.json").read_text())
     if "random" in facts:
         fill_randomly(args.folder, facts, "cuda" if args.provider == "CUDA" else "cpu")
-    decoder = load_decoder(args.folder / "decoder", provider)
+    decoder = load_decoder(args.folder / "decoder", provider, cuda_graph=args.graphs)
     work = requests(args.requests, args.prompt, args.answer, decoder.vocabulary)
     pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[:args.batch])
-    server = ContinuousBatch(args.folder / "serving", pages, args.batch, args.step_tokens, provider)
+    server = ContinuousBatch(args.folder / "serving", pages, args.batch, args.step_tokens, provider, cuda_graph=args.graphs)
     useful = sum(len(p) + a for p, a in work)
     ways = {"padded": lambda w: padded(decoder, w, args.batch), "continuous": lambda w: continuous(server, w)}
     joules = None
@@ -150,7 +152,7 @@ def command_run(args):
     result = {"date": datetime.date.today().isoformat(), "provider": args.provider, "kernels": native.build_info(),
               "onnxruntime": onnxruntime.__version__, **facts, "requests": args.requests, "batch": args.batch,
               "mean_prompt": args.prompt, "mean_answer": args.answer,
-              "step_tokens": args.step_tokens, "useful_tokens": useful, "answers_equal": same,
+              "step_tokens": args.step_tokens, "cuda_graphs": args.graphs, "useful_tokens": useful, "answers_equal": same,
               "tokens_before_a_difference": share, "speed_up": speed_up, **report}
     if args.provider == "CUDA":
         import torch
@@ -179,6 +181,7 @@ def main():
     run.add_argument("--prompt", type=int, default=128, help="mean length of a prompt")
     run.add_argument("--answer", type=int, default=64, help="mean length of an answer")
     run.add_argument("--step-tokens", type=int, default=256)
+    run.add_argument("--graphs", action="store_true", help="CUDA graphs for steps of one token a request")
     run.add_argument("--energy", action="store_true", help="joules a useful token too")
     run.add_argument("--out", type=Path)
     run.set_defaults(command=command_run)

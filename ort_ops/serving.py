@@ -37,21 +37,64 @@ class Request:
         return len(self.prompt) + len(self.tokens) - self.cached
 
 
+class _Captured:
+    """Steps in which each of up to `rows` requests gets one token, as a CUDA graph of its own: inputs and logits stay in their
+    places. Rows without a request have no new tokens. (ONNX Runtime runs a step several times while it captures; a token that
+    is appended twice to the same place of a page does no harm.)"""
+
+    def __init__(self, batch, rows, table, identity):
+        import onnxruntime
+
+        order = np.arange(rows)
+        feed = {"slots": order[:, None], "rows": order, "last": order, "input_ids": np.zeros(rows, np.int64),
+                "positions": np.zeros(rows, np.int64), "block_table": np.zeros((rows, table), np.int32),
+                "seq_lens": np.zeros(rows, np.int32), "query_lens": np.zeros(rows, np.int32)}
+        self.rows, self.table, self.session = rows, table, batch.session
+        self.inputs = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, batch.device, 0) for name, array in feed.items()}
+        self.logits = onnxruntime.OrtValue.ortvalue_from_shape_and_type([rows, batch.vocabulary], np.float32, batch.device, 0)
+        self.binding, self.options = batch.session.io_binding(), onnxruntime.RunOptions()
+        self.options.add_run_config_entry("gpu_graph_id", str(identity))
+        for name, value in self.inputs.items():
+            self.binding.bind_ortvalue_input(name, value)
+        batch.bind_pools(self.binding)
+        self.binding.bind_ortvalue_output("logits", self.logits)
+
+    def run(self, feed):
+        """Logits [B,vocabulary] of a step of B <= rows requests."""
+        count = len(feed["seq_lens"])
+        for name in ("input_ids", "positions", "seq_lens", "query_lens", "block_table"):
+            array = feed[name]
+            size = (self.rows, self.table) if array.ndim == 2 else (self.rows,)
+            whole = np.zeros(size, array.dtype)
+            whole[tuple(map(slice, array.shape))] = array
+            self.inputs[name].update_inplace(whole)
+        self.session.run_with_iobinding(self.binding, self.options)
+        self.binding.synchronize_outputs()
+        return self.logits.numpy()[:count]
+
+
 class ContinuousBatch:
     """A queue of requests, the pool, and step().
 
     folder: written by leanfleet.export.serving.export_for_serving. pages: size of the pool; one request needs
     ceil((prompt + max_new_tokens) / block) of them for as long as it runs. max_requests: at most so many run at once.
     step_tokens: at most so many new tokens a step, prompts being cut to fit. library: False runs the function bodies.
+    cuda_graph: on the CUDA provider, steps in which every request gets one token are captured once for each power of two of
+    requests and of pages in the longest table, and replayed.
     Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
     """
 
-    def __init__(self, folder, pages, max_requests=16, step_tokens=256, providers=None, session_options=None, library=True):
+    def __init__(self, folder, pages, max_requests=16, step_tokens=256, providers=None, session_options=None, library=True,
+                 cuda_graph=False):
         import onnxruntime
 
         if step_tokens < max_requests:
             raise ValueError(f"step_tokens {step_tokens} is less than max_requests {max_requests}: every running request takes "
                              "one token a step")
+        if cuda_graph and not library:
+            raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
+        if cuda_graph:
+            providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
         _, facts, self.session = open_exported(folder, "serving", "leanfleet.export.serving.export_for_serving", providers,
                                                session_options, library)
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
@@ -68,8 +111,12 @@ class ContinuousBatch:
         if not library:  # the body reads whole pools: give it numbers
             for i, pool in zip(pools, self.pools):
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
+        self.captured = {} if cuda_graph else None  # (rows, pages) -> _Captured
+        self.options = onnxruntime.RunOptions()
+        if cuda_graph:
+            self.options.add_run_config_entry("gpu_graph_id", "-1")  # other steps are not captured
         self.binding = self.session.io_binding()
-        self._bind_pools()
+        self.bind_pools(self.binding)
         self.logits = np.empty((max_requests, self.vocabulary), np.float32)
 
     def add(self, prompt, max_new_tokens=128, stop_tokens=None, **sampling):
@@ -171,24 +218,36 @@ class ContinuousBatch:
                 self._release(request)
         return results
 
-    def _bind_pools(self):
+    def bind_pools(self, binding):
         for name, pool in zip(self.pool_names, self.pools, strict=True):
-            self.binding.bind_ortvalue_input(name, pool)
+            binding.bind_ortvalue_input(name, pool)
             if self.in_place:
-                self.binding.bind_ortvalue_output(name.replace("pages", "pages_out", 1), pool)
+                binding.bind_ortvalue_output(name.replace("pages", "pages_out", 1), pool)
             else:
-                self.binding.bind_output(name.replace("pages", "pages_out", 1))
+                binding.bind_output(name.replace("pages", "pages_out", 1))
+
+    def _captured_step(self, rows, table):
+        """That for steps of so many requests with tables of so many pages, at least."""
+        def rounded(number, most):
+            return min(1 << (number - 1).bit_length(), most)
+
+        size = rounded(rows, self.max_requests), rounded(table, self.pages)
+        if size not in self.captured:
+            self.captured[size] = _Captured(self, *size, 1 + len(self.captured))
+        return self.captured[size]
 
     def _run(self, feed):
         """Logits [B,vocabulary] of a call, which the next one overwrites."""
+        if self.captured is not None and feed["slots"].shape[1] == 1:
+            return self._captured_step(*feed["block_table"].shape).run(feed)
         logits = self.logits[:len(feed["last"])]
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
         self.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self.session.run_with_iobinding(self.binding)
+        self.session.run_with_iobinding(self.binding, self.options)
         if not self.in_place:
             self.pools = self.binding.get_outputs()[:-1]  # in the order in which they were bound first: the logits are last
-            self._bind_pools()
+            self.bind_pools(self.binding)
         return logits
 
     @property

@@ -9,7 +9,9 @@ import pytest
 import torch
 import transformers
 from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
+from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops.generation import _Steps, generate, load_decoder
+from leanfleet.ort_ops.serving import ContinuousBatch
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -131,3 +133,18 @@ def test_half_precision(tmp_path):
     asked = prompts(100)
     expected, found = run(tmp_path / "float32", asked, 1, providers=CUDA), run(tmp_path / "float16", asked, 8, cuda_graph=True)
     assert np.abs(found[1][0] - expected[1][0]).max() <= 2e-2 * np.abs(expected[1][0]).max()
+
+
+def test_continuous_batch_in_graphs(tmp_path):
+    """Captured steps and others take turns over the same pools, and give what plain steps give."""
+    torch.manual_seed(5)
+    export_for_serving(llama().eval(), tmp_path)
+    asked, answers = prompts(9, 70, 33, 1, 140, 18), [30, 12, 40, 5, 21, 33]
+    found = []
+    for options in ({"providers": CUDA}, {"cuda_graph": True}):
+        batch = ContinuousBatch(tmp_path, pages=60, max_requests=4, step_tokens=64, **options)
+        requests = [batch.add(prompt, answer, stop_tokens=()) for prompt, answer in zip(asked, answers)]
+        batch.run()
+        found.append([r.tokens for r in requests])
+    assert found[0] == found[1] and [len(t) for t in found[1]] == answers
+    assert {rows for rows, _ in batch.captured} >= {1, 4}, "no step was captured"

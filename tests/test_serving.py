@@ -62,6 +62,22 @@ def test_requests_join_and_leave(model, folder, limits):
     assert batch.processed_tokens == sum(len(r.prompt) + len(r.tokens) - 1 for r in requests)
 
 
+def test_captured_steps(model, folder):
+    """What CUDA graphs replay, on the CPU: steps of one token each have a size of their own, a power of two or the limit, and
+    rows without a request change nothing."""
+    batch = ContinuousBatch(folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+    batch.captured = {}
+    wanted, requests, random = prompts(9), [], np.random.default_rng(4)
+    for pool in batch.pools:
+        pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
+    for prompt in wanted:
+        requests.append(batch.add(prompt, int(random.integers(1, 25)), stop_tokens=()))
+    batch.run()
+    assert {rows for rows, _ in batch.captured} == {1, 2, 4, 5} and {pages for _, pages in batch.captured} <= {1, 2, 4, 8, 16}
+    for prompt, request in zip(wanted, requests):
+        assert request.tokens == alone(model, prompt, request.max_new_tokens)
+
+
 def test_pages_are_reused_with_old_contents(model, folder):
     """A pool that is full of another request's keys, or of NaN, changes nothing."""
     batch = ContinuousBatch(folder, pages=12, providers=["CPUExecutionProvider"])
@@ -187,5 +203,7 @@ def test_refused_folders(model, folder, tmp_path):
     export_decoder(model, tmp_path / "plain")
     with pytest.raises(ValueError, match="kind decoder; this needs one from leanfleet.export.serving"):
         ContinuousBatch(tmp_path / "plain", pages=10)
+    with pytest.raises(ValueError, match="cuda_graph needs the library"):
+        ContinuousBatch(folder, pages=10, library=False, cuda_graph=True)
     with pytest.raises(ValueError, match="step_tokens 4 is less than max_requests 16"):
         ContinuousBatch(folder, pages=10, step_tokens=4)
