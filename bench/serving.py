@@ -186,6 +186,8 @@ def main():
     run.add_argument("--out", type=Path)
     run.set_defaults(command=command_run)
     args = parser.parse_args()
+    if getattr(args, "graphs", False) and args.provider != "CUDA":
+        parser.error("--graphs needs --provider CUDA")
     args.command(args)
 
 

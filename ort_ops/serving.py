@@ -51,13 +51,13 @@ class _Captured:
                 "seq_lens": np.zeros(rows, np.int32), "query_lens": np.zeros(rows, np.int32)}
         self.rows, self.table, self.session = rows, table, batch.session
         self.inputs = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, batch.device, 0) for name, array in feed.items()}
-        self.logits = onnxruntime.OrtValue.ortvalue_from_shape_and_type([rows, batch.vocabulary], np.float32, batch.device, 0)
         self.binding, self.options = batch.session.io_binding(), onnxruntime.RunOptions()
         self.options.add_run_config_entry("gpu_graph_id", str(identity))
         for name, value in self.inputs.items():
             self.binding.bind_ortvalue_input(name, value)
         batch.bind_pools(self.binding)
-        self.binding.bind_ortvalue_output("logits", self.logits)
+        # Steps follow one another: they share the room for logits.
+        self.binding.bind_output("logits", batch.device, 0, np.float32, [rows, batch.vocabulary], batch.step_logits.data_ptr())
 
     def run(self, feed):
         """Logits [B,vocabulary] of a step of B <= rows requests."""
@@ -70,7 +70,7 @@ class _Captured:
             self.inputs[name].update_inplace(whole)
         self.session.run_with_iobinding(self.binding, self.options)
         self.binding.synchronize_outputs()
-        return self.logits.numpy()[:count]
+        return self.binding.get_outputs()[-1].numpy()[:count]
 
 
 class ContinuousBatch:
@@ -80,7 +80,7 @@ class ContinuousBatch:
     ceil((prompt + max_new_tokens) / block) of them for as long as it runs. max_requests: at most so many run at once.
     step_tokens: at most so many new tokens a step, prompts being cut to fit. library: False runs the function bodies.
     cuda_graph: on the CUDA provider, steps in which every request gets one token are captured once for each power of two of
-    requests and of pages in the longest table, and replayed.
+    requests and of pages in the longest table, and replayed; providers are ignored then.
     Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
     """
 
@@ -112,6 +112,7 @@ class ContinuousBatch:
             for i, pool in zip(pools, self.pools):
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
         self.captured = {} if cuda_graph else None  # (rows, pages) -> _Captured
+        self.step_logits = allocate([max_requests, self.vocabulary], np.float32, self.device, 0) if cuda_graph else None
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
             self.options.add_run_config_entry("gpu_graph_id", "-1")  # other steps are not captured

@@ -1,6 +1,7 @@
 """Continuous batching: requests that join and leave get what they would get alone."""
 
 import numpy as np
+import onnxruntime
 import pytest
 import torch
 from leanfleet.export.decoder import export_decoder
@@ -66,7 +67,7 @@ def test_captured_steps(model, folder):
     """What CUDA graphs replay, on the CPU: steps of one token each have a size of their own, a power of two or the limit, and
     rows without a request change nothing."""
     batch = ContinuousBatch(folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
-    batch.captured = {}
+    batch.captured, batch.step_logits = {}, onnxruntime.OrtValue.ortvalue_from_shape_and_type([5, 97], np.float32, "cpu", 0)
     wanted, requests, random = prompts(9), [], np.random.default_rng(4)
     for pool in batch.pools:
         pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
