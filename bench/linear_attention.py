@@ -213,6 +213,7 @@ def normalized_lines(section, shapes, dtype, args):
         fla = minus(fastest_fla(fla_normalized(q, k, v, grad), args.rounds), alone) if args.fla else None
         yield line(section, title_of(*shape) + " backward", {"ours": backward, "with grad_coefficients": with_coefficients},
                    args.rounds, fla)
+        del q, k, v, grad, forward, backward, with_coefficients  # the next shape needs the memory
         torch.cuda.empty_cache()
 
 

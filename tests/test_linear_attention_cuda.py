@@ -430,6 +430,13 @@ def test_any_normalized(data):
     check("NormalizedLinearAttention" + "Grad" * grad, inputs, attrs)
 
 
+@pytest.mark.parametrize("causal", (0, 1))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_many_chunks_a_block(dtype, causal):
+    """More heads than multiprocessors: a block walks through all chunks of its head, and through its buffers many times."""
+    check("NormalizedLinearAttention", *normalized_case(8, dtype, B=17, H=8, Hkv=8, N=900, D=128, Dv=128, causal=causal))
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_normalized_prompt_and_then_token_by_token(dtype):
     inputs, attrs = normalized_case(3, dtype, N=100, D=128, Dv=64, state=True)

@@ -63,7 +63,8 @@ inline double recurrence_microseconds(const DecayShape& s) {
     const double blocks = double(s.requests) * double(s.kv_heads) * double((s.value_width + 31) / 32);
     const double waves = blocks / (double(s.sm_count) * double(at_once)), more = waves > 1.0 ? waves - 1.0 : 0.0;
     if (s.tokens == 1) return (4.6 + 0.88 * group) * (1.0 + 1.5 * more);
-    return (6.15 + 0.21 * tokens * (1.0 + 2.94 * group)) * (1.0 + 0.59 * more);
+    const double token = s.key_width > 64 && s.key_width <= 128 ? 0.15 : 0.21;
+    return (6.15 + token * tokens * (1.0 + 2.94 * group)) * (1.0 + 0.59 * more);
   }
   const double begin = s.key_width <= 8 ? 8.0 : s.key_width <= kRecurrenceNarrowWidth ? 14.5
                        : s.key_width <= 128 ? 15.5 : s.key_width <= 256 ? 19.5 : 24.0;
@@ -80,7 +81,12 @@ struct ChunkCosts {
   int64_t parts = 1;
 };
 inline ChunkCosts chunk_costs(const DecayShape& s) {
-  if (s.element == 4) return s.key_width <= 128 ? ChunkCosts{19.4, 0.0, 11.5, 12.4, 1.85} : ChunkCosts{24.3, 0.0, 45.2, 0.0, 1.85};
+  if (s.element == 4) {
+    if (s.key_width > 128) return {24.3, 0.0, 45.2, 0.0, 1.85};
+    if (s.key_width % 4 != 0 || s.value_width % 4 != 0) return {19.4, 0.0, 11.5, 12.4, 1.85};  // mma.sync
+    const double narrow = s.value_width <= 64 ? 0.72 : 1.0;
+    return {22.3, 6.95, 6.02 * narrow, 8.02 * narrow, 1.5};
+  }
   const bool odd_rows = s.key_width % 8 != 0 || s.value_width % 8 != 0;  // no multiple of 16 bytes
   if (s.key_width > 128 && (s.normalize || odd_rows)) return {47.2, 15.1, 8.85, 3.14, 1.48};  // mma.sync
   if (odd_rows) return {29.4, 0.0, 4.62, 24.4, 1.98};
@@ -88,7 +94,7 @@ inline ChunkCosts chunk_costs(const DecayShape& s) {
     const int64_t parts = (s.key_width + 127) / 128;
     return {16.7 * double(parts), 8.11, 0.452, 0.782, 1.79, parts};
   }
-  return {15.5, 5.81, 0.77, 1.29, 1.71};
+  return {17.6, 5.81, 0.77, 1.29, 1.71};
 }
 
 inline double lightning_microseconds(const DecayShape& shape) {

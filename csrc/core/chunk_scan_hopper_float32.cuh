@@ -3,14 +3,17 @@
 // ahead of each other:
 //
 //   state groups  (1 or 2) each 64 columns of Z, with Sᵀ in registers: Oᵀ and Sᵀ
-//   score group   P and row sums; while segments are summed, the planes of Z
-//   load group    tables of rows and the planes of X, Y and Z
+//   score group   the planes of X, P and row sums; while segments are summed, the planes of Z
+//   load group    tables of rows and the planes of Y and Z
 //
 // Who loads rows also adds up their sums, from the numbers themselves. Factors of rows of Y and Z are in their planes.
 //
 // Tensor cores truncate their sums. A product therefore starts from 0 and takes the small planes first, so that only one
 // product in six meets a sum of full size, and is added to what came before outside of them.
 #pragma once
+
+#include <cstddef>
+#include <type_traits>
 
 #include "core/chunk_scan.cuh"
 #include "core/hopper.cuh"
@@ -26,24 +29,25 @@ struct Float32Shape {
   static constexpr bool kOut = kPass_ != kFloat32Sums, kGrouped = kPass_ == kFloat32Grouped;
   static constexpr int kWidth = kWidth_, kGroups = kGroups_, kTokens = 64, kColumns = 64 * kGroups, kPlanes = 3;
   static constexpr int kThreads = 128 * (kGroups + 2);
-  static constexpr int kStateRegisters = kGroups == 1 ? 216 : 168, kOtherRegisters = kGroups == 1 ? 128 : 88;
+  static constexpr int kStateRegisters = kGroups == 1 ? 216 : 160, kOtherRegisters = kGroups == 1 ? 128 : 96;
   static constexpr int kBox = 8192, kWidePlane = kTokens * kWidth * 2, kNarrowPlane = kTokens * kColumns * 2;
   // X, Y twice, Z, P.
   static constexpr int kY = kPlanes * kWidePlane, kZ = 3 * kPlanes * kWidePlane, kP = kZ + kPlanes * kNarrowPlane;
   static constexpr int kTileBytes = kP + kPlanes * kBox;
 
-  struct Table {
+  struct alignas(16) Table {
     float2 log2_decay[kTokens];  // sum from the chunk's begin, in scan order, as high and low part
     float x_factor[kTokens], x_rank1[kTokens], y_rank1[kTokens];
     float from_state[kTokens], from_sum[kTokens];  // of the carried sums in an output row
     float to_end[kTokens];                         // the decay up to the chunk's end
     double log2_kept;
     float kept, count;
+    Cursor at;  // of outputs, for those who load neither Y nor Z
   };
   struct Small {
     Table table[2];
     alignas(16) float z_sum[kColumns];      // before the chunk of Z
-    alignas(16) float next_z_sum[kColumns], y_sum[2][kWidth];  // before the next chunk that is loaded; of Y by turns
+    alignas(16) float next_z_sum[kColumns], y_sum[3][kWidth];  // before the next chunk that is loaded; of Y by turns
     float carried[4][kTokens];              // parts of rows of X times the sum of y before the chunk
     alignas(16) float out_scale[2][kTokens];
     float dots[4 * kGroups][kTokens];
@@ -73,9 +77,11 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
   static constexpr bool kOut = S::kOut;
   __device__ __forceinline__ bool updates() const { return !kOut || scan.causal; }
 
-  static __device__ __forceinline__ void arrive_warp(uint64_t& barrier) {
+  // A warp arrives as often as it has lanes: each once where lanes read what those of another warp have written, or write
+  // where those have read, else one for all. After __syncwarp one would always do, but racecheck does not follow that order.
+  static __device__ __forceinline__ void arrive_warp(uint64_t& barrier, bool each = true) {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) barrier_arrive(shared_address(&barrier));
+    if (each || threadIdx.x % 32 == 0) hopper::barrier_arrive_times(shared_address(&barrier), each ? 1 : 32);
   }
   static __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
     barrier_wait(shared_address(&barrier), parity);
@@ -86,7 +92,9 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
   __device__ __forceinline__ bool with_tables() const { return kOut || decays(); }
   // Whether who loads Y, or anything, looks at them too.
   __device__ __forceinline__ bool weighs_y() const { return decays() && (!kOut || scan.row_sums); }
-  __device__ __forceinline__ bool loads_with_table() const { return kOut ? weighs_y() || scan.rank1 : decays(); }
+  __device__ __forceinline__ bool loads_with_table() const {
+    return updates() && (kOut ? weighs_y() || scan.rank1 : decays());
+  }
   static __device__ __forceinline__ float constant_of(const ChunkFactor& factor) {
     return factor.times != nullptr ? factor.scale * *factor.times : factor.scale;
   }
@@ -161,6 +169,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     for (int offset = 16; offset > 0; offset /= 2) count += __shfl_xor_sync(kFullWarp, count, offset);
     // The heads of y that follow in the same chunk add to the same sums.
     if (lane == 0) {
+      if (kOut) table.at = at;
       table.kept = at.head == 0 ? exp2f(static_cast<float>(end)) : 1.0f;
       table.log2_kept = at.head == 0 ? end : 0.0;
       table.count = count;
@@ -169,16 +178,16 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
 
   // Loads
 
-  // Lanes of a warp take a quarter of the columns, and rows so that no two of eight that store 16 bytes at once meet in a
-  // bank.
+  // Lanes of a warp take a quarter of the columns, each four and four more kApart on, so that a row's lanes read whole
+  // sectors; and rows so that no two of 16 lanes that store 8 bytes at once meet in a bank.
   template <int kTileColumns>
   struct Lane {
-    static constexpr int kLanes = kTileColumns / 32, kRows = 32 / kLanes;  // parts of 8 columns, rows at once
+    static constexpr int kLanes = kTileColumns / 32, kRows = 32 / kLanes, kApart = 4 * kLanes;  // of a row, rows at once
     int row, column;
     __device__ __forceinline__ Lane() {
       const int warp = threadIdx.x / 32 % 4, lane = threadIdx.x % 32, at = lane / kLanes;
-      column = 8 * (warp * kLanes + lane % kLanes);
-      row = kLanes == 4 ? at % 2 * 4 + at / 2 : at % 4 * 2 + at / 4 % 2 + at / 8 * 8;
+      column = 8 * kLanes * warp + 4 * (lane % kLanes);
+      row = kLanes == 4 ? at % 4 * 2 + at / 4 : at;
     }
     // Over a warp's rows, of each column.
     template <int kNumbers>
@@ -190,32 +199,46 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     }
   };
 
-  // Rows of a tensor, kTileColumns columns from `first` on, times their factors (null: none) and `constant`, to the planes
-  // of a tile; what is not there becomes 0. ready(): waits for room. visit(row, in_chunk, x): eight numbers of a row, with
-  // their factors. Returns the largest high halves, without signs, of pairs of the first plane.
-  template <int kTileColumns, class Ready, class Visit>
+  // Rows of a tensor, kTileColumns columns from `first` on, to the planes of a tile, if kWeighed times their factors (null:
+  // none) and `constant`; what is not there becomes 0. ready(): waits for room. visit(row, in_chunk, x): eight numbers of a
+  // row, with their factors. Returns the largest high halves, without signs, of pairs of the first plane.
+  template <int kTileColumns, bool kWeighed, class Ready, class Visit>
   __device__ __forceinline__ uint32_t bring(const ChunkTensor& x, int head, const Cursor& at, int first, uint32_t to,
                                             const float* factors, int64_t factor_token, float constant, Ready&& ready,
                                             Visit&& visit) const {
     using L = Lane<kTileColumns>;
-    constexpr int kPlane = kTokens * kTileColumns * 2, kSteps = kTokens / L::kRows, kAhead = 3;
+    constexpr int kPlane = kTokens * kTileColumns * 2, kSteps = kTokens / L::kRows, kAhead = 1;
+    static_assert(kSteps % (kAhead + 1) == 0, "whole turns");
     const L lane;
+    const float* const begin = static_cast<const float*>(x.data) + batch * x.batch + head * x.head + first;
+    {
+      // The next chunk's rows come then from the L2 cache; by lines of 32 numbers.
+      constexpr int kLines = kTileColumns / 32, kThreadRows = 128 / kLines;
+      const int thread = threadIdx.x % 128, column = thread % kLines * 32;
+      int token = at.chunk + (scan.reverse ? -kTokens : kTokens) + thread / kLines;
+#pragma unroll
+      for (int i = 0; i < kTokens / kThreadRows; ++i, token += kThreadRows)
+        if (token >= at.piece.begin && token < at.piece.end && first + column < x.width)
+          hopper::prefetch(begin + token * x.token + column);
+    }
     const int width = x.width - first - lane.column, rows = at.chunk_end(kTokens) - at.chunk - lane.row;
     const int64_t step = L::kRows * x.token;
-    const float* from = static_cast<const float*>(x.data) + batch * x.batch + head * x.head +
-                        (at.chunk + lane.row) * x.token + first + lane.column;
+    const float* from = begin + (at.chunk + lane.row) * x.token + lane.column;
     const float* factor = factors + (at.chunk + lane.row) * factor_token;
-    uint32_t top = 0, place = to + chunk_offset<kTokens>(lane.row, lane.column / 8);
-    // Rows of four steps: while one becomes planes the next three are on their way. Nothing but loads stands in fetch.
+    uint32_t top = 0, place = to + chunk_offset<kTokens>(lane.row, lane.column / 8) + lane.column % 8 * 2,
+             place_apart = to + chunk_offset<kTokens>(lane.row, (lane.column + L::kApart) / 8) + lane.column % 8 * 2;
+    // While the rows of a step become planes, those of kAhead more are on their way. Nothing but loads stands in fetch.
     float v[kAhead + 1][8], f[kAhead + 1];
     const auto fetch = [&](int base, int number) {
       const bool there = (base + number) * L::kRows < rows;
       float(&to)[8] = v[number % (kAhead + 1)];
-      f[number % (kAhead + 1)] = hopper::load_or_zero(factor, there && factors != nullptr);
-      factor += L::kRows * factor_token;
+      if constexpr (kWeighed) {
+        f[number % (kAhead + 1)] = hopper::load_or_zero(factor, there && factors != nullptr);
+        factor += L::kRows * factor_token;
+      }
 #pragma unroll
       for (int part = 0; part < 2; ++part) {
-        const float4 four = hopper::load_4_or_zero(from + 4 * part, there && 4 * part < width);
+        const float4 four = hopper::load_4_or_zero(from + L::kApart * part, there && L::kApart * part < width);
         to[4 * part] = four.x, to[4 * part + 1] = four.y, to[4 * part + 2] = four.z, to[4 * part + 3] = four.w;
       }
       from += step;
@@ -230,9 +253,11 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         const int number = first_number + i, row = number * L::kRows;
         if (i == 0 || first_number + kAhead + 1 < kSteps) fetch(first_number, i + kAhead);
         float(&x)[8] = v[i];
-        const float by = factors != nullptr ? constant * f[i] : constant;
+        if constexpr (kWeighed) {
+          const float by = factors != nullptr ? constant * f[i] : constant;
 #pragma unroll
-        for (int c = 0; c < 8; ++c) x[c] *= by;
+          for (int c = 0; c < 8; ++c) x[c] *= by;
+        }
         visit(lane.row + row, row < rows, x);
         uint32_t planes[4][kPlanes];
 #pragma unroll
@@ -242,68 +267,84 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         }
         // Rows are 8 or 16 apart, and so at the same place of a swizzled line.
 #pragma unroll
-        for (int p = 0; p < kPlanes; ++p)
-          store_16_bytes(place + p * kPlane, make_uint4(planes[0][p], planes[1][p], planes[2][p], planes[3][p]));
-        place += L::kRows * 128;
+        for (int p = 0; p < kPlanes; ++p) {
+          store_8_bytes(place + p * kPlane, make_uint2(planes[0][p], planes[1][p]));
+          store_8_bytes(place_apart + p * kPlane, make_uint2(planes[2][p], planes[3][p]));
+        }
+        place += L::kRows * 128, place_apart += L::kRows * 128;
       }
     }
     hopper::fence_async();
     return top;
   }
 
-  // Sums of columns lie where the lanes that add them up find their eight.
-  static __device__ __forceinline__ void read_eight(const float* from, float (&x)[8]) {
-    const float4 a = reinterpret_cast<const float4*>(from)[0], b = reinterpret_cast<const float4*>(from)[1];
+  // Sums of columns: a lane's eight.
+  template <class L>
+  static __device__ __forceinline__ void read_eight(const float* sum, float (&x)[8]) {
+    const float* const from = sum + L().column;
+    const float4 a = *reinterpret_cast<const float4*>(from), b = *reinterpret_cast<const float4*>(from + L::kApart);
     x[0] = a.x, x[1] = a.y, x[2] = a.z, x[3] = a.w, x[4] = b.x, x[5] = b.y, x[6] = b.z, x[7] = b.w;
   }
-  static __device__ __forceinline__ void write_eight(float* to, const float (&x)[8]) {
-    reinterpret_cast<float4*>(to)[0] = make_float4(x[0], x[1], x[2], x[3]);
-    reinterpret_cast<float4*>(to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+  template <class L>
+  static __device__ __forceinline__ void write_eight(float* sum, const float (&x)[8]) {
+    float* const to = sum + L().column;
+    *reinterpret_cast<float4*>(to) = make_float4(x[0], x[1], x[2], x[3]);
+    *reinterpret_cast<float4*>(to + L::kApart) = make_float4(x[4], x[5], x[6], x[7]);
   }
-  // By the lanes of the first row, once the others have read what was there: `first` columns of sums of `width` in memory,
-  // null: 0.
-  static __device__ __forceinline__ void begin_sum(float* sum, int column, const float* from, int first, int width) {
+  // By the lanes of the first row, once the others have read what was there: sums of `width` columns in memory, from
+  // `first` on; null: 0.
+  template <class L>
+  static __device__ __forceinline__ void begin_sum(float* sum, const float* from, int first, int width) {
+    if (static_cast<int>(threadIdx.x % 32) >= L::kLanes) return;
     float x[8];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) x[i] = from != nullptr && first + column + i < width ? from[first + column + i] : 0.0f;
-    write_eight(sum + column, x);
+    for (int i = 0; i < 8; ++i) {
+      const int column = first + L().column + i / 4 * L::kApart + i % 4;
+      x[i] = from != nullptr && column < width ? from[column] : 0.0f;
+    }
+    write_eight<L>(sum, x);
   }
-  static __device__ __forceinline__ void end_sum(const float* sum, int column, float* to, int first, int width, float factor) {
+  template <class L>
+  static __device__ __forceinline__ void end_sum(const float* sum, float* to, int first, int width, float factor) {
+    if (static_cast<int>(threadIdx.x % 32) >= L::kLanes) return;
     float x[8];
-    read_eight(sum + column, x);
+    read_eight<L>(sum, x);
 #pragma unroll
-    for (int i = 0; i < 8; ++i)
-      if (first + column + i < width) to[first + column + i] = factor * x[i];
+    for (int i = 0; i < 8; ++i) {
+      const int column = first + L().column + i / 4 * L::kApart + i % 4;
+      if (column < width) to[column] = factor * x[i];
+    }
   }
   // part: of a lane's rows. to: where the sum after them goes.
   template <class L>
-  static __device__ __forceinline__ void add_to_sum(const float* sum, float* to, int column, float kept, float (&part)[8]) {
+  static __device__ __forceinline__ void add_to_sum(const float* sum, float* to, float kept, float (&part)[8]) {
     L::sum_rows(part);
-    if (threadIdx.x % 32 < L::kLanes) {
+    if (static_cast<int>(threadIdx.x % 32) < L::kLanes) {
       float x[8];
-      read_eight(sum + column, x);
+      read_eight<L>(sum, x);
 #pragma unroll
       for (int i = 0; i < 8; ++i) x[i] = kept * x[i] + part[i];
-      write_eight(to + column, x);
+      write_eight<L>(to, x);
     }
     __syncwarp();
   }
 
-  // kWithY: tables, Y, and X if there are outputs; kWithZ: Z.
+  // kWithY: tables and Y; kWithZ: Z.
   template <bool kWithY, bool kWithZ>
   __device__ __forceinline__ void load() const {
     Cursor at = Base::first_step();
     using Wide = Lane<kWidth>;
     using Narrow = Lane<S::kColumns>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, first = slice * S::kColumns;
-    const bool y_sums = kWithY && scan.row_sums, z_sums = kWithZ && scan.rank1;
+    const bool y_sums = kWithY && updates() && scan.row_sums, z_sums = kWithZ && updates() && scan.rank1;
     const bool needs_table = loads_with_table(), decayed = weighs_y();
     const float y_rank1 = scan.rank1 ? constant_of(scan.y_rank1) : 0.0f;
     float count = 0.0f;
     double log2_kept = 0.0;
+    int y_sum_at = 0, n = 0;
 #pragma unroll 1
-    for (int n = 0; at.valid; at.next(scan, kTokens), ++n) {
-      const int buffer = n % 2;
+    for (; at.valid; at.next(scan, kTokens), ++n) {
+      const int buffer = n % 2, next_y_sum = y_sum_at == 2 ? 0 : y_sum_at + 1;
       const uint32_t parity = n & 1, parity2 = n >> 1 & 1;
       Table& table = small.table[buffer];
       const int y_head = state_head * scan.y_group + at.head;
@@ -312,14 +353,8 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         count = from.count;
         log2_kept = 0.0;
         __syncwarp();
-        if (y_sums && lane < Wide::kLanes) {
-          begin_sum(small.y_sum[buffer], Wide().column, from.y_sum, 0, scan.y.width);
-          if (!updates()) begin_sum(small.y_sum[buffer ^ 1], Wide().column, from.y_sum, 0, scan.y.width);
-        }
-        if (z_sums && lane < Narrow::kLanes) {
-          begin_sum(small.next_z_sum, Narrow().column, from.z_sum, first, scan.z.width);
-          if (!updates()) begin_sum(small.z_sum, Narrow().column, from.z_sum, first, scan.z.width);
-        }
+        if (y_sums) begin_sum<Wide>(small.y_sum[y_sum_at], from.y_sum, 0, scan.y.width);
+        if (z_sums) begin_sum<Narrow>(small.next_z_sum, from.z_sum, first, scan.z.width);
         __syncwarp();
       }
       if (kWithY && with_tables() && warp == 0) {
@@ -332,37 +367,19 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         wait(small.table_full[buffer], parity2);
         kept = table.kept;
       }
-      if constexpr (kWithY) {
+      if (kWithY && updates()) {
         float part[8] = {};
-        if (updates()) {
-          bring<kWidth>(
-              scan.y, y_head, at, 0, y_tile(buffer), rows_of(scan.y_factor, y_head), scan.y_factor.token,
-              constant_of(scan.y_factor), [&] { wait(small.y_empty[buffer], parity2 ^ 1); },
-              [&](int row, bool, const float(&x)[8]) {
-                if (!y_sums) return;
-                const float weight = decayed ? table.to_end[row] : 1.0f;
+        bring<kWidth, true>(
+            scan.y, y_head, at, 0, y_tile(buffer), rows_of(scan.y_factor, y_head), scan.y_factor.token,
+            constant_of(scan.y_factor), [&] { wait(small.y_empty[buffer], parity2 ^ 1); },
+            [&](int row, bool, const float(&x)[8]) {
+              if (!y_sums) return;
+              const float weight = decayed ? table.to_end[row] : 1.0f;
 #pragma unroll
-                for (int i = 0; i < 8; ++i) part[i] += weight * x[i];
-              });
-          arrive_warp(small.y_full[buffer]);
-          if (y_sums) add_to_sum<Wide>(small.y_sum[buffer], small.y_sum[buffer ^ 1], Wide().column, kept, part);
-        }
-        if constexpr (kOut) {
-          float y_sum[8];
-          if (y_sums) read_eight(small.y_sum[buffer] + Wide().column, y_sum);
-          bring<kWidth>(
-              scan.x, x_head, at, 0, x_tile(), nullptr, 0, 1.0f, [&] { wait(small.x_empty, parity ^ 1); },
-              [&](int row, bool, const float(&x)[8]) {
-                if (!y_sums) return;
-                float sum = 0.0f;
-#pragma unroll
-                for (int i = 0; i < 8; ++i) sum += x[i] * y_sum[i];
-#pragma unroll
-                for (int offset = 1; offset < Wide::kLanes; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
-                if (lane % Wide::kLanes == 0) small.carried[warp][row] = sum;
-              });
-          arrive_warp(small.x_full);
-        }
+              for (int i = 0; i < 8; ++i) part[i] += weight * x[i];
+            });
+        arrive_warp(small.y_full[buffer], y_sums);
+        if (y_sums) add_to_sum<Wide>(small.y_sum[y_sum_at], small.y_sum[next_y_sum], kept, part);
       }
       if (kWithZ && updates()) {
         const float* const rank1 = rows_of(scan.y_rank1, y_head);
@@ -371,15 +388,15 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
           wait(small.table_full[buffer], parity2);
           kept = table.kept;
         }
-        const uint32_t top = bring<S::kColumns>(
+        const uint32_t top = bring<S::kColumns, true>(
             scan.z, y_head, at, first, z_tile(), rows_of(scan.z_factor, y_head), scan.z_factor.token,
             constant_of(scan.z_factor),
             [&] {
               wait(small.z_empty, parity ^ 1);
               if (!z_sums || lane >= Narrow::kLanes) return;
               float x[8];
-              read_eight(small.next_z_sum + Narrow().column, x);
-              write_eight(small.z_sum + Narrow().column, x);
+              read_eight<Narrow>(small.next_z_sum, x);
+              write_eight<Narrow>(small.z_sum, x);
             },
             [&](int row, bool there, const float(&x)[8]) {
               if (!z_sums || !there) return;
@@ -394,7 +411,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         const bool odd = __any_sync(kFullWarp, pair_not_finite(Plane{}, top));
         if (lane == 0) small.z_odd[warp] = odd;
         arrive_warp(small.z_full);
-        if (z_sums) add_to_sum<Narrow>(small.next_z_sum, small.next_z_sum, Narrow().column, kept, part);
+        if (z_sums) add_to_sum<Narrow>(small.next_z_sum, small.next_z_sum, kept, part);
         if (!kOut && scan.rank1) {
 #pragma unroll
           for (int offset = Narrow::kLanes; offset < 32; offset *= 2)
@@ -406,32 +423,73 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       if (needs_table) arrive_warp(small.table_empty[buffer]);
       if (updates() && at.head + 1 == scan.y_group && at.last_chunk(scan, kTokens)) {
         const LastSums to = Base::last_sums(at);
-        if (y_sums && slice == 0 && to.y_sum != nullptr && lane < Wide::kLanes)
-          end_sum(small.y_sum[buffer ^ 1], Wide().column, to.y_sum, 0, scan.y.width, to.factor);
-        if (z_sums && to.z_sum != nullptr && lane < Narrow::kLanes)
-          end_sum(small.next_z_sum, Narrow().column, to.z_sum, first, scan.z.width, to.factor);
+        if (y_sums && slice == 0 && to.y_sum != nullptr)
+          end_sum<Wide>(small.y_sum[next_y_sum], to.y_sum, 0, scan.y.width, to.factor);
+        if (z_sums && to.z_sum != nullptr) end_sum<Narrow>(small.next_z_sum, to.z_sum, first, scan.z.width, to.factor);
         if (kWithZ && to.slot_rest != nullptr && slice == 0 && threadIdx.x % 128 == 0)
           Base::write_slot_rest(at, to.slot_rest, count, log2_kept);
       }
+      y_sum_at = next_y_sum;
+    }
+    if (kOut && warp == 0) {
+      wait(small.table_empty[n % 2], (n >> 1 & 1) ^ 1);
+      if (lane == 0) small.table[n % 2].at.valid = false;
+      arrive_warp(small.table_full[n % 2]);
     }
   }
 
   // The score group
 
   __device__ __forceinline__ void score() const {
-    Cursor at = Base::first_step();
     const int thread = threadIdx.x % 128;
     for (int i = thread; i < kPlanes * S::kBox / 16; i += 128) store_16_bytes(p_tile() + 16 * i, make_uint4(0, 0, 0, 0));
     hopper::named_barrier(1, 128);
     float count = 0.0f;
+    int y_sum_at = 0;
 #pragma unroll 1
-    for (int n = 0; at.valid; at.next(scan, kTokens), ++n) {
+    for (int n = 0;; ++n) {
       const Table& table = small.table[n % 2];
+      wait(small.table_full[n % 2], n >> 1 & 1);
+      const Cursor& at = table.at;
+      if (!at.valid) break;
       if (at.head == 0 && at.first_chunk(scan, kTokens)) count = Base::first_sums(at).count;
+      // Without updates, which is without requests too, the sums of the first chunk are those of all.
+      if (!updates() && n == 0) {
+        const FirstSums from = Base::first_sums(at);
+        if (scan.row_sums) begin_sum<Lane<kWidth>>(small.y_sum[0], from.y_sum, 0, scan.y.width);
+        if (scan.rank1) begin_sum<Lane<S::kColumns>>(small.z_sum, from.z_sum, slice * S::kColumns, scan.z.width);
+        __syncwarp();
+      }
+      bring_queries(at, n, small.y_sum[y_sum_at]);
+      if (updates()) y_sum_at = y_sum_at == 2 ? 0 : y_sum_at + 1;
       make_scores(at, n, table, count);
       if (scan.causal) count = table.kept * count + table.count;
       arrive_warp(small.table_empty[n % 2]);
     }
+  }
+
+  // y_sum: that before the chunk, which the load group has before the chunk's Y.
+  __device__ __forceinline__ void bring_queries(const Cursor& at, int n, const float (&y_sum)[kWidth]) const {
+    using Wide = Lane<kWidth>;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4;
+    float before[8] = {};
+    if (scan.row_sums) {
+      if (updates()) wait(small.y_full[n % 2], n >> 1 & 1);
+      read_eight<Wide>(y_sum, before);
+    }
+    bring<kWidth, false>(
+        scan.x, x_head, at, 0, x_tile(), nullptr, 0, 1.0f, [&] { wait(small.x_empty, n & 1 ^ 1); },
+        [&](int row, bool, const float(&x)[8]) {
+          if (!scan.row_sums) return;
+          float sum = 0.0f;
+#pragma unroll
+          for (int i = 0; i < 8; ++i) sum += x[i] * before[i];
+#pragma unroll
+          for (int offset = 1; offset < Wide::kLanes; offset *= 2) sum += __shfl_xor_sync(kFullWarp, sum, offset);
+          if (lane % Wide::kLanes == 0) small.carried[warp][row] = sum;
+        });
+    arrive_warp(small.x_full, !updates());
+    hopper::named_barrier(1, 128);
   }
 
   // P and what rows of out are multiplied by at the end. count: Σ ry before the chunk.
@@ -441,7 +499,6 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     float s[8][4], sums[2] = {0.0f, 0.0f};
     if (scan.causal) {
       wait(small.y_full[buffer], parity2);
-      wait(small.x_full, parity);
       const uint32_t x = hopper::describe(x_tile(), 0), y = hopper::describe(y_tile(buffer), 0);
       hopper::products_begin();
       const auto product = [&](int x_plane, int y_plane, bool first) {
@@ -457,11 +514,8 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       hopper::products_commit();
       hopper::products_wait<0>();
       hopper::products_keep(s);
-      arrive_warp(small.y_empty[buffer]);
-    } else {
-      wait(small.x_full, parity);
+      arrive_warp(small.y_empty[buffer], scan.row_sums);
     }
-    wait(small.table_full[buffer], parity2);
     // Rows lane / 4 and the eighth after it of the warp's 16.
     const int row = 16 * warp + lane / 4;
     float carried[2] = {0.0f, 0.0f};
@@ -471,7 +525,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int w = 0; w < 4; ++w) carried[half] += small.carried[w][row + 8 * half];
     }
-    arrive_warp(small.x_empty);
+    arrive_warp(small.x_empty, scan.row_sums);
     wait(small.p_empty, parity ^ 1);
     if (scan.causal) finish_scores(table, row, lane, s, sums);
     float scale = scan.out_times != nullptr ? *scan.out_times : 1.0f;
@@ -539,50 +593,87 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
 
   // A state group
 
-  // c = a b over kSteps steps of 16, small products first. make(step, a): the planes of a; b: the first plane's descriptor,
-  // planes kPlane bytes apart; at(step): where a step's is. kBuffers steps are on their way at once.
-  template <int kSteps, bool kRowsSummed, int kPlane, int kBuffers, int kTiles, class Make, class At>
-  static __device__ __forceinline__ void multiply(float (&c)[kTiles][4], uint32_t b, Make&& make, At&& at) {
+  // c = a b over kSteps steps of 16, small products first. make(step, a): the planes of a; the large ones stay in
+  // registers, or are made again by again(step, a). b: the first plane's descriptor, planes kPlane bytes apart; at(step):
+  // where a step's is. kBuffers steps are on their way at once.
+  template <int kSteps, bool kRowsSummed, int kPlane, int kBuffers, int kTiles, class Make, class At,
+            class Again = std::nullptr_t>
+  static __device__ __forceinline__ void multiply(float (&c)[kTiles][4], uint32_t b, Make&& make, At&& at,
+                                                  Again&& again = nullptr) {
     constexpr int kNext = kPlane / 16;
-    uint32_t high[kSteps][4], low[kBuffers][2][4];
+    constexpr bool kMadeTwice = !std::is_same<typename std::decay<Again>::type, std::nullptr_t>::value;
+    uint32_t high[kMadeTwice ? kBuffers : kSteps][4], low[kBuffers][2][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
       uint32_t(&l)[2][4] = low[step % kBuffers];
+      uint32_t(&h)[4] = high[kMadeTwice ? step % kBuffers : step];
       if (step >= kBuffers) {
         hopper::products_wait<kBuffers - 1>();
         hopper::operands_change(l);
+        if constexpr (kMadeTwice) hopper::operands_change(high);
       }
-      make(step, high[step], l[0], l[1]);
+      make(step, h, l[0], l[1]);
       const uint32_t of_step = b + at(step);
       hopper::products_begin();
-      hopper::product<kRowsSummed>(Plane{}, c, high[step], of_step + 2 * kNext, step > 0);
+      hopper::product<kRowsSummed>(Plane{}, c, h, of_step + 2 * kNext, step > 0);
       hopper::product<kRowsSummed>(Plane{}, c, l[0], of_step + kNext, 1);
       hopper::product<kRowsSummed>(Plane{}, c, l[1], of_step, 1);
-      hopper::product<kRowsSummed>(Plane{}, c, high[step], of_step + kNext, 1);
+      hopper::product<kRowsSummed>(Plane{}, c, h, of_step + kNext, 1);
       hopper::product<kRowsSummed>(Plane{}, c, l[0], of_step, 1);
       hopper::products_commit();
     }
-    hopper::products_begin();
+    if constexpr (kMadeTwice) {
+      uint32_t twice[2][2][4];
+      hopper::products_wait<0>();
+      hopper::operands_keep(high);
 #pragma unroll
-    for (int step = 0; step < kSteps; ++step) hopper::product<kRowsSummed>(Plane{}, c, high[step], b + at(step), 1);
-    hopper::products_commit();
-    hopper::products_wait<0>();
-    hopper::products_keep(c);
-    hopper::operands_keep(high);
+      for (int i = 0; i < kBuffers; ++i) hopper::operands_keep(low[i]);
 #pragma unroll
-    for (int i = 0; i < kBuffers; ++i) hopper::operands_keep(low[i]);
+      for (int step = 0; step < kSteps; step += 2) {
+        uint32_t(&h)[2][4] = twice[step / 2 % 2];
+        if (step >= 4) {
+          hopper::products_wait<1>();
+          hopper::operands_change(h);
+        }
+        again(step, h[0]);
+        again(step + 1, h[1]);
+        hopper::products_begin();
+        hopper::product<kRowsSummed>(Plane{}, c, h[0], b + at(step), 1);
+        hopper::product<kRowsSummed>(Plane{}, c, h[1], b + at(step + 1), 1);
+        hopper::products_commit();
+      }
+      hopper::products_wait<0>();
+      hopper::products_keep(c);
+      hopper::operands_keep(twice[0]);
+      hopper::operands_keep(twice[1]);
+    } else {
+      hopper::products_begin();
+#pragma unroll
+      for (int step = 0; step < kSteps; ++step) hopper::product<kRowsSummed>(Plane{}, c, high[step], b + at(step), 1);
+      hopper::products_commit();
+      hopper::products_wait<0>();
+      hopper::products_keep(c);
+      hopper::operands_keep(high);
+#pragma unroll
+      for (int i = 0; i < kBuffers; ++i) hopper::operands_keep(low[i]);
+    }
   }
 
   __device__ __forceinline__ void carry(int group) const {
-    Cursor at = Base::first_step();
+    Cursor own;
+    if (!kOut) own = Base::first_step();
     const int warp = 4 * group + threadIdx.x / 32 % 4, lane = threadIdx.x % 32;
     const int of_slice = 16 * warp + lane / 4, column = slice * S::kColumns + of_slice;
     const int K = scan.y.width, V = scan.z.width;
     float state[kWidth / 8][4], o[8][4];
-    for (int n = 0; at.valid; at.next(scan, kTokens), ++n) {
+    for (int n = 0;; ++n) {
       const int buffer = n % 2;
       const uint32_t parity = n & 1, parity2 = n >> 1 & 1;
       const Table& table = small.table[buffer];
+      const Cursor& at = kOut ? table.at : own;
+      if (!kOut && !at.valid) break;
+      if (with_tables()) wait(small.table_full[buffer], parity2);
+      if (kOut && !at.valid) break;
       const bool first = !S::kGrouped && kOut || at.head == 0, last = !S::kGrouped && kOut || at.head + 1 == scan.y_group;
       if (first && at.first_chunk(scan, kTokens)) read_state<kWidth>(state, Base::first_sums(at), K, V, column, lane);
       if (kOut) {
@@ -599,11 +690,19 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
                   a[i] = planes[0], b[i] = planes[1], c[i] = planes[2];
                 }
               },
-              [](int k) { return (k / 4 * S::kBox + k % 4 * 32) / 16; });
+              [](int k) { return (k / 4 * S::kBox + k % 4 * 32) / 16; },
+              [&](int step, uint32_t(&a)[4]) {
+#pragma unroll
+                for (int i = 0; i < 4; ++i) {
+                  float x = state[2 * step + i / 2][i % 2 * 2], y = state[2 * step + i / 2][i % 2 * 2 + 1];
+                  // Or the compiler keeps what it made before.
+                  asm volatile("" : "+f"(x), "+f"(y));
+                  a[i] = pack_pair(Plane{}, x, y);
+                }
+              });
         }
-        arrive_warp(small.x_empty);
+        arrive_warp(small.x_empty, false);
       }
-      if (with_tables()) wait(small.table_full[buffer], parity2);
       if (updates()) wait(small.z_full, parity);
       if (kOut && first) {
         const float z_sum[2] = {scan.rank1 ? small.z_sum[of_slice] : 0.0f, scan.rank1 ? small.z_sum[of_slice + 8] : 0.0f};
@@ -641,7 +740,11 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
                   for (int i = 0; i < 4; ++i) a[i] = b[i] = c[i] = 0;
                 }
               },
-              [](int k) { return k * 2; });
+              [](int k) { return k * 2; },
+              [&](int step, uint32_t(&a)[4]) {
+                load_matrices_transposed(a, z_from + step * 2048);
+                if (odd) a[0] = a[1] = a[2] = a[3] = 0;
+              });
           if (odd) {
 #pragma unroll
             for (int i = 0; i < 8; ++i)
@@ -659,7 +762,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         arrive_warp(small.p_empty);
       }
       // While heads of y follow in the same chunk, rows of out stay in registers, and there is room for half an update.
-      constexpr int kHalves = S::kGrouped && kWidth == 128 ? 2 : 1, kTiles = kWidth / 8 / kHalves;
+      constexpr int kHalves = kWidth == 128 ? 2 : 1, kTiles = kWidth / 8 / kHalves;
       if (kOut && !S::kGrouped) finish_rows(at, small.out_scale[buffer], warp, lane, column, o);
       if (updates()) {
         wait(small.y_full[buffer], parity2);
@@ -687,12 +790,13 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
 #pragma unroll
             for (int c = 0; c < 4; ++c) state[kTiles * half + i][c] = kept * state[kTiles * half + i][c] + sum[i][c];
         }
-        arrive_warp(small.y_empty[buffer]);
+        arrive_warp(small.y_empty[buffer], false);
         arrive_warp(small.z_empty);
         if (last && at.last_chunk(scan, kTokens)) write_state<kWidth>(state, Base::last_sums(at), K, V, column, lane);
       }
       if (S::kGrouped && last) finish_rows(at, small.out_scale[buffer], warp, lane, column, o);
       if (with_tables()) arrive_warp(small.table_empty[buffer]);
+      if (!kOut) own.next(scan, kTokens);
     }
   }
 
@@ -770,7 +874,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       }
     }
     if (threadIdx.x == 0) {
-      const auto init = [](uint64_t& barrier, int count) { barrier_init(shared_address(&barrier), count); };
+      const auto init = [](uint64_t& barrier, int warps) { barrier_init(shared_address(&barrier), 32 * warps); };
       const int scorers = kOut ? 4 : 0;
       for (int i = 0; i < 2; ++i) {
         init(small.table_full[i], 1);

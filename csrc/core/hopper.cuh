@@ -39,12 +39,14 @@ __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
 // Between ordinary writes to shared memory and their reading by the copy engine or by wgmma.
 __device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
-// Of memory that is only read, or 0; without a branch, so that loads follow each other.
+// Asks for a line of the L2 cache.
+__device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
+// Of memory that is only read, and once, or 0; without a branch, so that loads follow each other.
 __device__ __forceinline__ float4 load_4_or_zero(const float* from, bool load) {
   float4 x;
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
-      "@p ld.global.nc.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
+      "@p ld.global.nc.L1::no_allocate.v4.f32 {%0, %1, %2, %3}, [%4];\n}"
       : "=&f"(x.x), "=&f"(x.y), "=&f"(x.z), "=&f"(x.w)
       : "l"(from), "r"(static_cast<int>(load)));
   return x;
