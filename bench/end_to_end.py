@@ -412,6 +412,7 @@ def answers(name, shape, paths, layers, prompts, weight_bytes):
 def text(facts, rows):
     out = [f"{facts['device']}, onnxruntime {facts['onnxruntime']}, float16; milliseconds a decode step, medians; prompt for "
            "batch 1. Ours is LeanAttention, theirs GroupQueryAttention.", "",
+           *([facts["note"], ""] if "note" in facts else []),
            "| model | batch | context | step, ours | theirs | in a graph, ours | theirs | speed-up | attention's share | "
            "J a token, ours | theirs | prompt, ours | theirs |",
            "|---" * 13 + "|"]

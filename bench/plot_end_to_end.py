@@ -151,11 +151,15 @@ def correctness(report):
         yield f"{report['model']}: {note}."
 
 
+def serving_of(report):
+    return f"{report['model']}, {report['dtype']}{', steps in CUDA graphs' if report.get('cuda_graphs') else ''}"
+
+
 def serving_table(reports):
     yield ["model", "requests, at a time", "mean prompt, answer", "tokens/s, padded", "continuous", "speed-up",
            "J a token, padded", "continuous", "calls, padded", "continuous", "the same tokens before a difference"]
     for r in reports:
-        yield [f"{r['model']}, {r['dtype']}", f"{r['requests']}, {r['batch']}", f"{r['mean_prompt']}, {r['mean_answer']}",
+        yield [serving_of(r), f"{r['requests']}, {r['batch']}", f"{r['mean_prompt']}, {r['mean_answer']}",
                *(f"{r[way]['useful_tokens_per_second']:.0f}" for way in WAYS), f"{r['speed_up']:.2f}",
                *(digits(r[way].get("joules_per_useful_token")) for way in WAYS), *(r[way]["calls"] for way in WAYS),
                f"{r['tokens_before_a_difference']:.3f}"]
@@ -175,8 +179,8 @@ def text(scripts):
         where = dict.fromkeys(f"{r['date']}, {machine(r)}, onnxruntime {r['onnxruntime']}" for r in reports)
         lines += [f"## {title}", "", "; ".join(where) + ".", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|",
                   *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
-        for report in reports if script == "generate" else []:
-            for line in correctness(report):
+        for report in reports:
+            for line in correctness(report) if script == "generate" else [report["note"]] if "note" in report else []:
                 lines += [line, ""]
     return "\n".join(lines)
 
@@ -241,7 +245,8 @@ def generate_panels(panels, report):
 
 
 def serving_panels(panels, reports):
-    names = [f"{r['model']}, {r['batch']} at a time,\n{r['mean_prompt']} + {r['mean_answer']} tokens" for r in reports]
+    names = ["\n".join([r["model"], r["dtype"], *["CUDA graphs"] * r.get("cuda_graphs", False), f"{r['batch']} at a time",
+                        f"{r['mean_prompt']} + {r['mean_answer']}"]) for r in reports]
     titles = {"useful_tokens_per_second": "prompt and answer tokens a second", "joules_per_useful_token": "joules a token"}
     for panel, (key, title) in zip(panels, titles.items()):
         if any(key not in r[way] for r in reports for way in WAYS):
@@ -249,7 +254,7 @@ def serving_panels(panels, reports):
             continue
         for i, way in enumerate(WAYS):
             panel.bar([x + 0.4 * i for x in range(len(reports))], [r[way][key] for r in reports], 0.4, label=way)
-        panel.set_xticks([x + 0.2 for x in range(len(reports))], names, fontsize=8)
+        panel.set_xticks([x + 0.2 for x in range(len(reports))], names, fontsize=7)
         panel.set(title=f"Requests of unequal length: {title}", axisbelow=True)
         panel.margins(y=0.25)  # room for the legend
         panel.legend(fontsize=8)
