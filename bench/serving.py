@@ -12,8 +12,7 @@ order, `batch` at a time, each batch running until its longest answer is through
 a finished request's goes to the next one at once. Answers are cut at each request's own length, so that both ways make the
 same tokens, which are compared with each other (in float16 two near likelihoods may change places, and the rest of that
 answer with them); useful tokens a second are prompt and answer tokens over wall time. --graphs: steps of one token a request
-as CUDA graphs, in both ways. --energy adds joules a useful token, by
-NVML's counter.
+as CUDA graphs, in both ways. --energy adds joules a useful token, by NVML's counter.
 """
 
 import argparse
