@@ -38,9 +38,9 @@ class Request:
 
 
 class _Captured:
-    """Steps in which each of up to `rows` requests gets one token, as a CUDA graph of its own: inputs and logits stay in their
-    places. Rows without a request have no new tokens. (ONNX Runtime runs a step several times while it captures; a token that
-    is appended twice to the same place of a page does no harm.)"""
+    """Steps of `batch` in which each of up to `rows` requests gets one token, with tables of `table` pages, as the session's
+    CUDA graph `identity`: inputs and logits stay in their places. Rows without a request have no new tokens. (ONNX Runtime
+    runs a step several times while it captures; a token that is appended twice to the same place of a page does no harm.)"""
 
     def __init__(self, batch, rows, table, identity):
         import onnxruntime
@@ -81,13 +81,16 @@ class ContinuousBatch:
     step_tokens: at most so many new tokens a step, prompts being cut to fit. library: False runs the function bodies.
     cuda_graph: on the CUDA provider, steps in which every request gets one token are captured once for each power of two of
     requests and of pages in the longest table, and replayed; providers are ignored then.
-    Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
+    Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
+    step_tokens and for cuda_graph without the library, and what make_session raises.
     """
 
     def __init__(self, folder, pages, max_requests=16, step_tokens=256, providers=None, session_options=None, library=True,
                  cuda_graph=False):
         import onnxruntime
 
+        if max_requests < 1:
+            raise ValueError(f"max_requests is how many requests run at once, at least one; found {max_requests}")
         if step_tokens < max_requests:
             raise ValueError(f"step_tokens {step_tokens} is less than max_requests {max_requests}: every running request takes "
                              "one token a step")
@@ -238,7 +241,7 @@ class ContinuousBatch:
         return self.captured[size]
 
     def _run(self, feed):
-        """Logits [B,vocabulary] of a call, which the next one overwrites."""
+        """Logits [B,vocabulary] of a call, which the next one may overwrite."""
         if self.captured is not None and feed["slots"].shape[1] == 1:
             return self._captured_step(*feed["block_table"].shape).run(feed)
         logits = self.logits[:len(feed["last"])]

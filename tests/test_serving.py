@@ -208,3 +208,5 @@ def test_refused_folders(model, folder, tmp_path):
         ContinuousBatch(folder, pages=10, library=False, cuda_graph=True)
     with pytest.raises(ValueError, match="step_tokens 4 is less than max_requests 16"):
         ContinuousBatch(folder, pages=10, step_tokens=4)
+    with pytest.raises(ValueError, match="at least one; found 0"):
+        ContinuousBatch(folder, pages=10, max_requests=0)

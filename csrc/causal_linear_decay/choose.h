@@ -75,14 +75,17 @@ inline double recurrence_microseconds(const DecayShape& s) {
 
 // What the chunked kernels take, fitted in the same way: in microseconds, before they begin; what a block costs that has to
 // wait for its turn; a chunk of 64 tokens, and what its keys of 128 add; how much longer a walk over segments takes; parts of
-// the keys that are scanned one after the other (on mma.sync they are in the costs), each with its share of `begin`.
+// the keys that are scanned one after the other (in 16 bits on mma.sync they are in the costs), each with its share of `begin`.
 struct ChunkCosts {
   double begin, block, chunk, chunk_keys, segments;
   int64_t parts = 1;
 };
 inline ChunkCosts chunk_costs(const DecayShape& s) {
   if (s.element == 4) {
-    if (s.key_width > 128) return {24.3, 0.0, 45.2, 0.0, 1.85};
+    if (s.key_width > 128) {
+      const int64_t parts = (s.key_width + 255) / 256;
+      return {24.3 * double(parts), 0.0, 45.2, 0.0, 1.85, parts};
+    }
     if (s.key_width % 4 != 0 || s.value_width % 4 != 0) return {19.4, 0.0, 11.5, 12.4, 1.85};  // mma.sync
     const double narrow = s.value_width <= 64 ? 0.72 : 1.0;
     return {22.3, 6.95, 6.02 * narrow, 8.02 * narrow, 1.5};

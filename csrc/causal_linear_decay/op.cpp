@@ -353,6 +353,9 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   const CausalLinearDecayArgs args = make_args(call);
   int algorithm = args.algorithm;
   if (algorithm == kAlgorithmAuto) algorithm = fastest_algorithm(args.in, args.normalize, target.sm_count);
+  if (args.normalize && args.in.key_width > kRecurrenceMaxKeyWidth)
+    return call.unsupported("query has R = " + std::to_string(args.in.key_width) +
+                            " and normalize is 1; on CUDA R goes up to 512 then");
   if (algorithm == kAlgorithmLightning && args.normalize && args.in.key_width > kLightningMaxNormalizedKeyWidth)
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) + " and normalize is 1; on CUDA lightning takes "
                             "R up to 256 then. Use auto");

@@ -48,7 +48,7 @@ struct ChunkScan {
   int32_t dtype;  // DType of T
   bool causal, reverse;
   bool rank1;      // rx and ry are not 0
-  bool row_sums;   // needed, for row_sum or to divide by them
+  bool row_sums;   // needed, for row_sum or to divide by them; y_group is 1 then
   bool divide;     // out_i by its row sum, whose magnitude is held at eps or more, its sign kept
   bool accumulate;  // add to what is in out
   bool final_decayed;  // descending: the final state also decays by the request's first token

@@ -47,7 +47,8 @@ struct Float32Shape {
   struct Small {
     Table table[2];
     alignas(16) float z_sum[kColumns];      // before the chunk of Z
-    alignas(16) float next_z_sum[kColumns], y_sum[3][kWidth];  // before the next chunk that is loaded; of Y by turns
+    alignas(16) float next_z_sum[kColumns];      // before the next chunk of Z that is loaded
+    alignas(16) float y_sum[3][kWidth];          // before a chunk of Y, by turns
     float carried[4][kTokens];              // parts of rows of X times the sum of y before the chunk
     alignas(16) float out_scale[2][kTokens];
     float dots[4 * kGroups][kTokens];
@@ -90,7 +91,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
   __device__ __forceinline__ bool decays() const { return scan.log_decay != nullptr; }
   // Sums of segments without decay need none.
   __device__ __forceinline__ bool with_tables() const { return kOut || decays(); }
-  // Whether who loads Y, or anything, looks at them too.
+  // Whether who loads Y looks at them too, and whether who loads Y or Z does.
   __device__ __forceinline__ bool weighs_y() const { return decays() && (!kOut || scan.row_sums); }
   __device__ __forceinline__ bool loads_with_table() const {
     return updates() && (kOut ? weighs_y() || scan.rank1 : decays());
@@ -201,7 +202,8 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
 
   // Rows of a tensor, kTileColumns columns from `first` on, to the planes of a tile, if kWeighed times their factors (null:
   // none) and `constant`; what is not there becomes 0. ready(): waits for room. visit(row, in_chunk, x): eight numbers of a
-  // row, with their factors. Returns the largest high halves, without signs, of pairs of the first plane.
+  // row, with their factors. Returns what tells whether one is not finite: the largest bits of the first plane without their
+  // signs, of even and of odd columns.
   template <int kTileColumns, bool kWeighed, class Ready, class Visit>
   __device__ __forceinline__ uint32_t bring(const ChunkTensor& x, int head, const Cursor& at, int first, uint32_t to,
                                             const float* factors, int64_t factor_token, float constant, Ready&& ready,
@@ -593,9 +595,9 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
 
   // A state group
 
-  // c = a b over kSteps steps of 16, small products first. make(step, a): the planes of a; the large ones stay in
-  // registers, or are made again by again(step, a). b: the first plane's descriptor, planes kPlane bytes apart; at(step):
-  // where a step's is. kBuffers steps are on their way at once.
+  // c = a b over kSteps steps of 16, small products first. make(step, a, a1, a2): the planes of a, the largest first, which
+  // stays in registers, or is made again by again(step, a). b: the first plane's descriptor, planes kPlane bytes apart;
+  // at(step): where a step's is. kBuffers steps are on their way at once.
   template <int kSteps, bool kRowsSummed, int kPlane, int kBuffers, int kTiles, class Make, class At,
             class Again = std::nullptr_t>
   static __device__ __forceinline__ void multiply(float (&c)[kTiles][4], uint32_t b, Make&& make, At&& at,
@@ -761,7 +763,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         }
         arrive_warp(small.p_empty);
       }
-      // While heads of y follow in the same chunk, rows of out stay in registers, and there is room for half an update.
+      // Beside the state there are registers for half an update, and while heads of y follow, for rows of out.
       constexpr int kHalves = kWidth == 128 ? 2 : 1, kTiles = kWidth / 8 / kHalves;
       if (kOut && !S::kGrouped) finish_rows(at, small.out_scale[buffer], warp, lane, column, o);
       if (updates()) {

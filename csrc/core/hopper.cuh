@@ -1,4 +1,4 @@
-// Hopper's asynchronous instructions for chunk_scan_hopper.cuh: barriers in shared memory, the tensor copy engine, and
+// Hopper's asynchronous instructions for the chunked scans: barriers in shared memory, the tensor copy engine, and
 // products of a warpgroup (wgmma), whose accumulators are laid out as those of mma.sync, 16 rows a warp.
 #pragma once
 
