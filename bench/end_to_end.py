@@ -3,8 +3,8 @@
     python bench/end_to_end.py [--models phi3-medium,llama3-8b] [--out F.json] [--layers N] [--distinct] [--answers 8192]
 
 Decoders of the named shapes in float16 with random weights: RMS norm, packed query/key/value product, attention with rotary
-encoding over caches of fixed capacity bound in place, SiLU-gated feed-forward, head over the last token. GroupQueryAttention
-gets the packed product, its fastest form; ours gets it split. All layers read the same weights unless --distinct: a layer's
+encoding over caches of fixed capacity bound in place, SiLU-gated feed-forward, head over the last token. Both attentions
+get the packed product, their fastest form. All layers read the same weights unless --distinct: a layer's
 are far larger than the L2 cache, so that a step moves the same bytes, and the model fits in little memory. Both models'
 logits are compared before anything is timed.
 
@@ -96,9 +96,7 @@ def build(shape, attention, initializers, layers, distinct, positions):
     table = np.float32 if ours else np.float16
     constants = {"cos": np.cos(angles).astype(table), "sin": np.sin(angles).astype(table),
                  "norm": np.ones(shape.hidden, np.float16), "last": np.array([-1], np.int64),
-                 "q_k_v": np.array([h * d, kv * d, kv * d], np.int64),
-                 "shape_q": np.array([0, 0, h, d], np.int64), "shape_kv": np.array([0, 0, kv, d], np.int64),
-                 "flat": np.array([0, 0, h * d], np.int64)}
+                 "heads": np.array([0, 0, h + 2 * kv, d], np.int64), "flat": np.array([0, 0, h * d], np.int64)}
     nodes, cache_inputs, cache_outputs = [], [], []
 
     def node(op, inputs, outputs, domain="", **attributes):
@@ -115,11 +113,9 @@ def build(shape, attention, initializers, layers, distinct, positions):
         cache_outputs += presents
         qkv = node("MatMul", [normed, f"{w}.qkv"], [f"qkv{i}"])
         if ours:
-            node("Split", [qkv, "q_k_v"], [f"q{i}", f"k{i}", f"v{i}"], axis=-1)
-            for name, target in (("q", "shape_q"), ("k", "shape_kv"), ("v", "shape_kv")):
-                node("Reshape", [f"{name}{i}", target], [f"{name}{i}_4"])
-            node("LeanAttention", [f"q{i}_4", *caches, "seq_lens", "", f"k{i}_4", f"v{i}_4", "", "", "", "cos", "sin"],
-                 [f"a{i}", f"lse{i}", *presents], spec.DOMAIN, append=1, layout="bnhd")
+            heads = node("Reshape", [qkv, "heads"], [f"h{i}"])
+            node("LeanAttention", [heads, *caches, "seq_lens", "", "", "", "", "", "", "cos", "sin"],
+                 [f"a{i}", f"lse{i}", *presents], spec.DOMAIN, append=1, packed_qkv=1, layout="bnhd")
             mixed = node("Reshape", [f"a{i}", "flat"], [f"af{i}"])
         else:
             mixed = node("GroupQueryAttention", [qkv, "", "", *caches, "seq_lens", "total", "cos", "sin"],
@@ -305,56 +301,54 @@ def measure(name, shape, args, folder):
     if args.answers:
         del plain
         weight_bytes = (folder / "weights.bin").stat().st_size
-        return [], answers(name, shape, paths, layers, args.answers, weight_bytes)
+        return [], answers(name, shape, paths, layers, args, weight_bytes)
     graphs = {k: Runner(paths[k], k, shape, layers, True) for k in kinds}
     for context in args.contexts:
-        for batch in BATCHES:
-            for kind_of_batch in ("equal", "ragged") if batch > 1 else ("equal",):
-                lengths = (torch.full((batch,), context, dtype=torch.int32, device="cuda") if kind_of_batch == "equal"
-                           else ragged(batch, context))
-                capacity = int(lengths.max())
-                row = {"model": name, "batch": batch, "context": context, "lengths": kind_of_batch, "logits_differ": difference}
-                size = 4 * batch * capacity * shape.kv_heads * shape.head_size * layers
-                if size > CACHE_LIMIT or capacity > max(CONTEXTS):
-                    row["left_out"] = f"caches of {size / 2**30:.0f} GiB, longest request {capacity}"
-                    rows.append(row)
-                    continue
-                caches = random_caches(shape, layers, batch, capacity)
-                ids = torch.randint(0, shape.vocabulary, (batch, 1), device="cuda")
-                for kind in kinds:
-                    result = row[kind] = {}
-                    runner = plain[kind]
+        for batch, kind_of_batch, lengths in batches_of(context, args.batches):
+            capacity = int(lengths.max())
+            row = {"model": name, "batch": batch, "context": context, "lengths": kind_of_batch, "logits_differ": difference}
+            if reason := left_out(shape, layers, batch, capacity):
+                rows.append(row | {"left_out": reason})
+                continue
+            caches = random_caches(shape, layers, batch, capacity)
+            ids = torch.randint(0, shape.vocabulary, (batch, 1), device="cuda")
+            for kind in kinds:
+                result = row[kind] = {}
+                runner = plain[kind]
+                runner.bind(ids, lengths, caches)
+                result["step"], result["spread"] = runner.timed()
+                result["attention"], result["kernels"] = runner.attention_seconds()
+                captured = graphs[kind]
+                captured.bind(ids, lengths, caches)
+                try:
+                    result["graph_step"], result["graph_spread"] = captured.timed()
+                    if args.energy:
+                        result["joules_a_token"] = joules_a_token(captured, batch)
+                except Exception as refused:
+                    result["graph_refused"] = str(refused).splitlines()[0][:200]
+                if batch == 1 and context <= args.prompt_limit:
+                    prompt = torch.randint(0, shape.vocabulary, (1, context), device="cuda")
+                    runner.bind(prompt, lengths, caches)
+                    result["prompt"], result["prompt_spread"] = runner.timed(least=3)
                     runner.bind(ids, lengths, caches)
-                    result["step"], result["spread"] = runner.timed()
-                    result["attention"], result["kernels"] = runner.attention_seconds()
-                    captured = graphs[kind]
-                    captured.bind(ids, lengths, caches)
-                    try:
-                        result["graph_step"], result["graph_spread"] = captured.timed()
-                        if args.energy:
-                            result["joules_a_token"] = joules_a_token(captured, batch)
-                    except Exception as refused:
-                        result["graph_refused"] = str(refused).splitlines()[0][:200]
-                    if batch == 1 and context <= args.prompt_limit:
-                        prompt = torch.randint(0, shape.vocabulary, (1, context), device="cuda")
-                        runner.bind(prompt, lengths, caches)
-                        result["prompt"], result["prompt_spread"] = runner.timed(least=3)
-                        runner.bind(ids, lengths, caches)
-                del caches
-                torch.cuda.empty_cache()
-                rows.append(row)
-                print(json.dumps(row), flush=True)
+            del caches
+            torch.cuda.empty_cache()
+            rows.append(row)
+            print(json.dumps(row), flush=True)
     return rows, []
 
 
-def answer(runner, shape, layers, batch, prompt, steps):
-    """A prompt and its answer: what it took, and the tokens [B, steps]. A short answer comes before it, for first runs."""
-    ids = torch.randint(0, shape.vocabulary, (batch, prompt), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
-    caches = random_caches(shape, layers, batch, prompt + steps)
+def answer(runner, shape, layers, lengths, steps):
+    """Prompts of these lengths, int32 [B], and their answers: what they took, and the tokens [B, steps]. Prompts of one length
+    are one run, others one each. A short answer comes before it, for first runs."""
+    batch, longest = len(lengths), int(lengths.max())
+    ids = torch.randint(0, shape.vocabulary, (batch, longest), device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    caches = random_caches(shape, layers, batch, longest + steps)
     token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
-    lengths = torch.full((batch,), prompt, dtype=torch.int32, device="cuda")
-    whole = runner.bind(ids, lengths, caches, captured=False)
-    one = runner.bind(token, lengths + 1, caches, most=prompt + steps)
+    together = [slice(0, batch)] if bool((lengths == longest).all()) else [slice(b, b + 1) for b in range(batch)]
+    prompts = [runner.bind(ids[s, :int(lengths[s].max())].contiguous(), lengths[s].clone(), [c[s] for c in caches],
+                           captured=False) for s in together]
+    one = runner.bind(token, lengths + 1, caches, most=longest + steps)
     first = one.inputs["seq_lens"].clone()
     read = energy_counter()
 
@@ -363,13 +357,16 @@ def answer(runner, shape, layers, batch, prompt, steps):
         one.inputs["seq_lens"].copy_(first)
         torch.cuda.synchronize()
         joules, begin = read(), time.perf_counter()
-        whole.run()
+        for bound in prompts:
+            bound.run()
         middle = time.perf_counter()
-        for bound in [whole] + [one] * (count - 1):
-            if bound is one:
+        logits = torch.cat([bound.logits for bound in prompts])
+        for i in range(count):
+            if i > 0:
                 one.run()
                 one.inputs["seq_lens"].add_(1)
-            tokens.append(bound.logits[:, 0].argmax(-1, keepdim=True))
+                logits = one.logits
+            tokens.append(logits[:, 0].argmax(-1, keepdim=True))
             token.copy_(tokens[-1])
             torch.cuda.synchronize()
         end = time.perf_counter()
@@ -389,16 +386,35 @@ def others_memory():
     return total - free - torch.cuda.memory_reserved()
 
 
-def answers(name, shape, paths, layers, prompts, weight_bytes):
+def batches_of(context, batches):
+    """(batch, "equal" or "ragged", lengths int32 [batch]) of the lines of a context."""
+    for batch in batches:
+        yield batch, "equal", torch.full((batch,), context, dtype=torch.int32, device="cuda")
+        if batch > 1:
+            yield batch, "ragged", ragged(batch, context)
+
+
+def left_out(shape, layers, batch, longest):
+    """Why a batch is not run; "" if it is."""
+    size = 4 * batch * longest * shape.kv_heads * shape.head_size * layers
+    wrong = size > CACHE_LIMIT or longest > max(CONTEXTS)
+    return f"caches of {size / 2**30:.0f} GiB, longest request {longest}" if wrong else ""
+
+
+def answers(name, shape, paths, layers, args, weight_bytes):
     rows = []
-    for prompt in prompts:
-        for batch in BATCHES[:2]:
+    for prompt in args.answers:
+        for batch, kind_of_batch, lengths in batches_of(prompt, args.batches):
             steps = prompt // 8
-            row, found = {"model": name, "batch": batch, "prompt": prompt, "answer": steps}, []
+            row = {"model": name, "batch": batch, "lengths": kind_of_batch, "prompt": prompt, "answer": steps}
+            found = []
+            if reason := left_out(shape, layers, batch, int(lengths.max()) + steps):
+                rows.append(row | {"left_out": reason})
+                continue
             for kind, path in paths.items():
                 before = others_memory()
                 runner = Runner(path, kind, shape, layers, True)
-                row[kind], tokens = answer(runner, shape, layers, batch, prompt, steps)
+                row[kind], tokens = answer(runner, shape, layers, lengths, steps)
                 row[kind]["bytes_beyond_weights_and_caches"] = others_memory() - before - weight_bytes
                 found.append(tokens)
                 del runner
@@ -440,6 +456,7 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", default="phi3-medium,llama3-8b,smollm2-135m")
     parser.add_argument("--contexts", type=int, nargs="*", default=list(CONTEXTS))
+    parser.add_argument("--batches", type=int, nargs="+", default=list(BATCHES))
     parser.add_argument("--layers", type=int, help="fewer layers than the model has")
     parser.add_argument("--distinct", action="store_true", help="each layer has weights of its own")
     parser.add_argument("--prompt-limit", type=int, default=8192, help="longest prompt that is timed")

@@ -253,12 +253,10 @@ def with_group_query_attention(source, target, model):
     graph.inputs.append(total)
     (seqlens,) = node(attentions[0], "Sub", [attentions[0].inputs[3], one])
     for attention in attentions:
-        query, key_cache, value_cache, _, _, key, value = attention.inputs[:7]
+        query, key_cache, value_cache = attention.inputs[:3]
         assert len(attention.inputs) == 12, "the rotary encoding should be inside LeanAttention"
-        parts = [above(x, "Reshape") for x in (query, key, value)]
-        split = parts[0].producer()
-        assert split.op_type == "Split" and list(split.outputs) == parts, "the projections should be packed"
-        packed = split.inputs[0]
+        assert attention.attributes.get_int("packed_qkv", 0) == 1, "the projections should be packed"
+        packed = above(query, "Reshape")
         out, key_out, value_out = node(
             attention, "GroupQueryAttention",
             [packed, None, None, key_cache, value_cache, seqlens, total, *tables], "com.microsoft", 3,

@@ -319,7 +319,7 @@ BALANCE = {"B1 32/8 D128 ctx 131072": (32, 8, 128, [131072]), "B16 32/8 D128 ctx
            "ragged B8 32/8 D128": RAGGED[0], "ragged B16 32/32 D128": RAGGED[1]}
 
 
-def tiles_of_ranges(lens, kv_heads, key_tile, ranges, overhead=5):
+def tiles_of_ranges(lens, kv_heads, key_tile, ranges, overhead=9):
     """The tiles of each range as csrc/lean_attention/schedule.h cuts units of these lengths that are not all equal."""
     units = [-(-n // key_tile) for n in lens for _ in range(kv_heads)]
     work, found, position = sum(u + overhead for u in units), [0] * ranges, 0

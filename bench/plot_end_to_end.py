@@ -105,11 +105,14 @@ def answers_table(reports):
            "GroupQueryAttention", "GiB beyond weights and caches, ours", "GroupQueryAttention",
            "the same tokens before a difference"]
     for r in (row for report in reports for row in report["answers"]):
+        if "left_out" in r:
+            continue
         ours, theirs = (r[kind] for kind in KINDS)
         cells = [form(found[key]) for key, form in (
             ("prompt_seconds", digits), ("answer_seconds", digits), ("tokens_per_second", digits))
             for found in (ours, theirs)]
-        yield [r["model"], r["batch"], f"{tokens(r['prompt'])} + {r['answer']}", *cells,
+        yield [r["model"], f"{r['batch']} ragged" if r["lengths"] == "ragged" else r["batch"],
+               f"{tokens(r['prompt'])} + {r['answer']}", *cells,
                f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}",
                *(digits(found["joules_a_token"]) for found in (ours, theirs)),
                *(f"{found['bytes_beyond_weights_and_caches'] / 2**30:.2f}" for found in (ours, theirs)),

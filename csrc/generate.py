@@ -49,8 +49,9 @@ class OpTables:
         return "{RefKind::kNone, -1}"
 
     def shape(self, shape):
-        axes = [f"{{{self.symbols.get(a.symbol, -1)}, {a.offset}}}" for a in shape.axes]
-        condition = self.inputs[shape.condition] if shape.condition else -1
+        axes = [f"{{{self.symbols.get(a.symbol, -1)}, {a.offset}, {self.symbols.get(a.plus, -1)}, {a.times}}}"
+                for a in shape.axes]
+        condition = self.ref(shape.condition)
         swap = -1 if shape.swap is None else shape.swap
         return f"{{{condition}, {len(axes)}, {swap}, {{{', '.join(axes)}}}}}"
 

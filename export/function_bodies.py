@@ -223,9 +223,14 @@ def _rotated(ops, rows, x, a, positions, heads):
 def _lean_attention(ops, x, a, ranks):
     """Reads every cache through one table of slots. Two rows of zeros follow the slots: what is not visible reads the
     first, so that whatever the cache holds there cannot leak; new rows that are padding are written to the second."""
-    query = _swapped(ops, ops.float(x.query), a.layout)
+    capacity, slots, kv_heads, to_slots, from_slots = _cache_slots(ops, x, ops.size(x.query, 0))
+    query, new_rows = x.query, [x.new_key, x.new_value]
+    if a.packed_qkv:
+        heads_axis = 2 if a.layout == "bnhd" else 1
+        heads = ops.Sub(ops.size(query, heads_axis), ops.Mul(kv_heads, 2))
+        query, *new_rows = ops.Split(query, ops.Concat(heads, kv_heads, kv_heads, axis=0), axis=heads_axis, outputs=3)
+    query = _swapped(ops, ops.float(query), a.layout)
     batch, heads, tokens, width = (ops.size(query, axis) for axis in range(4))
-    capacity, slots, kv_heads, to_slots, from_slots = _cache_slots(ops, x, batch)
     group = ops.Div(heads, kv_heads)
 
     def per_request(lens, absent):
@@ -249,7 +254,7 @@ def _lean_attention(ops, x, a, ranks):
         last = ops.Sub(ops.size(slots, 1), 1)
         target = ops.GatherElements(slots, ops.Min(ops.Add(first, rows), last), axis=1)
         target = ops.Where(ops.And(is_row, ops.GreaterOrEqual(target, 0)), target, ops.Add(slot_count, 1))
-        for i, new in enumerate((x.new_key, x.new_value)):
+        for i, new in enumerate(new_rows):
             by_token = ops.float(new) if a.layout == "bnhd" else ops.Transpose(ops.float(new), perm=[0, 2, 1, 3])
             if i == 0 and x.cos_cache is not None:
                 by_token = _rotated(ops, by_token, x, a, ops.Add(first, rows), 2)
@@ -648,8 +653,9 @@ def _variant(op_name, present, attrs, ranks):
             raise ValueError(f"{op.name}: {a.name} is {values[a.name]!r}; expected one of {', '.join(a.values)}")
     _check_rules(op, present, values)
     open_ranks = {}
+    given = op.given(present, values)
     for t in op.inputs:
-        shapes = [s for s in t.shapes if s.condition in present] or [s for s in t.shapes if s.condition is None]
+        shapes = [s for s in t.shapes if s.condition in given] or [s for s in t.shapes if s.condition is None]
         allowed = sorted({len(s.axes) for s in shapes})
         if t.name in present and len(allowed) > 1:
             rank = open_ranks[t.name] = (ranks or {}).get(t.name)
@@ -669,7 +675,8 @@ def _check_rules(op, present, values):
                         "together": (0 < len(found) < len(rule.args), "goes with"),
                         "exclusive": (len(found) > 1, "excludes")}.get(rule.kind, (False, ""))
         if wrong:
-            raise ValueError(f"{op.name}: {found[0]} {words} {', '.join(n for n in rule.args if n != found[0])}"
+            others = (" or " if rule.kind == "needs" else ", ").join(n for n in rule.args if n != found[0])
+            raise ValueError(f"{op.name}: {found[0]} {words} {others}"
                              + (f", because {rule.condition} is given" if rule.condition else ""))
 
 

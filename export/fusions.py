@@ -1,5 +1,7 @@
 """Rewrites of an exported decoder's graph into forms that ONNX Runtime has one kernel for. Each computes what it replaces."""
 
+from itertools import accumulate
+
 import numpy as np
 import onnx_ir as ir
 from onnx.reference import ReferenceEvaluator
@@ -28,6 +30,7 @@ def _set_arguments(node, **values):
     node.resize_inputs(max(len(node.inputs), *(i + 1 for i in places)))
     for i, value in places.items():
         node.replace_input_with(i, value)
+    node.resize_inputs(1 + max(i for i, value in enumerate(node.inputs) if value is not None))
 
 
 def _producer(value, *op_types):
@@ -465,10 +468,31 @@ def _set_rotary(model, build):
     set_function(model, "RotaryEmbedding", ("input", "position_ids", "cos_cache", "sin_cache"), build)
 
 
+def _bias(product, width):
+    """(node, vector) of the Add of a constant vector that alone reads a product of so many columns; else None."""
+    uses = list(product.uses())
+    add = uses[0].node if len(uses) == 1 and not product.is_graph_output() else None
+    if add is None or add.op_type != "Add" or add.domain != "":
+        return None
+    vector = _constant(add.inputs[1 - uses[0].idx])
+    return (add, vector) if vector is not None and vector.shape == (width,) else None
+
+
+def _joined(before, kind, value, arrays, dtype):
+    """The output of a `kind` node of value and all arrays side by side, put before a node of the same kind of output."""
+    array, old = np.concatenate(arrays, axis=-1), before.outputs[0]
+    constant = ir.Value(name=f"{old.name}_packed_{kind}", const_value=ir.tensor(array, dtype=dtype))
+    constant.dtype, constant.shape = dtype, ir.Shape(array.shape)
+    before.graph.register_initializer(constant)
+    new = _adder(before.graph, before)(kind, value, constant)
+    new.type, new.shape = old.type, old.shape and ir.Shape([*old.shape[:-1], array.shape[-1]])
+    return new
+
+
 def pack_projections(model):
-    """Products of one value with several constant matrices become one product and a Split: fewer, larger kernels. Returns
-    the number of products saved. (A Split of another axis than the last, such as of heads, costs ONNX Runtime's CUDA provider
-    four copies to the device where sizes differ.)
+    """Products of one value with several constant matrices become one product and a Split: fewer, larger kernels. So do their
+    sums with constant vectors, where each product has one. Returns the number of products saved. (A Split of another axis
+    than the last, such as of heads, costs ONNX Runtime's CUDA provider four copies to the device where sizes differ.)
     """
     groups = {}
     for node in model.graph:
@@ -482,23 +506,20 @@ def pack_projections(model):
             continue
         first = group[0][0]
         widths = [tensor.shape[1] for _, tensor in group]
-        packed = np.concatenate([tensor.numpy() for _, tensor in group], axis=1)
-        weight = ir.Value(name=f"{first.outputs[0].name}_packed", const_value=ir.tensor(packed, dtype=group[0][1].dtype))
-        weight.dtype, weight.shape = group[0][1].dtype, ir.Shape(packed.shape)
-        model.graph.register_initializer(weight)
-        product = ir.node("MatMul", [x, weight])
-        if first.outputs[0].shape is not None:
-            product.outputs[0].shape = ir.Shape([*first.outputs[0].shape[:-1], sum(widths)])
-        product.outputs[0].type = first.outputs[0].type
-        sizes = ir.node("Constant", [], {"value_ints": widths})
-        split = ir.node("Split", [product.outputs[0], sizes.outputs[0]], {"axis": -1}, num_outputs=len(group))
-        for node in (product, sizes, split):
-            model.graph.insert_before(first, node)
-        for (node, _), new in zip(group, split.outputs, strict=True):
-            old = node.outputs[0]
+        biases = [_bias(node.outputs[0], width) for (node, _), width in zip(group, widths, strict=True)]
+        product = _joined(first, "MatMul", x, [tensor.numpy() for _, tensor in group], group[0][1].dtype)
+        if None not in biases:
+            product = _joined(first, "Add", product, [vector for _, vector in biases], group[0][1].dtype)
+        sizes = _adder(model.graph, first)("Constant", value_ints=widths)
+        split = ir.node("Split", [product, sizes], {"axis": -1}, num_outputs=len(group))
+        model.graph.insert_before(first, split)
+        for (node, _), bias, new in zip(group, biases, split.outputs, strict=True):
+            last = node if None in biases else bias[0]
+            old = last.outputs[0]
             new.name, new.type, new.shape = old.name, old.type, old.shape
             old.replace_all_uses_with(new, replace_graph_outputs=True)
-            model.graph.remove(node, safe=True)
+            for done in dict.fromkeys((last, node)):
+                model.graph.remove(done, safe=True)
         saved += len(group) - 1
     return saved
 
@@ -681,17 +702,24 @@ def _spread(value):
     return (x, slots) if known and slots.shape is not None and len(slots.shape) == 2 else None
 
 
-def _split_to(heads, widths):
-    """The Split node of a last axis of these widths whose outputs, reshaped, are `heads`; else None."""
+def _side_by_side(heads):
+    """The value [..., width] whose last axis holds, from its begin to its end, what reshaped makes each of `heads`
+    [..., heads, D], of known sizes, by one Split or a Slice each; else None."""
+    widths = [x.shape[2] * x.shape[3] for x in heads]
     parts = [_producer(value, "Reshape") for value in heads]
     if None in parts:
         return None
     parts = [reshape.inputs[0] for reshape in parts]
-    split = _producer(parts[0], "Split")
-    if split is None or list(split.outputs) != parts or any(
-            p.shape is None or len(p.shape) != 3 or p.shape[2] != width for p, width in zip(parts, widths, strict=True)):
+    split, slices = _producer(parts[0], "Split"), [_columns(value) for value in parts]
+    if split:
+        sizes = _constant(split.inputs[1]) if len(split.inputs) > 1 else None
+        whole = list(split.outputs) == parts and sizes is not None and list(sizes) == widths
+        return split.inputs[0] if whole and split.attributes.get_int("axis", 0) in (-1, 2) else None
+    ends = list(accumulate(widths))
+    if None in slices or slices[0][0].shape[-1] != ends[-1]:
         return None
-    return split if split.attributes.get_int("axis", 0) in (-1, 2) else None
+    expected = [(slices[0][0], end - width, end) for end, width in zip(ends, widths, strict=True)]
+    return slices[0][0] if slices == expected else None
 
 
 def spread_packed(model, positions):
@@ -727,14 +755,14 @@ def spread_packed(model, positions):
         if rotary:
             _set_arguments(node, cos_cache=rotary[0], sin_cache=rotary[1])
         widths = [value.shape[2] * value.shape[3] for value in heads]
-        op, split = _adder(graph, node), _split_to(heads, widths)
-        wholes = [(split.inputs[0], sum(widths))] if split else list(zip(heads, widths, strict=True))
+        op, together = _adder(graph, node), _side_by_side(heads)
+        wholes = [(together, sum(widths))] if together is not None else list(zip(heads, widths, strict=True))
         for value, width in wholes:
             if (value, slots) not in spreads:
                 rows = op("Reshape", value, op("Constant", value_ints=[-1, width]))
                 spreads[value, slots] = op("Gather", rows, slots, axis=0)
         parts = [spreads[value, slots] for value, _ in wholes]
-        if split:
+        if together is not None:
             sizes = op("Constant", value_ints=widths)
             new = ir.node("Split", [parts[0], sizes], {"axis": -1}, num_outputs=len(heads))
             graph.insert_before(node, new)
@@ -743,6 +771,30 @@ def spread_packed(model, positions):
             rows, old = op("Reshape", part, op("Constant", value_ints=[0, 0, *value.shape[2:]])), _argument(node, name)
             rows.type, rows.shape = old.type, old.shape
             _set_arguments(node, **{name: rows})
+        count += 1
+    return count
+
+
+def pack_heads(model):
+    """LeanAttention nodes take queries, new keys and new values as the one tensor that a Split, or a Slice each, made them of:
+    a kernel fewer. After drop_transposes and spread_packed. Returns the number of attentions.
+    """
+    graph, count = model.graph, 0
+    for node in list(graph):
+        if node.op_type != "LeanAttention" or node.attributes.get_string("layout", "bhnd") != "bnhd":
+            continue
+        rows = [_argument(node, name) for name in _ROWS]
+        if any(x is None or x.shape is None or len(x.shape) != 4 or not all(isinstance(n, int) for n in x.shape[2:])
+               for x in rows) or len({x.shape[3] for x in rows}) != 1:
+            continue
+        together = _side_by_side(rows)
+        if together is None:
+            continue
+        op, old, heads = _adder(graph, node), rows[0], sum(x.shape[2] for x in rows)
+        packed = op("Reshape", together, op("Constant", value_ints=[0, 0, heads, old.shape[3]]))
+        packed.type, packed.shape = old.type, ir.Shape([*old.shape[:2], heads, old.shape[3]])
+        _set_arguments(node, query=packed, new_key=None, new_value=None)
+        node.attributes["packed_qkv"] = ir.AttrInt64("packed_qkv", 1)
         count += 1
     return count
 
@@ -762,6 +814,7 @@ def fuse_for_onnxruntime(model, positions=None):
     RemoveUnusedNodesPass()(model)
     if positions:
         spread_packed(model, positions)
+    pack_heads(model)
     RemoveUnusedNodesPass()(model)
     if not any(node.domain == MICROSOFT for node in model.graph):
         model.opset_imports.pop(MICROSOFT, None)

@@ -146,10 +146,25 @@ def _rotate(rows, positions, cos_cache, sin_cache, interleaved, compute):
     return torch.cat((turned, rest), -1).to(rows.dtype)
 
 
+def _unpacked(op, query, key_cache, variant, new_key, new_value, append, layout):
+    """(query, new_key, new_value) of packed projections [B,H+2Hkv,Nq,D], or in bnhd [B,Nq,H+2Hkv,D]."""
+    _check(append and new_key is None and new_value is None,
+           f"{op}: packed_qkv=1 takes append=1, and query in place of new_key and new_value; append is {int(append)}, new_key "
+           f"is {'absent' if new_key is None else 'given'}, new_value is {'absent' if new_value is None else 'given'}")
+    heads_axis, rank = 2 if layout == "bnhd" else 1, 3 if variant == "ragged" else 4
+    _check(query.dim() == 4 and key_cache.dim() == rank,
+           f"{op}: query has rank {query.dim()} and key_cache {key_cache.dim()}; expected 4 and {rank}")
+    kv_heads = key_cache.shape[{"dense": 1, "ragged": 0, "paged": 2}[variant]]
+    heads = query.shape[heads_axis] - 2 * kv_heads
+    _check(heads > 0, f"{op}: query has {query.shape[heads_axis]} heads; packed with those of {kv_heads} keys and "
+           f"{kv_heads} values it has {2 * kv_heads + 1} or more")
+    return query.split((heads, kv_heads, kv_heads), heads_axis)
+
+
 def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None, new_key=None,
                    new_value=None, cu_seqlens=None, block_table=None, sinks=None, cos_cache=None, sin_cache=None, *,
                    scale=0.0, causal=1, window=-1, softcap=0.0, append=0, layout="bhnd", rotary_interleaved=0,
-                   compute_dtype=None):
+                   packed_qkv=0, compute_dtype=None):
     """Exact softmax attention of the newest tokens over a cache (LeanAttention).
 
     query T [B,H,Nq,D]; rows at and past query_lens are padding and may hold anything.
@@ -159,7 +174,8 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
     seq_lens I [B]: valid tokens of each request, the new ones included; clamped to [0, capacity], which is
     S, cu[b+1] - cu[b] or M * block; absent: the capacity.
     query_lens I [B]: new tokens of each request, clamped to [0, min(Nq, seq_len)]; absent: Nq.
-    new_key, new_value T [B,Hkv,Nq,D], [B,Hkv,Nq,Dv]: with append, row i is first written to position p_i.
+    new_key, new_value T [B,Hkv,Nq,D], [B,Hkv,Nq,Dv]: with append, row i is first written to position p_i. With
+    packed_qkv they are absent and query [B,H+2Hkv,Nq,D] holds them: the queries' heads, then the keys', then the values'.
     sinks F [H]: a logit that joins the softmax's sum and has no value.
     cos_cache, sin_cache F [positions,half]: rotary encoding. The first 2 half columns of query's row i, and of
     new_key's, turn in pairs, a to a cos - b sin and b to b cos + a sin, by row p_i of the tables (the last one where
@@ -181,6 +197,8 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
     _check(cu_seqlens is None or block_table is None,
            f"{op}: cu_seqlens and block_table are both given; give one (ragged or paged) or none (dense)")
     variant = "ragged" if cu_seqlens is not None else "paged" if block_table is not None else "dense"
+    if packed_qkv:
+        query, new_key, new_value = _unpacked(op, query, key_cache, variant, new_key, new_value, append, layout)
     match("query", query, "T", "B H Nq D*")
     axes = {"dense": "B Hkv S", "ragged": "Hkv total", "paged": "P block Hkv"}[variant]
     match("key_cache", key_cache, "T", f"{axes} D")
@@ -205,7 +223,7 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
     for name, tensor in (("new_key", new_key), ("new_value", new_value)):
         _check((tensor is not None) == bool(append),
                f"{op}: {name} is {'absent' if tensor is None else 'given'} and append is {int(append)}; "
-               "append=1 takes both new_key and new_value, append=0 neither")
+               "append=1 takes both new_key and new_value, or packed_qkv, append=0 neither")
     _check(window == -1 or window >= 1, f"{op}: window is {window}; expected -1 (off) or 1 or more keys")
     _check(softcap >= 0, f"{op}: softcap is {softcap}; expected 0 (off) or more")
     _check(window == -1 or causal, f"{op}: window is {window} with causal=0; a window needs causal=1")

@@ -277,11 +277,12 @@ def _group_query_attention(ops, node, options):
     if (key is None) != (value is None):
         raise _Refused("key and value go together, or are both packed into query")
     query_dims = _dims(query) or [None] * 3
-    width = query_dims[2]
-    if key is None:
+    width, packed = query_dims[2], key is None
+    if packed:
         width = width // (heads + 2 * kv_heads) * heads if isinstance(width, int) else None
-        query, key, value = ops.Split(ops.split_heads(query, heads + 2 * kv_heads), [heads, kv_heads, kv_heads], axis=2,
-                                      outputs=3)
+        query = ops.split_heads(query, heads + 2 * kv_heads)
+        if x["past_key"] is None:
+            query, key, value = ops.Split(query, [heads, kv_heads, kv_heads], axis=2, outputs=3)
     else:
         tokens, keys = query_dims[1], _dim(key, 1)
         if None not in (tokens, keys) and tokens != keys:
@@ -314,7 +315,8 @@ def _group_query_attention(ops, node, options):
         caches = [x["past_key"], x["past_value"]]
         if not (options["fixed_caches"] or _fixed_capacity(node, x["past_key"])):
             caches = [_grown(ops, cache, x["total_sequence_length"], query) for cache in caches]
-        attributes |= {"append": True, "rotary_interleaved": rotary and bool(a.get("rotary_interleaved", 0))}
+        attributes |= {"append": True, "rotary_interleaved": rotary and bool(a.get("rotary_interleaved", 0)),
+                       "packed_qkv": packed}
         outputs = ops.ours("LeanAttention", attributes, query=query, key_cache=caches[0], value_cache=caches[1], seq_lens=lens,
                            query_lens=counts, new_key=key, new_value=value, sinks=sinks, **tables)
         out, caches = outputs["output"], [outputs["key_cache_out"], outputs["value_cache_out"]]
@@ -493,6 +495,8 @@ def _lean_attention_back(ops, node, options):
         raise _Refused("lse is read, which no standard operator returns")
     bnhd = a["layout"] == "bnhd"
     tokens, heads = (_dim(x["query"], axis) for axis in ((1, 2) if bnhd else (2, 1)))
+    if a["packed_qkv"] and isinstance(heads, int) and isinstance(_dim(x["key_cache"], 1), int):
+        heads -= 2 * _dim(x["key_cache"], 1)
     capacity = _dim(x["key_cache"], 2)
     if a["append"]:
         return _append_back(ops, a, x, bnhd, tokens, heads)
@@ -543,7 +547,8 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     def packed(t):  # one token: both layouts hold the numbers in one order
         return ops.Reshape(t, ops.dims(ops.size(t, 0), 1, -1))
 
-    inputs = [packed(x["query"]), packed(x["new_key"]), packed(x["new_value"]), x["key_cache"], x["value_cache"],
+    rows = [None if x[name] is None else packed(x[name]) for name in ("query", "new_key", "new_value")]
+    inputs = [*rows, x["key_cache"], x["value_cache"],
               ops.Sub(lens, ops.int32(1)), ops.ReduceMax(lens, keepdims=0)]
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"], "softcap": a["softcap"],
                   "local_window_size": a["window"]}

@@ -56,18 +56,17 @@ def _output_metadata(op, inputs, attrs):
     Sizes may be symbolic. Only what is needed to name them is checked: the library checks the rest at run time.
     """
     layout = attrs.get("layout", "bhnd")
-    present = {t.name for t, tensor in zip(op.inputs, inputs) if tensor is not None}
-    dims = {}
+    given = op.given((t.name for t, tensor in zip(op.inputs, inputs) if tensor is not None), attrs)
+    sizes = []
     for t, tensor in zip(op.inputs, inputs):
         if tensor is None:
             continue
-        shape = op.shape_of(t, present, tensor.dim())
+        shape = op.shape_of(t, given, tensor.dim())
         if shape is None:
             expected = " or ".join(str(s) for s in t.shapes)
             raise ValueError(f"{op.name}: {t.name} has shape {list(tensor.shape)}, rank {tensor.dim()}; expected {expected}")
-        for axis, size in zip(shape.ordered(layout), tensor.shape):
-            if axis.symbol:
-                dims.setdefault(axis.symbol, size - axis.offset)
+        sizes += zip(shape.ordered(layout), tensor.shape)
+    dims = spec.sizes_of(sizes)
     active = {t.name for t in op.active_outputs(attrs)}
     metadata = []
     for t in op.outputs:
@@ -79,8 +78,7 @@ def _output_metadata(op, inputs, attrs):
         elif t.like:
             shape = tuple(inputs[[i.name for i in op.inputs].index(t.like)].shape)
         else:
-            shape = tuple(dims[a.symbol] + a.offset if a.symbol else a.offset
-                          for a in op.shape_of(t, present).ordered(layout))
+            shape = tuple(axis.size(dims) for axis in op.shape_of(t, given).ordered(layout))
         metadata.append((dtype, shape))
     return metadata
 

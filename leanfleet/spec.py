@@ -17,13 +17,35 @@ TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int3
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: `symbol` + `offset`, or the constant `offset` where symbol is ""."""
+    """One axis: `symbol` + `offset` + `times` x `plus`, or the constant `offset` where symbol is ""."""
 
     symbol: str
     offset: int = 0
+    plus: str = ""
+    times: int = 0
+
+    def size(self, dims):
+        """The axis's size for sizes of symbols {symbol: size}. Raises KeyError where one is missing."""
+        size = dims[self.symbol] + self.offset if self.symbol else self.offset
+        return size + self.times * dims[self.plus] if self.plus else size
 
     def __str__(self):
-        return self.symbol + (f"+{self.offset}" if self.offset else "") if self.symbol else str(self.offset)
+        if not self.symbol:
+            return str(self.offset)
+        more = f"+{self.times}{self.plus}" if self.plus else ""
+        return self.symbol + (f"+{self.offset}" if self.offset else "") + more
+
+
+def sizes_of(pairs):
+    """{symbol: size} from pairs (Axis, size of that axis); of several sizes of a symbol the first.
+
+    An axis of two symbols tells the first of them where others tell the second.
+    """
+    dims = {}
+    for axis, size in sorted(pairs, key=lambda pair: bool(pair[0].plus)):
+        if axis.symbol and (not axis.plus or axis.plus in dims):
+            dims.setdefault(axis.symbol, size - axis.size({**dims, axis.symbol: 0}))
+    return dims
 
 
 @dataclass(frozen=True)
@@ -78,7 +100,8 @@ class Attr:
 
 @dataclass(frozen=True)
 class Rule:
-    """kind: multiple, fixed, together, exclusive or needs; `condition` names the optional input or attribute."""
+    """kind: multiple, fixed, equal, together, exclusive or needs (the first any of the others); `condition` names the
+    optional input or attribute."""
 
     kind: str
     args: tuple[str, ...]
@@ -105,7 +128,7 @@ class OpSpec:
     def symbols(self):
         """Axis symbols in order of first use."""
         shapes = (shape for tensor in self.inputs + self.outputs for shape in tensor.shapes)
-        return tuple(dict.fromkeys(a.symbol for shape in shapes for a in shape.axes if a.symbol))
+        return tuple(dict.fromkeys(s for shape in shapes for a in shape.axes for s in (a.symbol, a.plus) if s))
 
     def input(self, name):
         return next(t for t in self.inputs if t.name == name)
@@ -118,8 +141,12 @@ class OpSpec:
         values = {a.name: attrs.get(a.name, a.default) for a in self.attrs}
         return tuple(t for t in self.outputs if all(values[w] for w in t.when))
 
+    def given(self, inputs, attrs):
+        """What conditions of shapes may name: the present inputs, and the boolean attributes that are on."""
+        return set(inputs) | {a.name for a in self.attrs if a.type == "bool" and attrs.get(a.name, a.default)}
+
     def shape_of(self, tensor, present, rank=None):
-        """The shape alternative of `tensor` given the names of the present inputs, and its rank where known.
+        """The shape alternative of `tensor` for the names that `given` returns, and its rank where known.
 
         Alternatives whose condition holds come before those without one, which then no longer count.
         """
@@ -129,11 +156,13 @@ class OpSpec:
 
 
 def _axis(word):
-    match = re.fullmatch(r"([A-Za-z]\w*)(?:\+(\d+))?|(\d+)", word)
+    match = re.fullmatch(r"([A-Za-z]\w*)(?:\+(\d+)([A-Za-z]\w*)?)?|(\d+)", word)
     if not match:
-        raise ValueError(f"ops.toml: axis '{word}' is not SYMBOL, SYMBOL+NUMBER or NUMBER")
-    symbol, offset, constant = match.groups()
-    return Axis(symbol, int(offset or 0)) if symbol else Axis("", int(constant))
+        raise ValueError(f"ops.toml: axis '{word}' is not SYMBOL, SYMBOL+NUMBER, SYMBOL+NUMBER SYMBOL (one word) or NUMBER")
+    symbol, number, plus, constant = match.groups()
+    if not symbol:
+        return Axis("", int(constant))
+    return Axis(symbol, plus=plus, times=int(number)) if plus else Axis(symbol, int(number or 0))
 
 
 def _shapes(text):
@@ -152,8 +181,8 @@ def _rule(text):
     if words[0] in ("together", "exclusive"):
         kind, args = words[0], words[1:]
     else:
-        kind = {"%": "multiple", "==": "fixed", "needs": "needs"}[words[1]]
-        args = [words[0], words[2]]
+        kind = {"%": "multiple", "==": "fixed" if words[2].isdigit() else "equal", "needs": "needs"}[words[1]]
+        args = [words[0], *words[2::2]]  # A needs B or C
     return Rule(kind, tuple(args), condition.strip() or None)
 
 
@@ -180,8 +209,10 @@ def parse(path):
         optional_inputs = {t.name for t in spec.inputs if t.optional}
         names = {t.name for t in spec.inputs} | {a.name for a in spec.attrs} | set(spec.symbols)
         conditions = [s.condition for t in spec.inputs + spec.outputs for s in t.shapes if s.condition]
-        if unknown := set(conditions) - optional_inputs:
-            raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are not optional inputs")
+        if unknown := set(conditions) - optional_inputs - {a.name for a in spec.attrs if a.type == "bool"}:
+            raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are no optional inputs or bool attributes")
+        if any(a.plus for t in spec.outputs for s in t.shapes for a in s.axes):
+            raise ValueError(f"ops.toml: {name}: an output's axis is a sum of two symbols")
         used = {n for r in spec.rules for n in r.args if not n.isdigit()} | {w for t in spec.outputs for w in t.when}
         used |= {r.condition for r in spec.rules if r.condition} | {t.takes for t in spec.outputs if t.takes}
         used |= {t.like for t in spec.outputs if t.like}

@@ -30,21 +30,17 @@ def poisoned(shape, dtype, device):
 def output_shapes(op, inputs, attrs):
     """(name, dtype, shape) of each output for these inputs (a dict), worked out from ops.toml."""
     layout = attrs.get("layout", "bhnd")
-    present = {name for name, tensor in inputs.items() if tensor is not None}
-    dims = {}
-    for t in op.inputs:
-        if t.name in present:
-            tensor = inputs[t.name]
-            for axis, size in zip(op.shape_of(t, present, tensor.dim()).ordered(layout), tensor.shape):
-                dims[axis.symbol] = size - axis.offset
+    present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
+    given = op.given(present, attrs)
+    dims = spec.sizes_of(pair for t in op.inputs if t.name in present for pair in zip(
+        op.shape_of(t, given, present[t.name].dim()).ordered(layout), present[t.name].shape))
     result = []
     for t in op.active_outputs(attrs):
         dtype = {"T": inputs[op.inputs[0].name].dtype, "F": torch.float32, "I": torch.int32}[t.type]
         if t.like:
             shape = tuple(inputs[t.like].shape)
         else:
-            shape = tuple(dims[a.symbol] + a.offset if a.symbol else a.offset
-                          for a in op.shape_of(t, present).ordered(layout))
+            shape = tuple(axis.size(dims) for axis in op.shape_of(t, given).ordered(layout))
         result.append((t.name, dtype, shape))
     return result
 

@@ -14,7 +14,7 @@ import torch
 from kernels import TORCH_DTYPES
 from leanfleet import ort_ops, spec
 from leanfleet.export import function_bodies, reference
-from test_lean_attention import make_case
+from test_lean_attention import make_case, packed
 
 OPS = spec.all_specs()
 NAN, INF = math.nan, math.inf
@@ -38,7 +38,7 @@ def one_node_model(name, present, attrs=None, ranks=None, dtype="float32", opset
     layout = attrs.get("layout", "bhnd")
 
     def info(t, like=None):
-        shape = op.shape_of(like or t, present, (ranks or {}).get((like or t).name))
+        shape = op.shape_of(like or t, op.given(present, attrs), (ranks or {}).get((like or t).name))
         return t.name, ort_models.onnx_type(t, dtype), [str(axis) for axis in shape.ordered(layout)]
 
     inputs = [info(t) for t in op.inputs if t.name in present]
@@ -121,6 +121,8 @@ ATTENTION = {
     "rotary": dict(append=True, padded=True, turned=1.0),
     "rotary interleaved": dict(variant="paged", append=True, layout="bnhd", turned=0.6, positions=60, rotary_interleaved=1),
     "rotary queries": dict(variant="ragged", turned=0.6, padded=True, causal=0),
+    "packed": dict(append=True, together=True, layout="bnhd", padded=True),
+    "packed rotary": dict(variant="paged", append=True, together=True, turned=1.0),
 }
 # Nq, lengths of the cache, new tokens where there is padding, and heads and sizes.
 ATTENTION_SIZES = [
@@ -132,9 +134,11 @@ ATTENTION_SIZES = [
 ]
 
 
-def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=0.0, **options):
-    """turned: the part of the columns that a rotary encoding turns."""
+def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=0.0, together=False, **options):
+    """turned: the part of the columns that a rotary encoding turns. together: packed projections."""
     tokens, lens, counts, sizes = size
+    if together:
+        sizes = sizes | {"Dv": sizes["D"]}
     if turned:
         options = {**options, "rotary": max(1, int(turned * sizes["D"] / 2))}
     if absent:  # the capacity is the length, so every request must fill its own
@@ -143,6 +147,7 @@ def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=
                               Nq=tokens, **sizes, **options)
     if absent and "block_table" in inputs:
         inputs["block_table"] = inputs["block_table"][:, :max(lens)].contiguous()
+    inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
     return {n: None if n in absent else t for n, t in inputs.items()}, attrs
 
 
@@ -492,7 +497,8 @@ def test_nodes_in_subgraphs_and_functions():
 @pytest.mark.parametrize("arguments, message", [
     (("Attention",), "no operator Attention; it has LeanAttention"),
     (("LeanAttention", ["cache"]), "LeanAttention has no input cache"),
-    (("LeanAttention", [], {"append": 1}), "append needs new_key"),
+    (("LeanAttention", [], {"append": 1}), "append needs new_key or packed_qkv"),
+    (("LeanAttention", ["new_key", "new_value"], {"append": 1, "packed_qkv": 1}), "packed_qkv excludes new_key"),
     (("LeanAttention", ["new_key"], {"append": 1}), "new_key goes with new_value"),
     (("LeanAttention", ["cu_seqlens", "block_table"]), "cu_seqlens excludes block_table"),
     (("LeanAttention", [], {"window": 3, "causal": 0}), "window needs causal"),

@@ -27,13 +27,13 @@ class Layer(torch.nn.Module):
 
     norm_heads: a norm of each head between projection and rotary. equal_halves: cos and sin of concatenated angles, as all
     of transformers' rotary encodings; else of angles that differ in their halves. turned: columns that turn. first: what is
-    added to positions; "longest": the longest request's length.
+    added to positions; "longest": the longest request's length. bias: of queries, keys and values.
     """
 
-    def __init__(self, norm_heads=False, equal_halves=True, turned=SIZE, first=0):
+    def __init__(self, norm_heads=False, equal_halves=True, turned=SIZE, first=0, bias=False):
         super().__init__()
         self.norm_heads, self.equal_halves, self.turned, self.first = norm_heads, equal_halves, turned, first
-        self.query, self.key, self.value = (torch.nn.Linear(HIDDEN, h * SIZE, bias=False) for h in (HEADS, KV_HEADS, KV_HEADS))
+        self.query, self.key, self.value = (torch.nn.Linear(HIDDEN, h * SIZE, bias=bias) for h in (HEADS, KV_HEADS, KV_HEADS))
         self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
         self.weight = torch.nn.Parameter(torch.rand(HIDDEN) + 0.5)
         self.register_buffer("frequencies", 100.0 ** (-torch.arange(turned // 2) / (turned // 2)))
@@ -131,7 +131,7 @@ def test_rotary_function_of_heads_first():
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
 
 
-@pytest.mark.parametrize("options", [{}, {"norm_heads": True}, {"turned": 4}, {"first": 2}], ids=str)
+@pytest.mark.parametrize("options", [{}, {"norm_heads": True}, {"turned": 4}, {"first": 2}, {"bias": True}], ids=str)
 def test_attention_takes_in_rotary_encodings(options):
     """Of all columns and of the first ones; the cosines become a constant, and caches hold the turned keys."""
     module = Layer(**options).eval()
@@ -145,9 +145,9 @@ def test_attention_takes_in_rotary_encodings(options):
     assert [list(v.shape) for v in node.inputs[10:]] == [[32, options.get("turned", SIZE) // 2]] * 2
     assert node.attributes.get_string("layout") == "bnhd"
     if not options.get("norm_heads"):
-        reshapes = [v.producer() for v in (node.inputs[0], *node.inputs[5:7])]
-        split, = {n.inputs[0].producer() for n in reshapes}
-        assert split.op_type == "Split" and split.attributes.get_int("axis") == -1, "other axes take copies to the device"
+        assert node.attributes.get_int("packed_qkv") == 1 and node.inputs[5] is node.inputs[6] is None
+        made = node.inputs[0].producer().inputs[0].producer()
+        assert "Split" not in found and made.op_type == ("Add" if options.get("bias") else "MatMul")
     real = torch.arange(5) < inputs(ragged=True)[4].unsqueeze(1)
     for library in (True, False):
         for i, (a, b) in enumerate(zip(results(model, library, ragged=True), expected, strict=True)):

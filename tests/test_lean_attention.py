@@ -131,7 +131,8 @@ def check(inputs, attrs, threads=(2,), in_place=False):
     """Runs the kernel with each number of threads and compares every output with the reference; returns the last
     outputs."""
     judge, baseline = judged(inputs, attrs)
-    values = [inputs[n] for n in ("value_cache", "new_value") if inputs.get(n) is not None]
+    values = [inputs[n] for n in ("value_cache", "query" if attrs.get("packed_qkv") else "new_value")
+              if inputs.get(n) is not None]
     size = max(v.nan_to_num(0, 0, 0).abs().max().item() for v in values)  # outputs are means of these
     lse_size = 1 + max(judge[1][judge[1].isfinite()].abs().tolist(), default=0)
     for count in threads:
@@ -197,6 +198,47 @@ def test_lengths_left_out(variant):
     check({**inputs, "seq_lens": None}, attrs)
     inputs, attrs = make_case(3, variant, lens=(2, 5, 0), spare=1, Nq=4)
     check(inputs, attrs)
+
+
+def packed(inputs, attrs):
+    """The same call with queries, new keys and new values as one tensor."""
+    rows = [inputs[n] for n in ("query", "new_key", "new_value")]
+    query = torch.cat(rows, 2 if attrs["layout"] == "bnhd" else 1)
+    return {**inputs, "query": query, "new_key": None, "new_value": None}, {**attrs, "packed_qkv": 1}
+
+
+@pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_projections_equal_separate_ones(variant, layout, dtype):
+    for rotary in (0, 9):
+        for Nq, H, Hkv, D, lens in ((1, 6, 2, 24, (1, 63, 64, 65, 0, 300)), (5, 3, 3, 17, (9, 5, 0)), (70, 8, 1, 32, (70, 90))):
+            inputs, attrs = make_case(Nq, variant, dtype, lens, query_lens=[min(n, Nq) for n in lens], Nq=Nq, H=H, Hkv=Hkv, D=D,
+                                      Dv=D, append=True, layout=layout, rotary=min(rotary, D // 2), sinks=Nq == 5)
+            apart = check(inputs, attrs)
+            together = check(*packed(inputs, attrs), in_place=True)
+            assert all(same_bits(apart[name], together[name]) for name in apart)
+
+
+@pytest.mark.parametrize("changes, message", (
+    ({}, r"query has shape \[1,4,1,24\]: axis 1 of \[B,H\+2Hkv,Nq,D\] is 4; expected at least 5, because key_cache gives "
+         "Hkv = 2"),
+    (dict(query=torch.zeros(1, 7, 1, 24)), "H = 3 is not a multiple of Hkv = 2"),
+    (dict(query=torch.zeros(1, 8, 1, 24), value_cache=torch.zeros(1, 2, 68, 16)),
+     "D = 24 and Dv = 16; with packed_qkv = 1 they must be the same"),
+    (dict(new_key=torch.zeros(1, 2, 1, 24), new_value=torch.zeros(1, 2, 1, 24)),
+     "packed_qkv and new_key are both given; give one of them"),
+    (dict(append=0), "packed_qkv = 1 needs append = 1; found append = 0"),
+    (dict(packed_qkv=0), "append = 1 needs input new_key, which is missing, or packed_qkv = 1; found packed_qkv = 0")))
+def test_packed_projections_that_cannot_be(changes, message):
+    inputs, attrs = packed(*make_case(lens=(65,), D=24, Dv=24, append=True))
+    inputs["query"] = inputs["query"][:, :4].contiguous()
+    inputs |= {n: t for n, t in changes.items() if not isinstance(t, int)}
+    attrs |= {n: t for n, t in changes.items() if isinstance(t, int)}
+    with pytest.raises(ValueError, match=message):
+        run_kernel("LeanAttention", inputs, attrs)
+    with pytest.raises(ValueError, match="LeanAttention: "):
+        reference.lean_attention(**inputs, **attrs)
 
 
 ROTARY = (dict(D=64, rotary=32), dict(D=64, rotary=8), dict(D=40, rotary=20, rotary_interleaved=1), dict(D=17, rotary=5),

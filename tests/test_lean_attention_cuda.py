@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import ALIGNMENT, entry, poisoned, run_kernel
 from leanfleet.export import reference
-from test_lean_attention import BLOCK, DTYPES, NAN, VARIANTS, assert_one_rounding, int32, make_case, same_bits
+from test_lean_attention import BLOCK, DTYPES, NAN, VARIANTS, assert_one_rounding, int32, make_case, packed, same_bits
 
 from leanfleet import native, spec
 
@@ -206,6 +206,21 @@ def test_positions_beyond_the_tables_are_clamped(monkeypatch):
     monkeypatch.setenv("LEANFLEET_CHECK", "1")
     with pytest.raises(ValueError, match=r"^LeanAttention: the last new token of request 0 stands at position 49; cos_cache has"):
         run_kernel("LeanAttention", to_cuda(inputs), attrs)
+
+
+@pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_packed_projections_equal_separate_ones(variant, layout, dtype):
+    """In each kernel: short contexts and long ones, some tokens and prompts whose appends are launches of their own."""
+    for rotary in (0, 32, 9):
+        for Nq, H, Hkv, D, lens in ((1, 8, 2, 128, (1, 63, 64, 65, 0, 3000)), (1, 6, 2, 64, (100, 7)), (1, 4, 4, 256, (700, 0)),
+                                    (5, 15, 5, 80, (9, 5, 0, 900)), (70, 8, 2, 64, (70, 300, 9)), (130, 4, 1, 128, (130, 999))):
+            inputs, attrs = make_case(Nq, variant, dtype, lens, query_lens=[min(n, Nq) for n in lens], Nq=Nq, H=H, Hkv=Hkv, D=D,
+                                      Dv=D, append=True, layout=layout, rotary=rotary, sinks=Nq == 5)
+            apart = check(inputs, attrs)
+            together = check(*packed(inputs, attrs), in_place=Nq != 5)
+            assert all(same_bits(apart[name], together[name]) for name in apart)
 
 
 @pytest.mark.parametrize("D", (8, 24, 64, 80, 96, 128, 192, 256))

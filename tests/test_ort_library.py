@@ -45,6 +45,8 @@ VARIANTS = {
         (["seq_lens", "sinks"], {}, {"Nq": 1, "S": 65}),
         ([*CACHE, *NEW, "cos_cache", "sin_cache"], {"append": 1, "layout": "bnhd"}, {}),
         (["block_table", "cos_cache", "sin_cache"], {"rotary_interleaved": 1}, {}),
+        (CACHE, {"append": 1, "packed_qkv": 1, "layout": "bnhd"}, {}),
+        ([*CACHE, "block_table", "cos_cache", "sin_cache"], {"append": 1, "packed_qkv": 1}, {}),
     ],
     "CausalLinearDecay": [
         ([], {}, {}),
@@ -142,13 +144,15 @@ def variant(name, index, dtype):
     per_token = any(e.startswith("per_token") for e in extra)
     present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
     size = {**SIZES, **sizes, "symbols": op.symbols}
+    if "packed_qkv" in attrs:
+        size["Dv"] = size["D"]
     inputs = {}
     for t in op.inputs:
         inputs[t.name] = None
         if t.name in present:
             rank = 3 if t.name == "log_decay" and per_token else None
-            axes = op.shape_of(t, present, rank).ordered(attrs.get("layout", "bhnd"))
-            shape = [size.get(a.symbol, 0) + a.offset for a in axes]
+            axes = op.shape_of(t, op.given(present, attrs), rank).ordered(attrs.get("layout", "bhnd"))
+            shape = [axis.size(size) for axis in axes]
             type_name = {"T": dtype, "F": "float32", "I": "int32"}[t.type]
             inputs[t.name] = values(t.name, shape, TORCH_DTYPES[type_name], size)
     return op, inputs, attrs
@@ -227,9 +231,9 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
     shapes = {}
     for t in op.inputs:
         if t.name in present:
-            axes = op.shape_of(t, present, inputs[t.name].dim()).ordered(layout)
+            axes = op.shape_of(t, op.given(present, attrs), inputs[t.name].dim()).ordered(layout)
             # Head sizes are numbers in real models. A name cannot say "plus one".
-            shapes[t.name] = [17 if a.symbol in ("D", "R", "Dv") else a.symbol if a.symbol and not a.offset
+            shapes[t.name] = [17 if a.symbol in ("D", "R", "Dv") else a.symbol if a.symbol and not a.offset and not a.plus
                               else None if a.symbol else a.offset for a in axes]
     session = make_session(ort_models.node_model(op, shapes, attrs, dtype))
     if not INFERS_SHAPES:
@@ -240,7 +244,7 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
         if t.like:
             assert found.shape == shapes[t.like], t.name
             continue
-        for axis, dim in zip(op.shape_of(t, present).ordered(layout), found.shape, strict=True):
+        for axis, dim in zip(op.shape_of(t, op.given(present, attrs)).ordered(layout), found.shape, strict=True):
             if axis.symbol in ("D", "R", "Dv") or not axis.symbol:
                 assert dim == (17 if axis.symbol else axis.offset), (t.name, found.shape)
             elif axis.symbol in known:

@@ -43,6 +43,9 @@ def has_cuda_kernel(op):
     return True
 
 
+PLAIN = {"query": None, "key_cache": None, "value_cache": None}
+
+
 @pytest.mark.parametrize("dtype", spec.TYPES["T"])
 @pytest.mark.parametrize("op", SPECS.values(), ids=lambda op: op.name)
 def test_every_variant_builds(op, dtype):
@@ -62,6 +65,18 @@ def test_every_variant_builds(op, dtype):
         assert not missing, (ranks, attrs)
 
 
+def test_open_numbers_of_packed_heads():
+    """The query's heads are those of the packed tensor less the keys' and values', also where neither is known."""
+    ranks, attrs = PLAIN | {"seq_lens": None}, {"append": 1, "packed_qkv": 1}
+    op = SPECS["LeanAttention"]
+    shapes = input_shapes(op, ranks, attrs, 1)
+    shapes["query"][1] = "all_heads"
+    for kv_heads, profile in ((2, {"all_heads": (5, 10, 18)}), ("kv_heads", {"all_heads": (3, 10, 18), "kv_heads": (1, 2, 3)})):
+        shapes["key_cache"][1] = shapes["value_cache"][1] = kv_heads
+        built = trt_plugins.build_engine(node_model(op, shapes, attrs, "float16"), [profile], compute_capabilities=GPUS)
+        assert built.layers == [("node", "LeanAttention")]
+
+
 def refusal(op, ranks, attrs=None, dtype="float32", change=None, **options):
     """What a build of a node says that must fail; change: edits the model first."""
     shapes = input_shapes(SPECS[op], ranks, attrs or {}, 1)
@@ -71,9 +86,6 @@ def refusal(op, ranks, attrs=None, dtype="float32", change=None, **options):
     with pytest.raises(RuntimeError) as error:
         trt_plugins.build_engine(model, compute_capabilities=GPUS, **options)
     return str(error.value)
-
-
-PLAIN = {"query": None, "key_cache": None, "value_cache": None}
 
 
 def set_shape(name, *sizes):

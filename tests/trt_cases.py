@@ -18,7 +18,9 @@ DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
 def input_shape(op, tensor, present, attrs, rank, kind):
     """Sizes of an input; kind: 0 smallest, 1 usual, 2 largest, "open": names in place of open sizes. present: the names of
     all present inputs. None where no variant of the operator gives the input this rank."""
-    shape = op.shape_of(tensor, present, rank)
+    shape, fixed = op.shape_of(tensor, op.given(present, attrs), rank), FIXED
+    if attrs.get("packed_qkv"):
+        fixed = FIXED | {"Dv": FIXED["D"]}
     if shape is None:
         return None
     sizes = []
@@ -26,7 +28,7 @@ def input_shape(op, tensor, present, attrs, rank, kind):
         if axis.symbol == "B" and "cu_seqlens" in present and "Q" in op.symbols:
             sizes.append(1)
         elif axis.symbol in FIXED or not axis.symbol:
-            sizes.append(FIXED.get(axis.symbol, 0) + axis.offset)
+            sizes.append(axis.size(fixed))
         else:
             sizes.append(str(axis) if kind == "open" else OPEN[axis.symbol][kind] + axis.offset)
     return sizes

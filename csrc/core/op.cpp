@@ -34,20 +34,16 @@ bool bnhd_of(const OpSpec& spec, const AttrValue* attrs) { return spec.layout >=
 
 std::string axis_text(const OpSpec& spec, AxisSpec axis) {
   if (axis.symbol < 0) return std::to_string(axis.offset);
-  return spec.symbols[axis.symbol] + (axis.offset ? "+" + std::to_string(axis.offset) : std::string());
+  std::string text = spec.symbols[axis.symbol];
+  if (axis.offset != 0) text += "+" + std::to_string(axis.offset);
+  if (axis.plus >= 0) text += "+" + std::to_string(axis.times) + spec.symbols[axis.plus];
+  return text;
 }
 
 std::string expected_shape(const OpSpec& spec, const ShapeSpec& shape, bool bnhd) {
   std::string text = "[";
   for (int i = 0; i < shape.rank; ++i) text += (i ? "," : "") + axis_text(spec, axis_at(shape, i, bnhd));
   return text + "]";
-}
-
-uint32_t present_inputs(const Call& call) {
-  uint32_t present = 0;
-  for (int i = 0; i < call.spec->num_inputs; ++i)
-    if (call.inputs[i].present()) present |= 1u << i;
-  return present;
 }
 
 DType dtype_of(const Call& call, TypeVar type) {
@@ -70,25 +66,37 @@ Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor
   return call.invalid(found + "; expected " + dtype_name(expected));
 }
 
-// Checks rank and sizes of one input and binds the symbols that occur in it. origin[s] is the input that bound s.
-Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int input, uint32_t present, int* origin) {
+bool holds(Ref condition, uint32_t given) {
+  if (condition.kind == RefKind::kNone) return false;
+  return given >> (condition.index + (condition.kind == RefKind::kAttr ? kMaxInputs : 0)) & 1;
+}
+
+// Checks rank and sizes of one input and binds the symbols that occur in it: of axes that are the sum of two symbols, or
+// of all the others. origin[s] is the input that bound s.
+Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int input, uint32_t given, bool sums,
+                  int* origin) {
   const OpSpec& op = *call.spec;
   const bool bnhd = call.bnhd();
   const auto found = [&] { return std::string(spec.name) + " has shape " + shape_text(tensor); };
-  const ShapeSpec* shape = choose_shape(spec, present, tensor.rank);
+  const ShapeSpec* shape = choose_shape(spec, given, tensor.rank);
   if (shape == nullptr) {
     std::string expected;
-    const ShapeSpec* holding = choose_shape(spec, present, -1);
+    const bool conditional = choose_shape(spec, given, -1)->condition.kind != RefKind::kNone;
     for (int i = 0; i < spec.num_shapes; ++i) {
       const ShapeSpec& s = spec.shapes[i];
-      if (s.condition < 0 ? holding->condition >= 0 : !(present >> s.condition & 1)) continue;
+      if (conditional ? !holds(s.condition, given) : s.condition.kind != RefKind::kNone) continue;
       expected += (expected.empty() ? "" : " or ") + expected_shape(op, s, bnhd);
     }
     return call.invalid(found() + ", rank " + std::to_string(tensor.rank) + "; expected " + expected);
   }
   for (int i = 0; i < shape->rank; ++i) {
     const AxisSpec axis = axis_at(*shape, i, bnhd);
-    const int64_t size = tensor.shape[i], value = size - axis.offset;
+    if (sums != (axis.plus >= 0)) continue;
+    const int64_t size = tensor.shape[i], rest = axis_rest(axis, call.dims), value = size - rest;
+    const auto because = [&](int symbol) {
+      return std::string(", because ") + op.inputs[origin[symbol]].name + " gives " + op.symbols[symbol] + " = " +
+             std::to_string(call.dims[symbol]);
+    };
     const auto where = [&] {
       return found() + ": axis " + std::to_string(i) + " of " + expected_shape(op, *shape, bnhd) + " is " +
              std::to_string(size);
@@ -97,15 +105,15 @@ Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int 
       if (value != 0) return call.invalid(where() + "; expected " + std::to_string(axis.offset));
       continue;
     }
-    if (value < 1) return call.invalid(where() + "; it is empty, expected at least " + std::to_string(1 + axis.offset));
+    if (value < 1)
+      return call.invalid(where() + (sums ? "; expected at least " : "; it is empty, expected at least ") +
+                          std::to_string(1 + rest) + (sums ? because(axis.plus) : std::string()));
     int64_t& bound = call.dims[axis.symbol];
     if (bound < 0) {
       bound = value;
       origin[axis.symbol] = input;
     } else if (bound != value) {
-      return call.invalid(where() + "; expected " + std::to_string(bound + axis.offset) + ", because " +
-                          op.inputs[origin[axis.symbol]].name + " gives " + op.symbols[axis.symbol] + " = " +
-                          std::to_string(bound));
+      return call.invalid(where() + "; expected " + std::to_string(bound + rest) + because(axis.symbol));
     }
   }
   return {};
@@ -150,6 +158,13 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
       return call.invalid(std::string(op.symbols[args[0].index]) + " = " + std::to_string(size) + "; with " +
                           ref_name(call, rule.condition) + " it must be " + std::to_string(rule.value));
     }
+    case RuleKind::kEqual: {
+      const int64_t a = call.dims[args[0].index], b = call.dims[args[1].index];
+      if (a == b) return {};
+      return call.invalid(std::string(op.symbols[args[0].index]) + " = " + std::to_string(a) + " and " +
+                          op.symbols[args[1].index] + " = " + std::to_string(b) + "; with " +
+                          ref_state(call, rule.condition) + " they must be the same");
+    }
     case RuleKind::kTogether: {
       int given = -1, missing = -1;
       for (int i = 0; i < rule.num_args; ++i) (is_on(call, args[i]) ? given : missing) = i;
@@ -162,11 +177,16 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
     case RuleKind::kExclusive:
       if (!is_on(call, args[0]) || !is_on(call, args[1])) return {};
       return call.invalid(ref_name(call, args[0]) + " and " + ref_name(call, args[1]) +
-                          " are both given; they choose different cache variants, give one of them");
+                          " are both given; give one of them");
     case RuleKind::kNeeds: {
-      if (!is_on(call, args[0]) || is_on(call, args[1])) return {};
-      const std::string needed = args[1].kind == RefKind::kInput ? "input " + ref_name(call, args[1]) + ", which is missing"
-                                                                 : ref_name(call, args[1]) + " = 1; found " + ref_state(call, args[1]);
+      if (!is_on(call, args[0])) return {};
+      std::string needed;
+      for (int i = 1; i < rule.num_args; ++i) {
+        if (is_on(call, args[i])) return {};
+        needed += i > 1 ? ", or " : "";
+        needed += args[i].kind == RefKind::kInput ? "input " + ref_name(call, args[i]) + ", which is missing"
+                                                  : ref_name(call, args[i]) + " = 1; found " + ref_state(call, args[i]);
+      }
       return call.invalid(ref_state(call, args[0]) + " needs " + needed);
     }
   }
@@ -210,16 +230,39 @@ const char* dtype_name(DType dtype) {
 Status Call::invalid(const std::string& text) const { return Status::invalid(prefix(*spec, node) + text); }
 Status Call::unsupported(const std::string& text) const { return Status::unsupported(prefix(*spec, node) + text); }
 
-const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t present, int rank) {
-  bool any_holding = false;
-  for (int i = 0; i < tensor.num_shapes; ++i)
-    any_holding |= tensor.shapes[i].condition >= 0 && (present >> tensor.shapes[i].condition & 1);
+uint32_t given_input(int input) { return 1u << input; }
+
+uint32_t given_attrs(const OpSpec& spec, const AttrValue* attrs) {
+  uint32_t given = 0;
+  for (int i = 0; i < spec.num_attrs; ++i)
+    if (spec.attrs[i].type == AttrType::kBool && attrs[i].i != 0) given |= 1u << (kMaxInputs + i);
+  return given;
+}
+
+uint32_t given_in(const Call& call) {
+  uint32_t given = given_attrs(*call.spec, call.attrs);
+  for (int i = 0; i < call.spec->num_inputs; ++i)
+    if (call.inputs[i].present()) given |= given_input(i);
+  return given;
+}
+
+const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t given, int rank) {
+  bool conditional = false;
+  for (int i = 0; i < tensor.num_shapes; ++i) conditional |= holds(tensor.shapes[i].condition, given);
   for (int i = 0; i < tensor.num_shapes; ++i) {
     const ShapeSpec& shape = tensor.shapes[i];
-    const bool holds = any_holding ? shape.condition >= 0 && (present >> shape.condition & 1) : shape.condition < 0;
-    if (holds && (rank < 0 || rank == shape.rank)) return &shape;
+    const bool counts = conditional ? holds(shape.condition, given) : shape.condition.kind == RefKind::kNone;
+    if (counts && (rank < 0 || rank == shape.rank)) return &shape;
   }
   return nullptr;
+}
+
+int64_t axis_rest(AxisSpec axis, const int64_t* dims) {
+  return axis.offset + (axis.plus < 0 ? 0 : axis.times * dims[axis.plus]);
+}
+
+int64_t axis_size(AxisSpec axis, const int64_t* dims) {
+  return axis_rest(axis, dims) + (axis.symbol < 0 ? 0 : dims[axis.symbol]);
 }
 
 AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd) {
@@ -278,7 +321,7 @@ Status set_attr_string(const OpSpec& spec, const char* node, int index, const st
 Status bind_inputs(const Op& op, Call& call) {
   const OpSpec& spec = *op.spec;
   for (int i = 0; i < kMaxSymbols; ++i) call.dims[i] = -1;
-  const uint32_t present = present_inputs(call);
+  const uint32_t given = given_in(call);
   for (int i = 0; i < spec.num_inputs; ++i) {
     if (!call.inputs[i].present()) {
       if (!spec.inputs[i].optional) return call.invalid(std::string("input ") + spec.inputs[i].name + " is missing");
@@ -293,9 +336,12 @@ Status bind_inputs(const Op& op, Call& call) {
       if (about_sizes == (pass == 1)) LEANFLEET_RETURN_IF_ERROR(check_rule(call, spec.rules[i]));
     }
     int origin[kMaxSymbols] = {};
-    for (int i = 0; i < spec.num_inputs && pass == 0; ++i)
+    for (int k = 0; k < 2 * spec.num_inputs && pass == 0; ++k) {
+      const bool sums = k >= spec.num_inputs;
+      const int i = k - (sums ? spec.num_inputs : 0);
       if (call.inputs[i].present())
-        LEANFLEET_RETURN_IF_ERROR(bind_shape(call, spec.inputs[i], call.inputs[i], i, present, origin));
+        LEANFLEET_RETURN_IF_ERROR(bind_shape(call, spec.inputs[i], call.inputs[i], i, given, sums, origin));
+    }
   }
   return op.impl->check != nullptr ? op.impl->check(call) : Status{};
 }
@@ -316,12 +362,10 @@ Tensor output_of(const Call& call, int output) {
     return tensor;
   }
   tensor.dtype = dtype_of(call, spec.type);
-  const ShapeSpec& shape = *choose_shape(spec, present_inputs(call), -1);
+  const ShapeSpec& shape = *choose_shape(spec, given_in(call), -1);
   tensor.rank = shape.rank;
-  for (int i = 0; i < shape.rank; ++i) {
-    const AxisSpec axis = axis_at(shape, i, bnhd_of(*call.spec, call.attrs));
-    tensor.shape[i] = axis.offset + (axis.symbol < 0 ? 0 : call.dims[axis.symbol]);
-  }
+  for (int i = 0; i < shape.rank; ++i)
+    tensor.shape[i] = axis_size(axis_at(shape, i, bnhd_of(*call.spec, call.attrs)), call.dims);
   return tensor;
 }
 

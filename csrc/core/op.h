@@ -124,11 +124,20 @@ Tensor output_of(const Call& call, int output);
 // Checks call.outputs against output_of.
 Status check_outputs(const Call& call);
 
-// The shape alternative of `tensor` for the inputs in `present` (a bit each) and a rank (-1: any); null if none fits.
-const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t present, int rank);
+// What conditions of shapes ask for, a bit each: the inputs that are present, and the bool attributes that are on.
+uint32_t given_input(int input);
+uint32_t given_attrs(const OpSpec& spec, const AttrValue* attrs);
+uint32_t given_in(const Call& call);
+
+// The shape alternative of `tensor` for what is given and a rank (-1: any); null if none fits.
+const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t given, int rank);
 
 // Axis `i` of the shape in the order that the attribute `layout` gives.
 AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd);
+
+// The axis's size without its symbol's, and with it, for sizes of symbols.
+int64_t axis_rest(AxisSpec axis, const int64_t* dims);
+int64_t axis_size(AxisSpec axis, const int64_t* dims);
 
 // LEANFLEET_CHECK=1: values in lengths, indices and tables are checked before every launch.
 bool check_requested();

@@ -13,13 +13,23 @@ constexpr int kMaxRank = 4;
 
 enum class TypeVar : int8_t { kT, kF, kI };
 
+enum class RefKind : int8_t { kNone, kInput, kAttr, kSymbol };
+
+struct Ref {
+  RefKind kind;
+  int8_t index;
+};
+
+// An axis of symbol + offset + times x plus.
 struct AxisSpec {
   int8_t symbol;  // index into OpSpec::symbols, -1: the axis is the constant `offset`
   int8_t offset;
+  int8_t plus;  // a symbol that another input tells, -1: none
+  int8_t times;
 };
 
 struct ShapeSpec {
-  int8_t condition;  // the input that must be present, -1: none
+  Ref condition;  // the input that must be present, or the bool attribute that must be on
   int8_t rank;
   int8_t swap;  // with layout bnhd axes `swap` and `swap + 1` change places; -1: none
   AxisSpec axes[kMaxRank];
@@ -50,14 +60,7 @@ struct AttrSpec {
   const char* refuse;  // why the attribute cannot be switched on; null: it can
 };
 
-enum class RefKind : int8_t { kNone, kInput, kAttr, kSymbol };
-
-struct Ref {
-  RefKind kind;
-  int8_t index;
-};
-
-enum class RuleKind : int8_t { kMultiple, kFixed, kTogether, kExclusive, kNeeds };
+enum class RuleKind : int8_t { kMultiple, kFixed, kEqual, kTogether, kExclusive, kNeeds };
 
 struct RuleSpec {
   RuleKind kind;

@@ -319,7 +319,7 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
   else of_width(std::integral_constant<int, 256>{});
 }
 
-constexpr int kUnitOverhead = 5, kWgmmaUnitOverhead = 4;  // in key tiles, measured
+constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kShortPart = 128;  // key tiles, measured
 
 }  // namespace

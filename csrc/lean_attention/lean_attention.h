@@ -51,7 +51,7 @@ struct LeanAttentionArgs {
   bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
   LeanPlan plan;
 
-  const void* query;          // T [B,H,Nq,D]
+  const void* query;          // T [B,H,Nq,D]; packed with new_key and new_value, all three have the strides of the whole
   const void* key_cache;      // T
   const void* value_cache;    // T
   LeanStrides query_strides;
@@ -89,8 +89,8 @@ struct LeanAttentionArgs {
   float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
-  void* rotated_query;    // T, query's shape; CUDA with a rotary encoding
-  void* rotated_key;      // T, new_key's shape; the same with append
+  void* rotated_query;    // T, query's shape and strides; CUDA with a rotary encoding
+  void* rotated_key;      // T, new_key's; the same with append
   // Sync words, zero between launches.
   uint32_t* tickets;      // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };

@@ -56,11 +56,17 @@ LeanAttentionArgs make_args(const Call& call) {
   args.cos_cache = call.inputs[kCosCache].as<const float>();
   args.sin_cache = call.inputs[kSinCache].as<const float>();
 
-  args.query_strides = strides_of(bnhd, h, nq, d);
+  const bool packed = call.attrs[kAttrPackedQkv].i != 0;  // heads: those of the query, of new_key, of new_value
+  args.query_strides = strides_of(bnhd, packed ? h + 2 * hkv : h, nq, d);
   args.output_strides = strides_of(bnhd, h, nq, dv);
   args.lse_strides = strides_of(bnhd, h, nq, 1);
-  args.new_key_strides = strides_of(bnhd, hkv, nq, d);
-  args.new_value_strides = strides_of(bnhd, hkv, nq, dv);
+  args.new_key_strides = packed ? args.query_strides : strides_of(bnhd, hkv, nq, d);
+  args.new_value_strides = packed ? args.query_strides : strides_of(bnhd, hkv, nq, dv);
+  if (packed && args.query != nullptr) {
+    const int64_t head = args.query_strides.head * element_size(call.inputs[kQuery].dtype);
+    args.new_key = static_cast<const char*>(args.query) + h * head;
+    args.new_value = static_cast<const char*>(args.query) + (h + hkv) * head;
+  }
   args.key_cache_elements = call.inputs[kKeyCache].elements();
   args.value_cache_elements = call.inputs[kValueCache].elements();
   if (call.inputs[kBlockTable].present()) {
@@ -284,7 +290,8 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   if (args.rotary_half > 0) {
     const int64_t bytes = element_size(call.inputs[kQuery].dtype);
     args.rotated_query = ws.scratch<char>(call.inputs[kQuery].elements() * bytes);
-    if (args.append) args.rotated_key = ws.scratch<char>(call.inputs[kNewKey].elements() * bytes);
+    if (call.inputs[kNewKey].present()) args.rotated_key = ws.scratch<char>(call.inputs[kNewKey].elements() * bytes);
+    else if (args.append) args.rotated_key = static_cast<char*>(args.rotated_query) + args.heads * args.query_strides.head * bytes;
   }
   if (ws.counting()) return {};
   return cuda_status(call, "launch of the LeanAttention kernel",

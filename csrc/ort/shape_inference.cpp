@@ -61,17 +61,20 @@ std::string fresh_name() {
 }
 
 // What the inputs say about symbol values. A known size is worth more than a name.
-void bind_symbols(const OpSpec& spec, const Shape* inputs, uint32_t present, bool bnhd, Dim* symbols) {
-  for (int i = 0; i < spec.num_inputs; ++i) {
-    const int rank = static_cast<int>(inputs[i].dims.size());
-    const ShapeSpec* shape = rank > 0 ? choose_shape(spec.inputs[i], present, rank) : nullptr;
-    for (int k = 0; shape != nullptr && k < rank; ++k) {
-      const AxisSpec axis = axis_at(*shape, k, bnhd);
-      const Dim& dim = inputs[i].dims[k];
-      if (axis.symbol < 0) continue;
-      if (dim.size >= 0) symbols[axis.symbol] = {dim.size - axis.offset, ""};
-      if (dim.size < 0 && axis.offset == 0 && symbols[axis.symbol].size < 0)
-        symbols[axis.symbol].name = dim.name;
+void bind_symbols(const OpSpec& spec, const Shape* inputs, uint32_t given, bool bnhd, Dim* symbols) {
+  for (const bool sums : {false, true}) {  // an axis that is the sum of two symbols tells the first, given the second
+    for (int i = 0; i < spec.num_inputs; ++i) {
+      const int rank = static_cast<int>(inputs[i].dims.size());
+      const ShapeSpec* shape = rank > 0 ? choose_shape(spec.inputs[i], given, rank) : nullptr;
+      for (int k = 0; shape != nullptr && k < rank; ++k) {
+        const AxisSpec axis = axis_at(*shape, k, bnhd);
+        const Dim& dim = inputs[i].dims[k];
+        if (axis.symbol < 0 || sums != (axis.plus >= 0) || (sums && symbols[axis.plus].size < 0)) continue;
+        if (dim.size >= 0)
+          symbols[axis.symbol] = {dim.size - axis.offset - (sums ? axis.times * symbols[axis.plus].size : 0), ""};
+        if (dim.size < 0 && axis.offset == 0 && !sums && symbols[axis.symbol].size < 0)
+          symbols[axis.symbol].name = dim.name;
+      }
     }
   }
 }
@@ -93,16 +96,16 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
   Shape inputs[kMaxInputs];
   size_t num_inputs = 0;
   LEANFLEET_TRY_ORT(ort, ort.ShapeInferContext_GetInputCount(context, &num_inputs));
-  uint32_t present = 0;
+  uint32_t given = given_attrs(spec, attrs);
   ONNXTensorElementDataType t_type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   for (size_t i = 0; i < num_inputs && i < static_cast<size_t>(spec.num_inputs); ++i) {
     LEANFLEET_RETURN_IF_ERROR(read_input(ort, context, i, &inputs[i]));
     if (inputs[i].type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED) continue;
-    present |= 1u << i;
+    given |= given_input(static_cast<int>(i));
     if (spec.inputs[i].type == TypeVar::kT) t_type = inputs[i].type;
   }
   Dim symbols[kMaxSymbols];
-  bind_symbols(spec, inputs, present, bnhd, symbols);
+  bind_symbols(spec, inputs, given, bnhd, symbols);
 
   for (int i = 0; i < spec.num_outputs; ++i) {
     const TensorSpec& output = spec.outputs[i];
@@ -112,7 +115,7 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
       shape = inputs[output.like];
       for (Dim& dim : shape.dims)
         if (dim.size < 0 && dim.name.empty()) dim.name = fresh_name();
-    } else if (const ShapeSpec* chosen = choose_shape(output, present, -1)) {
+    } else if (const ShapeSpec* chosen = choose_shape(output, given, -1)) {
       for (int k = 0; k < chosen->rank; ++k) shape.dims.push_back(dim_of(axis_at(*chosen, k, bnhd), symbols));
     }
     if (shape.dims.empty()) continue;

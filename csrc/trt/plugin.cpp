@@ -380,20 +380,13 @@ class Plugin final : public IPluginV3,
     return {};
   }
 
-  static uint32_t present_inputs(const Call& call) {
-    uint32_t present = 0;
-    for (int i = 0; i < call.spec->num_inputs; ++i)
-      if (call.inputs[i].present()) present |= 1u << i;
-    return present;
-  }
-
   // Calls visit(tensor, axis number, axis) for every axis of the present inputs whose rank the schema knows.
   template <class F>
   void for_each_axis(Call* call, F&& visit) const {
-    const uint32_t present = present_inputs(*call);
+    const uint32_t given = given_in(*call);
     for (int i = 0; i < spec_.num_inputs; ++i) {
       Tensor& tensor = call->inputs[i];
-      const ShapeSpec* shape = tensor.present() ? choose_shape(spec_.inputs[i], present, tensor.rank) : nullptr;
+      const ShapeSpec* shape = tensor.present() ? choose_shape(spec_.inputs[i], given, tensor.rank) : nullptr;
       for (int k = 0; shape != nullptr && k < tensor.rank; ++k) visit(tensor, k, axis_at(*shape, k, call->bnhd()));
     }
   }
@@ -401,14 +394,17 @@ class Plugin final : public IPluginV3,
   // The largest size that occurs for each symbol; -1: none is known.
   void largest_sizes(Call* call, int64_t* symbols) const {
     std::fill(symbols, symbols + kMaxSymbols, kUnknown);
-    for_each_axis(call, [&](const Tensor& tensor, int k, AxisSpec axis) {
-      if (axis.symbol >= 0 && tensor.shape[k] >= 0)
-        symbols[axis.symbol] = std::max(symbols[axis.symbol], tensor.shape[k] - axis.offset);
-    });
+    for (const bool sums : {false, true}) {  // an axis that is the sum of two symbols tells the first, given the second
+      for_each_axis(call, [&](const Tensor& tensor, int k, AxisSpec axis) {
+        if (axis.symbol < 0 || tensor.shape[k] < 0 || sums != (axis.plus >= 0)) return;
+        if (!sums || symbols[axis.plus] >= 0)
+          symbols[axis.symbol] = std::max(symbols[axis.symbol], tensor.shape[k] - axis_rest(axis, symbols));
+      });
+    }
   }
 
   // Gives sizes that are open while a network is parsed a value that contradicts no other, so that what is known can
-  // be checked like a call: what another input says, or 1; a size that must be a multiple of another is made one.
+  // be checked like a call: what another input says, or 1; sizes that must be multiples or equal are made the same.
   void guess_unknown_sizes(Call* call) const {
     int64_t symbols[kMaxSymbols];
     largest_sizes(call, symbols);
@@ -416,11 +412,13 @@ class Plugin final : public IPluginV3,
     for (int i = 0; i < kMaxSymbols; ++i) guesses[i] = symbols[i] < 0 ? 1 : symbols[i];
     for (int i = 0; i < spec_.num_rules; ++i) {
       const RuleSpec& rule = spec_.rules[i];
-      if (rule.kind == RuleKind::kMultiple && symbols[rule.args[0].index] < 0)
-        guesses[rule.args[0].index] = guesses[rule.args[1].index];
+      if (rule.kind != RuleKind::kMultiple && rule.kind != RuleKind::kEqual) continue;
+      const int a = rule.args[0].index, b = rule.args[1].index;
+      if (symbols[a] < 0) guesses[a] = guesses[b];
+      else if (symbols[b] < 0 && rule.kind == RuleKind::kEqual) guesses[b] = guesses[a];
     }
     for_each_axis(call, [&](Tensor& tensor, int k, AxisSpec axis) {
-      if (tensor.shape[k] < 0) tensor.shape[k] = axis.offset + (axis.symbol < 0 ? 0 : guesses[axis.symbol]);
+      if (tensor.shape[k] < 0) tensor.shape[k] = axis_size(axis, guesses);
     });
   }
 
@@ -433,34 +431,43 @@ class Plugin final : public IPluginV3,
         if (input_index(k) == tensor.like) *expressions = inputs[k];
       return;
     }
-    const uint32_t present = present_inputs(call);
-    const ShapeSpec& shape = *choose_shape(tensor, present, -1);
+    const ShapeSpec& shape = *choose_shape(tensor, given_in(call), -1);
     expressions->nbDims = shape.rank;
     for (int i = 0; i < shape.rank; ++i) {
       const AxisSpec wanted = axis_at(shape, i, call.bnhd());
       expressions->d[i] = wanted.symbol < 0 ? builder.constant(wanted.offset)
-                                            : express_symbol(call, inputs, num_inputs, wanted, present, builder);
+                                            : moved(express_symbol(call, inputs, num_inputs, wanted.symbol, builder),
+                                                    wanted.offset, builder);
     }
   }
 
-  // The first constant among the axes that hold the symbol, else the first of them, moved by the offsets' difference.
-  const IDimensionExpr* express_symbol(const Call& call, const DimsExprs* inputs, int32_t num_inputs, AxisSpec wanted,
-                                       uint32_t present, IExprBuilder& builder) const {
+  static const IDimensionExpr* moved(const IDimensionExpr* size, int64_t offset, IExprBuilder& builder) {
+    if (offset == 0) return size;
+    if (size->isConstant()) return builder.constant(size->getConstantValue() + offset);
+    return builder.operation(DimensionOperation::kSUM, *size, *builder.constant(offset));
+  }
+
+  // The size of a symbol: from the first constant among the axes that hold it, else from the first of them.
+  const IDimensionExpr* express_symbol(const Call& call, const DimsExprs* inputs, int32_t num_inputs, int symbol,
+                                       IExprBuilder& builder) const {
     const IDimensionExpr* found = nullptr;
-    int offset = 0;
+    AxisSpec axis = {};
     for (int32_t k = 0; k < num_inputs; ++k) {
-      const ShapeSpec* shape = choose_shape(spec_.inputs[input_index(k)], present, inputs[k].nbDims);
-      for (int axis = 0; axis < inputs[k].nbDims; ++axis) {
-        const AxisSpec here = axis_at(*shape, axis, call.bnhd());
-        if (here.symbol != wanted.symbol) continue;
-        if (found != nullptr && (found->isConstant() || !inputs[k].d[axis]->isConstant())) continue;
-        found = inputs[k].d[axis];
-        offset = wanted.offset - here.offset;
+      const ShapeSpec* shape = choose_shape(spec_.inputs[input_index(k)], given_in(call), inputs[k].nbDims);
+      for (int i = 0; i < inputs[k].nbDims; ++i) {
+        const AxisSpec here = axis_at(*shape, i, call.bnhd());
+        if (here.symbol != symbol) continue;
+        if (found != nullptr && (found->isConstant() || !inputs[k].d[i]->isConstant())) continue;
+        found = inputs[k].d[i];
+        axis = here;
       }
     }
-    if (offset == 0) return found;
-    if (found->isConstant()) return builder.constant(found->getConstantValue() + offset);
-    return builder.operation(DimensionOperation::kSUM, *found, *builder.constant(offset));
+    found = moved(found, -axis.offset, builder);
+    if (axis.plus < 0) return found;
+    const IDimensionExpr* const other = express_symbol(call, inputs, num_inputs, axis.plus, builder);
+    if (other->isConstant()) return moved(found, -axis.times * other->getConstantValue(), builder);
+    const IDimensionExpr* const product = builder.operation(DimensionOperation::kPROD, *other, *builder.constant(axis.times));
+    return builder.operation(DimensionOperation::kSUB, *found, *product);
   }
 
   // What a launch needs with the sizes at one end of a profile. Where bounds of tensors that share a size differ, the
@@ -481,7 +488,7 @@ class Plugin final : public IPluginV3,
     int64_t symbols[kMaxSymbols];
     largest_sizes(&call, symbols);
     for_each_axis(&call, [&](Tensor& tensor, int k, AxisSpec axis) {
-      if (axis.symbol >= 0) tensor.shape[k] = symbols[axis.symbol] + axis.offset;
+      if (axis.symbol >= 0) tensor.shape[k] = axis_size(axis, symbols);
     });
     CudaTarget target;
     if (!current_cuda_target(nullptr, &target).ok()) target = kAnyDevice;
