@@ -472,7 +472,7 @@ def _bias(product, width):
     """(node, vector) of the Add of a constant vector that alone reads a product of so many columns; else None."""
     uses = list(product.uses())
     add = uses[0].node if len(uses) == 1 and not product.is_graph_output() else None
-    if add is None or add.op_type != "Add" or add.domain != "":
+    if add is None or add.op_type != "Add" or add.domain != "" or add.graph is not product.producer().graph:
         return None
     vector = _constant(add.inputs[1 - uses[0].idx])
     return (add, vector) if vector is not None and vector.shape == (width,) else None
@@ -491,7 +491,7 @@ def _joined(before, kind, value, arrays, dtype):
 
 def pack_projections(model):
     """Products of one value with several constant matrices become one product and a Split: fewer, larger kernels. So do their
-    sums with constant vectors, where each product has one. Returns the number of products saved. (A Split of another axis
+    sums with constant vectors, where there are any. Returns the number of products saved. (A Split of another axis
     than the last, such as of heads, costs ONNX Runtime's CUDA provider four copies to the device where sizes differ.)
     """
     groups = {}
@@ -508,13 +508,14 @@ def pack_projections(model):
         widths = [tensor.shape[1] for _, tensor in group]
         biases = [_bias(node.outputs[0], width) for (node, _), width in zip(group, widths, strict=True)]
         product = _joined(first, "MatMul", x, [tensor.numpy() for _, tensor in group], group[0][1].dtype)
-        if None not in biases:
-            product = _joined(first, "Add", product, [vector for _, vector in biases], group[0][1].dtype)
+        if types := [bias[1].dtype for bias in biases if bias]:
+            vectors = [bias[1] if bias else np.zeros(width, types[0]) for bias, width in zip(biases, widths, strict=True)]
+            product = _joined(first, "Add", product, vectors, group[0][1].dtype)
         sizes = _adder(model.graph, first)("Constant", value_ints=widths)
         split = ir.node("Split", [product, sizes], {"axis": -1}, num_outputs=len(group))
         model.graph.insert_before(first, split)
         for (node, _), bias, new in zip(group, biases, split.outputs, strict=True):
-            last = node if None in biases else bias[0]
+            last = bias[0] if bias else node
             old = last.outputs[0]
             new.name, new.type, new.shape = old.name, old.type, old.shape
             old.replace_all_uses_with(new, replace_graph_outputs=True)
@@ -710,11 +711,14 @@ def _side_by_side(heads):
     if None in parts:
         return None
     parts = [reshape.inputs[0] for reshape in parts]
+    # A Reshape may have split up tokens of [B N,width] too: the leading axes must be those of the heads.
+    if any(p.shape is None or len(p.shape) != 3 or not _named(p.shape) or [*p.shape] != [*x.shape[:2], width]
+           for p, x, width in zip(parts, heads, widths, strict=True)):
+        return None
     split, slices = _producer(parts[0], "Split"), [_columns(value) for value in parts]
     if split:
-        sizes = _constant(split.inputs[1]) if len(split.inputs) > 1 else None
-        whole = list(split.outputs) == parts and sizes is not None and list(sizes) == widths
-        return split.inputs[0] if whole and split.attributes.get_int("axis", 0) in (-1, 2) else None
+        whole = list(split.outputs) == parts and split.attributes.get_int("axis", 0) in (-1, 2)
+        return split.inputs[0] if whole else None
     ends = list(accumulate(widths))
     if None in slices or slices[0][0].shape[-1] != ends[-1]:
         return None
@@ -767,8 +771,10 @@ def spread_packed(model, positions):
             new = ir.node("Split", [parts[0], sizes], {"axis": -1}, num_outputs=len(heads))
             graph.insert_before(node, new)
             parts = new.outputs
-        for name, value, part in zip(_ROWS, heads, parts, strict=True):
-            rows, old = op("Reshape", part, op("Constant", value_ints=[0, 0, *value.shape[2:]])), _argument(node, name)
+        for name, value, part, width in zip(_ROWS, heads, parts, widths, strict=True):
+            old = _argument(node, name)
+            part.type, part.shape = old.type, ir.Shape([*old.shape[:2], width])
+            rows = op("Reshape", part, op("Constant", value_ints=[0, 0, *value.shape[2:]]))
             rows.type, rows.shape = old.type, old.shape
             _set_arguments(node, **{name: rows})
         count += 1

@@ -67,6 +67,10 @@ def _output_metadata(op, inputs, attrs):
             raise ValueError(f"{op.name}: {t.name} has shape {list(tensor.shape)}, rank {tensor.dim()}; expected {expected}")
         sizes += zip(shape.ordered(layout), tensor.shape)
     dims = spec.sizes_of(sizes)
+    for axis, size in sizes:
+        if axis.plus and isinstance(size, int) and size < (least := axis.size({**dims, axis.symbol: 1})):
+            raise ValueError(f"{op.name}: an axis of {axis} has size {size}; with {axis.plus} = {dims[axis.plus]} expected at "
+                             f"least {least}")
     active = {t.name for t in op.active_outputs(attrs)}
     metadata = []
     for t in op.outputs:

@@ -213,6 +213,10 @@ def parse(path):
             raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are no optional inputs or bool attributes")
         if any(a.plus for t in spec.outputs for s in t.shapes for a in s.axes):
             raise ValueError(f"ops.toml: {name}: an output's axis is a sum of two symbols")
+        told = [{a.symbol for a in s.axes if not a.plus} for t in spec.inputs if not t.optional for s in t.shapes]
+        for axis in (a for t in spec.inputs for s in t.shapes for a in s.axes if a.plus):
+            if not any(axis.plus in symbols for symbols in told):
+                raise ValueError(f"ops.toml: {name}: axis {axis}: no required input tells {axis.plus}")
         used = {n for r in spec.rules for n in r.args if not n.isdigit()} | {w for t in spec.outputs for w in t.when}
         used |= {r.condition for r in spec.rules if r.condition} | {t.takes for t in spec.outputs if t.takes}
         used |= {t.like for t in spec.outputs if t.like}

@@ -92,13 +92,13 @@ def renamed(model, name="RotaryEmbedding"):
     return proto
 
 
-def results(model, library=True, ragged=False):
+def results(model, library=True, ragged=False, values=None):
     model = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
     onnx.checker.check_model(model)
     session = (make_session(model, ["CPUExecutionProvider"]) if library else
                onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]))
     names = [i.name for i in session.get_inputs()]
-    return session.run(None, dict(zip(names, (t.numpy() for t in inputs(ragged)), strict=True)))
+    return session.run(None, dict(zip(names, (t.numpy() for t in values or inputs(ragged)), strict=True)))
 
 
 @pytest.mark.parametrize("norm_heads", [False, True])
@@ -151,6 +151,61 @@ def test_attention_takes_in_rotary_encodings(options):
     real = torch.arange(5) < inputs(ragged=True)[4].unsqueeze(1)
     for library in (True, False):
         for i, (a, b) in enumerate(zip(results(model, library, ragged=True), expected, strict=True)):
+            a, b = (a[real], b[real]) if i == 0 else (a, b)
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+class Packed(torch.nn.Module):
+    """Projections in one product, taken apart in different ways; LeanAttention. Inputs as Layer's."""
+
+    def __init__(self, kind, kv_heads=KV_HEADS, biases=(True, True, True)):
+        super().__init__()
+        self.kind, self.widths = kind, [h * SIZE for h in (HEADS, kv_heads, kv_heads)]
+        self.together = torch.nn.Linear(HIDDEN, sum(self.widths))
+        self.apart = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, w, bias=b) for w, b in zip(self.widths, biases, strict=True))
+
+    def forward(self, x, key_cache, value_cache, seq_lens, query_lens):
+        a, b, _ = self.widths
+        if self.kind == "products":
+            parts = [p(x) for p in self.apart]
+        elif self.kind == "slices":
+            t = self.together(x)
+            parts = t[..., :a], t[..., a:a + b], t[..., a + b:]
+        elif self.kind == "flat slices":
+            t = self.together(x.reshape(-1, HIDDEN))
+            parts = t[:, :a], t[:, a:a + b], t[:, a + b:]
+        elif self.kind == "another order":
+            key, query, value = self.together(x).split((b, a, b), -1)
+            parts = query, key, value
+        else:
+            parts = self.together(x.reshape(1, -1, HIDDEN) if self.kind == "flat" else x).split(self.widths, -1)
+        query, key, value = (t.reshape(*x.shape[:2], -1, SIZE).transpose(1, 2) for t in parts)
+        out, _, keys, values = lean_attention(query, key_cache, value_cache, seq_lens, query_lens=query_lens, new_key=key,
+                                              new_value=value, append=True)
+        return out.transpose(1, 2).reshape(*x.shape[:2], -1), keys, values
+
+
+@pytest.mark.parametrize("kind, packs, options", [
+    ("split", True, {}), ("slices", True, {}), ("products", True, {}), ("products", True, {"biases": (True, False, True)}),
+    ("equal split", True, {"kv_heads": HEADS}), ("flat", False, {}), ("flat slices", False, {}), ("another order", False, {})],
+    ids=str)
+def test_projections_are_packed_where_they_lie_side_by_side(kind, packs, options):
+    module = Packed(kind, **options).eval()
+    values = list(inputs(ragged=True))
+    values[1:3] = torch.randn(2, 3, options.get("kv_heads", KV_HEADS), 20, SIZE)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*values)]
+    warnings.filterwarnings("ignore")
+    batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
+    shapes = {0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch}, {0: batch}
+    model = export(module, tuple(values), dynamic_shapes=shapes).model
+    fusions.fuse_for_onnxruntime(model, positions=32)
+    (node,) = (n for n in model.graph if n.op_type == "LeanAttention")
+    assert node.attributes.get_int("packed_qkv", 0) == packs
+    assert not packs or not {"Split", "Slice"} & set(kinds(model)) and kinds(model).count("MatMul") == 1
+    real = torch.arange(5) < values[4].unsqueeze(1)
+    for library in (True, False):
+        for i, (a, b) in enumerate(zip(results(model, library, values=values), expected, strict=True)):
             a, b = (a[real], b[real]) if i == 0 else (a, b)
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
 

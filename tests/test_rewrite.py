@@ -640,13 +640,18 @@ def test_attention_over_lengths_back():
 @pytest.mark.parametrize("attributes", [{}, dict(window=3), dict(softcap=2.0, scale=0.4)], ids=str)
 @pytest.mark.parametrize("sinks", [False, True])
 @pytest.mark.parametrize("rotary", [{}, {"rotary": 8}, {"rotary": 8, "rotary_interleaved": 1}], ids=str)
-def test_append_back(attributes, layout, sinks, rotary):
+@pytest.mark.parametrize("packed", [False, True])
+def test_append_back(attributes, layout, sinks, rotary, packed):
     tensors = bhnd(1, 9, layout) | dict(value_cache=normal(B, HKV, 9, D), seq_lens=np.array([4, 8], np.int32))
     shape = (B, HKV, 1, D) if layout == "bhnd" else (B, 1, HKV, D)
     tensors |= dict(new_key=normal(*shape), new_value=normal(*shape), sinks=normal(H) if sinks else None)
     rotary = dict(rotary)
     if half := rotary.pop("rotary", 0):
         tensors |= dict(cos_cache=normal(9, half), sin_cache=normal(9, half))
+    if packed:
+        rows = [tensors.pop(name) for name in ("query", "new_key", "new_value")]
+        tensors["query"] = np.concatenate(rows, 1 if layout == "bhnd" else 2)
+        rotary["packed_qkv"] = 1
     model, feed = lean_model(attributes | rotary | dict(append=1, layout=layout), outputs=("output", "key_cache_out", "value_cache_out"), **tensors)
 
     def keep(outputs):

@@ -334,6 +334,8 @@ def test_float64_runs_the_reference():
     (dict(seq_lens=torch.tensor([9, 5])), "LeanAttention: seq_lens has type int64; expected int32"),
     (dict(query=randn(2, 5, 3, 8)), r"LeanAttention: H = 5 is not a multiple of Hkv = 2"),
     (dict(new_value=None), "LeanAttention: new_value is missing, new_key is given; give both or neither"),
+    (dict(new_key=None, new_value=None, packed_qkv=True, query=randn(2, 3, 3, 8)),
+     r"query has shape \[2,3,3,8\]: axis 1 of \[B,H\+2Hkv,Nq,D\] is 3; expected at least 5, because key_cache gives Hkv = 2"),
     (dict(append=False), r"LeanAttention: input new_key needs append = 1; found append = 0"),
     (dict(window=0), "LeanAttention: attribute window is 0; expected 1 or more, or -1 for off"),
     (dict(layout="nhd"), "LeanAttention: attribute layout is 'nhd'; expected one of bhnd, bnhd"),

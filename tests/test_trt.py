@@ -75,6 +75,10 @@ def test_open_numbers_of_packed_heads():
         shapes["key_cache"][1] = shapes["value_cache"][1] = kv_heads
         built = trt_plugins.build_engine(node_model(op, shapes, attrs, "float16"), [profile], compute_capabilities=GPUS)
         assert built.layers == [("node", "LeanAttention")]
+    shapes = input_shapes(op, ranks | {"sinks": None}, attrs, 1)  # sinks tell the query's heads, these the caches'
+    shapes["key_cache"][1] = shapes["value_cache"][1] = "kv_heads"
+    built = trt_plugins.build_engine(node_model(op, shapes, attrs, "float16"), [{"kv_heads": (2, 2, 2)}], compute_capabilities=GPUS)
+    assert built.layers == [("node", "LeanAttention")]
 
 
 def refusal(op, ranks, attrs=None, dtype="float32", change=None, **options):

@@ -290,8 +290,11 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   if (args.rotary_half > 0) {
     const int64_t bytes = element_size(call.inputs[kQuery].dtype);
     args.rotated_query = ws.scratch<char>(call.inputs[kQuery].elements() * bytes);
-    if (call.inputs[kNewKey].present()) args.rotated_key = ws.scratch<char>(call.inputs[kNewKey].elements() * bytes);
-    else if (args.append) args.rotated_key = static_cast<char*>(args.rotated_query) + args.heads * args.query_strides.head * bytes;
+    if (call.inputs[kNewKey].present()) {
+      args.rotated_key = ws.scratch<char>(call.inputs[kNewKey].elements() * bytes);
+    } else if (args.append && !ws.counting()) {  // packed: they follow the queries
+      args.rotated_key = static_cast<char*>(args.rotated_query) + args.heads * args.query_strides.head * bytes;
+    }
   }
   if (ws.counting()) return {};
   return cuda_status(call, "launch of the LeanAttention kernel",

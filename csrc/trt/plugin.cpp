@@ -397,8 +397,12 @@ class Plugin final : public IPluginV3,
     for (const bool sums : {false, true}) {  // an axis that is the sum of two symbols tells the first, given the second
       for_each_axis(call, [&](const Tensor& tensor, int k, AxisSpec axis) {
         if (axis.symbol < 0 || tensor.shape[k] < 0 || sums != (axis.plus >= 0)) return;
-        if (!sums || symbols[axis.plus] >= 0)
-          symbols[axis.symbol] = std::max(symbols[axis.symbol], tensor.shape[k] - axis_rest(axis, symbols));
+        if (sums && symbols[axis.plus] < 0) {
+          if (symbols[axis.symbol] >= 0)  // then it is the second that it tells
+            symbols[axis.plus] = (tensor.shape[k] - axis.offset - symbols[axis.symbol]) / axis.times;
+          return;
+        }
+        symbols[axis.symbol] = std::max(symbols[axis.symbol], tensor.shape[k] - axis_rest(axis, symbols));
       });
     }
   }
