@@ -31,6 +31,8 @@ def table(data):
              "",
              "| case | leanfleet | floor | sdpa | FA3 | FlashInfer | fastest peer / leanfleet |",
              "|---|---|---|---|---|---|---|"]
+    notes = list(dict.fromkeys(r["note"] for r in lines_of(data) if "note" in r))
+    marks = {note: "*" * (i + 1) for i, note in enumerate(notes)}
     over_best, over_fa3 = [], []
     for row in lines_of(data):
         ours = row["us"]["leanfleet"]["median"]
@@ -42,9 +44,9 @@ def table(data):
             over_fa3.append(peers[1] / ours if peers[1] else math.nan)
         cells = [f"{ours:.1f}", *("-" if t is None else f"{t:.1f}" for t in (row["floor_us"], *peers)),
                  "-" if ratio is None else f"{ratio:.2f}"]
-        lines.append(f"| {row['case']}{'*' if 'note' in row else ''} | " + " | ".join(cells) + " |")
-    for note in dict.fromkeys(r["note"] for r in lines_of(data) if "note" in r):
-        lines += ["", f"\\* {note}"]
+        lines.append(f"| {row['case']}{marks.get(row.get('note'), '')} | " + " | ".join(cells) + " |")
+    for note, mark in marks.items():
+        lines += ["", mark.replace("*", "\\*") + f" {note}"]
     over_fa3 = [r for r in over_fa3 if not math.isnan(r)]
     lines += ["", f"Geometric mean over the decode and ragged lines: {geometric_mean(over_best):.2f} times the fastest peer"
               + (f", {geometric_mean(over_fa3):.2f} times FA3." if over_fa3 else ".")]

@@ -655,8 +655,7 @@ def _variant(op_name, present, attrs, ranks):
     open_ranks = {}
     given = op.given(present, values)
     for t in op.inputs:
-        shapes = [s for s in t.shapes if s.condition in given] or [s for s in t.shapes if s.condition is None]
-        allowed = sorted({len(s.axes) for s in shapes})
+        allowed = sorted({len(s.axes) for s in op.alternatives(t, given)})
         if t.name in present and len(allowed) > 1:
             rank = open_ranks[t.name] = (ranks or {}).get(t.name)
             if rank not in allowed:

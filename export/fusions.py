@@ -479,7 +479,7 @@ def _bias(product, width):
 
 
 def _joined(before, kind, value, arrays, dtype):
-    """The output of a `kind` node of value and all arrays side by side, put before a node of the same kind of output."""
+    """The output of a `kind` node of value and all arrays side by side, put before the node of the first of them."""
     array, old = np.concatenate(arrays, axis=-1), before.outputs[0]
     constant = ir.Value(name=f"{old.name}_packed_{kind}", const_value=ir.tensor(array, dtype=dtype))
     constant.dtype, constant.shape = dtype, ir.Shape(array.shape)
@@ -715,11 +715,11 @@ def _side_by_side(heads):
     if any(p.shape is None or len(p.shape) != 3 or not _named(p.shape) or [*p.shape] != [*x.shape[:2], width]
            for p, x, width in zip(parts, heads, widths, strict=True)):
         return None
-    split, slices = _producer(parts[0], "Split"), [_columns(value) for value in parts]
+    split = _producer(parts[0], "Split")
     if split:
         whole = list(split.outputs) == parts and split.attributes.get_int("axis", 0) in (-1, 2)
         return split.inputs[0] if whole else None
-    ends = list(accumulate(widths))
+    slices, ends = [_columns(value) for value in parts], list(accumulate(widths))
     if None in slices or slices[0][0].shape[-1] != ends[-1]:
         return None
     expected = [(slices[0][0], end - width, end) for end, width in zip(ends, widths, strict=True)]

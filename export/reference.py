@@ -146,15 +146,19 @@ def _rotate(rows, positions, cos_cache, sin_cache, interleaved, compute):
     return torch.cat((turned, rest), -1).to(rows.dtype)
 
 
-def _unpacked(op, query, key_cache, variant, new_key, new_value, append, layout):
-    """(query, new_key, new_value) of packed projections [B,H+2Hkv,Nq,D], or in bnhd [B,Nq,H+2Hkv,D]."""
+def _unpacked(op, query, caches, axes, new_key, new_value, append, layout):
+    """(query, new_key, new_value) of packed projections [B,H+2Hkv,Nq,D], or in bnhd [B,Nq,H+2Hkv,D]. axes: those of the
+    caches but for the last."""
     _check(append and new_key is None and new_value is None,
            f"{op}: packed_qkv=1 takes append=1, and query in place of new_key and new_value; append is {int(append)}, new_key "
            f"is {'absent' if new_key is None else 'given'}, new_value is {'absent' if new_value is None else 'given'}")
-    heads_axis, rank = 2 if layout == "bnhd" else 1, 3 if variant == "ragged" else 4
-    _check(query.dim() == 4 and key_cache.dim() == rank,
-           f"{op}: query has rank {query.dim()} and key_cache {key_cache.dim()}; expected 4 and {rank}")
-    kv_heads = key_cache.shape[{"dense": 1, "ragged": 0, "paged": 2}[variant]]
+    heads_axis, ranks = 2 if layout == "bnhd" else 1, [4, *[len(axes) + 1] * 2]
+    found = [t.dim() for t in (query, *caches)]
+    _check(found == ranks, f"{op}: query, key_cache and value_cache have ranks {found}; expected {ranks}")
+    widths = query.shape[-1], caches[1].shape[-1]
+    _check(widths[0] == widths[1],
+           f"{op}: query has D={widths[0]} and value_cache Dv={widths[1]}; with packed_qkv=1 they must be the same")
+    kv_heads = caches[0].shape[axes.index("Hkv")]
     heads = query.shape[heads_axis] - 2 * kv_heads
     _check(heads > 0, f"{op}: query has {query.shape[heads_axis]} heads; packed with those of {kv_heads} keys and "
            f"{kv_heads} values it has {2 * kv_heads + 1} or more")
@@ -197,10 +201,11 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
     _check(cu_seqlens is None or block_table is None,
            f"{op}: cu_seqlens and block_table are both given; give one (ragged or paged) or none (dense)")
     variant = "ragged" if cu_seqlens is not None else "paged" if block_table is not None else "dense"
-    if packed_qkv:
-        query, new_key, new_value = _unpacked(op, query, key_cache, variant, new_key, new_value, append, layout)
-    match("query", query, "T", "B H Nq D*")
     axes = {"dense": "B Hkv S", "ragged": "Hkv total", "paged": "P block Hkv"}[variant]
+    if packed_qkv:
+        query, new_key, new_value = _unpacked(op, query, (key_cache, value_cache), axes.split(), new_key, new_value, append,
+                                              layout)
+    match("query", query, "T", "B H Nq D*")
     match("key_cache", key_cache, "T", f"{axes} D")
     match("value_cache", value_cache, "T", f"{axes} Dv")
     _check_heads(op, dims)

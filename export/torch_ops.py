@@ -69,8 +69,9 @@ def _output_metadata(op, inputs, attrs):
     dims = spec.sizes_of(sizes)
     for axis, size in sizes:
         if axis.plus and isinstance(size, int) and size < (least := axis.size({**dims, axis.symbol: 1})):
-            raise ValueError(f"{op.name}: an axis of {axis} has size {size}; with {axis.plus} = {dims[axis.plus]} expected at "
-                             f"least {least}")
+            name = next(t.name for t in op.inputs for s in t.shapes if axis in s.axes)
+            raise ValueError(f"{op.name}: {name}'s axis {axis} is {size}; expected at least {least}, because {axis.plus} = "
+                             f"{dims[axis.plus]}")
     active = {t.name for t in op.active_outputs(attrs)}
     metadata = []
     for t in op.outputs:

@@ -145,14 +145,20 @@ class OpSpec:
         """What conditions of shapes may name: the present inputs, and the boolean attributes that are on."""
         return set(inputs) | {a.name for a in self.attrs if a.type == "bool" and attrs.get(a.name, a.default)}
 
-    def shape_of(self, tensor, present, rank=None):
-        """The shape alternative of `tensor` for the names that `given` returns, and its rank where known.
+    def equal_sizes(self, dims, given):
+        """dims {symbol: size} with those made the same that must be so for the names that `given` returns: as the first."""
+        rules = [r for r in self.rules if r.kind == "equal" and (r.condition is None or r.condition in given)]
+        return dims | {second: dims[first] for first, second in (r.args for r in rules)}
 
-        Alternatives whose condition holds come before those without one, which then no longer count.
-        """
-        holding = [s for s in tensor.shapes if s.condition in present]
-        holding = holding or [s for s in tensor.shapes if s.condition is None]
-        return next((s for s in holding if rank in (None, len(s.axes))), None)
+    def alternatives(self, tensor, given):
+        """The shapes of `tensor` that count for the names that `given` returns: those whose condition holds, or else those
+        without one."""
+        holding = [s for s in tensor.shapes if s.condition in given]
+        return holding or [s for s in tensor.shapes if s.condition is None]
+
+    def shape_of(self, tensor, given, rank=None):
+        """The first of these alternatives that has this rank, where it is known; None if none has."""
+        return next((s for s in self.alternatives(tensor, given) if rank in (None, len(s.axes))), None)
 
 
 def _axis(word):

@@ -144,14 +144,13 @@ def variant(name, index, dtype):
     per_token = any(e.startswith("per_token") for e in extra)
     present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
     size = {**SIZES, **sizes, "symbols": op.symbols}
-    if "packed_qkv" in attrs:
-        size["Dv"] = size["D"]
-    inputs = {}
+    given = op.given(present, attrs)
+    size, inputs = op.equal_sizes(size, given), {}
     for t in op.inputs:
         inputs[t.name] = None
         if t.name in present:
             rank = 3 if t.name == "log_decay" and per_token else None
-            axes = op.shape_of(t, op.given(present, attrs), rank).ordered(attrs.get("layout", "bhnd"))
+            axes = op.shape_of(t, given, rank).ordered(attrs.get("layout", "bhnd"))
             shape = [axis.size(size) for axis in axes]
             type_name = {"T": dtype, "F": "float32", "I": "int32"}[t.type]
             inputs[t.name] = values(t.name, shape, TORCH_DTYPES[type_name], size)

@@ -18,9 +18,8 @@ DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
 def input_shape(op, tensor, present, attrs, rank, kind):
     """Sizes of an input; kind: 0 smallest, 1 usual, 2 largest, "open": names in place of open sizes. present: the names of
     all present inputs. None where no variant of the operator gives the input this rank."""
-    shape, fixed = op.shape_of(tensor, op.given(present, attrs), rank), FIXED
-    if attrs.get("packed_qkv"):
-        fixed = FIXED | {"Dv": FIXED["D"]}
+    given = op.given(present, attrs)
+    shape, fixed = op.shape_of(tensor, given, rank), op.equal_sizes(FIXED, given)
     if shape is None:
         return None
     sizes = []
