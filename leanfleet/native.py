@@ -3,6 +3,7 @@
 import ctypes
 import os
 from functools import cache, partial
+from importlib import metadata
 from pathlib import Path
 
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
@@ -36,14 +37,24 @@ class _Call(ctypes.Structure):
                 ("sync", ctypes.c_void_p), ("scratch_bytes", ctypes.c_size_t), ("sync_bytes", ctypes.c_size_t)]
 
 
+def _library_folder():
+    """Beside this file in an installed package. In a source tree, where the package that pip installed from it has them."""
+    beside = Path(__file__).resolve().parent / "lib"
+    if beside.exists():
+        return beside
+    try:
+        return Path(metadata.distribution("leanfleet").locate_file("leanfleet/lib"))
+    except metadata.PackageNotFoundError:
+        return beside
+
+
 def library_path(name):
     """Path of a library of this package: "leanfleet", "leanfleet_ort" or "leanfleet_trt".
 
     LEANFLEET_LIBRARY_DIR, when set, is the only folder looked at. Raises FileNotFoundError.
     """
     told = os.environ.get("LEANFLEET_LIBRARY_DIR")
-    folder = Path(told) if told else Path(__file__).resolve().parent / "lib"
-    path = folder / f"lib{name}.so"
+    path = (Path(told) if told else _library_folder()) / f"lib{name}.so"
     if not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist. leanfleet's compiled libraries are missing: install the package with "
