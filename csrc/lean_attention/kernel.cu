@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <type_traits>
 
 #include "core/cuda_target.h"
 #include "lean_attention/device.cuh"
@@ -322,6 +323,18 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kShortPart = 128;  // key tiles, measured
 
+// launch(type, width) for the call's half-precision type and a width of 64 or 128, both known to the compiler.
+template <class F>
+int for_type(const LeanAttentionArgs& args, F&& launch) {
+  return args.dtype == static_cast<int>(DType::kFloat16) ? launch(__half{}) : launch(__nv_bfloat16{});
+}
+template <class F>
+int for_type_and_width(const LeanAttentionArgs& args, int width, F&& launch) {
+  return for_type(args, [&](auto type) {
+    return width == 64 ? launch(type, std::integral_constant<int, 64>{}) : launch(type, std::integral_constant<int, 128>{});
+  });
+}
+
 }  // namespace
 
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges) {
@@ -397,14 +410,13 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
       const int error = launch_rotate(args, stream);
       if (error != cudaSuccess) return error;
     }
-    return args.dtype == static_cast<int>(DType::kFloat16)
-               ? launch_float<__half>(args, false, static_cast<cudaStream_t>(stream))
-               : launch_float<__nv_bfloat16>(args, false, static_cast<cudaStream_t>(stream));
+    return for_type(args, [&](auto type) {
+      return launch_float<decltype(type)>(args, false, static_cast<cudaStream_t>(stream));
+    });
   }
   if (wgmma && args.append && args.tokens >= kAppendApart) {
-    const int error = args.dtype == static_cast<int>(DType::kFloat16)
-                          ? launch_append<__half>(args, static_cast<cudaStream_t>(stream))
-                          : launch_append<__nv_bfloat16>(args, static_cast<cudaStream_t>(stream));
+    const int error =
+        for_type(args, [&](auto type) { return launch_append<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
     if (error != cudaSuccess) return error;
     args.append = false;
   }
@@ -414,9 +426,9 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width);
   if (args.plan.row_tile == kDirectRows && args.key_width == width && args.value_width == width && width <= 128 &&
       (few_tokens || args.cache_kind == kLeanPaged))
-    return args.dtype == static_cast<int>(DType::kFloat16)
-               ? launch_direct<__half>(args, width, clusters, few_tokens, stream)
-               : launch_direct<__nv_bfloat16>(args, width, clusters, few_tokens, stream);
+    return for_type_and_width(args, width, [&](auto type, auto w) {
+      return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
+    });
   LeanTileLoads loads = {};
   loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
   loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
@@ -443,12 +455,16 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   loads.copy_warps = loads.whole_tiles ? 1 : 4;
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
   if (wgmma)
-    return args.dtype == static_cast<int>(DType::kFloat16)
-               ? launch_wgmma<__half>(args, loads, key_map, value_map, width, stream)
-               : launch_wgmma<__nv_bfloat16>(args, loads, key_map, value_map, width, stream);
-  return args.dtype == static_cast<int>(DType::kFloat16)
-             ? launch_mma<__half>(args, loads, key_map, value_map, width, producer_warps, stream)
-             : launch_mma<__nv_bfloat16>(args, loads, key_map, value_map, width, producer_warps, stream);
+    return for_type_and_width(args, width, [&](auto type, auto w) {
+      return launch_wgmma<decltype(type), decltype(w)::value>(args, loads, key_map, value_map, stream);
+    });
+  if (width > 128)
+    return for_type(args, [&](auto type) {
+      return launch_mma<decltype(type), 256>(args, loads, key_map, value_map, producer_warps, stream);
+    });
+  return for_type_and_width(args, width, [&](auto type, auto w) {
+    return launch_mma<decltype(type), decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);
+  });
 }
 
 }  // namespace leanfleet

@@ -1200,36 +1200,10 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   }
 }
 
-// Launches the kernel for one element type; `width`: 64, 128 or 256, at least D and Dv; args.plan holds the tile.
-template <class T>
+// Launches the kernel for one element type and width (64, 128 or 256, at least D and Dv); args.plan holds the tile. Compiled by
+// mma_launch.cu.in, a source file an instance.
+template <class T, int kWidth>
 int launch_mma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-               const CUtensorMap& value_map, int width, int producer_warps, void* stream);
-
-template <class T, int kWidth, int kRows>
-int launch_mma_tile(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-                    const CUtensorMap& value_map, int producer_warps, void* stream) {
-  using Tile = LeanTile<kWidth, kRows>;
-  auto kernel = LeanAttentionKernel<T, kWidth, kRows, false>;
-  if constexpr (Tile::kSplitTokens)
-    if (args.rotary_half > 0) kernel = LeanAttentionKernel<T, kWidth, kRows, true>;
-  const int bytes = Tile::shared_bytes(loads.slots);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(args.plan.max_ranges);
-  config.blockDim = dim3(32 * (Tile::kConsumerWarps + producer_warps));
-  config.dynamicSmemBytes = bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute = {};
-  config.attrs = &attribute;
-  LeanAttentionArgs settled = args;
-  LeanTileLoads with = loads;
-  // Copies of many small pages take all multiprocessors.
-  if (with.clusters && Tile::kSplitTokens)
-    with.cluster = choose_cluster<Tile>(reinterpret_cast<const void*>(kernel), settled.plan, args, loads.boxes == 1, config);
-  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, settled, with, key_map, value_map);
-  if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
-  return launched;
-}
+               const CUtensorMap& value_map, int producer_warps, void* stream);
 
 }  // namespace leanfleet

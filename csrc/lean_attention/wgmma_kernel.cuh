@@ -99,7 +99,7 @@ struct WarpgroupConsumer {
       if (!last) load_query(ring.queue[queued.slot].unit);
       finish(work, o);
       if (last) return;
-      release(done);
+      barrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
     }
   }
 
@@ -547,7 +547,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
       const int count = of_ring >= loads.slots ? Tile::kTileWarps
                         : of_ring >= 0         ? kFillArrivals * loads.copy_warps
                         : i < kQueue           ? 1
-                                               : Tile::kConsumerWarps;
+                                               : 32 * Tile::kConsumerWarps;
       barrier_init(ring.queue_full + 8 * i, count);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -574,21 +574,10 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
 #endif
 }
 
-// Launches the kernel for one element type; `width`: 64 or 128, at least D and Dv; args.plan holds the tile.
-template <class T>
-int launch_wgmma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-                 const CUtensorMap& value_map, int width, void* stream);
-
+// Launches the kernel for one element type and width (64 or 128, at least D and Dv); args.plan holds the tile. Compiled by
+// wgmma_launch.cu.in, a source file an instance.
 template <class T, int kWidth>
-int launch_wgmma_width(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-                       const CUtensorMap& value_map, void* stream) {
-  using Tile = WgmmaTile<kWidth>;
-  const auto kernel = LeanAttentionWgmmaKernel<T, kWidth>;
-  const int bytes = Tile::shared_bytes(loads.slots);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<args.plan.max_ranges, Tile::kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args, loads, key_map, value_map);
-  return cudaGetLastError();
-}
+int launch_wgmma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
+                 const CUtensorMap& value_map, void* stream);
 
 }  // namespace leanfleet
