@@ -22,7 +22,7 @@ struct WgmmaTile {
   static constexpr int kSlices = kTokens / 16;
   static constexpr int kSlotExtra = 16 + kSlices * 2;
   static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + 16);
-  static constexpr int kFixedBytes = kQueryBytes + kQueueBytes + 16 + 1024;  // 1024: to align the ring
+  static constexpr int kFixedBytes = kQueryBytes + kQueueBytes + 1024;  // 1024: to align the ring
   static_assert(kQueueBytes % 16 == 0, "a slot's bits are read as words");
   // Keys have the even slots and values the odd ones.
   static int slots_for(int shared_bytes) {
@@ -65,7 +65,6 @@ struct WarpgroupConsumer {
   const LeanTileLoads& loads;
   const RingAddresses& ring;
   const uint32_t query;  // shared address of this group's rows, [box][64][64 columns], swizzled like a slot
-  volatile uint32_t* const arrived;
   const int group, warp, lane;
   int pair = 0;          // of slots in the ring, keys' and values'
   uint32_t parity = 0;
@@ -123,10 +122,14 @@ struct WarpgroupConsumer {
     if (!loads.whole_tiles) hopper::fence_async();
   }
 
-  // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full.
+  // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full. Read by the lane that gives the
+  // slot back: an order that racecheck follows.
   __device__ __forceinline__ uint4 missing_tokens() const {
-    if (args.cache_kind != kLeanPaged) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
+    uint4 bits = make_uint4(0, 0, 0, 0);
+    if (args.cache_kind != kLeanPaged) return bits;
+    if (lane == 0) bits = *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
+    return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0),
+                      __shfl_sync(kFullWarp, bits.z, 0), __shfl_sync(kFullWarp, bits.w, 0));
   }
   // Tiles that this group's rows do not see.
   __device__ __forceinline__ void skip(int tiles) {
@@ -405,7 +408,7 @@ struct WarpgroupConsumer {
         args.partial_sum[at] = sum[c];
       }
     }
-    if (!last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived)) return;
+    if (!last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads)) return;
     merge_rows(work.unit, work.first, segment.count);
   }
 
@@ -530,7 +533,6 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   at += 16 * loads.slots;
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
-  uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
 
   LeanRange<int64_t> range = {};
   bool exists = false;
@@ -567,7 +569,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int group = warp / 4;
-    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, arrived, group,
+    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, group,
                                           warp, lane};
     consumer.run();
   }
