@@ -113,9 +113,16 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void next() {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
+  // Gives a slot back: 32 arrivals of a warp.
   __device__ __forceinline__ void release(uint32_t empty) const {
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty);
+    if (lane == 0) hopper::barrier_arrive_times(empty, 32);
+  }
+  // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
+  // arrival after __syncwarp is as good, but racecheck does not follow it.
+  __device__ __forceinline__ void release_values(int of) const {
+    if (loads.tensor_maps && !args.append) release(values_empty(of));
+    else barrier_arrive(values_empty(of));
   }
   // Rows that threads have copied instead of the copy engine, before wgmma reads them.
   __device__ __forceinline__ void landed() const {
@@ -138,7 +145,7 @@ struct WarpgroupConsumer {
       barrier_wait(keys_full(), parity);
       release(keys_empty());
       barrier_wait(values_full(pair), parity);
-      release(values_empty(pair));
+      release_values(pair);
       next();
     }
   }
@@ -234,7 +241,7 @@ struct WarpgroupConsumer {
         values_product(o, p, values(before));
         hopper::products_wait<0>();
         hopper::products_keep(o);
-        release(values_empty(before));
+        release_values(before);
         return;
       }
       barrier_wait(keys_full(), parity);
@@ -251,7 +258,7 @@ struct WarpgroupConsumer {
       if (__any_sync(kFullWarp, sum[0] + sum[1] < 0.0f)) __trap();
       hopper::products_wait<0>();
       hopper::products_keep(o);
-      release(values_empty(before));
+      release_values(before);
       rescale_output(o, factor);
       pack(s, p);
     }
@@ -546,7 +553,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
       const int of_ring = i - 2 * kQueue;
-      const int count = of_ring >= loads.slots ? Tile::kTileWarps
+      const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
                         : of_ring >= 0         ? kFillArrivals * loads.copy_warps
                         : i < kQueue           ? 1
                                                : 32 * Tile::kConsumerWarps;
