@@ -1,7 +1,7 @@
 """Writes the C++ tables of a schema: python csrc/generate.py [--check] [SCHEMA.toml OUTPUT.h].
 
-Without arguments csrc/ops.toml becomes csrc/core/op_specs.h, which is committed, and the tables of the operators' pages,
-docs/operators/*.md; an operator without a page gets one. --check writes nothing and exits with 1 if a file is not what the schema gives.
+Without arguments csrc/ops.toml becomes csrc/core/op_specs.h and the tables of the operators' pages, docs/operators/*.md;
+both are committed. An operator without a page gets one. --check writes nothing and exits with 1 if a file is not what the schema gives.
 """
 
 import argparse
@@ -163,15 +163,16 @@ def page_tables(s):
     lines += ["## Outputs"]
     rows = []
     for t in s.outputs:
-        notes = (f"only with `{'` and `'.join(t.when)}`" if t.when else "", f"may share `{t.takes}`'s buffer" if t.takes else "",
-                 t.doc)
+        notes = (f"only with `{'` and `'.join(t.when)}`" if t.when else "",
+                 f"may share `{t.takes}`'s buffer" if t.takes else "", t.doc)
         rows.append((f"`{t.name}`", t.type, shapes_of(t), cell("; ".join(n for n in notes if n))))
     lines += table(("name", "type", "shape", ""), rows)
     lines += ["## Attributes"]
     rows = []
     for a in s.attrs:
         values = f"; one of {', '.join(f'`{v}`' for v in a.values)}" if a.values else ""
-        reference = f" ({', '.join(f'`{v}`' for v in a.reference_only)} in the PyTorch reference alone)" * bool(a.reference_only)
+        alone = ", ".join(f"`{v}`" for v in a.reference_only)
+        reference = f" ({alone} in the PyTorch reference alone)" if alone else ""
         refused = f"refused: {a.refuse}" if a.refuse else a.doc
         rows.append((f"`{a.name}`", a.type, f"`{int(a.default) if a.type == 'bool' else a.default}`",
                      cell(refused + values + reference)))

@@ -26,6 +26,7 @@ def main(folder):
     model = tiny_llama()
     export_for_serving(model, folder, block=16)
 
+    # --8<-- [start:run]
     # 32 pages of 16 tokens; at most 4 requests at once, 24 new tokens a step. A prompt that is longer goes in pieces.
     batch = ContinuousBatch(folder, pages=32, max_requests=4, step_tokens=24, providers=["CPUExecutionProvider"])
     requests = [batch.add(list(range(1, 1 + length)), max_new_tokens=new) for length, new in ((40, 6), (3, 12), (10, 3))]
@@ -34,10 +35,12 @@ def main(folder):
             print(f"request {requests.index(request)}: token {token}{', done' if request.done else ''}")
         if batch.steps == 4:  # one that comes later
             requests.append(batch.add([7, 7, 7], max_new_tokens=4))
+    # --8<-- [end:run]
 
     for request in requests:
         ids = torch.tensor([request.prompt])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, do_sample=False)
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens,
+                                  do_sample=False)
         if request.tokens != expected[0, len(request.prompt):].tolist():
             raise SystemExit(f"transformers continues {request.prompt} otherwise")
     print(f"{len(requests)} requests in {batch.steps} steps, each with the tokens that it gets alone in transformers")

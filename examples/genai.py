@@ -41,7 +41,8 @@ def main(folder):
     answer = [int(token) for token in generator.get_sequence(0)[len(prompt):]]
 
     ids = torch.tensor([prompt])
-    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)[0, len(prompt):].tolist()
+    expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
+    expected = expected[0, len(prompt):].tolist()
     print(prompt, "->", answer)
     if answer != expected:
         raise SystemExit(f"transformers continues with {expected}")

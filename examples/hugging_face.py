@@ -25,12 +25,14 @@ def tiny_llama():
 
 def main(folder, name=None):
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval() if name else tiny_llama()
+    # --8<-- [start:main]
     export_decoder(model, folder)  # model.onnx and leanfleet.json; give the tokenizer too to have it beside them
 
     decoder = load_decoder(folder, providers=["CPUExecutionProvider"])
     prompts = [[1, 2, 3, 4, 5], [9, 8, 7]]  # token ids
     answers, statistics = generate(decoder, prompts, max_new_tokens=12)
     print(f"{statistics.tokens_per_second:.0f} tokens a second while generating")
+    # --8<-- [end:main]
 
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt])

@@ -15,6 +15,7 @@ from leanfleet.export import LinearAttention, LinearDecoder, LinearDecoderConfig
 from leanfleet.ort_ops import generate, load_decoder
 
 
+# --8<-- [start:train]
 def train(steps=30):
     """Teaches one LinearAttention layer to copy the token before: forward and backward are the operators' kernels."""
     torch.manual_seed(0)
@@ -31,6 +32,7 @@ def train(steps=30):
         optimizer.step()
         losses.append(loss.item())
     return losses
+# --8<-- [end:train]
 
 
 def main(folder):
@@ -41,11 +43,13 @@ def main(folder):
 
     # Random weights here; load those of your model with decoder.load_state_dict.
     torch.manual_seed(0)
+    # --8<-- [start:decoder]
     decoder = LinearDecoder(LinearDecoderConfig("retnet", vocab_size=128, hidden_size=64, num_hidden_layers=2,
                                                 num_attention_heads=4, feed_forward_size=128)).eval()
     export_decoder(decoder, folder)
     prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
     answers, _ = generate(load_decoder(folder, providers=["CPUExecutionProvider"]), prompts, max_new_tokens=10)
+    # --8<-- [end:decoder]
     for prompt, answer in zip(prompts, answers, strict=True):
         print(prompt, "->", answer)
         with torch.no_grad():  # each token must be the likeliest one after those before it

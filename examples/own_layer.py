@@ -18,6 +18,7 @@ from leanfleet.export import export, lean_attention
 from leanfleet.ort_ops import make_session
 
 
+# --8<-- [start:layer]
 class CachedAttention(nn.Module):
     """Grouped-query attention that appends its new tokens to a cache: 8 query heads share 2 key/value heads."""
 
@@ -35,6 +36,7 @@ class CachedAttention(nn.Module):
         output, _, key_cache, value_cache = lean_attention(q, key_cache, value_cache, seq_lens, new_key=k, new_value=v,
                                                            append=True, layout="bnhd")
         return self.out(output.flatten(2)), key_cache, value_cache
+# --8<-- [end:layer]
 
 
 def main(folder):
@@ -42,6 +44,7 @@ def main(folder):
     layer = CachedAttention().eval()
     path = Path(folder) / "layer.onnx"
 
+    # --8<-- [start:export]
     # Sizes that change from call to call get a name.
     batch, tokens, capacity = (torch.export.Dim(name, min=1) for name in ("batch", "tokens", "capacity"))
     cache = torch.zeros(2, 2, 64, 32)
@@ -49,7 +52,9 @@ def main(folder):
     export(layer, example, path, input_names=["hidden", "key_cache", "value_cache", "seq_lens"],
            output_names=["output", "new_key_cache", "new_value_cache"],
            dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: capacity}, {0: batch, 2: capacity}, {0: batch}))
+    # --8<-- [end:export]
 
+    # --8<-- [start:run]
     # A prompt of 5 tokens, then one decode step, for one request with a cache of 16 slots.
     prompt, step = torch.randn(1, 5, 256), torch.randn(1, 1, 256)
 
@@ -64,11 +69,12 @@ def main(folder):
     kernels = run(make_session(path, providers=["CPUExecutionProvider"]))
     # The same file without leanfleet's library: ONNX Runtime runs the function that the file carries for each node.
     functions = run(onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]))
+    # --8<-- [end:run]
     with torch.no_grad():  # and the layer in PyTorch, over all six tokens at once
         cache = torch.zeros(1, 2, 16, 32)
-        whole = layer(torch.cat([prompt, step], 1), cache, cache.clone(), torch.tensor([6], dtype=torch.int32))[0][:, -1:].numpy()
+        whole, *_ = layer(torch.cat([prompt, step], 1), cache, cache.clone(), torch.tensor([6], dtype=torch.int32))
 
-    for name, other in (("function bodies", functions), ("PyTorch", whole)):
+    for name, other in (("function bodies", functions), ("PyTorch", whole[:, -1:].numpy())):
         difference = np.abs(kernels - other).max()
         print(f"kernels in ONNX Runtime and {name}: largest difference {difference:.1e}")
         if not difference < 1e-5:
