@@ -209,13 +209,13 @@ def mean(ratios):
     return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def side_by_side(out, title, note, panels):
+def side_by_side(out, title, note, panels, better, worse):
     """Bars of ratios, a panel for each of {heading: groups}."""
     ratios = [r for groups in panels.values() for rows in groups.values() for _, r, _ in rows]
     with plotting.page(out, title, note, max(map(plotting.height_of, panels.values())) + 0.3) as figure:
         found = figure.subplots(1, len(panels), squeeze=False)[0]
         for axes, (heading, groups) in zip(found, panels.items()):
-            plotting.ratio_bars(axes, groups, theirs="GroupQueryAttention", all_ratios=ratios, count=3)
+            plotting.ratio_bars(axes, groups, better, worse, all_ratios=ratios, count=3)
             axes.set_title(heading, pad=18)
         lowest = max(axes.get_ylim()[0] for axes in found)
         for axes in found:
@@ -240,9 +240,9 @@ def decode_steps(reports, out):
     ratios = [r for groups in panels.values() for rows in groups.values() for _, r, _ in rows]
     title = (f"A decode step of a whole model is {plotting.span(ratios)} as fast as with ONNX Runtime's GroupQueryAttention, "
              f"{plotting.times(mean(ratios))} on average")
-    note = where(reports, "Float16, ONNX Runtime for both, the faster of run and CUDA graph; rows: tokens in the cache. Most of a "
-                          "step is matrix products, the same for both.")
-    side_by_side(out, title, note, panels)
+    note = where(reports, "Float16, ONNX Runtime for both, the faster of run and CUDA graph; rows: tokens in the cache. Most "
+                          "of a step is matrix products, the same for both.")
+    side_by_side(out, title, note, panels, "leanfleet is faster", "slower")
 
 
 def energy(reports, out):
@@ -253,9 +253,10 @@ def energy(reports, out):
     panels = {MODELS[name]: by_batch([r for r in rows if all("joules_a_token" in r[kind] for kind in KINDS)], ratio)
               for report in reports for name, rows in by_model(report).items()}
     ratios = [r for groups in panels.values() for rows in groups.values() for _, r, _ in rows]
-    title = f"A token takes less energy: with GroupQueryAttention it takes {plotting.span(ratios)} as many joules"
+    title = (f"With GroupQueryAttention a token takes {plotting.span(ratios)} the energy that it takes with leanfleet, "
+             f"{plotting.times(mean(ratios))} on average")
     note = where(reports, "Joules a token of a decode step, GroupQueryAttention's over leanfleet's; rows: tokens in the cache.")
-    side_by_side(out, title, note, panels)
+    side_by_side(out, title, note, panels, "leanfleet takes less", "more")
 
 
 def pairs(report, key):
@@ -272,7 +273,8 @@ def linear_decoders(reports, out):
         for report in reports:
             found = pairs(report, key)
             groups[f"{MODELS[report['kind']]}, {report['layers']} layers: {what}"] = [
-                (f"{plotting.tokens(n)} tokens", b / a, f"{digits(a * 1e3)} ms, PyTorch {digits(b * 1e3)} ms") for n, a, b in found]
+                (f"{plotting.tokens(n)} tokens", b / a, f"{digits(a * 1e3)} ms, PyTorch {digits(b * 1e3)} ms")
+                for n, a, b in found]
             spans.setdefault(key, []).extend(b / a for _, a, b in found)
     title = (f"Linear decoders in ONNX Runtime: prompts {plotting.span(spans['prompt_seconds'])}, steps "
              f"{plotting.span(spans['step_seconds'])} as fast as PyTorch with flash-linear-attention")
@@ -319,9 +321,12 @@ def generation(reports, out):
               for n, row in found.items()}
     model = report["model"].split("-Instruct")[0]
     title = f"{model} generates {plotting.span(ratios)} as many tokens a second as the fastest other way to run it"
-    note = where(reports, f"{report['model']}, one request. GroupQueryAttention: the same graph in ONNX Runtime with its operator.")
+    again = [row["tokens_per_second"]["leanfleet"] for row in report.get("speed_again", {"rows": []})["rows"]]
+    note = where(reports, f"{report['model']}, one request. GroupQueryAttention: the same graph in ONNX Runtime with its "
+                          "operator."
+                          + (f" leanfleet in a second run, minutes later: {', '.join(map(digits, again))}." if again else ""))
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
-        plotting.value_bars(figure.subplots(), groups, lambda value: f"{value:,.0f}", "tokens a second")
+        plotting.value_bars(figure.subplots(), groups, digits, "tokens a second")
 
 
 def first_token(reports, out):
@@ -330,13 +335,15 @@ def first_token(reports, out):
     found = by_runner(report, "prompt_seconds")
     ratios = [min(fastest_others(row).values()) / min(v for n, v in row.items() if n.startswith("leanfleet"))
               for row in found.values()]
-    groups = {f"prompt of {plotting.tokens(n)} tokens": [(RUNNERS[k], v * 1e3, k.startswith("leanfleet")) for k, v in row.items()]
-              for n, row in found.items()}
+    slowest = max(v for row in found.values() for v in row.values())
+    factor, unit, label = (1, "s", "seconds") if slowest > 10 else (1e3, "ms", "milliseconds")
+    groups = {f"prompt of {plotting.tokens(n)} tokens": [(RUNNERS[k], v * factor, k.startswith("leanfleet"))
+                                                         for k, v in row.items()] for n, row in found.items()}
     model = report["model"].split("-Instruct")[0]
     title = f"{model} answers a prompt {plotting.span(ratios)} as fast as the fastest other way to run it"
-    note = where(reports, f"{report['model']}, time to the first token of one request.")
+    note = where(reports, f"{report['model']}, time to the first token, one request.")
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
-        plotting.value_bars(figure.subplots(), groups, lambda value: f"{digits(value)} ms", "milliseconds")
+        plotting.value_bars(figure.subplots(), groups, lambda value: f"{digits(value)} {unit}", label)
 
 
 def served(reports, key, unit, ratio):
@@ -355,21 +362,22 @@ def serving(reports, out):
                     lambda ours, theirs: f"{ours:,.0f} tokens/s, padded {theirs:,.0f}", lambda ours, theirs: ours / theirs)
     ratios = [r for rows in groups.values() for _, r, _ in rows]
     title = f"Continuous batching serves {plotting.span(ratios)} as many tokens a second as padded batches"
-    note = where(reports, "Requests of unequal length, float16; headings: mean prompt + mean answer. Tokens of prompts and answers.")
+    note = where(reports, "Requests of unequal length, float16; headings: mean prompt + mean answer. Tokens of both count.")
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
-        plotting.ratio_bars(figure.subplots(), groups, ours="continuous", theirs="padded")
+        plotting.ratio_bars(figure.subplots(), groups, "continuous batching is faster", "padded is faster")
 
 
 def serving_energy(reports, out):
     """How much energy does continuous batching save?"""
-    groups = served(reports, "joules_per_useful_token", lambda ours, theirs: f"{ours * 1e3:.0f} mJ, padded {theirs * 1e3:.0f} mJ",
+    groups = served(reports, "joules_per_useful_token",
+                    lambda ours, theirs: f"{ours * 1e3:.0f} mJ, padded {theirs * 1e3:.0f} mJ",
                     lambda ours, theirs: theirs / ours)
     ratios = [r for rows in groups.values() for _, r, _ in rows]
     title = f"A token of a padded batch takes {plotting.span(ratios)} the energy of one in a continuous batch"
-    note = where(reports, "Requests of unequal length, float16; headings: mean prompt + mean answer. Energy of the whole GPU.")
+    note = where(reports, "Requests of unequal length, float16; headings: mean prompt + mean answer. Brackets: mJ a token.")
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
         axes = figure.subplots()
-        plotting.ratio_bars(axes, groups, ours="continuous", theirs="padded")
+        plotting.ratio_bars(axes, groups, "continuous batching takes less", "padded takes less")
 
 
 PICTURES = {  # file: what script_of calls its reports, and what draws it

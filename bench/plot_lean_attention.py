@@ -131,12 +131,12 @@ def decode(data, out):
     found = cases(data, "decode", "ragged")
     limit = 4096
     long, short = ([fastest(r) for _, n, r in found if (n >= limit) == above] for above in (True, False))
-    title = (f"From {plotting.tokens(limit)} tokens on, decode attention is {plotting.verdict(geometric_mean(long))} the fastest "
-             f"peer ({plotting.span(long)}); at {plotting.tokens(min(n for _, n, _ in found))}: {plotting.span(short)}")
+    title = (f"From {plotting.tokens(limit)} tokens on, decode attention is {plotting.verdict(geometric_mean(long))} the "
+             f"fastest peer ({plotting.span(long)}); at {plotting.tokens(min(n for _, n, _ in found))}: {plotting.span(short)}")
     rows = {"tokens in the cache": [(words, {NAMES[p]: best(r, p) / ours(r) for p in PEERS if best(r, p)})
                                     for words, _, r in found]}
-    note = where(data, "Time of a peer over leanfleet's for one new token a request: medians of CUDA graph replays out of a cold "
-                       "L2; FlashAttention 3 and FlashInfer in the better of their two modes.")
+    note = where(data, "Time of a peer over leanfleet's for one new token a request: medians of CUDA graph replays out of a "
+                       "cold L2; FlashAttention 3 and FlashInfer in the better of their two modes.")
     with plotting.page(out, title, note, plotting.height_of(rows) + 0.3) as figure:
         plotting.ratio_dots(figure.subplots(), rows, NAMES.values(), (plotting.RED, plotting.GREEN, plotting.PURPLE))
 
@@ -147,7 +147,8 @@ def steps(data, out):
     ratios = [fastest(r) for *_, r in found]
     rows = {"tokens in the cache": [(words, fastest(r), f"{ours(r):.0f} µs, FlashAttention 3 {best(r, 'fa3'):.0f} µs")
                                     for words, _, r in found]}
-    title = f"With rotary encoding and append to the cache, a decode step is {plotting.span(ratios)} as fast as FlashAttention 3"
+    title = (f"With rotary encoding and append to the cache, a decode step is {plotting.span(ratios)} as fast as "
+             "FlashAttention 3")
     note = where(data, "One call that turns query and key, appends key and value in place and attends; medians of CUDA graph "
                        "replays out of a cold L2.")
     with plotting.page(out, title, note, plotting.height_of(rows)) as figure:
@@ -161,7 +162,8 @@ def prompts(data, out):
                                 ("prompt", "whole prompts, SDPA beside it", "sdpa")):
         found = cases(data, kind)
         ratios[kind] = [fastest(r) for *_, r in found]
-        rows[heading] = [(few(r) + words, fastest(r), f"{ours(r):.0f} µs against {best(r, peer):.0f} µs") for words, _, r in found]
+        rows[heading] = [(few(r) + words, fastest(r), f"{ours(r):.0f} µs against {best(r, peer):.0f} µs")
+                         for words, _, r in found]
     title = (f"Whole prompts run at {plotting.span(ratios['prompt'])} the speed of PyTorch's SDPA, 2 to 16 new tokens at "
              f"{plotting.span(ratios['tokens'])} that of FlashAttention 3")
     note = where(data, "Time of the peer over leanfleet's, then the two times: medians of CUDA graph replays out of a cold L2.")

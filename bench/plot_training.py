@@ -43,7 +43,7 @@ def parity(result, out):
         top.axhline(result["bigram_loss"], color=plotting.MUTED, linewidth=1, linestyle=":")
         top.annotate("a bigram model", (steps[-1], result["bigram_loss"]), (0, 3), textcoords="offset points", ha="right",
                      va="bottom", color=plotting.MUTED)
-        top.set(title="loss, nats a byte: PyTorch (black), the kernels (blue dashes on it), range of the seeds (grey)")
+        top.set(title="loss, nats a byte: PyTorch (solid), the kernels in bfloat16 (dashes on it), range of the seeds (grey)")
         below.axhspan(-noise, noise, color=plotting.GRID, linewidth=0)
         below.annotate("standard deviation between seeds", (steps[-1], noise), (0, -4), textcoords="offset points", ha="right",
                        va="top", color=plotting.MUTED)
@@ -67,8 +67,8 @@ def speed(result, out):
             ratios.setdefault(name, []).append(found["leanfleet"] / value)
     title = (f"A small model trains at {plotting.span(ratios['flash SDPA'])} the speed of flash SDPA and "
              f"{plotting.span(ratios['fla'])} that of flash-linear-attention")
-    note = (f"{result['device']}, {result['date']}. Four layers, hidden size 256, bfloat16, 16k tokens a step; medians. In a model "
-            "this small the host takes most of the time.")
+    note = (f"{result['device']}, {result['date']}. Four layers, hidden size 256, bfloat16, 16k tokens a step; medians. In a "
+            "model this small the host takes most of the time.")
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
         plotting.value_bars(figure.subplots(), groups, lambda value: f"{value:.2f}", "million tokens a second")
 

@@ -22,6 +22,8 @@ MARKERS = "os^Dv"
 DASHES = ("-", "--", "-.", ":")
 DARK = {INK: "#e6edf3", MUTED: "#9198a1", GRID: "#30363d", CARD: "#0d1117", BLUE: "#4aa8e0", RED: "#f0803c", GREEN: "#2cc295",
         PURPLE: "#dd9cc0", AMBER: "#edb33a", GREY: "#6e7681"}
+PALE_BLUE, PALE_AMBER, PALE_GREY = "#dcebf7", "#fbe3b8", "#eef0f2"  # of boxes in diagrams
+DARK |= {PALE_BLUE: "#16324a", PALE_AMBER: "#55400f", PALE_GREY: "#21262d"}
 FONTS = "'DejaVu Sans', Verdana, sans-serif"  # of one width; text stays text, so that it is found and copied
 WIDTH = 8.3  # inches: 830 px of a README at its letters' usual size
 ROW = 0.235  # inches of a row of bars or points
@@ -55,7 +57,7 @@ def page(path, title, note, height, width=WIDTH):
         figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 72 * height / total - 0.01), w_pad=0.04, h_pad=0.04)
         figure.text(0.014, 1 - 9 / total, title, va="top", size=TITLE_POINTS, weight="bold", linespacing=1.2)
         figure.text(0.014, 1 - (above + 3) / total, note, va="top", size=NOTE_POINTS, color=MUTED, linespacing=1.25)
-        figure.labels = []
+        figure.labels = []  # (axes, annotation) of names at the ends of lines
         yield figure
         _part_labels(figure)
         _save(figure, Path(path))
@@ -67,11 +69,16 @@ def _save(figure, path):
         figure.savefig(path, dpi=150)
         return
     figure.savefig(path, metadata={"Date": None})
-    rules = "".join(f'[style*="{what}: {light}"]{{{what}:{dark}!important}}'
-                    for light, dark in DARK.items() for what in ("fill", "stroke"))
+    path.write_text(with_dark_form(path.read_text().replace("'DejaVu Sans'", FONTS)))
+
+
+def with_dark_form(svg):
+    """An SVG's text with rules that put DARK's colours in place of the light ones where the system asks for dark."""
+    found = [(light, dark) for light, dark in DARK.items() if light in svg]
+    rules = "".join(f'[style*="{what}: {light}"],[{what}="{light}"]{{{what}:{dark}!important}}'
+                    for light, dark in found for what in ("fill", "stroke"))
     style = f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>"
-    text = path.read_text().replace("'DejaVu Sans'", FONTS)
-    path.write_text(re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}\n {style}", text, count=1))
+    return re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}\n {style}", svg, count=1)
 
 
 # Numbers in words
@@ -111,8 +118,12 @@ def plain_axis(axis, ticks, labels):
 
 
 def token_axis(axes, numbers, label="tokens"):
-    """A logarithmic horizontal axis with a tick at each number of tokens."""
+    """A logarithmic horizontal axis with a tick at each number of tokens, but for those too close to the one before."""
     numbers = sorted(set(numbers))
+    apart = (numbers[-1] / numbers[0]) ** 0.06
+    for number in numbers[:]:
+        if any(other < number <= other * apart for other in numbers[:numbers.index(number)]):
+            numbers.remove(number)
     axes.set_xscale("log", base=2)
     axes.set_xlabel(label)
     plain_axis(axes.xaxis, numbers, map(tokens, numbers))
@@ -139,7 +150,7 @@ def log_axis(axis, values, unit=""):
 
 
 def ratio_axis(axis, ratios, log=False, count=6):
-    """At most about `count` ticks such as 0.9x, 1x, 1.5x, and a line at 1x, horizontal or vertical as axis, matplotlib's, is."""
+    """About `count` ticks such as 0.9x, 1x, 1.5x, and a line at 1x. axis: matplotlib's, of x or y."""
     from matplotlib.ticker import MaxNLocator
 
     bounds = [*ratios, 1]
@@ -156,11 +167,10 @@ def ratio_axis(axis, ratios, log=False, count=6):
     line(1, color=INK, linewidth=1.2, zorder=3.5, clip_on=False)
 
 
-def sides(axes, ratios, ours="leanfleet", theirs="peer"):
-    """Says above a horizontal axis of ratios which side of 1x is whose."""
+def sides(axes, ratios, better="leanfleet is faster", worse="peer is faster"):
+    """Says above a horizontal axis of ratios what the sides of 1x mean."""
     above = axes.get_xaxis_transform()
-    for text, sign, where in ((f"{ours} is faster \N{RIGHTWARDS ARROW}", 1, "left"),
-                              (f"\N{LEFTWARDS ARROW} {theirs} is faster", -1, "right")):
+    for text, sign, where in ((f"{better} \N{RIGHTWARDS ARROW}", 1, "left"), (f"\N{LEFTWARDS ARROW} {worse}", -1, "right")):
         if any(sign * (r - 1) > 0 for r in ratios):
             axes.annotate(text, (1, 1), (4 * sign, 3), xycoords=above, textcoords="offset points", ha=where, va="bottom",
                           color=MUTED, size=8)
@@ -196,17 +206,17 @@ def _rows(axes, groups):
     return placed
 
 
-def ratio_bars(axes, groups, log=False, ours="leanfleet", theirs="peer", all_ratios=None, count=6):
+def ratio_bars(axes, groups, better="leanfleet is faster", worse="peer is faster", log=False, all_ratios=None, count=6):
     """Bars from 1x to ratios of speed. groups: {heading: [(label, ratio, what stands behind it)]}; heading "": none.
-    ours, theirs: what is faster on the right and on the left; all_ratios: those of all axes that are to have one scale."""
+    better, worse: what the right and the left side mean; all_ratios: those of all axes that are to have one scale."""
     placed = _rows(axes, groups)
     ratios = [row[1] for _, row in placed]
     for y, (_, ratio, note) in placed:
         axes.barh(y, ratio - 1, 0.66, left=1, color=OURS if ratio >= 1 else RED, zorder=3)
-        axes.annotate(f"{times(ratio)} ({note})" if note else times(ratio), (max(ratio, 1), y), (5, 0), textcoords="offset points", va="center",
-                      size=8.5)
+        axes.annotate(f"{times(ratio)} ({note})" if note else times(ratio), (max(ratio, 1), y), (5, 0),
+                      textcoords="offset points", va="center", size=8.5)
     ratio_axis(axes.xaxis, all_ratios or ratios, log, count)
-    sides(axes, ratios, ours, theirs)
+    sides(axes, ratios, better, worse)
 
 
 def value_bars(axes, groups, text, label):
@@ -219,18 +229,18 @@ def value_bars(axes, groups, text, label):
     axes.xaxis.set_major_formatter(lambda value, _: _number(round(value, 9)))
 
 
-def ratio_dots(axes, groups, names, colors, log=False, theirs="peer"):
+def ratio_dots(axes, groups, names, colors, worse="peer is faster"):
     """Ratios of several series a row. groups: {heading: [(label, {name: ratio})]}; names: of series, in order."""
     placed = _rows(axes, groups)
     ratios = [r for _, (_, found) in placed for r in found.values()]
     for y, (_, found) in placed:
         axes.plot((1, *found.values()), [y] * (1 + len(found)), color=GRID, linewidth=1.2, zorder=1, solid_capstyle="round")
     for number, (name, color, marker) in enumerate(zip(names, colors, MARKERS, strict=False)):
-        aside = 0.17 * (number - (len(names) - 1) / 2)  # so that equal ratios do not hide each other
+        aside = 0.24 * (number - (len(names) - 1) / 2)  # so that equal ratios do not hide each other
         points = [(found[name], y + aside) for y, (_, found) in placed if name in found]
         axes.plot(*zip(*points, strict=True), marker, color=color, markeredgecolor=CARD, markersize=7.5, zorder=4, label=name)
-    ratio_axis(axes.xaxis, ratios, log)
-    sides(axes, ratios, theirs=theirs)
+    ratio_axis(axes.xaxis, ratios)
+    sides(axes, ratios, worse=worse)
     axes.figure.legend(loc="outside lower center", ncols=len(names), handletextpad=0.1)
 
 
@@ -238,18 +248,15 @@ def ratio_dots(axes, groups, names, colors, log=False, theirs="peer"):
 
 
 def lines(axes, series, colors=SERIES):
-    """series: {name: [(x, y)]}. Names stand behind the last points, apart from each other."""
+    """series: {name: [(x, y)]}. Names stand behind the last points, apart from each other; a series may be empty."""
     for number, (name, points) in enumerate(series.items()):
+        if not points:
+            continue
         color = colors[number % len(colors)]
         axes.plot(*zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], linestyle=DASHES[number % len(DASHES)],
                   color=color, label=name, markeredgecolor=CARD, markersize=7)
-        end_label(axes, *points[-1], name, color)
-
-
-def end_label(axes, x, y, name, color=INK):
-    """A name behind a line's last point."""
-    label = axes.annotate(name, (x, y), (9, 0), textcoords="offset points", va="center", size=LABEL_POINTS)
-    axes.figure.labels.append((axes, label, color))
+        label = axes.annotate(name, points[-1], (9, 0), textcoords="offset points", va="center", size=LABEL_POINTS)
+        axes.figure.labels.append((axes, label))
 
 
 def _part_labels(figure, gap=12.5):
@@ -257,9 +264,9 @@ def _part_labels(figure, gap=12.5):
     if not figure.labels:
         return
     figure.draw_without_rendering()
-    for axes in dict.fromkeys(a for a, *_ in figure.labels):
+    for axes in dict.fromkeys(a for a, _ in figure.labels):
         found = [(axes.transData.transform(label.xy)[1] * 72 / figure.dpi, label)
-                 for of, label, _ in figure.labels if of is axes]
+                 for of, label in figure.labels if of is axes]
         found.sort(key=lambda item: item[0])
         heights = [y for y, _ in found]
         for _ in range(200):
