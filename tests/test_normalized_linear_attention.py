@@ -510,3 +510,21 @@ def test_negative_counts(monkeypatch):
     monkeypatch.setenv("LEANFLEET_CHECK", "1")
     with pytest.raises(ValueError, match=rf"{FORWARD}.*initial_count holds -2 for request 1; .*at least 0"):
         run_kernel(FORWARD, inputs, dict(return_state=1))
+
+
+def test_counts_stay_at_their_end(monkeypatch):
+    """final_count is held at 2^31 - 1; LEANFLEET_CHECK=1 refuses a count that would pass it, where it is asked for."""
+    last = 2**31 - 1
+    inputs = make(3, batch=3)
+    inputs |= make_states(inputs)
+    inputs["initial_count"][:] = torch.tensor([last - 3, last - 2, last])
+    for in_place in (False, True):
+        mine = {name: None if x is None else x.clone() for name, x in inputs.items()}
+        found = run_kernel(FORWARD, mine, dict(return_state=1), in_place=in_place)
+        check(found, judge(inputs, dict(return_state=1)), loop(inputs, dict(return_state=1)))
+        assert found["final_count"].tolist() == [last] * 3
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    run_kernel(FORWARD, inputs, {})
+    with pytest.raises(ValueError, match=rf"{FORWARD}.*initial_count holds {last - 2} for request 1; with N = 3 more expected at "
+                       rf"most {last - 3}, because final_count ends at 2\^31 - 1"):
+        run_kernel(FORWARD, inputs, dict(return_state=1))
