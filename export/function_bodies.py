@@ -584,6 +584,8 @@ def _normalized_linear_attention(ops, x, a, ranks):
         tokens = ops.Expand(ops.size(key, _TOKENS), ops.size(key, 0))
         if x.initial_count is not None:
             tokens = ops.Add(tokens, ops.int64(x.initial_count))
+            last = 2**31 - 1  # where it stays; onnxruntime's Min (1.31) compares int64 as floats
+            tokens = ops.Where(ops.Greater(tokens, last), last, tokens)
         results += [state, ops.Squeeze(key_sum, [3]), ops.Squeeze(value_sum, [2]),
                     ops.Cast(tokens, to=ir.DataType.INT32)]
     return results

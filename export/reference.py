@@ -705,7 +705,7 @@ def normalized_linear_attention(query, key, value, coefficients=None, initial_st
         state, value_sum = state.squeeze(2).to(float_out), (sums + v.sum(-2, keepdim=True)).to(float_out)
         count = torch.zeros(batch, dtype=torch.int32, device=query.device) if missing else initial_count.int()
         result += (state[..., :-1].clone(), state[..., -1].clone(), value_sum[:, :, 0, 0, :-1].clone(),
-                   count + tokens)
+                   (count.long() + tokens).clamp_max(2**31 - 1).int())  # it stays at the end
     return result
 
 

@@ -1,21 +1,17 @@
 """LeanAttention's CPU kernel against the float64 reference."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import aligned, entry, poisoned, run_kernel
+from kernels import aligned, entry, poisoned, remembered, run_kernel
 from leanfleet import native, spec
 from leanfleet.export import reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN = float("nan")
 BLOCK = 16
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
 
 
 def int32(values):
@@ -95,6 +91,7 @@ def same_bits(a, b):
     return torch.equal(a.view(integer), b.view(integer))
 
 
+@remembered
 def judged(inputs, attrs):
     """(float64 reference, what plain float32 arithmetic and rounding to the type give)."""
     double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
@@ -442,21 +439,6 @@ def test_any_call(data):
         softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))), scale=draw(st.sampled_from((0.0, 0.3, -0.5))), rotary=rotary,
         positions=draw(st.sampled_from((None, 1, 50))), rotary_interleaved=int(rotary > 0 and draw(st.booleans())))
     check(inputs, attrs, (draw(st.sampled_from((1, 2, 3, 8))),), draw(st.booleans()) if attrs["append"] else False)
-
-
-def test_other_instruction_sets():
-    """The same in processes that are held to the older instruction sets of this processor's builds."""
-    builds = ["baseline", "avx2", "avx512", "avx512_bf16"]
-    mine = native.build_info().removeprefix("cpu ").partition(",")[0]
-    names = ["test_decode_ragged_batch", "test_prompts", "test_rotary_encoding", "test_infinite_and_huge_logits", "test_lengths_at_tile_edges"]
-    for build in builds[:builds.index(mine)]:
-        env = {**os.environ, "LEANFLEET_CPU": build}
-        say = "from leanfleet import native; print(native.build_info())"
-        info = subprocess.run([sys.executable, "-P", "-c", say], env=env, capture_output=True, text=True).stdout
-        assert info.strip().partition(",")[0] == f"cpu {build}"
-        result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
-                                 " or ".join(names)], env=env, capture_output=True, text=True)
-        assert result.returncode == 0, f"{build}: {result.stdout[-3000:]}"
 
 
 STRICT_ERRORS = [

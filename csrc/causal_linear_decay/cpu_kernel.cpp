@@ -56,8 +56,7 @@ Vec exp_of(Vec x) {
   p = fma(p, r, broadcast(1.0f / 6));
   p = fma(p, r, broadcast(0.5f));
   p = fma(p * r, r, r) + 1.0f;
-  const VecInt power = ((VecInt)shifted << 23) + 0x3f800000;
-  return select(zero, Vec{}, p * (Vec)power);
+  return select(zero, Vec{}, p * power_of_two(shifted));
 }
 
 Vec lane_numbers(int first) {

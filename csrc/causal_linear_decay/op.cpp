@@ -28,6 +28,7 @@ namespace {
 constexpr int64_t kMinPieceTokens = 128;            // below it a piece's own overhead shows
 constexpr double kMinWorkerCost = 1 << 16;          // multiplications that are worth another thread
 constexpr int64_t kSpanFloats = int64_t{1} << 20;   // states before chunks that a backward worker holds at least
+constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -77,6 +78,28 @@ std::string number(float value) {
   std::snprintf(buffer, sizeof buffer, "%g", value);
   return buffer;
 }
+
+Status check_state_size(const Call& call) {
+  const int64_t size = call.dims[forward::kDimR] * call.dims[forward::kDimDv];
+  if (size <= kMaxStateFloats) return {};
+  return call.unsupported("a state has R x Dv = " + std::to_string(size) + " elements; the kernels take up to 2^40");
+}
+
+#ifdef LEANFLEET_CUDA
+// Launches count blocks in 32 bits.
+Status check_cuda_size(const Call& call, const DecayInputs& in) {
+  const auto refuse = [&](const char* what, int64_t count) {
+    return call.unsupported(std::string("query has ") + what + " = " + std::to_string(count) +
+                            "; on CUDA it is less than 2^31, larger calls run on the CPU");
+  };
+  const int64_t heads = std::max(in.batch, in.requests) * in.heads, rows = in.batch * in.heads * in.tokens;
+  if (heads > kMaxAxis) return refuse("requests x H", heads);
+  if (rows > kMaxAxis) return refuse("B x H x N", rows);
+  if (heads * in.key_width > kMaxAxis) return refuse("requests x H x R", heads * in.key_width);
+  if (heads * in.value_width > kMaxAxis) return refuse("requests x H x Dv", heads * in.value_width);
+  return {};
+}
+#endif
 
 Status check_log_decay(const Call& call) {
   const Tensor& tensor = call.inputs[forward::kLogDecay];
@@ -351,6 +374,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 #ifdef LEANFLEET_CUDA
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   const CausalLinearDecayArgs args = make_args(call);
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
   int algorithm = args.algorithm;
   if (algorithm == kAlgorithmAuto) algorithm = fastest_algorithm(args.in, args.normalize, target.sm_count);
   if (args.normalize && args.in.key_width > kRecurrenceMaxKeyWidth)
@@ -372,7 +396,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace causal_linear_decay
 
@@ -448,7 +472,9 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 
 #ifdef LEANFLEET_CUDA
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  return cuda_status(call, "launching the kernels", launch_decay_grad(make_args(call), target, ws));
+  const CausalLinearDecayGradArgs args = make_args(call);
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
+  return cuda_status(call, "launching the kernels", launch_decay_grad(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
@@ -456,7 +482,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace causal_linear_decay_grad
 

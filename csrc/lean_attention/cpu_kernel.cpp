@@ -102,7 +102,7 @@ Vec exp2(Vec x) {
   p = fma(p, r, broadcast(2.4022649e-1f));
   p = fma(p, r, broadcast(6.9314718e-1f));
   p = fma(p, r, broadcast(1.0f));
-  return p * (Vec)(((VecInt)shifted << 23) + 0x3f800000);  // 2^-127 counts as 0
+  return p * power_of_two(shifted);  // 2^-127 counts as 0
 }
 
 float exp2(float x) { return exp2(broadcast(x))[0]; }

@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 #include <utility>
 
 #include "core/cpu_isa.h"
@@ -26,6 +27,7 @@ namespace leanfleet::lean_attention {
 namespace {
 
 constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page ids are int32 in the kernels
+constexpr int64_t kMaxWidth = int64_t{1} << 28;      // and bytes of a row
 
 LeanStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
   const Strides strides = head_token_strides(bnhd, heads, tokens, width);
@@ -133,6 +135,13 @@ Status check(const Call& call) {
   if (rows >= kMaxPositions) return refuse("query has H x Nq = ", rows, " rows a request");
   if (capacity >= kMaxPositions) return refuse("the cache holds ", capacity, " positions a request");
   if (pages >= kMaxPositions) return refuse("the pool has ", pages, " pages");
+  const int64_t heads = call.dims[kDimB] * call.dims[kDimHkv];
+  if (heads >= kMaxPositions) return refuse("the batch has B x Hkv = ", heads, " heads");
+  for (const auto& [tensor, name, columns] : {std::tuple("query", "D", call.dims[kDimD]),
+                                              std::tuple("value_cache", "Dv", call.dims[kDimDv])})
+    if (columns >= kMaxWidth)
+      return call.unsupported(std::string(tensor) + " has " + name + " = " + std::to_string(columns) +
+                              "; the kernels take fewer than 2^28");
   const int64_t turned = 2 * call.dims[kDimHalf], width = call.dims[kDimD];
   if (call.inputs[kCosCache].present() && turned > width)
     return call.invalid("cos_cache has half = " + std::to_string(call.dims[kDimHalf]) + ", which turns " +

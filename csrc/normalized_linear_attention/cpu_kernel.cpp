@@ -417,15 +417,15 @@ void walk(const LinearScan& scan, const Item& item, const Worker& worker, State 
     while (column < columns) {
       tile.z = worker.z + column;
       tile.out = worker.out + column;
-      const int64_t vectors = min64((columns - column) / kLanes, kTileVectors);
+      const int64_t vectors = min64((columns - column) / kLanes, kTileVectors);  // a decode step may leave any number
       tile.from_columns = from.columns - column;
       tile.to_columns = next.columns - column;
       if constexpr (kTileVectors == 4) {
         if (vectors == 4) run_rows<4, kUpdate, kOutput>(tile, from, next, width, column);
         if (vectors == 3) run_rows<3, kUpdate, kOutput>(tile, from, next, width, column);
-        if (vectors == 1) run_rows<1, kUpdate, kOutput>(tile, from, next, width, column);
       }
       if (vectors == 2) run_rows<2, kUpdate, kOutput>(tile, from, next, width, column);
+      if (vectors == 1) run_rows<1, kUpdate, kOutput>(tile, from, next, width, column);
       column += vectors * kLanes;
     }
     if (kUpdate) from = kept;

@@ -333,8 +333,10 @@ __global__ void __launch_bounds__(kThreads) CoefficientTotalKernel(const double*
 }
 
 __global__ void CountKernel(const int32_t* before, int32_t* after, int64_t batch, int64_t tokens) {
-  for (int64_t b = threadIdx.x; b < batch; b += blockDim.x)
-    after[b] = static_cast<int32_t>((before != nullptr ? before[b] : 0) + tokens);
+  for (int64_t b = threadIdx.x; b < batch; b += blockDim.x) {
+    const int64_t count = (before != nullptr ? before[b] : 0) + tokens;
+    after[b] = static_cast<int32_t>(count < kMaxCount ? count : kMaxCount);
+  }
 }
 
 int unit_factors(const NormalizedLinearInputs& in, bool of_query, float* out, cudaStream_t stream) {
