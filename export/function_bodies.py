@@ -782,8 +782,8 @@ def edited_nodes(model):
         attrs, given, ranks = _given(op, node)
         expected = {overload_name(op.name, given, attrs, ranks | guess) for guess in _rank_guesses(op, given, attrs, ranks)}
         if node.overload not in expected:
-            lines.append(f"{op.name} '{node.name}' now means '{min(expected)}', but its function body '{node.overload}': it was "
-                         "edited after the body was made, and runs differently without leanfleet's library; "
+            lines.append(f"{op.name} '{node.name}' now means '{min(expected)}', but its function body '{node.overload}': the "
+                         "node was edited after the body was made, and runs differently without leanfleet's library; "
                          "leanfleet.export.function_bodies.attach makes the body anew")
     return lines
 

@@ -248,8 +248,8 @@ def check_attributes(op_name, node, names):
     for name in names:
         if name not in known:
             near = difflib.get_close_matches(name, known, 1)
-            raise ValueError(f"{op_name} '{node}': there is no attribute {name}; " + (f"did you mean {near[0]}? " if near else "")
-                             + f"It has {', '.join(known)}")
+            hint = f"did you mean {near[0]}? It" if near else "it"
+            raise ValueError(f"{op_name} '{node}': there is no attribute {name}; {hint} has {', '.join(known)}")
 
 
 def schema_path():

@@ -12,15 +12,24 @@ from leanfleet.export import reference
 NAN, INF = float("nan"), float("inf")
 
 
+# How far a result may be from itself without the value, where another row of its tile changes what is rounded when.
+ROUNDING = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+
+
 def doubled(inputs):
-    return {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+    """For the reference: in float64, on the CPU."""
+    return {n: t.cpu().double() if t is not None and t.is_floating_point() else t if t is None else t.cpu()
+            for n, t in inputs.items()}
 
 
-def run_reference(op_name, inputs, attrs, compute_dtype=None):
-    """The reference's outputs by name; inputs may be in any type."""
+def largest(x):
+    return x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
+
+
+def run_reference(op_name, inputs, attrs):
+    """The reference's outputs by name."""
     op = spec.all_specs()[op_name]
-    extra = {} if compute_dtype is None else {"compute_dtype": compute_dtype}
-    outputs = getattr(reference, op.snake_name)(**inputs, **attrs, **extra)
+    outputs = getattr(reference, op.snake_name)(**inputs, **attrs)
     return dict(zip((t.name for t in op.active_outputs(attrs)), outputs, strict=True))
 
 
@@ -79,14 +88,15 @@ def check(op_name, inputs, attrs, name, at, value, run, clean, before):
         words = f"{op_name}: {value} in {name}{list(at)}: {t.name}"
         a, b, d, e = (x[t.name].cpu() for x in (clean, found, dependent, exact))
         if value == value:
-            d = d | ((e != before[t.name].cpu()) & ~e.isnan())  # the only key that a row sees counts once it is infinite
+            d = d | ((e != before[t.name]) & ~e.isnan())  # the only key that a row sees counts once it is infinite
         else:
             assert not b[d].isfinite().any(), f"{words} is finite where it depends on a NaN"
         finite = d & b.isfinite()
-        wrong = ~((b.double() - e).abs() <= 0.02 + 0.05 * e.abs()) & finite
+        wrong = ~((b.double() - e).abs() <= 0.02 + 0.05 * largest(e)) & finite
         assert not wrong.any(), f"{words} is finite and wrong: {b[wrong][:4]}, not {e[wrong][:4]}"
-        same = (a == b) | ((a.double() - b.double()).abs() <= 1e-5 * (1 + a.double().abs())) | (a.isnan() & b.isnan())
-        assert (same | d | b.isnan()).all(), f"{words} is finite and wrong where it does not depend on it"
+        same = (a == b) | (a.isnan() & b.isnan())
+        near = (a.double() - b.double()).abs() <= ROUNDING[inputs["query"].dtype] * (1 + largest(a))
+        assert (same | near | d | b.isnan()).all(), f"{words} is finite and wrong where it does not depend on it"
         if t.like:  # gradients of an input
             continue
         far = torch.zeros(b.shape, dtype=torch.bool)
