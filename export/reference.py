@@ -421,8 +421,8 @@ ALGORITHMS = {"auto": _lightning, "vanilla": _vanilla, "block_based": _block_bas
 
 
 def _away_from_zero(x, eps):
-    """x with its magnitude held at eps or more, sign kept (that of 0 is plus); constant where it is held."""
-    return torch.where(x.abs() >= eps, x, torch.where(x < 0, x.new_tensor(-eps), x.new_tensor(eps)))
+    """x with its magnitude held at eps or more, sign kept (that of 0 is plus), NaN kept; constant where it is held."""
+    return torch.where(x.abs() < eps, torch.where(x < 0, x.new_tensor(-eps), x.new_tensor(eps)), x)
 
 
 def _grouped(query, key, value, group, layout, compute):

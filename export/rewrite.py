@@ -687,7 +687,8 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
     inline: with to = "standard", puts the function body in the place of each leanfleet node that has no counterpart.
 
     A model of opset 27 or newer in which nothing needs more than 26 is set to 26, which onnxruntime reads.
-    Raises ValueError for an unknown `to` or operator.
+    Raises ValueError for an unknown `to` or operator, and for leanfleet nodes of another version or with an attribute that
+    their operator does not have.
     """
     if to not in ("leanfleet", "standard"):
         raise ValueError(f"to is {to!r}; it is leanfleet or standard")
@@ -698,6 +699,7 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
         mappings = {name: mappings[name] for name in operators}
     if to == "standard":
         mappings = {f"{spec.DOMAIN}.{name}": _no_counterpart for name in spec.all_specs()} | _TO_STANDARD
+    function_bodies.check_nodes(model)
     _inline_callers(model, mappings)
     nodes = _candidates(model.graph, mappings)
     options = {"fixed_caches": fixed_caches, "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET)}

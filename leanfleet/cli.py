@@ -51,7 +51,8 @@ def _parser():
 
     check = commands.add_parser(
         "check", help="does a model compute the same everywhere?",
-        description="Runs a model with several runners on the same inputs and compares each with the first.")
+        description="Runs a model with several runners on the same inputs and compares each with the first. Exit code 1 where "
+                    "they differ, and where a node was edited after its function body was made.")
     check.add_argument("model", help="an ONNX file with leanfleet nodes")
     check.add_argument("--runners", default="body,ort-cpu", help="two or more of body, ort-cpu, ort-cuda, trt, reference; "
                        "the first is the judge (default: %(default)s)")
@@ -297,9 +298,14 @@ def check_command(arguments):
     from leanfleet import parity
 
     runners = arguments.runners.split(",")
-    rows, kernels = parity.check(
-        arguments.model, runners, inputs=_read_inputs(arguments.inputs) if arguments.inputs else None,
-        sizes=dict(arguments.size), seed=arguments.seed or 0, rtol=arguments.rtol, atol=arguments.atol)
+    try:
+        rows, kernels = parity.check(
+            arguments.model, runners, inputs=_read_inputs(arguments.inputs) if arguments.inputs else None,
+            sizes=dict(arguments.size), seed=arguments.seed or 0, rtol=arguments.rtol, atol=arguments.atol)
+    except parity.EditedNodeError as error:
+        print(json.dumps({"model": arguments.model, "judge": runners[0], "passed": False, "edited": str(error)}, indent=2)
+              if arguments.json else f"MISMATCH {error}")
+        return 1
     passed = all(row["passed"] for row in rows)
     if arguments.json:
         finite = [row | {"error": row["error"] if math.isfinite(row["error"]) else None} for row in rows]

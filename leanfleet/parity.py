@@ -20,7 +20,7 @@ from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.comparator import IterationResult, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
-from leanfleet import spec
+from leanfleet import model_file, spec
 
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 # Distance of 1 to the next number of the type.
@@ -56,6 +56,10 @@ def _attributes(node):
 def _widened(array):
     """bfloat16 as float32, exactly; Polygraphy knows no bfloat16 in numpy."""
     return array.astype(np.float32) if array.dtype == BFLOAT16 else array
+
+
+class EditedNodeError(ValueError):
+    """A node's attributes or inputs are no longer those of the function body that the model carries for it."""
 
 
 # Runners
@@ -420,13 +424,14 @@ def check(path, runners=("body", "ort-cpu"), inputs=None, sizes=None, seed=0, rt
     rtol, atol: given either, an element passes within atol or within rtol of the judge's, in place of TOLERANCE.
     Returns a list of dicts (runner, judge, output, error: largest absolute difference, tolerance: absolute, passed),
     and {runner: Counter {(operator, provider): runs} of the leanfleet kernels that ran}.
-    Raises ValueError for wrong arguments; RuntimeError where a runner fails, or has leanfleet's kernels and did not
-    run them on its provider.
+    Raises ValueError for wrong arguments; EditedNodeError where a node was edited after its function body was made, whatever
+    the runners; RuntimeError where a runner fails, or has leanfleet's kernels and did not run them on its provider.
     """
     if len(runners) < 2 or len(set(runners)) < len(runners):
         raise ValueError(f"runners are {', '.join(runners) or 'none'}; expected two or more different ones")
     built = [make_runner(kind, path) for kind in runners]
     model = _load(path)
+    _check_edits(model)
     if "body" in runners:
         _check_bodies(model)
     feed = make_inputs(model, sizes, seed) if inputs is None else _typed(model, inputs)
@@ -456,9 +461,21 @@ def _load(path):
         model = onnx.load(str(path), load_external_data=False)
     except DecodeError as error:
         raise ValueError(f"{path} is no ONNX model: {error}") from error
+    model_file.check(path)
     if not leanfleet_nodes(model):
         raise ValueError(f"{path} has no leanfleet nodes: there is nothing to check. Export with leanfleet.export")
     return model
+
+
+def _check_edits(model):
+    if not any(f.domain == spec.DOMAIN for f in model.functions):
+        return
+    import onnx_ir
+
+    from leanfleet.export import function_bodies
+
+    if lines := function_bodies.edited_nodes(onnx_ir.from_proto(model)):
+        raise EditedNodeError(lines[0] + (f" ({len(lines) - 1} more nodes likewise)" if len(lines) > 1 else ""))
 
 
 def _check_bodies(model):

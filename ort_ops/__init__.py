@@ -7,7 +7,7 @@ import os
 import re
 import weakref
 
-from leanfleet import native, spec
+from leanfleet import model_file, native, spec
 
 OLDEST_RUNTIME = (1, 18)  # the first with the C API that the library asks for
 
@@ -98,8 +98,9 @@ def make_session(model, providers=None, session_options=None, *, override=(), **
     stays as it is on disk; leanfleet.export.rewrite.OPERATORS lists them. A node that means something that ours do not
     is left to onnxruntime. Needs onnx and onnx-ir.
 
-    Raises what register raises, ValueError for a provider that the installed onnxruntime does not have, and
-    RuntimeError for one that was asked for and does not start. Errors in the model are onnxruntime's; those about our
+    Raises what register raises, ValueError for a provider that the installed onnxruntime does not have, for an attribute
+    that our operators do not have (which onnxruntime itself would ignore) and for another version of them, and
+    RuntimeError for a provider that was asked for and does not start. Errors in the model are onnxruntime's; those about our
     nodes name operator, node, argument, and the values found and allowed.
     """
     ort = _onnxruntime()
@@ -115,6 +116,7 @@ def make_session(model, providers=None, session_options=None, *, override=(), **
     elif not isinstance(model, bytes):
         model = os.fspath(model)
     options = register(session_options if session_options is not None else ort.SessionOptions())
+    model_file.check(model)
     if override:
         model = _overridden(model, [override] if isinstance(override, str) else list(override), options)
     try:

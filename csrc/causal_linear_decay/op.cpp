@@ -101,7 +101,17 @@ Status check_cuda_size(const Call& call, const DecayInputs& in) {
 }
 #endif
 
-Status check_log_decay(const Call& call) {
+// Whether a token belongs to a request; without offsets all do.
+bool in_a_request(const Tensor& cu_seqlens, int64_t token) {
+  if (!cu_seqlens.present()) return true;
+  const int32_t* offsets = cu_seqlens.as<const int32_t>();
+  for (int64_t q = 0; q + 1 < cu_seqlens.shape[0]; ++q)
+    if (offsets[q] <= token && token < offsets[q + 1]) return true;
+  return false;
+}
+
+// Tokens of no request may hold anything.
+Status check_log_decay(const Call& call, const Tensor& cu_seqlens) {
   const Tensor& tensor = call.inputs[forward::kLogDecay];
   if (!tensor.present()) return {};
   const float* values = tensor.as<const float>();
@@ -109,8 +119,13 @@ Status check_log_decay(const Call& call) {
   bool right = true;
   for (int64_t i = 0; i < count; ++i) right &= values[i] <= 0.0f;  // false for NaN
   if (right) return {};
+  const auto allowed = [&](int64_t i) {
+    if (values[i] <= 0.0f) return true;
+    return tensor.rank == 3 && !in_a_request(cu_seqlens, call.bnhd() ? i / tensor.shape[2] % tensor.shape[1] : i % tensor.shape[2]);
+  };
   int64_t at = 0;
-  while (values[at] <= 0.0f) ++at;
+  while (at < count && allowed(at)) ++at;
+  if (at == count) return {};
   std::string index = std::to_string(at), where;
   if (tensor.rank == 3) {
     const int64_t axes[3] = {at / (tensor.shape[1] * tensor.shape[2]), at / tensor.shape[2] % tensor.shape[1],
@@ -304,7 +319,7 @@ CausalLinearDecayArgs make_args(const Call& call) {
 }
 
 Status check_values(const Call& call, bool strict) {
-  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call));
+  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kCuSeqlens]));
   if (!strict) return {};
   if (call.inputs[kCuSeqlens].present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, call.inputs[kCuSeqlens]));
   if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex]);
@@ -421,7 +436,7 @@ CausalLinearDecayGradArgs make_args(const Call& call) {
 }
 
 Status check_values(const Call& call, bool strict) {
-  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call));
+  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kCuSeqlens]));
   if (strict && call.inputs[kCuSeqlens].present()) return check_cu_seqlens(call, call.inputs[kCuSeqlens]);
   return {};
 }

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/cpu_isa.h"
 #include "core/cuda_target.h"
 
 namespace leanfleet {
@@ -403,6 +404,9 @@ bool check_requested() {
 }
 
 Status run_cpu(const Op& op, const Call& call, const CpuTarget& target, Workspace& ws) {
+  if (const char* unknown = unknown_cpu_isa())
+    return call.invalid(std::string("the environment variable LEANFLEET_CPU is '") + unknown + "'; expected " + kCpuIsaNames +
+                        ", or nothing for the best that this processor has");
   if (!ws.counting() && op.impl->check_values != nullptr)
     LEANFLEET_RETURN_IF_ERROR(op.impl->check_values(call, check_requested()));
   return op.impl->run_cpu(call, target, ws);

@@ -738,8 +738,8 @@ void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
     float top = maximum[r], total = sum[r], factor = 1.0f;
     if (args.sinks != nullptr) {
       const float sink = args.sinks[unit.head * args.group + row % args.group] * kLog2E;
-      const float joint = sink > top ? sink : top;
-      if (joint > -infinity) {
+      const float joint = top >= sink ? top : sink;  // a sink of NaN stays NaN
+      if (joint != -infinity) {
         factor = exp2(top - joint);
         total = total * factor + exp2(sink - joint);
         top = joint;
