@@ -235,6 +235,35 @@ def test_reference_through_polygraphys_own_loop(tmp_path):
     assert runners[1].kernels == {("LeanAttention", "CPUExecutionProvider"): 2}
 
 
+def test_fused_decoder(tmp_path):
+    """Its sums and norms leave outputs out in the middle, which onnx's reference evaluator takes for values."""
+    from leanfleet.export import export_decoder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                         vocab_size=97, intermediate_size=96, max_position_embeddings=64))
+    export_decoder(model, tmp_path)
+    nodes = onnx.load(tmp_path / "model.onnx").graph.node
+    assert any("" in n.output for n in nodes) and "SkipSimplifiedLayerNormalization" in {n.op_type for n in nodes}
+    rows, kernels = parity.check(tmp_path / "model.onnx", ("reference", "body", "ort-cpu"))
+    assert all(row["passed"] for row in rows), rows
+    assert len(rows) == 2 * 5 and kernels["ort-cpu"] == {("LeanAttention", "CPUExecutionProvider"): 2}
+
+
+def test_an_output_left_out_does_not_count_as_upstream(tmp_path):
+    """The tolerance of what follows a node with such an output: a "" among its inputs is no dependence."""
+    op = OPS["LeanAttention"]
+    shapes = {"query": [1, 2, 3, 8], "key_cache": [1, 2, 5, 8], "value_cache": [1, 2, 5, 8]}
+    nodes = [ort_models.make_node(op, shapes, {}, f"node_{i}", rename={"output": f"out_{i}", "lse": ""}) for i in range(2)]
+    nodes.append(ort_models.make_node(op, {*shapes, "query_lens"}, {}, "node_2", rename={"output": "out_2", "lse": ""}))
+    inputs = [(n, onnx.TensorProto.FLOAT, shape) for n, shape in shapes.items()] + [("query_lens", onnx.TensorProto.INT32, [1])]
+    model = ort_models.make_model(nodes, inputs, [(f"out_{i}", onnx.TensorProto.FLOAT, None) for i in range(3)])
+    assert "" in model.graph.node[2].input and "" in model.graph.node[0].output
+    judge = {f"out_{i}": np.ones(3, np.float32) for i in range(3)}
+    assert len(set(parity.trial.tolerances(model, judge).values())) == 1
+
+
 # Inputs
 
 
