@@ -46,17 +46,17 @@ def attributes_of(node):
 # Inputs
 
 
-def make_inputs(model, sizes=None, seed=0):
+def make_inputs(model, sizes=None, seed=0, symbols=None):
     """Random inputs that mean something for a model with leanfleet nodes: an ordered dict of numpy arrays.
 
     Lengths lie within the caches, page tables and state indices hold valid distinct rows, decays are not positive,
     what makes up a denominator is positive, token ids lie in their embedding; other floats are standard normal.
-    sizes: of open dimensions by name; the others get SIZES. Raises ValueError for a size of no open dimension, and
-    for inputs of other types than floats and integers.
+    sizes: of open dimensions by name; the others get those of SIZES, or of `symbols` in its place. Raises ValueError for a
+    size of no open dimension, and for inputs of other types than floats and integers.
     """
     random = np.random.default_rng(seed)
     uses, rows = _uses(model.graph)
-    shapes = _shapes(model.graph, sizes or {})
+    shapes = _shapes(model.graph, sizes or {}, SIZES | (symbols or {}))
     initializers = {i.name for i in model.graph.initializer}
     values = [v for v in model.graph.input if v.name not in initializers]
     # Offsets come first: lengths depend on them.
@@ -77,6 +77,28 @@ def make_inputs(model, sizes=None, seed=0):
             raise ValueError(f"input {value.name} has type {dtype}: no values can be made up; give all inputs yourself")
         made[value.name] = array.astype(dtype)
     return OrderedDict((v.name, made[v.name]) for v in values)
+
+
+def fitted(model, feed, seed=0, keep=()):
+    """A feed with its values made into ones that the model's leanfleet nodes take, as make_inputs makes them; sizes stay.
+
+    keep: names of inputs that stay as they are, as do those that no leanfleet node takes, directly or through casts and
+    reshapes.
+    """
+    random = np.random.default_rng(seed)
+    uses, _ = _uses(model.graph)
+    open_sizes = {d.dim_param: size for v in model.graph.input if v.name in feed
+                  for d, size in zip(v.type.tensor_type.shape.dim, feed[v.name].shape, strict=True) if d.dim_param}
+    shapes = _shapes(model.graph, open_sizes) | {name: list(array.shape) for name, array in feed.items()}
+    made = {}
+    for name in sorted(feed, key=lambda name: name not in uses or uses[name][1].name != "cu_seqlens"):
+        array, (node, argument) = feed[name], uses.get(name, (None, None))
+        if node is not None and name not in keep:
+            fit = _meaningful(node, argument.name, array, _dims(node, shapes)) if argument.type != "I" else _integers(
+                node, argument.name, array.shape, _dims(node, shapes), made, random)
+            array = np.asarray(fit).astype(array.dtype)
+        made[name] = array
+    return OrderedDict((name, made[name]) for name in feed)
 
 
 def _uses(graph):
@@ -117,8 +139,11 @@ def _dims(node, shapes):
     return spec.sizes_of(pair for pair in pairs if isinstance(pair[1], int))
 
 
-def _shapes(graph, sizes):
-    """{tensor: its shape} of inputs, initializers and annotated values; all sizes of inputs are numbers."""
+def _shapes(graph, sizes, usual=SIZES):
+    """{tensor: its shape} of inputs, initializers and annotated values; all sizes of inputs are numbers.
+
+    sizes: of open dimensions by name; usual: of symbols of ops.toml, for the others.
+    """
 
     def size(d):
         return d.dim_value if d.HasField("dim_value") else d.dim_param or None
@@ -141,13 +166,13 @@ def _shapes(graph, sizes):
         for name, axes in _axes(node, shapes):
             for d, axis in zip(shapes[name], axes, strict=True):
                 if d in names and not axis.offset and not axis.plus:
-                    known.setdefault(d, SIZES.get(axis.symbol, 2))
+                    known.setdefault(d, usual.get(axis.symbol, 2))
     shapes = {name: [known.get(d, d) for d in shape] for name, shape in shapes.items()}
     for node in nodes:
         for name, axes in _axes(node, shapes):
             if name in inputs:
                 op = spec.all_specs()[node.op_type]
-                dims = dict.fromkeys(op.symbols, 2) | SIZES | _dims(node, shapes)
+                dims = dict.fromkeys(op.symbols, 2) | usual | _dims(node, shapes)
                 dims = op.equal_sizes(dims, op.given((), attributes_of(node)))
                 shapes[name] = [d if isinstance(d, int) else axis.size(dims)
                                 for d, axis in zip(shapes[name], axes, strict=True)]

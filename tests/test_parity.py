@@ -347,14 +347,28 @@ def test_polygraphy_run_without_the_library(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_polygraphy_run_with_ranges(tmp_path):
-    """A model without a body, which only the kernel can run; random decays would be positive."""
+def test_polygraphy_run_makes_inputs_that_fit(tmp_path):
+    """A model without a body, which only the kernel can run and which refuses positive decays; a range of the user's stands."""
     shapes = input_shapes("CausalLinearDecay", 0)
     path = saved(ort_models.node_model(OPS["CausalLinearDecay"], shapes, {"return_state": 1}), tmp_path)
-    result = polygraphy(path, "--onnxrt", "--pluginref", "--val-range", "log_decay:[-1,0]", "--rtol", "1e-4")
-    assert result.returncode == 0, result.stdout + result.stderr
-    result = polygraphy(path, "--onnxrt")
+    for ranges in ([], ["--val-range", "[-1,1]"], ["--val-range", "log_decay:[-1,0]"], ["--iterations", "2", "--seed", "5"]):
+        result = polygraphy(path, "--onnxrt", "--pluginref", "--rtol", "1e-4", "--atol", "1e-4", *ranges)
+        assert result.returncode == 0, result.stdout + result.stderr
+    result = polygraphy(path, "--onnxrt", "--val-range", "log_decay:[0.5,1]")
     assert result.returncode == 1 and "CausalLinearDecay" in result.stderr and "log_decay" in result.stderr
+
+
+def test_polygraphy_run_with_lengths(tmp_path):
+    """Lengths of 0 and 1, which random integers would be, are wrong for several queries: LEANFLEET_CHECK reports them."""
+    path, script = saved(variant_model("LeanAttention", 3), tmp_path), tmp_path / "script.py"
+    result = polygraphy(path, "--onnxrt", LEANFLEET_CHECK="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    chain = saved(chain_model(), tmp_path, "chain.onnx")
+    result = polygraphy(chain, "--onnxrt", "--input-shapes", "query:[3,6,4,16]", "key_cache:[3,2,9,16]", "value_cache:[3,2,9,16]",
+                        "seq_lens:[3]", "query_lens:[3]", "--gen-script", script, LEANFLEET_CHECK="1")
+    assert result.returncode == 0 and "FittingDataLoader(" in script.read_text(), result.stdout + result.stderr
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, env={**os.environ, "LEANFLEET_CHECK": "1"})
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # infinities of lse, in Polygraphy
