@@ -50,7 +50,7 @@ class _Refused(Exception):
 
 class _Emitter(function_bodies._Ops):
     """Emits the nodes that take one node's place, under names that begin with its own. taken: the names of all of the
-    model's values, which grows; a node's name may be another's too."""
+    model's values and nodes, which grows."""
 
     def __init__(self, node, taken):
         super().__init__()
@@ -743,9 +743,9 @@ def _label(node):
 
 
 def _names(model):
-    """The names of all values of a model's graphs."""
+    """The names of all values and nodes of a model's graphs."""
     names = {v.name for graph in model.graphs() for v in (*graph.inputs, *graph.initializers.values())}
-    return names | {v.name for graph in model.graphs() for node in graph for v in node.outputs}
+    return names | {x.name for graph in model.graphs() for node in graph for x in (node, *node.outputs)}
 
 
 def _candidates(graph, mappings):

@@ -249,7 +249,10 @@ _ROLES = {
     "MultiHeadAttention": {6: "past", 7: "past"},
     "Attention": {4: "past", 5: "past", 6: "lengths"},
     "LinearAttention": {4: "log_decay"},
+    "LeanAttention": {1: "past", 2: "past", 3: "seq_lens", 4: "query_lens"},
+    "CausalLinearDecay": {3: "log_decay"},
 }
+_OUR_LENGTHS = {"seq_lens": "seq_lens", "query_lens": "query_lens"}  # inputs of the decoders that leanfleet exports
 
 
 def cases(model):
@@ -259,7 +262,8 @@ def cases(model):
     behind these, where operators leave different things. The first attempt takes sizes of different names for different,
     the second for equal.
     """
-    if leanfleet_nodes(model):
+    origin, inputs, ours = _origin(model.graph), {v.name for v in model.graph.input}, leanfleet_nodes(model)
+    if ours and all(len(n.input) > 3 and origin(n.input[3]) in inputs for n in ours if attributes_of(n).get("append")):
         return [[("a prompt", _our_case(model, 3, False)), ("a step", _our_case(model, 1, True))]]
     return [[("a prompt", _case(model, 3, False, spread)), ("a step", _case(model, 1, True, spread))] for spread in (2, 0)]
 
@@ -297,11 +301,16 @@ def _clear(cache, past):
 def _case(model, tokens, filled, spread):
     graph, origin = model.graph, _origin(model.graph)
     roles = {origin(node.input[i]): role for node in graph.node if node.op_type in _ROLES
+             and (node.op_type != "LeanAttention" or attributes_of(node).get("append"))
              for i, role in _ROLES[node.op_type].items() if i < len(node.input) and node.input[i]}
     _, rows = _uses(graph)
     initializers = {i.name for i in graph.initializer}
     values = [v for v in graph.input if v.name not in initializers]
-    told = any(roles.get(v.name) == "last" for v in values)  # lengths are inputs: caches have room, and lengths vary
+    roles |= {v.name: _OUR_LENGTHS[v.name] for v in values if v.name in _OUR_LENGTHS}
+    lasting = {d.dim_param for v in graph.output for d in v.type.tensor_type.shape.dim if d.dim_param}
+    told = any(roles.get(v.name) == "last" or roles.get(v.name) == "past" and
+               any(d.dim_param in lasting for d in list(v.type.tensor_type.shape.dim)[2:]) for v in values)
+    # Caches that stay as long as they are need room for the new tokens; others are the past, no more and no less.
     sizes = {"batch": 2, "tokens": tokens, "past": 4 if told or filled else 0}
     names = {}
 
@@ -355,18 +364,19 @@ def _value(dtype, shape, name, role, rows, random):
 def _fill(feed, roles, tokens, filled, random):
     """Makes lengths and what caches hold agree."""
     caches = [feed[name] for name, role in roles.items() if role == "past" and name in feed and feed[name].ndim == 4]
-    last = [feed[name] for name, role in roles.items() if role == "last" and name in feed]
+    lengths = {name: role for name, role in roles.items() if role in ("last", "seq_lens", "query_lens") and name in feed}
     for name, role in roles.items():
         if role == "lengths" and name in feed:
             feed[name][:] = random.integers(1, 4, feed[name].shape)
-    if not last:
+    if not lengths:
         return
     tokens = next((a.shape[1] for name, a in feed.items() if name not in roles and a.ndim in (2, 3)
                    and "mask" not in name), tokens)
-    batch, room = last[0].size, min((c.shape[2] for c in caches), default=0)
+    batch, room = feed[next(iter(lengths))].size, min((c.shape[2] for c in caches), default=0)
     past = random.integers(0, max(room - tokens + 1, 1), batch) * filled
-    for array in last:
-        array[...] = (past + tokens - 1).reshape(array.shape)
+    for name, role in lengths.items():
+        value = {"last": past + tokens - 1, "seq_lens": past + tokens, "query_lens": 0 * past + tokens}[role]
+        feed[name][...] = value.reshape(feed[name].shape)
     for name, role in roles.items():
         if role == "total" and name in feed:
             feed[name][...] = past.max() + tokens
