@@ -14,6 +14,7 @@ Symbols are those of ops.toml: B batch, H query heads, Hkv key/value heads, N or
 head sizes.
 """
 
+import logging
 import os
 import tempfile
 from contextlib import contextmanager, nullcontext
@@ -150,6 +151,7 @@ _KINDS = {  # of the attributes that the nodes of other domains have
     ir.AttributeType.FLOAT: ("scale", "softcap"),
     ir.AttributeType.STRING: ("k_quant_type", "v_quant_type", "update_rule"),
 }
+_FLAGS = ("is_causal", "causal", "unidirectional", "do_rotary", "rotary_interleaved", "qk_output", "sliding_window_cache")
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 _OURS = {"bool": ir.AttributeType.INT, "int": ir.AttributeType.INT, "float": ir.AttributeType.FLOAT,
          "string": ir.AttributeType.STRING}
@@ -158,12 +160,15 @@ _OURS = {"bool": ir.AttributeType.INT, "int": ir.AttributeType.INT, "float": ir.
 def _attributes(node):
     op = spec.all_specs().get(node.op_type) if node.domain == spec.DOMAIN else None
     kinds = {a.name: _OURS[a.type] for a in op.attrs} if op else _KIND_OF
+    flags = [a.name for a in op.attrs if a.type == "bool"] if op else _FLAGS
     values = {}
     for a in node.attributes.values():
         if a.is_ref():
             raise _Refused(f"attribute {a.name} refers to an attribute of a function")
         if a.type != kinds.get(a.name, a.type):
             raise _Refused(f"attribute {a.name} is of type {a.type.name}; expected {kinds[a.name].name}")
+        if a.name in flags and a.value not in (0, 1):
+            raise _Refused(f"attribute {a.name} is {a.value}; expected 0 or 1")
         values[a.name] = a.value
     return values
 
@@ -808,7 +813,7 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
         return [Row(_label(n), operator_name(n), reason=f"the model has opset {options['opset']}; function "
                     f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter") for n in nodes]
     while nodes:  # what is found out about one node's output may be what the next one lacks
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        _infer_shapes(model)
         found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in nodes}
         rows |= found
         _import_domains(model)
@@ -817,6 +822,19 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
     rows = [rows[key] for key in sorted(rows, key=order.get)]
     _complete(model, bodies, inline and to == "standard")
     return rows
+
+
+def _infer_shapes(model):
+    """Where onnx finds fault with the model, shapes stay unknown, and nodes are left alone for it. It logs a traceback."""
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("onnx_ir")]
+    loud = [logger for logger in loggers if not logger.disabled]
+    try:
+        for logger in loud:
+            logger.disabled = True
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+    finally:
+        for logger in loud:
+            logger.disabled = False
 
 
 def _inline_callers(model, mappings):
@@ -909,10 +927,10 @@ def _read(source):
         raise ValueError(f"{source} is no valid ONNX model: {fault}")
     try:
         model = ir.from_proto(proto)
+        for graph in model.graphs():
+            ir.external_data.set_base_dir(graph, source.parent)
     except Exception as error:
         raise ValueError(f"{source} is no valid ONNX model: {error}") from error
-    for graph in model.graphs():
-        ir.external_data.set_base_dir(graph, source.parent)
     return model
 
 

@@ -51,6 +51,9 @@ def structural_fault(model):
     for f in model.functions:
         if fault := _fault(f, f.input, f.output, set()):
             return f"function {f.name}: {fault}"
+    for node in _nodes(model.graph.node):
+        if attribute := next((a for a in node.attribute if a.ref_attr_name), None):
+            return f"node '{node.name or node.op_type}': attribute {attribute.name} refers to a function's, outside of any"
     return _graph_fault(model.graph, set())
 
 
@@ -139,7 +142,7 @@ def verify(original, result, inputs=None):
 
     inputs: {name: array}; None: made up, for a prompt and for a step with a past where the model has caches. The result may
     differ by SLACK times what `leanfleet check` allows. Raises Different where it differs by more, or fails where the
-    original runs.
+    original runs, and ValueError where the original does not run with the inputs given.
     """
     try:
         import onnxruntime  # noqa: F401
@@ -152,7 +155,10 @@ def verify(original, result, inputs=None):
         attempts = [[("the given inputs", inputs)]] if inputs is not None else trial.cases(model)
         expected = _results(original, attempts)
     except Exception as error:
-        return Verification(reason=f"onnxruntime does not run the original: {' '.join(str(error).split())[:300]}")
+        why = " ".join(str(error).split())[:300]
+        if inputs is not None:
+            raise ValueError(f"the original does not run with the given inputs: {why}") from error
+        return Verification(reason=f"onnxruntime does not run the original with made-up inputs: {why}")
     ours = max((model, onnx.load(str(result), load_external_data=False)), key=lambda m: len(list(trial.all_leanfleet_nodes(m))))
     try:
         session = _session(result)

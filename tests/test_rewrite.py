@@ -169,6 +169,11 @@ def test_attention_window_of_opset_25():
     (dict(arrays={k: (v, [B, None, "n" if k == "Q" else "s", None]) for k, v in qkv().items()}), "n queries and s keys"),
     (dict(arrays={k: v.astype(np.float64) for k, v in qkv().items()}), "its type is double"),
     (dict(arrays=qkv(packed=True)), "need q_num_heads and kv_num_heads"),
+    (dict(attributes=dict(is_causal=7)), "is_causal is 7; expected 0 or 1"),  # onnxruntime's Attention reads it as 0
+    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=6, kv_num_heads=0)), "need q_num_heads and kv_num_heads"),
+    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=5, kv_num_heads=2)), "5 query heads over 2 key/value heads"),
+    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=7, kv_num_heads=1)), "not the same number for each of 7 heads"),
+    (dict(attributes=dict(is_causal=0.5)), "is_causal is of type FLOAT; expected INT"),
     (dict(nonpad=np.array([5, 5]), opset=24), "nonpad_kv_seqlen with 5 queries"),
 ], ids=str)
 def test_attention_left_alone(change, message):
@@ -827,8 +832,9 @@ def test_verified_with_given_inputs(tmp_path, capsys):
     found = json.loads(capsys.readouterr().out)["verification"]
     assert found["runs"] == ["the given inputs"] and 0 <= found["error"] <= found["bound"] < 1e-3 and found["reason"] is None
     np.savez(tmp_path / "in.npz", Q=inputs["Q"])
-    assert cli.main([*command, "--inputs", str(tmp_path / "in.npz")]) == 0
-    assert "onnxruntime does not run the original" in json.loads(capsys.readouterr().out)["verification"]["reason"]
+    before = snapshot(tmp_path)
+    assert cli.main([*command, "--inputs", str(tmp_path / "in.npz")]) == 2
+    assert "the original does not run with the given inputs" in capsys.readouterr().err and snapshot(tmp_path) == before
     assert cli.main([*command, "--inputs", str(tmp_path / "in.npz"), "--no-verify"]) == 2
 
 
