@@ -824,17 +824,24 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
     return rows
 
 
-def _infer_shapes(model):
-    """Where onnx finds fault with the model, shapes stay unknown, and nodes are left alone for it. It logs a traceback."""
+@contextmanager
+def _quiet():
+    """onnx_ir logs what it finds wrong with a model, tracebacks too; here errors, or reasons of nodes left alone, tell it."""
     loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("onnx_ir")]
     loud = [logger for logger in loggers if not logger.disabled]
     try:
         for logger in loud:
             logger.disabled = True
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        yield
     finally:
         for logger in loud:
             logger.disabled = False
+
+
+def _infer_shapes(model):
+    """Where onnx finds fault with the model, shapes stay unknown, and nodes are left alone for it."""
+    with _quiet():
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
 
 
 def _inline_callers(model, mappings):
@@ -892,12 +899,11 @@ def rewrite_file(source, target, to="leanfleet", *, verify=True, inputs=None, **
     try:
         rows = Rows(rewrite(model, to, **options))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
-        if type(error) is ValueError:
-            raise
-        raise ValueError(f"{source} cannot be rewritten: {type(error).__name__}: {error}") from error
+        what = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{source} cannot be rewritten: {what}{_short(error)}") from error
     with _place_for(model, source, target) as (scratch, finish):
         written = onnx.load(str(scratch), load_external_data=False)
-        fault = rewrite_check.structural_fault(written)
+        fault = rewrite_check.structural_fault(written, scratch.parent)
         if fault is None and (fault := rewrite_check.checker_fault(scratch)) and rewrite_check.checker_fault(source):
             fault = None
         if fault:
@@ -915,6 +921,11 @@ def _verification(rows, options, source, result, verify, inputs):
     return rewrite_check.verify(source, result, inputs)
 
 
+def _short(error):
+    text = " ".join(str(error).split())
+    return text if len(text) < 500 else f"{text[:500]} ..."
+
+
 def _read(source):
     """The onnx_ir.Model of a file that is in order. Raises FileNotFoundError or ValueError."""
     if not source.is_file():
@@ -923,14 +934,15 @@ def _read(source):
         proto = onnx.load(str(source), load_external_data=False)
     except Exception as error:
         raise ValueError(f"{source} is no ONNX file: {error}") from error
-    if fault := rewrite_check.structural_fault(proto):
+    if fault := rewrite_check.structural_fault(proto, source.parent):
         raise ValueError(f"{source} is no valid ONNX model: {fault}")
     try:
-        model = ir.from_proto(proto)
+        with _quiet():
+            model = ir.from_proto(proto)
         for graph in model.graphs():
             ir.external_data.set_base_dir(graph, source.parent)
     except Exception as error:
-        raise ValueError(f"{source} is no valid ONNX model: {error}") from error
+        raise ValueError(f"{source} is no valid ONNX model: {_short(error)}") from error
     return model
 
 

@@ -3,6 +3,7 @@
 Needs onnx; numbers also onnxruntime, without which they are not compared.
 """
 
+import math
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -38,11 +39,16 @@ class Verification:
 # Structure
 
 
-def structural_fault(model):
+def structural_fault(model, folder):
     """What makes a ModelProto no valid model, in one line; None where nothing is found. onnx's checker and onnxruntime end
-    the process on some of these, and accept others."""
+    the process on some of these, or never end, and accept others. folder: of the model's file and its external weights."""
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
         return "it holds no graph"
+    nodes = [*_nodes(model.graph.node), *(n for f in model.functions for n in _nodes(f.node))]
+    tensors = [*model.graph.initializer, *(t for n in nodes for g in _subgraphs(n) for t in g.initializer),
+               *(a.t for n in nodes for a in n.attribute if a.HasField("t"))]
+    if fault := next(filter(None, (_tensor_fault(t, Path(folder)) for t in tensors)), None):
+        return fault
     calls = {_identity(f): {_identity(n) for n in _nodes(f.node)} for f in model.functions}
     if len(calls) < len(model.functions):
         return "two functions have one name"
@@ -55,6 +61,23 @@ def structural_fault(model):
         if attribute := next((a for a in node.attribute if a.ref_attr_name), None):
             return f"node '{node.name or node.op_type}': attribute {attribute.name} refers to a function's, outside of any"
     return _graph_fault(model.graph, set())
+
+
+def _tensor_fault(tensor, folder):
+    """Sizes beyond the data: onnx's shape inference counts through all elements that integers are said to have."""
+    if any(d < 0 for d in tensor.dims):
+        return f"tensor '{tensor.name}' has sizes {list(tensor.dims)}"
+    there = tensor.ByteSize()
+    if tensor.data_location == onnx.TensorProto.EXTERNAL:
+        where = {e.key: e.value for e in tensor.external_data}
+        location = Path(where.get("location", ""))
+        file = folder / location
+        if location.is_absolute() or ".." in location.parts or not file.is_file():
+            return f"the file '{location}' of tensor '{tensor.name}' is not beside the model"
+        there = file.stat().st_size
+    if math.prod(tensor.dims) > 4 * there:  # the smallest elements take 2 bits
+        return f"tensor '{tensor.name}' of sizes {list(tensor.dims)} has {there} bytes of data"
+    return None
 
 
 def _identity(x):

@@ -315,7 +315,7 @@ def attempt(seed, base, folder):
         found = onnx.load(target, load_external_data=False)
         from leanfleet.export import rewrite_check
 
-        assert rewrite_check.structural_fault(found) is None and "node" in out.getvalue(), what
+        assert rewrite_check.structural_fault(found, folder) is None and "node" in out.getvalue(), what
     return code, done, err.getvalue()
 
 
