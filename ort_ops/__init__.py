@@ -3,12 +3,21 @@
 Importing this module needs neither onnxruntime nor torch nor a GPU.
 """
 
+import importlib
 import os
 import re
 import weakref
+from typing import TYPE_CHECKING
 
 from leanfleet import model_file, native, spec
 
+if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
+    from leanfleet.ort_ops.generation import generate as generate
+    from leanfleet.ort_ops.generation import load_decoder as load_decoder
+    from leanfleet.ort_ops.generation import stream as stream
+
+_HOMES = {"generate": "generation", "load_decoder": "generation", "stream": "generation"}
+__all__ = ["get_library_path", "make_session", "register", *_HOMES]
 OLDEST_RUNTIME = (1, 18)  # the first with the C API that the library asks for
 
 _registered = weakref.WeakSet()
@@ -132,8 +141,10 @@ def make_session(model, providers=None, session_options=None, *, override=(), **
 
 def __getattr__(name):
     """Generation comes on first use: it needs numpy."""
-    if name in ("generate", "stream", "load_decoder"):
-        from leanfleet.ort_ops import generation
+    if name not in _HOMES:
+        raise AttributeError(f"module 'leanfleet.ort_ops' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"leanfleet.ort_ops.{_HOMES[name]}"), name)
 
-        return getattr(generation, name)
-    raise AttributeError(f"module 'leanfleet.ort_ops' has no attribute '{name}'")
+
+def __dir__():
+    return sorted({*globals(), *__all__})
