@@ -479,6 +479,7 @@ def write_json(report, path):
 def check_plot(path):
     """Raises ImportError without matplotlib, ValueError for a kind of picture that it does not write, and OSError for a path
     that cannot be written."""
+    import matplotlib  # noqa: F401
     from matplotlib.backend_bases import FigureCanvasBase
 
     kinds = sorted(FigureCanvasBase.get_supported_filetypes())

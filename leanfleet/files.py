@@ -90,6 +90,9 @@ def _explained(path):
 def _parents_of(target, path):
     """Makes the folders above `target`; where the block raises, those that were made go again."""
     missing = [folder for folder in target.parents if not folder.exists()]
+    there = next(folder for folder in target.parents if folder not in missing)
+    if not there.is_dir():
+        raise NotADirectoryError(f"{path} cannot be written: {there} is a file")
     try:
         with _explained(path):
             target.parent.mkdir(parents=True, exist_ok=True)

@@ -85,6 +85,14 @@ def locate(model):
     return {}
 
 
+def quieten_transformers():
+    """Its errors come as exceptions."""
+    from transformers.utils import logging
+
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+
+
 def load_pretrained(model, dtype="float32"):
     """(transformers model in eval mode, its tokenizer). model: a folder, also one with a single GGUF file, or a hub name.
 
@@ -94,10 +102,8 @@ def load_pretrained(model, dtype="float32"):
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from transformers.utils import logging
 
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
+    quieten_transformers()
     with files.reading(f"the model {model}"):
         try:
             loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options)
@@ -150,6 +156,7 @@ def generate_command(arguments):
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
     decoder = generation.load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
     tokenizer = decoder.tokenizer
+    quieten_transformers()
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
     prompts = [generation.encode(tokenizer, text, False if arguments.raw else None, arguments.system) for text in texts]
     statistics = generation.Statistics()

@@ -367,8 +367,8 @@ def choose(logits, temperature, top_k, top_p, random):
     chosen = logits.argmax(-1)  # a NaN where a row has one
     largest = np.take_along_axis(logits, chosen[:, None], -1)
     if not np.isfinite(largest).all():
-        raise ValueError(f"logits are not finite, {largest[~np.isfinite(largest)][0]} among them: the model's weights are "
-                         "damaged, or its numbers overflow their type")
+        raise ValueError(f"this model's logits are not finite, {largest[~np.isfinite(largest)][0]} among them: its weights "
+                         "are damaged, or its numbers overflow their type")
     if temperature == 0:
         return chosen
     for row, values in enumerate(logits.astype(np.float64) / temperature):
