@@ -1,7 +1,7 @@
 """Writes the C++ tables of a schema: python csrc/generate.py [--check] [SCHEMA.toml OUTPUT.h].
 
-Without arguments csrc/ops.toml becomes csrc/core/op_specs.h, which is committed, and the operator tables of
-README.md. --check writes nothing and exits with 1 if a file is not what the schema gives.
+Without arguments csrc/ops.toml becomes csrc/core/op_specs.h and the tables of the operators' pages, docs/operators/*.md;
+both are committed. An operator without a page gets one. --check writes nothing and exits with 1 if a file is not what the schema gives.
 """
 
 import argparse
@@ -132,37 +132,67 @@ inline const Op kOps[] = {{
 """
 
 
-README_BEGIN = "<!-- operators: written by csrc/generate.py -->\n"
-README_END = "<!-- end of operators -->\n"
+BEGIN = "<!-- schema: written by csrc/generate.py -->\n"
+END = "<!-- end of schema -->\n"
+LAYOUT_NOTE = "Shapes are those of layout `bhnd`; T, F, I and the symbols: [Operators](index.md)."
 
 
-def readme_tables(schema):
-    """The operator tables in Markdown."""
-    lines = []
-    for s in load_spec_module().parse(schema):
-        lines += [f"### {s.name}", "", s.doc, "", "| | name | type, shape | |", "|---|---|---|---|"]
-        for t in s.inputs:
-            shapes = " or ".join(f"`{shape}`" for shape in t.shapes)
-            lines.append(f"| input{', optional' if t.optional else ''} | `{t.name}` | {t.type} {shapes} | {t.doc} |")
-        for t in s.outputs:
-            shapes = f"as `{t.like}`" if t.like else " or ".join(f"`{shape}`" for shape in t.shapes)
-            notes = [f"only with `{'`, `'.join(t.when)}`" if t.when else "",
-                     f"may take `{t.takes}`'s buffer" if t.takes else "", t.doc]
-            lines.append(f"| output | `{t.name}` | {t.type} {shapes} | {'; '.join(n for n in notes if n)} |")
-        for a in s.attrs:
-            values = f"; {', '.join(a.values)}" if a.values and a.name != "layout" else ""
-            default = int(a.default) if a.type == "bool" else a.default
-            if not a.refuse:
-                lines.append(f"| attribute | `{a.name}` | {a.type}, default {default}{values} | {a.doc} |")
-        lines.append("")
+def cell(text):
+    return text.replace("|", "\\|")
+
+
+def shapes_of(tensor):
+    if tensor.like:
+        return f"as `{tensor.like}`"
+    return "<br>".join(f"`{shape}`".replace(" with ", "` with `") for shape in tensor.shapes)
+
+
+def table(head, rows):
+    return ["", f"| {' | '.join(head)} |", "|---" * len(head) + "|", *(f"| {' | '.join(row)} |" for row in rows), ""]
+
+
+def page_tables(s):
+    """What the page of an operator says from its schema, in Markdown."""
+    lines = [s.doc, ""]
+    if s.equation:
+        lines += ["## Equation", "", "```text", *s.equation.split("\n"), "```", "", f"Source: {s.paper}.", ""]
+    lines += ["## Inputs", "", LAYOUT_NOTE]
+    lines += table(("name", "type", "shape", ""), (
+        (f"`{t.name}`", t.type, shapes_of(t), cell("optional" * t.optional + "; " * bool(t.optional and t.doc) + t.doc))
+        for t in s.inputs))
+    lines += ["## Outputs"]
+    rows = []
+    for t in s.outputs:
+        notes = (f"only with `{'` and `'.join(t.when)}`" if t.when else "",
+                 f"may share `{t.takes}`'s buffer" if t.takes else "", t.doc)
+        rows.append((f"`{t.name}`", t.type, shapes_of(t), cell("; ".join(n for n in notes if n))))
+    lines += table(("name", "type", "shape", ""), rows)
+    lines += ["## Attributes"]
+    rows = []
+    for a in s.attrs:
+        values = f"; one of {', '.join(f'`{v}`' for v in a.values)}" if a.values else ""
+        alone = ", ".join(f"`{v}`" for v in a.reference_only)
+        reference = f" ({alone} in the PyTorch reference alone)" if alone else ""
+        refused = f"refused: {a.refuse}" if a.refuse else a.doc
+        rows.append((f"`{a.name}`", a.type, f"`{int(a.default) if a.type == 'bool' else a.default}`",
+                     cell(refused + values + reference)))
+    lines += table(("name", "type", "default", ""), rows)
+    if s.rules:
+        lines += ["Rules, checked before anything is written:", "", *(f"- {rule}" for rule in s.rules), ""]
+    if s.example:
+        lines += ["## Example", "", "```python", *s.example.split("\n"), "```", ""]
     return "\n".join(lines)
 
 
-def with_tables(readme, schema):
-    """The text of README.md with the tables that the schema gives."""
-    before, rest = readme.split(README_BEGIN)
-    after = rest.split(README_END)[1]
-    return before + README_BEGIN + "\n" + readme_tables(schema) + "\n" + README_END + after
+def with_tables(path, s):
+    """The text of an operator's page with what the schema gives."""
+    if not path.exists():
+        return f"# {s.name}\n\n{BEGIN}\n{page_tables(s)}\n{END}"
+    before, found, rest = path.read_text().partition(BEGIN)
+    _, ended, after = rest.partition(END)
+    if not (found and ended):
+        raise SystemExit(f"{path}: the lines {BEGIN.strip()} and {END.strip()} are missing")
+    return f"{before}{BEGIN}\n{page_tables(s)}\n{END}{after}"
 
 
 def main():
@@ -173,8 +203,9 @@ def main():
     args = parser.parse_args()
     wanted = {args.output: generate(args.schema)}
     if args.schema == HERE / "ops.toml":
-        readme = HERE.parent / "README.md"
-        wanted[readme] = with_tables(readme.read_text(), args.schema)
+        for s in load_spec_module().parse(args.schema):
+            page = HERE.parent / "docs" / "operators" / f"{s.snake_name}.md"
+            wanted[page] = with_tables(page, s)
     stale = [path for path, text in wanted.items() if not path.exists() or path.read_text() != text]
     if args.check:
         for path in stale:

@@ -359,6 +359,8 @@ def _define(op, setup, backward):
 
 def _documentation(op, mutating):
     lines = [op.doc, "", f"Operator {op.name} (domain {spec.DOMAIN}, version {op.version}).", ""]
+    if op.equation:
+        lines += ["Equation:", *(f"    {line}".rstrip() for line in op.equation.split("\n")), "", f"Source: {op.paper}.", ""]
     if mutating:
         taken = ", ".join(t.takes for t in op.outputs if t.takes)
         lines += [f"Changes {taken} in place and returns the other outputs; {op.mutating} is on.", ""]
@@ -369,8 +371,8 @@ def _documentation(op, mutating):
         shapes = " or ".join(str(s) for s in t.shapes)
         lines.append(f"    {t.name}: {t.type} {shapes}{', optional' if t.optional else ''}. {t.doc}")
     lines += ["", "Attributes:"]
-    lines += [f"    {a.name} ({a.type}, default {a.default!r}): {a.doc}" for a in op.attrs
-              if not (mutating and a.name == op.mutating)]
+    lines += [f"    {a.name} ({a.type}, default {a.default!r}{', one of ' * bool(a.values)}{', '.join(a.values)}): {a.doc}"
+              for a in op.attrs if not (mutating and a.name == op.mutating)]
     lines += ["", "Returns a tuple:"]
     for t in op.outputs:
         if not (mutating and t.takes):
@@ -379,6 +381,10 @@ def _documentation(op, mutating):
             lines.append(f"    {t.name}: {t.type} {shapes}{condition}. {t.doc}")
     lines += ["", "Raises ValueError for a wrong argument, leanfleet.native.UnsupportedError where this build or machine "
               "has no kernel, leanfleet.native.LeanfleetError when CUDA fails."]
+    if op.rules:
+        lines += ["", "Rules:", *(f"    {rule}" for rule in op.rules)]
+    if op.example and not mutating:
+        lines += ["", "Example:", *(f"    {line}".rstrip() for line in op.example.split("\n"))]
     return "\n".join(lines)
 
 
@@ -500,7 +506,7 @@ def _setup_normalized(ctx, inputs, attrs, outputs):
 
 
 def _normalized_backward(ctx, grad_output, *_):
-    """Gradients of NormalizedLinearAttention (004, equations 16 to 21 as corrected in the README)."""
+    """Gradients of NormalizedLinearAttention (docs/operators/normalized_linear_attention_grad.md)."""
     if ctx.carried:
         raise NotImplementedError("NormalizedLinearAttention: carried states have no gradient; train on whole sequences")
     if grad_output is None:

@@ -74,8 +74,8 @@ def check_file(path):
 
 
 def _beside(path):
-    """A name that no other process takes, in the same folder, so that moving the file to `path` copies nothing."""
-    return path.with_name(f".{path.name}.{os.getpid()}.part")
+    """A name that no other process takes, of the same kind, in the same folder, so that moving it to `path` copies nothing."""
+    return path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
 
 
 @contextmanager

@@ -107,9 +107,23 @@ class Rule:
     args: tuple[str, ...]
     condition: str | None = None
 
+    def __str__(self):
+        first, *others = self.args
+        text = {
+            "multiple": f"{first} is a multiple of {''.join(others)}",
+            "fixed": f"{first} is {''.join(others)}",
+            "equal": f"{first} and {''.join(others)} are equal",
+            "together": f"{', '.join(self.args[:-1])} and {self.args[-1]} come together or not at all",
+            "exclusive": f"{first} and {''.join(others)} exclude each other",
+            "needs": f"{first} needs {' or '.join(others)}",
+        }[self.kind]
+        return text + (f" where {self.condition} is given" if self.condition else "")
+
 
 @dataclass(frozen=True)
 class OpSpec:
+    """One operator. `paper`, `equation` and `example` (a Python program) are texts for people."""
+
     name: str
     version: int
     folder: str
@@ -119,6 +133,9 @@ class OpSpec:
     attrs: tuple[Attr, ...]
     rules: tuple[Rule, ...]
     mutating: str | None
+    paper: str = ""
+    equation: str = ""
+    example: str = ""
 
     @property
     def snake_name(self):
@@ -211,7 +228,8 @@ def parse(path):
         spec = OpSpec(
             name, entry["version"], entry["folder"], entry["doc"],
             tuple(map(_tensor, entry["inputs"])), tuple(map(_tensor, entry["outputs"])),
-            tuple(map(_attr, entry["attrs"])), tuple(map(_rule, entry.get("rules", ()))), entry.get("mutating"))
+            tuple(map(_attr, entry["attrs"])), tuple(map(_rule, entry.get("rules", ()))), entry.get("mutating"),
+            *(entry.get(text, "").strip("\n") for text in ("paper", "equation", "example")))
         optional_inputs = {t.name for t in spec.inputs if t.optional}
         names = {t.name for t in spec.inputs} | {a.name for a in spec.attrs} | set(spec.symbols)
         conditions = [s.condition for t in spec.inputs + spec.outputs for s in t.shapes if s.condition]

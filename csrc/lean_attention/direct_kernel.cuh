@@ -63,7 +63,6 @@ struct alignas(16) DirectShared {
   float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
   LeanRange<uint32_t> range;  // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
-  uint32_t arrived;
   bool more;                         // the range holds more
   bool absent[2][kDirectRows];       // staged new tokens whose page is outside the pool
 };
@@ -489,7 +488,7 @@ struct DirectBlock {
     }
 #endif
     if (work.segment.count == 1) return;
-    if (last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kDirectThreads, &shared.arrived))
+    if (last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kDirectThreads))
       merge_unit<T>(args, work.unit, work.first, work.segment.count, warp, kDirectWarps);
   }
 };

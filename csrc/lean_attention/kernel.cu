@@ -33,7 +33,6 @@ struct FloatKernel {
   const bool by_16_bytes;
   float* const tiles;  // [2] keys [32][key_stride] and values [32][value_stride]
   float* const query;  // [16][D]
-  volatile uint32_t* const arrived;
   const int warp, lane, key_stride, value_stride;
 
   // Starts to load a tile; tokens outside `seen` and those without a page become 0. Returns a bit for each of the
@@ -185,7 +184,7 @@ struct FloatKernel {
     }
     if (segment.count == 1) return;
     const int first = lean_first(segment);
-    if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads, arrived))
+    if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads))
       merge_unit<T>(args, unit, first, segment.count, warp, kFloatWarps);
   }
 };
@@ -198,13 +197,12 @@ __global__ void __launch_bounds__(kFloatThreads)
   extern __shared__ float shared[];
   const int key_stride = args.key_width + 4, value_stride = args.value_width + 4;
   float* const query = shared + 2 * kFloatTokens * (key_stride + value_stride);
-  uint32_t* const arrived = reinterpret_cast<uint32_t*>(query + kFloatRows * args.key_width);
   if (args.append)
     append_all<T, T>(launch_args, static_cast<int64_t>(blockIdx.x) * kFloatWarps + threadIdx.x / 32,
                      static_cast<int64_t>(gridDim.x) * kFloatWarps);
   LeanRange<int64_t> range;
   if (!locate_range(args, blockIdx.x, lean_row_tiles(args), range)) return;
-  const FloatKernel<T> kernel{args, by_16_bytes, shared, query, arrived, static_cast<int>(threadIdx.x / 32),
+  const FloatKernel<T> kernel{args, by_16_bytes, shared, query, static_cast<int>(threadIdx.x / 32),
                               static_cast<int>(threadIdx.x % 32), key_stride, value_stride};
   for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
     const LeanSegment segment = lean_segment_of(args, unit, share, range.work, range.ranges, range.index);

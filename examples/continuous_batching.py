@@ -1,0 +1,54 @@
+"""Continuous batching: requests of unequal length join and leave between steps and share one pool of pages.
+
+    python examples/continuous_batching.py [FOLDER]
+
+A tiny Llama with random weights is made on the spot. Needs the extras export, models and ort.
+"""
+
+import sys
+import tempfile
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leanfleet.export.serving import export_for_serving
+from leanfleet.ort_ops.serving import ContinuousBatch
+
+
+def tiny_llama():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(
+        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=None)).eval()
+
+
+def main(folder):
+    model = tiny_llama()
+    export_for_serving(model, folder, block=16)
+
+    # --8<-- [start:run]
+    # 32 pages of 16 tokens; at most 4 requests at once, 24 new tokens a step. A prompt that is longer goes in pieces.
+    batch = ContinuousBatch(folder, pages=32, max_requests=4, step_tokens=24, providers=["CPUExecutionProvider"])
+    requests = [batch.add(list(range(1, 1 + length)), max_new_tokens=new) for length, new in ((40, 6), (3, 12), (10, 3))]
+    while not batch.idle:
+        for request, token in batch.step():
+            print(f"request {requests.index(request)}: token {token}{', done' if request.done else ''}")
+        if batch.steps == 4:  # one that comes later
+            requests.append(batch.add([7, 7, 7], max_new_tokens=4))
+    # --8<-- [end:run]
+
+    for request in requests:
+        ids = torch.tensor([request.prompt])
+        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens,
+                                  do_sample=False)
+        if request.tokens != expected[0, len(request.prompt):].tolist():
+            raise SystemExit(f"transformers continues {request.prompt} otherwise")
+    print(f"{len(requests)} requests in {batch.steps} steps, each with the tokens that it gets alone in transformers")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        main(sys.argv[1])
+    else:
+        with tempfile.TemporaryDirectory() as temporary:
+            main(temporary)
