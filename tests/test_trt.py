@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -306,3 +307,19 @@ def test_commands_that_need_a_gpu(command, tmp_path, capsys):
     else:
         assert code == 2 and len(said.err.splitlines()) == 1 and "cudaError" not in said.err
         assert ("cannot load the engine" if torch.cuda.is_available() else "there is no NVIDIA driver here") in said.err
+
+
+@pytest.mark.parametrize("field, message", (
+    ("winodw", "LeanAttention 'layers.3': there is no attribute winodw; it has scale, causal, window"), ("window", None),
+    ("plugin_version", None)))
+def test_fields_that_are_no_attributes_are_refused(field, message):
+    """Those that a program gives a creator itself: TensorRT's parser hands over none that the creator does not list."""
+    trt_plugins.load(TRT)
+    logger = trt_plugins.make_logger(TRT)
+    logger.errors = []
+    creator = TRT.get_plugin_registry().get_creator("LeanAttention", "1", trt_plugins.NAMESPACE)
+    value = np.array([4], np.int32)
+    fields = TRT.PluginFieldCollection([TRT.PluginField(field, value, TRT.PluginFieldType.INT32)])
+    plugin = creator.create_plugin("layers.3", fields, TRT.TensorRTPhase.BUILD)
+    assert (plugin is None) == (message is not None)
+    assert not message or any(message in error for error in logger.errors), logger.errors
