@@ -255,14 +255,14 @@ def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, v
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
     model: a leanfleet.export.LinearDecoder, or a transformers causal LM with softmax attention that goes through
-    AttentionInterface (tests/zoo.toml lists transformers' families). all_logits: logits of every new token, [B,N,vocabulary],
-    in place of the last one's (for scoring). fuse: write norms, rotary encodings and experts so that ONNX Runtime runs each as
+    AttentionInterface (tests/zoo.toml lists the families). all_logits: logits of every new token, [B,N,vocabulary], in place
+    of the last one's (for scoring). fuse: write norms, rotary encodings and experts so that ONNX Runtime runs each as
     one kernel (leanfleet.export.fusions and experts); False leaves standard operators and ours alone, for runtimes that do not
     take functions of a model for what they do not know. verify: run the file and compare it with the model before it gets its
     place (leanfleet.export.verification), where memory allows. rope: for models with longrope, "short": right up to
     original_max_position_embeddings, which leanfleet.json then gives as max_positions; "long": long factors at every position,
-    which is what transformers computes for requests longer than that. leanfleet.json holds what leanfleet.ort_ops.generate needs
-    to know, and under "verified" the largest difference found. options go to leanfleet.export.export.
+    which is what transformers computes for requests longer than that. leanfleet.json holds what leanfleet.ort_ops.generate
+    needs to know, and under "verified" the largest difference found. options go to leanfleet.export.export.
 
     Raises ValueError, naming the layer, for attention that our operators do not do, VerificationError for a file that is not
     right, OSError for a folder that cannot be written. In each of these cases `folder` is as it was.
@@ -278,8 +278,8 @@ def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, v
               "caches": [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]}
     names = {"input_names": ["input_ids", "seq_lens", "query_lens", *(f"past_key_values.{n}" for n in caches)],
              "output_names": ["logits", *(f"present.{n}" for n in caches)]}
-    return write(Decoder(model, caches, all_logits).eval(), example_inputs(caches), shapes, folder, {}, tokenizer, fuse, verify, rope,
-                 names | options)
+    return write(Decoder(model, caches, all_logits).eval(), example_inputs(caches), shapes, folder, {}, tokenizer, fuse,
+                 verify, rope, names | options)
 
 
 def write(decoder, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, options):

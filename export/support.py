@@ -33,16 +33,17 @@ def check_supported(model):
                          "AutoModelForCausalLM (base models and classifiers are not exported)")
     _check_layers(model, config)
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name}: it takes no position_ids, so it cannot be told where a request's new tokens stand. {ELSEWHERE}")
+        raise ValueError(f"{name}: it takes no position_ids, so it cannot be told where a request's new tokens stand. "
+                         f"{ELSEWHERE}")
     if getattr(config, "num_kv_shared_layers", 0):
         raise ValueError(f"{name}: its last {config.num_kv_shared_layers} layers attend over other layers' caches; "
                          f"leanfleet.export_decoder gives each layer its own. {ELSEWHERE}")
     check_implementation(model)
     for path, module in rotary_modules(model):
         if any("dynamic" in kind for _, kind in _kinds(module)):
-            raise ValueError(f"{name}: its rotary encoding {path} ({type(module).__name__}) is of rope_type dynamic: angles follow "
-                             "the longest request of a batch and change those of cached keys. Load the model with another "
-                             "rope_type in config.rope_parameters (yarn and linear are served)")
+            raise ValueError(f"{name}: its rotary encoding {path} ({type(module).__name__}) is of rope_type dynamic: angles "
+                             "follow the longest request of a batch and change those of cached keys. Load the model with "
+                             "another rope_type in config.rope_parameters (yarn and linear are served)")
 
 
 def _check_layers(model, config):
@@ -138,7 +139,8 @@ def longrope(model):
         for kind, rope in _kinds(module):
             if rope == "longrope":
                 parameters = module.config.rope_parameters
-                found.append((module, kind, (parameters if kind is None else parameters[kind])["original_max_position_embeddings"]))
+                own = parameters if kind is None else parameters[kind]
+                found.append((module, kind, own["original_max_position_embeddings"]))
     return found
 
 
@@ -169,16 +171,16 @@ def fixed_rotary(model, rope):
     try:
         for module, kind, limit in longrope(model):
             prefix = "" if kind is None else f"{kind}_"
-            frequencies = getattr(module, f"{prefix}inv_freq")
             chosen = getattr(module, f"{prefix}original_inv_freq")
             if rope == "long":
-                chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, frequencies.device, seq_len=limit + 1,
+                chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, chosen.device, seq_len=limit + 1,
                                                             **({} if kind is None else {"layer_type": kind}))
-            before.append((module, module.rope_type, frequencies, frequencies.clone()))
-            frequencies.copy_(chosen)
+            name = f"{prefix}inv_freq"
+            before.append((module, module.rope_type, name, getattr(module, name)))
+            setattr(module, name, chosen.clone())  # not in place: an exported program holds on to the tensor
             module.rope_type = "default" if kind is None else {**module.rope_type, kind: "default"}
         yield
     finally:
-        for module, kind, frequencies, values in before[::-1]:
+        for module, kind, name, frequencies in before[::-1]:
             module.rope_type = kind
-            frequencies.copy_(values)
+            setattr(module, name, frequencies)

@@ -7,6 +7,7 @@ import torch
 import transformers
 from leanfleet.export import verification
 from leanfleet.export.decoder import Decoder, cache_shapes, call, example_inputs, traceable
+from leanfleet.export.serving import PackedDecoder
 from leanfleet.export.support import check_supported, most_positions
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ENTRIES
@@ -143,8 +144,8 @@ def make(entry, seed=5):
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for p in model.parameters():
-            if p.dim() > 1 and p.is_floating_point():
-                p.copy_(torch.randn(p.shape, generator=generator) * 1.5 / p.shape[-1] ** 0.5)
+            noise = torch.randn(p.shape, generator=generator)
+            p.copy_(noise * 1.5 / p.shape[-1] ** 0.5) if p.dim() > 1 else p.add_(0.1 * noise)  # biases are 0 at first
     return model
 
 
@@ -152,26 +153,38 @@ class Eager:
     """A decoder module with onnxruntime's interface, so that leanfleet.export.verification can compare it with its model."""
 
     def __init__(self, decoder, caches):
-        self.decoder, self.caches = decoder, caches
+        """caches: (name, shape) of the graph's inputs that hold caches, in the module's order."""
+        self.decoder = decoder
+        self.inputs = [SimpleNamespace(name=name, shape=shape, type="tensor(float)") for name, shape in caches]
 
     def get_inputs(self):
-        return [SimpleNamespace(name=f"past_key_values.{name}", shape=shape, type="tensor(float)")
-                for name, (_, shape) in self.caches.items()]
+        return self.inputs
 
     def run(self, _, feed):
-        values = [torch.from_numpy(array) for array in feed.values()]
+        tensors = {name: torch.from_numpy(array) for name, array in feed.items()}
+        caches = [tensors.pop(entry.name) for entry in self.inputs]
         with torch.no_grad():
-            logits, *caches = self.decoder(*values[:3], values[3:])
+            logits, *caches = self.decoder(**tensors, **{self.argument: caches})
         return [t.numpy() for t in (logits, *caches)]
 
+    @property
+    def argument(self):
+        return "pages" if isinstance(self.decoder, PackedDecoder) else "caches"
 
-def check_eagerly(model):
-    """What verification says of a model's decoder module without any export. Raises ValueError where it is refused."""
+
+def check_eagerly(model, block=4):
+    """What verification says of a model's decoder modules, that of export_decoder and that of export_for_serving, before any
+    export: [{"largest_difference", "bound"}, ...]. Raises ValueError where it is refused."""
     check_supported(model)
     caches = cache_shapes(model)
     traced = copy.deepcopy(model)
-    module = Decoder(traced, caches).eval()
     facts = {"vocabulary": model.config.get_text_config(decoder=True).vocab_size, "max_positions": most_positions(model)}
     with traceable(traced, fuse=False), torch.no_grad():
+        module = Decoder(traced, caches).eval()
         call(module, example_inputs(caches))
-        return verification.compare(model, Eager(module, caches), facts)
+        found = [verification.compare(model, Eager(module, [(f"past_key_values.{n}", s) for n, (_, s) in caches.items()]), facts)]
+        if not any(name.endswith("recurrent_state") for name in caches):
+            pages = [(f"pages.{name}", ("pool", block, shape[1], shape[3])) for name, (_, shape) in caches.items()]
+            session = Eager(PackedDecoder(traced, caches).eval(), pages)
+            found.append(verification.compare(model, session, facts | {"kind": "serving", "block": block}))
+    return found
