@@ -63,11 +63,20 @@ def new_folder(path):
 
 def check_file(path):
     """Raises OSError where new_file would."""
+    _check(new_file, path)
+
+
+def check_folder(path):
+    """Raises OSError where new_folder would."""
+    _check(new_folder, path)
+
+
+def _check(new, path):
     class Writable(Exception):
         pass
 
     try:
-        with new_file(path):
+        with new(path):
             raise Writable
     except Writable:
         pass

@@ -1,5 +1,6 @@
 """The commands `leanfleet export` and `leanfleet generate`. Importing this module needs only the standard library."""
 
+import json
 import sys
 import warnings
 from pathlib import Path
@@ -13,8 +14,8 @@ def add_commands(commands):
     """Adds both to argparse's subcommands."""
     export = commands.add_parser(
         "export", help="a transformers model to a folder that `leanfleet generate` runs",
-        description="Exports a causal language model of transformers to ONNX with leanfleet nodes. Needs the extras export "
-                    "and models.")
+        description="Exports a causal language model of transformers to ONNX with leanfleet nodes, and checks the file against "
+                    "the model. Exit code 1, and nothing written, when they differ. Needs the extras export, models and ort.")
     export.add_argument("model", help="a folder with a model and its tokenizer (safetensors or one GGUF file), or a name on "
                                       "the Hugging Face hub")
     export.add_argument("folder", help="the folder to write")
@@ -22,6 +23,11 @@ def add_commands(commands):
                         help="of weights and caches (default: %(default)s)")
     export.add_argument("--no-fuse", dest="fuse", action="store_false", help="standard operators and leanfleet's alone, "
                         "none of ONNX Runtime's own (experts as MoE nodes, sums and norms in one, fused rotary encodings)")
+    export.add_argument("--no-verify", dest="verify", action="store_false",
+                        help="do not run the exported file and compare it with the model before it gets its place")
+    export.add_argument("--rope", default="short", choices=("short", "long"),
+                        help="for models with longrope: right up to original_max_position_embeddings (short, the default), or "
+                             "as the model computes requests longer than that, at every length (long)")
     export.set_defaults(run=export_command)
 
     generate = commands.add_parser(
@@ -129,17 +135,45 @@ def _check_weights(folder):
 def export_command(arguments):
     from leanfleet.export import export_decoder
     from leanfleet.export.experts import ExpertsWarning
+    from leanfleet.export.verification import VerificationError
 
     warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
     warnings.filterwarnings("default", category=ExpertsWarning)
-    with files.new_folder(arguments.folder) as new:
-        print(f"loading {arguments.model} ...", file=sys.stderr, flush=True)
-        model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
-        print(f"exporting {type(model).__name__} ...", file=sys.stderr, flush=True)
-        export_decoder(model, new, tokenizer, fuse=arguments.fuse)
-    size = sum(f.stat().st_size for f in Path(arguments.folder).iterdir()) / 1e6
-    print(f"wrote {arguments.folder} ({size:.0f} MB); next: leanfleet generate {arguments.folder} \"Hello\"", file=sys.stderr)
+    files.check_folder(arguments.folder)
+    print(f"loading {arguments.model} ...", file=sys.stderr, flush=True)
+    model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
+    print(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...",
+          file=sys.stderr, flush=True)
+    try:
+        export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope)
+    except VerificationError as error:
+        print(f"leanfleet export: {error}", file=sys.stderr)
+        return 1
+    folder = Path(arguments.folder)
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    print(describe_verification(facts.get("verified")), file=sys.stderr)
+    size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
+    print(f"wrote {folder} ({size:.0f} MB); next: {next_step(folder, arguments.dtype)}", file=sys.stderr)
     return 0
+
+
+def describe_verification(verified):
+    """One line about leanfleet.json's entry of that name."""
+    if verified is None:
+        return "not verified: --no-verify"
+    if "skipped" in verified:
+        return f"not verified: {verified['skipped']}"
+    return (f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
+            f"{verified['largest_difference']:.1e} at most ({verified['bound']:.1e} allowed)")
+
+
+def next_step(folder, dtype):
+    """What to do with an exported folder."""
+    command = f'leanfleet generate {folder} "Hello"'
+    if dtype != "bfloat16":
+        return command
+    return (f"{command} --provider cuda, or leanfleet engine build. bfloat16 needs a GPU: ONNX Runtime's CPU provider has no "
+            "kernels for it; for CPUs export with --dtype float32")
 
 
 def generate_command(arguments):

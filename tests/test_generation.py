@@ -1,5 +1,6 @@
 """Text from exported folders: the commands `leanfleet export` and `leanfleet generate`, sampling, streaming, errors."""
 
+import json
 import io
 import math
 import shutil
@@ -8,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from leanfleet import generate as generate_commands
+from leanfleet.export.verification import VerificationError
 from leanfleet.generate import load_pretrained
 from leanfleet.ort_ops import generation
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -259,3 +262,29 @@ def test_export_errors_are_one_line(tmp_path, capsys, monkeypatch):
     byte_tokenizer().save_pretrained(tmp_path / "bloom")
     assert cli.main(["export", str(tmp_path / "bloom"), str(tmp_path / "out")]) == 2
     assert "ALiBi" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
+
+
+def test_export_says_what_it_verified(folder, pretrained, tmp_path, capsys, monkeypatch):
+    verified = json.loads((folder / "leanfleet.json").read_text())["verified"]
+    assert 0 < verified["largest_difference"] < verified["bound"]
+    assert generate_commands.describe_verification(verified).startswith(
+        f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
+        f"{verified['largest_difference']:.1e} at most")
+
+    def wrong(*arguments, **options):
+        raise VerificationError("LlamaForCausalLM: the exported file is wrong")
+
+    monkeypatch.setattr("leanfleet.export.verification.verify", wrong)
+    capsys.readouterr()
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "leanfleet export: LlamaForCausalLM: the exported file is wrong"
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out"), "--no-verify"]) == 0
+    assert "not verified: --no-verify" in capsys.readouterr().err
+
+
+def test_bfloat16_says_that_it_needs_a_gpu(pretrained, tmp_path, capsys):
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    error = capsys.readouterr().err
+    assert "verified: " in error and "bfloat16 needs a GPU: ONNX Runtime's CPU provider has no kernels for it" in error
+    assert f'leanfleet generate {tmp_path / "out"} "Hello" --provider cuda' in error

@@ -171,8 +171,8 @@ def test_other_models(config, fuse, tmp_path):
     assert [r.tokens for r in requests] == [alone(model, p, 6) for p in wanted]
 
 
-def test_encodings_by_the_longest_position_stay_outside(tmp_path):
-    """LongRoPE's angles depend on how long the longest request is: they are no table."""
+def test_longrope(tmp_path):
+    """Short factors up to the original length: a request's tokens do not depend on its neighbours, and more is refused."""
     torch.manual_seed(1)
     half = 48 // 4 // 2
     config = Phi3Config(**GROUPED, pad_token_id=0, original_max_position_embeddings=64, rope_parameters={
@@ -181,12 +181,14 @@ def test_encodings_by_the_longest_position_stay_outside(tmp_path):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     export_for_serving(model, tmp_path, block=BLOCK)
     attentions = [n for n in parity._load(tmp_path / "model.onnx").graph.node if n.op_type == "LeanAttention"]
-    assert len(attentions) == 2 and all(len(n.input) == 9 for n in attentions)
+    assert len(attentions) == 2 and all(len(n.input) > 10 for n in attentions)  # angles are tables by position
     batch = ContinuousBatch(tmp_path, pages=60, max_requests=3, providers=["CPUExecutionProvider"])
     wanted = [p[:40] for p in prompts(3, seed=6)]
     requests = [batch.add(p, 6, stop_tokens=()) for p in wanted]
     batch.run()
     assert [r.tokens for r in requests] == [alone(model, p, 6) for p in wanted]
+    with pytest.raises(ValueError, match="65 tokens are more than the 64 positions"):
+        batch.add([5] * 60, 5)
 
 
 @pytest.mark.parametrize("arguments, message", [
