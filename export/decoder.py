@@ -253,8 +253,8 @@ def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, v
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
     model: a leanfleet.export.LinearDecoder, or a transformers causal LM with softmax attention that goes through
-    AttentionInterface (tests/zoo.toml lists the families). all_logits: logits of every new token, [B,N,vocabulary], in place
-    of the last one's (for scoring). fuse: write norms, rotary encodings and experts so that ONNX Runtime runs each as
+    AttentionInterface (tests/export/zoo.toml lists the families). all_logits: logits of every new token, [B,N,vocabulary], in
+    place of the last one's (for scoring). fuse: write norms, rotary encodings and experts so that ONNX Runtime runs each as
     one kernel (leanfleet.export.fusions and experts); False leaves standard operators and ours alone, for runtimes that do not
     take functions of a model for what they do not know. verify: run the file and compare it with the model before it gets its
     place (leanfleet.export.verification), where memory allows. rope: for models with longrope, "short": right up to

@@ -136,7 +136,7 @@ def _parser():
     bench.add_argument("--methods", help="names, separated by commas (default: all; --list shows them)")
     bench.add_argument("--list", action="store_true", help="print the methods and stop")
     bench.add_argument("--load", metavar="FILE.py", action="append", default=[],
-                       help="a Python file that registers more methods, such as bench/triton_baselines.py; may be given again")
+                       help="a Python file with more methods, such as bench/kernels/triton_baselines.py; may be given again")
     bench.add_argument("--shapes", default="1x8x128x64x64,1x8x512x64x64,1x8x2048x64x64",
                        help="BxHxNxRxD or BxH/HkvxNxRxD, separated by commas (default: %(default)s)")
     bench.add_argument("--device", default="cpu", help="cpu (default) or cuda")

@@ -19,7 +19,7 @@ EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 # How far a node's outputs may be from the judge's, in float32 models and in those with float16 or bfloat16 tensors. The
 # unit is the type's epsilon times the output's largest magnitude. Each number is a power of two, 2 to 8 times what the
 # plain reference loses at worst against float64 when it computes in float32, or in bfloat16, on inputs of make_inputs
-# with up to 130 tokens: two sides that round differently lose twice what one does. tests/test_parity.py measures it.
+# with up to 130 tokens: two sides that round differently lose twice what one does. tests/tools/test_parity.py measures it.
 TOLERANCE = {
     "LeanAttention": (16, 4),
     "CausalLinearDecay": (8, 4),

@@ -1,6 +1,7 @@
 import pytest
 import torch
-from kernels import instruction_sets, library_held_to
+
+from support.kernels import instruction_sets, library_held_to
 
 # Numbers drawn without a seed of their own are the same in every run: torch seeds each process anew.
 torch.manual_seed(0)

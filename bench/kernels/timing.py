@@ -1,0 +1,99 @@
+"""One node on the GPU through the C interface, and how its time and what it counts are taken."""
+
+import csv
+import shutil
+import subprocess
+import sys
+
+import torch
+
+from leanfleet import native, spec
+from leanfleet.export import torch_ops
+
+ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
+FLUSH = {}
+
+
+class Launches:
+    """A node with its outputs and a workspace of its own, and launches that a CUDA graph can capture."""
+
+    def __init__(self, op_name, inputs, attrs, in_place=False):
+        """in_place: outputs that may take an input's buffer get it."""
+        op = spec.all_specs()[op_name]
+        self.op_name, self.attrs, self.inputs = op_name, attrs, inputs
+        ordered, active = [inputs.get(t.name) for t in op.inputs], {t.name for t in op.active_outputs(attrs)}
+        self.outputs = {}
+        for t, (dtype, shape) in zip(op.outputs, torch_ops._output_metadata(op, ordered, attrs), strict=True):
+            taken = inputs.get(t.takes) if in_place and t.takes else None
+            if t.name in active:
+                self.outputs[t.name] = torch.empty(shape, dtype=dtype, device="cuda") if taken is None else taken
+        outputs = [self.outputs.get(t.name) for t in op.outputs]
+        self.entries = [torch_ops._entry(t) for t in ordered], [torch_ops._entry(t) for t in outputs]
+        self.buffers, self.workspace = [], []
+        for size in native.Call(op_name, *self.entries, attrs, "cuda").workspace():
+            buffer = torch.zeros(size + ALIGNMENT, dtype=torch.uint8, device="cuda")
+            self.buffers.append(buffer)
+            self.workspace += [-(-buffer.data_ptr() // ALIGNMENT) * ALIGNMENT, size]
+
+    def run(self):
+        """On torch's current stream; returns the outputs by name."""
+        stream = torch.cuda.current_stream().cuda_stream
+        native.Call(self.op_name, *self.entries, self.attrs, "cuda", stream=stream).run(*self.workspace)
+        return self.outputs
+
+    def capture(self):
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            self.run()
+        return graph
+
+
+def captured(function):
+    """A graph of one call, after a warm-up on a side stream."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        function()
+    return graph
+
+
+def flush():
+    if not FLUSH:
+        FLUSH["data"] = torch.zeros(64 << 20, device="cuda")
+        FLUSH["sum"] = torch.zeros((), device="cuda")
+    torch.sum(FLUSH["data"], (0,), out=FLUSH["sum"])
+
+
+def times(graphs, rounds):
+    """{name: sorted times in µs} of graphs replayed in turn on a flushed L2."""
+    found = {name: [] for name in graphs}
+    for i in range(rounds + 3):
+        events = {}
+        for name, graph in graphs.items():
+            flush()
+            events[name] = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            events[name][0].record()
+            graph.replay()
+            events[name][1].record()
+        torch.cuda.synchronize()
+        if i >= 3:
+            for name, (begin, end) in events.items():
+                found[name].append(begin.elapsed_time(end) * 1000)
+    return {name: sorted(t) for name, t in found.items()}
+
+
+def counted(module, metrics, case):
+    """What ncu counts while `python -m module OUT --once CASE` has the profiler on: (rows, lines printed)."""
+    if not shutil.which("ncu"):
+        raise SystemExit("ncu (NVIDIA Nsight Compute) is needed for this section, and is not on the path")
+    lines = subprocess.run(
+        ["ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(metrics),
+         sys.executable, "-m", module, "OUT", "--once", case], capture_output=True, text=True, check=True).stdout.splitlines()
+    rows = [{**r, "Metric Value": float(r["Metric Value"].replace(",", ""))}
+            for r in csv.DictReader(n for n in lines if n.startswith('"'))]
+    return rows, lines

@@ -1,0 +1,191 @@
+"""Continuous batching against batches padded to their longest request, in ONNX Runtime.
+
+    python -m bench.models.serving export DIR [--model HF_FOLDER | --shape llama-1b] [--dtype float16] [--weightless]
+    python -m bench.models.serving run DIR [--provider CUDA] [--requests 64] [--batch 16] [--energy] [--graphs]
+                                [--out F.json]
+
+`export` writes both graphs of one model: a transformers model, or one of a shape with random weights. With --weightless the
+weights stay out of the files, and `run` makes random ones on its own device, the same for both graphs.
+
+Requests have prompts and answers of lognormal lengths (sigma 1), all there at the start. The padded way takes them in their
+order, `batch` at a time, each batch running until its longest answer is through. Continuous batching has as many places, and
+a finished request's goes to the next one at once. Answers are cut at each request's own length, so that both ways make the
+same tokens, which are compared with each other (in float16 two near likelihoods may change places, and the rest of that
+answer with them); useful tokens a second are prompt and answer tokens over wall time. --graphs: steps of one token a request
+as CUDA graphs, in both ways. --energy adds joules a useful token, by NVML's counter.
+"""
+
+import argparse
+import datetime
+import json
+import time
+from pathlib import Path
+
+import numpy as np
+import onnxruntime
+
+from bench.models.weightless import fill, parameters_of, strip, with_experts
+from leanfleet import native
+from leanfleet.ort_ops.generation import generate, load_decoder
+from leanfleet.ort_ops.serving import ContinuousBatch
+
+BLOCK = 16
+GRAPHS = "decoder", "serving"
+SHAPES = {"smollm2": dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
+                          num_attention_heads=9, num_key_value_heads=3),
+          "llama-1b": dict(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
+                           num_attention_heads=32, num_key_value_heads=8)}
+
+
+def command_export(args):
+    import torch
+    from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+    from leanfleet.export import export_decoder
+    from leanfleet.export.serving import export_for_serving
+
+    dtype = getattr(torch, args.dtype)
+    if args.model:
+        gguf = next(args.model.glob("*.gguf"), None)
+        model = AutoModelForCausalLM.from_pretrained(args.model, dtype=dtype, **({"gguf_file": gguf.name} if gguf else {}))
+    else:
+        torch.manual_seed(0)
+        sizes = {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
+        model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=True)).to(dtype)
+    export_decoder(model, args.folder / "decoder")
+    export_for_serving(model, args.folder / "serving", block=BLOCK)
+    facts = {"model": args.model.name if args.model else args.shape, "dtype": args.dtype,
+             "parameters": sum(p.numel() for p in model.parameters())}
+    if args.weightless:
+        for name in GRAPHS:
+            strip(args.folder / name, parameters_of(model))
+        facts["random"] = {name: list(p.shape) for name, p in model.named_parameters()}
+    (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
+
+
+def fill_randomly(folder, facts, device):
+    """Writes the weights that --weightless left out: normal, of standard deviation 0.02."""
+    import torch
+
+    random = torch.Generator(device).manual_seed(0)
+    parameters = {name: 0.02 * torch.randn(shape, generator=random, device=device, dtype=getattr(torch, facts["dtype"]))
+                  for name, shape in facts.pop("random").items()}
+    for name in GRAPHS:
+        fill(folder / name, with_experts(parameters))
+
+
+def requests(count, mean_prompt, mean_answer, vocabulary, seed=0):
+    """[(prompt, length of the answer)]."""
+    random = np.random.default_rng(seed)
+
+    def lengths(mean, most):
+        draws = random.lognormal(0.0, 1.0, count)
+        return np.clip(draws / draws.mean() * mean, 1, most).astype(int)
+
+    pairs = zip(lengths(mean_prompt, 8 * mean_prompt), lengths(mean_answer, 8 * mean_answer))
+    return [(random.integers(0, vocabulary, p).tolist(), int(a)) for p, a in pairs]
+
+
+def padded(decoder, work, batch):
+    """(answers, forward calls) of batches one after the other."""
+    answers, calls = [], 0
+    for i in range(0, len(work), batch):
+        group = work[i:i + batch]
+        longest = max(a for _, a in group)
+        tokens, _ = generate(decoder, [p for p, _ in group], longest, stop_tokens=())
+        answers += [t[:a] for t, (_, a) in zip(tokens, group)]
+        calls += longest
+    return answers, calls
+
+
+def continuous(server, work):
+    added = [server.add(p, a, stop_tokens=()) for p, a in work]
+    before = server.steps
+    server.run()
+    return [r.tokens for r in added], server.steps - before
+
+
+def equal_share(first, second):
+    """Share of tokens before an answer's first difference."""
+    same = sum(next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), len(a)) for a, b in zip(first, second))
+    return same / sum(map(len, first))
+
+
+def command_run(args):
+    provider = [f"{args.provider}ExecutionProvider"]
+    facts = json.loads((args.folder / "bench.json").read_text())
+    if "random" in facts:
+        fill_randomly(args.folder, facts, "cuda" if args.provider == "CUDA" else "cpu")
+    decoder = load_decoder(args.folder / "decoder", provider, cuda_graph=args.graphs)
+    work = requests(args.requests, args.prompt, args.answer, decoder.vocabulary)
+    pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[:args.batch])
+    server = ContinuousBatch(args.folder / "serving", pages, args.batch, args.step_tokens, provider, cuda_graph=args.graphs)
+    useful = sum(len(p) + a for p, a in work)
+    ways = {"padded": lambda w: padded(decoder, w, args.batch), "continuous": lambda w: continuous(server, w)}
+    joules = None
+    if args.energy:
+        from end_to_end import energy_counter
+
+        joules = energy_counter()
+    report, answers = {}, {}
+    for name, way in ways.items():
+        way(work if args.provider == "CUDA" else work[:2])  # a GPU loads the kernels of each new shape when it comes
+        energy = joules and joules()
+        start = time.perf_counter()
+        answers[name], calls = way(work)
+        seconds = time.perf_counter() - start
+        report[name] = {"seconds": seconds, "calls": calls, "useful_tokens_per_second": useful / seconds,
+                        "answer_tokens_per_second": sum(a for _, a in work) / seconds}
+        line = f"{name:11} {seconds:8.2f} s {calls:6} calls {useful / seconds:10.0f} tokens/s"
+        if joules:
+            report[name]["joules_per_useful_token"] = (joules() - energy) / useful
+            line += f" {report[name]['joules_per_useful_token']:8.4f} J/token"
+        print(line, flush=True)
+    same, share = sum(a == b for a, b in zip(*answers.values())), equal_share(*answers.values())
+    speed_up = report["padded"]["seconds"] / report["continuous"]["seconds"]
+    print(f"{same} of {len(work)} answers equal, {share:.3f} of the tokens before a difference; continuous batching is "
+          f"{speed_up:.2f} times as fast")
+    result = {"date": datetime.date.today().isoformat(), "provider": args.provider, "kernels": native.build_info(),
+              "onnxruntime": onnxruntime.__version__, **facts, "requests": args.requests, "batch": args.batch,
+              "mean_prompt": args.prompt, "mean_answer": args.answer,
+              "step_tokens": args.step_tokens, "cuda_graphs": args.graphs, "useful_tokens": useful, "answers_equal": same,
+              "tokens_before_a_difference": share, "speed_up": speed_up, **report}
+    if args.provider == "CUDA":
+        import torch
+
+        result["device"] = torch.cuda.get_device_name()
+    if args.out:
+        args.out.write_text(json.dumps(result, indent=1) + "\n")
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(required=True)
+    export = commands.add_parser("export")
+    export.add_argument("folder", type=Path)
+    export.add_argument("--model", type=Path, help="folder of a transformers model or a GGUF file; default: random weights")
+    export.add_argument("--shape", choices=list(SHAPES), default="smollm2", help="of the model with random weights")
+    export.add_argument("--layers", type=int, help="of the model with random weights")
+    export.add_argument("--dtype", default="float32")
+    export.add_argument("--weightless", action="store_true", help="leave the weights to `run`, which makes random ones")
+    export.set_defaults(command=command_export)
+    run = commands.add_parser("run")
+    run.add_argument("folder", type=Path)
+    run.add_argument("--provider", default="CPU")
+    run.add_argument("--requests", type=int, default=64)
+    run.add_argument("--batch", type=int, default=16)
+    run.add_argument("--prompt", type=int, default=128, help="mean length of a prompt")
+    run.add_argument("--answer", type=int, default=64, help="mean length of an answer")
+    run.add_argument("--step-tokens", type=int, default=256)
+    run.add_argument("--graphs", action="store_true", help="CUDA graphs for steps of one token a request")
+    run.add_argument("--energy", action="store_true", help="joules a useful token too")
+    run.add_argument("--out", type=Path)
+    run.set_defaults(command=command_run)
+    args = parser.parse_args()
+    if getattr(args, "graphs", False) and args.provider != "CUDA":
+        parser.error("--graphs needs --provider CUDA")
+    args.command(args)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,382 @@
+"""The rewrites of an exported decoder's graph compute what they replace, and reach the kernels that they are for."""
+
+import warnings
+
+import numpy as np
+import onnx
+import onnx_ir as ir
+import onnxruntime
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leanfleet.export import causal_linear_decay, export, export_decoder, fusions, lean_attention
+from leanfleet.export.linear_attention import rotary
+from leanfleet.ort_ops import make_session
+from leanfleet.trt_plugins import prepare
+
+HEADS, KV_HEADS, SIZE, HIDDEN = 6, 2, 8, 40
+
+
+def rotate_half(x):
+    first, second = x[..., :x.shape[-1] // 2], x[..., x.shape[-1] // 2:]
+    return torch.cat((-second, first), -1)
+
+
+class Layer(torch.nn.Module):
+    """RMS norm, projections, rotary encoding as transformers writes it, LeanAttention. x [B,N,40]; caches [B,2,S,8].
+
+    norm_heads: a norm of each head between projection and rotary. equal_halves: cos and sin of concatenated angles, as all
+    of transformers' rotary encodings; else of angles that differ in their halves. turned: columns that turn. first: what is
+    added to positions; "longest": the longest request's length. bias: of queries, keys and values.
+    """
+
+    def __init__(self, norm_heads=False, equal_halves=True, turned=SIZE, first=0, bias=False):
+        super().__init__()
+        self.norm_heads, self.equal_halves, self.turned, self.first = norm_heads, equal_halves, turned, first
+        self.query, self.key, self.value = (torch.nn.Linear(HIDDEN, h * SIZE, bias=bias) for h in (HEADS, KV_HEADS, KV_HEADS))
+        self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+        self.weight = torch.nn.Parameter(torch.rand(HIDDEN) + 0.5)
+        self.register_buffer("frequencies", 100.0 ** (-torch.arange(turned // 2) / (turned // 2)))
+
+    def rms(self, x):
+        return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
+
+    def turn(self, x, cos, sin):
+        x, rest = x[..., :self.turned], x[..., self.turned:]
+        x = x * cos + rotate_half(x) * sin
+        return x if self.turned == SIZE else torch.cat((x, rest), -1)
+
+    def forward(self, x, key_cache, value_cache, seq_lens, query_lens=None):
+        counts = x.shape[1] if query_lens is None else query_lens
+        positions = (seq_lens - counts).unsqueeze(1) + torch.arange(x.shape[1])
+        positions = positions + (seq_lens.max() if self.first == "longest" else self.first)
+        angles = positions.unsqueeze(-1).float() * self.frequencies
+        angles = torch.cat((angles, angles if self.equal_halves else 2 * angles), -1)
+        cos, sin = (1.5 * angles.cos()).unsqueeze(1), (1.5 * angles.sin()).unsqueeze(1)
+        normed = self.weight * self.rms(x)
+        q, k, v = (p(normed).view(*x.shape[:2], -1, SIZE) for p in (self.query, self.key, self.value))
+        if self.norm_heads:
+            q, k = self.rms(q), self.rms(k)
+        q, k, v = (t.transpose(1, 2) for t in (q, k, v))
+        q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
+        out, _, keys, values = lean_attention(q, key_cache, value_cache, seq_lens, query_lens=query_lens, new_key=k,
+                                              new_value=v, append=True)
+        return x + self.out(out.transpose(1, 2).reshape(*x.shape[:2], -1)), keys, values
+
+
+def inputs(ragged=False):
+    torch.manual_seed(2)
+    plain = torch.randn(3, 5, HIDDEN), *torch.randn(2, 3, KV_HEADS, 20, SIZE), torch.tensor([5, 9, 20], dtype=torch.int32)
+    return (*plain, torch.tensor([5, 1, 3], dtype=torch.int32)) if ragged else plain
+
+
+def exported(module, ragged=False):
+    """ragged: the module takes query_lens too."""
+    warnings.filterwarnings("ignore")
+    batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
+    shapes = {0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch}, {0: batch}
+    return export(module, inputs(ragged), dynamic_shapes=shapes[:5 if ragged else 4]).model
+
+
+def kinds(model):
+    return [n.op_type for n in model.graph]
+
+
+def renamed(model, name="RotaryEmbedding"):
+    """The model with its nodes of an operator under a name that no runtime knows, so that their function runs."""
+    proto = ir.to_proto(model)
+    for node in proto.graph.node:
+        node.op_type = "Unknown" if node.op_type == name else node.op_type
+    for function in proto.functions:
+        function.name = "Unknown" if function.name == name else function.name
+    return proto
+
+
+def results(model, library=True, ragged=False, values=None):
+    model = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
+    onnx.checker.check_model(model)
+    session = (make_session(model, ["CPUExecutionProvider"]) if library else
+               onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]))
+    names = [i.name for i in session.get_inputs()]
+    return session.run(None, dict(zip(names, (t.numpy() for t in values or inputs(ragged)), strict=True)))
+
+
+@pytest.mark.parametrize("norm_heads", [False, True])
+def test_a_layer_is_the_same_in_fewer_nodes(norm_heads):
+    module = Layer(norm_heads).eval()
+    model = exported(module)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs())]
+    before = kinds(model)
+    fusions.fuse_for_onnxruntime(model)
+    after = kinds(model)
+    assert after.count("MatMul") == 2 and after.count("RotaryEmbedding") == 2 and after.count("Div") == 1 + 2 * norm_heads
+    assert not {"Neg", "Transpose", "Reciprocal"} & set(after) and len(after) < len(before)
+    layouts = [n.attributes.get_string("layout") for n in model.graph if n.op_type == "LeanAttention"]
+    assert layouts == ["bnhd"]
+    for found in (results(model), results(model, library=False), results(renamed(model)), results(renamed(model), library=False)):
+        for a, b in zip(found, expected, strict=True):
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+def test_rotary_function_of_heads_first():
+    """Where attention keeps its transposes, the function of RotaryEmbedding is that of 4-D inputs."""
+    module = Layer().eval()
+    model = exported(module)
+    assert fusions.fuse_rotary(model) == 2
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs())]
+    for found in (results(model), results(renamed(model))):
+        for a, b in zip(found, expected, strict=True):
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("options", [{}, {"norm_heads": True}, {"turned": 4}, {"first": 2}, {"bias": True}], ids=str)
+def test_attention_takes_in_rotary_encodings(options):
+    """Of all columns and of the first ones; the cosines become a constant, and caches hold the turned keys."""
+    module = Layer(**options).eval()
+    model = exported(module, ragged=True)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs(ragged=True))]
+    fusions.fuse_for_onnxruntime(model, positions=32)
+    found = kinds(model)
+    assert not {"RotaryEmbedding", "Cos", "Neg", "Transpose"} & set(found) and "com.microsoft" not in model.opset_imports
+    (node,) = (n for n in model.graph if n.op_type == "LeanAttention")
+    assert [list(v.shape) for v in node.inputs[10:]] == [[32, options.get("turned", SIZE) // 2]] * 2
+    assert node.attributes.get_string("layout") == "bnhd"
+    if not options.get("norm_heads"):
+        assert node.attributes.get_int("packed_qkv") == 1 and node.inputs[5] is node.inputs[6] is None
+        made = node.inputs[0].producer().inputs[0].producer()
+        assert "Split" not in found and made.op_type == ("Add" if options.get("bias") else "MatMul")
+    real = torch.arange(5) < inputs(ragged=True)[4].unsqueeze(1)
+    for library in (True, False):
+        for i, (a, b) in enumerate(zip(results(model, library, ragged=True), expected, strict=True)):
+            a, b = (a[real], b[real]) if i == 0 else (a, b)
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+class Packed(torch.nn.Module):
+    """Projections in one product, taken apart in different ways; LeanAttention. Inputs as Layer's."""
+
+    def __init__(self, kind, kv_heads=KV_HEADS, biases=(True, True, True)):
+        super().__init__()
+        self.kind, self.widths = kind, [h * SIZE for h in (HEADS, kv_heads, kv_heads)]
+        self.together = torch.nn.Linear(HIDDEN, sum(self.widths))
+        self.apart = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, w, bias=b) for w, b in zip(self.widths, biases, strict=True))
+
+    def forward(self, x, key_cache, value_cache, seq_lens, query_lens):
+        a, b, _ = self.widths
+        if self.kind == "products":
+            parts = [p(x) for p in self.apart]
+        elif self.kind == "slices":
+            t = self.together(x)
+            parts = t[..., :a], t[..., a:a + b], t[..., a + b:]
+        elif self.kind == "flat slices":
+            t = self.together(x.reshape(-1, HIDDEN))
+            parts = t[:, :a], t[:, a:a + b], t[:, a + b:]
+        elif self.kind == "another order":
+            key, query, value = self.together(x).split((b, a, b), -1)
+            parts = query, key, value
+        else:
+            parts = self.together(x.reshape(1, -1, HIDDEN) if self.kind == "flat" else x).split(self.widths, -1)
+        query, key, value = (t.reshape(*x.shape[:2], -1, SIZE).transpose(1, 2) for t in parts)
+        out, _, keys, values = lean_attention(query, key_cache, value_cache, seq_lens, query_lens=query_lens, new_key=key,
+                                              new_value=value, append=True)
+        return out.transpose(1, 2).reshape(*x.shape[:2], -1), keys, values
+
+
+@pytest.mark.parametrize("kind, packs, options", [
+    ("split", True, {}), ("slices", True, {}), ("products", True, {}), ("products", True, {"biases": (True, False, True)}),
+    ("equal split", True, {"kv_heads": HEADS}), ("flat", False, {}), ("flat slices", False, {}), ("another order", False, {})],
+    ids=str)
+def test_projections_are_packed_where_they_lie_side_by_side(kind, packs, options):
+    module = Packed(kind, **options).eval()
+    values = list(inputs(ragged=True))
+    values[1:3] = torch.randn(2, 3, options.get("kv_heads", KV_HEADS), 20, SIZE)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*values)]
+    warnings.filterwarnings("ignore")
+    batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
+    shapes = {0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch}, {0: batch}
+    model = export(module, tuple(values), dynamic_shapes=shapes).model
+    fusions.fuse_for_onnxruntime(model, positions=32)
+    (node,) = (n for n in model.graph if n.op_type == "LeanAttention")
+    assert node.attributes.get_int("packed_qkv", 0) == packs
+    assert not packs or not {"Split", "Slice"} & set(kinds(model)) and kinds(model).count("MatMul") == 1
+    real = torch.arange(5) < values[4].unsqueeze(1)
+    for library in (True, False):
+        for i, (a, b) in enumerate(zip(results(model, library, values=values), expected, strict=True)):
+            a, b = (a[real], b[real]) if i == 0 else (a, b)
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+@pytest.mark.parametrize("options, ragged, positions", [
+    ({"first": "longest"}, True, 32), ({}, False, 32), ({}, True, None), ({}, True, 2**18 + 1)], ids=str)
+def test_other_positions_stay_outside(options, ragged, positions):
+    """Positions that depend on another request; lengths that are not said; no bound that is known, or a far one."""
+    module = Layer(**options).eval()
+    model = exported(module, ragged)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs(ragged))]
+    fusions.fuse_for_onnxruntime(model, positions)
+    assert kinds(model).count("RotaryEmbedding") == 2
+    for i, (a, b) in enumerate(zip(results(model, ragged=ragged), expected, strict=True)):
+        if i or not ragged:
+            assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+def test_what_is_no_rotary_encoding_stays():
+    module = Layer(equal_halves=False).eval()
+    model = exported(module)
+    assert fusions.fuse_rotary(model) == 0
+    fusions.fuse_for_onnxruntime(model)
+    assert "RotaryEmbedding" not in kinds(model) and "Neg" in kinds(model)
+    with torch.no_grad():
+        expected = [t.numpy() for t in module(*inputs())]
+    for a, b in zip(results(model), expected, strict=True):
+        assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
+
+
+def test_export_without_fusions(tmp_path):
+    """fuse=False leaves nothing of another domain than the standard's and ours."""
+    torch.manual_seed(1)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
+                                         vocab_size=50, intermediate_size=32)).eval()
+    export_decoder(model, tmp_path, fuse=False)
+    found = onnx.load(tmp_path / "model.onnx")
+    assert {n.domain for n in found.graph.node} == {"", "leanfleet"} and {f.domain for f in found.functions} == {"leanfleet"}
+
+
+class Retention(torch.nn.Module):
+    """Two layers of linear attention over rotated heads [B,N,H,D]. form: "other" has sines of other angles than the cosines,
+    "flat" heads that were rows [B,N*H,D]."""
+
+    def __init__(self, form):
+        super().__init__()
+        self.layers = torch.nn.ModuleList(torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HEADS * SIZE, bias=False) for _ in range(3))
+                                          for _ in range(2))
+        self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
+        self.form = form
+
+    def turn(self, x, positions):
+        if self.form != "other":
+            return rotary(x, positions, 100.0, "bnhd")
+        angles = positions[:, :, None, None].float() * torch.linspace(0.1, 1.0, SIZE // 2)
+        cos, sin = angles.cos(), (angles * 2).sin()
+        first, second = x[..., :SIZE // 2], x[..., SIZE // 2:]
+        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
+
+    def forward(self, x, positions):
+        for layer in self.layers:
+            q, k, v = (p(x).unflatten(-1, (HEADS, SIZE)) for p in layer)
+            if self.form == "flat":
+                q, k = (torch.relu(t.reshape(t.shape[0], -1, SIZE)).view(*v.shape) for t in (q, k))
+            q, k = self.turn(q, positions), self.turn(k, positions) * (positions % 5 > 0)[..., None, None].to(k.dtype)
+            x = x + self.out(causal_linear_decay(q, k, v, layout="bnhd").flatten(2)) * 0.1
+        return x
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("form", ["plain", "other", "flat"])
+def test_rotated_halves_of_heads(form, dtype):
+    """Rotary encodings of linear attention, whose angles are a request's own, become nodes that share their tables; what
+    padding's keys are multiplied with goes into these. Not where heads come from rows of their own."""
+    torch.manual_seed(4)
+    module, x = Retention(form).eval().to(dtype), torch.randn(3, 7, HIDDEN).to(dtype)
+    positions = torch.tensor([[0], [40], [1000]]) + torch.arange(7)
+    # Tables in 16 bits lose about as much again as the module does, which turns in float32.
+    found = fused_and_compared(module, (x, positions), ({0: BATCH, 1: TOKENS},) * 2, "RotaryEmbedding", 3)
+    assert (found.count("RotaryEmbedding"), found.count("Cos")) == (4 if form == "plain" else 0, 1)
+    if form == "plain":  # angles, two tables, and two layers' factors of 0.1
+        assert found.count("Mul") == 5
+
+
+def test_rotated_halves_in_float64():
+    """ONNX Runtime's node has no such type."""
+    warnings.filterwarnings("ignore")
+    module, x = Retention("plain").eval().double(), torch.randn(3, 7, HIDDEN).double()
+    model = export(module, (x, torch.arange(7).expand(3, 7)), dynamic_shapes=({0: BATCH, 1: TOKENS},) * 2).model
+    fusions.fuse_for_onnxruntime(model)
+    assert "RotaryEmbedding" not in kinds(model)
+
+
+class Residuals(torch.nn.Module):
+    """Three blocks of norm and product whose results are added up. simplified: RMS norms as transformers writes them, else
+    LayerNorms. epsilons: of the norms, the last of which reads the result."""
+
+    def __init__(self, simplified, epsilons):
+        super().__init__()
+        self.simplified, self.epsilons = simplified, epsilons
+        self.norms = torch.nn.ModuleList(torch.nn.LayerNorm(HIDDEN, e) for e in epsilons)
+        self.products = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HIDDEN, bias=False) for _ in epsilons[1:])
+        for norm in self.norms:
+            torch.nn.init.normal_(norm.weight)
+            torch.nn.init.normal_(norm.bias)
+
+    def norm(self, i, x):
+        if not self.simplified:
+            return self.norms[i](x)
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        return self.norms[i].weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + self.epsilons[i])).to(x.dtype)
+
+    def forward(self, x):
+        for i, product in enumerate(self.products):
+            x = x + product(self.norm(i, x))
+        return self.norm(len(self.products), x), x.sum(-1)
+
+
+def fused_and_compared(module, inputs, shapes, name, rounds=2):
+    """The fused model of a module in float32 or float16, of which kernels and functions lose at most `rounds` times what the
+    module does."""
+    warnings.filterwarnings("ignore")
+    dtype = next(module.parameters()).dtype
+    with torch.no_grad():
+        plain = module(*inputs)
+        exact = module.double()(*(t.double() if t.is_floating_point() else t for t in inputs))
+        module.to(dtype)
+    as_list = [(x if isinstance(x, tuple) else (x,)) for x in (plain, exact)]
+    model = export(module, inputs, dynamic_shapes=shapes).model
+    fusions.fuse_for_onnxruntime(model)
+    for made in (ir.to_proto(model), renamed(model, name), prepare(ir.to_proto(model))):
+        onnx.checker.check_model(made)
+    for made in (ir.to_proto(model), renamed(model, name)):
+        session = make_session(made, ["CPUExecutionProvider"])
+        found = session.run(None, {i.name: t.numpy() for i, t in zip(session.get_inputs(), inputs, strict=True)})
+        for x, other, judge in zip(found, *as_list, strict=True):
+            assert np.abs(x - judge.numpy()).max() <= rounds * (other.double() - judge).abs().max().item()
+    return kinds(model)
+
+
+BATCH, TOKENS = (torch.export.Dim(n) for n in ("batch", "tokens"))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("simplified", [True, False])
+@pytest.mark.parametrize("epsilons, fused", [((1e-5,) * 4, 3), ((1e-5, 1e-5, 1e-3, 1e-5), 2)])
+def test_a_sum_and_its_norm(epsilons, fused, simplified, dtype):
+    """ONNX Runtime's kernels, and the functions, which hold one epsilon."""
+    torch.manual_seed(6)
+    module, x = Residuals(simplified, epsilons).eval().to(dtype), (30 * torch.randn(2, 5, HIDDEN)).to(dtype)
+    name = "SkipSimplifiedLayerNormalization" if simplified else "SkipLayerNormalization"
+    found = fused_and_compared(module, (x,), ({0: BATCH, 1: TOKENS},), name)
+    assert (found.count(name), found.count("Add")) == (fused, (3 - fused) + simplified * (4 - fused))
+
+
+@pytest.mark.parametrize("biases", [(True, True, False), (True, False, True)])
+def test_norms_with_and_without_bias(biases):
+    """A function has as many inputs as its first node: norms with other numbers of parameters stay."""
+    torch.manual_seed(6)
+    module = Residuals(False, (1e-5,) * 3).eval()
+    module.norms = torch.nn.ModuleList(torch.nn.LayerNorm(HIDDEN, bias=b) for b in biases)
+    found = fused_and_compared(module, (torch.randn(2, 5, HIDDEN),), ({0: BATCH, 1: TOKENS},), "SkipLayerNormalization")
+    assert (found.count("SkipLayerNormalization"), found.count("LayerNormalization")) == (1, 2)
+
+
+def test_a_weight_for_all_columns_is_no_norms_parameter():
+    torch.manual_seed(6)
+    module = Residuals(True, (1e-5,) * 3).eval()
+    for norm in module.norms:
+        norm.weight = torch.nn.Parameter(torch.randn(1))
+    found = fused_and_compared(module, (torch.randn(2, 5, HIDDEN),), ({0: BATCH, 1: TOKENS},), "SkipSimplifiedLayerNormalization")
+    assert "SkipSimplifiedLayerNormalization" not in found

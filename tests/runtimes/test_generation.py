@@ -1,0 +1,276 @@
+"""Text from exported folders: the commands `leanfleet export` and `leanfleet generate`, sampling, streaming, errors."""
+
+import io
+import json
+import math
+import shutil
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from leanfleet import cli
+from leanfleet import generate as generate_commands
+from leanfleet.export.verification import VerificationError
+from leanfleet.generate import load_pretrained
+from leanfleet.ort_ops import generation
+from support.decoders import byte_tokenizer
+
+
+@pytest.fixture(scope="module")
+def pretrained(tmp_path_factory):
+    """A folder as transformers writes it: a small Llama with random weights, and its tokenizer."""
+    folder = tmp_path_factory.mktemp("pretrained")
+    torch.manual_seed(3)
+    config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                      vocab_size=260, intermediate_size=64, max_position_embeddings=200, eos_token_id=256)
+    model = transformers.LlamaForCausalLM(config)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(3 if p.dim() > 1 else 1)
+    model.save_pretrained(folder)
+    byte_tokenizer().save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(pretrained, tmp_path_factory):
+    out = tmp_path_factory.mktemp("exported") / "model"
+    assert cli.main(["export", str(pretrained), str(out)]) == 0
+    return out
+
+
+def run(capsys, *arguments):
+    capsys.readouterr()
+    code = cli.main(["generate", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def expected_text(pretrained, prompt, count):
+    model, tokenizer = load_pretrained(pretrained)
+    ids = torch.tensor([prompt])
+    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
+                          eos_token_id=256, pad_token_id=0)[0, len(prompt):]
+    return tokenizer.decode(made, skip_special_tokens=True).rstrip("\ufffd")
+
+
+def test_greedy_chat_is_what_transformers_gives(folder, pretrained, capsys):
+    tokenizer = byte_tokenizer()
+    prompt = tokenizer("<user>Hello<end><assistant>")["input_ids"]
+    code, out, err = run(capsys, folder, "Hello", "--max-tokens", 20)
+    assert code == 0 and out.rstrip("\n") == expected_text(pretrained, prompt, 20)
+    assert f"prompt: {len(prompt)} tokens" in err and "tokens/s; generated: " in err
+
+
+def test_raw_and_system_prompts(folder, pretrained, capsys):
+    tokenizer = byte_tokenizer()
+    _, raw, _ = run(capsys, folder, "Hello", "--raw", "--max-tokens", 12)
+    assert raw.rstrip("\n") == expected_text(pretrained, tokenizer("Hello")["input_ids"], 12)
+    _, system, _ = run(capsys, folder, "Hello", "--system", "Be brief", "--max-tokens", 12)
+    prompt = tokenizer("<system>Be brief<end><user>Hello<end><assistant>")["input_ids"]
+    assert system.rstrip("\n") == expected_text(pretrained, prompt, 12)
+
+
+def test_several_prompts_are_each_answered(folder, capsys):
+    """One ragged batch gives what each prompt gives alone; each answer has its number."""
+    texts = ["Hi", "What is a lighthouse?", "abc"]
+    alone = [run(capsys, folder, text, "--max-tokens", 10)[1] for text in texts]
+    code, out, _ = run(capsys, folder, *texts, "--max-tokens", 10)
+    assert code == 0 and out == "".join(f"[{i}] {text}" for i, text in enumerate(alone, 1))
+
+
+def test_stdin_and_stop_token(folder, capsys, monkeypatch):
+    _, free, _ = run(capsys, folder, "Hello", "--max-tokens", 20)
+    stop = next(c for c in free if c.isascii() and c.isalnum())
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
+    code, out, _ = run(capsys, folder, "-", "--max-tokens", 20, "--stop", stop)
+    assert code == 0 and out.rstrip("\n") == free[:free.index(stop) + 1]
+
+
+def test_sampling_options(folder, capsys):
+    """Seeds repeat; --top-k alone samples; one candidate is greedy."""
+    def text(*options):
+        return run(capsys, folder, "Hello", "--max-tokens", 16, *options)[1]
+
+    greedy = text()
+    assert text("--top-k", 1) == greedy and text("--top-p", 1e-6) == greedy
+    assert text("--top-k", 50, "--temperature", 3, "--seed", 1) == text("--top-k", 50, "--temperature", 3, "--seed", 1)
+    assert len({text("--temperature", 3, "--seed", seed) for seed in range(4)}) > 1
+
+
+def test_sampled_tokens_have_their_probabilities():
+    """Frequencies of many draws against softmax, cut to top_k and top_p: within 5 standard deviations, and nothing else."""
+    logits = np.log(np.array([0.4, 0.05, 0.3, 0.15, 0.1]))
+    for temperature, top_k, top_p, kept in ((1.0, 0, 1.0, [0, 1, 2, 3, 4]), (0.5, 0, 1.0, [0, 1, 2, 3, 4]), (1.0, 3, 1.0, [0, 2, 3]),
+                                            (1.0, 0, 0.65, [0, 2]), (1.0, 4, 0.9, [0, 2, 3, 4])):
+        draws = 4000
+        found = generation.choose(np.tile(logits, (draws, 1)), temperature, top_k, top_p, np.random.default_rng(0))
+        p = np.zeros(5)
+        p[kept] = np.exp(logits[kept] / temperature)
+        p /= p.sum()
+        counts = np.bincount(found, minlength=5)
+        assert (np.abs(counts - draws * p) <= 5 * np.sqrt(draws * p * (1 - p))).all(), (temperature, top_k, top_p, counts / draws)
+
+
+def test_text_stream_gives_whole_characters():
+    tokenizer = byte_tokenizer()
+    text = "naïve 猫 🙂 end"
+    tokens = tokenizer(text)["input_ids"]
+    stream = generation.TextStream(tokenizer)
+    pieces = [stream.add(t) for t in tokens]
+    assert "".join(pieces) == text and len(tokens) > len(text)
+    assert not any("\ufffd" in piece for piece in pieces) and pieces.count("") == len(tokens) - len(text)
+
+
+def test_default_of_new_tokens_is_what_fits(folder, capsys):
+    """200 positions: 128 new tokens where they fit, else what is left; a wish that does not fit is refused."""
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    for length, count in ((1, 128), (190, 10), (199, 1)):
+        assert len(generation.generate(decoder, [[5] * length], stop_tokens=[])[0][0]) == count
+    assert len(generation.generate(decoder, [[5] * 7], capacity=9, stop_tokens=[])[0][0]) == 2
+    with pytest.raises(ValueError, match="318 tokens, 190 of them a prompt's, are more than the 200 positions"):
+        generation.generate(decoder, [[5] * 190], 128)
+    code, _, err = run(capsys, folder, "x" * 190, "--raw", "--stop", "<user>")
+    assert code == 0 and "prompt: 190 tokens" in err
+
+
+def test_texts_from_python(folder, capsys):
+    """As the command answers them, with the folder's tokenizer; also mixed with token ids."""
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    tokens, _ = generation.generate(decoder, ["Hello"], 12)
+    assert decoder.tokenizer.decode(tokens[0]).rstrip("\ufffd") == run(capsys, folder, "Hello", "--max-tokens", 12)[1].rstrip("\n")
+    raw, _ = generation.generate(decoder, ["Hello"], 12, chat=False)
+    assert raw != tokens and raw == generation.generate(decoder, [decoder.tokenizer("Hello")["input_ids"]], 12)[0]
+    assert generation.generate(decoder, ["Hello", [5, 6]], 12)[0] == [*tokens, *generation.generate(decoder, [[5, 6]], 12)[0]]
+
+
+def test_prompts_that_are_none(folder, tmp_path):
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    for prompts, message in (([], "there is no prompt"), ([[]], "a prompt is empty"), ("Hi", "one text; give a list"), ([""], "is empty"),
+                             ([[1.5]], "no list of token ids"), ([[260]], "token ids lie in 0 .. 259"), ([5], "no list of token ids")):
+        with pytest.raises(ValueError, match=message):
+            generation.generate(decoder, prompts)
+    decoder = generation.load_decoder(without(folder, tmp_path / "a", "tokenizer.json", "tokenizer_config.json"))
+    assert generation.generate(decoder, [[5]], 1)[0]
+    with pytest.raises(FileNotFoundError, match="holds no tokenizer"):
+        generation.generate(decoder, ["Hi"])
+
+
+def test_logits_that_are_not_finite():
+    for value in (math.nan, math.inf):
+        logits = np.zeros((2, 5), np.float32)
+        logits[1, 3] = value
+        for temperature in (0, 1.0):
+            with pytest.raises(ValueError, match=f"logits are not finite, {value} among them"):
+                generation.choose(logits, temperature, 0, 1.0, np.random.default_rng(0))
+
+
+def test_stream_is_lazy(folder):
+    """The first token is there before the second is computed."""
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    statistics = generation.Statistics()
+    steps = generation.stream(decoder, [[5, 6], [7]], 4, stop_tokens=[], statistics=statistics)
+    first = next(steps)
+    assert statistics.decode_tokens == 0 and [len(t) for t in statistics.tokens] == [1, 1] and None not in first
+    assert len(list(steps)) == 3 and statistics.decode_tokens == 6 and statistics.prefill_tokens == 3
+
+
+def test_api_from_the_package(folder):
+    from leanfleet import ort_ops
+
+    decoder = ort_ops.load_decoder(folder, providers=["CPUExecutionProvider"])
+    tokens, statistics = ort_ops.generate(decoder, [[5, 6]], 3, stop_tokens=[])
+    assert len(tokens[0]) == 3 and statistics.tokens == tokens
+    assert math.isnan(ort_ops.generation.Statistics().tokens_per_second)
+
+
+def without(folder, target, *names):
+    shutil.copytree(folder, target)
+    for name in names:
+        (target / name).unlink()
+    return target
+
+
+def test_errors_are_one_line(folder, pretrained, tmp_path, capsys, monkeypatch):
+    no_tokenizer = without(folder, tmp_path / "a", "tokenizer.json", "tokenizer_config.json")
+    no_facts = without(folder, tmp_path / "b", "leanfleet.json")
+    no_template = without(folder, tmp_path / "c", "chat_template.jinja")
+    broken = without(folder, tmp_path / "d", "model.onnx")
+    (broken / "model.onnx").write_bytes(b"not a model")
+    other = without(folder, tmp_path / "e")
+    larger = byte_tokenizer()
+    larger.add_tokens(["Hi"])
+    larger.save_pretrained(other)
+    for arguments, message in [
+        ([folder, ""], "the prompt is empty"),
+        ([folder, "Hi", "  "], "the prompt is empty"),
+        ([folder, "Hi", "--max-tokens", 0], "max_new_tokens is 0; it must be a whole number, at least 1"),
+        ([folder, "Hi", "--capacity", 10, "--max-tokens", 9], "cache slots; the caches have 10. Raise capacity, or ask for"),
+        ([folder, "Hi", "--capacity", 3], "need 6 cache slots; the caches have 3. Raise capacity"),
+        ([folder, "x" * 180, "--max-tokens", 128], "positions that the model was trained for"),
+        ([folder, "x" * 200], "positions that the model was trained for"),
+        ([folder, "Hi", "--temperature", -1], "temperature is -1.0; expected 0 (the likeliest) or a positive number"),
+        ([folder, "Hi", "--temperature", "nan"], "temperature is nan; expected"),
+        ([folder, "Hi", "--seed", -1], "seed is -1; expected a whole number from 0 on"),
+        ([folder, "Hi", "--top-p", 0], "top_p is 0.0; expected a number above 0"),
+        ([folder, "Hi", "--stop", "blub"], "--stop blub: no single token"),
+        ([folder, "Hi", "--raw", "--system", "x"], "give one of the two"),
+        ([folder, "Hi", "--cuda-graph", "--provider", "cpu"], "--cuda-graph needs the CUDA provider"),
+        ([tmp_path / "nowhere", "Hi"], "is not a folder"),
+        ([pretrained, "Hi"], "it holds a transformers model that is not exported yet: leanfleet export"),
+        ([no_facts, "Hi"], "leanfleet.json does not exist; write the folder with leanfleet.export.export_decoder"),
+        ([no_tokenizer, "Hi"], "holds no tokenizer (tokenizer.json)"),
+        ([no_template, "Hi", "--system", "x"], "has no chat template"),
+        ([broken, "Hi"], "model.onnx"),
+        ([other, "Hi"], "Is this the model's own tokenizer?"),
+    ]:
+        code, out, err = run(capsys, *arguments)
+        assert code == 2 and message in err and out == "" and err.count("\n") == 1, (arguments, err)
+    monkeypatch.setenv("LEANFLEET_LIBRARY_DIR", str(tmp_path))
+    code, _, err = run(capsys, folder, "Hi")
+    assert code == 2 and "libleanfleet_ort.so" in err and err.count("\n") == 1
+
+
+def test_export_errors_are_one_line(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "empty").mkdir()
+    capsys.readouterr()
+    assert cli.main(["export", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
+    assert "neither config.json nor a GGUF file" in capsys.readouterr().err
+    for name in ("a.gguf", "b.gguf"):
+        (tmp_path / "empty" / name).touch()
+    assert cli.main(["export", str(tmp_path / "empty"), str(tmp_path / "out")]) == 2
+    assert "holds 2 GGUF files" in capsys.readouterr().err
+    bloom = transformers.BloomForCausalLM(transformers.BloomConfig(hidden_size=32, n_layer=1, n_head=2, vocab_size=260))
+    bloom.save_pretrained(tmp_path / "bloom")
+    byte_tokenizer().save_pretrained(tmp_path / "bloom")
+    assert cli.main(["export", str(tmp_path / "bloom"), str(tmp_path / "out")]) == 2
+    assert "ALiBi" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
+
+
+def test_export_says_what_it_verified(folder, pretrained, tmp_path, capsys, monkeypatch):
+    verified = json.loads((folder / "leanfleet.json").read_text())["verified"]
+    assert 0 < verified["largest_difference"] < verified["bound"]
+    assert generate_commands.describe_verification(verified).startswith(
+        f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
+        f"{verified['largest_difference']:.1e} at most")
+
+    def wrong(*arguments, **options):
+        raise VerificationError("LlamaForCausalLM: the exported file is wrong")
+
+    monkeypatch.setattr("leanfleet.export.verification.verify", wrong)
+    capsys.readouterr()
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "leanfleet export: LlamaForCausalLM: the exported file is wrong"
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out"), "--no-verify"]) == 0
+    assert "not verified: --no-verify" in capsys.readouterr().err
+
+
+def test_bfloat16_says_that_it_needs_a_gpu(pretrained, tmp_path, capsys):
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    error = capsys.readouterr().err
+    assert "verified: " in error and "bfloat16 needs a GPU: ONNX Runtime's CPU provider has no kernels for it" in error
+    assert f'leanfleet generate {tmp_path / "out"} "Hello" --provider cuda' in error

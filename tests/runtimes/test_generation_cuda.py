@@ -1,0 +1,151 @@
+"""Generation on the CUDA provider: caches and states on the device, decode steps with and without CUDA graphs.
+
+Run it on a machine with a GPU, onnxruntime-gpu and a leanfleet built with CUDA: there it fails rather than skips.
+"""
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+import transformers
+
+from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
+from leanfleet.export.serving import export_for_serving
+from leanfleet.ort_ops.generation import _Steps, generate, load_decoder
+from leanfleet.ort_ops.serving import ContinuousBatch
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+VOCABULARY = 211
+CUDA = ["CUDAExecutionProvider"]
+
+
+def llama():
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=384, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
+        intermediate_size=128, max_position_embeddings=2048, eos_token_id=2))
+
+
+def minimax():
+    return transformers.AutoModelForCausalLM.from_config(transformers.MiniMaxConfig(
+        hidden_size=384, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
+        intermediate_size=64, max_position_embeddings=2048, pad_token_id=0, num_local_experts=2,
+        num_experts_per_tok=2,  # both, or a near tie of two experts would turn a rounding into another answer
+        layer_types=["linear_attention", "full_attention", "linear_attention"]))
+
+
+def retnet():
+    return LinearDecoder(LinearDecoderConfig("retnet", VOCABULARY, hidden_size=384, num_hidden_layers=2, num_attention_heads=6,
+                                             feed_forward_size=128, eos_token_id=2))
+
+
+MODELS = {"llama": llama, "minimax": minimax, "retnet": retnet}
+
+
+@pytest.fixture(scope="module", params=MODELS)
+def folder(request, tmp_path_factory):
+    assert CUDA[0] in onnxruntime.get_available_providers(), "install onnxruntime-gpu to test on this GPU"
+    torch.manual_seed(5)
+    model = MODELS[request.param]().eval()
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2 if p.dim() > 1 else 1)
+    folder = tmp_path_factory.mktemp(request.param)
+    export_decoder(model, folder)
+    return folder
+
+
+def prompts(*lengths):
+    generator = np.random.default_rng(1)
+    return [generator.integers(3, VOCABULARY, n).tolist() for n in lengths]
+
+
+def run(folder, asked, count=24, **options):
+    """(tokens, logits of each step [steps,B,vocabulary])."""
+    seen = []
+    decoder = load_decoder(folder, **options)
+    tokens, _ = generate(decoder, asked, count, stop_tokens=[], on_logits=lambda x: seen.append(x.copy()))
+    return tokens, np.stack(seen), decoder
+
+
+def assert_same(found, expected):
+    """Logits of a step agree while the tokens so far do. TF32 and another order of sums cost a few thousandths."""
+    for row in range(found[1].shape[1]):
+        for step in range(len(found[1])):
+            a, b = found[1][step, row], expected[1][step, row]
+            assert np.abs(a - b).max() <= 2e-2 * np.abs(b).max(), (row, step, np.abs(a - b).max())
+            if found[0][row][step] != expected[0][row][step]:
+                best = np.sort(b)[-2:]
+                assert best[1] - best[0] <= 4e-2 * np.abs(b).max(), "another token, and not a near tie"
+                break
+
+
+def test_cuda_gives_what_the_cpu_gives(folder):
+    asked = prompts(1, 65, 17, 200)
+    assert_same(run(folder, asked, providers=CUDA), run(folder, asked, providers=["CPUExecutionProvider"]))
+
+
+def test_caches_stay_on_the_device_and_in_place(folder):
+    decoder = load_decoder(folder, providers=CUDA)
+    steps = _Steps(decoder, 2, 64)
+    assert all(v.device_name() == "cuda" for values in steps.buffers for v in values)
+    assert [len(values) for values in steps.buffers] == [1] * len(decoder.caches)
+    addresses = [values[0].data_ptr() for values in steps.buffers]
+    lens = np.array([3, 1], np.int32)
+    steps.run(np.full((2, 3), 5), lens, lens)
+    outputs = {o.data_ptr() for o in steps.bindings[0].get_outputs()[:-1]}
+    assert outputs == set(addresses)
+
+
+def test_graphs_replay_what_plain_steps_give(folder):
+    """Token for token and bit for bit nearly: the captured step is the same kernels. States are double-buffered, so that the
+    runs before the capture, which repeat a step, leave no trace; a second batch of the same size uses the same graphs."""
+    asked = prompts(9, 70, 33)
+    plain = run(folder, asked, 40, providers=CUDA)
+    tokens, logits, decoder = run(folder, asked, 40, cuda_graph=True)
+    assert decoder.captured, "no step was captured"
+    assert tokens == plain[0] and np.abs(logits - plain[1]).max() <= 1e-4 * np.abs(plain[1]).max()
+    steps = next(iter(decoder.captured.values()))
+    for cache, values in zip(decoder.caches, steps.buffers, strict=True):
+        assert len(values) == (1 if "capacity" in cache.shape else 2)
+    again, _ = generate(decoder, asked, 40, stop_tokens=[])
+    assert again == tokens and len(decoder.captured) == 1
+    other = prompts(5, 6)
+    assert generate(decoder, other, 30, stop_tokens=[])[0] == run(folder, other, 30, providers=CUDA)[0]
+    assert len(decoder.captured) == 2
+    assert generate(decoder, asked, 40, stop_tokens=[])[0] == tokens, "graphs of two batches disturb each other"
+
+
+def test_a_graph_serves_requests_that_stop(folder):
+    asked = prompts(4, 12)
+    free = run(folder, asked, 20, providers=CUDA)[0]
+    stop = free[0][5]
+    found, _ = generate(load_decoder(folder, cuda_graph=True), asked, 20, stop_tokens=[stop])
+    expected, _ = generate(load_decoder(folder, providers=CUDA), asked, 20, stop_tokens=[stop])
+    assert found == expected and len(found[0]) <= 6
+
+
+def test_half_precision(tmp_path):
+    """float16 weights and caches: logits of the float32 model within what rounding weights and activations costs."""
+    torch.manual_seed(5)
+    model = llama().eval()
+    export_decoder(model, tmp_path / "float32")
+    export_decoder(model.half(), tmp_path / "float16")
+    asked = prompts(100)
+    expected, found = run(tmp_path / "float32", asked, 1, providers=CUDA), run(tmp_path / "float16", asked, 8, cuda_graph=True)
+    assert np.abs(found[1][0] - expected[1][0]).max() <= 2e-2 * np.abs(expected[1][0]).max()
+
+
+def test_continuous_batch_in_graphs(tmp_path):
+    """Captured steps and others take turns over the same pools, and give what plain steps give."""
+    torch.manual_seed(5)
+    export_for_serving(llama().eval(), tmp_path)
+    asked, answers = prompts(9, 70, 33, 1, 140, 18), [30, 12, 40, 5, 21, 33]
+    found = []
+    for options in ({"providers": CUDA}, {"cuda_graph": True}):
+        batch = ContinuousBatch(tmp_path, pages=60, max_requests=4, step_tokens=64, **options)
+        requests = [batch.add(prompt, answer, stop_tokens=()) for prompt, answer in zip(asked, answers)]
+        batch.run()
+        found.append([r.tokens for r in requests])
+    assert found[0] == found[1] and [len(t) for t in found[1]] == answers
+    assert {rows for rows, _ in batch.captured} >= {1, 4}, "no step was captured"

@@ -1,0 +1,283 @@
+"""Continuous batching: requests that join and leave get what they would get alone."""
+
+import numpy as np
+import onnxruntime
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma3TextConfig,
+    GPT2Config,
+    GPTNeoXConfig,
+    LlamaConfig,
+    LlamaForCausalLM,
+    Phi3Config,
+    PhiConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
+
+from leanfleet import parity
+from leanfleet.export.decoder import export_decoder
+from leanfleet.export.serving import export_for_serving
+from leanfleet.ort_ops.serving import ContinuousBatch
+
+BLOCK = 8
+
+
+@pytest.fixture(scope="module")
+def model():
+    torch.manual_seed(0)
+    return LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
+                                        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=256,
+                                        initializer_range=0.2)).eval()
+
+
+@pytest.fixture(scope="module")
+def folder(model, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("served")
+    export_for_serving(model, folder, block=BLOCK)
+    return folder
+
+
+def prompts(count, seed=0):
+    random = np.random.default_rng(seed)
+    return [random.integers(0, 97, n).tolist() for n in random.integers(1, 60, count)]
+
+
+def alone(model, prompt, new):
+    ids = torch.tensor([prompt])
+    with torch.no_grad():
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None,
+                                pad_token_id=0)
+    return tokens[0, len(prompt):].tolist()
+
+
+@pytest.mark.parametrize("limits", [{"pages": 200, "max_requests": 16, "step_tokens": 256},
+                                    {"pages": 23, "max_requests": 3, "step_tokens": 7}])
+def test_requests_join_and_leave(model, folder, limits):
+    """Every request gets the tokens of a generation of its own; all pages come back."""
+    batch = ContinuousBatch(folder, providers=["CPUExecutionProvider"], **limits)
+    wanted, requests, random = prompts(12), [], np.random.default_rng(1)
+    sizes = []
+    for prompt in wanted:
+        requests.append(batch.add(prompt, int(random.integers(1, 20)), stop_tokens=()))
+        for _ in range(random.integers(0, 3)):
+            batch.step()
+            sizes.append(len(batch.running))
+    batch.run()
+    assert max(sizes) > 1 and batch.idle
+    for prompt, request in zip(wanted, requests):
+        assert request.done and request.tokens == alone(model, prompt, request.max_new_tokens)
+    assert sorted(batch.free_pages) == list(range(limits["pages"]))
+    assert batch.processed_tokens == sum(len(r.prompt) + len(r.tokens) - 1 for r in requests)
+
+
+def test_captured_steps(model, folder):
+    """What CUDA graphs replay, on the CPU: steps of one token each have a size of their own, a power of two or the limit, and
+    rows without a request change nothing."""
+    batch = ContinuousBatch(folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+    batch.captured, batch.step_logits = {}, onnxruntime.OrtValue.ortvalue_from_shape_and_type([5, 97], np.float32, "cpu", 0)
+    wanted, requests, random = prompts(9), [], np.random.default_rng(4)
+    for pool in batch.pools:
+        pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
+    for prompt in wanted:
+        requests.append(batch.add(prompt, int(random.integers(1, 25)), stop_tokens=()))
+    batch.run()
+    assert {rows for rows, _ in batch.captured} == {1, 2, 4, 5} and {pages for _, pages in batch.captured} <= {1, 2, 4, 8, 16}
+    for prompt, request in zip(wanted, requests):
+        assert request.tokens == alone(model, prompt, request.max_new_tokens)
+
+
+def test_pages_are_reused_with_old_contents(model, folder):
+    """A pool that is full of another request's keys, or of NaN, changes nothing."""
+    batch = ContinuousBatch(folder, pages=12, providers=["CPUExecutionProvider"])
+    for pool in batch.pools:
+        pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
+    for prompt in prompts(4, seed=3):
+        request = batch.add(prompt, 9, stop_tokens=())
+        batch.run()
+        assert request.tokens == alone(model, prompt, 9)
+
+
+def test_stop_tokens_and_cancel(model, folder):
+    batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
+    first, second = prompts(2, seed=5)
+    expected = alone(model, first, 12)
+    stop = expected[4]
+    stopped = batch.add(first, 12, stop_tokens=[stop])
+    cancelled = batch.add(second, 30, stop_tokens=())
+    batch.step()
+    batch.cancel(cancelled)
+    batch.run()
+    assert stopped.tokens == expected[:expected.index(stop) + 1]
+    assert cancelled.done and len(cancelled.tokens) <= 1
+    assert len(batch.free_pages) == 40
+    equal = [batch.add(first, 3, stop_tokens=()) for _ in range(2)]
+    batch.cancel(equal[1])
+    batch.run()
+    assert [len(r.tokens) for r in equal] == [3, 0] and all(r.done for r in equal)
+
+
+def test_sampling_depends_on_the_request_alone(folder):
+    prompt = prompts(1)[0]
+    options = {"temperature": 1.3, "top_k": 20, "seed": 7, "stop_tokens": ()}
+    lone = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
+    expected = lone.add(prompt, 10, **options)
+    lone.run()
+    busy = ContinuousBatch(folder, pages=99, step_tokens=32, providers=["CPUExecutionProvider"])
+    for other in prompts(5, seed=8):
+        busy.add(other, 12)
+    found = busy.add(prompt, 10, **options)
+    busy.run()
+    assert found.tokens == expected.tokens
+
+
+def test_without_the_library(model, folder):
+    """The function bodies give the same tokens."""
+    batch = ContinuousBatch(folder, pages=20, max_requests=3, step_tokens=16, providers=["CPUExecutionProvider"], library=False)
+    wanted = [p[:20] for p in prompts(3, seed=2)]
+    requests = [batch.add(p, 4, stop_tokens=()) for p in wanted]
+    batch.run()
+    assert [r.tokens for r in requests] == [alone(model, p, 4) for p in wanted]
+
+
+def test_nodes(folder):
+    """Of each layer one Gather brings tokens to their requests and one takes them back; nothing turns queries and keys outside."""
+    nodes = parity._load(folder / "model.onnx").graph.node
+    attentions = [n for n in nodes if n.op_type == "LeanAttention"]
+    assert len(attentions) == 2 and all(len([name for name in n.input if name]) == 8 for n in attentions)
+    makers = {name: n for n in nodes for name in n.output}
+    for attention in attentions:
+        assert makers[makers[attention.input[0]].input[0]].op_type == "Gather", "one tensor of queries, keys and values"
+    assert sum(n.op_type == "Gather" for n in nodes) == 2 * 2 + 3  # the embedding, and the rows of the last tokens
+    assert not {"RotaryEmbedding", "Transpose", "Cos"} & {n.op_type for n in nodes}
+
+
+SMALL = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, initializer_range=0.2)
+GROUPED = dict(SMALL, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=256)
+
+
+@pytest.mark.parametrize("fuse", (True, False))
+@pytest.mark.parametrize("config", [
+    Qwen2Config(**GROUPED), Qwen3Config(**GROUPED, head_dim=16), PhiConfig(**GROUPED, partial_rotary_factor=0.5),
+    PhiConfig(**GROUPED, qk_layernorm=True), GPTNeoXConfig(**SMALL, intermediate_size=64, max_position_embeddings=256, rotary_pct=0.5),
+    Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=9),
+    GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2)],
+    ids=lambda c: f"{c.model_type}{'-norms' * getattr(c, 'qk_layernorm', False)}" if hasattr(c, "model_type") else c)
+def test_other_models(config, fuse, tmp_path):
+    """Projections with biases, norms before and after heads come first, rotary encodings of a part, and none."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    export_for_serving(model, tmp_path, block=BLOCK, fuse=fuse)
+    nodes = parity._load(tmp_path / "model.onnx").graph.node
+    assert ("com.microsoft" in {n.domain for n in nodes}) == fuse
+    packed = [a.i for n in nodes if n.op_type == "LeanAttention" for a in n.attribute if a.name == "packed_qkv"]
+    assert packed == [int(fuse and config.model_type in ("qwen2", "gpt2"))] * 2  # others have something in between
+    batch = ContinuousBatch(tmp_path, pages=60, max_requests=3, step_tokens=24, providers=["CPUExecutionProvider"])
+    wanted = prompts(5, seed=4)
+    requests = [batch.add(p, 6, stop_tokens=()) for p in wanted]
+    batch.run()
+    assert [r.tokens for r in requests] == [alone(model, p, 6) for p in wanted]
+
+
+def test_longrope(tmp_path):
+    """Short factors up to the original length: a request's tokens do not depend on its neighbours, and more is refused."""
+    torch.manual_seed(1)
+    half = 48 // 4 // 2
+    config = Phi3Config(**GROUPED, pad_token_id=0, original_max_position_embeddings=64, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [4.0 + i for i in range(half)],
+        "short_factor": [1.0] * half, "original_max_position_embeddings": 64})
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    export_for_serving(model, tmp_path, block=BLOCK)
+    attentions = [n for n in parity._load(tmp_path / "model.onnx").graph.node if n.op_type == "LeanAttention"]
+    assert len(attentions) == 2 and all(len(n.input) > 10 for n in attentions)  # angles are tables by position
+    batch = ContinuousBatch(tmp_path, pages=60, max_requests=3, providers=["CPUExecutionProvider"])
+    wanted = [p[:40] for p in prompts(3, seed=6)]
+    requests = [batch.add(p, 6, stop_tokens=()) for p in wanted]
+    batch.run()
+    assert [r.tokens for r in requests] == [alone(model, p, 6) for p in wanted]
+    with pytest.raises(ValueError, match="65 tokens are more than the 64 positions"):
+        batch.add([5] * 60, 5)
+
+
+@pytest.mark.parametrize("arguments, message", [
+    (([], 3), "a prompt is empty"), (([1], 0), "max_new_tokens is 0"), (("text", 3), "is the text 'text'"), (([1.5], 3), "no list of"), (([5, 97], 3), "token ids lie in 0 .. 96; found 5 .. 97"),
+    (([1] * 250, 10), "260 tokens are more than the 256 positions"), (([1] * 60, 30), "need 12 pages of 8; the pool has 10")])
+def test_refused_requests(folder, arguments, message):
+    batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
+    with pytest.raises(ValueError, match=message):
+        batch.add(*arguments)
+    assert batch.idle
+
+
+@pytest.mark.parametrize("options", [
+    {"top_p": 0}, {"top_p": float("nan")}, {"top_p": 1.5}, {"temperature": float("nan")}, {"temperature": -1.0}, {"temperature": "hot"},
+    {"temperature": float("inf")}, {"seed": -1}, {"seed": 1.5}, {"top_k": -3}, {"top_k": None}, {"stop_tokens": 5}, {"stop_tokens": "a"},
+    {"max_new_tokens": 2.5}], ids=str)
+def test_wrong_options_are_refused_at_once(folder, options):
+    batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; (expected|it must be)") as error:
+        batch.add([1, 2], **({"temperature": 1.0} | options))
+    assert "\n" not in str(error.value) and batch.idle and len(batch.free_pages) == 10
+
+
+def test_default_of_new_tokens_is_what_fits(folder):
+    batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
+    assert [batch.add([1] * n).max_new_tokens for n in (1, 60)] == [79, 20]
+    batch = ContinuousBatch(folder, pages=100, providers=["CPUExecutionProvider"])
+    assert [batch.add([1] * n).max_new_tokens for n in (1, 200)] == [128, 56]
+
+
+def test_one_bad_request_harms_no_other(model, folder, monkeypatch):
+    """Logits that are not numbers end the request that has them, in its second step; all others get their tokens."""
+    batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
+    wanted = prompts(3, seed=5)
+    requests = [batch.add(p, 6, stop_tokens=(), temperature=t) for p, t in zip(wanted, (0.0, 0.7, 0.0))]
+    run, steps = batch._run, []
+
+    def spoiled(feed):
+        logits = run(feed).copy()
+        steps.append(len(logits))
+        if len(steps) == 2:
+            logits[1, 7] = np.nan
+        return logits
+
+    monkeypatch.setattr(batch, "_run", spoiled)
+    batch.step()
+    found = batch.step()
+    bad = requests[1]
+    assert [r for r, _ in found] == [requests[0], requests[2]] and len(bad.tokens) == 1
+    assert bad.done and "logits are not finite" in str(bad.error) and bad not in batch.running and bad.pages == []
+    batch.run()
+    assert batch.idle and sorted(batch.free_pages) == list(range(40))
+    for i in (0, 2):
+        assert requests[i].tokens == alone(model, wanted[i], 6) and requests[i].error is None
+
+
+def test_a_failing_call_changes_nothing(model, folder, monkeypatch):
+    batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
+    requests = [batch.add(p, 5, stop_tokens=()) for p in prompts(2, seed=5)]
+    batch.step()
+    before = [(list(r.tokens), r.cached) for r in requests], batch.steps
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "binding", None)  # what onnxruntime raises for it is not the point
+        with pytest.raises(Exception):  # noqa: B017
+            batch.step()
+    assert ([(list(r.tokens), r.cached) for r in requests], batch.steps) == before
+    batch.run()
+    assert [r.tokens for r in requests] == [alone(model, r.prompt, 5) for r in requests]
+
+
+def test_refused_folders(model, folder, tmp_path):
+    with pytest.raises(FileNotFoundError, match="export_for_serving"):
+        ContinuousBatch(tmp_path, pages=10)
+    export_decoder(model, tmp_path / "plain")
+    with pytest.raises(ValueError, match="kind decoder; this needs one from leanfleet.export.serving"):
+        ContinuousBatch(tmp_path / "plain", pages=10)
+    with pytest.raises(ValueError, match="cuda_graph needs the library"):
+        ContinuousBatch(folder, pages=10, library=False, cuda_graph=True)
+    with pytest.raises(ValueError, match="step_tokens 4 is less than max_requests 16"):
+        ContinuousBatch(folder, pages=10, step_tokens=4)
+    with pytest.raises(ValueError, match="at least one; found 0"):
+        ContinuousBatch(folder, pages=10, max_requests=0)

@@ -1,0 +1,1 @@
+"""What tests share: cases, models, runs of kernels. Tests import from here, never from each other."""

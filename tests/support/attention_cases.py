@@ -1,0 +1,103 @@
+"""LeanAttention's random calls, and how results are compared."""
+
+import torch
+
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+NAN = float("nan")
+BLOCK = 16
+
+
+def int32(values):
+    return torch.tensor(values, dtype=torch.int32)
+
+
+def make_case(seed=0, variant="dense", dtype=torch.float32, lens=(65,), query_lens=None, H=6, Hkv=2, Nq=1, D=24, Dv=16,
+              block=BLOCK, spare=3, sinks=False, layout="bhnd", append=False, window=-1, rotary=0, positions=None, **attrs):
+    """(inputs, attrs) of a call. Everything that no query sees is NaN: unused cache positions, padding rows, unused
+    pages, positions that `append` fills, keys before all windows. Unused page table entries point nowhere.
+
+    lens: valid keys of each request, new ones included. spare: positions or pages beyond those. rotary: pairs of
+    columns that turn. positions: rows of the tables; None: as many as are needed.
+    """
+    randn = torch.Generator().manual_seed(seed)
+    B, counts = len(lens), [min(Nq, n) for n in lens] if query_lens is None else list(query_lens)
+
+    def normal(*shape):
+        return torch.randn(shape, generator=randn).to(dtype)
+
+    inputs = {"seq_lens": int32(lens), "query_lens": None if query_lens is None else int32(query_lens)}
+
+    def by_token(heads, width):
+        rows = normal(B, Nq, heads, width)
+        for b, n in enumerate(counts):
+            rows[b, n:] = NAN
+        return rows if layout == "bnhd" else rows.transpose(1, 2).contiguous()
+
+    inputs["query"] = by_token(H, D)
+    if append:
+        inputs["new_key"], inputs["new_value"] = by_token(Hkv, D), by_token(Hkv, Dv)
+
+    if variant == "dense":
+        S = max(max(lens) + spare, 1)
+        slots = [torch.arange(b * S, b * S + n) for b, n in enumerate(lens)]
+        total = B * S
+    elif variant == "ragged":
+        offsets = [0]
+        for n in lens:
+            offsets.append(offsets[-1] + n + spare)
+        slots = [torch.arange(begin, begin + n) for begin, n in zip(offsets[:-1], lens, strict=True)]
+        total = max(offsets[-1], 1)
+        inputs["cu_seqlens"] = int32([min(n, total) for n in offsets])
+    else:
+        M = max(-(-n // block) for n in lens) + 1
+        pages = torch.randperm(B * M + spare, generator=randn)
+        table = pages[:B * M].reshape(B, M)
+        slots = [(table[b].unsqueeze(-1) * block + torch.arange(block)).flatten()[:n] for b, n in enumerate(lens)]
+        total = len(pages) * block
+        for b, n in enumerate(lens):
+            table[b, -(-n // block):] = torch.tensor([-1, 10**9, -2**31])[b % 3]
+        inputs["block_table"] = table.int()
+
+    for name, width in (("key_cache", D), ("value_cache", Dv)):
+        cache = torch.full((total, Hkv, width), NAN, dtype=dtype)
+        for where, n in zip(slots, counts, strict=True):
+            seen = where[max(0, len(where) - n - window + 1):] if window > 0 else where
+            seen = seen[:len(seen) - n] if append else seen
+            cache[seen] = normal(len(seen), Hkv, width)
+        if variant == "dense":
+            cache = cache.reshape(B, S, Hkv, width).transpose(1, 2).contiguous()
+        elif variant == "ragged":
+            cache = cache.transpose(0, 1).contiguous()
+        else:
+            cache = cache.reshape(-1, block, Hkv, width)
+        inputs[name] = cache
+    if sinks:
+        inputs["sinks"] = torch.randn(H, generator=randn) + 2
+    if rotary:
+        angles = 7 * torch.rand(positions or max(*lens, 1), rotary, generator=randn)
+        inputs["cos_cache"], inputs["sin_cache"] = angles.cos(), angles.sin()
+    return inputs, {"layout": layout, "append": int(append), "window": window, **attrs}
+
+
+def same_bits(a, b):
+    integer = torch.int32 if a.element_size() == 4 else torch.int16
+    return torch.equal(a.view(integer), b.view(integer))
+
+
+def assert_one_rounding(name, found, judge):
+    """Equal to the judge but for a rounding to the type, besides two of float32; NaN where it is NaN."""
+    unit = {torch.float32: 0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[found.dtype]
+    found, known = found.double(), ~judge.isnan()
+    assert torch.equal(found.isnan(), judge.isnan()), f"{name}: another element is NaN"
+    allowed = unit * judge.abs() + 2.0**-23 * judge[known].abs().max() if known.any() else judge
+    assert ((found - judge).abs() <= allowed)[known].all(), f"{name} is not the reference's, rounded"
+
+
+VARIANTS = ("dense", "ragged", "paged")
+
+
+def packed(inputs, attrs):
+    """The same call with queries, new keys and new values as one tensor."""
+    rows = [inputs[n] for n in ("query", "new_key", "new_value")]
+    query = torch.cat(rows, 2 if attrs["layout"] == "bnhd" else 1)
+    return {**inputs, "query": query, "new_key": None, "new_value": None}, {**attrs, "packed_qkv": 1}

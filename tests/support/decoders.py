@@ -1,0 +1,73 @@
+"""Small language models, prompts and a tokenizer."""
+
+import torch
+import transformers
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
+
+from leanfleet.export import LinearDecoder, LinearDecoderConfig
+
+TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}<assistant>"
+
+
+def byte_tokenizer(chat=True):
+    """A token a byte, and four special ones: characters beyond ASCII are several tokens."""
+    vocabulary = {c: i for i, c in enumerate(sorted(pre_tokenizers.ByteLevel.alphabet()))}
+    tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    tokenizer.pre_tokenizer, tokenizer.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer.add_special_tokens(["<end>", "<user>", "<assistant>", "<system>"])
+    fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>")
+    fast.chat_template = TEMPLATE if chat else None
+    return fast
+
+
+SIZES = dict(hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16, vocab_size=211,
+             intermediate_size=128, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+FAMILIES = {
+    "llama": ("LlamaConfig", {}),
+    "mistral": ("MistralConfig", dict(sliding_window=5)),
+    "phi3": ("Phi3Config", {}),
+    "qwen2": ("Qwen2Config", {}),
+    "qwen3": ("Qwen3Config", {}),
+    "gemma2": ("Gemma2Config", dict(sliding_window=6, attn_logit_softcapping=20.0, query_pre_attn_scalar=16)),
+    # local layers with a rotary base of their own beside global ones
+    "gemma3": ("Gemma3TextConfig", dict(sliding_window=6, query_pre_attn_scalar=16,
+                                        layer_types=["sliding_attention", "full_attention"])),
+    # attention sinks, experts
+    "gpt-oss": ("GptOssConfig", dict(sliding_window=5, num_local_experts=4, num_experts_per_tok=2)),
+}
+
+
+def make(family):
+    config, extra = FAMILIES[family]
+    torch.manual_seed(5)
+    config = getattr(transformers, config)(**{**SIZES, **extra})
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    with torch.no_grad():  # random weights as they come give nearly equal logits: spread them
+        for p in model.parameters():
+            p.mul_(3 if p.dim() > 1 else 1)
+    return model
+
+
+def prompts(*lengths):
+    generator = torch.Generator().manual_seed(11)
+    return [torch.randint(3, SIZES["vocab_size"], (n,), generator=generator).tolist() for n in lengths]
+
+
+VOCABULARY, LONGEST = 211, 200
+
+
+def minimax():
+    config = transformers.MiniMaxConfig(
+        hidden_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16, vocab_size=VOCABULARY,
+        intermediate_size=64, max_position_embeddings=256, num_local_experts=4, block_size=16, pad_token_id=0,
+        layer_types=["linear_attention", "full_attention", "linear_attention"])
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
+def ours(kind, layers=2):
+    return LinearDecoder(LinearDecoderConfig(kind, VOCABULARY, hidden_size=96, num_hidden_layers=layers, num_attention_heads=6,
+                                             feed_forward_size=128, eos_token_id=2))
+
+
+MODELS = {"minimax": minimax, "retnet": lambda: ours("retnet"), "transnormer": lambda: ours("transnormer")}

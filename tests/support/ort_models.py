@@ -1,0 +1,162 @@
+"""ONNX models of a few nodes built from the schema, runs of them in ONNX Runtime on torch tensors, the toy library."""
+
+import hashlib
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+from onnx import TensorProto, helper
+
+from leanfleet import spec
+from support.kernels import DTYPE_NAMES, output_shapes, poisoned
+from support.paths import ROOT
+
+TOY_SCHEMA = ROOT / "tests" / "cpp" / "toy_op" / "ops.toml"
+ONNX_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
+              "int32": TensorProto.INT32}
+IR_VERSION = 10  # the newest that onnxruntime 1.20 reads
+
+
+def onnx_type(tensor, dtype):
+    """The ONNX type of a schema tensor in a node whose T is `dtype`."""
+    return ONNX_TYPES[{"T": dtype, "F": "float32", "I": "int32"}[tensor.type]]
+
+
+def make_node(op, present, attrs=None, name="node", outputs=None, rename=None):
+    """A node with the inputs named in `present`. outputs: the connected ones, "" for a gap; None: all that exist.
+
+    rename: tensor names of the graph for names of the schema, where they differ.
+    """
+    rename = rename or {}
+    active = op.active_outputs(attrs or {})
+    inputs = [t.name if t.name in present else "" for t in op.inputs]
+    outputs = [t.name if t in active else "" for t in op.outputs] if outputs is None else list(outputs)
+    for names in (inputs, outputs):  # positions count: what is left out between others has an empty name
+        while names and not names[-1]:
+            names.pop()
+    return helper.make_node(op.name, [rename.get(n, n) for n in inputs], [rename.get(n, n) for n in outputs],
+                            name=name, domain=spec.DOMAIN, **(attrs or {}))
+
+
+def make_model(nodes, inputs, outputs, initializers=(), value_info=()):
+    """A model of these nodes. inputs, outputs, value_info: (name, ONNX type, shape); shapes may hold names."""
+    infos = [[helper.make_tensor_value_info(*entry) for entry in entries] for entries in (inputs, outputs, value_info)]
+    graph = helper.make_graph(nodes, "graph", infos[0], infos[1], initializers, value_info=infos[2])
+    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION)]
+    return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
+
+
+def node_model(op, shapes, attrs=None, dtype="float32", outputs=None, name="node"):
+    """A model of one node whose inputs and outputs are the graph's. shapes: of the present inputs, by name."""
+    node = make_node(op, shapes, attrs, name, outputs)
+    types = {t.name: onnx_type(t, dtype) for t in op.outputs}
+    inputs = [(t.name, onnx_type(t, dtype), shapes[t.name]) for t in op.inputs if t.name in shapes]
+    return make_model([node], inputs, [(o, types[o], None) for o in node.output if o])
+
+
+def bind(binding, kind, name, tensor):
+    """Binds a contiguous tensor to a session's input or output; kind: "input" or "output"."""
+    getattr(binding, f"bind_{kind}")(name, tensor.device.type, tensor.device.index or 0,
+                                     ONNX_TYPES[DTYPE_NAMES[tensor.dtype]], tuple(tensor.shape), tensor.data_ptr())
+
+
+def bound(session, inputs, outputs):
+    """An IOBinding of these tensors, by name. Inputs that are None are left out."""
+    binding = session.io_binding()
+    for name, tensor in inputs.items():
+        if tensor is not None:
+            bind(binding, "input", name, tensor)
+    for name, tensor in outputs.items():
+        bind(binding, "output", name, tensor)
+    binding.tensors = inputs, outputs  # it knows addresses alone and would not keep them
+    return binding
+
+
+def node_outputs(op, inputs, attrs, in_place=False):
+    """Poisoned tensors for a node's outputs; in_place: the input's own where an output may take it."""
+    takes = {t.name: t.takes for t in op.outputs if in_place}
+    device = next(t for t in inputs.values() if t is not None).device
+    outputs = {}
+    for name, dtype, shape in output_shapes(op, inputs, attrs):
+        taken = inputs.get(takes.get(name))
+        outputs[name] = poisoned(shape, dtype, device) if taken is None else taken
+    return outputs
+
+
+def run_node(session, op, inputs, attrs=None, in_place=False):
+    """Runs a session of a node_model on these tensors; returns its outputs by name."""
+    outputs = node_outputs(op, inputs, attrs or {}, in_place)
+    session.run_with_iobinding(bound(session, inputs, outputs))
+    return outputs
+
+
+def profiled(options, folder):
+    """Switches profiling on in SessionOptions; see nodes_that_ran."""
+    options.enable_profiling = True
+    options.profile_file_prefix = str(folder / "profile")
+    return options
+
+
+def nodes_that_ran(session):
+    """(operator, provider) of every kernel run so far in a profiled session. This ends the profile."""
+    events = json.loads(Path(session.end_profiling()).read_text())
+    return [(e["args"]["op_name"], e["args"]["provider"]) for e in events
+            if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
+
+
+def cache_folder():
+    """Where tests keep what takes long to make; see csrc/find_headers.py."""
+    told = os.environ.get("LEANFLEET_CACHE_DIR")
+    return Path(told) if told else Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "leanfleet"
+
+
+def tool(name):
+    """Path of a program of this Python environment, or of the system."""
+    path = shutil.which(name, path=os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", "")]))
+    assert path, f"{name} is needed to build the toy operator: pip install 'leanfleet[test]'"
+    return path
+
+
+def build_toy_library():
+    """Builds the libraries from the toy operator's schema; returns their folder. Nothing is rebuilt that is current."""
+    build = cache_folder() / f"toy-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]}"
+    cuda = "ON" if torch.cuda.is_available() else "OFF"
+    for command in ([tool("cmake"), "-G", "Ninja", "-S", ROOT / "csrc", "-B", build, f"-DLEANFLEET_SCHEMA={TOY_SCHEMA}",
+                     f"-DLEANFLEET_CUDA={cuda}", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"],
+                    [tool("cmake"), "--build", build]):
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert result.returncode == 0, result.stdout
+    return build
+
+
+def run_in_oldest_runtime(version, file):
+    """(number of passed tests or 0 if one failed, end of the output) of a test file under this version of onnxruntime."""
+    folder = install_oldest_runtime(version)
+    path = os.pathsep.join(filter(None, [str(folder), os.environ.get("PYTHONPATH")]))  # an empty part is the working folder
+    environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
+    check = f"import onnxruntime; assert onnxruntime.__version__ == '{version}', onnxruntime.__file__"
+    subprocess.run([sys.executable, "-P", "-c", check], env=environment, check=True)
+    result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", file],
+                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    passed = re.search(r"(\d+) passed", result.stdout)
+    return int(passed[1]) if passed and result.returncode == 0 else 0, result.stdout[-8000:]
+
+
+def install_oldest_runtime(version):
+    """A folder to put on PYTHONPATH that holds this version of onnxruntime: LEANFLEET_ORT_MIN_DIR, or made by pip."""
+    if told := os.environ.get("LEANFLEET_ORT_MIN_DIR"):
+        return Path(told)
+    folder = cache_folder() / f"onnxruntime-{version}-py{sys.version_info.major}{sys.version_info.minor}"
+    if not folder.exists():
+        partial = folder.with_name(f"{folder.name}.{os.getpid()}")
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial,
+                   f"onnxruntime=={version}"]
+        result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        assert result.returncode == 0, result.stdout
+        partial.rename(folder)
+    return folder

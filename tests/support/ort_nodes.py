@@ -1,0 +1,145 @@
+"""Nodes of every operator and variant in ONNX Runtime, beside what the C interface computes."""
+
+import onnxruntime
+import pytest
+import torch
+
+from leanfleet import ort_ops, spec
+from support import ort_models
+from support.kernels import TORCH_DTYPES, run_kernel
+
+TOY = {s.name: s for s in spec.parse(ort_models.TOY_SCHEMA)}
+OPS = {**spec.all_specs(), **TOY}
+PROVIDERS = {"cpu": "CPUExecutionProvider", "cuda": "CUDAExecutionProvider"}
+DTYPES = ("float32", "float16", "bfloat16")
+# The present optional inputs and the attributes of each variant; sizes of dims that differ from SIZES.
+CACHE = ["seq_lens", "query_lens"]
+NEW = ["new_key", "new_value"]
+SUMS = ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"]
+VARIANTS = {
+    "LeanAttention": [
+        ([], {}, {}),
+        (CACHE, {"causal": 0, "scale": 0.3, "layout": "bnhd"}, {}),
+        ([*CACHE, *NEW, "sinks"], {"append": 1, "window": 5, "softcap": 8.0}, {}),
+        ([*CACHE, *NEW, "cu_seqlens"], {"append": 1}, {}),
+        ([*CACHE, *NEW, "block_table"], {"append": 1, "layout": "bnhd"}, {}),
+        (["block_table"], {}, {"H": 14}),
+        (["seq_lens", "sinks"], {}, {"Nq": 1, "S": 65}),
+        ([*CACHE, *NEW, "cos_cache", "sin_cache"], {"append": 1, "layout": "bnhd"}, {}),
+        (["block_table", "cos_cache", "sin_cache"], {"rotary_interleaved": 1}, {}),
+        (CACHE, {"append": 1, "packed_qkv": 1, "layout": "bnhd"}, {}),
+        ([*CACHE, "block_table", "cos_cache", "sin_cache"], {"append": 1, "packed_qkv": 1}, {}),
+    ],
+    "CausalLinearDecay": [
+        ([], {}, {}),
+        (["log_decay", "initial_state"], {"return_state": 1, "layout": "bnhd"}, {}),
+        (["log_decay", "initial_state"], {"return_state": 1, "algorithm": "fleet"}, {"N": 1}),
+        (["per_token log_decay", "initial_state", "initial_norm"],
+         {"normalize": 1, "return_state": 1, "eps": 1e-3}, {}),
+        (["per_token log_decay"], {"layout": "bnhd", "algorithm": "lightning"}, {"N": 64}),
+        (["log_decay", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1, "scale": 0.5}, {"B": 1}),
+        (["cu_seqlens"], {"return_state": 1, "algorithm": "causal_dot_product"}, {"B": 1}),
+        (["initial_state", "state_index"], {"return_state": 1}, {}),
+    ],
+    "CausalLinearDecayGrad": [
+        ([], {}, {}),
+        (["log_decay", "initial_state", "grad_final_state"], {"grad_decay": 1, "grad_state": 1, "scale": 0.5}, {}),
+        (["per_token log_decay"], {"grad_decay": 1, "layout": "bnhd"}, {}),
+        (["log_decay", "initial_state", "cu_seqlens"], {"grad_state": 1}, {"B": 1}),
+    ],
+    "NormalizedLinearAttention": [
+        ([], {}, {}),
+        (["coefficients"], {"causal": 0, "layout": "bnhd"}, {}),
+        (["coefficients", *SUMS], {"return_state": 1, "normalize_qk": 1, "eps": 1e-3}, {}),
+        (SUMS, {"return_state": 1}, {"N": 1}),
+    ],
+    "NormalizedLinearAttentionGrad": [
+        ([], {}, {}),
+        (["coefficients"], {"causal": 0, "layout": "bnhd", "eps": 1e-3}, {}),
+        (["coefficients"], {"normalize_qk": 1}, {}),
+        (["coefficients"], {"grad_coefficients": 0}, {}),
+    ],
+    "ScaledAdd": [
+        ([], {}, {}),
+        (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}),
+        (["total"], {"accumulate": 1}, {}),
+    ],
+}
+SIZES = {"B": 2, "H": 6, "Hkv": 2, "N": 9, "Nq": 3, "D": 8, "R": 5, "Dv": 7, "S": 11, "P": 9, "block": 4, "M": 3,
+         "total": 19, "Q": 3, "positions": 12, "half": 3}
+CASES = [pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")
+         for name, variants in VARIANTS.items() for i in range(len(variants)) for dtype in DTYPES]
+
+
+def make_session(model, device="cpu", options=None, **provider_options):
+    return ort_ops.make_session(model, [(PROVIDERS[device], provider_options)], options)
+
+
+def values(name, shape, dtype, size):
+    """Sensible values of an input: lengths that fit, decays of at most 0, pages and rows that exist."""
+    if name == "cu_seqlens":
+        ends = {"total": size["total"], "Q": size["N"]}["total" if "S" in size["symbols"] else "Q"]
+        return torch.linspace(0, ends, shape[0]).round().to(torch.int32)
+    integers = {"seq_lens": lambda: torch.arange(4, 4 + shape[0]),
+                "query_lens": lambda: size["Nq"] - torch.arange(shape[0]),
+                "block_table": lambda: torch.randperm(size["P"])[:shape[0] * shape[1]].reshape(shape),
+                "state_index": lambda: torch.randperm(size["P"])[:shape[0]],
+                "initial_count": lambda: 3 + torch.arange(shape[0])}
+    if name in integers:
+        return integers[name]().to(torch.int32)
+    if name.startswith("log_decay"):
+        return -torch.rand(shape)
+    if name in ("normalizer", "initial_norm"):
+        return 2 + torch.rand(shape)
+    return torch.randn(shape).to(dtype)
+
+
+def variant(name, index, dtype):
+    """(operator, inputs as torch tensors or None, attributes) of a variant."""
+    op, (extra, attrs, sizes) = OPS[name], VARIANTS[name][index]
+    per_token = any(e.startswith("per_token") for e in extra)
+    present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
+    size = {**SIZES, **sizes, "symbols": op.symbols}
+    given = op.given(present, attrs)
+    size, inputs = op.equal_sizes(size, given), {}
+    for t in op.inputs:
+        inputs[t.name] = None
+        if t.name in present:
+            rank = 3 if t.name == "log_decay" and per_token else None
+            axes = op.shape_of(t, given, rank).ordered(attrs.get("layout", "bhnd"))
+            shape = [axis.size(size) for axis in axes]
+            type_name = {"T": dtype, "F": "float32", "I": "int32"}[t.type]
+            inputs[t.name] = values(t.name, shape, TORCH_DTYPES[type_name], size)
+    return op, inputs, attrs
+
+
+def shapes_of(inputs):
+    return {name: list(t.shape) for name, t in inputs.items() if t is not None}
+
+
+def same_bits(a, b):
+    views = {4: torch.int32, 2: torch.int16}
+    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(views[a.element_size()]),
+                                                                     b.view(views[b.element_size()]))
+
+
+def check_variant(name, index, dtype, folder, device):
+    """One variant's node gives bit for bit what the C interface gives, from our kernel, in place and not."""
+    op, inputs, attrs = variant(name, index, dtype)
+    inputs = {n: t if t is None else t.to(device) for n, t in inputs.items()}
+    before = {n: t.clone() for n, t in inputs.items() if t is not None}
+    model = ort_models.node_model(op, shapes_of(inputs), attrs, dtype)
+    session = make_session(model, device, ort_models.profiled(onnxruntime.SessionOptions(), folder))
+    expected = run_kernel(name, inputs, attrs, threads=0, ops=OPS)
+    found = ort_models.run_node(session, op, inputs, attrs)
+    assert found.keys() == expected.keys()
+    for key, tensor in expected.items():
+        assert same_bits(found[key], tensor), f"{key}: {(found[key].double() - tensor.double()).abs().max()}"
+    assert all(same_bits(inputs[n], t) for n, t in before.items()), "an input changed"
+    in_place = ort_models.run_node(session, op, inputs, attrs, in_place=True)
+    for key, tensor in expected.items():
+        assert same_bits(in_place[key], tensor), f"{key} in place"
+    for t in op.active_outputs(attrs):
+        if t.takes and inputs.get(t.takes) is not None:
+            assert same_bits(inputs[t.takes], expected[t.name]), f"{t.takes} was not updated in place"
+    assert ort_models.nodes_that_ran(session) == [(name, PROVIDERS[device])] * 2

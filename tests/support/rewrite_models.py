@@ -1,0 +1,144 @@
+"""Models that leanfleet rewrite takes, with their inputs."""
+
+import numpy as np
+import onnx_ir as ir
+import onnxruntime
+from onnx import TensorProto, helper
+
+from leanfleet import parity
+from leanfleet.ort_ops import make_session
+
+FLOAT, HALF, INT32, INT64, BOOL = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64,
+                                   TensorProto.BOOL)
+RANDOM = np.random.default_rng(0)
+
+
+def normal(*shape):
+    return RANDOM.standard_normal(shape).astype(np.float32)
+
+
+def model_of(op_type, domain, inputs, outputs, attributes, opset=23):
+    """A model of one node. inputs: {name: array, or (array, declared shape)}; None leaves an input out. outputs: names,
+    or {name: declared shape}; "" leaves one out."""
+    declared, names = [], []
+    for name, value in inputs.items():
+        array, shape = value if isinstance(value, tuple) else (value, None)
+        names.append("" if array is None else name)
+        if array is not None:
+            kind = helper.np_dtype_to_tensor_dtype(array.dtype)
+            declared.append(helper.make_tensor_value_info(name, kind, array.shape if shape is None else shape))
+    t = declared[0].type.tensor_type.elem_type
+    rank = len(next(iter(inputs.values()))[0].shape) if isinstance(next(iter(inputs.values())), tuple) else next(iter(inputs.values())).ndim
+    ranks = {name: [None] * (min(rank, 4 if domain == "" else 3) if i == 0 else 4) for i, name in enumerate(outputs)}
+    declared_outputs = {n: shape for n, shape in (outputs if isinstance(outputs, dict) else {}).items() if shape}
+    results = [helper.make_tensor_value_info(n, t, shape) for n, shape in (ranks | declared_outputs).items() if n]
+    node = helper.make_node(op_type, names, list(outputs), name="attention", domain=domain, **attributes)
+    imports = [helper.make_opsetid("", opset)] + ([helper.make_opsetid(domain, 1)] if domain else [])
+    return helper.make_model(helper.make_graph([node], "g", declared, results), opset_imports=imports, ir_version=10)
+
+
+def feed_of(inputs):
+    arrays = {name: v[0] if isinstance(v, tuple) else v for name, v in inputs.items()}
+    return {name: a for name, a in arrays.items() if a is not None}
+
+
+def run(model, feed, library=False):
+    if library:
+        return make_session(model, providers=["CPUExecutionProvider"]).run(None, feed)
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 4
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, feed)
+
+
+def close(found, expected, op, what=""):
+    for i, (f, e) in enumerate(zip(found, expected, strict=True)):
+        assert f.shape == e.shape and f.dtype == e.dtype, (what, i, f.shape, e.shape)
+        tolerance = parity.TOLERANCE[op][e.dtype != np.float32] * parity.EPSILON[str(e.dtype)] * max(1, np.abs(e).max())
+        error = np.abs(f.astype(np.float64) - e).max()
+        assert error <= tolerance, f"{what} output {i}: {error:.3g} > {tolerance:.3g}"
+
+
+B, H, HKV, N, D, DV = 2, 6, 2, 5, 16, 24
+
+
+def qkv(n=N, s=N, h=H, hkv=HKV, packed=False, dtype=np.float32):
+    arrays = normal(B, h, n, D), normal(B, hkv, s, D), normal(B, hkv, s, DV)
+    if packed:
+        arrays = [a.transpose(0, 2, 1, 3).reshape(B, a.shape[2], -1) for a in arrays]
+    return {name: np.ascontiguousarray(a.astype(dtype)) for name, a in zip("QKV", arrays)}
+
+
+MAX = 16  # positions that cos_cache and sin_cache know
+
+
+def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=None, **attributes):
+    """inputs, attributes. lens: keys of each request, the new ones included. past: slots of the caches; None: absent."""
+    batch = len(lens)
+    q, k, v = normal(batch, n, H * D), normal(batch, n, HKV * D), normal(batch, n, HKV * D)
+    caches = [None, None] if past is None else [normal(batch, HKV, past, D) for _ in range(2)]
+    inputs = dict(query=np.concatenate([q, k, v], 2) if packed else q, key=None if packed else k, value=None if packed else v,
+                  past_key=caches[0], past_value=caches[1], seqlens_k=np.array(lens, np.int32) - 1,
+                  total_sequence_length=np.array(max(lens) if total is None else total, np.int32))
+    if rotary is not None:
+        angles = np.arange(MAX)[:, None] * 0.7 ** np.arange(rotary)[None]
+        inputs |= dict(cos_cache=np.cos(angles).astype(np.float32), sin_cache=np.sin(angles).astype(np.float32))
+        attributes["do_rotary"] = 1
+    if sink:
+        inputs |= {name: None for name in ("cos_cache", "sin_cache") if name not in inputs}
+        inputs |= dict(position_ids=None, attention_bias=None, head_sink=normal(H))
+    return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
+
+
+def linear(n=70, rule="gated", state=True, **attributes):
+    inputs = dict(query=normal(B, n, H * D), key=normal(B, n, HKV * D), value=normal(B, n, HKV * DV),
+                  past_state=normal(B, HKV, D, DV) if state else None,
+                  decay=-np.abs(normal(B, n, HKV)) if rule == "gated" else None)
+    return inputs, dict(q_num_heads=H, kv_num_heads=HKV, update_rule=rule) | attributes
+
+
+def lean_model(attributes, opset=24, shapes=None, outputs=("output",), **tensors):
+    from leanfleet import spec
+
+    op = spec.all_specs()["LeanAttention"]
+    return node_model(op, tensors, attributes, outputs, opset, shapes or {})
+
+
+def node_model(op, tensors, attributes, outputs, opset, shapes=None):
+    """One leanfleet node with its function."""
+    arrays = {t.name: tensors.get(t.name) for t in op.inputs}
+    while list(arrays.values())[-1] is None:
+        arrays.popitem()
+    inputs = {name: a if a is None else (a, (shapes or {}).get(name, a.shape)) for name, a in arrays.items()}
+    names = [t.name for t in op.active_outputs(attributes)]
+    declared = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(v[0].dtype), v[1]) for n, v in inputs.items() if v]
+    ranks = {"output": 4, "final_state": 4, "lse": 3, "key_cache_out": 4, "value_cache_out": 4, "normalizer": 3, "final_norm": 3}
+    results = [helper.make_tensor_value_info(n, FLOAT if n == "lse" or tensors["query"].dtype != np.float16 else HALF, [None] * ranks[n])
+               for n in outputs]
+    node = helper.make_node(op.name, [n if v else "" for n, v in inputs.items()], names, domain="leanfleet", name="ours", **attributes)
+    model = ir.from_proto(helper.make_model(helper.make_graph([node], "g", declared, results), ir_version=10, opset_imports=[
+        helper.make_opsetid("", opset), helper.make_opsetid("leanfleet", 1)]))
+    from leanfleet.export import function_bodies
+
+    return ir.to_proto(function_bodies.attach(model)), {n: v[0] for n, v in inputs.items() if v}
+
+
+def bhnd(n, s, layout="bhnd"):
+    q, k, v = normal(B, H, n, D), normal(B, HKV, s, D), normal(B, HKV, s, DV)
+    return dict(query=q if layout == "bhnd" else np.ascontiguousarray(q.transpose(0, 2, 1, 3)), key_cache=k, value_cache=v)
+
+
+def decay_model(attributes, opset=21, dtype=np.float32, decay="token", state=True, n=9, outputs=("output", "final_state"), **extra):
+    from leanfleet import spec
+
+    layout = attributes.get("layout", "bhnd")
+
+    def ordered(a):
+        return np.ascontiguousarray(a if layout == "bhnd" else a.swapaxes(1, 2))
+
+    tensors = dict(query=ordered(normal(B, H, n, D)), key=ordered(normal(B, HKV, n, D)), value=ordered(normal(B, HKV, n, DV)))
+    tensors = {name: a.astype(dtype) for name, a in tensors.items()}
+    if decay:
+        tensors["log_decay"] = -np.abs(normal(HKV) if decay == "head" else ordered(normal(B, HKV, n)))
+    if state:
+        tensors["initial_state"] = normal(B, HKV, D, DV)
+    return node_model(spec.all_specs()["CausalLinearDecay"], tensors | extra, attributes, outputs, opset)

@@ -1,0 +1,151 @@
+"""Calls of every operator in every variant, for the tests of the TensorRT plugins."""
+
+import itertools
+
+import numpy as np
+
+from leanfleet import native, parity, spec
+from support.ort_models import node_model
+
+# Smallest, usual and largest size of open dimensions; the others are fixed.
+OPEN = {"B": (1, 3, 4), "N": (1, 65, 130), "Nq": (1, 5, 130), "S": (64, 130, 1030), "P": (4, 9, 40), "M": (1, 2, 9),
+        "total": (1, 65, 1030), "Q": (1, 3, 4)}
+FIXED = {"H": 6, "Hkv": 2, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12}
+STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
+
+
+def input_shape(op, tensor, present, attrs, rank, kind):
+    """Sizes of an input; kind: 0 smallest, 1 usual, 2 largest, "open": names in place of open sizes. present: the names of
+    all present inputs. None where no variant of the operator gives the input this rank."""
+    given = op.given(present, attrs)
+    shape, fixed = op.shape_of(tensor, given, rank), op.equal_sizes(FIXED, given)
+    if shape is None:
+        return None
+    sizes = []
+    for axis in shape.ordered(attrs.get("layout", "bhnd")):
+        if axis.symbol == "B" and "cu_seqlens" in present and "Q" in op.symbols:
+            sizes.append(1)
+        elif axis.symbol in FIXED or not axis.symbol:
+            sizes.append(axis.size(fixed))
+        else:
+            sizes.append(str(axis) if kind == "open" else OPEN[axis.symbol][kind] + axis.offset)
+    return sizes
+
+
+def input_shapes(op, ranks, attrs, kind):
+    """{input: shape} for ranks, {input: rank or None}."""
+    return {t.name: input_shape(op, t, ranks, attrs, ranks[t.name], kind) for t in op.inputs if t.name in ranks}
+
+
+def profiles(op):
+    """Two profiles by dimension name: whole prompts, and steps of one token."""
+    whole = {symbol: sizes for symbol, sizes in OPEN.items() if symbol in op.symbols}
+    result = []
+    for entry in (whole, whole | {symbol: sizes for symbol, sizes in STEP.items() if symbol in whole}):
+        axes = {axis for t in op.inputs for shape in t.shapes for axis in shape.axes if axis.offset and axis.symbol}
+        result.append(entry | {str(a): tuple(size + a.offset for size in entry[a.symbol]) for a in axes})
+    return result
+
+
+def variants(op):
+    """({input: rank or None}, attributes) of every combination of optional inputs, their ranks and boolean attributes that
+    are off by default which the operator takes; the C interface says which those are."""
+    required = {t.name: None for t in op.inputs if not t.optional}
+    optional = [t for t in op.inputs if t.optional]
+    choices = [[None, *sorted({len(s.axes) for s in t.shapes})] for t in optional]
+    switches = [a.name for a in op.attrs if a.type == "bool" and not a.refuse and not a.default]
+    for choice, on in itertools.product(itertools.product(*choices), itertools.product((0, 1), repeat=len(switches))):
+        ranks = required | {t.name: rank for t, rank in zip(optional, choice) if rank}
+        attrs = {name: 1 for name, value in zip(switches, on) if value}
+        shapes = input_shapes(op, ranks, attrs, 1)
+        if None in shapes.values():
+            continue
+        entries = [(0, shapes[t.name], input_type(t, "float32")) if t.name in shapes else None for t in op.inputs]
+        try:
+            native.Call(op.name, entries, [], attrs).workspace()
+        except ValueError:
+            continue
+        yield ranks, attrs
+
+
+def input_type(tensor, dtype):
+    return {"T": dtype, "F": "float32", "I": "int32"}[tensor.type]
+
+
+def _line(*words):
+    return (" ".join(map(str, words)) + "\n").encode()
+
+
+def _content(array):
+    array = np.ascontiguousarray(array)
+    return array.tobytes(), DTYPE_CODES[str(array.dtype)]
+
+
+def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
+    """Appends a call in the form that trt_driver.cpp reads: lines of text, then the bytes of inputs and expected outputs.
+
+    The expected outputs are the float64 reference's; their tolerance is that of leanfleet check.
+    """
+    shapes = input_shapes(op, ranks, attrs, 1)
+    model = node_model(op, shapes, attrs, dtype)
+    inputs = parity.make_inputs(model, seed=seed)
+    low = dtype != "float32"
+    expected = {}
+    if with_data:
+        outputs = parity.run_reference(op.name, attrs, [inputs.get(t.name) for t in op.inputs])
+        expected = {t.name: array for t, array in zip(op.outputs, outputs) if t in op.active_outputs(attrs)}
+    else:
+        from support.kernels import output_shapes
+
+        class Shape:  # as much of a tensor as output_shapes looks at
+            def __init__(self, array):
+                self.shape, self.dtype = array.shape, str(array.dtype)
+
+            def dim(self):
+                return len(self.shape)
+
+        for name, kind, shape in output_shapes(op, {k: Shape(v) for k, v in inputs.items()}, attrs):
+            names = {"torch.float32": "float32", "torch.int32": "int32"}
+            expected[name] = np.zeros(shape, parity.BFLOAT16 if kind == "bfloat16" else names.get(str(kind), str(kind)))
+    file.write(_line("case", op.name, len(attrs), len(inputs), len(expected)))
+    for name, value in attrs.items():
+        kind = {"int": "i", "float": "f", "str": "s"}[type(value).__name__]
+        file.write(_line(name, kind, value))
+    bodies = []
+    for name in inputs:
+        content, code = _content(inputs[name])
+        extremes = [n for kind in (0, 2) for n in input_shape(op, op.input(name), ranks, attrs, ranks[name], kind)]
+        file.write(_line(name, code, op.input(name).type, inputs[name].ndim, *inputs[name].shape, *extremes))
+        bodies.append(content)
+    for t in op.active_outputs(attrs):
+        content, code = _content(expected[t.name])
+        largest = np.abs(np.asarray(expected[t.name], np.float64))
+        largest = float(largest[np.isfinite(largest)].max(initial=0.0))
+        tolerance = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type != "I" else 0.0
+        shape = expected[t.name].shape
+        file.write(_line(t.name, code, t.takes if t.takes in inputs else "-", repr(tolerance), len(shape), *shape))
+        bodies.append(content)
+    file.write(_line("data", int(with_data)))
+    if with_data:
+        for content in bodies:
+            file.write(content)
+
+
+def write_cases(path, ops=None, dtypes=spec.TYPES["T"], layouts=("bhnd", "bnhd"), with_data=True, every=1):
+    """Writes every variant of the operators (specs; None: all), or one of `every`; returns their number."""
+    number = count = 0
+    with open(path, "wb") as file:
+        for op in ops or spec.all_specs().values():
+            for (ranks, attrs), dtype, layout in itertools.product(variants(op), dtypes, layouts):
+                if number % every == 0:
+                    write_case(file, op, ranks, attrs | {"layout": layout}, dtype, number, with_data)
+                    count += 1
+                number += 1
+    return count
+
+
+if __name__ == "__main__":
+    import sys
+
+    print(write_cases(sys.argv[1], [spec.all_specs()[name] for name in sys.argv[2:]] or None), "cases")

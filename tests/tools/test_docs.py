@@ -1,0 +1,104 @@
+"""The documents say what is so: their Python runs and prints what they say it prints, README is short, all operators have a
+page."""
+
+import contextlib
+import io
+import re
+import tomllib
+
+import pytest
+import yaml
+
+from leanfleet import export, spec
+from support.paths import ROOT
+
+DOCS = ROOT / "docs"
+README = (ROOT / "README.md").read_text()
+
+
+def python_blocks(text):
+    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
+
+
+def printed(line):
+    """What a line of a program says that it prints, None if it says nothing."""
+    found = re.match(r"\s*print\(.*\)  # (.*)$", line)
+    return found and found[1]
+
+
+def run(program, folder, monkeypatch):
+    """Runs a program in a folder; what it prints must be what the comments behind its prints say, where they say it."""
+    monkeypatch.chdir(folder)
+    output = io.StringIO()
+    with contextlib.redirect_stdout(output):
+        exec(compile(program, "<document>", "exec"), {"__name__": "document"})
+    expected = [printed(line) for line in program.splitlines() if printed(line)]
+    if expected:
+        assert output.getvalue().splitlines() == expected
+
+
+@pytest.mark.parametrize("name", spec.all_specs())
+def test_operators_page(name, tmp_path, monkeypatch):
+    op = spec.all_specs()[name]
+    page = (DOCS / "operators" / f"{op.snake_name}.md").read_text()
+    blocks = python_blocks(page)
+    assert blocks and op.example + "\n" == blocks[0] and any(printed(line) for line in op.example.splitlines())
+    for block in blocks:
+        run(block, tmp_path, monkeypatch)
+
+
+@pytest.mark.parametrize("name", spec.all_specs())
+def test_help_says_all_that_the_page_does(name):
+    op = spec.all_specs()[name]
+    text = getattr(export, op.snake_name).__doc__
+    for entry in (*op.inputs, *op.outputs, *(a for a in op.attrs if not a.refuse)):
+        assert f"    {entry.name}" in text and entry.doc in text, entry.name
+    for part in (op.doc, op.paper, *op.equation.splitlines(), *op.example.splitlines(), *map(str, op.rules), "Raises ValueError"):
+        assert part and part in text or not part.strip(), part
+
+
+def test_readme_is_short_and_its_program_runs(tmp_path, monkeypatch):
+    assert len(README.splitlines()) <= 150
+    assert re.search(r"^make demo\b.*\n(?:.*\n)?make test\b", README, re.M)
+    (program,) = python_blocks(README)
+    assert len([line for line in program.splitlines() if line.strip()]) <= 16
+    run(program, tmp_path, monkeypatch)
+    assert any(tmp_path.glob("*.onnx"))
+
+
+def test_readme_names_all_operators_and_the_extras():
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    install = (DOCS / "how_to" / "install.md").read_text()
+    assert not [name for name in spec.all_specs() if not name.endswith("Grad") and name not in README]
+    assert not [name for name in extras if name not in ("test", "docs") and f"| `{name}` |" not in install]
+
+
+def entries(nav):
+    for item in nav:
+        for value in item.values() if isinstance(item, dict) else [item]:
+            yield from entries(value) if isinstance(value, list) else [value]
+
+
+def test_site_has_every_page():
+    class Loader(yaml.SafeLoader):
+        """mkdocs.yml names Python functions by tags, which do not matter here."""
+
+    Loader.add_multi_constructor("tag:yaml.org,2002:python/", lambda loader, suffix, node: suffix)
+    nav = set(entries(yaml.load((ROOT / "mkdocs.yml").read_text(), Loader)["nav"]))
+    pages = {str(p.relative_to(DOCS)) for p in DOCS.rglob("*.md")}
+    assert pages <= nav, f"not in mkdocs.yml: {sorted(pages - nav)}"
+    assert {f"operators/{s.snake_name}.md" for s in spec.all_specs().values()} <= nav
+
+
+@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))],
+                         ids=lambda p: str(p.relative_to(ROOT)))
+def test_links_and_named_files_exist(path):
+    """Links and files as they stand in the repository; the site's own check is in `make docs`."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)
+    for target in re.findall(r"\]\(([^)#\s]+)", text):
+        assert target.startswith(("http://", "https://")) or (path.parent / target).exists(), target
+    for name in re.findall(r"`((?:csrc|export|ort_ops|trt_plugins|leanfleet|tests|bench|examples|docs)/[\w./*]+)`", text):
+        found = list(ROOT.glob(name))
+        assert found, name
+    for name in re.findall(r'^--8<-- "([^":]+)', path.read_text(), re.M):
+        assert (ROOT / name).exists(), name
