@@ -120,10 +120,11 @@ def _scratch(size, device):
 
 
 def _sync(size, device, stream):
-    """Zeroed sync words for a launch on `stream`. In a CUDA graph they are zeroed by a node of the graph."""
+    """Zeroed sync words for a launch on `stream`. In a CUDA graph they are zeroed by a node of the graph; on the CPU, where
+    threads have no streams to themselves, each call has its own."""
     if size == 0:
         return None
-    if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+    if device.type == "cpu" or torch.cuda.is_current_stream_capturing():
         return torch.zeros(size + _ALIGNMENT, dtype=torch.uint8, device=device)
     key = (device, stream)
     if key not in _sync_words or _sync_words[key].numel() < size + _ALIGNMENT:
@@ -268,13 +269,11 @@ def _launch(plan, inputs, device):
     for slot, address in zip(plan.slots, addresses):
         slot.data = address
     scratch, scratch_at = _scratch(plan.scratch_bytes, device) if plan.scratch_bytes else (None, 0)
-    if device.type == "cpu":
-        plan.call.run(scratch_at, plan.scratch_bytes)
-    else:
-        stream = torch._C._cuda_getCurrentRawStream(device.index)  # without a torch.cuda.Stream around it
-        sync = _sync(plan.sync_bytes, device, stream)
-        sync_at = 0 if sync is None else (sync.data_ptr() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
-        plan.call.run(scratch_at, plan.scratch_bytes, sync_at, plan.sync_bytes, stream)
+    # The raw stream, without a torch.cuda.Stream around it.
+    stream = 0 if device.type == "cpu" else torch._C._cuda_getCurrentRawStream(device.index)
+    sync = _sync(plan.sync_bytes, device, stream)
+    sync_at = 0 if sync is None else (sync.data_ptr() + _ALIGNMENT - 1) // _ALIGNMENT * _ALIGNMENT
+    plan.call.run(scratch_at, plan.scratch_bytes, sync_at, plan.sync_bytes, stream)
     return made[0] if len(made) == 1 else tuple(made)
 
 
