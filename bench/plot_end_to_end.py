@@ -1,17 +1,18 @@
 """Tables and plots of whole models, from the JSON of end_to_end.py, end_to_end_linear.py, generate.py and serving.py.
 
-    python bench/plot_end_to_end.py FILE.json ... [--table OUT.md] [--plot OUT.svg]
+    python bench/plot_end_to_end.py FILE.json ... [--table OUT.md] [--plots FOLDER [--tag h200]]
 
-The files are of one machine; a file's keys say which script wrote it. A table for each script that has files, and two panels
-(they need matplotlib): of each model with softmax attention the speed-up of a decode step over GroupQueryAttention's by
-context, a line for each batch, and joules a token where they were measured; of each linear decoder and of each file of
-generate.py prompts and steps by length; of all files of serving.py tokens a second and joules a token.
+The files are of one machine; a file's keys say which script wrote it. A table for each script that has files, and plots (they
+need matplotlib): speed and energy of a decode step beside GroupQueryAttention's; speed and memory of linear decoders beside
+PyTorch's; tokens a second and time of the prompt of SmolLM2; speed and energy of continuous batching beside padded batches.
 """
 
 import argparse
 import json
 import math
 from pathlib import Path
+
+from leanfleet import plotting
 
 KINDS = "LeanAttention", "GroupQueryAttention"
 WAYS = "padded", "continuous"
@@ -190,110 +191,226 @@ def text(scripts):
 
 # Plots
 
-
-def speed_up(panel, rows, name):
-    for batch, lengths in batches(rows):
-        points = [(r["context"], step(r[KINDS[1]]) / step(r[KINDS[0]])) for r in rows
-                  if (r["batch"], r["lengths"]) == (batch, lengths)]
-        panel.plot(*zip(*points), "o-" if lengths == "equal" else "s--", label=f"batch {batch}, {lengths}")
-    panel.axhline(1, color="gray", linewidth=0.8)
-    panel.set(title=f"{name}: a step, GroupQueryAttention's over ours", xscale="log", xlabel="context")
-    panel.legend(fontsize=8)
+RUNNERS = {  # generate.py's names in words
+    "leanfleet_cuda_graph": "leanfleet, CUDA graph", "leanfleet": "leanfleet",
+    "onnxruntime_group_query_attention_cuda_graph": "GroupQueryAttention, CUDA graph",
+    "onnxruntime_group_query_attention": "GroupQueryAttention", "transformers_exporter_ort_fusions": "transformers' own export",
+    "transformers_eager": "transformers, eager", "transformers_sdpa": "transformers, SDPA"}
+MODELS = {"phi3-medium": "Phi-3-medium", "llama3-8b": "Llama-3-8B", "llama-1b": "Llama of 1B", "smollm2": "SmolLM2-135M",
+          "minimax": "MiniMax", "retnet": "RetNet"}
 
 
-def energy(panel, rows, name):
-    if any("joules_a_token" not in r[kind] for r in rows for kind in KINDS):
-        panel.set_axis_off()
-        return
-    for (batch, lengths), color in zip(batches(rows), ("C0", "C1", "C2", "C3", "C4")):
-        if lengths == "ragged":
-            continue
-        for kind, style in zip(KINDS, ("o-", "s--")):
-            points = [(r["context"], r[kind]["joules_a_token"]) for r in rows if (r["batch"], r["lengths"]) == (batch, lengths)]
-            panel.plot(*zip(*points), style, color=color, label=f"{kind}, batch {batch}")
-    panel.set(title=f"{name}: joules a token", xscale="log", yscale="log", xlabel="context")
-    panel.legend(fontsize=8)
+def where(reports, what):
+    days = " and ".join(sorted({r["date"] for r in reports}))
+    return f"{machine(reports[0])}, onnxruntime {reports[0]['onnxruntime']}, {days}. {what}"
 
 
-def softmax_panels(panels, name, rows):
-    speed_up(panels[0], rows, name)
-    energy(panels[1], rows, name)
+def mean(ratios):
+    return math.exp(sum(map(math.log, ratios)) / len(ratios))
 
 
-def linear_panels(panels, report):
-    for name, rows in implementations(report):
-        mine = [r for r in rows if "prompt_seconds" in r]
-        for panel, key, factor in zip(panels, ("prompt_seconds", "step_seconds"), (1, 1e3)):
-            panel.plot([r["prompt"] for r in mine], [r[key] * factor for r in mine], "o-", label=name)
-    panels[0].set(title=f"{decoder_of(report)}: seconds of a prompt", xscale="log", yscale="log", xlabel="tokens")
-    panels[1].set(title=f"{decoder_of(report)}: milliseconds of a step", xscale="log", xlabel="tokens before it",
-                  ylim=(0, None))
-    for panel in panels:
-        panel.legend(fontsize=8)
+def side_by_side(out, title, note, panels, better, worse):
+    """Bars of ratios, a panel for each of {heading: groups}."""
+    ratios = [r for groups in panels.values() for rows in groups.values() for _, r, _ in rows]
+    with plotting.page(out, title, note, max(map(plotting.height_of, panels.values())) + 0.3) as figure:
+        found = figure.subplots(1, len(panels), squeeze=False)[0]
+        for axes, (heading, groups) in zip(found, panels.items()):
+            plotting.ratio_bars(axes, groups, better, worse, all_ratios=ratios, count=3)
+            axes.set_title(heading, pad=18)
+        lowest = max(axes.get_ylim()[0] for axes in found)
+        for axes in found:
+            axes.set_ylim(bottom=lowest)
 
 
-def generate_panels(panels, report):
-    for panel, key in zip(panels, ("prompt_seconds", "tokens_per_second")):
-        for name in runners(report):
-            points = [(r["context"], r[key][name]) for r in report["speed"]["rows"] if name in r[key]]
-            if points:
-                panel.plot(*zip(*points), "o-", label=name)
-        panel.legend(fontsize=8)
-    panels[0].set(title=f"{report['model']}: seconds of a prompt", xscale="log", yscale="log", xlabel="tokens")
-    panels[1].set(title=f"{report['model']}: tokens a second", xscale="log", xlabel="tokens before it", ylim=(0, None))
-    contexts = [r["context"] for r in report["speed"]["rows"]]
-    for panel in panels:
-        panel.set_xticks(contexts, contexts)
-        panel.minorticks_off()
+def by_batch(rows, ratio):
+    """{batch in words: [(tokens, ratio, "")]} of a model's rows."""
+    groups = {}
+    for r in rows:
+        words = f"batch {r['batch']}{', ragged' if r['lengths'] == 'ragged' else ''}"
+        groups.setdefault(words, []).append((plotting.tokens(r["context"]), ratio(r), ""))
+    return groups
 
 
-def serving_panels(panels, reports):
-    names = ["\n".join([r["model"], r["dtype"], *["CUDA graphs"] * r.get("cuda_graphs", False), f"{r['batch']} at a time",
-                        f"{r['mean_prompt']} + {r['mean_answer']}"]) for r in reports]
-    titles = {"useful_tokens_per_second": "prompt and answer tokens a second", "joules_per_useful_token": "joules a token"}
-    for panel, (key, title) in zip(panels, titles.items()):
-        if any(key not in r[way] for r in reports for way in WAYS):
-            panel.set_axis_off()
-            continue
-        for i, way in enumerate(WAYS):
-            panel.bar([x + 0.4 * i for x in range(len(reports))], [r[way][key] for r in reports], 0.4, label=way)
-        panel.set_xticks([x + 0.2 for x in range(len(reports))], names, fontsize=7)
-        panel.set(title=f"Requests of unequal length: {title}", axisbelow=True)
-        panel.margins(y=0.25)  # room for the legend
-        panel.legend(fontsize=8)
+def decode_steps(reports, out):
+    """How fast is a decode step of a whole model beside GroupQueryAttention's?"""
+    def ratio(row):
+        return step(row[KINDS[1]]) / step(row[KINDS[0]])
+
+    panels = {MODELS[name]: by_batch(rows, ratio) for report in reports for name, rows in by_model(report).items()}
+    ratios = [r for groups in panels.values() for rows in groups.values() for _, r, _ in rows]
+    title = (f"A decode step of a whole model is {plotting.span(ratios)} as fast as with ONNX Runtime's GroupQueryAttention, "
+             f"{plotting.times(mean(ratios))} on average")
+    note = where(reports, "Float16, ONNX Runtime for both, the faster of run and CUDA graph; rows: tokens in the cache. Most "
+                          "of a step is matrix products, the same for both.")
+    side_by_side(out, title, note, panels, "leanfleet is faster", "slower")
 
 
-def plot(scripts, out):
-    import matplotlib
-    matplotlib.use("svg")
-    from matplotlib import pyplot
+def energy(reports, out):
+    """How much energy does a decode step take beside GroupQueryAttention's?"""
+    def ratio(row):
+        return row[KINDS[1]]["joules_a_token"] / row[KINDS[0]]["joules_a_token"]
 
-    lines = [(softmax_panels, item) for r in scripts.get("softmax", []) for item in by_model(r).items()]
-    lines += [(linear_panels, (r,)) for r in scripts.get("linear", [])]
-    lines += [(generate_panels, (r,)) for r in scripts.get("generate", []) if "speed" in r]
-    lines += [(serving_panels, (scripts["serving"],))] if "serving" in scripts else []
-    figure, panels = pyplot.subplots(len(lines), 2, figsize=(11, 4.2 * len(lines)), layout="constrained", squeeze=False)
-    for (draw, what), pair in zip(lines, panels, strict=True):
-        draw(pair, *what)
-    for panel in panels.flat:
-        panel.grid(True, which="major", alpha=0.3)
-    figure.suptitle(machine(next(iter(scripts.values()))[0]))
-    figure.savefig(out)
+    panels = {MODELS[name]: by_batch([r for r in rows if all("joules_a_token" in r[kind] for kind in KINDS)], ratio)
+              for report in reports for name, rows in by_model(report).items()}
+    ratios = [r for groups in panels.values() for rows in groups.values() for _, r, _ in rows]
+    title = (f"With GroupQueryAttention a token takes {plotting.span(ratios)} the energy that it takes with leanfleet, "
+             f"{plotting.times(mean(ratios))} on average")
+    note = where(reports, "Joules a token of a decode step, GroupQueryAttention's over leanfleet's; rows: tokens in the cache.")
+    side_by_side(out, title, note, panels, "leanfleet takes less", "more")
+
+
+def pairs(report, key):
+    """[(prompt, ours, PyTorch's)] of a linear decoder."""
+    mine, theirs = ({r["prompt"]: r[key] for r in rows if key in r} for name, rows in implementations(report)
+                    if name in ("leanfleet", "PyTorch with fla"))
+    return [(n, mine[n], theirs[n]) for n in mine if n in theirs]
+
+
+def linear_decoders(reports, out):
+    """How fast is a linear decoder beside PyTorch with flash-linear-attention?"""
+    groups, spans = {}, {}
+    for key, what in (("prompt_seconds", "prompt"), ("step_seconds", "step after")):
+        for report in reports:
+            found = pairs(report, key)
+            groups[f"{MODELS[report['kind']]}, {report['layers']} layers: {what}"] = [
+                (f"{plotting.tokens(n)} tokens", b / a, f"{digits(a * 1e3)} ms, PyTorch {digits(b * 1e3)} ms")
+                for n, a, b in found]
+            spans.setdefault(key, []).extend(b / a for _, a, b in found)
+    title = (f"Linear decoders in ONNX Runtime: prompts {plotting.span(spans['prompt_seconds'])}, steps "
+             f"{plotting.span(spans['step_seconds'])} as fast as PyTorch with flash-linear-attention")
+    report = reports[-1]
+    kernels = pairs(report, "kernel_seconds")[0]
+    note = where(reports, f"Batch 1. The kernels of {MODELS[report['kind']]}'s {plotting.tokens(kernels[0])} prompt alone take "
+                          f"{digits(kernels[1] * 1e3)} ms, in PyTorch {digits(kernels[2] * 1e3)} ms: the rest is the host's.")
+    with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
+        plotting.ratio_bars(figure.subplots(), groups, log=True)
+
+
+def linear_memory(reports, out):
+    """How much memory does a prompt of a linear decoder take?"""
+    groups, ratios = {}, []
+    for report in reports:
+        rows = []
+        for n, a, b in pairs(report, "peak_bytes"):
+            rows += [(f"{plotting.tokens(n)} tokens, leanfleet", a / 2**30, True), ("PyTorch", b / 2**30, False)]
+            ratios.append(a / b)
+        groups[f"{MODELS[report['kind']]}, {report['layers']} layers"] = rows
+    title = f"A prompt in ONNX Runtime takes {plotting.span(ratios)} the memory that PyTorch with flash-linear-attention takes"
+    note = where(reports, "GiB at the peak of a prompt beyond the weights, batch 1; ONNX Runtime without memory patterns.")
+    with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
+        axes = figure.subplots()
+        plotting.value_bars(axes, groups, lambda value: f"{digits(value)} GiB", "GiB")
+
+
+def by_runner(report, key):
+    """{context: {runner: value}} in the order of RUNNERS."""
+    return {r["context"]: {n: r[key][n] for n in RUNNERS if n in r[key]} for r in report["speed"]["rows"]}
+
+
+def fastest_others(found):
+    return {n: v for n, v in found.items() if not n.startswith("leanfleet")}
+
+
+def generation(reports, out):
+    """How many tokens a second does a small model with its weights generate?"""
+    (report,) = reports
+    found = by_runner(report, "tokens_per_second")
+    ratios = [max(v for n, v in row.items() if n.startswith("leanfleet")) / max(fastest_others(row).values())
+              for row in found.values()]
+    groups = {f"after {plotting.tokens(n)} tokens": [(RUNNERS[k], v, k.startswith("leanfleet")) for k, v in row.items()]
+              for n, row in found.items()}
+    model = report["model"].split("-Instruct")[0]
+    title = f"{model} generates {plotting.span(ratios)} as many tokens a second as the fastest other way to run it"
+    again = [row["tokens_per_second"]["leanfleet"] for row in report.get("speed_again", {"rows": []})["rows"]]
+    note = where(reports, f"{report['model']}, one request. GroupQueryAttention: the same graph in ONNX Runtime with its "
+                          "operator."
+                          + (f" leanfleet in a second run, minutes later: {', '.join(map(digits, again))}." if again else ""))
+    with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
+        plotting.value_bars(figure.subplots(), groups, digits, "tokens a second")
+
+
+def first_token(reports, out):
+    """How long does a prompt of a small model take?"""
+    (report,) = reports
+    found = by_runner(report, "prompt_seconds")
+    ratios = [min(fastest_others(row).values()) / min(v for n, v in row.items() if n.startswith("leanfleet"))
+              for row in found.values()]
+    slowest = max(v for row in found.values() for v in row.values())
+    factor, unit, label = (1, "s", "seconds") if slowest > 10 else (1e3, "ms", "milliseconds")
+    groups = {f"prompt of {plotting.tokens(n)} tokens": [(RUNNERS[k], v * factor, k.startswith("leanfleet"))
+                                                         for k, v in row.items()] for n, row in found.items()}
+    model = report["model"].split("-Instruct")[0]
+    title = f"{model} answers a prompt {plotting.span(ratios)} as fast as the fastest other way to run it"
+    note = where(reports, f"{report['model']}, time to the first token, one request.")
+    with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
+        plotting.value_bars(figure.subplots(), groups, lambda value: f"{digits(value)} {unit}", label)
+
+
+def served(reports, key, unit, ratio):
+    groups = {}
+    for r in sorted(reports, key=lambda r: (r["model"], r["batch"], bool(r.get("cuda_graphs")))):
+        heading = f"{MODELS[r['model']]}, {r['batch']} at a time, {r['mean_prompt']} + {r['mean_answer']} tokens"
+        ours, theirs = (r[way][key] for way in reversed(WAYS))
+        label = "steps in CUDA graphs" if r.get("cuda_graphs") else "without graphs"
+        groups.setdefault(heading, []).append((label, ratio(ours, theirs), unit(ours, theirs)))
+    return groups
+
+
+def serving(reports, out):
+    """How much does continuous batching gain over padded batches?"""
+    groups = served(reports, "useful_tokens_per_second",
+                    lambda ours, theirs: f"{ours:,.0f} tokens/s, padded {theirs:,.0f}", lambda ours, theirs: ours / theirs)
+    ratios = [r for rows in groups.values() for _, r, _ in rows]
+    title = f"Continuous batching serves {plotting.span(ratios)} as many tokens a second as padded batches"
+    note = where(reports, "Requests of unequal length, float16; headings: mean prompt + mean answer. Tokens of both count.")
+    with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
+        plotting.ratio_bars(figure.subplots(), groups, "continuous batching is faster", "padded is faster")
+
+
+def serving_energy(reports, out):
+    """How much energy does continuous batching save?"""
+    groups = served(reports, "joules_per_useful_token",
+                    lambda ours, theirs: f"{ours * 1e3:.0f} mJ, padded {theirs * 1e3:.0f} mJ",
+                    lambda ours, theirs: theirs / ours)
+    ratios = [r for rows in groups.values() for _, r, _ in rows]
+    title = f"A token of a padded batch takes {plotting.span(ratios)} the energy of one in a continuous batch"
+    note = where(reports, "Requests of unequal length, float16; headings: mean prompt + mean answer. Brackets: mJ a token.")
+    with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
+        axes = figure.subplots()
+        plotting.ratio_bars(axes, groups, "continuous batching takes less", "padded takes less")
+
+
+PICTURES = {  # file: what script_of calls its reports, and what draws it
+    "whole_models": ("softmax", decode_steps), "whole_models_energy": ("softmax", energy),
+    "linear_decoders": ("linear", linear_decoders), "linear_decoders_memory": ("linear", linear_memory),
+    "smollm2": ("generate", generation), "smollm2_prompt": ("generate", first_token),
+    "serving": ("serving", serving), "serving_energy": ("serving", serving_energy)}
+
+
+def plot(scripts, folder, tag="h200"):
+    """Draws every picture whose reports there are; returns the files."""
+    made = []
+    for name, (script, draw) in PICTURES.items():
+        if script in scripts:
+            made.append(folder / f"{name}_{tag}.svg")
+            draw(scripts[script], made[-1])
+    return made
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("files", type=Path, nargs="+")
     parser.add_argument("--table", type=Path)
-    parser.add_argument("--plot", type=Path)
+    parser.add_argument("--plots", type=Path, metavar="FOLDER")
+    parser.add_argument("--tag", default="h200", help="how the names of the plots end: the machine (default: %(default)s)")
     args = parser.parse_args()
     scripts = by_script([json.loads(path.read_text()) for path in args.files])
     if args.table:
         args.table.write_text(text(scripts))
     else:
         print(text(scripts), end="")
-    if args.plot:
-        plot(scripts, args.plot)
+    if args.plots:
+        plot(scripts, args.plots, args.tag)
 
 
 if __name__ == "__main__":

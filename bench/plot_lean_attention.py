@@ -1,9 +1,10 @@
-"""Table and plot of LeanAttention's measurements, from the JSON that lean_attention.py writes.
+"""Table and plots of LeanAttention's measurements, from the JSON that lean_attention.py writes.
 
-    python bench/plot_lean_attention.py bench/results/lean_attention_h200.json [--table OUT.md] [--plot OUT.svg]
+    python bench/plot_lean_attention.py bench/results/lean_attention_h200.json [--table OUT.md] [--plots FOLDER]
 
 The table has every line's time, floor and ratio to the fastest peer, losses included, and the geometric means over the
-lines that have peers. The plot (it needs matplotlib) shows the speed-up over each peer against context, heads and batch.
+lines that have peers. The plots (they need matplotlib) show the speed beside each peer: of decode attention, of whole decode
+steps, of prompts.
 """
 
 import argparse
@@ -12,7 +13,10 @@ import math
 import re
 from pathlib import Path
 
-PEERS = ("sdpa", "fa3", "flashinfer")
+from leanfleet import plotting
+
+NAMES = {"sdpa": "PyTorch SDPA", "fa3": "FlashAttention 3", "flashinfer": "FlashInfer"}
+PEERS = tuple(NAMES)
 
 
 def best(row, peer):
@@ -92,34 +96,95 @@ def more_tables(data):
     return lines
 
 
-def plot(data, out):
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    points = []
-    for row in lines_of(data):
-        shape = re.fullmatch(r"decode B(\d+) (\d+)/(\d+) D(\d+) ctx (\d+)", row["case"])
-        if shape:
-            points.append(([int(x) for x in shape.groups()], row))
-    figure, panels = pyplot.subplots(1, 3, figsize=(13, 4), sharey=True)
-    for panel, (label, axis) in zip(panels, (("context (tokens)", 4), ("query heads", 1), ("batch", 0)), strict=True):
-        for peer, marker in zip(PEERS, "osv", strict=True):
-            xy = [(shape[axis], best(row, peer) / row["us"]["leanfleet"]["median"])
-                  for shape, row in points if best(row, peer)]
-            panel.scatter(*zip(*xy, strict=True), marker=marker, label=peer, alpha=0.8)
-        panel.axhline(1, color="grey", linewidth=0.8)
-        panel.set(xlabel=label, xscale="log", yscale="log")
-    panels[0].set_ylabel("speed-up of leanfleet")
-    panels[0].legend()
-    figure.tight_layout()
-    figure.savefig(out, dpi=150)
+def fastest(row):
+    """The fastest peer's time over ours, or None."""
+    found = [t for t in (best(row, peer) for peer in PEERS) if t is not None]
+    return min(found) / ours(row) if found else None
+
+
+def ours(row):
+    return row["us"]["leanfleet"]["median"]
+
+
+def where(data, what):
+    return f"{data['device']}, {data['dtype']}, {data['date']}. {what}"
+
+
+def shape(row):
+    """A case's heads, tokens and rest in words, from its name; and its tokens, the mean of ragged ones."""
+    name = row["case"]
+    batch, heads, kv_heads, dim = (int(n) for n in re.search(r"B(\d+) (\d+)/(\d+) D(\d+)", name).groups())
+    total = re.search(r"total (\d+)", name)
+    length = int(total.group(1)) // batch if total else int(re.search(r"(?:ctx|N) (\d+)", name).group(1))
+    words = f"{plotting.tokens(length)}, " if not total else f"{round(length, -3) // 1000}k on average, ragged, "
+    return f"{words}batch {batch}, {heads}/{kv_heads} heads of {dim}", length
+
+
+def cases(data, *kinds):
+    """[(words, tokens, row)] of the cases of these kinds that have peers, by tokens."""
+    found = [(*shape(r), r) for r in lines_of(data) if r["case"].split()[0] in kinds and fastest(r)]
+    return sorted(found, key=lambda case: case[1])
+
+
+def decode(data, out):
+    """How fast is the attention of a decode step beside its peers?"""
+    found = cases(data, "decode", "ragged")
+    limit = 4096
+    long, short = ([fastest(r) for _, n, r in found if (n >= limit) == above] for above in (True, False))
+    title = (f"From {plotting.tokens(limit)} tokens on, decode attention is {plotting.verdict(geometric_mean(long))} the "
+             f"fastest peer ({plotting.span(long)}); at {plotting.tokens(min(n for _, n, _ in found))}: {plotting.span(short)}")
+    rows = {"tokens in the cache": [(words, {NAMES[p]: best(r, p) / ours(r) for p in PEERS if best(r, p)})
+                                    for words, _, r in found]}
+    note = where(data, "Time of a peer over leanfleet's for one new token a request: medians of CUDA graph replays out of a "
+                       "cold L2; FlashAttention 3 and FlashInfer in the better of their two modes.")
+    with plotting.page(out, title, note, plotting.height_of(rows) + 0.3) as figure:
+        plotting.ratio_dots(figure.subplots(), rows, NAMES.values(), (plotting.RED, plotting.GREEN, plotting.PURPLE))
+
+
+def steps(data, out):
+    """How fast is a decode step as models run it: attention, append and rotary encoding?"""
+    found = cases(data, "step")
+    ratios = [fastest(r) for *_, r in found]
+    rows = {"tokens in the cache": [(words, fastest(r), f"{ours(r):.0f} µs, FlashAttention 3 {best(r, 'fa3'):.0f} µs")
+                                    for words, _, r in found]}
+    title = (f"With rotary encoding and append to the cache, a decode step is {plotting.span(ratios)} as fast as "
+             "FlashAttention 3")
+    note = where(data, "One call that turns query and key, appends key and value in place and attends; medians of CUDA graph "
+                       "replays out of a cold L2.")
+    with plotting.page(out, title, note, plotting.height_of(rows)) as figure:
+        plotting.ratio_bars(figure.subplots(), rows)
+
+
+def prompts(data, out):
+    """How fast are several new tokens at once, up to whole prompts?"""
+    rows, ratios = {}, {}
+    for kind, heading, peer in (("tokens", "a few new tokens, FlashAttention 3 beside it", "fa3"),
+                                ("prompt", "whole prompts, SDPA beside it", "sdpa")):
+        found = cases(data, kind)
+        ratios[kind] = [fastest(r) for *_, r in found]
+        rows[heading] = [(few(r) + words, fastest(r), f"{ours(r):.0f} µs against {best(r, peer):.0f} µs")
+                         for words, _, r in found]
+    title = (f"Whole prompts run at {plotting.span(ratios['prompt'])} the speed of PyTorch's SDPA, 2 to 16 new tokens at "
+             f"{plotting.span(ratios['tokens'])} that of FlashAttention 3")
+    note = where(data, "Time of the peer over leanfleet's, then the two times: medians of CUDA graph replays out of a cold L2.")
+    with plotting.page(out, title, note, plotting.height_of(rows)) as figure:
+        plotting.ratio_bars(figure.subplots(), rows)
+
+
+def few(row):
+    found = re.search(r"Nq(\d+)", row["case"])
+    return f"{found.group(1)} after " if found else ""
+
+
+PICTURES = {"lean_attention": decode, "lean_attention_steps": steps, "lean_attention_prompts": prompts}
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("json")
     parser.add_argument("--table")
-    parser.add_argument("--plot")
+    parser.add_argument("--plots", type=Path, metavar="FOLDER")
+    parser.add_argument("--tag", default="h200", help="how the names of the plots end: the machine (default: %(default)s)")
     args = parser.parse_args()
     data = json.loads(Path(args.json).read_text())
     text = table(data)
@@ -127,8 +192,9 @@ def main():
         Path(args.table).write_text(text)
     else:
         print(text, end="")
-    if args.plot:
-        plot(data, args.plot)
+    if args.plots:
+        for name, draw in PICTURES.items():
+            draw(data, args.plots / f"{name}_{args.tag}.svg")
 
 
 if __name__ == "__main__":

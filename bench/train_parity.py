@@ -4,11 +4,10 @@
     python bench/train_parity.py speed --out F.json  tokens a second against flash SDPA and flash-linear-attention
     python bench/train_parity.py export CKPT DIR     windows.onnx (logits of whole windows); model.onnx, for leanfleet generate
     python bench/train_parity.py validate CKPT DIR --providers CPU,CUDA    losses and a continuation in onnxruntime and PyTorch
-    python bench/train_parity.py plot F.json F.svg
 
 The model follows Pythia (parallel residual, rotary encoding, GELU) with linear attention: 4 layers, hidden size 256, 4 heads
 of 64, context 2048, over bytes. The text is the Python documentation's topics and the standard library's modules, which
-every Python has. Each run of a seed starts from the same weights and sees the same data.
+every Python has. Each run of a seed starts from the same weights and sees the same data. plot_training.py draws the results.
 """
 
 import argparse
@@ -400,26 +399,6 @@ def command_validate(args):
         raise SystemExit("the losses differ in the fourth digit")
 
 
-def command_plot(args):
-    import matplotlib
-    matplotlib.use("svg")
-    from matplotlib import pyplot
-
-    result = json.loads(args.curves.read_text())
-    figure, axes = pyplot.subplots(figsize=(7, 4.2))
-    for (name, run), style in zip(result["runs"].items(), ("-", "--", ":")):
-        for seed, losses in enumerate(run["losses"]):
-            smooth = torch.tensor(losses).unfold(0, 25, 25).mean(-1)
-            axes.plot([25 * i + 12 for i in range(len(smooth))], smooth, style, color=f"C{seed}", linewidth=1.1,
-                      label=f"{name}, seed {seed}")
-    axes.axhline(result["bigram_loss"], color="gray", linewidth=0.8)
-    axes.text(result["steps"] * 0.6, result["bigram_loss"] + 0.05, "bigram model", color="gray")
-    axes.set(xlabel="step", ylabel="training loss, nats a byte", title=f"{result['device']}, {result['date']}")
-    axes.legend(fontsize=7)
-    figure.tight_layout()
-    figure.savefig(args.out)
-
-
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     commands = parser.add_subparsers(required=True)
@@ -446,10 +425,6 @@ def main():
     validate.add_argument("--providers", default="CPU")
     validate.add_argument("--out", type=Path)
     validate.set_defaults(command=command_validate)
-    plot = commands.add_parser("plot")
-    plot.add_argument("curves", type=Path)
-    plot.add_argument("out", type=Path)
-    plot.set_defaults(command=command_plot)
     args = parser.parse_args()
     args.command(args)
 

@@ -25,7 +25,7 @@ from pathlib import Path
 import torch
 
 import leanfleet
-from leanfleet import native, spec
+from leanfleet import native, plotting, spec
 from leanfleet.export import reference, torch_ops
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -423,8 +423,6 @@ def plot(report, path):
     other sizes. path ends in what matplotlib writes: .png, .pdf, .svg. Raises ImportError without matplotlib, and
     ValueError where nothing was timed.
     """
-    from matplotlib.figure import Figure
-
     timed = [row for row in report["rows"] if row["status"] == "ok"]
     if not timed:
         raise ValueError("there is nothing to plot: no method was timed")
@@ -433,26 +431,28 @@ def plot(report, path):
         sizes = {key: n for key, n in row["shape"].items() if key != "tokens"}
         panels.setdefault(tuple(sizes.values()), []).append(row)
     names = list(dict.fromkeys(row["method"] for row in timed))
-    figure = Figure(figsize=(6.5 * len(panels), 5), layout="constrained")
-    for axes, rows in zip(figure.subplots(1, len(panels), squeeze=False)[0], panels.values(), strict=True):
-        for number, name in enumerate(names):
-            points = sorted((r["shape"]["tokens"], r["seconds"] * 1e3, r["spread"] * 1e3) for r in rows if r["method"] == name)
-            if points:
-                x, y, spread = zip(*points, strict=True)
-                axes.errorbar(x, y, yerr=spread, marker="os^Dv"[number // 10 % 5], color=f"C{number % 10}", label=name)
-        shape = Shape(**rows[0]["shape"])
-        tokens = sorted({row["shape"]["tokens"] for row in rows})
-        axes.set(xscale="log", yscale="log", xlabel="tokens", ylabel="milliseconds",
-                 title=" ".join(word for word in str(shape).split() if not word.startswith("N")))
-        axes.set_xticks(tokens, map(str, tokens))
-        axes.set_xticks([], minor=True)
-        axes.grid(True, which="both", alpha=0.3)
-        axes.legend(fontsize="small")
     settings = report["settings"]
-    passes = "forward and backward" if settings["grad"] else "forward"
-    figure.suptitle(f"{settings['operator']}, {settings['dtype']}, {passes}, {report['machine']['device']}", fontsize="medium")
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path, dpi=150)
+    largest = max(timed, key=lambda row: math.prod(row["shape"].values()))["shape"]
+    first = min((row for row in timed if row["shape"] == largest), key=lambda row: row["seconds"])
+    title = f"On {Shape(**largest)} {first['method']} is the fastest: {first['seconds'] * 1e3:.3g} ms"
+    note = (f"{settings['operator']}, {settings['dtype']}, {'forward and backward' if settings['grad'] else 'forward'}, "
+            f"{report['machine']['device']}; bars: spread of the samples.")
+    with plotting.page(path, title, note, len(panels) * max(3, 0.2 * len(names) + 1)) as figure:
+        for axes, rows in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.values(), strict=True):
+            _panel(axes, rows, names)
+
+
+def _panel(axes, rows, names):
+    """Draws the rows of one set of sizes; names: all methods of the report, so that each looks the same in every panel."""
+    series = {name: sorted((r["shape"]["tokens"], r["seconds"] * 1e3, r["spread"] * 1e3) for r in rows if r["method"] == name)
+              for name in names}
+    for points in series.values():
+        for x, y, spread in points:
+            axes.errorbar(x, y, yerr=min(spread, 0.9 * y), color=plotting.MUTED, linewidth=1)
+    plotting.lines(axes, {name: [point[:2] for point in points] for name, points in series.items()})
+    plotting.token_axis(axes, [row["shape"]["tokens"] for row in rows])
+    plotting.log_axis(axes.yaxis, [y for points in series.values() for _, y, _ in points], " ms")
+    axes.set_title(str(Shape(**{**rows[0]["shape"], "tokens": 0})).replace(" N0", ""))
 
 
 def parse_shape(text):

@@ -1,6 +1,7 @@
 """The benchmark API: methods by name, the check before the timing, what is refused, tables, files and the command."""
 
 import json
+import re
 import sys
 import time
 
@@ -324,6 +325,17 @@ def test_plot_without_matplotlib(monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     assert cli.main(["bench", "--plot", "x.png"]) == 2
     assert "the package matplotlib is missing: pip install 'leanfleet[bench]'" in capsys.readouterr().err
+
+
+def test_plot_names_its_methods_and_the_fastest(tmp_path):
+    shapes = [bench.Shape(1, 2, 1, n, 8, 8) for n in (40, 80)] + [bench.Shape(1, 4, 2, 160, 8, 8)]
+    report = bench.run(shapes, ["lightning", "block_based"], seconds=0.01)
+    bench.plot(report, tmp_path / "x.svg")
+    words = re.findall(r"<text[^>]*>([^<]*)</text>", (tmp_path / "x.svg").read_text())
+    fastest = min((r for r in report["rows"] if r["shape"]["tokens"] == 160), key=lambda r: r["seconds"])["method"]
+    assert any(w.startswith(f"On B1 H4/2 N160 R8 D8 {fastest} is the fastest: ") for w in words)
+    assert words.count("lightning") == words.count("block_based") == 2  # at the ends of their lines, in both panels
+    assert {"B1 H2/1 R8 D8", "B1 H4/2 R8 D8", "40", "80", "160"} <= set(words) and not any("10^" in w for w in words)
 
 
 def test_plot_with_nothing_to_draw(tmp_path):

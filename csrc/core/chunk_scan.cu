@@ -7,19 +7,13 @@
 #include <atomic>
 
 #include "core/chunk_scan_hopper.cuh"
+#include "core/chunk_scan_hopper_float32.cuh"
 #include "core/cuda_target.h"
 #include "core/op.h"
 
 namespace leanfleet {
 
 namespace chunk {
-
-extern template int launch_typed<float>(const ChunkScan&, int, int, int, void*);
-extern template int launch_typed<__half>(const ChunkScan&, int, int, int, void*);
-extern template int launch_typed<__nv_bfloat16>(const ChunkScan&, int, int, int, void*);
-int launch_hopper_float32(const ChunkScan&, int, void*);
-extern template int launch_hopper<__half>(const ChunkGroup&, int, bool, int, void*);
-extern template int launch_hopper<__nv_bfloat16>(const ChunkGroup&, int, bool, int, void*);
 
 namespace {
 

@@ -1099,35 +1099,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   block.run();
 }
 
-template <class T, int kWidth, int kWarps>
-int launch_shape(const ChunkScan& scan, int pass, int aligned, int max_shared_bytes, void* stream) {
-  using S = Shape<T, kWidth, kWarps>;
-  const bool source = scan.row_dot != nullptr;
-  const int stages = S::shared_bytes(2, source) <= max_shared_bytes ? 2 : 1;
-  const int bytes = S::shared_bytes(stages, source);
-  const auto kernel = ChunkScanKernel<T, kWidth, kWarps>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  const int64_t segments = pass == kOutputs || !scan.causal ? scan.segments : scan.segments - 1;
-  const int64_t heads = pass == kOutputs ? scan.heads : scan.heads / scan.x_group;
-  const int64_t blocks = scan.batch * heads * segments * scan.slices;
-  if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), S::kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(scan, pass, stages,
-                                                                                                  aligned);
-  return cudaGetLastError();
-}
-
-// One instance of this a type of element and a source file.
+// Compiled by chunk_scan_launch.cu.in, a source file a type.
 template <class T>
-int launch_typed(const ChunkScan& scan, int pass, int aligned, int max_shared_bytes, void* stream) {
-  const bool narrow = scan.z.width <= 64;
-  if (scan.y.width > 128) return launch_shape<T, 256, 8>(scan, pass, aligned, max_shared_bytes, stream);
-  if (scan.y.width > 64)
-    return narrow ? launch_shape<T, 128, 4>(scan, pass, aligned, max_shared_bytes, stream)
-                  : launch_shape<T, 128, 8>(scan, pass, aligned, max_shared_bytes, stream);
-  return narrow ? launch_shape<T, 64, 4>(scan, pass, aligned, max_shared_bytes, stream)
-                : launch_shape<T, 64, 8>(scan, pass, aligned, max_shared_bytes, stream);
-}
+int launch_typed(const ChunkScan& scan, int pass, int aligned, int max_shared_bytes, void* stream);
 
 }  // namespace chunk
 }  // namespace leanfleet

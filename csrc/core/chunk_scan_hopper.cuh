@@ -1618,46 +1618,6 @@ __global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind, 
 #endif
 }
 
-template <class T, int kWidth, int kGroups, int kMode, int kKind, int kBlocks>
-int launch_hopper_blocks(const ChunkGroup& group, int64_t blocks, bool overlap, int max_shared_bytes, void* stream) {
-  using S = HopperShape<T, kWidth, kGroups, kMode, kKind, kBlocks>;
-  // A multiprocessor has 1 KB more than a block may take, and needs 1 KB for each.
-  const int bytes_each = (max_shared_bytes + 1024) / kBlocks - 1024;
-  int stages = (bytes_each - S::fixed_bytes()) / S::kStageBytes;
-  if (stages > S::kMaxStages) stages = S::kMaxStages;
-  const int bytes = S::fixed_bytes() + stages * S::kStageBytes;
-  const auto kernel = ChunkScanHopperKernel<T, kWidth, kGroups, kMode, kKind, kBlocks>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(S::kThreads);
-  config.dynamicSmemBytes = bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  config.attrs = &attribute;
-  config.numAttrs = overlap ? 1 : 0;
-  return cudaLaunchKernelEx(&config, kernel, group, stages);
-}
-
-template <class T, int kWidth, int kGroups, int kMode, int kKind>
-int launch_hopper_mode(const ChunkGroup& group, bool overlap, int max_shared_bytes, void* stream) {
-  constexpr bool kOut = kMode != kSums;
-  const ChunkScan& scan = group.scans[0];
-  const int64_t segments = kOut || !scan.causal ? scan.segments : scan.segments - 1;
-  const int64_t heads = kOut ? scan.heads : scan.heads / scan.x_group;
-  const int64_t blocks = scan.batch * heads * segments * scan.slices * group.count;
-  if (blocks == 0) return cudaSuccess;
-  // Others need more registers.
-  if constexpr (kWidth == 64 && kGroups == 1 && kMode == kSingle && kKind == kPlain) {
-    if (blocks > group.sm_count)
-      return launch_hopper_blocks<T, kWidth, kGroups, kMode, kKind, 2>(group, blocks, overlap, max_shared_bytes, stream);
-  }
-  return launch_hopper_blocks<T, kWidth, kGroups, kMode, kKind, 1>(group, blocks, overlap, max_shared_bytes, stream);
-}
-
 constexpr int kHopperMaxWidth = 128;
 
 // Whether scans have the same kernel and as many blocks.
@@ -1670,28 +1630,11 @@ inline bool go_together(const ChunkScan& a, const ChunkScan& b) {
          a.own_slots == b.own_slots && (!a.own_slots || a.segments == b.segments);
 }
 
-template <class T, int kWidth, int kGroups>
-int launch_hopper_shape(const ChunkGroup& group, int pass, bool overlap, int max_shared_bytes, void* stream) {
-  const ChunkScan& scan = group.scans[0];
-  const auto launch = [&](auto launcher) { return launcher(group, overlap, max_shared_bytes, stream); };
-  const bool extras = scan.rank1 || scan.row_sums;
-  if constexpr (std::is_same<T, __nv_bfloat16>::value) {
-    if (extras && scan.log_decay == nullptr) {
-      if (pass == kSegmentSums) return launch(launch_hopper_mode<T, kWidth, kGroups, kSums, kRank1>);
-      if (scan.causal && scan.y_group == 1) return launch(launch_hopper_mode<T, kWidth, kGroups, kSingle, kRank1>);
-    }
-  }
-  if (pass == kSegmentSums)
-    return extras ? launch(launch_hopper_mode<T, kWidth, kGroups, kSums, kFull>)
-                  : launch(launch_hopper_mode<T, kWidth, kGroups, kSums, kPlain>);
-  if (!scan.causal) return launch(launch_hopper_mode<T, kWidth, kGroups, kWhole, kFull>);
-  if (scan.y_group > 1) return launch(launch_hopper_mode<T, kWidth, kGroups, kGrouped, kFull>);
-  return extras ? launch(launch_hopper_mode<T, kWidth, kGroups, kSingle, kFull>)
-                : launch(launch_hopper_mode<T, kWidth, kGroups, kSingle, kPlain>);
-}
-
 // The scans of a group take the same kernel. overlap: the pass before may still run, and this one waits for it where it
-// needs its sums.
+// needs its sums. Compiled by chunk_scan_hopper_launch.cu.in, a source file a type and shape.
+template <class T, int kWidth, int kGroups>
+int launch_hopper_shape(const ChunkGroup& group, int pass, bool overlap, int max_shared_bytes, void* stream);
+
 template <class T>
 int launch_hopper(const ChunkGroup& group, int pass, bool overlap, int max_shared_bytes, void* stream) {
   const ChunkScan& scan = group.scans[0];

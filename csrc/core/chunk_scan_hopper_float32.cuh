@@ -920,26 +920,18 @@ __global__ void __launch_bounds__(Float32Shape<kWidth, kGroups, kPass>::kThreads
 #endif
 }
 
-template <int kWidth, int kGroups, int kPass>
-int launch_hopper_float32_pass(const ChunkScan& scan, void* stream) {
-  using S = Float32Shape<kWidth, kGroups, kPass>;
-  static_assert(S::kBytes <= 232448, "more shared memory than a block of Hopper has");
-  const auto kernel = ChunkScanHopperFloat32Kernel<kWidth, kGroups, kPass>;
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, S::kBytes);
-  if (error != cudaSuccess) return error;
-  const int64_t segments = S::kOut || !scan.causal ? scan.segments : scan.segments - 1;
-  const int64_t heads = S::kOut ? scan.heads : scan.heads / scan.x_group;
-  const int64_t blocks = scan.batch * heads * segments * scan.slices;
-  if (blocks == 0) return cudaSuccess;
-  kernel<<<static_cast<unsigned>(blocks), S::kThreads, S::kBytes, static_cast<cudaStream_t>(stream)>>>(scan);
-  return cudaGetLastError();
-}
-
+// For keys of up to kWidth columns (64 or 128) and aligned rows, whose slices are as chunk_scan_slices says. Compiled by
+// chunk_scan_hopper_float32_launch.cu.in, a source file a shape.
 template <int kWidth, int kGroups>
-int launch_hopper_float32_shape(const ChunkScan& scan, int pass, void* stream) {
-  if (pass == kSegmentSums) return launch_hopper_float32_pass<kWidth, kGroups, kFloat32Sums>(scan, stream);
-  return scan.y_group > 1 ? launch_hopper_float32_pass<kWidth, kGroups, kFloat32Grouped>(scan, stream)
-                          : launch_hopper_float32_pass<kWidth, kGroups, kFloat32Single>(scan, stream);
+int launch_hopper_float32_shape(const ChunkScan& scan, int pass, void* stream);
+
+inline int launch_hopper_float32(const ChunkScan& scan, int pass, void* stream) {
+  const bool narrow = scan.z.width <= 64;
+  if (scan.y.width > 64)
+    return narrow ? launch_hopper_float32_shape<128, 1>(scan, pass, stream)
+                  : launch_hopper_float32_shape<128, 2>(scan, pass, stream);
+  return narrow ? launch_hopper_float32_shape<64, 1>(scan, pass, stream)
+                : launch_hopper_float32_shape<64, 2>(scan, pass, stream);
 }
 
 }  // namespace chunk

@@ -153,6 +153,14 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same, and whether the predicate holds in any of them.
+__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool holds) {
+  uint32_t any;
+  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
+               : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(holds)) : "memory");
+  return any != 0;
+}
+
 // Schedule
 
 template <class P>
@@ -537,17 +545,13 @@ __device__ __forceinline__ void write_partial(const LeanAttentionArgs& args, int
 // Called by `threads` threads after they have stored a contributor's partial result. True in all of them if every
 // other contributor has stored its own; the ticket is then 0 again. Nobody waits, so that blocks need not run at
 // the same time.
-__device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int thread, int threads,
-                                               volatile uint32_t* shared) {
+__device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int thread, int threads) {
+  const uint32_t others = static_cast<uint32_t>(count - 1);
+  uint32_t before = 0;
   named_barrier(1, threads);
-  if (thread == 0) {
-    uint32_t before;
-    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                 : "=r"(before) : "l"(ticket), "r"(static_cast<uint32_t>(count - 1)) : "memory");
-    *shared = before;
-  }
-  named_barrier(1, threads);
-  return *shared == static_cast<uint32_t>(count - 1);
+  if (thread == 0)
+    asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;" : "=r"(before) : "l"(ticket), "r"(others) : "memory");
+  return named_barrier_any(1, threads, thread == 0 && before == others);
 }
 
 // Merges the partial results of a unit in the order of their ranges, so that the result does not depend on who

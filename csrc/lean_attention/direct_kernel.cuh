@@ -63,7 +63,6 @@ struct alignas(16) DirectShared {
   float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
   LeanRange<uint32_t> range;  // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
-  uint32_t arrived;
   bool more;                         // the range holds more
   bool absent[2][kDirectRows];       // staged new tokens whose page is outside the pool
 };
@@ -489,7 +488,7 @@ struct DirectBlock {
     }
 #endif
     if (work.segment.count == 1) return;
-    if (last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kDirectThreads, &shared.arrived))
+    if (last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kDirectThreads))
       merge_unit<T>(args, work.unit, work.first, work.segment.count, warp, kDirectWarps);
   }
 };
@@ -592,45 +591,9 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   }
 }
 
+// args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the multiprocessors may do.
+// Compiled by direct_launch.cu.in, a source file an instance.
 template <class T, int kWidth>
-int launch_direct_width(const LeanAttentionArgs& args, bool clusters, bool few_tokens, cudaStream_t stream) {
-  const auto kernel =
-      args.rotary_half > 0 ? LeanAttentionDirectKernel<T, kWidth, true> : LeanAttentionDirectKernel<T, kWidth, false>;
-  const auto shared_bytes = [](int rows) {
-    return static_cast<int>(sizeof(DirectShared<T, kWidth>)) + kDirectWarps * rows * DirectTile<kWidth>::kScratchStride * 4;
-  };
-  // The attribute belongs to the kernel, which other threads launch too: it is the same for all calls.
-  const cudaError_t error =
-      cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes(kDirectRows));
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  cudaLaunchAttribute attribute = {};
-  config.gridDim = dim3(args.plan.max_ranges);
-  config.blockDim = dim3(kDirectThreads);
-  config.dynamicSmemBytes = shared_bytes(args.group * args.tokens);
-  config.stream = stream;
-  config.attrs = &attribute;
-  DirectLaunch direct = {{args.batch * args.kv_heads, 0, 0, 1}, args};
-  DirectGrid& grid = direct.grid;
-  if (clusters && args.batch <= kDirectBatch)
-    grid.cluster = choose_cluster<DirectShared<T, kWidth>>(reinterpret_cast<const void*>(kernel), direct.args.plan, args,
-                                                           few_tokens, config);
-  const auto inverse = [](int n) { return (1u << 20) / static_cast<uint32_t>(n > 0 ? n : 1) + 1; };
-  grid.parts_inverse = inverse(direct.args.plan.equal_parts);
-  grid.heads_inverse = inverse(args.kv_heads);
-  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, direct);
-  if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
-  return launched;
-}
-
-// args.plan holds the tile; clusters: they may be used; few_tokens: a part of the multiprocessors may do. One source file a
-// type has its instances.
-template <class T>
-int launch_direct(const LeanAttentionArgs& args, int width, bool clusters, bool few_tokens, void* stream) {
-  const auto launch = width == 64 ? launch_direct_width<T, 64> : launch_direct_width<T, 128>;
-  return launch(args, clusters, few_tokens, static_cast<cudaStream_t>(stream));
-}
-extern template int launch_direct<__half>(const LeanAttentionArgs&, int, bool, bool, void*);
-extern template int launch_direct<__nv_bfloat16>(const LeanAttentionArgs&, int, bool, bool, void*);
+int launch_direct(const LeanAttentionArgs& args, bool clusters, bool few_tokens, void* stream);
 
 }  // namespace leanfleet

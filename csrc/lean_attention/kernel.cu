@@ -4,6 +4,7 @@
 #include <cuda_runtime.h>
 
 #include <atomic>
+#include <type_traits>
 
 #include "core/cuda_target.h"
 #include "lean_attention/device.cuh"
@@ -32,7 +33,6 @@ struct FloatKernel {
   const bool by_16_bytes;
   float* const tiles;  // [2] keys [32][key_stride] and values [32][value_stride]
   float* const query;  // [16][D]
-  volatile uint32_t* const arrived;
   const int warp, lane, key_stride, value_stride;
 
   // Starts to load a tile; tokens outside `seen` and those without a page become 0. Returns a bit for each of the
@@ -184,7 +184,7 @@ struct FloatKernel {
     }
     if (segment.count == 1) return;
     const int first = lean_first(segment);
-    if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads, arrived))
+    if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads))
       merge_unit<T>(args, unit, first, segment.count, warp, kFloatWarps);
   }
 };
@@ -197,13 +197,12 @@ __global__ void __launch_bounds__(kFloatThreads)
   extern __shared__ float shared[];
   const int key_stride = args.key_width + 4, value_stride = args.value_width + 4;
   float* const query = shared + 2 * kFloatTokens * (key_stride + value_stride);
-  uint32_t* const arrived = reinterpret_cast<uint32_t*>(query + kFloatRows * args.key_width);
   if (args.append)
     append_all<T, T>(launch_args, static_cast<int64_t>(blockIdx.x) * kFloatWarps + threadIdx.x / 32,
                      static_cast<int64_t>(gridDim.x) * kFloatWarps);
   LeanRange<int64_t> range;
   if (!locate_range(args, blockIdx.x, lean_row_tiles(args), range)) return;
-  const FloatKernel<T> kernel{args, by_16_bytes, shared, query, arrived, static_cast<int>(threadIdx.x / 32),
+  const FloatKernel<T> kernel{args, by_16_bytes, shared, query, static_cast<int>(threadIdx.x / 32),
                               static_cast<int>(threadIdx.x % 32), key_stride, value_stride};
   for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
     const LeanSegment segment = lean_segment_of(args, unit, share, range.work, range.ranges, range.index);
@@ -322,6 +321,18 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kShortPart = 128;  // key tiles, measured
 
+// launch(type, width) for the call's half-precision type and a width of 64 or 128, both known to the compiler.
+template <class F>
+int for_type(const LeanAttentionArgs& args, F&& launch) {
+  return args.dtype == static_cast<int>(DType::kFloat16) ? launch(__half{}) : launch(__nv_bfloat16{});
+}
+template <class F>
+int for_type_and_width(const LeanAttentionArgs& args, int width, F&& launch) {
+  return for_type(args, [&](auto type) {
+    return width == 64 ? launch(type, std::integral_constant<int, 64>{}) : launch(type, std::integral_constant<int, 128>{});
+  });
+}
+
 }  // namespace
 
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges) {
@@ -397,14 +408,13 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
       const int error = launch_rotate(args, stream);
       if (error != cudaSuccess) return error;
     }
-    return args.dtype == static_cast<int>(DType::kFloat16)
-               ? launch_float<__half>(args, false, static_cast<cudaStream_t>(stream))
-               : launch_float<__nv_bfloat16>(args, false, static_cast<cudaStream_t>(stream));
+    return for_type(args, [&](auto type) {
+      return launch_float<decltype(type)>(args, false, static_cast<cudaStream_t>(stream));
+    });
   }
   if (wgmma && args.append && args.tokens >= kAppendApart) {
-    const int error = args.dtype == static_cast<int>(DType::kFloat16)
-                          ? launch_append<__half>(args, static_cast<cudaStream_t>(stream))
-                          : launch_append<__nv_bfloat16>(args, static_cast<cudaStream_t>(stream));
+    const int error =
+        for_type(args, [&](auto type) { return launch_append<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
     if (error != cudaSuccess) return error;
     args.append = false;
   }
@@ -414,9 +424,9 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width);
   if (args.plan.row_tile == kDirectRows && args.key_width == width && args.value_width == width && width <= 128 &&
       (few_tokens || args.cache_kind == kLeanPaged))
-    return args.dtype == static_cast<int>(DType::kFloat16)
-               ? launch_direct<__half>(args, width, clusters, few_tokens, stream)
-               : launch_direct<__nv_bfloat16>(args, width, clusters, few_tokens, stream);
+    return for_type_and_width(args, width, [&](auto type, auto w) {
+      return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
+    });
   LeanTileLoads loads = {};
   loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
   loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
@@ -443,12 +453,16 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   loads.copy_warps = loads.whole_tiles ? 1 : 4;
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
   if (wgmma)
-    return args.dtype == static_cast<int>(DType::kFloat16)
-               ? launch_wgmma<__half>(args, loads, key_map, value_map, width, stream)
-               : launch_wgmma<__nv_bfloat16>(args, loads, key_map, value_map, width, stream);
-  return args.dtype == static_cast<int>(DType::kFloat16)
-             ? launch_mma<__half>(args, loads, key_map, value_map, width, producer_warps, stream)
-             : launch_mma<__nv_bfloat16>(args, loads, key_map, value_map, width, producer_warps, stream);
+    return for_type_and_width(args, width, [&](auto type, auto w) {
+      return launch_wgmma<decltype(type), decltype(w)::value>(args, loads, key_map, value_map, stream);
+    });
+  if (width > 128)
+    return for_type(args, [&](auto type) {
+      return launch_mma<decltype(type), 256>(args, loads, key_map, value_map, producer_warps, stream);
+    });
+  return for_type_and_width(args, width, [&](auto type, auto w) {
+    return launch_mma<decltype(type), decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);
+  });
 }
 
 }  // namespace leanfleet

@@ -72,6 +72,13 @@ struct LeanTile {
   // cannot tell them apart.
   static constexpr int kGroups = kConsumerWarps / kTileWarps;
   static constexpr int kMaxThreads = 32 * (kConsumerWarps + 4);  // at most 4 producer warps
+  // Arrivals of a consumer warp that has read a slot. Warps of many rows arrive with every lane on Hopper: the order of
+  // one lane's arrival after __syncwarp is as good, but racecheck does not follow it.
+#if __CUDA_ARCH__ >= 900
+  static constexpr int kReaderArrivals = kSplitTokens ? 1 : 32;
+#else
+  static constexpr int kReaderArrivals = 1;
+#endif
   static constexpr int kSlotBytes = kTokens * kWidth * 2;
   static constexpr int kQueryBytes = kSplitTokens ? 0 : kRows * kWidth * 2;
   static constexpr int kScratchStride = kWidth + 4;  // floats; two rows apart is 8 banks apart
@@ -85,7 +92,7 @@ struct LeanTile {
   // Per slot: two barriers and a bit per token.
   static constexpr int kSlotExtra = 16 + kSlices * 2;
   static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + kQueuedQueryBytes + 16);
-  // 16: a barrier for the inbox and a word; 1024: to align the ring.
+  // 16: a barrier for the inbox; 1024: to align the ring.
   static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + kInboxBytes + kQueueBytes + 16 + 1024;
   static int slots_for(int shared_bytes) {
     const int slots = (shared_bytes - kFixedBytes) / (kSlotBytes + kSlotExtra);
@@ -503,7 +510,6 @@ struct TokenConsumer {
   const RingAddresses& ring;
   float* scratch;            // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
   ClusterInbox inbox;
-  volatile uint32_t* arrived;
   int warp, lane;
   RingPlace place;
 
@@ -840,7 +846,7 @@ struct TokenConsumer {
       return;
     }
 #endif
-    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived))
+    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads))
       merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
   }
 };
@@ -857,7 +863,6 @@ struct RowConsumer {
   const LeanTileLoads& loads;
   const RingAddresses& ring;
   uint32_t query;  // shared address of [box][128][64], swizzled like a slot
-  volatile uint32_t* arrived;
   int warp, lane;
   RingPlace place;
 
@@ -894,8 +899,7 @@ struct RowConsumer {
         }
       }
       finish(work, rows);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(ring.queue_empty + queued.slot * 8);
+      give_back(ring.queue_empty + queued.slot * 8);
       queued.next();
     }
   }
@@ -906,9 +910,12 @@ struct RowConsumer {
   }
 
   __device__ __forceinline__ void release() {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(ring.empty + place.slot * 8);
+    give_back(ring.empty + place.slot * 8);
     place.next();
+  }
+  __device__ __forceinline__ void give_back(uint32_t empty) const {
+    if (Tile::kReaderArrivals == 1) __syncwarp();
+    if (Tile::kReaderArrivals == 32 || lane == 0) barrier_arrive(empty);
   }
 
   __device__ __forceinline__ void begin_unit(const LeanUnit& unit, LeanSpan rows) {
@@ -1086,7 +1093,7 @@ struct RowConsumer {
       }
     }
     if (segment.count == 1) return;
-    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived))
+    if (last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads))
       merge_unit<T>(args, unit, work.first, segment.count, warp, Tile::kConsumerWarps);
   }
 };
@@ -1145,8 +1152,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   at += 16 * loads.slots;
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
-  uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
-  const uint32_t inbox_barrier = shared_address(at + 8);
+  const uint32_t inbox_barrier = shared_address(at);
 
   // Inits of one warp's lanes follow one another, so that warps share them.
   const int of_producers = warp - Tile::kConsumerWarps;
@@ -1154,9 +1160,9 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
       const int of_ring = i - 2 * kQueue;
-      const int count = of_ring >= loads.slots ? Tile::kTileWarps
+      const int count = of_ring >= loads.slots ? Tile::kReaderArrivals * Tile::kTileWarps
                         : of_ring >= 0         ? kFillArrivals * loads.copy_warps
-                        : i >= kQueue          ? Tile::kConsumerWarps
+                        : i >= kQueue          ? Tile::kReaderArrivals * Tile::kConsumerWarps
                                                : Tile::kSplitTokens && !kTurns ? kFillArrivals : 1;
       barrier_init(ring.queue_full + 8 * i, count);
     }
@@ -1187,49 +1193,23 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     const RingPlace place(group * group_slots, (group + 1) * group_slots);
     if constexpr (Tile::kSplitTokens) {
       TokenConsumer<T, kWidth, kRows / 8, kTurns> consumer{
-          args, loads, ring, scratch, {reinterpret_cast<float4*>(inbox), Tile::kInboxItems, inbox_barrier}, arrived, warp, lane,
+          args, loads, ring, scratch, {reinterpret_cast<float4*>(inbox), Tile::kInboxItems, inbox_barrier}, warp, lane,
           place, {}, {}, {}, {}, {}};
       consumer.run();
     } else {
 #if __CUDA_ARCH__ >= 900
       asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
 #endif
-      RowConsumer<T, kWidth> consumer{args, loads, ring, query, arrived, warp, lane, place, {}, {}, {}, {}};
+      RowConsumer<T, kWidth> consumer{args, loads, ring, query, warp, lane, place, {}, {}, {}, {}};
       consumer.run();
     }
   }
 }
 
-// Launches the kernel for one element type; `width`: 64, 128 or 256, at least D and Dv; args.plan holds the tile.
-template <class T>
+// Launches the kernel for one element type and width (64, 128 or 256, at least D and Dv); args.plan holds the tile. Compiled by
+// mma_launch.cu.in, a source file an instance.
+template <class T, int kWidth>
 int launch_mma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-               const CUtensorMap& value_map, int width, int producer_warps, void* stream);
-
-template <class T, int kWidth, int kRows>
-int launch_mma_tile(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-                    const CUtensorMap& value_map, int producer_warps, void* stream) {
-  using Tile = LeanTile<kWidth, kRows>;
-  auto kernel = LeanAttentionKernel<T, kWidth, kRows, false>;
-  if constexpr (Tile::kSplitTokens)
-    if (args.rotary_half > 0) kernel = LeanAttentionKernel<T, kWidth, kRows, true>;
-  const int bytes = Tile::shared_bytes(loads.slots);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(args.plan.max_ranges);
-  config.blockDim = dim3(32 * (Tile::kConsumerWarps + producer_warps));
-  config.dynamicSmemBytes = bytes;
-  config.stream = static_cast<cudaStream_t>(stream);
-  cudaLaunchAttribute attribute = {};
-  config.attrs = &attribute;
-  LeanAttentionArgs settled = args;
-  LeanTileLoads with = loads;
-  // Copies of many small pages take all multiprocessors.
-  if (with.clusters && Tile::kSplitTokens)
-    with.cluster = choose_cluster<Tile>(reinterpret_cast<const void*>(kernel), settled.plan, args, loads.boxes == 1, config);
-  const cudaError_t launched = cudaLaunchKernelEx(&config, kernel, settled, with, key_map, value_map);
-  if (launched != cudaSuccess) cudaGetLastError();  // it is reported here, not by the next call
-  return launched;
-}
+               const CUtensorMap& value_map, int producer_warps, void* stream);
 
 }  // namespace leanfleet

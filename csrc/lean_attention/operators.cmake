@@ -1,7 +1,8 @@
+leanfleet_instances(lean_attention_instances ${op_root}/lean_attention/mma_launch.cu.in
+  TYPE=__half,__nv_bfloat16 WIDTH=64,128,256)
+leanfleet_instances(lean_attention_instances ${op_root}/lean_attention/wgmma_launch.cu.in TYPE=__half,__nv_bfloat16 WIDTH=64,128)
+leanfleet_instances(lean_attention_instances ${op_root}/lean_attention/direct_launch.cu.in TYPE=__half,__nv_bfloat16 WIDTH=64,128)
 leanfleet_op(lean_attention
   CXX ${op_root}/lean_attention/op.cpp
-  CUDA ${op_root}/lean_attention/kernel.cu ${op_root}/lean_attention/mma_float16.cu
-       ${op_root}/lean_attention/mma_bfloat16.cu ${op_root}/lean_attention/wgmma_float16.cu
-       ${op_root}/lean_attention/wgmma_bfloat16.cu ${op_root}/lean_attention/direct_float16.cu
-       ${op_root}/lean_attention/direct_bfloat16.cu ${op_root}/lean_attention/rotate.cu)
+  CUDA ${op_root}/lean_attention/kernel.cu ${op_root}/lean_attention/rotate.cu ${lean_attention_instances})
 leanfleet_cpu_kernels(lean_attention ${op_root}/lean_attention/cpu_kernel.cpp)

@@ -22,7 +22,7 @@ struct WgmmaTile {
   static constexpr int kSlices = kTokens / 16;
   static constexpr int kSlotExtra = 16 + kSlices * 2;
   static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + 16);
-  static constexpr int kFixedBytes = kQueryBytes + kQueueBytes + 16 + 1024;  // 1024: to align the ring
+  static constexpr int kFixedBytes = kQueryBytes + kQueueBytes + 1024;  // 1024: to align the ring
   static_assert(kQueueBytes % 16 == 0, "a slot's bits are read as words");
   // Keys have the even slots and values the odd ones.
   static int slots_for(int shared_bytes) {
@@ -65,7 +65,6 @@ struct WarpgroupConsumer {
   const LeanTileLoads& loads;
   const RingAddresses& ring;
   const uint32_t query;  // shared address of this group's rows, [box][64][64 columns], swizzled like a slot
-  volatile uint32_t* const arrived;
   const int group, warp, lane;
   int pair = 0;          // of slots in the ring, keys' and values'
   uint32_t parity = 0;
@@ -99,7 +98,7 @@ struct WarpgroupConsumer {
       if (!last) load_query(ring.queue[queued.slot].unit);
       finish(work, o);
       if (last) return;
-      release(done);
+      barrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
     }
   }
 
@@ -114,19 +113,30 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void next() {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
+  // Gives a slot back: 32 arrivals of a warp.
   __device__ __forceinline__ void release(uint32_t empty) const {
     __syncwarp();
-    if (lane == 0) barrier_arrive(empty);
+    if (lane == 0) hopper::barrier_arrive_times(empty, 32);
+  }
+  // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
+  // arrival after __syncwarp is as good, but racecheck does not follow it.
+  __device__ __forceinline__ void release_values(int of) const {
+    if (loads.tensor_maps && !args.append) release(values_empty(of));
+    else barrier_arrive(values_empty(of));
   }
   // Rows that threads have copied instead of the copy engine, before wgmma reads them.
   __device__ __forceinline__ void landed() const {
     if (!loads.whole_tiles) hopper::fence_async();
   }
 
-  // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full.
+  // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full. Read by the lane that gives the
+  // slot back: an order that racecheck follows.
   __device__ __forceinline__ uint4 missing_tokens() const {
-    if (args.cache_kind != kLeanPaged) return make_uint4(0, 0, 0, 0);
-    return *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
+    uint4 bits = make_uint4(0, 0, 0, 0);
+    if (args.cache_kind != kLeanPaged) return bits;
+    if (lane == 0) bits = *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
+    return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0),
+                      __shfl_sync(kFullWarp, bits.z, 0), __shfl_sync(kFullWarp, bits.w, 0));
   }
   // Tiles that this group's rows do not see.
   __device__ __forceinline__ void skip(int tiles) {
@@ -135,7 +145,7 @@ struct WarpgroupConsumer {
       barrier_wait(keys_full(), parity);
       release(keys_empty());
       barrier_wait(values_full(pair), parity);
-      release(values_empty(pair));
+      release_values(pair);
       next();
     }
   }
@@ -231,7 +241,7 @@ struct WarpgroupConsumer {
         values_product(o, p, values(before));
         hopper::products_wait<0>();
         hopper::products_keep(o);
-        release(values_empty(before));
+        release_values(before);
         return;
       }
       barrier_wait(keys_full(), parity);
@@ -248,7 +258,7 @@ struct WarpgroupConsumer {
       if (__any_sync(kFullWarp, sum[0] + sum[1] < 0.0f)) __trap();
       hopper::products_wait<0>();
       hopper::products_keep(o);
-      release(values_empty(before));
+      release_values(before);
       rescale_output(o, factor);
       pack(s, p);
     }
@@ -405,7 +415,7 @@ struct WarpgroupConsumer {
         args.partial_sum[at] = sum[c];
       }
     }
-    if (!last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads, arrived)) return;
+    if (!last_to_arrive(args.tickets + work.first, segment.count, warp * 32 + lane, kThreads)) return;
     merge_rows(work.unit, work.first, segment.count);
   }
 
@@ -530,7 +540,6 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   at += 16 * loads.slots;
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
-  uint32_t* const arrived = reinterpret_cast<uint32_t*>(at);
 
   LeanRange<int64_t> range = {};
   bool exists = false;
@@ -544,10 +553,10 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
       const int of_ring = i - 2 * kQueue;
-      const int count = of_ring >= loads.slots ? Tile::kTileWarps
+      const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
                         : of_ring >= 0         ? kFillArrivals * loads.copy_warps
                         : i < kQueue           ? 1
-                                               : Tile::kConsumerWarps;
+                                               : 32 * Tile::kConsumerWarps;
       barrier_init(ring.queue_full + 8 * i, count);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
@@ -567,28 +576,17 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int group = warp / 4;
-    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, arrived, group,
+    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, group,
                                           warp, lane};
     consumer.run();
   }
 #endif
 }
 
-// Launches the kernel for one element type; `width`: 64 or 128, at least D and Dv; args.plan holds the tile.
-template <class T>
-int launch_wgmma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-                 const CUtensorMap& value_map, int width, void* stream);
-
+// Launches the kernel for one element type and width (64 or 128, at least D and Dv); args.plan holds the tile. Compiled by
+// wgmma_launch.cu.in, a source file an instance.
 template <class T, int kWidth>
-int launch_wgmma_width(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-                       const CUtensorMap& value_map, void* stream) {
-  using Tile = WgmmaTile<kWidth>;
-  const auto kernel = LeanAttentionWgmmaKernel<T, kWidth>;
-  const int bytes = Tile::shared_bytes(loads.slots);
-  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
-  if (error != cudaSuccess) return error;
-  kernel<<<args.plan.max_ranges, Tile::kThreads, bytes, static_cast<cudaStream_t>(stream)>>>(args, loads, key_map, value_map);
-  return cudaGetLastError();
-}
+int launch_wgmma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
+                 const CUtensorMap& value_map, void* stream);
 
 }  // namespace leanfleet

@@ -1,0 +1,45 @@
+"""Draws all plots of bench/results/ again, from the JSON that stands there.
+
+    python bench/pictures.py [FOLDER]       FOLDER: where they go (default: bench/results)
+"""
+
+import json
+import sys
+from pathlib import Path
+
+import plot_end_to_end
+import plot_lean_attention
+import plot_linear_attention
+import plot_training
+
+RESULTS = Path(__file__).resolve().parent / "results"
+
+
+def read(*patterns):
+    return [json.loads(path.read_text()) for pattern in patterns for path in sorted(RESULTS.glob(pattern))]
+
+
+def whole_models():
+    """The reports of whole models on the H200, by script."""
+    return plot_end_to_end.by_script(read("end_to_end*_h200.json", "generate_h200.json", "serving_*_h200.json"))
+
+
+def draw(folder):
+    """Draws all into a folder; returns the files."""
+    made = []
+    for name, module in (("lean_attention", plot_lean_attention), ("linear_attention", plot_linear_attention)):
+        (report,) = read(f"{name}_h200.json")
+        for picture, make in module.PICTURES.items():
+            made.append(folder / f"{picture}_h200.svg")
+            make(report, made[-1])
+    for name, make in (("train_parity", plot_training.parity), ("train_speed", plot_training.speed)):
+        (report,) = read(f"{name}_h200.json")
+        made.append(folder / f"{name}_h200.svg")
+        make(report, made[-1])
+    made += plot_end_to_end.plot(whole_models(), folder)
+    return made + plot_end_to_end.plot(plot_end_to_end.by_script(read("generate_cpu.json")), folder, "cpu")
+
+
+if __name__ == "__main__":
+    for path in draw(Path(sys.argv[1]) if len(sys.argv) > 1 else RESULTS):
+        print(path)

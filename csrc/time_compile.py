@@ -1,0 +1,50 @@
+"""Compiles one file and notes its CPU seconds: python time_compile.py LOG LANGUAGE OBJECT COMMAND...
+
+CMake puts this before every compiler call (RULE_LAUNCH_COMPILE). LOG has a JSON object a line: {"object", "language",
+"cpu_seconds", "wall_seconds"}; of several lines of an object the last counts.
+
+    python time_compile.py --report LOG [LANGUAGE]    prints the sum and the five longest
+"""
+
+import json
+import resource
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+
+def compile_timed(log, language, target, command):
+    """Runs the command, appends to the log what it took, and returns its exit code."""
+    start = time.perf_counter()
+    code = subprocess.call(command)
+    usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+    line = {"object": target, "language": language, "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+            "wall_seconds": round(time.perf_counter() - start, 2)}
+    if code == 0:
+        with open(log, "a") as file:
+            file.write(json.dumps(line) + "\n")
+    return code
+
+
+def read(log, language):
+    """{object: its line} of a language."""
+    lines = map(json.loads, Path(log).read_text().splitlines())
+    return {line["object"]: line for line in lines if line["language"] == language}
+
+
+def report(log, language="CUDA"):
+    """Prints what the language took to compile."""
+    files = sorted(read(log, language).values(), key=lambda line: -line["cpu_seconds"]) if Path(log).exists() else []
+    if not files:
+        print(f"{language}: nothing was compiled")
+        return
+    print(f"{language}: {len(files)} files, {sum(f['cpu_seconds'] for f in files):.0f} CPU seconds; the longest: "
+          + ", ".join(f"{Path(f['object']).name.split('.')[0]} {f['cpu_seconds']:.0f} s" for f in files[:5]))
+
+
+if __name__ == "__main__":
+    if sys.argv[1] == "--report":
+        report(*sys.argv[2:])
+    else:
+        sys.exit(compile_timed(*sys.argv[1:4], sys.argv[4:]))

@@ -1,0 +1,53 @@
+"""Random LeanAttention calls for compute-sanitizer, which no test can start for every shape:
+
+    compute-sanitizer --tool racecheck --kernel-name kns=leanfleet python tests/sanitize_cuda.py --calls 210 --seed 1
+
+Prints the calls as it goes, and at the end how many ran.
+"""
+
+import argparse
+import random
+
+import torch
+from kernels import run_kernel
+from test_lean_attention import VARIANTS, make_case
+
+
+def draw(random):
+    """(inputs on the CPU, attrs, words that describe them) of a call: steps, pieces of prompts, prompts; all caches."""
+    Hkv, group = random.choice(((1, 1), (2, 3), (3, 8), (8, 16), (1, 71), (4, 7)))
+    D = random.choice((8, 48, 64, 64, 80, 128, 128, 128, 192, 256))
+    Dv = random.choice((D, D, 72, 128, 40))
+    Nq = random.choice((1, 1, 2, 5, 16, 33, 130, 257))
+    B = random.choice((1, 1, 2, 5))
+    lens = [random.choice((0, 1, 64, 300, 900, 2000)) + Nq for _ in range(B)]
+    if random.random() < 0.4:
+        lens = lens[:1] * B
+    append, causal = random.random() < 0.6, random.random() < 0.8
+    rotary = random.choice((0, D // 2, D // 4)) if append else 0
+    query_lens = [random.randint(0, Nq) for _ in lens] if random.random() < 0.5 else None
+    facts = dict(variant=random.choice(VARIANTS), dtype=random.choice((torch.float16, torch.bfloat16, torch.float32)), lens=lens,
+                 query_lens=query_lens, H=Hkv * group, Hkv=Hkv, Nq=Nq, D=D, Dv=Dv, block=random.choice((1, 16, 64)),
+                 sinks=random.random() < 0.2, layout=random.choice(("bhnd", "bnhd")), append=append, causal=int(causal),
+                 window=random.choice((-1, -1, 100)) if causal else -1, softcap=random.choice((0.0, 0.0, 30.0)), rotary=rotary)
+    inputs, attrs = make_case(random.randrange(2**20), **facts)
+    return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--calls", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    generator, ran = random.Random(arguments.seed), 0
+    for i in range(arguments.calls):
+        inputs, attrs, words = draw(generator)
+        print(f"{i}: {words}", flush=True)
+        device_inputs = {n: t.cuda() if t is not None else None for n, t in inputs.items()}
+        run_kernel("LeanAttention", device_inputs, attrs, in_place=generator.random() < 0.5 and attrs["append"])
+        ran += 1
+    print(f"{ran} calls ran")
+
+
+if __name__ == "__main__":
+    main()
