@@ -106,6 +106,11 @@ def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **optio
     path: where to save; weights above 2 GB go to a file beside it. dynamic_shapes and further options are those of
     torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names.
     Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported.
+
+    Example, a layer whose number of tokens is open:
+
+        tokens = torch.export.Dim("tokens")
+        export(layer.eval(), (torch.randn(1, 16, 64),), "layer.onnx", dynamic_shapes=({1: tokens},), input_names=["x"])
     """
     program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes,
                                 custom_translation_table=translation_table(), **{"verbose": False, **options})
