@@ -198,8 +198,8 @@ def decay_line(b, h, n, r, dv, dtype=torch.float32, gradient=False):
         if gradient:
             return torch_ops.causal_linear_decay_grad(q, k, v, decay, grad_output=v, grad_decay=True)[0]
         if s is not None:
-            return torch_ops.causal_linear_decay_(q, k, v, decay, s)[0]
-        return torch_ops.causal_linear_decay(q, k, v, decay)[0]
+            return torch_ops.causal_linear_decay_(q, k, v, decay, s)
+        return torch_ops.causal_linear_decay(q, k, v, decay)
 
     names = ("query", "key", "value", "log_decay", "initial_state")
     feeds = [{n: t for n, t in zip(names, (*s[:3], decay, s[3]), strict=True) if t is not None} for s in sets]

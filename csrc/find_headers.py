@@ -13,7 +13,6 @@ import contextlib
 import hashlib
 import http.client
 import io
-import json
 import os
 import platform
 import re
@@ -48,6 +47,7 @@ class Source(NamedTuple):
     where: str
     sha256: str  # of the bytes of all files, one after another
     folder: str  # where the headers lie in the archive
+    headers_sha256: str  # of the headers wanted, one after another in the package's order
 
 
 class Package(NamedTuple):
@@ -144,12 +144,14 @@ DEBIAN_PAST = "https://snapshot.debian.org/archive/debian/20250901T000000Z/"  # 
 ORT_DEB = "pool/main/o/onnxruntime/libonnxruntime-dev_1.21.0+dfsg-1_amd64.deb"
 ORT_DEB_SHA256 = "14f7d959d5deacbcf1504830d4189f91fc67382b399ed9ae9d3aa9c4050ced08"
 ORT_DEB_FOLDER = "usr/include/onnxruntime"
+ORT_HEADERS_SHA256 = "f75ce77cac6ee676af0acf8b4970756193cd90c24705b6b55e6601c13f1012fc"  # of all of these
 TRT_TAG = "https://github.com/NVIDIA/TensorRT/raw/3b4ddc1d45f11167f2ea53dc6046bba8df800e2d/include"  # v10.14
 TRT_TAG_SHA256 = "630eeeada6a63a2a173c402b53b69a7cd6a75c787b90028c876ea5e4eeb325b2"
 TRT_WHEEL = ("https://files.pythonhosted.org/packages/01/db/"
              "065d4b52e3550f7f981ddd81dc525435622acbabf467226196447e0f2547/kernel_lens-2.0.1-py3-none-any.whl")
 TRT_WHEEL_SHA256 = "07cc714e8b5e7f34b672f7c7fad93febe7c747be5837ba276b1527370134ffe0"
 TRT_WHEEL_FOLDER = "kernel_lens/include/tensorrt"
+TRT_WHEEL_HEADERS_SHA256 = "190d883f7e307340630e5a4090236c1c689fffab0155b4fb08bfcae071f56244"
 
 PACKAGES = {
     "onnxruntime": Package(
@@ -157,18 +159,18 @@ PACKAGES = {
         "ORT_API_VERSION", 18, ("", "onnxruntime", "onnxruntime/core/session"), "1.21.0",
         ("onnxruntime_c_api.h", "onnxruntime_cxx_api.h", "onnxruntime_cxx_inline.h", "onnxruntime_float16.h",
          "onnxruntime_run_options_config_keys.h", "onnxruntime_session_options_config_keys.h"),
-        (Source(from_url, ORT_TGZ, ORT_TGZ_SHA256, "include"),
-         Source(from_url, DEBIAN + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER),
-         Source(from_apt, DEBIAN + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER),
-         Source(from_url, DEBIAN_PAST + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER))),
+        (Source(from_url, ORT_TGZ, ORT_TGZ_SHA256, "include", ORT_HEADERS_SHA256),
+         Source(from_url, DEBIAN + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256),
+         Source(from_apt, DEBIAN + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256),
+         Source(from_url, DEBIAN_PAST + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256))),
     "tensorrt": Package(
         "TensorRT", "TENSORRT_INCLUDE_DIR", "NvInfer.h", "NvInferVersion.h",
         "NV_TENSORRT_MAJOR", 10, ("", "tensorrt"), "10.14.1",
         ("NvInfer.h", "NvInferImpl.h", "NvInferLegacyDims.h", "NvInferPluginBase.h", "NvInferRuntime.h",
          "NvInferRuntimeBase.h", "NvInferRuntimeCommon.h", "NvInferRuntimePlugin.h", "NvInferVersion.h"),
-        (Source(from_urls, TRT_TAG, TRT_TAG_SHA256, ""),
-         Source(from_pip, "kernel-lens==2.0.1", TRT_WHEEL_SHA256, TRT_WHEEL_FOLDER),
-         Source(from_url, TRT_WHEEL, TRT_WHEEL_SHA256, TRT_WHEEL_FOLDER))),
+        (Source(from_urls, TRT_TAG, TRT_TAG_SHA256, "", TRT_TAG_SHA256),
+         Source(from_pip, "kernel-lens==2.0.1", TRT_WHEEL_SHA256, TRT_WHEEL_FOLDER, TRT_WHEEL_HEADERS_SHA256),
+         Source(from_url, TRT_WHEEL, TRT_WHEEL_SHA256, TRT_WHEEL_FOLDER, TRT_WHEEL_HEADERS_SHA256))),
 }
 
 
@@ -224,20 +226,22 @@ def cache_root():
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache").absolute() / "leanfleet"
 
 
+def digest(headers, package):
+    """The sha256 of a package's headers {name: bytes}, one after another."""
+    return hashlib.sha256(b"".join(headers[name] for name in package.headers)).hexdigest()
+
+
 def check_entry(entry, package):
-    """Raises NotUsable unless the cache entry is from a pinned source and each header is as it was stored."""
+    """Raises NotUsable unless the cache entry holds the headers of a pinned source; nothing else there vouches for them."""
     try:
-        manifest = json.loads((entry / "manifest.json").read_text())
-        stored = {name: hashlib.sha256((entry / "include" / name).read_bytes()).hexdigest()
-                  for name in package.headers}
-        pinned = manifest["sha256"] in [source.sha256 for source in package.sources]
-        good = pinned and manifest["headers"] == stored
+        headers = {name: (entry / "include" / name).read_bytes() for name in package.headers}
     except FileNotFoundError as error:
         raise NotUsable(f"{error.filename} is not there") from None
-    except (OSError, ValueError, KeyError, TypeError) as error:
+    except OSError as error:
         raise NotUsable(f"{entry} cannot be read: {error!r}") from None
-    if not good:
-        raise NotUsable(f"{entry} is not what was stored there")
+    found = digest(headers, package)
+    if found not in [source.headers_sha256 for source in package.sources]:
+        raise NotUsable(f"{entry} holds headers of no pinned source (sha256 {found})")
 
 
 def unpack(name, data):
@@ -274,6 +278,8 @@ def fetch(package, source):
                 headers[path.name] = content
     if missing := [name for name in package.headers if name not in headers]:
         raise NotUsable(f"has no {', '.join(missing)}")
+    if (found := digest(headers, package)) != source.headers_sha256:
+        raise NotUsable(f"wrong sha256 of the headers: expected {source.headers_sha256}, found {found}; nothing of it is kept")
     return headers
 
 
@@ -285,9 +291,7 @@ def store(entry, package, source, headers):
         (new / "include").mkdir(parents=True)
         for name, content in headers.items():
             (new / "include" / name).write_bytes(content)
-        digests = {name: hashlib.sha256(content).hexdigest() for name, content in headers.items()}
-        (new / "manifest.json").write_text(
-            json.dumps({"from": source.where, "sha256": source.sha256, "headers": digests}, indent=2) + "\n")
+        (new / "from.txt").write_text(f"{source.where}\n")  # for people; nothing reads it
         for attempt in range(5):
             with contextlib.suppress(OSError):  # taken: by another build, or by a damaged entry
                 new.rename(entry)

@@ -1,8 +1,8 @@
 """Writes the C++ tables of a schema: python csrc/generate.py [--check] [SCHEMA.toml OUTPUT.h].
 
 Without arguments csrc/ops.toml becomes csrc/core/op_specs.h and the tables of the operators' pages, docs/operators/*.md;
-both are committed. An operator without a page gets one. --check writes nothing and exits with 1 if a file is not what the
-schema gives.
+both are committed. An operator without a page gets one. Beside the tables, op_sizes.h says how long the arrays must be that
+hold any operator of the schema. --check writes nothing and exits with 1 if a file is not what the schema gives.
 """
 
 import argparse
@@ -57,12 +57,12 @@ class OpTables:
         return f"{{{condition}, {len(axes)}, {swap}, {{{', '.join(axes)}}}}}"
 
     def tensor(self, t):
-        when = [self.attrs[w] for w in t.when] + [-1] * (2 - len(t.when))
+        when = ", ".join(str(self.attrs[w]) for w in t.when)
         like = self.inputs[t.like] if t.like else -1
         takes = self.inputs[t.takes] if t.takes else -1
         shapes = ", ".join(self.shape(s) for s in t.shapes)
         return (f"    {{{quoted(t.name)}, TypeVar::k{t.type}, {boolean(t.optional)}, {like}, {takes}, "
-                f"{{{when[0]}, {when[1]}}}, {len(t.shapes)}, {{{shapes}}}}},")
+                f"{len(t.when)}, {{{when}}}, {len(t.shapes)}, {{{shapes}}}}},")
 
     def attr(self, a):
         served = [v for v in a.values if v not in a.reference_only]
@@ -109,6 +109,36 @@ class OpTables:
         lines.append("extern const OpImpl kImpl;  // defined in the operator's folder")
         lines.append(f"}}  // namespace {s.snake_name}")
         return "\n".join(lines)
+
+
+def sizes_of(specs):
+    """{constant: length of the array that any of the operators fits in}; never 0, which C++ does not allow."""
+    tensors = [t for s in specs for t in s.inputs + s.outputs]
+    shapes = [shape for t in tensors for shape in t.shapes]
+    rules = [r for s in specs for r in s.rules]
+    lengths = {
+        "kMaxInputs": [s.inputs for s in specs], "kMaxOutputs": [s.outputs for s in specs],
+        "kMaxAttrs": [s.attrs for s in specs], "kMaxSymbols": [s.symbols for s in specs],
+        "kMaxRank": [shape.axes for shape in shapes], "kMaxShapes": [t.shapes for t in tensors],
+        "kMaxWhen": [t.when for t in tensors], "kMaxRuleArgs": [r.args for r in rules],
+        "kMaxValueLength": [v for s in specs for a in s.attrs for v in a.values],
+    }
+    return {name: max([1, *map(len, lists)]) for name, lists in lengths.items()}
+
+
+def generate_sizes(schema):
+    sizes = sizes_of(load_spec_module().parse(schema))
+    constants = "\n".join(f"constexpr int {name} = {size};" for name, size in sizes.items())
+    return f"""// Generated from {Path(schema).name} by csrc/generate.py: change that file and run the generator again.
+// The most that an operator of the schema has of each; kMaxValueLength: characters of an attribute's value.
+#pragma once
+
+namespace leanfleet {{
+
+{constants}
+
+}}  // namespace leanfleet
+"""
 
 
 def generate(schema):
@@ -202,7 +232,7 @@ def main():
     parser.add_argument("output", nargs="?", type=Path, default=HERE / "core" / "op_specs.h")
     parser.add_argument("--check", action="store_true")
     args = parser.parse_args()
-    wanted = {args.output: generate(args.schema)}
+    wanted = {args.output: generate(args.schema), args.output.with_name("op_sizes.h"): generate_sizes(args.schema)}
     if args.schema == HERE / "ops.toml":
         for s in load_spec_module().parse(args.schema):
             page = HERE.parent / "docs" / "operators" / f"{s.snake_name}.md"

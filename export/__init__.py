@@ -5,6 +5,25 @@ exporters also onnx and onnxscript; leanfleet.export.rewrite needs onnx and onnx
 """
 
 import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
+    from leanfleet.export.decoder import export_decoder as export_decoder
+    from leanfleet.export.linear_attention import LinearAttention as LinearAttention
+    from leanfleet.export.linear_decoder import LinearDecoder as LinearDecoder
+    from leanfleet.export.linear_decoder import LinearDecoderConfig as LinearDecoderConfig
+    from leanfleet.export.onnx_export import export as export
+    from leanfleet.export.onnx_export import finalize as finalize
+    from leanfleet.export.onnx_export import register_schemas as register_schemas
+    from leanfleet.export.onnx_export import translation_table as translation_table
+    from leanfleet.export.torch_ops import causal_linear_decay as causal_linear_decay
+    from leanfleet.export.torch_ops import causal_linear_decay_ as causal_linear_decay_
+    from leanfleet.export.torch_ops import causal_linear_decay_grad as causal_linear_decay_grad
+    from leanfleet.export.torch_ops import lean_attention as lean_attention
+    from leanfleet.export.torch_ops import lean_attention_ as lean_attention_
+    from leanfleet.export.torch_ops import normalized_linear_attention as normalized_linear_attention
+    from leanfleet.export.torch_ops import normalized_linear_attention_ as normalized_linear_attention_
+    from leanfleet.export.torch_ops import normalized_linear_attention_grad as normalized_linear_attention_grad
 
 _HOMES = {
     "LinearAttention": "linear_attention",
@@ -31,3 +50,7 @@ def __getattr__(name):
     if name not in _HOMES:
         raise AttributeError(f"module 'leanfleet.export' has no attribute '{name}'")
     return getattr(importlib.import_module(f"leanfleet.export.{_HOMES[name]}"), name)
+
+
+def __dir__():
+    return sorted({*globals(), *__all__})

@@ -143,9 +143,9 @@ def _swapped(ops, x, layout, rank=4):
 
 
 def _away_from_zero(ops, x, eps):
-    """x with its magnitude held at eps or more, sign kept (that of 0 is plus)."""
+    """x with its magnitude held at eps or more, sign kept (that of 0 is plus); NaN stays NaN."""
     held = ops.Where(ops.Less(x, 0.0), -eps, eps)
-    return ops.Where(ops.GreaterOrEqual(ops.Abs(x), eps), x, held)
+    return ops.Where(ops.Less(ops.Abs(x), eps), held, x)
 
 
 def _spans(ops, cu_seqlens, total):
@@ -286,9 +286,9 @@ def _lean_attention(ops, x, a, ranks):
     total = ops.sum(weights, -1)
     if x.sinks is not None:
         total = ops.Add(total, ops.Exp(ops.Sub(sinks, top)))
-    some = ops.Greater(total, 0.0)
-    output = ops.MatMul(ops.Div(weights, ops.Where(some, total, 1.0)), values)
-    lse = ops.Where(some, ops.Add(ops.Log(total), top), -math.inf)
+    none = ops.Equal(total, 0.0)  # not where it is NaN
+    output = ops.MatMul(ops.Div(weights, ops.Where(none, 1.0, total)), values)
+    lse = ops.Where(none, -math.inf, ops.Add(ops.Log(total), top))
 
     is_row = ops.Unsqueeze(is_row, [1, 2, 4])
     output = ops.reshape(ops.Where(is_row, output, 0.0), batch, heads, tokens, ops.size(values, 4))
@@ -412,6 +412,14 @@ def _times(ops, x, factor):
     return x if factor is None else ops.Mul(factor, x)
 
 
+def _masked_product(ops, weights, x, later=False):
+    """weights [..,C,C] @ x [..,C,W], for weights that are 0 above the diagonal, or with `later` below it. What is not finite
+    in x becomes NaN in its own column of the rows that see it, and stays away from the others, where 0 times it would not."""
+    finite = ops.Less(ops.Abs(x), math.inf)
+    spread = ops.CumSum(ops.Where(finite, 0.0, math.nan), -2, reverse=int(later))
+    return ops.Add(ops.MatMul(weights, ops.Where(finite, x, 0.0)), spread)
+
+
 def _linear_attention(ops, query, key, value, log_decay, state):
     """((Q Kᵀ) ⊙ M) V from `state` on; returns it and the state after the last token."""
     chunks = _Chunks(ops, key)
@@ -420,7 +428,7 @@ def _linear_attention(ops, query, key, value, log_decay, state):
         (state,), (q, k, v, g) = states, slices
         mask, prefix, suffix, kept = chunks.decays(ops, g)
         scores = ops.Where(chunks.lower, _times(ops, ops.MatMul(q, ops.transposed(k)), mask), 0.0)
-        output = ops.Add(ops.MatMul(scores, v), _times(ops, ops.MatMul(q, state), prefix))
+        output = ops.Add(_masked_product(ops, scores, v), _times(ops, ops.MatMul(q, state), prefix))
         added = ops.MatMul(ops.transposed(_times(ops, k, suffix)), v)
         return [ops.Add(_times(ops, state, kept), added)], [output]
 
@@ -450,11 +458,11 @@ def _linear_attention_grad(ops, query, key, value, log_decay, do, state, ds, wit
         scores = ops.Where(chunks.lower, ops.MatMul(q, ops.transposed(k)), 0.0)
         dscores = ops.Where(chunks.lower, _times(ops, ops.MatMul(do, ops.transposed(v)), mask), 0.0)
         weights = _times(ops, scores, mask)
-        dq = ops.Add(ops.MatMul(dscores, k), _times(ops, ops.MatMul(do, ops.transposed(state)), prefix))
-        dk = ops.Add(ops.sum(ops.MatMul(ops.transposed(dscores), q), 2),
+        dq = ops.Add(_masked_product(ops, dscores, k), _times(ops, ops.MatMul(do, ops.transposed(state)), prefix))
+        dk = ops.Add(ops.sum(_masked_product(ops, ops.transposed(dscores), q, later=True), 2),
                      _times(ops, ops.MatMul(v, ops.transposed(ds)), suffix))
         from_state = _times(ops, ops.MatMul(k, ds), suffix)
-        dv = ops.Add(ops.sum(ops.MatMul(ops.transposed(weights), do), 2), from_state)
+        dv = ops.Add(ops.sum(_masked_product(ops, ops.transposed(weights), do, later=True), 2), from_state)
         outputs = [dq, dk, dv]
         if with_decay:
             # Decay t is a factor of what row i >= t takes from key j < t (pairs) and from the state before the chunk
@@ -543,7 +551,8 @@ def _causal_linear_decay_grad(ops, x, a, ranks):
 
 
 def _unit_rows(ops, x):
-    norm = ops.Max(ops.ReduceL2(x, [-1]), UNIT_ROW_EPS)
+    norm = ops.ReduceL2(x, [-1])
+    norm = ops.Where(ops.Less(norm, UNIT_ROW_EPS), UNIT_ROW_EPS, norm)  # NaN stays NaN
     return ops.Div(x, norm), norm
 
 
@@ -584,6 +593,8 @@ def _normalized_linear_attention(ops, x, a, ranks):
         tokens = ops.Expand(ops.size(key, _TOKENS), ops.size(key, 0))
         if x.initial_count is not None:
             tokens = ops.Add(tokens, ops.int64(x.initial_count))
+            last = 2**31 - 1  # where it stays; onnxruntime's Min (1.31) compares int64 as floats
+            tokens = ops.Where(ops.Greater(tokens, last), last, tokens)
         results += [state, ops.Squeeze(key_sum, [3]), ops.Squeeze(value_sum, [2]),
                     ops.Cast(tokens, to=ir.DataType.INT32)]
     return results
@@ -744,13 +755,58 @@ def _our_nodes(graph):
     return [n for n in ir.traversal.RecursiveGraphIterator(graph) if n.domain == spec.DOMAIN]
 
 
+def check_nodes(model):
+    """Raises ValueError where leanfleet nodes of an onnx_ir.Model are of another version than there is, or one has an
+    attribute that its operator does not have."""
+    graphs = [model.graph, *(f for f in model.functions.values() if f.domain != spec.DOMAIN)]
+    nodes = [node for graph in graphs for node in _our_nodes(graph)]
+    if nodes and spec.DOMAIN in model.opset_imports:
+        spec.check_version(model.opset_imports[spec.DOMAIN])
+    for node in nodes:
+        spec.check_attributes(node.op_type, node.name, list(node.attributes))
+
+
+def _given(op, node):
+    """(values of a node's attributes, its present inputs by name, their ranks where they are known)."""
+    attrs = {name: a.value for name, a in node.attributes.items()}
+    given = {t.name: x for t, x in zip(op.inputs, node.inputs, strict=False) if x is not None}
+    return attrs, given, {name: len(x.shape) for name, x in given.items() if x.shape is not None}
+
+
+def edited_nodes(model):
+    """A line for each leanfleet node of an onnx_ir.Model whose attributes or inputs are no longer those of the function
+    that it names: without the library that function would run with the old ones. attach(model) mends it."""
+    lines = []
+    for node in _our_nodes(model.graph):
+        op = spec.all_specs().get(node.op_type)
+        if op is None or (spec.DOMAIN, node.op_type, node.overload) not in model.functions:
+            continue
+        attrs, given, ranks = _given(op, node)
+        expected = {overload_name(op.name, given, attrs, ranks | guess) for guess in _rank_guesses(op, given, attrs, ranks)}
+        if node.overload not in expected:
+            lines.append(f"{op.name} '{node.name}' now means '{min(expected)}', but its function body '{node.overload}': the "
+                         "node was edited after the body was made, and runs differently without leanfleet's library; "
+                         "leanfleet.export.function_bodies.attach makes the body anew")
+    return lines
+
+
+def _rank_guesses(op, given, attrs, ranks):
+    """What the ranks may be that shape inference has not told, where the overload depends on them."""
+    conditions = op.given(given, attrs)
+    unknown = [(t.name, sorted({len(s.axes) for s in op.alternatives(t, conditions)})) for t in op.inputs
+               if t.name in given and t.name not in ranks]
+    return [dict(zip((name for name, _ in unknown), choice)) for choice in itertools.product(*(r for _, r in unknown))]
+
+
 def attach(model):
     """Gives every leanfleet node of an onnx_ir.Model, in subgraphs too, its overload, and the model the functions that
     these name, one for all equal nodes. Other functions that hold such nodes are inlined first.
 
-    Changes the model, may be called again, and returns the model. Raises ValueError as function_for does. Warns where
+    Changes the model, may be called again, as it must be after an attribute or the inputs of a node were edited, and
+    returns the model. Raises ValueError as function_for and check_nodes do. Warns where
     an operator has several overloads: onnxruntime before 1.27 takes the last of them for every node.
     """
+    check_nodes(model)
     opset = model.opset_imports.setdefault("", DEFAULT_OPSET)
     _inline_callers(model)
     functions, nodes = {}, _our_nodes(model.graph)
@@ -758,9 +814,7 @@ def attach(model):
         op = spec.all_specs().get(node.op_type)
         if op is None:
             raise ValueError(f"node {node.name}: {spec.DOMAIN} has no operator {node.op_type}")
-        attrs = {name: a.value for name, a in node.attributes.items()}
-        given = {t.name: x for t, x in zip(op.inputs, node.inputs, strict=False) if x is not None}
-        ranks = {name: len(x.shape) for name, x in given.items() if x.shape is not None}
+        attrs, given, ranks = _given(op, node)
         node.overload = overload_name(op.name, given, attrs, ranks)
         key = (op.name, node.overload)
         if key not in functions:

@@ -1,6 +1,10 @@
 """From PyTorch to ONNX: operator schemas, the exporter's translation table, and export()."""
 
 import inspect
+import logging
+import warnings
+from collections import Counter
+from contextlib import contextmanager
 from pathlib import Path
 
 import onnx
@@ -98,13 +102,72 @@ def finalize(model):
     return function_bodies.attach(model)
 
 
+# What torch.onnx.export says of every model, whatever the caller does.
+_SAID_OF_ALL = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+                r"# The axis name: .* will not be used, since it shares the same shape constraints with another axis")
+
+
+@contextmanager
+def _quiet():
+    """Without the warnings of _SAID_OF_ALL, and without those about operators of torchvision where that is not installed."""
+    logger = logging.getLogger("torch.onnx._internal.exporter._registration")
+
+    def told(record):
+        return "torchvision is not installed" not in record.getMessage()
+
+    logger.addFilter(told)
+    try:
+        with warnings.catch_warnings():
+            for message in _SAID_OF_ALL:
+                warnings.filterwarnings("ignore", message)
+            yield
+    finally:
+        logger.removeFilter(told)
+
+
+@contextmanager
+def _in_eval_mode(module):
+    """Training modes are as they were afterwards."""
+    training = [m for m in module.modules() if m.training] if isinstance(module, torch.nn.Module) else []
+    try:
+        for m in training:
+            m.training = False
+        yield
+    finally:
+        for m in training:
+            m.training = True
+
+
+def _name_outputs(model):
+    """Names a graph's outputs: as the operator does where a leanfleet node makes it, else, and where that name is not free,
+    output_0, output_1, ... by their place. Inputs and weights that are outputs too keep their names."""
+    graph = model.graph
+    made = {}  # output -> the name wished for
+    for i, value in enumerate(graph.outputs):
+        node = value.producer()
+        if node is not None:
+            ours = node.domain == spec.DOMAIN and spec.all_specs().get(node.op_type)
+            made.setdefault(value, ours.outputs[value.index()].name if ours else f"output_{i}")
+    taken = {v.name for v in (*graph.inputs, *graph.initializers.values())}
+    taken |= {v.name for node in onnx_ir.traversal.RecursiveGraphIterator(graph) for v in node.outputs if v not in made}
+    wished = Counter(made.values())
+    for i, value in enumerate(graph.outputs):
+        if name := made.pop(value, None):
+            name = name if wished[name] == 1 and name not in taken else f"output_{i}"
+            while name in taken:
+                name += "_"
+            value.name = name
+            taken.add(name)
+
+
 def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **options):
     """Exports a module to ONNX with leanfleet nodes and, for each, a function of the same meaning in standard
     operators, so that the model runs where the library is not registered too.
 
-    module: torch.nn.Module, put into eval mode by the caller. args, kwargs: example inputs.
+    module: torch.nn.Module, exported as it is in eval mode. args, kwargs: example inputs.
     path: where to save; weights above 2 GB go to a file beside it. dynamic_shapes and further options are those of
-    torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names.
+    torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names. Without output_names an output
+    that is one of a leanfleet node is called as ops.toml calls it where that is unique, others output_0, output_1, ...
     Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported.
 
     Example, a layer whose number of tokens is open:
@@ -112,9 +175,12 @@ def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **optio
         tokens = torch.export.Dim("tokens")
         export(layer.eval(), (torch.randn(1, 16, 64),), "layer.onnx", dynamic_shapes=({1: tokens},), input_names=["x"])
     """
-    program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes,
-                                custom_translation_table=translation_table(), **{"verbose": False, **options})
+    with _quiet(), _in_eval_mode(module):
+        program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes,
+                                    custom_translation_table=translation_table(), **{"verbose": False, **options})
     finalize(program.model)
+    if options.get("output_names") is None:
+        _name_outputs(program.model)
     if path is not None:
         Path(path).parent.mkdir(parents=True, exist_ok=True)
         program.save(str(path))

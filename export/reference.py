@@ -421,8 +421,8 @@ ALGORITHMS = {"auto": _lightning, "vanilla": _vanilla, "block_based": _block_bas
 
 
 def _away_from_zero(x, eps):
-    """x with its magnitude held at eps or more, sign kept (that of 0 is plus); constant where it is held."""
-    return torch.where(x.abs() >= eps, x, torch.where(x < 0, x.new_tensor(-eps), x.new_tensor(eps)))
+    """x with its magnitude held at eps or more, sign kept (that of 0 is plus), NaN kept; constant where it is held."""
+    return torch.where(x.abs() < eps, torch.where(x < 0, x.new_tensor(-eps), x.new_tensor(eps)), x)
 
 
 def _grouped(query, key, value, group, layout, compute):
@@ -705,7 +705,7 @@ def normalized_linear_attention(query, key, value, coefficients=None, initial_st
         state, value_sum = state.squeeze(2).to(float_out), (sums + v.sum(-2, keepdim=True)).to(float_out)
         count = torch.zeros(batch, dtype=torch.int32, device=query.device) if missing else initial_count.int()
         result += (state[..., :-1].clone(), state[..., -1].clone(), value_sum[:, :, 0, 0, :-1].clone(),
-                   count + tokens)
+                   (count.long() + tokens).clamp_max(2**31 - 1).int())  # it stays at the end
     return result
 
 

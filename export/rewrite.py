@@ -14,6 +14,10 @@ Symbols are those of ops.toml: B batch, H query heads, Hkv key/value heads, N or
 head sizes.
 """
 
+import logging
+import os
+import tempfile
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
@@ -21,7 +25,7 @@ import numpy as np
 import onnx
 import onnx_ir as ir
 from leanfleet import spec
-from leanfleet.export import function_bodies
+from leanfleet.export import function_bodies, rewrite_check
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
 
 MICROSOFT = "com.microsoft"
@@ -46,14 +50,18 @@ class _Refused(Exception):
 
 
 class _Emitter(function_bodies._Ops):
-    """Emits the nodes that take one node's place, under names that begin with its own."""
+    """Emits the nodes that take one node's place, under names that begin with its own. taken: the names of all of the
+    model's values and nodes, which grows."""
 
-    def __init__(self, node):
+    def __init__(self, node, taken):
         super().__init__()
-        self.old, self.prefix, self.notes = node, node.name or node.outputs[0].name, []
+        self.old, self.prefix, self.notes, self._taken = node, _label(node), [], taken
 
     def _name(self):
-        return f"{self.prefix}/leanfleet_{next(self._numbers)}"
+        while (name := f"{self.prefix}/leanfleet_{next(self._numbers)}") in self._taken:
+            pass
+        self._taken.add(name)
+        return name
 
     def foreign(self, domain, op_type, inputs, attributes, outputs=1):
         """The outputs, a list, of a node of any domain."""
@@ -80,6 +88,8 @@ class _Emitter(function_bodies._Ops):
     def split_heads(self, x, heads):
         """[B,N,heads*W] as [B,N,heads,W]."""
         width = _dims(x)[-1] if _dims(x) else None
+        if isinstance(width, int) and width % heads:
+            raise _Refused(f"{x.name} has {width} columns, which are not the same number for each of {heads} heads")
         return self.Reshape(x, [0, 0, heads, width // heads if isinstance(width, int) else -1])
 
     def join_heads(self, x, width):
@@ -109,19 +119,69 @@ def _dim(value, axis):
     return dims[axis] if dims and -len(dims) <= axis < len(dims) else None
 
 
-def _rank(node, value, name):
+def _rank(node, value, name, *allowed):
+    """The rank of an input; one of `allowed` where these are given."""
+    if value is None:
+        raise _Refused(f"its input {name} is missing")
     if value.shape is None:
         raise _Refused(f"the rank of {name} is unknown: run shape inference on the model first, or declare it")
+    _check_rank(value, name, *allowed)
     return len(value.shape)
 
 
+def _check_rank(value, name, *allowed):
+    """Refuses another rank than these, where it is known."""
+    if allowed and value is not None and value.shape is not None and len(value.shape) not in allowed:
+        raise _Refused(f"{name} has rank {len(value.shape)}; expected {' or '.join(map(str, allowed))}")
+
+
+def _check_ranks(inputs, rank, required, *optional):
+    """Refuses where one of the inputs `required`, a list of names, is missing, or one of all named has another rank."""
+    for name in required:
+        if inputs.get(name) is None:
+            raise _Refused(f"its input {name} is missing")
+    for name in (*required, *optional):
+        _check_rank(inputs.get(name), name, rank)
+
+
+_KINDS = {  # of the attributes that the nodes of other domains have
+    ir.AttributeType.INT: ("is_causal", "q_num_heads", "kv_num_heads", "num_heads", "left_window_size", "right_window_size",
+                           "softmax_precision", "causal", "local_window_size", "do_rotary", "rotary_interleaved", "qk_output",
+                           "sliding_window_cache", "smooth_softmax", "unidirectional", "state_window"),
+    ir.AttributeType.FLOAT: ("scale", "softcap"),
+    ir.AttributeType.STRING: ("k_quant_type", "v_quant_type", "update_rule"),
+}
+_FLAGS = ("is_causal", "causal", "unidirectional", "do_rotary", "rotary_interleaved", "qk_output", "sliding_window_cache")
+_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
+_OURS = {"bool": ir.AttributeType.INT, "int": ir.AttributeType.INT, "float": ir.AttributeType.FLOAT,
+         "string": ir.AttributeType.STRING}
+
+
 def _attributes(node):
+    op = spec.all_specs().get(node.op_type) if node.domain == spec.DOMAIN else None
+    kinds = {a.name: _OURS[a.type] for a in op.attrs} if op else _KIND_OF
+    flags = [a.name for a in op.attrs if a.type == "bool"] if op else _FLAGS
     values = {}
     for a in node.attributes.values():
         if a.is_ref():
             raise _Refused(f"attribute {a.name} refers to an attribute of a function")
+        if a.type != kinds.get(a.name, a.type):
+            raise _Refused(f"attribute {a.name} is of type {a.type.name}; expected {kinds[a.name].name}")
+        if a.name in flags and a.value not in (0, 1):
+            raise _Refused(f"attribute {a.name} is {a.value}; expected 0 or 1")
         values[a.name] = a.value
     return values
+
+
+def _heads(attributes, *names):
+    """The numbers of heads that these attributes tell; the first must be a multiple of the last."""
+    for name in names:
+        if attributes.get(name, 0) < 1:
+            raise _Refused(f"attribute {name} is {attributes.get(name, 'missing')}; expected 1 or more")
+    heads, kv_heads = attributes[names[0]], attributes[names[-1]]
+    if heads % kv_heads:
+        raise _Refused(f"{heads} query heads over {kv_heads} key/value heads; expected a multiple")
+    return heads, kv_heads
 
 
 def _inputs(node, names):
@@ -191,6 +251,7 @@ _ATTENTION = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_s
 def _attention(ops, node, options):
     a, x = _attributes(node), _inputs(node, _ATTENTION)
     _check_types(x, "Q", "K", "V", "past_key", "past_value")
+    _check_ranks(x, 4, [], "past_key", "past_value")
     _refuse_inputs(x, {"attn_mask": "LeanAttention knows lengths and windows, no masks or biases"})
     if _is_read(node, 3):
         raise _Refused("qk_matmul_output is read, which LeanAttention never forms")
@@ -206,11 +267,13 @@ def _attention(ops, node, options):
         raise _Refused(f"right_window_size is {right}: LeanAttention sees all later keys or none")
     if left >= 0 and not causal:
         raise _Refused("left_window_size without is_causal or right_window_size = 0: LeanAttention's window is causal")
-    packed = _rank(node, x["Q"], "Q") == 3
+    packed = _rank(node, x["Q"], "Q", 3, 4) == 3
+    _check_ranks(x, 3 if packed else 4, ["K", "V"])
     if packed:
         heads, kv_heads = a.get("q_num_heads"), a.get("kv_num_heads")
         if not heads or not kv_heads:
             raise _Refused("inputs of rank 3 need q_num_heads and kv_num_heads")
+        _heads(a, "q_num_heads", "kv_num_heads")
     tokens, keys = (_dim(x[name], 1 if packed else 2) for name in "QK")
     lens = None
     if x["nonpad_kv_seqlen"] is not None:
@@ -256,6 +319,9 @@ def _group_query_attention(ops, node, options):
     more than there are: in a prompt the rows behind a request's tokens are padding."""
     a, x = _attributes(node), _inputs(node, _GROUP_QUERY)
     _check_types(x, "query", "key", "value", "past_key", "past_value")
+    _check_ranks(x, 3, ["query"], "key", "value")
+    _check_ranks(x, 4, [], "past_key", "past_value")
+    _check_ranks(x, 2, [], "cos_cache", "sin_cache")
     _refuse_inputs(x, {
         "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
         "k_scale": "quantised caches are not LeanAttention's", "v_scale": "quantised caches are not LeanAttention's",
@@ -269,7 +335,10 @@ def _group_query_attention(ops, node, options):
         raise _Refused("sliding_window_cache = 1: LeanAttention's caches keep every position")
     if (x["past_key"] is None) != (x["past_value"] is None):
         raise _Refused("past_key and past_value go together")
-    heads, kv_heads = a["num_heads"], a["kv_num_heads"]
+    for name in ("seqlens_k", "total_sequence_length"):
+        if x[name] is None:
+            raise _Refused(f"its input {name} is missing")
+    heads, kv_heads = _heads(a, "num_heads", "kv_num_heads")
     causal, window = bool(a.get("causal", 1)), a.get("local_window_size", -1)
     if window != -1 and (window < 1 or not causal):
         raise _Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
@@ -377,6 +446,7 @@ _MULTI_HEAD = ("query", "key", "value", "bias", "key_padding_mask", "attention_b
 def _multi_head_attention(ops, node, options):
     a, x = _attributes(node), _inputs(node, _MULTI_HEAD)
     _check_types(x, "query", "key", "value", "past_key", "past_value")
+    _check_ranks(x, 4, [], "past_key", "past_value")
     _refuse_inputs(x, {
         "key_padding_mask": "it adds mask_filter_value, a finite number, where LeanAttention leaves keys out",
         "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
@@ -389,11 +459,11 @@ def _multi_head_attention(ops, node, options):
         raise _Refused("past_key and past_value go together")
     if x["past_key"] is None and (_is_read(node, 1) or _is_read(node, 2)):
         raise _Refused("present_key or present_value is read without past_key and past_value")
-    heads, causal = a["num_heads"], bool(a.get("unidirectional", 0))
+    (heads, _), causal = _heads(a, "num_heads"), bool(a.get("unidirectional", 0))
     query, key, value = x["query"], x["key"], x["value"]
     query_dims = _dims(query)
     tokens = _dim(query, 1)
-    if _rank(node, query, "query") == 5:  # [B,N,H,3,D]
+    if _rank(node, query, "query", 3, 5) == 5:  # [B,N,H,3,D]
         if key is not None or value is not None:
             raise _Refused("query of rank 5 holds key and value already, but key or value is given")
         query, key, value = (ops.Squeeze(t, [3]) for t in ops.Split(query, [1, 1, 1], axis=3, outputs=3))
@@ -403,7 +473,9 @@ def _multi_head_attention(ops, node, options):
     else:
         if key is None:
             raise _Refused("query of rank 3 without key")
-        rank = _rank(node, key, "key")
+        rank = _rank(node, key, "key", 3, 4, 5)
+        if rank != 5:
+            _check_ranks(x, rank, ["value"])
         keys = _dim(key, 2 if rank == 4 else 1)
         size = _dim(value if value is not None else key, -1)
         query = ops.split_heads(query, heads)
@@ -413,8 +485,6 @@ def _multi_head_attention(ops, node, options):
             key, value = (ops.Transpose(ops.Squeeze(t, [3]), perm=[0, 2, 1, 3])
                           for t in ops.Split(key, [1, 1], axis=3, outputs=2))
         elif rank == 3:
-            if value is None:
-                raise _Refused("key of rank 3 without value")
             key, value = ops.to_cache(key, heads), ops.to_cache(value, heads)
         joined = (size if rank == 3 else heads * size) if isinstance(size, int) else None
     _check_lengths(tokens, keys, causal)
@@ -443,9 +513,9 @@ def _linear_attention(ops, node, options):
         raise _Refused(f"update_rule is {rule} with{'out' if x['decay'] is None else ''} decay")
     if a.get("state_window", 0):
         raise _Refused(f"state_window is {a['state_window']}; CausalLinearDecay returns the last state alone")
-    heads, kv_heads = a["q_num_heads"], a["kv_num_heads"]
-    if heads % kv_heads:
-        raise _Refused(f"{heads} query heads over {kv_heads} key/value heads; CausalLinearDecay takes a multiple")
+    _check_ranks(x, 3, ["query", "key", "value"], "decay")
+    _check_ranks(x, 4, [], "past_state")
+    heads, kv_heads = _heads(a, "q_num_heads", "kv_num_heads")
     width, scale = _dim(x["query"], 2), a.get("scale", 0.0)
     if scale == 0:
         if not isinstance(width, int):
@@ -489,8 +559,9 @@ def _lean_attention_back(ops, node, options):
     op = spec.all_specs()["LeanAttention"]
     a = {t.name: t.default for t in op.attrs} | _attributes(node)
     x = _inputs(node, [t.name for t in op.inputs])
-    _refuse_inputs(x, {"cu_seqlens": "no standard operator has ragged caches", "block_table": "none has such paged caches",
-                       "query_lens": "no standard operator takes rows of padding"})
+    _check_ranks(x, 4, ["query"], "new_key", "new_value")
+    _refuse_inputs(x, {"cu_seqlens": "no standard operator has ragged caches", "block_table": "none has such paged caches"})
+    _check_ranks(x, 4, ["key_cache", "value_cache"])
     if _is_read(node, 1):
         raise _Refused("lse is read, which no standard operator returns")
     bnhd = a["layout"] == "bnhd"
@@ -500,6 +571,7 @@ def _lean_attention_back(ops, node, options):
     capacity = _dim(x["key_cache"], 2)
     if a["append"]:
         return _append_back(ops, a, x, bnhd, tokens, heads)
+    _refuse_inputs(x, {"query_lens": "ai.onnx Attention takes no rows of padding"})
     if x["sinks"] is not None:
         raise _Refused("ai.onnx Attention has no sinks")
     if x["cos_cache"] is not None:
@@ -527,29 +599,46 @@ def _lean_attention_back(ops, node, options):
 
 
 def _append_back(ops, a, x, bnhd, tokens, heads):
+    """GroupQueryAttention of all of the query's rows: it counts the last of them to the last key, and pads nothing but
+    prompts. So rows of padding are appended too, behind a request's keys, where the next tokens overwrite them, and their
+    output is made 0. Several rows a request go to empty caches, or to a single request's: it refuses others."""
     kv_heads, size, value_size = (_dim(x[name], axis) for name, axis in
                                   (("key_cache", 1), ("key_cache", 3), ("value_cache", 3)))
-    if tokens != 1:
-        raise _Refused(f"append with {_show(tokens)} queries: GroupQueryAttention appends more than one at once only to "
-                       "empty caches or for a single request")
+    if not a["causal"] and tokens != 1:
+        raise _Refused(f"append with {_show(tokens)} queries that are not causal: they would see rows of padding")
     if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != value_size:
         raise _Refused("GroupQueryAttention needs the numbers of heads, and keys and values of one known size")
     if size % 8:
         raise _Refused(f"heads of {size}; onnxruntime's GroupQueryAttention takes multiples of 8")
     if x["sinks"] is not None and x["query"].dtype != ir.DataType.FLOAT:
         raise _Refused("sinks are float32, head_sink is rounded to the type of query")
-    if x["seq_lens"] is None:
-        lens = ops.Expand(ops.size(x["key_cache"], 2), ops.size(x["query"], 0))
-        lens = ops.int32(lens)
+    if not a["packed_qkv"] and (x["new_key"] is None or x["new_value"] is None):
+        raise _Refused("append without new_key and new_value")
+    rows_axis = 1 if bnhd else 2
+    lens = x["seq_lens"]
+    if lens is None:
+        lens = ops.int32(ops.Expand(ops.size(x["key_cache"], 2), ops.size(x["query"], 0)))
+    counts = None
+    if tokens == 1 and x["query_lens"] is None:
+        last, total = ops.Sub(lens, ops.int32(1)), ops.ReduceMax(lens, keepdims=0)
+        ops.notes.append("lengths of 0 are an error")
     else:
-        lens = x["seq_lens"]
+        rows = ops.int32(ops.size(x["query"], rows_axis))
+        counts = ops.Min(lens, rows)
+        if x["query_lens"] is not None:
+            counts = ops.Max(ops.Min(counts, x["query_lens"]), ops.int32(0))
+        ends = ops.Add(ops.Sub(lens, counts), rows)
+        last, total = ops.Sub(ends, ops.int32(1)), ops.ReduceMax(ends, keepdims=0)
+        if tokens != 1:
+            ops.notes.append("several tokens a request behind a past are an error in batches of more than one request")
+        ops.notes.append("rows of padding take cache positions behind a request's")
 
-    def packed(t):  # one token: both layouts hold the numbers in one order
-        return ops.Reshape(t, ops.dims(ops.size(t, 0), 1, -1))
+    def joined(t):
+        """[B,N,heads*D]."""
+        return ops.Reshape(t if bnhd else ops.Transpose(t, perm=[0, 2, 1, 3]), [0, 0, -1])
 
-    rows = [None if x[name] is None else packed(x[name]) for name in ("query", "new_key", "new_value")]
-    inputs = [*rows, x["key_cache"], x["value_cache"],
-              ops.Sub(lens, ops.int32(1)), ops.ReduceMax(lens, keepdims=0)]
+    values = [None if x[name] is None else joined(x[name]) for name in ("query", "new_key", "new_value")]
+    inputs = [*values, x["key_cache"], x["value_cache"], last, total]
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"], "softcap": a["softcap"],
                   "local_window_size": a["window"]}
     tables = [None, None]
@@ -564,9 +653,12 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     while inputs[-1] is None:
         inputs.pop()
     out, key, value = ops.foreign(MICROSOFT, "GroupQueryAttention", inputs, attributes, 3)
-    sizes = (1, heads, size) if bnhd else (heads, 1, size)
-    ops.notes.append("lengths of 0 are an error")
-    return "GroupQueryAttention", [ops.Reshape(out, [0, *sizes]), None, key, value]
+    out = ops.Reshape(out, [0, 0, heads, size])
+    if counts is not None:
+        real = ops.Less(ops.Unsqueeze(ops.range(ops.size(x["query"], rows_axis)), [0]),
+                        ops.Unsqueeze(ops.int64(counts), [1]))
+        out = ops.Where(ops.Unsqueeze(real, [2, 3]), out, ops.CastLike(0.0, x["query"]))
+    return "GroupQueryAttention", [out if bnhd else ops.Transpose(out, perm=[0, 2, 1, 3]), None, key, value]
 
 
 def _as_type(table, dtype, name):
@@ -585,6 +677,7 @@ def _causal_linear_decay_back(ops, node, options):
     x = _inputs(node, [t.name for t in op.inputs])
     _refuse_inputs(x, {"cu_seqlens": "LinearAttention has no packed requests",
                        "state_index": "LinearAttention has no pool of states"})
+    _check_ranks(x, 4, ["query", "key", "value"], "initial_state")
     if a["normalize"]:
         raise _Refused("normalize = 1, which LinearAttention does not have")
     if a["scale"] == 0:
@@ -649,14 +742,25 @@ def _no_counterpart(ops, node, options):
     raise _Refused("no standard operator means the same")
 
 
+def _label(node):
+    """A node's name, or that of its first output."""
+    return node.name or next((v.name for v in node.outputs if v.name), node.op_type)
+
+
+def _names(model):
+    """The names of all values and nodes of a model's graphs."""
+    names = {v.name for graph in model.graphs() for v in (*graph.inputs, *graph.initializers.values())}
+    return names | {x.name for graph in model.graphs() for node in graph for x in (node, *node.outputs)}
+
+
 def _candidates(graph, mappings):
     return [n for n in ir.traversal.RecursiveGraphIterator(graph) if operator_name(n) in mappings]
 
 
 def _replace(node, mapping, options):
     """Puts what `mapping` emits in the node's place; returns its Row. The node's other readers do not notice."""
-    row = Row(node.name or node.outputs[0].name, operator_name(node))
-    ops = _Emitter(node)
+    row = Row(_label(node), operator_name(node))
+    ops = _Emitter(node, options["taken"])
     try:
         row.into, results = mapping(ops, node, options)
     except _Refused as refusal:
@@ -687,10 +791,13 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
     inline: with to = "standard", puts the function body in the place of each leanfleet node that has no counterpart.
 
     A model of opset 27 or newer in which nothing needs more than 26 is set to 26, which onnxruntime reads.
-    Raises ValueError for an unknown `to` or operator.
+    Raises ValueError for an unknown `to` or operator, for inline without to = "standard", and for leanfleet nodes of another
+    version or with an attribute that their operator does not have.
     """
     if to not in ("leanfleet", "standard"):
         raise ValueError(f"to is {to!r}; it is leanfleet or standard")
+    if inline and to != "standard":
+        raise ValueError("inline puts function bodies in the place of leanfleet nodes: it goes with to = standard")
     mappings = dict(_TO_LEANFLEET)
     if operators is not None:
         if unknown := set(operators) - set(mappings):
@@ -698,15 +805,17 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
         mappings = {name: mappings[name] for name in operators}
     if to == "standard":
         mappings = {f"{spec.DOMAIN}.{name}": _no_counterpart for name in spec.all_specs()} | _TO_STANDARD
+    function_bodies.check_nodes(model)
     _inline_callers(model, mappings)
     nodes = _candidates(model.graph, mappings)
-    options = {"fixed_caches": fixed_caches, "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET)}
+    options = {"fixed_caches": fixed_caches, "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET),
+               "taken": _names(model)}
     order, rows = {id(node): i for i, node in enumerate(nodes)}, {}
     if to == "leanfleet" and bodies and options["opset"] < function_bodies.OLDEST_OPSET:
-        return [Row(n.name or n.outputs[0].name, operator_name(n), reason=f"the model has opset {options['opset']}; function "
+        return [Row(_label(n), operator_name(n), reason=f"the model has opset {options['opset']}; function "
                     f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter") for n in nodes]
     while nodes:  # what is found out about one node's output may be what the next one lacks
-        ShapeInferencePass(check_type=False, strict_mode=False)(model)
+        _infer_shapes(model)
         found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in nodes}
         rows |= found
         _import_domains(model)
@@ -715,6 +824,26 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
     rows = [rows[key] for key in sorted(rows, key=order.get)]
     _complete(model, bodies, inline and to == "standard")
     return rows
+
+
+@contextmanager
+def _quiet():
+    """onnx_ir logs what it finds wrong with a model, tracebacks too; here errors, or reasons of nodes left alone, tell it."""
+    loggers = [logging.getLogger(name) for name in list(logging.root.manager.loggerDict) if name.startswith("onnx_ir")]
+    loud = [logger for logger in loggers if not logger.disabled]
+    try:
+        for logger in loud:
+            logger.disabled = True
+        yield
+    finally:
+        for logger in loud:
+            logger.disabled = False
+
+
+def _infer_shapes(model):
+    """Where onnx finds fault with the model, shapes stay unknown, and nodes are left alone for it."""
+    with _quiet():
+        ShapeInferencePass(check_type=False, strict_mode=False)(model)
 
 
 def _inline_callers(model, mappings):
@@ -751,45 +880,108 @@ def _complete(model, bodies, inline):
         imports.pop(spec.DOMAIN, None)
 
 
-def rewrite_file(source, target, to="leanfleet", **options):
+class Rows(list):
+    """The Rows of a file, and its rewrite_check.Verification."""
+
+    verification = None
+
+
+def rewrite_file(source, target, to="leanfleet", *, verify=True, inputs=None, **options):
     """Rewrites the ONNX file `source` into `target`; returns the Rows. to and options are those of rewrite.
 
-    Weights in external files are never loaded: a target beside the source refers to the same files, one elsewhere gets a
-    copy of them, `target`.data. The result passes onnx's checker where the source does.
-    Raises FileNotFoundError where there is no source, ValueError where it is no ONNX file or the checker refuses the result.
+    Weights in external files are not loaded for it: a target beside the source refers to the same files, one elsewhere gets
+    a copy of them, `target`.data. Nothing takes the target's place before the result is in order: in static single
+    assignment form, accepted by onnx's checker where the source is, and, with `verify`, computing what the source does; see
+    rewrite_check.verify, which takes `inputs`, {name: array}.
+    Raises FileNotFoundError where there is no source, ValueError where it is no valid ONNX model or the result is none, and
+    rewrite_check.Different where the numbers differ.
     """
     source, target = Path(source), Path(target)
-    if not source.is_file():
-        raise FileNotFoundError(f"{source} does not exist; give the path of an ONNX file")
+    model = _read(source)
     try:
-        model = ir.load(source)
-    except Exception as error:
-        raise ValueError(f"{source} is no ONNX file: {error}") from error
-    rows = rewrite(model, to, **options)
-    save(model, source, target)
-    if (fault := _fault(target)) and not _fault(source):
-        raise ValueError(f"{target} was written, but onnx's checker refuses it: {fault}")
+        rows = Rows(rewrite(model, to, **options))
+    except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
+        what = "" if type(error) is ValueError else f"{type(error).__name__}: "
+        raise ValueError(f"{source} cannot be rewritten: {what}{_short(error)}") from error
+    with _place_for(model, source, target) as (scratch, finish):
+        written = onnx.load(str(scratch), load_external_data=False)
+        fault = rewrite_check.structural_fault(written, scratch.parent)
+        if fault is None and (fault := rewrite_check.checker_fault(scratch)) and rewrite_check.checker_fault(source):
+            fault = None
+        if fault:
+            raise ValueError(f"{target} is not written, because it would be no valid model: {fault}")
+        rows.verification = _verification(rows, options, source, scratch, verify, inputs)
+        finish()
     return rows
 
 
-def _fault(path):
-    """What onnx's checker says of a file, None where it passes."""
+def _verification(rows, options, source, result, verify, inputs):
+    if not verify:
+        return rewrite_check.Verification(reason="it was not asked for")
+    if not options.get("inline") and all(row.into is None for row in rows):
+        return rewrite_check.Verification(reason="no node changed")
+    return rewrite_check.verify(source, result, inputs)
+
+
+def _short(error):
+    text = " ".join(str(error).split())
+    return text if len(text) < 500 else f"{text[:500]} ..."
+
+
+def _read(source):
+    """The onnx_ir.Model of a file that is in order. Raises FileNotFoundError or ValueError."""
+    if not source.is_file():
+        raise FileNotFoundError(f"{source} does not exist; give the path of an ONNX file")
     try:
-        onnx.checker.check_model(str(path))
-    except onnx.checker.ValidationError as error:
-        return str(error)
-    return None
+        proto = onnx.load(str(source), load_external_data=False)
+    except Exception as error:
+        raise ValueError(f"{source} is no ONNX file: {error}") from error
+    if fault := rewrite_check.structural_fault(proto, source.parent):
+        raise ValueError(f"{source} is no valid ONNX model: {fault}")
+    try:
+        with _quiet():
+            model = ir.from_proto(proto)
+        for graph in model.graphs():
+            ir.external_data.set_base_dir(graph, source.parent)
+    except Exception as error:
+        raise ValueError(f"{source} is no valid ONNX model: {_short(error)}") from error
+    return model
 
 
-def save(model, source, target):
-    """Writes a model that was read from `source`; see rewrite_file for its external weights."""
-    target = Path(target)
-    target.parent.mkdir(parents=True, exist_ok=True)
+@contextmanager
+def _place_for(model, source, target):
+    """Writes a model that was read from `source` to a file that is not the target yet; yields its path, and a function that
+    puts it and the file of its weights into the target's place. Without that call nothing is left."""
     external = any(isinstance(v.const_value, ir.ExternalTensor) for g in model.graphs() for v in g.initializers.values())
-    if external and target.parent.resolve() != Path(source).parent.resolve():
-        ir.save(model, target, external_data=f"{target.name}.data")
+    if external and target.parent.resolve() == source.parent.resolve():
+        # The weights' files are named relative to the model's folder, so it must lie beside them.
+        handle, name = tempfile.mkstemp(dir=target.parent, prefix=f".{target.name}.")
+        os.close(handle)
+        scratch, weights, folder = Path(name), None, nullcontext()
     else:
-        ir.save(model, target)
+        existing = next(p for p in target.absolute().parents if p.is_dir())
+        folder = tempfile.TemporaryDirectory(dir=existing, prefix=f".{target.name}.")
+        scratch, weights = Path(folder.name, target.name), f"{target.name}.data"
+
+    def finish():
+        target.parent.mkdir(parents=True, exist_ok=True)
+        if weights and scratch.with_name(weights).exists():
+            os.replace(scratch.with_name(weights), target.with_name(weights))
+        os.replace(scratch, target)
+
+    with folder:
+        try:
+            ir.save(model, scratch, external_data=weights if external else None)
+            scratch.chmod(0o666 & ~_umask())
+            yield scratch, finish
+        finally:
+            scratch.unlink(missing_ok=True)
+
+
+def _umask():
+    mask = os.umask(0)
+    os.umask(mask)
+    return mask
 
 
 def print_rows(rows):

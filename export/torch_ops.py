@@ -5,8 +5,8 @@ a mutating form with a trailing underscore for eager use: its attribute ops.toml
 so taken are changed in place, and the outputs that took them are not returned.
 
 The raw operators return a fixed number of tensors, as PyTorch demands: one that the attributes do not ask for comes
-as a tensor of shape [0]. The functions of this module (lean_attention, causal_linear_decay, ...) return a tuple of
-just the outputs asked for.
+as a tensor of shape [0]. The functions of this module (lean_attention, causal_linear_decay, ...) return just the outputs
+asked for: a tensor where it is one, else a tuple.
 """
 
 import functools
@@ -373,7 +373,7 @@ def _documentation(op, mutating):
     lines += ["", "Attributes:"]
     lines += [f"    {a.name} ({a.type}, default {a.default!r}{', one of ' * bool(a.values)}{', '.join(a.values)}): {a.doc}"
               for a in op.attrs if not (mutating and a.name == op.mutating)]
-    lines += ["", "Returns a tuple:"]
+    lines += ["", "Returns a tuple of those of these outputs that exist; a tensor where it is a single one:"]
     for t in op.outputs:
         if not (mutating and t.takes):
             shapes = f"the shape of {t.like}" if t.like else " or ".join(str(s) for s in t.shapes)
@@ -389,7 +389,8 @@ def _documentation(op, mutating):
 
 
 def _function(op, mutating):
-    """The public function over one operator, which returns a tuple of just the outputs that the attributes ask for."""
+    """The public function over one operator, which returns just the outputs that the attributes ask for: a tensor where it
+    is one, else a tuple."""
     raw = getattr(torch.ops.leanfleet, op.snake_name + ("_" if mutating else "")).default
     kinds = inspect.Parameter
     parameters = [kinds(t.name, kinds.POSITIONAL_OR_KEYWORD, default=None) if t.optional
@@ -431,8 +432,9 @@ def _function(op, mutating):
             args = (*args, *[kwargs.get(name) for name in input_names[len(args):]])
         outputs = raw(*args, **attrs)
         if lone:
-            outputs = (outputs,)
-        return tuple([outputs[i] for i in asked[tuple([attrs.get(w, defaults[w]) for w in switches])]])
+            return outputs
+        wanted = asked[tuple([attrs.get(w, defaults[w]) for w in switches])]
+        return outputs[wanted[0]] if len(wanted) == 1 else tuple([outputs[i] for i in wanted])
 
     function.__name__ = function.__qualname__ = op.snake_name + ("_" if mutating else "")
     function.__doc__ = _documentation(op, mutating)
@@ -475,8 +477,8 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     ones = torch.ones_like(v[..., :1])
     v_aug = torch.cat([v, ones], dim=-1)
     state_aug = None if state is None else torch.cat([state, norm.unsqueeze(-1)], dim=-1)
-    (augmented,) = causal_linear_decay(q, k, v_aug, log_decay, state_aug, cu_seqlens=cu_seqlens, scale=attrs["scale"],
-                                       layout=attrs["layout"])
+    augmented = causal_linear_decay(q, k, v_aug, log_decay, state_aug, cu_seqlens=cu_seqlens, scale=attrs["scale"],
+                                    layout=attrs["layout"])
     den = augmented[..., -1:]
     held = den.abs() < attrs["eps"]
     guarded = torch.where(held, torch.where(den < 0, -attrs["eps"], attrs["eps"]), den)

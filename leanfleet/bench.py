@@ -124,7 +124,7 @@ def _vanilla_memory(shape):
 
 def _register_own():
     def kernel(algorithm, normalize):
-        return lambda q, k, v, g: torch_ops.causal_linear_decay(q, k, v, g, algorithm=algorithm, normalize=normalize)[0]
+        return lambda q, k, v, g: torch_ops.causal_linear_decay(q, k, v, g, algorithm=algorithm, normalize=normalize)
 
     def plain(algorithm, normalize):
         return lambda q, k, v, g: reference.causal_linear_decay(q, k, v, g, algorithm=algorithm, normalize=normalize)[0]

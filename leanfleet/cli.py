@@ -51,7 +51,8 @@ def _parser():
 
     check = commands.add_parser(
         "check", help="does a model compute the same everywhere?",
-        description="Runs a model with several runners on the same inputs and compares each with the first.")
+        description="Runs a model with several runners on the same inputs and compares each with the first. Exit code 1 where "
+                    "they differ, and where a node was edited after its function body was made.")
     check.add_argument("model", help="an ONNX file with leanfleet nodes")
     check.add_argument("--runners", default="body,ort-cpu", help="two or more of body, ort-cpu, ort-cuda, trt, reference; "
                        "the first is the judge (default: %(default)s)")
@@ -79,6 +80,9 @@ def _parser():
                          "from the start: append to them in place of growing a copy")
     rewrite.add_argument("--inline", action="store_true",
                          help="with --to standard: function bodies in the place of nodes that no standard operator expresses")
+    rewrite.add_argument("--no-verify", action="store_true",
+                         help="do not run the original and the result on the same inputs and compare the outputs")
+    rewrite.add_argument("--inputs", metavar="FILE.npz", help="inputs by name to verify with, in place of made-up ones")
     rewrite.add_argument("--json", action="store_true", help="print JSON")
     rewrite.set_defaults(run=rewrite_command)
 
@@ -297,9 +301,14 @@ def check_command(arguments):
     from leanfleet import parity
 
     runners = arguments.runners.split(",")
-    rows, kernels = parity.check(
-        arguments.model, runners, inputs=_read_inputs(arguments.inputs) if arguments.inputs else None,
-        sizes=dict(arguments.size), seed=arguments.seed or 0, rtol=arguments.rtol, atol=arguments.atol)
+    try:
+        rows, kernels = parity.check(
+            arguments.model, runners, inputs=_read_inputs(arguments.inputs) if arguments.inputs else None,
+            sizes=dict(arguments.size), seed=arguments.seed or 0, rtol=arguments.rtol, atol=arguments.atol)
+    except parity.EditedNodeError as error:
+        print(json.dumps({"model": arguments.model, "judge": runners[0], "passed": False, "edited": str(error)}, indent=2)
+              if arguments.json else f"MISMATCH {error}")
+        return 1
     passed = all(row["passed"] for row in rows)
     if arguments.json:
         finite = [row | {"error": row["error"] if math.isfinite(row["error"]) else None} for row in rows]
@@ -342,14 +351,26 @@ def print_check(rows, kernels):
 
 
 def rewrite_command(arguments):
-    from leanfleet.export import rewrite
+    if arguments.inline and arguments.to != "standard":
+        raise ValueError("--inline puts function bodies in the place of leanfleet nodes: it goes with --to standard")
+    if arguments.inputs and arguments.no_verify:
+        raise ValueError("--inputs are what the result is verified with: leave --no-verify out")
+    from leanfleet.export import rewrite, rewrite_check
 
-    rows = rewrite.rewrite_file(arguments.model, arguments.output, arguments.to, operators=arguments.operator,
-                                fixed_caches=arguments.fixed_caches, inline=arguments.inline)
+    try:
+        rows = rewrite.rewrite_file(
+            arguments.model, arguments.output, arguments.to, operators=arguments.operator, fixed_caches=arguments.fixed_caches,
+            inline=arguments.inline, verify=not arguments.no_verify,
+            inputs=_read_inputs(arguments.inputs) if arguments.inputs else None)
+    except rewrite_check.Different as error:
+        print(f"leanfleet rewrite: {error}; {arguments.output} is not written", file=sys.stderr)
+        return 1
     if arguments.json:
-        print(json.dumps({"model": arguments.output, "nodes": rewrite.as_json(rows)}, indent=2))
+        print(json.dumps({"model": arguments.output, "nodes": rewrite.as_json(rows),
+                          "verification": vars(rows.verification)}, indent=2))
     else:
         rewrite.print_rows(rows)
+        print(rows.verification)
     return 0
 
 

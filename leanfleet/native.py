@@ -7,7 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
-MAX_RANK = 4
+MAX_RANK = 8  # LEANFLEET_MAX_RANK of csrc/capi/leanfleet.h
 ABSENT = -1
 
 
@@ -109,7 +109,7 @@ def _tensors(entries):
             continue
         address, shape, dtype = entry
         if len(shape) > MAX_RANK:
-            raise ValueError(f"a tensor of shape {list(shape)} has rank {len(shape)}; no operator takes more than 4")
+            raise ValueError(f"a tensor of shape {list(shape)} has rank {len(shape)}; no operator takes more than {MAX_RANK}")
         slot.data = address
         slot.rank = len(shape)
         slot.shape[:len(shape)] = shape

@@ -1,8 +1,10 @@
-"""`polygraphy run` with leanfleet nodes: --onnxrt sessions get the kernels, --pluginref gets the references."""
+"""`polygraphy run` with leanfleet nodes: --onnxrt sessions get the kernels, --pluginref gets the references, and random
+inputs are such as the nodes take."""
 
 from polygraphy.backend.onnxrt import loader as onnxrt_loader
+from polygraphy.comparator import DataLoader
 from polygraphy.logger import G_LOGGER
-from polygraphy.tools.args import ModelArgs, OnnxrtSessionArgs, PluginRefRunnerArgs
+from polygraphy.tools.args import DataLoaderArgs, ModelArgs, OnnxrtSessionArgs, PluginRefRunnerArgs
 from polygraphy.tools.args.base import BaseArgs
 from polygraphy.tools.script import make_invocable
 
@@ -18,16 +20,16 @@ class LeanfleetArgs(BaseArgs):
         - ModelArgs
         - OnnxrtSessionArgs
         - PluginRefRunnerArgs
+        - DataLoaderArgs
     """
 
     def add_parser_args_impl(self):
         self.group.add_argument("--no-leanfleet", action="store_true", default=None,
                                 help="Do not register leanfleet's kernels with ONNX Runtime: the model's function "
-                                "bodies run. Random inputs need ranges that the operators allow, for example "
-                                "--val-range log_decay:[-1,0]")
+                                "bodies run")
 
     def parse_impl(self, args):
-        """Extends what the groups of --onnxrt and --pluginref write into the script.
+        """Extends what the groups of --onnxrt, --pluginref and of the inputs write into the script.
 
         A model without leanfleet nodes runs as if leanfleet were not installed.
         """
@@ -48,6 +50,22 @@ class LeanfleetArgs(BaseArgs):
                 script.add_loader(make_invocable("register_references"), "leanfleet_references")
             return add_reference_runner(script)
 
+        data_args, model_args = self.arg_groups[DataLoaderArgs], self.arg_groups[ModelArgs]
+        add_data_loader = data_args.add_to_script_impl
+
+        def add_fitting_data_loader(script, user_input_metadata_str=None):
+            if not data_args.is_using_random_data() or not self._model_is_ours():
+                return add_data_loader(script, user_input_metadata_str)
+            metadata = user_input_metadata_str or model_args.input_shapes or None
+            if metadata:
+                script.add_import(imports=["TensorMetadata"], frm="polygraphy.common")
+            script.add_import(imports=["FittingDataLoader"], frm=__name__)
+            return script.set_data_loader(make_invocable(
+                "FittingDataLoader", model_args.path, seed=data_args.seed, iterations=data_args.iterations,
+                input_metadata=metadata, val_range=data_args.val_range,
+                data_loader_backend_module=data_args.data_loader_backend_module))
+
+        data_args.add_to_script_impl = add_fitting_data_loader
         session_args.add_to_script_impl = add_session_with_kernels
         reference_args.add_to_script_impl = add_reference_runner_with_ours
 
@@ -59,6 +77,28 @@ class LeanfleetArgs(BaseArgs):
         except Exception:  # Polygraphy reads other formats too, and says itself what it cannot read
             return False
         return any(entry.domain == spec.DOMAIN for entry in model.opset_import)
+
+
+class FittingDataLoader(DataLoader):
+    """Polygraphy's random inputs, made into ones that the leanfleet nodes of the model at `path` take: decays are not
+    positive, lengths lie within caches. Inputs with a range of their own in val_range, a dict, keep to it."""
+
+    def __init__(self, path, **options):
+        super().__init__(**options)
+        self._path, ranges = path, options.get("val_range")
+        self._ranged = tuple(name for name in ranges if name) if isinstance(ranges, dict) else ()
+
+    def __getitem__(self, index):
+        import numpy as np
+        import onnx
+
+        from leanfleet import trial
+
+        feed = super().__getitem__(index)
+        model = onnx.load(self._path, load_external_data=False)
+        if not all(isinstance(array, np.ndarray) for array in feed.values()):
+            return feed
+        return trial.fitted(model, feed, self.seed + index, keep=self._ranged)
 
 
 class _Onnxruntime:

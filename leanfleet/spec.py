@@ -4,6 +4,7 @@ Everything in Python that needs an operator's inputs, types, attributes or shape
 from the same file through csrc/generate.py.
 """
 
+import difflib
 import re
 import tomllib
 from dataclasses import dataclass
@@ -248,6 +249,25 @@ def parse(path):
             raise ValueError(f"ops.toml: {name}: {sorted(unknown)} is no input, attribute or symbol")
         specs.append(spec)
     return tuple(specs)
+
+
+def check_version(version):
+    """Raises ValueError where a model imports another version of the domain than there is."""
+    if version != OPSET_VERSION:
+        raise ValueError(f"the model imports version {version} of the domain {DOMAIN}; this leanfleet has version "
+                         f"{OPSET_VERSION}")
+
+
+def check_attributes(op_name, node, names):
+    """Raises ValueError for the first of a node's attributes `names` that its operator does not have. Operators that there
+    are not have any: the runtime refuses them."""
+    op = all_specs().get(op_name)
+    known = [a.name for a in op.attrs] if op else names
+    for name in names:
+        if name not in known:
+            near = difflib.get_close_matches(name, known, 1)
+            hint = f"did you mean {near[0]}? It" if near else "it"
+            raise ValueError(f"{op_name} '{node}': there is no attribute {name}; {hint} has {', '.join(known)}")
 
 
 def schema_path():

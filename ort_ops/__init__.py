@@ -3,12 +3,21 @@
 Importing this module needs neither onnxruntime nor torch nor a GPU.
 """
 
+import importlib
 import os
 import re
 import weakref
+from typing import TYPE_CHECKING
 
-from leanfleet import native, spec
+from leanfleet import model_file, native, spec
 
+if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
+    from leanfleet.ort_ops.generation import generate as generate
+    from leanfleet.ort_ops.generation import load_decoder as load_decoder
+    from leanfleet.ort_ops.generation import stream as stream
+
+_HOMES = {"generate": "generation", "load_decoder": "generation", "stream": "generation"}
+__all__ = ["get_library_path", "make_session", "register", *_HOMES]
 OLDEST_RUNTIME = (1, 18)  # the first with the C API that the library asks for
 
 _registered = weakref.WeakSet()
@@ -98,8 +107,9 @@ def make_session(model, providers=None, session_options=None, *, override=(), **
     stays as it is on disk; leanfleet.export.rewrite.OPERATORS lists them. A node that means something that ours do not
     is left to onnxruntime. Needs onnx and onnx-ir.
 
-    Raises what register raises, ValueError for a provider that the installed onnxruntime does not have, and
-    RuntimeError for one that was asked for and does not start. Errors in the model are onnxruntime's; those about our
+    Raises what register raises, ValueError for a provider that the installed onnxruntime does not have, for an attribute
+    that our operators do not have (which onnxruntime itself would ignore) and for another version of them, and
+    RuntimeError for a provider that was asked for and does not start. Errors in the model are onnxruntime's; those about our
     nodes name operator, node, argument, and the values found and allowed.
     """
     ort = _onnxruntime()
@@ -115,6 +125,7 @@ def make_session(model, providers=None, session_options=None, *, override=(), **
     elif not isinstance(model, bytes):
         model = os.fspath(model)
     options = register(session_options if session_options is not None else ort.SessionOptions())
+    model_file.check(model)
     if override:
         model = _overridden(model, [override] if isinstance(override, str) else list(override), options)
     try:
@@ -130,8 +141,10 @@ def make_session(model, providers=None, session_options=None, *, override=(), **
 
 def __getattr__(name):
     """Generation comes on first use: it needs numpy."""
-    if name in ("generate", "stream", "load_decoder"):
-        from leanfleet.ort_ops import generation
+    if name not in _HOMES:
+        raise AttributeError(f"module 'leanfleet.ort_ops' has no attribute '{name}'")
+    return getattr(importlib.import_module(f"leanfleet.ort_ops.{_HOMES[name]}"), name)
 
-        return getattr(generation, name)
-    raise AttributeError(f"module 'leanfleet.ort_ops' has no attribute '{name}'")
+
+def __dir__():
+    return sorted({*globals(), *__all__})

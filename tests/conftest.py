@@ -1,5 +1,6 @@
 import pytest
 import torch
+from kernels import instruction_sets, library_held_to
 
 # Numbers drawn without a seed of their own are the same in every run: torch seeds each process anew.
 torch.manual_seed(0)
@@ -9,6 +10,27 @@ torch.manual_seed(0)
 def same_numbers_in_every_run():
     """And in every choice of tests."""
     torch.manual_seed(0)
+
+
+def pytest_configure(config):
+    config.addinivalue_line("markers", "own_instruction_set: with `instruction_set`, but run on the processor's best alone")
+
+
+def pytest_generate_tests(metafunc):
+    """Tests that use `instruction_set` run on the kernels for every instruction set that the processor has."""
+    if "instruction_set" not in metafunc.fixturenames:
+        return
+    names = instruction_sets()
+    alone = metafunc.definition.get_closest_marker("own_instruction_set") is not None
+    metafunc.parametrize("instruction_set", names[-1:] if alone else names, indirect=True)
+
+
+@pytest.fixture
+def instruction_set(request, monkeypatch):
+    """The kernels that libleanfleet.so runs in this test, by name."""
+    if request.param != instruction_sets()[-1]:
+        monkeypatch.setenv("LEANFLEET_LIBRARY_DIR", str(library_held_to(request.param)))
+    return request.param
 
 
 @pytest.fixture

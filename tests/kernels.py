@@ -1,5 +1,12 @@
 """Runs an operator's kernel on torch tensors through the C interface, with poisoned outputs and scratch."""
 
+import functools
+import os
+import shutil
+import tempfile
+from pathlib import Path
+from unittest import mock
+
 import torch
 
 from leanfleet import native, spec
@@ -7,6 +14,68 @@ from leanfleet import native, spec
 TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ALIGNMENT = 256
+
+
+INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512_bf16")  # each can do what the ones before it can
+
+
+def instruction_sets():
+    """Those whose kernels this processor runs; the last is the one that the library takes by itself."""
+    own = native.build_info().removeprefix("cpu ").partition(",")[0]
+    return INSTRUCTION_SETS[:INSTRUCTION_SETS.index(own) + 1]
+
+
+@functools.cache
+def _copies():
+    """A folder for this process's copies of the library."""
+    return tempfile.TemporaryDirectory(prefix="leanfleet-")
+
+
+@functools.cache
+def library_held_to(instructions):
+    """A folder with a copy of libleanfleet.so that runs these kernels in this process: LEANFLEET_CPU is read once by each
+    loaded copy, in its first call."""
+    folder = Path(_copies().name) / instructions
+    folder.mkdir()
+    shutil.copy(native.library_path("leanfleet"), folder)
+    with mock.patch.dict(os.environ, LEANFLEET_CPU=instructions, LEANFLEET_LIBRARY_DIR=str(folder)):
+        assert native.build_info().partition(",")[0] == f"cpu {instructions}"
+    return folder
+
+
+def remembered(function):
+    """Keeps what a reference gives for the same tensors and attributes: tests on every instruction set need it again.
+
+    Arguments are dicts of tensors and attributes, or plain values. Callers get copies of the tensors."""
+    results = {}
+
+    def key_of(x):
+        if isinstance(x, dict):
+            return tuple((name, key_of(value)) for name, value in x.items())
+        if isinstance(x, torch.Tensor):
+            bits = x.detach().contiguous().view(-1).view(torch.uint8) if x.numel() else x.view(-1)
+            return x.dtype, tuple(x.shape), bytes(bits.numpy())
+        return repr(x)
+
+    def copy_of(x):
+        if isinstance(x, dict):
+            return {name: copy_of(value) for name, value in x.items()}
+        if isinstance(x, (tuple, list)):
+            return type(x)(map(copy_of, x))
+        return x.clone() if isinstance(x, torch.Tensor) else x
+
+    @functools.wraps(function)
+    def wrapper(*arguments):
+        test = os.environ.get("PYTEST_CURRENT_TEST", "").partition("[")[0]
+        if results.get("test") != test:  # one test's at a time
+            results.clear()
+            results["test"] = test
+        key = hash(key_of(dict(enumerate(arguments))))
+        if key not in results:
+            results[key] = function(*arguments)
+        return copy_of(results[key])
+
+    return wrapper
 
 
 def entry(tensor):

@@ -1,5 +1,6 @@
 """What the source tree promises: one schema, layers that do not see each other, hidden symbols, imports that need little."""
 
+import os
 import re
 import subprocess
 import sys
@@ -22,6 +23,38 @@ def sources(folder):
 def test_generated_tables_are_current():
     result = subprocess.run([sys.executable, CSRC / "generate.py", "--check"], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
+
+
+def test_an_operator_may_have_more_of_everything(tmp_path):
+    """More inputs, outputs, attributes, symbols, axes, alternatives, conditions and partners than any operator has today:
+    the schema alone says so, and nothing else needs to know."""
+    attrs = [f'{{ name = "b{i}", type = "bool", default = false, doc = "" }}' for i in range(20)]
+    attrs.append('{ name = "text", type = "string", default = "x", doc = "", '
+                 'values = ["x", "a_value_that_takes_many_more_characters_than_any_other_of_the_schema"] }')
+    inputs = [f'{{ name = "in{i}", type = "T", shape = "S{i}", doc = "" }}' for i in range(36)]
+    inputs += [f'{{ name = "partner{i}", type = "T", optional = true, shape = "P{i}", doc = "" }}' for i in range(6)]
+    shapes = " | ".join(" ".join(f"A{axis}" for axis in range(rank)) for rank in range(3, 9))
+    inputs.append(f'{{ name = "last", type = "T", shape = "{shapes}", doc = "" }}')
+    outputs = [f'{{ name = "out{i}", type = "T", shape = "S{i}", doc = "", when = {[f"b{k}" for k in range(20)]} }}'
+               for i in range(15)]
+    together = "together " + " ".join(f"partner{i}" for i in range(6))
+    schema = tmp_path / "wide.toml"
+    schema.write_text('[Wide]\nversion = 1\nfolder = "wide"\ndoc = ""\n'
+                      f'inputs = [{", ".join(inputs)}]\noutputs = [{", ".join(outputs)}]\nattrs = [{", ".join(attrs)}]\n'
+                      f'rules = ["{together}"]\n')
+    subprocess.run([sys.executable, CSRC / "generate.py", schema, tmp_path / "core" / "op_specs.h"], check=True)
+    program = tmp_path / "wide"
+    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-fsanitize=address,undefined", "-Wall", "-Wextra",
+                    "-Werror", f"-I{tmp_path}", f"-I{CSRC}", ROOT / "tests" / "wide_op_test.cpp", CSRC / "core" / "op.cpp", "-o",
+                    program], check=True)
+    result = subprocess.run([program], capture_output=True, text=True)
+    assert result.returncode == 0 and result.stdout.split() == ["43", "15", "21", "50", "8"], result.stdout + result.stderr
+
+
+def test_the_interface_has_room_for_every_rank():
+    header = (CSRC / "capi" / "leanfleet.h").read_text()
+    assert native.MAX_RANK == int(re.search(r"LEANFLEET_MAX_RANK (\d+)", header)[1])
+    assert native.MAX_RANK >= max(len(shape.axes) for s in spec.all_specs().values() for t in s.inputs + s.outputs for shape in t.shapes)
 
 
 def test_core_and_kernels_see_no_runtime_headers():

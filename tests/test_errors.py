@@ -250,3 +250,54 @@ def test_numpy_model_input_of_wrong_rank_is_refused_by_the_kernel_with_its_name(
     with pytest.raises(Exception, match="LeanAttention 'layers.3': query has shape") as caught:
         run_ort(op, {**inputs, "query": torch.from_numpy(np.zeros((2, 6, 8), np.float32))}, attrs)
     assert "rank 3" in str(caught.value)
+
+
+def workspace_of(op, sizes, changed=None, attrs=None):
+    """The workspace of a call of the required inputs, whose axes have these sizes (1 where none is told), and `changed`, an
+    (input, axis, size) of its own. Shapes only: nothing is allocated."""
+    entries = []
+    for t in op.inputs:
+        shape = [a.size(dict.fromkeys(op.symbols, 1) | sizes) for a in op.shape_of(t, set()).axes]
+        if changed and changed[0] == t.name:
+            shape[changed[1]] = changed[2]
+        required = not t.optional or (changed and changed[0] == t.name)
+        entries.append((0, tuple(shape), {"T": "float16", "F": "float32", "I": "int32"}[t.type]) if required else None)
+    return native.Call(op.name, entries, [], attrs or {}, threads=2).workspace()
+
+
+AXES = [(op.name, t.name, axis) for op in spec.all_specs().values() for t in op.inputs if not t.optional
+        for axis in range(len(op.shape_of(t, set()).axes))]
+
+
+@pytest.mark.parametrize("op_name, name, axis", AXES)
+@pytest.mark.parametrize("size", (2**31, 2**32 + 1, 2**63 - 1))
+def test_an_axis_longer_than_int32_is_refused(op_name, name, axis, size):
+    """A size that kernels hold as int32 must not become another one."""
+    op = spec.all_specs()[op_name]
+    with pytest.raises(ValueError, match=rf"^{op_name}: {name} has shape \[.*: axis {axis} of \[.*\] is {size}; "
+                       "an axis has at most 2147483647$"):
+        workspace_of(op, {}, (name, axis, size))
+
+
+LONGEST = 2**31 - 1
+
+
+@pytest.mark.parametrize("op_name, sizes, message", (
+    ("LeanAttention", dict(B=2**15, Hkv=2**15, H=2**15), r"the batch has B x Hkv = 1073741824 heads; .* fewer than 2\^30"),
+    ("LeanAttention", dict(D=2**28), r"query has D = 268435456; the kernels take fewer than 2\^28"),
+    ("LeanAttention", dict(Dv=LONGEST), r"value_cache has Dv = 2147483647; the kernels take fewer than 2\^28"),
+    ("LeanAttention", dict(H=LONGEST, Nq=LONGEST), r"query has shape \[1,2147483647,2147483647,1\]; a tensor has at most 2\^47 elements"),
+    ("CausalLinearDecay", dict(R=LONGEST, Dv=LONGEST), r"a state has R x Dv = 4611686014132420609 elements; .* up to 2\^40"),
+    ("CausalLinearDecay", dict(B=LONGEST, H=LONGEST, N=LONGEST, R=LONGEST), r"query has shape .* at most 2\^47 elements"),
+    ("CausalLinearDecayGrad", dict(R=2**21, Dv=2**20), r"a state has R x Dv = 2199023255552 elements"),
+    ("NormalizedLinearAttention", dict(H=LONGEST, Dv=2**18), r"output has shape \[1,2147483647,1,262144\]; a tensor has at most 2\^47"),
+    ("NormalizedLinearAttention", dict(D=LONGEST, Dv=LONGEST), r"a state has D x Dv = 4611686014132420609 elements; .* up to 2\^40"),
+    ("NormalizedLinearAttentionGrad", dict(D=2**21, Dv=2**20), r"a state has D x Dv = 2199023255552 elements")))
+def test_products_of_sizes_beyond_the_kernels_are_refused(op_name, sizes, message):
+    with pytest.raises((ValueError, native.UnsupportedError), match=f"^{op_name}: {message}"):
+        workspace_of(spec.all_specs()[op_name], sizes)
+
+
+def test_the_longest_axes_are_taken():
+    assert workspace_of(spec.all_specs()["CausalLinearDecay"], dict(N=LONGEST))[0] > 0
+    assert workspace_of(spec.all_specs()["NormalizedLinearAttention"], dict(B=LONGEST))[0] > 0

@@ -1,8 +1,15 @@
 """From PyTorch to onnxruntime: exported models pass the checker, keep symbolic shapes, and run with the library and without."""
 
+import ast
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import numpy as np
 import onnx
 import onnxruntime
+import ort_models
 import pytest
 import torch
 from leanfleet import demo, parity, spec
@@ -82,7 +89,7 @@ def test_the_kernels_really_run_and_without_the_library_the_bodies_do(everything
 def test_optional_inputs_in_the_middle_are_left_out(tmp_path):
     class Layer(torch.nn.Module):
         def forward(self, q, k, v, sinks):
-            return lean_attention(q, k, v, sinks=sinks)[0], causal_linear_decay(q, k, v, initial_state=q.new_zeros(1, 2, 8, 8))[0]
+            return lean_attention(q, k, v, sinks=sinks)[0], causal_linear_decay(q, k, v, initial_state=q.new_zeros(1, 2, 8, 8))
 
     q, k, v = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8)
     path = tmp_path / "optional.onnx"
@@ -128,11 +135,67 @@ def test_layouts_and_half_precision(tmp_path, layout):
             assert f.dtype == e.dtype and np.abs(f.astype(float) - e).max() <= 2.0**-9 * max(1, np.abs(e).max())
 
 
+def test_the_readmes_quickstart_says_nothing_and_names_its_outputs(tmp_path):
+    """In a process of its own: what is said once is not said again."""
+    text = (ort_models.ROOT / "README.md").read_text() + "".join(f.read_text() for f in (ort_models.ROOT / "docs").glob("*.md"))
+    code = text[text.index("import torch\nfrom leanfleet.export import causal_linear_decay, export"):].partition("```")[0]
+    code += "print([o.name for o in session.get_outputs()], output.shape, state.shape)\n"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
+                          env={**os.environ, "PYTHONPATH": str(ort_models.ROOT)})
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "['output', 'final_state'] (1, 4, 9, 64) (1, 2, 32, 64)\n" and done.stderr == ""
+
+
+class Two(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.drop = torch.nn.Dropout(0.5)
+
+    def forward(self, q, k, v, normalizer):
+        first = lean_attention(q, k, v)
+        return *first, self.drop(first[0]), causal_linear_decay(q, k, v), normalized_linear_attention(q.abs(), k.abs(), v)[1]
+
+
+def test_names_of_outputs_and_modes(tmp_path):
+    """Two outputs called "output" and one called as an input are named by their place; modes are as they were."""
+    inputs = torch.randn(1, 4, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1, 2, 3, 8), torch.randn(1)
+    module = Two()
+    program = export(module, inputs, tmp_path / "names.onnx")
+    names = ["output_0", "lse", "output_2", "output_3", "output_4"]
+    assert [o.name for o in program.model.graph.outputs] == names
+    assert module.training and module.drop.training
+    onnx.checker.check_model(tmp_path / "names.onnx")
+    assert [o.name for o in kernel_session(tmp_path / "names.onnx").get_outputs()] == names
+    given = export(module, inputs, output_names=["a", "b", "c", "d", "e"])
+    assert [o.name for o in given.model.graph.outputs] == ["a", "b", "c", "d", "e"]
+
+
+def test_lazy_names_are_complete_and_typed():
+    """What an editor sees, __all__ and what is really there are the same names; the package says that it is typed."""
+    import leanfleet
+    import leanfleet.export
+    import leanfleet.ort_ops
+
+    assert (Path(leanfleet.__file__).parent / "py.typed").is_file()
+    for package in (leanfleet.export, leanfleet.ort_ops):
+        tree = ast.parse(Path(package.__file__).read_text())
+        typed = next(n for n in tree.body if isinstance(n, ast.If) and ast.unparse(n.test) == "TYPE_CHECKING")
+        seen = {(n.module.rpartition(".")[2], alias.asname or alias.name) for n in typed.body for alias in n.names}
+        assert {name for _, name in seen} == set(package._HOMES)
+        assert {(home, name) for name, home in package._HOMES.items()} == seen
+        assert set(package._HOMES) <= set(package.__all__) <= set(dir(package))
+        assert all(alias.asname == alias.name for n in typed.body for alias in n.names)  # else a type checker hides them
+        for name in package.__all__:
+            assert callable(getattr(package, name))
+        with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
+            package.nothing  # noqa: B018
+
+
 def test_length_independent_where_an_unrolled_loop_is_not(tmp_path):
     """Traced at 11 tokens, right at every length: nothing of the sequence is unrolled into the graph."""
     class Layer(torch.nn.Module):
         def forward(self, q, k, v, slope):
-            return causal_linear_decay(q, k, v, -slope)[0]
+            return causal_linear_decay(q, k, v, -slope)
 
     make = [lambda n, h=h: torch.randn(1, h, n, 8) for h in (4, 4, 4)]
     slope = torch.rand(4)

@@ -345,6 +345,15 @@ def test_small_normalizers_are_held():
         check_body("NormalizedLinearAttentionGrad", session_of(model), grad, attrs)
 
 
+def test_counts_stay_at_their_end():
+    randn, states = torch.randn, ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"]
+    inputs = {"query": randn(2, 2, 5, 3), "key": randn(2, 1, 5, 3), "value": randn(2, 1, 5, 4), "initial_state": randn(2, 1, 3, 4),
+              "initial_key_sum": randn(2, 1, 3), "initial_value_sum": randn(2, 1, 4), "initial_count": int32(2**31 - 6, 2**31 - 5)}
+    model = one_node_model("NormalizedLinearAttention", states, dict(return_state=1))
+    found = ort_models.run_node(session_of(model), OPS["NormalizedLinearAttention"], inputs, dict(return_state=1))
+    assert found["final_count"].tolist() == [2**31 - 1] * 2
+
+
 def status_bytes(field):
     return int(Path("/proc/self/status").read_text().split(f"{field}:")[1].split()[0]) * 1024
 

@@ -272,7 +272,7 @@ class Retention(torch.nn.Module):
             if self.form == "flat":
                 q, k = (torch.relu(t.reshape(t.shape[0], -1, SIZE)).view(*v.shape) for t in (q, k))
             q, k = self.turn(q, positions), self.turn(k, positions) * (positions % 5 > 0)[..., None, None].to(k.dtype)
-            x = x + self.out(causal_linear_decay(q, k, v, layout="bnhd")[0].flatten(2)) * 0.1
+            x = x + self.out(causal_linear_decay(q, k, v, layout="bnhd").flatten(2)) * 0.1
         return x
 
 

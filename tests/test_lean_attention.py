@@ -1,21 +1,20 @@
 """LeanAttention's CPU kernel against the float64 reference."""
 
 import os
-import subprocess
-import sys
+import re
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from kernels import aligned, entry, poisoned, run_kernel
+from kernels import aligned, entry, poisoned, remembered, run_kernel
 from leanfleet import native, spec
 from leanfleet.export import reference
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN = float("nan")
 BLOCK = 16
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
 
 
 def int32(values):
@@ -95,6 +94,7 @@ def same_bits(a, b):
     return torch.equal(a.view(integer), b.view(integer))
 
 
+@remembered
 def judged(inputs, attrs):
     """(float64 reference, what plain float32 arithmetic and rounding to the type give)."""
     double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
@@ -444,21 +444,6 @@ def test_any_call(data):
     check(inputs, attrs, (draw(st.sampled_from((1, 2, 3, 8))),), draw(st.booleans()) if attrs["append"] else False)
 
 
-def test_other_instruction_sets():
-    """The same in processes that are held to the older instruction sets of this processor's builds."""
-    builds = ["baseline", "avx2", "avx512", "avx512_bf16"]
-    mine = native.build_info().removeprefix("cpu ").partition(",")[0]
-    names = ["test_decode_ragged_batch", "test_prompts", "test_rotary_encoding", "test_infinite_and_huge_logits", "test_lengths_at_tile_edges"]
-    for build in builds[:builds.index(mine)]:
-        env = {**os.environ, "LEANFLEET_CPU": build}
-        say = "from leanfleet import native; print(native.build_info())"
-        info = subprocess.run([sys.executable, "-P", "-c", say], env=env, capture_output=True, text=True).stdout
-        assert info.strip().partition(",")[0] == f"cpu {build}"
-        result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
-                                 " or ".join(names)], env=env, capture_output=True, text=True)
-        assert result.returncode == 0, f"{build}: {result.stdout[-3000:]}"
-
-
 STRICT_ERRORS = [
     ("dense", "seq_lens", (10, 44, 5), r"seq_lens\[1\] is 44; request 1's cache holds 43"),
     ("dense", "seq_lens", (-1, 4, 5), r"seq_lens\[0\] is -1; .* expected 0 \.\. 43"),
@@ -510,3 +495,105 @@ def test_sizes_beyond_the_kernels_are_refused(Nq, S, P, message):
     call = native.Call("LeanAttention", [(0, (1, 4, Nq, 8), "float32"), cache, cache, *[None] * 5, table], [], {})
     with pytest.raises(native.UnsupportedError, match=f"^LeanAttention: {message}"):
         call.workspace()
+
+
+def shared_pages_case():
+    """Two requests over a pool whose every page is a number: request 0 appends at positions 30 .. 33, request 1 at 17."""
+    inputs, attrs = make_case(15, "paged", lens=(34, 18, 40), query_lens=(4, 1, 0), Nq=4, append=True)
+    inputs["block_table"] = int32([[0, 1, 2, 9], [0, 3, 9, 9], [0, 1, 2, 9]])
+    for name in ("key_cache", "value_cache"):
+        inputs[name] = torch.randn(inputs[name].shape)
+    return inputs, attrs
+
+
+def table_with(entry, page):
+    def change(inputs):
+        inputs["block_table"][entry] = page
+
+    return change
+
+
+def lengths(seq_lens, query_lens):
+    def change(inputs):
+        inputs["seq_lens"], inputs["query_lens"] = int32(seq_lens), int32(query_lens)
+
+    return change
+
+
+SHARED_SLOTS = {
+    "two writers": (table_with((1, 1), 2), r"requests 0 and 1 both write to slot 1 of page 2, which is block_table\[0,2\] and "
+                                           r"block_table\[1,1\]; a slot takes one new token"),
+    "two writers that overlap in part": (lengths((38, 23, 0), (4, 3, 0)), None),
+    "a reader": (table_with((1, 0), 1), r"request 1 reads slot 14 of page 1, which is block_table\[1,0\], and request 0 writes it "
+                                        r"in the same call, as block_table\[0,1\]; requests share only what none of them writes"),
+    "a reader that appends nothing has no rows": (table_with((2, 2), 2), None),
+    "a reader with one more key": (lengths((34, 18, 33), (4, 1, 1)), r"requests 0 and 2 both write to slot 0 of page 2"),
+    "a reader behind the writer": (lengths((34, 18, 30), (4, 1, 1)), r"request 0 reads slot 13 of page 1, which is "
+                                   r"block_table\[0,1\], and request 2 writes it in the same call, as block_table\[2,1\]"),
+    "a page twice in one table": (table_with((0, 0), 2), r"request 0 reads slot 0 of page 2, which is block_table\[0,0\], and "
+                                                         r"request 0 writes it in the same call, as block_table\[0,2\]"),
+    "one slot for two new tokens": (lambda inputs: (lengths((17, 18, 0), (4, 1, 0))(inputs),
+                                                           table_with((0, 1), 0)(inputs)), r"request 0 reads slot 0 of page 0, "),
+}
+
+
+@pytest.mark.parametrize("case", SHARED_SLOTS)
+def test_slots_that_several_requests_use(monkeypatch, case):
+    """What one request writes no other writes or reads; what nobody writes all may read (page 0 here)."""
+    change, message = SHARED_SLOTS[case]
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    inputs, attrs = shared_pages_case()
+    run_kernel("LeanAttention", inputs, attrs)  # a shared prefix is in order
+    change(inputs)
+    if message is None:
+        run_kernel("LeanAttention", inputs, attrs)
+        return
+    caches = {n: inputs[n].clone() for n in ("key_cache", "value_cache")}
+    with pytest.raises(ValueError, match=f"^LeanAttention: {message}"):
+        run_kernel("LeanAttention", inputs, attrs, in_place=True)
+    assert all(same_bits(inputs[n], t) for n, t in caches.items()), "a cache was changed by a refused call"
+    run_kernel("LeanAttention", {**inputs, "new_key": None, "new_value": None}, {**attrs, "append": 0})  # reads are no matter
+    monkeypatch.setenv("LEANFLEET_CHECK", "0")
+    run_kernel("LeanAttention", inputs, attrs)
+
+
+def test_slots_before_the_window_may_be_written(monkeypatch):
+    """Pages that slid out of a request's window may serve another request."""
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    inputs, attrs = make_case(16, "paged", lens=(50, 10), query_lens=(1, 1), append=True, window=16)
+    inputs["block_table"] = int32([[1, 2, 3, 4], [1, 9, 9, 9]])
+    run_kernel("LeanAttention", inputs, attrs)
+    inputs["block_table"][1, 0] = 2
+    run_kernel("LeanAttention", inputs, attrs)
+    inputs["block_table"][1, 0] = 3
+    with pytest.raises(ValueError, match=r"request 0 reads slot 9 of page 3, which is block_table\[0,2\], and request 1 writes it"):
+        run_kernel("LeanAttention", inputs, attrs)
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_shared_slots(data):
+    """The check against a plain search through all slots."""
+    draw = data.draw
+    block, requests = draw(st.sampled_from((1, 2, 3))), draw(st.integers(1, 4))
+    table = [[draw(st.integers(0, 7)) for _ in range(3)] for _ in range(requests)]
+    lens = [draw(st.integers(0, 3 * block)) for _ in range(requests)]
+    counts = [draw(st.integers(0, min(2, n))) for n in lens]
+    window = draw(st.sampled_from((-1, 1, 2)))
+    slots = [[(table[b][p // block], p % block) for p in range(n)] for b, n in enumerate(lens)]
+    written = [(slot, b, p) for b, n in enumerate(lens) for p, slot in enumerate(slots[b]) if p >= n - counts[b]]
+    read = [(slot, b, p) for b, n in enumerate(lens) for p, slot in enumerate(slots[b])
+            if counts[b] and (window < 0 or p > n - counts[b] - window)]
+    wrong = any(w[0] == r[0] and w[1:] != r[1:] for w in written for r in read + written)
+    inputs = dict(query=torch.randn(requests, 2, 2, 4), key_cache=torch.randn(8, block, 1, 4), value_cache=torch.randn(8, block, 1, 4),
+                  seq_lens=int32(lens), query_lens=int32(counts), new_key=torch.randn(requests, 1, 2, 4),
+                  new_value=torch.randn(requests, 1, 2, 4), block_table=int32(table))
+    os.environ["LEANFLEET_CHECK"] = "1"
+    try:
+        run_kernel("LeanAttention", inputs, dict(append=1, window=window))
+    except ValueError as error:
+        assert wrong and re.search(r"requests? \d.* slot \d of page \d", str(error)), error
+    else:
+        assert not wrong
+    finally:
+        del os.environ["LEANFLEET_CHECK"]

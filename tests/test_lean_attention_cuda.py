@@ -2,6 +2,7 @@
 
 import gc
 
+import non_finite
 import pytest
 import torch
 from hypothesis import given, settings
@@ -536,3 +537,51 @@ def test_positions_beyond_32_bits():
                                      value[last:, :, -300:].double(), window=300)
     assert greatest_error(out["output"][last:], judge[0]) < 0.01
     assert greatest_error(out["lse"][last:], judge[1]) < 1e-4
+
+
+# Values that are not finite; the sizes reach every kernel: few rows, 8 to 64 rows, prompts, float32.
+
+NON_FINITE = {
+    "decode": dict(lens=(5, 200), sinks=True, D=64, Dv=64),
+    "append": dict(variant="paged", lens=(40, 70), query_lens=(9, 3), Nq=9, append=True, rotary=8, D=64, Dv=64),
+    "window": dict(variant="ragged", lens=(60, 33), Nq=20, window=7, append=True, layout="bnhd", D=32, Dv=64),
+    "softcap": dict(lens=(20, 140), Nq=20, softcap=3.0, sinks=True, D=64, Dv=32),
+    "softcap decode": dict(lens=(20, 140), softcap=3.0, D=64, Dv=64),
+    "not causal": dict(variant="paged", lens=(20, 33), Nq=6, causal=0, D=128, Dv=128),
+    "prompt": dict(lens=(37, 300), Nq=200, query_lens=(37, 200), D=128, Dv=128),
+    "prompt softcap": dict(variant="paged", lens=(200, 300), Nq=200, softcap=20.0, append=True, D=128, Dv=64),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", NON_FINITE)
+def test_values_that_are_not_finite(case, dtype):
+    """The contract of csrc/ops.toml, for elements of every input."""
+    options = {"H": 4, "Hkv": 2, **NON_FINITE[case]}
+    inputs, attrs = make_case(0, options.pop("variant", "dense"), dtype, **options)
+    inputs = to_cuda(inputs)
+    non_finite.sweep("LeanAttention", inputs, attrs, lambda changed: run_kernel("LeanAttention", changed, attrs), count=6)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("case", NON_FINITE)
+def test_what_belongs_to_nobody_reaches_nothing(case, dtype):
+    """Padding rows, unused cache positions and pages, keys before all windows: they are NaN in make_case."""
+    options = {"H": 4, "Hkv": 2, **NON_FINITE[case]}
+    inputs, attrs = make_case(0, options.pop("variant", "dense"), dtype, **options)
+    inputs, results = to_cuda(inputs), []
+    for value in (NAN, float("inf"), -float("inf"), 0.25):
+        changed = {n: t.masked_fill(t.isnan(), value) if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+        results.append(run_kernel("LeanAttention", changed, attrs))
+        assert all(same_bits(results[0][n], results[-1][n]) for n in ("output", "lse")), value
+    assert results[0]["output"].isfinite().all()
+
+
+def test_slots_that_two_requests_write_are_refused(monkeypatch):
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    inputs, attrs = make_case(15, "paged", torch.float16, lens=(34, 18), query_lens=(4, 1), Nq=4, append=True, D=64, Dv=64)
+    inputs = to_cuda(inputs)
+    run_kernel("LeanAttention", inputs, attrs)
+    inputs["block_table"][1, 1] = inputs["block_table"][0, 2]
+    with pytest.raises(ValueError, match=r"^LeanAttention: requests 0 and 1 both write to slot 1 of page \d+"):
+        run_kernel("LeanAttention", inputs, attrs)

@@ -1,14 +1,17 @@
 """The CUDA kernels of CausalLinearDecay, NormalizedLinearAttention and their gradients against the float64 reference."""
 
+import functools
 import gc
 import math
 
+import non_finite
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from kernels import Launches, run_kernel
 from leanfleet.export import reference
+from test_function_bodies import LINEAR, PACKED_CASES, fill
 
 from leanfleet import spec
 
@@ -517,3 +520,70 @@ def test_long_sequences():
     expected = run_kernel("CausalLinearDecay", one, {"algorithm": "lightning"})["output"]
     assert relative(found[:, -1, -1000:], expected[:, 0, -1000:]) < 0.01
     assert not found[:, :-1].any()
+
+
+# Values that are not finite
+
+REFUSED = ("log_decay", "coefficients")  # LEANFLEET_CHECK=1 refuses such values, and CPU kernels always
+
+
+def non_finite_inputs(case, size, dtype):
+    """(operator, inputs on the GPU, attributes) of a case of tests/test_function_bodies.py."""
+    name, present, attrs, rank = {**LINEAR, **PACKED_CASES}[case]
+    offsets = (0, size[3] // 2, size[3] // 2, size[3] - 3) if "cu_seqlens" in present else None
+    if offsets:
+        size = (1, *size[1:])
+    inputs = fill(name, present, size, attrs, rank, dtype=dtype, offsets=offsets)
+    if offsets and "log_decay" in inputs:
+        inputs["log_decay"] = inputs["log_decay"].nan_to_num(-0.5, neginf=float("-inf"))
+    return name, {n: t.cuda() for n, t in inputs.items()}, attrs
+
+
+NON_FINITE_SIZES = ((2, 4, 2, 1, 64, 64), (2, 4, 2, 73, 16, 16), (1, 4, 2, 200, 64, 64), (1, 2, 1, 150, 128, 128))
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+@pytest.mark.parametrize("size", NON_FINITE_SIZES, ids=str)
+@pytest.mark.parametrize("case", [*LINEAR, *PACKED_CASES])
+def test_values_that_are_not_finite(case, size, dtype):
+    """The contract of csrc/ops.toml, for elements of every input and every algorithm."""
+    if size[3] == 1 and case in PACKED_CASES:
+        return
+    name, inputs, attrs = non_finite_inputs(case, size, dtype)
+    for algorithm in ALGORITHMS if name == "CausalLinearDecay" else (None,):
+        own = {**attrs, "algorithm": algorithm} if algorithm else attrs
+        non_finite.sweep(name, inputs, own, functools.partial(run_kernel, name, attrs=own), skip=REFUSED, count=2)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+@pytest.mark.parametrize("case", [c for c in (*LINEAR, *PACKED_CASES) if "pool" in c or c in PACKED_CASES])
+def test_what_belongs_to_nobody_reaches_nothing(case, dtype):
+    """Tokens outside all requests are NaN in fill(); pool rows that no request names hold anything too."""
+    name, inputs, attrs = non_finite_inputs(case, (1, 4, 2, 150, 64, 64), dtype)
+    results = []
+    for value in (math.nan, math.inf, 0.25):
+        changed = {n: t.masked_fill(t.isnan(), value) if t.is_floating_point() else t for n, t in inputs.items()}
+        unused = []
+        if "state_index" in inputs:
+            unused = [r for r in range(len(inputs["initial_state"])) if r not in inputs["state_index"].tolist()]
+            for n in ("initial_state", "initial_norm"):
+                if n in inputs:
+                    changed[n] = changed[n].clone()
+                    changed[n][unused] = value
+        found = run_kernel(name, changed, attrs)
+        for n in found:
+            if n.startswith("final") and unused:
+                found[n][unused] = 0
+        results.append(found)
+        assert all(same_bits(results[0][n], found[n]) for n in found), value
+    assert all(t.isfinite().all() for t in results[0].values())
+
+
+def test_a_key_of_zeros_and_nan_in_unit_rows():
+    """Its norm is NaN, not 0: all of it is."""
+    for width in (64, 136):
+        inputs = {n: torch.rand(1, 1, 9, width).cuda() for n in ("query", "key", "value")}
+        inputs["key"][0, 0, 4] = 0
+        inputs["key"][0, 0, 4, 3] = math.nan
+        found = run_kernel("NormalizedLinearAttention", inputs, dict(normalize_qk=1, return_state=1))
+        assert not found["output"][0, 0, 4:].isfinite().any() and not found["final_state"].isfinite().any()

@@ -4,15 +4,14 @@ The tolerance is what a plain loop over tokens in float32 loses on the same inpu
 exact result to the output's type loses, times 1.2; both as root mean squares over the tensor.
 """
 
-import os
-import subprocess
-import sys
 from itertools import product
 
 import numpy as np
 import pytest
 import torch
-from kernels import DTYPE_NAMES, run_kernel
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from kernels import DTYPE_NAMES, remembered, run_kernel
 from leanfleet import native, spec
 from leanfleet.export import reference
 
@@ -25,7 +24,7 @@ HEADS = ((2, 2), (3, 1), (5, 1), (6, 2), (1, 1))  # H, Hkv
 COEFFICIENTS = (None, (0.7, 1.3), (1.0, 0.0), (0.5, -0.05), (0.0, 1.0))
 STATES = ("initial_state", "initial_key_sum", "initial_value_sum", "initial_count")
 ROUNDING = {F32: 2.0 ** -24, F16: 2.0 ** -11, BF16: 2.0 ** -8}
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
 
 
 def swap(x, layout):
@@ -71,11 +70,13 @@ def double(inputs):
     return {name: x.double() if x is not None and x.dtype.is_floating_point else x for name, x in inputs.items()}
 
 
+@remembered
 def judge(inputs, attrs):
     names = [t.name for t in spec.all_specs()[FORWARD].active_outputs(attrs)]
     return dict(zip(names, reference.normalized_linear_attention(**double(inputs), **attrs), strict=True))
 
 
+@remembered
 def judge_grad(inputs, attrs):
     names = [t.name for t in spec.all_specs()[BACKWARD].active_outputs(attrs)]
     return dict(zip(names, reference.normalized_linear_attention_grad(**double(inputs), **attrs), strict=True))
@@ -99,6 +100,7 @@ def loop_inputs(inputs, attrs):
     return *unit_rows(q, attrs.get("normalize_qk")), *unit_rows(k, attrs.get("normalize_qk")), v, a, b
 
 
+@remembered
 def loop(inputs, attrs):
     """The forward token by token in float32."""
     layout, eps, causal = attrs.get("layout", "bhnd"), attrs.get("eps", 1e-6), attrs.get("causal", 1)
@@ -122,6 +124,7 @@ def loop(inputs, attrs):
                 final_key_sum=key_sum.squeeze(2), final_value_sum=value_sum.squeeze(2))
 
 
+@remembered
 def loop_grad(inputs, attrs):
     """The gradients token by token and head by head in float32, and the size of the terms that cancel in them."""
     layout, eps, causal = attrs.get("layout", "bhnd"), attrs.get("eps", 1e-6), attrs.get("causal", 1)
@@ -182,10 +185,11 @@ def rms(x):
     return x.double().square().mean().sqrt().item()
 
 
-def check(actual, exact, plain, sizes=None):
+def check(actual, exact, plain, sizes=None, luck=0):
     """actual, exact, plain: dicts of kernel, float64 and float32 loop outputs; sizes: of terms that cancel in some.
 
-    The rounding of such terms is added to the tolerance: it is luck how much of it remains in their difference.
+    The rounding of such terms is added to the tolerance: it is luck how much of it remains in their difference. luck: so
+    many times the tolerance, and roundings of the largest element, for calls so small that the loop may well be exact.
     """
     assert list(actual) == list(exact)
     for name, x in actual.items():
@@ -196,6 +200,8 @@ def check(actual, exact, plain, sizes=None):
         error = rms(x - exact[name])
         allowed = 2 * rms(plain[name] - exact[name]) + 1.2 * rms(exact[name].to(x.dtype) - exact[name])
         allowed += 1.2 * ROUNDING[F32] * (sizes or {}).get(name, 0)
+        if luck:
+            allowed = luck * (allowed + ROUNDING[F32] * exact[name].abs().max().item())
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
@@ -207,9 +213,9 @@ def grad_inputs(inputs, attrs, exact, seed=0):
     return inputs | dict(output=output, normalizer=exact["normalizer"].float(), grad_output=grad)
 
 
-def check_grad(inputs, attrs, threads):
+def check_grad(inputs, attrs, threads, luck=0):
     actual = run_kernel(BACKWARD, inputs, attrs, threads=threads)
-    check(actual, judge_grad(inputs, attrs), *loop_grad(inputs, attrs))
+    check(actual, judge_grad(inputs, attrs), *loop_grad(inputs, attrs), luck)
 
 
 @pytest.mark.parametrize(("case", "attrs"), cases())
@@ -262,6 +268,45 @@ def test_carried_states(dtype, layout, unit, heads, size, batch, threads, pieces
         together = {name: torch.cat([x[name] for x in outputs], axis) if name in ("output", "normalizer") else
                     outputs[-1][name] for name in result}
         check(together, exact, plain)
+
+
+def check_carried(inputs, attrs, threads=2):
+    inputs = inputs | make_states(inputs, layout=attrs.get("layout", "bhnd"))
+    attrs = attrs | dict(return_state=1)
+    check(run_kernel(FORWARD, inputs, attrs, threads=threads), judge(inputs, attrs), loop(inputs, attrs), luck=8)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_decode_step_of_any_width(dtype):
+    """Whatever number of columns is left over by the vectors and tiles of an instruction set."""
+    for width in (*range(1, 66), 127, 129):
+        check_carried(make(1, dtype, (5, width), (2, 1)), {})
+
+
+@pytest.mark.parametrize("tokens", (33, 65, 97))
+def test_a_last_block_of_one_token(tokens):
+    for width in (4, 7, 12, 20, 28, 44, 60):
+        check_carried(make(tokens, size=(5, width)), {})
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(data=st.data())
+def test_any_call(data):
+    """A call of the forward and of the gradient with anything that may vary; a few tokens and, often, a state. D is 4 or more: unit
+    rows of few columns may well be opposite, and g is then 0."""
+    draw = data.draw
+    kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 1, 2, 3, 7)))
+    attrs = dict(normalize_qk=draw(st.integers(0, 1)), layout=draw(st.sampled_from(("bhnd", "bnhd"))),
+                 causal=draw(st.sampled_from((1, 1, 0))))
+    width, threads = st.integers(1, 70), draw(st.sampled_from((1, 2, 3, 8)))
+    inputs = make(draw(st.sampled_from((1, 1, 2, 3, 8, 17, 32, 33, 40, 65))), draw(st.sampled_from(DTYPES)),
+                  (draw(st.integers(4, 70)), draw(width)), (kv_heads * group, kv_heads), draw(st.integers(1, 2)),
+                  draw(st.sampled_from((None, (0.7, 1.3)))), draw(st.integers(0, 2**20)), attrs["layout"])
+    if attrs["causal"] and draw(st.booleans()):
+        return check_carried(inputs, attrs, threads)
+    exact = judge(inputs, attrs)
+    check(run_kernel(FORWARD, inputs, attrs, threads=threads), exact, loop(inputs, attrs), luck=8)
+    check_grad(grad_inputs(inputs, attrs, exact), attrs, threads, luck=8)
 
 
 @pytest.mark.parametrize("threads", (1, 2, 5))
@@ -407,6 +452,7 @@ def test_repeatable(threads, causal, unit):
             assert torch.equal(x, again[name]), name
 
 
+@pytest.mark.own_instruction_set
 def test_a_million_tokens():
     """Against running sums in float64; the plain evaluation is the same running sums in float32."""
     tokens, (a, b) = 1 << 20, (0.7, 1.3)
@@ -466,18 +512,19 @@ def test_negative_counts(monkeypatch):
         run_kernel(FORWARD, inputs, dict(return_state=1))
 
 
-def test_runs_on_the_told_instruction_set():
-    told = os.environ.get("LEANFLEET_CPU")
-    kernels = native.build_info().split(",")[0]
-    assert kernels in ("cpu baseline", "cpu avx2", "cpu avx512", "cpu avx512_bf16")
-    if told in ("baseline", "avx2"):
-        assert kernels in {"baseline": ["cpu baseline"], "avx2": ["cpu baseline", "cpu avx2"]}[told]
-
-
-@pytest.mark.parametrize("instructions", ("baseline", "avx2"))
-def test_lesser_instruction_sets(instructions):
-    """A part of this file on the kernels for older processors, which are chosen once a process."""
-    subset = "told_instruction_set or few_heads or (lengths and (1- or 17- or 130-)) or in_place"
-    result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-q", "-x", __file__, "-k", subset],
-                            env=os.environ | {"LEANFLEET_CPU": instructions}, capture_output=True, text=True)
-    assert result.returncode == 0, result.stdout[-4000:] + result.stderr[-2000:]
+def test_counts_stay_at_their_end(monkeypatch):
+    """final_count is held at 2^31 - 1; LEANFLEET_CHECK=1 refuses a count that would pass it, where it is asked for."""
+    last = 2**31 - 1
+    inputs = make(3, batch=3)
+    inputs |= make_states(inputs)
+    inputs["initial_count"][:] = torch.tensor([last - 3, last - 2, last])
+    for in_place in (False, True):
+        mine = {name: None if x is None else x.clone() for name, x in inputs.items()}
+        found = run_kernel(FORWARD, mine, dict(return_state=1), in_place=in_place)
+        check(found, judge(inputs, dict(return_state=1)), loop(inputs, dict(return_state=1)))
+        assert found["final_count"].tolist() == [last] * 3
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    run_kernel(FORWARD, inputs, {})
+    with pytest.raises(ValueError, match=rf"{FORWARD}.*initial_count holds {last - 2} for request 1; with N = 3 more expected at "
+                       rf"most {last - 3}, because final_count ends at 2\^31 - 1"):
+        run_kernel(FORWARD, inputs, dict(return_state=1))

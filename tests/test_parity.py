@@ -235,6 +235,35 @@ def test_reference_through_polygraphys_own_loop(tmp_path):
     assert runners[1].kernels == {("LeanAttention", "CPUExecutionProvider"): 2}
 
 
+def test_fused_decoder(tmp_path):
+    """Its sums and norms leave outputs out in the middle, which onnx's reference evaluator takes for values."""
+    from leanfleet.export import export_decoder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    model = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+                                         vocab_size=97, intermediate_size=96, max_position_embeddings=64))
+    export_decoder(model, tmp_path)
+    nodes = onnx.load(tmp_path / "model.onnx").graph.node
+    assert any("" in n.output for n in nodes) and "SkipSimplifiedLayerNormalization" in {n.op_type for n in nodes}
+    rows, kernels = parity.check(tmp_path / "model.onnx", ("reference", "body", "ort-cpu"))
+    assert all(row["passed"] for row in rows), rows
+    assert len(rows) == 2 * 5 and kernels["ort-cpu"] == {("LeanAttention", "CPUExecutionProvider"): 2}
+
+
+def test_an_output_left_out_does_not_count_as_upstream(tmp_path):
+    """The tolerance of what follows a node with such an output: a "" among its inputs is no dependence."""
+    op = OPS["LeanAttention"]
+    shapes = {"query": [1, 2, 3, 8], "key_cache": [1, 2, 5, 8], "value_cache": [1, 2, 5, 8]}
+    nodes = [ort_models.make_node(op, shapes, {}, f"node_{i}", rename={"output": f"out_{i}", "lse": ""}) for i in range(2)]
+    nodes.append(ort_models.make_node(op, {*shapes, "query_lens"}, {}, "node_2", rename={"output": "out_2", "lse": ""}))
+    inputs = [(n, onnx.TensorProto.FLOAT, shape) for n, shape in shapes.items()] + [("query_lens", onnx.TensorProto.INT32, [1])]
+    model = ort_models.make_model(nodes, inputs, [(f"out_{i}", onnx.TensorProto.FLOAT, None) for i in range(3)])
+    assert "" in model.graph.node[2].input and "" in model.graph.node[0].output
+    judge = {f"out_{i}": np.ones(3, np.float32) for i in range(3)}
+    assert len(set(parity.trial.tolerances(model, judge).values())) == 1
+
+
 # Inputs
 
 
@@ -318,14 +347,28 @@ def test_polygraphy_run_without_the_library(tmp_path):
     assert result.returncode == 0, result.stdout + result.stderr
 
 
-def test_polygraphy_run_with_ranges(tmp_path):
-    """A model without a body, which only the kernel can run; random decays would be positive."""
+def test_polygraphy_run_makes_inputs_that_fit(tmp_path):
+    """A model without a body, which only the kernel can run and which refuses positive decays; a range of the user's stands."""
     shapes = input_shapes("CausalLinearDecay", 0)
     path = saved(ort_models.node_model(OPS["CausalLinearDecay"], shapes, {"return_state": 1}), tmp_path)
-    result = polygraphy(path, "--onnxrt", "--pluginref", "--val-range", "log_decay:[-1,0]", "--rtol", "1e-4")
-    assert result.returncode == 0, result.stdout + result.stderr
-    result = polygraphy(path, "--onnxrt")
+    for ranges in ([], ["--val-range", "[-1,1]"], ["--val-range", "log_decay:[-1,0]"], ["--iterations", "2", "--seed", "5"]):
+        result = polygraphy(path, "--onnxrt", "--pluginref", "--rtol", "1e-4", "--atol", "1e-4", *ranges)
+        assert result.returncode == 0, result.stdout + result.stderr
+    result = polygraphy(path, "--onnxrt", "--val-range", "log_decay:[0.5,1]")
     assert result.returncode == 1 and "CausalLinearDecay" in result.stderr and "log_decay" in result.stderr
+
+
+def test_polygraphy_run_with_lengths(tmp_path):
+    """Lengths of 0 and 1, which random integers would be, are wrong for several queries: LEANFLEET_CHECK reports them."""
+    path, script = saved(variant_model("LeanAttention", 3), tmp_path), tmp_path / "script.py"
+    result = polygraphy(path, "--onnxrt", LEANFLEET_CHECK="1")
+    assert result.returncode == 0, result.stdout + result.stderr
+    chain = saved(chain_model(), tmp_path, "chain.onnx")
+    result = polygraphy(chain, "--onnxrt", "--input-shapes", "query:[3,6,4,16]", "key_cache:[3,2,9,16]", "value_cache:[3,2,9,16]",
+                        "seq_lens:[3]", "query_lens:[3]", "--gen-script", script, LEANFLEET_CHECK="1")
+    assert result.returncode == 0 and "FittingDataLoader(" in script.read_text(), result.stdout + result.stderr
+    result = subprocess.run([sys.executable, script], capture_output=True, text=True, env={**os.environ, "LEANFLEET_CHECK": "1"})
+    assert result.returncode == 0, result.stdout + result.stderr
 
 
 @pytest.mark.filterwarnings("ignore:invalid value encountered in subtract")  # infinities of lse, in Polygraphy

@@ -169,6 +169,11 @@ def test_attention_window_of_opset_25():
     (dict(arrays={k: (v, [B, None, "n" if k == "Q" else "s", None]) for k, v in qkv().items()}), "n queries and s keys"),
     (dict(arrays={k: v.astype(np.float64) for k, v in qkv().items()}), "its type is double"),
     (dict(arrays=qkv(packed=True)), "need q_num_heads and kv_num_heads"),
+    (dict(attributes=dict(is_causal=7)), "is_causal is 7; expected 0 or 1"),  # onnxruntime's Attention reads it as 0
+    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=6, kv_num_heads=0)), "need q_num_heads and kv_num_heads"),
+    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=5, kv_num_heads=2)), "5 query heads over 2 key/value heads"),
+    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=7, kv_num_heads=1)), "not the same number for each of 7 heads"),
+    (dict(attributes=dict(is_causal=0.5)), "is_causal is of type FLOAT; expected INT"),
     (dict(nonpad=np.array([5, 5]), opset=24), "nonpad_kv_seqlen with 5 queries"),
 ], ids=str)
 def test_attention_left_alone(change, message):
@@ -660,6 +665,199 @@ def test_append_back(attributes, layout, sinks, rotary, packed):
     is_back(model, feed, "GroupQueryAttention", "com.microsoft", keep)
 
 
+@pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
+@pytest.mark.parametrize("batch, n, past, new", [
+    (2, 5, [0, 0], [5, 3]), (2, 5, [0, 0], [5, 0]), (1, 4, [6], [4]), (1, 4, [6], [2]), (3, 1, [4, 0, 7], [1, 1, 0])], ids=str)
+@pytest.mark.parametrize("attributes", [{}, dict(window=3, softcap=2.0, scale=0.4)], ids=str)
+@pytest.mark.parametrize("packed", [False, True])
+def test_several_tokens_with_padding_back(batch, n, past, new, attributes, layout, packed):
+    """As exported decoders append: prompts padded to one length, chunks of one request, steps of ragged requests."""
+    lens, rows = np.array(past, np.int32) + np.array(new, np.int32), {}
+    for name, h in (("query", H), ("new_key", HKV), ("new_value", HKV)):
+        rows[name] = normal(batch, h, n, D) if layout == "bhnd" else normal(batch, n, h, D)
+    if packed:
+        rows = {"query": np.concatenate(list(rows.values()), 1 if layout == "bhnd" else 2)}
+    tensors = rows | dict(key_cache=normal(batch, HKV, 12, D), value_cache=normal(batch, HKV, 12, D), seq_lens=lens,
+                          query_lens=np.array(new, np.int32), cos_cache=normal(12, 8), sin_cache=normal(12, 8))
+    model, feed = lean_model(attributes | dict(append=1, layout=layout, packed_qkv=int(packed)),
+                             outputs=("output", "key_cache_out", "value_cache_out"), **tensors)
+
+    def keep(outputs):
+        return [outputs[0], *(np.concatenate([t[b, :, :length] for b, length in enumerate(lens)], 1) for t in outputs[1:])]
+
+    is_back(model, feed, "GroupQueryAttention", "com.microsoft", keep)
+
+
+def test_several_tokens_behind_pasts_are_an_error_on_the_way_back():
+    """The one form that GroupQueryAttention lacks: it must not compute anything else for it."""
+    shape, lens = (2, HKV, 3, D), np.array([5, 3], np.int32)
+    model, feed = lean_model(dict(append=1), outputs=("output",), query=normal(2, H, 3, D), new_key=normal(*shape), new_value=normal(*shape),
+                             key_cache=normal(2, HKV, 9, D), value_cache=normal(2, HKV, 9, D), seq_lens=lens, query_lens=np.array([3, 1], np.int32))
+    proto, (row,) = rewritten(model, "standard")
+    assert "several tokens a request behind a past are an error in batches of more than one request" in row.notes
+    with pytest.raises(Exception, match="batch_size must be 1 when sequence_length > 1"):
+        run(proto, feed)
+
+
+@pytest.mark.parametrize("case", [c for n, c in GQA if c.get("past", 0) is not None and "causal" not in c and not c.get("smooth_softmax")],
+                         ids=[n for n, c in GQA if c.get("past", 0) is not None and "causal" not in c and not c.get("smooth_softmax")])
+def test_group_query_attention_there_and_back(case, tmp_path):
+    inputs, attributes = group_query(**case)
+    model = model_of("GroupQueryAttention", "com.microsoft", inputs, ["output", "present_key", "present_value"], attributes, 21)
+    feed, lens = feed_of(inputs), case["lens"]
+    there, _ = rewritten(model)
+    back, (row,) = rewritten(there, "standard")
+    assert row.into == "GroupQueryAttention" and not back.functions
+
+    def keep(outputs):
+        rows = [outputs[0][b, :min(case["n"], length)] for b, length in enumerate(lens)]
+        return [np.concatenate(rows), *(np.concatenate([t[b, :, :length] for b, length in enumerate(lens)], 1) for t in outputs[1:])]
+
+    close(keep(run(back, feed)), keep(run(model, feed)), "LeanAttention")
+
+
+@pytest.fixture(scope="module")
+def decoder_file(tmp_path_factory):
+    from leanfleet.export import export_decoder
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    torch.manual_seed(3)
+    folder = tmp_path_factory.mktemp("decoder")
+    export_decoder(LlamaForCausalLM(LlamaConfig(
+        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97, intermediate_size=96,
+        max_position_embeddings=64)), folder)
+    return folder / "model.onnx"
+
+
+def test_decoder_there_and_back(decoder_file, capsys):
+    """An exported decoder without leanfleet, with it again, and without it again: a ragged prompt, then ragged steps."""
+    files = [decoder_file.with_name(f"{i}.onnx") for i in range(3)]
+    for source, target, to in zip([decoder_file, *files], files, ["standard", "leanfleet", "standard"], strict=False):
+        assert cli.main(["rewrite", str(source), "-o", str(target), "--to", to]) == 0
+        text = capsys.readouterr().out
+        assert "2 of 2 nodes rewritten" in text and "verified on the CPU with a prompt and a step: largest difference" in text
+    nodes = onnx.load(files[2]).graph.node
+    assert "leanfleet" not in {n.domain for n in nodes} and [n.op_type for n in nodes].count("GroupQueryAttention") == 2
+    sessions = [make_session(decoder_file, ["CPUExecutionProvider"]), onnxruntime.InferenceSession(files[0]),
+                make_session(files[1], ["CPUExecutionProvider"]), onnxruntime.InferenceSession(files[2])]
+    names = [i.name for i in sessions[0].get_inputs()][3:]
+    results = []
+    for session in sessions:
+        random = np.random.default_rng(5)
+        caches, lens, logits = {n: np.zeros((2, 2, 16, 16), np.float32) for n in names}, np.zeros(2, np.int32), []
+        for new in ([4, 2], [1, 1], [0, 1], [1, 1]):
+            new = np.array(new, np.int32)
+            lens += new
+            feed = {"input_ids": random.integers(0, 97, (2, new.max())), "seq_lens": lens, "query_lens": new}
+            first, *rest = session.run(None, feed | caches)
+            caches = dict(zip(names, rest, strict=True))
+            logits.append(first[new > 0])
+        results.append(logits)
+    for found in results[1:]:
+        close(found, results[0], "LeanAttention")
+
+
+# Files
+
+
+@pytest.mark.parametrize("op_type", ["Attention", "LinearAttention"])
+def test_there_and_back_and_there_again(op_type, tmp_path):
+    """Each way leaves names behind, which those of the next way must not be. Two nodes of one name share none either."""
+    if op_type == "Attention":
+        inputs, attributes, domain = qkv(packed=True), dict(is_causal=1, q_num_heads=H, kv_num_heads=HKV), ""
+        outputs = ["Y"]
+    else:
+        (inputs, attributes), domain, outputs = linear(n=9), "com.microsoft", ["output", "present_state"]
+    model = model_of(op_type, domain, inputs, outputs, attributes)
+    onnx.save(model, tmp_path / "0.onnx")
+    for i, to in enumerate(["leanfleet", "standard", "leanfleet", "standard"]):
+        rows = rw.rewrite_file(tmp_path / f"{i}.onnx", tmp_path / f"{i + 1}.onnx", to)
+        assert [row.into is not None for row in rows] == [True] and rows.verification.runs
+        onnx.checker.check_model(tmp_path / f"{i + 1}.onnx")
+    close(run(onnx.load(tmp_path / "4.onnx"), feed_of(inputs)), run(model, feed_of(inputs)), "LeanAttention")
+
+
+def test_nodes_of_one_name():
+    inputs = qkv(packed=True)
+    model = model_of("Attention", "", inputs, ["Y"], dict(is_causal=1, q_num_heads=H, kv_num_heads=HKV))
+    second = model.graph.node.add()
+    second.CopyFrom(model.graph.node[0])
+    second.output[0] = "Z"
+    model.graph.output.add().CopyFrom(helper.make_tensor_value_info("Z", FLOAT, [None] * 3))
+    proto, rows = rewritten(model)  # the checker asks for single assignment
+    assert [r.into for r in rows] == ["LeanAttention"] * 2
+
+
+def snapshot(folder):
+    return {p.name: p.read_bytes() if p.is_file() else None for p in folder.rglob("*")}
+
+
+@pytest.mark.parametrize("fault", ["other numbers", "a name twice", "no kernel"])
+@pytest.mark.parametrize("target", ["out.onnx", "deeper/still/out.onnx"])
+def test_a_wrong_result_leaves_everything_as_it_was(fault, target, tmp_path, monkeypatch, capsys):
+    right = rw._TO_LEANFLEET["ai.onnx.Attention"]
+
+    def wrong(ops, node, options):
+        into, (out, *rest) = right(ops, node, options)
+        if fault == "other numbers":
+            out = ops.Mul(out, 1.001)
+        elif fault == "a name twice":
+            out = ops.Identity(ops.Identity(out))
+            ops.nodes[-2].outputs[0].name = ops.nodes[-3].outputs[0].name
+        else:
+            (out,) = ops.foreign("com.microsoft", "NoSuchOperator", [out], {})
+        return into, [out, *rest]
+
+    monkeypatch.setitem(rw._TO_LEANFLEET, "ai.onnx.Attention", wrong)
+    onnx.save(model_of("Attention", "", qkv(), ["Y"], dict(is_causal=1)), tmp_path / "m.onnx")
+    (tmp_path / "out.onnx").write_text("what was there")
+    before = snapshot(tmp_path)
+    code = cli.main(["rewrite", str(tmp_path / "m.onnx"), "-o", str(tmp_path / target)])
+    error = capsys.readouterr().err
+    assert code == {"other numbers": 1, "a name twice": 2, "no kernel": 1}[fault]
+    assert {"other numbers": "output Y differs from the original's by", "a name twice": "is not written, because it would be no valid",
+            "no kernel": "the result fails where the original runs"}[fault] in error
+    assert error.count("\n") == 1 and snapshot(tmp_path) == before
+    if fault != "a name twice":
+        assert cli.main(["rewrite", str(tmp_path / "m.onnx"), "-o", str(tmp_path / target), "--no-verify"]) == 0
+        assert "not verified: it was not asked for" in capsys.readouterr().out and (tmp_path / target).stat().st_size > 100
+
+
+def test_verified_with_given_inputs(tmp_path, capsys):
+    inputs = qkv()
+    onnx.save(model_of("Attention", "", inputs, ["Y"], dict(is_causal=1)), tmp_path / "m.onnx")
+    np.savez(tmp_path / "in.npz", **inputs)
+    command = ["rewrite", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "o.onnx"), "--json"]
+    assert cli.main([*command, "--inputs", str(tmp_path / "in.npz")]) == 0
+    found = json.loads(capsys.readouterr().out)["verification"]
+    assert found["runs"] == ["the given inputs"] and 0 <= found["error"] <= found["bound"] < 1e-3 and found["reason"] is None
+    np.savez(tmp_path / "in.npz", Q=inputs["Q"])
+    before = snapshot(tmp_path)
+    assert cli.main([*command, "--inputs", str(tmp_path / "in.npz")]) == 2
+    assert "the original does not run with the given inputs" in capsys.readouterr().err and snapshot(tmp_path) == before
+    assert cli.main([*command, "--inputs", str(tmp_path / "in.npz"), "--no-verify"]) == 2
+
+
+def test_large_models_are_not_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr(rw.rewrite_check, "LARGEST", 100)
+    onnx.save(model_of("Attention", "", qkv(), ["Y"], dict(is_causal=1)), tmp_path / "m.onnx")
+    rows = rw.rewrite_file(tmp_path / "m.onnx", tmp_path / "o.onnx")
+    assert "GiB of weights, more than" in rows.verification.reason
+
+
+def test_an_empty_file_and_inline_without_standard(tmp_path, capsys):
+    (tmp_path / "empty.onnx").touch()
+    onnx.save(model_of("Attention", "", qkv(), ["Y"], dict(is_causal=1)), tmp_path / "m.onnx")
+    before = snapshot(tmp_path)
+    for arguments, message in ((["empty.onnx"], "empty.onnx is no valid ONNX model: it holds no graph"),
+                               (["m.onnx", "--inline"], "it goes with --to standard")):
+        assert cli.main(["rewrite", str(tmp_path / arguments[0]), "-o", str(tmp_path / "o.onnx"), *arguments[1:]]) == 2
+        error = capsys.readouterr().err
+        assert message in error and error.count("\n") == 1 and snapshot(tmp_path) == before
+    with pytest.raises(ValueError, match="inline .* goes with to = standard"):
+        rw.rewrite(ir.load(tmp_path / "m.onnx"), inline=True)
+
+
 def decay_model(attributes, opset=21, dtype=np.float32, decay="token", state=True, n=9, outputs=("output", "final_state"), **extra):
     from leanfleet import spec
 
@@ -698,7 +896,9 @@ def test_linear_attention_back(layout, decay, state):
     (lambda: lean_model({}, **bhnd(1, 9), query_lens=np.array([1, 0], np.int32)), "query_lens"),
     (lambda: lean_model({}, **bhnd(7, 7), sinks=normal(H)), "no sinks"),
     (lambda: lean_model({}, **bhnd(7, 7), cos_cache=normal(9, 4), sin_cache=normal(9, 4)), "no rotary encoding"),
-    (lambda: lean_model(dict(append=1), **bhnd(2, 9), new_key=normal(B, HKV, 2, D), new_value=normal(B, HKV, 2, DV)), "append with 2 queries"),
+    (lambda: lean_model(dict(append=1, causal=0), **bhnd(2, 9), new_key=normal(B, HKV, 2, D), new_value=normal(B, HKV, 2, DV)),
+     "append with 2 queries that are not causal"),
+    (lambda: lean_model(dict(append=1), **bhnd(2, 9), new_key=normal(B, HKV, 2, D), new_value=normal(B, HKV, 2, DV)), "of one known size"),
     (lambda: decay_model(dict(normalize=1), state=False, outputs=("output",)), "normalize = 1"),
     (lambda: decay_model(dict(scale=0.0), outputs=("output",)), "scale is 0"),
     (lambda: decay_model({}, dtype=np.float16, outputs=("output",)), "rounded to the type of query"),

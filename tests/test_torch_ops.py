@@ -66,7 +66,7 @@ def test_state_updated_in_place():
     kept = state.clone()
     output, final = torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
     assert torch.equal(state, kept)
-    (in_place,) = torch_ops.causal_linear_decay_(q, k, v, decay, state)
+    in_place = torch_ops.causal_linear_decay_(q, k, v, decay, state)
     assert torch.equal(in_place, output) and torch.equal(state, final)
 
 
@@ -78,7 +78,7 @@ def test_large_states_are_the_same_in_place_and_not(heads):
     output, final = torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
     sums = state.abs(), randn(2, 9, 256).abs(), randn(2, 9, 480), torch.tensor([5, 9], dtype=torch.int32)
     normalized = torch_ops.normalized_linear_attention(q, k, v, None, *sums, return_state=True)
-    assert torch.equal(torch_ops.causal_linear_decay_(q, k, v, decay, state)[0], output) and torch.equal(state, final)
+    assert torch.equal(torch_ops.causal_linear_decay_(q, k, v, decay, state), output) and torch.equal(state, final)
     in_place = torch_ops.normalized_linear_attention_(q, k, v, None, *sums)
     assert all(torch.equal(a, b) for a, b in zip((*in_place, *sums), normalized, strict=True))
 
@@ -104,6 +104,19 @@ def test_normalized_linear_attention_gradcheck(causal, normalize_qk):
     ab = torch.tensor([9.0, 0.6], dtype=D, requires_grad=True)
     assert torch.autograd.gradcheck(
         lambda *a: torch_ops.normalized_linear_attention(*a, causal=causal, normalize_qk=normalize_qk)[0], (q, k, v, ab))
+
+
+def test_a_single_output_is_a_tensor():
+    """Several are a tuple, also where the attributes alone say how many."""
+    q, k, v, decay, state = decay_inputs()
+    output = torch_ops.causal_linear_decay(q, k, v, decay)
+    pair = torch_ops.causal_linear_decay(q, k, v, decay, return_state=True)
+    assert torch.is_tensor(output) and isinstance(pair, tuple) and len(pair) == 2 and torch.equal(output, pair[0])
+    in_place = torch_ops.causal_linear_decay_(q, k, v, decay, state)
+    assert torch.is_tensor(in_place) and in_place.shape == output.shape
+    assert len(torch_ops.lean_attention(q, k, v)) == 2
+    compiled = torch.compile(lambda *x: torch_ops.causal_linear_decay(*x), backend="eager", fullgraph=True)
+    assert torch.equal(compiled(q, k, v, decay), output)
 
 
 @pytest.mark.parametrize("normalize", [False, True])
@@ -172,7 +185,7 @@ def test_every_operator_is_in_the_samples():
 
 def test_compiles_without_graph_breaks():
     def layer(q, k, v, decay, cache_k, cache_v):
-        mixed = torch_ops.causal_linear_decay(q, k, value=v, log_decay=decay, scale=0.5)[0]
+        mixed = torch_ops.causal_linear_decay(q, k, value=v, log_decay=decay, scale=0.5)
         attended = torch_ops.lean_attention(mixed + 1, cache_k, cache_v)[0]
         return torch_ops.normalized_linear_attention(attended * 2, k, v, causal=False)[0].sum()
 
@@ -184,7 +197,7 @@ def test_compiles_without_graph_breaks():
     assert torch.equal(found, expected)
 
     def trained(q):
-        return torch_ops.causal_linear_decay(q, k, v, decay)[0].square().sum()
+        return torch_ops.causal_linear_decay(q, k, v, decay).square().sum()
 
     trained(q).backward()
     eager, q.grad = q.grad, None
@@ -195,7 +208,7 @@ def test_compiles_without_graph_breaks():
 def test_non_contiguous_inputs_are_right_and_in_place_ones_refused():
     q, k, v, decay, state = decay_inputs()
     transposed = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in (q, k, v)]
-    assert torch.equal(torch_ops.causal_linear_decay(*transposed, decay)[0], torch_ops.causal_linear_decay(q, k, v, decay)[0])
+    assert torch.equal(torch_ops.causal_linear_decay(*transposed, decay), torch_ops.causal_linear_decay(q, k, v, decay))
     strided = state.transpose(2, 3).contiguous().transpose(2, 3)
     with pytest.raises(ValueError, match="initial_state has strides .* it must be contiguous"):
         torch_ops.causal_linear_decay_(q, k, v, decay, strided)
@@ -231,10 +244,10 @@ def test_results_of_equal_calls_do_not_share_memory():
 def test_threads_may_call_at_once():
     """The same shapes from four threads, each with its own numbers."""
     inputs = [decay_inputs(tokens=40) for _ in range(4)]
-    expected = [torch_ops.causal_linear_decay(*i)[0] for i in inputs]
+    expected = [torch_ops.causal_linear_decay(*i) for i in inputs]
 
     def work(i):
-        return all(torch.equal(torch_ops.causal_linear_decay(*inputs[i])[0], expected[i]) for _ in range(50))
+        return all(torch.equal(torch_ops.causal_linear_decay(*inputs[i]), expected[i]) for _ in range(50))
 
     with ThreadPoolExecutor(4) as pool:
         assert all(pool.map(work, range(4)))
@@ -242,15 +255,15 @@ def test_threads_may_call_at_once():
 
 def test_an_error_is_raised_again_and_leaves_later_calls_alone(monkeypatch):
     q, k, v, decay, _ = decay_inputs()
-    right = torch_ops.causal_linear_decay(q, k, v, decay)[0]
+    right = torch_ops.causal_linear_decay(q, k, v, decay)
     for _ in range(2):  # log_decay's values are looked at in every call, its plan made or not
         with pytest.raises(ValueError, match="log_decay"):
             torch_ops.causal_linear_decay(q, k, v, -decay)
-    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay)[0], right)
+    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay), right)
     monkeypatch.setattr(torch_ops, "_MAX_PLANS", 1)
-    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay, scale=2.0)[0], 2 * right)
+    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay, scale=2.0), 2 * right)
     assert len(torch_ops._plans.by_key) == 1
-    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay)[0], right)
+    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay), right)
 
 
 @pytest.mark.parametrize("args, kwargs, message", [
@@ -356,7 +369,7 @@ def test_reference_only_algorithm_and_missing_backward():
     query = randn(1, 2, 1, 8, grad=True)
     with pytest.raises(NotImplementedError, match="LeanAttention has no backward"):
         torch_ops.lean_attention(query, randn(1, 2, 4, 8), randn(1, 2, 4, 8))[0].sum().backward()
-    output = torch_ops.causal_linear_decay_(*decay_inputs(grad=True)[:3], initial_state=torch.zeros(2, 2, 4, 5))[0]
+    output = torch_ops.causal_linear_decay_(*decay_inputs(grad=True)[:3], initial_state=torch.zeros(2, 2, 4, 5))
     with pytest.raises(NotImplementedError, match="causal_linear_decay_ has no backward"):
         output.sum().backward()
 

@@ -341,6 +341,15 @@ void try_formats(const Case& c, IPluginV3OneBuildV2& build) {
     check(!build.supportsFormatCombination(i, descs.data(), num_inputs, num_outputs), "a format other than linear");
     descs[i].desc.format = TensorFormat::kLINEAR;
   }
+  const DynamicPluginTensorDesc first = descs.front();
+  descs.insert(descs.begin() + num_inputs, 3, first);
+  for (int32_t i = 0; i < num_inputs + 3 + num_outputs; ++i)
+    check(!build.supportsFormatCombination(i, descs.data(), num_inputs + 3, num_outputs), "formats of more inputs than listed");
+  descs = dynamic_descs_of(c.inputs, true);
+  descs.insert(descs.end(), outputs.begin(), outputs.end());
+  descs.push_back(first);
+  check(!build.supportsFormatCombination(num_inputs + num_outputs, descs.data(), num_inputs, num_outputs + 1),
+        "formats of more outputs than listed");
 }
 
 size_t workspace_of(const Case& c, IPluginV3OneBuildV2& build) {

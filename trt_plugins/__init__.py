@@ -152,11 +152,13 @@ def prepare(model):
     outputs that it has as attributes connected_inputs and connected_outputs, loses its empty ones, and says which
     plugin it is; leanfleet's functions go, and all others are inlined, because the parser takes a node of any domain for
     the standard operator of its name. The nodes move to the domain leanfleet.trt, because ONNX Runtime would read their
-    inputs by position. Returns the model. Preparing it again changes nothing.
+    inputs by position. Returns the model. Preparing it again changes nothing. Raises ValueError for an attribute that an
+    operator does not have, and for another version of them, before anything is changed.
     """
     import onnx
     import onnx.inliner
 
+    _check_nodes(model, onnx)
     _prepare_nodes(model.graph.node, onnx)
     for function in [f for f in model.functions if f.domain == spec.DOMAIN]:
         model.functions.remove(function)
@@ -174,11 +176,26 @@ def prepare(model):
     return model
 
 
-def _prepare_nodes(nodes, onnx):
+def _check_nodes(model, onnx):
+    lists = [model.graph.node, *(f.node for f in model.functions if f.domain != spec.DOMAIN)]
+    ours = [node for nodes in lists for node in _with_subgraphs(nodes, onnx) if node.domain == spec.DOMAIN]
+    for entry in model.opset_import:
+        if ours and entry.domain == spec.DOMAIN:
+            spec.check_version(entry.version)
+    for node in ours:
+        spec.check_attributes(node.op_type, node.name, [a.name for a in node.attribute])
+
+
+def _with_subgraphs(nodes, onnx):
     for node in nodes:
         for attribute in node.attribute:
             for graph in [attribute.g] if attribute.type == onnx.AttributeProto.GRAPH else attribute.graphs:
-                _prepare_nodes(graph.node, onnx)
+                yield from _with_subgraphs(graph.node, onnx)
+        yield node
+
+
+def _prepare_nodes(nodes, onnx):
+    for node in _with_subgraphs(nodes, onnx):
         op = spec.all_specs().get(node.op_type)
         if node.domain != spec.DOMAIN or op is None:
             continue

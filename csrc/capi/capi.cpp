@@ -15,6 +15,8 @@ namespace {
 
 using namespace leanfleet;
 
+static_assert(kMaxRank <= LEANFLEET_MAX_RANK);  // whose size is part of the interface
+
 thread_local std::string last_error;
 
 Status read_tensors(const OpSpec& spec, const char* role, const leanfleet_tensor* from, int given, int allowed,
@@ -27,7 +29,7 @@ Status read_tensors(const OpSpec& spec, const char* role, const leanfleet_tensor
     const TensorSpec& tensor = role[0] == 'i' ? spec.inputs[i] : spec.outputs[i];
     if (from[i].rank > kMaxRank)
       return Status::invalid(std::string(spec.name) + ": " + tensor.name + " has rank " + std::to_string(from[i].rank) +
-                             "; no tensor here has more than 4");
+                             "; no tensor here has more than " + std::to_string(kMaxRank));
     if (from[i].dtype < 0 || from[i].dtype > 3)
       return Status::invalid(std::string(spec.name) + ": " + tensor.name +
                              " has an unknown type; expected float32, float16, bfloat16 or int32");

@@ -12,10 +12,12 @@ extern "C" {
 
 #define LEANFLEET_EXPORT __attribute__((visibility("default")))
 
+#define LEANFLEET_MAX_RANK 8
+
 /* dtype: 0 float32, 1 float16, 2 bfloat16, 3 int32. rank -1: absent. Contiguous, row-major. */
 typedef struct {
   void* data;
-  int64_t shape[4];
+  int64_t shape[LEANFLEET_MAX_RANK];
   int32_t dtype;
   int32_t rank;
 } leanfleet_tensor;

@@ -56,8 +56,7 @@ Vec exp_of(Vec x) {
   p = fma(p, r, broadcast(1.0f / 6));
   p = fma(p, r, broadcast(0.5f));
   p = fma(p * r, r, r) + 1.0f;
-  const VecInt power = ((VecInt)shifted << 23) + 0x3f800000;
-  return select(zero, Vec{}, p * (Vec)power);
+  return select(zero, Vec{}, p * power_of_two(shifted));
 }
 
 Vec lane_numbers(int first) {
@@ -418,8 +417,8 @@ float dot(const float* a, const float* b, int64_t n) {
   return sum(total);
 }
 
-// d as it divides: its magnitude held at eps or more, the sign of 0 is plus.
-float held(float d, float eps) { return __builtin_fabsf(d) >= eps ? d : d < 0.0f ? -eps : eps; }
+// d as it divides: its magnitude held at eps or more, the sign of 0 is plus; NaN stays NaN.
+float held(float d, float eps) { return __builtin_fabsf(d) < eps ? (d < 0.0f ? -eps : eps) : d; }
 
 // A panel of out[i] = factor[i] * query_i S + Σ_{j <= i} scores[i][j] value_j for i < n.
 struct Output {

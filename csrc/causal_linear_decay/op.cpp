@@ -28,6 +28,7 @@ namespace {
 constexpr int64_t kMinPieceTokens = 128;            // below it a piece's own overhead shows
 constexpr double kMinWorkerCost = 1 << 16;          // multiplications that are worth another thread
 constexpr int64_t kSpanFloats = int64_t{1} << 20;   // states before chunks that a backward worker holds at least
+constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
@@ -78,7 +79,39 @@ std::string number(float value) {
   return buffer;
 }
 
-Status check_log_decay(const Call& call) {
+Status check_state_size(const Call& call) {
+  const int64_t size = call.dims[forward::kDimR] * call.dims[forward::kDimDv];
+  if (size <= kMaxStateFloats) return {};
+  return call.unsupported("a state has R x Dv = " + std::to_string(size) + " elements; the kernels take up to 2^40");
+}
+
+#ifdef LEANFLEET_CUDA
+// Launches count blocks in 32 bits.
+Status check_cuda_size(const Call& call, const DecayInputs& in) {
+  const auto refuse = [&](const char* what, int64_t count) {
+    return call.unsupported(std::string("query has ") + what + " = " + std::to_string(count) +
+                            "; on CUDA it is less than 2^31, larger calls run on the CPU");
+  };
+  const int64_t heads = std::max(in.batch, in.requests) * in.heads, rows = in.batch * in.heads * in.tokens;
+  if (heads > kMaxAxis) return refuse("requests x H", heads);
+  if (rows > kMaxAxis) return refuse("B x H x N", rows);
+  if (heads * in.key_width > kMaxAxis) return refuse("requests x H x R", heads * in.key_width);
+  if (heads * in.value_width > kMaxAxis) return refuse("requests x H x Dv", heads * in.value_width);
+  return {};
+}
+#endif
+
+// Whether a token belongs to a request; without offsets all do.
+bool in_a_request(const Tensor& cu_seqlens, int64_t token) {
+  if (!cu_seqlens.present()) return true;
+  const int32_t* offsets = cu_seqlens.as<const int32_t>();
+  for (int64_t q = 0; q + 1 < cu_seqlens.shape[0]; ++q)
+    if (offsets[q] <= token && token < offsets[q + 1]) return true;
+  return false;
+}
+
+// Tokens of no request may hold anything.
+Status check_log_decay(const Call& call, const Tensor& cu_seqlens) {
   const Tensor& tensor = call.inputs[forward::kLogDecay];
   if (!tensor.present()) return {};
   const float* values = tensor.as<const float>();
@@ -86,8 +119,13 @@ Status check_log_decay(const Call& call) {
   bool right = true;
   for (int64_t i = 0; i < count; ++i) right &= values[i] <= 0.0f;  // false for NaN
   if (right) return {};
+  const auto allowed = [&](int64_t i) {
+    if (values[i] <= 0.0f) return true;
+    return tensor.rank == 3 && !in_a_request(cu_seqlens, call.bnhd() ? i / tensor.shape[2] % tensor.shape[1] : i % tensor.shape[2]);
+  };
   int64_t at = 0;
-  while (values[at] <= 0.0f) ++at;
+  while (at < count && allowed(at)) ++at;
+  if (at == count) return {};
   std::string index = std::to_string(at), where;
   if (tensor.rank == 3) {
     const int64_t axes[3] = {at / (tensor.shape[1] * tensor.shape[2]), at / tensor.shape[2] % tensor.shape[1],
@@ -281,7 +319,7 @@ CausalLinearDecayArgs make_args(const Call& call) {
 }
 
 Status check_values(const Call& call, bool strict) {
-  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call));
+  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kCuSeqlens]));
   if (!strict) return {};
   if (call.inputs[kCuSeqlens].present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, call.inputs[kCuSeqlens]));
   if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex]);
@@ -351,6 +389,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 #ifdef LEANFLEET_CUDA
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   const CausalLinearDecayArgs args = make_args(call);
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
   int algorithm = args.algorithm;
   if (algorithm == kAlgorithmAuto) algorithm = fastest_algorithm(args.in, args.normalize, target.sm_count);
   if (args.normalize && args.in.key_width > kRecurrenceMaxKeyWidth)
@@ -372,7 +411,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace causal_linear_decay
 
@@ -397,7 +436,7 @@ CausalLinearDecayGradArgs make_args(const Call& call) {
 }
 
 Status check_values(const Call& call, bool strict) {
-  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call));
+  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kCuSeqlens]));
   if (strict && call.inputs[kCuSeqlens].present()) return check_cu_seqlens(call, call.inputs[kCuSeqlens]);
   return {};
 }
@@ -448,7 +487,9 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 
 #ifdef LEANFLEET_CUDA
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  return cuda_status(call, "launching the kernels", launch_decay_grad(make_args(call), target, ws));
+  const CausalLinearDecayGradArgs args = make_args(call);
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
+  return cuda_status(call, "launching the kernels", launch_decay_grad(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
@@ -456,7 +497,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace causal_linear_decay_grad
 

@@ -2,6 +2,7 @@
 
 #include <cstdlib>
 #include <cstring>
+#include <initializer_list>
 
 namespace leanfleet {
 
@@ -29,6 +30,17 @@ Isa detect() {
 Isa cpu_isa() {
   static const Isa isa = detect();
   return isa;
+}
+
+const char* unknown_cpu_isa() {
+  static const char* const unknown = [] {
+    const char* wish = std::getenv("LEANFLEET_CPU");
+    if (wish == nullptr || wish[0] == '\0') return static_cast<const char*>(nullptr);
+    for (const char* known : {"baseline", "avx2", "avx512"})
+      if (std::strcmp(wish, known) == 0) return static_cast<const char*>(nullptr);
+    return wish;
+  }();
+  return unknown;
 }
 
 bool cpu_has_bfloat16() {

@@ -5,9 +5,14 @@ namespace leanfleet {
 
 enum class Isa { kBaseline, kAvx2, kAvx512 };
 
-// The best that the processor has and this library holds. The environment variable LEANFLEET_CPU
-// (baseline, avx2, avx512) can only lower it.
+// What LEANFLEET_CPU may say.
+constexpr const char* kCpuIsaNames = "baseline, avx2 or avx512";
+
+// The best that the processor has and this library holds. The environment variable LEANFLEET_CPU can only lower it.
 Isa cpu_isa();
+
+// The value of LEANFLEET_CPU where it is none of those names; null where it is one, empty or not set.
+const char* unknown_cpu_isa();
 
 // Whether kernels of kAvx512 may multiply bfloat16 directly (AVX512_BF16). LEANFLEET_CPU=avx512 forbids it.
 bool cpu_has_bfloat16();

@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/cpu_isa.h"
 #include "core/cuda_target.h"
 
 namespace leanfleet {
@@ -66,14 +67,14 @@ Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor
   return call.invalid(found + "; expected " + dtype_name(expected));
 }
 
-bool holds(Ref condition, uint32_t given) {
+bool holds(Ref condition, Given given) {
   if (condition.kind == RefKind::kNone) return false;
   return given >> (condition.index + (condition.kind == RefKind::kAttr ? kMaxInputs : 0)) & 1;
 }
 
 // Checks rank and sizes of one input and binds the symbols that occur in it: of axes that are the sum of two symbols, or
 // of all the others. origin[s] is the input that bound s.
-Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int input, uint32_t given, bool sums,
+Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int input, Given given, bool sums,
                   int* origin) {
   const OpSpec& op = *call.spec;
   const bool bnhd = call.bnhd();
@@ -101,6 +102,7 @@ Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int 
       return found() + ": axis " + std::to_string(i) + " of " + expected_shape(op, *shape, bnhd) + " is " +
              std::to_string(size);
     };
+    if (size > kMaxAxis) return call.invalid(where() + "; an axis has at most " + std::to_string(kMaxAxis));
     if (axis.symbol < 0) {
       if (value != 0) return call.invalid(where() + "; expected " + std::to_string(axis.offset));
       continue;
@@ -193,6 +195,13 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
   return {};
 }
 
+Status check_elements(const Call& call, const TensorSpec& spec, const Tensor& tensor) {
+  double count = 1.0;
+  for (int i = 0; i < tensor.rank; ++i) count *= static_cast<double>(tensor.shape[i]);
+  if (count <= static_cast<double>(kMaxElements)) return {};
+  return call.invalid(std::string(spec.name) + " has shape " + shape_text(tensor) + "; a tensor has at most 2^47 elements");
+}
+
 Status refuse_attr(const OpSpec& spec, const char* node, const AttrSpec& attr, const std::string& found,
                    const std::string& allowed) {
   return Status::invalid(prefix(spec, node) + "attribute " + attr.name + " is " + found + "; expected " + allowed);
@@ -230,23 +239,23 @@ const char* dtype_name(DType dtype) {
 Status Call::invalid(const std::string& text) const { return Status::invalid(prefix(*spec, node) + text); }
 Status Call::unsupported(const std::string& text) const { return Status::unsupported(prefix(*spec, node) + text); }
 
-uint32_t given_input(int input) { return 1u << input; }
+Given given_input(int input) { return Given{1} << input; }
 
-uint32_t given_attrs(const OpSpec& spec, const AttrValue* attrs) {
-  uint32_t given = 0;
+Given given_attrs(const OpSpec& spec, const AttrValue* attrs) {
+  Given given = 0;
   for (int i = 0; i < spec.num_attrs; ++i)
-    if (spec.attrs[i].type == AttrType::kBool && attrs[i].i != 0) given |= 1u << (kMaxInputs + i);
+    if (spec.attrs[i].type == AttrType::kBool && attrs[i].i != 0) given |= Given{1} << (kMaxInputs + i);
   return given;
 }
 
-uint32_t given_in(const Call& call) {
-  uint32_t given = given_attrs(*call.spec, call.attrs);
+Given given_in(const Call& call) {
+  Given given = given_attrs(*call.spec, call.attrs);
   for (int i = 0; i < call.spec->num_inputs; ++i)
     if (call.inputs[i].present()) given |= given_input(i);
   return given;
 }
 
-const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t given, int rank) {
+const ShapeSpec* choose_shape(const TensorSpec& tensor, Given given, int rank) {
   bool conditional = false;
   for (int i = 0; i < tensor.num_shapes; ++i) conditional |= holds(tensor.shapes[i].condition, given);
   for (int i = 0; i < tensor.num_shapes; ++i) {
@@ -321,7 +330,7 @@ Status set_attr_string(const OpSpec& spec, const char* node, int index, const st
 Status bind_inputs(const Op& op, Call& call) {
   const OpSpec& spec = *op.spec;
   for (int i = 0; i < kMaxSymbols; ++i) call.dims[i] = -1;
-  const uint32_t given = given_in(call);
+  const Given given = given_in(call);
   for (int i = 0; i < spec.num_inputs; ++i) {
     if (!call.inputs[i].present()) {
       if (!spec.inputs[i].optional) return call.invalid(std::string("input ") + spec.inputs[i].name + " is missing");
@@ -343,12 +352,16 @@ Status bind_inputs(const Op& op, Call& call) {
         LEANFLEET_RETURN_IF_ERROR(bind_shape(call, spec.inputs[i], call.inputs[i], i, given, sums, origin));
     }
   }
+  for (int i = 0; i < spec.num_inputs; ++i) LEANFLEET_RETURN_IF_ERROR(check_elements(call, spec.inputs[i], call.inputs[i]));
+  for (int i = 0; i < spec.num_outputs; ++i)
+    LEANFLEET_RETURN_IF_ERROR(check_elements(call, spec.outputs[i], output_of(call, i)));
   return op.impl->check != nullptr ? op.impl->check(call) : Status{};
 }
 
 bool output_exists(const OpSpec& spec, const AttrValue* attrs, int output) {
-  for (int attr : spec.outputs[output].when)
-    if (attr >= 0 && attrs[attr].i == 0) return false;
+  const TensorSpec& tensor = spec.outputs[output];
+  for (int i = 0; i < tensor.num_when; ++i)
+    if (attrs[tensor.when[i]].i == 0) return false;
   return true;
 }
 
@@ -391,6 +404,9 @@ bool check_requested() {
 }
 
 Status run_cpu(const Op& op, const Call& call, const CpuTarget& target, Workspace& ws) {
+  if (const char* unknown = unknown_cpu_isa())
+    return call.invalid(std::string("the environment variable LEANFLEET_CPU is '") + unknown + "'; expected " + kCpuIsaNames +
+                        ", or nothing for the best that this processor has");
   if (!ws.counting() && op.impl->check_values != nullptr)
     LEANFLEET_RETURN_IF_ERROR(op.impl->check_values(call, check_requested()));
   return op.impl->run_cpu(call, target, ws);

@@ -115,6 +115,11 @@ Status set_attr_int(const OpSpec& spec, const char* node, int attr, int64_t valu
 Status set_attr_float(const OpSpec& spec, const char* node, int attr, float value, AttrValue* attrs);
 Status set_attr_string(const OpSpec& spec, const char* node, int attr, const std::string& value, AttrValue* attrs);
 
+// The longest axis: lengths, indices and offsets are int32, and so are sizes in most kernels.
+constexpr int64_t kMaxAxis = INT32_MAX;
+// The most elements of a tensor, more than any machine holds: products of sizes stay far from the end of int64.
+constexpr int64_t kMaxElements = int64_t{1} << 47;
+
 // Checks types, ranks, sizes and rules of call.inputs, and the operator's own check; fills call.dims.
 Status bind_inputs(const Op& op, Call& call);
 
@@ -125,12 +130,14 @@ Tensor output_of(const Call& call, int output);
 Status check_outputs(const Call& call);
 
 // What conditions of shapes ask for, a bit each: the inputs that are present, and the bool attributes that are on.
-uint32_t given_input(int input);
-uint32_t given_attrs(const OpSpec& spec, const AttrValue* attrs);
-uint32_t given_in(const Call& call);
+using Given = uint64_t;
+static_assert(kMaxInputs + kMaxAttrs <= 64, "an operator has more inputs and attributes than Given has bits");
+Given given_input(int input);
+Given given_attrs(const OpSpec& spec, const AttrValue* attrs);
+Given given_in(const Call& call);
 
 // The shape alternative of `tensor` for what is given and a rank (-1: any); null if none fits.
-const ShapeSpec* choose_shape(const TensorSpec& tensor, uint32_t given, int rank);
+const ShapeSpec* choose_shape(const TensorSpec& tensor, Given given, int rank);
 
 // Axis `i` of the shape in the order that the attribute `layout` gives.
 AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd);

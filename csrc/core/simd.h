@@ -31,6 +31,7 @@ constexpr int kLanes = 4;
 // GCC and Clang vector extensions: + - * / and comparisons work lane by lane.
 typedef float Vec __attribute__((vector_size(4 * kLanes)));
 typedef int32_t VecInt __attribute__((vector_size(4 * kLanes)));
+typedef uint32_t VecUint __attribute__((vector_size(4 * kLanes)));  // for sums and shifts that may wrap
 
 struct Half {
   uint16_t bits;
@@ -104,6 +105,9 @@ inline float maximum(Vec v) {
 #endif
 }
 
+// 2^n where `shifted` is n + 1.5 * 2^23, for n from -126 to 127; of other n and of NaN some number.
+inline Vec power_of_two(Vec shifted) { return (Vec)(((VecUint)shifted << 23) + 0x3f800000); }
+
 // exp(x) for x <= 88, within 2 ulp; 0 below -87. x = n ln2 + r with |r| <= ln2/2, then a degree 6 polynomial in r.
 inline Vec exp(Vec x) {
   const VecInt underflow = x < -87.0f;
@@ -119,8 +123,7 @@ inline Vec exp(Vec x) {
   p = fma(p, r, broadcast(0.5f));
   p = fma(p, r, broadcast(1.0f));
   p = fma(p, r, broadcast(1.0f));
-  const VecInt power = ((VecInt)shifted << 23) + 0x3f800000;
-  return select(underflow, Vec{}, p * (Vec)power);
+  return select(underflow, Vec{}, p * power_of_two(shifted));
 }
 
 // Conversions of one value; rounding is to nearest, ties to even.
@@ -207,7 +210,7 @@ inline void store(BFloat16* p, Vec v) {
 #if defined(__AVX2__) || defined(__AVX512F__)
   const VecInt bits = (VecInt)v, high = bits >> 16;
   const VecInt is_nan = (bits & 0x7fffffff) > 0x7f800000;
-  const VecInt rounded = (bits + 0x7fff + (high & 1)) >> 16;  // to even; the low half of each lane counts
+  const VecInt rounded = (VecInt)((VecUint)bits + 0x7fff + (VecUint)(high & 1)) >> 16;  // to even; the low half counts
   const VecInt result = (is_nan & (high | 0x40)) | (~is_nan & rounded);
 #endif
 #if defined(__AVX512F__)

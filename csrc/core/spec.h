@@ -3,13 +3,9 @@
 
 #include <cstdint>
 
-namespace leanfleet {
+#include "core/op_sizes.h"
 
-constexpr int kMaxInputs = 12;
-constexpr int kMaxOutputs = 8;
-constexpr int kMaxAttrs = 8;
-constexpr int kMaxSymbols = 16;
-constexpr int kMaxRank = 4;
+namespace leanfleet {
 
 enum class TypeVar : int8_t { kT, kF, kI };
 
@@ -41,9 +37,10 @@ struct TensorSpec {
   bool optional;
   int8_t like;     // outputs: the input whose shape it has, -1: see shapes
   int8_t takes;    // outputs: the input whose buffer it may take, -1: none
-  int8_t when[2];  // outputs: attributes that must be on, -1: none
+  int8_t num_when;
+  int8_t when[kMaxWhen];  // outputs: attributes that must be on
   int8_t num_shapes;
-  ShapeSpec shapes[3];
+  ShapeSpec shapes[kMaxShapes];
 };
 
 enum class AttrType : int8_t { kBool, kInt, kFloat, kString };
@@ -66,7 +63,7 @@ struct RuleSpec {
   RuleKind kind;
   Ref condition;
   int8_t num_args;
-  Ref args[4];
+  Ref args[kMaxRuleArgs];
   int64_t value;  // kFixed
 };
 

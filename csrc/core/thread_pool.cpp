@@ -1,13 +1,13 @@
 #include "core/thread_pool.h"
 
+#include <pthread.h>
 #include <sched.h>
-#include <unistd.h>
 
 #include <atomic>
 #include <chrono>
 #include <condition_variable>
+#include <exception>
 #include <mutex>
-#include <new>
 #include <thread>
 #include <vector>
 
@@ -38,15 +38,17 @@ bool spin_until(int microseconds, F&& ready) {
 // they sleep, and a call waits only for the workers that came in time to take part.
 class Pool : public Threads {
  public:
-  explicit Pool(int count) : pid_(getpid()), spin_us_(count <= available_processors() ? 50 : 0) {
-    for (int i = 1; i < count; ++i) workers_.emplace_back([this] { work(); });
+  // Where the system gives fewer threads, those do all the work. count() stays what was asked for: how a call is cut, and
+  // with it its workspace and every bit of its result, does not depend on luck.
+  explicit Pool(int count) : count_(count), spin_us_(count <= available_processors() ? 50 : 0) {
+    workers_.reserve(static_cast<size_t>(count - 1));
+    try {
+      for (int i = 1; i < count; ++i) workers_.emplace_back([this] { work(); });
+    } catch (const std::exception&) {  // a limit on threads or on memory
+    }
   }
 
   ~Pool() override {
-    if (!in_creator()) {  // after a fork the threads do not exist in this process: leave their handles alone
-      new std::vector<std::thread>(std::move(workers_));
-      return;
-    }
     {
       std::lock_guard<std::mutex> lock(mutex_);
       stopping_ = true;
@@ -56,8 +58,7 @@ class Pool : public Threads {
     for (std::thread& worker : workers_) worker.join();
   }
 
-  int count() const override { return static_cast<int>(workers_.size()) + 1; }
-  bool in_creator() const { return pid_ == getpid(); }
+  int count() const override { return count_; }
 
   void run(int64_t tasks, void (*task)(void*, int64_t), void* context) override {
     if (tasks <= 1 || workers_.empty()) {
@@ -115,7 +116,7 @@ class Pool : public Threads {
     }
   }
 
-  const pid_t pid_;
+  const int count_;
   const int spin_us_;
   std::vector<std::thread> workers_;
   std::mutex turn_;   // held by the call that runs
@@ -132,6 +133,34 @@ class Pool : public Threads {
   bool stopping_ = false;
 };
 
+// The process's pool. A forked child has none of its parent's threads, and of mutexes and condition variables it cannot
+// know the state: it forgets the whole of it, without a destructor, and makes its own. Callers bring no call across a
+// fork, which is made by one of their threads and not within a task.
+struct Shared {
+  std::mutex mutex;
+  std::shared_ptr<Pool> pool;
+};
+
+std::atomic<Shared*> shared{nullptr};
+
+struct Owner {
+  Owner() { pthread_atfork(nullptr, nullptr, [] { shared.store(nullptr); }); }
+  ~Owner() {  // before the library is unloaded: its threads run in it
+    Shared* const last = shared.load();
+    if (last == nullptr) return;
+    std::lock_guard<std::mutex> lock(last->mutex);
+    last->pool.reset();
+  }
+} owner;
+
+Shared& own() {
+  Shared* found = shared.load();
+  if (found != nullptr) return *found;
+  auto made = std::make_unique<Shared>();
+  if (!shared.compare_exchange_strong(found, made.get())) return *found;
+  return *made.release();
+}
+
 }  // namespace
 
 int available_processors() {
@@ -141,12 +170,11 @@ int available_processors() {
 }
 
 std::shared_ptr<Threads> shared_threads(int count) {
-  static std::mutex mutex;
-  static std::shared_ptr<Pool> pool;
   if (count < 1) count = available_processors();
-  std::lock_guard<std::mutex> lock(mutex);
-  if (pool == nullptr || pool->count() != count || !pool->in_creator()) pool = std::make_shared<Pool>(count);
-  return pool;
+  Shared& mine = own();
+  std::lock_guard<std::mutex> lock(mine.mutex);
+  if (mine.pool == nullptr || mine.pool->count() != count) mine.pool = std::make_shared<Pool>(count);
+  return mine.pool;
 }
 
 }  // namespace leanfleet

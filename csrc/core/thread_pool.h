@@ -11,7 +11,8 @@ namespace leanfleet {
 int available_processors();
 
 // A pool shared by the process, created at the first call with a given thread count and after a fork. Calls from
-// several threads take turns. Thread counts below 1 mean available_processors().
+// several threads take turns. Thread counts below 1 mean available_processors(); where the system does not give so many
+// threads, fewer run.
 std::shared_ptr<Threads> shared_threads(int count);
 
 }  // namespace leanfleet

@@ -102,7 +102,7 @@ Vec exp2(Vec x) {
   p = fma(p, r, broadcast(2.4022649e-1f));
   p = fma(p, r, broadcast(6.9314718e-1f));
   p = fma(p, r, broadcast(1.0f));
-  return p * (Vec)(((VecInt)shifted << 23) + 0x3f800000);  // 2^-127 counts as 0
+  return p * power_of_two(shifted);  // 2^-127 counts as 0
 }
 
 float exp2(float x) { return exp2(broadcast(x))[0]; }
@@ -738,8 +738,8 @@ void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
     float top = maximum[r], total = sum[r], factor = 1.0f;
     if (args.sinks != nullptr) {
       const float sink = args.sinks[unit.head * args.group + row % args.group] * kLog2E;
-      const float joint = sink > top ? sink : top;
-      if (joint > -infinity) {
+      const float joint = top >= sink ? top : sink;  // a sink of NaN stays NaN
+      if (joint != -infinity) {
         factor = exp2(top - joint);
         total = total * factor + exp2(sink - joint);
         top = joint;

@@ -29,11 +29,12 @@ __device__ __forceinline__ float rescale(float part, float whole) {
   return part == -INFINITY ? 0.0f : exp2_fast(part - whole);
 }
 
-// softcap * tanh(x / softcap), with float32's precision near 0 too (tanh.approx has 11 bits only).
+// softcap * tanh(x / softcap), with float32's precision near 0 too (tanh.approx has 11 bits only). Where the exponential
+// overflows the quotient is 0; NaN stays NaN, which fminf would not let through.
 __device__ __forceinline__ float cap_logit(float x, float softcap) {
   const float y = __fdividef(x, softcap), y2 = y * y;
   const float series = y * (1.0f + y2 * (-1.0f / 3.0f + y2 * (2.0f / 15.0f - y2 * (17.0f / 315.0f))));
-  const float closed = 1.0f - __fdividef(2.0f, exp2_fast(fminf(y, 20.0f) * (2.0f * kLog2E)) + 1.0f);
+  const float closed = 1.0f - __fdividef(2.0f, exp2_fast(y * (2.0f * kLog2E)) + 1.0f);
   return softcap * (fabsf(y) < 0.15f ? series : closed);
 }
 

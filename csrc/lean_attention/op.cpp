@@ -3,7 +3,9 @@
 #include <cmath>
 #include <cstdlib>
 #include <cstring>
+#include <tuple>
 #include <utility>
+#include <vector>
 
 #include "core/cpu_isa.h"
 #include "core/op_specs.h"
@@ -26,6 +28,7 @@ namespace leanfleet::lean_attention {
 namespace {
 
 constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page ids are int32 in the kernels
+constexpr int64_t kMaxWidth = int64_t{1} << 28;      // and bytes of a row
 
 LeanStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
   const Strides strides = head_token_strides(bnhd, heads, tokens, width);
@@ -133,6 +136,13 @@ Status check(const Call& call) {
   if (rows >= kMaxPositions) return refuse("query has H x Nq = ", rows, " rows a request");
   if (capacity >= kMaxPositions) return refuse("the cache holds ", capacity, " positions a request");
   if (pages >= kMaxPositions) return refuse("the pool has ", pages, " pages");
+  const int64_t heads = call.dims[kDimB] * call.dims[kDimHkv];
+  if (heads >= kMaxPositions) return refuse("the batch has B x Hkv = ", heads, " heads");
+  for (const auto& [tensor, name, columns] : {std::tuple("query", "D", call.dims[kDimD]),
+                                              std::tuple("value_cache", "Dv", call.dims[kDimDv])})
+    if (columns >= kMaxWidth)
+      return call.unsupported(std::string(tensor) + " has " + name + " = " + std::to_string(columns) +
+                              "; the kernels take fewer than 2^28");
   const int64_t turned = 2 * call.dims[kDimHalf], width = call.dims[kDimD];
   if (call.inputs[kCosCache].present() && turned > width)
     return call.invalid("cos_cache has half = " + std::to_string(call.dims[kDimHalf]) + ", which turns " +
@@ -143,6 +153,73 @@ Status check(const Call& call) {
 
 std::string at(const char* name, int64_t index) {
   return std::string(name) + "[" + std::to_string(index) + "]";
+}
+
+// Slots of one page that one request writes: those at [begin, end) of page `page`, which is block_table[b,j].
+struct Written {
+  int32_t page, begin, end, b, j;
+};
+
+// Calls body(page, begin, end, j) for every page under positions `span` of request b.
+template <class F>
+void for_pages(const LeanAttentionArgs& args, int32_t b, LeanSpan span, F&& body) {
+  for (int32_t position = span.begin; position < span.end;) {
+    const int32_t j = position / args.block, begin = position % args.block;
+    const int32_t end = std::min(args.block, begin + span.end - position);
+    body(args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j], begin, end, j);
+    position += end - begin;
+  }
+}
+
+std::string page_of(const Written& at) {
+  return "block_table[" + std::to_string(at.b) + "," + std::to_string(at.j) + "]";
+}
+
+std::string slot_text(int32_t page, int32_t slot) {
+  return "slot " + std::to_string(slot) + " of page " + std::to_string(page);
+}
+
+// With append: no two requests of a paged cache write one slot, and none reads a slot that another writes, nor one of its
+// own at a second place of its table. (Requests of dense and ragged caches have no slot in common.)
+Status check_writers(const Call& call, const LeanAttentionArgs& args) {
+  std::vector<Written> written;  // by page and slot
+  for (int32_t b = 0; b < args.batch; ++b) {
+    const LeanRequest request = lean_request(args, b);
+    for_pages(args, b, {request.keys - request.tokens, request.keys},
+              [&](int32_t page, int32_t begin, int32_t end, int32_t j) { written.push_back({page, begin, end, b, j}); });
+  }
+  std::sort(written.begin(), written.end(), [](const Written& x, const Written& y) {
+    return std::tie(x.page, x.begin, x.b, x.j) < std::tie(y.page, y.begin, y.b, y.j);
+  });
+  for (size_t i = 1; i < written.size(); ++i) {
+    const Written &x = written[i - 1], &y = written[i];
+    if (x.page == y.page && x.end > y.begin)
+      return call.invalid((x.b == y.b ? "request " + std::to_string(x.b) + " writes twice to "
+                                      : "requests " + std::to_string(x.b) + " and " + std::to_string(y.b) + " both write to ") +
+                          slot_text(y.page, y.begin) + ", which is " + page_of(x) + " and " + page_of(y) +
+                          "; a slot takes one new token");
+  }
+  // No two of them overlap now, so that their ends are sorted too.
+  for (int32_t b = 0; b < args.batch; ++b) {
+    const LeanRequest request = lean_request(args, b);
+    if (request.tokens == 0) continue;  // it reads nothing
+    Status status;
+    for_pages(args, b, {lean_token_keys(args, request, 0).begin, request.keys},
+              [&](int32_t page, int32_t begin, int32_t end, int32_t j) {
+                auto at = std::partition_point(written.begin(), written.end(), [&](const Written& w) {
+                  return w.page < page || (w.page == page && w.end <= begin);
+                });
+                for (; status.ok() && at != written.end() && at->page == page && at->begin < end; ++at)
+                  if (at->b != b || at->j != j)
+                    status = call.invalid("request " + std::to_string(b) + " reads " +
+                                          slot_text(page, std::max(begin, at->begin)) + ", which is " +
+                                          page_of({page, begin, end, b, j}) + ", and request " + std::to_string(at->b) +
+                                          " writes it in the same call, as " + page_of(*at) +
+                                          "; requests share only what none of them writes");
+              });
+    LEANFLEET_RETURN_IF_ERROR(status);
+  }
+  return {};
 }
 
 Status check_values(const Call& call, bool strict) {
@@ -190,7 +267,7 @@ Status check_values(const Call& call, bool strict) {
       }
     }
   }
-  return {};
+  return args.append && args.block_table != nullptr ? check_writers(call, args) : Status{};
 }
 
 constexpr int kRangesPerThread = 4, kWorkPerRange = 8;

@@ -15,8 +15,8 @@ constexpr int64_t kStepRows = 16;
 
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// g as it divides: |g| held at eps or more, the sign of 0 is plus.
-float held(float g, float eps) { return __builtin_fabsf(g) >= eps ? g : g < 0.0f ? -eps : eps; }
+// g as it divides: |g| held at eps or more, the sign of 0 is plus; NaN stays NaN.
+float held(float g, float eps) { return __builtin_fabsf(g) < eps ? (g < 0.0f ? -eps : eps) : g; }
 
 // Where S, or the item's columns of it, stands; `sums` is its extra row. Null: zeros, or not to be stored.
 struct State {
@@ -87,7 +87,7 @@ void scale(float* x, float factor, int64_t n) {
 template <class T>
 float norm_of(const T* row, int64_t n) {
   const float norm = __builtin_sqrtf(dot(row, row, n));
-  return norm > kUnitRowEps ? norm : kUnitRowEps;
+  return norm < kUnitRowEps ? kUnitRowEps : norm;  // NaN stays NaN
 }
 
 // Asks for the row that the next block of tokens has in this one's place; past the end it does no harm.
@@ -417,15 +417,15 @@ void walk(const LinearScan& scan, const Item& item, const Worker& worker, State 
     while (column < columns) {
       tile.z = worker.z + column;
       tile.out = worker.out + column;
-      const int64_t vectors = min64((columns - column) / kLanes, kTileVectors);
+      const int64_t vectors = min64((columns - column) / kLanes, kTileVectors);  // a decode step may leave any number
       tile.from_columns = from.columns - column;
       tile.to_columns = next.columns - column;
       if constexpr (kTileVectors == 4) {
         if (vectors == 4) run_rows<4, kUpdate, kOutput>(tile, from, next, width, column);
         if (vectors == 3) run_rows<3, kUpdate, kOutput>(tile, from, next, width, column);
-        if (vectors == 1) run_rows<1, kUpdate, kOutput>(tile, from, next, width, column);
       }
       if (vectors == 2) run_rows<2, kUpdate, kOutput>(tile, from, next, width, column);
+      if (vectors == 1) run_rows<1, kUpdate, kOutput>(tile, from, next, width, column);
       column += vectors * kLanes;
     }
     if (kUpdate) from = kept;

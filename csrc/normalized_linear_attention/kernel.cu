@@ -142,11 +142,11 @@ __global__ void __launch_bounds__(kThreads)
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, offset));
   float sum = 0.0f;
-  if (top > 0.0f)
-    for (int64_t d = threadIdx.x % 32; d < width; d += 32) {
-      const float scaled = static_cast<float>(row[d]) / top;
-      sum += scaled * scaled;
-    }
+  const float divisor = top > 0.0f ? top : 1.0f;  // no element but zeros and NaN: the norm is 0 or NaN
+  for (int64_t d = threadIdx.x % 32; d < width; d += 32) {
+    const float scaled = static_cast<float>(row[d]) / divisor;
+    sum += scaled * scaled;
+  }
   const float norm = top * sqrtf(warp_sum(sum));
   if (threadIdx.x % 32 == 0) out[index] = 1.0f / (norm < kUnitRowEps ? kUnitRowEps : norm);
 }
@@ -333,8 +333,10 @@ __global__ void __launch_bounds__(kThreads) CoefficientTotalKernel(const double*
 }
 
 __global__ void CountKernel(const int32_t* before, int32_t* after, int64_t batch, int64_t tokens) {
-  for (int64_t b = threadIdx.x; b < batch; b += blockDim.x)
-    after[b] = static_cast<int32_t>((before != nullptr ? before[b] : 0) + tokens);
+  for (int64_t b = threadIdx.x; b < batch; b += blockDim.x) {
+    const int64_t count = (before != nullptr ? before[b] : 0) + tokens;
+    after[b] = static_cast<int32_t>(count < kMaxCount ? count : kMaxCount);
+  }
 }
 
 int unit_factors(const NormalizedLinearInputs& in, bool of_query, float* out, cudaStream_t stream) {

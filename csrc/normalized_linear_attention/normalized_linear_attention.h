@@ -15,6 +15,9 @@ struct TokenStrides {
   int64_t batch, head, token;
 };
 
+// Where final_count stays once it gets there.
+constexpr int64_t kMaxCount = INT32_MAX;
+
 struct NormalizedLinearInputs {
   const void *query, *key, *value;  // T [B,H,N,D], [B,Hkv,N,D], [B,Hkv,N,Dv]
   const float* coefficients;        // [2]: a, b; null: 1, 1
@@ -34,7 +37,7 @@ struct NormalizedLinearAttentionArgs {
   void* output;                                                      // T [B,H,N,Dv]
   float* normalizer;                                                 // [B,H,N], g before it is held
   float *final_state, *final_key_sum, *final_value_sum;  // null: not asked for; each may be its initial one
-  int32_t* final_count;
+  int32_t* final_count;  // held at kMaxCount
   bool carries_state;  // sums are given and asked for: known, too, while a workspace is counted
 };
 

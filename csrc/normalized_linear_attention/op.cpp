@@ -24,6 +24,7 @@ constexpr int64_t kWorkersPerThread = 4;    // so that a slow thread does not ho
 #ifdef LEANFLEET_CUDA
 constexpr int64_t kCudaMaxWidth = 256;  // of rows that the chunked scans multiply
 #endif
+constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
 constexpr int64_t kPackingColumns = 8;      // reading a token costs a range as much as this many more columns
 
 int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -183,6 +184,28 @@ NormalizedLinearInputs inputs_of(const Call& call) {
   return in;
 }
 
+Status check_state_size(const Call& call) {
+  const int64_t size = call.dims[forward::kDimD] * call.dims[forward::kDimDv];
+  if (size <= kMaxStateFloats) return {};
+  return call.unsupported("a state has D x Dv = " + std::to_string(size) + " elements; the kernels take up to 2^40");
+}
+
+#ifdef LEANFLEET_CUDA
+// Launches count blocks in 32 bits.
+Status check_cuda_size(const Call& call, const NormalizedLinearInputs& in) {
+  const auto refuse = [&](const char* what, int64_t count) {
+    return call.unsupported(std::string("query has ") + what + " = " + std::to_string(count) +
+                            "; on CUDA it is less than 2^31, larger calls run on the CPU");
+  };
+  const int64_t heads = in.batch * in.heads;
+  if (heads > kMaxAxis) return refuse("B x H", heads);
+  if (heads * in.tokens > kMaxAxis) return refuse("B x H x N", heads * in.tokens);
+  if (heads * in.dim > kMaxAxis) return refuse("B x H x D", heads * in.dim);
+  if (heads * in.value_dim > kMaxAxis) return refuse("B x H x Dv", heads * in.value_dim);
+  return {};
+}
+#endif
+
 Status check_coefficients(const Call& call, const Tensor& coefficients) {
   for (int i = 0; coefficients.present() && i < 2; ++i) {
     const float value = coefficients.as<const float>()[i];
@@ -221,9 +244,12 @@ Status check_values(const Call& call, bool strict) {
   const Tensor& count = call.inputs[kInitialCount];
   for (int64_t i = 0; strict && count.present() && i < count.shape[0]; ++i) {
     const int32_t value = count.as<const int32_t>()[i];
-    if (value < 0)
-      return call.invalid("input initial_count holds " + std::to_string(value) + " for request " + std::to_string(i) +
-                          "; expected the number of tokens seen, at least 0");
+    const auto found = [&] { return "input initial_count holds " + std::to_string(value) + " for request " + std::to_string(i); };
+    if (value < 0) return call.invalid(found() + "; expected the number of tokens seen, at least 0");
+    const int64_t most = kMaxCount - call.dims[kDimN];
+    if (call.attrs[kAttrReturnState].i != 0 && value > most)
+      return call.invalid(found() + "; with N = " + std::to_string(call.dims[kDimN]) + " more expected at most " +
+                          std::to_string(most) + ", because final_count ends at 2^31 - 1");
   }
   return {};
 }
@@ -261,7 +287,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   run_scan(scan, *target.threads);
   for (int64_t b = 0; b < args.in.batch && args.final_count != nullptr; ++b) {
     const int64_t before = args.initial_count != nullptr ? args.initial_count[b] : 0;
-    args.final_count[b] = static_cast<int32_t>(before + args.in.tokens);
+    args.final_count[b] = static_cast<int32_t>(std::min(before + args.in.tokens, kMaxCount));
   }
   return {};
 }
@@ -270,7 +296,9 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   if (call.dims[kDimD] > kCudaMaxWidth)
     return call.unsupported("query has D = " + std::to_string(call.dims[kDimD]) + "; on CUDA D is at most 256");
-  return cuda_status(call, "launching the kernels", launch_normalized_linear(make_args(call), target, ws));
+  const NormalizedLinearAttentionArgs args = make_args(call);
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
+  return cuda_status(call, "launching the kernels", launch_normalized_linear(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
@@ -278,7 +306,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace normalized_linear_attention
 
@@ -365,7 +393,9 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     if (call.dims[dim] > kCudaMaxWidth)
       return call.unsupported(std::string(dim == kDimD ? "query has D = " : "value has Dv = ") +
                               std::to_string(call.dims[dim]) + "; on CUDA it is at most 256");
-  return cuda_status(call, "launching the kernels", launch_normalized_linear_grad(make_args(call), target, ws));
+  const NormalizedLinearAttentionGradArgs args = make_args(call);
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
+  return cuda_status(call, "launching the kernels", launch_normalized_linear_grad(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
@@ -373,7 +403,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {nullptr, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace normalized_linear_attention_grad
 

@@ -163,8 +163,10 @@ __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
     for (int d = threadIdx.x; d < D; d += kThreads)
       args.final_key_sum[entry * D + d] = rows[kGroup][d] + (carried ? args.initial_key_sum[entry * D + d] : 0.0f);
   }
-  if (arrive(tickets + in.batch * in.kv_heads + batch, static_cast<uint32_t>(slices * in.kv_heads)) && threadIdx.x == 0)
-    args.final_count[batch] = (args.initial_count != nullptr ? args.initial_count[batch] : 0) + 1;
+  if (arrive(tickets + in.batch * in.kv_heads + batch, static_cast<uint32_t>(slices * in.kv_heads)) && threadIdx.x == 0) {
+    const int32_t count = args.initial_count != nullptr ? args.initial_count[batch] : 0;
+    args.final_count[batch] = count < kMaxCount ? count + 1 : count;
+  }
 }
 
 template <class T>

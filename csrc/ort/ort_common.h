@@ -107,7 +107,7 @@ class InferenceAttributes {
     return read(name, ORT_OP_ATTR_FLOAT, value, sizeof *value) > 0;
   }
   bool read_string(const char* name, std::string* value) const {
-    char buffer[64] = {};  // longer than every value in the schema
+    char buffer[kMaxValueLength + 2] = {};  // longer than every value in the schema
     const bool found = read(name, ORT_OP_ATTR_STRING, buffer, sizeof buffer - 1) > 0;
     *value = buffer;  // newer runtimes write no terminator
     return found;

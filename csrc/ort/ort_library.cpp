@@ -179,8 +179,8 @@ Status check_connected(const Kernel& kernel) {
   for (int i = 0; i < spec.num_outputs; ++i) {
     if (!kernel.connected[i] || output_exists(spec, kernel.attrs, i)) continue;
     std::string needed;
-    for (int attr : spec.outputs[i].when)
-      if (attr >= 0) needed += (needed.empty() ? "" : " and ") + std::string(spec.attrs[attr].name) + " = 1";
+    for (int k = 0; k < spec.outputs[i].num_when; ++k)
+      needed += (needed.empty() ? "" : " and ") + std::string(spec.attrs[spec.outputs[i].when[k]].name) + " = 1";
     return Status::invalid(std::string(spec.name) + " '" + kernel.node + "': output " + spec.outputs[i].name +
                            " is connected, but exists only with " + needed +
                            "; set that on the node, or leave the output out");
@@ -412,7 +412,7 @@ CustomOp describe(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool 
     return onnx_type(dtype_of(self(op).op->spec->outputs[i].type, self(op).dtype));
   };
   op.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) {
-    return self(op).op->spec->outputs[i].when[0] >= 0 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
+    return self(op).op->spec->outputs[i].num_when > 0 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
   op.GetStartVersion = [](const OrtCustomOp* op) { return self(op).op->spec->version; };
   op.GetEndVersion = [](const OrtCustomOp*) { return std::numeric_limits<int>::max(); };

@@ -61,7 +61,7 @@ std::string fresh_name() {
 }
 
 // What the inputs say about symbol values. A known size is worth more than a name.
-void bind_symbols(const OpSpec& spec, const Shape* inputs, uint32_t given, bool bnhd, Dim* symbols) {
+void bind_symbols(const OpSpec& spec, const Shape* inputs, Given given, bool bnhd, Dim* symbols) {
   for (const bool sums : {false, true}) {  // an axis that is the sum of two symbols tells the first, given the second
     for (int i = 0; i < spec.num_inputs; ++i) {
       const int rank = static_cast<int>(inputs[i].dims.size());
@@ -96,7 +96,7 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
   Shape inputs[kMaxInputs];
   size_t num_inputs = 0;
   LEANFLEET_TRY_ORT(ort, ort.ShapeInferContext_GetInputCount(context, &num_inputs));
-  uint32_t given = given_attrs(spec, attrs);
+  Given given = given_attrs(spec, attrs);
   ONNXTensorElementDataType t_type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
   for (size_t i = 0; i < num_inputs && i < static_cast<size_t>(spec.num_inputs); ++i) {
     LEANFLEET_RETURN_IF_ERROR(read_input(ort, context, i, &inputs[i]));

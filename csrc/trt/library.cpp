@@ -139,8 +139,14 @@ Status read_planned(const OpSpec& spec, const std::string& node, const PluginFie
   return {};
 }
 
-// Fields with other names are passed over when a layer is built, as ONNX Runtime does with attributes. In an engine every
-// field must be there and no other.
+Status refuse_field(const OpSpec& spec, const std::string& node, const char* name) {
+  std::string known;
+  for (int i = 0; i < spec.num_attrs; ++i) known += (i ? ", " : "") + std::string(spec.attrs[i].name);
+  return Status::invalid(std::string(spec.name) + " '" + node + "': there is no attribute " + name + "; it has " + known);
+}
+
+// In an engine every field must be there and no other. (TensorRT's ONNX parser hands over no attributes but those that the
+// creator lists: leanfleet.trt_plugins checks the names in a model.)
 Status read_fields(const Op& op, const char* name, const PluginFieldCollection* fields, bool from_engine, Layer* layer) {
   const OpSpec& spec = *op.spec;
   layer->op = &op;
@@ -175,6 +181,13 @@ Status read_fields(const Op& op, const char* name, const PluginFieldCollection* 
       LEANFLEET_RETURN_IF_ERROR(read_attr(spec, layer->node, attr, field, layer->attrs));
       ++attrs_read;
     }
+  for (int i = 0; i < count && !from_engine; ++i) {
+    const char* const field = fields->fields[i].name;
+    bool has = field == nullptr || std::strcmp(field, kConnectedInputs) == 0 || std::strcmp(field, kConnectedOutputs) == 0 ||
+               std::strncmp(field, "plugin_", 7) == 0;  // TensorRT's own: plugin_version, plugin_namespace
+    for (int attr = 0; attr < spec.num_attrs && !has; ++attr) has = std::strcmp(field, spec.attrs[attr].name) == 0;
+    if (!has) return refuse_field(spec, layer->node, field);
+  }
   if (inputs != nullptr)
     LEANFLEET_RETURN_IF_ERROR(read_connections(spec, layer->node, *inputs, spec.inputs, spec.num_inputs,
                                                [](int) { return true; }, &layer->inputs));

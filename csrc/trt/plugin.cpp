@@ -142,6 +142,7 @@ class Plugin final : public IPluginV3,
     return guarded([&]() -> Status {
       DType types[kMaxInputs];
       LEANFLEET_RETURN_IF_ERROR(read_types(inputs, num_inputs, types));
+      LEANFLEET_RETURN_IF_ERROR(check_outputs_count(num_outputs));
       for (int32_t k = 0; k < num_outputs; ++k) outputs[k] = to_trt(type_of(spec_.outputs[outputs_[k]].type, types[0]));
       std::copy(std::begin(types), std::end(types), std::begin(input_types_));
       return {};
@@ -154,6 +155,7 @@ class Plugin final : public IPluginV3,
     return guarded([&]() -> Status {
       Call call = empty_call();
       LEANFLEET_RETURN_IF_ERROR(check_count(num_inputs));
+      LEANFLEET_RETURN_IF_ERROR(check_outputs_count(num_outputs));
       for (int32_t k = 0; k < num_inputs; ++k) {
         int64_t sizes[Dims::MAX_DIMS];
         for (int32_t axis = 0; axis < inputs[k].nbDims; ++axis) {
@@ -172,11 +174,11 @@ class Plugin final : public IPluginV3,
 
   bool supportsFormatCombination(int32_t position, const DynamicPluginTensorDesc* tensors, int32_t num_inputs,
                                  int32_t /*num_outputs*/) noexcept override {
+    if (!right_count(num_inputs) || position - num_inputs >= getNbOutputs()) return false;
     const PluginTensorDesc& desc = tensors[position].desc;
     DType found, t;
     if (desc.format != TensorFormat::kLINEAR || !from_trt(desc.type, &found)) return false;
     const bool input = position < num_inputs;
-    if (input && input_index(position) >= spec_.num_inputs) return false;
     const TypeVar type = input ? spec_.inputs[input_index(position)].type
                                : spec_.outputs[outputs_[position - num_inputs]].type;
     if (type == TypeVar::kF) return found == DType::kFloat32;
@@ -216,6 +218,7 @@ class Plugin final : public IPluginV3,
   }
 
   int32_t getAliasedInput(int32_t output) noexcept override {
+    if (output < 0 || output >= getNbOutputs()) return -1;
     const int taken = spec_.outputs[outputs_[output]].takes;
     for (int32_t k = 0; taken >= 0 && k < num_inputs_; ++k)
       if (input_index(k) == taken) return k;
@@ -299,8 +302,8 @@ class Plugin final : public IPluginV3,
         } else if (attr.type == AttrType::kFloat) {
           fields_.emplace_back(attr.name, &value.f, PluginFieldType::kFLOAT32, 1);
         } else {
-          integers_[i] = static_cast<int32_t>(value.i);
-          fields_.emplace_back(attr.name, &integers_[i], PluginFieldType::kINT32, 1);
+          integers_[i] = value.i;
+          fields_.emplace_back(attr.name, &integers_[i], PluginFieldType::kINT64, 1);
         }
       }
       if (layer_.inputs.listed) text(kConnectedInputs, input_names_ = names(layer_.inputs, spec_.inputs));
@@ -342,14 +345,26 @@ class Plugin final : public IPluginV3,
     return call;
   }
 
+  // Whether the layer has as many inputs as are listed, or, without a list, no more than the operator.
+  bool right_count(int32_t num_inputs) const {
+    const auto listed = static_cast<int32_t>(layer_.inputs.indices.size());
+    return layer_.inputs.listed ? num_inputs == listed : num_inputs <= spec_.num_inputs;
+  }
+
   Status check_count(int32_t num_inputs) const {
+    if (right_count(num_inputs)) return {};
     const auto refuse = [&](const std::string& expected) {
       return Status::invalid(name() + ": the layer has " + std::to_string(num_inputs) + " inputs; expected " + expected);
     };
-    if (layer_.inputs.listed && static_cast<size_t>(num_inputs) != layer_.inputs.indices.size())
+    if (layer_.inputs.listed)
       return refuse(std::to_string(layer_.inputs.indices.size()) + ", " + names(layer_.inputs, spec_.inputs));
-    if (num_inputs > spec_.num_inputs) return refuse("at most " + std::to_string(spec_.num_inputs));
-    return {};
+    return refuse("at most " + std::to_string(spec_.num_inputs));
+  }
+
+  Status check_outputs_count(int32_t num_outputs) const {
+    if (num_outputs <= getNbOutputs()) return {};
+    return Status::invalid(name() + ": the layer has " + std::to_string(num_outputs) + " outputs; expected at most " +
+                           std::to_string(getNbOutputs()));
   }
 
   // Types of the operator's inputs from those of the layer's; an absent input has the one that it would have.
@@ -383,7 +398,7 @@ class Plugin final : public IPluginV3,
   // Calls visit(tensor, axis number, axis) for every axis of the present inputs whose rank the schema knows.
   template <class F>
   void for_each_axis(Call* call, F&& visit) const {
-    const uint32_t given = given_in(*call);
+    const Given given = given_in(*call);
     for (int i = 0; i < spec_.num_inputs; ++i) {
       Tensor& tensor = call->inputs[i];
       const ShapeSpec* shape = tensor.present() ? choose_shape(spec_.inputs[i], given, tensor.rank) : nullptr;
@@ -587,7 +602,7 @@ class Plugin final : public IPluginV3,
 
   // What getFieldsToSerialize and getMetadataString hand out.
   std::vector<PluginField> fields_;
-  std::vector<int32_t> integers_;
+  std::vector<int64_t> integers_;
   std::string input_names_, output_names_, metadata_;
   int64_t planned_[2] = {};
   PluginFieldCollection collection_ = {};
