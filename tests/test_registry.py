@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from leanfleet import export, native, parity, spec
+from leanfleet import export, native, spec, trial
 from leanfleet.export import function_bodies, reference, torch_ops
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -21,7 +21,7 @@ def missing_pieces(op):
         "the library has no kernel of it: build again": op.name in native.op_names(),
         f"export/reference.py: function {name}": hasattr(reference, name),
         f"export/function_bodies.py: an entry of _BODIES for {op.name}": op.name in function_bodies._BODIES,
-        f"leanfleet/parity.py: an entry of TOLERANCE for {op.name}": op.name in parity.TOLERANCE,
+        f"leanfleet/trial.py: an entry of TOLERANCE for {op.name}": op.name in trial.TOLERANCE,
         f"{page}: run python csrc/generate.py": (ROOT / page).exists(),
         f"mkdocs.yml: {page}": page.removeprefix("docs/") in (ROOT / "mkdocs.yml").read_text(),
         "csrc/ops.toml: paper, equation and example": all((op.paper, op.equation, op.example)),
