@@ -88,9 +88,9 @@ class Fla:
     @torch.no_grad()
     def step(self, ids, start):
         positions = start + torch.arange(ids.shape[1], device="cuda").unsqueeze(0)
-        options = {"use_cache": False} if self.transformers else {}
+        options = {"use_cache": False} if self.transformers else {"leanfleet_cache": object()}
         hook = self.model.get_output_embeddings().register_forward_pre_hook(lambda m, a: (a[0][:, -1:],))
-        logits = self.model(input_ids=ids, position_ids=positions, leanfleet_cache=object(), **options).logits
+        logits = self.model(input_ids=ids, position_ids=positions, **options).logits
         hook.remove()
         return logits[:, -1].float()
 

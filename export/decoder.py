@@ -20,26 +20,44 @@ from pathlib import Path
 
 import torch
 
+from leanfleet import files
+from leanfleet.export import verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
+from leanfleet.export.support import ELSEWHERE, check_supported, fixed_rotary, implementation, most_positions
 from leanfleet.export.torch_ops import causal_linear_decay, lean_attention
 
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows our attention
 _HANDLED = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-            "position_embeddings", "past_key_values"}
-_ELSEWHERE = "Export this model with transformers' own exporter (transformers.exporters.exporter_onnx) instead"
+            "position_embeddings", "past_key_values", "logits_to_keep"}
 
 
 class Cache:
     """The caches of one traced call by name ("0.key"); attention replaces them as it appends."""
 
+    now = None  # the one of the call that runs: models need not hand it from layer to layer
+
     def __init__(self, tensors, seq_lens, query_lens):
         self.tensors, self.seq_lens, self.query_lens, self.updated = dict(tensors), seq_lens, query_lens, set()
+
+    @contextmanager
+    def in_use(self):
+        """While this lasts, attention appends to these caches."""
+        before, Cache.now = Cache.now, self
+        try:
+            yield self
+        finally:
+            Cache.now = before
 
     def update(self, name, tensor):
         self.tensors[name] = tensor
         self.updated.add(name)
+
+    def sizes(self, layer):
+        """(heads, columns of a key, columns of a value) of a softmax layer's caches."""
+        key, value = (self.tensors[f"{layer}.{part}"].shape for part in ("key", "value"))
+        return key[1], key[3], value[3]
 
     def attend(self, layer, query, key, value, **options):
         """Appends the new keys and values [B,Hkv,N,D] to a layer's caches; the attention of query [B,H,N,D] as [B,N,H,D]."""
@@ -49,32 +67,46 @@ class Cache:
             new_value=value, append=True, **options)
         for name, tensor in zip(names, updated, strict=True):
             self.update(name, tensor)
-        return output.transpose(1, 2)
+        return output.transpose(1, 2).contiguous()  # some models view it as [B,N,H D]
 
 
 def attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, s_aux=None,
-              leanfleet_cache=None, **kwargs):
+              **kwargs):
     """transformers' attention function: query [B,H,N,D], key and value [B,Hkv,N,D] of the new tokens.
 
     Raises ValueError where the model asks for something that LeanAttention does not do, naming the layer.
     """
-    index = getattr(module, "layer_idx", None)
+    index, cache = getattr(module, "layer_idx", None), Cache.now
     layer = f"attention layer {'?' if index is None else index} ({type(module).__name__})"
-    if leanfleet_cache is None:
+    if cache is None:
         raise ValueError(f"{layer}: the '{IMPLEMENTATION}' attention runs inside leanfleet.export.export_decoder only")
     if getattr(module, "is_causal", True) is False:
         raise ValueError(f"{layer}: it is not causal (an encoder's or cross attention); LeanAttention with a cache serves "
-                         f"causal decoders. {_ELSEWHERE}")
+                         f"causal decoders. {ELSEWHERE}")
     unknown = sorted(name for name in kwargs.keys() - _HANDLED if kwargs[name] is not None and kwargs[name] is not False)
     if attention_mask is not None:
         unknown.insert(0, "an attention mask of its own (as for ALiBi or relative biases)")
     if unknown:
-        raise ValueError(f"{layer}: it passes {', '.join(unknown)}, which LeanAttention has no counterpart for. {_ELSEWHERE}")
-    output = leanfleet_cache.attend(
+        raise ValueError(f"{layer}: it passes {', '.join(unknown)}, which LeanAttention has no counterpart for. {ELSEWHERE}")
+    _check_call(cache, layer, index, key, value)
+    output = cache.attend(
         index, query, key, value, sinks=None if s_aux is None else s_aux.float(),
         scale=0.0 if scaling is None else scaling, window=-1 if sliding_window is None else sliding_window,
         softcap=0.0 if softcap is None else softcap)
     return output, None
+
+
+def _check_call(cache, layer, index, key, value):
+    """Raises ValueError, naming the layer, for keys and values that the layer's caches have no place for."""
+    if f"{index}.key" not in cache.tensors:
+        raise ValueError(f"{layer}: leanfleet.export_decoder has no caches for it: the model's configuration counts no softmax "
+                         f"layer of that number. {ELSEWHERE}")
+    if f"{index}.key" in cache.updated:
+        raise ValueError(f"{layer}: it attends twice in a call, and each call would need caches of its own. {ELSEWHERE}")
+    found, planned = (key.shape[1], key.shape[3], value.shape[3]), tuple(cache.sizes(index))
+    if key.shape[2] != value.shape[2] or any(isinstance(n, int) and n != m for n, m in zip(found, planned, strict=True)):
+        raise ValueError(f"{layer}: it has {found[0]} heads of keys of {found[1]} and values of {found[2]} columns, where the "
+                         f"model's configuration says {planned[0]}, {planned[1]} and {planned[2]}. {ELSEWHERE}")
 
 
 def decayed_attention(cache, layer, query, key, value, log_decay, scale=1.0):
@@ -91,12 +123,12 @@ def decayed_attention(cache, layer, query, key, value, log_decay, scale=1.0):
     return output
 
 
-def _lightning_forward(self, hidden_states, *args, leanfleet_cache=None, **kwargs):
+def _lightning_forward(self, hidden_states, *args, **kwargs):
     """MiniMaxLightningAttention.forward over CausalLinearDecay: S = exp(-slope) S + k^T v, o = q S."""
     batch, tokens, _ = hidden_states.shape
     heads = self.act_fn(self.qkv_proj(hidden_states)).view(batch, tokens, self.num_attention_heads, 3 * self.head_dim)
     query, key, value = heads.split(self.head_dim, dim=3)
-    output = decayed_attention(leanfleet_cache, self.layer_idx, query, key, value, -self.slope_rate.float().flatten())
+    output = decayed_attention(Cache.now, self.layer_idx, query, key, value, -self.slope_rate.float().flatten())
     output = self.norm(output.reshape(batch, tokens, -1))
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * output), None
 
@@ -107,48 +139,32 @@ def _no_mask(*args, **kwargs):
 
 
 @contextmanager
-def traceable(model, fuse):
-    """A transformers model whose layers run our operators and whose experts can be traced; fuse: for ONNX Runtime alone."""
+def traceable(model, fuse, rope="short"):
+    """A transformers model whose layers run our operators and whose experts can be traced; fuse: for ONNX Runtime alone.
+
+    rope: see support.most_positions.
+    """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
     AttentionInterface.register(IMPLEMENTATION, attention)
     AttentionMaskInterface.register(IMPLEMENTATION, _no_mask)
-    before = model.config._attn_implementation
     # A loop over the experts that were hit cannot be traced.
     experts = model.get_experts_implementation() if model._can_set_experts_implementation() else None
     lightning = [m for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"]
     try:
-        model.set_attn_implementation(IMPLEMENTATION)
         if experts is not None:
             model.set_experts_implementation("batched_mm")
         for module in lightning:
             module.forward = types.MethodType(_lightning_forward, module)
-        with as_one_node(model) if experts is not None and fuse else nullcontext():
+        with (implementation(model, IMPLEMENTATION), fixed_rotary(model, rope),
+              as_one_node(model) if experts is not None and fuse else nullcontext()):
             yield
     finally:
         for module in lightning:
             vars(module).pop("forward", None)
         if experts is not None:
             model.set_experts_implementation(experts)
-        model.set_attn_implementation(before)
-
-
-def _check_supported(model, config):
-    """Raises ValueError, naming the layer, for models that attend in a way that our operators do not."""
-    name = type(model).__name__
-    if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        raise ValueError(f"{name}: its decoder layers have cross attention; LeanAttention with a cache serves self attention. "
-                         f"{_ELSEWHERE}")
-    if not getattr(model, "_supports_attention_backend", False):
-        kind = next((f"attention layer {key} ({type(m).__name__})" for key, m in model.named_modules()
-                     if type(m).__name__.endswith("Attention")), "its attention")
-        biased = any(getattr(config, a, None) for a in ("alibi", "use_alibi")) or config.model_type in ("bloom", "mpt")
-        raise ValueError(f"{name}: {kind} does not go through transformers' AttentionInterface"
-                         f"{', and its ALiBi biases have no counterpart in LeanAttention' if biased else ''}. {_ELSEWHERE}")
-    if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{name}: its last {config.num_kv_shared_layers} layers attend over other layers' caches; "
-                         f"leanfleet.export_decoder gives each layer its own. {_ELSEWHERE}")
 
 
 def cache_shapes(model):
@@ -159,22 +175,47 @@ def cache_shapes(model):
     if hasattr(model, "cache_shapes"):
         return model.cache_shapes()
     config = model.config.get_text_config(decoder=True)
-    heads = config.num_attention_heads
-    head_size = getattr(config, "head_dim", None) or config.hidden_size // heads
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
+    configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     lightning = {m.layer_idx for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"}
     shapes = {}
     for layer, kind in enumerate(kinds):
+        own = configs[layer]
+        heads = own.num_attention_heads
+        head_size = getattr(own, "head_dim", None) or own.hidden_size // heads
         if layer in lightning:
             shapes[f"{layer}.recurrent_state"] = (torch.float32, ("batch", heads, head_size, head_size))
         elif kind in ("full_attention", "sliding_attention"):
-            kv_heads = getattr(config, "num_key_value_heads", None) or heads
+            kv_heads = getattr(own, "num_key_value_heads", None) or heads
             for part in ("key", "value"):
                 shapes[f"{layer}.{part}"] = (model.dtype, ("batch", kv_heads, "capacity", head_size))
         else:
             raise ValueError(f"{type(model).__name__}: layer {layer} is of kind {kind}; export_decoder serves full_attention, "
-                             f"sliding_attention and MiniMax's linear_attention. {_ELSEWHERE}")
+                             f"sliding_attention and MiniMax's linear_attention. {ELSEWHERE}")
     return shapes
+
+
+def run(model, cache, keep_last, **inputs):
+    """Logits of a model over these caches. keep_last: of the hidden states, those that logits are wanted of; or None.
+
+    Raises ValueError, naming the layer, where a cache was not appended to.
+    """
+    def keep(head, arguments):
+        return (keep_last(arguments[0]),)
+
+    hook = None if keep_last is None else model.get_output_embeddings().register_forward_pre_hook(keep)
+    extra = {"leanfleet_cache": cache} if hasattr(model, "cache_shapes") else {}
+    try:
+        with cache.in_use():
+            logits = model(**inputs, use_cache=False, **extra).logits
+    finally:
+        if hook is not None:
+            hook.remove()
+    if left := [name for name in cache.tensors if name not in cache.updated]:
+        layer = left[0].partition(".")[0]
+        raise ValueError(f"{type(model).__name__}: attention layer {layer} does not go through transformers' "
+                         f"AttentionInterface. {ELSEWHERE}")
+    return logits.float()
 
 
 class Decoder(torch.nn.Module):
@@ -191,73 +232,109 @@ class Decoder(torch.nn.Module):
         positions = (seq_lens - query_lens).unsqueeze(1).to(torch.int64) + steps
         last = (query_lens.to(torch.int64) - 1).clamp(min=0)
 
-        def keep_last_row(head, arguments):
-            hidden = arguments[0]
-            rows = last.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1])
-            return (hidden.gather(1, rows),)
+        def keep_last(hidden):
+            return hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1]))
 
-        hook = None if self.all_logits else self.model.get_output_embeddings().register_forward_pre_hook(keep_last_row)
-        try:
-            logits = self.model(input_ids=input_ids, position_ids=positions, use_cache=False,
-                                leanfleet_cache=cache).logits
-        finally:
-            if hook is not None:
-                hook.remove()
-        if left := [name for name in self.names if name not in cache.updated]:
-            layer = left[0].partition(".")[0]
-            raise ValueError(f"{type(self.model).__name__}: attention layer {layer} does not go through transformers' "
-                             f"AttentionInterface. {_ELSEWHERE}")
-        return (logits.float() if self.all_logits else logits.squeeze(1).float(), *(cache.tensors[n] for n in self.names))
+        logits = run(self.model, cache, None if self.all_logits else keep_last, input_ids=input_ids, position_ids=positions)
+        return (logits if self.all_logits else logits.squeeze(1), *(cache.tensors[n] for n in self.names))
 
 
-def _example(dtype, shape, sizes):
-    return torch.zeros([sizes.get(n, n) for n in shape], dtype=dtype)
+EXAMPLE = {"batch": 2, "tokens": 3, "capacity": 16}
 
 
-def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, **options):
+def example_inputs(caches):
+    """Decoder.forward's arguments for tracing."""
+    lens = torch.full((EXAMPLE["batch"],), EXAMPLE["tokens"], dtype=torch.int32)
+    tensors = [torch.zeros([EXAMPLE.get(n, n) for n in shape], dtype=dtype) for dtype, shape in caches.values()]
+    return torch.ones(EXAMPLE["batch"], EXAMPLE["tokens"], dtype=torch.int64), lens, lens.clone(), tensors
+
+
+def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, verify=True, rope="short", **options):
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
-    model: a leanfleet.export.LinearDecoder, or a transformers causal LM whose attention goes through AttentionInterface
-    (Llama, Mistral, Phi-3, Qwen2, Qwen3, Gemma 2, Gemma 3, gpt-oss and MiniMax are tested). all_logits: logits of every new
-    token, [B,N,vocabulary], in place of the last one's (for scoring). fuse: write norms, rotary encodings and experts so
-    that ONNX Runtime runs each as one kernel (leanfleet.export.fusions and experts); False leaves standard operators and
-    ours alone, for runtimes that do not take functions of a model for what they do not know. leanfleet.json holds what
-    leanfleet.ort_ops.generate needs to know. options go to leanfleet.export.export. Raises ValueError, naming the layer, for
-    attention that our operators do not do.
+    model: a leanfleet.export.LinearDecoder, or a transformers causal LM with softmax attention that goes through
+    AttentionInterface (tests/zoo.toml lists the families). all_logits: logits of every new token, [B,N,vocabulary], in place
+    of the last one's (for scoring). fuse: write norms, rotary encodings and experts so that ONNX Runtime runs each as
+    one kernel (leanfleet.export.fusions and experts); False leaves standard operators and ours alone, for runtimes that do not
+    take functions of a model for what they do not know. verify: run the file and compare it with the model before it gets its
+    place (leanfleet.export.verification), where memory allows. rope: for models with longrope, "short": right up to
+    original_max_position_embeddings, which leanfleet.json then gives as max_positions; "long": long factors at every position,
+    which is what transformers computes for requests longer than that. leanfleet.json holds what leanfleet.ort_ops.generate
+    needs to know, and under "verified" the largest difference found. options go to leanfleet.export.export.
+
+    Raises ValueError, naming the layer, for attention that our operators do not do, VerificationError for a file that is not
+    right, OSError for a folder that cannot be written. In each of these cases `folder` is as it was.
     """
     model = model.eval()
-    config = model.config.get_text_config() if hasattr(model.config, "get_text_config") else model.config
     ours = hasattr(model, "cache_shapes")
-    caches = cache_shapes(model)
     if not ours:
-        _check_supported(model, config)
-    sizes = {"batch": 2, "tokens": 3, "capacity": 16}
-    dims = {name: torch.export.Dim(name, min=1) for name in sizes}
-    examples = [_example(dtype, shape, sizes) for dtype, shape in caches.values()]
-    lens = torch.full((sizes["batch"],), sizes["tokens"], dtype=torch.int32)
-    ids = torch.ones(sizes["batch"], sizes["tokens"], dtype=torch.int64)
+        check_supported(model)
+    caches = cache_shapes(model)
+    dims = {name: torch.export.Dim(name, min=1) for name in EXAMPLE}
     shapes = {"input_ids": {0: dims["batch"], 1: dims["tokens"]}, "seq_lens": {0: dims["batch"]},
               "query_lens": {0: dims["batch"]},
               "caches": [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]}
-    folder = Path(folder)
-    decoder = Decoder(model, caches, all_logits).eval()
-    with nullcontext() if ours else traceable(model, fuse), torch.no_grad():
-        # Tracing buries an error under its own; a plain call first shows the model's refusals as they are.
-        decoder(ids, lens, lens.clone(), examples)
-        program = export(decoder, (ids, lens, lens.clone(), examples), dynamic_shapes=shapes,
-                         input_names=["input_ids", "seq_lens", "query_lens", *(f"past_key_values.{n}" for n in caches)],
-                         output_names=["logits", *(f"present.{n}" for n in caches)], **options)
-    if fuse:
-        add_function(program.model)
-        fuse_for_onnxruntime(program.model, getattr(config, "max_position_embeddings", None))
-    folder.mkdir(parents=True, exist_ok=True)
-    program.save(str(folder / "model.onnx"))
-    facts = {"vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model),
-             "max_positions": getattr(config, "max_position_embeddings", None)}
-    (folder / "leanfleet.json").write_text(json.dumps(facts, indent=2) + "\n")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
+    names = {"input_names": ["input_ids", "seq_lens", "query_lens", *(f"past_key_values.{n}" for n in caches)],
+             "output_names": ["logits", *(f"present.{n}" for n in caches)]}
+    return write(Decoder(model, caches, all_logits).eval(), example_inputs(caches), shapes, folder, {}, tokenizer, fuse,
+                 verify, rope, names | options)
+
+
+def write(decoder, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, options):
+    """Exports a decoder module whose `model` is the PyTorch model, checks the file, and puts all files into `folder`.
+
+    facts: what leanfleet.json says beside what it says of every model. Returns the ONNXProgram.
+    """
+    model = decoder.model
+    ours = hasattr(model, "cache_shapes")
+    config = model.config if ours else model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) if ours else most_positions(model, rope)
+    facts = facts | {"vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model), "max_positions": positions}
+    with files.new_folder(folder) as new:
+        with nullcontext() if ours else traceable(model, fuse, rope), torch.no_grad():
+            program = _trace(decoder, arguments, shapes, options)
+        if fuse:
+            add_function(program.model)
+            fuse_for_onnxruntime(program.model, positions)
+        program.save(str(new / "model.onnx"))
+        if verify:
+            facts["verified"] = verification.verify(model, new / "model.onnx", facts, rope)
+        (new / "leanfleet.json").write_text(json.dumps(facts, indent=2) + "\n")
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+        whole = not (new / "model.onnx.data").exists()
+    if whole:
+        (Path(folder) / "model.onnx.data").unlink(missing_ok=True)  # an earlier export's, which nothing reads
     return program
+
+
+def call(decoder, arguments):
+    """Calls a decoder module. Raises ValueError, naming the model, for what keeps it from running."""
+    name = type(decoder.model).__name__
+    try:
+        return decoder(*arguments)
+    except ValueError as error:
+        raise error if name in str(error) else ValueError(f"{name}: {error}") from error
+    except Exception as error:
+        raise ValueError(f"{name}: it does not run over leanfleet's caches: {_first_line(error)}. {ELSEWHERE}") from error
+
+
+def _trace(decoder, arguments, shapes, options):
+    """The ONNXProgram of a decoder module. Raises ValueError, with the first line of the reason, where it cannot be traced."""
+    call(decoder, arguments)  # tracing buries an error under its own
+    try:
+        return export(decoder, arguments, dynamic_shapes=shapes, **options)
+    except Exception as error:
+        cause = error
+        while cause.__cause__ is not None:
+            cause = cause.__cause__
+        raise ValueError(f"{type(decoder.model).__name__}: PyTorch's exporter cannot trace it: {_first_line(cause)}. "
+                         f"{ELSEWHERE}") from error
+
+
+def _first_line(error):
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0][:200]}".rstrip(".") if lines else type(error).__name__
 
 
 def _stop_tokens(model):

@@ -3,9 +3,9 @@
 import torch
 from torch import nn
 
+from leanfleet.export.support import LINEAR as TRANSFORMERS_NAME
+from leanfleet.export.support import REMEMBERED
 from leanfleet.export.torch_ops import normalized_linear_attention
-
-TRANSFORMERS_NAME = "leanfleet_linear"
 
 
 def rotary_tables(positions, width, base=10000.0, layout="bhnd"):
@@ -115,6 +115,13 @@ class LinearAttention(nn.Module):
         return output, (*sums, count)
 
 
+def _remember(module):
+    """Notes in a model's configuration that it runs with linear attention: config.json keeps the note, and export reads it."""
+    config = getattr(module, "config", None)
+    if config is not None and not torch.compiler.is_compiling() and getattr(config, REMEMBERED, None) != TRANSFORMERS_NAME:
+        setattr(config, REMEMBERED, TRANSFORMERS_NAME)
+
+
 def attention(module, query, key, value, attention_mask, **kwargs):
     """transformers' attention function: query [B,H,Nq,D], key and value [B,Hkv,N,D], the newest Nq of N tokens.
 
@@ -129,6 +136,7 @@ def attention(module, query, key, value, attention_mask, **kwargs):
     if kwargs.get("dropout"):
         raise ValueError(f"{layer}: it asks for dropout {kwargs['dropout']} of attention weights, which linear attention does "
                          "not form; set attention_dropout to 0")
+    _remember(module)
     query, key, value = one_type(query, key, value)
     older = key.shape[2] - query.shape[2]
     if older:  # a cached step: rows of zeros stand for the tokens whose output is known
@@ -145,7 +153,9 @@ def attention(module, query, key, value, attention_mask, **kwargs):
 def register_transformers(name=TRANSFORMERS_NAME):
     """Makes NormalizedLinearAttention an attention of transformers: model.set_attn_implementation(name).
 
-    Rows of query and key get unit length. Returns the name. Raises ImportError without transformers.
+    Rows of query and key get unit length. Returns the name. Raises ImportError without transformers. transformers saves no
+    implementation's name: a saved model must be loaded with attn_implementation=name again. A forward pass therefore notes
+    it in the configuration, as leanfleet_attention, so that export does not take the model for one of softmax attention.
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

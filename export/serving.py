@@ -16,15 +16,10 @@ a request, M pages a request, in a pool of P pages of `block` tokens (all but `b
     pages_out.L.key, ...          the pool with the new tokens; may be bound to the inputs' buffers
 """
 
-import json
-from pathlib import Path
-
 import torch
 
-from leanfleet.export.decoder import Cache, _check_supported, _stop_tokens, cache_shapes, traceable
-from leanfleet.export.experts import add_function
-from leanfleet.export.fusions import fuse_for_onnxruntime
-from leanfleet.export.onnx_export import export
+from leanfleet.export.decoder import Cache, cache_shapes, run, write
+from leanfleet.export.support import check_supported
 from leanfleet.export.torch_ops import lean_attention
 
 
@@ -34,6 +29,10 @@ class Pages(Cache):
     def __init__(self, tensors, seq_lens, query_lens, block_table, slots, rows):
         super().__init__(tensors, seq_lens, query_lens)
         self.block_table, self.slots, self.rows = block_table, slots, rows
+
+    def sizes(self, layer):
+        key, value = (self.tensors[f"{layer}.{part}"].shape for part in ("key", "value"))
+        return key[2], key[3], value[3]
 
     def attend(self, layer, query, key, value, **options):
         """query [1,H,T,D], key and value [1,Hkv,T,D]; returns [1,T,H,D]."""
@@ -61,29 +60,23 @@ class PackedDecoder(torch.nn.Module):
         """pages: tensors in the order of names; returns (logits, *pages)."""
         cache = Pages(zip(self.names, pages, strict=True), seq_lens, query_lens, block_table, slots, rows)
 
-        def keep_last_rows(head, arguments):
-            return (arguments[0][0].index_select(0, last),)
-
-        hook = self.model.get_output_embeddings().register_forward_pre_hook(keep_last_rows)
-        try:
-            logits = self.model(input_ids=input_ids.unsqueeze(0), position_ids=positions.unsqueeze(0), use_cache=False,
-                                leanfleet_cache=cache).logits
-        finally:
-            hook.remove()
-        return (logits.float(), *(cache.tensors[n] for n in self.names))
+        logits = run(self.model, cache, lambda hidden: hidden[0].index_select(0, last), input_ids=input_ids.unsqueeze(0),
+                     position_ids=positions.unsqueeze(0))
+        return (logits, *(cache.tensors[n] for n in self.names))
 
 
-def export_for_serving(model, folder, tokenizer=None, block=16, fuse=True, **options):
+def export_for_serving(model, folder, tokenizer=None, block=16, fuse=True, verify=True, rope="short", **options):
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
-    model: a transformers causal LM as export_decoder takes it. block: tokens a page. fuse: write norms, rotary encodings and
-    experts so that ONNX Runtime runs each as one kernel (leanfleet.export.fusions and experts); False leaves standard
-    operators. leanfleet.ort_ops.serving runs it.
-    Raises ValueError, naming the layer, for attention that LeanAttention does not do.
+    model: a transformers causal LM as export_decoder takes it. block: tokens a page. fuse, verify, rope, options: as for
+    export_decoder. leanfleet.ort_ops.serving runs it. Raises what export_decoder raises, and ValueError for layers of linear
+    attention.
     """
     model = model.eval()
-    config = model.config.get_text_config()
-    _check_supported(model, config)
+    if hasattr(model, "cache_shapes"):
+        raise ValueError(f"{type(model).__name__}: its layers are linear attention; export_for_serving takes softmax decoders. "
+                         "Use export_decoder")
+    check_supported(model)
     caches = cache_shapes(model)
     if carried := [name for name in caches if name.endswith("recurrent_state")]:
         raise ValueError(f"{type(model).__name__}: layer {carried[0].partition('.')[0]} is linear attention; "
@@ -98,19 +91,7 @@ def export_for_serving(model, folder, tokenizer=None, block=16, fuse=True, **opt
     t, b, n, m, p = (torch.export.Dim(name, min=1) for name in ("tokens", "batch", "longest", "table", "pool"))
     shapes = {"input_ids": {0: t}, "positions": {0: t}, "slots": {0: b, 1: n}, "rows": {0: t}, "last": {0: b},
               "seq_lens": {0: b}, "query_lens": {0: b}, "block_table": {0: b, 1: m}, "pages": [{0: p}] * len(caches)}
-    folder = Path(folder)
-    with traceable(model, fuse), torch.no_grad():
-        program = export(PackedDecoder(model, caches).eval(), tuple(example.values()), dynamic_shapes=shapes,
-                         input_names=[*list(example)[:-1], *(f"pages.{n}" for n in caches)],
-                         output_names=["logits", *(f"pages_out.{n}" for n in caches)], **options)
-    if fuse:
-        add_function(program.model)
-        fuse_for_onnxruntime(program.model, getattr(config, "max_position_embeddings", None))
-    folder.mkdir(parents=True, exist_ok=True)
-    program.save(str(folder / "model.onnx"))
-    facts = {"kind": "serving", "block": block, "vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model),
-             "max_positions": getattr(config, "max_position_embeddings", None)}
-    (folder / "leanfleet.json").write_text(json.dumps(facts, indent=2) + "\n")
-    if tokenizer is not None:
-        tokenizer.save_pretrained(folder)
-    return program
+    names = {"input_names": [*list(example)[:-1], *(f"pages.{n}" for n in caches)],
+             "output_names": ["logits", *(f"pages_out.{n}" for n in caches)]}
+    return write(PackedDecoder(model, caches).eval(), tuple(example.values()), shapes, folder,
+                 {"kind": "serving", "block": block}, tokenizer, fuse, verify, rope, names | options)

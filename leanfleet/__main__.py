@@ -1,7 +1,17 @@
-"""python -m leanfleet: the same as the command leanfleet."""
+"""python -m leanfleet, and the command leanfleet."""
 
 import sys
 
-from leanfleet.cli import main
 
-sys.exit(main())
+def main():
+    """cli.main; Ctrl-C while that is imported ends the process as quietly as later."""
+    try:
+        from leanfleet import cli
+
+        return cli.main()
+    except KeyboardInterrupt:
+        return 130
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -20,6 +20,7 @@ import math
 import statistics
 import time
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -27,6 +28,7 @@ import torch
 import leanfleet
 from leanfleet import native, plotting, spec
 from leanfleet.export import reference, torch_ops
+from leanfleet.files import check_file, new_file
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DECAYS = ("none", "head", "token")
@@ -35,6 +37,7 @@ CACHE_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}  # more than any last-level 
 # of the inputs. That is done block by block; in float32 the same sums token by token are up to 10 times as far away.
 TOLERANCE = {"float32": 16, "float16": 2, "bfloat16": 2}
 MIN_ROUNDS, SLOW_ROUNDS = 7, 3  # calls that are timed at least; the second where one call takes longer than `seconds`
+PROBE_TOKENS = 16  # of the first call that tells how long a method will take
 REFUSALS = (ValueError, NotImplementedError, torch.OutOfMemoryError)
 
 
@@ -272,21 +275,68 @@ def _time(calls, device, budget):
     return samples
 
 
+def _total(call, budget):
+    """Seconds that the check and the timing of a method take, each call of which takes `call` seconds."""
+    return 2 * call + max(budget, call * (MIN_ROUNDS if call <= budget else SLOW_ROUNDS))
+
+
+def _expected(function, inputs, grad_output, device, budget, limit):
+    """Seconds that the check and the timing of a method are expected to take; where that is below `limit` for sure, 0.
+
+    Calls it on the first 16, 64, ... tokens until it is clear.
+    """
+    tokens, before = inputs[0].shape[2], None
+    n = PROBE_TOKENS
+    while n < tokens:
+        cut = [t if t is None or t.dim() == 1 else t[:, :, :n].contiguous() for t in inputs]
+        cut_grad = None if grad_output is None else grad_output[:, :, :n].contiguous()
+        best = math.inf
+        for _ in range(3):  # the first call may load and compile things, any may be held up
+            start = time.perf_counter()
+            _results(function, cut, cut_grad)
+            if device == "cuda":
+                torch.cuda.synchronize()
+            best = min(best, time.perf_counter() - start)
+            if (total := _total(_extrapolated(before, (n, best), tokens), budget)) <= limit:
+                break
+        if total > limit:
+            return total
+        if _total(best * (tokens / n) ** 2, budget) <= limit:  # no method takes more than the square
+            break
+        n, before = 4 * n, (n, best)
+    return 0.0
+
+
+def _extrapolated(before, last, tokens):
+    """Seconds of a call on so many tokens, from two calls (tokens, seconds): by their power, at most 2, where time grows faster
+    than the tokens, and by a line where what a call takes in any case still shows. before None: the least, those of last."""
+    n, seconds = last
+    if before is None:
+        return seconds
+    power = min(math.log(seconds / before[1]) / math.log(n / before[0]), 2.0)
+    if power > 1:
+        return seconds * (tokens / n) ** power
+    return seconds + max(seconds - before[1], 0.0) / (n - before[0]) * (tokens - n)
+
+
 # Benchmarks
 
 
 def run(shapes, names=None, operator="causal_linear_decay", device="cpu", dtype="float32", log_decay="head", grad=False,
-        seconds=0.5, rtol=None, seed=0, on_case=None):
+        seconds=0.5, rtol=None, seed=0, on_case=None, limit=None, on_progress=None):
     """Checks and times methods on shapes; returns a report, which write_json and plot take.
 
     shapes: of Shape. names: of registered methods; None: all of the operator's. device: "cpu" or "cuda". dtype: a key of
     DTYPES. log_decay: see make_inputs. grad: time forward and backward together, and check the gradients too. seconds:
     spent on timing each method of each shape, for MIN_ROUNDS calls or more. rtol: the largest allowed error; None: TOLERANCE
-    times that of the reference in the inputs' own type. on_case: called with each finished list of rows.
+    times that of the reference in the inputs' own type. on_case: called with each finished list of rows. limit: seconds; a
+    method that is expected to keep a shape busy for longer, the check included, is left out (None: none is); that is told
+    from calls on a few tokens. on_progress: called with (shape, what comes next) before each step that may take long.
 
     The report is a dict: "machine", "settings" and "rows". A row is a method on a shape: "status" is "ok", "wrong" (its
-    error, relative and in norms, is above "tolerance"), "refused" (with "reason") or "failed" (it raised something else);
-    only ok ones have "seconds" (the median), "spread" (half the distance of the quartiles, seconds) and "rounds".
+    error, relative and in norms, is above "tolerance"), "refused" (with "reason"), "left out" (beyond `limit`) or "failed"
+    (it raised something else); only ok ones have "seconds" (the median), "spread" (half the distance of the quartiles,
+    seconds) and "rounds".
     Raises ValueError for an unknown name, device, type or operator.
     """
     if operator not in OPERATORS:
@@ -299,7 +349,8 @@ def run(shapes, names=None, operator="causal_linear_decay", device="cpu", dtype=
     chosen = [_method(name, operator) for name in (methods(operator) if names is None else names)]
     rows = []
     for shape in shapes:
-        case = _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, rtol, seed)
+        tell = partial(on_progress, shape) if on_progress else lambda what: None
+        case = _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, rtol, seed, limit, tell)
         rows += case
         if on_case:
             on_case(case)
@@ -316,7 +367,7 @@ def _machine(device):
     return facts | {"device": next(names, "unknown"), "threads": torch.get_num_threads()}
 
 
-def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, rtol, seed):
+def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, rtol, seed, limit, tell):
     torch.manual_seed(seed)
     inputs = make_inputs(operator, shape, dtype, log_decay, device)
     size = sum(t.nbytes for t in inputs if t is not None)
@@ -324,6 +375,7 @@ def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, 
     sets = [inputs] + [tuple(None if t is None else t.clone() for t in inputs) for _ in range(copies - 1)]
     grad_output = torch.randn(*inputs[0].shape[:-1], shape.dim).to(inputs[0]) if grad else None
 
+    tell("float64 reference")
     expected = _results(lambda *t: _judge(operator, t), [None if t is None else t.double() for t in inputs], grad_output)
     if rtol is None:
         plain = _results(lambda *t: _judge(operator, t, inputs[0].dtype), inputs, grad_output)
@@ -334,12 +386,16 @@ def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, 
     for method in chosen:
         row = {"method": method.name, "shape": asdict(shape), "status": "ok", "error": None, "tolerance": tolerance}
         rows.append(row)
+        tell(method.name)
         try:
             if device not in method.devices:
                 raise NotImplementedError(f"it runs on {' and '.join(method.devices)} only")
             needed, free = method.memory(shape) * (3 if grad else 1) if method.memory else 0, _free_memory(device)
             if needed > free / 2:
                 raise ValueError(f"it needs {needed / 2**30:.1f} GiB beside its inputs; {free / 2**30:.1f} GiB are free")
+            if limit is not None and (total := _expected(method.function, inputs, grad_output, device, seconds, limit)) > limit:
+                row["status"], row["reason"] = "left out", f"about {total:.0f} s are expected, the limit is {limit:g} s"
+                continue
             row["error"] = _error(_results(method.function, inputs, grad_output), expected)
         except Exception as error:
             row["status"] = "refused" if isinstance(error, REFUSALS) else "failed"
@@ -353,6 +409,8 @@ def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, 
                              f"{tolerance:.1e} are allowed")
             continue
         calls[method.name] = [lambda f=method.function, s=s: _results(f, s, grad_output) for s in sets]
+    if calls:
+        tell("timing")
     samples = _time(calls, device, seconds)
     for row in rows:
         if row["method"] in samples:
@@ -413,16 +471,29 @@ def print_case(rows):
 
 
 def write_json(report, path):
-    """Writes run's report to a file."""
-    Path(path).parent.mkdir(parents=True, exist_ok=True)
-    Path(path).write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+    """Writes run's report to a file. Raises OSError where that cannot be."""
+    with new_file(path) as new:
+        new.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
+
+
+def check_plot(path):
+    """Raises ImportError without matplotlib, ValueError for a kind of picture that it does not write, and OSError for a path
+    that cannot be written."""
+    import matplotlib  # noqa: F401
+    from matplotlib.backend_bases import FigureCanvasBase
+
+    kinds = sorted(FigureCanvasBase.get_supported_filetypes())
+    if Path(path).suffix[1:].lower() not in kinds:
+        raise ValueError(f"{path} is no kind of picture; matplotlib writes .{', .'.join(kinds)}")
+    check_file(path)
 
 
 def plot(report, path):
     """Draws run's report: milliseconds over tokens, both logarithmic, a line for each method, a panel for each set of the
-    other sizes. path ends in what matplotlib writes: .png, .pdf, .svg. Raises ImportError without matplotlib, and
-    ValueError where nothing was timed.
+    other sizes. path ends in what matplotlib writes: .png, .pdf, .svg. Raises what check_plot raises, and ValueError where
+    nothing was timed.
     """
+    check_plot(path)
     timed = [row for row in report["rows"] if row["status"] == "ok"]
     if not timed:
         raise ValueError("there is nothing to plot: no method was timed")
@@ -437,7 +508,7 @@ def plot(report, path):
     title = f"On {Shape(**largest)} {first['method']} is the fastest: {first['seconds'] * 1e3:.3g} ms"
     note = (f"{settings['operator']}, {settings['dtype']}, {'forward and backward' if settings['grad'] else 'forward'}, "
             f"{report['machine']['device']}; bars: spread of the samples.")
-    with plotting.page(path, title, note, len(panels) * max(3, 0.2 * len(names) + 1)) as figure:
+    with new_file(path) as new, plotting.page(new, title, note, len(panels) * max(3, 0.2 * len(names) + 1)) as figure:
         for axes, rows in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.values(), strict=True):
             _panel(axes, rows, names)
 

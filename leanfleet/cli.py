@@ -1,35 +1,65 @@
 """The command `leanfleet`. Importing this module needs only the standard library.
 
-Exit codes: 0 all well, 1 a comparison found a mismatch, 2 wrong usage or something missing, with one line that says
-what to do about it.
+Exit codes: 0 all well, 1 a comparison found a mismatch, 2 wrong usage or something missing or damaged, with one line that
+says what to do about it, 130 stopped by Ctrl-C, 141 nobody reads the output any more (as in `leanfleet info | head`).
+What a command writes is there whole or not at all.
 """
 
 import argparse
 import ctypes
 import json
 import math
+import os
 import platform
 import re
 import sys
 from collections import Counter
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 
 import leanfleet
-from leanfleet import generate, native, spec
+from leanfleet import files, generate, native, spec
 
 LIBRARIES = ("leanfleet", "leanfleet_ort", "leanfleet_trt")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "torch", "onnx", "onnxscript", "polygraphy", "transformers")
 
 
+INTERRUPTED, UNREAD = 130, 141  # 128 and the number of the signal, as shells count
+
+
 def main(argv=None):
-    """Runs a command line (default: the process's) and returns the exit code."""
-    arguments = _parser().parse_args(argv)
+    """Runs a command line (default: the process's) and returns the exit code. Raises SystemExit for --help and arguments that
+    argparse refuses."""
+    try:
+        try:
+            arguments = _parser().parse_args(argv)
+            return _run(arguments)
+        finally:
+            if sys.stdout is not None:
+                sys.stdout.flush()  # here, where a closed pipe is caught, and not while Python ends
+    except BrokenPipeError:
+        _discard_output()
+        return UNREAD
+    except KeyboardInterrupt:
+        return INTERRUPTED
+
+
+def _run(arguments):
     try:
         return arguments.run(arguments)
-    except (ValueError, RuntimeError, OSError, ImportError) as error:
+    except BrokenPipeError:
+        raise
+    except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as error:
         print(f"leanfleet {arguments.command}: {' '.join(_explanation(error, arguments.command).split())}", file=sys.stderr)
         return 2
+
+
+def _discard_output():
+    """What is still in stdout's buffer goes nowhere: Python would try again to write it, and complain."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _parser():
@@ -113,8 +143,12 @@ def _parser():
     bench.add_argument("--dtype", default="float32", help="float32 (default), float16 or bfloat16")
     bench.add_argument("--decay", default="head", help="none, head (default: one for each head) or token")
     bench.add_argument("--grad", action="store_true", help="forward and backward together")
-    bench.add_argument("--seconds", type=float, default=0.5, help="spent on each method of each shape (default: %(default)s)")
-    bench.add_argument("--threads", type=int, help="of the CPU (default: torch's)")
+    bench.add_argument("--seconds", type=_seconds, default=0.5,
+                       help="spent on each method of each shape (default: %(default)s)")
+    bench.add_argument("--limit", type=_seconds, default=10.0, metavar="SECONDS",
+                       help="leave out, and say so, methods that a shape is expected to keep busy for longer than that, checks "
+                            "and all (default: %(default)s)")
+    bench.add_argument("--threads", type=_positive, help="of the CPU (default: torch's)")
     bench.add_argument("--out", metavar="FILE.json", help="also write the results there")
     bench.add_argument("--plot", metavar="FILE.png", help="also draw them there; needs matplotlib")
     bench.set_defaults(run=bench_command)
@@ -134,12 +168,18 @@ def _add_engine(commands):
     build.add_argument("model", help="an ONNX file with leanfleet nodes")
     build.add_argument("engine", help="the file to write")
     build.add_argument("--profile", type=_profile, action="append", default=[], metavar="NAME=MIN:OPT:MAX,...",
-                       help="sizes of the open dimensions, such as batch=1:1:8,tokens=1:16:512; each gives one profile")
+                       help="sizes of all open dimensions, such as batch=1:1:8,tokens=1:16:512; each gives one profile")
     build.add_argument("--compute-capability", action="append", default=[], metavar="8.9",
-                       help="of the GPU to build for (TensorRT-RTX); may be given again; default: the GPU that is here")
+                       help="of the GPU to build for (TensorRT-RTX); may be given again; default: the first GPU that is "
+                            "here; needed where there is none")
     build.add_argument("--copy-caches", action="store_true", help="no output shares an input's buffer")
     build.add_argument("--embed-plugins", action="store_true", help="put the plugin library into the engine, for Triton")
     build.set_defaults(run=engine_build_command)
+
+    loading = argparse.ArgumentParser(add_help=False)
+    loading.add_argument("--allow-host-code", action="store_true",
+                         help="let the engine run code that its file holds, as --embed-plugins puts it there, in this process, "
+                              "with all your rights: for files from somebody you trust alone")
 
     prepare = actions.add_parser(
         "prepare", help="an ONNX model for trtexec and other tools",
@@ -148,17 +188,17 @@ def _add_engine(commands):
     prepare.add_argument("output", help="the ONNX file to write")
     prepare.set_defaults(run=engine_prepare_command)
 
-    inspect = actions.add_parser("inspect", parents=[common], help="what an engine holds",
+    inspect = actions.add_parser("inspect", parents=[common, loading], help="what an engine holds",
                                  description="Shows an engine's tensors and layers. Needs a GPU that it was built for.")
     inspect.add_argument("engine", help="an engine file")
     inspect.set_defaults(run=engine_inspect_command)
 
-    run = actions.add_parser("run", parents=[common], help="run an engine",
+    run = actions.add_parser("run", parents=[common, loading], help="run an engine",
                              description="Runs an engine and times it. Needs a GPU that it was built for.")
     run.add_argument("engine", help="an engine file")
     run.add_argument("--inputs", metavar="FILE.npz", help="inputs by name; default: ones, in the profile's usual sizes")
     run.add_argument("--profile", type=int, default=0, help="number of the profile (default: 0)")
-    run.add_argument("--runs", type=int, default=20, help="timed runs (default: %(default)s)")
+    run.add_argument("--runs", type=_positive, default=20, help="timed runs (default: %(default)s)")
     run.add_argument("--save", metavar="FILE.npz", help="write the outputs there")
     run.set_defaults(run=engine_run_command)
 
@@ -169,6 +209,8 @@ def _profile(text):
         name, _, sizes = part.partition("=")
         if not re.fullmatch(r"\d+:\d+:\d+", sizes):
             raise argparse.ArgumentTypeError(f"'{part}' is not NAME=MIN:OPT:MAX, such as batch=1:1:8")
+        if name in profile:
+            raise argparse.ArgumentTypeError(f"{name} has two sizes; each --profile gives one to every open dimension")
         profile[name] = tuple(map(int, sizes.split(":")))
     return profile
 
@@ -178,6 +220,22 @@ def _size(text):
     if not name or not number.isdigit() or int(number) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME=N with N at least 1, such as batch=3")
     return name, int(number)
+
+
+def _positive(text):
+    if not text.isdecimal() or int(text) == 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 1 or more")
+    return int(text)
+
+
+def _seconds(text):
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"'{text}' is not a positive number")
+    return value
 
 
 def _tolerance(text):
@@ -195,7 +253,7 @@ def _explanation(error, command):
                  "export" if package in ("torch", "onnxscript", "onnx_ir") else
                  "models" if package in ("transformers", "gguf") else "ort" if command == "generate" else "polygraphy")
         return f"the package {package} is missing: pip install 'leanfleet[{extra}]'"
-    return str(error)
+    return str(error) or ("out of memory" if isinstance(error, MemoryError) else type(error).__name__)
 
 
 # info
@@ -357,6 +415,7 @@ def rewrite_command(arguments):
         raise ValueError("--inputs are what the result is verified with: leave --no-verify out")
     from leanfleet.export import rewrite, rewrite_check
 
+    files.check_file(arguments.output)
     try:
         rows = rewrite.rewrite_file(
             arguments.model, arguments.output, arguments.to, operators=arguments.operator, fixed_caches=arguments.fixed_caches,
@@ -403,12 +462,14 @@ def engine_build_command(arguments):
     finally:
         if phases and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-    facts = {"engine": arguments.engine, "runtime": built.runtime, "bytes": len(built.engine), "seconds": built.seconds,
+    facts = {"engine": arguments.engine, "runtime": built.runtime, "compute_capabilities": built.gpus,
+             "bytes": len(built.engine), "seconds": built.seconds,
              "layers": [{"name": name, "operator": operator} for name, operator in built.layers]}
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(f"{arguments.engine}: {len(built.engine) / 1e6:.1f} MB in {built.seconds:.1f} s, {built.runtime}")
+        print(f"{arguments.engine}: {len(built.engine) / 1e6:.1f} MB in {built.seconds:.1f} s, {built.runtime}, for compute "
+              f"capability {', '.join(built.gpus)}")
         print_table([(f"{op or 'another plugin'} x{count}",) for op, count in
                      sorted(Counter(op for _, op in built.layers).items())] or [("no plugin layers",)])
     return 0
@@ -425,7 +486,7 @@ def engine_prepare_command(arguments):
 def engine_inspect_command(arguments):
     from leanfleet import trt_plugins
 
-    found = trt_plugins.inspect(arguments.engine, trt_plugins.runtime(arguments.runtime))
+    found = trt_plugins.inspect(arguments.engine, trt_plugins.runtime(arguments.runtime), arguments.allow_host_code)
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -442,11 +503,13 @@ def engine_run_command(arguments):
     from leanfleet import trt_plugins
     from leanfleet.trt_plugins import running
 
-    engine = running.Engine(arguments.engine, trt_plugins.runtime(arguments.runtime))
-    feed = _read_inputs(arguments.inputs) if arguments.inputs else engine.made_up_inputs(arguments.profile)
-    outputs, milliseconds = engine.timed(feed, arguments.profile, arguments.runs)
-    if arguments.save:
-        np.savez(arguments.save, **outputs)
+    with files.new_file(arguments.save) if arguments.save else nullcontext() as saved:
+        engine = running.Engine(arguments.engine, trt_plugins.runtime(arguments.runtime), host_code=arguments.allow_host_code)
+        feed = _read_inputs(arguments.inputs) if arguments.inputs else engine.made_up_inputs(arguments.profile)
+        outputs, milliseconds = engine.timed(feed, arguments.profile, arguments.runs)
+        if saved:
+            with open(saved, "wb") as file:
+                np.savez(file, **outputs)
     rows = [{"name": name, "shape": list(array.shape), "finite": bool(np.isfinite(array).all())}
             for name, array in outputs.items()]
     if arguments.json:
@@ -464,7 +527,9 @@ def bench_command(arguments):
     from leanfleet import bench
 
     if arguments.plot:
-        import matplotlib  # noqa: F401  before the work, not after it
+        bench.check_plot(arguments.plot)
+    if arguments.out:
+        files.check_file(arguments.out)
     for path in arguments.load:
         bench.load_file(path)
     if arguments.list:
@@ -477,7 +542,8 @@ def bench_command(arguments):
     shapes = [bench.parse_shape(text) for text in arguments.shapes.split(",")]
     names = arguments.methods.split(",") if arguments.methods else None
     report = bench.run(shapes, names, arguments.operator, arguments.device, arguments.dtype, arguments.decay,
-                       arguments.grad, arguments.seconds, on_case=bench.print_case)
+                       arguments.grad, arguments.seconds, on_case=bench.print_case, limit=arguments.limit,
+                       on_progress=lambda shape, what: print(f"{shape}: {what} ...", file=sys.stderr, flush=True))
     if arguments.out:
         bench.write_json(report, arguments.out)
     if arguments.plot:

@@ -22,7 +22,7 @@ from importlib import metadata
 from pathlib import Path
 
 import leanfleet
-from leanfleet import native, spec
+from leanfleet import driver, native, spec
 
 SECONDS = 180  # that one probe may take
 # What can be installed: name of the import, distributions that bring it, extra of leanfleet that asks for it.
@@ -249,12 +249,13 @@ def _library_fix(library, error):
 
 
 def _probe(name, *arguments):
-    """(True, what the probe returned) or (False, why it failed)."""
+    """(True, what the probe returned) or (False, why it failed). -P keeps Python from looking for modules in the current
+    folder, where a json.py may lie, before it has the path of this process."""
     command = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from leanfleet import doctor; doctor.run_probe()"
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         try:
-            done = subprocess.run([sys.executable, "-c", command, json.dumps(sys.path), str(answer), name, *arguments],
+            done = subprocess.run([sys.executable, "-P", "-c", command, json.dumps(sys.path), str(answer), name, *arguments],
                                   stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
         except (OSError, subprocess.SubprocessError) as error:
             late = isinstance(error, subprocess.TimeoutExpired)
@@ -289,39 +290,13 @@ def _import_package(name):
 
 def _look_at_gpu():
     """Name, compute capability and driver of every GPU, from the driver alone."""
-    cuda = _driver()
-    version, count = ctypes.c_int(), ctypes.c_int()
-    _driver_call(cuda, "cuDriverGetVersion", ctypes.byref(version))
-    _driver_call(cuda, "cuDeviceGetCount", ctypes.byref(count))
-    if not count.value:
-        raise RuntimeError("the driver is there and finds no GPU")
-    gpus = []
-    for device in range(count.value):
-        name, numbers = ctypes.create_string_buffer(256), []
-        _driver_call(cuda, "cuDeviceGetName", name, 256, device)
-        for attribute in (75, 76):  # CU_DEVICE_ATTRIBUTE_COMPUTE_CAPABILITY_MAJOR, _MINOR
-            number = ctypes.c_int()
-            _driver_call(cuda, "cuDeviceGetAttribute", ctypes.byref(number), attribute, device)
-            numbers.append(number.value)
-        gpus.append(f"{name.value.decode(errors='replace')} (sm_{numbers[0]}{numbers[1]})")
+    cuda, version = driver.load(), ctypes.c_int()
+    driver.call(cuda, "cuDriverGetVersion", ctypes.byref(version))
+    gpus = [f"{gpu.name} (sm_{gpu.capability.replace('.', '')})" for gpu in driver.gpus(cuda)]
     text = f"{', '.join(gpus)}; driver for CUDA {version.value // 1000}.{version.value % 1000 // 10}"
     module = Path("/proc/driver/nvidia/version")
     release = re.search(r"\d+\.\d+[\d.]*", module.read_text()) if module.exists() else None
     return text + (f", release {release[0]}" if release else "")
-
-
-def _driver():
-    cuda = ctypes.CDLL("libcuda.so.1")
-    _driver_call(cuda, "cuInit", 0)
-    return cuda
-
-
-def _driver_call(cuda, function, *arguments):
-    code = getattr(cuda, function)(*arguments)
-    if code:
-        text = ctypes.c_char_p()
-        cuda.cuGetErrorString(code, ctypes.byref(text))
-        raise RuntimeError(f"{function} failed: {(text.value or b'').decode()} ({code})")
 
 
 class Case:
@@ -367,22 +342,22 @@ def _try_library():
 
 def _try_cuda():
     """LeanAttention on the first GPU, in memory of the driver's."""
-    cuda, case = _driver(), Case()
+    cuda, case = driver.load(), Case()
     context = ctypes.c_void_p()
-    _driver_call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
-    _driver_call(cuda, "cuCtxSetCurrent", context)
+    driver.call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
+    driver.call(cuda, "cuCtxSetCurrent", context)
 
     def allocate(size):
         address = ctypes.c_uint64()
-        _driver_call(cuda, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 4)))
-        _driver_call(cuda, "cuMemsetD8_v2", address, 0, ctypes.c_size_t(max(size, 4)))
+        driver.call(cuda, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 4)))
+        driver.call(cuda, "cuMemsetD8_v2", address, 0, ctypes.c_size_t(max(size, 4)))
         return address
 
     inputs, outputs = [], {}
     for name, shape in case.shapes.items():
         content = case.inputs[name].tobytes()
         address = allocate(len(content))
-        _driver_call(cuda, "cuMemcpyHtoD_v2", address, content, ctypes.c_size_t(len(content)))
+        driver.call(cuda, "cuMemcpyHtoD_v2", address, content, ctypes.c_size_t(len(content)))
         inputs.append((address.value, shape, "float32"))
     for name, shape in case.outputs.items():
         outputs[name] = allocate(4 * math.prod(shape))
@@ -390,11 +365,11 @@ def _try_cuda():
                        device="cuda")
     scratch_bytes, sync_bytes = call.workspace()
     call.run(allocate(scratch_bytes).value, scratch_bytes, allocate(sync_bytes).value, sync_bytes)
-    _driver_call(cuda, "cuCtxSynchronize")
+    driver.call(cuda, "cuCtxSynchronize")
     found = {}
     for name, shape in case.outputs.items():
         content = ctypes.create_string_buffer(4 * math.prod(shape))
-        _driver_call(cuda, "cuMemcpyDtoH_v2", content, outputs[name], ctypes.c_size_t(len(content)))
+        driver.call(cuda, "cuMemcpyDtoH_v2", content, outputs[name], ctypes.c_size_t(len(content)))
         found[name] = array("f", content.raw)
     case.compare(found)
     return "LeanAttention right on the GPU"

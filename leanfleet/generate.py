@@ -1,16 +1,21 @@
 """The commands `leanfleet export` and `leanfleet generate`. Importing this module needs only the standard library."""
 
+import json
 import sys
 import warnings
 from pathlib import Path
+
+from leanfleet import files
+
+HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there is a hub
 
 
 def add_commands(commands):
     """Adds both to argparse's subcommands."""
     export = commands.add_parser(
         "export", help="a transformers model to a folder that `leanfleet generate` runs",
-        description="Exports a causal language model of transformers to ONNX with leanfleet nodes. Needs the extras export "
-                    "and models.")
+        description="Exports a causal language model of transformers to ONNX with leanfleet nodes, and checks the file against "
+                    "the model. Exit code 1, and nothing written, when they differ. Needs the extras export, models and ort.")
     export.add_argument("model", help="a folder with a model and its tokenizer (safetensors or one GGUF file), or a name on "
                                       "the Hugging Face hub")
     export.add_argument("folder", help="the folder to write")
@@ -18,6 +23,11 @@ def add_commands(commands):
                         help="of weights and caches (default: %(default)s)")
     export.add_argument("--no-fuse", dest="fuse", action="store_false", help="standard operators and leanfleet's alone, "
                         "none of ONNX Runtime's own (experts as MoE nodes, sums and norms in one, fused rotary encodings)")
+    export.add_argument("--no-verify", dest="verify", action="store_false",
+                        help="do not run the exported file and compare it with the model before it gets its place")
+    export.add_argument("--rope", default="short", choices=("short", "long"),
+                        help="for models with longrope: right up to original_max_position_embeddings (short, the default), or "
+                             "as the model computes requests longer than that, at every length (long)")
     export.set_defaults(run=export_command)
 
     generate = commands.add_parser(
@@ -26,7 +36,8 @@ def add_commands(commands):
                     "Several prompts are answered in one batch. Speeds go to stderr.")
     generate.add_argument("folder", help="written by leanfleet export or leanfleet.export.export_decoder, with its tokenizer")
     generate.add_argument("prompt", nargs="+", help="what to answer or to continue; - reads it from stdin")
-    generate.add_argument("--max-tokens", type=int, default=128, metavar="N", help="new tokens at most (default: %(default)s)")
+    generate.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 128, or as many as the "
+                                                                      "model has positions for)")
     generate.add_argument("--temperature", type=float, help="0, the default: always the likeliest token; with --top-k or "
                                                             "--top-p the default is 1")
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)")
@@ -43,42 +54,126 @@ def add_commands(commands):
     generate.set_defaults(run=generate_command)
 
 
-def load_pretrained(model, dtype="float32"):
-    """(transformers model in eval mode, its tokenizer). model: a folder, also one with a single GGUF file, or a hub name.
+def locate(model):
+    """Options of from_pretrained for a model: a folder, also one with a single GGUF file, or a name on the hub.
 
-    Raises OSError for what is no model, ValueError for a folder with several GGUF files.
+    Asks the hub once, for HUB_SECONDS at most: transformers would ask again and again for a mistyped path. Raises OSError for
+    what is neither, ValueError for a folder with several GGUF files or none.
     """
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    folder = Path(model)
+    if folder.is_dir():
+        if (folder / "config.json").exists():
+            return {}
+        found = sorted(folder.glob("*.gguf"))
+        if len(found) != 1:
+            what = f"{len(found)} GGUF files" if found else "neither config.json nor a GGUF file"
+            raise ValueError(f"{folder} holds {what}; give a folder with one transformers model")
+        return {"gguf_file": found[0].name}
+    if folder.exists():
+        raise NotADirectoryError(f"{model} is a file; give the folder that it lies in")
+    from huggingface_hub import HfApi, try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError, HfHubHTTPError
+    from huggingface_hub.utils import validate_repo_id
+
+    neither = f"{model} is neither a folder here nor a model on the Hugging Face hub"
+    try:
+        validate_repo_id(str(model))
+    except HFValidationError:
+        raise FileNotFoundError(f"{neither}, whose names are OWNER/NAME") from None
+    try:
+        HfApi().model_info(str(model), timeout=HUB_SECONDS)
+    except HfHubHTTPError as error:
+        raise FileNotFoundError(f"{neither}, or one for those alone who log in with `hf auth login`: {error}") from None
+    except Exception as error:  # of the library that huggingface_hub speaks HTTP with, which changes from version to version
+        if isinstance(try_to_load_from_cache(str(model), "config.json"), str):
+            return {"local_files_only": True}
+        raise FileNotFoundError(f"{model} is no folder here, and the Hugging Face hub does not answer: {error}") from None
+    return {}
+
+
+def quieten_transformers():
+    """Its errors come as exceptions."""
     from transformers.utils import logging
 
     logging.set_verbosity_error()
     logging.disable_progress_bar()
-    options = {}
-    folder = Path(model)
-    if folder.is_dir() and not (folder / "config.json").exists():
-        files = sorted(folder.glob("*.gguf"))
-        if len(files) != 1:
-            found = f"{len(files)} GGUF files" if files else "neither config.json nor a GGUF file"
-            raise ValueError(f"{folder} holds {found}; give a folder with one transformers model")
-        options["gguf_file"] = files[0].name
-    loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options)
-    return loaded.eval(), AutoTokenizer.from_pretrained(model, **options)
+
+
+def load_pretrained(model, dtype="float32"):
+    """(transformers model in eval mode, its tokenizer). model: a folder, also one with a single GGUF file, or a hub name.
+
+    Raises OSError for what is no model, ValueError for a folder with several GGUF files and for damaged files.
+    """
+    options = locate(model)
+    import torch
+    from safetensors import SafetensorError
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    quieten_transformers()
+    with files.reading(f"the model {model}"):
+        try:
+            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options)
+        except SafetensorError:
+            _check_weights(Path(model))
+            raise
+    with files.reading(f"the tokenizer of {model}"):
+        return loaded.eval(), AutoTokenizer.from_pretrained(model, **options)
+
+
+def _check_weights(folder):
+    """Raises ValueError for the first file of weights that safetensors cannot read."""
+    from safetensors import SafetensorError, safe_open
+
+    for path in sorted(folder.glob("*.safetensors")):
+        try:
+            with safe_open(path, "pt"):
+                pass
+        except SafetensorError as error:
+            raise ValueError(f"{path} is damaged or not whole: {error}") from None
 
 
 def export_command(arguments):
     from leanfleet.export import export_decoder
     from leanfleet.export.experts import ExpertsWarning
+    from leanfleet.export.verification import VerificationError
 
     warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
     warnings.filterwarnings("default", category=ExpertsWarning)
+    files.check_folder(arguments.folder)
     print(f"loading {arguments.model} ...", file=sys.stderr, flush=True)
     model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
-    print(f"exporting {type(model).__name__} ...", file=sys.stderr, flush=True)
-    export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse)
-    size = sum(f.stat().st_size for f in Path(arguments.folder).iterdir()) / 1e6
-    print(f"wrote {arguments.folder} ({size:.0f} MB); next: leanfleet generate {arguments.folder} \"Hello\"", file=sys.stderr)
+    print(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...",
+          file=sys.stderr, flush=True)
+    try:
+        export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope)
+    except VerificationError as error:
+        print(f"leanfleet export: {error}", file=sys.stderr)
+        return 1
+    folder = Path(arguments.folder)
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    print(describe_verification(facts.get("verified")), file=sys.stderr)
+    size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
+    print(f"wrote {folder} ({size:.0f} MB); next: {next_step(folder, arguments.dtype)}", file=sys.stderr)
     return 0
+
+
+def describe_verification(verified):
+    """One line about leanfleet.json's entry of that name."""
+    if verified is None:
+        return "not verified: --no-verify"
+    if "skipped" in verified:
+        return f"not verified: {verified['skipped']}"
+    return (f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
+            f"{verified['largest_difference']:.1e} at most ({verified['bound']:.1e} allowed)")
+
+
+def next_step(folder, dtype):
+    """What to do with an exported folder."""
+    command = f'leanfleet generate {folder} "Hello"'
+    if dtype != "bfloat16":
+        return command
+    return (f"{command} --provider cuda, or leanfleet engine build. bfloat16 needs a GPU: ONNX Runtime's CPU provider has no "
+            "kernels for it; for CPUs export with --dtype float32")
 
 
 def generate_command(arguments):
@@ -91,9 +186,11 @@ def generate_command(arguments):
     temperature = arguments.temperature
     if temperature is None:
         temperature = 1.0 if arguments.top_k or arguments.top_p < 1 else 0.0
+    generation.check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
     decoder = generation.load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
-    tokenizer = generation.load_tokenizer(arguments.folder)
+    tokenizer = decoder.tokenizer
+    quieten_transformers()
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
     prompts = [generation.encode(tokenizer, text, False if arguments.raw else None, arguments.system) for text in texts]
     statistics = generation.Statistics()
@@ -104,6 +201,7 @@ def generate_command(arguments):
         print_stream(steps, tokenizer, len(prompts))
     except KeyboardInterrupt:
         print()
+        raise
     print(describe(statistics), file=sys.stderr)
     return 0
 

@@ -12,8 +12,11 @@ import shutil
 from pathlib import Path
 
 import onnx_ir as ir
+from google.protobuf.message import DecodeError
 
+from leanfleet.files import new_folder
 from leanfleet.ort_ops import get_library_path
+from leanfleet.ort_ops.generation import WRITER, read_facts
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "added_tokens.json")
 DEFAULT_CONTEXT = 4096  # where the decoder says nothing
@@ -24,27 +27,28 @@ def bundle(folder, target):
 
     folder: what export_decoder wrote. Generation is greedy until told otherwise (search options of genai_config.json).
     Without the tokenizer's files (export_decoder's tokenizer) onnxruntime-genai generates from token ids alone.
-    Raises FileNotFoundError where a file is missing, ValueError for another kind of model, or where target is folder.
+    Raises FileNotFoundError where a file is missing, ValueError for damaged files, another kind of model, or where target is
+    folder, OSError where target cannot be written; target is then as it was.
     """
     folder, target = Path(folder), Path(target)
-    for name in ("model.onnx", "leanfleet.json"):
-        if not (folder / name).exists():
-            raise FileNotFoundError(f"{folder / name} does not exist; write the folder with leanfleet.export.export_decoder")
+    facts = read_facts(folder, "decoder", WRITER)
     if folder.resolve() == target.resolve():
         raise ValueError(f"the bundle goes to a folder of its own; {target} holds the decoder")
     library = Path(get_library_path())
-    facts = json.loads((folder / "leanfleet.json").read_text())
-    model = ir.load(folder / "model.onnx")
-    caches = _adapt(model.graph, folder)
-    target.mkdir(parents=True, exist_ok=True)
-    external = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())
-    ir.save(model, target / "model.onnx", external_data="model.onnx.data" if external else None)
-    for pattern in TOKENIZER_FILES:
-        for path in folder.glob(pattern):
-            shutil.copy(path, target)
-    shutil.copy(library, target)
-    config = _config(facts, caches, library.name, _special_tokens(folder, facts["stop_tokens"]))
-    (target / "genai_config.json").write_text(json.dumps(config, indent=2) + "\n")
+    with new_folder(target) as new:
+        try:
+            model = ir.load(folder / "model.onnx")
+        except DecodeError as error:
+            raise ValueError(f"{folder / 'model.onnx'} is no ONNX model: {error}") from None
+        caches = _adapt(model.graph, folder)
+        config = _config(facts, caches, library.name, _special_tokens(folder, facts["stop_tokens"]))
+        external = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())
+        ir.save(model, new / "model.onnx", external_data="model.onnx.data" if external else None)
+        for pattern in TOKENIZER_FILES:
+            for path in folder.glob(pattern):
+                shutil.copy(path, new)
+        shutil.copy(library, new)
+        (new / "genai_config.json").write_text(json.dumps(config, indent=2) + "\n")
     return target
 
 
@@ -103,8 +107,11 @@ def _special_tokens(folder, stop):
     path = folder / "tokenizer_config.json"
     if not path.exists() or not (folder / "tokenizer.json").exists():
         return {}
-    named = json.loads(path.read_text())
-    added = json.loads((folder / "tokenizer.json").read_text()).get("added_tokens", [])
+    try:
+        named = json.loads(path.read_text())
+        added = json.loads((folder / "tokenizer.json").read_text()).get("added_tokens", [])
+    except (ValueError, AttributeError) as error:
+        raise ValueError(f"the tokenizer in {folder} is damaged: {error}") from None
     ids = {t["content"]: t["id"] for t in added}
     texts = {name: named.get(name) for name in ("bos_token", "pad_token")}
     texts = {name: t["content"] if isinstance(t, dict) else t for name, t in texts.items()}

@@ -1,4 +1,5 @@
-"""Text generation with a decoder that leanfleet.export.export_decoder wrote. Needs onnxruntime and numpy.
+"""Text generation with a decoder that leanfleet.export.export_decoder wrote. Needs onnxruntime and numpy, for texts
+transformers.
 
 Key/value caches and the states of linear attention are allocated once, bound to the graph's inputs and outputs alike, and
 updated in place: a step copies no cache. Prompts of unequal length run in one batch (query_lens). On the CUDA provider
@@ -6,21 +7,39 @@ caches and states live on the device, and decode steps can be captured as CUDA g
 """
 
 import json
+import math
+import operator
 import time
+from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
 
+from leanfleet.files import reading
+
 _ONNX_TYPES = {"float32": 1, "float16": 10, "bfloat16": 16}
 _SESSION_TYPES = {"tensor(float)": 1, "tensor(float16)": 10, "tensor(bfloat16)": 16}
 _PAST, _PRESENT = "past_key_values.", "present."
+WRITER = "leanfleet.export.export_decoder"
+INPUTS = {"input_ids": "tensor(int64)", "seq_lens": "tensor(int32)", "query_lens": "tensor(int32)"}  # beside the caches
+NEW_TOKENS = 128  # of an answer, where nothing else is said and the model has positions for them
+
+
+class FolderTokenizer:
+    """`tokenizer` of a loaded decoder: the one in its folder, loaded when it is asked for."""
+
+    @cached_property
+    def tokenizer(self):
+        return load_tokenizer(self.folder)
 
 
 @dataclass
-class DecoderSession:
+class DecoderSession(FolderTokenizer):
     """A loaded decoder folder. `caches` are the session's inputs that outputs replace; shapes have "batch" and "capacity"
-    where they stand. `in_place` is false without the library, where the function body returns new caches."""
+    where they stand. `in_place` is false without the library, where the function body returns new caches. `tokenizer` is the
+    folder's; it raises FileNotFoundError or ValueError where there is none."""
 
     session: object
     folder: Path
@@ -65,38 +84,109 @@ def _session_options(providers):
     return options
 
 
-def open_exported(folder, kind, writer, providers, session_options, library):
-    """(folder, facts of leanfleet.json, session) of an exported model of this kind. writer: the function that makes such.
+@contextmanager
+def onnxruntime_errors(action):
+    """onnxruntime's exceptions, which have no base class of their own, as RuntimeError: "onnxruntime cannot `action`: ..."."""
+    try:
+        yield
+    except Exception as error:
+        if not type(error).__module__.startswith("onnxruntime"):
+            raise
+        raise RuntimeError(f"onnxruntime cannot {action}: {error}") from None
 
-    Raises FileNotFoundError, ValueError, and RuntimeError where onnxruntime cannot load the model.
+
+def read_facts(folder, kind, writer):
+    """What leanfleet.json in the folder of an exported model says, checked: a dict with "vocabulary", "stop_tokens",
+    "max_positions" (None: no limit) and, of kind "serving", "block".
+
+    kind: "decoder" or "serving". writer: the function that writes such folders, for messages.
+    Raises FileNotFoundError, and ValueError for a file that is damaged or of another kind.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or {writer} wrote")
+    for name in ("model.onnx", "leanfleet.json"):
+        if not (folder / name).is_file():
+            hint = (f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
+                    if (folder / "config.json").exists() or any(folder.glob("*.gguf")) else f"; write the folder with {writer}")
+            raise FileNotFoundError(f"{folder / name} does not exist{hint}")
+    path = folder / "leanfleet.json"
+    again = f"export the model again with {writer}"
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, thousands of brackets
+        raise ValueError(f"{path} is damaged ({error}): {again}") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"{path} holds no JSON object: {again}")
+    found = facts.get("kind", "decoder")
+    if found != kind:
+        raise ValueError(f"{folder} holds a model of kind {found}; this needs one from {writer}")
+
+    def number(value, least=1):
+        return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+
+    expected = {"vocabulary": ("a positive number", number),
+                "stop_tokens": ("a list of token ids", lambda v: isinstance(v, list) and all(number(t, -1) for t in v)),
+                "max_positions": ("a positive number or null", lambda v: v is None or number(v))}
+    if kind == "serving":
+        expected["block"] = "a positive number", number
+    for name, (words, fits) in expected.items():
+        if name not in facts:
+            raise ValueError(f"{path} has no {name}: {again}")
+        if not fits(facts[name]):
+            raise ValueError(f"{path}: {name} is {json.dumps(facts[name])[:60]}; expected {words}: {again}")
+    return facts
+
+
+def open_exported(folder, kind, writer, providers, session_options, library):
+    """(folder, facts of leanfleet.json, session) of an exported model of this kind; see read_facts.
+
+    Raises what read_facts raises, and RuntimeError where onnxruntime cannot load the model.
     """
     import onnxruntime
 
     from leanfleet.ort_ops import _default_providers, make_session
 
+    facts = read_facts(folder, kind, writer)
     folder = Path(folder)
-    if not folder.is_dir():
-        raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or {writer} wrote")
-    for name in ("model.onnx", "leanfleet.json"):
-        if not (folder / name).exists():
-            hint = (f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
-                    if (folder / "config.json").exists() or any(folder.glob("*.gguf")) else f"; write the folder with {writer}")
-            raise FileNotFoundError(f"{folder / name} does not exist{hint}")
-    facts = json.loads((folder / "leanfleet.json").read_text())
-    if facts.get("kind", "decoder") != kind:
-        raise ValueError(f"{folder} holds a model of kind {facts.get('kind', 'decoder')}; this needs one from {writer}")
     path = str(folder / "model.onnx")
     if session_options is None:
         session_options = _session_options(
             providers or (_default_providers(onnxruntime.get_available_providers()) if library else ()))
-    try:
+    with onnxruntime_errors(f"load {path}"):
         session = (make_session(path, providers, session_options) if library else
                    onnxruntime.InferenceSession(path, session_options, providers or ["CPUExecutionProvider"]))
-    except Exception as error:
-        if not type(error).__module__.startswith("onnxruntime"):
-            raise
-        raise RuntimeError(f"onnxruntime cannot load {path}: {error}") from None
     return folder, facts, session
+
+
+def check_interface(session, path, writer, inputs, cache, vocabulary, sizes):
+    """Raises ValueError, telling what is expected, for a model that has not the inputs and outputs of a decoder.
+
+    inputs: {name: type} of all but the caches. cache: what the names of caches begin with, as inputs and as outputs. sizes:
+    names of the open dimensions that a cache may have. vocabulary: the numbers in a row of logits, the first output.
+    """
+    def refuse(found):
+        raise ValueError(f"{path} is no decoder of {writer}: {found}; it has the inputs {', '.join(inputs)} and {past}..., the "
+                         f"outputs logits and {present}...")
+
+    def listed(values):
+        return ", ".join(v.name for v in values[:6]) + ", ..." * (len(values) > 6) or "none"
+
+    past, present = cache
+    found, outputs = session.get_inputs(), session.get_outputs()
+    caches = [i for i in found if i.name.startswith(past)]
+    types = {i.name: i.type for i in found if i not in caches}
+    if set(types) != set(inputs) or not caches:
+        refuse(f"its inputs are {listed(found)}")
+    if not {present + i.name.removeprefix(past) for i in caches} <= {o.name for o in outputs} or outputs[0].name != "logits":
+        refuse(f"its outputs are {listed(outputs)}")
+    if wrong := [name for name in inputs if types[name] != inputs[name]]:
+        refuse(f"{wrong[0]} is a {types[wrong[0]]}, not a {inputs[wrong[0]]}")
+    for i in caches:
+        if i.type not in _SESSION_TYPES or not all(n in sizes or isinstance(n, int) and n > 0 for n in i.shape):
+            refuse(f"{i.name} is a {i.type} of {i.shape}")
+    if outputs[0].type != "tensor(float)" or outputs[0].shape[-1:] != [vocabulary]:
+        refuse(f"logits are a {outputs[0].type} of {outputs[0].shape}, where leanfleet.json has a vocabulary of {vocabulary}")
 
 
 def load_decoder(folder, providers=None, session_options=None, library=True, cuda_graph=False):
@@ -109,8 +199,9 @@ def load_decoder(folder, providers=None, session_options=None, library=True, cud
     """
     if cuda_graph:
         providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-    folder, facts, session = open_exported(folder, "decoder", "leanfleet.export.export_decoder", providers, session_options,
-                                           library)
+    folder, facts, session = open_exported(folder, "decoder", WRITER, providers, session_options, library)
+    check_interface(session, folder / "model.onnx", WRITER, INPUTS, (_PAST, _PRESENT), facts["vocabulary"],
+                    ("batch", "capacity"))
     if len(session.get_outputs()[0].shape) != 2:
         raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
     return DecoderSession(session=session, folder=folder, in_place=library,
@@ -188,7 +279,7 @@ class _Steps:
             for name, array in feed.items():
                 self.inputs[name].update_inplace(array)
             binding, options = self.graphs[turn]
-            self.decoder.session.run_with_iobinding(binding, options)
+            self._call(binding, options)
             binding.synchronize_outputs()
             return self.logits.numpy()
         binding = self.bindings[turn]
@@ -200,8 +291,12 @@ class _Steps:
         if self.cuda_graph:
             options = self.onnxruntime.RunOptions()
             options.add_run_config_entry("gpu_graph_id", "-1")  # prompts are not captured
-        self.decoder.session.run_with_iobinding(binding, options)
+        self._call(binding, options)
         return logits
+
+    def _call(self, binding, options):
+        with onnxruntime_errors(f"run {self.decoder.folder / 'model.onnx'}"):
+            self.decoder.session.run_with_iobinding(binding, options)
 
 
 def _steps(decoder, batch, capacity):
@@ -219,11 +314,63 @@ def _steps(decoder, batch, capacity):
     return decoder.captured[key]
 
 
-def _choose(logits, temperature, top_k, top_p, random):
-    """One token a row of logits [B,vocabulary]: the largest for temperature 0, else sampled."""
+def check_sampling(temperature=0.0, top_k=0, top_p=1.0, seed=0):
+    """Raises ValueError, naming the option, where choose cannot take these."""
+    def whole(value):
+        return isinstance(value, (int, np.integer)) and value >= 0
+
+    def real(value):
+        return isinstance(value, (int, float, np.number)) and math.isfinite(value)
+
+    for name, value, good, expected in (
+            ("temperature", temperature, real(temperature) and temperature >= 0, "0 (the likeliest) or a positive number"),
+            ("top_k", top_k, whole(top_k), "0 (all tokens) or a positive whole number"),
+            ("top_p", top_p, real(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1 (all tokens)"),
+            ("seed", seed, whole(seed), "a whole number from 0 on")):
+        if not good:
+            raise ValueError(f"{name} is {value!r}; expected {expected}")
+
+
+def check_positive(name, value):
+    """Raises ValueError for a value that is no whole number from 1 on."""
+    if not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 1")
+
+
+def check_prompt(prompt, vocabulary):
+    """The token ids of a prompt as a list of ints. Raises ValueError for an empty one, and for what is no token id."""
+    if isinstance(prompt, str):
+        raise ValueError(f"a prompt is the text {prompt[:40]!r}; expected a list of token ids")
+    try:
+        prompt = [operator.index(t) for t in prompt]
+    except TypeError as error:
+        raise ValueError(f"a prompt is no list of token ids: {error}") from None
+    if not prompt:
+        raise ValueError("a prompt is empty; every request needs at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        raise ValueError(f"token ids lie in 0 .. {vocabulary - 1}; found {min(prompt)} .. {max(prompt)}. Is this the model's "
+                         "own tokenizer?")
+    return prompt
+
+
+def stop_set(stop_tokens, default):
+    """Stop tokens as a set; None: the default ones. Raises ValueError for what is no list of token ids."""
+    try:
+        return {operator.index(t) for t in (default if stop_tokens is None else stop_tokens)}
+    except TypeError as error:
+        raise ValueError(f"stop_tokens is {stop_tokens!r}; expected a list of token ids ({error})") from None
+
+
+def choose(logits, temperature, top_k, top_p, random):
+    """One token a row of logits [B,vocabulary]: the largest for temperature 0, else sampled. Raises ValueError where the
+    largest logit of a row is not finite: a model that computes NaN or infinity."""
+    chosen = logits.argmax(-1)  # a NaN where a row has one
+    largest = np.take_along_axis(logits, chosen[:, None], -1)
+    if not np.isfinite(largest).all():
+        raise ValueError(f"this model's logits are not finite, {largest[~np.isfinite(largest)][0]} among them: its weights "
+                         "are damaged, or its numbers overflow their type")
     if temperature == 0:
-        return logits.argmax(-1)
-    chosen = np.empty(len(logits), dtype=np.int64)
+        return chosen
     for row, values in enumerate(logits.astype(np.float64) / temperature):
         # Sorting a whole vocabulary takes longer than a small model's step: sort the top_k alone.
         best = np.sort(np.argpartition(-values, top_k)[:top_k]) if 0 < top_k < len(values) else np.arange(len(values))
@@ -237,36 +384,55 @@ def _choose(logits, temperature, top_k, top_p, random):
     return chosen
 
 
-def stream(decoder, prompts, max_new_tokens=128, *, capacity=None, temperature=0.0, top_k=0, top_p=1.0, seed=0,
-           stop_tokens=None, statistics=None, on_logits=None):
-    """Yields, step by step, a list with each request's new token, or None once that request has stopped.
+def default_new_tokens(prompt, *limits):
+    """128, or what a prompt's tokens leave of the least limit (None: no limit); at least 1."""
+    return max(min([NEW_TOKENS] + [n - prompt for n in limits if n]), 1)
 
-    prompts: lists of token ids, of any lengths from 1. capacity: slots of each cache; default: what is needed.
-    temperature 0 is greedy. stop_tokens: default those of the model. statistics: a Statistics to fill.
-    on_logits: called with each step's logits, float32 [B,vocabulary].
-    Raises ValueError for an empty prompt, ids outside the vocabulary, or more tokens than the caches hold.
-    """
-    lengths = np.array([len(p) for p in prompts], dtype=np.int32)
-    if len(prompts) == 0 or lengths.min() == 0:
-        raise ValueError("generate: a prompt is empty; every request needs at least one token")
-    if max_new_tokens < 1:
-        raise ValueError(f"generate: max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if not temperature >= 0 or top_k < 0 or not 0 < top_p <= 1:
-        raise ValueError(f"generate: temperature {temperature}, top_k {top_k}, top_p {top_p}; they must be at least 0, at "
-                         "least 0, and in (0, 1]")
-    needed = int(lengths.max()) + max_new_tokens
+
+def _new_tokens(longest, max_new_tokens, capacity, max_positions):
+    """(new tokens of each request, cache slots). Defaults (None) are what fits; raises ValueError where a wish does not."""
+    for name, value in (("max_new_tokens", max_new_tokens), ("capacity", capacity)):
+        if value is not None:
+            check_positive(name, value)
+    if max_new_tokens is None:
+        max_new_tokens = default_new_tokens(longest, capacity, max_positions)
+    needed = longest + max_new_tokens
     capacity = needed if capacity is None else capacity
     if needed > capacity:
-        raise ValueError(f"generate: a prompt of {lengths.max()} tokens and {max_new_tokens} new ones need {needed} cache "
-                         f"slots; the caches have {capacity}. Raise capacity, or ask for fewer tokens")
-    if decoder.max_positions and needed > decoder.max_positions:
-        raise ValueError(f"generate: {needed} tokens are more than the {decoder.max_positions} positions that the model "
-                         "was trained for")
-    for prompt in prompts:
-        if min(prompt) < 0 or max(prompt) >= decoder.vocabulary:
-            raise ValueError(f"generate: token ids lie in 0 .. {decoder.vocabulary - 1}; found {min(prompt)} .. {max(prompt)}. "
-                             "Is this the model's own tokenizer?")
-    stop = set(decoder.stop_tokens if stop_tokens is None else stop_tokens)
+        raise ValueError(f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones need {needed} cache slots; the "
+                         f"caches have {capacity}. Raise capacity, or ask for fewer tokens")
+    if max_positions and needed > max_positions:
+        raise ValueError(f"generate: {needed} tokens, {longest} of them a prompt's, are more than the {max_positions} "
+                         "positions that the model was trained for")
+    return max_new_tokens, capacity
+
+
+def stream(decoder, prompts, max_new_tokens=None, *, capacity=None, temperature=0.0, top_k=0, top_p=1.0, seed=0,
+           stop_tokens=None, statistics=None, on_logits=None, chat=None):
+    """Yields, step by step, a list with each request's new token, or None once that request has stopped.
+
+    prompts: texts or lists of token ids, of any lengths from 1, also both in one list. A text needs the tokenizer in the
+    decoder's folder and is a user's turn in its chat template where it has one; chat=False continues it as it is.
+    max_new_tokens: default 128, or as many as the model's positions (and `capacity`) hold if these are fewer.
+    capacity: slots of each cache; default: what is needed. temperature 0 is greedy. stop_tokens: default those of the model
+    and, with texts, the tokenizer's end of text. statistics: a Statistics to fill. on_logits: called with each step's
+    logits, float32 [B,vocabulary]. decoder.tokenizer.decode(tokens) makes text of the tokens.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, sampling that is none, more tokens than the caches or
+    the model's positions hold, and logits that are not finite, FileNotFoundError for texts where the folder has no
+    tokenizer, RuntimeError where the runtime fails.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("generate: prompts is one text; give a list of them")
+    check_sampling(temperature, top_k, top_p, seed)
+    stop = stop_set(stop_tokens, decoder.stop_tokens)
+    if stop_tokens is None and any(isinstance(p, str) for p in prompts) and decoder.tokenizer.eos_token_id is not None:
+        stop.add(decoder.tokenizer.eos_token_id)
+    prompts = [check_prompt(encode(decoder.tokenizer, p, chat) if isinstance(p, str) else p, decoder.vocabulary)
+               for p in prompts]
+    if not prompts:
+        raise ValueError("generate: there is no prompt; give a list with one or more")
+    lengths = np.array([len(p) for p in prompts], dtype=np.int32)
+    max_new_tokens, capacity = _new_tokens(int(lengths.max()), max_new_tokens, capacity, decoder.max_positions)
     random = np.random.default_rng(seed)
     statistics = statistics if statistics is not None else Statistics()
     batch = len(prompts)
@@ -282,7 +448,7 @@ def stream(decoder, prompts, max_new_tokens=128, *, capacity=None, temperature=0
         logits = steps.run(ids, seq_lens, query_lens, capture=step > 0)
         if on_logits is not None:
             on_logits(logits)
-        chosen = _choose(logits, temperature, top_k, top_p, random)
+        chosen = choose(logits, temperature, top_k, top_p, random)
         seconds = time.perf_counter() - start
         if step == 0:
             statistics.prefill_seconds, statistics.prefill_tokens = seconds, int(lengths.sum())
@@ -306,8 +472,8 @@ def stream(decoder, prompts, max_new_tokens=128, *, capacity=None, temperature=0
         seq_lens = seq_lens + query_lens
 
 
-def generate(decoder, prompts, max_new_tokens=128, **options):
-    """All tokens at once: (list of token lists, Statistics). The options are those of stream."""
+def generate(decoder, prompts, max_new_tokens=None, **options):
+    """All tokens at once: (list of token lists, Statistics). Prompts, options and errors are those of stream."""
     statistics = Statistics()
     for _ in stream(decoder, prompts, max_new_tokens, statistics=statistics, **options):
         pass
@@ -315,22 +481,25 @@ def generate(decoder, prompts, max_new_tokens=128, **options):
 
 
 def load_tokenizer(folder):
-    """The tokenizer beside a decoder. Needs transformers. Raises FileNotFoundError for a folder without one."""
+    """The tokenizer beside a decoder. Needs transformers. Raises FileNotFoundError for a folder without one, ValueError for
+    damaged files."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json); give one to export_decoder, or copy the "
                                 "model's own there")
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-    if not (folder / "tokenizer_config.json").exists():
-        return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-    return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    with reading(f"the tokenizer in {folder}"):
+        if not (folder / "tokenizer_config.json").exists():
+            return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
 def encode(tokenizer, text, chat=None, system=None):
     """Token ids of a prompt. chat: as a user's turn in the tokenizer's chat template; default: where it has one.
 
-    system: the system's turn before it. Raises ValueError for an empty text and for a chat without a template.
+    system: the system's turn before it. Raises ValueError for an empty text, for a chat without a template, and for a
+    template or tokenizer that fails.
     """
     if not text.strip():
         raise ValueError("the prompt is empty; give it some text")
@@ -338,10 +507,12 @@ def encode(tokenizer, text, chat=None, system=None):
     if (chat or system) and not template:
         raise ValueError("this model's tokenizer has no chat template; leave the system's turn and the chat out")
     if chat is False or not template:
-        return list(tokenizer(text)["input_ids"])
+        with reading("the prompt (by this model's tokenizer)"):
+            return list(tokenizer(text)["input_ids"])
     turns = [{"role": "system", "content": system}] if system else []
     turns.append({"role": "user", "content": text})
-    return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
+    with reading("the prompt (by this model's chat template, which --raw or chat=False leaves out)"):
+        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
 
 
 class TextStream:

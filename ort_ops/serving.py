@@ -9,15 +9,20 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from leanfleet.ort_ops.generation import _choose, open_exported
+from leanfleet.ort_ops.generation import (check_interface, check_positive, check_prompt, check_sampling, choose,
+                                          default_new_tokens, onnxruntime_errors, open_exported, stop_set)
 
 _NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
 _ONNX_TYPES = {"tensor(float)": 1, "tensor(float16)": 10, "tensor(bfloat16)": 16}
+WRITER = "leanfleet.export.serving.export_for_serving"
+INPUTS = dict.fromkeys(("input_ids", "positions", "slots", "rows", "last"), "tensor(int64)") | dict.fromkeys(
+    ("seq_lens", "query_lens", "block_table"), "tensor(int32)")  # beside the pages
 
 
 @dataclass(eq=False)
 class Request:
-    """One request. `tokens` grows until `done`; `cached` of prompt + tokens are in the pool."""
+    """One request. `tokens` grows until `done`; `cached` of prompt + tokens are in the pool. `error`: the exception that
+    ended it, None while all is well."""
 
     prompt: list
     max_new_tokens: int
@@ -30,6 +35,7 @@ class Request:
     cached: int = 0
     pages: list = field(default_factory=list)
     done: bool = False
+    error: Exception | None = None
 
     @property
     def waiting(self):
@@ -49,7 +55,7 @@ class _Captured:
         feed = {"slots": order[:, None], "rows": order, "last": order, "input_ids": np.zeros(rows, np.int64),
                 "positions": np.zeros(rows, np.int64), "block_table": np.zeros((rows, table), np.int32),
                 "seq_lens": np.zeros(rows, np.int32), "query_lens": np.zeros(rows, np.int32)}
-        self.rows, self.table, self.session = rows, table, batch.session
+        self.rows, self.table, self.session, self.path = rows, table, batch.session, batch.path
         self.inputs = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, batch.device, 0) for name, array in feed.items()}
         self.binding, self.options = batch.session.io_binding(), onnxruntime.RunOptions()
         self.options.add_run_config_entry("gpu_graph_id", str(identity))
@@ -68,7 +74,8 @@ class _Captured:
             whole = np.zeros(size, array.dtype)
             whole[tuple(map(slice, array.shape))] = array
             self.inputs[name].update_inplace(whole)
-        self.session.run_with_iobinding(self.binding, self.options)
+        with onnxruntime_errors(f"run {self.path}"):
+            self.session.run_with_iobinding(self.binding, self.options)
         self.binding.synchronize_outputs()
         return self.binding.get_outputs()[-1].numpy()[:count]
 
@@ -89,6 +96,7 @@ class ContinuousBatch:
                  cuda_graph=False):
         import onnxruntime
 
+        check_positive("pages", pages)
         if max_requests < 1:
             raise ValueError(f"max_requests is how many requests run at once, at least one; found {max_requests}")
         if step_tokens < max_requests:
@@ -98,8 +106,9 @@ class ContinuousBatch:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
         if cuda_graph:
             providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-        _, facts, self.session = open_exported(folder, "serving", "leanfleet.export.serving.export_for_serving", providers,
-                                               session_options, library)
+        folder, facts, self.session = open_exported(folder, "serving", WRITER, providers, session_options, library)
+        self.path = folder / "model.onnx"
+        check_interface(self.session, self.path, WRITER, INPUTS, ("pages.", "pages_out."), facts["vocabulary"], ("pool",))
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
         self.pages, self.free_pages = pages, list(range(pages))[::-1]
@@ -123,27 +132,26 @@ class ContinuousBatch:
         self.bind_pools(self.binding)
         self.logits = np.empty((max_requests, self.vocabulary), np.float32)
 
-    def add(self, prompt, max_new_tokens=128, stop_tokens=None, **sampling):
-        """Queues a request; returns its Request. sampling: temperature, top_k, top_p, seed; greedy by default.
+    def add(self, prompt, max_new_tokens=None, stop_tokens=None, *, temperature=0.0, top_k=0, top_p=1.0, seed=0):
+        """Queues a request of token ids; returns its Request. Greedy by default.
 
-        Raises ValueError for an empty prompt, token ids outside the vocabulary, and requests that the pool or the model's
-        positions could never hold.
+        max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
+        default those of the model. Raises ValueError, and queues nothing, for an empty prompt, token ids outside the
+        vocabulary, sampling that is none, and requests that the pool or the model's positions could never hold.
         """
-        prompt = [int(t) for t in prompt]
-        if not prompt or max_new_tokens < 1:
-            raise ValueError(f"a request needs a prompt and at least one new token; found {len(prompt)} tokens and "
-                             f"max_new_tokens {max_new_tokens}")
-        if min(prompt) < 0 or max(prompt) >= self.vocabulary:
-            raise ValueError(f"token ids lie in 0 .. {self.vocabulary - 1}; found {min(prompt)} .. {max(prompt)}. Is this the "
-                             "model's own tokenizer?")
+        prompt = check_prompt(prompt, self.vocabulary)
+        check_sampling(temperature, top_k, top_p, seed)
+        stop = stop_set(stop_tokens, self.stop_tokens)
+        if max_new_tokens is None:
+            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.pages * self.block)
+        check_positive("max_new_tokens", max_new_tokens)
         needed = len(prompt) + max_new_tokens
         if self.max_positions and needed > self.max_positions:
             raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
         if -(-needed // self.block) > self.pages:
             raise ValueError(f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
                              f"pages of {self.block}; the pool has {self.pages}. Make it larger, or ask for fewer tokens")
-        stop = self.stop_tokens if stop_tokens is None else set(stop_tokens)
-        request = Request(prompt, max_new_tokens, stop, **sampling)
+        request = Request(prompt, max_new_tokens, stop, temperature, top_k, top_p, seed)
         self.queue.append(request)
         return request
 
@@ -182,7 +190,12 @@ class ContinuousBatch:
         return chosen
 
     def step(self):
-        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through."""
+        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through.
+
+        A request whose token cannot be chosen (its logits are not finite) is done: the exception is its `error`, its pages go
+        back, and the others go on. Raises RuntimeError where onnxruntime fails; every request is then as it was before,
+        so that step() can be called again, or requests cancelled.
+        """
         self._admit()
         chosen = self._schedule()
         if not chosen:
@@ -202,25 +215,34 @@ class ContinuousBatch:
         for name in ("input_ids", "positions", "rows", "last"):
             feed[name] = np.asarray(feed[name], np.int64)
         logits = self._run(feed)
-        likeliest = logits.argmax(-1)
+        tokens = [self._next_token(*of, row) for of, row in zip(chosen, logits, strict=True)]
+        # Nothing of what follows can fail: a request changes with all others or not at all.
         self.steps += 1
         self.processed_tokens += int(counts.sum())
         results = []
-        for row, (request, count) in enumerate(chosen):
+        for (request, count), token in zip(chosen, tokens, strict=True):
             request.cached += count
-            if request.waiting:  # the rest of its prompt comes in later steps
-                continue
-            token = int(likeliest[row])
-            if request.temperature:
-                random = np.random.default_rng((request.seed, len(request.tokens)))
-                token = int(_choose(logits[row:row + 1], request.temperature, request.top_k, request.top_p, random)[0])
-            request.tokens.append(token)
-            results.append((request, token))
-            if token in request.stop_tokens or len(request.tokens) == request.max_new_tokens:
-                request.done = True
+            if isinstance(token, Exception):
+                request.error, request.done = token, True
+            elif token is not None:
+                request.tokens.append(token)
+                results.append((request, token))
+                request.done = token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
+            if request.done:
                 self.running.remove(request)
                 self._release(request)
         return results
+
+    @staticmethod
+    def _next_token(request, count, logits):
+        """A request's new token from a row of logits, None while its prompt is not through, or what it raised."""
+        if request.waiting > count:
+            return None
+        try:
+            random = np.random.default_rng((request.seed, len(request.tokens))) if request.temperature else None
+            return int(choose(logits[None], request.temperature, request.top_k, request.top_p, random)[0])
+        except Exception as error:  # whatever it is, it is this request's alone
+            return error
 
     def bind_pools(self, binding):
         for name, pool in zip(self.pool_names, self.pools, strict=True):
@@ -248,7 +270,8 @@ class ContinuousBatch:
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
         self.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
-        self.session.run_with_iobinding(self.binding, self.options)
+        with onnxruntime_errors(f"run {self.path}"):
+            self.session.run_with_iobinding(self.binding, self.options)
         if not self.in_place:
             self.pools = self.binding.get_outputs()[:-1]  # in the order in which they were bound first: the logits are last
             self.bind_pools(self.binding)

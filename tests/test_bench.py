@@ -4,6 +4,7 @@ import json
 import re
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -209,6 +210,52 @@ def test_gradients_are_checked():
     assert [r["status"] for r in bench.run(**small(), names=names)["rows"]] == ["ok", "ok", "ok"]
 
 
+# The limit
+
+
+def test_methods_beyond_the_limit_are_left_out(monkeypatch, capsys):
+    """By a clock of the test's own: 2048 tokens take 5 ms along a line, 0.7 s by a square, 84 s by a cube, five calls each."""
+    now, calls = [0.0], []
+    monkeypatch.setattr(bench, "time", SimpleNamespace(perf_counter=lambda: now[0]))
+
+    def method(power):
+        def timed(q, k, v, g):
+            calls.append((power, q.shape[2]))
+            now[0] += 4e-5 * (q.shape[2] / 16) ** power
+            return reference.causal_linear_decay(q, k, v, g)[0]
+        return timed
+
+    for name, power in (("line", 1), ("square", 2), ("cube", 3)):
+        bench.register_method(name, method(power))
+    shape, told = bench.Shape(1, 1, 1, 2048, 8, 8), []
+    report = bench.run([shape], ["line", "square", "cube"], seconds=0.01, limit=1.5, on_case=bench.print_case,
+                       on_progress=lambda *what: told.append(what))
+    rows = by_method(report)
+    assert rows["line"]["status"] == "ok" and rows["square"]["status"] == rows["cube"]["status"] == "left out"
+    assert (1, 2048) in calls and not {(2, 2048), (3, 2048)} & set(calls)
+    assert rows["square"]["reason"] == "about 3 s are expected, the limit is 1.5 s" and "seconds" not in rows["cube"]
+    assert "left out: about" in capsys.readouterr().out
+    assert told == [(shape, what) for what in ("float64 reference", "line", "square", "cube", "timing")]
+    json.dumps(report, allow_nan=False)
+    rows = by_method(bench.run([shape], ["square"], seconds=0.01))
+    assert rows["square"]["status"] == "ok"
+
+
+def test_extrapolation():
+    assert bench._extrapolated(None, (16, 2.0), 999) == 2.0
+    assert bench._extrapolated((16, 1.0), (64, 16.0), 256) == pytest.approx(256.0)
+    assert bench._extrapolated((16, 1.0), (64, 64.0), 256) == pytest.approx(1024.0)  # a cube counts as a square
+    assert bench._extrapolated((16, 1.0), (64, 1.1), 256) == pytest.approx(1.1 + 192 / 48 * 0.1)
+    assert bench._extrapolated((16, 1.0), (64, 0.9), 256) == 0.9
+
+
+@pytest.mark.parametrize("words", [["--limit", "0"], ["--limit", "nan"], ["--seconds", "-1"], ["--seconds", "soon"], ["--threads", "0"]])
+def test_numbers_that_are_none(words, capsys):
+    with pytest.raises(SystemExit) as stopped:
+        cli.main(["bench", *words])
+    assert stopped.value.code == 2 and f"argument {words[0]}: '{words[1]}' is not a" in capsys.readouterr().err
+
+
 # Timing
 
 
@@ -287,7 +334,9 @@ def test_command(tmp_path, capsys):
                                   "seed": 0, "log_decay": "token"}
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
-    text = capsys.readouterr().out
+    text, told = capsys.readouterr()
+    assert [line for line in told.splitlines() if "N80" in line] == [
+        f"B1 H4/2 N80 R16 D8: {what} ..." for what in ("float64 reference", "lightning", "block_based", "timing")]
     assert "B1 H4/2 N40 R16 D8" in text and "B1 H4/2 N80 R16 D8" in text
 
 

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 
@@ -220,3 +221,132 @@ def test_as_a_module(model):
     assert result.returncode == 0 and "ort-cpu" in result.stdout and result.stderr == "", result.stderr
     result = subprocess.run([sys.executable, "-P", "-m", "leanfleet", "--version"], capture_output=True, text=True)
     assert result.stdout == f"leanfleet {leanfleet.__version__}\n"
+
+
+# Ctrl-C, closed pipes, outputs that cannot be written
+
+COMMANDS = {"info": ("leanfleet.cli.collect_info", []), "doctor": ("leanfleet.doctor.diagnose", []),
+            "check": ("leanfleet.parity.check", ["{d}/model.onnx"]),
+            "rewrite": ("leanfleet.export.rewrite.rewrite_file", ["{d}/model.onnx", "-o", "{d}/out/new.onnx"]),
+            "bundle": ("leanfleet.ort_ops.genai.read_facts", ["{d}", "--genai", "{d}/out/genai"]),
+            "export": ("leanfleet.generate.load_pretrained", ["{d}", "{d}/out/model"]),
+            "generate": ("leanfleet.ort_ops.generation.load_decoder", ["{d}", "Hi"]),
+            "bench": ("leanfleet.bench.run", ["--out", "{d}/out/times.json", "--plot", "{d}/out/times.png"]),
+            "engine prepare": ("leanfleet.trt_plugins.prepare", ["{d}/model.onnx", "{d}/out/new.onnx"])}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_ctrl_c(command, model, tmp_path, capsys, monkeypatch):
+    """Exit code 130, no traceback, nothing written, no folder left."""
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    function, arguments = COMMANDS[command]
+    monkeypatch.setattr(function, interrupted)
+    assert main([*command.split(), *(word.format(d=tmp_path) for word in arguments)]) == 130
+    assert len(capsys.readouterr().err.splitlines()) <= 1 and [p.name for p in tmp_path.iterdir()] == ["model.onnx"]
+
+
+def test_ctrl_c_of_a_process(model):
+    """The real signal, while it works."""
+    code = ("import signal, sys, leanfleet.cli as cli; cli.collect_info = lambda: signal.raise_signal(signal.SIGINT); "
+            "sys.exit(cli.main(['info']))")
+    result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
+    assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
+
+
+@pytest.mark.parametrize("arguments, code", [("info", 141), ("--help", 0)])  # argparse looks away
+def test_closed_pipe(arguments, code):
+    """As in `leanfleet info | head -1`, where the reader is gone at once."""
+    reader, writer = os.pipe()
+    os.close(reader)
+    try:
+        result = subprocess.run([sys.executable, "-P", "-m", "leanfleet", arguments], stdout=writer, stderr=subprocess.PIPE, text=True)
+    finally:
+        os.close(writer)
+    assert (result.returncode, result.stderr) == (code, "")
+
+
+OUTPUTS = {**{name: COMMANDS[name] for name in ("rewrite", "bundle", "export", "engine prepare")},
+           "bench": ("leanfleet.bench.run", ["--out", "{d}/out/times.json"]),
+           "bench picture": ("leanfleet.bench.run", ["--plot", "{d}/out/times.png"]),
+           "engine run": ("leanfleet.trt_plugins.running.Engine", ["{d}/model.onnx", "--save", "{d}/out/new.npz"])}
+
+
+@pytest.mark.parametrize("command", OUTPUTS)
+def test_outputs_are_tried_before_the_work(command, model, tmp_path, capsys, monkeypatch):
+    function, arguments = OUTPUTS[command]
+    monkeypatch.setattr(function, lambda *_, **__: pytest.fail("the work began"))
+    (tmp_path / "leanfleet.json").write_text('{"vocabulary": 9, "stop_tokens": [], "max_positions": 9}')
+    (tmp_path / "out").touch()
+    if command == "bundle":
+        monkeypatch.undo()
+        monkeypatch.setattr("leanfleet.ort_ops.genai.ir.load", lambda *_: pytest.fail("the work began"))
+    assert main([*command.replace(" picture", "").split(), *(word.format(d=tmp_path) for word in arguments)]) == 2
+    err = capsys.readouterr().err
+    assert "cannot be written:" in err and "out is a file" in err and err.count("\n") == 1
+
+
+def test_picture_of_no_kind(tmp_path, capsys):
+    assert main(["bench", "--plot", str(tmp_path / "times.docx")]) == 2
+    assert re.search(r"times\.docx is no kind of picture; matplotlib writes .*\.png", capsys.readouterr().err)
+
+
+# Models that are none
+
+
+@pytest.fixture
+def no_hub(monkeypatch):
+    """Counts the calls to a hub that does not answer."""
+    import huggingface_hub
+    import transformers
+
+    calls = []
+
+    def model_info(self, name, timeout=None, **_):
+        calls.append(timeout)
+        raise ConnectionError("no route to the hub")
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "model_info", model_info)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", lambda *_, **__: pytest.fail("asked again"))
+    return calls
+
+
+@pytest.mark.parametrize("name, message, asked", [
+    ("./nowhere", "neither a folder here nor a model on the Hugging Face hub, whose names are OWNER/NAME", 0),
+    ("/tmp/no/such/model", "neither a folder here nor a model", 0), ("models/", "neither a folder here nor a model", 0),
+    ("~/model", "neither a folder here nor a model", 0), ("a b", "neither a folder here nor a model", 0),
+    ("{d}/model.onnx", "is a file; give the folder that it lies in", 0),
+    ("nobody/nothing-of-that-name", "is no folder here, and the Hugging Face hub does not answer: no route to the hub", 1)])
+def test_mistyped_models(name, message, asked, model, tmp_path, capsys, no_hub):
+    assert main(["export", name.format(d=tmp_path), str(tmp_path / "out")]) == 2
+    err = capsys.readouterr().err.splitlines()
+    assert message in err[-1] and len(err) == 2 and not (tmp_path / "out").exists()
+    assert len(no_hub) == asked and all(seconds <= 30 for seconds in no_hub)
+
+
+def broken_files(folder):
+    """{what is broken: (file, its new content)} of a folder with a small Llama."""
+    weights, config = (folder / "model.safetensors").read_bytes(), json.loads((folder / "config.json").read_text())
+    return {"cut": ("model.safetensors", weights[:-1000], r"model\.safetensors is damaged or not whole"),
+            "cut header": ("model.safetensors", weights[:50], r"model\.safetensors is damaged or not whole"),
+            "empty": ("model.safetensors", b"", r"model\.safetensors is damaged or not whole"),
+            "config": ("config.json", b"{", r"config"),
+            "list": ("config.json", b"[]", r"the model .* cannot be read"),
+            "types": ("config.json", json.dumps(config | {"hidden_size": "wide"}).encode(), r"the model .* cannot be read")}
+
+
+def test_damaged_models(tmp_path, capsys):
+    import transformers
+
+    whole = tmp_path / "whole"
+    transformers.LlamaForCausalLM(transformers.LlamaConfig(
+        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9, intermediate_size=8)).save_pretrained(whole)
+    for case, (name, content, message) in broken_files(whole).items():
+        folder = tmp_path / case.replace(" ", "_")
+        shutil.copytree(whole, folder)
+        (folder / name).write_bytes(content)
+        capsys.readouterr()
+        assert main(["export", str(folder), str(tmp_path / "out")]) == 2, case
+        err = capsys.readouterr().err.splitlines()
+        assert re.search(message, err[-1]) and len(err) == 2 and not (tmp_path / "out").exists(), (case, err)

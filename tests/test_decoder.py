@@ -1,5 +1,6 @@
 """Decoders from transformers: exported, run in onnxruntime with in-place caches, token for token what transformers gives."""
 
+import copy
 import functools
 import json
 
@@ -10,7 +11,12 @@ import pytest
 import torch
 import transformers
 from leanfleet.export import export_decoder
-from leanfleet.export.decoder import attention
+from leanfleet.export import decoder as decoder_module
+from leanfleet.export.decoder import Cache, attention
+from leanfleet.export.linear_attention import register_transformers
+from leanfleet.export.serving import export_for_serving
+from leanfleet.export.support import check_implementation, check_supported
+from leanfleet.export.verification import VerificationError
 from leanfleet.ort_ops import make_session
 from leanfleet.ort_ops.generation import Statistics, generate, load_decoder, stream
 
@@ -187,7 +193,7 @@ REFUSED = {
                                          intermediate_size_mlp=64, head_dim=16), "layer 0 is of kind chunked_attention"),
     "gated delta rule": ("Qwen3NextConfig", dict(head_dim=16, intermediate_size=64, moe_intermediate_size=16, num_experts=2,
                                                  layer_types=["full_attention", "linear_attention"]),
-                         "layer 1 is of kind linear_attention"),
+                         r"layer model.layers.1.linear_attn \(Qwen3NextGatedDeltaNet\) carries a state"),
     "shared caches": ("Gemma3nTextConfig", dict(num_kv_shared_layers=1, intermediate_size=64, head_dim=16,
                                                 vocab_size_per_layer_input=211),
                       "its last 1 layers attend over other layers' caches"),
@@ -204,7 +210,12 @@ def test_models_that_are_refused(name, tmp_path):
     assert "transformers' own exporter" in str(error.value) and not list(tmp_path.iterdir())
 
 
-class FakeCache:
+class FakeCache(Cache):
+    """Of one layer, number 3, that appends nothing."""
+
+    def __init__(self):
+        super().__init__({f"3.{part}": torch.zeros(1, 1, 1, 8) for part in ("key", "value")}, None, None)
+
     def attend(self, *arguments, **options):
         return None
 
@@ -219,20 +230,32 @@ def test_unknown_attention_features_name_the_layer(extra, mask, message):
     module = torch.nn.Module()
     module.layer_idx = 3
     q = torch.zeros(1, 1, 1, 8)
-    if message is None:
-        attention(module, q, q, q, mask, leanfleet_cache=FakeCache(), **extra)
-        return
-    with pytest.raises(ValueError, match=rf"attention layer 3 \(Module\): {message}.*transformers' own exporter"):
-        attention(module, q, q, q, mask, leanfleet_cache=FakeCache(), **extra)
+    with FakeCache().in_use():
+        if message is None:
+            attention(module, q, q, q, mask, **extra)
+            return
+        with pytest.raises(ValueError, match=rf"attention layer 3 \(Module\): {message}.*transformers' own exporter"):
+            attention(module, q, q, q, mask, **extra)
 
 
 def test_attention_that_is_not_causal_names_the_layer():
     module = torch.nn.Module()
     module.layer_idx, module.is_causal = 3, False
     q = torch.zeros(1, 1, 1, 8)
-    with pytest.raises(ValueError, match="attention layer 3 .*: it is not causal"):
-        attention(module, q, q, q, None, leanfleet_cache=FakeCache())
+    with FakeCache().in_use(), pytest.raises(ValueError, match="attention layer 3 .*: it is not causal"):
+        attention(module, q, q, q, None)
     with pytest.raises(ValueError, match="inside leanfleet.export.export_decoder only"):
+        attention(module, q, q, q, None)
+
+
+@pytest.mark.parametrize("index, size, message", [
+    (4, 8, "the model's configuration counts no softmax layer of that number"),
+    (3, 16, "1 heads of keys of 16 and values of 16 columns, where the model's configuration says 1, 8 and 8")])
+def test_attention_that_the_caches_have_no_place_for(index, size, message):
+    module = torch.nn.Module()
+    module.layer_idx = index
+    q = torch.zeros(1, 1, 1, size)
+    with FakeCache().in_use(), pytest.raises(ValueError, match=rf"attention layer {index} \(Module\): .*{message}"):
         attention(module, q, q, q, None)
 
 
@@ -277,3 +300,221 @@ def test_all_logits(models, tmp_path):
 
 def test_statistics_start_empty():
     assert Statistics().tokens == [] and np.isnan(Statistics().tokens_per_second)
+
+
+def tiny(config="LlamaConfig", **extra):
+    """A decoder of one layer, in one of transformers' families."""
+    torch.manual_seed(5)
+    sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=48, vocab_size=67,
+                 max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**sizes, **extra})).eval()
+
+
+def no_softmax(module, query, key, value, attention_mask, **kwargs):
+    return value.transpose(1, 2).contiguous(), None
+
+
+@pytest.fixture
+def registered():
+    """Registers functions of attention with transformers for one test."""
+    mapping = transformers.AttentionInterface._global_mapping
+    before = dict(mapping)
+    yield transformers.AttentionInterface.register
+    mapping.clear()
+    mapping.update(before)
+
+
+@pytest.mark.parametrize("exporter", (export_decoder, export_for_serving))
+def test_attention_other_than_softmax_is_refused(exporter, registered, tmp_path):
+    """Whoever registered it, under whatever name, for the model or for a part of it."""
+    model = tiny()
+    registered("mine", no_softmax)
+    for name in (register_transformers(), "mine"):
+        model.set_attn_implementation(name)
+        with pytest.raises(ValueError, match=rf"LlamaForCausalLM: Llama\w+ attends by '{name}', which export would write as softmax"
+                                             r".*model.set_attn_implementation\('sdpa'\) first"):
+            exporter(model, tmp_path / "out")
+    model.set_attn_implementation("sdpa")
+    model.model.layers[0].self_attn.config = copy.deepcopy(model.config)  # one layer alone
+    model.model.layers[0].self_attn.config._attn_implementation = "mine"
+    with pytest.raises(ValueError, match="LlamaAttention attends by 'mine'"):
+        exporter(model, tmp_path / "out")
+    model = tiny()
+    registered("sdpa", no_softmax)
+    model.set_attn_implementation("sdpa")
+    with pytest.raises(ValueError, match="attends by 'sdpa', which export would write as softmax"):
+        exporter(model, tmp_path / "out")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
+                                  "paged|eager", "paged|sdpa", "paged|flash_attention_2"])
+def test_softmax_by_any_implementation_is_taken(name):
+    model = tiny()
+    model.config._attn_implementation_internal = name  # set_attn_implementation wants its package
+    check_implementation(model)
+
+
+def test_a_saved_model_remembers_linear_attention(tmp_path):
+    """config.json holds no name of an implementation: our attention leaves a note of its own when it runs."""
+    model = tiny()
+    model.set_attn_implementation(register_transformers())
+    model(torch.tensor([[3, 4, 5]]), use_cache=False)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "saved").eval()
+    assert loaded.config._attn_implementation == "sdpa"
+    with pytest.raises(ValueError, match="its configuration says leanfleet_attention = 'leanfleet_linear'"):
+        export_decoder(loaded, tmp_path / "out")
+    del loaded.config.leanfleet_attention
+    check_supported(loaded)
+
+
+def test_implementations_are_as_before_for_each_configuration(tmp_path):
+    model = tiny()
+    inner = model.model.layers[0].self_attn.config = copy.deepcopy(model.config)
+    model.config._attn_implementation_internal, inner._attn_implementation_internal = "sdpa", "eager"
+    with pytest.raises(ValueError, match="attention layer 0 does not go through"):  # its configuration is its own
+        export_decoder(model, tmp_path)
+    assert (model.config._attn_implementation, inner._attn_implementation) == ("sdpa", "eager")
+
+
+def longrope(original=24, most=64):
+    half = 32 // 4 // 2
+    return tiny("Phi3Config", max_position_embeddings=most, original_max_position_embeddings=original, rope_parameters={
+        "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [3.0 + 2 * i for i in range(half)],
+        "short_factor": [1.0 + i / 4 for i in range(half)], "original_max_position_embeddings": original})
+
+
+def test_longrope_by_short_factors_is_right_up_to_its_original_length(tmp_path):
+    """Each length that the export takes is right, beside any neighbours, and longer ones are refused."""
+    model = longrope()
+    model(torch.ones(1, 40, dtype=torch.int64))  # leaves the long factors in its buffer
+    export_decoder(model, tmp_path)
+    decoder = load_decoder(tmp_path, providers=["CPUExecutionProvider"])
+    assert decoder.max_positions == 24
+    asked = [[t % 67 for t in p] for p in prompts(3, 15, 8)]
+    assert generate(decoder, asked, 9, stop_tokens=[])[0] == [greedy(model, p, 9) for p in asked]
+    with pytest.raises(ValueError, match="25 tokens are more than the 24 positions"):
+        generate(decoder, [asked[1]], 10)
+
+
+def test_longrope_by_long_factors_is_what_longer_requests_get(tmp_path):
+    model = longrope()
+    export_decoder(model, tmp_path, rope="long")
+    decoder = load_decoder(tmp_path, providers=["CPUExecutionProvider"])
+    assert decoder.max_positions == 64
+    asked = [[t % 67 for t in p] for p in prompts(25, 40, 2)]
+    found, _ = generate(decoder, asked, 12, stop_tokens=[])
+    assert found[:2] == [greedy(model, p, 12) for p in asked[:2]]  # transformers turns all of these by long factors
+    assert generate(decoder, asked[2:], 12, stop_tokens=[])[0] == found[2:]  # and here neighbours change nothing
+    assert model.model.rotary_emb.rope_type == "longrope"
+    with pytest.raises(ValueError, match="rope 'long' is for models of rope_type longrope"):
+        export_decoder(tiny(), tmp_path / "other", rope="long")
+    with pytest.raises(ValueError, match="rope is 'wide'; it can be short or long"):
+        export_decoder(tiny(), tmp_path / "other", rope="wide")
+
+
+def test_dynamic_rotary_encodings_are_refused(tmp_path):
+    model = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
+    with pytest.raises(ValueError, match=r"LlamaForCausalLM: its rotary encoding model.rotary_emb \(LlamaRotaryEmbedding\) is of "
+                                         "rope_type dynamic.*Load the model with another rope_type"):
+        export_decoder(model, tmp_path)
+
+
+@pytest.mark.parametrize("auto, name", [("AutoModel", "LlamaModel"), ("AutoModelForSequenceClassification",
+                                                                      "LlamaForSequenceClassification")])
+def test_models_without_a_head_are_refused(auto, name, tmp_path):
+    model = getattr(transformers, auto).from_config(tiny().config)
+    with pytest.raises(ValueError, match=f"{name} has no language model head.*load the model with AutoModelForCausalLM"):
+        export_decoder(model, tmp_path)
+
+
+def test_what_is_no_model_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="Linear is no model of transformers: give a causal language model"):
+        export_decoder(torch.nn.Linear(2, 2), tmp_path)
+
+
+def test_encoders_are_refused(tmp_path):
+    model = transformers.BertLMHeadModel(transformers.BertConfig(
+        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=67, intermediate_size=48)).eval()
+    with pytest.raises(ValueError, match=r"BertLMHeadModel: attention layer 0 \(Bert\w+\): it is not causal"):
+        export_decoder(model, tmp_path)
+
+
+def spoil(monkeypatch):
+    """Exports from here on have one weight that is a little off."""
+    def wrong(model):
+        from onnx_ir import tensor
+
+        value = next(v for name, v in sorted(model.graph.initializers.items()) if "down_proj" in name or v.const_value.size > 1000)
+        value.const_value = tensor(value.const_value.numpy() * np.float32(1.01), name=value.name)
+
+    monkeypatch.setattr(decoder_module, "add_function", wrong)
+
+
+@pytest.mark.parametrize("exporter", (export_decoder, export_for_serving))
+def test_a_wrong_file_is_an_error_and_leaves_what_was_there(exporter, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "model.onnx").write_text("an earlier one")
+    spoil(monkeypatch)
+    with pytest.raises(VerificationError, match=r"LlamaForCausalLM: the exported file is wrong, and nothing was written: .*logits "
+                                                r"differ from PyTorch's by \S+, where the model's own error in its type allows"):
+        exporter(tiny(), tmp_path / "out")
+    assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.onnx"]
+    assert (tmp_path / "out" / "model.onnx").read_text() == "an earlier one"
+    exporter(tiny(), tmp_path / "new", verify=False)
+    facts = json.loads((tmp_path / "new" / "leanfleet.json").read_text())
+    assert "verified" not in facts and (tmp_path / "new" / "model.onnx").exists()
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["new", "out"]
+
+
+def test_verification_finds_what_decode_steps_do_wrong(tmp_path, monkeypatch):
+    """Layers that attend twice over one cache: prompts are right, steps are not."""
+    model = tiny("DiffLlamaConfig", num_key_value_heads=2)
+    with pytest.raises(ValueError, match=r"DiffLlamaForCausalLM: attention layer 0 \(DiffLlamaAttention\): it attends twice in a call"):
+        export_decoder(model, tmp_path)
+    monkeypatch.setattr(decoder_module, "_check_call", lambda *arguments: None)
+    with pytest.raises(VerificationError, match="DiffLlamaForCausalLM: the exported file is wrong"):
+        export_decoder(model, tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("dtype", (torch.bfloat16, torch.float16))
+def test_half_types_are_verified(dtype, tmp_path, monkeypatch):
+    """A bfloat16 file, which no CPU runs, is checked as float32."""
+    export_decoder(tiny().to(dtype), tmp_path / "out")
+    verified = json.loads((tmp_path / "out" / "leanfleet.json").read_text())["verified"]
+    assert 0 < verified["largest_difference"] < verified["bound"] < 0.8
+    weights = {t.data_type for t in onnx.load(tmp_path / "out" / "model.onnx").graph.initializer}
+    assert (onnx.TensorProto.BFLOAT16 if dtype == torch.bfloat16 else onnx.TensorProto.FLOAT16) in weights
+
+
+def test_models_that_do_not_fit_are_not_verified(tmp_path, monkeypatch):
+    monkeypatch.setattr("leanfleet.export.verification._free_memory", lambda: 1000)
+    export_decoder(tiny(), tmp_path)
+    verified = json.loads((tmp_path / "leanfleet.json").read_text())["verified"]
+    assert "a float64 copy of the model needs 0.0 GB of memory" in verified["skipped"]
+
+
+def test_folders_are_checked_before_the_work(tmp_path, monkeypatch):
+    (tmp_path / "file").write_text("")
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(NotADirectoryError, match="cannot be written: .*file is a file; give another folder"):
+            export_decoder(tiny(), folder)
+
+    def interrupted(*arguments, **options):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(decoder_module, "export", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        export_decoder(tiny(), tmp_path / "new" / "below")
+    assert [p.name for p in tmp_path.iterdir()] == ["file"]
+
+
+def test_new_files_take_the_places_of_old_ones(tmp_path):
+    for name in ("model.onnx", "model.onnx.data", "notes.txt"):
+        (tmp_path / name).write_text("old")
+    with decoder_module.new_files(tmp_path) as files:
+        (files / "model.onnx").write_text("new")
+        assert (tmp_path / "model.onnx").read_text() == "old"
+    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"model.onnx": "new", "notes.txt": "old"}

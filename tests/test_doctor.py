@@ -54,10 +54,10 @@ class Environment:
         path.unlink(missing_ok=True)
         path.write_bytes(content)
 
-    def doctor(self, *arguments):
+    def doctor(self, *arguments, cwd=None):
         env = {"PATH": "/nowhere", "PYTHONPATH": str(self.site), "LEANFLEET_LIBRARY_DIR": str(self.libraries), **self.variables}
         return subprocess.run([sys.executable, "-S", "-P", "-m", "leanfleet", "doctor", *arguments],
-                              capture_output=True, text=True, env=env, cwd=self.site)
+                              capture_output=True, text=True, env=env, cwd=cwd or self.site)
 
     def diagnose(self):
         """(exit code, {name of a check: check}); asserts that nothing was printed that should not be."""
@@ -92,6 +92,18 @@ def test_here(capsys):
     assert "ran LeanAttention on CPUExecutionProvider, right" in checks[ORT]["detail"]
     assert "torch.ops.leanfleet on cpu" in checks["libleanfleet.so in torch"]["detail"]
     assert checks["plugin of polygraphy run"]["status"] == "ok"
+
+
+def test_modules_of_the_current_folder_are_not_run(environment, tmp_path):
+    """A json.py that lies there is none of doctor's business."""
+    folder = tmp_path / "somewhere"
+    folder.mkdir()
+    for name in ("json", "ctypes", "tempfile"):
+        (folder / f"{name}.py").write_text("open('it_ran', 'w').close()\nraise SystemExit('not the standard library')\n")
+    run = environment.doctor("--json", cwd=folder)
+    checks = {check["name"]: check for check in json.loads(run.stdout)["checks"]}
+    assert checks[LIBRARY]["status"] == "ok", checks[LIBRARY]
+    assert not (folder / "it_ran").exists() and run.returncode == 0
 
 
 def test_base_install(environment):

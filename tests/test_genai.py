@@ -109,7 +109,7 @@ def test_padding_is_no_token_of_prompts(tmp_path, pad, expected):
 def test_errors(tmp_path, capsys):
     assert cli.main(["bundle", str(tmp_path), "--genai", str(tmp_path / "out")]) == 2
     assert "model.onnx does not exist; write the folder with leanfleet.export.export_decoder" in capsys.readouterr().err
-    (tmp_path / "leanfleet.json").write_text("{}")
+    (tmp_path / "leanfleet.json").write_text('{"vocabulary": 9, "stop_tokens": [], "max_positions": null}')
     onnx.save(onnx.helper.make_model(onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "g", [
         onnx.helper.make_tensor_value_info("x", 1, [1])], [onnx.helper.make_tensor_value_info("y", 1, [1])])), tmp_path / "model.onnx")
     with pytest.raises(ValueError, match="is no decoder of leanfleet.export.export_decoder: its inputs are x"):

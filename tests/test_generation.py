@@ -1,7 +1,7 @@
 """Text from exported folders: the commands `leanfleet export` and `leanfleet generate`, sampling, streaming, errors."""
 
-import io
 import json
+import io
 import math
 import shutil
 
@@ -9,6 +9,8 @@ import numpy as np
 import pytest
 import torch
 import transformers
+from leanfleet import generate as generate_commands
+from leanfleet.export.verification import VerificationError
 from leanfleet.generate import load_pretrained
 from leanfleet.ort_ops import generation
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -118,7 +120,7 @@ def test_sampled_tokens_have_their_probabilities():
     for temperature, top_k, top_p, kept in ((1.0, 0, 1.0, [0, 1, 2, 3, 4]), (0.5, 0, 1.0, [0, 1, 2, 3, 4]), (1.0, 3, 1.0, [0, 2, 3]),
                                             (1.0, 0, 0.65, [0, 2]), (1.0, 4, 0.9, [0, 2, 3, 4])):
         draws = 4000
-        found = generation._choose(np.tile(logits, (draws, 1)), temperature, top_k, top_p, np.random.default_rng(0))
+        found = generation.choose(np.tile(logits, (draws, 1)), temperature, top_k, top_p, np.random.default_rng(0))
         p = np.zeros(5)
         p[kept] = np.exp(logits[kept] / temperature)
         p /= p.sum()
@@ -134,6 +136,49 @@ def test_text_stream_gives_whole_characters():
     pieces = [stream.add(t) for t in tokens]
     assert "".join(pieces) == text and len(tokens) > len(text)
     assert not any("\ufffd" in piece for piece in pieces) and pieces.count("") == len(tokens) - len(text)
+
+
+def test_default_of_new_tokens_is_what_fits(folder, capsys):
+    """200 positions: 128 new tokens where they fit, else what is left; a wish that does not fit is refused."""
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    for length, count in ((1, 128), (190, 10), (199, 1)):
+        assert len(generation.generate(decoder, [[5] * length], stop_tokens=[])[0][0]) == count
+    assert len(generation.generate(decoder, [[5] * 7], capacity=9, stop_tokens=[])[0][0]) == 2
+    with pytest.raises(ValueError, match="318 tokens, 190 of them a prompt's, are more than the 200 positions"):
+        generation.generate(decoder, [[5] * 190], 128)
+    code, _, err = run(capsys, folder, "x" * 190, "--raw", "--stop", "<user>")
+    assert code == 0 and "prompt: 190 tokens" in err
+
+
+def test_texts_from_python(folder, capsys):
+    """As the command answers them, with the folder's tokenizer; also mixed with token ids."""
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    tokens, _ = generation.generate(decoder, ["Hello"], 12)
+    assert decoder.tokenizer.decode(tokens[0]).rstrip("\ufffd") == run(capsys, folder, "Hello", "--max-tokens", 12)[1].rstrip("\n")
+    raw, _ = generation.generate(decoder, ["Hello"], 12, chat=False)
+    assert raw != tokens and raw == generation.generate(decoder, [decoder.tokenizer("Hello")["input_ids"]], 12)[0]
+    assert generation.generate(decoder, ["Hello", [5, 6]], 12)[0] == [*tokens, *generation.generate(decoder, [[5, 6]], 12)[0]]
+
+
+def test_prompts_that_are_none(folder, tmp_path):
+    decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+    for prompts, message in (([], "there is no prompt"), ([[]], "a prompt is empty"), ("Hi", "one text; give a list"), ([""], "is empty"),
+                             ([[1.5]], "no list of token ids"), ([[260]], "token ids lie in 0 .. 259"), ([5], "no list of token ids")):
+        with pytest.raises(ValueError, match=message):
+            generation.generate(decoder, prompts)
+    decoder = generation.load_decoder(without(folder, tmp_path / "a", "tokenizer.json", "tokenizer_config.json"))
+    assert generation.generate(decoder, [[5]], 1)[0]
+    with pytest.raises(FileNotFoundError, match="holds no tokenizer"):
+        generation.generate(decoder, ["Hi"])
+
+
+def test_logits_that_are_not_finite():
+    for value in (math.nan, math.inf):
+        logits = np.zeros((2, 5), np.float32)
+        logits[1, 3] = value
+        for temperature in (0, 1.0):
+            with pytest.raises(ValueError, match=f"logits are not finite, {value} among them"):
+                generation.choose(logits, temperature, 0, 1.0, np.random.default_rng(0))
 
 
 def test_stream_is_lazy(folder):
@@ -169,16 +214,21 @@ def test_errors_are_one_line(folder, pretrained, tmp_path, capsys, monkeypatch):
     broken = without(folder, tmp_path / "d", "model.onnx")
     (broken / "model.onnx").write_bytes(b"not a model")
     other = without(folder, tmp_path / "e")
-    facts = json.loads((other / "leanfleet.json").read_text())
-    (other / "leanfleet.json").write_text(json.dumps(facts | {"vocabulary": 20}))
+    larger = byte_tokenizer()
+    larger.add_tokens(["Hi"])
+    larger.save_pretrained(other)
     for arguments, message in [
         ([folder, ""], "the prompt is empty"),
         ([folder, "Hi", "  "], "the prompt is empty"),
-        ([folder, "Hi", "--max-tokens", 0], "max_new_tokens is 0; it must be at least 1"),
-        ([folder, "Hi", "--capacity", 10], "cache slots; the caches have 10. Raise capacity, or ask for fewer tokens"),
-        ([folder, "x" * 180], "positions that the model was trained for"),
-        ([folder, "Hi", "--temperature", -1], "temperature -1.0"),
-        ([folder, "Hi", "--top-p", 0], "top_p 0.0; they must be"),
+        ([folder, "Hi", "--max-tokens", 0], "max_new_tokens is 0; it must be a whole number, at least 1"),
+        ([folder, "Hi", "--capacity", 10, "--max-tokens", 9], "cache slots; the caches have 10. Raise capacity, or ask for"),
+        ([folder, "Hi", "--capacity", 3], "need 6 cache slots; the caches have 3. Raise capacity"),
+        ([folder, "x" * 180, "--max-tokens", 128], "positions that the model was trained for"),
+        ([folder, "x" * 200], "positions that the model was trained for"),
+        ([folder, "Hi", "--temperature", -1], "temperature is -1.0; expected 0 (the likeliest) or a positive number"),
+        ([folder, "Hi", "--temperature", "nan"], "temperature is nan; expected"),
+        ([folder, "Hi", "--seed", -1], "seed is -1; expected a whole number from 0 on"),
+        ([folder, "Hi", "--top-p", 0], "top_p is 0.0; expected a number above 0"),
         ([folder, "Hi", "--stop", "blub"], "--stop blub: no single token"),
         ([folder, "Hi", "--raw", "--system", "x"], "give one of the two"),
         ([folder, "Hi", "--cuda-graph", "--provider", "cpu"], "--cuda-graph needs the CUDA provider"),
@@ -212,3 +262,29 @@ def test_export_errors_are_one_line(tmp_path, capsys, monkeypatch):
     byte_tokenizer().save_pretrained(tmp_path / "bloom")
     assert cli.main(["export", str(tmp_path / "bloom"), str(tmp_path / "out")]) == 2
     assert "ALiBi" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
+
+
+def test_export_says_what_it_verified(folder, pretrained, tmp_path, capsys, monkeypatch):
+    verified = json.loads((folder / "leanfleet.json").read_text())["verified"]
+    assert 0 < verified["largest_difference"] < verified["bound"]
+    assert generate_commands.describe_verification(verified).startswith(
+        f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
+        f"{verified['largest_difference']:.1e} at most")
+
+    def wrong(*arguments, **options):
+        raise VerificationError("LlamaForCausalLM: the exported file is wrong")
+
+    monkeypatch.setattr("leanfleet.export.verification.verify", wrong)
+    capsys.readouterr()
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out")]) == 1
+    assert capsys.readouterr().err.splitlines()[-1] == "leanfleet export: LlamaForCausalLM: the exported file is wrong"
+    assert not (tmp_path / "out").exists()
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out"), "--no-verify"]) == 0
+    assert "not verified: --no-verify" in capsys.readouterr().err
+
+
+def test_bfloat16_says_that_it_needs_a_gpu(pretrained, tmp_path, capsys):
+    assert cli.main(["export", str(pretrained), str(tmp_path / "out"), "--dtype", "bfloat16"]) == 0
+    error = capsys.readouterr().err
+    assert "verified: " in error and "bfloat16 needs a GPU: ONNX Runtime's CPU provider has no kernels for it" in error
+    assert f'leanfleet generate {tmp_path / "out"} "Hello" --provider cuda' in error

@@ -1,4 +1,5 @@
-"""Kernels under AddressSanitizer: whatever lengths, offsets, tables and indices hold, no access leaves a buffer."""
+"""Kernels of every instruction set under AddressSanitizer and UndefinedBehaviorSanitizer: whatever lengths, offsets, tables
+and indices hold, no access leaves a buffer; whatever numbers are, nothing is done that C++ does not define."""
 
 import os
 import shutil
@@ -9,18 +10,19 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-# Garbage in every tensor that a kernel takes for a length or an index, and one plain call of every operator.
-SELECTION = "garbage or outside or clamped or functional_and_mutating or kernel_gradients or edges or in_place"
+# Garbage in every tensor that a kernel takes for a length or an index, logits of every size, random calls, and one plain call of
+# every operator.
+SELECTION = "any_call or huge_logits or counts_stay or garbage or outside or clamped or functional_and_mutating or kernel_gradients or edges or in_place"
 FILES = ["test_lean_attention.py", "test_causal_linear_decay.py", "test_normalized_linear_attention.py", "test_errors.py",
          "test_torch_ops.py"]
 
 
 @pytest.fixture(scope="module")
 def instrumented(tmp_path_factory):
-    """A folder with libleanfleet.so built with AddressSanitizer, CPU kernels alone."""
+    """A folder with libleanfleet.so built with both sanitizers, CPU kernels alone."""
     build = tmp_path_factory.mktemp("asan")
     cmake = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
-    subprocess.run([cmake, "-S", ROOT / "csrc", "-B", build, "-DLEANFLEET_SANITIZE=address", "-DLEANFLEET_CUDA=OFF",
+    subprocess.run([cmake, "-S", ROOT / "csrc", "-B", build, "-DLEANFLEET_SANITIZE=address,undefined", "-DLEANFLEET_CUDA=OFF",
                     "-DLEANFLEET_ORT=OFF"], check=True, capture_output=True)
     subprocess.run([cmake, "--build", build, "-j", "2"], check=True, capture_output=True)
     return build
@@ -31,7 +33,8 @@ def environment(build):
     libraries = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True, check=True).stdout.strip()
                  for name in ("libasan.so", "libstdc++.so")]
     return {**os.environ, "LD_PRELOAD": " ".join(libraries), "LEANFLEET_LIBRARY_DIR": str(build),
-            "ASAN_OPTIONS": "detect_leaks=0:exitcode=99", "PYTHONMALLOC": "malloc"}
+            "ASAN_OPTIONS": "detect_leaks=0:exitcode=99", "UBSAN_OPTIONS": "halt_on_error=1:print_stacktrace=1",
+            "PYTHONMALLOC": "malloc"}
 
 
 def test_the_sanitizer_sees_a_write_past_a_buffer(instrumented):

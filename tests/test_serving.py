@@ -171,8 +171,8 @@ def test_other_models(config, fuse, tmp_path):
     assert [r.tokens for r in requests] == [alone(model, p, 6) for p in wanted]
 
 
-def test_encodings_by_the_longest_position_stay_outside(tmp_path):
-    """LongRoPE's angles depend on how long the longest request is: they are no table."""
+def test_longrope(tmp_path):
+    """Short factors up to the original length: a request's tokens do not depend on its neighbours, and more is refused."""
     torch.manual_seed(1)
     half = 48 // 4 // 2
     config = Phi3Config(**GROUPED, pad_token_id=0, original_max_position_embeddings=64, rope_parameters={
@@ -181,22 +181,82 @@ def test_encodings_by_the_longest_position_stay_outside(tmp_path):
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     export_for_serving(model, tmp_path, block=BLOCK)
     attentions = [n for n in parity._load(tmp_path / "model.onnx").graph.node if n.op_type == "LeanAttention"]
-    assert len(attentions) == 2 and all(len(n.input) == 9 for n in attentions)
+    assert len(attentions) == 2 and all(len(n.input) > 10 for n in attentions)  # angles are tables by position
     batch = ContinuousBatch(tmp_path, pages=60, max_requests=3, providers=["CPUExecutionProvider"])
     wanted = [p[:40] for p in prompts(3, seed=6)]
     requests = [batch.add(p, 6, stop_tokens=()) for p in wanted]
     batch.run()
     assert [r.tokens for r in requests] == [alone(model, p, 6) for p in wanted]
+    with pytest.raises(ValueError, match="65 tokens are more than the 64 positions"):
+        batch.add([5] * 60, 5)
 
 
 @pytest.mark.parametrize("arguments, message", [
-    (([], 3), "needs a prompt"), (([1], 0), "at least one new token"), (([5, 97], 3), "token ids lie in 0 .. 96; found 5 .. 97"),
+    (([], 3), "a prompt is empty"), (([1], 0), "max_new_tokens is 0"), (("text", 3), "is the text 'text'"), (([1.5], 3), "no list of"), (([5, 97], 3), "token ids lie in 0 .. 96; found 5 .. 97"),
     (([1] * 250, 10), "260 tokens are more than the 256 positions"), (([1] * 60, 30), "need 12 pages of 8; the pool has 10")])
 def test_refused_requests(folder, arguments, message):
     batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
     with pytest.raises(ValueError, match=message):
         batch.add(*arguments)
     assert batch.idle
+
+
+@pytest.mark.parametrize("options", [
+    {"top_p": 0}, {"top_p": float("nan")}, {"top_p": 1.5}, {"temperature": float("nan")}, {"temperature": -1.0}, {"temperature": "hot"},
+    {"temperature": float("inf")}, {"seed": -1}, {"seed": 1.5}, {"top_k": -3}, {"top_k": None}, {"stop_tokens": 5}, {"stop_tokens": "a"},
+    {"max_new_tokens": 2.5}], ids=str)
+def test_wrong_options_are_refused_at_once(folder, options):
+    batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; (expected|it must be)") as error:
+        batch.add([1, 2], **({"temperature": 1.0} | options))
+    assert "\n" not in str(error.value) and batch.idle and len(batch.free_pages) == 10
+
+
+def test_default_of_new_tokens_is_what_fits(folder):
+    batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
+    assert [batch.add([1] * n).max_new_tokens for n in (1, 60)] == [79, 20]
+    batch = ContinuousBatch(folder, pages=100, providers=["CPUExecutionProvider"])
+    assert [batch.add([1] * n).max_new_tokens for n in (1, 200)] == [128, 56]
+
+
+def test_one_bad_request_harms_no_other(model, folder, monkeypatch):
+    """Logits that are not numbers end the request that has them, in its second step; all others get their tokens."""
+    batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
+    wanted = prompts(3, seed=5)
+    requests = [batch.add(p, 6, stop_tokens=(), temperature=t) for p, t in zip(wanted, (0.0, 0.7, 0.0))]
+    run, steps = batch._run, []
+
+    def spoiled(feed):
+        logits = run(feed).copy()
+        steps.append(len(logits))
+        if len(steps) == 2:
+            logits[1, 7] = np.nan
+        return logits
+
+    monkeypatch.setattr(batch, "_run", spoiled)
+    batch.step()
+    found = batch.step()
+    bad = requests[1]
+    assert [r for r, _ in found] == [requests[0], requests[2]] and len(bad.tokens) == 1
+    assert bad.done and "logits are not finite" in str(bad.error) and bad not in batch.running and bad.pages == []
+    batch.run()
+    assert batch.idle and sorted(batch.free_pages) == list(range(40))
+    for i in (0, 2):
+        assert requests[i].tokens == alone(model, wanted[i], 6) and requests[i].error is None
+
+
+def test_a_failing_call_changes_nothing(model, folder, monkeypatch):
+    batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
+    requests = [batch.add(p, 5, stop_tokens=()) for p in prompts(2, seed=5)]
+    batch.step()
+    before = [(list(r.tokens), r.cached) for r in requests], batch.steps
+    with monkeypatch.context() as patch:
+        patch.setattr(batch, "binding", None)  # what onnxruntime raises for it is not the point
+        with pytest.raises(Exception):  # noqa: B017
+            batch.step()
+    assert ([(list(r.tokens), r.cached) for r in requests], batch.steps) == before
+    batch.run()
+    assert [r.tokens for r in requests] == [alone(model, r.prompt, 5) for r in requests]
 
 
 def test_refused_folders(model, folder, tmp_path):

@@ -5,6 +5,7 @@ import json
 import subprocess
 import sys
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -195,12 +196,14 @@ def test_profiles_and_other_arguments():
     op = SPECS["LeanAttention"]
     model = node_model(op, input_shapes(op, PLAIN, {}, "open"))
     good = {"B": (1, 2, 3), "Nq": (1, 1, 1), "S": (8, 8, 8)}
+    by_shape = {"query": ((1, 6, 1, 32), (2, 6, 1, 32), (3, 6, 1, 32))}
     for entries, message in ((None, "the model has open dimensions \\(B, Nq, S\\) and needs profiles"),
                              ({"batch": (1, 2, 3)}, "profile batch: no such open dimension or input"),
+                             ({"B": (1, 2, 3), "Nq": (1, 1, 1)}, "leaves out the open dimension S"),
+                             (by_shape, "leaves out the open dimension B, S"),
                              (good | {"B": (3, 2, 1)}, "must not fall from the smallest to the largest")):
         with pytest.raises(ValueError, match=message):
             trt_plugins.build_engine(model, entries, compute_capabilities=GPUS)
-    by_shape = {"query": ((1, 6, 1, 32), (2, 6, 1, 32), (3, 6, 1, 32))}
     assert trt_plugins.build_engine(model, good | by_shape, compute_capabilities=GPUS).layers
     with pytest.raises(ValueError, match="runtime is 'onnx'; it is one of tensorrt, tensorrt_rtx"):
         trt_plugins.runtime("onnx")
@@ -227,7 +230,7 @@ def test_engines_that_cannot_be_loaded(tmp_path):
     op = SPECS["LeanAttention"]
     engine = trt_plugins.build_engine(node_model(op, input_shapes(op, PLAIN, {}, 1)), compute_capabilities=GPUS).engine
     for damaged in (engine[:len(engine) // 2], b"not an engine", b""):
-        with pytest.raises(RuntimeError, match="cannot load the engine"):
+        with pytest.raises(RuntimeError, match="cannot load the engine"):  # without a GPU for want of one
             trt_plugins.deserialize(damaged)
     with pytest.raises(FileNotFoundError, match="leanfleet engine build"):
         trt_plugins.deserialize(tmp_path / "missing")
@@ -289,17 +292,34 @@ def test_command_line(tmp_path, capsys):
 
 @pytest.mark.parametrize("command", [["engine", "inspect"], ["engine", "run"], ["check", "--runners", "ort-cpu,trt"]])
 def test_commands_that_need_a_gpu(command, tmp_path, capsys):
-    """With a GPU that TensorRT serves they work; anywhere else they say what TensorRT said, in one line."""
+    """With a GPU that TensorRT serves they work; anywhere else they say why not, in one line."""
     op = SPECS["LeanAttention"]
     model = node_model(op, input_shapes(op, PLAIN, {}, 1))
     path = tmp_path / "file"
     if command[0] == "check":
         onnx.save(model, path)
     else:
-        path.write_bytes(trt_plugins.build_engine(model).engine)
+        path.write_bytes(trt_plugins.build_engine(model, compute_capabilities=GPUS).engine)
     code = cli.main([command[0], *command[1:], str(path)] if command[0] == "check" else [*command, str(path)])
     said = capsys.readouterr()
     if torch.cuda.is_available() and code == 0:
         assert "LeanAttention" in said.out or command[1] == "run"
     else:
-        assert code == 2 and "cannot load the engine" in said.err and len(said.err.splitlines()) == 1
+        assert code == 2 and len(said.err.splitlines()) == 1 and "cudaError" not in said.err
+        assert ("cannot load the engine" if torch.cuda.is_available() else "there is no NVIDIA driver here") in said.err
+
+
+@pytest.mark.parametrize("field, message", (
+    ("winodw", "LeanAttention 'layers.3': there is no attribute winodw; it has scale, causal, window"), ("window", None),
+    ("plugin_version", None)))
+def test_fields_that_are_no_attributes_are_refused(field, message):
+    """Those that a program gives a creator itself: TensorRT's parser hands over none that the creator does not list."""
+    trt_plugins.load(TRT)
+    logger = trt_plugins.make_logger(TRT)
+    logger.errors = []
+    creator = TRT.get_plugin_registry().get_creator("LeanAttention", "1", trt_plugins.NAMESPACE)
+    value = np.array([4], np.int32)
+    fields = TRT.PluginFieldCollection([TRT.PluginField(field, value, TRT.PluginFieldType.INT32)])
+    plugin = creator.create_plugin("layers.3", fields, TRT.TensorRTPhase.BUILD)
+    assert (plugin is None) == (message is not None)
+    assert not message or any(message in error for error in logger.errors), logger.errors

@@ -9,12 +9,16 @@ import importlib
 import importlib.util
 import os
 import re
+import signal
 import sys
+import threading
 import time
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from leanfleet import native, spec
+from leanfleet import driver, native, spec
+from leanfleet.files import new_file
 
 RUNTIMES = ("tensorrt", "tensorrt_rtx")
 OLDEST = {"tensorrt": (10, 3), "tensorrt_rtx": (1, 7)}  # aliased plugin tensors; plugins in the ONNX parser
@@ -213,26 +217,35 @@ def _prepare_nodes(nodes, onnx):
 def _read_model(model):
     """(ModelProto without its external data, path or None) of a path, bytes or a ModelProto."""
     import onnx
+    from google.protobuf.message import DecodeError
 
-    if isinstance(model, (str, os.PathLike)):
-        if not Path(model).is_file():
-            raise FileNotFoundError(f"{model} does not exist; give the path of an ONNX file")
-        return onnx.load(model, load_external_data=False), str(Path(model).absolute())
-    if isinstance(model, (bytes, bytearray)):
-        return onnx.load_model_from_string(bytes(model)), None
-    copy = onnx.ModelProto()
-    copy.CopyFrom(model)
-    return copy, None
+    if not isinstance(model, (str, os.PathLike, bytes, bytearray)):
+        copy = onnx.ModelProto()
+        copy.CopyFrom(model)
+        return copy, None
+    path = None if isinstance(model, (bytes, bytearray)) else Path(model)
+    if path and not path.is_file():
+        raise FileNotFoundError(f"{model} does not exist; give the path of an ONNX file")
+    name = path or "the model"
+    try:
+        proto = onnx.load_model_from_string(path.read_bytes() if path else bytes(model))
+    except DecodeError as error:
+        raise ValueError(f"{name} is no ONNX model: {error}") from None
+    if not proto.graph.node or not proto.graph.output:  # what some files that are something else are read as
+        raise ValueError(f"{name} is no ONNX model: it has no nodes or no outputs")
+    return proto, str(path.absolute()) if path else None
 
 
 def prepare_file(model, path):
     """Writes a prepared copy of an ONNX file, for trtexec and other tools. Weights in a file of their own stay there, so
-    that the copy must lie in the same folder. Returns path. Raises FileNotFoundError, and ValueError for another folder."""
+    that the copy must lie in the same folder. Returns path. Raises FileNotFoundError, ValueError for another folder or what
+    is no ONNX model, OSError for a path that cannot be written."""
     proto, source = _read_model(model)
     external = any(t.data_location == t.EXTERNAL for t in proto.graph.initializer)
     if external and Path(path).absolute().parent != Path(source).parent:
         raise ValueError(f"{model} keeps its weights in a file beside it: write the prepared model into {Path(source).parent}")
-    Path(path).write_bytes(prepare(proto).SerializeToString())
+    with new_file(path) as new:
+        new.write_bytes(prepare(proto).SerializeToString())
     return path
 
 
@@ -241,12 +254,14 @@ def prepare_file(model, path):
 
 @dataclass
 class Build:
-    """An engine and what is known of it. layers: (name, operator) of the plugin layers."""
+    """An engine and what is known of it. layers: (name, operator) of the plugin layers. gpus: compute capabilities of the
+    GPUs that it was built for."""
 
     engine: bytes
     layers: list = field(default_factory=list)
     seconds: float = 0.0
     runtime: str = ""
+    gpus: list = field(default_factory=list)
 
 
 def build_engine(model, profiles=None, path=None, *, trt=None, compute_capabilities=(), in_place=True, workspace=None,
@@ -254,21 +269,34 @@ def build_engine(model, profiles=None, path=None, *, trt=None, compute_capabilit
     """Builds an engine from an ONNX model with leanfleet nodes; they become plugin layers.
 
     model: path, bytes or onnx.ModelProto. profiles: list of dicts, or one dict, for models with open dimensions: either
-    {dimension's name: (min, opt, max)} or {input's name: (min shape, opt shape, max shape)}; an open dimension that a
-    profile leaves out stays 1. path: where to write the engine. trt: the module to use, see runtime.
-    compute_capabilities: of the GPUs to build for, such as ["8.0", "8.9"] (TensorRT-RTX, no GPU needed); default: the GPU
-    that is here. in_place: lets TensorRT give an output that may take an input's buffer that buffer; it may still
+    {dimension's name: (min, opt, max)} or {input's name: (min shape, opt shape, max shape)}, every open dimension in each.
+    path: where to write the engine. trt: the module to use, see runtime.
+    compute_capabilities: of the GPUs to build for, such as ["8.0", "8.9"] (TensorRT-RTX, no GPU needed); default: that of
+    the first GPU that is here. in_place: lets TensorRT give an output that may take an input's buffer that buffer; it may still
     insert copies. workspace: limit in bytes. progress: called with (phase, step, number of steps); returning False
     stops the build. embed_plugins: puts the plugin library into the engine, which then is a version-compatible one: for hosts
     such as Triton that only open libraries (the host must allow code in engines). configure: called with the IBuilderConfig.
 
-    Returns a Build. Raises FileNotFoundError, ValueError for profiles that do not fit the model, and RuntimeError with
-    the log's reasons where TensorRT refuses the model.
+    Returns a Build. Raises FileNotFoundError, ValueError for what is no model, for profiles that do not fit it and where no
+    GPU is named and none is here, OSError where path cannot be written, RuntimeError with the log's reasons where TensorRT
+    refuses the model, and KeyboardInterrupt, between two steps of the build, for Ctrl-C.
     """
+    proto, source = _read_model(model)
     trt = load(trt)
+    gpus = _gpus(trt, compute_capabilities)
+    with new_file(path) if path is not None else nullcontext() as new:
+        build = _build(trt, proto, source, profiles, gpus if compute_capabilities else (), in_place, workspace, progress,
+                       embed_plugins, configure)
+        build.gpus = gpus
+        if new is not None:
+            new.write_bytes(build.engine)
+    return build
+
+
+def _build(trt, proto, source, profiles, gpus, in_place, workspace, progress, embed_plugins, configure):
+    """build_engine's Build of a model that was read; gpus: to set, or none for the one that is here."""
     logger = make_logger(trt)
     logger.errors = []
-    proto, source = _read_model(model)
     prepare(proto)
     started = time.perf_counter()
     builder = trt.Builder(logger)
@@ -285,24 +313,25 @@ def build_engine(model, profiles=None, path=None, *, trt=None, compute_capabilit
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
     if in_place:
         config.set_preview_feature(trt.PreviewFeature.ALIASED_PLUGIN_IO_10_03, True)
-    if progress is not None:
-        config.progress_monitor = _progress_monitor(trt, progress)
+    monitor = config.progress_monitor = _progress_monitor(trt, progress)
     if embed_plugins:
         if trt.__name__ == "tensorrt_rtx":
             raise ValueError("embed_plugins: TensorRT-RTX has no engines that hold plugins; load them where the engine runs")
         config.set_flag(trt.BuilderFlag.VERSION_COMPATIBLE)
         config.plugins_to_serialize = [get_plugin_path()]
-    _choose_gpus(trt, config, compute_capabilities)
+    if gpus:
+        config.num_compute_capabilities = len(gpus)
+        for i, gpu in enumerate(gpus):
+            config.set_compute_capability(getattr(trt.ComputeCapability, _member(gpu)), i)
     for profile in _profiles(trt, builder, network, proto, profiles):
         config.add_optimization_profile(profile)
     if configure is not None:
         configure(config)
-    serialized = builder.build_serialized_network(network, config)
+    with _interrupting(monitor):
+        serialized = builder.build_serialized_network(network, config)
     if serialized is None:
         raise failure(trt, "cannot build the engine")
     build.engine, build.seconds = bytes(serialized), time.perf_counter() - started
-    if path is not None:
-        Path(path).write_bytes(build.engine)
     return build
 
 
@@ -311,21 +340,29 @@ def _operator_of(layer, proto):
     return next((n.op_type for n in proto.graph.node if n.name == layer.name), "")
 
 
-def _choose_gpus(trt, config, capabilities):
+def _member(capability):
+    """Of trt.ComputeCapability."""
+    return f"SM{capability.replace('.', '')}"
+
+
+def _gpus(trt, capabilities):
+    """The compute capabilities to build for; none given: that of the first GPU. Raises ValueError for one that the runtime
+    cannot build for, and where none is given and no GPU is here."""
+    capabilities, others_possible = [str(c) for c in capabilities], hasattr(trt.IBuilderConfig, "set_compute_capability")
     if not capabilities:
-        return
-    if not hasattr(config, "set_compute_capability"):
-        raise ValueError(f"compute_capabilities are {', '.join(map(str, capabilities))}, but {trt.__name__} builds for the GPU "
-                         "that is here alone; TensorRT-RTX builds for others")
-    config.num_compute_capabilities = len(capabilities)
-    for i, capability in enumerate(capabilities):
-        name = f"SM{str(capability).replace('.', '')}"
-        chosen = getattr(trt.ComputeCapability, name, None)
-        if chosen is None:
-            known = [n for n in trt.ComputeCapability.__members__ if n.startswith("SM")]
-            raise ValueError(f"compute capability {capability} is unknown to {trt.__name__} {trt.__version__}; it knows "
-                             + ", ".join(f"{n[2:-1]}.{n[-1]}" for n in known))
-        config.set_compute_capability(chosen, i)
+        if problem := driver.why_no_gpu():
+            others = ("say which one to build for with compute_capabilities (--compute-capability), such as 8.9"
+                      if others_possible else f"{trt.__name__} builds on the GPU that the engine is for")
+            raise ValueError(f"{problem}: {others}")
+        return [driver.gpus()[0].capability]
+    if not others_possible:
+        raise ValueError(f"compute_capabilities are {', '.join(capabilities)}, but {trt.__name__} builds for the GPU that is "
+                         "here alone; TensorRT-RTX builds for others")
+    known = [n for n in trt.ComputeCapability.__members__ if n.startswith("SM")]
+    if unknown := [c for c in capabilities if _member(c) not in known]:
+        raise ValueError(f"compute capability {unknown[0]} is unknown to {trt.__name__} {trt.__version__}; it knows "
+                         + ", ".join(f"{n[2:-1]}.{n[-1]}" for n in known))
+    return capabilities
 
 
 def _profiles(trt, builder, network, proto, profiles):
@@ -345,11 +382,16 @@ def _profiles(trt, builder, network, proto, profiles):
             raise ValueError(f"profile {', '.join(sorted(unknown))}: no such open dimension or input; the model has the "
                              f"dimensions {', '.join(sorted(open_dims))} and the inputs {', '.join(t.name for t in inputs)}")
         profile = builder.create_optimization_profile()
+        left_out = {d or f"of {t.name}, without a name" for t in inputs if t.name not in entry
+                    for d, size in zip(names[t.name], t.shape) if size < 0 and d not in entry}
+        if left_out:
+            raise ValueError(f"a profile leaves out the open dimension {', '.join(sorted(left_out))}: each needs its smallest, "
+                             "usual and largest size, such as batch=1:1:8")
         for tensor in inputs:
             shapes = entry.get(tensor.name)
             if shapes is None:
-                shapes = [[size if size >= 0 else entry.get(d, (1, 1, 1))[end] for d, size in
-                           zip(names[tensor.name], tensor.shape)] for end in range(3)]
+                shapes = [[size if size >= 0 else entry[d][end] for d, size in zip(names[tensor.name], tensor.shape)]
+                          for end in range(3)]
             if any(not low <= usual <= high for low, usual, high in zip(*shapes)):
                 raise ValueError(f"profile of {tensor.name} is {shapes}: sizes must not fall from the smallest to the largest")
             profile.set_shape(tensor.name, *map(tuple, shapes))
@@ -357,6 +399,7 @@ def _profiles(trt, builder, network, proto, profiles):
 
 
 def _progress_monitor(trt, progress):
+    """A monitor that tells `progress` (None: nobody) about steps, and stops the build once `going` is false."""
     class Monitor(trt.IProgressMonitor):
         def __init__(self):
             trt.IProgressMonitor.__init__(self)
@@ -376,41 +419,69 @@ def _progress_monitor(trt, progress):
         def tell(self, phase, step):
             # An exception cannot pass through TensorRT.
             try:
-                self.going = progress(phase, step, self.steps.get(phase, 0)) is not False and self.going
+                if progress is not None and progress(phase, step, self.steps.get(phase, 0)) is False:
+                    self.going = False
             except Exception:
                 self.going = False
 
     return Monitor()
 
 
-def deserialize(engine, trt=None):
+@contextmanager
+def _interrupting(monitor):
+    """Ctrl-C stops the build at its next step and is raised behind it: raised inside a callback of TensorRT's, as Python
+    would, it ends the process."""
+    if (threading.current_thread() is not threading.main_thread()
+            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+        yield
+        return
+    pressed = False
+
+    def stop(*_):
+        nonlocal pressed
+        pressed, monitor.going = True, False
+
+    signal.signal(signal.SIGINT, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        if pressed:
+            raise KeyboardInterrupt
+
+
+def deserialize(engine, trt=None, host_code=False):
     """The ICudaEngine of an engine (bytes or path). Needs a GPU that it was built for.
 
-    Raises FileNotFoundError, and RuntimeError with the log's reasons.
+    host_code: lets an engine that holds code for the host, as embed_plugins makes it, run that code in this process, with all
+    that this process may do: for files from somebody you trust alone. Raises FileNotFoundError, and RuntimeError where no
+    GPU is here and with the log's reasons where TensorRT refuses the engine.
     """
     if isinstance(engine, (str, os.PathLike)):
         if not Path(engine).is_file():
             raise FileNotFoundError(f"{engine} does not exist; build it with leanfleet engine build")
         engine = Path(engine).read_bytes()
     trt = load(trt)
+    if problem := driver.why_no_gpu():
+        raise RuntimeError(f"cannot load the engine: {problem}, and engines are loaded on a GPU that they were built for")
     logger = make_logger(trt)
     logger.errors = []
     loader = trt.Runtime(logger)
-    if hasattr(loader, "engine_host_code_allowed"):
-        loader.engine_host_code_allowed = True  # for engines built with embed_plugins
+    if host_code and hasattr(loader, "engine_host_code_allowed"):
+        loader.engine_host_code_allowed = True
     loaded = loader.deserialize_cuda_engine(engine)
     if loaded is None:
         raise failure(trt, "cannot load the engine")
     return loaded
 
 
-def inspect(engine, trt=None):
+def inspect(engine, trt=None, host_code=False):
     """What an engine (bytes or path) holds: {"tensors": [...], "layers": [...]}, as TensorRT's engine inspector tells.
-    Needs a GPU that it was built for; raises what deserialize raises."""
+    Needs a GPU that it was built for. host_code, and what it raises: see deserialize."""
     import json
 
     trt = load(trt)
-    loaded = deserialize(engine, trt)
+    loaded = deserialize(engine, trt, host_code)
     tensors = []
     for i in range(loaded.num_io_tensors):
         name = loaded.get_tensor_name(i)

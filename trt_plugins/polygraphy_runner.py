@@ -18,7 +18,8 @@ def engine_loader(model, profiles=None, trt=None, **options):
     Polygraphy chooses between tensorrt and tensorrt_rtx when it is imported: POLYGRAPHY_USE_TENSORRT_RTX=1 for the latter.
     """
     def load():
-        return trt_plugins.deserialize(trt_plugins.build_engine(model, profiles, trt=trt, **options).engine, trt)
+        built = trt_plugins.build_engine(model, profiles, trt=trt, **options)
+        return trt_plugins.deserialize(built.engine, trt, host_code=options.get("embed_plugins", False))
 
     return load
 

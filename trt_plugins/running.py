@@ -1,7 +1,6 @@
 """Runs engines: one call, text generation. Needs a GPU that the engine was built for, and torch or
 cuda-python (cuda.bindings) for device memory; generation needs torch."""
 
-import json
 import os
 import time
 from dataclasses import dataclass, field
@@ -135,14 +134,14 @@ def _memory(name):
 class Engine:
     """An engine with one execution context.
 
-    engine: bytes, path or trt.ICudaEngine. memory: "torch" or "cuda-python"; None: torch where it has CUDA.
-    Raises what trt_plugins.deserialize raises, and ImportError without either package.
+    engine: bytes, path or trt.ICudaEngine. memory: "torch" or "cuda-python"; None: torch where it has CUDA. host_code: see
+    trt_plugins.deserialize. Raises what trt_plugins.deserialize raises, and ImportError without either package.
     """
 
-    def __init__(self, engine, trt=None, memory=None):
+    def __init__(self, engine, trt=None, memory=None, host_code=False):
         self.trt = trt_plugins.load(trt)
-        self.engine = (trt_plugins.deserialize(engine, self.trt) if isinstance(engine, (bytes, bytearray, str, os.PathLike))
-                       else engine)
+        self.engine = (trt_plugins.deserialize(engine, self.trt, host_code)
+                       if isinstance(engine, (bytes, bytearray, str, os.PathLike)) else engine)
         self.memory = _memory(memory)
         trt_plugins.make_logger(self.trt).errors = []
         self.context = self.engine.create_execution_context()
@@ -154,10 +153,15 @@ class Engine:
         self.outputs = [n for n in names if n not in self.inputs]
 
     def use_profile(self, index):
-        """Switches to another optimization profile."""
+        """Switches to another optimization profile. Raises ValueError for one that the engine has not."""
+        self._check_profile(index)
         if not self.context.set_optimization_profile_async(index, self.memory.stream_address):
-            raise ValueError(f"profile is {index}; the engine has {self.engine.num_optimization_profiles}")
+            raise trt_plugins.failure(self.trt, f"cannot use profile {index}")
         self.memory.after()
+
+    def _check_profile(self, index):
+        if not 0 <= index < self.engine.num_optimization_profiles:
+            raise ValueError(f"profile is {index}; the engine has {self.engine.num_optimization_profiles}, the first is 0")
 
     def bind(self, name, tensor):
         """Gives a tensor of the engine an address, and an input its shape. The caller keeps the tensor."""
@@ -194,13 +198,15 @@ class Engine:
         return found
 
     def made_up_inputs(self, profile=0):
-        """Ones in the usual sizes of a profile, by name."""
+        """Ones in the usual sizes of a profile, by name. Raises ValueError for one that the engine has not."""
+        self._check_profile(profile)
         types = {"FLOAT": "f4", "HALF": "f2", "BF16": "f4", "INT32": "i4", "INT64": "i8", "BOOL": "?"}
         return {name: np.ones(tuple(self.engine.get_tensor_profile_shape(name, profile)[1]), types[self.dtypes[name]])
                 for name in self.inputs}
 
     def timed(self, feed, profile=0, runs=20):
-        """(outputs as numpy arrays, median of the milliseconds of a run with its copies from and to the host)."""
+        """(outputs as numpy arrays, median of the milliseconds of a run with its copies from and to the host).
+        runs: 1 or more."""
         self.use_profile(profile)
         outputs, seconds = self.numpy(self(feed)), []
         for _ in range(runs):
@@ -218,7 +224,7 @@ class Engine:
 
 
 @dataclass
-class Decoder:
+class Decoder(generation.FolderTokenizer):
     """An engine of a decoder that leanfleet.export.export_decoder wrote; generation.generate and stream take it."""
 
     engine: Engine
@@ -228,6 +234,7 @@ class Decoder:
     max_positions: int | None
     cuda_graph: bool = True
     kept: dict = field(default_factory=dict)
+    folder: Path | None = None
 
     def steps(self, batch, capacity):
         key = batch, capacity
@@ -238,17 +245,16 @@ class Decoder:
         return self.kept[key]
 
 
-def load_decoder(folder, engine, trt=None, cuda_graph=True):
+def load_decoder(folder, engine, trt=None, cuda_graph=True, host_code=False):
     """A Decoder of an engine (bytes or path) built from folder/model.onnx with decoder_profiles. Needs torch with CUDA.
 
-    cuda_graph: captures the decode step of each batch once and replays it.
+    cuda_graph: captures the decode step of each batch once and replays it. host_code: see trt_plugins.deserialize.
+    Raises what generation.read_facts and Engine raise.
     """
-    facts = json.loads((Path(folder) / "leanfleet.json").read_text())
-    if facts.get("kind", "decoder") != "decoder":
-        raise ValueError(f"{folder} holds a model of kind {facts['kind']}; generation needs one from export_decoder")
-    loaded = Engine(engine, trt, memory="torch")
+    facts = generation.read_facts(folder, "decoder", generation.WRITER)
+    loaded = Engine(engine, trt, memory="torch", host_code=host_code)
     return Decoder(loaded, [n for n in loaded.inputs if n.startswith(_PAST)], facts["vocabulary"], facts["stop_tokens"],
-                   facts["max_positions"], cuda_graph)
+                   facts["max_positions"], cuda_graph, folder=Path(folder))
 
 
 def decoder_profiles(batch=(1, 1, 8), tokens=(1, 128, 2048), capacity=(16, 2048, 8192)):
@@ -328,6 +334,6 @@ class _Steps:
             self.engine.enqueue(self.engine.memory.stream_address)
 
 
-def generate(decoder, prompts, max_new_tokens=128, **options):
+def generate(decoder, prompts, max_new_tokens=None, **options):
     """(list of token lists, generation.Statistics); prompts and options are those of leanfleet.ort_ops.generation.stream."""
     return generation.generate(decoder, prompts, max_new_tokens, **options)

@@ -1,0 +1,248 @@
+"""Is an exported decoder right? Its file, run by ONNX Runtime on the CPU, against the PyTorch model that it was made of.
+
+Three requests of random tokens run as a ragged batch that they join one after the other, one of them in two pieces and one with
+a pause, and then the longest alone: a prompt and decode steps. What follows a prompt is given, not generated, so that every
+logit can be compared with that of one pass of the model over the whole request, in float64 and without a cache. The bound comes
+from there too: the model itself, in its own type, is off by so much. A bfloat16 file is checked as float32, with bfloat16's
+bound, because CPUs have no kernels for bfloat16.
+"""
+
+import copy
+import tempfile
+from contextlib import nullcontext
+from pathlib import Path
+
+import numpy as np
+import onnx_ir as ir
+import torch
+
+from leanfleet.export.support import fixed_rotary, implementation
+
+PROMPTS, STEPS = (1, 6, 17), 4
+FACTOR, ROUNDINGS = 4, 4  # bound: so many times what PyTorch loses, and so many roundings of the largest logit
+TRIES = 3  # two experts that are nearly equally likely may change places: a fault shows with any tokens
+
+
+class VerificationError(RuntimeError):
+    """An exported file does not compute what the model does."""
+
+
+def verify(model, path, facts, rope="short"):
+    """Compares the file `path` with its model; returns {"largest_difference", "bound"}, or {"skipped": why}.
+
+    facts: what leanfleet.json says. rope: see support.most_positions. Raises VerificationError.
+    """
+    if why := _obstacle(model):
+        return {"skipped": why}
+    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
+        return compare(model, _session(path, Path(folder)), facts, rope)
+
+
+def compare(model, session, facts, rope="short"):
+    """As verify, of a session: an object with onnxruntime's get_inputs() and run()."""
+    for seed in range(TRIES):
+        tokens = _tokens(model, facts, seed)
+        try:
+            judge, loses = _expected(model, tokens, rope)
+        except TypeError as error:  # a model of one's own that runs over caches alone
+            if not hasattr(model, "cache_shapes"):
+                raise
+            return {"skipped": f"{type(model).__name__} does not run without caches ({error})"}
+        scale = max(np.abs(rows).max() for rows in judge)
+        bound = FACTOR * loses + ROUNDINGS * torch.finfo(getattr(model, "dtype", torch.float32)).eps * scale
+        errors = [(np.abs(logits.astype(np.float64) - judge[request][position]).max(), phase, position)
+                  for phase, request, position, logits in _found(session, facts, tokens)]
+        worst, phase, position = max(errors, key=lambda e: np.nan_to_num(e[0], nan=np.inf))
+        if worst <= bound:  # NaN is not
+            return {"largest_difference": float(worst), "bound": float(bound)}
+    raise VerificationError(
+        f"{type(model).__name__}: the exported file is wrong, and nothing was written: {phase}, at position {position} of a "
+        f"request, its logits differ from PyTorch's by {worst:.2e}, where the model's own error in its type allows {bound:.2e} "
+        f"(largest logit {scale:.1f}). Please report it; verify=False (leanfleet export --no-verify) writes the file anyway")
+
+
+def _obstacle(model):
+    """Why a model cannot be verified here, or None."""
+    try:
+        import onnxruntime  # noqa: F401
+    except ImportError:
+        return "onnxruntime is missing: pip install 'leanfleet[ort]'"
+    needed = 8 * sum(p.numel() for p in model.parameters())  # a copy in float64
+    free = _free_memory()
+    if free is not None and needed > 0.8 * free:
+        return f"a float64 copy of the model needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+    return None
+
+
+def _free_memory():
+    """Bytes that this process may still take, or None where the system does not say."""
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except OSError:
+        pass
+    return None
+
+
+def _tokens(model, facts, seed):
+    """Random requests, prompts and what follows them, int64 arrays; tokens that have a meaning are left out."""
+    config = model.config
+    special = {value for c in {id(c): c for c in (config, getattr(config, "text_config", config))}.values()
+               for name, value in vars(c).items() if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
+    plain = np.array([t for t in range(facts["vocabulary"]) if t not in special] or range(facts["vocabulary"]))
+    random = np.random.default_rng(seed)
+    longest = max(1, (facts["max_positions"] or 10**9) - STEPS)
+    return [random.choice(plain, min(n, longest) + STEPS) for n in PROMPTS]
+
+
+def _expected(model, tokens, rope):
+    """(logits of every position of every request in float64, what the model loses in its own type)."""
+    ours = hasattr(model, "cache_shapes")
+    model = copy.deepcopy(model)
+    if not ours and model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+
+    def logits():
+        return [model(input_ids=torch.from_numpy(t).unsqueeze(0), use_cache=False).logits[0].double().numpy() for t in tokens]
+
+    with (nullcontext() if ours else implementation(model, "eager"),
+          fixed_rotary(model, rope) if rope == "long" else nullcontext(), torch.no_grad()):
+        own = logits()
+        model.double()
+        judge = logits()
+    return judge, max(np.abs(a - b).max() for a, b in zip(own, judge, strict=True))
+
+
+def _schedule():
+    """[(phase, [{request: new tokens}, ...])]: calls, one phase after the other, each over caches of its own."""
+    first, second, third = PROMPTS
+    part = third // 2
+    together = [{0: first, 2: part}, {0: 1, 1: second, 2: third - part}, {0: 1, 1: 1, 2: 1}, {0: 1, 2: 1}, {0: 1, 1: 1, 2: 1},
+                {1: 1, 2: 1}, {1: 1}]
+    return [("in a ragged batch", together), ("alone", [{2: third}] + [{2: 1}] * STEPS)]
+
+
+def _found(session, facts, tokens):
+    """[(phase, request, position, logits)] of a session."""
+    found = []
+    for phase, calls in _schedule():
+        caches = (_Pages if facts.get("kind") == "serving" else _Batch)(session, facts, len(tokens))
+        seen = [0] * len(tokens)
+        for call in calls:
+            new = {request: tokens[request][seen[request]:seen[request] + count] for request, count in call.items()}
+            new = {request: row for request, row in new.items() if len(row)}  # a model of few positions has shorter ones
+            for request, logits in (caches.run(new, seen) if new else {}).items():
+                seen[request] += len(new[request])
+                found.append((phase, request, seen[request] - 1, logits))
+    return found
+
+
+def _session(path, folder):
+    """A session on the CPU: with the library, or without where it is missing. folder: for a file in float32."""
+    import onnxruntime
+
+    from leanfleet import native
+    from leanfleet.ort_ops import make_session
+
+    model = ir.load(path)
+    if as_float32(model):
+        path = folder / "float32.onnx"
+        ir.save(model, path, external_data="float32.onnx.data")
+    del model
+    options = onnxruntime.SessionOptions()
+    options.log_severity_level = 3
+    providers = ["CPUExecutionProvider"]
+    try:
+        native.library_path("leanfleet_ort")
+    except OSError:
+        return onnxruntime.InferenceSession(str(path), options, providers)
+    return make_session(str(path), providers, options)
+
+
+class _Batch:
+    """Calls of a graph of export_decoder over caches of a batch. Requests without new tokens are rows of padding."""
+
+    def __init__(self, session, facts, batch):
+        self.session, self.batch = session, batch
+        sizes = {"batch": batch, "capacity": max(PROMPTS) + STEPS + 3}
+        self.caches = {}
+        for entry in session.get_inputs():
+            if entry.name.startswith("past_key_values."):
+                shape, dtype = [sizes.get(n, n) for n in entry.shape], _NUMPY[entry.type]
+                state = "capacity" not in entry.shape or dtype == np.int32
+                self.caches[entry.name] = np.zeros(shape, dtype) if state else np.full(shape, np.nan, dtype)
+
+    def run(self, new, seen):
+        """{request: logits of its last new token}. new: {request: tokens}; seen: how many tokens of each came before."""
+        counts = np.array([len(new.get(r, ())) for r in range(self.batch)], np.int32)
+        ids = np.zeros((self.batch, counts.max()), np.int64)
+        for request, row in new.items():
+            ids[request, :len(row)] = row
+        logits, *caches = self.session.run(None, {"input_ids": ids, "seq_lens": np.array(seen, np.int32) + counts,
+                                                  "query_lens": counts, **self.caches})
+        self.caches = dict(zip(self.caches, caches, strict=True))
+        return {r: logits[r] if logits.ndim == 2 else logits[r, counts[r] - 1] for r in new}
+
+
+class _Pages:
+    """Calls of a graph of export_for_serving over a pool of pages."""
+
+    def __init__(self, session, facts, batch):
+        self.session, self.block = session, facts["block"]
+        self.table = -(-(max(PROMPTS) + STEPS) // self.block)
+        self.order = np.random.default_rng(0).permutation(batch * self.table).reshape(batch, self.table).astype(np.int32)
+        self.pools = {i.name: np.full([self.order.size, *i.shape[1:]], np.nan, _NUMPY[i.type])
+                      for i in session.get_inputs() if i.name.startswith("pages.")}
+
+    def run(self, new, seen):
+        """As _Batch.run."""
+        counts = np.array([len(row) for row in new.values()], np.int32)
+        before, width = np.array([seen[r] for r in new], np.int32), counts.max()
+        starts = np.cumsum(counts) - counts
+        steps = [np.arange(count) for count in counts]
+        slots = np.zeros((len(new), width), np.int64)
+        for row, (start, step) in enumerate(zip(starts, steps, strict=True)):
+            slots[row, :len(step)] = start + step
+        logits, *pools = self.session.run(None, {
+            "input_ids": np.concatenate(list(new.values())), "slots": slots, "last": (starts + counts - 1).astype(np.int64),
+            "positions": np.concatenate([n + step for n, step in zip(before, steps, strict=True)]).astype(np.int64),
+            "rows": np.concatenate([row * width + step for row, step in enumerate(steps)]).astype(np.int64),
+            "seq_lens": before + counts, "query_lens": counts, "block_table": self.order[list(new)], **self.pools})
+        self.pools = dict(zip(self.pools, pools, strict=True))
+        return dict(zip(new, logits, strict=True))
+
+
+_NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int32)": np.int32, "tensor(int64)": np.int64}
+
+
+def as_float32(model):
+    """Turns every bfloat16 value of an onnx_ir.Model into float32. Returns whether there was one."""
+    narrow, wide = ir.DataType.BFLOAT16, ir.DataType.FLOAT
+    changed = False
+
+    def widened(tensor):
+        return ir.tensor(tensor.numpy().astype(np.float32), name=tensor.name)
+
+    def widen(value):
+        nonlocal changed
+        if value is None:
+            return
+        if value.dtype == narrow:
+            value.dtype, changed = wide, True
+        if value.const_value is not None and value.const_value.dtype == narrow:
+            value.const_value, changed = widened(value.const_value), True
+
+    for graph in (model.graph, *(function.graph for function in model.functions.values())):
+        for value in (*graph.inputs, *getattr(graph, "initializers", {}).values()):
+            widen(value)
+        for node in ir.traversal.RecursiveGraphIterator(graph):
+            for value in node.outputs:
+                widen(value)
+            for name, attribute in list(node.attributes.items()):
+                if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype == narrow:
+                    node.attributes[name], changed = ir.AttrTensor(name, widened(attribute.value)), True
+                elif (attribute.type == ir.AttributeType.INT and name in ("to", "dtype", "output_dtype")
+                      and attribute.value == narrow):
+                    node.attributes[name], changed = ir.AttrInt64(name, int(wide)), True
+    return changed

@@ -1,0 +1,80 @@
+"""Every causal language model of transformers, built small: exported right, or refused by name. zoo.toml says which.
+
+The decoder modules of all of them are compared with their models eagerly, through the operators' kernels. Files take seconds
+each: every run writes and checks some, others from day to day; LEANFLEET_ZOO=all writes all.
+"""
+
+import datetime
+import json
+import os
+import tomllib
+import zlib
+from pathlib import Path
+
+import pytest
+import transformers
+import zoo
+from leanfleet.export import export_decoder
+from leanfleet.export.serving import export_for_serving
+
+TABLE = tomllib.loads((Path(__file__).parent / "zoo.toml").read_text())
+REASONS = {entry: reason for reason, entries in TABLE["refused"].items() for entry in entries}
+PARTS = 30  # a run writes one file in so many
+TODAY = datetime.date.today().toordinal() % PARTS
+WRITTEN = [entry for entry in TABLE["served"] if os.environ.get("LEANFLEET_ZOO") == "all"
+           or zlib.crc32(entry.encode()) % PARTS == TODAY]
+
+
+def test_table_is_complete():
+    known = [*TABLE["served"], *REASONS, *TABLE["unbuilt"]]
+    assert len(known) == len(set(known))
+    if transformers.__version__.startswith("5.23."):
+        assert sorted(known) == sorted(zoo.ENTRIES)
+
+
+def entries(names):
+    """Those that this version of transformers has."""
+    return [name for name in names if name in zoo.ENTRIES]
+
+
+@pytest.mark.parametrize("entry", entries(TABLE["served"]))
+def test_served(entry):
+    """Prompts, decode steps alone and in a ragged batch, over caches and over pages; see leanfleet.export.verification."""
+    for found in zoo.check_eagerly(zoo.make(entry)):
+        assert found["largest_difference"] <= found["bound"] < 1e-3
+
+
+def assert_refused(model, reason, folder):
+    for exporter in (export_decoder, export_for_serving):
+        with pytest.raises(ValueError) as error:
+            exporter(model, folder / "out")
+        message = str(error.value)
+        assert reason in message and type(model).__name__ in message and "\n" not in message and len(message) < 500, message
+        assert list(folder.iterdir()) == []
+
+
+@pytest.mark.parametrize("entry", entries(REASONS))
+def test_refused(entry, tmp_path):
+    assert_refused(zoo.make(entry), REASONS[entry], tmp_path)
+
+
+@pytest.mark.parametrize("entry", entries(TABLE["unbuilt"]))
+def test_unbuilt(entry, tmp_path):
+    """Should another version build it, it is right or refused."""
+    try:
+        model = zoo.make(entry)
+    except (ImportError, ValueError):
+        return
+    try:
+        zoo.check_eagerly(model)
+    except ValueError as error:
+        assert_refused(model, str(error), tmp_path)
+
+
+@pytest.mark.parametrize("entry", entries(WRITTEN))
+def test_file(entry, tmp_path):
+    """The ONNX file, run by ONNX Runtime with the library."""
+    model = zoo.make(entry)
+    export_decoder(model, tmp_path / "decoder")
+    verified = json.loads((tmp_path / "decoder" / "leanfleet.json").read_text())["verified"]
+    assert verified["largest_difference"] <= verified["bound"] < 1e-3
