@@ -121,6 +121,13 @@ def test_links_of_the_repository_point_into_the_site():
         "[a](https://example.org) [b](#here) [c](../csrc/ops.toml)")
 
 
+def test_support_counts_the_model_types_of_the_zoo():
+    zoo = tomllib.loads((ROOT / "tests" / "zoo.toml").read_text())
+    served, refused = len(zoo["served"]), sum(map(len, zoo["refused"].values()))
+    expected = f"{served} model types of transformers 5.23 (`tests/zoo.toml` names them); {refused} others are refused"
+    assert expected in (DOCS / "reference" / "support.md").read_text()
+
+
 def entries(nav):
     for item in nav:
         for value in item.values() if isinstance(item, dict) else [item]:
