@@ -100,8 +100,8 @@ def check_implementation(model):
         implementation = config._attn_implementation
         if implementation is not None and not _is_softmax(implementation):
             raise ValueError(
-                f"{name}: {type(module).__name__} attends by '{implementation}', which export would write as softmax. If softmax "
-                "is meant, call model.set_attn_implementation('sdpa') first; other attention is not exported")
+                f"{name}: {type(module).__name__} attends by '{implementation}', which export would write as softmax. If "
+                "softmax is meant, call model.set_attn_implementation('sdpa') first; other attention is not exported")
         if remembered := getattr(config, REMEMBERED, None):
             raise ValueError(
                 f"{name}: its configuration says {REMEMBERED} = '{remembered}': it has run with that attention, which export "
