@@ -13,9 +13,11 @@ to N new tokens over caches of S slots (all three dynamic):
     present.L...                  as the past, with the new tokens; may be bound to the inputs' buffers
 """
 
+import io
 import json
+import sys
 import types
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 
 import torch
@@ -322,9 +324,13 @@ def call(decoder, arguments):
 def _trace(decoder, arguments, shapes, options):
     """The ONNXProgram of a decoder module. Raises ValueError, with the first line of the reason, where it cannot be traced."""
     call(decoder, arguments)  # tracing buries an error under its own
+    printed = io.StringIO()
     try:
-        return export(decoder, arguments, dynamic_shapes=shapes, **options)
-    except Exception as error:
+        with redirect_stderr(printed):
+            program = export(decoder, arguments, dynamic_shapes=shapes, **options)
+        sys.stderr.write(printed.getvalue())
+        return program
+    except Exception as error:  # PyTorch prints hundreds of lines of the graph: the one that counts is in the error
         cause = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
