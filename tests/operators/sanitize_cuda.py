@@ -1,6 +1,7 @@
 """Random LeanAttention calls for compute-sanitizer, which no test can start for every shape:
 
-    compute-sanitizer --tool racecheck --kernel-name kns=leanfleet python tests/operators/sanitize_cuda.py --calls 210 --seed 1
+    PYTHONPATH=tests compute-sanitizer --tool racecheck --kernel-name kns=leanfleet \\
+        python tests/operators/sanitize_cuda.py --calls 210 --seed 1
 
 Prints the calls as it goes, and at the end how many ran.
 """
