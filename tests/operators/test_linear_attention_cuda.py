@@ -528,7 +528,7 @@ REFUSED = ("log_decay", "coefficients")  # LEANFLEET_CHECK=1 refuses such values
 
 
 def non_finite_inputs(case, size, dtype):
-    """(operator, inputs on the GPU, attributes) of a case of tests/export/test_function_bodies.py."""
+    """(operator, inputs on the GPU, attributes) of a case of support/linear_cases.py."""
     name, present, attrs, rank = {**LINEAR, **PACKED_CASES}[case]
     offsets = (0, size[3] // 2, size[3] // 2, size[3] - 3) if "cu_seqlens" in present else None
     if offsets:
