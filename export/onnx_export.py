@@ -4,8 +4,10 @@ import inspect
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir
@@ -19,7 +21,7 @@ _TYPE_STRINGS = {name: [f"tensor({t.replace('float32', 'float')})" for t in type
 _ANNOTATIONS = {"bool": int, "int": int, "float": float, "string": str}
 
 
-def op_schema(op):
+def op_schema(op: spec.OpSpec) -> onnx.defs.OpSchema:
     """The onnx.defs.OpSchema of an operator (a spec.OpSpec)."""
     schema = onnx.defs.OpSchema
     optional = schema.FormalParameterOption.Optional
@@ -38,7 +40,7 @@ def op_schema(op):
                     for a in op.attrs])
 
 
-def register_schemas():
+def register_schemas() -> None:
     """Makes onnx know the operators, so that onnxscript and the checker do. Safe to call again."""
     for op in spec.all_specs().values():
         if not onnx.defs.has(op.name, spec.DOMAIN):
@@ -74,13 +76,13 @@ def _translation(op):
     return translate
 
 
-def translation_table():
+def translation_table() -> dict[Callable, Callable]:
     """torch operator -> translation, for torch.onnx.export(custom_translation_table=...)."""
     register_schemas()
     return {getattr(torch.ops.leanfleet, op.snake_name).default: _translation(op) for op in spec.all_specs().values()}
 
 
-def finalize(model):
+def finalize(model: onnx_ir.Model) -> onnx_ir.Model:
     """Completes a model (onnx_ir.Model) that the exporter made with translation_table. Returns the model.
 
     Attaches the function body of every leanfleet node; takes off stack traces, which name files of this machine,
@@ -160,7 +162,8 @@ def _name_outputs(model):
             taken.add(name)
 
 
-def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **options):
+def export(module: torch.nn.Module, args: Sequence[Any], path: str | Path | None = None, *, dynamic_shapes: Any = None,
+           kwargs: dict[str, Any] | None = None, **options: Any) -> torch.onnx.ONNXProgram:
     """Exports a module to ONNX with leanfleet nodes and, for each, a function of the same meaning in standard
     operators, so that the model runs where the library is not registered too.
 
@@ -182,6 +185,6 @@ def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **optio
     return program
 
 
-def load_ir(path):
+def load_ir(path: str | Path) -> onnx_ir.Model:
     """Reads an ONNX file as an onnx_ir.Model."""
     return onnx_ir.load(str(path))

@@ -17,16 +17,19 @@ head sizes.
 import logging
 import os
 import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
+
 from leanfleet import spec
 from leanfleet.export import function_bodies, rewrite_check
-from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
 
 MICROSOFT = "com.microsoft"
 TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -733,7 +736,7 @@ _TO_STANDARD = {
 OPERATORS = tuple(_TO_LEANFLEET)
 
 
-def operator_name(node):
+def operator_name(node: ir.Node) -> str:
     """ "ai.onnx.Attention" for an onnx_ir.Node."""
     return f"{node.domain or 'ai.onnx'}.{node.op_type}"
 
@@ -779,7 +782,8 @@ def _replace(node, mapping, options):
     return row
 
 
-def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies=True, inline=False):
+def rewrite(model: ir.Model, to: str = "leanfleet", *, operators: Collection[str] | None = None, fixed_caches: bool = False,
+            bodies: bool = True, inline: bool = False) -> list[Row]:
     """Rewrites an onnx_ir.Model in place; returns a Row for each node that could have been.
 
     to: "leanfleet", or "standard" for ai.onnx and com.microsoft operators.
@@ -883,10 +887,11 @@ def _complete(model, bodies, inline):
 class Rows(list):
     """The Rows of a file, and its rewrite_check.Verification."""
 
-    verification = None
+    verification: rewrite_check.Verification | None = None
 
 
-def rewrite_file(source, target, to="leanfleet", *, verify=True, inputs=None, **options):
+def rewrite_file(source: str | Path, target: str | Path, to: str = "leanfleet", *, verify: bool = True,
+                 inputs: Mapping[str, np.ndarray] | None = None, **options: Any) -> Rows:
     """Rewrites the ONNX file `source` into `target`; returns the Rows. to and options are those of rewrite.
 
     Weights in external files are not loaded for it: a target beside the source refers to the same files, one elsewhere gets
@@ -984,7 +989,7 @@ def _umask():
     return mask
 
 
-def print_rows(rows):
+def print_rows(rows: Sequence[Row]) -> None:
     """Prints what rewrite returned: a line for each node."""
     from leanfleet.cli import print_table
 
@@ -997,6 +1002,6 @@ def print_rows(rows):
                   row.reason or "; ".join(row.notes)) for row in rows])
 
 
-def as_json(rows):
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows as dicts."""
     return [asdict(row) for row in rows]

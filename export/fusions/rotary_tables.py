@@ -109,8 +109,8 @@ def packed_tables(rotary: ir.Node, numbers: ir.Value, positions: int) -> list[np
 
 def constants(graph: ir.Graph, number: int, name: str,
               compute: Callable[[], list[np.ndarray]]) -> tuple[ir.Value, ir.Value] | None:
-    """Initializers of the tables, cosines and sines, that compute() returns, `number` in their names. Where it raises DoesNotFit
-    None, and the reason is logged with the name of the attention."""
+    """Initializers of the tables, cosines and sines, that compute() returns, with `number` in their names. None where it raises
+    DoesNotFit; the reason is logged with the name of the attention."""
     try:
         arrays = compute()
     except DoesNotFit as reason:
