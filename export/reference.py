@@ -295,7 +295,7 @@ def lean_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: to
         sums.append(pad(lse.flatten(0, 1).squeeze(-1), (0, tokens - n), value=-math.inf))
     output = torch.stack(outputs) if batch else query.new_zeros(0, heads, tokens, dims["Dv"])
     lse = torch.stack(sums) if batch else query.new_zeros(0, heads, tokens)
-    result = (_swap(output.to(query.dtype), layout), _swap(lse.to(float_out), layout))
+    result: tuple[torch.Tensor, ...] = _swap(output.to(query.dtype), layout), _swap(lse.to(float_out), layout)
     if append:
         result += (_from_slots(variant, keys, key_cache.shape),
                    _from_slots(variant, values, value_cache.shape))
@@ -712,7 +712,7 @@ def normalized_linear_attention(query: torch.Tensor, key: torch.Tensor, value: t
     normalizer = both[..., -1:]
     output = (both[..., :-1] / _away_from_zero(normalizer, eps)).flatten(1, 2).to(query.dtype)
     normalizer = normalizer.flatten(1, 2).squeeze(-1).to(float_out).contiguous()
-    result = (_swap(output, layout), _swap(normalizer, layout))
+    result: tuple[torch.Tensor, ...] = _swap(output, layout), _swap(normalizer, layout)
     if return_state:
         state, value_sum = state.squeeze(2).to(float_out), (sums + v.sum(-2, keepdim=True)).to(float_out)
         count = torch.zeros(batch, dtype=torch.int32, device=query.device) if missing else initial_count.int()

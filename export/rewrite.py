@@ -814,18 +814,19 @@ def rewrite(model: ir.Model, to: str = "leanfleet", *, operators: Collection[str
     nodes = _candidates(model.graph, mappings)
     options = {"fixed_caches": fixed_caches, "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET),
                "taken": _names(model)}
-    order, rows = {id(node): i for i, node in enumerate(nodes)}, {}
+    order = {id(node): i for i, node in enumerate(nodes)}
+    by_node: dict[int, Row] = {}
     if to == "leanfleet" and bodies and options["opset"] < function_bodies.OLDEST_OPSET:
         return [Row(_label(n), operator_name(n), reason=f"the model has opset {options['opset']}; function "
                     f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter") for n in nodes]
     while nodes:  # what is found out about one node's output may be what the next one lacks
         _infer_shapes(model)
         found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in nodes}
-        rows |= found
+        by_node |= found
         _import_domains(model)
         left = [n for n in nodes if found[id(n)].into is None]
         nodes = left if len(left) < len(nodes) else []
-    rows = [rows[key] for key in sorted(rows, key=order.get)]
+    rows = [by_node[key] for key in sorted(by_node, key=order.__getitem__)]
     _complete(model, bodies, inline and to == "standard")
     return rows
 

@@ -194,11 +194,11 @@ def verify(original: str | Path, result: str | Path, inputs: Mapping[str, np.nda
     for (what, _, judge), outputs in zip(expected, found, strict=True):
         allowed = trial.tolerances(ours, judge)
         for name, array in judge.items():
-            error, bound = _difference(outputs.get(name), array), SLACK * allowed[name]
-            if not error <= bound:
-                raise Different(f"with {what}, output {name} differs from the original's by {error:.2g}; allowed is "
+            difference, bound = _difference(outputs.get(name), array), SLACK * allowed[name]
+            if not difference <= bound:
+                raise Different(f"with {what}, output {name} differs from the original's by {difference:.2g}; allowed is "
                                 f"{bound:.2g}, for results up to {np.abs(array[np.isfinite(array)]).max(initial=0):.2g}")
-            worst = max(worst, (error, bound))
+            worst = max(worst, (difference, bound))
     return Verification(runs, *worst)
 
 

@@ -49,7 +49,7 @@ class SessionRunner(OnnxrtRunner):
                  name: str | None = None) -> None:
         super().__init__(self._open, name=name)
         self.path, self.provider, self.library = str(path), provider, library
-        self.kernels = Counter()
+        self.kernels: Counter[tuple[str, str]] = Counter()
 
     def _open(self):
         import onnxruntime
@@ -142,7 +142,7 @@ def _name_unread_outputs(graph):
                 _name_unread_outputs(inner)
 
 
-def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[np.ndarray | None]) -> list[np.ndarray]:
+def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Any]) -> list[np.ndarray]:
     """The PyTorch reference on numpy arrays (None for absent ones): a list of numpy arrays.
 
     Computes in float64 and returns T outputs in the inputs' type, F outputs in float32. Raises ValueError for

@@ -12,7 +12,7 @@ takes the one that the system's setting asks for, with its own background, so th
 import contextlib
 import re
 import textwrap
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,7 +56,8 @@ def page(path: str | Path, title: str, note: str, height: float, width: float = 
     total = 72 * height + head
     with rc_context(STYLE):
         figure = Figure(figsize=(width, total / 72), layout="constrained")
-        figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 72 * height / total - 0.01), w_pad=0.04, h_pad=0.04)
+        engine: Any = figure.get_layout_engine()
+        engine.set(rect=(0.01, 0.01, 0.98, 72 * height / total - 0.01), w_pad=0.04, h_pad=0.04)
         figure.text(0.014, 1 - 9 / total, title, va="top", size=TITLE_POINTS, weight="bold", linespacing=1.2)
         figure.text(0.014, 1 - (above + 3) / total, note, va="top", size=NOTE_POINTS, color=MUTED, linespacing=1.25)
         figure.labels = []  # (axes, annotation) of names at the ends of lines
@@ -113,7 +114,7 @@ def verdict(ratio: float, near: float = 0.05) -> str:
 # Axes
 
 
-def plain_axis(axis: Any, ticks: Sequence[float], labels: Sequence[str]) -> None:
+def plain_axis(axis: Any, ticks: Iterable[float], labels: Iterable[str]) -> None:
     """Exactly these ticks, on an axis of matplotlib, with labels as they are."""
     axis.set_ticks(list(ticks), list(labels))
     axis.set_ticks([], minor=True)
@@ -233,7 +234,7 @@ def value_bars(axes: Any, groups: Mapping[str, Sequence[tuple]], text: Callable[
     axes.xaxis.set_major_formatter(lambda value, _: _number(round(value, 9)))
 
 
-def ratio_dots(axes: Any, groups: Mapping[str, Sequence[tuple]], names: Iterable[str], colors: Iterable[str],
+def ratio_dots(axes: Any, groups: Mapping[str, Sequence[tuple]], names: Collection[str], colors: Iterable[str],
                worse: str = "peer is faster") -> None:
     """Ratios of several series a row. groups: {heading: [(label, {name: ratio})]}; names: of series, in order."""
     placed = _rows(axes, groups)

@@ -22,14 +22,14 @@ def _rms_norm(product: ir.Node) -> tuple[ir.Value, ir.Value, float] | None:
             continue
         wide = quotient.inputs[0]
         widened = producer(wide, "Cast") if cast else None
-        for mean, eps in (total.inputs, total.inputs[::-1]):
-            mean, eps = producer(mean, "ReduceMean"), constant(eps)
+        for averaged, added in (total.inputs, total.inputs[::-1]):
+            mean, eps = producer(averaged, "ReduceMean"), constant(added)
             square = mean and producer(mean.inputs[0], "Pow", "Mul")
             if not square or eps is None or eps.size != 1 or (cast and not widened):
                 continue
             axes = constant(mean.inputs[1]) if len(mean.inputs) > 1 else None
-            last = axes is not None and axes.tolist() in ([-1], [len(wide.shape or ()) - 1]) and mean.attributes.get_int(
-                "keepdims", 1)
+            last = axes is not None and axes.tolist() in ([-1], [len(wide.shape or ()) - 1]) and (
+                mean.attributes.get_int("keepdims", 1) == 1)
             exponent = constant(square.inputs[1])
             squared = square.inputs[0] is wide and (square.inputs[1] is wide if square.op_type == "Mul" else
                                                     exponent is not None and exponent.tolist() in (2, [2]))
@@ -50,11 +50,11 @@ def _layer_norm(node: ir.Node) -> tuple[ir.Value, Sequence[ir.Value], float] | N
 
 def _norm(node: ir.Node) -> tuple[str, ir.Value, Sequence[ir.Value], float] | None:
     """(name of the fused operator, x, parameters, eps) where a node gives a norm of x; else None."""
-    if node.domain == "" and node.op_type == "Mul" and (found := _rms_norm(node)):
-        x, weight, eps = found
+    if node.domain == "" and node.op_type == "Mul" and (simplified := _rms_norm(node)):
+        x, weight, eps = simplified
         return SIMPLIFIED, x, [weight], eps
-    if node.domain == "" and node.op_type == "LayerNormalization" and (found := _layer_norm(node)):
-        return CENTRED, *found
+    if node.domain == "" and node.op_type == "LayerNormalization" and (centred := _layer_norm(node)):
+        return CENTRED, *centred
     return None
 
 
@@ -94,7 +94,9 @@ def fuse_residuals(model: ir.Model, positions: int | None = None) -> int:
 
     ONNX Runtime does so by itself only where nothing else reads the sum. Its CUDA kernels add up in float32 since 2026.
     """
-    graph, epsilons, lengths, count = model.graph, {}, {}, 0
+    graph, count = model.graph, 0
+    epsilons: dict[str, float] = {}
+    lengths: dict[str, int] = {}
     for node in list(graph):
         found = _norm(node)
         if found is None:

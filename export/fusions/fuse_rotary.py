@@ -10,7 +10,7 @@ from leanfleet.export.fusions.rotary_embedding import rotate_heads_first, row_nu
 
 def _half(value: ir.Value) -> tuple[ir.Value, list[ir.Node]] | None:
     """How to get the first half of a value [..., 2h] whose halves are equal, as (x [..., h], the nodes after x); else None."""
-    steps = []
+    steps: list[ir.Node] = []
     while True:
         concat = producer(value, "Concat")
         if concat:
@@ -54,10 +54,10 @@ def _encodings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Node, ir.Node]]:
             x = _rotated_half(turned.inputs[i])
             if x is None or straight.inputs[j] is not x or x.shape is None or len(x.shape) != 4:
                 continue
-            spread = [producer(value, "Unsqueeze") for value in (straight.inputs[1 - j], turned.inputs[1 - i])]
-            if None in spread or any((axes := constant(s.inputs[1])) is None or axes.tolist() != [1] for s in spread):
+            cos, sin = (producer(value, "Unsqueeze") for value in (straight.inputs[1 - j], turned.inputs[1 - i]))
+            if None in (cos, sin) or any((axes := constant(s.inputs[1])) is None or axes.tolist() != [1] for s in (cos, sin)):
                 continue
-            yield x, *spread
+            yield x, cos, sin
 
 
 def _table(graph: ir.Graph, cos: ir.Value, sin: ir.Value, before: ir.Node) -> list[ir.Value] | None:

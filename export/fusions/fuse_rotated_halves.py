@@ -74,7 +74,7 @@ def fuse_rotated_halves(model: ir.Model, positions: int | None = None) -> int:
         if last.outputs[0].dtype != x.dtype:
             continue
 
-        key = cos, sin, x.dtype
+        key: tuple = cos, sin, x.dtype
         if key not in tables:
             op = adder(graph, node)
             rows = [op("Cast", op("Reshape", t, op("Constant", value_ints=[-1, half])), to=x.dtype) for t in (cos, sin)]

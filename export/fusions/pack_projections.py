@@ -34,7 +34,7 @@ def pack_projections(model: ir.Model, positions: int | None = None) -> int:
     sums with constant vectors, where there are any. Returns the number of products saved. (A Split of another axis
     than the last, such as of heads, costs ONNX Runtime's CUDA provider four copies to the device where sizes differ.)
     """
-    groups = {}
+    groups: dict[tuple, list] = {}  # (value, type of the matrices) -> [(node, matrix)]
     for node in model.graph:
         if node.op_type == "MatMul" and node.domain == "":
             tensor = ir.convenience.get_const_tensor(node.inputs[1])

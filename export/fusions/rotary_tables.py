@@ -24,11 +24,12 @@ def _reads_unknown(node: ir.Node, value: ir.Value, known: Sequence[str | None]) 
     return any(not isinstance(n, int) and (n.value is None or n.value not in known) for n in sizes)
 
 
-def _evaluator(graph: ir.Graph, outputs: Sequence[ir.Value], sizes: tuple[str, str],
+def _evaluator(graph: ir.Graph, outputs: Sequence[ir.Value], sizes: tuple[str | None, str | None],
                lens: Sequence[ir.Value]) -> Callable[..., list[np.ndarray]]:
     """evaluate(batch, tokens, *lens) -> numpy values of `outputs`, where these follow from the values `lens`, of one axis, and
     from the sizes of other inputs of the graph alone. sizes: (name of the axis of requests, of tokens). Raises DoesNotFit."""
-    bounds, pending, seen = list(lens), [(value, None) for value in outputs], set()
+    bounds, seen = list(lens), set()
+    pending: list[tuple[ir.Value | None, ir.Node | None]] = [(value, None) for value in outputs]
     while pending:
         value, reader = pending.pop()
         node = None if value is None else value.producer()
@@ -62,11 +63,17 @@ def _evaluator(graph: ir.Graph, outputs: Sequence[ir.Value], sizes: tuple[str, s
             dims = [d if isinstance(d, int) else known.get(d.value, 1) for d in v.shape]  # sizes that are read are known
             feeds[v.name] = np.zeros(dims, v.dtype.numpy())
         try:
-            return run(None, feeds)
+            return list(run(None, feeds))
         except (IndexError, ValueError) as error:  # numpy's, for sizes that the graph does not take
             raise DoesNotFit(f"it cannot be computed for {batch} requests of {tokens} tokens: {error}") from error
 
     return evaluate
+
+
+def _name(value: ir.Value, axis: int) -> str | None:
+    """The name of an axis whose size is open."""
+    size = value.shape[axis]
+    return None if isinstance(size, int) else size.value
 
 
 def tables(node: ir.Node, rotary: ir.Node, positions: int) -> list[np.ndarray]:
@@ -75,9 +82,9 @@ def tables(node: ir.Node, rotary: ir.Node, positions: int) -> list[np.ndarray]:
     DoesNotFit."""
     query, lens = argument(node, "query"), (argument(node, "seq_lens"), argument(node, "query_lens"))
     axis = 1 if layout(node) == "bnhd" else 2
-    if query.shape is None or any(isinstance(query.shape[i], int) for i in (0, axis)):
+    if query.shape is None or any(query.shape.is_static(i) for i in (0, axis)):
         raise DoesNotFit("the batch or the number of new tokens is fixed")
-    evaluate = _evaluator(node.graph, rotary.inputs[1:4], (query.shape[0].value, query.shape[axis].value), lens)
+    evaluate = _evaluator(node.graph, rotary.inputs[1:4], (_name(query, 0), _name(query, axis)), lens)
     rows, *found = evaluate(1, positions, [positions], [positions])
     if any(len(t) != positions for t in found):
         raise DoesNotFit("it has not a row for each position")
@@ -95,7 +102,7 @@ def tables(node: ir.Node, rotary: ir.Node, positions: int) -> list[np.ndarray]:
 
 def packed_tables(rotary: ir.Node, numbers: ir.Value, positions: int) -> list[np.ndarray]:
     """As `tables` for a node of packed tokens, whose positions are the graph's input `numbers` [T]. Raises DoesNotFit."""
-    evaluate = _evaluator(rotary.graph, rotary.inputs[1:4], ("", numbers.shape[0].value), [numbers])
+    evaluate = _evaluator(rotary.graph, rotary.inputs[1:4], ("", _name(numbers, 0)), [numbers])
     rows, *found = evaluate(1, positions, range(positions))
     found = [t[rows[0]] for t in found]
     # That they follow from each token's position alone is tested, of short requests and of long ones.
@@ -118,7 +125,7 @@ def constants(graph: ir.Graph, number: int, name: str,
         return None
     values = [ir.Value(name=f"rotary_{kind}_{number}", const_value=ir.tensor(array))
               for kind, array in zip(("cos", "sin"), arrays, strict=True)]
-    for value in values:
-        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), value.const_value.shape
+    for value, array in zip(values, arrays, strict=True):
+        value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(array.shape)
         graph.register_initializer(value)
     return values[0], values[1]

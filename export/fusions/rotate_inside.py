@@ -14,7 +14,8 @@ def rotate_inside(model: ir.Model, positions: int | None = None) -> int:
     positions alone: the tables become constants of `positions` rows, MOST_POSITIONS at most; None: no such bound is known, and
     nothing is done. After fuse_rotary. Returns the number of attentions.
     """
-    graph, tables, count = model.graph, {}, 0
+    graph, count = model.graph, 0
+    tables: dict[tuple, tuple[ir.Value, ir.Value] | None] = {}
     if not positions or positions > rotary_tables.MOST_POSITIONS:
         return 0
     for node in graph:

@@ -57,7 +57,9 @@ def spread_packed(model: ir.Model, positions: int | None = None) -> int:
     for up to `positions` positions: token i of request b stands at seq_lens[b] - query_lens[b] + i, which is what the input
     `positions` says of it. None: nothing is done. After fuse_rotary. Returns the number of attentions.
     """
-    graph, tables, spreads, count = model.graph, {}, {}, 0
+    graph, count = model.graph, 0
+    tables: dict[tuple, tuple[ir.Value, ir.Value] | None] = {}
+    spreads: dict[tuple[ir.Value, ir.Value], ir.Value] = {}
     numbers = next((value for value in graph.inputs if value.name == "positions"), None)
     if not positions or numbers is None:
         return 0
