@@ -57,7 +57,21 @@ class LinearAttention(nn.Module):
 
     hidden_size: E. num_heads: H; num_kv_heads: Hkv, a divisor of H (default H). head_dim: D (default E / H).
     rotary_base: base of the rotary encoding of query and key; None: no positions. learn_coefficients: a and b become
-    parameters. bias: of the four projections. Raises ValueError for sizes that do not divide.
+    parameters. bias: of the four projections. eps: what the normaliser is held at, or more. Parameters are of `dtype` on
+    `device`. Raises ValueError for sizes that do not divide.
+
+    Example:
+        import torch
+        from leanfleet.export import LinearAttention
+
+        layer = LinearAttention(hidden_size=64, num_heads=4, num_kv_heads=2)
+        hidden = torch.randn(1, 10, 64)
+        output = layer(hidden)                              # [1,10,64]
+
+        # The same, token after token:
+        state = layer.empty_state(batch=1)
+        for token in hidden.split(1, dim=1):
+            step, state = layer(token, state)               # [1,1,64]
     """
 
     def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *,

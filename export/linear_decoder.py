@@ -136,8 +136,17 @@ class TransNormerLayer(nn.Module):
 class LinearDecoder(nn.Module):
     """A causal language model of RetNet or TransNormerLLM layers. config: LinearDecoderConfig.
 
-    forward(input_ids int64 [B,N]) gives an object with logits [B,N,vocabulary] of whole sequences. export_decoder makes the
-    graph that carries states. Raises ValueError for a kind it does not know and for sizes that do not divide.
+    forward(input_ids int64 [B,N]) gives an object with logits [B,N,vocabulary], in the weights' type, of whole sequences.
+    export_decoder makes the graph that carries states. Raises ValueError for a kind it does not know and for sizes that do not
+    divide.
+
+    Example:
+        from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
+
+        config = LinearDecoderConfig("retnet", vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                     feed_forward_size=128)
+        model = LinearDecoder(config)                       # load_state_dict gives it weights
+        export_decoder(model, "retnet")                     # the folder of model.onnx and leanfleet.json
     """
 
     def __init__(self, config: LinearDecoderConfig) -> None:
@@ -155,10 +164,11 @@ class LinearDecoder(nn.Module):
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
     def get_output_embeddings(self) -> nn.Linear:
+        """The head, as transformers' models name it."""
         return self.head
 
     def cache_shapes(self) -> dict[str, tuple[torch.dtype, tuple[str | int, ...]]]:
-        """{name: (dtype, shape)} of the carried states; see leanfleet.export.decoder.cache_shapes."""
+        """{name: (dtype, shape)} of the carried states [batch,H,E/H,Dv]; see leanfleet.export.decoder.cache_shapes."""
         heads = self.config.num_attention_heads
         keys = self.config.hidden_size // heads
         values = 2 * keys if self.config.kind == "retnet" else keys

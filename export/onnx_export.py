@@ -171,7 +171,16 @@ def export(module: torch.nn.Module, args: Sequence[Any], path: str | Path | None
     path: where to save; weights above 2 GB go to a file beside it. dynamic_shapes and further options are those of
     torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names. Without output_names an output
     that is one of a leanfleet node is called as ops.toml calls it where that is unique, others output_0, output_1, ...
-    Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported.
+    Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported, OSError where `path`
+    cannot be written. Module and inputs stay as they are.
+
+    Example:
+        import torch
+        from leanfleet.export import LinearAttention, export
+
+        layer = LinearAttention(hidden_size=64, num_heads=4)
+        batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
+        export(layer, (torch.randn(2, 10, 64),), "layer.onnx", dynamic_shapes=({0: batch, 1: tokens},))
     """
     with _quiet(), _in_eval_mode(module):
         program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes,

@@ -901,6 +901,13 @@ def rewrite_file(source: str | Path, target: str | Path, to: str = "leanfleet", 
     rewrite_check.verify, which takes `inputs`, {name: array}.
     Raises FileNotFoundError where there is no source, ValueError where it is no valid ONNX model or the result is none, and
     rewrite_check.Different where the numbers differ.
+
+    Example:
+        from leanfleet.export.rewrite import print_rows, rewrite_file
+
+        rows = rewrite_file("model.onnx", "model.leanfleet.onnx")
+        print_rows(rows)                                    # a line for each node: what it became, or why it stayed
+        print(rows.verification)                            # the largest difference, and what is allowed
     """
     source, target = Path(source), Path(target)
     model = _read(source)
