@@ -29,6 +29,7 @@ test: setup lint docs
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/mypy
 	$(BIN)/python csrc/generate.py --check
 
 # Without network: it fails where a page would load something from elsewhere.

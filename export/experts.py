@@ -8,8 +8,10 @@ and in TensorRT.
 """
 
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 
+import onnx_ir as ir
 import torch
 
 from leanfleet.export.fusions import MICROSOFT, set_function
@@ -45,7 +47,7 @@ def _activation(module):
     return next((a for a in (_PLAIN, _CLAMPED) if torch.allclose(found, _swiglu(gate, up, **a), rtol=1e-5, atol=1e-5)), None)
 
 
-def interleave(x):
+def interleave(x: torch.Tensor) -> torch.Tensor:
     """Rows [gate; up] of [E,2I,...] as gate 0, up 0, gate 1, ..."""
     return x.unflatten(1, (2, -1)).transpose(1, 2).flatten(1, 2).contiguous()
 
@@ -86,7 +88,7 @@ def _moe(module, hidden_states, top_k_index, top_k_weights):
 
 
 @contextmanager
-def as_one_node(model):
+def as_one_node(model: torch.nn.Module) -> Iterator[None]:
     """A transformers model whose experts become MoE nodes where their activation is one that MoE has, else batched_mm."""
     from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
@@ -113,7 +115,7 @@ def as_one_node(model):
             vars(module).pop("leanfleet_activation", None)
 
 
-def add_function(model):
+def add_function(model: ir.Model) -> None:
     """Gives an onnx_ir.Model whose graph has MoE nodes, all with the same inputs and attributes, a function of them in standard
     operators. Nodes that differ get none."""
     kinds = [(tuple(x is not None for x in n.inputs), {a.name: a.value for a in n.attributes.values()})

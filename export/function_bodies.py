@@ -16,13 +16,16 @@ import itertools
 import math
 import warnings
 from collections import Counter
+from collections.abc import Collection, Mapping
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
-from leanfleet import spec
 from onnx_ir.passes.common import InlinePass
 from onnx_ir.tape import Tape
+
+from leanfleet import spec
 
 CHUNK = 64
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by, as in the reference
@@ -696,7 +699,8 @@ def _positions(op, values):
     return op.outputs[:1 + max(i for i, t in enumerate(op.outputs) if t in active)]
 
 
-def overload_name(op_name, present=(), attrs=None, ranks=None):
+def overload_name(op_name: str, present: Collection[str] = (), attrs: Mapping[str, Any] | None = None,
+                  ranks: Mapping[str, int] | None = None) -> str:
     """Name of the overload for these inputs and attributes; arguments as in function_for.
 
     The optional inputs, with the rank where it may vary, and the attributes that differ from their default, for
@@ -712,7 +716,8 @@ def overload_name(op_name, present=(), attrs=None, ranks=None):
     return ".".join(parts) or "default"
 
 
-def function_for(op_name, present=(), attrs=None, ranks=None, opset=DEFAULT_OPSET):
+def function_for(op_name: str, present: Collection[str] = (), attrs: Mapping[str, Any] | None = None,
+                 ranks: Mapping[str, int] | None = None, opset: int = DEFAULT_OPSET) -> ir.Function:
     """The onnx_ir.Function of an operator with these inputs and attributes, in standard operators of an opset.
 
     op_name: a name of ops.toml. present: names of the optional inputs that are given (required ones may be among
@@ -755,7 +760,7 @@ def _our_nodes(graph):
     return [n for n in ir.traversal.RecursiveGraphIterator(graph) if n.domain == spec.DOMAIN]
 
 
-def check_nodes(model):
+def check_nodes(model: ir.Model) -> None:
     """Raises ValueError where leanfleet nodes of an onnx_ir.Model are of another version than there is, or one has an
     attribute that its operator does not have."""
     graphs = [model.graph, *(f for f in model.functions.values() if f.domain != spec.DOMAIN)]
@@ -773,7 +778,7 @@ def _given(op, node):
     return attrs, given, {name: len(x.shape) for name, x in given.items() if x.shape is not None}
 
 
-def edited_nodes(model):
+def edited_nodes(model: ir.Model) -> list[str]:
     """A line for each leanfleet node of an onnx_ir.Model whose attributes or inputs are no longer those of the function
     that it names: without the library that function would run with the old ones. attach(model) mends it."""
     lines = []
@@ -798,7 +803,7 @@ def _rank_guesses(op, given, attrs, ranks):
     return [dict(zip((name for name, _ in unknown), choice)) for choice in itertools.product(*(r for _, r in unknown))]
 
 
-def attach(model):
+def attach(model: ir.Model) -> ir.Model:
     """Gives every leanfleet node of an onnx_ir.Model, in subgraphs too, its overload, and the model the functions that
     these name, one for all equal nodes. Other functions that hold such nodes are inlined first.
 

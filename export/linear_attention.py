@@ -1,5 +1,7 @@
 """NormalizedLinearAttention as a module that replaces softmax attention, and as an attention of transformers."""
 
+from typing import Any
+
 import torch
 from torch import nn
 
@@ -8,7 +10,8 @@ from leanfleet.export.support import REMEMBERED
 from leanfleet.export.torch_ops import normalized_linear_attention
 
 
-def rotary_tables(positions, width, base=10000.0, layout="bhnd"):
+def rotary_tables(positions: torch.Tensor, width: int, base: float = 10000.0,
+                  layout: str = "bhnd") -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, float32, by which `turned` turns heads of `width` columns, an even number, in a layout.
 
     positions: int [N] or [B,N].
@@ -23,14 +26,14 @@ def rotary_tables(positions, width, base=10000.0, layout="bhnd"):
     return angles.cos(), angles.sin()
 
 
-def turned(x, cos, sin):
+def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
     """x, of any float type, with the columns i and half + i of each head turned by its token's angles; x's type."""
     half = x.shape[-1] // 2
     first, second = x[..., :half].float(), x[..., half:].float()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
 
-def rotary(x, positions, base=10000.0, layout="bhnd"):
+def rotary(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0, layout: str = "bhnd") -> torch.Tensor:
     """Rotary position encoding (Su et al. 2023, eq. 34), pairs half a head apart.
 
     x: [B,H,N,D], or [B,N,H,D] with layout "bnhd", D even, any float type; positions: int [N] or [B,N]. Returns x's type;
@@ -39,7 +42,7 @@ def rotary(x, positions, base=10000.0, layout="bhnd"):
     return turned(x, *rotary_tables(positions, x.shape[-1], base, layout))
 
 
-def one_type(query, key, value):
+def one_type(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """The three in one type: autocast's where it is on, else the value's (what a linear layer gave)."""
     device = value.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
@@ -54,11 +57,27 @@ class LinearAttention(nn.Module):
 
     hidden_size: E. num_heads: H; num_kv_heads: Hkv, a divisor of H (default H). head_dim: D (default E / H).
     rotary_base: base of the rotary encoding of query and key; None: no positions. learn_coefficients: a and b become
-    parameters. bias: of the four projections. Raises ValueError for sizes that do not divide.
+    parameters. bias: of the four projections. eps: what the normaliser is held at, or more. Parameters are of `dtype` on
+    `device`. Raises ValueError for sizes that do not divide.
+
+    Example:
+        import torch
+        from leanfleet.export import LinearAttention
+
+        layer = LinearAttention(hidden_size=64, num_heads=4, num_kv_heads=2)
+        hidden = torch.randn(1, 10, 64)
+        output = layer(hidden)                              # [1,10,64]
+
+        # The same, token after token:
+        state = layer.empty_state(batch=1)
+        for token in hidden.split(1, dim=1):
+            step, state = layer(token, state)               # [1,1,64]
     """
 
-    def __init__(self, hidden_size, num_heads, num_kv_heads=None, head_dim=None, *, rotary_base=10000.0, normalize_qk=True,
-                 learn_coefficients=False, causal=True, bias=False, eps=1e-6, device=None, dtype=None):
+    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *,
+                 rotary_base: float | None = 10000.0, normalize_qk: bool = True, learn_coefficients: bool = False,
+                 causal: bool = True, bias: bool = False, eps: float = 1e-6, device: torch.device | str | None = None,
+                 dtype: torch.dtype | None = None) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads:
@@ -77,14 +96,16 @@ class LinearAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, **options)
         self.coefficients = nn.Parameter(torch.ones(2, device=device)) if learn_coefficients else None
 
-    def empty_state(self, batch, device=None):
+    def empty_state(self, batch: int,
+                    device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The state before the first token: (sum of k^T v [B,Hkv,D,D], of k [B,Hkv,D], of v [B,Hkv,D], tokens int32 [B])."""
         h, d = self.num_kv_heads, self.head_dim
         device = device or self.q_proj.weight.device
         return (torch.zeros(batch, h, d, d, device=device), torch.zeros(batch, h, d, device=device),
                 torch.zeros(batch, h, d, device=device), torch.zeros(batch, dtype=torch.int32, device=device))
 
-    def forward(self, hidden, state=None, positions=None, valid=None):
+    def forward(self, hidden: torch.Tensor, state: tuple[torch.Tensor, ...] | None = None,
+                positions: torch.Tensor | None = None, valid: torch.Tensor | None = None) -> Any:
         """hidden: [B,N,E]. state: see empty_state; with it returns (output, new state), else the output, [B,N,E].
 
         positions: int [N] or [B,N]; default: 0 .. N-1 after the tokens that the state has seen. valid: bool [B,N], False
@@ -122,7 +143,8 @@ def _remember(module):
         setattr(config, REMEMBERED, TRANSFORMERS_NAME)
 
 
-def attention(module, query, key, value, attention_mask, **kwargs):
+def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+              attention_mask: torch.Tensor | None, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [B,H,Nq,D], key and value [B,Hkv,N,D], the newest Nq of N tokens.
 
     Raises ValueError for a mask (padding) and for what has no counterpart in linear attention.
@@ -150,7 +172,7 @@ def attention(module, query, key, value, attention_mask, **kwargs):
     return output[:, :, older:].transpose(1, 2).contiguous(), None
 
 
-def register_transformers(name=TRANSFORMERS_NAME):
+def register_transformers(name: str = TRANSFORMERS_NAME) -> str:
     """Makes NormalizedLinearAttention an attention of transformers: model.set_attn_implementation(name).
 
     Rows of query and key get unit length. Returns the name. Raises ImportError without transformers. transformers saves no

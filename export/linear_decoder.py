@@ -33,7 +33,7 @@ class LinearDecoderConfig:
     eps: float = 1e-5
 
 
-def per_head_norm(x, eps):
+def per_head_norm(x: torch.Tensor, eps: float) -> torch.Tensor:
     """GroupNorm with a group a head and no weights: x [B,N,H,D], each head's row to mean 0 and variance 1."""
     return nn.functional.layer_norm(x, x.shape[-1:], eps=eps)
 
@@ -46,7 +46,7 @@ class Retention(nn.Module):
     The paper's row normalisations of the scores are left out: GroupNorm takes any factor of a row away.
     """
 
-    def __init__(self, config, layer):
+    def __init__(self, config: LinearDecoderConfig, layer: int) -> None:
         super().__init__()
         size, self.heads, self.layer, self.eps = config.hidden_size, config.num_attention_heads, layer, config.eps
         self.query, self.key = nn.Linear(size, size, bias=False), nn.Linear(size, size, bias=False)
@@ -55,7 +55,7 @@ class Retention(nn.Module):
         exponents = 5.0 + torch.arange(self.heads, dtype=torch.float64)
         self.log_decay = torch.log1p(-(2.0**-exponents)).tolist()  # no buffer: half() would round gamma to 1
 
-    def forward(self, x, positions, cache):
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         query, key, value = (p(x).unflatten(-1, (self.heads, -1)) for p in (self.query, self.key, self.value))
         query, key = rotary(query, positions, layout="bnhd"), rotary(key, positions, layout="bnhd")
         output = decayed_attention(cache, self.layer, query, key, value, torch.tensor(self.log_decay, device=x.device),
@@ -67,7 +67,7 @@ class Retention(nn.Module):
 class RetNetLayer(nn.Module):
     """Equation 9: Y = MSR(LN(X)) + X, then FFN(LN(Y)) + Y with FFN(X) = gelu(X W_1) W_2."""
 
-    def __init__(self, config, layer):
+    def __init__(self, config: LinearDecoderConfig, layer: int) -> None:
         super().__init__()
         self.attention = Retention(config, layer)
         self.attention_norm = nn.LayerNorm(config.hidden_size, config.eps)
@@ -75,7 +75,7 @@ class RetNetLayer(nn.Module):
         self.up = nn.Linear(config.hidden_size, config.feed_forward_size, bias=False)
         self.down = nn.Linear(config.feed_forward_size, config.hidden_size, bias=False)
 
-    def forward(self, x, positions, cache):
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         x = x + self.attention(self.attention_norm(x), positions, cache)
         return x + self.down(gelu(self.up(self.feed_forward_norm(x))))
 
@@ -83,11 +83,11 @@ class RetNetLayer(nn.Module):
 class SimpleRMSNorm(nn.Module):
     """TransNormerLLM's SRMSNorm(x) = x / (|x|_2 / sqrt(d)): no weights."""
 
-    def __init__(self, eps):
+    def __init__(self, eps: float) -> None:
         super().__init__()
         self.eps = eps
 
-    def forward(self, x):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + self.eps)
 
 
@@ -99,7 +99,7 @@ class GatedLinearAttention(nn.Module):
     l = 0 .. L-1, so that deeper layers look further back.
     """
 
-    def __init__(self, config, layer):
+    def __init__(self, config: LinearDecoderConfig, layer: int) -> None:
         super().__init__()
         size, self.heads, self.layer = config.hidden_size, config.num_attention_heads, layer
         self.query, self.key, self.value, self.gate, self.out = (nn.Linear(size, size, bias=False) for _ in range(5))
@@ -107,7 +107,7 @@ class GatedLinearAttention(nn.Module):
         head = torch.arange(1, self.heads + 1, dtype=torch.float64)
         self.log_decay = (-8 * head / self.heads * (1 - layer / config.num_hidden_layers)).tolist()  # no buffer: half() rounds
 
-    def forward(self, x, positions, cache):
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         query, key, value = (t.unflatten(-1, (self.heads, -1))
                              for t in (silu(self.query(x)), silu(self.key(x)), self.value(x)))
         if self.layer == 0:
@@ -119,7 +119,7 @@ class GatedLinearAttention(nn.Module):
 class TransNormerLayer(nn.Module):
     """X = X + GLA(Norm(X)), then X + SGLU(Norm(X)) with SGLU(X) = (X W_v * X W_u) W_o."""
 
-    def __init__(self, config, layer):
+    def __init__(self, config: LinearDecoderConfig, layer: int) -> None:
         super().__init__()
         self.attention = GatedLinearAttention(config, layer)
         self.norm = SimpleRMSNorm(config.eps)
@@ -127,7 +127,7 @@ class TransNormerLayer(nn.Module):
         self.gate = nn.Linear(config.hidden_size, config.feed_forward_size, bias=False)
         self.out = nn.Linear(config.feed_forward_size, config.hidden_size, bias=False)
 
-    def forward(self, x, positions, cache):
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         x = x + self.attention(self.norm(x), positions, cache)
         x_normed = self.norm(x)
         return x + self.out(self.value(x_normed) * self.gate(x_normed))
@@ -136,11 +136,20 @@ class TransNormerLayer(nn.Module):
 class LinearDecoder(nn.Module):
     """A causal language model of RetNet or TransNormerLLM layers. config: LinearDecoderConfig.
 
-    forward(input_ids int64 [B,N]) gives an object with logits [B,N,vocabulary] of whole sequences. export_decoder makes the
-    graph that carries states. Raises ValueError for a kind it does not know and for sizes that do not divide.
+    forward(input_ids int64 [B,N]) gives an object with logits [B,N,vocabulary], in the weights' type, of whole sequences.
+    export_decoder makes the graph that carries states. Raises ValueError for a kind it does not know and for sizes that do not
+    divide.
+
+    Example:
+        from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
+
+        config = LinearDecoderConfig("retnet", vocab_size=1000, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+                                     feed_forward_size=128)
+        model = LinearDecoder(config)                       # load_state_dict gives it weights
+        export_decoder(model, "retnet")                     # the folder of model.onnx and leanfleet.json
     """
 
-    def __init__(self, config):
+    def __init__(self, config: LinearDecoderConfig) -> None:
         super().__init__()
         layers = {"retnet": RetNetLayer, "transnormer": TransNormerLayer}
         if config.kind not in layers:
@@ -154,17 +163,19 @@ class LinearDecoder(nn.Module):
         self.norm = nn.LayerNorm(config.hidden_size, config.eps) if config.kind == "retnet" else SimpleRMSNorm(config.eps)
         self.head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
 
-    def get_output_embeddings(self):
+    def get_output_embeddings(self) -> nn.Linear:
+        """The head, as transformers' models name it."""
         return self.head
 
-    def cache_shapes(self):
-        """{name: (dtype, shape)} of the carried states; see leanfleet.export.decoder.cache_shapes."""
+    def cache_shapes(self) -> dict[str, tuple[torch.dtype, tuple[str | int, ...]]]:
+        """{name: (dtype, shape)} of the carried states [batch,H,E/H,Dv]; see leanfleet.export.decoder.cache_shapes."""
         heads = self.config.num_attention_heads
         keys = self.config.hidden_size // heads
         values = 2 * keys if self.config.kind == "retnet" else keys
         return {f"{i}.recurrent_state": (torch.float32, ("batch", heads, keys, values)) for i in range(len(self.layers))}
 
-    def forward(self, input_ids, position_ids=None, leanfleet_cache=None, use_cache=False):
+    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, leanfleet_cache: Cache | None = None,
+                use_cache: bool = False) -> SimpleNamespace:
         batch, tokens = input_ids.shape
         if leanfleet_cache is None:
             wide = torch.float64 if self.head.weight.dtype == torch.float64 else torch.float32

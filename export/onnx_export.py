@@ -4,8 +4,10 @@ import inspect
 import logging
 import warnings
 from collections import Counter
+from collections.abc import Callable, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import onnx
 import onnx_ir
@@ -19,7 +21,7 @@ _TYPE_STRINGS = {name: [f"tensor({t.replace('float32', 'float')})" for t in type
 _ANNOTATIONS = {"bool": int, "int": int, "float": float, "string": str}
 
 
-def op_schema(op):
+def op_schema(op: spec.OpSpec) -> onnx.defs.OpSchema:
     """The onnx.defs.OpSchema of an operator (a spec.OpSpec)."""
     schema = onnx.defs.OpSchema
     optional = schema.FormalParameterOption.Optional
@@ -38,7 +40,7 @@ def op_schema(op):
                     for a in op.attrs])
 
 
-def register_schemas():
+def register_schemas() -> None:
     """Makes onnx know the operators, so that onnxscript and the checker do. Safe to call again."""
     for op in spec.all_specs().values():
         if not onnx.defs.has(op.name, spec.DOMAIN):
@@ -74,13 +76,13 @@ def _translation(op):
     return translate
 
 
-def translation_table():
+def translation_table() -> dict[Callable, Callable]:
     """torch operator -> translation, for torch.onnx.export(custom_translation_table=...)."""
     register_schemas()
     return {getattr(torch.ops.leanfleet, op.snake_name).default: _translation(op) for op in spec.all_specs().values()}
 
 
-def finalize(model):
+def finalize(model: onnx_ir.Model) -> onnx_ir.Model:
     """Completes a model (onnx_ir.Model) that the exporter made with translation_table. Returns the model.
 
     Attaches the function body of every leanfleet node; takes off stack traces, which name files of this machine,
@@ -160,7 +162,8 @@ def _name_outputs(model):
             taken.add(name)
 
 
-def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **options):
+def export(module: torch.nn.Module, args: Sequence[Any], path: str | Path | None = None, *, dynamic_shapes: Any = None,
+           kwargs: dict[str, Any] | None = None, **options: Any) -> torch.onnx.ONNXProgram:
     """Exports a module to ONNX with leanfleet nodes and, for each, a function of the same meaning in standard
     operators, so that the model runs where the library is not registered too.
 
@@ -168,12 +171,16 @@ def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **optio
     path: where to save; weights above 2 GB go to a file beside it. dynamic_shapes and further options are those of
     torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names. Without output_names an output
     that is one of a leanfleet node is called as ops.toml calls it where that is unique, others output_0, output_1, ...
-    Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported.
+    Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported, OSError where `path`
+    cannot be written. Module and inputs stay as they are.
 
-    Example, a layer whose number of tokens is open:
+    Example:
+        import torch
+        from leanfleet.export import LinearAttention, export
 
-        tokens = torch.export.Dim("tokens")
-        export(layer.eval(), (torch.randn(1, 16, 64),), "layer.onnx", dynamic_shapes=({1: tokens},), input_names=["x"])
+        layer = LinearAttention(hidden_size=64, num_heads=4)
+        batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
+        export(layer, (torch.randn(2, 10, 64),), "layer.onnx", dynamic_shapes=({0: batch, 1: tokens},))
     """
     with _quiet(), _in_eval_mode(module):
         program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes,
@@ -187,6 +194,6 @@ def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **optio
     return program
 
 
-def load_ir(path):
+def load_ir(path: str | Path) -> onnx_ir.Model:
     """Reads an ONNX file as an onnx_ir.Model."""
     return onnx_ir.load(str(path))

@@ -165,10 +165,14 @@ def _unpacked(op, query, caches, axes, new_key, new_value, append, layout):
     return query.split((heads, kv_heads, kv_heads), heads_axis)
 
 
-def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None, new_key=None,
-                   new_value=None, cu_seqlens=None, block_table=None, sinks=None, cos_cache=None, sin_cache=None, *,
-                   scale=0.0, causal=1, window=-1, softcap=0.0, append=0, layout="bhnd", rotary_interleaved=0,
-                   packed_qkv=0, compute_dtype=None):
+def lean_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+                   seq_lens: torch.Tensor | None = None, query_lens: torch.Tensor | None = None,
+                   new_key: torch.Tensor | None = None, new_value: torch.Tensor | None = None,
+                   cu_seqlens: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
+                   sinks: torch.Tensor | None = None, cos_cache: torch.Tensor | None = None,
+                   sin_cache: torch.Tensor | None = None, *, scale: float = 0.0, causal: int = 1, window: int = -1,
+                   softcap: float = 0.0, append: int = 0, layout: str = "bhnd", rotary_interleaved: int = 0,
+                   packed_qkv: int = 0, compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
     """Exact softmax attention of the newest tokens over a cache (LeanAttention).
 
     query T [B,H,Nq,D]; rows at and past query_lens are padding and may hold anything.
@@ -291,7 +295,7 @@ def lean_attention(query, key_cache, value_cache, seq_lens=None, query_lens=None
         sums.append(pad(lse.flatten(0, 1).squeeze(-1), (0, tokens - n), value=-math.inf))
     output = torch.stack(outputs) if batch else query.new_zeros(0, heads, tokens, dims["Dv"])
     lse = torch.stack(sums) if batch else query.new_zeros(0, heads, tokens)
-    result = (_swap(output.to(query.dtype), layout), _swap(lse.to(float_out), layout))
+    result: tuple[torch.Tensor, ...] = _swap(output.to(query.dtype), layout), _swap(lse.to(float_out), layout)
     if append:
         result += (_from_slots(variant, keys, key_cache.shape),
                    _from_slots(variant, values, value_cache.shape))
@@ -471,9 +475,12 @@ def _per_request(run, spans, tokens, states):
     return outputs, torch.cat(finals) if finals else states[0].clone()
 
 
-def causal_linear_decay(query, key, value, log_decay=None, initial_state=None, initial_norm=None,
-                        cu_seqlens=None, state_index=None, *, algorithm="auto", scale=1.0, normalize=0,
-                        eps=1e-6, return_state=0, layout="bhnd", compute_dtype=None):
+def causal_linear_decay(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor | None = None,
+                        initial_state: torch.Tensor | None = None, initial_norm: torch.Tensor | None = None,
+                        cu_seqlens: torch.Tensor | None = None, state_index: torch.Tensor | None = None, *,
+                        algorithm: str = "auto", scale: float = 1.0, normalize: int = 0, eps: float = 1e-6,
+                        return_state: int = 0, layout: str = "bhnd",
+                        compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
     """Causal linear attention with exponential decay: O = ((scale * Q Kᵀ) ⊙ M) V (LD eq. 4).
 
     query T [B,H,N,R], key T [B,Hkv,N,R], value T [B,Hkv,N,Dv]: B, C and V of LD.
@@ -542,9 +549,11 @@ def causal_linear_decay(query, key, value, log_decay=None, initial_state=None, i
     return result
 
 
-def causal_linear_decay_grad(query, key, value, log_decay=None, initial_state=None, grad_output=None,
-                             grad_final_state=None, cu_seqlens=None, *, scale=1.0, grad_decay=0, grad_state=0,
-                             layout="bhnd", compute_dtype=None):
+def causal_linear_decay_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor | None = None,
+                             initial_state: torch.Tensor | None = None, grad_output: torch.Tensor | None = None,
+                             grad_final_state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, *,
+                             scale: float = 1.0, grad_decay: int = 0, grad_state: int = 0, layout: str = "bhnd",
+                             compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
     """Gradients of causal_linear_decay without normalize, in closed form, in O(N) time and memory.
 
     Inputs as there; grad_output T [B,H,N,Dv], grad_final_state F shaped as the state; absent: zeros.
@@ -656,9 +665,12 @@ def _normalized_inputs(op, match, dims, query, key, value, coefficients, normali
     return q, k, v, q_norm, k_norm, a, b
 
 
-def normalized_linear_attention(query, key, value, coefficients=None, initial_state=None,
-                                initial_key_sum=None, initial_value_sum=None, initial_count=None, *, causal=1,
-                                normalize_qk=0, eps=1e-6, return_state=0, layout="bhnd", compute_dtype=None):
+def normalized_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                                coefficients: torch.Tensor | None = None, initial_state: torch.Tensor | None = None,
+                                initial_key_sum: torch.Tensor | None = None, initial_value_sum: torch.Tensor | None = None,
+                                initial_count: torch.Tensor | None = None, *, causal: int = 1, normalize_qk: int = 0,
+                                eps: float = 1e-6, return_state: int = 0, layout: str = "bhnd",
+                                compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
     """Linear attention with kernel a + b x (LA eq. 4): o_i = f_i / g_i with f_i = Σ_n (a + b q_i.k_n) v_n and
     g_i = Σ_n (a + b q_i.k_n), over n <= i when causal, else over all n.
 
@@ -700,7 +712,7 @@ def normalized_linear_attention(query, key, value, coefficients=None, initial_st
     normalizer = both[..., -1:]
     output = (both[..., :-1] / _away_from_zero(normalizer, eps)).flatten(1, 2).to(query.dtype)
     normalizer = normalizer.flatten(1, 2).squeeze(-1).to(float_out).contiguous()
-    result = (_swap(output, layout), _swap(normalizer, layout))
+    result: tuple[torch.Tensor, ...] = _swap(output, layout), _swap(normalizer, layout)
     if return_state:
         state, value_sum = state.squeeze(2).to(float_out), (sums + v.sum(-2, keepdim=True)).to(float_out)
         count = torch.zeros(batch, dtype=torch.int32, device=query.device) if missing else initial_count.int()
@@ -709,9 +721,12 @@ def normalized_linear_attention(query, key, value, coefficients=None, initial_st
     return result
 
 
-def normalized_linear_attention_grad(query, key, value, coefficients=None, output=None, normalizer=None,
-                                     grad_output=None, *, causal=1, normalize_qk=0, eps=1e-6, grad_coefficients=1,
-                                     layout="bhnd", compute_dtype=None):
+def normalized_linear_attention_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                                     coefficients: torch.Tensor | None = None, output: torch.Tensor | None = None,
+                                     normalizer: torch.Tensor | None = None, grad_output: torch.Tensor | None = None, *,
+                                     causal: int = 1, normalize_qk: int = 0, eps: float = 1e-6, grad_coefficients: int = 1,
+                                     layout: str = "bhnd",
+                                     compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
     """Gradients of normalized_linear_attention in closed form, in O(N D²) time and O(N D) memory.
 
     Inputs as there; output T [B,H,N,Dv] and normalizer F [B,H,N] are what it returned, grad_output T as

@@ -17,16 +17,19 @@ head sizes.
 import logging
 import os
 import tempfile
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
 import onnx_ir as ir
+from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
+
 from leanfleet import spec
 from leanfleet.export import function_bodies, rewrite_check
-from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
 
 MICROSOFT = "com.microsoft"
 TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -733,7 +736,7 @@ _TO_STANDARD = {
 OPERATORS = tuple(_TO_LEANFLEET)
 
 
-def operator_name(node):
+def operator_name(node: ir.Node) -> str:
     """ "ai.onnx.Attention" for an onnx_ir.Node."""
     return f"{node.domain or 'ai.onnx'}.{node.op_type}"
 
@@ -779,7 +782,8 @@ def _replace(node, mapping, options):
     return row
 
 
-def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies=True, inline=False):
+def rewrite(model: ir.Model, to: str = "leanfleet", *, operators: Collection[str] | None = None, fixed_caches: bool = False,
+            bodies: bool = True, inline: bool = False) -> list[Row]:
     """Rewrites an onnx_ir.Model in place; returns a Row for each node that could have been.
 
     to: "leanfleet", or "standard" for ai.onnx and com.microsoft operators.
@@ -810,18 +814,19 @@ def rewrite(model, to="leanfleet", *, operators=None, fixed_caches=False, bodies
     nodes = _candidates(model.graph, mappings)
     options = {"fixed_caches": fixed_caches, "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET),
                "taken": _names(model)}
-    order, rows = {id(node): i for i, node in enumerate(nodes)}, {}
+    order = {id(node): i for i, node in enumerate(nodes)}
+    by_node: dict[int, Row] = {}
     if to == "leanfleet" and bodies and options["opset"] < function_bodies.OLDEST_OPSET:
         return [Row(_label(n), operator_name(n), reason=f"the model has opset {options['opset']}; function "
                     f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter") for n in nodes]
     while nodes:  # what is found out about one node's output may be what the next one lacks
         _infer_shapes(model)
         found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in nodes}
-        rows |= found
+        by_node |= found
         _import_domains(model)
         left = [n for n in nodes if found[id(n)].into is None]
         nodes = left if len(left) < len(nodes) else []
-    rows = [rows[key] for key in sorted(rows, key=order.get)]
+    rows = [by_node[key] for key in sorted(by_node, key=order.__getitem__)]
     _complete(model, bodies, inline and to == "standard")
     return rows
 
@@ -883,10 +888,11 @@ def _complete(model, bodies, inline):
 class Rows(list):
     """The Rows of a file, and its rewrite_check.Verification."""
 
-    verification = None
+    verification: rewrite_check.Verification | None = None
 
 
-def rewrite_file(source, target, to="leanfleet", *, verify=True, inputs=None, **options):
+def rewrite_file(source: str | Path, target: str | Path, to: str = "leanfleet", *, verify: bool = True,
+                 inputs: Mapping[str, np.ndarray] | None = None, **options: Any) -> Rows:
     """Rewrites the ONNX file `source` into `target`; returns the Rows. to and options are those of rewrite.
 
     Weights in external files are not loaded for it: a target beside the source refers to the same files, one elsewhere gets
@@ -895,6 +901,13 @@ def rewrite_file(source, target, to="leanfleet", *, verify=True, inputs=None, **
     rewrite_check.verify, which takes `inputs`, {name: array}.
     Raises FileNotFoundError where there is no source, ValueError where it is no valid ONNX model or the result is none, and
     rewrite_check.Different where the numbers differ.
+
+    Example:
+        from leanfleet.export.rewrite import print_rows, rewrite_file
+
+        rows = rewrite_file("model.onnx", "model.leanfleet.onnx")
+        print_rows(rows)                                    # a line for each node: what it became, or why it stayed
+        print(rows.verification)                            # the largest difference, and what is allowed
     """
     source, target = Path(source), Path(target)
     model = _read(source)
@@ -984,7 +997,7 @@ def _umask():
     return mask
 
 
-def print_rows(rows):
+def print_rows(rows: Sequence[Row]) -> None:
     """Prints what rewrite returned: a line for each node."""
     from leanfleet.cli import print_table
 
@@ -997,6 +1010,6 @@ def print_rows(rows):
                   row.reason or "; ".join(row.notes)) for row in rows])
 
 
-def as_json(rows):
+def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:
     """The rows as dicts."""
     return [asdict(row) for row in rows]

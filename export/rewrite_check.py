@@ -4,11 +4,13 @@ Needs onnx; numbers also onnxruntime, without which they are not compared.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
 import onnx
+
 from leanfleet import trial
 
 LARGEST = 4 * 2**30  # bytes of weights up to which the numbers are compared: two sessions load them
@@ -39,7 +41,7 @@ class Verification:
 # Structure
 
 
-def structural_fault(model, folder):
+def structural_fault(model: onnx.ModelProto, folder: str | Path) -> str | None:
     """What makes a ModelProto no valid model, in one line; None where nothing is found. onnx's checker and onnxruntime end
     the process on some of these, or never end, and accept others. folder: of the model's file and its external weights."""
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
@@ -148,7 +150,7 @@ def _twice(names):
     return next((name for name in names if name in seen or seen.add(name)), None)
 
 
-def checker_fault(path):
+def checker_fault(path: str | Path) -> str | None:
     """What onnx's checker says of a file, None where it passes."""
     try:
         onnx.checker.check_model(str(path))
@@ -160,7 +162,7 @@ def checker_fault(path):
 # Numbers
 
 
-def verify(original, result, inputs=None):
+def verify(original: str | Path, result: str | Path, inputs: Mapping[str, np.ndarray] | None = None) -> Verification:
     """Runs two files on the same inputs with onnxruntime's CPU provider; returns a Verification.
 
     inputs: {name: array}; None: made up, for a prompt and for a step with a past where the model has caches. The result may
@@ -192,11 +194,11 @@ def verify(original, result, inputs=None):
     for (what, _, judge), outputs in zip(expected, found, strict=True):
         allowed = trial.tolerances(ours, judge)
         for name, array in judge.items():
-            error, bound = _difference(outputs.get(name), array), SLACK * allowed[name]
-            if not error <= bound:
-                raise Different(f"with {what}, output {name} differs from the original's by {error:.2g}; allowed is "
+            difference, bound = _difference(outputs.get(name), array), SLACK * allowed[name]
+            if not difference <= bound:
+                raise Different(f"with {what}, output {name} differs from the original's by {difference:.2g}; allowed is "
                                 f"{bound:.2g}, for results up to {np.abs(array[np.isfinite(array)]).max(initial=0):.2g}")
-            worst = max(worst, (error, bound))
+            worst = max(worst, (difference, bound))
     return Verification(runs, *worst)
 
 
@@ -231,6 +233,7 @@ def _results(path, attempts):
 def _session(path):
     """A session on the CPU; with leanfleet's kernels where the library is here, else function bodies run."""
     import onnxruntime
+
     from leanfleet import ort_ops
 
     options = onnxruntime.SessionOptions()

@@ -4,7 +4,13 @@ from the model alone. Each is one line that names the model's class and the laye
 import functools
 import inspect
 import re
+from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+    from transformers import PreTrainedModel
 
 ELSEWHERE = "Export this model with transformers' own exporter (transformers.exporters.exporter_onnx) instead"
 LINEAR = "leanfleet_linear"  # see linear_attention.register_transformers
@@ -16,7 +22,7 @@ _STATE = re.compile(r"\w*(Mixer|Mamba2?|RwkvSelfAttention|xLSTMLayer|RecurrentBl
                     r"|ShortConvolution|LightningAttention|LinearAttention)")
 
 
-def check_supported(model):
+def check_supported(model: object) -> None:
     """Raises ValueError for a model that the exporters cannot give a right graph for."""
     from transformers import PreTrainedModel
 
@@ -93,7 +99,7 @@ def _is_softmax(name):
     return function is None or (getattr(function, "__module__", None) or "").partition(".")[0] == "transformers"
 
 
-def check_implementation(model):
+def check_implementation(model: "PreTrainedModel") -> None:
     """Raises ValueError where a model attends in a way that export would write as something else: as softmax."""
     name = type(model).__name__
     for module, config in _configs(model):
@@ -110,7 +116,7 @@ def check_implementation(model):
 
 
 @contextmanager
-def implementation(model, name):
+def implementation(model: "PreTrainedModel", name: str) -> Iterator[None]:
     """A model that attends by the implementation `name`; afterwards each of its configurations is as it was."""
     before = [(config, config._attn_implementation) for _, config in _configs(model)]
     top = model.config, model.config._attn_implementation
@@ -122,7 +128,7 @@ def implementation(model, name):
             config._attn_implementation_internal = value
 
 
-def rotary_modules(model):
+def rotary_modules(model: "PreTrainedModel") -> "list[tuple[str, Module]]":
     """(path, module) of what makes a model's rotary encodings."""
     return [(path, m) for path, m in model.named_modules() if isinstance(getattr(m, "rope_type", None), (str, dict))]
 
@@ -132,7 +138,7 @@ def _kinds(module):
     return list(module.rope_type.items()) if isinstance(module.rope_type, dict) else [(None, module.rope_type)]
 
 
-def longrope(model):
+def longrope(model: "PreTrainedModel") -> "list[tuple[Module, str | None, int]]":
     """(module, layer type or None, original_max_position_embeddings) of the rotary encodings with short and long factors."""
     found = []
     for _, module in rotary_modules(model):
@@ -144,7 +150,7 @@ def longrope(model):
     return found
 
 
-def most_positions(model, rope="short"):
+def most_positions(model: "PreTrainedModel", rope: str = "short") -> int | None:
     """The number of positions that a model's export is right for, or None where the model does not say.
 
     rope: for longrope, by which factors all positions are turned. transformers turns a batch by the long ones as soon as one of
@@ -163,7 +169,7 @@ def most_positions(model, rope="short"):
 
 
 @contextmanager
-def fixed_rotary(model, rope):
+def fixed_rotary(model: "PreTrainedModel", rope: str) -> Iterator[None]:
     """A model whose rotary encodings of rope_type longrope turn all positions by their short or their long factors."""
     from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 

@@ -28,7 +28,8 @@ _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 _LIBRARY = torch.library.Library(spec.DOMAIN, "DEF")
 _DEVICE_KEYS = {DispatchKey.CPU: "cpu", DispatchKey.CUDA: "cuda"}
 _MAX_PLANS = 512  # kept by a thread; a cache whose capacity grows with every token makes a new one each time
-_sync_words = {}  # (device, stream) -> zeroed buffer; launches on one stream follow each other and leave it zero
+# Launches on one stream follow each other and leave the buffer zero.
+_sync_words: dict[tuple, torch.Tensor] = {}  # (device, stream) -> zeroed buffer
 
 
 def _schema(op, mutating):

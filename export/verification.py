@@ -11,6 +11,7 @@ import copy
 import tempfile
 from contextlib import nullcontext
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx_ir as ir
@@ -27,7 +28,7 @@ class VerificationError(RuntimeError):
     """An exported file does not compute what the model does."""
 
 
-def verify(model, path, facts, rope="short"):
+def verify(model: torch.nn.Module, path: str | Path, facts: dict[str, Any], rope: str = "short") -> dict[str, Any]:
     """Compares the file `path` with its model; returns {"largest_difference", "bound"}, or {"skipped": why}.
 
     facts: what leanfleet.json says. rope: see support.most_positions. Raises VerificationError.
@@ -38,7 +39,7 @@ def verify(model, path, facts, rope="short"):
         return compare(model, _session(path, Path(folder)), facts, rope)
 
 
-def compare(model, session, facts, rope="short"):
+def compare(model: torch.nn.Module, session: Any, facts: dict[str, Any], rope: str = "short") -> dict[str, Any]:
     """As verify, of a session: an object with onnxruntime's get_inputs() and run()."""
     for seed in range(TRIES):
         tokens = _tokens(model, facts, seed)
@@ -216,7 +217,7 @@ class _Pages:
 _NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int32)": np.int32, "tensor(int64)": np.int64}
 
 
-def as_float32(model):
+def as_float32(model: ir.Model) -> bool:
     """Turns every bfloat16 value of an onnx_ir.Model into float32. Returns whether there was one."""
     narrow, wide = ir.DataType.BFLOAT16, ir.DataType.FLOAT
     changed = False

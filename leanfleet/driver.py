@@ -12,14 +12,14 @@ class Gpu:
     capability: str  # such as "9.0"
 
 
-def load():
+def load() -> ctypes.CDLL:
     """The driver's library, initialized. Raises OSError without a driver, RuntimeError for one that does not start."""
     cuda = ctypes.CDLL("libcuda.so.1")
     call(cuda, "cuInit", 0)
     return cuda
 
 
-def call(cuda, function, *arguments):
+def call(cuda: ctypes.CDLL, function: str, *arguments: object) -> None:
     """Calls a function of the driver. Raises RuntimeError with its message."""
     code = getattr(cuda, function)(*arguments)
     if code:
@@ -28,7 +28,7 @@ def call(cuda, function, *arguments):
         raise RuntimeError(f"{function} failed: {(text.value or b'').decode()} ({code})")
 
 
-def gpus(cuda=None):
+def gpus(cuda: ctypes.CDLL | None = None) -> list[Gpu]:
     """The GPUs that this process may use, one or more. Raises what load raises, and RuntimeError where there is none."""
     cuda = cuda or load()
     count = ctypes.c_int()
@@ -47,7 +47,7 @@ def gpus(cuda=None):
     return found
 
 
-def why_no_gpu():
+def why_no_gpu() -> str | None:
     """One phrase on why no GPU can be used here; None where one can."""
     try:
         gpus()

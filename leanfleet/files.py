@@ -6,12 +6,13 @@ Standard library only.
 
 import os
 import shutil
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 
 @contextmanager
-def new_file(path):
+def new_file(path: str | os.PathLike) -> Iterator[Path]:
     """Yields the path of a file to write in the place of `path`; it takes that place when the block ends well.
 
     Missing folders are made. Where the block raises, everything is as it was before. Raises OSError on entry for a path that
@@ -35,7 +36,7 @@ def new_file(path):
 
 
 @contextmanager
-def new_folder(path):
+def new_folder(path: str | os.PathLike) -> Iterator[Path]:
     """Yields an empty folder whose files move to the folder `path` when the block ends well, over those of the same names.
 
     Otherwise as new_file.
@@ -61,12 +62,12 @@ def new_folder(path):
             shutil.rmtree(part, ignore_errors=True)
 
 
-def check_file(path):
+def check_file(path: str | os.PathLike) -> None:
     """Raises OSError where new_file would."""
     _check(new_file, path)
 
 
-def check_folder(path):
+def check_folder(path: str | os.PathLike) -> None:
     """Raises OSError where new_folder would."""
     _check(new_folder, path)
 
@@ -114,7 +115,7 @@ def _parents_of(target, path):
 
 
 @contextmanager
-def reading(what):
+def reading(what: object) -> Iterator[None]:
     """What a library raises while it reads damaged files, as ValueError: "`what` cannot be read: ...".
 
     For loaders that pass on whatever happened inside: KeyError, plain Exception, a panic of Rust's. Errors that tell of

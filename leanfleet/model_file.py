@@ -18,7 +18,7 @@ _ATTRIBUTE = {"name": 1, "g": 6, "graphs": 11}
 _OPSET = {"domain": 1, "version": 2}
 
 
-def check(model):
+def check(model: str | os.PathLike | bytes | bytearray) -> None:
     """Checks a path or the bytes of a model. What is no ONNX model passes: the runtime says why.
 
     Raises ValueError that names node, attribute and the known ones, or the version of the domain and the known one.

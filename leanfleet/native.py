@@ -2,6 +2,7 @@
 
 import ctypes
 import os
+from collections.abc import Mapping, Sequence
 from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
 MAX_RANK = 8  # LEANFLEET_MAX_RANK of csrc/capi/leanfleet.h
 ABSENT = -1
+Entry = tuple[int, Sequence[int], str]  # a tensor's address, shape and dtype name
 
 
 class LeanfleetError(RuntimeError):
@@ -48,7 +50,7 @@ def _library_folder():
         return beside
 
 
-def library_path(name):
+def library_path(name: str) -> Path:
     """Path of a library of this package: "leanfleet", "leanfleet_ort" or "leanfleet_trt".
 
     LEANFLEET_LIBRARY_DIR, when set, is the only folder looked at. Raises FileNotFoundError.
@@ -75,17 +77,17 @@ def _library(path):
     return library
 
 
-def library():
+def library() -> ctypes.CDLL:
     """The loaded library. Raises FileNotFoundError or OSError."""
     return _library(str(library_path("leanfleet")))
 
 
-def build_info():
+def build_info() -> str:
     """What kernels the library holds for this processor, such as "cpu avx512, cuda"."""
     return library().leanfleet_build_info().decode()
 
 
-def op_names():
+def op_names() -> list[str]:
     """The operators in the library."""
     names, index = [], 0
     while (name := library().leanfleet_op_name(index)) is not None:
@@ -137,7 +139,9 @@ class Call:
     address of a cudaStream_t.
     """
 
-    def __init__(self, op, inputs, outputs, attrs, device="cpu", threads=0, stream=0, node=""):
+    def __init__(self, op: str, inputs: Sequence[Entry | None], outputs: Sequence[Entry | None],
+                 attrs: Mapping[str, str | float | int], device: str = "cpu", threads: int = 0, stream: int = 0,
+                 node: str = "") -> None:
         self._library = library()
         self._inputs, self._outputs, self._attrs = _tensors(inputs), _tensors(outputs), _attributes(attrs)
         self._call = _Call(op=op.encode(), node=node.encode(), inputs=self._inputs, outputs=self._outputs,
@@ -145,18 +149,19 @@ class Call:
                            device=0 if device == "cpu" else 1, threads=threads, stream=stream)
         self._run = partial(self._library.leanfleet_run, ctypes.pointer(self._call))
 
-    def workspace(self):
+    def workspace(self) -> tuple[int, int]:
         """(scratch bytes, sync bytes) that run needs. Checks inputs and attributes; raises ValueError."""
         scratch, sync = ctypes.c_size_t(), ctypes.c_size_t()
         _raise_for(self._library, self._library.leanfleet_workspace(self._call, scratch, sync))
         return scratch.value, sync.value
 
-    def slots(self):
+    def slots(self) -> list[_Tensor]:
         """The present inputs and then the present outputs, in order: setting .data moves one to another address."""
         return [slot for array, count in ((self._inputs, self._call.num_inputs), (self._outputs, self._call.num_outputs))
                 for slot in array[:count] if slot.rank != ABSENT]
 
-    def run(self, scratch=0, scratch_bytes=0, sync=0, sync_bytes=0, stream=None):
+    def run(self, scratch: int = 0, scratch_bytes: int = 0, sync: int = 0, sync_bytes: int = 0,
+            stream: int | None = None) -> None:
         """Runs it. stream: None leaves the one given to Call. Raises ValueError (wrong argument), UnsupportedError or
         LeanfleetError.
         """

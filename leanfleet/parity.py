@@ -8,7 +8,9 @@ import json
 import tempfile
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -43,10 +45,11 @@ class SessionRunner(OnnxrtRunner):
     bfloat16 outputs come as float32.
     """
 
-    def __init__(self, path, provider="CPUExecutionProvider", library=True, name=None):
+    def __init__(self, path: str | Path, provider: str = "CPUExecutionProvider", library: bool = True,
+                 name: str | None = None) -> None:
         super().__init__(self._open, name=name)
         self.path, self.provider, self.library = str(path), provider, library
-        self.kernels = Counter()
+        self.kernels: Counter[tuple[str, str]] = Counter()
 
     def _open(self):
         import onnxruntime
@@ -61,7 +64,7 @@ class SessionRunner(OnnxrtRunner):
             return make_session(self.path, providers=[self.provider], session_options=options)
         return onnxruntime.InferenceSession(self.path, sess_options=options, providers=[self.provider])
 
-    def activate_impl(self):
+    def activate_impl(self) -> None:
         self._folder = tempfile.TemporaryDirectory()
         try:
             super().activate_impl()
@@ -69,19 +72,19 @@ class SessionRunner(OnnxrtRunner):
             self._folder.cleanup()
             raise
 
-    def infer_impl(self, feed_dict):
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
         start = time.perf_counter()
         outputs = trial.run_session(self.sess, feed_dict)
         self.inference_time = time.perf_counter() - start
         return outputs
 
-    def deactivate_impl(self):
+    def deactivate_impl(self) -> None:
         self.kernels = kernels_in_profile(self.sess.end_profiling())
         super().deactivate_impl()
         self._folder.cleanup()
 
 
-def kernels_in_profile(path):
+def kernels_in_profile(path: str | Path) -> Counter[tuple[str, str]]:
     """Counter {(operator, provider): runs} of leanfleet's kernels in an ONNX Runtime profile."""
     return Counter((e["args"]["op_name"], e["args"]["provider"]) for e in json.loads(Path(path).read_text())
                    if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")
@@ -91,11 +94,11 @@ def kernels_in_profile(path):
 class ReferenceRunner(BaseRunner):
     """Runs a model with onnx's reference evaluator, and leanfleet nodes with the PyTorch reference in float64."""
 
-    def __init__(self, path, name=None):
+    def __init__(self, path: str | Path, name: str | None = None) -> None:
         super().__init__(name=name, prefix="leanfleet-reference")
         self.path = str(path)
 
-    def activate_impl(self):
+    def activate_impl(self) -> None:
         from onnx.reference import ReferenceEvaluator
         from onnx.reference.op_run import OpRun
 
@@ -113,16 +116,16 @@ class ReferenceRunner(BaseRunner):
             _name_unread_outputs(part)
         self.evaluator = ReferenceEvaluator(self.model, new_ops=list(map(implementation, spec.all_specs().values())))
 
-    def get_input_metadata_impl(self):
+    def get_input_metadata_impl(self) -> Any:
         return onnx_util.get_input_metadata(self.model.graph)
 
-    def infer_impl(self, feed_dict):
+    def infer_impl(self, feed_dict: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
         start = time.perf_counter()
         outputs = self.evaluator.run(None, dict(feed_dict))
         self.inference_time = time.perf_counter() - start
         return OrderedDict((o.name, _widened(array)) for o, array in zip(self.model.graph.output, outputs, strict=True))
 
-    def deactivate_impl(self):
+    def deactivate_impl(self) -> None:
         del self.evaluator, self.model
 
 
@@ -139,7 +142,7 @@ def _name_unread_outputs(graph):
                 _name_unread_outputs(inner)
 
 
-def run_reference(op_type, attributes, inputs):
+def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Any]) -> list[np.ndarray]:
     """The PyTorch reference on numpy arrays (None for absent ones): a list of numpy arrays.
 
     Computes in float64 and returns T outputs in the inputs' type, F outputs in float32. Raises ValueError for
@@ -163,7 +166,7 @@ def run_reference(op_type, attributes, inputs):
     return [active.get(t.name, empty).numpy().astype(dtype[t.type]) for t in listed]
 
 
-def register_references():
+def register_references() -> dict[str, Any]:
     """Makes Polygraphy's --pluginref know our operators; returns its table of them, OP_REGISTRY."""
     from polygraphy.backend.pluginref.references import OP_REGISTRY, register
 
@@ -184,7 +187,7 @@ RUNNERS = {
 }
 
 
-def make_runner(kind, path):
+def make_runner(kind: str, path: str | Path) -> BaseRunner:
     """A Polygraphy runner of one of RUNNERS. Raises ValueError for another name."""
     if kind not in RUNNERS:
         raise ValueError(f"runner '{kind}' is unknown; choose from {', '.join(RUNNERS)}")
@@ -201,7 +204,9 @@ def make_runner(kind, path):
 # Comparison
 
 
-def check(path, runners=("body", "ort-cpu"), inputs=None, sizes=None, seed=0, rtol=None, atol=None):
+def check(path: str | Path, runners: Sequence[str] = ("body", "ort-cpu"), inputs: Mapping[str, np.ndarray] | None = None,
+          sizes: Mapping[str, int] | None = None, seed: int = 0, rtol: float | None = None,
+          atol: float | None = None) -> tuple[list[dict[str, Any]], dict[str, Counter[tuple[str, str]]]]:
     """Runs a model with several runners and compares each with the first.
 
     inputs: dict of numpy arrays (bfloat16 ones may come as float32); default make_inputs(sizes, seed).

@@ -12,7 +12,9 @@ takes the one that the system's setting asks for, with its own background, so th
 import contextlib
 import re
 import textwrap
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 INK, MUTED, GRID, CARD = "#1f2328", "#59636e", "#d8dee4", "#ffffff"
 BLUE, RED, GREEN, PURPLE, AMBER, GREY = "#0072b2", "#d55e00", "#009e73", "#cc79a7", "#e69f00", "#9aa4ae"
@@ -38,7 +40,7 @@ STYLE = {"font.family": "DejaVu Sans", "font.size": LABEL_POINTS, "text.color": 
 
 
 @contextlib.contextmanager
-def page(path, title, note, height, width=WIDTH):
+def page(path: str | Path, title: str, note: str, height: float, width: float = WIDTH) -> Iterator[Any]:
     """A figure with title and note above it, which is written to a file when the block ends.
 
     path ends in what matplotlib writes: .svg, .png, .pdf. title: what the plot says; note: what was measured, where.
@@ -54,7 +56,8 @@ def page(path, title, note, height, width=WIDTH):
     total = 72 * height + head
     with rc_context(STYLE):
         figure = Figure(figsize=(width, total / 72), layout="constrained")
-        figure.get_layout_engine().set(rect=(0.01, 0.01, 0.98, 72 * height / total - 0.01), w_pad=0.04, h_pad=0.04)
+        engine: Any = figure.get_layout_engine()
+        engine.set(rect=(0.01, 0.01, 0.98, 72 * height / total - 0.01), w_pad=0.04, h_pad=0.04)
         figure.text(0.014, 1 - 9 / total, title, va="top", size=TITLE_POINTS, weight="bold", linespacing=1.2)
         figure.text(0.014, 1 - (above + 3) / total, note, va="top", size=NOTE_POINTS, color=MUTED, linespacing=1.25)
         figure.labels = []  # (axes, annotation) of names at the ends of lines
@@ -72,7 +75,7 @@ def _save(figure, path):
     path.write_text(with_dark_form(path.read_text().replace("'DejaVu Sans'", FONTS)))
 
 
-def with_dark_form(svg):
+def with_dark_form(svg: str) -> str:
     """An SVG's text with rules that put DARK's colours in place of the light ones where the system asks for dark."""
     found = [(light, dark) for light, dark in DARK.items() if light in svg]
     rules = "".join(f'[style*="{what}: {light}"],[{what}="{light}"]{{{what}:{dark}!important}}'
@@ -84,7 +87,7 @@ def with_dark_form(svg):
 # Numbers in words
 
 
-def tokens(number):
+def tokens(number: int) -> str:
     """1k for 1024 and 1000, 1.5k, 128k; numbers that are no such multiples in full."""
     for unit in (1024, 1000):
         if number >= unit and number * 2 % unit == 0:
@@ -92,18 +95,18 @@ def tokens(number):
     return f"{number:,}"
 
 
-def times(ratio):
+def times(ratio: float) -> str:
     """A ratio with two digits after the point, one from 10 on: 1.02x, 14.5x."""
     return f"{ratio:.2f}x" if ratio < 9.995 else f"{ratio:.1f}x"
 
 
-def span(ratios):
+def span(ratios: Sequence[float]) -> str:
     """The least and the largest: 0.97x to 1.07x."""
     least, most = times(min(ratios)), times(max(ratios))
     return least if least == most else f"{least} to {most}"
 
 
-def verdict(ratio, near=0.05):
+def verdict(ratio: float, near: float = 0.05) -> str:
     """What a ratio of speeds says, to stand before the name of the other: on par with, 1.31x as fast as."""
     return "on par with" if abs(ratio - 1) <= near else f"{times(ratio)} as fast as"
 
@@ -111,13 +114,13 @@ def verdict(ratio, near=0.05):
 # Axes
 
 
-def plain_axis(axis, ticks, labels):
+def plain_axis(axis: Any, ticks: Iterable[float], labels: Iterable[str]) -> None:
     """Exactly these ticks, on an axis of matplotlib, with labels as they are."""
     axis.set_ticks(list(ticks), list(labels))
     axis.set_ticks([], minor=True)
 
 
-def token_axis(axes, numbers, label="tokens"):
+def token_axis(axes: Any, numbers: Iterable[int], label: str = "tokens") -> None:
     """A logarithmic horizontal axis with a tick at each number of tokens, but for those too close to the one before."""
     numbers = sorted(set(numbers))
     apart = (numbers[-1] / numbers[0]) ** 0.06
@@ -129,7 +132,7 @@ def token_axis(axes, numbers, label="tokens"):
     plain_axis(axes.xaxis, numbers, map(tokens, numbers))
 
 
-def log_ticks(least, most):
+def log_ticks(least: float, most: float) -> list[float]:
     """1, 2 and 5 of each power of ten within bounds, and the ones that enclose them."""
     steps = [m * 10.0**e for e in range(-9, 13) for m in (1, 2, 5)]
     first = max((i for i, s in enumerate(steps) if s <= least), default=0)
@@ -141,7 +144,7 @@ def _number(value):
     return f"{value:,.0f}" if value >= 1000 else f"{value:g}"
 
 
-def log_axis(axis, values, unit=""):
+def log_axis(axis: Any, values: Sequence[float], unit: str = "") -> None:
     """A logarithmic axis of matplotlib with plain numbers: 0.5, 1, 2, 5, 10."""
     getattr(axis.axes, f"set_{axis.axis_name}scale")("log")
     ticks = log_ticks(min(values), max(values))
@@ -149,7 +152,7 @@ def log_axis(axis, values, unit=""):
     plain_axis(axis, ticks, (_number(t) + unit for t in ticks))
 
 
-def ratio_axis(axis, ratios, log=False, count=6):
+def ratio_axis(axis: Any, ratios: Sequence[float], log: bool = False, count: int = 6) -> None:
     """About `count` ticks such as 0.9x, 1x, 1.5x, and a line at 1x. axis: matplotlib's, of x or y."""
     from matplotlib.ticker import MaxNLocator
 
@@ -167,7 +170,7 @@ def ratio_axis(axis, ratios, log=False, count=6):
     line(1, color=INK, linewidth=1.2, zorder=3.5, clip_on=False)
 
 
-def sides(axes, ratios, better="leanfleet is faster", worse="peer is faster"):
+def sides(axes: Any, ratios: Sequence[float], better: str = "leanfleet is faster", worse: str = "peer is faster") -> None:
     """Says above a horizontal axis of ratios what the sides of 1x mean."""
     above = axes.get_xaxis_transform()
     for text, sign, where in ((f"{better} \N{RIGHTWARDS ARROW}", 1, "left"), (f"\N{LEFTWARDS ARROW} {worse}", -1, "right")):
@@ -179,7 +182,7 @@ def sides(axes, ratios, better="leanfleet is faster", worse="peer is faster"):
 # Rows: a line of text on the left, its numbers on the right
 
 
-def height_of(groups):
+def height_of(groups: Mapping[str, Sequence]) -> float:
     """Inches of an axes with these rows, to give to page."""
     return ROW * (sum(map(len, groups.values())) + sum(map(bool, groups)) + 0.6 * len(groups)) + 0.55
 
@@ -206,7 +209,9 @@ def _rows(axes, groups):
     return placed
 
 
-def ratio_bars(axes, groups, better="leanfleet is faster", worse="peer is faster", log=False, all_ratios=None, count=6):
+def ratio_bars(axes: Any, groups: Mapping[str, Sequence[tuple]], better: str = "leanfleet is faster",
+               worse: str = "peer is faster", log: bool = False, all_ratios: Sequence[float] | None = None,
+               count: int = 6) -> None:
     """Bars from 1x to ratios of speed. groups: {heading: [(label, ratio, what stands behind it)]}; heading "": none.
     better, worse: what the right and the left side mean; all_ratios: those of all axes that are to have one scale."""
     placed = _rows(axes, groups)
@@ -219,7 +224,7 @@ def ratio_bars(axes, groups, better="leanfleet is faster", worse="peer is faster
     sides(axes, ratios, better, worse)
 
 
-def value_bars(axes, groups, text, label):
+def value_bars(axes: Any, groups: Mapping[str, Sequence[tuple]], text: Callable[[float], str], label: str) -> None:
     """Bars from 0. groups: {heading: [(label, value, ours)]}; text: what stands behind a value; label: of the axis."""
     for y, (_, value, ours) in _rows(axes, groups):
         axes.barh(y, value, 0.66, color=OURS if ours else GREY, zorder=3)
@@ -229,7 +234,8 @@ def value_bars(axes, groups, text, label):
     axes.xaxis.set_major_formatter(lambda value, _: _number(round(value, 9)))
 
 
-def ratio_dots(axes, groups, names, colors, worse="peer is faster"):
+def ratio_dots(axes: Any, groups: Mapping[str, Sequence[tuple]], names: Collection[str], colors: Iterable[str],
+               worse: str = "peer is faster") -> None:
     """Ratios of several series a row. groups: {heading: [(label, {name: ratio})]}; names: of series, in order."""
     placed = _rows(axes, groups)
     ratios = [r for _, (_, found) in placed for r in found.values()]
@@ -247,7 +253,7 @@ def ratio_dots(axes, groups, names, colors, worse="peer is faster"):
 # Lines with their names at their ends
 
 
-def lines(axes, series, colors=SERIES):
+def lines(axes: Any, series: Mapping[str, Sequence[tuple[float, float]]], colors: Sequence[str] = SERIES) -> None:
     """series: {name: [(x, y)]}. Names stand behind the last points, apart from each other; a series may be empty."""
     for number, (name, points) in enumerate(series.items()):
         if not points:

@@ -1,6 +1,9 @@
 """`polygraphy run` with leanfleet nodes: --onnxrt sessions get the kernels, --pluginref gets the references, and random
 inputs are such as the nodes take."""
 
+from collections.abc import Callable
+from typing import Any
+
 from polygraphy.backend.onnxrt import loader as onnxrt_loader
 from polygraphy.comparator import DataLoader
 from polygraphy.logger import G_LOGGER
@@ -23,12 +26,12 @@ class LeanfleetArgs(BaseArgs):
         - DataLoaderArgs
     """
 
-    def add_parser_args_impl(self):
+    def add_parser_args_impl(self) -> None:
         self.group.add_argument("--no-leanfleet", action="store_true", default=None,
                                 help="Do not register leanfleet's kernels with ONNX Runtime: the model's function "
                                 "bodies run")
 
-    def parse_impl(self, args):
+    def parse_impl(self, args: Any) -> None:
         """Extends what the groups of --onnxrt, --pluginref and of the inputs write into the script.
 
         A model without leanfleet nodes runs as if leanfleet were not installed.
@@ -117,7 +120,7 @@ class _Onnxruntime:
         return register(onnxruntime.SessionOptions())
 
 
-def with_kernels(session_from_onnx):
+def with_kernels(session_from_onnx: Callable[[], Any]) -> Callable[[], Any]:
     """A loader of the session that Polygraphy's SessionFromOnnx makes, with leanfleet's kernels registered in it.
 
     SessionFromOnnx takes no session options, so that it is given another onnxruntime while it works. Calling the loader
@@ -137,6 +140,6 @@ def with_kernels(session_from_onnx):
     return load
 
 
-def LOADER():  # noqa: N802  Polygraphy's name for it
+def LOADER() -> list[BaseArgs]:  # noqa: N802  Polygraphy's name for it
     """The argument groups that leanfleet adds to `polygraphy run`."""
     return [LeanfleetArgs()]

@@ -7,9 +7,11 @@ from the same file through csrc/generate.py.
 import difflib
 import re
 import tomllib
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 DOMAIN = "leanfleet"
 OPSET_VERSION = 1
@@ -25,7 +27,7 @@ class Axis:
     plus: str = ""
     times: int = 0
 
-    def size(self, dims):
+    def size(self, dims: Mapping[str, int]) -> int:
         """The axis's size for sizes of symbols {symbol: size}. Raises KeyError where one is missing."""
         size = dims[self.symbol] + self.offset if self.symbol else self.offset
         return size + self.times * dims[self.plus] if self.plus else size
@@ -37,7 +39,7 @@ class Axis:
         return self.symbol + (f"+{self.offset}" if self.offset else "") + more
 
 
-def sizes_of(pairs):
+def sizes_of(pairs: Iterable[tuple[Axis, int]]) -> dict[str, int]:
     """{symbol: size} from pairs (Axis, size of that axis); of several sizes of a symbol the first.
 
     An axis of two symbols tells the first of them where others tell the second.
@@ -57,7 +59,7 @@ class Shape:
     swap: int | None
     condition: str | None
 
-    def ordered(self, layout):
+    def ordered(self, layout: str) -> tuple[Axis, ...]:
         """The axes in the order that `layout` ("bhnd" or "bnhd") gives."""
         axes = list(self.axes)
         if layout == "bnhd" and self.swap is not None:
@@ -139,42 +141,42 @@ class OpSpec:
     example: str = ""
 
     @property
-    def snake_name(self):
+    def snake_name(self) -> str:
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", self.name).lower()
 
     @property
-    def symbols(self):
+    def symbols(self) -> tuple[str, ...]:
         """Axis symbols in order of first use."""
         shapes = (shape for tensor in self.inputs + self.outputs for shape in tensor.shapes)
         return tuple(dict.fromkeys(s for shape in shapes for a in shape.axes for s in (a.symbol, a.plus) if s))
 
-    def input(self, name):
+    def input(self, name: str) -> Tensor:
         return next(t for t in self.inputs if t.name == name)
 
-    def attr(self, name):
+    def attr(self, name: str) -> Attr:
         return next(a for a in self.attrs if a.name == name)
 
-    def active_outputs(self, attrs):
+    def active_outputs(self, attrs: Mapping[str, Any]) -> tuple[Tensor, ...]:
         """The outputs that exist for these attribute values (a mapping; missing ones take their default)."""
         values = {a.name: attrs.get(a.name, a.default) for a in self.attrs}
         return tuple(t for t in self.outputs if all(values[w] for w in t.when))
 
-    def given(self, inputs, attrs):
+    def given(self, inputs: Iterable[str], attrs: Mapping[str, Any]) -> set[str]:
         """What conditions of shapes may name: the present inputs, and the boolean attributes that are on."""
         return set(inputs) | {a.name for a in self.attrs if a.type == "bool" and attrs.get(a.name, a.default)}
 
-    def equal_sizes(self, dims, given):
+    def equal_sizes(self, dims: dict[str, int], given: set[str]) -> dict[str, int]:
         """dims {symbol: size} with those made the same that must be so for the names that `given` returns: as the first."""
         rules = [r for r in self.rules if r.kind == "equal" and (r.condition is None or r.condition in given)]
         return dims | {second: dims[first] for first, second in (r.args for r in rules)}
 
-    def alternatives(self, tensor, given):
+    def alternatives(self, tensor: Tensor, given: set[str]) -> list[Shape]:
         """The shapes of `tensor` that count for the names that `given` returns: those whose condition holds, or else those
         without one."""
         holding = [s for s in tensor.shapes if s.condition in given]
         return holding or [s for s in tensor.shapes if s.condition is None]
 
-    def shape_of(self, tensor, given, rank=None):
+    def shape_of(self, tensor: Tensor, given: set[str], rank: int | None = None) -> Shape | None:
         """The first of these alternatives that has this rank, where it is known; None if none has."""
         return next((s for s in self.alternatives(tensor, given) if rank in (None, len(s.axes))), None)
 
@@ -222,7 +224,7 @@ def _attr(entry):
     return Attr(**{**entry, **lists})
 
 
-def parse(path):
+def parse(path: str | Path) -> tuple[OpSpec, ...]:
     """Reads one schema file; returns its operators in order. Raises ValueError where the file is inconsistent."""
     specs = []
     for name, entry in tomllib.loads(Path(path).read_text()).items():
@@ -251,14 +253,14 @@ def parse(path):
     return tuple(specs)
 
 
-def check_version(version):
+def check_version(version: int) -> None:
     """Raises ValueError where a model imports another version of the domain than there is."""
     if version != OPSET_VERSION:
         raise ValueError(f"the model imports version {version} of the domain {DOMAIN}; this leanfleet has version "
                          f"{OPSET_VERSION}")
 
 
-def check_attributes(op_name, node, names):
+def check_attributes(op_name: str, node: str, names: Iterable[str]) -> None:
     """Raises ValueError for the first of a node's attributes `names` that its operator does not have. Operators that there
     are not have any: the runtime refuses them."""
     op = all_specs().get(op_name)
@@ -270,7 +272,7 @@ def check_attributes(op_name, node, names):
             raise ValueError(f"{op_name} '{node}': there is no attribute {name}; {hint} has {', '.join(known)}")
 
 
-def schema_path():
+def schema_path() -> Path:
     """Path of ops.toml: beside this file in an installed package, in csrc/ in a source tree."""
     here = Path(__file__).resolve().parent
     installed = here / "ops.toml"
@@ -278,6 +280,6 @@ def schema_path():
 
 
 @cache
-def all_specs():
+def all_specs() -> dict[str, OpSpec]:
     """All operators by name, in the order of ops.toml."""
     return {spec.name: spec for spec in parse(schema_path())}

@@ -5,6 +5,8 @@ Needs onnx and numpy.
 
 import ctypes
 from collections import OrderedDict
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -33,12 +35,12 @@ SIZES = {"H": 6, "N": 7, "Nq": 7, "D": 16, "R": 16, "Dv": 16, "S": 64, "total": 
          "positions": 64, "half": 8}
 
 
-def leanfleet_nodes(model):
+def leanfleet_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
     """The leanfleet nodes of a model's main graph."""
     return [node for node in model.graph.node if node.domain == spec.DOMAIN]
 
 
-def all_leanfleet_nodes(model):
+def all_leanfleet_nodes(model: onnx.ModelProto) -> Iterator[onnx.NodeProto]:
     """Those of its subgraphs too."""
     return _within(model.graph.node)
 
@@ -53,7 +55,7 @@ def _within(nodes):
                 yield from _within(graph.node)
 
 
-def attributes_of(node):
+def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
     values = {a.name: onnx.helper.get_attribute_value(a) for a in node.attribute}
     return {name: value.decode() if isinstance(value, bytes) else value for name, value in values.items()}
 
@@ -61,7 +63,8 @@ def attributes_of(node):
 # Inputs
 
 
-def make_inputs(model, sizes=None, seed=0, symbols=None):
+def make_inputs(model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, seed: int = 0,
+                symbols: dict[str, int] | None = None) -> OrderedDict[str, np.ndarray]:
     """Random inputs that mean something for a model with leanfleet nodes: an ordered dict of numpy arrays.
 
     Lengths lie within the caches, page tables and state indices hold valid distinct rows, decays are not positive,
@@ -94,7 +97,8 @@ def make_inputs(model, sizes=None, seed=0, symbols=None):
     return OrderedDict((v.name, made[v.name]) for v in values)
 
 
-def fitted(model, feed, seed=0, keep=()):
+def fitted(model: onnx.ModelProto, feed: Mapping[str, np.ndarray], seed: int = 0,
+           keep: Collection[str] = ()) -> OrderedDict[str, np.ndarray]:
     """A feed with its values made into ones that the model's leanfleet nodes take, as make_inputs makes them; sizes stay.
 
     keep: names of inputs that stay as they are, as do those that no leanfleet node takes, directly or through casts and
@@ -255,7 +259,7 @@ _ROLES = {
 _OUR_LENGTHS = {"seq_lens": "seq_lens", "query_lens": "query_lens"}  # inputs of the decoders that leanfleet exports
 
 
-def cases(model):
+def cases(model: onnx.ModelProto) -> list[list[tuple[str, dict[str, np.ndarray]]]]:
     """Attempts, to be tried in order, at feeds [(what they stand for, {input: array})], for attention of any domain.
 
     "a prompt" has nothing before its tokens, "a step" is a single token behind pasts of unequal length. Caches are zero
@@ -387,7 +391,7 @@ def _fill(feed, roles, tokens, filled, random):
 # Sessions
 
 
-def run_session(session, feed):
+def run_session(session: Any, feed: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
     """Runs an onnxruntime.InferenceSession; an ordered dict of its outputs, bfloat16 as float32."""
     from onnxruntime import OrtValue
 
@@ -412,7 +416,7 @@ def _array(value):
 # Comparison
 
 
-def tolerances(model, judge):
+def tolerances(model: onnx.ModelProto, judge: Mapping[str, np.ndarray]) -> dict[str, float]:
     """{output: absolute tolerance}. An output's is the sum of what the n leanfleet nodes that it depends on may lose.
 
     Later layers amplify what earlier ones lose. Models in float16 and bfloat16 round most of that away again; in

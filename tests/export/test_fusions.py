@@ -28,7 +28,8 @@ class Layer(torch.nn.Module):
 
     norm_heads: a norm of each head between projection and rotary. equal_halves: cos and sin of concatenated angles, as all
     of transformers' rotary encodings; else of angles that differ in their halves. turned: columns that turn. first: what is
-    added to positions; "longest": the longest request's length. bias: of queries, keys and values.
+    added to positions; "longest": the longest request's length; "table": positions come out of a table of 24 rows. bias: of
+    queries, keys and values.
     """
 
     def __init__(self, norm_heads=False, equal_halves=True, turned=SIZE, first=0, bias=False):
@@ -37,6 +38,7 @@ class Layer(torch.nn.Module):
         self.query, self.key, self.value = (torch.nn.Linear(HIDDEN, h * SIZE, bias=bias) for h in (HEADS, KV_HEADS, KV_HEADS))
         self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
         self.weight = torch.nn.Parameter(torch.rand(HIDDEN) + 0.5)
+        self.register_buffer("rows", torch.arange(24))
         self.register_buffer("frequencies", 100.0 ** (-torch.arange(turned // 2) / (turned // 2)))
 
     def rms(self, x):
@@ -50,7 +52,10 @@ class Layer(torch.nn.Module):
     def forward(self, x, key_cache, value_cache, seq_lens, query_lens=None):
         counts = x.shape[1] if query_lens is None else query_lens
         positions = (seq_lens - counts).unsqueeze(1) + torch.arange(x.shape[1])
-        positions = positions + (seq_lens.max() if self.first == "longest" else self.first)
+        if self.first == "table":
+            positions = self.rows[positions]
+        else:
+            positions = positions + (seq_lens.max() if self.first == "longest" else self.first)
         angles = positions.unsqueeze(-1).float() * self.frequencies
         angles = torch.cat((angles, angles if self.equal_halves else 2 * angles), -1)
         cos, sin = (1.5 * angles.cos()).unsqueeze(1), (1.5 * angles.sin()).unsqueeze(1)
@@ -380,3 +385,36 @@ def test_a_weight_for_all_columns_is_no_norms_parameter():
         norm.weight = torch.nn.Parameter(torch.randn(1))
     found = fused_and_compared(module, (torch.randn(2, 5, HIDDEN),), ({0: BATCH, 1: TOKENS},), "SkipSimplifiedLayerNormalization")
     assert "SkipSimplifiedLayerNormalization" not in found
+
+
+def test_each_pass_reports_how_often_it_applied():
+    """In the declared order, the passes that found nothing too."""
+    counts = fusions.fuse_for_onnxruntime(exported(Layer(), ragged=True), positions=32)
+    assert list(counts) == [each.__name__ for each in fusions.PASSES]
+    assert counts == {"divide_by_roots": 1, "pack_projections": 2, "fuse_residuals": 0, "fuse_rotary": 2, "fuse_rotated_halves": 0,
+                      "rotate_inside": 1, "drop_transposes": 1, "spread_packed": 0, "pack_heads": 1}
+
+
+def test_an_error_inside_a_pass_is_raised(monkeypatch):
+    """It is told from a graph that does not have the pattern, which is left as it is, with the reason in the log."""
+    model = exported(Layer(), ragged=True)
+
+    def fail(*arguments, **options):
+        raise RuntimeError("broken")
+
+    monkeypatch.setattr(np, "allclose", fail)
+    with pytest.raises(RuntimeError, match="broken"):
+        fusions.fuse_for_onnxruntime(model, positions=32)
+
+
+@pytest.mark.parametrize("first, reason", [("longest", "it depends on other requests, or on more than positions"),
+                                           ("table", "it cannot be computed for 1 requests of 32 tokens: index 24 is out of bounds")])
+def test_why_a_rotary_encoding_stays_outside_is_logged(first, reason, caplog):
+    """Positions that depend on another request; a table of the model's own that is shorter than the positions asked for."""
+    module = Layer(first=first).eval()
+    model = exported(module, ragged=True)
+    with caplog.at_level("INFO", logger="leanfleet.export.fusions"):
+        counts = fusions.fuse_for_onnxruntime(model, positions=32)
+    assert (counts["fuse_rotary"], counts["rotate_inside"]) == (2, 0)
+    (said,) = (r.getMessage() for r in caplog.records if r.name.startswith("leanfleet.export.fusions"))
+    assert reason in said and "stays outside" in said

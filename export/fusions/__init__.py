@@ -1,0 +1,58 @@
+"""Rewrites of an exported decoder's graph into forms that ONNX Runtime has one kernel for. Each computes what it replaces.
+
+A pass is a function pass(model, positions=None) -> how often it applied, in a file of its name. It changes an onnx_ir.Model in
+place. positions: how many a request may have, for passes that make a table of them. A place that does not have the pass's
+pattern is left as it is; what is raised is an error.
+"""
+
+from collections.abc import Callable
+
+import onnx_ir as ir
+from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
+
+from leanfleet.export import function_bodies
+from leanfleet.export.fusions.divide_by_roots import divide_by_roots
+from leanfleet.export.fusions.drop_transposes import drop_transposes
+from leanfleet.export.fusions.fuse_residuals import fuse_residuals
+from leanfleet.export.fusions.fuse_rotary import fuse_rotary
+from leanfleet.export.fusions.fuse_rotated_halves import fuse_rotated_halves
+from leanfleet.export.fusions.graph import MICROSOFT, set_function
+from leanfleet.export.fusions.pack_heads import pack_heads
+from leanfleet.export.fusions.pack_projections import pack_projections
+from leanfleet.export.fusions.rotate_inside import rotate_inside
+from leanfleet.export.fusions.spread_packed import spread_packed
+
+__all__ = ["MICROSOFT", "PASSES", "fuse_for_onnxruntime", "set_function"]
+
+Pass = Callable[[ir.Model, int | None], int]
+
+# In the order in which they run.
+PASSES: tuple[Pass, ...] = (
+    divide_by_roots,
+    pack_projections,
+    fuse_residuals,  # norms that divide by roots
+    fuse_rotary,
+    fuse_rotated_halves,  # for models without nodes of fuse_rotary
+    rotate_inside,  # nodes of fuse_rotary
+    drop_transposes,  # with the rotary encodings that stay outside
+    spread_packed,
+    pack_heads,  # attention of tokens first, after drop_transposes and spread_packed
+)
+
+
+def fuse_for_onnxruntime(model: ir.Model, positions: int | None = None) -> dict[str, int]:
+    """Runs PASSES, and removes what they leave unused. Returns {pass: how often it applied}, in their order.
+
+    model: changed in place. positions: how many a request may have; None leaves rotary encodings outside LeanAttention, which
+    have no such bound. Where a rotary encoding stays outside for another reason, the logger leanfleet.export.fusions says why,
+    at level INFO.
+    """
+    counts = {}
+    for each in PASSES:
+        counts[each.__name__] = each(model, positions)
+        RemoveUnusedNodesPass()(model)
+    if not any(node.domain == MICROSOFT for node in model.graph):
+        model.opset_imports.pop(MICROSOFT, None)
+    function_bodies.attach(model)  # another layout is another function
+    RemoveUnusedFunctionsPass()(model)
+    return counts

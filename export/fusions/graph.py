@@ -1,0 +1,125 @@
+"""What the passes share: reading and changing an onnx_ir graph, and functions of com.microsoft's operators."""
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+import onnx_ir as ir
+
+from leanfleet import spec
+
+MICROSOFT = "com.microsoft"
+ROWS = "query", "new_key", "new_value"  # the inputs of LeanAttention that hold new tokens
+Op = Callable[..., Any]  # adds a node and returns its output, or a list of them
+
+_ARGUMENTS = [t.name for t in spec.all_specs()["LeanAttention"].inputs]
+
+
+def argument(node: ir.Node, name: str) -> ir.Value | None:
+    """This input of a LeanAttention node, or None."""
+    i = _ARGUMENTS.index(name)
+    return node.inputs[i] if i < len(node.inputs) else None
+
+
+def set_arguments(node: ir.Node, **values: ir.Value | None) -> None:
+    """Sets inputs of a LeanAttention node by name."""
+    places = {_ARGUMENTS.index(name): value for name, value in values.items()}
+    node.resize_inputs(max(len(node.inputs), *(i + 1 for i in places)))
+    for i, value in places.items():
+        node.replace_input_with(i, value)
+    node.resize_inputs(1 + max(i for i, value in enumerate(node.inputs) if value is not None))
+
+
+def layout(node: ir.Node) -> str:
+    """The layout of a LeanAttention node."""
+    return node.attributes.get_string("layout", "bhnd")
+
+
+def is_microsoft(node: ir.Node | None, op_type: str) -> bool:
+    """Whether a node is this operator of com.microsoft."""
+    return node is not None and (node.domain, node.op_type) == (MICROSOFT, op_type)
+
+
+def producer(value: ir.Value | None, *op_types: str) -> ir.Node | None:
+    """The standard operator of one of these types that makes a value; None where another does."""
+    node = None if value is None else value.producer()
+    return node if node is not None and node.op_type in op_types and node.domain == "" else None
+
+
+def constant(value: ir.Value | None) -> np.ndarray | None:
+    """What a constant holds; None for a value that is not constant."""
+    tensor = ir.convenience.get_const_tensor(value) if value is not None else None
+    return None if tensor is None else tensor.numpy()
+
+
+def take_over(old: ir.Value, new: ir.Value) -> None:
+    """Gives `new` the name, type, shape and uses of `old`."""
+    new.name, new.type, new.shape = old.name, old.type, old.shape
+    old.replace_all_uses_with(new, replace_graph_outputs=True)
+
+
+def replace(graph: ir.Graph, old: ir.Node, new: ir.Node) -> None:
+    """Puts a node of one output in another's place."""
+    graph.insert_before(old, new)
+    take_over(old.outputs[0], new.outputs[0])
+    graph.remove(old, safe=True)
+
+
+def adder(graph: ir.Graph, before: ir.Node) -> Op:
+    """op(kind, *inputs, domain="", **attributes) that puts a node of one output before another node and returns the output."""
+
+    def op(kind: str, *inputs: ir.Value, domain: str = "", **attributes: Any) -> ir.Value:
+        node = ir.node(kind, inputs, attributes, domain=domain)
+        graph.insert_before(before, node)
+        return node.outputs[0]
+
+    return op
+
+
+def named(sizes: Iterable[int | ir.SymbolicDim]) -> bool:
+    """Whether all of these sizes are numbers or have names: two that are unknown are equal to Python, and may differ."""
+    return all(isinstance(n, int) or n.value is not None for n in sizes)
+
+
+def columns(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
+    """(x, begin, end) where value is a Slice of x's last axis, whose size is known; else None."""
+    node = producer(value, "Slice")
+    if node is None or node.inputs[0].shape is None or len(node.inputs) < 4:
+        return None
+    x = node.inputs[0]
+    width = x.shape[-1]
+    starts, ends, axes, *steps = (constant(i) for i in node.inputs[1:])
+    if not isinstance(width, int) or any(c is None or c.size != 1 for c in (starts, ends, axes, *steps)):
+        return None
+    if axes.item() not in (-1, len(x.shape) - 1) or any(step.item() != 1 for step in steps):
+        return None
+    begin, end = (min(int(c.item()) + (width if c.item() < 0 else 0), width) for c in (starts, ends))
+    return x, begin, end
+
+
+def swaps_heads(node: ir.Node) -> bool:
+    """Whether a node swaps heads and tokens, and is no output of the graph."""
+    return (node.op_type == "Transpose" and list(node.attributes.get_ints("perm", [])) == [0, 2, 1, 3]
+            and node.domain == "" and not node.outputs[0].is_graph_output())
+
+
+def set_function(model: ir.Model, name: str, inputs: Sequence[str], build: Callable[..., ir.Value | list[ir.Value]],
+                 attributes: Mapping[str, Any] | None = None) -> None:
+    """Gives a model a function of com.microsoft.`name` in standard operators, for runtimes without that operator.
+
+    build(op, *values) of the inputs' values returns the output, or a list of them; op(kind, *values, outputs=1, **attributes)
+    adds a node. attributes: those of the operator's nodes.
+    """
+    values, nodes = [ir.Value(name=n) for n in inputs], []
+
+    def op(kind: str, *values: ir.Value, outputs: int = 1, **attributes: Any) -> Any:
+        nodes.append(ir.node(kind, values, attributes, num_outputs=outputs))
+        return nodes[-1].outputs if outputs > 1 else nodes[-1].outputs[0]
+
+    built = build(op, *values)
+    outputs = built if isinstance(built, list) else [built]
+    for i, output in enumerate(outputs):
+        output.name = f"output{i or ''}"
+    graph = ir.Graph(values, outputs, nodes=nodes, opset_imports={"": model.opset_imports[""]}, name=name)
+    function = ir.Function(MICROSOFT, name, graph=graph, attributes=ir.convenience.convert_attributes(attributes or {}))
+    model.functions[function.identifier()] = function
