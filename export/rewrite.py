@@ -26,6 +26,7 @@ import onnx
 import onnx_ir as ir
 from leanfleet import spec
 from leanfleet.export import function_bodies, rewrite_check
+from leanfleet.tables import print_table
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
 
 MICROSOFT = "com.microsoft"
@@ -986,8 +987,6 @@ def _umask():
 
 def print_rows(rows):
     """Prints what rewrite returned: a line for each node."""
-    from leanfleet.cli import print_table
-
     if not rows:
         print("no node that could be rewritten")
         return

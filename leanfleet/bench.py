@@ -29,6 +29,7 @@ import leanfleet
 from leanfleet import native, plotting, spec
 from leanfleet.export import reference, torch_ops
 from leanfleet.files import check_file, new_file
+from leanfleet.tables import print_table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DECAYS = ("none", "head", "token")
@@ -456,8 +457,6 @@ def benchmark_method(method, *, name=None, operator="causal_linear_decay", devic
 
 def print_case(rows):
     """Prints the rows of one shape: milliseconds (median and spread), times the fastest, and the error."""
-    from leanfleet.cli import print_table
-
     print(f"\n{Shape(**rows[0]['shape'])}")
     best = min((r["seconds"] for r in rows if r["status"] == "ok"), default=None)
     table = [("method", "ms", "+-", "x best", "error", "")]

@@ -20,6 +20,7 @@ from pathlib import Path
 
 import leanfleet
 from leanfleet import files, generate, native, spec
+from leanfleet.tables import print_table
 
 LIBRARIES = ("leanfleet", "leanfleet_ort", "leanfleet_trt")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "torch", "onnx", "onnxscript", "polygraphy", "transformers")
@@ -375,7 +376,7 @@ def check_command(arguments):
         print(json.dumps({"model": arguments.model, "judge": runners[0], "passed": passed, "outputs": finite,
                           "kernels": ran}, indent=2, allow_nan=False))
     else:
-        print_check(rows, kernels)
+        parity.print_check(rows, kernels)
     return 0 if passed else 1
 
 
@@ -391,18 +392,6 @@ def _read_inputs(path):
             return dict(file)
     except (zipfile.BadZipFile, ValueError, TypeError) as error:
         raise ValueError(f"{path} is no file of numpy.savez: {error}") from error
-
-
-def print_check(rows, kernels):
-    """Prints what parity.check returned."""
-    table = [("runner", "output", "largest error", "tolerance", "")]
-    table += [(r["runner"], r["output"], f"{r['error']:.2e}", f"{r['tolerance']:.2e}",
-               "ok" if r["passed"] else "MISMATCH") for r in rows]
-    print(f"compared with {rows[0]['judge']}")
-    print_table(table, right=(2, 3))
-    print("kernels of leanfleet that ran")
-    print_table([(runner, ", ".join(f"{op} x{runs} ({provider})" for (op, provider), runs in sorted(counts.items())) or
-                  "none: the function bodies ran") for runner, counts in kernels.items()])
 
 
 # rewrite
@@ -549,12 +538,3 @@ def bench_command(arguments):
     if arguments.plot:
         bench.plot(report, arguments.plot)
     return 1 if any(row["status"] in ("wrong", "failed") for row in report["rows"]) else 0
-
-
-def print_table(rows, right=()):
-    """Prints rows of text, indented, in aligned columns; those numbered in `right` to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.rjust(width) if i in right else text.ljust(width)
-                 for i, (text, width) in enumerate(zip(row, widths, strict=True))]
-        print("  " + "  ".join(cells).rstrip())

@@ -66,7 +66,6 @@ def operators_part():
     import torch
 
     from leanfleet import parity
-    from leanfleet.cli import print_check
     from leanfleet.export import export
 
     print("1. A module with all operators: PyTorch -> ONNX -> ONNX Runtime, with the library and without\n")
@@ -79,7 +78,7 @@ def operators_part():
     names = [value.name for value in onnx.load(path).graph.input]
     feed = dict(zip(names, (t.numpy() for t in inputs), strict=True))
     rows, kernels = parity.check(path, ("reference", "body", "ort-cpu"), inputs=feed)
-    print_check(rows, kernels)
+    parity.print_check(rows, kernels)
     if not all(r["passed"] for r in rows):
         raise SystemExit("demo: the runners disagree")
 
@@ -110,10 +109,10 @@ def transformers_greedy(model, prompt, count):
 
 
 def model_part():
-    from leanfleet import generate, parity
-    from leanfleet.cli import print_check, print_table
+    from leanfleet import generate, generation, parity
     from leanfleet.export import export_decoder
-    from leanfleet.ort_ops import generation
+    from leanfleet.ort_ops import load_decoder
+    from leanfleet.tables import print_table
 
     print("\n2. SmolLM2-135M-Instruct: 30 LeanAttention layers in one graph for prompts and decode steps\n")
     with step("loading the model"):
@@ -126,13 +125,13 @@ def model_part():
                                      sizes={"batch": 2, "tokens": 7, "capacity": 64})
     rows.sort(key=lambda r: r["error"] / r["tolerance"])
     print(f"  {len(rows)} outputs; logits and the least good:")
-    print_check([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)
+    parity.print_check([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)
     if not all(r["passed"] for r in rows):
         raise SystemExit("demo: the runners disagree")
 
     print(f"\n  leanfleet generate {folder} {PROMPT!r} --provider cpu\n")
     with step("loading the exported model"):
-        decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+        decoder = load_decoder(folder, providers=["CPUExecutionProvider"])
     tokenizer = generation.load_tokenizer(folder)
     prompt = generation.encode(tokenizer, PROMPT)
     statistics = generation.Statistics()

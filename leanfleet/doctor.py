@@ -22,7 +22,8 @@ from importlib import metadata
 from pathlib import Path
 
 import leanfleet
-from leanfleet import driver, native, spec
+from leanfleet import driver, native, ort_library, spec
+from leanfleet.tables import print_table
 
 SECONDS = 180  # that one probe may take
 # What can be installed: name of the import, distributions that bring it, extra of leanfleet that asks for it.
@@ -394,9 +395,9 @@ def _try_onnxruntime(provider):
     """A model of one LeanAttention node. Says which provider ran it, from the session's profile."""
     import numpy as np
 
-    from leanfleet.ort_ops import _onnxruntime, make_session
+    from leanfleet.ort_ops import make_session
 
-    case, ort = Case(), _onnxruntime()
+    case, ort = Case(), ort_library.onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
         options.enable_profiling = True
@@ -471,8 +472,6 @@ PROBES = {"package": _import_package, "gpu": _look_at_gpu, "library": _try_libra
 
 def print_diagnosis(diagnosis):
     """Prints what diagnose returned: a line for each check, then the fixes."""
-    from leanfleet.cli import print_table
-
     print(f"leanfleet {diagnosis['version']}, Python {diagnosis['python']}")
     marks = {"ok": "ok", "missing": "-", "broken": "BROKEN"}
     for part, title in (("package", "packages"), ("machine", "machine"), ("library", "libraries")):

@@ -1,11 +1,11 @@
 """The commands `leanfleet export` and `leanfleet generate`. Importing this module needs only the standard library."""
 
-import json
 import sys
 import warnings
 from pathlib import Path
 
-from leanfleet import files
+from leanfleet import decoder_contract, files
+from leanfleet.decoder_contract import DECODER
 
 HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there is a hub
 
@@ -150,7 +150,7 @@ def export_command(arguments):
         print(f"leanfleet export: {error}", file=sys.stderr)
         return 1
     folder = Path(arguments.folder)
-    facts = json.loads((folder / "leanfleet.json").read_text())
+    facts = decoder_contract.read_facts(folder, DECODER)
     print(describe_verification(facts.get("verified")), file=sys.stderr)
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
     print(f"wrote {folder} ({size:.0f} MB); next: {next_step(folder, arguments.dtype)}", file=sys.stderr)
@@ -177,7 +177,8 @@ def next_step(folder, dtype):
 
 
 def generate_command(arguments):
-    from leanfleet.ort_ops import generation
+    from leanfleet import generation
+    from leanfleet.ort_ops.generation import load_decoder
 
     if arguments.system is not None and arguments.raw:
         raise ValueError("--system is a turn of the chat, which --raw leaves out: give one of the two")
@@ -188,7 +189,7 @@ def generate_command(arguments):
         temperature = 1.0 if arguments.top_k or arguments.top_p < 1 else 0.0
     generation.check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
-    decoder = generation.load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
+    decoder = load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
     tokenizer = decoder.tokenizer
     quieten_transformers()
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
@@ -221,7 +222,7 @@ def stop_tokens(decoder, tokenizer, extra=()):
 
 def print_stream(steps, tokenizer, count):
     """Prints the tokens of `count` requests as they come: the first unfinished request live, the others after it."""
-    from leanfleet.ort_ops.generation import TextStream
+    from leanfleet.generation import TextStream
 
     streams = [TextStream(tokenizer) for _ in range(count)]
     waiting, done, live = [""] * count, [False] * count, 0
