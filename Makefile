@@ -30,7 +30,7 @@ test: setup lint docs
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/python csrc/generate.py --check
-	$(BIN)/lint-imports
+	$(BIN)/lint-imports --no-logo --cache-dir build/imports
 
 # Without network: it fails where a page would load something from elsewhere.
 docs: setup

@@ -153,9 +153,9 @@ def packed(tokens: Sequence[Sequence[int]], before: Sequence[int], pages: Sequen
         count = len(row)
         slots[i, :count] = starts[i] + np.arange(count)
         table[i, :len(own)] = own
-        ids += row
-        positions += range(there, there + count)
-        rows += range(i * width, i * width + count)
+        ids.extend(row)
+        positions.extend(range(there, there + count))
+        rows.extend(range(i * width, i * width + count))
     return SERVING.feed(np.array(ids, np.int64), np.array(positions, np.int64), slots, np.array(rows, np.int64),
                         starts + counts - 1, seen + counts, counts, table)
 
