@@ -25,7 +25,7 @@ demo:
 
 test: setup lint docs
 	$(BIN)/python csrc/time_compile.py --report build/*/compile_times.jsonl
-	CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest
+	CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile
 
 lint: setup
 	$(BIN)/ruff check .

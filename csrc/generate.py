@@ -175,7 +175,7 @@ def cell(text):
 def shapes_of(tensor):
     if tensor.like:
         return f"as `{tensor.like}`"
-    return "<br>".join(f"`{shape}`".replace(" with ", "` with `") for shape in tensor.shapes)
+    return "<br>".join(f"`{shape}`".replace(" with ", "`&nbsp;with&nbsp;`") for shape in tensor.shapes)
 
 
 def table(head, rows):
@@ -188,7 +188,7 @@ def page_tables(s):
     if s.equation:
         lines += ["## Equation", "", "```text", *s.equation.split("\n"), "```", "", f"Source: {s.paper}.", ""]
     lines += ["## Inputs", "", LAYOUT_NOTE]
-    lines += table(("name", "type", "shape", ""), (
+    lines += table(("name", "type", "shape", "meaning"), (
         (f"`{t.name}`", t.type, shapes_of(t), cell("optional" * t.optional + "; " * bool(t.optional and t.doc) + t.doc))
         for t in s.inputs))
     lines += ["## Outputs"]
@@ -197,7 +197,7 @@ def page_tables(s):
         notes = (f"only with `{'` and `'.join(t.when)}`" if t.when else "",
                  f"may share `{t.takes}`'s buffer" if t.takes else "", t.doc)
         rows.append((f"`{t.name}`", t.type, shapes_of(t), cell("; ".join(n for n in notes if n))))
-    lines += table(("name", "type", "shape", ""), rows)
+    lines += table(("name", "type", "shape", "meaning"), rows)
     lines += ["## Attributes"]
     rows = []
     for a in s.attrs:
@@ -207,7 +207,7 @@ def page_tables(s):
         refused = f"refused: {a.refuse}" if a.refuse else a.doc
         rows.append((f"`{a.name}`", a.type, f"`{int(a.default) if a.type == 'bool' else a.default}`",
                      cell(refused + values + reference)))
-    lines += table(("name", "type", "default", ""), rows)
+    lines += table(("name", "type", "default", "meaning"), rows)
     if s.rules:
         lines += ["Rules, checked before anything is written:", "", *(f"- {rule}" for rule in s.rules), ""]
     if s.example:

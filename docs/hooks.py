@@ -30,6 +30,8 @@ def on_files(files, config):
 
 
 def on_page_markdown(markdown, page, config, files):
+    if page.file.src_uri.startswith("results/"):
+        page.meta["hide"] = ["toc"]  # room for wide tables
     here = IN_REPOSITORY.get(page.file.src_uri, f"docs/{page.file.src_uri}")
 
     def moved(found):

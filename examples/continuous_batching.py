@@ -27,9 +27,12 @@ def main(folder):
     export_for_serving(model, folder, block=16)
 
     # --8<-- [start:run]
-    # 32 pages of 16 tokens; at most 4 requests at once, 24 new tokens a step. A prompt that is longer goes in pieces.
-    batch = ContinuousBatch(folder, pages=32, max_requests=4, step_tokens=24, providers=["CPUExecutionProvider"])
-    requests = [batch.add(list(range(1, 1 + length)), max_new_tokens=new) for length, new in ((40, 6), (3, 12), (10, 3))]
+    # 32 pages of 16 tokens; at most 4 requests at once and 24 new tokens a step. A longer prompt goes
+    # in pieces.
+    batch = ContinuousBatch(folder, pages=32, max_requests=4, step_tokens=24,
+                            providers=["CPUExecutionProvider"])
+    requests = [batch.add(list(range(1, 1 + length)), max_new_tokens=new)
+                for length, new in ((40, 6), (3, 12), (10, 3))]
     while not batch.idle:
         for request, token in batch.step():
             print(f"request {requests.index(request)}: token {token}{', done' if request.done else ''}")

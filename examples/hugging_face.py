@@ -26,7 +26,7 @@ def tiny_llama():
 def main(folder, name=None):
     model = AutoModelForCausalLM.from_pretrained(name, dtype=torch.float32).eval() if name else tiny_llama()
     # --8<-- [start:main]
-    export_decoder(model, folder)  # model.onnx and leanfleet.json; give the tokenizer too to have it beside them
+    export_decoder(model, folder)  # a third argument: the tokenizer, to have it beside the model
 
     decoder = load_decoder(folder, providers=["CPUExecutionProvider"])
     prompts = [[1, 2, 3, 4, 5], [9, 8, 7]]  # token ids

@@ -17,9 +17,10 @@ from leanfleet.ort_ops import generate, load_decoder
 
 # --8<-- [start:train]
 def train(steps=30):
-    """Teaches one LinearAttention layer to copy the token before: forward and backward are the operators' kernels."""
+    """Teaches one LinearAttention layer to copy the token before; forward and backward are kernels."""
     torch.manual_seed(0)
-    embedding, layer, head = nn.Embedding(16, 64), LinearAttention(64, num_heads=4), nn.Linear(64, 16)
+    embedding, head = nn.Embedding(16, 64), nn.Linear(64, 16)
+    layer = LinearAttention(64, num_heads=4)
     parameters = [*embedding.parameters(), *layer.parameters(), *head.parameters()]
     optimizer = torch.optim.Adam(parameters, lr=1e-2)
     losses = []
@@ -44,11 +45,13 @@ def main(folder):
     # Random weights here; load those of your model with decoder.load_state_dict.
     torch.manual_seed(0)
     # --8<-- [start:decoder]
-    decoder = LinearDecoder(LinearDecoderConfig("retnet", vocab_size=128, hidden_size=64, num_hidden_layers=2,
-                                                num_attention_heads=4, feed_forward_size=128)).eval()
+    decoder = LinearDecoder(LinearDecoderConfig(
+        "retnet", vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
+        feed_forward_size=128)).eval()
     export_decoder(decoder, folder)
     prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
-    answers, _ = generate(load_decoder(folder, providers=["CPUExecutionProvider"]), prompts, max_new_tokens=10)
+    exported = load_decoder(folder, providers=["CPUExecutionProvider"])
+    answers, _ = generate(exported, prompts, max_new_tokens=10)
     # --8<-- [end:decoder]
     for prompt, answer in zip(prompts, answers, strict=True):
         print(prompt, "->", answer)

@@ -20,7 +20,7 @@ from leanfleet.ort_ops import make_session
 
 # --8<-- [start:layer]
 class CachedAttention(nn.Module):
-    """Grouped-query attention that appends its new tokens to a cache: 8 query heads share 2 key/value heads."""
+    """Grouped-query attention with a cache: 8 query heads share 2 key/value heads."""
 
     def __init__(self, hidden=256, heads=8, kv_heads=2, head_dim=32):
         super().__init__()
@@ -31,10 +31,11 @@ class CachedAttention(nn.Module):
         self.out = nn.Linear(heads * head_dim, hidden, bias=False)
 
     def forward(self, hidden, key_cache, value_cache, seq_lens):
-        """hidden [B,N,E]; caches [B,Hkv,S,D]; seq_lens int32 [B]: tokens in each cache, the N new ones included."""
-        q, k, v = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in (self.q, self.k, self.v))  # [B,N,heads,D]
-        output, _, key_cache, value_cache = lean_attention(q, key_cache, value_cache, seq_lens, new_key=k, new_value=v,
-                                                           append=True, layout="bnhd")
+        """hidden [B,N,E]; caches [B,Hkv,S,D]; seq_lens int32 [B]: cached tokens, new ones included."""
+        projections = (self.q, self.k, self.v)
+        q, k, v = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in projections)  # [B,N,heads,D]
+        output, _, key_cache, value_cache = lean_attention(
+            q, key_cache, value_cache, seq_lens, new_key=k, new_value=v, append=True, layout="bnhd")
         return self.out(output.flatten(2)), key_cache, value_cache
 # --8<-- [end:layer]
 
@@ -51,7 +52,8 @@ def main(folder):
     example = (torch.randn(2, 5, 256), cache, cache.clone(), torch.tensor([5, 5], dtype=torch.int32))
     export(layer, example, path, input_names=["hidden", "key_cache", "value_cache", "seq_lens"],
            output_names=["output", "new_key_cache", "new_value_cache"],
-           dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: capacity}, {0: batch, 2: capacity}, {0: batch}))
+           dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: capacity}, {0: batch, 2: capacity},
+                           {0: batch}))
     # --8<-- [end:export]
 
     # --8<-- [start:run]
@@ -67,7 +69,7 @@ def main(folder):
         return output
 
     kernels = run(make_session(path, providers=["CPUExecutionProvider"]))
-    # The same file without leanfleet's library: ONNX Runtime runs the function that the file carries for each node.
+    # The same file without leanfleet's library: ONNX Runtime runs the functions that the file carries.
     functions = run(onnxruntime.InferenceSession(str(path), providers=["CPUExecutionProvider"]))
     # --8<-- [end:run]
     with torch.no_grad():  # and the layer in PyTorch, over all six tokens at once

@@ -7,9 +7,11 @@ outputs.
 
 from __future__ import annotations
 
+import io
+import sys
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -339,9 +341,13 @@ def _trace(decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any],
            options: Mapping[str, Any]) -> torch.onnx.ONNXProgram:
     """The ONNXProgram of a decoder module. Raises ValueError, with the first line of the reason, where it cannot be traced."""
     call(decoder, arguments)  # tracing buries an error under its own
+    printed = io.StringIO()
     try:
-        return export(decoder, arguments, dynamic_shapes=shapes, **options)
-    except Exception as error:
+        with redirect_stderr(printed):
+            program = export(decoder, arguments, dynamic_shapes=shapes, **options)
+        sys.stderr.write(printed.getvalue())
+        return program
+    except Exception as error:  # PyTorch prints hundreds of lines of the graph: the one that counts is in the error
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

@@ -169,6 +169,11 @@ def export(module, args, path=None, *, dynamic_shapes=None, kwargs=None, **optio
     torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names. Without output_names an output
     that is one of a leanfleet node is called as ops.toml calls it where that is unique, others output_0, output_1, ...
     Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported.
+
+    Example, a layer whose number of tokens is open:
+
+        tokens = torch.export.Dim("tokens")
+        export(layer.eval(), (torch.randn(1, 16, 64),), "layer.onnx", dynamic_shapes=({1: tokens},), input_names=["x"])
     """
     with _quiet(), _in_eval_mode(module):
         program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes,

@@ -236,9 +236,9 @@ def _library_fix(library, error):
     if "symbol" in error and "undefined" in error or "GLIBC" in error:
         return "build it on this machine: pip install --force-reinstall --no-deps with leanfleet's folder"
     if "unsupported toolchain" in error or "UnsupportedPtxVersion" in error or "driver version is insufficient" in error:
-        return "update the driver, or build with an nvcc no newer than the driver (README, 'CUDA 12 drivers')"
+        return "update the driver, or build with an nvcc no newer than the driver (docs/how_to/build.md, 'CUDA 12 drivers')"
     if "no kernel image" in error or "NoKernelImage" in error:
-        return "build for this GPU: pip install -C cmake.define.LEANFLEET_CUDA_ARCHS=... . (README, 'Building')"
+        return "build for this GPU: pip install -C cmake.define.LEANFLEET_CUDA_ARCHS=... . (docs/how_to/build.md)"
     if outdated := re.search(r"needs (tensorrt\w*) .* or newer; found", error):
         return f"pip install -U {outdated[1].replace('_', '-')}"
     if "did not start" in error:

@@ -167,10 +167,10 @@ def test_sampling_is_seeded_and_streams(llama):
 
 
 @pytest.mark.parametrize("asked, count, options, message", [
-    ([], 4, {}, "a prompt is empty"),
+    ([], 4, {}, "there is no prompt; give a list with one or more"),
     ([[5], []], 4, {}, "a prompt is empty"),
     ([[5, 6, 7]], 4, dict(capacity=6), r"3 tokens and 4 new ones need 7 cache slots; the caches have 6. Raise capacity"),
-    ([[5] * 250], 10, {}, "260 tokens are more than the 256 positions"),
+    ([[5] * 250], 10, {}, "260 tokens, 250 of them a prompt's, are more than the 256 positions"),
     ([[5, 211]], 4, {}, r"token ids lie in 0 .. 210; found 5 .. 211. Is this the model's own tokenizer"),
 ])
 def test_errors(llama, asked, count, options, message):
@@ -394,7 +394,7 @@ def test_longrope_by_short_factors_is_right_up_to_its_original_length(tmp_path):
     assert decoder.max_positions == 24
     asked = [[t % 67 for t in p] for p in prompts(3, 15, 8)]
     assert generate(decoder, asked, 9, stop_tokens=[])[0] == [greedy(model, p, 9) for p in asked]
-    with pytest.raises(ValueError, match="25 tokens are more than the 24 positions"):
+    with pytest.raises(ValueError, match="25 tokens, 15 of them a prompt's, are more than the 24 positions"):
         generate(decoder, [asked[1]], 10)
 
 
@@ -499,7 +499,7 @@ def test_models_that_do_not_fit_are_not_verified(tmp_path, monkeypatch):
 def test_folders_are_checked_before_the_work(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
     for folder in (tmp_path / "file", tmp_path / "file" / "below"):
-        with pytest.raises(NotADirectoryError, match="cannot be written: .*file is a file; give another folder"):
+        with pytest.raises(NotADirectoryError, match="file is a file; give the path of a folder to write|cannot be written: .*file is a file"):
             export_decoder(tiny(), folder)
 
     def interrupted(*arguments, **options):
@@ -514,7 +514,6 @@ def test_folders_are_checked_before_the_work(tmp_path, monkeypatch):
 def test_new_files_take_the_places_of_old_ones(tmp_path):
     for name in ("model.onnx", "model.onnx.data", "notes.txt"):
         (tmp_path / name).write_text("old")
-    with decoder_module.new_files(tmp_path) as files:
-        (files / "model.onnx").write_text("new")
-        assert (tmp_path / "model.onnx").read_text() == "old"
-    assert {p.name: p.read_text() for p in tmp_path.iterdir()} == {"model.onnx": "new", "notes.txt": "old"}
+    export_decoder(tiny(), tmp_path)
+    assert onnx.load(tmp_path / "model.onnx").graph.node and (tmp_path / "notes.txt").read_text() == "old"
+    assert {p.name for p in tmp_path.iterdir()} == {"model.onnx", "notes.txt", "leanfleet.json"}

@@ -2,10 +2,12 @@
 page."""
 
 import contextlib
+import importlib.util
 import io
 import re
 import tomllib
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import yaml
@@ -72,6 +74,58 @@ def test_readme_names_all_operators_and_the_extras():
     install = (DOCS / "how_to" / "install.md").read_text()
     assert not [name for name in spec.all_specs() if not name.endswith("Grad") and name not in README]
     assert not [name for name in extras if name not in ("test", "docs") and f"| `{name}` |" not in install]
+
+
+def load(path):
+    """A Python file of docs/, which is no package."""
+    found = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module
+
+
+def test_parameters_of_docstrings_become_lists():
+    pytest.importorskip("griffe")
+    text = ("Does it.\n\nmodel: a path. a, b: numbers: two of\nthem. Returns a dict. Raises ValueError for others.\n\n"
+            "    code: stays")
+    assert load(DOCS / "docstrings.py").split(text, ["model", "a", "b"]) == (
+        "Does it.\n\n- **model**: a path.\n- **a, b**: numbers: two of them.\n\nReturns a dict. Raises ValueError for others."
+        "\n\n    code: stays")
+
+
+def test_site_loads_nothing_from_elsewhere(tmp_path):
+    pytest.importorskip("mkdocs")
+    hooks = load(DOCS / "hooks.py")
+    config = SimpleNamespace(site_dir=str(tmp_path))
+    page = tmp_path / "page.html"
+    page.write_text('<a href="https://example.org">a link</a><script src="a.js"></script><img src="b.svg">')
+    hooks.on_post_build(config)
+    for outside in ('<script src="https://example.org/a.js">', '<img src="//example.org/a.png">',
+                    '<link rel="stylesheet" href="http://example.org/a.css">'):
+        page.write_text(outside)
+        with pytest.raises(Exception, match="example.org.* from elsewhere"):
+            hooks.on_post_build(config)
+
+
+def test_links_of_the_repository_point_into_the_site():
+    pytest.importorskip("mkdocs")
+    hooks = load(DOCS / "hooks.py")
+
+    def moved(src, text):
+        return hooks.on_page_markdown(text, SimpleNamespace(file=SimpleNamespace(src_uri=src)), None, None)
+
+    assert moved("tutorials/x.md", "![a](../../bench/results/decoder_layer.svg)") == "![a](../results/decoder_layer.svg)"
+    assert moved("performance.md", "[a](../bench/results/cpu_avx2.md#b)") == "[a](results/cpu_avx2.md#b)"
+    assert moved("contributing.md", "[a](docs/how_to/build.md) [b](CHANGELOG.md)") == "[a](how_to/build.md) [b](changelog.md)"
+    assert moved("index.md", "[a](https://example.org) [b](#here) [c](../csrc/ops.toml)") == (
+        "[a](https://example.org) [b](#here) [c](../csrc/ops.toml)")
+
+
+def test_support_counts_the_model_types_of_the_zoo():
+    zoo = tomllib.loads((ROOT / "tests" / "zoo.toml").read_text())
+    served, refused = len(zoo["served"]), sum(map(len, zoo["refused"].values()))
+    expected = f"{served} model types of transformers 5.23 (`tests/zoo.toml` names them); {refused} others are refused"
+    assert expected in (DOCS / "reference" / "support.md").read_text()
 
 
 def entries(nav):

@@ -104,7 +104,7 @@ def test_works_in_a_fresh_environment_without_a_compiler(fresh):
 
 
 def test_extras(wheel):
-    """The extras that the README names, each with the packages that make it work."""
+    """The extras that docs/how_to/install.md names, each with the packages that make it work."""
     archive = zipfile.ZipFile(wheel)
     metadata = archive.read(next(n for n in archive.namelist() if n.endswith(".dist-info/METADATA"))).decode()
     extras = {}
