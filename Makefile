@@ -31,6 +31,7 @@ lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/python csrc/generate.py --check
+	$(BIN)/lint-imports --no-logo --cache-dir build/imports
 
 # Without network: it fails where a page would load something from elsewhere.
 docs: setup

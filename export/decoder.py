@@ -1,34 +1,36 @@
 """Exports a decoder as one ONNX graph that serves prompts and decode steps.
 
 Softmax attention becomes a LeanAttention node that appends to a cache of fixed capacity and attends over it; decayed
-linear attention becomes a CausalLinearDecay node that carries its state. The graph's inputs and outputs, B requests of up
-to N new tokens over caches of S slots (all three dynamic):
-
-    input_ids                     int64 [B,N]       new tokens, at the front of each row; the rest is padding
-    seq_lens                      int32 [B]         tokens seen once the new ones are in
-    query_lens                    int32 [B]         new tokens of each request; 0: the row is all padding
-    past_key_values.L.key/.value  T [B,Hkv,S,D]     the caches of softmax layer L
-    past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L; zeros before the first token
-    logits                        float32 [B,vocabulary], of each request's last new token; with all_logits [B,N,vocabulary]
-    present.L...                  as the past, with the new tokens; may be bound to the inputs' buffers
+linear attention becomes a CausalLinearDecay node that carries its state. leanfleet.decoder_contract has the graph's inputs and
+outputs.
 """
 
+from __future__ import annotations
+
 import io
-import json
 import sys
 import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
 from leanfleet import files
+from leanfleet.decoder_contract import (BATCH, CAPACITY, DECODER, KEY, MODEL_FILE, STATE, TOKENS, VALUE, Facts, cache_name,
+                                        write_facts)
 from leanfleet.export import verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
 from leanfleet.export.support import ELSEWHERE, check_supported, fixed_rotary, implementation, most_positions
 from leanfleet.export.torch_ops import causal_linear_decay, lean_attention
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+Shapes = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]  # of caches, by name
 
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows our attention
 _HANDLED = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
@@ -38,13 +40,14 @@ _HANDLED = {"dropout", "is_causal", "position_ids", "use_cache", "output_attenti
 class Cache:
     """The caches of one traced call by name ("0.key"); attention replaces them as it appends."""
 
-    now = None  # the one of the call that runs: models need not hand it from layer to layer
+    now: ClassVar[Cache | None] = None  # the one of the call that runs: models need not hand it from layer to layer
 
-    def __init__(self, tensors, seq_lens, query_lens):
-        self.tensors, self.seq_lens, self.query_lens, self.updated = dict(tensors), seq_lens, query_lens, set()
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], seq_lens: torch.Tensor, query_lens: torch.Tensor) -> None:
+        self.tensors, self.seq_lens, self.query_lens = dict(tensors), seq_lens, query_lens
+        self.updated: set[str] = set()
 
     @contextmanager
-    def in_use(self):
+    def in_use(self) -> Iterator[Cache]:
         """While this lasts, attention appends to these caches."""
         before, Cache.now = Cache.now, self
         try:
@@ -52,18 +55,23 @@ class Cache:
         finally:
             Cache.now = before
 
-    def update(self, name, tensor):
+    def update(self, name: str, tensor: torch.Tensor) -> None:
+        """Puts a tensor in the place of a cache."""
         self.tensors[name] = tensor
         self.updated.add(name)
 
-    def sizes(self, layer):
+    def shapes(self, layer: int) -> tuple[torch.Size, torch.Size]:
+        """Those of a softmax layer's keys and values."""
+        return self.tensors[cache_name(layer, KEY)].shape, self.tensors[cache_name(layer, VALUE)].shape
+
+    def sizes(self, layer: int) -> tuple[int, int, int]:
         """(heads, columns of a key, columns of a value) of a softmax layer's caches."""
-        key, value = (self.tensors[f"{layer}.{part}"].shape for part in ("key", "value"))
+        key, value = self.shapes(layer)
         return key[1], key[3], value[3]
 
-    def attend(self, layer, query, key, value, **options):
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """Appends the new keys and values [B,Hkv,N,D] to a layer's caches; the attention of query [B,H,N,D] as [B,N,H,D]."""
-        names = f"{layer}.key", f"{layer}.value"
+        names = cache_name(layer, KEY), cache_name(layer, VALUE)
         output, _, *updated = lean_attention(
             query, *(self.tensors[name] for name in names), self.seq_lens, query_lens=self.query_lens, new_key=key,
             new_value=value, append=True, **options)
@@ -72,8 +80,9 @@ class Cache:
         return output.transpose(1, 2).contiguous()  # some models view it as [B,N,H D]
 
 
-def attention(module, query, key, value, attention_mask, scaling=None, sliding_window=None, softcap=None, s_aux=None,
-              **kwargs):
+def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+              attention_mask: torch.Tensor | None, scaling: float | None = None, sliding_window: int | None = None,
+              softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [B,H,N,D], key and value [B,Hkv,N,D] of the new tokens.
 
     Raises ValueError where the model asks for something that LeanAttention does not do, naming the layer.
@@ -98,12 +107,12 @@ def attention(module, query, key, value, attention_mask, scaling=None, sliding_w
     return output, None
 
 
-def _check_call(cache, layer, index, key, value):
+def _check_call(cache: Cache, layer: str, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raises ValueError, naming the layer, for keys and values that the layer's caches have no place for."""
-    if f"{index}.key" not in cache.tensors:
+    if cache_name(index, KEY) not in cache.tensors:
         raise ValueError(f"{layer}: leanfleet.export_decoder has no caches for it: the model's configuration counts no softmax "
                          f"layer of that number. {ELSEWHERE}")
-    if f"{index}.key" in cache.updated:
+    if cache_name(index, KEY) in cache.updated:
         raise ValueError(f"{layer}: it attends twice in a call, and each call would need caches of its own. {ELSEWHERE}")
     found, planned = (key.shape[1], key.shape[3], value.shape[3]), tuple(cache.sizes(index))
     if key.shape[2] != value.shape[2] or any(isinstance(n, int) and n != m for n, m in zip(found, planned, strict=True)):
@@ -111,12 +120,13 @@ def _check_call(cache, layer, index, key, value):
                          f"model's configuration says {planned[0]}, {planned[1]} and {planned[2]}. {ELSEWHERE}")
 
 
-def decayed_attention(cache, layer, query, key, value, log_decay, scale=1.0):
+def decayed_attention(cache: Cache, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
+                      log_decay: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
     """Linear layer `layer` over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H].
 
     Rows past query_lens leave the state as it is: their keys are zero and their decay is 1.
     """
-    name = f"{layer}.recurrent_state"
+    name = cache_name(layer, STATE)
     valid = (torch.arange(query.shape[1], device=query.device) < cache.query_lens.unsqueeze(1)).unsqueeze(-1)
     decay = torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype))
     output, state = causal_linear_decay(query, key * valid.unsqueeze(-1).to(key.dtype), value, decay,
@@ -125,7 +135,7 @@ def decayed_attention(cache, layer, query, key, value, log_decay, scale=1.0):
     return output
 
 
-def _lightning_forward(self, hidden_states, *args, **kwargs):
+def _lightning_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
     """MiniMaxLightningAttention.forward over CausalLinearDecay: S = exp(-slope) S + k^T v, o = q S."""
     batch, tokens, _ = hidden_states.shape
     heads = self.act_fn(self.qkv_proj(hidden_states)).view(batch, tokens, self.num_attention_heads, 3 * self.head_dim)
@@ -135,13 +145,13 @@ def _lightning_forward(self, hidden_states, *args, **kwargs):
     return self.out_proj(torch.sigmoid(self.output_gate(hidden_states)) * output), None
 
 
-def _no_mask(*args, **kwargs):
+def _no_mask(*args: Any, **kwargs: Any) -> None:
     """transformers' mask function: lengths say everything, so there is no mask."""
     return None
 
 
 @contextmanager
-def traceable(model, fuse, rope="short"):
+def traceable(model: Any, fuse: bool, rope: str = "short") -> Iterator[None]:
     """A transformers model whose layers run our operators and whose experts can be traced; fuse: for ONNX Runtime alone.
 
     rope: see support.most_positions.
@@ -169,7 +179,7 @@ def traceable(model, fuse, rope="short"):
             model.set_experts_implementation(experts)
 
 
-def cache_shapes(model):
+def cache_shapes(model: Any) -> Shapes:
     """{name: (dtype, shape)} of the caches, layer by layer; shape has "batch" and "capacity" where they stand.
 
     Raises ValueError, naming the layer, for a kind of layer that our operators do not serve.
@@ -186,23 +196,25 @@ def cache_shapes(model):
         heads = own.num_attention_heads
         head_size = getattr(own, "head_dim", None) or own.hidden_size // heads
         if layer in lightning:
-            shapes[f"{layer}.recurrent_state"] = (torch.float32, ("batch", heads, head_size, head_size))
+            shapes[cache_name(layer, STATE)] = (torch.float32, (BATCH, heads, head_size, head_size))
         elif kind in ("full_attention", "sliding_attention"):
             kv_heads = getattr(own, "num_key_value_heads", None) or heads
-            for part in ("key", "value"):
-                shapes[f"{layer}.{part}"] = (model.dtype, ("batch", kv_heads, "capacity", head_size))
+            for part in (KEY, VALUE):
+                shapes[cache_name(layer, part)] = (model.dtype, (BATCH, kv_heads, CAPACITY, head_size))
         else:
             raise ValueError(f"{type(model).__name__}: layer {layer} is of kind {kind}; export_decoder serves full_attention, "
                              f"sliding_attention and MiniMax's linear_attention. {ELSEWHERE}")
     return shapes
 
 
-def run(model, cache, keep_last, **inputs):
+def run(model: Any, cache: Cache, keep_last: Callable[[torch.Tensor], torch.Tensor] | None,
+        **inputs: torch.Tensor) -> torch.Tensor:
     """Logits of a model over these caches. keep_last: of the hidden states, those that logits are wanted of; or None.
 
     Raises ValueError, naming the layer, where a cache was not appended to.
     """
-    def keep(head, arguments):
+    def keep(head: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
+        assert keep_last is not None
         return (keep_last(arguments[0]),)
 
     hook = None if keep_last is None else model.get_output_embeddings().register_forward_pre_hook(keep)
@@ -223,35 +235,39 @@ def run(model, cache, keep_last, **inputs):
 class Decoder(torch.nn.Module):
     """A causal LM with the inputs and outputs of this module's graph."""
 
-    def __init__(self, model, names, all_logits=False):
+    def __init__(self, model: torch.nn.Module, names: Iterable[str], all_logits: bool = False) -> None:
         super().__init__()
         self.model, self.names, self.all_logits = model, list(names), all_logits
 
-    def forward(self, input_ids, seq_lens, query_lens, caches):
+    def forward(self, input_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor,
+                caches: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """caches: tensors in the order of names; returns (logits, *caches)."""
         cache = Cache(zip(self.names, caches, strict=True), seq_lens, query_lens)
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
         positions = (seq_lens - query_lens).unsqueeze(1).to(torch.int64) + steps
         last = (query_lens.to(torch.int64) - 1).clamp(min=0)
 
-        def keep_last(hidden):
+        def keep_last(hidden: torch.Tensor) -> torch.Tensor:
             return hidden.gather(1, last.view(-1, 1, 1).expand(-1, 1, hidden.shape[-1]))
 
         logits = run(self.model, cache, None if self.all_logits else keep_last, input_ids=input_ids, position_ids=positions)
         return (logits if self.all_logits else logits.squeeze(1), *(cache.tensors[n] for n in self.names))
 
 
-EXAMPLE = {"batch": 2, "tokens": 3, "capacity": 16}
+EXAMPLE = {BATCH: 2, TOKENS: 3, CAPACITY: 16}
 
 
-def example_inputs(caches):
+def example_inputs(caches: Shapes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Decoder.forward's arguments for tracing."""
-    lens = torch.full((EXAMPLE["batch"],), EXAMPLE["tokens"], dtype=torch.int32)
-    tensors = [torch.zeros([EXAMPLE.get(n, n) for n in shape], dtype=dtype) for dtype, shape in caches.values()]
-    return torch.ones(EXAMPLE["batch"], EXAMPLE["tokens"], dtype=torch.int64), lens, lens.clone(), tensors
+    lens = torch.full((EXAMPLE[BATCH],), EXAMPLE[TOKENS], dtype=torch.int32)
+    tensors = [torch.zeros([n if isinstance(n, int) else EXAMPLE[n] for n in shape], dtype=dtype)
+               for dtype, shape in caches.values()]
+    return torch.ones(EXAMPLE[BATCH], EXAMPLE[TOKENS], dtype=torch.int64), lens, lens.clone(), tensors
 
 
-def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, verify=True, rope="short", **options):
+def export_decoder(model: torch.nn.Module, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None,
+                   all_logits: bool = False, fuse: bool = True, verify: bool = True, rope: str = "short",
+                   **options: Any) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
     model: a leanfleet.export.LinearDecoder, or a transformers causal LM with softmax attention that goes through
@@ -273,21 +289,21 @@ def export_decoder(model, folder, tokenizer=None, all_logits=False, fuse=True, v
         check_supported(model)
     caches = cache_shapes(model)
     dims = {name: torch.export.Dim(name, min=1) for name in EXAMPLE}
-    shapes = {"input_ids": {0: dims["batch"], 1: dims["tokens"]}, "seq_lens": {0: dims["batch"]},
-              "query_lens": {0: dims["batch"]},
-              "caches": [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]}
-    names = {"input_names": ["input_ids", "seq_lens", "query_lens", *(f"past_key_values.{n}" for n in caches)],
-             "output_names": ["logits", *(f"present.{n}" for n in caches)]}
-    return write(Decoder(model, caches, all_logits).eval(), example_inputs(caches), shapes, folder, {}, tokenizer, fuse,
-                 verify, rope, names | options)
+    shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in DECODER.inputs}
+    shapes["caches"] = [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]
+    names = {"input_names": DECODER.input_names(caches), "output_names": DECODER.output_names(caches)}
+    return write(Decoder(model, caches, all_logits).eval(), example_inputs(caches), shapes, folder, {"kind": DECODER.kind},
+                 tokenizer, fuse, verify, rope, names | options)
 
 
-def write(decoder, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, options):
+def write(decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any], folder: str | Path, facts: Facts,
+          tokenizer: PreTrainedTokenizerBase | None, fuse: bool, verify: bool, rope: str,
+          options: Mapping[str, Any]) -> torch.onnx.ONNXProgram:
     """Exports a decoder module whose `model` is the PyTorch model, checks the file, and puts all files into `folder`.
 
     facts: what leanfleet.json says beside what it says of every model. Returns the ONNXProgram.
     """
-    model = decoder.model
+    model, weights = decoder.model, f"{MODEL_FILE}.data"
     ours = hasattr(model, "cache_shapes")
     config = model.config if ours else model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) if ours else most_positions(model, rope)
@@ -298,19 +314,19 @@ def write(decoder, arguments, shapes, folder, facts, tokenizer, fuse, verify, ro
         if fuse:
             add_function(program.model)
             fuse_for_onnxruntime(program.model, positions)
-        program.save(str(new / "model.onnx"))
+        program.save(str(new / MODEL_FILE))
         if verify:
-            facts["verified"] = verification.verify(model, new / "model.onnx", facts, rope)
-        (new / "leanfleet.json").write_text(json.dumps(facts, indent=2) + "\n")
+            facts["verified"] = verification.verify(model, new / MODEL_FILE, facts, rope)
+        write_facts(new, facts)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
-        whole = not (new / "model.onnx.data").exists()
+        whole = not (new / weights).exists()
     if whole:
-        (Path(folder) / "model.onnx.data").unlink(missing_ok=True)  # an earlier export's, which nothing reads
+        (Path(folder) / weights).unlink(missing_ok=True)  # an earlier export's, which nothing reads
     return program
 
 
-def call(decoder, arguments):
+def call(decoder: Any, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
     """Calls a decoder module. Raises ValueError, naming the model, for what keeps it from running."""
     name = type(decoder.model).__name__
     try:
@@ -321,7 +337,8 @@ def call(decoder, arguments):
         raise ValueError(f"{name}: it does not run over leanfleet's caches: {_first_line(error)}. {ELSEWHERE}") from error
 
 
-def _trace(decoder, arguments, shapes, options):
+def _trace(decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any],
+           options: Mapping[str, Any]) -> torch.onnx.ONNXProgram:
     """The ONNXProgram of a decoder module. Raises ValueError, with the first line of the reason, where it cannot be traced."""
     call(decoder, arguments)  # tracing buries an error under its own
     printed = io.StringIO()
@@ -331,18 +348,18 @@ def _trace(decoder, arguments, shapes, options):
         sys.stderr.write(printed.getvalue())
         return program
     except Exception as error:  # PyTorch prints hundreds of lines of the graph: the one that counts is in the error
-        cause = error
+        cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
         raise ValueError(f"{type(decoder.model).__name__}: PyTorch's exporter cannot trace it: {_first_line(cause)}. "
                          f"{ELSEWHERE}") from error
 
 
-def _first_line(error):
+def _first_line(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {lines[0][:200]}".rstrip(".") if lines else type(error).__name__
 
 
-def _stop_tokens(model):
+def _stop_tokens(model: Any) -> list[int]:
     stop = getattr(getattr(model, "generation_config", model.config), "eos_token_id", None)
     return [] if stop is None else stop if isinstance(stop, list) else [stop]

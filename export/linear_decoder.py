@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from torch.nn.functional import gelu, silu
 
+from leanfleet.decoder_contract import BATCH, STATE, cache_name
 from leanfleet.export.decoder import Cache, decayed_attention
 from leanfleet.export.linear_attention import rotary
 
@@ -172,7 +173,7 @@ class LinearDecoder(nn.Module):
         heads = self.config.num_attention_heads
         keys = self.config.hidden_size // heads
         values = 2 * keys if self.config.kind == "retnet" else keys
-        return {f"{i}.recurrent_state": (torch.float32, ("batch", heads, keys, values)) for i in range(len(self.layers))}
+        return {cache_name(i, STATE): (torch.float32, (BATCH, heads, keys, values)) for i in range(len(self.layers))}
 
     def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, leanfleet_cache: Cache | None = None,
                 use_cache: bool = False) -> SimpleNamespace:

@@ -30,6 +30,7 @@ from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeIn
 
 from leanfleet import spec
 from leanfleet.export import function_bodies, rewrite_check
+from leanfleet.tables import print_table
 
 MICROSOFT = "com.microsoft"
 TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
@@ -999,8 +1000,6 @@ def _umask():
 
 def print_rows(rows: Sequence[Row]) -> None:
     """Prints what rewrite returned: a line for each node."""
-    from leanfleet.cli import print_table
-
     if not rows:
         print("no node that could be rewritten")
         return

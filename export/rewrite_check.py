@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import onnx
 
-from leanfleet import trial
+from leanfleet import ort_library, trial
 
 LARGEST = 4 * 2**30  # bytes of weights up to which the numbers are compared: two sessions load them
 # ONNX Runtime's own kernels sum in float16 here and there, where ours do not: their share is not in trial.TOLERANCE.
@@ -234,12 +234,10 @@ def _session(path):
     """A session on the CPU; with leanfleet's kernels where the library is here, else function bodies run."""
     import onnxruntime
 
-    from leanfleet import ort_ops
-
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 4  # errors come as exceptions
     try:
-        ort_ops.register(options)
+        ort_library.register(options)
     except (FileNotFoundError, RuntimeError):
         pass
     return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])

@@ -9,7 +9,7 @@ bound, because CPUs have no kernels for bfloat16.
 
 import copy
 import tempfile
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,8 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
+from leanfleet import model_file, ort_library
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, packed
 from leanfleet.export.support import fixed_rotary, implementation
 
 PROMPTS, STEPS = (1, 6, 17), 4
@@ -128,7 +130,7 @@ def _found(session, facts, tokens):
     """[(phase, request, position, logits)] of a session."""
     found = []
     for phase, calls in _schedule():
-        caches = (_Pages if facts.get("kind") == "serving" else _Batch)(session, facts, len(tokens))
+        caches = (_Pages if facts.get("kind") == SERVING.kind else _Batch)(session, facts, len(tokens))
         seen = [0] * len(tokens)
         for call in calls:
             new = {request: tokens[request][seen[request]:seen[request] + count] for request, count in call.items()}
@@ -143,9 +145,6 @@ def _session(path, folder):
     """A session on the CPU: with the library, or without where it is missing. folder: for a file in float32."""
     import onnxruntime
 
-    from leanfleet import native
-    from leanfleet.ort_ops import make_session
-
     model = ir.load(path)
     if as_float32(model):
         path = folder / "float32.onnx"
@@ -153,12 +152,10 @@ def _session(path, folder):
     del model
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
-    providers = ["CPUExecutionProvider"]
-    try:
-        native.library_path("leanfleet_ort")
-    except OSError:
-        return onnxruntime.InferenceSession(str(path), options, providers)
-    return make_session(str(path), providers, options)
+    with suppress(FileNotFoundError):
+        ort_library.register(options)
+        model_file.check(str(path))
+    return onnxruntime.InferenceSession(str(path), options, providers=["CPUExecutionProvider"])
 
 
 class _Batch:
@@ -166,12 +163,12 @@ class _Batch:
 
     def __init__(self, session, facts, batch):
         self.session, self.batch = session, batch
-        sizes = {"batch": batch, "capacity": max(PROMPTS) + STEPS + 3}
+        sizes = {BATCH: batch, CAPACITY: max(PROMPTS) + STEPS + 3}
         self.caches = {}
         for entry in session.get_inputs():
-            if entry.name.startswith("past_key_values."):
+            if DECODER.is_cache(entry.name):
                 shape, dtype = [sizes.get(n, n) for n in entry.shape], _NUMPY[entry.type]
-                state = "capacity" not in entry.shape or dtype == np.int32
+                state = CAPACITY not in entry.shape or dtype == np.int32
                 self.caches[entry.name] = np.zeros(shape, dtype) if state else np.full(shape, np.nan, dtype)
 
     def run(self, new, seen):
@@ -180,8 +177,7 @@ class _Batch:
         ids = np.zeros((self.batch, counts.max()), np.int64)
         for request, row in new.items():
             ids[request, :len(row)] = row
-        logits, *caches = self.session.run(None, {"input_ids": ids, "seq_lens": np.array(seen, np.int32) + counts,
-                                                  "query_lens": counts, **self.caches})
+        logits, *caches = self.session.run(None, DECODER.feed(ids, np.array(seen, np.int32) + counts, counts) | self.caches)
         self.caches = dict(zip(self.caches, caches, strict=True))
         return {r: logits[r] if logits.ndim == 2 else logits[r, counts[r] - 1] for r in new}
 
@@ -194,27 +190,17 @@ class _Pages:
         self.table = -(-(max(PROMPTS) + STEPS) // self.block)
         self.order = np.random.default_rng(0).permutation(batch * self.table).reshape(batch, self.table).astype(np.int32)
         self.pools = {i.name: np.full([self.order.size, *i.shape[1:]], np.nan, _NUMPY[i.type])
-                      for i in session.get_inputs() if i.name.startswith("pages.")}
+                      for i in session.get_inputs() if SERVING.is_cache(i.name)}
 
     def run(self, new, seen):
         """As _Batch.run."""
-        counts = np.array([len(row) for row in new.values()], np.int32)
-        before, width = np.array([seen[r] for r in new], np.int32), counts.max()
-        starts = np.cumsum(counts) - counts
-        steps = [np.arange(count) for count in counts]
-        slots = np.zeros((len(new), width), np.int64)
-        for row, (start, step) in enumerate(zip(starts, steps, strict=True)):
-            slots[row, :len(step)] = start + step
-        logits, *pools = self.session.run(None, {
-            "input_ids": np.concatenate(list(new.values())), "slots": slots, "last": (starts + counts - 1).astype(np.int64),
-            "positions": np.concatenate([n + step for n, step in zip(before, steps, strict=True)]).astype(np.int64),
-            "rows": np.concatenate([row * width + step for row, step in enumerate(steps)]).astype(np.int64),
-            "seq_lens": before + counts, "query_lens": counts, "block_table": self.order[list(new)], **self.pools})
+        feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)])
+        logits, *pools = self.session.run(None, feed | self.pools)
         self.pools = dict(zip(self.pools, pools, strict=True))
         return dict(zip(new, logits, strict=True))
 
 
-_NUMPY = {"tensor(float)": np.float32, "tensor(float16)": np.float16, "tensor(int32)": np.int32, "tensor(int64)": np.int64}
+_NUMPY = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "float16", "int32", "int64")}
 
 
 def as_float32(model: ir.Model) -> bool:

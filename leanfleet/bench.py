@@ -14,14 +14,19 @@ T is float32, float16 or bfloat16. It refuses what it does not do with ValueErro
 its gradients it must be differentiable by PyTorch in query, key and value.
 """
 
+from __future__ import annotations
+
 import datetime
 import json
 import math
 import statistics
 import time
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import torch
 
@@ -29,6 +34,7 @@ import leanfleet
 from leanfleet import native, plotting, spec
 from leanfleet.export import reference, torch_ops
 from leanfleet.files import check_file, new_file
+from leanfleet.tables import print_table
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DECAYS = ("none", "head", "token")
@@ -52,29 +58,36 @@ class Shape:
     rank: int
     dim: int
 
-    def __str__(self):
+    def __str__(self) -> str:
         heads = f"H{self.heads}" + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
         return f"B{self.batch} {heads} N{self.tokens} R{self.rank} D{self.dim}"
+
+
+Function = Callable[..., torch.Tensor]
+Memory = Callable[[Shape], int]
+Decay = str | float | torch.Tensor | None
+Row = dict[str, Any]
 
 
 @dataclass(frozen=True)
 class Method:
     name: str
-    function: object
+    function: Function
     operator: str
-    devices: tuple
-    memory: object  # bytes that it needs beside inputs and outputs, a function of a Shape, or None
+    devices: tuple[str, ...]
+    memory: Memory | None  # bytes that it needs beside inputs and outputs, or None
 
 
 OPERATORS = ("causal_linear_decay", "causal_linear_decay_normalized", "normalized_linear_attention")
-_methods = {}
+_methods: dict[tuple[str, str], Method] = {}  # by operator and name
 
 
 def _normal(name):
     return name.lower().replace("-", "_")
 
 
-def register_method(name, function=None, *, operator="causal_linear_decay", devices=("cpu", "cuda"), memory=None):
+def register_method(name: str, function: Function | None = None, *, operator: str = "causal_linear_decay",
+                    devices: Sequence[str] = ("cpu", "cuda"), memory: Memory | None = None) -> Callable[..., Any]:
     """Registers a method for benchmarks and causal_linear_decoder; returns it. Also a decorator.
 
     name: what tables and attn_method call it; capitals and hyphens count as small letters and underscores. A name that
@@ -92,12 +105,12 @@ def register_method(name, function=None, *, operator="causal_linear_decay", devi
     return function
 
 
-def methods(operator="causal_linear_decay"):
+def methods(operator: str = "causal_linear_decay") -> list[str]:
     """The names of an operator's registered methods, in the order of registration."""
     return [name for of, name in _methods if of == operator]
 
 
-def _method(name, operator):
+def _method(name: str, operator: str) -> Method:
     try:
         return _methods[operator, _normal(name)]
     except KeyError:
@@ -105,7 +118,8 @@ def _method(name, operator):
                          "register_method adds one") from None
 
 
-def causal_linear_decoder(B, C, V, log_decay=None, attn_method="auto"):
+def causal_linear_decoder(B: torch.Tensor, C: torch.Tensor, V: torch.Tensor, log_decay: torch.Tensor | None = None,
+                          attn_method: str = "auto") -> torch.Tensor:
     """((B Cᵀ) ⊙ M) V with M_ij = exp of the sum of log_decay over j < t <= i (LeetDecoding, equation 4 and listing 2).
 
     B T [batch,heads,N,rank], C T [batch,kv_heads,N,rank], V T [batch,kv_heads,N,dim], of one type: float32, float16 or
@@ -154,7 +168,8 @@ _register_own()
 # Inputs and the check
 
 
-def make_inputs(operator, shape, dtype="float32", log_decay="head", device="cpu"):
+def make_inputs(operator: str, shape: Shape, dtype: str = "float32", log_decay: Decay = "head",
+                device: str = "cpu") -> tuple[torch.Tensor | None, ...]:
     """Random inputs of a method, from torch's generator: query, key, value and, where the operator has it, log_decay.
 
     Scores are of the order of 1; of the normalised operators, query and key are positive, so that no normaliser vanishes.
@@ -322,8 +337,10 @@ def _extrapolated(before, last, tokens):
 # Benchmarks
 
 
-def run(shapes, names=None, operator="causal_linear_decay", device="cpu", dtype="float32", log_decay="head", grad=False,
-        seconds=0.5, rtol=None, seed=0, on_case=None, limit=None, on_progress=None):
+def run(shapes: Iterable[Shape], names: Sequence[str] | None = None, operator: str = "causal_linear_decay", device: str = "cpu",
+        dtype: str = "float32", log_decay: Decay = "head", grad: bool = False, seconds: float = 0.5, rtol: float | None = None,
+        seed: int = 0, on_case: Callable[[list[Row]], object] | None = None, limit: float | None = None,
+        on_progress: Callable[[Shape, str], object] | None = None) -> dict[str, Any]:
     """Checks and times methods on shapes; returns a report, which write_json and plot take.
 
     shapes: of Shape. names: of registered methods; None: all of the operator's. device: "cpu" or "cuda". dtype: a key of
@@ -424,9 +441,11 @@ def _number(error):
     return "not finite" if error is None else f"{error:.1e}"
 
 
-def benchmark_method(method, *, name=None, operator="causal_linear_decay", device="cpu", dtype="float32", batch_size=1,
-                     heads=8, kv_heads=None, rank=64, dim=64, tokens=(128, 512, 2048), log_decay="head", grad=False,
-                     others=None, seconds=0.5, rtol=None, quiet=False):
+def benchmark_method(method: Function, *, name: str | None = None, operator: str = "causal_linear_decay", device: str = "cpu",
+                     dtype: str = "float32", batch_size: int = 1, heads: int = 8, kv_heads: int | None = None, rank: int = 64,
+                     dim: int = 64, tokens: int | Sequence[int] = (128, 512, 2048), log_decay: Decay = "head",
+                     grad: bool = False, others: Sequence[str] | None = None, seconds: float = 0.5,
+                     rtol: float | None = None, quiet: bool = False) -> dict[str, Any]:
     """Checks and times one's own method beside the registered ones (LeetDecoding, listing 1); returns run's report.
 
     method: a function of (query, key, value, log_decay), see the head of this module. name: in the table; default: the
@@ -434,7 +453,7 @@ def benchmark_method(method, *, name=None, operator="causal_linear_decay", devic
     names to compare with; None: all of the operator's. quiet: print nothing. The rest as in run.
     The method is not registered for good; register_method does that.
     """
-    name = name or getattr(method, "__name__", "method")
+    name = name or str(getattr(method, "__name__", "method"))
     key = operator, _normal(name)
     before = _methods.get(key)
     register_method(name, method, operator=operator)
@@ -454,10 +473,8 @@ def benchmark_method(method, *, name=None, operator="causal_linear_decay", devic
 # Output
 
 
-def print_case(rows):
+def print_case(rows: list[Row]) -> None:
     """Prints the rows of one shape: milliseconds (median and spread), times the fastest, and the error."""
-    from leanfleet.cli import print_table
-
     print(f"\n{Shape(**rows[0]['shape'])}")
     best = min((r["seconds"] for r in rows if r["status"] == "ok"), default=None)
     table = [("method", "ms", "+-", "x best", "error", "")]
@@ -470,13 +487,13 @@ def print_case(rows):
     print_table(table, right=(1, 2, 3, 4))
 
 
-def write_json(report, path):
+def write_json(report: dict[str, Any], path: str | Path) -> None:
     """Writes run's report to a file. Raises OSError where that cannot be."""
     with new_file(path) as new:
         new.write_text(json.dumps(report, indent=1, allow_nan=False) + "\n")
 
 
-def check_plot(path):
+def check_plot(path: str | Path) -> None:
     """Raises ImportError without matplotlib, ValueError for a kind of picture that it does not write, and OSError for a path
     that cannot be written."""
     import matplotlib  # noqa: F401
@@ -488,7 +505,7 @@ def check_plot(path):
     check_file(path)
 
 
-def plot(report, path):
+def plot(report: dict[str, Any], path: str | Path) -> None:
     """Draws run's report: milliseconds over tokens, both logarithmic, a line for each method, a panel for each set of the
     other sizes. path ends in what matplotlib writes: .png, .pdf, .svg. Raises what check_plot raises, and ValueError where
     nothing was timed.
@@ -497,7 +514,7 @@ def plot(report, path):
     timed = [row for row in report["rows"] if row["status"] == "ok"]
     if not timed:
         raise ValueError("there is nothing to plot: no method was timed")
-    panels = {}
+    panels: dict[tuple[int, ...], list[Row]] = {}
     for row in timed:
         sizes = {key: n for key, n in row["shape"].items() if key != "tokens"}
         panels.setdefault(tuple(sizes.values()), []).append(row)
@@ -526,7 +543,7 @@ def _panel(axes, rows, names):
     axes.set_title(str(Shape(**{**rows[0]["shape"], "tokens": 0})).replace(" N0", ""))
 
 
-def parse_shape(text):
+def parse_shape(text: str) -> Shape:
     """Shape of BxHxNxRxD or BxH/HkvxNxRxD, such as 1x32/8x4096x128x128. Raises ValueError."""
     parts = text.split("x")
     try:
@@ -542,13 +559,16 @@ def parse_shape(text):
     return shape
 
 
-def load_file(path):
-    """Runs a Python file that registers methods. Raises FileNotFoundError, and what the file raises."""
+def load_file(path: str | Path) -> ModuleType:
+    """Runs a Python file that registers methods. Raises FileNotFoundError, ValueError for another file, and what the file
+    raises."""
     import importlib.util
 
     if not Path(path).is_file():
         raise FileNotFoundError(f"{path} does not exist; give a Python file that calls leanfleet.bench.register_method")
     found = importlib.util.spec_from_file_location(Path(path).stem, path)
+    if found is None or found.loader is None:
+        raise ValueError(f"{path} is no Python file: its name does not end in .py")
     module = importlib.util.module_from_spec(found)
     found.loader.exec_module(module)
     return module

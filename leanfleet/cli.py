@@ -5,6 +5,8 @@ says what to do about it, 130 stopped by Ctrl-C, 141 nobody reads the output any
 What a command writes is there whole or not at all.
 """
 
+from __future__ import annotations
+
 import argparse
 import ctypes
 import json
@@ -14,12 +16,15 @@ import platform
 import re
 import sys
 from collections import Counter
+from collections.abc import Sequence
 from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import leanfleet
 from leanfleet import files, generate, native, spec
+from leanfleet.tables import print_table
 
 LIBRARIES = ("leanfleet", "leanfleet_ort", "leanfleet_trt")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "torch", "onnx", "onnxscript", "polygraphy", "transformers")
@@ -28,7 +33,7 @@ PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "torch", "onnx", "onnx
 INTERRUPTED, UNREAD = 130, 141  # 128 and the number of the signal, as shells count
 
 
-def main(argv=None):
+def main(argv: Sequence[str] | None = None) -> int:
     """Runs a command line (default: the process's) and returns the exit code. Raises SystemExit for --help and arguments that
     argparse refuses."""
     try:
@@ -45,7 +50,7 @@ def main(argv=None):
         return INTERRUPTED
 
 
-def _run(arguments):
+def _run(arguments: argparse.Namespace) -> int:
     try:
         return arguments.run(arguments)
     except BrokenPipeError:
@@ -55,14 +60,14 @@ def _run(arguments):
         return 2
 
 
-def _discard_output():
+def _discard_output() -> None:
     """What is still in stdout's buffer goes nowhere: Python would try again to write it, and complain."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
 
 
-def _parser():
+def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         "leanfleet", description="Attention operators for ONNX Runtime, TensorRT and PyTorch.")
     parser.add_argument("--version", action="version", version=f"leanfleet {leanfleet.__version__}")
@@ -155,7 +160,7 @@ def _parser():
     return parser
 
 
-def _add_engine(commands):
+def _add_engine(commands: argparse._SubParsersAction) -> None:
     engine = commands.add_parser("engine", help="TensorRT engines with leanfleet's plugins",
                                  description="Builds, inspects and runs engines of TensorRT and TensorRT-RTX.")
     actions = engine.add_subparsers(dest="action", required=True)
@@ -203,7 +208,7 @@ def _add_engine(commands):
     run.set_defaults(run=engine_run_command)
 
 
-def _profile(text):
+def _profile(text: str) -> dict[str, tuple[int, ...]]:
     profile = {}
     for part in text.split(","):
         name, _, sizes = part.partition("=")
@@ -215,20 +220,20 @@ def _profile(text):
     return profile
 
 
-def _size(text):
+def _size(text: str) -> tuple[str, int]:
     name, _, number = text.partition("=")
     if not name or not number.isdigit() or int(number) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not NAME=N with N at least 1, such as batch=3")
     return name, int(number)
 
 
-def _positive(text):
+def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 1 or more")
     return int(text)
 
 
-def _seconds(text):
+def _seconds(text: str) -> float:
     try:
         value = float(text)
     except ValueError:
@@ -238,14 +243,14 @@ def _seconds(text):
     return value
 
 
-def _tolerance(text):
+def _tolerance(text: str) -> float:
     value = float(text)
     if not 0 <= value < math.inf:
         raise argparse.ArgumentTypeError(f"{text} is not 0 or a positive number")
     return value
 
 
-def _explanation(error, command):
+def _explanation(error: Exception, command: str) -> str:
     """What to tell about an error; for a package that is missing, the extra that brings it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
@@ -259,9 +264,9 @@ def _explanation(error, command):
 # info
 
 
-def collect_info():
+def collect_info() -> dict[str, Any]:
     """What `leanfleet info` shows, as a dict that JSON can hold."""
-    packages = {}
+    packages: dict[str, str | None] = {}
     for name in PACKAGES:
         try:
             packages[name] = metadata.version(name)
@@ -272,9 +277,9 @@ def collect_info():
             "operators": [_operator(op) for op in spec.all_specs().values()]}
 
 
-def _libraries():
+def _libraries() -> dict[str, dict[str, Any]]:
     """{library: its path, and what it holds or why it cannot be used}."""
-    libraries = {}
+    libraries: dict[str, dict[str, Any]] = {}
     for name in LIBRARIES:
         libraries[name] = entry = {"path": None, "error": None}
         try:
@@ -287,7 +292,7 @@ def _libraries():
     return libraries
 
 
-def _onnxruntime():
+def _onnxruntime() -> dict[str, Any]:
     try:
         import onnxruntime
     except ImportError as error:
@@ -295,8 +300,8 @@ def _onnxruntime():
     return {"version": onnxruntime.__version__, "providers": onnxruntime.get_available_providers(), "error": None}
 
 
-def _operator(op):
-    def tensor(t):
+def _operator(op: Any) -> dict[str, Any]:
+    def tensor(t: Any) -> dict[str, Any]:
         shapes = [f"the shape of {t.like}"] if t.like else [str(shape) for shape in t.shapes]
         return {"name": t.name, "type": t.type, "shapes": shapes, "doc": t.doc}
 
@@ -307,7 +312,7 @@ def _operator(op):
                             "doc": a.doc} for a in op.attrs if not a.refuse]}
 
 
-def info_command(arguments):
+def info_command(arguments: argparse.Namespace) -> int:
     info = collect_info()
     if arguments.json:
         print(json.dumps(info, indent=2))
@@ -337,7 +342,7 @@ def info_command(arguments):
     return 0
 
 
-def doctor_command(arguments):
+def doctor_command(arguments: argparse.Namespace) -> int:
     from leanfleet import doctor
 
     diagnosis = doctor.diagnose()
@@ -351,7 +356,7 @@ def doctor_command(arguments):
 # check
 
 
-def check_command(arguments):
+def check_command(arguments: argparse.Namespace) -> int:
     if not Path(arguments.model).is_file():
         raise FileNotFoundError(f"{arguments.model} does not exist; give the path of an ONNX file")
     if arguments.inputs and (arguments.size or arguments.seed is not None):
@@ -375,11 +380,11 @@ def check_command(arguments):
         print(json.dumps({"model": arguments.model, "judge": runners[0], "passed": passed, "outputs": finite,
                           "kernels": ran}, indent=2, allow_nan=False))
     else:
-        print_check(rows, kernels)
+        parity.print_check(rows, kernels)
     return 0 if passed else 1
 
 
-def _read_inputs(path):
+def _read_inputs(path: str) -> dict[str, Any]:
     import zipfile
 
     import numpy as np
@@ -393,22 +398,10 @@ def _read_inputs(path):
         raise ValueError(f"{path} is no file of numpy.savez: {error}") from error
 
 
-def print_check(rows, kernels):
-    """Prints what parity.check returned."""
-    table = [("runner", "output", "largest error", "tolerance", "")]
-    table += [(r["runner"], r["output"], f"{r['error']:.2e}", f"{r['tolerance']:.2e}",
-               "ok" if r["passed"] else "MISMATCH") for r in rows]
-    print(f"compared with {rows[0]['judge']}")
-    print_table(table, right=(2, 3))
-    print("kernels of leanfleet that ran")
-    print_table([(runner, ", ".join(f"{op} x{runs} ({provider})" for (op, provider), runs in sorted(counts.items())) or
-                  "none: the function bodies ran") for runner, counts in kernels.items()])
-
-
 # rewrite
 
 
-def rewrite_command(arguments):
+def rewrite_command(arguments: argparse.Namespace) -> int:
     if arguments.inline and arguments.to != "standard":
         raise ValueError("--inline puts function bodies in the place of leanfleet nodes: it goes with --to standard")
     if arguments.inputs and arguments.no_verify:
@@ -433,7 +426,7 @@ def rewrite_command(arguments):
     return 0
 
 
-def bundle_command(arguments):
+def bundle_command(arguments: argparse.Namespace) -> int:
     from leanfleet.ort_ops import genai
 
     target = genai.bundle(arguments.folder, arguments.genai)
@@ -444,12 +437,12 @@ def bundle_command(arguments):
 # engine
 
 
-def engine_build_command(arguments):
+def engine_build_command(arguments: argparse.Namespace) -> int:
     from leanfleet import trt_plugins
 
     phases = {}
 
-    def progress(phase, step, steps):
+    def progress(phase: str, step: int, steps: int) -> None:
         phases[phase] = (step, steps)
         if sys.stderr.isatty():
             print(f"\r\033[K{phase} {step}/{steps}", end="", file=sys.stderr, flush=True)
@@ -475,7 +468,7 @@ def engine_build_command(arguments):
     return 0
 
 
-def engine_prepare_command(arguments):
+def engine_prepare_command(arguments: argparse.Namespace) -> int:
     from leanfleet import trt_plugins
 
     print(f"{trt_plugins.prepare_file(arguments.model, arguments.output)}: for trtexec --onnx, with "
@@ -483,7 +476,7 @@ def engine_prepare_command(arguments):
     return 0
 
 
-def engine_inspect_command(arguments):
+def engine_inspect_command(arguments: argparse.Namespace) -> int:
     from leanfleet import trt_plugins
 
     found = trt_plugins.inspect(arguments.engine, trt_plugins.runtime(arguments.runtime), arguments.allow_host_code)
@@ -497,7 +490,7 @@ def engine_inspect_command(arguments):
     return 0
 
 
-def engine_run_command(arguments):
+def engine_run_command(arguments: argparse.Namespace) -> int:
     import numpy as np
 
     from leanfleet import trt_plugins
@@ -510,7 +503,7 @@ def engine_run_command(arguments):
         if saved:
             with open(saved, "wb") as file:
                 np.savez(file, **outputs)
-    rows = [{"name": name, "shape": list(array.shape), "finite": bool(np.isfinite(array).all())}
+    rows: list[dict[str, Any]] = [{"name": name, "shape": list(array.shape), "finite": bool(np.isfinite(array).all())}
             for name, array in outputs.items()]
     if arguments.json:
         print(json.dumps({"milliseconds": milliseconds, "runs": arguments.runs, "outputs": rows}, indent=2))
@@ -523,7 +516,7 @@ def engine_run_command(arguments):
 # bench
 
 
-def bench_command(arguments):
+def bench_command(arguments: argparse.Namespace) -> int:
     from leanfleet import bench
 
     if arguments.plot:
@@ -549,12 +542,3 @@ def bench_command(arguments):
     if arguments.plot:
         bench.plot(report, arguments.plot)
     return 1 if any(row["status"] in ("wrong", "failed") for row in report["rows"]) else 0
-
-
-def print_table(rows, right=()):
-    """Prints rows of text, indented, in aligned columns; those numbered in `right` to the right."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    for row in rows:
-        cells = [text.rjust(width) if i in right else text.ljust(width)
-                 for i, (text, width) in enumerate(zip(row, widths, strict=True))]
-        print("  " + "  ".join(cells).rstrip())

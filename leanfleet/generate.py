@@ -1,16 +1,26 @@
 """The commands `leanfleet export` and `leanfleet generate`. Importing this module needs only the standard library."""
 
-import json
+from __future__ import annotations
+
+import argparse
 import sys
 import warnings
+from collections.abc import Iterable
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from leanfleet import files
+from leanfleet import decoder_contract, files
+from leanfleet.decoder_contract import DECODER
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+    from leanfleet.generation import Decoder, Statistics
 
 HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there is a hub
 
 
-def add_commands(commands):
+def add_commands(commands: argparse._SubParsersAction) -> None:
     """Adds both to argparse's subcommands."""
     export = commands.add_parser(
         "export", help="a transformers model to a folder that `leanfleet generate` runs",
@@ -54,7 +64,7 @@ def add_commands(commands):
     generate.set_defaults(run=generate_command)
 
 
-def locate(model):
+def locate(model: str | Path) -> dict[str, Any]:
     """Options of from_pretrained for a model: a folder, also one with a single GGUF file, or a name on the hub.
 
     Asks the hub once, for HUB_SECONDS at most: transformers would ask again and again for a mistyped path. Raises OSError for
@@ -91,7 +101,7 @@ def locate(model):
     return {}
 
 
-def quieten_transformers():
+def quieten_transformers() -> None:
     """Its errors come as exceptions."""
     from transformers.utils import logging
 
@@ -99,7 +109,7 @@ def quieten_transformers():
     logging.disable_progress_bar()
 
 
-def load_pretrained(model, dtype="float32"):
+def load_pretrained(model: str | Path, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     """(transformers model in eval mode, its tokenizer). model: a folder, also one with a single GGUF file, or a hub name.
 
     Raises OSError for what is no model, ValueError for a folder with several GGUF files and for damaged files.
@@ -120,7 +130,7 @@ def load_pretrained(model, dtype="float32"):
         return loaded.eval(), AutoTokenizer.from_pretrained(model, **options)
 
 
-def _check_weights(folder):
+def _check_weights(folder: Path) -> None:
     """Raises ValueError for the first file of weights that safetensors cannot read."""
     from safetensors import SafetensorError, safe_open
 
@@ -132,7 +142,7 @@ def _check_weights(folder):
             raise ValueError(f"{path} is damaged or not whole: {error}") from None
 
 
-def export_command(arguments):
+def export_command(arguments: argparse.Namespace) -> int:
     from leanfleet.export import export_decoder
     from leanfleet.export.experts import ExpertsWarning
     from leanfleet.export.verification import VerificationError
@@ -150,14 +160,14 @@ def export_command(arguments):
         print(f"leanfleet export: {error}", file=sys.stderr)
         return 1
     folder = Path(arguments.folder)
-    facts = json.loads((folder / "leanfleet.json").read_text())
+    facts = decoder_contract.read_facts(folder, DECODER)
     print(describe_verification(facts.get("verified")), file=sys.stderr)
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
     print(f"wrote {folder} ({size:.0f} MB); next: {next_step(folder, arguments.dtype)}", file=sys.stderr)
     return 0
 
 
-def describe_verification(verified):
+def describe_verification(verified: dict[str, Any] | None) -> str:
     """One line about leanfleet.json's entry of that name."""
     if verified is None:
         return "not verified: --no-verify"
@@ -167,7 +177,7 @@ def describe_verification(verified):
             f"{verified['largest_difference']:.1e} at most ({verified['bound']:.1e} allowed)")
 
 
-def next_step(folder, dtype):
+def next_step(folder: str | Path, dtype: str) -> str:
     """What to do with an exported folder."""
     command = f'leanfleet generate {folder} "Hello"'
     if dtype != "bfloat16":
@@ -176,8 +186,9 @@ def next_step(folder, dtype):
             "kernels for it; for CPUs export with --dtype float32")
 
 
-def generate_command(arguments):
-    from leanfleet.ort_ops import generation
+def generate_command(arguments: argparse.Namespace) -> int:
+    from leanfleet import generation
+    from leanfleet.ort_ops.generation import load_decoder
 
     if arguments.system is not None and arguments.raw:
         raise ValueError("--system is a turn of the chat, which --raw leaves out: give one of the two")
@@ -188,7 +199,7 @@ def generate_command(arguments):
         temperature = 1.0 if arguments.top_k or arguments.top_p < 1 else 0.0
     generation.check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
-    decoder = generation.load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
+    decoder = load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
     tokenizer = decoder.tokenizer
     quieten_transformers()
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
@@ -206,7 +217,7 @@ def generate_command(arguments):
     return 0
 
 
-def stop_tokens(decoder, tokenizer, extra=()):
+def stop_tokens(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, extra: Iterable[str] = ()) -> list[int]:
     """Ids of the tokens that end an answer: the model's, the tokenizer's end of text, and those of the given names."""
     stop = set(decoder.stop_tokens)
     if tokenizer.eos_token_id is not None:
@@ -219,14 +230,14 @@ def stop_tokens(decoder, tokenizer, extra=()):
     return sorted(stop)
 
 
-def print_stream(steps, tokenizer, count):
+def print_stream(steps: Iterable[list[int | None]], tokenizer: PreTrainedTokenizerBase, count: int) -> None:
     """Prints the tokens of `count` requests as they come: the first unfinished request live, the others after it."""
-    from leanfleet.ort_ops.generation import TextStream
+    from leanfleet.generation import TextStream
 
     streams = [TextStream(tokenizer) for _ in range(count)]
     waiting, done, live = [""] * count, [False] * count, 0
 
-    def show():
+    def show() -> None:
         nonlocal live
         while live < count:
             print(waiting[live], end="", flush=True)
@@ -249,7 +260,7 @@ def print_stream(steps, tokenizer, count):
     show()
 
 
-def describe(statistics):
+def describe(statistics: Statistics) -> str:
     """One line about a generation's speed."""
     text = (f"prompt: {statistics.prefill_tokens} tokens, {statistics.prefill_tokens_per_second:.1f} tokens/s; generated: "
             f"{sum(map(len, statistics.tokens))} tokens")

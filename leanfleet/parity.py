@@ -22,6 +22,7 @@ from polygraphy.comparator import IterationResult, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
 from leanfleet import model_file, spec, trial
+from leanfleet.tables import print_table
 from leanfleet.trial import BFLOAT16, EPSILON, SIZES, TOLERANCE, attributes_of, leanfleet_nodes, make_inputs  # noqa: F401
 
 
@@ -302,3 +303,15 @@ def _run(runner, model, feed):
             raise RuntimeError(f"runner '{runner.name}': the model has {', '.join(sorted(missing))} nodes, but no such "
                                f"kernel of leanfleet's ran on {runner.provider}; these ran: {dict(runner.kernels)}")
     return result
+
+
+def print_check(rows: list[dict[str, Any]], kernels: dict[str, Counter[tuple[str, str]]]) -> None:
+    """Prints what check returned."""
+    table = [("runner", "output", "largest error", "tolerance", "")]
+    table += [(r["runner"], r["output"], f"{r['error']:.2e}", f"{r['tolerance']:.2e}",
+               "ok" if r["passed"] else "MISMATCH") for r in rows]
+    print(f"compared with {rows[0]['judge']}")
+    print_table(table, right=(2, 3))
+    print("kernels of leanfleet that ran")
+    print_table([(runner, ", ".join(f"{op} x{runs} ({provider})" for (op, provider), runs in sorted(counts.items())) or
+                  "none: the function bodies ran") for runner, counts in kernels.items()])

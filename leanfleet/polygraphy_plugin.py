@@ -1,6 +1,8 @@
 """`polygraphy run` with leanfleet nodes: --onnxrt sessions get the kernels, --pluginref gets the references, and random
 inputs are such as the nodes take."""
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from typing import Any
 
@@ -72,7 +74,7 @@ class LeanfleetArgs(BaseArgs):
         session_args.add_to_script_impl = add_session_with_kernels
         reference_args.add_to_script_impl = add_reference_runner_with_ours
 
-    def _model_is_ours(self):
+    def _model_is_ours(self) -> bool:
         import onnx
 
         try:
@@ -86,12 +88,12 @@ class FittingDataLoader(DataLoader):
     """Polygraphy's random inputs, made into ones that the leanfleet nodes of the model at `path` take: decays are not
     positive, lengths lie within caches. Inputs with a range of their own in val_range, a dict, keep to it."""
 
-    def __init__(self, path, **options):
+    def __init__(self, path: str, **options: Any) -> None:
         super().__init__(**options)
         self._path, ranges = path, options.get("val_range")
         self._ranged = tuple(name for name in ranges if name) if isinstance(ranges, dict) else ()
 
-    def __getitem__(self, index):
+    def __getitem__(self, index: int) -> Any:
         import numpy as np
         import onnx
 
@@ -107,12 +109,12 @@ class FittingDataLoader(DataLoader):
 class _Onnxruntime:
     """onnxruntime, but its SessionOptions come with leanfleet's operators."""
 
-    def __getattr__(self, name):
+    def __getattr__(self, name: str) -> Any:
         import onnxruntime
 
         return getattr(onnxruntime, name)
 
-    def SessionOptions(self):  # noqa: N802
+    def SessionOptions(self) -> Any:  # noqa: N802
         import onnxruntime
 
         from leanfleet.ort_ops import register
@@ -127,7 +129,7 @@ def with_kernels(session_from_onnx: Callable[[], Any]) -> Callable[[], Any]:
     raises PolygraphyException where the library is missing.
     """
 
-    def load():
+    def load() -> Any:
         theirs = onnxrt_loader.onnxrt
         onnxrt_loader.onnxrt = _Onnxruntime()
         try:

@@ -10,19 +10,22 @@ loads custom operators from the model's own folder alone, so the folder gets a c
 import json
 import shutil
 from pathlib import Path
+from typing import Any
 
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
+from leanfleet.decoder_contract import (DECODER, INPUT_IDS, KEY, LOGITS, MODEL_FILE, QUERY_LENS, SEQ_LENS, STATE, VALUE,
+                                        Facts, cache_name, is_part, layer_of, read_facts)
 from leanfleet.files import new_folder
-from leanfleet.ort_ops import get_library_path
-from leanfleet.ort_ops.generation import WRITER, read_facts
+from leanfleet.ort_library import get_library_path
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "added_tokens.json")
 DEFAULT_CONTEXT = 4096  # where the decoder says nothing
+MASK, CONV_STATE = "attention_mask", "conv_state"  # of onnxruntime-genai alone
 
 
-def bundle(folder, target):
+def bundle(folder: str | Path, target: str | Path) -> Path:
     """Writes to `target` model.onnx, genai_config.json, the library and the tokenizer's files; returns its path.
 
     folder: what export_decoder wrote. Generation is greedy until told otherwise (search options of genai_config.json).
@@ -31,19 +34,19 @@ def bundle(folder, target):
     folder, OSError where target cannot be written; target is then as it was.
     """
     folder, target = Path(folder), Path(target)
-    facts = read_facts(folder, "decoder", WRITER)
+    facts = read_facts(folder, DECODER)
     if folder.resolve() == target.resolve():
         raise ValueError(f"the bundle goes to a folder of its own; {target} holds the decoder")
     library = Path(get_library_path())
     with new_folder(target) as new:
         try:
-            model = ir.load(folder / "model.onnx")
+            model = ir.load(folder / MODEL_FILE)
         except DecodeError as error:
-            raise ValueError(f"{folder / 'model.onnx'} is no ONNX model: {error}") from None
+            raise ValueError(f"{folder / MODEL_FILE} is no ONNX model: {error}") from None
         caches = _adapt(model.graph, folder)
         config = _config(facts, caches, library.name, _special_tokens(folder, facts["stop_tokens"]))
         external = any(isinstance(v.const_value, ir.ExternalTensor) for v in model.graph.initializers.values())
-        ir.save(model, new / "model.onnx", external_data="model.onnx.data" if external else None)
+        ir.save(model, new / MODEL_FILE, external_data=f"{MODEL_FILE}.data" if external else None)
         for pattern in TOKENIZER_FILES:
             for path in folder.glob(pattern):
                 shutil.copy(path, new)
@@ -52,27 +55,27 @@ def bundle(folder, target):
     return target
 
 
-def _adapt(graph, folder):
+def _adapt(graph: ir.Graph, folder: Path) -> dict[str, ir.Value]:
     """Puts attention_mask in the place of seq_lens and query_lens, and gives logits the token axis that genai expects.
     Returns the inputs that are caches or states, by name."""
     inputs = {v.name: v for v in graph.inputs}
-    logits = next((v for v in graph.outputs if v.name == "logits"), None)
-    if not {"input_ids", "seq_lens", "query_lens"} <= set(inputs) or logits is None or "block_table" in inputs:
-        raise ValueError(f"{folder / 'model.onnx'} is no decoder of leanfleet.export.export_decoder: its inputs are "
+    logits = next((v for v in graph.outputs if v.name == LOGITS), None)
+    if {n for n in inputs if not DECODER.is_cache(n)} != {t.name for t in DECODER.inputs} or logits is None:
+        raise ValueError(f"{folder / MODEL_FILE} is no decoder of {DECODER.writer}: its inputs are "
                          f"{', '.join(list(inputs)[:4])}, ...")
-    batch, tokens = inputs["input_ids"].shape
-    mask = ir.Value(name="attention_mask", type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([batch, "total"]))
+    batch, tokens = inputs[INPUT_IDS].shape
+    mask = ir.Value(name=MASK, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([batch, "total"]))
     tape = ir.tape.Tape()
     axis = tape.op("Constant", [], {"value_ints": [1]})
     seq_lens = tape.op("Cast", [tape.op("ReduceSum", [mask, axis], {"keepdims": 0})], {"to": ir.DataType.INT32})
-    new = tape.op("Cast", [tape.op("Shape", [inputs["input_ids"]], {"start": 1})], {"to": ir.DataType.INT32})
+    new = tape.op("Cast", [tape.op("Shape", [inputs[INPUT_IDS]], {"start": 1})], {"to": ir.DataType.INT32})
     query_lens = tape.op("Min", [seq_lens, new])
     for node in tape.nodes:
         node.outputs[0].name = node.name = f"genai/{node.op_type}_{tape.nodes.index(node)}"
     graph.insert_before(graph[0], tape.nodes)
-    inputs["seq_lens"].replace_all_uses_with(seq_lens)
-    inputs["query_lens"].replace_all_uses_with(query_lens)
-    kept = [v for v in graph.inputs if v.name not in ("seq_lens", "query_lens")]
+    inputs[SEQ_LENS].replace_all_uses_with(seq_lens)
+    inputs[QUERY_LENS].replace_all_uses_with(query_lens)
+    kept = [v for v in graph.inputs if v.name not in (SEQ_LENS, QUERY_LENS)]
     graph.inputs.clear()
     graph.inputs.extend([kept[0], mask, *kept[1:]])
     if len(logits.shape) == 2:  # of the last token alone
@@ -82,23 +85,23 @@ def _adapt(graph, folder):
         graph.extend([axes, wider])
         output = wider.outputs[0]
         output.type, output.shape = logits.type, ir.Shape([batch, 1, logits.shape[1]])
-        logits.name, output.name = "genai/last_logits", "logits"
+        logits.name, output.name = "genai/last_logits", LOGITS
         graph.outputs[list(graph.outputs).index(logits)] = output
-    caches = {name: v for name, v in inputs.items() if name.startswith("past_key_values.")}
-    for name in [name for name in caches if name.endswith(".recurrent_state")]:
-        layer = name.split(".")[1]
-        past = ir.Value(name=f"past_key_values.{layer}.conv_state", type=ir.TensorType(ir.DataType.FLOAT),
+    caches = {name: v for name, v in inputs.items() if DECODER.is_cache(name)}
+    for name in [name for name in caches if is_part(name, STATE)]:
+        layer = layer_of(name)
+        past = ir.Value(name=DECODER.past + cache_name(layer, CONV_STATE), type=ir.TensorType(ir.DataType.FLOAT),
                         shape=ir.Shape([batch, 1, 1]))
         present = ir.node("Identity", [past], name=f"genai/conv_state_{layer}")
         value = present.outputs[0]
-        value.name, value.type, value.shape = f"present.{layer}.conv_state", past.type, past.shape
+        value.name, value.type, value.shape = DECODER.output_of(past.name), past.type, past.shape
         graph.inputs.append(past)
         graph.append(present)
         graph.outputs.append(value)
     return caches
 
 
-def _special_tokens(folder, stop):
+def _special_tokens(folder: Path, stop: list[int]) -> dict[str, int]:
     """{"bos_token": id, "pad_token": id}, of those that the tokenizer has.
 
     In a batch onnxruntime-genai masks every token that equals the padding, also inside a prompt: where the tokenizer pads
@@ -122,15 +125,14 @@ def _special_tokens(folder, stop):
     return found
 
 
-def _config(facts, caches, library, special):
-    keys = {name: v for name, v in caches.items() if name.endswith(".key")}
+def _config(facts: Facts, caches: dict[str, ir.Value], library: str, special: dict[str, int]) -> dict[str, Any]:
+    keys = {name: v for name, v in caches.items() if is_part(name, KEY)}
     heads, _, size = list(next(iter(keys.values())).shape)[1:] if keys else (1, 1, 1)  # read where there are caches alone
-    layers = 1 + max(int(name.split(".")[1]) for name in caches)
+    layers = 1 + max(layer_of(name) for name in caches)
     stop = facts["stop_tokens"]
     context = facts.get("max_positions") or DEFAULT_CONTEXT
-    names = {"past_key_values.%d": "past", "present.%d": "present"}
-    inputs, outputs = ({f"{word}_{part}_names": f"{prefix}.{part}" for part in ("key", "value")}
-                       for prefix, word in names.items())
+    inputs, outputs = ({f"{word}_{part}_names": prefix + cache_name("%d", part) for part in (KEY, VALUE)}
+                       for prefix, word in ((DECODER.past, "past"), (DECODER.present, "present")))
     model = {
         "type": "llama",  # genai's word for a decoder of this interface, whatever the architecture
         "vocab_size": facts["vocabulary"], "context_length": context,
@@ -138,9 +140,9 @@ def _config(facts, caches, library, special):
         "pad_token_id": special.get("pad_token", stop[0] if stop else 0),
         "decoder": {
             "session_options": {"log_id": "onnxruntime-genai", "custom_ops_library": library, "provider_options": []},
-            "filename": "model.onnx", "head_size": size, "num_hidden_layers": layers, "num_key_value_heads": heads,
+            "filename": MODEL_FILE, "head_size": size, "num_hidden_layers": layers, "num_key_value_heads": heads,
             "num_attention_heads": heads, "hidden_size": heads * size,
-            "inputs": {"input_ids": "input_ids", "attention_mask": "attention_mask", **inputs},
-            "outputs": {"logits": "logits", **outputs}}}
+            "inputs": {"input_ids": INPUT_IDS, "attention_mask": MASK, **inputs},
+            "outputs": {"logits": LOGITS, **outputs}}}
     return {"model": model, "search": {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "min_length": 0,
                                        "max_length": context, "past_present_share_buffer": True}}

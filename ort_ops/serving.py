@@ -4,19 +4,27 @@ Requests of unequal length join and leave between steps. Their keys and values l
 running request its next token and fills what is left of the step's tokens with pieces of waiting prompts, all in one call.
 """
 
+from __future__ import annotations
+
 from collections import deque
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leanfleet.ort_ops.generation import (check_interface, check_positive, check_prompt, check_sampling, choose,
-                                          default_new_tokens, onnxruntime_errors, open_exported, stop_set)
+from leanfleet.decoder_contract import (BLOCK_TABLE, LAST, LOGITS, MODEL_FILE, ROWS, SEQ_LENS, SERVING,
+                                        SESSION_TYPES, SLOTS, check_interface, packed, read_facts)
+from leanfleet.generation import check_positive, check_prompt, check_sampling, choose, default_new_tokens, stop_set
+from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
 
-_NUMPY_TYPES = {"tensor(float)": np.float32, "tensor(float16)": np.float16}
-_ONNX_TYPES = {"tensor(float)": 1, "tensor(float16)": 10, "tensor(bfloat16)": 16}
-WRITER = "leanfleet.export.serving.export_for_serving"
-INPUTS = dict.fromkeys(("input_ids", "positions", "slots", "rows", "last"), "tensor(int64)") | dict.fromkeys(
-    ("seq_lens", "query_lens", "block_table"), "tensor(int32)")  # beside the pages
+if TYPE_CHECKING:
+    from onnxruntime import IOBinding, SessionOptions
+
+# numpy's and ONNX's types by onnxruntime's names
+_NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
+_ONNX_TYPES = {SESSION_TYPES["float32"]: 1, SESSION_TYPES["float16"]: 10, SESSION_TYPES["bfloat16"]: 16}
 
 
 @dataclass(eq=False)
@@ -24,21 +32,21 @@ class Request:
     """One request. `tokens` grows until `done`; `cached` of prompt + tokens are in the pool. `error`: the exception that
     ended it, None while all is well."""
 
-    prompt: list
+    prompt: list[int]
     max_new_tokens: int
-    stop_tokens: set
+    stop_tokens: set[int]
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
     seed: int = 0
-    tokens: list = field(default_factory=list)
+    tokens: list[int] = field(default_factory=list)
     cached: int = 0
-    pages: list = field(default_factory=list)
+    pages: list[int] = field(default_factory=list)
     done: bool = False
     error: Exception | None = None
 
     @property
-    def waiting(self):
+    def waiting(self) -> int:
         """Tokens that are not in the pool yet: the rest of the prompt, or the newest token."""
         return len(self.prompt) + len(self.tokens) - self.cached
 
@@ -48,13 +56,10 @@ class _Captured:
     CUDA graph `identity`: inputs and logits stay in their places. Rows without a request have no new tokens. (ONNX Runtime
     runs a step several times while it captures; a token that is appended twice to the same place of a page does no harm.)"""
 
-    def __init__(self, batch, rows, table, identity):
+    def __init__(self, batch: ContinuousBatch, rows: int, table: int, identity: int) -> None:
         import onnxruntime
 
-        order = np.arange(rows)
-        feed = {"slots": order[:, None], "rows": order, "last": order, "input_ids": np.zeros(rows, np.int64),
-                "positions": np.zeros(rows, np.int64), "block_table": np.zeros((rows, table), np.int32),
-                "seq_lens": np.zeros(rows, np.int32), "query_lens": np.zeros(rows, np.int32)}
+        feed = packed([[0]] * rows, [0] * rows, [[0] * table] * rows)
         self.rows, self.table, self.session, self.path = rows, table, batch.session, batch.path
         self.inputs = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, batch.device, 0) for name, array in feed.items()}
         self.binding, self.options = batch.session.io_binding(), onnxruntime.RunOptions()
@@ -63,13 +68,14 @@ class _Captured:
             self.binding.bind_ortvalue_input(name, value)
         batch.bind_pools(self.binding)
         # Steps follow one another: they share the room for logits.
-        self.binding.bind_output("logits", batch.device, 0, np.float32, [rows, batch.vocabulary], batch.step_logits.data_ptr())
+        self.binding.bind_output(LOGITS, batch.device, 0, np.float32, [rows, batch.vocabulary], batch.step_logits.data_ptr())
 
-    def run(self, feed):
+    def run(self, feed: dict[str, np.ndarray]) -> np.ndarray:
         """Logits [B,vocabulary] of a step of B <= rows requests."""
-        count = len(feed["seq_lens"])
-        for name in ("input_ids", "positions", "seq_lens", "query_lens", "block_table"):
-            array = feed[name]
+        count = len(feed[SEQ_LENS])
+        for name, array in feed.items():
+            if name in (SLOTS, ROWS, LAST):  # the same in all such steps
+                continue
             size = (self.rows, self.table) if array.ndim == 2 else (self.rows,)
             whole = np.zeros(size, array.dtype)
             whole[tuple(map(slice, array.shape))] = array
@@ -92,8 +98,9 @@ class ContinuousBatch:
     step_tokens and for cuda_graph without the library, and what make_session raises.
     """
 
-    def __init__(self, folder, pages, max_requests=16, step_tokens=256, providers=None, session_options=None, library=True,
-                 cuda_graph=False):
+    def __init__(self, folder: str | Path, pages: int, max_requests: int = 16, step_tokens: int = 256,
+                 providers: Providers | None = None, session_options: SessionOptions | None = None, library: bool = True,
+                 cuda_graph: bool = False) -> None:
         import onnxruntime
 
         check_positive("pages", pages)
@@ -106,24 +113,27 @@ class ContinuousBatch:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
         if cuda_graph:
             providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
-        folder, facts, self.session = open_exported(folder, "serving", WRITER, providers, session_options, library)
-        self.path = folder / "model.onnx"
-        check_interface(self.session, self.path, WRITER, INPUTS, ("pages.", "pages_out."), facts["vocabulary"], ("pool",))
+        folder = Path(folder)
+        facts = read_facts(folder, SERVING)
+        self.session = open_exported(folder, providers, session_options, library)
+        self.path = folder / MODEL_FILE
+        check_interface(self.session, self.path, SERVING, facts["vocabulary"])
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
         self.pages, self.free_pages = pages, list(range(pages))[::-1]
-        self.queue, self.running = deque(), []
+        self.queue: deque[Request] = deque()
+        self.running: list[Request] = []
         self.steps = self.processed_tokens = 0
         self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
         self.in_place = library
-        pools = [i for i in self.session.get_inputs() if i.name.startswith("pages.")]
+        pools = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
         self.pool_names = [i.name for i in pools]
         allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
         self.pools = [allocate([pages, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for i in pools]
         if not library:  # the body reads whole pools: give it numbers
             for i, pool in zip(pools, self.pools):
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
-        self.captured = {} if cuda_graph else None  # (rows, pages) -> _Captured
+        self.captured: dict[tuple[int, int], _Captured] | None = {} if cuda_graph else None  # by (rows, pages)
         self.step_logits = allocate([max_requests, self.vocabulary], np.float32, self.device, 0) if cuda_graph else None
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
@@ -132,7 +142,8 @@ class ContinuousBatch:
         self.bind_pools(self.binding)
         self.logits = np.empty((max_requests, self.vocabulary), np.float32)
 
-    def add(self, prompt, max_new_tokens=None, stop_tokens=None, *, temperature=0.0, top_k=0, top_p=1.0, seed=0):
+    def add(self, prompt: Iterable[int], max_new_tokens: int | None = None, stop_tokens: Iterable[int] | None = None, *,
+            temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Request:
         """Queues a request of token ids; returns its Request. Greedy by default.
 
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
@@ -155,7 +166,7 @@ class ContinuousBatch:
         self.queue.append(request)
         return request
 
-    def cancel(self, request):
+    def cancel(self, request: Request) -> None:
         """Ends a request now; its pages go back to the pool."""
         if request in self.queue:
             self.queue.remove(request)
@@ -164,11 +175,11 @@ class ContinuousBatch:
             self._release(request)
         request.done = True
 
-    def _release(self, request):
+    def _release(self, request: Request) -> None:
         self.free_pages += request.pages[::-1]
         request.pages = []
 
-    def _admit(self):
+    def _admit(self) -> None:
         """Takes requests in their order while pages and places last. A request's pages are all taken at once, so that none
         that runs can ever be stuck."""
         while self.queue and len(self.running) < self.max_requests:
@@ -179,7 +190,7 @@ class ContinuousBatch:
             request.pages = [self.free_pages.pop() for _ in range(count)]
             self.running.append(self.queue.popleft())
 
-    def _schedule(self):
+    def _schedule(self) -> list[tuple[Request, int]]:
         """[(request, new tokens of it)] of this step: first who waits for one token, then prompts, in their order."""
         budget, chosen = self.step_tokens, []
         for request in sorted(self.running, key=lambda r: r.waiting > 1):
@@ -189,7 +200,7 @@ class ContinuousBatch:
                 budget -= count
         return chosen
 
-    def step(self):
+    def step(self) -> list[tuple[Request, int]]:
         """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through.
 
         A request whose token cannot be chosen (its logits are not finite) is done: the exception is its `error`, its pages go
@@ -200,25 +211,13 @@ class ContinuousBatch:
         chosen = self._schedule()
         if not chosen:
             return []
-        counts = np.array([count for _, count in chosen], np.int32)
-        starts = np.cumsum(counts) - counts
-        width, table = int(counts.max()), max(len(r.pages) for r, _ in chosen)
-        feed = {"slots": np.zeros((len(chosen), width), np.int64), "block_table": np.zeros((len(chosen), table), np.int32),
-                "input_ids": [], "positions": [], "rows": [], "last": starts + counts - 1,
-                "seq_lens": np.array([r.cached for r, _ in chosen], np.int32) + counts, "query_lens": counts}
-        for i, (request, count) in enumerate(chosen):
-            feed["slots"][i, :count] = starts[i] + np.arange(count)
-            feed["block_table"][i, :len(request.pages)] = request.pages
-            feed["input_ids"] += request.tokens[-1:] or request.prompt[request.cached:request.cached + count]
-            feed["positions"] += range(request.cached, request.cached + count)
-            feed["rows"] += range(i * width, i * width + count)
-        for name in ("input_ids", "positions", "rows", "last"):
-            feed[name] = np.asarray(feed[name], np.int64)
+        feed = packed([r.tokens[-1:] or r.prompt[r.cached:r.cached + count] for r, count in chosen],
+                      [r.cached for r, _ in chosen], [r.pages for r, _ in chosen])
         logits = self._run(feed)
         tokens = [self._next_token(*of, row) for of, row in zip(chosen, logits, strict=True)]
         # Nothing of what follows can fail: a request changes with all others or not at all.
         self.steps += 1
-        self.processed_tokens += int(counts.sum())
+        self.processed_tokens += sum(count for _, count in chosen)
         results = []
         for (request, count), token in zip(chosen, tokens, strict=True):
             request.cached += count
@@ -234,7 +233,7 @@ class ContinuousBatch:
         return results
 
     @staticmethod
-    def _next_token(request, count, logits):
+    def _next_token(request: Request, count: int, logits: np.ndarray) -> int | Exception | None:
         """A request's new token from a row of logits, None while its prompt is not through, or what it raised."""
         if request.waiting > count:
             return None
@@ -244,32 +243,33 @@ class ContinuousBatch:
         except Exception as error:  # whatever it is, it is this request's alone
             return error
 
-    def bind_pools(self, binding):
+    def bind_pools(self, binding: IOBinding) -> None:
+        """Binds the pools as inputs and outputs of the graph."""
         for name, pool in zip(self.pool_names, self.pools, strict=True):
             binding.bind_ortvalue_input(name, pool)
             if self.in_place:
-                binding.bind_ortvalue_output(name.replace("pages", "pages_out", 1), pool)
+                binding.bind_ortvalue_output(SERVING.output_of(name), pool)
             else:
-                binding.bind_output(name.replace("pages", "pages_out", 1))
+                binding.bind_output(SERVING.output_of(name))
 
-    def _captured_step(self, rows, table):
+    def _captured_step(self, captured: dict[tuple[int, int], _Captured], rows: int, table: int) -> _Captured:
         """That for steps of so many requests with tables of so many pages, at least."""
-        def rounded(number, most):
+        def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
         size = rounded(rows, self.max_requests), rounded(table, self.pages)
-        if size not in self.captured:
-            self.captured[size] = _Captured(self, *size, 1 + len(self.captured))
-        return self.captured[size]
+        if size not in captured:
+            captured[size] = _Captured(self, *size, 1 + len(captured))
+        return captured[size]
 
-    def _run(self, feed):
+    def _run(self, feed: dict[str, np.ndarray]) -> np.ndarray:
         """Logits [B,vocabulary] of a call, which the next one may overwrite."""
-        if self.captured is not None and feed["slots"].shape[1] == 1:
-            return self._captured_step(*feed["block_table"].shape).run(feed)
-        logits = self.logits[:len(feed["last"])]
+        if self.captured is not None and feed[SLOTS].shape[1] == 1:
+            return self._captured_step(self.captured, *feed[BLOCK_TABLE].shape).run(feed)
+        logits = self.logits[:len(feed[LAST])]
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
-        self.binding.bind_output("logits", "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self.binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
         if not self.in_place:
@@ -278,11 +278,11 @@ class ContinuousBatch:
         return logits
 
     @property
-    def idle(self):
+    def idle(self) -> bool:
         """Nothing runs and nothing waits."""
         return not (self.running or self.queue)
 
-    def run(self):
+    def run(self) -> None:
         """Steps until every request is done."""
         while not self.idle:
             self.step()

@@ -4,6 +4,8 @@ Importing this module needs neither TensorRT nor torch nor a GPU. Building an en
 GPU, and torch or cuda-python for device memory (leanfleet.trt_plugins.running).
 """
 
+from __future__ import annotations
+
 import ctypes
 import importlib
 import importlib.util
@@ -13,12 +15,21 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 from leanfleet import driver, native, spec
 from leanfleet.files import new_file
+
+if TYPE_CHECKING:
+    import onnx
+
+# (least, usual, largest) sizes of open dimensions, or shapes of inputs, by name
+Profile = Mapping[str, tuple[Any, Any, Any]]
 
 RUNTIMES = ("tensorrt", "tensorrt_rtx")
 OLDEST = {"tensorrt": (10, 3), "tensorrt_rtx": (1, 7)}  # aliased plugin tensors; plugins in the ONNX parser
@@ -30,7 +41,7 @@ _loaded = {}  # runtime's name -> handle of the plugin library
 _loggers = {}
 
 
-def get_plugin_path():
+def get_plugin_path() -> str:
     """Path of libleanfleet_trt.so, for trtexec --dynamicPlugins and other tools. One library serves TensorRT 10 and 11 and
     TensorRT-RTX.
 
@@ -39,7 +50,7 @@ def get_plugin_path():
     return str(native.library_path("leanfleet_trt"))
 
 
-def plugin_library_facts():
+def plugin_library_facts() -> dict[str, Any]:
     """What doctor and info show: {"path", "error", "runtimes": {name: version} of those that are installed}."""
     facts = {"path": None, "error": None, "runtimes": {}}
     try:
@@ -55,7 +66,7 @@ def plugin_library_facts():
     return facts
 
 
-def runtime(name=None):
+def runtime(name: str | None = None) -> ModuleType:
     """The module tensorrt or tensorrt_rtx; name None: the first that is installed, tensorrt before tensorrt_rtx.
 
     Raises ValueError for another name, ImportError where it is not installed, RuntimeError where it is too old.
@@ -93,7 +104,7 @@ def _link_rtx_library():
                            f"ln -s {library.name} {link}") from None
 
 
-def load(trt=None):
+def load(trt: ModuleType | None = None) -> ModuleType:
     """Registers the plugins with a runtime (a module; None: see runtime). Loading again changes nothing. Returns the module.
 
     Raises what runtime and get_plugin_path raise, and RuntimeError where the runtime refuses the library.
@@ -117,17 +128,17 @@ def load(trt=None):
     return trt
 
 
-def make_logger(trt):
+def make_logger(trt: ModuleType) -> Any:
     """The logger that this module's builders and runtimes share. It keeps errors in .errors, from where they come in
     exceptions; with .verbose set it also writes everything to stderr."""
     if trt.__name__ not in _loggers:
 
         class Logger(trt.ILogger):
-            def __init__(self):
+            def __init__(self) -> None:
                 trt.ILogger.__init__(self)
                 self.errors, self.verbose = [], False
 
-            def log(self, severity, message):
+            def log(self, severity: Any, message: str) -> None:
                 if severity <= trt.ILogger.Severity.ERROR:
                     self.errors = [*self.errors[-99:], message]
                 if self.verbose:
@@ -137,7 +148,7 @@ def make_logger(trt):
     return _loggers[trt.__name__]
 
 
-def failure(trt, action):
+def failure(trt: ModuleType, action: str) -> RuntimeError:
     """A RuntimeError with what the log said: leanfleet's own messages first, the rest after them."""
     errors = list(dict.fromkeys(" ".join(e.split()) for e in make_logger(trt).errors))
     names = tuple(f"{name} '" for name in spec.all_specs())
@@ -148,7 +159,7 @@ def failure(trt, action):
 # Models
 
 
-def prepare(model):
+def prepare(model: onnx.ModelProto) -> onnx.ModelProto:
     """Makes an ONNX model's leanfleet nodes into what TensorRT's parser takes. model: onnx.ModelProto, changed in place.
 
     TensorRT takes no layer input that is absent, wants every output of a layer connected, and prefers the function that
@@ -236,7 +247,7 @@ def _read_model(model):
     return proto, str(path.absolute()) if path else None
 
 
-def prepare_file(model, path):
+def prepare_file(model: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Writes a prepared copy of an ONNX file, for trtexec and other tools. Weights in a file of their own stay there, so
     that the copy must lie in the same folder. Returns path. Raises FileNotFoundError, ValueError for another folder or what
     is no ONNX model, OSError for a path that cannot be written."""
@@ -258,14 +269,17 @@ class Build:
     GPUs that it was built for."""
 
     engine: bytes
-    layers: list = field(default_factory=list)
+    layers: list[tuple[str, str | None]] = field(default_factory=list)
     seconds: float = 0.0
     runtime: str = ""
-    gpus: list = field(default_factory=list)
+    gpus: list[str] = field(default_factory=list)
 
 
-def build_engine(model, profiles=None, path=None, *, trt=None, compute_capabilities=(), in_place=True, workspace=None,
-                 progress=None, embed_plugins=False, configure=None):
+def build_engine(model: str | os.PathLike[str] | bytes | onnx.ModelProto, profiles: Profile | Sequence[Profile] | None = None,
+                 path: str | os.PathLike[str] | None = None, *, trt: ModuleType | None = None,
+                 compute_capabilities: Sequence[str] = (), in_place: bool = True, workspace: int | None = None,
+                 progress: Callable[[str, int, int], object] | None = None, embed_plugins: bool = False,
+                 configure: Callable[[Any], object] | None = None) -> Build:
     """Builds an engine from an ONNX model with leanfleet nodes; they become plugin layers.
 
     model: path, bytes or onnx.ModelProto. profiles: list of dicts, or one dict, for models with open dimensions: either
@@ -401,22 +415,22 @@ def _profiles(trt, builder, network, proto, profiles):
 def _progress_monitor(trt, progress):
     """A monitor that tells `progress` (None: nobody) about steps, and stops the build once `going` is false."""
     class Monitor(trt.IProgressMonitor):
-        def __init__(self):
+        def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
             self.steps, self.going = {}, True
 
-        def phase_start(self, phase_name, parent_phase, num_steps):
+        def phase_start(self, phase_name: str, parent_phase: str | None, num_steps: int) -> None:
             self.steps[phase_name] = num_steps
             self.tell(phase_name, 0)
 
-        def step_complete(self, phase_name, step):
+        def step_complete(self, phase_name: str, step: int) -> bool:
             self.tell(phase_name, step + 1)
             return self.going
 
-        def phase_finish(self, phase_name):
+        def phase_finish(self, phase_name: str) -> None:
             self.steps.pop(phase_name, None)
 
-        def tell(self, phase, step):
+        def tell(self, phase: str, step: int) -> None:
             # An exception cannot pass through TensorRT.
             try:
                 if progress is not None and progress(phase, step, self.steps.get(phase, 0)) is False:
@@ -450,7 +464,7 @@ def _interrupting(monitor):
             raise KeyboardInterrupt
 
 
-def deserialize(engine, trt=None, host_code=False):
+def deserialize(engine: bytes | str | os.PathLike[str], trt: ModuleType | None = None, host_code: bool = False) -> Any:
     """The ICudaEngine of an engine (bytes or path). Needs a GPU that it was built for.
 
     host_code: lets an engine that holds code for the host, as embed_plugins makes it, run that code in this process, with all
@@ -475,7 +489,7 @@ def deserialize(engine, trt=None, host_code=False):
     return loaded
 
 
-def inspect(engine, trt=None, host_code=False):
+def inspect(engine: bytes | str | os.PathLike[str], trt: ModuleType | None = None, host_code: bool = False) -> dict[str, Any]:
     """What an engine (bytes or path) holds: {"tensors": [...], "layers": [...]}, as TensorRT's engine inspector tells.
     Needs a GPU that it was built for. host_code, and what it raises: see deserialize."""
     import json

@@ -1,7 +1,13 @@
 """TensorRT with leanfleet's plugins in Polygraphy. Needs polygraphy, onnx and what leanfleet.trt_plugins.running needs."""
 
+from __future__ import annotations
+
 import time
 from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Any
 
 import onnx
 from polygraphy.backend.base import BaseRunner
@@ -11,13 +17,13 @@ from leanfleet import spec, trt_plugins
 from leanfleet.trt_plugins.running import Engine
 
 
-def engine_loader(model, profiles=None, trt=None, **options):
+def engine_loader(model: Any, profiles: Any = None, trt: ModuleType | None = None, **options: Any) -> Callable[[], Any]:
     """A Polygraphy loader: a callable that returns the ICudaEngine of an ONNX model with our plugins, for Polygraphy's own
     TrtRunner and its other loaders. The arguments are those of trt_plugins.build_engine.
 
     Polygraphy chooses between tensorrt and tensorrt_rtx when it is imported: POLYGRAPHY_USE_TENSORRT_RTX=1 for the latter.
     """
-    def load():
+    def load() -> Any:
         built = trt_plugins.build_engine(model, profiles, trt=trt, **options)
         return trt_plugins.deserialize(built.engine, trt, host_code=options.get("embed_plugins", False))
 
@@ -33,18 +39,19 @@ class TrtRunner(BaseRunner):
 
     library, provider = True, "TensorRT"
 
-    def __init__(self, path, name=None, trt=None):
+    def __init__(self, path: str | Path, name: str | None = None, trt: ModuleType | None = None) -> None:
         super().__init__(name=name, prefix="leanfleet-trt")
-        self.path, self.trt, self.engine = str(path), trt, None
-        self.kernels = Counter()
+        self.path, self.trt = str(path), trt
+        self.engine: Engine | None = None
+        self.kernels: Counter[tuple[str, str]] = Counter()
 
-    def activate_impl(self):
+    def activate_impl(self) -> None:
         self.trt = trt_plugins.load(self.trt)
 
-    def get_input_metadata_impl(self):
+    def get_input_metadata_impl(self) -> Any:
         return onnx_util.get_input_metadata(onnx.load(self.path, load_external_data=False).graph)
 
-    def infer_impl(self, feed_dict):
+    def infer_impl(self, feed_dict: Mapping[str, Any]) -> OrderedDict[str, Any]:
         if self.engine is None:
             shapes = {name: (array.shape,) * 3 for name, array in feed_dict.items()}
             built = trt_plugins.build_engine(self.path, shapes, trt=self.trt)
@@ -56,5 +63,5 @@ class TrtRunner(BaseRunner):
         self.kernels.update({(op, self.provider): count for op, count in self.layers.items()})
         return OrderedDict(outputs)
 
-    def deactivate_impl(self):
+    def deactivate_impl(self) -> None:
         self.engine = None

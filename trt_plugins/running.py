@@ -1,17 +1,23 @@
 """Runs engines: one call, text generation. Needs a GPU that the engine was built for, and torch or
 cuda-python (cuda.bindings) for device memory; generation needs torch."""
 
+from __future__ import annotations
+
 import os
 import time
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leanfleet import trt_plugins
-from leanfleet.ort_ops import generation
+from leanfleet import generation, trt_plugins
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, LOGITS, STATE, TOKENS, is_part, read_facts
 
-_PAST, _PRESENT = "past_key_values.", "present."
+if TYPE_CHECKING:
+    import torch
 
 
 class _TorchMemory:
@@ -107,7 +113,7 @@ class _CudaPythonMemory:
         return array.astype(np.float32) if buffer.dtype.name == "bfloat16" else array
 
 
-def _checked(answer):
+def _checked(answer: tuple[Any, ...]) -> Any:
     """The value of a cuda-python call. Raises RuntimeError."""
     error, *values = answer
     if int(error) != 0:
@@ -115,7 +121,7 @@ def _checked(answer):
     return values[0] if values else None
 
 
-def _memory(name):
+def _memory(name: str | None) -> Any:
     if name not in (None, "torch", "cuda-python"):
         raise ValueError(f"memory is '{name}'; it is 'torch' or 'cuda-python'")
     if name != "cuda-python":
@@ -138,7 +144,7 @@ class Engine:
     trt_plugins.deserialize. Raises what trt_plugins.deserialize raises, and ImportError without either package.
     """
 
-    def __init__(self, engine, trt=None, memory=None, host_code=False):
+    def __init__(self, engine: Any, trt: ModuleType | None = None, memory: str | None = None, host_code: bool = False) -> None:
         self.trt = trt_plugins.load(trt)
         self.engine = (trt_plugins.deserialize(engine, self.trt, host_code)
                        if isinstance(engine, (bytes, bytearray, str, os.PathLike)) else engine)
@@ -152,31 +158,31 @@ class Engine:
         self.inputs = [n for n in names if self.engine.get_tensor_mode(n) == self.trt.TensorIOMode.INPUT]
         self.outputs = [n for n in names if n not in self.inputs]
 
-    def use_profile(self, index):
+    def use_profile(self, index: int) -> None:
         """Switches to another optimization profile. Raises ValueError for one that the engine has not."""
         self._check_profile(index)
         if not self.context.set_optimization_profile_async(index, self.memory.stream_address):
             raise trt_plugins.failure(self.trt, f"cannot use profile {index}")
         self.memory.after()
 
-    def _check_profile(self, index):
+    def _check_profile(self, index: int) -> None:
         if not 0 <= index < self.engine.num_optimization_profiles:
             raise ValueError(f"profile is {index}; the engine has {self.engine.num_optimization_profiles}, the first is 0")
 
-    def bind(self, name, tensor):
+    def bind(self, name: str, tensor: Any) -> None:
         """Gives a tensor of the engine an address, and an input its shape. The caller keeps the tensor."""
         if name in self.inputs and not self.context.set_input_shape(name, tuple(tensor.shape)):
             raise ValueError(f"{name} has shape {list(tensor.shape)}, which the current profile does not allow: "
                              f"{self.engine.get_tensor_profile_shape(name, self.context.active_optimization_profile)}")
         self.context.set_tensor_address(name, self.memory.address(tensor))
 
-    def enqueue(self, stream=None):
+    def enqueue(self, stream: int | None = None) -> None:
         """Runs what is bound on a stream's address (None: this engine's own)."""
         trt_plugins.make_logger(self.trt).errors = []
         if not self.context.execute_async_v3(self.memory.stream_address if stream is None else stream):
             raise trt_plugins.failure(self.trt, "failed to run the engine")
 
-    def __call__(self, feed, in_place=None):
+    def __call__(self, feed: Mapping[str, Any], in_place: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Runs once. feed: {input: array or tensor}. in_place: {output: input} pairs that share a buffer.
 
         Returns {output: tensor} in the memory's own form; see numpy().
@@ -197,14 +203,14 @@ class Engine:
         self.memory.after()
         return found
 
-    def made_up_inputs(self, profile=0):
+    def made_up_inputs(self, profile: int = 0) -> dict[str, np.ndarray]:
         """Ones in the usual sizes of a profile, by name. Raises ValueError for one that the engine has not."""
         self._check_profile(profile)
         types = {"FLOAT": "f4", "HALF": "f2", "BF16": "f4", "INT32": "i4", "INT64": "i8", "BOOL": "?"}
         return {name: np.ones(tuple(self.engine.get_tensor_profile_shape(name, profile)[1]), types[self.dtypes[name]])
                 for name in self.inputs}
 
-    def timed(self, feed, profile=0, runs=20):
+    def timed(self, feed: Mapping[str, Any], profile: int = 0, runs: int = 20) -> tuple[dict[str, np.ndarray], float]:
         """(outputs as numpy arrays, median of the milliseconds of a run with its copies from and to the host).
         runs: 1 or more."""
         self.use_profile(profile)
@@ -215,7 +221,7 @@ class Engine:
             seconds.append(time.perf_counter() - start)
         return outputs, 1e3 * sorted(seconds)[len(seconds) // 2]
 
-    def numpy(self, outputs):
+    def numpy(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Outputs as numpy arrays on the host; bfloat16 as float32."""
         return {name: self.memory.numpy(tensor) for name, tensor in outputs.items()}
 
@@ -225,18 +231,19 @@ class Engine:
 
 @dataclass
 class Decoder(generation.FolderTokenizer):
-    """An engine of a decoder that leanfleet.export.export_decoder wrote; generation.generate and stream take it."""
+    """An engine of a decoder that leanfleet.export.export_decoder wrote: a leanfleet.generation.Decoder."""
 
     engine: Engine
-    caches: list
+    folder: Path
+    caches: list[str]
     vocabulary: int
-    stop_tokens: list
+    stop_tokens: list[int]
     max_positions: int | None
     cuda_graph: bool = True
-    kept: dict = field(default_factory=dict)
-    folder: Path | None = None
+    kept: dict[tuple[int, int], _Steps] = field(default_factory=dict)
 
-    def steps(self, batch, capacity):
+    def steps(self, batch: int, capacity: int) -> _Steps:
+        """The steps of a batch; those of the batch before where it had the same size."""
         key = batch, capacity
         if key not in self.kept:
             self.kept.clear()  # the engine's context has one set of addresses
@@ -245,49 +252,54 @@ class Decoder(generation.FolderTokenizer):
         return self.kept[key]
 
 
-def load_decoder(folder, engine, trt=None, cuda_graph=True, host_code=False):
+def load_decoder(folder: str | Path, engine: bytes | str | os.PathLike[str], trt: ModuleType | None = None,
+                 cuda_graph: bool = True, host_code: bool = False) -> Decoder:
     """A Decoder of an engine (bytes or path) built from folder/model.onnx with decoder_profiles. Needs torch with CUDA.
 
     cuda_graph: captures the decode step of each batch once and replays it. host_code: see trt_plugins.deserialize.
-    Raises what generation.read_facts and Engine raise.
+    Raises what leanfleet.decoder_contract.read_facts and Engine raise.
     """
-    facts = generation.read_facts(folder, "decoder", generation.WRITER)
+    facts = read_facts(folder, DECODER)
     loaded = Engine(engine, trt, memory="torch", host_code=host_code)
-    return Decoder(loaded, [n for n in loaded.inputs if n.startswith(_PAST)], facts["vocabulary"], facts["stop_tokens"],
-                   facts["max_positions"], cuda_graph, folder=Path(folder))
+    return Decoder(loaded, Path(folder), [n for n in loaded.inputs if DECODER.is_cache(n)], facts["vocabulary"],
+                   facts["stop_tokens"], facts["max_positions"], cuda_graph)
 
 
-def decoder_profiles(batch=(1, 1, 8), tokens=(1, 128, 2048), capacity=(16, 2048, 8192)):
+Sizes = tuple[int, int, int]  # least, usual and largest, of a dimension in a profile
+
+
+def decoder_profiles(batch: Sizes = (1, 1, 8), tokens: Sizes = (1, 128, 2048),
+                     capacity: Sizes = (16, 2048, 8192)) -> list[dict[str, Sizes]]:
     """Profiles of an exported decoder: 0 for prompts, 1 for steps of one token."""
-    prompts = {"batch": batch, "tokens": tokens, "capacity": capacity}
-    return [prompts, prompts | {"tokens": (1, 1, 1)}]
+    prompts = {BATCH: batch, TOKENS: tokens, CAPACITY: capacity}
+    return [prompts, prompts | {TOKENS: (1, 1, 1)}]
 
 
 class _Steps:
     """The buffers of one batch. Caches are bound to the graph's inputs and outputs alike and updated in place."""
 
-    def __init__(self, decoder, batch, capacity):
+    def __init__(self, decoder: Decoder, batch: int, capacity: int) -> None:
         import torch
 
-        self.torch, self.decoder, self.engine, self.graph = torch, decoder, decoder.engine, None
-        self.caches = {}
+        self.torch, self.decoder, self.engine = torch, decoder, decoder.engine
+        self.graph: Any = None  # True where a step is bound, but not captured
+        self.caches: dict[str, torch.Tensor] = {}
         for name in decoder.caches:
             shape = self.engine.engine.get_tensor_shape(name)
             # [batch, Hkv, capacity, D] caches, [batch, Hkv, R, Dv] states: open dimensions in this order
             sizes = iter((batch, capacity))
             self.caches[name] = self.engine.memory.empty([next(sizes) if n < 0 else n for n in shape], self.engine.dtypes[name])
-        self.step_inputs = {"input_ids": torch.ones(batch, 1, dtype=torch.int64, device="cuda"),
-                            "seq_lens": torch.ones(batch, dtype=torch.int32, device="cuda"),
-                            "query_lens": torch.ones(batch, dtype=torch.int32, device="cuda")}
+        self.step_inputs = {t.name: torch.ones(t.sizes({BATCH: batch, TOKENS: 1}), dtype=getattr(torch, t.type), device="cuda")
+                            for t in DECODER.inputs}
         self.logits = torch.empty(batch, decoder.vocabulary, device="cuda")
 
-    def reset(self):
+    def reset(self) -> None:
         for cache in self.caches.values():
             cache.zero_()
 
-    def run(self, input_ids, seq_lens, query_lens, capture=False):
+    def run(self, input_ids: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray, capture: bool = False) -> np.ndarray:
         """One step; returns the logits, float32 [B,vocabulary]. capture: a decode step, input_ids [B,1]."""
-        feed = {"input_ids": input_ids, "seq_lens": seq_lens, "query_lens": query_lens}
+        feed = DECODER.feed(input_ids, seq_lens, query_lens)
         stream = self.engine.memory.stream
         if not capture:
             inputs = {name: self.engine.memory.put(array, self.engine.dtypes[name]) for name, array in feed.items()}
@@ -307,22 +319,22 @@ class _Steps:
         stream.synchronize()
         return self.logits.float().cpu().numpy()
 
-    def _bind(self, profile, inputs):
+    def _bind(self, profile: int, inputs: dict[str, torch.Tensor]) -> None:
         self.engine.use_profile(min(profile, self.engine.engine.num_optimization_profiles - 1))
         for name, tensor in (inputs | self.caches).items():
             self.engine.bind(name, tensor)
         for name, tensor in self.caches.items():
-            self.engine.bind(_PRESENT + name.removeprefix(_PAST), tensor)
-        self.engine.bind("logits", self.logits)
+            self.engine.bind(DECODER.output_of(name), tensor)
+        self.engine.bind(LOGITS, self.logits)
 
-    def _capture(self):
+    def _capture(self) -> None:
         """Captures a decode step. TensorRT wants one run of the new shapes before; it works on copies of the states, which
         a run changes for good (a token appended twice to a cache does no harm)."""
         self._bind(1, self.step_inputs)
         self.graph = True
         if not self.decoder.cuda_graph:
             return
-        states = {name: tensor.clone() for name, tensor in self.caches.items() if name.endswith("state")}
+        states = {name: tensor.clone() for name, tensor in self.caches.items() if is_part(name, STATE)}
         self.torch.cuda.synchronize()
         self.engine.enqueue()
         self.engine.memory.stream.synchronize()
@@ -334,6 +346,7 @@ class _Steps:
             self.engine.enqueue(self.engine.memory.stream_address)
 
 
-def generate(decoder, prompts, max_new_tokens=None, **options):
-    """(list of token lists, generation.Statistics); prompts and options are those of leanfleet.ort_ops.generation.stream."""
+def generate(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None,
+             **options: Any) -> tuple[list[list[int]], generation.Statistics]:
+    """(list of token lists, Statistics); prompts and options are those of leanfleet.generation.stream."""
     return generation.generate(decoder, prompts, max_new_tokens, **options)

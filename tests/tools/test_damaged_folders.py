@@ -106,7 +106,8 @@ FACTS = {
     "true": ({"vocabulary": True}, "vocabulary is true; expected"), "other": ({"vocabulary": 261}, "has a vocabulary of 261"),
     "stop": ({"stop_tokens": 2}, "stop_tokens is 2; expected a list of token ids"), "stops": ({"stop_tokens": ["</s>"]}, "stop_tokens is"),
     "positions": ({"max_positions": "many"}, 'max_positions is "many"; expected a positive number or null'),
-    "none": ({"max_positions": 0}, "max_positions is 0"), "kind": ({"kind": ["x"]}, "holds a model of kind"),
+    "format": ({"format": "1"}, 'format is "1"; expected a positive number'),
+    "newer": ({"format": 2}, "has format 2, and leanfleet"), "none": ({"max_positions": 0}, "max_positions is 0"), "kind": ({"kind": ["x"]}, "holds a model of kind"),
     "serving": ({"kind": "serving"}, "holds a model of kind serving; this needs one from leanfleet.export.export_decoder")}
 
 

@@ -1,0 +1,264 @@
+"""The contract between exporters and runtimes: the files of an exported decoder, and the inputs and outputs of its graph.
+
+Exporters write by it; ONNX Runtime, TensorRT, bundles for onnxruntime-genai and the command line read by it. A folder holds
+model.onnx, leanfleet.json (Facts) and, where it was exported with one, the tokenizer's files. There are two kinds of graph.
+
+DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens over caches of S slots, all three dynamic.
+
+    input_ids                     int64 [B,N]       new tokens, at the front of each row; the rest is padding
+    seq_lens                      int32 [B]         tokens seen once the new ones are in
+    query_lens                    int32 [B]         new tokens of each request; 0: the row is all padding
+    past_key_values.L.key/.value  T [B,Hkv,S,D]     the caches of softmax layer L
+    past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L; zeros before the first token
+    logits                        float32 [B,vocabulary], of each request's last new token; with all_logits [B,N,vocabulary]
+    present.L...                  as the past, with the new tokens; may be bound to the inputs' buffers
+
+SERVING, of leanfleet.export.serving.export_for_serving: T new tokens of B requests one after the other, at most N a request,
+M pages a request, in a pool of P pages of `block` tokens (all but `block` dynamic).
+
+    input_ids                     int64 [T]         new tokens, request after request
+    positions                     int64 [T]         each token's position in its request
+    slots                         int64 [B,N]       index into T of each request's new tokens, at the front; then anything
+    rows                          int64 [T]         b * N + i of token i of request b
+    last                          int64 [B]         index into T of each request's last new token
+    seq_lens, query_lens          int32 [B]         as above
+    block_table                   int32 [B,M]       the pages of each request
+    pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool, one pair a layer
+    logits                        float32 [B,vocabulary], of each request's last new token
+    pages_out.L.key, ...          the pool with the new tokens; may be bound to the inputs' buffers
+
+Importing this module needs only the standard library.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Never, TypedDict, cast
+
+import leanfleet
+
+if TYPE_CHECKING:
+    import numpy as np
+
+FORMAT = 1  # of leanfleet.json; one without a format is of the first
+MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
+
+INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
+POSITIONS, SLOTS, ROWS, LAST, BLOCK_TABLE = "positions", "slots", "rows", "last", "block_table"
+LOGITS = "logits"
+KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
+BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
+LONGEST, TABLE, POOL = "longest", "table", "pool"
+
+# onnxruntime's names of types by numpy's
+SESSION_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)",
+                 "int32": "tensor(int32)", "int64": "tensor(int64)"}
+_CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfloat16"))
+
+
+@dataclass(frozen=True)
+class Tensor:
+    """An input of a graph. type: numpy's name. shape: names of open dimensions."""
+
+    name: str
+    type: str
+    shape: tuple[str, ...]
+
+    def sizes(self, dims: Mapping[str, int]) -> list[int]:
+        """The shape with these sizes of its dimensions."""
+        return [dims[name] for name in self.shape]
+
+
+@dataclass(frozen=True)
+class Interface:
+    """Inputs and outputs of a kind of graph. `inputs` are those beside the caches, in the graph's order, which the caches
+    follow; outputs are the logits and each cache as it is afterwards."""
+
+    kind: str
+    writer: str  # the function that writes such a folder, for messages
+    inputs: tuple[Tensor, ...]
+    past: str  # what the names of caches begin with, as inputs
+    present: str  # and as outputs
+    cache_sizes: tuple[str, ...]  # open dimensions that caches may have
+
+    def input_names(self, caches: Iterable[str]) -> list[str]:
+        """Names of all inputs. caches: names as cache_name makes them."""
+        return [*(t.name for t in self.inputs), *(self.past + name for name in caches)]
+
+    def output_names(self, caches: Iterable[str]) -> list[str]:
+        """Names of all outputs."""
+        return [LOGITS, *(self.present + name for name in caches)]
+
+    def is_cache(self, name: str) -> bool:
+        """Is this the name of an input that is a cache?"""
+        return name.startswith(self.past)
+
+    def output_of(self, name: str) -> str:
+        """The output that replaces the input `name`, a cache."""
+        return self.present + name.removeprefix(self.past)
+
+    def feed(self, *arrays: Any) -> dict[str, Any]:
+        """{input: array}, of arrays in the order of `inputs`."""
+        return dict(zip((t.name for t in self.inputs), arrays, strict=True))
+
+
+DECODER = Interface(
+    "decoder", "leanfleet.export.export_decoder",
+    (Tensor(INPUT_IDS, "int64", (BATCH, TOKENS)), Tensor(SEQ_LENS, "int32", (BATCH,)), Tensor(QUERY_LENS, "int32", (BATCH,))),
+    "past_key_values.", "present.", (BATCH, CAPACITY))
+SERVING = Interface(
+    "serving", "leanfleet.export.serving.export_for_serving",
+    (Tensor(INPUT_IDS, "int64", (TOKENS,)), Tensor(POSITIONS, "int64", (TOKENS,)), Tensor(SLOTS, "int64", (BATCH, LONGEST)),
+     Tensor(ROWS, "int64", (TOKENS,)), Tensor(LAST, "int64", (BATCH,)), Tensor(SEQ_LENS, "int32", (BATCH,)),
+     Tensor(QUERY_LENS, "int32", (BATCH,)), Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE))),
+    "pages.", "pages_out.", (POOL,))
+
+
+def cache_name(layer: int | str, part: str) -> str:
+    """Name of what a layer carries, such as "0.key". part: KEY, VALUE or STATE."""
+    return f"{layer}.{part}"
+
+
+def layer_of(name: str) -> int:
+    """The layer of a cache, by its name or that of its input."""
+    return int(name.split(".")[-2])
+
+
+def is_part(name: str, part: str) -> bool:
+    """Is the cache of this name, or of this input, a KEY, VALUE or STATE?"""
+    return name.endswith(f".{part}")
+
+
+def packed(tokens: Sequence[Sequence[int]], before: Sequence[int], pages: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
+    """The inputs of a SERVING graph beside its pool, for B requests. Needs numpy.
+
+    tokens: the new ones of each request, at least one. before: how many of it are in the pool. pages: the numbers of its
+    pages, in their order.
+    """
+    import numpy as np
+
+    counts = np.array([len(row) for row in tokens], np.int32)
+    seen = np.array(before, np.int32)
+    starts = np.cumsum(counts) - counts
+    width = int(counts.max())
+    slots = np.zeros((len(tokens), width), np.int64)
+    table = np.zeros((len(tokens), max(map(len, pages))), np.int32)
+    ids: list[int] = []
+    positions: list[int] = []
+    rows: list[int] = []
+    for i, (row, there, own) in enumerate(zip(tokens, before, pages, strict=True)):
+        count = len(row)
+        slots[i, :count] = starts[i] + np.arange(count)
+        table[i, :len(own)] = own
+        ids.extend(row)
+        positions.extend(range(there, there + count))
+        rows.extend(range(i * width, i * width + count))
+    return SERVING.feed(np.array(ids, np.int64), np.array(positions, np.int64), slots, np.array(rows, np.int64),
+                        starts + counts - 1, seen + counts, counts, table)
+
+
+class Facts(TypedDict, total=False):
+    """What leanfleet.json says. `block` is of kind "serving" alone."""
+
+    format: int
+    kind: str  # "decoder", which is also the default, or "serving"
+    vocabulary: int
+    stop_tokens: list[int]
+    max_positions: int | None  # None: no limit
+    block: int  # tokens a page
+    verified: dict[str, Any]  # "largest_difference" and "bound" of the logits, or "skipped": why; missing: not asked for
+
+
+def write_facts(folder: str | Path, facts: Facts) -> None:
+    """Writes leanfleet.json, of today's format."""
+    text = json.dumps({"format": FORMAT} | facts, indent=2)
+    (Path(folder) / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
+
+
+def read_facts(folder: str | Path, interface: Interface) -> Facts:
+    """What leanfleet.json in the folder of an exported model says, checked.
+
+    Raises FileNotFoundError, and ValueError for a file that is damaged, of a format that this version does not know, or of
+    another kind.
+    """
+    folder, writer = Path(folder), interface.writer
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or {writer} wrote")
+    for name in (MODEL_FILE, FACTS_FILE):
+        if not (folder / name).is_file():
+            hint = (f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
+                    if (folder / "config.json").exists() or any(folder.glob("*.gguf")) else f"; write the folder with {writer}")
+            raise FileNotFoundError(f"{folder / name} does not exist{hint}")
+    path = folder / FACTS_FILE
+    again = f"export the model again with {writer}"
+    try:
+        facts = json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, thousands of brackets
+        raise ValueError(f"{path} is damaged ({error}): {again}") from None
+    if not isinstance(facts, dict):
+        raise ValueError(f"{path} holds no JSON object: {again}")
+    _check_format(path, facts.get("format", 1), again)
+    found = facts.get("kind", DECODER.kind)
+    if found != interface.kind:
+        raise ValueError(f"{folder} holds a model of kind {found}; this needs one from {writer}")
+    _check_values(path, facts, interface, again)
+    return cast(Facts, facts)
+
+
+def _check_format(path: Path, found: object, again: str) -> None:
+    if _number(found) and cast(int, found) > FORMAT:
+        raise ValueError(f"{path} has format {found}, and leanfleet {leanfleet.__version__} knows formats up to {FORMAT}: "
+                         f"update leanfleet, or {again} of this version")
+    if not _number(found):
+        raise ValueError(f"{path}: format is {json.dumps(found)[:60]}; expected a positive number: {again}")
+
+
+def _check_values(path: Path, facts: dict[str, Any], interface: Interface, again: str) -> None:
+    expected: dict[str, tuple[str, Callable[[Any], bool]]] = {
+        "vocabulary": ("a positive number", _number),
+        "stop_tokens": ("a list of token ids", lambda v: isinstance(v, list) and all(_number(t, -1) for t in v)),
+        "max_positions": ("a positive number or null", lambda v: v is None or _number(v))}
+    if interface is SERVING:
+        expected["block"] = "a positive number", _number
+    for name, (words, fits) in expected.items():
+        if name not in facts:
+            raise ValueError(f"{path} has no {name}: {again}")
+        if not fits(facts[name]):
+            raise ValueError(f"{path}: {name} is {json.dumps(facts[name])[:60]}; expected {words}: {again}")
+
+
+def _number(value: object, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value < 1 << 31
+
+
+def check_interface(session: Any, path: str | Path, interface: Interface, vocabulary: int) -> None:
+    """Raises ValueError, telling what is expected, for a model that has not the inputs and outputs of a decoder.
+
+    session: an onnxruntime.InferenceSession. vocabulary: the numbers in a row of logits, the first output.
+    """
+    types = {t.name: SESSION_TYPES[t.type] for t in interface.inputs}
+
+    def refuse(found: str) -> Never:
+        raise ValueError(f"{path} is no decoder of {interface.writer}: {found}; it has the inputs {', '.join(types)} and "
+                         f"{interface.past}..., the outputs {LOGITS} and {interface.present}...")
+
+    def listed(values: Sequence[Any]) -> str:
+        return ", ".join(v.name for v in values[:6]) + ", ..." * (len(values) > 6) or "none"
+
+    inputs, outputs = session.get_inputs(), session.get_outputs()
+    caches = [i for i in inputs if interface.is_cache(i.name)]
+    found = {i.name: i.type for i in inputs if i not in caches}
+    if set(found) != set(types) or not caches:
+        refuse(f"its inputs are {listed(inputs)}")
+    if not {interface.output_of(i.name) for i in caches} <= {o.name for o in outputs} or outputs[0].name != LOGITS:
+        refuse(f"its outputs are {listed(outputs)}")
+    if wrong := [name for name in types if found[name] != types[name]]:
+        refuse(f"{wrong[0]} is a {found[wrong[0]]}, not a {types[wrong[0]]}")
+    for i in caches:
+        if i.type not in _CACHE_TYPES or not all(n in interface.cache_sizes or isinstance(n, int) and n > 0 for n in i.shape):
+            refuse(f"{i.name} is a {i.type} of {i.shape}")
+    if outputs[0].type != SESSION_TYPES["float32"] or outputs[0].shape[-1:] != [vocabulary]:
+        refuse(f"{LOGITS} are a {outputs[0].type} of {outputs[0].shape}, where {FACTS_FILE} has a vocabulary of {vocabulary}")

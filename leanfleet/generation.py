@@ -1,0 +1,305 @@
+"""Text generation with an exported decoder, in whatever runtime. Needs numpy, for texts transformers.
+
+A runtime brings a Decoder, whose Steps run its graph over caches; choosing tokens, stopping and text are done here.
+Prompts of unequal length run in one batch (query_lens).
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Protocol
+
+import numpy as np
+
+from leanfleet.files import reading
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedTokenizerBase
+
+NEW_TOKENS = 128  # of an answer, where nothing else is said and the model has positions for them
+
+
+class Steps(Protocol):
+    """The calls of one batch: its caches and states, as they are after the tokens so far."""
+
+    def run(self, input_ids: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray, capture: bool = False) -> np.ndarray:
+        """One call of the graph; returns the logits of each request's last new token, float32 [B,vocabulary].
+
+        input_ids: int64 [B,N]. seq_lens, query_lens: int32 [B]; see leanfleet.decoder_contract. capture: N is 1, and the
+        call may run as a CUDA graph.
+        """
+
+
+class Decoder(Protocol):
+    """An exported decoder that a runtime has loaded."""
+
+    vocabulary: int
+    stop_tokens: list[int]
+    max_positions: int | None  # None: no limit
+
+    @property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        """The folder's. Raises what load_tokenizer raises."""
+
+    def steps(self, batch: int, capacity: int) -> Steps:
+        """For a new batch of so many requests, with caches of so many slots. It ends those of the batch before."""
+
+
+class FolderTokenizer:
+    """`tokenizer` of a loaded decoder: the one in its folder, loaded when it is asked for."""
+
+    folder: Path
+
+    @cached_property
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        return load_tokenizer(self.folder)
+
+
+@dataclass
+class Statistics:
+    """Seconds and tokens of a generation; `decode_tokens` leaves out each request's first token, which prefill makes."""
+
+    prefill_seconds: float = 0.0
+    prefill_tokens: int = 0
+    decode_seconds: float = 0.0
+    decode_tokens: int = 0
+    tokens: list[list[int]] = field(default_factory=list)
+
+    @property
+    def tokens_per_second(self) -> float:
+        return self.decode_tokens / self.decode_seconds if self.decode_seconds else float("nan")
+
+    @property
+    def prefill_tokens_per_second(self) -> float:
+        return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else float("nan")
+
+
+def check_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
+    """Raises ValueError, naming the option, where choose cannot take these."""
+    def whole(value: object) -> bool:
+        return isinstance(value, (int, np.integer)) and bool(value >= 0)
+
+    def real(value: object) -> bool:
+        return isinstance(value, (int, float, np.number)) and math.isfinite(value)
+
+    for name, value, good, expected in (
+            ("temperature", temperature, real(temperature) and temperature >= 0, "0 (the likeliest) or a positive number"),
+            ("top_k", top_k, whole(top_k), "0 (all tokens) or a positive whole number"),
+            ("top_p", top_p, real(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1 (all tokens)"),
+            ("seed", seed, whole(seed), "a whole number from 0 on")):
+        if not good:
+            raise ValueError(f"{name} is {value!r}; expected {expected}")
+
+
+def check_positive(name: str, value: int) -> None:
+    """Raises ValueError for a value that is no whole number from 1 on."""
+    if not isinstance(value, (int, np.integer)) or value < 1:
+        raise ValueError(f"{name} is {value!r}; it must be a whole number, at least 1")
+
+
+def check_prompt(prompt: Iterable[int], vocabulary: int) -> list[int]:
+    """The token ids of a prompt as a list of ints. Raises ValueError for an empty one, and for what is no token id."""
+    if isinstance(prompt, str):
+        raise ValueError(f"a prompt is the text {prompt[:40]!r}; expected a list of token ids")
+    try:
+        prompt = [operator.index(t) for t in prompt]
+    except TypeError as error:
+        raise ValueError(f"a prompt is no list of token ids: {error}") from None
+    if not prompt:
+        raise ValueError("a prompt is empty; every request needs at least one token")
+    if min(prompt) < 0 or max(prompt) >= vocabulary:
+        raise ValueError(f"token ids lie in 0 .. {vocabulary - 1}; found {min(prompt)} .. {max(prompt)}. Is this the model's "
+                         "own tokenizer?")
+    return prompt
+
+
+def stop_set(stop_tokens: Iterable[int] | None, default: Iterable[int]) -> set[int]:
+    """Stop tokens as a set; None: the default ones. Raises ValueError for what is no list of token ids."""
+    try:
+        return {operator.index(t) for t in (default if stop_tokens is None else stop_tokens)}
+    except TypeError as error:
+        raise ValueError(f"stop_tokens is {stop_tokens!r}; expected a list of token ids ({error})") from None
+
+
+def choose(logits: np.ndarray, temperature: float, top_k: int, top_p: float,
+           random: np.random.Generator | None) -> np.ndarray:
+    """One token a row of logits [B,vocabulary]: the largest for temperature 0, else sampled. Raises ValueError where the
+    largest logit of a row is not finite: a model that computes NaN or infinity."""
+    chosen = logits.argmax(-1)  # a NaN where a row has one
+    largest = np.take_along_axis(logits, chosen[:, None], -1)
+    if not np.isfinite(largest).all():
+        raise ValueError(f"this model's logits are not finite, {largest[~np.isfinite(largest)][0]} among them: its weights "
+                         "are damaged, or its numbers overflow their type")
+    if temperature == 0:
+        return chosen
+    assert random is not None  # who samples brings one
+    for row, values in enumerate(logits.astype(np.float64) / temperature):
+        # Sorting a whole vocabulary takes longer than a small model's step: sort the top_k alone.
+        best = np.sort(np.argpartition(-values, top_k)[:top_k]) if 0 < top_k < len(values) else np.arange(len(values))
+        order = best[np.argsort(-values[best], kind="stable")]
+        p = np.exp(values[order] - values[order[0]])
+        p /= p.sum()
+        if top_p < 1:
+            keep = np.cumsum(p) - p < top_p
+            order, p = order[keep], p[keep] / p[keep].sum()
+        chosen[row] = random.choice(order, p=p)
+    return chosen
+
+
+def default_new_tokens(prompt: int, *limits: int | None) -> int:
+    """128, or what a prompt's tokens leave of the least limit (None: no limit); at least 1."""
+    return max(min([NEW_TOKENS] + [n - prompt for n in limits if n]), 1)
+
+
+def _new_tokens(longest: int, max_new_tokens: int | None, capacity: int | None,
+                max_positions: int | None) -> tuple[int, int]:
+    """(new tokens of each request, cache slots). Defaults (None) are what fits; raises ValueError where a wish does not."""
+    for name, value in (("max_new_tokens", max_new_tokens), ("capacity", capacity)):
+        if value is not None:
+            check_positive(name, value)
+    if max_new_tokens is None:
+        max_new_tokens = default_new_tokens(longest, capacity, max_positions)
+    needed = longest + max_new_tokens
+    capacity = needed if capacity is None else capacity
+    if needed > capacity:
+        raise ValueError(f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones need {needed} cache slots; the "
+                         f"caches have {capacity}. Raise capacity, or ask for fewer tokens")
+    if max_positions and needed > max_positions:
+        raise ValueError(f"generate: {needed} tokens, {longest} of them a prompt's, are more than the {max_positions} "
+                         "positions that the model was trained for")
+    return max_new_tokens, capacity
+
+
+def stream(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, *,
+           capacity: int | None = None, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
+           stop_tokens: Iterable[int] | None = None, statistics: Statistics | None = None,
+           on_logits: Callable[[np.ndarray], object] | None = None, chat: bool | None = None) -> Iterator[list[int | None]]:
+    """Yields, step by step, a list with each request's new token, or None once that request has stopped.
+
+    prompts: texts or lists of token ids, of any lengths from 1, also both in one list. A text needs the tokenizer in the
+    decoder's folder and is a user's turn in its chat template where it has one; chat=False continues it as it is.
+    max_new_tokens: default 128, or as many as the model's positions (and `capacity`) hold if these are fewer.
+    capacity: slots of each cache; default: what is needed. temperature 0 is greedy. stop_tokens: default those of the model
+    and, with texts, the tokenizer's end of text. statistics: a Statistics to fill. on_logits: called with each step's
+    logits, float32 [B,vocabulary]. decoder.tokenizer.decode(tokens) makes text of the tokens.
+    Raises ValueError for an empty prompt, ids outside the vocabulary, sampling that is none, more tokens than the caches or
+    the model's positions hold, and logits that are not finite, FileNotFoundError for texts where the folder has no
+    tokenizer, RuntimeError where the runtime fails.
+    """
+    if isinstance(prompts, str):
+        raise ValueError("generate: prompts is one text; give a list of them")
+    check_sampling(temperature, top_k, top_p, seed)
+    stop = stop_set(stop_tokens, decoder.stop_tokens)
+    if stop_tokens is None and any(isinstance(p, str) for p in prompts) and decoder.tokenizer.eos_token_id is not None:
+        stop.add(decoder.tokenizer.eos_token_id)
+    prompts = [check_prompt(encode(decoder.tokenizer, p, chat) if isinstance(p, str) else p, decoder.vocabulary)
+               for p in prompts]
+    if not prompts:
+        raise ValueError("generate: there is no prompt; give a list with one or more")
+    lengths = np.array([len(p) for p in prompts], dtype=np.int32)
+    max_new_tokens, capacity = _new_tokens(int(lengths.max()), max_new_tokens, capacity, decoder.max_positions)
+    random = np.random.default_rng(seed)
+    statistics = statistics if statistics is not None else Statistics()
+    batch = len(prompts)
+    steps = decoder.steps(batch, capacity)
+    ids = np.zeros((batch, int(lengths.max())), dtype=np.int64)
+    for row, prompt in enumerate(prompts):
+        ids[row, :len(prompt)] = prompt
+    seq_lens, query_lens = lengths.copy(), lengths.copy()
+    alive = np.ones(batch, dtype=bool)
+    statistics.tokens = [[] for _ in prompts]
+    for step in range(max_new_tokens):
+        start = time.perf_counter()
+        logits = steps.run(ids, seq_lens, query_lens, capture=step > 0)
+        if on_logits is not None:
+            on_logits(logits)
+        chosen = choose(logits, temperature, top_k, top_p, random)
+        seconds = time.perf_counter() - start
+        if step == 0:
+            statistics.prefill_seconds, statistics.prefill_tokens = seconds, int(lengths.sum())
+            ids, query_lens = np.zeros((batch, 1), dtype=np.int64), np.ones(batch, dtype=np.int32)
+        else:
+            statistics.decode_seconds += seconds
+            statistics.decode_tokens += int(alive.sum())
+        new = []
+        for row in range(batch):
+            token = int(chosen[row]) if alive[row] else None
+            new.append(token)
+            if token is not None:
+                statistics.tokens[row].append(token)
+                alive[row] = token not in stop
+        yield new
+        if not alive.any():
+            return
+        ids[:, 0] = [token if token is not None else 0 for token in new]
+        # A request that has stopped adds nothing: its length stays, its row of the batch is padding.
+        query_lens = alive.astype(np.int32)
+        seq_lens = seq_lens + query_lens
+
+
+def generate(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None,
+             **options: Any) -> tuple[list[list[int]], Statistics]:
+    """All tokens at once: (list of token lists, Statistics). Prompts, options and errors are those of stream."""
+    statistics = Statistics()
+    for _ in stream(decoder, prompts, max_new_tokens, statistics=statistics, **options):
+        pass
+    return statistics.tokens, statistics
+
+
+def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
+    """The tokenizer beside a decoder. Needs transformers. Raises FileNotFoundError for a folder without one, ValueError for
+    damaged files."""
+    folder = Path(folder)
+    if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
+        raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json); give one to export_decoder, or copy the "
+                                "model's own there")
+    from transformers import AutoTokenizer, PreTrainedTokenizerFast
+
+    with reading(f"the tokenizer in {folder}"):
+        if not (folder / "tokenizer_config.json").exists():
+            return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+
+
+def encode(tokenizer: Any, text: str, chat: bool | None = None,
+           system: str | None = None) -> list[int]:
+    """Token ids of a prompt. chat: as a user's turn in the tokenizer's chat template; default: where it has one.
+
+    system: the system's turn before it. Raises ValueError for an empty text, for a chat without a template, and for a
+    template or tokenizer that fails.
+    """
+    if not text.strip():
+        raise ValueError("the prompt is empty; give it some text")
+    template = getattr(tokenizer, "chat_template", None)
+    if (chat or system) and not template:
+        raise ValueError("this model's tokenizer has no chat template; leave the system's turn and the chat out")
+    if chat is False or not template:
+        with reading("the prompt (by this model's tokenizer)"):
+            return list(tokenizer(text)["input_ids"])
+    turns = [{"role": "system", "content": system}] if system else []
+    turns.append({"role": "user", "content": text})
+    with reading("the prompt (by this model's chat template, which --raw or chat=False leaves out)"):
+        return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
+
+
+class TextStream:
+    """The text of tokens as they come, in whole characters."""
+
+    def __init__(self, tokenizer: Any) -> None:
+        self.tokenizer, self.shown = tokenizer, 0
+        self.tokens: list[int] = []
+
+    def add(self, token: int) -> str:
+        """The text that this token completes."""
+        self.tokens.append(token)
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if text.endswith("\ufffd"):  # a character of several tokens
+            return ""
+        new, self.shown = text[self.shown:], len(text)
+        return new

@@ -1,0 +1,57 @@
+"""libleanfleet_ort.so and onnxruntime: where the library is, and how sessions get to know its operators.
+
+Importing this module needs neither onnxruntime nor numpy.
+"""
+
+from __future__ import annotations
+
+import re
+import weakref
+from types import ModuleType
+from typing import TYPE_CHECKING
+
+from leanfleet import native
+
+if TYPE_CHECKING:
+    from onnxruntime import SessionOptions
+
+OLDEST_RUNTIME = (1, 18)  # the first with the C API that the library asks for
+
+_registered: weakref.WeakSet[SessionOptions] = weakref.WeakSet()
+
+
+def get_library_path() -> str:
+    """Path of libleanfleet_ort.so, for SessionOptions.register_custom_ops_library and other runtimes' settings.
+
+    Raises FileNotFoundError where the package was installed without its libraries.
+    """
+    return str(native.library_path("leanfleet_ort"))
+
+
+def onnxruntime() -> ModuleType:
+    """The installed package. Raises ImportError without it, RuntimeError for one older than 1.18."""
+    try:
+        import onnxruntime as found
+    except ImportError as error:
+        raise ImportError(
+            "leanfleet.ort_ops needs onnxruntime, which cannot be imported here: pip install 'leanfleet[ort]', or for "
+            f"NVIDIA GPUs pip install leanfleet onnxruntime-gpu ({error})") from error
+    version = tuple(map(int, re.findall(r"\d+", found.__version__)[:2]))
+    if version < OLDEST_RUNTIME:
+        raise RuntimeError(f"leanfleet needs onnxruntime {'.'.join(map(str, OLDEST_RUNTIME))} or newer; found "
+                           f"{found.__version__}. Run: pip install -U onnxruntime")
+    return found
+
+
+def register(session_options: SessionOptions) -> SessionOptions:
+    """Makes leanfleet's operators known to sessions created with these onnxruntime.SessionOptions; returns them.
+
+    Doing it again to the same object changes nothing. Raises ImportError (no onnxruntime), RuntimeError (one older
+    than 1.18) or FileNotFoundError (the package's library is missing).
+    """
+    onnxruntime()
+    path = get_library_path()
+    if session_options not in _registered:
+        session_options.register_custom_ops_library(path)
+        _registered.add(session_options)
+    return session_options

@@ -1,0 +1,86 @@
+"""The decoder's contract: leanfleet.json's format, and that nothing else spells its names."""
+
+import ast
+import inspect
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import leanfleet
+from leanfleet import decoder_contract, export, ort_ops, trt_plugins
+from leanfleet.decoder_contract import DECODER, SERVING, packed, read_facts, write_facts
+
+FACTS = {"vocabulary": 9, "stop_tokens": [2], "max_positions": None}
+
+
+def folder_of(tmp_path, facts):
+    (tmp_path / "model.onnx").write_bytes(b"")
+    (tmp_path / "leanfleet.json").write_text(json.dumps(facts))
+    return tmp_path
+
+
+def test_what_is_written_is_read(tmp_path):
+    folder = folder_of(tmp_path, {})
+    write_facts(folder, FACTS | {"kind": "serving", "block": 4})
+    assert json.loads((folder / "leanfleet.json").read_text())["format"] == decoder_contract.FORMAT == 1
+    assert read_facts(folder, SERVING) == FACTS | {"kind": "serving", "block": 4, "format": 1}
+    with pytest.raises(ValueError, match="holds a model of kind serving; this needs one from leanfleet.export.export_decoder"):
+        read_facts(folder, DECODER)
+
+
+def test_a_file_without_a_format_is_of_the_first(tmp_path):
+    assert read_facts(folder_of(tmp_path, FACTS), DECODER) == FACTS
+
+
+def test_an_unknown_format_is_one_error(tmp_path):
+    """Before anything else: what a newer version writes may not have today's entries."""
+    folder = folder_of(tmp_path, {"format": 2, "kind": "something new"})
+    with pytest.raises(ValueError) as error:
+        read_facts(folder, DECODER)
+    assert str(error.value) == (
+        f"{folder / 'leanfleet.json'} has format 2, and leanfleet {leanfleet.__version__} knows formats up to 1: update leanfleet, "
+        "or export the model again with leanfleet.export.export_decoder of this version")
+
+
+@pytest.mark.parametrize("value", ["1", 1.5, 0, -1, True, None, [1]], ids=str)
+def test_a_format_that_is_no_number(tmp_path, value):
+    with pytest.raises(ValueError, match="leanfleet.json: format is .*; expected a positive number: export the model again"):
+        read_facts(folder_of(tmp_path, FACTS | {"format": value}), DECODER)
+
+
+def test_packed_inputs():
+    feed = packed([[5, 6, 7], np.array([8])], [2, 4], [[9, 1], [3]])
+    expected = {"input_ids": [5, 6, 7, 8], "positions": [2, 3, 4, 4], "slots": [[0, 1, 2], [3, 0, 0]], "rows": [0, 1, 2, 3],
+                "last": [2, 3], "seq_lens": [5, 5], "query_lens": [3, 1], "block_table": [[9, 1], [3, 0]]}
+    assert {name: array.tolist() for name, array in feed.items()} == expected and list(feed) == list(expected)
+    assert [str(array.dtype) for array in feed.values()] == [t.type for t in SERVING.inputs]
+
+
+def test_the_modules_that_are_traced_take_the_inputs_in_their_order():
+    from leanfleet.export.decoder import Decoder
+    from leanfleet.export.serving import PackedDecoder
+
+    for module, interface in ((Decoder, DECODER), (PackedDecoder, SERVING)):
+        assert list(inspect.signature(module.forward).parameters)[1:-1] == [t.name for t in interface.inputs]
+
+
+def test_names_stand_in_the_contract_alone():
+    names = {t.name for interface in (DECODER, SERVING) for t in interface.inputs}
+    names |= {"logits", "recurrent_state", "leanfleet.json", "model.onnx", DECODER.writer, SERVING.writer}
+    prefixes = tuple(prefix for interface in (DECODER, SERVING) for prefix in (interface.past, interface.present))
+    others = {"ort_ops/genai.py": {"input_ids", "logits"},  # keys of genai_config.json
+              "leanfleet/generation.py": {"input_ids"}}  # what tokenizers call their answer
+    exporters = [Path(export.__file__).with_name(f"{name}.py")
+                 for name in ("decoder", "serving", "verification", "linear_decoder")]
+    runtimes = [path for package in (ort_ops, trt_plugins) for path in Path(package.__file__).parent.glob("*.py")]
+    commands = [Path(leanfleet.__file__).with_name(f"{name}.py") for name in ("generate", "generation")]
+    found = []
+    for path in exporters + runtimes + commands:
+        place = f"{path.parent.name}/{path.name}"
+        for node in ast.walk(ast.parse(path.read_text())):
+            text = node.value if isinstance(node, ast.Constant) and isinstance(node.value, str) else ""
+            if text in names - others.get(place, set()) or text.startswith(prefixes):
+                found.append(f"{place}:{node.lineno}: {text}")
+    assert len(runtimes) >= 7 and not found, found
