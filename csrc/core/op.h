@@ -142,10 +142,6 @@ const ShapeSpec* choose_shape(const TensorSpec& tensor, Given given, int rank);
 // Axis `i` of the shape in the order that the attribute `layout` gives.
 AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd);
 
-// The axis's size without its symbol's, and with it, for sizes of symbols.
-int64_t axis_rest(AxisSpec axis, const int64_t* dims);
-int64_t axis_size(AxisSpec axis, const int64_t* dims);
-
 // LEANFLEET_CHECK=1: values in lengths, indices and tables are checked before every launch.
 bool check_requested();
 
