@@ -5,15 +5,12 @@
 
 #include <cstdint>
 
+#include "core/strides.h"
+
 namespace leanfleet {
 
 struct CudaTarget;
 class Workspace;
-
-// Element strides of a [B,heads,N,width] or a [B,heads,N] tensor in the call's layout; the innermost stride is 1.
-struct DecayStrides {
-  int64_t batch, head, token;
-};
 
 // Request q is all tokens of batch row q or, with cu_seqlens, tokens cu_seqlens[q] .. cu_seqlens[q+1] of batch row 0,
 // both ends clamped to [0, N]. Query head h reads key/value head h / (heads / kv_heads).
@@ -26,7 +23,7 @@ struct DecayInputs {
   float scale;
   int64_t batch, requests, heads, kv_heads, tokens, key_width, value_width;  // B, B or Q, H, Hkv, N, R, Dv
   // output_strides are those of grad_output too; decay_strides are those of a per-token log_decay.
-  DecayStrides query_strides, key_strides, value_strides, output_strides, decay_strides;
+  Strides query_strides, key_strides, value_strides, output_strides, decay_strides;
 };
 
 // S_i = γ_i S_{i-1} + k_iᵀ v_i, o_i = scale * q_i S_i (LD eq. 4 row by row). With normalize also z_i = γ_i z_{i-1} + k_i,

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "core/integers.h"
 #include "core/op_specs.h"
 
 namespace leanfleet {
@@ -18,7 +19,7 @@ struct DecayShape {
 
 inline DecayShape shape_of(const DecayInputs& in, int sm_count, bool normalize = false) {
   const int64_t requests = in.requests > 0 ? in.requests : 1;
-  return {requests, in.heads, in.kv_heads, (in.batch * in.tokens + requests - 1) / requests, in.key_width, in.value_width,
+  return {requests, in.heads, in.kv_heads, ceil_div(in.batch * in.tokens, requests), in.key_width, in.value_width,
           in.dtype == 0 ? 4 : 2, sm_count, normalize};
 }
 
@@ -39,9 +40,9 @@ inline RecurrenceSplit recurrence_split(const DecayShape& s) {
   const bool narrow = s.key_width <= kRecurrenceNarrowWidth;
   const int columns = narrow ? kRecurrenceNarrowColumns : s.key_width <= 32 ? 128 : s.key_width <= 64 ? 64 : 32;
   const int64_t at_once = narrow ? 8 * int64_t(s.sm_count) : s.sm_count;
-  const int64_t blocks = s.requests * ((s.value_width + columns - 1) / columns);
+  const int64_t blocks = s.requests * ceil_div(s.value_width, columns);
   const auto deep = [&](int64_t units) {
-    const double each = double((units + at_once - 1) / at_once);
+    const double each = double(ceil_div(units, at_once));
     return each > 1.0 && s.key_width <= 128 ? 0.85 * each : each;  // two blocks an SM hide some of each other's waiting
   };
   RecurrenceSplit best = {columns, 1, deep(blocks * s.heads) * double(s.tokens)};

@@ -6,6 +6,7 @@
 
 #include <math.h>
 
+#include "core/integers.h"
 #include "core/simd.h"
 
 namespace leanfleet::LEANFLEET_ISA {
@@ -24,7 +25,6 @@ constexpr int kStepVecs = kLanes == 16 ? 8 : 4;  // vectors across the rows of a
 constexpr int64_t kStepRows = 16;  // rows that it asks for ahead
 
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
 // The first n lanes, all if there are more; the others are 0 and nothing behind is read.
 template <class T>
@@ -542,7 +542,7 @@ ForwardItem item_at(const DecayForwardPlan& plan, int64_t index) {
 }
 
 template <class T>
-T* token_rows(const void* data, const DecayStrides& strides, int64_t batch, int64_t head, int64_t token) {
+T* token_rows(const void* data, const Strides& strides, int64_t batch, int64_t head, int64_t token) {
   return static_cast<T*>(const_cast<void*>(data)) + batch * strides.batch + head * strides.head +
          token * strides.token;
 }
@@ -693,7 +693,7 @@ int64_t pieces_of_request(const DecayPiece* pieces) {
 
 void combine_forward(const DecayForwardPlan& plan, int64_t index) {
   const DecayInputs& in = plan.args.in;
-  const int64_t rows = (in.key_width + kDecayChunk - 1) / kDecayChunk;  // blocks of rows
+  const int64_t rows = ceil_div(in.key_width, kDecayChunk);  // blocks of rows
   const DecayPiece* piece = plan.pieces + index / rows / in.kv_heads;
   if (piece->slot < 0 || !piece->first) return;
   const int64_t kv_head = index / rows % in.kv_heads, row = index % rows * kDecayChunk;
@@ -1136,8 +1136,8 @@ class Backward {
 
     // The state before each span, then span by span from the last: the state before each of its chunks, and from
     // the last of these the gradients.
-    const int64_t chunks = (item_.piece.end - item_.piece.begin + kChunk - 1) / kChunk;
-    const int64_t spans = (chunks + plan_.span_chunks - 1) / plan_.span_chunks;
+    const int64_t chunks = ceil_div(item_.piece.end - item_.piece.begin, kChunk);
+    const int64_t spans = ceil_div(chunks, plan_.span_chunks);
     State before = {};
     if (state != nullptr) {
       before = packed(s_.starts);
@@ -1176,7 +1176,7 @@ class Backward {
   int64_t slot() const { return item_.piece.slot * in_.kv_heads + item_.kv_head; }
   State packed(float* data) const { return packed_state(data, in_.key_width); }
 
-  T* rows(const void* data, const DecayStrides& strides, int64_t head, int64_t token) const {
+  T* rows(const void* data, const Strides& strides, int64_t head, int64_t token) const {
     return token_rows<T>(data, strides, item_.piece.batch, head, token);
   }
 
@@ -1340,7 +1340,7 @@ class Backward {
 
 void combine_backward(const DecayBackwardPlan& plan, int64_t index) {
   const DecayInputs& in = plan.args.in;
-  const int64_t blocks = (in.key_width + kDecayChunk - 1) / kDecayChunk;  // of rows
+  const int64_t blocks = ceil_div(in.key_width, kDecayChunk);  // of rows
   const DecayPiece* piece = plan.pieces + index / blocks / in.kv_heads;
   if (piece->slot < 0 || !piece->first) return;
   const int64_t kv_head = index / blocks % in.kv_heads, row = index % blocks * kDecayChunk;

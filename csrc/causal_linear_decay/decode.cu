@@ -11,6 +11,7 @@
 #include "causal_linear_decay/causal_linear_decay.h"
 #include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
+#include "core/integers.h"
 #include "core/op.h"
 
 namespace leanfleet {
@@ -41,7 +42,7 @@ DecodePlan plan_of(const CausalLinearDecayArgs& args) {
   const DecayInputs& in = args.in;
   DecodePlan plan = {};
   plan.row_groups = static_cast<int>((in.key_width + 4 * kThreadRows - 1) / (4 * kThreadRows) * 4);
-  plan.column_blocks = static_cast<int>((in.value_width + kColumns - 1) / kColumns);
+  plan.column_blocks = static_cast<int>(ceil_div(in.value_width, kColumns));
   plan.tile = static_cast<int>(in.tokens < kMaxTile ? in.tokens : kMaxTile);
   while (plan.tile > 1 && shared_bytes(plan, in.heads / in.kv_heads) > kSharedBudget) plan.tile /= 2;
   return plan;

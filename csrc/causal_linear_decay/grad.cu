@@ -9,6 +9,7 @@
 #include "causal_linear_decay/causal_linear_decay.h"
 #include "core/block_sum.cuh"
 #include "core/chunk_scan.h"
+#include "core/integers.h"
 #include "core/op.h"
 
 namespace leanfleet {
@@ -17,10 +18,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr int kMaxParts = 4;  // of wide rows: 1024 columns
-
-ChunkTensor rows_of(const void* data, const DecayStrides& strides, int64_t width) {
-  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
-}
 
 struct DecayGradSums {
   DecayInputs in;
@@ -52,10 +49,7 @@ struct Span {
 // The request of a token; empty if it has none.
 __device__ __forceinline__ Span request_of(const DecayInputs& in, int64_t token, int64_t* request) {
   int64_t low = 0, high = in.requests;
-  const auto offset = [&](int64_t q) {
-    const int64_t t = in.cu_seqlens[q];
-    return t < 0 ? 0 : t > in.tokens ? in.tokens : t;
-  };
+  const auto offset = [&](int64_t q) { return clamped_offset(in.cu_seqlens, q, in.tokens); };
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (offset(middle + 1) > token) high = middle;
@@ -165,9 +159,9 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
   const int64_t R = in.key_width, V = in.value_width, state_floats = R * V;
   const int64_t group = in.heads / in.kv_heads;
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  const ChunkTensor query = rows_of(in.query, in.query_strides, R), key = rows_of(in.key, in.key_strides, R);
-  const ChunkTensor value = rows_of(in.value, in.value_strides, V);
-  const ChunkTensor grad_output = rows_of(args.grad_output, in.output_strides, V);
+  const ChunkTensor query = chunk_tensor(in.query, in.query_strides, R), key = chunk_tensor(in.key, in.key_strides, R);
+  const ChunkTensor value = chunk_tensor(in.value, in.value_strides, V);
+  const ChunkTensor grad_output = chunk_tensor(args.grad_output, in.output_strides, V);
 
   ChunkScan common = {};
   common.dtype = in.dtype;
@@ -230,7 +224,7 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
   }
   if (error != cudaSuccess) return error;
 
-  const int parts = static_cast<int>((V + kChunkMaxWidth - 1) / kChunkMaxWidth);
+  const int parts = static_cast<int>(ceil_div(V, kChunkMaxWidth));
   if (parts > kMaxParts) return cudaErrorNotSupported;
   DecayGradSums sums = {};
   sums.in = in;

@@ -10,10 +10,6 @@ namespace leanfleet {
 
 namespace {
 
-ChunkTensor rows_of(const void* data, const DecayStrides& strides, int64_t width) {
-  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
-}
-
 }  // namespace
 
 int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws) {
@@ -31,11 +27,11 @@ int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target
   scan.x_group = static_cast<int32_t>(in.heads / in.kv_heads);
   scan.y_group = 1;
   scan.cu_seqlens = in.cu_seqlens;
-  scan.x = rows_of(in.query, in.query_strides, in.key_width);
-  scan.y = rows_of(in.key, in.key_strides, in.key_width);
-  scan.z = rows_of(in.value, in.value_strides, in.value_width);
+  scan.x = chunk_tensor(in.query, in.query_strides, in.key_width);
+  scan.y = chunk_tensor(in.key, in.key_strides, in.key_width);
+  scan.z = chunk_tensor(in.value, in.value_strides, in.value_width);
   scan.out = args.output;
-  scan.out_strides = rows_of(nullptr, in.output_strides, in.value_width);
+  scan.out_strides = chunk_tensor(nullptr, in.output_strides, in.value_width);
   scan.x_factor.scale = in.scale;
   scan.y_factor.scale = scan.z_factor.scale = 1.0f;
   scan.log_decay = in.log_decay;

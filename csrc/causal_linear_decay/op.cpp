@@ -10,6 +10,7 @@
 
 #include "causal_linear_decay/choose.h"
 #include "core/cpu_isa.h"
+#include "core/integers.h"
 #include "core/op_specs.h"
 
 #ifdef LEANFLEET_CUDA
@@ -29,14 +30,6 @@ constexpr int64_t kMinPieceTokens = 128;            // below it a piece's own ov
 constexpr double kMinWorkerCost = 1 << 16;          // multiplications that are worth another thread
 constexpr int64_t kSpanFloats = int64_t{1} << 20;   // states before chunks that a backward worker holds at least
 constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
-DecayStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
-  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
-  return {strides.batch, strides.head, strides.token};
-}
 
 // The two operators have these in common.
 namespace forward = causal_linear_decay;
@@ -65,11 +58,11 @@ DecayInputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
   in.tokens = call.dims[forward::kDimN];
   in.key_width = call.dims[forward::kDimR];
   in.value_width = call.dims[forward::kDimDv];
-  in.query_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.key_width);
-  in.key_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.key_width);
-  in.value_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.value_width);
-  in.output_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.value_width);
-  in.decay_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, 1);
+  in.query_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.key_width);
+  in.key_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.key_width);
+  in.value_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.value_width);
+  in.output_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.value_width);
+  in.decay_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, 1);
   return in;
 }
 
@@ -175,9 +168,8 @@ struct Tokens {
 
 Tokens tokens_of(const DecayInputs& in, int64_t request) {
   if (in.cu_seqlens == nullptr) return {0, in.tokens};
-  const auto clamped = [&](int64_t offset) { return std::clamp<int64_t>(offset, 0, in.tokens); };
-  const int64_t begin = clamped(in.cu_seqlens[request]);
-  return {begin, std::max(begin, clamped(in.cu_seqlens[request + 1]))};
+  const int64_t begin = clamped_offset(in.cu_seqlens, request, in.tokens);
+  return {begin, std::max(begin, clamped_offset(in.cu_seqlens, request + 1, in.tokens))};
 }
 
 // Whether every token belongs to a request.

@@ -519,7 +519,7 @@ cudaError_t launch_for(const CausalLinearDecayArgs& args, const CudaTarget& targ
   };
   layout.partials = 1;
   if (fleet) {
-    layout.partials = (R + warp_rows - 1) / warp_rows;
+    layout.partials = ceil_div(R, warp_rows);
     layout.row_shift = shift_of(layout.partials * warp_rows);
     layout.column_shift = 5;
     threads = 32 * layout.partials;

@@ -186,7 +186,7 @@ __device__ __forceinline__ Part part_of(const DecayInputs& in, int64_t unit, int
   part.batch = in.cu_seqlens != nullptr ? 0 : part.request;
   const RequestTokens tokens = request_tokens(in, part.request);
   const int64_t end = tokens.end < tokens.begin ? tokens.begin : tokens.end;
-  const int64_t length = ((end - tokens.begin + segments - 1) / segments + tile - 1) / tile * tile;
+  const int64_t length = round_up(ceil_div(end - tokens.begin, segments), tile);
   part.begin = tokens.begin + part.segment * length < end ? tokens.begin + part.segment * length : end;
   part.end = part.begin + length < end ? part.begin + length : end;
   return part;
@@ -291,7 +291,7 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
   const int value_token = thread / Rows::kValueLanes, value_at = thread % Rows::kValueLanes * kVec;
   const int out_token = thread / Shape::kOutLanes, out_at = thread % Shape::kOutLanes * 4;
   // The pointers run ahead from row to row, and so from tile to tile.
-  const auto row_of = [&](const void* data, const DecayStrides& strides, int head, int token, int at) {
+  const auto row_of = [&](const void* data, const Strides& strides, int head, int token, int at) {
     return static_cast<const char*>(data) +
            (part.batch * strides.batch + head * strides.head + (part.begin + token) * strides.token + at) * sizeof(T);
   };
@@ -301,7 +301,7 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
   char* out = const_cast<char*>(row_of(args.output, in.output_strides, part.head, out_token, part.column + out_at));
   float* const output = shared + 2 * Shape::kStaged;
   float* const decays = output + 2 * Shape::kPartials;
-  const int length = static_cast<int>(part.end - part.begin), tiles = (length + kTile - 1) / kTile;
+  const int length = static_cast<int>(part.end - part.begin), tiles = ceil_div(length, kTile);
 
   // Vectors are on their way in registers while the tile before is computed; single elements are loaded when they are stored.
   constexpr int kUnroll = kVectors ? 32 : 1;
@@ -433,7 +433,7 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
   const DecayInputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
   const Part part = part_of(in, blockIdx.x, Shape::kColumns, plan.column_blocks, plan.segments, kTile, sums_only);
-  const int length = static_cast<int>(part.end - part.begin), tiles = (length + kTile - 1) / kTile;
+  const int length = static_cast<int>(part.end - part.begin), tiles = ceil_div(length, kTile);
   float* const output = shared + 2 * Shape::kStaged;           // [2][1 + tile][rank warps][columns]
   const float* const decays = output + 2 * Shape::kPartials;   // [2][kDecays]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
@@ -529,7 +529,7 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
         }
         if constexpr (kLength == kWindow) forget(state, decay[32 + t / kWindow]);
       }
-      store_last((tokens + kAtOnce - 1) / kAtOnce * kAtOnce);
+      store_last(round_up(tokens, kAtOnce));
       if constexpr (kLength == 32) forget(state, decay[36]);
     };
     const float length = decay[37];

@@ -74,7 +74,6 @@ bool aligned_rows(const ChunkTensor& x, int64_t per_16_bytes) {
          x.token % per_16_bytes == 0 && x.width % per_16_bytes == 0;
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Whether the code loaded on a device is that of Hopper: newer devices without code of their own run an older one's.
 bool runs_hopper_code(int device) {
@@ -143,7 +142,7 @@ ChunkScan part_of(const ChunkScan& scan, int first, int width) {
 
 int chunk_scan_slices(const ChunkScan& scan) {
   const int columns = scan.y.width <= 128 && scan.z.width <= 64 ? 64 : 128;
-  return static_cast<int>(chunk::ceil_div(scan.z.width, columns));
+  return static_cast<int>(ceil_div(scan.z.width, columns));
 }
 
 int64_t chunk_scan_slots(const ChunkScan& scan) {

@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "core/chunk_scan.h"
+#include "core/integers.h"
 #include "core/mma.cuh"
 
 namespace leanfleet {
@@ -66,8 +67,7 @@ struct Shape {
 
 // Tokens and requests are numbered in 32 bits here; what addresses are made of has 64.
 __device__ __forceinline__ int clamp_token(const ChunkScan& scan, int request) {
-  const int t = scan.cu_seqlens[request], tokens = static_cast<int>(scan.tokens);
-  return t < 0 ? 0 : t > tokens ? tokens : t;
+  return clamped_offset(scan.cu_seqlens, request, static_cast<int>(scan.tokens));
 }
 
 struct Span {

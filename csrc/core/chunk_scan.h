@@ -14,6 +14,8 @@
 
 #include <cstdint>
 
+#include "core/strides.h"
+
 namespace leanfleet {
 
 struct CudaTarget;
@@ -25,6 +27,10 @@ struct ChunkTensor {
   int64_t batch, head, token;
   int32_t width;
 };
+
+inline ChunkTensor chunk_tensor(const void* data, const Strides& strides, int64_t width) {
+  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
+}
 
 // A float a row of a tensor, `scale` times data[B,heads,N] times *times, or those of them that are given.
 struct ChunkFactor {

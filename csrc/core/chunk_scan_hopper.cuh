@@ -197,7 +197,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 
   // Every group goes over the same pieces, chunks and heads.
   __device__ __forceinline__ int begin_piece(Cursor& at) const {
-    const int chunks = (at.piece.end - at.piece.begin + kTokens - 1) / kTokens;
+    const int chunks = ceil_div(at.piece.end - at.piece.begin, kTokens);
     at.head = 0;
     at.chunk = at.piece.begin + (reverse() != (S::kMode == kSums) ? (chunks - 1) * kTokens : 0);
     return chunks * heads();
@@ -1050,7 +1050,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           pack_state(state, packed, one);
           load_columns(tile(place.slot, kZTile + group), warp, lane, z);
           // Where products wait for it, it has to be the same in the whole group.
-          const bool odd = S::kKind == kRank1 ? hopper::any_of(4 + group, 128, has_odd(z)) : has_odd(z);
+          const bool odd = S::kKind == kRank1 ? hopper::named_barrier_any(4 + group, 128, has_odd(z)) : has_odd(z);
           const float sum_before[2] = {z_sum[0], z_sum[1]};
           if constexpr (kPartSums) add_z_sum(table, lane, z, z_sum);
           if (odd) take_out_odd(z);
@@ -1544,7 +1544,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     const float tokens = 24.0f / (-kLog2E * scan.log_decay[state_head]);
     if (!(tokens < static_cast<float>(length - kTokens))) return false;
     const int window = static_cast<int>(tokens) + 1;
-    if (reverse()) at.piece.end = at.piece.begin + (window + kTokens - 1) / kTokens * kTokens;
+    if (reverse()) at.piece.end = at.piece.begin + round_up(window, kTokens);
     else at.piece.begin += (length - window) / kTokens * kTokens;
     return true;
   }

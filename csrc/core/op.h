@@ -6,6 +6,7 @@
 
 #include "core/spec.h"
 #include "core/status.h"
+#include "core/strides.h"
 #include "core/workspace.h"
 
 namespace leanfleet {
@@ -55,10 +56,6 @@ struct Call {
   Status unsupported(const std::string& text) const;
 };
 
-// Element strides of a [B,H,N,width] tensor in the call's layout; the innermost stride is 1.
-struct Strides {
-  int64_t batch, head, token;
-};
 inline Strides head_token_strides(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
   return bnhd ? Strides{heads * tokens * width, width, heads * width} : Strides{heads * tokens * width, tokens * width, width};
 }

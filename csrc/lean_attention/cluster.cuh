@@ -83,7 +83,7 @@ template <class T>
 __device__ __forceinline__ void merge_in_cluster(const LeanAttentionArgs& args, const LeanUnit& unit, const ClusterInbox& inbox,
                                                  const ClusterShare& share, int warp, int warps) {
   const int lane = threadIdx.x % 32, count = share.count, first = share.index * share.size;
-  const int mine = lean_clamp(share.chunks - first, 0, share.size);
+  const int mine = clamp(share.chunks - first, 0, share.size);
   receive(inbox.barrier, mine * count * kInboxItemBytes, warp == 0 && lane == 0);
   const int lanes_log2 = 32 - __clz(count - 1), lanes = 1 << lanes_log2;
   const int at_once = 32 >> lanes_log2, part = lane & (lanes - 1);

@@ -20,7 +20,7 @@ constexpr int kPad = 16;                     // rows of scratch are multiples of
 constexpr int kAheadBytes = 8192;            // how far before their turn keys and values are fetched
 constexpr int kAheadRows = 32;               // with more rows there is work enough to hide memory behind
 
-int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+int64_t padded(int64_t n) { return round_up(n, kPad); }
 bool whole(int64_t width) { return width % kPad == 0; }  // rows so wide are read where they lie
 
 // The keys and values of a tile, without those on pages outside the pool.
@@ -558,7 +558,7 @@ void products_with_strips(const float* query, int64_t d, int32_t rows, int64_t d
                           float* scores, int64_t score_stride) {
   const int64_t strip_size = padded(depth) * kStrip;
   for (int32_t k = 0; k < n; k += kStrip) {
-    const int64_t width = lean_min((n - k + kLanes - 1) / kLanes * kLanes, kStrip);
+    const int64_t width = lean_min(round_up(n - k, kLanes), kStrip);
     product(query, d, rows, RowsApart<T>{strips + k / kStrip * strip_size, kStrip}, width, static_cast<int32_t>(depth), scores + k,
             score_stride, nullptr, kNothing);
   }
@@ -609,7 +609,7 @@ void find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan spa
 
 // How many of the tile's keys stand before `position`.
 int32_t keys_before(const Tile& tile, int32_t position) {
-  if (!tile.gaps) return lean_clamp(position - tile.span.begin, 0, tile.n);
+  if (!tile.gaps) return clamp(position - tile.span.begin, 0, tile.n);
   int32_t low = 0, high = tile.n;
   while (low < high) {
     const int32_t middle = (low + high) / 2;
@@ -623,7 +623,7 @@ int32_t keys_before(const Tile& tile, int32_t position) {
 void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row,
             int32_t rows, const Scratch& scratch) {
   const int64_t stride = padded(args.plan.key_tile);
-  const int32_t n_padded = (tile.n + kLanes - 1) / kLanes * kLanes;
+  const int32_t n_padded = round_up(tile.n, kLanes);
   const float infinity = __builtin_inff();
   for (int32_t r = 0; r < rows; ++r) {
     float* scores = scratch.scores + r * stride;
@@ -721,7 +721,7 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
 }
 
 // Element offsets of a packed row: token = row / group of query head `head * group + row % group`.
-int64_t row_offset(const LeanAttentionArgs& args, const LeanStrides& strides, const LeanUnit& unit,
+int64_t row_offset(const LeanAttentionArgs& args, const Strides& strides, const LeanUnit& unit,
                    int32_t row) {
   return unit.b * strides.batch +
          (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head +
@@ -766,7 +766,7 @@ template <class T>
 void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanSegment& segment,
                     Scratch& scratch) {
   const LeanSpan all = lean_unit_rows(args, unit.row_tile);
-  const int32_t end = lean_clamp(args.group * unit.request.tokens, all.begin, all.end);
+  const int32_t end = clamp(args.group * unit.request.tokens, all.begin, all.end);
   const int32_t rows = end - all.begin;
   if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
   if (rows == 0) return;
@@ -819,7 +819,7 @@ template <class T>
 void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first, int32_t count,
                 const Scratch& scratch) {
   const LeanSpan all = lean_unit_rows(args, unit.row_tile);
-  const int32_t rows = lean_clamp(args.group * unit.request.tokens, all.begin, all.end) - all.begin;
+  const int32_t rows = clamp(args.group * unit.request.tokens, all.begin, all.end) - all.begin;
   const int64_t dv = padded(args.value_width);
   const float infinity = __builtin_inff();
   fill(scratch.output, rows * dv, 0.0f);

@@ -149,19 +149,6 @@ __device__ __noinline__ uint4 rotated_chunk(const Rotation rotation, const T* ro
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
 }
 
-// Barrier `id` among `threads` threads of a block, for roles that do not all take part.
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The same, and whether the predicate holds in any of them.
-__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool holds) {
-  uint32_t any;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
-               : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(holds)) : "memory");
-  return any != 0;
-}
-
 // Schedule
 
 template <class P>
@@ -414,7 +401,7 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
     if (token >= request.tokens) continue;
 #pragma unroll 1
     for (int kind = 0; kind < 2; ++kind) {
-      const LeanStrides& strides = kind == 0 ? args.new_key_strides : args.new_value_strides;
+      const Strides& strides = kind == 0 ? args.new_key_strides : args.new_value_strides;
       const int64_t from = b * strides.batch + head * strides.head + token * strides.token;
       const int64_t to = cache_row(args, kind == 0 ? args.key_strides : args.value_strides, b, request, head,
                                    request.keys - request.tokens + token);

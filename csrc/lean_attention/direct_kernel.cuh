@@ -128,7 +128,7 @@ struct DirectBlock {
     const LeanSpan seen = keys_of_tokens(args, request, {0, request.tokens}).seen;
     const int key_tile = args.plan.key_tile;
     int first = seen.begin / key_tile;
-    const int count = (seen.end + key_tile - 1) / key_tile - first;
+    const int count = ceil_div(seen.end, key_tile) - first;
     if (args.batch > 1 && !__all_sync(kFullWarp, count == __shfl_sync(kFullWarp, count, 0))) return false;
     const int index = (blockIdx.x * grid.parts_inverse) >> 20, part = blockIdx.x - index * args.plan.equal_parts;
     const int parts = lean_max(lean_min(args.plan.equal_parts, count / kMinRangeWork), 1);
@@ -156,7 +156,7 @@ struct DirectBlock {
 
   // The nearest token of the segment that some row sees and the cache holds: others are not read.
   __device__ __forceinline__ int readable(const DirectWork& work, int token) const {
-    return lean_clamp(token, work.seen.begin, work.cached_end - 1);
+    return clamp(token, work.seen.begin, work.cached_end - 1);
   }
 
   // Paged caches: where the rows of the tile at `begin` lie. Its reads follow.

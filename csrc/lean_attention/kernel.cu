@@ -428,8 +428,8 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
       return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
     });
   LeanTileLoads loads = {};
-  loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
-  loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
+  loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
+  loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
   if (wgmma) loads.key_boxes = loads.value_boxes = width / kBoxColumns;  // its products take all columns: zeros beyond D
   loads.stream_once = lean_row_tiles(args) == 1;
   loads.slots = slots;

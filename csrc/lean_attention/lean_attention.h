@@ -5,17 +5,14 @@
 
 #include <cstdint>
 
+#include "core/strides.h"
+
 namespace leanfleet {
 
 enum LeanCacheKind : int32_t {
   kLeanDense = 0,   // [B,Hkv,S,D]
   kLeanRagged = 1,  // [Hkv,total,D]: request b owns positions cu_seqlens[b] .. cu_seqlens[b+1]
   kLeanPaged = 2,   // [P,block,Hkv,D]: page j of request b is block_table[b,j]
-};
-
-// Element strides of a tensor with batch, heads and tokens; the innermost stride is 1.
-struct LeanStrides {
-  int64_t batch, head, token;
 };
 
 // Element strides of a cache: position j of request b under key/value head h begins at
@@ -54,7 +51,7 @@ struct LeanAttentionArgs {
   const void* query;          // T [B,H,Nq,D]; packed with new_key and new_value, all three have the strides of the whole
   const void* key_cache;      // T
   const void* value_cache;    // T
-  LeanStrides query_strides;
+  Strides query_strides;
   LeanCacheStrides key_strides, value_strides;
   int32_t key_width, value_width;  // D, Dv
   float scale;     // of the logits, never 0
@@ -63,7 +60,7 @@ struct LeanAttentionArgs {
   void* output;               // T [B,H,Nq,Dv]
   float* lse;                 // [B,H,Nq], natural logarithm
   const float* sinks;         // [H] or null
-  LeanStrides output_strides, lse_strides;
+  Strides output_strides, lse_strides;
 
   // Rotary encoding of query and new_key at the tokens' positions: pairs of the first 2 * rotary_half columns turn, in
   // float32, and are rounded to T. rotary_half 0: none. Positions beyond the tables take their last row.
@@ -72,7 +69,7 @@ struct LeanAttentionArgs {
   int32_t rotary_half, rotary_positions;
   const void* new_key;        // T [B,Hkv,Nq,D] with append, else null
   const void* new_value;      // T [B,Hkv,Nq,Dv] with append, else null
-  LeanStrides new_key_strides, new_value_strides;
+  Strides new_key_strides, new_value_strides;
   void* key_cache_out;        // T with append, else null; may be key_cache
   void* value_cache_out;      // T with append, else null; may be value_cache
 

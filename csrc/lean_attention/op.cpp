@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/cpu_isa.h"
+#include "core/integers.h"
 #include "core/op_specs.h"
 #include "lean_attention/schedule.h"
 #ifdef LEANFLEET_CUDA
@@ -29,11 +30,6 @@ namespace {
 
 constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page ids are int32 in the kernels
 constexpr int64_t kMaxWidth = int64_t{1} << 28;      // and bytes of a row
-
-LeanStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
-  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
-  return {strides.batch, strides.head, strides.token};
-}
 
 // Everything but the plan and the workspace.
 LeanAttentionArgs make_args(const Call& call) {
@@ -60,11 +56,11 @@ LeanAttentionArgs make_args(const Call& call) {
   args.sin_cache = call.inputs[kSinCache].as<const float>();
 
   const bool packed = call.attrs[kAttrPackedQkv].i != 0;  // heads: those of the query, of new_key, of new_value
-  args.query_strides = strides_of(bnhd, packed ? h + 2 * hkv : h, nq, d);
-  args.output_strides = strides_of(bnhd, h, nq, dv);
-  args.lse_strides = strides_of(bnhd, h, nq, 1);
-  args.new_key_strides = packed ? args.query_strides : strides_of(bnhd, hkv, nq, d);
-  args.new_value_strides = packed ? args.query_strides : strides_of(bnhd, hkv, nq, dv);
+  args.query_strides = head_token_strides(bnhd, packed ? h + 2 * hkv : h, nq, d);
+  args.output_strides = head_token_strides(bnhd, h, nq, dv);
+  args.lse_strides = head_token_strides(bnhd, h, nq, 1);
+  args.new_key_strides = packed ? args.query_strides : head_token_strides(bnhd, hkv, nq, d);
+  args.new_value_strides = packed ? args.query_strides : head_token_strides(bnhd, hkv, nq, dv);
   if (packed && args.query != nullptr) {
     const int64_t head = args.query_strides.head * element_size(call.inputs[kQuery].dtype);
     args.new_key = static_cast<const char*>(args.query) + h * head;
@@ -275,10 +271,10 @@ constexpr int kRangesPerThread = 4, kWorkPerRange = 8;
 // How a CPU cuts the work. Many rows share the transposed keys of a tile.
 LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
   constexpr int32_t kRowTile = 96;
-  const int32_t rows = args.group * args.tokens, row_tiles = (rows + kRowTile - 1) / kRowTile;
+  const int32_t rows = args.group * args.tokens, row_tiles = ceil_div(rows, kRowTile);
   LeanPlan plan;
   plan.key_tile = 128;
-  plan.row_tile = row_tiles == 1 ? rows : ((rows + row_tiles - 1) / row_tiles + 5) / 6 * 6;
+  plan.row_tile = row_tiles == 1 ? rows : (ceil_div(rows, row_tiles) + 5) / 6 * 6;
   plan.unit_overhead = 0;
   plan.max_ranges = kRangesPerThread * threads;
   plan.min_range_work = 1;
@@ -290,7 +286,7 @@ LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
 void copy_cache(Threads& threads, const void* from, void* to, int64_t bytes) {
   constexpr int64_t kChunk = 1 << 20;
   if (from == to) return;
-  parallel_for(threads, (bytes + kChunk - 1) / kChunk, [&](int64_t i) {
+  parallel_for(threads, ceil_div(bytes, kChunk), [&](int64_t i) {
     std::memcpy(static_cast<char*>(to) + i * kChunk, static_cast<const char*>(from) + i * kChunk,
                 std::min(kChunk, bytes - i * kChunk));
   });

@@ -18,7 +18,7 @@ struct Row {
 template <class T>
 __device__ __forceinline__ Row<T> row_of(const LeanAttentionArgs& args, int b, int row, int token) {
   const bool is_query = row < args.heads;
-  const LeanStrides& strides = is_query ? args.query_strides : args.new_key_strides;
+  const Strides& strides = is_query ? args.query_strides : args.new_key_strides;
   const int64_t at = b * strides.batch + (is_query ? row : row - args.heads) * strides.head + token * strides.token;
   return {static_cast<const T*>(is_query ? args.query : args.new_key) + at,
           static_cast<T*>(is_query ? args.rotated_query : args.rotated_key) + at};

@@ -17,25 +17,13 @@
 
 #include <cstdint>
 
+#include "core/integers.h"
 #include "lean_attention/lean_attention.h"
 
-#if defined(__CUDACC__)
-#define LEANFLEET_HD __host__ __device__ __forceinline__
-#else
-#define LEANFLEET_HD inline
-#endif
-// In a namespace of its own for each instruction set, as core/simd.h explains.
-#if defined(LEANFLEET_ISA)
-#define LEANFLEET_SCHEDULE_NAMESPACE leanfleet::LEANFLEET_ISA
-#else
-#define LEANFLEET_SCHEDULE_NAMESPACE leanfleet
-#endif
-
-namespace LEANFLEET_SCHEDULE_NAMESPACE {
+namespace LEANFLEET_HD_NAMESPACE {
 
 LEANFLEET_HD int32_t lean_min(int32_t a, int32_t b) { return a < b ? a : b; }
 LEANFLEET_HD int32_t lean_max(int32_t a, int32_t b) { return a > b ? a : b; }
-LEANFLEET_HD int32_t lean_clamp(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 
 // A request after clamping, whatever seq_lens, query_lens and cu_seqlens hold.
 struct LeanRequest {
@@ -49,11 +37,11 @@ LEANFLEET_HD LeanRequest lean_request(const LeanAttentionArgs& args, int32_t b) 
   int32_t capacity = args.capacity;
   request.start = 0;
   if (args.cache_kind == kLeanRagged) {
-    request.start = lean_clamp(args.cu_seqlens[b], 0, capacity);
-    capacity = lean_max(lean_clamp(args.cu_seqlens[b + 1], 0, capacity), request.start) - request.start;
+    request.start = clamped_offset(args.cu_seqlens, b, capacity);
+    capacity = lean_max(clamped_offset(args.cu_seqlens, b + 1, capacity), request.start) - request.start;
   }
-  request.keys = args.seq_lens != nullptr ? lean_clamp(args.seq_lens[b], 0, capacity) : capacity;
-  request.tokens = lean_min(args.query_lens != nullptr ? lean_clamp(args.query_lens[b], 0, args.tokens) : args.tokens,
+  request.keys = args.seq_lens != nullptr ? clamp(args.seq_lens[b], 0, capacity) : capacity;
+  request.tokens = lean_min(args.query_lens != nullptr ? clamp(args.query_lens[b], 0, args.tokens) : args.tokens,
                             request.keys);
   return request;
 }
@@ -71,7 +59,7 @@ LEANFLEET_HD LeanSpan lean_token_keys(const LeanAttentionArgs& args, const LeanR
 }
 
 LEANFLEET_HD int32_t lean_row_tiles_of(const LeanAttentionArgs& args, int32_t row_tile) {
-  return static_cast<int32_t>((static_cast<int64_t>(args.group) * args.tokens + row_tile - 1) / row_tile);
+  return static_cast<int32_t>(ceil_div(static_cast<int64_t>(args.group) * args.tokens, row_tile));
 }
 
 LEANFLEET_HD int32_t lean_row_tiles(const LeanAttentionArgs& args) { return lean_row_tiles_of(args, args.plan.row_tile); }
@@ -275,4 +263,4 @@ LEANFLEET_HD LeanSegment lean_segment(const LeanAttentionArgs& args, const LeanU
   return lean_segment_of(args, unit, share, work, ranges, range);
 }
 
-}  // namespace LEANFLEET_SCHEDULE_NAMESPACE
+}  // namespace LEANFLEET_HD_NAMESPACE

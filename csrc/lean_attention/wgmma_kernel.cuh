@@ -85,8 +85,8 @@ struct WarpgroupConsumer {
       if (rows.begin < rows.end)
         tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
       const LeanSpan mine = keys_of_tokens(args, work.unit.request, tokens).seen, all = work.segment.tiles;
-      const LeanSpan tiles = {lean_clamp(mine.begin / kTokens, all.begin, all.end),
-                              lean_clamp((mine.end + kTokens - 1) / kTokens, all.begin, all.end)};
+      const LeanSpan tiles = {clamp(mine.begin / kTokens, all.begin, all.end),
+                              clamp(ceil_div(mine.end, kTokens), all.begin, all.end)};
       skip(tiles.begin - all.begin);
       if (tiles.begin < tiles.end) consume(tiles, work, o);
       skip(all.end - lean_max(tiles.begin, tiles.end));

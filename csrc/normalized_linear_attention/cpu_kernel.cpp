@@ -46,7 +46,7 @@ Item item_at(const LinearScan& scan, int64_t index) {
 
 int64_t token_at(const LinearScan& scan, int64_t i) { return scan.reverse ? scan.tokens - 1 - i : i; }
 
-int64_t offset_of(const TokenStrides& strides, int64_t batch, int64_t head, int64_t token) {
+int64_t offset_of(const Strides& strides, int64_t batch, int64_t head, int64_t token) {
   return batch * strides.batch + head * strides.head + token * strides.token;
 }
 

@@ -5,15 +5,12 @@
 
 #include <cstdint>
 
+#include "core/strides.h"
+
 namespace leanfleet {
 
 struct CudaTarget;
 class Workspace;
-
-// Element strides of a [B,heads,N,width] or, with width 1, of a [B,heads,N] tensor in the call's layout.
-struct TokenStrides {
-  int64_t batch, head, token;
-};
 
 // Where final_count stays once it gets there.
 constexpr int64_t kMaxCount = INT32_MAX;
@@ -26,7 +23,7 @@ struct NormalizedLinearInputs {
   float eps;
   int64_t batch, heads, kv_heads, tokens, dim, value_dim;  // B, H, Hkv, N, D, Dv; H is a multiple of Hkv
   // output_strides are those of grad_output too; normalizer_strides have width 1.
-  TokenStrides query_strides, key_strides, value_strides, output_strides, normalizer_strides;
+  Strides query_strides, key_strides, value_strides, output_strides, normalizer_strides;
 };
 
 // o_i = f_i / g_i (LA eq. 4); |g_i| is held at eps or more in the division, its sign kept.
@@ -73,13 +70,13 @@ enum class RowKind : int32_t {
 // One of x, y and z: rows of a T tensor [B, Hkv * per_head, N, width], times scale, and one more element.
 struct ScanRows {
   const void* data;
-  TokenStrides strides;
+  Strides strides;
   int64_t width, per_head;
   RowKind kind;
   float scale, extra;
   const void* output;  // kWeighted: the forward's, strided as data
   const float* normalizer;
-  TokenStrides normalizer_strides;
+  Strides normalizer_strides;
 };
 
 // A worker's scratch, as offsets in floats. T = block_tokens, m = per_head, W = range_width.
@@ -102,10 +99,10 @@ struct LinearScan {
   int64_t batch, kv_heads, tokens;
   ScanRows x, y, z;     // y and z have the same per_head
   void* out;            // T [B, Hkv * x.per_head, N, z.width]
-  TokenStrides out_strides;
+  Strides out_strides;
   float out_scale;
   float* normalizer;    // takes row_sum, by which out is then divided; or null
-  TokenStrides normalizer_strides;
+  Strides normalizer_strides;
   ScanRows source;      // the rows that out is the gradient of, where db or kUnit needs them, else data is null
   const float *initial_state, *initial_y_sum, *initial_z_sum;  // null: 0
   const int32_t* initial_count;

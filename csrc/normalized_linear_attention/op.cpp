@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/cpu_isa.h"
+#include "core/integers.h"
 #include "core/op_specs.h"
 
 #ifdef LEANFLEET_CUDA
@@ -26,14 +27,6 @@ constexpr int64_t kCudaMaxWidth = 256;  // of rows that the chunked scans multip
 #endif
 constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
 constexpr int64_t kPackingColumns = 8;      // reading a token costs a range as much as this many more columns
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
-TokenStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
-  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
-  return {strides.batch, strides.head, strides.token};
-}
 
 // Columns are divided before tokens are: ranges of columns only repeat the packing, segments of a causal scan also
 // repeat the sums. A range holds whole rows of out where the gradient of unit rows needs them.
@@ -104,7 +97,7 @@ void run_scan(const LinearScan& scan, Threads& threads) {
   parallel_for(threads, scan.workers, [&](int64_t i) { task(scan, ScanPhase::kScan, i); });
 }
 
-ScanRows rows_of(const void* data, const TokenStrides& strides, int64_t width, int64_t per_head, RowKind kind) {
+ScanRows rows_of(const void* data, const Strides& strides, int64_t width, int64_t per_head, RowKind kind) {
   ScanRows rows = {};
   rows.data = data;
   rows.strides = strides;
@@ -176,11 +169,11 @@ NormalizedLinearInputs inputs_of(const Call& call) {
   in.tokens = call.dims[forward::kDimN];
   in.dim = call.dims[forward::kDimD];
   in.value_dim = call.dims[forward::kDimDv];
-  in.query_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.dim);
-  in.key_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.dim);
-  in.value_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.value_dim);
-  in.output_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.value_dim);
-  in.normalizer_strides = strides_of(call.bnhd(), in.heads, in.tokens, 1);
+  in.query_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.dim);
+  in.key_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.dim);
+  in.value_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.value_dim);
+  in.output_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.value_dim);
+  in.normalizer_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, 1);
   return in;
 }
 

@@ -4,6 +4,7 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "core/integers.h"
 #include "core/op.h"
 #include "normalized_linear_attention/step.h"
 
@@ -174,7 +175,7 @@ int launch(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, 
   const NormalizedLinearInputs& in = args.in;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const auto grid = [&](int columns) {
-    return dim3(static_cast<unsigned>((in.value_dim + columns - 1) / columns), static_cast<unsigned>(in.kv_heads),
+    return dim3(static_cast<unsigned>(ceil_div(in.value_dim, columns)), static_cast<unsigned>(in.kv_heads),
                 static_cast<unsigned>(in.batch));
   };
   constexpr int kMaxGroup = static_cast<int>(kStepMaxGroup);

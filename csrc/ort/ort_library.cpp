@@ -34,9 +34,7 @@ constexpr const char* kOldestRuntime = "1.18";
 // in 1.24) or an output at the end (1.28); there the shapes that the model itself declares have to do.
 constexpr int kFirstMinorWithSafeInference = 28;
 
-size_t aligned(size_t bytes) {
-  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-}
+size_t aligned(size_t bytes) { return round_up(bytes, kWorkspaceAlignment); }
 
 // ---- Memory and threads of one invocation
 

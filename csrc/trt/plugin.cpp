@@ -20,7 +20,7 @@ constexpr int64_t kUnknown = -1;
 // Stands for a GPU that is not there, when an engine is built on another machine: as many multiprocessors as any has.
 constexpr CudaTarget kAnyDevice = {nullptr, 0, 192, 90};
 
-size_t aligned(size_t bytes) { return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment; }
+size_t aligned(size_t bytes) { return round_up(bytes, kWorkspaceAlignment); }
 
 bool from_trt(DataType type, DType* dtype) {
   switch (type) {
