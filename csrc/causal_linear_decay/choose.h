@@ -31,7 +31,7 @@ struct RecurrenceSplit {
   double time;   // in tokens of a unit that is alone where it runs
 };
 
-constexpr int64_t kRecurrenceNarrowWidth = 16;  // of R: a unit is a warp; above it a block
+constexpr int64_t kRecurrenceNarrowWidth = 16;  // of R: a unit is a warp; above it a CTA
 constexpr int kRecurrenceNarrowColumns = 64;
 
 // The split that takes least time.
@@ -43,7 +43,7 @@ inline RecurrenceSplit recurrence_split(const DecayShape& s) {
   const int64_t blocks = s.requests * ceil_div(s.value_width, columns);
   const auto deep = [&](int64_t units) {
     const double each = double(ceil_div(units, at_once));
-    return each > 1.0 && s.key_width <= 128 ? 0.85 * each : each;  // two blocks an SM hide some of each other's waiting
+    return each > 1.0 && s.key_width <= 128 ? 0.85 * each : each;  // two CTAs an SM hide some of each other's waiting
   };
   RecurrenceSplit best = {columns, 1, deep(blocks * s.heads) * double(s.tokens)};
   for (int64_t n = 2; n <= kMaxSegments && n <= s.tokens / kMinSegmentTokens; ++n) {
@@ -74,7 +74,7 @@ inline double recurrence_microseconds(const DecayShape& s) {
   return begin + token * recurrence_split(s).time;
 }
 
-// What the chunked kernels take, fitted in the same way: in microseconds, before they begin; what a block costs that has to
+// What the chunked kernels take, fitted in the same way: in microseconds, before they begin; what a CTA costs that has to
 // wait for its turn; a chunk of 64 tokens, and what its keys of 128 add; how much longer a walk over segments takes; parts of
 // the keys that are scanned one after the other (in 16 bits on mma.sync they are in the costs), each with its share of `begin`.
 struct ChunkCosts {

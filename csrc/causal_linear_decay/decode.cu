@@ -1,9 +1,9 @@
 // CausalLinearDecay for few tokens a request: the state is read once into registers, takes the tokens one after the other,
-// and is written once, perhaps where it was. A block has a request, a key/value head and 32 columns of the state. All loads
+// and is written once, perhaps where it was. A CTA has a request, a key/value head and 32 columns of the state. All loads
 // of the state are on their way before anything is computed.
 //
 // One token has a kernel of its own, which needs few registers: its time is that of moving the state, for which many
-// blocks must be on an SM.
+// CTAs must be on an SM.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -19,7 +19,7 @@ namespace leanfleet {
 namespace {
 
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int kColumns = 32;          // of a block
+constexpr int kColumns = 32;          // of a CTA
 constexpr int kColumnLanes = 8;       // of four columns each
 constexpr int kThreadRows = 8;        // of a thread
 constexpr int kStepBlocks = 8;        // of few threads on an SM, one token

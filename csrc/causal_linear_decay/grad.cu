@@ -32,7 +32,7 @@ struct DecayGradSums {
   double* partial;  // [Hkv][B][segments]: sums over tokens; null: per token
 };
 
-// <dS_N, S_N> of a (request, head) a block.
+// <dS_N, S_N> of a (request, head) a CTA.
 __global__ void __launch_bounds__(kThreads) StateDotKernel(const float* a, const float* b, int64_t floats, float* out) {
   __shared__ double shared[kThreads];
   const int64_t base = static_cast<int64_t>(blockIdx.x) * floats;
@@ -60,7 +60,7 @@ __device__ __forceinline__ Span request_of(const DecayInputs& in, int64_t token,
   return {offset(low), offset(low + 1)};
 }
 
-// A block: (segment, head, batch row), tokens from its end to its begin, kThreads at a time.
+// A CTA: (segment, head, batch row), tokens from its end to its begin, kThreads at a time.
 __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constant__ DecayGradSums sums) {
   __shared__ double shared[kThreads];
   __shared__ int resets[kThreads];

@@ -1,6 +1,6 @@
 // CausalLinearDecay token by token on CUDA cores, in float32: `causal_dot_product` (also decode steps) and `fleet`.
 //
-// A block has a request, a key/value head and some columns of its state, and walks over the request's tokens in tiles. A
+// A CTA has a request, a key/value head and some columns of its state, and walks over the request's tokens in tiles. A
 // tile's queries and keys wait in shared memory as float32. Where the decays of a tile multiply to no less than e^-20, its
 // queries are multiplied by the decay from the tile's start and its keys divided by it, so that the state itself need not
 // be multiplied token by token: S_t / Γ_t = S_0 + Σ (k_j / Γ_j)ᵀ v_j.
@@ -22,14 +22,14 @@ using namespace tile;
 
 constexpr int kMaxTile = 16;                 // tokens
 constexpr float kLeastTileDecay = -20.0f;    // natural logarithm
-constexpr int kSharedBudget = 96 * 1024;     // bytes; two blocks an SM
+constexpr int kSharedBudget = 96 * 1024;     // bytes; two CTAs an SM
 constexpr int kMaxRowWarps = 4;
 constexpr int kFleetRows = 16;               // ranks of a warp of fleet; twice as many where R is above 256
 
-// How a kernel is laid out; all sizes in elements. Blocks are counted column blocks first, then heads, then requests.
+// How a kernel is laid out; all sizes in elements. CTAs are counted column blocks first, then heads, then requests.
 struct Layout {
   int tile;                       // tokens
-  int row_shift, column_shift;    // rows: a power of two that R fits into, the rest is 0; columns of a block
+  int row_shift, column_shift;    // rows: a power of two that R fits into, the rest is 0; columns of a CTA
   int blocks_of_columns;
   int row_lanes;                  // causal_dot_product: lanes of a warp that share a column
   int partials;                   // fleet: warps, whose outputs are added up in their order
@@ -123,14 +123,14 @@ struct Tile {
       const T* const from = rows + first * stride;
       for (int i = threadIdx.x; i < tokens << (shift - kShift); i += blockDim.x) {
         const int t = i >> (shift - kShift), at = (i << kShift) & ((1 << shift) - 1);
-        if (at < width) copy_async(to + static_cast<uint32_t>(i << kShift) * sizeof(T), from + t * stride + at, 16);
+        if (at < width) cp_async(to + static_cast<uint32_t>(i << kShift) * sizeof(T), from + t * stride + at, 16);
       }
       to += static_cast<uint32_t>((layout.tile << shift) * sizeof(T));
     });
-    copies_commit();
+    cp_async_commit();
   }
 
-  // The tile at `first` as float32 with the decay's factors; returns its tokens. All threads of the block call it.
+  // The tile at `first` as float32 with the decay's factors; returns its tokens. All threads of the CTA call it.
   __device__ __forceinline__ int unpack(int64_t first, int buffer) const {
     const DecayInputs& in = args.in;
     const int tokens = static_cast<int>(end - first < layout.tile ? end - first : layout.tile);
@@ -158,7 +158,7 @@ struct Tile {
       }
       if (t == 0) total[0] = scaled ? expf(last) : 1.0f, total[1] = scaled;
     }
-    if (layout.raw) copies_wait();
+    if (layout.raw) cp_async_wait();
     __syncthreads();
     const T* copied = reinterpret_cast<const T*>(raw) + buffer * raw_elements(layout, group);
     float* to = query;
@@ -225,7 +225,7 @@ struct Tile {
     }
   }
 
-  // Whether this block is the last of its head to get here: the others have read the initial norm.
+  // Whether this CTA is the last of its head to get here: the others have read the initial norm.
   __device__ __forceinline__ bool arrives_last(uint32_t* tickets, int* last) const {
     __syncthreads();
     if (threadIdx.x == 0) {
@@ -250,7 +250,7 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
   const Tile<T> tile(args, layout, shared);
   const int R = static_cast<int>(args.in.key_width), V = static_cast<int>(args.in.value_width);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, lanes = layout.row_lanes;
-  const int row_lane = lane % lanes, mine = (warp * (32 / lanes) + lane / lanes) * 4;  // first column, of the block's
+  const int row_lane = lane % lanes, mine = (warp * (32 / lanes) + lane / lanes) * 4;  // first column, of the CTA's
   const int64_t column = tile.column + mine, row = tile.state_row();
   const bool vectors = V % 4 == 0 && layout.whole_states;
   const auto row_at = [&](int quad) { return (quad * lanes + row_lane) * 4; };

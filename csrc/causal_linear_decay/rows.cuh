@@ -14,7 +14,7 @@
 // than e^-30.
 //
 // Where there are too few heads to fill the device, tokens are cut into segments: a first pass computes what each but the
-// last adds to the state, and every block of the second adds up what came before it.
+// last adds to the state, and every CTA of the second adds up what came before it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -52,7 +52,7 @@ struct RowsPlan {
   int64_t query_step, key_step, value_step, out_step;  // bytes from one row to the next that a staging thread has
 };
 
-// The warps that compute, and how a block's shared memory is cut. All sizes in floats.
+// The warps that compute, and how a CTA's shared memory is cut. All sizes in floats.
 template <int kRankWarps, int kColumnWarps>
 struct BlockShape {
   static constexpr int kRanks = 32 * kRankWarps, kColumns = 32 * kColumnWarps;
@@ -165,7 +165,7 @@ __device__ __forceinline__ void forget(float (&state)[kRanks][kColumns], float d
     for (int c = 0; c < kColumns; ++c) state[r][c] *= decay;
 }
 
-// A block's place in the call.
+// A CTA's place in the call.
 struct Part {
   int column, head, kv_head, segment;
   int64_t request, batch, begin, end;  // tokens

@@ -23,14 +23,14 @@ __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool hold
 __device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
-// Barriers in shared memory: arrivals of a phase, and a wait for the phase of this parity to end.
-__device__ __forceinline__ void barrier_init(uint32_t barrier, int count) {
+// mbarriers: arrivals of a phase, and a wait for the phase of this parity to end.
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier, int count) {
   asm volatile("mbarrier.init.shared.b64 [%0], %1;" ::"r"(barrier), "r"(count) : "memory");
 }
-__device__ __forceinline__ void barrier_arrive(uint32_t barrier) {
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0];\n}" ::"r"(barrier) : "memory");
 }
-__device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) {
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity) {
   uint32_t done;
   do {
 #if __CUDA_ARCH__ >= 900
@@ -42,11 +42,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 #endif
   } while (!done);
 }
-__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
                : "memory");
 }
-__device__ __forceinline__ void barrier_arrive_times(uint32_t barrier, uint32_t times) {
+__device__ __forceinline__ void mbarrier_arrive_times(uint32_t barrier, uint32_t times) {
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(times) : "memory");
 }
 }  // namespace tile

@@ -1,4 +1,4 @@
-// The kernel of chunk_scan.h with mma.sync. A block owns the state of a head, or some of its columns, as fp32
+// The kernel of chunk_scan.h with mma.sync. A CTA owns the state of a head, or some of its columns, as fp32
 // accumulators in registers, and walks over the tokens of a segment in chunks:
 //
 //   P = (X Yᵀ ⊙ D)            shared by the warps, rounded to 16 bits in shared memory
@@ -100,7 +100,7 @@ __device__ __forceinline__ int request_before(const ChunkScan& scan, int token) 
   return low;
 }
 
-// What a block works on, step by step in scan order: pieces, which are what a segment has of a request; their chunks;
+// What a CTA works on, step by step in scan order: pieces, which are what a segment has of a request; their chunks;
 // and for each chunk the heads of y that go into it.
 struct Cursor {
   Span segment, piece, request_span;
@@ -305,7 +305,7 @@ __device__ __forceinline__ void write_state(const float (&state)[kWidth / 8][4],
     }
 }
 
-// The work of a block: segment `segment`, in scan order, of a head, and a slice of kColumns columns of Z.
+// The work of a CTA: segment `segment`, in scan order, of a head, and a slice of kColumns columns of Z.
 template <class T, int kTokens, int kColumns>
 struct Site {
   const ChunkScan& scan;
@@ -467,7 +467,7 @@ struct Site {
 };
 
 template <class S, class T>
-struct Block : Site<T, S::kTokens, S::kColumns> {
+struct Cta : Site<T, S::kTokens, S::kColumns> {
   using Base = Site<T, S::kTokens, S::kColumns>;
   using Base::scan, Base::pass, Base::batch, Base::x_head, Base::state_head, Base::slice, Base::segment;
   using Base::slot, Base::state_row, Base::out_row, Base::row_dot_at;
@@ -511,7 +511,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
       if constexpr (kPlanes == 1) {
         if (aligned) {
           const bool read = there && chunk * 8 < width;
-          copy_async(at, read ? row_from : static_cast<const T*>(x.data), read ? 16 : 0);
+          cp_async(at, read ? row_from : static_cast<const T*>(x.data), read ? 16 : 0);
           continue;
         }
       }
@@ -540,7 +540,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
     for (int row = lane; row < kTokens; row += 32) {
       const bool there = begin + row < end;
       const float* from = factor.data + batch * factor.batch + head * factor.head + (begin + row) * factor.token;
-      copy_async_4(shared_address(&small.raw[buffer][kind][row]), there ? from : factor.data, there ? 4 : 0);
+      cp_async_4(shared_address(&small.raw[buffer][kind][row]), there ? from : factor.data, there ? 4 : 0);
     }
   }
 
@@ -564,7 +564,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
             const bool there = begin + row < end && token < last;
             const float* from =
                 scan.log_decay + batch * scan.decay_batch + state_head * scan.decay_head + token * scan.decay_token;
-            copy_async_4(shared_address(&small.raw[buffer][0][row]), there ? from : scan.log_decay, there ? 4 : 0);
+            cp_async_4(shared_address(&small.raw[buffer][0][row]), there ? from : scan.log_decay, there ? 4 : 0);
           }
         }
         if (pass == kOutputs) {
@@ -576,7 +576,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
         load_factor(buffer, 5, scan.z_factor, y_head, begin, end);
       }
     }
-    copies_commit();
+    cp_async_commit();
   }
 
   // By warp 0.
@@ -1018,7 +1018,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
     int stage = 0, buffer = 0;
 #pragma unroll 1
     for (; at.valid; at.next(scan, kTokens)) {
-      copies_wait();
+      cp_async_wait();
       __syncthreads();
       ahead.next(scan, kTokens);
       if (stages > 1) load(ahead, stage ^ 1, buffer ^ 1);
@@ -1063,7 +1063,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
       }
       buffer ^= 1;
     }
-    copies_wait();
+    cp_async_wait();
   }
 
   __device__ __forceinline__ void finish_rows(const Cursor& at, uint32_t tiles, float (&o)[kTokens / 8][4]) {
@@ -1094,9 +1094,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const bool source = scan.row_dot != nullptr;
   const int stage_bytes = S::kPlanes * (2 * S::kWidePlane + (source ? 2 : 1) * S::kNarrowPlane);
   auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * stage_bytes + S::kPlanes * S::kScorePlane);
-  Block<S, T> block{{scan, pass, blockIdx.x}, stages, aligned, shared_address(shared), small,
+  Cta<S, T> cta{{scan, pass, blockIdx.x}, stages, aligned, shared_address(shared), small,
                     static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32)};
-  block.run();
+  cta.run();
 }
 
 // Compiled by chunk_scan_launch.cu.in, a source file a type.

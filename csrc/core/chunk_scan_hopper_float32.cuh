@@ -61,7 +61,7 @@ struct Float32Shape {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 template <class S>
-struct Float32Block : Site<float, S::kTokens, S::kColumns> {
+struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
   using Base = Site<float, S::kTokens, S::kColumns>;
   using Base::scan, Base::batch, Base::x_head, Base::state_head, Base::slice, Base::out_row, Base::row_dot_at;
   using Table = typename S::Table;
@@ -82,19 +82,19 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
   // where those have read, else one for all. After __syncwarp one would always do, but racecheck does not follow that order.
   static __device__ __forceinline__ void arrive_warp(uint64_t& barrier, bool each = true) {
     __syncwarp();
-    if (each || threadIdx.x % 32 == 0) hopper::barrier_arrive_times(shared_address(&barrier), each ? 1 : 32);
+    if (each || threadIdx.x % 32 == 0) hopper::mbarrier_arrive_times(shared_address(&barrier), each ? 1 : 32);
   }
   static __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
-    barrier_wait(shared_address(&barrier), parity);
+    mbarrier_wait(shared_address(&barrier), parity);
   }
 
   __device__ __forceinline__ bool decays() const { return scan.log_decay != nullptr; }
   // Sums of segments without decay need none.
   __device__ __forceinline__ bool with_tables() const { return kOut || decays(); }
   // Whether who loads Y looks at them too, and whether who loads Y or Z does.
-  __device__ __forceinline__ bool weighs_y() const { return decays() && (!kOut || scan.row_sums); }
+  __device__ __forceinline__ bool scales_y() const { return decays() && (!kOut || scan.row_sums); }
   __device__ __forceinline__ bool loads_with_table() const {
-    return updates() && (kOut ? weighs_y() || scan.rank1 : decays());
+    return updates() && (kOut ? scales_y() || scan.rank1 : decays());
   }
   static __device__ __forceinline__ float constant_of(const ChunkFactor& factor) {
     return factor.times != nullptr ? factor.scale * *factor.times : factor.scale;
@@ -276,7 +276,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         place += L::kRows * 128, place_apart += L::kRows * 128;
       }
     }
-    hopper::fence_async();
+    hopper::fence_proxy_async();
     return top;
   }
 
@@ -339,7 +339,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     using Narrow = Lane<S::kColumns>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, first = slice * S::kColumns;
     const bool y_sums = kWithY && updates() && scan.row_sums, z_sums = kWithZ && updates() && scan.rank1;
-    const bool needs_table = loads_with_table(), decayed = weighs_y();
+    const bool needs_table = loads_with_table(), decayed = scales_y();
     const float y_rank1 = scan.rank1 ? constant_of(scan.y_rank1) : 0.0f;
     float count = 0.0f;
     double log2_kept = 0.0;
@@ -501,21 +501,21 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     float s[8][4], sums[2] = {0.0f, 0.0f};
     if (scan.causal) {
       wait(small.y_full[buffer], parity2);
-      const uint32_t x = hopper::describe(x_tile(), 0), y = hopper::describe(y_tile(buffer), 0);
-      hopper::products_begin();
+      const uint32_t x = hopper::make_smem_descriptor(x_tile(), 0), y = hopper::make_smem_descriptor(y_tile(buffer), 0);
+      hopper::warpgroup_arrive();
       const auto product = [&](int x_plane, int y_plane, bool first) {
 #pragma unroll
         for (int k = 0; k < kWidth / 16; ++k) {
           const int step = (k / 4 * S::kBox + k % 4 * 32) / 16;
-          hopper::product_of_tiles(Plane{}, s, x + x_plane * (S::kWidePlane / 16) + step,
+          hopper::wgmma_ss(Plane{}, s, x + x_plane * (S::kWidePlane / 16) + step,
                                    y + y_plane * (S::kWidePlane / 16) + step, !first || k > 0);
         }
       };
       product(0, 2, true), product(1, 1, false), product(2, 0, false), product(0, 1, false), product(1, 0, false);
       product(0, 0, false);
-      hopper::products_commit();
-      hopper::products_wait<0>();
-      hopper::products_keep(s);
+      hopper::warpgroup_commit();
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(s);
       arrive_warp(small.y_empty[buffer], scan.row_sums);
     }
     // Rows lane / 4 and the eighth after it of the warp's 16.
@@ -547,7 +547,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       if (scan.divide) scale /= fabsf(sum) < scan.eps ? (sum < 0.0f ? -scan.eps : scan.eps) : sum;
     }
     if (lane % 4 < 2) small.out_scale[buffer][row + 8 * (lane % 2)] = scale;
-    hopper::fence_async();
+    hopper::fence_proxy_async();
     arrive_warp(small.p_full);
   }
 
@@ -610,54 +610,54 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       uint32_t(&l)[2][4] = low[step % kBuffers];
       uint32_t(&h)[4] = high[kMadeTwice ? step % kBuffers : step];
       if (step >= kBuffers) {
-        hopper::products_wait<kBuffers - 1>();
-        hopper::operands_change(l);
-        if constexpr (kMadeTwice) hopper::operands_change(high);
+        hopper::warpgroup_wait<kBuffers - 1>();
+        hopper::fence_operands_for_write(l);
+        if constexpr (kMadeTwice) hopper::fence_operands_for_write(high);
       }
       make(step, h, l[0], l[1]);
       const uint32_t of_step = b + at(step);
-      hopper::products_begin();
-      hopper::product<kRowsSummed>(Plane{}, c, h, of_step + 2 * kNext, step > 0);
-      hopper::product<kRowsSummed>(Plane{}, c, l[0], of_step + kNext, 1);
-      hopper::product<kRowsSummed>(Plane{}, c, l[1], of_step, 1);
-      hopper::product<kRowsSummed>(Plane{}, c, h, of_step + kNext, 1);
-      hopper::product<kRowsSummed>(Plane{}, c, l[0], of_step, 1);
-      hopper::products_commit();
+      hopper::warpgroup_arrive();
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, h, of_step + 2 * kNext, step > 0);
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, l[0], of_step + kNext, 1);
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, l[1], of_step, 1);
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, h, of_step + kNext, 1);
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, l[0], of_step, 1);
+      hopper::warpgroup_commit();
     }
     if constexpr (kMadeTwice) {
       uint32_t twice[2][2][4];
-      hopper::products_wait<0>();
-      hopper::operands_keep(high);
+      hopper::warpgroup_wait<0>();
+      hopper::fence_operands(high);
 #pragma unroll
-      for (int i = 0; i < kBuffers; ++i) hopper::operands_keep(low[i]);
+      for (int i = 0; i < kBuffers; ++i) hopper::fence_operands(low[i]);
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
         uint32_t(&h)[2][4] = twice[step / 2 % 2];
         if (step >= 4) {
-          hopper::products_wait<1>();
-          hopper::operands_change(h);
+          hopper::warpgroup_wait<1>();
+          hopper::fence_operands_for_write(h);
         }
         again(step, h[0]);
         again(step + 1, h[1]);
-        hopper::products_begin();
-        hopper::product<kRowsSummed>(Plane{}, c, h[0], b + at(step), 1);
-        hopper::product<kRowsSummed>(Plane{}, c, h[1], b + at(step + 1), 1);
-        hopper::products_commit();
+        hopper::warpgroup_arrive();
+        hopper::wgmma_rs<kRowsSummed>(Plane{}, c, h[0], b + at(step), 1);
+        hopper::wgmma_rs<kRowsSummed>(Plane{}, c, h[1], b + at(step + 1), 1);
+        hopper::warpgroup_commit();
       }
-      hopper::products_wait<0>();
-      hopper::products_keep(c);
-      hopper::operands_keep(twice[0]);
-      hopper::operands_keep(twice[1]);
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(c);
+      hopper::fence_operands(twice[0]);
+      hopper::fence_operands(twice[1]);
     } else {
-      hopper::products_begin();
+      hopper::warpgroup_arrive();
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) hopper::product<kRowsSummed>(Plane{}, c, high[step], b + at(step), 1);
-      hopper::products_commit();
-      hopper::products_wait<0>();
-      hopper::products_keep(c);
-      hopper::operands_keep(high);
+      for (int step = 0; step < kSteps; ++step) hopper::wgmma_rs<kRowsSummed>(Plane{}, c, high[step], b + at(step), 1);
+      hopper::warpgroup_commit();
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(c);
+      hopper::fence_operands(high);
 #pragma unroll
-      for (int i = 0; i < kBuffers; ++i) hopper::operands_keep(low[i]);
+      for (int i = 0; i < kBuffers; ++i) hopper::fence_operands(low[i]);
     }
   }
 
@@ -682,7 +682,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         wait(small.x_full, parity);
         if (first) {
           multiply<kWidth / 16, false, S::kWidePlane, 2>(
-              o, hopper::describe(x_tile(), 0),
+              o, hopper::make_smem_descriptor(x_tile(), 0),
               [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
@@ -734,7 +734,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
           const bool odd = small.z_odd[warp / kGroups] != 0;
           float sum[8][4];
           multiply<4, false, S::kBox, 1>(
-              sum, hopper::describe(p_tile(), 0),
+              sum, hopper::make_smem_descriptor(p_tile(), 0),
               [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
                 load_columns(step, a, b, c);
                 if (odd) {
@@ -773,7 +773,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         for (int half = 0; half < kHalves; ++half) {
           float sum[kTiles][4];
           multiply<4, true, S::kWidePlane, 1>(
-              sum, hopper::describe(y_tile(buffer) + half * S::kBox, S::kBox),
+              sum, hopper::make_smem_descriptor(y_tile(buffer) + half * S::kBox, S::kBox),
               [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
                 load_columns(step, a, b, c);
                 if (!decays()) return;
@@ -876,7 +876,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       }
     }
     if (threadIdx.x == 0) {
-      const auto init = [](uint64_t& barrier, int warps) { barrier_init(shared_address(&barrier), 32 * warps); };
+      const auto init = [](uint64_t& barrier, int warps) { mbarrier_init(shared_address(&barrier), 32 * warps); };
       const int scorers = kOut ? 4 : 0;
       for (int i = 0; i < 2; ++i) {
         init(small.table_full[i], 1);
@@ -915,8 +915,8 @@ __global__ void __launch_bounds__(Float32Shape<kWidth, kGroups, kPass>::kThreads
   using S = Float32Shape<kWidth, kGroups, kPass>;
   extern __shared__ __align__(1024) char tiles[];
   auto& small = *reinterpret_cast<typename S::Small*>(tiles + S::kTileBytes);
-  const Float32Block<S> block{{scan, S::kOut ? kOutputs : kSegmentSums, blockIdx.x}, small, shared_address(tiles)};
-  block.run();
+  const Float32Cta<S> cta{{scan, S::kOut ? kOutputs : kSegmentSums, blockIdx.x}, small, shared_address(tiles)};
+  cta.run();
 #endif
 }
 

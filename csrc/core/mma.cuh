@@ -2,7 +2,7 @@
 // float32 numbers as sums of three bfloat16 ones.
 //
 // A tile is kRows rows of 16-bit numbers as lines of 64 columns, 128 bytes, ordered [box of 64 columns][row]; the
-// 16-byte chunk c of line n stands at place c ^ (n % 8), the 128-byte swizzle of the tensor copy engine and of wgmma.
+// 16-byte chunk c of line n stands at place c ^ (n % 8), the 128-byte swizzle of TMA and of wgmma.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,14 +22,14 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer) {
 }
 
 // 16 bytes, of which the first `bytes` (0 or 16) are read and the others are 0.
-__device__ __forceinline__ void copy_async(uint32_t to, const void* from, int bytes) {
+__device__ __forceinline__ void cp_async(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copy_async_4(uint32_t to, const void* from, int bytes) {
+__device__ __forceinline__ void cp_async_4(uint32_t to, const void* from, int bytes) {
   asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(to), "l"(from), "r"(bytes) : "memory");
 }
-__device__ __forceinline__ void copies_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-__device__ __forceinline__ void copies_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void cp_async_wait() { asm volatile("cp.async.wait_group 0;" ::: "memory"); }
 
 __device__ __forceinline__ void store_8_bytes(uint32_t to, uint2 x) {
   asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(to), "r"(x.x), "r"(x.y) : "memory");

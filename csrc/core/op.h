@@ -1,4 +1,4 @@
-// The operator interface: what an adapter hands to an operator, and what an operator's folder provides.
+// The operator interface: what an adapter passes to an operator, and what an operator's folder provides.
 #pragma once
 
 #include <cstdint>

@@ -45,7 +45,7 @@ struct Scratch {
   float* maximum;  // [row_tile] of the logits so far
   float* sum;      // [row_tile] of the weights so far, relative to maximum
   float* factor;   // [row_tile] 2^(old maximum - new maximum)
-  void* turned;    // T [D] a row of the query after its rotary encoding
+  void* rotated_query;    // T [D] a row of the query after its rotary embedding
   Tile tiles[2];   // the one that is worked on and the next
 };
 
@@ -70,7 +70,7 @@ int64_t carve(const LeanAttentionArgs& args, char* base, Scratch* scratch) {
   scratch->maximum = floats(rows);
   scratch->sum = floats(rows);
   scratch->factor = floats(rows);
-  scratch->turned = floats(args.rotary_half > 0 ? d : 0);
+  scratch->rotated_query = floats(args.rotary_half > 0 ? d : 0);
   for (Tile& tile : scratch->tiles) {
     tile.keys = reinterpret_cast<const void**>(take((keys + kPad) * 8));
     tile.values = reinterpret_cast<const void**>(take((keys + kPad) * 8));
@@ -223,7 +223,7 @@ void fill(float* out, int64_t n, float value) {
   for (int64_t i = 0; i < n; ++i) out[i] = value;
 }
 
-// A row [D] of query or key after the rotary encoding of its position.
+// A row [D] of query or key after the rotary embedding of its position.
 template <class T>
 void rotate(const LeanAttentionArgs& args, int32_t position, const T* in, T* out) {
   const int64_t half = args.rotary_half, at = lean_min(position, args.rotary_positions - 1) * half;
@@ -619,8 +619,8 @@ int32_t keys_before(const Tile& tile, int32_t position) {
   return low;
 }
 
-// Turns the scores of a tile into weights and updates maximum, sum and factor.
-void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row,
+// The online softmax of a tile: scores become weights; maximum, sum and factor are brought up to date.
+void online_softmax(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row,
             int32_t rows, const Scratch& scratch) {
   const int64_t stride = padded(args.plan.key_tile);
   const int32_t n_padded = round_up(tile.n, kLanes);
@@ -696,7 +696,7 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
     products_with_strips<float>(scratch.query, d, rows, args.key_width, n, scratch.strips, scratch.scores, stride);
   }
 
-  soften(args, unit, tile, first_row, rows, scratch);
+  online_softmax(args, unit, tile, first_row, rows, scratch);
 
   if (words) {
     const auto* const* at = reinterpret_cast<const BFloat16* const*>(tile.values);
@@ -776,8 +776,8 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
     const T* row = static_cast<const T*>(args.query) + row_offset(args, args.query_strides, unit, all.begin + r);
     if (args.rotary_half > 0) {
       const int32_t position = unit.request.keys - unit.request.tokens + (all.begin + r) / args.group;
-      rotate(args, position, row, static_cast<T*>(scratch.turned));
-      row = static_cast<const T*>(scratch.turned);
+      rotate(args, position, row, static_cast<T*>(scratch.rotated_query));
+      row = static_cast<const T*>(scratch.rotated_query);
     }
     to_floats(row, scratch.query + r * d, args.key_width, d, words ? 1.0f : logit_factor(args));
     if (words) to_words(scratch.query + r * d, d);

@@ -67,7 +67,7 @@ __device__ __forceinline__ float2 load_two(const T* from) {
   else return unpack_pair(T{}, *reinterpret_cast<const uint32_t*>(from));
 }
 
-// The rotary encoding of a position.
+// The rotary embedding of a position.
 struct Rotation {
   const float *cosines, *sines;  // [half]
   int half;
@@ -78,7 +78,7 @@ __device__ __forceinline__ Rotation rotation_at(const LeanAttentionArgs& args, i
   return {args.cos_cache + at, args.sin_cache + at, args.rotary_half, args.rotary_interleaved};
 }
 
-// Columns `column`, an even one, and the next of a row [D] of query or new_key after its rotary encoding. kAligned: the row
+// Columns `column`, an even one, and the next of a row [D] of query or new_key after its rotary embedding. kAligned: the row
 // and the tables are aligned to two numbers and half is even.
 template <class T, bool kAligned>
 __device__ __forceinline__ float2 rotate(const Rotation& rotation, const T* row, int column) {
@@ -103,7 +103,7 @@ __device__ __forceinline__ float2 rotate(const Rotation& rotation, const T* row,
     for (int c = 0; c < 2; ++c) {
       const bool second = column + c >= half;
       const int i = second ? column + c - half : column + c;
-      if (i >= half) continue;  // the first column that does not turn
+      if (i >= half) continue;  // the first column that is not rotated
       const float other = as_float(row[second ? i : half + i]);
       result[c] = result[c] * cosines[i] + (second ? other : -other) * sines[i];
     }
@@ -385,9 +385,9 @@ __device__ __forceinline__ int64_t cache_row(const LeanAttentionArgs& args, cons
   return b * strides.batch + head * strides.head + (request.start + static_cast<int64_t>(j)) * strides.token;
 }
 
-// Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row. kTurns: keys after their
-// rotary encoding, by chunks of 16 bytes.
-template <class T, class Chunk, bool kTurns = false>
+// Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row. kRope: keys after their
+// rotary embedding, by chunks of 16 bytes.
+template <class T, class Chunk, bool kRope = false>
 __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t warp, int64_t warps) {
   constexpr int kPerChunk = sizeof(Chunk) / sizeof(T);
   const int lane = threadIdx.x % 32;
@@ -411,7 +411,7 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
       const Chunk* source = reinterpret_cast<const Chunk*>(static_cast<const T*>(rows_from) + from);
       Chunk* target = reinterpret_cast<Chunk*>(static_cast<T*>(rows_to) + to);
       const int chunks = (kind == 0 ? args.key_width : args.value_width) / kPerChunk;
-      if constexpr (kTurns) {
+      if constexpr (kRope) {
         if (kind == 0) {
 #pragma unroll 1
           for (int c = lane; c < chunks; c += 32)
@@ -426,13 +426,13 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
   }
 }
 
-// 8 columns of a new key or value, the key after its rotary encoding (kTurns), which also go to their position in the cache if
+// 8 columns of a new key or value, the key after its rotary embedding (kRope), which also go to their position in the cache if
 // that exists. column: a multiple of 8.
 struct AppendedChunk {
   uint4 data;
   bool exists;
 };
-template <class T, bool kTurns>
+template <class T, bool kRope>
 __device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& args, const LeanUnit& unit, int position,
                                                       bool value, int column) {
   const int token = position - (unit.request.keys - unit.request.tokens);
@@ -443,7 +443,7 @@ __device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& a
                      token * pick(args.new_value_strides.token, args.new_key_strides.token);
   const T* const row = static_cast<const T*>(value ? args.new_value : args.new_key) + at;
   AppendedChunk chunk;
-  if (kTurns && !value) chunk.data = rotated_chunk(rotation_at(args, position), row, column);
+  if (kRope && !value) chunk.data = rotated_chunk(rotation_at(args, position), row, column);
   else chunk.data = *reinterpret_cast<const uint4*>(row + column);
   const LeanCacheStrides strides = {pick(args.value_strides.batch, args.key_strides.batch),
                                     pick(args.value_strides.page, args.key_strides.page),
@@ -531,7 +531,7 @@ __device__ __forceinline__ void write_partial(const LeanAttentionArgs& args, int
 }
 
 // Called by `threads` threads after they have stored a contributor's partial result. True in all of them if every
-// other contributor has stored its own; the ticket is then 0 again. Nobody waits, so that blocks need not run at
+// other contributor has stored its own; the ticket is then 0 again. Nobody waits, so that CTAs need not run at
 // the same time.
 __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int thread, int threads) {
   const uint32_t others = static_cast<uint32_t>(count - 1);

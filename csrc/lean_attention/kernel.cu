@@ -16,7 +16,7 @@ namespace leanfleet {
 
 namespace {
 
-// Kernel with float32 arithmetic on CUDA cores. A block of 4 warps takes tiles of 32 keys through two buffers; warp w
+// Kernel with float32 arithmetic on CUDA cores. A CTA of 4 warps takes tiles of 32 keys through two buffers; warp w
 // has rows w, w + 4, w + 8 and w + 12 of the unit. For the logits a lane is a token, for the output it is a column.
 constexpr int kFloatTokens = 32, kFloatRows = 16, kFloatWarps = 4, kFloatThreads = 32 * kFloatWarps;
 
@@ -71,7 +71,7 @@ struct FloatKernel {
       if constexpr (sizeof(T) == 4) {
         if (by_16_bytes) {
           for (int d = lane * 4; d < width; d += 128)
-            copy_async(shared_address(row + d), from != nullptr ? static_cast<const void*>(from + d) : args.key_cache,
+            cp_async(shared_address(row + d), from != nullptr ? static_cast<const void*>(from + d) : args.key_cache,
                        from != nullptr ? 16 : 0);
           continue;
         }
@@ -212,7 +212,7 @@ __global__ void __launch_bounds__(kFloatThreads)
   });
 }
 
-// Appends only. Prompts: the attention then reads all keys and values from the caches, through the copy engine.
+// Appends only. Prompts: the attention then reads all keys and values from the caches, through TMA.
 template <class T>
 __global__ void __launch_bounds__(256) LeanAttentionAppendKernel(const __grid_constant__ LeanAttentionArgs args) {
   append_all<T, uint4>(args, blockIdx.x * 8 + threadIdx.x / 32, gridDim.x * 8);
@@ -237,7 +237,7 @@ int launch_float(const LeanAttentionArgs& args, bool by_16_bytes, cudaStream_t s
 }
 
 // The architecture that the code loaded on a device was compiled for, such as 90: newer devices without code of their
-// own run that of an older one, which lacks the tensor copy engine.
+// own run that of an older one, which lacks TMA.
 int code_version(int device) {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];
@@ -300,7 +300,7 @@ bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* dat
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The keys of a tile and, for a block with so much shared memory, the slots of the ring.
+// The keys of a tile and, for a CTA with so much shared memory, the slots of the ring.
 void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int shared_bytes) {
   const auto of_tile = [&](auto tile) {
     *key_tile = decltype(tile)::kTokens;
@@ -359,7 +359,7 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   const bool wgmma = cudaGetDevice(&device) == cudaSuccess && takes_wgmma(args, device);
   if (wgmma && plan.row_tile == kWgmmaRows) plan.unit_overhead = kWgmmaUnitOverhead;
   choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
-  // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few multiprocessors idle: up to a
+  // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * lean_row_tiles_of(args, plan.row_tile);
   const int64_t parts = units > 0 ? sm_count / units : 0, busy = parts * units;
@@ -387,7 +387,7 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
     args.key_cache = args.key_cache_out;
     args.value_cache = args.value_cache_out;
   }
-  // Kernels for few rows turn queries and new keys as they read them; for others it is done once, before.
+  // Kernels for few rows rotate queries and new keys as they read them; for others it is done once, before.
   if (args.rotary_half > 0 && (element == 4 || args.plan.row_tile > 16 || args.rotary_half % 2 != 0 ||
                                !aligned(args.cos_cache, 16) || !aligned(args.sin_cache, 16))) {
     const int error = launch_rotate(args, stream);
@@ -420,7 +420,7 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   }
   const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
   // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
-  // contexts in one piece are read faster by the copy engine.
+  // contexts in one piece are read faster by TMA.
   const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width);
   if (args.plan.row_tile == kDirectRows && args.key_width == width && args.value_width == width && width <= 128 &&
       (few_tokens || args.cache_kind == kLeanPaged))

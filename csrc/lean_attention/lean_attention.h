@@ -62,7 +62,7 @@ struct LeanAttentionArgs {
   const float* sinks;         // [H] or null
   Strides output_strides, lse_strides;
 
-  // Rotary encoding of query and new_key at the tokens' positions: pairs of the first 2 * rotary_half columns turn, in
+  // Rotary embedding of query and new_key at the tokens' positions: pairs of the first 2 * rotary_half columns are rotated, in
   // float32, and are rounded to T. rotary_half 0: none. Positions beyond the tables take their last row.
   const float* cos_cache;     // [rotary_positions, rotary_half] or null
   const float* sin_cache;     // the same
@@ -86,7 +86,7 @@ struct LeanAttentionArgs {
   float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
-  void* rotated_query;    // T, query's shape and strides; CUDA with a rotary encoding
+  void* rotated_query;    // T, query's shape and strides; CUDA with a rotary embedding
   void* rotated_key;      // T, new_key's; the same with append
   // Sync words, zero between launches.
   uint32_t* tickets;      // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
@@ -95,8 +95,8 @@ struct LeanAttentionArgs {
 // How CUDA cuts the work of a call of these shapes. forced_ranges: so many shares instead, or 0.
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges);
 
-// Writes the rotary encodings of query and new_key to the scratch for them and makes these the arguments' query and
-// new_key, without a rotary encoding. Returns a cudaError_t.
+// Writes the rotary embeddings of query and new_key to the scratch for them and makes these the arguments' query and
+// new_key, without a rotary embedding. Returns a cudaError_t.
 int launch_rotate(LeanAttentionArgs& args, void* stream);
 
 // Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.

@@ -139,10 +139,10 @@ Status check(const Call& call) {
     if (columns >= kMaxWidth)
       return call.unsupported(std::string(tensor) + " has " + name + " = " + std::to_string(columns) +
                               "; the kernels take fewer than 2^28");
-  const int64_t turned = 2 * call.dims[kDimHalf], width = call.dims[kDimD];
-  if (call.inputs[kCosCache].present() && turned > width)
-    return call.invalid("cos_cache has half = " + std::to_string(call.dims[kDimHalf]) + ", which turns " +
-                        std::to_string(turned) + " columns; query has D = " + std::to_string(width) + ", expected half <= " +
+  const int64_t rotated = 2 * call.dims[kDimHalf], width = call.dims[kDimD];
+  if (call.inputs[kCosCache].present() && rotated > width)
+    return call.invalid("cos_cache has half = " + std::to_string(call.dims[kDimHalf]) + ", which rotates " +
+                        std::to_string(rotated) + " columns; query has D = " + std::to_string(width) + ", expected half <= " +
                         std::to_string(width / 2));
   return {};
 }
@@ -345,7 +345,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 }
 
 #ifdef LEANFLEET_CUDA
-// LEANFLEET_RANGES: another number of ranges than one a multiprocessor, for tests of the schedule on a device.
+// LEANFLEET_RANGES: another number of ranges than one an SM, for tests of the schedule on a device.
 int32_t forced_ranges() {
   const char* text = std::getenv("LEANFLEET_RANGES");
   return text != nullptr ? static_cast<int32_t>(std::clamp(std::atoi(text), 0, 1 << 16)) : 0;

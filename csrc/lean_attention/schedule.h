@@ -106,7 +106,7 @@ LEANFLEET_HD int64_t lean_head_work(const LeanAttentionArgs& args, const LeanReq
   return work;
 }
 
-// Into how many parts each unit of `tiles` tiles is cut if all have so many. Where blocks of a cluster merge a unit, parts are
+// Into how many parts each unit of `tiles` tiles is cut if all have so many. Where CTAs of a cluster merge a unit, parts are
 // halved, so that units of a power of two of them do not lie in two clusters.
 LEANFLEET_HD int32_t lean_equal_parts(const LeanPlan& plan, int32_t tiles) {
   int32_t parts = plan.equal_parts;

@@ -1,4 +1,4 @@
-// LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent block per range of the schedule, as in
+// LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent CTA per range of the schedule, as in
 // mma_kernel.cuh, whose producer and queue it takes over. Two warpgroups compute, each 64 rows of a unit of 128 and all
 // tokens, with wgmma: S = Q K^T from shared memory, O += P V with P in registers.
 //
@@ -50,7 +50,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   swap(w[1], w[3], 2);
 }
 
-// A warpgroup: `group` 0 or 1, with rows 64 * group and on of every unit; `warp` of the block's 8 consumer warps. A
+// A warpgroup: `group` 0 or 1, with rows 64 * group and on of every unit; `warp` of the CTA's 8 consumer warps. A
 // thread has the rows 16 * warp + lane / 4 and 8 more of the unit, and of these columns 8n + 2 * (lane % 4) and the next.
 template <class T, int kWidth>
 struct WarpgroupConsumer {
@@ -73,7 +73,7 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void run() {
     RingPlace queued(0, kQueue);
     Output o;
-    barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+    mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
     if (ring.queue[queued.slot].last != 0) return;
     load_query(ring.queue[queued.slot].unit);
 #pragma unroll 1
@@ -93,12 +93,12 @@ struct WarpgroupConsumer {
       // The next unit's query is on its way while this one's output is written.
       const uint32_t done = ring.queue_empty + queued.slot * 8;
       queued.next();
-      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
       const bool last = ring.queue[queued.slot].last != 0;
       if (!last) load_query(ring.queue[queued.slot].unit);
       finish(work, o);
       if (last) return;
-      barrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
+      mbarrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
     }
   }
 
@@ -116,17 +116,17 @@ struct WarpgroupConsumer {
   // Gives a slot back: 32 arrivals of a warp.
   __device__ __forceinline__ void release(uint32_t empty) const {
     __syncwarp();
-    if (lane == 0) hopper::barrier_arrive_times(empty, 32);
+    if (lane == 0) hopper::mbarrier_arrive_times(empty, 32);
   }
   // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
   // arrival after __syncwarp is as good, but racecheck does not follow it.
   __device__ __forceinline__ void release_values(int of) const {
     if (loads.tensor_maps && !args.append) release(values_empty(of));
-    else barrier_arrive(values_empty(of));
+    else mbarrier_arrive(values_empty(of));
   }
-  // Rows that threads have copied instead of the copy engine, before wgmma reads them.
+  // Rows that threads have copied instead of TMA, before wgmma reads them.
   __device__ __forceinline__ void landed() const {
-    if (!loads.whole_tiles) hopper::fence_async();
+    if (!loads.whole_tiles) hopper::fence_proxy_async();
   }
 
   // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full. Read by the lane that gives the
@@ -142,9 +142,9 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void skip(int tiles) {
 #pragma unroll 1
     for (; tiles > 0; --tiles) {
-      barrier_wait(keys_full(), parity);
+      mbarrier_wait(keys_full(), parity);
       release(keys_empty());
-      barrier_wait(values_full(pair), parity);
+      mbarrier_wait(values_full(pair), parity);
       release_values(pair);
       next();
     }
@@ -153,27 +153,27 @@ struct WarpgroupConsumer {
   // Products
 
   __device__ __forceinline__ void keys_product(Scores& s) const {
-    const uint32_t a = hopper::describe(query, 0), b = hopper::describe(keys(), 0);
-    hopper::products_begin();
+    const uint32_t a = hopper::make_smem_descriptor(query, 0), b = hopper::make_smem_descriptor(keys(), 0);
+    hopper::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
-      hopper::product_of_tiles(T{}, s, a + (k / 4 * Tile::kGroupRows * 128 + k % 4 * 32) / 16,
+      hopper::wgmma_ss(T{}, s, a + (k / 4 * Tile::kGroupRows * 128 + k % 4 * 32) / 16,
                                b + (k / 4 * kTokens * 128 + k % 4 * 32) / 16, k > 0);
-    hopper::products_commit();
+    hopper::warpgroup_commit();
   }
   static __device__ __forceinline__ void values_product(Output& o, const Weights& p, uint32_t values) {
-    const uint32_t b = hopper::describe(values, kTokens * 128);
-    hopper::products_begin();
+    const uint32_t b = hopper::make_smem_descriptor(values, kTokens * 128);
+    hopper::warpgroup_arrive();
 #pragma unroll
-    for (int t = 0; t < kTokens / 16; ++t) hopper::product<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
-    hopper::products_commit();
+    for (int t = 0; t < kTokens / 16; ++t) hopper::wgmma_rs<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
+    hopper::warpgroup_commit();
   }
 
   // Softmax
 
   // Logits times log2(e) are s * scale. Brings the statistics up to date, turns s into weights, and returns what earlier
   // sums have to be multiplied with.
-  __device__ __forceinline__ void soften(Scores& s, float scale, float (&factor)[2]) {
+  __device__ __forceinline__ void online_softmax(Scores& s, float scale, float (&factor)[2]) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float top = -INFINITY;
@@ -222,13 +222,13 @@ struct WarpgroupConsumer {
     Weights p;
     float factor[2];
     int tile = tiles.begin;
-    barrier_wait(keys_full(), parity);
+    mbarrier_wait(keys_full(), parity);
     landed();
     keys_product(s);
-    hopper::products_wait<0>();
-    hopper::products_keep(s);
+    hopper::warpgroup_wait<0>();
+    hopper::fence_accumulators(s);
     finish_scores(tile, work, s);
-    soften(s, scale, factor);
+    online_softmax(s, scale, factor);
     pack(s, p);
 #pragma unroll 1
     for (;;) {
@@ -236,28 +236,28 @@ struct WarpgroupConsumer {
       const uint32_t before_parity = parity;
       next();
       if (++tile == tiles.end) {
-        barrier_wait(values_full(before), before_parity);
+        mbarrier_wait(values_full(before), before_parity);
         landed();
         values_product(o, p, values(before));
-        hopper::products_wait<0>();
-        hopper::products_keep(o);
+        hopper::warpgroup_wait<0>();
+        hopper::fence_accumulators(o);
         release_values(before);
         return;
       }
-      barrier_wait(keys_full(), parity);
-      barrier_wait(values_full(before), before_parity);
+      mbarrier_wait(keys_full(), parity);
+      mbarrier_wait(values_full(before), before_parity);
       landed();
       keys_product(s);
       values_product(o, p, values(before));
-      hopper::products_wait<1>();
-      hopper::products_keep(s);
+      hopper::warpgroup_wait<1>();
+      hopper::fence_accumulators(s);
       finish_scores(tile, work, s);
-      soften(s, scale, factor);
-      hopper::products_keep(s);
+      online_softmax(s, scale, factor);
+      hopper::fence_accumulators(s);
       // Sums of exponentials are never negative. Without a branch here the assembler moves the wait to before the softmax.
       if (__any_sync(kFullWarp, sum[0] + sum[1] < 0.0f)) __trap();
-      hopper::products_wait<0>();
-      hopper::products_keep(o);
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(o);
       release_values(before);
       rescale_output(o, factor);
       pack(s, p);
@@ -307,7 +307,7 @@ struct WarpgroupConsumer {
           if (bits[n / 4] >> (8 * n % 32 + lane % 4 * 2 + i % 2) & 1) s[n][i] = -INFINITY;
     }
     if (begin < seen.begin || begin + kTokens > seen.end || !all_there) {
-      barrier_wait(values_full(pair), parity);
+      mbarrier_wait(values_full(pair), parity);
       silence_values(begin, seen, missing);
     }
   }
@@ -323,7 +323,7 @@ struct WarpgroupConsumer {
       if (begin + token < seen.begin || begin + token >= seen.end || (bits >> (token % 32) & 1))
         store_16_bytes(to + slot_offset<kTokens>(token, chunk), make_uint4(0, 0, 0, 0));
     }
-    hopper::fence_async();
+    hopper::fence_proxy_async();
     group_barrier();
   }
 
@@ -359,14 +359,14 @@ struct WarpgroupConsumer {
       const int row = first_head + r, token = static_cast<int>((row + 0.5f) * by_group);
       const bool wanted = rows.begin + r < rows.end && chunk * 8 < args.key_width;
       const T* const from = base + (row - token * args.group) * args.query_strides.head + token * args.query_strides.token;
-      copy_async(query + slot_offset<Tile::kGroupRows>(r, chunk), wanted ? from : static_cast<const T*>(args.query),
+      cp_async(query + slot_offset<Tile::kGroupRows>(r, chunk), wanted ? from : static_cast<const T*>(args.query),
                  wanted ? 16 : 0);
     }
-    copies_commit();
+    cp_async_commit();
   }
 
   __device__ __forceinline__ void begin_unit(Output& o) {
-    copies_wait();
+    cp_async_wait();
     if (args.scale < 0.0f) {
 #pragma unroll 1
       for (int r = query_row(); r < Tile::kGroupRows; r += kRowsApart) {
@@ -375,7 +375,7 @@ struct WarpgroupConsumer {
         store_16_bytes(at, make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u));
       }
     }
-    hopper::fence_async();
+    hopper::fence_proxy_async();
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       max[c] = -INFINITY;
@@ -557,7 +557,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
                         : of_ring >= 0         ? kFillArrivals * loads.copy_warps
                         : i < kQueue           ? 1
                                                : 32 * Tile::kConsumerWarps;
-      barrier_init(ring.queue_full + 8 * i, count);
+      mbarrier_init(ring.queue_full + 8 * i, count);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }

@@ -56,7 +56,7 @@ bool parts_aligned(const void* data, const Strides& strides, int64_t width) {
          aligned(strides.token) && aligned(width);
 }
 
-// Such a row in the registers of some lanes, up to 256 columns. Blocks: (batch row and head, tokens).
+// Such a row in the registers of some lanes, up to 256 columns. CTAs: (batch row and head, tokens).
 constexpr int kRowLanes = 8, kBlockRows = kThreads / kRowLanes, kMaxRowWidth = 256;
 template <class T>
 struct RowParts {
@@ -175,7 +175,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The same for rows whose parts of 16 bytes are aligned: some lanes a row, all loads of two rows on their way at once.
-// Blocks: (batch row and head, tokens).
+// CTAs: (batch row and head, tokens).
 constexpr int kWeightLanes = 8, kWeightRows = 2, kWeightTokens = kThreads / kWeightLanes * kWeightRows;
 template <class T>
 __global__ void __launch_bounds__(kThreads)

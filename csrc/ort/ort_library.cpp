@@ -381,7 +381,7 @@ std::array<MayInplace, sizeof...(kIndices)> may_inplace_functions(std::index_seq
   return {may_inplace<kIndices>...};
 }
 
-CustomOp describe(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool infers_shapes) {
+CustomOp make_custom_op(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool infers_shapes) {
   static const auto may_inplace_of = may_inplace_functions(std::make_index_sequence<std::size(kOps)>());
   CustomOp op = {};
   op.ort = &ort;
@@ -444,9 +444,9 @@ struct Registration {
 Status create_registration(const OrtApi& ort, bool infers_shapes, Registration* registration) {
   for (size_t i = 0; i < std::size(kOps); ++i) {
     for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-      registration->ops.push_back(describe(ort, i, dtype, false, infers_shapes));
+      registration->ops.push_back(make_custom_op(ort, i, dtype, false, infers_shapes));
       if (kOps[i].impl->run_cuda != nullptr)
-        registration->ops.push_back(describe(ort, i, dtype, true, infers_shapes));
+        registration->ops.push_back(make_custom_op(ort, i, dtype, true, infers_shapes));
     }
   }
   OrtCustomOpDomain* domain = nullptr;

@@ -23,7 +23,7 @@ struct Shape {
   std::vector<Dim> dims;  // empty where the rank is unknown; no tensor of an operator here is a scalar
 };
 
-// The context owns the info that it hands out.
+// The context owns the info that it returns.
 Status read_input(const OrtApi& ort, const OrtShapeInferContext* context, size_t index, Shape* shape) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   LEANFLEET_TRY_ORT(ort, ort.ShapeInferContext_GetInputTypeShape(context, index, &info));

@@ -17,7 +17,7 @@ namespace {
 using namespace nvinfer1;
 
 constexpr int64_t kUnknown = -1;
-// Stands for a GPU that is not there, when an engine is built on another machine: as many multiprocessors as any has.
+// Stands for a GPU that is not there, when an engine is built on another machine: as many SMs as any has.
 constexpr CudaTarget kAnyDevice = {nullptr, 0, 192, 90};
 
 size_t aligned(size_t bytes) { return round_up(bytes, kWorkspaceAlignment); }
