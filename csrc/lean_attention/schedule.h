@@ -59,7 +59,7 @@ LEANFLEET_HD LeanSpan lean_token_keys(const LeanAttentionArgs& args, const LeanR
 }
 
 LEANFLEET_HD int32_t lean_row_tiles_of(const LeanAttentionArgs& args, int32_t row_tile) {
-  return static_cast<int32_t>(ceil_div(static_cast<int64_t>(args.group) * args.tokens, row_tile));
+  return static_cast<int32_t>((static_cast<int64_t>(args.group) * args.tokens + row_tile - 1) / row_tile);
 }
 
 LEANFLEET_HD int32_t lean_row_tiles(const LeanAttentionArgs& args) { return lean_row_tiles_of(args, args.plan.row_tile); }
