@@ -30,6 +30,7 @@ test: setup lint docs
 lint: setup
 	$(BIN)/ruff check .
 	$(BIN)/python csrc/generate.py --check
+	$(BIN)/clang-format --dry-run -Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # Without network: it fails where a page would load something from elsewhere.
 docs: setup
