@@ -35,11 +35,11 @@ struct CausalLinearDecayArgs {
   bool normalize;
   float eps;
   const float *initial_state, *initial_norm;  // [state_rows,Hkv,R,Dv], [state_rows,Hkv,R]; null: 0
-  const int32_t* state_index;  // [requests]: row of a request's state; outside the pool: 0, not written. null: q
-  int64_t state_rows;          // P, or requests
-  void* output;                // T [B,H,N,Dv]; tokens of no request become 0
-  float *final_state, *final_norm;  // as the initial ones, and perhaps their buffers; null: not asked for. Rows that
-                                    // no request names become those of the initial ones
+  const int32_t* state_index;                 // [requests]: row of a request's state; outside the pool: 0, not written. null: q
+  int64_t state_rows;                         // P, or requests
+  void* output;                               // T [B,H,N,Dv]; tokens of no request become 0
+  float *final_state, *final_norm;            // as the initial ones, and perhaps their buffers; null: not asked for. Rows that
+                                              // no request names become those of the initial ones
   bool carries_state;  // initial_state is given and final_state asked for: known, too, while a workspace is counted
 };
 
@@ -48,12 +48,12 @@ struct CausalLinearDecayArgs {
 //   dq_i = scale * do_i S_iᵀ, dk_i = v_i G_iᵀ, dv_i = k_i G_i, dlog_decay_i = <G_i, γ_i S_{i-1}>
 struct CausalLinearDecayGradArgs {
   DecayInputs in;
-  const void* grad_output;                         // T [B,H,N,Dv]
-  const float *initial_state, *grad_final_state;   // [requests,Hkv,R,Dv]; null: 0
-  void *grad_query, *grad_key, *grad_value;        // as query, key, value; tokens of no request become 0
-  float* grad_log_decay;                           // as log_decay; null: not asked for
-  float* grad_initial_state;                       // [requests,Hkv,R,Dv]; null: not asked for
-  bool wants_grad_decay, has_grad_final_state;     // known, too, while a workspace is counted
+  const void* grad_output;                        // T [B,H,N,Dv]
+  const float *initial_state, *grad_final_state;  // [requests,Hkv,R,Dv]; null: 0
+  void *grad_query, *grad_key, *grad_value;       // as query, key, value; tokens of no request become 0
+  float* grad_log_decay;                          // as log_decay; null: not asked for
+  float* grad_initial_state;                      // [requests,Hkv,R,Dv]; null: not asked for
+  bool wants_grad_decay, has_grad_final_state;    // known, too, while a workspace is counted
 };
 
 // The CPU kernel. Requests are cut into pieces of whole chunks (the last one may be short), value columns into

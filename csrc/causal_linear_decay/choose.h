@@ -19,16 +19,17 @@ struct DecayShape {
 
 inline DecayShape shape_of(const DecayInputs& in, int sm_count, bool normalize = false) {
   const int64_t requests = in.requests > 0 ? in.requests : 1;
-  return {requests, in.heads, in.kv_heads, ceil_div(in.batch * in.tokens, requests), in.key_width, in.value_width,
-          in.dtype == 0 ? 4 : 2, sm_count, normalize};
+  return {requests,     in.heads,       in.kv_heads,           ceil_div(in.batch * in.tokens, requests),
+          in.key_width, in.value_width, in.dtype == 0 ? 4 : 2, sm_count,
+          normalize};
 }
 
 // How the recurrence of a call that is not normalised is cut (rows.cu): its units have some columns, and all tokens or, where
 // there are few units, a segment of these, which a first pass over all but the last segments makes possible.
 struct RecurrenceSplit {
-  int columns;   // of a unit
+  int columns;  // of a unit
   int segments;
-  double time;   // in tokens of a unit that is alone where it runs
+  double time;  // in tokens of a unit that is alone where it runs
 };
 
 constexpr int64_t kRecurrenceNarrowWidth = 16;  // of R: a unit is a warp; above it a CTA
@@ -67,10 +68,16 @@ inline double recurrence_microseconds(const DecayShape& s) {
     const double token = s.key_width > 64 && s.key_width <= 128 ? 0.15 : 0.21;
     return (6.15 + token * tokens * (1.0 + 2.94 * group)) * (1.0 + 0.59 * more);
   }
-  const double begin = s.key_width <= 8 ? 8.0 : s.key_width <= kRecurrenceNarrowWidth ? 14.5
-                       : s.key_width <= 128 ? 15.5 : s.key_width <= 256 ? 19.5 : 24.0;
-  const double token = s.key_width <= 8 ? 0.105 : s.key_width <= kRecurrenceNarrowWidth ? 0.132
-                       : s.key_width <= 128 ? 0.087 : s.key_width <= 256 ? 0.158 : 0.33;
+  const double begin = s.key_width <= 8                        ? 8.0
+                       : s.key_width <= kRecurrenceNarrowWidth ? 14.5
+                       : s.key_width <= 128                    ? 15.5
+                       : s.key_width <= 256                    ? 19.5
+                                                               : 24.0;
+  const double token = s.key_width <= 8                        ? 0.105
+                       : s.key_width <= kRecurrenceNarrowWidth ? 0.132
+                       : s.key_width <= 128                    ? 0.087
+                       : s.key_width <= 256                    ? 0.158
+                                                               : 0.33;
   return begin + token * recurrence_split(s).time;
 }
 
@@ -91,7 +98,7 @@ inline ChunkCosts chunk_costs(const DecayShape& s) {
     const double narrow = s.value_width <= 64 ? 0.72 : 1.0;
     return {22.3, 6.95, 6.02 * narrow, 8.02 * narrow, 1.5};
   }
-  const bool odd_rows = s.key_width % 8 != 0 || s.value_width % 8 != 0;  // no multiple of 16 bytes
+  const bool odd_rows = s.key_width % 8 != 0 || s.value_width % 8 != 0;                       // no multiple of 16 bytes
   if (s.key_width > 128 && (s.normalize || odd_rows)) return {47.2, 15.1, 8.85, 3.14, 1.48};  // mma.sync
   if (odd_rows) return {29.4, 0.0, 4.62, 24.4, 1.98};
   if (s.key_width > 128) {
@@ -115,8 +122,8 @@ inline double lightning_microseconds(const DecayShape& shape) {
   const double chunk = cost.chunk + cost.chunk_keys * double(s.key_width < 32 ? 32 : s.key_width) / 128.0;
   const double walk = ((waves - 1.0) * cost.block + double(int64_t(chunks / segments + 0.999999)) * chunk * waves) *
                       (segments > 1.0 ? cost.segments : 1.0);
-  const double bytes = double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) *
-                       double(s.key_width + s.value_width);
+  const double bytes =
+      double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) * double(s.key_width + s.value_width);
   const double memory = 1.2 * bytes / 4.0e6;
   return cost.begin + double(cost.parts) * (walk > memory ? walk : memory);
 }

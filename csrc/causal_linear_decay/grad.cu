@@ -27,7 +27,7 @@ struct DecayGradSums {
   const float* forward_slots[kMaxParts];  // S before and
   const float* reverse_slots[kMaxParts];  // G after the segments' edges
   int64_t slot_sums[kMaxParts];           // floats of a state in them
-  const float* final_dots;  // [requests,Hkv]: <dS_N, S_N>; null: 0
+  const float* final_dots;                // [requests,Hkv]: <dS_N, S_N>; null: 0
   float* grad_log_decay;
   double* partial;  // [Hkv][B][segments]: sums over tokens; null: per token
 };
@@ -70,9 +70,9 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
   int64_t end = begin + sums.segment_tokens;
   if (end > in.tokens) end = in.tokens;
   const auto log_decay_at = [&](int64_t token) {
-    return in.decay_per_token ? in.log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head +
-                                             token * in.decay_strides.token]
-                              : in.log_decay[head];
+    return in.decay_per_token
+               ? in.log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head + token * in.decay_strides.token]
+               : in.log_decay[head];
   };
   double carry = 0.0;
   if (end < in.tokens) {
@@ -97,8 +97,8 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
     if (!none) {
       for (int g = 0; g < group; ++g)
         for (int s = 0; s < sums.query_slices; ++s)
-          value += sums.query_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.heads + head * group + g) * in.tokens +
-                                   token];
+          value +=
+              sums.query_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.heads + head * group + g) * in.tokens + token];
       for (int s = 0; s < sums.key_slices; ++s)
         value -= sums.key_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.kv_heads + head) * in.tokens + token];
       int64_t request = batch;
@@ -129,8 +129,9 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
     carry = shared[0];
     if (token >= end) continue;
     if (sums.partial != nullptr) total += value;
-    else sums.grad_log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head + token * in.decay_strides.token] =
-             static_cast<float>(value);
+    else
+      sums.grad_log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head + token * in.decay_strides.token] =
+          static_cast<float>(value);
   }
   if (sums.partial == nullptr) return;
   total = block_sum<kThreads>(total, shared);
@@ -323,8 +324,8 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
   const dim3 grid(static_cast<unsigned>(sums.segments), static_cast<unsigned>(in.kv_heads), static_cast<unsigned>(in.batch));
   DecayGradKernel<<<grid, kThreads, 0, stream>>>(sums);
   if (sums.partial != nullptr)
-    DecayGradTotalKernel<<<static_cast<unsigned>(in.kv_heads), kThreads, 0, stream>>>(
-        sums.partial, in.batch * sums.segments, args.grad_log_decay);
+    DecayGradTotalKernel<<<static_cast<unsigned>(in.kv_heads), kThreads, 0, stream>>>(sums.partial, in.batch * sums.segments,
+                                                                                      args.grad_log_decay);
   return cudaGetLastError();
 }
 

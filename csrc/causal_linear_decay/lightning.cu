@@ -8,9 +8,7 @@
 
 namespace leanfleet {
 
-namespace {
-
-}  // namespace
+namespace {}  // namespace
 
 int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws) {
   const DecayInputs& in = args.in;
@@ -40,8 +38,13 @@ int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target
   scan.decay_head = in.decay_strides.head;
   scan.decay_token = in.decay_strides.token;
   // The kernels only read `initial`.
-  scan.initial = {const_cast<float*>(args.initial_state), in.value_width, 1, state_floats,
-                  args.normalize ? const_cast<float*>(args.initial_norm) : nullptr, nullptr, nullptr};
+  scan.initial = {const_cast<float*>(args.initial_state),
+                  in.value_width,
+                  1,
+                  state_floats,
+                  args.normalize ? const_cast<float*>(args.initial_norm) : nullptr,
+                  nullptr,
+                  nullptr};
   scan.last = {args.final_state, in.value_width, 1, state_floats, args.normalize ? args.final_norm : nullptr, nullptr, nullptr};
   scan.carried_in_place = args.carries_state;
   scan.state_index = args.state_index;
@@ -55,8 +58,7 @@ int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target
   for (int64_t first = 0; first < in.key_width; first += kChunkMaxWidth) {
     const int64_t left = in.key_width - first;
     const auto part = [&](ChunkTensor x) {
-      if (x.data != nullptr)
-        x.data = static_cast<const char*>(x.data) + first * element_size(static_cast<DType>(in.dtype));
+      if (x.data != nullptr) x.data = static_cast<const char*>(x.data) + first * element_size(static_cast<DType>(in.dtype));
       x.width = static_cast<int32_t>(left < kChunkMaxWidth ? left : kChunkMaxWidth);
       return x;
     };

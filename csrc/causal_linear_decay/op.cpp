@@ -26,9 +26,9 @@ namespace leanfleet {
 
 namespace {
 
-constexpr int64_t kMinPieceTokens = 128;            // below it a piece's own overhead shows
-constexpr double kMinWorkerCost = 1 << 16;          // multiplications that are worth another thread
-constexpr int64_t kSpanFloats = int64_t{1} << 20;   // states before chunks that a backward worker holds at least
+constexpr int64_t kMinPieceTokens = 128;               // below it a piece's own overhead shows
+constexpr double kMinWorkerCost = 1 << 16;             // multiplications that are worth another thread
+constexpr int64_t kSpanFloats = int64_t{1} << 20;      // states before chunks that a backward worker holds at least
 constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
 
 // The two operators have these in common.
@@ -114,7 +114,8 @@ Status check_log_decay(const Call& call, const Tensor& cu_seqlens) {
   if (right) return {};
   const auto allowed = [&](int64_t i) {
     if (values[i] <= 0.0f) return true;
-    return tensor.rank == 3 && !in_a_request(cu_seqlens, call.bnhd() ? i / tensor.shape[2] % tensor.shape[1] : i % tensor.shape[2]);
+    return tensor.rank == 3 &&
+           !in_a_request(cu_seqlens, call.bnhd() ? i / tensor.shape[2] % tensor.shape[1] : i % tensor.shape[2]);
   };
   int64_t at = 0;
   while (at < count && allowed(at)) ++at;
@@ -124,8 +125,8 @@ Status check_log_decay(const Call& call, const Tensor& cu_seqlens) {
     const int64_t axes[3] = {at / (tensor.shape[1] * tensor.shape[2]), at / tensor.shape[2] % tensor.shape[1],
                              at % tensor.shape[2]};
     index = std::to_string(axes[0]) + "," + std::to_string(axes[1]) + "," + std::to_string(axes[2]);
-    where = " (batch row " + std::to_string(axes[0]) + ", head " + std::to_string(axes[call.bnhd() ? 2 : 1]) +
-            ", token " + std::to_string(axes[call.bnhd() ? 1 : 2]) + ")";
+    where = " (batch row " + std::to_string(axes[0]) + ", head " + std::to_string(axes[call.bnhd() ? 2 : 1]) + ", token " +
+            std::to_string(axes[call.bnhd() ? 1 : 2]) + ")";
   }
   return call.invalid("log_decay[" + index + "] is " + number(values[at]) + where +
                       "; ln of a decay lies in [-inf, 0]. Pass the logarithm, not the decay itself");
@@ -138,8 +139,7 @@ Status check_cu_seqlens(const Call& call, const Tensor& tensor) {
     const std::string found = "cu_seqlens[" + std::to_string(i) + "] is " + std::to_string(offsets[i]);
     if (i == 0 && offsets[i] != 0) return call.invalid(found + "; expected 0, where the first request begins");
     if (i > 0 && offsets[i] < offsets[i - 1])
-      return call.invalid(found + ", less than the " + std::to_string(offsets[i - 1]) +
-                          " before it; offsets must not fall");
+      return call.invalid(found + ", less than the " + std::to_string(offsets[i - 1]) + " before it; offsets must not fall");
     if (i == last && offsets[i] != tokens)
       return call.invalid(found + "; expected N = " + std::to_string(tokens) + ", where the last request ends");
   }
@@ -156,8 +156,7 @@ Status check_state_index(const Call& call, const Tensor& tensor) {
                           std::to_string(rows - 1));
     const int64_t twin = std::find(index, index + i, index[i]) - index;
     if (twin < i)
-      return call.invalid(found + ", as is state_index[" + std::to_string(twin) +
-                          "]; two requests cannot write one state");
+      return call.invalid(found + ", as is state_index[" + std::to_string(twin) + "]; two requests cannot write one state");
   }
   return {};
 }
@@ -252,8 +251,8 @@ int64_t cut_requests(const DecayInputs& in, const Cut& cut, DecayPiece* pieces, 
     }
     const int64_t size = round_up(ceil_div(length, parts), kDecayChunk);
     for (int64_t begin = tokens.begin; begin < tokens.end; begin += size)
-      pieces[count++] = {q, batch, begin, std::min(begin + size, tokens.end), (*slots)++, begin == tokens.begin,
-                         begin + size >= tokens.end};
+      pieces[count++] = {
+          q, batch, begin, std::min(begin + size, tokens.end), (*slots)++, begin == tokens.begin, begin + size >= tokens.end};
   }
   return count;
 }
@@ -319,8 +318,8 @@ Status check_values(const Call& call, bool strict) {
 }
 
 // Rows of a pool [state_rows, row_floats] that no request names, from the initial to the final one. named: scratch.
-void keep_other_rows(const CausalLinearDecayArgs& args, Threads& threads, const float* from, float* to,
-                     int64_t row_floats, const uint8_t* named) {
+void keep_other_rows(const CausalLinearDecayArgs& args, Threads& threads, const float* from, float* to, int64_t row_floats,
+                     const uint8_t* named) {
   if (to == nullptr || from == to) return;
   parallel_for(threads, args.state_rows, [&](int64_t row) {
     if (!named[row])
@@ -369,8 +368,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   }
   for (int64_t q = 0; q < in.requests && copies_norm; ++q) {
     const int64_t row = pool ? args.state_index[q] : q;
-    if (row >= 0 && row < args.state_rows)
-      std::copy_n(args.initial_norm + row * norm_row, norm_row, norms + q * norm_row);
+    if (row >= 0 && row < args.state_rows) std::copy_n(args.initial_norm + row * norm_row, norm_row, norms + q * norm_row);
   }
   if (copies_norm) plan.norms = norms;
   if (in.cu_seqlens != nullptr && !covers_all_tokens(in)) zero(call.outputs[kOutOutput]);
@@ -388,10 +386,10 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) +
                             " and normalize is 1; on CUDA R goes up to 512 then");
   if (algorithm == kAlgorithmLightning && args.normalize && args.in.key_width > kLightningMaxNormalizedKeyWidth)
-    return call.unsupported("query has R = " + std::to_string(args.in.key_width) + " and normalize is 1; on CUDA lightning takes "
+    return call.unsupported("query has R = " + std::to_string(args.in.key_width) +
+                            " and normalize is 1; on CUDA lightning takes "
                             "R up to 256 then. Use auto");
-  if (algorithm == kAlgorithmLightning)
-    return cuda_status(call, "launching lightning", launch_lightning(args, target, ws));
+  if (algorithm == kAlgorithmLightning) return cuda_status(call, "launching lightning", launch_lightning(args, target, ws));
   if (args.in.key_width > kRecurrenceMaxKeyWidth)
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) + "; on CUDA algorithm " +
                             kAlgorithmValues[algorithm] + " takes R up to 512. Use auto or lightning");

@@ -15,7 +15,9 @@ __device__ __forceinline__ void named_barrier(int id, int threads) {
 __device__ __forceinline__ bool named_barrier_any(int id, int threads, bool holds) {
   uint32_t any;
   asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
-               : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(holds)) : "memory");
+               : "=r"(any)
+               : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(holds))
+               : "memory");
   return any != 0;
 }
 
@@ -35,10 +37,14 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier, uint32_t parity)
   do {
 #if __CUDA_ARCH__ >= 900
     asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
 #else
     asm volatile("{\n.reg .pred p;\nmbarrier.test_wait.parity.shared.b64 p, [%1], %2;\nselp.u32 %0, 1, 0, p;\n}"
-                 : "=r"(done) : "r"(barrier), "r"(parity) : "memory");
+                 : "=r"(done)
+                 : "r"(barrier), "r"(parity)
+                 : "memory");
 #endif
   } while (!done);
 }

@@ -31,11 +31,11 @@ struct alignas(16) RowTable {  // log2_decay is read two rows at a time
   float x_factor[kTokens], x_rank1[kTokens];
   float y_factor[kTokens], y_rank1[kTokens], z_factor[kTokens];  // 0 for rows outside
   float own[kTokens];                                            // y_factor z_factor
-  float from_begin[kTokens];  // own over the decay since the chunk's begin, for chunks that are not steep
-  float from_state[kTokens], from_sum[kTokens];                  // of the carried sums in an output row
+  float from_begin[kTokens];                     // own over the decay since the chunk's begin, for chunks that are not steep
+  float from_state[kTokens], from_sum[kTokens];  // of the carried sums in an output row
   float to_state[kTokens], to_z_sum[kTokens], to_y_sum[kTokens];  // of a row in the sums after the chunk
-  float kept;   // of the sums before the chunk
-  float count;  // Σ ry_j at the chunk's end
+  float kept;                                                     // of the sums before the chunk
+  float count;                                                    // Σ ry_j at the chunk's end
   double log2_kept;
   int unscaled;  // to_state is 1 or 0
   int steep;     // the chunk decays by more than 2^-32
@@ -105,12 +105,10 @@ __device__ __forceinline__ int request_before(const ChunkScan& scan, int token) 
 struct Cursor {
   Span segment, piece, request_span;
   int request, chunk;  // chunk: its first token
-  int head;                // 0 .. y_group
+  int head;            // 0 .. y_group
   bool valid;
 
-  __device__ __forceinline__ int chunk_end(int tokens) const {
-    return piece.end - chunk > tokens ? chunk + tokens : piece.end;
-  }
+  __device__ __forceinline__ int chunk_end(int tokens) const { return piece.end - chunk > tokens ? chunk + tokens : piece.end; }
   __device__ __forceinline__ bool first_chunk(const ChunkScan& scan, int tokens) const {
     return scan.reverse ? piece.end - chunk <= tokens : chunk == piece.begin;
   }
@@ -389,10 +387,9 @@ struct Site {
     if (row < 0) return to;
     const int64_t entry = row * (scan.heads / scan.x_group) + state_head;
     if (scan.final_decayed && scan.log_decay != nullptr) {
-      const float log_decay = scan.decay_per_token
-                                  ? scan.log_decay[batch * scan.decay_batch + state_head * scan.decay_head +
-                                                   at.request_span.begin * scan.decay_token]
-                                  : scan.log_decay[state_head];
+      const float log_decay = scan.decay_per_token ? scan.log_decay[batch * scan.decay_batch + state_head * scan.decay_head +
+                                                                    at.request_span.begin * scan.decay_token]
+                                                   : scan.log_decay[state_head];
       to.factor = power<T>(log_decay * kLog2E);
     }
     to.state = scan.last.state + entry * scan.last.size;
@@ -625,8 +622,7 @@ struct Cta : Site<T, S::kTokens, S::kColumns> {
       for (int k = 0; k < 2; ++k)
 #pragma unroll
         for (int p = 0; p < kPlanes; ++p)
-          load_matrices(a[k][p], x + p * S::kWidePlane +
-                                     chunk_offset<kTokens>(row + lane % 16, 4 * step + 2 * k + lane / 16));
+          load_matrices(a[k][p], x + p * S::kWidePlane + chunk_offset<kTokens>(row + lane % 16, 4 * step + 2 * k + lane / 16));
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         uint32_t b[4][kPlanes];
@@ -761,8 +757,7 @@ struct Cta : Site<T, S::kTokens, S::kColumns> {
       for (int half = 0; half < 2; ++half) {
         float top = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kWidth / 8; ++n)
-          top = fmaxf(top, fmaxf(fabsf(state[n][2 * half]), fabsf(state[n][2 * half + 1])));
+        for (int n = 0; n < kWidth / 8; ++n) top = fmaxf(top, fmaxf(fabsf(state[n][2 * half]), fabsf(state[n][2 * half + 1])));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
         power_of_two_scale(top, scale[half], unscale[half]);
@@ -781,7 +776,7 @@ struct Cta : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           uint32_t planes[kPlanes];
-          const float(&from)[4] = state[4 * step + 2 * k + i / 2];
+          const float (&from)[4] = state[4 * step + 2 * k + i / 2];
           split_pair<Plane, kPlanes>(from[i % 2 * 2] * scale[i % 2], from[i % 2 * 2 + 1] * scale[i % 2], planes);
 #pragma unroll
           for (int p = 0; p < kPlanes; ++p) a[k][p][i] = planes[p];
@@ -1094,8 +1089,9 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const bool source = scan.row_dot != nullptr;
   const int stage_bytes = S::kPlanes * (2 * S::kWidePlane + (source ? 2 : 1) * S::kNarrowPlane);
   auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * stage_bytes + S::kPlanes * S::kScorePlane);
-  Cta<S, T> cta{{scan, pass, blockIdx.x}, stages, aligned, shared_address(shared), small,
-                    static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32)};
+  Cta<S, T> cta{
+      {scan, pass, blockIdx.x},          stages, aligned, shared_address(shared), small, static_cast<int>(threadIdx.x / 32),
+      static_cast<int>(threadIdx.x % 32)};
   cta.run();
 }
 

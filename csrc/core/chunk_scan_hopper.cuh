@@ -56,9 +56,9 @@ struct alignas(1024) Rank1Table {
   float from_state[kTokens], from_sum[kTokens];  // x_factor, held away from 0, and x_rank1
   float to_state[kTokens];
   alignas(4) uint16_t to_z_sum_parts[2][kTokens];  // bfloat16 numbers whose sum nearly is that of a row
-  float count;   // Σ ry_j
-  int unscaled;  // to_state is 1, but for rows outside
-  int uniform;   // and so are y_factor, y_rank1 and z_factor
+  float count;                                     // Σ ry_j
+  int unscaled;                                    // to_state is 1, but for rows outside
+  int uniform;                                     // and so are y_factor, y_rank1 and z_factor
   static constexpr float kept = 1.0f;
   static constexpr double log2_kept = 0.0;
   static constexpr int steep = 0;
@@ -81,10 +81,16 @@ struct HopperShape {
   static constexpr int kThreads = 128 * (kGroups + 1 + kScores);
   static constexpr int kMaxStages = kCtasPerSm == 2 ? 2 : kOut && kBoxes * kGroups == 4 ? 3 : 6;
   // With a score group they are shared out unevenly.
-  static constexpr int kStateRegisters =
-      kCtasPerSm == 2 ? 128 : kGroups == 1 ? 216 : kKind == kFull ? 184 : kKind == kRank1 ? 176 : 192;
-  static constexpr int kScoreRegisters =
-      kCtasPerSm == 2 ? 72 : kGroups == 1 ? 144 : kKind == kFull ? 96 : kKind == kRank1 ? 112 : 80;
+  static constexpr int kStateRegisters = kCtasPerSm == 2   ? 128
+                                         : kGroups == 1    ? 216
+                                         : kKind == kFull  ? 184
+                                         : kKind == kRank1 ? 176
+                                                           : 192;
+  static constexpr int kScoreRegisters = kCtasPerSm == 2   ? 72
+                                         : kGroups == 1    ? 144
+                                         : kKind == kFull  ? 96
+                                         : kKind == kRank1 ? 112
+                                                           : 80;
   static constexpr int kCopyRegisters = kCtasPerSm == 2 ? 40 : kGroups == 2 ? 48 : 120;
   struct Small {
     Table table[kMaxStages + 1];  // the last: of all whole chunks within a request
@@ -94,8 +100,8 @@ struct HopperShape {
     uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2], out_full[2], out_empty[2];
     uint64_t source_full[2];
     alignas(16) float divisor[2][kTokens];
-    alignas(16) float2 out_factor[2][kTokens];  // of what accumulators hold and of the sum of z, in rows scaled last
-    float y_sum[2][kWidth];                     // before this chunk and, by turns, the next
+    alignas(16) float2 out_factor[2][kTokens];      // of what accumulators hold and of the sum of z, in rows scaled last
+    float y_sum[2][kWidth];                         // before this chunk and, by turns, the next
     alignas(4) uint16_t y_sum_parts[2][3][kWidth];  // bfloat16 numbers whose sum it is
     float column_sums[kWidth];
     alignas(16) float dots[2][4 * kGroups][kTokens];
@@ -246,7 +252,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll 1
             for (int box = 0; box < kGroups; ++box)
               hopper::tma_load(tile(place.slot, kZTile + box), &maps.z, slice * S::kColumns + 64 * box, token, y_head, batch,
-                              full);
+                               full);
           }
         } else if (!foreign) {
           hopper::mbarrier_arrive(shared_address(barrier));
@@ -281,8 +287,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
   __device__ __forceinline__ void make_usual_table(Cursor at, const float (&scales)[5]) {
     at.chunk = at.piece.begin = at.head = 0;
     at.piece.end = at.request_span.end = 2 * kTokens;
-    if constexpr (S::kKind == kRank1)
-      fill_rank1_table(at, small.table[S::kMaxStages], RawRows{}, scales);
+    if constexpr (S::kKind == kRank1) fill_rank1_table(at, small.table[S::kMaxStages], RawRows{}, scales);
     else
       fill_table<T, kTokens>(scan, Base::pass, state_head, threadIdx.x % 32, at, small.table[S::kMaxStages],
                              [](int, int) { return 0.0f; });
@@ -320,7 +325,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
                                                    const float (&scales)[5]) const {
     const int lane = threadIdx.x % 32, rows = at.chunk_end(kTokens) - at.chunk;
     const int first = 2 * lane;
-    const auto put = [&](float(&to)[kTokens], float x0, float x1) {
+    const auto put = [&](float (&to)[kTokens], float x0, float x1) {
       *reinterpret_cast<float2*>(&to[first]) = make_float2(x0, x1);
     };
     const auto put_parts = [](uint16_t* high_to, uint16_t* low_to, float x0, float x1) {
@@ -418,8 +423,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         const uint32_t full = shared_address(&small.source_full[slot]);
         hopper::mbarrier_arrive_expect_tx(full, kGroups * kBox);
         for (int group = 0; group < kGroups; ++group)
-          hopper::tma_load(out_at + (slot * kGroups + group) * kBox, &maps.source, column + 64 * group, ahead.chunk, x_head, batch,
-                          full);
+          hopper::tma_load(out_at + (slot * kGroups + group) * kBox, &maps.source, column + 64 * group, ahead.chunk, x_head,
+                           batch, full);
       } else {
         hopper::mbarrier_arrive(shared_address(&small.source_full[slot]));
       }
@@ -497,9 +502,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
       add(slots, weights);
     }
   }
-  __device__ __forceinline__ bool begins_scan(const Cursor& at) const {
-    return scan.causal && at.begins_request(reverse());
-  }
+  __device__ __forceinline__ bool begins_scan(const Cursor& at) const { return scan.causal && at.begins_request(reverse()); }
 
   // The score group
 
@@ -518,7 +521,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
       int y_sum_at = 0;
       if (kExtras && row_sums()) {
         if (kOut && !begins_scan(at)) {
-          from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
+          from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
 #pragma unroll
             for (int i = 0; i < kSlotBatch; ++i) {
               if (weights[i] == 0.0f) continue;
@@ -545,7 +548,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         if (kPairs || (kOut && row_sums())) {
           float s[8][4], sums[2] = {0.0f, 0.0f}, carried[2] = {0.0f, 0.0f};
           if (kPairs) {
-            const uint32_t x = hopper::make_smem_descriptor(tile(place.slot, 0), 0), y = hopper::make_smem_descriptor(tile(place.slot, kYTile), 0);
+            const uint32_t x = hopper::make_smem_descriptor(tile(place.slot, 0), 0),
+                           y = hopper::make_smem_descriptor(tile(place.slot, kYTile), 0);
             hopper::warpgroup_arrive();
 #pragma unroll
             for (int k = 0; k < kWidth / 16; ++k) {
@@ -623,7 +627,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
       };
       if (row_sums()) {
         if (!begins_scan(at)) {
-          from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
+          from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
 #pragma unroll
             for (int i = 0; i < kSlotBatch; ++i) {
               if (weights[i] == 0.0f) continue;
@@ -646,7 +650,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         wait(&small.full[place.slot], place.parity);
         const Table& table = table_of(steps, own, place.slot);
         float s[8][4], sums[2] = {0.0f, 0.0f}, carried[1][4], parts[kBoxes][4];
-        const uint32_t x = hopper::make_smem_descriptor(tile(place.slot, 0), 0), y = hopper::make_smem_descriptor(tile(place.slot, kYTile), 0);
+        const uint32_t x = hopper::make_smem_descriptor(tile(place.slot, 0), 0),
+                       y = hopper::make_smem_descriptor(tile(place.slot, kYTile), 0);
         hopper::named_barrier(1, 128);
         hopper::warpgroup_arrive();
 #pragma unroll
@@ -660,13 +665,13 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
           for (int k = 0; k < kWidth / 16; ++k)
             hopper::wgmma_ss<false>(T{}, carried, x + (k / 4 * kBox + k % 4 * 32) / 16,
-                                            y_sums + (k / 4 * 1024 + k % 4 * 32) / 16, k > 0);
+                                    y_sums + (k / 4 * 1024 + k % 4 * 32) / 16, k > 0);
           const uint32_t factors = hopper::make_smem_descriptor(shared_address(table.to_y_sum_tile), 0);
 #pragma unroll
           for (int box = 0; box < kBoxes; ++box)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              float(&part)[1][4] = *reinterpret_cast<float(*)[1][4]>(&parts[box]);
+              float (&part)[1][4] = *reinterpret_cast<float (*)[1][4]>(&parts[box]);
               hopper::wgmma_ss<true>(T{}, part, y + (box * kBox + k * 2048) / 16, factors + k * 2, k > 0);
             }
         }
@@ -680,13 +685,15 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
           hopper::fence_accumulators(parts);
           y_sum_at ^= 1;
           for_columns([&](float& sum, int column) {
-            const float(&part)[4] = parts[column / 64];
+            const float (&part)[4] = parts[column / 64];
             sum += column / 8 % 2 == 0 ? part[0] + part[1] : part[2] + part[3];
             put_y_sum_tile(y_sum_at, column, sum);
           });
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            sums[half] = lane % 4 == 0 ? carried[0][2 * half] + carried[0][2 * half + 1] : lane % 4 == 1 ? carried[0][2 * half] : 0.0f;
+            sums[half] = lane % 4 == 0   ? carried[0][2 * half] + carried[0][2 * half + 1]
+                         : lane % 4 == 1 ? carried[0][2 * half]
+                                         : 0.0f;
         }
         const uint32_t to = scores_at + scores.slot * kBox;
         if (table.uniform) finish_rank1_scores<true>(table, to, warp, lane, s, sums);
@@ -809,8 +816,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
       float sum = 0.0f;
 #pragma unroll 8
       for (int j = 0; j < kTokens; ++j)
-        sum += table.to_y_sum[j] *
-               unpack_one(T{}, load_2_bytes(column + j * 128 + ((thread / 8 ^ j) % 8) * 16 + thread % 8 * 2));
+        sum +=
+            table.to_y_sum[j] * unpack_one(T{}, load_2_bytes(column + j * 128 + ((thread / 8 ^ j) % 8) * 16 + thread % 8 * 2));
       return sum;
     }
   }
@@ -910,8 +917,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
   }
 
   // Tiles that no row of the warp sees stay 0.
-  __device__ __forceinline__ void finish_scores(const Table& table, uint32_t to, int warp, int lane,
-                                                const float (&s)[8][4], float (&sums)[2]) const {
+  __device__ __forceinline__ void finish_scores(const Table& table, uint32_t to, int warp, int lane, const float (&s)[8][4],
+                                                float (&sums)[2]) const {
     const bool decays = !kExtras || scan.log_decay != nullptr;
     const int row = 16 * warp + lane / 4;
     float2 row_decay[2];
@@ -996,7 +1003,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) state[n][c] = 0.0f;
       if (kOut && !begins_scan(at)) {
-        from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
+        from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
           add_slots(state, slots, weights, column, lane);
           if constexpr (kExtras) {
             if (!rank1()) return;
@@ -1257,7 +1264,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         for (int i = kSlotBatch - 1; i >= 0; --i)
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
-            float(&to)[4] = state[part + n];
+            float (&to)[4] = state[part + n];
             to[0] += weights[i] * x[i][n].x, to[1] += weights[i] * x[i][n].y;
             to[2] += weights[i] * x[i][n].z, to[3] += weights[i] * x[i][n].w;
           }
@@ -1340,8 +1347,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
     hopper::warpgroup_commit();
   }
 
-  __device__ __forceinline__ void scale_rows(const Table& table, int lane, const float (&unscale)[2],
-                                             const float (&sum)[2], float (&o)[8][4]) const {
+  __device__ __forceinline__ void scale_rows(const Table& table, int lane, const float (&unscale)[2], const float (&sum)[2],
+                                             float (&o)[8][4]) const {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const int row = 8 * n + 2 * (lane % 4);
@@ -1377,8 +1384,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
       for (int half = 0; half < 2; ++half) {
         float top = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kWidth / 8; ++n)
-          top = fmaxf(top, fmaxf(fabsf(state[n][2 * half]), fabsf(state[n][2 * half + 1])));
+        for (int n = 0; n < kWidth / 8; ++n) top = fmaxf(top, fmaxf(fabsf(state[n][2 * half]), fabsf(state[n][2 * half + 1])));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
         power_of_two_scale(top, scale[half], unscale[half]);
@@ -1388,7 +1394,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
     for (int k = 0; k < kWidth / 16; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float(&from)[4] = state[2 * k + i / 2];
+        const float (&from)[4] = state[2 * k + i / 2];
         packed[k][i] = pack_pair(T{}, from[i % 2 * 2] * scale[i % 2], from[i % 2 * 2 + 1] * scale[i % 2]);
       }
   }
@@ -1402,8 +1408,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
   }
 
   // From Z to Z' times weight, and its part of the sum of z.
-  __device__ __forceinline__ void scale_columns(const Table& table, int lane, float weight,
-                                                uint32_t (&scaled)[4][4], float (&z_sum)[2]) const {
+  __device__ __forceinline__ void scale_columns(const Table& table, int lane, float weight, uint32_t (&scaled)[4][4],
+                                                float (&z_sum)[2]) const {
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -1529,8 +1535,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r[i] = pack_pair(T{}, o[n + i / 2][i % 2 * 2], o[n + i / 2][i % 2 * 2 + 1]);
       // Matrix i: tokens 8 (n + i / 2) .. + 7, columns 8 (i % 2) .. + 7 of the warp's.
-      hopper::store_matrices_transposed(
-          tile + chunk_offset<kTokens>(8 * (n + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), r);
+      hopper::store_matrices_transposed(tile + chunk_offset<kTokens>(8 * (n + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
+                                        r);
     }
     hopper::fence_proxy_async();
     arrive_warp(&small.out_full[out.slot], flags & (kDots | kPacked));
@@ -1611,9 +1617,14 @@ __global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind, 
   const uint32_t stages_at = shared_address(shared), scores_at = stages_at + stages * S::kStageBytes;
   auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * S::kStageBytes + S::kFixedTiles * S::kBox);
   const unsigned which = blockIdx.x % group.count;
-  HopperCta<S, T> cta{{group.scans[which], S::kOut ? kOutputs : kSegmentSums, blockIdx.x / group.count}, group.maps[which],
-                          small, stages_at,
-                          scores_at, scores_at + 2 * S::kBox, stages, HopperCta<S, T>::flags_of(group.scans[which])};
+  HopperCta<S, T> cta{{group.scans[which], S::kOut ? kOutputs : kSegmentSums, blockIdx.x / group.count},
+                      group.maps[which],
+                      small,
+                      stages_at,
+                      scores_at,
+                      scores_at + 2 * S::kBox,
+                      stages,
+                      HopperCta<S, T>::flags_of(group.scans[which])};
   cta.run();
 #endif
 }
@@ -1626,8 +1637,8 @@ inline bool go_together(const ChunkScan& a, const ChunkScan& b) {
   return a.dtype == b.dtype && a.causal == b.causal && a.batch == b.batch && a.tokens == b.tokens && a.heads == b.heads &&
          a.x_group == b.x_group && a.y_group == b.y_group && extras(a) == extras(b) &&
          (a.log_decay == nullptr) == (b.log_decay == nullptr) && (a.y.width > 64) == (b.y.width > 64) &&
-         (a.z.width <= 64) == (b.z.width <= 64) && chunk_scan_slices(a) == chunk_scan_slices(b) &&
-         a.own_slots == b.own_slots && (!a.own_slots || a.segments == b.segments);
+         (a.z.width <= 64) == (b.z.width <= 64) && chunk_scan_slices(a) == chunk_scan_slices(b) && a.own_slots == b.own_slots &&
+         (!a.own_slots || a.segments == b.segments);
 }
 
 // The scans of a group take the same kernel. overlap: the pass before may still run, and this one waits for it where it

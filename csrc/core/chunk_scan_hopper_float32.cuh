@@ -46,10 +46,10 @@ struct Float32Shape {
   };
   struct Small {
     Table table[2];
-    alignas(16) float z_sum[kColumns];      // before the chunk of Z
-    alignas(16) float next_z_sum[kColumns];      // before the next chunk of Z that is loaded
-    alignas(16) float y_sum[3][kWidth];          // before a chunk of Y, by turns
-    float carried[4][kTokens];              // parts of rows of X times the sum of y before the chunk
+    alignas(16) float z_sum[kColumns];       // before the chunk of Z
+    alignas(16) float next_z_sum[kColumns];  // before the next chunk of Z that is loaded
+    alignas(16) float y_sum[3][kWidth];      // before a chunk of Y, by turns
+    float carried[4][kTokens];               // parts of rows of X times the sum of y before the chunk
     alignas(16) float out_scale[2][kTokens];
     float dots[4 * kGroups][kTokens];
     uint64_t table_full[2], table_empty[2], y_full[2], y_empty[2];
@@ -93,9 +93,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
   __device__ __forceinline__ bool with_tables() const { return kOut || decays(); }
   // Whether who loads Y looks at them too, and whether who loads Y or Z does.
   __device__ __forceinline__ bool scales_y() const { return decays() && (!kOut || scan.row_sums); }
-  __device__ __forceinline__ bool loads_with_table() const {
-    return updates() && (kOut ? scales_y() || scan.rank1 : decays());
-  }
+  __device__ __forceinline__ bool loads_with_table() const { return updates() && (kOut ? scales_y() || scan.rank1 : decays()); }
   static __device__ __forceinline__ float constant_of(const ChunkFactor& factor) {
     return factor.times != nullptr ? factor.scale * *factor.times : factor.scale;
   }
@@ -111,8 +109,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
     const int64_t strides[3] = {scan.x_factor.token, scan.x_rank1.token, scan.y_rank1.token};
     const float* const decay_of_row = scan.log_decay + batch * scan.decay_batch + state_head * scan.decay_head;
     float x[2][3], decay[2];
-    const float constants[3] = {kOut ? constant_of(scan.x_factor) : 0.0f,
-                                kOut && scan.rank1 ? constant_of(scan.x_rank1) : 0.0f,
+    const float constants[3] = {kOut ? constant_of(scan.x_factor) : 0.0f, kOut && scan.rank1 ? constant_of(scan.x_rank1) : 0.0f,
                                 scan.rank1 ? constant_of(scan.y_rank1) : 0.0f};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -233,7 +230,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
     float v[kAhead + 1][8], f[kAhead + 1];
     const auto fetch = [&](int base, int number) {
       const bool there = (base + number) * L::kRows < rows;
-      float(&to)[8] = v[number % (kAhead + 1)];
+      float (&to)[8] = v[number % (kAhead + 1)];
       if constexpr (kWeighed) {
         f[number % (kAhead + 1)] = hopper::load_or_zero(factor, there && factors != nullptr);
         factor += L::kRows * factor_token;
@@ -254,7 +251,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       for (int i = 0; i <= kAhead; ++i) {
         const int number = first_number + i, row = number * L::kRows;
         if (i == 0 || first_number + kAhead + 1 < kSteps) fetch(first_number, i + kAhead);
-        float(&x)[8] = v[i];
+        float (&x)[8] = v[i];
         if constexpr (kWeighed) {
           const float by = factors != nullptr ? constant * f[i] : constant;
 #pragma unroll
@@ -374,7 +371,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
         bring<kWidth, true>(
             scan.y, y_head, at, 0, y_tile(buffer), rows_of(scan.y_factor, y_head), scan.y_factor.token,
             constant_of(scan.y_factor), [&] { wait(small.y_empty[buffer], parity2 ^ 1); },
-            [&](int row, bool, const float(&x)[8]) {
+            [&](int row, bool, const float (&x)[8]) {
               if (!y_sums) return;
               const float weight = decayed ? table.to_end[row] : 1.0f;
 #pragma unroll
@@ -400,7 +397,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
               read_eight<Narrow>(small.next_z_sum, x);
               write_eight<Narrow>(small.z_sum, x);
             },
-            [&](int row, bool there, const float(&x)[8]) {
+            [&](int row, bool there, const float (&x)[8]) {
               if (!z_sums || !there) return;
               float weight = y_rank1;
               if (kOut) weight = table.y_rank1[row];
@@ -416,8 +413,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
         if (z_sums) add_to_sum<Narrow>(small.next_z_sum, small.next_z_sum, kept, part);
         if (!kOut && scan.rank1) {
 #pragma unroll
-          for (int offset = Narrow::kLanes; offset < 32; offset *= 2)
-            of_rows += __shfl_xor_sync(kFullWarp, of_rows, offset);
+          for (int offset = Narrow::kLanes; offset < 32; offset *= 2) of_rows += __shfl_xor_sync(kFullWarp, of_rows, offset);
           count = kept * count + of_rows;
         }
         if (!kOut && decays()) log2_kept += table.log2_kept;
@@ -481,7 +477,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
     }
     bring<kWidth, false>(
         scan.x, x_head, at, 0, x_tile(), nullptr, 0, 1.0f, [&] { wait(small.x_empty, n & 1 ^ 1); },
-        [&](int row, bool, const float(&x)[8]) {
+        [&](int row, bool, const float (&x)[8]) {
           if (!scan.row_sums) return;
           float sum = 0.0f;
 #pragma unroll
@@ -507,8 +503,8 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int k = 0; k < kWidth / 16; ++k) {
           const int step = (k / 4 * S::kBox + k % 4 * 32) / 16;
-          hopper::wgmma_ss(Plane{}, s, x + x_plane * (S::kWidePlane / 16) + step,
-                                   y + y_plane * (S::kWidePlane / 16) + step, !first || k > 0);
+          hopper::wgmma_ss(Plane{}, s, x + x_plane * (S::kWidePlane / 16) + step, y + y_plane * (S::kWidePlane / 16) + step,
+                           !first || k > 0);
         }
       };
       product(0, 2, true), product(1, 1, false), product(2, 0, false), product(0, 1, false), product(1, 0, false);
@@ -607,8 +603,8 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
     uint32_t high[kMadeTwice ? kBuffers : kSteps][4], low[kBuffers][2][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      uint32_t(&l)[2][4] = low[step % kBuffers];
-      uint32_t(&h)[4] = high[kMadeTwice ? step % kBuffers : step];
+      uint32_t (&l)[2][4] = low[step % kBuffers];
+      uint32_t (&h)[4] = high[kMadeTwice ? step % kBuffers : step];
       if (step >= kBuffers) {
         hopper::warpgroup_wait<kBuffers - 1>();
         hopper::fence_operands_for_write(l);
@@ -632,7 +628,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       for (int i = 0; i < kBuffers; ++i) hopper::fence_operands(low[i]);
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
-        uint32_t(&h)[2][4] = twice[step / 2 % 2];
+        uint32_t (&h)[2][4] = twice[step / 2 % 2];
         if (step >= 4) {
           hopper::warpgroup_wait<1>();
           hopper::fence_operands_for_write(h);
@@ -683,17 +679,17 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
         if (first) {
           multiply<kWidth / 16, false, S::kWidePlane, 2>(
               o, hopper::make_smem_descriptor(x_tile(), 0),
-              [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
+              [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                   uint32_t planes[kPlanes];
-                  const float(&from)[4] = state[2 * step + i / 2];
+                  const float (&from)[4] = state[2 * step + i / 2];
                   split_pair<Plane, kPlanes>(from[i % 2 * 2], from[i % 2 * 2 + 1], planes);
                   a[i] = planes[0], b[i] = planes[1], c[i] = planes[2];
                 }
               },
               [](int k) { return (k / 4 * S::kBox + k % 4 * 32) / 16; },
-              [&](int step, uint32_t(&a)[4]) {
+              [&](int step, uint32_t (&a)[4]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                   float x = state[2 * step + i / 2][i % 2 * 2], y = state[2 * step + i / 2][i % 2 * 2 + 1];
@@ -722,7 +718,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       }
       // Planes of a warp's 16 columns of Z by 16 tokens.
       const uint32_t z_from = z_tile() + chunk_offset<kTokens>(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
-      const auto load_columns = [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
+      const auto load_columns = [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
         load_matrices_transposed(a, z_from + step * 2048);
         load_matrices_transposed(b, z_from + step * 2048 + S::kNarrowPlane);
         load_matrices_transposed(c, z_from + step * 2048 + 2 * S::kNarrowPlane);
@@ -735,7 +731,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
           float sum[8][4];
           multiply<4, false, S::kBox, 1>(
               sum, hopper::make_smem_descriptor(p_tile(), 0),
-              [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
+              [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
                 load_columns(step, a, b, c);
                 if (odd) {
 #pragma unroll
@@ -743,7 +739,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
                 }
               },
               [](int k) { return k * 2; },
-              [&](int step, uint32_t(&a)[4]) {
+              [&](int step, uint32_t (&a)[4]) {
                 load_matrices_transposed(a, z_from + step * 2048);
                 if (odd) a[0] = a[1] = a[2] = a[3] = 0;
               });
@@ -774,7 +770,7 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
           float sum[kTiles][4];
           multiply<4, true, S::kWidePlane, 1>(
               sum, hopper::make_smem_descriptor(y_tile(buffer) + half * S::kBox, S::kBox),
-              [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
+              [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
                 load_columns(step, a, b, c);
                 if (!decays()) return;
 #pragma unroll

@@ -29,15 +29,17 @@ __device__ __forceinline__ float4 load_4_or_zero(const float* from, bool load) {
 __device__ __forceinline__ float load_or_zero(const float* from, bool load) {
   float x;
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.f32 %0, [%1];\n}"
-               : "=&f"(x) : "l"(from), "r"(static_cast<int>(load)));
+               : "=&f"(x)
+               : "l"(from), "r"(static_cast<int>(load)));
   return x;
 }
 
 __device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, int column, int token, int head, int batch,
-                                        uint32_t barrier) {
+                                         uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-      ::"r"(to), "l"(map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
+          "r"(to),
+      "l"(map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
 }
 __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int column, int token, int head, int batch) {
@@ -47,7 +49,8 @@ __device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from,
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // The same, added to what is there.
-__device__ __forceinline__ void tma_reduce_add(const CUtensorMap* map, uint32_t from, int column, int token, int head, int batch) {
+__device__ __forceinline__ void tma_reduce_add(const CUtensorMap* map, uint32_t from, int column, int token, int head,
+                                               int batch) {
   asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(from), "r"(column), "r"(token), "r"(head), "r"(batch)
                : "memory");
@@ -105,15 +108,16 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
 }
 
 // The operands of 32 and 64 accumulators, %0 to %31 and to %63, as a text and as a list.
-#define LEANFLEET_NAMES_32                                                                                             \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "     \
+#define LEANFLEET_NAMES_32                                                                                         \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
-#define LEANFLEET_NAMES_64                                                                                             \
-  LEANFLEET_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "    \
+#define LEANFLEET_NAMES_64                                                                       \
+  LEANFLEET_NAMES_32                                                                             \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LEANFLEET_TILE(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-#define LEANFLEET_TILES_8(c, n)                                                                                        \
-  LEANFLEET_TILE(c, n), LEANFLEET_TILE(c, n + 1), LEANFLEET_TILE(c, n + 2), LEANFLEET_TILE(c, n + 3),                  \
+#define LEANFLEET_TILES_8(c, n)                                                                       \
+  LEANFLEET_TILE(c, n), LEANFLEET_TILE(c, n + 1), LEANFLEET_TILE(c, n + 2), LEANFLEET_TILE(c, n + 3), \
       LEANFLEET_TILE(c, n + 4), LEANFLEET_TILE(c, n + 5), LEANFLEET_TILE(c, n + 6), LEANFLEET_TILE(c, n + 7)
 
 // The products of a warpgroup for one type, whose name in PTX is `name`:
@@ -121,49 +125,53 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
 //                     kRowsSummed: b's tile has the summed index as rows
 //   wgmma_ss          the same with a a tile too, both tiles with the summed index as columns; and c[64x8], where
 //                     kRowsSummed is of a's tile
-#define LEANFLEET_WGMMA(type, name)                                                                                 \
-template <bool kRowsSummed>                                                                                            \
-__device__ __forceinline__ void wgmma_rs(type, float (&c)[8][4], const uint32_t (&a)[4], uint32_t b, int add) {         \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %39};\n"                               \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32 "}, "                        \
-      "{%32, %33, %34, %35}, b, p, 1, 1, %38;\n}"                                                                      \
-      : LEANFLEET_TILES_8(c, 0)                                                                                        \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord));       \
-}                                                                                                                      \
-template <bool kRowsSummed>                                                                                            \
-__device__ __forceinline__ void wgmma_rs(type, float (&c)[16][4], const uint32_t (&a)[4], uint32_t b, int add) {        \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, %71};\n"                               \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64 "}, "                       \
-      "{%64, %65, %66, %67}, b, p, 1, 1, %70;\n}"                                                                      \
-      : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                               \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord));       \
-}                                                                                                                      \
-__device__ __forceinline__ void wgmma_ss(type, float (&c)[8][4], uint32_t a, uint32_t b, int add) {            \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, %35};\nmov.b64 b, {%33, %35};\n"    \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32 "}, "                        \
-      "a, b, p, 1, 1, 0, 0;\n}"                                                                                        \
-      : LEANFLEET_TILES_8(c, 0)                                                                                        \
-      : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                                     \
-}                                                                                                                      \
-template <bool kRowsSummed>                                                                                            \
-__device__ __forceinline__ void wgmma_ss(type, float (&c)[1][4], uint32_t a, uint32_t b, int add) {            \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %6, 0;\nmov.b64 a, {%4, %7};\nmov.b64 b, {%5, %7};\n"         \
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32." name "." name " {%0, %1, %2, %3}, a, b, p, 1, 1, %8, 0;\n}"          \
-      : LEANFLEET_TILE(c, 0)                                                                                           \
-      : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord), "n"(kRowsSummed ? 1 : 0));                                           \
-}                                                                                                                      \
-__device__ __forceinline__ void wgmma_ss(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {           \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"    \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64 "}, "                       \
-      "a, b, p, 1, 1, 0, 0;\n}"                                                                                        \
-      : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                               \
-      : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                                     \
-}
+#define LEANFLEET_WGMMA(type, name)                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_rs(type, float (&c)[8][4], const uint32_t (&a)[4], uint32_t b, int add) {            \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %39};\n"                                   \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32                                  \
+        "}, "                                                                                                                \
+        "{%32, %33, %34, %35}, b, p, 1, 1, %38;\n}"                                                                          \
+        : LEANFLEET_TILES_8(c, 0)                                                                                            \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord)); \
+  }                                                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_rs(type, float (&c)[16][4], const uint32_t (&a)[4], uint32_t b, int add) {           \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, %71};\n"                                   \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64                                 \
+        "}, "                                                                                                                \
+        "{%64, %65, %66, %67}, b, p, 1, 1, %70;\n}"                                                                          \
+        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                                   \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord)); \
+  }                                                                                                                          \
+  __device__ __forceinline__ void wgmma_ss(type, float (&c)[8][4], uint32_t a, uint32_t b, int add) {                        \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, %35};\nmov.b64 b, {%33, %35};\n"        \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32                                  \
+        "}, "                                                                                                                \
+        "a, b, p, 1, 1, 0, 0;\n}"                                                                                            \
+        : LEANFLEET_TILES_8(c, 0)                                                                                            \
+        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
+  }                                                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_ss(type, float (&c)[1][4], uint32_t a, uint32_t b, int add) {                        \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %6, 0;\nmov.b64 a, {%4, %7};\nmov.b64 b, {%5, %7};\n"             \
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." name "." name " {%0, %1, %2, %3}, a, b, p, 1, 1, %8, 0;\n}"             \
+        : LEANFLEET_TILE(c, 0)                                                                                               \
+        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord), "n"(kRowsSummed ? 1 : 0));                                     \
+  }                                                                                                                          \
+  __device__ __forceinline__ void wgmma_ss(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {                       \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"        \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64                                 \
+        "}, "                                                                                                                \
+        "a, b, p, 1, 1, 0, 0;\n}"                                                                                            \
+        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                                   \
+        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
+  }
 
 LEANFLEET_WGMMA(__half, "f16")
 LEANFLEET_WGMMA(__nv_bfloat16, "bf16")

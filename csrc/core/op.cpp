@@ -87,8 +87,8 @@ struct CheckedSizes : NumberSizes {
            expected_shape(*call.spec, *axis.shape, call.bnhd()) + " is " + std::to_string(size(axis.input, axis.index));
   }
   std::string because(int symbol) const {
-    return std::string(", because ") + call.spec->inputs[origin[symbol]].name + " gives " + call.spec->symbols[symbol] +
-           " = " + std::to_string(call.dims[symbol]);
+    return std::string(", because ") + call.spec->inputs[origin[symbol]].name + " gives " + call.spec->symbols[symbol] + " = " +
+           std::to_string(call.dims[symbol]);
   }
 
   Status wrong_rank(int input) const {
@@ -165,8 +165,8 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
       const int64_t a = call.dims[args[0].index], b = call.dims[args[1].index];
       if (a == b) return {};
       return call.invalid(std::string(op.symbols[args[0].index]) + " = " + std::to_string(a) + " and " +
-                          op.symbols[args[1].index] + " = " + std::to_string(b) + "; with " +
-                          ref_state(call, rule.condition) + " they must be the same");
+                          op.symbols[args[1].index] + " = " + std::to_string(b) + "; with " + ref_state(call, rule.condition) +
+                          " they must be the same");
     }
     case RuleKind::kTogether: {
       int given = -1, missing = -1;
@@ -179,8 +179,7 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
     }
     case RuleKind::kExclusive:
       if (!is_on(call, args[0]) || !is_on(call, args[1])) return {};
-      return call.invalid(ref_name(call, args[0]) + " and " + ref_name(call, args[1]) +
-                          " are both given; give one of them");
+      return call.invalid(ref_name(call, args[0]) + " and " + ref_name(call, args[1]) + " are both given; give one of them");
     case RuleKind::kNeeds: {
       if (!is_on(call, args[0])) return {};
       std::string needed;

@@ -14,7 +14,7 @@ constexpr int kMaxCluster = 16;
 // What the contributors send for this CTA's share of a unit: 4 columns of a row each, and the row's statistics. A unit of a
 // cluster is a CTA's only segment, so that an inbox serves once a launch.
 struct ClusterInbox {
-  float4* parts;     // [items], then max and sum [items][2]
+  float4* parts;  // [items], then max and sum [items][2]
   int items;
   uint32_t barrier;  // with one arrival
 };
@@ -36,22 +36,28 @@ __device__ __forceinline__ uint32_t address_in_cta(uint32_t address, int cta) {
 // Stores that add their bytes to what the barrier, in the same CTA as `to`, has received.
 __device__ __forceinline__ void send(uint32_t to, float4 x, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.f32 [%0], {%1,%2,%3,%4}, [%5];" ::"r"(to), "f"(x.x),
-               "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier) : "memory");
+               "f"(x.y), "f"(x.z), "f"(x.w), "r"(barrier)
+               : "memory");
 }
 __device__ __forceinline__ void send(uint32_t to, float x, float y, uint32_t barrier) {
   asm volatile("st.async.shared::cluster.mbarrier::complete_tx::bytes.v2.f32 [%0], {%1,%2}, [%3];" ::"r"(to), "f"(x), "f"(y),
-               "r"(barrier) : "memory");
+               "r"(barrier)
+               : "memory");
 }
 
 // Waits for the first phase of a barrier with one arrival, this one's, and `bytes` that other CTAs send.
 __device__ __forceinline__ void receive(uint32_t barrier, uint32_t bytes, bool arrives) {
   if (arrives)
-    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
-                 "r"(bytes) : "memory");
+    asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
+                 : "memory");
   uint32_t done;
   do {
-    asm volatile("{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
-                 "selp.u32 %0, 1, 0, p;\n}" : "=r"(done) : "r"(barrier) : "memory");
+    asm volatile(
+        "{\n.reg .pred p;\nmbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 p, [%1], 0;\n"
+        "selp.u32 %0, 1, 0, p;\n}"
+        : "=r"(done)
+        : "r"(barrier)
+        : "memory");
   } while (!done);
 }
 
@@ -60,11 +66,12 @@ struct ClusterShare {
   int row_chunks, chunks;  // of a row, of the unit
   int size;                // chunks of one CTA, but for the last
   int first_row;
-  int index, count;        // of the contributors
+  int index, count;  // of the contributors
 };
 __device__ __forceinline__ ClusterShare cluster_share(int width, LeanSpan rows, const LeanSegment& segment) {
   const int row_chunks = width / 4, chunks = (rows.end - rows.begin) * row_chunks;
-  return {row_chunks, chunks, small_quotient(chunks + segment.count - 1, segment.count), rows.begin, segment.index, segment.count};
+  return {row_chunks, chunks,        small_quotient(chunks + segment.count - 1, segment.count),
+          rows.begin, segment.index, segment.count};
 }
 
 // first_cta: the cluster's CTA that has the first part. row: of the unit.
@@ -160,7 +167,8 @@ int choose_cluster(const void* kernel, LeanPlan& plan, const LeanAttentionArgs& 
   if (!fits(parts)) {
     // Where a range is short anyway, a merge in a cluster is worth more than all SMs are.
     parts = parts > 8 ? 8 : parts > 4 ? 4 : 2;
-    if (plan.equal_parts > kMaxCluster || !fewer || args.capacity > kShortRange * parts * plan.key_tile || !fits(parts)) parts = 1;
+    if (plan.equal_parts > kMaxCluster || !fewer || args.capacity > kShortRange * parts * plan.key_tile || !fits(parts))
+      parts = 1;
   }
   config.numAttrs = parts > 1;
   if (parts > 1) {

@@ -25,9 +25,7 @@ constexpr int kMinRangeWork = 2;  // key tiles, as in the paper: fewer are not w
 constexpr float kRescaleAt = 8.0f;
 
 // 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.
-__device__ __forceinline__ float rescale(float part, float whole) {
-  return part == -INFINITY ? 0.0f : exp2_fast(part - whole);
-}
+__device__ __forceinline__ float rescale(float part, float whole) { return part == -INFINITY ? 0.0f : exp2_fast(part - whole); }
 
 // softcap * tanh(x / softcap), with float32's precision near 0 too (tanh.approx has 11 bits only). Where the exponential
 // overflows the quotient is 0; NaN stays NaN, which fminf would not let through.
@@ -445,10 +443,9 @@ __device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& a
   AppendedChunk chunk;
   if (kRope && !value) chunk.data = rotated_chunk(rotation_at(args, position), row, column);
   else chunk.data = *reinterpret_cast<const uint4*>(row + column);
-  const LeanCacheStrides strides = {pick(args.value_strides.batch, args.key_strides.batch),
-                                    pick(args.value_strides.page, args.key_strides.page),
-                                    pick(args.value_strides.head, args.key_strides.head),
-                                    pick(args.value_strides.token, args.key_strides.token)};
+  const LeanCacheStrides strides = {
+      pick(args.value_strides.batch, args.key_strides.batch), pick(args.value_strides.page, args.key_strides.page),
+      pick(args.value_strides.head, args.key_strides.head), pick(args.value_strides.token, args.key_strides.token)};
   const int64_t to = cache_row(args, strides, unit.b, unit.request, unit.head, position);
   chunk.exists = to >= 0;
   if (chunk.exists) {
@@ -546,8 +543,8 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 // arrives last, and writes the rows. A warp takes 64 columns of a row; a lane reads the statistics of one contributor,
 // and 4 columns of every second one.
 template <class T>
-__device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count,
-                                           int warp, int warps) {
+__device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count, int warp,
+                                           int warps) {
   constexpr int kAtOnce = 16;
   const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
   const int lane = threadIdx.x % 32, half = lane / 16, parts_of_row = (args.value_width + 63) / 64;

@@ -24,12 +24,12 @@ constexpr int direct_tokens(int width) { return kDirectWarps * 16 * 128 / width;
 struct DirectWork {
   LeanUnit unit;
   LeanSegment segment;
-  int32_t first;          // the range that begins the unit
-  int32_t begin, end;     // tokens of the segment, begin a multiple of kTokens; empty after the last segment
-  int32_t cached_end;     // tokens from here to end come from new_key and new_value
-  int32_t read_end;       // cached_end, or 0 if no token before it is seen
-  int32_t last;           // not 0: there is no more work
-  LeanSpan seen, common;  // keys that at least one row sees, and that all rows see, padding aside
+  int32_t first;              // the range that begins the unit
+  int32_t begin, end;         // tokens of the segment, begin a multiple of kTokens; empty after the last segment
+  int32_t cached_end;         // tokens from here to end come from new_key and new_value
+  int32_t read_end;           // cached_end, or 0 if no token before it is seen
+  int32_t last;               // not 0: there is no more work
+  LeanSpan seen, common;      // keys that at least one row sees, and that all rows see, padding aside
   const char *keys, *values;  // the request's head in dense and ragged caches, the head in page 0 of paged ones
 };
 
@@ -46,7 +46,7 @@ struct DirectLaunch {
 
 template <int kWidth>
 struct DirectTile {
-  static constexpr int kSlices = 128 / kWidth;    // of 16 tokens
+  static constexpr int kSlices = 128 / kWidth;  // of 16 tokens
   static constexpr int kTokens = 16 * kSlices;
   static constexpr int kKeyChunks = kWidth / 32;  // 16-byte chunks of a row that a lane holds
   static constexpr int kValueChunks = kWidth / 64;
@@ -61,7 +61,7 @@ struct alignas(16) DirectShared {
   T staged[2][3][kDirectRows][kWidth + 8];  // of two segments: the query, and the keys and values that the call appends
   DirectWork works[2];
   float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
-  LeanRange<uint32_t> range;  // of the schedule, for the first warp
+  LeanRange<uint32_t> range;         // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
   bool more;                         // the range holds more
   bool absent[2][kDirectRows];       // staged new tokens whose page is outside the pool
@@ -71,7 +71,8 @@ struct alignas(16) DirectShared {
 __device__ __forceinline__ uint4 read_once(const char* from) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
   return x;
 }
 
@@ -89,8 +90,8 @@ struct DirectCta {
   uint4 keys[kSlices][2][Tile::kKeyChunks];
   uint4 values[kSlices][4][Tile::kValueChunks];
   float output[kWidth / 16][4];
-  float max[2], sum[2];  // of rows 2 t and 2 t + 1
-  unsigned missing;      // of the keys read last: a bit for each token whose page is outside the pool
+  float max[2], sum[2];        // of rows 2 t and 2 t + 1
+  unsigned missing;            // of the keys read last: a bit for each token whose page is outside the pool
   unsigned missing_rows;       // paged: the same for the tile that is read next
   int64_t key_row, value_row;  // and bytes to the row of its token `lane`
 
@@ -478,7 +479,8 @@ struct DirectCta {
       if (in_cluster) send_part(inbox, share, 0, row, d, o, top, total);
       else
 #endif
-      if (work.segment.count == 1) write_row<T>(args, work.unit, row, d, o, top, total);
+          if (work.segment.count == 1)
+        write_row<T>(args, work.unit, row, d, o, top, total);
       else write_partial(args, work.segment.slot, row, d, o, top, total);
     }
 #if __CUDA_ARCH__ >= 900
@@ -494,8 +496,7 @@ struct DirectCta {
 };
 
 template <class T, int kWidth, bool kRope>
-__global__ void __launch_bounds__(kDirectThreads, 1)
-    LeanAttentionDirectKernel(const __grid_constant__ DirectLaunch launch) {
+__global__ void __launch_bounds__(kDirectThreads, 1) LeanAttentionDirectKernel(const __grid_constant__ DirectLaunch launch) {
   using Tile = DirectTile<kWidth>;
   using P = uint32_t;
   const DirectGrid& grid = launch.grid;
@@ -507,8 +508,11 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   auto& shared = *reinterpret_cast<DirectShared<T, kWidth>*>(raw);
   const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Tile::kInboxItems, shared_address(&shared.inbox_full)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  DirectCta<T, kWidth, kRope> cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)), warp, lane,
-                                       args.group * args.tokens, {}, {}, {}, {}, {}, 0, 0, 0, 0};
+  DirectCta<T, kWidth, kRope> cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)),
+                                  warp, lane,   args.group * args.tokens,
+                                  {},   {},     {},
+                                  {},   {},     0,
+                                  0,    0,      0};
   // By the first warp: the next part of a unit that the range holds, or that there is none.
   const auto next = [&](DirectWork& work) {
     bool more = shared.more;
@@ -564,7 +568,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     LeanRange<P> range = {};
     const bool exists = locate_range<P>(args, blockIdx.x, 1, range);
     if (lane == 0) {
-      shared.works[1].begin = shared.works[1].end = shared.works[1].cached_end = shared.works[1].read_end = 0;  // ahead of the first segment an empty one
+      shared.works[1].begin = shared.works[1].end = shared.works[1].cached_end = shared.works[1].read_end =
+          0;  // ahead of the first segment an empty one
       shared.range = range;
       shared.more = exists;
     }

@@ -33,19 +33,19 @@ namespace leanfleet {
 constexpr int kBoxColumns = 64;  // 128 bytes, the span of the swizzle
 
 struct LeanTileLoads {
-  bool tensor_maps;       // keys and values come through the maps below
-  int32_t box_tokens;     // tokens of one copy; divides the key tile
-  int32_t boxes;          // copies for the tokens of a tile
-  int32_t box_slices;     // box_tokens / 16
-  bool whole_rows;        // lines stand as [token][box]: a copy brings all columns
-  int32_t slots;          // of the ring
+  bool tensor_maps;                // keys and values come through the maps below
+  int32_t box_tokens;              // tokens of one copy; divides the key tile
+  int32_t boxes;                   // copies for the tokens of a tile
+  int32_t box_slices;              // box_tokens / 16
+  bool whole_rows;                 // lines stand as [token][box]: a copy brings all columns
+  int32_t slots;                   // of the ring
   int32_t key_boxes, value_boxes;  // lines of 64 columns in a row
-  bool whole_tiles;       // every tile is one copy of keys and one of values, nothing is gathered or looked up; the warp that
-                          // copies appends
-  int32_t copy_warps;     // producer warps that copy: 1 or 4
-  bool stream_once;       // no other unit reads the same keys: they need not stay in the L2 cache
-  bool clusters;          // CTAs may be launched in clusters
-  int32_t cluster;        // CTAs of a cluster; 1: they are launched on their own
+  bool whole_tiles;    // every tile is one copy of keys and one of values, nothing is gathered or looked up; the warp that
+                       // copies appends
+  int32_t copy_warps;  // producer warps that copy: 1 or 4
+  bool stream_once;    // no other unit reads the same keys: they need not stay in the L2 cache
+  bool clusters;       // CTAs may be launched in clusters
+  int32_t cluster;     // CTAs of a cluster; 1: they are launched on their own
 };
 
 // A segment, as the consumers get it from the producer.
@@ -133,8 +133,8 @@ struct RingAddresses {
   uint32_t slots, full, empty;  // shared addresses; barriers are 8 bytes apart
   uint32_t queue_full, queue_empty;
   LeanWork* queue;
-  char* queries;                // [kQueue][kQueuedQueryBytes]
-  uint16_t* masked_out;         // [slots][kTokens / 16] paged caches: a bit for each token without a page
+  char* queries;         // [kQueue][kQueuedQueryBytes]
+  uint16_t* masked_out;  // [slots][kTokens / 16] paged caches: a bit for each token without a page
 };
 
 #if __CUDA_ARCH__ >= 900
@@ -142,25 +142,26 @@ struct RingAddresses {
 __device__ __forceinline__ void warp_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.release.cta.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
-               "n"(kFillArrivals) : "memory");
+               "n"(kFillArrivals)
+               : "memory");
 }
 
 // All columns of some tokens, as [token][box][64].
 __device__ __forceinline__ void tma_load_rows(uint32_t to, const CUtensorMap* map, int token, int head, int outer,
-                                          uint32_t barrier, uint64_t policy) {
+                                              uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(0), "r"(token), "r"(head), "r"(outer),
-      "r"(barrier), "l"(policy)
+      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(0), "r"(token), "r"(head), "r"(outer), "r"(barrier), "l"(policy)
       : "memory");
 }
 
 __device__ __forceinline__ void tma_load_box(uint32_t to, const CUtensorMap* map, int column, int token, int head, int outer,
-                                         uint32_t barrier, uint64_t policy) {
+                                             uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(column), "r"(token), "r"(head), "r"(outer),
-      "r"(barrier), "l"(policy)
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(column), "r"(token), "r"(head), "r"(outer), "r"(barrier), "l"(policy)
       : "memory");
 }
 #endif
@@ -207,61 +208,62 @@ struct TileProducer {
       return;
     }
 #endif
-    if (exists) for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
-      if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
-      if (!copies) return;
-      const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
-      // Rows that this launch appends come from new_key and new_value: other CTAs may be writing them.
-      const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
-      const int box_tokens = loads.box_tokens, boxes = loads.boxes;
-      const bool paged = args.cache_kind == kLeanPaged;
-      // Page ids of 32 boxes in a row, a lane each, and of the next 32.
-      const auto page_of_box = [&](int64_t box) {
-        const int64_t token = box * box_tokens;
-        if (token >= keys.end || box < 0) return -1;
-        const int page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + token / args.block];
-        return static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages) ? page : -1;
-      };
-      int pages = -1, next_pages = -1;
-      const int64_t first_box = static_cast<int64_t>(share.tiles.begin) * boxes;
-      if (loads.tensor_maps && paged) {
-        pages = page_of_box(first_box + lane);
-        next_pages = page_of_box(first_box + 32 + lane);
-      }
-      int box_of_window = 0;
-#pragma unroll 1
-      for (int tile = share.tiles.begin; tile < share.tiles.end; ++tile) {
-        const int begin = tile * kTokens;
-        const bool through_maps = loads.tensor_maps && (!args.append || begin + kTokens <= new_begin);
-        if (through_maps) {
-#if __CUDA_ARCH__ >= 900
-          // Lane j issues the copies of box j of the tile, in copying warp j % warps.
-          int outer = args.cache_kind == kLeanDense ? unit.b : 0;
-          int token = unit.request.start + begin + lane * box_tokens;
-          bool wanted = lane < boxes && (lane & (warps - 1)) == warp && begin + lane * box_tokens < keys.end;
-          if (paged) {
-            outer = __shfl_sync(kFullWarp, pages, (box_of_window + lane) % 32);
-            token = (begin + lane * box_tokens) % args.block;
-            wanted = wanted && outer >= 0;
-          }
-          const unsigned issue = __ballot_sync(kFullWarp, wanted);
-          copy_boxes(key_map, loads.key_boxes, unit.head, token, outer, issue, paged, policy);
-          copy_boxes(value_map, loads.value_boxes, unit.head, token, outer, issue, false, policy);
-#endif
-        } else {
-          gather_tile(unit, keys, begin, new_begin);
-        }
-        next_group();
+    if (exists)
+      for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
+        if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
+        if (!copies) return;
+        const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
+        // Rows that this launch appends come from new_key and new_value: other CTAs may be writing them.
+        const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
+        const int box_tokens = loads.box_tokens, boxes = loads.boxes;
+        const bool paged = args.cache_kind == kLeanPaged;
+        // Page ids of 32 boxes in a row, a lane each, and of the next 32.
+        const auto page_of_box = [&](int64_t box) {
+          const int64_t token = box * box_tokens;
+          if (token >= keys.end || box < 0) return -1;
+          const int page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + token / args.block];
+          return static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages) ? page : -1;
+        };
+        int pages = -1, next_pages = -1;
+        const int64_t first_box = static_cast<int64_t>(share.tiles.begin) * boxes;
         if (loads.tensor_maps && paged) {
-          box_of_window += boxes;
-          if (box_of_window == 32) {
-            box_of_window = 0;
-            pages = next_pages;
-            next_pages = page_of_box((tile + 1) * static_cast<int64_t>(boxes) + 32 + lane);
+          pages = page_of_box(first_box + lane);
+          next_pages = page_of_box(first_box + 32 + lane);
+        }
+        int box_of_window = 0;
+#pragma unroll 1
+        for (int tile = share.tiles.begin; tile < share.tiles.end; ++tile) {
+          const int begin = tile * kTokens;
+          const bool through_maps = loads.tensor_maps && (!args.append || begin + kTokens <= new_begin);
+          if (through_maps) {
+#if __CUDA_ARCH__ >= 900
+            // Lane j issues the copies of box j of the tile, in copying warp j % warps.
+            int outer = args.cache_kind == kLeanDense ? unit.b : 0;
+            int token = unit.request.start + begin + lane * box_tokens;
+            bool wanted = lane < boxes && (lane & (warps - 1)) == warp && begin + lane * box_tokens < keys.end;
+            if (paged) {
+              outer = __shfl_sync(kFullWarp, pages, (box_of_window + lane) % 32);
+              token = (begin + lane * box_tokens) % args.block;
+              wanted = wanted && outer >= 0;
+            }
+            const unsigned issue = __ballot_sync(kFullWarp, wanted);
+            copy_boxes(key_map, loads.key_boxes, unit.head, token, outer, issue, paged, policy);
+            copy_boxes(value_map, loads.value_boxes, unit.head, token, outer, issue, false, policy);
+#endif
+          } else {
+            gather_tile(unit, keys, begin, new_begin);
+          }
+          next_group();
+          if (loads.tensor_maps && paged) {
+            box_of_window += boxes;
+            if (box_of_window == 32) {
+              box_of_window = 0;
+              pages = next_pages;
+              next_pages = page_of_box((tile + 1) * static_cast<int64_t>(boxes) + 32 + lane);
+            }
           }
         }
-      }
-    });
+      });
     if (publishes) {
       mbarrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
       if constexpr (kQueuesQuery) mbarrier_arrive_after_cp_async(ring.queue_full + queued.slot * 8);
@@ -333,7 +335,8 @@ struct TileProducer {
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int begin = tile * kTokens;
-      if (begin > new_begin - kTokens) append_tokens(unit, lean_max(begin, new_begin), lean_min(begin + kTokens, unit.request.keys));
+      if (begin > new_begin - kTokens)
+        append_tokens(unit, lean_max(begin, new_begin), lean_min(begin + kTokens, unit.request.keys));
       if (lane != 0) continue;
       const int token = unit.request.start + begin;
       copy_whole_tile(key_map, loads.key_boxes, unit.head, token, outer, policy);
@@ -433,23 +436,23 @@ struct TileProducer {
                           unit.head * args.new_value_strides.head + token * args.new_value_strides.token;
         } else if (!page_missing) {
           key_rows[g] = static_cast<const T*>(args.key_cache) + at;
-          value_rows[g] = static_cast<const T*>(args.value_cache) +
-                          cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
+          value_rows[g] =
+              static_cast<const T*>(args.value_cache) + cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
         }
       }
       bits[g] = __ballot_sync(kFullWarp, page_missing);
     }
     gather_rows(key_rows, loads.key_boxes, args.key_width, static_cast<const T*>(args.key_cache), first, per_warp, bits,
                 args.cache_kind == kLeanPaged, begin, kRope ? new_begin : INT32_MAX);
-    gather_rows(value_rows, loads.value_boxes, args.value_width, static_cast<const T*>(args.value_cache), first,
-                per_warp, bits, false, begin, INT32_MAX);
+    gather_rows(value_rows, loads.value_boxes, args.value_width, static_cast<const T*>(args.value_cache), first, per_warp, bits,
+                false, begin, INT32_MAX);
   }
 
   // Rows at positions from rope_from on get their rotary embedding.
   template <int kGroups>
   __device__ __forceinline__ void gather_rows(const T* const (&rows)[kGroups], int boxes, int width, const T* readable,
-                                              int first, int per_warp, const unsigned (&bits)[kGroups],
-                                              bool note_pages, int begin, int rope_from) {
+                                              int first, int per_warp, const unsigned (&bits)[kGroups], bool note_pages,
+                                              int begin, int rope_from) {
     const uint32_t to = acquire();
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -463,13 +466,13 @@ struct TileProducer {
         for (int chunk = lane % 8; chunk < boxes * 8; chunk += 8) {
           const bool read = row != 0 && chunk * 8 < width;
           const int token = first + g * 32 + t + lane / 8;
-          const uint32_t place_of_chunk = to + (loads.whole_rows ? line_offset(token * boxes + chunk / 8, chunk % 8)
-                                                                 : slot_offset<kTokens>(token, chunk));
+          const uint32_t place_of_chunk =
+              to + (loads.whole_rows ? line_offset(token * boxes + chunk / 8, chunk % 8) : slot_offset<kTokens>(token, chunk));
           if constexpr (kRope) {
             if (read && begin + token >= rope_from) {
               const uint4 x = rotated_chunk(rotation_at(args, begin + token), reinterpret_cast<const T*>(row), chunk * 8);
-              asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(place_of_chunk), "r"(x.x), "r"(x.y), "r"(x.z),
-                           "r"(x.w) : "memory");
+              asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(place_of_chunk), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                           : "memory");
               continue;
             }
           }
@@ -491,9 +494,7 @@ struct TileProducer {
 };
 
 // Masks a pair of 16-bit values: the low one stays if `low`, the high one if `high`.
-__device__ __forceinline__ uint32_t keep_pair(bool low, bool high) {
-  return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
-}
+__device__ __forceinline__ uint32_t keep_pair(bool low, bool high) { return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u); }
 
 // A consumer warp that holds its own tokens of every tile, for units of up to 8 * kBlocks rows. kRope: queries get their
 // rotary embedding.
@@ -508,7 +509,7 @@ struct TokenConsumer {
   const LeanAttentionArgs& args;
   const LeanTileLoads& loads;
   const RingAddresses& ring;
-  float* scratch;            // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
+  float* scratch;  // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
   ClusterInbox inbox;
   int warp, lane;
   RingPlace place;
@@ -557,8 +558,7 @@ struct TokenConsumer {
 #pragma unroll
       for (int k = 0; k < kWidth / 16; ++k)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          query[k][n][half] = *reinterpret_cast<const uint32_t*>(from + 16 * k + 8 * half);
+        for (int half = 0; half < 2; ++half) query[k][n][half] = *reinterpret_cast<const uint32_t*>(from + 16 * k + 8 * half);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         max[n][c] = -INFINITY;
@@ -710,8 +710,7 @@ struct TokenConsumer {
         for (int chunk = lane; chunk < loads.value_boxes * 8; chunk += 32) {
           const int token = of_tile * kWarpTokens + t, box = chunk / 8;
           const int line = loads.whole_rows ? token * loads.value_boxes + box : box * kTokens + token;
-          asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values + line_offset(line, chunk % 8)), "r"(0)
-                       : "memory");
+          asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values + line_offset(line, chunk % 8)), "r"(0) : "memory");
         }
       }
 #if __CUDA_ARCH__ >= 900
@@ -883,8 +882,7 @@ struct RowConsumer {
       begin_unit(unit, rows);
       const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
       LeanSpan tokens = {0, 0};
-      if (rows.begin < real_rows)
-        tokens = {token_of_row(rows.begin, args.group), token_of_row(real_rows - 1, args.group) + 1};
+      if (rows.begin < real_rows) tokens = {token_of_row(rows.begin, args.group), token_of_row(real_rows - 1, args.group) + 1};
       const RowsKeys of_warp = keys_of_tokens(args, unit.request, tokens);
       const LeanSpan common = of_warp.common, mine = of_warp.seen, seen = work.seen;
       const int end = work.segment.tiles.end;
@@ -929,8 +927,9 @@ struct RowConsumer {
       if (row < real_rows && chunk * 8 < args.key_width) {
         x = *reinterpret_cast<const uint4*>(query_row<T>(args, unit, row_place(args, unit, row)) + chunk * 8);
       }
-      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(query + slot_offset<kRows>(16 * warp + r, chunk)),
-                   "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(query + slot_offset<kRows>(16 * warp + r, chunk)), "r"(x.x),
+                   "r"(x.y), "r"(x.z), "r"(x.w)
+                   : "memory");
     }
     __syncwarp();
 #pragma unroll
@@ -999,8 +998,7 @@ struct RowConsumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 8 * n + lane % 4 * 2 + i % 2, j = begin + at;
-          if (j < bounds[i / 2].begin || j >= bounds[i / 2].end || (missing_bits[n / 2] >> (at % 16) & 1))
-            s[n][i] = -INFINITY;
+          if (j < bounds[i / 2].begin || j >= bounds[i / 2].end || (missing_bits[n / 2] >> (at % 16) & 1)) s[n][i] = -INFINITY;
         }
       }
     }
@@ -1082,8 +1080,8 @@ struct RowConsumer {
       const bool odd = lane % 2 != 0;
       const float give0 = odd ? output[d][0] : output[d][2], give1 = odd ? output[d][1] : output[d][3];
       const float got0 = __shfl_xor_sync(kFullWarp, give0, 1), got1 = __shfl_xor_sync(kFullWarp, give1, 1);
-      const float4 o = odd ? make_float4(got0, got1, output[d][2], output[d][3])
-                           : make_float4(output[d][0], output[d][1], got0, got1);
+      const float4 o =
+          odd ? make_float4(got0, got1, output[d][2], output[d][3]) : make_float4(output[d][0], output[d][1], got0, got1);
       // Not max[odd]: an index known at run time only would put the whole struct into local memory.
       const float row_max = odd ? max[1] : max[0], row_sum = odd ? sum[1] : sum[0];
       const int row = rows.begin + lane / 4 + (odd ? 8 : 0), column = 8 * d + lane % 4 / 2 * 4;
@@ -1160,10 +1158,11 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
       const int of_ring = i - 2 * kQueue;
-      const int count = of_ring >= loads.slots ? Tile::kReaderArrivals * Tile::kTileWarps
-                        : of_ring >= 0         ? kFillArrivals * loads.copy_warps
-                        : i >= kQueue          ? Tile::kReaderArrivals * Tile::kConsumerWarps
-                                               : Tile::kSplitTokens && !kRope ? kFillArrivals : 1;
+      const int count = of_ring >= loads.slots         ? Tile::kReaderArrivals * Tile::kTileWarps
+                        : of_ring >= 0                 ? kFillArrivals * loads.copy_warps
+                        : i >= kQueue                  ? Tile::kReaderArrivals * Tile::kConsumerWarps
+                        : Tile::kSplitTokens && !kRope ? kFillArrivals
+                                                       : 1;
       mbarrier_init(ring.queue_full + 8 * i, count);
     }
     if (warp == Tile::kConsumerWarps - 1) mbarrier_init(inbox_barrier, 1);
@@ -1181,20 +1180,30 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
 #if __CUDA_ARCH__ >= 900
     if constexpr (!Tile::kSplitTokens) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
 #endif
-    TileProducer<T, Tile, kRope> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
-                                   of_producers < loads.copy_warps, of_producers == producer_warps - 1,
-                                   RingPlace(0, group_slots), RingPlace(group_slots, 2 * group_slots)};
+    TileProducer<T, Tile, kRope> producer{args,
+                                          loads,
+                                          &key_map,
+                                          &value_map,
+                                          ring,
+                                          of_producers,
+                                          loads.copy_warps,
+                                          lane,
+                                          of_producers < loads.copy_warps,
+                                          of_producers == producer_warps - 1,
+                                          RingPlace(0, group_slots),
+                                          RingPlace(group_slots, 2 * group_slots)};
     producer.run(range, exists);
   } else {
     if (args.append && !loads.whole_tiles)
       append_all<T, uint4, kRope>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
-                                   static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
+                                  static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     const int group = warp / Tile::kTileWarps;
     const RingPlace place(group * group_slots, (group + 1) * group_slots);
     if constexpr (Tile::kSplitTokens) {
       TokenConsumer<T, kWidth, kRows / 8, kRope> consumer{
-          args, loads, ring, scratch, {reinterpret_cast<float4*>(inbox), Tile::kInboxItems, inbox_barrier}, warp, lane,
-          place, {}, {}, {}, {}, {}};
+          args, loads, ring,  scratch, {reinterpret_cast<float4*>(inbox), Tile::kInboxItems, inbox_barrier},
+          warp, lane,  place, {},      {},
+          {},   {},    {}};
       consumer.run();
     } else {
 #if __CUDA_ARCH__ >= 900

@@ -72,7 +72,9 @@ template <class T>
 void launch(const LeanAttentionArgs& args, cudaStream_t stream) {
   const auto aligned = [&](uintptr_t bytes) {
     return (reinterpret_cast<uintptr_t>(args.query) | reinterpret_cast<uintptr_t>(args.new_key) |
-            reinterpret_cast<uintptr_t>(args.cos_cache) | reinterpret_cast<uintptr_t>(args.sin_cache)) % bytes == 0;
+            reinterpret_cast<uintptr_t>(args.cos_cache) | reinterpret_cast<uintptr_t>(args.sin_cache)) %
+               bytes ==
+           0;
   };
   const int blocks = args.batch * args.tokens;
   if constexpr (sizeof(T) == 2) {

@@ -66,7 +66,7 @@ struct WarpgroupConsumer {
   const RingAddresses& ring;
   const uint32_t query;  // shared address of this group's rows, [box][64][64 columns], swizzled like a slot
   const int group, warp, lane;
-  int pair = 0;          // of slots in the ring, keys' and values'
+  int pair = 0;  // of slots in the ring, keys' and values'
   uint32_t parity = 0;
   float max[2], sum[2];
 
@@ -82,8 +82,7 @@ struct WarpgroupConsumer {
       begin_unit(o);
       const LeanSpan rows = real_rows(work.unit);
       LeanSpan tokens = {0, 0};
-      if (rows.begin < rows.end)
-        tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
+      if (rows.begin < rows.end) tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
       const LeanSpan mine = keys_of_tokens(args, work.unit.request, tokens).seen, all = work.segment.tiles;
       const LeanSpan tiles = {clamp(mine.begin / kTokens, all.begin, all.end),
                               clamp(ceil_div(mine.end, kTokens), all.begin, all.end)};
@@ -135,8 +134,8 @@ struct WarpgroupConsumer {
     uint4 bits = make_uint4(0, 0, 0, 0);
     if (args.cache_kind != kLeanPaged) return bits;
     if (lane == 0) bits = *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
-    return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0),
-                      __shfl_sync(kFullWarp, bits.z, 0), __shfl_sync(kFullWarp, bits.w, 0));
+    return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0), __shfl_sync(kFullWarp, bits.z, 0),
+                      __shfl_sync(kFullWarp, bits.w, 0));
   }
   // Tiles that this group's rows do not see.
   __device__ __forceinline__ void skip(int tiles) {
@@ -158,7 +157,7 @@ struct WarpgroupConsumer {
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
       hopper::wgmma_ss(T{}, s, a + (k / 4 * Tile::kGroupRows * 128 + k % 4 * 32) / 16,
-                               b + (k / 4 * kTokens * 128 + k % 4 * 32) / 16, k > 0);
+                       b + (k / 4 * kTokens * 128 + k % 4 * 32) / 16, k > 0);
     hopper::warpgroup_commit();
   }
   static __device__ __forceinline__ void values_product(Output& o, const Weights& p, uint32_t values) {
@@ -211,8 +210,7 @@ struct WarpgroupConsumer {
 #pragma unroll
     for (int t = 0; t < kTokens / 16; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i) p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
   }
 
   __device__ __forceinline__ void consume(LeanSpan tiles, const LeanWork& work, Output& o) {
@@ -350,8 +348,7 @@ struct WarpgroupConsumer {
     const int first_token = rows.begin / args.group, first_head = rows.begin - first_token * args.group;
     const int chunk = query_chunk();
     const T* const base = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
-                          unit.head * args.group * args.query_strides.head + first_token * args.query_strides.token +
-                          chunk * 8;
+                          unit.head * args.group * args.query_strides.head + first_token * args.query_strides.token + chunk * 8;
     const float by_group = __fdividef(1.0f, static_cast<float>(args.group));
     group_barrier();  // the previous unit's rows have been read
 #pragma unroll 2
@@ -360,7 +357,7 @@ struct WarpgroupConsumer {
       const bool wanted = rows.begin + r < rows.end && chunk * 8 < args.key_width;
       const T* const from = base + (row - token * args.group) * args.query_strides.head + token * args.query_strides.token;
       cp_async(query + slot_offset<Tile::kGroupRows>(r, chunk), wanted ? from : static_cast<const T*>(args.query),
-                 wanted ? 16 : 0);
+               wanted ? 16 : 0);
     }
     cp_async_commit();
   }
@@ -449,7 +446,7 @@ struct WarpgroupConsumer {
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
     const int d = lane % kLanes * 4;
     int columns = args.value_width;
-    asm volatile("" : "+r"(columns));  // else its multiples are worked out before the first unit and kept in registers
+    asm volatile("" : "+r"(columns));           // else its multiples are worked out before the first unit and kept in registers
     const int source = lane / kLanes * kLanes;  // the lane with the statistics of this lane's first row
     const bool in_columns = d < columns;
 #pragma unroll 1
@@ -514,9 +511,8 @@ struct WarpgroupConsumer {
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
-    LeanAttentionWgmmaKernel(const __grid_constant__ LeanAttentionArgs launch_args,
-                             const __grid_constant__ LeanTileLoads loads, const __grid_constant__ CUtensorMap key_map,
-                             const __grid_constant__ CUtensorMap value_map) {
+    LeanAttentionWgmmaKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
+                             const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = WgmmaTile<kWidth>;
   LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
@@ -566,8 +562,17 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   if (warp >= Tile::kConsumerWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int of_producers = warp - Tile::kConsumerWarps;
-    TileProducer<T, Tile, false> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
-                                          of_producers < loads.copy_warps, of_producers == 3, RingPlace(0, loads.slots),
+    TileProducer<T, Tile, false> producer{args,
+                                          loads,
+                                          &key_map,
+                                          &value_map,
+                                          ring,
+                                          of_producers,
+                                          loads.copy_warps,
+                                          lane,
+                                          of_producers < loads.copy_warps,
+                                          of_producers == 3,
+                                          RingPlace(0, loads.slots),
                                           RingPlace(0, loads.slots)};
     producer.run(range, exists);
   } else {
@@ -576,8 +581,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int group = warp / 4;
-    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, group,
-                                          warp, lane};
+    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, group, warp, lane};
     consumer.run();
   }
 #endif

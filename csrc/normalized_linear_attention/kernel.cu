@@ -30,9 +30,7 @@ int with_type(int32_t dtype, F&& body) {
 struct Row {
   int64_t batch, head, token;
 };
-__device__ __forceinline__ int64_t row_index() {
-  return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
-}
+__device__ __forceinline__ int64_t row_index() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
 __device__ __forceinline__ Row row_at(int64_t index, int64_t heads, int64_t tokens) {
   const int64_t of_head = index / tokens;
   return {of_head / heads, of_head % heads, index % tokens};
@@ -95,8 +93,8 @@ int64_t token_blocks_of(int64_t of_heads, int64_t tokens) {
 // 1 / max(|row|, 1e-12).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    UnitFactorOfAlignedKernel(const T* x, Strides strides, unsigned heads, int64_t tokens, int width,
-                              unsigned token_blocks, float* out) {
+    UnitFactorOfAlignedKernel(const T* x, Strides strides, unsigned heads, int64_t tokens, int width, unsigned token_blocks,
+                              float* out) {
   const BlockRow at = block_row(token_blocks);
   const bool there = at.token < tokens;
   RowParts<T> row;
@@ -128,8 +126,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    UnitFactorKernel(const T* x, Strides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
-                     float* out) {
+    UnitFactorKernel(const T* x, Strides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width, float* out) {
   const int64_t index = row_index();
   if (index >= batch * heads * tokens) return;
   const T* row = x + offset_of(row_at(index, heads, tokens), strides);
@@ -226,8 +223,8 @@ int find_weights(const NormalizedLinearAttentionGradArgs& args, float* inverse, 
   const int64_t token_blocks = ceil_div(in.tokens, kWeightTokens), blocks = token_blocks * in.batch * in.heads;
   if (parts_aligned<T>(args.output, in.output_strides, in.value_dim) &&
       parts_aligned<T>(args.grad_output, in.output_strides, in.value_dim) && blocks <= INT32_MAX) {
-    WeightOfAlignedKernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-        args, static_cast<unsigned>(token_blocks), inverse, rest);
+    WeightOfAlignedKernel<T>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, static_cast<unsigned>(token_blocks), inverse, rest);
     return cudaGetLastError();
   }
   WeightKernel<T><<<row_blocks(in.batch * in.heads * in.tokens), kThreads, 0, stream>>>(args, inverse, rest);
@@ -271,9 +268,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    ProjectKernel(const T* x, T* grad, Strides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
-                  Projection of) {
+__global__ void __launch_bounds__(kThreads) ProjectKernel(const T* x, T* grad, Strides strides, int64_t batch, int64_t heads,
+                                                          int64_t tokens, int64_t width, Projection of) {
   const int64_t index = row_index(), rows = batch * heads * tokens;
   if (index >= rows) return;
   const int64_t at = offset_of(row_at(index, heads, tokens), strides);
@@ -293,8 +289,7 @@ int project(const void* x, void* grad, const Strides& strides, int64_t batch, in
     ProjectAlignedKernel<T><<<static_cast<unsigned>(token_blocks * batch * heads), kThreads, 0, stream>>>(
         from, to, strides, static_cast<unsigned>(heads), rows, tokens, static_cast<int>(width),
         static_cast<unsigned>(token_blocks), of);
-  else
-    ProjectKernel<T><<<row_blocks(rows), kThreads, 0, stream>>>(from, to, strides, batch, heads, tokens, width, of);
+  else ProjectKernel<T><<<row_blocks(rows), kThreads, 0, stream>>>(from, to, strides, batch, heads, tokens, width, of);
   return cudaGetLastError();
 }
 
@@ -401,8 +396,12 @@ int launch_normalized_linear(const NormalizedLinearAttentionArgs& args, const Cu
   scan.sum_head = in.normalizer_strides.head;
   scan.sum_token = in.normalizer_strides.token;
   // The kernels only read `initial`.
-  scan.initial = {const_cast<float*>(args.initial_state), in.value_dim, 1, in.dim * in.value_dim,
-                  const_cast<float*>(args.initial_key_sum), const_cast<float*>(args.initial_value_sum),
+  scan.initial = {const_cast<float*>(args.initial_state),
+                  in.value_dim,
+                  1,
+                  in.dim * in.value_dim,
+                  const_cast<float*>(args.initial_key_sum),
+                  const_cast<float*>(args.initial_value_sum),
                   const_cast<int32_t*>(args.initial_count)};
   scan.last = {args.final_state, in.value_dim, 1, in.dim * in.value_dim, args.final_key_sum, args.final_value_sum, nullptr};
   scan.carried_in_place = args.carries_state;
@@ -447,7 +446,8 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
   const ChunkFactor minus_rest = row_factor(rest, in.heads, in.tokens, nullptr, -1.0f);
   const ChunkFactor query_unit = row_factor(in.normalize_qk ? query_units : nullptr, in.heads, in.tokens);
   const ChunkFactor key_unit = row_factor(in.normalize_qk ? key_units : nullptr, in.kv_heads, in.tokens);
-  const ChunkTensor query = chunk_tensor(in.query, in.query_strides, in.dim), key = chunk_tensor(in.key, in.key_strides, in.dim);
+  const ChunkTensor query = chunk_tensor(in.query, in.query_strides, in.dim),
+                    key = chunk_tensor(in.key, in.key_strides, in.dim);
   const ChunkTensor value = chunk_tensor(in.value, in.value_strides, in.value_dim);
   const ChunkTensor grad_output = chunk_tensor(args.grad_output, in.output_strides, in.value_dim);
 

@@ -60,10 +60,9 @@ __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
   };
   fetch(0);
   for (int r = warp; r <= group; r += kThreads / 32) {
-    const T* row = r < group
-                       ? static_cast<const T*>(in.query) + batch * in.query_strides.batch +
-                             (head * group + r) * in.query_strides.head
-                       : static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
+    const T* row = r < group ? static_cast<const T*>(in.query) + batch * in.query_strides.batch +
+                                   (head * group + r) * in.query_strides.head
+                             : static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
     float x[kWidth / 32], top = 0.0f, sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kWidth / 32; ++i) {

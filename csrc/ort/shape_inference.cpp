@@ -18,8 +18,7 @@ struct Dim {
 };
 
 struct Shape {
-  ONNXTensorElementDataType type =
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // undefined: an input that is absent
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // undefined: an input that is absent
   std::vector<Dim> dims;  // empty where the rank is unknown; no tensor of an operator here is a scalar
 };
 

@@ -91,10 +91,7 @@ struct ContextState {
   bool bound = false;
 };
 
-class Plugin final : public IPluginV3,
-                     public IPluginV3OneCore,
-                     public IPluginV3OneBuildV2,
-                     public IPluginV3OneRuntime {
+class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBuildV2, public IPluginV3OneRuntime {
  public:
   explicit Plugin(const Layer& layer) : layer_(layer), spec_(*layer.op->spec) {
     for (int i = 0; i < kMaxInputs; ++i)
@@ -180,16 +177,15 @@ class Plugin final : public IPluginV3,
     DType found, t;
     if (desc.format != TensorFormat::kLINEAR || !from_trt(desc.type, &found)) return false;
     const bool input = position < num_inputs;
-    const TypeVar type = input ? spec_.inputs[input_index(position)].type
-                               : spec_.outputs[outputs_[position - num_inputs]].type;
+    const TypeVar type = input ? spec_.inputs[input_index(position)].type : spec_.outputs[outputs_[position - num_inputs]].type;
     if (type == TypeVar::kF) return found == DType::kFloat32;
     if (type == TypeVar::kI) return found == DType::kInt32;
     if (found == DType::kInt32) return false;
     return position == 0 || (from_trt(tensors[0].desc.type, &t) && t == found);  // every operator's first input is a T
   }
 
-  int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs,
-                          const DynamicPluginTensorDesc* /*outputs*/, int32_t /*num_outputs*/) noexcept override {
+  int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const DynamicPluginTensorDesc* /*outputs*/,
+                          int32_t /*num_outputs*/) noexcept override {
     return guarded([&]() -> Status {
       Needs needs;
       return count_needs(inputs, num_inputs, &DynamicPluginTensorDesc::max, &needs);
@@ -198,8 +194,8 @@ class Plugin final : public IPluginV3,
 
   // The most that any of the profile's three shapes needs. It need not be the largest shape that needs most: a launch
   // that needs more than was planned takes memory of its context.
-  size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t num_inputs,
-                          const DynamicPluginTensorDesc* /*outputs*/, int32_t /*num_outputs*/) const noexcept override {
+  size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const DynamicPluginTensorDesc* /*outputs*/,
+                          int32_t /*num_outputs*/) const noexcept override {
     Needs most;
     guarded([&]() -> Status {
       for (const auto bound : {&DynamicPluginTensorDesc::max, &DynamicPluginTensorDesc::opt, &DynamicPluginTensorDesc::min}) {
@@ -496,7 +492,7 @@ class Plugin final : public IPluginV3,
 
   // What a launch needs with the sizes at one end of a profile. Where bounds of tensors that share a size differ, the
   // largest counts.
-  Status count_needs(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const Dims DynamicPluginTensorDesc::*bound,
+  Status count_needs(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const Dims DynamicPluginTensorDesc::* bound,
                      Needs* needs) const {
     Call call = empty_call();
     LEANFLEET_RETURN_IF_ERROR(check_count(num_inputs));
@@ -567,8 +563,7 @@ class Plugin final : public IPluginV3,
     LEANFLEET_RETURN_IF_ERROR(prepare_sync(counting.sync_bytes()));
     state.sync_bytes = counting.sync_bytes();
     if (!fits_plan())
-      LEANFLEET_RETURN_IF_ERROR(
-          state.scratch.reserve(state.call, "workspace", state.scratch_bytes + state.unread_bytes));
+      LEANFLEET_RETURN_IF_ERROR(state.scratch.reserve(state.call, "workspace", state.scratch_bytes + state.unread_bytes));
     state.bound = true;
     return {};
   }
