@@ -32,6 +32,7 @@ lint: setup
 	$(BIN)/mypy
 	$(BIN)/python csrc/generate.py --check
 	$(BIN)/lint-imports --no-logo --cache-dir build/imports
+	$(BIN)/clang-format --dry-run -Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
 
 # Without network: it fails where a page would load something from elsewhere.
 docs: setup

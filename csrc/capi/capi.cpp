@@ -19,8 +19,7 @@ static_assert(kMaxRank <= LEANFLEET_MAX_RANK);  // whose size is part of the int
 
 thread_local std::string last_error;
 
-Status read_tensors(const OpSpec& spec, const char* role, const leanfleet_tensor* from, int given, int allowed,
-                    Tensor* to) {
+Status read_tensors(const OpSpec& spec, const char* role, const leanfleet_tensor* from, int given, int allowed, Tensor* to) {
   if (given > allowed)
     return Status::invalid(std::string(spec.name) + ": " + std::to_string(given) + " " + role + "; it has at most " +
                            std::to_string(allowed));
@@ -47,8 +46,7 @@ Status read_attrs(const OpSpec& spec, const char* node, const leanfleet_call& fr
     const leanfleet_attr& attr = from.attrs[i];
     int index = 0;
     while (index < spec.num_attrs && std::strcmp(spec.attrs[index].name, attr.name) != 0) ++index;
-    if (index == spec.num_attrs)
-      return Status::invalid(std::string(spec.name) + ": it has no attribute '" + attr.name + "'");
+    if (index == spec.num_attrs) return Status::invalid(std::string(spec.name) + ": it has no attribute '" + attr.name + "'");
     if (attr.kind == 0) LEANFLEET_RETURN_IF_ERROR(set_attr_int(spec, node, index, attr.i, attrs));
     if (attr.kind == 1) LEANFLEET_RETURN_IF_ERROR(set_attr_float(spec, node, index, attr.f, attrs));
     if (attr.kind == 2) LEANFLEET_RETURN_IF_ERROR(set_attr_string(spec, node, index, attr.s, attrs));
@@ -64,8 +62,7 @@ Status read_call(const leanfleet_call& from, const Op** op, Call* call) {
   call->node = from.node != nullptr ? from.node : "";
   LEANFLEET_RETURN_IF_ERROR(read_attrs(spec, call->node, from, call->attrs));
   LEANFLEET_RETURN_IF_ERROR(read_tensors(spec, "inputs", from.inputs, from.num_inputs, spec.num_inputs, call->inputs));
-  LEANFLEET_RETURN_IF_ERROR(
-      read_tensors(spec, "outputs", from.outputs, from.num_outputs, spec.num_outputs, call->outputs));
+  LEANFLEET_RETURN_IF_ERROR(read_tensors(spec, "outputs", from.outputs, from.num_outputs, spec.num_outputs, call->outputs));
   return bind_inputs(**op, *call);
 }
 
@@ -140,9 +137,7 @@ int leanfleet_run(const leanfleet_call* call) {
 
 const char* leanfleet_last_error() { return last_error.c_str(); }
 
-const char* leanfleet_op_name(int index) {
-  return index >= 0 && index < num_ops() ? op_at(index).spec->name : nullptr;
-}
+const char* leanfleet_op_name(int index) { return index >= 0 && index < num_ops() ? op_at(index).spec->name : nullptr; }
 
 const char* leanfleet_build_info() {
 #ifdef LEANFLEET_CUDA

@@ -5,15 +5,12 @@
 
 #include <cstdint>
 
+#include "core/strides.h"
+
 namespace leanfleet {
 
 struct CudaTarget;
 class Workspace;
-
-// Element strides of a [B,heads,N,width] or a [B,heads,N] tensor in the call's layout; the innermost stride is 1.
-struct DecayStrides {
-  int64_t batch, head, token;
-};
 
 // Request q is all tokens of batch row q or, with cu_seqlens, tokens cu_seqlens[q] .. cu_seqlens[q+1] of batch row 0,
 // both ends clamped to [0, N]. Query head h reads key/value head h / (heads / kv_heads).
@@ -26,7 +23,7 @@ struct DecayInputs {
   float scale;
   int64_t batch, requests, heads, kv_heads, tokens, key_width, value_width;  // B, B or Q, H, Hkv, N, R, Dv
   // output_strides are those of grad_output too; decay_strides are those of a per-token log_decay.
-  DecayStrides query_strides, key_strides, value_strides, output_strides, decay_strides;
+  Strides query_strides, key_strides, value_strides, output_strides, decay_strides;
 };
 
 // S_i = γ_i S_{i-1} + k_iᵀ v_i, o_i = scale * q_i S_i (LD eq. 4 row by row). With normalize also z_i = γ_i z_{i-1} + k_i,
@@ -38,11 +35,11 @@ struct CausalLinearDecayArgs {
   bool normalize;
   float eps;
   const float *initial_state, *initial_norm;  // [state_rows,Hkv,R,Dv], [state_rows,Hkv,R]; null: 0
-  const int32_t* state_index;  // [requests]: row of a request's state; outside the pool: 0, not written. null: q
-  int64_t state_rows;          // P, or requests
-  void* output;                // T [B,H,N,Dv]; tokens of no request become 0
-  float *final_state, *final_norm;  // as the initial ones, and perhaps their buffers; null: not asked for. Rows that
-                                    // no request names become those of the initial ones
+  const int32_t* state_index;                 // [requests]: row of a request's state; outside the pool: 0, not written. null: q
+  int64_t state_rows;                         // P, or requests
+  void* output;                               // T [B,H,N,Dv]; tokens of no request become 0
+  float *final_state, *final_norm;            // as the initial ones, and perhaps their buffers; null: not asked for. Rows that
+                                              // no request names become those of the initial ones
   bool carries_state;  // initial_state is given and final_state asked for: known, too, while a workspace is counted
 };
 
@@ -51,12 +48,12 @@ struct CausalLinearDecayArgs {
 //   dq_i = scale * do_i S_iᵀ, dk_i = v_i G_iᵀ, dv_i = k_i G_i, dlog_decay_i = <G_i, γ_i S_{i-1}>
 struct CausalLinearDecayGradArgs {
   DecayInputs in;
-  const void* grad_output;                         // T [B,H,N,Dv]
-  const float *initial_state, *grad_final_state;   // [requests,Hkv,R,Dv]; null: 0
-  void *grad_query, *grad_key, *grad_value;        // as query, key, value; tokens of no request become 0
-  float* grad_log_decay;                           // as log_decay; null: not asked for
-  float* grad_initial_state;                       // [requests,Hkv,R,Dv]; null: not asked for
-  bool wants_grad_decay, has_grad_final_state;     // known, too, while a workspace is counted
+  const void* grad_output;                        // T [B,H,N,Dv]
+  const float *initial_state, *grad_final_state;  // [requests,Hkv,R,Dv]; null: 0
+  void *grad_query, *grad_key, *grad_value;       // as query, key, value; tokens of no request become 0
+  float* grad_log_decay;                          // as log_decay; null: not asked for
+  float* grad_initial_state;                      // [requests,Hkv,R,Dv]; null: not asked for
+  bool wants_grad_decay, has_grad_final_state;    // known, too, while a workspace is counted
 };
 
 // The CPU kernel. Requests are cut into pieces of whole chunks (the last one may be short), value columns into

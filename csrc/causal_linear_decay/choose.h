@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "core/integers.h"
 #include "core/op_specs.h"
 
 namespace leanfleet {
@@ -18,19 +19,20 @@ struct DecayShape {
 
 inline DecayShape shape_of(const DecayInputs& in, int sm_count, bool normalize = false) {
   const int64_t requests = in.requests > 0 ? in.requests : 1;
-  return {requests, in.heads, in.kv_heads, (in.batch * in.tokens + requests - 1) / requests, in.key_width, in.value_width,
-          in.dtype == 0 ? 4 : 2, sm_count, normalize};
+  return {requests,     in.heads,       in.kv_heads,           ceil_div(in.batch * in.tokens, requests),
+          in.key_width, in.value_width, in.dtype == 0 ? 4 : 2, sm_count,
+          normalize};
 }
 
 // How the recurrence of a call that is not normalised is cut (rows.cu): its units have some columns, and all tokens or, where
 // there are few units, a segment of these, which a first pass over all but the last segments makes possible.
 struct RecurrenceSplit {
-  int columns;   // of a unit
+  int columns;  // of a unit
   int segments;
-  double time;   // in tokens of a unit that is alone where it runs
+  double time;  // in tokens of a unit that is alone where it runs
 };
 
-constexpr int64_t kRecurrenceNarrowWidth = 16;  // of R: a unit is a warp; above it a block
+constexpr int64_t kRecurrenceNarrowWidth = 16;  // of R: a unit is a warp; above it a CTA
 constexpr int kRecurrenceNarrowColumns = 64;
 
 // The split that takes least time.
@@ -39,10 +41,10 @@ inline RecurrenceSplit recurrence_split(const DecayShape& s) {
   const bool narrow = s.key_width <= kRecurrenceNarrowWidth;
   const int columns = narrow ? kRecurrenceNarrowColumns : s.key_width <= 32 ? 128 : s.key_width <= 64 ? 64 : 32;
   const int64_t at_once = narrow ? 8 * int64_t(s.sm_count) : s.sm_count;
-  const int64_t blocks = s.requests * ((s.value_width + columns - 1) / columns);
+  const int64_t blocks = s.requests * ceil_div(s.value_width, columns);
   const auto deep = [&](int64_t units) {
-    const double each = double((units + at_once - 1) / at_once);
-    return each > 1.0 && s.key_width <= 128 ? 0.85 * each : each;  // two blocks an SM hide some of each other's waiting
+    const double each = double(ceil_div(units, at_once));
+    return each > 1.0 && s.key_width <= 128 ? 0.85 * each : each;  // two CTAs an SM hide some of each other's waiting
   };
   RecurrenceSplit best = {columns, 1, deep(blocks * s.heads) * double(s.tokens)};
   for (int64_t n = 2; n <= kMaxSegments && n <= s.tokens / kMinSegmentTokens; ++n) {
@@ -66,14 +68,20 @@ inline double recurrence_microseconds(const DecayShape& s) {
     const double token = s.key_width > 64 && s.key_width <= 128 ? 0.15 : 0.21;
     return (6.15 + token * tokens * (1.0 + 2.94 * group)) * (1.0 + 0.59 * more);
   }
-  const double begin = s.key_width <= 8 ? 8.0 : s.key_width <= kRecurrenceNarrowWidth ? 14.5
-                       : s.key_width <= 128 ? 15.5 : s.key_width <= 256 ? 19.5 : 24.0;
-  const double token = s.key_width <= 8 ? 0.105 : s.key_width <= kRecurrenceNarrowWidth ? 0.132
-                       : s.key_width <= 128 ? 0.087 : s.key_width <= 256 ? 0.158 : 0.33;
+  const double begin = s.key_width <= 8                        ? 8.0
+                       : s.key_width <= kRecurrenceNarrowWidth ? 14.5
+                       : s.key_width <= 128                    ? 15.5
+                       : s.key_width <= 256                    ? 19.5
+                                                               : 24.0;
+  const double token = s.key_width <= 8                        ? 0.105
+                       : s.key_width <= kRecurrenceNarrowWidth ? 0.132
+                       : s.key_width <= 128                    ? 0.087
+                       : s.key_width <= 256                    ? 0.158
+                                                               : 0.33;
   return begin + token * recurrence_split(s).time;
 }
 
-// What the chunked kernels take, fitted in the same way: in microseconds, before they begin; what a block costs that has to
+// What the chunked kernels take, fitted in the same way: in microseconds, before they begin; what a CTA costs that has to
 // wait for its turn; a chunk of 64 tokens, and what its keys of 128 add; how much longer a walk over segments takes; parts of
 // the keys that are scanned one after the other (in 16 bits on mma.sync they are in the costs), each with its share of `begin`.
 struct ChunkCosts {
@@ -90,7 +98,7 @@ inline ChunkCosts chunk_costs(const DecayShape& s) {
     const double narrow = s.value_width <= 64 ? 0.72 : 1.0;
     return {22.3, 6.95, 6.02 * narrow, 8.02 * narrow, 1.5};
   }
-  const bool odd_rows = s.key_width % 8 != 0 || s.value_width % 8 != 0;  // no multiple of 16 bytes
+  const bool odd_rows = s.key_width % 8 != 0 || s.value_width % 8 != 0;                       // no multiple of 16 bytes
   if (s.key_width > 128 && (s.normalize || odd_rows)) return {47.2, 15.1, 8.85, 3.14, 1.48};  // mma.sync
   if (odd_rows) return {29.4, 0.0, 4.62, 24.4, 1.98};
   if (s.key_width > 128) {
@@ -114,8 +122,8 @@ inline double lightning_microseconds(const DecayShape& shape) {
   const double chunk = cost.chunk + cost.chunk_keys * double(s.key_width < 32 ? 32 : s.key_width) / 128.0;
   const double walk = ((waves - 1.0) * cost.block + double(int64_t(chunks / segments + 0.999999)) * chunk * waves) *
                       (segments > 1.0 ? cost.segments : 1.0);
-  const double bytes = double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) *
-                       double(s.key_width + s.value_width);
+  const double bytes =
+      double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) * double(s.key_width + s.value_width);
   const double memory = 1.2 * bytes / 4.0e6;
   return cost.begin + double(cost.parts) * (walk > memory ? walk : memory);
 }

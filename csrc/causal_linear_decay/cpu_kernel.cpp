@@ -6,6 +6,7 @@
 
 #include <math.h>
 
+#include "core/integers.h"
 #include "core/simd.h"
 
 namespace leanfleet::LEANFLEET_ISA {
@@ -19,12 +20,11 @@ constexpr int kRows = kLanes == 16 ? 8 : kLanes == 8 ? 6 : 4;
 constexpr int kVecs = 2;
 constexpr int kPanel = kVecs * kLanes;
 constexpr int kScoreRows = kLanes == 16 ? 8 : kLanes == 8 ? 6 : 2;
-constexpr int kHeadBlock = 4;      // query heads of a group that are taken at once
+constexpr int kHeadBlock = 4;                    // query heads of a group that are taken at once
 constexpr int kStepVecs = kLanes == 16 ? 8 : 4;  // vectors across the rows of a state that a decode step takes
-constexpr int64_t kStepRows = 16;  // rows that it asks for ahead
+constexpr int64_t kStepRows = 16;                // rows that it asks for ahead
 
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
-int64_t round_up(int64_t a, int64_t b) { return (a + b - 1) / b * b; }
 
 // The first n lanes, all if there are more; the others are 0 and nothing behind is read.
 template <class T>
@@ -121,8 +121,7 @@ struct ChunkSource {
     n = count;
     exact = decay.power[n];
     for (int i = 0; i < kChunk; ++i) {
-      for (int j = 0; j < kChunk; ++j)
-        chunk.mask[i][j] = j <= i ? static_cast<float>(decay.scale * decay.power[i - j]) : 0.0f;
+      for (int j = 0; j < kChunk; ++j) chunk.mask[i][j] = j <= i ? static_cast<float>(decay.scale * decay.power[i - j]) : 0.0f;
       chunk.prefix[i] = static_cast<float>(decay.scale * decay.power[i + 1]);
       chunk.suffix[i] = i < n ? static_cast<float>(decay.power[n - 1 - i]) : 0.0f;
     }
@@ -162,8 +161,7 @@ struct Floats {
 // n rows of a T tensor as floats: where they lie, if they are floats without a gap between them and vectors may be
 // loaded from them (`whole`: the width is a multiple of a vector, or they are read one by one), else in `buffer`,
 // whose rows are `pitch` apart and padded with zeros.
-inline Floats as_floats(const float* rows, int64_t stride, int64_t n, int64_t width, bool whole, float* buffer,
-                        int64_t pitch);
+inline Floats as_floats(const float* rows, int64_t stride, int64_t n, int64_t width, bool whole, float* buffer, int64_t pitch);
 
 template <class T>
 Floats copied(const T* rows, int64_t stride, int64_t n, int64_t width, float* buffer, int64_t pitch) {
@@ -178,8 +176,7 @@ template <class T>
 Floats as_floats(const T* rows, int64_t stride, int64_t n, int64_t width, bool, float* buffer, int64_t pitch) {
   return copied(rows, stride, n, width, buffer, pitch);
 }
-inline Floats as_floats(const float* rows, int64_t stride, int64_t n, int64_t width, bool whole, float* buffer,
-                        int64_t pitch) {
+inline Floats as_floats(const float* rows, int64_t stride, int64_t n, int64_t width, bool whole, float* buffer, int64_t pitch) {
   if (whole && stride <= 2 * width) return {rows, stride};
   return copied(rows, stride, n, width, buffer, pitch);
 }
@@ -240,8 +237,7 @@ void transpose_in(const T* rows, int64_t stride, int64_t n, int64_t width, float
     for (int64_t first = 0; first < kChunk; first += kLanes) {
       Vec block[kLanes];
 #pragma GCC unroll 16
-      for (int t = 0; t < kLanes; ++t)
-        block[t] = first + t < n ? load_part(rows + (first + t) * stride + c, width - c) : Vec{};
+      for (int t = 0; t < kLanes; ++t) block[t] = first + t < n ? load_part(rows + (first + t) * stride + c, width - c) : Vec{};
       transpose(block);
 #pragma GCC unroll 16
       for (int t = 0; t < kLanes; ++t) store(out + (c + t) * kChunk + first, block[t]);
@@ -272,9 +268,8 @@ void transpose_out(const float* in, int64_t n, int64_t width, T* rows, int64_t s
 
 // acc[i][c] += Σ_{k < count} a[i * a_row + k * a_step] * b[k * b_step + c * kLanes + lane]
 template <int M, int V>
-inline __attribute__((always_inline)) void multiply_add(Vec (&acc)[M][V], const float* a, int64_t a_row,
-                                                        int64_t a_step, const float* b, int64_t b_step,
-                                                        int64_t count) {
+inline __attribute__((always_inline)) void multiply_add(Vec (&acc)[M][V], const float* a, int64_t a_row, int64_t a_step,
+                                                        const float* b, int64_t b_step, int64_t count) {
   for (int64_t k = 0; k < count; ++k, a += a_step, b += b_step) {
     Vec row[V];
 #pragma GCC unroll 8
@@ -289,15 +284,15 @@ inline __attribute__((always_inline)) void multiply_add(Vec (&acc)[M][V], const 
 }
 
 // Calls block<M>(first row) for all rows, M = kMost as long as there are so many, then 4, 2, 1.
-#define LEANFLEET_BLOCKS_OF_ROWS(kMost, rows, block)                   \
-  do {                                                                 \
-    int64_t row_ = 0;                                                  \
-    for (; row_ + (kMost) <= (rows); row_ += (kMost)) block(kMost);    \
-    if constexpr ((kMost) > 4)                                         \
-      for (; row_ + 4 <= (rows); row_ += 4) block(4);                  \
-    if constexpr ((kMost) > 2)                                         \
-      for (; row_ + 2 <= (rows); row_ += 2) block(2);                  \
-    for (; row_ < (rows); ++row_) block(1);                            \
+#define LEANFLEET_BLOCKS_OF_ROWS(kMost, rows, block)                \
+  do {                                                              \
+    int64_t row_ = 0;                                               \
+    for (; row_ + (kMost) <= (rows); row_ += (kMost)) block(kMost); \
+    if constexpr ((kMost) > 4)                                      \
+      for (; row_ + 4 <= (rows); row_ += 4) block(4);               \
+    if constexpr ((kMost) > 2)                                      \
+      for (; row_ + 2 <= (rows); row_ += 2) block(2);               \
+    for (; row_ < (rows); ++row_) block(1);                         \
   } while (false)
 
 // A state [rows, columns]: panels of kPanel columns, or, in a caller's tensor, one row after the other.
@@ -491,14 +486,14 @@ int64_t pitch_of(int64_t width) {
 }
 
 struct ForwardScratch {
-  float* state;   // packed [R, W]
-  float* norm;    // [R]
-  float* key_t;   // [R, kChunk]
-  float* query;   // [kHeadBlock][kChunk, pitch of R]
-  float* value;   // [kChunk, pitch of W]
-  float* scores;  // [kHeadBlock][kChunk, kChunk]
+  float* state;    // packed [R, W]
+  float* norm;     // [R]
+  float* key_t;    // [R, kChunk]
+  float* query;    // [kHeadBlock][kChunk, pitch of R]
+  float* value;    // [kChunk, pitch of W]
+  float* scores;   // [kHeadBlock][kChunk, kChunk]
   float* factors;  // [kHeadBlock][kChunk]
-  float* out;     // [kChunk, kPanel], or a decode step's [G, pitch of W]
+  float* out;      // [kChunk, kPanel], or a decode step's [G, pitch of W]
   int64_t floats;
 };
 
@@ -542,9 +537,8 @@ ForwardItem item_at(const DecayForwardPlan& plan, int64_t index) {
 }
 
 template <class T>
-T* token_rows(const void* data, const DecayStrides& strides, int64_t batch, int64_t head, int64_t token) {
-  return static_cast<T*>(const_cast<void*>(data)) + batch * strides.batch + head * strides.head +
-         token * strides.token;
+T* token_rows(const void* data, const Strides& strides, int64_t batch, int64_t head, int64_t token) {
+  return static_cast<T*>(const_cast<void*>(data)) + batch * strides.batch + head * strides.head + token * strides.token;
 }
 
 // norm = kept * norm + Σ_j suffix_j k_j
@@ -552,8 +546,7 @@ template <class T>
 void update_norm(const Chunk& chunk, const T* keys, int64_t stride, int64_t n, int64_t width, float* norm) {
   for (int64_t r = 0; r < width; r += kLanes) {
     Vec total = load(norm + r) * chunk.kept;
-    for (int64_t j = 0; j < n; ++j)
-      total = fma(broadcast(chunk.suffix[j]), load_part(keys + j * stride + r, width - r), total);
+    for (int64_t j = 0; j < n; ++j) total = fma(broadcast(chunk.suffix[j]), load_part(keys + j * stride + r, width - r), total);
     store(norm + r, total);
   }
 }
@@ -588,8 +581,8 @@ double walk(const DecayForwardPlan& plan, const ForwardItem& item, const Forward
       for (int64_t h = 0; h < heads; ++h) {
         const int64_t query_head = item.kv_head * item.group + head + h, pitch = pitch_of(width);
         rows[h] = token_rows<T>(plan.args.output, in.output_strides, batch, query_head, token) + item.first_column;
-        query[h] = as_floats(token_rows<T>(in.query, in.query_strides, batch, query_head, token),
-                             in.query_strides.token, n, width, true, scratch.query + h * kChunk * pitch, pitch);
+        query[h] = as_floats(token_rows<T>(in.query, in.query_strides, batch, query_head, token), in.query_strides.token, n,
+                             width, true, scratch.query + h * kChunk * pitch, pitch);
         float* scores = scratch.scores + h * kChunk * kChunk;
         float* factors = scratch.factors + h * kChunk;
         score({query[h], scratch.key_t, width, scores}, n);
@@ -611,8 +604,15 @@ double walk(const DecayForwardPlan& plan, const ForwardItem& item, const Forward
       for (int64_t c = 0; c < columns; c += kPanel) {
         const int64_t wide = min64(kPanel, columns - c);
         for (int64_t h = 0; h < heads; ++h) {
-          Output o = {query[h], state.panel(c / kPanel), state.row_stride, width, scratch.factors + h * kChunk,
-                      scratch.scores + h * kChunk * kChunk, {value.data + c, value.stride}, scratch.out, kPanel};
+          Output o = {query[h],
+                      state.panel(c / kPanel),
+                      state.row_stride,
+                      width,
+                      scratch.factors + h * kChunk,
+                      scratch.scores + h * kChunk * kChunk,
+                      {value.data + c, value.stride},
+                      scratch.out,
+                      kPanel};
           const bool direct = sizeof(T) == sizeof(float) && wide % kLanes == 0;
           if (direct) {
             o.out = reinterpret_cast<float*>(rows[h] + c);
@@ -625,8 +625,7 @@ double walk(const DecayForwardPlan& plan, const ForwardItem& item, const Forward
         }
       }
     }
-    if (normalize && (updates || !kOutput))
-      update_norm(chunk, keys, in.key_strides.token, n, width, scratch.norm);
+    if (normalize && (updates || !kOutput)) update_norm(chunk, keys, in.key_strides.token, n, width, scratch.norm);
     if (updates) {
       if (in.log_decay != nullptr) {
         for (int c = 0; c < kChunkVecs; ++c) {
@@ -665,14 +664,13 @@ void reduce_forward(const DecayForwardPlan& plan, const ForwardItem& item, const
                plan.slots.state + at * in.key_width * in.value_width + item.first_column);
   if (item.first_column != 0) return;
   plan.slots.kept[at] = kept;
-  if (plan.args.normalize)
-    __builtin_memcpy(plan.slots.norm + at * in.key_width, scratch.norm, sizeof(float) * in.key_width);
+  if (plan.args.normalize) __builtin_memcpy(plan.slots.norm + at * in.key_width, scratch.norm, sizeof(float) * in.key_width);
 }
 
 // Σ of earlier pieces in place of each piece's own. at[s * stride] belongs to the s-th of `count` pieces; the last
 // one's own sum is not there.
-void combine_row(const float* initial, float* at, int64_t stride, const double* kept, int64_t kept_stride,
-                 int64_t count, int64_t n) {
+void combine_row(const float* initial, float* at, int64_t stride, const double* kept, int64_t kept_stride, int64_t count,
+                 int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     Vec total = initial != nullptr ? load_part(initial + i, n - i) : Vec{};
     for (int64_t s = 0; s < count; ++s) {
@@ -693,7 +691,7 @@ int64_t pieces_of_request(const DecayPiece* pieces) {
 
 void combine_forward(const DecayForwardPlan& plan, int64_t index) {
   const DecayInputs& in = plan.args.in;
-  const int64_t rows = (in.key_width + kDecayChunk - 1) / kDecayChunk;  // blocks of rows
+  const int64_t rows = ceil_div(in.key_width, kDecayChunk);  // blocks of rows
   const DecayPiece* piece = plan.pieces + index / rows / in.kv_heads;
   if (piece->slot < 0 || !piece->first) return;
   const int64_t kv_head = index / rows % in.kv_heads, row = index % rows * kDecayChunk;
@@ -709,8 +707,8 @@ void combine_forward(const DecayForwardPlan& plan, int64_t index) {
               in.kv_heads * size, plan.slots.kept + first, in.kv_heads, count, n * in.value_width);
   if (!plan.args.normalize) return;
   combine_row(given ? plan.args.initial_norm + state_row * in.key_width + row : nullptr,
-              plan.slots.norm + first * in.key_width + row, in.kv_heads * in.key_width, plan.slots.kept + first,
-              in.kv_heads, count, n);
+              plan.slots.norm + first * in.key_width + row, in.kv_heads * in.key_width, plan.slots.kept + first, in.kv_heads,
+              count, n);
 }
 
 // One token through `count` rows of a state, V vectors wide: to = γ * from + key value, out += query to.
@@ -781,8 +779,7 @@ void step_state(const Step& s, int64_t rows, int64_t columns) {
 // A piece of one token that takes the state from one tensor to another, or the same: bound by memory, so the rows of
 // the state are taken in their order there.
 template <class T>
-void step(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch, const float* from,
-          float* to) {
+void step(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch, const float* from, float* to) {
   const DecayInputs& in = plan.args.in;
   const int64_t width = in.key_width, columns = item.columns, batch = item.piece.batch, token = item.piece.begin;
   ChunkSource source(decay_of(in, batch, item.kv_head));
@@ -790,8 +787,9 @@ void step(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardSc
   const int64_t pitch = pitch_of(width), out_pitch = pitch_of(round_up(plan.range_width, kPanel));
   Step s = {};
   s.key = copied(key, 0, 1, width, scratch.key_t, round_up(width, kLanes)).data;
-  s.value = copied(token_rows<T>(in.value, in.value_strides, batch, item.kv_head, token) + item.first_column, 0, 1,
-                   columns, scratch.value, round_up(columns, kLanes)).data;
+  s.value = copied(token_rows<T>(in.value, in.value_strides, batch, item.kv_head, token) + item.first_column, 0, 1, columns,
+                   scratch.value, round_up(columns, kLanes))
+                .data;
   const T* query = token_rows<T>(in.query, in.query_strides, batch, item.kv_head * item.group, token);
   s.query = copied(query, in.query_strides.head, item.group, width, scratch.query, pitch).data;
   s.query_stride = pitch;
@@ -825,8 +823,7 @@ void step(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardSc
   }
   for (int64_t h = 0; h < item.group; ++h) {
     float factor = in.scale;
-    if (plan.args.normalize)
-      factor /= held(in.scale * dot(s.query + h * pitch, scratch.norm, width), plan.args.eps);
+    if (plan.args.normalize) factor /= held(in.scale * dot(s.query + h * pitch, scratch.norm, width), plan.args.eps);
     float* out = scratch.out + h * out_pitch;
     for (int64_t i = 0; i < columns; i += kLanes) store(out + i, load(out + i) * factor);
     T* row = token_rows<T>(plan.args.output, in.output_strides, batch, item.kv_head * item.group + h, token);
@@ -841,14 +838,16 @@ void scan_forward(const DecayForwardPlan& plan, const ForwardItem& item, const F
   const int64_t slot = item.piece.slot < 0 ? -1 : item.piece.slot * args.in.kv_heads + item.kv_head;
   const bool inside = item.state_row >= 0;
   const int64_t at = item.state_row * width * stride + item.first_column;
-  const float* from = slot >= 0 ? plan.slots.state + slot * width * stride + item.first_column
-                      : inside && args.initial_state != nullptr ? args.initial_state + at : nullptr;
+  const float* from = slot >= 0                                 ? plan.slots.state + slot * width * stride + item.first_column
+                      : inside && args.initial_state != nullptr ? args.initial_state + at
+                                                                : nullptr;
   float* to = inside && item.piece.last && args.final_state != nullptr ? args.final_state + at : nullptr;
   if (args.normalize) {
     const float* norm = slot >= 0 ? plan.slots.norm + slot * width
                         : inside && plan.norms != nullptr
                             ? plan.norms + (item.piece.request * args.in.kv_heads + item.kv_head) * width
-                        : inside && args.initial_norm != nullptr ? args.initial_norm + item.state_row * width : nullptr;
+                        : inside && args.initial_norm != nullptr ? args.initial_norm + item.state_row * width
+                                                                 : nullptr;
     for (int64_t r = 0; r < width; r += kLanes)
       store(scratch.norm + r, norm != nullptr ? load_part(norm + r, width - r) : Vec{});
   }
@@ -879,18 +878,18 @@ void forward_of(const DecayForwardPlan& plan, DecayPhase phase, int64_t index, f
 }
 
 struct BackwardScratch {
-  float* states;  // [span_chunks] packed [R, Dv]: the state before each chunk of a span
-  float* starts;  // [spans] packed: the state before each span
-  float* grad;    // packed: the gradient of the state after the chunk
-  float *key, *value;     // [kChunk, pitch of R], [kChunk, pitch of Dv]
-  float *query, *output;  // the same for kHeadBlock heads; output means grad_output here
-  float* scaled;          // [kChunk, pitch of R]
+  float* states;                                // [span_chunks] packed [R, Dv]: the state before each chunk of a span
+  float* starts;                                // [spans] packed: the state before each span
+  float* grad;                                  // packed: the gradient of the state after the chunk
+  float *key, *value;                           // [kChunk, pitch of R], [kChunk, pitch of Dv]
+  float *query, *output;                        // the same for kHeadBlock heads; output means grad_output here
+  float* scaled;                                // [kChunk, pitch of R]
   float *key_t, *value_t, *query_t, *output_t;  // [R or Dv, kChunk]
   float *grad_query_t, *grad_key_t;             // [R, kChunk]
   float* grad_value;                            // [kChunk, pitch of Dv]
-  float *scores, *products;  // [kHeadBlock][kChunk, kChunk]: masked q_i.k_j and do_i.v_j
-  float* products_t;         // [kChunk, kChunk]
-  float* pairs;              // [kChunk, kChunk]
+  float *scores, *products;                     // [kHeadBlock][kChunk, kChunk]: masked q_i.k_j and do_i.v_j
+  float* products_t;                            // [kChunk, kChunk]
+  float* pairs;                                 // [kChunk, kChunk]
   int64_t state_floats, floats;
 };
 
@@ -1029,8 +1028,8 @@ void value_grad_block(const ValueGrad& x, int64_t row) {
 #pragma GCC unroll 8
       for (int c = 0; c < V; ++c) acc[i][c] *= x.factor[row + i];
   }
-  multiply_add<M, V>(acc, x.scores + row * kChunk + row, 1, kChunk, x.output.data + row * x.output.stride,
-                     x.output.stride, x.n - row);
+  multiply_add<M, V>(acc, x.scores + row * kChunk + row, 1, kChunk, x.output.data + row * x.output.stride, x.output.stride,
+                     x.n - row);
 #pragma GCC unroll 16
   for (int i = 0; i < M; ++i)
 #pragma GCC unroll 8
@@ -1077,8 +1076,7 @@ double state_product(const State& a, const State& b, int64_t rows, int64_t colum
     Vec total[4] = {};
     int64_t r = 0;
     for (; r + 4 <= rows; r += 4)
-      for (int i = 0; i < 4; ++i)
-        total[i] = fma(load(x + (r + i) * kPanel), load(y + (r + i) * kPanel), total[i]);
+      for (int i = 0; i < 4; ++i) total[i] = fma(load(x + (r + i) * kPanel), load(y + (r + i) * kPanel), total[i]);
     for (; r < rows; ++r) total[0] = fma(load(x + r * kPanel), load(y + r * kPanel), total[0]);
     result += static_cast<double>(sum((total[0] + total[1]) + (total[2] + total[3])));
   }
@@ -1126,18 +1124,20 @@ class Backward {
 
   void scan() {
     const int64_t size = in_.key_width * in_.value_width, request = item_.piece.request * in_.kv_heads + item_.kv_head;
-    const float* state = item_.piece.slot >= 0 ? plan_.slots.state + slot() * size
-                         : args_.initial_state != nullptr ? args_.initial_state + request * size : nullptr;
-    const float* grad = item_.piece.slot >= 0 ? plan_.slots.grad + slot() * size
-                        : args_.grad_final_state != nullptr ? args_.grad_final_state + request * size : nullptr;
+    const float* state = item_.piece.slot >= 0            ? plan_.slots.state + slot() * size
+                         : args_.initial_state != nullptr ? args_.initial_state + request * size
+                                                          : nullptr;
+    const float* grad = item_.piece.slot >= 0               ? plan_.slots.grad + slot() * size
+                        : args_.grad_final_state != nullptr ? args_.grad_final_state + request * size
+                                                            : nullptr;
     if (grad != nullptr) import_state(grad, in_.key_width, in_.value_width, in_.value_width, packed(s_.grad));
     grad_ = grad != nullptr ? packed(s_.grad) : State{};
     decay_sum_ = 0.0;
 
     // The state before each span, then span by span from the last: the state before each of its chunks, and from
     // the last of these the gradients.
-    const int64_t chunks = (item_.piece.end - item_.piece.begin + kChunk - 1) / kChunk;
-    const int64_t spans = (chunks + plan_.span_chunks - 1) / plan_.span_chunks;
+    const int64_t chunks = ceil_div(item_.piece.end - item_.piece.begin, kChunk);
+    const int64_t spans = ceil_div(chunks, plan_.span_chunks);
     State before = {};
     if (state != nullptr) {
       before = packed(s_.starts);
@@ -1159,7 +1159,8 @@ class Backward {
       }
       for (int64_t chunk = end - 1; chunk >= first; --chunk) {
         before = chunk > first ? packed(s_.states + (chunk - first) * s_.state_floats)
-                 : span > 0    ? packed(s_.starts + span * s_.state_floats) : start;
+                 : span > 0    ? packed(s_.starts + span * s_.state_floats)
+                               : start;
         const int64_t token = item_.piece.begin + chunk * kChunk;
         gradients(token, min64(kChunk, item_.piece.end - token), before);
       }
@@ -1176,26 +1177,25 @@ class Backward {
   int64_t slot() const { return item_.piece.slot * in_.kv_heads + item_.kv_head; }
   State packed(float* data) const { return packed_state(data, in_.key_width); }
 
-  T* rows(const void* data, const DecayStrides& strides, int64_t head, int64_t token) const {
+  T* rows(const void* data, const Strides& strides, int64_t head, int64_t token) const {
     return token_rows<T>(data, strides, item_.piece.batch, head, token);
   }
 
   void load_key_value(int64_t token, int64_t n) {
-    key_ = as_floats(rows(in_.key, in_.key_strides, item_.kv_head, token), in_.key_strides.token, n, in_.key_width,
-                     true, s_.key, pitch_of(in_.key_width));
-    value_ = as_floats(rows(in_.value, in_.value_strides, item_.kv_head, token), in_.value_strides.token, n,
-                       in_.value_width, in_.value_width % kLanes == 0, s_.value, pitch_of(in_.value_width));
+    key_ = as_floats(rows(in_.key, in_.key_strides, item_.kv_head, token), in_.key_strides.token, n, in_.key_width, true,
+                     s_.key, pitch_of(in_.key_width));
+    value_ = as_floats(rows(in_.value, in_.value_strides, item_.kv_head, token), in_.value_strides.token, n, in_.value_width,
+                       in_.value_width % kLanes == 0, s_.value, pitch_of(in_.value_width));
   }
 
   void load_heads(int64_t token, int64_t n, int64_t head, int64_t heads) {
     for (int64_t h = 0; h < heads; ++h) {
       const int64_t query_head = item_.kv_head * item_.group + head + h;
       const int64_t pitch = pitch_of(in_.key_width), value_pitch = pitch_of(in_.value_width);
-      query_[h] = as_floats(rows(in_.query, in_.query_strides, query_head, token), in_.query_strides.token, n,
-                            in_.key_width, true, s_.query + h * kChunk * pitch, pitch);
-      output_[h] = as_floats(rows(args_.grad_output, in_.output_strides, query_head, token), in_.output_strides.token,
-                             n, in_.value_width, in_.value_width % kLanes == 0, s_.output + h * kChunk * value_pitch,
-                             value_pitch);
+      query_[h] = as_floats(rows(in_.query, in_.query_strides, query_head, token), in_.query_strides.token, n, in_.key_width,
+                            true, s_.query + h * kChunk * pitch, pitch);
+      output_[h] = as_floats(rows(args_.grad_output, in_.output_strides, query_head, token), in_.output_strides.token, n,
+                             in_.value_width, in_.value_width % kLanes == 0, s_.output + h * kChunk * value_pitch, value_pitch);
     }
   }
 
@@ -1207,14 +1207,12 @@ class Backward {
   // to = kept * from + Σ_t suffix_t k_tᵀ v_t
   void advance_state(const Chunk& chunk, int64_t token, int64_t n, const State& from, const State& to) {
     load_key_value(token, n);
-    const Floats keys = in_.log_decay == nullptr
-                            ? key_ : scaled_rows(key_, chunk.suffix, 1.0f, n, in_.key_width, s_.scaled);
+    const Floats keys = in_.log_decay == nullptr ? key_ : scaled_rows(key_, chunk.suffix, 1.0f, n, in_.key_width, s_.scaled);
     outer_product(keys, value_, chunk.kept, n, from, to);
   }
 
   // to = kept * from + Σ_t carry * factor_t q_tᵀ do_t of a head
-  void advance_grad(const float* factor, float carry, float kept, int64_t n, int64_t h, const State& from,
-                    const State& to) {
+  void advance_grad(const float* factor, float carry, float kept, int64_t n, int64_t h, const State& from, const State& to) {
     outer_product(scaled_rows(query_[h], factor, carry, n, in_.key_width, s_.scaled), output_[h], kept, n, from, to);
   }
 
@@ -1239,11 +1237,11 @@ class Backward {
     float from_state[kChunk] = {}, to_grad[kChunk] = {};
     load_key_value(token, n);
     transpose_in(rows(in_.key, in_.key_strides, item_.kv_head, token), in_.key_strides.token, n, width, s_.key_t);
-    transpose_in(rows(in_.value, in_.value_strides, item_.kv_head, token), in_.value_strides.token, n, columns,
-                 s_.value_t);
+    transpose_in(rows(in_.value, in_.value_strides, item_.kv_head, token), in_.value_strides.token, n, columns, s_.value_t);
     if (decays) __builtin_memset(s_.pairs, 0, sizeof(float) * kChunk * kChunk);
     const double across = decays && state.data != nullptr && grad_.data != nullptr
-                              ? static_cast<double>(chunk.kept) * state_product(state, grad_, width, columns) : 0.0;
+                              ? static_cast<double>(chunk.kept) * state_product(state, grad_, width, columns)
+                              : 0.0;
     const State grad = grad_;
     for (int64_t head = 0; head < item_.group; head += kHeadBlock) {
       const int64_t heads = min64(kHeadBlock, item_.group - head);
@@ -1256,11 +1254,10 @@ class Backward {
         score({output_[h], s_.value_t, columns, products}, n);
         mask_pairs(chunk, n, scores, products, decays ? s_.pairs : nullptr);
         transpose_in(products, kChunk, n, kChunk, s_.products_t);
-        transpose_in(rows(args_.grad_output, in_.output_strides, query_head, token), in_.output_strides.token, n,
-                     columns, s_.output_t);
+        transpose_in(rows(args_.grad_output, in_.output_strides, query_head, token), in_.output_strides.token, n, columns,
+                     s_.output_t);
         if (decays)
-          transpose_in(rows(in_.query, in_.query_strides, query_head, token), in_.query_strides.token, n, width,
-                       s_.query_t);
+          transpose_in(rows(in_.query, in_.query_strides, query_head, token), in_.query_strides.token, n, width, s_.query_t);
         Transposed x = {};
         x.state = state;
         x.columns = columns;
@@ -1287,8 +1284,7 @@ class Backward {
         x.weights = products;
         x.out = s_.grad_key_t;
         transposed_product(x, width);
-        value_grad(grad, columns, {key_, nullptr, width, chunk.suffix, add, scores, output_[h], n, s_.grad_value,
-                                   value_pitch});
+        value_grad(grad, columns, {key_, nullptr, width, chunk.suffix, add, scores, output_[h], n, s_.grad_value, value_pitch});
       }
       // Only now, for grad is read above; the first head of the first block reads all that is needed of it.
       for (int64_t h = 0; h < heads; ++h) {
@@ -1296,11 +1292,9 @@ class Backward {
         grad_ = packed(s_.grad);
       }
     }
-    transpose_out(s_.grad_key_t, n, width, rows(args_.grad_key, in_.key_strides, item_.kv_head, token),
-                  in_.key_strides.token);
+    transpose_out(s_.grad_key_t, n, width, rows(args_.grad_key, in_.key_strides, item_.kv_head, token), in_.key_strides.token);
     T* value_rows = rows(args_.grad_value, in_.value_strides, item_.kv_head, token);
-    for (int64_t t = 0; t < n; ++t)
-      convert(s_.grad_value + t * value_pitch, value_rows + t * in_.value_strides.token, columns);
+    for (int64_t t = 0; t < n; ++t) convert(s_.grad_value + t * value_pitch, value_rows + t * in_.value_strides.token, columns);
     if (decays) decay_gradients(token, n, from_state, to_grad, across);
   }
 
@@ -1340,7 +1334,7 @@ class Backward {
 
 void combine_backward(const DecayBackwardPlan& plan, int64_t index) {
   const DecayInputs& in = plan.args.in;
-  const int64_t blocks = (in.key_width + kDecayChunk - 1) / kDecayChunk;  // of rows
+  const int64_t blocks = ceil_div(in.key_width, kDecayChunk);  // of rows
   const DecayPiece* piece = plan.pieces + index / blocks / in.kv_heads;
   if (piece->slot < 0 || !piece->first) return;
   const int64_t kv_head = index / blocks % in.kv_heads, row = index % blocks * kDecayChunk;
@@ -1351,8 +1345,8 @@ void combine_backward(const DecayBackwardPlan& plan, int64_t index) {
   const float *initial = plan.args.initial_state, *final = plan.args.grad_final_state;
   combine_row(initial != nullptr ? initial + request * size + at : nullptr, plan.slots.state + first * size + at,
               in.kv_heads * size, plan.slots.kept + first, in.kv_heads, count, n);
-  combine_row(final != nullptr ? final + request * size + at : nullptr, plan.slots.grad + last * size + at,
-              -in.kv_heads * size, plan.slots.kept + last, -in.kv_heads, count, n);
+  combine_row(final != nullptr ? final + request * size + at : nullptr, plan.slots.grad + last * size + at, -in.kv_heads * size,
+              plan.slots.kept + last, -in.kv_heads, count, n);
 }
 
 template <class T>
@@ -1365,9 +1359,7 @@ void backward_of(const DecayBackwardPlan& plan, DecayPhase phase, int64_t index,
 
 }  // namespace
 
-int64_t decay_forward_scratch(const DecayForwardPlan& plan) {
-  return carve(plan.args.in, plan.range_width, nullptr).floats;
-}
+int64_t decay_forward_scratch(const DecayForwardPlan& plan) { return carve(plan.args.in, plan.range_width, nullptr).floats; }
 
 void decay_forward(const DecayForwardPlan& plan, DecayPhase phase, int64_t index, float* scratch) {
   if (plan.args.in.dtype == 0) forward_of<float>(plan, phase, index, scratch);

@@ -1,9 +1,9 @@
 // CausalLinearDecay for few tokens a request: the state is read once into registers, takes the tokens one after the other,
-// and is written once, perhaps where it was. A block has a request, a key/value head and 32 columns of the state. All loads
+// and is written once, perhaps where it was. A CTA has a request, a key/value head and 32 columns of the state. All loads
 // of the state are on their way before anything is computed.
 //
 // One token has a kernel of its own, which needs few registers: its time is that of moving the state, for which many
-// blocks must be on an SM.
+// CTAs must be on an SM.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -11,6 +11,7 @@
 #include "causal_linear_decay/causal_linear_decay.h"
 #include "causal_linear_decay/device.cuh"
 #include "causal_linear_decay/rows.h"
+#include "core/integers.h"
 #include "core/op.h"
 
 namespace leanfleet {
@@ -18,12 +19,12 @@ namespace leanfleet {
 namespace {
 
 constexpr unsigned kAll = 0xffffffffu;
-constexpr int kColumns = 32;          // of a block
-constexpr int kColumnLanes = 8;       // of four columns each
-constexpr int kThreadRows = 8;        // of a thread
-constexpr int kStepBlocks = 8;        // of few threads on an SM, one token
+constexpr int kColumns = 32;     // of a CTA
+constexpr int kColumnLanes = 8;  // of four columns each
+constexpr int kThreadRows = 8;   // of a thread
+constexpr int kStepBlocks = 8;   // of few threads on an SM, one token
 constexpr int kMaxThreads = 512, kFewThreads = 128;
-constexpr int kMaxTile = 16;          // tokens
+constexpr int kMaxTile = 16;  // tokens
 constexpr size_t kSharedBudget = 40 * 1024;
 
 struct DecodePlan {
@@ -33,15 +34,15 @@ struct DecodePlan {
 __host__ __device__ inline int query_floats(const DecodePlan& plan) { return plan.tile * plan.row_groups * kThreadRows; }
 __host__ __device__ inline int partial_floats(const DecodePlan& plan) { return plan.tile * plan.row_groups / 4 * kColumns; }
 inline size_t shared_bytes(const DecodePlan& plan, int64_t group) {
-  return sizeof(float) * static_cast<size_t>((group + 1) * query_floats(plan) + group * partial_floats(plan) +
-                                             plan.tile * (kColumns + 1));
+  return sizeof(float) *
+         static_cast<size_t>((group + 1) * query_floats(plan) + group * partial_floats(plan) + plan.tile * (kColumns + 1));
 }
 
 DecodePlan plan_of(const CausalLinearDecayArgs& args) {
   const DecayInputs& in = args.in;
   DecodePlan plan = {};
   plan.row_groups = static_cast<int>((in.key_width + 4 * kThreadRows - 1) / (4 * kThreadRows) * 4);
-  plan.column_blocks = static_cast<int>((in.value_width + kColumns - 1) / kColumns);
+  plan.column_blocks = static_cast<int>(ceil_div(in.value_width, kColumns));
   plan.tile = static_cast<int>(in.tokens < kMaxTile ? in.tokens : kMaxTile);
   while (plan.tile > 1 && shared_bytes(plan, in.heads / in.kv_heads) > kSharedBudget) plan.tile /= 2;
   return plan;
@@ -97,8 +98,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlock
 
   const T* const query =
       static_cast<const T*>(in.query) + request * in.query_strides.batch + head * group * in.query_strides.head;
-  const RowPart<T> k = load_part(
-      static_cast<const T*>(in.key) + request * in.key_strides.batch + head * in.key_strides.head, first, R, vectors);
+  const RowPart<T> k =
+      load_part(static_cast<const T*>(in.key) + request * in.key_strides.batch + head * in.key_strides.head, first, R, vectors);
   RowPart<T> q = load_part(query, first, R, vectors);
   float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   if (inside) {
@@ -190,11 +191,11 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
   T* const output =
       static_cast<T*>(args.output) + batch * in.output_strides.batch + head * group * in.output_strides.head + column;
   const int width = V - column < kColumns ? V - column : kColumns;
-  float* const queries = shared;                                  // [group][tile][padded]
-  float* const keys = queries + group * query_floats(plan);       // [tile][padded]
-  float* const values = keys + query_floats(plan);                // [tile][kColumns]
-  float* const partial = values + plan.tile * kColumns;           // [group][tile][warps][kColumns]
-  float* const decays = partial + group * partial_floats(plan);   // [tile]
+  float* const queries = shared;                                 // [group][tile][padded]
+  float* const keys = queries + group * query_floats(plan);      // [tile][padded]
+  float* const values = keys + query_floats(plan);               // [tile][kColumns]
+  float* const partial = values + plan.tile * kColumns;          // [group][tile][warps][kColumns]
+  float* const decays = partial + group * partial_floats(plan);  // [tile]
 
   for (int64_t first = begin; first < end; first += plan.tile) {
     const int tokens = static_cast<int>(end - first < plan.tile ? end - first : plan.tile);
@@ -221,13 +222,14 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
     }
     for (int i = threadIdx.x; i < tokens * kColumns; i += blockDim.x)
       values[i] = i % kColumns < width
-                      ? static_cast<float>(__ldg(value + (first + i / kColumns) * in.value_strides.token + i % kColumns)) : 0.0f;
+                      ? static_cast<float>(__ldg(value + (first + i / kColumns) * in.value_strides.token + i % kColumns))
+                      : 0.0f;
     if (static_cast<int>(threadIdx.x) < tokens)
-      decays[threadIdx.x] =
-          in.log_decay == nullptr ? 1.0f
-          : in.decay_per_token    ? expf(in.log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head +
-                                                   (first + threadIdx.x) * in.decay_strides.token])
-                                  : expf(in.log_decay[head]);
+      decays[threadIdx.x] = in.log_decay == nullptr ? 1.0f
+                            : in.decay_per_token
+                                ? expf(in.log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head +
+                                                    (first + threadIdx.x) * in.decay_strides.token])
+                                : expf(in.log_decay[head]);
     __syncthreads();
     for (int t = 0; t < tokens; ++t) {
       const float decay = decays[t];

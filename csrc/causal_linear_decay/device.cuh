@@ -2,6 +2,7 @@
 #pragma once
 
 #include "causal_linear_decay/causal_linear_decay.h"
+#include "core/integers.h"
 
 namespace leanfleet {
 
@@ -14,11 +15,7 @@ struct RequestTokens {
 };
 __device__ __forceinline__ RequestTokens request_tokens(const DecayInputs& in, int64_t request) {
   if (in.cu_seqlens == nullptr) return {0, in.tokens};
-  const auto clamped = [&](int64_t i) {
-    const int64_t at = in.cu_seqlens[i];
-    return at < 0 ? 0 : at > in.tokens ? in.tokens : at;
-  };
-  return {clamped(request), clamped(request + 1)};
+  return {clamped_offset(in.cu_seqlens, request, in.tokens), clamped_offset(in.cu_seqlens, request + 1, in.tokens)};
 }
 
 }  // namespace leanfleet

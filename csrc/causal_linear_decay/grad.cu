@@ -9,6 +9,7 @@
 #include "causal_linear_decay/causal_linear_decay.h"
 #include "core/block_sum.cuh"
 #include "core/chunk_scan.h"
+#include "core/integers.h"
 #include "core/op.h"
 
 namespace leanfleet {
@@ -18,10 +19,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kMaxParts = 4;  // of wide rows: 1024 columns
 
-ChunkTensor rows_of(const void* data, const DecayStrides& strides, int64_t width) {
-  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
-}
-
 struct DecayGradSums {
   DecayInputs in;
   const float *query_dots, *key_dots;  // [query_slices][B,H,N], [key_slices][B,Hkv,N]
@@ -30,12 +27,12 @@ struct DecayGradSums {
   const float* forward_slots[kMaxParts];  // S before and
   const float* reverse_slots[kMaxParts];  // G after the segments' edges
   int64_t slot_sums[kMaxParts];           // floats of a state in them
-  const float* final_dots;  // [requests,Hkv]: <dS_N, S_N>; null: 0
+  const float* final_dots;                // [requests,Hkv]: <dS_N, S_N>; null: 0
   float* grad_log_decay;
   double* partial;  // [Hkv][B][segments]: sums over tokens; null: per token
 };
 
-// <dS_N, S_N> of a (request, head) a block.
+// <dS_N, S_N> of a (request, head) a CTA.
 __global__ void __launch_bounds__(kThreads) StateDotKernel(const float* a, const float* b, int64_t floats, float* out) {
   __shared__ double shared[kThreads];
   const int64_t base = static_cast<int64_t>(blockIdx.x) * floats;
@@ -52,10 +49,7 @@ struct Span {
 // The request of a token; empty if it has none.
 __device__ __forceinline__ Span request_of(const DecayInputs& in, int64_t token, int64_t* request) {
   int64_t low = 0, high = in.requests;
-  const auto offset = [&](int64_t q) {
-    const int64_t t = in.cu_seqlens[q];
-    return t < 0 ? 0 : t > in.tokens ? in.tokens : t;
-  };
+  const auto offset = [&](int64_t q) { return clamped_offset(in.cu_seqlens, q, in.tokens); };
   while (low < high) {
     const int64_t middle = (low + high) / 2;
     if (offset(middle + 1) > token) high = middle;
@@ -66,7 +60,7 @@ __device__ __forceinline__ Span request_of(const DecayInputs& in, int64_t token,
   return {offset(low), offset(low + 1)};
 }
 
-// A block: (segment, head, batch row), tokens from its end to its begin, kThreads at a time.
+// A CTA: (segment, head, batch row), tokens from its end to its begin, kThreads at a time.
 __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constant__ DecayGradSums sums) {
   __shared__ double shared[kThreads];
   __shared__ int resets[kThreads];
@@ -76,9 +70,9 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
   int64_t end = begin + sums.segment_tokens;
   if (end > in.tokens) end = in.tokens;
   const auto log_decay_at = [&](int64_t token) {
-    return in.decay_per_token ? in.log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head +
-                                             token * in.decay_strides.token]
-                              : in.log_decay[head];
+    return in.decay_per_token
+               ? in.log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head + token * in.decay_strides.token]
+               : in.log_decay[head];
   };
   double carry = 0.0;
   if (end < in.tokens) {
@@ -103,8 +97,8 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
     if (!none) {
       for (int g = 0; g < group; ++g)
         for (int s = 0; s < sums.query_slices; ++s)
-          value += sums.query_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.heads + head * group + g) * in.tokens +
-                                   token];
+          value +=
+              sums.query_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.heads + head * group + g) * in.tokens + token];
       for (int s = 0; s < sums.key_slices; ++s)
         value -= sums.key_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.kv_heads + head) * in.tokens + token];
       int64_t request = batch;
@@ -135,8 +129,9 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
     carry = shared[0];
     if (token >= end) continue;
     if (sums.partial != nullptr) total += value;
-    else sums.grad_log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head + token * in.decay_strides.token] =
-             static_cast<float>(value);
+    else
+      sums.grad_log_decay[batch * in.decay_strides.batch + head * in.decay_strides.head + token * in.decay_strides.token] =
+          static_cast<float>(value);
   }
   if (sums.partial == nullptr) return;
   total = block_sum<kThreads>(total, shared);
@@ -165,9 +160,9 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
   const int64_t R = in.key_width, V = in.value_width, state_floats = R * V;
   const int64_t group = in.heads / in.kv_heads;
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  const ChunkTensor query = rows_of(in.query, in.query_strides, R), key = rows_of(in.key, in.key_strides, R);
-  const ChunkTensor value = rows_of(in.value, in.value_strides, V);
-  const ChunkTensor grad_output = rows_of(args.grad_output, in.output_strides, V);
+  const ChunkTensor query = chunk_tensor(in.query, in.query_strides, R), key = chunk_tensor(in.key, in.key_strides, R);
+  const ChunkTensor value = chunk_tensor(in.value, in.value_strides, V);
+  const ChunkTensor grad_output = chunk_tensor(args.grad_output, in.output_strides, V);
 
   ChunkScan common = {};
   common.dtype = in.dtype;
@@ -230,7 +225,7 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
   }
   if (error != cudaSuccess) return error;
 
-  const int parts = static_cast<int>((V + kChunkMaxWidth - 1) / kChunkMaxWidth);
+  const int parts = static_cast<int>(ceil_div(V, kChunkMaxWidth));
   if (parts > kMaxParts) return cudaErrorNotSupported;
   DecayGradSums sums = {};
   sums.in = in;
@@ -329,8 +324,8 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
   const dim3 grid(static_cast<unsigned>(sums.segments), static_cast<unsigned>(in.kv_heads), static_cast<unsigned>(in.batch));
   DecayGradKernel<<<grid, kThreads, 0, stream>>>(sums);
   if (sums.partial != nullptr)
-    DecayGradTotalKernel<<<static_cast<unsigned>(in.kv_heads), kThreads, 0, stream>>>(
-        sums.partial, in.batch * sums.segments, args.grad_log_decay);
+    DecayGradTotalKernel<<<static_cast<unsigned>(in.kv_heads), kThreads, 0, stream>>>(sums.partial, in.batch * sums.segments,
+                                                                                      args.grad_log_decay);
   return cudaGetLastError();
 }
 

@@ -8,13 +8,7 @@
 
 namespace leanfleet {
 
-namespace {
-
-ChunkTensor rows_of(const void* data, const DecayStrides& strides, int64_t width) {
-  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
-}
-
-}  // namespace
+namespace {}  // namespace
 
 int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws) {
   const DecayInputs& in = args.in;
@@ -31,11 +25,11 @@ int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target
   scan.x_group = static_cast<int32_t>(in.heads / in.kv_heads);
   scan.y_group = 1;
   scan.cu_seqlens = in.cu_seqlens;
-  scan.x = rows_of(in.query, in.query_strides, in.key_width);
-  scan.y = rows_of(in.key, in.key_strides, in.key_width);
-  scan.z = rows_of(in.value, in.value_strides, in.value_width);
+  scan.x = chunk_tensor(in.query, in.query_strides, in.key_width);
+  scan.y = chunk_tensor(in.key, in.key_strides, in.key_width);
+  scan.z = chunk_tensor(in.value, in.value_strides, in.value_width);
   scan.out = args.output;
-  scan.out_strides = rows_of(nullptr, in.output_strides, in.value_width);
+  scan.out_strides = chunk_tensor(nullptr, in.output_strides, in.value_width);
   scan.x_factor.scale = in.scale;
   scan.y_factor.scale = scan.z_factor.scale = 1.0f;
   scan.log_decay = in.log_decay;
@@ -44,8 +38,13 @@ int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target
   scan.decay_head = in.decay_strides.head;
   scan.decay_token = in.decay_strides.token;
   // The kernels only read `initial`.
-  scan.initial = {const_cast<float*>(args.initial_state), in.value_width, 1, state_floats,
-                  args.normalize ? const_cast<float*>(args.initial_norm) : nullptr, nullptr, nullptr};
+  scan.initial = {const_cast<float*>(args.initial_state),
+                  in.value_width,
+                  1,
+                  state_floats,
+                  args.normalize ? const_cast<float*>(args.initial_norm) : nullptr,
+                  nullptr,
+                  nullptr};
   scan.last = {args.final_state, in.value_width, 1, state_floats, args.normalize ? args.final_norm : nullptr, nullptr, nullptr};
   scan.carried_in_place = args.carries_state;
   scan.state_index = args.state_index;
@@ -59,8 +58,7 @@ int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target
   for (int64_t first = 0; first < in.key_width; first += kChunkMaxWidth) {
     const int64_t left = in.key_width - first;
     const auto part = [&](ChunkTensor x) {
-      if (x.data != nullptr)
-        x.data = static_cast<const char*>(x.data) + first * element_size(static_cast<DType>(in.dtype));
+      if (x.data != nullptr) x.data = static_cast<const char*>(x.data) + first * element_size(static_cast<DType>(in.dtype));
       x.width = static_cast<int32_t>(left < kChunkMaxWidth ? left : kChunkMaxWidth);
       return x;
     };

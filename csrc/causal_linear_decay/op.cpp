@@ -10,6 +10,7 @@
 
 #include "causal_linear_decay/choose.h"
 #include "core/cpu_isa.h"
+#include "core/integers.h"
 #include "core/op_specs.h"
 
 #ifdef LEANFLEET_CUDA
@@ -25,18 +26,10 @@ namespace leanfleet {
 
 namespace {
 
-constexpr int64_t kMinPieceTokens = 128;            // below it a piece's own overhead shows
-constexpr double kMinWorkerCost = 1 << 16;          // multiplications that are worth another thread
-constexpr int64_t kSpanFloats = int64_t{1} << 20;   // states before chunks that a backward worker holds at least
+constexpr int64_t kMinPieceTokens = 128;               // below it a piece's own overhead shows
+constexpr double kMinWorkerCost = 1 << 16;             // multiplications that are worth another thread
+constexpr int64_t kSpanFloats = int64_t{1} << 20;      // states before chunks that a backward worker holds at least
 constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
-DecayStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
-  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
-  return {strides.batch, strides.head, strides.token};
-}
 
 // The two operators have these in common.
 namespace forward = causal_linear_decay;
@@ -65,11 +58,11 @@ DecayInputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
   in.tokens = call.dims[forward::kDimN];
   in.key_width = call.dims[forward::kDimR];
   in.value_width = call.dims[forward::kDimDv];
-  in.query_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.key_width);
-  in.key_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.key_width);
-  in.value_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.value_width);
-  in.output_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.value_width);
-  in.decay_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, 1);
+  in.query_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.key_width);
+  in.key_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.key_width);
+  in.value_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.value_width);
+  in.output_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.value_width);
+  in.decay_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, 1);
   return in;
 }
 
@@ -121,7 +114,8 @@ Status check_log_decay(const Call& call, const Tensor& cu_seqlens) {
   if (right) return {};
   const auto allowed = [&](int64_t i) {
     if (values[i] <= 0.0f) return true;
-    return tensor.rank == 3 && !in_a_request(cu_seqlens, call.bnhd() ? i / tensor.shape[2] % tensor.shape[1] : i % tensor.shape[2]);
+    return tensor.rank == 3 &&
+           !in_a_request(cu_seqlens, call.bnhd() ? i / tensor.shape[2] % tensor.shape[1] : i % tensor.shape[2]);
   };
   int64_t at = 0;
   while (at < count && allowed(at)) ++at;
@@ -131,8 +125,8 @@ Status check_log_decay(const Call& call, const Tensor& cu_seqlens) {
     const int64_t axes[3] = {at / (tensor.shape[1] * tensor.shape[2]), at / tensor.shape[2] % tensor.shape[1],
                              at % tensor.shape[2]};
     index = std::to_string(axes[0]) + "," + std::to_string(axes[1]) + "," + std::to_string(axes[2]);
-    where = " (batch row " + std::to_string(axes[0]) + ", head " + std::to_string(axes[call.bnhd() ? 2 : 1]) +
-            ", token " + std::to_string(axes[call.bnhd() ? 1 : 2]) + ")";
+    where = " (batch row " + std::to_string(axes[0]) + ", head " + std::to_string(axes[call.bnhd() ? 2 : 1]) + ", token " +
+            std::to_string(axes[call.bnhd() ? 1 : 2]) + ")";
   }
   return call.invalid("log_decay[" + index + "] is " + number(values[at]) + where +
                       "; ln of a decay lies in [-inf, 0]. Pass the logarithm, not the decay itself");
@@ -145,8 +139,7 @@ Status check_cu_seqlens(const Call& call, const Tensor& tensor) {
     const std::string found = "cu_seqlens[" + std::to_string(i) + "] is " + std::to_string(offsets[i]);
     if (i == 0 && offsets[i] != 0) return call.invalid(found + "; expected 0, where the first request begins");
     if (i > 0 && offsets[i] < offsets[i - 1])
-      return call.invalid(found + ", less than the " + std::to_string(offsets[i - 1]) +
-                          " before it; offsets must not fall");
+      return call.invalid(found + ", less than the " + std::to_string(offsets[i - 1]) + " before it; offsets must not fall");
     if (i == last && offsets[i] != tokens)
       return call.invalid(found + "; expected N = " + std::to_string(tokens) + ", where the last request ends");
   }
@@ -163,8 +156,7 @@ Status check_state_index(const Call& call, const Tensor& tensor) {
                           std::to_string(rows - 1));
     const int64_t twin = std::find(index, index + i, index[i]) - index;
     if (twin < i)
-      return call.invalid(found + ", as is state_index[" + std::to_string(twin) +
-                          "]; two requests cannot write one state");
+      return call.invalid(found + ", as is state_index[" + std::to_string(twin) + "]; two requests cannot write one state");
   }
   return {};
 }
@@ -175,9 +167,8 @@ struct Tokens {
 
 Tokens tokens_of(const DecayInputs& in, int64_t request) {
   if (in.cu_seqlens == nullptr) return {0, in.tokens};
-  const auto clamped = [&](int64_t offset) { return std::clamp<int64_t>(offset, 0, in.tokens); };
-  const int64_t begin = clamped(in.cu_seqlens[request]);
-  return {begin, std::max(begin, clamped(in.cu_seqlens[request + 1]))};
+  const int64_t begin = clamped_offset(in.cu_seqlens, request, in.tokens);
+  return {begin, std::max(begin, clamped_offset(in.cu_seqlens, request + 1, in.tokens))};
 }
 
 // Whether every token belongs to a request.
@@ -260,8 +251,8 @@ int64_t cut_requests(const DecayInputs& in, const Cut& cut, DecayPiece* pieces, 
     }
     const int64_t size = round_up(ceil_div(length, parts), kDecayChunk);
     for (int64_t begin = tokens.begin; begin < tokens.end; begin += size)
-      pieces[count++] = {q, batch, begin, std::min(begin + size, tokens.end), (*slots)++, begin == tokens.begin,
-                         begin + size >= tokens.end};
+      pieces[count++] = {
+          q, batch, begin, std::min(begin + size, tokens.end), (*slots)++, begin == tokens.begin, begin + size >= tokens.end};
   }
   return count;
 }
@@ -327,8 +318,8 @@ Status check_values(const Call& call, bool strict) {
 }
 
 // Rows of a pool [state_rows, row_floats] that no request names, from the initial to the final one. named: scratch.
-void keep_other_rows(const CausalLinearDecayArgs& args, Threads& threads, const float* from, float* to,
-                     int64_t row_floats, const uint8_t* named) {
+void keep_other_rows(const CausalLinearDecayArgs& args, Threads& threads, const float* from, float* to, int64_t row_floats,
+                     const uint8_t* named) {
   if (to == nullptr || from == to) return;
   parallel_for(threads, args.state_rows, [&](int64_t row) {
     if (!named[row])
@@ -377,8 +368,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   }
   for (int64_t q = 0; q < in.requests && copies_norm; ++q) {
     const int64_t row = pool ? args.state_index[q] : q;
-    if (row >= 0 && row < args.state_rows)
-      std::copy_n(args.initial_norm + row * norm_row, norm_row, norms + q * norm_row);
+    if (row >= 0 && row < args.state_rows) std::copy_n(args.initial_norm + row * norm_row, norm_row, norms + q * norm_row);
   }
   if (copies_norm) plan.norms = norms;
   if (in.cu_seqlens != nullptr && !covers_all_tokens(in)) zero(call.outputs[kOutOutput]);
@@ -396,10 +386,10 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) +
                             " and normalize is 1; on CUDA R goes up to 512 then");
   if (algorithm == kAlgorithmLightning && args.normalize && args.in.key_width > kLightningMaxNormalizedKeyWidth)
-    return call.unsupported("query has R = " + std::to_string(args.in.key_width) + " and normalize is 1; on CUDA lightning takes "
+    return call.unsupported("query has R = " + std::to_string(args.in.key_width) +
+                            " and normalize is 1; on CUDA lightning takes "
                             "R up to 256 then. Use auto");
-  if (algorithm == kAlgorithmLightning)
-    return cuda_status(call, "launching lightning", launch_lightning(args, target, ws));
+  if (algorithm == kAlgorithmLightning) return cuda_status(call, "launching lightning", launch_lightning(args, target, ws));
   if (args.in.key_width > kRecurrenceMaxKeyWidth)
     return call.unsupported("query has R = " + std::to_string(args.in.key_width) + "; on CUDA algorithm " +
                             kAlgorithmValues[algorithm] + " takes R up to 512. Use auto or lightning");

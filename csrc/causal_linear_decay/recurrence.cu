@@ -1,6 +1,6 @@
 // CausalLinearDecay token by token on CUDA cores, in float32: `causal_dot_product` (also decode steps) and `fleet`.
 //
-// A block has a request, a key/value head and some columns of its state, and walks over the request's tokens in tiles. A
+// A CTA has a request, a key/value head and some columns of its state, and walks over the request's tokens in tiles. A
 // tile's queries and keys wait in shared memory as float32. Where the decays of a tile multiply to no less than e^-20, its
 // queries are multiplied by the decay from the tile's start and its keys divided by it, so that the state itself need not
 // be multiplied token by token: S_t / Γ_t = S_0 + Σ (k_j / Γ_j)ᵀ v_j.
@@ -20,22 +20,22 @@ namespace {
 
 using namespace tile;
 
-constexpr int kMaxTile = 16;                 // tokens
-constexpr float kLeastTileDecay = -20.0f;    // natural logarithm
-constexpr int kSharedBudget = 96 * 1024;     // bytes; two blocks an SM
+constexpr int kMaxTile = 16;               // tokens
+constexpr float kLeastTileDecay = -20.0f;  // natural logarithm
+constexpr int kSharedBudget = 96 * 1024;   // bytes; two CTAs an SM
 constexpr int kMaxRowWarps = 4;
-constexpr int kFleetRows = 16;               // ranks of a warp of fleet; twice as many where R is above 256
+constexpr int kFleetRows = 16;  // ranks of a warp of fleet; twice as many where R is above 256
 
-// How a kernel is laid out; all sizes in elements. Blocks are counted column blocks first, then heads, then requests.
+// How a kernel is laid out; all sizes in elements. CTAs are counted column blocks first, then heads, then requests.
 struct Layout {
-  int tile;                       // tokens
-  int row_shift, column_shift;    // rows: a power of two that R fits into, the rest is 0; columns of a block
+  int tile;                     // tokens
+  int row_shift, column_shift;  // rows: a power of two that R fits into, the rest is 0; columns of a CTA
   int blocks_of_columns;
-  int row_lanes;                  // causal_dot_product: lanes of a warp that share a column
-  int partials;                   // fleet: warps, whose outputs are added up in their order
-  bool raw;                       // rows are copied as they are, 16 bytes at once, ahead of their turn
-  bool whole_vectors;             // outputs are written four columns at once
-  bool whole_states;              // states begin at 16 bytes
+  int row_lanes;       // causal_dot_product: lanes of a warp that share a column
+  int partials;        // fleet: warps, whose outputs are added up in their order
+  bool raw;            // rows are copied as they are, 16 bytes at once, ahead of their turn
+  bool whole_vectors;  // outputs are written four columns at once
+  bool whole_states;   // states begin at 16 bytes
   __host__ __device__ int rows() const { return 1 << row_shift; }
   __host__ __device__ int columns() const { return 1 << column_shift; }
 };
@@ -58,16 +58,17 @@ template <class T>
 struct Tile {
   const CausalLinearDecayArgs& args;
   const Layout& layout;
-  int group, request, head, column;  // head of key and value; first column
-  int64_t begin, end;                // tokens
+  int group, request, head, column;             // head of key and value; first column
+  int64_t begin, end;                           // tokens
   const T *query_rows, *key_rows, *value_rows;  // of token 0
   T* output_rows;
-  float *query, *key, *value;  // [group][tile][rows], [tile][rows], [tile][columns]
+  float *query, *key, *value;                                        // [group][tile][rows], [tile][rows], [tile][columns]
   float *query_factor, *key_factor, *decay, *total, *output, *sums;  // output [group][partials][tile][columns]
   char* raw;
 
   __device__ __forceinline__ Tile(const CausalLinearDecayArgs& args, const Layout& layout, char* shared)
-      : args(args), layout(layout), group(static_cast<int>(static_cast<uint32_t>(args.in.heads) / static_cast<uint32_t>(args.in.kv_heads))) {
+      : args(args), layout(layout),
+        group(static_cast<int>(static_cast<uint32_t>(args.in.heads) / static_cast<uint32_t>(args.in.kv_heads))) {
     const DecayInputs& in = args.in;
     const uint32_t kv_heads = static_cast<uint32_t>(in.kv_heads);
     const uint32_t head_block = blockIdx.x / static_cast<uint32_t>(layout.blocks_of_columns);
@@ -80,7 +81,8 @@ struct Tile {
     query_rows = static_cast<const T*>(in.query) + batch * in.query_strides.batch + head * group * in.query_strides.head;
     key_rows = static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
     value_rows = static_cast<const T*>(in.value) + batch * in.value_strides.batch + head * in.value_strides.head + column;
-    output_rows = static_cast<T*>(args.output) + batch * in.output_strides.batch + head * group * in.output_strides.head + column;
+    output_rows =
+        static_cast<T*>(args.output) + batch * in.output_strides.batch + head * group * in.output_strides.head + column;
     float* floats = reinterpret_cast<float*>(shared);
     query = floats, floats += group * layout.tile << layout.row_shift;
     key = floats, floats += layout.tile << layout.row_shift;
@@ -123,14 +125,14 @@ struct Tile {
       const T* const from = rows + first * stride;
       for (int i = threadIdx.x; i < tokens << (shift - kShift); i += blockDim.x) {
         const int t = i >> (shift - kShift), at = (i << kShift) & ((1 << shift) - 1);
-        if (at < width) copy_async(to + static_cast<uint32_t>(i << kShift) * sizeof(T), from + t * stride + at, 16);
+        if (at < width) cp_async(to + static_cast<uint32_t>(i << kShift) * sizeof(T), from + t * stride + at, 16);
       }
       to += static_cast<uint32_t>((layout.tile << shift) * sizeof(T));
     });
-    copies_commit();
+    cp_async_commit();
   }
 
-  // The tile at `first` as float32 with the decay's factors; returns its tokens. All threads of the block call it.
+  // The tile at `first` as float32 with the decay's factors; returns its tokens. All threads of the CTA call it.
   __device__ __forceinline__ int unpack(int64_t first, int buffer) const {
     const DecayInputs& in = args.in;
     const int tokens = static_cast<int>(end - first < layout.tile ? end - first : layout.tile);
@@ -158,7 +160,7 @@ struct Tile {
       }
       if (t == 0) total[0] = scaled ? expf(last) : 1.0f, total[1] = scaled;
     }
-    if (layout.raw) copies_wait();
+    if (layout.raw) cp_async_wait();
     __syncthreads();
     const T* copied = reinterpret_cast<const T*>(raw) + buffer * raw_elements(layout, group);
     float* to = query;
@@ -225,14 +227,16 @@ struct Tile {
     }
   }
 
-  // Whether this block is the last of its head to get here: the others have read the initial norm.
+  // Whether this CTA is the last of its head to get here: the others have read the initial norm.
   __device__ __forceinline__ bool arrives_last(uint32_t* tickets, int* last) const {
     __syncthreads();
     if (threadIdx.x == 0) {
       uint32_t before;
       const uint32_t all = static_cast<uint32_t>(layout.blocks_of_columns);
       asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
-                   : "=r"(before) : "l"(tickets + request * args.in.kv_heads + head), "r"(all - 1) : "memory");
+                   : "=r"(before)
+                   : "l"(tickets + request * args.in.kv_heads + head), "r"(all - 1)
+                   : "memory");
       *last = before == all - 1;
     }
     __syncthreads();
@@ -250,7 +254,7 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
   const Tile<T> tile(args, layout, shared);
   const int R = static_cast<int>(args.in.key_width), V = static_cast<int>(args.in.value_width);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, lanes = layout.row_lanes;
-  const int row_lane = lane % lanes, mine = (warp * (32 / lanes) + lane / lanes) * 4;  // first column, of the block's
+  const int row_lane = lane % lanes, mine = (warp * (32 / lanes) + lane / lanes) * 4;  // first column, of the CTA's
   const int64_t column = tile.column + mine, row = tile.state_row();
   const bool vectors = V % 4 == 0 && layout.whole_states;
   const auto row_at = [&](int quad) { return (quad * lanes + row_lane) * 4; };
@@ -305,13 +309,13 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
       }
     }
   };
-  const auto take = [&](bool scaled, float decay, const float4 (&key)[kQuads], float4 value) {
+  const auto take = [&](bool scaled, float decay, const float4(&key)[kQuads], float4 value) {
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
       const float k[4] = {key[quad].x, key[quad].y, key[quad].z, key[quad].w};
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
-        float(&row)[4] = state[4 * quad + j];
+        float (&row)[4] = state[4 * quad + j];
         if (!scaled) {
 #pragma unroll
           for (int c = 0; c < 4; ++c) row[c] = times_decay(row[c], decay);
@@ -322,7 +326,7 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
       }
     }
   };
-  const auto product = [&](const float4 (&query)[kQuads], float (&o)[4], float& s) {
+  const auto product = [&](const float4(&query)[kQuads], float (&o)[4], float& s) {
     o[0] = o[1] = o[2] = o[3] = s = 0.0f;
 #pragma unroll
     for (int quad = 0; quad < kQuads; ++quad) {
@@ -414,8 +418,7 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
 // kRows of the ranks for 32 columns, a lane's prefixes l_r stay in registers; the warps' sums are added in order.
 template <class T, int kRows, bool kNormalize>
 __global__ void __launch_bounds__(512)
-    FleetKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ Layout layout,
-                uint32_t* tickets) {
+    FleetKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ Layout layout, uint32_t* tickets) {
   extern __shared__ __align__(16) char shared[];
   __shared__ int last;
   const Tile<T> tile(args, layout, shared);
@@ -427,7 +430,8 @@ __global__ void __launch_bounds__(512)
   float prefix[kRows], norm = 0.0f;  // norm: the prefix m of rank first_row + lane, for values of 1
 #pragma unroll
   for (int r = 0; r < kRows; ++r)
-    prefix[r] = initial && first_row + r < R && column < V ? args.initial_state[(entry * R + first_row + r) * V + column] : 0.0f;
+    prefix[r] =
+        initial && first_row + r < R && column < V ? args.initial_state[(entry * R + first_row + r) * V + column] : 0.0f;
   const bool has_norm = kNormalize && lane < kRows && first_row + lane < R;
   if (has_norm && args.initial_norm != nullptr && row >= 0) norm = args.initial_norm[entry * R + first_row + lane];
 
@@ -519,7 +523,7 @@ cudaError_t launch_for(const CausalLinearDecayArgs& args, const CudaTarget& targ
   };
   layout.partials = 1;
   if (fleet) {
-    layout.partials = (R + warp_rows - 1) / warp_rows;
+    layout.partials = ceil_div(R, warp_rows);
     layout.row_shift = shift_of(layout.partials * warp_rows);
     layout.column_shift = 5;
     threads = 32 * layout.partials;
@@ -583,8 +587,10 @@ int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaT
   cudaError_t error = cudaSuccess;
   if (args.state_index != nullptr) error = static_cast<cudaError_t>(keep_other_states(args, target));
   if (error == cudaSuccess && in.cu_seqlens != nullptr)  // tokens of no request
-    error = cudaMemsetAsync(args.output, 0, static_cast<size_t>(in.batch * in.heads * in.tokens * in.value_width *
-                                                                element_size(static_cast<DType>(in.dtype))), stream);
+    error = cudaMemsetAsync(
+        args.output, 0,
+        static_cast<size_t>(in.batch * in.heads * in.tokens * in.value_width * element_size(static_cast<DType>(in.dtype))),
+        stream);
   if (error != cudaSuccess) return error;
   if (few) return launch_decay_decode(args, target);
   if (many) return launch_decay_rows(args, target, ws);

@@ -12,7 +12,7 @@ using decay_rows::RowsPlan;
 RowsPlan plan_of(const CausalLinearDecayArgs& args, int sm_count) {
   const RecurrenceSplit split = recurrence_split(shape_of(args.in, sm_count));
   RowsPlan plan = {};
-  plan.column_blocks = static_cast<int>((args.in.value_width + split.columns - 1) / split.columns);
+  plan.column_blocks = static_cast<int>(ceil_div(args.in.value_width, split.columns));
   plan.segments = split.segments;
   return plan;
 }

@@ -14,7 +14,7 @@
 // than e^-30.
 //
 // Where there are too few heads to fill the device, tokens are cut into segments: a first pass computes what each but the
-// last adds to the state, and every block of the second adds up what came before it.
+// last adds to the state, and every CTA of the second adds up what came before it.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -35,10 +35,10 @@ namespace decay_rows {
 
 using namespace tile;
 
-constexpr int kRows = 8;           // ranks of a thread, and 4 columns; of a warp 32 ranks, 32 columns
+constexpr int kRows = 8;  // ranks of a thread, and 4 columns; of a warp 32 ranks, 32 columns
 constexpr int kStagingWarps = 4;
 constexpr int kStagers = 32 * kStagingWarps;
-constexpr int kWindow = 8;         // tokens
+constexpr int kWindow = 8;             // tokens
 constexpr float kLeastDecay = -30.0f;  // of a window, natural logarithm
 
 struct RowsPlan {
@@ -52,12 +52,12 @@ struct RowsPlan {
   int64_t query_step, key_step, value_step, out_step;  // bytes from one row to the next that a staging thread has
 };
 
-// The warps that compute, and how a block's shared memory is cut. All sizes in floats.
+// The warps that compute, and how a CTA's shared memory is cut. All sizes in floats.
 template <int kRankWarps, int kColumnWarps>
 struct BlockShape {
   static constexpr int kRanks = 32 * kRankWarps, kColumns = 32 * kColumnWarps;
   static constexpr int kTile = kRankWarps <= 4 ? 32 : kRankWarps == 8 ? 16 : 4;  // tokens
-  static constexpr int kKeys = kTile * kRanks;                           // after the queries, then the values
+  static constexpr int kKeys = kTile * kRanks;                                   // after the queries, then the values
   static constexpr int kStaged = 2 * kKeys + kTile * kColumns;
   static constexpr int kToken = kRankWarps * kColumns;    // partial outputs of a token
   static constexpr int kPartials = (kTile + 1) * kToken;  // the first token's are not used
@@ -86,33 +86,39 @@ __device__ __forceinline__ uint4 load_or_zero(const void* from, bool load) {
   asm volatile(
       "{\n.reg .pred p;\nsetp.ne.b32 p, %5, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\nmov.b32 %2, 0;\nmov.b32 %3, 0;\n"
       "@p ld.global.nc.v4.b32 {%0,%1,%2,%3}, [%4];\n}"
-      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w) : "l"(from), "r"(static_cast<int>(load)));
+      : "=&r"(x.x), "=&r"(x.y), "=&r"(x.z), "=&r"(x.w)
+      : "l"(from), "r"(static_cast<int>(load)));
   return x;
 }
 __device__ __forceinline__ uint2 load_or_zero(const uint2* from, bool load) {
   uint2 x;
-  asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
-               "@p ld.global.nc.v2.b32 {%0,%1}, [%2];\n}"
-               : "=&r"(x.x), "=&r"(x.y) : "l"(from), "r"(static_cast<int>(load)));
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.b32 p, %3, 0;\nmov.b32 %0, 0;\nmov.b32 %1, 0;\n"
+      "@p ld.global.nc.v2.b32 {%0,%1}, [%2];\n}"
+      : "=&r"(x.x), "=&r"(x.y)
+      : "l"(from), "r"(static_cast<int>(load)));
   return x;
 }
 __device__ __forceinline__ uint32_t load_or_zero(const uint32_t* from, bool load) {
   uint32_t x;
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
-               : "=&r"(x) : "l"(from), "r"(static_cast<int>(load)));
+               : "=&r"(x)
+               : "l"(from), "r"(static_cast<int>(load)));
   return x;
 }
 __device__ __forceinline__ float load_or_zero(const float* from, bool load) {
   float x;
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.b32 %0, [%1];\n}"
-               : "=&f"(x) : "l"(from), "r"(static_cast<int>(load)));
+               : "=&f"(x)
+               : "l"(from), "r"(static_cast<int>(load)));
   return x;
 }
 template <class T>
 __device__ __forceinline__ T load_or_zero(const T* from, bool load) {
   uint16_t x;
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b16 %0, 0;\n@p ld.global.nc.b16 %0, [%1];\n}"
-               : "=&h"(x) : "l"(from), "r"(static_cast<int>(load)));
+               : "=&h"(x)
+               : "l"(from), "r"(static_cast<int>(load)));
   return *reinterpret_cast<const T*>(&x);
 }
 
@@ -165,7 +171,7 @@ __device__ __forceinline__ void forget(float (&state)[kRanks][kColumns], float d
     for (int c = 0; c < kColumns; ++c) state[r][c] *= decay;
 }
 
-// A block's place in the call.
+// A CTA's place in the call.
 struct Part {
   int column, head, kv_head, segment;
   int64_t request, batch, begin, end;  // tokens
@@ -186,7 +192,7 @@ __device__ __forceinline__ Part part_of(const DecayInputs& in, int64_t unit, int
   part.batch = in.cu_seqlens != nullptr ? 0 : part.request;
   const RequestTokens tokens = request_tokens(in, part.request);
   const int64_t end = tokens.end < tokens.begin ? tokens.begin : tokens.end;
-  const int64_t length = ((end - tokens.begin + segments - 1) / segments + tile - 1) / tile * tile;
+  const int64_t length = round_up(ceil_div(end - tokens.begin, segments), tile);
   part.begin = tokens.begin + part.segment * length < end ? tokens.begin + part.segment * length : end;
   part.end = part.begin + length < end ? part.begin + length : end;
   return part;
@@ -240,17 +246,17 @@ __device__ __forceinline__ void end_segment(const CausalLinearDecayArgs& args, c
 
 __device__ __forceinline__ float load_log_decay(const DecayInputs& in, const Part& part, int64_t token, bool there) {
   if (!there || in.log_decay == nullptr) return 0.0f;
-  return in.decay_per_token ? __ldg(in.log_decay + part.batch * in.decay_strides.batch +
-                                    part.kv_head * in.decay_strides.head + token * in.decay_strides.token)
+  return in.decay_per_token ? __ldg(in.log_decay + part.batch * in.decay_strides.batch + part.kv_head * in.decay_strides.head +
+                                    token * in.decay_strides.token)
                             : __ldg(in.log_decay + part.kv_head);
 }
 
 // The decays of a tile of up to 32 tokens, a token a lane; those beyond the last have a logarithm of 0.
 struct TileDecay {
-  float up, down;   // factors of a token's outputs (with `scale`) and of its value
+  float up, down;  // factors of a token's outputs (with `scale`) and of its value
   float log_total;
-  float window;     // factor of the state after the lane's kWindow tokens
-  int length;       // of windows: 32, kWindow or 1
+  float window;  // factor of the state after the lane's kWindow tokens
+  int length;    // of windows: 32, kWindow or 1
 };
 __device__ __forceinline__ TileDecay tile_decay(float log_decay, float scale, int lane) {
   float sum = log_decay;
@@ -291,7 +297,7 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
   const int value_token = thread / Rows::kValueLanes, value_at = thread % Rows::kValueLanes * kVec;
   const int out_token = thread / Shape::kOutLanes, out_at = thread % Shape::kOutLanes * 4;
   // The pointers run ahead from row to row, and so from tile to tile.
-  const auto row_of = [&](const void* data, const DecayStrides& strides, int head, int token, int at) {
+  const auto row_of = [&](const void* data, const Strides& strides, int head, int token, int at) {
     return static_cast<const char*>(data) +
            (part.batch * strides.batch + head * strides.head + (part.begin + token) * strides.token + at) * sizeof(T);
   };
@@ -301,7 +307,7 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
   char* out = const_cast<char*>(row_of(args.output, in.output_strides, part.head, out_token, part.column + out_at));
   float* const output = shared + 2 * Shape::kStaged;
   float* const decays = output + 2 * Shape::kPartials;
-  const int length = static_cast<int>(part.end - part.begin), tiles = (length + kTile - 1) / kTile;
+  const int length = static_cast<int>(part.end - part.begin), tiles = ceil_div(length, kTile);
 
   // Vectors are on their way in registers while the tile before is computed; single elements are loaded when they are stored.
   constexpr int kUnroll = kVectors ? 32 : 1;
@@ -433,9 +439,9 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
   const DecayInputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
   const Part part = part_of(in, blockIdx.x, Shape::kColumns, plan.column_blocks, plan.segments, kTile, sums_only);
-  const int length = static_cast<int>(part.end - part.begin), tiles = (length + kTile - 1) / kTile;
-  float* const output = shared + 2 * Shape::kStaged;           // [2][1 + tile][rank warps][columns]
-  const float* const decays = output + 2 * Shape::kPartials;   // [2][kDecays]
+  const int length = static_cast<int>(part.end - part.begin), tiles = ceil_div(length, kTile);
+  float* const output = shared + 2 * Shape::kStaged;          // [2][1 + tile][rank warps][columns]
+  const float* const decays = output + 2 * Shape::kPartials;  // [2][kDecays]
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 
   if (threadIdx.x >= Shape::kComputing) {
@@ -470,8 +476,7 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
     const float* const value = staged_values + (tile & 1) * Shape::kStaged;
     const float* const decay = decays + (tile & 1) * Shape::kDecays;
     // Of the token before; after the sum over the slices a lane has one column.
-    float* const to =
-        output + (tile & 1) * Shape::kPartials + rank_warp * Shape::kColumns + mine + flip + (lane & 8) / 8;
+    float* const to = output + (tile & 1) * Shape::kPartials + rank_warp * Shape::kColumns + mine + flip + (lane & 8) / 8;
     struct Operands {
       float4 k[2], q[2];
       float2 v[2];
@@ -511,7 +516,7 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
             const float k[4] = {now.k[h].x, now.k[h].y, now.k[h].z, now.k[h].w};
 #pragma unroll
             for (int j = 0; j < 4; ++j) {
-              float(&s)[4] = state[4 * h + j];
+              float (&s)[4] = state[4 * h + j];
               s[0] += k[j] * now.v[0].x, s[1] += k[j] * now.v[0].y, s[2] += k[j] * now.v[1].x, s[3] += k[j] * now.v[1].y;
             }
             if constexpr (!kSums) {
@@ -529,7 +534,7 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
         }
         if constexpr (kLength == kWindow) forget(state, decay[32 + t / kWindow]);
       }
-      store_last((tokens + kAtOnce - 1) / kAtOnce * kAtOnce);
+      store_last(round_up(tokens, kAtOnce));
       if constexpr (kLength == 32) forget(state, decay[36]);
     };
     const float length = decay[37];
@@ -562,7 +567,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
                       bool sums_only) {
   constexpr int kVec = 16 / sizeof(T), kPieces = kRanks > kVec ? kRanks / kVec : 1;
   constexpr int kBatch = sizeof(T) == 4 && kRanks > 8 ? 8 : 16;  // tokens whose values are on their way
-  constexpr int kPitch = 2 * kRanks + 4;  // keys, queries; no two lanes of a store meet in a bank
+  constexpr int kPitch = 2 * kRanks + 4;                         // keys, queries; no two lanes of a store meet in a bank
   __shared__ __align__(16) float rows[kNarrowWarps][kNarrowTile][kPitch];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * kNarrowWarps + warp;
@@ -663,8 +668,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
               const float4 q4 = *reinterpret_cast<const float4*>(row + kRanks + r);
               const float of[4] = {q4.x, q4.y, q4.z, q4.w};
 #pragma unroll
-              for (int j = 0; j < 4; ++j)
-                sum[j % 2][0] += of[j] * state[r + j][0], sum[j % 2][1] += of[j] * state[r + j][1];
+              for (int j = 0; j < 4; ++j) sum[j % 2][0] += of[j] * state[r + j][0], sum[j % 2][1] += of[j] * state[r + j][1];
             }
           }
           if constexpr (!kSums) {

@@ -1,4 +1,4 @@
-// The CUDA-core kernels that recurrence.cu hands calls to: many tokens (rows.cu) and few (decode.cu). What they ask of `ws`
+// The CUDA-core kernels to which recurrence.cu passes calls: many tokens (rows.cu) and few (decode.cu). What they ask of `ws`
 // depends on shapes and attributes; they return 0 while it counts, otherwise the cudaError_t of the launches.
 #pragma once
 

@@ -1,9 +1,9 @@
-// A block's sum in a fixed order.
+// A CTA's sum in a fixed order.
 #pragma once
 
 namespace leanfleet {
 
-// The sum of x over a block of kThreads threads, a power of two, always in the same order. shared: kThreads elements.
+// The sum of x over a CTA of kThreads threads, a power of two, always in the same order. shared: kThreads elements.
 template <int kThreads, class T>
 __device__ __forceinline__ T block_sum(T x, T* shared) {
   __syncthreads();

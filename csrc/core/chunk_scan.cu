@@ -17,9 +17,9 @@ namespace chunk {
 
 namespace {
 
-constexpr int64_t kMinSegmentTokens = 512;  // fewer are not worth a second pass
+constexpr int64_t kMinSegmentTokens = 512;   // fewer are not worth a second pass
 constexpr int64_t kMaxRank1Together = 1024;  // tokens of a segment
-constexpr int64_t kSegmentUnit = 64;        // tokens of the longest chunk
+constexpr int64_t kSegmentUnit = 64;         // tokens of the longest chunk
 constexpr int kCombineThreads = 256;
 
 // Slots of a head in scan order: from each segment's own sums to the sums before the next segment or, when not causal,
@@ -74,8 +74,6 @@ bool aligned_rows(const ChunkTensor& x, int64_t per_16_bytes) {
          x.token % per_16_bytes == 0 && x.width % per_16_bytes == 0;
 }
 
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
 // Whether the code loaded on a device is that of Hopper: newer devices without code of their own run an older one's.
 bool runs_hopper_code(int device) {
   constexpr int kDevices = 64;
@@ -101,8 +99,8 @@ bool encode_map(CUtensorMap* map, const ChunkTensor& x, int64_t heads, int64_t b
   const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(x.token) * 2, static_cast<cuuint64_t>(x.head) * 2,
                                static_cast<cuuint64_t>(x.batch) * 2};
   const cuuint32_t box[4] = {64, 64, 1, 1}, steps[4] = {1, 1, 1, 1};
-  const auto type = dtype == static_cast<int32_t>(DType::kFloat16) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                   : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto type =
+      dtype == static_cast<int32_t>(DType::kFloat16) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return encode(map, type, 4, const_cast<void*>(x.data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
@@ -143,7 +141,7 @@ ChunkScan part_of(const ChunkScan& scan, int first, int width) {
 
 int chunk_scan_slices(const ChunkScan& scan) {
   const int columns = scan.y.width <= 128 && scan.z.width <= 64 ? 64 : 128;
-  return static_cast<int>(chunk::ceil_div(scan.z.width, columns));
+  return static_cast<int>(ceil_div(scan.z.width, columns));
 }
 
 int64_t chunk_scan_slots(const ChunkScan& scan) {

@@ -1,4 +1,4 @@
-// The kernel of chunk_scan.h with mma.sync. A block owns the state of a head, or some of its columns, as fp32
+// The kernel of chunk_scan.h with mma.sync. A CTA owns the state of a head, or some of its columns, as fp32
 // accumulators in registers, and walks over the tokens of a segment in chunks:
 //
 //   P = (X Yᵀ ⊙ D)            shared by the warps, rounded to 16 bits in shared memory
@@ -11,6 +11,7 @@
 #include <type_traits>
 
 #include "core/chunk_scan.h"
+#include "core/integers.h"
 #include "core/mma.cuh"
 
 namespace leanfleet {
@@ -30,11 +31,11 @@ struct alignas(16) RowTable {  // log2_decay is read two rows at a time
   float x_factor[kTokens], x_rank1[kTokens];
   float y_factor[kTokens], y_rank1[kTokens], z_factor[kTokens];  // 0 for rows outside
   float own[kTokens];                                            // y_factor z_factor
-  float from_begin[kTokens];  // own over the decay since the chunk's begin, for chunks that are not steep
-  float from_state[kTokens], from_sum[kTokens];                  // of the carried sums in an output row
+  float from_begin[kTokens];                     // own over the decay since the chunk's begin, for chunks that are not steep
+  float from_state[kTokens], from_sum[kTokens];  // of the carried sums in an output row
   float to_state[kTokens], to_z_sum[kTokens], to_y_sum[kTokens];  // of a row in the sums after the chunk
-  float kept;   // of the sums before the chunk
-  float count;  // Σ ry_j at the chunk's end
+  float kept;                                                     // of the sums before the chunk
+  float count;                                                    // Σ ry_j at the chunk's end
   double log2_kept;
   int unscaled;  // to_state is 1 or 0
   int steep;     // the chunk decays by more than 2^-32
@@ -66,8 +67,7 @@ struct Shape {
 
 // Tokens and requests are numbered in 32 bits here; what addresses are made of has 64.
 __device__ __forceinline__ int clamp_token(const ChunkScan& scan, int request) {
-  const int t = scan.cu_seqlens[request], tokens = static_cast<int>(scan.tokens);
-  return t < 0 ? 0 : t > tokens ? tokens : t;
+  return clamped_offset(scan.cu_seqlens, request, static_cast<int>(scan.tokens));
 }
 
 struct Span {
@@ -100,17 +100,15 @@ __device__ __forceinline__ int request_before(const ChunkScan& scan, int token) 
   return low;
 }
 
-// What a block works on, step by step in scan order: pieces, which are what a segment has of a request; their chunks;
+// What a CTA works on, step by step in scan order: pieces, which are what a segment has of a request; their chunks;
 // and for each chunk the heads of y that go into it.
 struct Cursor {
   Span segment, piece, request_span;
   int request, chunk;  // chunk: its first token
-  int head;                // 0 .. y_group
+  int head;            // 0 .. y_group
   bool valid;
 
-  __device__ __forceinline__ int chunk_end(int tokens) const {
-    return piece.end - chunk > tokens ? chunk + tokens : piece.end;
-  }
+  __device__ __forceinline__ int chunk_end(int tokens) const { return piece.end - chunk > tokens ? chunk + tokens : piece.end; }
   __device__ __forceinline__ bool first_chunk(const ChunkScan& scan, int tokens) const {
     return scan.reverse ? piece.end - chunk <= tokens : chunk == piece.begin;
   }
@@ -305,7 +303,7 @@ __device__ __forceinline__ void write_state(const float (&state)[kWidth / 8][4],
     }
 }
 
-// The work of a block: segment `segment`, in scan order, of a head, and a slice of kColumns columns of Z.
+// The work of a CTA: segment `segment`, in scan order, of a head, and a slice of kColumns columns of Z.
 template <class T, int kTokens, int kColumns>
 struct Site {
   const ChunkScan& scan;
@@ -389,10 +387,9 @@ struct Site {
     if (row < 0) return to;
     const int64_t entry = row * (scan.heads / scan.x_group) + state_head;
     if (scan.final_decayed && scan.log_decay != nullptr) {
-      const float log_decay = scan.decay_per_token
-                                  ? scan.log_decay[batch * scan.decay_batch + state_head * scan.decay_head +
-                                                   at.request_span.begin * scan.decay_token]
-                                  : scan.log_decay[state_head];
+      const float log_decay = scan.decay_per_token ? scan.log_decay[batch * scan.decay_batch + state_head * scan.decay_head +
+                                                                    at.request_span.begin * scan.decay_token]
+                                                   : scan.log_decay[state_head];
       to.factor = power<T>(log_decay * kLog2E);
     }
     to.state = scan.last.state + entry * scan.last.size;
@@ -467,7 +464,7 @@ struct Site {
 };
 
 template <class S, class T>
-struct Block : Site<T, S::kTokens, S::kColumns> {
+struct Cta : Site<T, S::kTokens, S::kColumns> {
   using Base = Site<T, S::kTokens, S::kColumns>;
   using Base::scan, Base::pass, Base::batch, Base::x_head, Base::state_head, Base::slice, Base::segment;
   using Base::slot, Base::state_row, Base::out_row, Base::row_dot_at;
@@ -511,7 +508,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
       if constexpr (kPlanes == 1) {
         if (aligned) {
           const bool read = there && chunk * 8 < width;
-          copy_async(at, read ? row_from : static_cast<const T*>(x.data), read ? 16 : 0);
+          cp_async(at, read ? row_from : static_cast<const T*>(x.data), read ? 16 : 0);
           continue;
         }
       }
@@ -540,7 +537,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
     for (int row = lane; row < kTokens; row += 32) {
       const bool there = begin + row < end;
       const float* from = factor.data + batch * factor.batch + head * factor.head + (begin + row) * factor.token;
-      copy_async_4(shared_address(&small.raw[buffer][kind][row]), there ? from : factor.data, there ? 4 : 0);
+      cp_async_4(shared_address(&small.raw[buffer][kind][row]), there ? from : factor.data, there ? 4 : 0);
     }
   }
 
@@ -564,7 +561,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
             const bool there = begin + row < end && token < last;
             const float* from =
                 scan.log_decay + batch * scan.decay_batch + state_head * scan.decay_head + token * scan.decay_token;
-            copy_async_4(shared_address(&small.raw[buffer][0][row]), there ? from : scan.log_decay, there ? 4 : 0);
+            cp_async_4(shared_address(&small.raw[buffer][0][row]), there ? from : scan.log_decay, there ? 4 : 0);
           }
         }
         if (pass == kOutputs) {
@@ -576,7 +573,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
         load_factor(buffer, 5, scan.z_factor, y_head, begin, end);
       }
     }
-    copies_commit();
+    cp_async_commit();
   }
 
   // By warp 0.
@@ -625,8 +622,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
       for (int k = 0; k < 2; ++k)
 #pragma unroll
         for (int p = 0; p < kPlanes; ++p)
-          load_matrices(a[k][p], x + p * S::kWidePlane +
-                                     chunk_offset<kTokens>(row + lane % 16, 4 * step + 2 * k + lane / 16));
+          load_matrices(a[k][p], x + p * S::kWidePlane + chunk_offset<kTokens>(row + lane % 16, 4 * step + 2 * k + lane / 16));
 #pragma unroll
       for (int t = 0; t < kTiles; ++t) {
         uint32_t b[4][kPlanes];
@@ -761,8 +757,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
       for (int half = 0; half < 2; ++half) {
         float top = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kWidth / 8; ++n)
-          top = fmaxf(top, fmaxf(fabsf(state[n][2 * half]), fabsf(state[n][2 * half + 1])));
+        for (int n = 0; n < kWidth / 8; ++n) top = fmaxf(top, fmaxf(fabsf(state[n][2 * half]), fabsf(state[n][2 * half + 1])));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
         power_of_two_scale(top, scale[half], unscale[half]);
@@ -781,7 +776,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           uint32_t planes[kPlanes];
-          const float(&from)[4] = state[4 * step + 2 * k + i / 2];
+          const float (&from)[4] = state[4 * step + 2 * k + i / 2];
           split_pair<Plane, kPlanes>(from[i % 2 * 2] * scale[i % 2], from[i % 2 * 2 + 1] * scale[i % 2], planes);
 #pragma unroll
           for (int p = 0; p < kPlanes; ++p) a[k][p][i] = planes[p];
@@ -1018,7 +1013,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
     int stage = 0, buffer = 0;
 #pragma unroll 1
     for (; at.valid; at.next(scan, kTokens)) {
-      copies_wait();
+      cp_async_wait();
       __syncthreads();
       ahead.next(scan, kTokens);
       if (stages > 1) load(ahead, stage ^ 1, buffer ^ 1);
@@ -1063,7 +1058,7 @@ struct Block : Site<T, S::kTokens, S::kColumns> {
       }
       buffer ^= 1;
     }
-    copies_wait();
+    cp_async_wait();
   }
 
   __device__ __forceinline__ void finish_rows(const Cursor& at, uint32_t tiles, float (&o)[kTokens / 8][4]) {
@@ -1094,9 +1089,10 @@ __global__ void __launch_bounds__(32 * kWarps, 1)
   const bool source = scan.row_dot != nullptr;
   const int stage_bytes = S::kPlanes * (2 * S::kWidePlane + (source ? 2 : 1) * S::kNarrowPlane);
   auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * stage_bytes + S::kPlanes * S::kScorePlane);
-  Block<S, T> block{{scan, pass, blockIdx.x}, stages, aligned, shared_address(shared), small,
-                    static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32)};
-  block.run();
+  Cta<S, T> cta{
+      {scan, pass, blockIdx.x},          stages, aligned, shared_address(shared), small, static_cast<int>(threadIdx.x / 32),
+      static_cast<int>(threadIdx.x % 32)};
+  cta.run();
 }
 
 // Compiled by chunk_scan_launch.cu.in, a source file a type.

@@ -14,6 +14,8 @@
 
 #include <cstdint>
 
+#include "core/strides.h"
+
 namespace leanfleet {
 
 struct CudaTarget;
@@ -26,6 +28,10 @@ struct ChunkTensor {
   int32_t width;
 };
 
+inline ChunkTensor chunk_tensor(const void* data, const Strides& strides, int64_t width) {
+  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
+}
+
 // A float a row of a tensor, `scale` times data[B,heads,N] times *times, or those of them that are given.
 struct ChunkFactor {
   const float* data;
@@ -37,7 +43,7 @@ struct ChunkFactor {
 // The sums that a scan carries; row r (of a request) and state head h begin at (r * state_heads + h) times the size of
 // one. Null: 0 at the start, not asked for at the end.
 struct ChunkState {
-  float* state;    // [K,V], element (k, v) at k * k_stride + v * v_stride, `size` floats
+  float* state;  // [K,V], element (k, v) at k * k_stride + v * v_stride, `size` floats
   int64_t k_stride, v_stride, size;
   float* y_sum;    // [K]: Σ fy_j y_j, with row sums
   float* z_sum;    // [V]: s, with rank1
@@ -47,10 +53,10 @@ struct ChunkState {
 struct ChunkScan {
   int32_t dtype;  // DType of T
   bool causal, reverse;
-  bool rank1;      // rx and ry are not 0
-  bool row_sums;   // needed, for row_sum or to divide by them; y_group is 1 then
-  bool divide;     // out_i by its row sum, whose magnitude is held at eps or more, its sign kept
-  bool accumulate;  // add to what is in out
+  bool rank1;          // rx and ry are not 0
+  bool row_sums;       // needed, for row_sum or to divide by them; y_group is 1 then
+  bool divide;         // out_i by its row sum, whose magnitude is held at eps or more, its sign kept
+  bool accumulate;     // add to what is in out
   bool final_decayed;  // descending: the final state also decays by the request's first token
   float eps;
   const float* out_times;  // out is multiplied by *out_times, row_dot is not; or null

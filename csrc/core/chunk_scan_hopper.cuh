@@ -3,7 +3,7 @@
 //
 //   state groups  (1 or 2) each 64 columns of Z, with Sᵀ in its accumulators: Oᵀ and Sᵀ
 //   score group   P, row sums, the sum of y; not for segment sums, but those with decay and row sums
-//   copy group    warp 0 has the copy engine bring tiles, warp 3 has it take rows of out, the others make tables of rows
+//   copy group    warp 0 loads tiles by TMA, warp 3 stores rows of out, the others make tables of rows
 //
 // A stage of the ring is a chunk's X, Y and Z as boxes of 64 columns, and its table. For row_dot, source comes to where rows
 // of out are written next, two chunks ahead, and warp 3 adds up the dots.
@@ -28,7 +28,7 @@ struct ChunkMaps {
   CUtensorMap x, y, z, source, out;
 };
 
-// Scans of one launch, as many blocks each.
+// Scans of one launch, as many CTAs each.
 struct ChunkGroup {
   ChunkScan scans[kMaxTogether];
   ChunkMaps maps[kMaxTogether];
@@ -56,18 +56,18 @@ struct alignas(1024) Rank1Table {
   float from_state[kTokens], from_sum[kTokens];  // x_factor, held away from 0, and x_rank1
   float to_state[kTokens];
   alignas(4) uint16_t to_z_sum_parts[2][kTokens];  // bfloat16 numbers whose sum nearly is that of a row
-  float count;   // Σ ry_j
-  int unscaled;  // to_state is 1, but for rows outside
-  int uniform;   // and so are y_factor, y_rank1 and z_factor
+  float count;                                     // Σ ry_j
+  int unscaled;                                    // to_state is 1, but for rows outside
+  int uniform;                                     // and so are y_factor, y_rank1 and z_factor
   static constexpr float kept = 1.0f;
   static constexpr double log2_kept = 0.0;
   static constexpr int steep = 0;
 };
 
-// kBlocks: that a multiprocessor holds at once. Two hide each other's waits, with half of its registers and memory each.
-template <class T, int kWidth_, int kGroups_, int kMode_, int kKind_, int kBlocks_>
+// kCtasPerSm: that an SM holds at once. Two hide each other's waits, with half of its registers and memory each.
+template <class T, int kWidth_, int kGroups_, int kMode_, int kKind_, int kCtasPerSm_>
 struct HopperShape {
-  static constexpr int kWidth = kWidth_, kGroups = kGroups_, kMode = kMode_, kKind = kKind_, kBlocks = kBlocks_;
+  static constexpr int kWidth = kWidth_, kGroups = kGroups_, kMode = kMode_, kKind = kKind_, kCtasPerSm = kCtasPerSm_;
   static constexpr bool kExtras = kKind != kPlain;  // row sums and terms of rank 1
   static constexpr bool kOut = kMode != kSums, kUpdates = kMode != kWhole, kPairs = kOut && kUpdates;
   static constexpr bool kScores = kPairs || kKind == kFull;
@@ -79,13 +79,19 @@ struct HopperShape {
   using Table = typename std::conditional<kKind == kRank1, Rank1Table<64>, RowTable<64>>::type;
   static constexpr int kTokens = 64, kColumns = 64 * kGroups, kBox = 8192, kBoxes = kWidth / 64;
   static constexpr int kThreads = 128 * (kGroups + 1 + kScores);
-  static constexpr int kMaxStages = kBlocks == 2 ? 2 : kOut && kBoxes * kGroups == 4 ? 3 : 6;
+  static constexpr int kMaxStages = kCtasPerSm == 2 ? 2 : kOut && kBoxes * kGroups == 4 ? 3 : 6;
   // With a score group they are shared out unevenly.
-  static constexpr int kStateRegisters =
-      kBlocks == 2 ? 128 : kGroups == 1 ? 216 : kKind == kFull ? 184 : kKind == kRank1 ? 176 : 192;
-  static constexpr int kScoreRegisters =
-      kBlocks == 2 ? 72 : kGroups == 1 ? 144 : kKind == kFull ? 96 : kKind == kRank1 ? 112 : 80;
-  static constexpr int kCopyRegisters = kBlocks == 2 ? 40 : kGroups == 2 ? 48 : 120;
+  static constexpr int kStateRegisters = kCtasPerSm == 2   ? 128
+                                         : kGroups == 1    ? 216
+                                         : kKind == kFull  ? 184
+                                         : kKind == kRank1 ? 176
+                                                           : 192;
+  static constexpr int kScoreRegisters = kCtasPerSm == 2   ? 72
+                                         : kGroups == 1    ? 144
+                                         : kKind == kFull  ? 96
+                                         : kKind == kRank1 ? 112
+                                                           : 80;
+  static constexpr int kCopyRegisters = kCtasPerSm == 2 ? 40 : kGroups == 2 ? 48 : 120;
   struct Small {
     Table table[kMaxStages + 1];  // the last: of all whole chunks within a request
     // As to_y_sum_tile: bfloat16 numbers whose sum is that of y, before this chunk and, by turns, the next.
@@ -94,8 +100,8 @@ struct HopperShape {
     uint64_t full[kMaxStages], empty[kMaxStages], landed, scores_full[2], scores_empty[2], out_full[2], out_empty[2];
     uint64_t source_full[2];
     alignas(16) float divisor[2][kTokens];
-    alignas(16) float2 out_factor[2][kTokens];  // of what accumulators hold and of the sum of z, in rows scaled last
-    float y_sum[2][kWidth];                     // before this chunk and, by turns, the next
+    alignas(16) float2 out_factor[2][kTokens];      // of what accumulators hold and of the sum of z, in rows scaled last
+    float y_sum[2][kWidth];                         // before this chunk and, by turns, the next
     alignas(4) uint16_t y_sum_parts[2][3][kWidth];  // bfloat16 numbers whose sum it is
     float column_sums[kWidth];
     alignas(16) float dots[2][4 * kGroups][kTokens];
@@ -117,7 +123,7 @@ __device__ __forceinline__ void give_registers() {
 }
 
 template <class S, class T>
-struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
+struct HopperCta : Site<T, S::kTokens, S::kColumns> {
   using Base = Site<T, S::kTokens, S::kColumns>;
   using Base::scan, Base::batch, Base::x_head, Base::state_head, Base::slice, Base::segment, Base::out_row;
   static constexpr int kTokens = S::kTokens, kWidth = S::kWidth, kGroups = S::kGroups, kBox = S::kBox, kBoxes = S::kBoxes;
@@ -127,7 +133,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   static constexpr bool kFactors = S::kScaledLast && S::kKind == kRank1;
   static constexpr bool kPartSums = S::kSplitSums && S::kKind == kRank1;
   // Z becomes Z' in its own registers.
-  static constexpr bool kInPlace = S::kKind == kRank1 || S::kBlocks == 2;
+  static constexpr bool kInPlace = S::kKind == kRank1 || S::kCtasPerSm == 2;
   static constexpr int kYParts = kBoxes > kGroups ? 2 : 1;  // 16 columns of Y each, of a state warp
   static constexpr bool kGroupedHeads = S::kMode == kGrouped || S::kMode == kSums;
   // Tiles of a stage, in boxes.
@@ -185,19 +191,19 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   // where those have read, else one for all. After __syncwarp one would always do, but racecheck does not follow that order.
   static __device__ __forceinline__ void arrive_warp(uint64_t* barrier, bool each = true) {
     __syncwarp();
-    if (each || threadIdx.x % 32 == 0) hopper::barrier_arrive_times(shared_address(barrier), each ? 1 : 32);
+    if (each || threadIdx.x % 32 == 0) hopper::mbarrier_arrive_times(shared_address(barrier), each ? 1 : 32);
   }
   // Warps of the copy group write tables and rows of 0 to a stage again.
   __device__ __forceinline__ void arrive_empty(int slot) const {
     arrive_warp(&small.empty[slot], flags & (kOwnTables | kPacked));
   }
   static __device__ __forceinline__ void wait(uint64_t* barrier, uint32_t parity) {
-    hopper::barrier_wait(shared_address(barrier), parity);
+    hopper::mbarrier_wait(shared_address(barrier), parity);
   }
 
   // Every group goes over the same pieces, chunks and heads.
   __device__ __forceinline__ int begin_piece(Cursor& at) const {
-    const int chunks = (at.piece.end - at.piece.begin + kTokens - 1) / kTokens;
+    const int chunks = ceil_div(at.piece.end - at.piece.begin, kTokens);
     at.head = 0;
     at.chunk = at.piece.begin + (reverse() != (S::kMode == kSums) ? (chunks - 1) * kTokens : 0);
     return chunks * heads();
@@ -231,25 +237,25 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         const int y_head = state_head * scan.y_group + at.head;
         if (lane == 0) {
           const uint32_t full = shared_address(barrier);
-          hopper::barrier_arrive_expecting(full, S::kStageBytes);
+          hopper::mbarrier_arrive_expect_tx(full, S::kStageBytes);
           if (kUpdates) {
 #pragma unroll 1
             for (int box = 0; box < kBoxes; ++box)
-              hopper::copy_in(tile(place.slot, kYTile + box), &maps.y, 64 * box, token, y_head, batch, full);
+              hopper::tma_load(tile(place.slot, kYTile + box), &maps.y, 64 * box, token, y_head, batch, full);
           }
           if (kOut) {
 #pragma unroll 1
             for (int box = 0; box < kBoxes; ++box)
-              hopper::copy_in(tile(place.slot, box), &maps.x, 64 * box, token, x_head, batch, full);
+              hopper::tma_load(tile(place.slot, box), &maps.x, 64 * box, token, x_head, batch, full);
           }
           if (kUpdates) {
 #pragma unroll 1
             for (int box = 0; box < kGroups; ++box)
-              hopper::copy_in(tile(place.slot, kZTile + box), &maps.z, slice * S::kColumns + 64 * box, token, y_head, batch,
-                              full);
+              hopper::tma_load(tile(place.slot, kZTile + box), &maps.z, slice * S::kColumns + 64 * box, token, y_head, batch,
+                               full);
           }
         } else if (!foreign) {
-          hopper::barrier_arrive(shared_address(barrier));
+          hopper::mbarrier_arrive(shared_address(barrier));
         }
         __syncwarp();
         if (foreign) {
@@ -260,7 +266,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             const int line = i / 8, box = line / (kTokens - first), row = first + line % (kTokens - first);
             store_16_bytes(tile(place.slot, box) + row * 128 + i % 8 * 16, make_uint4(0, 0, 0, 0));
           }
-          hopper::fence_async();
+          hopper::fence_proxy_async();
           arrive_warp(&small.full[place.slot]);
         }
       }
@@ -281,8 +287,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   __device__ __forceinline__ void make_usual_table(Cursor at, const float (&scales)[5]) {
     at.chunk = at.piece.begin = at.head = 0;
     at.piece.end = at.request_span.end = 2 * kTokens;
-    if constexpr (S::kKind == kRank1)
-      fill_rank1_table(at, small.table[S::kMaxStages], RawRows{}, scales);
+    if constexpr (S::kKind == kRank1) fill_rank1_table(at, small.table[S::kMaxStages], RawRows{}, scales);
     else
       fill_table<T, kTokens>(scan, Base::pass, state_head, threadIdx.x % 32, at, small.table[S::kMaxStages],
                              [](int, int) { return 0.0f; });
@@ -320,7 +325,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
                                                    const float (&scales)[5]) const {
     const int lane = threadIdx.x % 32, rows = at.chunk_end(kTokens) - at.chunk;
     const int first = 2 * lane;
-    const auto put = [&](float(&to)[kTokens], float x0, float x1) {
+    const auto put = [&](float (&to)[kTokens], float x0, float x1) {
       *reinterpret_cast<float2*>(&to[first]) = make_float2(x0, x1);
     };
     const auto put_parts = [](uint16_t* high_to, uint16_t* low_to, float x0, float x1) {
@@ -357,7 +362,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     unscaled = __all_sync(kFullWarp, unscaled);
     uniform = __all_sync(kFullWarp, uniform);
     if (lane == 0) table.count = count, table.unscaled = unscaled, table.uniform = uniform;
-    hopper::fence_async();
+    hopper::fence_proxy_async();
   }
   // Where column `column` of 64 is in line `line` of a swizzled tile, in numbers.
   static __device__ __forceinline__ int in_line(int line, int column) { return ((column / 8 ^ line % 8) * 8) + column % 8; }
@@ -416,12 +421,12 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       if (!ahead.valid) return;
       if (lane == 0) {
         const uint32_t full = shared_address(&small.source_full[slot]);
-        hopper::barrier_arrive_expecting(full, kGroups * kBox);
+        hopper::mbarrier_arrive_expect_tx(full, kGroups * kBox);
         for (int group = 0; group < kGroups; ++group)
-          hopper::copy_in(out_at + (slot * kGroups + group) * kBox, &maps.source, column + 64 * group, ahead.chunk, x_head, batch,
-                          full);
+          hopper::tma_load(out_at + (slot * kGroups + group) * kBox, &maps.source, column + 64 * group, ahead.chunk, x_head,
+                           batch, full);
       } else {
-        hopper::barrier_arrive(shared_address(&small.source_full[slot]));
+        hopper::mbarrier_arrive(shared_address(&small.source_full[slot]));
       }
       do next_step(ahead), --ahead_steps;
       while (kGroupedHeads && ahead.head != 0);
@@ -449,8 +454,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           const uint32_t from = out_at + (out.slot * kGroups + group) * kBox;
           if (rows == kTokens || at.chunk + rows == scan.tokens) {
             if (lane == 0) {
-              if (scan.accumulate) hopper::add_out(&maps.out, from, column + 64 * group, at.chunk, x_head, batch);
-              else hopper::copy_out(&maps.out, from, column + 64 * group, at.chunk, x_head, batch);
+              if (scan.accumulate) hopper::tma_reduce_add(&maps.out, from, column + 64 * group, at.chunk, x_head, batch);
+              else hopper::tma_store(&maps.out, from, column + 64 * group, at.chunk, x_head, batch);
             }
             continue;
           }
@@ -462,13 +467,13 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             *to = scan.accumulate ? add_pairs(T{}, *to, x) : x;
           }
         }
-        if (lane == 0) hopper::copies_out_read();
+        if (lane == 0) hopper::tma_store_wait_read();
         if (with_source) __syncwarp(), bring_source(out.slot);
         else arrive_warp(&small.out_empty[out.slot]);
         out.next(2);
       }
     }
-    // The pass before may have nothing for this block, but has to end before it.
+    // The pass before may have nothing for this CTA, but has to end before it.
     asm volatile("griddepcontrol.wait;" ::: "memory");
   }
 
@@ -497,9 +502,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       add(slots, weights);
     }
   }
-  __device__ __forceinline__ bool begins_scan(const Cursor& at) const {
-    return scan.causal && at.begins_request(reverse());
-  }
+  __device__ __forceinline__ bool begins_scan(const Cursor& at) const { return scan.causal && at.begins_request(reverse()); }
 
   // The score group
 
@@ -518,7 +521,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       int y_sum_at = 0;
       if (kExtras && row_sums()) {
         if (kOut && !begins_scan(at)) {
-          from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
+          from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
 #pragma unroll
             for (int i = 0; i < kSlotBatch; ++i) {
               if (weights[i] == 0.0f) continue;
@@ -545,20 +548,21 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         if (kPairs || (kOut && row_sums())) {
           float s[8][4], sums[2] = {0.0f, 0.0f}, carried[2] = {0.0f, 0.0f};
           if (kPairs) {
-            const uint32_t x = hopper::describe(tile(place.slot, 0), 0), y = hopper::describe(tile(place.slot, kYTile), 0);
-            hopper::products_begin();
+            const uint32_t x = hopper::make_smem_descriptor(tile(place.slot, 0), 0),
+                           y = hopper::make_smem_descriptor(tile(place.slot, kYTile), 0);
+            hopper::warpgroup_arrive();
 #pragma unroll
             for (int k = 0; k < kWidth / 16; ++k) {
               const int at_step = (k / 4 * kBox + k % 4 * 32) / 16;
-              hopper::product_of_tiles(T{}, s, x + at_step, y + at_step, k > 0);
+              hopper::wgmma_ss(T{}, s, x + at_step, y + at_step, k > 0);
             }
-            hopper::products_commit();
+            hopper::warpgroup_commit();
           }
           if (kExtras && row_sums()) times_y_sum(y_sum_at, place.slot, warp, lane, carried);
           wait(&small.scores_empty[scores.slot], scores.parity ^ 1);
           if (kPairs) {
-            hopper::products_wait<0>();
-            hopper::products_keep(s);
+            hopper::warpgroup_wait<0>();
+            hopper::fence_accumulators(s);
             const uint32_t to = scores_at + scores.slot * kBox;
             if (S::kScaledLast && !table.steep) {
               mask_scores(table, to, warp, lane, s);
@@ -567,7 +571,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             }
           }
           if (kExtras && row_sums()) finish_row_sums(at, table, scores.slot, warp, lane, sums, carried, count);
-          hopper::fence_async();
+          hopper::fence_proxy_async();
           arrive_warp(&small.scores_full[scores.slot]);
           scores.next(2);
         }
@@ -623,7 +627,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       };
       if (row_sums()) {
         if (!begins_scan(at)) {
-          from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
+          from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
 #pragma unroll
             for (int i = 0; i < kSlotBatch; ++i) {
               if (weights[i] == 0.0f) continue;
@@ -640,60 +644,63 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         hopper::named_barrier(1, 128);
         for_columns([&](float& sum, int column) { put_y_sum_tile(0, column, sum); });
       }
-      hopper::fence_async();
+      hopper::fence_proxy_async();
 #pragma unroll 1
       for (; steps > 0; --steps, next_step(at), place.next(stages)) {
         wait(&small.full[place.slot], place.parity);
         const Table& table = table_of(steps, own, place.slot);
         float s[8][4], sums[2] = {0.0f, 0.0f}, carried[1][4], parts[kBoxes][4];
-        const uint32_t x = hopper::describe(tile(place.slot, 0), 0), y = hopper::describe(tile(place.slot, kYTile), 0);
+        const uint32_t x = hopper::make_smem_descriptor(tile(place.slot, 0), 0),
+                       y = hopper::make_smem_descriptor(tile(place.slot, kYTile), 0);
         hopper::named_barrier(1, 128);
-        hopper::products_begin();
+        hopper::warpgroup_arrive();
 #pragma unroll
         for (int k = 0; k < kWidth / 16; ++k) {
           const int at_step = (k / 4 * kBox + k % 4 * 32) / 16;
-          hopper::product_of_tiles(T{}, s, x + at_step, y + at_step, k > 0);
+          hopper::wgmma_ss(T{}, s, x + at_step, y + at_step, k > 0);
         }
         if (row_sums()) {
-          hopper::products_begin();
-          const uint32_t y_sums = hopper::describe(shared_address(small.y_sum_tile[y_sum_at]), 0);
+          hopper::warpgroup_arrive();
+          const uint32_t y_sums = hopper::make_smem_descriptor(shared_address(small.y_sum_tile[y_sum_at]), 0);
 #pragma unroll
           for (int k = 0; k < kWidth / 16; ++k)
-            hopper::product_of_tiles<false>(T{}, carried, x + (k / 4 * kBox + k % 4 * 32) / 16,
-                                            y_sums + (k / 4 * 1024 + k % 4 * 32) / 16, k > 0);
-          const uint32_t factors = hopper::describe(shared_address(table.to_y_sum_tile), 0);
+            hopper::wgmma_ss<false>(T{}, carried, x + (k / 4 * kBox + k % 4 * 32) / 16,
+                                    y_sums + (k / 4 * 1024 + k % 4 * 32) / 16, k > 0);
+          const uint32_t factors = hopper::make_smem_descriptor(shared_address(table.to_y_sum_tile), 0);
 #pragma unroll
           for (int box = 0; box < kBoxes; ++box)
 #pragma unroll
             for (int k = 0; k < 4; ++k) {
-              float(&part)[1][4] = *reinterpret_cast<float(*)[1][4]>(&parts[box]);
-              hopper::product_of_tiles<true>(T{}, part, y + (box * kBox + k * 2048) / 16, factors + k * 2, k > 0);
+              float (&part)[1][4] = *reinterpret_cast<float (*)[1][4]>(&parts[box]);
+              hopper::wgmma_ss<true>(T{}, part, y + (box * kBox + k * 2048) / 16, factors + k * 2, k > 0);
             }
         }
-        hopper::products_commit();
+        hopper::warpgroup_commit();
         float* const sum_to = row_sums() ? row_sum_at(at, warp, lane) : nullptr;
         wait(&small.scores_empty[scores.slot], scores.parity ^ 1);
-        hopper::products_wait<0>();
-        hopper::products_keep(s);
+        hopper::warpgroup_wait<0>();
+        hopper::fence_accumulators(s);
         if (row_sums()) {
-          hopper::products_keep(carried);
-          hopper::products_keep(parts);
+          hopper::fence_accumulators(carried);
+          hopper::fence_accumulators(parts);
           y_sum_at ^= 1;
           for_columns([&](float& sum, int column) {
-            const float(&part)[4] = parts[column / 64];
+            const float (&part)[4] = parts[column / 64];
             sum += column / 8 % 2 == 0 ? part[0] + part[1] : part[2] + part[3];
             put_y_sum_tile(y_sum_at, column, sum);
           });
 #pragma unroll
           for (int half = 0; half < 2; ++half)
-            sums[half] = lane % 4 == 0 ? carried[0][2 * half] + carried[0][2 * half + 1] : lane % 4 == 1 ? carried[0][2 * half] : 0.0f;
+            sums[half] = lane % 4 == 0   ? carried[0][2 * half] + carried[0][2 * half + 1]
+                         : lane % 4 == 1 ? carried[0][2 * half]
+                                         : 0.0f;
         }
         const uint32_t to = scores_at + scores.slot * kBox;
         if (table.uniform) finish_rank1_scores<true>(table, to, warp, lane, s, sums);
         else finish_rank1_scores<false>(table, to, warp, lane, s, sums);
         finish_rows(table, scores.slot, warp, lane, sums, count, sum_to);
         count += table.count;
-        hopper::fence_async();
+        hopper::fence_proxy_async();
         arrive_warp(&small.scores_full[scores.slot]);
         scores.next(2);
         arrive_empty(place.slot);
@@ -809,8 +816,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       float sum = 0.0f;
 #pragma unroll 8
       for (int j = 0; j < kTokens; ++j)
-        sum += table.to_y_sum[j] *
-               unpack_one(T{}, load_2_bytes(column + j * 128 + ((thread / 8 ^ j) % 8) * 16 + thread % 8 * 2));
+        sum +=
+            table.to_y_sum[j] * unpack_one(T{}, load_2_bytes(column + j * 128 + ((thread / 8 ^ j) % 8) * 16 + thread % 8 * 2));
       return sum;
     }
   }
@@ -910,8 +917,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   }
 
   // Tiles that no row of the warp sees stay 0.
-  __device__ __forceinline__ void finish_scores(const Table& table, uint32_t to, int warp, int lane,
-                                                const float (&s)[8][4], float (&sums)[2]) const {
+  __device__ __forceinline__ void finish_scores(const Table& table, uint32_t to, int warp, int lane, const float (&s)[8][4],
+                                                float (&sums)[2]) const {
     const bool decays = !kExtras || scan.log_decay != nullptr;
     const int row = 16 * warp + lane / 4;
     float2 row_decay[2];
@@ -996,7 +1003,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
         for (int c = 0; c < 4; ++c) state[n][c] = 0.0f;
       if (kOut && !begins_scan(at)) {
-        from_slots([&](float* const(&slots)[kSlotBatch], const float(&weights)[kSlotBatch]) {
+        from_slots([&](float* const(&slots)[kSlotBatch], const float (&weights)[kSlotBatch]) {
           add_slots(state, slots, weights, column, lane);
           if constexpr (kExtras) {
             if (!rank1()) return;
@@ -1039,9 +1046,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           log2_kept += table.log2_kept;
           kept *= table.kept;
           if (last) after = kept;
-          hopper::products_wait<0>();
-          hopper::products_keep(state);
-          hopper::operands_keep(scaled);
+          hopper::warpgroup_wait<0>();
+          hopper::fence_accumulators(state);
+          hopper::fence_operands(scaled);
           arrive_empty(place.slot);
         } else if (S::kScaledLast && (S::kKind == kRank1 || !table.steep)) {
           wait(&small.scores_full[scores.slot], scores.parity);
@@ -1050,7 +1057,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           pack_state(state, packed, one);
           load_columns(tile(place.slot, kZTile + group), warp, lane, z);
           // Where products wait for it, it has to be the same in the whole group.
-          const bool odd = S::kKind == kRank1 ? hopper::any_of(4 + group, 128, has_odd(z)) : has_odd(z);
+          const bool odd = S::kKind == kRank1 ? hopper::named_barrier_any(4 + group, 128, has_odd(z)) : has_odd(z);
           const float sum_before[2] = {z_sum[0], z_sum[1]};
           if constexpr (kPartSums) add_z_sum(table, lane, z, z_sum);
           if (odd) take_out_odd(z);
@@ -1066,9 +1073,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           if constexpr (kInPlace) {
             // Where Z is its own Z', as in the usual call without decay, products follow each other at once.
             if (S::kKind != kRank1 || odd || !table.unscaled) {
-              hopper::products_wait<0>();
-              hopper::products_keep(o);
-              hopper::operands_change(z);
+              hopper::warpgroup_wait<0>();
+              hopper::fence_accumulators(o);
+              hopper::fence_operands_for_write(z);
               if (odd) load_columns(tile(place.slot, kZTile + group), warp, lane, z);
               if (S::kKind != kRank1 || !table.unscaled) scale_columns(table, lane, 1.0f, z, z_sum);
             }
@@ -1085,10 +1092,10 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             scale_columns(table, lane, 1.0f, scaled, z_sum);
             to_state(place.slot, scaled, state);
           }
-          hopper::products_wait<1>();
-          hopper::products_keep(o);
-          hopper::operands_keep(packed);
-          if constexpr (!kInPlace) hopper::operands_keep(z);
+          hopper::warpgroup_wait<1>();
+          hopper::fence_accumulators(o);
+          hopper::fence_operands(packed);
+          if constexpr (!kInPlace) hopper::fence_operands(z);
           if (odd) add_odd(place.slot, scores.slot, group, warp, lane, o);
           if constexpr (kFactors) scale_rows_last(scores.slot, lane, sum_before, o);
           arrive_warp(&small.scores_empty[scores.slot], odd || kFactors || row_sums());
@@ -1096,10 +1103,10 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
           if constexpr (!kFactors) scale_rows(table, lane, one, z_sum, o);
           wait_rows(out, group, warp, lane, o);
           put_rows(group, warp, lane, out, o);
-          hopper::products_wait<0>();
-          hopper::products_keep(state);
-          if constexpr (kInPlace) hopper::operands_keep(z);
-          else hopper::operands_keep(scaled);
+          hopper::warpgroup_wait<0>();
+          hopper::fence_accumulators(state);
+          if constexpr (kInPlace) hopper::fence_operands(z);
+          else hopper::fence_operands(scaled);
           arrive_empty(place.slot);
         } else {
           const float sum_before[2] = {z_sum[0], z_sum[1]};
@@ -1109,8 +1116,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             pack_state(state, packed, unscale);
             from_state(place.slot, packed, o, true);
             if (S::kMode != kSingle) {
-              hopper::products_wait<0>();
-              hopper::products_keep(o);
+              hopper::warpgroup_wait<0>();
+              hopper::fence_accumulators(o);
               scale_rows(table, lane, unscale, sum_before, o);
             }
           }
@@ -1124,9 +1131,9 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
               for (int c = 0; c < 4; ++c) state[n][c] *= kept;
             to_state(place.slot, scaled, state);
             if (S::kMode == kSingle) {
-              hopper::products_wait<1>();
-              hopper::products_keep(o);
-              hopper::operands_keep(packed);
+              hopper::warpgroup_wait<1>();
+              hopper::fence_accumulators(o);
+              hopper::fence_operands(packed);
               scale_rows(table, lane, unscale, sum_before, o);
             }
           }
@@ -1138,13 +1145,13 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
             wait(&small.scores_full[scores.slot], scores.parity);
             odd = has_odd(z);
             if (odd) take_out_odd(z);
-            hopper::products_begin();
+            hopper::warpgroup_arrive();
             from_scores(scores.slot, z, o);
-            hopper::products_wait<0>();
-            hopper::products_keep(o);
-            hopper::products_keep(state);
-            hopper::operands_keep(scaled);
-            hopper::operands_keep(z);
+            hopper::warpgroup_wait<0>();
+            hopper::fence_accumulators(o);
+            hopper::fence_accumulators(state);
+            hopper::fence_operands(scaled);
+            hopper::fence_operands(z);
             if (odd) add_odd(place.slot, scores.slot, group, warp, lane, o);
           } else if (with_scores) {
             wait(&small.scores_full[scores.slot], scores.parity);
@@ -1257,7 +1264,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
         for (int i = kSlotBatch - 1; i >= 0; --i)
 #pragma unroll
           for (int n = 0; n < 8; ++n) {
-            float(&to)[4] = state[part + n];
+            float (&to)[4] = state[part + n];
             to[0] += weights[i] * x[i][n].x, to[1] += weights[i] * x[i][n].y;
             to[2] += weights[i] * x[i][n].z, to[3] += weights[i] * x[i][n].w;
           }
@@ -1314,34 +1321,34 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 
   // Oᵀ += Zᵀ Pᵀ
   __device__ __forceinline__ void from_scores(int buffer, const uint32_t (&z)[4][4], float (&o)[8][4]) const {
-    const uint32_t p = hopper::describe(scores_at + buffer * kBox, 0);
+    const uint32_t p = hopper::make_smem_descriptor(scores_at + buffer * kBox, 0);
 #pragma unroll
-    for (int k = 0; k < 4; ++k) hopper::product<false>(T{}, o, z[k], p + k * 2, 1);
-    hopper::products_commit();
+    for (int k = 0; k < 4; ++k) hopper::wgmma_rs<false>(T{}, o, z[k], p + k * 2, 1);
+    hopper::warpgroup_commit();
   }
 
   // Oᵀ = Sᵀ Xᵀ; alone: nothing follows in the same group.
   __device__ __forceinline__ void from_state(int stage, const uint32_t (&packed)[kWidth / 16][4], float (&o)[8][4],
                                              bool alone) const {
-    const uint32_t x = hopper::describe(tile(stage, 0), 0);
-    hopper::products_begin();
+    const uint32_t x = hopper::make_smem_descriptor(tile(stage, 0), 0);
+    hopper::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
-      hopper::product<false>(T{}, o, packed[k], x + (k / 4 * kBox + k % 4 * 32) / 16, k > 0);
-    if (alone) hopper::products_commit();
+      hopper::wgmma_rs<false>(T{}, o, packed[k], x + (k / 4 * kBox + k % 4 * 32) / 16, k > 0);
+    if (alone) hopper::warpgroup_commit();
   }
 
   // Sᵀ += Z'ᵀ Y
   __device__ __forceinline__ void to_state(int stage, const uint32_t (&scaled)[4][4], float (&state)[kWidth / 8][4]) const {
-    const uint32_t y = hopper::describe(tile(stage, kYTile), kBox);
-    hopper::products_begin();
+    const uint32_t y = hopper::make_smem_descriptor(tile(stage, kYTile), kBox);
+    hopper::warpgroup_arrive();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) hopper::product<true>(T{}, state, scaled[k], y + k * 128, 1);
-    hopper::products_commit();
+    for (int k = 0; k < 4; ++k) hopper::wgmma_rs<true>(T{}, state, scaled[k], y + k * 128, 1);
+    hopper::warpgroup_commit();
   }
 
-  __device__ __forceinline__ void scale_rows(const Table& table, int lane, const float (&unscale)[2],
-                                             const float (&sum)[2], float (&o)[8][4]) const {
+  __device__ __forceinline__ void scale_rows(const Table& table, int lane, const float (&unscale)[2], const float (&sum)[2],
+                                             float (&o)[8][4]) const {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
       const int row = 8 * n + 2 * (lane % 4);
@@ -1377,8 +1384,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
       for (int half = 0; half < 2; ++half) {
         float top = 0.0f;
 #pragma unroll
-        for (int n = 0; n < kWidth / 8; ++n)
-          top = fmaxf(top, fmaxf(fabsf(state[n][2 * half]), fabsf(state[n][2 * half + 1])));
+        for (int n = 0; n < kWidth / 8; ++n) top = fmaxf(top, fmaxf(fabsf(state[n][2 * half]), fabsf(state[n][2 * half + 1])));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
         top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
         power_of_two_scale(top, scale[half], unscale[half]);
@@ -1388,7 +1394,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     for (int k = 0; k < kWidth / 16; ++k)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float(&from)[4] = state[2 * k + i / 2];
+        const float (&from)[4] = state[2 * k + i / 2];
         packed[k][i] = pack_pair(T{}, from[i % 2 * 2] * scale[i % 2], from[i % 2 * 2 + 1] * scale[i % 2]);
       }
   }
@@ -1402,8 +1408,8 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
   }
 
   // From Z to Z' times weight, and its part of the sum of z.
-  __device__ __forceinline__ void scale_columns(const Table& table, int lane, float weight,
-                                                uint32_t (&scaled)[4][4], float (&z_sum)[2]) const {
+  __device__ __forceinline__ void scale_columns(const Table& table, int lane, float weight, uint32_t (&scaled)[4][4],
+                                                float (&z_sum)[2]) const {
     float sums[2] = {0.0f, 0.0f};
 #pragma unroll
     for (int step = 0; step < 4; ++step)
@@ -1477,7 +1483,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     }
   }
 
-  // Until there is room for rows of out, which for row_dot holds those of source: leaves this warp's part of the dots.
+  // Until there is room for rows of out, which for row_dot holds those of source: stores this warp's part of the dots.
   __device__ __forceinline__ void wait_rows(const Place& out, int group, int warp, int lane, const float (&o)[8][4]) const {
     if (!dots()) {
       wait(&small.out_empty[out.slot], out.parity ^ 1);
@@ -1513,7 +1519,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     __syncwarp();
   }
 
-  // Through shared memory, so that whole lines leave.
+  // Through shared memory, so that whole lines are written.
   __device__ __forceinline__ void put_rows(int group, int warp, int lane, Place& out, float (&o)[8][4]) const {
     const uint32_t tile = out_at + (out.slot * kGroups + group) * kBox;
     if (kExtras && scales_out()) {
@@ -1529,10 +1535,10 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 #pragma unroll
       for (int i = 0; i < 4; ++i) r[i] = pack_pair(T{}, o[n + i / 2][i % 2 * 2], o[n + i / 2][i % 2 * 2 + 1]);
       // Matrix i: tokens 8 (n + i / 2) .. + 7, columns 8 (i % 2) .. + 7 of the warp's.
-      hopper::store_matrices_transposed(
-          tile + chunk_offset<kTokens>(8 * (n + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2), r);
+      hopper::store_matrices_transposed(tile + chunk_offset<kTokens>(8 * (n + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2),
+                                        r);
     }
-    hopper::fence_async();
+    hopper::fence_proxy_async();
     arrive_warp(&small.out_full[out.slot], flags & (kDots | kPacked));
     out.next(2);
   }
@@ -1544,7 +1550,7 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     const float tokens = 24.0f / (-kLog2E * scan.log_decay[state_head]);
     if (!(tokens < static_cast<float>(length - kTokens))) return false;
     const int window = static_cast<int>(tokens) + 1;
-    if (reverse()) at.piece.end = at.piece.begin + (window + kTokens - 1) / kTokens * kTokens;
+    if (reverse()) at.piece.end = at.piece.begin + round_up(window, kTokens);
     else at.piece.begin += (length - window) / kTokens * kTokens;
     return true;
   }
@@ -1563,12 +1569,12 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
     const int copy_warp = threadIdx.x / 32 - 4 * (kGroups + S::kScores);
     if (copy_warp == 0) {
       if (threadIdx.x % 32 == 0) {
-        const auto init = [](uint64_t& barrier, int warps) { hopper::barrier_init(shared_address(&barrier), 32 * warps); };
+        const auto init = [](uint64_t& barrier, int warps) { hopper::mbarrier_init(shared_address(&barrier), 32 * warps); };
         for (int s = 0; s < stages; ++s) {
           init(small.full[s], 2);
           init(small.empty[s], 4 * (kGroups + S::kScores));
         }
-        hopper::barrier_init(shared_address(&small.landed), 1);
+        hopper::mbarrier_init(shared_address(&small.landed), 1);
         for (int s = 0; s < 2; ++s) {
           init(small.scores_full[s], 4);
           init(small.scores_empty[s], 4 * kGroups);
@@ -1601,33 +1607,38 @@ struct HopperBlock : Site<T, S::kTokens, S::kColumns> {
 };
 #endif
 
-template <class T, int kWidth, int kGroups, int kMode, int kKind, int kBlocks>
-__global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind, kBlocks>::kThreads, kBlocks)
+template <class T, int kWidth, int kGroups, int kMode, int kKind, int kCtasPerSm>
+__global__ void __launch_bounds__(HopperShape<T, kWidth, kGroups, kMode, kKind, kCtasPerSm>::kThreads, kCtasPerSm)
     ChunkScanHopperKernel(const __grid_constant__ ChunkGroup group, int stages) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  using S = HopperShape<T, kWidth, kGroups, kMode, kKind, kBlocks>;
+  using S = HopperShape<T, kWidth, kGroups, kMode, kKind, kCtasPerSm>;
   extern __shared__ char dynamic[];
   char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
   const uint32_t stages_at = shared_address(shared), scores_at = stages_at + stages * S::kStageBytes;
   auto& small = *reinterpret_cast<typename S::Small*>(shared + stages * S::kStageBytes + S::kFixedTiles * S::kBox);
   const unsigned which = blockIdx.x % group.count;
-  HopperBlock<S, T> block{{group.scans[which], S::kOut ? kOutputs : kSegmentSums, blockIdx.x / group.count}, group.maps[which],
-                          small, stages_at,
-                          scores_at, scores_at + 2 * S::kBox, stages, HopperBlock<S, T>::flags_of(group.scans[which])};
-  block.run();
+  HopperCta<S, T> cta{{group.scans[which], S::kOut ? kOutputs : kSegmentSums, blockIdx.x / group.count},
+                      group.maps[which],
+                      small,
+                      stages_at,
+                      scores_at,
+                      scores_at + 2 * S::kBox,
+                      stages,
+                      HopperCta<S, T>::flags_of(group.scans[which])};
+  cta.run();
 #endif
 }
 
 constexpr int kHopperMaxWidth = 128;
 
-// Whether scans have the same kernel and as many blocks.
+// Whether scans have the same kernel and as many CTAs.
 inline bool go_together(const ChunkScan& a, const ChunkScan& b) {
   const auto extras = [](const ChunkScan& scan) { return scan.rank1 || scan.row_sums; };
   return a.dtype == b.dtype && a.causal == b.causal && a.batch == b.batch && a.tokens == b.tokens && a.heads == b.heads &&
          a.x_group == b.x_group && a.y_group == b.y_group && extras(a) == extras(b) &&
          (a.log_decay == nullptr) == (b.log_decay == nullptr) && (a.y.width > 64) == (b.y.width > 64) &&
-         (a.z.width <= 64) == (b.z.width <= 64) && chunk_scan_slices(a) == chunk_scan_slices(b) &&
-         a.own_slots == b.own_slots && (!a.own_slots || a.segments == b.segments);
+         (a.z.width <= 64) == (b.z.width <= 64) && chunk_scan_slices(a) == chunk_scan_slices(b) && a.own_slots == b.own_slots &&
+         (!a.own_slots || a.segments == b.segments);
 }
 
 // The scans of a group take the same kernel. overlap: the pass before may still run, and this one waits for it where it

@@ -46,10 +46,10 @@ struct Float32Shape {
   };
   struct Small {
     Table table[2];
-    alignas(16) float z_sum[kColumns];      // before the chunk of Z
-    alignas(16) float next_z_sum[kColumns];      // before the next chunk of Z that is loaded
-    alignas(16) float y_sum[3][kWidth];          // before a chunk of Y, by turns
-    float carried[4][kTokens];              // parts of rows of X times the sum of y before the chunk
+    alignas(16) float z_sum[kColumns];       // before the chunk of Z
+    alignas(16) float next_z_sum[kColumns];  // before the next chunk of Z that is loaded
+    alignas(16) float y_sum[3][kWidth];      // before a chunk of Y, by turns
+    float carried[4][kTokens];               // parts of rows of X times the sum of y before the chunk
     alignas(16) float out_scale[2][kTokens];
     float dots[4 * kGroups][kTokens];
     uint64_t table_full[2], table_empty[2], y_full[2], y_empty[2];
@@ -61,7 +61,7 @@ struct Float32Shape {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 template <class S>
-struct Float32Block : Site<float, S::kTokens, S::kColumns> {
+struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
   using Base = Site<float, S::kTokens, S::kColumns>;
   using Base::scan, Base::batch, Base::x_head, Base::state_head, Base::slice, Base::out_row, Base::row_dot_at;
   using Table = typename S::Table;
@@ -82,20 +82,18 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
   // where those have read, else one for all. After __syncwarp one would always do, but racecheck does not follow that order.
   static __device__ __forceinline__ void arrive_warp(uint64_t& barrier, bool each = true) {
     __syncwarp();
-    if (each || threadIdx.x % 32 == 0) hopper::barrier_arrive_times(shared_address(&barrier), each ? 1 : 32);
+    if (each || threadIdx.x % 32 == 0) hopper::mbarrier_arrive_times(shared_address(&barrier), each ? 1 : 32);
   }
   static __device__ __forceinline__ void wait(uint64_t& barrier, uint32_t parity) {
-    barrier_wait(shared_address(&barrier), parity);
+    mbarrier_wait(shared_address(&barrier), parity);
   }
 
   __device__ __forceinline__ bool decays() const { return scan.log_decay != nullptr; }
   // Sums of segments without decay need none.
   __device__ __forceinline__ bool with_tables() const { return kOut || decays(); }
   // Whether who loads Y looks at them too, and whether who loads Y or Z does.
-  __device__ __forceinline__ bool weighs_y() const { return decays() && (!kOut || scan.row_sums); }
-  __device__ __forceinline__ bool loads_with_table() const {
-    return updates() && (kOut ? weighs_y() || scan.rank1 : decays());
-  }
+  __device__ __forceinline__ bool scales_y() const { return decays() && (!kOut || scan.row_sums); }
+  __device__ __forceinline__ bool loads_with_table() const { return updates() && (kOut ? scales_y() || scan.rank1 : decays()); }
   static __device__ __forceinline__ float constant_of(const ChunkFactor& factor) {
     return factor.times != nullptr ? factor.scale * *factor.times : factor.scale;
   }
@@ -111,8 +109,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     const int64_t strides[3] = {scan.x_factor.token, scan.x_rank1.token, scan.y_rank1.token};
     const float* const decay_of_row = scan.log_decay + batch * scan.decay_batch + state_head * scan.decay_head;
     float x[2][3], decay[2];
-    const float constants[3] = {kOut ? constant_of(scan.x_factor) : 0.0f,
-                                kOut && scan.rank1 ? constant_of(scan.x_rank1) : 0.0f,
+    const float constants[3] = {kOut ? constant_of(scan.x_factor) : 0.0f, kOut && scan.rank1 ? constant_of(scan.x_rank1) : 0.0f,
                                 scan.rank1 ? constant_of(scan.y_rank1) : 0.0f};
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
@@ -233,7 +230,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     float v[kAhead + 1][8], f[kAhead + 1];
     const auto fetch = [&](int base, int number) {
       const bool there = (base + number) * L::kRows < rows;
-      float(&to)[8] = v[number % (kAhead + 1)];
+      float (&to)[8] = v[number % (kAhead + 1)];
       if constexpr (kWeighed) {
         f[number % (kAhead + 1)] = hopper::load_or_zero(factor, there && factors != nullptr);
         factor += L::kRows * factor_token;
@@ -254,7 +251,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       for (int i = 0; i <= kAhead; ++i) {
         const int number = first_number + i, row = number * L::kRows;
         if (i == 0 || first_number + kAhead + 1 < kSteps) fetch(first_number, i + kAhead);
-        float(&x)[8] = v[i];
+        float (&x)[8] = v[i];
         if constexpr (kWeighed) {
           const float by = factors != nullptr ? constant * f[i] : constant;
 #pragma unroll
@@ -276,7 +273,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         place += L::kRows * 128, place_apart += L::kRows * 128;
       }
     }
-    hopper::fence_async();
+    hopper::fence_proxy_async();
     return top;
   }
 
@@ -339,7 +336,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     using Narrow = Lane<S::kColumns>;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32 % 4, first = slice * S::kColumns;
     const bool y_sums = kWithY && updates() && scan.row_sums, z_sums = kWithZ && updates() && scan.rank1;
-    const bool needs_table = loads_with_table(), decayed = weighs_y();
+    const bool needs_table = loads_with_table(), decayed = scales_y();
     const float y_rank1 = scan.rank1 ? constant_of(scan.y_rank1) : 0.0f;
     float count = 0.0f;
     double log2_kept = 0.0;
@@ -374,7 +371,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         bring<kWidth, true>(
             scan.y, y_head, at, 0, y_tile(buffer), rows_of(scan.y_factor, y_head), scan.y_factor.token,
             constant_of(scan.y_factor), [&] { wait(small.y_empty[buffer], parity2 ^ 1); },
-            [&](int row, bool, const float(&x)[8]) {
+            [&](int row, bool, const float (&x)[8]) {
               if (!y_sums) return;
               const float weight = decayed ? table.to_end[row] : 1.0f;
 #pragma unroll
@@ -400,7 +397,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
               read_eight<Narrow>(small.next_z_sum, x);
               write_eight<Narrow>(small.z_sum, x);
             },
-            [&](int row, bool there, const float(&x)[8]) {
+            [&](int row, bool there, const float (&x)[8]) {
               if (!z_sums || !there) return;
               float weight = y_rank1;
               if (kOut) weight = table.y_rank1[row];
@@ -416,8 +413,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         if (z_sums) add_to_sum<Narrow>(small.next_z_sum, small.next_z_sum, kept, part);
         if (!kOut && scan.rank1) {
 #pragma unroll
-          for (int offset = Narrow::kLanes; offset < 32; offset *= 2)
-            of_rows += __shfl_xor_sync(kFullWarp, of_rows, offset);
+          for (int offset = Narrow::kLanes; offset < 32; offset *= 2) of_rows += __shfl_xor_sync(kFullWarp, of_rows, offset);
           count = kept * count + of_rows;
         }
         if (!kOut && decays()) log2_kept += table.log2_kept;
@@ -481,7 +477,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     }
     bring<kWidth, false>(
         scan.x, x_head, at, 0, x_tile(), nullptr, 0, 1.0f, [&] { wait(small.x_empty, n & 1 ^ 1); },
-        [&](int row, bool, const float(&x)[8]) {
+        [&](int row, bool, const float (&x)[8]) {
           if (!scan.row_sums) return;
           float sum = 0.0f;
 #pragma unroll
@@ -501,21 +497,21 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     float s[8][4], sums[2] = {0.0f, 0.0f};
     if (scan.causal) {
       wait(small.y_full[buffer], parity2);
-      const uint32_t x = hopper::describe(x_tile(), 0), y = hopper::describe(y_tile(buffer), 0);
-      hopper::products_begin();
+      const uint32_t x = hopper::make_smem_descriptor(x_tile(), 0), y = hopper::make_smem_descriptor(y_tile(buffer), 0);
+      hopper::warpgroup_arrive();
       const auto product = [&](int x_plane, int y_plane, bool first) {
 #pragma unroll
         for (int k = 0; k < kWidth / 16; ++k) {
           const int step = (k / 4 * S::kBox + k % 4 * 32) / 16;
-          hopper::product_of_tiles(Plane{}, s, x + x_plane * (S::kWidePlane / 16) + step,
-                                   y + y_plane * (S::kWidePlane / 16) + step, !first || k > 0);
+          hopper::wgmma_ss(Plane{}, s, x + x_plane * (S::kWidePlane / 16) + step, y + y_plane * (S::kWidePlane / 16) + step,
+                           !first || k > 0);
         }
       };
       product(0, 2, true), product(1, 1, false), product(2, 0, false), product(0, 1, false), product(1, 0, false);
       product(0, 0, false);
-      hopper::products_commit();
-      hopper::products_wait<0>();
-      hopper::products_keep(s);
+      hopper::warpgroup_commit();
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(s);
       arrive_warp(small.y_empty[buffer], scan.row_sums);
     }
     // Rows lane / 4 and the eighth after it of the warp's 16.
@@ -547,7 +543,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       if (scan.divide) scale /= fabsf(sum) < scan.eps ? (sum < 0.0f ? -scan.eps : scan.eps) : sum;
     }
     if (lane % 4 < 2) small.out_scale[buffer][row + 8 * (lane % 2)] = scale;
-    hopper::fence_async();
+    hopper::fence_proxy_async();
     arrive_warp(small.p_full);
   }
 
@@ -607,57 +603,57 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
     uint32_t high[kMadeTwice ? kBuffers : kSteps][4], low[kBuffers][2][4];
 #pragma unroll
     for (int step = 0; step < kSteps; ++step) {
-      uint32_t(&l)[2][4] = low[step % kBuffers];
-      uint32_t(&h)[4] = high[kMadeTwice ? step % kBuffers : step];
+      uint32_t (&l)[2][4] = low[step % kBuffers];
+      uint32_t (&h)[4] = high[kMadeTwice ? step % kBuffers : step];
       if (step >= kBuffers) {
-        hopper::products_wait<kBuffers - 1>();
-        hopper::operands_change(l);
-        if constexpr (kMadeTwice) hopper::operands_change(high);
+        hopper::warpgroup_wait<kBuffers - 1>();
+        hopper::fence_operands_for_write(l);
+        if constexpr (kMadeTwice) hopper::fence_operands_for_write(high);
       }
       make(step, h, l[0], l[1]);
       const uint32_t of_step = b + at(step);
-      hopper::products_begin();
-      hopper::product<kRowsSummed>(Plane{}, c, h, of_step + 2 * kNext, step > 0);
-      hopper::product<kRowsSummed>(Plane{}, c, l[0], of_step + kNext, 1);
-      hopper::product<kRowsSummed>(Plane{}, c, l[1], of_step, 1);
-      hopper::product<kRowsSummed>(Plane{}, c, h, of_step + kNext, 1);
-      hopper::product<kRowsSummed>(Plane{}, c, l[0], of_step, 1);
-      hopper::products_commit();
+      hopper::warpgroup_arrive();
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, h, of_step + 2 * kNext, step > 0);
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, l[0], of_step + kNext, 1);
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, l[1], of_step, 1);
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, h, of_step + kNext, 1);
+      hopper::wgmma_rs<kRowsSummed>(Plane{}, c, l[0], of_step, 1);
+      hopper::warpgroup_commit();
     }
     if constexpr (kMadeTwice) {
       uint32_t twice[2][2][4];
-      hopper::products_wait<0>();
-      hopper::operands_keep(high);
+      hopper::warpgroup_wait<0>();
+      hopper::fence_operands(high);
 #pragma unroll
-      for (int i = 0; i < kBuffers; ++i) hopper::operands_keep(low[i]);
+      for (int i = 0; i < kBuffers; ++i) hopper::fence_operands(low[i]);
 #pragma unroll
       for (int step = 0; step < kSteps; step += 2) {
-        uint32_t(&h)[2][4] = twice[step / 2 % 2];
+        uint32_t (&h)[2][4] = twice[step / 2 % 2];
         if (step >= 4) {
-          hopper::products_wait<1>();
-          hopper::operands_change(h);
+          hopper::warpgroup_wait<1>();
+          hopper::fence_operands_for_write(h);
         }
         again(step, h[0]);
         again(step + 1, h[1]);
-        hopper::products_begin();
-        hopper::product<kRowsSummed>(Plane{}, c, h[0], b + at(step), 1);
-        hopper::product<kRowsSummed>(Plane{}, c, h[1], b + at(step + 1), 1);
-        hopper::products_commit();
+        hopper::warpgroup_arrive();
+        hopper::wgmma_rs<kRowsSummed>(Plane{}, c, h[0], b + at(step), 1);
+        hopper::wgmma_rs<kRowsSummed>(Plane{}, c, h[1], b + at(step + 1), 1);
+        hopper::warpgroup_commit();
       }
-      hopper::products_wait<0>();
-      hopper::products_keep(c);
-      hopper::operands_keep(twice[0]);
-      hopper::operands_keep(twice[1]);
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(c);
+      hopper::fence_operands(twice[0]);
+      hopper::fence_operands(twice[1]);
     } else {
-      hopper::products_begin();
+      hopper::warpgroup_arrive();
 #pragma unroll
-      for (int step = 0; step < kSteps; ++step) hopper::product<kRowsSummed>(Plane{}, c, high[step], b + at(step), 1);
-      hopper::products_commit();
-      hopper::products_wait<0>();
-      hopper::products_keep(c);
-      hopper::operands_keep(high);
+      for (int step = 0; step < kSteps; ++step) hopper::wgmma_rs<kRowsSummed>(Plane{}, c, high[step], b + at(step), 1);
+      hopper::warpgroup_commit();
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(c);
+      hopper::fence_operands(high);
 #pragma unroll
-      for (int i = 0; i < kBuffers; ++i) hopper::operands_keep(low[i]);
+      for (int i = 0; i < kBuffers; ++i) hopper::fence_operands(low[i]);
     }
   }
 
@@ -682,18 +678,18 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         wait(small.x_full, parity);
         if (first) {
           multiply<kWidth / 16, false, S::kWidePlane, 2>(
-              o, hopper::describe(x_tile(), 0),
-              [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
+              o, hopper::make_smem_descriptor(x_tile(), 0),
+              [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                   uint32_t planes[kPlanes];
-                  const float(&from)[4] = state[2 * step + i / 2];
+                  const float (&from)[4] = state[2 * step + i / 2];
                   split_pair<Plane, kPlanes>(from[i % 2 * 2], from[i % 2 * 2 + 1], planes);
                   a[i] = planes[0], b[i] = planes[1], c[i] = planes[2];
                 }
               },
               [](int k) { return (k / 4 * S::kBox + k % 4 * 32) / 16; },
-              [&](int step, uint32_t(&a)[4]) {
+              [&](int step, uint32_t (&a)[4]) {
 #pragma unroll
                 for (int i = 0; i < 4; ++i) {
                   float x = state[2 * step + i / 2][i % 2 * 2], y = state[2 * step + i / 2][i % 2 * 2 + 1];
@@ -722,7 +718,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       }
       // Planes of a warp's 16 columns of Z by 16 tokens.
       const uint32_t z_from = z_tile() + chunk_offset<kTokens>(lane / 16 * 8 + lane % 8, 2 * warp + lane / 8 % 2);
-      const auto load_columns = [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
+      const auto load_columns = [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
         load_matrices_transposed(a, z_from + step * 2048);
         load_matrices_transposed(b, z_from + step * 2048 + S::kNarrowPlane);
         load_matrices_transposed(c, z_from + step * 2048 + 2 * S::kNarrowPlane);
@@ -734,8 +730,8 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
           const bool odd = small.z_odd[warp / kGroups] != 0;
           float sum[8][4];
           multiply<4, false, S::kBox, 1>(
-              sum, hopper::describe(p_tile(), 0),
-              [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
+              sum, hopper::make_smem_descriptor(p_tile(), 0),
+              [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
                 load_columns(step, a, b, c);
                 if (odd) {
 #pragma unroll
@@ -743,7 +739,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
                 }
               },
               [](int k) { return k * 2; },
-              [&](int step, uint32_t(&a)[4]) {
+              [&](int step, uint32_t (&a)[4]) {
                 load_matrices_transposed(a, z_from + step * 2048);
                 if (odd) a[0] = a[1] = a[2] = a[3] = 0;
               });
@@ -773,8 +769,8 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
         for (int half = 0; half < kHalves; ++half) {
           float sum[kTiles][4];
           multiply<4, true, S::kWidePlane, 1>(
-              sum, hopper::describe(y_tile(buffer) + half * S::kBox, S::kBox),
-              [&](int step, uint32_t(&a)[4], uint32_t(&b)[4], uint32_t(&c)[4]) {
+              sum, hopper::make_smem_descriptor(y_tile(buffer) + half * S::kBox, S::kBox),
+              [&](int step, uint32_t (&a)[4], uint32_t (&b)[4], uint32_t (&c)[4]) {
                 load_columns(step, a, b, c);
                 if (!decays()) return;
 #pragma unroll
@@ -876,7 +872,7 @@ struct Float32Block : Site<float, S::kTokens, S::kColumns> {
       }
     }
     if (threadIdx.x == 0) {
-      const auto init = [](uint64_t& barrier, int warps) { barrier_init(shared_address(&barrier), 32 * warps); };
+      const auto init = [](uint64_t& barrier, int warps) { mbarrier_init(shared_address(&barrier), 32 * warps); };
       const int scorers = kOut ? 4 : 0;
       for (int i = 0; i < 2; ++i) {
         init(small.table_full[i], 1);
@@ -915,8 +911,8 @@ __global__ void __launch_bounds__(Float32Shape<kWidth, kGroups, kPass>::kThreads
   using S = Float32Shape<kWidth, kGroups, kPass>;
   extern __shared__ __align__(1024) char tiles[];
   auto& small = *reinterpret_cast<typename S::Small*>(tiles + S::kTileBytes);
-  const Float32Block<S> block{{scan, S::kOut ? kOutputs : kSegmentSums, blockIdx.x}, small, shared_address(tiles)};
-  block.run();
+  const Float32Cta<S> cta{{scan, S::kOut ? kOutputs : kSegmentSums, blockIdx.x}, small, shared_address(tiles)};
+  cta.run();
 #endif
 }
 

@@ -24,9 +24,15 @@ bool cpu_has_bfloat16();
 // semicolon: LEANFLEET_CPU_FUNCTION(void, attend, (const Call& call, float* out)).
 #if defined(LEANFLEET_X86)
 #define LEANFLEET_CPU_FUNCTION(result, name, parameters) \
-  namespace leanfleet::baseline { result name parameters; } \
-  namespace leanfleet::avx2 { result name parameters; }     \
-  namespace leanfleet::avx512 { result name parameters; }   \
+  namespace leanfleet::baseline {                        \
+  result name parameters;                                \
+  }                                                      \
+  namespace leanfleet::avx2 {                            \
+  result name parameters;                                \
+  }                                                      \
+  namespace leanfleet::avx512 {                          \
+  result name parameters;                                \
+  }                                                      \
   namespace leanfleet {                                  \
   inline auto select_##name() -> result(*) parameters {  \
     switch (cpu_isa()) {                                 \
@@ -37,9 +43,11 @@ bool cpu_has_bfloat16();
   }                                                      \
   }
 #else
-#define LEANFLEET_CPU_FUNCTION(result, name, parameters) \
-  namespace leanfleet::baseline { result name parameters; } \
-  namespace leanfleet {                                  \
+#define LEANFLEET_CPU_FUNCTION(result, name, parameters)                         \
+  namespace leanfleet::baseline {                                                \
+  result name parameters;                                                        \
+  }                                                                              \
+  namespace leanfleet {                                                          \
   inline auto select_##name() -> result(*) parameters { return baseline::name; } \
   }
 #endif

@@ -61,8 +61,9 @@ Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& 
     if (!tensor.present() || call.spec->inputs[i].type == TypeVar::kT) continue;
     copies[i].resize(static_cast<size_t>(tensor.elements() * element_size(tensor.dtype)));
     const std::string action = std::string("cudaMemcpyAsync of ") + call.spec->inputs[i].name + " for LEANFLEET_CHECK";
-    LEANFLEET_RETURN_IF_ERROR(cuda_status(call, action.c_str(), cudaMemcpyAsync(
-        copies[i].data(), tensor.data, copies[i].size(), cudaMemcpyDeviceToHost, stream)));
+    LEANFLEET_RETURN_IF_ERROR(
+        cuda_status(call, action.c_str(),
+                    cudaMemcpyAsync(copies[i].data(), tensor.data, copies[i].size(), cudaMemcpyDeviceToHost, stream)));
     tensor.data = copies[i].data();
   }
   LEANFLEET_RETURN_IF_ERROR(cuda_status(call, "cudaStreamSynchronize for LEANFLEET_CHECK", cudaStreamSynchronize(stream)));

@@ -1,4 +1,4 @@
-// Hopper's asynchronous instructions for the chunked scans: barriers in shared memory, the tensor copy engine, and
+// Hopper's asynchronous instructions for the chunked scans: barriers in shared memory, TMA, and
 // products of a warpgroup (wgmma), whose accumulators are laid out as those of mma.sync, 16 rows a warp.
 #pragma once
 
@@ -11,33 +11,8 @@ namespace hopper {
 
 using namespace tile;
 
-__device__ __forceinline__ void barrier_arrive_expecting(uint32_t barrier, uint32_t bytes) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.expect_tx.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(bytes)
-               : "memory");
-}
-__device__ __forceinline__ void barrier_arrive_times(uint32_t barrier, uint32_t times) {
-  asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.shared.b64 state, [%0], %1;\n}" ::"r"(barrier), "r"(times) : "memory");
-}
-// Barrier `id` among `threads` threads of a block.
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-// The same, and whether x holds in any of the threads.
-__device__ __forceinline__ bool any_of(int id, int threads, bool x) {
-  uint32_t any;
-  asm volatile(
-      "{\n.reg .pred p, q;\nsetp.ne.u32 p, %1, 0;\nbar.red.or.pred q, %2, %3, p;\nselp.u32 %0, 1, 0, q;\n}"
-      : "=r"(any)
-      : "r"(static_cast<uint32_t>(x)), "r"(id), "r"(threads)
-      : "memory");
-  return any != 0;
-}
-// Arrives at it without waiting.
-__device__ __forceinline__ void named_barrier_arrive(int id, int threads) {
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-// Between ordinary writes to shared memory and their reading by the copy engine or by wgmma.
-__device__ __forceinline__ void fence_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Between ordinary writes to shared memory and their reading by TMA or by wgmma.
+__device__ __forceinline__ void fence_proxy_async() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
 // Asks for a line of the L2 cache.
 __device__ __forceinline__ void prefetch(const void* from) { asm volatile("prefetch.global.L2 [%0];" ::"l"(from)); }
@@ -54,32 +29,35 @@ __device__ __forceinline__ float4 load_4_or_zero(const float* from, bool load) {
 __device__ __forceinline__ float load_or_zero(const float* from, bool load) {
   float x;
   asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %2, 0;\nmov.b32 %0, 0;\n@p ld.global.nc.f32 %0, [%1];\n}"
-               : "=&f"(x) : "l"(from), "r"(static_cast<int>(load)));
+               : "=&f"(x)
+               : "l"(from), "r"(static_cast<int>(load)));
   return x;
 }
 
-__device__ __forceinline__ void copy_in(uint32_t to, const CUtensorMap* map, int column, int token, int head, int batch,
-                                        uint32_t barrier) {
+__device__ __forceinline__ void tma_load(uint32_t to, const CUtensorMap* map, int column, int token, int head, int batch,
+                                         uint32_t barrier) {
   asm volatile(
-      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];"
-      ::"r"(to), "l"(map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
+      "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes [%0], [%1, {%2, %3, %4, %5}], [%6];" ::
+          "r"(to),
+      "l"(map), "r"(column), "r"(token), "r"(head), "r"(batch), "r"(barrier)
       : "memory");
 }
-__device__ __forceinline__ void copy_out(const CUtensorMap* map, uint32_t from, int column, int token, int head, int batch) {
+__device__ __forceinline__ void tma_store(const CUtensorMap* map, uint32_t from, int column, int token, int head, int batch) {
   asm volatile("cp.async.bulk.tensor.4d.global.shared::cta.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map), "r"(from),
                "r"(column), "r"(token), "r"(head), "r"(batch)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // The same, added to what is there.
-__device__ __forceinline__ void add_out(const CUtensorMap* map, uint32_t from, int column, int token, int head, int batch) {
+__device__ __forceinline__ void tma_reduce_add(const CUtensorMap* map, uint32_t from, int column, int token, int head,
+                                               int batch) {
   asm volatile("cp.reduce.async.bulk.tensor.4d.global.shared::cta.add.tile.bulk_group [%0, {%2, %3, %4, %5}], [%1];" ::"l"(map),
                "r"(from), "r"(column), "r"(token), "r"(head), "r"(batch)
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
 // Until earlier copies out have read shared memory.
-__device__ __forceinline__ void copies_out_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
+__device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 
 // Four 8x8 matrices of fragments to shared memory, transposed: lane l gives the address of row l % 8 of matrix l / 8.
 __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uint32_t (&r)[4]) {
@@ -88,23 +66,23 @@ __device__ __forceinline__ void store_matrices_transposed(uint32_t to, const uin
                : "memory");
 }
 
-// Where a tile is, for wgmma: lines of 128 bytes, swizzled, groups of 8 lines 1024 bytes apart; box_bytes apart the next
+// The shared-memory descriptor of a tile, for wgmma: lines of 128 bytes, swizzled, groups of 8 lines 1024 bytes apart; box_bytes apart the next
 // 64 columns, for a tile that is read with its rows as the summed index. This is the low word, to which a distance in
 // bytes over 16 may be added; the high word is always the same.
-__device__ __forceinline__ uint32_t describe(uint32_t address, int box_bytes) {
+__device__ __forceinline__ uint32_t make_smem_descriptor(uint32_t address, int box_bytes) {
   return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(box_bytes >> 4) << 16;
 }
-constexpr int kHighWord = 1024 >> 4 | 1 << 30;
+constexpr int kDescriptorHighWord = 1024 >> 4 | 1 << 30;
 
-__device__ __forceinline__ void products_begin() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
-__device__ __forceinline__ void products_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_arrive() { asm volatile("wgmma.fence.sync.aligned;" ::: "memory"); }
+__device__ __forceinline__ void warpgroup_commit() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
 template <int kLeft>
-__device__ __forceinline__ void products_wait() {
+__device__ __forceinline__ void warpgroup_wait() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kLeft) : "memory");
 }
 // Keeps the compiler from moving the use of accumulators to before a wait.
 template <int kTiles>
-__device__ __forceinline__ void products_keep(float (&c)[kTiles][4]) {
+__device__ __forceinline__ void fence_accumulators(float (&c)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -113,7 +91,7 @@ __device__ __forceinline__ void products_keep(float (&c)[kTiles][4]) {
 
 // After a wait: until then products read their left operand, whose registers the compiler might take for something else.
 template <int kTiles>
-__device__ __forceinline__ void operands_keep(const uint32_t (&a)[kTiles][4]) {
+__device__ __forceinline__ void fence_operands(const uint32_t (&a)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -122,7 +100,7 @@ __device__ __forceinline__ void operands_keep(const uint32_t (&a)[kTiles][4]) {
 
 // The same before they are changed.
 template <int kTiles>
-__device__ __forceinline__ void operands_change(uint32_t (&a)[kTiles][4]) {
+__device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4]) {
 #pragma unroll
   for (int n = 0; n < kTiles; ++n)
 #pragma unroll
@@ -130,69 +108,74 @@ __device__ __forceinline__ void operands_change(uint32_t (&a)[kTiles][4]) {
 }
 
 // The operands of 32 and 64 accumulators, %0 to %31 and to %63, as a text and as a list.
-#define LEANFLEET_NAMES_32                                                                                             \
-  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, "     \
+#define LEANFLEET_NAMES_32                                                                                         \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
-#define LEANFLEET_NAMES_64                                                                                             \
-  LEANFLEET_NAMES_32 ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, "    \
+#define LEANFLEET_NAMES_64                                                                       \
+  LEANFLEET_NAMES_32                                                                             \
+  ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
 #define LEANFLEET_TILE(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
-#define LEANFLEET_TILES_8(c, n)                                                                                        \
-  LEANFLEET_TILE(c, n), LEANFLEET_TILE(c, n + 1), LEANFLEET_TILE(c, n + 2), LEANFLEET_TILE(c, n + 3),                  \
+#define LEANFLEET_TILES_8(c, n)                                                                       \
+  LEANFLEET_TILE(c, n), LEANFLEET_TILE(c, n + 1), LEANFLEET_TILE(c, n + 2), LEANFLEET_TILE(c, n + 3), \
       LEANFLEET_TILE(c, n + 4), LEANFLEET_TILE(c, n + 5), LEANFLEET_TILE(c, n + 6), LEANFLEET_TILE(c, n + 7)
 
 // The products of a warpgroup for one type, whose name in PTX is `name`:
-//   product           c[64x64] (+)= a[64x16] b[16x64] and c[64x128] (+)= a[64x16] b[16x128], a in registers;
+//   wgmma_rs          c[64x64] (+)= a[64x16] b[16x64] and c[64x128] (+)= a[64x16] b[16x128], a in registers;
 //                     kRowsSummed: b's tile has the summed index as rows
-//   product_of_tiles  the same with a a tile too, both tiles with the summed index as columns; and c[64x8], where
+//   wgmma_ss          the same with a a tile too, both tiles with the summed index as columns; and c[64x8], where
 //                     kRowsSummed is of a's tile
-#define LEANFLEET_PRODUCTS(type, name)                                                                                 \
-template <bool kRowsSummed>                                                                                            \
-__device__ __forceinline__ void product(type, float (&c)[8][4], const uint32_t (&a)[4], uint32_t b, int add) {         \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %39};\n"                               \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32 "}, "                        \
-      "{%32, %33, %34, %35}, b, p, 1, 1, %38;\n}"                                                                      \
-      : LEANFLEET_TILES_8(c, 0)                                                                                        \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kHighWord));       \
-}                                                                                                                      \
-template <bool kRowsSummed>                                                                                            \
-__device__ __forceinline__ void product(type, float (&c)[16][4], const uint32_t (&a)[4], uint32_t b, int add) {        \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, %71};\n"                               \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64 "}, "                       \
-      "{%64, %65, %66, %67}, b, p, 1, 1, %70;\n}"                                                                      \
-      : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                               \
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kHighWord));       \
-}                                                                                                                      \
-__device__ __forceinline__ void product_of_tiles(type, float (&c)[8][4], uint32_t a, uint32_t b, int add) {            \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, %35};\nmov.b64 b, {%33, %35};\n"    \
-      "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32 "}, "                        \
-      "a, b, p, 1, 1, 0, 0;\n}"                                                                                        \
-      : LEANFLEET_TILES_8(c, 0)                                                                                        \
-      : "r"(a), "r"(b), "r"(add), "n"(kHighWord));                                                                     \
-}                                                                                                                      \
-template <bool kRowsSummed>                                                                                            \
-__device__ __forceinline__ void product_of_tiles(type, float (&c)[1][4], uint32_t a, uint32_t b, int add) {            \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %6, 0;\nmov.b64 a, {%4, %7};\nmov.b64 b, {%5, %7};\n"         \
-      "wgmma.mma_async.sync.aligned.m64n8k16.f32." name "." name " {%0, %1, %2, %3}, a, b, p, 1, 1, %8, 0;\n}"          \
-      : LEANFLEET_TILE(c, 0)                                                                                           \
-      : "r"(a), "r"(b), "r"(add), "n"(kHighWord), "n"(kRowsSummed ? 1 : 0));                                           \
-}                                                                                                                      \
-__device__ __forceinline__ void product_of_tiles(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {           \
-  asm volatile(                                                                                                        \
-      "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"    \
-      "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64 "}, "                       \
-      "a, b, p, 1, 1, 0, 0;\n}"                                                                                        \
-      : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                               \
-      : "r"(a), "r"(b), "r"(add), "n"(kHighWord));                                                                     \
-}
+#define LEANFLEET_WGMMA(type, name)                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_rs(type, float (&c)[8][4], const uint32_t (&a)[4], uint32_t b, int add) {            \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %37, 0;\nmov.b64 b, {%36, %39};\n"                                   \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32                                  \
+        "}, "                                                                                                                \
+        "{%32, %33, %34, %35}, b, p, 1, 1, %38;\n}"                                                                          \
+        : LEANFLEET_TILES_8(c, 0)                                                                                            \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord)); \
+  }                                                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_rs(type, float (&c)[16][4], const uint32_t (&a)[4], uint32_t b, int add) {           \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %69, 0;\nmov.b64 b, {%68, %71};\n"                                   \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64                                 \
+        "}, "                                                                                                                \
+        "{%64, %65, %66, %67}, b, p, 1, 1, %70;\n}"                                                                          \
+        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                                   \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord)); \
+  }                                                                                                                          \
+  __device__ __forceinline__ void wgmma_ss(type, float (&c)[8][4], uint32_t a, uint32_t b, int add) {                        \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %34, 0;\nmov.b64 a, {%32, %35};\nmov.b64 b, {%33, %35};\n"        \
+        "wgmma.mma_async.sync.aligned.m64n64k16.f32." name "." name " {" LEANFLEET_NAMES_32                                  \
+        "}, "                                                                                                                \
+        "a, b, p, 1, 1, 0, 0;\n}"                                                                                            \
+        : LEANFLEET_TILES_8(c, 0)                                                                                            \
+        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
+  }                                                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_ss(type, float (&c)[1][4], uint32_t a, uint32_t b, int add) {                        \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %6, 0;\nmov.b64 a, {%4, %7};\nmov.b64 b, {%5, %7};\n"             \
+        "wgmma.mma_async.sync.aligned.m64n8k16.f32." name "." name " {%0, %1, %2, %3}, a, b, p, 1, 1, %8, 0;\n}"             \
+        : LEANFLEET_TILE(c, 0)                                                                                               \
+        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord), "n"(kRowsSummed ? 1 : 0));                                     \
+  }                                                                                                                          \
+  __device__ __forceinline__ void wgmma_ss(type, float (&c)[16][4], uint32_t a, uint32_t b, int add) {                       \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 a, b;\nsetp.ne.b32 p, %66, 0;\nmov.b64 a, {%64, %67};\nmov.b64 b, {%65, %67};\n"        \
+        "wgmma.mma_async.sync.aligned.m64n128k16.f32." name "." name " {" LEANFLEET_NAMES_64                                 \
+        "}, "                                                                                                                \
+        "a, b, p, 1, 1, 0, 0;\n}"                                                                                            \
+        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                                   \
+        : "r"(a), "r"(b), "r"(add), "n"(kDescriptorHighWord));                                                               \
+  }
 
-LEANFLEET_PRODUCTS(__half, "f16")
-LEANFLEET_PRODUCTS(__nv_bfloat16, "bf16")
-#undef LEANFLEET_PRODUCTS
+LEANFLEET_WGMMA(__half, "f16")
+LEANFLEET_WGMMA(__nv_bfloat16, "bf16")
+#undef LEANFLEET_WGMMA
 #undef LEANFLEET_TILES_8
 #undef LEANFLEET_TILE
 #undef LEANFLEET_NAMES_64

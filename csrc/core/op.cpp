@@ -6,6 +6,7 @@
 #include <cstdlib>
 #include <cstring>
 
+#include "core/bind_shapes.h"
 #include "core/cpu_isa.h"
 #include "core/cuda_target.h"
 
@@ -30,8 +31,6 @@ std::string shape_text(const Tensor& tensor) {
   for (int i = 0; i < tensor.rank; ++i) text += (i ? "," : "") + std::to_string(tensor.shape[i]);
   return text + "]";
 }
-
-bool bnhd_of(const OpSpec& spec, const AttrValue* attrs) { return spec.layout >= 0 && attrs[spec.layout].i == 1; }
 
 std::string axis_text(const OpSpec& spec, AxisSpec axis) {
   if (axis.symbol < 0) return std::to_string(axis.offset);
@@ -72,54 +71,56 @@ bool holds(Ref condition, Given given) {
   return given >> (condition.index + (condition.kind == RefKind::kAttr ? kMaxInputs : 0)) & 1;
 }
 
-// Checks rank and sizes of one input and binds the symbols that occur in it: of axes that are the sum of two symbols, or
-// of all the others. origin[s] is the input that bound s.
-Status bind_shape(Call& call, const TensorSpec& spec, const Tensor& tensor, int input, Given given, bool sums,
-                  int* origin) {
-  const OpSpec& op = *call.spec;
-  const bool bnhd = call.bnhd();
-  const auto found = [&] { return std::string(spec.name) + " has shape " + shape_text(tensor); };
-  const ShapeSpec* shape = choose_shape(spec, given, tensor.rank);
-  if (shape == nullptr) {
+// Binds call.dims to the sizes of the inputs and refuses sizes that contradict each other.
+struct CheckedSizes : NumberSizes {
+  Call& call;
+  Given given;
+  int origin[kMaxSymbols] = {};  // the input that bound a symbol
+
+  CheckedSizes(Call& call, Given given) : NumberSizes{call.inputs, call.dims}, call(call), given(given) {}
+
+  std::string found(int input) const {
+    return std::string(call.spec->inputs[input].name) + " has shape " + shape_text(call.inputs[input]);
+  }
+  std::string where(const Axis& axis) const {
+    return found(axis.input) + ": axis " + std::to_string(axis.index) + " of " +
+           expected_shape(*call.spec, *axis.shape, call.bnhd()) + " is " + std::to_string(size(axis.input, axis.index));
+  }
+  std::string because(int symbol) const {
+    return std::string(", because ") + call.spec->inputs[origin[symbol]].name + " gives " + call.spec->symbols[symbol] + " = " +
+           std::to_string(call.dims[symbol]);
+  }
+
+  Status wrong_rank(int input) const {
+    const TensorSpec& spec = call.spec->inputs[input];
     std::string expected;
     const bool conditional = choose_shape(spec, given, -1)->condition.kind != RefKind::kNone;
     for (int i = 0; i < spec.num_shapes; ++i) {
       const ShapeSpec& s = spec.shapes[i];
       if (conditional ? !holds(s.condition, given) : s.condition.kind != RefKind::kNone) continue;
-      expected += (expected.empty() ? "" : " or ") + expected_shape(op, s, bnhd);
+      expected += (expected.empty() ? "" : " or ") + expected_shape(*call.spec, s, call.bnhd());
     }
-    return call.invalid(found() + ", rank " + std::to_string(tensor.rank) + "; expected " + expected);
+    return call.invalid(found(input) + ", rank " + std::to_string(rank(input)) + "; expected " + expected);
   }
-  for (int i = 0; i < shape->rank; ++i) {
-    const AxisSpec axis = axis_at(*shape, i, bnhd);
-    if (sums != (axis.plus >= 0)) continue;
-    const int64_t size = tensor.shape[i], rest = axis_rest(axis, call.dims), value = size - rest;
-    const auto because = [&](int symbol) {
-      return std::string(", because ") + op.inputs[origin[symbol]].name + " gives " + op.symbols[symbol] + " = " +
-             std::to_string(call.dims[symbol]);
-    };
-    const auto where = [&] {
-      return found() + ": axis " + std::to_string(i) + " of " + expected_shape(op, *shape, bnhd) + " is " +
-             std::to_string(size);
-    };
-    if (size > kMaxAxis) return call.invalid(where() + "; an axis has at most " + std::to_string(kMaxAxis));
-    if (axis.symbol < 0) {
-      if (value != 0) return call.invalid(where() + "; expected " + std::to_string(axis.offset));
-      continue;
-    }
+
+  Status bind(const Axis& axis, int symbol, int64_t value) {
+    const int64_t found = size(axis.input, axis.index), rest = found - value;
+    if (found > kMaxAxis) return call.invalid(where(axis) + "; an axis has at most " + std::to_string(kMaxAxis));
+    if (symbol < 0) return value == 0 ? Status{} : call.invalid(where(axis) + "; expected " + std::to_string(rest));
+    const bool sum = axis.spec.plus >= 0;
     if (value < 1)
-      return call.invalid(where() + (sums ? "; expected at least " : "; it is empty, expected at least ") +
-                          std::to_string(1 + rest) + (sums ? because(axis.plus) : std::string()));
-    int64_t& bound = call.dims[axis.symbol];
+      return call.invalid(where(axis) + (sum ? "; expected at least " : "; it is empty, expected at least ") +
+                          std::to_string(1 + rest) + (sum ? because(axis.spec.plus) : std::string()));
+    int64_t& bound = call.dims[symbol];
     if (bound < 0) {
       bound = value;
-      origin[axis.symbol] = input;
+      origin[symbol] = axis.input;
     } else if (bound != value) {
-      return call.invalid(where() + "; expected " + std::to_string(bound + rest) + because(axis.symbol));
+      return call.invalid(where(axis) + "; expected " + std::to_string(bound + rest) + because(symbol));
     }
+    return {};
   }
-  return {};
-}
+};
 
 bool is_on(const Call& call, Ref ref) {
   if (ref.kind == RefKind::kInput) return call.inputs[ref.index].present();
@@ -164,8 +165,8 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
       const int64_t a = call.dims[args[0].index], b = call.dims[args[1].index];
       if (a == b) return {};
       return call.invalid(std::string(op.symbols[args[0].index]) + " = " + std::to_string(a) + " and " +
-                          op.symbols[args[1].index] + " = " + std::to_string(b) + "; with " +
-                          ref_state(call, rule.condition) + " they must be the same");
+                          op.symbols[args[1].index] + " = " + std::to_string(b) + "; with " + ref_state(call, rule.condition) +
+                          " they must be the same");
     }
     case RuleKind::kTogether: {
       int given = -1, missing = -1;
@@ -178,8 +179,7 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
     }
     case RuleKind::kExclusive:
       if (!is_on(call, args[0]) || !is_on(call, args[1])) return {};
-      return call.invalid(ref_name(call, args[0]) + " and " + ref_name(call, args[1]) +
-                          " are both given; give one of them");
+      return call.invalid(ref_name(call, args[0]) + " and " + ref_name(call, args[1]) + " are both given; give one of them");
     case RuleKind::kNeeds: {
       if (!is_on(call, args[0])) return {};
       std::string needed;
@@ -266,14 +266,6 @@ const ShapeSpec* choose_shape(const TensorSpec& tensor, Given given, int rank) {
   return nullptr;
 }
 
-int64_t axis_rest(AxisSpec axis, const int64_t* dims) {
-  return axis.offset + (axis.plus < 0 ? 0 : axis.times * dims[axis.plus]);
-}
-
-int64_t axis_size(AxisSpec axis, const int64_t* dims) {
-  return axis_rest(axis, dims) + (axis.symbol < 0 ? 0 : dims[axis.symbol]);
-}
-
 AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd) {
   if (bnhd && shape.swap >= 0) {
     if (i == shape.swap) return shape.axes[i + 1];
@@ -344,13 +336,7 @@ Status bind_inputs(const Op& op, Call& call) {
       const bool about_sizes = spec.rules[i].args[0].kind == RefKind::kSymbol;
       if (about_sizes == (pass == 1)) LEANFLEET_RETURN_IF_ERROR(check_rule(call, spec.rules[i]));
     }
-    int origin[kMaxSymbols] = {};
-    for (int k = 0; k < 2 * spec.num_inputs && pass == 0; ++k) {
-      const bool sums = k >= spec.num_inputs;
-      const int i = k - (sums ? spec.num_inputs : 0);
-      if (call.inputs[i].present())
-        LEANFLEET_RETURN_IF_ERROR(bind_shape(call, spec.inputs[i], call.inputs[i], i, given, sums, origin));
-    }
+    if (pass == 0) LEANFLEET_RETURN_IF_ERROR(bind_symbols(spec, given, call.bnhd(), CheckedSizes(call, given)));
   }
   for (int i = 0; i < spec.num_inputs; ++i) LEANFLEET_RETURN_IF_ERROR(check_elements(call, spec.inputs[i], call.inputs[i]));
   for (int i = 0; i < spec.num_outputs; ++i)
@@ -377,8 +363,8 @@ Tensor output_of(const Call& call, int output) {
   tensor.dtype = dtype_of(call, spec.type);
   const ShapeSpec& shape = *choose_shape(spec, given_in(call), -1);
   tensor.rank = shape.rank;
-  for (int i = 0; i < shape.rank; ++i)
-    tensor.shape[i] = axis_size(axis_at(shape, i, bnhd_of(*call.spec, call.attrs)), call.dims);
+  const NumberSizes sizes = {call.inputs, call.dims};
+  for (int i = 0; i < shape.rank; ++i) tensor.shape[i] = axis_size(axis_at(shape, i, call.bnhd()), sizes);
   return tensor;
 }
 

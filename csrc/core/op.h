@@ -1,4 +1,4 @@
-// The operator interface: what an adapter hands to an operator, and what an operator's folder provides.
+// The operator interface: what an adapter passes to an operator, and what an operator's folder provides.
 #pragma once
 
 #include <cstdint>
@@ -6,6 +6,7 @@
 
 #include "core/spec.h"
 #include "core/status.h"
+#include "core/strides.h"
 #include "core/workspace.h"
 
 namespace leanfleet {
@@ -55,10 +56,6 @@ struct Call {
   Status unsupported(const std::string& text) const;
 };
 
-// Element strides of a [B,H,N,width] tensor in the call's layout; the innermost stride is 1.
-struct Strides {
-  int64_t batch, head, token;
-};
 inline Strides head_token_strides(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
   return bnhd ? Strides{heads * tokens * width, width, heads * width} : Strides{heads * tokens * width, tokens * width, width};
 }
@@ -141,10 +138,6 @@ const ShapeSpec* choose_shape(const TensorSpec& tensor, Given given, int rank);
 
 // Axis `i` of the shape in the order that the attribute `layout` gives.
 AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd);
-
-// The axis's size without its symbol's, and with it, for sizes of symbols.
-int64_t axis_rest(AxisSpec axis, const int64_t* dims);
-int64_t axis_size(AxisSpec axis, const int64_t* dims);
 
 // LEANFLEET_CHECK=1: values in lengths, indices and tables are checked before every launch.
 bool check_requested();

@@ -35,8 +35,8 @@ struct TensorSpec {
   const char* name;
   TypeVar type;
   bool optional;
-  int8_t like;     // outputs: the input whose shape it has, -1: see shapes
-  int8_t takes;    // outputs: the input whose buffer it may take, -1: none
+  int8_t like;   // outputs: the input whose shape it has, -1: see shapes
+  int8_t takes;  // outputs: the input whose buffer it may take, -1: none
   int8_t num_when;
   int8_t when[kMaxWhen];  // outputs: attributes that must be on
   int8_t num_shapes;

@@ -144,7 +144,9 @@ struct Shared {
 std::atomic<Shared*> shared{nullptr};
 
 struct Owner {
-  Owner() { pthread_atfork(nullptr, nullptr, [] { shared.store(nullptr); }); }
+  Owner() {
+    pthread_atfork(nullptr, nullptr, [] { shared.store(nullptr); });
+  }
   ~Owner() {  // before the library is unloaded: its threads run in it
     Shared* const last = shared.load();
     if (last == nullptr) return;

@@ -12,6 +12,8 @@
 #include <cstddef>
 #include <cstdint>
 
+#include "core/integers.h"
+
 namespace leanfleet {
 
 constexpr size_t kWorkspaceAlignment = 256;  // bytes; of both bases and of every buffer
@@ -49,7 +51,7 @@ class Workspace {
 
   char* take(Arena& arena, size_t bytes) {
     const size_t begin = arena.used;
-    arena.used += (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
+    arena.used += round_up(bytes, kWorkspaceAlignment);
     if (counting_) return nullptr;
     if (arena.used > arena.size) {
       overflowed_ = true;

@@ -20,7 +20,7 @@ constexpr int kPad = 16;                     // rows of scratch are multiples of
 constexpr int kAheadBytes = 8192;            // how far before their turn keys and values are fetched
 constexpr int kAheadRows = 32;               // with more rows there is work enough to hide memory behind
 
-int64_t padded(int64_t n) { return (n + kPad - 1) / kPad * kPad; }
+int64_t padded(int64_t n) { return round_up(n, kPad); }
 bool whole(int64_t width) { return width % kPad == 0; }  // rows so wide are read where they lie
 
 // The keys and values of a tile, without those on pages outside the pool.
@@ -36,17 +36,17 @@ struct Tile {
 // What one thread works in. Widths are padded to kPad, the padding of query, keys and values is zero. keys, strips
 // and values are there only if a call needs them.
 struct Scratch {
-  float* query;    // [row_tile, D] times the factor of the logits
-  float* output;   // [row_tile, Dv] sum of weights * values
-  float* scores;   // [row_tile, key_tile] logits in base 2, then weights
-  float* keys;     // [key_tile, D] float32 copies of the tile's keys
-  float* strips;   // [key_tile / kStrip, D, kStrip] transposed keys
-  float* values;   // [key_tile, Dv] float32 copies
-  float* maximum;  // [row_tile] of the logits so far
-  float* sum;      // [row_tile] of the weights so far, relative to maximum
-  float* factor;   // [row_tile] 2^(old maximum - new maximum)
-  void* turned;    // T [D] a row of the query after its rotary encoding
-  Tile tiles[2];   // the one that is worked on and the next
+  float* query;         // [row_tile, D] times the factor of the logits
+  float* output;        // [row_tile, Dv] sum of weights * values
+  float* scores;        // [row_tile, key_tile] logits in base 2, then weights
+  float* keys;          // [key_tile, D] float32 copies of the tile's keys
+  float* strips;        // [key_tile / kStrip, D, kStrip] transposed keys
+  float* values;        // [key_tile, Dv] float32 copies
+  float* maximum;       // [row_tile] of the logits so far
+  float* sum;           // [row_tile] of the weights so far, relative to maximum
+  float* factor;        // [row_tile] 2^(old maximum - new maximum)
+  void* rotated_query;  // T [D] a row of the query after its rotary embedding
+  Tile tiles[2];        // the one that is worked on and the next
 };
 
 // Cuts `base` into the buffers above; returns the bytes taken. base may be null.
@@ -70,7 +70,7 @@ int64_t carve(const LeanAttentionArgs& args, char* base, Scratch* scratch) {
   scratch->maximum = floats(rows);
   scratch->sum = floats(rows);
   scratch->factor = floats(rows);
-  scratch->turned = floats(args.rotary_half > 0 ? d : 0);
+  scratch->rotated_query = floats(args.rotary_half > 0 ? d : 0);
   for (Tile& tile : scratch->tiles) {
     tile.keys = reinterpret_cast<const void**>(take((keys + kPad) * 8));
     tile.values = reinterpret_cast<const void**>(take((keys + kPad) * 8));
@@ -116,8 +116,7 @@ Vec tanh(Vec x) {
   p = fma(p, z, broadcast(-3.3333328e-1f));
   const Vec near = fma(p * z, x, x);
   const Vec decay = exp2(magnitude * (-2 * kLog2E));  // e^-2|x|
-  const Vec far =
-      (Vec)((VecInt)((1.0f - decay) / (1.0f + decay)) | ((VecInt)x & static_cast<int32_t>(0x80000000)));
+  const Vec far = (Vec)((VecInt)((1.0f - decay) / (1.0f + decay)) | ((VecInt)x & static_cast<int32_t>(0x80000000)));
   return select(magnitude < 0.625f, near, far);
 }
 
@@ -126,12 +125,10 @@ __attribute__((always_inline)) inline Vec sums_of(const Vec* v) {
 #if defined(__AVX512F__)
   __m512 quads[4];  // quads[j]: in each 128-bit lane, that lane's sums of v[4j] .. v[4j+3]
   for (int j = 0; j < 4; ++j) {
-    const __m512 a = (__m512)v[4 * j], b = (__m512)v[4 * j + 1], c = (__m512)v[4 * j + 2],
-                 d = (__m512)v[4 * j + 3];
+    const __m512 a = (__m512)v[4 * j], b = (__m512)v[4 * j + 1], c = (__m512)v[4 * j + 2], d = (__m512)v[4 * j + 3];
     const __m512d ab = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(a, b), _mm512_unpackhi_ps(a, b)));
     const __m512d cd = _mm512_castps_pd(_mm512_add_ps(_mm512_unpacklo_ps(c, d), _mm512_unpackhi_ps(c, d)));
-    quads[j] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)),
-                             _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
+    quads[j] = _mm512_add_ps(_mm512_castpd_ps(_mm512_unpacklo_pd(ab, cd)), _mm512_castpd_ps(_mm512_unpackhi_pd(ab, cd)));
   }
   const auto halve = [](__m512 a, __m512 b) {
     return _mm512_add_ps(_mm512_shuffle_f32x4(a, b, 0x88), _mm512_shuffle_f32x4(a, b, 0xdd));
@@ -139,8 +136,7 @@ __attribute__((always_inline)) inline Vec sums_of(const Vec* v) {
   return (Vec)halve(halve(quads[0], quads[1]), halve(quads[2], quads[3]));
 #elif defined(__AVX2__)
   const auto quad = [&](int j) {
-    return _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[j], (__m256)v[j + 1]),
-                          _mm256_hadd_ps((__m256)v[j + 2], (__m256)v[j + 3]));
+    return _mm256_hadd_ps(_mm256_hadd_ps((__m256)v[j], (__m256)v[j + 1]), _mm256_hadd_ps((__m256)v[j + 2], (__m256)v[j + 3]));
   };
   const __m256 low = quad(0), high = quad(4);
   return (Vec)_mm256_add_ps(_mm256_permute2f128_ps(low, high, 0x20), _mm256_permute2f128_ps(low, high, 0x31));
@@ -167,8 +163,7 @@ __attribute__((always_inline)) inline void transpose(Vec* v) {
     }
   }
   for (int c = 0; c < 4; ++c) {
-    const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88),
-                 odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+    const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88), odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
     const __m512 even23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
     const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
     v[c] = (Vec)_mm512_shuffle_f32x4(even01, even23, 0x88);
@@ -223,7 +218,7 @@ void fill(float* out, int64_t n, float value) {
   for (int64_t i = 0; i < n; ++i) out[i] = value;
 }
 
-// A row [D] of query or key after the rotary encoding of its position.
+// A row [D] of query or key after the rotary embedding of its position.
 template <class T>
 void rotate(const LeanAttentionArgs& args, int32_t position, const T* in, T* out) {
   const int64_t half = args.rotary_half, at = lean_min(position, args.rotary_positions - 1) * half;
@@ -333,9 +328,7 @@ struct Ahead {
     }
     for (int32_t i = 0; i < size; i += 64) {
 #if defined(__x86_64__)
-      asm volatile("prefetcht0 %0"
-                   :
-                   : "m"(row[i]));  // GCC drops a loop of __builtin_prefetch as one without effect
+      asm volatile("prefetcht0 %0" : : "m"(row[i]));  // GCC drops a loop of __builtin_prefetch as one without effect
 #else
       __builtin_prefetch(row + i);
 #endif
@@ -404,8 +397,7 @@ void separate(float* row, int64_t d) {
 // scores[r, k] = query[r] . keys[k] for ROWS rows and keys 0 .. n-1, and some beyond: up to a multiple of
 // kLanes. Where T has pairs the query is separated.
 template <class T, int ROWS>
-void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* scores, int64_t score_stride,
-               Ahead ahead) {
+void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* scores, int64_t score_stride, Ahead ahead) {
   constexpr int KEYS = kLanes / (ROWS == 3 ? 4 : ROWS);
   for (int32_t k = 0; k < n; k += KEYS) {
     for (int32_t key = k; key < k + KEYS; ++key) ahead.fetch(key);
@@ -450,8 +442,8 @@ void dot_block(const float* query, int64_t d, RowsAt<T> keys, int32_t n, float* 
 }
 
 template <class T>
-void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32_t n, float* scores,
-              int64_t score_stride, Ahead ahead) {
+void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32_t n, float* scores, int64_t score_stride,
+              Ahead ahead) {
   while (rows > 0) {
     const int32_t block = rows < 4 ? rows : 4;
     if (block == 4) dot_block<T, 4>(query, d, keys, n, scores, score_stride, ahead);
@@ -468,8 +460,8 @@ void dot_rows(const float* query, int64_t d, int32_t rows, RowsAt<T> keys, int32
 // out[r] = factor[r] * out[r] + sum over k < n of a[r, k] * b[k], for ROWS rows and VECS vectors of columns.
 // Without factors the old content of out does not matter. On words, n counts words of a and rows of words of b.
 template <int ROWS, int VECS, class Rows>
-void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int32_t n, float* out,
-                   int64_t out_stride, const float* factor, Ahead ahead) {
+void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int32_t n, float* out, int64_t out_stride,
+                   const float* factor, Ahead ahead) {
   constexpr bool kPaired = kPairs<typename Rows::Element> && VECS % 2 == 0;
   constexpr bool kWords = kIsWords<typename Rows::Element>;
   Vec acc[ROWS][VECS] = {};
@@ -503,8 +495,8 @@ void product_block(const float* a, int64_t a_stride, Rows b, int64_t column, int
 }
 
 template <int VECS, class Rows>
-void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t column, int32_t n,
-                  float* out, int64_t out_stride, const float* factor, Ahead ahead) {
+void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t column, int32_t n, float* out,
+                  int64_t out_stride, const float* factor, Ahead ahead) {
   while (rows > 0) {
     const int32_t block = rows >= 6 ? 6 : rows >= 4 ? 4 : rows;
     const auto kernel = block == 6   ? product_block<6, VECS, Rows>
@@ -523,14 +515,12 @@ void product_rows(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_
 
 // The same for `width` columns, a multiple of kLanes.
 template <class Rows>
-void product(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t width, int32_t n, float* out,
-             int64_t out_stride, const float* factor, Ahead ahead) {
+void product(const float* a, int64_t a_stride, int32_t rows, Rows b, int64_t width, int32_t n, float* out, int64_t out_stride,
+             const float* factor, Ahead ahead) {
   for (int64_t column = 0; column < width;) {
     const int64_t left = width - column;
     const int vecs = left >= kStrip ? kVecs : left >= 2 * kLanes ? 2 : 1;
-    const auto kernel = vecs == kVecs ? product_rows<kVecs, Rows>
-                        : vecs == 2   ? product_rows<2, Rows>
-                                      : product_rows<1, Rows>;
+    const auto kernel = vecs == kVecs ? product_rows<kVecs, Rows> : vecs == 2 ? product_rows<2, Rows> : product_rows<1, Rows>;
     kernel(a, a_stride, rows, b, column, n, out, out_stride, factor, ahead);
     ahead = kNothing;
     column += vecs * kLanes;
@@ -558,16 +548,14 @@ void products_with_strips(const float* query, int64_t d, int32_t rows, int64_t d
                           float* scores, int64_t score_stride) {
   const int64_t strip_size = padded(depth) * kStrip;
   for (int32_t k = 0; k < n; k += kStrip) {
-    const int64_t width = lean_min((n - k + kLanes - 1) / kLanes * kLanes, kStrip);
-    product(query, d, rows, RowsApart<T>{strips + k / kStrip * strip_size, kStrip}, width, static_cast<int32_t>(depth), scores + k,
-            score_stride, nullptr, kNothing);
+    const int64_t width = lean_min(round_up(n - k, kLanes), kStrip);
+    product(query, d, rows, RowsApart<T>{strips + k / kStrip * strip_size, kStrip}, width, static_cast<int32_t>(depth),
+            scores + k, score_stride, nullptr, kNothing);
   }
 }
 
 // What a product of query and key is multiplied by to become a logit in base 2, or the argument of softcap's tanh.
-float logit_factor(const LeanAttentionArgs& args) {
-  return args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E;
-}
+float logit_factor(const LeanAttentionArgs& args) { return args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E; }
 
 // Fills `tile` with the keys and values at positions `span` of a request.
 template <class T>
@@ -588,8 +576,7 @@ void find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan spa
   };
   if (args.cache_kind == kLeanPaged) {
     for (int32_t position = span.begin; position < span.end;) {
-      const int32_t page =
-          args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + position / args.block];
+      const int32_t page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + position / args.block];
       const int32_t first = position % args.block, count = lean_min(args.block - first, span.end - position);
       if (page >= 0 && page < args.num_pages)
         add(keys + page * args.key_strides.page + first * key_token,
@@ -609,7 +596,7 @@ void find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan spa
 
 // How many of the tile's keys stand before `position`.
 int32_t keys_before(const Tile& tile, int32_t position) {
-  if (!tile.gaps) return lean_clamp(position - tile.span.begin, 0, tile.n);
+  if (!tile.gaps) return clamp(position - tile.span.begin, 0, tile.n);
   int32_t low = 0, high = tile.n;
   while (low < high) {
     const int32_t middle = (low + high) / 2;
@@ -619,17 +606,16 @@ int32_t keys_before(const Tile& tile, int32_t position) {
   return low;
 }
 
-// Turns the scores of a tile into weights and updates maximum, sum and factor.
-void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row,
-            int32_t rows, const Scratch& scratch) {
+// The online softmax of a tile: scores become weights; maximum, sum and factor are brought up to date.
+void online_softmax(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row, int32_t rows,
+                    const Scratch& scratch) {
   const int64_t stride = padded(args.plan.key_tile);
-  const int32_t n_padded = (tile.n + kLanes - 1) / kLanes * kLanes;
+  const int32_t n_padded = round_up(tile.n, kLanes);
   const float infinity = __builtin_inff();
   for (int32_t r = 0; r < rows; ++r) {
     float* scores = scratch.scores + r * stride;
     if (args.softcap > 0)
-      for (int32_t k = 0; k < n_padded; k += kLanes)
-        store(scores + k, args.softcap * kLog2E * tanh(load(scores + k)));
+      for (int32_t k = 0; k < n_padded; k += kLanes) store(scores + k, args.softcap * kLog2E * tanh(load(scores + k)));
     const LeanSpan seen = lean_token_keys(args, unit.request, (first_row + r) / args.group);
     const int32_t begin = keys_before(tile, seen.begin);
     const int32_t end = keys_before(tile, seen.end);
@@ -661,8 +647,8 @@ void soften(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& til
 
 // `next` is the tile after this one; its keys are fetched meanwhile.
 template <class T>
-void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, const Tile& next,
-                 int32_t first_row, int32_t rows, const Scratch& scratch) {
+void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, const Tile& next, int32_t first_row,
+                 int32_t rows, const Scratch& scratch) {
   const int64_t d = padded(args.key_width), dv = padded(args.value_width);
   const int64_t stride = padded(args.plan.key_tile);
   const int32_t n = tile.n;
@@ -696,7 +682,7 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
     products_with_strips<float>(scratch.query, d, rows, args.key_width, n, scratch.strips, scratch.scores, stride);
   }
 
-  soften(args, unit, tile, first_row, rows, scratch);
+  online_softmax(args, unit, tile, first_row, rows, scratch);
 
   if (words) {
     const auto* const* at = reinterpret_cast<const BFloat16* const*>(tile.values);
@@ -705,7 +691,8 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
       in_values.fetch(k + 1);
       pair_up(at[k], k + 1 < n ? at[k + 1] : nullptr, scratch.values + k / 2 * dv, dv);
     }
-    for (int32_t r = 0; r < rows; ++r) to_words(scratch.scores + r * stride, (n + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes));
+    for (int32_t r = 0; r < rows; ++r)
+      to_words(scratch.scores + r * stride, (n + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes));
     product(scratch.scores, stride, rows, RowsApart<Words>{scratch.values, dv}, dv, (n + 1) / 2, scratch.output, dv,
             scratch.factor, kNothing);
   } else if (whole_values && (few || sizeof(T) == 4)) {
@@ -715,23 +702,21 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
       in_values.fetch(k);
       to_floats(values[k], scratch.values + k * dv, args.value_width, dv, 1.0f);
     }
-    product(scratch.scores, stride, rows, RowsApart<float>{scratch.values, dv}, dv, n, scratch.output, dv,
-            scratch.factor, kNothing);
+    product(scratch.scores, stride, rows, RowsApart<float>{scratch.values, dv}, dv, n, scratch.output, dv, scratch.factor,
+            kNothing);
   }
 }
 
 // Element offsets of a packed row: token = row / group of query head `head * group + row % group`.
-int64_t row_offset(const LeanAttentionArgs& args, const LeanStrides& strides, const LeanUnit& unit,
-                   int32_t row) {
-  return unit.b * strides.batch +
-         (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head +
+int64_t row_offset(const LeanAttentionArgs& args, const Strides& strides, const LeanUnit& unit, int32_t row) {
+  return unit.b * strides.batch + (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head +
          row / args.group * strides.token;
 }
 
 // output [rows, Dv] / sum, and lse, after the sink has joined.
 template <class T>
-void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first_row, int32_t rows,
-                const float* output, const float* maximum, const float* sum) {
+void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first_row, int32_t rows, const float* output,
+                const float* maximum, const float* sum) {
   const float infinity = __builtin_inff();
   for (int32_t r = 0; r < rows; ++r) {
     const int32_t row = first_row + r;
@@ -746,10 +731,8 @@ void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
       }
     }
     T* at = static_cast<T*>(args.output) + row_offset(args, args.output_strides, unit, row);
-    from_floats(output + r * padded(args.value_width), at, args.value_width,
-                total == 0 ? 0.0f : factor / total);
-    args.lse[row_offset(args, args.lse_strides, unit, row)] =
-        total == 0 ? -infinity : top * kLn2 + __builtin_logf(total);
+    from_floats(output + r * padded(args.value_width), at, args.value_width, total == 0 ? 0.0f : factor / total);
+    args.lse[row_offset(args, args.lse_strides, unit, row)] = total == 0 ? -infinity : top * kLn2 + __builtin_logf(total);
   }
 }
 
@@ -763,10 +746,9 @@ void write_padding(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan
 }
 
 template <class T>
-void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanSegment& segment,
-                    Scratch& scratch) {
+void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanSegment& segment, Scratch& scratch) {
   const LeanSpan all = lean_unit_rows(args, unit.row_tile);
-  const int32_t end = lean_clamp(args.group * unit.request.tokens, all.begin, all.end);
+  const int32_t end = clamp(args.group * unit.request.tokens, all.begin, all.end);
   const int32_t rows = end - all.begin;
   if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
   if (rows == 0) return;
@@ -776,8 +758,8 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
     const T* row = static_cast<const T*>(args.query) + row_offset(args, args.query_strides, unit, all.begin + r);
     if (args.rotary_half > 0) {
       const int32_t position = unit.request.keys - unit.request.tokens + (all.begin + r) / args.group;
-      rotate(args, position, row, static_cast<T*>(scratch.turned));
-      row = static_cast<const T*>(scratch.turned);
+      rotate(args, position, row, static_cast<T*>(scratch.rotated_query));
+      row = static_cast<const T*>(scratch.rotated_query);
     }
     to_floats(row, scratch.query + r * d, args.key_width, d, words ? 1.0f : logit_factor(args));
     if (words) to_words(scratch.query + r * d, d);
@@ -808,26 +790,23 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
   }
   const int64_t row = static_cast<int64_t>(segment.slot) * args.plan.row_tile;
   for (int32_t r = 0; r < rows; ++r)
-    std::memcpy(args.partial_output + (row + r) * args.value_width, scratch.output + r * dv,
-                args.value_width * 4);
+    std::memcpy(args.partial_output + (row + r) * args.value_width, scratch.output + r * dv, args.value_width * 4);
   std::memcpy(args.partial_max + row, scratch.maximum, rows * 4);
   std::memcpy(args.partial_sum + row, scratch.sum, rows * 4);
 }
 
 // Joins the partial results of a unit in the order of its contributors.
 template <class T>
-void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first, int32_t count,
-                const Scratch& scratch) {
+void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first, int32_t count, const Scratch& scratch) {
   const LeanSpan all = lean_unit_rows(args, unit.row_tile);
-  const int32_t rows = lean_clamp(args.group * unit.request.tokens, all.begin, all.end) - all.begin;
+  const int32_t rows = clamp(args.group * unit.request.tokens, all.begin, all.end) - all.begin;
   const int64_t dv = padded(args.value_width);
   const float infinity = __builtin_inff();
   fill(scratch.output, rows * dv, 0.0f);
   for (int32_t r = 0; r < rows; ++r) {
     float top = -infinity, total = 0.0f;
     for (int32_t i = 0; i < count; ++i) {
-      const float other =
-          args.partial_max[static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r];
+      const float other = args.partial_max[static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r];
       top = other > top ? other : top;
     }
     const float base = top == -infinity ? 0.0f : top;
@@ -846,8 +825,7 @@ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
 }
 
 template <class T>
-void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
-                  Scratch& scratch) {
+void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, Scratch& scratch) {
   const int64_t end = lean_range_begin(work, ranges, range + 1);
   LeanUnit unit = lean_locate(args, args.work_prefix, lean_range_begin(work, ranges, range));
   for (;;) {
@@ -860,13 +838,11 @@ void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, i
 
 // Only the last unit that a range begins can go on in the next one.
 template <class T>
-void merge_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
-                 const Scratch& scratch) {
+void merge_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, const Scratch& scratch) {
   const int64_t end = lean_range_begin(work, ranges, range + 1);
   const LeanUnit unit = lean_locate(args, args.work_prefix, end - 1);
   const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
-  if (segment.contributes && segment.index == 0 && segment.count > 1)
-    merge_unit<T>(args, unit, range, segment.count, scratch);
+  if (segment.contributes && segment.index == 0 && segment.count > 1) merge_unit<T>(args, unit, range, segment.count, scratch);
 }
 
 // Writes the new keys and values of a request and head to their positions.
@@ -891,8 +867,8 @@ void append_rows(const LeanAttentionArgs& args, int32_t b, int32_t head) {
     const T* const new_key = keys + i * args.new_key_strides.token;
     if (args.rotary_half > 0) rotate(args, position, new_key, key);
     else std::memcpy(key, new_key, args.key_width * sizeof(T));
-    std::memcpy(static_cast<T*>(args.value_cache_out) + offset(args.value_strides),
-                values + i * args.new_value_strides.token, args.value_width * sizeof(T));
+    std::memcpy(static_cast<T*>(args.value_cache_out) + offset(args.value_strides), values + i * args.new_value_strides.token,
+                args.value_width * sizeof(T));
   }
 }
 
@@ -909,8 +885,7 @@ int64_t lean_thread_scratch(const LeanAttentionArgs& args) {
   return carve(args, nullptr, &scratch);
 }
 
-void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
-                 char* thread_scratch) {
+void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
   Scratch scratch;
   carve(args, thread_scratch, &scratch);
   if (args.dtype == 0) attend_range<float>(args, work, ranges, range, scratch);
@@ -918,8 +893,7 @@ void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, in
   if (args.dtype == 2) attend_range<BFloat16>(args, work, ranges, range, scratch);
 }
 
-void lean_merge(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
-                char* thread_scratch) {
+void lean_merge(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
   Scratch scratch;
   carve(args, thread_scratch, &scratch);
   if (args.dtype == 0) merge_range<float>(args, work, ranges, range, scratch);

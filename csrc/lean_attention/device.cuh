@@ -25,9 +25,7 @@ constexpr int kMinRangeWork = 2;  // key tiles, as in the paper: fewer are not w
 constexpr float kRescaleAt = 8.0f;
 
 // 2^(part - whole) for part <= whole; 0 for a part that has seen nothing.
-__device__ __forceinline__ float rescale(float part, float whole) {
-  return part == -INFINITY ? 0.0f : exp2_fast(part - whole);
-}
+__device__ __forceinline__ float rescale(float part, float whole) { return part == -INFINITY ? 0.0f : exp2_fast(part - whole); }
 
 // softcap * tanh(x / softcap), with float32's precision near 0 too (tanh.approx has 11 bits only). Where the exponential
 // overflows the quotient is 0; NaN stays NaN, which fminf would not let through.
@@ -67,7 +65,7 @@ __device__ __forceinline__ float2 load_two(const T* from) {
   else return unpack_pair(T{}, *reinterpret_cast<const uint32_t*>(from));
 }
 
-// The rotary encoding of a position.
+// The rotary embedding of a position.
 struct Rotation {
   const float *cosines, *sines;  // [half]
   int half;
@@ -78,7 +76,7 @@ __device__ __forceinline__ Rotation rotation_at(const LeanAttentionArgs& args, i
   return {args.cos_cache + at, args.sin_cache + at, args.rotary_half, args.rotary_interleaved};
 }
 
-// Columns `column`, an even one, and the next of a row [D] of query or new_key after its rotary encoding. kAligned: the row
+// Columns `column`, an even one, and the next of a row [D] of query or new_key after its rotary embedding. kAligned: the row
 // and the tables are aligned to two numbers and half is even.
 template <class T, bool kAligned>
 __device__ __forceinline__ float2 rotate(const Rotation& rotation, const T* row, int column) {
@@ -103,7 +101,7 @@ __device__ __forceinline__ float2 rotate(const Rotation& rotation, const T* row,
     for (int c = 0; c < 2; ++c) {
       const bool second = column + c >= half;
       const int i = second ? column + c - half : column + c;
-      if (i >= half) continue;  // the first column that does not turn
+      if (i >= half) continue;  // the first column that is not rotated
       const float other = as_float(row[second ? i : half + i]);
       result[c] = result[c] * cosines[i] + (second ? other : -other) * sines[i];
     }
@@ -147,19 +145,6 @@ __device__ __noinline__ uint4 rotated_chunk(const Rotation rotation, const T* ro
     pairs[i] = pack_pair(T{}, pair.x, pair.y);
   }
   return make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
-}
-
-// Barrier `id` among `threads` threads of a block, for roles that do not all take part.
-__device__ __forceinline__ void named_barrier(int id, int threads) {
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// The same, and whether the predicate holds in any of them.
-__device__ __forceinline__ bool named_barrier_any(int id, int threads, bool holds) {
-  uint32_t any;
-  asm volatile("{\n.reg .pred p, q;\nsetp.ne.u32 p, %3, 0;\nbar.red.or.pred q, %1, %2, p;\nselp.u32 %0, 1, 0, q;\n}"
-               : "=r"(any) : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(holds)) : "memory");
-  return any != 0;
 }
 
 // Schedule
@@ -398,9 +383,9 @@ __device__ __forceinline__ int64_t cache_row(const LeanAttentionArgs& args, cons
   return b * strides.batch + head * strides.head + (request.start + static_cast<int64_t>(j)) * strides.token;
 }
 
-// Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row. kTurns: keys after their
-// rotary encoding, by chunks of 16 bytes.
-template <class T, class Chunk, bool kTurns = false>
+// Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row. kRope: keys after their
+// rotary embedding, by chunks of 16 bytes.
+template <class T, class Chunk, bool kRope = false>
 __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t warp, int64_t warps) {
   constexpr int kPerChunk = sizeof(Chunk) / sizeof(T);
   const int lane = threadIdx.x % 32;
@@ -414,7 +399,7 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
     if (token >= request.tokens) continue;
 #pragma unroll 1
     for (int kind = 0; kind < 2; ++kind) {
-      const LeanStrides& strides = kind == 0 ? args.new_key_strides : args.new_value_strides;
+      const Strides& strides = kind == 0 ? args.new_key_strides : args.new_value_strides;
       const int64_t from = b * strides.batch + head * strides.head + token * strides.token;
       const int64_t to = cache_row(args, kind == 0 ? args.key_strides : args.value_strides, b, request, head,
                                    request.keys - request.tokens + token);
@@ -424,7 +409,7 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
       const Chunk* source = reinterpret_cast<const Chunk*>(static_cast<const T*>(rows_from) + from);
       Chunk* target = reinterpret_cast<Chunk*>(static_cast<T*>(rows_to) + to);
       const int chunks = (kind == 0 ? args.key_width : args.value_width) / kPerChunk;
-      if constexpr (kTurns) {
+      if constexpr (kRope) {
         if (kind == 0) {
 #pragma unroll 1
           for (int c = lane; c < chunks; c += 32)
@@ -439,13 +424,13 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
   }
 }
 
-// 8 columns of a new key or value, the key after its rotary encoding (kTurns), which also go to their position in the cache if
+// 8 columns of a new key or value, the key after its rotary embedding (kRope), which also go to their position in the cache if
 // that exists. column: a multiple of 8.
 struct AppendedChunk {
   uint4 data;
   bool exists;
 };
-template <class T, bool kTurns>
+template <class T, bool kRope>
 __device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& args, const LeanUnit& unit, int position,
                                                       bool value, int column) {
   const int token = position - (unit.request.keys - unit.request.tokens);
@@ -456,12 +441,11 @@ __device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& a
                      token * pick(args.new_value_strides.token, args.new_key_strides.token);
   const T* const row = static_cast<const T*>(value ? args.new_value : args.new_key) + at;
   AppendedChunk chunk;
-  if (kTurns && !value) chunk.data = rotated_chunk(rotation_at(args, position), row, column);
+  if (kRope && !value) chunk.data = rotated_chunk(rotation_at(args, position), row, column);
   else chunk.data = *reinterpret_cast<const uint4*>(row + column);
-  const LeanCacheStrides strides = {pick(args.value_strides.batch, args.key_strides.batch),
-                                    pick(args.value_strides.page, args.key_strides.page),
-                                    pick(args.value_strides.head, args.key_strides.head),
-                                    pick(args.value_strides.token, args.key_strides.token)};
+  const LeanCacheStrides strides = {
+      pick(args.value_strides.batch, args.key_strides.batch), pick(args.value_strides.page, args.key_strides.page),
+      pick(args.value_strides.head, args.key_strides.head), pick(args.value_strides.token, args.key_strides.token)};
   const int64_t to = cache_row(args, strides, unit.b, unit.request, unit.head, position);
   chunk.exists = to >= 0;
   if (chunk.exists) {
@@ -544,7 +528,7 @@ __device__ __forceinline__ void write_partial(const LeanAttentionArgs& args, int
 }
 
 // Called by `threads` threads after they have stored a contributor's partial result. True in all of them if every
-// other contributor has stored its own; the ticket is then 0 again. Nobody waits, so that blocks need not run at
+// other contributor has stored its own; the ticket is then 0 again. Nobody waits, so that CTAs need not run at
 // the same time.
 __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int thread, int threads) {
   const uint32_t others = static_cast<uint32_t>(count - 1);
@@ -559,8 +543,8 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 // arrives last, and writes the rows. A warp takes 64 columns of a row; a lane reads the statistics of one contributor,
 // and 4 columns of every second one.
 template <class T>
-__device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count,
-                                           int warp, int warps) {
+__device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count, int warp,
+                                           int warps) {
   constexpr int kAtOnce = 16;
   const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
   const int lane = threadIdx.x % 32, half = lane / 16, parts_of_row = (args.value_width + 63) / 64;

@@ -2,8 +2,8 @@
 // cores: each warp reads the keys and values of its own tokens straight into the registers that its products take. Rows of a
 // cache may lie anywhere, and the kernel is little code, which counts where a launch takes microseconds.
 //
-// A block takes the segments of its range one after the other. Of a segment each warp has every 12th tile of kTokens tokens;
-// while it computes on one, the next, also of the next segment, is on its way. The product is turned round, S^T = K Q^T and
+// A CTA takes the segments of its range one after the other. Of a segment each warp has every 12th tile of kTokens tokens;
+// while it computes on one, the next, also of the next segment, is on its way. The products are transposed, S^T = K Q^T and
 // O^T = V^T P^T, as for few rows elsewhere. In the fragments of mma.sync a lane (g, t) = (lane / 4, lane % 4) holds
 //   of keys     rows g and g + 8 of 16 tokens, columns 32 j + 8 t .. + 7: the columns stand in another order than in the
 //               product's definition, the same for the query
@@ -17,26 +17,26 @@ namespace leanfleet {
 
 constexpr int kDirectWarps = 12, kDirectThreads = 32 * kDirectWarps, kDirectRows = 8;
 constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
-// Tokens that a block reads at once.
+// Tokens that a CTA reads at once.
 constexpr int direct_tokens(int width) { return kDirectWarps * 16 * 128 / width; }
 
-// A segment as one warp hands it to all.
+// A segment, as all warps get it from one.
 struct DirectWork {
   LeanUnit unit;
   LeanSegment segment;
-  int32_t first;          // the range that begins the unit
-  int32_t begin, end;     // tokens of the segment, begin a multiple of kTokens; empty after the last segment
-  int32_t cached_end;     // tokens from here to end come from new_key and new_value
-  int32_t read_end;       // cached_end, or 0 if no token before it is seen
-  int32_t last;           // not 0: there is no more work
-  LeanSpan seen, common;  // keys that at least one row sees, and that all rows see, padding aside
+  int32_t first;              // the range that begins the unit
+  int32_t begin, end;         // tokens of the segment, begin a multiple of kTokens; empty after the last segment
+  int32_t cached_end;         // tokens from here to end come from new_key and new_value
+  int32_t read_end;           // cached_end, or 0 if no token before it is seen
+  int32_t last;               // not 0: there is no more work
+  LeanSpan seen, common;      // keys that at least one row sees, and that all rows see, padding aside
   const char *keys, *values;  // the request's head in dense and ragged caches, the head in page 0 of paged ones
 };
 
 struct DirectGrid {
   int32_t units;
   uint32_t parts_inverse, heads_inverse;  // x / n without a division: x * (2^20 / n + 1) >> 20, for x < 2^10
-  int32_t cluster;  // blocks of a cluster, a unit's parts if units turn out to be equal; 1: blocks are launched on their own
+  int32_t cluster;  // CTAs of a cluster, a unit's parts if units turn out to be equal; 1: CTAs are launched on their own
 };
 
 struct DirectLaunch {
@@ -46,7 +46,7 @@ struct DirectLaunch {
 
 template <int kWidth>
 struct DirectTile {
-  static constexpr int kSlices = 128 / kWidth;    // of 16 tokens
+  static constexpr int kSlices = 128 / kWidth;  // of 16 tokens
   static constexpr int kTokens = 16 * kSlices;
   static constexpr int kKeyChunks = kWidth / 32;  // 16-byte chunks of a row that a lane holds
   static constexpr int kValueChunks = kWidth / 64;
@@ -61,7 +61,7 @@ struct alignas(16) DirectShared {
   T staged[2][3][kDirectRows][kWidth + 8];  // of two segments: the query, and the keys and values that the call appends
   DirectWork works[2];
   float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
-  LeanRange<uint32_t> range;  // of the schedule, for the first warp
+  LeanRange<uint32_t> range;         // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
   bool more;                         // the range holds more
   bool absent[2][kDirectRows];       // staged new tokens whose page is outside the pool
@@ -71,13 +71,14 @@ struct alignas(16) DirectShared {
 __device__ __forceinline__ uint4 read_once(const char* from) {
   uint4 x;
   asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "l"(from));
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from));
   return x;
 }
 
-// kTurns: query and new keys get their rotary encoding.
-template <class T, int kWidth, bool kTurns>
-struct DirectBlock {
+// kRope: query and new keys get their rotary embedding.
+template <class T, int kWidth, bool kRope>
+struct DirectCta {
   using Tile = DirectTile<kWidth>;
   static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens;
 
@@ -89,8 +90,8 @@ struct DirectBlock {
   uint4 keys[kSlices][2][Tile::kKeyChunks];
   uint4 values[kSlices][4][Tile::kValueChunks];
   float output[kWidth / 16][4];
-  float max[2], sum[2];  // of rows 2 t and 2 t + 1
-  unsigned missing;      // of the keys read last: a bit for each token whose page is outside the pool
+  float max[2], sum[2];        // of rows 2 t and 2 t + 1
+  unsigned missing;            // of the keys read last: a bit for each token whose page is outside the pool
   unsigned missing_rows;       // paged: the same for the tile that is read next
   int64_t key_row, value_row;  // and bytes to the row of its token `lane`
 
@@ -121,14 +122,14 @@ struct DirectBlock {
     return work;
   }
 
-  // This block's only segment where all units turn out to have the same number of tiles, of which the first so many blocks of
+  // This CTA's only segment where all units turn out to have the same number of tiles, of which the first so many CTAs of
   // each unit take equally many, or one more. False: they have not. A lane looks at a request; batch <= kDirectBatch.
   __device__ __forceinline__ bool equal_work(const DirectGrid& grid, DirectWork& work) const {
     LeanRequest request = lean_request(args, lane < args.batch ? lane : 0);
     const LeanSpan seen = keys_of_tokens(args, request, {0, request.tokens}).seen;
     const int key_tile = args.plan.key_tile;
     int first = seen.begin / key_tile;
-    const int count = (seen.end + key_tile - 1) / key_tile - first;
+    const int count = ceil_div(seen.end, key_tile) - first;
     if (args.batch > 1 && !__all_sync(kFullWarp, count == __shfl_sync(kFullWarp, count, 0))) return false;
     const int index = (blockIdx.x * grid.parts_inverse) >> 20, part = blockIdx.x - index * args.plan.equal_parts;
     const int parts = lean_max(lean_min(args.plan.equal_parts, count / kMinRangeWork), 1);
@@ -156,7 +157,7 @@ struct DirectBlock {
 
   // The nearest token of the segment that some row sees and the cache holds: others are not read.
   __device__ __forceinline__ int readable(const DirectWork& work, int token) const {
-    return lean_clamp(token, work.seen.begin, work.cached_end - 1);
+    return clamp(token, work.seen.begin, work.cached_end - 1);
   }
 
   // Paged caches: where the rows of the tile at `begin` lie. Its reads follow.
@@ -224,7 +225,7 @@ struct DirectBlock {
     if (row < args.group * work.unit.request.tokens) {
       const RowPlace place = row_place(args, work.unit, row);
       const T* const from = query_row<T>(args, work.unit, place);
-      if constexpr (kTurns)
+      if constexpr (kRope)
         x = rotated_chunk(rotation_at(args, work.unit.request.keys - work.unit.request.tokens + place.token), from, column);
       else x = *reinterpret_cast<const uint4*>(from + column);
     }
@@ -240,7 +241,7 @@ struct DirectBlock {
       const bool value = i >= tokens * kRowChunks;
       const int of_kind = value ? i - tokens * kRowChunks : i;
       const int token = from + of_kind / kRowChunks, column = of_kind % kRowChunks * 8;
-      AppendedChunk x = append_chunk<T, kTurns>(args, work.unit, token, value, column);
+      AppendedChunk x = append_chunk<T, kRope>(args, work.unit, token, value, column);
       if (!x.exists) x.data = make_uint4(0, 0, 0, 0);  // a token without a page is not seen
       *reinterpret_cast<uint4*>(&shared.staged[which][value ? 2 : 1][token - new_begin][column]) = x.data;
       if (column == 0 && !value) shared.absent[which][token - new_begin] = !x.exists;
@@ -312,7 +313,7 @@ struct DirectBlock {
       const unsigned gone = missing;
       missing = 0;
       if (more) read_keys(follows, following);
-      if (any) weigh(work, tile, gone, s);
+      if (any) online_softmax_pv(work, tile, gone, s);
       if (more) read_values(follows, following);
       if (last) return;
       tile = following;
@@ -343,8 +344,8 @@ struct DirectBlock {
       for (int i = 0; i < 4; ++i) s[slice][i] += other[slice][i];
   }
 
-  // Adds the tile's values by their weights. gone: a bit for each token without a page.
-  __device__ __forceinline__ void weigh(const DirectWork& work, int begin, unsigned gone, float (&s)[kSlices][4]) {
+  // The online softmax of the tile's scores, and the sum of its values by these weights. gone: a bit for each token without a page.
+  __device__ __forceinline__ void online_softmax_pv(const DirectWork& work, int begin, unsigned gone, float (&s)[kSlices][4]) {
     const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
@@ -430,7 +431,7 @@ struct DirectBlock {
   }
 
   // This warp's statistics and output to shared memory.
-  __device__ __forceinline__ void leave() const {
+  __device__ __forceinline__ void store_to_shared() const {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = 2 * member() + c;
@@ -478,7 +479,8 @@ struct DirectBlock {
       if (in_cluster) send_part(inbox, share, 0, row, d, o, top, total);
       else
 #endif
-      if (work.segment.count == 1) write_row<T>(args, work.unit, row, d, o, top, total);
+          if (work.segment.count == 1)
+        write_row<T>(args, work.unit, row, d, o, top, total);
       else write_partial(args, work.segment.slot, row, d, o, top, total);
     }
 #if __CUDA_ARCH__ >= 900
@@ -493,9 +495,8 @@ struct DirectBlock {
   }
 };
 
-template <class T, int kWidth, bool kTurns>
-__global__ void __launch_bounds__(kDirectThreads, 1)
-    LeanAttentionDirectKernel(const __grid_constant__ DirectLaunch launch) {
+template <class T, int kWidth, bool kRope>
+__global__ void __launch_bounds__(kDirectThreads, 1) LeanAttentionDirectKernel(const __grid_constant__ DirectLaunch launch) {
   using Tile = DirectTile<kWidth>;
   using P = uint32_t;
   const DirectGrid& grid = launch.grid;
@@ -507,8 +508,11 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   auto& shared = *reinterpret_cast<DirectShared<T, kWidth>*>(raw);
   const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Tile::kInboxItems, shared_address(&shared.inbox_full)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  DirectBlock<T, kWidth, kTurns> block{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)), warp, lane,
-                                       args.group * args.tokens, {}, {}, {}, {}, {}, 0, 0, 0, 0};
+  DirectCta<T, kWidth, kRope> cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)),
+                                  warp, lane,   args.group * args.tokens,
+                                  {},   {},     {},
+                                  {},   {},     0,
+                                  0,    0,      0};
   // By the first warp: the next part of a unit that the range holds, or that there is none.
   const auto next = [&](DirectWork& work) {
     bool more = shared.more;
@@ -519,7 +523,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
       more = static_cast<P>(lean_unit_end(args, unit)) < range.end;
       if (more) lean_next_unit(args, range.unit);
       if (!share.contributes) continue;
-      const DirectWork found = block.work_of(unit, segment_of(args, range, unit, share));
+      const DirectWork found = cta.work_of(unit, segment_of(args, range, unit, share));
       __syncwarp();
       if (lane == 0) work = found, shared.range.unit = range.unit, shared.more = more;
       __syncwarp();
@@ -528,15 +532,15 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     if (lane == 0) work.last = 1, work.begin = work.end = work.cached_end = work.read_end = 0;
   };
   int turn = 0;
-  // listed: there may be several segments, from the schedule. in_cluster: the contributors are the cluster's blocks.
+  // listed: there may be several segments, from the schedule. in_cluster: the contributors are the cluster's CTAs.
   bool begun = false, listed = true, in_cluster = false;
   DirectWork equal;
-  if (args.plan.equal_parts > 0 && args.batch <= kDirectBatch && block.equal_work(grid, equal)) {
-    // A block has one segment, which every warp finds by itself.
+  if (args.plan.equal_parts > 0 && args.batch <= kDirectBatch && cta.equal_work(grid, equal)) {
+    // A CTA has one segment, which every warp finds by itself.
     const uint32_t query_ready = shared_address(&shared.query_ready);
     if (threadIdx.x == 0) {
-      barrier_init(query_ready, block.kStagingThreads);
-      barrier_init(inbox.barrier, 1);
+      mbarrier_init(query_ready, cta.kStagingThreads);
+      mbarrier_init(inbox.barrier, 1);
 #if __CUDA_ARCH__ >= 900
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -551,12 +555,12 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     if (equal.last != 0) return;
     in_cluster = grid.cluster > 1 && equal.segment.count > 1;
     // Rows of the query first: behind those of the caches they would queue.
-    if (block.stages()) {
-      block.stage(equal, 0);
-      barrier_arrive(query_ready);
+    if (cta.stages()) {
+      cta.stage(equal, 0);
+      mbarrier_arrive(query_ready);
     }
-    block.read_first(equal);
-    barrier_wait(query_ready, 0);
+    cta.read_first(equal);
+    mbarrier_wait(query_ready, 0);
     turn = 1;
     begun = true;
     listed = false;
@@ -564,7 +568,8 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
     LeanRange<P> range = {};
     const bool exists = locate_range<P>(args, blockIdx.x, 1, range);
     if (lane == 0) {
-      shared.works[1].begin = shared.works[1].end = shared.works[1].cached_end = shared.works[1].read_end = 0;  // ahead of the first segment an empty one
+      shared.works[1].begin = shared.works[1].end = shared.works[1].cached_end = shared.works[1].read_end =
+          0;  // ahead of the first segment an empty one
       shared.range = range;
       shared.more = exists;
     }
@@ -576,14 +581,14 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
       if (warp == 0) next(shared.works[turn]);
       __syncthreads();
     }
-    block.run_segment(turn ^ 1);
+    cta.run_segment(turn ^ 1);
     const DirectWork& work = shared.works[turn ^ 1];
     const bool ends = shared.works[turn].last != 0;
-    if (begun) block.leave();
-    if (!ends && block.stages()) block.stage(shared.works[turn], turn);
+    if (begun) cta.store_to_shared();
+    if (!ends && cta.stages()) cta.stage(shared.works[turn], turn);
     __syncthreads();
     if (begun) {
-      block.join(work, inbox, in_cluster);
+      cta.join(work, inbox, in_cluster);
       if (!ends) __syncthreads();  // work and scratch have been read
     }
     if (ends) return;
@@ -591,7 +596,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1)
   }
 }
 
-// args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the multiprocessors may do.
+// args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the SMs may do.
 // Compiled by direct_launch.cu.in, a source file an instance.
 template <class T, int kWidth>
 int launch_direct(const LeanAttentionArgs& args, bool clusters, bool few_tokens, void* stream);

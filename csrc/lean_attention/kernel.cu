@@ -16,7 +16,7 @@ namespace leanfleet {
 
 namespace {
 
-// Kernel with float32 arithmetic on CUDA cores. A block of 4 warps takes tiles of 32 keys through two buffers; warp w
+// Kernel with float32 arithmetic on CUDA cores. A CTA of 4 warps takes tiles of 32 keys through two buffers; warp w
 // has rows w, w + 4, w + 8 and w + 12 of the unit. For the logits a lane is a token, for the output it is a column.
 constexpr int kFloatTokens = 32, kFloatRows = 16, kFloatWarps = 4, kFloatThreads = 32 * kFloatWarps;
 
@@ -53,8 +53,8 @@ struct FloatKernel {
                 unit.head * args.new_value_strides.head + token * args.new_value_strides.token;
       } else if (!missing) {
         key = static_cast<const T*>(args.key_cache) + at;
-        value = static_cast<const T*>(args.value_cache) +
-                cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
+        value =
+            static_cast<const T*>(args.value_cache) + cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
       }
     }
     float* const keys = tiles + buffer * kFloatTokens * (key_stride + value_stride);
@@ -71,8 +71,8 @@ struct FloatKernel {
       if constexpr (sizeof(T) == 4) {
         if (by_16_bytes) {
           for (int d = lane * 4; d < width; d += 128)
-            copy_async(shared_address(row + d), from != nullptr ? static_cast<const void*>(from + d) : args.key_cache,
-                       from != nullptr ? 16 : 0);
+            cp_async(shared_address(row + d), from != nullptr ? static_cast<const void*>(from + d) : args.key_cache,
+                     from != nullptr ? 16 : 0);
           continue;
         }
       }
@@ -89,9 +89,7 @@ struct FloatKernel {
     for (int i = threadIdx.x; i < (rows.end - rows.begin) * args.key_width; i += kFloatThreads) {
       const int row = i / args.key_width, d = i - row * args.key_width;
       const RowPlace at = row_place(args, unit, rows.begin + row);
-      query[i] = rows.begin + row < real_rows
-                     ? as_float(query_row<T>(args, unit, at)[d])
-                     : 0.0f;
+      query[i] = rows.begin + row < real_rows ? as_float(query_row<T>(args, unit, at)[d]) : 0.0f;
     }
     float o[kRows][8], max[kRows], sum[kRows];
     RowBounds bounds[kRows];
@@ -202,8 +200,9 @@ __global__ void __launch_bounds__(kFloatThreads)
                      static_cast<int64_t>(gridDim.x) * kFloatWarps);
   LeanRange<int64_t> range;
   if (!locate_range(args, blockIdx.x, lean_row_tiles(args), range)) return;
-  const FloatKernel<T> kernel{args, by_16_bytes, shared, query, static_cast<int>(threadIdx.x / 32),
-                              static_cast<int>(threadIdx.x % 32), key_stride, value_stride};
+  const FloatKernel<T> kernel{
+      args,       by_16_bytes, shared, query, static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32),
+      key_stride, value_stride};
   for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
     const LeanSegment segment = lean_segment_of(args, unit, share, range.work, range.ranges, range.index);
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
@@ -212,7 +211,7 @@ __global__ void __launch_bounds__(kFloatThreads)
   });
 }
 
-// Appends only. Prompts: the attention then reads all keys and values from the caches, through the copy engine.
+// Appends only. Prompts: the attention then reads all keys and values from the caches, through TMA.
 template <class T>
 __global__ void __launch_bounds__(256) LeanAttentionAppendKernel(const __grid_constant__ LeanAttentionArgs args) {
   append_all<T, uint4>(args, blockIdx.x * 8 + threadIdx.x / 32, gridDim.x * 8);
@@ -237,7 +236,7 @@ int launch_float(const LeanAttentionArgs& args, bool by_16_bytes, cudaStream_t s
 }
 
 // The architecture that the code loaded on a device was compiled for, such as 90: newer devices without code of their
-// own run that of an older one, which lacks the tensor copy engine.
+// own run that of an older one, which lacks TMA.
 int code_version(int device) {
   constexpr int kDevices = 64;
   static std::atomic<int> known[kDevices];
@@ -270,8 +269,8 @@ int greatest_common_divisor(int a, int b) {
 
 // A map of a cache as [outer][head][row][column] for boxes of `box_tokens` rows of 64 columns or, with whole_rows, as
 // [outer][head][row][box of 64 columns][column] for all columns. False: the driver has no such function or refuses.
-bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* data, const LeanCacheStrides& strides,
-                int width, int64_t elements, int box_tokens, bool whole_rows) {
+bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* data, const LeanCacheStrides& strides, int width,
+                int64_t elements, int box_tokens, bool whole_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
   if (encode == nullptr) return false;
@@ -293,14 +292,14 @@ bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* dat
   axis(rows, strides.token, box_tokens);
   axis(args.kv_heads, strides.head, 1);
   axis(outer, outer_stride, 1);
-  const auto type = args.dtype == static_cast<int>(DType::kFloat16) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16
-                                                                    : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
+  const auto type =
+      args.dtype == static_cast<int>(DType::kFloat16) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
   return encode(map, type, rank, const_cast<void*>(data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
                 CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_128B,
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// The keys of a tile and, for a block with so much shared memory, the slots of the ring.
+// The keys of a tile and, for a CTA with so much shared memory, the slots of the ring.
 void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int shared_bytes) {
   const auto of_tile = [&](auto tile) {
     *key_tile = decltype(tile)::kTokens;
@@ -319,7 +318,7 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
 }
 
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
-constexpr int kShortPart = 128;  // key tiles, measured
+constexpr int kShortPart = 128;                           // key tiles, measured
 
 // launch(type, width) for the call's half-precision type and a width of 64 or 128, both known to the compiler.
 template <class F>
@@ -359,7 +358,7 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   const bool wgmma = cudaGetDevice(&device) == cudaSuccess && takes_wgmma(args, device);
   if (wgmma && plan.row_tile == kWgmmaRows) plan.unit_overhead = kWgmmaUnitOverhead;
   choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
-  // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few multiprocessors idle: up to a
+  // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * lean_row_tiles_of(args, plan.row_tile);
   const int64_t parts = units > 0 ? sm_count / units : 0, busy = parts * units;
@@ -387,15 +386,15 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
     args.key_cache = args.key_cache_out;
     args.value_cache = args.value_cache_out;
   }
-  // Kernels for few rows turn queries and new keys as they read them; for others it is done once, before.
+  // Kernels for few rows rotate queries and new keys as they read them; for others it is done once, before.
   if (args.rotary_half > 0 && (element == 4 || args.plan.row_tile > 16 || args.rotary_half % 2 != 0 ||
                                !aligned(args.cos_cache, 16) || !aligned(args.sin_cache, 16))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
   }
   const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
-  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) &&
-                           aligned(args.value_cache, 16) && new_rows_aligned;
+  const bool by_16_bytes =
+      aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
   if (element == 4) return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
   const int width = padded_width(args);
   int key_tile = 0, slots = 0;
@@ -408,9 +407,8 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
       const int error = launch_rotate(args, stream);
       if (error != cudaSuccess) return error;
     }
-    return for_type(args, [&](auto type) {
-      return launch_float<decltype(type)>(args, false, static_cast<cudaStream_t>(stream));
-    });
+    return for_type(args,
+                    [&](auto type) { return launch_float<decltype(type)>(args, false, static_cast<cudaStream_t>(stream)); });
   }
   if (wgmma && args.append && args.tokens >= kAppendApart) {
     const int error =
@@ -420,7 +418,7 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   }
   const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
   // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
-  // contexts in one piece are read faster by the copy engine.
+  // contexts in one piece are read faster by TMA.
   const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width);
   if (args.plan.row_tile == kDirectRows && args.key_width == width && args.value_width == width && width <= 128 &&
       (few_tokens || args.cache_kind == kLeanPaged))
@@ -428,8 +426,8 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
       return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
     });
   LeanTileLoads loads = {};
-  loads.key_boxes = (args.key_width + kBoxColumns - 1) / kBoxColumns;
-  loads.value_boxes = (args.value_width + kBoxColumns - 1) / kBoxColumns;
+  loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
+  loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
   if (wgmma) loads.key_boxes = loads.value_boxes = width / kBoxColumns;  // its products take all columns: zeros beyond D
   loads.stream_once = lean_row_tiles(args) == 1;
   loads.slots = slots;
@@ -442,12 +440,12 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   loads.whole_rows = args.plan.row_tile <= 16 && args.key_width % kBoxColumns == 0 && args.value_width % kBoxColumns == 0;
   CUtensorMap key_map = {}, value_map = {};
   loads.tensor_maps = code_version(device) >= 90 && loads.box_tokens >= 16 &&
-                      encode_map(&key_map, args, args.key_cache, args.key_strides, args.key_width,
-                                 args.key_cache_elements, loads.box_tokens, loads.whole_rows) &&
+                      encode_map(&key_map, args, args.key_cache, args.key_strides, args.key_width, args.key_cache_elements,
+                                 loads.box_tokens, loads.whole_rows) &&
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
                                  args.value_cache_elements, loads.box_tokens, loads.whole_rows);
-  loads.whole_tiles = loads.tensor_maps && loads.boxes == 1 && args.cache_kind != kLeanPaged &&
-                      (!args.append || args.plan.row_tile <= 16);
+  loads.whole_tiles =
+      loads.tensor_maps && loads.boxes == 1 && args.cache_kind != kLeanPaged && (!args.append || args.plan.row_tile <= 16);
   // One warp keeps up with copies of whole tiles; others help to gather rows, to look up pages and to issue small
   // copies. The last warp tells the consumers what to do; it copies too where all 4 are needed.
   loads.copy_warps = loads.whole_tiles ? 1 : 4;

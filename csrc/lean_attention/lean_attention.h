@@ -5,17 +5,14 @@
 
 #include <cstdint>
 
+#include "core/strides.h"
+
 namespace leanfleet {
 
 enum LeanCacheKind : int32_t {
   kLeanDense = 0,   // [B,Hkv,S,D]
   kLeanRagged = 1,  // [Hkv,total,D]: request b owns positions cu_seqlens[b] .. cu_seqlens[b+1]
   kLeanPaged = 2,   // [P,block,Hkv,D]: page j of request b is block_table[b,j]
-};
-
-// Element strides of a tensor with batch, heads and tokens; the innermost stride is 1.
-struct LeanStrides {
-  int64_t batch, head, token;
 };
 
 // Element strides of a cache: position j of request b under key/value head h begins at
@@ -28,13 +25,13 @@ struct LeanCacheStrides {
 // How the work is cut: a unit of work is one tile of query rows of one key/value head of one request, and its
 // context is cut into key/value tiles. Chosen by the launcher; see schedule.h.
 struct LeanPlan {
-  int32_t key_tile;         // keys of a key/value tile
-  int32_t row_tile;         // packed query rows of a unit: row = token * group + head in the group
-  int32_t unit_overhead;    // cost of starting and finishing a unit, in key/value tiles
-  int32_t max_ranges;       // shares that the work is cut into, at most
-  int32_t min_range_work;   // no share is smaller, in key/value tiles
-  int32_t equal_parts;      // of a unit if all units have equally many tiles: at most so many; 0: no such rule
-  bool equal_halved;        // they are so many, or half, a quarter, ...
+  int32_t key_tile;        // keys of a key/value tile
+  int32_t row_tile;        // packed query rows of a unit: row = token * group + head in the group
+  int32_t unit_overhead;   // cost of starting and finishing a unit, in key/value tiles
+  int32_t max_ranges;      // shares that the work is cut into, at most
+  int32_t min_range_work;  // no share is smaller, in key/value tiles
+  int32_t equal_parts;     // of a unit if all units have equally many tiles: at most so many; 0: no such rule
+  bool equal_halved;       // they are so many, or half, a quarter, ...
 };
 
 // A GPU's kernel waits for each of the 64-byte lines of its arguments that it uses, one after the other, so that what every
@@ -51,37 +48,37 @@ struct LeanAttentionArgs {
   bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
   LeanPlan plan;
 
-  const void* query;          // T [B,H,Nq,D]; packed with new_key and new_value, all three have the strides of the whole
-  const void* key_cache;      // T
-  const void* value_cache;    // T
-  LeanStrides query_strides;
+  const void* query;        // T [B,H,Nq,D]; packed with new_key and new_value, all three have the strides of the whole
+  const void* key_cache;    // T
+  const void* value_cache;  // T
+  Strides query_strides;
   LeanCacheStrides key_strides, value_strides;
   int32_t key_width, value_width;  // D, Dv
-  float scale;     // of the logits, never 0
-  float softcap;   // 0: off
+  float scale;                     // of the logits, never 0
+  float softcap;                   // 0: off
 
-  void* output;               // T [B,H,Nq,Dv]
-  float* lse;                 // [B,H,Nq], natural logarithm
-  const float* sinks;         // [H] or null
-  LeanStrides output_strides, lse_strides;
+  void* output;        // T [B,H,Nq,Dv]
+  float* lse;          // [B,H,Nq], natural logarithm
+  const float* sinks;  // [H] or null
+  Strides output_strides, lse_strides;
 
-  // Rotary encoding of query and new_key at the tokens' positions: pairs of the first 2 * rotary_half columns turn, in
+  // Rotary embedding of query and new_key at the tokens' positions: pairs of the first 2 * rotary_half columns are rotated, in
   // float32, and are rounded to T. rotary_half 0: none. Positions beyond the tables take their last row.
-  const float* cos_cache;     // [rotary_positions, rotary_half] or null
-  const float* sin_cache;     // the same
+  const float* cos_cache;  // [rotary_positions, rotary_half] or null
+  const float* sin_cache;  // the same
   int32_t rotary_half, rotary_positions;
-  const void* new_key;        // T [B,Hkv,Nq,D] with append, else null
-  const void* new_value;      // T [B,Hkv,Nq,Dv] with append, else null
-  LeanStrides new_key_strides, new_value_strides;
-  void* key_cache_out;        // T with append, else null; may be key_cache
-  void* value_cache_out;      // T with append, else null; may be value_cache
+  const void* new_key;    // T [B,Hkv,Nq,D] with append, else null
+  const void* new_value;  // T [B,Hkv,Nq,Dv] with append, else null
+  Strides new_key_strides, new_value_strides;
+  void* key_cache_out;    // T with append, else null; may be key_cache
+  void* value_cache_out;  // T with append, else null; may be value_cache
 
-  const int32_t* cu_seqlens;  // [B+1], ragged only
-  const int32_t* block_table;  // [B,M], paged only
+  const int32_t* cu_seqlens;                    // [B+1], ragged only
+  const int32_t* block_table;                   // [B,M], paged only
   int32_t block, pages_per_request, num_pages;  // paged: block, M, P; else 0
   int32_t heads;
-  int32_t dtype;       // DType of the T tensors
-  bool bfloat16_products;  // on a CPU: the processor multiplies bfloat16 directly
+  int32_t dtype;                                     // DType of the T tensors
+  bool bfloat16_products;                            // on a CPU: the processor multiplies bfloat16 directly
   int64_t key_cache_elements, value_cache_elements;  // of the whole caches
 
   // Scratch, of any content at entry.
@@ -89,17 +86,17 @@ struct LeanAttentionArgs {
   float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
-  void* rotated_query;    // T, query's shape and strides; CUDA with a rotary encoding
+  void* rotated_query;    // T, query's shape and strides; CUDA with a rotary embedding
   void* rotated_key;      // T, new_key's; the same with append
   // Sync words, zero between launches.
-  uint32_t* tickets;      // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
+  uint32_t* tickets;  // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };
 
 // How CUDA cuts the work of a call of these shapes. forced_ranges: so many shares instead, or 0.
 LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges);
 
-// Writes the rotary encodings of query and new_key to the scratch for them and makes these the arguments' query and
-// new_key, without a rotary encoding. Returns a cudaError_t.
+// Writes the rotary embeddings of query and new_key to the scratch for them and makes these the arguments' query and
+// new_key, without a rotary embedding. Returns a cudaError_t.
 int launch_rotate(LeanAttentionArgs& args, void* stream);
 
 // Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.

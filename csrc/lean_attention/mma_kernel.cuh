@@ -1,25 +1,25 @@
-// LeanAttention on tensor cores for float16 and bfloat16: one persistent block per multiprocessor and range of the
-// schedule. A producer streams key and value tiles through a ring of shared-memory slots, by the tensor copy engine
+// LeanAttention on tensor cores for float16 and bfloat16: one persistent CTA per SM and range of the
+// schedule. A producer streams key and value tiles through a ring of shared-memory slots, by TMA
 // where there is one (sm_90) and by cp.async otherwise, and runs ahead of the consumers across units; consumer warps
 // compute with mma.sync.
 //
 // Two ways to share a tile among consumer warps:
 //   up to 16 rows    8 warps, each with its own tokens of every second tile and softmax statistics of its own, merged
-//                    once a segment. The product is turned round, S^T = K Q^T and O^T = V^T P^T, so that a decode step's few
+//                    once a segment. The products are transposed, S^T = K Q^T and O^T = V^T P^T, so that a decode step's few
 //                    rows stand on the side of the mma that is 8 wide and not on the one that is 16 wide.
 //   up to 128 rows   8 warps, each with its own 16 rows and all tokens. On sm_90a wgmma_kernel.cuh has these for widths
 //                    up to 128.
 //
-// The producer alone reads the schedule; it hands each segment, with the query rows of few, to the consumers through a queue
+// The producer alone reads the schedule; it passes each segment, with the query rows of few, to the consumers through a queue
 // in shared memory.
 //
-// Partial results of a unit of up to 16 rows meet in shared memory where all its ranges are blocks of one cluster: each
-// block sends its part to the block that merges it. Launches are clustered where few units of equal length are likely; any
+// Partial results of a unit of up to 16 rows meet in shared memory where all its ranges are CTAs of one cluster: each
+// CTA sends its part to the CTA that merges it. Launches are clustered where few units of equal length are likely; any
 // other unit, and every unit if the lengths turn out to differ, is merged by its last contributor, through global memory.
 //
 // A slot holds the keys or the values of one tile as lines of 64 columns, 128 bytes: [box of columns][token], or
 // [token][box] where whole rows of several boxes come in one copy, which reads memory in longer pieces. The 16-byte
-// chunk c of line n stands at place c ^ (n % 8): the copy engine's 128-byte swizzle.
+// chunk c of line n stands at place c ^ (n % 8): TMA's 128-byte swizzle.
 #pragma once
 
 #include <cuda.h>
@@ -33,28 +33,28 @@ namespace leanfleet {
 constexpr int kBoxColumns = 64;  // 128 bytes, the span of the swizzle
 
 struct LeanTileLoads {
-  bool tensor_maps;       // keys and values come through the maps below
-  int32_t box_tokens;     // tokens of one copy; divides the key tile
-  int32_t boxes;          // copies for the tokens of a tile
-  int32_t box_slices;     // box_tokens / 16
-  bool whole_rows;        // lines stand as [token][box]: a copy brings all columns
-  int32_t slots;          // of the ring
+  bool tensor_maps;                // keys and values come through the maps below
+  int32_t box_tokens;              // tokens of one copy; divides the key tile
+  int32_t boxes;                   // copies for the tokens of a tile
+  int32_t box_slices;              // box_tokens / 16
+  bool whole_rows;                 // lines stand as [token][box]: a copy brings all columns
+  int32_t slots;                   // of the ring
   int32_t key_boxes, value_boxes;  // lines of 64 columns in a row
-  bool whole_tiles;       // every tile is one copy of keys and one of values, nothing is gathered or looked up; the warp that
-                          // copies appends
-  int32_t copy_warps;     // producer warps that copy: 1 or 4
-  bool stream_once;       // no other unit reads the same keys: they need not stay in the L2 cache
-  bool clusters;          // blocks may be launched in clusters
-  int32_t cluster;        // blocks of a cluster; 1: they are launched on their own
+  bool whole_tiles;    // every tile is one copy of keys and one of values, nothing is gathered or looked up; the warp that
+                       // copies appends
+  int32_t copy_warps;  // producer warps that copy: 1 or 4
+  bool stream_once;    // no other unit reads the same keys: they need not stay in the L2 cache
+  bool clusters;       // CTAs may be launched in clusters
+  int32_t cluster;     // CTAs of a cluster; 1: they are launched on their own
 };
 
-// A segment as the producer hands it to the consumers.
+// A segment, as the consumers get it from the producer.
 struct LeanWork {
   LeanUnit unit;
   LeanSegment segment;
   int32_t first;    // the range that begins the unit
   int32_t last;     // not 0: there is no more work, the rest is not set
-  bool in_cluster;  // all contributors are blocks of this block's cluster
+  bool in_cluster;  // all contributors are CTAs of this CTA's cluster
   LeanSpan seen;    // keys that at least one row of the unit sees
   LeanSpan common;  // keys that all its rows see, padding aside
 };
@@ -102,7 +102,7 @@ struct LeanTile {
 };
 
 // Arrives once this thread's earlier cp.async have landed.
-__device__ __forceinline__ void barrier_arrive_after_copies(uint32_t barrier) {
+__device__ __forceinline__ void mbarrier_arrive_after_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared.b64 [%0];" ::"r"(barrier) : "memory");
 }
 
@@ -133,34 +133,35 @@ struct RingAddresses {
   uint32_t slots, full, empty;  // shared addresses; barriers are 8 bytes apart
   uint32_t queue_full, queue_empty;
   LeanWork* queue;
-  char* queries;                // [kQueue][kQueuedQueryBytes]
-  uint16_t* masked_out;         // [slots][kTokens / 16] paged caches: a bit for each token without a page
+  char* queries;         // [kQueue][kQueuedQueryBytes]
+  uint16_t* masked_out;  // [slots][kTokens / 16] paged caches: a bit for each token without a page
 };
 
 #if __CUDA_ARCH__ >= 900
-// All of a warp's arrivals; the phase also waits for `bytes` of the copy engine.
-__device__ __forceinline__ void arrive_expecting(uint32_t barrier, uint32_t bytes) {
+// All of a warp's arrivals; the phase also waits for `bytes` of TMA.
+__device__ __forceinline__ void warp_arrive_expect_tx(uint32_t barrier, uint32_t bytes) {
   asm volatile("mbarrier.expect_tx.relaxed.cta.shared::cta.b64 [%0], %1;" ::"r"(barrier), "r"(bytes) : "memory");
   asm volatile("{\n.reg .b64 state;\nmbarrier.arrive.release.cta.shared::cta.b64 state, [%0], %1;\n}" ::"r"(barrier),
-               "n"(kFillArrivals) : "memory");
+               "n"(kFillArrivals)
+               : "memory");
 }
 
 // All columns of some tokens, as [token][box][64].
-__device__ __forceinline__ void copy_rows(uint32_t to, const CUtensorMap* map, int token, int head, int outer,
-                                          uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void tma_load_rows(uint32_t to, const CUtensorMap* map, int token, int head, int outer,
+                                              uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(0), "r"(token), "r"(head), "r"(outer),
-      "r"(barrier), "l"(policy)
+      "[%0], [%1, {%2, %2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(0), "r"(token), "r"(head), "r"(outer), "r"(barrier), "l"(policy)
       : "memory");
 }
 
-__device__ __forceinline__ void copy_box(uint32_t to, const CUtensorMap* map, int column, int token, int head, int outer,
-                                         uint32_t barrier, uint64_t policy) {
+__device__ __forceinline__ void tma_load_box(uint32_t to, const CUtensorMap* map, int column, int token, int head, int outer,
+                                             uint32_t barrier, uint64_t policy) {
   asm volatile(
       "cp.async.bulk.tensor.4d.shared::cluster.global.tile.mbarrier::complete_tx::bytes.L2::cache_hint "
-      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to), "l"(map), "r"(column), "r"(token), "r"(head), "r"(outer),
-      "r"(barrier), "l"(policy)
+      "[%0], [%1, {%2, %3, %4, %5}], [%6], %7;" ::"r"(to),
+      "l"(map), "r"(column), "r"(token), "r"(head), "r"(outer), "r"(barrier), "l"(policy)
       : "memory");
 }
 #endif
@@ -177,8 +178,8 @@ __device__ __forceinline__ RowBounds row_bounds(const LeanAttentionArgs& args, c
 }
 
 // Fills the ring with the tiles of the range, keys and values in turn, and the queue with its segments.
-// kTurns: new keys get their rotary encoding.
-template <class T, class Tile, bool kTurns>
+// kRope: new keys get their rotary embedding.
+template <class T, class Tile, bool kRope>
 struct TileProducer {
   const LeanAttentionArgs& args;
   const LeanTileLoads& loads;
@@ -190,7 +191,7 @@ struct TileProducer {
   RingPlace place, waiting;  // of the group whose turn it is, and of the other
 
   static constexpr int kTokens = Tile::kTokens;
-  static constexpr bool kQueuesQuery = Tile::kSplitTokens && !kTurns;
+  static constexpr bool kQueuesQuery = Tile::kSplitTokens && !kRope;
 
   // `exists`: the range holds work; else only the end of the queue is told.
   template <class P>
@@ -207,79 +208,80 @@ struct TileProducer {
       return;
     }
 #endif
-    if (exists) for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
-      if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
-      if (!copies) return;
-      const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
-      // Rows that this launch appends come from new_key and new_value: other blocks may be writing them.
-      const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
-      const int box_tokens = loads.box_tokens, boxes = loads.boxes;
-      const bool paged = args.cache_kind == kLeanPaged;
-      // Page ids of 32 boxes in a row, a lane each, and of the next 32.
-      const auto page_of_box = [&](int64_t box) {
-        const int64_t token = box * box_tokens;
-        if (token >= keys.end || box < 0) return -1;
-        const int page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + token / args.block];
-        return static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages) ? page : -1;
-      };
-      int pages = -1, next_pages = -1;
-      const int64_t first_box = static_cast<int64_t>(share.tiles.begin) * boxes;
-      if (loads.tensor_maps && paged) {
-        pages = page_of_box(first_box + lane);
-        next_pages = page_of_box(first_box + 32 + lane);
-      }
-      int box_of_window = 0;
-#pragma unroll 1
-      for (int tile = share.tiles.begin; tile < share.tiles.end; ++tile) {
-        const int begin = tile * kTokens;
-        const bool through_maps = loads.tensor_maps && (!args.append || begin + kTokens <= new_begin);
-        if (through_maps) {
-#if __CUDA_ARCH__ >= 900
-          // Lane j issues the copies of box j of the tile, in copying warp j % warps.
-          int outer = args.cache_kind == kLeanDense ? unit.b : 0;
-          int token = unit.request.start + begin + lane * box_tokens;
-          bool wanted = lane < boxes && (lane & (warps - 1)) == warp && begin + lane * box_tokens < keys.end;
-          if (paged) {
-            outer = __shfl_sync(kFullWarp, pages, (box_of_window + lane) % 32);
-            token = (begin + lane * box_tokens) % args.block;
-            wanted = wanted && outer >= 0;
-          }
-          const unsigned issue = __ballot_sync(kFullWarp, wanted);
-          copy_boxes(key_map, loads.key_boxes, unit.head, token, outer, issue, paged, policy);
-          copy_boxes(value_map, loads.value_boxes, unit.head, token, outer, issue, false, policy);
-#endif
-        } else {
-          gather_tile(unit, keys, begin, new_begin);
-        }
-        next_group();
+    if (exists)
+      for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
+        if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
+        if (!copies) return;
+        const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
+        // Rows that this launch appends come from new_key and new_value: other CTAs may be writing them.
+        const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
+        const int box_tokens = loads.box_tokens, boxes = loads.boxes;
+        const bool paged = args.cache_kind == kLeanPaged;
+        // Page ids of 32 boxes in a row, a lane each, and of the next 32.
+        const auto page_of_box = [&](int64_t box) {
+          const int64_t token = box * box_tokens;
+          if (token >= keys.end || box < 0) return -1;
+          const int page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + token / args.block];
+          return static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages) ? page : -1;
+        };
+        int pages = -1, next_pages = -1;
+        const int64_t first_box = static_cast<int64_t>(share.tiles.begin) * boxes;
         if (loads.tensor_maps && paged) {
-          box_of_window += boxes;
-          if (box_of_window == 32) {
-            box_of_window = 0;
-            pages = next_pages;
-            next_pages = page_of_box((tile + 1) * static_cast<int64_t>(boxes) + 32 + lane);
+          pages = page_of_box(first_box + lane);
+          next_pages = page_of_box(first_box + 32 + lane);
+        }
+        int box_of_window = 0;
+#pragma unroll 1
+        for (int tile = share.tiles.begin; tile < share.tiles.end; ++tile) {
+          const int begin = tile * kTokens;
+          const bool through_maps = loads.tensor_maps && (!args.append || begin + kTokens <= new_begin);
+          if (through_maps) {
+#if __CUDA_ARCH__ >= 900
+            // Lane j issues the copies of box j of the tile, in copying warp j % warps.
+            int outer = args.cache_kind == kLeanDense ? unit.b : 0;
+            int token = unit.request.start + begin + lane * box_tokens;
+            bool wanted = lane < boxes && (lane & (warps - 1)) == warp && begin + lane * box_tokens < keys.end;
+            if (paged) {
+              outer = __shfl_sync(kFullWarp, pages, (box_of_window + lane) % 32);
+              token = (begin + lane * box_tokens) % args.block;
+              wanted = wanted && outer >= 0;
+            }
+            const unsigned issue = __ballot_sync(kFullWarp, wanted);
+            copy_boxes(key_map, loads.key_boxes, unit.head, token, outer, issue, paged, policy);
+            copy_boxes(value_map, loads.value_boxes, unit.head, token, outer, issue, false, policy);
+#endif
+          } else {
+            gather_tile(unit, keys, begin, new_begin);
+          }
+          next_group();
+          if (loads.tensor_maps && paged) {
+            box_of_window += boxes;
+            if (box_of_window == 32) {
+              box_of_window = 0;
+              pages = next_pages;
+              next_pages = page_of_box((tile + 1) * static_cast<int64_t>(boxes) + 32 + lane);
+            }
           }
         }
-      }
-    });
+      });
     if (publishes) {
-      barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
-      if constexpr (kQueuesQuery) barrier_arrive_after_copies(ring.queue_full + queued.slot * 8);
+      mbarrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
+      if constexpr (kQueuesQuery) mbarrier_arrive_after_cp_async(ring.queue_full + queued.slot * 8);
       if (lane == 0) {
         ring.queue[queued.slot].last = 1;
-        barrier_arrive(ring.queue_full + queued.slot * 8);
+        mbarrier_arrive(ring.queue_full + queued.slot * 8);
       }
     }
     asm volatile("cp.async.wait_all;" ::: "memory");
   }
 
-  // Tells the consumers of a segment and starts to copy its query rows. Turned queries they read themselves: a warp that
-  // copies cannot wait for what it would have to turn.
+  // Tells the consumers of a segment and starts to copy its query rows. Queries that need a rotary embedding they read themselves: a warp that
+  // copies cannot wait for what it would have to rotate.
   __device__ __forceinline__ void publish(const LeanUnit& unit, const LeanSegment& segment, bool equal, RingPlace& queued) {
-    barrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
+    mbarrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
     if constexpr (kQueuesQuery) {
       queue_query(unit, shared_address(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
-      barrier_arrive_after_copies(ring.queue_full + queued.slot * 8);
+      mbarrier_arrive_after_cp_async(ring.queue_full + queued.slot * 8);
     }
     const RowsKeys keys = keys_of_tokens(args, unit.request, lean_unit_tokens(args, unit.request, unit.row_tile));
     if (lane == 0) {
@@ -291,7 +293,7 @@ struct TileProducer {
       work.in_cluster = equal && segment.count > 1 && work.first % loads.cluster + segment.count <= loads.cluster;
       work.seen = keys.seen;
       work.common = keys.common;
-      barrier_arrive(ring.queue_full + queued.slot * 8);
+      mbarrier_arrive(ring.queue_full + queued.slot * 8);
     }
     __syncwarp();
     queued.next();
@@ -311,7 +313,7 @@ struct TileProducer {
       const int token = args.tokens == 1 ? 0 : small_quotient(rows.begin + row, args.group);
       const T* const from = of_unit + token * args.query_strides.token +
                             (rows.begin + row - token * args.group) * args.query_strides.head + column;
-      copy_async(to + (row * Tile::kQueryStride + column) * 2, read ? from : of_unit, read ? 16 : 0);
+      cp_async(to + (row * Tile::kQueryStride + column) * 2, read ? from : of_unit, read ? 16 : 0);
     }
   }
 
@@ -333,7 +335,8 @@ struct TileProducer {
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int begin = tile * kTokens;
-      if (begin > new_begin - kTokens) append_tokens(unit, lean_max(begin, new_begin), lean_min(begin + kTokens, unit.request.keys));
+      if (begin > new_begin - kTokens)
+        append_tokens(unit, lean_max(begin, new_begin), lean_min(begin + kTokens, unit.request.keys));
       if (lane != 0) continue;
       const int token = unit.request.start + begin;
       copy_whole_tile(key_map, loads.key_boxes, unit.head, token, outer, policy);
@@ -342,14 +345,14 @@ struct TileProducer {
     }
   }
 
-  // Writes the new keys and values at positions [begin, end) to the cache, where the copy engine then sees them.
+  // Writes the new keys and values at positions [begin, end) to the cache, where TMA then sees them.
   __device__ __forceinline__ void append_tokens(const LeanUnit& unit, int begin, int end) {
     const int key_chunks = args.key_width / 8, chunks = key_chunks + args.value_width / 8;
 #pragma unroll 1
     for (int i = lane; i < (end - begin) * chunks; i += 32) {
       const int of_token = small_quotient(i, chunks), chunk = i - of_token * chunks;
       const bool value = chunk >= key_chunks;
-      append_chunk<T, kTurns>(args, unit, begin + of_token, value, (value ? chunk - key_chunks : chunk) * 8);
+      append_chunk<T, kRope>(args, unit, begin + of_token, value, (value ? chunk - key_chunks : chunk) * 8);
     }
     asm volatile("fence.proxy.async.global;" ::: "memory");
     __syncwarp();
@@ -358,20 +361,20 @@ struct TileProducer {
   __device__ __forceinline__ void copy_whole_tile(const CUtensorMap* map, int columns, int head, int token, int outer,
                                                   uint64_t policy) {
     const uint32_t to = acquire(), full = ring.full + place.slot * 8;
-    arrive_expecting(full, columns * kTokens * 128);
+    warp_arrive_expect_tx(full, columns * kTokens * 128);
     if (loads.whole_rows) {
-      copy_rows(to, map, token, head, outer, full, policy);
+      tma_load_rows(to, map, token, head, outer, full, policy);
     } else {
 #pragma unroll 1
       for (int c = 0; c < columns; ++c)
-        copy_box(to + c * kTokens * 128, map, c * kBoxColumns, token, head, outer, full, policy);
+        tma_load_box(to + c * kTokens * 128, map, c * kBoxColumns, token, head, outer, full, policy);
     }
     place.next();
   }
 #endif
 
   __device__ __forceinline__ uint32_t acquire() {
-    barrier_wait(ring.empty + place.slot * 8, place.parity ^ 1);
+    mbarrier_wait(ring.empty + place.slot * 8, place.parity ^ 1);
     return ring.slots + place.slot * Tile::kSlotBytes;
   }
 
@@ -392,17 +395,17 @@ struct TileProducer {
       }
     }
     __syncwarp();
-    // A slot that cp.async filled before is written by the copy engine now.
+    // A slot that cp.async filled before is written by TMA now.
     if (args.append) asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
-    if (lane == 0) arrive_expecting(full, __popc(issue) * columns * box_tokens * 128);
+    if (lane == 0) warp_arrive_expect_tx(full, __popc(issue) * columns * box_tokens * 128);
     __syncwarp();
     if (issue >> lane & 1) {
       if (loads.whole_rows) {
-        copy_rows(to + lane * box_tokens * columns * 128, map, token, head, outer, full, policy);
+        tma_load_rows(to + lane * box_tokens * columns * 128, map, token, head, outer, full, policy);
       } else {
 #pragma unroll 1
         for (int c = 0; c < columns; ++c)
-          copy_box(to + (c * kTokens + lane * box_tokens) * 128, map, c * kBoxColumns, token, head, outer, full, policy);
+          tma_load_box(to + (c * kTokens + lane * box_tokens) * 128, map, c * kBoxColumns, token, head, outer, full, policy);
       }
     }
     __syncwarp();
@@ -433,23 +436,23 @@ struct TileProducer {
                           unit.head * args.new_value_strides.head + token * args.new_value_strides.token;
         } else if (!page_missing) {
           key_rows[g] = static_cast<const T*>(args.key_cache) + at;
-          value_rows[g] = static_cast<const T*>(args.value_cache) +
-                          cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
+          value_rows[g] =
+              static_cast<const T*>(args.value_cache) + cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
         }
       }
       bits[g] = __ballot_sync(kFullWarp, page_missing);
     }
     gather_rows(key_rows, loads.key_boxes, args.key_width, static_cast<const T*>(args.key_cache), first, per_warp, bits,
-                args.cache_kind == kLeanPaged, begin, kTurns ? new_begin : INT32_MAX);
-    gather_rows(value_rows, loads.value_boxes, args.value_width, static_cast<const T*>(args.value_cache), first,
-                per_warp, bits, false, begin, INT32_MAX);
+                args.cache_kind == kLeanPaged, begin, kRope ? new_begin : INT32_MAX);
+    gather_rows(value_rows, loads.value_boxes, args.value_width, static_cast<const T*>(args.value_cache), first, per_warp, bits,
+                false, begin, INT32_MAX);
   }
 
-  // Rows at positions from turn_from on turn.
+  // Rows at positions from rope_from on get their rotary embedding.
   template <int kGroups>
   __device__ __forceinline__ void gather_rows(const T* const (&rows)[kGroups], int boxes, int width, const T* readable,
-                                              int first, int per_warp, const unsigned (&bits)[kGroups],
-                                              bool note_pages, int begin, int turn_from) {
+                                              int first, int per_warp, const unsigned (&bits)[kGroups], bool note_pages,
+                                              int begin, int rope_from) {
     const uint32_t to = acquire();
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
@@ -463,17 +466,17 @@ struct TileProducer {
         for (int chunk = lane % 8; chunk < boxes * 8; chunk += 8) {
           const bool read = row != 0 && chunk * 8 < width;
           const int token = first + g * 32 + t + lane / 8;
-          const uint32_t place_of_chunk = to + (loads.whole_rows ? line_offset(token * boxes + chunk / 8, chunk % 8)
-                                                                 : slot_offset<kTokens>(token, chunk));
-          if constexpr (kTurns) {
-            if (read && begin + token >= turn_from) {
+          const uint32_t place_of_chunk =
+              to + (loads.whole_rows ? line_offset(token * boxes + chunk / 8, chunk % 8) : slot_offset<kTokens>(token, chunk));
+          if constexpr (kRope) {
+            if (read && begin + token >= rope_from) {
               const uint4 x = rotated_chunk(rotation_at(args, begin + token), reinterpret_cast<const T*>(row), chunk * 8);
-              asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(place_of_chunk), "r"(x.x), "r"(x.y), "r"(x.z),
-                           "r"(x.w) : "memory");
+              asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(place_of_chunk), "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w)
+                           : "memory");
               continue;
             }
           }
-          copy_async(place_of_chunk, read ? reinterpret_cast<const T*>(row) + chunk * 8 : readable, read ? 16 : 0);
+          cp_async(place_of_chunk, read ? reinterpret_cast<const T*>(row) + chunk * 8 : readable, read ? 16 : 0);
         }
       }
       if (note_pages && lane == 0) {
@@ -483,21 +486,19 @@ struct TileProducer {
       }
     }
     const uint32_t full = ring.full + place.slot * 8;
-    barrier_arrive_after_copies(full);
+    mbarrier_arrive_after_cp_async(full);
     __syncwarp();
-    if (lane == 0) barrier_arrive(full);
+    if (lane == 0) mbarrier_arrive(full);
     place.next();
   }
 };
 
 // Masks a pair of 16-bit values: the low one stays if `low`, the high one if `high`.
-__device__ __forceinline__ uint32_t keep_pair(bool low, bool high) {
-  return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u);
-}
+__device__ __forceinline__ uint32_t keep_pair(bool low, bool high) { return (low ? 0xffffu : 0u) | (high ? 0xffff0000u : 0u); }
 
-// A consumer warp that holds its own tokens of every tile, for units of up to 8 * kBlocks rows. kTurns: queries get their
-// rotary encoding.
-template <class T, int kWidth, int kBlocks, bool kTurns>
+// A consumer warp that holds its own tokens of every tile, for units of up to 8 * kBlocks rows. kRope: queries get their
+// rotary embedding.
+template <class T, int kWidth, int kBlocks, bool kRope>
 struct TokenConsumer {
   using Tile = LeanTile<kWidth, 8 * kBlocks>;
   static constexpr int kTokens = Tile::kTokens;
@@ -508,7 +509,7 @@ struct TokenConsumer {
   const LeanAttentionArgs& args;
   const LeanTileLoads& loads;
   const RingAddresses& ring;
-  float* scratch;            // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
+  float* scratch;  // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
   ClusterInbox inbox;
   int warp, lane;
   RingPlace place;
@@ -523,7 +524,7 @@ struct TokenConsumer {
     int turn = 0;  // which half of the warps has the next tile
 #pragma unroll 1
     for (;;) {
-      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
       const LeanWork& work = ring.queue[queued.slot];
       if (work.last != 0) return;
       begin_unit(work.unit, reinterpret_cast<const T*>(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
@@ -539,7 +540,7 @@ struct TokenConsumer {
       }
       finish(work);
       __syncwarp();
-      if (lane == 0) barrier_arrive(ring.queue_empty + queued.slot * 8);
+      if (lane == 0) mbarrier_arrive(ring.queue_empty + queued.slot * 8);
       queued.next();
     }
   }
@@ -547,8 +548,8 @@ struct TokenConsumer {
   // rows_from: the unit's rows as the producer has queued them.
   __device__ __forceinline__ void begin_unit(const LeanUnit& unit, const T* rows_from) {
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-    if constexpr (kTurns) {
-      turn_query(unit, rows.begin, lean_min(rows.end, args.group * unit.request.tokens));
+    if constexpr (kRope) {
+      rotate_query(unit, rows.begin, lean_min(rows.end, args.group * unit.request.tokens));
       rows_from = reinterpret_cast<const T*>(scratch);
     }
 #pragma unroll
@@ -557,8 +558,7 @@ struct TokenConsumer {
 #pragma unroll
       for (int k = 0; k < kWidth / 16; ++k)
 #pragma unroll
-        for (int half = 0; half < 2; ++half)
-          query[k][n][half] = *reinterpret_cast<const uint32_t*>(from + 16 * k + 8 * half);
+        for (int half = 0; half < 2; ++half) query[k][n][half] = *reinterpret_cast<const uint32_t*>(from + 16 * k + 8 * half);
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
         max[n][c] = -INFINITY;
@@ -574,9 +574,9 @@ struct TokenConsumer {
         for (int i = 0; i < 4; ++i) output[d][n][i] = 0.0f;
   }
 
-  // The query's rows after their rotary encoding to scratch, with zeros for padding and beyond D, by all consumers together.
+  // The query's rows after their rotary embedding to scratch, with zeros for padding and beyond D, by all consumers together.
   static_assert(Tile::kQueuedQueryBytes <= Tile::kScratchBytes);
-  __device__ __forceinline__ void turn_query(const LeanUnit& unit, int first_row, int real_rows) {
+  __device__ __forceinline__ void rotate_query(const LeanUnit& unit, int first_row, int real_rows) {
     constexpr int kChunks = kWidth / 8;
     named_barrier(1, kThreads);  // the previous contents have been read
 #pragma unroll 1
@@ -598,7 +598,7 @@ struct TokenConsumer {
     const int of_tile = warp % Tile::kTileWarps;  // this warp's part of the tile
     float s[kSteps][kBlocks][4];
     const uint32_t keys = ring.slots + place.slot * Tile::kSlotBytes;
-    barrier_wait(ring.full + place.slot * 8, place.parity);
+    mbarrier_wait(ring.full + place.slot * 8, place.parity);
     unsigned missing[kSteps];
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
@@ -699,10 +699,10 @@ struct TokenConsumer {
     }
 
     const uint32_t values = ring.slots + place.slot * Tile::kSlotBytes;
-    barrier_wait(ring.full + place.slot * 8, place.parity);
+    mbarrier_wait(ring.full + place.slot * 8, place.parity);
     if (masked) {
       // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence. A warp's tokens are
-      // its own, so it can set them to 0 in the slot, which the copy engine writes next.
+      // its own, so it can set them to 0 in the slot, which TMA writes next.
 #pragma unroll 1
       for (int t = 0; t < kWarpTokens; ++t) {
         if (begin + t >= seen.begin && begin + t < seen.end && !(missing_at(missing, t) & 1)) continue;
@@ -710,8 +710,7 @@ struct TokenConsumer {
         for (int chunk = lane; chunk < loads.value_boxes * 8; chunk += 32) {
           const int token = of_tile * kWarpTokens + t, box = chunk / 8;
           const int line = loads.whole_rows ? token * loads.value_boxes + box : box * kTokens + token;
-          asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values + line_offset(line, chunk % 8)), "r"(0)
-                       : "memory");
+          asm volatile("st.shared.v4.b32 [%0], {%1,%1,%1,%1};" ::"r"(values + line_offset(line, chunk % 8)), "r"(0) : "memory");
         }
       }
 #if __CUDA_ARCH__ >= 900
@@ -748,7 +747,7 @@ struct TokenConsumer {
   // This warp has read the slot.
   __device__ __forceinline__ void release() {
     __syncwarp();
-    if (lane == 0) barrier_arrive(ring.empty + place.slot * 8);
+    if (lane == 0) mbarrier_arrive(ring.empty + place.slot * 8);
     place.next();
   }
 
@@ -874,7 +873,7 @@ struct RowConsumer {
     RingPlace queued(0, kQueue);
 #pragma unroll 1
     for (;;) {
-      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
       const LeanWork& work = ring.queue[queued.slot];
       if (work.last != 0) return;
       const LeanUnit& unit = work.unit;
@@ -883,8 +882,7 @@ struct RowConsumer {
       begin_unit(unit, rows);
       const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
       LeanSpan tokens = {0, 0};
-      if (rows.begin < real_rows)
-        tokens = {token_of_row(rows.begin, args.group), token_of_row(real_rows - 1, args.group) + 1};
+      if (rows.begin < real_rows) tokens = {token_of_row(rows.begin, args.group), token_of_row(real_rows - 1, args.group) + 1};
       const RowsKeys of_warp = keys_of_tokens(args, unit.request, tokens);
       const LeanSpan common = of_warp.common, mine = of_warp.seen, seen = work.seen;
       const int end = work.segment.tiles.end;
@@ -905,7 +903,7 @@ struct RowConsumer {
   }
 
   __device__ __forceinline__ void skip() {
-    barrier_wait(ring.full + place.slot * 8, place.parity);
+    mbarrier_wait(ring.full + place.slot * 8, place.parity);
     release();
   }
 
@@ -915,7 +913,7 @@ struct RowConsumer {
   }
   __device__ __forceinline__ void give_back(uint32_t empty) const {
     if (Tile::kReaderArrivals == 1) __syncwarp();
-    if (Tile::kReaderArrivals == 32 || lane == 0) barrier_arrive(empty);
+    if (Tile::kReaderArrivals == 32 || lane == 0) mbarrier_arrive(empty);
   }
 
   __device__ __forceinline__ void begin_unit(const LeanUnit& unit, LeanSpan rows) {
@@ -929,8 +927,9 @@ struct RowConsumer {
       if (row < real_rows && chunk * 8 < args.key_width) {
         x = *reinterpret_cast<const uint4*>(query_row<T>(args, unit, row_place(args, unit, row)) + chunk * 8);
       }
-      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(query + slot_offset<kRows>(16 * warp + r, chunk)),
-                   "r"(x.x), "r"(x.y), "r"(x.z), "r"(x.w) : "memory");
+      asm volatile("st.shared.v4.b32 [%0], {%1,%2,%3,%4};" ::"r"(query + slot_offset<kRows>(16 * warp + r, chunk)), "r"(x.x),
+                   "r"(x.y), "r"(x.z), "r"(x.w)
+                   : "memory");
     }
     __syncwarp();
 #pragma unroll
@@ -953,7 +952,7 @@ struct RowConsumer {
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
     const uint32_t keys = ring.slots + place.slot * Tile::kSlotBytes;
-    barrier_wait(ring.full + place.slot * 8, place.parity);
+    mbarrier_wait(ring.full + place.slot * 8, place.parity);
     const uint16_t* missing = ring.masked_out + place.slot * Tile::kSlices;
     unsigned missing_bits[Tile::kSlices];
 #pragma unroll
@@ -999,8 +998,7 @@ struct RowConsumer {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           const int at = 8 * n + lane % 4 * 2 + i % 2, j = begin + at;
-          if (j < bounds[i / 2].begin || j >= bounds[i / 2].end || (missing_bits[n / 2] >> (at % 16) & 1))
-            s[n][i] = -INFINITY;
+          if (j < bounds[i / 2].begin || j >= bounds[i / 2].end || (missing_bits[n / 2] >> (at % 16) & 1)) s[n][i] = -INFINITY;
         }
       }
     }
@@ -1036,7 +1034,7 @@ struct RowConsumer {
     }
 
     const uint32_t values = ring.slots + place.slot * Tile::kSlotBytes;
-    barrier_wait(ring.full + place.slot * 8, place.parity);
+    mbarrier_wait(ring.full + place.slot * 8, place.parity);
 #pragma unroll
     for (int t = 0; t < kTokens / 16; ++t) {
       const uint32_t p[4] = {pack_pair(T{}, s[2 * t][0], s[2 * t][1]), pack_pair(T{}, s[2 * t][2], s[2 * t][3]),
@@ -1082,8 +1080,8 @@ struct RowConsumer {
       const bool odd = lane % 2 != 0;
       const float give0 = odd ? output[d][0] : output[d][2], give1 = odd ? output[d][1] : output[d][3];
       const float got0 = __shfl_xor_sync(kFullWarp, give0, 1), got1 = __shfl_xor_sync(kFullWarp, give1, 1);
-      const float4 o = odd ? make_float4(got0, got1, output[d][2], output[d][3])
-                           : make_float4(output[d][0], output[d][1], got0, got1);
+      const float4 o =
+          odd ? make_float4(got0, got1, output[d][2], output[d][3]) : make_float4(output[d][0], output[d][1], got0, got1);
       // Not max[odd]: an index known at run time only would put the whole struct into local memory.
       const float row_max = odd ? max[1] : max[0], row_sum = odd ? sum[1] : sum[0];
       const int row = rows.begin + lane / 4 + (odd ? 8 : 0), column = 8 * d + lane % 4 / 2 * 4;
@@ -1098,8 +1096,8 @@ struct RowConsumer {
   }
 };
 
-// kTurns: queries and new keys get their rotary encoding as they are read, for units of up to 16 rows.
-template <class T, int kWidth, int kRows, bool kTurns>
+// kRope: queries and new keys get their rotary embedding as they are read, for units of up to 16 rows.
+template <class T, int kWidth, int kRows, bool kRope>
 __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
     LeanAttentionKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
                         const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
@@ -1160,13 +1158,14 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
       const int of_ring = i - 2 * kQueue;
-      const int count = of_ring >= loads.slots ? Tile::kReaderArrivals * Tile::kTileWarps
-                        : of_ring >= 0         ? kFillArrivals * loads.copy_warps
-                        : i >= kQueue          ? Tile::kReaderArrivals * Tile::kConsumerWarps
-                                               : Tile::kSplitTokens && !kTurns ? kFillArrivals : 1;
-      barrier_init(ring.queue_full + 8 * i, count);
+      const int count = of_ring >= loads.slots         ? Tile::kReaderArrivals * Tile::kTileWarps
+                        : of_ring >= 0                 ? kFillArrivals * loads.copy_warps
+                        : i >= kQueue                  ? Tile::kReaderArrivals * Tile::kConsumerWarps
+                        : Tile::kSplitTokens && !kRope ? kFillArrivals
+                                                       : 1;
+      mbarrier_init(ring.queue_full + 8 * i, count);
     }
-    if (warp == Tile::kConsumerWarps - 1) barrier_init(inbox_barrier, 1);
+    if (warp == Tile::kConsumerWarps - 1) mbarrier_init(inbox_barrier, 1);
 #if __CUDA_ARCH__ >= 900
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 #endif
@@ -1176,25 +1175,35 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   if (loads.cluster > 1) cluster_arrive();
 #endif
 
-  // Row consumers need more registers than a block of 12 warps can give every thread.
+  // Row consumers need more registers than a CTA of 12 warps can give every thread.
   if (warp >= Tile::kConsumerWarps) {
 #if __CUDA_ARCH__ >= 900
     if constexpr (!Tile::kSplitTokens) asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
 #endif
-    TileProducer<T, Tile, kTurns> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
-                                   of_producers < loads.copy_warps, of_producers == producer_warps - 1,
-                                   RingPlace(0, group_slots), RingPlace(group_slots, 2 * group_slots)};
+    TileProducer<T, Tile, kRope> producer{args,
+                                          loads,
+                                          &key_map,
+                                          &value_map,
+                                          ring,
+                                          of_producers,
+                                          loads.copy_warps,
+                                          lane,
+                                          of_producers < loads.copy_warps,
+                                          of_producers == producer_warps - 1,
+                                          RingPlace(0, group_slots),
+                                          RingPlace(group_slots, 2 * group_slots)};
     producer.run(range, exists);
   } else {
     if (args.append && !loads.whole_tiles)
-      append_all<T, uint4, kTurns>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
-                                   static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
+      append_all<T, uint4, kRope>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
+                                  static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     const int group = warp / Tile::kTileWarps;
     const RingPlace place(group * group_slots, (group + 1) * group_slots);
     if constexpr (Tile::kSplitTokens) {
-      TokenConsumer<T, kWidth, kRows / 8, kTurns> consumer{
-          args, loads, ring, scratch, {reinterpret_cast<float4*>(inbox), Tile::kInboxItems, inbox_barrier}, warp, lane,
-          place, {}, {}, {}, {}, {}};
+      TokenConsumer<T, kWidth, kRows / 8, kRope> consumer{
+          args, loads, ring,  scratch, {reinterpret_cast<float4*>(inbox), Tile::kInboxItems, inbox_barrier},
+          warp, lane,  place, {},      {},
+          {},   {},    {}};
       consumer.run();
     } else {
 #if __CUDA_ARCH__ >= 900

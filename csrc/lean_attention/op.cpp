@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "core/cpu_isa.h"
+#include "core/integers.h"
 #include "core/op_specs.h"
 #include "lean_attention/schedule.h"
 #ifdef LEANFLEET_CUDA
@@ -17,11 +18,9 @@
 LEANFLEET_CPU_FUNCTION(int64_t, lean_thread_scratch, (const LeanAttentionArgs& args))
 LEANFLEET_CPU_FUNCTION(void, lean_append, (const LeanAttentionArgs& args, int32_t b, int32_t head))
 LEANFLEET_CPU_FUNCTION(void, lean_attend,
-                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
-                        char* scratch))
+                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
 LEANFLEET_CPU_FUNCTION(void, lean_merge,
-                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range,
-                        char* scratch))
+                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
 
 namespace leanfleet::lean_attention {
 
@@ -29,11 +28,6 @@ namespace {
 
 constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page ids are int32 in the kernels
 constexpr int64_t kMaxWidth = int64_t{1} << 28;      // and bytes of a row
-
-LeanStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
-  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
-  return {strides.batch, strides.head, strides.token};
-}
 
 // Everything but the plan and the workspace.
 LeanAttentionArgs make_args(const Call& call) {
@@ -60,11 +54,11 @@ LeanAttentionArgs make_args(const Call& call) {
   args.sin_cache = call.inputs[kSinCache].as<const float>();
 
   const bool packed = call.attrs[kAttrPackedQkv].i != 0;  // heads: those of the query, of new_key, of new_value
-  args.query_strides = strides_of(bnhd, packed ? h + 2 * hkv : h, nq, d);
-  args.output_strides = strides_of(bnhd, h, nq, dv);
-  args.lse_strides = strides_of(bnhd, h, nq, 1);
-  args.new_key_strides = packed ? args.query_strides : strides_of(bnhd, hkv, nq, d);
-  args.new_value_strides = packed ? args.query_strides : strides_of(bnhd, hkv, nq, dv);
+  args.query_strides = head_token_strides(bnhd, packed ? h + 2 * hkv : h, nq, d);
+  args.output_strides = head_token_strides(bnhd, h, nq, dv);
+  args.lse_strides = head_token_strides(bnhd, h, nq, 1);
+  args.new_key_strides = packed ? args.query_strides : head_token_strides(bnhd, hkv, nq, d);
+  args.new_value_strides = packed ? args.query_strides : head_token_strides(bnhd, hkv, nq, dv);
   if (packed && args.query != nullptr) {
     const int64_t head = args.query_strides.head * element_size(call.inputs[kQuery].dtype);
     args.new_key = static_cast<const char*>(args.query) + h * head;
@@ -138,22 +132,20 @@ Status check(const Call& call) {
   if (pages >= kMaxPositions) return refuse("the pool has ", pages, " pages");
   const int64_t heads = call.dims[kDimB] * call.dims[kDimHkv];
   if (heads >= kMaxPositions) return refuse("the batch has B x Hkv = ", heads, " heads");
-  for (const auto& [tensor, name, columns] : {std::tuple("query", "D", call.dims[kDimD]),
-                                              std::tuple("value_cache", "Dv", call.dims[kDimDv])})
+  for (const auto& [tensor, name, columns] :
+       {std::tuple("query", "D", call.dims[kDimD]), std::tuple("value_cache", "Dv", call.dims[kDimDv])})
     if (columns >= kMaxWidth)
       return call.unsupported(std::string(tensor) + " has " + name + " = " + std::to_string(columns) +
                               "; the kernels take fewer than 2^28");
-  const int64_t turned = 2 * call.dims[kDimHalf], width = call.dims[kDimD];
-  if (call.inputs[kCosCache].present() && turned > width)
-    return call.invalid("cos_cache has half = " + std::to_string(call.dims[kDimHalf]) + ", which turns " +
-                        std::to_string(turned) + " columns; query has D = " + std::to_string(width) + ", expected half <= " +
-                        std::to_string(width / 2));
+  const int64_t rotated = 2 * call.dims[kDimHalf], width = call.dims[kDimD];
+  if (call.inputs[kCosCache].present() && rotated > width)
+    return call.invalid("cos_cache has half = " + std::to_string(call.dims[kDimHalf]) + ", which rotates " +
+                        std::to_string(rotated) + " columns; query has D = " + std::to_string(width) +
+                        ", expected half <= " + std::to_string(width / 2));
   return {};
 }
 
-std::string at(const char* name, int64_t index) {
-  return std::string(name) + "[" + std::to_string(index) + "]";
-}
+std::string at(const char* name, int64_t index) { return std::string(name) + "[" + std::to_string(index) + "]"; }
 
 // Slots of one page that one request writes: those at [begin, end) of page `page`, which is block_table[b,j].
 struct Written {
@@ -171,9 +163,7 @@ void for_pages(const LeanAttentionArgs& args, int32_t b, LeanSpan span, F&& body
   }
 }
 
-std::string page_of(const Written& at) {
-  return "block_table[" + std::to_string(at.b) + "," + std::to_string(at.j) + "]";
-}
+std::string page_of(const Written& at) { return "block_table[" + std::to_string(at.b) + "," + std::to_string(at.j) + "]"; }
 
 std::string slot_text(int32_t page, int32_t slot) {
   return "slot " + std::to_string(slot) + " of page " + std::to_string(page);
@@ -211,11 +201,10 @@ Status check_writers(const Call& call, const LeanAttentionArgs& args) {
                 });
                 for (; status.ok() && at != written.end() && at->page == page && at->begin < end; ++at)
                   if (at->b != b || at->j != j)
-                    status = call.invalid("request " + std::to_string(b) + " reads " +
-                                          slot_text(page, std::max(begin, at->begin)) + ", which is " +
-                                          page_of({page, begin, end, b, j}) + ", and request " + std::to_string(at->b) +
-                                          " writes it in the same call, as " + page_of(*at) +
-                                          "; requests share only what none of them writes");
+                    status = call.invalid(
+                        "request " + std::to_string(b) + " reads " + slot_text(page, std::max(begin, at->begin)) +
+                        ", which is " + page_of({page, begin, end, b, j}) + ", and request " + std::to_string(at->b) +
+                        " writes it in the same call, as " + page_of(*at) + "; requests share only what none of them writes");
               });
     LEANFLEET_RETURN_IF_ERROR(status);
   }
@@ -232,13 +221,12 @@ Status check_values(const Call& call, bool strict) {
         return call.invalid(at("cu_seqlens", b) + " is " + std::to_string(cu[b]) + "; the cache has " +
                             std::to_string(args.capacity) + " positions, expected 0 .. " + std::to_string(args.capacity));
       if (b > 0 && cu[b] < cu[b - 1])
-        return call.invalid(at("cu_seqlens", b) + " is " + std::to_string(cu[b]) + ", less than " +
-                            at("cu_seqlens", b - 1) + " = " + std::to_string(cu[b - 1]) + "; offsets must not fall");
+        return call.invalid(at("cu_seqlens", b) + " is " + std::to_string(cu[b]) + ", less than " + at("cu_seqlens", b - 1) +
+                            " = " + std::to_string(cu[b - 1]) + "; offsets must not fall");
     }
   }
   for (int32_t b = 0; b < args.batch; ++b) {
-    const int32_t capacity =
-        args.cu_seqlens != nullptr ? args.cu_seqlens[b + 1] - args.cu_seqlens[b] : args.capacity;
+    const int32_t capacity = args.cu_seqlens != nullptr ? args.cu_seqlens[b + 1] - args.cu_seqlens[b] : args.capacity;
     const int32_t keys = args.seq_lens != nullptr ? args.seq_lens[b] : capacity;
     if (keys < 0 || keys > capacity)
       return call.invalid(at("seq_lens", b) + " is " + std::to_string(keys) + "; request " + std::to_string(b) +
@@ -249,9 +237,8 @@ Status check_values(const Call& call, bool strict) {
         return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + "; query has " +
                             std::to_string(args.tokens) + " rows a request, expected 0 .. " + std::to_string(args.tokens));
       if (tokens > keys)
-        return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + ", more than the " +
-                            std::to_string(keys) + " valid keys of request " + std::to_string(b) +
-                            ", which count the new tokens");
+        return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + ", more than the " + std::to_string(keys) +
+                            " valid keys of request " + std::to_string(b) + ", which count the new tokens");
     }
     if (args.cos_cache != nullptr && keys > args.rotary_positions && lean_request(args, b).tokens > 0)
       return call.invalid("the last new token of request " + std::to_string(b) + " stands at position " +
@@ -261,9 +248,9 @@ Status check_values(const Call& call, bool strict) {
       for (int32_t j = 0; j < args.pages_per_request && j * args.block < keys; ++j) {
         const int32_t page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j];
         if (page < 0 || page >= args.num_pages)
-          return call.invalid("block_table[" + std::to_string(b) + "," + std::to_string(j) + "] is " +
-                              std::to_string(page) + "; the pool has " + std::to_string(args.num_pages) +
-                              " pages, expected 0 .. " + std::to_string(args.num_pages - 1));
+          return call.invalid("block_table[" + std::to_string(b) + "," + std::to_string(j) + "] is " + std::to_string(page) +
+                              "; the pool has " + std::to_string(args.num_pages) + " pages, expected 0 .. " +
+                              std::to_string(args.num_pages - 1));
       }
     }
   }
@@ -275,10 +262,10 @@ constexpr int kRangesPerThread = 4, kWorkPerRange = 8;
 // How a CPU cuts the work. Many rows share the transposed keys of a tile.
 LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
   constexpr int32_t kRowTile = 96;
-  const int32_t rows = args.group * args.tokens, row_tiles = (rows + kRowTile - 1) / kRowTile;
+  const int32_t rows = args.group * args.tokens, row_tiles = ceil_div(rows, kRowTile);
   LeanPlan plan;
   plan.key_tile = 128;
-  plan.row_tile = row_tiles == 1 ? rows : ((rows + row_tiles - 1) / row_tiles + 5) / 6 * 6;
+  plan.row_tile = row_tiles == 1 ? rows : (ceil_div(rows, row_tiles) + 5) / 6 * 6;
   plan.unit_overhead = 0;
   plan.max_ranges = kRangesPerThread * threads;
   plan.min_range_work = 1;
@@ -290,7 +277,7 @@ LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
 void copy_cache(Threads& threads, const void* from, void* to, int64_t bytes) {
   constexpr int64_t kChunk = 1 << 20;
   if (from == to) return;
-  parallel_for(threads, (bytes + kChunk - 1) / kChunk, [&](int64_t i) {
+  parallel_for(threads, ceil_div(bytes, kChunk), [&](int64_t i) {
     std::memcpy(static_cast<char*>(to) + i * kChunk, static_cast<const char*>(from) + i * kChunk,
                 std::min(kChunk, bytes - i * kChunk));
   });
@@ -349,7 +336,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 }
 
 #ifdef LEANFLEET_CUDA
-// LEANFLEET_RANGES: another number of ranges than one a multiprocessor, for tests of the schedule on a device.
+// LEANFLEET_RANGES: another number of ranges than one an SM, for tests of the schedule on a device.
 int32_t forced_ranges() {
   const char* text = std::getenv("LEANFLEET_RANGES");
   return text != nullptr ? static_cast<int32_t>(std::clamp(std::atoi(text), 0, 1 << 16)) : 0;
@@ -374,8 +361,7 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     }
   }
   if (ws.counting()) return {};
-  return cuda_status(call, "launch of the LeanAttention kernel",
-                     launch_lean_attention(args, target.device, target.stream));
+  return cuda_status(call, "launch of the LeanAttention kernel", launch_lean_attention(args, target.device, target.stream));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

@@ -1,4 +1,4 @@
-// The rotary encoding of queries and new keys before LeanAttention's kernels, for those that do not turn what they read.
+// The rotary embedding of queries and new keys before LeanAttention's kernels, for those that do not rotate what they read.
 #include <cuda_runtime.h>
 
 #include "lean_attention/device.cuh"
@@ -18,13 +18,13 @@ struct Row {
 template <class T>
 __device__ __forceinline__ Row<T> row_of(const LeanAttentionArgs& args, int b, int row, int token) {
   const bool is_query = row < args.heads;
-  const LeanStrides& strides = is_query ? args.query_strides : args.new_key_strides;
+  const Strides& strides = is_query ? args.query_strides : args.new_key_strides;
   const int64_t at = b * strides.batch + (is_query ? row : row - args.heads) * strides.head + token * strides.token;
   return {static_cast<const T*>(is_query ? args.query : args.new_key) + at,
           static_cast<T*>(is_query ? args.rotated_query : args.rotated_key) + at};
 }
 
-// A block for each token of each request: its rows of all heads. A thread takes two columns.
+// A CTA for each token of each request: its rows of all heads. A thread takes two columns.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(256) LeanRotateKernel(const __grid_constant__ LeanAttentionArgs args) {
   const int b = blockIdx.x / args.tokens, token = blockIdx.x % args.tokens;
@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(256) LeanRotateKernel(const __grid_constant__ 
   }
 }
 
-// The same where pairs are a multiple of 8 columns apart: a thread takes 8 columns and those that they turn with, or 8 that
+// The same where pairs are a multiple of 8 columns apart: a thread takes 8 columns and those that they pair with, or 8 that
 // stay.
 template <class T>
 __global__ void __launch_bounds__(256) LeanRotateBy8Kernel(const __grid_constant__ LeanAttentionArgs args) {
@@ -49,7 +49,7 @@ __global__ void __launch_bounds__(256) LeanRotateBy8Kernel(const __grid_constant
   const LeanRequest request = lean_request(args, b);
   if (token >= request.tokens) return;
   const Rotation rotation = rotation_at(args, request.keys - request.tokens + token);
-  const int half = args.rotary_half, turning = half / 8, items = (args.key_width - half) / 8;
+  const int half = args.rotary_half, rotated = half / 8, items = (args.key_width - half) / 8;
   const int rows = args.heads + (args.append ? args.kv_heads : 0);
   for (int i = threadIdx.x; i < rows * items; i += blockDim.x) {
     const int row = i / items, item = i - row * items;
@@ -57,7 +57,7 @@ __global__ void __launch_bounds__(256) LeanRotateBy8Kernel(const __grid_constant
     const auto chunk = [&](int column) { return reinterpret_cast<const uint4*>(place.from + column); };
     const auto target = [&](int column) { return reinterpret_cast<uint4*>(place.to + column); };
     const int column = 8 * item;
-    if (item < turning) {
+    if (item < rotated) {
       const uint4 x = *chunk(column), y = *chunk(half + column);
       const float *cosines = rotation.cosines + column, *sines = rotation.sines + column;
       *target(column) = rotate8<T>(x, y, cosines, sines, -1.0f);
@@ -72,7 +72,9 @@ template <class T>
 void launch(const LeanAttentionArgs& args, cudaStream_t stream) {
   const auto aligned = [&](uintptr_t bytes) {
     return (reinterpret_cast<uintptr_t>(args.query) | reinterpret_cast<uintptr_t>(args.new_key) |
-            reinterpret_cast<uintptr_t>(args.cos_cache) | reinterpret_cast<uintptr_t>(args.sin_cache)) % bytes == 0;
+            reinterpret_cast<uintptr_t>(args.cos_cache) | reinterpret_cast<uintptr_t>(args.sin_cache)) %
+               bytes ==
+           0;
   };
   const int blocks = args.batch * args.tokens;
   if constexpr (sizeof(T) == 2) {

@@ -17,25 +17,13 @@
 
 #include <cstdint>
 
+#include "core/integers.h"
 #include "lean_attention/lean_attention.h"
 
-#if defined(__CUDACC__)
-#define LEANFLEET_HD __host__ __device__ __forceinline__
-#else
-#define LEANFLEET_HD inline
-#endif
-// In a namespace of its own for each instruction set, as core/simd.h explains.
-#if defined(LEANFLEET_ISA)
-#define LEANFLEET_SCHEDULE_NAMESPACE leanfleet::LEANFLEET_ISA
-#else
-#define LEANFLEET_SCHEDULE_NAMESPACE leanfleet
-#endif
-
-namespace LEANFLEET_SCHEDULE_NAMESPACE {
+namespace LEANFLEET_HD_NAMESPACE {
 
 LEANFLEET_HD int32_t lean_min(int32_t a, int32_t b) { return a < b ? a : b; }
 LEANFLEET_HD int32_t lean_max(int32_t a, int32_t b) { return a > b ? a : b; }
-LEANFLEET_HD int32_t lean_clamp(int32_t x, int32_t low, int32_t high) { return x < low ? low : x > high ? high : x; }
 
 // A request after clamping, whatever seq_lens, query_lens and cu_seqlens hold.
 struct LeanRequest {
@@ -49,12 +37,11 @@ LEANFLEET_HD LeanRequest lean_request(const LeanAttentionArgs& args, int32_t b) 
   int32_t capacity = args.capacity;
   request.start = 0;
   if (args.cache_kind == kLeanRagged) {
-    request.start = lean_clamp(args.cu_seqlens[b], 0, capacity);
-    capacity = lean_max(lean_clamp(args.cu_seqlens[b + 1], 0, capacity), request.start) - request.start;
+    request.start = clamped_offset(args.cu_seqlens, b, capacity);
+    capacity = lean_max(clamped_offset(args.cu_seqlens, b + 1, capacity), request.start) - request.start;
   }
-  request.keys = args.seq_lens != nullptr ? lean_clamp(args.seq_lens[b], 0, capacity) : capacity;
-  request.tokens = lean_min(args.query_lens != nullptr ? lean_clamp(args.query_lens[b], 0, args.tokens) : args.tokens,
-                            request.keys);
+  request.keys = args.seq_lens != nullptr ? clamp(args.seq_lens[b], 0, capacity) : capacity;
+  request.tokens = lean_min(args.query_lens != nullptr ? clamp(args.query_lens[b], 0, args.tokens) : args.tokens, request.keys);
   return request;
 }
 
@@ -118,7 +105,7 @@ LEANFLEET_HD int64_t lean_head_work(const LeanAttentionArgs& args, const LeanReq
   return work;
 }
 
-// Into how many parts each unit of `tiles` tiles is cut if all have so many. Where blocks of a cluster merge a unit, parts are
+// Into how many parts each unit of `tiles` tiles is cut if all have so many. Where CTAs of a cluster merge a unit, parts are
 // halved, so that units of a power of two of them do not lie in two clusters.
 LEANFLEET_HD int32_t lean_equal_parts(const LeanPlan& plan, int32_t tiles) {
   int32_t parts = plan.equal_parts;
@@ -171,7 +158,9 @@ LEANFLEET_HD int32_t lean_num_ranges(const LeanPlan& plan, int64_t work) {
 // Positions are of a type P that holds ranges * work: int64_t, or uint32_t where that is known to suffice and 64-bit
 // divisions are slow.
 template <class P>
-LEANFLEET_HD P lean_range_begin(P work, int32_t ranges, int32_t range) { return range * work / ranges; }
+LEANFLEET_HD P lean_range_begin(P work, int32_t ranges, int32_t range) {
+  return range * work / ranges;
+}
 
 // The range that holds a position: the largest r with floor(r W / G) <= position, that is r W / G < position + 1.
 template <class P>
@@ -228,10 +217,10 @@ LEANFLEET_HD void lean_next_unit(const LeanAttentionArgs& args, LeanUnit& unit) 
 
 // A range's part of a unit.
 struct LeanSegment {
-  LeanSpan tiles;      // its share of the unit's tiles
-  bool contributes;    // false: it holds nothing but the overhead of the unit, there is nothing to do
+  LeanSpan tiles;        // its share of the unit's tiles
+  bool contributes;      // false: it holds nothing but the overhead of the unit, there is nothing to do
   int32_t index, count;  // which of how many contributors; count 1: it writes the output itself
-  int32_t slot;        // 0 .. 2 * ranges - 1: where its partial result goes if count > 1
+  int32_t slot;          // 0 .. 2 * ranges - 1: where its partial result goes if count > 1
 };
 
 // The slot of contributor `index` of a unit whose first contributor is range `first`.
@@ -255,24 +244,26 @@ LEANFLEET_HD LeanShare lean_share(const LeanAttentionArgs& args, const LeanUnit&
   end = end > tiles_end ? tiles_end : end;
   if (begin >= end) return {{unit.tiles.begin, unit.tiles.begin}, false, false};
   return {{unit.tiles.begin + static_cast<int32_t>(begin - tiles_at),
-           lean_min(unit.tiles.begin + static_cast<int32_t>(end - tiles_at), unit.tiles.end)}, true, false};
+           lean_min(unit.tiles.begin + static_cast<int32_t>(end - tiles_at), unit.tiles.end)},
+          true,
+          false};
 }
 
 // That share with its place among the unit's contributors.
 template <class P>
-LEANFLEET_HD LeanSegment lean_segment_of(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanShare& share,
-                                         P work, int32_t ranges, int32_t range) {
+LEANFLEET_HD LeanSegment lean_segment_of(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanShare& share, P work,
+                                         int32_t ranges, int32_t range) {
   if (share.whole) return {share.tiles, true, 0, 1, lean_slot(range, 0)};
   const int32_t first = lean_range_of(work, ranges, static_cast<P>(unit.position + args.plan.unit_overhead));
   const int32_t last = lean_range_of(work, ranges, static_cast<P>(lean_unit_end(args, unit) - 1));
   return {share.tiles, share.contributes, range - first, last - first + 1, lean_slot(first, range - first)};
 }
 
-LEANFLEET_HD LeanSegment lean_segment(const LeanAttentionArgs& args, const LeanUnit& unit, int64_t work,
-                                      int32_t ranges, int32_t range) {
-  const LeanShare share = lean_share(args, unit, lean_range_begin(work, ranges, range),
-                                     lean_range_begin(work, ranges, range + 1));
+LEANFLEET_HD LeanSegment lean_segment(const LeanAttentionArgs& args, const LeanUnit& unit, int64_t work, int32_t ranges,
+                                      int32_t range) {
+  const LeanShare share =
+      lean_share(args, unit, lean_range_begin(work, ranges, range), lean_range_begin(work, ranges, range + 1));
   return lean_segment_of(args, unit, share, work, ranges, range);
 }
 
-}  // namespace LEANFLEET_SCHEDULE_NAMESPACE
+}  // namespace LEANFLEET_HD_NAMESPACE

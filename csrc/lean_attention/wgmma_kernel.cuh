@@ -1,4 +1,4 @@
-// LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent block per range of the schedule, as in
+// LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent CTA per range of the schedule, as in
 // mma_kernel.cuh, whose producer and queue it takes over. Two warpgroups compute, each 64 rows of a unit of 128 and all
 // tokens, with wgmma: S = Q K^T from shared memory, O += P V with P in registers.
 //
@@ -50,7 +50,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   swap(w[1], w[3], 2);
 }
 
-// A warpgroup: `group` 0 or 1, with rows 64 * group and on of every unit; `warp` of the block's 8 consumer warps. A
+// A warpgroup: `group` 0 or 1, with rows 64 * group and on of every unit; `warp` of the CTA's 8 consumer warps. A
 // thread has the rows 16 * warp + lane / 4 and 8 more of the unit, and of these columns 8n + 2 * (lane % 4) and the next.
 template <class T, int kWidth>
 struct WarpgroupConsumer {
@@ -66,14 +66,14 @@ struct WarpgroupConsumer {
   const RingAddresses& ring;
   const uint32_t query;  // shared address of this group's rows, [box][64][64 columns], swizzled like a slot
   const int group, warp, lane;
-  int pair = 0;          // of slots in the ring, keys' and values'
+  int pair = 0;  // of slots in the ring, keys' and values'
   uint32_t parity = 0;
   float max[2], sum[2];
 
   __device__ __forceinline__ void run() {
     RingPlace queued(0, kQueue);
     Output o;
-    barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+    mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
     if (ring.queue[queued.slot].last != 0) return;
     load_query(ring.queue[queued.slot].unit);
 #pragma unroll 1
@@ -82,23 +82,22 @@ struct WarpgroupConsumer {
       begin_unit(o);
       const LeanSpan rows = real_rows(work.unit);
       LeanSpan tokens = {0, 0};
-      if (rows.begin < rows.end)
-        tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
+      if (rows.begin < rows.end) tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
       const LeanSpan mine = keys_of_tokens(args, work.unit.request, tokens).seen, all = work.segment.tiles;
-      const LeanSpan tiles = {lean_clamp(mine.begin / kTokens, all.begin, all.end),
-                              lean_clamp((mine.end + kTokens - 1) / kTokens, all.begin, all.end)};
+      const LeanSpan tiles = {clamp(mine.begin / kTokens, all.begin, all.end),
+                              clamp(ceil_div(mine.end, kTokens), all.begin, all.end)};
       skip(tiles.begin - all.begin);
       if (tiles.begin < tiles.end) consume(tiles, work, o);
       skip(all.end - lean_max(tiles.begin, tiles.end));
       // The next unit's query is on its way while this one's output is written.
       const uint32_t done = ring.queue_empty + queued.slot * 8;
       queued.next();
-      barrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
+      mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
       const bool last = ring.queue[queued.slot].last != 0;
       if (!last) load_query(ring.queue[queued.slot].unit);
       finish(work, o);
       if (last) return;
-      barrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
+      mbarrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
     }
   }
 
@@ -116,17 +115,17 @@ struct WarpgroupConsumer {
   // Gives a slot back: 32 arrivals of a warp.
   __device__ __forceinline__ void release(uint32_t empty) const {
     __syncwarp();
-    if (lane == 0) hopper::barrier_arrive_times(empty, 32);
+    if (lane == 0) hopper::mbarrier_arrive_times(empty, 32);
   }
   // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
   // arrival after __syncwarp is as good, but racecheck does not follow it.
   __device__ __forceinline__ void release_values(int of) const {
     if (loads.tensor_maps && !args.append) release(values_empty(of));
-    else barrier_arrive(values_empty(of));
+    else mbarrier_arrive(values_empty(of));
   }
-  // Rows that threads have copied instead of the copy engine, before wgmma reads them.
+  // Rows that threads have copied instead of TMA, before wgmma reads them.
   __device__ __forceinline__ void landed() const {
-    if (!loads.whole_tiles) hopper::fence_async();
+    if (!loads.whole_tiles) hopper::fence_proxy_async();
   }
 
   // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full. Read by the lane that gives the
@@ -135,16 +134,16 @@ struct WarpgroupConsumer {
     uint4 bits = make_uint4(0, 0, 0, 0);
     if (args.cache_kind != kLeanPaged) return bits;
     if (lane == 0) bits = *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
-    return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0),
-                      __shfl_sync(kFullWarp, bits.z, 0), __shfl_sync(kFullWarp, bits.w, 0));
+    return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0), __shfl_sync(kFullWarp, bits.z, 0),
+                      __shfl_sync(kFullWarp, bits.w, 0));
   }
   // Tiles that this group's rows do not see.
   __device__ __forceinline__ void skip(int tiles) {
 #pragma unroll 1
     for (; tiles > 0; --tiles) {
-      barrier_wait(keys_full(), parity);
+      mbarrier_wait(keys_full(), parity);
       release(keys_empty());
-      barrier_wait(values_full(pair), parity);
+      mbarrier_wait(values_full(pair), parity);
       release_values(pair);
       next();
     }
@@ -153,27 +152,27 @@ struct WarpgroupConsumer {
   // Products
 
   __device__ __forceinline__ void keys_product(Scores& s) const {
-    const uint32_t a = hopper::describe(query, 0), b = hopper::describe(keys(), 0);
-    hopper::products_begin();
+    const uint32_t a = hopper::make_smem_descriptor(query, 0), b = hopper::make_smem_descriptor(keys(), 0);
+    hopper::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
-      hopper::product_of_tiles(T{}, s, a + (k / 4 * Tile::kGroupRows * 128 + k % 4 * 32) / 16,
-                               b + (k / 4 * kTokens * 128 + k % 4 * 32) / 16, k > 0);
-    hopper::products_commit();
+      hopper::wgmma_ss(T{}, s, a + (k / 4 * Tile::kGroupRows * 128 + k % 4 * 32) / 16,
+                       b + (k / 4 * kTokens * 128 + k % 4 * 32) / 16, k > 0);
+    hopper::warpgroup_commit();
   }
   static __device__ __forceinline__ void values_product(Output& o, const Weights& p, uint32_t values) {
-    const uint32_t b = hopper::describe(values, kTokens * 128);
-    hopper::products_begin();
+    const uint32_t b = hopper::make_smem_descriptor(values, kTokens * 128);
+    hopper::warpgroup_arrive();
 #pragma unroll
-    for (int t = 0; t < kTokens / 16; ++t) hopper::product<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
-    hopper::products_commit();
+    for (int t = 0; t < kTokens / 16; ++t) hopper::wgmma_rs<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
+    hopper::warpgroup_commit();
   }
 
   // Softmax
 
   // Logits times log2(e) are s * scale. Brings the statistics up to date, turns s into weights, and returns what earlier
   // sums have to be multiplied with.
-  __device__ __forceinline__ void soften(Scores& s, float scale, float (&factor)[2]) {
+  __device__ __forceinline__ void online_softmax(Scores& s, float scale, float (&factor)[2]) {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       float top = -INFINITY;
@@ -211,8 +210,7 @@ struct WarpgroupConsumer {
 #pragma unroll
     for (int t = 0; t < kTokens / 16; ++t)
 #pragma unroll
-      for (int i = 0; i < 4; ++i)
-        p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
+      for (int i = 0; i < 4; ++i) p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
   }
 
   __device__ __forceinline__ void consume(LeanSpan tiles, const LeanWork& work, Output& o) {
@@ -222,13 +220,13 @@ struct WarpgroupConsumer {
     Weights p;
     float factor[2];
     int tile = tiles.begin;
-    barrier_wait(keys_full(), parity);
+    mbarrier_wait(keys_full(), parity);
     landed();
     keys_product(s);
-    hopper::products_wait<0>();
-    hopper::products_keep(s);
+    hopper::warpgroup_wait<0>();
+    hopper::fence_accumulators(s);
     finish_scores(tile, work, s);
-    soften(s, scale, factor);
+    online_softmax(s, scale, factor);
     pack(s, p);
 #pragma unroll 1
     for (;;) {
@@ -236,28 +234,28 @@ struct WarpgroupConsumer {
       const uint32_t before_parity = parity;
       next();
       if (++tile == tiles.end) {
-        barrier_wait(values_full(before), before_parity);
+        mbarrier_wait(values_full(before), before_parity);
         landed();
         values_product(o, p, values(before));
-        hopper::products_wait<0>();
-        hopper::products_keep(o);
+        hopper::warpgroup_wait<0>();
+        hopper::fence_accumulators(o);
         release_values(before);
         return;
       }
-      barrier_wait(keys_full(), parity);
-      barrier_wait(values_full(before), before_parity);
+      mbarrier_wait(keys_full(), parity);
+      mbarrier_wait(values_full(before), before_parity);
       landed();
       keys_product(s);
       values_product(o, p, values(before));
-      hopper::products_wait<1>();
-      hopper::products_keep(s);
+      hopper::warpgroup_wait<1>();
+      hopper::fence_accumulators(s);
       finish_scores(tile, work, s);
-      soften(s, scale, factor);
-      hopper::products_keep(s);
+      online_softmax(s, scale, factor);
+      hopper::fence_accumulators(s);
       // Sums of exponentials are never negative. Without a branch here the assembler moves the wait to before the softmax.
       if (__any_sync(kFullWarp, sum[0] + sum[1] < 0.0f)) __trap();
-      hopper::products_wait<0>();
-      hopper::products_keep(o);
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(o);
       release_values(before);
       rescale_output(o, factor);
       pack(s, p);
@@ -307,7 +305,7 @@ struct WarpgroupConsumer {
           if (bits[n / 4] >> (8 * n % 32 + lane % 4 * 2 + i % 2) & 1) s[n][i] = -INFINITY;
     }
     if (begin < seen.begin || begin + kTokens > seen.end || !all_there) {
-      barrier_wait(values_full(pair), parity);
+      mbarrier_wait(values_full(pair), parity);
       silence_values(begin, seen, missing);
     }
   }
@@ -323,7 +321,7 @@ struct WarpgroupConsumer {
       if (begin + token < seen.begin || begin + token >= seen.end || (bits >> (token % 32) & 1))
         store_16_bytes(to + slot_offset<kTokens>(token, chunk), make_uint4(0, 0, 0, 0));
     }
-    hopper::fence_async();
+    hopper::fence_proxy_async();
     group_barrier();
   }
 
@@ -350,8 +348,7 @@ struct WarpgroupConsumer {
     const int first_token = rows.begin / args.group, first_head = rows.begin - first_token * args.group;
     const int chunk = query_chunk();
     const T* const base = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
-                          unit.head * args.group * args.query_strides.head + first_token * args.query_strides.token +
-                          chunk * 8;
+                          unit.head * args.group * args.query_strides.head + first_token * args.query_strides.token + chunk * 8;
     const float by_group = __fdividef(1.0f, static_cast<float>(args.group));
     group_barrier();  // the previous unit's rows have been read
 #pragma unroll 2
@@ -359,14 +356,14 @@ struct WarpgroupConsumer {
       const int row = first_head + r, token = static_cast<int>((row + 0.5f) * by_group);
       const bool wanted = rows.begin + r < rows.end && chunk * 8 < args.key_width;
       const T* const from = base + (row - token * args.group) * args.query_strides.head + token * args.query_strides.token;
-      copy_async(query + slot_offset<Tile::kGroupRows>(r, chunk), wanted ? from : static_cast<const T*>(args.query),
-                 wanted ? 16 : 0);
+      cp_async(query + slot_offset<Tile::kGroupRows>(r, chunk), wanted ? from : static_cast<const T*>(args.query),
+               wanted ? 16 : 0);
     }
-    copies_commit();
+    cp_async_commit();
   }
 
   __device__ __forceinline__ void begin_unit(Output& o) {
-    copies_wait();
+    cp_async_wait();
     if (args.scale < 0.0f) {
 #pragma unroll 1
       for (int r = query_row(); r < Tile::kGroupRows; r += kRowsApart) {
@@ -375,7 +372,7 @@ struct WarpgroupConsumer {
         store_16_bytes(at, make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u));
       }
     }
-    hopper::fence_async();
+    hopper::fence_proxy_async();
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       max[c] = -INFINITY;
@@ -449,7 +446,7 @@ struct WarpgroupConsumer {
     const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
     const int d = lane % kLanes * 4;
     int columns = args.value_width;
-    asm volatile("" : "+r"(columns));  // else its multiples are worked out before the first unit and kept in registers
+    asm volatile("" : "+r"(columns));           // else its multiples are worked out before the first unit and kept in registers
     const int source = lane / kLanes * kLanes;  // the lane with the statistics of this lane's first row
     const bool in_columns = d < columns;
 #pragma unroll 1
@@ -514,9 +511,8 @@ struct WarpgroupConsumer {
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
-    LeanAttentionWgmmaKernel(const __grid_constant__ LeanAttentionArgs launch_args,
-                             const __grid_constant__ LeanTileLoads loads, const __grid_constant__ CUtensorMap key_map,
-                             const __grid_constant__ CUtensorMap value_map) {
+    LeanAttentionWgmmaKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
+                             const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = WgmmaTile<kWidth>;
   LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
@@ -557,7 +553,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
                         : of_ring >= 0         ? kFillArrivals * loads.copy_warps
                         : i < kQueue           ? 1
                                                : 32 * Tile::kConsumerWarps;
-      barrier_init(ring.queue_full + 8 * i, count);
+      mbarrier_init(ring.queue_full + 8 * i, count);
     }
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
@@ -566,8 +562,17 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   if (warp >= Tile::kConsumerWarps) {
     asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
     const int of_producers = warp - Tile::kConsumerWarps;
-    TileProducer<T, Tile, false> producer{args, loads, &key_map, &value_map, ring, of_producers, loads.copy_warps, lane,
-                                          of_producers < loads.copy_warps, of_producers == 3, RingPlace(0, loads.slots),
+    TileProducer<T, Tile, false> producer{args,
+                                          loads,
+                                          &key_map,
+                                          &value_map,
+                                          ring,
+                                          of_producers,
+                                          loads.copy_warps,
+                                          lane,
+                                          of_producers < loads.copy_warps,
+                                          of_producers == 3,
+                                          RingPlace(0, loads.slots),
                                           RingPlace(0, loads.slots)};
     producer.run(range, exists);
   } else {
@@ -576,8 +581,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
     asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
     const int group = warp / 4;
-    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, group,
-                                          warp, lane};
+    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, group, warp, lane};
     consumer.run();
   }
 #endif

@@ -46,7 +46,7 @@ Item item_at(const LinearScan& scan, int64_t index) {
 
 int64_t token_at(const LinearScan& scan, int64_t i) { return scan.reverse ? scan.tokens - 1 - i : i; }
 
-int64_t offset_of(const TokenStrides& strides, int64_t batch, int64_t head, int64_t token) {
+int64_t offset_of(const Strides& strides, int64_t batch, int64_t head, int64_t token) {
   return batch * strides.batch + head * strides.head + token * strides.token;
 }
 
@@ -123,8 +123,8 @@ float pack_row(const LinearScan& scan, const ScanRows& rows, int64_t batch, int6
 // Tokens first .. first + tokens in the scan's direction to out [tokens * per_head, row_stride]: whole rows and the
 // extra element (of x and y), or the item's columns and zeros up to row_stride (of z).
 template <class T>
-void pack(const LinearScan& scan, const ScanRows& rows, const Item& item, int64_t first, int64_t tokens, bool whole,
-          float* out, int64_t row_stride) {
+void pack(const LinearScan& scan, const ScanRows& rows, const Item& item, int64_t first, int64_t tokens, bool whole, float* out,
+          int64_t row_stride) {
   for (int64_t t = 0; t < tokens; ++t) {
     for (int64_t j = 0; j < rows.per_head; ++j, out += row_stride) {
       const int64_t head = item.kv_head * rows.per_head + j, token = token_at(scan, first + t);
@@ -204,8 +204,7 @@ void run_tile(const Tile& tile) {
 #pragma GCC unroll 4
     for (int r = 0; r < R; ++r)
 #pragma GCC unroll 4
-      for (int c = 0; c < C; ++c)
-        store_part(tile.to + r * tile.to_stride + c * kLanes, s[r][c], tile.to_columns - c * kLanes);
+      for (int c = 0; c < C; ++c) store_part(tile.to + r * tile.to_stride + c * kLanes, s[r][c], tile.to_columns - c * kLanes);
   }
 }
 
@@ -295,8 +294,7 @@ void step(Tile tile, const State& from, const State& to, int64_t width, int64_t 
   const bool streamed = streams(from.rows, to.rows, to.row_stride, state_bytes);
   const auto block = streamed ? step_block<true> : step_block<false>;
   for (int64_t row = 0; row < width; row += kStepRows)
-    block(tile, from.rows + row * from.row_stride, to.rows + row * to.row_stride, row, min64(kStepRows, width - row),
-          columns);
+    block(tile, from.rows + row * from.row_stride, to.rows + row * to.row_stride, row, min64(kStepRows, width - row), columns);
   if (streamed) finish_streams();
   step_block<false>(tile, from.sums, to.sums, width, 1, columns);
 }
@@ -342,16 +340,14 @@ void finish_rows(const LinearScan& scan, const Item& item, const Worker& worker,
       if (scan.normalizer != nullptr) {
         const Vec divisor = broadcast(held(*row_sum, scan.eps));
         for (int64_t c = 0; c < width; c += kLanes) store(out + c, load(out + c) / divisor);
-        if (item.first_column == 0)
-          scan.normalizer[offset_of(scan.normalizer_strides, item.batch, head, token)] = *row_sum;
+        if (item.first_column == 0) scan.normalizer[offset_of(scan.normalizer_strides, item.batch, head, token)] = *row_sum;
       }
       if (scan.source.data != nullptr) {
         pack_row<T>(scan, scan.source, item.batch, head, token, item.first_column, item.columns, worker.source);
         const float along = dot(worker.source, out, item.columns);
         if (totals != nullptr) totals[1] += along;
         if (scan.source.kind == RowKind::kUnit) {
-          const T* row = static_cast<const T*>(scan.source.data) +
-                         offset_of(scan.source.strides, item.batch, head, token);
+          const T* row = static_cast<const T*>(scan.source.data) + offset_of(scan.source.strides, item.batch, head, token);
           const float norm = norm_of(row, scan.source.width);
           if (norm > kUnitRowEps)
             for (int64_t c = 0; c < item.columns; ++c) out[c] -= along * worker.source[c];
@@ -368,8 +364,8 @@ void finish_rows(const LinearScan& scan, const Item& item, const Worker& worker,
 // Takes the item's tokens block by block through S, which starts as `from` and, with kUpdate, ends in `to` (if that
 // is asked for) or in the worker's scratch. worker.y_sum goes along. tokens_before: those that `from` has seen.
 template <class T, bool kUpdate, bool kOutput>
-void walk(const LinearScan& scan, const Item& item, const Worker& worker, State from, const State& to,
-          int64_t tokens_before, double* totals) {
+void walk(const LinearScan& scan, const Item& item, const Worker& worker, State from, const State& to, int64_t tokens_before,
+          double* totals) {
   const int64_t width = scan.y.width, row_stride = scan.layout.row_stride, columns = scan.range_width;
   const State kept = state_of(scan, worker);
   for (int64_t first = item.begin; first < item.end; first += scan.block_tokens) {
@@ -486,10 +482,8 @@ void scan_item(const LinearScan& scan, int64_t index, int64_t worker_index) {
   State from = state_of(scan, worker), to = {};
   if (scan.segments == 1) {
     from = carried(scan, item, scan.initial_state, scan.initial_z_sum);
-    if (scan.initial_y_sum != nullptr)
-      convert(scan.initial_y_sum + y_sum_at(scan, item), worker.y_sum, scan.y.width);
-    else
-      __builtin_memset(worker.y_sum, 0, sizeof(float) * scan.y.width);
+    if (scan.initial_y_sum != nullptr) convert(scan.initial_y_sum + y_sum_at(scan, item), worker.y_sum, scan.y.width);
+    else __builtin_memset(worker.y_sum, 0, sizeof(float) * scan.y.width);
   }
   const bool last = item.segment + 1 == scan.segments;
   if (last) to = carried(scan, item, scan.final_state, scan.final_z_sum);

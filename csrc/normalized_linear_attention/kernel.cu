@@ -7,6 +7,7 @@
 
 #include "core/block_sum.cuh"
 #include "core/chunk_scan.h"
+#include "core/integers.h"
 #include "core/op.h"
 #include "normalized_linear_attention/normalized_linear_attention.h"
 #include "normalized_linear_attention/step.h"
@@ -17,10 +18,6 @@ namespace {
 
 constexpr int kThreads = 256;
 constexpr float kUnitRowEps = 1e-12f;  // a row of less is divided by it, and its gradient is not projected
-
-ChunkTensor rows_of(const void* data, const TokenStrides& strides, int64_t width) {
-  return {data, strides.batch, strides.head, strides.token, static_cast<int32_t>(width)};
-}
 
 template <class F>
 int with_type(int32_t dtype, F&& body) {
@@ -33,14 +30,12 @@ int with_type(int32_t dtype, F&& body) {
 struct Row {
   int64_t batch, head, token;
 };
-__device__ __forceinline__ int64_t row_index() {
-  return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32;
-}
+__device__ __forceinline__ int64_t row_index() { return (static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x) / 32; }
 __device__ __forceinline__ Row row_at(int64_t index, int64_t heads, int64_t tokens) {
   const int64_t of_head = index / tokens;
   return {of_head / heads, of_head % heads, index % tokens};
 }
-__device__ __forceinline__ int64_t offset_of(const Row& row, const TokenStrides& strides) {
+__device__ __forceinline__ int64_t offset_of(const Row& row, const Strides& strides) {
   return row.batch * strides.batch + row.head * strides.head + row.token * strides.token;
 }
 __device__ __forceinline__ float warp_sum(float x) {
@@ -53,13 +48,13 @@ unsigned row_blocks(int64_t rows) { return static_cast<unsigned>((rows + kThread
 
 // Whether every row's parts of 16 bytes are aligned.
 template <class T>
-bool parts_aligned(const void* data, const TokenStrides& strides, int64_t width) {
+bool parts_aligned(const void* data, const Strides& strides, int64_t width) {
   const auto aligned = [](int64_t elements) { return elements * static_cast<int64_t>(sizeof(T)) % 16 == 0; };
   return reinterpret_cast<uintptr_t>(data) % 16 == 0 && aligned(strides.batch) && aligned(strides.head) &&
          aligned(strides.token) && aligned(width);
 }
 
-// Such a row in the registers of some lanes, up to 256 columns. Blocks: (batch row and head, tokens).
+// Such a row in the registers of some lanes, up to 256 columns. CTAs: (batch row and head, tokens).
 constexpr int kRowLanes = 8, kBlockRows = kThreads / kRowLanes, kMaxRowWidth = 256;
 template <class T>
 struct RowParts {
@@ -91,15 +86,15 @@ __device__ __forceinline__ BlockRow block_row(unsigned token_blocks) {
 }
 // 0: too many for a launch.
 int64_t token_blocks_of(int64_t of_heads, int64_t tokens) {
-  const int64_t blocks = (tokens + kBlockRows - 1) / kBlockRows;
+  const int64_t blocks = ceil_div(tokens, kBlockRows);
   return blocks * of_heads <= INT32_MAX ? blocks : 0;
 }
 
 // 1 / max(|row|, 1e-12).
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    UnitFactorOfAlignedKernel(const T* x, TokenStrides strides, unsigned heads, int64_t tokens, int width,
-                              unsigned token_blocks, float* out) {
+    UnitFactorOfAlignedKernel(const T* x, Strides strides, unsigned heads, int64_t tokens, int width, unsigned token_blocks,
+                              float* out) {
   const BlockRow at = block_row(token_blocks);
   const bool there = at.token < tokens;
   RowParts<T> row;
@@ -131,8 +126,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    UnitFactorKernel(const T* x, TokenStrides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
-                     float* out) {
+    UnitFactorKernel(const T* x, Strides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width, float* out) {
   const int64_t index = row_index();
   if (index >= batch * heads * tokens) return;
   const T* row = x + offset_of(row_at(index, heads, tokens), strides);
@@ -178,7 +172,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // The same for rows whose parts of 16 bytes are aligned: some lanes a row, all loads of two rows on their way at once.
-// Blocks: (batch row and head, tokens).
+// CTAs: (batch row and head, tokens).
 constexpr int kWeightLanes = 8, kWeightRows = 2, kWeightTokens = kThreads / kWeightLanes * kWeightRows;
 template <class T>
 __global__ void __launch_bounds__(kThreads)
@@ -226,11 +220,11 @@ __global__ void __launch_bounds__(kThreads)
 template <class T>
 int find_weights(const NormalizedLinearAttentionGradArgs& args, float* inverse, float* rest, cudaStream_t stream) {
   const NormalizedLinearInputs& in = args.in;
-  const int64_t token_blocks = (in.tokens + kWeightTokens - 1) / kWeightTokens, blocks = token_blocks * in.batch * in.heads;
+  const int64_t token_blocks = ceil_div(in.tokens, kWeightTokens), blocks = token_blocks * in.batch * in.heads;
   if (parts_aligned<T>(args.output, in.output_strides, in.value_dim) &&
       parts_aligned<T>(args.grad_output, in.output_strides, in.value_dim) && blocks <= INT32_MAX) {
-    WeightOfAlignedKernel<T><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-        args, static_cast<unsigned>(token_blocks), inverse, rest);
+    WeightOfAlignedKernel<T>
+        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, static_cast<unsigned>(token_blocks), inverse, rest);
     return cudaGetLastError();
   }
   WeightKernel<T><<<row_blocks(in.batch * in.heads * in.tokens), kThreads, 0, stream>>>(args, inverse, rest);
@@ -254,7 +248,7 @@ __device__ __forceinline__ float2 projection_of(const Projection& of, int64_t in
 
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    ProjectAlignedKernel(const T* x, T* grad, TokenStrides strides, unsigned heads, int64_t rows, int64_t tokens, int width,
+    ProjectAlignedKernel(const T* x, T* grad, Strides strides, unsigned heads, int64_t rows, int64_t tokens, int width,
                          unsigned token_blocks, Projection of) {
   using Parts = RowParts<T>;
   const BlockRow at = block_row(token_blocks);
@@ -274,9 +268,8 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    ProjectKernel(const T* x, T* grad, TokenStrides strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
-                  Projection of) {
+__global__ void __launch_bounds__(kThreads) ProjectKernel(const T* x, T* grad, Strides strides, int64_t batch, int64_t heads,
+                                                          int64_t tokens, int64_t width, Projection of) {
   const int64_t index = row_index(), rows = batch * heads * tokens;
   if (index >= rows) return;
   const int64_t at = offset_of(row_at(index, heads, tokens), strides);
@@ -286,7 +279,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-int project(const void* x, void* grad, const TokenStrides& strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
+int project(const void* x, void* grad, const Strides& strides, int64_t batch, int64_t heads, int64_t tokens, int64_t width,
             const Projection& of, cudaStream_t stream) {
   const T* const from = static_cast<const T*>(x);
   T* const to = static_cast<T*>(grad);
@@ -296,8 +289,7 @@ int project(const void* x, void* grad, const TokenStrides& strides, int64_t batc
     ProjectAlignedKernel<T><<<static_cast<unsigned>(token_blocks * batch * heads), kThreads, 0, stream>>>(
         from, to, strides, static_cast<unsigned>(heads), rows, tokens, static_cast<int>(width),
         static_cast<unsigned>(token_blocks), of);
-  else
-    ProjectKernel<T><<<row_blocks(rows), kThreads, 0, stream>>>(from, to, strides, batch, heads, tokens, width, of);
+  else ProjectKernel<T><<<row_blocks(rows), kThreads, 0, stream>>>(from, to, strides, batch, heads, tokens, width, of);
   return cudaGetLastError();
 }
 
@@ -344,7 +336,7 @@ int unit_factors(const NormalizedLinearInputs& in, bool of_query, float* out, cu
   return with_type(in.dtype, [&](auto type) -> int {
     using T = decltype(type);
     const T* const x = static_cast<const T*>(of_query ? in.query : in.key);
-    const TokenStrides& strides = of_query ? in.query_strides : in.key_strides;
+    const Strides& strides = of_query ? in.query_strides : in.key_strides;
     const int64_t token_blocks = token_blocks_of(in.batch * heads, in.tokens);
     if (token_blocks > 0 && in.dim <= kMaxRowWidth && parts_aligned<T>(x, strides, in.dim))
       UnitFactorOfAlignedKernel<T><<<static_cast<unsigned>(token_blocks * in.batch * heads), kThreads, 0, stream>>>(
@@ -391,11 +383,11 @@ int launch_normalized_linear(const NormalizedLinearAttentionArgs& args, const Cu
   scan.row_sums = scan.divide = true;
   scan.heads = static_cast<int32_t>(in.heads);
   scan.x_group = static_cast<int32_t>(in.heads / in.kv_heads);
-  scan.x = rows_of(in.query, in.query_strides, in.dim);
-  scan.y = rows_of(in.key, in.key_strides, in.dim);
-  scan.z = rows_of(in.value, in.value_strides, in.value_dim);
+  scan.x = chunk_tensor(in.query, in.query_strides, in.dim);
+  scan.y = chunk_tensor(in.key, in.key_strides, in.dim);
+  scan.z = chunk_tensor(in.value, in.value_strides, in.value_dim);
   scan.out = args.output;
-  scan.out_strides = rows_of(nullptr, in.output_strides, in.value_dim);
+  scan.out_strides = chunk_tensor(nullptr, in.output_strides, in.value_dim);
   scan.x_factor = row_factor(in.normalize_qk ? query_units : nullptr, in.heads, in.tokens, b);
   scan.x_rank1.times = a;
   scan.y_factor = row_factor(in.normalize_qk ? key_units : nullptr, in.kv_heads, in.tokens);
@@ -404,8 +396,12 @@ int launch_normalized_linear(const NormalizedLinearAttentionArgs& args, const Cu
   scan.sum_head = in.normalizer_strides.head;
   scan.sum_token = in.normalizer_strides.token;
   // The kernels only read `initial`.
-  scan.initial = {const_cast<float*>(args.initial_state), in.value_dim, 1, in.dim * in.value_dim,
-                  const_cast<float*>(args.initial_key_sum), const_cast<float*>(args.initial_value_sum),
+  scan.initial = {const_cast<float*>(args.initial_state),
+                  in.value_dim,
+                  1,
+                  in.dim * in.value_dim,
+                  const_cast<float*>(args.initial_key_sum),
+                  const_cast<float*>(args.initial_value_sum),
                   const_cast<int32_t*>(args.initial_count)};
   scan.last = {args.final_state, in.value_dim, 1, in.dim * in.value_dim, args.final_key_sum, args.final_value_sum, nullptr};
   scan.carried_in_place = args.carries_state;
@@ -450,9 +446,10 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
   const ChunkFactor minus_rest = row_factor(rest, in.heads, in.tokens, nullptr, -1.0f);
   const ChunkFactor query_unit = row_factor(in.normalize_qk ? query_units : nullptr, in.heads, in.tokens);
   const ChunkFactor key_unit = row_factor(in.normalize_qk ? key_units : nullptr, in.kv_heads, in.tokens);
-  const ChunkTensor query = rows_of(in.query, in.query_strides, in.dim), key = rows_of(in.key, in.key_strides, in.dim);
-  const ChunkTensor value = rows_of(in.value, in.value_strides, in.value_dim);
-  const ChunkTensor grad_output = rows_of(args.grad_output, in.output_strides, in.value_dim);
+  const ChunkTensor query = chunk_tensor(in.query, in.query_strides, in.dim),
+                    key = chunk_tensor(in.key, in.key_strides, in.dim);
+  const ChunkTensor value = chunk_tensor(in.value, in.value_strides, in.value_dim);
+  const ChunkTensor grad_output = chunk_tensor(args.grad_output, in.output_strides, in.value_dim);
 
   ChunkScan of_query = scan_of(in);
   of_query.row_sums = wants_coefficients;

@@ -5,15 +5,12 @@
 
 #include <cstdint>
 
+#include "core/strides.h"
+
 namespace leanfleet {
 
 struct CudaTarget;
 class Workspace;
-
-// Element strides of a [B,heads,N,width] or, with width 1, of a [B,heads,N] tensor in the call's layout.
-struct TokenStrides {
-  int64_t batch, head, token;
-};
 
 // Where final_count stays once it gets there.
 constexpr int64_t kMaxCount = INT32_MAX;
@@ -26,7 +23,7 @@ struct NormalizedLinearInputs {
   float eps;
   int64_t batch, heads, kv_heads, tokens, dim, value_dim;  // B, H, Hkv, N, D, Dv; H is a multiple of Hkv
   // output_strides are those of grad_output too; normalizer_strides have width 1.
-  TokenStrides query_strides, key_strides, value_strides, output_strides, normalizer_strides;
+  Strides query_strides, key_strides, value_strides, output_strides, normalizer_strides;
 };
 
 // o_i = f_i / g_i (LA eq. 4); |g_i| is held at eps or more in the division, its sign kept.
@@ -36,8 +33,8 @@ struct NormalizedLinearAttentionArgs {
   const int32_t* initial_count;                                      // [B]
   void* output;                                                      // T [B,H,N,Dv]
   float* normalizer;                                                 // [B,H,N], g before it is held
-  float *final_state, *final_key_sum, *final_value_sum;  // null: not asked for; each may be its initial one
-  int32_t* final_count;  // held at kMaxCount
+  float *final_state, *final_key_sum, *final_value_sum;              // null: not asked for; each may be its initial one
+  int32_t* final_count;                                              // held at kMaxCount
   bool carries_state;  // sums are given and asked for: known, too, while a workspace is counted
 };
 
@@ -46,7 +43,7 @@ struct NormalizedLinearAttentionGradArgs {
   const void *output, *grad_output;  // T [B,H,N,Dv]
   const float* normalizer;           // [B,H,N]
   void *grad_query, *grad_key, *grad_value;
-  float* grad_coefficients;  // [2]: da, db; null: not asked for
+  float* grad_coefficients;      // [2]: da, db; null: not asked for
   bool wants_grad_coefficients;  // known, too, while a workspace is counted
 };
 
@@ -73,20 +70,20 @@ enum class RowKind : int32_t {
 // One of x, y and z: rows of a T tensor [B, Hkv * per_head, N, width], times scale, and one more element.
 struct ScanRows {
   const void* data;
-  TokenStrides strides;
+  Strides strides;
   int64_t width, per_head;
   RowKind kind;
   float scale, extra;
   const void* output;  // kWeighted: the forward's, strided as data
   const float* normalizer;
-  TokenStrides normalizer_strides;
+  Strides normalizer_strides;
 };
 
 // A worker's scratch, as offsets in floats. T = block_tokens, m = per_head, W = range_width.
 struct ScanScratch {
-  int64_t state;     // [width + 1, W]: S at the end of the last block of tokens
-  int64_t y_sum;     // [width]
-  int64_t x, y;      // [T * m, row_stride], the extra element behind the row
+  int64_t state;  // [width + 1, W]: S at the end of the last block of tokens
+  int64_t y_sum;  // [width]
+  int64_t x, y;   // [T * m, row_stride], the extra element behind the row
   int64_t row_stride;
   int64_t z, out;    // [T * m, W], columns past z.width are 0
   int64_t row_sums;  // [T * x.per_head]
@@ -100,13 +97,13 @@ struct LinearScan {
   bool row_sums;  // compute row_sum; y then has y' = 1
   float eps;
   int64_t batch, kv_heads, tokens;
-  ScanRows x, y, z;     // y and z have the same per_head
-  void* out;            // T [B, Hkv * x.per_head, N, z.width]
-  TokenStrides out_strides;
+  ScanRows x, y, z;  // y and z have the same per_head
+  void* out;         // T [B, Hkv * x.per_head, N, z.width]
+  Strides out_strides;
   float out_scale;
-  float* normalizer;    // takes row_sum, by which out is then divided; or null
-  TokenStrides normalizer_strides;
-  ScanRows source;      // the rows that out is the gradient of, where db or kUnit needs them, else data is null
+  float* normalizer;  // takes row_sum, by which out is then divided; or null
+  Strides normalizer_strides;
+  ScanRows source;  // the rows that out is the gradient of, where db or kUnit needs them, else data is null
   const float *initial_state, *initial_y_sum, *initial_z_sum;  // null: 0
   const int32_t* initial_count;
   float *final_state, *final_y_sum, *final_z_sum;  // null: not asked for

@@ -6,6 +6,7 @@
 #include <string>
 
 #include "core/cpu_isa.h"
+#include "core/integers.h"
 #include "core/op_specs.h"
 
 #ifdef LEANFLEET_CUDA
@@ -18,22 +19,14 @@ namespace leanfleet {
 
 namespace {
 
-constexpr int64_t kBlockRows = 32;          // rows of x or y per block of tokens
-constexpr int64_t kMinSegmentTokens = 64;   // below it a segment's own overhead shows
-constexpr int64_t kWorkersPerThread = 4;    // so that a slow thread does not hold up the others
+constexpr int64_t kBlockRows = 32;         // rows of x or y per block of tokens
+constexpr int64_t kMinSegmentTokens = 64;  // below it a segment's own overhead shows
+constexpr int64_t kWorkersPerThread = 4;   // so that a slow thread does not hold up the others
 #ifdef LEANFLEET_CUDA
 constexpr int64_t kCudaMaxWidth = 256;  // of rows that the chunked scans multiply
 #endif
 constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
-constexpr int64_t kPackingColumns = 8;      // reading a token costs a range as much as this many more columns
-
-int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-int64_t round_up(int64_t a, int64_t b) { return ceil_div(a, b) * b; }
-
-TokenStrides strides_of(bool bnhd, int64_t heads, int64_t tokens, int64_t width) {
-  const Strides strides = head_token_strides(bnhd, heads, tokens, width);
-  return {strides.batch, strides.head, strides.token};
-}
+constexpr int64_t kPackingColumns = 8;                 // reading a token costs a range as much as this many more columns
 
 // Columns are divided before tokens are: ranges of columns only repeat the packing, segments of a causal scan also
 // repeat the sums. A range holds whole rows of out where the gradient of unit rows needs them.
@@ -51,8 +44,8 @@ void plan_ranges(LinearScan& scan, int64_t threads) {
       const int64_t tokens = ceil_div(scan.tokens, segments);
       segments = ceil_div(scan.tokens, tokens);
       const int64_t repeated = scan.causal && segments > 1 ? scan.y.per_head : 0;
-      const double walks = double(ceil_div(heads * ranges * segments, threads)) * tokens *
-                           (width + kPackingColumns) * (scan.x.per_head + scan.y.per_head + repeated);
+      const double walks = double(ceil_div(heads * ranges * segments, threads)) * tokens * (width + kPackingColumns) *
+                           (scan.x.per_head + scan.y.per_head + repeated);
       const double combining = segments > 1 ? 2.0 * ceil_div(heads * ranges, threads) * segments * width : 0.0;
       if (best != 0.0 && walks + combining >= best) continue;
       best = walks + combining;
@@ -104,7 +97,7 @@ void run_scan(const LinearScan& scan, Threads& threads) {
   parallel_for(threads, scan.workers, [&](int64_t i) { task(scan, ScanPhase::kScan, i); });
 }
 
-ScanRows rows_of(const void* data, const TokenStrides& strides, int64_t width, int64_t per_head, RowKind kind) {
+ScanRows rows_of(const void* data, const Strides& strides, int64_t width, int64_t per_head, RowKind kind) {
   ScanRows rows = {};
   rows.data = data;
   rows.strides = strides;
@@ -176,11 +169,11 @@ NormalizedLinearInputs inputs_of(const Call& call) {
   in.tokens = call.dims[forward::kDimN];
   in.dim = call.dims[forward::kDimD];
   in.value_dim = call.dims[forward::kDimDv];
-  in.query_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.dim);
-  in.key_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.dim);
-  in.value_strides = strides_of(call.bnhd(), in.kv_heads, in.tokens, in.value_dim);
-  in.output_strides = strides_of(call.bnhd(), in.heads, in.tokens, in.value_dim);
-  in.normalizer_strides = strides_of(call.bnhd(), in.heads, in.tokens, 1);
+  in.query_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.dim);
+  in.key_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.dim);
+  in.value_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.value_dim);
+  in.output_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.value_dim);
+  in.normalizer_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, 1);
   return in;
 }
 
@@ -244,7 +237,9 @@ Status check_values(const Call& call, bool strict) {
   const Tensor& count = call.inputs[kInitialCount];
   for (int64_t i = 0; strict && count.present() && i < count.shape[0]; ++i) {
     const int32_t value = count.as<const int32_t>()[i];
-    const auto found = [&] { return "input initial_count holds " + std::to_string(value) + " for request " + std::to_string(i); };
+    const auto found = [&] {
+      return "input initial_count holds " + std::to_string(value) + " for request " + std::to_string(i);
+    };
     if (value < 0) return call.invalid(found() + "; expected the number of tokens seen, at least 0");
     const int64_t most = kMaxCount - call.dims[kDimN];
     if (call.attrs[kAttrReturnState].i != 0 && value > most)
@@ -334,8 +329,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   const NormalizedLinearAttentionGradArgs args = make_args(call);
   const NormalizedLinearInputs& in = args.in;
   const Operands operands = operands_of(in);
-  ScanRows weighted =
-      rows_of(args.grad_output, in.output_strides, in.value_dim, in.heads / in.kv_heads, RowKind::kWeighted);
+  ScanRows weighted = rows_of(args.grad_output, in.output_strides, in.value_dim, in.heads / in.kv_heads, RowKind::kWeighted);
   weighted.output = args.output;
   weighted.normalizer = args.normalizer;
   weighted.normalizer_strides = in.normalizer_strides;

@@ -1,9 +1,10 @@
-// NormalizedLinearAttention for one token: the state is read once, the token's kᵀv added, and written once. A block has
+// NormalizedLinearAttention for one token: the state is read once, the token's kᵀv added, and written once. A CTA has
 // a key/value head and some columns of its state; a thread four columns of every kRowGroups-th row.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
+#include "core/integers.h"
 #include "core/op.h"
 #include "normalized_linear_attention/step.h"
 
@@ -20,8 +21,8 @@ __device__ __forceinline__ float warp_sum(float x) {
   return x;
 }
 
-// kLanes threads a row of the block's 4 * kLanes columns. kGroup: query heads of a key/value head, at most; one alone leaves
-// the registers for more blocks on an SM.
+// kLanes threads a row of the CTA's 4 * kLanes columns. kGroup: query heads of a key/value head, at most; one alone leaves
+// the registers for more CTAs on an SM.
 template <class T, int kLanes, int kGroup>
 __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
     NormalizedStepKernel(const __grid_constant__ NormalizedLinearAttentionArgs args, uint32_t* tickets, int slices,
@@ -59,10 +60,9 @@ __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
   };
   fetch(0);
   for (int r = warp; r <= group; r += kThreads / 32) {
-    const T* row = r < group
-                       ? static_cast<const T*>(in.query) + batch * in.query_strides.batch +
-                             (head * group + r) * in.query_strides.head
-                       : static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
+    const T* row = r < group ? static_cast<const T*>(in.query) + batch * in.query_strides.batch +
+                                   (head * group + r) * in.query_strides.head
+                             : static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
     float x[kWidth / 32], top = 0.0f, sum = 0.0f;
 #pragma unroll
     for (int i = 0; i < kWidth / 32; ++i) {
@@ -145,7 +145,7 @@ __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
     args.normalizer[batch * in.normalizer_strides.batch + (head * group + threadIdx.x) * in.normalizer_strides.head] =
         normalizers[threadIdx.x];
   if (args.final_state == nullptr) return;
-  // The sums that other blocks read are written once all have, since the buffers may be the same.
+  // The sums that other CTAs read are written once all have, since the buffers may be the same.
   __syncthreads();
   for (int i = threadIdx.x; i < 4 * kLanes && slice * 4 * kLanes + i < V; i += kThreads)
     args.final_value_sum[entry * V + slice * 4 * kLanes + i] = partial[0][0][i];
@@ -174,7 +174,7 @@ int launch(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, 
   const NormalizedLinearInputs& in = args.in;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const auto grid = [&](int columns) {
-    return dim3(static_cast<unsigned>((in.value_dim + columns - 1) / columns), static_cast<unsigned>(in.kv_heads),
+    return dim3(static_cast<unsigned>(ceil_div(in.value_dim, columns)), static_cast<unsigned>(in.kv_heads),
                 static_cast<unsigned>(in.batch));
   };
   constexpr int kMaxGroup = static_cast<int>(kStepMaxGroup);

@@ -12,8 +12,8 @@ Status zero_on_stream(const Call& call, void* memory, size_t bytes, void* stream
 
 Status is_capturing(const Call& call, void* stream, bool* capturing) {
   cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  LEANFLEET_RETURN_IF_ERROR(cuda_status(call, "cudaStreamIsCapturing",
-                                        cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture)));
+  LEANFLEET_RETURN_IF_ERROR(
+      cuda_status(call, "cudaStreamIsCapturing", cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capture)));
   *capturing = capture != cudaStreamCaptureStatusNone;
   return {};
 }

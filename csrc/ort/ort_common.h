@@ -77,10 +77,7 @@ class KernelAttributes {
   }
   bool read_string(const char* name, std::string* value) const {
     return read_text(
-               ort_,
-               [&](char* buffer, size_t* size) {
-                 return ort_.KernelInfoGetAttribute_string(info_, name, buffer, size);
-               },
+               ort_, [&](char* buffer, size_t* size) { return ort_.KernelInfoGetAttribute_string(info_, name, buffer, size); },
                value)
         .ok();
   }
@@ -97,15 +94,10 @@ class KernelAttributes {
 
 class InferenceAttributes {
  public:
-  InferenceAttributes(const OrtApi& ort, const OrtShapeInferContext* context)
-      : ort_(ort), context_(context) {}
+  InferenceAttributes(const OrtApi& ort, const OrtShapeInferContext* context) : ort_(ort), context_(context) {}
 
-  bool read_int(const char* name, int64_t* value) const {
-    return read(name, ORT_OP_ATTR_INT, value, sizeof *value) > 0;
-  }
-  bool read_float(const char* name, float* value) const {
-    return read(name, ORT_OP_ATTR_FLOAT, value, sizeof *value) > 0;
-  }
+  bool read_int(const char* name, int64_t* value) const { return read(name, ORT_OP_ATTR_INT, value, sizeof *value) > 0; }
+  bool read_float(const char* name, float* value) const { return read(name, ORT_OP_ATTR_FLOAT, value, sizeof *value) > 0; }
   bool read_string(const char* name, std::string* value) const {
     char buffer[kMaxValueLength + 2] = {};  // longer than every value in the schema
     const bool found = read(name, ORT_OP_ATTR_STRING, buffer, sizeof buffer - 1) > 0;

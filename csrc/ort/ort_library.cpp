@@ -34,9 +34,7 @@ constexpr const char* kOldestRuntime = "1.18";
 // in 1.24) or an output at the end (1.28); there the shapes that the model itself declares have to do.
 constexpr int kFirstMinorWithSafeInference = 28;
 
-size_t aligned(size_t bytes) {
-  return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment;
-}
+size_t aligned(size_t bytes) { return round_up(bytes, kWorkspaceAlignment); }
 
 // ---- Memory and threads of one invocation
 
@@ -45,8 +43,7 @@ size_t aligned(size_t bytes) {
 class Buffer {
  public:
   explicit Buffer(OrtAllocator* allocator) : allocator_(allocator) {}
-  Buffer(Buffer&& other) noexcept
-      : allocator_(other.allocator_), memory_(std::exchange(other.memory_, nullptr)) {}
+  Buffer(Buffer&& other) noexcept : allocator_(other.allocator_), memory_(std::exchange(other.memory_, nullptr)) {}
   ~Buffer() {
     if (memory_ != nullptr) allocator_->Free(allocator_, memory_);
   }
@@ -56,13 +53,12 @@ class Buffer {
     if (bytes == 0) return {};
     bytes += kWorkspaceAlignment;
     if (op.cuda) {
-      LEANFLEET_TRY_ORT(*op.ort, op.ort->KernelContext_GetScratchBuffer(context, allocator_->Info(allocator_),
-                                                                        bytes, &memory_));
+      LEANFLEET_TRY_ORT(*op.ort,
+                        op.ort->KernelContext_GetScratchBuffer(context, allocator_->Info(allocator_), bytes, &memory_));
     } else {
       memory_ = allocator_->Alloc(allocator_, bytes);
     }
-    return memory_ != nullptr ? Status{}
-                              : Status::internal("out of memory: " + std::to_string(bytes) + " bytes");
+    return memory_ != nullptr ? Status{} : Status::internal("out of memory: " + std::to_string(bytes) + " bytes");
   }
 
   char* data() const {
@@ -78,8 +74,7 @@ class Buffer {
 // The session's threads.
 class OrtThreads : public Threads {
  public:
-  OrtThreads(const OrtApi& ort, OrtKernelContext* context)
-      : ort_(ort), context_(context), count_(available_processors()) {}
+  OrtThreads(const OrtApi& ort, OrtKernelContext* context) : ort_(ort), context_(context), count_(available_processors()) {}
 
   int count() const override { return count_; }
 
@@ -89,8 +84,8 @@ class OrtThreads : public Threads {
       const auto& [function, argument] = *static_cast<decltype(job)*>(data);
       function(argument, static_cast<int64_t>(index));
     };
-    const Status status = from_ort(
-        ort_, ort_.KernelContext_ParallelFor(context_, run_one, static_cast<size_t>(tasks), 0, &job));
+    const Status status =
+        from_ort(ort_, ort_.KernelContext_ParallelFor(context_, run_one, static_cast<size_t>(tasks), 0, &job));
     if (!status.ok()) status_ = status;
   }
 
@@ -117,8 +112,8 @@ class SyncWords {
   };
 
   // Null during a capture in which none are free: nothing is allocated then.
-  Status take(const CustomOp& op, OrtKernelContext* context, OrtAllocator* allocator, const Call& call,
-              void* stream, size_t bytes, Words** taken) {
+  Status take(const CustomOp& op, OrtKernelContext* context, OrtAllocator* allocator, const Call& call, void* stream,
+              size_t bytes, Words** taken) {
     std::lock_guard<std::mutex> lock(mutex_);
     *taken = nullptr;
     for (const std::unique_ptr<Words>& words : all_)
@@ -134,8 +129,7 @@ class SyncWords {
       all_.push_back(std::make_unique<Words>(Words{stream, capacity, std::move(buffer), false, false}));
       *taken = all_.back().get();
     }
-    if (!(*taken)->zero)
-      LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, (*taken)->buffer.data(), (*taken)->bytes, stream));
+    if (!(*taken)->zero) LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, (*taken)->buffer.data(), (*taken)->bytes, stream));
     (*taken)->busy = (*taken)->zero = true;
     return {};
   }
@@ -156,8 +150,7 @@ class SyncWords {
 // ---- A node of a session
 
 struct Kernel {
-  explicit Kernel(const CustomOp& custom_op)
-      : op(custom_op), allocator(nullptr, custom_op.ort->ReleaseAllocator) {}
+  explicit Kernel(const CustomOp& custom_op) : op(custom_op), allocator(nullptr, custom_op.ort->ReleaseAllocator) {}
 
   const CustomOp& op;
   std::string node;
@@ -182,8 +175,7 @@ Status check_connected(const Kernel& kernel) {
     for (int k = 0; k < spec.outputs[i].num_when; ++k)
       needed += (needed.empty() ? "" : " and ") + std::string(spec.attrs[spec.outputs[i].when[k]].name) + " = 1";
     return Status::invalid(std::string(spec.name) + " '" + kernel.node + "': output " + spec.outputs[i].name +
-                           " is connected, but exists only with " + needed +
-                           "; set that on the node, or leave the output out");
+                           " is connected, but exists only with " + needed + "; set that on the node, or leave the output out");
   }
   return {};
 }
@@ -193,17 +185,14 @@ Status create_kernel(const CustomOp& op, const OrtKernelInfo* info, std::unique_
   const OpSpec& spec = *op.op->spec;
   auto kernel = std::make_unique<Kernel>(op);
   LEANFLEET_RETURN_IF_ERROR(read_text(
-      ort, [&](char* buffer, size_t* size) { return ort.KernelInfo_GetNodeName(info, buffer, size); },
-      &kernel->node));
-  LEANFLEET_RETURN_IF_ERROR(
-      read_attributes(spec, kernel->node.c_str(), KernelAttributes(ort, info), kernel->attrs));
+      ort, [&](char* buffer, size_t* size) { return ort.KernelInfo_GetNodeName(info, buffer, size); }, &kernel->node));
+  LEANFLEET_RETURN_IF_ERROR(read_attributes(spec, kernel->node.c_str(), KernelAttributes(ort, info), kernel->attrs));
   size_t num_outputs = 0;
   LEANFLEET_TRY_ORT(ort, ort.KernelInfo_GetOutputCount(info, &num_outputs));
   for (size_t i = 0; i < num_outputs && i < static_cast<size_t>(spec.num_outputs); ++i) {
     std::string name;
-    LEANFLEET_RETURN_IF_ERROR(read_text(
-        ort, [&](char* buffer, size_t* size) { return ort.KernelInfo_GetOutputName(info, i, buffer, size); },
-        &name));
+    LEANFLEET_RETURN_IF_ERROR(
+        read_text(ort, [&](char* buffer, size_t* size) { return ort.KernelInfo_GetOutputName(info, i, buffer, size); }, &name));
     kernel->connected[i] = !name.empty();
   }
   LEANFLEET_RETURN_IF_ERROR(check_connected(*kernel));
@@ -248,8 +237,7 @@ Status create_outputs(const Kernel& kernel, OrtKernelContext* context, Call* cal
     Tensor& output = call->outputs[i];
     if (!output.present() || !kernel.connected[i]) continue;
     OrtValue* value = nullptr;
-    LEANFLEET_TRY_ORT(
-        ort, ort.KernelContext_GetOutput(context, i, output.shape, static_cast<size_t>(output.rank), &value));
+    LEANFLEET_TRY_ORT(ort, ort.KernelContext_GetOutput(context, i, output.shape, static_cast<size_t>(output.rank), &value));
     LEANFLEET_TRY_ORT(ort, ort.GetTensorMutableData(value, &output.data));
   }
   return {};
@@ -275,8 +263,7 @@ Status launch_on_cpu(Kernel& kernel, OrtKernelContext* context, Call& call) {
   LEANFLEET_RETURN_IF_ERROR(run_cpu(*kernel.op.op, call, target, needed));
   const size_t unread_bytes = place_unread_outputs(kernel, nullptr, &call);
   Buffer buffer(kernel.allocator.get());
-  LEANFLEET_RETURN_IF_ERROR(
-      buffer.allocate(kernel.op, context, needed.sync_bytes() + needed.scratch_bytes() + unread_bytes));
+  LEANFLEET_RETURN_IF_ERROR(buffer.allocate(kernel.op, context, needed.sync_bytes() + needed.scratch_bytes() + unread_bytes));
   char* const sync = buffer.data();
   char* const scratch = sync + needed.sync_bytes();
   if (needed.sync_bytes() > 0) std::memset(sync, 0, needed.sync_bytes());
@@ -306,14 +293,11 @@ Status launch_on_cuda(Kernel& kernel, OrtKernelContext* context, Call& call) {
   const Status status = [&]() -> Status {
     const size_t unread_bytes = place_unread_outputs(kernel, nullptr, &call);
     Buffer buffer(kernel.allocator.get());
-    LEANFLEET_RETURN_IF_ERROR(
-        buffer.allocate(kernel.op, context, own_sync_bytes + needed.scratch_bytes() + unread_bytes));
+    LEANFLEET_RETURN_IF_ERROR(buffer.allocate(kernel.op, context, own_sync_bytes + needed.scratch_bytes() + unread_bytes));
     char* const scratch = buffer.data() + own_sync_bytes;
-    if (own_sync_bytes > 0)
-      LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, buffer.data(), own_sync_bytes, stream));
+    if (own_sync_bytes > 0) LEANFLEET_RETURN_IF_ERROR(zero_on_stream(call, buffer.data(), own_sync_bytes, stream));
     place_unread_outputs(kernel, scratch + needed.scratch_bytes(), &call);
-    Workspace ws(scratch, needed.scratch_bytes(), words == nullptr ? buffer.data() : words->buffer.data(),
-                 sync_bytes);
+    Workspace ws(scratch, needed.scratch_bytes(), words == nullptr ? buffer.data() : words->buffer.data(), sync_bytes);
     return run_cuda(*kernel.op.op, call, target, ws);
   }();
   if (words != nullptr) kernel.sync_words.give_back(words, status.ok());
@@ -383,7 +367,7 @@ std::array<MayInplace, sizeof...(kIndices)> may_inplace_functions(std::index_seq
   return {may_inplace<kIndices>...};
 }
 
-CustomOp describe(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool infers_shapes) {
+CustomOp make_custom_op(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool infers_shapes) {
   static const auto may_inplace_of = may_inplace_functions(std::make_index_sequence<std::size(kOps)>());
   CustomOp op = {};
   op.ort = &ort;
@@ -395,9 +379,7 @@ CustomOp describe(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool 
   op.GetExecutionProviderType = [](const OrtCustomOp* op) {
     return self(op).cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
   };
-  op.GetInputTypeCount = [](const OrtCustomOp* op) {
-    return static_cast<size_t>(self(op).op->spec->num_inputs);
-  };
+  op.GetInputTypeCount = [](const OrtCustomOp* op) { return static_cast<size_t>(self(op).op->spec->num_inputs); };
   op.GetInputType = [](const OrtCustomOp* op, size_t i) {
     return onnx_type(dtype_of(self(op).op->spec->inputs[i].type, self(op).dtype));
   };
@@ -405,9 +387,7 @@ CustomOp describe(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool 
     return self(op).op->spec->inputs[i].optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
-  op.GetOutputTypeCount = [](const OrtCustomOp* op) {
-    return static_cast<size_t>(self(op).op->spec->num_outputs);
-  };
+  op.GetOutputTypeCount = [](const OrtCustomOp* op) { return static_cast<size_t>(self(op).op->spec->num_outputs); };
   op.GetOutputType = [](const OrtCustomOp* op, size_t i) {
     return onnx_type(dtype_of(self(op).op->spec->outputs[i].type, self(op).dtype));
   };
@@ -428,8 +408,7 @@ CustomOp describe(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool 
     });
   };
   op.KernelComputeV2 = [](void* kernel, OrtKernelContext* context) {
-    return guarded(*static_cast<Kernel*>(kernel)->op.ort,
-                   [&] { return compute(*static_cast<Kernel*>(kernel), context); });
+    return guarded(*static_cast<Kernel*>(kernel)->op.ort, [&] { return compute(*static_cast<Kernel*>(kernel), context); });
   };
   op.KernelDestroy = [](void* kernel) { delete static_cast<Kernel*>(kernel); };
   return op;
@@ -446,9 +425,8 @@ struct Registration {
 Status create_registration(const OrtApi& ort, bool infers_shapes, Registration* registration) {
   for (size_t i = 0; i < std::size(kOps); ++i) {
     for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-      registration->ops.push_back(describe(ort, i, dtype, false, infers_shapes));
-      if (kOps[i].impl->run_cuda != nullptr)
-        registration->ops.push_back(describe(ort, i, dtype, true, infers_shapes));
+      registration->ops.push_back(make_custom_op(ort, i, dtype, false, infers_shapes));
+      if (kOps[i].impl->run_cuda != nullptr) registration->ops.push_back(make_custom_op(ort, i, dtype, true, infers_shapes));
     }
   }
   OrtCustomOpDomain* domain = nullptr;
@@ -461,8 +439,7 @@ Status create_registration(const OrtApi& ort, bool infers_shapes, Registration* 
 // Whether the runtime's shape inference can be trusted with any node.
 bool infers_shapes(const char* version) {
   int major = 0, minor = 0;
-  return std::sscanf(version, "%d.%d", &major, &minor) == 2 &&
-         (major > 1 || minor >= kFirstMinorWithSafeInference);
+  return std::sscanf(version, "%d.%d", &major, &minor) == 2 && (major > 1 || minor >= kFirstMinorWithSafeInference);
 }
 
 Status register_ops(OrtSessionOptions* options, const OrtApi& ort, const char* version) {
@@ -483,16 +460,15 @@ Status register_ops(OrtSessionOptions* options, const OrtApi& ort, const char* v
 }  // namespace leanfleet::ort
 
 // The entry point that ONNX Runtime looks for.
-extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL
-RegisterCustomOps(OrtSessionOptions* options, const OrtApiBase* base) {
+extern "C" __attribute__((visibility("default"))) OrtStatus* ORT_API_CALL RegisterCustomOps(OrtSessionOptions* options,
+                                                                                            const OrtApiBase* base) {
   using namespace leanfleet;
   using namespace leanfleet::ort;
   const char* version = base->GetVersionString();
-  if (const OrtApi* ort = base->GetApi(kApiVersion))
-    return guarded(*ort, [&] { return register_ops(options, *ort, version); });
+  if (const OrtApi* ort = base->GetApi(kApiVersion)) return guarded(*ort, [&] { return register_ops(options, *ort, version); });
   const OrtApi& oldest = *base->GetApi(1);  // every runtime has it, and CreateStatus in it
   return guarded(oldest, [&] {
-    return Status::unsupported(std::string("leanfleet needs onnxruntime ") + kOldestRuntime +
-                               " or newer; this is " + version + ". Install a newer onnxruntime");
+    return Status::unsupported(std::string("leanfleet needs onnxruntime ") + kOldestRuntime + " or newer; this is " + version +
+                               ". Install a newer onnxruntime");
   });
 }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/bind_shapes.h"
 #include "ort/ort_common.h"
 
 namespace leanfleet::ort {
@@ -17,12 +18,11 @@ struct Dim {
 };
 
 struct Shape {
-  ONNXTensorElementDataType type =
-      ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // undefined: an input that is absent
+  ONNXTensorElementDataType type = ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;  // undefined: an input that is absent
   std::vector<Dim> dims;  // empty where the rank is unknown; no tensor of an operator here is a scalar
 };
 
-// The context owns the info that it hands out.
+// The context owns the info that it returns.
 Status read_input(const OrtApi& ort, const OrtShapeInferContext* context, size_t index, Shape* shape) {
   OrtTensorTypeAndShapeInfo* info = nullptr;
   LEANFLEET_TRY_ORT(ort, ort.ShapeInferContext_GetInputTypeShape(context, index, &info));
@@ -60,33 +60,35 @@ std::string fresh_name() {
   return "leanfleet_unknown_" + std::to_string(count.fetch_add(1));
 }
 
-// What the inputs say about symbol values. A known size is worth more than a name.
-void bind_symbols(const OpSpec& spec, const Shape* inputs, Given given, bool bnhd, Dim* symbols) {
-  for (const bool sums : {false, true}) {  // an axis that is the sum of two symbols tells the first, given the second
-    for (int i = 0; i < spec.num_inputs; ++i) {
-      const int rank = static_cast<int>(inputs[i].dims.size());
-      const ShapeSpec* shape = rank > 0 ? choose_shape(spec.inputs[i], given, rank) : nullptr;
-      for (int k = 0; shape != nullptr && k < rank; ++k) {
-        const AxisSpec axis = axis_at(*shape, k, bnhd);
-        const Dim& dim = inputs[i].dims[k];
-        if (axis.symbol < 0 || sums != (axis.plus >= 0) || (sums && symbols[axis.plus].size < 0)) continue;
-        if (dim.size >= 0)
-          symbols[axis.symbol] = {dim.size - axis.offset - (sums ? axis.times * symbols[axis.plus].size : 0), ""};
-        if (dim.size < 0 && axis.offset == 0 && !sums && symbols[axis.symbol].size < 0)
-          symbols[axis.symbol].name = dim.name;
-      }
-    }
-  }
-}
+// Sizes that are numbers, names or unknown. A number is worth more than a name.
+struct SymbolicSizes {
+  using Size = Dim;
+  const Shape* inputs;
+  Dim symbols[kMaxSymbols];
 
-Dim dim_of(AxisSpec axis, Dim* symbols) {
-  if (axis.symbol < 0) return {axis.offset, ""};
-  Dim& symbol = symbols[axis.symbol];
-  if (symbol.size >= 0) return {symbol.size + axis.offset, ""};
-  if (axis.offset != 0) return {-1, fresh_name()};
-  if (symbol.name.empty()) symbol.name = fresh_name();
-  return symbol;
-}
+  int rank(int input) const { return inputs[input].dims.empty() ? -1 : static_cast<int>(inputs[input].dims.size()); }
+  const Dim& size(int input, int index) const { return inputs[input].dims[index]; }
+  const Dim& symbol(int symbol) const { return symbols[symbol]; }
+  static bool known(const Dim& dim) { return dim.size >= 0; }
+  static Dim constant(int64_t value) { return {value, ""}; }
+  static Dim moved(const Dim& dim, int64_t offset) {
+    if (offset == 0) return dim;
+    return known(dim) ? constant(dim.size + offset) : Dim{};
+  }
+  static Dim sum(const Dim& dim, int64_t times, const Dim& other) {
+    return known(dim) && known(other) ? constant(dim.size + times * other.size) : Dim{};
+  }
+  static Dim divided(const Dim& dim, int64_t times) { return known(dim) ? constant(dim.size / times) : Dim{}; }
+  static Status wrong_rank(int /*input*/) { return {}; }
+
+  Status bind(const Axis& /*axis*/, int symbol, const Dim& value) {
+    if (symbol < 0) return {};
+    Dim& bound = symbols[symbol];
+    if (known(value)) bound = constant(value.size);
+    else if (!known(bound) && !value.name.empty()) bound.name = value.name;
+    return {};
+  }
+};
 
 Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* context) {
   AttrValue attrs[kMaxAttrs];
@@ -104,8 +106,10 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
     given |= given_input(static_cast<int>(i));
     if (spec.inputs[i].type == TypeVar::kT) t_type = inputs[i].type;
   }
-  Dim symbols[kMaxSymbols];
-  bind_symbols(spec, inputs, given, bnhd, symbols);
+  SymbolicSizes sizes = {inputs, {}};
+  LEANFLEET_RETURN_IF_ERROR(bind_symbols(spec, given, bnhd, sizes));
+  for (Dim& symbol : sizes.symbols)  // outputs of one unknown size share its name
+    if (symbol.size < 0 && symbol.name.empty()) symbol.name = fresh_name();
 
   for (int i = 0; i < spec.num_outputs; ++i) {
     const TensorSpec& output = spec.outputs[i];
@@ -113,11 +117,11 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
     Shape shape;
     if (output.like >= 0) {
       shape = inputs[output.like];
-      for (Dim& dim : shape.dims)
-        if (dim.size < 0 && dim.name.empty()) dim.name = fresh_name();
     } else if (const ShapeSpec* chosen = choose_shape(output, given, -1)) {
-      for (int k = 0; k < chosen->rank; ++k) shape.dims.push_back(dim_of(axis_at(*chosen, k, bnhd), symbols));
+      for (int k = 0; k < chosen->rank; ++k) shape.dims.push_back(axis_size(axis_at(*chosen, k, bnhd), sizes));
     }
+    for (Dim& dim : shape.dims)
+      if (dim.size < 0 && dim.name.empty()) dim.name = fresh_name();
     if (shape.dims.empty()) continue;
     // One operator's function serves every type T, so T is what this node's inputs say.
     shape.type = output.type == TypeVar::kT   ? t_type

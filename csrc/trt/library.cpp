@@ -189,8 +189,8 @@ Status read_fields(const Op& op, const char* name, const PluginFieldCollection* 
     if (!has) return refuse_field(spec, layer->node, field);
   }
   if (inputs != nullptr)
-    LEANFLEET_RETURN_IF_ERROR(read_connections(spec, layer->node, *inputs, spec.inputs, spec.num_inputs,
-                                               [](int) { return true; }, &layer->inputs));
+    LEANFLEET_RETURN_IF_ERROR(
+        read_connections(spec, layer->node, *inputs, spec.inputs, spec.num_inputs, [](int) { return true; }, &layer->inputs));
   if (outputs != nullptr)
     LEANFLEET_RETURN_IF_ERROR(read_connections(
         spec, layer->node, *outputs, spec.outputs, spec.num_outputs,
@@ -208,8 +208,7 @@ class Creator final : public IPluginCreatorV3One {
  public:
   explicit Creator(const Op& op) : op_(op) {
     const int num_attrs = op.spec->num_attrs;
-    for (int i = 0; i < num_attrs; ++i)
-      names_[i] = {op.spec->attrs[i].name, nullptr, field_type(op.spec->attrs[i].type), 1};
+    for (int i = 0; i < num_attrs; ++i) names_[i] = {op.spec->attrs[i].name, nullptr, field_type(op.spec->attrs[i].type), 1};
     names_[num_attrs] = {kConnectedInputs, nullptr, PluginFieldType::kCHAR, 0};
     names_[num_attrs + 1] = {kConnectedOutputs, nullptr, PluginFieldType::kCHAR, 0};
     collection_ = {num_attrs + 2, names_.data()};
@@ -262,9 +261,7 @@ void log_error(const std::string& text) noexcept {
 
 #define LEANFLEET_TRT_EXPORT extern "C" __attribute__((visibility("default")))
 
-LEANFLEET_TRT_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder) {
-  leanfleet::trt::logger_finder.store(finder);
-}
+LEANFLEET_TRT_EXPORT void setLoggerFinder(nvinfer1::ILoggerFinder* finder) { leanfleet::trt::logger_finder.store(finder); }
 
 LEANFLEET_TRT_EXPORT nvinfer1::IPluginCreatorInterface* const* getCreators(int32_t& count) {
   using namespace leanfleet;

@@ -3,8 +3,10 @@
 #include <cuda_runtime_api.h>
 
 #include <algorithm>
+#include <cstdlib>
 #include <cstring>
 
+#include "core/bind_shapes.h"
 #include "core/cuda_target.h"
 #include "trt/trt_common.h"
 
@@ -15,10 +17,10 @@ namespace {
 using namespace nvinfer1;
 
 constexpr int64_t kUnknown = -1;
-// Stands for a GPU that is not there, when an engine is built on another machine: as many multiprocessors as any has.
+// Stands for a GPU that is not there, when an engine is built on another machine: as many SMs as any has.
 constexpr CudaTarget kAnyDevice = {nullptr, 0, 192, 90};
 
-size_t aligned(size_t bytes) { return (bytes + kWorkspaceAlignment - 1) / kWorkspaceAlignment * kWorkspaceAlignment; }
+size_t aligned(size_t bytes) { return round_up(bytes, kWorkspaceAlignment); }
 
 bool from_trt(DataType type, DType* dtype) {
   switch (type) {
@@ -89,10 +91,7 @@ struct ContextState {
   bool bound = false;
 };
 
-class Plugin final : public IPluginV3,
-                     public IPluginV3OneCore,
-                     public IPluginV3OneBuildV2,
-                     public IPluginV3OneRuntime {
+class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3OneBuildV2, public IPluginV3OneRuntime {
  public:
   explicit Plugin(const Layer& layer) : layer_(layer), spec_(*layer.op->spec) {
     for (int i = 0; i < kMaxInputs; ++i)
@@ -167,8 +166,7 @@ class Plugin final : public IPluginV3,
       num_inputs_ = num_inputs;
       guess_unknown_sizes(&call);
       LEANFLEET_RETURN_IF_ERROR(bind_inputs(*layer_.op, call));
-      for (int32_t k = 0; k < num_outputs; ++k) express(call, inputs, num_inputs, outputs_[k], &outputs[k], builder);
-      return {};
+      return express(call, inputs, num_inputs, outputs, num_outputs, builder);
     });
   }
 
@@ -179,16 +177,15 @@ class Plugin final : public IPluginV3,
     DType found, t;
     if (desc.format != TensorFormat::kLINEAR || !from_trt(desc.type, &found)) return false;
     const bool input = position < num_inputs;
-    const TypeVar type = input ? spec_.inputs[input_index(position)].type
-                               : spec_.outputs[outputs_[position - num_inputs]].type;
+    const TypeVar type = input ? spec_.inputs[input_index(position)].type : spec_.outputs[outputs_[position - num_inputs]].type;
     if (type == TypeVar::kF) return found == DType::kFloat32;
     if (type == TypeVar::kI) return found == DType::kInt32;
     if (found == DType::kInt32) return false;
     return position == 0 || (from_trt(tensors[0].desc.type, &t) && t == found);  // every operator's first input is a T
   }
 
-  int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs,
-                          const DynamicPluginTensorDesc* /*outputs*/, int32_t /*num_outputs*/) noexcept override {
+  int32_t configurePlugin(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const DynamicPluginTensorDesc* /*outputs*/,
+                          int32_t /*num_outputs*/) noexcept override {
     return guarded([&]() -> Status {
       Needs needs;
       return count_needs(inputs, num_inputs, &DynamicPluginTensorDesc::max, &needs);
@@ -197,8 +194,8 @@ class Plugin final : public IPluginV3,
 
   // The most that any of the profile's three shapes needs. It need not be the largest shape that needs most: a launch
   // that needs more than was planned takes memory of its context.
-  size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t num_inputs,
-                          const DynamicPluginTensorDesc* /*outputs*/, int32_t /*num_outputs*/) const noexcept override {
+  size_t getWorkspaceSize(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const DynamicPluginTensorDesc* /*outputs*/,
+                          int32_t /*num_outputs*/) const noexcept override {
     Needs most;
     guarded([&]() -> Status {
       for (const auto bound : {&DynamicPluginTensorDesc::max, &DynamicPluginTensorDesc::opt, &DynamicPluginTensorDesc::min}) {
@@ -395,38 +392,35 @@ class Plugin final : public IPluginV3,
     return {};
   }
 
-  // Calls visit(tensor, axis number, axis) for every axis of the present inputs whose rank the schema knows.
+  // Gives every axis whose `condition(size, axis)` holds the size that follows from `symbols`.
   template <class F>
-  void for_each_axis(Call* call, F&& visit) const {
-    const Given given = given_in(*call);
-    for (int i = 0; i < spec_.num_inputs; ++i) {
-      Tensor& tensor = call->inputs[i];
-      const ShapeSpec* shape = tensor.present() ? choose_shape(spec_.inputs[i], given, tensor.rank) : nullptr;
-      for (int k = 0; shape != nullptr && k < tensor.rank; ++k) visit(tensor, k, axis_at(*shape, k, call->bnhd()));
-    }
+  void set_sizes(Call* call, const int64_t* symbols, F&& condition) const {
+    const NumberSizes sizes = {call->inputs, symbols};
+    static_cast<void>(for_each_axis(spec_, given_in(*call), call->bnhd(), sizes, [&](const Axis& axis) -> Status {
+      int64_t& size = call->inputs[axis.input].shape[axis.index];
+      if (condition(size, axis.spec)) size = axis_size(axis.spec, sizes);
+      return {};
+    }));
   }
 
-  // The largest size that occurs for each symbol; -1: none is known.
-  void largest_sizes(Call* call, int64_t* symbols) const {
-    std::fill(symbols, symbols + kMaxSymbols, kUnknown);
-    for (const bool sums : {false, true}) {  // an axis that is the sum of two symbols tells the first, given the second
-      for_each_axis(call, [&](const Tensor& tensor, int k, AxisSpec axis) {
-        if (axis.symbol < 0 || tensor.shape[k] < 0 || sums != (axis.plus >= 0)) return;
-        if (sums && symbols[axis.plus] < 0) {
-          if (symbols[axis.symbol] >= 0)  // then it is the second that it tells
-            symbols[axis.plus] = (tensor.shape[k] - axis.offset - symbols[axis.symbol]) / axis.times;
-          return;
-        }
-        symbols[axis.symbol] = std::max(symbols[axis.symbol], tensor.shape[k] - axis_rest(axis, symbols));
-      });
+  // The largest size that occurs for each symbol; kUnknown: none is known.
+  struct LargestSizes : NumberSizes {
+    int64_t* largest;  // the symbols
+    Status bind(const Axis& axis, int symbol, int64_t value) {
+      if (symbol >= 0 && size(axis.input, axis.index) >= 0) largest[symbol] = std::max(largest[symbol], value);
+      return {};
     }
+  };
+  void largest_sizes(const Call& call, int64_t* symbols) const {
+    std::fill(symbols, symbols + kMaxSymbols, kUnknown);
+    static_cast<void>(bind_symbols(spec_, given_in(call), call.bnhd(), LargestSizes{{call.inputs, symbols}, symbols}));
   }
 
   // Gives sizes that are open while a network is parsed a value that contradicts no other, so that what is known can
   // be checked like a call: what another input says, or 1; sizes that must be multiples or equal are made the same.
   void guess_unknown_sizes(Call* call) const {
     int64_t symbols[kMaxSymbols];
-    largest_sizes(call, symbols);
+    largest_sizes(*call, symbols);
     int64_t guesses[kMaxSymbols];
     for (int i = 0; i < kMaxSymbols; ++i) guesses[i] = symbols[i] < 0 ? 1 : symbols[i];
     for (int i = 0; i < spec_.num_rules; ++i) {
@@ -436,62 +430,69 @@ class Plugin final : public IPluginV3,
       if (symbols[a] < 0) guesses[a] = guesses[b];
       else if (symbols[b] < 0 && rule.kind == RuleKind::kEqual) guesses[b] = guesses[a];
     }
-    for_each_axis(call, [&](Tensor& tensor, int k, AxisSpec axis) {
-      if (tensor.shape[k] < 0) tensor.shape[k] = axis_size(axis, guesses);
-    });
+    set_sizes(call, guesses, [](int64_t size, AxisSpec) { return size < 0; });
   }
 
-  // The dimensions of an output as expressions of the inputs' dimensions.
-  void express(const Call& call, const DimsExprs* inputs, int32_t num_inputs, int output, DimsExprs* expressions,
-               IExprBuilder& builder) const {
-    const TensorSpec& tensor = spec_.outputs[output];
-    if (tensor.like >= 0) {
-      for (int32_t k = 0; k < num_inputs; ++k)
-        if (input_index(k) == tensor.like) *expressions = inputs[k];
-      return;
+  // Sizes that are expressions of the inputs' dimensions. A symbol is the first constant that its axes say, else what the
+  // first of them says.
+  struct ExpressionSizes {
+    using Size = const IDimensionExpr*;
+    const DimsExprs* inputs[kMaxInputs];  // null: absent
+    IExprBuilder& builder;
+    const IDimensionExpr* symbols[kMaxSymbols] = {};
+
+    int rank(int input) const { return inputs[input] != nullptr ? inputs[input]->nbDims : -1; }
+    const IDimensionExpr* size(int input, int index) const { return inputs[input]->d[index]; }
+    const IDimensionExpr* symbol(int symbol) const { return symbols[symbol]; }
+    static bool known(const IDimensionExpr* size) { return size != nullptr; }
+    const IDimensionExpr* constant(int64_t value) const { return builder.constant(value); }
+    const IDimensionExpr* moved(const IDimensionExpr* size, int64_t offset) const {
+      if (offset == 0) return size;
+      if (size->isConstant()) return constant(size->getConstantValue() + offset);
+      return builder.operation(DimensionOperation::kSUM, *size, *constant(offset));
     }
-    const ShapeSpec& shape = *choose_shape(tensor, given_in(call), -1);
-    expressions->nbDims = shape.rank;
-    for (int i = 0; i < shape.rank; ++i) {
-      const AxisSpec wanted = axis_at(shape, i, call.bnhd());
-      expressions->d[i] = wanted.symbol < 0 ? builder.constant(wanted.offset)
-                                            : moved(express_symbol(call, inputs, num_inputs, wanted.symbol, builder),
-                                                    wanted.offset, builder);
+    const IDimensionExpr* sum(const IDimensionExpr* size, int64_t times, const IDimensionExpr* other) const {
+      if (other->isConstant()) return moved(size, times * other->getConstantValue());
+      const IDimensionExpr* const product = builder.operation(DimensionOperation::kPROD, *other, *constant(std::abs(times)));
+      return builder.operation(times < 0 ? DimensionOperation::kSUB : DimensionOperation::kSUM, *size, *product);
     }
-  }
+    const IDimensionExpr* divided(const IDimensionExpr* size, int64_t times) const {
+      if (size->isConstant()) return constant(size->getConstantValue() / times);
+      return builder.operation(DimensionOperation::kFLOOR_DIV, *size, *constant(times));
+    }
+    static Status wrong_rank(int /*input*/) { return {}; }
 
-  static const IDimensionExpr* moved(const IDimensionExpr* size, int64_t offset, IExprBuilder& builder) {
-    if (offset == 0) return size;
-    if (size->isConstant()) return builder.constant(size->getConstantValue() + offset);
-    return builder.operation(DimensionOperation::kSUM, *size, *builder.constant(offset));
-  }
+    Status bind(const Axis& /*axis*/, int symbol, const IDimensionExpr* value) {
+      if (symbol < 0) return {};
+      const IDimensionExpr*& bound = symbols[symbol];
+      if (bound == nullptr || (!bound->isConstant() && value->isConstant())) bound = value;
+      return {};
+    }
+  };
 
-  // The size of a symbol: from the first constant among the axes that hold it, else from the first of them.
-  const IDimensionExpr* express_symbol(const Call& call, const DimsExprs* inputs, int32_t num_inputs, int symbol,
-                                       IExprBuilder& builder) const {
-    const IDimensionExpr* found = nullptr;
-    AxisSpec axis = {};
-    for (int32_t k = 0; k < num_inputs; ++k) {
-      const ShapeSpec* shape = choose_shape(spec_.inputs[input_index(k)], given_in(call), inputs[k].nbDims);
-      for (int i = 0; i < inputs[k].nbDims; ++i) {
-        const AxisSpec here = axis_at(*shape, i, call.bnhd());
-        if (here.symbol != symbol) continue;
-        if (found != nullptr && (found->isConstant() || !inputs[k].d[i]->isConstant())) continue;
-        found = inputs[k].d[i];
-        axis = here;
+  // The dimensions of the layer's outputs as expressions of the inputs' dimensions. `call` is bound.
+  Status express(const Call& call, const DimsExprs* inputs, int32_t num_inputs, DimsExprs* outputs, int32_t num_outputs,
+                 IExprBuilder& builder) const {
+    ExpressionSizes sizes = {{}, builder};
+    for (int32_t k = 0; k < num_inputs; ++k) sizes.inputs[input_index(k)] = &inputs[k];
+    const Given given = given_in(call);
+    LEANFLEET_RETURN_IF_ERROR(bind_symbols(spec_, given, call.bnhd(), sizes));
+    for (int32_t k = 0; k < num_outputs; ++k) {
+      const TensorSpec& tensor = spec_.outputs[outputs_[k]];
+      if (tensor.like >= 0) {
+        if (sizes.inputs[tensor.like] != nullptr) outputs[k] = *sizes.inputs[tensor.like];
+        continue;
       }
+      const ShapeSpec& shape = *choose_shape(tensor, given, -1);
+      outputs[k].nbDims = shape.rank;
+      for (int i = 0; i < shape.rank; ++i) outputs[k].d[i] = axis_size(axis_at(shape, i, call.bnhd()), sizes);
     }
-    found = moved(found, -axis.offset, builder);
-    if (axis.plus < 0) return found;
-    const IDimensionExpr* const other = express_symbol(call, inputs, num_inputs, axis.plus, builder);
-    if (other->isConstant()) return moved(found, -axis.times * other->getConstantValue(), builder);
-    const IDimensionExpr* const product = builder.operation(DimensionOperation::kPROD, *other, *builder.constant(axis.times));
-    return builder.operation(DimensionOperation::kSUB, *found, *product);
+    return {};
   }
 
   // What a launch needs with the sizes at one end of a profile. Where bounds of tensors that share a size differ, the
   // largest counts.
-  Status count_needs(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const Dims DynamicPluginTensorDesc::*bound,
+  Status count_needs(const DynamicPluginTensorDesc* inputs, int32_t num_inputs, const Dims DynamicPluginTensorDesc::* bound,
                      Needs* needs) const {
     Call call = empty_call();
     LEANFLEET_RETURN_IF_ERROR(check_count(num_inputs));
@@ -505,10 +506,8 @@ class Plugin final : public IPluginV3,
       call.inputs[input_index(k)].dtype = input_types[input_index(k)];
     }
     int64_t symbols[kMaxSymbols];
-    largest_sizes(&call, symbols);
-    for_each_axis(&call, [&](Tensor& tensor, int k, AxisSpec axis) {
-      if (axis.symbol >= 0) tensor.shape[k] = axis_size(axis, symbols);
-    });
+    largest_sizes(call, symbols);
+    set_sizes(&call, symbols, [](int64_t, AxisSpec axis) { return axis.symbol >= 0; });
     CudaTarget target;
     if (!current_cuda_target(nullptr, &target).ok()) target = kAnyDevice;
     LEANFLEET_RETURN_IF_ERROR(bind_inputs(*layer_.op, call));
@@ -564,8 +563,7 @@ class Plugin final : public IPluginV3,
     LEANFLEET_RETURN_IF_ERROR(prepare_sync(counting.sync_bytes()));
     state.sync_bytes = counting.sync_bytes();
     if (!fits_plan())
-      LEANFLEET_RETURN_IF_ERROR(
-          state.scratch.reserve(state.call, "workspace", state.scratch_bytes + state.unread_bytes));
+      LEANFLEET_RETURN_IF_ERROR(state.scratch.reserve(state.call, "workspace", state.scratch_bytes + state.unread_bytes));
     state.bound = true;
     return {};
   }

@@ -3,11 +3,15 @@
 #include <cstdio>
 #include <string>
 
+#include "core/cpu_isa.h"
 #include "core/op_specs.h"
 
-namespace leanfleet::wide {
+namespace leanfleet {
+namespace wide {
 const OpImpl kImpl = {};
 }
+const char* unknown_cpu_isa() { return nullptr; }  // no kernel is linked
+}  // namespace leanfleet
 
 namespace {
 

@@ -290,7 +290,7 @@ def test_rotated_halves_of_heads(form, dtype):
     torch.manual_seed(4)
     module, x = Retention(form).eval().to(dtype), torch.randn(3, 7, HIDDEN).to(dtype)
     positions = torch.tensor([[0], [40], [1000]]) + torch.arange(7)
-    # Tables in 16 bits lose about as much again as the module does, which turns in float32.
+    # Tables in 16 bits lose about as much again as the module does, which rotates in float32.
     found = fused_and_compared(module, (x, positions), ({0: BATCH, 1: TOKENS},) * 2, "RotaryEmbedding", 3)
     assert (found.count("RotaryEmbedding"), found.count("Cos")) == (4 if form == "plain" else 0, 1)
     if form == "plain":  # angles, two tables, and two layers' factors of 0.1

@@ -200,7 +200,7 @@ def test_positions_beyond_the_tables_are_clamped(monkeypatch):
     (dict(cos_cache=None, sin_cache=None, rotary_interleaved=1),
      "rotary_interleaved = 1 needs input cos_cache, which is missing"),
     (dict(cos_cache=torch.zeros(9, 13), sin_cache=torch.zeros(9, 13)),
-     r"cos_cache has half = 13, which turns 26 columns; query has D = 24, expected half <= 12"),
+     r"cos_cache has half = 13, which rotates 26 columns; query has D = 24, expected half <= 12"),
     (dict(sin_cache=torch.zeros(8, 12)), r"sin_cache has shape \[8,12\]: axis 0 of \[positions,half\] is 8; expected 9"),
     (dict(cos_cache=torch.zeros(9, 12, dtype=torch.float16)), "cos_cache has type float16; expected float32")))
 def test_wrong_rotary_inputs(changes, message):
