@@ -190,7 +190,7 @@ def cache_shapes(model: Any) -> Shapes:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     lightning = {m.layer_idx for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"}
-    shapes = {}
+    shapes: Shapes = {}
     for layer, kind in enumerate(kinds):
         own = configs[layer]
         heads = own.num_attention_heads

@@ -184,7 +184,7 @@ class LinearDecoder(nn.Module):
             states = {name: torch.zeros(batch, *shape[1:], dtype=wide, device=device)
                       for name, (_, shape) in self.cache_shapes().items()}
             lens = torch.full((batch,), tokens, dtype=torch.int32, device=device)
-            leanfleet_cache = Cache(states, lens, lens)
+            leanfleet_cache = Cache(states.items(), lens, lens)
         if position_ids is None:
             position_ids = torch.arange(tokens, device=input_ids.device).expand(batch, tokens)
         x = self.embedding(input_ids) * (math.sqrt(self.config.hidden_size) if self.config.kind == "retnet" else 1.0)

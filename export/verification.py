@@ -9,6 +9,7 @@ bound, because CPUs have no kernels for bfloat16.
 
 import copy
 import tempfile
+from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -30,7 +31,7 @@ class VerificationError(RuntimeError):
     """An exported file does not compute what the model does."""
 
 
-def verify(model: torch.nn.Module, path: str | Path, facts: dict[str, Any], rope: str = "short") -> dict[str, Any]:
+def verify(model: torch.nn.Module, path: str | Path, facts: Mapping[str, Any], rope: str = "short") -> dict[str, Any]:
     """Compares the file `path` with its model; returns {"largest_difference", "bound"}, or {"skipped": why}.
 
     facts: what leanfleet.json says. rope: see support.most_positions. Raises VerificationError.
@@ -41,7 +42,7 @@ def verify(model: torch.nn.Module, path: str | Path, facts: dict[str, Any], rope
         return compare(model, _session(path, Path(folder)), facts, rope)
 
 
-def compare(model: torch.nn.Module, session: Any, facts: dict[str, Any], rope: str = "short") -> dict[str, Any]:
+def compare(model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope: str = "short") -> dict[str, Any]:
     """As verify, of a session: an object with onnxruntime's get_inputs() and run()."""
     for seed in range(TRIES):
         tokens = _tokens(model, facts, seed)

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
@@ -65,7 +65,7 @@ class Shape:
 
 Function = Callable[..., torch.Tensor]
 Memory = Callable[[Shape], int]
-Decay = str | float | torch.Tensor | None
+Decay: TypeAlias = "str | float | torch.Tensor | None"
 Row = dict[str, Any]
 
 

@@ -281,7 +281,7 @@ def _libraries() -> dict[str, dict[str, Any]]:
     """{library: its path, and what it holds or why it cannot be used}."""
     libraries: dict[str, dict[str, Any]] = {}
     for name in LIBRARIES:
-        libraries[name] = entry = {"path": None, "error": None}
+        libraries[name] = entry = dict[str, Any](path=None, error=None)
         try:
             entry["path"] = str(native.library_path(name))
             ctypes.CDLL(entry["path"])
@@ -502,7 +502,7 @@ def engine_run_command(arguments: argparse.Namespace) -> int:
         outputs, milliseconds = engine.timed(feed, arguments.profile, arguments.runs)
         if saved:
             with open(saved, "wb") as file:
-                np.savez(file, **outputs)
+                np.savez(file, **outputs)  # type: ignore[arg-type]  # its other argument is a bool
     rows: list[dict[str, Any]] = [{"name": name, "shape": list(array.shape), "finite": bool(np.isfinite(array).all())}
             for name, array in outputs.items()]
     if arguments.json:
@@ -531,7 +531,9 @@ def bench_command(arguments: argparse.Namespace) -> int:
     if arguments.decay not in bench.DECAYS:
         raise ValueError(f"--decay is {arguments.decay}; it is one of {', '.join(bench.DECAYS)}")
     if arguments.threads:
-        bench.torch.set_num_threads(arguments.threads)
+        import torch
+
+        torch.set_num_threads(arguments.threads)
     shapes = [bench.parse_shape(text) for text in arguments.shapes.split(",")]
     names = arguments.methods.split(",") if arguments.methods else None
     report = bench.run(shapes, names, arguments.operator, arguments.device, arguments.dtype, arguments.decay,

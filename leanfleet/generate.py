@@ -83,7 +83,7 @@ def locate(model: str | Path) -> dict[str, Any]:
         raise NotADirectoryError(f"{model} is a file; give the folder that it lies in")
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, HfHubHTTPError
-    from huggingface_hub.utils import validate_repo_id
+    from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is there
 
     neither = f"{model} is neither a folder here nor a model on the Hugging Face hub"
     try:

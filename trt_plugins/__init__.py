@@ -52,7 +52,7 @@ def get_plugin_path() -> str:
 
 def plugin_library_facts() -> dict[str, Any]:
     """What doctor and info show: {"path", "error", "runtimes": {name: version} of those that are installed}."""
-    facts = {"path": None, "error": None, "runtimes": {}}
+    facts: dict[str, Any] = {"path": None, "error": None, "runtimes": {}}
     try:
         facts["path"] = get_plugin_path()
     except FileNotFoundError as error:
@@ -133,7 +133,7 @@ def make_logger(trt: ModuleType) -> Any:
     exceptions; with .verbose set it also writes everything to stderr."""
     if trt.__name__ not in _loggers:
 
-        class Logger(trt.ILogger):
+        class Logger(trt.ILogger):  # type: ignore[name-defined]  # of the runtime that is installed
             def __init__(self) -> None:
                 trt.ILogger.__init__(self)
                 self.errors, self.verbose = [], False
@@ -464,7 +464,8 @@ def _interrupting(monitor):
             raise KeyboardInterrupt
 
 
-def deserialize(engine: bytes | str | os.PathLike[str], trt: ModuleType | None = None, host_code: bool = False) -> Any:
+def deserialize(engine: bytes | bytearray | str | os.PathLike[str], trt: ModuleType | None = None,
+                host_code: bool = False) -> Any:
     """The ICudaEngine of an engine (bytes or path). Needs a GPU that it was built for.
 
     host_code: lets an engine that holds code for the host, as embed_plugins makes it, run that code in this process, with all
