@@ -1,0 +1,41 @@
+"""What CUDA costs to compile: later changes keep below these caps, on a machine like CI's (two cores)."""
+
+import importlib.util
+import json
+
+import pytest
+
+from support.paths import ROOT
+
+MOST_SECONDS = 1500  # CPU seconds of all CUDA files, sm_90a and the PTX of sm_80
+MOST_OF_A_FILE = 100  # so that no file is waited for
+
+
+def time_compile():
+    specification = importlib.util.spec_from_file_location("time_compile", ROOT / "csrc" / "time_compile.py")
+    module = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(module)
+    return module
+
+
+def test_cuda_compiles_within_its_caps():
+    logs = [path for path in ROOT.glob("build/*/compile_times.jsonl") if time_compile().read(path, "CUDA")]
+    if not logs:
+        pytest.skip("nothing was compiled with nvcc here")
+    files = time_compile().read(max(logs, key=lambda path: path.stat().st_mtime), "CUDA")
+    assert sum(line["cpu_seconds"] for line in files.values()) <= MOST_SECONDS
+    slow = {name: line["cpu_seconds"] for name, line in files.items() if line["cpu_seconds"] > MOST_OF_A_FILE}
+    assert not slow, f"split the instances of {slow}"
+
+
+def test_the_last_line_of_a_file_counts_and_failures_are_not_noted(tmp_path, capsys):
+    log, tool = tmp_path / "log", time_compile()
+    for seconds in (7.0, 3.0):
+        with open(log, "a") as file:
+            file.write(json.dumps({"object": "a/x.cu.o", "language": "CUDA", "cpu_seconds": seconds, "wall_seconds": 1}) + "\n")
+    assert tool.compile_timed(log, "CUDA", "bad", ["false"]) == 1
+    assert tool.compile_timed(log, "CXX", "good", ["true"]) == 0
+    assert {name: line["cpu_seconds"] for name, line in tool.read(log, "CUDA").items()} == {"a/x.cu.o": 3.0}
+    assert list(tool.read(log, "CXX")) == ["good"]
+    tool.report(log)
+    assert capsys.readouterr().out == "CUDA: 1 files, 3 CPU seconds; the longest: x 3 s\n"
