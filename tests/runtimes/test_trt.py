@@ -284,7 +284,7 @@ def test_command_line(tmp_path, capsys):
     assert facts["bytes"] == (tmp_path / "engine").stat().st_size > 0
     assert cli.main(["engine", "prepare", model, str(tmp_path / "prepared.onnx")]) == 0
     assert trt_plugins.get_plugin_path() in capsys.readouterr().out
-    assert cli.main(["engine", "build", model, engine]) == 2
+    assert cli.main(["engine", "build", model, engine, *gpus]) == 2
     assert "needs profiles" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         cli.main(["engine", "build", model, engine, "--profile", "B=1"])
@@ -310,17 +310,11 @@ def test_commands_that_need_a_gpu(command, tmp_path, capsys):
         assert ("cannot load the engine" if torch.cuda.is_available() else "there is no NVIDIA driver here") in said.err
 
 
-@pytest.mark.parametrize("field, message", (
-    ("winodw", "LeanAttention 'layers.3': there is no attribute winodw; it has scale, causal, window"), ("window", None),
-    ("plugin_version", None)))
-def test_fields_that_are_no_attributes_are_refused(field, message):
+@pytest.mark.parametrize("field, taken", (("winodw", False), ("window", True), ("plugin_version", True)))
+def test_fields_that_are_no_attributes_are_refused(field, taken):
     """Those that a program gives a creator itself: TensorRT's parser hands over none that the creator does not list."""
     trt_plugins.load(TRT)
-    logger = trt_plugins.make_logger(TRT)
-    logger.errors = []
     creator = TRT.get_plugin_registry().get_creator("LeanAttention", "1", trt_plugins.NAMESPACE)
     value = np.array([4], np.int32)
     fields = TRT.PluginFieldCollection([TRT.PluginField(field, value, TRT.PluginFieldType.INT32)])
-    plugin = creator.create_plugin("layers.3", fields, TRT.TensorRTPhase.BUILD)
-    assert (plugin is None) == (message is not None)
-    assert not message or any(message in error for error in logger.errors), logger.errors
+    assert (creator.create_plugin("layers.3", fields, TRT.TensorRTPhase.BUILD) is not None) == taken

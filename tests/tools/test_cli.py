@@ -249,7 +249,9 @@ def test_ctrl_c(command, model, tmp_path, capsys, monkeypatch):
 
 def test_ctrl_c_of_a_process(model):
     """The real signal, while it works."""
-    code = ("import signal, sys, leanfleet.cli as cli; cli.collect_info = lambda: signal.raise_signal(signal.SIGINT); "
+    # A shell's background jobs, and what they start, ignore the signal unless told otherwise.
+    code = ("import signal, sys, leanfleet.cli as cli; signal.signal(signal.SIGINT, signal.default_int_handler); "
+            "cli.collect_info = lambda: signal.raise_signal(signal.SIGINT); "
             "sys.exit(cli.main(['info']))")
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")

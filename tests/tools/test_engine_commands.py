@@ -116,11 +116,13 @@ def test_outputs_are_tried_before_the_work(action, model, tmp_path, capsys, monk
 @pytest.mark.skipif(not RTX, reason="TensorRT-RTX alone builds without a GPU")
 def test_ctrl_c_stops_a_build(model, tmp_path):
     """Also inside TensorRT's callbacks, which no exception may leave; nothing is left."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore the signal
     with pytest.raises(KeyboardInterrupt):
         trt_plugins.build_engine(model, {"batch": (1, 1, 2), "tokens": (1, 4, 8)}, tmp_path / "engine", compute_capabilities=["8.9"],
                                  progress=lambda *told: signal.raise_signal(signal.SIGINT))
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    signal.signal(signal.SIGINT, before)
 
 
 class Loader:
