@@ -310,11 +310,19 @@ def test_commands_that_need_a_gpu(command, tmp_path, capsys):
         assert ("cannot load the engine" if torch.cuda.is_available() else "there is no NVIDIA driver here") in said.err
 
 
-@pytest.mark.parametrize("field, taken", (("winodw", False), ("window", True), ("plugin_version", True)))
-def test_fields_that_are_no_attributes_are_refused(field, taken):
-    """Those that a program gives a creator itself: TensorRT's parser hands over none that the creator does not list."""
+@pytest.mark.parametrize("field, message", (
+    ("winodw", "LeanAttention 'layers.3': there is no attribute winodw; it has scale, causal, window"), ("window", None),
+    ("plugin_version", None)))
+def test_fields_that_are_no_attributes_are_refused(field, message, capfd):
+    """Those that a program gives a creator itself: TensorRT's parser hands over none that the creator does not list. The
+    message goes to TensorRT's logger, or to stderr where no call of TensorRT's has noted one."""
     trt_plugins.load(TRT)
+    logger = trt_plugins.make_logger(TRT)
+    logger.errors = []
     creator = TRT.get_plugin_registry().get_creator("LeanAttention", "1", trt_plugins.NAMESPACE)
     value = np.array([4], np.int32)
     fields = TRT.PluginFieldCollection([TRT.PluginField(field, value, TRT.PluginFieldType.INT32)])
-    assert (creator.create_plugin("layers.3", fields, TRT.TensorRTPhase.BUILD) is not None) == taken
+    plugin = creator.create_plugin("layers.3", fields, TRT.TensorRTPhase.BUILD)
+    said = "\n".join([*logger.errors, capfd.readouterr().err])
+    assert (plugin is None) == (message is not None)
+    assert not message or message in said, said
