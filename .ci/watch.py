@@ -13,11 +13,13 @@ from pathlib import Path
 EVERY = 5  # seconds between two lines
 TAIL = 40  # lines of a failed command
 # What pip and ninja are at, in words: the last match in the output so far counts.
-AT = ((re.compile(r"^Collecting ([\w.-]+)", re.M), "looking up {}"),
-      (re.compile(r"^\s+(?:Downloading|Using cached) ([\w.]+-[\w.]+)", re.M), "fetching {}"),
-      (re.compile(r"^Installing collected packages: .*?([\w.-]+)$", re.M), "unpacking packages up to {}"),
-      (re.compile(r"^\s*\[(\d+/\d+)\] Building \w+ object \S*?/([\w./]+)\.o", re.M), "compiled {} {}"),
-      (re.compile(r"^\s*\[(\d+/\d+)\] Linking .*?(\w+\.so)", re.M), "linked {} {}"))
+AT = (
+    (re.compile(r"^Collecting ([\w.-]+)", re.M), "looking up {}"),
+    (re.compile(r"^\s+(?:Downloading|Using cached) ([\w.]+-[\w.]+)", re.M), "fetching {}"),
+    (re.compile(r"^Installing collected packages: .*?([\w.-]+)$", re.M), "unpacking packages up to {}"),
+    (re.compile(r"^\s*\[(\d+/\d+)\] Building \w+ object \S*?/([\w./]+)\.o", re.M), "compiled {} {}"),
+    (re.compile(r"^\s*\[(\d+/\d+)\] Linking .*?(\w+\.so)", re.M), "linked {} {}"),
+)
 
 
 def at(text):

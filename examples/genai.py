@@ -19,9 +19,19 @@ from leanfleet.ort_ops.genai import bundle
 
 def tiny_llama():
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=None)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            eos_token_id=None,
+        )
+    ).eval()
 
 
 def main(folder):
@@ -38,11 +48,11 @@ def main(folder):
     generator.append_tokens(np.array([prompt], np.int32))
     while not generator.is_done():
         generator.generate_next_token()
-    answer = [int(token) for token in generator.get_sequence(0)[len(prompt):]]
+    answer = [int(token) for token in generator.get_sequence(0)[len(prompt) :]]
 
     ids = torch.tensor([prompt])
     expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-    expected = expected[0, len(prompt):].tolist()
+    expected = expected[0, len(prompt) :].tolist()
     print(prompt, "->", answer)
     if answer != expected:
         raise SystemExit(f"transformers continues with {expected}")

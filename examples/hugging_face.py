@@ -18,9 +18,19 @@ from leanfleet.ort_ops import generate, load_decoder
 
 def tiny_llama():
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(
-        vocab_size=256, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4,
-        num_key_value_heads=2, max_position_embeddings=512, initializer_range=0.2, eos_token_id=None)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=256,
+            hidden_size=64,
+            intermediate_size=128,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            max_position_embeddings=512,
+            initializer_range=0.2,
+            eos_token_id=None,
+        )
+    ).eval()
 
 
 def main(folder, name=None):
@@ -37,7 +47,7 @@ def main(folder, name=None):
     for prompt, answer in zip(prompts, answers, strict=True):
         ids = torch.tensor([prompt])
         expected = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
-        expected = expected[0, len(prompt):].tolist()
+        expected = expected[0, len(prompt) :].tolist()
         print(prompt, "->", answer)
         if answer != expected:
             raise SystemExit(f"transformers continues {prompt} with {expected}")

@@ -33,6 +33,8 @@ def train(steps=30):
         optimizer.step()
         losses.append(loss.item())
     return losses
+
+
 # --8<-- [end:train]
 
 
@@ -45,9 +47,11 @@ def main(folder):
     # Random weights here; load those of your model with decoder.load_state_dict.
     torch.manual_seed(0)
     # --8<-- [start:decoder]
-    decoder = LinearDecoder(LinearDecoderConfig(
-        "retnet", vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4,
-        feed_forward_size=128)).eval()
+    decoder = LinearDecoder(
+        LinearDecoderConfig(
+            "retnet", vocab_size=128, hidden_size=64, num_hidden_layers=2, num_attention_heads=4, feed_forward_size=128
+        )
+    ).eval()
     export_decoder(decoder, folder)
     prompts = [[1, 2, 3, 4, 5, 6, 7], [8, 9]]
     exported = load_decoder(folder, providers=["CPUExecutionProvider"])
@@ -56,7 +60,7 @@ def main(folder):
     for prompt, answer in zip(prompts, answers, strict=True):
         print(prompt, "->", answer)
         with torch.no_grad():  # each token must be the likeliest one after those before it
-            logits = decoder(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1:-1]
+            logits = decoder(torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
         if answer != logits.argmax(-1).tolist():
             raise SystemExit(f"PyTorch chooses other tokens after {prompt}")
     print("the same greedy tokens as PyTorch")

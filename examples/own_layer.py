@@ -35,8 +35,11 @@ class CachedAttention(nn.Module):
         projections = (self.q, self.k, self.v)
         q, k, v = (p(hidden).unflatten(-1, (-1, self.head_dim)) for p in projections)  # [B,N,heads,D]
         output, _, key_cache, value_cache = lean_attention(
-            q, key_cache, value_cache, seq_lens, new_key=k, new_value=v, append=True, layout="bnhd")
+            q, key_cache, value_cache, seq_lens, new_key=k, new_value=v, append=True, layout="bnhd"
+        )
         return self.out(output.flatten(2)), key_cache, value_cache
+
+
 # --8<-- [end:layer]
 
 
@@ -50,10 +53,14 @@ def main(folder):
     batch, tokens, capacity = (torch.export.Dim(name, min=1) for name in ("batch", "tokens", "capacity"))
     cache = torch.zeros(2, 2, 64, 32)
     example = (torch.randn(2, 5, 256), cache, cache.clone(), torch.tensor([5, 5], dtype=torch.int32))
-    export(layer, example, path, input_names=["hidden", "key_cache", "value_cache", "seq_lens"],
-           output_names=["output", "new_key_cache", "new_value_cache"],
-           dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: capacity}, {0: batch, 2: capacity},
-                           {0: batch}))
+    export(
+        layer,
+        example,
+        path,
+        input_names=["hidden", "key_cache", "value_cache", "seq_lens"],
+        output_names=["output", "new_key_cache", "new_value_cache"],
+        dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: capacity}, {0: batch, 2: capacity}, {0: batch}),
+    )
     # --8<-- [end:export]
 
     # --8<-- [start:run]
@@ -63,8 +70,12 @@ def main(folder):
     def run(session):
         caches = [np.zeros((1, 2, 16, 32), np.float32)] * 2
         for hidden, length in ((prompt, 5), (step, 6)):
-            feed = {"hidden": hidden.numpy(), "key_cache": caches[0], "value_cache": caches[1],
-                    "seq_lens": np.array([length], np.int32)}
+            feed = {
+                "hidden": hidden.numpy(),
+                "key_cache": caches[0],
+                "value_cache": caches[1],
+                "seq_lens": np.array([length], np.int32),
+            }
             output, *caches = session.run(None, feed)
         return output
 

@@ -25,8 +25,14 @@ def main(folder, compute_capability="8.9"):
     path = Path(folder) / "attention.onnx"
     tokens = torch.export.Dim("tokens", min=1, max=4096)
     q, k, v = torch.randn(1, 8, 16, 64), torch.randn(1, 2, 16, 64), torch.randn(1, 2, 16, 64)
-    export(Attention().eval(), (q, k, v), path, input_names=["query", "key", "value"], output_names=["output"],
-           dynamic_shapes=({2: tokens}, {2: tokens}, {2: tokens}))
+    export(
+        Attention().eval(),
+        (q, k, v),
+        path,
+        input_names=["query", "key", "value"],
+        output_names=["output"],
+        dynamic_shapes=({2: tokens}, {2: tokens}, {2: tokens}),
+    )
     try:
         trt = trt_plugins.runtime()
         trt_plugins.get_plugin_path()
@@ -35,8 +41,9 @@ def main(folder, compute_capability="8.9"):
         return
     # --8<-- [start:build]
     capabilities = [compute_capability] if trt.__name__ == "tensorrt_rtx" else []
-    built = trt_plugins.build_engine(path, {"tokens": (1, 128, 4096)}, Path(folder) / "attention.engine",
-                                     compute_capabilities=capabilities)
+    built = trt_plugins.build_engine(
+        path, {"tokens": (1, 128, 4096)}, Path(folder) / "attention.engine", compute_capabilities=capabilities
+    )
     print(f"{built.runtime}: {len(built.engine) / 2**20:.1f} MiB in {built.seconds:.1f} s")
     for name, operator in built.layers:
         print(f"  plugin layer {name}: {operator}")

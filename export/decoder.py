@@ -18,8 +18,19 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 
 from leanfleet import files
-from leanfleet.decoder_contract import (BATCH, CAPACITY, DECODER, KEY, MODEL_FILE, STATE, TOKENS, VALUE, Facts, cache_name,
-                                        write_facts)
+from leanfleet.decoder_contract import (
+    BATCH,
+    CAPACITY,
+    DECODER,
+    KEY,
+    MODEL_FILE,
+    STATE,
+    TOKENS,
+    VALUE,
+    Facts,
+    cache_name,
+    write_facts,
+)
 from leanfleet.export import verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
@@ -33,8 +44,17 @@ if TYPE_CHECKING:
 Shapes = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]  # of caches, by name
 
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows our attention
-_HANDLED = {"dropout", "is_causal", "position_ids", "use_cache", "output_attentions", "output_hidden_states",
-            "position_embeddings", "past_key_values", "logits_to_keep"}
+_HANDLED = {
+    "dropout",
+    "is_causal",
+    "position_ids",
+    "use_cache",
+    "output_attentions",
+    "output_hidden_states",
+    "position_embeddings",
+    "past_key_values",
+    "logits_to_keep",
+}
 
 
 class Cache:
@@ -73,16 +93,32 @@ class Cache:
         """Appends the new keys and values [B,Hkv,N,D] to a layer's caches; the attention of query [B,H,N,D] as [B,N,H,D]."""
         names = cache_name(layer, KEY), cache_name(layer, VALUE)
         output, _, *updated = lean_attention(
-            query, *(self.tensors[name] for name in names), self.seq_lens, query_lens=self.query_lens, new_key=key,
-            new_value=value, append=True, **options)
+            query,
+            *(self.tensors[name] for name in names),
+            self.seq_lens,
+            query_lens=self.query_lens,
+            new_key=key,
+            new_value=value,
+            append=True,
+            **options,
+        )
         for name, tensor in zip(names, updated, strict=True):
             self.update(name, tensor)
         return output.transpose(1, 2).contiguous()  # some models view it as [B,N,H D]
 
 
-def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, scaling: float | None = None, sliding_window: int | None = None,
-              softcap: float | None = None, s_aux: torch.Tensor | None = None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def attention(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: torch.Tensor | None = None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [B,H,N,D], key and value [B,Hkv,N,D] of the new tokens.
 
     Raises ValueError where the model asks for something that LeanAttention does not do, naming the layer.
@@ -92,8 +128,10 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
     if cache is None:
         raise ValueError(f"{layer}: the '{IMPLEMENTATION}' attention runs inside leanfleet.export.export_decoder only")
     if getattr(module, "is_causal", True) is False:
-        raise ValueError(f"{layer}: it is not causal (an encoder's or cross attention); LeanAttention with a cache serves "
-                         f"causal decoders. {ELSEWHERE}")
+        raise ValueError(
+            f"{layer}: it is not causal (an encoder's or cross attention); LeanAttention with a cache serves "
+            f"causal decoders. {ELSEWHERE}"
+        )
     unknown = sorted(name for name in kwargs.keys() - _HANDLED if kwargs[name] is not None and kwargs[name] is not False)
     if attention_mask is not None:
         unknown.insert(0, "an attention mask of its own (as for ALiBi or relative biases)")
@@ -101,27 +139,44 @@ def attention(module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, v
         raise ValueError(f"{layer}: it passes {', '.join(unknown)}, which LeanAttention has no counterpart for. {ELSEWHERE}")
     _check_call(cache, layer, index, key, value)
     output = cache.attend(
-        index, query, key, value, sinks=None if s_aux is None else s_aux.float(),
-        scale=0.0 if scaling is None else scaling, window=-1 if sliding_window is None else sliding_window,
-        softcap=0.0 if softcap is None else softcap)
+        index,
+        query,
+        key,
+        value,
+        sinks=None if s_aux is None else s_aux.float(),
+        scale=0.0 if scaling is None else scaling,
+        window=-1 if sliding_window is None else sliding_window,
+        softcap=0.0 if softcap is None else softcap,
+    )
     return output, None
 
 
 def _check_call(cache: Cache, layer: str, index: int, key: torch.Tensor, value: torch.Tensor) -> None:
     """Raises ValueError, naming the layer, for keys and values that the layer's caches have no place for."""
     if cache_name(index, KEY) not in cache.tensors:
-        raise ValueError(f"{layer}: leanfleet.export_decoder has no caches for it: the model's configuration counts no softmax "
-                         f"layer of that number. {ELSEWHERE}")
+        raise ValueError(
+            f"{layer}: leanfleet.export_decoder has no caches for it: the model's configuration counts no softmax "
+            f"layer of that number. {ELSEWHERE}"
+        )
     if cache_name(index, KEY) in cache.updated:
         raise ValueError(f"{layer}: it attends twice in a call, and each call would need caches of its own. {ELSEWHERE}")
     found, planned = (key.shape[1], key.shape[3], value.shape[3]), tuple(cache.sizes(index))
     if key.shape[2] != value.shape[2] or any(isinstance(n, int) and n != m for n, m in zip(found, planned, strict=True)):
-        raise ValueError(f"{layer}: it has {found[0]} heads of keys of {found[1]} and values of {found[2]} columns, where the "
-                         f"model's configuration says {planned[0]}, {planned[1]} and {planned[2]}. {ELSEWHERE}")
+        raise ValueError(
+            f"{layer}: it has {found[0]} heads of keys of {found[1]} and values of {found[2]} columns, where the "
+            f"model's configuration says {planned[0]}, {planned[1]} and {planned[2]}. {ELSEWHERE}"
+        )
 
 
-def decayed_attention(cache: Cache, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                      log_decay: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
+def decayed_attention(
+    cache: Cache,
+    layer: int,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor,
+    scale: float = 1.0,
+) -> torch.Tensor:
     """Linear layer `layer` over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H].
 
     Rows past query_lens leave the state as it is: their keys are zero and their decay is 1.
@@ -129,8 +184,16 @@ def decayed_attention(cache: Cache, layer: int, query: torch.Tensor, key: torch.
     name = cache_name(layer, STATE)
     valid = (torch.arange(query.shape[1], device=query.device) < cache.query_lens.unsqueeze(1)).unsqueeze(-1)
     decay = torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype))
-    output, state = causal_linear_decay(query, key * valid.unsqueeze(-1).to(key.dtype), value, decay,
-                                        cache.tensors[name], return_state=True, scale=scale, layout="bnhd")
+    output, state = causal_linear_decay(
+        query,
+        key * valid.unsqueeze(-1).to(key.dtype),
+        value,
+        decay,
+        cache.tensors[name],
+        return_state=True,
+        scale=scale,
+        layout="bnhd",
+    )
     cache.update(name, state)
     return output
 
@@ -169,8 +232,11 @@ def traceable(model: Any, fuse: bool, rope: str = "short") -> Iterator[None]:
             model.set_experts_implementation("batched_mm")
         for module in lightning:
             module.forward = types.MethodType(_lightning_forward, module)
-        with (implementation(model, IMPLEMENTATION), fixed_rotary(model, rope),
-              as_one_node(model) if experts is not None and fuse else nullcontext()):
+        with (
+            implementation(model, IMPLEMENTATION),
+            fixed_rotary(model, rope),
+            as_one_node(model) if experts is not None and fuse else nullcontext(),
+        ):
             yield
     finally:
         for module in lightning:
@@ -202,17 +268,21 @@ def cache_shapes(model: Any) -> Shapes:
             for part in (KEY, VALUE):
                 shapes[cache_name(layer, part)] = (model.dtype, (BATCH, kv_heads, CAPACITY, head_size))
         else:
-            raise ValueError(f"{type(model).__name__}: layer {layer} is of kind {kind}; export_decoder serves full_attention, "
-                             f"sliding_attention and MiniMax's linear_attention. {ELSEWHERE}")
+            raise ValueError(
+                f"{type(model).__name__}: layer {layer} is of kind {kind}; export_decoder serves full_attention, "
+                f"sliding_attention and MiniMax's linear_attention. {ELSEWHERE}"
+            )
     return shapes
 
 
-def run(model: Any, cache: Cache, keep_last: Callable[[torch.Tensor], torch.Tensor] | None,
-        **inputs: torch.Tensor) -> torch.Tensor:
+def run(
+    model: Any, cache: Cache, keep_last: Callable[[torch.Tensor], torch.Tensor] | None, **inputs: torch.Tensor
+) -> torch.Tensor:
     """Logits of a model over these caches. keep_last: of the hidden states, those that logits are wanted of; or None.
 
     Raises ValueError, naming the layer, where a cache was not appended to.
     """
+
     def keep(head: torch.nn.Module, arguments: tuple[torch.Tensor, ...]) -> tuple[torch.Tensor]:
         assert keep_last is not None
         return (keep_last(arguments[0]),)
@@ -227,8 +297,9 @@ def run(model: Any, cache: Cache, keep_last: Callable[[torch.Tensor], torch.Tens
             hook.remove()
     if left := [name for name in cache.tensors if name not in cache.updated]:
         layer = left[0].partition(".")[0]
-        raise ValueError(f"{type(model).__name__}: attention layer {layer} does not go through transformers' "
-                         f"AttentionInterface. {ELSEWHERE}")
+        raise ValueError(
+            f"{type(model).__name__}: attention layer {layer} does not go through transformers' AttentionInterface. {ELSEWHERE}"
+        )
     return logits.float()
 
 
@@ -239,8 +310,9 @@ class Decoder(torch.nn.Module):
         super().__init__()
         self.model, self.names, self.all_logits = model, list(names), all_logits
 
-    def forward(self, input_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor,
-                caches: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self, input_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor, caches: list[torch.Tensor]
+    ) -> tuple[torch.Tensor, ...]:
         """caches: tensors in the order of names; returns (logits, *caches)."""
         cache = Cache(zip(self.names, caches, strict=True), seq_lens, query_lens)
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
@@ -260,14 +332,22 @@ EXAMPLE = {BATCH: 2, TOKENS: 3, CAPACITY: 16}
 def example_inputs(caches: Shapes) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, list[torch.Tensor]]:
     """Decoder.forward's arguments for tracing."""
     lens = torch.full((EXAMPLE[BATCH],), EXAMPLE[TOKENS], dtype=torch.int32)
-    tensors = [torch.zeros([n if isinstance(n, int) else EXAMPLE[n] for n in shape], dtype=dtype)
-               for dtype, shape in caches.values()]
+    tensors = [
+        torch.zeros([n if isinstance(n, int) else EXAMPLE[n] for n in shape], dtype=dtype) for dtype, shape in caches.values()
+    ]
     return torch.ones(EXAMPLE[BATCH], EXAMPLE[TOKENS], dtype=torch.int64), lens, lens.clone(), tensors
 
 
-def export_decoder(model: torch.nn.Module, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None,
-                   all_logits: bool = False, fuse: bool = True, verify: bool = True, rope: str = "short",
-                   **options: Any) -> torch.onnx.ONNXProgram:
+def export_decoder(
+    model: torch.nn.Module,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    all_logits: bool = False,
+    fuse: bool = True,
+    verify: bool = True,
+    rope: str = "short",
+    **options: Any,
+) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
     model: a leanfleet.export.LinearDecoder, or a transformers causal LM with softmax attention that goes through
@@ -292,13 +372,32 @@ def export_decoder(model: torch.nn.Module, folder: str | Path, tokenizer: PreTra
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in DECODER.inputs}
     shapes["caches"] = [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]
     names = {"input_names": DECODER.input_names(caches), "output_names": DECODER.output_names(caches)}
-    return write(Decoder(model, caches, all_logits).eval(), example_inputs(caches), shapes, folder, {"kind": DECODER.kind},
-                 tokenizer, fuse, verify, rope, names | options)
+    return write(
+        Decoder(model, caches, all_logits).eval(),
+        example_inputs(caches),
+        shapes,
+        folder,
+        {"kind": DECODER.kind},
+        tokenizer,
+        fuse,
+        verify,
+        rope,
+        names | options,
+    )
 
 
-def write(decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any], folder: str | Path, facts: Facts,
-          tokenizer: PreTrainedTokenizerBase | None, fuse: bool, verify: bool, rope: str,
-          options: Mapping[str, Any]) -> torch.onnx.ONNXProgram:
+def write(
+    decoder: Any,
+    arguments: tuple[Any, ...],
+    shapes: Mapping[str, Any],
+    folder: str | Path,
+    facts: Facts,
+    tokenizer: PreTrainedTokenizerBase | None,
+    fuse: bool,
+    verify: bool,
+    rope: str,
+    options: Mapping[str, Any],
+) -> torch.onnx.ONNXProgram:
     """Exports a decoder module whose `model` is the PyTorch model, checks the file, and puts all files into `folder`.
 
     facts: what leanfleet.json says beside what it says of every model. Returns the ONNXProgram.
@@ -337,8 +436,9 @@ def call(decoder: Any, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
         raise ValueError(f"{name}: it does not run over leanfleet's caches: {_first_line(error)}. {ELSEWHERE}") from error
 
 
-def _trace(decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any],
-           options: Mapping[str, Any]) -> torch.onnx.ONNXProgram:
+def _trace(
+    decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any], options: Mapping[str, Any]
+) -> torch.onnx.ONNXProgram:
     """The ONNXProgram of a decoder module. Raises ValueError, with the first line of the reason, where it cannot be traced."""
     call(decoder, arguments)  # tracing buries an error under its own
     printed = io.StringIO()
@@ -351,8 +451,9 @@ def _trace(decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any],
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
-        raise ValueError(f"{type(decoder.model).__name__}: PyTorch's exporter cannot trace it: {_first_line(cause)}. "
-                         f"{ELSEWHERE}") from error
+        raise ValueError(
+            f"{type(decoder.model).__name__}: PyTorch's exporter cannot trace it: {_first_line(cause)}. {ELSEWHERE}"
+        ) from error
 
 
 def _first_line(error: BaseException) -> str:

@@ -19,8 +19,10 @@ from leanfleet.export.fusions import MICROSOFT, set_function
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows it
 _NOT_CHOSEN = -1e4  # a logit whose probability is 0 in every type
 # alpha, beta, limit of MoE's swiglu: gate * sigmoid(alpha * gate) * (up + beta), gate at most limit and up within +-limit.
-_PLAIN, _CLAMPED = {"activation_alpha": 1.0, "activation_beta": 0.0}, {"activation_alpha": 1.702, "activation_beta": 1.0,
-                                                                     "swiglu_limit": 7.0}
+_PLAIN, _CLAMPED = (
+    {"activation_alpha": 1.0, "activation_beta": 0.0},
+    {"activation_alpha": 1.702, "activation_beta": 1.0, "swiglu_limit": 7.0},
+)
 
 
 class ExpertsWarning(UserWarning):
@@ -39,7 +41,8 @@ def _is_concatenated(module):
 def _activation(module):
     """MoE's attributes for the activation of transformers' experts, found by trying; None if it is none of MoE's."""
     if not getattr(module, "has_gate", False) or any(
-            getattr(module, name, False) for name in ("has_post_expert_norm", "_is_expert_parallel")):
+        getattr(module, name, False) for name in ("has_post_expert_norm", "_is_expert_parallel")
+    ):
         return None
     gate, up = 12 * torch.randn(2, 64, 8, generator=torch.Generator().manual_seed(0))
     joined = torch.cat([gate, up], -1) if _is_concatenated(module) else torch.stack([gate, up], -1).flatten(-2)
@@ -80,10 +83,19 @@ def _moe(module, hidden_states, top_k_index, top_k_weights):
     logits = logits.scatter(1, top_k_index, shares.log()).to(hidden_states.dtype)
     biases = (module.gate_up_proj_bias, module.down_proj_bias) if module.has_bias else (None, None)
     mixed = torch.onnx.ops.symbolic(
-        f"{MICROSOFT}::MoE", (hidden_states, logits, module.gate_up_proj, biases[0], module.down_proj, biases[1]),
-        {"k": top_k_index.shape[1], "activation_type": "swiglu", "swiglu_fusion": 1, "normalize_routing_weights": 1,
-         **activation},
-        dtype=hidden_states.dtype, shape=hidden_states.shape, version=1)
+        f"{MICROSOFT}::MoE",
+        (hidden_states, logits, module.gate_up_proj, biases[0], module.down_proj, biases[1]),
+        {
+            "k": top_k_index.shape[1],
+            "activation_type": "swiglu",
+            "swiglu_fusion": 1,
+            "normalize_routing_weights": 1,
+            **activation,
+        },
+        dtype=hidden_states.dtype,
+        shape=hidden_states.shape,
+        version=1,
+    )
     return (mixed * total).to(hidden_states.dtype)
 
 
@@ -103,9 +115,13 @@ def as_one_node(model: torch.nn.Module) -> Iterator[None]:
                 for name, parameter in arranged.items():
                     setattr(module, name, parameter)
         if before:
-            warnings.warn("the model's experts become com.microsoft.MoE nodes, checked with onnxruntime 1.31. CUDA providers "
-                          "released before June 2026 ignore the nodes' activation and give wrong results without an error; "
-                          "export with fuse=False (leanfleet export --no-fuse) for those", ExpertsWarning, stacklevel=6)
+            warnings.warn(
+                "the model's experts become com.microsoft.MoE nodes, checked with onnxruntime 1.31. CUDA providers "
+                "released before June 2026 ignore the nodes' activation and give wrong results without an error; "
+                "export with fuse=False (leanfleet export --no-fuse) for those",
+                ExpertsWarning,
+                stacklevel=6,
+            )
         model.set_experts_implementation(IMPLEMENTATION)
         yield
     finally:
@@ -118,8 +134,11 @@ def as_one_node(model: torch.nn.Module) -> Iterator[None]:
 def add_function(model: ir.Model) -> None:
     """Gives an onnx_ir.Model whose graph has MoE nodes, all with the same inputs and attributes, a function of them in standard
     operators. Nodes that differ get none."""
-    kinds = [(tuple(x is not None for x in n.inputs), {a.name: a.value for a in n.attributes.values()})
-             for n in model.graph if (n.domain, n.op_type) == (MICROSOFT, "MoE")]
+    kinds = [
+        (tuple(x is not None for x in n.inputs), {a.name: a.value for a in n.attributes.values()})
+        for n in model.graph
+        if (n.domain, n.op_type) == (MICROSOFT, "MoE")
+    ]
     if not kinds or any(kind != kinds[0] for kind in kinds):
         return
     present, given = kinds[0]
@@ -141,12 +160,15 @@ def add_function(model: ir.Model) -> None:
         if "swiglu_limit" in given:
             limit = number(given["swiglu_limit"])
             gate, up = op("Min", gate, limit), op("Max", op("Min", up, limit), op("Neg", limit))
-        gated = op("Mul", op("Mul", gate, op("Sigmoid", op("Mul", gate, number(given["activation_alpha"])))),
-                   op("Add", up, number(given["activation_beta"])))
+        gated = op(
+            "Mul",
+            op("Mul", gate, op("Sigmoid", op("Mul", gate, number(given["activation_alpha"])))),
+            op("Add", up, number(given["activation_beta"])),
+        )
         rows = op("Squeeze", op("MatMul", op("Gather", w2, chosen), op("Unsqueeze", gated, axes(3))), axes(3))  # [T,K,H]
         if present[3]:
             rows = op("Add", rows, op("Gather", b2, chosen))
         return op("ReduceSum", op("Mul", rows, op("Unsqueeze", shares, axes(2))), axes(1), keepdims=0)
 
-    names = ("input", "router_probs", "fc1_weights", "fc1_bias", "fc2_weights", "fc2_bias")[:len(present)]
+    names = ("input", "router_probs", "fc1_weights", "fc1_bias", "fc2_weights", "fc2_bias")[: len(present)]
     set_function(model, "MoE", names, build, given)

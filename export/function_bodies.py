@@ -134,10 +134,17 @@ class _Ops(Tape):
         parameters, sequences = [x for x in sum(inputs, []) if x], [x for x in sequences if x]
         body = ir.Graph(parameters, results, nodes=inner.nodes, name="chunk")
         values = self.Scan(
-            *states, *sequences, outputs=len(results), body=body, num_scan_inputs=len(sequences),
-            scan_input_axes=[_TOKENS] * len(sequences), scan_input_directions=[int(reverse)] * len(sequences),
-            scan_output_axes=[_TOKENS] * len(outputs), scan_output_directions=[int(reverse)] * len(outputs))
-        return values[:len(states)], values[len(states):]
+            *states,
+            *sequences,
+            outputs=len(results),
+            body=body,
+            num_scan_inputs=len(sequences),
+            scan_input_axes=[_TOKENS] * len(sequences),
+            scan_input_directions=[int(reverse)] * len(sequences),
+            scan_output_axes=[_TOKENS] * len(outputs),
+            scan_output_directions=[int(reverse)] * len(outputs),
+        )
+        return values[: len(states)], values[len(states) :]
 
 
 def _swapped(ops, x, layout, rank=4):
@@ -207,8 +214,9 @@ def _cache_slots(ops, x, batch):
 def _rotated(ops, rows, x, a, positions, heads):
     """rows, float32 with an axis of heads at `heads`, after the rotary encoding of positions [B,Nq]; rounded to T."""
     last = ops.Sub(ops.size(x.cos_cache, 0), 1)
-    cos, sin = (ops.Unsqueeze(ops.Gather(table, ops.clamped(positions, last), axis=0), [heads])
-                for table in (x.cos_cache, x.sin_cache))
+    cos, sin = (
+        ops.Unsqueeze(ops.Gather(table, ops.clamped(positions, last), axis=0), [heads]) for table in (x.cos_cache, x.sin_cache)
+    )
     half = ops.size(x.cos_cache, 1)
     end = ops.Mul(half, 2)
     if a.rotary_interleaved:
@@ -462,8 +470,10 @@ def _linear_attention_grad(ops, query, key, value, log_decay, do, state, ds, wit
         dscores = ops.Where(chunks.lower, _times(ops, ops.MatMul(do, ops.transposed(v)), mask), 0.0)
         weights = _times(ops, scores, mask)
         dq = ops.Add(_masked_product(ops, dscores, k), _times(ops, ops.MatMul(do, ops.transposed(state)), prefix))
-        dk = ops.Add(ops.sum(_masked_product(ops, ops.transposed(dscores), q, later=True), 2),
-                     _times(ops, ops.MatMul(v, ops.transposed(ds)), suffix))
+        dk = ops.Add(
+            ops.sum(_masked_product(ops, ops.transposed(dscores), q, later=True), 2),
+            _times(ops, ops.MatMul(v, ops.transposed(ds)), suffix),
+        )
         from_state = _times(ops, ops.MatMul(k, ds), suffix)
         dv = ops.Add(ops.sum(_masked_product(ops, ops.transposed(weights), do, later=True), 2), from_state)
         outputs = [dq, dk, dv]
@@ -588,18 +598,18 @@ def _normalized_linear_attention(ops, x, a, ranks):
         both = ops.MatMul(left, ops.MatMul(ops.transposed(right), value))
     output, normalizer = ops.split_last(both, 4)
     output = ops.Div(output, _away_from_zero(ops, normalizer, a.eps))
-    results = [ops.CastLike(_ungrouped(ops, output, a.layout), x.query),
-               ops.Squeeze(_ungrouped(ops, normalizer, a.layout), [3])]
+    results = [
+        ops.CastLike(_ungrouped(ops, output, a.layout), x.query),
+        ops.Squeeze(_ungrouped(ops, normalizer, a.layout), [3]),
+    ]
     if a.return_state:
-        (state, key_sum), (value_sum, _) = (
-            ops.split_last(part, 3) for part in ops.split_last(ops.Squeeze(final, [2]), 2))
+        (state, key_sum), (value_sum, _) = (ops.split_last(part, 3) for part in ops.split_last(ops.Squeeze(final, [2]), 2))
         tokens = ops.Expand(ops.size(key, _TOKENS), ops.size(key, 0))
         if x.initial_count is not None:
             tokens = ops.Add(tokens, ops.int64(x.initial_count))
             last = 2**31 - 1  # where it stays; onnxruntime's Min (1.31) compares int64 as floats
             tokens = ops.Where(ops.Greater(tokens, last), last, tokens)
-        results += [state, ops.Squeeze(key_sum, [3]), ops.Squeeze(value_sum, [2]),
-                    ops.Cast(tokens, to=ir.DataType.INT32)]
+        results += [state, ops.Squeeze(key_sum, [3]), ops.Squeeze(value_sum, [2]), ops.Cast(tokens, to=ir.DataType.INT32)]
     return results
 
 
@@ -627,6 +637,7 @@ def _normalized_linear_attention_grad(ops, x, a, ranks):
     if x.coefficients is not None:
         dq = ops.Mul(dq, ops.split_last(x.coefficients, 0)[1])
     if a.normalize_qk:
+
         def through_unit_rows(dy, y, norm):
             along = ops.Where(ops.Greater(norm, UNIT_ROW_EPS), ops.sum(ops.Mul(y, dy), 4), 0.0)
             return ops.Div(ops.Sub(dy, ops.Mul(y, along)), norm)
@@ -673,8 +684,10 @@ def _variant(op_name, present, attrs, ranks):
         if t.name in present and len(allowed) > 1:
             rank = open_ranks[t.name] = (ranks or {}).get(t.name)
             if rank not in allowed:
-                raise ValueError(f"{op.name}: {t.name} has rank {rank}; expected {allowed[0]} or {allowed[1]}. If the "
-                                 "model does not say it (None), run onnx's shape inference on the model first")
+                raise ValueError(
+                    f"{op.name}: {t.name} has rank {rank}; expected {allowed[0]} or {allowed[1]}. If the "
+                    "model does not say it (None), run onnx's shape inference on the model first"
+                )
     return op, present, values, open_ranks
 
 
@@ -684,23 +697,27 @@ def _check_rules(op, present, values):
         found = [name for name in rule.args if name in present | on]
         if rule.condition not in (None, *present, *on):
             continue
-        wrong, words = {"needs": (found == [rule.args[0]], "needs"),
-                        "together": (0 < len(found) < len(rule.args), "goes with"),
-                        "exclusive": (len(found) > 1, "excludes")}.get(rule.kind, (False, ""))
+        wrong, words = {
+            "needs": (found == [rule.args[0]], "needs"),
+            "together": (0 < len(found) < len(rule.args), "goes with"),
+            "exclusive": (len(found) > 1, "excludes"),
+        }.get(rule.kind, (False, ""))
         if wrong:
             others = (" or " if rule.kind == "needs" else ", ").join(n for n in rule.args if n != found[0])
-            raise ValueError(f"{op.name}: {found[0]} {words} {others}"
-                             + (f", because {rule.condition} is given" if rule.condition else ""))
+            raise ValueError(
+                f"{op.name}: {found[0]} {words} {others}" + (f", because {rule.condition} is given" if rule.condition else "")
+            )
 
 
 def _positions(op, values):
     """The outputs that a node has a place for: up to the last that the attributes ask for."""
     active = op.active_outputs(values)
-    return op.outputs[:1 + max(i for i, t in enumerate(op.outputs) if t in active)]
+    return op.outputs[: 1 + max(i for i, t in enumerate(op.outputs) if t in active)]
 
 
-def overload_name(op_name: str, present: Collection[str] = (), attrs: Mapping[str, Any] | None = None,
-                  ranks: Mapping[str, int] | None = None) -> str:
+def overload_name(
+    op_name: str, present: Collection[str] = (), attrs: Mapping[str, Any] | None = None, ranks: Mapping[str, int] | None = None
+) -> str:
     """Name of the overload for these inputs and attributes; arguments as in function_for.
 
     The optional inputs, with the rank where it may vary, and the attributes that differ from their default, for
@@ -716,8 +733,13 @@ def overload_name(op_name: str, present: Collection[str] = (), attrs: Mapping[st
     return ".".join(parts) or "default"
 
 
-def function_for(op_name: str, present: Collection[str] = (), attrs: Mapping[str, Any] | None = None,
-                 ranks: Mapping[str, int] | None = None, opset: int = DEFAULT_OPSET) -> ir.Function:
+def function_for(
+    op_name: str,
+    present: Collection[str] = (),
+    attrs: Mapping[str, Any] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    opset: int = DEFAULT_OPSET,
+) -> ir.Function:
     """The onnx_ir.Function of an operator with these inputs and attributes, in standard operators of an opset.
 
     op_name: a name of ops.toml. present: names of the optional inputs that are given (required ones may be among
@@ -734,17 +756,25 @@ def function_for(op_name: str, present: Collection[str] = (), attrs: Mapping[str
         raise ValueError(f"{op.name}: the model has opset {opset}; its function body needs {OLDEST_OPSET} or newer")
     inputs = {t.name: ir.Value(name=t.name) for t in op.inputs}
     ops = _Ops()
-    outputs = _BODIES[op.name](ops, SimpleNamespace(**{n: v if n in present else None for n, v in inputs.items()}),
-                               SimpleNamespace(**values), open_ranks)
+    outputs = _BODIES[op.name](
+        ops,
+        SimpleNamespace(**{n: v if n in present else None for n, v in inputs.items()}),
+        SimpleNamespace(**values),
+        open_ranks,
+    )
     outputs = dict(zip((t.name for t in op.active_outputs(values)), outputs, strict=True))
     outputs = {t.name: outputs.get(t.name) or ops.zeros(0) for t in _positions(op, values)}
     for name, value in outputs.items():
         value.name = name
-    graph = ir.Graph(list(inputs.values()), list(outputs.values()), nodes=ops.nodes, opset_imports={"": opset},
-                     name=op.name)
+    graph = ir.Graph(list(inputs.values()), list(outputs.values()), nodes=ops.nodes, opset_imports={"": opset}, name=op.name)
     defaults = {a.name: int(a.default) if a.type == "bool" else a.default for a in op.attrs}
-    return ir.Function(spec.DOMAIN, op.name, overload_name(op_name, present, attrs, ranks), graph=graph,
-                       attributes=ir.convenience.convert_attributes(defaults))
+    return ir.Function(
+        spec.DOMAIN,
+        op.name,
+        overload_name(op_name, present, attrs, ranks),
+        graph=graph,
+        attributes=ir.convenience.convert_attributes(defaults),
+    )
 
 
 def _inline_callers(model):
@@ -789,17 +819,22 @@ def edited_nodes(model: ir.Model) -> list[str]:
         attrs, given, ranks = _given(op, node)
         expected = {overload_name(op.name, given, attrs, ranks | guess) for guess in _rank_guesses(op, given, attrs, ranks)}
         if node.overload not in expected:
-            lines.append(f"{op.name} '{node.name}' now means '{min(expected)}', but its function body '{node.overload}': the "
-                         "node was edited after the body was made, and runs differently without leanfleet's library; "
-                         "leanfleet.export.function_bodies.attach makes the body anew")
+            lines.append(
+                f"{op.name} '{node.name}' now means '{min(expected)}', but its function body '{node.overload}': the "
+                "node was edited after the body was made, and runs differently without leanfleet's library; "
+                "leanfleet.export.function_bodies.attach makes the body anew"
+            )
     return lines
 
 
 def _rank_guesses(op, given, attrs, ranks):
     """What the ranks may be that shape inference has not told, where the overload depends on them."""
     conditions = op.given(given, attrs)
-    unknown = [(t.name, sorted({len(s.axes) for s in op.alternatives(t, conditions)})) for t in op.inputs
-               if t.name in given and t.name not in ranks]
+    unknown = [
+        (t.name, sorted({len(s.axes) for s in op.alternatives(t, conditions)}))
+        for t in op.inputs
+        if t.name in given and t.name not in ranks
+    ]
     return [dict(zip((name for name, _ in unknown), choice)) for choice in itertools.product(*(r for _, r in unknown))]
 
 
@@ -832,9 +867,12 @@ def attach(model: ir.Model) -> ir.Model:
     for function in functions.values():
         model.functions[function.identifier()] = function
     if several := sorted(name for name, count in Counter(name for name, _ in functions).items() if count > 1):
-        warnings.warn(f"the model has nodes of {', '.join(several)} that differ in optional inputs or attributes. Where "
-                      "leanfleet's library is not registered it needs onnxruntime 1.27 or newer: older ones run one "
-                      "function for all of them, and give wrong results without an error", stacklevel=2)
+        warnings.warn(
+            f"the model has nodes of {', '.join(several)} that differ in optional inputs or attributes. Where "
+            "leanfleet's library is not registered it needs onnxruntime 1.27 or newer: older ones run one "
+            "function for all of them, and give wrong results without an error",
+            stacklevel=2,
+        )
     if nodes:
         model.opset_imports.setdefault(spec.DOMAIN, spec.OPSET_VERSION)
         model.ir_version = max(model.ir_version, IR_VERSION)

@@ -10,8 +10,9 @@ from leanfleet.export.support import REMEMBERED
 from leanfleet.export.torch_ops import normalized_linear_attention
 
 
-def rotary_tables(positions: torch.Tensor, width: int, base: float = 10000.0,
-                  layout: str = "bhnd") -> tuple[torch.Tensor, torch.Tensor]:
+def rotary_tables(
+    positions: torch.Tensor, width: int, base: float = 10000.0, layout: str = "bhnd"
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Cosines and sines, float32, by which `turned` turns heads of `width` columns, an even number, in a layout.
 
     positions: int [N] or [B,N].
@@ -74,17 +75,30 @@ class LinearAttention(nn.Module):
             step, state = layer(token, state)               # [1,1,64]
     """
 
-    def __init__(self, hidden_size: int, num_heads: int, num_kv_heads: int | None = None, head_dim: int | None = None, *,
-                 rotary_base: float | None = 10000.0, normalize_qk: bool = True, learn_coefficients: bool = False,
-                 causal: bool = True, bias: bool = False, eps: float = 1e-6, device: torch.device | str | None = None,
-                 dtype: torch.dtype | None = None) -> None:
+    def __init__(
+        self,
+        hidden_size: int,
+        num_heads: int,
+        num_kv_heads: int | None = None,
+        head_dim: int | None = None,
+        *,
+        rotary_base: float | None = 10000.0,
+        normalize_qk: bool = True,
+        learn_coefficients: bool = False,
+        causal: bool = True,
+        bias: bool = False,
+        eps: float = 1e-6,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
         super().__init__()
         num_kv_heads = num_kv_heads or num_heads
         if num_heads % num_kv_heads:
             raise ValueError(f"LinearAttention: num_heads {num_heads} is not a multiple of num_kv_heads {num_kv_heads}")
         if head_dim is None and hidden_size % num_heads:
-            raise ValueError(f"LinearAttention: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; "
-                             "give head_dim")
+            raise ValueError(
+                f"LinearAttention: hidden_size {hidden_size} is not a multiple of num_heads {num_heads}; give head_dim"
+            )
         self.num_heads, self.num_kv_heads, self.head_dim = num_heads, num_kv_heads, head_dim or hidden_size // num_heads
         if rotary_base is not None and self.head_dim % 2:
             raise ValueError(f"LinearAttention: rotary encoding needs an even head_dim; it is {self.head_dim}")
@@ -96,16 +110,26 @@ class LinearAttention(nn.Module):
         self.o_proj = nn.Linear(num_heads * self.head_dim, hidden_size, **options)
         self.coefficients = nn.Parameter(torch.ones(2, device=device)) if learn_coefficients else None
 
-    def empty_state(self, batch: int,
-                    device: torch.device | str | None = None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    def empty_state(
+        self, batch: int, device: torch.device | str | None = None
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
         """The state before the first token: (sum of k^T v [B,Hkv,D,D], of k [B,Hkv,D], of v [B,Hkv,D], tokens int32 [B])."""
         h, d = self.num_kv_heads, self.head_dim
         device = device or self.q_proj.weight.device
-        return (torch.zeros(batch, h, d, d, device=device), torch.zeros(batch, h, d, device=device),
-                torch.zeros(batch, h, d, device=device), torch.zeros(batch, dtype=torch.int32, device=device))
+        return (
+            torch.zeros(batch, h, d, d, device=device),
+            torch.zeros(batch, h, d, device=device),
+            torch.zeros(batch, h, d, device=device),
+            torch.zeros(batch, dtype=torch.int32, device=device),
+        )
 
-    def forward(self, hidden: torch.Tensor, state: tuple[torch.Tensor, ...] | None = None,
-                positions: torch.Tensor | None = None, valid: torch.Tensor | None = None) -> Any:
+    def forward(
+        self,
+        hidden: torch.Tensor,
+        state: tuple[torch.Tensor, ...] | None = None,
+        positions: torch.Tensor | None = None,
+        valid: torch.Tensor | None = None,
+    ) -> Any:
         """hidden: [B,N,E]. state: see empty_state; with it returns (output, new state), else the output, [B,N,E].
 
         positions: int [N] or [B,N]; default: 0 .. N-1 after the tokens that the state has seen. valid: bool [B,N], False
@@ -123,10 +147,22 @@ class LinearAttention(nn.Module):
         query, key, value = one_type(query, key, value)
         if valid is not None:
             key, value = (t * valid[:, :, None, None].to(t.dtype) for t in (key, value))
-        carried = {} if state is None else dict(zip(
-            ("initial_state", "initial_key_sum", "initial_value_sum", "initial_count"), state), return_state=True)
-        output, _, *state = normalized_linear_attention(query, key, value, self.coefficients, causal=self.causal, eps=self.eps,
-                                                        normalize_qk=self.normalize_qk, layout="bnhd", **carried)
+        carried = (
+            {}
+            if state is None
+            else dict(zip(("initial_state", "initial_key_sum", "initial_value_sum", "initial_count"), state), return_state=True)
+        )
+        output, _, *state = normalized_linear_attention(
+            query,
+            key,
+            value,
+            self.coefficients,
+            causal=self.causal,
+            eps=self.eps,
+            normalize_qk=self.normalize_qk,
+            layout="bnhd",
+            **carried,
+        )
         output = self.o_proj(output.flatten(2))
         if not carried:
             return output
@@ -143,8 +179,14 @@ def _remember(module):
         setattr(config, REMEMBERED, TRANSFORMERS_NAME)
 
 
-def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-              attention_mask: torch.Tensor | None, **kwargs: Any) -> tuple[torch.Tensor, None]:
+def attention(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **kwargs: Any,
+) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [B,H,Nq,D], key and value [B,Hkv,N,D], the newest Nq of N tokens.
 
     Raises ValueError for a mask (padding) and for what has no counterpart in linear attention.
@@ -156,8 +198,10 @@ def attention(module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: 
         if kwargs.get(name) is not None:
             raise ValueError(f"{layer}: it asks for {name}, which linear attention does not have")
     if kwargs.get("dropout"):
-        raise ValueError(f"{layer}: it asks for dropout {kwargs['dropout']} of attention weights, which linear attention does "
-                         "not form; set attention_dropout to 0")
+        raise ValueError(
+            f"{layer}: it asks for dropout {kwargs['dropout']} of attention weights, which linear attention does "
+            "not form; set attention_dropout to 0"
+        )
     _remember(module)
     query, key, value = one_type(query, key, value)
     older = key.shape[2] - query.shape[2]
@@ -184,8 +228,10 @@ def register_transformers(name: str = TRANSFORMERS_NAME) -> str:
 
     def no_mask(*args, attention_mask=None, **kwargs):
         if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError(f"{name}: a padded batch needs a mask, which linear attention does not take; pad on the right and "
-                             "leave the mask out")
+            raise ValueError(
+                f"{name}: a padded batch needs a mask, which linear attention does not take; pad on the right and "
+                "leave the mask out"
+            )
         return None
 
     AttentionInterface.register(name, attention)

@@ -59,8 +59,9 @@ class Retention(nn.Module):
     def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
         query, key, value = (p(x).unflatten(-1, (self.heads, -1)) for p in (self.query, self.key, self.value))
         query, key = rotary(query, positions, layout="bnhd"), rotary(key, positions, layout="bnhd")
-        output = decayed_attention(cache, self.layer, query, key, value, torch.tensor(self.log_decay, device=x.device),
-                                   scale=query.shape[-1] ** -0.5)
+        output = decayed_attention(
+            cache, self.layer, query, key, value, torch.tensor(self.log_decay, device=x.device), scale=query.shape[-1] ** -0.5
+        )
         output = per_head_norm(output, self.eps).flatten(2)
         return self.out(silu(self.gate(x)) * output)
 
@@ -109,8 +110,7 @@ class GatedLinearAttention(nn.Module):
         self.log_decay = (-8 * head / self.heads * (1 - layer / config.num_hidden_layers)).tolist()  # no buffer: half() rounds
 
     def forward(self, x: torch.Tensor, positions: torch.Tensor, cache: Cache) -> torch.Tensor:
-        query, key, value = (t.unflatten(-1, (self.heads, -1))
-                             for t in (silu(self.query(x)), silu(self.key(x)), self.value(x)))
+        query, key, value = (t.unflatten(-1, (self.heads, -1)) for t in (silu(self.query(x)), silu(self.key(x)), self.value(x)))
         if self.layer == 0:
             query, key = rotary(query, positions, layout="bnhd"), rotary(key, positions, layout="bnhd")
         output = decayed_attention(cache, self.layer, query, key, value, torch.tensor(self.log_decay, device=x.device))
@@ -156,8 +156,10 @@ class LinearDecoder(nn.Module):
         if config.kind not in layers:
             raise ValueError(f"LinearDecoder: kind is '{config.kind}'; it can be retnet or transnormer")
         if config.hidden_size % (2 * config.num_attention_heads):
-            raise ValueError(f"LinearDecoder: hidden_size {config.hidden_size} is not an even multiple of num_attention_heads "
-                             f"{config.num_attention_heads}")
+            raise ValueError(
+                f"LinearDecoder: hidden_size {config.hidden_size} is not an even multiple of num_attention_heads "
+                f"{config.num_attention_heads}"
+            )
         self.config = config
         self.embedding = nn.Embedding(config.vocab_size, config.hidden_size)
         self.layers = nn.ModuleList(layers[config.kind](config, i) for i in range(config.num_hidden_layers))
@@ -175,14 +177,21 @@ class LinearDecoder(nn.Module):
         values = 2 * keys if self.config.kind == "retnet" else keys
         return {cache_name(i, STATE): (torch.float32, (BATCH, heads, keys, values)) for i in range(len(self.layers))}
 
-    def forward(self, input_ids: torch.Tensor, position_ids: torch.Tensor | None = None, leanfleet_cache: Cache | None = None,
-                use_cache: bool = False) -> SimpleNamespace:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        position_ids: torch.Tensor | None = None,
+        leanfleet_cache: Cache | None = None,
+        use_cache: bool = False,
+    ) -> SimpleNamespace:
         batch, tokens = input_ids.shape
         if leanfleet_cache is None:
             wide = torch.float64 if self.head.weight.dtype == torch.float64 else torch.float32
             device = input_ids.device
-            states = {name: torch.zeros(batch, *shape[1:], dtype=wide, device=device)
-                      for name, (_, shape) in self.cache_shapes().items()}
+            states = {
+                name: torch.zeros(batch, *shape[1:], dtype=wide, device=device)
+                for name, (_, shape) in self.cache_shapes().items()
+            }
             lens = torch.full((batch,), tokens, dtype=torch.int32, device=device)
             leanfleet_cache = Cache(states.items(), lens, lens)
         if position_ids is None:

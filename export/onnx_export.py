@@ -32,12 +32,17 @@ def op_schema(op: spec.OpSpec) -> onnx.defs.OpSchema:
         return schema.FormalParameter(t.name, t.type, t.doc, param_option=option)
 
     return schema(
-        op.name, spec.DOMAIN, op.version, op.doc,
+        op.name,
+        spec.DOMAIN,
+        op.version,
+        op.doc,
         inputs=[parameter(t, t.optional) for t in op.inputs],
         outputs=[parameter(t, True) for t in op.outputs],  # any may be left unconnected
         type_constraints=[(name, types, "") for name, types in _TYPE_STRINGS.items() if name in used],
-        attributes=[schema.Attribute(a.name, onnx.helper.make_attribute(a.name, _onnx_value(a, a.default)), a.doc)
-                    for a in op.attrs])
+        attributes=[
+            schema.Attribute(a.name, onnx.helper.make_attribute(a.name, _onnx_value(a, a.default)), a.doc) for a in op.attrs
+        ],
+    )
 
 
 def register_schemas() -> None:
@@ -68,8 +73,12 @@ def _translation(op):
         return list(node.outputs)
 
     parameters = [inspect.Parameter(t.name, inspect.Parameter.POSITIONAL_OR_KEYWORD) for t in op.inputs]
-    parameters += [inspect.Parameter(a.name, inspect.Parameter.KEYWORD_ONLY, default=_onnx_value(a, a.default),
-                                     annotation=_ANNOTATIONS[a.type]) for a in op.attrs]
+    parameters += [
+        inspect.Parameter(
+            a.name, inspect.Parameter.KEYWORD_ONLY, default=_onnx_value(a, a.default), annotation=_ANNOTATIONS[a.type]
+        )
+        for a in op.attrs
+    ]
     translate.__signature__ = inspect.Signature(parameters)
     translate.__annotations__ = {a.name: _ANNOTATIONS[a.type] for a in op.attrs}
     translate.__name__ = op.snake_name
@@ -105,8 +114,10 @@ def finalize(model: onnx_ir.Model) -> onnx_ir.Model:
 
 
 # What torch.onnx.export says of every model, whatever the caller does.
-_SAID_OF_ALL = (r"`isinstance\(treespec, LeafSpec\)` is deprecated",
-                r"# The axis name: .* will not be used, since it shares the same shape constraints with another axis")
+_SAID_OF_ALL = (
+    r"`isinstance\(treespec, LeafSpec\)` is deprecated",
+    r"# The axis name: .* will not be used, since it shares the same shape constraints with another axis",
+)
 
 
 @contextmanager
@@ -162,8 +173,15 @@ def _name_outputs(model):
             taken.add(name)
 
 
-def export(module: torch.nn.Module, args: Sequence[Any], path: str | Path | None = None, *, dynamic_shapes: Any = None,
-           kwargs: dict[str, Any] | None = None, **options: Any) -> torch.onnx.ONNXProgram:
+def export(
+    module: torch.nn.Module,
+    args: Sequence[Any],
+    path: str | Path | None = None,
+    *,
+    dynamic_shapes: Any = None,
+    kwargs: dict[str, Any] | None = None,
+    **options: Any,
+) -> torch.onnx.ONNXProgram:
     """Exports a module to ONNX with leanfleet nodes and, for each, a function of the same meaning in standard
     operators, so that the model runs where the library is not registered too.
 
@@ -183,8 +201,15 @@ def export(module: torch.nn.Module, args: Sequence[Any], path: str | Path | None
         export(layer, (torch.randn(2, 10, 64),), "layer.onnx", dynamic_shapes=({0: batch, 1: tokens},))
     """
     with _quiet(), _in_eval_mode(module):
-        program = torch.onnx.export(module, args, kwargs=kwargs, dynamo=True, dynamic_shapes=dynamic_shapes,
-                                    custom_translation_table=translation_table(), **{"verbose": False, **options})
+        program = torch.onnx.export(
+            module,
+            args,
+            kwargs=kwargs,
+            dynamo=True,
+            dynamic_shapes=dynamic_shapes,
+            custom_translation_table=translation_table(),
+            **{"verbose": False, **options},
+        )
     finalize(program.model)
     if options.get("output_names") is None:
         _name_outputs(program.model)

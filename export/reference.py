@@ -56,10 +56,13 @@ def _match(operator, dims, layout, name, tensor, kind, symbols):
     _check(fits, f"{operator}: {name} has shape {shape}; expected [{allowed}]")
     dtype = tensor.dtype
     right, expected = {
-        "T": (dtype.is_floating_point and dims.setdefault("T", dtype) == dtype,
-              f"{dims.get('T', 'a floating point type')}, the type of query"),
+        "T": (
+            dtype.is_floating_point and dims.setdefault("T", dtype) == dtype,
+            f"{dims.get('T', 'a floating point type')}, the type of query",
+        ),
         "F": (dtype in (torch.float32, torch.float64), "torch.float32 (or float64)"),
-        "I": (not dtype.is_floating_point and dtype != torch.bool, "torch.int32")}[kind]
+        "I": (not dtype.is_floating_point and dtype != torch.bool, "torch.int32"),
+    }[kind]
     _check(right, f"{operator}: {name} has type {dtype}; expected {expected}")
 
 
@@ -74,8 +77,10 @@ def _begin(operator, layout, query, compute_dtype, eps=0.0):
 
 
 def _check_heads(operator, dims):
-    _check(dims["Hkv"] > 0 and dims["H"] % dims["Hkv"] == 0,
-           f"{operator}: query has H={dims['H']} heads and key Hkv={dims['Hkv']}; H must be its multiple")
+    _check(
+        dims["Hkv"] > 0 and dims["H"] % dims["Hkv"] == 0,
+        f"{operator}: query has H={dims['H']} heads and key Hkv={dims['Hkv']}; H must be its multiple",
+    )
 
 
 def _swap(tensor, layout):
@@ -130,7 +135,7 @@ def _append(slots, rows, targets):
     if not targets:
         return slots.clone()
     where = torch.cat(targets)
-    new = torch.cat([rows[b, :, :len(target)].transpose(0, 1) for b, target in enumerate(targets)])
+    new = torch.cat([rows[b, :, : len(target)].transpose(0, 1) for b, target in enumerate(targets)])
     return slots.index_put((where[where >= 0],), new[where >= 0])
 
 
@@ -149,30 +154,53 @@ def _rotate(rows, positions, cos_cache, sin_cache, interleaved, compute):
 def _unpacked(op, query, caches, axes, new_key, new_value, append, layout):
     """(query, new_key, new_value) of packed projections [B,H+2Hkv,Nq,D], or in bnhd [B,Nq,H+2Hkv,D]. axes: those of the
     caches but for the last."""
-    _check(append and new_key is None and new_value is None,
-           f"{op}: packed_qkv=1 takes append=1, and query in place of new_key and new_value; append is {int(append)}, new_key "
-           f"is {'absent' if new_key is None else 'given'}, new_value is {'absent' if new_value is None else 'given'}")
+    _check(
+        append and new_key is None and new_value is None,
+        f"{op}: packed_qkv=1 takes append=1, and query in place of new_key and new_value; append is {int(append)}, new_key "
+        f"is {'absent' if new_key is None else 'given'}, new_value is {'absent' if new_value is None else 'given'}",
+    )
     heads_axis, ranks = 2 if layout == "bnhd" else 1, [4, *[len(axes) + 1] * 2]
     found = [t.dim() for t in (query, *caches)]
     _check(found == ranks, f"{op}: query, key_cache and value_cache have ranks {found}; expected {ranks}")
     widths = query.shape[-1], caches[1].shape[-1]
-    _check(widths[0] == widths[1],
-           f"{op}: query has D={widths[0]} and value_cache Dv={widths[1]}; with packed_qkv=1 they must be the same")
+    _check(
+        widths[0] == widths[1],
+        f"{op}: query has D={widths[0]} and value_cache Dv={widths[1]}; with packed_qkv=1 they must be the same",
+    )
     kv_heads = caches[0].shape[axes.index("Hkv")]
     heads = query.shape[heads_axis] - 2 * kv_heads
-    _check(heads > 0, f"{op}: query has {query.shape[heads_axis]} heads; packed with those of {kv_heads} keys and "
-           f"{kv_heads} values it has {2 * kv_heads + 1} or more")
+    _check(
+        heads > 0,
+        f"{op}: query has {query.shape[heads_axis]} heads; packed with those of {kv_heads} keys and "
+        f"{kv_heads} values it has {2 * kv_heads + 1} or more",
+    )
     return query.split((heads, kv_heads, kv_heads), heads_axis)
 
 
-def lean_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-                   seq_lens: torch.Tensor | None = None, query_lens: torch.Tensor | None = None,
-                   new_key: torch.Tensor | None = None, new_value: torch.Tensor | None = None,
-                   cu_seqlens: torch.Tensor | None = None, block_table: torch.Tensor | None = None,
-                   sinks: torch.Tensor | None = None, cos_cache: torch.Tensor | None = None,
-                   sin_cache: torch.Tensor | None = None, *, scale: float = 0.0, causal: int = 1, window: int = -1,
-                   softcap: float = 0.0, append: int = 0, layout: str = "bhnd", rotary_interleaved: int = 0,
-                   packed_qkv: int = 0, compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+def lean_attention(
+    query: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    seq_lens: torch.Tensor | None = None,
+    query_lens: torch.Tensor | None = None,
+    new_key: torch.Tensor | None = None,
+    new_value: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    block_table: torch.Tensor | None = None,
+    sinks: torch.Tensor | None = None,
+    cos_cache: torch.Tensor | None = None,
+    sin_cache: torch.Tensor | None = None,
+    *,
+    scale: float = 0.0,
+    causal: int = 1,
+    window: int = -1,
+    softcap: float = 0.0,
+    append: int = 0,
+    layout: str = "bhnd",
+    rotary_interleaved: int = 0,
+    packed_qkv: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Exact softmax attention of the newest tokens over a cache (LeanAttention).
 
     query T [B,H,Nq,D]; rows at and past query_lens are padding and may hold anything.
@@ -202,13 +230,16 @@ def lean_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: to
     """
     op = "LeanAttention"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
-    _check(cu_seqlens is None or block_table is None,
-           f"{op}: cu_seqlens and block_table are both given; give one (ragged or paged) or none (dense)")
+    _check(
+        cu_seqlens is None or block_table is None,
+        f"{op}: cu_seqlens and block_table are both given; give one (ragged or paged) or none (dense)",
+    )
     variant = "ragged" if cu_seqlens is not None else "paged" if block_table is not None else "dense"
     axes = {"dense": "B Hkv S", "ragged": "Hkv total", "paged": "P block Hkv"}[variant]
     if packed_qkv:
-        query, new_key, new_value = _unpacked(op, query, (key_cache, value_cache), axes.split(), new_key, new_value, append,
-                                              layout)
+        query, new_key, new_value = _unpacked(
+            op, query, (key_cache, value_cache), axes.split(), new_key, new_value, append, layout
+        )
     match("query", query, "T", "B H Nq D*")
     match("key_cache", key_cache, "T", f"{axes} D")
     match("value_cache", value_cache, "T", f"{axes} Dv")
@@ -223,16 +254,24 @@ def lean_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: to
     match("sinks", sinks, "F", "H")
     match("cos_cache", cos_cache, "F", "positions half")
     match("sin_cache", sin_cache, "F", "positions half")
-    _check((cos_cache is None) == (sin_cache is None),
-           f"{op}: {'cos' if cos_cache is None else 'sin'}_cache is missing; cos_cache and sin_cache go together")
-    _check(cos_cache is not None or not rotary_interleaved,
-           f"{op}: rotary_interleaved is {int(rotary_interleaved)} without cos_cache")
-    _check(2 * dims.get("half", 0) <= dims["D"],
-           f"{op}: cos_cache turns {2 * dims.get('half', 0)} columns; query has D={dims['D']}")
+    _check(
+        (cos_cache is None) == (sin_cache is None),
+        f"{op}: {'cos' if cos_cache is None else 'sin'}_cache is missing; cos_cache and sin_cache go together",
+    )
+    _check(
+        cos_cache is not None or not rotary_interleaved,
+        f"{op}: rotary_interleaved is {int(rotary_interleaved)} without cos_cache",
+    )
+    _check(
+        2 * dims.get("half", 0) <= dims["D"],
+        f"{op}: cos_cache turns {2 * dims.get('half', 0)} columns; query has D={dims['D']}",
+    )
     for name, tensor in (("new_key", new_key), ("new_value", new_value)):
-        _check((tensor is not None) == bool(append),
-               f"{op}: {name} is {'absent' if tensor is None else 'given'} and append is {int(append)}; "
-               "append=1 takes both new_key and new_value, or packed_qkv, append=0 neither")
+        _check(
+            (tensor is not None) == bool(append),
+            f"{op}: {name} is {'absent' if tensor is None else 'given'} and append is {int(append)}; "
+            "append=1 takes both new_key and new_value, or packed_qkv, append=0 neither",
+        )
     _check(window == -1 or window >= 1, f"{op}: window is {window}; expected -1 (off) or 1 or more keys")
     _check(softcap >= 0, f"{op}: softcap is {softcap}; expected 0 (off) or more")
     _check(window == -1 or causal, f"{op}: window is {window} with causal=0; a window needs causal=1")
@@ -249,16 +288,18 @@ def lean_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: to
 
     query, new_key = (t if t is None else _swap(t, layout) for t in (query, new_key))
     if cos_cache is not None:
-        first = torch.tensor([length - n for length, n in zip(lengths, counts, strict=True)],
-                             dtype=torch.long, device=query.device)
+        first = torch.tensor(
+            [length - n for length, n in zip(lengths, counts, strict=True)], dtype=torch.long, device=query.device
+        )
         positions = first.unsqueeze(-1) + torch.arange(tokens, device=query.device)
-        query, new_key = (t if t is None else _rotate(t, positions, cos_cache, sin_cache, rotary_interleaved, compute)
-                          for t in (query, new_key))
+        query, new_key = (
+            t if t is None else _rotate(t, positions, cos_cache, sin_cache, rotary_interleaved, compute)
+            for t in (query, new_key)
+        )
 
     keys, values = _to_slots(variant, key_cache), _to_slots(variant, value_cache)
     if append:
-        targets = [slots[length - n:length]
-                   for slots, length, n in zip(slots_of, lengths, counts, strict=True)]
+        targets = [slots[length - n : length] for slots, length, n in zip(slots_of, lengths, counts, strict=True)]
         keys = _append(keys, new_key, targets)
         values = _append(values, _swap(new_value, layout), targets)
 
@@ -297,8 +338,7 @@ def lean_attention(query: torch.Tensor, key_cache: torch.Tensor, value_cache: to
     lse = torch.stack(sums) if batch else query.new_zeros(0, heads, tokens)
     result: tuple[torch.Tensor, ...] = _swap(output.to(query.dtype), layout), _swap(lse.to(float_out), layout)
     if append:
-        result += (_from_slots(variant, keys, key_cache.shape),
-                   _from_slots(variant, values, value_cache.shape))
+        result += (_from_slots(variant, keys, key_cache.shape), _from_slots(variant, values, value_cache.shape))
     return result
 
 
@@ -409,8 +449,7 @@ def _lightning(query, key, value, log_decay, state, block=BLOCK):
     """
     tokens = query.shape[-2]
     block = min(block, tokens)
-    q, k, v, g = (pad(x, (0, 0, 0, -tokens % block)).unflatten(-2, (-1, block))
-                  for x in (query, key, value, log_decay))
+    q, k, v, g = (pad(x, (0, 0, 0, -tokens % block)).unflatten(-2, (-1, block)) for x in (query, key, value, log_decay))
     update, carry = (_suffix(g) * k).mT @ v, _prefix(g)
     states = []
     for added, kept in zip(update.unbind(-3), carry[..., -1:, :].unbind(-3), strict=True):
@@ -420,8 +459,15 @@ def _lightning(query, key, value, log_decay, state, block=BLOCK):
     return output.flatten(-3, -2)[..., :tokens, :], state
 
 
-ALGORITHMS = {"auto": _lightning, "vanilla": _vanilla, "block_based": _block_based, "recursion": _recursion,
-              "causal_dot_product": _causal_dot_product, "fleet": _fleet, "lightning": _lightning}
+ALGORITHMS = {
+    "auto": _lightning,
+    "vanilla": _vanilla,
+    "block_based": _block_based,
+    "recursion": _recursion,
+    "causal_dot_product": _causal_dot_product,
+    "fleet": _fleet,
+    "lightning": _lightning,
+}
 
 
 def _away_from_zero(x, eps):
@@ -442,9 +488,11 @@ def _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, lay
     _check_heads(op, dims)
     if cu_seqlens is not None:
         match("cu_seqlens", cu_seqlens, "I", "Q+1")
-        _check(dims["B"] == 1 and dims["Q+1"] >= 1,
-               f"{op}: query has batch B={dims['B']} and cu_seqlens has {dims['Q+1']} entries; packed "
-               "requests have B=1 and one entry more than there are requests")
+        _check(
+            dims["B"] == 1 and dims["Q+1"] >= 1,
+            f"{op}: query has batch B={dims['B']} and cu_seqlens has {dims['Q+1']} entries; packed "
+            "requests have B=1 and one entry more than there are requests",
+        )
     dims["Q"] = dims["B"] if cu_seqlens is None else dims["Q+1"] - 1
     batch, kv_heads, tokens = dims["B"], dims["Hkv"], dims["N"]
     query, key, value = _grouped(query, key, value, dims["H"] // kv_heads, layout, compute)
@@ -467,20 +515,31 @@ def _per_request(run, spans, tokens, states):
     outputs = [x.new_zeros(*x.shape[:-2], tokens[0].shape[-2], x.shape[-1]) for x in empty]
     finals = []
     for request, (start, stop) in enumerate(spans):
-        own = (x[request:request + 1] for x in states)
+        own = (x[request : request + 1] for x in states)
         parts, final = run(*(x[..., start:stop, :] for x in tokens), *own)
-        outputs = [torch.slice_scatter(x, part, -2, start, stop)
-                   for x, part in zip(outputs, parts, strict=True)]
+        outputs = [torch.slice_scatter(x, part, -2, start, stop) for x, part in zip(outputs, parts, strict=True)]
         finals.append(final)
     return outputs, torch.cat(finals) if finals else states[0].clone()
 
 
-def causal_linear_decay(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor | None = None,
-                        initial_state: torch.Tensor | None = None, initial_norm: torch.Tensor | None = None,
-                        cu_seqlens: torch.Tensor | None = None, state_index: torch.Tensor | None = None, *,
-                        algorithm: str = "auto", scale: float = 1.0, normalize: int = 0, eps: float = 1e-6,
-                        return_state: int = 0, layout: str = "bhnd",
-                        compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+def causal_linear_decay(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    initial_norm: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    state_index: torch.Tensor | None = None,
+    *,
+    algorithm: str = "auto",
+    scale: float = 1.0,
+    normalize: int = 0,
+    eps: float = 1e-6,
+    return_state: int = 0,
+    layout: str = "bhnd",
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Causal linear attention with exponential decay: O = ((scale * Q Kᵀ) ⊙ M) V (LD eq. 4).
 
     query T [B,H,N,R], key T [B,Hkv,N,R], value T [B,Hkv,N,Dv]: B, C and V of LD.
@@ -502,19 +561,21 @@ def causal_linear_decay(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     """
     op = "CausalLinearDecay"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
-    _check(algorithm in ALGORITHMS,
-           f"{op}: algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
+    _check(algorithm in ALGORITHMS, f"{op}: algorithm is {algorithm!r}; expected one of {', '.join(ALGORITHMS)}")
     q, k, v, decay = _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute)
-    _check(initial_norm is None or normalize,
-           f"{op}: initial_norm is given and normalize is 0; it needs normalize=1")
+    _check(initial_norm is None or normalize, f"{op}: initial_norm is given and normalize is 0; it needs normalize=1")
     rows = "Q" if state_index is None else "P"
     match("state_index", state_index, "I", "Q")
     match("initial_state", initial_state, "F", f"{rows} Hkv R Dv")
     match("initial_norm", initial_norm, "F", f"{rows} Hkv R")
-    _check(state_index is None or initial_state is not None,
-           f"{op}: state_index is given and initial_state is absent; it must be the pool")
-    _check(not normalize or (initial_state is None) == (initial_norm is None),
-           f"{op}: one of initial_state and initial_norm is absent and normalize is 1; give both or neither")
+    _check(
+        state_index is None or initial_state is not None,
+        f"{op}: state_index is given and initial_state is absent; it must be the pool",
+    )
+    _check(
+        not normalize or (initial_state is None) == (initial_norm is None),
+        f"{op}: one of initial_state and initial_norm is absent and normalize is 1; give both or neither",
+    )
 
     # The normaliser is one more column of value and of the state.
     zeros = v.new_zeros(dims["Q"], dims["Hkv"], dims["R"], dims["Dv"])
@@ -549,11 +610,22 @@ def causal_linear_decay(query: torch.Tensor, key: torch.Tensor, value: torch.Ten
     return result
 
 
-def causal_linear_decay_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor | None = None,
-                             initial_state: torch.Tensor | None = None, grad_output: torch.Tensor | None = None,
-                             grad_final_state: torch.Tensor | None = None, cu_seqlens: torch.Tensor | None = None, *,
-                             scale: float = 1.0, grad_decay: int = 0, grad_state: int = 0, layout: str = "bhnd",
-                             compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+def causal_linear_decay_grad(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    grad_output: torch.Tensor | None = None,
+    grad_final_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    scale: float = 1.0,
+    grad_decay: int = 0,
+    grad_state: int = 0,
+    layout: str = "bhnd",
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Gradients of causal_linear_decay without normalize, in closed form, in O(N) time and memory.
 
     Inputs as there; grad_output T [B,H,N,Dv], grad_final_state F shaped as the state; absent: zeros.
@@ -571,8 +643,10 @@ def causal_linear_decay_grad(query: torch.Tensor, key: torch.Tensor, value: torc
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
     q, k, v, decay = _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute)
     _check(grad_output is not None, f"{op}: grad_output is absent; it must be given")
-    _check(log_decay is not None or not grad_decay,
-           f"{op}: grad_decay is 1 and log_decay is absent; give log_decay (zeros for no decay)")
+    _check(
+        log_decay is not None or not grad_decay,
+        f"{op}: grad_decay is 1 and log_decay is absent; give log_decay (zeros for no decay)",
+    )
     match("grad_output", grad_output, "T", "B H N Dv*")
     match("initial_state", initial_state, "F", "Q Hkv R Dv")
     match("grad_final_state", grad_final_state, "F", "Q Hkv R Dv")
@@ -665,12 +739,23 @@ def _normalized_inputs(op, match, dims, query, key, value, coefficients, normali
     return q, k, v, q_norm, k_norm, a, b
 
 
-def normalized_linear_attention(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                                coefficients: torch.Tensor | None = None, initial_state: torch.Tensor | None = None,
-                                initial_key_sum: torch.Tensor | None = None, initial_value_sum: torch.Tensor | None = None,
-                                initial_count: torch.Tensor | None = None, *, causal: int = 1, normalize_qk: int = 0,
-                                eps: float = 1e-6, return_state: int = 0, layout: str = "bhnd",
-                                compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+def normalized_linear_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    coefficients: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    initial_key_sum: torch.Tensor | None = None,
+    initial_value_sum: torch.Tensor | None = None,
+    initial_count: torch.Tensor | None = None,
+    *,
+    causal: int = 1,
+    normalize_qk: int = 0,
+    eps: float = 1e-6,
+    return_state: int = 0,
+    layout: str = "bhnd",
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Linear attention with kernel a + b x (LA eq. 4): o_i = f_i / g_i with f_i = Σ_n (a + b q_i.k_n) v_n and
     g_i = Σ_n (a + b q_i.k_n), over n <= i when causal, else over all n.
 
@@ -686,19 +771,23 @@ def normalized_linear_attention(query: torch.Tensor, key: torch.Tensor, value: t
     """
     op = "NormalizedLinearAttention"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
-    q, k, v, _, _, a, b = _normalized_inputs(op, match, dims, query, key, value, coefficients, normalize_qk,
-                                             layout, compute)
+    q, k, v, _, _, a, b = _normalized_inputs(op, match, dims, query, key, value, coefficients, normalize_qk, layout, compute)
     match("initial_state", initial_state, "F", "B Hkv D Dv")
     match("initial_key_sum", initial_key_sum, "F", "B Hkv D")
     match("initial_value_sum", initial_value_sum, "F", "B Hkv Dv")
     match("initial_count", initial_count, "I", "B")
-    carried = {"initial_state": initial_state, "initial_key_sum": initial_key_sum,
-               "initial_value_sum": initial_value_sum, "initial_count": initial_count}
+    carried = {
+        "initial_state": initial_state,
+        "initial_key_sum": initial_key_sum,
+        "initial_value_sum": initial_value_sum,
+        "initial_count": initial_count,
+    }
     missing = [name for name, tensor in carried.items() if tensor is None]
-    _check(len(missing) in (0, 4),
-           f"{op}: {', '.join(missing)} absent; give all four initial values or none of them")
-    _check(causal or missing and not return_state,
-           f"{op}: causal is 0 with initial values or return_state=1; states are carried with causal=1 only")
+    _check(len(missing) in (0, 4), f"{op}: {', '.join(missing)} absent; give all four initial values or none of them")
+    _check(
+        causal or missing and not return_state,
+        f"{op}: causal is 0 with initial values or return_state=1; states are carried with causal=1 only",
+    )
 
     batch, kv_heads, tokens = dims["B"], dims["Hkv"], dims["N"]
     state = v.new_zeros(batch, kv_heads, 1, dims["D"], v.shape[-1])
@@ -716,17 +805,31 @@ def normalized_linear_attention(query: torch.Tensor, key: torch.Tensor, value: t
     if return_state:
         state, value_sum = state.squeeze(2).to(float_out), (sums + v.sum(-2, keepdim=True)).to(float_out)
         count = torch.zeros(batch, dtype=torch.int32, device=query.device) if missing else initial_count.int()
-        result += (state[..., :-1].clone(), state[..., -1].clone(), value_sum[:, :, 0, 0, :-1].clone(),
-                   (count.long() + tokens).clamp_max(2**31 - 1).int())  # it stays at the end
+        result += (
+            state[..., :-1].clone(),
+            state[..., -1].clone(),
+            value_sum[:, :, 0, 0, :-1].clone(),
+            (count.long() + tokens).clamp_max(2**31 - 1).int(),
+        )  # it stays at the end
     return result
 
 
-def normalized_linear_attention_grad(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor,
-                                     coefficients: torch.Tensor | None = None, output: torch.Tensor | None = None,
-                                     normalizer: torch.Tensor | None = None, grad_output: torch.Tensor | None = None, *,
-                                     causal: int = 1, normalize_qk: int = 0, eps: float = 1e-6, grad_coefficients: int = 1,
-                                     layout: str = "bhnd",
-                                     compute_dtype: torch.dtype | None = None) -> tuple[torch.Tensor, ...]:
+def normalized_linear_attention_grad(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    coefficients: torch.Tensor | None = None,
+    output: torch.Tensor | None = None,
+    normalizer: torch.Tensor | None = None,
+    grad_output: torch.Tensor | None = None,
+    *,
+    causal: int = 1,
+    normalize_qk: int = 0,
+    eps: float = 1e-6,
+    grad_coefficients: int = 1,
+    layout: str = "bhnd",
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
     """Gradients of normalized_linear_attention in closed form, in O(N D²) time and O(N D) memory.
 
     Inputs as there; output T [B,H,N,Dv] and normalizer F [B,H,N] are what it returned, grad_output T as
@@ -746,13 +849,15 @@ def normalized_linear_attention_grad(query: torch.Tensor, key: torch.Tensor, val
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
     for name, tensor in (("output", output), ("normalizer", normalizer), ("grad_output", grad_output)):
         _check(tensor is not None, f"{op}: {name} is absent; it must be given")
-    q, k, v, q_norm, k_norm, a, b = _normalized_inputs(op, match, dims, query, key, value, coefficients,
-                                                       normalize_qk, layout, compute)
+    q, k, v, q_norm, k_norm, a, b = _normalized_inputs(
+        op, match, dims, query, key, value, coefficients, normalize_qk, layout, compute
+    )
     match("output", output, "T", "B H N Dv*")
     match("normalizer", normalizer, "F", "B H N*")
     match("grad_output", grad_output, "T", "B H N Dv*")
-    o, g, do = (_swap(x, layout).to(compute).unflatten(1, q.shape[1:3])
-                for x in (output, normalizer.unsqueeze(-1), grad_output))
+    o, g, do = (
+        _swap(x, layout).to(compute).unflatten(1, q.shape[1:3]) for x in (output, normalizer.unsqueeze(-1), grad_output)
+    )
 
     def backwards(function, *tensors):
         return function(*(x.flip(-2) for x in tensors), causal).flip(-2)
@@ -769,7 +874,9 @@ def normalized_linear_attention_grad(query: torch.Tensor, key: torch.Tensor, val
     dab = torch.stack([(wr * _token_sum(v, causal)).sum(), (q * dq).sum()])
     dq = b * dq
     if normalize_qk:
-        dq, dk = ((dy - y * ((y * dy).sum(-1, keepdim=True)).masked_fill(norm <= UNIT_ROW_EPS, 0)) / norm
-                  for dy, y, norm in ((dq, q, q_norm), (dk, k, k_norm)))
+        dq, dk = (
+            (dy - y * ((y * dy).sum(-1, keepdim=True)).masked_fill(norm <= UNIT_ROW_EPS, 0)) / norm
+            for dy, y, norm in ((dq, q, q_norm), (dk, k, k_norm))
+        )
     grads = (dq.flatten(1, 2), dk.squeeze(2), dv)
     return tuple(_swap(x.to(query.dtype), layout) for x in grads) + ((dab.to(float_out),) if grad_coefficients else ())

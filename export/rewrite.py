@@ -80,10 +80,13 @@ class _Emitter(function_bodies._Ops):
         arguments = [inputs.get(t.name) for t in op.inputs]
         while arguments[-1] is None:
             arguments.pop()
-        attributes = {a.name: type(a.default)(attributes[a.name]) for a in op.attrs
-                      if a.name in attributes and attributes[a.name] != a.default}
+        attributes = {
+            a.name: type(a.default)(attributes[a.name])
+            for a in op.attrs
+            if a.name in attributes and attributes[a.name] != a.default
+        }
         active = op.active_outputs(attributes)
-        places = op.outputs[:1 + max(i for i, t in enumerate(op.outputs) if t in active)]
+        places = op.outputs[: 1 + max(i for i, t in enumerate(op.outputs) if t in active)]
         plain = {n: int(v) if isinstance(v, bool) else v for n, v in attributes.items()}
         values = self.foreign(spec.DOMAIN, name, arguments, plain, len(places))
         self.nodes[-1].name = self.prefix
@@ -149,16 +152,35 @@ def _check_ranks(inputs, rank, required, *optional):
 
 
 _KINDS = {  # of the attributes that the nodes of other domains have
-    ir.AttributeType.INT: ("is_causal", "q_num_heads", "kv_num_heads", "num_heads", "left_window_size", "right_window_size",
-                           "softmax_precision", "causal", "local_window_size", "do_rotary", "rotary_interleaved", "qk_output",
-                           "sliding_window_cache", "smooth_softmax", "unidirectional", "state_window"),
+    ir.AttributeType.INT: (
+        "is_causal",
+        "q_num_heads",
+        "kv_num_heads",
+        "num_heads",
+        "left_window_size",
+        "right_window_size",
+        "softmax_precision",
+        "causal",
+        "local_window_size",
+        "do_rotary",
+        "rotary_interleaved",
+        "qk_output",
+        "sliding_window_cache",
+        "smooth_softmax",
+        "unidirectional",
+        "state_window",
+    ),
     ir.AttributeType.FLOAT: ("scale", "softcap"),
     ir.AttributeType.STRING: ("k_quant_type", "v_quant_type", "update_rule"),
 }
 _FLAGS = ("is_causal", "causal", "unidirectional", "do_rotary", "rotary_interleaved", "qk_output", "sliding_window_cache")
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
-_OURS = {"bool": ir.AttributeType.INT, "int": ir.AttributeType.INT, "float": ir.AttributeType.FLOAT,
-         "string": ir.AttributeType.STRING}
+_OURS = {
+    "bool": ir.AttributeType.INT,
+    "int": ir.AttributeType.INT,
+    "float": ir.AttributeType.FLOAT,
+    "string": ir.AttributeType.STRING,
+}
 
 
 def _attributes(node):
@@ -204,8 +226,10 @@ def _is_read(node, index):
 def _check_types(inputs, *names):
     types = {inputs[n].dtype for n in names if inputs.get(n) is not None and inputs[n].dtype is not None}
     if wrong := types - set(TYPES):
-        raise _Refused(f"its type is {min(wrong, key=str).name.lower()}; LeanAttention and CausalLinearDecay take float32, "
-                       "float16 and bfloat16")
+        raise _Refused(
+            f"its type is {min(wrong, key=str).name.lower()}; LeanAttention and CausalLinearDecay take float32, "
+            "float16 and bfloat16"
+        )
     if len(types) > 1:
         raise _Refused(f"{', '.join(names)} have types {', '.join(sorted(t.name.lower() for t in types))}; they must agree")
 
@@ -238,11 +262,18 @@ def _show(size):
 def _check_lengths(tokens, keys, causal):
     """Refuses where queries and new keys may differ in number: LeanAttention puts the last query at the last key
     (bottom-right), and takes queries beyond the keys for padding. Without causality fewer queries than keys do."""
-    if tokens is not None and tokens == keys or not causal and (
-            tokens == 1 or isinstance(tokens, int) and isinstance(keys, int) and tokens <= keys):
+    if (
+        tokens is not None
+        and tokens == keys
+        or not causal
+        and (tokens == 1 or isinstance(tokens, int) and isinstance(keys, int) and tokens <= keys)
+    ):
         return
-    why = ("LeanAttention aligns the last of both, the other operator the first" if causal else
-           "LeanAttention's rows beyond the keys are padding")
+    why = (
+        "LeanAttention aligns the last of both, the other operator the first"
+        if causal
+        else "LeanAttention's rows beyond the keys are padding"
+    )
     raise _Refused(f"{_show(tokens)} queries and {_show(keys)} keys are not shown to be equally many: {why}")
 
 
@@ -282,8 +313,10 @@ def _attention(ops, node, options):
     lens = None
     if x["nonpad_kv_seqlen"] is not None:
         if tokens != 1:
-            raise _Refused(f"nonpad_kv_seqlen with {_show(tokens)} queries: a request with fewer keys than queries "
-                           "means another thing in LeanAttention; only a single query is the same")
+            raise _Refused(
+                f"nonpad_kv_seqlen with {_show(tokens)} queries: a request with fewer keys than queries "
+                "means another thing in LeanAttention; only a single query is the same"
+            )
         lens = ops.int32(x["nonpad_kv_seqlen"])
     else:
         _check_lengths(tokens, keys, causal)
@@ -294,9 +327,20 @@ def _attention(ops, node, options):
     present = []
     if x["past_key"] is not None:
         present = key, value = ops.Concat(x["past_key"], key, axis=2), ops.Concat(x["past_value"], value, axis=2)
-    out = ops.ours("LeanAttention", dict(
-        scale=_scale(a), softcap=_softcap(a), causal=causal, window=left + 1 if left >= 0 else -1,
-        layout="bnhd" if packed else "bhnd"), query=query, key_cache=key, value_cache=value, seq_lens=lens)["output"]
+    out = ops.ours(
+        "LeanAttention",
+        dict(
+            scale=_scale(a),
+            softcap=_softcap(a),
+            causal=causal,
+            window=left + 1 if left >= 0 else -1,
+            layout="bnhd" if packed else "bhnd",
+        ),
+        query=query,
+        key_cache=key,
+        value_cache=value,
+        seq_lens=lens,
+    )["output"]
     if packed:
         value_width = _dim(x["V"], 2)
         joined = value_width // kv_heads * heads if isinstance(value_width, int) else None
@@ -313,9 +357,24 @@ def _known(value, like, dims):
 # com.microsoft GroupQueryAttention and MultiHeadAttention
 
 
-_GROUP_QUERY = ("query", "key", "value", "past_key", "past_value", "seqlens_k", "total_sequence_length", "cos_cache",
-                "sin_cache", "position_ids", "attention_bias", "head_sink", "k_scale", "v_scale", "q_norm_weight",
-                "k_norm_weight")
+_GROUP_QUERY = (
+    "query",
+    "key",
+    "value",
+    "past_key",
+    "past_value",
+    "seqlens_k",
+    "total_sequence_length",
+    "cos_cache",
+    "sin_cache",
+    "position_ids",
+    "attention_bias",
+    "head_sink",
+    "k_scale",
+    "v_scale",
+    "q_norm_weight",
+    "k_norm_weight",
+)
 
 
 def _group_query_attention(ops, node, options):
@@ -326,10 +385,16 @@ def _group_query_attention(ops, node, options):
     _check_ranks(x, 3, ["query"], "key", "value")
     _check_ranks(x, 4, [], "past_key", "past_value")
     _check_ranks(x, 2, [], "cos_cache", "sin_cache")
-    _refuse_inputs(x, {
-        "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
-        "k_scale": "quantised caches are not LeanAttention's", "v_scale": "quantised caches are not LeanAttention's",
-        "q_norm_weight": "LeanAttention has no normalisation of queries", "k_norm_weight": "LeanAttention has none of keys"})
+    _refuse_inputs(
+        x,
+        {
+            "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
+            "k_scale": "quantised caches are not LeanAttention's",
+            "v_scale": "quantised caches are not LeanAttention's",
+            "q_norm_weight": "LeanAttention has no normalisation of queries",
+            "k_norm_weight": "LeanAttention has none of keys",
+        },
+    )
     if _is_read(node, 3) or a.get("qk_output", 0):
         raise _Refused("output_qk is asked for, which LeanAttention never forms")
     for name in ("k_quant_type", "v_quant_type"):
@@ -368,8 +433,9 @@ def _group_query_attention(ops, node, options):
     if rotary:
         _check_rotary(x)
     if rotary and x["past_key"] is not None:
-        tables = {name: x[name] if x[name].dtype == ir.DataType.FLOAT else ops.float(x[name])
-                  for name in ("cos_cache", "sin_cache")}
+        tables = {
+            name: x[name] if x[name].dtype == ir.DataType.FLOAT else ops.float(x[name]) for name in ("cos_cache", "sin_cache")
+        }
     elif rotary:
         positions = _positions(ops, query, lens, counts)
         query, key = (_rotated(ops, x, a, t, positions, n) for t, n in ((query, heads), (key, kv_heads)))
@@ -382,16 +448,38 @@ def _group_query_attention(ops, node, options):
     attributes = dict(scale=scale, softcap=_softcap(a), causal=causal, window=window, layout="bnhd")
     if x["past_key"] is None:
         caches = [ops.Transpose(t, perm=[0, 2, 1, 3]) for t in (key, value)]
-        out = ops.ours("LeanAttention", attributes, query=query, key_cache=caches[0], value_cache=caches[1], seq_lens=lens,
-                       query_lens=counts, sinks=sinks)["output"]
+        out = ops.ours(
+            "LeanAttention",
+            attributes,
+            query=query,
+            key_cache=caches[0],
+            value_cache=caches[1],
+            seq_lens=lens,
+            query_lens=counts,
+            sinks=sinks,
+        )["output"]
     else:
         caches = [x["past_key"], x["past_value"]]
         if not (options["fixed_caches"] or _fixed_capacity(node, x["past_key"])):
             caches = [_grown(ops, cache, x["total_sequence_length"], query) for cache in caches]
-        attributes |= {"append": True, "rotary_interleaved": rotary and bool(a.get("rotary_interleaved", 0)),
-                       "packed_qkv": packed}
-        outputs = ops.ours("LeanAttention", attributes, query=query, key_cache=caches[0], value_cache=caches[1], seq_lens=lens,
-                           query_lens=counts, new_key=key, new_value=value, sinks=sinks, **tables)
+        attributes |= {
+            "append": True,
+            "rotary_interleaved": rotary and bool(a.get("rotary_interleaved", 0)),
+            "packed_qkv": packed,
+        }
+        outputs = ops.ours(
+            "LeanAttention",
+            attributes,
+            query=query,
+            key_cache=caches[0],
+            value_cache=caches[1],
+            seq_lens=lens,
+            query_lens=counts,
+            new_key=key,
+            new_value=value,
+            sinks=sinks,
+            **tables,
+        )
         out, caches = outputs["output"], [outputs["key_cache_out"], outputs["value_cache_out"]]
     ops.notes.append("rows of the output behind a request's tokens are 0")
     return "LeanAttention", [_known(ops.join_heads(out, width), x["query"], [*query_dims[:2], width]), *caches]
@@ -414,8 +502,10 @@ def _check_rotary(x):
     if x["cos_cache"] is None or x["sin_cache"] is None:
         raise _Refused("do_rotary = 1 without cos_cache and sin_cache")
     if x["position_ids"] is not None:
-        raise _Refused("position_ids is given: GroupQueryAttention reads it in another way for prompts than for later "
-                       "tokens; leave it out where positions follow from seqlens_k")
+        raise _Refused(
+            "position_ids is given: GroupQueryAttention reads it in another way for prompts than for later "
+            "tokens; leave it out where positions follow from seqlens_k"
+        )
 
 
 def _positions(ops, query, lens, counts):
@@ -443,20 +533,34 @@ def _head_size(x, a):
     return width // heads if isinstance(width, int) else None
 
 
-_MULTI_HEAD = ("query", "key", "value", "bias", "key_padding_mask", "attention_bias", "past_key", "past_value",
-               "past_sequence_length", "cache_indirection")
+_MULTI_HEAD = (
+    "query",
+    "key",
+    "value",
+    "bias",
+    "key_padding_mask",
+    "attention_bias",
+    "past_key",
+    "past_value",
+    "past_sequence_length",
+    "cache_indirection",
+)
 
 
 def _multi_head_attention(ops, node, options):
     a, x = _attributes(node), _inputs(node, _MULTI_HEAD)
     _check_types(x, "query", "key", "value", "past_key", "past_value")
     _check_ranks(x, 4, [], "past_key", "past_value")
-    _refuse_inputs(x, {
-        "key_padding_mask": "it adds mask_filter_value, a finite number, where LeanAttention leaves keys out",
-        "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
-        "past_sequence_length": "the caches' layout then depends on the execution provider",
-        "cache_indirection": "LeanAttention has no beams",
-        "bias": "add it to query, key and value before the node"})
+    _refuse_inputs(
+        x,
+        {
+            "key_padding_mask": "it adds mask_filter_value, a finite number, where LeanAttention leaves keys out",
+            "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
+            "past_sequence_length": "the caches' layout then depends on the execution provider",
+            "cache_indirection": "LeanAttention has no beams",
+            "bias": "add it to query, key and value before the node",
+        },
+    )
     if _is_read(node, 3):
         raise _Refused("qk is read, which LeanAttention never forms")
     if (x["past_key"] is None) != (x["past_value"] is None):
@@ -486,8 +590,9 @@ def _multi_head_attention(ops, node, options):
         if rank == 4 and x["past_key"] is not None:
             raise _Refused("key of rank 4 is a whole cache, but past_key is given too")
         if rank == 5:  # [B,S,H,2,D]
-            key, value = (ops.Transpose(ops.Squeeze(t, [3]), perm=[0, 2, 1, 3])
-                          for t in ops.Split(key, [1, 1], axis=3, outputs=2))
+            key, value = (
+                ops.Transpose(ops.Squeeze(t, [3]), perm=[0, 2, 1, 3]) for t in ops.Split(key, [1, 1], axis=3, outputs=2)
+            )
         elif rank == 3:
             key, value = ops.to_cache(key, heads), ops.to_cache(value, heads)
         joined = (size if rank == 3 else heads * size) if isinstance(size, int) else None
@@ -495,8 +600,13 @@ def _multi_head_attention(ops, node, options):
     present = []
     if x["past_key"] is not None:
         present = key, value = ops.Concat(x["past_key"], key, axis=2), ops.Concat(x["past_value"], value, axis=2)
-    out = ops.ours("LeanAttention", dict(scale=a.get("scale", 0.0), causal=causal, layout="bnhd"), query=query,
-                   key_cache=key, value_cache=value)["output"]
+    out = ops.ours(
+        "LeanAttention",
+        dict(scale=a.get("scale", 0.0), causal=causal, layout="bnhd"),
+        query=query,
+        key_cache=key,
+        value_cache=value,
+    )["output"]
     return "LeanAttention", [_known(ops.join_heads(out, joined), x["query"], [*query_dims[:2], joined]), *present]
 
 
@@ -529,8 +639,10 @@ def _linear_attention(ops, node, options):
     if x["decay"] is not None:
         size, key_size = _dim(x["decay"], 2), _dim(x["key"], 2)
         if size != kv_heads:
-            raise _Refused(f"decay has {_show(size)} columns for {kv_heads} heads: CausalLinearDecay takes one a head, "
-                           + ("and these may differ inside a head" if size == key_size else "which must be known"))
+            raise _Refused(
+                f"decay has {_show(size)} columns for {kv_heads} heads: CausalLinearDecay takes one a head, "
+                + ("and these may differ inside a head" if size == key_size else "which must be known")
+            )
         log_decay = ops.float(x["decay"])
         log_decay.shape = x["decay"].shape
         ops.notes.append("log decays above 0 are an error")
@@ -540,9 +652,14 @@ def _linear_attention(ops, node, options):
     if state is not None and state.dtype != ir.DataType.FLOAT:
         state = ops.float(state)
     outputs = ops.ours(
-        "CausalLinearDecay", dict(scale=scale, return_state=returns, layout="bnhd"), query=ops.split_heads(x["query"], heads),
-        key=ops.split_heads(x["key"], kv_heads), value=ops.split_heads(x["value"], kv_heads), log_decay=log_decay,
-        initial_state=state)
+        "CausalLinearDecay",
+        dict(scale=scale, return_state=returns, layout="bnhd"),
+        query=ops.split_heads(x["query"], heads),
+        key=ops.split_heads(x["key"], kv_heads),
+        value=ops.split_heads(x["value"], kv_heads),
+        log_decay=log_decay,
+        initial_state=state,
+    )
     value_width = _dim(x["value"], 2)
     joined = value_width // kv_heads * heads if isinstance(value_width, int) else None
     out = ops.join_heads(outputs["output"], joined)
@@ -606,8 +723,9 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     """GroupQueryAttention of all of the query's rows: it counts the last of them to the last key, and pads nothing but
     prompts. So rows of padding are appended too, behind a request's keys, where the next tokens overwrite them, and their
     output is made 0. Several rows a request go to empty caches, or to a single request's: it refuses others."""
-    kv_heads, size, value_size = (_dim(x[name], axis) for name, axis in
-                                  (("key_cache", 1), ("key_cache", 3), ("value_cache", 3)))
+    kv_heads, size, value_size = (
+        _dim(x[name], axis) for name, axis in (("key_cache", 1), ("key_cache", 3), ("value_cache", 3))
+    )
     if not a["causal"] and tokens != 1:
         raise _Refused(f"append with {_show(tokens)} queries that are not causal: they would see rows of padding")
     if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != value_size:
@@ -643,8 +761,13 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
 
     values = [None if x[name] is None else joined(x[name]) for name in ("query", "new_key", "new_value")]
     inputs = [*values, x["key_cache"], x["value_cache"], last, total]
-    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"], "softcap": a["softcap"],
-                  "local_window_size": a["window"]}
+    attributes = {
+        "num_heads": heads,
+        "kv_num_heads": kv_heads,
+        "scale": a["scale"],
+        "softcap": a["softcap"],
+        "local_window_size": a["window"],
+    }
     tables = [None, None]
     if x["cos_cache"] is not None:
         if size % 16:
@@ -659,8 +782,7 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     out, key, value = ops.foreign(MICROSOFT, "GroupQueryAttention", inputs, attributes, 3)
     out = ops.Reshape(out, [0, 0, heads, size])
     if counts is not None:
-        real = ops.Less(ops.Unsqueeze(ops.range(ops.size(x["query"], rows_axis)), [0]),
-                        ops.Unsqueeze(ops.int64(counts), [1]))
+        real = ops.Less(ops.Unsqueeze(ops.range(ops.size(x["query"], rows_axis)), [0]), ops.Unsqueeze(ops.int64(counts), [1]))
         out = ops.Where(ops.Unsqueeze(real, [2, 3]), out, ops.CastLike(0.0, x["query"]))
     return "GroupQueryAttention", [out if bnhd else ops.Transpose(out, perm=[0, 2, 1, 3]), None, key, value]
 
@@ -679,8 +801,9 @@ def _causal_linear_decay_back(ops, node, options):
     op = spec.all_specs()["CausalLinearDecay"]
     a = {t.name: t.default for t in op.attrs} | _attributes(node)
     x = _inputs(node, [t.name for t in op.inputs])
-    _refuse_inputs(x, {"cu_seqlens": "LinearAttention has no packed requests",
-                       "state_index": "LinearAttention has no pool of states"})
+    _refuse_inputs(
+        x, {"cu_seqlens": "LinearAttention has no packed requests", "state_index": "LinearAttention has no pool of states"}
+    )
     _check_ranks(x, 4, ["query", "key", "value"], "initial_state")
     if a["normalize"]:
         raise _Refused("normalize = 1, which LinearAttention does not have")
@@ -714,8 +837,12 @@ def _causal_linear_decay_back(ops, node, options):
     while inputs[-1] is None:
         inputs.pop()
     domain = "" if options["opset"] >= FIRST_OPSET_OF_LINEAR_ATTENTION else MICROSOFT
-    attributes = {"q_num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"],
-                  "update_rule": "linear" if decay is None else "gated"}
+    attributes = {
+        "q_num_heads": heads,
+        "kv_num_heads": kv_heads,
+        "scale": a["scale"],
+        "update_rule": "linear" if decay is None else "gated",
+    }
     out, state = ops.foreign(domain, "LinearAttention", inputs, attributes, 2)
     out = ops.Reshape(out, ops.dims(ops.Shape(out, end=2), heads, -1))
     return "LinearAttention", [by_token(out, [0, 2, 1, 3]), state]
@@ -730,10 +857,7 @@ _TO_LEANFLEET = {
     f"{MICROSOFT}.LinearAttention": _linear_attention,
     f"{MICROSOFT}.MultiHeadAttention": _multi_head_attention,
 }
-_TO_STANDARD = {
-    "leanfleet.LeanAttention": _lean_attention_back,
-    "leanfleet.CausalLinearDecay": _causal_linear_decay_back,
-}
+_TO_STANDARD = {"leanfleet.LeanAttention": _lean_attention_back, "leanfleet.CausalLinearDecay": _causal_linear_decay_back}
 OPERATORS = tuple(_TO_LEANFLEET)
 
 
@@ -783,8 +907,15 @@ def _replace(node, mapping, options):
     return row
 
 
-def rewrite(model: ir.Model, to: str = "leanfleet", *, operators: Collection[str] | None = None, fixed_caches: bool = False,
-            bodies: bool = True, inline: bool = False) -> list[Row]:
+def rewrite(
+    model: ir.Model,
+    to: str = "leanfleet",
+    *,
+    operators: Collection[str] | None = None,
+    fixed_caches: bool = False,
+    bodies: bool = True,
+    inline: bool = False,
+) -> list[Row]:
     """Rewrites an onnx_ir.Model in place; returns a Row for each node that could have been.
 
     to: "leanfleet", or "standard" for ai.onnx and com.microsoft operators.
@@ -813,13 +944,23 @@ def rewrite(model: ir.Model, to: str = "leanfleet", *, operators: Collection[str
     function_bodies.check_nodes(model)
     _inline_callers(model, mappings)
     nodes = _candidates(model.graph, mappings)
-    options = {"fixed_caches": fixed_caches, "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET),
-               "taken": _names(model)}
+    options = {
+        "fixed_caches": fixed_caches,
+        "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET),
+        "taken": _names(model),
+    }
     order = {id(node): i for i, node in enumerate(nodes)}
     by_node: dict[int, Row] = {}
     if to == "leanfleet" and bodies and options["opset"] < function_bodies.OLDEST_OPSET:
-        return [Row(_label(n), operator_name(n), reason=f"the model has opset {options['opset']}; function "
-                    f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter") for n in nodes]
+        return [
+            Row(
+                _label(n),
+                operator_name(n),
+                reason=f"the model has opset {options['opset']}; function "
+                f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter",
+            )
+            for n in nodes
+        ]
     while nodes:  # what is found out about one node's output may be what the next one lacks
         _infer_shapes(model)
         found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in nodes}
@@ -873,9 +1014,11 @@ def _complete(model, bodies, inline):
     domains = {n.domain for n in nodes}
     imports = model.opset_imports
     opset, older = imports.get("", 0), FIRST_OPSET_OF_LINEAR_ATTENTION - 1
-    if opset > older and all(onnx.defs.has(n.op_type, opset, "")
-                             and onnx.defs.get_schema(n.op_type, opset, "").since_version <= older
-                             for n in nodes if n.domain == ""):
+    if opset > older and all(
+        onnx.defs.has(n.op_type, opset, "") and onnx.defs.get_schema(n.op_type, opset, "").since_version <= older
+        for n in nodes
+        if n.domain == ""
+    ):
         imports[""] = older
     if spec.DOMAIN in domains and (bodies or inline):
         function_bodies.attach(model)
@@ -892,8 +1035,15 @@ class Rows(list):
     verification: rewrite_check.Verification | None = None
 
 
-def rewrite_file(source: str | Path, target: str | Path, to: str = "leanfleet", *, verify: bool = True,
-                 inputs: Mapping[str, np.ndarray] | None = None, **options: Any) -> Rows:
+def rewrite_file(
+    source: str | Path,
+    target: str | Path,
+    to: str = "leanfleet",
+    *,
+    verify: bool = True,
+    inputs: Mapping[str, np.ndarray] | None = None,
+    **options: Any,
+) -> Rows:
     """Rewrites the ONNX file `source` into `target`; returns the Rows. to and options are those of rewrite.
 
     Weights in external files are not loaded for it: a target beside the source refers to the same files, one elsewhere gets
@@ -1005,8 +1155,12 @@ def print_rows(rows: Sequence[Row]) -> None:
         return
     done = sum(row.into is not None for row in rows)
     print(f"{done} of {len(rows)} nodes rewritten")
-    print_table([(row.node, row.operator, f"-> {row.into}" if row.into else "left alone",
-                  row.reason or "; ".join(row.notes)) for row in rows])
+    print_table(
+        [
+            (row.node, row.operator, f"-> {row.into}" if row.into else "left alone", row.reason or "; ".join(row.notes))
+            for row in rows
+        ]
+    )
 
 
 def as_json(rows: Sequence[Row]) -> list[dict[str, Any]]:

@@ -34,8 +34,10 @@ class Verification:
     def __str__(self):
         if self.reason:
             return f"not verified: {self.reason}"
-        return (f"verified on the CPU with {' and '.join(self.runs)}: largest difference {self.error:.2g} "
-                f"(allowed {self.bound:.2g})")
+        return (
+            f"verified on the CPU with {' and '.join(self.runs)}: largest difference {self.error:.2g} "
+            f"(allowed {self.bound:.2g})"
+        )
 
 
 # Structure
@@ -47,8 +49,11 @@ def structural_fault(model: onnx.ModelProto, folder: str | Path) -> str | None:
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
         return "it holds no graph"
     nodes = [*_nodes(model.graph.node), *(n for f in model.functions for n in _nodes(f.node))]
-    tensors = [*model.graph.initializer, *(t for n in nodes for g in _subgraphs(n) for t in g.initializer),
-               *(a.t for n in nodes for a in n.attribute if a.HasField("t"))]
+    tensors = [
+        *model.graph.initializer,
+        *(t for n in nodes for g in _subgraphs(n) for t in g.initializer),
+        *(a.t for n in nodes for a in n.attribute if a.HasField("t")),
+    ]
     if fault := next(filter(None, (_tensor_fault(t, Path(folder)) for t in tensors)), None):
         return fault
     calls = {_identity(f): {_identity(n) for n in _nodes(f.node)} for f in model.functions}
@@ -196,8 +201,10 @@ def verify(original: str | Path, result: str | Path, inputs: Mapping[str, np.nda
         for name, array in judge.items():
             difference, bound = _difference(outputs.get(name), array), SLACK * allowed[name]
             if not difference <= bound:
-                raise Different(f"with {what}, output {name} differs from the original's by {difference:.2g}; allowed is "
-                                f"{bound:.2g}, for results up to {np.abs(array[np.isfinite(array)]).max(initial=0):.2g}")
+                raise Different(
+                    f"with {what}, output {name} differs from the original's by {difference:.2g}; allowed is "
+                    f"{bound:.2g}, for results up to {np.abs(array[np.isfinite(array)]).max(initial=0):.2g}"
+                )
             worst = max(worst, (difference, bound))
     return Verification(runs, *worst)
 

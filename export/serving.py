@@ -12,8 +12,21 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from leanfleet.decoder_contract import (BATCH, KEY, LONGEST, POOL, SERVING, STATE, TABLE, TOKENS, VALUE, cache_name, is_part,
-                                        layer_of, packed)
+from leanfleet.decoder_contract import (
+    BATCH,
+    KEY,
+    LONGEST,
+    POOL,
+    SERVING,
+    STATE,
+    TABLE,
+    TOKENS,
+    VALUE,
+    cache_name,
+    is_part,
+    layer_of,
+    packed,
+)
 from leanfleet.export.decoder import Cache, cache_shapes, run, write
 from leanfleet.export.support import check_supported
 from leanfleet.export.torch_ops import lean_attention
@@ -25,8 +38,15 @@ if TYPE_CHECKING:
 class Pages(Cache):
     """The pools of one traced call, by name ("0.key")."""
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], seq_lens: torch.Tensor, query_lens: torch.Tensor,
-                 block_table: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor) -> None:
+    def __init__(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+    ) -> None:
         super().__init__(tensors, seq_lens, query_lens)
         self.block_table, self.slots, self.rows = block_table, slots, rows
 
@@ -37,14 +57,24 @@ class Pages(Cache):
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """query [1,H,T,D], key and value [1,Hkv,T,D]; returns [1,T,H,D]."""
+
         def spread(x: torch.Tensor) -> torch.Tensor:
             rows = x[0].transpose(0, 1).index_select(0, self.slots.flatten())
             return rows.unflatten(0, self.slots.shape)  # [B,N,heads,D]
 
         names = cache_name(layer, KEY), cache_name(layer, VALUE)
         output, _, *updated = lean_attention(
-            spread(query), *(self.tensors[name] for name in names), self.seq_lens, query_lens=self.query_lens,
-            new_key=spread(key), new_value=spread(value), block_table=self.block_table, append=True, layout="bnhd", **options)
+            spread(query),
+            *(self.tensors[name] for name in names),
+            self.seq_lens,
+            query_lens=self.query_lens,
+            new_key=spread(key),
+            new_value=spread(value),
+            block_table=self.block_table,
+            append=True,
+            layout="bnhd",
+            **options,
+        )
         for name, tensor in zip(names, updated, strict=True):
             self.update(name, tensor)
         return output.flatten(0, 1).index_select(0, self.rows).unsqueeze(0)
@@ -57,20 +87,41 @@ class PackedDecoder(torch.nn.Module):
         super().__init__()
         self.model, self.names = model, list(names)
 
-    def forward(self, input_ids: torch.Tensor, positions: torch.Tensor, slots: torch.Tensor, rows: torch.Tensor,
-                last: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor, block_table: torch.Tensor,
-                pages: list[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    def forward(
+        self,
+        input_ids: torch.Tensor,
+        positions: torch.Tensor,
+        slots: torch.Tensor,
+        rows: torch.Tensor,
+        last: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        pages: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
         """pages: tensors in the order of names; returns (logits, *pages)."""
         cache = Pages(zip(self.names, pages, strict=True), seq_lens, query_lens, block_table, slots, rows)
 
-        logits = run(self.model, cache, lambda hidden: hidden[0].index_select(0, last), input_ids=input_ids.unsqueeze(0),
-                     position_ids=positions.unsqueeze(0))
+        logits = run(
+            self.model,
+            cache,
+            lambda hidden: hidden[0].index_select(0, last),
+            input_ids=input_ids.unsqueeze(0),
+            position_ids=positions.unsqueeze(0),
+        )
         return (logits, *(cache.tensors[n] for n in self.names))
 
 
-def export_for_serving(model: torch.nn.Module, folder: str | Path, tokenizer: PreTrainedTokenizerBase | None = None,
-                       block: int = 16, fuse: bool = True, verify: bool = True, rope: str = "short",
-                       **options: Any) -> torch.onnx.ONNXProgram:
+def export_for_serving(
+    model: torch.nn.Module,
+    folder: str | Path,
+    tokenizer: PreTrainedTokenizerBase | None = None,
+    block: int = 16,
+    fuse: bool = True,
+    verify: bool = True,
+    rope: str = "short",
+    **options: Any,
+) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
     model: a transformers causal LM as export_decoder takes it. block: tokens a page. fuse, verify, rope, options: as for
@@ -79,20 +130,38 @@ def export_for_serving(model: torch.nn.Module, folder: str | Path, tokenizer: Pr
     """
     model = model.eval()
     if hasattr(model, "cache_shapes"):
-        raise ValueError(f"{type(model).__name__}: its layers are linear attention; export_for_serving takes softmax decoders. "
-                         "Use export_decoder")
+        raise ValueError(
+            f"{type(model).__name__}: its layers are linear attention; export_for_serving takes softmax decoders. "
+            "Use export_decoder"
+        )
     check_supported(model)
     caches = cache_shapes(model)
     if carried := [name for name in caches if is_part(name, STATE)]:
-        raise ValueError(f"{type(model).__name__}: layer {layer_of(carried[0])} is linear attention; "
-                         "export_for_serving takes softmax decoders. Use export_decoder")
+        raise ValueError(
+            f"{type(model).__name__}: layer {layer_of(carried[0])} is linear attention; "
+            "export_for_serving takes softmax decoders. Use export_decoder"
+        )
     batch, table, pool = 2, 4, 9
-    example = {name: torch.from_numpy(array) for name, array in packed(
-        [[1, 1, 1], [1, 1]], [0, 0], [range(i * table, (i + 1) * table) for i in range(batch)]).items()}
+    example = {
+        name: torch.from_numpy(array)
+        for name, array in packed(
+            [[1, 1, 1], [1, 1]], [0, 0], [range(i * table, (i + 1) * table) for i in range(batch)]
+        ).items()
+    }
     pages = [torch.zeros(pool, block, shape[1], shape[3], dtype=dtype) for dtype, shape in caches.values()]
     dims = {name: torch.export.Dim(name, min=1) for name in (TOKENS, BATCH, LONGEST, TABLE, POOL)}
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in SERVING.inputs}
     shapes["pages"] = [{0: dims[POOL]}] * len(caches)
     names = {"input_names": SERVING.input_names(caches), "output_names": SERVING.output_names(caches)}
-    return write(PackedDecoder(model, caches).eval(), (*example.values(), pages), shapes, folder,
-                 {"kind": SERVING.kind, "block": block}, tokenizer, fuse, verify, rope, names | options)
+    return write(
+        PackedDecoder(model, caches).eval(),
+        (*example.values(), pages),
+        shapes,
+        folder,
+        {"kind": SERVING.kind, "block": block},
+        tokenizer,
+        fuse,
+        verify,
+        rope,
+        names | options,
+    )

@@ -18,8 +18,10 @@ REMEMBERED = "leanfleet_attention"  # the configuration's entry that says so; tr
 _SOFTMAX = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+|kernels-community/[\w.-]*flash-attn[\w.@-]*)")
 _SERVED_LINEAR = "MiniMaxLightningAttention"
 # Classes of layers that carry a state, by their names: Mamba's mixers, short convolutions, delta rules, LSTMs.
-_STATE = re.compile(r"\w*(Mixer|Mamba2?|RwkvSelfAttention|xLSTMLayer|RecurrentBlock|DeltaNet|DeltaAttention|ShortConv"
-                    r"|ShortConvolution|LightningAttention|LinearAttention)")
+_STATE = re.compile(
+    r"\w*(Mixer|Mamba2?|RwkvSelfAttention|xLSTMLayer|RecurrentBlock|DeltaNet|DeltaAttention|ShortConv"
+    r"|ShortConvolution|LightningAttention|LinearAttention)"
+)
 
 
 def check_supported(model: object) -> None:
@@ -28,28 +30,38 @@ def check_supported(model: object) -> None:
 
     name = type(model).__name__
     if not isinstance(model, PreTrainedModel):
-        raise ValueError(f"{name} is no model of transformers: give a causal language model (AutoModelForCausalLM) or a "
-                         "leanfleet.export.LinearDecoder")
+        raise ValueError(
+            f"{name} is no model of transformers: give a causal language model (AutoModelForCausalLM) or a "
+            "leanfleet.export.LinearDecoder"
+        )
     config = model.config.get_text_config(decoder=True)
     if model.config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
-        raise ValueError(f"{name}: its decoder layers have cross attention; LeanAttention with a cache serves self attention. "
-                         f"{ELSEWHERE}")
+        raise ValueError(
+            f"{name}: its decoder layers have cross attention; LeanAttention with a cache serves self attention. {ELSEWHERE}"
+        )
     if model.get_output_embeddings() is None:
-        raise ValueError(f"{name} has no language model head, so it gives no logits of a next token: load the model with "
-                         "AutoModelForCausalLM (base models and classifiers are not exported)")
+        raise ValueError(
+            f"{name} has no language model head, so it gives no logits of a next token: load the model with "
+            "AutoModelForCausalLM (base models and classifiers are not exported)"
+        )
     _check_layers(model, config)
     if "position_ids" not in inspect.signature(model.forward).parameters:
-        raise ValueError(f"{name}: it takes no position_ids, so it cannot be told where a request's new tokens stand. "
-                         f"{ELSEWHERE}")
+        raise ValueError(
+            f"{name}: it takes no position_ids, so it cannot be told where a request's new tokens stand. {ELSEWHERE}"
+        )
     if getattr(config, "num_kv_shared_layers", 0):
-        raise ValueError(f"{name}: its last {config.num_kv_shared_layers} layers attend over other layers' caches; "
-                         f"leanfleet.export_decoder gives each layer its own. {ELSEWHERE}")
+        raise ValueError(
+            f"{name}: its last {config.num_kv_shared_layers} layers attend over other layers' caches; "
+            f"leanfleet.export_decoder gives each layer its own. {ELSEWHERE}"
+        )
     check_implementation(model)
     for path, module in rotary_modules(model):
         if any("dynamic" in kind for _, kind in _kinds(module)):
-            raise ValueError(f"{name}: its rotary encoding {path} ({type(module).__name__}) is of rope_type dynamic: angles "
-                             "follow the longest request of a batch and change those of cached keys. Load the model with "
-                             "another rope_type in config.rope_parameters (yarn and linear are served)")
+            raise ValueError(
+                f"{name}: its rotary encoding {path} ({type(module).__name__}) is of rope_type dynamic: angles "
+                "follow the longest request of a batch and change those of cached keys. Load the model with "
+                "another rope_type in config.rope_parameters (yarn and linear are served)"
+            )
 
 
 def _check_layers(model, config):
@@ -59,22 +71,38 @@ def _check_layers(model, config):
     for path, module in model.named_modules():
         kind = type(module).__name__
         if _STATE.fullmatch(kind) and kind != _SERVED_LINEAR:
-            raise ValueError(f"{name}: layer {path} ({kind}) carries a state that none of leanfleet's operators computes; "
-                             f"export_decoder serves softmax attention and MiniMax's linear attention. {ELSEWHERE}")
+            raise ValueError(
+                f"{name}: layer {path} ({kind}) carries a state that none of leanfleet's operators computes; "
+                f"export_decoder serves softmax attention and MiniMax's linear attention. {ELSEWHERE}"
+            )
         if hasattr(module, "create_position_ids_from_input_ids"):
-            raise ValueError(f"{name}: its positions begin behind the padding token's ({path}, {kind}), where export_decoder "
-                             f"counts from 0. {ELSEWHERE}")
+            raise ValueError(
+                f"{name}: its positions begin behind the padding token's ({path}, {kind}), where export_decoder "
+                f"counts from 0. {ELSEWHERE}"
+            )
     if getattr(config, "kv_lora_rank", None):
-        kind = next((f"attention layer {path} ({type(m).__name__})" for path, m in model.named_modules()
-                     if hasattr(m, "kv_lora_rank")), "its attention")
-        raise ValueError(f"{name}: {kind} is multi-head latent attention (kv_lora_rank {config.kv_lora_rank}), which "
-                         f"leanfleet does not serve. {ELSEWHERE}")
+        kind = next(
+            (f"attention layer {path} ({type(m).__name__})" for path, m in model.named_modules() if hasattr(m, "kv_lora_rank")),
+            "its attention",
+        )
+        raise ValueError(
+            f"{name}: {kind} is multi-head latent attention (kv_lora_rank {config.kv_lora_rank}), which "
+            f"leanfleet does not serve. {ELSEWHERE}"
+        )
     if not served:
-        kind = next((f"attention layer {path} ({type(m).__name__})" for path, m in model.named_modules()
-                     if type(m).__name__.endswith("Attention") and "vision" not in path), "its attention")
+        kind = next(
+            (
+                f"attention layer {path} ({type(m).__name__})"
+                for path, m in model.named_modules()
+                if type(m).__name__.endswith("Attention") and "vision" not in path
+            ),
+            "its attention",
+        )
         biased = any(getattr(config, a, None) for a in ("alibi", "use_alibi")) or config.model_type in ("bloom", "mpt")
-        raise ValueError(f"{name}: {kind} does not go through transformers' AttentionInterface"
-                         f"{', and its ALiBi biases have no counterpart in LeanAttention' if biased else ''}. {ELSEWHERE}")
+        raise ValueError(
+            f"{name}: {kind} does not go through transformers' AttentionInterface"
+            f"{', and its ALiBi biases have no counterpart in LeanAttention' if biased else ''}. {ELSEWHERE}"
+        )
 
 
 def _configs(model):
@@ -107,12 +135,14 @@ def check_implementation(model: "PreTrainedModel") -> None:
         if implementation is not None and not _is_softmax(implementation):
             raise ValueError(
                 f"{name}: {type(module).__name__} attends by '{implementation}', which export would write as softmax. If "
-                "softmax is meant, call model.set_attn_implementation('sdpa') first; other attention is not exported")
+                "softmax is meant, call model.set_attn_implementation('sdpa') first; other attention is not exported"
+            )
         if remembered := getattr(config, REMEMBERED, None):
             raise ValueError(
                 f"{name}: its configuration says {REMEMBERED} = '{remembered}': it has run with that attention, which export "
                 f"would write as softmax. If softmax is meant, delete that entry (del model.config.{REMEMBERED}, or in "
-                "config.json)")
+                "config.json)"
+            )
 
 
 @contextmanager
@@ -179,8 +209,9 @@ def fixed_rotary(model: "PreTrainedModel", rope: str) -> Iterator[None]:
             prefix = "" if kind is None else f"{kind}_"
             chosen = getattr(module, f"{prefix}original_inv_freq")
             if rope == "long":
-                chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](module.config, chosen.device, seq_len=limit + 1,
-                                                            **({} if kind is None else {"layer_type": kind}))
+                chosen, _ = ROPE_INIT_FUNCTIONS["longrope"](
+                    module.config, chosen.device, seq_len=limit + 1, **({} if kind is None else {"layer_type": kind})
+                )
             name = f"{prefix}inv_freq"
             before.append((module, module.rope_type, name, getattr(module, name)))
             setattr(module, name, chosen.clone())  # not in place: an exported program holds on to the tensor

@@ -71,8 +71,9 @@ def _output_metadata(op, inputs, attrs):
     for axis, size in sizes:
         if axis.plus and isinstance(size, int) and size < (least := axis.size({**dims, axis.symbol: 1})):
             name = next(t.name for t in op.inputs for s in t.shapes if axis in s.axes)
-            raise ValueError(f"{op.name}: {name}'s axis {axis} is {size}; expected at least {least}, because {axis.plus} = "
-                             f"{dims[axis.plus]}")
+            raise ValueError(
+                f"{op.name}: {name}'s axis {axis} is {size}; expected at least {least}, because {axis.plus} = {dims[axis.plus]}"
+            )
     active = {t.name for t in op.active_outputs(attrs)}
     metadata = []
     for t in op.outputs:
@@ -104,8 +105,10 @@ def _check_placement(op, inputs):
         if tensor is None:
             continue
         if tensor.device != device:
-            raise ValueError(f"{op.name}: {t.name} is on {tensor.device}, {op.inputs[0].name} on {device}; "
-                             "all tensors of a call must be on one device")
+            raise ValueError(
+                f"{op.name}: {t.name} is on {tensor.device}, {op.inputs[0].name} on {device}; "
+                "all tensors of a call must be on one device"
+            )
         if tensor.dtype not in _DTYPES:
             expected = {"T": "float32, float16 or bfloat16", "F": "float32", "I": "int32"}[t.type]
             raise ValueError(f"{op.name}: {t.name} has type {str(tensor.dtype).removeprefix('torch.')}; expected {expected}")
@@ -176,8 +179,10 @@ def _check_taken(op, taken, by_name):
         if tensor is None:
             raise ValueError(f"{op.name}: input {name} is missing; {op.snake_name}_ changes it in place")
         if not tensor.is_contiguous():
-            raise ValueError(f"{op.name}: {name} has strides {list(tensor.stride())}; {op.snake_name}_ changes it "
-                             "in place, so it must be contiguous")
+            raise ValueError(
+                f"{op.name}: {name} has strides {list(tensor.stride())}; {op.snake_name}_ changes it "
+                "in place, so it must be contiguous"
+            )
 
 
 def _make_plan(op, mutating, inputs, attrs, threads):
@@ -209,8 +214,10 @@ def _refuse_tangents(op, inputs):
     if forward_ad._current_level < 0:
         return
     if any([t is not None and forward_ad.unpack_dual(t).tangent is not None for t in inputs]):
-        raise NotImplementedError(f"{op.name} has no forward-mode derivative (torch.func.jvp, dual tensors); reverse mode, "
-                                  "backward() and torch.autograd.grad, is there where it has gradients")
+        raise NotImplementedError(
+            f"{op.name} has no forward-mode derivative (torch.func.jvp, dual tensors); reverse mode, "
+            "backward() and torch.autograd.grad, is there where it has gradients"
+        )
 
 
 def _runner(op, mutating, device_type):
@@ -301,8 +308,13 @@ def _fake(op, mutating):
             attrs = {**attrs, op.mutating: True}
         inputs = list(inputs) + [None] * (len(op.inputs) - len(inputs))
         metadata = _output_metadata(op, inputs, attrs)
-        return _result([inputs[0].new_empty(shape, dtype=dtype) for t, (dtype, shape) in zip(op.outputs, metadata)
-                        if not (mutating and t.takes)])
+        return _result(
+            [
+                inputs[0].new_empty(shape, dtype=dtype)
+                for t, (dtype, shape) in zip(op.outputs, metadata)
+                if not (mutating and t.takes)
+            ]
+        )
 
     return fake
 
@@ -364,23 +376,31 @@ def _documentation(op, mutating):
     if mutating:
         taken = ", ".join(t.takes for t in op.outputs if t.takes)
         lines += [f"Changes {taken} in place and returns the other outputs; {op.mutating} is on.", ""]
-    lines.append("T is float32, float16 or bfloat16 (one type a call), F float32, I int32; shapes are those of layout "
-                 "\"bhnd\". float64 inputs on any device are computed by the PyTorch reference.")
+    lines.append(
+        "T is float32, float16 or bfloat16 (one type a call), F float32, I int32; shapes are those of layout "
+        '"bhnd". float64 inputs on any device are computed by the PyTorch reference.'
+    )
     lines += ["", "Inputs:"]
     for t in op.inputs:
         shapes = " or ".join(str(s) for s in t.shapes)
         lines.append(f"    {t.name}: {t.type} {shapes}{', optional' if t.optional else ''}. {t.doc}")
     lines += ["", "Attributes:"]
-    lines += [f"    {a.name} ({a.type}, default {a.default!r}{', one of ' * bool(a.values)}{', '.join(a.values)}): {a.doc}"
-              for a in op.attrs if not (mutating and a.name == op.mutating)]
+    lines += [
+        f"    {a.name} ({a.type}, default {a.default!r}{', one of ' * bool(a.values)}{', '.join(a.values)}): {a.doc}"
+        for a in op.attrs
+        if not (mutating and a.name == op.mutating)
+    ]
     lines += ["", "Returns a tuple of those of these outputs that exist; a tensor where it is a single one:"]
     for t in op.outputs:
         if not (mutating and t.takes):
             shapes = f"the shape of {t.like}" if t.like else " or ".join(str(s) for s in t.shapes)
             condition = f", only with {' and '.join(t.when)}" if t.when else ""
             lines.append(f"    {t.name}: {t.type} {shapes}{condition}. {t.doc}")
-    lines += ["", "Raises ValueError for a wrong argument, leanfleet.native.UnsupportedError where this build or machine "
-              "has no kernel, leanfleet.native.LeanfleetError when CUDA fails."]
+    lines += [
+        "",
+        "Raises ValueError for a wrong argument, leanfleet.native.UnsupportedError where this build or machine "
+        "has no kernel, leanfleet.native.LeanfleetError when CUDA fails.",
+    ]
     if op.rules:
         lines += ["", "Rules:", *(f"    {rule}" for rule in op.rules)]
     if op.example and not mutating:
@@ -393,14 +413,18 @@ def _function(op, mutating):
     is one, else a tuple."""
     raw = getattr(torch.ops.leanfleet, op.snake_name + ("_" if mutating else "")).default
     kinds = inspect.Parameter
-    parameters = [kinds(t.name, kinds.POSITIONAL_OR_KEYWORD, default=None) if t.optional
-                  else kinds(t.name, kinds.POSITIONAL_OR_KEYWORD) for t in op.inputs]
+    parameters = [
+        kinds(t.name, kinds.POSITIONAL_OR_KEYWORD, default=None) if t.optional else kinds(t.name, kinds.POSITIONAL_OR_KEYWORD)
+        for t in op.inputs
+    ]
     first_optional = next((i for i, t in enumerate(op.inputs) if t.optional), len(parameters))
-    parameters = [p if i <= first_optional or p.default is None else p.replace(kind=kinds.KEYWORD_ONLY)
-                  for i, p in enumerate(parameters)]
+    parameters = [
+        p if i <= first_optional or p.default is None else p.replace(kind=kinds.KEYWORD_ONLY) for i, p in enumerate(parameters)
+    ]
     parameters.sort(key=lambda p: p.kind)
-    parameters += [kinds(a.name, kinds.KEYWORD_ONLY, default=a.default) for a in op.attrs
-                   if not (mutating and a.name == op.mutating)]
+    parameters += [
+        kinds(a.name, kinds.KEYWORD_ONLY, default=a.default) for a in op.attrs if not (mutating and a.name == op.mutating)
+    ]
     signature = inspect.Signature(parameters)
 
     positional = sum(p.kind == kinds.POSITIONAL_OR_KEYWORD for p in parameters)
@@ -429,7 +453,7 @@ def _function(op, mutating):
             if name in converters:
                 attrs[name] = converters[name](value)
         if len(attrs) < len(kwargs):
-            args = (*args, *[kwargs.get(name) for name in input_names[len(args):]])
+            args = (*args, *[kwargs.get(name) for name in input_names[len(args) :]])
         outputs = raw(*args, **attrs)
         if lone:
             return outputs
@@ -467,8 +491,13 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
         grad_output = query.new_zeros(*query.shape[:3], value.shape[3])
     wants_decay = log_decay is not None and ctx.needs_input_grad[3]
     wants_state = state is not None and (ctx.needs_input_grad[4] or ctx.needs_input_grad[5])
-    differentiate = functools.partial(torch.ops.leanfleet.causal_linear_decay_grad.default, scale=attrs["scale"],
-                                      grad_decay=wants_decay, grad_state=wants_state, layout=attrs["layout"])
+    differentiate = functools.partial(
+        torch.ops.leanfleet.causal_linear_decay_grad.default,
+        scale=attrs["scale"],
+        grad_decay=wants_decay,
+        grad_state=wants_state,
+        layout=attrs["layout"],
+    )
     if not attrs["normalize"]:
         dq, dk, dv, d_decay, d_state = differentiate(query, key, value, log_decay, state, grad_output, grad_state, cu_seqlens)
         return dq, dk, dv, d_decay if wants_decay else None, d_state if wants_state else None, None, None, None
@@ -477,8 +506,9 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     ones = torch.ones_like(v[..., :1])
     v_aug = torch.cat([v, ones], dim=-1)
     state_aug = None if state is None else torch.cat([state, norm.unsqueeze(-1)], dim=-1)
-    augmented = causal_linear_decay(q, k, v_aug, log_decay, state_aug, cu_seqlens=cu_seqlens, scale=attrs["scale"],
-                                    layout=attrs["layout"])
+    augmented = causal_linear_decay(
+        q, k, v_aug, log_decay, state_aug, cu_seqlens=cu_seqlens, scale=attrs["scale"], layout=attrs["layout"]
+    )
     den = augmented[..., -1:]
     held = den.abs() < attrs["eps"]
     guarded = torch.where(held, torch.where(den < 0, -attrs["eps"], attrs["eps"]), den)
@@ -487,8 +517,10 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     do_aug = torch.cat([do / guarded, d_den], dim=-1)
     d_final = None
     if grad_state is not None or grad_norm is not None:
-        shape = ([cu_seqlens.numel() - 1 if cu_seqlens is not None else q.shape[0]]
-                 + [k.shape[1 if attrs["layout"] == "bhnd" else 2], k.shape[-1]])
+        shape = [cu_seqlens.numel() - 1 if cu_seqlens is not None else q.shape[0]] + [
+            k.shape[1 if attrs["layout"] == "bhnd" else 2],
+            k.shape[-1],
+        ]
         left = grad_state if grad_state is not None else q.new_zeros(*shape, v.shape[-1])
         right = grad_norm if grad_norm is not None else q.new_zeros(shape)
         d_final = torch.cat([left, right.unsqueeze(-1)], dim=-1)
@@ -516,7 +548,8 @@ def _normalized_backward(ctx, grad_output, *_):
     query, key, value, coefficients, output, normalizer = ctx.saved_tensors
     wants_coefficients = coefficients is not None and ctx.needs_input_grad[3]
     dq, dk, dv, d_coefficients = torch.ops.leanfleet.normalized_linear_attention_grad.default(
-        query, key, value, coefficients, output, normalizer, grad_output, grad_coefficients=wants_coefficients, **ctx.attrs)
+        query, key, value, coefficients, output, normalizer, grad_output, grad_coefficients=wants_coefficients, **ctx.attrs
+    )
     return dq, dk, dv, d_coefficients if wants_coefficients else None, None, None, None, None
 
 
@@ -526,15 +559,18 @@ def _setup_nothing(ctx, inputs, attrs, outputs):
 
 def _no_backward(what):
     def backward(ctx, *grads):
-        raise NotImplementedError(f"{what} has no backward: it serves inference. Detach its inputs, or call it under "
-                                  "torch.no_grad()")
+        raise NotImplementedError(
+            f"{what} has no backward: it serves inference. Detach its inputs, or call it under torch.no_grad()"
+        )
 
     return backward
 
 
 _SPECS = spec.all_specs()
-_DIFFERENTIATED = {"CausalLinearDecay": (_setup_decay, _decay_backward),
-                   "NormalizedLinearAttention": (_setup_normalized, _normalized_backward)}
+_DIFFERENTIATED = {
+    "CausalLinearDecay": (_setup_decay, _decay_backward),
+    "NormalizedLinearAttention": (_setup_normalized, _normalized_backward),
+}
 for _op in _SPECS.values():
     _define(_op, *_DIFFERENTIATED.get(_op.name, (_setup_nothing, _no_backward(_op.name))))
 

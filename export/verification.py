@@ -54,15 +54,18 @@ def compare(model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope
             return {"skipped": f"{type(model).__name__} does not run without caches ({error})"}
         scale = max(np.abs(rows).max() for rows in judge)
         bound = FACTOR * loses + ROUNDINGS * torch.finfo(getattr(model, "dtype", torch.float32)).eps * scale
-        errors = [(np.abs(logits.astype(np.float64) - judge[request][position]).max(), phase, position)
-                  for phase, request, position, logits in _found(session, facts, tokens)]
+        errors = [
+            (np.abs(logits.astype(np.float64) - judge[request][position]).max(), phase, position)
+            for phase, request, position, logits in _found(session, facts, tokens)
+        ]
         worst, phase, position = max(errors, key=lambda e: np.nan_to_num(e[0], nan=np.inf))
         if worst <= bound:  # NaN is not
             return {"largest_difference": float(worst), "bound": float(bound)}
     raise VerificationError(
         f"{type(model).__name__}: the exported file is wrong, and nothing was written: {phase}, at position {position} of a "
         f"request, its logits differ from PyTorch's by {worst:.2e}, where the model's own error in its type allows {bound:.2e} "
-        f"(largest logit {scale:.1f}). Please report it; verify=False (leanfleet export --no-verify) writes the file anyway")
+        f"(largest logit {scale:.1f}). Please report it; verify=False (leanfleet export --no-verify) writes the file anyway"
+    )
 
 
 def _obstacle(model):
@@ -92,8 +95,12 @@ def _free_memory():
 def _tokens(model, facts, seed):
     """Random requests, prompts and what follows them, int64 arrays; tokens that have a meaning are left out."""
     config = model.config
-    special = {value for c in {id(c): c for c in (config, getattr(config, "text_config", config))}.values()
-               for name, value in vars(c).items() if name.endswith(("token_id", "token_index")) and isinstance(value, int)}
+    special = {
+        value
+        for c in {id(c): c for c in (config, getattr(config, "text_config", config))}.values()
+        for name, value in vars(c).items()
+        if name.endswith(("token_id", "token_index")) and isinstance(value, int)
+    }
     plain = np.array([t for t in range(facts["vocabulary"]) if t not in special] or range(facts["vocabulary"]))
     random = np.random.default_rng(seed)
     longest = max(1, (facts["max_positions"] or 10**9) - STEPS)
@@ -110,8 +117,11 @@ def _expected(model, tokens, rope):
     def logits():
         return [model(input_ids=torch.from_numpy(t).unsqueeze(0), use_cache=False).logits[0].double().numpy() for t in tokens]
 
-    with (nullcontext() if ours else implementation(model, "eager"),
-          fixed_rotary(model, rope) if rope == "long" else nullcontext(), torch.no_grad()):
+    with (
+        nullcontext() if ours else implementation(model, "eager"),
+        fixed_rotary(model, rope) if rope == "long" else nullcontext(),
+        torch.no_grad(),
+    ):
         own = logits()
         model.double()
         judge = logits()
@@ -122,8 +132,15 @@ def _schedule():
     """[(phase, [{request: new tokens}, ...])]: calls, one phase after the other, each over caches of its own."""
     first, second, third = PROMPTS
     part = third // 2
-    together = [{0: first, 2: part}, {0: 1, 1: second, 2: third - part}, {0: 1, 1: 1, 2: 1}, {0: 1, 2: 1}, {0: 1, 1: 1, 2: 1},
-                {1: 1, 2: 1}, {1: 1}]
+    together = [
+        {0: first, 2: part},
+        {0: 1, 1: second, 2: third - part},
+        {0: 1, 1: 1, 2: 1},
+        {0: 1, 2: 1},
+        {0: 1, 1: 1, 2: 1},
+        {1: 1, 2: 1},
+        {1: 1},
+    ]
     return [("in a ragged batch", together), ("alone", [{2: third}] + [{2: 1}] * STEPS)]
 
 
@@ -134,7 +151,7 @@ def _found(session, facts, tokens):
         caches = (_Pages if facts.get("kind") == SERVING.kind else _Batch)(session, facts, len(tokens))
         seen = [0] * len(tokens)
         for call in calls:
-            new = {request: tokens[request][seen[request]:seen[request] + count] for request, count in call.items()}
+            new = {request: tokens[request][seen[request] : seen[request] + count] for request, count in call.items()}
             new = {request: row for request, row in new.items() if len(row)}  # a model of few positions has shorter ones
             for request, logits in (caches.run(new, seen) if new else {}).items():
                 seen[request] += len(new[request])
@@ -177,7 +194,7 @@ class _Batch:
         counts = np.array([len(new.get(r, ())) for r in range(self.batch)], np.int32)
         ids = np.zeros((self.batch, counts.max()), np.int64)
         for request, row in new.items():
-            ids[request, :len(row)] = row
+            ids[request, : len(row)] = row
         logits, *caches = self.session.run(None, DECODER.feed(ids, np.array(seen, np.int32) + counts, counts) | self.caches)
         self.caches = dict(zip(self.caches, caches, strict=True))
         return {r: logits[r] if logits.ndim == 2 else logits[r, counts[r] - 1] for r in new}
@@ -190,8 +207,11 @@ class _Pages:
         self.session, self.block = session, facts["block"]
         self.table = -(-(max(PROMPTS) + STEPS) // self.block)
         self.order = np.random.default_rng(0).permutation(batch * self.table).reshape(batch, self.table).astype(np.int32)
-        self.pools = {i.name: np.full([self.order.size, *i.shape[1:]], np.nan, _NUMPY[i.type])
-                      for i in session.get_inputs() if SERVING.is_cache(i.name)}
+        self.pools = {
+            i.name: np.full([self.order.size, *i.shape[1:]], np.nan, _NUMPY[i.type])
+            for i in session.get_inputs()
+            if SERVING.is_cache(i.name)
+        }
 
     def run(self, new, seen):
         """As _Batch.run."""
@@ -230,7 +250,10 @@ def as_float32(model: ir.Model) -> bool:
             for name, attribute in list(node.attributes.items()):
                 if attribute.type == ir.AttributeType.TENSOR and attribute.value.dtype == narrow:
                     node.attributes[name], changed = ir.AttrTensor(name, widened(attribute.value)), True
-                elif (attribute.type == ir.AttributeType.INT and name in ("to", "dtype", "output_dtype")
-                      and attribute.value == narrow):
+                elif (
+                    attribute.type == ir.AttributeType.INT
+                    and name in ("to", "dtype", "output_dtype")
+                    and attribute.value == narrow
+                ):
                     node.attributes[name], changed = ir.AttrInt64(name, int(wide)), True
     return changed

@@ -86,8 +86,14 @@ def _normal(name):
     return name.lower().replace("-", "_")
 
 
-def register_method(name: str, function: Function | None = None, *, operator: str = "causal_linear_decay",
-                    devices: Sequence[str] = ("cpu", "cuda"), memory: Memory | None = None) -> Callable[..., Any]:
+def register_method(
+    name: str,
+    function: Function | None = None,
+    *,
+    operator: str = "causal_linear_decay",
+    devices: Sequence[str] = ("cpu", "cuda"),
+    memory: Memory | None = None,
+) -> Callable[..., Any]:
     """Registers a method for benchmarks and causal_linear_decoder; returns it. Also a decorator.
 
     name: what tables and attn_method call it; capitals and hyphens count as small letters and underscores. A name that
@@ -114,12 +120,15 @@ def _method(name: str, operator: str) -> Method:
     try:
         return _methods[operator, _normal(name)]
     except KeyError:
-        raise ValueError(f"{name!r} is no registered method of {operator}; there are {', '.join(methods(operator))}. "
-                         "register_method adds one") from None
+        raise ValueError(
+            f"{name!r} is no registered method of {operator}; there are {', '.join(methods(operator))}. "
+            "register_method adds one"
+        ) from None
 
 
-def causal_linear_decoder(B: torch.Tensor, C: torch.Tensor, V: torch.Tensor, log_decay: torch.Tensor | None = None,
-                          attn_method: str = "auto") -> torch.Tensor:
+def causal_linear_decoder(
+    B: torch.Tensor, C: torch.Tensor, V: torch.Tensor, log_decay: torch.Tensor | None = None, attn_method: str = "auto"
+) -> torch.Tensor:
     """((B Cᵀ) ⊙ M) V with M_ij = exp of the sum of log_decay over j < t <= i (LeetDecoding, equation 4 and listing 2).
 
     B T [batch,heads,N,rank], C T [batch,kv_heads,N,rank], V T [batch,kv_heads,N,dim], of one type: float32, float16 or
@@ -152,14 +161,22 @@ def _register_own():
         for algorithm in kernels:
             register_method(algorithm, kernel(algorithm, normalize), operator=operator)
         for algorithm in choices.reference_only:
-            register_method(algorithm, plain(algorithm, normalize), operator=operator,
-                            memory=_vanilla_memory if algorithm == "vanilla" else None)
+            register_method(
+                algorithm,
+                plain(algorithm, normalize),
+                operator=operator,
+                memory=_vanilla_memory if algorithm == "vanilla" else None,
+            )
         for algorithm in kernels[1:]:  # without auto, which is a choice between the others
             register_method(f"{algorithm}_torch", plain(algorithm, normalize), operator=operator)
-    register_method("auto", lambda q, k, v: torch_ops.normalized_linear_attention(q, k, v)[0],
-                    operator="normalized_linear_attention")
-    register_method("lightning_torch", lambda q, k, v: reference.normalized_linear_attention(q, k, v)[0],
-                    operator="normalized_linear_attention")
+    register_method(
+        "auto", lambda q, k, v: torch_ops.normalized_linear_attention(q, k, v)[0], operator="normalized_linear_attention"
+    )
+    register_method(
+        "lightning_torch",
+        lambda q, k, v: reference.normalized_linear_attention(q, k, v)[0],
+        operator="normalized_linear_attention",
+    )
 
 
 _register_own()
@@ -168,8 +185,9 @@ _register_own()
 # Inputs and the check
 
 
-def make_inputs(operator: str, shape: Shape, dtype: str = "float32", log_decay: Decay = "head",
-                device: str = "cpu") -> tuple[torch.Tensor | None, ...]:
+def make_inputs(
+    operator: str, shape: Shape, dtype: str = "float32", log_decay: Decay = "head", device: str = "cpu"
+) -> tuple[torch.Tensor | None, ...]:
     """Random inputs of a method, from torch's generator: query, key, value and, where the operator has it, log_decay.
 
     Scores are of the order of 1; of the normalised operators, query and key are positive, so that no normaliser vanishes.
@@ -337,10 +355,21 @@ def _extrapolated(before, last, tokens):
 # Benchmarks
 
 
-def run(shapes: Iterable[Shape], names: Sequence[str] | None = None, operator: str = "causal_linear_decay", device: str = "cpu",
-        dtype: str = "float32", log_decay: Decay = "head", grad: bool = False, seconds: float = 0.5, rtol: float | None = None,
-        seed: int = 0, on_case: Callable[[list[Row]], object] | None = None, limit: float | None = None,
-        on_progress: Callable[[Shape, str], object] | None = None) -> dict[str, Any]:
+def run(
+    shapes: Iterable[Shape],
+    names: Sequence[str] | None = None,
+    operator: str = "causal_linear_decay",
+    device: str = "cpu",
+    dtype: str = "float32",
+    log_decay: Decay = "head",
+    grad: bool = False,
+    seconds: float = 0.5,
+    rtol: float | None = None,
+    seed: int = 0,
+    on_case: Callable[[list[Row]], object] | None = None,
+    limit: float | None = None,
+    on_progress: Callable[[Shape, str], object] | None = None,
+) -> dict[str, Any]:
     """Checks and times methods on shapes; returns a report, which write_json and plot take.
 
     shapes: of Shape. names: of registered methods; None: all of the operator's. device: "cpu" or "cuda". dtype: a key of
@@ -361,8 +390,10 @@ def run(shapes: Iterable[Shape], names: Sequence[str] | None = None, operator: s
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}")
     if device not in ("cpu", "cuda") or device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(f"device is {device!r}; it is cpu" + (" or cuda" if torch.cuda.is_available() else
-                                                               ": torch finds no CUDA device here"))
+        raise ValueError(
+            f"device is {device!r}; it is cpu"
+            + (" or cuda" if torch.cuda.is_available() else ": torch finds no CUDA device here")
+        )
     chosen = [_method(name, operator) for name in (methods(operator) if names is None else names)]
     rows = []
     for shape in shapes:
@@ -422,8 +453,7 @@ def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, 
         if not row["error"] <= tolerance:
             row["status"] = "wrong"
             row["error"] = row["error"] if math.isfinite(row["error"]) else None
-            row["reason"] = (f"its error against the float64 reference is {_number(row['error'])}, "
-                             f"{tolerance:.1e} are allowed")
+            row["reason"] = f"its error against the float64 reference is {_number(row['error'])}, {tolerance:.1e} are allowed"
             continue
         calls[method.name] = [lambda f=method.function, s=s: _results(f, s, grad_output) for s in sets]
     if calls:
@@ -441,11 +471,26 @@ def _number(error):
     return "not finite" if error is None else f"{error:.1e}"
 
 
-def benchmark_method(method: Function, *, name: str | None = None, operator: str = "causal_linear_decay", device: str = "cpu",
-                     dtype: str = "float32", batch_size: int = 1, heads: int = 8, kv_heads: int | None = None, rank: int = 64,
-                     dim: int = 64, tokens: int | Sequence[int] = (128, 512, 2048), log_decay: Decay = "head",
-                     grad: bool = False, others: Sequence[str] | None = None, seconds: float = 0.5,
-                     rtol: float | None = None, quiet: bool = False) -> dict[str, Any]:
+def benchmark_method(
+    method: Function,
+    *,
+    name: str | None = None,
+    operator: str = "causal_linear_decay",
+    device: str = "cpu",
+    dtype: str = "float32",
+    batch_size: int = 1,
+    heads: int = 8,
+    kv_heads: int | None = None,
+    rank: int = 64,
+    dim: int = 64,
+    tokens: int | Sequence[int] = (128, 512, 2048),
+    log_decay: Decay = "head",
+    grad: bool = False,
+    others: Sequence[str] | None = None,
+    seconds: float = 0.5,
+    rtol: float | None = None,
+    quiet: bool = False,
+) -> dict[str, Any]:
     """Checks and times one's own method beside the registered ones (LeetDecoding, listing 1); returns run's report.
 
     method: a function of (query, key, value, log_decay), see the head of this module. name: in the table; default: the
@@ -457,12 +502,14 @@ def benchmark_method(method: Function, *, name: str | None = None, operator: str
     key = operator, _normal(name)
     before = _methods.get(key)
     register_method(name, method, operator=operator)
-    shapes = [Shape(batch_size, heads, kv_heads or heads, n, rank, dim)
-              for n in ([tokens] if isinstance(tokens, int) else tokens)]
+    shapes = [
+        Shape(batch_size, heads, kv_heads or heads, n, rank, dim) for n in ([tokens] if isinstance(tokens, int) else tokens)
+    ]
     names = [name, *(n for n in (methods(operator) if others is None else others) if _normal(n) != key[1])]
     try:
-        return run(shapes, names, operator, device, dtype, log_decay, grad, seconds, rtol,
-                   on_case=None if quiet else print_case)
+        return run(
+            shapes, names, operator, device, dtype, log_decay, grad, seconds, rtol, on_case=None if quiet else print_case
+        )
     finally:
         if before is None:
             del _methods[key]
@@ -481,8 +528,12 @@ def print_case(rows: list[Row]) -> None:
     for row in rows:
         numbers = ("", "", "", _number(row["error"]) if row["status"] == "wrong" else "")
         if row["status"] == "ok":
-            numbers = (f"{row['seconds'] * 1e3:.3f}", f"{row['spread'] * 1e3:.3f}", f"{row['seconds'] / best:.2f}",
-                       f"{row['error']:.1e}")
+            numbers = (
+                f"{row['seconds'] * 1e3:.3f}",
+                f"{row['spread'] * 1e3:.3f}",
+                f"{row['seconds'] / best:.2f}",
+                f"{row['error']:.1e}",
+            )
         table.append((row["method"], *numbers, "" if row["status"] == "ok" else f"{row['status']}: {row['reason']}"))
     print_table(table, right=(1, 2, 3, 4))
 
@@ -523,8 +574,10 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
     largest = max(timed, key=lambda row: math.prod(row["shape"].values()))["shape"]
     first = min((row for row in timed if row["shape"] == largest), key=lambda row: row["seconds"])
     title = f"On {Shape(**largest)} {first['method']} is the fastest: {first['seconds'] * 1e3:.3g} ms"
-    note = (f"{settings['operator']}, {settings['dtype']}, {'forward and backward' if settings['grad'] else 'forward'}, "
-            f"{report['machine']['device']}; bars: spread of the samples.")
+    note = (
+        f"{settings['operator']}, {settings['dtype']}, {'forward and backward' if settings['grad'] else 'forward'}, "
+        f"{report['machine']['device']}; bars: spread of the samples."
+    )
     with new_file(path) as new, plotting.page(new, title, note, len(panels) * max(3, 0.2 * len(names) + 1)) as figure:
         for axes, rows in zip(figure.subplots(len(panels), squeeze=False)[:, 0], panels.values(), strict=True):
             _panel(axes, rows, names)
@@ -532,8 +585,10 @@ def plot(report: dict[str, Any], path: str | Path) -> None:
 
 def _panel(axes, rows, names):
     """Draws the rows of one set of sizes; names: all methods of the report, so that each looks the same in every panel."""
-    series = {name: sorted((r["shape"]["tokens"], r["seconds"] * 1e3, r["spread"] * 1e3) for r in rows if r["method"] == name)
-              for name in names}
+    series = {
+        name: sorted((r["shape"]["tokens"], r["seconds"] * 1e3, r["spread"] * 1e3) for r in rows if r["method"] == name)
+        for name in names
+    }
     for points in series.values():
         for x, y, spread in points:
             axes.errorbar(x, y, yerr=min(spread, 0.9 * y), color=plotting.MUTED, linewidth=1)
@@ -554,8 +609,10 @@ def parse_shape(text: str) -> Shape:
     except (IndexError, ValueError):
         good = False
     if not good:
-        raise ValueError(f"shape {text!r} is not BxHxNxRxD or BxH/HkvxNxRxD, such as 1x32/8x4096x128x128, with positive "
-                         "numbers and H a multiple of Hkv")
+        raise ValueError(
+            f"shape {text!r} is not BxHxNxRxD or BxH/HkvxNxRxD, such as 1x32/8x4096x128x128, with positive "
+            "numbers and H a multiple of Hkv"
+        )
     return shape
 
 

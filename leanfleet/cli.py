@@ -68,55 +68,88 @@ def _discard_output() -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        "leanfleet", description="Attention operators for ONNX Runtime, TensorRT and PyTorch.")
+    parser = argparse.ArgumentParser("leanfleet", description="Attention operators for ONNX Runtime, TensorRT and PyTorch.")
     parser.add_argument("--version", action="version", version=f"leanfleet {leanfleet.__version__}")
     commands = parser.add_subparsers(dest="command", required=True)
 
-    info = commands.add_parser("info", help="what is installed here, and the operators",
-                               description="Shows the libraries, the runtimes found, and the operators.")
+    info = commands.add_parser(
+        "info",
+        help="what is installed here, and the operators",
+        description="Shows the libraries, the runtimes found, and the operators.",
+    )
     info.add_argument("--json", action="store_true", help="print JSON")
     info.set_defaults(run=info_command)
 
     doctor = commands.add_parser(
-        "doctor", help="what works here, and the fix for what does not",
-        description="Tries every package, library and runtime that is installed. Exit code 1 when one of them is broken.")
+        "doctor",
+        help="what works here, and the fix for what does not",
+        description="Tries every package, library and runtime that is installed. Exit code 1 when one of them is broken.",
+    )
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=doctor_command)
 
     check = commands.add_parser(
-        "check", help="does a model compute the same everywhere?",
+        "check",
+        help="does a model compute the same everywhere?",
         description="Runs a model with several runners on the same inputs and compares each with the first. Exit code 1 where "
-                    "they differ, and where a node was edited after its function body was made.")
+        "they differ, and where a node was edited after its function body was made.",
+    )
     check.add_argument("model", help="an ONNX file with leanfleet nodes")
-    check.add_argument("--runners", default="body,ort-cpu", help="two or more of body, ort-cpu, ort-cuda, trt, reference; "
-                       "the first is the judge (default: %(default)s)")
-    check.add_argument("--size", type=_size, action="append", default=[], metavar="NAME=N",
-                       help="size of an open dimension of the inputs that are made up; may be given again")
+    check.add_argument(
+        "--runners",
+        default="body,ort-cpu",
+        help="two or more of body, ort-cpu, ort-cuda, trt, reference; the first is the judge (default: %(default)s)",
+    )
+    check.add_argument(
+        "--size",
+        type=_size,
+        action="append",
+        default=[],
+        metavar="NAME=N",
+        help="size of an open dimension of the inputs that are made up; may be given again",
+    )
     check.add_argument("--seed", type=int, help="of the inputs that are made up (default: 0)")
-    check.add_argument("--inputs", metavar="FILE.npz",
-                       help="inputs by name, in place of made-up ones; bfloat16 as float32")
+    check.add_argument("--inputs", metavar="FILE.npz", help="inputs by name, in place of made-up ones; bfloat16 as float32")
     check.add_argument("--atol", type=_tolerance, help="absolute tolerance, in place of the operators' own")
     check.add_argument("--rtol", type=_tolerance, help="relative tolerance, likewise; either is enough for an element")
     check.add_argument("--json", action="store_true", help="print JSON")
     check.set_defaults(run=check_command)
 
     rewrite = commands.add_parser(
-        "rewrite", help="attention nodes of an ONNX file into leanfleet nodes, and back",
+        "rewrite",
+        help="attention nodes of an ONNX file into leanfleet nodes, and back",
         description="Rewrites attention nodes of ai.onnx and com.microsoft into leanfleet nodes where the meaning is exactly "
-                    "the same, and says of each node left alone why.")
+        "the same, and says of each node left alone why.",
+    )
     rewrite.add_argument("model", help="an ONNX file")
     rewrite.add_argument("-o", "--output", required=True, metavar="FILE", help="the ONNX file to write")
-    rewrite.add_argument("--to", default="leanfleet", choices=("leanfleet", "standard"),
-                         help="standard: leanfleet nodes into ai.onnx and com.microsoft ones (default: %(default)s)")
-    rewrite.add_argument("--operator", action="append", metavar="DOMAIN.NAME",
-                         help="rewrite these alone, such as com.microsoft.GroupQueryAttention; may be given again")
-    rewrite.add_argument("--fixed-caches", action="store_true", help="GroupQueryAttention's caches have their final length "
-                         "from the start: append to them in place of growing a copy")
-    rewrite.add_argument("--inline", action="store_true",
-                         help="with --to standard: function bodies in the place of nodes that no standard operator expresses")
-    rewrite.add_argument("--no-verify", action="store_true",
-                         help="do not run the original and the result on the same inputs and compare the outputs")
+    rewrite.add_argument(
+        "--to",
+        default="leanfleet",
+        choices=("leanfleet", "standard"),
+        help="standard: leanfleet nodes into ai.onnx and com.microsoft ones (default: %(default)s)",
+    )
+    rewrite.add_argument(
+        "--operator",
+        action="append",
+        metavar="DOMAIN.NAME",
+        help="rewrite these alone, such as com.microsoft.GroupQueryAttention; may be given again",
+    )
+    rewrite.add_argument(
+        "--fixed-caches",
+        action="store_true",
+        help="GroupQueryAttention's caches have their final length from the start: append to them in place of growing a copy",
+    )
+    rewrite.add_argument(
+        "--inline",
+        action="store_true",
+        help="with --to standard: function bodies in the place of nodes that no standard operator expresses",
+    )
+    rewrite.add_argument(
+        "--no-verify",
+        action="store_true",
+        help="do not run the original and the result on the same inputs and compare the outputs",
+    )
     rewrite.add_argument("--inputs", metavar="FILE.npz", help="inputs by name to verify with, in place of made-up ones")
     rewrite.add_argument("--json", action="store_true", help="print JSON")
     rewrite.set_defaults(run=rewrite_command)
@@ -124,8 +157,10 @@ def _parser() -> argparse.ArgumentParser:
     generate.add_commands(commands)
 
     bundle = commands.add_parser(
-        "bundle", help="a decoder folder for another host",
-        description="Writes a folder that onnxruntime-genai loads and generates from, with a copy of the library.")
+        "bundle",
+        help="a decoder folder for another host",
+        description="Writes a folder that onnxruntime-genai loads and generates from, with a copy of the library.",
+    )
     bundle.add_argument("folder", help="a decoder folder, written by leanfleet.export.export_decoder")
     bundle.add_argument("--genai", required=True, metavar="DIR", help="the folder to write")
     bundle.set_defaults(run=bundle_command)
@@ -133,26 +168,45 @@ def _parser() -> argparse.ArgumentParser:
     _add_engine(commands)
 
     bench = commands.add_parser(
-        "bench", help="time the methods of linear attention",
+        "bench",
+        help="time the methods of linear attention",
         description="Times methods beside each other, each checked against the float64 reference first. Exit code 1 when "
-                    "one is wrong or fails.")
-    bench.add_argument("--operator", default="causal_linear_decay", help="causal_linear_decay (default), "
-                       "causal_linear_decay_normalized or normalized_linear_attention")
+        "one is wrong or fails.",
+    )
+    bench.add_argument(
+        "--operator",
+        default="causal_linear_decay",
+        help="causal_linear_decay (default), causal_linear_decay_normalized or normalized_linear_attention",
+    )
     bench.add_argument("--methods", help="names, separated by commas (default: all; --list shows them)")
     bench.add_argument("--list", action="store_true", help="print the methods and stop")
-    bench.add_argument("--load", metavar="FILE.py", action="append", default=[],
-                       help="a Python file with more methods, such as bench/kernels/triton_baselines.py; may be given again")
-    bench.add_argument("--shapes", default="1x8x128x64x64,1x8x512x64x64,1x8x2048x64x64",
-                       help="BxHxNxRxD or BxH/HkvxNxRxD, separated by commas (default: %(default)s)")
+    bench.add_argument(
+        "--load",
+        metavar="FILE.py",
+        action="append",
+        default=[],
+        help="a Python file with more methods, such as bench/kernels/triton_baselines.py; may be given again",
+    )
+    bench.add_argument(
+        "--shapes",
+        default="1x8x128x64x64,1x8x512x64x64,1x8x2048x64x64",
+        help="BxHxNxRxD or BxH/HkvxNxRxD, separated by commas (default: %(default)s)",
+    )
     bench.add_argument("--device", default="cpu", help="cpu (default) or cuda")
     bench.add_argument("--dtype", default="float32", help="float32 (default), float16 or bfloat16")
     bench.add_argument("--decay", default="head", help="none, head (default: one for each head) or token")
     bench.add_argument("--grad", action="store_true", help="forward and backward together")
-    bench.add_argument("--seconds", type=_seconds, default=0.5,
-                       help="spent on each method of each shape (default: %(default)s)")
-    bench.add_argument("--limit", type=_seconds, default=10.0, metavar="SECONDS",
-                       help="leave out, and say so, methods that a shape is expected to keep busy for longer than that, checks "
-                            "and all (default: %(default)s)")
+    bench.add_argument(
+        "--seconds", type=_seconds, default=0.5, help="spent on each method of each shape (default: %(default)s)"
+    )
+    bench.add_argument(
+        "--limit",
+        type=_seconds,
+        default=10.0,
+        metavar="SECONDS",
+        help="leave out, and say so, methods that a shape is expected to keep busy for longer than that, checks "
+        "and all (default: %(default)s)",
+    )
     bench.add_argument("--threads", type=_positive, help="of the CPU (default: torch's)")
     bench.add_argument("--out", metavar="FILE.json", help="also write the results there")
     bench.add_argument("--plot", metavar="FILE.png", help="also draw them there; needs matplotlib")
@@ -161,45 +215,76 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _add_engine(commands: argparse._SubParsersAction) -> None:
-    engine = commands.add_parser("engine", help="TensorRT engines with leanfleet's plugins",
-                                 description="Builds, inspects and runs engines of TensorRT and TensorRT-RTX.")
+    engine = commands.add_parser(
+        "engine",
+        help="TensorRT engines with leanfleet's plugins",
+        description="Builds, inspects and runs engines of TensorRT and TensorRT-RTX.",
+    )
     actions = engine.add_subparsers(dest="action", required=True)
     common = argparse.ArgumentParser(add_help=False)
     common.add_argument("--runtime", help="tensorrt or tensorrt_rtx (default: the one that is installed)")
     common.add_argument("--json", action="store_true", help="print JSON")
 
-    build = actions.add_parser("build", parents=[common], help="an ONNX model into an engine",
-                               description="Builds an engine from an ONNX model with leanfleet nodes.")
+    build = actions.add_parser(
+        "build",
+        parents=[common],
+        help="an ONNX model into an engine",
+        description="Builds an engine from an ONNX model with leanfleet nodes.",
+    )
     build.add_argument("model", help="an ONNX file with leanfleet nodes")
     build.add_argument("engine", help="the file to write")
-    build.add_argument("--profile", type=_profile, action="append", default=[], metavar="NAME=MIN:OPT:MAX,...",
-                       help="sizes of all open dimensions, such as batch=1:1:8,tokens=1:16:512; each gives one profile")
-    build.add_argument("--compute-capability", action="append", default=[], metavar="8.9",
-                       help="of the GPU to build for (TensorRT-RTX); may be given again; default: the first GPU that is "
-                            "here; needed where there is none")
+    build.add_argument(
+        "--profile",
+        type=_profile,
+        action="append",
+        default=[],
+        metavar="NAME=MIN:OPT:MAX,...",
+        help="sizes of all open dimensions, such as batch=1:1:8,tokens=1:16:512; each gives one profile",
+    )
+    build.add_argument(
+        "--compute-capability",
+        action="append",
+        default=[],
+        metavar="8.9",
+        help="of the GPU to build for (TensorRT-RTX); may be given again; default: the first GPU that is "
+        "here; needed where there is none",
+    )
     build.add_argument("--copy-caches", action="store_true", help="no output shares an input's buffer")
     build.add_argument("--embed-plugins", action="store_true", help="put the plugin library into the engine, for Triton")
     build.set_defaults(run=engine_build_command)
 
     loading = argparse.ArgumentParser(add_help=False)
-    loading.add_argument("--allow-host-code", action="store_true",
-                         help="let the engine run code that its file holds, as --embed-plugins puts it there, in this process, "
-                              "with all your rights: for files from somebody you trust alone")
+    loading.add_argument(
+        "--allow-host-code",
+        action="store_true",
+        help="let the engine run code that its file holds, as --embed-plugins puts it there, in this process, "
+        "with all your rights: for files from somebody you trust alone",
+    )
 
     prepare = actions.add_parser(
-        "prepare", help="an ONNX model for trtexec and other tools",
-        description="Writes the model as TensorRT's own parser takes it. engine build does this itself.")
+        "prepare",
+        help="an ONNX model for trtexec and other tools",
+        description="Writes the model as TensorRT's own parser takes it. engine build does this itself.",
+    )
     prepare.add_argument("model", help="an ONNX file with leanfleet nodes")
     prepare.add_argument("output", help="the ONNX file to write")
     prepare.set_defaults(run=engine_prepare_command)
 
-    inspect = actions.add_parser("inspect", parents=[common, loading], help="what an engine holds",
-                                 description="Shows an engine's tensors and layers. Needs a GPU that it was built for.")
+    inspect = actions.add_parser(
+        "inspect",
+        parents=[common, loading],
+        help="what an engine holds",
+        description="Shows an engine's tensors and layers. Needs a GPU that it was built for.",
+    )
     inspect.add_argument("engine", help="an engine file")
     inspect.set_defaults(run=engine_inspect_command)
 
-    run = actions.add_parser("run", parents=[common, loading], help="run an engine",
-                             description="Runs an engine and times it. Needs a GPU that it was built for.")
+    run = actions.add_parser(
+        "run",
+        parents=[common, loading],
+        help="run an engine",
+        description="Runs an engine and times it. Needs a GPU that it was built for.",
+    )
     run.add_argument("engine", help="an engine file")
     run.add_argument("--inputs", metavar="FILE.npz", help="inputs by name; default: ones, in the profile's usual sizes")
     run.add_argument("--profile", type=int, default=0, help="number of the profile (default: 0)")
@@ -254,9 +339,19 @@ def _explanation(error: Exception, command: str) -> str:
     """What to tell about an error; for a package that is missing, the extra that brings it."""
     if isinstance(error, ModuleNotFoundError) and error.name:
         package = error.name.partition(".")[0]
-        extra = ("bench" if command == "bench" else "trt" if command == "engine" else
-                 "export" if package in ("torch", "onnxscript", "onnx_ir") else
-                 "models" if package in ("transformers", "gguf") else "ort" if command == "generate" else "polygraphy")
+        extra = (
+            "bench"
+            if command == "bench"
+            else "trt"
+            if command == "engine"
+            else "export"
+            if package in ("torch", "onnxscript", "onnx_ir")
+            else "models"
+            if package in ("transformers", "gguf")
+            else "ort"
+            if command == "generate"
+            else "polygraphy"
+        )
         return f"the package {package} is missing: pip install 'leanfleet[{extra}]'"
     return str(error) or ("out of memory" if isinstance(error, MemoryError) else type(error).__name__)
 
@@ -272,9 +367,14 @@ def collect_info() -> dict[str, Any]:
             packages[name] = metadata.version(name)
         except metadata.PackageNotFoundError:
             packages[name] = None
-    return {"version": leanfleet.__version__, "python": platform.python_version(), "libraries": _libraries(),
-            "packages": packages, "onnxruntime": _onnxruntime(),
-            "operators": [_operator(op) for op in spec.all_specs().values()]}
+    return {
+        "version": leanfleet.__version__,
+        "python": platform.python_version(),
+        "libraries": _libraries(),
+        "packages": packages,
+        "onnxruntime": _onnxruntime(),
+        "operators": [_operator(op) for op in spec.all_specs().values()],
+    }
 
 
 def _libraries() -> dict[str, dict[str, Any]]:
@@ -305,11 +405,18 @@ def _operator(op: Any) -> dict[str, Any]:
         shapes = [f"the shape of {t.like}"] if t.like else [str(shape) for shape in t.shapes]
         return {"name": t.name, "type": t.type, "shapes": shapes, "doc": t.doc}
 
-    return {"name": op.name, "version": op.version, "doc": op.doc,
-            "inputs": [tensor(t) | {"optional": t.optional} for t in op.inputs],
-            "outputs": [tensor(t) | {"when": list(t.when), "takes": t.takes} for t in op.outputs],
-            "attributes": [{"name": a.name, "type": a.type, "default": a.default, "values": list(a.values),
-                            "doc": a.doc} for a in op.attrs if not a.refuse]}
+    return {
+        "name": op.name,
+        "version": op.version,
+        "doc": op.doc,
+        "inputs": [tensor(t) | {"optional": t.optional} for t in op.inputs],
+        "outputs": [tensor(t) | {"when": list(t.when), "takes": t.takes} for t in op.outputs],
+        "attributes": [
+            {"name": a.name, "type": a.type, "default": a.default, "values": list(a.values), "doc": a.doc}
+            for a in op.attrs
+            if not a.refuse
+        ],
+    }
 
 
 def info_command(arguments: argparse.Namespace) -> int:
@@ -320,8 +427,12 @@ def info_command(arguments: argparse.Namespace) -> int:
     print(f"leanfleet {info['version']}, Python {info['python']}")
     print("\nlibraries")
     libraries = info["libraries"]
-    print_table([(name, entry["path"] or "missing", entry.get("kernels") or (entry["path"] and entry["error"]) or "")
-                 for name, entry in libraries.items()])
+    print_table(
+        [
+            (name, entry["path"] or "missing", entry.get("kernels") or (entry["path"] and entry["error"]) or "")
+            for name, entry in libraries.items()
+        ]
+    )
     if not libraries["leanfleet"]["path"]:
         print(f"  {libraries['leanfleet']['error']}")
     print("\npackages")
@@ -331,8 +442,10 @@ def info_command(arguments: argparse.Namespace) -> int:
     print(f"\noperators, domain {spec.DOMAIN}; T is one of {', '.join(spec.TYPES['T'])}, F float32, I int32")
     for op in info["operators"]:
         print(f"\n{op['name']}, version {op['version']}: {op['doc']}")
-        rows = [("optional input" if t["optional"] else "input", t["name"], t["type"], " or ".join(t["shapes"]))
-                for t in op["inputs"]]
+        rows = [
+            ("optional input" if t["optional"] else "input", t["name"], t["type"], " or ".join(t["shapes"]))
+            for t in op["inputs"]
+        ]
         for t in op["outputs"]:
             notes = [f"with {' and '.join(t['when'])}"] if t["when"] else []
             notes += [f"may take {t['takes']}"] if t["takes"] else []
@@ -366,19 +479,36 @@ def check_command(arguments: argparse.Namespace) -> int:
     runners = arguments.runners.split(",")
     try:
         rows, kernels = parity.check(
-            arguments.model, runners, inputs=_read_inputs(arguments.inputs) if arguments.inputs else None,
-            sizes=dict(arguments.size), seed=arguments.seed or 0, rtol=arguments.rtol, atol=arguments.atol)
+            arguments.model,
+            runners,
+            inputs=_read_inputs(arguments.inputs) if arguments.inputs else None,
+            sizes=dict(arguments.size),
+            seed=arguments.seed or 0,
+            rtol=arguments.rtol,
+            atol=arguments.atol,
+        )
     except parity.EditedNodeError as error:
-        print(json.dumps({"model": arguments.model, "judge": runners[0], "passed": False, "edited": str(error)}, indent=2)
-              if arguments.json else f"MISMATCH {error}")
+        print(
+            json.dumps({"model": arguments.model, "judge": runners[0], "passed": False, "edited": str(error)}, indent=2)
+            if arguments.json
+            else f"MISMATCH {error}"
+        )
         return 1
     passed = all(row["passed"] for row in rows)
     if arguments.json:
         finite = [row | {"error": row["error"] if math.isfinite(row["error"]) else None} for row in rows]
-        ran = [{"runner": runner, "operator": op, "provider": provider, "runs": runs}
-               for runner, counts in kernels.items() for (op, provider), runs in counts.items()]
-        print(json.dumps({"model": arguments.model, "judge": runners[0], "passed": passed, "outputs": finite,
-                          "kernels": ran}, indent=2, allow_nan=False))
+        ran = [
+            {"runner": runner, "operator": op, "provider": provider, "runs": runs}
+            for runner, counts in kernels.items()
+            for (op, provider), runs in counts.items()
+        ]
+        print(
+            json.dumps(
+                {"model": arguments.model, "judge": runners[0], "passed": passed, "outputs": finite, "kernels": ran},
+                indent=2,
+                allow_nan=False,
+            )
+        )
     else:
         parity.print_check(rows, kernels)
     return 0 if passed else 1
@@ -411,15 +541,24 @@ def rewrite_command(arguments: argparse.Namespace) -> int:
     files.check_file(arguments.output)
     try:
         rows = rewrite.rewrite_file(
-            arguments.model, arguments.output, arguments.to, operators=arguments.operator, fixed_caches=arguments.fixed_caches,
-            inline=arguments.inline, verify=not arguments.no_verify,
-            inputs=_read_inputs(arguments.inputs) if arguments.inputs else None)
+            arguments.model,
+            arguments.output,
+            arguments.to,
+            operators=arguments.operator,
+            fixed_caches=arguments.fixed_caches,
+            inline=arguments.inline,
+            verify=not arguments.no_verify,
+            inputs=_read_inputs(arguments.inputs) if arguments.inputs else None,
+        )
     except rewrite_check.Different as error:
         print(f"leanfleet rewrite: {error}; {arguments.output} is not written", file=sys.stderr)
         return 1
     if arguments.json:
-        print(json.dumps({"model": arguments.output, "nodes": rewrite.as_json(rows),
-                          "verification": vars(rows.verification)}, indent=2))
+        print(
+            json.dumps(
+                {"model": arguments.output, "nodes": rewrite.as_json(rows), "verification": vars(rows.verification)}, indent=2
+            )
+        )
     else:
         rewrite.print_rows(rows)
         print(rows.verification)
@@ -449,30 +588,47 @@ def engine_build_command(arguments: argparse.Namespace) -> int:
 
     try:
         built = trt_plugins.build_engine(
-            arguments.model, arguments.profile, arguments.engine, trt=trt_plugins.runtime(arguments.runtime),
-            compute_capabilities=arguments.compute_capability, in_place=not arguments.copy_caches, progress=progress,
-            embed_plugins=arguments.embed_plugins)
+            arguments.model,
+            arguments.profile,
+            arguments.engine,
+            trt=trt_plugins.runtime(arguments.runtime),
+            compute_capabilities=arguments.compute_capability,
+            in_place=not arguments.copy_caches,
+            progress=progress,
+            embed_plugins=arguments.embed_plugins,
+        )
     finally:
         if phases and sys.stderr.isatty():
             print("\r\033[K", end="", file=sys.stderr, flush=True)
-    facts = {"engine": arguments.engine, "runtime": built.runtime, "compute_capabilities": built.gpus,
-             "bytes": len(built.engine), "seconds": built.seconds,
-             "layers": [{"name": name, "operator": operator} for name, operator in built.layers]}
+    facts = {
+        "engine": arguments.engine,
+        "runtime": built.runtime,
+        "compute_capabilities": built.gpus,
+        "bytes": len(built.engine),
+        "seconds": built.seconds,
+        "layers": [{"name": name, "operator": operator} for name, operator in built.layers],
+    }
     if arguments.json:
         print(json.dumps(facts, indent=2))
     else:
-        print(f"{arguments.engine}: {len(built.engine) / 1e6:.1f} MB in {built.seconds:.1f} s, {built.runtime}, for compute "
-              f"capability {', '.join(built.gpus)}")
-        print_table([(f"{op or 'another plugin'} x{count}",) for op, count in
-                     sorted(Counter(op for _, op in built.layers).items())] or [("no plugin layers",)])
+        print(
+            f"{arguments.engine}: {len(built.engine) / 1e6:.1f} MB in {built.seconds:.1f} s, {built.runtime}, for compute "
+            f"capability {', '.join(built.gpus)}"
+        )
+        print_table(
+            [(f"{op or 'another plugin'} x{count}",) for op, count in sorted(Counter(op for _, op in built.layers).items())]
+            or [("no plugin layers",)]
+        )
     return 0
 
 
 def engine_prepare_command(arguments: argparse.Namespace) -> int:
     from leanfleet import trt_plugins
 
-    print(f"{trt_plugins.prepare_file(arguments.model, arguments.output)}: for trtexec --onnx, with "
-          f"--dynamicPlugins={trt_plugins.get_plugin_path()}")
+    print(
+        f"{trt_plugins.prepare_file(arguments.model, arguments.output)}: for trtexec --onnx, with "
+        f"--dynamicPlugins={trt_plugins.get_plugin_path()}"
+    )
     return 0
 
 
@@ -503,8 +659,9 @@ def engine_run_command(arguments: argparse.Namespace) -> int:
         if saved:
             with open(saved, "wb") as file:
                 np.savez(file, **outputs)  # type: ignore[arg-type]  # its other argument is a bool
-    rows: list[dict[str, Any]] = [{"name": name, "shape": list(array.shape), "finite": bool(np.isfinite(array).all())}
-            for name, array in outputs.items()]
+    rows: list[dict[str, Any]] = [
+        {"name": name, "shape": list(array.shape), "finite": bool(np.isfinite(array).all())} for name, array in outputs.items()
+    ]
     if arguments.json:
         print(json.dumps({"milliseconds": milliseconds, "runs": arguments.runs, "outputs": rows}, indent=2))
     else:
@@ -536,9 +693,19 @@ def bench_command(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(arguments.threads)
     shapes = [bench.parse_shape(text) for text in arguments.shapes.split(",")]
     names = arguments.methods.split(",") if arguments.methods else None
-    report = bench.run(shapes, names, arguments.operator, arguments.device, arguments.dtype, arguments.decay,
-                       arguments.grad, arguments.seconds, on_case=bench.print_case, limit=arguments.limit,
-                       on_progress=lambda shape, what: print(f"{shape}: {what} ...", file=sys.stderr, flush=True))
+    report = bench.run(
+        shapes,
+        names,
+        arguments.operator,
+        arguments.device,
+        arguments.dtype,
+        arguments.decay,
+        arguments.grad,
+        arguments.seconds,
+        on_case=bench.print_case,
+        limit=arguments.limit,
+        on_progress=lambda shape, what: print(f"{shape}: {what} ...", file=sys.stderr, flush=True),
+    )
     if arguments.out:
         bench.write_json(report, arguments.out)
     if arguments.plot:

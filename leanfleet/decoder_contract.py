@@ -54,8 +54,13 @@ BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as t
 LONGEST, TABLE, POOL = "longest", "table", "pool"
 
 # onnxruntime's names of types by numpy's
-SESSION_TYPES = {"float32": "tensor(float)", "float16": "tensor(float16)", "bfloat16": "tensor(bfloat16)",
-                 "int32": "tensor(int32)", "int64": "tensor(int64)"}
+SESSION_TYPES = {
+    "float32": "tensor(float)",
+    "float16": "tensor(float16)",
+    "bfloat16": "tensor(bfloat16)",
+    "int32": "tensor(int32)",
+    "int64": "tensor(int64)",
+}
 _CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfloat16"))
 
 
@@ -106,15 +111,30 @@ class Interface:
 
 
 DECODER = Interface(
-    "decoder", "leanfleet.export.export_decoder",
+    "decoder",
+    "leanfleet.export.export_decoder",
     (Tensor(INPUT_IDS, "int64", (BATCH, TOKENS)), Tensor(SEQ_LENS, "int32", (BATCH,)), Tensor(QUERY_LENS, "int32", (BATCH,))),
-    "past_key_values.", "present.", (BATCH, CAPACITY))
+    "past_key_values.",
+    "present.",
+    (BATCH, CAPACITY),
+)
 SERVING = Interface(
-    "serving", "leanfleet.export.serving.export_for_serving",
-    (Tensor(INPUT_IDS, "int64", (TOKENS,)), Tensor(POSITIONS, "int64", (TOKENS,)), Tensor(SLOTS, "int64", (BATCH, LONGEST)),
-     Tensor(ROWS, "int64", (TOKENS,)), Tensor(LAST, "int64", (BATCH,)), Tensor(SEQ_LENS, "int32", (BATCH,)),
-     Tensor(QUERY_LENS, "int32", (BATCH,)), Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE))),
-    "pages.", "pages_out.", (POOL,))
+    "serving",
+    "leanfleet.export.serving.export_for_serving",
+    (
+        Tensor(INPUT_IDS, "int64", (TOKENS,)),
+        Tensor(POSITIONS, "int64", (TOKENS,)),
+        Tensor(SLOTS, "int64", (BATCH, LONGEST)),
+        Tensor(ROWS, "int64", (TOKENS,)),
+        Tensor(LAST, "int64", (BATCH,)),
+        Tensor(SEQ_LENS, "int32", (BATCH,)),
+        Tensor(QUERY_LENS, "int32", (BATCH,)),
+        Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE)),
+    ),
+    "pages.",
+    "pages_out.",
+    (POOL,),
+)
 
 
 def cache_name(layer: int | str, part: str) -> str:
@@ -152,12 +172,20 @@ def packed(tokens: Sequence[Sequence[int]], before: Sequence[int], pages: Sequen
     for i, (row, there, own) in enumerate(zip(tokens, before, pages, strict=True)):
         count = len(row)
         slots[i, :count] = starts[i] + np.arange(count)
-        table[i, :len(own)] = own
+        table[i, : len(own)] = own
         ids.extend(row)
         positions.extend(range(there, there + count))
         rows.extend(range(i * width, i * width + count))
-    return SERVING.feed(np.array(ids, np.int64), np.array(positions, np.int64), slots, np.array(rows, np.int64),
-                        starts + counts - 1, seen + counts, counts, table)
+    return SERVING.feed(
+        np.array(ids, np.int64),
+        np.array(positions, np.int64),
+        slots,
+        np.array(rows, np.int64),
+        starts + counts - 1,
+        seen + counts,
+        counts,
+        table,
+    )
 
 
 class Facts(TypedDict, total=False):
@@ -189,8 +217,11 @@ def read_facts(folder: str | Path, interface: Interface) -> Facts:
         raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or {writer} wrote")
     for name in (MODEL_FILE, FACTS_FILE):
         if not (folder / name).is_file():
-            hint = (f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
-                    if (folder / "config.json").exists() or any(folder.glob("*.gguf")) else f"; write the folder with {writer}")
+            hint = (
+                f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
+                if (folder / "config.json").exists() or any(folder.glob("*.gguf"))
+                else f"; write the folder with {writer}"
+            )
             raise FileNotFoundError(f"{folder / name} does not exist{hint}")
     path = folder / FACTS_FILE
     again = f"export the model again with {writer}"
@@ -210,8 +241,10 @@ def read_facts(folder: str | Path, interface: Interface) -> Facts:
 
 def _check_format(path: Path, found: object, again: str) -> None:
     if _number(found) and cast(int, found) > FORMAT:
-        raise ValueError(f"{path} has format {found}, and leanfleet {leanfleet.__version__} knows formats up to {FORMAT}: "
-                         f"update leanfleet, or {again} of this version")
+        raise ValueError(
+            f"{path} has format {found}, and leanfleet {leanfleet.__version__} knows formats up to {FORMAT}: "
+            f"update leanfleet, or {again} of this version"
+        )
     if not _number(found):
         raise ValueError(f"{path}: format is {json.dumps(found)[:60]}; expected a positive number: {again}")
 
@@ -220,7 +253,8 @@ def _check_values(path: Path, facts: dict[str, Any], interface: Interface, again
     expected: dict[str, tuple[str, Callable[[Any], bool]]] = {
         "vocabulary": ("a positive number", _number),
         "stop_tokens": ("a list of token ids", lambda v: isinstance(v, list) and all(_number(t, -1) for t in v)),
-        "max_positions": ("a positive number or null", lambda v: v is None or _number(v))}
+        "max_positions": ("a positive number or null", lambda v: v is None or _number(v)),
+    }
     if interface is SERVING:
         expected["block"] = "a positive number", _number
     for name, (words, fits) in expected.items():
@@ -242,8 +276,10 @@ def check_interface(session: Any, path: str | Path, interface: Interface, vocabu
     types = {t.name: SESSION_TYPES[t.type] for t in interface.inputs}
 
     def refuse(found: str) -> Never:
-        raise ValueError(f"{path} is no decoder of {interface.writer}: {found}; it has the inputs {', '.join(types)} and "
-                         f"{interface.past}..., the outputs {LOGITS} and {interface.present}...")
+        raise ValueError(
+            f"{path} is no decoder of {interface.writer}: {found}; it has the inputs {', '.join(types)} and "
+            f"{interface.past}..., the outputs {LOGITS} and {interface.present}..."
+        )
 
     def listed(values: Sequence[Any]) -> str:
         return ", ".join(v.name for v in values[:6]) + ", ..." * (len(values) > 6) or "none"

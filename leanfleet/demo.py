@@ -48,20 +48,23 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             self.query, self.key, self.value = torch.nn.Linear(64, 64), torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
             self.register_buffer("log_decay", torch.tensor([-0.05, -0.3]))
 
-        def forward(self, x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor,
-                    seq_lens: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        def forward(
+            self, x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor
+        ) -> tuple[torch.Tensor, ...]:
             q = self.query(x).unflatten(-1, (4, 16)).transpose(1, 2)
             k = self.key(x).unflatten(-1, (2, 16)).transpose(1, 2)
             v = self.value(x).unflatten(-1, (2, 16)).transpose(1, 2)
-            attended, lse, keys, values = lf.lean_attention(q, key_cache, value_cache, seq_lens, new_key=k, new_value=v,
-                                                            append=True)
+            attended, lse, keys, values = lf.lean_attention(
+                q, key_cache, value_cache, seq_lens, new_key=k, new_value=v, append=True
+            )
             decayed, state = lf.causal_linear_decay(q, k, v, self.log_decay, return_state=True, scale=0.25)
             gq, gk, gv = lf.causal_linear_decay_grad(q, k, v, self.log_decay, grad_output=attended, scale=0.25)
             # exp keeps the scores and so the normaliser positive
             positive_q, positive_k = (q / 8).exp(), (k / 8).exp()
             normalized, normalizer = lf.normalized_linear_attention(positive_q, positive_k, v)
-            nq, nk, nv, _ = lf.normalized_linear_attention_grad(positive_q, positive_k, v, output=normalized,
-                                                                normalizer=normalizer, grad_output=decayed)
+            nq, nk, nv, _ = lf.normalized_linear_attention_grad(
+                positive_q, positive_k, v, output=normalized, normalizer=normalizer, grad_output=decayed
+            )
             return attended, lse, keys, values, decayed, state, gq, gk, gv, normalized, nq, nk, nv
 
     torch.manual_seed(0)
@@ -81,8 +84,9 @@ def operators_part() -> None:
     path = FOLDER / "all_operators.onnx"
     batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
     with step("exporting"):
-        export(module, inputs, path, dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots},
-                                                     {0: batch}))
+        export(
+            module, inputs, path, dynamic_shapes=({0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch})
+        )
     names = [value.name for value in onnx.load(path).graph.input]
     feed = dict(zip(names, (t.numpy() for t in inputs), strict=True))
     rows, kernels = parity.check(path, ("reference", "body", "ort-cpu"), inputs=feed)
@@ -112,7 +116,7 @@ def transformers_greedy(model: Any, prompt: list[int], count: int) -> tuple[list
         start = time.perf_counter()
         made = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, do_sample=False)
         seconds[new] = time.perf_counter() - start
-    made = made[0, len(prompt):].tolist()
+    made = made[0, len(prompt) :].tolist()
     return made, (len(made) - 1) / (seconds[count] - seconds[1])
 
 
@@ -129,8 +133,9 @@ def model_part() -> None:
     with step("exporting it (about a minute)"):
         export_decoder(model, folder, tokenizer)
     with step("comparing ONNX Runtime with the library and without (batch 2, 7 tokens, 64 cache slots)"):
-        rows, kernels = parity.check(folder / "model.onnx", ("body", "ort-cpu"),
-                                     sizes={"batch": 2, "tokens": 7, "capacity": 64})
+        rows, kernels = parity.check(
+            folder / "model.onnx", ("body", "ort-cpu"), sizes={"batch": 2, "tokens": 7, "capacity": 64}
+        )
     rows.sort(key=lambda r: r["error"] / r["tolerance"])
     print(f"  {len(rows)} outputs; logits and the least good:")
     parity.print_check([r for r in rows if r["output"] == "logits"] + rows[-3:], kernels)

@@ -40,8 +40,11 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("onnx_ir", ("onnx-ir",), "export"),
     ("polygraphy", ("polygraphy",), "polygraphy"),
     ("tensorrt", ("tensorrt", "tensorrt-cu13", "tensorrt-cu12"), "trt"),
-    ("tensorrt_rtx", ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx-cu13-bindings",
-                      "tensorrt-rtx-cu12-bindings"), "trt"),
+    (
+        "tensorrt_rtx",
+        ("tensorrt-rtx", "tensorrt-rtx-cu13", "tensorrt-rtx-cu12", "tensorrt-rtx-cu13-bindings", "tensorrt-rtx-cu12-bindings"),
+        "trt",
+    ),
     ("transformers", ("transformers",), "models"),
     ("matplotlib", ("matplotlib",), "bench"),
     ("triton", ("triton",), "bench"),
@@ -61,8 +64,12 @@ def diagnose() -> dict[str, Any]:
     packages = [_package_check(*entry, minimums) for entry in PACKAGES]
     gpu = _gpu_check()
     checks = [*packages, gpu, _nvcc_check(), *_library_checks({c["name"]: c["status"] for c in packages}, gpu)]
-    return {"version": leanfleet.__version__, "python": platform.python_version(), "checks": checks,
-            "usable": all(c["status"] != "broken" for c in checks)}
+    return {
+        "version": leanfleet.__version__,
+        "python": platform.python_version(),
+        "checks": checks,
+        "usable": all(c["status"] != "broken" for c in checks),
+    }
 
 
 def _check(part, name, status, detail, fix=None):
@@ -111,8 +118,7 @@ def _package_check(name, distributions, extra, minimums):
         there = False
     text = ", ".join(f"{d} {v}" for d, v in installed.items()) or name
     if len(installed) > 1 and name == "onnxruntime":
-        return _check("package", name, "broken", f"{text}: both write the same files, so neither works reliably",
-                      BOTH_RUNTIMES)
+        return _check("package", name, "broken", f"{text}: both write the same files, so neither works reliably", BOTH_RUNTIMES)
     if not installed and not there:
         return _check("package", name, "missing", "not installed", _install(name, extra))
     first = next(iter(installed), distributions[0])
@@ -125,8 +131,13 @@ def _package_check(name, distributions, extra, minimums):
     version = installed.get(first) or answer
     oldest = minimums.get(_normal(first), minimums.get(distributions[0]))
     if oldest and version and _numbers(version) < _numbers(oldest):
-        return _check("package", name, "broken", f"{first} {version}; leanfleet needs {oldest} or newer",
-                      f"pip install -U '{first}>={oldest}'")
+        return _check(
+            "package",
+            name,
+            "broken",
+            f"{first} {version}; leanfleet needs {oldest} or newer",
+            f"pip install -U '{first}>={oldest}'",
+        )
     return _check("package", name, "ok", text or version or "version unknown")
 
 
@@ -149,8 +160,9 @@ def _nvcc_check():
     told = os.environ.get("CUDACXX")
     nvcc = told or shutil.which("nvcc") or next(filter(os.path.exists, ["/usr/local/cuda/bin/nvcc"]), None)
     if not nvcc:
-        return _check("machine", "nvcc", "missing", "not found; only building CUDA kernels needs it",
-                      "put nvcc on PATH or set CUDACXX")
+        return _check(
+            "machine", "nvcc", "missing", "not found; only building CUDA kernels needs it", "put nvcc on PATH or set CUDACXX"
+        )
     try:
         run = subprocess.run([nvcc, "--version"], capture_output=True, text=True, timeout=SECONDS)
         release = re.search(r"release ([\d.]+)", run.stdout)
@@ -159,8 +171,13 @@ def _nvcc_check():
         problem = run.stderr or run.stdout or f"exit code {run.returncode}"
     except (OSError, subprocess.SubprocessError) as error:
         problem = error
-    return _check("machine", "nvcc", "broken", f"{nvcc} --version fails: {problem}",
-                  "set CUDACXX to an nvcc that works" if told else "mend the CUDA toolkit, or take nvcc off PATH")
+    return _check(
+        "machine",
+        "nvcc",
+        "broken",
+        f"{nvcc} --version fails: {problem}",
+        "set CUDACXX to an nvcc that works" if told else "mend the CUDA toolkit, or take nvcc off PATH",
+    )
 
 
 # Libraries
@@ -177,8 +194,9 @@ def _library_checks(packages, gpu):
             checks.append(_check("library", name, "missing", *absent))
             return None
         good, answer = _probe(probe, *arguments)
-        checks.append(_check("library", name, "ok" if good else "broken", answer,
-                             None if good else _library_fix(library, answer)))
+        checks.append(
+            _check("library", name, "ok" if good else "broken", answer, None if good else _library_fix(library, answer))
+        )
         return answer if good else None
 
     def without(package):
@@ -190,21 +208,35 @@ def _library_checks(packages, gpu):
 
     info = check("leanfleet", "ctypes", "library") or ""
     no_gpu = None if gpu["status"] == "ok" else ("no NVIDIA GPU here", None)
-    no_kernels = None if "cuda" in info else (
-        "built without CUDA kernels", "put nvcc on PATH and reinstall: pip install -C cmake.define.LEANFLEET_CUDA=ON .")
+    no_kernels = (
+        None
+        if "cuda" in info
+        else ("built without CUDA kernels", "put nvcc on PATH and reinstall: pip install -C cmake.define.LEANFLEET_CUDA=ON .")
+    )
     if not no_gpu:
         check("leanfleet", "CUDA", "cuda", absent=no_kernels)
     check("leanfleet", "torch", "torch", absent=without("torch"))
-    providers = check("leanfleet_ort", "onnxruntime, CPUExecutionProvider", "onnxruntime", "CPUExecutionProvider",
-                      absent=without("onnxruntime"))
+    providers = check(
+        "leanfleet_ort",
+        "onnxruntime, CPUExecutionProvider",
+        "onnxruntime",
+        "CPUExecutionProvider",
+        absent=without("onnxruntime"),
+    )
     if providers and "CUDAExecutionProvider" in providers:
-        check("leanfleet_ort", "onnxruntime, CUDAExecutionProvider", "onnxruntime", "CUDAExecutionProvider",
-              absent=no_gpu or no_kernels)
+        check(
+            "leanfleet_ort",
+            "onnxruntime, CUDAExecutionProvider",
+            "onnxruntime",
+            "CUDAExecutionProvider",
+            absent=no_gpu or no_kernels,
+        )
     checks += _trt_checks(packages)
     if packages["polygraphy"] == "ok":
         good, answer = _probe("polygraphy")
-        checks.append(_check("library", "plugin of polygraphy run", "ok" if good else "broken", answer,
-                             None if good else REINSTALL))
+        checks.append(
+            _check("library", "plugin of polygraphy run", "ok" if good else "broken", answer, None if good else REINSTALL)
+        )
     return checks
 
 
@@ -213,8 +245,15 @@ def _trt_checks(packages):
     try:
         native.library_path(library)
     except FileNotFoundError:
-        return [_check("library", name, "missing", "not built: this installation has no TensorRT plugins",
-                       "put nvcc on PATH and reinstall: pip install -C cmake.define.LEANFLEET_TRT=ON .")]
+        return [
+            _check(
+                "library",
+                name,
+                "missing",
+                "not built: this installation has no TensorRT plugins",
+                "put nvcc on PATH and reinstall: pip install -C cmake.define.LEANFLEET_TRT=ON .",
+            )
+        ]
     runtimes = [runtime for runtime in ("tensorrt", "tensorrt_rtx") if packages[runtime] == "ok"]
     if not runtimes:
         good, answer = _probe("plain", library)
@@ -223,8 +262,15 @@ def _trt_checks(packages):
     checks = []
     for runtime in runtimes:
         good, answer = _probe("plugins", runtime)
-        checks.append(_check("library", f"{name} in {runtime}", "ok" if good else "broken", answer,
-                             None if good else _library_fix(library, answer)))
+        checks.append(
+            _check(
+                "library",
+                f"{name} in {runtime}",
+                "ok" if good else "broken",
+                answer,
+                None if good else _library_fix(library, answer),
+            )
+        )
     return checks
 
 
@@ -232,7 +278,7 @@ def _library_fix(library, error):
     """One line on how to mend a library or runtime, from what it answered."""
     told = os.environ.get("LEANFLEET_LIBRARY_DIR")
     if "pip install" in error and "does not exist" not in error:
-        return error[error.index("pip install"):].rstrip(")")
+        return error[error.index("pip install") :].rstrip(")")
     if "symbol" in error and "undefined" in error or "GLIBC" in error:
         return "build it on this machine: pip install --force-reinstall --no-deps with leanfleet's folder"
     if "unsupported toolchain" in error or "UnsupportedPtxVersion" in error or "driver version is insufficient" in error:
@@ -260,8 +306,12 @@ def _probe(name, *arguments):
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         try:
-            done = subprocess.run([sys.executable, "-P", "-c", command, json.dumps(sys.path), str(answer), name, *arguments],
-                                  stdin=subprocess.DEVNULL, capture_output=True, timeout=SECONDS)
+            done = subprocess.run(
+                [sys.executable, "-P", "-c", command, json.dumps(sys.path), str(answer), name, *arguments],
+                stdin=subprocess.DEVNULL,
+                capture_output=True,
+                timeout=SECONDS,
+            )
         except (OSError, subprocess.SubprocessError) as error:
             late = isinstance(error, subprocess.TimeoutExpired)
             return False, f"no answer within {SECONDS} s" if late else str(error)
@@ -310,16 +360,18 @@ class Case:
     def __init__(self, heads: int = 2, slots: int = 10, size: int = 64) -> None:
         self.shapes = {"query": (1, heads, 1, size), "key_cache": (1, 1, slots, size), "value_cache": (1, 1, slots, size)}
         self.outputs = {"output": (1, heads, 1, size), "lse": (1, heads, 1)}
-        self.inputs = {name: array("f", (math.sin(i + 1) for i in range(math.prod(shape))))
-                       for name, shape in self.shapes.items()}
+        self.inputs = {
+            name: array("f", (math.sin(i + 1) for i in range(math.prod(shape)))) for name, shape in self.shapes.items()
+        }
         q, k, v = self.inputs.values()
         self.expected: dict[str, list[float]] = {"output": [], "lse": []}
         for h in range(heads):
             logits = [sum(q[h * size + d] * k[j * size + d] for d in range(size)) / math.sqrt(size) for j in range(slots)]
             total = sum(map(math.exp, logits))
             self.expected["lse"].append(math.log(total))
-            self.expected["output"] += [sum(math.exp(x) * v[j * size + d] for j, x in enumerate(logits)) / total
-                                        for d in range(size)]
+            self.expected["output"] += [
+                sum(math.exp(x) * v[j * size + d] for j, x in enumerate(logits)) / total for d in range(size)
+            ]
 
     def compare(self, found: Mapping[str, Iterable[float]]) -> None:
         """found: {output: flat list}. Raises RuntimeError where a value is wrong."""
@@ -335,9 +387,12 @@ def _try_library():
     operators = set(native.op_names())
     if missing := set(spec.all_specs()) - operators:
         raise RuntimeError(f"the library is of another version: it has no {', '.join(sorted(missing))}")
-    call = native.Call("LeanAttention",
-                       [(case.inputs[n].buffer_info()[0], s, "float32") for n, s in case.shapes.items()],
-                       [(found[n].buffer_info()[0], s, "float32") for n, s in case.outputs.items()], {})
+    call = native.Call(
+        "LeanAttention",
+        [(case.inputs[n].buffer_info()[0], s, "float32") for n, s in case.shapes.items()],
+        [(found[n].buffer_info()[0], s, "float32") for n, s in case.outputs.items()],
+        {},
+    )
     scratch_bytes, _ = call.workspace()
     scratch = ctypes.create_string_buffer(scratch_bytes + 256)
     call.run((ctypes.addressof(scratch) + 255) // 256 * 256, scratch_bytes)
@@ -366,8 +421,9 @@ def _try_cuda():
         inputs.append((address.value, shape, "float32"))
     for name, shape in case.outputs.items():
         outputs[name] = allocate(4 * math.prod(shape))
-    call = native.Call("LeanAttention", inputs, [(outputs[n].value, s, "float32") for n, s in case.outputs.items()], {},
-                       device="cuda")
+    call = native.Call(
+        "LeanAttention", inputs, [(outputs[n].value, s, "float32") for n, s in case.outputs.items()], {}, device="cuda"
+    )
     scratch_bytes, sync_bytes = call.workspace()
     call.run(allocate(scratch_bytes).value, scratch_bytes, allocate(sync_bytes).value, sync_bytes)
     driver.call(cuda, "cuCtxSynchronize")
@@ -411,12 +467,17 @@ def _try_onnxruntime(provider):
         found = session.run(list(case.outputs), feed)
         events = json.loads(Path(session.end_profiling()).read_text())
     case.compare({n: value.ravel().tolist() for n, value in zip(case.outputs, found)})
-    ran = {e["args"]["provider"] for e in events if e.get("args", {}).get("op_name") == "LeanAttention"
-           and e["name"].endswith("_kernel_time")}
+    ran = {
+        e["args"]["provider"]
+        for e in events
+        if e.get("args", {}).get("op_name") == "LeanAttention" and e["name"].endswith("_kernel_time")
+    }
     if ran != {provider}:
         raise RuntimeError(f"the node ran on {', '.join(sorted(ran)) or 'no provider of ours'}, not on {provider}")
-    return (f"onnxruntime {ort.__version__} ran LeanAttention on {provider}, right; its providers: "
-            f"{', '.join(ort.get_available_providers())}")
+    return (
+        f"onnxruntime {ort.__version__} ran LeanAttention on {provider}, right; its providers: "
+        f"{', '.join(ort.get_available_providers())}"
+    )
 
 
 def one_node_model(case: Case) -> bytes:
@@ -466,13 +527,24 @@ def _try_polygraphy():
     import leanfleet.polygraphy_plugin  # noqa: F401
 
     known = {point.name for point in metadata.entry_points(group="polygraphy.run.plugins")}
-    return "polygraphy run finds it" if "leanfleet" in known else (
-        "imports; polygraphy run does not find it, because leanfleet is not installed as a package")
+    return (
+        "polygraphy run finds it"
+        if "leanfleet" in known
+        else ("imports; polygraphy run does not find it, because leanfleet is not installed as a package")
+    )
 
 
 PROBES: dict[str, Callable[..., Any]] = {
-    "package": _import_package, "gpu": _look_at_gpu, "library": _try_library, "cuda": _try_cuda, "torch": _try_torch,
-          "onnxruntime": _try_onnxruntime, "plain": _load_plain, "plugins": _try_plugins, "polygraphy": _try_polygraphy}
+    "package": _import_package,
+    "gpu": _look_at_gpu,
+    "library": _try_library,
+    "cuda": _try_cuda,
+    "torch": _try_torch,
+    "onnxruntime": _try_onnxruntime,
+    "plain": _load_plain,
+    "plugins": _try_plugins,
+    "polygraphy": _try_polygraphy,
+}
 
 
 def print_diagnosis(diagnosis: dict[str, Any]) -> None:

@@ -23,39 +23,77 @@ HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there i
 def add_commands(commands: argparse._SubParsersAction) -> None:
     """Adds both to argparse's subcommands."""
     export = commands.add_parser(
-        "export", help="a transformers model to a folder that `leanfleet generate` runs",
+        "export",
+        help="a transformers model to a folder that `leanfleet generate` runs",
         description="Exports a causal language model of transformers to ONNX with leanfleet nodes, and checks the file against "
-                    "the model. Exit code 1, and nothing written, when they differ. Needs the extras export, models and ort.")
-    export.add_argument("model", help="a folder with a model and its tokenizer (safetensors or one GGUF file), or a name on "
-                                      "the Hugging Face hub")
+        "the model. Exit code 1, and nothing written, when they differ. Needs the extras export, models and ort.",
+    )
+    export.add_argument(
+        "model",
+        help="a folder with a model and its tokenizer (safetensors or one GGUF file), or a name on the Hugging Face hub",
+    )
     export.add_argument("folder", help="the folder to write")
-    export.add_argument("--dtype", default="float32", choices=("float32", "float16", "bfloat16"),
-                        help="of weights and caches (default: %(default)s)")
-    export.add_argument("--no-fuse", dest="fuse", action="store_false", help="standard operators and leanfleet's alone, "
-                        "none of ONNX Runtime's own (experts as MoE nodes, sums and norms in one, fused rotary encodings)")
-    export.add_argument("--no-verify", dest="verify", action="store_false",
-                        help="do not run the exported file and compare it with the model before it gets its place")
-    export.add_argument("--rope", default="short", choices=("short", "long"),
-                        help="for models with longrope: right up to original_max_position_embeddings (short, the default), or "
-                             "as the model computes requests longer than that, at every length (long)")
+    export.add_argument(
+        "--dtype",
+        default="float32",
+        choices=("float32", "float16", "bfloat16"),
+        help="of weights and caches (default: %(default)s)",
+    )
+    export.add_argument(
+        "--no-fuse",
+        dest="fuse",
+        action="store_false",
+        help="standard operators and leanfleet's alone, "
+        "none of ONNX Runtime's own (experts as MoE nodes, sums and norms in one, fused rotary encodings)",
+    )
+    export.add_argument(
+        "--no-verify",
+        dest="verify",
+        action="store_false",
+        help="do not run the exported file and compare it with the model before it gets its place",
+    )
+    export.add_argument(
+        "--rope",
+        default="short",
+        choices=("short", "long"),
+        help="for models with longrope: right up to original_max_position_embeddings (short, the default), or "
+        "as the model computes requests longer than that, at every length (long)",
+    )
     export.set_defaults(run=export_command)
 
     generate = commands.add_parser(
-        "generate", help="text from a model that `leanfleet export` wrote",
+        "generate",
+        help="text from a model that `leanfleet export` wrote",
         description="Streams what a model answers. The prompt goes through the model's chat template where it has one. "
-                    "Several prompts are answered in one batch. Speeds go to stderr.")
+        "Several prompts are answered in one batch. Speeds go to stderr.",
+    )
     generate.add_argument("folder", help="written by leanfleet export or leanfleet.export.export_decoder, with its tokenizer")
     generate.add_argument("prompt", nargs="+", help="what to answer or to continue; - reads it from stdin")
-    generate.add_argument("--max-tokens", type=int, metavar="N", help="new tokens at most (default: 128, or as many as the "
-                                                                      "model has positions for)")
-    generate.add_argument("--temperature", type=float, help="0, the default: always the likeliest token; with --top-k or "
-                                                            "--top-p the default is 1")
+    generate.add_argument(
+        "--max-tokens",
+        type=int,
+        metavar="N",
+        help="new tokens at most (default: 128, or as many as the model has positions for)",
+    )
+    generate.add_argument(
+        "--temperature", type=float, help="0, the default: always the likeliest token; with --top-k or --top-p the default is 1"
+    )
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)")
-    generate.add_argument("--top-p", type=float, default=1.0, metavar="P",
-                          help="sample among the fewest tokens whose probabilities reach P (default: %(default)s)")
+    generate.add_argument(
+        "--top-p",
+        type=float,
+        default=1.0,
+        metavar="P",
+        help="sample among the fewest tokens whose probabilities reach P (default: %(default)s)",
+    )
     generate.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
-    generate.add_argument("--stop", action="append", default=[], metavar="TOKEN",
-                          help="a token that ends an answer, beside the model's own; may be given again")
+    generate.add_argument(
+        "--stop",
+        action="append",
+        default=[],
+        metavar="TOKEN",
+        help="a token that ends an answer, beside the model's own; may be given again",
+    )
     generate.add_argument("--system", metavar="TEXT", help="the system's turn of the chat")
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--capacity", type=int, metavar="N", help="slots of the caches (default: what is needed)")
@@ -152,8 +190,11 @@ def export_command(arguments: argparse.Namespace) -> int:
     files.check_folder(arguments.folder)
     print(f"loading {arguments.model} ...", file=sys.stderr, flush=True)
     model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
-    print(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...",
-          file=sys.stderr, flush=True)
+    print(
+        f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...",
+        file=sys.stderr,
+        flush=True,
+    )
     try:
         export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope)
     except VerificationError as error:
@@ -173,8 +214,10 @@ def describe_verification(verified: dict[str, Any] | None) -> str:
         return "not verified: --no-verify"
     if "skipped" in verified:
         return f"not verified: {verified['skipped']}"
-    return (f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
-            f"{verified['largest_difference']:.1e} at most ({verified['bound']:.1e} allowed)")
+    return (
+        f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
+        f"{verified['largest_difference']:.1e} at most ({verified['bound']:.1e} allowed)"
+    )
 
 
 def next_step(folder: str | Path, dtype: str) -> str:
@@ -182,8 +225,10 @@ def next_step(folder: str | Path, dtype: str) -> str:
     command = f'leanfleet generate {folder} "Hello"'
     if dtype != "bfloat16":
         return command
-    return (f"{command} --provider cuda, or leanfleet engine build. bfloat16 needs a GPU: ONNX Runtime's CPU provider has no "
-            "kernels for it; for CPUs export with --dtype float32")
+    return (
+        f"{command} --provider cuda, or leanfleet engine build. bfloat16 needs a GPU: ONNX Runtime's CPU provider has no "
+        "kernels for it; for CPUs export with --dtype float32"
+    )
 
 
 def generate_command(arguments: argparse.Namespace) -> int:
@@ -205,9 +250,18 @@ def generate_command(arguments: argparse.Namespace) -> int:
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
     prompts = [generation.encode(tokenizer, text, False if arguments.raw else None, arguments.system) for text in texts]
     statistics = generation.Statistics()
-    steps = generation.stream(decoder, prompts, arguments.max_tokens, capacity=arguments.capacity, temperature=temperature,
-                              top_k=arguments.top_k, top_p=arguments.top_p, seed=arguments.seed,
-                              stop_tokens=stop_tokens(decoder, tokenizer, arguments.stop), statistics=statistics)
+    steps = generation.stream(
+        decoder,
+        prompts,
+        arguments.max_tokens,
+        capacity=arguments.capacity,
+        temperature=temperature,
+        top_k=arguments.top_k,
+        top_p=arguments.top_p,
+        seed=arguments.seed,
+        stop_tokens=stop_tokens(decoder, tokenizer, arguments.stop),
+        statistics=statistics,
+    )
     try:
         print_stream(steps, tokenizer, len(prompts))
     except KeyboardInterrupt:
@@ -262,6 +316,8 @@ def print_stream(steps: Iterable[list[int | None]], tokenizer: PreTrainedTokeniz
 
 def describe(statistics: Statistics) -> str:
     """One line about a generation's speed."""
-    text = (f"prompt: {statistics.prefill_tokens} tokens, {statistics.prefill_tokens_per_second:.1f} tokens/s; generated: "
-            f"{sum(map(len, statistics.tokens))} tokens")
+    text = (
+        f"prompt: {statistics.prefill_tokens} tokens, {statistics.prefill_tokens_per_second:.1f} tokens/s; generated: "
+        f"{sum(map(len, statistics.tokens))} tokens"
+    )
     return text + (f", {statistics.tokens_per_second:.1f} tokens/s" if statistics.decode_tokens else "")

@@ -82,6 +82,7 @@ class Statistics:
 
 def check_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
     """Raises ValueError, naming the option, where choose cannot take these."""
+
     def whole(value: object) -> bool:
         return isinstance(value, (int, np.integer)) and bool(value >= 0)
 
@@ -89,10 +90,11 @@ def check_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
         return isinstance(value, (int, float, np.number)) and math.isfinite(value)
 
     for name, value, good, expected in (
-            ("temperature", temperature, real(temperature) and temperature >= 0, "0 (the likeliest) or a positive number"),
-            ("top_k", top_k, whole(top_k), "0 (all tokens) or a positive whole number"),
-            ("top_p", top_p, real(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1 (all tokens)"),
-            ("seed", seed, whole(seed), "a whole number from 0 on")):
+        ("temperature", temperature, real(temperature) and temperature >= 0, "0 (the likeliest) or a positive number"),
+        ("top_k", top_k, whole(top_k), "0 (all tokens) or a positive whole number"),
+        ("top_p", top_p, real(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1 (all tokens)"),
+        ("seed", seed, whole(seed), "a whole number from 0 on"),
+    ):
         if not good:
             raise ValueError(f"{name} is {value!r}; expected {expected}")
 
@@ -114,8 +116,9 @@ def check_prompt(prompt: Iterable[int], vocabulary: int) -> list[int]:
     if not prompt:
         raise ValueError("a prompt is empty; every request needs at least one token")
     if min(prompt) < 0 or max(prompt) >= vocabulary:
-        raise ValueError(f"token ids lie in 0 .. {vocabulary - 1}; found {min(prompt)} .. {max(prompt)}. Is this the model's "
-                         "own tokenizer?")
+        raise ValueError(
+            f"token ids lie in 0 .. {vocabulary - 1}; found {min(prompt)} .. {max(prompt)}. Is this the model's own tokenizer?"
+        )
     return prompt
 
 
@@ -127,15 +130,16 @@ def stop_set(stop_tokens: Iterable[int] | None, default: Iterable[int]) -> set[i
         raise ValueError(f"stop_tokens is {stop_tokens!r}; expected a list of token ids ({error})") from None
 
 
-def choose(logits: np.ndarray, temperature: float, top_k: int, top_p: float,
-           random: np.random.Generator | None) -> np.ndarray:
+def choose(logits: np.ndarray, temperature: float, top_k: int, top_p: float, random: np.random.Generator | None) -> np.ndarray:
     """One token a row of logits [B,vocabulary]: the largest for temperature 0, else sampled. Raises ValueError where the
     largest logit of a row is not finite: a model that computes NaN or infinity."""
     chosen = logits.argmax(-1)  # a NaN where a row has one
     largest = np.take_along_axis(logits, chosen[:, None], -1)
     if not np.isfinite(largest).all():
-        raise ValueError(f"this model's logits are not finite, {largest[~np.isfinite(largest)][0]} among them: its weights "
-                         "are damaged, or its numbers overflow their type")
+        raise ValueError(
+            f"this model's logits are not finite, {largest[~np.isfinite(largest)][0]} among them: its weights "
+            "are damaged, or its numbers overflow their type"
+        )
     if temperature == 0:
         return chosen
     assert random is not None  # who samples brings one
@@ -157,8 +161,7 @@ def default_new_tokens(prompt: int, *limits: int | None) -> int:
     return max(min([NEW_TOKENS] + [n - prompt for n in limits if n]), 1)
 
 
-def _new_tokens(longest: int, max_new_tokens: int | None, capacity: int | None,
-                max_positions: int | None) -> tuple[int, int]:
+def _new_tokens(longest: int, max_new_tokens: int | None, capacity: int | None, max_positions: int | None) -> tuple[int, int]:
     """(new tokens of each request, cache slots). Defaults (None) are what fits; raises ValueError where a wish does not."""
     for name, value in (("max_new_tokens", max_new_tokens), ("capacity", capacity)):
         if value is not None:
@@ -168,18 +171,33 @@ def _new_tokens(longest: int, max_new_tokens: int | None, capacity: int | None,
     needed = longest + max_new_tokens
     capacity = needed if capacity is None else capacity
     if needed > capacity:
-        raise ValueError(f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones need {needed} cache slots; the "
-                         f"caches have {capacity}. Raise capacity, or ask for fewer tokens")
+        raise ValueError(
+            f"generate: a prompt of {longest} tokens and {max_new_tokens} new ones need {needed} cache slots; the "
+            f"caches have {capacity}. Raise capacity, or ask for fewer tokens"
+        )
     if max_positions and needed > max_positions:
-        raise ValueError(f"generate: {needed} tokens, {longest} of them a prompt's, are more than the {max_positions} "
-                         "positions that the model was trained for")
+        raise ValueError(
+            f"generate: {needed} tokens, {longest} of them a prompt's, are more than the {max_positions} "
+            "positions that the model was trained for"
+        )
     return max_new_tokens, capacity
 
 
-def stream(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, *,
-           capacity: int | None = None, temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0,
-           stop_tokens: Iterable[int] | None = None, statistics: Statistics | None = None,
-           on_logits: Callable[[np.ndarray], object] | None = None, chat: bool | None = None) -> Iterator[list[int | None]]:
+def stream(
+    decoder: Decoder,
+    prompts: Sequence[str | Sequence[int]],
+    max_new_tokens: int | None = None,
+    *,
+    capacity: int | None = None,
+    temperature: float = 0.0,
+    top_k: int = 0,
+    top_p: float = 1.0,
+    seed: int = 0,
+    stop_tokens: Iterable[int] | None = None,
+    statistics: Statistics | None = None,
+    on_logits: Callable[[np.ndarray], object] | None = None,
+    chat: bool | None = None,
+) -> Iterator[list[int | None]]:
     """Yields, step by step, a list with each request's new token, or None once that request has stopped.
 
     prompts: texts or lists of token ids, of any lengths from 1, also both in one list. A text needs the tokenizer in the
@@ -198,8 +216,9 @@ def stream(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tok
     stop = stop_set(stop_tokens, decoder.stop_tokens)
     if stop_tokens is None and any(isinstance(p, str) for p in prompts) and decoder.tokenizer.eos_token_id is not None:
         stop.add(decoder.tokenizer.eos_token_id)
-    prompts = [check_prompt(encode(decoder.tokenizer, p, chat) if isinstance(p, str) else p, decoder.vocabulary)
-               for p in prompts]
+    prompts = [
+        check_prompt(encode(decoder.tokenizer, p, chat) if isinstance(p, str) else p, decoder.vocabulary) for p in prompts
+    ]
     if not prompts:
         raise ValueError("generate: there is no prompt; give a list with one or more")
     lengths = np.array([len(p) for p in prompts], dtype=np.int32)
@@ -210,7 +229,7 @@ def stream(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tok
     steps = decoder.steps(batch, capacity)
     ids = np.zeros((batch, int(lengths.max())), dtype=np.int64)
     for row, prompt in enumerate(prompts):
-        ids[row, :len(prompt)] = prompt
+        ids[row, : len(prompt)] = prompt
     seq_lens, query_lens = lengths.copy(), lengths.copy()
     alive = np.ones(batch, dtype=bool)
     statistics.tokens = [[] for _ in prompts]
@@ -243,8 +262,9 @@ def stream(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tok
         seq_lens = seq_lens + query_lens
 
 
-def generate(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None,
-             **options: Any) -> tuple[list[list[int]], Statistics]:
+def generate(
+    decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any
+) -> tuple[list[list[int]], Statistics]:
     """All tokens at once: (list of token lists, Statistics). Prompts, options and errors are those of stream."""
     statistics = Statistics()
     for _ in stream(decoder, prompts, max_new_tokens, statistics=statistics, **options):
@@ -257,8 +277,9 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     damaged files."""
     folder = Path(folder)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
-        raise FileNotFoundError(f"{folder} holds no tokenizer (tokenizer.json); give one to export_decoder, or copy the "
-                                "model's own there")
+        raise FileNotFoundError(
+            f"{folder} holds no tokenizer (tokenizer.json); give one to export_decoder, or copy the model's own there"
+        )
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     with reading(f"the tokenizer in {folder}"):
@@ -267,8 +288,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
         return AutoTokenizer.from_pretrained(folder, local_files_only=True)
 
 
-def encode(tokenizer: Any, text: str, chat: bool | None = None,
-           system: str | None = None) -> list[int]:
+def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | None = None) -> list[int]:
     """Token ids of a prompt. chat: as a user's turn in the tokenizer's chat template; default: where it has one.
 
     system: the system's turn before it. Raises ValueError for an empty text, for a chat without a template, and for a
@@ -301,5 +321,5 @@ class TextStream:
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         if text.endswith("\ufffd"):  # a character of several tokens
             return ""
-        new, self.shown = text[self.shown:], len(text)
+        new, self.shown = text[self.shown :], len(text)
         return new

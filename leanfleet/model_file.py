@@ -99,7 +99,7 @@ def _texts(view, span, wanted):
 
 
 def _text(view, span):
-    return str(view[span[0]:span[1]], "utf-8") if isinstance(span, tuple) else ""
+    return str(view[span[0] : span[1]], "utf-8") if isinstance(span, tuple) else ""
 
 
 def _fields(view, at, end):

@@ -22,21 +22,42 @@ class UnsupportedError(LeanfleetError, NotImplementedError):
 
 
 class _Tensor(ctypes.Structure):
-    _fields_ = [("data", ctypes.c_void_p), ("shape", ctypes.c_int64 * MAX_RANK), ("dtype", ctypes.c_int32),
-                ("rank", ctypes.c_int32)]
+    _fields_ = [
+        ("data", ctypes.c_void_p),
+        ("shape", ctypes.c_int64 * MAX_RANK),
+        ("dtype", ctypes.c_int32),
+        ("rank", ctypes.c_int32),
+    ]
 
 
 class _Attr(ctypes.Structure):
-    _fields_ = [("name", ctypes.c_char_p), ("s", ctypes.c_char_p), ("i", ctypes.c_int64), ("f", ctypes.c_float),
-                ("kind", ctypes.c_int32)]
+    _fields_ = [
+        ("name", ctypes.c_char_p),
+        ("s", ctypes.c_char_p),
+        ("i", ctypes.c_int64),
+        ("f", ctypes.c_float),
+        ("kind", ctypes.c_int32),
+    ]
 
 
 class _Call(ctypes.Structure):
-    _fields_ = [("op", ctypes.c_char_p), ("node", ctypes.c_char_p), ("inputs", ctypes.POINTER(_Tensor)),
-                ("outputs", ctypes.POINTER(_Tensor)), ("attrs", ctypes.POINTER(_Attr)), ("num_inputs", ctypes.c_int32),
-                ("num_outputs", ctypes.c_int32), ("num_attrs", ctypes.c_int32), ("device", ctypes.c_int32),
-                ("threads", ctypes.c_int32), ("stream", ctypes.c_void_p), ("scratch", ctypes.c_void_p),
-                ("sync", ctypes.c_void_p), ("scratch_bytes", ctypes.c_size_t), ("sync_bytes", ctypes.c_size_t)]
+    _fields_ = [
+        ("op", ctypes.c_char_p),
+        ("node", ctypes.c_char_p),
+        ("inputs", ctypes.POINTER(_Tensor)),
+        ("outputs", ctypes.POINTER(_Tensor)),
+        ("attrs", ctypes.POINTER(_Attr)),
+        ("num_inputs", ctypes.c_int32),
+        ("num_outputs", ctypes.c_int32),
+        ("num_attrs", ctypes.c_int32),
+        ("device", ctypes.c_int32),
+        ("threads", ctypes.c_int32),
+        ("stream", ctypes.c_void_p),
+        ("scratch", ctypes.c_void_p),
+        ("sync", ctypes.c_void_p),
+        ("scratch_bytes", ctypes.c_size_t),
+        ("sync_bytes", ctypes.c_size_t),
+    ]
 
 
 def _library_folder():
@@ -60,7 +81,8 @@ def library_path(name: str) -> Path:
     if not path.exists():
         raise FileNotFoundError(
             f"{path} does not exist. leanfleet's compiled libraries are missing: install the package with "
-            "'pip install .' (it needs g++ and cmake), or set LEANFLEET_LIBRARY_DIR to the folder that holds them.")
+            "'pip install .' (it needs g++ and cmake), or set LEANFLEET_LIBRARY_DIR to the folder that holds them."
+        )
     return path
 
 
@@ -68,8 +90,11 @@ def library_path(name: str) -> Path:
 def _library(path):
     library = ctypes.CDLL(path)
     library.leanfleet_run.argtypes = [ctypes.POINTER(_Call)]
-    library.leanfleet_workspace.argtypes = [ctypes.POINTER(_Call), ctypes.POINTER(ctypes.c_size_t),
-                                            ctypes.POINTER(ctypes.c_size_t)]
+    library.leanfleet_workspace.argtypes = [
+        ctypes.POINTER(_Call),
+        ctypes.POINTER(ctypes.c_size_t),
+        ctypes.POINTER(ctypes.c_size_t),
+    ]
     library.leanfleet_last_error.restype = ctypes.c_char_p
     library.leanfleet_op_name.restype = ctypes.c_char_p
     library.leanfleet_op_name.argtypes = [ctypes.c_int]
@@ -114,7 +139,7 @@ def _tensors(entries):
             raise ValueError(f"a tensor of shape {list(shape)} has rank {len(shape)}; no operator takes more than {MAX_RANK}")
         slot.data = address
         slot.rank = len(shape)
-        slot.shape[:len(shape)] = shape
+        slot.shape[: len(shape)] = shape
         slot.dtype = DTYPES.get(dtype, ABSENT)
     return array
 
@@ -139,14 +164,32 @@ class Call:
     address of a cudaStream_t.
     """
 
-    def __init__(self, op: str, inputs: Sequence[Entry | None], outputs: Sequence[Entry | None],
-                 attrs: Mapping[str, str | float | int], device: str = "cpu", threads: int = 0, stream: int = 0,
-                 node: str = "") -> None:
+    def __init__(
+        self,
+        op: str,
+        inputs: Sequence[Entry | None],
+        outputs: Sequence[Entry | None],
+        attrs: Mapping[str, str | float | int],
+        device: str = "cpu",
+        threads: int = 0,
+        stream: int = 0,
+        node: str = "",
+    ) -> None:
         self._library = library()
         self._inputs, self._outputs, self._attrs = _tensors(inputs), _tensors(outputs), _attributes(attrs)
-        self._call = _Call(op=op.encode(), node=node.encode(), inputs=self._inputs, outputs=self._outputs,
-                           attrs=self._attrs, num_inputs=len(inputs), num_outputs=len(outputs), num_attrs=len(attrs),
-                           device=0 if device == "cpu" else 1, threads=threads, stream=stream)
+        self._call = _Call(
+            op=op.encode(),
+            node=node.encode(),
+            inputs=self._inputs,
+            outputs=self._outputs,
+            attrs=self._attrs,
+            num_inputs=len(inputs),
+            num_outputs=len(outputs),
+            num_attrs=len(attrs),
+            device=0 if device == "cpu" else 1,
+            threads=threads,
+            stream=stream,
+        )
         self._run = partial(self._library.leanfleet_run, ctypes.pointer(self._call))
 
     def workspace(self) -> tuple[int, int]:
@@ -157,11 +200,16 @@ class Call:
 
     def slots(self) -> list[_Tensor]:
         """The present inputs and then the present outputs, in order: setting .data moves one to another address."""
-        return [slot for array, count in ((self._inputs, self._call.num_inputs), (self._outputs, self._call.num_outputs))
-                for slot in array[:count] if slot.rank != ABSENT]
+        return [
+            slot
+            for array, count in ((self._inputs, self._call.num_inputs), (self._outputs, self._call.num_outputs))
+            for slot in array[:count]
+            if slot.rank != ABSENT
+        ]
 
-    def run(self, scratch: int = 0, scratch_bytes: int = 0, sync: int = 0, sync_bytes: int = 0,
-            stream: int | None = None) -> None:
+    def run(
+        self, scratch: int = 0, scratch_bytes: int = 0, sync: int = 0, sync_bytes: int = 0, stream: int | None = None
+    ) -> None:
         """Runs it. stream: None leaves the one given to Call. Raises ValueError (wrong argument), UnsupportedError or
         LeanfleetError.
         """

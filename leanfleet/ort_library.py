@@ -35,11 +35,14 @@ def onnxruntime() -> ModuleType:
     except ImportError as error:
         raise ImportError(
             "leanfleet.ort_ops needs onnxruntime, which cannot be imported here: pip install 'leanfleet[ort]', or for "
-            f"NVIDIA GPUs pip install leanfleet onnxruntime-gpu ({error})") from error
+            f"NVIDIA GPUs pip install leanfleet onnxruntime-gpu ({error})"
+        ) from error
     version = tuple(map(int, re.findall(r"\d+", found.__version__)[:2]))
     if version < OLDEST_RUNTIME:
-        raise RuntimeError(f"leanfleet needs onnxruntime {'.'.join(map(str, OLDEST_RUNTIME))} or newer; found "
-                           f"{found.__version__}. Run: pip install -U onnxruntime")
+        raise RuntimeError(
+            f"leanfleet needs onnxruntime {'.'.join(map(str, OLDEST_RUNTIME))} or newer; found "
+            f"{found.__version__}. Run: pip install -U onnxruntime"
+        )
     return found
 
 

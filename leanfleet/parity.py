@@ -46,8 +46,9 @@ class SessionRunner(OnnxrtRunner):
     bfloat16 outputs come as float32.
     """
 
-    def __init__(self, path: str | Path, provider: str = "CPUExecutionProvider", library: bool = True,
-                 name: str | None = None) -> None:
+    def __init__(
+        self, path: str | Path, provider: str = "CPUExecutionProvider", library: bool = True, name: str | None = None
+    ) -> None:
         super().__init__(self._open, name=name)
         self.path, self.provider, self.library = str(path), provider, library
         self.kernels: Counter[tuple[str, str]] = Counter()
@@ -87,9 +88,11 @@ class SessionRunner(OnnxrtRunner):
 
 def kernels_in_profile(path: str | Path) -> Counter[tuple[str, str]]:
     """Counter {(operator, provider): runs} of leanfleet's kernels in an ONNX Runtime profile."""
-    return Counter((e["args"]["op_name"], e["args"]["provider"]) for e in json.loads(Path(path).read_text())
-                   if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")
-                   and e["args"].get("op_name") in spec.all_specs())
+    return Counter(
+        (e["args"]["op_name"], e["args"]["provider"])
+        for e in json.loads(Path(path).read_text())
+        if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["args"].get("op_name") in spec.all_specs()
+    )
 
 
 class ReferenceRunner(BaseRunner):
@@ -162,7 +165,7 @@ def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
     outputs = getattr(reference, op.snake_name)(**tensors, **attrs)
     dtype = {"T": inputs[0].dtype, "F": np.float32, "I": np.int32}
     active = dict(zip((t.name for t in op.active_outputs(attrs)), outputs, strict=True))
-    listed = op.outputs[:1 + max(i for i, t in enumerate(op.outputs) if t.name in active)]
+    listed = op.outputs[: 1 + max(i for i, t in enumerate(op.outputs) if t.name in active)]
     empty = torch.zeros(0)  # outputs are positional: it stands for one before the last that is not asked for
     return [active.get(t.name, empty).numpy().astype(dtype[t.type]) for t in listed]
 
@@ -205,9 +208,15 @@ def make_runner(kind: str, path: str | Path) -> BaseRunner:
 # Comparison
 
 
-def check(path: str | Path, runners: Sequence[str] = ("body", "ort-cpu"), inputs: Mapping[str, np.ndarray] | None = None,
-          sizes: Mapping[str, int] | None = None, seed: int = 0, rtol: float | None = None,
-          atol: float | None = None) -> tuple[list[dict[str, Any]], dict[str, Counter[tuple[str, str]]]]:
+def check(
+    path: str | Path,
+    runners: Sequence[str] = ("body", "ort-cpu"),
+    inputs: Mapping[str, np.ndarray] | None = None,
+    sizes: Mapping[str, int] | None = None,
+    seed: int = 0,
+    rtol: float | None = None,
+    atol: float | None = None,
+) -> tuple[list[dict[str, Any]], dict[str, Counter[tuple[str, str]]]]:
     """Runs a model with several runners and compares each with the first.
 
     inputs: dict of numpy arrays (bfloat16 ones may come as float32); default make_inputs(sizes, seed).
@@ -240,8 +249,16 @@ def check(path: str | Path, runners: Sequence[str] = ("body", "ort-cpu"), inputs
         for name, verdict in compared.items():
             # Polygraphy gives a bare False where shapes differ.
             error = float("nan") if isinstance(verdict, bool) else verdict.max_absdiff
-            rows.append({"runner": kind, "judge": runners[0], "output": name, "error": error,
-                         "tolerance": tolerances[name], "passed": bool(verdict)})
+            rows.append(
+                {
+                    "runner": kind,
+                    "judge": runners[0],
+                    "output": name,
+                    "error": error,
+                    "tolerance": tolerances[name],
+                    "passed": bool(verdict),
+                }
+            )
     return rows, {r.name: r.kernels for r in built if hasattr(r, "kernels")}
 
 
@@ -273,8 +290,10 @@ def _check_bodies(model):
     have = {(f.name, f.overload) for f in model.functions if f.domain == spec.DOMAIN}
     lacking = {node.op_type for node in leanfleet_nodes(model) if (node.op_type, node.overload) not in have}
     if lacking:
-        raise ValueError(f"runner 'body': the model holds no function for its {', '.join(sorted(lacking))} nodes; "
-                         "export it with leanfleet.export, or leave this runner out")
+        raise ValueError(
+            f"runner 'body': the model holds no function for its {', '.join(sorted(lacking))} nodes; "
+            "export it with leanfleet.export, or leave this runner out"
+        )
 
 
 def _typed(model, inputs):
@@ -283,8 +302,9 @@ def _typed(model, inputs):
     wanted = {v.name: v.type.tensor_type.elem_type for v in model.graph.input if v.name not in initializers}
     if set(inputs) != set(wanted):
         raise ValueError(f"inputs are {', '.join(sorted(inputs)) or 'none'}; the model takes {', '.join(wanted)}")
-    return OrderedDict((name, np.asarray(inputs[name], BFLOAT16 if t == onnx.TensorProto.BFLOAT16 else None))
-                       for name, t in wanted.items())
+    return OrderedDict(
+        (name, np.asarray(inputs[name], BFLOAT16 if t == onnx.TensorProto.BFLOAT16 else None)) for name, t in wanted.items()
+    )
 
 
 def _run(runner, model, feed):
@@ -300,18 +320,30 @@ def _run(runner, model, feed):
     if getattr(runner, "library", False):
         ran = {op for op, provider in runner.kernels if provider == runner.provider}
         if missing := needed - ran:
-            raise RuntimeError(f"runner '{runner.name}': the model has {', '.join(sorted(missing))} nodes, but no such "
-                               f"kernel of leanfleet's ran on {runner.provider}; these ran: {dict(runner.kernels)}")
+            raise RuntimeError(
+                f"runner '{runner.name}': the model has {', '.join(sorted(missing))} nodes, but no such "
+                f"kernel of leanfleet's ran on {runner.provider}; these ran: {dict(runner.kernels)}"
+            )
     return result
 
 
 def print_check(rows: list[dict[str, Any]], kernels: dict[str, Counter[tuple[str, str]]]) -> None:
     """Prints what check returned."""
     table = [("runner", "output", "largest error", "tolerance", "")]
-    table += [(r["runner"], r["output"], f"{r['error']:.2e}", f"{r['tolerance']:.2e}",
-               "ok" if r["passed"] else "MISMATCH") for r in rows]
+    table += [
+        (r["runner"], r["output"], f"{r['error']:.2e}", f"{r['tolerance']:.2e}", "ok" if r["passed"] else "MISMATCH")
+        for r in rows
+    ]
     print(f"compared with {rows[0]['judge']}")
     print_table(table, right=(2, 3))
     print("kernels of leanfleet that ran")
-    print_table([(runner, ", ".join(f"{op} x{runs} ({provider})" for (op, provider), runs in sorted(counts.items())) or
-                  "none: the function bodies ran") for runner, counts in kernels.items()])
+    print_table(
+        [
+            (
+                runner,
+                ", ".join(f"{op} x{runs} ({provider})" for (op, provider), runs in sorted(counts.items()))
+                or "none: the function bodies ran",
+            )
+            for runner, counts in kernels.items()
+        ]
+    )

@@ -22,21 +22,54 @@ OURS = BLUE
 SERIES = (BLUE, RED, GREEN, PURPLE, AMBER, GREY)
 MARKERS = "os^Dv"
 DASHES = ("-", "--", "-.", ":")
-DARK = {INK: "#e6edf3", MUTED: "#9198a1", GRID: "#30363d", CARD: "#0d1117", BLUE: "#4aa8e0", RED: "#f0803c", GREEN: "#2cc295",
-        PURPLE: "#dd9cc0", AMBER: "#edb33a", GREY: "#6e7681"}
+DARK = {
+    INK: "#e6edf3",
+    MUTED: "#9198a1",
+    GRID: "#30363d",
+    CARD: "#0d1117",
+    BLUE: "#4aa8e0",
+    RED: "#f0803c",
+    GREEN: "#2cc295",
+    PURPLE: "#dd9cc0",
+    AMBER: "#edb33a",
+    GREY: "#6e7681",
+}
 PALE_BLUE, PALE_AMBER, PALE_GREY = "#dcebf7", "#fbe3b8", "#eef0f2"  # of boxes in diagrams
 DARK |= {PALE_BLUE: "#16324a", PALE_AMBER: "#55400f", PALE_GREY: "#21262d"}
 FONTS = "'DejaVu Sans', Verdana, sans-serif"  # of one width; text stays text, so that it is found and copied
 WIDTH = 8.3  # inches: 830 px of a README at its letters' usual size
 ROW = 0.235  # inches of a row of bars or points
 TITLE_POINTS, NOTE_POINTS, LABEL_POINTS = 12.5, 9, 9
-STYLE = {"font.family": "DejaVu Sans", "font.size": LABEL_POINTS, "text.color": INK, "axes.labelcolor": MUTED,
-         "axes.edgecolor": GRID, "axes.spines.top": False, "axes.spines.right": False, "axes.titlesize": LABEL_POINTS,
-         "axes.titleweight": "bold", "axes.titlelocation": "left", "axes.grid": True, "axes.axisbelow": True,
-         "grid.color": GRID, "grid.linewidth": 0.7, "xtick.color": GRID, "xtick.labelcolor": INK, "ytick.color": GRID,
-         "ytick.labelcolor": INK, "axes.facecolor": "none", "figure.facecolor": CARD, "legend.frameon": False,
-         "legend.labelcolor": INK, "lines.linewidth": 1.8, "lines.markersize": 6, "svg.fonttype": "none",
-         "svg.hashsalt": "leanfleet", "savefig.facecolor": CARD, "hatch.linewidth": 0.8}
+STYLE = {
+    "font.family": "DejaVu Sans",
+    "font.size": LABEL_POINTS,
+    "text.color": INK,
+    "axes.labelcolor": MUTED,
+    "axes.edgecolor": GRID,
+    "axes.spines.top": False,
+    "axes.spines.right": False,
+    "axes.titlesize": LABEL_POINTS,
+    "axes.titleweight": "bold",
+    "axes.titlelocation": "left",
+    "axes.grid": True,
+    "axes.axisbelow": True,
+    "grid.color": GRID,
+    "grid.linewidth": 0.7,
+    "xtick.color": GRID,
+    "xtick.labelcolor": INK,
+    "ytick.color": GRID,
+    "ytick.labelcolor": INK,
+    "axes.facecolor": "none",
+    "figure.facecolor": CARD,
+    "legend.frameon": False,
+    "legend.labelcolor": INK,
+    "lines.linewidth": 1.8,
+    "lines.markersize": 6,
+    "svg.fonttype": "none",
+    "svg.hashsalt": "leanfleet",
+    "savefig.facecolor": CARD,
+    "hatch.linewidth": 0.8,
+}
 
 
 @contextlib.contextmanager
@@ -78,8 +111,11 @@ def _save(figure, path):
 def with_dark_form(svg: str) -> str:
     """An SVG's text with rules that put DARK's colours in place of the light ones where the system asks for dark."""
     found = [(light, dark) for light, dark in DARK.items() if light in svg]
-    rules = "".join(f'[style*="{what}: {light}"],[{what}="{light}"]{{{what}:{dark}!important}}'
-                    for light, dark in found for what in ("fill", "stroke"))
+    rules = "".join(
+        f'[style*="{what}: {light}"],[{what}="{light}"]{{{what}:{dark}!important}}'
+        for light, dark in found
+        for what in ("fill", "stroke")
+    )
     style = f"<style>@media (prefers-color-scheme:dark){{{rules}}}</style>"
     return re.sub(r"(<svg [^>]*>)", lambda tag: f"{tag[1]}\n {style}", svg, count=1)
 
@@ -125,7 +161,7 @@ def token_axis(axes: Any, numbers: Iterable[int], label: str = "tokens") -> None
     numbers = sorted(set(numbers))
     apart = (numbers[-1] / numbers[0]) ** 0.06
     for number in numbers[:]:
-        if any(other < number <= other * apart for other in numbers[:numbers.index(number)]):
+        if any(other < number <= other * apart for other in numbers[: numbers.index(number)]):
             numbers.remove(number)
     axes.set_xscale("log", base=2)
     axes.set_xlabel(label)
@@ -137,7 +173,7 @@ def log_ticks(least: float, most: float) -> list[float]:
     steps = [m * 10.0**e for e in range(-9, 13) for m in (1, 2, 5)]
     first = max((i for i, s in enumerate(steps) if s <= least), default=0)
     last = min((i for i, s in enumerate(steps) if s >= most), default=len(steps) - 1)
-    return steps[first:last + 1]
+    return steps[first : last + 1]
 
 
 def _number(value):
@@ -164,8 +200,11 @@ def ratio_axis(axis: Any, ratios: Sequence[float], log: bool = False, count: int
         room = 0.04 * (most - least)
         axis.axes.set(**{f"{axis.axis_name}lim": (least - room if least < 1 else 1, most + room)})
         ticks = MaxNLocator(count, steps=[1, 2, 2.5, 5, 10]).tick_values(least, most)
-        plain_axis(axis, [t for t in ticks if least - room <= t <= most + room and t > 0],
-                   [f"{round(t, 6):g}x" for t in ticks if least - room <= t <= most + room and t > 0])
+        plain_axis(
+            axis,
+            [t for t in ticks if least - room <= t <= most + room and t > 0],
+            [f"{round(t, 6):g}x" for t in ticks if least - room <= t <= most + room and t > 0],
+        )
     line = axis.axes.axvline if axis.axis_name == "x" else axis.axes.axhline
     line(1, color=INK, linewidth=1.2, zorder=3.5, clip_on=False)
 
@@ -175,8 +214,17 @@ def sides(axes: Any, ratios: Sequence[float], better: str = "leanfleet is faster
     above = axes.get_xaxis_transform()
     for text, sign, where in ((f"{better} \N{RIGHTWARDS ARROW}", 1, "left"), (f"\N{LEFTWARDS ARROW} {worse}", -1, "right")):
         if any(sign * (r - 1) > 0 for r in ratios):
-            axes.annotate(text, (1, 1), (4 * sign, 3), xycoords=above, textcoords="offset points", ha=where, va="bottom",
-                          color=MUTED, size=8)
+            axes.annotate(
+                text,
+                (1, 1),
+                (4 * sign, 3),
+                xycoords=above,
+                textcoords="offset points",
+                ha=where,
+                va="bottom",
+                color=MUTED,
+                size=8,
+            )
 
 
 # Rows: a line of text on the left, its numbers on the right
@@ -209,17 +257,29 @@ def _rows(axes, groups):
     return placed
 
 
-def ratio_bars(axes: Any, groups: Mapping[str, Sequence[tuple]], better: str = "leanfleet is faster",
-               worse: str = "peer is faster", log: bool = False, all_ratios: Sequence[float] | None = None,
-               count: int = 6) -> None:
+def ratio_bars(
+    axes: Any,
+    groups: Mapping[str, Sequence[tuple]],
+    better: str = "leanfleet is faster",
+    worse: str = "peer is faster",
+    log: bool = False,
+    all_ratios: Sequence[float] | None = None,
+    count: int = 6,
+) -> None:
     """Bars from 1x to ratios of speed. groups: {heading: [(label, ratio, what stands behind it)]}; heading "": none.
     better, worse: what the right and the left side mean; all_ratios: those of all axes that are to have one scale."""
     placed = _rows(axes, groups)
     ratios = [row[1] for _, row in placed]
     for y, (_, ratio, note) in placed:
         axes.barh(y, ratio - 1, 0.66, left=1, color=OURS if ratio >= 1 else RED, zorder=3)
-        axes.annotate(f"{times(ratio)} ({note})" if note else times(ratio), (max(ratio, 1), y), (5, 0),
-                      textcoords="offset points", va="center", size=8.5)
+        axes.annotate(
+            f"{times(ratio)} ({note})" if note else times(ratio),
+            (max(ratio, 1), y),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            size=8.5,
+        )
     ratio_axis(axes.xaxis, all_ratios or ratios, log, count)
     sides(axes, ratios, better, worse)
 
@@ -228,14 +288,26 @@ def value_bars(axes: Any, groups: Mapping[str, Sequence[tuple]], text: Callable[
     """Bars from 0. groups: {heading: [(label, value, ours)]}; text: what stands behind a value; label: of the axis."""
     for y, (_, value, ours) in _rows(axes, groups):
         axes.barh(y, value, 0.66, color=OURS if ours else GREY, zorder=3)
-        axes.annotate(text(value), (value, y), (5, 0), textcoords="offset points", va="center", size=8.5,
-                      weight="bold" if ours else "normal")
+        axes.annotate(
+            text(value),
+            (value, y),
+            (5, 0),
+            textcoords="offset points",
+            va="center",
+            size=8.5,
+            weight="bold" if ours else "normal",
+        )
     axes.set_xlabel(label)
     axes.xaxis.set_major_formatter(lambda value, _: _number(round(value, 9)))
 
 
-def ratio_dots(axes: Any, groups: Mapping[str, Sequence[tuple]], names: Collection[str], colors: Iterable[str],
-               worse: str = "peer is faster") -> None:
+def ratio_dots(
+    axes: Any,
+    groups: Mapping[str, Sequence[tuple]],
+    names: Collection[str],
+    colors: Iterable[str],
+    worse: str = "peer is faster",
+) -> None:
     """Ratios of several series a row. groups: {heading: [(label, {name: ratio})]}; names: of series, in order."""
     placed = _rows(axes, groups)
     ratios = [r for _, (_, found) in placed for r in found.values()]
@@ -259,8 +331,15 @@ def lines(axes: Any, series: Mapping[str, Sequence[tuple[float, float]]], colors
         if not points:
             continue
         color = colors[number % len(colors)]
-        axes.plot(*zip(*points, strict=True), marker=MARKERS[number % len(MARKERS)], linestyle=DASHES[number % len(DASHES)],
-                  color=color, label=name, markeredgecolor=CARD, markersize=7)
+        axes.plot(
+            *zip(*points, strict=True),
+            marker=MARKERS[number % len(MARKERS)],
+            linestyle=DASHES[number % len(DASHES)],
+            color=color,
+            label=name,
+            markeredgecolor=CARD,
+            markersize=7,
+        )
         label = axes.annotate(name, points[-1], (9, 0), textcoords="offset points", va="center", size=LABEL_POINTS)
         axes.figure.labels.append((axes, label))
 
@@ -271,8 +350,7 @@ def _part_labels(figure, gap=12.5):
         return
     figure.draw_without_rendering()
     for axes in dict.fromkeys(a for a, _ in figure.labels):
-        found = [(axes.transData.transform(label.xy)[1] * 72 / figure.dpi, label)
-                 for of, label in figure.labels if of is axes]
+        found = [(axes.transData.transform(label.xy)[1] * 72 / figure.dpi, label) for of, label in figure.labels if of is axes]
         found.sort(key=lambda item: item[0])
         heights = [y for y, _ in found]
         for _ in range(200):

@@ -29,9 +29,12 @@ class LeanfleetArgs(BaseArgs):
     """
 
     def add_parser_args_impl(self) -> None:
-        self.group.add_argument("--no-leanfleet", action="store_true", default=None,
-                                help="Do not register leanfleet's kernels with ONNX Runtime: the model's function "
-                                "bodies run")
+        self.group.add_argument(
+            "--no-leanfleet",
+            action="store_true",
+            default=None,
+            help="Do not register leanfleet's kernels with ONNX Runtime: the model's function bodies run",
+        )
 
     def parse_impl(self, args: Any) -> None:
         """Extends what the groups of --onnxrt, --pluginref and of the inputs write into the script.
@@ -65,10 +68,17 @@ class LeanfleetArgs(BaseArgs):
             if metadata:
                 script.add_import(imports=["TensorMetadata"], frm="polygraphy.common")
             script.add_import(imports=["FittingDataLoader"], frm=__name__)
-            return script.set_data_loader(make_invocable(
-                "FittingDataLoader", model_args.path, seed=data_args.seed, iterations=data_args.iterations,
-                input_metadata=metadata, val_range=data_args.val_range,
-                data_loader_backend_module=data_args.data_loader_backend_module))
+            return script.set_data_loader(
+                make_invocable(
+                    "FittingDataLoader",
+                    model_args.path,
+                    seed=data_args.seed,
+                    iterations=data_args.iterations,
+                    input_metadata=metadata,
+                    val_range=data_args.val_range,
+                    data_loader_backend_module=data_args.data_loader_backend_module,
+                )
+            )
 
         data_args.add_to_script_impl = add_fitting_data_loader
         session_args.add_to_script_impl = add_session_with_kernels

@@ -229,10 +229,17 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
     specs = []
     for name, entry in tomllib.loads(Path(path).read_text()).items():
         spec = OpSpec(
-            name, entry["version"], entry["folder"], entry["doc"],
-            tuple(map(_tensor, entry["inputs"])), tuple(map(_tensor, entry["outputs"])),
-            tuple(map(_attr, entry["attrs"])), tuple(map(_rule, entry.get("rules", ()))), entry.get("mutating"),
-            *(entry.get(text, "").strip("\n") for text in ("paper", "equation", "example")))
+            name,
+            entry["version"],
+            entry["folder"],
+            entry["doc"],
+            tuple(map(_tensor, entry["inputs"])),
+            tuple(map(_tensor, entry["outputs"])),
+            tuple(map(_attr, entry["attrs"])),
+            tuple(map(_rule, entry.get("rules", ()))),
+            entry.get("mutating"),
+            *(entry.get(text, "").strip("\n") for text in ("paper", "equation", "example")),
+        )
         optional_inputs = {t.name for t in spec.inputs if t.optional}
         names = {t.name for t in spec.inputs} | {a.name for a in spec.attrs} | set(spec.symbols)
         conditions = [s.condition for t in spec.inputs + spec.outputs for s in t.shapes if s.condition]
@@ -256,8 +263,9 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
 def check_version(version: int) -> None:
     """Raises ValueError where a model imports another version of the domain than there is."""
     if version != OPSET_VERSION:
-        raise ValueError(f"the model imports version {version} of the domain {DOMAIN}; this leanfleet has version "
-                         f"{OPSET_VERSION}")
+        raise ValueError(
+            f"the model imports version {version} of the domain {DOMAIN}; this leanfleet has version {OPSET_VERSION}"
+        )
 
 
 def check_attributes(op_name: str, node: str, names: Iterable[str]) -> None:

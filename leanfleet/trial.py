@@ -31,8 +31,21 @@ TOLERANCE = {
 }
 
 # Sizes of make_inputs for open dimensions that stand for a symbol of ops.toml; any other open dimension is 2.
-SIZES = {"H": 6, "N": 7, "Nq": 7, "D": 16, "R": 16, "Dv": 16, "S": 64, "total": 64, "P": 16, "block": 16, "M": 4,
-         "positions": 64, "half": 8}
+SIZES = {
+    "H": 6,
+    "N": 7,
+    "Nq": 7,
+    "D": 16,
+    "R": 16,
+    "Dv": 16,
+    "S": 64,
+    "total": 64,
+    "P": 16,
+    "block": 16,
+    "M": 4,
+    "positions": 64,
+    "half": 8,
+}
 
 
 def leanfleet_nodes(model: onnx.ModelProto) -> list[onnx.NodeProto]:
@@ -63,8 +76,9 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
 # Inputs
 
 
-def make_inputs(model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, seed: int = 0,
-                symbols: dict[str, int] | None = None) -> OrderedDict[str, np.ndarray]:
+def make_inputs(
+    model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, seed: int = 0, symbols: dict[str, int] | None = None
+) -> OrderedDict[str, np.ndarray]:
     """Random inputs that mean something for a model with leanfleet nodes: an ordered dict of numpy arrays.
 
     Lengths lie within the caches, page tables and state indices hold valid distinct rows, decays are not positive,
@@ -85,8 +99,11 @@ def make_inputs(model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, 
         node, argument = uses.get(value.name, (None, None))
         shape = shapes[value.name]
         if dtype.kind in "iu":
-            array = (random.integers(0, rows.get(value.name, 2), shape) if node is None else
-                     _integers(node, argument.name, shape, _dims(node, shapes), made, random))
+            array = (
+                random.integers(0, rows.get(value.name, 2), shape)
+                if node is None
+                else _integers(node, argument.name, shape, _dims(node, shapes), made, random)
+            )
         elif dtype.kind == "f" or dtype == BFLOAT16:
             array = random.standard_normal(shape)
             if node is not None:
@@ -97,8 +114,9 @@ def make_inputs(model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, 
     return OrderedDict((v.name, made[v.name]) for v in values)
 
 
-def fitted(model: onnx.ModelProto, feed: Mapping[str, np.ndarray], seed: int = 0,
-           keep: Collection[str] = ()) -> OrderedDict[str, np.ndarray]:
+def fitted(
+    model: onnx.ModelProto, feed: Mapping[str, np.ndarray], seed: int = 0, keep: Collection[str] = ()
+) -> OrderedDict[str, np.ndarray]:
     """A feed with its values made into ones that the model's leanfleet nodes take, as make_inputs makes them; sizes stay.
 
     keep: names of inputs that stay as they are, as do those that no leanfleet node takes, directly or through casts and
@@ -106,15 +124,23 @@ def fitted(model: onnx.ModelProto, feed: Mapping[str, np.ndarray], seed: int = 0
     """
     random = np.random.default_rng(seed)
     uses, _ = _uses(model.graph)
-    open_sizes = {d.dim_param: size for v in model.graph.input if v.name in feed
-                  for d, size in zip(v.type.tensor_type.shape.dim, feed[v.name].shape, strict=True) if d.dim_param}
+    open_sizes = {
+        d.dim_param: size
+        for v in model.graph.input
+        if v.name in feed
+        for d, size in zip(v.type.tensor_type.shape.dim, feed[v.name].shape, strict=True)
+        if d.dim_param
+    }
     shapes = _shapes(model.graph, open_sizes) | {name: list(array.shape) for name, array in feed.items()}
     made = {}
     for name in sorted(feed, key=lambda name: name not in uses or uses[name][1].name != "cu_seqlens"):
         array, (node, argument) = feed[name], uses.get(name, (None, None))
         if node is not None and name not in keep:
-            fit = _meaningful(node, argument.name, array, _dims(node, shapes)) if argument.type != "I" else _integers(
-                node, argument.name, array.shape, _dims(node, shapes), made, random)
+            fit = (
+                _meaningful(node, argument.name, array, _dims(node, shapes))
+                if argument.type != "I"
+                else _integers(node, argument.name, array.shape, _dims(node, shapes), made, random)
+            )
             array = np.asarray(fit).astype(array.dtype)
         made[name] = array
     return OrderedDict((name, made[name]) for name in feed)
@@ -174,8 +200,11 @@ def _shapes(graph, sizes, usual=SIZES):
         return d.dim_value if d.HasField("dim_value") else d.dim_param or None
 
     nodes = [node for node in graph.node if node.domain == spec.DOMAIN]
-    shapes = {v.name: [size(d) for d in v.type.tensor_type.shape.dim] for v in [*graph.value_info, *graph.input]
-              if v.type.tensor_type.HasField("shape")}
+    shapes = {
+        v.name: [size(d) for d in v.type.tensor_type.shape.dim]
+        for v in [*graph.value_info, *graph.input]
+        if v.type.tensor_type.HasField("shape")
+    }
     shapes |= {i.name: list(i.dims) for i in graph.initializer}
     for value in graph.input:
         if value.name not in shapes:
@@ -183,8 +212,10 @@ def _shapes(graph, sizes, usual=SIZES):
     inputs = {v.name for v in graph.input}
     names = list(dict.fromkeys(d for v in graph.input for d in shapes[v.name] if isinstance(d, str)))
     if unknown := set(sizes) - set(names):
-        raise ValueError(f"size {', '.join(sorted(unknown))}: no such open dimension in the model's inputs, which have "
-                         f"{', '.join(names) or 'none'}")
+        raise ValueError(
+            f"size {', '.join(sorted(unknown))}: no such open dimension in the model's inputs, which have "
+            f"{', '.join(names) or 'none'}"
+        )
 
     known = dict(sizes)
     for node in nodes:
@@ -199,8 +230,9 @@ def _shapes(graph, sizes, usual=SIZES):
                 op = spec.all_specs()[node.op_type]
                 dims = dict.fromkeys(op.symbols, 2) | usual | _dims(node, shapes)
                 dims = op.equal_sizes(dims, op.given((), attributes_of(node)))
-                shapes[name] = [d if isinstance(d, int) else axis.size(dims)
-                                for d, axis in zip(shapes[name], axes, strict=True)]
+                shapes[name] = [
+                    d if isinstance(d, int) else axis.size(dims) for d, axis in zip(shapes[name], axes, strict=True)
+                ]
     for name in inputs:
         shapes[name] = [d if isinstance(d, int) else 2 for d in shapes[name]]
     return shapes
@@ -304,16 +336,24 @@ def _clear(cache, past):
 
 def _case(model, tokens, filled, spread):
     graph, origin = model.graph, _origin(model.graph)
-    roles = {origin(node.input[i]): role for node in graph.node if node.op_type in _ROLES
-             and (node.op_type != "LeanAttention" or attributes_of(node).get("append"))
-             for i, role in _ROLES[node.op_type].items() if i < len(node.input) and node.input[i]}
+    roles = {
+        origin(node.input[i]): role
+        for node in graph.node
+        if node.op_type in _ROLES and (node.op_type != "LeanAttention" or attributes_of(node).get("append"))
+        for i, role in _ROLES[node.op_type].items()
+        if i < len(node.input) and node.input[i]
+    }
     _, rows = _uses(graph)
     initializers = {i.name for i in graph.initializer}
     values = [v for v in graph.input if v.name not in initializers]
     roles |= {v.name: _OUR_LENGTHS[v.name] for v in values if v.name in _OUR_LENGTHS}
     lasting = {d.dim_param for v in graph.output for d in v.type.tensor_type.shape.dim if d.dim_param}
-    told = any(roles.get(v.name) == "last" or roles.get(v.name) == "past" and
-               any(d.dim_param in lasting for d in list(v.type.tensor_type.shape.dim)[2:]) for v in values)
+    told = any(
+        roles.get(v.name) == "last"
+        or roles.get(v.name) == "past"
+        and any(d.dim_param in lasting for d in list(v.type.tensor_type.shape.dim)[2:])
+        for v in values
+    )
     # Caches that stay as long as they are need room for the new tokens; others are the past, no more and no less.
     sizes = {"batch": 2, "tokens": tokens, "past": 4 if told or filled else 0}
     names = {}
@@ -334,8 +374,14 @@ def _case(model, tokens, filled, spread):
         if not tensor.HasField("shape"):
             raise ValueError(f"input {v.name} has no shape: no values can be made up")
         shape = [size(d, v.name, i, len(tensor.shape.dim)) for i, d in enumerate(tensor.shape.dim)]
-        feed[v.name] = _value(onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type), shape, v.name, roles.get(v.name),
-                              rows.get(v.name, 2), random)
+        feed[v.name] = _value(
+            onnx.helper.tensor_dtype_to_np_dtype(tensor.elem_type),
+            shape,
+            v.name,
+            roles.get(v.name),
+            rows.get(v.name, 2),
+            random,
+        )
     _fill(feed, roles, tokens, filled, random)
     return feed
 
@@ -374,8 +420,9 @@ def _fill(feed, roles, tokens, filled, random):
             feed[name][:] = random.integers(1, 4, feed[name].shape)
     if not lengths:
         return
-    tokens = next((a.shape[1] for name, a in feed.items() if name not in roles and a.ndim in (2, 3)
-                   and "mask" not in name), tokens)
+    tokens = next(
+        (a.shape[1] for name, a in feed.items() if name not in roles and a.ndim in (2, 3) and "mask" not in name), tokens
+    )
     batch, room = feed[next(iter(lengths))].size, min((c.shape[2] for c in caches), default=0)
     past = random.integers(0, max(room - tokens + 1, 1), batch) * filled
     for name, role in lengths.items():
@@ -398,8 +445,11 @@ def run_session(session: Any, feed: Mapping[str, np.ndarray]) -> OrderedDict[str
     values = {}
     for name, array in feed.items():
         array = np.ascontiguousarray(array)
-        values[name] = (OrtValue.ortvalue_from_numpy(array) if array.dtype != BFLOAT16 else
-                        OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16))
+        values[name] = (
+            OrtValue.ortvalue_from_numpy(array)
+            if array.dtype != BFLOAT16
+            else OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
+        )
     outputs = session.run_with_ort_values(None, values)
     return OrderedDict((o.name, _array(value)) for o, value in zip(session.get_outputs(), outputs, strict=True))
 
@@ -426,8 +476,7 @@ def tolerances(model: onnx.ModelProto, judge: Mapping[str, np.ndarray]) -> dict[
     graph = model.graph
     types = {t.data_type for t in graph.initializer}
     types |= {v.type.tensor_type.elem_type for v in [*graph.input, *graph.value_info]}
-    dtype = ("bfloat16" if onnx.TensorProto.BFLOAT16 in types else "float16" if onnx.TensorProto.FLOAT16 in types
-             else "float32")
+    dtype = "bfloat16" if onnx.TensorProto.BFLOAT16 in types else "float16" if onnx.TensorProto.FLOAT16 in types else "float32"
     low = dtype != "float32"
     losses = []  # of each leanfleet node, in the units of TOLERANCE
     upstream = {}  # tensor -> the nodes it depends on: bit i stands for losses[i]

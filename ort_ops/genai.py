@@ -15,8 +15,22 @@ from typing import Any
 import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
-from leanfleet.decoder_contract import (DECODER, INPUT_IDS, KEY, LOGITS, MODEL_FILE, QUERY_LENS, SEQ_LENS, STATE, VALUE,
-                                        Facts, cache_name, is_part, layer_of, read_facts)
+from leanfleet.decoder_contract import (
+    DECODER,
+    INPUT_IDS,
+    KEY,
+    LOGITS,
+    MODEL_FILE,
+    QUERY_LENS,
+    SEQ_LENS,
+    STATE,
+    VALUE,
+    Facts,
+    cache_name,
+    is_part,
+    layer_of,
+    read_facts,
+)
 from leanfleet.files import new_folder
 from leanfleet.ort_library import get_library_path
 
@@ -61,8 +75,9 @@ def _adapt(graph: ir.Graph, folder: Path) -> dict[str, ir.Value]:
     inputs = {v.name: v for v in graph.inputs}
     logits = next((v for v in graph.outputs if v.name == LOGITS), None)
     if {n for n in inputs if not DECODER.is_cache(n)} != {t.name for t in DECODER.inputs} or logits is None:
-        raise ValueError(f"{folder / MODEL_FILE} is no decoder of {DECODER.writer}: its inputs are "
-                         f"{', '.join(list(inputs)[:4])}, ...")
+        raise ValueError(
+            f"{folder / MODEL_FILE} is no decoder of {DECODER.writer}: its inputs are {', '.join(list(inputs)[:4])}, ..."
+        )
     batch, tokens = inputs[INPUT_IDS].shape
     mask = ir.Value(name=MASK, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([batch, "total"]))
     tape = ir.tape.Tape()
@@ -90,8 +105,11 @@ def _adapt(graph: ir.Graph, folder: Path) -> dict[str, ir.Value]:
     caches = {name: v for name, v in inputs.items() if DECODER.is_cache(name)}
     for name in [name for name in caches if is_part(name, STATE)]:
         layer = layer_of(name)
-        past = ir.Value(name=DECODER.past + cache_name(layer, CONV_STATE), type=ir.TensorType(ir.DataType.FLOAT),
-                        shape=ir.Shape([batch, 1, 1]))
+        past = ir.Value(
+            name=DECODER.past + cache_name(layer, CONV_STATE),
+            type=ir.TensorType(ir.DataType.FLOAT),
+            shape=ir.Shape([batch, 1, 1]),
+        )
         present = ir.node("Identity", [past], name=f"genai/conv_state_{layer}")
         value = present.outputs[0]
         value.name, value.type, value.shape = DECODER.output_of(past.name), past.type, past.shape
@@ -131,18 +149,37 @@ def _config(facts: Facts, caches: dict[str, ir.Value], library: str, special: di
     layers = 1 + max(layer_of(name) for name in caches)
     stop = facts["stop_tokens"]
     context = facts.get("max_positions") or DEFAULT_CONTEXT
-    inputs, outputs = ({f"{word}_{part}_names": prefix + cache_name("%d", part) for part in (KEY, VALUE)}
-                       for prefix, word in ((DECODER.past, "past"), (DECODER.present, "present")))
+    inputs, outputs = (
+        {f"{word}_{part}_names": prefix + cache_name("%d", part) for part in (KEY, VALUE)}
+        for prefix, word in ((DECODER.past, "past"), (DECODER.present, "present"))
+    )
     model = {
         "type": "llama",  # genai's word for a decoder of this interface, whatever the architecture
-        "vocab_size": facts["vocabulary"], "context_length": context,
-        "bos_token_id": special.get("bos_token", stop[0] if stop else 0), "eos_token_id": stop,
+        "vocab_size": facts["vocabulary"],
+        "context_length": context,
+        "bos_token_id": special.get("bos_token", stop[0] if stop else 0),
+        "eos_token_id": stop,
         "pad_token_id": special.get("pad_token", stop[0] if stop else 0),
         "decoder": {
             "session_options": {"log_id": "onnxruntime-genai", "custom_ops_library": library, "provider_options": []},
-            "filename": MODEL_FILE, "head_size": size, "num_hidden_layers": layers, "num_key_value_heads": heads,
-            "num_attention_heads": heads, "hidden_size": heads * size,
+            "filename": MODEL_FILE,
+            "head_size": size,
+            "num_hidden_layers": layers,
+            "num_key_value_heads": heads,
+            "num_attention_heads": heads,
+            "hidden_size": heads * size,
             "inputs": {"input_ids": INPUT_IDS, "attention_mask": MASK, **inputs},
-            "outputs": {"logits": LOGITS, **outputs}}}
-    return {"model": model, "search": {"do_sample": False, "num_beams": 1, "num_return_sequences": 1, "min_length": 0,
-                                       "max_length": context, "past_present_share_buffer": True}}
+            "outputs": {"logits": LOGITS, **outputs},
+        },
+    }
+    return {
+        "model": model,
+        "search": {
+            "do_sample": False,
+            "num_beams": 1,
+            "num_return_sequences": 1,
+            "min_length": 0,
+            "max_length": context,
+            "past_present_share_buffer": True,
+        },
+    }

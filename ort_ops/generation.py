@@ -14,8 +14,17 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leanfleet.decoder_contract import (BATCH, CAPACITY, DECODER, LOGITS, MODEL_FILE, SESSION_TYPES, TOKENS, check_interface,
-                                        read_facts)
+from leanfleet.decoder_contract import (
+    BATCH,
+    CAPACITY,
+    DECODER,
+    LOGITS,
+    MODEL_FILE,
+    SESSION_TYPES,
+    TOKENS,
+    check_interface,
+    read_facts,
+)
 from leanfleet.generation import FolderTokenizer as FolderTokenizer
 from leanfleet.generation import Statistics as Statistics
 from leanfleet.generation import TextStream as TextStream
@@ -67,8 +76,13 @@ class DecoderSession(FolderTokenizer):
         return self.captured[key]
 
 
-def load_decoder(folder: str | Path, providers: Providers | None = None, session_options: SessionOptions | None = None,
-                 library: bool = True, cuda_graph: bool = False) -> DecoderSession:
+def load_decoder(
+    folder: str | Path,
+    providers: Providers | None = None,
+    session_options: SessionOptions | None = None,
+    library: bool = True,
+    cuda_graph: bool = False,
+) -> DecoderSession:
     """Opens a folder with model.onnx and leanfleet.json.
 
     session_options: None: new ones, on CUDA without memory patterns, which can double the memory of long prompts.
@@ -84,10 +98,15 @@ def load_decoder(folder: str | Path, providers: Providers | None = None, session
     check_interface(session, folder / MODEL_FILE, DECODER, facts["vocabulary"])
     if len(session.get_outputs()[0].shape) != 2:
         raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
-    return DecoderSession(session=session, folder=folder, in_place=library,
-                          caches=[i for i in session.get_inputs() if DECODER.is_cache(i.name)],
-                          vocabulary=facts["vocabulary"], stop_tokens=facts["stop_tokens"],
-                          max_positions=facts["max_positions"])
+    return DecoderSession(
+        session=session,
+        folder=folder,
+        in_place=library,
+        caches=[i for i in session.get_inputs() if DECODER.is_cache(i.name)],
+        vocabulary=facts["vocabulary"],
+        stop_tokens=facts["stop_tokens"],
+        max_positions=facts["max_positions"],
+    )
 
 
 class _Steps:
@@ -136,8 +155,10 @@ class _Steps:
     def _graph_bindings(self, batch: int) -> list[tuple[IOBinding, RunOptions]]:
         """[(binding, run options)] of the captured decode steps, one a turn: all addresses are fixed."""
         ort = self.onnxruntime
-        self.inputs = {t.name: ort.OrtValue.ortvalue_from_numpy(np.ones(t.sizes({BATCH: batch, TOKENS: 1}), t.type), "cuda", 0)
-                       for t in DECODER.inputs}
+        self.inputs = {
+            t.name: ort.OrtValue.ortvalue_from_numpy(np.ones(t.sizes({BATCH: batch, TOKENS: 1}), t.type), "cuda", 0)
+            for t in DECODER.inputs
+        }
         self.logits = ort.OrtValue.ortvalue_from_shape_and_type([batch, self.decoder.vocabulary], np.float32, "cuda", 0)
         graphs = []
         first = 1 + 2 * len(self.decoder.captured)  # a graph belongs to its addresses: each batch has ids of its own

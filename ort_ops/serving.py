@@ -14,8 +14,20 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from leanfleet.decoder_contract import (BLOCK_TABLE, LAST, LOGITS, MODEL_FILE, ROWS, SEQ_LENS, SERVING,
-                                        SESSION_TYPES, SLOTS, check_interface, packed, read_facts)
+from leanfleet.decoder_contract import (
+    BLOCK_TABLE,
+    LAST,
+    LOGITS,
+    MODEL_FILE,
+    ROWS,
+    SEQ_LENS,
+    SERVING,
+    SESSION_TYPES,
+    SLOTS,
+    check_interface,
+    packed,
+    read_facts,
+)
 from leanfleet.generation import check_positive, check_prompt, check_sampling, choose, default_new_tokens, stop_set
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
 
@@ -98,17 +110,27 @@ class ContinuousBatch:
     step_tokens and for cuda_graph without the library, and what make_session raises.
     """
 
-    def __init__(self, folder: str | Path, pages: int, max_requests: int = 16, step_tokens: int = 256,
-                 providers: Providers | None = None, session_options: SessionOptions | None = None, library: bool = True,
-                 cuda_graph: bool = False) -> None:
+    def __init__(
+        self,
+        folder: str | Path,
+        pages: int,
+        max_requests: int = 16,
+        step_tokens: int = 256,
+        providers: Providers | None = None,
+        session_options: SessionOptions | None = None,
+        library: bool = True,
+        cuda_graph: bool = False,
+    ) -> None:
         import onnxruntime
 
         check_positive("pages", pages)
         if max_requests < 1:
             raise ValueError(f"max_requests is how many requests run at once, at least one; found {max_requests}")
         if step_tokens < max_requests:
-            raise ValueError(f"step_tokens {step_tokens} is less than max_requests {max_requests}: every running request takes "
-                             "one token a step")
+            raise ValueError(
+                f"step_tokens {step_tokens} is less than max_requests {max_requests}: every running request takes "
+                "one token a step"
+            )
         if cuda_graph and not library:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
         if cuda_graph:
@@ -142,8 +164,17 @@ class ContinuousBatch:
         self.bind_pools(self.binding)
         self.logits = np.empty((max_requests, self.vocabulary), np.float32)
 
-    def add(self, prompt: Iterable[int], max_new_tokens: int | None = None, stop_tokens: Iterable[int] | None = None, *,
-            temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> Request:
+    def add(
+        self,
+        prompt: Iterable[int],
+        max_new_tokens: int | None = None,
+        stop_tokens: Iterable[int] | None = None,
+        *,
+        temperature: float = 0.0,
+        top_k: int = 0,
+        top_p: float = 1.0,
+        seed: int = 0,
+    ) -> Request:
         """Queues a request of token ids; returns its Request. Greedy by default.
 
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
@@ -160,8 +191,10 @@ class ContinuousBatch:
         if self.max_positions and needed > self.max_positions:
             raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
         if -(-needed // self.block) > self.pages:
-            raise ValueError(f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
-                             f"pages of {self.block}; the pool has {self.pages}. Make it larger, or ask for fewer tokens")
+            raise ValueError(
+                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
+                f"pages of {self.block}; the pool has {self.pages}. Make it larger, or ask for fewer tokens"
+            )
         request = Request(prompt, max_new_tokens, stop, temperature, top_k, top_p, seed)
         self.queue.append(request)
         return request
@@ -211,8 +244,11 @@ class ContinuousBatch:
         chosen = self._schedule()
         if not chosen:
             return []
-        feed = packed([r.tokens[-1:] or r.prompt[r.cached:r.cached + count] for r, count in chosen],
-                      [r.cached for r, _ in chosen], [r.pages for r, _ in chosen])
+        feed = packed(
+            [r.tokens[-1:] or r.prompt[r.cached : r.cached + count] for r, count in chosen],
+            [r.cached for r, _ in chosen],
+            [r.pages for r, _ in chosen],
+        )
         logits = self._run(feed)
         tokens = [self._next_token(*of, row) for of, row in zip(chosen, logits, strict=True)]
         # Nothing of what follows can fail: a request changes with all others or not at all.
@@ -254,6 +290,7 @@ class ContinuousBatch:
 
     def _captured_step(self, captured: dict[tuple[int, int], _Captured], rows: int, table: int) -> _Captured:
         """That for steps of so many requests with tables of so many pages, at least."""
+
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
@@ -266,7 +303,7 @@ class ContinuousBatch:
         """Logits [B,vocabulary] of a call, which the next one may overwrite."""
         if self.captured is not None and feed[SLOTS].shape[1] == 1:
             return self._captured_step(self.captured, *feed[BLOCK_TABLE].shape).run(feed)
-        logits = self.logits[:len(feed[LAST])]
+        logits = self.logits[: len(feed[LAST])]
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
         self.binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)

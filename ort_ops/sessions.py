@@ -34,8 +34,10 @@ def _explained(error):
     if not op:
         return error
     types = ", ".join(f"{t.name} {t.type}" for t in op.inputs)
-    return type(error)(f"{error}\n{op.name} takes {types}; T is {', '.join(spec.TYPES['T'][:-1])} or "
-                       f"{spec.TYPES['T'][-1]}, the same for all of them, F is float32, I is int32")
+    return type(error)(
+        f"{error}\n{op.name} takes {types}; T is {', '.join(spec.TYPES['T'][:-1])} or "
+        f"{spec.TYPES['T'][-1]}, the same for all of them, F is float32, I is int32"
+    )
 
 
 def _overridden(model, override, options):
@@ -58,9 +60,14 @@ def _overridden(model, override, options):
     return onnx_ir.to_proto(found).SerializeToString()
 
 
-def make_session(model: str | os.PathLike[str] | bytes | Any, providers: Providers | None = None,
-                 session_options: SessionOptions | None = None, *, override: str | Iterable[str] = (),
-                 **kwargs: Any) -> InferenceSession:
+def make_session(
+    model: str | os.PathLike[str] | bytes | Any,
+    providers: Providers | None = None,
+    session_options: SessionOptions | None = None,
+    *,
+    override: str | Iterable[str] = (),
+    **kwargs: Any,
+) -> InferenceSession:
     """An onnxruntime.InferenceSession that knows leanfleet's operators.
 
     model: a path, the bytes of a model, or an onnx.ModelProto. providers: as InferenceSession takes them; None: CUDA
@@ -80,9 +87,11 @@ def make_session(model: str | os.PathLike[str] | bytes | Any, providers: Provide
     wanted = [p if isinstance(p, str) else p[0] for p in providers or ()]
     for name in wanted:
         if name not in available:
-            raise ValueError(f"provider {name} is not in the installed onnxruntime {ort.__version__}, which has "
-                             f"{', '.join(available)}" + ("; CUDA needs the package onnxruntime-gpu in place of "
-                                                          "onnxruntime" if name.startswith("CUDA") else ""))
+            raise ValueError(
+                f"provider {name} is not in the installed onnxruntime {ort.__version__}, which has "
+                f"{', '.join(available)}"
+                + ("; CUDA needs the package onnxruntime-gpu in place of onnxruntime" if name.startswith("CUDA") else "")
+            )
     if hasattr(model, "SerializeToString"):
         model = model.SerializeToString()
     elif not isinstance(model, bytes):
@@ -96,9 +105,11 @@ def make_session(model: str | os.PathLike[str] | bytes | Any, providers: Provide
     except Exception as error:
         raise _explained(error) from None
     if missing := [name for name in wanted if name not in session.get_providers()]:
-        raise RuntimeError(f"provider {missing[0]} did not start, so that the session would run on "
-                           f"{', '.join(session.get_providers())}; onnxruntime's log above says why. Leave it out of "
-                           "providers, or mend its installation")
+        raise RuntimeError(
+            f"provider {missing[0]} did not start, so that the session would run on "
+            f"{', '.join(session.get_providers())}; onnxruntime's log above says why. Leave it out of "
+            "providers, or mend its installation"
+        )
     return session
 
 
@@ -123,8 +134,9 @@ def onnxruntime_errors(action: str) -> Iterator[None]:
         raise RuntimeError(f"onnxruntime cannot {action}: {error}") from None
 
 
-def open_exported(folder: Path, providers: Providers | None, session_options: SessionOptions | None,
-                  library: bool) -> InferenceSession:
+def open_exported(
+    folder: Path, providers: Providers | None, session_options: SessionOptions | None, library: bool
+) -> InferenceSession:
     """A session of the model in an exported folder. library: see generation.load_decoder. Raises RuntimeError where
     onnxruntime cannot load the model."""
     import onnxruntime
@@ -132,7 +144,11 @@ def open_exported(folder: Path, providers: Providers | None, session_options: Se
     path = str(folder / MODEL_FILE)
     if session_options is None:
         session_options = new_options(
-            providers or (default_providers(onnxruntime.get_available_providers()) if library else ()))
+            providers or (default_providers(onnxruntime.get_available_providers()) if library else ())
+        )
     with onnxruntime_errors(f"load {path}"):
-        return (make_session(path, providers, session_options) if library else
-                onnxruntime.InferenceSession(path, session_options, providers or ["CPUExecutionProvider"]))
+        return (
+            make_session(path, providers, session_options)
+            if library
+            else onnxruntime.InferenceSession(path, session_options, providers or ["CPUExecutionProvider"])
+        )

@@ -100,8 +100,9 @@ def _link_rtx_library():
     except FileExistsError:  # another process was faster
         pass
     except OSError as error:
-        raise RuntimeError(f"TensorRT-RTX's ONNX parser needs {link}, which cannot be made here ({error}): "
-                           f"ln -s {library.name} {link}") from None
+        raise RuntimeError(
+            f"TensorRT-RTX's ONNX parser needs {link}, which cannot be made here ({error}): ln -s {library.name} {link}"
+        ) from None
 
 
 def load(trt: ModuleType | None = None) -> ModuleType:
@@ -275,11 +276,19 @@ class Build:
     gpus: list[str] = field(default_factory=list)
 
 
-def build_engine(model: str | os.PathLike[str] | bytes | onnx.ModelProto, profiles: Profile | Sequence[Profile] | None = None,
-                 path: str | os.PathLike[str] | None = None, *, trt: ModuleType | None = None,
-                 compute_capabilities: Sequence[str] = (), in_place: bool = True, workspace: int | None = None,
-                 progress: Callable[[str, int, int], object] | None = None, embed_plugins: bool = False,
-                 configure: Callable[[Any], object] | None = None) -> Build:
+def build_engine(
+    model: str | os.PathLike[str] | bytes | onnx.ModelProto,
+    profiles: Profile | Sequence[Profile] | None = None,
+    path: str | os.PathLike[str] | None = None,
+    *,
+    trt: ModuleType | None = None,
+    compute_capabilities: Sequence[str] = (),
+    in_place: bool = True,
+    workspace: int | None = None,
+    progress: Callable[[str, int, int], object] | None = None,
+    embed_plugins: bool = False,
+    configure: Callable[[Any], object] | None = None,
+) -> Build:
     """Builds an engine from an ONNX model with leanfleet nodes; they become plugin layers.
 
     model: path, bytes or onnx.ModelProto. profiles: list of dicts, or one dict, for models with open dimensions: either
@@ -299,8 +308,18 @@ def build_engine(model: str | os.PathLike[str] | bytes | onnx.ModelProto, profil
     trt = load(trt)
     gpus = _gpus(trt, compute_capabilities)
     with new_file(path) if path is not None else nullcontext() as new:
-        build = _build(trt, proto, source, profiles, gpus if compute_capabilities else (), in_place, workspace, progress,
-                       embed_plugins, configure)
+        build = _build(
+            trt,
+            proto,
+            source,
+            profiles,
+            gpus if compute_capabilities else (),
+            in_place,
+            workspace,
+            progress,
+            embed_plugins,
+            configure,
+        )
         build.gpus = gpus
         if new is not None:
             new.write_bytes(build.engine)
@@ -320,8 +339,11 @@ def _build(trt, proto, source, profiles, gpus, in_place, workspace, progress, em
     if not parser.parse(proto.SerializeToString(), source):
         raise failure(trt, "cannot parse the model")
     layers = [network.get_layer(i) for i in range(network.num_layers)]
-    build = Build(b"", [(layer.name, _operator_of(layer, proto)) for layer in layers
-                        if layer.type == trt.LayerType.PLUGIN_V3], runtime=f"{trt.__name__} {trt.__version__}")
+    build = Build(
+        b"",
+        [(layer.name, _operator_of(layer, proto)) for layer in layers if layer.type == trt.LayerType.PLUGIN_V3],
+        runtime=f"{trt.__name__} {trt.__version__}",
+    )
     config = builder.create_builder_config()
     if workspace is not None:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, workspace)
@@ -365,17 +387,24 @@ def _gpus(trt, capabilities):
     capabilities, others_possible = [str(c) for c in capabilities], hasattr(trt.IBuilderConfig, "set_compute_capability")
     if not capabilities:
         if problem := driver.why_no_gpu():
-            others = ("say which one to build for with compute_capabilities (--compute-capability), such as 8.9"
-                      if others_possible else f"{trt.__name__} builds on the GPU that the engine is for")
+            others = (
+                "say which one to build for with compute_capabilities (--compute-capability), such as 8.9"
+                if others_possible
+                else f"{trt.__name__} builds on the GPU that the engine is for"
+            )
             raise ValueError(f"{problem}: {others}")
         return [driver.gpus()[0].capability]
     if not others_possible:
-        raise ValueError(f"compute_capabilities are {', '.join(capabilities)}, but {trt.__name__} builds for the GPU that is "
-                         "here alone; TensorRT-RTX builds for others")
+        raise ValueError(
+            f"compute_capabilities are {', '.join(capabilities)}, but {trt.__name__} builds for the GPU that is "
+            "here alone; TensorRT-RTX builds for others"
+        )
     known = [n for n in trt.ComputeCapability.__members__ if n.startswith("SM")]
     if unknown := [c for c in capabilities if _member(c) not in known]:
-        raise ValueError(f"compute capability {unknown[0]} is unknown to {trt.__name__} {trt.__version__}; it knows "
-                         + ", ".join(f"{n[2:-1]}.{n[-1]}" for n in known))
+        raise ValueError(
+            f"compute capability {unknown[0]} is unknown to {trt.__name__} {trt.__version__}; it knows "
+            + ", ".join(f"{n[2:-1]}.{n[-1]}" for n in known)
+        )
     return capabilities
 
 
@@ -389,23 +418,36 @@ def _profiles(trt, builder, network, proto, profiles):
         return
     given = [profiles] if isinstance(profiles, dict) else profiles
     if not given:
-        raise ValueError(f"the model has open dimensions ({', '.join(sorted(open_dims)) or 'without names'}) and needs "
-                         "profiles: for each dimension the smallest, the usual and the largest size")
+        raise ValueError(
+            f"the model has open dimensions ({', '.join(sorted(open_dims)) or 'without names'}) and needs "
+            "profiles: for each dimension the smallest, the usual and the largest size"
+        )
     for entry in given:
         if unknown := set(entry) - open_dims - {t.name for t in inputs}:
-            raise ValueError(f"profile {', '.join(sorted(unknown))}: no such open dimension or input; the model has the "
-                             f"dimensions {', '.join(sorted(open_dims))} and the inputs {', '.join(t.name for t in inputs)}")
+            raise ValueError(
+                f"profile {', '.join(sorted(unknown))}: no such open dimension or input; the model has the "
+                f"dimensions {', '.join(sorted(open_dims))} and the inputs {', '.join(t.name for t in inputs)}"
+            )
         profile = builder.create_optimization_profile()
-        left_out = {d or f"of {t.name}, without a name" for t in inputs if t.name not in entry
-                    for d, size in zip(names[t.name], t.shape) if size < 0 and d not in entry}
+        left_out = {
+            d or f"of {t.name}, without a name"
+            for t in inputs
+            if t.name not in entry
+            for d, size in zip(names[t.name], t.shape)
+            if size < 0 and d not in entry
+        }
         if left_out:
-            raise ValueError(f"a profile leaves out the open dimension {', '.join(sorted(left_out))}: each needs its smallest, "
-                             "usual and largest size, such as batch=1:1:8")
+            raise ValueError(
+                f"a profile leaves out the open dimension {', '.join(sorted(left_out))}: each needs its smallest, "
+                "usual and largest size, such as batch=1:1:8"
+            )
         for tensor in inputs:
             shapes = entry.get(tensor.name)
             if shapes is None:
-                shapes = [[size if size >= 0 else entry[d][end] for d, size in zip(names[tensor.name], tensor.shape)]
-                          for end in range(3)]
+                shapes = [
+                    [size if size >= 0 else entry[d][end] for d, size in zip(names[tensor.name], tensor.shape)]
+                    for end in range(3)
+                ]
             if any(not low <= usual <= high for low, usual, high in zip(*shapes)):
                 raise ValueError(f"profile of {tensor.name} is {shapes}: sizes must not fall from the smallest to the largest")
             profile.set_shape(tensor.name, *map(tuple, shapes))
@@ -414,6 +456,7 @@ def _profiles(trt, builder, network, proto, profiles):
 
 def _progress_monitor(trt, progress):
     """A monitor that tells `progress` (None: nobody) about steps, and stops the build once `going` is false."""
+
     class Monitor(trt.IProgressMonitor):
         def __init__(self) -> None:
             trt.IProgressMonitor.__init__(self)
@@ -445,8 +488,10 @@ def _progress_monitor(trt, progress):
 def _interrupting(monitor):
     """Ctrl-C stops the build at its next step and is raised behind it: raised inside a callback of TensorRT's, as Python
     would, it ends the process."""
-    if (threading.current_thread() is not threading.main_thread()
-            or signal.getsignal(signal.SIGINT) is not signal.default_int_handler):
+    if (
+        threading.current_thread() is not threading.main_thread()
+        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
+    ):
         yield
         return
     pressed = False
@@ -464,8 +509,9 @@ def _interrupting(monitor):
             raise KeyboardInterrupt
 
 
-def deserialize(engine: bytes | bytearray | str | os.PathLike[str], trt: ModuleType | None = None,
-                host_code: bool = False) -> Any:
+def deserialize(
+    engine: bytes | bytearray | str | os.PathLike[str], trt: ModuleType | None = None, host_code: bool = False
+) -> Any:
     """The ICudaEngine of an engine (bytes or path). Needs a GPU that it was built for.
 
     host_code: lets an engine that holds code for the host, as embed_plugins makes it, run that code in this process, with all
@@ -500,7 +546,13 @@ def inspect(engine: bytes | str | os.PathLike[str], trt: ModuleType | None = Non
     tensors = []
     for i in range(loaded.num_io_tensors):
         name = loaded.get_tensor_name(i)
-        tensors.append({"name": name, "mode": loaded.get_tensor_mode(name).name.lower(),
-                        "type": loaded.get_tensor_dtype(name).name.lower(), "shape": list(loaded.get_tensor_shape(name))})
+        tensors.append(
+            {
+                "name": name,
+                "mode": loaded.get_tensor_mode(name).name.lower(),
+                "type": loaded.get_tensor_dtype(name).name.lower(),
+                "shape": list(loaded.get_tensor_shape(name)),
+            }
+        )
     text = loaded.create_engine_inspector().get_engine_information(trt.LayerInformationFormat.JSON)
     return {"tensors": tensors, "profiles": loaded.num_optimization_profiles, "layers": json.loads(text).get("Layers", [])}

@@ -23,6 +23,7 @@ def engine_loader(model: Any, profiles: Any = None, trt: ModuleType | None = Non
 
     Polygraphy chooses between tensorrt and tensorrt_rtx when it is imported: POLYGRAPHY_USE_TENSORRT_RTX=1 for the latter.
     """
+
     def load() -> Any:
         built = trt_plugins.build_engine(model, profiles, trt=trt, **options)
         return trt_plugins.deserialize(built.engine, trt, host_code=options.get("embed_plugins", False))

@@ -30,8 +30,14 @@ class _TorchMemory:
         if not torch.cuda.is_available():
             raise RuntimeError("this torch has no CUDA, or no GPU is here: install torch's CUDA build, or cuda-python")
         self.stream = torch.cuda.Stream()
-        self.dtypes = {"FLOAT": torch.float32, "HALF": torch.float16, "BF16": torch.bfloat16, "INT32": torch.int32,
-                       "INT64": torch.int64, "BOOL": torch.bool}
+        self.dtypes = {
+            "FLOAT": torch.float32,
+            "HALF": torch.float16,
+            "BF16": torch.bfloat16,
+            "INT32": torch.int32,
+            "INT64": torch.int64,
+            "BOOL": torch.bool,
+        }
 
     @property
     def stream_address(self):
@@ -40,8 +46,9 @@ class _TorchMemory:
     def put(self, value, dtype):
         """A tensor on the GPU with the value of a tensor or array, in the engine's type."""
         if isinstance(value, np.ndarray):
-            value = self.torch.from_numpy(np.ascontiguousarray(value.astype(np.float32) if value.dtype.name == "bfloat16"
-                                                               else value))
+            value = self.torch.from_numpy(
+                np.ascontiguousarray(value.astype(np.float32) if value.dtype.name == "bfloat16" else value)
+            )
         return value.to("cuda", self.dtypes[dtype]).contiguous()
 
     def empty(self, shape, dtype):
@@ -77,8 +84,13 @@ class _CudaPythonMemory:
 
         self.runtime = runtime
         self.stream_address = int(_checked(runtime.cudaStreamCreateWithFlags(runtime.cudaStreamNonBlocking)))
-        self.dtypes = {"FLOAT": np.dtype(np.float32), "HALF": np.dtype(np.float16), "INT32": np.dtype(np.int32),
-                       "INT64": np.dtype(np.int64), "BOOL": np.dtype(bool)}
+        self.dtypes = {
+            "FLOAT": np.dtype(np.float32),
+            "HALF": np.dtype(np.float16),
+            "INT32": np.dtype(np.int32),
+            "INT64": np.dtype(np.int64),
+            "BOOL": np.dtype(bool),
+        }
 
     def dtype(self, name):
         if name == "BF16":
@@ -93,8 +105,11 @@ class _CudaPythonMemory:
     def put(self, value, dtype):
         array = np.ascontiguousarray(np.asarray(value).astype(self.dtype(dtype)))
         buffer = self.empty(array.shape, dtype)
-        _checked(self.runtime.cudaMemcpy(buffer.pointer, array.ctypes.data, buffer.bytes,
-                                         self.runtime.cudaMemcpyKind.cudaMemcpyHostToDevice))
+        _checked(
+            self.runtime.cudaMemcpy(
+                buffer.pointer, array.ctypes.data, buffer.bytes, self.runtime.cudaMemcpyKind.cudaMemcpyHostToDevice
+            )
+        )
         return buffer
 
     def address(self, buffer):
@@ -108,8 +123,11 @@ class _CudaPythonMemory:
 
     def numpy(self, buffer):
         array = np.empty(buffer.shape, buffer.dtype)
-        _checked(self.runtime.cudaMemcpy(array.ctypes.data, buffer.pointer, buffer.bytes,
-                                         self.runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost))
+        _checked(
+            self.runtime.cudaMemcpy(
+                array.ctypes.data, buffer.pointer, buffer.bytes, self.runtime.cudaMemcpyKind.cudaMemcpyDeviceToHost
+            )
+        )
         return array.astype(np.float32) if buffer.dtype.name == "bfloat16" else array
 
 
@@ -133,8 +151,9 @@ def _memory(name: str | None) -> Any:
     try:
         return _CudaPythonMemory()
     except ImportError:
-        raise ImportError("running an engine needs device memory from torch with CUDA, or from cuda-python: "
-                          "pip install cuda-python") from None
+        raise ImportError(
+            "running an engine needs device memory from torch with CUDA, or from cuda-python: pip install cuda-python"
+        ) from None
 
 
 class Engine:
@@ -146,8 +165,11 @@ class Engine:
 
     def __init__(self, engine: Any, trt: ModuleType | None = None, memory: str | None = None, host_code: bool = False) -> None:
         self.trt = trt_plugins.load(trt)
-        self.engine = (trt_plugins.deserialize(engine, self.trt, host_code)
-                       if isinstance(engine, (bytes, bytearray, str, os.PathLike)) else engine)
+        self.engine = (
+            trt_plugins.deserialize(engine, self.trt, host_code)
+            if isinstance(engine, (bytes, bytearray, str, os.PathLike))
+            else engine
+        )
         self.memory = _memory(memory)
         trt_plugins.make_logger(self.trt).errors = []
         self.context = self.engine.create_execution_context()
@@ -172,8 +194,10 @@ class Engine:
     def bind(self, name: str, tensor: Any) -> None:
         """Gives a tensor of the engine an address, and an input its shape. The caller keeps the tensor."""
         if name in self.inputs and not self.context.set_input_shape(name, tuple(tensor.shape)):
-            raise ValueError(f"{name} has shape {list(tensor.shape)}, which the current profile does not allow: "
-                             f"{self.engine.get_tensor_profile_shape(name, self.context.active_optimization_profile)}")
+            raise ValueError(
+                f"{name} has shape {list(tensor.shape)}, which the current profile does not allow: "
+                f"{self.engine.get_tensor_profile_shape(name, self.context.active_optimization_profile)}"
+            )
         self.context.set_tensor_address(name, self.memory.address(tensor))
 
     def enqueue(self, stream: int | None = None) -> None:
@@ -195,8 +219,9 @@ class Engine:
         found = {}
         for name in self.outputs:
             shared = (in_place or {}).get(name)
-            found[name] = bound[shared] if shared else self.memory.empty(tuple(self.context.get_tensor_shape(name)),
-                                                                         self.dtypes[name])
+            found[name] = (
+                bound[shared] if shared else self.memory.empty(tuple(self.context.get_tensor_shape(name)), self.dtypes[name])
+            )
             self.bind(name, found[name])
         self.memory.before()
         self.enqueue()
@@ -207,8 +232,10 @@ class Engine:
         """Ones in the usual sizes of a profile, by name. Raises ValueError for one that the engine has not."""
         self._check_profile(profile)
         types = {"FLOAT": "f4", "HALF": "f2", "BF16": "f4", "INT32": "i4", "INT64": "i8", "BOOL": "?"}
-        return {name: np.ones(tuple(self.engine.get_tensor_profile_shape(name, profile)[1]), types[self.dtypes[name]])
-                for name in self.inputs}
+        return {
+            name: np.ones(tuple(self.engine.get_tensor_profile_shape(name, profile)[1]), types[self.dtypes[name]])
+            for name in self.inputs
+        }
 
     def timed(self, feed: Mapping[str, Any], profile: int = 0, runs: int = 20) -> tuple[dict[str, np.ndarray], float]:
         """(outputs as numpy arrays, median of the milliseconds of a run with its copies from and to the host).
@@ -252,8 +279,13 @@ class Decoder(generation.FolderTokenizer):
         return self.kept[key]
 
 
-def load_decoder(folder: str | Path, engine: bytes | str | os.PathLike[str], trt: ModuleType | None = None,
-                 cuda_graph: bool = True, host_code: bool = False) -> Decoder:
+def load_decoder(
+    folder: str | Path,
+    engine: bytes | str | os.PathLike[str],
+    trt: ModuleType | None = None,
+    cuda_graph: bool = True,
+    host_code: bool = False,
+) -> Decoder:
     """A Decoder of an engine (bytes or path) built from folder/model.onnx with decoder_profiles. Needs torch with CUDA.
 
     cuda_graph: captures the decode step of each batch once and replays it. host_code: see trt_plugins.deserialize.
@@ -261,15 +293,23 @@ def load_decoder(folder: str | Path, engine: bytes | str | os.PathLike[str], trt
     """
     facts = read_facts(folder, DECODER)
     loaded = Engine(engine, trt, memory="torch", host_code=host_code)
-    return Decoder(loaded, Path(folder), [n for n in loaded.inputs if DECODER.is_cache(n)], facts["vocabulary"],
-                   facts["stop_tokens"], facts["max_positions"], cuda_graph)
+    return Decoder(
+        loaded,
+        Path(folder),
+        [n for n in loaded.inputs if DECODER.is_cache(n)],
+        facts["vocabulary"],
+        facts["stop_tokens"],
+        facts["max_positions"],
+        cuda_graph,
+    )
 
 
 Sizes = tuple[int, int, int]  # least, usual and largest, of a dimension in a profile
 
 
-def decoder_profiles(batch: Sizes = (1, 1, 8), tokens: Sizes = (1, 128, 2048),
-                     capacity: Sizes = (16, 2048, 8192)) -> list[dict[str, Sizes]]:
+def decoder_profiles(
+    batch: Sizes = (1, 1, 8), tokens: Sizes = (1, 128, 2048), capacity: Sizes = (16, 2048, 8192)
+) -> list[dict[str, Sizes]]:
     """Profiles of an exported decoder: 0 for prompts, 1 for steps of one token."""
     prompts = {BATCH: batch, TOKENS: tokens, CAPACITY: capacity}
     return [prompts, prompts | {TOKENS: (1, 1, 1)}]
@@ -289,8 +329,10 @@ class _Steps:
             # [batch, Hkv, capacity, D] caches, [batch, Hkv, R, Dv] states: open dimensions in this order
             sizes = iter((batch, capacity))
             self.caches[name] = self.engine.memory.empty([next(sizes) if n < 0 else n for n in shape], self.engine.dtypes[name])
-        self.step_inputs = {t.name: torch.ones(t.sizes({BATCH: batch, TOKENS: 1}), dtype=getattr(torch, t.type), device="cuda")
-                            for t in DECODER.inputs}
+        self.step_inputs = {
+            t.name: torch.ones(t.sizes({BATCH: batch, TOKENS: 1}), dtype=getattr(torch, t.type), device="cuda")
+            for t in DECODER.inputs
+        }
         self.logits = torch.empty(batch, decoder.vocabulary, device="cuda")
 
     def reset(self) -> None:
@@ -346,7 +388,8 @@ class _Steps:
             self.engine.enqueue(self.engine.memory.stream_address)
 
 
-def generate(decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None,
-             **options: Any) -> tuple[list[list[int]], generation.Statistics]:
+def generate(
+    decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any
+) -> tuple[list[list[int]], generation.Statistics]:
     """(list of token lists, Statistics); prompts and options are those of leanfleet.generation.stream."""
     return generation.generate(decoder, prompts, max_new_tokens, **options)

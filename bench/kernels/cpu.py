@@ -33,8 +33,12 @@ BUDGET = 1.0  # seconds of timing for each implementation of a line
 TURNS = 5  # that an implementation's budget is spread over
 IN_PYTORCH, IN_ORT = "leanfleet in PyTorch", "leanfleet in ORT"
 ORT_PEERS = ("ORT GroupQueryAttention", "ORT LinearAttention", "function body in ORT")
-ONNX_TYPES = {torch.float32: TensorProto.FLOAT, torch.float16: TensorProto.FLOAT16, torch.bfloat16: TensorProto.BFLOAT16,
-              torch.int32: TensorProto.INT32}
+ONNX_TYPES = {
+    torch.float32: TensorProto.FLOAT,
+    torch.float16: TensorProto.FLOAT16,
+    torch.bfloat16: TensorProto.BFLOAT16,
+    torch.int32: TensorProto.INT32,
+}
 
 
 def machine(threads):
@@ -44,8 +48,15 @@ def machine(threads):
     name = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
     bandwidth = data.numel() * 4 / fastest(lambda: data.sum(), 15)
     peak = 2 * 1536**3 / fastest(lambda: matrix @ matrix, 40)
-    return {"cpu": name, "threads": threads, "kernels": native.build_info(), "torch": torch.__version__,
-            "onnxruntime": onnxruntime.__version__, "read_bandwidth": bandwidth, "matrix_peak": peak}
+    return {
+        "cpu": name,
+        "threads": threads,
+        "kernels": native.build_info(),
+        "torch": torch.__version__,
+        "onnxruntime": onnxruntime.__version__,
+        "read_bandwidth": bandwidth,
+        "matrix_peak": peak,
+    }
 
 
 def fastest(call, repeats):
@@ -90,10 +101,15 @@ def session_calls(op_type, domain, sets, outputs, attributes, library=False, bod
         names.pop()
     node = helper.make_node(op_type, names, list(outputs), domain=domain, **attributes)
     values = [helper.make_tensor_value_info(n, ONNX_TYPES[t.dtype], t.shape) for n, t in first.items() if t is not None]
-    results = [helper.make_tensor_value_info(n, ONNX_TYPES[o[0].dtype] if o else kind, o[0].shape if o else None)
-               for n, o in outputs.items()]
-    model = helper.make_model(helper.make_graph([node], "g", values, results), ir_version=10, opset_imports=[
-        helper.make_opsetid("", 20), helper.make_opsetid(domain, 1)])
+    results = [
+        helper.make_tensor_value_info(n, ONNX_TYPES[o[0].dtype] if o else kind, o[0].shape if o else None)
+        for n, o in outputs.items()
+    ]
+    model = helper.make_model(
+        helper.make_graph([node], "g", values, results),
+        ir_version=10,
+        opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid(domain, 1)],
+    )
     if body:
         model = onnx_ir.to_proto(function_bodies.attach(onnx_ir.from_proto(model)))
     options = onnxruntime.SessionOptions()
@@ -160,8 +176,10 @@ def attention_line(b, h, hkv, d, lengths, dtype=torch.float32, queries=1, capaci
     runs = {IN_PYTORCH: [lambda s=s: ours(*s) for s in sets]}
     equal = len(set(lens)) == 1 and lens[0] == capacity
     if dtype == torch.float32:
-        runs[IN_ORT] = our_calls("LeanAttention", [dict(zip(("query", "key_cache", "value_cache", "seq_lens"), (*s, seq),
-                                                            strict=True)) for s in sets])
+        runs[IN_ORT] = our_calls(
+            "LeanAttention",
+            [dict(zip(("query", "key_cache", "value_cache", "seq_lens"), (*s, seq), strict=True)) for s in sets],
+        )
     if equal and (queries == 1 or queries == capacity):
         runs["torch SDPA"] = [lambda s=s: sdpa(*s) for s in sets]
     if equal and dtype == torch.float32 and queries == 1:
@@ -173,10 +191,18 @@ def attention_line(b, h, hkv, d, lengths, dtype=torch.float32, queries=1, capaci
 def group_query_attention(sets, h, hkv, d, slots):
     """com.microsoft.GroupQueryAttention with the cache shared between past and present; the last slot is written."""
     b = sets[0][0].shape[0]
-    feeds = [{"query": q.transpose(1, 2).reshape(b, 1, h * d), "key": k[:, :, -1].reshape(b, 1, -1).clone(),
-              "value": v[:, :, -1].reshape(b, 1, -1).clone(), "past_key": k, "past_value": v,
-              "seqlens_k": torch.full((b,), slots - 1, dtype=torch.int32), "total": torch.tensor([slots], dtype=torch.int32)}
-             for q, k, v in sets]
+    feeds = [
+        {
+            "query": q.transpose(1, 2).reshape(b, 1, h * d),
+            "key": k[:, :, -1].reshape(b, 1, -1).clone(),
+            "value": v[:, :, -1].reshape(b, 1, -1).clone(),
+            "past_key": k,
+            "past_value": v,
+            "seqlens_k": torch.full((b,), slots - 1, dtype=torch.int32),
+            "total": torch.tensor([slots], dtype=torch.int32),
+        }
+        for q, k, v in sets
+    ]
     outputs = {"output": None, "present_key": [s[1] for s in sets], "present_value": [s[2] for s in sets]}
     return session_calls("GroupQueryAttention", "com.microsoft", feeds, outputs, {"num_heads": h, "kv_num_heads": hkv})
 
@@ -211,8 +237,13 @@ def decay_line(b, h, n, r, dv, dtype=torch.float32, gradient=False):
     if not gradient and dtype == torch.float32:
         runs[IN_ORT] = our_calls("CausalLinearDecay", feeds, attributes, state_out)
         runs["ORT LinearAttention"] = microsoft_linear_attention(sets, decay)
-        runs["function body in ORT"] = our_calls("CausalLinearDecay", feeds, attributes, state_out and {
-            "final_state": [torch.empty_like(s[3]) for s in sets]}, body=True)
+        runs["function body in ORT"] = our_calls(
+            "CausalLinearDecay",
+            feeds,
+            attributes,
+            state_out and {"final_state": [torch.empty_like(s[3]) for s in sets]},
+            body=True,
+        )
     elif gradient:
         names = ("query", "key", "value", "log_decay", "grad_output")
         feeds = [dict(zip(names, (*s[:3], decay, s[2]), strict=True)) for s in sets]
@@ -239,10 +270,10 @@ def chunked(q, k, v, log_decay, state=None, chunk=64):
     tail = torch.exp(log_decay[:, None] * (chunk - 1 - steps)).unsqueeze(-1)
     outputs = []
     for i in range(0, n, chunk):
-        qi, ki, vi = q[:, :, i:i + chunk].float(), k[:, :, i:i + chunk].float(), v[:, :, i:i + chunk].float()
+        qi, ki, vi = q[:, :, i : i + chunk].float(), k[:, :, i : i + chunk].float(), v[:, :, i : i + chunk].float()
         m = qi.shape[2]
         outputs.append((qi @ ki.mT * mask[:, :m, :m]) @ vi + head[:, :m] * (qi @ state))
-        state = head[:, m - 1:m] * state + (ki * tail[:, chunk - m:]).mT @ vi
+        state = head[:, m - 1 : m] * state + (ki * tail[:, chunk - m :]).mT @ vi
     return torch.cat(outputs, 2).to(q.dtype)
 
 
@@ -256,12 +287,18 @@ def microsoft_linear_attention(sets, decay):
         feed["past_state"] = torch.zeros(b, h, r, dv) if state is None else state.clone()
         feeds.append({**feed, "decay": decay.expand(b, n, h)})
     outputs = {"output": None, "present_state": [torch.empty(b, h, r, dv) for _ in sets]}
-    return session_calls("LinearAttention", "com.microsoft", feeds, outputs,
-                         {"q_num_heads": h, "kv_num_heads": h, "update_rule": "gated", "scale": 1.0})
+    return session_calls(
+        "LinearAttention",
+        "com.microsoft",
+        feeds,
+        outputs,
+        {"q_num_heads": h, "kv_num_heads": h, "update_rule": "gated", "scale": 1.0},
+    )
 
 
 def normalized_line(b, h, n, d, gradient=False):
     """NormalizedLinearAttention, causal, or its gradients."""
+
     def make():
         return [torch.rand(b, h, n, d) / d**0.5, torch.rand(b, h, n, d) / d**0.5, torch.randn(b, h, n, d)]
 
@@ -278,8 +315,7 @@ def normalized_line(b, h, n, d, gradient=False):
     feeds = [dict(zip(names, s, strict=True)) for s in sets]
     if gradient:
         name = "NormalizedLinearAttentionGrad"
-        feeds = [f | {"output": e[0], "normalizer": e[1], "grad_output": f["value"]}
-                 for f, e in zip(feeds, extra, strict=True)]
+        feeds = [f | {"output": e[0], "normalizer": e[1], "grad_output": f["value"]} for f, e in zip(feeds, extra, strict=True)]
     else:
         runs["chunked PyTorch"] = [lambda s=s: chunked_normalized(*s) for s in sets]
     for implementation, body in ((IN_ORT, False), ("function body in ORT", True)):
@@ -287,7 +323,8 @@ def normalized_line(b, h, n, d, gradient=False):
     doubled = [t.double() for t in sets[0]]
     if gradient:
         expected = reference.normalized_linear_attention_grad(
-            *doubled, output=extra[0][0].double(), normalizer=extra[0][1].double(), grad_output=doubled[2])[0]
+            *doubled, output=extra[0][0].double(), normalizer=extra[0][1].double(), grad_output=doubled[2]
+        )[0]
     else:
         expected = reference.normalized_linear_attention(*doubled)[0]
     operations = (3 if gradient else 1) * 4 * b * h * n * d * d
@@ -296,6 +333,7 @@ def normalized_line(b, h, n, d, gradient=False):
 
 def normalized_step_line(b, h, hkv, d, in_place=True):
     """One token of NormalizedLinearAttention over a state; not in place it writes another state than it reads."""
+
     def make():
         token = [torch.rand(b, heads, 1, d) / d**0.5 for heads in (h, hkv, hkv)]
         sums = [torch.rand(b, hkv, *shape) for shape in ((d, d), (d,), (d,))]
@@ -306,8 +344,9 @@ def normalized_step_line(b, h, hkv, d, in_place=True):
     names = [t.name for t in spec.all_specs()["NormalizedLinearAttention"].inputs]
     feeds = [{n: t for n, t in zip(names, s, strict=True) if t is not None} for s in sets]
     carried = ("state", "key_sum", "value_sum", "count")
-    results = {f"final_{c}": [f[f"initial_{c}"] if in_place else torch.empty_like(f[f"initial_{c}"]) for f in feeds]
-               for c in carried}
+    results = {
+        f"final_{c}": [f[f"initial_{c}"] if in_place else torch.empty_like(f[f"initial_{c}"]) for f in feeds] for c in carried
+    }
 
     def ours(feed):
         if in_place:
@@ -315,12 +354,15 @@ def normalized_step_line(b, h, hkv, d, in_place=True):
         return torch_ops.normalized_linear_attention(**feed, return_state=True)[0]
 
     others = {n: [torch.empty_like(t) for t in ts] for n, ts in results.items()}
-    runs = {IN_PYTORCH: [lambda f=f: ours(f) for f in feeds],
-            IN_ORT: our_calls("NormalizedLinearAttention", feeds, {"return_state": 1}, results),
-            "function body in ORT": our_calls("NormalizedLinearAttention", feeds, {"return_state": 1}, others, body=True)}
+    runs = {
+        IN_PYTORCH: [lambda f=f: ours(f) for f in feeds],
+        IN_ORT: our_calls("NormalizedLinearAttention", feeds, {"return_state": 1}, results),
+        "function body in ORT": our_calls("NormalizedLinearAttention", feeds, {"return_state": 1}, others, body=True),
+    }
     first = {n: t.clone() for n, t in feeds[0].items()}
     expected = reference.normalized_linear_attention(
-        **{n: t.double() if t.is_floating_point() else t for n, t in first.items()})[0]
+        **{n: t.double() if t.is_floating_point() else t for n, t in first.items()}
+    )[0]
     return runs, ours(first), expected, 2 * state_bytes, 4 * b * h * d * d
 
 
@@ -341,8 +383,10 @@ def lines():
     yield "decode B1 32/8x128 8192 bfloat16", lambda: attention_line(1, 32, 8, 128, 8192, bf16)
     yield "decode B1 1/1x64 65536", lambda: attention_line(1, 1, 1, 64, 65536)
     yield "decode B8 9/3x64 equal 2048", lambda: attention_line(8, 9, 3, 64, 2048, capacity=8192)
-    yield "decode B8 9/3x64 ragged", lambda: attention_line(
-        8, 9, 3, 64, [8192, 64, 128, 256, 512, 1024, 2048, 4160], capacity=8192)
+    yield (
+        "decode B8 9/3x64 ragged",
+        lambda: attention_line(8, 9, 3, 64, [8192, 64, 128, 256, 512, 1024, 2048, 4160], capacity=8192),
+    )
     yield "prompt B1 9/3x64 2048", lambda: attention_line(1, 9, 3, 64, 2048, queries=2048)
     yield "prompt B1 32/8x128 2048", lambda: attention_line(1, 32, 8, 128, 2048, queries=2048)
     yield "decay B1 H8 N2048 64x64", lambda: decay_line(1, 8, 2048, 64, 64)
@@ -372,10 +416,22 @@ def measure(only, threads):
             raise SystemExit(f"{name}: relative error {error:.1e} against the float64 reference; not timed")
         floor = max(floor_bytes / facts["read_bandwidth"], operations / facts["matrix_peak"])
         for implementation, (median, spread) in timed(runs).items():
-            rows.append({"line": name, "implementation": implementation, "seconds": median, "spread": spread,
-                         "floor": floor, "bytes": floor_bytes, "operations": operations, "error": error})
-            print(f"{name:38} {implementation:24} {median * 1e3:9.3f} ms  ± {spread * 1e3:6.3f}  {median / floor:6.2f} x floor",
-                  flush=True)
+            rows.append(
+                {
+                    "line": name,
+                    "implementation": implementation,
+                    "seconds": median,
+                    "spread": spread,
+                    "floor": floor,
+                    "bytes": floor_bytes,
+                    "operations": operations,
+                    "error": error,
+                }
+            )
+            print(
+                f"{name:38} {implementation:24} {median * 1e3:9.3f} ms  ± {spread * 1e3:6.3f}  {median / floor:6.2f} x floor",
+                flush=True,
+            )
     return facts, rows
 
 
@@ -383,14 +439,18 @@ def table(facts, rows):
     """A Markdown table: a line a shape, ours beside the peers; the last three columns are ratios."""
     present = list(dict.fromkeys(r["implementation"] for r in rows))
     columns = [c for c in (IN_PYTORCH, IN_ORT) if c in present] + [c for c in present if c not in (IN_PYTORCH, IN_ORT)]
-    text = [f"{facts['cpu']}, {facts['threads']} threads, {facts['kernels']}; "
-            f"read bandwidth {facts['read_bandwidth'] / 1e9:.1f} GB/s, "
-            f"matrix peak {facts['matrix_peak'] / 1e9:.0f} GFLOP/s; torch {facts['torch']}, "
-            f"onnxruntime {facts['onnxruntime']}; milliseconds, medians.", "",
-            "like for like: the fastest peer of PyTorch over ours there, or the fastest of ONNX Runtime over ours there, "
-            "whichever peer is the faster. overall: the fastest peer over the faster of ours.", "",
-            f"| | {' | '.join(columns)} | like for like | overall | times the floor |",
-            "|---" * (len(columns) + 4) + "|"]
+    text = [
+        f"{facts['cpu']}, {facts['threads']} threads, {facts['kernels']}; "
+        f"read bandwidth {facts['read_bandwidth'] / 1e9:.1f} GB/s, "
+        f"matrix peak {facts['matrix_peak'] / 1e9:.0f} GFLOP/s; torch {facts['torch']}, "
+        f"onnxruntime {facts['onnxruntime']}; milliseconds, medians.",
+        "",
+        "like for like: the fastest peer of PyTorch over ours there, or the fastest of ONNX Runtime over ours there, "
+        "whichever peer is the faster. overall: the fastest peer over the faster of ours.",
+        "",
+        f"| | {' | '.join(columns)} | like for like | overall | times the floor |",
+        "|---" * (len(columns) + 4) + "|",
+    ]
     for line in dict.fromkeys(r["line"] for r in rows):
         times = {r["implementation"]: r["seconds"] for r in rows if r["line"] == line}
         floor = next(r["floor"] for r in rows if r["line"] == line)
@@ -411,8 +471,11 @@ def main():
     parser.add_argument("--only", default="", help="lines whose name contains this")
     parser.add_argument("--out", type=Path, help="JSON to write; the table goes beside it as .md")
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
-    parser.add_argument("--isa", choices=["baseline", "avx2", "avx512"], help="instructions that our kernels are held to; "
-                        "the peers use what the machine has")
+    parser.add_argument(
+        "--isa",
+        choices=["baseline", "avx2", "avx512"],
+        help="instructions that our kernels are held to; the peers use what the machine has",
+    )
     args = parser.parse_args()
     if args.isa:
         os.environ["LEANFLEET_CPU"] = args.isa

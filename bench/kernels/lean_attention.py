@@ -27,23 +27,52 @@ from leanfleet.export.linear_attention import rotary_tables, turned
 READ_BYTES_PER_US = 4.6e6
 
 # (B, H, Hkv, D, context)
-DECODE = [(4, 32, 32, 64, 1024), (4, 32, 32, 64, 8192), (4, 32, 32, 64, 65536), (6, 48, 48, 64, 65536),
-          (1, 32, 8, 128, 1024), (1, 32, 8, 128, 8192), (1, 32, 8, 128, 131072), (4, 32, 8, 128, 8192),
-          (16, 32, 8, 128, 8192), (64, 32, 8, 128, 4096), (1, 40, 10, 128, 16384)]
+DECODE = [
+    (4, 32, 32, 64, 1024),
+    (4, 32, 32, 64, 8192),
+    (4, 32, 32, 64, 65536),
+    (6, 48, 48, 64, 65536),
+    (1, 32, 8, 128, 1024),
+    (1, 32, 8, 128, 8192),
+    (1, 32, 8, 128, 131072),
+    (4, 32, 8, 128, 8192),
+    (16, 32, 8, 128, 8192),
+    (64, 32, 8, 128, 4096),
+    (1, 40, 10, 128, 16384),
+]
 # (H, Hkv, D, lengths)
 RAGGED = [(32, 8, 128, [131072, 1024, 2048, 4096, 512, 8192, 16384, 700]), (32, 32, 128, [65536] + [2000] * 15)]
 # (B, H, Hkv, D, context, block)
-PAGED = [(1, 32, 8, 128, 131072, 16), (1, 32, 8, 128, 131072, 64), (16, 32, 8, 128, 8192, 16),
-         (16, 32, 8, 128, 8192, 64),
-         (16, 32, 8, 128, 8192, 1), (4, 32, 32, 64, 8192, 16), (4, 32, 32, 64, 8192, 64), (1, 32, 8, 128, 8192, 16)]
+PAGED = [
+    (1, 32, 8, 128, 131072, 16),
+    (1, 32, 8, 128, 131072, 64),
+    (16, 32, 8, 128, 8192, 16),
+    (16, 32, 8, 128, 8192, 64),
+    (16, 32, 8, 128, 8192, 1),
+    (4, 32, 32, 64, 8192, 16),
+    (4, 32, 32, 64, 8192, 64),
+    (1, 32, 8, 128, 8192, 16),
+]
 # (B, H, Hkv, D, prompt)
 PROMPT = [(1, 32, 8, 128, 8192), (1, 32, 32, 64, 8192), (4, 32, 8, 128, 2048)]
 # (B, H, Hkv, D, context)
-STEP = [(1, 32, 8, 128, 1024), (16, 32, 8, 128, 1024), (1, 32, 8, 128, 8192), (4, 40, 10, 128, 8192), (16, 32, 8, 128, 8192),
-        (16, 40, 10, 128, 8192), (64, 32, 8, 128, 4096)]
+STEP = [
+    (1, 32, 8, 128, 1024),
+    (16, 32, 8, 128, 1024),
+    (1, 32, 8, 128, 8192),
+    (4, 40, 10, 128, 8192),
+    (16, 32, 8, 128, 8192),
+    (16, 40, 10, 128, 8192),
+    (64, 32, 8, 128, 4096),
+]
 # (B, H, Hkv, D, context, new tokens)
-TOKENS = [(1, 32, 8, 128, 8192, 4), (16, 32, 8, 128, 8192, 2), (16, 32, 8, 128, 8192, 4), (16, 32, 8, 128, 8192, 8),
-          (16, 32, 8, 128, 8192, 16)]
+TOKENS = [
+    (1, 32, 8, 128, 8192, 4),
+    (16, 32, 8, 128, 8192, 2),
+    (16, 32, 8, 128, 8192, 4),
+    (16, 32, 8, 128, 8192, 8),
+    (16, 32, 8, 128, 8192, 16),
+]
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -63,14 +92,19 @@ class Node(Launches):
 def fa3_calls(q, k, v, *new, **kwargs):
     """FA3's decode with its own choice of splits and with them off, packed heads on: its better mode counts."""
     from fa3_fwd_interface import flash_attn_with_kvcache
-    return {f"fa3[{splits}]": lambda splits=splits: flash_attn_with_kvcache(q, k, v, *new, causal=True, num_splits=splits,
-                                                                            pack_gqa=True, **kwargs)
-            for splits in (0, 1)}
+
+    return {
+        f"fa3[{splits}]": lambda splits=splits: flash_attn_with_kvcache(
+            q, k, v, *new, causal=True, num_splits=splits, pack_gqa=True, **kwargs
+        )
+        for splits in (0, 1)
+    }
 
 
 def flashinfer_calls(q, k, v, kv_heads, page_table=None):
     """FlashInfer's batch decode over pages, planned once, on CUDA cores and on tensor cores."""
     import flashinfer
+
     B, H, D = q.shape
     indptr, indices, last, page = page_table
     calls = {}
@@ -83,8 +117,7 @@ def flashinfer_calls(q, k, v, kv_heads, page_table=None):
         except Exception as error:  # a peer that lacks a shape is left out, and the table says so
             print(f"  flashinfer {'tensor' if tensor_cores else 'cuda'} cores: {type(error).__name__}: {error}"[:160])
             continue
-        calls["flashinfer[tensor]" if tensor_cores else "flashinfer[cuda]"] = (
-            lambda w=wrapper: w.run(q, (k, v)))
+        calls["flashinfer[tensor]" if tensor_cores else "flashinfer[cuda]"] = lambda w=wrapper: w.run(q, (k, v))
     return calls
 
 
@@ -98,17 +131,24 @@ def measure(label, calls, kv_bytes, rounds, extra=None):
             torch.cuda.synchronize()
     found = times(graphs, rounds)
     floor = kv_bytes / READ_BYTES_PER_US if kv_bytes else None
-    row = {"case": label, "floor_us": floor, **(extra or {}),
-           "us": {n: {"median": statistics.median(t), "p10": t[len(t) // 10], "p90": t[-1 - len(t) // 10]}
-                  for n, t in found.items()}}
+    row = {
+        "case": label,
+        "floor_us": floor,
+        **(extra or {}),
+        "us": {
+            n: {"median": statistics.median(t), "p10": t[len(t) // 10], "p90": t[-1 - len(t) // 10]} for n, t in found.items()
+        },
+    }
     ours = row["us"]["leanfleet"]["median"]
     peers = {n: t["median"] for n, t in row["us"].items() if not n.startswith("leanfleet")}
     best = min(peers, key=peers.get) if peers else None
     row["speedup_over_best_peer"] = peers[best] / ours if best else None
     text = "  ".join(f"{n} {t['median']:.1f}" for n, t in row["us"].items() if n != "leanfleet")
     floor_text = f"floor {floor:7.1f} ({ours / floor:5.2f}x)" if floor else " " * 22
-    print(f"{label:44s} {ours:8.1f} us  {floor_text}  {text}  "
-          + (f"best/ours {peers[best] / ours:.2f}" if best else ""), flush=True)
+    print(
+        f"{label:44s} {ours:8.1f} us  {floor_text}  {text}  " + (f"best/ours {peers[best] / ours:.2f}" if best else ""),
+        flush=True,
+    )
     return row
 
 
@@ -134,15 +174,19 @@ def decode(args):
         calls = {"leanfleet": node}
         if "sdpa" in args.peers:
             calls["sdpa"] = lambda q=q, k=k, v=v, g=Hkv != H: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, enable_gqa=g)
+                q, k, v, enable_gqa=g
+            )
         if "fa3" in args.peers:
             calls.update(fa3_calls(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), cache_seqlens=lens))
         if "flashinfer" in args.peers:
             page = 16
             pages = N // page
-            table = (torch.arange(0, (B + 1) * pages, pages, dtype=torch.int32, device="cuda"),
-                     torch.arange(B * pages, dtype=torch.int32, device="cuda"),
-                     torch.full((B,), page, dtype=torch.int32, device="cuda"), page)
+            table = (
+                torch.arange(0, (B + 1) * pages, pages, dtype=torch.int32, device="cuda"),
+                torch.arange(B * pages, dtype=torch.int32, device="cuda"),
+                torch.full((B,), page, dtype=torch.int32, device="cuda"),
+                page,
+            )
             paged = [normal(B * pages, page, Hkv, D) for _ in range(2)]
             calls.update(flashinfer_calls(q[:, :, 0].contiguous(), *paged, Hkv, table))
         yield measure(f"decode B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
@@ -157,14 +201,18 @@ def ragged(args):
         if "fa3" in args.peers:
             S = max(lens)
             dense = [normal(B, S, Hkv, D) for _ in range(2)]
-            calls.update(fa3_calls(q.transpose(1, 2), *dense,
-                                   cache_seqlens=torch.tensor(lens, dtype=torch.int32, device="cuda")))
+            calls.update(
+                fa3_calls(q.transpose(1, 2), *dense, cache_seqlens=torch.tensor(lens, dtype=torch.int32, device="cuda"))
+            )
         if "flashinfer" in args.peers:
             page = 16
             pages = [-(-n // page) for n in lens]
-            table = (torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32, device="cuda"),
-                     torch.arange(sum(pages), dtype=torch.int32, device="cuda"),
-                     torch.tensor([(n - 1) % page + 1 for n in lens], dtype=torch.int32, device="cuda"), page)
+            table = (
+                torch.tensor([0, *torch.tensor(pages).cumsum(0).tolist()], dtype=torch.int32, device="cuda"),
+                torch.arange(sum(pages), dtype=torch.int32, device="cuda"),
+                torch.tensor([(n - 1) % page + 1 for n in lens], dtype=torch.int32, device="cuda"),
+                page,
+            )
             paged = [normal(sum(pages), page, Hkv, D) for _ in range(2)]
             calls.update(flashinfer_calls(q[:, :, 0].contiguous(), *paged, Hkv, table))
         yield measure(f"ragged B{B} {H}/{Hkv} D{D} total {total}", calls, 4 * Hkv * total * D, args.rounds)
@@ -172,8 +220,7 @@ def ragged(args):
         N = total // B
         q, k, v = normal(B, H, 1, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
         node = Node({"query": q, "key_cache": k, "value_cache": v})
-        yield measure(f"equal  B{B} {H}/{Hkv} D{D} total {N * B}", {"leanfleet": node}, 4 * B * Hkv * N * D,
-                      args.rounds)
+        yield measure(f"equal  B{B} {H}/{Hkv} D{D} total {N * B}", {"leanfleet": node}, 4 * B * Hkv * N * D, args.rounds)
 
 
 def paged(args):
@@ -201,8 +248,15 @@ def step(args):
         k[:, :, -1:], v[:, :, -1:] = rows[1], new_value
         gate(node, rows[0], k.clone(), v.clone())
         if "fa3" in args.peers:
-            calls.update(fa3_calls(*(t.transpose(1, 2) for t in (q, k, v, new_key, new_value)), cache_seqlens=lens - 1,
-                                   rotary_cos=cosines, rotary_sin=sines, rotary_interleaved=False))
+            calls.update(
+                fa3_calls(
+                    *(t.transpose(1, 2) for t in (q, k, v, new_key, new_value)),
+                    cache_seqlens=lens - 1,
+                    rotary_cos=cosines,
+                    rotary_sin=sines,
+                    rotary_interleaved=False,
+                )
+            )
         yield measure(f"step B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
 
 
@@ -226,7 +280,8 @@ def prompt(args):
         calls = {"leanfleet": node, "leanfleet append": Node(appending, {"append": 1})}
         if "sdpa" in args.peers:
             calls["sdpa"] = lambda q=q, k=k, v=v, g=Hkv != H: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=g)
+                q, k, v, is_causal=True, enable_gqa=g
+            )
         row = measure(f"prompt B{B} {H}/{Hkv} D{D} N {N}", calls, 0, max(args.rounds // 4, 5))
         row["tflops"] = 2 * B * H * N * N * D / row["us"]["leanfleet"]["median"] / 1e6
         print(f"  {row['tflops']:.0f} TFLOP/s", flush=True)
@@ -245,15 +300,22 @@ def splits(args):
             nodes = {"split": uniform_node(1, Hkv, D, parts * tokens), "whole": uniform_node(parts, Hkv, D, tokens)}
             found = {n: statistics.median(t) for n, t in times({n: captured(c) for n, c in nodes.items()}, args.rounds).items()}
             share = 1 - found["whole"] / found["split"]
-            print(f"splits {parts:2} of {tokens:5} tokens: {found['split']:7.1f} us, whole {found['whole']:7.1f} us: "
-                  f"reduction {share:6.1%}", flush=True)
+            print(
+                f"splits {parts:2} of {tokens:5} tokens: {found['split']:7.1f} us, whole {found['whole']:7.1f} us: "
+                f"reduction {share:6.1%}",
+                flush=True,
+            )
             yield {"section": "splits", "parts": parts, "kv_heads": Hkv, "tokens_a_part": tokens, "us": found, "share": share}
 
 
 # (H, Hkv, D, lengths)
-BALANCE = {"B1 32/8 D128 ctx 131072": (32, 8, 128, [131072]), "B16 32/8 D128 ctx 8192": (32, 8, 128, [8192] * 16),
-           "B64 32/8 D128 ctx 4096": (32, 8, 128, [4096] * 64),
-           "ragged B8 32/8 D128": RAGGED[0], "ragged B16 32/32 D128": RAGGED[1]}
+BALANCE = {
+    "B1 32/8 D128 ctx 131072": (32, 8, 128, [131072]),
+    "B16 32/8 D128 ctx 8192": (32, 8, 128, [8192] * 16),
+    "B64 32/8 D128 ctx 4096": (32, 8, 128, [4096] * 64),
+    "ragged B8 32/8 D128": RAGGED[0],
+    "ragged B16 32/32 D128": RAGGED[1],
+}
 
 
 def tiles_of_ranges(lens, kv_heads, key_tile, ranges, overhead=9):
@@ -290,8 +352,14 @@ def once(name):
         node = uniform_node(len(lens), Hkv, D, lens[0])
     else:
         offsets = torch.tensor([0, *torch.tensor(lens).cumsum(0).tolist()], dtype=torch.int32, device="cuda")
-        node = Node({"query": normal(len(lens), H, 1, D), "key_cache": normal(Hkv, sum(lens), D),
-                     "value_cache": normal(Hkv, sum(lens), D), "cu_seqlens": offsets})
+        node = Node(
+            {
+                "query": normal(len(lens), H, 1, D),
+                "key_cache": normal(Hkv, sum(lens), D),
+                "value_cache": normal(Hkv, sum(lens), D),
+                "cu_seqlens": offsets,
+            }
+        )
     node()
     torch.cuda.synchronize()
     torch.cuda.profiler.start()
@@ -320,11 +388,23 @@ def main():
         for row in globals()[name](args):
             rows.append(row)
             torch.cuda.empty_cache()
-    Path(args.out).write_text(json.dumps({
-        "date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
-        "torch": torch.__version__, "cuda": torch.version.cuda,
-        "dtype": "bfloat16", "rounds": args.rounds, "empty_graph_us": empty,
-        "read_bytes_per_us": READ_BYTES_PER_US, "rows": rows}, indent=1) + "\n")
+    Path(args.out).write_text(
+        json.dumps(
+            {
+                "date": datetime.date.today().isoformat(),
+                "device": torch.cuda.get_device_name(),
+                "torch": torch.__version__,
+                "cuda": torch.version.cuda,
+                "dtype": "bfloat16",
+                "rounds": args.rounds,
+                "empty_graph_us": empty,
+                "read_bytes_per_us": READ_BYTES_PER_US,
+                "rows": rows,
+            },
+            indent=1,
+        )
+        + "\n"
+    )
 
 
 if __name__ == "__main__":

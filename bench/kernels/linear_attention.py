@@ -29,8 +29,18 @@ from bench.kernels.timing import Launches, captured, counted, times
 COPY_BYTES_PER_US = 4.25e6
 ALGORITHMS = ("causal_dot_product", "fleet", "lightning")
 # (B, H, N, D)
-LINES = [(1, 32, 2048, 128), (1, 32, 8192, 128), (1, 32, 32768, 128), (1, 32, 131072, 128), (16, 32, 2048, 128),
-         (1, 8, 8192, 128), (1, 8, 32768, 128), (4, 16, 65536, 128), (1, 32, 8192, 64), (16, 32, 2048, 64)]
+LINES = [
+    (1, 32, 2048, 128),
+    (1, 32, 8192, 128),
+    (1, 32, 32768, 128),
+    (1, 32, 131072, 128),
+    (16, 32, 2048, 128),
+    (1, 8, 8192, 128),
+    (1, 8, 32768, 128),
+    (4, 16, 65536, 128),
+    (1, 32, 8192, 64),
+    (16, 32, 2048, 64),
+]
 FLOAT32 = [(1, 32, 2048, 128), (1, 32, 8192, 128), (16, 32, 2048, 128)]
 NORMALIZED = [(1, 32, 2048, 128), (1, 32, 8192, 128), (1, 32, 32768, 128), (16, 32, 2048, 128)]
 # The paper's shape of NormalizedLinearAttention (004, figures 1 to 4).
@@ -65,10 +75,13 @@ def fla_calls(q, k, v, log_decay, grad=None):
     """{name: call} of fla's forward or, with grad, of its forward and backward."""
     from fla.ops.retention import chunk_retention
     from fla.ops.simple_gla import chunk_simple_gla, fused_chunk_simple_gla
+
     q, k, v, *rest = contiguous(q, k, v, *([] if grad is None else [grad]))
-    functions = {"simple_gla": lambda: chunk_simple_gla(q, k, v, g_gamma=log_decay, scale=1.0)[0],
-                 "fused_chunk": lambda: fused_chunk_simple_gla(q, k, v, g_gamma=log_decay, scale=1.0)[0],
-                 "retention": lambda: chunk_retention(q, k, v, scale=1.0)[0]}
+    functions = {
+        "simple_gla": lambda: chunk_simple_gla(q, k, v, g_gamma=log_decay, scale=1.0)[0],
+        "fused_chunk": lambda: fused_chunk_simple_gla(q, k, v, g_gamma=log_decay, scale=1.0)[0],
+        "retention": lambda: chunk_retention(q, k, v, scale=1.0)[0],
+    }
     return with_backward(functions, (q, k, v), rest)
 
 
@@ -82,15 +95,20 @@ def with_backward(functions, inputs, grad):
 
 def fla_normalized(q, k, v, grad=None):
     from fla.ops.linear_attn import chunk_linear_attn
+
     q, k, v, *rest = contiguous(q, k, v, *([] if grad is None else [grad]))
     return with_backward({"linear_attn": lambda: chunk_linear_attn(q, k, v, scale=1.0, normalize=True)[0]}, (q, k, v), rest)
 
 
 def fla_steps(q, k, v, log_decay, state):
     from fla.ops.simple_gla import fused_recurrent_simple_gla
+
     q, k, v = contiguous(q, k, v)
-    return {"fused_recurrent": lambda: fused_recurrent_simple_gla(
-        q, k, v, g_gamma=log_decay, scale=1.0, initial_state=state, output_final_state=True)[0]}
+    return {
+        "fused_recurrent": lambda: fused_recurrent_simple_gla(
+            q, k, v, g_gamma=log_decay, scale=1.0, initial_state=state, output_final_state=True
+        )[0]
+    }
 
 
 def fastest_fla(calls, rounds):
@@ -119,14 +137,24 @@ def line(section, title, nodes, rounds, fla=None, floor_bytes=None):
     first = next(iter(nodes.values()))
     # A tensor that is read and written in place counts once in bytes_of.
     floor = (floor_bytes or bytes_of(first)) / COPY_BYTES_PER_US
-    row = {"section": section, "case": title, "floor_us": floor, "us": medians,
-           "extra_bytes": {n: node.workspace[1] for n, node in nodes.items()}, "io_bytes": bytes_of(first)}
+    row = {
+        "section": section,
+        "case": title,
+        "floor_us": floor,
+        "us": medians,
+        "extra_bytes": {n: node.workspace[1] for n, node in nodes.items()},
+        "io_bytes": bytes_of(first),
+    }
     if fla and fla[1]:
         row |= {"fla": fla[0], "fla_us": fla[1]}
     best = medians[next(iter(nodes))]
     beside = f"  fla[{fla[0]}] {fla[1]:8.1f} x {fla[1] / best:5.2f}" if fla and fla[1] else ""
-    print(f"{section:10} {title:34} floor {floor:8.1f}  " + "  ".join(f"{n} {t:8.1f}" for n, t in medians.items()) +
-          f"  x floor {best / floor:5.2f}{beside}  extra {first.workspace[1] / row['io_bytes']:.3f} io", flush=True)
+    print(
+        f"{section:10} {title:34} floor {floor:8.1f}  "
+        + "  ".join(f"{n} {t:8.1f}" for n, t in medians.items())
+        + f"  x floor {best / floor:5.2f}{beside}  extra {first.workspace[1] / row['io_bytes']:.3f} io",
+        flush=True,
+    )
     return row
 
 
@@ -155,8 +183,13 @@ def float32(args):
 
 def recurrence(args):
     for dtype in (torch.float32, torch.bfloat16):
-        row = forward_line("recurrence", (1, 32, 8192, 128), dtype, ("causal_dot_product", "fleet"), argparse.Namespace(
-            rounds=args.rounds, fla=False))
+        row = forward_line(
+            "recurrence",
+            (1, 32, 8192, 128),
+            dtype,
+            ("causal_dot_product", "fleet"),
+            argparse.Namespace(rounds=args.rounds, fla=False),
+        )
         row["case"] += f" {str(dtype)[6:]}"
         yield row
     for shape in ((1, 32, 8192, 1), (1, 32, 8192, 8), (1, 32, 8192, 16)):
@@ -176,8 +209,10 @@ def backward(args):
         q, k, v, grad = operands(*shape, torch.bfloat16)
         log_decay = slopes(shape[1])
         inputs = {"query": q, "key": k, "value": v, "log_decay": log_decay, "grad_output": grad}
-        nodes = {"grad": Launches("CausalLinearDecayGrad", inputs, {}),
-                 "with grad_decay": Launches("CausalLinearDecayGrad", inputs, {"grad_decay": 1})}
+        nodes = {
+            "grad": Launches("CausalLinearDecayGrad", inputs, {}),
+            "with grad_decay": Launches("CausalLinearDecayGrad", inputs, {"grad_decay": 1}),
+        }
         fla = None
         if args.fla:
             alone = fastest_fla(fla_calls(q, k, v, log_decay), args.rounds)
@@ -208,8 +243,13 @@ def normalized_lines(section, shapes, dtype, args):
         alone = fastest_fla(fla_normalized(q, k, v), args.rounds) if args.fla else None
         yield line(section, title_of(*shape) + " forward", {"ours": forward}, args.rounds, alone)
         fla = minus(fastest_fla(fla_normalized(q, k, v, grad), args.rounds), alone) if args.fla else None
-        yield line(section, title_of(*shape) + " backward", {"ours": backward, "with grad_coefficients": with_coefficients},
-                   args.rounds, fla)
+        yield line(
+            section,
+            title_of(*shape) + " backward",
+            {"ours": backward, "with grad_coefficients": with_coefficients},
+            args.rounds,
+            fla,
+        )
         del q, k, v, grad, forward, backward, with_coefficients  # the next shape needs the memory
         torch.cuda.empty_cache()
 
@@ -235,8 +275,12 @@ def both(function, q, k, v, grad):
 
 def crossing_graphs(q, k, v, grad):
     forward, backward, _ = normalized_nodes(q, k, v, grad)
-    return {"forward": forward.capture(), "backward": backward.capture(), "flash forward": captured(lambda: flash(q, k, v)),
-            "flash both": captured(both(flash, q, k, v, grad))}, (forward, backward)
+    return {
+        "forward": forward.capture(),
+        "backward": backward.capture(),
+        "flash forward": captured(lambda: flash(q, k, v)),
+        "flash both": captured(both(flash, q, k, v, grad)),
+    }, (forward, backward)
 
 
 def crossing(args):
@@ -266,14 +310,22 @@ def peak(call):
 def memory(args):
     """What forward and backward allocate through PyTorch's autograd, beside query, key, value and grad_output."""
     from leanfleet.export import torch_ops
+
     for shape in CROSSING[3:]:
         q, k, v, grad = positive_operands(shape, torch.bfloat16)
-        calls = {"ours": both(lambda *x: torch_ops.normalized_linear_attention(*x)[0], q, k, v, grad),
-                 "flash": both(flash, q, k, v, grad)}
+        calls = {
+            "ours": both(lambda *x: torch_ops.normalized_linear_attention(*x)[0], q, k, v, grad),
+            "flash": both(flash, q, k, v, grad),
+        }
         if args.fla:
             calls |= fla_normalized(q, k, v, grad)
-        row = {"section": "memory", "case": title_of(*shape), "tokens": shape[2], "tensor_bytes": q.numel() * q.element_size(),
-               "bytes": {n: peak(call) for n, call in calls.items()}}
+        row = {
+            "section": "memory",
+            "case": title_of(*shape),
+            "tokens": shape[2],
+            "tensor_bytes": q.numel() * q.element_size(),
+            "bytes": {n: peak(call) for n, call in calls.items()},
+        }
         print(row["case"], {n: f"{b / row['tensor_bytes']:.2f} tensors" for n, b in row["bytes"].items()}, flush=True)
         yield row
         del calls
@@ -299,8 +351,11 @@ def moved(args):
     for shape in MOVED:
         row = {"section": "moved", "case": title_of(*shape), "tokens": shape[2], "dram_bytes": {}, "io_bytes": {}}
         for which in ("forward", "backward"):
-            found, lines = counted("bench.kernels.linear_attention", ["dram__bytes_read.sum", "dram__bytes_write.sum"],
-                                   "x".join(map(str, (which, *shape))))
+            found, lines = counted(
+                "bench.kernels.linear_attention",
+                ["dram__bytes_read.sum", "dram__bytes_write.sum"],
+                "x".join(map(str, (which, *shape))),
+            )
             row["io_bytes"][which] = next(int(n.split()[1]) for n in lines if n.startswith("io_bytes"))
             row["dram_bytes"][which] = sum(r["Metric Value"] * units[r["Metric Unit"]] for r in found)
         print(row["case"], {n: f"{b / row['io_bytes'][n]:.2f} times" for n, b in row["dram_bytes"].items()}, flush=True)
@@ -312,8 +367,14 @@ def steps(args):
         D, P = 128, 2 * B
         q, k, v = normal(B, H, N, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
         pool = normal(P, Hkv, D, D, dtype=torch.float32)
-        inputs = {"query": q, "key": k, "value": v, "log_decay": slopes(Hkv), "initial_state": pool,
-                  "state_index": torch.randperm(P, device="cuda")[:B].int()}
+        inputs = {
+            "query": q,
+            "key": k,
+            "value": v,
+            "log_decay": slopes(Hkv),
+            "initial_state": pool,
+            "state_index": torch.randperm(P, device="cuda")[:B].int(),
+        }
         node = Launches("CausalLinearDecay", inputs, {"return_state": 1}, in_place=True)
         states = 2 * B * Hkv * D * D * 4
         floor = states + (q.numel() * 2 + k.numel() * 2) * 2
@@ -323,11 +384,15 @@ def steps(args):
         yield line("steps", f"{B * Hkv} states, {H}/{Hkv} heads, {N} tokens", {"auto": node}, args.rounds, fla, floor)
     D = 128
     for B, H in ((16, 32), (64, 32)):
-        inputs = {"query": normal(B, H, 1, D).abs(), "key": normal(B, H, 1, D).abs(), "value": normal(B, H, 1, D),
-                  "initial_state": normal(B, H, D, D, dtype=torch.float32),
-                  "initial_key_sum": torch.rand(B, H, D, device="cuda"),
-                  "initial_value_sum": normal(B, H, D, dtype=torch.float32),
-                  "initial_count": torch.ones(B, dtype=torch.int32, device="cuda")}
+        inputs = {
+            "query": normal(B, H, 1, D).abs(),
+            "key": normal(B, H, 1, D).abs(),
+            "value": normal(B, H, 1, D),
+            "initial_state": normal(B, H, D, D, dtype=torch.float32),
+            "initial_key_sum": torch.rand(B, H, D, device="cuda"),
+            "initial_value_sum": normal(B, H, D, dtype=torch.float32),
+            "initial_count": torch.ones(B, dtype=torch.int32, device="cuda"),
+        }
         node = Launches("NormalizedLinearAttention", inputs, {"return_state": 1}, in_place=True)
         yield line("steps", f"normalised, {B * H} states, 1 token", {"auto": node}, args.rounds, None, 2 * B * H * D * D * 4)
 
@@ -351,8 +416,12 @@ def auto(args):
         if R <= args.auto_keys:
             continue
         T = getattr(torch, dtype)
-        inputs = {"query": normal(B, H, N, R, dtype=T), "key": normal(B, Hkv, N, R, dtype=T) / R**0.5,
-                  "value": normal(B, Hkv, N, Dv, dtype=T), "log_decay": slopes(Hkv)}
+        inputs = {
+            "query": normal(B, H, N, R, dtype=T),
+            "key": normal(B, Hkv, N, R, dtype=T) / R**0.5,
+            "value": normal(B, Hkv, N, Dv, dtype=T),
+            "log_decay": slopes(Hkv),
+        }
         nodes = {a: Launches("CausalLinearDecay", inputs, {"algorithm": a, "return_state": 1}) for a in ("auto", *ALGORITHMS)}
         graphs = {a: node.capture() for a, node in nodes.items()}
         medians = {a: statistics.median(t) for a, t in times({a: graphs[a] for a in ALGORITHMS}, args.auto_rounds).items()}
@@ -363,30 +432,50 @@ def auto(args):
         penalties.append(medians[chosen] / min(medians.values()))
         yield {"section": "auto", "shape": shape, "us": medians, "auto": chosen}
     worst = max(penalties)
-    print(f"auto over the fastest, {len(penalties)} shapes: geometric mean {statistics.geometric_mean(penalties):.3f}, "
-          f"worst {worst:.2f}", flush=True)
+    print(
+        f"auto over the fastest, {len(penalties)} shapes: geometric mean {statistics.geometric_mean(penalties):.3f}, "
+        f"worst {worst:.2f}",
+        flush=True,
+    )
 
 
 def crossing_table(rows):
-    yield from ("## Beside causal flash SDPA, bfloat16, NormalizedLinearAttention", "", "| case | forward | flash | ratio | "
-                "backward | flash | ratio |", "|---|---|---|---|---|---|---|")
+    yield from (
+        "## Beside causal flash SDPA, bfloat16, NormalizedLinearAttention",
+        "",
+        "| case | forward | flash | ratio | backward | flash | ratio |",
+        "|---|---|---|---|---|---|---|",
+    )
     for r in rows:
         us = r["us"]
-        yield f"| {r['case']} | " + " | ".join(f"{us[n]:.1f} | {us['flash ' + n]:.1f} | {us['flash ' + n] / us[n]:.2f}"
-                                               for n in ("forward", "backward")) + " |"
+        yield (
+            f"| {r['case']} | "
+            + " | ".join(
+                f"{us[n]:.1f} | {us['flash ' + n]:.1f} | {us['flash ' + n] / us[n]:.2f}" for n in ("forward", "backward")
+            )
+            + " |"
+        )
 
 
 def memory_table(rows):
     names = list(rows[0]["bytes"])
-    yield from ("## Allocated by forward and backward, in tensors of [B,H,N,D], bfloat16", "",
-                "| case | " + " | ".join(names) + " |", "|---" * (len(names) + 1) + "|")
+    yield from (
+        "## Allocated by forward and backward, in tensors of [B,H,N,D], bfloat16",
+        "",
+        "| case | " + " | ".join(names) + " |",
+        "|---" * (len(names) + 1) + "|",
+    )
     for r in rows:
         yield f"| {r['case']} | " + " | ".join(f"{r['bytes'][n] / r['tensor_bytes']:.2f}" for n in names) + " |"
 
 
 def moved_table(rows):
-    yield from ("## Device memory moved over the tensors once, by ncu, NormalizedLinearAttention, bfloat16", "",
-                "| case | forward | backward |", "|---|---|---|")
+    yield from (
+        "## Device memory moved over the tensors once, by ncu, NormalizedLinearAttention, bfloat16",
+        "",
+        "| case | forward | backward |",
+        "|---|---|---|",
+    )
     for r in rows:
         yield f"| {r['case']} | " + " | ".join(f"{r['dram_bytes'][n] / r['io_bytes'][n]:.2f}" for n in r["io_bytes"]) + " |"
 
@@ -396,29 +485,46 @@ PARTS = {"crossing": crossing_table, "memory": memory_table, "moved": moved_tabl
 
 def table(report):
     """The lines as markdown; the worst are shown as the best are."""
-    lines = [f"{report['device']}, torch {report['torch']}, CUDA {report['cuda']}. Medians of {report['rounds']} graph replays "
-             f"in µs, L2 flushed; a graph of one tiny node takes {report['empty_graph_us']:.1f}. The floor: bytes that must "
-             "move at 4.25 TB/s.", ""]
+    lines = [
+        f"{report['device']}, torch {report['torch']}, CUDA {report['cuda']}. Medians of {report['rounds']} graph replays "
+        f"in µs, L2 flushed; a graph of one tiny node takes {report['empty_graph_us']:.1f}. The floor: bytes that must "
+        "move at 4.25 TB/s.",
+        "",
+    ]
     lines += [report["note"], ""] if "note" in report else []  # written by hand, of what the figures do not say
     for section in dict.fromkeys(r["section"] for r in report["rows"]):
         rows = [r for r in report["rows"] if r["section"] == section]
         if section == "auto":
             penalties = [r["us"][r["auto"]] / min(r["us"].values()) for r in rows]
-            lines += ["## auto", "", f"Over the fastest of three algorithms on {len(rows)} random shapes: geometric mean "
-                      f"{statistics.geometric_mean(penalties):.3f}, worst {max(penalties):.2f}.", ""]
+            lines += [
+                "## auto",
+                "",
+                f"Over the fastest of three algorithms on {len(rows)} random shapes: geometric mean "
+                f"{statistics.geometric_mean(penalties):.3f}, worst {max(penalties):.2f}.",
+                "",
+            ]
             continue
         if section in ("crossing", "memory", "moved"):
             lines += [*PARTS[section](rows), ""]
             continue
         names = list(dict.fromkeys(n for r in rows for n in r["us"]))
-        lines += [f"## {section}", "", "| case | floor | " + " | ".join(names) + " | first over floor | fla | fla over first | "
-                  "extra memory over io |", "|---" * (len(names) + 6) + "|"]
+        lines += [
+            f"## {section}",
+            "",
+            "| case | floor | " + " | ".join(names) + " | first over floor | fla | fla over first | extra memory over io |",
+            "|---" * (len(names) + 6) + "|",
+        ]
         for r in rows:
             first = next(iter(r["us"].values()))
-            cells = [r["case"], f"{r['floor_us']:.1f}", *(f"{r['us'][n]:.1f}" if n in r["us"] else "" for n in names),
-                     f"{first / r['floor_us']:.2f}", f"{r['fla_us']:.1f} ({r['fla']})" if "fla" in r else "",
-                     f"{r['fla_us'] / first:.2f}" if "fla" in r else "",
-                     f"{next(iter(r['extra_bytes'].values())) / r['io_bytes']:.3f}"]
+            cells = [
+                r["case"],
+                f"{r['floor_us']:.1f}",
+                *(f"{r['us'][n]:.1f}" if n in r["us"] else "" for n in names),
+                f"{first / r['floor_us']:.2f}",
+                f"{r['fla_us']:.1f} ({r['fla']})" if "fla" in r else "",
+                f"{r['fla_us'] / first:.2f}" if "fla" in r else "",
+                f"{next(iter(r['extra_bytes'].values())) / r['io_bytes']:.3f}",
+            ]
             lines.append("| " + " | ".join(cells) + " |")
         speeds = [r["fla_us"] / next(iter(r["us"].values())) for r in rows if "fla" in r]
         if speeds:
@@ -430,8 +536,9 @@ def table(report):
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out")
-    parser.add_argument("--only", default="forward,backward,float32,normalized,normalized32,crossing,memory,moved,recurrence,"
-                        "steps,auto")
+    parser.add_argument(
+        "--only", default="forward,backward,float32,normalized,normalized32,crossing,memory,moved,recurrence,steps,auto"
+    )
     parser.add_argument("--no-fla", dest="fla", action="store_false")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--auto-rounds", type=int, default=9)
@@ -443,10 +550,17 @@ def main():
         return once(args.once)
     word = torch.zeros(1, device="cuda")
     empty = statistics.median(times({"empty": captured(lambda: word.zero_())}, args.rounds)["empty"])
-    report = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(), "torch": torch.__version__,
-              "cuda": torch.version.cuda, "rounds": args.rounds, "empty_graph_us": empty,
-              "copy_bytes_per_us": COPY_BYTES_PER_US,
-              "fla_float32_products": os.environ.get("TRITON_F32_DEFAULT", "tf32"), "rows": []}
+    report = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "rounds": args.rounds,
+        "empty_graph_us": empty,
+        "copy_bytes_per_us": COPY_BYTES_PER_US,
+        "fla_float32_products": os.environ.get("TRITON_F32_DEFAULT", "tf32"),
+        "rows": [],
+    }
     for name in args.only.split(","):
         for row in globals()[name](args):
             report["rows"].append(row)

@@ -23,10 +23,15 @@ def tables(report):
     for rows in groups.values():
         lengths = sorted({r["shape"]["tokens"] for r in rows})
         sizes = " ".join(w for w in str(Shape(**rows[0]["shape"])).split() if not w.startswith("N"))
-        yield from (f"## {settings['operator']}, {sizes}, {settings['dtype']}, {decay[settings['log_decay']]}", "",
-                    f"{report['date']}, {machine['device']}, torch {machine['torch']}; milliseconds, forward"
-                    f"{' and backward' if settings['grad'] else ''}.", "",
-                    f"| method | {' | '.join(map(str, lengths))} |", "|---" * (len(lengths) + 1) + "|")
+        yield from (
+            f"## {settings['operator']}, {sizes}, {settings['dtype']}, {decay[settings['log_decay']]}",
+            "",
+            f"{report['date']}, {machine['device']}, torch {machine['torch']}; milliseconds, forward"
+            f"{' and backward' if settings['grad'] else ''}.",
+            "",
+            f"| method | {' | '.join(map(str, lengths))} |",
+            "|---" * (len(lengths) + 1) + "|",
+        )
         for method in dict.fromkeys(r["method"] for r in rows):
             found = {r["shape"]["tokens"]: r for r in rows if r["method"] == method}
             cells = [f"{found[n]['seconds'] * 1e3:.3f}" if found[n]["status"] == "ok" else found[n]["status"] for n in lengths]

@@ -25,8 +25,14 @@ from onnx import TensorProto, helper
 from leanfleet import ort_ops, spec
 from leanfleet.export import reference
 
-SHAPES = [(1, 32, 8, 128, 1024), (1, 32, 8, 128, 8192), (1, 32, 8, 128, 65536), (8, 32, 8, 128, 4096),
-          (16, 40, 10, 128, 8192), (64, 9, 3, 64, 2048)]
+SHAPES = [
+    (1, 32, 8, 128, 1024),
+    (1, 32, 8, 128, 8192),
+    (1, 32, 8, 128, 65536),
+    (8, 32, 8, 128, 4096),
+    (16, 40, 10, 128, 8192),
+    (64, 9, 3, 64, 2048),
+]
 LINEAR_SHAPES = [(1, 32, 2048, 128), (1, 32, 8192, 128), (16, 32, 2048, 128)]  # B, H, N, D
 RUNS = 200
 
@@ -35,11 +41,20 @@ def model(op_type, domain, inputs, outputs, attributes):
     """A model of one node; inputs: {name: (ONNX type, shape) or None}; outputs: {name: shape}."""
     node = helper.make_node(op_type, [n if v else "" for n, v in inputs.items()], list(outputs), domain=domain, **attributes)
     half = TensorProto.FLOAT16
-    graph = helper.make_graph([node], "g", [helper.make_tensor_value_info(n, *v) for n, v in inputs.items() if v],
-                              [helper.make_tensor_value_info(n, TensorProto.FLOAT if n in ("lse", "final_state") else half, s)
-                               for n, s in outputs.items()])
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1),
-              helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION)]
+    graph = helper.make_graph(
+        [node],
+        "g",
+        [helper.make_tensor_value_info(n, *v) for n, v in inputs.items() if v],
+        [
+            helper.make_tensor_value_info(n, TensorProto.FLOAT if n in ("lse", "final_state") else half, s)
+            for n, s in outputs.items()
+        ],
+    )
+    opsets = [
+        helper.make_opsetid("", 21),
+        helper.make_opsetid("com.microsoft", 1),
+        helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION),
+    ]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10).SerializeToString()
 
 
@@ -54,32 +69,56 @@ def bound(session, inputs, outputs):
 
 def ours(b, h, hkv, d, s, tensors, options):
     half, i32 = TensorProto.FLOAT16, TensorProto.INT32
-    inputs = {"query": (half, [b, 1, h, d]), "key_cache": (half, [b, hkv, s, d]), "value_cache": (half, [b, hkv, s, d]),
-              "seq_lens": (i32, [b]), "query_lens": None, "new_key": (half, [b, 1, hkv, d]),
-              "new_value": (half, [b, 1, hkv, d])}
+    inputs = {
+        "query": (half, [b, 1, h, d]),
+        "key_cache": (half, [b, hkv, s, d]),
+        "value_cache": (half, [b, hkv, s, d]),
+        "seq_lens": (i32, [b]),
+        "query_lens": None,
+        "new_key": (half, [b, 1, hkv, d]),
+        "new_value": (half, [b, 1, hkv, d]),
+    }
     outputs = {"output": [b, 1, h, d], "lse": [b, 1, h], "key_cache_out": [b, hkv, s, d], "value_cache_out": [b, hkv, s, d]}
     graph = model("LeanAttention", spec.DOMAIN, inputs, outputs, {"append": 1, "layout": "bnhd"})
     session = ort_ops.make_session(graph, [("CUDAExecutionProvider", options)])
-    feed = {"query": tensors["query"].view(b, 1, h, d), "key_cache": tensors["key"], "value_cache": tensors["value"],
-            "seq_lens": tensors["lengths"], "new_key": tensors["new_key"].view(b, 1, hkv, d),
-            "new_value": tensors["new_value"].view(b, 1, hkv, d)}
+    feed = {
+        "query": tensors["query"].view(b, 1, h, d),
+        "key_cache": tensors["key"],
+        "value_cache": tensors["value"],
+        "seq_lens": tensors["lengths"],
+        "new_key": tensors["new_key"].view(b, 1, hkv, d),
+        "new_value": tensors["new_value"].view(b, 1, hkv, d),
+    }
     result, lse = torch.empty_like(feed["query"]), torch.empty(b, 1, h, device="cuda")
-    binding = bound(session, feed, {"output": result, "lse": lse, "key_cache_out": tensors["key"],
-                                    "value_cache_out": tensors["value"]})
+    binding = bound(
+        session, feed, {"output": result, "lse": lse, "key_cache_out": tensors["key"], "value_cache_out": tensors["value"]}
+    )
     return session, binding, result.view(b, h, d), (feed, lse)
 
 
 def group_query_attention(b, h, hkv, d, s, tensors, options):
     half, i32 = TensorProto.FLOAT16, TensorProto.INT32
-    inputs = {"query": (half, [b, 1, h * d]), "key": (half, [b, 1, hkv * d]), "value": (half, [b, 1, hkv * d]),
-              "past_key": (half, [b, hkv, s, d]), "past_value": (half, [b, hkv, s, d]), "seqlens_k": (i32, [b]),
-              "total": (i32, [1])}
+    inputs = {
+        "query": (half, [b, 1, h * d]),
+        "key": (half, [b, 1, hkv * d]),
+        "value": (half, [b, 1, hkv * d]),
+        "past_key": (half, [b, hkv, s, d]),
+        "past_value": (half, [b, hkv, s, d]),
+        "seqlens_k": (i32, [b]),
+        "total": (i32, [1]),
+    }
     outputs = {"output": [b, 1, h * d], "present_key": [b, hkv, s, d], "present_value": [b, hkv, s, d]}
     graph = model("GroupQueryAttention", "com.microsoft", inputs, outputs, {"num_heads": h, "kv_num_heads": hkv})
     session = onnxruntime.InferenceSession(graph, providers=[("CUDAExecutionProvider", options)])
-    feed = {"query": tensors["query"].view(b, 1, h * d), "key": tensors["new_key"].view(b, 1, hkv * d),
-            "value": tensors["new_value"].view(b, 1, hkv * d), "past_key": tensors["key"], "past_value": tensors["value"],
-            "seqlens_k": tensors["lengths"] - 1, "total": torch.tensor([s], dtype=torch.int32)}
+    feed = {
+        "query": tensors["query"].view(b, 1, h * d),
+        "key": tensors["new_key"].view(b, 1, hkv * d),
+        "value": tensors["new_value"].view(b, 1, hkv * d),
+        "past_key": tensors["key"],
+        "past_value": tensors["value"],
+        "seqlens_k": tensors["lengths"] - 1,
+        "total": torch.tensor([s], dtype=torch.int32),
+    }
     result = torch.empty_like(feed["query"])
     binding = bound(session, feed, {"output": result, "present_key": tensors["key"], "present_value": tensors["value"]})
     return session, binding, result.view(b, h, d), (feed, result)
@@ -112,14 +151,24 @@ def line(b, h, hkv, d, s):
     def random(*shape):
         return torch.randn(shape, device="cuda").half()
 
-    tensors = {"query": random(b, h, d), "key": random(b, hkv, s, d), "value": random(b, hkv, s, d),
-               "new_key": random(b, hkv, d), "new_value": random(b, hkv, d),
-               "lengths": torch.full((b,), s, dtype=torch.int32, device="cuda")}
+    tensors = {
+        "query": random(b, h, d),
+        "key": random(b, hkv, s, d),
+        "value": random(b, hkv, s, d),
+        "new_key": random(b, hkv, d),
+        "new_value": random(b, hkv, d),
+        "lengths": torch.full((b,), s, dtype=torch.int32, device="cuda"),
+    }
     some = slice(0, min(b, 2))  # the reference of whole large batches would take long
     judge = reference.lean_attention(
-        tensors["query"][some].double()[:, :, None], tensors["key"][some].double(), tensors["value"][some].double(),
-        tensors["lengths"][some], new_key=tensors["new_key"][some].double()[:, :, None],
-        new_value=tensors["new_value"][some].double()[:, :, None], append=1)[0][:, :, 0]
+        tensors["query"][some].double()[:, :, None],
+        tensors["key"][some].double(),
+        tensors["value"][some].double(),
+        tensors["lengths"][some],
+        new_key=tensors["new_key"][some].double()[:, :, None],
+        new_value=tensors["new_value"][some].double()[:, :, None],
+        append=1,
+    )[0][:, :, 0]
     row = {"batch": b, "heads": h, "kv_heads": hkv, "head_size": d, "tokens": s}
     for name, build in (("leanfleet", ours), ("GroupQueryAttention", group_query_attention)):
         found = {}
@@ -165,8 +214,13 @@ def linear_model(op_type, b, h, n, d, log_decay):
         attributes = {"layout": "bnhd", "return_state": 1}
         outputs = {"output": [b, n, h, d], "final_state": [b, h, d, d]}
     types = {torch.float16: TensorProto.FLOAT16, torch.float32: TensorProto.FLOAT}
-    graph = model(op_type, "com.microsoft" if theirs else spec.DOMAIN,
-                  {n: (types[t.dtype], t.shape) for n, t in feed.items()}, outputs, attributes)
+    graph = model(
+        op_type,
+        "com.microsoft" if theirs else spec.DOMAIN,
+        {n: (types[t.dtype], t.shape) for n, t in feed.items()},
+        outputs,
+        attributes,
+    )
     make = onnxruntime.InferenceSession if theirs else ort_ops.make_session
     session = make(graph, providers=["CUDAExecutionProvider"])
     found = {name: t.view(shape) for (name, shape), t in zip(outputs.items(), (result, state))}
@@ -192,8 +246,12 @@ def linear_line(b, h, n, d):
 
 
 def linear_text(rows):
-    out = ["", "| batch, heads, tokens | CausalLinearDecay, no decay | LinearAttention, linear | ratio | CausalLinearDecay | "
-           "LinearAttention, gated | ratio | outputs differ by |", "|---" * 8 + "|"]
+    out = [
+        "",
+        "| batch, heads, tokens | CausalLinearDecay, no decay | LinearAttention, linear | ratio | CausalLinearDecay | "
+        "LinearAttention, gated | ratio | outputs differ by |",
+        "|---" * 8 + "|",
+    ]
     for r in rows:
         cells = [f"B{r['batch']} H{r['heads']}x{r['head_size']} {r['tokens']}"]
         for kind in ("linear", "gated"):
@@ -204,7 +262,7 @@ def linear_text(rows):
 
 
 def text(facts, rows):
-    head = ("| batch, heads, tokens | | run | kernels | overhead | run in a graph | kernels | overhead |\n" + "|---" * 8 + "|")
+    head = "| batch, heads, tokens | | run | kernels | overhead | run in a graph | kernels | overhead |\n" + "|---" * 8 + "|"
     out = [f"{facts['device']}, onnxruntime {facts['onnxruntime']}, float16, µs, medians.", "", head]
     for r in rows:
         for name in ("leanfleet", "GroupQueryAttention"):
@@ -224,8 +282,12 @@ def main():
     parser.add_argument("--out", type=Path, help="JSON to write; the table goes beside it as .md")
     parser.add_argument("--only", default="", help="lines whose shape contains this")
     args = parser.parse_args()
-    facts = {"device": torch.cuda.get_device_name(), "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
-             "date": datetime.date.today().isoformat()}
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "onnxruntime": onnxruntime.__version__,
+        "torch": torch.__version__,
+        "date": datetime.date.today().isoformat(),
+    }
     rows = []
     for shape in SHAPES:
         if args.only in "x".join(map(str, shape)):

@@ -92,8 +92,28 @@ def counted(module, metrics, case):
     if not shutil.which("ncu"):
         raise SystemExit("ncu (NVIDIA Nsight Compute) is needed for this section, and is not on the path")
     lines = subprocess.run(
-        ["ncu", "--csv", "--clock-control", "none", "--profile-from-start", "off", "--metrics", ",".join(metrics),
-         sys.executable, "-m", module, "OUT", "--once", case], capture_output=True, text=True, check=True).stdout.splitlines()
-    rows = [{**r, "Metric Value": float(r["Metric Value"].replace(",", ""))}
-            for r in csv.DictReader(n for n in lines if n.startswith('"'))]
+        [
+            "ncu",
+            "--csv",
+            "--clock-control",
+            "none",
+            "--profile-from-start",
+            "off",
+            "--metrics",
+            ",".join(metrics),
+            sys.executable,
+            "-m",
+            module,
+            "OUT",
+            "--once",
+            case,
+        ],
+        capture_output=True,
+        text=True,
+        check=True,
+    ).stdout.splitlines()
+    rows = [
+        {**r, "Metric Value": float(r["Metric Value"].replace(",", ""))}
+        for r in csv.DictReader(n for n in lines if n.startswith('"'))
+    ]
     return rows, lines

@@ -20,10 +20,32 @@ LARGEST_RANK = 256  # R and Dv up to this fit a program's tiles
 
 
 @triton.jit
-def masked_product_kernel(x_ptr, y_ptr, z_ptr, row_ptr, column_ptr, decay_ptr, out_ptr, sum_ptr, heads, tokens, rank, dim,
-                          scale, X_GROUP: tl.constexpr, Y_GROUP: tl.constexpr, Z_GROUP: tl.constexpr,
-                          DECAY_GROUP: tl.constexpr, REVERSE: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_DECAY: tl.constexpr,
-                          STORE_SUM: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_D: tl.constexpr):
+def masked_product_kernel(
+    x_ptr,
+    y_ptr,
+    z_ptr,
+    row_ptr,
+    column_ptr,
+    decay_ptr,
+    out_ptr,
+    sum_ptr,
+    heads,
+    tokens,
+    rank,
+    dim,
+    scale,
+    X_GROUP: tl.constexpr,
+    Y_GROUP: tl.constexpr,
+    Z_GROUP: tl.constexpr,
+    DECAY_GROUP: tl.constexpr,
+    REVERSE: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    STORE_SUM: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """out = (M * (scale X Y^T + row column^T)) Z, block after block, with M_ij = decay^(i-j) for i >= j.
 
     REVERSE: the same with time reversed, M_ij = decay^(j-i) for j >= i. A program owns one query head and BLOCK_D columns of
@@ -104,12 +126,33 @@ def _masked_product(x, y, z, log_decay=None, scale=1.0, row=None, column=None, r
     # Tiles of 64 columns also where there are fewer: with 32, Triton 3.6's code for Hopper reads past its shared memory.
     block_r, block_d, short = max(64, triton.next_power_of_2(rank)), 64, z.element_size() == 2
     masked_product_kernel[(batch * heads, triton.cdiv(dim, block_d))](
-        x.contiguous(), y.contiguous(), z.contiguous(), out if row is None else row.contiguous(),
-        out if column is None else column.contiguous(), out if log_decay is None else log_decay.contiguous(), out, sums, heads,
-        tokens, rank, dim, scale, X_GROUP=heads // x.shape[1], Y_GROUP=heads // y.shape[1], Z_GROUP=heads // z.shape[1],
-        DECAY_GROUP=1 if log_decay is None else heads // log_decay.numel(), REVERSE=reverse, HAS_BIAS=row is not None,
-        HAS_DECAY=log_decay is not None, STORE_SUM=row_sums, BLOCK_N=64 if short else 32, BLOCK_R=block_r, BLOCK_D=block_d,
-        num_warps=4 if block_r == 64 else 8, num_stages=1 if block_r > 128 else 3 if short else 2)
+        x.contiguous(),
+        y.contiguous(),
+        z.contiguous(),
+        out if row is None else row.contiguous(),
+        out if column is None else column.contiguous(),
+        out if log_decay is None else log_decay.contiguous(),
+        out,
+        sums,
+        heads,
+        tokens,
+        rank,
+        dim,
+        scale,
+        X_GROUP=heads // x.shape[1],
+        Y_GROUP=heads // y.shape[1],
+        Z_GROUP=heads // z.shape[1],
+        DECAY_GROUP=1 if log_decay is None else heads // log_decay.numel(),
+        REVERSE=reverse,
+        HAS_BIAS=row is not None,
+        HAS_DECAY=log_decay is not None,
+        STORE_SUM=row_sums,
+        BLOCK_N=64 if short else 32,
+        BLOCK_R=block_r,
+        BLOCK_D=block_d,
+        num_warps=4 if block_r == 64 else 8,
+        num_stages=1 if block_r > 128 else 3 if short else 2,
+    )
     return (out, sums) if row_sums else out
 
 
@@ -150,8 +193,23 @@ def _decayed_add(log_decay1, x1, log_decay2, x2):
 
 
 @triton.jit
-def fleet_kernel(query_ptr, key_ptr, value_ptr, decay_ptr, out_ptr, norm_ptr, heads, tokens, rank, dim, GROUP: tl.constexpr,
-                 HAS_DECAY: tl.constexpr, NORMALIZE: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_D: tl.constexpr):
+def fleet_kernel(
+    query_ptr,
+    key_ptr,
+    value_ptr,
+    decay_ptr,
+    out_ptr,
+    norm_ptr,
+    heads,
+    tokens,
+    rank,
+    dim,
+    GROUP: tl.constexpr,
+    HAS_DECAY: tl.constexpr,
+    NORMALIZE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+):
     """Adds diag(b_j) cumsum(diag(c_j) V) to out for one rank j and BLOCK_D columns (LeetDecoding, algorithm 5).
 
     The prefix l_j of the blocks before is carried in registers; the ranks are programs of their own, whose results meet in
@@ -211,9 +269,22 @@ def fleet(query, key, value, log_decay=None, normalize=False):
     norm = torch.zeros(batch, heads, tokens, device=query.device) if normalize else out
     block_d = max(16, min(64, triton.next_power_of_2(dim)))
     fleet_kernel[(batch * heads, triton.cdiv(dim, block_d), rank)](
-        query.contiguous(), key.contiguous(), value.contiguous(), out if log_decay is None else log_decay, out, norm, heads,
-        tokens, rank, dim, GROUP=heads // kv_heads, HAS_DECAY=log_decay is not None, NORMALIZE=normalize, BLOCK_N=64,
-        BLOCK_D=block_d)
+        query.contiguous(),
+        key.contiguous(),
+        value.contiguous(),
+        out if log_decay is None else log_decay,
+        out,
+        norm,
+        heads,
+        tokens,
+        rank,
+        dim,
+        GROUP=heads // kv_heads,
+        HAS_DECAY=log_decay is not None,
+        NORMALIZE=normalize,
+        BLOCK_N=64,
+        BLOCK_D=block_d,
+    )
     return (out / _held(norm).unsqueeze(-1) if normalize else out).to(query.dtype)
 
 
@@ -262,8 +333,9 @@ def register():
     gpu = {"devices": ("cuda",)}
     register_method("triton_lightning", lightning, **gpu)
     register_method("triton_fleet", fleet, **gpu)
-    register_method("triton_fleet", lambda q, k, v, g: fleet(q, k, v, g, normalize=True),
-                    operator="causal_linear_decay_normalized", **gpu)
+    register_method(
+        "triton_fleet", lambda q, k, v, g: fleet(q, k, v, g, normalize=True), operator="causal_linear_decay_normalized", **gpu
+    )
     register_method("triton_lightning", normalized, operator="normalized_linear_attention", **gpu)
 
 

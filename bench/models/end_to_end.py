@@ -51,14 +51,27 @@ class Shape:
     vocabulary: int
 
 
-MODELS = {"phi3-medium": Shape(5120, 40, 10, 128, 17920, 40, 32064), "llama3-8b": Shape(4096, 32, 8, 128, 14336, 32, 128256),
-          "smollm2-135m": Shape(576, 9, 3, 64, 1536, 30, 49152), "tiny": Shape(256, 8, 2, 64, 512, 2, 1000)}
+MODELS = {
+    "phi3-medium": Shape(5120, 40, 10, 128, 17920, 40, 32064),
+    "llama3-8b": Shape(4096, 32, 8, 128, 14336, 32, 128256),
+    "smollm2-135m": Shape(576, 9, 3, 64, 1536, 30, 49152),
+    "tiny": Shape(256, 8, 2, 64, 512, 2, 1000),
+}
 CONTEXTS = (1024, 8192, 65536, 131072)
 BATCHES = (1, 4, 16)
 CACHE_LIMIT = 60 << 30  # bytes; larger batches of long contexts are left out and said so
 HALF, I32, I64 = TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64
-ATTENTION_KERNELS = ("LeanAttention", "mha", "sdpa", "flash", "attention", "UnpackRoPE", "GetSequenceLengths", "rotary",
-                     "Rotary")
+ATTENTION_KERNELS = (
+    "LeanAttention",
+    "mha",
+    "sdpa",
+    "flash",
+    "attention",
+    "UnpackRoPE",
+    "GetSequenceLengths",
+    "rotary",
+    "Rotary",
+)
 
 
 def weights(shape, folder, layers):
@@ -66,8 +79,13 @@ def weights(shape, folder, layers):
     h, kv, d, e, f = shape.heads, shape.kv_heads, shape.head_size, shape.hidden, shape.feed_forward
     sizes = {"embedding": (shape.vocabulary, e), "head": (e, shape.vocabulary)}
     for i in range(layers):
-        sizes |= {f"{i}.qkv": (e, (h + 2 * kv) * d), f"{i}.out": (h * d, e), f"{i}.gate": (e, f), f"{i}.up": (e, f),
-                  f"{i}.down": (f, e)}
+        sizes |= {
+            f"{i}.qkv": (e, (h + 2 * kv) * d),
+            f"{i}.out": (h * d, e),
+            f"{i}.gate": (e, f),
+            f"{i}.up": (e, f),
+            f"{i}.down": (f, e),
+        }
     generator = torch.Generator(device="cuda" if torch.cuda.is_available() else "cpu").manual_seed(0)
     initializers, offset = {}, 0
     with open(folder / "weights.bin", "wb") as file:
@@ -94,9 +112,14 @@ def build(shape, attention, initializers, layers, distinct, positions):
     ours = attention == "LeanAttention"
     angles = np.arange(positions)[:, None] * 10000.0 ** (-np.arange(0, d, 2) / d)
     table = np.float32 if ours else np.float16
-    constants = {"cos": np.cos(angles).astype(table), "sin": np.sin(angles).astype(table),
-                 "norm": np.ones(shape.hidden, np.float16), "last": np.array([-1], np.int64),
-                 "heads": np.array([0, 0, h + 2 * kv, d], np.int64), "flat": np.array([0, 0, h * d], np.int64)}
+    constants = {
+        "cos": np.cos(angles).astype(table),
+        "sin": np.sin(angles).astype(table),
+        "norm": np.ones(shape.hidden, np.float16),
+        "last": np.array([-1], np.int64),
+        "heads": np.array([0, 0, h + 2 * kv, d], np.int64),
+        "flat": np.array([0, 0, h * d], np.int64),
+    }
     nodes, cache_inputs, cache_outputs = [], [], []
 
     def node(op, inputs, outputs, domain="", **attributes):
@@ -114,22 +137,42 @@ def build(shape, attention, initializers, layers, distinct, positions):
         qkv = node("MatMul", [normed, f"{w}.qkv"], [f"qkv{i}"])
         if ours:
             heads = node("Reshape", [qkv, "heads"], [f"h{i}"])
-            node("LeanAttention", [heads, *caches, "seq_lens", "", "", "", "", "", "", "cos", "sin"],
-                 [f"a{i}", f"lse{i}", *presents], spec.DOMAIN, append=1, packed_qkv=1, layout="bnhd")
+            node(
+                "LeanAttention",
+                [heads, *caches, "seq_lens", "", "", "", "", "", "", "cos", "sin"],
+                [f"a{i}", f"lse{i}", *presents],
+                spec.DOMAIN,
+                append=1,
+                packed_qkv=1,
+                layout="bnhd",
+            )
             mixed = node("Reshape", [f"a{i}", "flat"], [f"af{i}"])
         else:
-            mixed = node("GroupQueryAttention", [qkv, "", "", *caches, "seq_lens", "total", "cos", "sin"],
-                         [f"a{i}", *presents], "com.microsoft", num_heads=h, kv_num_heads=kv, do_rotary=1)
+            mixed = node(
+                "GroupQueryAttention",
+                [qkv, "", "", *caches, "seq_lens", "total", "cos", "sin"],
+                [f"a{i}", *presents],
+                "com.microsoft",
+                num_heads=h,
+                kv_num_heads=kv,
+                do_rotary=1,
+            )
         projected = node("MatMul", [mixed, f"{w}.out"], [f"o{i}"])
-        node("SkipSimplifiedLayerNormalization", [projected, x, "norm"], [f"m{i}", "", "", f"y{i}"], "com.microsoft",
-             epsilon=1e-5)
+        node(
+            "SkipSimplifiedLayerNormalization",
+            [projected, x, "norm"],
+            [f"m{i}", "", "", f"y{i}"],
+            "com.microsoft",
+            epsilon=1e-5,
+        )
         gate = node("MatMul", [f"m{i}", f"{w}.gate"], [f"g{i}"])
         up = node("MatMul", [f"m{i}", f"{w}.up"], [f"u{i}"])
         act = node("QuickGelu", [gate], [f"s{i}"], "com.microsoft", alpha=1.0)  # x * sigmoid(x): SiLU in one kernel
         down = node("MatMul", [node("Mul", [act, up], [f"p{i}"]), f"{w}.down"], [f"d{i}"])
         x = f"x{i + 1}"
-        normed = node("SkipSimplifiedLayerNormalization", [down, f"y{i}", "norm"], [f"n{i + 1}", "", "", x], "com.microsoft",
-                      epsilon=1e-5)
+        normed = node(
+            "SkipSimplifiedLayerNormalization", [down, f"y{i}", "norm"], [f"n{i + 1}", "", "", x], "com.microsoft", epsilon=1e-5
+        )
     row = node("Gather", [normed, "last"], ["row"], axis=1)
     node("MatMul", [row, "head"], ["logits"])
     cache = ["B", kv, "S", d]
@@ -138,12 +181,19 @@ def build(shape, attention, initializers, layers, distinct, positions):
     inputs += [(n, HALF, cache) for n in cache_inputs]
     outputs = [("logits", HALF, ["B", 1, shape.vocabulary])] + [(n, HALF, cache) for n in cache_outputs]
     used = {name for n in nodes for name in n.input}
-    graph = helper.make_graph(nodes, "decoder", [helper.make_tensor_value_info(*i) for i in inputs],
-                              [helper.make_tensor_value_info(*o) for o in outputs],
-                              [numpy_helper.from_array(a, n) for n, a in constants.items() if n in used] +
-                              [t for n, t in initializers.items() if n in used])
-    opsets = [helper.make_opsetid("", 21), helper.make_opsetid("com.microsoft", 1),
-              helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION)]
+    graph = helper.make_graph(
+        nodes,
+        "decoder",
+        [helper.make_tensor_value_info(*i) for i in inputs],
+        [helper.make_tensor_value_info(*o) for o in outputs],
+        [numpy_helper.from_array(a, n) for n, a in constants.items() if n in used]
+        + [t for n, t in initializers.items() if n in used],
+    )
+    opsets = [
+        helper.make_opsetid("", 21),
+        helper.make_opsetid("com.microsoft", 1),
+        helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION),
+    ]
     return helper.make_model(graph, opset_imports=opsets, ir_version=10)
 
 
@@ -188,7 +238,7 @@ class Runner:
         logits = torch.full((batch, 1, self.shape.vocabulary), float("nan"), dtype=torch.float16, device="cuda")
         outputs = {"logits": logits}
         for i in range(self.layers):
-            for part, cache in zip(("key", "value"), caches[2 * i:2 * i + 2]):
+            for part, cache in zip(("key", "value"), caches[2 * i : 2 * i + 2]):
                 feed[f"past.{i}.{part}"] = outputs[f"present.{i}.{part}"] = cache
         types = {torch.float16: HALF, torch.int32: I32, torch.int64: I64}
         binding = self.session.io_binding()
@@ -272,8 +322,9 @@ def compare(runners, shape, layers):
     ids = torch.randint(0, shape.vocabulary, (2, 33), device="cuda")
     found = []
     for runner in runners:
-        caches = [torch.zeros(2, shape.kv_heads, 64, shape.head_size, dtype=torch.float16, device="cuda")
-                  for _ in range(2 * layers)]
+        caches = [
+            torch.zeros(2, shape.kv_heads, 64, shape.head_size, dtype=torch.float16, device="cuda") for _ in range(2 * layers)
+        ]
         logits = []
         for tokens, length in ((ids[:, :32], 32), (ids[:, 32:], 33)):
             runner.bind(tokens.contiguous(), torch.full((2,), length, dtype=torch.int32, device="cuda"), caches)
@@ -346,8 +397,10 @@ def answer(runner, shape, layers, lengths, steps):
     caches = random_caches(shape, layers, batch, longest + steps)
     token = torch.zeros(batch, 1, dtype=torch.int64, device="cuda")
     together = [slice(0, batch)] if bool((lengths == longest).all()) else [slice(b, b + 1) for b in range(batch)]
-    prompts = [runner.bind(ids[s, :int(lengths[s].max())].contiguous(), lengths[s].clone(), [c[s] for c in caches],
-                           captured=False) for s in together]
+    prompts = [
+        runner.bind(ids[s, : int(lengths[s].max())].contiguous(), lengths[s].clone(), [c[s] for c in caches], captured=False)
+        for s in together
+    ]
     one = runner.bind(token, lengths + 1, caches, most=longest + steps)
     first = one.inputs["seq_lens"].clone()
     read = energy_counter()
@@ -370,9 +423,12 @@ def answer(runner, shape, layers, lengths, steps):
             token.copy_(tokens[-1])
             torch.cuda.synchronize()
         end = time.perf_counter()
-        return {"prompt_seconds": middle - begin, "answer_seconds": end - middle,
-                "tokens_per_second": batch * count / (end - begin),
-                "joules_a_token": (read() - joules) / (batch * count)}, torch.cat(tokens, 1)
+        return {
+            "prompt_seconds": middle - begin,
+            "answer_seconds": end - middle,
+            "tokens_per_second": batch * count / (end - begin),
+            "joules_a_token": (read() - joules) / (batch * count),
+        }, torch.cat(tokens, 1)
 
     run(4)
     return run(steps)
@@ -426,12 +482,15 @@ def answers(name, shape, paths, layers, args, weight_bytes):
 
 
 def text(facts, rows):
-    out = [f"{facts['device']}, onnxruntime {facts['onnxruntime']}, float16; milliseconds a decode step, medians; prompt for "
-           "batch 1. Ours is LeanAttention, theirs GroupQueryAttention.", "",
-           *([facts["note"], ""] if "note" in facts else []),
-           "| model | batch | context | step, ours | theirs | in a graph, ours | theirs | speed-up | attention's share | "
-           "J a token, ours | theirs | prompt, ours | theirs |",
-           "|---" * 13 + "|"]
+    out = [
+        f"{facts['device']}, onnxruntime {facts['onnxruntime']}, float16; milliseconds a decode step, medians; prompt for "
+        "batch 1. Ours is LeanAttention, theirs GroupQueryAttention.",
+        "",
+        *([facts["note"], ""] if "note" in facts else []),
+        "| model | batch | context | step, ours | theirs | in a graph, ours | theirs | speed-up | attention's share | "
+        "J a token, ours | theirs | prompt, ours | theirs |",
+        "|---" * 13 + "|",
+    ]
     for r in rows:
         cells = [r["model"], f"{r['batch']} {r['lengths']}", str(r["context"])]
         if "left_out" in r:
@@ -444,10 +503,17 @@ def text(facts, rows):
 
         best = [min(x.get("graph_step", x["step"]), x["step"]) for x in (ours, theirs)]
         shares = " / ".join(f"{x['attention'] / x['kernels']:.2f}" for x in (ours, theirs))
-        cells += [ms(ours, "step"), ms(theirs, "step"), ms(ours, "graph_step"), ms(theirs, "graph_step"),
-                  f"{best[1] / best[0]:.3f}", shares,
-                  *(f"{x['joules_a_token']:.3f}" if "joules_a_token" in x else "" for x in (ours, theirs)),
-                  ms(ours, "prompt"), ms(theirs, "prompt")]
+        cells += [
+            ms(ours, "step"),
+            ms(theirs, "step"),
+            ms(ours, "graph_step"),
+            ms(theirs, "graph_step"),
+            f"{best[1] / best[0]:.3f}",
+            shares,
+            *(f"{x['joules_a_token']:.3f}" if "joules_a_token" in x else "" for x in (ours, theirs)),
+            ms(ours, "prompt"),
+            ms(theirs, "prompt"),
+        ]
         out.append(f"| {' | '.join(cells)} |")
     return "\n".join(out)
 
@@ -466,10 +532,17 @@ def main():
     args = parser.parse_args()
     for prompt in args.answers or ():
         if prompt < 8 or prompt + prompt // 8 > max(CONTEXTS):
-            parser.error(f"--answers {prompt}: a prompt has 8 tokens or more, so that its answer has one, and both together at "
-                         f"most {max(CONTEXTS)}")
-    facts = {"device": torch.cuda.get_device_name(), "onnxruntime": onnxruntime.__version__,
-             "date": datetime.date.today().isoformat(), "layers": args.layers, "distinct_weights": args.distinct}
+            parser.error(
+                f"--answers {prompt}: a prompt has 8 tokens or more, so that its answer has one, and both together at "
+                f"most {max(CONTEXTS)}"
+            )
+    facts = {
+        "device": torch.cuda.get_device_name(),
+        "onnxruntime": onnxruntime.__version__,
+        "date": datetime.date.today().isoformat(),
+        "layers": args.layers,
+        "distinct_weights": args.distinct,
+    }
     rows, runs = [], []
     for name in args.models.split(","):
         with tempfile.TemporaryDirectory() as folder:

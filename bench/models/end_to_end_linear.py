@@ -24,10 +24,20 @@ import torch
 from bench.models.weightless import DATA, fill, parameters_of, strip
 from leanfleet.export import LinearDecoder, LinearDecoderConfig
 
-SHAPES = {"retnet": dict(hidden_size=2048, num_attention_heads=8, feed_forward_size=4096, layers=24),
-          "transnormer": dict(hidden_size=2048, num_attention_heads=16, feed_forward_size=5632, layers=16),
-          "minimax": dict(hidden_size=6144, num_attention_heads=64, head_dim=128, num_key_value_heads=8, intermediate_size=9216,
-                          num_local_experts=4, num_experts_per_tok=2, layers=2)}
+SHAPES = {
+    "retnet": dict(hidden_size=2048, num_attention_heads=8, feed_forward_size=4096, layers=24),
+    "transnormer": dict(hidden_size=2048, num_attention_heads=16, feed_forward_size=5632, layers=16),
+    "minimax": dict(
+        hidden_size=6144,
+        num_attention_heads=64,
+        head_dim=128,
+        num_key_value_heads=8,
+        intermediate_size=9216,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        layers=2,
+    ),
+}
 VOCABULARY = 32000
 
 
@@ -37,8 +47,14 @@ def build(kind, layers, device="cpu", seed=0):
         torch.manual_seed(seed)
         if kind == "minimax":
             from transformers import AutoModelForCausalLM, MiniMaxConfig
-            config = MiniMaxConfig(**sizes, num_hidden_layers=layers, vocab_size=VOCABULARY, max_position_embeddings=1 << 20,
-                                   layer_types=["linear_attention"] * layers)
+
+            config = MiniMaxConfig(
+                **sizes,
+                num_hidden_layers=layers,
+                vocab_size=VOCABULARY,
+                max_position_embeddings=1 << 20,
+                layer_types=["linear_attention"] * layers,
+            )
             model = AutoModelForCausalLM.from_config(config, dtype=torch.float16).eval()
             for layer in model.model.layers:  # random weights as they come make sums beyond float16
                 layer.self_attn.qkv_proj.weight.data *= 0.25
@@ -78,8 +94,9 @@ class Fla:
 
         run = fused_recurrent_simple_gla if query.shape[1] == 1 else chunk_simple_gla
         q, k, v = (t.contiguous() for t in (query, key, value))
-        output, self.states[layer] = run(q, k, v, g_gamma=log_decay.contiguous(), scale=scale,
-                                         initial_state=self.states.get(layer), output_final_state=True)
+        output, self.states[layer] = run(
+            q, k, v, g_gamma=log_decay.contiguous(), scale=scale, initial_state=self.states.get(layer), output_final_state=True
+        )
         return output
 
     @torch.no_grad()
@@ -206,9 +223,15 @@ def command_run(args):
             if tokens and ours:
                 same = next((i for i, (a, b) in enumerate(zip(ours, tokens)) if a != b), len(ours))
                 print(f"prompt {length}: {same} of {len(ours)} first greedy tokens equal those of {name}")
-    result = {"date": datetime.date.today().isoformat(), "device": torch.cuda.get_device_name(),
-              "onnxruntime": onnxruntime.__version__, "torch": torch.__version__, "memory_patterns": args.memory_patterns,
-              **facts, "rows": rows}
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "onnxruntime": onnxruntime.__version__,
+        "torch": torch.__version__,
+        "memory_patterns": args.memory_patterns,
+        **facts,
+        "rows": rows,
+    }
     if args.out:
         args.out.write_text(json.dumps(result, indent=1) + "\n")
 
@@ -226,8 +249,12 @@ def main():
     run.add_argument("--prompts", type=int, nargs="*", default=[2048, 8192, 100000])
     run.add_argument("--body-limit", type=int, default=8192, help="longest prompt for the function bodies")
     run.add_argument("--only", default="", help="implementations whose name contains this")
-    run.add_argument("--memory-patterns", action=argparse.BooleanOptionalAction, default=False,
-                     help="onnxruntime's enable_mem_pattern, which load_decoder switches off on CUDA")
+    run.add_argument(
+        "--memory-patterns",
+        action=argparse.BooleanOptionalAction,
+        default=False,
+        help="onnxruntime's enable_mem_pattern, which load_decoder switches off on CUDA",
+    )
     run.add_argument("--kernels", action="store_true", help="print which kernels a prompt's time goes to")
     run.add_argument("--out", type=Path)
     run.set_defaults(command=command_run)

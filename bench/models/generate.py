@@ -66,8 +66,9 @@ CUDA = "CUDAExecutionProvider"
 
 def providers(provider, dtype, **options):
     """onnxruntime's providers; float32 products without TF32, as PyTorch makes them."""
-    return ["CPUExecutionProvider"] if provider == "CPU" else [
-        (CUDA, {"use_tf32": "0" if dtype == "float32" else "1", **options})]
+    return (
+        ["CPUExecutionProvider"] if provider == "CPU" else [(CUDA, {"use_tf32": "0" if dtype == "float32" else "1", **options})]
+    )
 
 
 def text():
@@ -80,13 +81,13 @@ def text():
 def spread(lengths, ids):
     """Prompts of these lengths from different places of a text."""
     step = len(ids) // len(lengths)
-    return [ids[i * step:i * step + n] for i, n in enumerate(lengths)]
+    return [ids[i * step : i * step + n] for i, n in enumerate(lengths)]
 
 
 def reference_logits(model, tokens, first):
     """Logits [len(tokens) - first, vocabulary] after each prefix tokens[:n], n = first .. len(tokens) - 1, and the last."""
     with torch.no_grad():
-        hidden = model.model(torch.tensor([tokens], device=model.device)).last_hidden_state[0, first - 1:]
+        hidden = model.model(torch.tensor([tokens], device=model.device)).last_hidden_state[0, first - 1 :]
         return model.lm_head(hidden).cpu().numpy()
 
 
@@ -123,8 +124,17 @@ def parity(model, where, folder, ids, short):
             for step, token in enumerate(tokens):
                 second, best = np.sort(expected[step])[-2:]
                 if best - second < CLOSE:
-                    close.append({"prompt": row, "tokens": len(prompt), "step": step, "run": kind, "ours": token,
-                                  "transformers": int(expected[step].argmax()), "logits": [float(best), float(second)]})
+                    close.append(
+                        {
+                            "prompt": row,
+                            "tokens": len(prompt),
+                            "step": step,
+                            "run": kind,
+                            "ours": token,
+                            "transformers": int(expected[step].argmax()),
+                            "logits": [float(best), float(second)],
+                        }
+                    )
                 elif token != expected[step].argmax():
                     wrong.append({"prompt": row, "step": step, "run": kind})
     rows64 = range(len(prompts) - 1) if short else (0, 4, 8, 12)
@@ -138,14 +148,29 @@ def parity(model, where, folder, ids, short):
     del double
     with torch.no_grad():
         tokens = torch.tensor([prompts[2]], device=model.device)
-        generated = model.generate(tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new, min_new_tokens=new,
-                                   do_sample=False, eos_token_id=None)[0, len(prompts[2]):].tolist()
-    result = {"prompts": [len(p) for p in prompts], "new_tokens": new, "steps_compared": steps,
-              "steps_where_the_token_differs": wrong,
-              "steps_with_two_logits_closer_than_1e-4": close, "ragged_batch_equals_alone": batch == alone,
-              "transformers_generate_equals_ours": generated == alone[2],
-              "largest_logit_error": {"ours_from_float64": mine, "transformers_float32_from_float64": loses,
-                                      "ours_from_transformers_float32": worst32, "unit": "of the largest logit"}}
+        generated = model.generate(
+            tokens,
+            attention_mask=torch.ones_like(tokens),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+        )[0, len(prompts[2]) :].tolist()
+    result = {
+        "prompts": [len(p) for p in prompts],
+        "new_tokens": new,
+        "steps_compared": steps,
+        "steps_where_the_token_differs": wrong,
+        "steps_with_two_logits_closer_than_1e-4": close,
+        "ragged_batch_equals_alone": batch == alone,
+        "transformers_generate_equals_ours": generated == alone[2],
+        "largest_logit_error": {
+            "ours_from_float64": mine,
+            "transformers_float32_from_float64": loses,
+            "ours_from_transformers_float32": worst32,
+            "unit": "of the largest logit",
+        },
+    }
     result["passed"] = not wrong and mine <= 4 * loses and worst32 <= 5 * loses and (generated == alone[2] or bool(close))
     return result
 
@@ -154,8 +179,10 @@ def half_parity(model, half, where, folder, group_query, ids, short):
     """model: in float32; half: the same in float16."""
     prompts, new = questions(ids, short)
     answers, _ = generation.generate(generation.load_decoder(folder, where), prompts, new, stop_tokens=[])
-    sessions = {"leanfleet": make_session(folder / "model.onnx", where),
-                "onnxruntime_group_query_attention": onnxruntime.InferenceSession(group_query, providers=where)}
+    sessions = {
+        "leanfleet": make_session(folder / "model.onnx", where),
+        "onnxruntime_group_query_attention": onnxruntime.InferenceSession(group_query, providers=where),
+    }
     equal, errors, steps = {"leanfleet_ragged_batch": 0}, {}, 0
     for prompt, answer in zip(prompts, answers, strict=True):
         prefix = prompt + answer[:-1]
@@ -169,10 +196,14 @@ def half_parity(model, half, where, folder, group_query, ids, short):
             equal[name] = equal.get(name, 0) + int((logits.argmax(-1) == expected.argmax(-1)).sum())
             errors[name] = max(errors.get(name, 0.0), float(np.abs(logits - expected).max() / np.abs(expected).max()))
         steps += len(answer)
-    return {"prompts": [len(p) for p in prompts], "new_tokens": new, "steps_compared": steps,
-            "share_of_steps_with_the_token_of_transformers_float32": {name: n / steps for name, n in equal.items()},
-            "largest_logit_error": {**errors, "unit": "of the largest logit, from transformers in float32"},
-            "passed": errors["leanfleet"] <= 4 * errors["transformers_float16"]}
+    return {
+        "prompts": [len(p) for p in prompts],
+        "new_tokens": new,
+        "steps_compared": steps,
+        "share_of_steps_with_the_token_of_transformers_float32": {name: n / steps for name, n in equal.items()},
+        "largest_logit_error": {**errors, "unit": "of the largest logit, from transformers in float32"},
+        "passed": errors["leanfleet"] <= 4 * errors["transformers_float16"],
+    }
 
 
 def perplexity(models, where, folder, ids, short):
@@ -184,15 +215,18 @@ def perplexity(models, where, folder, ids, short):
     scored = 0
 
     def loss(logits, targets):
-        return float(torch.nn.functional.cross_entropy(logits.double()[:len(targets)],
-                                                       torch.tensor(targets, device=logits.device), reduction="sum"))
+        return float(
+            torch.nn.functional.cross_entropy(
+                logits.double()[: len(targets)], torch.tensor(targets, device=logits.device), reduction="sum"
+            )
+        )
 
     for start in range(0, count, window):
-        tokens = ids[start:min(start + window, count)]
+        tokens = ids[start : min(start + window, count)]
         runner = InPlace(session, window)
         pasts = dict.fromkeys(models)
         for at in range(0, len(tokens), piece):
-            part, targets = tokens[at:at + piece], tokens[at + 1:at + piece + 1]
+            part, targets = tokens[at : at + piece], tokens[at + 1 : at + piece + 1]
             clock = time.perf_counter()
             logits = runner.step(part)[0]
             seconds["ours"] += time.perf_counter() - clock
@@ -206,8 +240,14 @@ def perplexity(models, where, folder, ids, short):
                 seconds[name] += time.perf_counter() - clock
             scored += len(targets)
     found = {name: math.exp(total / scored) for name, total in totals.items()}
-    result = {"text": f"pydoc_data.topics of Python {platform.python_version()}", "tokens": count, "window": window,
-              "tokens_scored": scored, "seconds": seconds, "perplexity": found}
+    result = {
+        "text": f"pydoc_data.topics of Python {platform.python_version()}",
+        "tokens": count,
+        "window": window,
+        "tokens_scored": scored,
+        "seconds": seconds,
+        "perplexity": found,
+    }
     if len(models) == 1:
         result["passed"] = len({f"{value:.4g}" for value in found.values()}) == 1
     else:
@@ -255,10 +295,17 @@ def with_group_query_attention(source, target, model):
         assert attention.attributes.get_int("packed_qkv", 0) == 1, "the projections should be packed"
         packed = above(query, "Reshape")
         out, key_out, value_out = node(
-            attention, "GroupQueryAttention",
-            [packed, None, None, key_cache, value_cache, seqlens, total, *tables], "com.microsoft", 3,
-            num_heads=config.num_attention_heads, kv_num_heads=config.num_key_value_heads, do_rotary=1, scale=head_size**-0.5)
-        (reshape, _), = attention.outputs[0].uses()
+            attention,
+            "GroupQueryAttention",
+            [packed, None, None, key_cache, value_cache, seqlens, total, *tables],
+            "com.microsoft",
+            3,
+            num_heads=config.num_attention_heads,
+            kv_num_heads=config.num_key_value_heads,
+            do_rotary=1,
+            scale=head_size**-0.5,
+        )
+        ((reshape, _),) = attention.outputs[0].uses()
         assert reshape.op_type == "Reshape"
         reshape.outputs[0].replace_all_uses_with(out)
         for old, new in zip(attention.outputs[2:], (key_out, value_out), strict=True):
@@ -287,7 +334,8 @@ class InPlace:
         for i in session.get_inputs():
             if i.name.startswith("past_key_values"):
                 self.caches[i.name] = onnxruntime.OrtValue.ortvalue_from_shape_and_type(
-                    [1, i.shape[1], capacity, i.shape[3]], generation._SESSION_TYPES[i.type], self.device, 0)
+                    [1, i.shape[1], capacity, i.shape[3]], generation._SESSION_TYPES[i.type], self.device, 0
+                )
         self.binding, self.options = self.bound(), onnxruntime.RunOptions()
         if graph:
             self.options.add_run_config_entry("gpu_graph_id", "-1")  # prompts are not captured
@@ -303,8 +351,11 @@ class InPlace:
     def capture(self):
         """A binding whose inputs and logits stay in their places on the device."""
         value = onnxruntime.OrtValue.ortvalue_from_numpy
-        self.inputs = {name: value(np.ones(shape, dtype), "cuda", 0) for name, shape, dtype in (
-            ("input_ids", (1, 1), np.int64), ("seq_lens", 1, np.int32), ("query_lens", 1, np.int32)) if name in self.names}
+        self.inputs = {
+            name: value(np.ones(shape, dtype), "cuda", 0)
+            for name, shape, dtype in (("input_ids", (1, 1), np.int64), ("seq_lens", 1, np.int32), ("query_lens", 1, np.int32))
+            if name in self.names
+        }
         vocabulary = self.session.get_outputs()[0].shape[-1]
         self.logits = onnxruntime.OrtValue.ortvalue_from_shape_and_type([1, vocabulary], 1, "cuda", 0)
         self.captured, self.captured_options = self.bound(), onnxruntime.RunOptions()
@@ -317,9 +368,12 @@ class InPlace:
 
     def step(self, tokens):
         self.length += len(tokens)
-        feed = {"input_ids": np.array([tokens]), "seq_lens": np.array([self.length], np.int32),
-                "query_lens": np.array([len(tokens)], np.int32),
-                "total_sequence_length": np.array([self.length], np.int32)}
+        feed = {
+            "input_ids": np.array([tokens]),
+            "seq_lens": np.array([self.length], np.int32),
+            "query_lens": np.array([len(tokens)], np.int32),
+            "total_sequence_length": np.array([self.length], np.int32),
+        }
         if self.graph and len(tokens) == 1:
             for name, value in self.inputs.items():
                 value.update_inplace(feed[name])
@@ -345,8 +399,9 @@ class Transformers:
         if self.model.config._attn_implementation != attention:
             self.model.set_attn_implementation(attention)
         with torch.no_grad():
-            out = self.model(torch.tensor([tokens], device=self.model.device), past_key_values=self.past, use_cache=True,
-                             logits_to_keep=1)
+            out = self.model(
+                torch.tensor([tokens], device=self.model.device), past_key_values=self.past, use_cache=True, logits_to_keep=1
+            )
         self.past = out.past_key_values
         return out.logits[0, -1].float().cpu().numpy()
 
@@ -357,8 +412,11 @@ class Exported:
     def __init__(self, session, past):
         self.session = session
         self.device = "cuda" if session.get_providers()[0] == CUDA else "cpu"
-        self.caches = [onnxruntime.OrtValue.ortvalue_from_numpy(t.contiguous().cpu().numpy(), self.device, 0)
-                       for layer in past.layers for t in (layer.keys, layer.values)]
+        self.caches = [
+            onnxruntime.OrtValue.ortvalue_from_numpy(t.contiguous().cpu().numpy(), self.device, 0)
+            for layer in past.layers
+            for t in (layer.keys, layer.values)
+        ]
         names = [i.name for i in session.get_inputs()]
         self.pasts = [n for n in names if "past_key_values" in n]
         self.presents = [o.name for o in session.get_outputs() if "past_key_values" in o.name]
@@ -396,7 +454,8 @@ def speed(model, args, folder, group_query, ids):
         others = {"transformers_sdpa": copy.deepcopy(model)}
         others["transformers_sdpa"].set_attn_implementation("sdpa")
     decode = args.exported and onnxruntime.InferenceSession(
-        args.exported / "model.onnx", generation._session_options(where), providers=providers(args.provider, args.dtype))
+        args.exported / "model.onnx", generation._session_options(where), providers=providers(args.provider, args.dtype)
+    )
     for context in (128, 1024) if args.short else (128, 2048, 8000):
         blocks = 4 if args.short else 8
         steps = blocks * BLOCK
@@ -404,8 +463,11 @@ def speed(model, args, folder, group_query, ids):
 
         def made(capacity):
             runners = {name: InPlace(session, capacity, name.endswith("graph")) for name, session in sessions.items()}
-            return runners | {eager[0]: Transformers(eager[1])} | {
-                name: Transformers(m, name.partition("_")[2]) for name, m in others.items()}
+            return (
+                runners
+                | {eager[0]: Transformers(eager[1])}
+                | {name: Transformers(m, name.partition("_")[2]) for name, m in others.items()}
+            )
 
         row = {"context": context, "steps": steps, "prompt_seconds": {}, "step_milliseconds": {}}
         if context <= 2048 or args.provider == "CUDA":  # once unmeasured, where it is cheap: first uses allocate and load
@@ -422,9 +484,9 @@ def speed(model, args, folder, group_query, ids):
         samples, seen = {name: [] for name in runners}, {name: [] for name in runners}
         names = list(runners)
         for block in range(blocks):
-            for name in names[block % len(names):] + names[:block % len(names)]:
+            for name in names[block % len(names) :] + names[: block % len(names)]:
                 time.sleep(0.05)  # the threads of the runner before spin for a while after their last step
-                for i, token in enumerate(ids[context + block * BLOCK:context + (block + 1) * BLOCK]):
+                for i, token in enumerate(ids[context + block * BLOCK : context + (block + 1) * BLOCK]):
                     start = time.perf_counter()
                     logits = runners[name].step([token])
                     if i:  # the first step of a block wakes threads and caches
@@ -434,8 +496,11 @@ def speed(model, args, folder, group_query, ids):
         difference = max(float(np.abs(a - b).max() / scale) for name in names for a, b in zip(seen[name], seen["leanfleet"]))
         for name, values in samples.items():
             quartiles = statistics.quantiles(values, n=4)
-            row["step_milliseconds"][name] = {"median": quartiles[1], "least": min(values),
-                                              "quartiles": [quartiles[0], quartiles[2]]}
+            row["step_milliseconds"][name] = {
+                "median": quartiles[1],
+                "least": min(values),
+                "quartiles": [quartiles[0], quartiles[2]],
+            }
         medians = {name: values["median"] for name, values in row["step_milliseconds"].items()}
         row["tokens_per_second"] = {name: 1000 / value for name, value in medians.items()}
         own = medians.pop("leanfleet")
@@ -443,8 +508,12 @@ def speed(model, args, folder, group_query, ids):
         row["largest_logit_difference"] = difference
         row["passed"] = difference < (1e-3 if args.dtype == "float32" else 3e-2)
         rows.append(row)
-        print(f"  {context} tokens: " + ", ".join(f"{name} {value:.1f}" for name, value in row["tokens_per_second"].items())
-              + " tokens/s", flush=True)
+        print(
+            f"  {context} tokens: "
+            + ", ".join(f"{name} {value:.1f}" for name, value in row["tokens_per_second"].items())
+            + " tokens/s",
+            flush=True,
+        )
         del runners
         gc.collect()
     return {"rows": rows, "passed": all(row["passed"] for row in rows)}
@@ -507,10 +576,18 @@ def main():
     model, own = (m.to(device).eval() for m in (model, own))
     ids = tokenizer(text())["input_ids"]
     where = providers(args.provider, args.dtype)
-    results = {"model": f"SmolLM2-135M-Instruct, {args.dtype}", "provider": args.provider, "processor": processor(),
-               **({"device": torch.cuda.get_device_name()} if device == "cuda" else {}), "load_average": os.getloadavg(),
-               "date": datetime.date.today().isoformat(), "onnxruntime": onnxruntime.__version__, "torch": torch.__version__,
-               "transformers": importlib.import_module("transformers").__version__, "short": args.short}
+    results = {
+        "model": f"SmolLM2-135M-Instruct, {args.dtype}",
+        "provider": args.provider,
+        "processor": processor(),
+        **({"device": torch.cuda.get_device_name()} if device == "cuda" else {}),
+        "load_average": os.getloadavg(),
+        "date": datetime.date.today().isoformat(),
+        "onnxruntime": onnxruntime.__version__,
+        "torch": torch.__version__,
+        "transformers": importlib.import_module("transformers").__version__,
+        "short": args.short,
+    }
     for part in parts:
         print(part, flush=True)
         start = time.perf_counter()

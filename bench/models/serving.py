@@ -31,10 +31,24 @@ from leanfleet.ort_ops.serving import ContinuousBatch
 
 BLOCK = 16
 GRAPHS = "decoder", "serving"
-SHAPES = {"smollm2": dict(vocab_size=49152, hidden_size=576, intermediate_size=1536, num_hidden_layers=30,
-                          num_attention_heads=9, num_key_value_heads=3),
-          "llama-1b": dict(vocab_size=32000, hidden_size=2048, intermediate_size=8192, num_hidden_layers=16,
-                           num_attention_heads=32, num_key_value_heads=8)}
+SHAPES = {
+    "smollm2": dict(
+        vocab_size=49152,
+        hidden_size=576,
+        intermediate_size=1536,
+        num_hidden_layers=30,
+        num_attention_heads=9,
+        num_key_value_heads=3,
+    ),
+    "llama-1b": dict(
+        vocab_size=32000,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+    ),
+}
 
 
 def command_export(args):
@@ -54,8 +68,11 @@ def command_export(args):
         model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=True)).to(dtype)
     export_decoder(model, args.folder / "decoder")
     export_for_serving(model, args.folder / "serving", block=BLOCK)
-    facts = {"model": args.model.name if args.model else args.shape, "dtype": args.dtype,
-             "parameters": sum(p.numel() for p in model.parameters())}
+    facts = {
+        "model": args.model.name if args.model else args.shape,
+        "dtype": args.dtype,
+        "parameters": sum(p.numel() for p in model.parameters()),
+    }
     if args.weightless:
         for name in GRAPHS:
             strip(args.folder / name, parameters_of(model))
@@ -68,8 +85,10 @@ def fill_randomly(folder, facts, device):
     import torch
 
     random = torch.Generator(device).manual_seed(0)
-    parameters = {name: 0.02 * torch.randn(shape, generator=random, device=device, dtype=getattr(torch, facts["dtype"]))
-                  for name, shape in facts.pop("random").items()}
+    parameters = {
+        name: 0.02 * torch.randn(shape, generator=random, device=device, dtype=getattr(torch, facts["dtype"]))
+        for name, shape in facts.pop("random").items()
+    }
     for name in GRAPHS:
         fill(folder / name, with_experts(parameters))
 
@@ -90,7 +109,7 @@ def padded(decoder, work, batch):
     """(answers, forward calls) of batches one after the other."""
     answers, calls = [], 0
     for i in range(0, len(work), batch):
-        group = work[i:i + batch]
+        group = work[i : i + batch]
         longest = max(a for _, a in group)
         tokens, _ = generate(decoder, [p for p, _ in group], longest, stop_tokens=())
         answers += [t[:a] for t, (_, a) in zip(tokens, group)]
@@ -118,7 +137,7 @@ def command_run(args):
         fill_randomly(args.folder, facts, "cuda" if args.provider == "CUDA" else "cpu")
     decoder = load_decoder(args.folder / "decoder", provider, cuda_graph=args.graphs)
     work = requests(args.requests, args.prompt, args.answer, decoder.vocabulary)
-    pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[:args.batch])
+    pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[: args.batch])
     server = ContinuousBatch(args.folder / "serving", pages, args.batch, args.step_tokens, provider, cuda_graph=args.graphs)
     useful = sum(len(p) + a for p, a in work)
     ways = {"padded": lambda w: padded(decoder, w, args.batch), "continuous": lambda w: continuous(server, w)}
@@ -134,8 +153,12 @@ def command_run(args):
         start = time.perf_counter()
         answers[name], calls = way(work)
         seconds = time.perf_counter() - start
-        report[name] = {"seconds": seconds, "calls": calls, "useful_tokens_per_second": useful / seconds,
-                        "answer_tokens_per_second": sum(a for _, a in work) / seconds}
+        report[name] = {
+            "seconds": seconds,
+            "calls": calls,
+            "useful_tokens_per_second": useful / seconds,
+            "answer_tokens_per_second": sum(a for _, a in work) / seconds,
+        }
         line = f"{name:11} {seconds:8.2f} s {calls:6} calls {useful / seconds:10.0f} tokens/s"
         if joules:
             report[name]["joules_per_useful_token"] = (joules() - energy) / useful
@@ -143,13 +166,28 @@ def command_run(args):
         print(line, flush=True)
     same, share = sum(a == b for a, b in zip(*answers.values())), equal_share(*answers.values())
     speed_up = report["padded"]["seconds"] / report["continuous"]["seconds"]
-    print(f"{same} of {len(work)} answers equal, {share:.3f} of the tokens before a difference; continuous batching is "
-          f"{speed_up:.2f} times as fast")
-    result = {"date": datetime.date.today().isoformat(), "provider": args.provider, "kernels": native.build_info(),
-              "onnxruntime": onnxruntime.__version__, **facts, "requests": args.requests, "batch": args.batch,
-              "mean_prompt": args.prompt, "mean_answer": args.answer,
-              "step_tokens": args.step_tokens, "cuda_graphs": args.graphs, "useful_tokens": useful, "answers_equal": same,
-              "tokens_before_a_difference": share, "speed_up": speed_up, **report}
+    print(
+        f"{same} of {len(work)} answers equal, {share:.3f} of the tokens before a difference; continuous batching is "
+        f"{speed_up:.2f} times as fast"
+    )
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "provider": args.provider,
+        "kernels": native.build_info(),
+        "onnxruntime": onnxruntime.__version__,
+        **facts,
+        "requests": args.requests,
+        "batch": args.batch,
+        "mean_prompt": args.prompt,
+        "mean_answer": args.answer,
+        "step_tokens": args.step_tokens,
+        "cuda_graphs": args.graphs,
+        "useful_tokens": useful,
+        "answers_equal": same,
+        "tokens_before_a_difference": share,
+        "speed_up": speed_up,
+        **report,
+    }
     if args.provider == "CUDA":
         import torch
 

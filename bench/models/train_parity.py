@@ -31,8 +31,11 @@ from leanfleet.export.linear_attention import one_type, rotary_tables, turned
 HIDDEN, HEADS, LAYERS, CONTEXT, BATCH, VOCABULARY = 256, 4, 4, 2048, 8, 256
 TEXT_BYTES = 8 << 20
 VALIDATION_WINDOWS = 32
-RUNS = {"leanfleet bfloat16": ("leanfleet", True), "leanfleet float32": ("leanfleet", False),
-        "PyTorch float32": ("pytorch", False)}
+RUNS = {
+    "leanfleet bfloat16": ("leanfleet", True),
+    "leanfleet float32": ("leanfleet", False),
+    "PyTorch float32": ("pytorch", False),
+}
 
 
 def corpus():
@@ -79,8 +82,11 @@ def flash_linear_attention(query, key, value):
     return chunk_linear_attn(q, k, v, scale=1.0, normalize=True)[0].transpose(1, 2)
 
 
-MIXERS = {"pytorch": chunked_pytorch, "fla": flash_linear_attention,
-          "flash SDPA": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True)}
+MIXERS = {
+    "pytorch": chunked_pytorch,
+    "fla": flash_linear_attention,
+    "flash SDPA": lambda q, k, v: scaled_dot_product_attention(q, k, v, is_causal=True),
+}
 
 
 class PeerAttention(LinearAttention):
@@ -89,8 +95,9 @@ class PeerAttention(LinearAttention):
     mixer = None
 
     def forward(self, hidden, state=None, positions=None):
-        q, k, v = (p(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-                   for p in (self.q_proj, self.k_proj, self.v_proj))
+        q, k, v = (
+            p(hidden).unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for p in (self.q_proj, self.k_proj, self.v_proj)
+        )
         positions = torch.arange(hidden.shape[1], device=hidden.device)
         tables = rotary_tables(positions, self.head_dim, self.rotary_base)
         q, k, v = one_type(turned(q, *tables), turned(k, *tables), v)
@@ -145,19 +152,20 @@ def build(mixer):
 
 def windows(data, count, generator):
     starts = torch.randint(0, len(data) - CONTEXT - 1, (count,), generator=generator)
-    return torch.stack([data[s:s + CONTEXT + 1] for s in starts.tolist()])
+    return torch.stack([data[s : s + CONTEXT + 1] for s in starts.tolist()])
 
 
 def validation_windows(validation):
     stride = (len(validation) - CONTEXT - 1) // VALIDATION_WINDOWS
-    return torch.stack([validation[i * stride:i * stride + CONTEXT + 1] for i in range(VALIDATION_WINDOWS)])
+    return torch.stack([validation[i * stride : i * stride + CONTEXT + 1] for i in range(VALIDATION_WINDOWS)])
 
 
 @torch.no_grad()
 def validation_loss(model, data, device):
     """Mean nats a byte in float32."""
-    total = sum(cross_entropy(model(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten()).double().item()
-                for w in data.to(device).split(8))
+    total = sum(
+        cross_entropy(model(w[:, :-1]).flatten(0, 1), w[:, 1:].flatten()).double().item() for w in data.to(device).split(8)
+    )
     return total / (len(data) // 8)
 
 
@@ -220,16 +228,20 @@ def agreement(curves, warmup=100, width=25):
     square over the steps after the warm-up; the distance is the same mean of the difference of the two means over seeds;
     paired: of the difference between runs that share a seed.
     """
-    smooth = {n: torch.tensor(c, dtype=torch.float64).unfold(1, width, width).mean(-1)[:, warmup // width:]
-              for n, c in curves.items()}
+    smooth = {
+        n: torch.tensor(c, dtype=torch.float64).unfold(1, width, width).mean(-1)[:, warmup // width :]
+        for n, c in curves.items()
+    }
     judge = smooth["PyTorch float32"]
     noise = judge.std(0).square().mean().sqrt().item()
     result = {"noise": noise}
     for name, found in smooth.items():
         if name != "PyTorch float32":
-            result[name] = {"distance": (found.mean(0) - judge.mean(0)).square().mean().sqrt().item(),
-                            "paired": (found - judge).square().mean().sqrt().item(),
-                            "largest": (found.mean(0) - judge.mean(0)).abs().max().item()}
+            result[name] = {
+                "distance": (found.mean(0) - judge.mean(0)).square().mean().sqrt().item(),
+                "paired": (found - judge).square().mean().sqrt().item(),
+                "largest": (found.mean(0) - judge.mean(0)).abs().max().item(),
+            }
     return result
 
 
@@ -243,8 +255,16 @@ def command_train(args):
     torch.backends.cuda.matmul.allow_tf32 = False  # float32 means float32, in the projections too
     train, validation, text = corpus()
     validation = validation_windows(validation)
-    result = {**facts(device), "text": text, "steps": args.steps, "batch": BATCH, "context": CONTEXT,
-              "pytorch_error": check_pytorch(device), "bigram_loss": bigram_loss(train, corpus()[1]), "runs": {}}
+    result = {
+        **facts(device),
+        "text": text,
+        "steps": args.steps,
+        "batch": BATCH,
+        "context": CONTEXT,
+        "pytorch_error": check_pytorch(device),
+        "bigram_loss": bigram_loss(train, corpus()[1]),
+        "runs": {},
+    }
     args.out.mkdir(parents=True, exist_ok=True)
     for seed in range(args.seeds):
         for name, (mixer, autocast) in RUNS.items():
@@ -253,8 +273,11 @@ def command_train(args):
             run["losses"].append([round(x, 5) for x in losses])
             run["validation"].append(final)
             run["tokens_per_second"].append(speed)
-            print(f"{name:20} seed {seed}: last losses {sum(losses[-50:]) / len(losses[-50:]):.4f}, "
-                  f"validation {final:.4f}, {speed / 1e6:.2f} M tokens/s", flush=True)
+            print(
+                f"{name:20} seed {seed}: last losses {sum(losses[-50:]) / len(losses[-50:]):.4f}, "
+                f"validation {final:.4f}, {speed / 1e6:.2f} M tokens/s",
+                flush=True,
+            )
             if name == "leanfleet float32" and seed == 0:
                 torch.save(model.state_dict(), args.out / "model.pt")
             (args.out / "curves.json").write_text(json.dumps(result) + "\n")
@@ -350,8 +373,14 @@ def command_export(args):
     export_decoder(Generator(model).eval(), args.out, byte_tokenizer())
     batch, tokens = (torch.export.Dim(n, min=1) for n in ("batch", "tokens"))
     with torch.no_grad():
-        export(model, (torch.ones(2, 5, dtype=torch.int64),), args.out / "windows.onnx", input_names=["ids"],
-               output_names=["logits"], dynamic_shapes={"ids": {0: batch, 1: tokens}})
+        export(
+            model,
+            (torch.ones(2, 5, dtype=torch.int64),),
+            args.out / "windows.onnx",
+            input_names=["ids"],
+            output_names=["logits"],
+            dynamic_shapes={"ids": {0: batch, 1: tokens}},
+        )
 
 
 @torch.no_grad()
@@ -360,7 +389,7 @@ def greedy(model, prompt, count):
     ids = prompt.unsqueeze(0)
     for _ in range(count):
         ids = torch.cat([ids, model(ids)[:, -1:].argmax(-1)], 1)
-    return ids[0, len(prompt):].tolist()
+    return ids[0, len(prompt) :].tolist()
 
 
 def command_validate(args):

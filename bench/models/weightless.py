@@ -1,8 +1,8 @@
 """Exported models without their weights: graphs of megabytes, made anywhere, that the parameters of a module fill later.
 
-    strip(folder, parameters)   folder/model.onnx loses its weights; folder/weights.json says which parameters they were
-    parameters_of(model)        those that both take
-    fill(folder, parameters)    writes the weights' file from parameters of the same names and shapes, of any values
+strip(folder, parameters)   folder/model.onnx loses its weights; folder/weights.json says which parameters they were
+parameters_of(model)        those that both take
+fill(folder, parameters)    writes the weights' file from parameters of the same names and shapes, of any values
 """
 
 import json
@@ -43,9 +43,9 @@ def _parts(array, starts, parameters):
     column, parts = 0, []
     while column < array.shape[1]:
         found = []
-        for name, transposed in starts.get(array[0, column:column + KEY].tobytes(), ()):
+        for name, transposed in starts.get(array[0, column : column + KEY].tobytes(), ()):
             whole = _rows(parameters[name].mT if transposed else parameters[name])
-            if np.array_equal(whole, array[:, column:column + whole.shape[1]]):
+            if np.array_equal(whole, array[:, column : column + whole.shape[1]]):
                 found.append((name, transposed, whole.shape[1]))
         if not found:
             return None, "is not made of the module's parameters (a rotary table is as long as max_position_embeddings says)"
@@ -69,7 +69,7 @@ def strip(folder, parameters):
     model = onnx.load(path)
     starts = {}
     for name, p in parameters.items():
-        for transposed in (False, True)[:min(p.dim(), 2)]:
+        for transposed in (False, True)[: min(p.dim(), 2)]:
             start = _rows(p.mT if transposed else p)[0, :KEY]
             starts.setdefault(start.tobytes(), []).append((name, transposed))
     plan, end = {}, 0

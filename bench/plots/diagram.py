@@ -4,27 +4,35 @@ from xml.sax.saxutils import escape
 
 from leanfleet import plotting
 
-ARROW = (f'<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
-         f'<path d="M0 0L8 4L0 8z" fill="{plotting.MUTED}"/></marker></defs>')
+ARROW = (
+    f'<defs><marker id="arrow" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
+    f'<path d="M0 0L8 4L0 8z" fill="{plotting.MUTED}"/></marker></defs>'
+)
 
 
 def document(width, height, parts):
     """The text of an SVG of these parts on a background of its own."""
-    head = (f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
-            f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="{plotting.FONTS}" font-size="12">')
+    head = (
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="{width:.0f}" height="{height:.0f}" '
+        f'viewBox="0 0 {width:.0f} {height:.0f}" font-family="{plotting.FONTS}" font-size="12">'
+    )
     background = f'<rect width="100%" height="100%" fill="{plotting.CARD}"/>'
     return plotting.with_dark_form("\n".join([head, background, ARROW, *parts, "</svg>", ""]))
 
 
 def text(x, y, words, color=plotting.INK, size=12, weight="normal", anchor="middle"):
-    return (f'<text x="{x:.0f}" y="{y:.0f}" fill="{color}" font-size="{size}" font-weight="{weight}" '
-            f'text-anchor="{anchor}">{escape(words)}</text>')
+    return (
+        f'<text x="{x:.0f}" y="{y:.0f}" fill="{color}" font-size="{size}" font-weight="{weight}" '
+        f'text-anchor="{anchor}">{escape(words)}</text>'
+    )
 
 
 def box(x, y, width, height, fill, dashed=False):
     dash = ' stroke-dasharray="4 3"' if dashed else ""
-    return (f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{fill}" '
-            f'stroke="{plotting.MUTED}"{dash}/>')
+    return (
+        f'<rect x="{x:.0f}" y="{y:.0f}" width="{width:.0f}" height="{height:.0f}" rx="6" fill="{fill}" '
+        f'stroke="{plotting.MUTED}"{dash}/>'
+    )
 
 
 def arrow(path, dashed=False):

@@ -18,8 +18,12 @@ from leanfleet.plotting import CARD, MUTED, PALE_AMBER, PALE_BLUE, PALE_GREY
 WIDTH, HEIGHT, GAP_X, GAP_Y = 158, 44, 16, 30
 SUMS = {"SkipSimplifiedLayerNormalization": "sum, RMS norm", "SkipLayerNormalization": "sum, norm"}
 FILLS = {"leanfleet": PALE_AMBER, "com.microsoft": PALE_BLUE, "": PALE_GREY, "input": CARD, "output": CARD}
-LEGEND = (("leanfleet", "leanfleet"), ("com.microsoft", "ONNX Runtime's own operators"), ("", "standard ONNX operators"),
-          ("input", "values that enter and leave"))
+LEGEND = (
+    ("leanfleet", "leanfleet"),
+    ("com.microsoft", "ONNX Runtime's own operators"),
+    ("", "standard ONNX operators"),
+    ("input", "values that enter and leave"),
+)
 
 
 def ancestors(node):
@@ -93,8 +97,14 @@ def boxes(nodes):
             group.append(next(iter(group[-1].outputs[0].uses())).node)
         done |= set(group)
         last = group[-1]
-        reads = list(dict.fromkeys(v for n in group for v in n.inputs if v is not None and not constant(v)
-                                   and v.producer() not in group and not sizes(n, v)))
+        reads = list(
+            dict.fromkeys(
+                v
+                for n in group
+                for v in n.inputs
+                if v is not None and not constant(v) and v.producer() not in group and not sizes(n, v)
+            )
+        )
         title = SUMS.get(node.op_type, node.op_type) if len(group) == 1 else "RMS norm"
         if node.op_type == "MatMul" and constant(node.inputs[1]):
             title += f" {text(node.inputs[1])}"
@@ -105,8 +115,11 @@ def boxes(nodes):
     written = {v for box in made for v in box.writes}
     outside = dict.fromkeys(v for box in made for v in box.reads if v not in written)
     for value in outside:
-        title = value.name if value.is_graph_input() else (
-            "residual stream" if value.producer().op_type in SUMS else "last layer's result")
+        title = (
+            value.name
+            if value.is_graph_input()
+            else ("residual stream" if value.producer().op_type in SUMS else "last layer's result")
+        )
         made.insert(0, Box(title, text(value), "input", [], [value]))
     for box in list(made):
         for value in box.writes:
@@ -142,9 +155,16 @@ def draw(made, caption):
     at = {box: (12 + c * (WIDTH + GAP_X), top + r * (HEIGHT + GAP_Y)) for box, (c, r) in place(made).items()}
     width = max(x for x, _ in at.values()) + WIDTH + 12
     height = max(y for _, y in at.values()) + HEIGHT + 12
-    return diagram.document(width, height, [
-        diagram.text(12, 24, caption, size=15, weight="bold", anchor="start"), *legend(), *arrows(made, at),
-        *(part for box, (x, y) in at.items() for part in drawn(box, x, y))])
+    return diagram.document(
+        width,
+        height,
+        [
+            diagram.text(12, 24, caption, size=15, weight="bold", anchor="start"),
+            *legend(),
+            *arrows(made, at),
+            *(part for box, (x, y) in at.items() for part in drawn(box, x, y)),
+        ],
+    )
 
 
 def legend():

@@ -1,6 +1,6 @@
 """Draws how a PyTorch module reaches the kernels: one ONNX node, three runtimes, the same kernels.
 
-    python -m bench.plots.draw_overview [-o docs/pictures/overview.svg]
+python -m bench.plots.draw_overview [-o docs/pictures/overview.svg]
 """
 
 import argparse
@@ -9,8 +9,11 @@ from pathlib import Path
 from bench.plots.diagram import across, arrow, box, document, text
 from leanfleet.plotting import BLUE, CARD, MUTED, PALE_AMBER, PALE_BLUE, PALE_GREY
 
-RUNTIMES = (("PyTorch", "trains and runs", 64), ("ONNX Runtime", "CPU and CUDA", 138),
-            ("TensorRT", "CUDA, and TensorRT-RTX", 212))
+RUNTIMES = (
+    ("PyTorch", "trains and runs", 64),
+    ("ONNX Runtime", "CPU and CUDA", 138),
+    ("TensorRT", "CUDA, and TensorRT-RTX", 212),
+)
 
 
 def draw():

@@ -1,6 +1,6 @@
 """Draws all plots of bench/results/ again, from the JSON that stands there.
 
-    python -m bench.plots.pictures [FOLDER]       FOLDER: where they go (default: bench/results)
+python -m bench.plots.pictures [FOLDER]       FOLDER: where they go (default: bench/results)
 """
 
 import json

@@ -53,8 +53,10 @@ def decoder_of(report):
 
 def implementations(report):
     """[(name, rows)] of a linear decoder."""
-    return [(name, [r for r in report["rows"] if r["implementation"] == name])
-            for name in dict.fromkeys(r["implementation"] for r in report["rows"])]
+    return [
+        (name, [r for r in report["rows"] if r["implementation"] == name])
+        for name in dict.fromkeys(r["implementation"] for r in report["rows"])
+    ]
 
 
 def runners(report):
@@ -88,44 +90,83 @@ def scaled(value, factor):
 
 
 def softmax_table(reports):
-    yield ["model", "batch", "context", "ms a step, ours", "GroupQueryAttention", "speed-up", "J a token, ours",
-           "GroupQueryAttention"]
+    yield [
+        "model",
+        "batch",
+        "context",
+        "ms a step, ours",
+        "GroupQueryAttention",
+        "speed-up",
+        "J a token, ours",
+        "GroupQueryAttention",
+    ]
     for name, rows in (item for report in reports for item in by_model(report).items()):
         for batch, lengths in batches(rows):
             found = [r for r in rows if (r["batch"], r["lengths"]) == (batch, lengths)]
             steps = [[step(r[kind]) for r in found] for kind in KINDS]
             joules = [[r[kind].get("joules_a_token") for r in found] for kind in KINDS]
-            yield [name, f"{batch} ragged" if lengths == "ragged" else batch, listed((r["context"] for r in found), tokens),
-                   *(listed(times, lambda t: f"{t * 1e3:.2f}") for times in steps),
-                   listed((theirs / ours for ours, theirs in zip(*steps)), lambda x: f"{x:.2f}"), *map(listed, joules)]
+            yield [
+                name,
+                f"{batch} ragged" if lengths == "ragged" else batch,
+                listed((r["context"] for r in found), tokens),
+                *(listed(times, lambda t: f"{t * 1e3:.2f}") for times in steps),
+                listed((theirs / ours for ours, theirs in zip(*steps)), lambda x: f"{x:.2f}"),
+                *map(listed, joules),
+            ]
 
 
 def answers_table(reports):
-    yield ["model", "batch", "prompt + answer", "s of the prompt, ours", "GroupQueryAttention", "s of the answer, ours",
-           "GroupQueryAttention", "tokens of the answer a second, ours", "GroupQueryAttention", "speed-up", "J a token, ours",
-           "GroupQueryAttention", "GiB beyond weights and caches, ours", "GroupQueryAttention",
-           "the same tokens before a difference"]
+    yield [
+        "model",
+        "batch",
+        "prompt + answer",
+        "s of the prompt, ours",
+        "GroupQueryAttention",
+        "s of the answer, ours",
+        "GroupQueryAttention",
+        "tokens of the answer a second, ours",
+        "GroupQueryAttention",
+        "speed-up",
+        "J a token, ours",
+        "GroupQueryAttention",
+        "GiB beyond weights and caches, ours",
+        "GroupQueryAttention",
+        "the same tokens before a difference",
+    ]
     for r in (row for report in reports for row in report["answers"]):
         if "left_out" in r:
             continue
         ours, theirs = (r[kind] for kind in KINDS)
-        cells = [form(found[key]) for key, form in (
-            ("prompt_seconds", digits), ("answer_seconds", digits), ("tokens_per_second", digits))
-            for found in (ours, theirs)]
-        yield [r["model"], f"{r['batch']} ragged" if r["lengths"] == "ragged" else r["batch"],
-               f"{tokens(r['prompt'])} + {r['answer']}", *cells,
-               f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}",
-               *(digits(found["joules_a_token"]) for found in (ours, theirs)),
-               *(f"{found['bytes_beyond_weights_and_caches'] / 2**30:.2f}" for found in (ours, theirs)),
-               r["tokens_before_a_difference"]]
+        cells = [
+            form(found[key])
+            for key, form in (("prompt_seconds", digits), ("answer_seconds", digits), ("tokens_per_second", digits))
+            for found in (ours, theirs)
+        ]
+        yield [
+            r["model"],
+            f"{r['batch']} ragged" if r["lengths"] == "ragged" else r["batch"],
+            f"{tokens(r['prompt'])} + {r['answer']}",
+            *cells,
+            f"{ours['tokens_per_second'] / theirs['tokens_per_second']:.2f}",
+            *(digits(found["joules_a_token"]) for found in (ours, theirs)),
+            *(f"{found['bytes_beyond_weights_and_caches'] / 2**30:.2f}" for found in (ours, theirs)),
+            r["tokens_before_a_difference"],
+        ]
 
 
 def linear_table(reports):
     yield ["", "prompts", "ms", "the GPU's kernels alone", "ms a step", "GiB beyond the weights"]
     for report in reports:
         for name, rows in implementations(report):
-            columns = [[scaled(r.get(key), factor) for r in rows] for key, factor in
-                       (("prompt_seconds", 1e3), ("kernel_seconds", 1e3), ("step_seconds", 1e3), ("peak_bytes", 2**-30))]
+            columns = [
+                [scaled(r.get(key), factor) for r in rows]
+                for key, factor in (
+                    ("prompt_seconds", 1e3),
+                    ("kernel_seconds", 1e3),
+                    ("step_seconds", 1e3),
+                    ("peak_bytes", 2**-30),
+                )
+            ]
             yield [f"{decoder_of(report)}: {name}", listed((r["prompt"] for r in rows), tokens), *map(listed, columns)]
 
 
@@ -134,23 +175,34 @@ def generate_table(reports):
     for report in reports:
         for name in runners(report):
             rows = report["speed"]["rows"]
-            yield [f"{report['model']}: {name}", listed((r["context"] for r in rows), tokens),
-                   listed(r["tokens_per_second"].get(name) for r in rows),
-                   listed(scaled(r["prompt_seconds"].get(name), 1e3) for r in rows)]
+            yield [
+                f"{report['model']}: {name}",
+                listed((r["context"] for r in rows), tokens),
+                listed(r["tokens_per_second"].get(name) for r in rows),
+                listed(scaled(r["prompt_seconds"].get(name), 1e3) for r in rows),
+            ]
 
 
 def correctness(report):
     """Lines on what generate.py compared with transformers, and what is to be known of the run."""
     found = report.get("parity", {})
     if shares := found.get("share_of_steps_with_the_token_of_transformers_float32"):
-        yield (f"{report['model']}: steps of {found['steps_compared']} with the token of transformers in float32: "
-               + ", ".join(f"{name} {share:.4f}" for name, share in shares.items()) + ".")
+        yield (
+            f"{report['model']}: steps of {found['steps_compared']} with the token of transformers in float32: "
+            + ", ".join(f"{name} {share:.4f}" for name, share in shares.items())
+            + "."
+        )
     elif found:
-        yield (f"{report['model']}: {len(found['steps_where_the_token_differs'])} of {found['steps_compared']} greedy tokens "
-               "differ from those of transformers.")
+        yield (
+            f"{report['model']}: {len(found['steps_where_the_token_differs'])} of {found['steps_compared']} greedy tokens "
+            "differ from those of transformers."
+        )
     if found := report.get("perplexity"):
-        yield (f"{report['model']}: perplexity of {found['tokens_scored']} tokens: "
-               + ", ".join(f"{name} {value:.4f}" for name, value in found["perplexity"].items()) + ".")
+        yield (
+            f"{report['model']}: perplexity of {found['tokens_scored']} tokens: "
+            + ", ".join(f"{name} {value:.4f}" for name, value in found["perplexity"].items())
+            + "."
+        )
     if note := report.get("note"):
         yield f"{report['model']}: {note}."
 
@@ -160,19 +212,39 @@ def serving_of(report):
 
 
 def serving_table(reports):
-    yield ["model", "requests, at a time", "mean prompt, answer", "tokens/s, padded", "continuous", "speed-up",
-           "J a token, padded", "continuous", "calls, padded", "continuous", "the same tokens before a difference"]
+    yield [
+        "model",
+        "requests, at a time",
+        "mean prompt, answer",
+        "tokens/s, padded",
+        "continuous",
+        "speed-up",
+        "J a token, padded",
+        "continuous",
+        "calls, padded",
+        "continuous",
+        "the same tokens before a difference",
+    ]
     for r in reports:
-        yield [serving_of(r), f"{r['requests']}, {r['batch']}", f"{r['mean_prompt']}, {r['mean_answer']}",
-               *(f"{r[way]['useful_tokens_per_second']:.0f}" for way in WAYS), f"{r['speed_up']:.2f}",
-               *(digits(r[way].get("joules_per_useful_token")) for way in WAYS), *(r[way]["calls"] for way in WAYS),
-               f"{r['tokens_before_a_difference']:.3f}"]
+        yield [
+            serving_of(r),
+            f"{r['requests']}, {r['batch']}",
+            f"{r['mean_prompt']}, {r['mean_answer']}",
+            *(f"{r[way]['useful_tokens_per_second']:.0f}" for way in WAYS),
+            f"{r['speed_up']:.2f}",
+            *(digits(r[way].get("joules_per_useful_token")) for way in WAYS),
+            *(r[way]["calls"] for way in WAYS),
+            f"{r['tokens_before_a_difference']:.3f}",
+        ]
 
 
-TABLES = {"softmax": ("A decode step of decoders with softmax attention", softmax_table),
-          "answers": ("Whole answers of decoders with softmax attention", answers_table),
-          "linear": ("Linear decoders", linear_table), "generate": ("SmolLM2 with its weights", generate_table),
-          "serving": ("Continuous batching and padded batches", serving_table)}
+TABLES = {
+    "softmax": ("A decode step of decoders with softmax attention", softmax_table),
+    "answers": ("Whole answers of decoders with softmax attention", answers_table),
+    "linear": ("Linear decoders", linear_table),
+    "generate": ("SmolLM2 with its weights", generate_table),
+    "serving": ("Continuous batching and padded batches", serving_table),
+}
 
 
 def text(scripts):
@@ -181,8 +253,16 @@ def text(scripts):
         title, table = TABLES[script]
         header, *rows = table(reports)
         where = dict.fromkeys(f"{r['date']}, {machine(r)}, onnxruntime {r['onnxruntime']}" for r in reports)
-        lines += [f"## {title}", "", "; ".join(where) + ".", "", f"| {' | '.join(header)} |", "|---" * len(header) + "|",
-                  *(f"| {' | '.join(map(str, row))} |" for row in rows), ""]
+        lines += [
+            f"## {title}",
+            "",
+            "; ".join(where) + ".",
+            "",
+            f"| {' | '.join(header)} |",
+            "|---" * len(header) + "|",
+            *(f"| {' | '.join(map(str, row))} |" for row in rows),
+            "",
+        ]
         for report in reports:
             for line in correctness(report) if script == "generate" else [report["note"]] if "note" in report else []:
                 lines += [line, ""]
@@ -192,12 +272,22 @@ def text(scripts):
 # Plots
 
 RUNNERS = {  # generate.py's names in words
-    "leanfleet_cuda_graph": "leanfleet, CUDA graph", "leanfleet": "leanfleet",
+    "leanfleet_cuda_graph": "leanfleet, CUDA graph",
+    "leanfleet": "leanfleet",
     "onnxruntime_group_query_attention_cuda_graph": "GroupQueryAttention, CUDA graph",
-    "onnxruntime_group_query_attention": "GroupQueryAttention", "transformers_exporter_ort_fusions": "transformers' own export",
-    "transformers_eager": "transformers, eager", "transformers_sdpa": "transformers, SDPA"}
-MODELS = {"phi3-medium": "Phi-3-medium", "llama3-8b": "Llama-3-8B", "llama-1b": "Llama of 1B", "smollm2": "SmolLM2-135M",
-          "minimax": "MiniMax", "retnet": "RetNet"}
+    "onnxruntime_group_query_attention": "GroupQueryAttention",
+    "transformers_exporter_ort_fusions": "transformers' own export",
+    "transformers_eager": "transformers, eager",
+    "transformers_sdpa": "transformers, SDPA",
+}
+MODELS = {
+    "phi3-medium": "Phi-3-medium",
+    "llama3-8b": "Llama-3-8B",
+    "llama-1b": "Llama of 1B",
+    "smollm2": "SmolLM2-135M",
+    "minimax": "MiniMax",
+    "retnet": "RetNet",
+}
 
 
 def where(reports, what):
@@ -233,36 +323,51 @@ def by_batch(rows, ratio):
 
 def decode_steps(reports, out):
     """How fast is a decode step of a whole model beside GroupQueryAttention's?"""
+
     def ratio(row):
         return step(row[KINDS[1]]) / step(row[KINDS[0]])
 
     panels = {MODELS[name]: by_batch(rows, ratio) for report in reports for name, rows in by_model(report).items()}
     ratios = [r for groups in panels.values() for rows in groups.values() for _, r, _ in rows]
-    title = (f"A decode step of a whole model is {plotting.span(ratios)} as fast as with ONNX Runtime's GroupQueryAttention, "
-             f"{plotting.times(mean(ratios))} on average")
-    note = where(reports, "Float16, ONNX Runtime for both, the faster of run and CUDA graph; rows: tokens in the cache. Most "
-                          "of a step is matrix products, the same for both.")
+    title = (
+        f"A decode step of a whole model is {plotting.span(ratios)} as fast as with ONNX Runtime's GroupQueryAttention, "
+        f"{plotting.times(mean(ratios))} on average"
+    )
+    note = where(
+        reports,
+        "Float16, ONNX Runtime for both, the faster of run and CUDA graph; rows: tokens in the cache. Most "
+        "of a step is matrix products, the same for both.",
+    )
     side_by_side(out, title, note, panels, "leanfleet is faster", "slower")
 
 
 def energy(reports, out):
     """How much energy does a decode step take beside GroupQueryAttention's?"""
+
     def ratio(row):
         return row[KINDS[1]]["joules_a_token"] / row[KINDS[0]]["joules_a_token"]
 
-    panels = {MODELS[name]: by_batch([r for r in rows if all("joules_a_token" in r[kind] for kind in KINDS)], ratio)
-              for report in reports for name, rows in by_model(report).items()}
+    panels = {
+        MODELS[name]: by_batch([r for r in rows if all("joules_a_token" in r[kind] for kind in KINDS)], ratio)
+        for report in reports
+        for name, rows in by_model(report).items()
+    }
     ratios = [r for groups in panels.values() for rows in groups.values() for _, r, _ in rows]
-    title = (f"With GroupQueryAttention a token takes {plotting.span(ratios)} the energy that it takes with leanfleet, "
-             f"{plotting.times(mean(ratios))} on average")
+    title = (
+        f"With GroupQueryAttention a token takes {plotting.span(ratios)} the energy that it takes with leanfleet, "
+        f"{plotting.times(mean(ratios))} on average"
+    )
     note = where(reports, "Joules a token of a decode step, GroupQueryAttention's over leanfleet's; rows: tokens in the cache.")
     side_by_side(out, title, note, panels, "leanfleet takes less", "more")
 
 
 def pairs(report, key):
     """[(prompt, ours, PyTorch's)] of a linear decoder."""
-    mine, theirs = ({r["prompt"]: r[key] for r in rows if key in r} for name, rows in implementations(report)
-                    if name in ("leanfleet", "PyTorch with fla"))
+    mine, theirs = (
+        {r["prompt"]: r[key] for r in rows if key in r}
+        for name, rows in implementations(report)
+        if name in ("leanfleet", "PyTorch with fla")
+    )
     return [(n, mine[n], theirs[n]) for n in mine if n in theirs]
 
 
@@ -274,14 +379,20 @@ def linear_decoders(reports, out):
             found = pairs(report, key)
             groups[f"{MODELS[report['kind']]}, {report['layers']} layers: {what}"] = [
                 (f"{plotting.tokens(n)} tokens", b / a, f"{digits(a * 1e3)} ms, PyTorch {digits(b * 1e3)} ms")
-                for n, a, b in found]
+                for n, a, b in found
+            ]
             spans.setdefault(key, []).extend(b / a for _, a, b in found)
-    title = (f"Linear decoders in ONNX Runtime: prompts {plotting.span(spans['prompt_seconds'])}, steps "
-             f"{plotting.span(spans['step_seconds'])} as fast as PyTorch with flash-linear-attention")
+    title = (
+        f"Linear decoders in ONNX Runtime: prompts {plotting.span(spans['prompt_seconds'])}, steps "
+        f"{plotting.span(spans['step_seconds'])} as fast as PyTorch with flash-linear-attention"
+    )
     report = reports[-1]
     kernels = pairs(report, "kernel_seconds")[0]
-    note = where(reports, f"Batch 1. The kernels of {MODELS[report['kind']]}'s {plotting.tokens(kernels[0])} prompt alone take "
-                          f"{digits(kernels[1] * 1e3)} ms, in PyTorch {digits(kernels[2] * 1e3)} ms: the rest is the host's.")
+    note = where(
+        reports,
+        f"Batch 1. The kernels of {MODELS[report['kind']]}'s {plotting.tokens(kernels[0])} prompt alone take "
+        f"{digits(kernels[1] * 1e3)} ms, in PyTorch {digits(kernels[2] * 1e3)} ms: the rest is the host's.",
+    )
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
         plotting.ratio_bars(figure.subplots(), groups, log=True)
 
@@ -315,16 +426,22 @@ def generation(reports, out):
     """How many tokens a second does a small model with its weights generate?"""
     (report,) = reports
     found = by_runner(report, "tokens_per_second")
-    ratios = [max(v for n, v in row.items() if n.startswith("leanfleet")) / max(fastest_others(row).values())
-              for row in found.values()]
-    groups = {f"after {plotting.tokens(n)} tokens": [(RUNNERS[k], v, k.startswith("leanfleet")) for k, v in row.items()]
-              for n, row in found.items()}
+    ratios = [
+        max(v for n, v in row.items() if n.startswith("leanfleet")) / max(fastest_others(row).values())
+        for row in found.values()
+    ]
+    groups = {
+        f"after {plotting.tokens(n)} tokens": [(RUNNERS[k], v, k.startswith("leanfleet")) for k, v in row.items()]
+        for n, row in found.items()
+    }
     model = report["model"].split("-Instruct")[0]
     title = f"{model} generates {plotting.span(ratios)} as many tokens a second as the fastest other way to run it"
     again = [row["tokens_per_second"]["leanfleet"] for row in report.get("speed_again", {"rows": []})["rows"]]
-    note = where(reports, f"{report['model']}, one request. GroupQueryAttention: the same graph in ONNX Runtime with its "
-                          "operator."
-                          + (f" leanfleet in a second run, minutes later: {', '.join(map(digits, again))}." if again else ""))
+    note = where(
+        reports,
+        f"{report['model']}, one request. GroupQueryAttention: the same graph in ONNX Runtime with its "
+        "operator." + (f" leanfleet in a second run, minutes later: {', '.join(map(digits, again))}." if again else ""),
+    )
     with plotting.page(out, title, note, plotting.height_of(groups)) as figure:
         plotting.value_bars(figure.subplots(), groups, digits, "tokens a second")
 
@@ -333,12 +450,16 @@ def first_token(reports, out):
     """How long does a prompt of a small model take?"""
     (report,) = reports
     found = by_runner(report, "prompt_seconds")
-    ratios = [min(fastest_others(row).values()) / min(v for n, v in row.items() if n.startswith("leanfleet"))
-              for row in found.values()]
+    ratios = [
+        min(fastest_others(row).values()) / min(v for n, v in row.items() if n.startswith("leanfleet"))
+        for row in found.values()
+    ]
     slowest = max(v for row in found.values() for v in row.values())
     factor, unit, label = (1, "s", "seconds") if slowest > 10 else (1e3, "ms", "milliseconds")
-    groups = {f"prompt of {plotting.tokens(n)} tokens": [(RUNNERS[k], v * factor, k.startswith("leanfleet"))
-                                                         for k, v in row.items()] for n, row in found.items()}
+    groups = {
+        f"prompt of {plotting.tokens(n)} tokens": [(RUNNERS[k], v * factor, k.startswith("leanfleet")) for k, v in row.items()]
+        for n, row in found.items()
+    }
     model = report["model"].split("-Instruct")[0]
     title = f"{model} answers a prompt {plotting.span(ratios)} as fast as the fastest other way to run it"
     note = where(reports, f"{report['model']}, time to the first token, one request.")
@@ -358,8 +479,12 @@ def served(reports, key, unit, ratio):
 
 def serving(reports, out):
     """How much does continuous batching gain over padded batches?"""
-    groups = served(reports, "useful_tokens_per_second",
-                    lambda ours, theirs: f"{ours:,.0f} tokens/s, padded {theirs:,.0f}", lambda ours, theirs: ours / theirs)
+    groups = served(
+        reports,
+        "useful_tokens_per_second",
+        lambda ours, theirs: f"{ours:,.0f} tokens/s, padded {theirs:,.0f}",
+        lambda ours, theirs: ours / theirs,
+    )
     ratios = [r for rows in groups.values() for _, r, _ in rows]
     title = f"Continuous batching serves {plotting.span(ratios)} as many tokens a second as padded batches"
     note = where(reports, "Requests of unequal length, float16; headings: mean prompt + mean answer. Tokens of both count.")
@@ -369,9 +494,12 @@ def serving(reports, out):
 
 def serving_energy(reports, out):
     """How much energy does continuous batching save?"""
-    groups = served(reports, "joules_per_useful_token",
-                    lambda ours, theirs: f"{ours * 1e3:.0f} mJ, padded {theirs * 1e3:.0f} mJ",
-                    lambda ours, theirs: theirs / ours)
+    groups = served(
+        reports,
+        "joules_per_useful_token",
+        lambda ours, theirs: f"{ours * 1e3:.0f} mJ, padded {theirs * 1e3:.0f} mJ",
+        lambda ours, theirs: theirs / ours,
+    )
     ratios = [r for rows in groups.values() for _, r, _ in rows]
     title = f"A token of a padded batch takes {plotting.span(ratios)} the energy of one in a continuous batch"
     note = where(reports, "Requests of unequal length, float16; headings: mean prompt + mean answer. Brackets: mJ a token.")
@@ -381,10 +509,15 @@ def serving_energy(reports, out):
 
 
 PICTURES = {  # file: what script_of calls its reports, and what draws it
-    "whole_models": ("softmax", decode_steps), "whole_models_energy": ("softmax", energy),
-    "linear_decoders": ("linear", linear_decoders), "linear_decoders_memory": ("linear", linear_memory),
-    "smollm2": ("generate", generation), "smollm2_prompt": ("generate", first_token),
-    "serving": ("serving", serving), "serving_energy": ("serving", serving_energy)}
+    "whole_models": ("softmax", decode_steps),
+    "whole_models_energy": ("softmax", energy),
+    "linear_decoders": ("linear", linear_decoders),
+    "linear_decoders_memory": ("linear", linear_memory),
+    "smollm2": ("generate", generation),
+    "smollm2_prompt": ("generate", first_token),
+    "serving": ("serving", serving),
+    "serving_energy": ("serving", serving_energy),
+}
 
 
 def plot(scripts, folder, tag="h200"):

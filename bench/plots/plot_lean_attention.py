@@ -30,11 +30,13 @@ def geometric_mean(ratios):
 
 
 def table(data):
-    lines = [f"{data['device']}, {data['dtype']}, torch {data['torch']}, CUDA {data['cuda']}; medians of {data['rounds']} "
-             f"graph replays in µs, L2 flushed by reading; a graph of one tiny node takes {data['empty_graph_us']:.1f}.",
-             "",
-             "| case | leanfleet | floor | sdpa | FA3 | FlashInfer | fastest peer / leanfleet |",
-             "|---|---|---|---|---|---|---|"]
+    lines = [
+        f"{data['device']}, {data['dtype']}, torch {data['torch']}, CUDA {data['cuda']}; medians of {data['rounds']} "
+        f"graph replays in µs, L2 flushed by reading; a graph of one tiny node takes {data['empty_graph_us']:.1f}.",
+        "",
+        "| case | leanfleet | floor | sdpa | FA3 | FlashInfer | fastest peer / leanfleet |",
+        "|---|---|---|---|---|---|---|",
+    ]
     notes = list(dict.fromkeys(r["note"] for r in lines_of(data) if "note" in r))
     marks = {note: "*" * (i + 1) for i, note in enumerate(notes)}
     over_best, over_fa3 = [], []
@@ -46,14 +48,20 @@ def table(data):
         if ratio and row["case"].startswith(("decode", "ragged")):
             over_best.append(ratio)
             over_fa3.append(peers[1] / ours if peers[1] else math.nan)
-        cells = [f"{ours:.1f}", *("-" if t is None else f"{t:.1f}" for t in (row["floor_us"], *peers)),
-                 "-" if ratio is None else f"{ratio:.2f}"]
+        cells = [
+            f"{ours:.1f}",
+            *("-" if t is None else f"{t:.1f}" for t in (row["floor_us"], *peers)),
+            "-" if ratio is None else f"{ratio:.2f}",
+        ]
         lines.append(f"| {row['case']}{marks.get(row.get('note'), '')} | " + " | ".join(cells) + " |")
     for note, mark in marks.items():
         lines += ["", mark.replace("*", "\\*") + f" {note}"]
     over_fa3 = [r for r in over_fa3 if not math.isnan(r)]
-    lines += ["", f"Geometric mean over the decode and ragged lines: {geometric_mean(over_best):.2f} times the fastest peer"
-              + (f", {geometric_mean(over_fa3):.2f} times FA3." if over_fa3 else ".")]
+    lines += [
+        "",
+        f"Geometric mean over the decode and ragged lines: {geometric_mean(over_best):.2f} times the fastest peer"
+        + (f", {geometric_mean(over_fa3):.2f} times FA3." if over_fa3 else "."),
+    ]
     return "\n".join(lines + more_tables(data)) + "\n"
 
 
@@ -68,31 +76,51 @@ def more_tables(data):
     steps = [r for r in lines_of(data) if r["case"].startswith("step ")]
     lines = []
     if steps:
-        lines += ["", "Decode steps as models run them, by parts: attention over caches that hold the new token, with new keys "
-                  "and values appended in place, with the rotary encoding too; FA3 does all three.", "",
-                  "| case | attention | and append | and rotary encoding | FA3 |", "|---" * 5 + "|"]
+        lines += [
+            "",
+            "Decode steps as models run them, by parts: attention over caches that hold the new token, with new keys "
+            "and values appended in place, with the rotary encoding too; FA3 does all three.",
+            "",
+            "| case | attention | and append | and rotary encoding | FA3 |",
+            "|---" * 5 + "|",
+        ]
         for r in steps:
             cells = [r["us"][f"leanfleet{part}"]["median"] for part in (" attention", " append", "")] + [best(r, "fa3")]
             lines.append(f"| {r['case']} | " + " | ".join("-" if t is None else f"{t:.1f}" for t in cells) + " |")
     if splits:
         tokens = list(dict.fromkeys(r["tokens_a_part"] for r in splits))
-        lines += ["", "Share of the reduction: units shared by so many multiprocessors against as many more whole units with "
-                  "the same tiles a multiprocessor (4 query heads for each of the caches', D128; µs of both in brackets).", "",
-                  "| parts of a unit | " + " | ".join(f"{n} tokens a part" for n in tokens) + " |",
-                  "|---" * (len(tokens) + 1) + "|"]
+        lines += [
+            "",
+            "Share of the reduction: units shared by so many multiprocessors against as many more whole units with "
+            "the same tiles a multiprocessor (4 query heads for each of the caches', D128; µs of both in brackets).",
+            "",
+            "| parts of a unit | " + " | ".join(f"{n} tokens a part" for n in tokens) + " |",
+            "|---" * (len(tokens) + 1) + "|",
+        ]
         for parts in dict.fromkeys(r["parts"] for r in splits):
             of_parts = {r["tokens_a_part"]: r for r in splits if r["parts"] == parts}
-            lines.append(f"| {parts} | " + " | ".join(
-                f"{of_parts[n]['share']:.1%} ({of_parts[n]['us']['split']:.1f}, {of_parts[n]['us']['whole']:.1f})"
-                for n in tokens) + " |")
+            lines.append(
+                f"| {parts} | "
+                + " | ".join(
+                    f"{of_parts[n]['share']:.1%} ({of_parts[n]['us']['split']:.1f}, {of_parts[n]['us']['whole']:.1f})"
+                    for n in tokens
+                )
+                + " |"
+            )
     if balance:
-        lines += ["", "Balance: tiles of 64 keys of the ranges, and active cycles of the multiprocessors (ncu).", "",
-                  "| case | ranges | tiles, least and most | cycles, least, mean, most | mean over most |",
-                  "|---|---|---|---|---|"]
+        lines += [
+            "",
+            "Balance: tiles of 64 keys of the ranges, and active cycles of the multiprocessors (ncu).",
+            "",
+            "| case | ranges | tiles, least and most | cycles, least, mean, most | mean over most |",
+            "|---|---|---|---|---|",
+        ]
         for r in balance:
             c = r["cycles"]
-            lines.append(f"| {r['case']} | {r['ranges']} | {r['tiles'][0]}, {r['tiles'][1]} | {c['min']:.0f}, {c['avg']:.0f}, "
-                         f"{c['max']:.0f} | {c['avg'] / c['max']:.3f} |")
+            lines.append(
+                f"| {r['case']} | {r['ranges']} | {r['tiles'][0]}, {r['tiles'][1]} | {c['min']:.0f}, {c['avg']:.0f}, "
+                f"{c['max']:.0f} | {c['avg'] / c['max']:.3f} |"
+            )
     return lines
 
 
@@ -131,12 +159,18 @@ def decode(data, out):
     found = cases(data, "decode", "ragged")
     limit = 4096
     long, short = ([fastest(r) for _, n, r in found if (n >= limit) == above] for above in (True, False))
-    title = (f"From {plotting.tokens(limit)} tokens on, decode attention is {plotting.verdict(geometric_mean(long))} the "
-             f"fastest peer ({plotting.span(long)}); at {plotting.tokens(min(n for _, n, _ in found))}: {plotting.span(short)}")
-    rows = {"tokens in the cache": [(words, {NAMES[p]: best(r, p) / ours(r) for p in PEERS if best(r, p)})
-                                    for words, _, r in found]}
-    note = where(data, "Time of a peer over leanfleet's for one new token a request: medians of CUDA graph replays out of a "
-                       "cold L2; FlashAttention 3 and FlashInfer in the better of their two modes.")
+    title = (
+        f"From {plotting.tokens(limit)} tokens on, decode attention is {plotting.verdict(geometric_mean(long))} the "
+        f"fastest peer ({plotting.span(long)}); at {plotting.tokens(min(n for _, n, _ in found))}: {plotting.span(short)}"
+    )
+    rows = {
+        "tokens in the cache": [(words, {NAMES[p]: best(r, p) / ours(r) for p in PEERS if best(r, p)}) for words, _, r in found]
+    }
+    note = where(
+        data,
+        "Time of a peer over leanfleet's for one new token a request: medians of CUDA graph replays out of a "
+        "cold L2; FlashAttention 3 and FlashInfer in the better of their two modes.",
+    )
     with plotting.page(out, title, note, plotting.height_of(rows) + 0.3) as figure:
         plotting.ratio_dots(figure.subplots(), rows, NAMES.values(), (plotting.RED, plotting.GREEN, plotting.PURPLE))
 
@@ -145,12 +179,19 @@ def steps(data, out):
     """How fast is a decode step as models run it: attention, append and rotary encoding?"""
     found = cases(data, "step")
     ratios = [fastest(r) for *_, r in found]
-    rows = {"tokens in the cache": [(words, fastest(r), f"{ours(r):.0f} µs, FlashAttention 3 {best(r, 'fa3'):.0f} µs")
-                                    for words, _, r in found]}
-    title = (f"With rotary encoding and append to the cache, a decode step is {plotting.span(ratios)} as fast as "
-             "FlashAttention 3")
-    note = where(data, "One call that turns query and key, appends key and value in place and attends; medians of CUDA graph "
-                       "replays out of a cold L2.")
+    rows = {
+        "tokens in the cache": [
+            (words, fastest(r), f"{ours(r):.0f} µs, FlashAttention 3 {best(r, 'fa3'):.0f} µs") for words, _, r in found
+        ]
+    }
+    title = (
+        f"With rotary encoding and append to the cache, a decode step is {plotting.span(ratios)} as fast as FlashAttention 3"
+    )
+    note = where(
+        data,
+        "One call that turns query and key, appends key and value in place and attends; medians of CUDA graph "
+        "replays out of a cold L2.",
+    )
     with plotting.page(out, title, note, plotting.height_of(rows)) as figure:
         plotting.ratio_bars(figure.subplots(), rows)
 
@@ -158,14 +199,19 @@ def steps(data, out):
 def prompts(data, out):
     """How fast are several new tokens at once, up to whole prompts?"""
     rows, ratios = {}, {}
-    for kind, heading, peer in (("tokens", "a few new tokens, FlashAttention 3 beside it", "fa3"),
-                                ("prompt", "whole prompts, SDPA beside it", "sdpa")):
+    for kind, heading, peer in (
+        ("tokens", "a few new tokens, FlashAttention 3 beside it", "fa3"),
+        ("prompt", "whole prompts, SDPA beside it", "sdpa"),
+    ):
         found = cases(data, kind)
         ratios[kind] = [fastest(r) for *_, r in found]
-        rows[heading] = [(few(r) + words, fastest(r), f"{ours(r):.0f} µs against {best(r, peer):.0f} µs")
-                         for words, _, r in found]
-    title = (f"Whole prompts run at {plotting.span(ratios['prompt'])} the speed of PyTorch's SDPA, 2 to 16 new tokens at "
-             f"{plotting.span(ratios['tokens'])} that of FlashAttention 3")
+        rows[heading] = [
+            (few(r) + words, fastest(r), f"{ours(r):.0f} µs against {best(r, peer):.0f} µs") for words, _, r in found
+        ]
+    title = (
+        f"Whole prompts run at {plotting.span(ratios['prompt'])} the speed of PyTorch's SDPA, 2 to 16 new tokens at "
+        f"{plotting.span(ratios['tokens'])} that of FlashAttention 3"
+    )
     note = where(data, "Time of the peer over leanfleet's, then the two times: medians of CUDA graph replays out of a cold L2.")
     with plotting.page(out, title, note, plotting.height_of(rows)) as figure:
         plotting.ratio_bars(figure.subplots(), rows)

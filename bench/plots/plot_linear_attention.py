@@ -20,7 +20,8 @@ SECTIONS = {  # of the plot of speed: heading, those of rows with an operator's 
     "CausalLinearDecay, bfloat16": (("forward", FORWARD), ("backward", BACKWARD)),
     "NormalizedLinearAttention, bfloat16": (("normalized", None),),
     "CausalLinearDecay, float32 (the peer in TF32)": (("float32", FORWARD),),
-    "NormalizedLinearAttention, float32 (the peer in TF32)": (("normalized32", None),)}
+    "NormalizedLinearAttention, float32 (the peer in TF32)": (("normalized32", None),),
+}
 
 
 def rows_of(report, section):
@@ -60,16 +61,28 @@ def peers(report, parts):
 
 def speed(report, out):
     """How much faster than flash-linear-attention?"""
-    groups = {heading: [(f"{plotting.tokens(n)} tokens, batch {b}, {h} heads of {d}", found)
-                        for (b, h, n, d), found in peers(report, parts).items()] for heading, parts in SECTIONS.items()}
+    groups = {
+        heading: [
+            (f"{plotting.tokens(n)} tokens, batch {b}, {h} heads of {d}", found)
+            for (b, h, n, d), found in peers(report, parts).items()
+        ]
+        for heading, parts in SECTIONS.items()
+    }
     groups = {heading: rows for heading, rows in groups.items() if rows}
-    ratios = {half: [r for heading, rows in groups.items() if half in heading for _, found in rows for r in found.values()]
-              for half in ("bfloat16", "float32")}
-    title = (f"In bfloat16, linear attention is {plotting.verdict(mean(ratios['bfloat16']))} flash-linear-attention "
-             f"on average ({plotting.span(ratios['bfloat16'])}); in float32 it runs at {plotting.span(ratios['float32'])} the "
-             "speed of the peer's TF32")
-    note = where(report, "Time of flash-linear-attention's best kernel over leanfleet's, in one process; the mean is "
-                         "geometric. The peer's float32 products are TF32 by default; leanfleet's are full float32.")
+    ratios = {
+        half: [r for heading, rows in groups.items() if half in heading for _, found in rows for r in found.values()]
+        for half in ("bfloat16", "float32")
+    }
+    title = (
+        f"In bfloat16, linear attention is {plotting.verdict(mean(ratios['bfloat16']))} flash-linear-attention "
+        f"on average ({plotting.span(ratios['bfloat16'])}); in float32 it runs at {plotting.span(ratios['float32'])} the "
+        "speed of the peer's TF32"
+    )
+    note = where(
+        report,
+        "Time of flash-linear-attention's best kernel over leanfleet's, in one process; the mean is "
+        "geometric. The peer's float32 products are TF32 by default; leanfleet's are full float32.",
+    )
     with plotting.page(out, title, note, plotting.height_of(groups) + 0.3) as figure:
         axes = figure.subplots()
         plotting.ratio_dots(axes, groups, (FORWARD, BACKWARD), COLORS, worse="flash-linear-attention is faster")
@@ -85,10 +98,15 @@ def floor(report, out):
             series[f"{way}, {name}"] = points
             last[way, name] = points[-1]
     length = plotting.tokens(last[FORWARD, "leanfleet"][0])
-    title = (f"At {length} tokens the forward pass takes {plotting.times(last[FORWARD, 'leanfleet'][1])} the time that its "
-             f"memory traffic takes at least, the backward pass {plotting.times(last[BACKWARD, 'leanfleet'][1])}")
-    note = where(report, "CausalLinearDecay, bfloat16, batch 1, 32 heads of 128. Least time: all inputs and outputs once, at "
-                         f"the speed of a copy, {report['copy_bytes_per_us'] / 1e6:.2f} TB/s.")
+    title = (
+        f"At {length} tokens the forward pass takes {plotting.times(last[FORWARD, 'leanfleet'][1])} the time that its "
+        f"memory traffic takes at least, the backward pass {plotting.times(last[BACKWARD, 'leanfleet'][1])}"
+    )
+    note = where(
+        report,
+        "CausalLinearDecay, bfloat16, batch 1, 32 heads of 128. Least time: all inputs and outputs once, at "
+        f"the speed of a copy, {report['copy_bytes_per_us'] / 1e6:.2f} TB/s.",
+    )
     with plotting.page(out, title, note, 3.2) as figure:
         axes = figure.subplots()
         plotting.lines(axes, series, (plotting.BLUE, plotting.BLUE, plotting.RED, plotting.RED))
@@ -100,15 +118,22 @@ def floor(report, out):
 def crossing(report, out):
     """From which length on is linear attention faster than flash attention?"""
     rows = rows_of(report, "crossing")
-    series = {name: [(r["tokens"], r["us"][f"flash {way}"] / r["us"][way]) for r in rows]
-              for name, way in (("forward", FORWARD), ("backward", BACKWARD))}
+    series = {
+        name: [(r["tokens"], r["us"][f"flash {way}"] / r["us"][way]) for r in rows]
+        for name, way in (("forward", FORWARD), ("backward", BACKWARD))
+    }
     first, last = ([points[i] for points in series.values()] for i in (0, -1))
-    title = (f"Linear attention is {plotting.span([y for _, y in first])} as fast as flash attention at "
-             f"{plotting.tokens(first[0][0])} tokens and {plotting.span([y for _, y in last])} at "
-             f"{plotting.tokens(last[0][0])}")
+    title = (
+        f"Linear attention is {plotting.span([y for _, y in first])} as fast as flash attention at "
+        f"{plotting.tokens(first[0][0])} tokens and {plotting.span([y for _, y in last])} at "
+        f"{plotting.tokens(last[0][0])}"
+    )
     batch, heads, _, dim = sizes(rows[0])
-    note = where(report, f"NormalizedLinearAttention against PyTorch's SDPA with flash attention, causal; bfloat16, batch "
-                         f"{batch}, {heads} heads of {dim}. Time of SDPA over leanfleet's.")
+    note = where(
+        report,
+        f"NormalizedLinearAttention against PyTorch's SDPA with flash attention, causal; bfloat16, batch "
+        f"{batch}, {heads} heads of {dim}. Time of SDPA over leanfleet's.",
+    )
     with plotting.page(out, title, note, 3) as figure:
         axes = figure.subplots()
         plotting.lines(axes, series, COLORS)
@@ -123,12 +148,17 @@ def memory(report, out):
     names = {"ours": "leanfleet", "flash": "flash SDPA", "linear_attn": "flash-linear-attention"}
     series = {names[key]: [(r["tokens"], r["bytes"][key] / 2**30) for r in rows] for key in rows[0]["bytes"]}
     last = {key: rows[-1]["bytes"][key] / rows[-1]["bytes"]["ours"] for key in ("flash", "linear_attn")}
-    title = (f"Forward and backward of flash SDPA allocate {plotting.times(last['flash'])} as much memory as leanfleet's, "
-             f"those of flash-linear-attention {plotting.times(last['linear_attn'])}")
+    title = (
+        f"Forward and backward of flash SDPA allocate {plotting.times(last['flash'])} as much memory as leanfleet's, "
+        f"those of flash-linear-attention {plotting.times(last['linear_attn'])}"
+    )
     batch, heads, _, dim = sizes(rows[0])
-    note = where(report, f"Allocated by forward and backward of NormalizedLinearAttention, bfloat16, batch {batch}, "
-                         f"{heads} heads of {dim}, beside the inputs; ratios are those at "
-                         f"{plotting.tokens(rows[-1]['tokens'])} tokens.")
+    note = where(
+        report,
+        f"Allocated by forward and backward of NormalizedLinearAttention, bfloat16, batch {batch}, "
+        f"{heads} heads of {dim}, beside the inputs; ratios are those at "
+        f"{plotting.tokens(rows[-1]['tokens'])} tokens.",
+    )
     with plotting.page(out, title, note, 3) as figure:
         axes = figure.subplots()
         plotting.lines(axes, series, (plotting.BLUE, plotting.RED, plotting.GREEN))
@@ -136,8 +166,12 @@ def memory(report, out):
         plotting.log_axis(axes.yaxis, [y for points in series.values() for _, y in points], " GiB")
 
 
-PICTURES = {"linear_attention": speed, "linear_attention_floor": floor, "linear_attention_crossing": crossing,
-            "linear_attention_memory": memory}
+PICTURES = {
+    "linear_attention": speed,
+    "linear_attention_floor": floor,
+    "linear_attention_crossing": crossing,
+    "linear_attention_memory": memory,
+}
 
 
 def main():

@@ -3,7 +3,16 @@
 import onnx_ir as ir
 
 from leanfleet.export.fusions.graph import (
-    MICROSOFT, ROWS, adder, argument, is_microsoft, layout, producer, set_arguments, swaps_heads)
+    MICROSOFT,
+    ROWS,
+    adder,
+    argument,
+    is_microsoft,
+    layout,
+    producer,
+    set_arguments,
+    swaps_heads,
+)
 from leanfleet.export.fusions.rotary_embedding import rotate_flat, set_rotary
 
 # The name of an input of LeanAttention, what its transpose takes, the rotary encoding between the two or None

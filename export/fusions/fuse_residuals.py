@@ -28,11 +28,15 @@ def _rms_norm(product: ir.Node) -> tuple[ir.Value, ir.Value, float] | None:
             if not square or eps is None or eps.size != 1 or (cast and not widened):
                 continue
             axes = constant(mean.inputs[1]) if len(mean.inputs) > 1 else None
-            last = axes is not None and axes.tolist() in ([-1], [len(wide.shape or ()) - 1]) and (
-                mean.attributes.get_int("keepdims", 1) == 1)
+            last = (
+                axes is not None
+                and axes.tolist() in ([-1], [len(wide.shape or ()) - 1])
+                and (mean.attributes.get_int("keepdims", 1) == 1)
+            )
             exponent = constant(square.inputs[1])
-            squared = square.inputs[0] is wide and (square.inputs[1] is wide if square.op_type == "Mul" else
-                                                    exponent is not None and exponent.tolist() in (2, [2]))
+            squared = square.inputs[0] is wide and (
+                square.inputs[1] is wide if square.op_type == "Mul" else exponent is not None and exponent.tolist() in (2, [2])
+            )
             x = widened.inputs[0] if cast else wide
             if last and squared and x.dtype == weight.dtype == product.outputs[0].dtype:
                 return x, weight, float(eps.item())
@@ -42,8 +46,11 @@ def _rms_norm(product: ir.Node) -> tuple[ir.Value, ir.Value, float] | None:
 def _layer_norm(node: ir.Node) -> tuple[ir.Value, Sequence[ir.Value], float] | None:
     """(x, parameters [E], eps) of a LayerNormalization node of x's last axis whose other outputs are not named; else None."""
     x, *parameters = node.inputs
-    if node.attributes.get_int("axis", -1) not in (-1, 2) or len([o for o in node.outputs if o.name]) > 1 or any(
-            constant(p) is None or p.shape is None or len(p.shape) != 1 or p.dtype != x.dtype for p in parameters):
+    if (
+        node.attributes.get_int("axis", -1) not in (-1, 2)
+        or len([o for o in node.outputs if o.name]) > 1
+        or any(constant(p) is None or p.shape is None or len(p.shape) != 1 or p.dtype != x.dtype for p in parameters)
+    ):
         return None
     return x, parameters, node.attributes.get_float("epsilon", 1e-5)
 
@@ -60,8 +67,14 @@ def _norm(node: ir.Node) -> tuple[str, ir.Value, Sequence[ir.Value], float] | No
 
 def _fits(x: ir.Value, total: ir.Node | None, normed: ir.Value, parameters: Sequence[ir.Value]) -> bool:
     """Whether shapes and types of a norm of the sum x [B,N,E] are those that the fused operators have kernels for."""
-    if total is None or x.shape is None or len(x.shape) != 3 or not named(x.shape) or x.is_graph_output() or any(
-            value.shape is None or list(value.shape) != list(x.shape) for value in (*total.inputs, normed)):
+    if (
+        total is None
+        or x.shape is None
+        or len(x.shape) != 3
+        or not named(x.shape)
+        or x.is_graph_output()
+        or any(value.shape is None or list(value.shape) != list(x.shape) for value in (*total.inputs, normed))
+    ):
         return False
     return x.dtype in (ir.DataType.FLOAT, ir.DataType.FLOAT16) and all(list(p.shape) == [x.shape[2]] for p in parameters)
 
@@ -70,8 +83,9 @@ def _set_functions(model: ir.Model, epsilons: dict[str, float], lengths: dict[st
     def simplified(op: Op, x: ir.Value, skip: ir.Value, weight: ir.Value) -> list[ir.Value]:
         both, last = op("Add", x, skip), op("Constant", value_ints=[-1])
         wide = op("Cast", both, to=ir.DataType.FLOAT)
-        root = op("Sqrt", op("Add", op("ReduceMean", op("Mul", wide, wide), last), op(
-            "Constant", value_float=epsilons[SIMPLIFIED])))
+        root = op(
+            "Sqrt", op("Add", op("ReduceMean", op("Mul", wide, wide), last), op("Constant", value_float=epsilons[SIMPLIFIED]))
+        )
         normed = op("Mul", op("CastLike", op("Div", wide, root), both), weight)
         return [normed, op("ReduceMean", wide, last), op("Reciprocal", root), both]
 
@@ -82,7 +96,7 @@ def _set_functions(model: ir.Model, epsilons: dict[str, float], lengths: dict[st
 
     for name, build in ((SIMPLIFIED, simplified), (CENTRED, centred)):
         if name in epsilons:
-            inputs = ("input", "skip", "gamma", "beta")[:2 + lengths[name]]
+            inputs = ("input", "skip", "gamma", "beta")[: 2 + lengths[name]]
             set_function(model, name, inputs, build, {"epsilon": epsilons[name]})
 
 

@@ -65,9 +65,19 @@ def fuse_rotated_halves(model: ir.Model, positions: int | None = None) -> int:
         x, angles, cos, sin = found
         reshape, half = producer(x, "Reshape"), x.shape[-1] // 2
         flat = reshape.inputs[0] if reshape else None
-        if flat is None or flat.shape is None or len(flat.shape) != 3 or len(x.shape) != 4 or angles.shape is None or (
-                list(angles.shape) != [*x.shape[:2], 1, half] or list(flat.shape[:2]) != list(x.shape[:2])
-                or not named(x.shape[:2]) or x.dtype not in TYPES):
+        if (
+            flat is None
+            or flat.shape is None
+            or len(flat.shape) != 3
+            or len(x.shape) != 4
+            or angles.shape is None
+            or (
+                list(angles.shape) != [*x.shape[:2], 1, half]
+                or list(flat.shape[:2]) != list(x.shape[:2])
+                or not named(x.shape[:2])
+                or x.dtype not in TYPES
+            )
+        ):
             continue
         cast = _only_user(node.outputs[0], "Cast")
         last = cast if cast and cast.outputs[0].dtype == x.dtype else node

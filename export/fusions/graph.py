@@ -99,12 +99,21 @@ def columns(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
 
 def swaps_heads(node: ir.Node) -> bool:
     """Whether a node swaps heads and tokens, and is no output of the graph."""
-    return (node.op_type == "Transpose" and list(node.attributes.get_ints("perm", [])) == [0, 2, 1, 3]
-            and node.domain == "" and not node.outputs[0].is_graph_output())
+    return (
+        node.op_type == "Transpose"
+        and list(node.attributes.get_ints("perm", [])) == [0, 2, 1, 3]
+        and node.domain == ""
+        and not node.outputs[0].is_graph_output()
+    )
 
 
-def set_function(model: ir.Model, name: str, inputs: Sequence[str], build: Callable[..., ir.Value | list[ir.Value]],
-                 attributes: Mapping[str, Any] | None = None) -> None:
+def set_function(
+    model: ir.Model,
+    name: str,
+    inputs: Sequence[str],
+    build: Callable[..., ir.Value | list[ir.Value]],
+    attributes: Mapping[str, Any] | None = None,
+) -> None:
     """Gives a model a function of com.microsoft.`name` in standard operators, for runtimes without that operator.
 
     build(op, *values) of the inputs' values returns the output, or a list of them; op(kind, *values, outputs=1, **attributes)

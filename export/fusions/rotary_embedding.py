@@ -14,8 +14,12 @@ def _rotate(op: Op, x: ir.Value, positions: ir.Value, cos: ir.Value, sin: ir.Val
     axis = op("Constant", value_ints=[heads])
     cos, sin = (op("Unsqueeze", op("Gather", rows, positions), axis) for rows in (cos, sin))
     first, second = op("Split", x, outputs=2, axis=-1, num_outputs=2)
-    return op("Concat", op("Sub", op("Mul", first, cos), op("Mul", second, sin)),
-              op("Add", op("Mul", second, cos), op("Mul", first, sin)), axis=-1)
+    return op(
+        "Concat",
+        op("Sub", op("Mul", first, cos), op("Mul", second, sin)),
+        op("Add", op("Mul", second, cos), op("Mul", first, sin)),
+        axis=-1,
+    )
 
 
 def rotate_heads_first(op: Op, x: ir.Value, positions: ir.Value, cos: ir.Value, sin: ir.Value) -> ir.Value:

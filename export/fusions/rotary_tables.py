@@ -20,12 +20,13 @@ class DoesNotFit(Exception):
 
 def _reads_unknown(node: ir.Node, value: ir.Value, known: Sequence[str | None]) -> bool:
     """Whether a Shape node reads a size of `value` that is neither a number nor has one of the names `known`."""
-    sizes = value.shape[node.attributes.get_int("start", 0):node.attributes.get_int("end", len(value.shape))]
+    sizes = value.shape[node.attributes.get_int("start", 0) : node.attributes.get_int("end", len(value.shape))]
     return any(not isinstance(n, int) and (n.value is None or n.value not in known) for n in sizes)
 
 
-def _evaluator(graph: ir.Graph, outputs: Sequence[ir.Value], sizes: tuple[str | None, str | None],
-               lens: Sequence[ir.Value]) -> Callable[..., list[np.ndarray]]:
+def _evaluator(
+    graph: ir.Graph, outputs: Sequence[ir.Value], sizes: tuple[str | None, str | None], lens: Sequence[ir.Value]
+) -> Callable[..., list[np.ndarray]]:
     """evaluate(batch, tokens, *lens) -> numpy values of `outputs`, where these follow from the values `lens`, of one axis, and
     from the sizes of other inputs of the graph alone. sizes: (name of the axis of requests, of tokens). Raises DoesNotFit."""
     bounds, seen = list(lens), set()
@@ -43,8 +44,9 @@ def _evaluator(graph: ir.Graph, outputs: Sequence[ir.Value], sizes: tuple[str | 
             if value not in bounds:
                 bounds.append(value)
         elif node not in seen:
-            if node.domain != "" or any(a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS)
-                                        for a in node.attributes.values()):
+            if node.domain != "" or any(
+                a.type in (ir.AttributeType.GRAPH, ir.AttributeType.GRAPHS) for a in node.attributes.values()
+            ):
                 raise DoesNotFit(f"it depends on {node.name}, a node of {node.op_type}")
             seen.add(node)
             pending += [(x, node) for x in node.inputs]
@@ -59,7 +61,7 @@ def _evaluator(graph: ir.Graph, outputs: Sequence[ir.Value], sizes: tuple[str | 
     def evaluate(batch: int, tokens: int, *values: Sequence[int]) -> list[np.ndarray]:
         known = dict(zip(sizes, (batch, tokens), strict=True))
         feeds = {v.name: np.array(x, v.dtype.numpy()) for v, x in zip(lens, values, strict=True)}
-        for v in used[len(lens):]:
+        for v in used[len(lens) :]:
             dims = [d if isinstance(d, int) else known.get(d.value, 1) for d in v.shape]  # sizes that are read are known
             feeds[v.name] = np.zeros(dims, v.dtype.numpy())
         try:
@@ -95,7 +97,7 @@ def tables(node: ir.Node, rotary: ir.Node, positions: int) -> list[np.ndarray]:
         rows, *others = evaluate(len(ends), tokens, ends, counts)
         for b, (end, count) in enumerate(zip(ends, counts, strict=True)):
             for t, other in zip(found, others, strict=True):
-                if not np.allclose(other[rows[b, :count]], t[end - count:end], rtol=1e-5, atol=1e-6):
+                if not np.allclose(other[rows[b, :count]], t[end - count : end], rtol=1e-5, atol=1e-6):
                     raise DoesNotFit("it depends on other requests, or on more than positions")
     return [t.astype(np.float32) for t in found]
 
@@ -108,14 +110,14 @@ def packed_tables(rotary: ir.Node, numbers: ir.Value, positions: int) -> list[np
     # That they follow from each token's position alone is tested, of short requests and of long ones.
     for some in ([0], list(range(min(3, positions))), [positions - 1, 0, min(3, positions - 1)]):
         rows, *others = evaluate(1, len(some), some)
-        if not all(np.allclose(other[rows[0]], t[some], rtol=1e-5, atol=1e-6)
-                   for other, t in zip(others, found, strict=True)):
+        if not all(np.allclose(other[rows[0]], t[some], rtol=1e-5, atol=1e-6) for other, t in zip(others, found, strict=True)):
             raise DoesNotFit("it depends on more than a token's position")
     return [t.astype(np.float32) for t in found]
 
 
-def constants(graph: ir.Graph, number: int, name: str,
-              compute: Callable[[], list[np.ndarray]]) -> tuple[ir.Value, ir.Value] | None:
+def constants(
+    graph: ir.Graph, number: int, name: str, compute: Callable[[], list[np.ndarray]]
+) -> tuple[ir.Value, ir.Value] | None:
     """Initializers of the tables, cosines and sines, that compute() returns, with `number` in their names. None where it raises
     DoesNotFit; the reason is logged with the name of the attention."""
     try:
@@ -123,8 +125,10 @@ def constants(graph: ir.Graph, number: int, name: str,
     except DoesNotFit as reason:
         _LOG.info("%s: its rotary encoding stays outside LeanAttention: %s", name, reason)
         return None
-    values = [ir.Value(name=f"rotary_{kind}_{number}", const_value=ir.tensor(array))
-              for kind, array in zip(("cos", "sin"), arrays, strict=True)]
+    values = [
+        ir.Value(name=f"rotary_{kind}_{number}", const_value=ir.tensor(array))
+        for kind, array in zip(("cos", "sin"), arrays, strict=True)
+    ]
     for value, array in zip(values, arrays, strict=True):
         value.type, value.shape = ir.TensorType(ir.DataType.FLOAT), ir.Shape(array.shape)
         graph.register_initializer(value)

@@ -10,8 +10,12 @@ from leanfleet.export.fusions.graph import columns, named, producer
 
 def known_heads(value: ir.Value | None) -> bool:
     """Whether a value is of shape [.,.,H,D] with heads and channels of known sizes."""
-    return value is not None and value.shape is not None and len(value.shape) == 4 and all(
-        isinstance(n, int) for n in value.shape[2:])
+    return (
+        value is not None
+        and value.shape is not None
+        and len(value.shape) == 4
+        and all(isinstance(n, int) for n in value.shape[2:])
+    )
 
 
 def side_by_side(heads: Sequence[ir.Value]) -> ir.Value | None:
@@ -23,8 +27,10 @@ def side_by_side(heads: Sequence[ir.Value]) -> ir.Value | None:
         return None
     parts = [reshape.inputs[0] for reshape in reshapes]
     # A Reshape may have split up tokens of [B N,width] too: the leading axes must be those of the heads.
-    if any(p.shape is None or len(p.shape) != 3 or not named(p.shape) or [*p.shape] != [*x.shape[:2], width]
-           for p, x, width in zip(parts, heads, widths, strict=True)):
+    if any(
+        p.shape is None or len(p.shape) != 3 or not named(p.shape) or [*p.shape] != [*x.shape[:2], width]
+        for p, x, width in zip(parts, heads, widths, strict=True)
+    ):
         return None
     split = producer(parts[0], "Split")
     if split:

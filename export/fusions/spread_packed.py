@@ -27,8 +27,9 @@ def _spread(value: ir.Value | None) -> tuple[ir.Value, ir.Value] | None:
     return (x, slots) if known and slots.shape is not None and len(slots.shape) == 2 else None
 
 
-def _set_rows(graph: ir.Graph, node: ir.Node, heads: list[ir.Value], slots: ir.Value,
-              spreads: dict[tuple[ir.Value, ir.Value], ir.Value]) -> None:
+def _set_rows(
+    graph: ir.Graph, node: ir.Node, heads: list[ir.Value], slots: ir.Value, spreads: dict[tuple[ir.Value, ir.Value], ir.Value]
+) -> None:
     """Gives a LeanAttention node the rows of `heads` [1,T,heads,D] that slots [B,N] name. spreads: those made before."""
     widths = [value.shape[2] * value.shape[3] for value in heads]
     op, together = adder(graph, node), side_by_side(heads)
@@ -64,16 +65,22 @@ def spread_packed(model: ir.Model, positions: int | None = None) -> int:
     if not positions or numbers is None:
         return 0
     for node in list(graph):
-        if node.op_type != "LeanAttention" or argument(node, "block_table") is None or any(
-                argument(node, name) is not None for name in ("sinks", "cos_cache")):
+        if (
+            node.op_type != "LeanAttention"
+            or argument(node, "block_table") is None
+            or any(argument(node, name) is not None for name in ("sinks", "cos_cache"))
+        ):
             continue
         found = [_spread(argument(node, name)) for name in ROWS]
         if None in found or len({slots for _, slots in found}) != 1:
             continue
         slots, sources, rotary = found[0][1], [x for x, _ in found], None
         turned = [rotated(x) for x in sources[:2]]
-        if None not in turned and turned[0][1].inputs[1:4] == turned[1][1].inputs[1:4] and (
-                positions <= rotary_tables.MOST_POSITIONS):
+        if (
+            None not in turned
+            and turned[0][1].inputs[1:4] == turned[1][1].inputs[1:4]
+            and (positions <= rotary_tables.MOST_POSITIONS)
+        ):
             place = tuple(turned[0][1].inputs[1:4])
             if place not in tables:
                 compute = partial(rotary_tables.packed_tables, turned[0][1], numbers, positions)

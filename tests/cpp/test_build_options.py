@@ -16,28 +16,35 @@ CMAKE = shutil.which("cmake") or str(Path(sys.executable).parent / "cmake")
 def architectures(tmp_path, requested, nvcc="13.0"):
     """(exit code, what CMAKE_CUDA_ARCHITECTURES becomes, or the error in one line)."""
     script = tmp_path / "script.cmake"
-    script.write_text(f'include("{ROOT}/csrc/cuda_architectures.cmake")\n'
-                      f'leanfleet_cuda_architectures("{requested}" {nvcc} result)\nmessage("=${{result}}=")\n')
+    script.write_text(
+        f'include("{ROOT}/csrc/cuda_architectures.cmake")\n'
+        f'leanfleet_cuda_architectures("{requested}" {nvcc} result)\nmessage("=${{result}}=")\n'
+    )
     run = subprocess.run([CMAKE, "-P", script], capture_output=True, text=True)
     text = " ".join(run.stderr.split())
     return run.returncode, text.split("=")[1] if run.returncode == 0 else text
 
 
-@pytest.mark.parametrize("requested, expected", [
-    ("90a;80-virtual", "90a-real;80-virtual"),  # the default
-    ("90a-real;80-virtual", "90a-real;80-virtual"),
-    ("80;86;89;90a;100;120", "80;86-real;89-real;90a-real;100a-real;120a-real"),
-    ("80,86 89", "80;86-real;89-real"),
-    ("90", "90a-real"),
-    ("90;90a", "90a-real"),
-    ("100a;120-real;86-virtual", "100a-real;120a-real;86-virtual"),
-])
+@pytest.mark.parametrize(
+    "requested, expected",
+    [
+        ("90a;80-virtual", "90a-real;80-virtual"),  # the default
+        ("90a-real;80-virtual", "90a-real;80-virtual"),
+        ("80;86;89;90a;100;120", "80;86-real;89-real;90a-real;100a-real;120a-real"),
+        ("80,86 89", "80;86-real;89-real"),
+        ("90", "90a-real"),
+        ("90;90a", "90a-real"),
+        ("100a;120-real;86-virtual", "100a-real;120a-real;86-virtual"),
+    ],
+)
 def test_architectures(tmp_path, requested, expected):
     assert architectures(tmp_path, requested) == (0, expected)
 
 
-@pytest.mark.parametrize("requested, entry", [("75", "75"), ("80;sm_90", "sm_90"), ("80a", "80a"), ("90a-ptx", "90a-ptx"),
-                                              ("native", "native"), ("80;103", "103")])
+@pytest.mark.parametrize(
+    "requested, entry",
+    [("75", "75"), ("80;sm_90", "sm_90"), ("80a", "80a"), ("90a-ptx", "90a-ptx"), ("native", "native"), ("80;103", "103")],
+)
 def test_unknown_architectures(tmp_path, requested, entry):
     code, message = architectures(tmp_path, requested)
     assert code != 0
@@ -58,8 +65,11 @@ def test_old_compiler(tmp_path):
 
 
 def configure(folder, *options):
-    return subprocess.run([CMAKE, "-S", ROOT / "csrc", "-B", folder, "-DLEANFLEET_ORT=OFF",
-                           "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options], capture_output=True, text=True)
+    return subprocess.run(
+        [CMAKE, "-S", ROOT / "csrc", "-B", folder, "-DLEANFLEET_ORT=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options],
+        capture_output=True,
+        text=True,
+    )
 
 
 @pytest.mark.parametrize("sanitizers", ["", "address", "address,undefined"])
@@ -70,7 +80,8 @@ def test_sanitizers(tmp_path, sanitizers):
     for entry in json.loads((tmp_path / "compile_commands.json").read_text()):
         words = entry["command"].split()
         assert [w for w in words if "sanitize" in w.lower() and "no-sanitize" not in w] == (
-            ["-DLEANFLEET_SANITIZED", f"-fsanitize={sanitizers}"] if sanitizers else []), entry["command"]
+            ["-DLEANFLEET_SANITIZED", f"-fsanitize={sanitizers}"] if sanitizers else []
+        ), entry["command"]
         assert not [w for w in words if "BOOL" in w or ">" in w]
 
 

@@ -17,9 +17,24 @@ ALGORITHM = next(a for a in spec.all_specs()["CausalLinearDecay"].attrs if a.nam
 def choose(tmp_path_factory):
     """From (sm_count, element bytes, B, H, Hkv, N, R, Dv, normalize) tuples to the names of algorithms."""
     program = tmp_path_factory.mktemp("choose") / "choose_test"
-    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror",
-                    "-fsanitize=undefined,float-cast-overflow", "-fno-sanitize-recover=all", "-I", str(ROOT / "csrc"), "-o",
-                    str(program), str(ROOT / "tests" / "cpp" / "choose_test.cpp")], check=True)
+    subprocess.run(
+        [
+            os.environ.get("CXX", "c++"),
+            "-std=c++17",
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-fsanitize=undefined,float-cast-overflow",
+            "-fno-sanitize-recover=all",
+            "-I",
+            str(ROOT / "csrc"),
+            "-o",
+            str(program),
+            str(ROOT / "tests" / "cpp" / "choose_test.cpp"),
+        ],
+        check=True,
+    )
 
     def run(shapes):
         text = "\n".join(" ".join(map(str, shape)) for shape in shapes)
@@ -33,9 +48,16 @@ def choose(tmp_path_factory):
 
 
 def test_every_shape_has_a_kernel(choose):
-    shapes = [(sms, element, b, h, kv, n, r, v, normalize) for sms in (1, 80, 132) for element in (2, 4)
-              for b, h, kv in ((1, 1, 1), (0, 4, 4), (1, 64, 1), (4096, 128, 128)) for n in (0, 1, 2, 16, 64, 8192, 1 << 20)
-              for r in (1, 8, 128, 512, 513, 4096) for v in (1, 64, 4096) for normalize in (0, 1)]
+    shapes = [
+        (sms, element, b, h, kv, n, r, v, normalize)
+        for sms in (1, 80, 132)
+        for element in (2, 4)
+        for b, h, kv in ((1, 1, 1), (0, 4, 4), (1, 64, 1), (4096, 128, 128))
+        for n in (0, 1, 2, 16, 64, 8192, 1 << 20)
+        for r in (1, 8, 128, 512, 513, 4096)
+        for v in (1, 64, 4096)
+        for normalize in (0, 1)
+    ]
     for shape, algorithm in zip(shapes, choose(shapes), strict=True):
         assert algorithm in ("causal_dot_product", "fleet", "lightning"), shape
         assert algorithm == "lightning" or shape[6] <= 512 or shape[8], shape

@@ -12,7 +12,11 @@ from support.paths import ROOT
 
 CSRC = ROOT / "csrc"
 HOST_HEADERS = re.compile(r'#\s*include\s*[<"](onnxruntime|NvInfer|torch/|ATen/|c10/|Python\.h)')
-INTERFACES = {"leanfleet": r"leanfleet_\w+", "leanfleet_ort": r"RegisterCustomOps", "leanfleet_trt": r"getCreators|setLoggerFinder"}
+INTERFACES = {
+    "leanfleet": r"leanfleet_\w+",
+    "leanfleet_ort": r"RegisterCustomOps",
+    "leanfleet_trt": r"getCreators|setLoggerFinder",
+}
 CUDA_HEADERS = re.compile(r'#\s*include\s*[<"]cuda')
 
 
@@ -29,24 +33,44 @@ def test_an_operator_may_have_more_of_everything(tmp_path):
     """More inputs, outputs, attributes, symbols, axes, alternatives, conditions and partners than any operator has today:
     the schema alone says so, and nothing else needs to know."""
     attrs = [f'{{ name = "b{i}", type = "bool", default = false, doc = "" }}' for i in range(20)]
-    attrs.append('{ name = "text", type = "string", default = "x", doc = "", '
-                 'values = ["x", "a_value_that_takes_many_more_characters_than_any_other_of_the_schema"] }')
+    attrs.append(
+        '{ name = "text", type = "string", default = "x", doc = "", '
+        'values = ["x", "a_value_that_takes_many_more_characters_than_any_other_of_the_schema"] }'
+    )
     inputs = [f'{{ name = "in{i}", type = "T", shape = "S{i}", doc = "" }}' for i in range(36)]
     inputs += [f'{{ name = "partner{i}", type = "T", optional = true, shape = "P{i}", doc = "" }}' for i in range(6)]
     shapes = " | ".join(" ".join(f"A{axis}" for axis in range(rank)) for rank in range(3, 9))
     inputs.append(f'{{ name = "last", type = "T", shape = "{shapes}", doc = "" }}')
-    outputs = [f'{{ name = "out{i}", type = "T", shape = "S{i}", doc = "", when = {[f"b{k}" for k in range(20)]} }}'
-               for i in range(15)]
+    outputs = [
+        f'{{ name = "out{i}", type = "T", shape = "S{i}", doc = "", when = {[f"b{k}" for k in range(20)]} }}' for i in range(15)
+    ]
     together = "together " + " ".join(f"partner{i}" for i in range(6))
     schema = tmp_path / "wide.toml"
-    schema.write_text('[Wide]\nversion = 1\nfolder = "wide"\ndoc = ""\n'
-                      f'inputs = [{", ".join(inputs)}]\noutputs = [{", ".join(outputs)}]\nattrs = [{", ".join(attrs)}]\n'
-                      f'rules = ["{together}"]\n')
+    schema.write_text(
+        '[Wide]\nversion = 1\nfolder = "wide"\ndoc = ""\n'
+        f"inputs = [{', '.join(inputs)}]\noutputs = [{', '.join(outputs)}]\nattrs = [{', '.join(attrs)}]\n"
+        f'rules = ["{together}"]\n'
+    )
     subprocess.run([sys.executable, CSRC / "generate.py", schema, tmp_path / "core" / "op_specs.h"], check=True)
     program = tmp_path / "wide"
-    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-fsanitize=address,undefined", "-Wall", "-Wextra",
-                    "-Werror", f"-I{tmp_path}", f"-I{CSRC}", ROOT / "tests" / "cpp" / "wide_op_test.cpp", CSRC / "core" / "op.cpp", "-o",
-                    program], check=True)
+    subprocess.run(
+        [
+            os.environ.get("CXX", "c++"),
+            "-std=c++17",
+            "-O1",
+            "-fsanitize=address,undefined",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            f"-I{tmp_path}",
+            f"-I{CSRC}",
+            ROOT / "tests" / "cpp" / "wide_op_test.cpp",
+            CSRC / "core" / "op.cpp",
+            "-o",
+            program,
+        ],
+        check=True,
+    )
     result = subprocess.run([program], capture_output=True, text=True)
     assert result.returncode == 0 and result.stdout.split() == ["43", "15", "21", "50", "8"], result.stdout + result.stderr
 
@@ -54,7 +78,9 @@ def test_an_operator_may_have_more_of_everything(tmp_path):
 def test_the_interface_has_room_for_every_rank():
     header = (CSRC / "capi" / "leanfleet.h").read_text()
     assert native.MAX_RANK == int(re.search(r"LEANFLEET_MAX_RANK (\d+)", header)[1])
-    assert native.MAX_RANK >= max(len(shape.axes) for s in spec.all_specs().values() for t in s.inputs + s.outputs for shape in t.shapes)
+    assert native.MAX_RANK >= max(
+        len(shape.axes) for s in spec.all_specs().values() for t in s.inputs + s.outputs for shape in t.shapes
+    )
 
 
 def test_core_and_kernels_see_no_runtime_headers():
@@ -72,7 +98,9 @@ def test_only_ort_sees_onnxruntime_headers():
 
 def test_cuda_headers_stay_out_of_what_a_cpu_build_compiles():
     """Headers and plain C++ files build without a CUDA toolkit, but for the one that reads the device."""
-    users = {str(p.relative_to(CSRC)) for p in sources(CSRC) if p.suffix in (".h", ".cpp") and CUDA_HEADERS.search(p.read_text())}
+    users = {
+        str(p.relative_to(CSRC)) for p in sources(CSRC) if p.suffix in (".h", ".cpp") and CUDA_HEADERS.search(p.read_text())
+    }
     assert users <= {"core/cuda_target.cpp", "ort/cuda.cpp", "trt/plugin.cpp"}, users  # trt/ is built with CUDA alone
 
 
@@ -123,8 +151,10 @@ def test_library_holds_the_operators_of_the_schema():
 @pytest.mark.parametrize("module", ["leanfleet", "leanfleet.spec", "leanfleet.native", "leanfleet.cli", "leanfleet.ort_ops"])
 def test_imports_need_only_the_standard_library(module):
     """Neither torch nor onnxruntime nor numpy is loaded, and nothing is registered, by importing."""
-    code = (f"import sys, {module}; loaded = {{'torch', 'onnx', 'onnxruntime', 'numpy', 'polygraphy'}} & set(sys.modules);"
-            "assert not loaded, loaded")
+    code = (
+        f"import sys, {module}; loaded = {{'torch', 'onnx', 'onnxruntime', 'numpy', 'polygraphy'}} & set(sys.modules);"
+        "assert not loaded, loaded"
+    )
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 

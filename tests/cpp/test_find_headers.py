@@ -1,4 +1,5 @@
 """csrc/find_headers.py: told paths, system folders, the cache, pinned sources, what an offline build says."""
+
 import hashlib
 import http.server
 import importlib.util
@@ -92,13 +93,17 @@ def give(fh, monkeypatch, name, *sources):
 def archive_source(fh, name, folder, file_name="made_up.whl", sha256=None, how=None):
     """A source whose archive, at a file:// address, holds made-up headers and things to leave out."""
     files = {f"top/include/{header}": data for header, data in content(fh, name).items()}
-    files |= {f"top/include/other/{fh.PACKAGES[name].marker}": b"// not this one\n",
-              "top/include/unwanted.h": b"// not needed\n", "top/lib/library.so": b"\x7fELF"}
+    files |= {
+        f"top/include/other/{fh.PACKAGES[name].marker}": b"// not this one\n",
+        "top/include/unwanted.h": b"// not needed\n",
+        "top/lib/library.so": b"\x7fELF",
+    }
     data = ARCHIVES[file_name](files)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / file_name).write_bytes(data)
-    return fh.Source(how or fh.from_url, (folder / file_name).as_uri(),
-                     sha256 or hashlib.sha256(data).hexdigest(), "include", pin(fh, name))
+    return fh.Source(
+        how or fh.from_url, (folder / file_name).as_uri(), sha256 or hashlib.sha256(data).hexdigest(), "include", pin(fh, name)
+    )
 
 
 def pin(fh, name):
@@ -207,8 +212,12 @@ def test_source_without_a_header(fh, monkeypatch, tmp_path):
     del files["include/onnxruntime_float16.h"]
     data = wheel_of(files)
     (tmp_path / "made_up.whl").write_bytes(data)
-    give(fh, monkeypatch, "onnxruntime", fh.Source(fh.from_url, (tmp_path / "made_up.whl").as_uri(),
-                                                   hashlib.sha256(data).hexdigest(), "include", "0" * 64))
+    give(
+        fh,
+        monkeypatch,
+        "onnxruntime",
+        fh.Source(fh.from_url, (tmp_path / "made_up.whl").as_uri(), hashlib.sha256(data).hexdigest(), "include", "0" * 64),
+    )
     with pytest.raises(fh.NotUsable, match="has no onnxruntime_float16.h"):
         fh.find("onnxruntime")
     assert not (tmp_path / "cache").exists()
@@ -325,9 +334,11 @@ def test_apt_downloads_by_its_own_client(fh, monkeypatch, tmp_path):
     served = archive_source(fh, "onnxruntime", tmp_path / "from", "made_up.deb", how=fh.from_apt)
     served = served._replace(where="http://a.mirror/pool/made_up.deb")
     give(fh, monkeypatch, "onnxruntime", served)
-    helper = ('while [ "$1" = -o ]; do shift 2; done\n'
-              f'[ "$1 $2" = "download-file {served.where}" ] || exit 2\n'
-              f'cp {tmp_path / "from" / "made_up.deb"} "$3"')
+    helper = (
+        'while [ "$1" = -o ]; do shift 2; done\n'
+        f'[ "$1 $2" = "download-file {served.where}" ] || exit 2\n'
+        f'cp {tmp_path / "from" / "made_up.deb"} "$3"'
+    )
     monkeypatch.setattr(fh, "APT_HELPER", script(tmp_path / "bin", "apt-helper", helper))
     assert stored(fh.find("onnxruntime")) == content(fh, "onnxruntime")
     monkeypatch.setattr(fh, "APT_HELPER", "/nowhere/apt-helper")
@@ -341,11 +352,13 @@ def test_pip_of_the_path_when_the_interpreter_has_none(fh, monkeypatch, tmp_path
     monkeypatch.setenv("PYTHONPATH", "/hides/pip")
     without_pip = script(tmp_path / "none", "python", "echo No module named pip >&2; exit 1")
     monkeypatch.setattr(sys, "executable", without_pip)
-    copy = ('[ -z "$PYTHONPATH" ] || exit 3\n'
-            'while [ $# -gt 0 ]; do\n'
-            '  [ "$1" = --dest ] && to=$2\n  [ "$1" = --requirement ] && what=$2\n  shift\ndone\n'
-            f'grep -qx "made-up==1.0 --hash=sha256:{source.sha256}" "$what" || exit 4\n'
-            f'cp {tmp_path / "from" / "made_up.whl"} "$to"')
+    copy = (
+        '[ -z "$PYTHONPATH" ] || exit 3\n'
+        "while [ $# -gt 0 ]; do\n"
+        '  [ "$1" = --dest ] && to=$2\n  [ "$1" = --requirement ] && what=$2\n  shift\ndone\n'
+        f'grep -qx "made-up==1.0 --hash=sha256:{source.sha256}" "$what" || exit 4\n'
+        f'cp {tmp_path / "from" / "made_up.whl"} "$to"'
+    )
     script(tmp_path / "bin", "pip", copy)
     monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}{os.pathsep}{os.environ['PATH']}")
     assert stored(fh.find("tensorrt")) == content(fh, "tensorrt")
@@ -402,21 +415,29 @@ CUDA_STUB = "typedef struct CUstream_st* cudaStream_t;\ntypedef struct CUevent_s
 USES = {
     "onnxruntime": "#include <onnxruntime_cxx_api.h>\nstatic_assert(ORT_API_VERSION >= 18);\n",
     "tensorrt": "#include <NvInfer.h>\nstatic_assert(NV_TENSORRT_MAJOR >= 10);\n"
-                "struct Creator : nvinfer1::IPluginCreatorV3One {};\n",
+    "struct Creator : nvinfer1::IPluginCreatorV3One {};\n",
 }
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_real_headers_compile(tmp_path, name):
     """What the build does, in this environment with an empty cache: wants a network unless told."""
-    done = subprocess.run([sys.executable, str(SCRIPT), name], capture_output=True, text=True, check=False,
-                          env=ENVIRONMENT | {"LEANFLEET_CACHE_DIR": str(tmp_path / "cache")})
+    done = subprocess.run(
+        [sys.executable, str(SCRIPT), name],
+        capture_output=True,
+        text=True,
+        check=False,
+        env=ENVIRONMENT | {"LEANFLEET_CACHE_DIR": str(tmp_path / "cache")},
+    )
     assert done.returncode == 0, done.stderr
     (tmp_path / "use.cpp").write_text(USES[name])
     (tmp_path / "cuda").mkdir()
     (tmp_path / "cuda" / "cuda_runtime_api.h").write_text(CUDA_STUB)
     found = done.stdout.splitlines()[-1]
-    compiled = subprocess.run(["g++", "-std=c++17", "-fsyntax-only", f"-isystem{found}",
-                               f"-isystem{tmp_path / 'cuda'}", str(tmp_path / "use.cpp")],
-                              capture_output=True, text=True, check=False)
+    compiled = subprocess.run(
+        ["g++", "-std=c++17", "-fsyntax-only", f"-isystem{found}", f"-isystem{tmp_path / 'cuda'}", str(tmp_path / "use.cpp")],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
     assert compiled.returncode == 0, compiled.stderr

@@ -25,7 +25,9 @@ def call(threads):
     call.run((scratch.buffer_info()[0] + 255) // 256 * 256, size)
     assert all(abs(x - 0.5) < 1e-6 for x in out)
 """
-FORK = CALL + """
+FORK = (
+    CALL
+    + """
 call(2)
 for _ in range(2 if sys.argv[1] == "busy" else 0):  # calls are under way, pools made and left, at every fork
     threading.Thread(target=lambda: [(call(2), call(3)) for _ in iter(int, 1)], daemon=True).start()
@@ -48,6 +50,7 @@ call(2)
 print("done", flush=True)
 os._exit(0)
 """
+)
 DATA_LOADER = """
 import multiprocessing
 call(2)
@@ -82,9 +85,25 @@ def test_without_any_other_thread():
 def test_with_fewer_threads_than_wanted(tmp_path):
     program = tmp_path / "thread_pool_test"
     csrc = ROOT / "csrc"
-    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-Wall", "-Wextra", "-Werror", "-I", str(csrc), "-o",
-                    str(program), str(ROOT / "tests" / "cpp" / "thread_pool_test.cpp"), str(csrc / "core" / "thread_pool.cpp"), "-pthread",
-                    "-ldl"], check=True)
+    subprocess.run(
+        [
+            os.environ.get("CXX", "c++"),
+            "-std=c++17",
+            "-O1",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-I",
+            str(csrc),
+            "-o",
+            str(program),
+            str(ROOT / "tests" / "cpp" / "thread_pool_test.cpp"),
+            str(csrc / "core" / "thread_pool.cpp"),
+            "-pthread",
+            "-ldl",
+        ],
+        check=True,
+    )
     result = subprocess.run([program], capture_output=True, text=True, timeout=60)
     assert result.returncode == 0, f"{result.returncode}: {result.stdout}{result.stderr}"
     assert result.stdout.split() == ["0", "1", "2", "3"]  # threads beside the caller's that there were

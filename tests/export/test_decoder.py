@@ -26,12 +26,14 @@ from support.decoders import FAMILIES, SIZES, make, prompts
 @pytest.fixture(scope="module")
 def models(tmp_path_factory):
     """family -> (model, folder of its export), exported once."""
+
     @functools.cache
     def get(family):
         model = make(family)
         folder = tmp_path_factory.mktemp(family)
         export_decoder(model, folder)
         return model, folder
+
     return get
 
 
@@ -48,7 +50,7 @@ def greedy(model, prompt, count):
             tokens.append(int(model(torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax()))
         if tokens[-1] == SIZES["eos_token_id"]:
             break
-    return tokens[len(prompt):]
+    return tokens[len(prompt) :]
 
 
 def test_tokens_equal_transformers_in_one_ragged_batch(exported):
@@ -90,7 +92,7 @@ def test_logits_at_every_step(llama):
     (prompt,), seen = prompts(7), []
     (tokens,), _ = generate(decoder, [prompt], 6, stop_tokens=[], on_logits=lambda x: seen.append(x.copy()))
     with torch.no_grad():
-        expected = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1:-1].numpy()
+        expected = model(torch.tensor([prompt + tokens])).logits[0, len(prompt) - 1 : -1].numpy()
     error = np.abs(np.concatenate(seen) - expected).max()
     assert error < 64 * 2.0**-23 * np.abs(expected).max(), error
 
@@ -120,8 +122,8 @@ def test_stop_tokens_end_a_request_and_not_the_others(llama):
     free, _ = generate(decoder, asked, 10, stop_tokens=[])
     stop = free[0][3]
     found, _ = generate(decoder, asked, 10, stop_tokens=[stop])
-    assert found[0] == free[0][:free[0].index(stop) + 1]
-    assert found[1] == (free[1][:free[1].index(stop) + 1] if stop in free[1] else free[1])
+    assert found[0] == free[0][: free[0].index(stop) + 1]
+    assert found[1] == (free[1][: free[1].index(stop) + 1] if stop in free[1] else free[1])
 
 
 def test_sampling_is_seeded_and_streams(llama):
@@ -135,37 +137,73 @@ def test_sampling_is_seeded_and_streams(llama):
     assert only == generate(decoder, asked, 8, stop_tokens=[])[0]
 
 
-@pytest.mark.parametrize("asked, count, options, message", [
-    ([], 4, {}, "there is no prompt; give a list with one or more"),
-    ([[5], []], 4, {}, "a prompt is empty"),
-    ([[5, 6, 7]], 4, dict(capacity=6), r"3 tokens and 4 new ones need 7 cache slots; the caches have 6. Raise capacity"),
-    ([[5] * 250], 10, {}, "260 tokens, 250 of them a prompt's, are more than the 256 positions"),
-    ([[5, 211]], 4, {}, r"token ids lie in 0 .. 210; found 5 .. 211. Is this the model's own tokenizer"),
-])
+@pytest.mark.parametrize(
+    "asked, count, options, message",
+    [
+        ([], 4, {}, "there is no prompt; give a list with one or more"),
+        ([[5], []], 4, {}, "a prompt is empty"),
+        ([[5, 6, 7]], 4, dict(capacity=6), r"3 tokens and 4 new ones need 7 cache slots; the caches have 6. Raise capacity"),
+        ([[5] * 250], 10, {}, "260 tokens, 250 of them a prompt's, are more than the 256 positions"),
+        ([[5, 211]], 4, {}, r"token ids lie in 0 .. 210; found 5 .. 211. Is this the model's own tokenizer"),
+    ],
+)
 def test_errors(llama, asked, count, options, message):
     with pytest.raises(ValueError, match=message):
         generate(llama[1], asked, count, **options)
 
 
 def test_missing_folder(tmp_path):
-    with pytest.raises(FileNotFoundError, match="model.onnx does not exist; write the folder with leanfleet.export.export_decoder"):
+    with pytest.raises(
+        FileNotFoundError, match="model.onnx does not exist; write the folder with leanfleet.export.export_decoder"
+    ):
         load_decoder(tmp_path)
 
 
 SMALL = dict(hidden_size=96, num_hidden_layers=2, num_attention_heads=6, vocab_size=211)
 REFUSED = {
-    "alibi": ("BloomConfig", dict(n_layer=2, n_head=6), r"attention layer transformer.h.0.self_attention \(BloomAttention\).*ALiBi"),
-    "alibi of mpt": ("MptConfig", dict(d_model=96, n_layers=2, n_heads=6), r"attention layer transformer.blocks.0.attn .*ALiBi"),
-    "cross attention": ("BartConfig", dict(d_model=96, decoder_layers=1, decoder_attention_heads=6, is_decoder=True,
-                                           is_encoder_decoder=False, add_cross_attention=True), "have cross attention"),
-    "chunked": ("Llama4TextConfig", dict(attention_chunk_size=8, num_local_experts=2, intermediate_size=64,
-                                         intermediate_size_mlp=64, head_dim=16), "layer 0 is of kind chunked_attention"),
-    "gated delta rule": ("Qwen3NextConfig", dict(head_dim=16, intermediate_size=64, moe_intermediate_size=16, num_experts=2,
-                                                 layer_types=["full_attention", "linear_attention"]),
-                         r"layer model.layers.1.linear_attn \(Qwen3NextGatedDeltaNet\) carries a state"),
-    "shared caches": ("Gemma3nTextConfig", dict(num_kv_shared_layers=1, intermediate_size=64, head_dim=16,
-                                                vocab_size_per_layer_input=211),
-                      "its last 1 layers attend over other layers' caches"),
+    "alibi": (
+        "BloomConfig",
+        dict(n_layer=2, n_head=6),
+        r"attention layer transformer.h.0.self_attention \(BloomAttention\).*ALiBi",
+    ),
+    "alibi of mpt": (
+        "MptConfig",
+        dict(d_model=96, n_layers=2, n_heads=6),
+        r"attention layer transformer.blocks.0.attn .*ALiBi",
+    ),
+    "cross attention": (
+        "BartConfig",
+        dict(
+            d_model=96,
+            decoder_layers=1,
+            decoder_attention_heads=6,
+            is_decoder=True,
+            is_encoder_decoder=False,
+            add_cross_attention=True,
+        ),
+        "have cross attention",
+    ),
+    "chunked": (
+        "Llama4TextConfig",
+        dict(attention_chunk_size=8, num_local_experts=2, intermediate_size=64, intermediate_size_mlp=64, head_dim=16),
+        "layer 0 is of kind chunked_attention",
+    ),
+    "gated delta rule": (
+        "Qwen3NextConfig",
+        dict(
+            head_dim=16,
+            intermediate_size=64,
+            moe_intermediate_size=16,
+            num_experts=2,
+            layer_types=["full_attention", "linear_attention"],
+        ),
+        r"layer model.layers.1.linear_attn \(Qwen3NextGatedDeltaNet\) carries a state",
+    ),
+    "shared caches": (
+        "Gemma3nTextConfig",
+        dict(num_kv_shared_layers=1, intermediate_size=64, head_dim=16, vocab_size_per_layer_input=211),
+        "its last 1 layers attend over other layers' caches",
+    ),
 }
 
 
@@ -189,12 +227,15 @@ class FakeCache(Cache):
         return None
 
 
-@pytest.mark.parametrize("extra, mask, message", [
-    (dict(position_bias=torch.zeros(1)), None, "it passes position_bias"),
-    (dict(alibi=torch.zeros(2, 2)), None, "it passes alibi"),
-    (dict(output_router_logits=False, cross=None), None, None),  # off: nothing to refuse
-    ({}, torch.zeros(1, 1, 1, 1), "it passes an attention mask of its own"),
-])
+@pytest.mark.parametrize(
+    "extra, mask, message",
+    [
+        (dict(position_bias=torch.zeros(1)), None, "it passes position_bias"),
+        (dict(alibi=torch.zeros(2, 2)), None, "it passes alibi"),
+        (dict(output_router_logits=False, cross=None), None, None),  # off: nothing to refuse
+        ({}, torch.zeros(1, 1, 1, 1), "it passes an attention mask of its own"),
+    ],
+)
 def test_unknown_attention_features_name_the_layer(extra, mask, message):
     module = torch.nn.Module()
     module.layer_idx = 3
@@ -217,9 +258,13 @@ def test_attention_that_is_not_causal_names_the_layer():
         attention(module, q, q, q, None)
 
 
-@pytest.mark.parametrize("index, size, message", [
-    (4, 8, "the model's configuration counts no softmax layer of that number"),
-    (3, 16, "1 heads of keys of 16 and values of 16 columns, where the model's configuration says 1, 8 and 8")])
+@pytest.mark.parametrize(
+    "index, size, message",
+    [
+        (4, 8, "the model's configuration counts no softmax layer of that number"),
+        (3, 16, "1 heads of keys of 16 and values of 16 columns, where the model's configuration says 1, 8 and 8"),
+    ],
+)
 def test_attention_that_the_caches_have_no_place_for(index, size, message):
     module = torch.nn.Module()
     module.layer_idx = index
@@ -256,8 +301,9 @@ def test_all_logits(models, tmp_path):
     caches = {i.name: np.full((1, 2, 24, 16), np.nan, np.float32) for i in session.get_inputs()[3:]}
     for start, end in ((0, 7), (7, 20)):
         lens = np.array([end], np.int32), np.array([end - start], np.int32)
-        logits, *presents = session.run(None, {"input_ids": np.array([prompt[start:end]]), "seq_lens": lens[0],
-                                               "query_lens": lens[1], **caches})
+        logits, *presents = session.run(
+            None, {"input_ids": np.array([prompt[start:end]]), "seq_lens": lens[0], "query_lens": lens[1], **caches}
+        )
         caches = dict(zip(caches, presents, strict=True))
         found.append(logits[0])
     with torch.no_grad():
@@ -274,8 +320,18 @@ def test_statistics_start_empty():
 def tiny(config="LlamaConfig", **extra):
     """A decoder of one layer, in one of transformers' families."""
     torch.manual_seed(5)
-    sizes = dict(hidden_size=32, num_attention_heads=4, num_hidden_layers=1, intermediate_size=48, vocab_size=67,
-                 max_position_embeddings=64, initializer_range=0.3, pad_token_id=0, bos_token_id=1, eos_token_id=2)
+    sizes = dict(
+        hidden_size=32,
+        num_attention_heads=4,
+        num_hidden_layers=1,
+        intermediate_size=48,
+        vocab_size=67,
+        max_position_embeddings=64,
+        initializer_range=0.3,
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=2,
+    )
     return transformers.AutoModelForCausalLM.from_config(getattr(transformers, config)(**{**sizes, **extra})).eval()
 
 
@@ -300,8 +356,11 @@ def test_attention_other_than_softmax_is_refused(exporter, registered, tmp_path)
     registered("mine", no_softmax)
     for name in (register_transformers(), "mine"):
         model.set_attn_implementation(name)
-        with pytest.raises(ValueError, match=rf"LlamaForCausalLM: Llama\w+ attends by '{name}', which export would write as softmax"
-                                             r".*model.set_attn_implementation\('sdpa'\) first"):
+        with pytest.raises(
+            ValueError,
+            match=rf"LlamaForCausalLM: Llama\w+ attends by '{name}', which export would write as softmax"
+            r".*model.set_attn_implementation\('sdpa'\) first",
+        ):
             exporter(model, tmp_path / "out")
     model.set_attn_implementation("sdpa")
     model.model.layers[0].self_attn.config = copy.deepcopy(model.config)  # one layer alone
@@ -316,8 +375,20 @@ def test_attention_other_than_softmax_is_refused(exporter, registered, tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
-@pytest.mark.parametrize("name", ["eager", "sdpa", "flex_attention", "flash_attention_2", "flash_attention_3", "flash_attention_4",
-                                  "paged|eager", "paged|sdpa", "paged|flash_attention_2"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "eager",
+        "sdpa",
+        "flex_attention",
+        "flash_attention_2",
+        "flash_attention_3",
+        "flash_attention_4",
+        "paged|eager",
+        "paged|sdpa",
+        "paged|flash_attention_2",
+    ],
+)
 def test_softmax_by_any_implementation_is_taken(name):
     model = tiny()
     model.config._attn_implementation_internal = name  # set_attn_implementation wants its package
@@ -349,9 +420,18 @@ def test_implementations_are_as_before_for_each_configuration(tmp_path):
 
 def longrope(original=24, most=64):
     half = 32 // 4 // 2
-    return tiny("Phi3Config", max_position_embeddings=most, original_max_position_embeddings=original, rope_parameters={
-        "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [3.0 + 2 * i for i in range(half)],
-        "short_factor": [1.0 + i / 4 for i in range(half)], "original_max_position_embeddings": original})
+    return tiny(
+        "Phi3Config",
+        max_position_embeddings=most,
+        original_max_position_embeddings=original,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": [3.0 + 2 * i for i in range(half)],
+            "short_factor": [1.0 + i / 4 for i in range(half)],
+            "original_max_position_embeddings": original,
+        },
+    )
 
 
 def test_longrope_by_short_factors_is_right_up_to_its_original_length(tmp_path):
@@ -385,13 +465,17 @@ def test_longrope_by_long_factors_is_what_longer_requests_get(tmp_path):
 
 def test_dynamic_rotary_encodings_are_refused(tmp_path):
     model = tiny(rope_parameters={"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 2.0})
-    with pytest.raises(ValueError, match=r"LlamaForCausalLM: its rotary encoding model.rotary_emb \(LlamaRotaryEmbedding\) is of "
-                                         "rope_type dynamic.*Load the model with another rope_type"):
+    with pytest.raises(
+        ValueError,
+        match=r"LlamaForCausalLM: its rotary encoding model.rotary_emb \(LlamaRotaryEmbedding\) is of "
+        "rope_type dynamic.*Load the model with another rope_type",
+    ):
         export_decoder(model, tmp_path)
 
 
-@pytest.mark.parametrize("auto, name", [("AutoModel", "LlamaModel"), ("AutoModelForSequenceClassification",
-                                                                      "LlamaForSequenceClassification")])
+@pytest.mark.parametrize(
+    "auto, name", [("AutoModel", "LlamaModel"), ("AutoModelForSequenceClassification", "LlamaForSequenceClassification")]
+)
 def test_models_without_a_head_are_refused(auto, name, tmp_path):
     model = getattr(transformers, auto).from_config(tiny().config)
     with pytest.raises(ValueError, match=f"{name} has no language model head.*load the model with AutoModelForCausalLM"):
@@ -404,18 +488,22 @@ def test_what_is_no_model_is_refused(tmp_path):
 
 
 def test_encoders_are_refused(tmp_path):
-    model = transformers.BertLMHeadModel(transformers.BertConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=67, intermediate_size=48)).eval()
+    model = transformers.BertLMHeadModel(
+        transformers.BertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, vocab_size=67, intermediate_size=48)
+    ).eval()
     with pytest.raises(ValueError, match=r"BertLMHeadModel: attention layer 0 \(Bert\w+\): it is not causal"):
         export_decoder(model, tmp_path)
 
 
 def spoil(monkeypatch):
     """Exports from here on have one weight that is a little off."""
+
     def wrong(model):
         from onnx_ir import tensor
 
-        value = next(v for name, v in sorted(model.graph.initializers.items()) if "down_proj" in name or v.const_value.size > 1000)
+        value = next(
+            v for name, v in sorted(model.graph.initializers.items()) if "down_proj" in name or v.const_value.size > 1000
+        )
         value.const_value = tensor(value.const_value.numpy() * np.float32(1.01), name=value.name)
 
     monkeypatch.setattr(decoder_module, "add_function", wrong)
@@ -426,8 +514,11 @@ def test_a_wrong_file_is_an_error_and_leaves_what_was_there(exporter, tmp_path, 
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.onnx").write_text("an earlier one")
     spoil(monkeypatch)
-    with pytest.raises(VerificationError, match=r"LlamaForCausalLM: the exported file is wrong, and nothing was written: .*logits "
-                                                r"differ from PyTorch's by \S+, where the model's own error in its type allows"):
+    with pytest.raises(
+        VerificationError,
+        match=r"LlamaForCausalLM: the exported file is wrong, and nothing was written: .*logits "
+        r"differ from PyTorch's by \S+, where the model's own error in its type allows",
+    ):
         exporter(tiny(), tmp_path / "out")
     assert [p.name for p in (tmp_path / "out").iterdir()] == ["model.onnx"]
     assert (tmp_path / "out" / "model.onnx").read_text() == "an earlier one"
@@ -440,7 +531,9 @@ def test_a_wrong_file_is_an_error_and_leaves_what_was_there(exporter, tmp_path, 
 def test_verification_finds_what_decode_steps_do_wrong(tmp_path, monkeypatch):
     """Layers that attend twice over one cache: prompts are right, steps are not."""
     model = tiny("DiffLlamaConfig", num_key_value_heads=2)
-    with pytest.raises(ValueError, match=r"DiffLlamaForCausalLM: attention layer 0 \(DiffLlamaAttention\): it attends twice in a call"):
+    with pytest.raises(
+        ValueError, match=r"DiffLlamaForCausalLM: attention layer 0 \(DiffLlamaAttention\): it attends twice in a call"
+    ):
         export_decoder(model, tmp_path)
     monkeypatch.setattr(decoder_module, "_check_call", lambda *arguments: None)
     with pytest.raises(VerificationError, match="DiffLlamaForCausalLM: the exported file is wrong"):
@@ -467,8 +560,10 @@ def test_models_that_do_not_fit_are_not_verified(tmp_path, monkeypatch):
 
 def test_folders_are_checked_before_the_work(tmp_path, monkeypatch):
     (tmp_path / "file").write_text("")
-    for folder, message in ((tmp_path / "file", "file is a file; give the path of a folder to write"),
-                            (tmp_path / "file" / "below", "below cannot be written: .*file is a file")):
+    for folder, message in (
+        (tmp_path / "file", "file is a file; give the path of a folder to write"),
+        (tmp_path / "file" / "below", "below cannot be written: .*file is a file"),
+    ):
         with pytest.raises(NotADirectoryError, match=message):
             export_decoder(tiny(), folder)
 

@@ -41,7 +41,8 @@ def test_an_unknown_format_is_one_error(tmp_path):
         read_facts(folder, DECODER)
     assert str(error.value) == (
         f"{folder / 'leanfleet.json'} has format 2, and leanfleet {leanfleet.__version__} knows formats up to 1: update leanfleet, "
-        "or export the model again with leanfleet.export.export_decoder of this version")
+        "or export the model again with leanfleet.export.export_decoder of this version"
+    )
 
 
 @pytest.mark.parametrize("value", ["1", 1.5, 0, -1, True, None, [1]], ids=str)
@@ -52,8 +53,16 @@ def test_a_format_that_is_no_number(tmp_path, value):
 
 def test_packed_inputs():
     feed = packed([[5, 6, 7], np.array([8])], [2, 4], [[9, 1], [3]])
-    expected = {"input_ids": [5, 6, 7, 8], "positions": [2, 3, 4, 4], "slots": [[0, 1, 2], [3, 0, 0]], "rows": [0, 1, 2, 3],
-                "last": [2, 3], "seq_lens": [5, 5], "query_lens": [3, 1], "block_table": [[9, 1], [3, 0]]}
+    expected = {
+        "input_ids": [5, 6, 7, 8],
+        "positions": [2, 3, 4, 4],
+        "slots": [[0, 1, 2], [3, 0, 0]],
+        "rows": [0, 1, 2, 3],
+        "last": [2, 3],
+        "seq_lens": [5, 5],
+        "query_lens": [3, 1],
+        "block_table": [[9, 1], [3, 0]],
+    }
     assert {name: array.tolist() for name, array in feed.items()} == expected and list(feed) == list(expected)
     assert [str(array.dtype) for array in feed.values()] == [t.type for t in SERVING.inputs]
 
@@ -70,10 +79,13 @@ def test_names_stand_in_the_contract_alone():
     names = {t.name for interface in (DECODER, SERVING) for t in interface.inputs}
     names |= {"logits", "recurrent_state", "leanfleet.json", "model.onnx", DECODER.writer, SERVING.writer}
     prefixes = tuple(prefix for interface in (DECODER, SERVING) for prefix in (interface.past, interface.present))
-    others = {"ort_ops/genai.py": {"input_ids", "logits"},  # keys of genai_config.json
-              "leanfleet/generation.py": {"input_ids"}}  # what tokenizers call their answer
-    exporters = [Path(export.__file__).with_name(f"{name}.py")
-                 for name in ("decoder", "serving", "verification", "linear_decoder")]
+    others = {
+        "ort_ops/genai.py": {"input_ids", "logits"},  # keys of genai_config.json
+        "leanfleet/generation.py": {"input_ids"},
+    }  # what tokenizers call their answer
+    exporters = [
+        Path(export.__file__).with_name(f"{name}.py") for name in ("decoder", "serving", "verification", "linear_decoder")
+    ]
     runtimes = [path for package in (ort_ops, trt_plugins) for path in Path(package.__file__).parent.glob("*.py")]
     commands = [Path(leanfleet.__file__).with_name(f"{name}.py") for name in ("generate", "generation")]
     found = []

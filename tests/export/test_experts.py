@@ -12,21 +12,35 @@ import transformers
 from leanfleet.export import export_decoder
 from leanfleet.ort_ops.generation import generate, load_decoder
 
-SIZES = dict(hidden_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, head_dim=8, vocab_size=97,
-             intermediate_size=24, max_position_embeddings=128, num_experts_per_tok=2, pad_token_id=0)
+SIZES = dict(
+    hidden_size=32,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    head_dim=8,
+    vocab_size=97,
+    intermediate_size=24,
+    max_position_embeddings=128,
+    num_experts_per_tok=2,
+    pad_token_id=0,
+)
 MODELS = {  # weights concatenated, and transposed with biases and a clamped activation; weights of tokens that do not add up to 1
     "mixtral": lambda: transformers.MixtralConfig(**SIZES, num_local_experts=4, sliding_window=None),
     "gpt-oss": lambda: transformers.GptOssConfig(**SIZES, num_local_experts=4, layer_types=["full_attention"] * 2),
-    "minimax": lambda: transformers.MiniMaxConfig(**SIZES, num_local_experts=4, block_size=16,
-                                                  layer_types=["linear_attention", "full_attention"]),
-    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(**SIZES, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False,
-                                                     shared_expert_intermediate_size=16)}
+    "minimax": lambda: transformers.MiniMaxConfig(
+        **SIZES, num_local_experts=4, block_size=16, layer_types=["linear_attention", "full_attention"]
+    ),
+    "qwen2-moe": lambda: transformers.Qwen2MoeConfig(
+        **SIZES, num_experts=4, moe_intermediate_size=24, norm_topk_prob=False, shared_expert_intermediate_size=16
+    ),
+}
 
 
 def build(kind):
     torch.manual_seed(3)
-    model = transformers.AutoModelForCausalLM.from_config(MODELS[kind](), attn_implementation="eager",
-                                                          experts_implementation="eager").eval()
+    model = transformers.AutoModelForCausalLM.from_config(
+        MODELS[kind](), attn_implementation="eager", experts_implementation="eager"
+    ).eval()
     with torch.no_grad():
         for p in model.parameters():  # biases start as zeros, and small weights give nearly equal logits
             p.copy_(torch.randn(p.shape) * (p.shape[-1] ** -0.5 if p.dim() > 1 else 0.1) + (p.dim() == 1))
@@ -80,8 +94,8 @@ def test_experts_are_one_node_and_give_what_transformers_gives(kind, tmp_path):
     for row, prompt in enumerate(prompts):
         ids = torch.tensor([prompt + tokens[row][:-1]])
         with torch.no_grad():
-            single = model(ids, use_cache=False).logits[0, len(prompt) - 1:].double()
-            judge = model.double()(ids, use_cache=False).logits[0, len(prompt) - 1:]
+            single = model(ids, use_cache=False).logits[0, len(prompt) - 1 :].double()
+            judge = model.double()(ids, use_cache=False).logits[0, len(prompt) - 1 :]
             model.float()
         loses = (single - judge).abs().max().item()
         assert loses < 1e-4, "an expert was chosen differently in float32: take another seed"

@@ -103,6 +103,7 @@ def test_optional_inputs_in_the_middle_are_left_out(tmp_path):
 
 def test_an_output_in_the_middle_that_is_not_asked_for(tmp_path):
     """grad_initial_state without grad_log_decay: the fourth output of five is an empty name."""
+
     class Layer(torch.nn.Module):
         def forward(self, q, k, v, decay):
             return causal_linear_decay_grad(q, k, v, decay, grad_output=v.repeat(1, 2, 1, 1), grad_state=True)
@@ -139,10 +140,15 @@ def test_layouts_and_half_precision(tmp_path, layout):
 def test_the_readmes_quickstart_says_nothing_and_names_its_outputs(tmp_path):
     """In a process of its own: what is said once is not said again."""
     text = (ort_models.ROOT / "README.md").read_text()
-    code = text[text.index("import torch\nfrom leanfleet.export import export, lean_attention"):].partition("```")[0]
+    code = text[text.index("import torch\nfrom leanfleet.export import export, lean_attention") :].partition("```")[0]
     code += "print([o.name for o in session.get_outputs()], output.shape)\n"
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ort_models.ROOT)})
+    done = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(ort_models.ROOT)},
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout == "['output'] (1, 8, 16, 64)\n" and done.stderr == ""
 
@@ -194,6 +200,7 @@ def test_lazy_names_are_complete_and_typed():
 
 def test_length_independent_where_an_unrolled_loop_is_not(tmp_path):
     """Traced at 11 tokens, right at every length: nothing of the sequence is unrolled into the graph."""
+
     class Layer(torch.nn.Module):
         def forward(self, q, k, v, slope):
             return causal_linear_decay(q, k, v, -slope)

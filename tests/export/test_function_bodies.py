@@ -34,8 +34,10 @@ def converted(inputs, dtype):
 def disturbed(inputs, seed):
     """float64 inputs off by what float32 rounds away: what comes of it says how well conditioned the outputs are."""
     signs = torch.Generator().manual_seed(seed)
-    return {n: t * (1 + 2.0**-24 * torch.randint(-1, 2, t.shape, generator=signs))
-            if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+    return {
+        n: t * (1 + 2.0**-24 * torch.randint(-1, 2, t.shape, generator=signs)) if t is not None and t.is_floating_point() else t
+        for n, t in inputs.items()
+    }
 
 
 def check_outputs(name, found, inputs, attrs, dtype="float32"):
@@ -109,10 +111,11 @@ def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=
         options = {**options, "rotary": max(1, int(turned * sizes["D"] / 2))}
     if absent:  # the capacity is the length, so every request must fill its own
         lens, options = (max(lens),) * len(lens), {"spare": 0, "block": 1, **options}
-    inputs, attrs = make_case(seed, dtype=TORCH_DTYPES[dtype], lens=lens, query_lens=counts if padded else None,
-                              Nq=tokens, **sizes, **options)
+    inputs, attrs = make_case(
+        seed, dtype=TORCH_DTYPES[dtype], lens=lens, query_lens=counts if padded else None, Nq=tokens, **sizes, **options
+    )
     if absent and "block_table" in inputs:
-        inputs["block_table"] = inputs["block_table"][:, :max(lens)].contiguous()
+        inputs["block_table"] = inputs["block_table"][:, : max(lens)].contiguous()
     inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
     return {n: None if n in absent else t for n, t in inputs.items()}, attrs
 
@@ -139,12 +142,11 @@ def test_lean_attention_low_precision(case, dtype):
 @pytest.mark.parametrize("variant", ("dense", "ragged", "paged"))
 def test_wrong_lengths_offsets_and_pages(variant):
     """They are clamped or masked out, for reading and for writing."""
-    inputs, attrs = make_case(1, variant, lens=(20, 33, 18), query_lens=(5, 5, 4), Nq=5, H=6, Hkv=2, D=4, Dv=3,
-                              append=True)
+    inputs, attrs = make_case(1, variant, lens=(20, 33, 18), query_lens=(5, 5, 4), Nq=5, H=6, Hkv=2, D=4, Dv=3, append=True)
     inputs |= {n: torch.nan_to_num(t) for n, t in inputs.items() if t is not None and t.is_floating_point()}
     model = one_node_model("LeanAttention", [n for n, t in inputs.items() if t is not None], attrs)
     session = session_of(model)
-    for seq_lens in ((10**9, -5, 2), (0, 18, -2**31)):
+    for seq_lens in ((10**9, -5, 2), (0, 18, -(2**31))):
         for query_lens in ((7, 3, -1), (5, 2**31 - 1, 9)):
             inputs |= {"seq_lens": int32(*seq_lens), "query_lens": int32(*query_lens)}
             check_body("LeanAttention", session, inputs, attrs)
@@ -153,7 +155,7 @@ def test_wrong_lengths_offsets_and_pages(variant):
             check_body("LeanAttention", session, inputs | {"cu_seqlens": int32(*offsets)}, attrs)
     if variant == "paged":
         inputs |= {"seq_lens": int32(36, 40, 20), "query_lens": int32(5, 5, 5)}
-        inputs["block_table"][:, :2] = torch.tensor([[-1, 4], [10**9, -2**31], [2, 9]])
+        inputs["block_table"][:, :2] = torch.tensor([[-1, 4], [10**9, -(2**31)], [2, 9]])
         check_body("LeanAttention", session, inputs, attrs)
 
 
@@ -182,8 +184,7 @@ def test_packed_requests(case):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize("case", ("decay norm carried", "grad per token", "normalized carried",
-                                  "normalized grad unit rows"))
+@pytest.mark.parametrize("case", ("decay norm carried", "grad per token", "normalized carried", "normalized grad unit rows"))
 def test_linear_low_precision(case, dtype):
     name, present, attrs, rank = LINEAR[case]
     session = session_of(one_node_model(name, present, attrs, {"log_decay": rank}, dtype))
@@ -202,16 +203,21 @@ def test_wrong_offsets_and_rows():
 @pytest.mark.parametrize("decay", (-60.0, -1e30, -INF, 0.0, -1e-4))
 def test_extreme_decay(decay):
     """Far below the range of float32, zero, none, and scores that overflow above the diagonal: no NaN."""
-    for name, present, attrs in (("CausalLinearDecay", ["log_decay"], dict(return_state=1)),
-                                 ("CausalLinearDecayGrad", ["log_decay"], dict(grad_decay=1))):
+    for name, present, attrs in (
+        ("CausalLinearDecay", ["log_decay"], dict(return_state=1)),
+        ("CausalLinearDecayGrad", ["log_decay"], dict(grad_decay=1)),
+    ):
         session = session_of(one_node_model(name, present, attrs, {"log_decay": 1}))
         inputs = fill(name, present, (2, 6, 6, 200, 4, 5), attrs, 1) | {"log_decay": torch.full((6,), decay)}
         check_body(name, session, inputs, attrs)
     query, key = inputs["query"].clone(), inputs["key"].clone()
     query[:, :, 0], key[:, :, 1:] = 1e30, 1e30
     forward = session_of(one_node_model("CausalLinearDecay", ["log_decay"], {}, {"log_decay": 1}))
-    found = ort_models.run_node(forward, OPS["CausalLinearDecay"], {
-        "query": query, "key": key, "value": inputs["value"] * 1e-30, "log_decay": inputs["log_decay"]})
+    found = ort_models.run_node(
+        forward,
+        OPS["CausalLinearDecay"],
+        {"query": query, "key": key, "value": inputs["value"] * 1e-30, "log_decay": inputs["log_decay"]},
+    )
     assert found["output"].isfinite().all()
 
 
@@ -234,8 +240,15 @@ def test_small_normalizers_are_held():
 
 def test_counts_stay_at_their_end():
     randn, states = torch.randn, ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"]
-    inputs = {"query": randn(2, 2, 5, 3), "key": randn(2, 1, 5, 3), "value": randn(2, 1, 5, 4), "initial_state": randn(2, 1, 3, 4),
-              "initial_key_sum": randn(2, 1, 3), "initial_value_sum": randn(2, 1, 4), "initial_count": int32(2**31 - 6, 2**31 - 5)}
+    inputs = {
+        "query": randn(2, 2, 5, 3),
+        "key": randn(2, 1, 5, 3),
+        "value": randn(2, 1, 5, 4),
+        "initial_state": randn(2, 1, 3, 4),
+        "initial_key_sum": randn(2, 1, 3),
+        "initial_value_sum": randn(2, 1, 4),
+        "initial_count": int32(2**31 - 6, 2**31 - 5),
+    }
     model = one_node_model("NormalizedLinearAttention", states, dict(return_state=1))
     found = ort_models.run_node(session_of(model), OPS["NormalizedLinearAttention"], inputs, dict(return_state=1))
     assert found["final_count"].tolist() == [2**31 - 1] * 2
@@ -283,8 +296,10 @@ def normalized_nodes(attrs_of_nodes, inputs=("query", "key", "value")):
         rename = {"output": f"output{i}", "normalizer": f"normalizer{i}"}
         nodes.append(ort_models.make_node(op, inputs, attrs, f"node{i}", rename=rename))
         outputs.append((f"output{i}", 1, ["B", "H", "N", "Dv"]))
-    values = [(n, 1, list(shape)) for n, shape in zip(inputs, (("B", "H", "N", "D"), ("B", "K", "N", "D"),
-                                                               ("B", "K", "N", "Dv")), strict=True)]
+    values = [
+        (n, 1, list(shape))
+        for n, shape in zip(inputs, (("B", "H", "N", "D"), ("B", "K", "N", "D"), ("B", "K", "N", "Dv")), strict=True)
+    ]
     return ort_models.make_model(nodes, values, outputs)
 
 
@@ -301,8 +316,7 @@ def test_equal_nodes_share_a_function():
     assert [n.overload for n in model.graph.node] == ["default", "default", "causal=0", "eps=0.001", "causal=0"]
     assert [f.overload for f in model.functions] == ["default", "causal=0", "eps=0.001"]
     declared = {a.name: onnx.helper.get_attribute_value(a) for a in model.functions[2].attribute_proto}
-    assert declared == {"causal": 1, "normalize_qk": 0, "eps": pytest.approx(1e-6), "return_state": 0,
-                        "layout": b"bhnd"}
+    assert declared == {"causal": 1, "normalize_qk": 0, "eps": pytest.approx(1e-6), "return_state": 0, "layout": b"bhnd"}
     q, k, v = torch.rand(1, 6, 9, 4), torch.rand(1, 2, 9, 4), torch.rand(1, 2, 9, 5)
     found = session_of(model).run(None, {"query": q.numpy(), "key": k.numpy(), "value": v.numpy()})
     for output, attrs in zip(found, ({}, {}, {"causal": 0}, {}, {"causal": 0}), strict=True):
@@ -319,8 +333,10 @@ def test_one_variant_of_each_operator_warns_of_nothing():
 def test_overload_names():
     name = function_bodies.overload_name
     assert name("LeanAttention") == "default"
-    assert name("LeanAttention", ["seq_lens", "query", "query_lens"], {"scale": 0.125, "causal": 1}) == \
-        "seq_lens.query_lens.scale=0.125"
+    assert (
+        name("LeanAttention", ["seq_lens", "query", "query_lens"], {"scale": 0.125, "causal": 1})
+        == "seq_lens.query_lens.scale=0.125"
+    )
     assert name("CausalLinearDecay", ["log_decay"], ranks={"log_decay": 3}) == "log_decay3"
     assert name("CausalLinearDecay", ["log_decay"], {"eps": 2e-6}, {"log_decay": 1}) == "log_decay1.eps=2e-06"
     assert name("CausalLinearDecay", [], {"algorithm": "fleet"}) == "default"  # the body is the same
@@ -358,53 +374,71 @@ def test_nodes_in_subgraphs_and_functions():
         return onnx.helper.make_tensor_value_info(name, 1, shape)
 
     make = onnx.helper.make_node
-    branches = [onnx.helper.make_graph([node({"causal": 0}, output="inner"), make("Identity", ["inner"], ["chosen"])],
-                                       "then", [], [info("chosen")]),
-                onnx.helper.make_graph([make("Identity", ["value"], ["other"])], "else", [], [info("other")])]
+    branches = [
+        onnx.helper.make_graph(
+            [node({"causal": 0}, output="inner"), make("Identity", ["inner"], ["chosen"])], "then", [], [info("chosen")]
+        ),
+        onnx.helper.make_graph([make("Identity", ["value"], ["other"])], "else", [], [info("other")]),
+    ]
     shape = ["B", "H", "N", "D"]
     model = ort_models.make_model(
-        [make("If", ["flag"], ["first"], then_branch=branches[0], else_branch=branches[1]),
-         make("Outer", names, ["second"], domain="custom", hold=0.25)],
+        [
+            make("If", ["flag"], ["first"], then_branch=branches[0], else_branch=branches[1]),
+            make("Outer", names, ["second"], domain="custom", hold=0.25),
+        ],
         [("flag", onnx.TensorProto.BOOL, []), *((n, 1, shape) for n in names)],
-        [("first", 1, shape), ("second", 1, shape)])
+        [("first", 1, shape), ("second", 1, shape)],
+    )
     model.opset_import.append(onnx.helper.make_opsetid("custom", 1))
     opsets = [*model.opset_import]
     referring = node({}, output="once")
     referring.attribute.append(onnx.AttributeProto(name="eps", type=onnx.AttributeProto.FLOAT, ref_attr_name="hold"))
     inner_call = make("Inner", names, ["once"], domain="custom")
     inner_call.attribute.append(onnx.AttributeProto(name="hold", type=onnx.AttributeProto.FLOAT, ref_attr_name="hold"))
-    model.functions.extend([
-        onnx.helper.make_function("custom", "Inner", names, ["once"], [referring], opsets, ["hold"]),
-        onnx.helper.make_function("custom", "Outer", names, ["twice"],
-                                  [inner_call, node({}, output="twice", value="once")], opsets, ["hold"])])
+    model.functions.extend(
+        [
+            onnx.helper.make_function("custom", "Inner", names, ["once"], [referring], opsets, ["hold"]),
+            onnx.helper.make_function(
+                "custom", "Outer", names, ["twice"], [inner_call, node({}, output="twice", value="once")], opsets, ["hold"]
+            ),
+        ]
+    )
     model = onnx_ir.to_proto(function_bodies.attach(onnx_ir.from_proto(model)))
     onnx.checker.check_model(model, full_check=True)
     assert {(f.domain, f.overload) for f in model.functions} == {
-        (spec.DOMAIN, overload) for overload in ("causal=0", "eps=0.25", "default")}
+        (spec.DOMAIN, overload) for overload in ("causal=0", "eps=0.25", "default")
+    }
     q, k, v = (torch.rand(1, 2, 5, 4) for _ in range(3))
-    first, second = session_of(model).run(None, {"flag": torch.tensor(True).numpy(), "query": q.numpy(),
-                                                 "key": k.numpy(), "value": v.numpy()})
+    first, second = session_of(model).run(
+        None, {"flag": torch.tensor(True).numpy(), "query": q.numpy(), "key": k.numpy(), "value": v.numpy()}
+    )
     attention = reference.normalized_linear_attention
     torch.testing.assert_close(torch.from_numpy(first), attention(q, k, v, causal=0)[0], rtol=1e-5, atol=1e-6)
     once = attention(q, k, v, eps=0.25)[0]
     torch.testing.assert_close(torch.from_numpy(second), attention(q, k, once)[0], rtol=1e-5, atol=1e-6)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (("Attention",), "no operator Attention; it has LeanAttention"),
-    (("LeanAttention", ["cache"]), "LeanAttention has no input cache"),
-    (("LeanAttention", [], {"append": 1}), "append needs new_key or packed_qkv"),
-    (("LeanAttention", ["new_key", "new_value"], {"append": 1, "packed_qkv": 1}), "packed_qkv excludes new_key"),
-    (("LeanAttention", ["new_key"], {"append": 1}), "new_key goes with new_value"),
-    (("LeanAttention", ["cu_seqlens", "block_table"]), "cu_seqlens excludes block_table"),
-    (("LeanAttention", [], {"window": 3, "causal": 0}), "window needs causal"),
-    (("LeanAttention", [], {"layout": "nhd"}), "layout is 'nhd'; expected one of bhnd, bnhd"),
-    (("CausalLinearDecay", ["initial_state"], {"normalize": 1}),
-     "initial_state goes with initial_norm, because normalize is given"),
-    (("CausalLinearDecay", ["log_decay"]), "log_decay has rank None; expected 1 or 3.*shape inference"),
-    (("CausalLinearDecay", ["log_decay"], {}, {"log_decay": 2}), "log_decay has rank 2; expected 1 or 3"),
-    (("CausalLinearDecayGrad", [], {"normalize": 1}), "normalize is 1; the normalised form"),
-    (("NormalizedLinearAttention", [], {}, {}, 17), "the model has opset 17; its function body needs 18 or newer")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (("Attention",), "no operator Attention; it has LeanAttention"),
+        (("LeanAttention", ["cache"]), "LeanAttention has no input cache"),
+        (("LeanAttention", [], {"append": 1}), "append needs new_key or packed_qkv"),
+        (("LeanAttention", ["new_key", "new_value"], {"append": 1, "packed_qkv": 1}), "packed_qkv excludes new_key"),
+        (("LeanAttention", ["new_key"], {"append": 1}), "new_key goes with new_value"),
+        (("LeanAttention", ["cu_seqlens", "block_table"]), "cu_seqlens excludes block_table"),
+        (("LeanAttention", [], {"window": 3, "causal": 0}), "window needs causal"),
+        (("LeanAttention", [], {"layout": "nhd"}), "layout is 'nhd'; expected one of bhnd, bnhd"),
+        (
+            ("CausalLinearDecay", ["initial_state"], {"normalize": 1}),
+            "initial_state goes with initial_norm, because normalize is given",
+        ),
+        (("CausalLinearDecay", ["log_decay"]), "log_decay has rank None; expected 1 or 3.*shape inference"),
+        (("CausalLinearDecay", ["log_decay"], {}, {"log_decay": 2}), "log_decay has rank 2; expected 1 or 3"),
+        (("CausalLinearDecayGrad", [], {"normalize": 1}), "normalize is 1; the normalised form"),
+        (("NormalizedLinearAttention", [], {}, {}, 17), "the model has opset 17; its function body needs 18 or newer"),
+    ],
+)
 def test_errors(arguments, message):
     with pytest.raises(ValueError, match=message):
         function_bodies.function_for(*arguments)

@@ -19,7 +19,7 @@ HEADS, KV_HEADS, SIZE, HIDDEN = 6, 2, 8, 40
 
 
 def rotate_half(x):
-    first, second = x[..., :x.shape[-1] // 2], x[..., x.shape[-1] // 2:]
+    first, second = x[..., : x.shape[-1] // 2], x[..., x.shape[-1] // 2 :]
     return torch.cat((-second, first), -1)
 
 
@@ -45,7 +45,7 @@ class Layer(torch.nn.Module):
         return x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-5)
 
     def turn(self, x, cos, sin):
-        x, rest = x[..., :self.turned], x[..., self.turned:]
+        x, rest = x[..., : self.turned], x[..., self.turned :]
         x = x * cos + rotate_half(x) * sin
         return x if self.turned == SIZE else torch.cat((x, rest), -1)
 
@@ -65,8 +65,9 @@ class Layer(torch.nn.Module):
             q, k = self.rms(q), self.rms(k)
         q, k, v = (t.transpose(1, 2) for t in (q, k, v))
         q, k = self.turn(q, cos, sin), self.turn(k, cos, sin)
-        out, _, keys, values = lean_attention(q, key_cache, value_cache, seq_lens, query_lens=query_lens, new_key=k,
-                                              new_value=v, append=True)
+        out, _, keys, values = lean_attention(
+            q, key_cache, value_cache, seq_lens, query_lens=query_lens, new_key=k, new_value=v, append=True
+        )
         return x + self.out(out.transpose(1, 2).reshape(*x.shape[:2], -1)), keys, values
 
 
@@ -81,7 +82,7 @@ def exported(module, ragged=False):
     warnings.filterwarnings("ignore")
     batch, tokens, slots = (torch.export.Dim(n) for n in ("batch", "tokens", "slots"))
     shapes = {0: batch, 1: tokens}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch}, {0: batch}
-    return export(module, inputs(ragged), dynamic_shapes=shapes[:5 if ragged else 4]).model
+    return export(module, inputs(ragged), dynamic_shapes=shapes[: 5 if ragged else 4]).model
 
 
 def kinds(model):
@@ -101,8 +102,11 @@ def renamed(model, name="RotaryEmbedding"):
 def results(model, library=True, ragged=False, values=None):
     model = model if isinstance(model, onnx.ModelProto) else ir.to_proto(model)
     onnx.checker.check_model(model)
-    session = (make_session(model, ["CPUExecutionProvider"]) if library else
-               onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"]))
+    session = (
+        make_session(model, ["CPUExecutionProvider"])
+        if library
+        else onnxruntime.InferenceSession(model.SerializeToString(), providers=["CPUExecutionProvider"])
+    )
     names = [i.name for i in session.get_inputs()]
     return session.run(None, dict(zip(names, (t.numpy() for t in values or inputs(ragged)), strict=True)))
 
@@ -120,7 +124,12 @@ def test_a_layer_is_the_same_in_fewer_nodes(norm_heads):
     assert not {"Neg", "Transpose", "Reciprocal"} & set(after) and len(after) < len(before)
     layouts = [n.attributes.get_string("layout") for n in model.graph if n.op_type == "LeanAttention"]
     assert layouts == ["bnhd"]
-    for found in (results(model), results(model, library=False), results(renamed(model)), results(renamed(model), library=False)):
+    for found in (
+        results(model),
+        results(model, library=False),
+        results(renamed(model)),
+        results(renamed(model), library=False),
+    ):
         for a, b in zip(found, expected, strict=True):
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
 
@@ -176,25 +185,36 @@ class Packed(torch.nn.Module):
             parts = [p(x) for p in self.apart]
         elif self.kind == "slices":
             t = self.together(x)
-            parts = t[..., :a], t[..., a:a + b], t[..., a + b:]
+            parts = t[..., :a], t[..., a : a + b], t[..., a + b :]
         elif self.kind == "flat slices":
             t = self.together(x.reshape(-1, HIDDEN))
-            parts = t[:, :a], t[:, a:a + b], t[:, a + b:]
+            parts = t[:, :a], t[:, a : a + b], t[:, a + b :]
         elif self.kind == "another order":
             key, query, value = self.together(x).split((b, a, b), -1)
             parts = query, key, value
         else:
             parts = self.together(x.reshape(1, -1, HIDDEN) if self.kind == "flat" else x).split(self.widths, -1)
         query, key, value = (t.reshape(*x.shape[:2], -1, SIZE).transpose(1, 2) for t in parts)
-        out, _, keys, values = lean_attention(query, key_cache, value_cache, seq_lens, query_lens=query_lens, new_key=key,
-                                              new_value=value, append=True)
+        out, _, keys, values = lean_attention(
+            query, key_cache, value_cache, seq_lens, query_lens=query_lens, new_key=key, new_value=value, append=True
+        )
         return out.transpose(1, 2).reshape(*x.shape[:2], -1), keys, values
 
 
-@pytest.mark.parametrize("kind, packs, options", [
-    ("split", True, {}), ("slices", True, {}), ("products", True, {}), ("products", True, {"biases": (True, False, True)}),
-    ("equal split", True, {"kv_heads": HEADS}), ("flat", False, {}), ("flat slices", False, {}), ("another order", False, {})],
-    ids=str)
+@pytest.mark.parametrize(
+    "kind, packs, options",
+    [
+        ("split", True, {}),
+        ("slices", True, {}),
+        ("products", True, {}),
+        ("products", True, {"biases": (True, False, True)}),
+        ("equal split", True, {"kv_heads": HEADS}),
+        ("flat", False, {}),
+        ("flat slices", False, {}),
+        ("another order", False, {}),
+    ],
+    ids=str,
+)
 def test_projections_are_packed_where_they_lie_side_by_side(kind, packs, options):
     module = Packed(kind, **options).eval()
     values = list(inputs(ragged=True))
@@ -216,8 +236,11 @@ def test_projections_are_packed_where_they_lie_side_by_side(kind, packs, options
             assert np.abs(a - b).max() <= 1e-5 * np.abs(b).max()
 
 
-@pytest.mark.parametrize("options, ragged, positions", [
-    ({"first": "longest"}, True, 32), ({}, False, 32), ({}, True, None), ({}, True, 2**18 + 1)], ids=str)
+@pytest.mark.parametrize(
+    "options, ragged, positions",
+    [({"first": "longest"}, True, 32), ({}, False, 32), ({}, True, None), ({}, True, 2**18 + 1)],
+    ids=str,
+)
 def test_other_positions_stay_outside(options, ragged, positions):
     """Positions that depend on another request; lengths that are not said; no bound that is known, or a far one."""
     module = Layer(**options).eval()
@@ -246,8 +269,16 @@ def test_what_is_no_rotary_encoding_stays():
 def test_export_without_fusions(tmp_path):
     """fuse=False leaves nothing of another domain than the standard's and ours."""
     torch.manual_seed(1)
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-                                         vocab_size=50, intermediate_size=32)).eval()
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=32,
+            num_hidden_layers=1,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=50,
+            intermediate_size=32,
+        )
+    ).eval()
     export_decoder(model, tmp_path, fuse=False)
     found = onnx.load(tmp_path / "model.onnx")
     assert {n.domain for n in found.graph.node} == {"", "leanfleet"} and {f.domain for f in found.functions} == {"leanfleet"}
@@ -259,8 +290,9 @@ class Retention(torch.nn.Module):
 
     def __init__(self, form):
         super().__init__()
-        self.layers = torch.nn.ModuleList(torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HEADS * SIZE, bias=False) for _ in range(3))
-                                          for _ in range(2))
+        self.layers = torch.nn.ModuleList(
+            torch.nn.ModuleList(torch.nn.Linear(HIDDEN, HEADS * SIZE, bias=False) for _ in range(3)) for _ in range(2)
+        )
         self.out = torch.nn.Linear(HEADS * SIZE, HIDDEN, bias=False)
         self.form = form
 
@@ -269,7 +301,7 @@ class Retention(torch.nn.Module):
             return rotary(x, positions, 100.0, "bnhd")
         angles = positions[:, :, None, None].float() * torch.linspace(0.1, 1.0, SIZE // 2)
         cos, sin = angles.cos(), (angles * 2).sin()
-        first, second = x[..., :SIZE // 2], x[..., SIZE // 2:]
+        first, second = x[..., : SIZE // 2], x[..., SIZE // 2 :]
         return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
 
     def forward(self, x, positions):
@@ -383,7 +415,9 @@ def test_a_weight_for_all_columns_is_no_norms_parameter():
     module = Residuals(True, (1e-5,) * 3).eval()
     for norm in module.norms:
         norm.weight = torch.nn.Parameter(torch.randn(1))
-    found = fused_and_compared(module, (torch.randn(2, 5, HIDDEN),), ({0: BATCH, 1: TOKENS},), "SkipSimplifiedLayerNormalization")
+    found = fused_and_compared(
+        module, (torch.randn(2, 5, HIDDEN),), ({0: BATCH, 1: TOKENS},), "SkipSimplifiedLayerNormalization"
+    )
     assert "SkipSimplifiedLayerNormalization" not in found
 
 
@@ -391,8 +425,17 @@ def test_each_pass_reports_how_often_it_applied():
     """In the declared order, the passes that found nothing too."""
     counts = fusions.fuse_for_onnxruntime(exported(Layer(), ragged=True), positions=32)
     assert list(counts) == [each.__name__ for each in fusions.PASSES]
-    assert counts == {"divide_by_roots": 1, "pack_projections": 2, "fuse_residuals": 0, "fuse_rotary": 2, "fuse_rotated_halves": 0,
-                      "rotate_inside": 1, "drop_transposes": 1, "spread_packed": 0, "pack_heads": 1}
+    assert counts == {
+        "divide_by_roots": 1,
+        "pack_projections": 2,
+        "fuse_residuals": 0,
+        "fuse_rotary": 2,
+        "fuse_rotated_halves": 0,
+        "rotate_inside": 1,
+        "drop_transposes": 1,
+        "spread_packed": 0,
+        "pack_heads": 1,
+    }
 
 
 def test_an_error_inside_a_pass_is_raised(monkeypatch):
@@ -407,8 +450,13 @@ def test_an_error_inside_a_pass_is_raised(monkeypatch):
         fusions.fuse_for_onnxruntime(model, positions=32)
 
 
-@pytest.mark.parametrize("first, reason", [("longest", "it depends on other requests, or on more than positions"),
-                                           ("table", "it cannot be computed for 1 requests of 32 tokens: index 24 is out of bounds")])
+@pytest.mark.parametrize(
+    "first, reason",
+    [
+        ("longest", "it depends on other requests, or on more than positions"),
+        ("table", "it cannot be computed for 1 requests of 32 tokens: index 24 is out of bounds"),
+    ],
+)
 def test_why_a_rotary_encoding_stays_outside_is_logged(first, reason, caplog):
     """Positions that depend on another request; a table of the model's own that is shorter than the positions asked for."""
     module = Layer(first=first).eval()

@@ -21,11 +21,14 @@ def expected(module, hidden):
     """The module's output by the float64 reference."""
     module = module.double()
     hidden = hidden.double()
-    q, k, v = (p(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for p in (module.q_proj, module.k_proj,
-                                                                                        module.v_proj))
+    q, k, v = (
+        p(hidden).unflatten(-1, (-1, module.head_dim)).transpose(1, 2) for p in (module.q_proj, module.k_proj, module.v_proj)
+    )
     if module.rotary_base is not None:
         n = torch.arange(hidden.shape[1])
-        angles = n[:, None] * module.rotary_base ** (-torch.arange(0, module.head_dim, 2, dtype=torch.float64) / module.head_dim)
+        angles = n[:, None] * module.rotary_base ** (
+            -torch.arange(0, module.head_dim, 2, dtype=torch.float64) / module.head_dim
+        )
         turn = torch.polar(torch.ones_like(angles), angles)
 
         def rotated(x):
@@ -34,13 +37,21 @@ def expected(module, hidden):
             return torch.cat([z.real, z.imag], -1)
 
         q, k = rotated(q), rotated(k)
-    out = reference.normalized_linear_attention(q, k, v, module.coefficients, causal=module.causal,
-                                                normalize_qk=module.normalize_qk)[0]
+    out = reference.normalized_linear_attention(
+        q, k, v, module.coefficients, causal=module.causal, normalize_qk=module.normalize_qk
+    )[0]
     return module.o_proj(out.transpose(1, 2).flatten(2))
 
 
-@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "learn_coefficients": True}, {"rotary_base": None, "causal": False},
-                                     {"head_dim": 10, "bias": True}])
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"num_kv_heads": 2, "learn_coefficients": True},
+        {"rotary_base": None, "causal": False},
+        {"head_dim": 10, "bias": True},
+    ],
+)
 @pytest.mark.parametrize("tokens", (1, 65))
 def test_output_and_gradients(options, tokens):
     module = LinearAttention(48, 6, **options)
@@ -79,12 +90,12 @@ def test_padding_leaves_the_state_alone():
     valid = torch.arange(20) < torch.tensor(lengths).unsqueeze(1)
     output, padded = module(hidden, state, valid=valid)
     for row, length in enumerate(lengths):
-        own = tuple(t[row:row + 1] for t in state)
+        own = tuple(t[row : row + 1] for t in state)
         if length:
-            expected, own = module(hidden[row:row + 1, :length], own)
+            expected, own = module(hidden[row : row + 1, :length], own)
             assert (output[row, :length] - expected[0]).abs().max() < 1e-5
         for found, wanted in zip(padded, own):
-            assert torch.allclose(found[row:row + 1], wanted, atol=1e-5)
+            assert torch.allclose(found[row : row + 1], wanted, atol=1e-5)
 
 
 def test_autocast_and_compile():
@@ -116,19 +127,32 @@ def test_export_of_a_step_with_its_state(tmp_path):
     hidden, state = torch.randn(2, 5, 48), module.empty_state(2)
     _, state = module(hidden, state)
     names = ["hidden", "s", "k", "v", "count"]
-    export(Step().eval(), (hidden, *state), tmp_path / "step.onnx", input_names=names, output_names=["out", "s2", "k2", "v2", "count2"])
+    export(
+        Step().eval(),
+        (hidden, *state),
+        tmp_path / "step.onnx",
+        input_names=names,
+        output_names=["out", "s2", "k2", "v2", "count2"],
+    )
     feed = {n: t.detach().numpy() for n, t in zip(names, (hidden, *state))}
     wanted, wanted_state = module(hidden, state)
-    for session in (ort_ops.make_session(tmp_path / "step.onnx", ["CPUExecutionProvider"]),
-                    onnxruntime.InferenceSession(tmp_path / "step.onnx", providers=["CPUExecutionProvider"])):
+    for session in (
+        ort_ops.make_session(tmp_path / "step.onnx", ["CPUExecutionProvider"]),
+        onnxruntime.InferenceSession(tmp_path / "step.onnx", providers=["CPUExecutionProvider"]),
+    ):
         found = session.run(None, feed)
         for a, b in zip(found, (wanted, *wanted_state)):
             np.testing.assert_allclose(a, b.detach().numpy(), rtol=2e-5, atol=2e-5)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    ((48, 6, 4), "num_heads 6 is not a multiple of num_kv_heads 4"), ((50, 6), "hidden_size 50.*give head_dim"),
-    ((42, 6), "even head_dim; it is 7")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ((48, 6, 4), "num_heads 6 is not a multiple of num_kv_heads 4"),
+        ((50, 6), "hidden_size 50.*give head_dim"),
+        ((42, 6), "even head_dim; it is 7"),
+    ],
+)
 def test_wrong_sizes(arguments, message):
     with pytest.raises(ValueError, match=message):
         LinearAttention(*arguments)
@@ -137,8 +161,16 @@ def test_wrong_sizes(arguments, message):
 def tiny_pythia():
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
-    config = GPTNeoXConfig(vocab_size=50, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
-                           max_position_embeddings=128, attention_dropout=0.0, hidden_dropout=0.0)
+    config = GPTNeoXConfig(
+        vocab_size=50,
+        hidden_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        intermediate_size=64,
+        max_position_embeddings=128,
+        attention_dropout=0.0,
+        hidden_dropout=0.0,
+    )
     return GPTNeoXForCausalLM(config)
 
 
@@ -203,4 +235,4 @@ def test_rotary_of_batched_positions():
     offsets = torch.tensor([5, 9])
     batched = rotary(x, offsets[:, None] + torch.arange(4))
     for b in range(2):
-        assert torch.allclose(batched[b], rotary(x[b:b + 1], offsets[b] + torch.arange(4))[0], atol=1e-6)
+        assert torch.allclose(batched[b], rotary(x[b : b + 1], offsets[b] + torch.arange(4))[0], atol=1e-6)

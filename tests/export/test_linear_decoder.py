@@ -39,15 +39,22 @@ class Runner:
     def __init__(self, decoder, batch, capacity=LONGEST + 4):
         self.session = decoder.session
         # What no token wrote must not matter: NaN in the softmax caches, zeros in the states.
-        self.caches = {c.name: np.full([{"batch": batch, "capacity": capacity}.get(n, n) for n in c.shape],
-                                       np.nan if "capacity" in c.shape else 0, np.float32) for c in decoder.caches}
+        self.caches = {
+            c.name: np.full(
+                [{"batch": batch, "capacity": capacity}.get(n, n) for n in c.shape],
+                np.nan if "capacity" in c.shape else 0,
+                np.float32,
+            )
+            for c in decoder.caches
+        }
         self.lens = np.zeros(batch, np.int32)
 
     def step(self, ids, query_lens):
         query_lens = np.asarray(query_lens, np.int32)
         self.lens = self.lens + query_lens
-        logits, *presents = self.session.run(None, {"input_ids": np.asarray(ids), "seq_lens": self.lens,
-                                                    "query_lens": query_lens, **self.caches})
+        logits, *presents = self.session.run(
+            None, {"input_ids": np.asarray(ids), "seq_lens": self.lens, "query_lens": query_lens, **self.caches}
+        )
         self.caches = dict(zip(self.caches, presents, strict=True))
         return logits
 
@@ -99,7 +106,7 @@ def test_prompt_in_pieces(exported):
     decoder, ids, judge, loses, _ = exported
     runner, at = Runner(decoder, 1), 0
     for piece in (5, 64, 1, 30, 16, 17):
-        assert_close(runner.step(ids[None, at:at + piece], [piece])[0], judge[at + piece - 1], loses)
+        assert_close(runner.step(ids[None, at : at + piece], [piece])[0], judge[at + piece - 1], loses)
         at += piece
 
 
@@ -115,6 +122,7 @@ def test_generation_in_place_and_by_the_bodies(exported):
 def test_states_are_updated_in_place(exported):
     decoder, ids, _, _, _ = exported
     from leanfleet.ort_ops.generation import _Steps
+
     steps = _Steps(decoder, 1, 32)
     lens = np.array([3], np.int32)
     before = [v.data_ptr() for buffers in steps.buffers for v in buffers]

@@ -20,8 +20,9 @@ def linear_model(rule="gated"):
     inputs, attributes = linear(n=9)
     if rule == "gated_delta":
         inputs["beta"] = np.abs(normal(B, 9, 2))
-    model = model_of("LinearAttention", "com.microsoft", inputs, ["output", "present_state"],
-                     attributes | dict(update_rule=rule), 21)
+    model = model_of(
+        "LinearAttention", "com.microsoft", inputs, ["output", "present_state"], attributes | dict(update_rule=rule), 21
+    )
     return model, feed_of(inputs)
 
 
@@ -70,9 +71,12 @@ def test_external_weights_stay_in_their_file(tmp_path):
     arrays = qkv()
     w = normal(arrays["V"].shape[-1], 300)
     graph = helper.make_graph(
-        [helper.make_node("Attention", ["Q", "K", "V"], ["Y"], is_causal=1), helper.make_node("MatMul", ["Y", "W"], ["Z"])], "g",
+        [helper.make_node("Attention", ["Q", "K", "V"], ["Y"], is_causal=1), helper.make_node("MatMul", ["Y", "W"], ["Z"])],
+        "g",
         [helper.make_tensor_value_info(n, TensorProto.FLOAT, a.shape) for n, a in arrays.items()],
-        [helper.make_tensor_value_info("Z", TensorProto.FLOAT, [None] * 4)], [onnx.numpy_helper.from_array(w, "W")])
+        [helper.make_tensor_value_info("Z", TensorProto.FLOAT, [None] * 4)],
+        [onnx.numpy_helper.from_array(w, "W")],
+    )
     model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 23)], ir_version=10)
     expected = run(model, arrays)
     onnx.save(model, tmp_path / "model.onnx", save_as_external_data=True, location="weights.bin", size_threshold=0)
@@ -83,7 +87,9 @@ def test_external_weights_stay_in_their_file(tmp_path):
 
 
 def test_unknown_operator():
-    with pytest.raises(ValueError, match="operator com.microsoft.Gelu is none that can be rewritten; these are ai.onnx.Attention"):
+    with pytest.raises(
+        ValueError, match="operator com.microsoft.Gelu is none that can be rewritten; these are ai.onnx.Attention"
+    ):
         make_session(linear_model()[0], override=("com.microsoft.Gelu",))
 
 
@@ -91,7 +97,9 @@ def test_it_needs_no_torch(tmp_path):
     import subprocess
 
     onnx.save(linear_model()[0], tmp_path / "model.onnx")
-    program = ("import sys; from leanfleet.ort_ops import make_session; "
-               f"make_session({str(tmp_path / 'model.onnx')!r}, override={LINEAR!r}); assert 'torch' not in sys.modules")
+    program = (
+        "import sys; from leanfleet.ort_ops import make_session; "
+        f"make_session({str(tmp_path / 'model.onnx')!r}, override={LINEAR!r}); assert 'torch' not in sys.modules"
+    )
     result = subprocess.run([sys.executable, "-P", "-c", program], capture_output=True, text=True)
     assert result.returncode == 0, result.stderr

@@ -59,9 +59,17 @@ def same_numbers(model, feed, into, keep=lambda outputs: outputs, **options):
 # ai.onnx Attention
 
 
-@pytest.mark.parametrize("attributes", [
-    dict(is_causal=1), dict(is_causal=0), dict(is_causal=1, scale=0.3), dict(is_causal=1, softcap=2.0),
-    dict(is_causal=0, softcap=1.5, scale=0.7)], ids=str)
+@pytest.mark.parametrize(
+    "attributes",
+    [
+        dict(is_causal=1),
+        dict(is_causal=0),
+        dict(is_causal=1, scale=0.3),
+        dict(is_causal=1, softcap=2.0),
+        dict(is_causal=0, softcap=1.5, scale=0.7),
+    ],
+    ids=str,
+)
 @pytest.mark.parametrize("packed", [False, True], ids=["rank4", "rank3"])
 def test_attention(attributes, packed):
     inputs = qkv(packed=packed)
@@ -92,8 +100,11 @@ def test_attention_with_past(n, past, causal, packed):
         return a, [size if name is None else name for name, size in zip(shape, a.shape)]
 
     inputs = {name: declared(a) for name, a in qkv(n, n, packed=packed).items()}
-    inputs |= {"mask": None, "past_key": (normal(B, HKV, past, D), [B, HKV, "past", D]),
-               "past_value": (normal(B, HKV, past, DV), [B, HKV, "past", DV])}
+    inputs |= {
+        "mask": None,
+        "past_key": (normal(B, HKV, past, D), [B, HKV, "past", D]),
+        "past_value": (normal(B, HKV, past, DV), [B, HKV, "past", DV]),
+    }
     attributes = dict(is_causal=causal, softcap=3.0) | (dict(q_num_heads=H, kv_num_heads=HKV) if packed else {})
     model = model_of("Attention", "", inputs, ["Y", "present_key", "present_value"], attributes)
     same_numbers(model, feed_of(inputs), "LeanAttention")
@@ -119,33 +130,41 @@ def test_attention_window_of_opset_25():
             close(run(proto, inputs, library), expected, "LeanAttention")
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(mask=np.ones((N, N), bool)), "attn_mask"),
-    (dict(attributes=dict(scale=0.0)), "scale is 0"),
-    (dict(attributes=dict(softcap=-1.0)), "softcap is -1.0"),
-    (dict(attributes=dict(softmax_precision=11)), "softmax_precision is double"),
-    (dict(attributes=dict(left_window_size=2), opset=25), "left_window_size without"),
-    (dict(attributes=dict(right_window_size=2), opset=25), "right_window_size is 2"),
-    (dict(outputs=["Y", "", "", "qk"]), "qk_matmul_output is read"),
-    (dict(outputs=["Y", "pk", "pv"]), "is read without past_key"),
-    (dict(arrays=qkv(3, 7), attributes=dict(is_causal=1)), "3 queries and 7 keys"),
-    (dict(arrays=qkv(7, 3)), "7 queries and 3 keys .*padding"),
-    (dict(arrays={k: (v, [B, None, "n" if k == "Q" else "s", None]) for k, v in qkv().items()}), "n queries and s keys"),
-    (dict(arrays={k: v.astype(np.float64) for k, v in qkv().items()}), "its type is double"),
-    (dict(arrays=qkv(packed=True)), "need q_num_heads and kv_num_heads"),
-    (dict(attributes=dict(is_causal=7)), "is_causal is 7; expected 0 or 1"),  # onnxruntime's Attention reads it as 0
-    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=6, kv_num_heads=0)), "need q_num_heads and kv_num_heads"),
-    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=5, kv_num_heads=2)), "5 query heads over 2 key/value heads"),
-    (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=7, kv_num_heads=1)), "not the same number for each of 7 heads"),
-    (dict(attributes=dict(is_causal=0.5)), "is_causal is of type FLOAT; expected INT"),
-    (dict(nonpad=np.array([5, 5]), opset=24), "nonpad_kv_seqlen with 5 queries"),
-], ids=str)
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(mask=np.ones((N, N), bool)), "attn_mask"),
+        (dict(attributes=dict(scale=0.0)), "scale is 0"),
+        (dict(attributes=dict(softcap=-1.0)), "softcap is -1.0"),
+        (dict(attributes=dict(softmax_precision=11)), "softmax_precision is double"),
+        (dict(attributes=dict(left_window_size=2), opset=25), "left_window_size without"),
+        (dict(attributes=dict(right_window_size=2), opset=25), "right_window_size is 2"),
+        (dict(outputs=["Y", "", "", "qk"]), "qk_matmul_output is read"),
+        (dict(outputs=["Y", "pk", "pv"]), "is read without past_key"),
+        (dict(arrays=qkv(3, 7), attributes=dict(is_causal=1)), "3 queries and 7 keys"),
+        (dict(arrays=qkv(7, 3)), "7 queries and 3 keys .*padding"),
+        (dict(arrays={k: (v, [B, None, "n" if k == "Q" else "s", None]) for k, v in qkv().items()}), "n queries and s keys"),
+        (dict(arrays={k: v.astype(np.float64) for k, v in qkv().items()}), "its type is double"),
+        (dict(arrays=qkv(packed=True)), "need q_num_heads and kv_num_heads"),
+        (dict(attributes=dict(is_causal=7)), "is_causal is 7; expected 0 or 1"),  # onnxruntime's Attention reads it as 0
+        (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=6, kv_num_heads=0)), "need q_num_heads and kv_num_heads"),
+        (dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=5, kv_num_heads=2)), "5 query heads over 2 key/value heads"),
+        (
+            dict(arrays=qkv(packed=True), attributes=dict(q_num_heads=7, kv_num_heads=1)),
+            "not the same number for each of 7 heads",
+        ),
+        (dict(attributes=dict(is_causal=0.5)), "is_causal is of type FLOAT; expected INT"),
+        (dict(nonpad=np.array([5, 5]), opset=24), "nonpad_kv_seqlen with 5 queries"),
+    ],
+    ids=str,
+)
 def test_attention_left_alone(change, message):
     inputs = change.get("arrays", qkv()) | {"mask": change.get("mask")}
     if "nonpad" in change:
         inputs |= {"pk": None, "pv": None, "nonpad": change["nonpad"]}
-    model = model_of("Attention", "", inputs, change.get("outputs", ["Y"]), change.get("attributes", {}),
-                     change.get("opset", 23))
+    model = model_of(
+        "Attention", "", inputs, change.get("outputs", ["Y"]), change.get("attributes", {}), change.get("opset", 23)
+    )
     found = ir.from_proto(model)
     (row,) = rw.rewrite(found)
     assert row.into is None
@@ -195,9 +214,11 @@ def test_group_query_attention(case):
     def keep(outputs):
         """What is defined: rows of real tokens, and cached positions that hold one."""
         output, key, value = outputs
-        rows = [output[b, :min(n, length)] for b, length in enumerate(lens)]
-        return [np.concatenate(rows), *(np.concatenate([t[b, :, :length] for b, length in enumerate(lens)], 1)
-                                        for t in (key, value))]
+        rows = [output[b, : min(n, length)] for b, length in enumerate(lens)]
+        return [
+            np.concatenate(rows),
+            *(np.concatenate([t[b, :, :length] for b, length in enumerate(lens)], 1) for t in (key, value)),
+        ]
 
     feed = feed_of(inputs)
     proto = same_numbers(model, feed, "LeanAttention", keep)
@@ -210,7 +231,9 @@ def test_group_query_attention(case):
     if case.get("past", 0) is not None and max(lens) <= case.get("past", 0):
         fixed = same_numbers(model, feed, "LeanAttention", keep, fixed_caches=True)
         attention = next(x for x in fixed.graph.node if x.op_type == "LeanAttention")
-        assert list(attention.input[1:3]) == ["past_key", "past_value"] and "Concat" not in [x.op_type for x in fixed.graph.node]
+        assert list(attention.input[1:3]) == ["past_key", "past_value"] and "Concat" not in [
+            x.op_type for x in fixed.graph.node
+        ]
 
 
 def test_group_query_partial_rotary():
@@ -234,17 +257,27 @@ def test_caches_declared_of_one_length_are_appended_to_in_place():
     assert list(attention.output[2:]) == ["present_key", "present_value"]
 
 
-@pytest.mark.parametrize("extra, attributes, message", [
-    (dict(cos_cache=None, sin_cache=None, position_ids=None, attention_bias=normal(1, 1, 5, 5)), {}, "attention_bias"),
-    ({}, dict(sliding_window_cache=1, local_window_size=4), "sliding_window_cache"),
-    ({}, dict(k_quant_type="PER_TENSOR"), "quantised"),
-    ({}, dict(qk_output=1), "output_qk"),
-    ({}, dict(local_window_size=0), "local_window_size is 0"),
-    ({}, dict(do_rotary=1), "without cos_cache"),
-    (dict(cos_cache=normal(9, 8), sin_cache=normal(9, 8), position_ids=np.zeros((2, 5), np.int64)), dict(do_rotary=1), "position_ids"),
-    (dict(past_key=None, past_value=None, cos_cache=(normal(9, 8), ["a", "b"]), sin_cache=normal(9, 8)), dict(do_rotary=1),
-     "sizes of cos_cache"),
-])
+@pytest.mark.parametrize(
+    "extra, attributes, message",
+    [
+        (dict(cos_cache=None, sin_cache=None, position_ids=None, attention_bias=normal(1, 1, 5, 5)), {}, "attention_bias"),
+        ({}, dict(sliding_window_cache=1, local_window_size=4), "sliding_window_cache"),
+        ({}, dict(k_quant_type="PER_TENSOR"), "quantised"),
+        ({}, dict(qk_output=1), "output_qk"),
+        ({}, dict(local_window_size=0), "local_window_size is 0"),
+        ({}, dict(do_rotary=1), "without cos_cache"),
+        (
+            dict(cos_cache=normal(9, 8), sin_cache=normal(9, 8), position_ids=np.zeros((2, 5), np.int64)),
+            dict(do_rotary=1),
+            "position_ids",
+        ),
+        (
+            dict(past_key=None, past_value=None, cos_cache=(normal(9, 8), ["a", "b"]), sin_cache=normal(9, 8)),
+            dict(do_rotary=1),
+            "sizes of cos_cache",
+        ),
+    ],
+)
 def test_group_query_attention_left_alone(extra, attributes, message):
     inputs, usual = group_query(n=5, lens=[5, 5])
     model = model_of("GroupQueryAttention", "com.microsoft", inputs | extra, ["output", "pk", "pv"], usual | attributes, 21)
@@ -286,16 +319,21 @@ def test_multi_head_attention(form, causal):
 
 def test_multi_head_cross_attention_over_a_cache():
     inputs = dict(query=normal(B, 3, H * D), key=normal(B, H, 8, D), value=normal(B, H, 8, D))
-    same_numbers(model_of("MultiHeadAttention", "com.microsoft", inputs, ["output"], dict(num_heads=H), 21), inputs, "LeanAttention")
+    same_numbers(
+        model_of("MultiHeadAttention", "com.microsoft", inputs, ["output"], dict(num_heads=H), 21), inputs, "LeanAttention"
+    )
 
 
-@pytest.mark.parametrize("extra, outputs, attributes, message", [
-    (dict(bias=normal(3 * H * D)), ["o"], {}, "it has bias"),
-    (dict(bias=None, key_padding_mask=np.array([3, 5], np.int32)), ["o"], {}, "finite number"),
-    (dict(bias=None, mask=None, attention_bias=normal(1, 1, N, N)), ["o"], {}, "attention_bias"),
-    ({}, ["o", "", "", "qk"], {}, "qk is read"),
-    (dict(key=normal(B, 7, H * D), value=normal(B, 7, H * D)), ["o"], dict(unidirectional=1), "5 queries and 7 keys"),
-])
+@pytest.mark.parametrize(
+    "extra, outputs, attributes, message",
+    [
+        (dict(bias=normal(3 * H * D)), ["o"], {}, "it has bias"),
+        (dict(bias=None, key_padding_mask=np.array([3, 5], np.int32)), ["o"], {}, "finite number"),
+        (dict(bias=None, mask=None, attention_bias=normal(1, 1, N, N)), ["o"], {}, "attention_bias"),
+        ({}, ["o", "", "", "qk"], {}, "qk is read"),
+        (dict(key=normal(B, 7, H * D), value=normal(B, 7, H * D)), ["o"], dict(unidirectional=1), "5 queries and 7 keys"),
+    ],
+)
 def test_multi_head_attention_left_alone(extra, outputs, attributes, message):
     inputs = dict(query=normal(B, N, H * D), key=normal(B, N, H * D), value=normal(B, N, H * D)) | extra
     _, (row,) = rewritten(model_of("MultiHeadAttention", "com.microsoft", inputs, outputs, dict(num_heads=H) | attributes, 21))
@@ -305,8 +343,19 @@ def test_multi_head_attention_left_alone(extra, outputs, attributes, message):
 # LinearAttention
 
 
-@pytest.mark.parametrize("case", [dict(), dict(n=1), dict(rule="linear"), dict(state=False), dict(rule="linear", state=False, n=64),
-                                  dict(scale=0.5), dict(n=65, chunk_size=32)], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        dict(),
+        dict(n=1),
+        dict(rule="linear"),
+        dict(state=False),
+        dict(rule="linear", state=False, n=64),
+        dict(scale=0.5),
+        dict(n=65, chunk_size=32),
+    ],
+    ids=str,
+)
 def test_linear_attention_of_com_microsoft(case):
     inputs, attributes = linear(**case)
     while list(inputs.values())[-1] is None:
@@ -329,16 +378,19 @@ def test_linear_attention_of_opset_27_is_made_loadable():
         close(run(proto, inputs, library), expected, "CausalLinearDecay")
 
 
-@pytest.mark.parametrize("change, attributes, message", [
-    (dict(beta=normal(B, 9, HKV)), dict(update_rule="gated_delta"), "update_rule is gated_delta"),
-    (dict(beta=normal(B, 9, HKV)), {}, "beta"),
-    (dict(decay=-np.abs(normal(B, 9, HKV * D))), {}, "may differ inside a head"),
-    (dict(decay=(-np.abs(normal(B, 9, HKV)), [B, 9, "width"])), {}, "width columns for 2 heads"),
-    ({}, dict(update_rule="linear"), "update_rule is linear with decay"),
-    (dict(query=(normal(B, 9, H * D), [B, 9, "width"])), {}, "scale is 1/sqrt"),
-    ({}, dict(state_window=2), "state_window is 2"),
-    ({}, dict(q_num_heads=2, kv_num_heads=6), "2 query heads over 6"),
-])
+@pytest.mark.parametrize(
+    "change, attributes, message",
+    [
+        (dict(beta=normal(B, 9, HKV)), dict(update_rule="gated_delta"), "update_rule is gated_delta"),
+        (dict(beta=normal(B, 9, HKV)), {}, "beta"),
+        (dict(decay=-np.abs(normal(B, 9, HKV * D))), {}, "may differ inside a head"),
+        (dict(decay=(-np.abs(normal(B, 9, HKV)), [B, 9, "width"])), {}, "width columns for 2 heads"),
+        ({}, dict(update_rule="linear"), "update_rule is linear with decay"),
+        (dict(query=(normal(B, 9, H * D), [B, 9, "width"])), {}, "scale is 1/sqrt"),
+        ({}, dict(state_window=2), "state_window is 2"),
+        ({}, dict(q_num_heads=2, kv_num_heads=6), "2 query heads over 6"),
+    ],
+)
 def test_linear_attention_left_alone(change, attributes, message):
     inputs, usual = linear(n=9)
     _, (row,) = rewritten(model_of("LinearAttention", "com.microsoft", inputs | change, ["o", "s"], usual | attributes, 21))
@@ -362,8 +414,9 @@ class TorchAttention(torch.nn.Module):
             return t.unflatten(-1, (-1, 16)).transpose(1, 2)
 
         for q, k, v, o in zip(self.q, self.k, self.v, self.o, strict=True):
-            y = torch.nn.functional.scaled_dot_product_attention(heads(q(x)), heads(k(x)), heads(v(x)), is_causal=True,
-                                                                 enable_gqa=True)
+            y = torch.nn.functional.scaled_dot_product_attention(
+                heads(q(x)), heads(k(x)), heads(v(x)), is_causal=True, enable_gqa=True
+            )
             x = x + o(y.transpose(1, 2).flatten(2))
         y = torch.nn.functional.scaled_dot_product_attention(heads(q(x)), heads(k(context)), heads(v(context)), enable_gqa=True)
         return o(y.transpose(1, 2).flatten(2))
@@ -374,8 +427,14 @@ def torch_file(tmp_path_factory):
     """(path, feed, outputs of onnxruntime): weights in an external file, lengths dynamic."""
     path = tmp_path_factory.mktemp("torch") / "model.onnx"
     n, s = (torch.export.Dim(name, min=2) for name in ("n", "s"))
-    program = torch.onnx.export(TorchAttention().eval(), (torch.randn(2, 5, 32), torch.randn(2, 7, 32)), dynamo=True,
-                                opset_version=23, dynamic_shapes=({1: n}, {1: s}), verbose=False)
+    program = torch.onnx.export(
+        TorchAttention().eval(),
+        (torch.randn(2, 5, 32), torch.randn(2, 7, 32)),
+        dynamo=True,
+        opset_version=23,
+        dynamic_shapes=({1: n}, {1: s}),
+        verbose=False,
+    )
     ir.save(program.model, path, external_data="weights.bin")
     feed = dict(zip([v.name for v in program.model.graph.inputs], (normal(2, 9, 32), normal(2, 3, 32)), strict=True))
     return path, feed, onnxruntime.InferenceSession(path, providers=["CPUExecutionProvider"]).run(None, feed)
@@ -432,8 +491,9 @@ def test_file_of_the_transformers_exporter(tmp_path, capsys):
     from transformers.exporters.exporter_onnx import OnnxConfig, OnnxExporter
 
     torch.manual_seed(2)
-    config = transformers.LlamaConfig(hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2,
-                                      vocab_size=211, intermediate_size=128)
+    config = transformers.LlamaConfig(
+        hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, vocab_size=211, intermediate_size=128
+    )
     model = transformers.LlamaForCausalLM(config).eval()
     model.set_attn_implementation("sdpa")
     ids = torch.randint(3, 211, (2, 7))
@@ -460,14 +520,27 @@ def test_multi_head_attention_layers_without_declared_shapes():
     nodes, last = [], "x"
     for layer in range(2):
         nodes += [helper.make_node("MatMul", [last, f"w{3 * layer + i}"], [f"{name}{layer}"]) for i, name in enumerate("qkv")]
-        nodes.append(helper.make_node("MultiHeadAttention", [f"{n}{layer}" for n in "qkv"], [f"y{layer}"],
-                                      domain="com.microsoft", num_heads=H, unidirectional=1))
+        nodes.append(
+            helper.make_node(
+                "MultiHeadAttention",
+                [f"{n}{layer}" for n in "qkv"],
+                [f"y{layer}"],
+                domain="com.microsoft",
+                num_heads=H,
+                unidirectional=1,
+            )
+        )
         last = f"y{layer}"
     graph = helper.make_graph(
-        nodes, "g", [helper.make_tensor_value_info("x", FLOAT, [2, "n", 96])],
+        nodes,
+        "g",
+        [helper.make_tensor_value_info("x", FLOAT, [2, "n", 96])],
         [helper.make_tensor_value_info(last, FLOAT, [2, "n", 96])],
-        [onnx.numpy_helper.from_array(w, f"w{i}") for i, w in enumerate(weights)])
-    model = helper.make_model(graph, opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)], ir_version=10)
+        [onnx.numpy_helper.from_array(w, f"w{i}") for i, w in enumerate(weights)],
+    )
+    model = helper.make_model(
+        graph, opset_imports=[helper.make_opsetid("", 20), helper.make_opsetid("com.microsoft", 1)], ir_version=10
+    )
     feed = {"x": normal(2, 11, 96)}
     expected = run(model, feed)
     proto, rows = rewritten(model)
@@ -481,15 +554,33 @@ def test_nodes_in_subgraphs_and_functions():
     attention = helper.make_node("Attention", ["Q", "K", "V"], ["inner"], is_causal=1)
     function = helper.make_function("custom", "Block", ["Q", "K", "V"], ["inner"], [attention], [helper.make_opsetid("", 23)])
     call = helper.make_node("Block", ["Q", "K", "V"], ["called"], domain="custom")
-    branches = [helper.make_graph([helper.make_node("Attention", ["Q", "K", "V"], ["b"], is_causal=1, scale=s)], "b", [],
-                                  [helper.make_tensor_value_info("b", FLOAT, inputs["Q"].shape[:3] + (DV,))]) for s in (0.1, 0.2)]
-    nodes = [call, helper.make_node("If", ["c"], ["chosen"], then_branch=branches[0], else_branch=branches[1]),
-             helper.make_node("Add", ["called", "chosen"], ["Y"])]
+    branches = [
+        helper.make_graph(
+            [helper.make_node("Attention", ["Q", "K", "V"], ["b"], is_causal=1, scale=s)],
+            "b",
+            [],
+            [helper.make_tensor_value_info("b", FLOAT, inputs["Q"].shape[:3] + (DV,))],
+        )
+        for s in (0.1, 0.2)
+    ]
+    nodes = [
+        call,
+        helper.make_node("If", ["c"], ["chosen"], then_branch=branches[0], else_branch=branches[1]),
+        helper.make_node("Add", ["called", "chosen"], ["Y"]),
+    ]
     declared = [helper.make_tensor_value_info(n, FLOAT, a.shape) for n, a in inputs.items()]
-    graph = helper.make_graph(nodes, "g", declared + [helper.make_tensor_value_info("c", BOOL, [])],
-                              [helper.make_tensor_value_info("Y", FLOAT, [None] * 4)])
-    model = helper.make_model(graph, functions=[function], ir_version=10,
-                              opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("custom", 1)])
+    graph = helper.make_graph(
+        nodes,
+        "g",
+        declared + [helper.make_tensor_value_info("c", BOOL, [])],
+        [helper.make_tensor_value_info("Y", FLOAT, [None] * 4)],
+    )
+    model = helper.make_model(
+        graph,
+        functions=[function],
+        ir_version=10,
+        opset_imports=[helper.make_opsetid("", 23), helper.make_opsetid("custom", 1)],
+    )
     for chosen in (True, False):
         feed = inputs | {"c": np.array(chosen)}
         expected = run(model, feed)
@@ -535,8 +626,9 @@ def is_back(model, feed, into, domain, keep=lambda outputs: outputs):
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("n, s, attributes", [
-    (7, 7, {}), (7, 7, dict(softcap=2.0, scale=0.4)), (3, 8, dict(causal=0)), (1, 8, {})])
+@pytest.mark.parametrize(
+    "n, s, attributes", [(7, 7, {}), (7, 7, dict(softcap=2.0, scale=0.4)), (3, 8, dict(causal=0)), (1, 8, {})]
+)
 def test_attention_back(n, s, attributes, layout):
     model, feed = lean_model(attributes | dict(layout=layout), 23, **bhnd(n, s, layout))
     is_back(model, feed, "Attention", "")
@@ -563,7 +655,9 @@ def test_append_back(attributes, layout, sinks, rotary, packed):
         rows = [tensors.pop(name) for name in ("query", "new_key", "new_value")]
         tensors["query"] = np.concatenate(rows, 1 if layout == "bhnd" else 2)
         rotary["packed_qkv"] = 1
-    model, feed = lean_model(attributes | rotary | dict(append=1, layout=layout), outputs=("output", "key_cache_out", "value_cache_out"), **tensors)
+    model, feed = lean_model(
+        attributes | rotary | dict(append=1, layout=layout), outputs=("output", "key_cache_out", "value_cache_out"), **tensors
+    )
 
     def keep(outputs):
         return [outputs[0], *(t[b, :, :n] for t in outputs[1:] for b, n in enumerate((4, 8)))]
@@ -572,8 +666,11 @@ def test_append_back(attributes, layout, sinks, rotary, packed):
 
 
 @pytest.mark.parametrize("layout", ["bhnd", "bnhd"])
-@pytest.mark.parametrize("batch, n, past, new", [
-    (2, 5, [0, 0], [5, 3]), (2, 5, [0, 0], [5, 0]), (1, 4, [6], [4]), (1, 4, [6], [2]), (3, 1, [4, 0, 7], [1, 1, 0])], ids=str)
+@pytest.mark.parametrize(
+    "batch, n, past, new",
+    [(2, 5, [0, 0], [5, 3]), (2, 5, [0, 0], [5, 0]), (1, 4, [6], [4]), (1, 4, [6], [2]), (3, 1, [4, 0, 7], [1, 1, 0])],
+    ids=str,
+)
 @pytest.mark.parametrize("attributes", [{}, dict(window=3, softcap=2.0, scale=0.4)], ids=str)
 @pytest.mark.parametrize("packed", [False, True])
 def test_several_tokens_with_padding_back(batch, n, past, new, attributes, layout, packed):
@@ -583,10 +680,19 @@ def test_several_tokens_with_padding_back(batch, n, past, new, attributes, layou
         rows[name] = normal(batch, h, n, D) if layout == "bhnd" else normal(batch, n, h, D)
     if packed:
         rows = {"query": np.concatenate(list(rows.values()), 1 if layout == "bhnd" else 2)}
-    tensors = rows | dict(key_cache=normal(batch, HKV, 12, D), value_cache=normal(batch, HKV, 12, D), seq_lens=lens,
-                          query_lens=np.array(new, np.int32), cos_cache=normal(12, 8), sin_cache=normal(12, 8))
-    model, feed = lean_model(attributes | dict(append=1, layout=layout, packed_qkv=int(packed)),
-                             outputs=("output", "key_cache_out", "value_cache_out"), **tensors)
+    tensors = rows | dict(
+        key_cache=normal(batch, HKV, 12, D),
+        value_cache=normal(batch, HKV, 12, D),
+        seq_lens=lens,
+        query_lens=np.array(new, np.int32),
+        cos_cache=normal(12, 8),
+        sin_cache=normal(12, 8),
+    )
+    model, feed = lean_model(
+        attributes | dict(append=1, layout=layout, packed_qkv=int(packed)),
+        outputs=("output", "key_cache_out", "value_cache_out"),
+        **tensors,
+    )
 
     def keep(outputs):
         return [outputs[0], *(np.concatenate([t[b, :, :length] for b, length in enumerate(lens)], 1) for t in outputs[1:])]
@@ -597,16 +703,28 @@ def test_several_tokens_with_padding_back(batch, n, past, new, attributes, layou
 def test_several_tokens_behind_pasts_are_an_error_on_the_way_back():
     """The one form that GroupQueryAttention lacks: it must not compute anything else for it."""
     shape, lens = (2, HKV, 3, D), np.array([5, 3], np.int32)
-    model, feed = lean_model(dict(append=1), outputs=("output",), query=normal(2, H, 3, D), new_key=normal(*shape), new_value=normal(*shape),
-                             key_cache=normal(2, HKV, 9, D), value_cache=normal(2, HKV, 9, D), seq_lens=lens, query_lens=np.array([3, 1], np.int32))
+    model, feed = lean_model(
+        dict(append=1),
+        outputs=("output",),
+        query=normal(2, H, 3, D),
+        new_key=normal(*shape),
+        new_value=normal(*shape),
+        key_cache=normal(2, HKV, 9, D),
+        value_cache=normal(2, HKV, 9, D),
+        seq_lens=lens,
+        query_lens=np.array([3, 1], np.int32),
+    )
     proto, (row,) = rewritten(model, "standard")
     assert "several tokens a request behind a past are an error in batches of more than one request" in row.notes
     with pytest.raises(Exception, match="batch_size must be 1 when sequence_length > 1"):
         run(proto, feed)
 
 
-@pytest.mark.parametrize("case", [c for n, c in GQA if c.get("past", 0) is not None and "causal" not in c and not c.get("smooth_softmax")],
-                         ids=[n for n, c in GQA if c.get("past", 0) is not None and "causal" not in c and not c.get("smooth_softmax")])
+@pytest.mark.parametrize(
+    "case",
+    [c for n, c in GQA if c.get("past", 0) is not None and "causal" not in c and not c.get("smooth_softmax")],
+    ids=[n for n, c in GQA if c.get("past", 0) is not None and "causal" not in c and not c.get("smooth_softmax")],
+)
 def test_group_query_attention_there_and_back(case, tmp_path):
     inputs, attributes = group_query(**case)
     model = model_of("GroupQueryAttention", "com.microsoft", inputs, ["output", "present_key", "present_value"], attributes, 21)
@@ -616,8 +734,11 @@ def test_group_query_attention_there_and_back(case, tmp_path):
     assert row.into == "GroupQueryAttention" and not back.functions
 
     def keep(outputs):
-        rows = [outputs[0][b, :min(case["n"], length)] for b, length in enumerate(lens)]
-        return [np.concatenate(rows), *(np.concatenate([t[b, :, :length] for b, length in enumerate(lens)], 1) for t in outputs[1:])]
+        rows = [outputs[0][b, : min(case["n"], length)] for b, length in enumerate(lens)]
+        return [
+            np.concatenate(rows),
+            *(np.concatenate([t[b, :, :length] for b, length in enumerate(lens)], 1) for t in outputs[1:]),
+        ]
 
     close(keep(run(back, feed)), keep(run(model, feed)), "LeanAttention")
 
@@ -630,9 +751,20 @@ def decoder_file(tmp_path_factory):
 
     torch.manual_seed(3)
     folder = tmp_path_factory.mktemp("decoder")
-    export_decoder(LlamaForCausalLM(LlamaConfig(
-        hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, vocab_size=97, intermediate_size=96,
-        max_position_embeddings=64)), folder)
+    export_decoder(
+        LlamaForCausalLM(
+            LlamaConfig(
+                hidden_size=64,
+                num_hidden_layers=2,
+                num_attention_heads=4,
+                num_key_value_heads=2,
+                vocab_size=97,
+                intermediate_size=96,
+                max_position_embeddings=64,
+            )
+        ),
+        folder,
+    )
     return folder / "model.onnx"
 
 
@@ -645,8 +777,12 @@ def test_decoder_there_and_back(decoder_file, capsys):
         assert "2 of 2 nodes rewritten" in text and "verified on the CPU with a prompt and a step: largest difference" in text
     nodes = onnx.load(files[2]).graph.node
     assert "leanfleet" not in {n.domain for n in nodes} and [n.op_type for n in nodes].count("GroupQueryAttention") == 2
-    sessions = [make_session(decoder_file, ["CPUExecutionProvider"]), onnxruntime.InferenceSession(files[0]),
-                make_session(files[1], ["CPUExecutionProvider"]), onnxruntime.InferenceSession(files[2])]
+    sessions = [
+        make_session(decoder_file, ["CPUExecutionProvider"]),
+        onnxruntime.InferenceSession(files[0]),
+        make_session(files[1], ["CPUExecutionProvider"]),
+        onnxruntime.InferenceSession(files[2]),
+    ]
     names = [i.name for i in sessions[0].get_inputs()][3:]
     results = []
     for session in sessions:
@@ -722,8 +858,11 @@ def test_a_wrong_result_leaves_everything_as_it_was(fault, target, tmp_path, mon
     code = cli.main(["rewrite", str(tmp_path / "m.onnx"), "-o", str(tmp_path / target)])
     error = capsys.readouterr().err
     assert code == {"other numbers": 1, "a name twice": 2, "no kernel": 1}[fault]
-    assert {"other numbers": "output Y differs from the original's by", "a name twice": "is not written, because it would be no valid",
-            "no kernel": "the result fails where the original runs"}[fault] in error
+    assert {
+        "other numbers": "output Y differs from the original's by",
+        "a name twice": "is not written, because it would be no valid",
+        "no kernel": "the result fails where the original runs",
+    }[fault] in error
     assert error.count("\n") == 1 and snapshot(tmp_path) == before
     if fault != "a name twice":
         assert cli.main(["rewrite", str(tmp_path / "m.onnx"), "-o", str(tmp_path / target), "--no-verify"]) == 0
@@ -756,8 +895,10 @@ def test_an_empty_file_and_inline_without_standard(tmp_path, capsys):
     (tmp_path / "empty.onnx").touch()
     onnx.save(model_of("Attention", "", qkv(), ["Y"], dict(is_causal=1)), tmp_path / "m.onnx")
     before = snapshot(tmp_path)
-    for arguments, message in ((["empty.onnx"], "empty.onnx is no valid ONNX model: it holds no graph"),
-                               (["m.onnx", "--inline"], "it goes with --to standard")):
+    for arguments, message in (
+        (["empty.onnx"], "empty.onnx is no valid ONNX model: it holds no graph"),
+        (["m.onnx", "--inline"], "it goes with --to standard"),
+    ):
         assert cli.main(["rewrite", str(tmp_path / arguments[0]), "-o", str(tmp_path / "o.onnx"), *arguments[1:]]) == 2
         error = capsys.readouterr().err
         assert message in error and error.count("\n") == 1 and snapshot(tmp_path) == before
@@ -777,23 +918,33 @@ def test_linear_attention_back(layout, decay, state):
     close(run(again, feed, True), run(model, feed, True), "CausalLinearDecay")
 
 
-@pytest.mark.parametrize("make, message", [
-    (lambda: lean_model({}, **bhnd(3, 9)), "3 queries and 9 keys"),
-    (lambda: lean_model({}, 22, **bhnd(7, 7)), "opset 22; ai.onnx Attention with these inputs needs 23"),
-    (lambda: lean_model(dict(window=3), **bhnd(7, 7)), "opset 24; ai.onnx Attention with these inputs needs 25"),
-    (lambda: lean_model({}, outputs=("output", "lse"), **bhnd(7, 7)), "lse is read"),
-    (lambda: lean_model({}, **bhnd(7, 9), seq_lens=np.array([8, 9], np.int32)), "seq_lens with 7 queries"),
-    (lambda: lean_model({}, **bhnd(1, 9), query_lens=np.array([1, 0], np.int32)), "query_lens"),
-    (lambda: lean_model({}, **bhnd(7, 7), sinks=normal(H)), "no sinks"),
-    (lambda: lean_model({}, **bhnd(7, 7), cos_cache=normal(9, 4), sin_cache=normal(9, 4)), "no rotary encoding"),
-    (lambda: lean_model(dict(append=1, causal=0), **bhnd(2, 9), new_key=normal(B, HKV, 2, D), new_value=normal(B, HKV, 2, DV)),
-     "append with 2 queries that are not causal"),
-    (lambda: lean_model(dict(append=1), **bhnd(2, 9), new_key=normal(B, HKV, 2, D), new_value=normal(B, HKV, 2, DV)), "of one known size"),
-    (lambda: decay_model(dict(normalize=1), state=False, outputs=("output",)), "normalize = 1"),
-    (lambda: decay_model(dict(scale=0.0), outputs=("output",)), "scale is 0"),
-    (lambda: decay_model({}, dtype=np.float16, outputs=("output",)), "rounded to the type of query"),
-    (lambda: decay_model({}, outputs=("output",), state_index=np.array([1, 0], np.int32)), "pool of states"),
-])
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        (lambda: lean_model({}, **bhnd(3, 9)), "3 queries and 9 keys"),
+        (lambda: lean_model({}, 22, **bhnd(7, 7)), "opset 22; ai.onnx Attention with these inputs needs 23"),
+        (lambda: lean_model(dict(window=3), **bhnd(7, 7)), "opset 24; ai.onnx Attention with these inputs needs 25"),
+        (lambda: lean_model({}, outputs=("output", "lse"), **bhnd(7, 7)), "lse is read"),
+        (lambda: lean_model({}, **bhnd(7, 9), seq_lens=np.array([8, 9], np.int32)), "seq_lens with 7 queries"),
+        (lambda: lean_model({}, **bhnd(1, 9), query_lens=np.array([1, 0], np.int32)), "query_lens"),
+        (lambda: lean_model({}, **bhnd(7, 7), sinks=normal(H)), "no sinks"),
+        (lambda: lean_model({}, **bhnd(7, 7), cos_cache=normal(9, 4), sin_cache=normal(9, 4)), "no rotary encoding"),
+        (
+            lambda: lean_model(
+                dict(append=1, causal=0), **bhnd(2, 9), new_key=normal(B, HKV, 2, D), new_value=normal(B, HKV, 2, DV)
+            ),
+            "append with 2 queries that are not causal",
+        ),
+        (
+            lambda: lean_model(dict(append=1), **bhnd(2, 9), new_key=normal(B, HKV, 2, D), new_value=normal(B, HKV, 2, DV)),
+            "of one known size",
+        ),
+        (lambda: decay_model(dict(normalize=1), state=False, outputs=("output",)), "normalize = 1"),
+        (lambda: decay_model(dict(scale=0.0), outputs=("output",)), "scale is 0"),
+        (lambda: decay_model({}, dtype=np.float16, outputs=("output",)), "rounded to the type of query"),
+        (lambda: decay_model({}, outputs=("output",), state_index=np.array([1, 0], np.int32)), "pool of states"),
+    ],
+)
 def test_left_alone_on_the_way_back(make, message):
     model, feed = make()
     found = ir.from_proto(model)
@@ -810,8 +961,12 @@ def test_inline_puts_bodies_in_the_place_of_what_is_left():
 
 
 def test_nothing_to_do(tmp_path, capsys):
-    graph = helper.make_graph([helper.make_node("Neg", ["x"], ["y"])], "g", [helper.make_tensor_value_info("x", FLOAT, [1])],
-                              [helper.make_tensor_value_info("y", FLOAT, [1])])
+    graph = helper.make_graph(
+        [helper.make_node("Neg", ["x"], ["y"])],
+        "g",
+        [helper.make_tensor_value_info("x", FLOAT, [1])],
+        [helper.make_tensor_value_info("y", FLOAT, [1])],
+    )
     onnx.save(helper.make_model(graph), tmp_path / "m.onnx")
     assert cli.main(["rewrite", str(tmp_path / "m.onnx"), "-o", str(tmp_path / "o.onnx")]) == 0
     assert "no node that could be rewritten" in capsys.readouterr().out

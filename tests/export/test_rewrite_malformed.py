@@ -13,7 +13,7 @@ from leanfleet import cli
 from support import rewrite_models as cases
 
 SEEDS, EACH = 24, 20  # models of a test, tests
-INTEGERS = [-2**63, -1, 0, 1, 3, 7, 2**31, 2**63 - 1]
+INTEGERS = [-(2**63), -1, 0, 1, 3, 7, 2**31, 2**63 - 1]
 
 
 def sources():
@@ -23,18 +23,35 @@ def sources():
     linear, linear_attributes = cases.linear(n=9)
     heads = dict(q_num_heads=cases.H, kv_num_heads=cases.HKV)
     plain = dict(query=cases.normal(2, 5, 96), key=cases.normal(2, 5, 96), value=cases.normal(2, 5, 96))
-    append = cases.bhnd(1, 9) | dict(value_cache=cases.normal(cases.B, cases.HKV, 9, cases.D), seq_lens=np.array([4, 8], np.int32))
+    append = cases.bhnd(1, 9) | dict(
+        value_cache=cases.normal(cases.B, cases.HKV, 9, cases.D), seq_lens=np.array([4, 8], np.int32)
+    )
     append |= {name: cases.normal(cases.B, cases.HKV, 1, cases.D) for name in ("new_key", "new_value")}
     caches = ["output", "present_key", "present_value"]
     return {
         "Attention": (cases.model_of("Attention", "", cases.qkv(), ["Y"], dict(is_causal=1)), "leanfleet"),
-        "Attention of rank 3": (cases.model_of("Attention", "", cases.qkv(packed=True), ["Y"], dict(is_causal=1) | heads), "leanfleet"),
-        "GroupQueryAttention": (cases.model_of("GroupQueryAttention", "com.microsoft", gqa, caches, gqa_attributes, 21), "leanfleet"),
+        "Attention of rank 3": (
+            cases.model_of("Attention", "", cases.qkv(packed=True), ["Y"], dict(is_causal=1) | heads),
+            "leanfleet",
+        ),
+        "GroupQueryAttention": (
+            cases.model_of("GroupQueryAttention", "com.microsoft", gqa, caches, gqa_attributes, 21),
+            "leanfleet",
+        ),
         "packed": (cases.model_of("GroupQueryAttention", "com.microsoft", packed, caches, packed_attributes, 21), "leanfleet"),
-        "MultiHeadAttention": (cases.model_of("MultiHeadAttention", "com.microsoft", plain, ["o"], dict(num_heads=cases.H), 21), "leanfleet"),
-        "LinearAttention": (cases.model_of("LinearAttention", "com.microsoft", linear, ["o", "s"], linear_attributes, 21), "leanfleet"),
+        "MultiHeadAttention": (
+            cases.model_of("MultiHeadAttention", "com.microsoft", plain, ["o"], dict(num_heads=cases.H), 21),
+            "leanfleet",
+        ),
+        "LinearAttention": (
+            cases.model_of("LinearAttention", "com.microsoft", linear, ["o", "s"], linear_attributes, 21),
+            "leanfleet",
+        ),
         "LeanAttention": (cases.lean_model({}, 23, **cases.bhnd(7, 7))[0], "standard"),
-        "append": (cases.lean_model(dict(append=1), outputs=("output", "key_cache_out", "value_cache_out"), **append)[0], "standard"),
+        "append": (
+            cases.lean_model(dict(append=1), outputs=("output", "key_cache_out", "value_cache_out"), **append)[0],
+            "standard",
+        ),
         "CausalLinearDecay": (cases.decay_model(dict(scale=0.3, return_state=1))[0], "standard"),
     }
 
@@ -177,11 +194,13 @@ def unknown_domain(model, r):
     if r.random() < 0.5:
         node_of(model).domain = r.choice(["no.such.domain", "leanfleet", "com.microsoft", "ai.onnx.ml"])
     else:
-        node_of(model).op_type = r.choice(["NoSuchOperator", "", "Attention", "LinearAttention", "GroupQueryAttention", "LeanAttention"])
+        node_of(model).op_type = r.choice(
+            ["NoSuchOperator", "", "Attention", "LinearAttention", "GroupQueryAttention", "LeanAttention"]
+        )
 
 
 def drop_imports(model, r):
-    del model.opset_import[r.randrange(len(model.opset_import)):]
+    del model.opset_import[r.randrange(len(model.opset_import)) :]
 
 
 def change_opset(model, r):
@@ -194,14 +213,22 @@ def change_ir_version(model, r):
 
 def recursive_function(model, r):
     """The node, called from a function that calls itself, directly or through another."""
-    names = ["f", "g"][:r.choice([1, 2])]
+    names = ["f", "g"][: r.choice([1, 2])]
     node = node_of(model)
     for i, name in enumerate(names):
         call = helper.make_node(names[(i + 1) % len(names)], list(node.input), list(node.output), domain="custom")
         body = helper.make_node(node.op_type, list(node.input), ["inner"], domain=node.domain)
         body.attribute.extend(node.attribute)
-        model.functions.append(helper.make_function("custom", name, list(filter(None, node.input)), list(filter(None, node.output)),
-                                                    [body, call], model.opset_import))
+        model.functions.append(
+            helper.make_function(
+                "custom",
+                name,
+                list(filter(None, node.input)),
+                list(filter(None, node.output)),
+                [body, call],
+                model.opset_import,
+            )
+        )
     model.opset_import.append(helper.make_opsetid("custom", 1))
     node.CopyFrom(helper.make_node("f", list(filter(None, node.input)), list(filter(None, node.output)), domain="custom"))
 
@@ -212,8 +239,10 @@ def function_of(model, r):
     body = helper.make_node(node.op_type, list(node.input), list(node.output), domain=node.domain)
     body.attribute.extend(node.attribute)
     inputs = list(filter(None, node.input))
-    kept = inputs[:r.randrange(len(inputs) + 1)]
-    model.functions.append(helper.make_function("custom", "f", kept, list(filter(None, node.output)), [body], model.opset_import))
+    kept = inputs[: r.randrange(len(inputs) + 1)]
+    model.functions.append(
+        helper.make_function("custom", "f", kept, list(filter(None, node.output)), [body], model.opset_import)
+    )
     model.opset_import.append(helper.make_opsetid("custom", 1))
     node.CopyFrom(helper.make_node("f", inputs, list(filter(None, node.output)), domain="custom"))
     if r.random() < 0.3:
@@ -236,15 +265,19 @@ def subgraph(model, r):
                 getattr(inner, part).append(extra[part])
             else:
                 inner.ClearField("output") if part == "nothing" else inner.attribute.add()
-        branches.append(helper.make_graph([inner], "branch", [], results[:r.choice([0, len(results)])]))
+        branches.append(helper.make_graph([inner], "branch", [], results[: r.choice([0, len(results)])]))
     condition = helper.make_tensor_value_info("c", TensorProto.BOOL, [])
     model.graph.input.append(condition)
     del model.graph.node[:]
-    model.graph.node.append(helper.make_node("If", ["c"], list(filter(None, node.output)), then_branch=branches[0], else_branch=branches[1]))
+    model.graph.node.append(
+        helper.make_node("If", ["c"], list(filter(None, node.output)), then_branch=branches[0], else_branch=branches[1])
+    )
 
 
 def damage_initializer(model, r):
-    tensor = onnx.TensorProto(name=model.graph.input[0].name, data_type=r.choice([0, 1, 7, 99]), dims=[r.choice([-1, 3, 2**40])])
+    tensor = onnx.TensorProto(
+        name=model.graph.input[0].name, data_type=r.choice([0, 1, 7, 99]), dims=[r.choice([-1, 3, 2**40])]
+    )
     if r.random() < 0.5:
         tensor.data_location = TensorProto.EXTERNAL
         tensor.external_data.add(key="location", value=r.choice(["no.bin", "../../x", "", "/etc/passwd"]))
@@ -261,10 +294,37 @@ def node_of(model):
 
 
 FAULTS = [
-    drop_attribute, change_integer, no_heads, change_kind, reference_attribute, drop_input, swap_inputs, many_inputs,
-    change_outputs, change_rank, change_size, open_size, no_shape, change_type, no_type, name_twice, declare_twice,
-    depend_on_itself, read_nothing, drop_node, drop_graph, drop_outputs, unknown_domain, drop_imports, change_opset,
-    change_ir_version, recursive_function, function_of, subgraph, damage_initializer]
+    drop_attribute,
+    change_integer,
+    no_heads,
+    change_kind,
+    reference_attribute,
+    drop_input,
+    swap_inputs,
+    many_inputs,
+    change_outputs,
+    change_rank,
+    change_size,
+    open_size,
+    no_shape,
+    change_type,
+    no_type,
+    name_twice,
+    declare_twice,
+    depend_on_itself,
+    read_nothing,
+    drop_node,
+    drop_graph,
+    drop_outputs,
+    unknown_domain,
+    drop_imports,
+    change_opset,
+    change_ir_version,
+    recursive_function,
+    function_of,
+    subgraph,
+    damage_initializer,
+]
 
 
 def damaged(data, r):
@@ -273,7 +333,7 @@ def damaged(data, r):
     if kind == 0:
         return data[:i]
     if kind == 1:
-        return data[:i] + bytes(r.randrange(256) for _ in range(r.choice([1, 8]))) + data[i + 1:]
+        return data[:i] + bytes(r.randrange(256) for _ in range(r.choice([1, 8]))) + data[i + 1 :]
     if kind == 2:
         return data[i:]
     return data + data[:i]

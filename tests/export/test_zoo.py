@@ -22,8 +22,11 @@ TABLE = tomllib.loads((Path(__file__).parent / "zoo.toml").read_text())
 REASONS = {entry: reason for reason, entries in TABLE["refused"].items() for entry in entries}
 PARTS = 30  # a run writes one file in so many
 TODAY = datetime.date.today().toordinal() % PARTS
-WRITTEN = [entry for entry in TABLE["served"] if os.environ.get("LEANFLEET_ZOO") == "all"
-           or zlib.crc32(entry.encode()) % PARTS == TODAY]
+WRITTEN = [
+    entry
+    for entry in TABLE["served"]
+    if os.environ.get("LEANFLEET_ZOO") == "all" or zlib.crc32(entry.encode()) % PARTS == TODAY
+]
 
 
 def test_table_is_complete():

@@ -28,10 +28,25 @@ def draw(random):
     append, causal = random.random() < 0.6, random.random() < 0.8
     rotary = random.choice((0, D // 2, D // 4)) if append else 0
     query_lens = [random.randint(0, Nq) for _ in lens] if random.random() < 0.5 else None
-    facts = dict(variant=random.choice(VARIANTS), dtype=random.choice((torch.float16, torch.bfloat16, torch.float32)), lens=lens,
-                 query_lens=query_lens, H=Hkv * group, Hkv=Hkv, Nq=Nq, D=D, Dv=Dv, block=random.choice((1, 16, 64)),
-                 sinks=random.random() < 0.2, layout=random.choice(("bhnd", "bnhd")), append=append, causal=int(causal),
-                 window=random.choice((-1, -1, 100)) if causal else -1, softcap=random.choice((0.0, 0.0, 30.0)), rotary=rotary)
+    facts = dict(
+        variant=random.choice(VARIANTS),
+        dtype=random.choice((torch.float16, torch.bfloat16, torch.float32)),
+        lens=lens,
+        query_lens=query_lens,
+        H=Hkv * group,
+        Hkv=Hkv,
+        Nq=Nq,
+        D=D,
+        Dv=Dv,
+        block=random.choice((1, 16, 64)),
+        sinks=random.random() < 0.2,
+        layout=random.choice(("bhnd", "bnhd")),
+        append=append,
+        causal=int(causal),
+        window=random.choice((-1, -1, 100)) if causal else -1,
+        softcap=random.choice((0.0, 0.0, 30.0)),
+        rotary=rotary,
+    )
     inputs, attrs = make_case(random.randrange(2**20), **facts)
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
 

@@ -30,8 +30,24 @@ def swap(x, layout="bnhd"):
     return x if layout == "bhnd" else x.transpose(1, 2).contiguous()
 
 
-def make(n, b=2, group=3, kv=2, r=5, dv=7, layout="bhnd", dtype="float32", decay="slow", per_token=False, state=False, norm=False,
-         packed=False, pool=False, grad=False, seed=0):
+def make(
+    n,
+    b=2,
+    group=3,
+    kv=2,
+    r=5,
+    dv=7,
+    layout="bhnd",
+    dtype="float32",
+    decay="slow",
+    per_token=False,
+    state=False,
+    norm=False,
+    packed=False,
+    pool=False,
+    grad=False,
+    seed=0,
+):
     """Inputs by name. packed: four requests of unequal length, one of them empty, in one row; or their offsets."""
     g = torch.Generator().manual_seed(seed + n)
     offsets = None
@@ -156,9 +172,14 @@ def loop_grad(inputs, attrs):
             grad = gamma[b, :, i, None, None] * grad
         grads.append(grad)
     per_token = inputs.get("log_decay") is not None and inputs["log_decay"].dim() == 3
-    return dict(grad_query=swap(dq.flatten(1, 2), layout), grad_key=swap(dk, layout), grad_value=swap(dv, layout),
-                grad_log_decay=swap(dg, layout) if per_token else dg.sum((0, 2)), grad_initial_state=torch.stack(grads),
-                decay_terms=squares.sum((0, 2)).sqrt())
+    return dict(
+        grad_query=swap(dq.flatten(1, 2), layout),
+        grad_key=swap(dk, layout),
+        grad_value=swap(dv, layout),
+        grad_log_decay=swap(dg, layout) if per_token else dg.sum((0, 2)),
+        grad_initial_state=torch.stack(grads),
+        decay_terms=squares.sum((0, 2)).sqrt(),
+    )
 
 
 def rms(x):
@@ -202,8 +223,19 @@ def check_both(forward_attrs=None, grad_attrs=None, threads=2, **case):
 def test_lengths(n, dtype):
     for i, (layout, per_token) in enumerate(product(("bhnd", "bnhd"), (False, True))):
         r, dv = ((5, 7), (37, 64), (64, 20), (8, 33))[(i + n) % 4]
-        check_both(dict(scale=0.5), dict(scale=0.5), n=n, group=(1, 3, 5, 2)[i], kv=(2, 1)[i % 2], r=r, dv=dv, layout=layout,
-                   dtype=dtype, per_token=per_token, threads=(1, 2, 5)[n % 3])
+        check_both(
+            dict(scale=0.5),
+            dict(scale=0.5),
+            n=n,
+            group=(1, 3, 5, 2)[i],
+            kv=(2, 1)[i % 2],
+            r=r,
+            dv=dv,
+            layout=layout,
+            dtype=dtype,
+            per_token=per_token,
+            threads=(1, 2, 5)[n % 3],
+        )
 
 
 @pytest.mark.parametrize("per_token", [False, True])
@@ -227,17 +259,35 @@ def test_any_call(data):
     grad, layout = draw(st.booleans()), draw(st.sampled_from(("bhnd", "bnhd")))
     norm = not grad and draw(st.booleans())
     decay = draw(st.sampled_from([*DECAYS]))
-    case = dict(b=draw(st.integers(1, 2)), group=group, kv=draw(st.integers(1, 3)), r=draw(width), dv=draw(width), layout=layout,
-                dtype=draw(st.sampled_from([*DTYPES])), decay=decay, per_token=decay != "none" and draw(st.booleans()),
-                state=draw(st.booleans()), norm=norm, packed=draw(st.booleans()), pool=not grad and draw(st.booleans()), grad=grad,
-                seed=draw(st.integers(0, 2**20)))
+    case = dict(
+        b=draw(st.integers(1, 2)),
+        group=group,
+        kv=draw(st.integers(1, 3)),
+        r=draw(width),
+        dv=draw(width),
+        layout=layout,
+        dtype=draw(st.sampled_from([*DTYPES])),
+        decay=decay,
+        per_token=decay != "none" and draw(st.booleans()),
+        state=draw(st.booleans()),
+        norm=norm,
+        packed=draw(st.booleans()),
+        pool=not grad and draw(st.booleans()),
+        grad=grad,
+        seed=draw(st.integers(0, 2**20)),
+    )
     n, threads = draw(st.sampled_from((1, 1, 2, 3, 15, 16, 17, 33, 50))), draw(st.sampled_from((1, 2, 3, 8)))
     if grad:
         attrs = dict(grad_decay=int(decay != "none"), grad_state=1)
     else:
         attrs = dict(return_state=1, normalize=int(norm))
-    check(GRAD if grad else FORWARD, make(n, **case), attrs | dict(layout=layout, scale=draw(st.sampled_from((1.0, 0.3)))),
-          luck=8, threads=threads)
+    check(
+        GRAD if grad else FORWARD,
+        make(n, **case),
+        attrs | dict(layout=layout, scale=draw(st.sampled_from((1.0, 0.3)))),
+        luck=8,
+        threads=threads,
+    )
 
 
 @pytest.mark.parametrize("step", (-87.0, -103.0, -3e38, -1e-30))
@@ -304,7 +354,7 @@ def test_packed_requests_equal_separate_ones(n, per_token):
         alone = {k: inputs[k][:, :, begin:end].contiguous() for k in ("query", "key", "value")}
         decay = inputs["log_decay"]
         alone["log_decay"] = decay[:, :, begin:end].contiguous() if per_token else decay
-        alone["initial_state"] = inputs["initial_state"][q:q + 1].contiguous()
+        alone["initial_state"] = inputs["initial_state"][q : q + 1].contiguous()
         single = run_kernel(FORWARD, alone, dict(return_state=1))
         torch.testing.assert_close(found["output"][:, :, begin:end], single["output"], rtol=1e-5, atol=1e-6)
     check(GRAD, make(n, packed=True, state=True, per_token=per_token, grad=True), dict(grad_decay=1, grad_state=1))
@@ -349,8 +399,13 @@ def test_in_place_equals_out_of_place(n, group, dv):
     inputs = make(n, state=True, norm=True, group=group, dv=dv, kv=1, b=1)
     for threads in (1, 2, 5):
         apart = run_kernel(FORWARD, inputs, dict(return_state=1, normalize=1), threads=threads)
-        same = run_kernel(FORWARD, {k: t.clone() for k, t in inputs.items()}, dict(return_state=1, normalize=1), threads=threads,
-                          in_place=True)
+        same = run_kernel(
+            FORWARD,
+            {k: t.clone() for k, t in inputs.items()},
+            dict(return_state=1, normalize=1),
+            threads=threads,
+            in_place=True,
+        )
         assert all(torch.equal(apart[k], same[k]) for k in apart)
 
 
@@ -422,15 +477,17 @@ def test_a_million_tokens():
 
 @pytest.mark.parametrize("threads", (1, 2, 5))
 def test_repeatable(threads):
-    for op, inputs, attrs in ((FORWARD, make(777, state=True, norm=True), dict(return_state=1, normalize=1)),
-                              (GRAD, make(777, kv=1, b=1, grad=True), dict(grad_decay=1))):
+    for op, inputs, attrs in (
+        (FORWARD, make(777, state=True, norm=True), dict(return_state=1, normalize=1)),
+        (GRAD, make(777, kv=1, b=1, grad=True), dict(grad_decay=1)),
+    ):
         first = run_kernel(op, inputs, attrs, threads=threads)
         for _ in range(3):
             again = run_kernel(op, inputs, attrs, threads=threads)
             assert all(torch.equal(first[k], again[k]) for k in first)
 
 
-@pytest.mark.parametrize("offsets", [(-5, 3, 99, 2, 7), (9, 1, 0, -2**31, 2**31 - 1), (7, 7, 7, 7, 7), (0, 900, 0, 900, 0)])
+@pytest.mark.parametrize("offsets", [(-5, 3, 99, 2, 7), (9, 1, 0, -(2**31), 2**31 - 1), (7, 7, 7, 7, 7), (0, 900, 0, 900, 0)])
 @pytest.mark.parametrize("n", (9, 900))
 def test_garbage_offsets_stay_inside(offsets, n):
     for threads in (1, 16):
@@ -442,7 +499,7 @@ def test_garbage_offsets_stay_inside(offsets, n):
         assert all(torch.isfinite(x).all() for x in found.values())
 
 
-@pytest.mark.parametrize("index", [(-1, 2), (2**31 - 1, -2**31), (5, 0), (3, 3)])
+@pytest.mark.parametrize("index", [(-1, 2), (2**31 - 1, -(2**31)), (5, 0), (3, 3)])
 @pytest.mark.parametrize("n", (1, 4))
 def test_garbage_pool_rows_read_zeros_and_write_nothing(index, n):
     inputs = make(n, pool=True)
@@ -482,11 +539,13 @@ def test_checks_of_pool_rows_and_offsets(monkeypatch):
     inputs = make(6, packed=True, pool=True)
     run_kernel(FORWARD, inputs, dict(return_state=1))
     for name, values, message in (
-            ("cu_seqlens", (1, 2, 2, 5, 6), r"cu_seqlens\[0\] is 1;.*0"), ("cu_seqlens", (0, 2, 1, 5, 6), r"cu_seqlens\[2\] is 1.*2"),
-            ("cu_seqlens", (0, 2, 2, 4, 5), r"cu_seqlens\[4\] is 5;.*N = 6"),
-            ("state_index", (0, 1, 7, 2), r"state_index\[2\] is 7;.*0 \.\. 6"),
-            ("state_index", (0, -1, 3, 2), r"state_index\[1\] is -1;.*0 \.\. 6"),
-            ("state_index", (0, 1, 2, 1), r"state_index\[3\] is 1.*state_index\[1\]")):
+        ("cu_seqlens", (1, 2, 2, 5, 6), r"cu_seqlens\[0\] is 1;.*0"),
+        ("cu_seqlens", (0, 2, 1, 5, 6), r"cu_seqlens\[2\] is 1.*2"),
+        ("cu_seqlens", (0, 2, 2, 4, 5), r"cu_seqlens\[4\] is 5;.*N = 6"),
+        ("state_index", (0, 1, 7, 2), r"state_index\[2\] is 7;.*0 \.\. 6"),
+        ("state_index", (0, -1, 3, 2), r"state_index\[1\] is -1;.*0 \.\. 6"),
+        ("state_index", (0, 1, 2, 1), r"state_index\[3\] is 1.*state_index\[1\]"),
+    ):
         with pytest.raises(ValueError, match=rf"{FORWARD}.*{message}"):
             run_kernel(FORWARD, inputs | {name: torch.tensor(values, dtype=I32)}, dict(return_state=1))
 
@@ -496,8 +555,12 @@ def scratch_bytes(op_name, tokens, threads, packed=False):
     given = ["cu_seqlens"] if packed else []
     dims = dict(B=1, H=4, Hkv=2, N=tokens, R=64, Dv=128, Q=3)
     dtypes = dict(T="bfloat16", F="float32", I="int32")
-    entries = [(0, tuple(dims[a.symbol] + a.offset for a in op.shape_of(t, set(given)).ordered("bhnd")), dtypes[t.type])
-               if not t.optional or t.name in given else None for t in op.inputs]
+    entries = [
+        (0, tuple(dims[a.symbol] + a.offset for a in op.shape_of(t, set(given)).ordered("bhnd")), dtypes[t.type])
+        if not t.optional or t.name in given
+        else None
+        for t in op.inputs
+    ]
     return native.Call(op_name, entries, [None] * len(op.outputs), {}, threads=threads).workspace()[0]
 
 

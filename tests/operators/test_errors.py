@@ -27,23 +27,45 @@ def ints(*values):
 
 
 def dense():
-    return dict(query=randn(2, 6, 3, 8), key_cache=randn(2, 2, 11, 8), value_cache=randn(2, 2, 11, 4),
-                seq_lens=ints(9, 5), query_lens=ints(3, 2), new_key=randn(2, 2, 3, 8), new_value=randn(2, 2, 3, 4))
+    return dict(
+        query=randn(2, 6, 3, 8),
+        key_cache=randn(2, 2, 11, 8),
+        value_cache=randn(2, 2, 11, 4),
+        seq_lens=ints(9, 5),
+        query_lens=ints(3, 2),
+        new_key=randn(2, 2, 3, 8),
+        new_value=randn(2, 2, 3, 4),
+    )
 
 
 def ragged():
-    return dict(query=randn(2, 6, 3, 8), key_cache=randn(2, 16, 8), value_cache=randn(2, 16, 4), seq_lens=ints(5, 9),
-                cu_seqlens=ints(0, 6, 16))
+    return dict(
+        query=randn(2, 6, 3, 8),
+        key_cache=randn(2, 16, 8),
+        value_cache=randn(2, 16, 4),
+        seq_lens=ints(5, 9),
+        cu_seqlens=ints(0, 6, 16),
+    )
 
 
 def paged():
-    return dict(query=randn(2, 6, 3, 8), key_cache=randn(5, 4, 2, 8), value_cache=randn(5, 4, 2, 4), seq_lens=ints(7, 3),
-                block_table=torch.tensor([[4, 0], [2, 1]], dtype=I32))
+    return dict(
+        query=randn(2, 6, 3, 8),
+        key_cache=randn(5, 4, 2, 8),
+        value_cache=randn(5, 4, 2, 4),
+        seq_lens=ints(7, 3),
+        block_table=torch.tensor([[4, 0], [2, 1]], dtype=I32),
+    )
 
 
 def decay():
-    return dict(query=randn(2, 6, 7, 4), key=randn(2, 2, 7, 4), value=randn(2, 2, 7, 5), log_decay=-torch.rand(2),
-                initial_state=randn(2, 2, 4, 5))
+    return dict(
+        query=randn(2, 6, 7, 4),
+        key=randn(2, 2, 7, 4),
+        value=randn(2, 2, 7, 5),
+        log_decay=-torch.rand(2),
+        initial_state=randn(2, 2, 4, 5),
+    )
 
 
 def packed():
@@ -51,8 +73,13 @@ def packed():
 
 
 def decay_grad():
-    return dict(query=randn(2, 6, 7, 4), key=randn(2, 2, 7, 4), value=randn(2, 2, 7, 5), log_decay=-torch.rand(2),
-                grad_output=randn(2, 6, 7, 5))
+    return dict(
+        query=randn(2, 6, 7, 4),
+        key=randn(2, 2, 7, 4),
+        value=randn(2, 2, 7, 5),
+        log_decay=-torch.rand(2),
+        grad_output=randn(2, 6, 7, 5),
+    )
 
 
 def normalized():
@@ -67,67 +94,348 @@ APPEND = {"append": 1}
 # name: (operator, inputs, attributes, changes to the inputs, what the message must say)
 CASES = {
     # rank
-    "query rank": ("LeanAttention", dense, APPEND, dict(query=randn(2, 6, 8)), r"query has shape \[2,6,8\], rank 3; expected \[B,H,Nq,D\]"),
-    "cache rank": ("LeanAttention", dense, APPEND, dict(key_cache=randn(2, 22, 8)), r"key_cache has shape \[2,22,8\], rank 3; expected \[B,Hkv,S,D\]"),
-    "lengths rank": ("LeanAttention", dense, APPEND, dict(seq_lens=torch.ones(2, 1, dtype=I32)), r"seq_lens has shape \[2,1\], rank 2; expected \[B\]"),
-    "decay rank": ("CausalLinearDecay", decay, {}, dict(log_decay=-torch.rand(2, 7)), r"log_decay has shape \[2,7\], rank 2; expected \[Hkv\] or \[B,Hkv,N\]"),
-    "coefficients rank": ("NormalizedLinearAttention", normalized, {}, dict(coefficients=torch.ones(1, 2)), r"coefficients has shape \[1,2\], rank 2; expected \[2\]"),
-    "bnhd rank": ("CausalLinearDecay", decay, {"layout": "bnhd"}, dict(query=randn(2, 7, 24)), r"query has shape \[2,7,24\], rank 3; expected \[B,N,H,R\]"),
+    "query rank": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(query=randn(2, 6, 8)),
+        r"query has shape \[2,6,8\], rank 3; expected \[B,H,Nq,D\]",
+    ),
+    "cache rank": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(key_cache=randn(2, 22, 8)),
+        r"key_cache has shape \[2,22,8\], rank 3; expected \[B,Hkv,S,D\]",
+    ),
+    "lengths rank": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(seq_lens=torch.ones(2, 1, dtype=I32)),
+        r"seq_lens has shape \[2,1\], rank 2; expected \[B\]",
+    ),
+    "decay rank": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(log_decay=-torch.rand(2, 7)),
+        r"log_decay has shape \[2,7\], rank 2; expected \[Hkv\] or \[B,Hkv,N\]",
+    ),
+    "coefficients rank": (
+        "NormalizedLinearAttention",
+        normalized,
+        {},
+        dict(coefficients=torch.ones(1, 2)),
+        r"coefficients has shape \[1,2\], rank 2; expected \[2\]",
+    ),
+    "bnhd rank": (
+        "CausalLinearDecay",
+        decay,
+        {"layout": "bnhd"},
+        dict(query=randn(2, 7, 24)),
+        r"query has shape \[2,7,24\], rank 3; expected \[B,N,H,R\]",
+    ),
     # type
-    "cache type": ("LeanAttention", dense, APPEND, dict(key_cache=randn(2, 2, 11, 8, dtype=torch.float16)), r"key_cache.*float16|float16"),
+    "cache type": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(key_cache=randn(2, 2, 11, 8, dtype=torch.float16)),
+        r"key_cache.*float16|float16",
+    ),
     "lengths type": ("LeanAttention", dense, APPEND, dict(seq_lens=torch.tensor([9, 5])), r"seq_lens.*int64|int64"),
     "decay type": ("CausalLinearDecay", decay, {}, dict(log_decay=-torch.rand(2).half()), r"log_decay.*float16|float16"),
-    "state type": ("CausalLinearDecay", decay, {}, dict(initial_state=randn(2, 2, 4, 5, dtype=torch.bfloat16)), r"initial_state.*bfloat16|bfloat16"),
-    "query integer": ("NormalizedLinearAttention", normalized, {}, dict(query=torch.ones(2, 6, 7, 4, dtype=I32)), r"query.*int32|int32"),
+    "state type": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(initial_state=randn(2, 2, 4, 5, dtype=torch.bfloat16)),
+        r"initial_state.*bfloat16|bfloat16",
+    ),
+    "query integer": (
+        "NormalizedLinearAttention",
+        normalized,
+        {},
+        dict(query=torch.ones(2, 6, 7, 4, dtype=I32)),
+        r"query.*int32|int32",
+    ),
     # sizes
     "head ratio": ("LeanAttention", dense, APPEND, dict(query=randn(2, 5, 3, 8)), r"H = 5 is not a multiple of Hkv = 2"),
     "decay head ratio": ("CausalLinearDecay", decay, {}, dict(query=randn(2, 3, 7, 4)), r"H = 3 is not a multiple of Hkv = 2"),
-    "grad head ratio": ("NormalizedLinearAttentionGrad", normalized_grad, {}, dict(
-        query=randn(2, 3, 7, 4), output=randn(2, 3, 7, 5), normalizer=randn(2, 3, 7), grad_output=randn(2, 3, 7, 5)), r"H = 3 is not a multiple of Hkv = 2"),
-    "cache sizes": ("LeanAttention", dense, APPEND, dict(value_cache=randn(2, 2, 12, 4)), r"value_cache has shape \[2,2,12,4\]: axis 2 of \[B,Hkv,S,Dv\] is 12; expected 11, because key_cache gives S = 11"),
-    "head size": ("LeanAttention", dense, APPEND, dict(key_cache=randn(2, 2, 11, 16)), r"key_cache.*axis 3 .* is 16; expected 8, because query gives D = 8"),
-    "batch": ("LeanAttention", dense, APPEND, dict(seq_lens=ints(9, 5, 1)), r"seq_lens.* is 3; expected 2, because query gives B = 2"),
-    "new tokens": ("LeanAttention", dense, APPEND, dict(new_key=randn(2, 2, 4, 8)), r"new_key.* is 4; expected 3, because query gives Nq = 3"),
+    "grad head ratio": (
+        "NormalizedLinearAttentionGrad",
+        normalized_grad,
+        {},
+        dict(query=randn(2, 3, 7, 4), output=randn(2, 3, 7, 5), normalizer=randn(2, 3, 7), grad_output=randn(2, 3, 7, 5)),
+        r"H = 3 is not a multiple of Hkv = 2",
+    ),
+    "cache sizes": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(value_cache=randn(2, 2, 12, 4)),
+        r"value_cache has shape \[2,2,12,4\]: axis 2 of \[B,Hkv,S,Dv\] is 12; expected 11, because key_cache gives S = 11",
+    ),
+    "head size": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(key_cache=randn(2, 2, 11, 16)),
+        r"key_cache.*axis 3 .* is 16; expected 8, because query gives D = 8",
+    ),
+    "batch": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(seq_lens=ints(9, 5, 1)),
+        r"seq_lens.* is 3; expected 2, because query gives B = 2",
+    ),
+    "new tokens": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(new_key=randn(2, 2, 4, 8)),
+        r"new_key.* is 4; expected 3, because query gives Nq = 3",
+    ),
     "sinks": ("LeanAttention", dense, APPEND, dict(sinks=randn(2)), r"sinks.* is 2; expected 6, because query gives H = 6"),
-    "offsets": ("LeanAttention", ragged, {}, dict(cu_seqlens=ints(0, 6)), r"cu_seqlens.*\[B\+1\] is 2; expected 3, because query gives B = 2"),
-    "state sizes": ("CausalLinearDecay", decay, {}, dict(initial_state=randn(2, 2, 5, 4)), r"initial_state.* is 5; expected 4, because query gives R = 4"),
-    "tokens": ("CausalLinearDecay", decay, {}, dict(value=randn(2, 2, 8, 5)), r"value.* is 8; expected 7, because query gives N = 7"),
-    "layout": ("CausalLinearDecay", decay, {"layout": "bnhd"}, {}, r"key has shape \[2,2,7,4\]: axis 1 of \[B,N,Hkv,R\] is 2; expected 6, because query gives N = 6"),
-    "coefficients": ("NormalizedLinearAttention", normalized, {}, dict(coefficients=torch.ones(3)), r"coefficients.* is 3; expected 2"),
-    "grad sizes": ("CausalLinearDecayGrad", decay_grad, {}, dict(grad_output=randn(2, 6, 7, 6)), r"grad_output.* is 6; expected 5, because value gives Dv = 5"),
-    "packed batch": ("CausalLinearDecay", packed, {}, dict(query=randn(2, 6, 7, 4), key=randn(2, 2, 7, 4), value=randn(2, 2, 7, 5)), r"B = 2; with cu_seqlens it must be 1"),
+    "offsets": (
+        "LeanAttention",
+        ragged,
+        {},
+        dict(cu_seqlens=ints(0, 6)),
+        r"cu_seqlens.*\[B\+1\] is 2; expected 3, because query gives B = 2",
+    ),
+    "state sizes": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(initial_state=randn(2, 2, 5, 4)),
+        r"initial_state.* is 5; expected 4, because query gives R = 4",
+    ),
+    "tokens": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(value=randn(2, 2, 8, 5)),
+        r"value.* is 8; expected 7, because query gives N = 7",
+    ),
+    "layout": (
+        "CausalLinearDecay",
+        decay,
+        {"layout": "bnhd"},
+        {},
+        r"key has shape \[2,2,7,4\]: axis 1 of \[B,N,Hkv,R\] is 2; expected 6, because query gives N = 6",
+    ),
+    "coefficients": (
+        "NormalizedLinearAttention",
+        normalized,
+        {},
+        dict(coefficients=torch.ones(3)),
+        r"coefficients.* is 3; expected 2",
+    ),
+    "grad sizes": (
+        "CausalLinearDecayGrad",
+        decay_grad,
+        {},
+        dict(grad_output=randn(2, 6, 7, 6)),
+        r"grad_output.* is 6; expected 5, because value gives Dv = 5",
+    ),
+    "packed batch": (
+        "CausalLinearDecay",
+        packed,
+        {},
+        dict(query=randn(2, 6, 7, 4), key=randn(2, 2, 7, 4), value=randn(2, 2, 7, 5)),
+        r"B = 2; with cu_seqlens it must be 1",
+    ),
     # empty
-    "empty batch": ("LeanAttention", dense, {}, {k: v[:0] for k, v in dense().items() if not k.startswith("new")} | dict(new_key=None, new_value=None), r"query has shape \[0,6,3,8\]: axis 0 of \[B,H,Nq,D\] is 0; it is empty, expected at least 1"),
-    "no tokens": ("CausalLinearDecay", decay, {}, dict(query=randn(2, 6, 0, 4), key=randn(2, 2, 0, 4), value=randn(2, 2, 0, 5)), r"axis 2 .* is 0; it is empty"),
-    "no request": ("CausalLinearDecay", packed, {}, dict(cu_seqlens=ints(0)), r"cu_seqlens.* is 1; it is empty, expected at least 2"),
+    "empty batch": (
+        "LeanAttention",
+        dense,
+        {},
+        {k: v[:0] for k, v in dense().items() if not k.startswith("new")} | dict(new_key=None, new_value=None),
+        r"query has shape \[0,6,3,8\]: axis 0 of \[B,H,Nq,D\] is 0; it is empty, expected at least 1",
+    ),
+    "no tokens": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(query=randn(2, 6, 0, 4), key=randn(2, 2, 0, 4), value=randn(2, 2, 0, 5)),
+        r"axis 2 .* is 0; it is empty",
+    ),
+    "no request": (
+        "CausalLinearDecay",
+        packed,
+        {},
+        dict(cu_seqlens=ints(0)),
+        r"cu_seqlens.* is 1; it is empty, expected at least 2",
+    ),
     # partners
-    "new_value missing": ("LeanAttention", dense, APPEND, dict(new_value=None), r"new_value is missing, new_key is given; give both or neither"),
-    "new_key missing": ("LeanAttention", dense, APPEND, dict(new_key=None, new_value=None), r"append = 1 needs input new_key, which is missing"),
+    "new_value missing": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(new_value=None),
+        r"new_value is missing, new_key is given; give both or neither",
+    ),
+    "new_key missing": (
+        "LeanAttention",
+        dense,
+        APPEND,
+        dict(new_key=None, new_value=None),
+        r"append = 1 needs input new_key, which is missing",
+    ),
     "append off": ("LeanAttention", dense, {}, {}, r"input new_key needs append = 1; found append = 0"),
-    "two variants": ("LeanAttention", paged, {}, dict(cu_seqlens=ints(0, 6, 16)), r"cu_seqlens and block_table are both given.*give one"),
-    "ragged cache not ragged": ("LeanAttention", ragged, {}, dict(key_cache=randn(2, 2, 8, 8)), r"key_cache has shape \[2,2,8,8\], rank 4; expected \[Hkv,total,D\]"),
-    "paged cache not paged": ("LeanAttention", paged, {}, dict(key_cache=randn(2, 16, 8)), r"key_cache has shape \[2,16,8\], rank 3; expected \[P,block,Hkv,D\]"),
-    "norm without normalize": ("CausalLinearDecay", decay, {}, dict(initial_norm=randn(2, 2, 4)), r"input initial_norm needs normalize = 1; found normalize = 0"),
-    "state without norm": ("CausalLinearDecay", decay, {"normalize": 1}, {}, r"initial_norm is missing, initial_state is given; give both or neither \(with normalize = 1\)"),
-    "index without pool": ("CausalLinearDecay", decay, {}, dict(initial_state=None, state_index=ints(0, 1)), r"input state_index needs input initial_state, which is missing"),
-    "three of four sums": ("NormalizedLinearAttention", normalized, {}, dict(initial_state=randn(2, 2, 4, 5), initial_key_sum=randn(2, 2, 4), initial_value_sum=randn(2, 2, 5)), r"initial_count is missing"),
-    "decay gradient of nothing": ("CausalLinearDecayGrad", decay_grad, {"grad_decay": 1}, dict(log_decay=None), r"grad_decay = 1 needs input log_decay, which is missing"),
-    "state without causality": ("NormalizedLinearAttention", normalized, {"causal": 0, "return_state": 1}, {}, r"return_state = 1 needs causal = 1; found causal = 0"),
+    "two variants": (
+        "LeanAttention",
+        paged,
+        {},
+        dict(cu_seqlens=ints(0, 6, 16)),
+        r"cu_seqlens and block_table are both given.*give one",
+    ),
+    "ragged cache not ragged": (
+        "LeanAttention",
+        ragged,
+        {},
+        dict(key_cache=randn(2, 2, 8, 8)),
+        r"key_cache has shape \[2,2,8,8\], rank 4; expected \[Hkv,total,D\]",
+    ),
+    "paged cache not paged": (
+        "LeanAttention",
+        paged,
+        {},
+        dict(key_cache=randn(2, 16, 8)),
+        r"key_cache has shape \[2,16,8\], rank 3; expected \[P,block,Hkv,D\]",
+    ),
+    "norm without normalize": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(initial_norm=randn(2, 2, 4)),
+        r"input initial_norm needs normalize = 1; found normalize = 0",
+    ),
+    "state without norm": (
+        "CausalLinearDecay",
+        decay,
+        {"normalize": 1},
+        {},
+        r"initial_norm is missing, initial_state is given; give both or neither \(with normalize = 1\)",
+    ),
+    "index without pool": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(initial_state=None, state_index=ints(0, 1)),
+        r"input state_index needs input initial_state, which is missing",
+    ),
+    "three of four sums": (
+        "NormalizedLinearAttention",
+        normalized,
+        {},
+        dict(initial_state=randn(2, 2, 4, 5), initial_key_sum=randn(2, 2, 4), initial_value_sum=randn(2, 2, 5)),
+        r"initial_count is missing",
+    ),
+    "decay gradient of nothing": (
+        "CausalLinearDecayGrad",
+        decay_grad,
+        {"grad_decay": 1},
+        dict(log_decay=None),
+        r"grad_decay = 1 needs input log_decay, which is missing",
+    ),
+    "state without causality": (
+        "NormalizedLinearAttention",
+        normalized,
+        {"causal": 0, "return_state": 1},
+        {},
+        r"return_state = 1 needs causal = 1; found causal = 0",
+    ),
     # attributes
-    "window 0": ("LeanAttention", dense, {**APPEND, "window": 0}, {}, r"attribute window is 0; expected 1 or more, or -1 for off"),
-    "window not causal": ("LeanAttention", dense, {**APPEND, "window": 4, "causal": 0}, {}, r"window = 4 needs causal = 1; found causal = 0"),
-    "softcap negative": ("LeanAttention", dense, {**APPEND, "softcap": -1.0}, {}, r"attribute softcap is -1; expected 0 or more"),
-    "scale not finite": ("LeanAttention", dense, {**APPEND, "scale": float("nan")}, {}, r"attribute scale is -?nan; expected a finite number"),
-    "layout unknown": ("LeanAttention", dense, {**APPEND, "layout": "nhd"}, {}, r"attribute layout is 'nhd'; expected one of bhnd, bnhd"),
-    "reference only": ("CausalLinearDecay", decay, {"algorithm": "vanilla"}, {}, r"attribute algorithm is 'vanilla', which only the PyTorch reference has; the kernels have auto, causal_dot_product, fleet, lightning"),
-    "algorithm unknown": ("CausalLinearDecay", decay, {"algorithm": "fast"}, {}, r"attribute algorithm is 'fast'; expected one of auto, causal_dot_product, fleet, lightning"),
+    "window 0": (
+        "LeanAttention",
+        dense,
+        {**APPEND, "window": 0},
+        {},
+        r"attribute window is 0; expected 1 or more, or -1 for off",
+    ),
+    "window not causal": (
+        "LeanAttention",
+        dense,
+        {**APPEND, "window": 4, "causal": 0},
+        {},
+        r"window = 4 needs causal = 1; found causal = 0",
+    ),
+    "softcap negative": (
+        "LeanAttention",
+        dense,
+        {**APPEND, "softcap": -1.0},
+        {},
+        r"attribute softcap is -1; expected 0 or more",
+    ),
+    "scale not finite": (
+        "LeanAttention",
+        dense,
+        {**APPEND, "scale": float("nan")},
+        {},
+        r"attribute scale is -?nan; expected a finite number",
+    ),
+    "layout unknown": (
+        "LeanAttention",
+        dense,
+        {**APPEND, "layout": "nhd"},
+        {},
+        r"attribute layout is 'nhd'; expected one of bhnd, bnhd",
+    ),
+    "reference only": (
+        "CausalLinearDecay",
+        decay,
+        {"algorithm": "vanilla"},
+        {},
+        r"attribute algorithm is 'vanilla', which only the PyTorch reference has; the kernels have auto, causal_dot_product, fleet, lightning",
+    ),
+    "algorithm unknown": (
+        "CausalLinearDecay",
+        decay,
+        {"algorithm": "fast"},
+        {},
+        r"attribute algorithm is 'fast'; expected one of auto, causal_dot_product, fleet, lightning",
+    ),
     "eps negative": ("NormalizedLinearAttention", normalized, {"eps": -1.0}, {}, r"attribute eps is -1; expected 0 or more"),
-    "normalised gradient": ("CausalLinearDecayGrad", decay_grad, {"normalize": 1}, {}, r"attribute normalize is 1: the normalised form is differentiated by composition"),
-    "gradient of states": ("NormalizedLinearAttentionGrad", normalized_grad, {"return_state": 1}, {}, r"attribute return_state is 1: carried states have no gradient here"),
+    "normalised gradient": (
+        "CausalLinearDecayGrad",
+        decay_grad,
+        {"normalize": 1},
+        {},
+        r"attribute normalize is 1: the normalised form is differentiated by composition",
+    ),
+    "gradient of states": (
+        "NormalizedLinearAttentionGrad",
+        normalized_grad,
+        {"return_state": 1},
+        {},
+        r"attribute return_state is 1: carried states have no gradient here",
+    ),
     # values that are always checked
-    "positive decay": ("CausalLinearDecay", decay, {}, dict(log_decay=torch.tensor([-0.1, 0.3])), r"log_decay\[1\] is 0\.3.*\[-inf, ?0\]"),
-    "NaN decay": ("CausalLinearDecay", decay, {}, dict(log_decay=torch.tensor([float("nan"), -0.1])), r"log_decay\[0\] is -?nan"),
-    "positive token decay": ("CausalLinearDecayGrad", decay_grad, {}, dict(log_decay=torch.full((2, 2, 7), -0.1).index_fill(2, torch.tensor(3), 0.5)), r"log_decay\[0,0,3\] is 0\.5"),
+    "positive decay": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(log_decay=torch.tensor([-0.1, 0.3])),
+        r"log_decay\[1\] is 0\.3.*\[-inf, ?0\]",
+    ),
+    "NaN decay": (
+        "CausalLinearDecay",
+        decay,
+        {},
+        dict(log_decay=torch.tensor([float("nan"), -0.1])),
+        r"log_decay\[0\] is -?nan",
+    ),
+    "positive token decay": (
+        "CausalLinearDecayGrad",
+        decay_grad,
+        {},
+        dict(log_decay=torch.full((2, 2, 7), -0.1).index_fill(2, torch.tensor(3), 0.5)),
+        r"log_decay\[0,0,3\] is 0\.5",
+    ),
 }
 # Values that kernels tolerate by clamping; LEANFLEET_CHECK=1 reports them.
 CHECKED = {
@@ -136,10 +444,27 @@ CHECKED = {
     "query_lens": ("LeanAttention", dense, APPEND, dict(query_lens=ints(4, 2)), r"query_lens\[0\] is 4"),
     "ragged length": ("LeanAttention", ragged, {}, dict(seq_lens=ints(7, 9)), r"seq_lens\[0\] is 7.*6"),
     "ragged offsets": ("LeanAttention", ragged, {}, dict(cu_seqlens=ints(0, 12, 9)), r"cu_seqlens\[2\] is 9"),
-    "page id": ("LeanAttention", paged, {}, dict(block_table=torch.tensor([[4, 7], [2, 1]], dtype=I32)), r"block_table\[0,1\] is 7"),
+    "page id": (
+        "LeanAttention",
+        paged,
+        {},
+        dict(block_table=torch.tensor([[4, 7], [2, 1]], dtype=I32)),
+        r"block_table\[0,1\] is 7",
+    ),
     "packed offsets": ("CausalLinearDecay", packed, {}, dict(cu_seqlens=ints(0, 3, 9)), r"cu_seqlens\[2\] is 9"),
     "pool row": ("CausalLinearDecay", decay, {}, dict(state_index=ints(0, 5)), r"state_index\[1\] is 5"),
-    "count": ("NormalizedLinearAttention", normalized, {}, dict(initial_state=randn(2, 2, 4, 5), initial_key_sum=randn(2, 2, 4), initial_value_sum=randn(2, 2, 5), initial_count=ints(3, -1)), r"initial_count(\[1\] is| holds) -1"),
+    "count": (
+        "NormalizedLinearAttention",
+        normalized,
+        {},
+        dict(
+            initial_state=randn(2, 2, 4, 5),
+            initial_key_sum=randn(2, 2, 4),
+            initial_value_sum=randn(2, 2, 5),
+            initial_count=ints(3, -1),
+        ),
+        r"initial_count(\[1\] is| holds) -1",
+    ),
 }
 
 
@@ -225,15 +550,19 @@ def test_mutating_form_leaves_the_cache_when_it_refuses():
 
 def test_missing_library(tmp_path, monkeypatch):
     monkeypatch.setenv("LEANFLEET_LIBRARY_DIR", str(tmp_path))
-    model = ort_models.node_model(spec.all_specs()["NormalizedLinearAttention"], {k: list(v.shape) for k, v in normalized().items()})
+    model = ort_models.node_model(
+        spec.all_specs()["NormalizedLinearAttention"], {k: list(v.shape) for k, v in normalized().items()}
+    )
     with pytest.raises(FileNotFoundError, match="libleanfleet_ort.so does not exist.*pip install"):
         make_session(model.SerializeToString(), providers=["CPUExecutionProvider"])
 
 
 def test_without_onnxruntime_the_import_works_and_the_call_says_what_to_install():
-    code = ("import sys; sys.modules['onnxruntime'] = None\n"
-            "import leanfleet.ort_ops as o\n"
-            "try:\n    o.make_session(b'')\nexcept ImportError as error:\n    print(error)\n")
+    code = (
+        "import sys; sys.modules['onnxruntime'] = None\n"
+        "import leanfleet.ort_ops as o\n"
+        "try:\n    o.make_session(b'')\nexcept ImportError as error:\n    print(error)\n"
+    )
     printed = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True, check=True).stdout
     assert "onnxruntime" in printed and "[ort]" in printed, printed
 
@@ -266,8 +595,13 @@ def workspace_of(op, sizes, changed=None, attrs=None):
     return native.Call(op.name, entries, [], attrs or {}, threads=2).workspace()
 
 
-AXES = [(op.name, t.name, axis) for op in spec.all_specs().values() for t in op.inputs if not t.optional
-        for axis in range(len(op.shape_of(t, set()).axes))]
+AXES = [
+    (op.name, t.name, axis)
+    for op in spec.all_specs().values()
+    for t in op.inputs
+    if not t.optional
+    for axis in range(len(op.shape_of(t, set()).axes))
+]
 
 
 @pytest.mark.parametrize("op_name, name, axis", AXES)
@@ -275,25 +609,48 @@ AXES = [(op.name, t.name, axis) for op in spec.all_specs().values() for t in op.
 def test_an_axis_longer_than_int32_is_refused(op_name, name, axis, size):
     """A size that kernels hold as int32 must not become another one."""
     op = spec.all_specs()[op_name]
-    with pytest.raises(ValueError, match=rf"^{op_name}: {name} has shape \[.*: axis {axis} of \[.*\] is {size}; "
-                       "an axis has at most 2147483647$"):
+    with pytest.raises(
+        ValueError,
+        match=rf"^{op_name}: {name} has shape \[.*: axis {axis} of \[.*\] is {size}; "
+        "an axis has at most 2147483647$",
+    ):
         workspace_of(op, {}, (name, axis, size))
 
 
 LONGEST = 2**31 - 1
 
 
-@pytest.mark.parametrize("op_name, sizes, message", (
-    ("LeanAttention", dict(B=2**15, Hkv=2**15, H=2**15), r"the batch has B x Hkv = 1073741824 heads; .* fewer than 2\^30"),
-    ("LeanAttention", dict(D=2**28), r"query has D = 268435456; the kernels take fewer than 2\^28"),
-    ("LeanAttention", dict(Dv=LONGEST), r"value_cache has Dv = 2147483647; the kernels take fewer than 2\^28"),
-    ("LeanAttention", dict(H=LONGEST, Nq=LONGEST), r"query has shape \[1,2147483647,2147483647,1\]; a tensor has at most 2\^47 elements"),
-    ("CausalLinearDecay", dict(R=LONGEST, Dv=LONGEST), r"a state has R x Dv = 4611686014132420609 elements; .* up to 2\^40"),
-    ("CausalLinearDecay", dict(B=LONGEST, H=LONGEST, N=LONGEST, R=LONGEST), r"query has shape .* at most 2\^47 elements"),
-    ("CausalLinearDecayGrad", dict(R=2**21, Dv=2**20), r"a state has R x Dv = 2199023255552 elements"),
-    ("NormalizedLinearAttention", dict(H=LONGEST, Dv=2**18), r"output has shape \[1,2147483647,1,262144\]; a tensor has at most 2\^47"),
-    ("NormalizedLinearAttention", dict(D=LONGEST, Dv=LONGEST), r"a state has D x Dv = 4611686014132420609 elements; .* up to 2\^40"),
-    ("NormalizedLinearAttentionGrad", dict(D=2**21, Dv=2**20), r"a state has D x Dv = 2199023255552 elements")))
+@pytest.mark.parametrize(
+    "op_name, sizes, message",
+    (
+        ("LeanAttention", dict(B=2**15, Hkv=2**15, H=2**15), r"the batch has B x Hkv = 1073741824 heads; .* fewer than 2\^30"),
+        ("LeanAttention", dict(D=2**28), r"query has D = 268435456; the kernels take fewer than 2\^28"),
+        ("LeanAttention", dict(Dv=LONGEST), r"value_cache has Dv = 2147483647; the kernels take fewer than 2\^28"),
+        (
+            "LeanAttention",
+            dict(H=LONGEST, Nq=LONGEST),
+            r"query has shape \[1,2147483647,2147483647,1\]; a tensor has at most 2\^47 elements",
+        ),
+        (
+            "CausalLinearDecay",
+            dict(R=LONGEST, Dv=LONGEST),
+            r"a state has R x Dv = 4611686014132420609 elements; .* up to 2\^40",
+        ),
+        ("CausalLinearDecay", dict(B=LONGEST, H=LONGEST, N=LONGEST, R=LONGEST), r"query has shape .* at most 2\^47 elements"),
+        ("CausalLinearDecayGrad", dict(R=2**21, Dv=2**20), r"a state has R x Dv = 2199023255552 elements"),
+        (
+            "NormalizedLinearAttention",
+            dict(H=LONGEST, Dv=2**18),
+            r"output has shape \[1,2147483647,1,262144\]; a tensor has at most 2\^47",
+        ),
+        (
+            "NormalizedLinearAttention",
+            dict(D=LONGEST, Dv=LONGEST),
+            r"a state has D x Dv = 4611686014132420609 elements; .* up to 2\^40",
+        ),
+        ("NormalizedLinearAttentionGrad", dict(D=2**21, Dv=2**20), r"a state has D x Dv = 2199023255552 elements"),
+    ),
+)
 def test_products_of_sizes_beyond_the_kernels_are_refused(op_name, sizes, message):
     with pytest.raises((ValueError, native.UnsupportedError), match=f"^{op_name}: {message}"):
         workspace_of(spec.all_specs()[op_name], sizes)

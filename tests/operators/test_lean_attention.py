@@ -32,8 +32,7 @@ def assert_close(name, found, judge, baseline, size):
     rounding = 2.0**-22 * size + unit * max(judge[finite].abs().flatten().tolist(), default=0)
     assert torch.equal(found[~finite], judge[~finite]), f"{name} is not infinite where the reference is"
     assert found[finite].isfinite().all(), f"{name} is not finite where the reference is"
-    for word, measure, factor in (("rms", lambda t: t.pow(2).mean().sqrt(), 2),
-                                  ("greatest", lambda t: t.abs().max(), 4)):
+    for word, measure, factor in (("rms", lambda t: t.pow(2).mean().sqrt(), 2), ("greatest", lambda t: t.abs().max(), 4)):
         if finite.any():
             error = measure(found[finite] - judge[finite]).item()
             bound = factor * measure(baseline[finite] - judge[finite]).item() + rounding
@@ -44,8 +43,9 @@ def check(inputs, attrs, threads=(2,), in_place=False):
     """Runs the kernel with each number of threads and compares every output with the reference; returns the last
     outputs."""
     judge, baseline = judged(inputs, attrs)
-    values = [inputs[n] for n in ("value_cache", "query" if attrs.get("packed_qkv") else "new_value")
-              if inputs.get(n) is not None]
+    values = [
+        inputs[n] for n in ("value_cache", "query" if attrs.get("packed_qkv") else "new_value") if inputs.get(n) is not None
+    ]
     size = max(v.nan_to_num(0, 0, 0).abs().max().item() for v in values)  # outputs are means of these
     lse_size = 1 + max(judge[1][judge[1].isfinite()].abs().tolist(), default=0)
     for count in threads:
@@ -68,8 +68,19 @@ def check(inputs, attrs, threads=(2,), in_place=False):
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decode_ragged_batch(variant, dtype):
     for group, (D, Dv) in ((1, (64, 64)), (3, (64, 32)), (4, (128, 96)), (5, (40, 24)), (7, (16, 17)), (16, (33, 64))):
-        inputs, attrs = make_case(group, variant, dtype, (1, 63, 64, 65, 300, 0, 128), H=2 * group, Hkv=2, D=D, Dv=Dv,
-                                  append=group % 2 == 0, softcap=3.0 if group == 4 else 0.0, sinks=group == 3)
+        inputs, attrs = make_case(
+            group,
+            variant,
+            dtype,
+            (1, 63, 64, 65, 300, 0, 128),
+            H=2 * group,
+            Hkv=2,
+            D=D,
+            Dv=Dv,
+            append=group % 2 == 0,
+            softcap=3.0 if group == 4 else 0.0,
+            sinks=group == 3,
+        )
         check(inputs, attrs)
 
 
@@ -77,11 +88,29 @@ def test_decode_ragged_batch(variant, dtype):
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompts(variant, layout, dtype):
-    for seed, attrs in enumerate(({}, {"causal": 0}, {"window": 1}, {"window": 20, "sinks": True, "append": True},
-                                  {"softcap": 5.0, "scale": 0.7, "append": True})):
-        inputs, attrs = make_case(seed, variant, dtype, (70, 130, 40, 0, 200), query_lens=(70, 65, 1, 0, 33), Nq=70,
-                                  H=6, Hkv=(2, 6)[seed % 2], D=(32, 20)[seed % 2], Dv=(48, 7)[seed % 2], layout=layout,
-                                  **attrs)
+    for seed, attrs in enumerate(
+        (
+            {},
+            {"causal": 0},
+            {"window": 1},
+            {"window": 20, "sinks": True, "append": True},
+            {"softcap": 5.0, "scale": 0.7, "append": True},
+        )
+    ):
+        inputs, attrs = make_case(
+            seed,
+            variant,
+            dtype,
+            (70, 130, 40, 0, 200),
+            query_lens=(70, 65, 1, 0, 33),
+            Nq=70,
+            H=6,
+            Hkv=(2, 6)[seed % 2],
+            D=(32, 20)[seed % 2],
+            Dv=(48, 7)[seed % 2],
+            layout=layout,
+            **attrs,
+        )
         check(inputs, attrs, threads=(3,))
 
 
@@ -94,8 +123,9 @@ def test_lengths_at_tile_edges(length, Nq):
 
 @pytest.mark.parametrize("block", (1, 3, 16, 256))
 def test_page_sizes(block):
-    inputs, attrs = make_case(1, "paged", torch.bfloat16, (200, 17, 130), query_lens=(2, 9, 0), Nq=9, block=block, D=64,
-                              append=True)
+    inputs, attrs = make_case(
+        1, "paged", torch.bfloat16, (200, 17, 130), query_lens=(2, 9, 0), Nq=9, block=block, D=64, append=True
+    )
     check(inputs, attrs)
 
 
@@ -116,23 +146,48 @@ def test_lengths_left_out(variant):
 def test_packed_projections_equal_separate_ones(variant, layout, dtype):
     for rotary in (0, 9):
         for Nq, H, Hkv, D, lens in ((1, 6, 2, 24, (1, 63, 64, 65, 0, 300)), (5, 3, 3, 17, (9, 5, 0)), (70, 8, 1, 32, (70, 90))):
-            inputs, attrs = make_case(Nq, variant, dtype, lens, query_lens=[min(n, Nq) for n in lens], Nq=Nq, H=H, Hkv=Hkv, D=D,
-                                      Dv=D, append=True, layout=layout, rotary=min(rotary, D // 2), sinks=Nq == 5)
+            inputs, attrs = make_case(
+                Nq,
+                variant,
+                dtype,
+                lens,
+                query_lens=[min(n, Nq) for n in lens],
+                Nq=Nq,
+                H=H,
+                Hkv=Hkv,
+                D=D,
+                Dv=D,
+                append=True,
+                layout=layout,
+                rotary=min(rotary, D // 2),
+                sinks=Nq == 5,
+            )
             apart = check(inputs, attrs)
             together = check(*packed(inputs, attrs), in_place=True)
             assert all(same_bits(apart[name], together[name]) for name in apart)
 
 
-@pytest.mark.parametrize("changes, message", (
-    ({}, r"query has shape \[1,4,1,24\]: axis 1 of \[B,H\+2Hkv,Nq,D\] is 4; expected at least 5, because key_cache gives "
-         "Hkv = 2"),
-    (dict(query=torch.zeros(1, 7, 1, 24)), "H = 3 is not a multiple of Hkv = 2"),
-    (dict(query=torch.zeros(1, 8, 1, 24), value_cache=torch.zeros(1, 2, 68, 16)),
-     "D = 24 and Dv = 16; with packed_qkv = 1 they must be the same"),
-    (dict(new_key=torch.zeros(1, 2, 1, 24), new_value=torch.zeros(1, 2, 1, 24)),
-     "packed_qkv and new_key are both given; give one of them"),
-    (dict(append=0), "packed_qkv = 1 needs append = 1; found append = 0"),
-    (dict(packed_qkv=0), "append = 1 needs input new_key, which is missing, or packed_qkv = 1; found packed_qkv = 0")))
+@pytest.mark.parametrize(
+    "changes, message",
+    (
+        (
+            {},
+            r"query has shape \[1,4,1,24\]: axis 1 of \[B,H\+2Hkv,Nq,D\] is 4; expected at least 5, because key_cache gives "
+            "Hkv = 2",
+        ),
+        (dict(query=torch.zeros(1, 7, 1, 24)), "H = 3 is not a multiple of Hkv = 2"),
+        (
+            dict(query=torch.zeros(1, 8, 1, 24), value_cache=torch.zeros(1, 2, 68, 16)),
+            "D = 24 and Dv = 16; with packed_qkv = 1 they must be the same",
+        ),
+        (
+            dict(new_key=torch.zeros(1, 2, 1, 24), new_value=torch.zeros(1, 2, 1, 24)),
+            "packed_qkv and new_key are both given; give one of them",
+        ),
+        (dict(append=0), "packed_qkv = 1 needs append = 1; found append = 0"),
+        (dict(packed_qkv=0), "append = 1 needs input new_key, which is missing, or packed_qkv = 1; found packed_qkv = 0"),
+    ),
+)
 def test_packed_projections_that_cannot_be(changes, message):
     inputs, attrs = packed(*make_case(lens=(65,), D=24, Dv=24, append=True))
     inputs["query"] = inputs["query"][:, :4].contiguous()
@@ -144,8 +199,14 @@ def test_packed_projections_that_cannot_be(changes, message):
         reference.lean_attention(**inputs, **attrs)
 
 
-ROTARY = (dict(D=64, rotary=32), dict(D=64, rotary=8), dict(D=40, rotary=20, rotary_interleaved=1), dict(D=17, rotary=5),
-          dict(D=2, rotary=1), dict(D=96, rotary=33, rotary_interleaved=1))
+ROTARY = (
+    dict(D=64, rotary=32),
+    dict(D=64, rotary=8),
+    dict(D=40, rotary=20, rotary_interleaved=1),
+    dict(D=17, rotary=5),
+    dict(D=2, rotary=1),
+    dict(D=96, rotary=33, rotary_interleaved=1),
+)
 
 
 @pytest.mark.parametrize("append", (False, True))
@@ -157,8 +218,9 @@ def test_rotary_encoding(variant, append, dtype):
     for seed, rotary in enumerate(ROTARY):
         layout, causal = ("bhnd", "bnhd")[seed % 2], int(seed != 2)
         for Nq, lens, counts in ((1, (1, 63, 64, 65, 0, 300), None), (70, (70, 130, 40, 0, 9), (70, 65, 1, 0, 3))):
-            inputs, attrs = make_case(seed, variant, dtype, lens, query_lens=counts, Nq=Nq, append=append, layout=layout,
-                                      causal=causal, **rotary)
+            inputs, attrs = make_case(
+                seed, variant, dtype, lens, query_lens=counts, Nq=Nq, append=append, layout=layout, causal=causal, **rotary
+            )
             check(inputs, attrs, in_place=append and seed % 2 == 1)
 
 
@@ -166,13 +228,13 @@ def test_rotary_encoding(variant, append, dtype):
 def test_rotary_encoding_equals_one_before_the_operator(dtype):
     """The operator on rows that were turned and rounded beforehand: the same to a rounding of float32."""
     for interleaved in (0, 1):
-        inputs, attrs = make_case(3, "paged", dtype, (30, 65, 9), query_lens=(5, 5, 2), Nq=5, append=True, rotary=8,
-                                  rotary_interleaved=interleaved)
+        inputs, attrs = make_case(
+            3, "paged", dtype, (30, 65, 9), query_lens=(5, 5, 2), Nq=5, append=True, rotary=8, rotary_interleaved=interleaved
+        )
         first = inputs["seq_lens"] - inputs["query_lens"]
         positions = first.unsqueeze(1) + torch.arange(5)
         tables = inputs["cos_cache"], inputs["sin_cache"]
-        before = {n: reference._rotate(inputs[n], positions, *tables, interleaved, torch.float32)
-                  for n in ("query", "new_key")}
+        before = {n: reference._rotate(inputs[n], positions, *tables, interleaved, torch.float32) for n in ("query", "new_key")}
         plain = {**inputs, **before, "cos_cache": None, "sin_cache": None}
         expected = run_kernel("LeanAttention", plain, {**attrs, "rotary_interleaved": 0})
         found = check(inputs, attrs)
@@ -188,21 +250,32 @@ def test_positions_beyond_the_tables_are_clamped(monkeypatch):
         check(inputs, attrs)
         with monkeypatch.context() as patch:
             patch.setenv("LEANFLEET_CHECK", "1")
-            with pytest.raises(ValueError, match=r"^LeanAttention: the last new token of request 0 stands at position 49; "
-                               r"cos_cache has 48 rows, expected positions 0 \.\. 47"):
+            with pytest.raises(
+                ValueError,
+                match=r"^LeanAttention: the last new token of request 0 stands at position 49; "
+                r"cos_cache has 48 rows, expected positions 0 \.\. 47",
+            ):
                 run_kernel("LeanAttention", inputs, attrs)
             inputs["seq_lens"][0] = 48
             run_kernel("LeanAttention", inputs, attrs)
 
 
-@pytest.mark.parametrize("changes, message", (
-    (dict(sin_cache=None), "sin_cache is missing, cos_cache is given; give both or neither"),
-    (dict(cos_cache=None, sin_cache=None, rotary_interleaved=1),
-     "rotary_interleaved = 1 needs input cos_cache, which is missing"),
-    (dict(cos_cache=torch.zeros(9, 13), sin_cache=torch.zeros(9, 13)),
-     r"cos_cache has half = 13, which rotates 26 columns; query has D = 24, expected half <= 12"),
-    (dict(sin_cache=torch.zeros(8, 12)), r"sin_cache has shape \[8,12\]: axis 0 of \[positions,half\] is 8; expected 9"),
-    (dict(cos_cache=torch.zeros(9, 12, dtype=torch.float16)), "cos_cache has type float16; expected float32")))
+@pytest.mark.parametrize(
+    "changes, message",
+    (
+        (dict(sin_cache=None), "sin_cache is missing, cos_cache is given; give both or neither"),
+        (
+            dict(cos_cache=None, sin_cache=None, rotary_interleaved=1),
+            "rotary_interleaved = 1 needs input cos_cache, which is missing",
+        ),
+        (
+            dict(cos_cache=torch.zeros(9, 13), sin_cache=torch.zeros(9, 13)),
+            r"cos_cache has half = 13, which rotates 26 columns; query has D = 24, expected half <= 12",
+        ),
+        (dict(sin_cache=torch.zeros(8, 12)), r"sin_cache has shape \[8,12\]: axis 0 of \[positions,half\] is 8; expected 9"),
+        (dict(cos_cache=torch.zeros(9, 12, dtype=torch.float16)), "cos_cache has type float16; expected float32"),
+    ),
+)
 def test_wrong_rotary_inputs(changes, message):
     inputs, attrs = make_case(2, lens=(9,), rotary=12)
     attrs["rotary_interleaved"] = changes.get("rotary_interleaved", 0)
@@ -227,10 +300,14 @@ def test_one_cache_in_place():
     expected = check(inputs, attrs)
     for taken in ("key_cache", "value_cache"):
         mine = {n: t.clone() if t is not None else None for n, t in inputs.items()}
-        outputs = {n: mine[taken] if n == f"{taken}_out" else poisoned(t.shape, t.dtype, t.device)
-                   for n, t in expected.items()}
-        call = native.Call("LeanAttention", [entry(mine.get(t.name)) for t in op.inputs],
-                           [entry(outputs[t.name]) for t in op.outputs], attrs, threads=2)
+        outputs = {n: mine[taken] if n == f"{taken}_out" else poisoned(t.shape, t.dtype, t.device) for n, t in expected.items()}
+        call = native.Call(
+            "LeanAttention",
+            [entry(mine.get(t.name)) for t in op.inputs],
+            [entry(outputs[t.name]) for t in op.outputs],
+            attrs,
+            threads=2,
+        )
         size, _ = call.workspace()
         scratch, at = aligned(size, "cpu", 0xFF)
         call.run(at, size)
@@ -240,8 +317,14 @@ def test_one_cache_in_place():
 @pytest.mark.parametrize("threads", (1, 2, 3, 8, 61))
 def test_threads(threads):
     """Any number of threads gives the same within rounding, and each the same bits every time."""
-    for seed, case in enumerate((dict(lens=(3000,), H=3, Hkv=1, D=64, Dv=64), dict(lens=(1, 900, 64, 700), H=8, Hkv=2),
-                                 dict(lens=(400, 100), Nq=100, H=4, Hkv=2), dict(lens=(0, 0)))):
+    for seed, case in enumerate(
+        (
+            dict(lens=(3000,), H=3, Hkv=1, D=64, Dv=64),
+            dict(lens=(1, 900, 64, 700), H=8, Hkv=2),
+            dict(lens=(400, 100), Nq=100, H=4, Hkv=2),
+            dict(lens=(0, 0)),
+        )
+    ):
         inputs, attrs = make_case(seed, **case)
         first = check(inputs, attrs, (threads,))
         for _ in range(5):
@@ -262,8 +345,9 @@ def test_pages_outside_the_pool_are_masked_out():
     """Also where none is left: output 0, and the sink alone in lse. Nothing is written to them."""
     for sinks in (False, True):
         for causal in (0, 1):
-            inputs, attrs = make_case(7, "paged", lens=(100, 40, 33), query_lens=(20, 3, 1), Nq=20, sinks=sinks,
-                                      append=True, causal=causal)
+            inputs, attrs = make_case(
+                7, "paged", lens=(100, 40, 33), query_lens=(20, 3, 1), Nq=20, sinks=sinks, append=True, causal=causal
+            )
             table = inputs["block_table"]
             table[0, 1], table[0, 5], table[1, :], table[2, 2] = -1, 10**6, -5, 2**31 - 1
             out = check(inputs, attrs)
@@ -274,7 +358,7 @@ def garbage(value, like):
     return torch.full_like(like, value)
 
 
-@pytest.mark.parametrize("value", (-2**31, -1, 0, 5, 41, 2**31 - 1))
+@pytest.mark.parametrize("value", (-(2**31), -1, 0, 5, 41, 2**31 - 1))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_garbage_lengths_are_clamped(variant, value):
     """No index leaves a buffer (AddressSanitizer builds watch), and the clamped meaning is the reference's."""
@@ -286,7 +370,7 @@ def test_garbage_lengths_are_clamped(variant, value):
             check({**inputs, name: garbage(value, inputs[name])}, attrs)
 
 
-@pytest.mark.parametrize("offsets", ((-5, 10, 2**31 - 1, 20), (50, 40, 30, 20), (-2**31, -1, 99, 200), (0, 0, 0, 0)))
+@pytest.mark.parametrize("offsets", ((-5, 10, 2**31 - 1, 20), (50, 40, 30, 20), (-(2**31), -1, 99, 200), (0, 0, 0, 0)))
 def test_garbage_offsets_are_clamped(offsets):
     inputs, attrs = make_case(9, "ragged", lens=(30, 40, 20), Nq=4)
     for t in ("key_cache", "value_cache"):
@@ -328,8 +412,11 @@ def test_sinks_of_any_size():
 @given(data=st.data())
 def test_any_call(data):
     draw = data.draw
-    lens = draw(st.lists(st.one_of(st.integers(0, 200), st.sampled_from((0, 1, 63, 64, 65, 127, 128, 129, 400))),
-                         min_size=1, max_size=5))
+    lens = draw(
+        st.lists(
+            st.one_of(st.integers(0, 200), st.sampled_from((0, 1, 63, 64, 65, 127, 128, 129, 400))), min_size=1, max_size=5
+        )
+    )
     Nq = draw(st.sampled_from((1, 1, 2, 3, 7, 33)))
     query_lens = draw(st.one_of(st.none(), st.just(tuple(draw(st.integers(0, min(Nq, n))) for n in lens))))
     causal = draw(st.booleans())
@@ -338,12 +425,28 @@ def test_any_call(data):
     D = draw(width)
     rotary = draw(st.one_of(st.just(0), st.integers(1, D // 2))) if D > 1 else 0
     inputs, attrs = make_case(
-        draw(st.integers(0, 2**20)), draw(st.sampled_from(VARIANTS)), draw(st.sampled_from(DTYPES)), lens, query_lens,
-        H=Hkv * group, Hkv=Hkv, Nq=Nq, D=D, Dv=draw(width), block=draw(st.sampled_from((1, 2, 16, 64))),
-        sinks=draw(st.booleans()), layout=draw(st.sampled_from(("bhnd", "bnhd"))), append=draw(st.booleans()),
-        window=draw(st.sampled_from((-1, 1, 2, 17, 64))) if causal else -1, causal=int(causal),
-        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))), scale=draw(st.sampled_from((0.0, 0.3, -0.5))), rotary=rotary,
-        positions=draw(st.sampled_from((None, 1, 50))), rotary_interleaved=int(rotary > 0 and draw(st.booleans())))
+        draw(st.integers(0, 2**20)),
+        draw(st.sampled_from(VARIANTS)),
+        draw(st.sampled_from(DTYPES)),
+        lens,
+        query_lens,
+        H=Hkv * group,
+        Hkv=Hkv,
+        Nq=Nq,
+        D=D,
+        Dv=draw(width),
+        block=draw(st.sampled_from((1, 2, 16, 64))),
+        sinks=draw(st.booleans()),
+        layout=draw(st.sampled_from(("bhnd", "bnhd"))),
+        append=draw(st.booleans()),
+        window=draw(st.sampled_from((-1, 1, 2, 17, 64))) if causal else -1,
+        causal=int(causal),
+        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
+        scale=draw(st.sampled_from((0.0, 0.3, -0.5))),
+        rotary=rotary,
+        positions=draw(st.sampled_from((None, 1, 50))),
+        rotary_interleaved=int(rotary > 0 and draw(st.booleans())),
+    )
     check(inputs, attrs, (draw(st.sampled_from((1, 2, 3, 8))),), draw(st.booleans()) if attrs["append"] else False)
 
 
@@ -387,10 +490,14 @@ def test_more_tokens_than_keys_is_refused(monkeypatch):
         run_kernel("LeanAttention", inputs, attrs)
 
 
-@pytest.mark.parametrize("Nq, S, P, message", (
-    (2**28, 8, 0, r"query has H x Nq = 1073741824 rows a request; the kernels take fewer than 2\^30"),
-    (1, 2**30, 0, r"the cache holds 1073741824 positions a request; .* fewer than 2\^30"),
-    (1, 8, 2**30, r"the pool has 1073741824 pages; .* fewer than 2\^30")))
+@pytest.mark.parametrize(
+    "Nq, S, P, message",
+    (
+        (2**28, 8, 0, r"query has H x Nq = 1073741824 rows a request; the kernels take fewer than 2\^30"),
+        (1, 2**30, 0, r"the cache holds 1073741824 positions a request; .* fewer than 2\^30"),
+        (1, 8, 2**30, r"the pool has 1073741824 pages; .* fewer than 2\^30"),
+    ),
+)
 def test_sizes_beyond_the_kernels_are_refused(Nq, S, P, message):
     """Shapes only: nothing is allocated."""
     cache = (0, (P, 4, 1, 8) if P else (1, 1, S, 8), "float32")
@@ -424,19 +531,33 @@ def lengths(seq_lens, query_lens):
 
 
 SHARED_SLOTS = {
-    "two writers": (table_with((1, 1), 2), r"requests 0 and 1 both write to slot 1 of page 2, which is block_table\[0,2\] and "
-                                           r"block_table\[1,1\]; a slot takes one new token"),
+    "two writers": (
+        table_with((1, 1), 2),
+        r"requests 0 and 1 both write to slot 1 of page 2, which is block_table\[0,2\] and "
+        r"block_table\[1,1\]; a slot takes one new token",
+    ),
     "two writers that overlap in part": (lengths((38, 23, 0), (4, 3, 0)), None),
-    "a reader": (table_with((1, 0), 1), r"request 1 reads slot 14 of page 1, which is block_table\[1,0\], and request 0 writes it "
-                                        r"in the same call, as block_table\[0,1\]; requests share only what none of them writes"),
+    "a reader": (
+        table_with((1, 0), 1),
+        r"request 1 reads slot 14 of page 1, which is block_table\[1,0\], and request 0 writes it "
+        r"in the same call, as block_table\[0,1\]; requests share only what none of them writes",
+    ),
     "a reader that appends nothing has no rows": (table_with((2, 2), 2), None),
     "a reader with one more key": (lengths((34, 18, 33), (4, 1, 1)), r"requests 0 and 2 both write to slot 0 of page 2"),
-    "a reader behind the writer": (lengths((34, 18, 30), (4, 1, 1)), r"request 0 reads slot 13 of page 1, which is "
-                                   r"block_table\[0,1\], and request 2 writes it in the same call, as block_table\[2,1\]"),
-    "a page twice in one table": (table_with((0, 0), 2), r"request 0 reads slot 0 of page 2, which is block_table\[0,0\], and "
-                                                         r"request 0 writes it in the same call, as block_table\[0,2\]"),
-    "one slot for two new tokens": (lambda inputs: (lengths((17, 18, 0), (4, 1, 0))(inputs),
-                                                           table_with((0, 1), 0)(inputs)), r"request 0 reads slot 0 of page 0, "),
+    "a reader behind the writer": (
+        lengths((34, 18, 30), (4, 1, 1)),
+        r"request 0 reads slot 13 of page 1, which is "
+        r"block_table\[0,1\], and request 2 writes it in the same call, as block_table\[2,1\]",
+    ),
+    "a page twice in one table": (
+        table_with((0, 0), 2),
+        r"request 0 reads slot 0 of page 2, which is block_table\[0,0\], and "
+        r"request 0 writes it in the same call, as block_table\[0,2\]",
+    ),
+    "one slot for two new tokens": (
+        lambda inputs: (lengths((17, 18, 0), (4, 1, 0))(inputs), table_with((0, 1), 0)(inputs)),
+        r"request 0 reads slot 0 of page 0, ",
+    ),
 }
 
 
@@ -469,7 +590,9 @@ def test_slots_before_the_window_may_be_written(monkeypatch):
     inputs["block_table"][1, 0] = 2
     run_kernel("LeanAttention", inputs, attrs)
     inputs["block_table"][1, 0] = 3
-    with pytest.raises(ValueError, match=r"request 0 reads slot 9 of page 3, which is block_table\[0,2\], and request 1 writes it"):
+    with pytest.raises(
+        ValueError, match=r"request 0 reads slot 9 of page 3, which is block_table\[0,2\], and request 1 writes it"
+    ):
         run_kernel("LeanAttention", inputs, attrs)
 
 
@@ -485,12 +608,23 @@ def test_any_shared_slots(data):
     window = draw(st.sampled_from((-1, 1, 2)))
     slots = [[(table[b][p // block], p % block) for p in range(n)] for b, n in enumerate(lens)]
     written = [(slot, b, p) for b, n in enumerate(lens) for p, slot in enumerate(slots[b]) if p >= n - counts[b]]
-    read = [(slot, b, p) for b, n in enumerate(lens) for p, slot in enumerate(slots[b])
-            if counts[b] and (window < 0 or p > n - counts[b] - window)]
+    read = [
+        (slot, b, p)
+        for b, n in enumerate(lens)
+        for p, slot in enumerate(slots[b])
+        if counts[b] and (window < 0 or p > n - counts[b] - window)
+    ]
     wrong = any(w[0] == r[0] and w[1:] != r[1:] for w in written for r in read + written)
-    inputs = dict(query=torch.randn(requests, 2, 2, 4), key_cache=torch.randn(8, block, 1, 4), value_cache=torch.randn(8, block, 1, 4),
-                  seq_lens=int32(lens), query_lens=int32(counts), new_key=torch.randn(requests, 1, 2, 4),
-                  new_value=torch.randn(requests, 1, 2, 4), block_table=int32(table))
+    inputs = dict(
+        query=torch.randn(requests, 2, 2, 4),
+        key_cache=torch.randn(8, block, 1, 4),
+        value_cache=torch.randn(8, block, 1, 4),
+        seq_lens=int32(lens),
+        query_lens=int32(counts),
+        new_key=torch.randn(requests, 1, 2, 4),
+        new_value=torch.randn(requests, 1, 2, 4),
+        block_table=int32(table),
+    )
     os.environ["LEANFLEET_CHECK"] = "1"
     try:
         run_kernel("LeanAttention", inputs, dict(append=1, window=window))

@@ -89,16 +89,16 @@ class Launches:
         op = spec.all_specs()["LeanAttention"]
         self.inputs, self.attrs = inputs, attrs
         T = inputs["query"].dtype
-        B, H, Nq, D = inputs["query"].shape if attrs.get("layout", "bhnd") == "bhnd" else [
-            inputs["query"].shape[i] for i in (0, 2, 1, 3)]
+        B, H, Nq, D = (
+            inputs["query"].shape if attrs.get("layout", "bhnd") == "bhnd" else [inputs["query"].shape[i] for i in (0, 2, 1, 3)]
+        )
         Dv = inputs["value_cache"].shape[-1]
         rows = (B, H, Nq) if attrs.get("layout", "bhnd") == "bhnd" else (B, Nq, H)
         self.outputs = {"output": poisoned((*rows, Dv), T, "cuda"), "lse": poisoned(rows, torch.float32, "cuda")}
         if attrs.get("append"):
             for name in ("key_cache", "value_cache"):
                 self.outputs[f"{name}_out"] = inputs[name] if in_place else torch.empty_like(inputs[name])
-        self.entries = ([entry(inputs.get(t.name)) for t in op.inputs],
-                        [entry(self.outputs.get(t.name)) for t in op.outputs])
+        self.entries = ([entry(inputs.get(t.name)) for t in op.inputs], [entry(self.outputs.get(t.name)) for t in op.outputs])
         call = native.Call("LeanAttention", *self.entries, attrs, "cuda")
         scratch_bytes, sync_bytes = call.workspace()
         self.scratch = torch.full((scratch_bytes + ALIGNMENT,), 0xFF, dtype=torch.uint8, device="cuda")
@@ -123,10 +123,31 @@ class Launches:
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decode_ragged_batch(variant, dtype):
-    for group, (D, Dv) in ((1, (64, 64)), (3, (64, 32)), (4, (128, 96)), (5, (40, 24)), (6, (256, 256)), (7, (16, 8)),
-                           (8, (128, 128)), (9, (192, 128)), (16, (80, 80)), (40, (64, 64))):
-        inputs, attrs = make_case(group, variant, dtype, (1, 63, 64, 65, 1300, 0, 128, 129), H=2 * group, Hkv=2, D=D,
-                                  Dv=Dv, append=group % 2 == 0, softcap=3.0 if group == 4 else 0.0, sinks=group == 3)
+    for group, (D, Dv) in (
+        (1, (64, 64)),
+        (3, (64, 32)),
+        (4, (128, 96)),
+        (5, (40, 24)),
+        (6, (256, 256)),
+        (7, (16, 8)),
+        (8, (128, 128)),
+        (9, (192, 128)),
+        (16, (80, 80)),
+        (40, (64, 64)),
+    ):
+        inputs, attrs = make_case(
+            group,
+            variant,
+            dtype,
+            (1, 63, 64, 65, 1300, 0, 128, 129),
+            H=2 * group,
+            Hkv=2,
+            D=D,
+            Dv=Dv,
+            append=group % 2 == 0,
+            softcap=3.0 if group == 4 else 0.0,
+            sinks=group == 3,
+        )
         check(inputs, attrs)
 
 
@@ -134,11 +155,29 @@ def test_decode_ragged_batch(variant, dtype):
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompts(variant, layout, dtype):
-    for seed, attrs in enumerate(({}, {"causal": 0}, {"window": 1}, {"window": 20, "sinks": True, "append": True},
-                                  {"softcap": 5.0, "scale": 0.7, "append": True})):
-        inputs, attrs = make_case(seed, variant, dtype, (70, 330, 40, 0, 200), query_lens=(70, 265, 1, 0, 33), Nq=300,
-                                  H=6, Hkv=(2, 6)[seed % 2], D=(32, 128)[seed % 2], Dv=(64, 128, 256)[seed % 3],
-                                  layout=layout, **attrs)
+    for seed, attrs in enumerate(
+        (
+            {},
+            {"causal": 0},
+            {"window": 1},
+            {"window": 20, "sinks": True, "append": True},
+            {"softcap": 5.0, "scale": 0.7, "append": True},
+        )
+    ):
+        inputs, attrs = make_case(
+            seed,
+            variant,
+            dtype,
+            (70, 330, 40, 0, 200),
+            query_lens=(70, 265, 1, 0, 33),
+            Nq=300,
+            H=6,
+            Hkv=(2, 6)[seed % 2],
+            D=(32, 128)[seed % 2],
+            Dv=(64, 128, 256)[seed % 3],
+            layout=layout,
+            **attrs,
+        )
         check(inputs, attrs)
 
 
@@ -147,13 +186,34 @@ def test_prompts(variant, layout, dtype):
 @pytest.mark.parametrize("D", (64, 128))
 def test_17_to_200_rows(variant, D, dtype):
     """Some new tokens on a long cache: units of 128 rows, of which few or all are used, and splits of the context."""
-    for seed, (group, Nq, attrs) in enumerate((
-            (1, 17, {}), (4, 8, {"sinks": True}), (3, 21, {"causal": 0}), (4, 16, {"softcap": 5.0}), (1, 65, {"scale": -0.3}),
-            (3, 40, {"window": 100}), (8, 16, {"window": 700, "sinks": True, "append": True}), (1, 129, {"block": 64}),
-            (5, 40, {"block": 8, "append": True}), (1, 200, {"softcap": 2.0, "window": 130, "block": 256}))):
+    for seed, (group, Nq, attrs) in enumerate(
+        (
+            (1, 17, {}),
+            (4, 8, {"sinks": True}),
+            (3, 21, {"causal": 0}),
+            (4, 16, {"softcap": 5.0}),
+            (1, 65, {"scale": -0.3}),
+            (3, 40, {"window": 100}),
+            (8, 16, {"window": 700, "sinks": True, "append": True}),
+            (1, 129, {"block": 64}),
+            (5, 40, {"block": 8, "append": True}),
+            (1, 200, {"softcap": 2.0, "window": 130, "block": 256}),
+        )
+    ):
         lens = (1500, 129, 0, 256, 1, 127, 3000)
-        inputs, attrs = make_case(seed, variant, dtype, lens, query_lens=tuple(min(Nq, n) for n in lens[:-1]) + (3,), Nq=Nq,
-                                  H=2 * group, Hkv=2, D=D, Dv=(D, 64)[seed % 2], **attrs)
+        inputs, attrs = make_case(
+            seed,
+            variant,
+            dtype,
+            lens,
+            query_lens=tuple(min(Nq, n) for n in lens[:-1]) + (3,),
+            Nq=Nq,
+            H=2 * group,
+            Hkv=2,
+            D=D,
+            Dv=(D, 64)[seed % 2],
+            **attrs,
+        )
         check(inputs, attrs)
 
 
@@ -161,8 +221,9 @@ def test_values_that_no_row_sees_do_not_matter():
     """Infinities and NaN in the rest of a tile, where a tile of an earlier request has left such values too."""
     for variant in VARIANTS:
         for n in (1, 100, 127, 128, 129, 300):
-            inputs, attrs = make_case(n, variant, torch.bfloat16, (n, 900, n), (min(n, 40), 40, 1), Nq=40, H=4, Hkv=1, D=64,
-                                      Dv=128, spare=200)
+            inputs, attrs = make_case(
+                n, variant, torch.bfloat16, (n, 900, n), (min(n, 40), 40, 1), Nq=40, H=4, Hkv=1, D=64, Dv=128, spare=200
+            )
             out = check(inputs, attrs)
             cache = inputs["value_cache"]
             inputs["value_cache"] = torch.where(cache.isnan(), torch.full_like(cache, float("inf")), cache)
@@ -171,8 +232,15 @@ def test_values_that_no_row_sees_do_not_matter():
 
 
 # Widths of the three kernels, whole and partial encodings, an odd number of pairs.
-ROTARY = (dict(D=64, rotary=32), dict(D=128, rotary=64), dict(D=256, rotary=20), dict(D=80, rotary=40, rotary_interleaved=1),
-          dict(D=128, rotary=16, rotary_interleaved=1), dict(D=24, rotary=5), dict(D=8, rotary=1))
+ROTARY = (
+    dict(D=64, rotary=32),
+    dict(D=128, rotary=64),
+    dict(D=256, rotary=20),
+    dict(D=80, rotary=40, rotary_interleaved=1),
+    dict(D=128, rotary=16, rotary_interleaved=1),
+    dict(D=24, rotary=5),
+    dict(D=8, rotary=1),
+)
 
 
 @pytest.mark.parametrize("append", (False, True))
@@ -182,10 +250,25 @@ def test_rotary_encoding(variant, dtype, append):
     """Up to 8, 16 and more packed rows: kernels turn rows as they read them, or get them turned."""
     for seed, rotary in enumerate(ROTARY):
         layout = ("bhnd", "bnhd")[seed % 2]
-        for Nq, H, lens, counts in ((1, 6, (1, 63, 64, 65, 0, 700), None), (4, 6, (4, 66, 129, 2, 0), (4, 3, 1, 2, 0)),
-                                    (70, 4, (70, 330, 40, 0, 9), (70, 65, 1, 0, 3))):
-            inputs, attrs = make_case(seed, variant, dtype, lens, query_lens=counts, Nq=Nq, H=H, Dv=64, append=append,
-                                      layout=layout, causal=int(seed != 2), **rotary)
+        for Nq, H, lens, counts in (
+            (1, 6, (1, 63, 64, 65, 0, 700), None),
+            (4, 6, (4, 66, 129, 2, 0), (4, 3, 1, 2, 0)),
+            (70, 4, (70, 330, 40, 0, 9), (70, 65, 1, 0, 3)),
+        ):
+            inputs, attrs = make_case(
+                seed,
+                variant,
+                dtype,
+                lens,
+                query_lens=counts,
+                Nq=Nq,
+                H=H,
+                Dv=64,
+                append=append,
+                layout=layout,
+                causal=int(seed != 2),
+                **rotary,
+            )
             check(inputs, attrs, in_place=append and seed % 2 == 1)
 
 
@@ -201,11 +284,14 @@ def test_positions_beyond_the_tables_are_clamped(monkeypatch):
     for dtype in DTYPES:
         for Nq in (4, 40):
             for append in (False, True):
-                inputs, attrs = make_case(5, dtype=dtype, lens=(50, 7, 60), query_lens=(4, 4, 0), Nq=Nq, append=append, rotary=12,
-                                          positions=48)
+                inputs, attrs = make_case(
+                    5, dtype=dtype, lens=(50, 7, 60), query_lens=(4, 4, 0), Nq=Nq, append=append, rotary=12, positions=48
+                )
                 check(inputs, attrs)
     monkeypatch.setenv("LEANFLEET_CHECK", "1")
-    with pytest.raises(ValueError, match=r"^LeanAttention: the last new token of request 0 stands at position 49; cos_cache has"):
+    with pytest.raises(
+        ValueError, match=r"^LeanAttention: the last new token of request 0 stands at position 49; cos_cache has"
+    ):
         run_kernel("LeanAttention", to_cuda(inputs), attrs)
 
 
@@ -215,10 +301,30 @@ def test_positions_beyond_the_tables_are_clamped(monkeypatch):
 def test_packed_projections_equal_separate_ones(variant, layout, dtype):
     """In each kernel: short contexts and long ones, some tokens and prompts whose appends are launches of their own."""
     for rotary in (0, 32, 9):
-        for Nq, H, Hkv, D, lens in ((1, 8, 2, 128, (1, 63, 64, 65, 0, 3000)), (1, 6, 2, 64, (100, 7)), (1, 4, 4, 256, (700, 0)),
-                                    (5, 15, 5, 80, (9, 5, 0, 900)), (70, 8, 2, 64, (70, 300, 9)), (130, 4, 1, 128, (130, 999))):
-            inputs, attrs = make_case(Nq, variant, dtype, lens, query_lens=[min(n, Nq) for n in lens], Nq=Nq, H=H, Hkv=Hkv, D=D,
-                                      Dv=D, append=True, layout=layout, rotary=rotary, sinks=Nq == 5)
+        for Nq, H, Hkv, D, lens in (
+            (1, 8, 2, 128, (1, 63, 64, 65, 0, 3000)),
+            (1, 6, 2, 64, (100, 7)),
+            (1, 4, 4, 256, (700, 0)),
+            (5, 15, 5, 80, (9, 5, 0, 900)),
+            (70, 8, 2, 64, (70, 300, 9)),
+            (130, 4, 1, 128, (130, 999)),
+        ):
+            inputs, attrs = make_case(
+                Nq,
+                variant,
+                dtype,
+                lens,
+                query_lens=[min(n, Nq) for n in lens],
+                Nq=Nq,
+                H=H,
+                Hkv=Hkv,
+                D=D,
+                Dv=D,
+                append=True,
+                layout=layout,
+                rotary=rotary,
+                sinks=Nq == 5,
+            )
             apart = check(inputs, attrs)
             together = check(*packed(inputs, attrs), in_place=Nq != 5)
             assert all(same_bits(apart[name], together[name]) for name in apart)
@@ -237,8 +343,9 @@ def test_widths(dtype, D):
 def test_lengths_at_tile_edges(Nq):
     for length in (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257, 700):
         for variant, D in (("paged", 128), ("dense", 64), ("ragged", 256)):
-            inputs, attrs = make_case(length, variant, torch.bfloat16, (length,), Nq=Nq, H=3, Hkv=1, D=D, Dv=D,
-                                      append=variant == "paged")
+            inputs, attrs = make_case(
+                length, variant, torch.bfloat16, (length,), Nq=Nq, H=3, Hkv=1, D=D, Dv=D, append=variant == "paged"
+            )
             check(inputs, attrs)
 
 
@@ -247,8 +354,9 @@ def test_lengths_at_tile_edges(Nq):
 def test_windows(Nq, window):
     """Keys before all windows are NaN, and in a paged cache the window may begin in the middle of a tile."""
     for variant in VARIANTS:
-        inputs, attrs = make_case(Nq, variant, torch.float16, (600, 129, 100), Nq=Nq, H=4, Hkv=2, D=64, Dv=64,
-                                  window=window, append=Nq == 6)
+        inputs, attrs = make_case(
+            Nq, variant, torch.float16, (600, 129, 100), Nq=Nq, H=4, Hkv=2, D=64, Dv=64, window=window, append=Nq == 6
+        )
         check(inputs, attrs)
 
 
@@ -257,8 +365,9 @@ def test_windows(Nq, window):
 def test_page_sizes(block, D):
     for append in (False, True):
         for Nq in (1, 9, 40):
-            inputs, attrs = make_case(1, "paged", torch.bfloat16, (1200, 17, 130), Nq=Nq, query_lens=(Nq, 1, 0),
-                                      block=block, D=D, Dv=D, append=append)
+            inputs, attrs = make_case(
+                1, "paged", torch.bfloat16, (1200, 17, 130), Nq=Nq, query_lens=(Nq, 1, 0), block=block, D=D, Dv=D, append=append
+            )
             check(inputs, attrs)
 
 
@@ -292,9 +401,15 @@ def test_unaligned_tensors(dtype):
 def test_number_of_ranges(monkeypatch, ranges, dtype):
     """Any number of shares, more than there are multiprocessors too: nobody waits for another block."""
     monkeypatch.setenv("LEANFLEET_RANGES", str(ranges))
-    for seed, case in enumerate((dict(lens=(9000,), H=3, Hkv=1, D=64, Dv=64), dict(lens=(1, 900, 64, 700), H=8, Hkv=2),
-                                 dict(lens=(4000, 5, 900), H=10, Hkv=2, D=128, Dv=128, variant="paged"),
-                                 dict(lens=(400, 100), Nq=100, H=4, Hkv=2, D=128, Dv=128), dict(lens=(0, 0)))):
+    for seed, case in enumerate(
+        (
+            dict(lens=(9000,), H=3, Hkv=1, D=64, Dv=64),
+            dict(lens=(1, 900, 64, 700), H=8, Hkv=2),
+            dict(lens=(4000, 5, 900), H=10, Hkv=2, D=128, Dv=128, variant="paged"),
+            dict(lens=(400, 100), Nq=100, H=4, Hkv=2, D=128, Dv=128),
+            dict(lens=(0, 0)),
+        )
+    ):
         inputs, attrs = make_case(seed, dtype=dtype, **case)
         first = check(inputs, attrs)
         for _ in range(3):
@@ -315,8 +430,9 @@ def test_few_units_of_equal_and_of_other_lengths(dtype, B, Hkv):
         if group * Nq > 8 and shapes[seed % 4]["D"] == 256:
             Nq = 1
         case = dict(Nq=Nq, H=Hkv * group, Hkv=Hkv, window=700 if seed == 5 and B == 1 else -1, **shapes[seed % 4])
-        inputs, attrs = make_case(seed, VARIANTS[seed % 3], dtype, lens, query_lens=tuple(min(Nq, n) for n in lens),
-                                  append=seed == 3, **case)
+        inputs, attrs = make_case(
+            seed, VARIANTS[seed % 3], dtype, lens, query_lens=tuple(min(Nq, n) for n in lens), append=seed == 3, **case
+        )
         first = check(inputs, attrs)
         for _ in range(3):
             again = run_kernel("LeanAttention", to_cuda(inputs), attrs)
@@ -335,8 +451,7 @@ def check_replays(inputs, attrs, lengths, replays, always, every, judged):
     node.run()
     graph = node.capture()
     on_device = lengths.cuda()
-    expected = [run_kernel("LeanAttention", {**device_inputs, "seq_lens": lens.clone()}, attrs)
-                for lens in on_device]
+    expected = [run_kernel("LeanAttention", {**device_inputs, "seq_lens": lens.clone()}, attrs) for lens in on_device]
     for i in range(replays):
         which = i % len(lengths)
         device_inputs["seq_lens"].copy_(on_device[which])
@@ -347,8 +462,13 @@ def check_replays(inputs, attrs, lengths, replays, always, every, judged):
     torch.cuda.synchronize()
     assert not node.sync.any()
     for lens, found in zip(on_device[:judged], expected[:judged], strict=True):
-        judge = reference.lean_attention(**{n: t.double() if t is not None and t.is_floating_point() else t
-                                            for n, t in {**device_inputs, "seq_lens": lens}.items()}, **attrs)
+        judge = reference.lean_attention(
+            **{
+                n: t.double() if t is not None and t.is_floating_point() else t
+                for n, t in {**device_inputs, "seq_lens": lens}.items()
+            },
+            **attrs,
+        )
         assert greatest_error(found["output"], judge[0]) < 0.02
 
 
@@ -360,21 +480,32 @@ def test_graph_replays_with_equal_and_other_lengths(B, Hkv):
     check_replays(inputs, attrs, int32(lengths), 3000, always=24, every=97, judged=6)
 
 
-@pytest.mark.parametrize("shape", (dict(Nq=20), dict(Nq=3, H=4, Hkv=2, D=64, Dv=64), dict(Nq=4, H=2, Hkv=1, D=128, Dv=128)),
-                         ids=str)
+@pytest.mark.parametrize(
+    "shape", (dict(Nq=20), dict(Nq=3, H=4, Hkv=2, D=64, Dv=64), dict(Nq=4, H=2, Hkv=1, D=128, Dv=128)), ids=str
+)
 def test_pages_outside_the_pool_are_masked_out(shape):
     for dtype in DTYPES:
         for block in (1, 8, BLOCK):
             for causal in (0, 1):
-                inputs, attrs = make_case(7, "paged", dtype, lens=(100, 40, 33), query_lens=(shape["Nq"], 3, 1),
-                                          block=block, sinks=causal == 1, append=True, causal=causal, **shape)
+                inputs, attrs = make_case(
+                    7,
+                    "paged",
+                    dtype,
+                    lens=(100, 40, 33),
+                    query_lens=(shape["Nq"], 3, 1),
+                    block=block,
+                    sinks=causal == 1,
+                    append=True,
+                    causal=causal,
+                    **shape,
+                )
                 table = inputs["block_table"]
                 table[0, 1], table[0, 5], table[1, :], table[2, 2] = -1, 10**6, -5, 2**31 - 1
                 out = check(inputs, attrs)
                 assert (out["output"][1] == 0).all()
 
 
-@pytest.mark.parametrize("value", (-2**31, -1, 0, 5, 41, 2**31 - 1))
+@pytest.mark.parametrize("value", (-(2**31), -1, 0, 5, 41, 2**31 - 1))
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_garbage_lengths_are_clamped(variant, value):
     for dtype in DTYPES:
@@ -386,7 +517,7 @@ def test_garbage_lengths_are_clamped(variant, value):
                 check({**inputs, name: torch.full_like(inputs[name], value)}, attrs)
 
 
-@pytest.mark.parametrize("offsets", ((-5, 10, 2**31 - 1, 20), (50, 40, 30, 20), (-2**31, -1, 99, 200), (0, 0, 0, 0)))
+@pytest.mark.parametrize("offsets", ((-5, 10, 2**31 - 1, 20), (50, 40, 30, 20), (-(2**31), -1, 99, 200), (0, 0, 0, 0)))
 def test_garbage_offsets_are_clamped(offsets):
     inputs, attrs = make_case(9, "ragged", torch.float16, lens=(30, 40, 20), Nq=4)
     for t in ("key_cache", "value_cache", "query"):
@@ -436,8 +567,11 @@ def test_large_ragged_batches(dtype):
 
 def any_call(draw, D, Dv, Nqs, groups):
     """Draws a call and checks it."""
-    lens = draw(st.lists(st.one_of(st.integers(0, 900), st.sampled_from((0, 1, 63, 64, 65, 127, 128, 129, 2000))),
-                         min_size=1, max_size=6))
+    lens = draw(
+        st.lists(
+            st.one_of(st.integers(0, 900), st.sampled_from((0, 1, 63, 64, 65, 127, 128, 129, 2000))), min_size=1, max_size=6
+        )
+    )
     if draw(st.booleans()):
         lens = lens[:1] * len(lens)
     Nq = draw(st.sampled_from(Nqs))
@@ -446,12 +580,28 @@ def any_call(draw, D, Dv, Nqs, groups):
     Hkv, group = draw(st.integers(1, 3)), draw(st.sampled_from(groups))
     rotary = draw(st.one_of(st.just(0), st.integers(1, D // 2)))
     inputs, attrs = make_case(
-        draw(st.integers(0, 2**20)), draw(st.sampled_from(VARIANTS)), draw(st.sampled_from(DTYPES)), lens, query_lens,
-        H=Hkv * group, Hkv=Hkv, Nq=Nq, D=D, Dv=Dv, block=draw(st.sampled_from((1, 2, 5, 16, 64))),
-        sinks=draw(st.booleans()), layout=draw(st.sampled_from(("bhnd", "bnhd"))), append=draw(st.booleans()),
-        window=draw(st.sampled_from((-1, 1, 2, 17, 64))) if causal else -1, causal=int(causal),
-        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))), scale=draw(st.sampled_from((0.0, 0.3, -0.5))), rotary=rotary,
-        positions=draw(st.sampled_from((None, 1, 50))), rotary_interleaved=int(rotary > 0 and draw(st.booleans())))
+        draw(st.integers(0, 2**20)),
+        draw(st.sampled_from(VARIANTS)),
+        draw(st.sampled_from(DTYPES)),
+        lens,
+        query_lens,
+        H=Hkv * group,
+        Hkv=Hkv,
+        Nq=Nq,
+        D=D,
+        Dv=Dv,
+        block=draw(st.sampled_from((1, 2, 5, 16, 64))),
+        sinks=draw(st.booleans()),
+        layout=draw(st.sampled_from(("bhnd", "bnhd"))),
+        append=draw(st.booleans()),
+        window=draw(st.sampled_from((-1, 1, 2, 17, 64))) if causal else -1,
+        causal=int(causal),
+        softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
+        scale=draw(st.sampled_from((0.0, 0.3, -0.5))),
+        rotary=rotary,
+        positions=draw(st.sampled_from((None, 1, 50))),
+        rotary_interleaved=int(rotary > 0 and draw(st.booleans())),
+    )
     if inputs.get("block_table") is not None and draw(st.booleans()):
         lost = torch.rand(inputs["block_table"].shape, generator=torch.Generator().manual_seed(draw(st.integers(0, 99)))) < 0.2
         inputs["block_table"][lost] = draw(st.sampled_from((-1, 10**6)))
@@ -479,7 +629,7 @@ def test_graph_replays_with_lengths_changed_on_the_device(replays):
     """A captured launch schedules what the lengths say at each replay, and leaves its sync words zero each time."""
     S, B = 2048, 3
     inputs, attrs = make_case(1, "dense", torch.bfloat16, (S,) * B, spare=0, H=8, Hkv=2, D=64, Dv=64)
-    lengths = (torch.rand(64, B, generator=torch.Generator().manual_seed(5))**3 * (S + 1)).int()
+    lengths = (torch.rand(64, B, generator=torch.Generator().manual_seed(5)) ** 3 * (S + 1)).int()
     check_replays(inputs, attrs, lengths, replays, always=64, every=997, judged=1)
 
 
@@ -504,8 +654,20 @@ def test_two_streams():
 def test_a_repeated_step_changes_nothing():
     """A runtime may run a step several times before it captures it: with the cache updated in place too."""
     for variant in VARIANTS:
-        inputs, attrs = make_case(2, variant, torch.bfloat16, (500, 64, 3), query_lens=(3, 1, 3), Nq=3, H=8, Hkv=2,
-                                  D=64, Dv=64, append=True, rotary=32)
+        inputs, attrs = make_case(
+            2,
+            variant,
+            torch.bfloat16,
+            (500, 64, 3),
+            query_lens=(3, 1, 3),
+            Nq=3,
+            H=8,
+            Hkv=2,
+            D=64,
+            Dv=64,
+            append=True,
+            rotary=32,
+        )
         expected = check(inputs, attrs)
         node = Launches(to_cuda(inputs), attrs, in_place=True)
         for _ in range(3):
@@ -530,11 +692,16 @@ def test_positions_beyond_32_bits():
     for cache in (key, value):
         cache[last, :, -300:] = torch.randn(Hkv, 300, D, generator=generator, device="cuda").bfloat16()
     query = torch.randn(B, Hkv, 1, D, generator=generator, device="cuda").bfloat16()
-    inputs = {"query": query, "key_cache": key, "value_cache": value,
-              "seq_lens": torch.tensor([1] * last + [S], dtype=torch.int32, device="cuda")}
+    inputs = {
+        "query": query,
+        "key_cache": key,
+        "value_cache": value,
+        "seq_lens": torch.tensor([1] * last + [S], dtype=torch.int32, device="cuda"),
+    }
     out = run_kernel("LeanAttention", inputs, {"window": 300})
-    judge = reference.lean_attention(query[last:].double(), key[last:, :, -300:].double(),
-                                     value[last:, :, -300:].double(), window=300)
+    judge = reference.lean_attention(
+        query[last:].double(), key[last:, :, -300:].double(), value[last:, :, -300:].double(), window=300
+    )
     assert greatest_error(out["output"][last:], judge[0]) < 0.01
     assert greatest_error(out["lse"][last:], judge[1]) < 1e-4
 
@@ -571,7 +738,9 @@ def test_what_belongs_to_nobody_reaches_nothing(case, dtype):
     inputs, attrs = make_case(0, options.pop("variant", "dense"), dtype, **options)
     inputs, results = to_cuda(inputs), []
     for value in (NAN, float("inf"), -float("inf"), 0.25):
-        changed = {n: t.masked_fill(t.isnan(), value) if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+        changed = {
+            n: t.masked_fill(t.isnan(), value) if t is not None and t.is_floating_point() else t for n, t in inputs.items()
+        }
         results.append(run_kernel("LeanAttention", changed, attrs))
         assert all(same_bits(results[0][n], results[-1][n]) for n in ("output", "lse")), value
     assert results[0]["output"].isfinite().all()

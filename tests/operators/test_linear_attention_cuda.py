@@ -38,7 +38,7 @@ def relative(found, judge, least=0.0):
     if not torch.equal(finite, found.isfinite()):
         return math.inf
     size = judge[finite].norm().item() if finite.any() else 0.0
-    size = max(size, least * finite.sum().item()**0.5)
+    size = max(size, least * finite.sum().item() ** 0.5)
     return (found - judge)[finite].norm().item() / size if size else found[finite].abs().max().item() if finite.any() else 0.0
 
 
@@ -73,6 +73,7 @@ def summed_terms(inputs, attrs, judge):
     It is a sum over tokens of t (q_t · dq_t - k_t · dk_t) or, for each token, over the later ones without t: terms that may
     be hundreds of times as large as the sum, each as exact as the type.
     """
+
     def rows(x):
         return x.double() if attrs["layout"] == "bhnd" else x.double().transpose(1, 2)
 
@@ -88,6 +89,7 @@ def summed_terms(inputs, attrs, judge):
 def cancelling_parts(inputs, attrs):
     """Norms of b rho_i sum of k and b sum of rho_i q_i, which gradients of NormalizedLinearAttention's query and key subtract:
     of a request of one token all that there is, as its output does not depend on query and key."""
+
     def rows(name):
         x = inputs[name].double()
         return x if attrs["layout"] == "bhnd" else x.transpose(1, 2)
@@ -109,8 +111,10 @@ def cancelling_parts(inputs, attrs):
 def coefficient_terms(inputs, attrs):
     """Norm over the tokens of the terms that the gradients of NormalizedLinearAttention's coefficients subtract: of da the value
     sums against the output's gradient and the count, of db the query against both parts of its own gradient."""
-    q, k, v, output, g, grad = (inputs[n].double() if attrs["layout"] == "bhnd" else inputs[n].double().transpose(1, 2)
-                                for n in ("query", "key", "value", "output", "normalizer", "grad_output"))
+    q, k, v, output, g, grad = (
+        inputs[n].double() if attrs["layout"] == "bhnd" else inputs[n].double().transpose(1, 2)
+        for n in ("query", "key", "value", "output", "normalizer", "grad_output")
+    )
     if attrs["normalize_qk"]:
         q, k = (x / x.norm(dim=-1, keepdim=True).clamp_min(1e-12) for x in (q, k))
     k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
@@ -127,8 +131,12 @@ def check(op_name, inputs, attrs, in_place=False):
     """Runs the kernel and compares every output; returns the outputs."""
     judge, baseline = judged(op_name, inputs, attrs)
     before = {n: t.clone() if t is not None else None for n, t in inputs.items()}
-    found = run_kernel(op_name, inputs if not in_place else {n: t.clone() if t is not None else None for n, t in inputs.items()},
-                       attrs, in_place=in_place)
+    found = run_kernel(
+        op_name,
+        inputs if not in_place else {n: t.clone() if t is not None else None for n, t in inputs.items()},
+        attrs,
+        in_place=in_place,
+    )
     step = STEP[inputs["query"].dtype]
     for (name, value), exact, error in zip(found.items(), judge, baseline, strict=True):
         if not value.is_floating_point():
@@ -141,21 +149,38 @@ def check(op_name, inputs, attrs, in_place=False):
         if name == "grad_coefficients":
             allowed += 8 * step * coefficient_terms(inputs, attrs) / max(exact.norm().item(), least(op_name, inputs))
         if name == "grad_log_decay":
-            size = max(exact[exact.isfinite()].norm().item(), least(op_name, inputs) * exact.numel()**0.5)
+            size = max(exact[exact.isfinite()].norm().item(), least(op_name, inputs) * exact.numel() ** 0.5)
             allowed += 2 * step * summed_terms(inputs, attrs, judge).norm().item() / size
         if op_name == "NormalizedLinearAttentionGrad" and name in ("grad_query", "grad_key"):
-            size = max(exact[exact.isfinite()].norm().item(), least(op_name, inputs) * exact.numel()**0.5)
+            size = max(exact[exact.isfinite()].norm().item(), least(op_name, inputs) * exact.numel() ** 0.5)
             allowed += 4 * step * max(0.0, cancelling_parts(inputs, attrs)[name] / size - 1)
-        assert found_error <= allowed, (f"{op_name} {name}: error {found_error:.2e}, allowed {allowed:.2e}, "
-                                                   f"{attrs}, " + ", ".join(f"{n}{list(t.shape)}" for n, t in inputs.items()
-                                                                            if t is not None))
+        assert found_error <= allowed, (
+            f"{op_name} {name}: error {found_error:.2e}, allowed {allowed:.2e}, "
+            f"{attrs}, " + ", ".join(f"{n}{list(t.shape)}" for n, t in inputs.items() if t is not None)
+        )
     if not in_place:
         assert all(t is None or same_bits(t, inputs[n]) for n, t in before.items()), "an input was changed"
     return found
 
 
-def decay_case(seed, dtype=torch.float32, B=2, H=4, Hkv=2, N=65, R=32, Dv=64, layout="bhnd", decay="head", state=True,
-               normalize=False, packed=(), pool=0, grad=False, **attrs):
+def decay_case(
+    seed,
+    dtype=torch.float32,
+    B=2,
+    H=4,
+    Hkv=2,
+    N=65,
+    R=32,
+    Dv=64,
+    layout="bhnd",
+    decay="head",
+    state=True,
+    normalize=False,
+    packed=(),
+    pool=0,
+    grad=False,
+    **attrs,
+):
     """(inputs, attrs) of CausalLinearDecay or its Grad. packed: lengths of the requests; pool: rows beyond those in use."""
     g = torch.Generator(device="cuda").manual_seed(seed)
 
@@ -170,13 +195,19 @@ def decay_case(seed, dtype=torch.float32, B=2, H=4, Hkv=2, N=65, R=32, Dv=64, la
     query, key, value = rows(H, R), rows(Hkv, R) / R**0.5, rows(Hkv, Dv)
     if normalize:  # positive scores keep the divisor away from 0
         query, key = query.abs() + 0.1, key.abs() + 0.1
-    inputs = {"query": query.to(dtype), "key": key.to(dtype), "value": value.to(dtype), "log_decay": None, "initial_state": None,
-              "cu_seqlens": None}
+    inputs = {
+        "query": query.to(dtype),
+        "key": key.to(dtype),
+        "value": value.to(dtype),
+        "log_decay": None,
+        "initial_state": None,
+        "cu_seqlens": None,
+    }
     token_shape = (B, Hkv, N) if layout == "bhnd" else (B, N, Hkv)
     if decay == "head":
         inputs["log_decay"] = -torch.rand(Hkv, generator=g, device="cuda") * 0.3
     elif decay == "token":
-        inputs["log_decay"] = -(torch.rand(token_shape, generator=g, device="cuda")**3)
+        inputs["log_decay"] = -(torch.rand(token_shape, generator=g, device="cuda") ** 3)
     elif decay == "wild":  # none, tiny, and complete forgetting
         kinds = torch.tensor([0.0, -1e-5, -0.5, -40.0, -1e4, -math.inf], device="cuda")
         inputs["log_decay"] = kinds[torch.randint(0, 6, token_shape, generator=g, device="cuda")]
@@ -198,8 +229,23 @@ def decay_case(seed, dtype=torch.float32, B=2, H=4, Hkv=2, N=65, R=32, Dv=64, la
     return inputs, attrs
 
 
-def normalized_case(seed, dtype=torch.float32, B=2, H=4, Hkv=2, N=65, D=64, Dv=64, layout="bhnd", causal=1, state=False,
-                    coefficients=False, normalize_qk=1, grad=False, grad_coefficients=True):
+def normalized_case(
+    seed,
+    dtype=torch.float32,
+    B=2,
+    H=4,
+    Hkv=2,
+    N=65,
+    D=64,
+    Dv=64,
+    layout="bhnd",
+    causal=1,
+    state=False,
+    coefficients=False,
+    normalize_qk=1,
+    grad=False,
+    grad_coefficients=True,
+):
     g = torch.Generator(device="cuda").manual_seed(seed)
 
     def rows(heads, width):
@@ -209,8 +255,12 @@ def normalized_case(seed, dtype=torch.float32, B=2, H=4, Hkv=2, N=65, D=64, Dv=6
     query, key, value = rows(H, D), rows(Hkv, D), rows(Hkv, Dv)
     if not normalize_qk:
         query, key = query.abs() / D**0.5, key.abs() / D**0.5
-    inputs = {"query": query.to(dtype), "key": key.to(dtype), "value": value.to(dtype),
-              "coefficients": torch.tensor([1.3, 0.8], device="cuda") if coefficients else None}
+    inputs = {
+        "query": query.to(dtype),
+        "key": key.to(dtype),
+        "value": value.to(dtype),
+        "coefficients": torch.tensor([1.3, 0.8], device="cuda") if coefficients else None,
+    }
     attrs = {"causal": causal, "normalize_qk": normalize_qk, "layout": layout, "eps": 1e-6}
     if grad:
         output, normalizer = run_kernel("NormalizedLinearAttention", inputs, attrs).values()
@@ -235,8 +285,24 @@ def test_lengths(algorithm, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("R, Dv", ((1, 8), (4, 16), (8, 128), (16, 20), (32, 96), (33, 7), (64, 64), (96, 256), (128, 128), (192, 64),
-                                   (256, 96), (300, 24), (512, 32)))
+@pytest.mark.parametrize(
+    "R, Dv",
+    (
+        (1, 8),
+        (4, 16),
+        (8, 128),
+        (16, 20),
+        (32, 96),
+        (33, 7),
+        (64, 64),
+        (96, 256),
+        (128, 128),
+        (192, 64),
+        (256, 96),
+        (300, 24),
+        (512, 32),
+    ),
+)
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_widths(algorithm, R, Dv, dtype):
     inputs, attrs = decay_case(R + Dv, dtype, N=83, R=R, Dv=Dv, algorithm=algorithm, layout="bnhd")
@@ -315,7 +381,7 @@ def test_packed_requests_and_pools(algorithm, dtype):
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)
 def test_offsets_that_leave_tokens_out_or_are_garbage(algorithm):
-    for offsets in ((3, 20, 50), (-7, 20, 1000), (50, 20, 65), (2**31 - 1, -2**31, 5)):
+    for offsets in ((3, 20, 50), (-7, 20, 1000), (50, 20, 65), (2**31 - 1, -(2**31), 5)):
         inputs, attrs = decay_case(1, packed=(30, 35), algorithm=algorithm)
         inputs["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device="cuda")
         if all(a <= b for a, b in zip(offsets, offsets[1:])):
@@ -340,7 +406,9 @@ def test_split_and_carry_equals_one_call(algorithm, dtype):
         whole = check("CausalLinearDecay", inputs, attrs)
         state, outputs = None, []
         for a, b in zip((0, *cuts), (*cuts, 200)):
-            piece = {n: t[:, :, a:b].contiguous() if n in ("query", "key", "value", "log_decay") else t for n, t in inputs.items()}
+            piece = {
+                n: t[:, :, a:b].contiguous() if n in ("query", "key", "value", "log_decay") else t for n, t in inputs.items()
+            }
             part = run_kernel("CausalLinearDecay", {**piece, "initial_state": state}, attrs)
             state = part["final_state"]
             outputs.append(part["output"])
@@ -360,7 +428,7 @@ def test_accuracy_of_16_bit_types(algorithm, dtype):
         q, k, v = (inputs[n].repeat_interleave(4 // inputs[n].shape[1], 1).float() for n in ("query", "key", "value"))
         state, outputs, chunk = torch.zeros(1, 4, 128, 128, device="cuda"), [], 64
         for a in range(0, N, chunk):
-            qc, kc, vc = (t[:, :, a:a + chunk] for t in (q, k, v))
+            qc, kc, vc = (t[:, :, a : a + chunk] for t in (q, k, v))
             m = qc.shape[2]
             at = torch.arange(m, device="cuda", dtype=torch.float32)
             mask = ((at[:, None] - at) * log_decay).exp().tril()
@@ -394,11 +462,23 @@ def test_any_call(data):
     packed = draw(st.one_of(st.just(()), st.lists(st.integers(0, 200), min_size=1, max_size=6).filter(sum)))
     state = draw(st.booleans())
     inputs, attrs = decay_case(
-        draw(st.integers(0, 2**20)), draw(st.sampled_from(DTYPES)), draw(st.integers(1, 3)), Hkv * group, Hkv,
-        draw(st.one_of(st.integers(1, 700), st.sampled_from(EDGES))), draw(width), draw(width),
-        draw(st.sampled_from(("bhnd", "bnhd"))), draw(st.sampled_from(("none", "head", "token", "wild"))), state,
-        draw(st.booleans()), tuple(packed), draw(st.sampled_from((0, 2))) if state else 0,
-        algorithm=draw(st.sampled_from(ALGORITHMS)), scale=draw(st.sampled_from((1.0, 0.3))))
+        draw(st.integers(0, 2**20)),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.integers(1, 3)),
+        Hkv * group,
+        Hkv,
+        draw(st.one_of(st.integers(1, 700), st.sampled_from(EDGES))),
+        draw(width),
+        draw(width),
+        draw(st.sampled_from(("bhnd", "bnhd"))),
+        draw(st.sampled_from(("none", "head", "token", "wild"))),
+        state,
+        draw(st.booleans()),
+        tuple(packed),
+        draw(st.sampled_from((0, 2))) if state else 0,
+        algorithm=draw(st.sampled_from(ALGORITHMS)),
+        scale=draw(st.sampled_from((1.0, 0.3))),
+    )
     check("CausalLinearDecay", inputs, attrs, draw(st.booleans()))
 
 
@@ -410,10 +490,22 @@ def test_any_gradient(data):
     width = st.one_of(st.sampled_from((8, 16, 32, 64, 96, 128, 192, 256)), st.integers(1, 260))
     packed = draw(st.one_of(st.just(()), st.lists(st.integers(0, 200), min_size=1, max_size=6).filter(sum)))
     inputs, attrs = decay_case(
-        draw(st.integers(0, 2**20)), draw(st.sampled_from(DTYPES)), draw(st.integers(1, 3)), Hkv * group, Hkv,
-        draw(st.one_of(st.integers(1, 700), st.sampled_from(EDGES))), draw(width), draw(width),
-        draw(st.sampled_from(("bhnd", "bnhd"))), draw(st.sampled_from(("none", "head", "token", "wild"))), draw(st.booleans()),
-        False, tuple(packed), grad=True, scale=draw(st.sampled_from((1.0, 0.3))))
+        draw(st.integers(0, 2**20)),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.integers(1, 3)),
+        Hkv * group,
+        Hkv,
+        draw(st.one_of(st.integers(1, 700), st.sampled_from(EDGES))),
+        draw(width),
+        draw(width),
+        draw(st.sampled_from(("bhnd", "bnhd"))),
+        draw(st.sampled_from(("none", "head", "token", "wild"))),
+        draw(st.booleans()),
+        False,
+        tuple(packed),
+        grad=True,
+        scale=draw(st.sampled_from((1.0, 0.3))),
+    )
     check("CausalLinearDecayGrad", inputs, attrs)
 
 
@@ -426,10 +518,22 @@ def test_any_normalized(data):
     width = st.one_of(st.sampled_from((8, 32, 64, 96, 128, 192, 256)), st.integers(2, 256))
     causal, grad = draw(st.integers(0, 1)), draw(st.booleans())
     inputs, attrs = normalized_case(
-        draw(st.integers(0, 2**20)), draw(st.sampled_from(DTYPES)), draw(st.integers(1, 3)), Hkv * group, Hkv,
-        draw(st.one_of(st.integers(1, 700), st.sampled_from(EDGES))), draw(width), draw(width),
-        draw(st.sampled_from(("bhnd", "bnhd"))), causal, bool(causal) and not grad and draw(st.booleans()), draw(st.booleans()),
-        draw(st.integers(0, 1)), grad, draw(st.booleans()))
+        draw(st.integers(0, 2**20)),
+        draw(st.sampled_from(DTYPES)),
+        draw(st.integers(1, 3)),
+        Hkv * group,
+        Hkv,
+        draw(st.one_of(st.integers(1, 700), st.sampled_from(EDGES))),
+        draw(width),
+        draw(width),
+        draw(st.sampled_from(("bhnd", "bnhd"))),
+        causal,
+        bool(causal) and not grad and draw(st.booleans()),
+        draw(st.booleans()),
+        draw(st.integers(0, 1)),
+        grad,
+        draw(st.booleans()),
+    )
     check("NormalizedLinearAttention" + "Grad" * grad, inputs, attrs)
 
 
@@ -449,8 +553,12 @@ def test_normalized_prompt_and_then_token_by_token(dtype):
     sums, outputs = {n: inputs[f"initial_{n}"].clone() for n in names}, []
     for a, b in ((0, 70), *((i, i + 1) for i in range(70, 100))):
         piece = {n: inputs[n][:, :, a:b].contiguous() for n in ("query", "key", "value")}
-        found = run_kernel("NormalizedLinearAttention", {**inputs, **piece, **{f"initial_{n}": t for n, t in sums.items()}}, attrs,
-                           in_place=b - a == 1)
+        found = run_kernel(
+            "NormalizedLinearAttention",
+            {**inputs, **piece, **{f"initial_{n}": t for n, t in sums.items()}},
+            attrs,
+            in_place=b - a == 1,
+        )
         outputs.append(found["output"])
         sums = {n: found[f"final_{n}"] for n in names}
     assert relative(torch.cat(outputs, 2), exact) <= 2 * relative(whole["output"], exact) + STEP[dtype]
@@ -458,15 +566,24 @@ def test_normalized_prompt_and_then_token_by_token(dtype):
 
 
 def every_node():
-    yield from ((f"CausalLinearDecay {a}", "CausalLinearDecay", *decay_case(1, torch.bfloat16, N=300, R=64, algorithm=a, pool=1))
-                for a in ALGORITHMS)
+    yield from (
+        (f"CausalLinearDecay {a}", "CausalLinearDecay", *decay_case(1, torch.bfloat16, N=300, R=64, algorithm=a, pool=1))
+        for a in ALGORITHMS
+    )
     yield "CausalLinearDecay step", "CausalLinearDecay", *decay_case(2, torch.bfloat16, B=9, N=1, R=128, normalize=True)
-    yield "CausalLinearDecayGrad", "CausalLinearDecayGrad", *decay_case(3, torch.bfloat16, N=300, R=64, grad=True, decay="token")
+    yield (
+        "CausalLinearDecayGrad",
+        "CausalLinearDecayGrad",
+        *decay_case(3, torch.bfloat16, N=300, R=64, grad=True, decay="token"),
+    )
     yield "NormalizedLinearAttention", "NormalizedLinearAttention", *normalized_case(4, torch.bfloat16, N=300, state=True)
     yield "NormalizedLinearAttention step", "NormalizedLinearAttention", *normalized_case(5, torch.bfloat16, N=1, state=True)
     for wanted in (True, False):
-        yield (f"NormalizedLinearAttentionGrad {wanted}", "NormalizedLinearAttentionGrad",
-               *normalized_case(6, torch.bfloat16, N=300, grad=True, grad_coefficients=wanted))
+        yield (
+            f"NormalizedLinearAttentionGrad {wanted}",
+            "NormalizedLinearAttentionGrad",
+            *normalized_case(6, torch.bfloat16, N=300, grad=True, grad_coefficients=wanted),
+        )
 
 
 def test_same_bits_each_time():
@@ -516,7 +633,9 @@ def test_long_sequences():
     key[:, -1:], value[:, -1:] = inputs["key"][:, :1], inputs["value"][:, :1]
     big = {"query": query, "key": key, "value": value, "log_decay": inputs["log_decay"][:1].repeat(heads).contiguous()}
     found = run_kernel("CausalLinearDecay", big, {"algorithm": "lightning"})["output"]
-    one = {n: inputs[n][:, :1].contiguous() for n in ("query", "key", "value")} | {"log_decay": inputs["log_decay"][:1].contiguous()}
+    one = {n: inputs[n][:, :1].contiguous() for n in ("query", "key", "value")} | {
+        "log_decay": inputs["log_decay"][:1].contiguous()
+    }
     expected = run_kernel("CausalLinearDecay", one, {"algorithm": "lightning"})["output"]
     assert relative(found[:, -1, -1000:], expected[:, 0, -1000:]) < 0.01
     assert not found[:, :-1].any()

@@ -11,14 +11,7 @@ from leanfleet import native, spec
 from support import non_finite
 from support.attention_cases import make_case
 from support.kernels import run_kernel
-from support.linear_cases import (
-    LINEAR,
-    PACKED_CASES,
-    fill,
-    one_node_model,
-    ort_models,
-    session_of,
-)
+from support.linear_cases import LINEAR, PACKED_CASES, fill, one_node_model, ort_models, session_of
 
 OPS = spec.all_specs()
 NAN, INF = float("nan"), float("inf")
@@ -52,7 +45,9 @@ def linear(case):
 def body(name, inputs, attrs):
     given = {n: t for n, t in inputs.items() if t is not None}
     session = session_of(one_node_model(name, given, attrs, {n: t.dim() for n, t in given.items()}))
-    return lambda changed: ort_models.run_node(session, OPS[name], {n: t.clone() for n, t in changed.items() if t is not None}, attrs)
+    return lambda changed: ort_models.run_node(
+        session, OPS[name], {n: t.clone() for n, t in changed.items() if t is not None}, attrs
+    )
 
 
 def kernel(name, attrs):
@@ -113,8 +108,14 @@ def test_what_belongs_to_nobody_reaches_nothing_in_attention(case, runner):
     run = runner("LeanAttention", attrs) if runner is kernel else body("LeanAttention", inputs, attrs)
     results = []
     for value in (NAN, INF, -INF, 3e38, 0.25):
-        results.append(run({n: torch.where(t.isnan(), torch.full_like(t, value), t) if t is not None and t.is_floating_point() else t
-                            for n, t in inputs.items()}))
+        results.append(
+            run(
+                {
+                    n: torch.where(t.isnan(), torch.full_like(t, value), t) if t is not None and t.is_floating_point() else t
+                    for n, t in inputs.items()
+                }
+            )
+        )
         assert same(results[0]["output"], results[-1]["output"]) and same(results[0]["lse"], results[-1]["lse"]), value
     assert results[0]["output"].isfinite().all()
 
@@ -166,7 +167,9 @@ def test_without_eps_one_row_with_a_denominator_of_zero_spoils_itself(runner, ca
 
 
 @pytest.mark.parametrize("later", (NAN, INF))
-@pytest.mark.parametrize("case", [c for c, (n, _, attrs, _) in LINEAR.items() if not n.endswith("Grad") and attrs.get("causal", 1)])
+@pytest.mark.parametrize(
+    "case", [c for c, (n, _, attrs, _) in LINEAR.items() if not n.endswith("Grad") and attrs.get("causal", 1)]
+)
 def test_later_tokens_leave_earlier_rows_of_a_body_alone(case, later):
     name, inputs, attrs = linear(case)
     run = body(name, inputs, attrs)
@@ -184,8 +187,12 @@ def test_a_denominator_of_nan_is_not_held_at_eps():
     """A carried normaliser alone: the numerator stays finite, the quotient must not."""
     decay = fill("CausalLinearDecay", ["initial_state", "initial_norm"], (1, 2, 1, 3, 4, 5), dict(normalize=1))
     decay["initial_norm"][0, 0, 1] = NAN
-    sums = fill("NormalizedLinearAttention", ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"],
-                (1, 2, 1, 3, 4, 5), {})
+    sums = fill(
+        "NormalizedLinearAttention",
+        ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"],
+        (1, 2, 1, 3, 4, 5),
+        {},
+    )
     sums["initial_key_sum"][0, 0, 1] = NAN
     for name, inputs, attrs in (("CausalLinearDecay", decay, dict(normalize=1)), ("NormalizedLinearAttention", sums, {})):
         for run in (kernel(name, attrs), body(name, inputs, attrs), plain_reference(name, attrs)):
@@ -208,7 +215,23 @@ def test_older_instruction_sets():
     mine = native.build_info().removeprefix("cpu ").partition(",")[0]
     if os.environ.get("LEANFLEET_CPU"):
         pytest.skip("one of them runs already")
-    for build in builds[:builds.index(mine)]:
-        run = subprocess.run([sys.executable, "-P", "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__, "-k",
-                              "kernel or nan or without_eps"], env=os.environ | {"LEANFLEET_CPU": build}, capture_output=True, text=True)
+    for build in builds[: builds.index(mine)]:
+        run = subprocess.run(
+            [
+                sys.executable,
+                "-P",
+                "-m",
+                "pytest",
+                "-q",
+                "-x",
+                "-p",
+                "no:cacheprovider",
+                __file__,
+                "-k",
+                "kernel or nan or without_eps",
+            ],
+            env=os.environ | {"LEANFLEET_CPU": build},
+            capture_output=True,
+            text=True,
+        )
         assert run.returncode == 0, f"{build}: {run.stdout[-3000:]}"

@@ -24,7 +24,7 @@ SIZES = ((4, 20), (37, 64), (64, 37), (128, 50), (16, 128))  # D, Dv
 HEADS = ((2, 2), (3, 1), (5, 1), (6, 2), (1, 1))  # H, Hkv
 COEFFICIENTS = (None, (0.7, 1.3), (1.0, 0.0), (0.5, -0.05), (0.0, 1.0))
 STATES = ("initial_state", "initial_key_sum", "initial_value_sum", "initial_count")
-ROUNDING = {F32: 2.0 ** -24, F16: 2.0 ** -11, BF16: 2.0 ** -8}
+ROUNDING = {F32: 2.0**-24, F16: 2.0**-11, BF16: 2.0**-8}
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
 
 
@@ -36,11 +36,22 @@ def cases():
     """Every length, type, causal and normalize_qk, with the other choices in turn (their counts are coprime)."""
     result = []
     for i, (tokens, dtype, causal, unit) in enumerate(product(LENGTHS, DTYPES, (1, 0), (0, 1))):
-        result.append(pytest.param(
-            dict(tokens=tokens, dtype=dtype, size=SIZES[i % 5], heads=HEADS[i // 2 % 5], batch=1 + i // 3 % 2,
-                 coefficients=COEFFICIENTS[i // 4 % 5], threads=(1, 2, 5)[i % 3], seed=i),
-            dict(causal=causal, normalize_qk=unit, layout=("bhnd", "bnhd")[i // 7 % 2]),
-            id=f"{tokens}-{DTYPE_NAMES[dtype]}-{'causal' if causal else 'all'}-{'unit' if unit else 'plain'}"))
+        result.append(
+            pytest.param(
+                dict(
+                    tokens=tokens,
+                    dtype=dtype,
+                    size=SIZES[i % 5],
+                    heads=HEADS[i // 2 % 5],
+                    batch=1 + i // 3 % 2,
+                    coefficients=COEFFICIENTS[i // 4 % 5],
+                    threads=(1, 2, 5)[i % 3],
+                    seed=i,
+                ),
+                dict(causal=causal, normalize_qk=unit, layout=("bhnd", "bnhd")[i // 7 % 2]),
+                id=f"{tokens}-{DTYPE_NAMES[dtype]}-{'causal' if causal else 'all'}-{'unit' if unit else 'plain'}",
+            )
+        )
     return result
 
 
@@ -51,11 +62,14 @@ def make(tokens, dtype=F32, size=(16, 16), heads=(1, 1), batch=1, coefficients=N
     def rand(heads, width, signed):
         x = torch.rand(batch, heads, tokens, width, generator=generator, dtype=F64)
         noise = torch.randn(x.shape, generator=generator, dtype=F64)
-        return swap((noise if signed else (x + 0.2 * noise) / width ** 0.5).to(dtype), layout)
+        return swap((noise if signed else (x + 0.2 * noise) / width**0.5).to(dtype), layout)
 
-    return dict(query=rand(heads[0], size[0], False), key=rand(heads[1], size[0], False),
-                value=rand(heads[1], size[1], True),
-                coefficients=None if coefficients is None else torch.tensor(coefficients))
+    return dict(
+        query=rand(heads[0], size[0], False),
+        key=rand(heads[1], size[0], False),
+        value=rand(heads[1], size[1], True),
+        coefficients=None if coefficients is None else torch.tensor(coefficients),
+    )
 
 
 def make_states(inputs, seed=0, layout="bhnd"):
@@ -117,12 +131,17 @@ def loop(inputs, attrs):
     for i in range(tokens):
         state = state + k[..., i, :, None] * v[..., i, None, :]
         key_sum, value_sum, count = key_sum + k[..., i, :], value_sum + v[..., i, :], count + 1
-        for n in ([i] if causal else range(tokens) if i == tokens - 1 else []):
+        for n in [i] if causal else range(tokens) if i == tokens - 1 else []:
             f[..., n, :] = a * value_sum + b * (q[..., n, None, :] @ state).squeeze(-2)
             g[..., n] = a * count + b * (q[..., n, :] * key_sum).sum(-1)
     output = (f / held(g, eps).unsqueeze(-1)).flatten(1, 2)
-    return dict(output=swap(output, layout), normalizer=swap(g.flatten(1, 2), layout), final_state=state.squeeze(2),
-                final_key_sum=key_sum.squeeze(2), final_value_sum=value_sum.squeeze(2))
+    return dict(
+        output=swap(output, layout),
+        normalizer=swap(g.flatten(1, 2), layout),
+        final_state=state.squeeze(2),
+        final_key_sum=key_sum.squeeze(2),
+        final_value_sum=value_sum.squeeze(2),
+    )
 
 
 @remembered
@@ -144,7 +163,7 @@ def loop_grad(inputs, attrs):
         for step, i in enumerate(order):
             for term in terms(i):
                 total = [x + y for x, y in zip(total, term, strict=True)] if total else term
-            for n in ([i] if causal else order if step == tokens - 1 else []):
+            for n in [i] if causal else order if step == tokens - 1 else []:
                 result(n, total)
 
     def key_side(i):
@@ -174,8 +193,7 @@ def loop_grad(inputs, attrs):
     sums(range(tokens - 1, -1, -1), query_side, key_grad)
     dq = b * dq
     if attrs.get("normalize_qk"):
-        dq, dk = ((dy - y * (y * dy).sum(-1, keepdim=True)) / norm
-                  for dy, y, norm in ((dq, q, q_norm), (dk, k, k_norm)))
+        dq, dk = ((dy - y * (y * dy).sum(-1, keepdim=True)) / norm for dy, y, norm in ((dq, q, q_norm), (dk, k, k_norm)))
         dq_size, dk_size = dq_size / q_norm, dk_size / k_norm
     grads = dict(grad_query=dq.flatten(1, 2), grad_key=dk.squeeze(2), grad_value=dv.squeeze(2))
     grads = {name: swap(x, layout) for name, x in grads.items()} | dict(grad_coefficients=torch.stack([da, db]))
@@ -228,8 +246,7 @@ def test_lengths(case, attrs):
 
 
 @pytest.mark.parametrize("threads", (1, 2, 5, 16))
-@pytest.mark.parametrize(("causal", "unit", "size"),
-                         [(1, 0, (16, 16)), (1, 1, (20, 40)), (0, 0, (16, 16)), (0, 1, (4, 7))])
+@pytest.mark.parametrize(("causal", "unit", "size"), [(1, 0, (16, 16)), (1, 1, (20, 40)), (0, 0, (16, 16)), (0, 1, (4, 7))])
 def test_few_heads_many_threads(causal, unit, size, threads):
     """One head and one block of columns: the threads share the tokens, in ragged segments."""
     attrs = dict(causal=causal, normalize_qk=unit)
@@ -244,9 +261,15 @@ def test_few_heads_many_threads(causal, unit, size, threads):
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize(("layout", "unit", "heads", "size", "batch", "threads"),
-                         [("bhnd", 0, (3, 1), (37, 50), 2, 2), ("bnhd", 1, (5, 1), (64, 128), 1, 5),
-                          ("bhnd", 1, (2, 2), (128, 20), 3, 1), ("bnhd", 0, (1, 1), (4, 4), 1, 2)])
+@pytest.mark.parametrize(
+    ("layout", "unit", "heads", "size", "batch", "threads"),
+    [
+        ("bhnd", 0, (3, 1), (37, 50), 2, 2),
+        ("bnhd", 1, (5, 1), (64, 128), 1, 5),
+        ("bhnd", 1, (2, 2), (128, 20), 3, 1),
+        ("bnhd", 0, (1, 1), (4, 4), 1, 2),
+    ],
+)
 @pytest.mark.parametrize("pieces", ((130,), (1,), (1, 1, 1), (64, 1, 1, 15, 49), (16, 17, 97)))
 def test_carried_states(dtype, layout, unit, heads, size, batch, threads, pieces):
     """A sequence in pieces, in place and not, gives what one call over all of it gives, and what the loop gives."""
@@ -260,14 +283,18 @@ def test_carried_states(dtype, layout, unit, heads, size, batch, threads, pieces
         carried = {name: x.clone() for name, x in states.items()}
         outputs, first = [], 0
         for piece in pieces:
-            part = {name: None if x is None else x if name == "coefficients" else
-                    x.narrow(axis, first, piece).contiguous() for name, x in inputs.items()}
+            part = {
+                name: None if x is None else x if name == "coefficients" else x.narrow(axis, first, piece).contiguous()
+                for name, x in inputs.items()
+            }
             result = run_kernel(FORWARD, part | carried, attrs, threads=threads, in_place=in_place)
             outputs.append(result)
             carried = {name: result[name.replace("initial", "final")] for name in STATES}
             first += piece
-        together = {name: torch.cat([x[name] for x in outputs], axis) if name in ("output", "normalizer") else
-                    outputs[-1][name] for name in result}
+        together = {
+            name: torch.cat([x[name] for x in outputs], axis) if name in ("output", "normalizer") else outputs[-1][name]
+            for name in result
+        }
         check(together, exact, plain)
 
 
@@ -297,12 +324,22 @@ def test_any_call(data):
     rows of few columns may well be opposite, and g is then 0."""
     draw = data.draw
     kv_heads, group = draw(st.integers(1, 3)), draw(st.sampled_from((1, 1, 2, 3, 7)))
-    attrs = dict(normalize_qk=draw(st.integers(0, 1)), layout=draw(st.sampled_from(("bhnd", "bnhd"))),
-                 causal=draw(st.sampled_from((1, 1, 0))))
+    attrs = dict(
+        normalize_qk=draw(st.integers(0, 1)),
+        layout=draw(st.sampled_from(("bhnd", "bnhd"))),
+        causal=draw(st.sampled_from((1, 1, 0))),
+    )
     width, threads = st.integers(1, 70), draw(st.sampled_from((1, 2, 3, 8)))
-    inputs = make(draw(st.sampled_from((1, 1, 2, 3, 8, 17, 32, 33, 40, 65))), draw(st.sampled_from(DTYPES)),
-                  (draw(st.integers(4, 70)), draw(width)), (kv_heads * group, kv_heads), draw(st.integers(1, 2)),
-                  draw(st.sampled_from((None, (0.7, 1.3)))), draw(st.integers(0, 2**20)), attrs["layout"])
+    inputs = make(
+        draw(st.sampled_from((1, 1, 2, 3, 8, 17, 32, 33, 40, 65))),
+        draw(st.sampled_from(DTYPES)),
+        (draw(st.integers(4, 70)), draw(width)),
+        (kv_heads * group, kv_heads),
+        draw(st.integers(1, 2)),
+        draw(st.sampled_from((None, (0.7, 1.3)))),
+        draw(st.integers(0, 2**20)),
+        attrs["layout"],
+    )
     if attrs["causal"] and draw(st.booleans()):
         return check_carried(inputs, attrs, threads)
     exact = judge(inputs, attrs)
@@ -328,8 +365,11 @@ def test_in_place_is_the_same(threads, tokens, heads):
 def test_states_from_nothing():
     """return_state without initial values: the sums of this call alone."""
     inputs = make(70, size=(16, 20), heads=(3, 1), batch=2)
-    check(run_kernel(FORWARD, inputs, dict(return_state=1)), judge(inputs, dict(return_state=1)),
-          loop(inputs, dict(return_state=1)))
+    check(
+        run_kernel(FORWARD, inputs, dict(return_state=1)),
+        judge(inputs, dict(return_state=1)),
+        loop(inputs, dict(return_state=1)),
+    )
 
 
 @pytest.mark.parametrize("causal", (1, 0))
@@ -362,16 +402,16 @@ def test_gradients_without_those_of_the_coefficients(tokens, normalize_qk):
 @pytest.mark.parametrize("sign", (1, -1))
 def test_guard_is_exact(sign):
     """q = -k, nearly: g_i = sign * (i + 1) / 2**18 exactly, held at 2**-16 for the first three tokens."""
-    attrs = dict(eps=2.0 ** -16)
+    attrs = dict(eps=2.0**-16)
     query, key = torch.zeros(1, 1, 15, 4), torch.zeros(1, 1, 15, 4)
-    key[..., 0], query[..., 0] = 1, -1 + sign * 2.0 ** -18
+    key[..., 0], query[..., 0] = 1, -1 + sign * 2.0**-18
     value = torch.randint(-2, 3, (1, 1, 15, 8), generator=torch.Generator().manual_seed(0)).float()
     inputs = dict(query=query, key=key, value=value)
     exact, actual = judge(inputs, attrs), run_kernel(FORWARD, inputs, attrs)
     assert torch.equal(actual["normalizer"].double(), exact["normalizer"])
     assert (exact["normalizer"].flatten() * sign > 0).all()
     assert (actual["normalizer"].abs() < attrs["eps"]).sum() == 3
-    torch.testing.assert_close(actual["output"].double(), exact["output"], rtol=2.0 ** -23, atol=0)
+    torch.testing.assert_close(actual["output"].double(), exact["output"], rtol=2.0**-23, atol=0)
     inputs = grad_inputs(inputs, attrs, exact)
     multiples = torch.randint(-2, 3, value.shape, generator=torch.Generator().manual_seed(1))
     inputs["grad_output"] = multiples * torch.arange(1.0, 16.0).view(-1, 1)  # so that w is exact too
@@ -423,11 +463,10 @@ def test_zero_rows(dtype, causal):
     exact = judge(inputs, attrs)
     check(run_kernel(FORWARD, inputs, attrs), exact, loop(inputs, attrs))
     inputs = grad_inputs(inputs, attrs, exact)
-    inputs["grad_output"] = inputs["grad_output"] * 2.0 ** -14  # so that float16 has room for 1e12 times as much
+    inputs["grad_output"] = inputs["grad_output"] * 2.0**-14  # so that float16 has room for 1e12 times as much
     actual, exact = run_kernel(BACKWARD, inputs, attrs), judge_grad(inputs, attrs)
     plain, sizes = loop_grad(inputs, attrs)
-    for name, at in (("grad_query", (0, 1, 4)), ("grad_query", (0, 2, 5)), ("grad_key", (0, 0, 7)),
-                     ("grad_key", (0, 0, 9))):
+    for name, at in (("grad_query", (0, 1, 4)), ("grad_query", (0, 2, 5)), ("grad_key", (0, 0, 7)), ("grad_key", (0, 0, 9))):
         expected = exact[name][at].to(dtype)
         assert expected.abs().max() > 1e4
         torch.testing.assert_close(actual[name][at], expected, rtol=4 * ROUNDING[dtype] + 1e-4, atol=0)
@@ -465,8 +504,7 @@ def test_a_million_tokens():
         count = np.arange(1, tokens + 1, dtype=dtype)
         g = dtype(a) * count + dtype(b) * (q * np.cumsum(k, 0, dtype)).sum(-1)
         f = dtype(a) * np.cumsum(v, 0, dtype) + dtype(b) * (q[:, :, None] * state).sum(1)
-        exact[dtype] = dict(output=torch.from_numpy(f / g[:, None])[None, None],
-                            normalizer=torch.from_numpy(g)[None, None])
+        exact[dtype] = dict(output=torch.from_numpy(f / g[:, None])[None, None], normalizer=torch.from_numpy(g)[None, None])
     for threads in (1, 5):
         check(run_kernel(FORWARD, inputs, threads=threads), exact[np.float64], exact[np.float32])
 
@@ -474,8 +512,10 @@ def test_a_million_tokens():
 def scratch_bytes(op_name, tokens, dim, value_dim, attrs, threads):
     op = spec.all_specs()[op_name]
     dims = dict(B=1, H=4, Hkv=2, N=tokens, D=dim, Dv=value_dim)
-    entries = [(0, tuple(dims[a.symbol] for a in op.shape_of(t, set()).ordered("bhnd")), "float32")
-               if not t.optional else None for t in op.inputs]
+    entries = [
+        (0, tuple(dims[a.symbol] for a in op.shape_of(t, set()).ordered("bhnd")), "float32") if not t.optional else None
+        for t in op.inputs
+    ]
     for i, t in enumerate(op.inputs):
         if t.type == "T":
             entries[i] = (*entries[i][:2], "bfloat16")
@@ -526,6 +566,9 @@ def test_counts_stay_at_their_end(monkeypatch):
         assert found["final_count"].tolist() == [last] * 3
     monkeypatch.setenv("LEANFLEET_CHECK", "1")
     run_kernel(FORWARD, inputs, {})
-    with pytest.raises(ValueError, match=rf"{FORWARD}.*initial_count holds {last - 2} for request 1; with N = 3 more expected at "
-                       rf"most {last - 3}, because final_count ends at 2\^31 - 1"):
+    with pytest.raises(
+        ValueError,
+        match=rf"{FORWARD}.*initial_count holds {last - 2} for request 1; with N = 3 more expected at "
+        rf"most {last - 3}, because final_count ends at 2\^31 - 1",
+    ):
         run_kernel(FORWARD, inputs, dict(return_state=1))

@@ -36,7 +36,7 @@ def scaled_add(x, y=None, total=None, *, alpha=1.0, accumulate=0, layout="bhnd",
     sums = _swap(x.to(compute), layout).sum((2, 3))
     return output.to(x.dtype), (total.to(compute) + sums).to(float_out)
 '''
-BODY = '''
+BODY = """
 def _scaled_add(ops, x, a, ranks):
     output = ops.Mul(ops.float(x.x), a.alpha)
     if x.y is not None:
@@ -50,12 +50,12 @@ def _scaled_add(ops, x, a, ranks):
 
 _BODIES = {
     "ScaledAdd": _scaled_add,
-'''
-PYTORCH = '''scaled_add = _function(_SPECS["ScaledAdd"], False)
+"""
+PYTORCH = """scaled_add = _function(_SPECS["ScaledAdd"], False)
 scaled_add_ = _function(_SPECS["ScaledAdd"], True)
-'''
+"""
 # Runs where the copy is the package.
-USE = '''
+USE = """
 import itertools, subprocess, sys
 from pathlib import Path
 
@@ -110,7 +110,7 @@ for dtype, layout, accumulate in itertools.product(EPSILON, ("bhnd", "bnhd"), (0
         close([torch.from_numpy(a) for a in session.run(None, feed)], inputs, attrs, dtype)
     assert cli.main(["check", str(path)]) == 0, path
 print("every call agrees")
-'''
+"""
 
 
 def edit(path, old, new):
@@ -138,7 +138,11 @@ def tree(tmp_path_factory):
     edit(tree / "export" / "function_bodies.py", "\n_BODIES = {\n", BODY)
     with (tree / "export" / "torch_ops.py").open("a") as file:
         file.write(PYTORCH)
-    edit(tree / "export" / "__init__.py", "_HOMES = {\n", '_HOMES = {\n    "scaled_add": "torch_ops",\n    "scaled_add_": "torch_ops",\n')
+    edit(
+        tree / "export" / "__init__.py",
+        "_HOMES = {\n",
+        '_HOMES = {\n    "scaled_add": "torch_ops",\n    "scaled_add_": "torch_ops",\n',
+    )
     edit(tree / "leanfleet" / "trial.py", "TOLERANCE = {\n", 'TOLERANCE = {\n    "ScaledAdd": (8, 4),\n')
     return tree
 
@@ -146,10 +150,15 @@ def tree(tmp_path_factory):
 def run(tree, code, *arguments):
     """In a process for which the copy is leanfleet: -S reads no .pth files, which would bring an editable install first. The
     libraries are those that the tests build of the same folder and entry, and hold this operator alone."""
-    environment = {**os.environ, "LEANFLEET_LIBRARY_DIR": str(ort_models.build_toy_library()), "OMP_NUM_THREADS": "1",
-                   "PYTHONPATH": os.pathsep.join([str(tree), *filter(None, sys.path)])}
-    return subprocess.run([sys.executable, "-S", "-P", "-c", code, *arguments], env=environment, cwd=tree, capture_output=True,
-                          text=True)
+    environment = {
+        **os.environ,
+        "LEANFLEET_LIBRARY_DIR": str(ort_models.build_toy_library()),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": os.pathsep.join([str(tree), *filter(None, sys.path)]),
+    }
+    return subprocess.run(
+        [sys.executable, "-S", "-P", "-c", code, *arguments], env=environment, cwd=tree, capture_output=True, text=True
+    )
 
 
 def test_an_operator_made_by_the_recipe_runs_everywhere(tree):
@@ -166,12 +175,16 @@ def test_tables_and_page_are_generated(tree):
 
 def test_a_body_that_means_something_else_is_found(tree):
     """The check of the check: leanfleet check fails where the operator's body is not its kernel."""
-    body = 'from leanfleet.export import function_bodies as f\n' \
-           'body = f._BODIES["ScaledAdd"]\n' \
-           'f._BODIES["ScaledAdd"] = lambda ops, x, a, ranks: [ops.Mul(o, 2.0) for o in body(ops, x, a, ranks)]\n'
-    code = body + ("import sys, torch\nfrom leanfleet import cli\nfrom leanfleet.export import export, scaled_add\n"
-                   "class Layer(torch.nn.Module):\n    def forward(self, x):\n        return scaled_add(x)\n"
-                   "export(Layer(), (torch.ones(1, 2, 3, 4),), 'wrong.onnx')\n"
-                   "sys.exit(cli.main(['check', 'wrong.onnx']))\n")
+    body = (
+        "from leanfleet.export import function_bodies as f\n"
+        'body = f._BODIES["ScaledAdd"]\n'
+        'f._BODIES["ScaledAdd"] = lambda ops, x, a, ranks: [ops.Mul(o, 2.0) for o in body(ops, x, a, ranks)]\n'
+    )
+    code = body + (
+        "import sys, torch\nfrom leanfleet import cli\nfrom leanfleet.export import export, scaled_add\n"
+        "class Layer(torch.nn.Module):\n    def forward(self, x):\n        return scaled_add(x)\n"
+        "export(Layer(), (torch.ones(1, 2, 3, 4),), 'wrong.onnx')\n"
+        "sys.exit(cli.main(['check', 'wrong.onnx']))\n"
+    )
     done = run(tree, code)
     assert done.returncode == 1 and "ScaledAdd" in done.stdout, done.stdout + done.stderr[-2000:]

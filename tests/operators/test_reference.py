@@ -42,8 +42,16 @@ def int32(*values):
 
 # CausalLinearDecay
 
-DECAYS = {"0": 0.0, "0.01": 0.01, "0.5": 0.5, "0.999": 0.999, "1": 1.0, "mixed": (0.9, 0.0), "absent": None,
-          "per_token": "per_token"}
+DECAYS = {
+    "0": 0.0,
+    "0.01": 0.01,
+    "0.5": 0.5,
+    "0.999": 0.999,
+    "1": 1.0,
+    "mixed": (0.9, 0.0),
+    "absent": None,
+    "per_token": "per_token",
+}
 
 
 def make_decay(kind, heads, tokens, batch=2):
@@ -83,16 +91,22 @@ def decay_cases(kind):
     """(arguments, attributes, expected) over LENGTHS, without and with the normaliser."""
     generator, cases = torch.Generator().manual_seed(11), []
     for tokens in LENGTHS:
+
         def randn(*shape):
             return torch.randn(*shape, generator=generator, dtype=F64)
 
         q, k, v = randn(2, 6, tokens, 5), randn(2, 2, tokens, 5), randn(2, 2, tokens, 3)
         state, norm, decay = randn(2, 2, 5, 3), randn(2, 2, 5), make_decay(kind, 2, tokens)
-        cases.append(((q, k, v, decay, state), dict(scale=0.7, return_state=1),
-                      decay_token_loop(q, k, v, decay, state, norm, 0.7)[:2]))
-        cases.append(((q.abs(), k.abs(), v, decay, state, norm.abs()),
-                      dict(scale=0.7, return_state=True, normalize=1, eps=0.5),
-                      decay_token_loop(q.abs(), k.abs(), v, decay, state, norm.abs(), 0.7, 0.5)))
+        cases.append(
+            ((q, k, v, decay, state), dict(scale=0.7, return_state=1), decay_token_loop(q, k, v, decay, state, norm, 0.7)[:2])
+        )
+        cases.append(
+            (
+                (q.abs(), k.abs(), v, decay, state, norm.abs()),
+                dict(scale=0.7, return_state=True, normalize=1, eps=0.5),
+                decay_token_loop(q.abs(), k.abs(), v, decay, state, norm.abs(), 0.7, 0.5),
+            )
+        )
     return cases
 
 
@@ -113,8 +127,7 @@ def test_algorithm_gradients_agree(algorithm):
     def loss(outputs):
         return sum((x.flatten() * w).sum() for x, w in zip(outputs, weights, strict=True))
 
-    actual = torch.autograd.grad(
-        loss(decayed(*inputs, algorithm=algorithm, **attributes)), inputs)
+    actual = torch.autograd.grad(loss(decayed(*inputs, algorithm=algorithm, **attributes)), inputs)
     expected = torch.autograd.grad(loss(decay_token_loop(*inputs, 0.7, 0.5)), inputs)
     close(actual, expected)
     assert (actual[3][decay == -INF] == 0).all()
@@ -124,10 +137,10 @@ def test_algorithm_gradients_agree(algorithm):
 def test_extreme_decay_and_scores_stay_finite(randn, algorithm):
     """A decay far below float32's range and scores that overflow above the diagonal must not make NaN."""
     q, k, v = (randn(1, 1, 200, 4, dtype=torch.float32) for _ in range(3))
-    output, = decayed(q, k, v, torch.tensor([-60.0]), algorithm=algorithm)
+    (output,) = decayed(q, k, v, torch.tensor([-60.0]), algorithm=algorithm)
     close(output, (q * k).sum(-1, keepdim=True) * v, 1e-5)
     q[:, :, 0], k[:, :, 1:] = 1e30, 1e30  # row 0 against every later key: infinite, and masked
-    output, = decayed(q, k, v * 1e-30, torch.tensor([-0.1]), algorithm=algorithm)
+    (output,) = decayed(q, k, v * 1e-30, torch.tensor([-0.1]), algorithm=algorithm)
     assert output.isfinite().all()
 
 
@@ -140,8 +153,7 @@ def test_split_and_carry_equals_one_call(randn, kind, normalize):
     parts, carried = [], ()
     for start, stop in ((0, 1), (1, 66), (66, 66), (66, 130), (130, 131)):
         own = decay[..., start:stop] if decay.dim() == 3 else decay
-        out, *carried = decayed(
-            q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], own, *carried, **attributes)
+        out, *carried = decayed(q[:, :, start:stop], k[:, :, start:stop], v[:, :, start:stop], own, *carried, **attributes)
         parts.append(out)
     close((torch.cat(parts, 2), *carried), whole, 1e-9)
 
@@ -163,13 +175,12 @@ def test_packed_requests_and_pool(randn, kind, layout):
 
     arguments = (*map(swap, (q, k, v)), swap(decay) if kind == "per_token" else decay)
     attributes = dict(normalize=1, eps=0.2, return_state=1)
-    output, states, sums = decayed(*arguments, pool, norms, int32(*offsets), int32(*rows), layout=layout,
-                                   **attributes)
+    output, states, sums = decayed(*arguments, pool, norms, int32(*offsets), int32(*rows), layout=layout, **attributes)
     output = swap(output)
     assert (output[:, :, padding] == 0).all()
     expected_pool, expected_norms = pool.clone(), norms.clone()
     for start, stop, row in zip(offsets[:-1], offsets[1:], rows, strict=True):
-        given = (pool[row:row + 1], norms[row:row + 1]) if row >= 0 else ()
+        given = (pool[row : row + 1], norms[row : row + 1]) if row >= 0 else ()
         out, state, norm = one_request(start, stop, *given, **attributes)
         close(output[:, :, start:stop], out)
         if row >= 0:
@@ -183,8 +194,7 @@ def test_packed_requests_and_pool(randn, kind, layout):
 def test_garbage_offsets_and_rows_stay_inside(randn):
     q, k, v, pool = randn(1, 2, 9, 4), randn(1, 2, 9, 4), randn(1, 2, 9, 3), randn(3, 2, 4, 3)
     for offsets in ((-5, 4, 99), (8, 3, 2**31 - 1), (50, 60, 70), (-9, -9, -9)):
-        output, states = decayed(q, k, v, None, pool, None, int32(*offsets), int32(3, 2**31 - 1),
-                                 return_state=1)
+        output, states = decayed(q, k, v, None, pool, None, int32(*offsets), int32(3, 2**31 - 1), return_state=1)
         assert output.isfinite().all()
         close(states, pool)
 
@@ -196,15 +206,13 @@ def test_empty_batches_tokens_and_requests(randn):
         out, final = decayed(q, k, v, None, state[:batch], return_state=1)
         assert out.shape == (batch, 6, tokens, 3)
         close(final, state[:batch])
-        grads = decay_grad(q, k, v, torch.zeros(2), None, randn(batch, 6, tokens, 3), state[:batch],
-                           grad_decay=1, grad_state=1)
+        grads = decay_grad(q, k, v, torch.zeros(2), None, randn(batch, 6, tokens, 3), state[:batch], grad_decay=1, grad_state=1)
         assert [x.shape for x in grads] == [q.shape, k.shape, v.shape, (2,), (batch, 2, 4, 3)]
         out = normalized(q, k, v, return_state=1)
         assert out[0].shape == (batch, 6, tokens, 3) and out[5].tolist() == [tokens] * batch
         out, lse = attention(q, randn(batch, 2, 8, 4), randn(batch, 2, 8, 3))
         assert out.shape == (batch, 6, tokens, 3) and lse.shape == (batch, 6, tokens)
-    out, final = decayed(randn(1, 2, 5, 4), randn(1, 2, 5, 4), randn(1, 2, 5, 3), cu_seqlens=int32(0),
-                         return_state=1)
+    out, final = decayed(randn(1, 2, 5, 4), randn(1, 2, 5, 4), randn(1, 2, 5, 3), cu_seqlens=int32(0), return_state=1)
     assert (out == 0).all() and final.shape == (0, 2, 4, 3)
 
 
@@ -213,13 +221,14 @@ def leaves(*tensors):
 
 
 def test_decay_gradcheck(randn):
-    q, k, v, state, norm = leaves(randn(2, 2, 5, 2), randn(2, 1, 5, 2), randn(2, 1, 5, 3), randn(2, 1, 2, 3),
-                                  randn(2, 1, 2))
+    q, k, v, state, norm = leaves(randn(2, 2, 5, 2), randn(2, 1, 5, 2), randn(2, 1, 5, 3), randn(2, 1, 2, 3), randn(2, 1, 2))
     for decay in (randn(1), randn(2, 1, 5)):
         decay = (-decay.abs() - 0.1).requires_grad_()
         for algorithm in ALGORITHMS:
-            assert gradcheck(partial(decayed, algorithm=algorithm, return_state=1, normalize=1, eps=1e-2,
-                                     scale=0.6), (q, k, v, decay, state, norm))
+            assert gradcheck(
+                partial(decayed, algorithm=algorithm, return_state=1, normalize=1, eps=1e-2, scale=0.6),
+                (q, k, v, decay, state, norm),
+            )
 
 
 @pytest.mark.parametrize("packed", (False, True))
@@ -229,8 +238,9 @@ def test_decay_grad_equals_autograd(randn, kind, layout, packed):
     """Across blocks; with a decay of 0 its gradient is exactly 0 and all others are right."""
     batch, requests, offsets = (1, 3, int32(1, 70, 71, 150)) if packed else (2, 2, None)
     swap = (lambda x: x.transpose(1, 2)) if layout == "bnhd" else (lambda x: x)
-    q, k, v, state = leaves(swap(randn(batch, 6, 150, 4)), swap(randn(batch, 2, 150, 4)),
-                            swap(randn(batch, 2, 150, 3)), randn(requests, 2, 4, 3))
+    q, k, v, state = leaves(
+        swap(randn(batch, 6, 150, 4)), swap(randn(batch, 2, 150, 4)), swap(randn(batch, 2, 150, 3)), randn(requests, 2, 4, 3)
+    )
     decay = make_decay(kind, 2, 150, batch)
     per_token = decay is not None and decay.dim() == 3
     if decay is not None:
@@ -238,13 +248,23 @@ def test_decay_grad_equals_autograd(randn, kind, layout, packed):
     do, ds = swap(randn(batch, 6, 150, 3)), randn(requests, 2, 4, 3)
     given = [q, k, v, state] + ([decay] if decay is not None else [])
     for final in (ds, None):
-        outputs = decayed(q, k, v, decay, state, None, offsets, scale=0.3, layout=layout,
-                          return_state=final is not None)
+        outputs = decayed(q, k, v, decay, state, None, offsets, scale=0.3, layout=layout, return_state=final is not None)
         expected = torch.autograd.grad(outputs, given, (do,) if final is None else (do, final))
         with torch.no_grad():
             dq, dk, dv, *dg, dstate = decay_grad(
-                q, k, v, decay, state, do, final, offsets, scale=0.3, layout=layout,
-                grad_decay=int(decay is not None), grad_state=1)
+                q,
+                k,
+                v,
+                decay,
+                state,
+                do,
+                final,
+                offsets,
+                scale=0.3,
+                layout=layout,
+                grad_decay=int(decay is not None),
+                grad_state=1,
+            )
         close([dq, dk, dv, dstate, *dg], list(expected))
     if decay is not None:
         assert (dg[0][decay == -INF] == 0).all() and dg[0].shape == decay.shape
@@ -291,8 +311,7 @@ def test_normalized_equals_row_loop(randn, causal, unit):
             actual = normalized(q, k, v, coefficients, **attributes)
             close(actual, expected, 1e-10)
             held += (expected[1].abs() < 0.4).sum()
-            swapped = normalized(*(x.transpose(1, 2) for x in (q, k, v)), coefficients, layout="bnhd",
-                                 **attributes)
+            swapped = normalized(*(x.transpose(1, 2) for x in (q, k, v)), coefficients, layout="bnhd", **attributes)
             close(tuple(x.transpose(1, 2) for x in swapped), actual, 1e-14)
     assert held
 
@@ -303,8 +322,7 @@ def test_normalized_split_and_carry(randn):
     whole = normalized(q, k, v, c, return_state=1, normalize_qk=1)
     parts, carried = [], ()
     for start, stop in ((0, 3), (3, 3), (3, 69), (69, 70)):
-        out, g, *carried = normalized(
-            *(x[:, :, start:stop] for x in (q, k, v)), c, *carried, return_state=1, normalize_qk=1)
+        out, g, *carried = normalized(*(x[:, :, start:stop] for x in (q, k, v)), c, *carried, return_state=1, normalize_qk=1)
         parts.append((out, g))
     close((*(torch.cat(x, 2) for x in zip(*parts, strict=True)), *carried), whole)
     assert carried[3].dtype == torch.int32 and carried[3].tolist() == [70, 70]
@@ -316,8 +334,11 @@ def test_normalized_gradients(randn, causal, unit):
     """Closed form against autograd through the reference: no row held at eps, and half of them."""
     for layout, quantile in (("bhnd", 0), ("bnhd", 0.5)):
         swap = (lambda x: x.transpose(1, 2)) if layout == "bnhd" else (lambda x: x)
-        q, k, v, c, ones = leaves(*map(swap, (randn(2, 6, 70, 4), randn(2, 2, 70, 4), randn(2, 2, 70, 3))),
-                                  torch.tensor([0.5, -0.2], dtype=F64), torch.ones(2, dtype=F64))
+        q, k, v, c, ones = leaves(
+            *map(swap, (randn(2, 6, 70, 4), randn(2, 2, 70, 4), randn(2, 2, 70, 3))),
+            torch.tensor([0.5, -0.2], dtype=F64),
+            torch.ones(2, dtype=F64),
+        )
         do, attributes = swap(randn(2, 6, 70, 3)), dict(causal=causal, normalize_qk=unit, layout=layout)
         for coefficients in (c, ones):
             g = normalized(q, k, v, coefficients, **attributes)[1].detach()
@@ -325,8 +346,7 @@ def test_normalized_gradients(randn, causal, unit):
             output, g = normalized(q, k, v, coefficients, eps=eps, **attributes)
             expected = torch.autograd.grad(output, (q, k, v, coefficients), do)
             with torch.no_grad():
-                actual = normalized_grad(
-                    q, k, v, c if coefficients is c else None, output, g, do, eps=eps, **attributes)
+                actual = normalized_grad(q, k, v, c if coefficients is c else None, output, g, do, eps=eps, **attributes)
             close(actual, expected, 1e-9)
 
 
@@ -344,8 +364,14 @@ def test_normalized_gradient_of_zero_rows(randn):
 
 def test_normalized_gradcheck(randn):
     q, k, v, state, key_sum, value_sum, c = leaves(
-        randn(2, 2, 4, 2), randn(2, 1, 4, 2), randn(2, 1, 4, 3), randn(2, 1, 2, 3), randn(2, 1, 2),
-        randn(2, 1, 3), torch.tensor([3.0, 0.4], dtype=F64))
+        randn(2, 2, 4, 2),
+        randn(2, 1, 4, 2),
+        randn(2, 1, 4, 3),
+        randn(2, 1, 2, 3),
+        randn(2, 1, 2),
+        randn(2, 1, 3),
+        torch.tensor([3.0, 0.4], dtype=F64),
+    )
 
     def carried(*inputs, normalize_qk):
         return normalized(*inputs, int32(3, 9), normalize_qk=normalize_qk, return_state=1)[:5]
@@ -370,8 +396,11 @@ def attention_row_loop(query, keys, values, lengths, counts, masked, sinks, scal
         for h in range(heads):
             for i in range(counts[b]):
                 p = lengths[b] - counts[b] + i
-                seen = [j for j in range(lengths[b]) if (not causal or j <= p)
-                        and (window < 0 or j > p - window) and j not in masked[b]]
+                seen = [
+                    j
+                    for j in range(lengths[b])
+                    if (not causal or j <= p) and (window < 0 or j > p - window) and j not in masked[b]
+                ]
                 logits = [float(scale * query[b, h, i] @ keys[b][h // group, j]) for j in seen]
                 if softcap:
                     logits = [softcap * math.tanh(x / softcap) for x in logits]
@@ -386,8 +415,7 @@ def attention_row_loop(query, keys, values, lengths, counts, masked, sinks, scal
 
 def pack_cache(variant, rows, lengths, capacities, width):
     """Per-request rows [Hkv,capacity,D] as a cache with NaN in every slot past lengths, and its table."""
-    rows = [torch.where(torch.arange(x.shape[1])[:, None] < n, x, NAN)
-            for x, n in zip(rows, lengths, strict=True)]
+    rows = [torch.where(torch.arange(x.shape[1])[:, None] < n, x, NAN) for x, n in zip(rows, lengths, strict=True)]
     if variant == "dense":
         return torch.stack(rows), {}
     if variant == "ragged":
@@ -399,16 +427,22 @@ def pack_cache(variant, rows, lengths, capacities, width):
     pool = torch.full((len(pages), BLOCK, rows[0].shape[0], width), NAN, dtype=F64)
     table = torch.full((len(rows), max(blocks)), -1, dtype=torch.int32)
     for b, x in enumerate(rows):
-        table[b, :blocks[b]] = pages[sum(blocks[:b]):sum(blocks[:b + 1])]
-        pool[table[b, :blocks[b]].long()] = x.transpose(0, 1).unflatten(0, (-1, BLOCK))
+        table[b, : blocks[b]] = pages[sum(blocks[:b]) : sum(blocks[: b + 1])]
+        pool[table[b, : blocks[b]].long()] = x.transpose(0, 1).unflatten(0, (-1, BLOCK))
     return pool, {"block_table": table}
 
 
 OPTIONS = {
-    "plain": {}, "non_causal": dict(causal=0), "scale": dict(scale=0.9), "window1": dict(window=1),
-    "window5": dict(window=5), "wide_window": dict(window=1000),
-    "softcap": dict(softcap=1.5), "sinks": dict(sinks=True),
-    "append": dict(append=1), "layout": dict(layout="bnhd"),
+    "plain": {},
+    "non_causal": dict(causal=0),
+    "scale": dict(scale=0.9),
+    "window1": dict(window=1),
+    "window5": dict(window=5),
+    "wide_window": dict(window=1000),
+    "softcap": dict(softcap=1.5),
+    "sinks": dict(sinks=True),
+    "append": dict(append=1),
+    "layout": dict(layout="bnhd"),
     "non_causal_sinks": dict(causal=False, sinks=True),
     "all": dict(append=1, sinks=True, softcap=2.0, window=6, scale=1.1, layout="bnhd"),
 }
@@ -439,19 +473,32 @@ def test_attention_equals_row_loop(randn, variant, option):
         cached = [n - c for n, c in zip(lengths, counts, strict=True)]
         new_key, new_value = (torch.full((6, kv_heads, 4, n), NAN, dtype=F64) for n in (width, value_width))
         for b, (start, n) in enumerate(zip(cached, counts, strict=True)):
-            new_key[b, :, :n], new_value[b, :, :n] = (x[b][:, start:start + n] for x in (keys, values))
+            new_key[b, :, :n], new_value[b, :, :n] = (x[b][:, start : start + n] for x in (keys, values))
         given = dict(new_key=swap(new_key), new_value=swap(new_value))
     key_cache, table = pack_cache(variant, keys, cached, capacities, width)
     value_cache, _ = pack_cache(variant, values, cached, capacities, value_width)
-    actual = attention(swap(query), key_cache, value_cache, int32(*seq_lens), int32(*query_lens),
-                       sinks=sinks, **given, **table, **attributes)
-    expected = attention_row_loop(query, keys, values, lengths, counts, [()] * 6, sinks,
-                                  attributes.get("scale", 1 / math.sqrt(width)), attributes.get("causal", 1),
-                                  attributes.get("window", -1), attributes.get("softcap", 0))
+    actual = attention(
+        swap(query), key_cache, value_cache, int32(*seq_lens), int32(*query_lens), sinks=sinks, **given, **table, **attributes
+    )
+    expected = attention_row_loop(
+        query,
+        keys,
+        values,
+        lengths,
+        counts,
+        [()] * 6,
+        sinks,
+        attributes.get("scale", 1 / math.sqrt(width)),
+        attributes.get("causal", 1),
+        attributes.get("window", -1),
+        attributes.get("softcap", 0),
+    )
     close(tuple(map(swap, actual[:2])), expected)
     if attributes.get("append"):
-        expected = (pack_cache(variant, keys, lengths, capacities, width)[0],
-                    pack_cache(variant, values, lengths, capacities, value_width)[0])
+        expected = (
+            pack_cache(variant, keys, lengths, capacities, width)[0],
+            pack_cache(variant, values, lengths, capacities, value_width)[0],
+        )
         torch.testing.assert_close(actual[2:], expected, rtol=0, atol=0, equal_nan=True)
     else:
         assert len(actual) == 2
@@ -476,8 +523,18 @@ def test_rotary_encoding_is_a_product_of_complex_numbers(randn, interleaved, app
         return x
 
     new = dict(new_key=new_key, new_value=new_value) if append else {}
-    found = attention(query, key_cache, value_cache, int32(*lens), int32(*counts), **new, append=append, cos_cache=tables[0],
-                      sin_cache=tables[1], rotary_interleaved=interleaved)
+    found = attention(
+        query,
+        key_cache,
+        value_cache,
+        int32(*lens),
+        int32(*counts),
+        **new,
+        append=append,
+        cos_cache=tables[0],
+        sin_cache=tables[1],
+        rotary_interleaved=interleaved,
+    )
     new |= {"new_key": turned(new_key)} if append else {}
     close(found, attention(turned(query), key_cache, value_cache, int32(*lens), int32(*counts), **new, append=append))
 
@@ -506,7 +563,8 @@ def test_attention_masks_bad_pages(randn):
         actual = attention(query, pool, pool, int32(length), block_table=table)
         close(actual, attention_row_loop(query, keys, keys, [length], [3], masked, None, 0.5, 1, -1, 0))
     output, lse, key_out, value_out = attention(
-        query, pool, values, int32(13), block_table=table, append=1, new_key=new, new_value=2 * new)
+        query, pool, values, int32(13), block_table=table, append=1, new_key=new, new_value=2 * new
+    )
     expected, expected_values = pool.clone(), values.clone()
     expected[1, 2:], expected_values[1, 2:] = new[0, :, :2].transpose(0, 1), 2 * new[0, :, :2].transpose(0, 1)
     close((key_out, value_out), (expected, expected_values))
@@ -525,10 +583,11 @@ def test_attention_masks_bad_pages(randn):
 
 def test_attention_garbage_offsets_stay_inside(randn):
     query, cache, new = randn(2, 2, 3, 4), randn(1, 7, 4), randn(2, 1, 3, 4)
-    for offsets in ((-9, 3, 99), (6, 1, 7), (2**31 - 1, -2**31, 5), (99, 99, 99), (0, 0, 8)):
-        for lens in ((2**31 - 1, -1), (3, 2), (-2**31, 2**31 - 1)):
+    for offsets in ((-9, 3, 99), (6, 1, 7), (2**31 - 1, -(2**31), 5), (99, 99, 99), (0, 0, 8)):
+        for lens in ((2**31 - 1, -1), (3, 2), (-(2**31), 2**31 - 1)):
             output, lse, *caches = attention(
-                query, cache, cache, int32(*lens), int32(*lens), new, new, int32(*offsets), append=1)
+                query, cache, cache, int32(*lens), int32(*lens), new, new, int32(*offsets), append=1
+            )
             assert output.isfinite().all() and not lse.isnan().any()
             assert [x.shape for x in caches] == [cache.shape] * 2
 
@@ -550,16 +609,34 @@ def test_attention_large_logits(randn):
 
 
 def test_attention_gradcheck(randn):
-    sinks, = leaves(randn(2))
-    query, new_key, new_value, *tables = leaves(randn(2, 2, 2, 3), randn(2, 1, 2, 3), randn(2, 1, 2, 2), randn(5, 1), randn(5, 1))
+    (sinks,) = leaves(randn(2))
+    query, new_key, new_value, *tables = leaves(
+        randn(2, 2, 2, 3), randn(2, 1, 2, 3), randn(2, 1, 2, 2), randn(5, 1), randn(5, 1)
+    )
     lens, counts = int32(5, 4), int32(1, 2)  # in the paged request 1 row 0 sees nothing, row 1 its own key
-    caches = {"dense": ((2, 1, 6), {}), "ragged": ((1, 11), dict(cu_seqlens=int32(0, 6, 11))),
-              "paged": ((4, 3, 1), dict(block_table=torch.tensor([[2, 0], [9, 3]], dtype=torch.int32)))}
+    caches = {
+        "dense": ((2, 1, 6), {}),
+        "ragged": ((1, 11), dict(cu_seqlens=int32(0, 6, 11))),
+        "paged": ((4, 3, 1), dict(block_table=torch.tensor([[2, 0], [9, 3]], dtype=torch.int32))),
+    }
 
     def run(query, key_cache, value_cache, new_key, new_value, sinks, cos_cache, sin_cache, table):
         output, lse, *caches = attention(
-            query, key_cache, value_cache, lens, counts, new_key, new_value, sinks=sinks, append=1, window=4,
-            softcap=2.0, cos_cache=cos_cache, sin_cache=sin_cache, **table)
+            query,
+            key_cache,
+            value_cache,
+            lens,
+            counts,
+            new_key,
+            new_value,
+            sinks=sinks,
+            append=1,
+            window=4,
+            softcap=2.0,
+            cos_cache=cos_cache,
+            sin_cache=sin_cache,
+            **table,
+        )
         return output, lse.masked_fill(lse == -INF, 0), *caches
 
     for shape, table in caches.values():
@@ -573,6 +650,7 @@ def test_attention_gradcheck(randn):
 
 def example_calls(randn, dtype=F64, state_dtype=F64):
     """(function, tensors by name, attributes) that use every input of every operator but block_table."""
+
     def t(*shape):
         return randn(*shape, dtype=dtype)
 
@@ -582,28 +660,79 @@ def example_calls(randn, dtype=F64, state_dtype=F64):
     q, k, v, do = t(1, 6, 9, 4), t(1, 2, 9, 4), t(1, 2, 9, 3), t(1, 6, 9, 3)
     decay, offsets = -f(1, 2, 9).abs(), int32(0, 4, 9)
     return [
-        (attention, dict(
-            query=t(2, 6, 3, 4), key_cache=t(2, 2, 8, 4), value_cache=t(2, 2, 8, 3), seq_lens=int32(8, 5),
-            query_lens=int32(3, 0), new_key=t(2, 2, 3, 4), new_value=t(2, 2, 3, 3), sinks=f(6),
-            cos_cache=f(7, 2), sin_cache=f(7, 2)), dict(append=1, rotary_interleaved=1)),
-        (decayed, dict(
-            query=q, key=k, value=v, log_decay=decay, initial_state=f(5, 2, 4, 3), initial_norm=f(5, 2, 4),
-            cu_seqlens=offsets, state_index=int32(3, 1)), dict(normalize=1, return_state=1)),
-        (decay_grad, dict(
-            query=q, key=k, value=v, log_decay=decay, initial_state=f(2, 2, 4, 3), grad_output=do,
-            grad_final_state=f(2, 2, 4, 3), cu_seqlens=offsets), dict(grad_decay=1, grad_state=1)),
-        (normalized, dict(
-            query=q, key=k, value=v, coefficients=f(2), initial_state=f(1, 2, 4, 3),
-            initial_key_sum=f(1, 2, 4), initial_value_sum=f(1, 2, 3), initial_count=int32(4)),
-         dict(return_state=1, normalize_qk=1)),
-        (normalized_grad, dict(
-            query=q, key=k, value=v, coefficients=f(2), output=do, normalizer=f(1, 6, 9), grad_output=do),
-         dict(normalize_qk=1)),
+        (
+            attention,
+            dict(
+                query=t(2, 6, 3, 4),
+                key_cache=t(2, 2, 8, 4),
+                value_cache=t(2, 2, 8, 3),
+                seq_lens=int32(8, 5),
+                query_lens=int32(3, 0),
+                new_key=t(2, 2, 3, 4),
+                new_value=t(2, 2, 3, 3),
+                sinks=f(6),
+                cos_cache=f(7, 2),
+                sin_cache=f(7, 2),
+            ),
+            dict(append=1, rotary_interleaved=1),
+        ),
+        (
+            decayed,
+            dict(
+                query=q,
+                key=k,
+                value=v,
+                log_decay=decay,
+                initial_state=f(5, 2, 4, 3),
+                initial_norm=f(5, 2, 4),
+                cu_seqlens=offsets,
+                state_index=int32(3, 1),
+            ),
+            dict(normalize=1, return_state=1),
+        ),
+        (
+            decay_grad,
+            dict(
+                query=q,
+                key=k,
+                value=v,
+                log_decay=decay,
+                initial_state=f(2, 2, 4, 3),
+                grad_output=do,
+                grad_final_state=f(2, 2, 4, 3),
+                cu_seqlens=offsets,
+            ),
+            dict(grad_decay=1, grad_state=1),
+        ),
+        (
+            normalized,
+            dict(
+                query=q,
+                key=k,
+                value=v,
+                coefficients=f(2),
+                initial_state=f(1, 2, 4, 3),
+                initial_key_sum=f(1, 2, 4),
+                initial_value_sum=f(1, 2, 3),
+                initial_count=int32(4),
+            ),
+            dict(return_state=1, normalize_qk=1),
+        ),
+        (
+            normalized_grad,
+            dict(query=q, key=k, value=v, coefficients=f(2), output=do, normalizer=f(1, 6, 9), grad_output=do),
+            dict(normalize_qk=1),
+        ),
     ]
 
 
-OUTPUT_TYPES = {"lean_attention": "TFTT", "causal_linear_decay": "TFF", "causal_linear_decay_grad": "TTTFF",
-                "normalized_linear_attention": "TFFFFI", "normalized_linear_attention_grad": "TTTF"}
+OUTPUT_TYPES = {
+    "lean_attention": "TFTT",
+    "causal_linear_decay": "TFF",
+    "causal_linear_decay_grad": "TTTFF",
+    "normalized_linear_attention": "TFFFFI",
+    "normalized_linear_attention_grad": "TTTF",
+}
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16, F64))
@@ -616,20 +745,22 @@ def test_types_and_purity(randn, dtype):
         assert [x.dtype for x in outputs] == [types[kind] for kind in OUTPUT_TYPES[function.__name__]]
         assert all(torch.equal(x, before[name]) for name, x in tensors.items())
         memory = [x.untyped_storage().data_ptr() for x in (*tensors.values(), *outputs)]
-        assert len(set(memory[-len(outputs):])) == len(outputs)
-        assert not set(memory[:len(tensors)]) & set(memory[-len(outputs):])
+        assert len(set(memory[-len(outputs) :])) == len(outputs)
+        assert not set(memory[: len(tensors)]) & set(memory[-len(outputs) :])
 
 
 def test_outputs_of_single_elements_share_no_memory(randn):
     one, f = randn(1, 1, 1, 1, dtype=torch.float32), randn(1, 1, 1, dtype=torch.float32)
     none = one[:, :, :0]
-    for outputs in (attention(one, one, one, new_key=one, new_value=one, append=1),
-                    decayed(one, one, one, None, one, f, normalize=1, return_state=1),
-                    decayed(none, none, none, None, one, f, normalize=1, return_state=1),
-                    decayed(none, none, none, None, one, return_state=1),
-                    decay_grad(none, none, none, f[0, 0], one, none, one, grad_decay=1, grad_state=1),
-                    normalized(none, none, none, None, one, f, f, int32(1), return_state=1),
-                    decay_grad(one, one, one, f[0, 0], one, one, one, grad_decay=1, grad_state=1)):
+    for outputs in (
+        attention(one, one, one, new_key=one, new_value=one, append=1),
+        decayed(one, one, one, None, one, f, normalize=1, return_state=1),
+        decayed(none, none, none, None, one, f, normalize=1, return_state=1),
+        decayed(none, none, none, None, one, return_state=1),
+        decay_grad(none, none, none, f[0, 0], one, none, one, grad_decay=1, grad_state=1),
+        normalized(none, none, none, None, one, f, f, int32(1), return_state=1),
+        decay_grad(one, one, one, f[0, 0], one, one, one, grad_decay=1, grad_state=1),
+    ):
         memory = [x.untyped_storage().data_ptr() for x in (*outputs, one, f) if x.numel()]
         assert len(set(memory)) == len(memory)
 
@@ -655,8 +786,7 @@ def test_parameter_order():
     for function, tensors, attributes in example_calls(lambda *shape, dtype: torch.ones(shape, dtype=dtype)):
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-        assert [n for n in positional if n not in ("cu_seqlens", "block_table")] == \
-            [n for n in tensors if n != "cu_seqlens"]
+        assert [n for n in positional if n not in ("cu_seqlens", "block_table")] == [n for n in tensors if n != "cu_seqlens"]
         assert set(attributes) <= {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
 
 
@@ -696,8 +826,15 @@ ERRORS = [
     (1, dict(initial_norm=None), "one of initial_state and initial_norm is absent"),
     (1, dict(initial_state=None, state_index=None, initial_norm=torch.ones(2, 2, 4)), "one of initial_state"),
     (1, dict(state_index=None), r"initial_state has shape \[5, 2, 4, 3\]; expected \[Q=2"),
-    (1, dict(query=torch.ones(2, 6, 9, 4, dtype=F64), key=torch.ones(2, 2, 9, 4, dtype=F64),
-             value=torch.ones(2, 2, 9, 3, dtype=F64)), "B=2 and cu_seqlens has 3 entries"),
+    (
+        1,
+        dict(
+            query=torch.ones(2, 6, 9, 4, dtype=F64),
+            key=torch.ones(2, 2, 9, 4, dtype=F64),
+            value=torch.ones(2, 2, 9, 3, dtype=F64),
+        ),
+        "B=2 and cu_seqlens has 3 entries",
+    ),
     (2, dict(log_decay=None), "grad_decay is 1 and log_decay is absent"),
     (2, dict(grad_output=None), "grad_output is absent"),
     (2, dict(grad_output=torch.ones(1, 6, 9, 4, dtype=F64)), r"grad_output .* Dv=3\]"),
@@ -705,8 +842,7 @@ ERRORS = [
     (3, dict(initial_count=None), "initial_count absent"),
     (3, dict(initial_state=None, initial_key_sum=None), "initial_state, initial_key_sum absent"),
     (3, dict(causal=0), "causal is 0"),
-    (3, dict(causal=0, initial_state=None, initial_key_sum=None, initial_value_sum=None, initial_count=None),
-     "causal is 0"),
+    (3, dict(causal=0, initial_state=None, initial_key_sum=None, initial_value_sum=None, initial_count=None), "causal is 0"),
     (3, dict(coefficients=torch.ones(3)), r"coefficients has shape \[3\]; expected \[2\]"),
     (3, dict(initial_count=torch.ones(1)), "initial_count has type"),
     (4, dict(output=None), "output is absent"),

@@ -13,8 +13,8 @@ def missing_pieces(op):
     forms = [name] + ([name + "_"] if op.mutating else [])
     pieces = {
         f"csrc/{op.folder}/operators.cmake": (ROOT / "csrc" / op.folder / "operators.cmake").exists(),
-        "csrc/core/op_specs.h without it: run python csrc/generate.py": f'"{op.name}"' in (
-            ROOT / "csrc" / "core" / "op_specs.h").read_text(),
+        "csrc/core/op_specs.h without it: run python csrc/generate.py": f'"{op.name}"'
+        in (ROOT / "csrc" / "core" / "op_specs.h").read_text(),
         "the library has no kernel of it: build again": op.name in native.op_names(),
         f"export/reference.py: function {name}": hasattr(reference, name),
         f"export/function_bodies.py: an entry of _BODIES for {op.name}": op.name in function_bodies._BODIES,
@@ -36,13 +36,26 @@ def test_no_piece_is_missing(name):
 
 def test_every_missing_piece_is_named(tmp_path):
     schema = tmp_path / "ops.toml"
-    schema.write_text('[HalfDone]\nversion = 1\nfolder = "half_done"\nmutating = "accumulate"\ndoc = ""\n'
-                      'inputs = [{ name = "x", type = "T", shape = "B K", doc = "" }]\n'
-                      'outputs = [{ name = "y", type = "T", shape = "B K", takes = "x", doc = "" }]\n'
-                      'attrs = [{ name = "accumulate", type = "bool", default = false, doc = "" }]\n')
+    schema.write_text(
+        '[HalfDone]\nversion = 1\nfolder = "half_done"\nmutating = "accumulate"\ndoc = ""\n'
+        'inputs = [{ name = "x", type = "T", shape = "B K", doc = "" }]\n'
+        'outputs = [{ name = "y", type = "T", shape = "B K", takes = "x", doc = "" }]\n'
+        'attrs = [{ name = "accumulate", type = "bool", default = false, doc = "" }]\n'
+    )
     (op,) = spec.parse(schema)
     missing = "\n".join(missing_pieces(op))
-    for place in ("csrc/half_done/operators.cmake", "op_specs.h", "library", "export/reference.py", "_BODIES", "TOLERANCE",
-                  "docs/operators/half_done.md", "mkdocs.yml", "half_done = _function", "half_done_ = _function",
-                  "export/__init__.py: half_done_", "paper, equation and example"):
+    for place in (
+        "csrc/half_done/operators.cmake",
+        "op_specs.h",
+        "library",
+        "export/reference.py",
+        "_BODIES",
+        "TOLERANCE",
+        "docs/operators/half_done.md",
+        "mkdocs.yml",
+        "half_done = _function",
+        "half_done_ = _function",
+        "export/__init__.py: half_done_",
+        "paper, equation and example",
+    ):
         assert place in missing, place

@@ -26,7 +26,7 @@ def generated(model, rows, count=COUNT):
     generator.append_tokens(rows)
     while not generator.is_done():
         generator.generate_next_token()
-    return [[int(t) for t in generator.get_sequence(i)[rows.shape[1]:]] for i in range(len(rows))]
+    return [[int(t) for t in generator.get_sequence(i)[rows.shape[1] :]] for i in range(len(rows))]
 
 
 def padded(asked):
@@ -50,7 +50,7 @@ def bundled(request, tmp_path_factory):
 def assert_greedy(model, prompt, tokens):
     """Each token is the one that the model likes best behind those before it."""
     with torch.no_grad():
-        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1:-1]
+        logits = model(torch.tensor([prompt + tokens]), use_cache=False).logits[0, len(prompt) - 1 : -1]
     assert tokens == logits.argmax(-1).tolist()
 
 
@@ -101,7 +101,9 @@ def test_padding_is_no_token_of_prompts(tmp_path, pad, expected):
     """A tokenizer that pads with its end of text, or with nothing, gets its last special token."""
     contents = ["<pad>", "<start>", "<end>"]
     added = [{"id": i, "content": c, "special": True} for i, c in [*enumerate(contents), (7, "<spare>")]]
-    (tmp_path / "tokenizer.json").write_text(json.dumps({"added_tokens": [*added, {"id": 9, "content": "word", "special": False}]}))
+    (tmp_path / "tokenizer.json").write_text(
+        json.dumps({"added_tokens": [*added, {"id": 9, "content": "word", "special": False}]})
+    )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<start>"}, "pad_token": pad}))
     assert _special_tokens(tmp_path, [2]) == {"bos_token": 1, "pad_token": expected}
 
@@ -110,8 +112,17 @@ def test_errors(tmp_path, capsys):
     assert cli.main(["bundle", str(tmp_path), "--genai", str(tmp_path / "out")]) == 2
     assert "model.onnx does not exist; write the folder with leanfleet.export.export_decoder" in capsys.readouterr().err
     (tmp_path / "leanfleet.json").write_text('{"vocabulary": 9, "stop_tokens": [], "max_positions": null}')
-    onnx.save(onnx.helper.make_model(onnx.helper.make_graph([onnx.helper.make_node("Neg", ["x"], ["y"])], "g", [
-        onnx.helper.make_tensor_value_info("x", 1, [1])], [onnx.helper.make_tensor_value_info("y", 1, [1])])), tmp_path / "model.onnx")
+    onnx.save(
+        onnx.helper.make_model(
+            onnx.helper.make_graph(
+                [onnx.helper.make_node("Neg", ["x"], ["y"])],
+                "g",
+                [onnx.helper.make_tensor_value_info("x", 1, [1])],
+                [onnx.helper.make_tensor_value_info("y", 1, [1])],
+            )
+        ),
+        tmp_path / "model.onnx",
+    )
     with pytest.raises(ValueError, match="is no decoder of leanfleet.export.export_decoder: its inputs are x"):
         bundle(tmp_path, tmp_path / "out")
     with pytest.raises(ValueError, match="a folder of its own"):

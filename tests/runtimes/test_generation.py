@@ -23,8 +23,16 @@ def pretrained(tmp_path_factory):
     """A folder as transformers writes it: a small Llama with random weights, and its tokenizer."""
     folder = tmp_path_factory.mktemp("pretrained")
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                                      vocab_size=260, intermediate_size=64, max_position_embeddings=200, eos_token_id=256)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=260,
+        intermediate_size=64,
+        max_position_embeddings=200,
+        eos_token_id=256,
+    )
     model = transformers.LlamaForCausalLM(config)
     with torch.no_grad():
         for p in model.parameters():
@@ -51,8 +59,9 @@ def run(capsys, *arguments):
 def expected_text(pretrained, prompt, count):
     model, tokenizer = load_pretrained(pretrained)
     ids = torch.tensor([prompt])
-    made = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False,
-                          eos_token_id=256, pad_token_id=0)[0, len(prompt):]
+    made = model.generate(
+        ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=256, pad_token_id=0
+    )[0, len(prompt) :]
     return tokenizer.decode(made, skip_special_tokens=True).rstrip("\ufffd")
 
 
@@ -86,11 +95,12 @@ def test_stdin_and_stop_token(folder, capsys, monkeypatch):
     stop = next(c for c in free if c.isascii() and c.isalnum())
     monkeypatch.setattr("sys.stdin", io.StringIO("Hello"))
     code, out, _ = run(capsys, folder, "-", "--max-tokens", 20, "--stop", stop)
-    assert code == 0 and out.rstrip("\n") == free[:free.index(stop) + 1]
+    assert code == 0 and out.rstrip("\n") == free[: free.index(stop) + 1]
 
 
 def test_sampling_options(folder, capsys):
     """Seeds repeat; --top-k alone samples; one candidate is greedy."""
+
     def text(*options):
         return run(capsys, folder, "Hello", "--max-tokens", 16, *options)[1]
 
@@ -103,15 +113,25 @@ def test_sampling_options(folder, capsys):
 def test_sampled_tokens_have_their_probabilities():
     """Frequencies of many draws against softmax, cut to top_k and top_p: within 5 standard deviations, and nothing else."""
     logits = np.log(np.array([0.4, 0.05, 0.3, 0.15, 0.1]))
-    for temperature, top_k, top_p, kept in ((1.0, 0, 1.0, [0, 1, 2, 3, 4]), (0.5, 0, 1.0, [0, 1, 2, 3, 4]), (1.0, 3, 1.0, [0, 2, 3]),
-                                            (1.0, 0, 0.65, [0, 2]), (1.0, 4, 0.9, [0, 2, 3, 4])):
+    for temperature, top_k, top_p, kept in (
+        (1.0, 0, 1.0, [0, 1, 2, 3, 4]),
+        (0.5, 0, 1.0, [0, 1, 2, 3, 4]),
+        (1.0, 3, 1.0, [0, 2, 3]),
+        (1.0, 0, 0.65, [0, 2]),
+        (1.0, 4, 0.9, [0, 2, 3, 4]),
+    ):
         draws = 4000
         found = generation.choose(np.tile(logits, (draws, 1)), temperature, top_k, top_p, np.random.default_rng(0))
         p = np.zeros(5)
         p[kept] = np.exp(logits[kept] / temperature)
         p /= p.sum()
         counts = np.bincount(found, minlength=5)
-        assert (np.abs(counts - draws * p) <= 5 * np.sqrt(draws * p * (1 - p))).all(), (temperature, top_k, top_p, counts / draws)
+        assert (np.abs(counts - draws * p) <= 5 * np.sqrt(draws * p * (1 - p))).all(), (
+            temperature,
+            top_k,
+            top_p,
+            counts / draws,
+        )
 
 
 def test_text_stream_gives_whole_characters():
@@ -140,7 +160,9 @@ def test_texts_from_python(folder, capsys):
     """As the command answers them, with the folder's tokenizer; also mixed with token ids."""
     decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
     tokens, _ = generation.generate(decoder, ["Hello"], 12)
-    assert decoder.tokenizer.decode(tokens[0]).rstrip("\ufffd") == run(capsys, folder, "Hello", "--max-tokens", 12)[1].rstrip("\n")
+    assert decoder.tokenizer.decode(tokens[0]).rstrip("\ufffd") == run(capsys, folder, "Hello", "--max-tokens", 12)[1].rstrip(
+        "\n"
+    )
     raw, _ = generation.generate(decoder, ["Hello"], 12, chat=False)
     assert raw != tokens and raw == generation.generate(decoder, [decoder.tokenizer("Hello")["input_ids"]], 12)[0]
     assert generation.generate(decoder, ["Hello", [5, 6]], 12)[0] == [*tokens, *generation.generate(decoder, [[5, 6]], 12)[0]]
@@ -148,8 +170,15 @@ def test_texts_from_python(folder, capsys):
 
 def test_prompts_that_are_none(folder, tmp_path):
     decoder = generation.load_decoder(folder, providers=["CPUExecutionProvider"])
-    for prompts, message in (([], "there is no prompt"), ([[]], "a prompt is empty"), ("Hi", "one text; give a list"), ([""], "is empty"),
-                             ([[1.5]], "no list of token ids"), ([[260]], "token ids lie in 0 .. 259"), ([5], "no list of token ids")):
+    for prompts, message in (
+        ([], "there is no prompt"),
+        ([[]], "a prompt is empty"),
+        ("Hi", "one text; give a list"),
+        ([""], "is empty"),
+        ([[1.5]], "no list of token ids"),
+        ([[260]], "token ids lie in 0 .. 259"),
+        ([5], "no list of token ids"),
+    ):
         with pytest.raises(ValueError, match=message):
             generation.generate(decoder, prompts)
     decoder = generation.load_decoder(without(folder, tmp_path / "a", "tokenizer.json", "tokenizer_config.json"))
@@ -255,7 +284,8 @@ def test_export_says_what_it_verified(folder, pretrained, tmp_path, capsys, monk
     assert 0 < verified["largest_difference"] < verified["bound"]
     assert generate_commands.describe_verification(verified).startswith(
         f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
-        f"{verified['largest_difference']:.1e} at most")
+        f"{verified['largest_difference']:.1e} at most"
+    )
 
     def wrong(*arguments, **options):
         raise VerificationError("LlamaForCausalLM: the exported file is wrong")

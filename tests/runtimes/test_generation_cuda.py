@@ -21,22 +21,52 @@ CUDA = ["CUDAExecutionProvider"]
 
 
 def llama():
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=384, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        intermediate_size=128, max_position_embeddings=2048, eos_token_id=2))
+    return transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            hidden_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=64,
+            vocab_size=VOCABULARY,
+            intermediate_size=128,
+            max_position_embeddings=2048,
+            eos_token_id=2,
+        )
+    )
 
 
 def minimax():
-    return transformers.AutoModelForCausalLM.from_config(transformers.MiniMaxConfig(
-        hidden_size=384, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=64, vocab_size=VOCABULARY,
-        intermediate_size=64, max_position_embeddings=2048, pad_token_id=0, num_local_experts=2,
-        num_experts_per_tok=2,  # both, or a near tie of two experts would turn a rounding into another answer
-        layer_types=["linear_attention", "full_attention", "linear_attention"]))
+    return transformers.AutoModelForCausalLM.from_config(
+        transformers.MiniMaxConfig(
+            hidden_size=384,
+            num_hidden_layers=3,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            head_dim=64,
+            vocab_size=VOCABULARY,
+            intermediate_size=64,
+            max_position_embeddings=2048,
+            pad_token_id=0,
+            num_local_experts=2,
+            num_experts_per_tok=2,  # both, or a near tie of two experts would turn a rounding into another answer
+            layer_types=["linear_attention", "full_attention", "linear_attention"],
+        )
+    )
 
 
 def retnet():
-    return LinearDecoder(LinearDecoderConfig("retnet", VOCABULARY, hidden_size=384, num_hidden_layers=2, num_attention_heads=6,
-                                             feed_forward_size=128, eos_token_id=2))
+    return LinearDecoder(
+        LinearDecoderConfig(
+            "retnet",
+            VOCABULARY,
+            hidden_size=384,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            feed_forward_size=128,
+            eos_token_id=2,
+        )
+    )
 
 
 MODELS = {"llama": llama, "minimax": minimax, "retnet": retnet}

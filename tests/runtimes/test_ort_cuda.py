@@ -57,9 +57,14 @@ def test_kernel_through_onnxruntime(name, index, dtype, tmp_path):
 def decode_step(batch, capacity, dtype="float16"):
     """(model, inputs) of a decode step that appends to dense caches of `capacity` tokens."""
     d = HEAD_SIZE
-    shapes = {"query": [batch, HEADS, 1, d], "key_cache": [batch, KV_HEADS, capacity, d],
-              "value_cache": [batch, KV_HEADS, capacity, d], "seq_lens": [batch], "new_key": [batch, KV_HEADS, 1, d],
-              "new_value": [batch, KV_HEADS, 1, d]}
+    shapes = {
+        "query": [batch, HEADS, 1, d],
+        "key_cache": [batch, KV_HEADS, capacity, d],
+        "value_cache": [batch, KV_HEADS, capacity, d],
+        "seq_lens": [batch],
+        "new_key": [batch, KV_HEADS, 1, d],
+        "new_value": [batch, KV_HEADS, 1, d],
+    }
     model = ort_models.node_model(spec.all_specs()["LeanAttention"], shapes, {"append": 1}, dtype)
     inputs = {n: torch.randn(s, device="cuda").to(TORCH_DTYPES[dtype]) for n, s in shapes.items() if n != "seq_lens"}
     inputs["seq_lens"] = torch.full((batch,), capacity, dtype=torch.int32, device="cuda")
@@ -70,8 +75,11 @@ def in_place(session, inputs):
     """A binding of a decode step with its caches in place, and the output's tensor."""
     output = torch.empty_like(inputs["query"])
     lse = torch.empty(output.shape[:3], device="cuda")
-    return bound(session, inputs, {"output": output, "lse": lse, "key_cache_out": inputs["key_cache"],
-                                   "value_cache_out": inputs["value_cache"]}), output
+    return bound(
+        session,
+        inputs,
+        {"output": output, "lse": lse, "key_cache_out": inputs["key_cache"], "value_cache_out": inputs["value_cache"]},
+    ), output
 
 
 def expected_step(inputs):
@@ -179,4 +187,3 @@ def test_lengths_on_the_device_are_checked_on_request(monkeypatch):
     with pytest.raises(Exception, match=r"LeanAttention.*seq_lens.*101.*100"):
         session.run_with_iobinding(binding)
     assert same_bits(before, inputs["key_cache"])
-

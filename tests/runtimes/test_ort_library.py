@@ -109,8 +109,16 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
         if t.name in present:
             axes = op.shape_of(t, op.given(present, attrs), inputs[t.name].dim()).ordered(layout)
             # Head sizes are numbers in real models. A name cannot say "plus one".
-            shapes[t.name] = [17 if a.symbol in ("D", "R", "Dv") else a.symbol if a.symbol and not a.offset and not a.plus
-                              else None if a.symbol else a.offset for a in axes]
+            shapes[t.name] = [
+                17
+                if a.symbol in ("D", "R", "Dv")
+                else a.symbol
+                if a.symbol and not a.offset and not a.plus
+                else None
+                if a.symbol
+                else a.offset
+                for a in axes
+            ]
     session = make_session(ort_models.node_model(op, shapes, attrs, dtype))
     if not INFERS_SHAPES:
         assert all(found.shape == [] for found in session.get_outputs())
@@ -138,7 +146,7 @@ def test_inference_from_what_is_known(toy):
     # A size that only y gives; a size is worth more than a name; the rank is known even if no size is.
     assert inferred({"x": ["b", "h", "n", "d"], "y": ["b", 6, "n", "d"]}) == [["b", 6, "n", "d"]]
     assert inferred({"x": None, "y": ["b", 6, "n", 8]}) == [["b", 6, "n", 8]]
-    unknown, = inferred({"x": None})
+    (unknown,) = inferred({"x": None})
     assert len(set(unknown)) == 4 and all(d.startswith("leanfleet_unknown_") for d in unknown)
     # An unknown size has one name in all outputs, and the size of an output that is declared stays.
     first, second = inferred({"x": [None, None, "n", "d"], "total": None}, {"accumulate": 1})
@@ -181,7 +189,7 @@ def accumulate_model(total="computed", second_use=False):
 def test_second_consumer_sees_the_old_value(toy, device):
     session = make_session(accumulate_model(second_use=True), device)
     x, start = np.ones((2, 3, 4, 5), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
-    end, = session.run(["end"], {"x": x, "start": start})
+    (end,) = session.run(["end"], {"x": x, "start": start})
     np.testing.assert_array_equal(end, 4 * start + 20)
 
 
@@ -189,7 +197,7 @@ def test_callers_input_is_not_written(toy, device):
     session = make_session(accumulate_model("input"), device)
     x, start = np.ones((2, 3, 4, 5), np.float32), np.arange(6, dtype=np.float32).reshape(2, 3)
     for _ in range(3):
-        end, = session.run(["end"], {"x": x, "start": start})
+        (end,) = session.run(["end"], {"x": x, "start": start})
         np.testing.assert_array_equal(start, np.arange(6).reshape(2, 3))
         np.testing.assert_array_equal(end, 2 * start + 40)
 
@@ -197,7 +205,7 @@ def test_callers_input_is_not_written(toy, device):
 def test_initializer_is_not_written(toy, device):
     session = make_session(accumulate_model("initializer"), device)
     for _ in range(3):
-        end, = session.run(["end"], {"x": np.ones((2, 3, 4, 5), np.float32)})
+        (end,) = session.run(["end"], {"x": np.ones((2, 3, 4, 5), np.float32)})
         np.testing.assert_array_equal(end, 2 * np.arange(6).reshape(2, 3) + 40)
 
 
@@ -248,8 +256,7 @@ def test_nothing_is_written_after_an_error(toy, device):
     x, total, output = (torch.full(shape, 7.0, device=device) for shape in ((2, 3, 4, 5), (2, 4), (2, 3, 4, 5)))
     message = r"ScaledAdd 'node': total has shape \[2,4\]: axis 1 of \[B,H\] is 4; expected 3"
     with pytest.raises(Exception, match=message):
-        session.run_with_iobinding(ort_models.bound(session, {"x": x, "total": total},
-                                                    {"output": output, "total_out": total}))
+        session.run_with_iobinding(ort_models.bound(session, {"x": x, "total": total}, {"output": output, "total_out": total}))
     assert (total == 7).all() and (output == 7).all()
 
 
@@ -261,7 +268,7 @@ def test_output_that_nobody_reads(toy, device):
     shapes = {"x": [2, 3, 4, 5], "total": [2, 3]}
     model = ort_models.node_model(SCALED_ADD, shapes, {"accumulate": 1}, outputs=["output"])
     x = np.ones((2, 3, 4, 5), np.float32)
-    found, = make_session(model, device).run(None, {"x": x, "total": np.zeros((2, 3), np.float32)})
+    (found,) = make_session(model, device).run(None, {"x": x, "total": np.zeros((2, 3), np.float32)})
     np.testing.assert_array_equal(found, x)
 
 
@@ -277,9 +284,15 @@ def test_gaps_between_outputs(dtype):
     assert len(found) == 4 and all(same_bits(found[name], expected[name]) for name in found)
 
 
-@pytest.mark.parametrize("setting", [{"intra_op_num_threads": 1}, {"intra_op_num_threads": 3},
-                                     {"enable_cpu_mem_arena": False},
-                                     {"execution_mode": onnxruntime.ExecutionMode.ORT_PARALLEL}])
+@pytest.mark.parametrize(
+    "setting",
+    [
+        {"intra_op_num_threads": 1},
+        {"intra_op_num_threads": 3},
+        {"enable_cpu_mem_arena": False},
+        {"execution_mode": onnxruntime.ExecutionMode.ORT_PARALLEL},
+    ],
+)
 def test_session_options(toy, setting):
     options = onnxruntime.SessionOptions()
     for name, value in setting.items():
@@ -346,18 +359,21 @@ def test_cuda_graph(toy, device):
 # ---- Errors
 
 
-@pytest.mark.parametrize("attrs, message", [
-    ({"alpha": 1, "accumulate": 1}, "attribute alpha is an integer; expected a float"),
-    ({"alpha": "1", "accumulate": 1}, "attribute alpha is a string; expected a float"),
-    ({"alpha": [1.0, 2.0], "accumulate": 1}, "attribute alpha is a list; expected a single value"),
-    ({"alpha": [1, 2], "accumulate": 1}, "attribute alpha is a list; expected a single value"),
-    ({"alpha": float("nan"), "accumulate": 1}, "attribute alpha is nan; expected a finite number"),
-    ({"accumulate": 1.0}, "attribute accumulate is a float; expected a bool"),
-    ({"accumulate": 2}, "attribute accumulate is 2; expected 0 or 1"),
-    ({"accumulate": 1, "layout": 1}, "attribute layout is an integer; expected a string"),
-    ({"accumulate": 1, "layout": "hbnd"}, "attribute layout is 'hbnd'; expected one of bhnd, bnhd"),
-    ({"accumulate": 1, "layout": "h" * 300}, "attribute layout is 'hhh"),
-])
+@pytest.mark.parametrize(
+    "attrs, message",
+    [
+        ({"alpha": 1, "accumulate": 1}, "attribute alpha is an integer; expected a float"),
+        ({"alpha": "1", "accumulate": 1}, "attribute alpha is a string; expected a float"),
+        ({"alpha": [1.0, 2.0], "accumulate": 1}, "attribute alpha is a list; expected a single value"),
+        ({"alpha": [1, 2], "accumulate": 1}, "attribute alpha is a list; expected a single value"),
+        ({"alpha": float("nan"), "accumulate": 1}, "attribute alpha is nan; expected a finite number"),
+        ({"accumulate": 1.0}, "attribute accumulate is a float; expected a bool"),
+        ({"accumulate": 2}, "attribute accumulate is 2; expected 0 or 1"),
+        ({"accumulate": 1, "layout": 1}, "attribute layout is an integer; expected a string"),
+        ({"accumulate": 1, "layout": "hbnd"}, "attribute layout is 'hbnd'; expected one of bhnd, bnhd"),
+        ({"accumulate": 1, "layout": "h" * 300}, "attribute layout is 'hhh"),
+    ],
+)
 def test_wrong_attribute(toy, attrs, message):
     model = ort_models.node_model(SCALED_ADD, TOY_SHAPES, attrs, outputs=["output"], name="layers.3")
     with pytest.raises(Exception, match=re.escape("ScaledAdd 'layers.3': " + message)):
@@ -371,12 +387,15 @@ def test_output_that_the_attributes_do_not_ask_for(toy):
         make_session(model)
 
 
-@pytest.mark.parametrize("shape, message", [
-    ((2, 3), r"x has shape \[2,3\], rank 2; expected \[B,H,N,D\]"),
-    ((), r"x has shape \[\], rank 0; expected \[B,H,N,D\]"),
-    ((1, 2, 3, 4, 5), "x has rank 5; no input of an operator has more than 4"),
-    ((2, 3, 0, 5), r"x has shape \[2,3,0,5\]: axis 2 of \[B,H,N,D\] is 0; it is empty, expected at least 1"),
-])
+@pytest.mark.parametrize(
+    "shape, message",
+    [
+        ((2, 3), r"x has shape \[2,3\], rank 2; expected \[B,H,N,D\]"),
+        ((), r"x has shape \[\], rank 0; expected \[B,H,N,D\]"),
+        ((1, 2, 3, 4, 5), "x has rank 5; no input of an operator has more than 4"),
+        ((2, 3, 0, 5), r"x has shape \[2,3,0,5\]: axis 2 of \[B,H,N,D\] is 0; it is empty, expected at least 1"),
+    ],
+)
 def test_wrong_shape(toy, shape, message):
     session = make_session(ort_models.node_model(SCALED_ADD, {"x": None}))
     with pytest.raises(Exception, match="ScaledAdd 'node': " + message):
@@ -390,10 +409,13 @@ def test_broken_rule(toy):
     assert type(raised.value).__name__ == "InvalidArgument"
 
 
-@pytest.mark.parametrize("attrs, kind, message", [
-    ({"algorithm": "recursion"}, "NotImplemented|RuntimeException", "which only the PyTorch reference has"),
-    ({"algorithm": "flash"}, "InvalidArgument|RuntimeException", "expected one of auto, causal_dot_product"),
-])
+@pytest.mark.parametrize(
+    "attrs, kind, message",
+    [
+        ({"algorithm": "recursion"}, "NotImplemented|RuntimeException", "which only the PyTorch reference has"),
+        ({"algorithm": "flash"}, "InvalidArgument|RuntimeException", "expected one of auto, causal_dot_product"),
+    ],
+)
 def test_refused_attribute_of_a_real_operator(attrs, kind, message):
     op, inputs, _ = variant("CausalLinearDecay", 0, "float32")
     with pytest.raises(Exception, match="CausalLinearDecay 'node': attribute algorithm is.*" + message) as raised:
@@ -401,14 +423,24 @@ def test_refused_attribute_of_a_real_operator(attrs, kind, message):
     assert re.fullmatch(kind, type(raised.value).__name__)
 
 
-@pytest.mark.parametrize("name, found", [("query", TensorProto.DOUBLE), ("key", TensorProto.FLOAT16),
-                                         ("log_decay", TensorProto.FLOAT16), ("cu_seqlens", TensorProto.INT64)])
+@pytest.mark.parametrize(
+    "name, found",
+    [
+        ("query", TensorProto.DOUBLE),
+        ("key", TensorProto.FLOAT16),
+        ("log_decay", TensorProto.FLOAT16),
+        ("cu_seqlens", TensorProto.INT64),
+    ],
+)
 def test_wrong_type(name, found):
     op, inputs, attrs = variant("CausalLinearDecay", 5, "float32")
     model = ort_models.node_model(op, shapes_of(inputs), attrs)
     next(i for i in model.graph.input if i.name == name).type.tensor_type.elem_type = found
-    with pytest.raises(Exception, match=r"CausalLinearDecay(.|\n)*CausalLinearDecay takes query T, .*log_decay F.*"
-                                        r"cu_seqlens I.*; T is float32, float16 or bfloat16, the same"):
+    with pytest.raises(
+        Exception,
+        match=r"CausalLinearDecay(.|\n)*CausalLinearDecay takes query T, .*log_decay F.*"
+        r"cu_seqlens I.*; T is float32, float16 or bfloat16, the same",
+    ):
         make_session(model)
 
 
@@ -421,7 +453,7 @@ def test_registering_twice_and_two_sessions(toy):
     model = ort_models.node_model(SCALED_ADD, {"x": [1, 2, 3, 4]})
     x = np.ones((1, 2, 3, 4), np.float32)
     for _ in range(2):
-        found, = ort_ops.make_session(model, session_options=options).run(None, {"x": x})
+        (found,) = ort_ops.make_session(model, session_options=options).run(None, {"x": x})
         np.testing.assert_array_equal(found, x)
     assert onnxruntime.InferenceSession(model.SerializeToString(), options).run(None, {"x": x})
 

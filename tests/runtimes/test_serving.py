@@ -28,9 +28,18 @@ BLOCK = 8
 @pytest.fixture(scope="module")
 def model():
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(vocab_size=97, hidden_size=48, intermediate_size=64, num_hidden_layers=2,
-                                        num_attention_heads=6, num_key_value_heads=2, max_position_embeddings=256,
-                                        initializer_range=0.2)).eval()
+    return LlamaForCausalLM(
+        LlamaConfig(
+            vocab_size=97,
+            hidden_size=48,
+            intermediate_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=6,
+            num_key_value_heads=2,
+            max_position_embeddings=256,
+            initializer_range=0.2,
+        )
+    ).eval()
 
 
 @pytest.fixture(scope="module")
@@ -48,13 +57,15 @@ def prompts(count, seed=0):
 def alone(model, prompt, new):
     ids = torch.tensor([prompt])
     with torch.no_grad():
-        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None,
-                                pad_token_id=0)
-    return tokens[0, len(prompt):].tolist()
+        tokens = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=new, do_sample=False, eos_token_id=None, pad_token_id=0
+        )
+    return tokens[0, len(prompt) :].tolist()
 
 
-@pytest.mark.parametrize("limits", [{"pages": 200, "max_requests": 16, "step_tokens": 256},
-                                    {"pages": 23, "max_requests": 3, "step_tokens": 7}])
+@pytest.mark.parametrize(
+    "limits", [{"pages": 200, "max_requests": 16, "step_tokens": 256}, {"pages": 23, "max_requests": 3, "step_tokens": 7}]
+)
 def test_requests_join_and_leave(model, folder, limits):
     """Every request gets the tokens of a generation of its own; all pages come back."""
     batch = ContinuousBatch(folder, providers=["CPUExecutionProvider"], **limits)
@@ -110,7 +121,7 @@ def test_stop_tokens_and_cancel(model, folder):
     batch.step()
     batch.cancel(cancelled)
     batch.run()
-    assert stopped.tokens == expected[:expected.index(stop) + 1]
+    assert stopped.tokens == expected[: expected.index(stop) + 1]
     assert cancelled.done and len(cancelled.tokens) <= 1
     assert len(batch.free_pages) == 40
     equal = [batch.add(first, 3, stop_tokens=()) for _ in range(2)]
@@ -159,12 +170,19 @@ GROUPED = dict(SMALL, intermediate_size=64, num_key_value_heads=2, max_position_
 
 
 @pytest.mark.parametrize("fuse", (True, False))
-@pytest.mark.parametrize("config", [
-    Qwen2Config(**GROUPED), Qwen3Config(**GROUPED, head_dim=16), PhiConfig(**GROUPED, partial_rotary_factor=0.5),
-    PhiConfig(**GROUPED, qk_layernorm=True), GPTNeoXConfig(**SMALL, intermediate_size=64, max_position_embeddings=256, rotary_pct=0.5),
-    Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=9),
-    GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2)],
-    ids=lambda c: f"{c.model_type}{'-norms' * getattr(c, 'qk_layernorm', False)}" if hasattr(c, "model_type") else c)
+@pytest.mark.parametrize(
+    "config",
+    [
+        Qwen2Config(**GROUPED),
+        Qwen3Config(**GROUPED, head_dim=16),
+        PhiConfig(**GROUPED, partial_rotary_factor=0.5),
+        PhiConfig(**GROUPED, qk_layernorm=True),
+        GPTNeoXConfig(**SMALL, intermediate_size=64, max_position_embeddings=256, rotary_pct=0.5),
+        Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=9),
+        GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2),
+    ],
+    ids=lambda c: f"{c.model_type}{'-norms' * getattr(c, 'qk_layernorm', False)}" if hasattr(c, "model_type") else c,
+)
 def test_other_models(config, fuse, tmp_path):
     """Projections with biases, norms before and after heads come first, rotary encodings of a part, and none."""
     torch.manual_seed(1)
@@ -185,9 +203,18 @@ def test_longrope(tmp_path):
     """Short factors up to the original length: a request's tokens do not depend on its neighbours, and more is refused."""
     torch.manual_seed(1)
     half = 48 // 4 // 2
-    config = Phi3Config(**GROUPED, pad_token_id=0, original_max_position_embeddings=64, rope_parameters={
-        "rope_type": "longrope", "rope_theta": 10000.0, "long_factor": [4.0 + i for i in range(half)],
-        "short_factor": [1.0] * half, "original_max_position_embeddings": 64})
+    config = Phi3Config(
+        **GROUPED,
+        pad_token_id=0,
+        original_max_position_embeddings=64,
+        rope_parameters={
+            "rope_type": "longrope",
+            "rope_theta": 10000.0,
+            "long_factor": [4.0 + i for i in range(half)],
+            "short_factor": [1.0] * half,
+            "original_max_position_embeddings": 64,
+        },
+    )
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
     export_for_serving(model, tmp_path, block=BLOCK)
     attentions = [n for n in parity._load(tmp_path / "model.onnx").graph.node if n.op_type == "LeanAttention"]
@@ -201,9 +228,18 @@ def test_longrope(tmp_path):
         batch.add([5] * 60, 5)
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (([], 3), "a prompt is empty"), (([1], 0), "max_new_tokens is 0"), (("text", 3), "is the text 'text'"), (([1.5], 3), "no list of"), (([5, 97], 3), "token ids lie in 0 .. 96; found 5 .. 97"),
-    (([1] * 250, 10), "260 tokens are more than the 256 positions"), (([1] * 60, 30), "need 12 pages of 8; the pool has 10")])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (([], 3), "a prompt is empty"),
+        (([1], 0), "max_new_tokens is 0"),
+        (("text", 3), "is the text 'text'"),
+        (([1.5], 3), "no list of"),
+        (([5, 97], 3), "token ids lie in 0 .. 96; found 5 .. 97"),
+        (([1] * 250, 10), "260 tokens are more than the 256 positions"),
+        (([1] * 60, 30), "need 12 pages of 8; the pool has 10"),
+    ],
+)
 def test_refused_requests(folder, arguments, message):
     batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
     with pytest.raises(ValueError, match=message):
@@ -211,10 +247,26 @@ def test_refused_requests(folder, arguments, message):
     assert batch.idle
 
 
-@pytest.mark.parametrize("options", [
-    {"top_p": 0}, {"top_p": float("nan")}, {"top_p": 1.5}, {"temperature": float("nan")}, {"temperature": -1.0}, {"temperature": "hot"},
-    {"temperature": float("inf")}, {"seed": -1}, {"seed": 1.5}, {"top_k": -3}, {"top_k": None}, {"stop_tokens": 5}, {"stop_tokens": "a"},
-    {"max_new_tokens": 2.5}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"top_p": 0},
+        {"top_p": float("nan")},
+        {"top_p": 1.5},
+        {"temperature": float("nan")},
+        {"temperature": -1.0},
+        {"temperature": "hot"},
+        {"temperature": float("inf")},
+        {"seed": -1},
+        {"seed": 1.5},
+        {"top_k": -3},
+        {"top_k": None},
+        {"stop_tokens": 5},
+        {"stop_tokens": "a"},
+        {"max_new_tokens": 2.5},
+    ],
+    ids=str,
+)
 def test_wrong_options_are_refused_at_once(folder, options):
     batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
     with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; (expected|it must be)") as error:

@@ -20,17 +20,26 @@ def randn(*shape, dtype=torch.float32, grad=False):
 def decay_inputs(dtype=torch.float32, grad=False, tokens=9):
     """query [2,6,N,4], key [2,2,N,4], value [2,2,N,5], log_decay [2], initial_state [2,2,4,5]."""
     wide = D if dtype == D else torch.float32
-    return [randn(2, 6, tokens, 4, dtype=dtype, grad=grad), randn(2, 2, tokens, 4, dtype=dtype, grad=grad),
-            randn(2, 2, tokens, 5, dtype=dtype, grad=grad), (-torch.rand(2, dtype=D)).to(wide).requires_grad_(grad),
-            randn(2, 2, 4, 5, dtype=wide, grad=grad)]
+    return [
+        randn(2, 6, tokens, 4, dtype=dtype, grad=grad),
+        randn(2, 2, tokens, 4, dtype=dtype, grad=grad),
+        randn(2, 2, tokens, 5, dtype=dtype, grad=grad),
+        (-torch.rand(2, dtype=D)).to(wide).requires_grad_(grad),
+        randn(2, 2, 4, 5, dtype=wide, grad=grad),
+    ]
 
 
 def attention_inputs(dtype=torch.float32):
     """One call with append: two requests of 3 and 2 new tokens over caches of 11 slots."""
-    return dict(query=randn(2, 6, 3, 8, dtype=dtype), key_cache=randn(2, 2, 11, 8, dtype=dtype),
-                value_cache=randn(2, 2, 11, 4, dtype=dtype), seq_lens=torch.tensor([9, 5], dtype=torch.int32),
-                query_lens=torch.tensor([3, 2], dtype=torch.int32), new_key=randn(2, 2, 3, 8, dtype=dtype),
-                new_value=randn(2, 2, 3, 4, dtype=dtype))
+    return dict(
+        query=randn(2, 6, 3, 8, dtype=dtype),
+        key_cache=randn(2, 2, 11, 8, dtype=dtype),
+        value_cache=randn(2, 2, 11, 4, dtype=dtype),
+        seq_lens=torch.tensor([9, 5], dtype=torch.int32),
+        query_lens=torch.tensor([3, 2], dtype=torch.int32),
+        new_key=randn(2, 2, 3, 8, dtype=dtype),
+        new_value=randn(2, 2, 3, 4, dtype=dtype),
+    )
 
 
 def close(found, expected, factor=8.0):
@@ -50,8 +59,12 @@ def seed():
 def test_functional_and_mutating_forms_agree_with_the_reference():
     inputs = attention_inputs()
     before = {name: t.clone() for name, t in inputs.items()}
-    expected = reference.lean_attention(*doubled([inputs.get(n) for n in (
-        "query", "key_cache", "value_cache", "seq_lens", "query_lens", "new_key", "new_value")]), append=True)
+    expected = reference.lean_attention(
+        *doubled(
+            [inputs.get(n) for n in ("query", "key_cache", "value_cache", "seq_lens", "query_lens", "new_key", "new_value")]
+        ),
+        append=True,
+    )
     found = torch_ops.lean_attention(**inputs, append=True)
     assert len(found) == 4 and len(torch_ops.lean_attention(inputs["query"], inputs["key_cache"], inputs["value_cache"])) == 2
     for f, e in zip(found, expected, strict=True):
@@ -93,9 +106,11 @@ def test_causal_linear_decay_gradcheck(normalize, per_token):
     decay = (-torch.rand(*((1, 1, 3) if per_token else (1,)), dtype=D)).requires_grad_()
     norm = torch.rand(1, 1, 2, dtype=D).requires_grad_() if normalize else None
     assert torch.autograd.gradcheck(
-        lambda *a: torch_ops.causal_linear_decay(*a[:5], a[5] if normalize else None, normalize=normalize,
-                                                 return_state=True, scale=0.7),
-        (q, k, v, decay, state) + ((norm,) if normalize else ()))
+        lambda *a: torch_ops.causal_linear_decay(
+            *a[:5], a[5] if normalize else None, normalize=normalize, return_state=True, scale=0.7
+        ),
+        (q, k, v, decay, state) + ((norm,) if normalize else ()),
+    )
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -104,7 +119,8 @@ def test_normalized_linear_attention_gradcheck(causal, normalize_qk):
     q, k, v = (randn(1, h, 3, 2, dtype=D, grad=True) for h in (2, 1, 1))
     ab = torch.tensor([9.0, 0.6], dtype=D, requires_grad=True)
     assert torch.autograd.gradcheck(
-        lambda *a: torch_ops.normalized_linear_attention(*a, causal=causal, normalize_qk=normalize_qk)[0], (q, k, v, ab))
+        lambda *a: torch_ops.normalized_linear_attention(*a, causal=causal, normalize_qk=normalize_qk)[0], (q, k, v, ab)
+    )
 
 
 def test_a_single_output_is_a_tensor():
@@ -148,31 +164,56 @@ def samples():
     return {
         "lean_attention": (ops.lean_attention.default, attention[:3], {}),
         "lean_attention append": (ops.lean_attention.default, attention, {"append": True}),
-        "lean_attention rotary": (ops.lean_attention.default, [*attention, None, None, None, *torch.rand(2, 9, 4)],
-                                  {"append": True, "rotary_interleaved": True}),
+        "lean_attention rotary": (
+            ops.lean_attention.default,
+            [*attention, None, None, None, *torch.rand(2, 9, 4)],
+            {"append": True, "rotary_interleaved": True},
+        ),
         "lean_attention_": (ops.lean_attention_.default, attention, {}),
         "causal_linear_decay": (ops.causal_linear_decay.default, [q, k, v, decay, state], {"return_state": True}),
         "causal_linear_decay no state": (ops.causal_linear_decay.default, [q, k, v], {"layout": "bhnd"}),
         "causal_linear_decay_": (ops.causal_linear_decay_.default, plain, {}),
-        "causal_linear_decay_grad": (ops.causal_linear_decay_grad.default, plain + [grad],
-                                     {"grad_decay": True, "grad_state": True}),
+        "causal_linear_decay_grad": (
+            ops.causal_linear_decay_grad.default,
+            plain + [grad],
+            {"grad_decay": True, "grad_state": True},
+        ),
         "normalized_linear_attention": (ops.normalized_linear_attention.default, [nq, nk, nv], {}),
-        "normalized_linear_attention state": (ops.normalized_linear_attention.default,
-                                              [t.detach() for t in (nq, nk, nv)], {"return_state": True}),
+        "normalized_linear_attention state": (
+            ops.normalized_linear_attention.default,
+            [t.detach() for t in (nq, nk, nv)],
+            {"return_state": True},
+        ),
         "normalized_linear_attention_grad": (
             ops.normalized_linear_attention_grad.default,
-            [nq.detach(), nk.detach(), nv.detach(), None, output, normalizer, randn(*output.shape)], {}),
+            [nq.detach(), nk.detach(), nv.detach(), None, output, normalizer, randn(*output.shape)],
+            {},
+        ),
         "normalized_linear_attention_grad alone": (
             ops.normalized_linear_attention_grad.default,
-            [nq.detach(), nk.detach(), nv.detach(), None, output, normalizer, randn(*output.shape)], {"grad_coefficients": False}),
+            [nq.detach(), nk.detach(), nv.detach(), None, output, normalizer, randn(*output.shape)],
+            {"grad_coefficients": False},
+        ),
     }
 
 
-@pytest.mark.parametrize("name", [
-    "lean_attention", "lean_attention append", "lean_attention rotary", "lean_attention_", "causal_linear_decay",
-    "causal_linear_decay no state",
-    "causal_linear_decay_", "causal_linear_decay_grad", "normalized_linear_attention",
-    "normalized_linear_attention state", "normalized_linear_attention_grad", "normalized_linear_attention_grad alone"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "lean_attention",
+        "lean_attention append",
+        "lean_attention rotary",
+        "lean_attention_",
+        "causal_linear_decay",
+        "causal_linear_decay no state",
+        "causal_linear_decay_",
+        "causal_linear_decay_grad",
+        "normalized_linear_attention",
+        "normalized_linear_attention state",
+        "normalized_linear_attention_grad",
+        "normalized_linear_attention_grad alone",
+    ],
+)
 def test_opcheck(name):
     op, inputs, attrs = samples()[name]
     torch.library.opcheck(op, tuple(inputs), attrs)
@@ -181,7 +222,8 @@ def test_opcheck(name):
 def test_every_operator_is_in_the_samples():
     covered = {name.split()[0] for name in samples()}
     assert covered == {n for n in torch_ops.__dict__ if n.rstrip("_") in {s.snake_name for s in torch_ops._SPECS.values()}} - {
-        "normalized_linear_attention_"}
+        "normalized_linear_attention_"
+    }
 
 
 def test_compiles_without_graph_breaks():
@@ -221,8 +263,16 @@ def test_a_planned_call_is_not_taken_for_another():
         inputs = list(attention_inputs(dtype).values())[:3] + [torch.tensor([9, 5], dtype=torch.int32)]
         strided = [t.transpose(1, 2).contiguous().transpose(1, 2) for t in inputs[:3]] + inputs[3:]
         tables = {"cos_cache": torch.rand(9, 2), "sin_cache": torch.rand(9, 2)}
-        for attrs in ({}, {"scale": 0.5}, {"window": 3}, {"causal": False}, {"softcap": 1.0}, tables,
-                      {**tables, "rotary_interleaved": True}, {}):
+        for attrs in (
+            {},
+            {"scale": 0.5},
+            {"window": 3},
+            {"causal": False},
+            {"softcap": 1.0},
+            tables,
+            {**tables, "rotary_interleaved": True},
+            {},
+        ):
             expected = reference.lean_attention(*doubled(inputs), **attrs)[0]
             factor = 8.0 if dtype == torch.float32 else 8192.0
             found = torch_ops.lean_attention(*inputs, **attrs)[0]
@@ -267,9 +317,15 @@ def test_an_error_is_raised_again_and_leaves_later_calls_alone(monkeypatch):
     assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay), right)
 
 
-@pytest.mark.parametrize("args, kwargs, message", [
-    (3, {"query": 0}, "multiple values for argument 'query'"), (2, {}, "missing a required argument: 'value'"),
-    (3, {"window": 1}, "unexpected keyword argument 'window'"), (9, {}, "too many positional arguments")])
+@pytest.mark.parametrize(
+    "args, kwargs, message",
+    [
+        (3, {"query": 0}, "multiple values for argument 'query'"),
+        (2, {}, "missing a required argument: 'value'"),
+        (3, {"window": 1}, "unexpected keyword argument 'window'"),
+        (9, {}, "too many positional arguments"),
+    ],
+)
 def test_wrong_signatures_are_type_errors(args, kwargs, message):
     tensors = [randn(1, 1, 2, 4)] * args
     with pytest.raises(TypeError, match=message):
@@ -288,9 +344,10 @@ def test_modes_see_both_passes():
             return function(*args, **kwargs or {})
 
     ops = torch.ops.leanfleet
-    for public, names in ((torch_ops.causal_linear_decay, ("causal_linear_decay", "causal_linear_decay_grad")),
-                          (torch_ops.normalized_linear_attention,
-                           ("normalized_linear_attention", "normalized_linear_attention_grad"))):
+    for public, names in (
+        (torch_ops.causal_linear_decay, ("causal_linear_decay", "causal_linear_decay_grad")),
+        (torch_ops.normalized_linear_attention, ("normalized_linear_attention", "normalized_linear_attention_grad")),
+    ):
         inputs = [randn(1, 2, 5, 4, grad=True) for _ in range(3)]
         alone = torch.autograd.grad(public(*inputs)[0].square().sum(), inputs)
         seen.clear()
@@ -320,9 +377,15 @@ def test_gradients_are_not_differentiable():
 
 
 @pytest.mark.parametrize("dtype", (torch.float32, D), ids=str)
-@pytest.mark.parametrize("function", (
-    torch_ops.lean_attention, torch_ops.causal_linear_decay, torch_ops.normalized_linear_attention,
-    lambda q, k, v: torch_ops.lean_attention_(q, k, v, new_key=k[:, :, :5].clone(), new_value=v[:, :, :5].clone())))
+@pytest.mark.parametrize(
+    "function",
+    (
+        torch_ops.lean_attention,
+        torch_ops.causal_linear_decay,
+        torch_ops.normalized_linear_attention,
+        lambda q, k, v: torch_ops.lean_attention_(q, k, v, new_key=k[:, :, :5].clone(), new_value=v[:, :, :5].clone()),
+    ),
+)
 def test_forward_mode_is_refused(function, dtype):
     query, key, value, direction = (torch.rand(1, 2, 5, 4, dtype=D).to(dtype) for _ in range(4))
 
@@ -344,17 +407,25 @@ def test_float64_runs_the_reference():
         assert f.dtype == D and torch.equal(f, e)
 
 
-@pytest.mark.parametrize("change, message", [
-    (dict(seq_lens=torch.tensor([9, 5])), "LeanAttention: seq_lens has type int64; expected int32"),
-    (dict(query=randn(2, 5, 3, 8)), r"LeanAttention: H = 5 is not a multiple of Hkv = 2"),
-    (dict(new_value=None), "LeanAttention: new_value is missing, new_key is given; give both or neither"),
-    (dict(new_key=None, new_value=None, packed_qkv=True, query=randn(2, 3, 3, 8)),
-     r"query has shape \[2,3,3,8\]: axis 1 of \[B,H\+2Hkv,Nq,D\] is 3; expected at least 5, because key_cache gives Hkv = 2"),
-    (dict(append=False), r"LeanAttention: input new_key needs append = 1; found append = 0"),
-    (dict(window=0), "LeanAttention: attribute window is 0; expected 1 or more, or -1 for off"),
-    (dict(layout="nhd"), "LeanAttention: attribute layout is 'nhd'; expected one of bhnd, bnhd"),
-    (dict(value_cache=randn(2, 2, 12, 4)), r"value_cache has shape \[2,2,12,4\].*expected 11, because key_cache gives S = 11"),
-])
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        (dict(seq_lens=torch.tensor([9, 5])), "LeanAttention: seq_lens has type int64; expected int32"),
+        (dict(query=randn(2, 5, 3, 8)), r"LeanAttention: H = 5 is not a multiple of Hkv = 2"),
+        (dict(new_value=None), "LeanAttention: new_value is missing, new_key is given; give both or neither"),
+        (
+            dict(new_key=None, new_value=None, packed_qkv=True, query=randn(2, 3, 3, 8)),
+            r"query has shape \[2,3,3,8\]: axis 1 of \[B,H\+2Hkv,Nq,D\] is 3; expected at least 5, because key_cache gives Hkv = 2",
+        ),
+        (dict(append=False), r"LeanAttention: input new_key needs append = 1; found append = 0"),
+        (dict(window=0), "LeanAttention: attribute window is 0; expected 1 or more, or -1 for off"),
+        (dict(layout="nhd"), "LeanAttention: attribute layout is 'nhd'; expected one of bhnd, bnhd"),
+        (
+            dict(value_cache=randn(2, 2, 12, 4)),
+            r"value_cache has shape \[2,2,12,4\].*expected 11, because key_cache gives S = 11",
+        ),
+    ],
+)
 def test_wrong_arguments_name_themselves(change, message):
     inputs = {**attention_inputs(), "append": True, **change}
     cache = inputs["key_cache"].clone()
@@ -380,13 +451,16 @@ def test_workspace_is_poisoned_and_threads_do_not_change_who_is_right(monkeypatc
     q, k, v, decay, state = decay_inputs(tokens=200)
     results = []
     for fill in (0x00, 0xFF, 0x7F):
+
         def filled(size, device, fill=fill):
             buffer = torch.full((size + 256,), fill, dtype=torch.uint8, device=device)
             return buffer, (buffer.data_ptr() + 255) // 256 * 256
 
         monkeypatch.setattr(torch_ops, "_scratch", filled)
-        results.append(torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
-                       + torch_ops.lean_attention(**attention_inputs_fixed(), append=True))
+        results.append(
+            torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
+            + torch_ops.lean_attention(**attention_inputs_fixed(), append=True)
+        )
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 

@@ -60,8 +60,12 @@ def test_every_variant_builds(op, dtype):
         built = build(op, ranks, attrs, dtype)
         assert built.layers == [("node", op.name)], (ranks, attrs)
         # An engine can be loaded on a GPU alone. What the plugin wrote into it shows that its layer is there.
-        written = [op.name, attrs["layout"], ",".join(t.name for t in op.inputs if t.name in ranks),
-                   ",".join(t.name for t in op.active_outputs(attrs))]
+        written = [
+            op.name,
+            attrs["layout"],
+            ",".join(t.name for t in op.inputs if t.name in ranks),
+            ",".join(t.name for t in op.active_outputs(attrs)),
+        ]
         missing = [text for text in written if built.engine.count(text.encode() + b"\0") < 2]  # once a profile
         assert not missing, (ranks, attrs)
 
@@ -78,7 +82,9 @@ def test_open_numbers_of_packed_heads():
         assert built.layers == [("node", "LeanAttention")]
     shapes = input_shapes(op, ranks | {"sinks": None}, attrs, 1)  # sinks tell the query's heads, these the caches'
     shapes["key_cache"][1] = shapes["value_cache"][1] = "kv_heads"
-    built = trt_plugins.build_engine(node_model(op, shapes, attrs, "float16"), [{"kv_heads": (2, 2, 2)}], compute_capabilities=GPUS)
+    built = trt_plugins.build_engine(
+        node_model(op, shapes, attrs, "float16"), [{"kv_heads": (2, 2, 2)}], compute_capabilities=GPUS
+    )
     assert built.layers == [("node", "LeanAttention")]
 
 
@@ -97,30 +103,40 @@ def set_shape(name, *sizes):
     def change(model):
         value = next(v for v in model.graph.input if v.name == name)
         value.type.CopyFrom(helper.make_tensor_type_proto(value.type.tensor_type.elem_type, sizes))
+
     return change
 
 
 def set_type(name, code):
     def change(model):
         next(v for v in model.graph.input if v.name == name).type.tensor_type.elem_type = code
+
     return change
 
 
-@pytest.mark.parametrize("attrs, ranks, change, message", [
-    ({"layout": "nhbd"}, PLAIN, None, "attribute layout is 'nhbd'; expected one of bhnd, bnhd"),
-    ({"window": 0}, PLAIN, None, "attribute window is 0; expected 1 or more, or -1 for off"),
-    ({"scale": 2}, PLAIN, None, "attribute scale is an integer; expected a float"),
-    ({"causal": 7}, PLAIN, None, "attribute causal is 7; expected 0 or 1"),
-    ({"causal": [1, 0]}, PLAIN, None, "attribute causal is a list; expected a single value"),
-    ({"softcap": -1.0}, PLAIN, None, "attribute softcap is -1; expected 0 or more"),
-    ({"append": 1}, PLAIN, None, "append = 1 needs input new_key, which is missing"),
-    ({}, PLAIN, set_shape("query", 3, 6, 32), "query has shape [3,6,32], rank 3; expected [B,H,Nq,D]"),
-    ({}, PLAIN, set_shape("key_cache", 3, 2, "S", 16), "key_cache has shape [3,2,130,16]: axis 3 of [B,Hkv,S,D] is 16; expected 32, because query gives D = 32"),
-    ({}, PLAIN, set_shape("query", 3, 7, 5, 32), "H = 7 is not a multiple of Hkv = 2"),
-    ({}, PLAIN, set_type("key_cache", TensorProto.FLOAT16), "key_cache has type float16, but query has float32"),
-    ({}, PLAIN | {"seq_lens": None}, set_type("seq_lens", TensorProto.INT64), "seq_lens has type int64; expected int32"),
-    ({}, PLAIN | {"sinks": None}, set_type("sinks", TensorProto.FLOAT16), "sinks has type float16; expected float32"),
-])
+@pytest.mark.parametrize(
+    "attrs, ranks, change, message",
+    [
+        ({"layout": "nhbd"}, PLAIN, None, "attribute layout is 'nhbd'; expected one of bhnd, bnhd"),
+        ({"window": 0}, PLAIN, None, "attribute window is 0; expected 1 or more, or -1 for off"),
+        ({"scale": 2}, PLAIN, None, "attribute scale is an integer; expected a float"),
+        ({"causal": 7}, PLAIN, None, "attribute causal is 7; expected 0 or 1"),
+        ({"causal": [1, 0]}, PLAIN, None, "attribute causal is a list; expected a single value"),
+        ({"softcap": -1.0}, PLAIN, None, "attribute softcap is -1; expected 0 or more"),
+        ({"append": 1}, PLAIN, None, "append = 1 needs input new_key, which is missing"),
+        ({}, PLAIN, set_shape("query", 3, 6, 32), "query has shape [3,6,32], rank 3; expected [B,H,Nq,D]"),
+        (
+            {},
+            PLAIN,
+            set_shape("key_cache", 3, 2, "S", 16),
+            "key_cache has shape [3,2,130,16]: axis 3 of [B,Hkv,S,D] is 16; expected 32, because query gives D = 32",
+        ),
+        ({}, PLAIN, set_shape("query", 3, 7, 5, 32), "H = 7 is not a multiple of Hkv = 2"),
+        ({}, PLAIN, set_type("key_cache", TensorProto.FLOAT16), "key_cache has type float16, but query has float32"),
+        ({}, PLAIN | {"seq_lens": None}, set_type("seq_lens", TensorProto.INT64), "seq_lens has type int64; expected int32"),
+        ({}, PLAIN | {"sinks": None}, set_type("sinks", TensorProto.FLOAT16), "sinks has type float16; expected float32"),
+    ],
+)
 def test_refusals_name_the_argument(attrs, ranks, change, message):
     assert f"LeanAttention 'node': {message}" in refusal("LeanAttention", ranks, attrs, change=change)
 
@@ -147,13 +163,19 @@ def test_the_plugin_is_taken_over_the_function_body(tmp_path):
             return lean_attention(query, key, value, seq_lens)[0]
 
     batch, slots = torch.export.Dim("batch"), torch.export.Dim("slots")
-    export(Attention().eval(), (torch.randn(2, 4, 3, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16), torch.tensor([9, 4]).int()),
-           tmp_path / "model.onnx", input_names=["query", "key", "value", "lens"], output_names=["output"],
-           dynamic_shapes=({0: batch}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch}))
+    export(
+        Attention().eval(),
+        (torch.randn(2, 4, 3, 16), torch.randn(2, 2, 9, 16), torch.randn(2, 2, 9, 16), torch.tensor([9, 4]).int()),
+        tmp_path / "model.onnx",
+        input_names=["query", "key", "value", "lens"],
+        output_names=["output"],
+        dynamic_shapes=({0: batch}, {0: batch, 2: slots}, {0: batch, 2: slots}, {0: batch}),
+    )
     model = onnx.load(tmp_path / "model.onnx")
     assert model.functions
-    built = trt_plugins.build_engine(tmp_path / "model.onnx", {"batch": (1, 2, 4), "slots": (1, 64, 1024)}, tmp_path / "engine",
-                                     compute_capabilities=GPUS)
+    built = trt_plugins.build_engine(
+        tmp_path / "model.onnx", {"batch": (1, 2, 4), "slots": (1, 64, 1024)}, tmp_path / "engine", compute_capabilities=GPUS
+    )
     assert [op for _, op in built.layers] == ["LeanAttention"]
     assert (tmp_path / "engine").read_bytes() == built.engine
     assert onnx.load(tmp_path / "model.onnx") == model, "the file is not changed"
@@ -184,8 +206,11 @@ def test_nodes_in_branches_are_prepared():
     inner = make_node(op, shapes, outputs=["output"])
     branch = helper.make_graph([inner], "branch", [], [helper.make_tensor_value_info("output", TensorProto.FLOAT, None)])
     node = helper.make_node("If", ["flag"], ["result"], then_branch=branch, else_branch=copy.deepcopy(branch))
-    model = make_model([node], [(n, TensorProto.FLOAT, s) for n, s in shapes.items()] + [("flag", TensorProto.BOOL, [])],
-                       [("result", TensorProto.FLOAT, None)])
+    model = make_model(
+        [node],
+        [(n, TensorProto.FLOAT, s) for n, s in shapes.items()] + [("flag", TensorProto.BOOL, [])],
+        [("result", TensorProto.FLOAT, None)],
+    )
     prepared = trt_plugins.prepare(model)
     for attribute in prepared.graph.node[0].attribute:
         found = {a.name: a.s.decode() for a in attribute.g.node[0].attribute}
@@ -197,11 +222,13 @@ def test_profiles_and_other_arguments():
     model = node_model(op, input_shapes(op, PLAIN, {}, "open"))
     good = {"B": (1, 2, 3), "Nq": (1, 1, 1), "S": (8, 8, 8)}
     by_shape = {"query": ((1, 6, 1, 32), (2, 6, 1, 32), (3, 6, 1, 32))}
-    for entries, message in ((None, "the model has open dimensions \\(B, Nq, S\\) and needs profiles"),
-                             ({"batch": (1, 2, 3)}, "profile batch: no such open dimension or input"),
-                             ({"B": (1, 2, 3), "Nq": (1, 1, 1)}, "leaves out the open dimension S"),
-                             (by_shape, "leaves out the open dimension B, S"),
-                             (good | {"B": (3, 2, 1)}, "must not fall from the smallest to the largest")):
+    for entries, message in (
+        (None, "the model has open dimensions \\(B, Nq, S\\) and needs profiles"),
+        ({"batch": (1, 2, 3)}, "profile batch: no such open dimension or input"),
+        ({"B": (1, 2, 3), "Nq": (1, 1, 1)}, "leaves out the open dimension S"),
+        (by_shape, "leaves out the open dimension B, S"),
+        (good | {"B": (3, 2, 1)}, "must not fall from the smallest to the largest"),
+    ):
         with pytest.raises(ValueError, match=message):
             trt_plugins.build_engine(model, entries, compute_capabilities=GPUS)
     assert trt_plugins.build_engine(model, good | by_shape, compute_capabilities=GPUS).layers
@@ -229,7 +256,7 @@ def test_progress_and_stopping():
 def test_engines_that_cannot_be_loaded(tmp_path):
     op = SPECS["LeanAttention"]
     engine = trt_plugins.build_engine(node_model(op, input_shapes(op, PLAIN, {}, 1)), compute_capabilities=GPUS).engine
-    for damaged in (engine[:len(engine) // 2], b"not an engine", b""):
+    for damaged in (engine[: len(engine) // 2], b"not an engine", b""):
         with pytest.raises(RuntimeError, match="cannot load the engine"):  # without a GPU for want of one
             trt_plugins.deserialize(damaged)
     with pytest.raises(FileNotFoundError, match="leanfleet engine build"):
@@ -258,18 +285,34 @@ def test_decoders_build(kind, tmp_path):
     from leanfleet.export import export_decoder
     from leanfleet.trt_plugins import running
 
-    sizes = dict(vocab_size=96, hidden_size=96, intermediate_size=64, num_hidden_layers=2, num_attention_heads=6,
-                 num_key_value_heads=2, head_dim=16, max_position_embeddings=256)
+    sizes = dict(
+        vocab_size=96,
+        hidden_size=96,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        max_position_embeddings=256,
+    )
     if kind == "llama":
         config, expected = transformers.LlamaConfig(**sizes), ["LeanAttention", "LeanAttention"]
     else:
-        config = transformers.MiniMaxConfig(**sizes, num_local_experts=2, num_experts_per_tok=1, block_size=4,
-                                            layer_types=["linear_attention", "full_attention"])
+        config = transformers.MiniMaxConfig(
+            **sizes,
+            num_local_experts=2,
+            num_experts_per_tok=1,
+            block_size=4,
+            layer_types=["linear_attention", "full_attention"],
+        )
         expected = ["CausalLinearDecay", "LeanAttention"]
     torch.manual_seed(0)
     export_decoder(transformers.AutoModelForCausalLM.from_config(config).eval(), tmp_path)
-    built = trt_plugins.build_engine(tmp_path / "model.onnx", running.decoder_profiles(capacity=(16, 256, 256), tokens=(1, 16, 64)),
-                                     compute_capabilities=GPUS)
+    built = trt_plugins.build_engine(
+        tmp_path / "model.onnx",
+        running.decoder_profiles(capacity=(16, 256, 256), tokens=(1, 16, 64)),
+        compute_capabilities=GPUS,
+    )
     assert [op for _, op in built.layers] == expected
 
 
@@ -310,9 +353,14 @@ def test_commands_that_need_a_gpu(command, tmp_path, capsys):
         assert ("cannot load the engine" if torch.cuda.is_available() else "there is no NVIDIA driver here") in said.err
 
 
-@pytest.mark.parametrize("field, message", (
-    ("winodw", "LeanAttention 'layers.3': there is no attribute winodw; it has scale, causal, window"), ("window", None),
-    ("plugin_version", None)))
+@pytest.mark.parametrize(
+    "field, message",
+    (
+        ("winodw", "LeanAttention 'layers.3': there is no attribute winodw; it has scale, causal, window"),
+        ("window", None),
+        ("plugin_version", None),
+    ),
+)
 def test_fields_that_are_no_attributes_are_refused(field, message, capfd):
     """Those that a program gives a creator itself: TensorRT's parser hands over none that the creator does not list. The
     message goes to TensorRT's logger, or to stderr where no call of TensorRT's has noted one."""

@@ -30,14 +30,35 @@ def cuda_root():
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     program = tmp_path_factory.mktemp("driver") / "trt_driver"
-    found = subprocess.run([sys.executable, str(ROOT / "csrc" / "find_headers.py"), "tensorrt"],
-                           capture_output=True, text=True)
+    found = subprocess.run([sys.executable, str(ROOT / "csrc" / "find_headers.py"), "tensorrt"], capture_output=True, text=True)
     assert found.returncode == 0, found.stderr
     root = cuda_root()
     libraries = next(p for p in (root / "lib64", root / "lib") if (p / "libcudart_static.a").exists())
-    subprocess.run([os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-rdynamic",
-                    "-isystem", found.stdout.strip(), "-isystem", str(root / "include"), str(ROOT / "tests" / "runtimes" / "trt_driver.cpp"),
-                    "-o", str(program), "-L", str(libraries), "-lcudart_static", "-ldl", "-lrt", "-lpthread"], check=True)
+    subprocess.run(
+        [
+            os.environ.get("CXX", "c++"),
+            "-std=c++17",
+            "-O2",
+            "-Wall",
+            "-Wextra",
+            "-Werror",
+            "-rdynamic",
+            "-isystem",
+            found.stdout.strip(),
+            "-isystem",
+            str(root / "include"),
+            str(ROOT / "tests" / "runtimes" / "trt_driver.cpp"),
+            "-o",
+            str(program),
+            "-L",
+            str(libraries),
+            "-lcudart_static",
+            "-ldl",
+            "-lrt",
+            "-lpthread",
+        ],
+        check=True,
+    )
     return program
 
 

@@ -11,8 +11,27 @@ def int32(values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def make_case(seed=0, variant="dense", dtype=torch.float32, lens=(65,), query_lens=None, H=6, Hkv=2, Nq=1, D=24, Dv=16,
-              block=BLOCK, spare=3, sinks=False, layout="bhnd", append=False, window=-1, rotary=0, positions=None, **attrs):
+def make_case(
+    seed=0,
+    variant="dense",
+    dtype=torch.float32,
+    lens=(65,),
+    query_lens=None,
+    H=6,
+    Hkv=2,
+    Nq=1,
+    D=24,
+    Dv=16,
+    block=BLOCK,
+    spare=3,
+    sinks=False,
+    layout="bhnd",
+    append=False,
+    window=-1,
+    rotary=0,
+    positions=None,
+    **attrs,
+):
     """(inputs, attrs) of a call. Everything that no query sees is NaN: unused cache positions, padding rows, unused
     pages, positions that `append` fills, keys before all windows. Unused page table entries point nowhere.
 
@@ -51,18 +70,18 @@ def make_case(seed=0, variant="dense", dtype=torch.float32, lens=(65,), query_le
     else:
         M = max(-(-n // block) for n in lens) + 1
         pages = torch.randperm(B * M + spare, generator=randn)
-        table = pages[:B * M].reshape(B, M)
+        table = pages[: B * M].reshape(B, M)
         slots = [(table[b].unsqueeze(-1) * block + torch.arange(block)).flatten()[:n] for b, n in enumerate(lens)]
         total = len(pages) * block
         for b, n in enumerate(lens):
-            table[b, -(-n // block):] = torch.tensor([-1, 10**9, -2**31])[b % 3]
+            table[b, -(-n // block) :] = torch.tensor([-1, 10**9, -(2**31)])[b % 3]
         inputs["block_table"] = table.int()
 
     for name, width in (("key_cache", D), ("value_cache", Dv)):
         cache = torch.full((total, Hkv, width), NAN, dtype=dtype)
         for where, n in zip(slots, counts, strict=True):
-            seen = where[max(0, len(where) - n - window + 1):] if window > 0 else where
-            seen = seen[:len(seen) - n] if append else seen
+            seen = where[max(0, len(where) - n - window + 1) :] if window > 0 else where
+            seen = seen[: len(seen) - n] if append else seen
             cache[seen] = normal(len(seen), Hkv, width)
         if variant == "dense":
             cache = cache.reshape(B, S, Hkv, width).transpose(1, 2).contiguous()

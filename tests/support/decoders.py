@@ -21,8 +21,19 @@ def byte_tokenizer(chat=True):
     return fast
 
 
-SIZES = dict(hidden_size=96, num_hidden_layers=2, num_attention_heads=6, num_key_value_heads=2, head_dim=16, vocab_size=211,
-             intermediate_size=128, max_position_embeddings=256, bos_token_id=1, eos_token_id=2, pad_token_id=0)
+SIZES = dict(
+    hidden_size=96,
+    num_hidden_layers=2,
+    num_attention_heads=6,
+    num_key_value_heads=2,
+    head_dim=16,
+    vocab_size=211,
+    intermediate_size=128,
+    max_position_embeddings=256,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
 FAMILIES = {
     "llama": ("LlamaConfig", {}),
     "mistral": ("MistralConfig", dict(sliding_window=5)),
@@ -31,8 +42,10 @@ FAMILIES = {
     "qwen3": ("Qwen3Config", {}),
     "gemma2": ("Gemma2Config", dict(sliding_window=6, attn_logit_softcapping=20.0, query_pre_attn_scalar=16)),
     # local layers with a rotary base of their own beside global ones
-    "gemma3": ("Gemma3TextConfig", dict(sliding_window=6, query_pre_attn_scalar=16,
-                                        layer_types=["sliding_attention", "full_attention"])),
+    "gemma3": (
+        "Gemma3TextConfig",
+        dict(sliding_window=6, query_pre_attn_scalar=16, layer_types=["sliding_attention", "full_attention"]),
+    ),
     # attention sinks, experts
     "gpt-oss": ("GptOssConfig", dict(sliding_window=5, num_local_experts=4, num_experts_per_tok=2)),
 }
@@ -59,15 +72,34 @@ VOCABULARY, LONGEST = 211, 200
 
 def minimax():
     config = transformers.MiniMaxConfig(
-        hidden_size=96, num_hidden_layers=3, num_attention_heads=6, num_key_value_heads=2, head_dim=16, vocab_size=VOCABULARY,
-        intermediate_size=64, max_position_embeddings=256, num_local_experts=4, block_size=16, pad_token_id=0,
-        layer_types=["linear_attention", "full_attention", "linear_attention"])
+        hidden_size=96,
+        num_hidden_layers=3,
+        num_attention_heads=6,
+        num_key_value_heads=2,
+        head_dim=16,
+        vocab_size=VOCABULARY,
+        intermediate_size=64,
+        max_position_embeddings=256,
+        num_local_experts=4,
+        block_size=16,
+        pad_token_id=0,
+        layer_types=["linear_attention", "full_attention", "linear_attention"],
+    )
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
 def ours(kind, layers=2):
-    return LinearDecoder(LinearDecoderConfig(kind, VOCABULARY, hidden_size=96, num_hidden_layers=layers, num_attention_heads=6,
-                                             feed_forward_size=128, eos_token_id=2))
+    return LinearDecoder(
+        LinearDecoderConfig(
+            kind,
+            VOCABULARY,
+            hidden_size=96,
+            num_hidden_layers=layers,
+            num_attention_heads=6,
+            feed_forward_size=128,
+            eos_token_id=2,
+        )
+    )
 
 
 MODELS = {"minimax": minimax, "retnet": lambda: ours("retnet"), "transnormer": lambda: ours("transnormer")}

@@ -22,7 +22,7 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512", "avx512_bf16")  # each can do 
 def instruction_sets():
     """Those whose kernels this processor runs; the last is the one that the library takes by itself."""
     own = native.build_info().removeprefix("cpu ").partition(",")[0]
-    return INSTRUCTION_SETS[:INSTRUCTION_SETS.index(own) + 1]
+    return INSTRUCTION_SETS[: INSTRUCTION_SETS.index(own) + 1]
 
 
 @functools.cache
@@ -101,8 +101,12 @@ def output_shapes(op, inputs, attrs):
     layout = attrs.get("layout", "bhnd")
     present = {name: tensor for name, tensor in inputs.items() if tensor is not None}
     given = op.given(present, attrs)
-    dims = spec.sizes_of(pair for t in op.inputs if t.name in present for pair in zip(
-        op.shape_of(t, given, present[t.name].dim()).ordered(layout), present[t.name].shape))
+    dims = spec.sizes_of(
+        pair
+        for t in op.inputs
+        if t.name in present
+        for pair in zip(op.shape_of(t, given, present[t.name].dim()).ordered(layout), present[t.name].shape)
+    )
     result = []
     for t in op.active_outputs(attrs):
         dtype = {"T": inputs[op.inputs[0].name].dtype, "F": torch.float32, "I": torch.int32}[t.type]
@@ -130,9 +134,15 @@ def run_kernel(op_name, inputs, attrs=None, threads=2, in_place=False, ops=None)
         taken = inputs.get(takes) if in_place and takes else None
         outputs[name] = taken if taken is not None else poisoned(shape, dtype, device)
     cuda = device.type == "cuda"
-    call = native.Call(op_name, [entry(inputs.get(t.name)) for t in op.inputs],
-                       [entry(outputs.get(t.name)) for t in op.outputs], attrs, device.type, threads,
-                       torch.cuda.current_stream(device).cuda_stream if cuda else 0)
+    call = native.Call(
+        op_name,
+        [entry(inputs.get(t.name)) for t in op.inputs],
+        [entry(outputs.get(t.name)) for t in op.outputs],
+        attrs,
+        device.type,
+        threads,
+        torch.cuda.current_stream(device).cuda_stream if cuda else 0,
+    )
     scratch_bytes, sync_bytes = call.workspace()
     scratch, scratch_at = aligned(scratch_bytes, device, 0xFF)
     sync, sync_at = aligned(sync_bytes, device, 0)

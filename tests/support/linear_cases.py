@@ -70,7 +70,7 @@ def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets
         elif t.name == "cu_seqlens":
             x = int32(*offsets)
         elif t.name == "state_index":
-            x = (torch.randperm(dims["P"] + 1, generator=generator)[:dims["Q"]] - 1).int()
+            x = (torch.randperm(dims["P"] + 1, generator=generator)[: dims["Q"]] - 1).int()
         elif t.name == "initial_count":
             x = torch.randint(1, 99, x.shape, generator=generator, dtype=torch.int32)
         elif t.name == "coefficients":
@@ -79,13 +79,17 @@ def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets
             x = x.abs()  # so that normalisers stay away from 0
         if offsets is not None and "N" in [a.symbol for a in axes]:
             outside = torch.ones(dims["N"], dtype=bool)
-            outside[offsets[0]:offsets[-1]] = False
+            outside[offsets[0] : offsets[-1]] = False
             x.movedim([a.symbol for a in axes].index("N"), 0)[outside] = NAN
         inputs[t.name] = x.to(TORCH_DTYPES[dtype]) if t.type == "T" else x
     if name == "NormalizedLinearAttentionGrad":
         forward = reference.normalized_linear_attention(
-            inputs["query"], inputs["key"], inputs["value"], inputs.get("coefficients"),
-            **{n: v for n, v in attrs.items() if n != "grad_coefficients"})
+            inputs["query"],
+            inputs["key"],
+            inputs["value"],
+            inputs.get("coefficients"),
+            **{n: v for n, v in attrs.items() if n != "grad_coefficients"},
+        )
         inputs |= {"output": forward[0], "normalizer": forward[1]}
     return inputs
 
@@ -99,13 +103,11 @@ LINEAR = {
     "decay per token": ("CausalLinearDecay", ["log_decay", *STATE], dict(return_state=1), 3),
     "decay bnhd": ("CausalLinearDecay", ["log_decay", *STATE], dict(return_state=1, layout="bnhd"), 3),
     "decay normalize": ("CausalLinearDecay", ["log_decay"], dict(normalize=1, eps=1e-2), 1),
-    "decay norm carried": ("CausalLinearDecay", ["log_decay", *STATE, "initial_norm"],
-                           dict(normalize=1, return_state=1), 3),
+    "decay norm carried": ("CausalLinearDecay", ["log_decay", *STATE, "initial_norm"], dict(normalize=1, return_state=1), 3),
     "decay pool": ("CausalLinearDecay", ["log_decay", *STATE, "state_index"], dict(return_state=1), 1),
     "grad plain": ("CausalLinearDecayGrad", [], {}, None),
     "grad per head": ("CausalLinearDecayGrad", ["log_decay", *STATE], dict(scale=0.7, grad_decay=1), 1),
-    "grad per token": ("CausalLinearDecayGrad", ["log_decay", *STATE, "grad_final_state"],
-                       dict(grad_decay=1, grad_state=1), 3),
+    "grad per token": ("CausalLinearDecayGrad", ["log_decay", *STATE, "grad_final_state"], dict(grad_decay=1, grad_state=1), 3),
     "grad bnhd": ("CausalLinearDecayGrad", ["log_decay", "grad_final_state"], dict(grad_decay=1, layout="bnhd"), 3),
     "grad of state": ("CausalLinearDecayGrad", ["grad_final_state"], dict(grad_state=1), None),
     "normalized plain": ("NormalizedLinearAttention", [], {}, None),
@@ -120,9 +122,17 @@ LINEAR = {
 }
 PACKED_CASES = {
     "decay": ("CausalLinearDecay", ["log_decay", "cu_seqlens"], dict(return_state=1), 1),
-    "decay pool": ("CausalLinearDecay", ["log_decay", *STATE, "initial_norm", "cu_seqlens", "state_index"],
-                   dict(return_state=1, normalize=1, layout="bnhd"), 3),
+    "decay pool": (
+        "CausalLinearDecay",
+        ["log_decay", *STATE, "initial_norm", "cu_seqlens", "state_index"],
+        dict(return_state=1, normalize=1, layout="bnhd"),
+        3,
+    ),
     "grad": ("CausalLinearDecayGrad", ["log_decay", *STATE, "cu_seqlens"], dict(grad_decay=1, grad_state=1), 1),
-    "grad per token": ("CausalLinearDecayGrad", ["log_decay", *STATE, "grad_final_state", "cu_seqlens"],
-                       dict(grad_decay=1, layout="bnhd"), 3),
+    "grad per token": (
+        "CausalLinearDecayGrad",
+        ["log_decay", *STATE, "grad_final_state", "cu_seqlens"],
+        dict(grad_decay=1, layout="bnhd"),
+        3,
+    ),
 }

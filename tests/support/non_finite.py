@@ -18,8 +18,10 @@ ROUNDING = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 def doubled(inputs):
     """For the reference: in float64, on the CPU."""
-    return {n: t.cpu().double() if t is not None and t.is_floating_point() else t if t is None else t.cpu()
-            for n, t in inputs.items()}
+    return {
+        n: t.cpu().double() if t is not None and t.is_floating_point() else t if t is None else t.cpu()
+        for n, t in inputs.items()
+    }
 
 
 def largest(x):
@@ -38,8 +40,12 @@ def labels(op, tensor, inputs, attrs):
     shape; -1: to none in particular."""
     present = {n for n, t in inputs.items() if t is not None}
     given, layout = op.given(present, attrs), attrs.get("layout", "bhnd")
-    dims = spec.sizes_of(pair for t in op.inputs if t.name in present for pair in zip(
-        op.shape_of(t, given, inputs[t.name].dim()).ordered(layout), inputs[t.name].shape))
+    dims = spec.sizes_of(
+        pair
+        for t in op.inputs
+        if t.name in present
+        for pair in zip(op.shape_of(t, given, inputs[t.name].dim()).ordered(layout), inputs[t.name].shape)
+    )
     axes = op.shape_of(tensor, given, inputs[tensor.name].dim() if tensor.name in present else None).ordered(layout)
     offsets = inputs["cu_seqlens"].tolist() if "cu_seqlens" in present else None
     none = torch.full([1] * len(axes), -1)

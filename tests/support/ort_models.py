@@ -17,8 +17,12 @@ from support.kernels import DTYPE_NAMES, output_shapes, poisoned
 from support.paths import ROOT
 
 TOY_SCHEMA = ROOT / "tests" / "cpp" / "toy_op" / "ops.toml"
-ONNX_TYPES = {"float32": TensorProto.FLOAT, "float16": TensorProto.FLOAT16, "bfloat16": TensorProto.BFLOAT16,
-              "int32": TensorProto.INT32}
+ONNX_TYPES = {
+    "float32": TensorProto.FLOAT,
+    "float16": TensorProto.FLOAT16,
+    "bfloat16": TensorProto.BFLOAT16,
+    "int32": TensorProto.INT32,
+}
 IR_VERSION = 10  # the newest that onnxruntime 1.20 reads
 
 
@@ -39,8 +43,14 @@ def make_node(op, present, attrs=None, name="node", outputs=None, rename=None):
     for names in (inputs, outputs):  # positions count: what is left out between others has an empty name
         while names and not names[-1]:
             names.pop()
-    return helper.make_node(op.name, [rename.get(n, n) for n in inputs], [rename.get(n, n) for n in outputs],
-                            name=name, domain=spec.DOMAIN, **(attrs or {}))
+    return helper.make_node(
+        op.name,
+        [rename.get(n, n) for n in inputs],
+        [rename.get(n, n) for n in outputs],
+        name=name,
+        domain=spec.DOMAIN,
+        **(attrs or {}),
+    )
 
 
 def make_model(nodes, inputs, outputs, initializers=(), value_info=()):
@@ -61,8 +71,14 @@ def node_model(op, shapes, attrs=None, dtype="float32", outputs=None, name="node
 
 def bind(binding, kind, name, tensor):
     """Binds a contiguous tensor to a session's input or output; kind: "input" or "output"."""
-    getattr(binding, f"bind_{kind}")(name, tensor.device.type, tensor.device.index or 0,
-                                     ONNX_TYPES[DTYPE_NAMES[tensor.dtype]], tuple(tensor.shape), tensor.data_ptr())
+    getattr(binding, f"bind_{kind}")(
+        name,
+        tensor.device.type,
+        tensor.device.index or 0,
+        ONNX_TYPES[DTYPE_NAMES[tensor.dtype]],
+        tuple(tensor.shape),
+        tensor.data_ptr(),
+    )
 
 
 def bound(session, inputs, outputs):
@@ -105,8 +121,11 @@ def profiled(options, folder):
 def nodes_that_ran(session):
     """(operator, provider) of every kernel run so far in a profiled session. This ends the profile."""
     events = json.loads(Path(session.end_profiling()).read_text())
-    return [(e["args"]["op_name"], e["args"]["provider"]) for e in events
-            if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")]
+    return [
+        (e["args"]["op_name"], e["args"]["provider"])
+        for e in events
+        if e.get("cat") == "Node" and e["name"].endswith("_kernel_time")
+    ]
 
 
 def cache_folder():
@@ -126,9 +145,21 @@ def build_toy_library():
     """Builds the libraries from the toy operator's schema; returns their folder. Nothing is rebuilt that is current."""
     build = cache_folder() / f"toy-{hashlib.sha256(str(ROOT).encode()).hexdigest()[:12]}"
     cuda = "ON" if torch.cuda.is_available() else "OFF"
-    for command in ([tool("cmake"), "-G", "Ninja", "-S", ROOT / "csrc", "-B", build, f"-DLEANFLEET_SCHEMA={TOY_SCHEMA}",
-                     f"-DLEANFLEET_CUDA={cuda}", f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"],
-                    [tool("cmake"), "--build", build]):
+    for command in (
+        [
+            tool("cmake"),
+            "-G",
+            "Ninja",
+            "-S",
+            ROOT / "csrc",
+            "-B",
+            build,
+            f"-DLEANFLEET_SCHEMA={TOY_SCHEMA}",
+            f"-DLEANFLEET_CUDA={cuda}",
+            f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}",
+        ],
+        [tool("cmake"), "--build", build],
+    ):
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert result.returncode == 0, result.stdout
     return build
@@ -141,8 +172,13 @@ def run_in_oldest_runtime(version, file):
     environment = {**os.environ, "PYTHONPATH": path, "PYTEST_ADDOPTS": ""}
     check = f"import onnxruntime; assert onnxruntime.__version__ == '{version}', onnxruntime.__file__"
     subprocess.run([sys.executable, "-P", "-c", check], env=environment, check=True)
-    result = subprocess.run([sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", file],
-                            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "pytest", "-p", "no:cacheprovider", file],
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+    )
     passed = re.search(r"(\d+) passed", result.stdout)
     return int(passed[1]) if passed and result.returncode == 0 else 0, result.stdout[-8000:]
 
@@ -154,8 +190,17 @@ def install_oldest_runtime(version):
     folder = cache_folder() / f"onnxruntime-{version}-py{sys.version_info.major}{sys.version_info.minor}"
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial,
-                   f"onnxruntime=={version}"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--no-deps",
+            "--target",
+            partial,
+            f"onnxruntime=={version}",
+        ]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert result.returncode == 0, result.stdout
         partial.rename(folder)

@@ -34,8 +34,7 @@ VARIANTS = {
         ([], {}, {}),
         (["log_decay", "initial_state"], {"return_state": 1, "layout": "bnhd"}, {}),
         (["log_decay", "initial_state"], {"return_state": 1, "algorithm": "fleet"}, {"N": 1}),
-        (["per_token log_decay", "initial_state", "initial_norm"],
-         {"normalize": 1, "return_state": 1, "eps": 1e-3}, {}),
+        (["per_token log_decay", "initial_state", "initial_norm"], {"normalize": 1, "return_state": 1, "eps": 1e-3}, {}),
         (["per_token log_decay"], {"layout": "bnhd", "algorithm": "lightning"}, {"N": 64}),
         (["log_decay", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1, "scale": 0.5}, {"B": 1}),
         (["cu_seqlens"], {"return_state": 1, "algorithm": "causal_dot_product"}, {"B": 1}),
@@ -59,16 +58,32 @@ VARIANTS = {
         (["coefficients"], {"normalize_qk": 1}, {}),
         (["coefficients"], {"grad_coefficients": 0}, {}),
     ],
-    "ScaledAdd": [
-        ([], {}, {}),
-        (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}),
-        (["total"], {"accumulate": 1}, {}),
-    ],
+    "ScaledAdd": [([], {}, {}), (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}), (["total"], {"accumulate": 1}, {})],
 }
-SIZES = {"B": 2, "H": 6, "Hkv": 2, "N": 9, "Nq": 3, "D": 8, "R": 5, "Dv": 7, "S": 11, "P": 9, "block": 4, "M": 3,
-         "total": 19, "Q": 3, "positions": 12, "half": 3}
-CASES = [pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")
-         for name, variants in VARIANTS.items() for i in range(len(variants)) for dtype in DTYPES]
+SIZES = {
+    "B": 2,
+    "H": 6,
+    "Hkv": 2,
+    "N": 9,
+    "Nq": 3,
+    "D": 8,
+    "R": 5,
+    "Dv": 7,
+    "S": 11,
+    "P": 9,
+    "block": 4,
+    "M": 3,
+    "total": 19,
+    "Q": 3,
+    "positions": 12,
+    "half": 3,
+}
+CASES = [
+    pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")
+    for name, variants in VARIANTS.items()
+    for i in range(len(variants))
+    for dtype in DTYPES
+]
 
 
 def make_session(model, device="cpu", options=None, **provider_options):
@@ -80,11 +95,13 @@ def values(name, shape, dtype, size):
     if name == "cu_seqlens":
         ends = {"total": size["total"], "Q": size["N"]}["total" if "S" in size["symbols"] else "Q"]
         return torch.linspace(0, ends, shape[0]).round().to(torch.int32)
-    integers = {"seq_lens": lambda: torch.arange(4, 4 + shape[0]),
-                "query_lens": lambda: size["Nq"] - torch.arange(shape[0]),
-                "block_table": lambda: torch.randperm(size["P"])[:shape[0] * shape[1]].reshape(shape),
-                "state_index": lambda: torch.randperm(size["P"])[:shape[0]],
-                "initial_count": lambda: 3 + torch.arange(shape[0])}
+    integers = {
+        "seq_lens": lambda: torch.arange(4, 4 + shape[0]),
+        "query_lens": lambda: size["Nq"] - torch.arange(shape[0]),
+        "block_table": lambda: torch.randperm(size["P"])[: shape[0] * shape[1]].reshape(shape),
+        "state_index": lambda: torch.randperm(size["P"])[: shape[0]],
+        "initial_count": lambda: 3 + torch.arange(shape[0]),
+    }
     if name in integers:
         return integers[name]().to(torch.int32)
     if name.startswith("log_decay"):
@@ -119,8 +136,11 @@ def shapes_of(inputs):
 
 def same_bits(a, b):
     views = {4: torch.int32, 2: torch.int16}
-    return a.shape == b.shape and a.dtype == b.dtype and torch.equal(a.view(views[a.element_size()]),
-                                                                     b.view(views[b.element_size()]))
+    return (
+        a.shape == b.shape
+        and a.dtype == b.dtype
+        and torch.equal(a.view(views[a.element_size()]), b.view(views[b.element_size()]))
+    )
 
 
 def check_variant(name, index, dtype, folder, device):

@@ -8,8 +8,24 @@ from leanfleet.export import function_bodies
 from support import ort_models
 
 OPS = spec.all_specs()
-SIZES = {"B": 2, "H": 6, "Hkv": 2, "N": 70, "Nq": 7, "D": 16, "R": 16, "Dv": 12, "S": 80, "total": 100, "P": 16,
-         "block": 16, "M": 4, "Q": 3, "positions": 80, "half": 6}
+SIZES = {
+    "B": 2,
+    "H": 6,
+    "Hkv": 2,
+    "N": 70,
+    "Nq": 7,
+    "D": 16,
+    "R": 16,
+    "Dv": 12,
+    "S": 80,
+    "total": 100,
+    "P": 16,
+    "block": 16,
+    "M": 4,
+    "Q": 3,
+    "positions": 80,
+    "half": 6,
+}
 STATE = {"initial_state", "initial_key_sum", "initial_value_sum", "initial_count"}
 # Of each operator: optional inputs (log_decay of rank 3: "per_token log_decay"), attributes.
 VARIANTS = {
@@ -31,14 +47,8 @@ VARIANTS = {
         ({"log_decay", "initial_state", "grad_final_state"}, {"grad_decay": 1, "grad_state": 1}),
         ({"per_token log_decay", "cu_seqlens"}, {"grad_decay": 1}),
     ],
-    "NormalizedLinearAttention": [
-        (set(), {"causal": 0}),
-        ({"coefficients"} | STATE, {"return_state": 1, "normalize_qk": 1}),
-    ],
-    "NormalizedLinearAttentionGrad": [
-        (set(), {"layout": "bnhd"}),
-        ({"coefficients"}, {"normalize_qk": 1, "causal": 0}),
-    ],
+    "NormalizedLinearAttention": [(set(), {"causal": 0}), ({"coefficients"} | STATE, {"return_state": 1, "normalize_qk": 1})],
+    "NormalizedLinearAttentionGrad": [(set(), {"layout": "bnhd"}), ({"coefficients"}, {"normalize_qk": 1, "causal": 0})],
 }
 
 
@@ -73,7 +83,7 @@ def saved(model, folder, name="model.onnx"):
 
 def alter_body(model, output):
     """Makes an output of a model's only function wrong: an integer by one, others by a thousandth."""
-    function, = model.functions
+    (function,) = model.functions
     for node in function.node:
         for i, name in enumerate(node.output):
             if name == output:
@@ -81,21 +91,36 @@ def alter_body(model, output):
     kind = next(t for t in OPS[function.name].outputs if t.name == output).type
     number, operator = ("one", "Add") if kind == "I" else ("factor", "Mul")
     value = 1 if kind == "I" else 1.001
-    function.node.extend([
-        onnx.helper.make_node("Constant", [], [number], **{f"value_{'int' if kind == 'I' else 'float'}": value}),
-        onnx.helper.make_node("CastLike", [number, f"{output}_right"], [f"{number}_like"]),
-        onnx.helper.make_node(operator, [f"{output}_right", f"{number}_like"], [output])])
+    function.node.extend(
+        [
+            onnx.helper.make_node("Constant", [], [number], **{f"value_{'int' if kind == 'I' else 'float'}": value}),
+            onnx.helper.make_node("CastLike", [number, f"{output}_right"], [f"{number}_like"]),
+            onnx.helper.make_node(operator, [f"{output}_right", f"{number}_like"], [output]),
+        ]
+    )
     return model
 
 
 def chain_model():
     """LeanAttention twice, the second on the first's output; the batch, its tokens and the caches' slots are open."""
     op = OPS["LeanAttention"]
-    nodes = [ort_models.make_node(op, {"query", "key_cache", "value_cache", "seq_lens", "query_lens"}, {}, f"node_{i}",
-                                  rename={"query": query, "output": output, "lse": f"lse_{i}"})
-             for i, (query, output) in enumerate([("query", "between"), ("between", "output")])]
-    shapes = {"query": ["batch", 6, "tokens", 16], "key_cache": ["batch", 2, "slots", 16],
-              "value_cache": ["batch", 2, "slots", 16], "seq_lens": ["batch"], "query_lens": ["batch"]}
+    nodes = [
+        ort_models.make_node(
+            op,
+            {"query", "key_cache", "value_cache", "seq_lens", "query_lens"},
+            {},
+            f"node_{i}",
+            rename={"query": query, "output": output, "lse": f"lse_{i}"},
+        )
+        for i, (query, output) in enumerate([("query", "between"), ("between", "output")])
+    ]
+    shapes = {
+        "query": ["batch", 6, "tokens", 16],
+        "key_cache": ["batch", 2, "slots", 16],
+        "value_cache": ["batch", 2, "slots", 16],
+        "seq_lens": ["batch"],
+        "query_lens": ["batch"],
+    }
     inputs = [(n, ort_models.onnx_type(op.input(n), "float32"), shape) for n, shape in shapes.items()]
     outputs = [(n, onnx.TensorProto.FLOAT, None) for n in ("between", "lse_0", "output", "lse_1")]
     return with_bodies(ort_models.make_model(nodes, inputs, outputs))

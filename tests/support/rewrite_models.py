@@ -8,8 +8,13 @@ from onnx import TensorProto, helper
 from leanfleet import parity
 from leanfleet.ort_ops import make_session
 
-FLOAT, HALF, INT32, INT64, BOOL = (TensorProto.FLOAT, TensorProto.FLOAT16, TensorProto.INT32, TensorProto.INT64,
-                                   TensorProto.BOOL)
+FLOAT, HALF, INT32, INT64, BOOL = (
+    TensorProto.FLOAT,
+    TensorProto.FLOAT16,
+    TensorProto.INT32,
+    TensorProto.INT64,
+    TensorProto.BOOL,
+)
 RANDOM = np.random.default_rng(0)
 
 
@@ -28,7 +33,11 @@ def model_of(op_type, domain, inputs, outputs, attributes, opset=23):
             kind = helper.np_dtype_to_tensor_dtype(array.dtype)
             declared.append(helper.make_tensor_value_info(name, kind, array.shape if shape is None else shape))
     t = declared[0].type.tensor_type.elem_type
-    rank = len(next(iter(inputs.values()))[0].shape) if isinstance(next(iter(inputs.values())), tuple) else next(iter(inputs.values())).ndim
+    rank = (
+        len(next(iter(inputs.values()))[0].shape)
+        if isinstance(next(iter(inputs.values())), tuple)
+        else next(iter(inputs.values())).ndim
+    )
     ranks = {name: [None] * (min(rank, 4 if domain == "" else 3) if i == 0 else 4) for i, name in enumerate(outputs)}
     declared_outputs = {n: shape for n, shape in (outputs if isinstance(outputs, dict) else {}).items() if shape}
     results = [helper.make_tensor_value_info(n, t, shape) for n, shape in (ranks | declared_outputs).items() if n]
@@ -76,9 +85,15 @@ def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=No
     batch = len(lens)
     q, k, v = normal(batch, n, H * D), normal(batch, n, HKV * D), normal(batch, n, HKV * D)
     caches = [None, None] if past is None else [normal(batch, HKV, past, D) for _ in range(2)]
-    inputs = dict(query=np.concatenate([q, k, v], 2) if packed else q, key=None if packed else k, value=None if packed else v,
-                  past_key=caches[0], past_value=caches[1], seqlens_k=np.array(lens, np.int32) - 1,
-                  total_sequence_length=np.array(max(lens) if total is None else total, np.int32))
+    inputs = dict(
+        query=np.concatenate([q, k, v], 2) if packed else q,
+        key=None if packed else k,
+        value=None if packed else v,
+        past_key=caches[0],
+        past_value=caches[1],
+        seqlens_k=np.array(lens, np.int32) - 1,
+        total_sequence_length=np.array(max(lens) if total is None else total, np.int32),
+    )
     if rotary is not None:
         angles = np.arange(MAX)[:, None] * 0.7 ** np.arange(rotary)[None]
         inputs |= dict(cos_cache=np.cos(angles).astype(np.float32), sin_cache=np.sin(angles).astype(np.float32))
@@ -90,9 +105,13 @@ def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=No
 
 
 def linear(n=70, rule="gated", state=True, **attributes):
-    inputs = dict(query=normal(B, n, H * D), key=normal(B, n, HKV * D), value=normal(B, n, HKV * DV),
-                  past_state=normal(B, HKV, D, DV) if state else None,
-                  decay=-np.abs(normal(B, n, HKV)) if rule == "gated" else None)
+    inputs = dict(
+        query=normal(B, n, H * D),
+        key=normal(B, n, HKV * D),
+        value=normal(B, n, HKV * DV),
+        past_state=normal(B, HKV, D, DV) if state else None,
+        decay=-np.abs(normal(B, n, HKV)) if rule == "gated" else None,
+    )
     return inputs, dict(q_num_heads=H, kv_num_heads=HKV, update_rule=rule) | attributes
 
 
@@ -110,13 +129,34 @@ def node_model(op, tensors, attributes, outputs, opset, shapes=None):
         arrays.popitem()
     inputs = {name: a if a is None else (a, (shapes or {}).get(name, a.shape)) for name, a in arrays.items()}
     names = [t.name for t in op.active_outputs(attributes)]
-    declared = [helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(v[0].dtype), v[1]) for n, v in inputs.items() if v]
-    ranks = {"output": 4, "final_state": 4, "lse": 3, "key_cache_out": 4, "value_cache_out": 4, "normalizer": 3, "final_norm": 3}
-    results = [helper.make_tensor_value_info(n, FLOAT if n == "lse" or tensors["query"].dtype != np.float16 else HALF, [None] * ranks[n])
-               for n in outputs]
-    node = helper.make_node(op.name, [n if v else "" for n, v in inputs.items()], names, domain="leanfleet", name="ours", **attributes)
-    model = ir.from_proto(helper.make_model(helper.make_graph([node], "g", declared, results), ir_version=10, opset_imports=[
-        helper.make_opsetid("", opset), helper.make_opsetid("leanfleet", 1)]))
+    declared = [
+        helper.make_tensor_value_info(n, helper.np_dtype_to_tensor_dtype(v[0].dtype), v[1]) for n, v in inputs.items() if v
+    ]
+    ranks = {
+        "output": 4,
+        "final_state": 4,
+        "lse": 3,
+        "key_cache_out": 4,
+        "value_cache_out": 4,
+        "normalizer": 3,
+        "final_norm": 3,
+    }
+    results = [
+        helper.make_tensor_value_info(
+            n, FLOAT if n == "lse" or tensors["query"].dtype != np.float16 else HALF, [None] * ranks[n]
+        )
+        for n in outputs
+    ]
+    node = helper.make_node(
+        op.name, [n if v else "" for n, v in inputs.items()], names, domain="leanfleet", name="ours", **attributes
+    )
+    model = ir.from_proto(
+        helper.make_model(
+            helper.make_graph([node], "g", declared, results),
+            ir_version=10,
+            opset_imports=[helper.make_opsetid("", opset), helper.make_opsetid("leanfleet", 1)],
+        )
+    )
     from leanfleet.export import function_bodies
 
     return ir.to_proto(function_bodies.attach(model)), {n: v[0] for n, v in inputs.items() if v}
@@ -127,7 +167,9 @@ def bhnd(n, s, layout="bhnd"):
     return dict(query=q if layout == "bhnd" else np.ascontiguousarray(q.transpose(0, 2, 1, 3)), key_cache=k, value_cache=v)
 
 
-def decay_model(attributes, opset=21, dtype=np.float32, decay="token", state=True, n=9, outputs=("output", "final_state"), **extra):
+def decay_model(
+    attributes, opset=21, dtype=np.float32, decay="token", state=True, n=9, outputs=("output", "final_state"), **extra
+):
     from leanfleet import spec
 
     layout = attributes.get("layout", "bhnd")

@@ -8,8 +8,16 @@ from leanfleet import native, parity, spec
 from support.ort_models import node_model
 
 # Smallest, usual and largest size of open dimensions; the others are fixed.
-OPEN = {"B": (1, 3, 4), "N": (1, 65, 130), "Nq": (1, 5, 130), "S": (64, 130, 1030), "P": (4, 9, 40), "M": (1, 2, 9),
-        "total": (1, 65, 1030), "Q": (1, 3, 4)}
+OPEN = {
+    "B": (1, 3, 4),
+    "N": (1, 65, 130),
+    "Nq": (1, 5, 130),
+    "S": (64, 130, 1030),
+    "P": (4, 9, 40),
+    "M": (1, 2, 9),
+    "total": (1, 65, 1030),
+    "Q": (1, 3, 4),
+}
 FIXED = {"H": 6, "Hkv": 2, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12}
 STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}

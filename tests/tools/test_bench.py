@@ -12,8 +12,18 @@ import torch
 from leanfleet import bench, cli
 from leanfleet.export import reference
 
-OWN = ("auto", "causal_dot_product", "fleet", "lightning", "vanilla", "block_based", "recursion", "causal_dot_product_torch",
-       "fleet_torch", "lightning_torch")
+OWN = (
+    "auto",
+    "causal_dot_product",
+    "fleet",
+    "lightning",
+    "vanilla",
+    "block_based",
+    "recursion",
+    "causal_dot_product_torch",
+    "fleet_torch",
+    "lightning_torch",
+)
 SHAPE = bench.Shape(batch=2, heads=6, kv_heads=2, tokens=70, rank=24, dim=40)
 
 
@@ -124,10 +134,24 @@ def test_tolerance():
 
 
 def test_one_s_own_right_method():
-    report = bench.benchmark_method(plain, batch_size=1, heads=6, kv_heads=2, rank=16, dim=24, tokens=(3, 65), others=["lightning"],
-                                    seconds=0.01, quiet=True)
+    report = bench.benchmark_method(
+        plain,
+        batch_size=1,
+        heads=6,
+        kv_heads=2,
+        rank=16,
+        dim=24,
+        tokens=(3, 65),
+        others=["lightning"],
+        seconds=0.01,
+        quiet=True,
+    )
     assert [(r["method"], r["shape"]["tokens"], r["status"]) for r in report["rows"]] == [
-        ("plain", 3, "ok"), ("lightning", 3, "ok"), ("plain", 65, "ok"), ("lightning", 65, "ok")]
+        ("plain", 3, "ok"),
+        ("lightning", 3, "ok"),
+        ("plain", 65, "ok"),
+        ("lightning", 65, "ok"),
+    ]
     assert "plain" not in bench.methods()
 
 
@@ -153,8 +177,9 @@ def test_wrong_method_is_not_timed(name, capsys):
 
 
 def test_rtol_replaces_the_tolerance():
-    report = bench.benchmark_method(WRONG["half a percent"], name="mine", heads=6, kv_heads=2, tokens=70, seconds=0.01, others=[],
-                                    rtol=6e-3, quiet=True)
+    report = bench.benchmark_method(
+        WRONG["half a percent"], name="mine", heads=6, kv_heads=2, tokens=70, seconds=0.01, others=[], rtol=6e-3, quiet=True
+    )
     assert report["rows"][0]["status"] == "ok" and 4e-3 < report["rows"][0]["error"] < 6e-3
 
 
@@ -223,13 +248,20 @@ def test_methods_beyond_the_limit_are_left_out(monkeypatch, capsys):
             calls.append((power, q.shape[2]))
             now[0] += 4e-5 * (q.shape[2] / 16) ** power
             return reference.causal_linear_decay(q, k, v, g)[0]
+
         return timed
 
     for name, power in (("line", 1), ("square", 2), ("cube", 3)):
         bench.register_method(name, method(power))
     shape, told = bench.Shape(1, 1, 1, 2048, 8, 8), []
-    report = bench.run([shape], ["line", "square", "cube"], seconds=0.01, limit=1.5, on_case=bench.print_case,
-                       on_progress=lambda *what: told.append(what))
+    report = bench.run(
+        [shape],
+        ["line", "square", "cube"],
+        seconds=0.01,
+        limit=1.5,
+        on_case=bench.print_case,
+        on_progress=lambda *what: told.append(what),
+    )
     rows = by_method(report)
     assert rows["line"]["status"] == "ok" and rows["square"]["status"] == rows["cube"]["status"] == "left out"
     assert (1, 2048) in calls and not {(2, 2048), (3, 2048)} & set(calls)
@@ -249,7 +281,9 @@ def test_extrapolation():
     assert bench._extrapolated((16, 1.0), (64, 0.9), 256) == 0.9
 
 
-@pytest.mark.parametrize("words", [["--limit", "0"], ["--limit", "nan"], ["--seconds", "-1"], ["--seconds", "soon"], ["--threads", "0"]])
+@pytest.mark.parametrize(
+    "words", [["--limit", "0"], ["--limit", "nan"], ["--seconds", "-1"], ["--seconds", "soon"], ["--threads", "0"]]
+)
 def test_numbers_that_are_none(words, capsys):
     with pytest.raises(SystemExit) as stopped:
         cli.main(["bench", *words])
@@ -276,7 +310,7 @@ def test_times_are_medians_of_calls_in_turn():
     rows = by_method(bench.run(**small(seconds=0.2), names=["slow", "quick"]))
     assert rows["slow"]["seconds"] > 0.04 and rows["quick"]["seconds"] < rows["slow"]["seconds"]
     assert rows["slow"]["rounds"] == bench.MIN_ROUNDS <= rows["quick"]["rounds"]
-    assert order[4:4 + 2 * bench.MIN_ROUNDS] == ["slow", "quick"] * bench.MIN_ROUNDS  # after one check and one warm-up each
+    assert order[4 : 4 + 2 * bench.MIN_ROUNDS] == ["slow", "quick"] * bench.MIN_ROUNDS  # after one check and one warm-up each
     assert bench.run(**small(seconds=1e-6), names=["slow"])["rows"][0]["rounds"] == bench.SLOW_ROUNDS
 
 
@@ -324,19 +358,47 @@ def test_shapes():
 
 def test_command(tmp_path, capsys):
     out, picture = tmp_path / "new" / "times.json", tmp_path / "times.png"
-    code = cli.main(["bench", "--methods", "lightning,block-based", "--shapes", "1x4/2x40x16x8,1x4/2x80x16x8", "--seconds", "0.01",
-                     "--dtype", "bfloat16", "--decay", "token", "--out", str(out), "--plot", str(picture)])
+    code = cli.main(
+        [
+            "bench",
+            "--methods",
+            "lightning,block-based",
+            "--shapes",
+            "1x4/2x40x16x8,1x4/2x80x16x8",
+            "--seconds",
+            "0.01",
+            "--dtype",
+            "bfloat16",
+            "--decay",
+            "token",
+            "--out",
+            str(out),
+            "--plot",
+            str(picture),
+        ]
+    )
     assert code == 0
     report = json.loads(out.read_text())
     assert [(r["method"], r["shape"]["tokens"], r["status"]) for r in report["rows"]] == [
-        ("lightning", 40, "ok"), ("block_based", 40, "ok"), ("lightning", 80, "ok"), ("block_based", 80, "ok")]
-    assert report["settings"] == {"operator": "causal_linear_decay", "device": "cpu", "dtype": "bfloat16", "grad": False,
-                                  "seed": 0, "log_decay": "token"}
+        ("lightning", 40, "ok"),
+        ("block_based", 40, "ok"),
+        ("lightning", 80, "ok"),
+        ("block_based", 80, "ok"),
+    ]
+    assert report["settings"] == {
+        "operator": "causal_linear_decay",
+        "device": "cpu",
+        "dtype": "bfloat16",
+        "grad": False,
+        "seed": 0,
+        "log_decay": "token",
+    }
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     text, told = capsys.readouterr()
     assert [line for line in told.splitlines() if "N80" in line] == [
-        f"B1 H4/2 N80 R16 D8: {what} ..." for what in ("float64 reference", "lightning", "block_based", "timing")]
+        f"B1 H4/2 N80 R16 D8: {what} ..." for what in ("float64 reference", "lightning", "block_based", "timing")
+    ]
     assert "B1 H4/2 N40 R16 D8" in text and "B1 H4/2 N80 R16 D8" in text
 
 
@@ -355,15 +417,18 @@ def test_command_loads_files_and_says_what_is_wrong(tmp_path, capsys):
     assert "wrong: its error against the float64 reference" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("arguments, message", [
-    (["--methods", "auto,nothing"], "'nothing' is no registered method of causal_linear_decay; there are auto,"),
-    (["--shapes", "1x2"], "shape '1x2' is not BxHxNxRxD"),
-    (["--dtype", "float64"], "dtype is 'float64'; it is one of float32, float16, bfloat16"),
-    (["--device", "tpu"], "device is 'tpu'; it is cpu"),
-    (["--decay", "steep"], "--decay is steep; it is one of none, head, token"),
-    (["--operator", "attention"], "operator is 'attention'; it is one of"),
-    (["--load", "nowhere.py"], "nowhere.py does not exist; give a Python file"),
-])
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["--methods", "auto,nothing"], "'nothing' is no registered method of causal_linear_decay; there are auto,"),
+        (["--shapes", "1x2"], "shape '1x2' is not BxHxNxRxD"),
+        (["--dtype", "float64"], "dtype is 'float64'; it is one of float32, float16, bfloat16"),
+        (["--device", "tpu"], "device is 'tpu'; it is cpu"),
+        (["--decay", "steep"], "--decay is steep; it is one of none, head, token"),
+        (["--operator", "attention"], "operator is 'attention'; it is one of"),
+        (["--load", "nowhere.py"], "nowhere.py does not exist; give a Python file"),
+    ],
+)
 def test_command_with_wrong_arguments(arguments, message, capsys):
     assert cli.main(["bench", *arguments]) == 2
     out, err = capsys.readouterr()

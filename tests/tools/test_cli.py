@@ -66,17 +66,25 @@ def test_check_json(wrong_model, capsys):
     result = json.loads(capsys.readouterr().out)
     assert (result["model"], result["judge"], result["passed"]) == (wrong_model, "reference", False)
     assert [(r["runner"], r["output"], r["passed"]) for r in result["outputs"]] == [
-        ("ort-cpu", "output", True), ("ort-cpu", "lse", True), ("body", "output", True), ("body", "lse", False)]
+        ("ort-cpu", "output", True),
+        ("ort-cpu", "lse", True),
+        ("body", "output", True),
+        ("body", "lse", False),
+    ]
     assert all(r["error"] <= r["tolerance"] for r in result["outputs"] if r["passed"])
     assert result["kernels"] == [
-        {"runner": "ort-cpu", "operator": "LeanAttention", "provider": "CPUExecutionProvider", "runs": 1}]
+        {"runner": "ort-cpu", "operator": "LeanAttention", "provider": "CPUExecutionProvider", "runs": 1}
+    ]
 
 
 def test_sizes_seed_and_inputs(tmp_path, capsys):
     path = str(saved(chain_model(), tmp_path))
     errors = {}
-    for name, arguments in {"default": [], "sizes": ["--size", "batch=3", "--size", "tokens=5"],
-                            "seed": ["--seed", "4"]}.items():
+    for name, arguments in {
+        "default": [],
+        "sizes": ["--size", "batch=3", "--size", "tokens=5"],
+        "seed": ["--seed", "4"],
+    }.items():
         assert main(["check", path, "--json", *arguments]) == 0
         errors[name] = [r["tolerance"] for r in json.loads(capsys.readouterr().out)["outputs"]]
     assert len({tuple(e) for e in errors.values()}) == 3
@@ -111,17 +119,23 @@ USAGE = {
     "not a model": (lambda d: [f"{d}/text.onnx"], r"text\.onnx is no ONNX model"),
     "no leanfleet nodes": (lambda d: [without_nodes(d)], r"no leanfleet nodes: there is nothing to check"),
     "no body": (lambda d: [without_body(d)], r"runner 'body': the model holds no function for its LeanAttention nodes"),
-    "unknown runner": (lambda d: [f"{d}/model.onnx", "--runners", "body,gpu"],
-                       r"runner 'gpu' is unknown; choose from body, ort-cpu, ort-cuda, trt, reference"),
+    "unknown runner": (
+        lambda d: [f"{d}/model.onnx", "--runners", "body,gpu"],
+        r"runner 'gpu' is unknown; choose from body, ort-cpu, ort-cuda, trt, reference",
+    ),
     "one runner": (lambda d: [f"{d}/model.onnx", "--runners", "body"], r"runners are body; expected two or more"),
     "runner twice": (lambda d: [f"{d}/model.onnx", "--runners", "body,body"], r"expected two or more different ones"),
     "unknown size": (lambda d: [f"{d}/model.onnx", "--size", "batch=3"], r"size batch: no such open dimension"),
     "no inputs": (lambda d: [f"{d}/model.onnx", "--inputs", f"{d}/none.npz"], r"none\.npz does not exist; write it"),
     "inputs no npz": (lambda d: [f"{d}/model.onnx", "--inputs", f"{d}/text.onnx"], r"is no file of numpy\.savez"),
-    "wrong inputs": (lambda d: [f"{d}/model.onnx", "--inputs", f"{d}/some.npz"],
-                     r"inputs are x; the model takes query, key_cache, value_cache"),
-    "inputs and sizes": (lambda d: [f"{d}/model.onnx", "--inputs", f"{d}/some.npz", "--seed", "1"],
-                         r"--inputs gives all inputs: leave --size and --seed out"),
+    "wrong inputs": (
+        lambda d: [f"{d}/model.onnx", "--inputs", f"{d}/some.npz"],
+        r"inputs are x; the model takes query, key_cache, value_cache",
+    ),
+    "inputs and sizes": (
+        lambda d: [f"{d}/model.onnx", "--inputs", f"{d}/some.npz", "--seed", "1"],
+        r"--inputs gives all inputs: leave --size and --seed out",
+    ),
 }
 
 
@@ -135,8 +149,17 @@ def test_wrong_usage_is_exit_2(case, model, tmp_path, capsys):
     assert out == "" and err.count("\n") == 1 and err.startswith("leanfleet check: ") and re.search(message, err), err
 
 
-@pytest.mark.parametrize("arguments", [["check"], ["check", "m", "--size", "batch"], ["check", "m", "--size", "b=0"],
-                                       ["check", "m", "--atol", "-1"], ["nothing"], []])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["check"],
+        ["check", "m", "--size", "batch"],
+        ["check", "m", "--size", "b=0"],
+        ["check", "m", "--atol", "-1"],
+        ["nothing"],
+        [],
+    ],
+)
 def test_command_line_errors_are_exit_2(arguments, capsys):
     with pytest.raises(SystemExit) as stopped:
         main(arguments)
@@ -191,8 +214,12 @@ def test_info(capsys):
     assert "CPUExecutionProvider" in out and re.search(r"^  polygraphy +0\.", out, re.M)
     for op in spec.all_specs().values():
         section = out.split(f"\n{op.name}, version {op.version}: ")[1].split("\n\n")[0]
-        listed = {(words[-2] if words[0] == "optional" else words[0], name)
-                  for line in section.splitlines()[1:] if (words := line.split()) for name in words[1:3]}
+        listed = {
+            (words[-2] if words[0] == "optional" else words[0], name)
+            for line in section.splitlines()[1:]
+            if (words := line.split())
+            for name in words[1:3]
+        }
         for t in op.inputs + op.outputs:
             assert any(name == t.name for _, name in listed), t.name
         for a in op.attrs:
@@ -209,15 +236,21 @@ def test_info_json(capsys):
     assert "CPUExecutionProvider" in info["onnxruntime"]["providers"]
     assert [op["name"] for op in info["operators"]] == list(spec.all_specs())
     attention = info["operators"][0]
-    assert attention["inputs"][3] == {"name": "seq_lens", "type": "I", "shapes": ["[B]"], "optional": True,
-                                      "doc": spec.all_specs()["LeanAttention"].input("seq_lens").doc}
+    assert attention["inputs"][3] == {
+        "name": "seq_lens",
+        "type": "I",
+        "shapes": ["[B]"],
+        "optional": True,
+        "doc": spec.all_specs()["LeanAttention"].input("seq_lens").doc,
+    }
     assert attention["outputs"][2]["takes"] == "key_cache" and attention["outputs"][2]["when"] == ["append"]
     assert {"name", "type", "default", "values", "doc"} == set(attention["attributes"][0])
 
 
 def test_as_a_module(model):
-    result = subprocess.run([sys.executable, "-P", "-m", "leanfleet", "check", model], capture_output=True, text=True,
-                            env=os.environ)
+    result = subprocess.run(
+        [sys.executable, "-P", "-m", "leanfleet", "check", model], capture_output=True, text=True, env=os.environ
+    )
     assert result.returncode == 0 and "ort-cpu" in result.stdout and result.stderr == "", result.stderr
     result = subprocess.run([sys.executable, "-P", "-m", "leanfleet", "--version"], capture_output=True, text=True)
     assert result.stdout == f"leanfleet {leanfleet.__version__}\n"
@@ -225,19 +258,23 @@ def test_as_a_module(model):
 
 # Ctrl-C, closed pipes, outputs that cannot be written
 
-COMMANDS = {"info": ("leanfleet.cli.collect_info", []), "doctor": ("leanfleet.doctor.diagnose", []),
-            "check": ("leanfleet.parity.check", ["{d}/model.onnx"]),
-            "rewrite": ("leanfleet.export.rewrite.rewrite_file", ["{d}/model.onnx", "-o", "{d}/out/new.onnx"]),
-            "bundle": ("leanfleet.ort_ops.genai.read_facts", ["{d}", "--genai", "{d}/out/genai"]),
-            "export": ("leanfleet.generate.load_pretrained", ["{d}", "{d}/out/model"]),
-            "generate": ("leanfleet.ort_ops.generation.load_decoder", ["{d}", "Hi"]),
-            "bench": ("leanfleet.bench.run", ["--out", "{d}/out/times.json", "--plot", "{d}/out/times.png"]),
-            "engine prepare": ("leanfleet.trt_plugins.prepare", ["{d}/model.onnx", "{d}/out/new.onnx"])}
+COMMANDS = {
+    "info": ("leanfleet.cli.collect_info", []),
+    "doctor": ("leanfleet.doctor.diagnose", []),
+    "check": ("leanfleet.parity.check", ["{d}/model.onnx"]),
+    "rewrite": ("leanfleet.export.rewrite.rewrite_file", ["{d}/model.onnx", "-o", "{d}/out/new.onnx"]),
+    "bundle": ("leanfleet.ort_ops.genai.read_facts", ["{d}", "--genai", "{d}/out/genai"]),
+    "export": ("leanfleet.generate.load_pretrained", ["{d}", "{d}/out/model"]),
+    "generate": ("leanfleet.ort_ops.generation.load_decoder", ["{d}", "Hi"]),
+    "bench": ("leanfleet.bench.run", ["--out", "{d}/out/times.json", "--plot", "{d}/out/times.png"]),
+    "engine prepare": ("leanfleet.trt_plugins.prepare", ["{d}/model.onnx", "{d}/out/new.onnx"]),
+}
 
 
 @pytest.mark.parametrize("command", COMMANDS)
 def test_ctrl_c(command, model, tmp_path, capsys, monkeypatch):
     """Exit code 130, no traceback, nothing written, no folder left."""
+
     def interrupted(*_, **__):
         raise KeyboardInterrupt
 
@@ -250,9 +287,11 @@ def test_ctrl_c(command, model, tmp_path, capsys, monkeypatch):
 def test_ctrl_c_of_a_process(model):
     """The real signal, while it works."""
     # A shell's background jobs, and what they start, ignore the signal unless told otherwise.
-    code = ("import signal, sys, leanfleet.cli as cli; signal.signal(signal.SIGINT, signal.default_int_handler); "
-            "cli.collect_info = lambda: signal.raise_signal(signal.SIGINT); "
-            "sys.exit(cli.main(['info']))")
+    code = (
+        "import signal, sys, leanfleet.cli as cli; signal.signal(signal.SIGINT, signal.default_int_handler); "
+        "cli.collect_info = lambda: signal.raise_signal(signal.SIGINT); "
+        "sys.exit(cli.main(['info']))"
+    )
     result = subprocess.run([sys.executable, "-P", "-c", code], capture_output=True, text=True)
     assert (result.returncode, result.stdout, result.stderr) == (130, "", "")
 
@@ -263,16 +302,20 @@ def test_closed_pipe(arguments, code):
     reader, writer = os.pipe()
     os.close(reader)
     try:
-        result = subprocess.run([sys.executable, "-P", "-m", "leanfleet", arguments], stdout=writer, stderr=subprocess.PIPE, text=True)
+        result = subprocess.run(
+            [sys.executable, "-P", "-m", "leanfleet", arguments], stdout=writer, stderr=subprocess.PIPE, text=True
+        )
     finally:
         os.close(writer)
     assert (result.returncode, result.stderr) == (code, "")
 
 
-OUTPUTS = {**{name: COMMANDS[name] for name in ("rewrite", "bundle", "export", "engine prepare")},
-           "bench": ("leanfleet.bench.run", ["--out", "{d}/out/times.json"]),
-           "bench picture": ("leanfleet.bench.run", ["--plot", "{d}/out/times.png"]),
-           "engine run": ("leanfleet.trt_plugins.running.Engine", ["{d}/model.onnx", "--save", "{d}/out/new.npz"])}
+OUTPUTS = {
+    **{name: COMMANDS[name] for name in ("rewrite", "bundle", "export", "engine prepare")},
+    "bench": ("leanfleet.bench.run", ["--out", "{d}/out/times.json"]),
+    "bench picture": ("leanfleet.bench.run", ["--plot", "{d}/out/times.png"]),
+    "engine run": ("leanfleet.trt_plugins.running.Engine", ["{d}/model.onnx", "--save", "{d}/out/new.npz"]),
+}
 
 
 @pytest.mark.parametrize("command", OUTPUTS)
@@ -314,12 +357,18 @@ def no_hub(monkeypatch):
     return calls
 
 
-@pytest.mark.parametrize("name, message, asked", [
-    ("./nowhere", "neither a folder here nor a model on the Hugging Face hub, whose names are OWNER/NAME", 0),
-    ("/tmp/no/such/model", "neither a folder here nor a model", 0), ("models/", "neither a folder here nor a model", 0),
-    ("~/model", "neither a folder here nor a model", 0), ("a b", "neither a folder here nor a model", 0),
-    ("{d}/model.onnx", "is a file; give the folder that it lies in", 0),
-    ("nobody/nothing-of-that-name", "is no folder here, and the Hugging Face hub does not answer: no route to the hub", 1)])
+@pytest.mark.parametrize(
+    "name, message, asked",
+    [
+        ("./nowhere", "neither a folder here nor a model on the Hugging Face hub, whose names are OWNER/NAME", 0),
+        ("/tmp/no/such/model", "neither a folder here nor a model", 0),
+        ("models/", "neither a folder here nor a model", 0),
+        ("~/model", "neither a folder here nor a model", 0),
+        ("a b", "neither a folder here nor a model", 0),
+        ("{d}/model.onnx", "is a file; give the folder that it lies in", 0),
+        ("nobody/nothing-of-that-name", "is no folder here, and the Hugging Face hub does not answer: no route to the hub", 1),
+    ],
+)
 def test_mistyped_models(name, message, asked, model, tmp_path, capsys, no_hub):
     assert main(["export", name.format(d=tmp_path), str(tmp_path / "out")]) == 2
     err = capsys.readouterr().err.splitlines()
@@ -330,20 +379,23 @@ def test_mistyped_models(name, message, asked, model, tmp_path, capsys, no_hub):
 def broken_files(folder):
     """{what is broken: (file, its new content)} of a folder with a small Llama."""
     weights, config = (folder / "model.safetensors").read_bytes(), json.loads((folder / "config.json").read_text())
-    return {"cut": ("model.safetensors", weights[:-1000], r"model\.safetensors is damaged or not whole"),
-            "cut header": ("model.safetensors", weights[:50], r"model\.safetensors is damaged or not whole"),
-            "empty": ("model.safetensors", b"", r"model\.safetensors is damaged or not whole"),
-            "config": ("config.json", b"{", r"config"),
-            "list": ("config.json", b"[]", r"the model .* cannot be read"),
-            "types": ("config.json", json.dumps(config | {"hidden_size": "wide"}).encode(), r"the model .* cannot be read")}
+    return {
+        "cut": ("model.safetensors", weights[:-1000], r"model\.safetensors is damaged or not whole"),
+        "cut header": ("model.safetensors", weights[:50], r"model\.safetensors is damaged or not whole"),
+        "empty": ("model.safetensors", b"", r"model\.safetensors is damaged or not whole"),
+        "config": ("config.json", b"{", r"config"),
+        "list": ("config.json", b"[]", r"the model .* cannot be read"),
+        "types": ("config.json", json.dumps(config | {"hidden_size": "wide"}).encode(), r"the model .* cannot be read"),
+    }
 
 
 def test_damaged_models(tmp_path, capsys):
     import transformers
 
     whole = tmp_path / "whole"
-    transformers.LlamaForCausalLM(transformers.LlamaConfig(
-        hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9, intermediate_size=8)).save_pretrained(whole)
+    transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(hidden_size=16, num_hidden_layers=1, num_attention_heads=2, vocab_size=9, intermediate_size=8)
+    ).save_pretrained(whole)
     for case, (name, content, message) in broken_files(whole).items():
         folder = tmp_path / case.replace(" ", "_")
         shutil.copytree(whole, folder)

@@ -19,8 +19,16 @@ def whole(tmp_path_factory):
     """A decoder folder whose weights lie in a file of their own."""
     folder = tmp_path_factory.mktemp("whole")
     torch.manual_seed(3)
-    config = transformers.LlamaConfig(hidden_size=64, num_hidden_layers=1, num_attention_heads=4, num_key_value_heads=2,
-                                      vocab_size=260, intermediate_size=64, max_position_embeddings=200, eos_token_id=256)
+    config = transformers.LlamaConfig(
+        hidden_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=260,
+        intermediate_size=64,
+        max_position_embeddings=200,
+        eos_token_id=256,
+    )
     export_decoder(transformers.LlamaForCausalLM(config).eval(), folder, byte_tokenizer())
     model = onnx.load(folder / "model.onnx")
     (folder / "model.onnx").unlink()
@@ -37,11 +45,11 @@ def damaged_bytes(data, rng):
         for _ in range(rng.choice([1, 4, 30])):
             data[rng.randrange(len(data))] = rng.randrange(256)
     elif kind == "zero":
-        data[at:at + 200] = bytes(len(data[at:at + 200]))
+        data[at : at + 200] = bytes(len(data[at : at + 200]))
     elif kind == "insert":
         data[at:at] = rng.randbytes(rng.choice([1, 16]))
     elif kind == "delete":
-        del data[at:at + rng.choice([1, 16, 300])]
+        del data[at : at + rng.choice([1, 16, 300])]
     else:
         data = b"" if kind == "empty" else rng.randbytes(400)
     return bytes(data)
@@ -98,17 +106,27 @@ def test_damaged_folders(whole, tmp_path, capfd):
 
 
 FACTS = {
-    "no object": ("[1, 2]", "holds no JSON object"), "no JSON": ("{'a': 1}", "is damaged"), "empty": ("", "is damaged"),
-    "no UTF-8": (b'{"vocabulary": "\xff"}', "is damaged"), "deep": ("[" * 100000, "is damaged"),
-    "no keys": ("{}", "has no vocabulary"), "no stop": ('{"vocabulary": 260}', "has no stop_tokens"),
+    "no object": ("[1, 2]", "holds no JSON object"),
+    "no JSON": ("{'a': 1}", "is damaged"),
+    "empty": ("", "is damaged"),
+    "no UTF-8": (b'{"vocabulary": "\xff"}', "is damaged"),
+    "deep": ("[" * 100000, "is damaged"),
+    "no keys": ("{}", "has no vocabulary"),
+    "no stop": ('{"vocabulary": 260}', "has no stop_tokens"),
     "text": ({"vocabulary": "260"}, 'vocabulary is "260"; expected a positive number'),
-    "negative": ({"vocabulary": -260}, "vocabulary is -260; expected"), "huge": ({"vocabulary": 10**30}, "expected a positive number"),
-    "true": ({"vocabulary": True}, "vocabulary is true; expected"), "other": ({"vocabulary": 261}, "has a vocabulary of 261"),
-    "stop": ({"stop_tokens": 2}, "stop_tokens is 2; expected a list of token ids"), "stops": ({"stop_tokens": ["</s>"]}, "stop_tokens is"),
+    "negative": ({"vocabulary": -260}, "vocabulary is -260; expected"),
+    "huge": ({"vocabulary": 10**30}, "expected a positive number"),
+    "true": ({"vocabulary": True}, "vocabulary is true; expected"),
+    "other": ({"vocabulary": 261}, "has a vocabulary of 261"),
+    "stop": ({"stop_tokens": 2}, "stop_tokens is 2; expected a list of token ids"),
+    "stops": ({"stop_tokens": ["</s>"]}, "stop_tokens is"),
     "positions": ({"max_positions": "many"}, 'max_positions is "many"; expected a positive number or null'),
     "format": ({"format": "1"}, 'format is "1"; expected a positive number'),
-    "newer": ({"format": 2}, "has format 2, and leanfleet"), "none": ({"max_positions": 0}, "max_positions is 0"), "kind": ({"kind": ["x"]}, "holds a model of kind"),
-    "serving": ({"kind": "serving"}, "holds a model of kind serving; this needs one from leanfleet.export.export_decoder")}
+    "newer": ({"format": 2}, "has format 2, and leanfleet"),
+    "none": ({"max_positions": 0}, "max_positions is 0"),
+    "kind": ({"kind": ["x"]}, "holds a model of kind"),
+    "serving": ({"kind": "serving"}, "holds a model of kind serving; this needs one from leanfleet.export.export_decoder"),
+}
 
 
 @pytest.mark.parametrize("case", FACTS)
@@ -130,11 +148,19 @@ def test_facts_that_are_none(case, whole, tmp_path, capfd):
 def test_model_that_is_no_decoder(whole, tmp_path, capfd):
     shutil.copytree(whole, tmp_path / "folder")
     value = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Neg", ["pixels"], ["logits"])], "g", [value("pixels", 1, [1, 260])],
-                                   [value("logits", 1, [1, 260])])
-    onnx.save(onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)]),
-              tmp_path / "folder" / "model.onnx")
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Neg", ["pixels"], ["logits"])],
+        "g",
+        [value("pixels", 1, [1, 260])],
+        [value("logits", 1, [1, 260])],
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, ir_version=10, opset_imports=[onnx.helper.make_opsetid("", 20)]),
+        tmp_path / "folder" / "model.onnx",
+    )
     code, out, err = generate(tmp_path / "folder", capfd)
     assert code == 2 and err.count("\n") == 1
-    assert ("model.onnx is no decoder of leanfleet.export.export_decoder: its inputs are pixels; it has the inputs input_ids, "
-            "seq_lens, query_lens and past_key_values...., the outputs logits and present....") in err
+    assert (
+        "model.onnx is no decoder of leanfleet.export.export_decoder: its inputs are pixels; it has the inputs input_ids, "
+        "seq_lens, query_lens and past_key_values...., the outputs logits and present...."
+    ) in err

@@ -55,7 +55,14 @@ def test_help_says_all_that_the_page_does(name):
     text = getattr(export, op.snake_name).__doc__
     for entry in (*op.inputs, *op.outputs, *(a for a in op.attrs if not a.refuse)):
         assert f"    {entry.name}" in text and entry.doc in text, entry.name
-    for part in (op.doc, op.paper, *op.equation.splitlines(), *op.example.splitlines(), *map(str, op.rules), "Raises ValueError"):
+    for part in (
+        op.doc,
+        op.paper,
+        *op.equation.splitlines(),
+        *op.example.splitlines(),
+        *map(str, op.rules),
+        "Raises ValueError",
+    ):
         assert part and part in text or not part.strip(), part
 
 
@@ -85,11 +92,14 @@ def load(path):
 
 def test_parameters_of_docstrings_become_lists():
     pytest.importorskip("griffe")
-    text = ("Does it.\n\nmodel: a path. a, b: numbers: two of\nthem. Returns a dict. Raises ValueError for others.\n\n"
-            "    code: stays")
+    text = (
+        "Does it.\n\nmodel: a path. a, b: numbers: two of\nthem. Returns a dict. Raises ValueError for others.\n\n"
+        "    code: stays"
+    )
     assert load(DOCS / "docstrings.py").split(text, ["model", "a", "b"]) == (
         "Does it.\n\n- **model**: a path.\n- **a, b**: numbers: two of them.\n\nReturns a dict. Raises ValueError for others."
-        "\n\n    code: stays")
+        "\n\n    code: stays"
+    )
 
 
 def test_site_loads_nothing_from_elsewhere(tmp_path):
@@ -99,8 +109,11 @@ def test_site_loads_nothing_from_elsewhere(tmp_path):
     page = tmp_path / "page.html"
     page.write_text('<a href="https://example.org">a link</a><script src="a.js"></script><img src="b.svg">')
     hooks.on_post_build(config)
-    for outside in ('<script src="https://example.org/a.js">', '<img src="//example.org/a.png">',
-                    '<link rel="stylesheet" href="http://example.org/a.css">'):
+    for outside in (
+        '<script src="https://example.org/a.js">',
+        '<img src="//example.org/a.png">',
+        '<link rel="stylesheet" href="http://example.org/a.css">',
+    ):
         page.write_text(outside)
         with pytest.raises(Exception, match="example.org.* from elsewhere"):
             hooks.on_post_build(config)
@@ -117,7 +130,8 @@ def test_links_of_the_repository_point_into_the_site():
     assert moved("performance.md", "[a](../bench/results/cpu_avx2.md#b)") == "[a](results/cpu_avx2.md#b)"
     assert moved("contributing.md", "[a](docs/how_to/build.md) [b](CHANGELOG.md)") == "[a](how_to/build.md) [b](changelog.md)"
     assert moved("index.md", "[a](https://example.org) [b](#here) [c](../csrc/ops.toml)") == (
-        "[a](https://example.org) [b](#here) [c](../csrc/ops.toml)")
+        "[a](https://example.org) [b](#here) [c](../csrc/ops.toml)"
+    )
 
 
 def test_support_counts_the_model_types_of_the_zoo():
@@ -144,8 +158,9 @@ def test_site_has_every_page():
     assert {f"operators/{s.snake_name}.md" for s in spec.all_specs().values()} <= nav
 
 
-@pytest.mark.parametrize("path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))],
-                         ids=lambda p: str(p.relative_to(ROOT)))
+@pytest.mark.parametrize(
+    "path", [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted(DOCS.rglob("*.md"))], ids=lambda p: str(p.relative_to(ROOT))
+)
 def test_links_and_named_files_exist(path):
     """Links and files as they stand in the repository; the site's own check is in `make docs`."""
     text = re.sub(r"^```.*?^```$", "", path.read_text(), flags=re.M | re.S)

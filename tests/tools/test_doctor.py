@@ -48,8 +48,13 @@ class Environment:
 
     def doctor(self, *arguments, cwd=None):
         env = {"PATH": "/nowhere", "PYTHONPATH": str(self.site), "LEANFLEET_LIBRARY_DIR": str(self.libraries), **self.variables}
-        return subprocess.run([sys.executable, "-S", "-P", "-m", "leanfleet", "doctor", *arguments],
-                              capture_output=True, text=True, env=env, cwd=cwd or self.site)
+        return subprocess.run(
+            [sys.executable, "-S", "-P", "-m", "leanfleet", "doctor", *arguments],
+            capture_output=True,
+            text=True,
+            env=env,
+            cwd=cwd or self.site,
+        )
 
     def diagnose(self):
         """(exit code, {name of a check: check}); asserts that nothing was printed that should not be."""
@@ -146,12 +151,18 @@ def test_library_missing(environment):
 def test_library_damaged(environment, damage):
     content = native.library_path("leanfleet").read_bytes()
     other = Path(importlib.util.find_spec("_ctypes").origin)
-    environment.replace_library("leanfleet", {"truncated": content[:len(content) // 3], "text": b"no library", "empty": b"",
-                                              "other": other.read_bytes()}[damage])
+    environment.replace_library(
+        "leanfleet",
+        {"truncated": content[: len(content) // 3], "text": b"no library", "empty": b"", "other": other.read_bytes()}[damage],
+    )
     code, checks = environment.diagnose()
     assert code == 1 and checks[LIBRARY]["status"] == "broken"
-    expected = {"truncated": ("SIGBUS", "file too short", "ELF"), "text": ("file too short", "invalid ELF header"),
-                "empty": ("file too short",), "other": ("undefined symbol: leanfleet_",)}[damage]
+    expected = {
+        "truncated": ("SIGBUS", "file too short", "ELF"),
+        "text": ("file too short", "invalid ELF header"),
+        "empty": ("file too short",),
+        "other": ("undefined symbol: leanfleet_",),
+    }[damage]
     assert any(text in checks[LIBRARY]["detail"] for text in expected), checks[LIBRARY]
 
 
@@ -227,7 +238,11 @@ def test_one_node_model_is_valid():
 
     model = onnx.load_from_string(doctor.one_node_model(doctor.Case()))
     (node,) = model.graph.node
-    assert (node.op_type, node.domain, list(node.input)) == ("LeanAttention", "leanfleet", ["query", "key_cache", "value_cache"])
+    assert (node.op_type, node.domain, list(node.input)) == (
+        "LeanAttention",
+        "leanfleet",
+        ["query", "key_cache", "value_cache"],
+    )
     assert [d.dim_value for d in model.graph.input[1].type.tensor_type.shape.dim] == [1, 1, 10, 64]
 
 
@@ -292,8 +307,10 @@ def get_plugin_registry(): return registry
 """
 
 
-@pytest.mark.parametrize("names, version, problem", [
-    (5, "10.14.1", None), (1, "10.14.1", "has no plugin for CausalLinearDecay"), (5, "9.3.0", "or newer; found 9.3.0")])
+@pytest.mark.parametrize(
+    "names, version, problem",
+    [(5, "10.14.1", None), (1, "10.14.1", "has no plugin for CausalLinearDecay"), (5, "9.3.0", "or newer; found 9.3.0")],
+)
 def test_plugins(environment, names, version, problem):
     """A stand-in for TensorRT: its registry must hold every operator after the library is loaded."""
     operators = list(spec.all_specs())

@@ -31,8 +31,12 @@ def without_plugins(monkeypatch):
 def model(tmp_path):
     nodes = [helper.make_node("Add", ["x", "x"], ["y"])]
     path = tmp_path / "model.onnx"
-    onnx.save(make_model(nodes, [("x", TensorProto.FLOAT, ["batch", "tokens", 8])],
-                         [("y", TensorProto.FLOAT, ["batch", "tokens", 8])]), path)
+    onnx.save(
+        make_model(
+            nodes, [("x", TensorProto.FLOAT, ["batch", "tokens", 8])], [("y", TensorProto.FLOAT, ["batch", "tokens", 8])]
+        ),
+        path,
+    )
     return path
 
 
@@ -51,8 +55,10 @@ JUNK = {"text": b"not a model", "empty": b"", "bytes": bytes(range(256)), "json"
 def test_junk_is_no_model(action, kind, model, tmp_path, capsys):
     other = onnx.ModelProto()
     other.graph.name = "g"
-    model.write_bytes(JUNK.get(kind) or (model.read_bytes()[:-20] if kind == "truncated" else other.SerializeToString()
-                                         if kind != "empty" else b""))
+    model.write_bytes(
+        JUNK.get(kind)
+        or (model.read_bytes()[:-20] if kind == "truncated" else other.SerializeToString() if kind != "empty" else b"")
+    )
     code, said = run(capsys, action, model, tmp_path / "out", *(GPU if action == "build" else []))
     assert code == 2 and f"{model} is no ONNX model" in said and not (tmp_path / "out").exists()
 
@@ -61,7 +67,11 @@ def test_junk_is_no_model(action, kind, model, tmp_path, capsys):
 def test_engines_where_no_gpu_is(action, tmp_path, capsys, monkeypatch):
     (tmp_path / "engine").write_bytes(b"junk")
     assert run(capsys, action, tmp_path / "none")[1].endswith("does not exist; build it with leanfleet engine build\n")
-    for error, words in ((OSError("libcuda.so.1"), "there is no NVIDIA driver here"), (RuntimeError("no device"), "there is no GPU here")):
+    for error, words in (
+        (OSError("libcuda.so.1"), "there is no NVIDIA driver here"),
+        (RuntimeError("no device"), "there is no GPU here"),
+    ):
+
         def gpus(error=error):
             raise error
 
@@ -83,15 +93,22 @@ def test_build_names_its_gpus(model, tmp_path, capsys, monkeypatch):
     code, said = run(capsys, "build", model, tmp_path / "engine", *sizes)
     assert code == 2 and "no NVIDIA driver here: say which one to build for" in said and "--compute-capability" in said
     assert not (tmp_path / "engine").exists()
-    assert "compute capability 1.0 is unknown" in run(capsys, "build", model, tmp_path / "engine", *sizes,
-                                                      "--compute-capability", "1.0")[1]
+    assert (
+        "compute capability 1.0 is unknown"
+        in run(capsys, "build", model, tmp_path / "engine", *sizes, "--compute-capability", "1.0")[1]
+    )
     code, said = run(capsys, "build", model, tmp_path / "engine", *sizes, *GPU, "--json")
     assert code == 0 and json.loads(said)["compute_capabilities"] == ["8.9"] and (tmp_path / "engine").stat().st_size > 0
     assert "for compute capability 8.9" in run(capsys, "build", model, tmp_path / "engine", *sizes, *GPU)[1]
 
 
-@pytest.mark.parametrize("profile, message", [("batch=1:1:2", "leaves out the open dimension tokens: each needs its smallest"),
-                                              ("tokens=1:4:8", "leaves out the open dimension batch")])
+@pytest.mark.parametrize(
+    "profile, message",
+    [
+        ("batch=1:1:2", "leaves out the open dimension tokens: each needs its smallest"),
+        ("tokens=1:4:8", "leaves out the open dimension batch"),
+    ],
+)
 def test_profiles_are_whole(profile, message, model, tmp_path, capsys):
     code, said = run(capsys, "build", model, tmp_path / "engine", "--profile", profile, *GPU)
     assert code == 2 and message in said and sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx"]
@@ -118,8 +135,13 @@ def test_ctrl_c_stops_a_build(model, tmp_path):
     """Also inside TensorRT's callbacks, which no exception may leave; nothing is left."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore the signal
     with pytest.raises(KeyboardInterrupt):
-        trt_plugins.build_engine(model, {"batch": (1, 1, 2), "tokens": (1, 4, 8)}, tmp_path / "engine", compute_capabilities=["8.9"],
-                                 progress=lambda *told: signal.raise_signal(signal.SIGINT))
+        trt_plugins.build_engine(
+            model,
+            {"batch": (1, 1, 2), "tokens": (1, 4, 8)},
+            tmp_path / "engine",
+            compute_capabilities=["8.9"],
+            progress=lambda *told: signal.raise_signal(signal.SIGINT),
+        )
     assert sorted(p.name for p in tmp_path.iterdir()) == ["model.onnx"]
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
     signal.signal(signal.SIGINT, before)

@@ -41,7 +41,8 @@ def test_every_example_is_run():
 def test_example(name, tmp_path):
     text, files = EXPECTED[name]
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
-    run = subprocess.run([sys.executable, EXAMPLES / f"{name}.py", tmp_path], capture_output=True, text=True, env=environment,
-                         cwd=tmp_path)
+    run = subprocess.run(
+        [sys.executable, EXAMPLES / f"{name}.py", tmp_path], capture_output=True, text=True, env=environment, cwd=tmp_path
+    )
     assert run.returncode == 0 and text in run.stdout, run.stdout + run.stderr
     assert not [f for f in files if not (tmp_path / f).exists()]

@@ -15,8 +15,14 @@ ROOT = next(folder for folder in Path(__file__).resolve().parents if (folder / "
 def lint(folder):
     """lint-imports on the tree of this folder: (exit code, what it says). Without site (-S), whose hook for editable installs
     would find the tree that is installed."""
-    command = [sys.executable, "-S", "-c", "from importlinter.cli import lint_imports_command; lint_imports_command()",
-               "--no-cache", "--no-logo"]
+    command = [
+        sys.executable,
+        "-S",
+        "-c",
+        "from importlinter.cli import lint_imports_command; lint_imports_command()",
+        "--no-cache",
+        "--no-logo",
+    ]
     path = os.pathsep.join([str(folder), *sys.path])
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True, env={"COLUMNS": "200", "PYTHONPATH": path})
     return done.returncode, done.stdout + done.stderr
@@ -30,13 +36,32 @@ def tree(tmp_path):
     return tmp_path
 
 
-@pytest.mark.parametrize("file,line,said", [
-    ("leanfleet/tables.py", "def f():\n    from leanfleet import cli", "leanfleet.tables -> leanfleet.cli"),
-    ("leanfleet/ort_ops/sessions.py", "from leanfleet.trt_plugins import running", "leanfleet.ort_ops.sessions -> leanfleet.trt_plugins"),
-    ("leanfleet/export/verification.py", "def f():\n    from leanfleet.ort_ops import make_session",
-     "leanfleet.export.verification -> leanfleet.ort_ops"),
-    ("leanfleet/export/support.py", "def f():\n    from leanfleet.export import verification", "No circles inside a folder BROKEN"),
-    ("leanfleet/ort_ops/sessions.py", "from leanfleet.ort_ops import load_decoder", "Files do not import their folder BROKEN")])
+@pytest.mark.parametrize(
+    "file,line,said",
+    [
+        ("leanfleet/tables.py", "def f():\n    from leanfleet import cli", "leanfleet.tables -> leanfleet.cli"),
+        (
+            "leanfleet/ort_ops/sessions.py",
+            "from leanfleet.trt_plugins import running",
+            "leanfleet.ort_ops.sessions -> leanfleet.trt_plugins",
+        ),
+        (
+            "leanfleet/export/verification.py",
+            "def f():\n    from leanfleet.ort_ops import make_session",
+            "leanfleet.export.verification -> leanfleet.ort_ops",
+        ),
+        (
+            "leanfleet/export/support.py",
+            "def f():\n    from leanfleet.export import verification",
+            "No circles inside a folder BROKEN",
+        ),
+        (
+            "leanfleet/ort_ops/sessions.py",
+            "from leanfleet.ort_ops import load_decoder",
+            "Files do not import their folder BROKEN",
+        ),
+    ],
+)
 def test_an_arrow_up_or_in_a_circle_is_found(tree, file, line, said):
     with open(tree / file, "a") as out:
         out.write(f"\n\n{line}\n")

@@ -42,8 +42,14 @@ def in_a_branch(model):
     branch = onnx.helper.make_graph([node], "branch", [], [onnx.helper.make_tensor_value_info(o, 1, None) for o in node.output])
     condition = onnx.helper.make_node("Constant", [], ["condition"], value=onnx.numpy_helper.from_array(np.array(True)))
     del model.graph.node[:]
-    model.graph.node.extend([condition, onnx.helper.make_node("If", ["condition"], [o.name for o in model.graph.output],
-                                                              then_branch=branch, else_branch=branch)])
+    model.graph.node.extend(
+        [
+            condition,
+            onnx.helper.make_node(
+                "If", ["condition"], [o.name for o in model.graph.output], then_branch=branch, else_branch=branch
+            ),
+        ]
+    )
     return model
 
 
@@ -60,7 +66,9 @@ def in_a_function(model):
     return model
 
 
-ATTRIBUTE = r"^LeanAttention 'layers\.3': there is no attribute winodw; did you mean window\? It has scale, causal, window, softcap"
+ATTRIBUTE = (
+    r"^LeanAttention 'layers\.3': there is no attribute winodw; did you mean window\? It has scale, causal, window, softcap"
+)
 VERSION = r"^the model imports version 2 of the domain leanfleet; this leanfleet has version 1"
 WRONG = {
     "attribute": (mistyped, ATTRIBUTE),
@@ -91,8 +99,12 @@ def test_tools_refuse(case, tmp_path, capsys):
     """check, rewrite, attach and TensorRT's preparation, each with one line; nothing is written or changed."""
     make, message = WRONG[case]
     path, target = saved(make(), tmp_path), tmp_path / "out.onnx"
-    for arguments in (["check", str(path)], ["rewrite", str(path), "-o", str(target)],
-                      ["rewrite", str(path), "-o", str(target), "--to", "standard"], ["engine", "prepare", str(path), str(target)]):
+    for arguments in (
+        ["check", str(path)],
+        ["rewrite", str(path), "-o", str(target)],
+        ["rewrite", str(path), "-o", str(target), "--to", "standard"],
+        ["engine", "prepare", str(path), str(target)],
+    ):
         assert main(arguments) == 2
         error = capsys.readouterr().err
         assert error.count("\n") == 1 and message.lstrip("^").split(";")[0].replace("\\", "") in error, error
@@ -109,7 +121,12 @@ def test_tools_refuse(case, tmp_path, capsys):
 
 
 def test_what_is_right_passes(tmp_path):
-    for model in (attention_model(), attention_model(dict(window=4)), in_a_branch(attention_model()), in_a_function(attention_model())):
+    for model in (
+        attention_model(),
+        attention_model(dict(window=4)),
+        in_a_branch(attention_model()),
+        in_a_function(attention_model()),
+    ):
         model_file.check(saved(model, tmp_path))
         model_file.check(model.SerializeToString())
     other = attention_model(bodies=False)
@@ -135,12 +152,15 @@ def test_weights_are_passed_over(tmp_path):
     model = mistyped()
     model.graph.initializer.append(onnx.numpy_helper.from_array(np.zeros((64, 1 << 20), np.float32), "weights"))
     path = saved(model, tmp_path)
-    code = ("import sys, resource; from leanfleet import model_file\n"
-            "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
-            "try:\n    model_file.check(sys.argv[1])\nexcept ValueError as error:\n    print(error)\n"
-            "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n")
-    message, kilobytes = subprocess.run([sys.executable, "-P", "-c", code, path], capture_output=True, text=True,
-                                        check=True).stdout.splitlines()
+    code = (
+        "import sys, resource; from leanfleet import model_file\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss\n"
+        "try:\n    model_file.check(sys.argv[1])\nexcept ValueError as error:\n    print(error)\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)\n"
+    )
+    message, kilobytes = subprocess.run(
+        [sys.executable, "-P", "-c", code, path], capture_output=True, text=True, check=True
+    ).stdout.splitlines()
     assert "winodw" in message and int(kilobytes) < 16 << 10
 
 
@@ -184,7 +204,7 @@ def test_ranks_that_the_file_does_not_tell_are_no_edits():
         next(v for v in model.graph.inputs if v.name == "log_decay").shape = None
         assert function_bodies.edited_nodes(model) == []
         next(iter(model.graph)).attributes["scale"] = onnx_ir.AttrFloat32("scale", 0.5)
-        line, = function_bodies.edited_nodes(model)
+        (line,) = function_bodies.edited_nodes(model)
         assert "scale=0.5" in line and "scale=0.25" in line
 
 
@@ -204,7 +224,9 @@ def test_edits_of_several_nodes_are_one_line(tmp_path):
 
 
 def run_with_cpu(value, code):
-    return subprocess.run([sys.executable, "-P", "-c", code], env=os.environ | {"LEANFLEET_CPU": value}, capture_output=True, text=True)
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code], env=os.environ | {"LEANFLEET_CPU": value}, capture_output=True, text=True
+    )
 
 
 TORCH_CALL = """
@@ -242,4 +264,3 @@ def test_an_unknown_instruction_set_is_refused(value, tmp_path):
 def test_known_instruction_sets_run(value):
     result = run_with_cpu(value, TORCH_CALL)
     assert result.stdout.strip() == "ran", result
-

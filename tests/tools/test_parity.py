@@ -41,14 +41,19 @@ def test_same_everywhere(name, index, dtype, tmp_path, monkeypatch):
     assert kernels == {"body": {}, "ort-cpu": {(name, "CPUExecutionProvider"): 1}}
 
 
-@pytest.mark.parametrize("name, index, output", [
-    pytest.param(name, 1, t.name, id=f"{name}-{t.name}") for name in VARIANTS
-    for t in OPS[name].active_outputs(VARIANTS[name][1][1])])
+@pytest.mark.parametrize(
+    "name, index, output",
+    [
+        pytest.param(name, 1, t.name, id=f"{name}-{t.name}")
+        for name in VARIANTS
+        for t in OPS[name].active_outputs(VARIANTS[name][1][1])
+    ],
+)
 def test_wrong_body_is_found(name, index, output, tmp_path):
     path = saved(alter_body(variant_model(name, index), output), tmp_path)
     rows, _ = parity.check(path, ("reference", "body", "ort-cpu"))
     assert {(row["runner"], row["output"]) for row in rows if not row["passed"]} == {("body", output)}
-    wrong, = (row for row in rows if not row["passed"])
+    (wrong,) = (row for row in rows if not row["passed"])
     assert wrong["error"] > 10 * wrong["tolerance"]
 
 
@@ -74,8 +79,12 @@ def loss(name, index, dtype, compute, tokens, seed):
 @pytest.mark.parametrize("low, dtype", [(0, "float32"), (1, "bfloat16")])
 def test_tolerance_is_two_to_eight_times_the_loss(name, low, dtype):
     """float16 is not measured: the reference's sums overflow in it."""
-    worst = max(loss(name, index, dtype, TORCH_DTYPES[dtype], tokens, seed)
-                for index in range(len(VARIANTS[name])) for tokens in (7, 130) for seed in range(2))
+    worst = max(
+        loss(name, index, dtype, TORCH_DTYPES[dtype], tokens, seed)
+        for index in range(len(VARIANTS[name]))
+        for tokens in (7, 130)
+        for seed in range(2)
+    )
     assert 2 * worst <= parity.TOLERANCE[name][low] <= 8 * worst, worst
 
 
@@ -92,8 +101,14 @@ def test_two_nodes_and_sizes(tmp_path):
 
 def test_tolerances_of_the_caller(tmp_path):
     path = saved(alter_body(variant_model("LeanAttention", 0), "output"), tmp_path)  # a thousandth off
-    for tolerances, passed in (({}, False), ({"rtol": 2e-3}, True), ({"rtol": 5e-4}, False), ({"atol": 1.0}, True),
-                               ({"atol": 1e-9}, False), ({"atol": 1e-9, "rtol": 2e-3}, True)):
+    for tolerances, passed in (
+        ({}, False),
+        ({"rtol": 2e-3}, True),
+        ({"rtol": 5e-4}, False),
+        ({"atol": 1.0}, True),
+        ({"atol": 1e-9}, False),
+        ({"atol": 1e-9, "rtol": 2e-3}, True),
+    ):
         rows, _ = parity.check(path, ("ort-cpu", "body"), **tolerances)
         assert next(row for row in rows if row["output"] == "output")["passed"] == passed, tolerances
         assert all(row["tolerance"] == tolerances.get("atol", 0.0) for row in rows if tolerances)
@@ -119,8 +134,11 @@ def test_kernels_that_do_not_run_are_an_error(tmp_path, monkeypatch):
     """A runner that runs the function bodies where it should run kernels would agree with them and prove nothing."""
     import onnxruntime
 
-    monkeypatch.setattr(ort_ops, "make_session", lambda path, providers, session_options: onnxruntime.InferenceSession(
-        path, session_options, providers=providers))
+    monkeypatch.setattr(
+        ort_ops,
+        "make_session",
+        lambda path, providers, session_options: onnxruntime.InferenceSession(path, session_options, providers=providers),
+    )
     path = saved(variant_model("LeanAttention", 0), tmp_path)
     with pytest.raises(RuntimeError, match="'ort-cpu': the model has LeanAttention nodes, but no such kernel"):
         parity.check(path)
@@ -150,8 +168,17 @@ def test_fused_decoder(tmp_path):
     from leanfleet.export import export_decoder
 
     torch.manual_seed(3)
-    model = LlamaForCausalLM(LlamaConfig(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                                         vocab_size=97, intermediate_size=96, max_position_embeddings=64))
+    model = LlamaForCausalLM(
+        LlamaConfig(
+            hidden_size=64,
+            num_hidden_layers=2,
+            num_attention_heads=4,
+            num_key_value_heads=2,
+            vocab_size=97,
+            intermediate_size=96,
+            max_position_embeddings=64,
+        )
+    )
     export_decoder(model, tmp_path)
     nodes = onnx.load(tmp_path / "model.onnx").graph.node
     assert any("" in n.output for n in nodes) and "SkipSimplifiedLayerNormalization" in {n.op_type for n in nodes}
@@ -196,16 +223,25 @@ def test_made_up_lengths_and_rows():
 def test_sizes_of_open_dimensions():
     model = chain_model()
     shapes = {name: array.shape for name, array in parity.make_inputs(model, {"slots": 9, "tokens": 3}).items()}
-    assert shapes == {"query": (2, 6, 3, 16), "key_cache": (2, 2, 9, 16), "value_cache": (2, 2, 9, 16),
-                      "seq_lens": (2,), "query_lens": (2,)}
+    assert shapes == {
+        "query": (2, 6, 3, 16),
+        "key_cache": (2, 2, 9, 16),
+        "value_cache": (2, 2, 9, 16),
+        "seq_lens": (2,),
+        "query_lens": (2,),
+    }
     feed = parity.make_inputs(model, {"batch": 40})
     assert feed["query"].shape == (40, 6, 7, 16) and feed["key_cache"].shape == (40, 2, 64, 16)
     assert set(feed["query_lens"]) == set(range(1, 8)) and feed["seq_lens"].max() > 50
     with pytest.raises(ValueError, match="size length: no such open dimension .* which have batch, tokens, slots"):
         parity.make_inputs(model, {"length": 3})
     # A dimension that is another plus one, and dimensions without a name.
-    shapes = {"query": ["b", 4, "n", 8], "key_cache": [2, "total", 8], "value_cache": [2, "total", None],
-              "cu_seqlens": ["ends"]}
+    shapes = {
+        "query": ["b", 4, "n", 8],
+        "key_cache": [2, "total", 8],
+        "value_cache": [2, "total", None],
+        "cu_seqlens": ["ends"],
+    }
     feed = parity.make_inputs(ort_models.node_model(OPS["LeanAttention"], shapes), {"b": 5})
     assert feed["cu_seqlens"].shape == (6,) and feed["cu_seqlens"][-1] == 64
     assert feed["value_cache"].shape == (2, 64, 16)
@@ -216,8 +252,12 @@ def test_token_ids_lie_in_their_table():
     gather = onnx.helper.make_node("Gather", ["table", "ids"], ["rows"])
     shapes = {"query": [2, 2, 3, 8], "key_cache": [2, 2, 9, 8], "value_cache": [2, 2, 9, 8]}
     node = ort_models.make_node(OPS["LeanAttention"], shapes)
-    model = ort_models.make_model([gather, node], [("ids", onnx.TensorProto.INT64, ["batch", "tokens"])] + [
-        (n, onnx.TensorProto.FLOAT, s) for n, s in shapes.items()], [("rows", onnx.TensorProto.FLOAT, None)], [table])
+    model = ort_models.make_model(
+        [gather, node],
+        [("ids", onnx.TensorProto.INT64, ["batch", "tokens"])] + [(n, onnx.TensorProto.FLOAT, s) for n, s in shapes.items()],
+        [("rows", onnx.TensorProto.FLOAT, None)],
+        [table],
+    )
     ids = parity.make_inputs(model, {"tokens": 50})["ids"]
     assert ids.shape == (2, 50) and ids.dtype == np.int64 and set(ids.ravel()) == set(range(5))
 
@@ -227,8 +267,12 @@ def test_token_ids_lie_in_their_table():
 
 def polygraphy(*arguments, **environment):
     code = "import sys; from polygraphy.tools import main; sys.exit(main())"
-    return subprocess.run([sys.executable, "-P", "-c", code, "run", *map(str, arguments)], capture_output=True, text=True,
-                          env={**os.environ, **environment})
+    return subprocess.run(
+        [sys.executable, "-P", "-c", code, "run", *map(str, arguments)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, **environment},
+    )
 
 
 def test_polygraphy_run(tmp_path):
@@ -249,8 +293,11 @@ def test_polygraphy_run_without_the_library(tmp_path):
     result = polygraphy(path, "--onnxrt", LEANFLEET_LIBRARY_DIR=str(tmp_path))
     assert result.returncode == 1 and "libleanfleet_ort.so does not exist" in result.stdout + result.stderr
     assert "Traceback" not in result.stdout + result.stderr
-    foreign = ort_models.make_model([onnx.helper.make_node("Relu", ["x"], ["y"])], [("x", onnx.TensorProto.FLOAT, [3])],
-                                    [("y", onnx.TensorProto.FLOAT, [3])])
+    foreign = ort_models.make_model(
+        [onnx.helper.make_node("Relu", ["x"], ["y"])],
+        [("x", onnx.TensorProto.FLOAT, [3])],
+        [("y", onnx.TensorProto.FLOAT, [3])],
+    )
     foreign.opset_import.pop()
     result = polygraphy(saved(foreign, tmp_path, "foreign.onnx"), "--onnxrt", LEANFLEET_LIBRARY_DIR=str(tmp_path))
     assert result.returncode == 0, result.stdout + result.stderr
@@ -273,10 +320,23 @@ def test_polygraphy_run_with_lengths(tmp_path):
     result = polygraphy(path, "--onnxrt", LEANFLEET_CHECK="1")
     assert result.returncode == 0, result.stdout + result.stderr
     chain = saved(chain_model(), tmp_path, "chain.onnx")
-    result = polygraphy(chain, "--onnxrt", "--input-shapes", "query:[3,6,4,16]", "key_cache:[3,2,9,16]", "value_cache:[3,2,9,16]",
-                        "seq_lens:[3]", "query_lens:[3]", "--gen-script", script, LEANFLEET_CHECK="1")
+    result = polygraphy(
+        chain,
+        "--onnxrt",
+        "--input-shapes",
+        "query:[3,6,4,16]",
+        "key_cache:[3,2,9,16]",
+        "value_cache:[3,2,9,16]",
+        "seq_lens:[3]",
+        "query_lens:[3]",
+        "--gen-script",
+        script,
+        LEANFLEET_CHECK="1",
+    )
     assert result.returncode == 0 and "FittingDataLoader(" in script.read_text(), result.stdout + result.stderr
-    result = subprocess.run([sys.executable, script], capture_output=True, text=True, env={**os.environ, "LEANFLEET_CHECK": "1"})
+    result = subprocess.run(
+        [sys.executable, script], capture_output=True, text=True, env={**os.environ, "LEANFLEET_CHECK": "1"}
+    )
     assert result.returncode == 0, result.stdout + result.stderr
 
 

@@ -57,10 +57,19 @@ def methods():
     return "\n".join(line for report in read("linear_methods_*_h200.json") for line in tables(report))
 
 
-@pytest.mark.parametrize("name, made", (
-    ("lean_attention_h200", lean_attention), ("whole_models_h200", whole_models), ("end_to_end_h200", end_to_end),
-    ("linear_attention_h200", linear_attention), ("linear_methods_h200", methods), ("ort_cuda_h200", ort_cuda),
-    ("cpu_avx2", cpu("avx2")), ("cpu_avx512", cpu("avx512"))))
+@pytest.mark.parametrize(
+    "name, made",
+    (
+        ("lean_attention_h200", lean_attention),
+        ("whole_models_h200", whole_models),
+        ("end_to_end_h200", end_to_end),
+        ("linear_attention_h200", linear_attention),
+        ("linear_methods_h200", methods),
+        ("ort_cuda_h200", ort_cuda),
+        ("cpu_avx2", cpu("avx2")),
+        ("cpu_avx512", cpu("avx512")),
+    ),
+)
 def test_table_is_made_of_the_committed_json(name, made):
     assert made().strip() == (RESULTS / f"{name}.md").read_text().strip()
 
@@ -153,8 +162,9 @@ def test_pictures_are_legible_in_light_and_dark(picture):
 
 def contrast(one, other):
     """WCAG's contrast of two colours."""
+
     def luminance(color):
-        parts = [int(color[i:i + 2], 16) / 255 for i in (1, 3, 5)]
+        parts = [int(color[i : i + 2], 16) / 255 for i in (1, 3, 5)]
         r, g, b = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in parts)
         return 0.2126 * r + 0.7152 * g + 0.0722 * b
 
@@ -175,8 +185,10 @@ def test_a_plot_shows_what_changes_in_the_json(tmp_path):
     assert any(t.startswith(f"3.00x ({best:.0f} µs") for t in texts((tmp_path / "x.svg").read_text()))
 
 
-@pytest.mark.parametrize("number, words", ((512, "512"), (1000, "1k"), (1024, "1k"), (1536, "1.5k"), (100_000, "100k"),
-                                           (131_072, "128k"), (1100, "1,100")))
+@pytest.mark.parametrize(
+    "number, words",
+    ((512, "512"), (1000, "1k"), (1024, "1k"), (1536, "1.5k"), (100_000, "100k"), (131_072, "128k"), (1100, "1,100")),
+)
 def test_tokens_in_words(number, words):
     from leanfleet import plotting
 

@@ -29,8 +29,18 @@ CASES = {
     "fleet without decay": ("fleet", "causal_linear_decay", 2, 1, 1, 129, 3, 16, "float32", "none"),
     "fleet that forgets at once": ("fleet", "causal_linear_decay", 1, 2, 2, 66, 4, 8, "float32", float("-inf")),
     "fleet, normalised": ("fleet normalised", "causal_linear_decay_normalized", 1, 3, 1, 100, 6, 40, "float32", "head"),
-    "fleet, normalised, without decay": ("fleet normalised", "causal_linear_decay_normalized", 1, 2, 2, 63, 6, 24, "float32",
-                                         "none"),
+    "fleet, normalised, without decay": (
+        "fleet normalised",
+        "causal_linear_decay_normalized",
+        1,
+        2,
+        2,
+        63,
+        6,
+        24,
+        "float32",
+        "none",
+    ),
     "normalized": ("normalized", "normalized_linear_attention", 2, 6, 2, 70, 24, 40, "float32", None),
     "normalized of one token": ("normalized", "normalized_linear_attention", 1, 1, 1, 1, 3, 5, "float32", None),
     "normalized in float16": ("normalized", "normalized_linear_attention", 1, 5, 1, 65, 16, 33, "float16", None),
@@ -64,8 +74,12 @@ except ValueError as error:
 @pytest.fixture(scope="module")
 def lines():
     assert importlib.util.find_spec("triton"), "the tests need triton: pip install triton"
-    run = subprocess.run([sys.executable, "-P", "-c", SCRIPT, json.dumps(CASES), str(FILE)], capture_output=True, text=True,
-                         env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""})
+    run = subprocess.run(
+        [sys.executable, "-P", "-c", SCRIPT, json.dumps(CASES), str(FILE)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""},
+    )
     assert run.returncode == 0, run.stderr[-3000:]
     return [json.loads(line) for line in run.stdout.splitlines()]
 
@@ -90,8 +104,15 @@ def test_refusal(lines):
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 @pytest.mark.parametrize("dtype", ["float32", "float16", "bfloat16"])
-@pytest.mark.parametrize("operator, grad", [("causal_linear_decay", False), ("causal_linear_decay", True),
-                                            ("causal_linear_decay_normalized", False), ("normalized_linear_attention", True)])
+@pytest.mark.parametrize(
+    "operator, grad",
+    [
+        ("causal_linear_decay", False),
+        ("causal_linear_decay", True),
+        ("causal_linear_decay_normalized", False),
+        ("normalized_linear_attention", True),
+    ],
+)
 def test_on_a_gpu(operator, grad, dtype):
     """Compiled, at sizes that are not the tiles', through the benchmark's own check."""
     from leanfleet import bench
@@ -99,7 +120,11 @@ def test_on_a_gpu(operator, grad, dtype):
     bench.load_file(FILE)
     names = [n for n in bench.methods(operator) if n.startswith("triton") and not (grad and "fleet" in n)]
     assert names
-    shapes = [bench.Shape(2, 6, 2, 333, 64, 128), bench.Shape(1, 3, 3, 130, 24, 40), bench.Shape(1, 2, 2, 1000, 128, 64),
-              bench.Shape(1, 1, 1, 70, 256, 200)]
+    shapes = [
+        bench.Shape(2, 6, 2, 333, 64, 128),
+        bench.Shape(1, 3, 3, 130, 24, 40),
+        bench.Shape(1, 2, 2, 1000, 128, 64),
+        bench.Shape(1, 1, 1, 70, 256, 200),
+    ]
     rows = bench.run(shapes, names, operator, "cuda", dtype, "head", grad, seconds=0.0)["rows"]
     assert len(rows) == len(names) * len(shapes) and [r for r in rows if r["status"] != "ok"] == []

@@ -11,19 +11,29 @@ from support.benchmarks import script
 
 weightless = script("models.weightless")
 
-SIZES = dict(vocab_size=512, hidden_size=128, intermediate_size=256, num_hidden_layers=2, num_attention_heads=4,
-             num_key_value_heads=2, max_position_embeddings=512)
+SIZES = dict(
+    vocab_size=512,
+    hidden_size=128,
+    intermediate_size=256,
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    max_position_embeddings=512,
+)
 MODELS = {
     "tied": lambda: transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES, tie_word_embeddings=True)).half(),
     "experts": lambda: transformers.MixtralForCausalLM(transformers.MixtralConfig(**SIZES, num_local_experts=4)).bfloat16(),
-    "retnet": lambda: LinearDecoder(LinearDecoderConfig("retnet", 500, num_hidden_layers=2, hidden_size=128,
-                                                        num_attention_heads=4, feed_forward_size=256)),
+    "retnet": lambda: LinearDecoder(
+        LinearDecoderConfig("retnet", 500, num_hidden_layers=2, hidden_size=128, num_attention_heads=4, feed_forward_size=256)
+    ),
 }
 
 
 def initializers(folder):
-    return {t.name: (t.data_type, onnx.numpy_helper.to_array(t).tobytes())
-            for t in onnx.load(folder / "model.onnx").graph.initializer}
+    return {
+        t.name: (t.data_type, onnx.numpy_helper.to_array(t).tobytes())
+        for t in onnx.load(folder / "model.onnx").graph.initializer
+    }
 
 
 @pytest.mark.parametrize("kind", MODELS)

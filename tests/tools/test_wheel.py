@@ -42,8 +42,9 @@ print(native.build_info())
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     folder = tmp_path_factory.mktemp("wheel")
-    subprocess.run([sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT],
-                   check=True)
+    subprocess.run(
+        [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", folder, ROOT], check=True
+    )
     (path,) = folder.glob("*.whl")
     return path
 
@@ -51,8 +52,15 @@ def wheel(tmp_path_factory):
 def test_name_and_contents(wheel):
     assert re.fullmatch(r"leanfleet-[\d.]+-py3-none-\w*linux\w*\.whl", wheel.name), wheel.name
     names = set(zipfile.ZipFile(wheel).namelist())
-    for needed in ("leanfleet/__init__.py", "leanfleet/ops.toml", "leanfleet/lib/libleanfleet.so", "leanfleet/cli.py",
-                   "leanfleet/lib/libleanfleet_ort.so", "leanfleet/ort_ops/__init__.py", "leanfleet/export/__init__.py"):
+    for needed in (
+        "leanfleet/__init__.py",
+        "leanfleet/ops.toml",
+        "leanfleet/lib/libleanfleet.so",
+        "leanfleet/cli.py",
+        "leanfleet/lib/libleanfleet_ort.so",
+        "leanfleet/ort_ops/__init__.py",
+        "leanfleet/export/__init__.py",
+    ):
         assert needed in names, needed
     assert not [n for n in names if n.endswith((".cpp", ".o", ".cu", "CMakeLists.txt"))]
 
@@ -74,8 +82,12 @@ class Fresh:
         self.env = {"PATH": str(self.bin), "HOME": str(folder)}
         assert not [tool for tool in ("cc", "g++", "c++", "cmake", "nvcc") if shutil.which(tool, path=self.env["PATH"])]
         pip = {k: v for k, v in os.environ.items() if k.startswith("PIP_")}
-        subprocess.run([self.bin / "python", "-m", "pip", "install", "-q", "--no-index", wheel], check=True,
-                       env={**self.env, **pip}, cwd=folder)
+        subprocess.run(
+            [self.bin / "python", "-m", "pip", "install", "-q", "--no-index", wheel],
+            check=True,
+            env={**self.env, **pip},
+            cwd=folder,
+        )
         (self.site,) = (folder / "env" / "lib").glob("python*/site-packages")
 
     def run(self, program, *arguments):
@@ -97,7 +109,9 @@ def test_works_in_a_fresh_environment_without_a_compiler(fresh):
     assert command.returncode == 0 and "everything that is installed works" in command.stdout, command.stdout
     command = fresh.run("leanfleet", "bench")
     assert (command.returncode, command.stderr) == (
-        2, "leanfleet bench: the package torch is missing: pip install 'leanfleet[bench]'\n")
+        2,
+        "leanfleet bench: the package torch is missing: pip install 'leanfleet[bench]'\n",
+    )
     command = fresh.run("python", "-c", "from leanfleet.ort_ops import make_session; make_session('x.onnx')")
     assert "pip install 'leanfleet[ort]', or for NVIDIA GPUs pip install leanfleet onnxruntime-gpu" in command.stderr
 
