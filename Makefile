@@ -29,6 +29,7 @@ test: setup lint docs
 
 lint: setup
 	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 	$(BIN)/python csrc/generate.py --check
 	$(BIN)/lint-imports --no-logo --cache-dir build/imports
