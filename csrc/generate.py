@@ -53,9 +53,9 @@ class OpTables:
         axes = [
             f"{{{self.symbols.get(a.symbol, -1)}, {a.offset}, {self.symbols.get(a.plus, -1)}, {a.times}}}" for a in shape.axes
         ]
-        condition = self.ref(shape.condition)
+        conditions = ", ".join(map(self.ref, shape.conditions))
         swap = -1 if shape.swap is None else shape.swap
-        return f"{{{condition}, {len(axes)}, {swap}, {{{', '.join(axes)}}}}}"
+        return f"{{{len(shape.conditions)}, {{{conditions}}}, {len(axes)}, {swap}, {{{', '.join(axes)}}}}}"
 
     def tensor(self, t):
         when = ", ".join(str(self.attrs[w]) for w in t.when)
@@ -135,6 +135,7 @@ def sizes_of(specs):
         "kMaxSymbols": [s.symbols for s in specs],
         "kMaxRank": [shape.axes for shape in shapes],
         "kMaxShapes": [t.shapes for t in tensors],
+        "kMaxConditions": [shape.conditions for shape in shapes],
         "kMaxWhen": [t.when for t in tensors],
         "kMaxRuleArgs": [r.args for r in rules],
         "kMaxValueLength": [v for s in specs for a in s.attrs for v in a.values],

@@ -231,7 +231,45 @@ def _rotated(ops, rows, x, a, positions, heads):
     return ops.float(ops.CastLike(turned, x.query))
 
 
+class _PackedRows:
+    """Between packed new tokens and rows [B,longest,...], of which those past a request's tokens are padding."""
+
+    def __init__(self, ops, x, layout):
+        self.ops, self.axis = ops, 0 if layout == "bnhd" else 1
+        self.tokens = ops.size(x.query, self.axis)
+        start, self.counts = _spans(ops, x.cu_query_lens, self.tokens)
+        rows = ops.range(ops.Max(ops.ReduceMax(self.counts, [0]), [1]))
+        at = ops.Add(ops.Unsqueeze(start, [1]), rows)
+        self.source = ops.Min(at, ops.Sub(self.tokens, 1))
+        self.target = ops.Where(ops.Less(rows, ops.Unsqueeze(self.counts, [1])), at, self.tokens)
+
+    def spread(self, x):
+        """[H,Nq,W] or [Nq,H,W] as [B,H,longest,W] or [B,longest,H,W]."""
+        rows = self.ops.Gather(x, self.source, axis=self.axis)
+        return rows if self.axis == 0 else self.ops.Transpose(rows, perm=[1, 0, 2, 3])
+
+    def join(self, x, fill, rank):
+        """The inverse for an output with `rank` axes; rows of no request become `fill`."""
+        ops, order = self.ops, [0, 2, 1, 3][:rank]
+        by_token = x if self.axis == 0 else ops.Transpose(x, perm=order)
+        row = ops.Shape(by_token, start=2)
+        empty = ops.Expand(fill, ops.Concat(ops.Add(self.tokens, 1), row, axis=0))
+        joined = ops.take(ops.ScatterND(empty, ops.Unsqueeze(self.target, [2]), by_token), 0, self.tokens)
+        return joined if self.axis == 0 else ops.Transpose(joined, perm=[1, 0, 2][: rank - 1])
+
+
 def _lean_attention(ops, x, a, ranks):
+    """Packed new tokens are spread to rows of padding, and the outputs packed again."""
+    if x.cu_query_lens is None:
+        return _lean_attention_of_rows(ops, x, a)
+    rows = _PackedRows(ops, x, a.layout)
+    spread = {name: rows.spread(getattr(x, name)) for name in ("query", "new_key", "new_value") if getattr(x, name) is not None}
+    padded = SimpleNamespace(**{**vars(x), **spread, "query_lens": rows.counts})
+    output, lse, *caches = _lean_attention_of_rows(ops, padded, a)
+    return [rows.join(output, ops.CastLike(0.0, x.query), 4), rows.join(lse, ops.constant(-math.inf), 3), *caches]
+
+
+def _lean_attention_of_rows(ops, x, a):
     """Reads every cache through one table of slots. Two rows of zeros follow the slots: what is not visible reads the
     first, so that whatever the cache holds there cannot leak; new rows that are padding are written to the second."""
     capacity, slots, kv_heads, to_slots, from_slots = _cache_slots(ops, x, ops.size(x.query, 0))

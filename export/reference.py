@@ -177,6 +177,46 @@ def _unpacked(op, query, caches, axes, new_key, new_value, append, layout):
     return query.split((heads, kv_heads, kv_heads), heads_axis)
 
 
+def _padded(rows, spans, axis):
+    """Packed rows with the tokens of all requests at `axis` as [B,...] with those of the longest, zeros behind the others."""
+    longest = max((stop - start for start, stop in spans), default=0) or 1
+    requests = [rows.narrow(axis, start, stop - start) for start, stop in spans]
+    padding = [[0, 0] * (rows.dim() - 1 - axis) + [0, longest - request.shape[axis]] for request in requests]
+    return torch.stack([pad(request, ends) for request, ends in zip(requests, padding, strict=True)])
+
+
+def _packed(rows, spans, axis, tokens, fill):
+    """The inverse: rows [B,...] as a tensor with `tokens` tokens at `axis`, `fill` where no request has one."""
+    shape = list(rows.shape[1:])
+    shape[axis] = tokens
+    result = rows.new_full(shape, fill)
+    for request, (start, stop) in zip(rows, spans, strict=True):
+        result.narrow(axis, start, stop - start).copy_(request.narrow(axis, 0, stop - start))
+    return result
+
+
+def _packed_lean_attention(op, query, cu_query_lens, new_key, new_value, layout, arguments):
+    """lean_attention of packed new tokens, as that of the padded ones. arguments: all others by name."""
+    _check(query.dim() == 3, f"{op}: query has rank {query.dim()} with cu_query_lens; expected 3, [H,Nq,D]")
+    _check(
+        cu_query_lens.dim() == 1 and len(cu_query_lens) > 1,
+        f"{op}: cu_query_lens has shape {list(cu_query_lens.shape)}; expected [B+1]",
+    )
+    axis = 0 if layout == "bnhd" else 1
+    tokens = query.shape[axis]
+    for name, rows in (("new_key", new_key), ("new_value", new_value)):
+        _check(
+            rows is None or (rows.dim() == 3 and rows.shape[axis] == tokens),
+            f"{op}: {name} has other tokens than query, which has Nq={tokens}",
+        )
+    spans = _spans(cu_query_lens, tokens)
+    padded = (t if t is None else _padded(t, spans, axis) for t in (query, new_key, new_value))
+    counts = torch.tensor([stop - start for start, stop in spans], dtype=torch.int32, device=query.device)
+    inputs = dict(zip(("query", "new_key", "new_value"), padded, strict=True))
+    output, lse, *caches = lean_attention(**inputs, query_lens=counts, layout=layout, **arguments)
+    return _packed(output, spans, axis, tokens, 0), _packed(lse, spans, axis, tokens, -math.inf), *caches
+
+
 def lean_attention(
     query: torch.Tensor,
     key_cache: torch.Tensor,
@@ -190,6 +230,7 @@ def lean_attention(
     sinks: torch.Tensor | None = None,
     cos_cache: torch.Tensor | None = None,
     sin_cache: torch.Tensor | None = None,
+    cu_query_lens: torch.Tensor | None = None,
     *,
     scale: float = 0.0,
     causal: int = 1,
@@ -210,6 +251,9 @@ def lean_attention(
     seq_lens I [B]: valid tokens of each request, the new ones included; clamped to [0, capacity], which is
     S, cu[b+1] - cu[b] or M * block; absent: the capacity.
     query_lens I [B]: new tokens of each request, clamped to [0, min(Nq, seq_len)]; absent: Nq.
+    cu_query_lens I [B+1]: packed new tokens instead of query_lens. query is [H,Nq,D], new_key and new_value [Hkv,Nq,D] and
+    [Hkv,Nq,Dv] with the tokens of all requests, request b's at cu[b] .. cu[b+1]; output is [H,Nq,Dv] and lse [H,Nq]. Offsets
+    are clamped to [0, Nq].
     new_key, new_value T [B,Hkv,Nq,D], [B,Hkv,Nq,Dv]: with append, row i is first written to position p_i. With
     packed_qkv they are absent and query [B,H+2Hkv,Nq,D] holds them: the queries' heads, then the keys', then the values'.
     sinks F [H]: a logit that joins the softmax's sum and has no value.
@@ -229,6 +273,27 @@ def lean_attention(
     lse -inf, or the sink; padding rows and empty requests have output 0 and lse -inf.
     """
     op = "LeanAttention"
+    if cu_query_lens is not None:
+        _check(query_lens is None, f"{op}: query_lens and cu_query_lens are both given; give one")
+        arguments = {
+            "key_cache": key_cache,
+            "value_cache": value_cache,
+            "seq_lens": seq_lens,
+            "cu_seqlens": cu_seqlens,
+            "block_table": block_table,
+            "sinks": sinks,
+            "cos_cache": cos_cache,
+            "sin_cache": sin_cache,
+            "scale": scale,
+            "causal": causal,
+            "window": window,
+            "softcap": softcap,
+            "append": append,
+            "rotary_interleaved": rotary_interleaved,
+            "packed_qkv": packed_qkv,
+            "compute_dtype": compute_dtype,
+        }
+        return _packed_lean_attention(op, query, cu_query_lens, new_key, new_value, layout, arguments)
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
     _check(
         cu_seqlens is None or block_table is None,

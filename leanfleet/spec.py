@@ -53,11 +53,12 @@ def sizes_of(pairs: Iterable[tuple[Axis, int]]) -> dict[str, int]:
 
 @dataclass(frozen=True)
 class Shape:
-    """One alternative of a tensor's shape. `swap` is the first of the two axes that `layout` = bnhd exchanges."""
+    """One alternative of a tensor's shape. `swap` is the first of the two axes that `layout` = bnhd exchanges.
+    `conditions`: the optional inputs and bool attributes that must all be given or on."""
 
     axes: tuple[Axis, ...]
     swap: int | None
-    condition: str | None
+    conditions: tuple[str, ...]
 
     def ordered(self, layout: str) -> tuple[Axis, ...]:
         """The axes in the order that `layout` ("bhnd" or "bnhd") gives."""
@@ -69,7 +70,7 @@ class Shape:
 
     def __str__(self):
         words = [str(axis) for axis in self.axes]
-        return "[" + ",".join(words) + "]" + (f" with {self.condition}" if self.condition else "")
+        return "[" + ",".join(words) + "]" + (f" with {' and '.join(self.conditions)}" if self.conditions else "")
 
 
 @dataclass(frozen=True)
@@ -171,10 +172,11 @@ class OpSpec:
         return dims | {second: dims[first] for first, second in (r.args for r in rules)}
 
     def alternatives(self, tensor: Tensor, given: set[str]) -> list[Shape]:
-        """The shapes of `tensor` that count for the names that `given` returns: those whose condition holds, or else those
-        without one."""
-        holding = [s for s in tensor.shapes if s.condition in given]
-        return holding or [s for s in tensor.shapes if s.condition is None]
+        """The shapes of `tensor` that count for the names that `given` returns: of those whose conditions all hold, the ones
+        with the most of them."""
+        holding = [s for s in tensor.shapes if given.issuperset(s.conditions)]
+        most = max((len(s.conditions) for s in holding), default=0)
+        return [s for s in holding if len(s.conditions) == most]
 
     def shape_of(self, tensor: Tensor, given: set[str], rank: int | None = None) -> Shape | None:
         """The first of these alternatives that has this rank, where it is known; None if none has."""
@@ -194,10 +196,10 @@ def _axis(word):
 def _shapes(text):
     shapes = []
     for alternative in text.split("|"):
-        body, _, condition = alternative.partition(" if ")
+        body, _, conditions = alternative.partition(" if ")
         words = body.split()
         swap = next((i for i, word in enumerate(words) if word.startswith("[")), None)
-        shapes.append(Shape(tuple(_axis(w.strip("[]")) for w in words), swap, condition.strip() or None))
+        shapes.append(Shape(tuple(_axis(w.strip("[]")) for w in words), swap, tuple(conditions.replace(" and ", " ").split())))
     return tuple(shapes)
 
 
@@ -242,7 +244,7 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
         )
         optional_inputs = {t.name for t in spec.inputs if t.optional}
         names = {t.name for t in spec.inputs} | {a.name for a in spec.attrs} | set(spec.symbols)
-        conditions = [s.condition for t in spec.inputs + spec.outputs for s in t.shapes if s.condition]
+        conditions = [c for t in spec.inputs + spec.outputs for s in t.shapes for c in s.conditions]
         if unknown := set(conditions) - optional_inputs - {a.name for a in spec.attrs if a.type == "bool"}:
             raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are no optional inputs or bool attributes")
         if any(a.plus for t in spec.outputs for s in t.shapes for a in s.axes):

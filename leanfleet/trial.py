@@ -92,7 +92,7 @@ def make_inputs(
     initializers = {i.name for i in model.graph.initializer}
     values = [v for v in model.graph.input if v.name not in initializers]
     # Offsets come first: lengths depend on them.
-    offsets_first = sorted(values, key=lambda v: v.name not in uses or uses[v.name][1].name != "cu_seqlens")
+    offsets_first = sorted(values, key=lambda v: v.name not in uses or uses[v.name][1].name not in _OFFSETS)
     made = {}
     for value in offsets_first:
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
@@ -133,7 +133,7 @@ def fitted(
     }
     shapes = _shapes(model.graph, open_sizes) | {name: list(array.shape) for name, array in feed.items()}
     made = {}
-    for name in sorted(feed, key=lambda name: name not in uses or uses[name][1].name != "cu_seqlens"):
+    for name in sorted(feed, key=lambda name: name not in uses or uses[name][1].name not in _OFFSETS):
         array, (node, argument) = feed[name], uses.get(name, (None, None))
         if node is not None and name not in keep:
             fit = (
@@ -254,10 +254,13 @@ def _meaningful(node, role, array, dims):
     return np.abs(array) if role in positive else array
 
 
+_OFFSETS = ("cu_seqlens", "cu_query_lens")  # arguments that lengths depend on
+
+
 def _integers(node, role, shape, dims, made, random):
     """Values of a node's integer argument `role`; dims: the node's sizes, made: the inputs that have values already."""
-    if role == "cu_seqlens":
-        total = dims.get("total", dims.get("N", 0))
+    if role in _OFFSETS:
+        total = dims.get("Nq", 0) if role == "cu_query_lens" else dims.get("total", dims.get("N", 0))
         return np.concatenate([[0], np.sort(random.integers(0, total + 1, shape[0] - 2)), [total]])
     if role in ("block_table", "state_index"):
         count, rows = int(np.prod(shape)), dims.get("P", 1)
@@ -265,14 +268,14 @@ def _integers(node, role, shape, dims, made, random):
     if role == "initial_count":
         return random.integers(1, 9, shape)
     arguments = [t.name for t in spec.all_specs()[node.op_type].inputs]
-    offsets = made.get(dict(zip(arguments, node.input, strict=False)).get("cu_seqlens"))
+    offsets, query_offsets = (made.get(dict(zip(arguments, node.input, strict=False)).get(name)) for name in _OFFSETS)
     if offsets is not None:
         capacity = np.diff(offsets)
     elif "M" in dims:
         capacity = np.full(shape, dims["M"] * dims["block"])
     else:
         capacity = np.full(shape, dims.get("S", 1))
-    tokens = np.minimum(dims.get("Nq", 1), capacity)
+    tokens = np.minimum(dims.get("Nq", 1) if query_offsets is None else np.diff(query_offsets), capacity)
     low, high = (tokens, capacity) if role == "seq_lens" else (np.minimum(1, tokens), tokens)
     return random.integers(low, high + 1)
 

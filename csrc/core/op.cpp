@@ -1,6 +1,7 @@
 // Table-driven checks of a call against its schema, and the entry to an operator's implementation.
 #include "core/op.h"
 
+#include <algorithm>
 #include <cmath>
 #include <cstdio>
 #include <cstdlib>
@@ -66,9 +67,17 @@ Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor
   return call.invalid(found + "; expected " + dtype_name(expected));
 }
 
-bool holds(Ref condition, Given given) {
-  if (condition.kind == RefKind::kNone) return false;
-  return given >> (condition.index + (condition.kind == RefKind::kAttr ? kMaxInputs : 0)) & 1;
+bool holds(const ShapeSpec& shape, Given given) {
+  return std::all_of(shape.conditions, shape.conditions + shape.num_conditions, [&](Ref condition) {
+    return given >> (condition.index + (condition.kind == RefKind::kAttr ? kMaxInputs : 0)) & 1;
+  });
+}
+
+// Whether the shape is one of those that count: of all whose conditions hold, the ones with the most of them.
+bool counts(const TensorSpec& tensor, const ShapeSpec& shape, Given given) {
+  return holds(shape, given) && std::none_of(tensor.shapes, tensor.shapes + tensor.num_shapes, [&](const ShapeSpec& other) {
+           return other.num_conditions > shape.num_conditions && holds(other, given);
+         });
 }
 
 // Binds call.dims to the sizes of the inputs and refuses sizes that contradict each other.
@@ -94,10 +103,9 @@ struct CheckedSizes : NumberSizes {
   Status wrong_rank(int input) const {
     const TensorSpec& spec = call.spec->inputs[input];
     std::string expected;
-    const bool conditional = choose_shape(spec, given, -1)->condition.kind != RefKind::kNone;
     for (int i = 0; i < spec.num_shapes; ++i) {
       const ShapeSpec& s = spec.shapes[i];
-      if (conditional ? !holds(s.condition, given) : s.condition.kind != RefKind::kNone) continue;
+      if (!counts(spec, s, given)) continue;
       expected += (expected.empty() ? "" : " or ") + expected_shape(*call.spec, s, call.bnhd());
     }
     return call.invalid(found(input) + ", rank " + std::to_string(rank(input)) + "; expected " + expected);
@@ -256,12 +264,9 @@ Given given_in(const Call& call) {
 }
 
 const ShapeSpec* choose_shape(const TensorSpec& tensor, Given given, int rank) {
-  bool conditional = false;
-  for (int i = 0; i < tensor.num_shapes; ++i) conditional |= holds(tensor.shapes[i].condition, given);
   for (int i = 0; i < tensor.num_shapes; ++i) {
     const ShapeSpec& shape = tensor.shapes[i];
-    const bool counts = conditional ? holds(shape.condition, given) : shape.condition.kind == RefKind::kNone;
-    if (counts && (rank < 0 || rank == shape.rank)) return &shape;
+    if ((rank < 0 || rank == shape.rank) && counts(tensor, shape, given)) return &shape;
   }
   return nullptr;
 }

@@ -4,12 +4,13 @@
 
 namespace leanfleet {
 
-constexpr int kMaxInputs = 12;
+constexpr int kMaxInputs = 13;
 constexpr int kMaxOutputs = 6;
 constexpr int kMaxAttrs = 8;
 constexpr int kMaxSymbols = 13;
 constexpr int kMaxRank = 4;
-constexpr int kMaxShapes = 3;
+constexpr int kMaxShapes = 4;
+constexpr int kMaxConditions = 2;
 constexpr int kMaxWhen = 2;
 constexpr int kMaxRuleArgs = 4;
 constexpr int kMaxValueLength = 18;

@@ -6,31 +6,32 @@
 namespace leanfleet {
 
 namespace lean_attention {
-enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks, kCosCache, kSinCache };
+enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks, kCosCache, kSinCache, kCuQueryLens };
 enum Output { kOutOutput, kOutLse, kOutKeyCacheOut, kOutValueCacheOut };
 enum Attr { kAttrScale, kAttrCausal, kAttrWindow, kAttrSoftcap, kAttrAppend, kAttrLayout, kAttrRotaryInterleaved, kAttrPackedQkv };
-enum Dim { kDimB, kDimH, kDimHkv, kDimNq, kDimD, kDimP, kDimBlock, kDimTotal, kDimS, kDimDv, kDimM, kDimPositions, kDimHalf };
+enum Dim { kDimH, kDimHkv, kDimNq, kDimD, kDimB, kDimP, kDimBlock, kDimTotal, kDimS, kDimDv, kDimM, kDimPositions, kDimHalf };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 2, {{{RefKind::kAttr, 7}, 4, 1, {{0, 0, -1, 0}, {1, 0, 2, 2}, {3, 0, -1, 0}, {4, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}, {4, 0, -1, 0}}}}},
-    {"key_cache", TypeVar::kT, false, -1, -1, 0, {}, 3, {{{RefKind::kInput, 8}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {2, 0, -1, 0}, {4, 0, -1, 0}}}, {{RefKind::kInput, 7}, 3, -1, {{2, 0, -1, 0}, {7, 0, -1, 0}, {4, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {2, 0, -1, 0}, {8, 0, -1, 0}, {4, 0, -1, 0}}}}},
-    {"value_cache", TypeVar::kT, false, -1, -1, 0, {}, 3, {{{RefKind::kInput, 8}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {{RefKind::kInput, 7}, 3, -1, {{2, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {2, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
-    {"seq_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"new_key", TypeVar::kT, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}, {4, 0, -1, 0}}}}},
-    {"new_value", TypeVar::kT, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}, {9, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{0, 1, -1, 0}}}}},
-    {"block_table", TypeVar::kI, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 2, -1, {{0, 0, -1, 0}, {10, 0, -1, 0}}}}},
-    {"sinks", TypeVar::kF, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{1, 0, -1, 0}}}}},
-    {"cos_cache", TypeVar::kF, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
-    {"sin_cache", TypeVar::kF, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 12}, {RefKind::kAttr, 7}}, 3, 0, {{0, 0, 1, 2}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 12}}, 3, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 7}}, 4, 1, {{4, 0, -1, 0}, {0, 0, 1, 2}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key_cache", TypeVar::kT, false, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value_cache", TypeVar::kT, false, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"seq_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
+    {"query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
+    {"new_key", TypeVar::kT, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"new_value", TypeVar::kT, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{1, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 1, -1, 0}}}}},
+    {"block_table", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{4, 0, -1, 0}, {10, 0, -1, 0}}}}},
+    {"sinks", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"cos_cache", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
+    {"sin_cache", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
+    {"cu_query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 1, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}, {9, 0, -1, 0}}}}},
-    {"lse", TypeVar::kF, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key_cache_out", TypeVar::kT, false, -1, 1, 1, {4}, 3, {{{RefKind::kInput, 8}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {2, 0, -1, 0}, {4, 0, -1, 0}}}, {{RefKind::kInput, 7}, 3, -1, {{2, 0, -1, 0}, {7, 0, -1, 0}, {4, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {2, 0, -1, 0}, {8, 0, -1, 0}, {4, 0, -1, 0}}}}},
-    {"value_cache_out", TypeVar::kT, false, -1, 2, 1, {4}, 3, {{{RefKind::kInput, 8}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {{RefKind::kInput, 7}, 3, -1, {{2, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {2, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"lse", TypeVar::kF, false, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 2, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"key_cache_out", TypeVar::kT, false, -1, 1, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value_cache_out", TypeVar::kT, false, -1, 2, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
@@ -43,10 +44,11 @@ inline constexpr AttrSpec kAttrs[] = {
     {"packed_qkv", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
-    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 2}}, 0},
-    {RuleKind::kEqual, {RefKind::kAttr, 7}, 2, {{RefKind::kSymbol, 4}, {RefKind::kSymbol, 9}}, 0},
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 0}, {RefKind::kSymbol, 1}}, 0},
+    {RuleKind::kEqual, {RefKind::kAttr, 7}, 2, {{RefKind::kSymbol, 3}, {RefKind::kSymbol, 9}}, 0},
     {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kInput, 6}}, 0},
     {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 7}, {RefKind::kInput, 8}}, 0},
+    {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 12}, {RefKind::kInput, 4}}, 0},
     {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 7}, {RefKind::kInput, 5}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 3, {{RefKind::kAttr, 4}, {RefKind::kInput, 5}, {RefKind::kAttr, 7}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kAttr, 4}}, 0},
@@ -55,8 +57,8 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 10}, {RefKind::kInput, 11}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 6}, {RefKind::kInput, 10}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "H", "Hkv", "Nq", "D", "P", "block", "total", "S", "Dv", "M", "positions", "half"};
-inline constexpr OpSpec kSpec = {"LeanAttention", 1, 12, 4, 8, 11, 13, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+inline constexpr const char* kSymbols[] = {"H", "Hkv", "Nq", "D", "B", "P", "block", "total", "S", "Dv", "M", "positions", "half"};
+inline constexpr OpSpec kSpec = {"LeanAttention", 1, 13, 4, 8, 12, 13, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace lean_attention
 
@@ -70,19 +72,19 @@ inline constexpr const char* kAlgorithmValues[] = {"auto", "causal_dot_product",
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{{RefKind::kNone, -1}, 1, -1, {{4, 0, -1, 0}}}, {{RefKind::kNone, -1}, 3, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 3, {{{RefKind::kInput, 7}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {{RefKind::kInput, 6}, 4, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"initial_norm", TypeVar::kF, true, -1, -1, 0, {}, 3, {{{RefKind::kInput, 7}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {{RefKind::kInput, 6}, 3, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {{RefKind::kNone, -1}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{7, 1, -1, 0}}}}},
-    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{{RefKind::kInput, 6}, 1, -1, {{7, 0, -1, 0}}}, {{RefKind::kNone, -1}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{4, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"initial_norm", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{7, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kF, false, -1, 4, 1, {4}, 3, {{{RefKind::kInput, 7}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {{RefKind::kInput, 6}, 4, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"final_norm", TypeVar::kF, false, -1, 5, 2, {4, 2}, 3, {{{RefKind::kInput, 7}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {{RefKind::kInput, 6}, 3, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {{RefKind::kNone, -1}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 4, 1, {4}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"final_norm", TypeVar::kF, false, -1, 5, 2, {4, 2}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"algorithm", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 7, 4, kAlgorithmValues, nullptr},
@@ -112,21 +114,21 @@ enum Dim { kDimB, kDimH, kDimN, kDimR, kDimHkv, kDimDv, kDimQ };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{{RefKind::kNone, -1}, 1, -1, {{4, 0, -1, 0}}}, {{RefKind::kNone, -1}, 3, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{{RefKind::kInput, 7}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"grad_final_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{{RefKind::kInput, 7}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{6, 1, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{4, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"grad_final_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{6, 1, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
     {"grad_log_decay", TypeVar::kF, false, 3, -1, 1, {1}, 0, {}},
-    {"grad_initial_state", TypeVar::kF, false, -1, -1, 1, {2}, 2, {{{RefKind::kInput, 7}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"grad_initial_state", TypeVar::kF, false, -1, -1, 1, {2}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
@@ -153,22 +155,22 @@ enum Dim { kDimB, kDimH, kDimN, kDimD, kDimHkv, kDimDv };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"coefficients", TypeVar::kF, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{-1, 2, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"initial_key_sum", TypeVar::kF, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"initial_value_sum", TypeVar::kF, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"initial_count", TypeVar::kI, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"coefficients", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"initial_key_sum", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"initial_value_sum", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"initial_count", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"normalizer", TypeVar::kF, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kF, false, -1, 4, 1, {3}, 1, {{{RefKind::kNone, -1}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"final_key_sum", TypeVar::kF, false, -1, 5, 1, {3}, 1, {{{RefKind::kNone, -1}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"final_value_sum", TypeVar::kF, false, -1, 6, 1, {3}, 1, {{{RefKind::kNone, -1}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"final_count", TypeVar::kI, false, -1, 7, 1, {3}, 1, {{{RefKind::kNone, -1}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"normalizer", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 4, 1, {3}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"final_key_sum", TypeVar::kF, false, -1, 5, 1, {3}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"final_value_sum", TypeVar::kF, false, -1, 6, 1, {3}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"final_count", TypeVar::kI, false, -1, 7, 1, {3}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
@@ -196,19 +198,19 @@ enum Dim { kDimB, kDimH, kDimN, kDimD, kDimHkv, kDimDv };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"coefficients", TypeVar::kF, true, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 1, -1, {{-1, 2, -1, 0}}}}},
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"normalizer", TypeVar::kF, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"coefficients", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"normalizer", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{{RefKind::kNone, -1}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"grad_coefficients", TypeVar::kF, false, -1, -1, 1, {3}, 1, {{{RefKind::kNone, -1}, 1, -1, {{-1, 2, -1, 0}}}}},
+    {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"grad_coefficients", TypeVar::kF, false, -1, -1, 1, {3}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},

@@ -25,7 +25,8 @@ struct AxisSpec {
 };
 
 struct ShapeSpec {
-  Ref condition;  // the input that must be present, or the bool attribute that must be on
+  int8_t num_conditions;
+  Ref conditions[kMaxConditions];  // the inputs that must be present and the bool attributes that must be on
   int8_t rank;
   int8_t swap;  // with layout bnhd axes `swap` and `swap + 1` change places; -1: none
   AxisSpec axes[kMaxRank];

@@ -13,7 +13,7 @@ import torch
 from leanfleet import spec
 from leanfleet.export import function_bodies, reference
 from support import ort_models
-from support.attention_cases import make_case, packed
+from support.attention_cases import make_case, one_after_another, packed
 from support.kernels import TORCH_DTYPES
 from support.linear_cases import INF, LINEAR, OPS, PACKED_CASES, fill, int32, one_node_model, session_of
 
@@ -91,6 +91,10 @@ ATTENTION = {
     "rotary queries": dict(variant="ragged", turned=0.6, padded=True, causal=0),
     "packed": dict(append=True, together=True, layout="bnhd", padded=True),
     "packed rotary": dict(variant="paged", append=True, together=True, turned=1.0),
+    "one after another": dict(padded=True, after=3),
+    "one after another append": dict(variant="paged", append=True, padded=True, after=0, window=20, turned=1.0),
+    "one after another packed": dict(variant="ragged", append=True, padded=True, after=2, together=True, layout="bnhd"),
+    "one after another bnhd": dict(padded=True, after=1, layout="bnhd", causal=0, sinks=True),
 }
 # Nq, lengths of the cache, new tokens where there is padding, and heads and sizes.
 ATTENTION_SIZES = [
@@ -102,8 +106,9 @@ ATTENTION_SIZES = [
 ]
 
 
-def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=0.0, together=False, **options):
-    """turned: the part of the columns that a rotary encoding turns. together: packed projections."""
+def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=0.0, together=False, after=None, **options):
+    """turned: the part of the columns that a rotary encoding turns. together: packed projections. after: packed new tokens
+    and so many rows of padding."""
     tokens, lens, counts, sizes = size
     if together:
         sizes = sizes | {"Dv": sizes["D"]}
@@ -116,6 +121,8 @@ def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=
     )
     if absent and "block_table" in inputs:
         inputs["block_table"] = inputs["block_table"][:, : max(lens)].contiguous()
+    if after is not None:
+        inputs, attrs = one_after_another(inputs, attrs, after)
     inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
     return {n: None if n in absent else t for n, t in inputs.items()}, attrs
 

@@ -115,8 +115,24 @@ def assert_one_rounding(name, found, judge):
 VARIANTS = ("dense", "ragged", "paged")
 
 
+def one_after_another(inputs, attrs, spare=0):
+    """The same call with packed new tokens: those of all requests one after the other, and `spare` rows of NaN behind them."""
+    axis = 0 if attrs["layout"] == "bnhd" else 1
+    rows = inputs["query"].shape[axis + 1]
+    counts = [rows] * len(inputs["query"]) if inputs.get("query_lens") is None else inputs["query_lens"].tolist()
+    joined = {}
+    for name in ("query", "new_key", "new_value"):
+        if inputs.get(name) is not None:
+            tokens = [request.narrow(axis, 0, n) for request, n in zip(inputs[name], counts, strict=True)]
+            shape = list(tokens[0].shape)
+            shape[axis] = max(spare, 0 if sum(counts) else 1)  # a tensor is never empty
+            joined[name] = torch.cat([*tokens, torch.full(shape, NAN, dtype=inputs[name].dtype)], axis)
+    offsets = [sum(counts[:b]) for b in range(len(counts) + 1)]
+    return {**inputs, **joined, "query_lens": None, "cu_query_lens": int32(offsets)}, attrs
+
+
 def packed(inputs, attrs):
     """The same call with queries, new keys and new values as one tensor."""
     rows = [inputs[n] for n in ("query", "new_key", "new_value")]
-    query = torch.cat(rows, 2 if attrs["layout"] == "bnhd" else 1)
+    query = torch.cat(rows, -2 if attrs["layout"] == "bnhd" else -3)
     return {**inputs, "query": query, "new_key": None, "new_value": None}, {**attrs, "packed_qkv": 1}
