@@ -8,13 +8,15 @@
 #include "core/strides.h"
 
 namespace leanfleet {
-
 struct CudaTarget;
 class Workspace;
+}  // namespace leanfleet
+
+namespace leanfleet::causal_linear_decay {
 
 // Request q is all tokens of batch row q or, with cu_seqlens, tokens cu_seqlens[q] .. cu_seqlens[q+1] of batch row 0,
 // both ends clamped to [0, N]. Query head h reads key/value head h / (heads / kv_heads).
-struct DecayInputs {
+struct Inputs {
   const void *query, *key, *value;  // T [B,H,N,R], [B,Hkv,N,R], [B,Hkv,N,Dv]
   const float* log_decay;           // ln γ in [-inf, 0], [Hkv] or per token [B,Hkv,N]; null: γ = 1
   bool decay_per_token;
@@ -29,9 +31,9 @@ struct DecayInputs {
 // S_i = γ_i S_{i-1} + k_iᵀ v_i, o_i = scale * q_i S_i (LD eq. 4 row by row). With normalize also z_i = γ_i z_{i-1} + k_i,
 // and o_i is divided by scale * q_i·z_i, its magnitude held at eps or more, its sign kept, that of 0 plus (FA
 // algorithm 1).
-struct CausalLinearDecayArgs {
-  DecayInputs in;
-  int32_t algorithm;  // the attribute: causal_linear_decay::Algorithm in core/op_specs.h
+struct Args {
+  Inputs in;
+  int32_t algorithm;  // the attribute: Algorithm in core/op_specs.h
   bool normalize;
   float eps;
   const float *initial_state, *initial_norm;  // [state_rows,Hkv,R,Dv], [state_rows,Hkv,R]; null: 0
@@ -46,8 +48,8 @@ struct CausalLinearDecayArgs {
 // With G_i the gradient of S_i, grad_final_state in place of γ_{N+1} G_{N+1}:
 //   G_i = γ_{i+1} G_{i+1} + scale * q_iᵀ do_i
 //   dq_i = scale * do_i S_iᵀ, dk_i = v_i G_iᵀ, dv_i = k_i G_i, dlog_decay_i = <G_i, γ_i S_{i-1}>
-struct CausalLinearDecayGradArgs {
-  DecayInputs in;
+struct GradArgs {
+  Inputs in;
   const void* grad_output;                        // T [B,H,N,Dv]
   const float *initial_state, *grad_final_state;  // [requests,Hkv,R,Dv]; null: 0
   void *grad_query, *grad_key, *grad_value;       // as query, key, value; tokens of no request become 0
@@ -60,12 +62,12 @@ struct CausalLinearDecayGradArgs {
 // ranges; an item is (piece, key/value head, range), a task of one thread. A request in one piece is walked once.
 // One in several is walked twice: kReduce gives each piece's own sum, kCombine makes of these, in their order, the
 // state at each piece's edge, and kScan walks again for the result. Which thread takes an item does not matter.
-constexpr int64_t kDecayChunk = 16;    // tokens whose products are taken at once
-constexpr int64_t kDecayColumns = 16;  // ranges of columns are multiples of it on every instruction set
+constexpr int64_t kChunkTokens = 16;   // tokens whose products are taken at once
+constexpr int64_t kRangeColumns = 16;  // ranges of columns are multiples of it on every instruction set
 
-enum class DecayPhase : int32_t { kReduce, kCombine, kScan };
+enum class Phase : int32_t { kReduce, kCombine, kScan };
 
-struct DecayPiece {
+struct RequestPiece {
   int64_t request, batch, begin, end;  // tokens of the batch row
   int64_t slot;                        // of the sums at its edges; -1: it is the whole request
   bool first, last;                    // of its request
@@ -73,38 +75,38 @@ struct DecayPiece {
 
 // Sums of slot s and key/value head h: entry s * kv_heads + h. Before kCombine the piece's own, then those at its edge:
 // state and norm before the piece's first token, grad after its last.
-struct DecaySlots {
+struct Slots {
   float *state, *norm, *grad;  // [slots,Hkv,R,Dv], [slots,Hkv,R], [slots,Hkv,R,Dv]
   double* kept;                // [slots,Hkv]: the product of the piece's γ
 };
 
-struct DecayForwardPlan {
-  CausalLinearDecayArgs args;
+struct ForwardPlan {
+  Args args;
   int64_t ranges, range_width;
-  const DecayPiece* pieces;
-  DecaySlots slots;
+  const RequestPiece* pieces;
+  Slots slots;
   const float* norms;  // [requests,Hkv,R] in place of args.initial_norm, whose rows one range overwrites; or null
 };
 
-struct DecayBackwardPlan {
-  CausalLinearDecayGradArgs args;
-  const DecayPiece* pieces;
-  DecaySlots slots;
+struct BackwardPlan {
+  GradArgs args;
+  const RequestPiece* pieces;
+  Slots slots;
   int64_t span_chunks, spans;  // a piece is walked in spans of so many chunks, at most `spans` of them
   double* decay_sums;          // [pieces,Hkv]: the piece's share of a per-head grad_log_decay; null: not asked for
 };
 
 // On CUDA: chunks on tensor cores (core/chunk_scan.h). They take any widths, types and arguments; ask `ws` for their
 // buffers and return 0 while it counts, otherwise the cudaError_t of the launches.
-int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws);
+int launch_lightning(const Args& args, const CudaTarget& target, Workspace& ws);
 constexpr int64_t kLightningMaxNormalizedKeyWidth = 256;
 // Token by token on CUDA cores, for R up to kRecurrenceMaxKeyWidth: the row recurrence, which also serves decode steps,
 // or FleetAttention's sum over the rank.
 constexpr int64_t kRecurrenceMaxKeyWidth = 512;
 // Copies all states and norms that are not in place, from the initial to the final ones (0 where there are none), for rows
 // that no request names or only one without tokens. Returns the cudaError_t.
-int keep_other_states(const CausalLinearDecayArgs& args, const CudaTarget& target);
-int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaTarget& target, Workspace& ws);
-int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& target, Workspace& ws);
+int keep_other_states(const Args& args, const CudaTarget& target);
+int launch_recurrence(const Args& args, bool fleet, const CudaTarget& target, Workspace& ws);
+int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

@@ -7,17 +7,17 @@
 #include "core/integers.h"
 #include "core/op_specs.h"
 
-namespace leanfleet {
+namespace leanfleet::causal_linear_decay {
 
 // What the model knows of a call.
-struct DecayShape {
+struct CallShape {
   int64_t requests, heads, kv_heads, tokens, key_width, value_width;  // tokens: of one request, on average
   int64_t element;                                                    // bytes of T
   int sm_count;
   bool normalize;
 };
 
-inline DecayShape shape_of(const DecayInputs& in, int sm_count, bool normalize = false) {
+inline CallShape shape_of(const Inputs& in, int sm_count, bool normalize = false) {
   const int64_t requests = in.requests > 0 ? in.requests : 1;
   return {requests,     in.heads,       in.kv_heads,           ceil_div(in.batch * in.tokens, requests),
           in.key_width, in.value_width, in.dtype == 0 ? 4 : 2, sm_count,
@@ -36,7 +36,7 @@ constexpr int64_t kRecurrenceNarrowWidth = 16;  // of R: a unit is a warp; above
 constexpr int kRecurrenceNarrowColumns = 64;
 
 // The split that takes least time.
-inline RecurrenceSplit recurrence_split(const DecayShape& s) {
+inline RecurrenceSplit recurrence_split(const CallShape& s) {
   constexpr int64_t kMinSegmentTokens = 256, kMaxSegments = 16;
   const bool narrow = s.key_width <= kRecurrenceNarrowWidth;
   const int columns = narrow ? kRecurrenceNarrowColumns : s.key_width <= 32 ? 128 : s.key_width <= 64 ? 64 : 32;
@@ -57,13 +57,13 @@ inline RecurrenceSplit recurrence_split(const DecayShape& s) {
 
 // Microseconds, fitted to the shapes of bench/results/linear_attention_auto_h200.json. The recurrences of calls that are not
 // normalised share their kernels: decode.cu for few tokens, rows.cu for many.
-inline double recurrence_microseconds(const DecayShape& s) {
+inline double recurrence_microseconds(const CallShape& s) {
   const double group = double(s.heads) / double(s.kv_heads), tokens = double(s.tokens);
   if (s.tokens <= 16) {
     const int64_t threads = (s.key_width + 31) / 32 * 32, most = s.tokens == 1 ? 1024 : 768;
     const int64_t at_once = threads <= 128 ? most / (threads > 0 ? threads : 32) : threads <= 512 ? 512 / threads : 1;
-    const double blocks = double(s.requests) * double(s.kv_heads) * double((s.value_width + 31) / 32);
-    const double waves = blocks / (double(s.sm_count) * double(at_once)), more = waves > 1.0 ? waves - 1.0 : 0.0;
+    const double ctas = double(s.requests) * double(s.kv_heads) * double((s.value_width + 31) / 32);
+    const double waves = ctas / (double(s.sm_count) * double(at_once)), more = waves > 1.0 ? waves - 1.0 : 0.0;
     if (s.tokens == 1) return (4.6 + 0.88 * group) * (1.0 + 1.5 * more);
     const double token = s.key_width > 64 && s.key_width <= 128 ? 0.15 : 0.21;
     return (6.15 + token * tokens * (1.0 + 2.94 * group)) * (1.0 + 0.59 * more);
@@ -85,10 +85,10 @@ inline double recurrence_microseconds(const DecayShape& s) {
 // wait for its turn; a chunk of 64 tokens, and what its keys of 128 add; how much longer a walk over segments takes; parts of
 // the keys that are scanned one after the other (in 16 bits on mma.sync they are in the costs), each with its share of `begin`.
 struct ChunkCosts {
-  double begin, block, chunk, chunk_keys, segments;
+  double begin, cta, chunk, chunk_keys, segments;
   int64_t parts = 1;
 };
-inline ChunkCosts chunk_costs(const DecayShape& s) {
+inline ChunkCosts chunk_costs(const CallShape& s) {
   if (s.element == 4) {
     if (s.key_width > 128) {
       const int64_t parts = (s.key_width + 255) / 256;
@@ -108,8 +108,8 @@ inline ChunkCosts chunk_costs(const DecayShape& s) {
   return {17.6, 5.81, 0.77, 1.29, 1.71};
 }
 
-inline double lightning_microseconds(const DecayShape& shape) {
-  DecayShape s = shape;
+inline double lightning_microseconds(const CallShape& shape) {
+  CallShape s = shape;
   const ChunkCosts cost = chunk_costs(s);
   s.key_width /= cost.parts;
   const double tokens = double(s.tokens), heads = double(s.heads), sms = s.sm_count;
@@ -120,7 +120,7 @@ inline double lightning_microseconds(const DecayShape& shape) {
   if (segments < 1.0) segments = 1.0;
   const double waves = units * segments / sms > 1.0 ? units * segments / sms : 1.0;
   const double chunk = cost.chunk + cost.chunk_keys * double(s.key_width < 32 ? 32 : s.key_width) / 128.0;
-  const double walk = ((waves - 1.0) * cost.block + double(int64_t(chunks / segments + 0.999999)) * chunk * waves) *
+  const double walk = ((waves - 1.0) * cost.cta + double(int64_t(chunks / segments + 0.999999)) * chunk * waves) *
                       (segments > 1.0 ? cost.segments : 1.0);
   const double bytes =
       double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) * double(s.key_width + s.value_width);
@@ -128,15 +128,14 @@ inline double lightning_microseconds(const DecayShape& shape) {
   return cost.begin + double(cost.parts) * (walk > memory ? walk : memory);
 }
 
-// causal_linear_decay::Algorithm of the kernel to run.
-inline int fastest_algorithm(const DecayInputs& in, bool normalize, int sm_count) {
-  const DecayShape shape = shape_of(in, sm_count, normalize);
+// The Algorithm of the kernel to run.
+inline int fastest_algorithm(const Inputs& in, bool normalize, int sm_count) {
+  const CallShape shape = shape_of(in, sm_count, normalize);
   const bool wide = normalize && in.key_width > kLightningMaxNormalizedKeyWidth;
   const double lightning = wide ? 1e30 : lightning_microseconds(shape);
-  if (in.key_width > kRecurrenceMaxKeyWidth && !wide) return causal_linear_decay::kAlgorithmLightning;
-  if (recurrence_microseconds(shape) > lightning) return causal_linear_decay::kAlgorithmLightning;
-  return normalize && shape.tokens > 16 ? causal_linear_decay::kAlgorithmFleet
-                                        : causal_linear_decay::kAlgorithmCausalDotProduct;
+  if (in.key_width > kRecurrenceMaxKeyWidth && !wide) return kAlgorithmLightning;
+  if (recurrence_microseconds(shape) > lightning) return kAlgorithmLightning;
+  return normalize && shape.tokens > 16 ? kAlgorithmFleet : kAlgorithmCausalDotProduct;
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

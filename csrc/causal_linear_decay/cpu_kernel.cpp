@@ -9,11 +9,11 @@
 #include "core/integers.h"
 #include "core/simd.h"
 
-namespace leanfleet::LEANFLEET_ISA {
+namespace leanfleet::causal_linear_decay::LEANFLEET_ISA {
 
 namespace {
 
-constexpr int kChunk = kDecayChunk;
+constexpr int kChunk = kChunkTokens;
 constexpr int kChunkVecs = kChunk / kLanes;
 // A block of results in registers: kRows rows by kVecs vectors, and for those as wide as a chunk kScoreRows rows.
 constexpr int kRows = kLanes == 16 ? 8 : kLanes == 8 ? 6 : 4;
@@ -81,7 +81,7 @@ struct Decay {
   double power[kChunk + 1];  // γ^i
 };
 
-Decay decay_of(const DecayInputs& in, int64_t batch, int64_t kv_head) {
+Decay decay_of(const Inputs& in, int64_t batch, int64_t kv_head) {
   Decay decay = {};
   decay.scale = in.scale;
   if (in.log_decay != nullptr && in.decay_per_token) {
@@ -497,7 +497,7 @@ struct ForwardScratch {
   int64_t floats;
 };
 
-ForwardScratch carve(const DecayInputs& in, int64_t range_width, float* base) {
+ForwardScratch carve(const Inputs& in, int64_t range_width, float* base) {
   const int64_t width = round_up(range_width, kPanel), rows = round_up(in.key_width, kLanes);
   const int64_t group = in.heads / in.kv_heads;
   Carver carver = {base, 0};
@@ -518,13 +518,13 @@ ForwardScratch carve(const DecayInputs& in, int64_t range_width, float* base) {
 
 // One item of the forward.
 struct ForwardItem {
-  DecayPiece piece;
+  RequestPiece piece;
   int64_t kv_head, first_column, columns, group;
   int64_t state_row;  // of the initial and final state, times kv_heads plus kv_head; -1: outside the pool
 };
 
-ForwardItem item_at(const DecayForwardPlan& plan, int64_t index) {
-  const DecayInputs& in = plan.args.in;
+ForwardItem item_at(const ForwardPlan& plan, int64_t index) {
+  const Inputs& in = plan.args.in;
   ForwardItem item;
   item.piece = plan.pieces[index / (in.kv_heads * plan.ranges)];
   item.kv_head = index / plan.ranges % in.kv_heads;
@@ -554,9 +554,9 @@ void update_norm(const Chunk& chunk, const T* keys, int64_t stride, int64_t n, i
 // Walks the item's tokens: `from` is the state before the first (null: zeros), `to` takes the one after the last
 // (null: not asked for); scratch.norm goes along. With kOutput writes the output; without, returns the product of γ.
 template <class T, bool kOutput>
-double walk(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch, const State& from,
+double walk(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch, const State& from,
             const State& to) {
-  const DecayInputs& in = plan.args.in;
+  const Inputs& in = plan.args.in;
   const int64_t width = in.key_width, batch = item.piece.batch, columns = item.columns;
   const bool whole = columns % kLanes == 0, normalize = plan.args.normalize;
   const State kept_state = packed_state(scratch.state, width);
@@ -653,9 +653,9 @@ double walk(const DecayForwardPlan& plan, const ForwardItem& item, const Forward
 }
 
 template <class T>
-void reduce_forward(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch) {
+void reduce_forward(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch) {
   if (item.piece.slot < 0 || item.piece.last) return;  // nothing comes after it
-  const DecayInputs& in = plan.args.in;
+  const Inputs& in = plan.args.in;
   const int64_t at = item.piece.slot * in.kv_heads + item.kv_head;
   __builtin_memset(scratch.norm, 0, sizeof(float) * round_up(in.key_width, kLanes));
   const State state = packed_state(scratch.state, in.key_width);
@@ -683,21 +683,21 @@ void combine_row(const float* initial, float* at, int64_t stride, const double* 
 }
 
 // Pieces of a request that begins at pieces[0].
-int64_t pieces_of_request(const DecayPiece* pieces) {
+int64_t pieces_of_request(const RequestPiece* pieces) {
   int64_t count = 1;
   while (!pieces[count - 1].last) ++count;
   return count;
 }
 
-void combine_forward(const DecayForwardPlan& plan, int64_t index) {
-  const DecayInputs& in = plan.args.in;
-  const int64_t rows = ceil_div(in.key_width, kDecayChunk);  // blocks of rows
-  const DecayPiece* piece = plan.pieces + index / rows / in.kv_heads;
+void combine_forward(const ForwardPlan& plan, int64_t index) {
+  const Inputs& in = plan.args.in;
+  const int64_t rows = ceil_div(in.key_width, kChunkTokens);  // blocks of rows
+  const RequestPiece* piece = plan.pieces + index / rows / in.kv_heads;
   if (piece->slot < 0 || !piece->first) return;
-  const int64_t kv_head = index / rows % in.kv_heads, row = index % rows * kDecayChunk;
+  const int64_t kv_head = index / rows % in.kv_heads, row = index % rows * kChunkTokens;
   const int64_t first = piece->slot * in.kv_heads + kv_head, count = pieces_of_request(piece);
-  const int64_t n = min64(kDecayChunk, in.key_width - row);
-  DecayForwardPlan one_range = plan;
+  const int64_t n = min64(kChunkTokens, in.key_width - row);
+  ForwardPlan one_range = plan;
   one_range.ranges = 1;
   one_range.range_width = in.value_width;
   const int64_t state_row = item_at(one_range, (piece - plan.pieces) * in.kv_heads + kv_head).state_row;
@@ -779,8 +779,8 @@ void step_state(const Step& s, int64_t rows, int64_t columns) {
 // A piece of one token that takes the state from one tensor to another, or the same: bound by memory, so the rows of
 // the state are taken in their order there.
 template <class T>
-void step(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch, const float* from, float* to) {
-  const DecayInputs& in = plan.args.in;
+void step(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch, const float* from, float* to) {
+  const Inputs& in = plan.args.in;
   const int64_t width = in.key_width, columns = item.columns, batch = item.piece.batch, token = item.piece.begin;
   ChunkSource source(decay_of(in, batch, item.kv_head));
   const T* key = token_rows<T>(in.key, in.key_strides, batch, item.kv_head, token);
@@ -832,8 +832,8 @@ void step(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardSc
 }
 
 template <class T>
-void scan_forward(const DecayForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch) {
-  const CausalLinearDecayArgs& args = plan.args;
+void scan_forward(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch) {
+  const Args& args = plan.args;
   const int64_t width = args.in.key_width, stride = args.in.value_width, columns = item.columns;
   const int64_t slot = item.piece.slot < 0 ? -1 : item.piece.slot * args.in.kv_heads + item.kv_head;
   const bool inside = item.state_row >= 0;
@@ -869,11 +869,11 @@ void scan_forward(const DecayForwardPlan& plan, const ForwardItem& item, const F
 }
 
 template <class T>
-void forward_of(const DecayForwardPlan& plan, DecayPhase phase, int64_t index, float* floats) {
-  if (phase == DecayPhase::kCombine) return combine_forward(plan, index);
+void forward_of(const ForwardPlan& plan, Phase phase, int64_t index, float* floats) {
+  if (phase == Phase::kCombine) return combine_forward(plan, index);
   const ForwardItem item = item_at(plan, index);
   const ForwardScratch scratch = carve(plan.args.in, plan.range_width, floats);
-  if (phase == DecayPhase::kReduce) reduce_forward<T>(plan, item, scratch);
+  if (phase == Phase::kReduce) reduce_forward<T>(plan, item, scratch);
   else scan_forward<T>(plan, item, scratch);
 }
 
@@ -893,8 +893,8 @@ struct BackwardScratch {
   int64_t state_floats, floats;
 };
 
-BackwardScratch carve(const DecayBackwardPlan& plan, float* base) {
-  const DecayInputs& in = plan.args.in;
+BackwardScratch carve(const BackwardPlan& plan, float* base) {
+  const Inputs& in = plan.args.in;
   const int64_t width = in.key_width, columns = in.value_width, square = kChunk * kChunk;
   const int64_t rows = round_up(width, kLanes), value_rows = round_up(columns, kLanes);
   Carver carver = {base, 0};
@@ -925,7 +925,7 @@ BackwardScratch carve(const DecayBackwardPlan& plan, float* base) {
 
 // One item of the backward.
 struct BackwardItem {
-  DecayPiece piece;
+  RequestPiece piece;
   int64_t kv_head, group;
 };
 
@@ -1086,7 +1086,7 @@ double state_product(const State& a, const State& b, int64_t rows, int64_t colum
 template <class T>
 class Backward {
  public:
-  Backward(const DecayBackwardPlan& plan, int64_t index, float* floats)
+  Backward(const BackwardPlan& plan, int64_t index, float* floats)
       : plan_(plan), args_(plan.args), in_(plan.args.in), s_(carve(plan, floats)),
         source_(decay_of(in_, plan.pieces[index / in_.kv_heads].batch, index % in_.kv_heads)) {
     item_.piece = plan.pieces[index / in_.kv_heads];
@@ -1320,9 +1320,9 @@ class Backward {
     }
   }
 
-  const DecayBackwardPlan& plan_;
-  const CausalLinearDecayGradArgs& args_;
-  const DecayInputs& in_;
+  const BackwardPlan& plan_;
+  const GradArgs& args_;
+  const Inputs& in_;
   BackwardScratch s_;
   ChunkSource source_;
   BackwardItem item_;
@@ -1332,15 +1332,15 @@ class Backward {
   double decay_sum_;
 };
 
-void combine_backward(const DecayBackwardPlan& plan, int64_t index) {
-  const DecayInputs& in = plan.args.in;
-  const int64_t blocks = ceil_div(in.key_width, kDecayChunk);  // of rows
-  const DecayPiece* piece = plan.pieces + index / blocks / in.kv_heads;
+void combine_backward(const BackwardPlan& plan, int64_t index) {
+  const Inputs& in = plan.args.in;
+  const int64_t blocks = ceil_div(in.key_width, kChunkTokens);  // of rows
+  const RequestPiece* piece = plan.pieces + index / blocks / in.kv_heads;
   if (piece->slot < 0 || !piece->first) return;
-  const int64_t kv_head = index / blocks % in.kv_heads, row = index % blocks * kDecayChunk;
+  const int64_t kv_head = index / blocks % in.kv_heads, row = index % blocks * kChunkTokens;
   const int64_t first = piece->slot * in.kv_heads + kv_head, count = pieces_of_request(piece);
   const int64_t last = first + (count - 1) * in.kv_heads, size = in.key_width * in.value_width;
-  const int64_t at = row * in.value_width, n = min64(kDecayChunk, in.key_width - row) * in.value_width;
+  const int64_t at = row * in.value_width, n = min64(kChunkTokens, in.key_width - row) * in.value_width;
   const int64_t request = piece->request * in.kv_heads + kv_head;
   const float *initial = plan.args.initial_state, *final = plan.args.grad_final_state;
   combine_row(initial != nullptr ? initial + request * size + at : nullptr, plan.slots.state + first * size + at,
@@ -1350,29 +1350,29 @@ void combine_backward(const DecayBackwardPlan& plan, int64_t index) {
 }
 
 template <class T>
-void backward_of(const DecayBackwardPlan& plan, DecayPhase phase, int64_t index, float* floats) {
-  if (phase == DecayPhase::kCombine) return combine_backward(plan, index);
+void backward_of(const BackwardPlan& plan, Phase phase, int64_t index, float* floats) {
+  if (phase == Phase::kCombine) return combine_backward(plan, index);
   Backward<T> backward(plan, index, floats);
-  if (phase == DecayPhase::kReduce) backward.reduce();
+  if (phase == Phase::kReduce) backward.reduce();
   else backward.scan();
 }
 
 }  // namespace
 
-int64_t decay_forward_scratch(const DecayForwardPlan& plan) { return carve(plan.args.in, plan.range_width, nullptr).floats; }
+int64_t forward_scratch(const ForwardPlan& plan) { return carve(plan.args.in, plan.range_width, nullptr).floats; }
 
-void decay_forward(const DecayForwardPlan& plan, DecayPhase phase, int64_t index, float* scratch) {
+void run_forward(const ForwardPlan& plan, Phase phase, int64_t index, float* scratch) {
   if (plan.args.in.dtype == 0) forward_of<float>(plan, phase, index, scratch);
   if (plan.args.in.dtype == 1) forward_of<Half>(plan, phase, index, scratch);
   if (plan.args.in.dtype == 2) forward_of<BFloat16>(plan, phase, index, scratch);
 }
 
-int64_t decay_backward_scratch(const DecayBackwardPlan& plan) { return carve(plan, nullptr).floats; }
+int64_t backward_scratch(const BackwardPlan& plan) { return carve(plan, nullptr).floats; }
 
-void decay_backward(const DecayBackwardPlan& plan, DecayPhase phase, int64_t index, float* scratch) {
+void run_backward(const BackwardPlan& plan, Phase phase, int64_t index, float* scratch) {
   if (plan.args.in.dtype == 0) backward_of<float>(plan, phase, index, scratch);
   if (plan.args.in.dtype == 1) backward_of<Half>(plan, phase, index, scratch);
   if (plan.args.in.dtype == 2) backward_of<BFloat16>(plan, phase, index, scratch);
 }
 
-}  // namespace leanfleet::LEANFLEET_ISA
+}  // namespace leanfleet::causal_linear_decay::LEANFLEET_ISA

@@ -14,7 +14,7 @@
 #include "core/integers.h"
 #include "core/op.h"
 
-namespace leanfleet {
+namespace leanfleet::causal_linear_decay {
 
 namespace {
 
@@ -38,8 +38,8 @@ inline size_t shared_bytes(const DecodePlan& plan, int64_t group) {
          static_cast<size_t>((group + 1) * query_floats(plan) + group * partial_floats(plan) + plan.tile * (kColumns + 1));
 }
 
-DecodePlan plan_of(const CausalLinearDecayArgs& args) {
-  const DecayInputs& in = args.in;
+DecodePlan plan_of(const Args& args) {
+  const Inputs& in = args.in;
   DecodePlan plan = {};
   plan.row_groups = static_cast<int>((in.key_width + 4 * kThreadRows - 1) / (4 * kThreadRows) * 4);
   plan.column_blocks = static_cast<int>(ceil_div(in.value_width, kColumns));
@@ -82,9 +82,9 @@ __device__ __forceinline__ RowPart<T> load_part(const T* row, int first, int R, 
 // One token a request. A thread has kThreadRows neighbouring rows of four columns.
 template <class T, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlocks : 1)
-    DecayStepKernel(const __grid_constant__ CausalLinearDecayArgs args, int column_blocks, bool vectors) {
+    StepKernel(const __grid_constant__ Args args, int column_blocks, bool vectors) {
   __shared__ __align__(16) float partial[2][kThreads / 32][kColumns];
-  const DecayInputs& in = args.in;
+  const Inputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
   const int group = static_cast<int>(in.heads / in.kv_heads);
   const uint32_t unit = blockIdx.x / static_cast<uint32_t>(column_blocks);
@@ -158,15 +158,15 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlock
 
 template <class T, int kThreads>
 __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
-    DecayDecodeKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ DecodePlan plan) {
+    DecodeKernel(const __grid_constant__ Args args, const __grid_constant__ DecodePlan plan) {
   extern __shared__ __align__(16) float shared[];
-  const DecayInputs& in = args.in;
+  const Inputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
   const int group = static_cast<int>(in.heads / in.kv_heads), padded = plan.row_groups * kThreadRows;
-  int64_t block = blockIdx.x;
-  const int column = static_cast<int>(block % plan.column_blocks) * kColumns;
-  block /= plan.column_blocks;
-  const int64_t head = block % in.kv_heads, request = block / in.kv_heads;
+  int64_t cta = blockIdx.x;
+  const int column = static_cast<int>(cta % plan.column_blocks) * kColumns;
+  cta /= plan.column_blocks;
+  const int64_t head = cta % in.kv_heads, request = cta / in.kv_heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = plan.row_groups / 4;
   const int mine = threadIdx.x % kColumnLanes * 4, row_group = threadIdx.x / kColumnLanes;
   const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;
@@ -277,27 +277,27 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
 }
 
 template <class T>
-cudaError_t launch(const CausalLinearDecayArgs& args, const DecodePlan& plan, cudaStream_t stream) {
-  const DecayInputs& in = args.in;
-  const int64_t blocks = in.requests * in.kv_heads * plan.column_blocks;
+cudaError_t launch(const Args& args, const DecodePlan& plan, cudaStream_t stream) {
+  const Inputs& in = args.in;
+  const int64_t ctas = in.requests * in.kv_heads * plan.column_blocks;
   const int threads = plan.row_groups * kColumnLanes;
   if (in.tokens == 1 && in.cu_seqlens == nullptr) {
     bool vectors = (in.key_width * sizeof(T)) % 16 == 0;
     for (const void* data : {in.query, in.key}) vectors &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
-    const auto kernel = threads <= kFewThreads ? DecayStepKernel<T, kFewThreads> : DecayStepKernel<T, kMaxThreads>;
-    kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), 0, stream>>>(args, plan.column_blocks, vectors);
+    const auto kernel = threads <= kFewThreads ? StepKernel<T, kFewThreads> : StepKernel<T, kMaxThreads>;
+    kernel<<<static_cast<unsigned>(ctas), static_cast<unsigned>(threads), 0, stream>>>(args, plan.column_blocks, vectors);
     return cudaGetLastError();
   }
-  const auto kernel = threads <= kFewThreads ? DecayDecodeKernel<T, kFewThreads> : DecayDecodeKernel<T, kMaxThreads>;
-  kernel<<<static_cast<unsigned>(blocks), static_cast<unsigned>(threads), shared_bytes(plan, in.heads / in.kv_heads), stream>>>(
+  const auto kernel = threads <= kFewThreads ? DecodeKernel<T, kFewThreads> : DecodeKernel<T, kMaxThreads>;
+  kernel<<<static_cast<unsigned>(ctas), static_cast<unsigned>(threads), shared_bytes(plan, in.heads / in.kv_heads), stream>>>(
       args, plan);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-bool decay_decode_fits(const CausalLinearDecayArgs& args) {
-  const DecayInputs& in = args.in;
+bool decode_fits(const Args& args) {
+  const Inputs& in = args.in;
   if (args.normalize || in.key_width > kRecurrenceMaxKeyWidth || in.value_width % 4 != 0 || in.tokens == 0) return false;
   if (in.requests * in.kv_heads == 0 || in.tokens > kMaxTile * (in.cu_seqlens != nullptr ? in.requests : 1)) return false;
   // Null while a workspace is counted; rows.cu, which takes what is turned away here, needs none for so few tokens.
@@ -306,7 +306,7 @@ bool decay_decode_fits(const CausalLinearDecayArgs& args) {
   return shared_bytes(plan_of(args), in.heads / in.kv_heads) <= kSharedBudget;
 }
 
-int launch_decay_decode(const CausalLinearDecayArgs& args, const CudaTarget& target) {
+int launch_decode(const Args& args, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
   switch (static_cast<DType>(args.in.dtype)) {
     case DType::kFloat32: return launch<float>(args, plan_of(args), stream);
@@ -315,4 +315,4 @@ int launch_decay_decode(const CausalLinearDecayArgs& args, const CudaTarget& tar
   }
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

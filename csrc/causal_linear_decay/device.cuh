@@ -4,7 +4,7 @@
 #include "causal_linear_decay/causal_linear_decay.h"
 #include "core/integers.h"
 
-namespace leanfleet {
+namespace leanfleet::causal_linear_decay {
 
 // x times a decay; what is forgotten completely is 0, also where it was not finite.
 __device__ __forceinline__ float times_decay(float x, float decay) { return decay == 0.0f ? 0.0f : x * decay; }
@@ -13,9 +13,9 @@ __device__ __forceinline__ float times_decay(float x, float decay) { return deca
 struct RequestTokens {
   int64_t begin, end;
 };
-__device__ __forceinline__ RequestTokens request_tokens(const DecayInputs& in, int64_t request) {
+__device__ __forceinline__ RequestTokens request_tokens(const Inputs& in, int64_t request) {
   if (in.cu_seqlens == nullptr) return {0, in.tokens};
   return {clamped_offset(in.cu_seqlens, request, in.tokens), clamped_offset(in.cu_seqlens, request + 1, in.tokens)};
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

@@ -12,7 +12,7 @@
 #include "core/integers.h"
 #include "core/op.h"
 
-namespace leanfleet {
+namespace leanfleet::causal_linear_decay {
 
 namespace {
 
@@ -20,7 +20,7 @@ constexpr int kThreads = 256;
 constexpr int kMaxParts = 4;  // of wide rows: 1024 columns
 
 struct DecayGradSums {
-  DecayInputs in;
+  Inputs in;
   const float *query_dots, *key_dots;  // [query_slices][B,H,N], [key_slices][B,Hkv,N]
   int32_t query_slices, key_slices, segments, parts;
   int64_t segment_tokens, slot_floats;
@@ -47,7 +47,7 @@ struct Span {
 };
 
 // The request of a token; empty if it has none.
-__device__ __forceinline__ Span request_of(const DecayInputs& in, int64_t token, int64_t* request) {
+__device__ __forceinline__ Span request_of(const Inputs& in, int64_t token, int64_t* request) {
   int64_t low = 0, high = in.requests;
   const auto offset = [&](int64_t q) { return clamped_offset(in.cu_seqlens, q, in.tokens); };
   while (low < high) {
@@ -64,7 +64,7 @@ __device__ __forceinline__ Span request_of(const DecayInputs& in, int64_t token,
 __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constant__ DecayGradSums sums) {
   __shared__ double shared[kThreads];
   __shared__ int resets[kThreads];
-  const DecayInputs& in = sums.in;
+  const Inputs& in = sums.in;
   const int segment = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
   const int64_t begin = segment * sums.segment_tokens;
   int64_t end = begin + sums.segment_tokens;
@@ -155,8 +155,8 @@ ChunkTensor part_of(ChunkTensor x, int64_t first, int32_t dtype) {
 
 }  // namespace
 
-int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& target, Workspace& ws) {
-  const DecayInputs& in = args.in;
+int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
+  const Inputs& in = args.in;
   const int64_t R = in.key_width, V = in.value_width, state_floats = R * V;
   const int64_t group = in.heads / in.kv_heads;
   const auto stream = static_cast<cudaStream_t>(target.stream);
@@ -329,4 +329,4 @@ int launch_decay_grad(const CausalLinearDecayGradArgs& args, const CudaTarget& t
   return cudaGetLastError();
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

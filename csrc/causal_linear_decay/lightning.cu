@@ -6,12 +6,10 @@
 #include "core/chunk_scan.h"
 #include "core/op.h"
 
-namespace leanfleet {
+namespace leanfleet::causal_linear_decay {
 
-namespace {}  // namespace
-
-int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws) {
-  const DecayInputs& in = args.in;
+int launch_lightning(const Args& args, const CudaTarget& target, Workspace& ws) {
+  const Inputs& in = args.in;
   const int64_t state_floats = in.key_width * in.value_width;
   ChunkScan scan = {};
   scan.dtype = in.dtype;
@@ -74,4 +72,4 @@ int launch_lightning(const CausalLinearDecayArgs& args, const CudaTarget& target
   return cudaSuccess;
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

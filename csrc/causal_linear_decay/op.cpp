@@ -17,12 +17,12 @@
 #include "core/cuda_target.h"
 #endif
 
-LEANFLEET_CPU_FUNCTION(int64_t, decay_forward_scratch, (const DecayForwardPlan& plan))
-LEANFLEET_CPU_FUNCTION(void, decay_forward, (const DecayForwardPlan& plan, DecayPhase phase, int64_t index, float* scratch))
-LEANFLEET_CPU_FUNCTION(int64_t, decay_backward_scratch, (const DecayBackwardPlan& plan))
-LEANFLEET_CPU_FUNCTION(void, decay_backward, (const DecayBackwardPlan& plan, DecayPhase phase, int64_t index, float* scratch))
+namespace leanfleet::causal_linear_decay {
 
-namespace leanfleet {
+LEANFLEET_CPU_FUNCTION(int64_t, forward_scratch, (const ForwardPlan& plan))
+LEANFLEET_CPU_FUNCTION(void, run_forward, (const ForwardPlan& plan, Phase phase, int64_t index, float* scratch))
+LEANFLEET_CPU_FUNCTION(int64_t, backward_scratch, (const BackwardPlan& plan))
+LEANFLEET_CPU_FUNCTION(void, run_backward, (const BackwardPlan& plan, Phase phase, int64_t index, float* scratch))
 
 namespace {
 
@@ -41,8 +41,8 @@ static_assert(int(forward::kDimB) == backward::kDimB && int(forward::kDimH) == b
               int(forward::kDimN) == backward::kDimN && int(forward::kDimR) == backward::kDimR &&
               int(forward::kDimHkv) == backward::kDimHkv && int(forward::kDimDv) == backward::kDimDv);
 
-DecayInputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
-  DecayInputs in = {};
+Inputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
+  Inputs in = {};
   in.query = call.inputs[forward::kQuery].data;
   in.key = call.inputs[forward::kKey].data;
   in.value = call.inputs[forward::kValue].data;
@@ -79,8 +79,8 @@ Status check_state_size(const Call& call) {
 }
 
 #ifdef LEANFLEET_CUDA
-// Launches count blocks in 32 bits.
-Status check_cuda_size(const Call& call, const DecayInputs& in) {
+// Launches count CTAs in 32 bits.
+Status check_cuda_size(const Call& call, const Inputs& in) {
   const auto refuse = [&](const char* what, int64_t count) {
     return call.unsupported(std::string("query has ") + what + " = " + std::to_string(count) +
                             "; on CUDA it is less than 2^31, larger calls run on the CPU");
@@ -165,14 +165,14 @@ struct Tokens {
   int64_t begin, end;
 };
 
-Tokens tokens_of(const DecayInputs& in, int64_t request) {
+Tokens tokens_of(const Inputs& in, int64_t request) {
   if (in.cu_seqlens == nullptr) return {0, in.tokens};
   const int64_t begin = clamped_offset(in.cu_seqlens, request, in.tokens);
   return {begin, std::max(begin, clamped_offset(in.cu_seqlens, request + 1, in.tokens))};
 }
 
 // Whether every token belongs to a request.
-bool covers_all_tokens(const DecayInputs& in) {
+bool covers_all_tokens(const Inputs& in) {
   int64_t covered = 0;
   for (int64_t q = 0; q < in.requests; ++q) {
     const Tokens tokens = tokens_of(in, q);
@@ -200,18 +200,18 @@ struct Cost {
 // cheapest cut into equal items is taken; packed requests are thought of as equal, and none gets an item of more
 // than half a thread's share.
 template <class CostOf>
-Cut cut_for(const DecayInputs& in, bool packed, int64_t threads, int64_t max_ranges, CostOf cost_of) {
+Cut cut_for(const Inputs& in, bool packed, int64_t threads, int64_t max_ranges, CostOf cost_of) {
   const int64_t heads = in.requests * in.kv_heads, length = packed ? ceil_div(in.tokens, in.requests) : in.tokens;
-  const int64_t blocks = ceil_div(in.value_width, kDecayColumns);
+  const int64_t blocks = ceil_div(in.value_width, kRangeColumns);
   Cut cut = {};
   double best = 0.0;
   for (int64_t ranges = 1; ranges <= std::min(blocks, max_ranges); ++ranges) {
-    const int64_t width = ceil_div(blocks, ranges) * kDecayColumns;
+    const int64_t width = ceil_div(blocks, ranges) * kRangeColumns;
     if ((ranges - 1) * width >= in.value_width) continue;
     const Cost cost = cost_of(std::min(width, in.value_width));
     for (int64_t wave = 0; wave <= (packed ? 0 : 4); ++wave) {
       const int64_t wanted = std::min(threads * wave / (heads * ranges), length / kMinPieceTokens);
-      const int64_t tokens = round_up(ceil_div(length, std::max<int64_t>(wanted, 1)), kDecayChunk);
+      const int64_t tokens = round_up(ceil_div(length, std::max<int64_t>(wanted, 1)), kChunkTokens);
       const int64_t pieces = ceil_div(length, tokens);
       double time = double(ceil_div(heads * ranges * pieces, threads)) * double(tokens) * cost.scan;
       if (pieces > 1)
@@ -226,7 +226,7 @@ Cut cut_for(const DecayInputs& in, bool packed, int64_t threads, int64_t max_ran
   }
   if (packed) {
     const int64_t share = ceil_div(in.tokens * in.kv_heads * cut.ranges, 2 * threads);
-    cut.piece_tokens = round_up(std::max(2 * kMinPieceTokens, share), kDecayChunk);
+    cut.piece_tokens = round_up(std::max(2 * kMinPieceTokens, share), kChunkTokens);
   }
   // A request longer than piece_tokens, and only such a one, is cut, into fewer than 2 length / piece_tokens pieces.
   if (cut.piece_tokens < in.tokens)
@@ -238,7 +238,7 @@ Cut cut_for(const DecayInputs& in, bool packed, int64_t threads, int64_t max_ran
 
 // The pieces of all requests, in order; returns their number. Offsets that overlap may ask for more slots than there
 // are: requests that find none left stay whole.
-int64_t cut_requests(const DecayInputs& in, const Cut& cut, DecayPiece* pieces, int64_t* slots) {
+int64_t cut_requests(const Inputs& in, const Cut& cut, RequestPiece* pieces, int64_t* slots) {
   int64_t count = 0;
   *slots = 0;
   for (int64_t q = 0; q < in.requests; ++q) {
@@ -249,7 +249,7 @@ int64_t cut_requests(const DecayInputs& in, const Cut& cut, DecayPiece* pieces, 
       pieces[count++] = {q, batch, tokens.begin, tokens.end, -1, true, true};
       continue;
     }
-    const int64_t size = round_up(ceil_div(length, parts), kDecayChunk);
+    const int64_t size = round_up(ceil_div(length, parts), kChunkTokens);
     for (int64_t begin = tokens.begin; begin < tokens.end; begin += size)
       pieces[count++] = {
           q, batch, begin, std::min(begin + size, tokens.end), (*slots)++, begin == tokens.begin, begin + size >= tokens.end};
@@ -269,31 +269,25 @@ void run_items(Threads& threads, int64_t items, int64_t workers, F&& body) {
 template <class Plan, class Run>
 void run_phases(const Plan& plan, Threads& threads, int64_t pieces, int64_t slots, int64_t ranges, int64_t workers,
                 float* scratch, int64_t scratch_floats, Run run) {
-  const DecayInputs& in = plan.args.in;
-  const auto phase = [&](DecayPhase which, int64_t items) {
+  const Inputs& in = plan.args.in;
+  const auto phase = [&](Phase which, int64_t items) {
     run_items(threads, items, workers,
               [&](int64_t index, int64_t worker) { run(plan, which, index, scratch + worker * scratch_floats); });
   };
   if (slots > 0) {
-    phase(DecayPhase::kReduce, pieces * in.kv_heads * ranges);
-    phase(DecayPhase::kCombine, pieces * in.kv_heads * ceil_div(in.key_width, kDecayChunk));
+    phase(Phase::kReduce, pieces * in.kv_heads * ranges);
+    phase(Phase::kCombine, pieces * in.kv_heads * ceil_div(in.key_width, kChunkTokens));
   }
-  phase(DecayPhase::kScan, pieces * in.kv_heads * ranges);
+  phase(Phase::kScan, pieces * in.kv_heads * ranges);
 }
 
-int64_t workers_for(const DecayInputs& in, int64_t threads, int64_t items, double cost) {
+int64_t workers_for(const Inputs& in, int64_t threads, int64_t items, double cost) {
   const double total = cost * double(in.tokens) * double(in.batch * in.kv_heads);
   return std::clamp<int64_t>(static_cast<int64_t>(total / kMinWorkerCost), 1, std::min(threads, items));
 }
 
-}  // namespace
-
-namespace causal_linear_decay {
-
-namespace {
-
-CausalLinearDecayArgs make_args(const Call& call) {
-  CausalLinearDecayArgs args = {};
+Args make_args(const Call& call) {
+  Args args = {};
   args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f);
   args.algorithm = static_cast<int32_t>(call.attrs[kAttrAlgorithm].i);
   args.normalize = call.attrs[kAttrNormalize].i != 0;
@@ -318,7 +312,7 @@ Status check_values(const Call& call, bool strict) {
 }
 
 // Rows of a pool [state_rows, row_floats] that no request names, from the initial to the final one. named: scratch.
-void keep_other_rows(const CausalLinearDecayArgs& args, Threads& threads, const float* from, float* to, int64_t row_floats,
+void keep_other_rows(const Args& args, Threads& threads, const float* from, float* to, int64_t row_floats,
                      const uint8_t* named) {
   if (to == nullptr || from == to) return;
   parallel_for(threads, args.state_rows, [&](int64_t row) {
@@ -328,10 +322,10 @@ void keep_other_rows(const CausalLinearDecayArgs& args, Threads& threads, const 
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  DecayForwardPlan plan = {};
+  ForwardPlan plan = {};
   plan.args = make_args(call);
-  const CausalLinearDecayArgs& args = plan.args;
-  const DecayInputs& in = args.in;
+  const Args& args = plan.args;
+  const Inputs& in = args.in;
   const int64_t group = in.heads / in.kv_heads, threads = target.threads->count();
   const auto cost_of = [&](int64_t columns) -> Cost {
     const double update = double(columns) * double(in.key_width) + 8.0 * double(in.key_width) + 40.0;
@@ -343,9 +337,9 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   plan.range_width = cut.range_width;
   const int64_t items = cut.max_pieces * in.kv_heads * cut.ranges, state_heads = cut.max_slots * in.kv_heads;
   const int64_t workers = workers_for(in, threads, items, cost_of(in.value_width).scan);
-  const int64_t scratch_floats = round_up(select_decay_forward_scratch()(plan), 64);
+  const int64_t scratch_floats = round_up(select_forward_scratch()(plan), 64);
   float* scratch = ws.scratch<float>(workers * scratch_floats);
-  DecayPiece* pieces = ws.scratch<DecayPiece>(cut.max_pieces);
+  RequestPiece* pieces = ws.scratch<RequestPiece>(cut.max_pieces);
   plan.slots.state = ws.scratch<float>(state_heads * in.key_width * in.value_width);
   plan.slots.norm = ws.scratch<float>(args.normalize ? state_heads * in.key_width : 0);
   plan.slots.kept = ws.scratch<double>(state_heads);
@@ -372,13 +366,13 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   }
   if (copies_norm) plan.norms = norms;
   if (in.cu_seqlens != nullptr && !covers_all_tokens(in)) zero(call.outputs[kOutOutput]);
-  run_phases(plan, *target.threads, count, slots, cut.ranges, workers, scratch, scratch_floats, select_decay_forward());
+  run_phases(plan, *target.threads, count, slots, cut.ranges, workers, scratch, scratch_floats, select_run_forward());
   return {};
 }
 
 #ifdef LEANFLEET_CUDA
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  const CausalLinearDecayArgs args = make_args(call);
+  const Args args = make_args(call);
   LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
   int algorithm = args.algorithm;
   if (algorithm == kAlgorithmAuto) algorithm = fastest_algorithm(args.in, args.normalize, target.sm_count);
@@ -403,14 +397,16 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
-}  // namespace causal_linear_decay
+}  // namespace leanfleet::causal_linear_decay
 
-namespace causal_linear_decay_grad {
+namespace leanfleet::causal_linear_decay_grad {
 
 namespace {
 
-CausalLinearDecayGradArgs make_args(const Call& call) {
-  CausalLinearDecayGradArgs args = {};
+using namespace causal_linear_decay;  // what the two operators share; names of this one come first
+
+GradArgs make_args(const Call& call) {
+  GradArgs args = {};
   args.in = inputs_of(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f);
   args.grad_output = call.inputs[kGradOutput].data;
   args.initial_state = call.inputs[kInitialState].as<const float>();
@@ -432,25 +428,25 @@ Status check_values(const Call& call, bool strict) {
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  DecayBackwardPlan plan = {};
+  BackwardPlan plan = {};
   plan.args = make_args(call);
-  const CausalLinearDecayGradArgs& args = plan.args;
-  const DecayInputs& in = args.in;
+  const GradArgs& args = plan.args;
+  const Inputs& in = args.in;
   const int64_t group = in.heads / in.kv_heads, threads = target.threads->count();
   const double product = double(in.key_width) * double(in.value_width);
   const Cost cost = {(3.0 + 2.0 * double(group)) * product, (1.0 + double(group)) * product};
   const Cut cut = cut_for(in, call.inputs[kCuSeqlens].present(), threads, 1, [&](int64_t) { return cost; });
-  const int64_t state_floats = in.key_width * round_up(in.value_width, 2 * kDecayColumns);
-  const int64_t chunks = ceil_div(cut.max_piece_tokens, kDecayChunk);
+  const int64_t state_floats = in.key_width * round_up(in.value_width, 2 * kRangeColumns);
+  const int64_t chunks = ceil_div(cut.max_piece_tokens, kChunkTokens);
   const int64_t even = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(chunks))));
-  plan.span_chunks = std::min(chunks, std::max({even, kSpanFloats / state_floats, kDecayChunk}));
+  plan.span_chunks = std::min(chunks, std::max({even, kSpanFloats / state_floats, kChunkTokens}));
   plan.spans = ceil_div(chunks, plan.span_chunks);
 
   const int64_t state_heads = cut.max_slots * in.kv_heads, state = in.key_width * in.value_width;
   const int64_t workers = workers_for(in, threads, cut.max_pieces * in.kv_heads, cost.scan);
-  const int64_t scratch_floats = round_up(select_decay_backward_scratch()(plan), 64);
+  const int64_t scratch_floats = round_up(select_backward_scratch()(plan), 64);
   float* scratch = ws.scratch<float>(workers * scratch_floats);
-  DecayPiece* pieces = ws.scratch<DecayPiece>(cut.max_pieces);
+  RequestPiece* pieces = ws.scratch<RequestPiece>(cut.max_pieces);
   plan.slots.state = ws.scratch<float>(state_heads * state);
   plan.slots.grad = ws.scratch<float>(state_heads * state);
   plan.slots.kept = ws.scratch<double>(state_heads);
@@ -466,7 +462,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
     for (int output : {kOutGradQuery, kOutGradKey, kOutGradValue}) zero(call.outputs[output]);
     if (args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
   }
-  run_phases(plan, *target.threads, count, slots, 1, workers, scratch, scratch_floats, select_decay_backward());
+  run_phases(plan, *target.threads, count, slots, 1, workers, scratch, scratch_floats, select_run_backward());
   for (int64_t head = 0; head < in.kv_heads && per_head; ++head) {
     double total = 0.0;
     for (int64_t piece = 0; piece < count; ++piece) total += decay_sums[piece * in.kv_heads + head];
@@ -477,9 +473,9 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 
 #ifdef LEANFLEET_CUDA
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  const CausalLinearDecayGradArgs args = make_args(call);
+  const GradArgs args = make_args(call);
   LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
-  return cuda_status(call, "launching the kernels", launch_decay_grad(args, target, ws));
+  return cuda_status(call, "launching the kernels", launch_grad(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
@@ -489,6 +485,4 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
-}  // namespace causal_linear_decay_grad
-
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay_grad

@@ -14,7 +14,7 @@
 #include "core/mma.cuh"
 #include "core/op.h"
 
-namespace leanfleet {
+namespace leanfleet::causal_linear_decay {
 
 namespace {
 
@@ -56,7 +56,7 @@ __device__ __forceinline__ void store_four(T* to, float4 x) {
 
 template <class T>
 struct Tile {
-  const CausalLinearDecayArgs& args;
+  const Args& args;
   const Layout& layout;
   int group, request, head, column;             // head of key and value; first column
   int64_t begin, end;                           // tokens
@@ -66,10 +66,10 @@ struct Tile {
   float *query_factor, *key_factor, *decay, *total, *output, *sums;  // output [group][partials][tile][columns]
   char* raw;
 
-  __device__ __forceinline__ Tile(const CausalLinearDecayArgs& args, const Layout& layout, char* shared)
+  __device__ __forceinline__ Tile(const Args& args, const Layout& layout, char* shared)
       : args(args), layout(layout),
         group(static_cast<int>(static_cast<uint32_t>(args.in.heads) / static_cast<uint32_t>(args.in.kv_heads))) {
-    const DecayInputs& in = args.in;
+    const Inputs& in = args.in;
     const uint32_t kv_heads = static_cast<uint32_t>(in.kv_heads);
     const uint32_t head_block = blockIdx.x / static_cast<uint32_t>(layout.blocks_of_columns);
     column = static_cast<int>(blockIdx.x - head_block * static_cast<uint32_t>(layout.blocks_of_columns)) << layout.column_shift;
@@ -107,7 +107,7 @@ struct Tile {
   // key (1) and the value (2).
   template <class F>
   __device__ __forceinline__ void for_each_row(F&& body) const {
-    const DecayInputs& in = args.in;
+    const Inputs& in = args.in;
     const int width = static_cast<int>(in.key_width);
     for (int g = 0; g < group; ++g)
       body(query_rows + g * in.query_strides.head, in.query_strides.token, width, layout.row_shift, 0);
@@ -134,7 +134,7 @@ struct Tile {
 
   // The tile at `first` as float32 with the decay's factors; returns its tokens. All threads of the CTA call it.
   __device__ __forceinline__ int unpack(int64_t first, int buffer) const {
-    const DecayInputs& in = args.in;
+    const Inputs& in = args.in;
     const int tokens = static_cast<int>(end - first < layout.tile ? end - first : layout.tile);
     if (threadIdx.x < 32) {
       const int t = threadIdx.x;
@@ -194,7 +194,7 @@ struct Tile {
 
   // Writes the tile's outputs: partial ones added up, divided by their sums with normalize.
   __device__ __forceinline__ void write(int64_t first, int tokens) const {
-    const DecayInputs& in = args.in;
+    const Inputs& in = args.in;
     const int width = value_width(), slice = layout.tile << layout.column_shift;
     for (int g = 0; g < group; ++g) {
       T* const rows = output_rows + g * in.output_strides.head + first * in.output_strides.token;
@@ -247,8 +247,7 @@ struct Tile {
 // The row recurrence (LD section 3.1.2): a thread has 4 columns of 4 * kQuads rows of the state in registers.
 template <class T, int kQuads, bool kNormalize>
 __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
-    CausalDotProductKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ Layout layout,
-                           uint32_t* tickets) {
+    CausalDotProductKernel(const __grid_constant__ Args args, const __grid_constant__ Layout layout, uint32_t* tickets) {
   extern __shared__ __align__(16) char shared[];
   __shared__ int last;
   const Tile<T> tile(args, layout, shared);
@@ -418,7 +417,7 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
 // kRows of the ranks for 32 columns, a lane's prefixes l_r stay in registers; the warps' sums are added in order.
 template <class T, int kRows, bool kNormalize>
 __global__ void __launch_bounds__(512)
-    FleetKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ Layout layout, uint32_t* tickets) {
+    FleetKernel(const __grid_constant__ Args args, const __grid_constant__ Layout layout, uint32_t* tickets) {
   extern __shared__ __align__(16) char shared[];
   __shared__ int last;
   const Tile<T> tile(args, layout, shared);
@@ -491,26 +490,26 @@ __global__ void __launch_bounds__(512)
 }
 
 template <class Kernel>
-cudaError_t launch(Kernel kernel, const CausalLinearDecayArgs& args, const Layout& layout, int threads, size_t shared,
-                   const CudaTarget& target, uint32_t* tickets) {
-  const int64_t blocks = args.in.requests * args.in.kv_heads * layout.blocks_of_columns;
+cudaError_t launch(Kernel kernel, const Args& args, const Layout& layout, int threads, size_t shared, const CudaTarget& target,
+                   uint32_t* tickets) {
+  const int64_t ctas = args.in.requests * args.in.kv_heads * layout.blocks_of_columns;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
-  kernel<<<static_cast<unsigned>(blocks), threads, shared, static_cast<cudaStream_t>(target.stream)>>>(args, layout, tickets);
+  kernel<<<static_cast<unsigned>(ctas), threads, shared, static_cast<cudaStream_t>(target.stream)>>>(args, layout, tickets);
   return cudaGetLastError();
 }
 
 template <class T>
-bool rows_of_16_bytes(const CausalLinearDecayArgs& args) {
-  const DecayInputs& in = args.in;
+bool rows_of_16_bytes(const Args& args) {
+  const Inputs& in = args.in;
   bool whole = (in.key_width * sizeof(T)) % 16 == 0 && (in.value_width * sizeof(T)) % 16 == 0;
   for (const void* data : {in.query, in.key, in.value}) whole &= reinterpret_cast<uintptr_t>(data) % 16 == 0;
   return whole;
 }
 
 template <class T>
-cudaError_t launch_for(const CausalLinearDecayArgs& args, const CudaTarget& target, uint32_t* tickets, bool fleet) {
-  const DecayInputs& in = args.in;
+cudaError_t launch_for(const Args& args, const CudaTarget& target, uint32_t* tickets, bool fleet) {
+  const Inputs& in = args.in;
   const int group = static_cast<int>(in.heads / in.kv_heads), R = static_cast<int>(in.key_width);
   const int V = static_cast<int>(in.value_width), quads = R > 256 ? 4 : 2;
   Layout layout = {};
@@ -566,7 +565,7 @@ cudaError_t launch_for(const CausalLinearDecayArgs& args, const CudaTarget& targ
 
 }  // namespace
 
-int keep_other_states(const CausalLinearDecayArgs& args, const CudaTarget& target) {
+int keep_other_states(const Args& args, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const auto keep = [&](const float* from, float* to, int64_t row_floats) -> cudaError_t {
     if (to == nullptr || to == from) return cudaSuccess;
@@ -578,11 +577,11 @@ int keep_other_states(const CausalLinearDecayArgs& args, const CudaTarget& targe
   return error == cudaSuccess ? keep(args.initial_norm, args.final_norm, args.in.key_width) : error;
 }
 
-int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaTarget& target, Workspace& ws) {
-  const DecayInputs& in = args.in;
+int launch_recurrence(const Args& args, bool fleet, const CudaTarget& target, Workspace& ws) {
+  const Inputs& in = args.in;
   uint32_t* const tickets = ws.sync<uint32_t>(args.normalize ? in.requests * in.kv_heads : 0);
-  const bool few = decay_decode_fits(args), many = !few && decay_rows_fit(args);
-  if (ws.counting()) return many ? launch_decay_rows(args, target, ws) : cudaSuccess;
+  const bool few = decode_fits(args), many = !few && rows_fit(args);
+  if (ws.counting()) return many ? launch_rows(args, target, ws) : cudaSuccess;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   cudaError_t error = cudaSuccess;
   if (args.state_index != nullptr) error = static_cast<cudaError_t>(keep_other_states(args, target));
@@ -592,8 +591,8 @@ int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaT
         static_cast<size_t>(in.batch * in.heads * in.tokens * in.value_width * element_size(static_cast<DType>(in.dtype))),
         stream);
   if (error != cudaSuccess) return error;
-  if (few) return launch_decay_decode(args, target);
-  if (many) return launch_decay_rows(args, target, ws);
+  if (few) return launch_decode(args, target);
+  if (many) return launch_rows(args, target, ws);
   switch (static_cast<DType>(in.dtype)) {
     case DType::kFloat32: return launch_for<float>(args, target, tickets, fleet);
     case DType::kFloat16: return launch_for<__half>(args, target, tickets, fleet);
@@ -601,4 +600,4 @@ int launch_recurrence(const CausalLinearDecayArgs& args, bool fleet, const CudaT
   }
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

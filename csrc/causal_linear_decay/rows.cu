@@ -3,13 +3,13 @@
 
 #include "causal_linear_decay/rows.cuh"
 
-namespace leanfleet {
+namespace leanfleet::causal_linear_decay {
 
 namespace {
 
-using decay_rows::RowsPlan;
+using rows::RowsPlan;
 
-RowsPlan plan_of(const CausalLinearDecayArgs& args, int sm_count) {
+RowsPlan plan_of(const Args& args, int sm_count) {
   const RecurrenceSplit split = recurrence_split(shape_of(args.in, sm_count));
   RowsPlan plan = {};
   plan.column_blocks = static_cast<int>(ceil_div(args.in.value_width, split.columns));
@@ -19,14 +19,14 @@ RowsPlan plan_of(const CausalLinearDecayArgs& args, int sm_count) {
 
 }  // namespace
 
-bool decay_rows_fit(const CausalLinearDecayArgs& args) {
-  const DecayInputs& in = args.in;
+bool rows_fit(const Args& args) {
+  const Inputs& in = args.in;
   return !args.normalize && in.key_width <= kRecurrenceMaxKeyWidth && in.requests * in.heads > 0 &&
          !(args.carries_state && in.heads > in.kv_heads);
 }
 
-int launch_decay_rows(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws) {
-  const DecayInputs& in = args.in;
+int launch_rows(const Args& args, const CudaTarget& target, Workspace& ws) {
+  const Inputs& in = args.in;
   RowsPlan plan = plan_of(args, target.sm_count);
   const int64_t slots = plan.segments > 1 ? in.requests * in.kv_heads * plan.segments : 0;
   plan.slots = ws.scratch<float>(slots * in.key_width * in.value_width);
@@ -34,10 +34,10 @@ int launch_decay_rows(const CausalLinearDecayArgs& args, const CudaTarget& targe
   if (ws.counting()) return cudaSuccess;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   switch (static_cast<DType>(in.dtype)) {
-    case DType::kFloat32: return decay_rows::launch_typed<float>(args, plan, stream);
-    case DType::kFloat16: return decay_rows::launch_typed<__half>(args, plan, stream);
-    default: return decay_rows::launch_typed<__nv_bfloat16>(args, plan, stream);
+    case DType::kFloat32: return rows::launch_typed<float>(args, plan, stream);
+    case DType::kFloat16: return rows::launch_typed<__half>(args, plan, stream);
+    default: return rows::launch_typed<__nv_bfloat16>(args, plan, stream);
   }
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

@@ -29,9 +29,7 @@
 #include "core/mma.cuh"
 #include "core/op.h"
 
-namespace leanfleet {
-
-namespace decay_rows {
+namespace leanfleet::causal_linear_decay::rows {
 
 using namespace tile;
 
@@ -54,7 +52,7 @@ struct RowsPlan {
 
 // The warps that compute, and how a CTA's shared memory is cut. All sizes in floats.
 template <int kRankWarps, int kColumnWarps>
-struct BlockShape {
+struct CtaShape {
   static constexpr int kRanks = 32 * kRankWarps, kColumns = 32 * kColumnWarps;
   static constexpr int kTile = kRankWarps <= 4 ? 32 : kRankWarps == 8 ? 16 : 4;  // tokens
   static constexpr int kKeys = kTile * kRanks;                                   // after the queries, then the values
@@ -78,7 +76,7 @@ struct BlockShape {
 };
 
 // The staging warps and the others meet here, each in code of their own.
-__device__ __forceinline__ void block_barrier(int threads) { asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); }
+__device__ __forceinline__ void cta_barrier(int threads) { asm volatile("barrier.sync 1, %0;" ::"r"(threads) : "memory"); }
 
 // 16 bytes, or zeros. A predicate, not a branch: many of these are on their way at once.
 __device__ __forceinline__ uint4 load_or_zero(const void* from, bool load) {
@@ -177,8 +175,8 @@ struct Part {
   int64_t request, batch, begin, end;  // tokens
 };
 
-__device__ __forceinline__ Part part_of(const DecayInputs& in, int64_t unit, int columns, int column_blocks, int segments,
-                                        int tile, bool sums_only) {
+__device__ __forceinline__ Part part_of(const Inputs& in, int64_t unit, int columns, int column_blocks, int segments, int tile,
+                                        bool sums_only) {
   Part part;
   const int heads = static_cast<int>(sums_only ? in.kv_heads : in.heads), group = static_cast<int>(in.heads / in.kv_heads);
   part.column = static_cast<int>(unit % column_blocks) * columns;
@@ -199,7 +197,7 @@ __device__ __forceinline__ Part part_of(const DecayInputs& in, int64_t unit, int
 }
 
 // Row of the state pool, or -1.
-__device__ __forceinline__ int64_t state_row(const CausalLinearDecayArgs& args, int64_t request) {
+__device__ __forceinline__ int64_t state_row(const Args& args, int64_t request) {
   const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;
   return row < 0 || row >= args.state_rows ? -1 : row;
 }
@@ -207,9 +205,9 @@ __device__ __forceinline__ int64_t state_row(const CausalLinearDecayArgs& args, 
 // What the state is before a segment, from the sums of those before it; what the first pass puts there. each(f) calls
 // f(element of the state, its place) for a thread's elements.
 template <class Each>
-__device__ __forceinline__ void begin_segment(const CausalLinearDecayArgs& args, const Part& part, float* slots,
-                                              const float* decays, int segments, bool sums_only, Each&& each) {
-  const DecayInputs& in = args.in;
+__device__ __forceinline__ void begin_segment(const Args& args, const Part& part, float* slots, const float* decays,
+                                              int segments, bool sums_only, Each&& each) {
+  const Inputs& in = args.in;
   const int64_t row = state_row(args, part.request), size = in.key_width * in.value_width;
   const float* const initial =
       args.initial_state != nullptr && row >= 0 ? args.initial_state + (row * in.kv_heads + part.kv_head) * size : nullptr;
@@ -230,9 +228,9 @@ __device__ __forceinline__ void begin_segment(const CausalLinearDecayArgs& args,
 }
 
 template <class Each>
-__device__ __forceinline__ void end_segment(const CausalLinearDecayArgs& args, const Part& part, float* slots, int segments,
-                                            bool sums_only, Each&& each) {
-  const DecayInputs& in = args.in;
+__device__ __forceinline__ void end_segment(const Args& args, const Part& part, float* slots, int segments, bool sums_only,
+                                            Each&& each) {
+  const Inputs& in = args.in;
   const int64_t row = state_row(args, part.request), size = in.key_width * in.value_width;
   if (sums_only) {
     slots += ((part.request * in.kv_heads + part.kv_head) * segments + part.segment + 1) * size;
@@ -244,7 +242,7 @@ __device__ __forceinline__ void end_segment(const CausalLinearDecayArgs& args, c
   }
 }
 
-__device__ __forceinline__ float load_log_decay(const DecayInputs& in, const Part& part, int64_t token, bool there) {
+__device__ __forceinline__ float load_log_decay(const Inputs& in, const Part& part, int64_t token, bool there) {
   if (!there || in.log_decay == nullptr) return 0.0f;
   return in.decay_per_token ? __ldg(in.log_decay + part.batch * in.decay_strides.batch + part.kv_head * in.decay_strides.head +
                                     token * in.decay_strides.token)
@@ -285,12 +283,12 @@ __device__ __forceinline__ TileDecay tile_decay(float log_decay, float scale, in
 
 // The warps that bring tiles to shared memory and write outputs.
 template <class Shape, class T, bool kVectors>
-__device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, const RowsPlan& plan, const Part& part,
-                                            bool sums_only, float* shared, int thread) {
+__device__ __forceinline__ void stage_tiles(const Args& args, const RowsPlan& plan, const Part& part, bool sums_only,
+                                            float* shared, int thread) {
   using Rows = typename Shape::template Rows<T>;
   constexpr int kTile = Shape::kTile, kVec = Rows::kVec, kHalves = kVec / 4;
   constexpr int kCount = Rows::kCount, kStep = Rows::kStep, kValueCount = Rows::kValueCount;
-  const DecayInputs& in = args.in;
+  const Inputs& in = args.in;
   const int lane = thread % 32;
   const int columns = static_cast<int>(in.value_width) - part.column, R = static_cast<int>(in.key_width);
   const int key_token = thread / Rows::kLanes, key_at = thread % Rows::kLanes * kVec;
@@ -414,7 +412,7 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
     put(0);
     if (tiles > 1) fetch(1);
   }
-  block_barrier(Shape::kThreads);
+  cta_barrier(Shape::kThreads);
   for (int tile = 0; tile < tiles; ++tile) {
     up[2] = up[1], up[1] = up[0];
     if (tile + 1 < tiles) {
@@ -422,7 +420,7 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
       if (tile + 2 < tiles) fetch(tile + 2);
     }
     if (tile > 0) write(tile - 1);
-    block_barrier(Shape::kThreads);
+    cta_barrier(Shape::kThreads);
   }
   up[2] = up[1];
   if (tiles > 0) write(tiles - 1);
@@ -431,12 +429,12 @@ __device__ __forceinline__ void stage_tiles(const CausalLinearDecayArgs& args, c
 }
 
 template <class T, int kRankWarps, int kColumnWarps>
-__global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads, kRankWarps <= 4 ? 2 : 1)
-    DecayRowsKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ RowsPlan plan, bool sums_only) {
-  using Shape = BlockShape<kRankWarps, kColumnWarps>;
+__global__ void __launch_bounds__(CtaShape<kRankWarps, kColumnWarps>::kThreads, kRankWarps <= 4 ? 2 : 1)
+    RowsKernel(const __grid_constant__ Args args, const __grid_constant__ RowsPlan plan, bool sums_only) {
+  using Shape = CtaShape<kRankWarps, kColumnWarps>;
   constexpr int kTile = Shape::kTile;
   extern __shared__ __align__(16) float shared[];
-  const DecayInputs& in = args.in;
+  const Inputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
   const Part part = part_of(in, blockIdx.x, Shape::kColumns, plan.column_blocks, plan.segments, kTile, sums_only);
   const int length = static_cast<int>(part.end - part.begin), tiles = ceil_div(length, kTile);
@@ -469,7 +467,7 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
 
   const float* const staged = shared + (sizeof(T) == 4 ? first_row : first_row / 2);
   const float* const staged_values = shared + 2 * Shape::kKeys + mine;
-  block_barrier(Shape::kThreads);
+  cta_barrier(Shape::kThreads);
   for (int tile = 0; tile < tiles; ++tile) {
     const int left = length - tile * kTile, tokens = left < kTile ? left : kTile;
     const float* const query = staged + (tile & 1) * Shape::kStaged;
@@ -545,7 +543,7 @@ __global__ void __launch_bounds__(BlockShape<kRankWarps, kColumnWarps>::kThreads
     };
     if (sums_only) walk_by(std::true_type{});
     else walk_by(std::false_type{});
-    block_barrier(Shape::kThreads);
+    cta_barrier(Shape::kThreads);
   }
   end_segment(args, part, plan.slots, plan.segments, sums_only, each);
 }
@@ -563,8 +561,7 @@ union Pair {
 // kVectors: rows of query and key begin and end at 16 bytes; kPairs: values and outputs can be taken two columns at once.
 template <class T, int kRanks, bool kVectors, bool kPairs>
 __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
-    DecayNarrowKernel(const __grid_constant__ CausalLinearDecayArgs args, const __grid_constant__ RowsPlan plan, int64_t units,
-                      bool sums_only) {
+    NarrowKernel(const __grid_constant__ Args args, const __grid_constant__ RowsPlan plan, int64_t units, bool sums_only) {
   constexpr int kVec = 16 / sizeof(T), kPieces = kRanks > kVec ? kRanks / kVec : 1;
   constexpr int kBatch = sizeof(T) == 4 && kRanks > 8 ? 8 : 16;  // tokens whose values are on their way
   constexpr int kPitch = 2 * kRanks + 4;                         // keys, queries; no two lanes of a store meet in a bank
@@ -572,7 +569,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int64_t unit = static_cast<int64_t>(blockIdx.x) * kNarrowWarps + warp;
   if (unit >= units) return;
-  const DecayInputs& in = args.in;
+  const Inputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
   const Part part = part_of(in, unit, kRecurrenceNarrowColumns, plan.column_blocks, plan.segments, kNarrowTile, sums_only);
   const int column = part.column + 2 * lane, left = V - column;
@@ -704,7 +701,6 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
 
 // Compiled by rows_launch.cu.in, a source file a type.
 template <class T>
-cudaError_t launch_typed(const CausalLinearDecayArgs& args, RowsPlan plan, cudaStream_t stream);
+cudaError_t launch_typed(const Args& args, RowsPlan plan, cudaStream_t stream);
 
-}  // namespace decay_rows
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay::rows

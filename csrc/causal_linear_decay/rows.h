@@ -4,13 +4,13 @@
 
 #include "causal_linear_decay/causal_linear_decay.h"
 
-namespace leanfleet {
+namespace leanfleet::causal_linear_decay {
 
-bool decay_rows_fit(const CausalLinearDecayArgs& args);
-int launch_decay_rows(const CausalLinearDecayArgs& args, const CudaTarget& target, Workspace& ws);
+bool rows_fit(const Args& args);
+int launch_rows(const Args& args, const CudaTarget& target, Workspace& ws);
 
 // Few tokens a request, any number of requests.
-bool decay_decode_fits(const CausalLinearDecayArgs& args);
-int launch_decay_decode(const CausalLinearDecayArgs& args, const CudaTarget& target);
+bool decode_fits(const Args& args);
+int launch_decode(const Args& args, const CudaTarget& target);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::causal_linear_decay

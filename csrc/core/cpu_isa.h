@@ -19,35 +19,31 @@ bool cpu_has_bfloat16();
 
 }  // namespace leanfleet
 
-// LEANFLEET_CPU_FUNCTION(declaration, name): declares `name` in every build's namespace and defines
-// select_name(), which returns the one for this processor. `declaration` is written with the name, without a
-// semicolon: LEANFLEET_CPU_FUNCTION(void, attend, (const Call& call, float* out)).
+// LEANFLEET_CPU_FUNCTION(result, name, parameters), in the operator's namespace: declares `name` in the namespace of every
+// build and defines select_name(), which returns the one for this processor:
+// LEANFLEET_CPU_FUNCTION(void, attend, (const Args& args, float* out)).
 #if defined(LEANFLEET_X86)
 #define LEANFLEET_CPU_FUNCTION(result, name, parameters) \
-  namespace leanfleet::baseline {                        \
+  namespace baseline {                                   \
   result name parameters;                                \
   }                                                      \
-  namespace leanfleet::avx2 {                            \
+  namespace avx2 {                                       \
   result name parameters;                                \
   }                                                      \
-  namespace leanfleet::avx512 {                          \
+  namespace avx512 {                                     \
   result name parameters;                                \
   }                                                      \
-  namespace leanfleet {                                  \
   inline auto select_##name() -> result(*) parameters {  \
     switch (cpu_isa()) {                                 \
       case Isa::kAvx512: return avx512::name;            \
       case Isa::kAvx2: return avx2::name;                \
       default: return baseline::name;                    \
     }                                                    \
-  }                                                      \
   }
 #else
-#define LEANFLEET_CPU_FUNCTION(result, name, parameters)                         \
-  namespace leanfleet::baseline {                                                \
-  result name parameters;                                                        \
-  }                                                                              \
-  namespace leanfleet {                                                          \
-  inline auto select_##name() -> result(*) parameters { return baseline::name; } \
-  }
+#define LEANFLEET_CPU_FUNCTION(result, name, parameters) \
+  namespace baseline {                                   \
+  result name parameters;                                \
+  }                                                      \
+  inline auto select_##name() -> result(*) parameters { return baseline::name; }
 #endif

@@ -1,10 +1,10 @@
 // A vector of floats for CPU kernels, as wide as the instruction set that this file is compiled for.
 //
 // A CPU kernel's source file is compiled once per instruction set (see csrc/CMakeLists.txt) with LEANFLEET_ISA set
-// to its name; everything in such a file stands in namespace leanfleet::LEANFLEET_ISA, so that no function compiled
-// for a newer processor can be linked in place of one for an older. For the same reason these files use no standard
-// library templates and no header with inline functions outside that namespace (core/op.h has some): what they take
-// is plain structs and pointers.
+// to its name; everything in such a file stands in namespace leanfleet::<operator>::LEANFLEET_ISA, and what is here in
+// leanfleet::LEANFLEET_ISA, so that no function compiled for a newer processor can be linked in place of one for an
+// older. For the same reason these files use no standard library templates and no header with inline functions outside
+// such namespaces (core/op.h has some): what they take is plain structs and pointers.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@
 #error "a CPU kernel is compiled through leanfleet_cpu_kernels() in csrc/CMakeLists.txt, which sets LEANFLEET_ISA"
 #endif
 
-namespace leanfleet::LEANFLEET_ISA {
+namespace leanfleet {
+inline namespace LEANFLEET_ISA {
 
 #if defined(__AVX512F__)
 constexpr int kLanes = 16;
@@ -241,4 +242,5 @@ inline void convert(const From* in, To* out, int64_t n) {
   for (; i < n; ++i) out[i] = from_float<To>(to_float(in[i]));
 }
 
-}  // namespace leanfleet::LEANFLEET_ISA
+}  // namespace LEANFLEET_ISA
+}  // namespace leanfleet

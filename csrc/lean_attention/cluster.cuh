@@ -7,7 +7,7 @@
 
 #include "lean_attention/device.cuh"
 
-namespace leanfleet {
+namespace leanfleet::lean_attention {
 
 constexpr int kMaxCluster = 16;
 
@@ -68,7 +68,7 @@ struct ClusterShare {
   int first_row;
   int index, count;  // of the contributors
 };
-__device__ __forceinline__ ClusterShare cluster_share(int width, LeanSpan rows, const LeanSegment& segment) {
+__device__ __forceinline__ ClusterShare cluster_share(int width, Span rows, const Segment& segment) {
   const int row_chunks = width / 4, chunks = (rows.end - rows.begin) * row_chunks;
   return {row_chunks, chunks,        small_quotient(chunks + segment.count - 1, segment.count),
           rows.begin, segment.index, segment.count};
@@ -87,7 +87,7 @@ __device__ __forceinline__ void send_part(const ClusterInbox& inbox, const Clust
 
 // By `warps` warps. Lanes next to each other have the parts of a chunk, in the order of their ranges.
 template <class T>
-__device__ __forceinline__ void merge_in_cluster(const LeanAttentionArgs& args, const LeanUnit& unit, const ClusterInbox& inbox,
+__device__ __forceinline__ void merge_in_cluster(const Args& args, const Unit& unit, const ClusterInbox& inbox,
                                                  const ClusterShare& share, int warp, int warps) {
   const int lane = threadIdx.x % 32, count = share.count, first = share.index * share.size;
   const int mine = clamp(share.chunks - first, 0, share.size);
@@ -150,7 +150,7 @@ int clusters_at_once(const void* kernel, const cudaLaunchConfig_t& config) {
 // CTAs of a cluster for a plan with equal_parts, which then has as many; 1: clusters are not worth it. Sets the launch's grid
 // and its attribute, of which config points to one. fewer: a part of the SMs will do if ranges are short.
 template <class Tag>
-int choose_cluster(const void* kernel, LeanPlan& plan, const LeanAttentionArgs& args, bool fewer, cudaLaunchConfig_t& config) {
+int choose_cluster(const void* kernel, Plan& plan, const Args& args, bool fewer, cudaLaunchConfig_t& config) {
   config.attrs->id = cudaLaunchAttributeClusterDimension;
   config.attrs->val.clusterDim.y = config.attrs->val.clusterDim.z = 1;
   // Where it is refused, clusters of more than 8 do not fit.
@@ -174,10 +174,10 @@ int choose_cluster(const void* kernel, LeanPlan& plan, const LeanAttentionArgs& 
   if (parts > 1) {
     plan.equal_parts = parts;
     plan.equal_halved = true;
-    plan.max_ranges = lean_min(plan.max_ranges / parts, clusters_at_once<Tag>(kernel, config)) * parts;
+    plan.max_ranges = min32(plan.max_ranges / parts, clusters_at_once<Tag>(kernel, config)) * parts;
   }
   config.gridDim.x = plan.max_ranges;
   return parts;
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::lean_attention

@@ -8,7 +8,7 @@
 #include "core/simd.h"
 #include "lean_attention/schedule.h"
 
-namespace leanfleet::LEANFLEET_ISA {
+namespace leanfleet::lean_attention::LEANFLEET_ISA {
 
 namespace {
 
@@ -25,7 +25,7 @@ bool whole(int64_t width) { return width % kPad == 0; }  // rows so wide are rea
 
 // The keys and values of a tile, without those on pages outside the pool.
 struct Tile {
-  LeanSpan span;        // positions
+  Span span;            // positions
   int32_t n;            // keys
   bool gaps;            // n < span.end - span.begin
   const void** keys;    // [key_tile + kPad] their addresses; beyond n the last one is repeated
@@ -50,7 +50,7 @@ struct Scratch {
 };
 
 // Cuts `base` into the buffers above; returns the bytes taken. base may be null.
-int64_t carve(const LeanAttentionArgs& args, char* base, Scratch* scratch) {
+int64_t carve(const Args& args, char* base, Scratch* scratch) {
   const int64_t rows = padded(args.plan.row_tile), keys = padded(args.plan.key_tile);
   const int64_t d = padded(args.key_width), dv = padded(args.value_width);
   int64_t used = 0;
@@ -220,8 +220,8 @@ void fill(float* out, int64_t n, float value) {
 
 // A row [D] of query or key after the rotary embedding of its position.
 template <class T>
-void rotate(const LeanAttentionArgs& args, int32_t position, const T* in, T* out) {
-  const int64_t half = args.rotary_half, at = lean_min(position, args.rotary_positions - 1) * half;
+void rotate(const Args& args, int32_t position, const T* in, T* out) {
+  const int64_t half = args.rotary_half, at = min32(position, args.rotary_positions - 1) * half;
   const float *cosines = args.cos_cache + at, *sines = args.sin_cache + at;
   const int64_t step = args.rotary_interleaved ? 2 : 1, other = args.rotary_interleaved ? 1 : half;
   int64_t i = 0;
@@ -262,7 +262,7 @@ template <>
 constexpr bool kIsWords<Words> = true;
 // Whether a call with many rows runs on words. Widths are then so that keys and values are whole vectors of words.
 template <class T>
-bool on_words(const LeanAttentionArgs& args, int32_t rows);
+bool on_words(const Args& args, int32_t rows);
 
 #if defined(__AVX512F__)
 inline Vec dot_words(Vec a, Vec b, Vec sum) {  // named in assembler: this file is compiled for processors without it too
@@ -290,7 +290,7 @@ inline void pair_up(const BFloat16* a, const BFloat16* b, float* out, int64_t n)
   }
 }
 template <>
-bool on_words<BFloat16>(const LeanAttentionArgs& args, int32_t rows) {
+bool on_words<BFloat16>(const Args& args, int32_t rows) {
   return args.bfloat16_products && rows > kDotRows && args.key_width % (2 * kLanes) == 0 && args.value_width % kLanes == 0;
 }
 #else
@@ -300,7 +300,7 @@ inline void to_words(float*, int64_t) {}
 inline void pair_up(const BFloat16*, const BFloat16*, float*, int64_t) {}
 #endif
 template <class T>
-bool on_words(const LeanAttentionArgs&, int32_t) {
+bool on_words(const Args&, int32_t) {
   return false;
 }
 
@@ -548,18 +548,18 @@ void products_with_strips(const float* query, int64_t d, int32_t rows, int64_t d
                           float* scores, int64_t score_stride) {
   const int64_t strip_size = padded(depth) * kStrip;
   for (int32_t k = 0; k < n; k += kStrip) {
-    const int64_t width = lean_min(round_up(n - k, kLanes), kStrip);
+    const int64_t width = min32(round_up(n - k, kLanes), kStrip);
     product(query, d, rows, RowsApart<T>{strips + k / kStrip * strip_size, kStrip}, width, static_cast<int32_t>(depth),
             scores + k, score_stride, nullptr, kNothing);
   }
 }
 
 // What a product of query and key is multiplied by to become a logit in base 2, or the argument of softcap's tanh.
-float logit_factor(const LeanAttentionArgs& args) { return args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E; }
+float logit_factor(const Args& args) { return args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E; }
 
 // Fills `tile` with the keys and values at positions `span` of a request.
 template <class T>
-void find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan span, Tile* tile) {
+void find_rows(const Args& args, const Unit& unit, Span span, Tile* tile) {
   const T* keys = static_cast<const T*>(args.append ? args.key_cache_out : args.key_cache);
   const T* values = static_cast<const T*>(args.append ? args.value_cache_out : args.value_cache);
   keys += unit.head * args.key_strides.head;
@@ -574,10 +574,10 @@ void find_rows(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan spa
     }
     n += count;
   };
-  if (args.cache_kind == kLeanPaged) {
+  if (args.cache_kind == kPaged) {
     for (int32_t position = span.begin; position < span.end;) {
       const int32_t page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + position / args.block];
-      const int32_t first = position % args.block, count = lean_min(args.block - first, span.end - position);
+      const int32_t first = position % args.block, count = min32(args.block - first, span.end - position);
       if (page >= 0 && page < args.num_pages)
         add(keys + page * args.key_strides.page + first * key_token,
             values + page * args.value_strides.page + first * value_token, count, position);
@@ -607,7 +607,7 @@ int32_t keys_before(const Tile& tile, int32_t position) {
 }
 
 // The online softmax of a tile: scores become weights; maximum, sum and factor are brought up to date.
-void online_softmax(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, int32_t first_row, int32_t rows,
+void online_softmax(const Args& args, const Unit& unit, const Tile& tile, int32_t first_row, int32_t rows,
                     const Scratch& scratch) {
   const int64_t stride = padded(args.plan.key_tile);
   const int32_t n_padded = round_up(tile.n, kLanes);
@@ -616,7 +616,7 @@ void online_softmax(const LeanAttentionArgs& args, const LeanUnit& unit, const T
     float* scores = scratch.scores + r * stride;
     if (args.softcap > 0)
       for (int32_t k = 0; k < n_padded; k += kLanes) store(scores + k, args.softcap * kLog2E * tanh(load(scores + k)));
-    const LeanSpan seen = lean_token_keys(args, unit.request, (first_row + r) / args.group);
+    const Span seen = token_keys(args, unit.request, (first_row + r) / args.group);
     const int32_t begin = keys_before(tile, seen.begin);
     const int32_t end = keys_before(tile, seen.end);
     if (begin > 0) fill(scores, begin, -infinity);
@@ -647,8 +647,8 @@ void online_softmax(const LeanAttentionArgs& args, const LeanUnit& unit, const T
 
 // `next` is the tile after this one; its keys are fetched meanwhile.
 template <class T>
-void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile& tile, const Tile& next, int32_t first_row,
-                 int32_t rows, const Scratch& scratch) {
+void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Tile& next, int32_t first_row, int32_t rows,
+                 const Scratch& scratch) {
   const int64_t d = padded(args.key_width), dv = padded(args.value_width);
   const int64_t stride = padded(args.plan.key_tile);
   const int32_t n = tile.n;
@@ -661,7 +661,7 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
   // Keys whose width is no multiple of a vector are copied, so that no load goes beyond the buffer.
   if (!whole_keys) {
     for (int32_t k = 0; k < n; ++k) to_floats(keys[k], scratch.keys + k * d, args.key_width, d, 1.0f);
-    for (int32_t k = 0; k < n + kLanes; ++k) tile.keys[k] = scratch.keys + lean_min(k, n - 1) * d;
+    for (int32_t k = 0; k < n + kLanes; ++k) tile.keys[k] = scratch.keys + min32(k, n - 1) * d;
   }
   const RowsAt<float> copied_keys{tile.keys};
   Ahead in_keys{tile.keys, n, key_bytes, tile.values, n, value_bytes, kAheadBytes / key_bytes};
@@ -708,15 +708,15 @@ void attend_tile(const LeanAttentionArgs& args, const LeanUnit& unit, const Tile
 }
 
 // Element offsets of a packed row: token = row / group of query head `head * group + row % group`.
-int64_t row_offset(const LeanAttentionArgs& args, const Strides& strides, const LeanUnit& unit, int32_t row) {
+int64_t row_offset(const Args& args, const Strides& strides, const Unit& unit, int32_t row) {
   return unit.b * strides.batch + (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head +
          row / args.group * strides.token;
 }
 
 // output [rows, Dv] / sum, and lse, after the sink has joined.
 template <class T>
-void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first_row, int32_t rows, const float* output,
-                const float* maximum, const float* sum) {
+void write_rows(const Args& args, const Unit& unit, int32_t first_row, int32_t rows, const float* output, const float* maximum,
+                const float* sum) {
   const float infinity = __builtin_inff();
   for (int32_t r = 0; r < rows; ++r) {
     const int32_t row = first_row + r;
@@ -737,7 +737,7 @@ void write_rows(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
 }
 
 template <class T>
-void write_padding(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan rows) {
+void write_padding(const Args& args, const Unit& unit, Span rows) {
   for (int32_t row = rows.begin; row < rows.end; ++row) {
     T* at = static_cast<T*>(args.output) + row_offset(args, args.output_strides, unit, row);
     std::memset(at, 0, args.value_width * sizeof(T));
@@ -746,8 +746,8 @@ void write_padding(const LeanAttentionArgs& args, const LeanUnit& unit, LeanSpan
 }
 
 template <class T>
-void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const LeanSegment& segment, Scratch& scratch) {
-  const LeanSpan all = lean_unit_rows(args, unit.row_tile);
+void attend_segment(const Args& args, const Unit& unit, const Segment& segment, Scratch& scratch) {
+  const Span all = unit_rows(args, unit.row_tile);
   const int32_t end = clamp(args.group * unit.request.tokens, all.begin, all.end);
   const int32_t rows = end - all.begin;
   if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
@@ -770,12 +770,12 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
   fill(scratch.maximum, padded(rows), -__builtin_inff());
   fill(scratch.sum, rows, 0.0f);
 
-  const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
+  const Span keys = unit_keys(args, unit.request, unit.row_tile);
   const auto find = [&](int32_t tile, Tile* found) {
     const int32_t first = tile * args.plan.key_tile;
     const int32_t last = keys.end - first < args.plan.key_tile ? keys.end : first + args.plan.key_tile;
     found->n = 0;
-    if (tile < segment.tiles.end) find_rows<T>(args, unit, {lean_max(first, keys.begin), last}, found);
+    if (tile < segment.tiles.end) find_rows<T>(args, unit, {max32(first, keys.begin), last}, found);
   };
   find(segment.tiles.begin, &scratch.tiles[segment.tiles.begin % 2]);
   for (int32_t tile = segment.tiles.begin; tile < segment.tiles.end; ++tile) {
@@ -797,8 +797,8 @@ void attend_segment(const LeanAttentionArgs& args, const LeanUnit& unit, const L
 
 // Joins the partial results of a unit in the order of its contributors.
 template <class T>
-void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t first, int32_t count, const Scratch& scratch) {
-  const LeanSpan all = lean_unit_rows(args, unit.row_tile);
+void merge_unit(const Args& args, const Unit& unit, int32_t first, int32_t count, const Scratch& scratch) {
+  const Span all = unit_rows(args, unit.row_tile);
   const int32_t rows = clamp(args.group * unit.request.tokens, all.begin, all.end) - all.begin;
   const int64_t dv = padded(args.value_width);
   const float infinity = __builtin_inff();
@@ -806,12 +806,12 @@ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
   for (int32_t r = 0; r < rows; ++r) {
     float top = -infinity, total = 0.0f;
     for (int32_t i = 0; i < count; ++i) {
-      const float other = args.partial_max[static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r];
+      const float other = args.partial_max[static_cast<int64_t>(slot_of(first, i)) * args.plan.row_tile + r];
       top = other > top ? other : top;
     }
     const float base = top == -infinity ? 0.0f : top;
     for (int32_t i = 0; i < count; ++i) {
-      const int64_t row = static_cast<int64_t>(lean_slot(first, i)) * args.plan.row_tile + r;
+      const int64_t row = static_cast<int64_t>(slot_of(first, i)) * args.plan.row_tile + r;
       const float factor = exp2(args.partial_max[row] - base);
       const float* part = args.partial_output + row * args.value_width;
       float* output = scratch.output + r * dv;
@@ -825,42 +825,42 @@ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int32_t fir
 }
 
 template <class T>
-void attend_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, Scratch& scratch) {
-  const int64_t end = lean_range_begin(work, ranges, range + 1);
-  LeanUnit unit = lean_locate(args, args.work_prefix, lean_range_begin(work, ranges, range));
+void attend_range(const Args& args, int64_t work, int32_t ranges, int32_t range, Scratch& scratch) {
+  const int64_t end = range_begin(work, ranges, range + 1);
+  Unit unit = locate(args, args.work_prefix, range_begin(work, ranges, range));
   for (;;) {
-    const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
+    const Segment segment = segment_of(args, unit, work, ranges, range);
     if (segment.contributes) attend_segment<T>(args, unit, segment, scratch);
-    if (lean_unit_end(args, unit) >= end) return;
-    lean_next_unit(args, unit);
+    if (unit_end(args, unit) >= end) return;
+    next_unit(args, unit);
   }
 }
 
 // Only the last unit that a range begins can go on in the next one.
 template <class T>
-void merge_range(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, const Scratch& scratch) {
-  const int64_t end = lean_range_begin(work, ranges, range + 1);
-  const LeanUnit unit = lean_locate(args, args.work_prefix, end - 1);
-  const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
+void merge_range(const Args& args, int64_t work, int32_t ranges, int32_t range, const Scratch& scratch) {
+  const int64_t end = range_begin(work, ranges, range + 1);
+  const Unit unit = locate(args, args.work_prefix, end - 1);
+  const Segment segment = segment_of(args, unit, work, ranges, range);
   if (segment.contributes && segment.index == 0 && segment.count > 1) merge_unit<T>(args, unit, range, segment.count, scratch);
 }
 
 // Writes the new keys and values of a request and head to their positions.
 template <class T>
-void append_rows(const LeanAttentionArgs& args, int32_t b, int32_t head) {
-  const LeanRequest request = lean_request(args, b);
+void append_rows(const Args& args, int32_t b, int32_t head) {
+  const Request request = request_of(args, b);
   const T* keys = static_cast<const T*>(args.new_key) + b * args.new_key_strides.batch + head * args.new_key_strides.head;
   const T* values =
       static_cast<const T*>(args.new_value) + b * args.new_value_strides.batch + head * args.new_value_strides.head;
   for (int32_t i = 0; i < request.tokens; ++i) {
     const int32_t position = request.keys - request.tokens + i;
     int64_t page = 0, token = static_cast<int64_t>(request.start) + position;
-    if (args.cache_kind == kLeanPaged) {
+    if (args.cache_kind == kPaged) {
       page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + position / args.block];
       if (page < 0 || page >= args.num_pages) continue;
       token = position % args.block;
     }
-    const auto offset = [&](const LeanCacheStrides& to) {
+    const auto offset = [&](const CacheStrides& to) {
       return b * to.batch + head * to.head + page * to.page + token * to.token;
     };
     T* const key = static_cast<T*>(args.key_cache_out) + offset(args.key_strides);
@@ -874,18 +874,18 @@ void append_rows(const LeanAttentionArgs& args, int32_t b, int32_t head) {
 
 }  // namespace
 
-void lean_append(const LeanAttentionArgs& args, int32_t b, int32_t head) {
+void append_head(const Args& args, int32_t b, int32_t head) {
   if (args.dtype == 0) append_rows<float>(args, b, head);
   if (args.dtype == 1) append_rows<Half>(args, b, head);
   if (args.dtype == 2) append_rows<BFloat16>(args, b, head);
 }
 
-int64_t lean_thread_scratch(const LeanAttentionArgs& args) {
+int64_t thread_scratch_bytes(const Args& args) {
   Scratch scratch;
   return carve(args, nullptr, &scratch);
 }
 
-void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
+void attend(const Args& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
   Scratch scratch;
   carve(args, thread_scratch, &scratch);
   if (args.dtype == 0) attend_range<float>(args, work, ranges, range, scratch);
@@ -893,7 +893,7 @@ void lean_attend(const LeanAttentionArgs& args, int64_t work, int32_t ranges, in
   if (args.dtype == 2) attend_range<BFloat16>(args, work, ranges, range, scratch);
 }
 
-void lean_merge(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
+void merge(const Args& args, int64_t work, int32_t ranges, int32_t range, char* thread_scratch) {
   Scratch scratch;
   carve(args, thread_scratch, &scratch);
   if (args.dtype == 0) merge_range<float>(args, work, ranges, range, scratch);
@@ -901,4 +901,4 @@ void lean_merge(const LeanAttentionArgs& args, int64_t work, int32_t ranges, int
   if (args.dtype == 2) merge_range<BFloat16>(args, work, ranges, range, scratch);
 }
 
-}  // namespace leanfleet::LEANFLEET_ISA
+}  // namespace leanfleet::lean_attention::LEANFLEET_ISA

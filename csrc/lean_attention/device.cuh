@@ -13,7 +13,7 @@
 #include "lean_attention/lean_attention.h"
 #include "lean_attention/schedule.h"
 
-namespace leanfleet {
+namespace leanfleet::lean_attention {
 
 using namespace tile;
 
@@ -71,8 +71,8 @@ struct Rotation {
   int half;
   bool interleaved;
 };
-__device__ __forceinline__ Rotation rotation_at(const LeanAttentionArgs& args, int position) {
-  const int64_t at = static_cast<int64_t>(lean_min(position, args.rotary_positions - 1)) * args.rotary_half;
+__device__ __forceinline__ Rotation rotation_at(const Args& args, int position) {
+  const int64_t at = static_cast<int64_t>(min32(position, args.rotary_positions - 1)) * args.rotary_half;
   return {args.cos_cache + at, args.sin_cache + at, args.rotary_half, args.rotary_interleaved};
 }
 
@@ -178,29 +178,29 @@ __device__ __forceinline__ int warp_find(P size, P end, P position, P& before) {
   return beyond == 0 ? -1 : lane;
 }
 
-// A range of the line of work and the unit that holds its first position. P: see lean_range_begin.
+// A range of the line of work and the unit that holds its first position. P: see range_begin.
 template <class P>
-struct LeanRange {
+struct Range {
   P work, begin, end;
   int32_t ranges, index;
   int32_t parts;  // all units are equal and so many ranges each; 0: they are not
-  LeanUnit unit;
+  Unit unit;
 };
 
 // A pair of (request, query tile): the request, the tiles of keys, and the work of one head.
 template <class P>
-struct LeanPair {
-  LeanRequest request;
-  LeanSpan tiles;
+struct Pair {
+  Request request;
+  Span tiles;
   P work;
 };
 template <class P>
-__device__ __forceinline__ LeanPair<P> lean_pair(const LeanAttentionArgs& args, int index, int row_tiles) {
-  LeanPair<P> pair = {{0, 0, 0}, {0, 0}, 0};
+__device__ __forceinline__ Pair<P> pair_of(const Args& args, int index, int row_tiles) {
+  Pair<P> pair = {{0, 0, 0}, {0, 0}, 0};
   if (index >= args.batch * row_tiles) return pair;
-  pair.request = lean_request(args, index / row_tiles);
-  pair.tiles = lean_unit_tiles(args, pair.request, index % row_tiles);
-  pair.work = static_cast<P>(lean_unit_work(args, pair.tiles));
+  pair.request = request_of(args, index / row_tiles);
+  pair.tiles = unit_tiles(args, pair.request, index % row_tiles);
+  pair.work = static_cast<P>(unit_work(args, pair.tiles));
   return pair;
 }
 
@@ -216,28 +216,27 @@ __device__ __forceinline__ int token_of_row(int row, int group) {
   return row < (1 << 20) ? small_quotient(row, group) : row / group;
 }
 
-// The rest of locate_range where all units are equal and a request has one query tile: what lean_range_begin and
-// lean_locate come to, with less arithmetic between the lengths and the first copy. tiles < 2^20.
+// The rest of locate_range where all units are equal and a request has one query tile: what range_begin and
+// locate come to, with less arithmetic between the lengths and the first copy. tiles < 2^20.
 template <class P>
-__device__ __forceinline__ bool locate_equal(const LeanAttentionArgs& args, const LeanPair<P>& mine, int tiles, int units,
-                                             LeanRange<P>& range) {
+__device__ __forceinline__ bool locate_equal(const Args& args, const Pair<P>& mine, int tiles, int units, Range<P>& range) {
   range.ranges = units * range.parts;
   if (range.index >= range.ranges) return false;
-  const int of_unit = lean_max(tiles, 1);
+  const int of_unit = max32(tiles, 1);
   const int index = small_quotient(range.index, range.parts), part = range.index - index * range.parts;
   const int whole = small_quotient(of_unit, range.parts), rest = of_unit - whole * range.parts;
   const P before = static_cast<P>(of_unit) * index;
   range.work = static_cast<P>(of_unit) * units;
   range.begin = before + part * whole + small_quotient(part * rest, range.parts);
   range.end = before + (part + 1) * whole + small_quotient((part + 1) * rest, range.parts);
-  LeanUnit& unit = range.unit;
+  Unit& unit = range.unit;
   unit.b = small_quotient(index, args.kv_heads);
   unit.head = index - unit.b * args.kv_heads;
   unit.row_tile = 0;
   unit.position = static_cast<int64_t>(before);
   if (args.batch > 32) {
-    unit.request = lean_request(args, unit.b);
-    unit.tiles = lean_unit_tiles(args, unit.request, 0);
+    unit.request = request_of(args, unit.b);
+    unit.tiles = unit_tiles(args, unit.request, 0);
     return true;
   }
   unit.request.start = __shfl_sync(kFullWarp, mine.request.start, unit.b);
@@ -248,15 +247,15 @@ __device__ __forceinline__ bool locate_equal(const LeanAttentionArgs& args, cons
   return true;
 }
 
-// What lean_settle, lean_work_prefix and lean_locate do, by a warp and without memory for the prefix: lanes share the pairs of
+// What settle, fill_work_prefix and locate do, by a warp and without memory for the prefix: lanes share the pairs of
 // (request, query tile), first to add up their work, then to find the one that holds the range's first position. All
 // lanes of a warp call it and get the same answer; the plan is settled. False: there is no range of this index.
 template <class P>
-__device__ __forceinline__ bool locate_range(LeanAttentionArgs& args, int index, int row_tiles, LeanRange<P>& range) {
+__device__ __forceinline__ bool locate_range(Args& args, int index, int row_tiles, Range<P>& range) {
   const int lane = threadIdx.x % 32;
   const int pairs = args.batch * row_tiles;
   const P heads = args.kv_heads;
-  LeanPair<P> mine = lean_pair<P>(args, pairs == 1 ? 0 : lane, row_tiles);
+  Pair<P> mine = pair_of<P>(args, pairs == 1 ? 0 : lane, row_tiles);
   range.index = index;
   range.parts = 0;
   if (args.plan.equal_parts > 0) {
@@ -264,15 +263,15 @@ __device__ __forceinline__ bool locate_range(LeanAttentionArgs& args, int index,
     bool equal = lane >= pairs || mine.tiles.end - mine.tiles.begin == tiles;
 #pragma unroll 1
     for (int pair = 32 + lane; pair < pairs; pair += 32) {
-      const LeanSpan span = lean_pair<P>(args, pair, row_tiles).tiles;
+      const Span span = pair_of<P>(args, pair, row_tiles).tiles;
       equal = equal && span.end - span.begin == tiles;
     }
     if (__builtin_expect(__all_sync(kFullWarp, equal), true)) {
       const int units = pairs * args.kv_heads;
-      range.parts = lean_equal_parts(args.plan, tiles);
-      lean_settle_equal(args.plan, units, range.parts);
+      range.parts = num_equal_parts(args.plan, tiles);
+      settle_equal(args.plan, units, range.parts);
       if (row_tiles == 1) return locate_equal(args, mine, tiles, units, range);
-      if (mine.work > 0) mine.work = lean_max(tiles, 1);
+      if (mine.work > 0) mine.work = max32(tiles, 1);
     }
   }
   P end = heads * mine.work;
@@ -281,26 +280,26 @@ __device__ __forceinline__ bool locate_range(LeanAttentionArgs& args, int index,
   if (pairs > 32) {
     P more = 0;
 #pragma unroll 1
-    for (int pair = 32 + lane; pair < pairs; pair += 32) more += lean_pair<P>(args, pair, row_tiles).work;
+    for (int pair = 32 + lane; pair < pairs; pair += 32) more += pair_of<P>(args, pair, row_tiles).work;
     work += heads * warp_sum(more);
   }
   range.work = work;
-  range.ranges = lean_num_ranges(args.plan, static_cast<int64_t>(work));
+  range.ranges = num_ranges(args.plan, static_cast<int64_t>(work));
   if (index >= range.ranges) return false;
-  range.begin = lean_range_begin(work, range.ranges, index);
-  range.end = lean_range_begin(work, range.ranges, index + 1);
+  range.begin = range_begin(work, range.ranges, index);
+  range.end = range_begin(work, range.ranges, index + 1);
 
   P before = 0;
   int first = 0, found = pairs > 1 ? warp_find(heads * mine.work, end, range.begin, before) : 0;
 #pragma unroll 1
   while (found < 0) {
     first += 32;
-    mine = lean_pair<P>(args, first + lane, row_tiles);
+    mine = pair_of<P>(args, first + lane, row_tiles);
     end = warp_scan(heads * mine.work);
     found = warp_find(heads * mine.work, end, range.begin, before);
   }
   const int pair = first + found;
-  LeanUnit& unit = range.unit;
+  Unit& unit = range.unit;
   unit.b = pair / row_tiles;
   unit.row_tile = 0;
   unit.request.start = __shfl_sync(kFullWarp, mine.request.start, found);
@@ -314,7 +313,7 @@ __device__ __forceinline__ bool locate_range(LeanAttentionArgs& args, int index,
     P all = 0, earlier = 0;
 #pragma unroll 1
     for (int t = lane; t < row_tiles; t += 32) {
-      const P one = lean_pair<P>(args, unit.b * row_tiles + t, row_tiles).work;
+      const P one = pair_of<P>(args, unit.b * row_tiles + t, row_tiles).work;
       all += one;
       if (t < pair - unit.b * row_tiles) earlier += one;
     }
@@ -327,11 +326,11 @@ __device__ __forceinline__ bool locate_range(LeanAttentionArgs& args, int index,
     found = -1;
 #pragma unroll 1
     for (int t = 0; found < 0; t += 32) {
-      const P one = t + lane < row_tiles ? lean_pair<P>(args, unit.b * row_tiles + t + lane, row_tiles).work : 0;
+      const P one = t + lane < row_tiles ? pair_of<P>(args, unit.b * row_tiles + t + lane, row_tiles).work : 0;
       found = warp_find(one, warp_scan(one), range.begin, before);
       unit.row_tile = t + found;
     }
-    unit.tiles = lean_unit_tiles(args, unit.request, unit.row_tile);
+    unit.tiles = unit_tiles(args, unit.request, unit.row_tile);
   }
   unit.position = static_cast<int64_t>(before);
   return true;
@@ -339,43 +338,42 @@ __device__ __forceinline__ bool locate_range(LeanAttentionArgs& args, int index,
 
 // A share of the range with its place among the unit's contributors.
 template <class P>
-__device__ __forceinline__ LeanSegment segment_of(const LeanAttentionArgs& args, const LeanRange<P>& range,
-                                                  const LeanUnit& unit, const LeanShare& share) {
-  if (range.parts == 0 || share.whole) return lean_segment_of(args, unit, share, range.work, range.ranges, range.index);
+__device__ __forceinline__ Segment segment_of(const Args& args, const Range<P>& range, const Unit& unit, const Share& share) {
+  if (range.parts == 0 || share.whole) return segment_of(args, unit, share, range.work, range.ranges, range.index);
   const int part = range.index - small_quotient(range.index, range.parts) * range.parts;
-  return {share.tiles, true, part, range.parts, lean_slot(range.index - part, part)};
+  return {share.tiles, true, part, range.parts, slot_of(range.index - part, part)};
 }
 
 // Calls body(unit, share) for every part of a unit that the range holds, in order.
 template <class P, class F>
-__device__ __forceinline__ void for_each_share(const LeanAttentionArgs& args, const LeanRange<P>& range, F&& body) {
-  LeanUnit unit = range.unit;
+__device__ __forceinline__ void for_each_share(const Args& args, const Range<P>& range, F&& body) {
+  Unit unit = range.unit;
 #pragma unroll 1
   for (;;) {
-    const LeanShare share = lean_share(args, unit, range.begin, range.end);
+    const Share share = share_of(args, unit, range.begin, range.end);
     if (share.contributes) body(unit, share);
-    if (static_cast<P>(lean_unit_end(args, unit)) >= range.end) return;
-    lean_next_unit(args, unit);
+    if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
+    next_unit(args, unit);
   }
 }
 
 // The keys that all rows with these tokens see, and those that some of them sees.
 struct RowsKeys {
-  LeanSpan common, seen;
+  Span common, seen;
 };
-__device__ __forceinline__ RowsKeys keys_of_tokens(const LeanAttentionArgs& args, const LeanRequest& request, LeanSpan tokens) {
+__device__ __forceinline__ RowsKeys keys_of_tokens(const Args& args, const Request& request, Span tokens) {
   if (tokens.begin >= tokens.end) return {{0, 0}, {0, 0}};
-  const LeanSpan first = lean_token_keys(args, request, tokens.begin);
-  const LeanSpan last = lean_token_keys(args, request, tokens.end - 1);
+  const Span first = token_keys(args, request, tokens.begin);
+  const Span last = token_keys(args, request, tokens.end - 1);
   return {{last.begin, first.end}, {first.begin, last.end}};
 }
 
 // Rows
 
 // The element at which position j of a request begins in a cache; -1 if its page is outside the pool.
-__device__ __forceinline__ int64_t cache_row(const LeanAttentionArgs& args, const LeanCacheStrides& strides, int b,
-                                             const LeanRequest& request, int head, int j) {
-  if (args.cache_kind == kLeanPaged) {
+__device__ __forceinline__ int64_t cache_row(const Args& args, const CacheStrides& strides, int b, const Request& request,
+                                             int head, int j) {
+  if (args.cache_kind == kPaged) {
     const int page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j / args.block];
     if (static_cast<unsigned>(page) >= static_cast<unsigned>(args.num_pages)) return -1;
     return page * strides.page + head * strides.head + j % args.block * strides.token;
@@ -386,7 +384,7 @@ __device__ __forceinline__ int64_t cache_row(const LeanAttentionArgs& args, cons
 // Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row. kRope: keys after their
 // rotary embedding, by chunks of 16 bytes.
 template <class T, class Chunk, bool kRope = false>
-__device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t warp, int64_t warps) {
+__device__ __noinline__ void append_all(const Args& args, int64_t warp, int64_t warps) {
   constexpr int kPerChunk = sizeof(Chunk) / sizeof(T);
   const int lane = threadIdx.x % 32;
   const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads;
@@ -395,7 +393,7 @@ __device__ __noinline__ void append_all(const LeanAttentionArgs& args, int64_t w
     const int64_t of_batch = row / args.kv_heads;
     const int head = static_cast<int>(row - of_batch * args.kv_heads);
     const int b = static_cast<int>(of_batch / args.tokens), token = static_cast<int>(of_batch % args.tokens);
-    const LeanRequest request = lean_request(args, b);
+    const Request request = request_of(args, b);
     if (token >= request.tokens) continue;
 #pragma unroll 1
     for (int kind = 0; kind < 2; ++kind) {
@@ -431,8 +429,8 @@ struct AppendedChunk {
   bool exists;
 };
 template <class T, bool kRope>
-__device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& args, const LeanUnit& unit, int position,
-                                                      bool value, int column) {
+__device__ __forceinline__ AppendedChunk append_chunk(const Args& args, const Unit& unit, int position, bool value,
+                                                      int column) {
   const int token = position - (unit.request.keys - unit.request.tokens);
   // Not a reference to one of two members: the arguments would get an address, and a copy in local memory.
   const auto pick = [value](int64_t of_value, int64_t of_key) { return value ? of_value : of_key; };
@@ -443,7 +441,7 @@ __device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& a
   AppendedChunk chunk;
   if (kRope && !value) chunk.data = rotated_chunk(rotation_at(args, position), row, column);
   else chunk.data = *reinterpret_cast<const uint4*>(row + column);
-  const LeanCacheStrides strides = {
+  const CacheStrides strides = {
       pick(args.value_strides.batch, args.key_strides.batch), pick(args.value_strides.page, args.key_strides.page),
       pick(args.value_strides.head, args.key_strides.head), pick(args.value_strides.token, args.key_strides.token)};
   const int64_t to = cache_row(args, strides, unit.b, unit.request, unit.head, position);
@@ -459,14 +457,14 @@ __device__ __forceinline__ AppendedChunk append_chunk(const LeanAttentionArgs& a
 struct RowPlace {
   int token, head;
 };
-__device__ __forceinline__ RowPlace row_place(const LeanAttentionArgs& args, const LeanUnit& unit, int row) {
+__device__ __forceinline__ RowPlace row_place(const Args& args, const Unit& unit, int row) {
   const int token = token_of_row(row, args.group);
   return {token, unit.head * args.group + row - token * args.group};
 }
 
 // Where a packed row of the query begins.
 template <class T>
-__device__ __forceinline__ const T* query_row(const LeanAttentionArgs& args, const LeanUnit& unit, const RowPlace& place) {
+__device__ __forceinline__ const T* query_row(const Args& args, const Unit& unit, const RowPlace& place) {
   return static_cast<const T*>(args.query) + unit.b * args.query_strides.batch + place.head * args.query_strides.head +
          place.token * args.query_strides.token;
 }
@@ -479,8 +477,7 @@ struct RowEnd {
   float factor, lse;
 };
 template <class T>
-__device__ __forceinline__ RowEnd<T> row_end(const LeanAttentionArgs& args, const LeanUnit& unit, const RowPlace& place,
-                                             float max, float sum) {
+__device__ __forceinline__ RowEnd<T> row_end(const Args& args, const Unit& unit, const RowPlace& place, float max, float sum) {
   float top = max;
   float factor = 0.0f;
   const bool padding = place.token >= unit.request.tokens;
@@ -500,15 +497,13 @@ __device__ __forceinline__ RowEnd<T> row_end(const LeanAttentionArgs& args, cons
           factor, empty ? -INFINITY : kLn2 * (top + __log2f(sum))};
 }
 
-__device__ __forceinline__ void write_lse(const LeanAttentionArgs& args, const LeanUnit& unit, const RowPlace& place,
-                                          float lse) {
+__device__ __forceinline__ void write_lse(const Args& args, const Unit& unit, const RowPlace& place, float lse) {
   args.lse[unit.b * args.lse_strides.batch + place.head * args.lse_strides.head + place.token * args.lse_strides.token] = lse;
 }
 
 // Normalises 4 elements of a packed row and writes them; the thread with the row's first elements writes lse.
 template <class T>
-__device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const LeanUnit& unit, int row, int d, float4 o,
-                                          float max, float sum) {
+__device__ __forceinline__ void write_row(const Args& args, const Unit& unit, int row, int d, float4 o, float max, float sum) {
   const RowPlace place = row_place(args, unit, row);
   const RowEnd<T> end = row_end<T>(args, unit, place, max, sum);
   if (end.factor == 0.0f) o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -517,8 +512,8 @@ __device__ __forceinline__ void write_row(const LeanAttentionArgs& args, const L
 }
 
 // Stores 4 unnormalised elements of a packed row as part of a contributor's partial result.
-__device__ __forceinline__ void write_partial(const LeanAttentionArgs& args, int slot, int row_of_tile, int d, float4 o,
-                                              float max, float sum) {
+__device__ __forceinline__ void write_partial(const Args& args, int slot, int row_of_tile, int d, float4 o, float max,
+                                              float sum) {
   const int64_t row = static_cast<int64_t>(slot) * args.plan.row_tile + row_of_tile;
   *reinterpret_cast<float4*>(args.partial_output + row * args.value_width + d) = o;
   if (d == 0) {
@@ -543,10 +538,9 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 // arrives last, and writes the rows. A warp takes 64 columns of a row; a lane reads the statistics of one contributor,
 // and 4 columns of every second one.
 template <class T>
-__device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const LeanUnit& unit, int first, int count, int warp,
-                                           int warps) {
+__device__ __forceinline__ void merge_unit(const Args& args, const Unit& unit, int first, int count, int warp, int warps) {
   constexpr int kAtOnce = 16;
-  const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+  const Span rows = unit_rows(args, unit.row_tile);
   const int lane = threadIdx.x % 32, half = lane / 16, parts_of_row = (args.value_width + 63) / 64;
   const int row_tile = args.plan.row_tile, width = args.value_width;
 #pragma unroll 1
@@ -558,7 +552,7 @@ __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const 
 #pragma unroll 1
     for (int i0 = 0; i0 < count; i0 += kAtOnce) {
       // Rows of partial results: contributor i0, then steps of two slots, less one slot after the very first.
-      const int64_t at = static_cast<int64_t>(lean_slot(first, i0)) * row_tile + row;
+      const int64_t at = static_cast<int64_t>(slot_of(first, i0)) * row_tile + row;
       const int back = i0 == 0 ? row_tile : 0;
       float part_max = -INFINITY, part_sum = 0.0f;
       if (i0 + lane % kAtOnce < count) {
@@ -600,4 +594,4 @@ __device__ __forceinline__ void merge_unit(const LeanAttentionArgs& args, const 
   }
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::lean_attention

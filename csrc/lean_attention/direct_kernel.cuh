@@ -13,7 +13,7 @@
 
 #include "lean_attention/cluster.cuh"
 
-namespace leanfleet {
+namespace leanfleet::lean_attention {
 
 constexpr int kDirectWarps = 12, kDirectThreads = 32 * kDirectWarps, kDirectRows = 8;
 constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
@@ -22,14 +22,14 @@ constexpr int direct_tokens(int width) { return kDirectWarps * 16 * 128 / width;
 
 // A segment, as all warps get it from one.
 struct DirectWork {
-  LeanUnit unit;
-  LeanSegment segment;
+  Unit unit;
+  Segment segment;
   int32_t first;              // the range that begins the unit
   int32_t begin, end;         // tokens of the segment, begin a multiple of kTokens; empty after the last segment
   int32_t cached_end;         // tokens from here to end come from new_key and new_value
   int32_t read_end;           // cached_end, or 0 if no token before it is seen
   int32_t last;               // not 0: there is no more work
-  LeanSpan seen, common;      // keys that at least one row sees, and that all rows see, padding aside
+  Span seen, common;          // keys that at least one row sees, and that all rows see, padding aside
   const char *keys, *values;  // the request's head in dense and ragged caches, the head in page 0 of paged ones
 };
 
@@ -41,7 +41,7 @@ struct DirectGrid {
 
 struct DirectLaunch {
   DirectGrid grid;
-  LeanAttentionArgs args;
+  Args args;
 };
 
 template <int kWidth>
@@ -61,7 +61,7 @@ struct alignas(16) DirectShared {
   T staged[2][3][kDirectRows][kWidth + 8];  // of two segments: the query, and the keys and values that the call appends
   DirectWork works[2];
   float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
-  LeanRange<uint32_t> range;         // of the schedule, for the first warp
+  Range<uint32_t> range;             // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
   bool more;                         // the range holds more
   bool absent[2][kDirectRows];       // staged new tokens whose page is outside the pool
@@ -82,7 +82,7 @@ struct DirectCta {
   using Tile = DirectTile<kWidth>;
   static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens;
 
-  const LeanAttentionArgs& args;
+  const Args& args;
   DirectShared<T, kWidth>& shared;
   float* const scratch;        // [kDirectWarps][rows][kScratchStride]
   const int warp, lane, rows;  // rows of a unit, padding included
@@ -99,21 +99,21 @@ struct DirectCta {
   __device__ __forceinline__ int member() const { return lane % 4; }
   __device__ __forceinline__ int first_tile(const DirectWork& work) const { return work.begin + warp * kTokens; }
 
-  __device__ __forceinline__ DirectWork work_of(const LeanUnit& unit, const LeanSegment& segment) const {
+  __device__ __forceinline__ DirectWork work_of(const Unit& unit, const Segment& segment) const {
     DirectWork work;
     work.unit = unit;
     work.segment = segment;
-    work.first = lean_first(segment);
+    work.first = first_contributor(segment);
     work.last = 0;
     const RowsKeys of_rows = keys_of_tokens(args, unit.request, {0, unit.request.tokens});
     work.seen = of_rows.seen;
     work.common = of_rows.common;
-    work.begin = lean_max(segment.tiles.begin * args.plan.key_tile, work.seen.begin / kTokens * kTokens);
-    work.end = lean_min(segment.tiles.end * args.plan.key_tile, work.seen.end);
-    work.cached_end = args.append ? lean_min(work.end, unit.request.keys - unit.request.tokens) : work.end;
-    const auto base = [&](const void* cache, const LeanCacheStrides& strides) {
+    work.begin = max32(segment.tiles.begin * args.plan.key_tile, work.seen.begin / kTokens * kTokens);
+    work.end = min32(segment.tiles.end * args.plan.key_tile, work.seen.end);
+    work.cached_end = args.append ? min32(work.end, unit.request.keys - unit.request.tokens) : work.end;
+    const auto base = [&](const void* cache, const CacheStrides& strides) {
       int64_t at = unit.head * strides.head;
-      if (args.cache_kind != kLeanPaged) at += unit.b * strides.batch + unit.request.start * strides.token;
+      if (args.cache_kind != kPaged) at += unit.b * strides.batch + unit.request.start * strides.token;
       return static_cast<const char*>(cache) + at * 2;
     };
     work.read_end = work.cached_end > work.seen.begin ? work.cached_end : 0;
@@ -125,17 +125,17 @@ struct DirectCta {
   // This CTA's only segment where all units turn out to have the same number of tiles, of which the first so many CTAs of
   // each unit take equally many, or one more. False: they have not. A lane looks at a request; batch <= kDirectBatch.
   __device__ __forceinline__ bool equal_work(const DirectGrid& grid, DirectWork& work) const {
-    LeanRequest request = lean_request(args, lane < args.batch ? lane : 0);
-    const LeanSpan seen = keys_of_tokens(args, request, {0, request.tokens}).seen;
+    Request request = request_of(args, lane < args.batch ? lane : 0);
+    const Span seen = keys_of_tokens(args, request, {0, request.tokens}).seen;
     const int key_tile = args.plan.key_tile;
     int first = seen.begin / key_tile;
     const int count = ceil_div(seen.end, key_tile) - first;
     if (args.batch > 1 && !__all_sync(kFullWarp, count == __shfl_sync(kFullWarp, count, 0))) return false;
     const int index = (blockIdx.x * grid.parts_inverse) >> 20, part = blockIdx.x - index * args.plan.equal_parts;
-    const int parts = lean_max(lean_min(args.plan.equal_parts, count / kMinRangeWork), 1);
+    const int parts = max32(min32(args.plan.equal_parts, count / kMinRangeWork), 1);
     work.last = index >= grid.units || part >= parts;
     if (work.last != 0) return true;
-    LeanUnit unit;
+    Unit unit;
     unit.b = 0;
     if (args.batch > 1) {
       unit.b = (index * grid.heads_inverse) >> 20;
@@ -150,8 +150,8 @@ struct DirectCta {
     unit.request = request;
     unit.tiles = {first, first + count};
     const int whole = small_quotient(count, parts), rest = count - whole * parts;
-    const LeanSpan mine = {first + part * whole + lean_min(part, rest), first + (part + 1) * whole + lean_min(part + 1, rest)};
-    work = work_of(unit, {mine, true, part, parts, lean_slot(index * args.plan.equal_parts, part)});
+    const Span mine = {first + part * whole + min32(part, rest), first + (part + 1) * whole + min32(part + 1, rest)};
+    work = work_of(unit, {mine, true, part, parts, slot_of(index * args.plan.equal_parts, part)});
     return true;
   }
 
@@ -177,7 +177,7 @@ struct DirectCta {
     const char* rows_from[2 * kSlices];
     const char* const base = work.keys + member() * 16;
     missing = 0;
-    if (args.cache_kind == kLeanPaged) {
+    if (args.cache_kind == kPaged) {
       missing = missing_rows;
 #pragma unroll
       for (int i = 0; i < 2 * kSlices; ++i) rows_from[i] = base + __shfl_sync(kFullWarp, key_row, 8 * i + group());
@@ -196,7 +196,7 @@ struct DirectCta {
   __device__ __forceinline__ void read_values(const DirectWork& work, int begin) {
     const char* rows_from[4 * kSlices];
     const char* const base = work.values + group() * 16;
-    if (args.cache_kind == kLeanPaged) {
+    if (args.cache_kind == kPaged) {
 #pragma unroll
       for (int i = 0; i < 4 * kSlices; ++i)
         rows_from[i] = base + __shfl_sync(kFullWarp, value_row, i / 2 * 8 + 2 * member() + i % 2);
@@ -235,7 +235,7 @@ struct DirectCta {
 
   __device__ __forceinline__ void stage_new(const DirectWork& work, int which, int thread) const {
     const int new_begin = work.unit.request.keys - work.unit.request.tokens;
-    const int from = lean_max(work.begin, new_begin), tokens = work.end - from;
+    const int from = max32(work.begin, new_begin), tokens = work.end - from;
 #pragma unroll 1
     for (int i = thread; i < 2 * tokens * kRowChunks; i += kStagingThreads) {
       const bool value = i >= tokens * kRowChunks;
@@ -281,7 +281,7 @@ struct DirectCta {
   __device__ __forceinline__ void read_first(const DirectWork& work) {
     const int tile = first_tile(work);
     if (tile >= work.read_end) return;
-    if (args.cache_kind == kLeanPaged) look_up(work, tile);
+    if (args.cache_kind == kPaged) look_up(work, tile);
     read_keys(work, tile);
     read_values(work, tile);
   }
@@ -304,7 +304,7 @@ struct DirectCta {
       const DirectWork& follows = shared.works[last ? which ^ 1 : which];
       const int following = last ? first_tile(follows) : tile + kDirectWarps * kTokens;
       const bool more = following < follows.read_end;
-      if (more && args.cache_kind == kLeanPaged) look_up(follows, following);
+      if (more && args.cache_kind == kPaged) look_up(follows, following);
       float s[kSlices][4];
       if (any) {
         if (tile + kTokens > work.cached_end && work.cached_end < end) take_new(which, tile);
@@ -362,8 +362,8 @@ struct DirectCta {
       for (int c = 0; c < 2; ++c) {
         const int row = 2 * member() + c;
         const int of_row = row < args.group ? 0 : small_quotient(row, args.group);
-        LeanSpan bounds = {0, 0};
-        if (of_row < work.unit.request.tokens) bounds = lean_token_keys(args, work.unit.request, of_row);
+        Span bounds = {0, 0};
+        if (of_row < work.unit.request.tokens) bounds = token_keys(args, work.unit.request, of_row);
 #pragma unroll
         for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
@@ -496,11 +496,11 @@ struct DirectCta {
 };
 
 template <class T, int kWidth, bool kRope>
-__global__ void __launch_bounds__(kDirectThreads, 1) LeanAttentionDirectKernel(const __grid_constant__ DirectLaunch launch) {
+__global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_constant__ DirectLaunch launch) {
   using Tile = DirectTile<kWidth>;
   using P = uint32_t;
   const DirectGrid& grid = launch.grid;
-  LeanAttentionArgs args = launch.args;  // so that the compiler knows the plan's constants
+  Args args = launch.args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = 8192 / kWidth;
   args.plan.row_tile = kDirectRows;
   args.plan.min_range_work = kMinRangeWork;
@@ -516,12 +516,12 @@ __global__ void __launch_bounds__(kDirectThreads, 1) LeanAttentionDirectKernel(c
   // By the first warp: the next part of a unit that the range holds, or that there is none.
   const auto next = [&](DirectWork& work) {
     bool more = shared.more;
-    LeanRange<P> range = shared.range;
+    Range<P> range = shared.range;
     while (more) {
-      const LeanUnit unit = range.unit;
-      const LeanShare share = lean_share(args, unit, range.begin, range.end);
-      more = static_cast<P>(lean_unit_end(args, unit)) < range.end;
-      if (more) lean_next_unit(args, range.unit);
+      const Unit unit = range.unit;
+      const Share share = share_of(args, unit, range.begin, range.end);
+      more = static_cast<P>(unit_end(args, unit)) < range.end;
+      if (more) next_unit(args, range.unit);
       if (!share.contributes) continue;
       const DirectWork found = cta.work_of(unit, segment_of(args, range, unit, share));
       __syncwarp();
@@ -565,7 +565,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) LeanAttentionDirectKernel(c
     begun = true;
     listed = false;
   } else if (warp == 0) {
-    LeanRange<P> range = {};
+    Range<P> range = {};
     const bool exists = locate_range<P>(args, blockIdx.x, 1, range);
     if (lane == 0) {
       shared.works[1].begin = shared.works[1].end = shared.works[1].cached_end = shared.works[1].read_end =
@@ -599,6 +599,6 @@ __global__ void __launch_bounds__(kDirectThreads, 1) LeanAttentionDirectKernel(c
 // args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the SMs may do.
 // Compiled by direct_launch.cu.in, a source file an instance.
 template <class T, int kWidth>
-int launch_direct(const LeanAttentionArgs& args, bool clusters, bool few_tokens, void* stream);
+int launch_direct(const Args& args, bool clusters, bool few_tokens, void* stream);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::lean_attention

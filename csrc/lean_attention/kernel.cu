@@ -12,7 +12,7 @@
 #include "lean_attention/mma_kernel.cuh"
 #include "lean_attention/wgmma_kernel.cuh"
 
-namespace leanfleet {
+namespace leanfleet::lean_attention {
 
 namespace {
 
@@ -22,14 +22,14 @@ constexpr int kFloatTokens = 32, kFloatRows = 16, kFloatWarps = 4, kFloatThreads
 
 int float_stride(int width) { return width + 4; }  // floats between tokens: 16-byte reads by 8 lanes miss no bank
 
-int float_shared_bytes(const LeanAttentionArgs& args) {
+int float_shared_bytes(const Args& args) {
   const int tile = kFloatTokens * (float_stride(args.key_width) + float_stride(args.value_width));
   return (2 * tile + kFloatRows * args.key_width) * 4 + 16;
 }
 
 template <class T>
-struct FloatKernel {
-  const LeanAttentionArgs& args;
+struct FloatCta {
+  const Args& args;
   const bool by_16_bytes;
   float* const tiles;  // [2] keys [32][key_stride] and values [32][value_stride]
   float* const query;  // [16][D]
@@ -37,7 +37,7 @@ struct FloatKernel {
 
   // Starts to load a tile; tokens outside `seen` and those without a page become 0. Returns a bit for each of the
   // latter.
-  __device__ __forceinline__ unsigned load(const LeanUnit& unit, LeanSpan seen, int begin, int buffer) const {
+  __device__ __forceinline__ unsigned load(const Unit& unit, Span seen, int begin, int buffer) const {
     const int j = begin + lane;
     const T* key = nullptr;
     const T* value = nullptr;
@@ -81,10 +81,10 @@ struct FloatKernel {
   }
 
   template <int kRows>
-  __device__ __forceinline__ void segment_rows(const LeanUnit& unit, const LeanSegment& segment) const {
-    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-    const LeanSpan seen = lean_unit_keys(args, unit.request, unit.row_tile);
-    const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+  __device__ __forceinline__ void segment_rows(const Unit& unit, const Segment& segment) const {
+    const Span rows = unit_rows(args, unit.row_tile);
+    const Span seen = unit_keys(args, unit.request, unit.row_tile);
+    const int real_rows = min32(rows.end, args.group * unit.request.tokens);
     __syncthreads();  // the previous unit's query has been read
     for (int i = threadIdx.x; i < (rows.end - rows.begin) * args.key_width; i += kFloatThreads) {
       const int row = i / args.key_width, d = i - row * args.key_width;
@@ -121,7 +121,7 @@ struct FloatKernel {
         const float4 k = *reinterpret_cast<const float4*>(keys + lane * key_stride + d);
 #pragma unroll
         for (int r = 0; r < kRows; ++r) {
-          const int row = kRows == 1 ? warp : lean_min(warp + 4 * r, rows.end - rows.begin - 1);
+          const int row = kRows == 1 ? warp : min32(warp + 4 * r, rows.end - rows.begin - 1);
           const float4 q = *reinterpret_cast<const float4*>(query + row * args.key_width + d);
           p[r] += q.x * k.x + q.y * k.y + q.z * k.z + q.w * k.w;
         }
@@ -181,16 +181,15 @@ struct FloatKernel {
       }
     }
     if (segment.count == 1) return;
-    const int first = lean_first(segment);
+    const int first = first_contributor(segment);
     if (last_to_arrive(args.tickets + first, segment.count, threadIdx.x, kFloatThreads))
       merge_unit<T>(args, unit, first, segment.count, warp, kFloatWarps);
   }
 };
 
 template <class T>
-__global__ void __launch_bounds__(kFloatThreads)
-    LeanAttentionFloatKernel(const __grid_constant__ LeanAttentionArgs launch_args, bool by_16_bytes) {
-  LeanAttentionArgs args = launch_args;
+__global__ void __launch_bounds__(kFloatThreads) FloatKernel(const __grid_constant__ Args launch_args, bool by_16_bytes) {
+  Args args = launch_args;
   args.plan.equal_parts = 0;  // the fallback for other types has the plan of their kernels
   extern __shared__ float shared[];
   const int key_stride = args.key_width + 4, value_stride = args.value_width + 4;
@@ -198,40 +197,39 @@ __global__ void __launch_bounds__(kFloatThreads)
   if (args.append)
     append_all<T, T>(launch_args, static_cast<int64_t>(blockIdx.x) * kFloatWarps + threadIdx.x / 32,
                      static_cast<int64_t>(gridDim.x) * kFloatWarps);
-  LeanRange<int64_t> range;
-  if (!locate_range(args, blockIdx.x, lean_row_tiles(args), range)) return;
-  const FloatKernel<T> kernel{
+  Range<int64_t> range;
+  if (!locate_range(args, blockIdx.x, num_row_tiles(args), range)) return;
+  const FloatCta<T> cta{
       args,       by_16_bytes, shared, query, static_cast<int>(threadIdx.x / 32), static_cast<int>(threadIdx.x % 32),
       key_stride, value_stride};
-  for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
-    const LeanSegment segment = lean_segment_of(args, unit, share, range.work, range.ranges, range.index);
-    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-    if (rows.end - rows.begin <= kFloatWarps) kernel.template segment_rows<1>(unit, segment);
-    else kernel.template segment_rows<kFloatRows / kFloatWarps>(unit, segment);
+  for_each_share(args, range, [&](const Unit& unit, const Share& share) {
+    const Segment segment = segment_of(args, unit, share, range.work, range.ranges, range.index);
+    const Span rows = unit_rows(args, unit.row_tile);
+    if (rows.end - rows.begin <= kFloatWarps) cta.template segment_rows<1>(unit, segment);
+    else cta.template segment_rows<kFloatRows / kFloatWarps>(unit, segment);
   });
 }
 
 // Appends only. Prompts: the attention then reads all keys and values from the caches, through TMA.
 template <class T>
-__global__ void __launch_bounds__(256) LeanAttentionAppendKernel(const __grid_constant__ LeanAttentionArgs args) {
+__global__ void __launch_bounds__(256) AppendKernel(const __grid_constant__ Args args) {
   append_all<T, uint4>(args, blockIdx.x * 8 + threadIdx.x / 32, gridDim.x * 8);
 }
 constexpr int kAppendApart = 64;  // new tokens
 
 template <class T>
-int launch_append(const LeanAttentionArgs& args, cudaStream_t stream) {
+int launch_append(const Args& args, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads;
-  LeanAttentionAppendKernel<T><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
+  AppendKernel<T><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
 template <class T>
-int launch_float(const LeanAttentionArgs& args, bool by_16_bytes, cudaStream_t stream) {
+int launch_float(const Args& args, bool by_16_bytes, cudaStream_t stream) {
   const int bytes = float_shared_bytes(args);
-  const cudaError_t error =
-      cudaFuncSetAttribute(LeanAttentionFloatKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = cudaFuncSetAttribute(FloatKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
   if (error != cudaSuccess) return error;
-  LeanAttentionFloatKernel<T><<<args.plan.max_ranges, kFloatThreads, bytes, stream>>>(args, by_16_bytes);
+  FloatKernel<T><<<args.plan.max_ranges, kFloatThreads, bytes, stream>>>(args, by_16_bytes);
   return cudaGetLastError();
 }
 
@@ -243,20 +241,20 @@ int code_version(int device) {
   int version = known[device % kDevices].load(std::memory_order_relaxed);
   if (version != 0) return version;
   cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, LeanAttentionFloatKernel<float>) != cudaSuccess) return 0;
+  if (cudaFuncGetAttributes(&attributes, FloatKernel<float>) != cudaSuccess) return 0;
   known[device % kDevices].store(attributes.ptxVersion, std::memory_order_relaxed);
   return attributes.ptxVersion;
 }
 
 bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
 
-int padded_width(const LeanAttentionArgs& args) {
+int padded_width(const Args& args) {
   const int width = args.key_width > args.value_width ? args.key_width : args.value_width;
   return width <= 64 ? 64 : width <= 128 ? 128 : 256;
 }
 
 // Whether units of 128 rows run on wgmma, which only code for sm_90a has.
-bool takes_wgmma(const LeanAttentionArgs& args, int device) { return padded_width(args) <= 128 && code_version(device) == 90; }
+bool takes_wgmma(const Args& args, int device) { return padded_width(args) <= 128 && code_version(device) == 90; }
 
 int greatest_common_divisor(int a, int b) {
   while (b != 0) {
@@ -269,15 +267,15 @@ int greatest_common_divisor(int a, int b) {
 
 // A map of a cache as [outer][head][row][column] for boxes of `box_tokens` rows of 64 columns or, with whole_rows, as
 // [outer][head][row][box of 64 columns][column] for all columns. False: the driver has no such function or refuses.
-bool encode_map(CUtensorMap* map, const LeanAttentionArgs& args, const void* data, const LeanCacheStrides& strides, int width,
-                int64_t elements, int box_tokens, bool whole_rows) {
+bool encode_map(CUtensorMap* map, const Args& args, const void* data, const CacheStrides& strides, int width, int64_t elements,
+                int box_tokens, bool whole_rows) {
   using Encode = decltype(&cuTensorMapEncodeTiled);
   static const auto encode = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
   if (encode == nullptr) return false;
-  const bool paged = args.cache_kind == kLeanPaged;
+  const bool paged = args.cache_kind == kPaged;
   const int64_t rows = paged ? args.block : args.capacity;
-  const int64_t outer = paged ? args.num_pages : args.cache_kind == kLeanDense ? args.batch : 1;
-  const int64_t outer_stride = paged ? strides.page : args.cache_kind == kLeanDense ? strides.batch : elements;
+  const int64_t outer = paged ? args.num_pages : args.cache_kind == kDense ? args.batch : 1;
+  const int64_t outer_stride = paged ? strides.page : args.cache_kind == kDense ? strides.batch : elements;
   cuuint64_t sizes[5], bytes[4];
   cuuint32_t box[5];
   const cuuint32_t steps[5] = {1, 1, 1, 1, 1};
@@ -307,10 +305,10 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
   };
   const auto of_width = [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
-    if (rows <= 8) of_tile(LeanTile<kWidth, 8>{});
-    else if (rows <= 16) of_tile(LeanTile<kWidth, kWidth == 256 ? 128 : 16>{});
+    if (rows <= 8) of_tile(MmaTile<kWidth, 8>{});
+    else if (rows <= 16) of_tile(MmaTile<kWidth, kWidth == 256 ? 128 : 16>{});
     else if (wgmma) of_tile(WgmmaTile<kWidth>{});
-    else of_tile(LeanTile<kWidth, 128>{});
+    else of_tile(MmaTile<kWidth, 128>{});
   };
   if (width == 64) of_width(std::integral_constant<int, 64>{});
   else if (width == 128) of_width(std::integral_constant<int, 128>{});
@@ -322,11 +320,11 @@ constexpr int kShortPart = 128;                           // key tiles, measured
 
 // launch(type, width) for the call's half-precision type and a width of 64 or 128, both known to the compiler.
 template <class F>
-int for_type(const LeanAttentionArgs& args, F&& launch) {
+int for_type(const Args& args, F&& launch) {
   return args.dtype == static_cast<int>(DType::kFloat16) ? launch(__half{}) : launch(__nv_bfloat16{});
 }
 template <class F>
-int for_type_and_width(const LeanAttentionArgs& args, int width, F&& launch) {
+int for_type_and_width(const Args& args, int width, F&& launch) {
   return for_type(args, [&](auto type) {
     return width == 64 ? launch(type, std::integral_constant<int, 64>{}) : launch(type, std::integral_constant<int, 128>{});
   });
@@ -334,9 +332,9 @@ int for_type_and_width(const LeanAttentionArgs& args, int width, F&& launch) {
 
 }  // namespace
 
-LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges) {
+Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
-  LeanPlan plan;
+  Plan plan;
   plan.unit_overhead = kUnitOverhead;
   plan.min_range_work = kMinRangeWork;
   plan.max_ranges = forced_ranges > 0 ? forced_ranges : sm_count;
@@ -360,7 +358,7 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short.
-  const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * lean_row_tiles_of(args, plan.row_tile);
+  const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * num_row_tiles(args, plan.row_tile);
   const int64_t parts = units > 0 ? sm_count / units : 0, busy = parts * units;
   const int64_t tiles = args.capacity / plan.key_tile;
   if (forced_ranges == 0 && parts > 0 && tiles < 1 << 19 &&
@@ -369,8 +367,8 @@ LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_
   return plan;
 }
 
-int launch_lean_attention(const LeanAttentionArgs& call, int device, void* stream) {
-  LeanAttentionArgs args = call;
+int launch_attention(const Args& call, int device, void* stream) {
+  Args args = call;
   int max_shared_bytes = 0;
   const cudaError_t known = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (known != cudaSuccess) return known;
@@ -402,7 +400,7 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   choose_tile(width, args.plan.row_tile, wgmma, &key_tile, &slots, max_shared_bytes);
   if (!by_16_bytes || slots < 2 || (wgmma && !aligned(args.output, 16))) {
     args.plan.key_tile = kFloatTokens;
-    args.plan.row_tile = lean_min(args.plan.row_tile, kFloatRows);
+    args.plan.row_tile = min32(args.plan.row_tile, kFloatRows);
     if (args.rotary_half > 0) {
       const int error = launch_rotate(args, stream);
       if (error != cudaSuccess) return error;
@@ -421,19 +419,19 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   // contexts in one piece are read faster by TMA.
   const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width);
   if (args.plan.row_tile == kDirectRows && args.key_width == width && args.value_width == width && width <= 128 &&
-      (few_tokens || args.cache_kind == kLeanPaged))
+      (few_tokens || args.cache_kind == kPaged))
     return for_type_and_width(args, width, [&](auto type, auto w) {
       return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
     });
-  LeanTileLoads loads = {};
+  TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
   if (wgmma) loads.key_boxes = loads.value_boxes = width / kBoxColumns;  // its products take all columns: zeros beyond D
-  loads.stream_once = lean_row_tiles(args) == 1;
+  loads.stream_once = num_row_tiles(args) == 1;
   loads.slots = slots;
   loads.clusters = clusters;
   loads.cluster = 1;
-  loads.box_tokens = args.cache_kind == kLeanPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
+  loads.box_tokens = args.cache_kind == kPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
   loads.boxes = key_tile / loads.box_tokens;
   loads.box_slices = loads.box_tokens / 16;
   // Row consumers read a slot more often than it is filled; there conflicts cost more than longer pieces gain.
@@ -445,7 +443,7 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
                       encode_map(&value_map, args, args.value_cache, args.value_strides, args.value_width,
                                  args.value_cache_elements, loads.box_tokens, loads.whole_rows);
   loads.whole_tiles =
-      loads.tensor_maps && loads.boxes == 1 && args.cache_kind != kLeanPaged && (!args.append || args.plan.row_tile <= 16);
+      loads.tensor_maps && loads.boxes == 1 && args.cache_kind != kPaged && (!args.append || args.plan.row_tile <= 16);
   // One warp keeps up with copies of whole tiles; others help to gather rows, to look up pages and to issue small
   // copies. The last warp tells the consumers what to do; it copies too where all 4 are needed.
   loads.copy_warps = loads.whole_tiles ? 1 : 4;
@@ -463,4 +461,4 @@ int launch_lean_attention(const LeanAttentionArgs& call, int device, void* strea
   });
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::lean_attention

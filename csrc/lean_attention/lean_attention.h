@@ -7,24 +7,24 @@
 
 #include "core/strides.h"
 
-namespace leanfleet {
+namespace leanfleet::lean_attention {
 
-enum LeanCacheKind : int32_t {
-  kLeanDense = 0,   // [B,Hkv,S,D]
-  kLeanRagged = 1,  // [Hkv,total,D]: request b owns positions cu_seqlens[b] .. cu_seqlens[b+1]
-  kLeanPaged = 2,   // [P,block,Hkv,D]: page j of request b is block_table[b,j]
+enum CacheKind : int32_t {
+  kDense = 0,   // [B,Hkv,S,D]
+  kRagged = 1,  // [Hkv,total,D]: request b owns positions cu_seqlens[b] .. cu_seqlens[b+1]
+  kPaged = 2,   // [P,block,Hkv,D]: page j of request b is block_table[b,j]
 };
 
 // Element strides of a cache: position j of request b under key/value head h begins at
 // dense: b * batch + h * head + j * token; ragged: h * head + (start of b + j) * token;
 // paged: block_table[b, j / block] * page + h * head + j % block * token.
-struct LeanCacheStrides {
+struct CacheStrides {
   int64_t batch, page, head, token;
 };
 
 // How the work is cut: a unit of work is one tile of query rows of one key/value head of one request, and its
 // context is cut into key/value tiles. Chosen by the launcher; see schedule.h.
-struct LeanPlan {
+struct Plan {
   int32_t key_tile;        // keys of a key/value tile
   int32_t row_tile;        // packed query rows of a unit: row = token * group + head in the group
   int32_t unit_overhead;   // cost of starting and finishing a unit, in key/value tiles
@@ -36,23 +36,23 @@ struct LeanPlan {
 
 // A GPU's kernel waits for each of the 64-byte lines of its arguments that it uses, one after the other, so that what every
 // call needs stands at the front, in the order of its use.
-struct LeanAttentionArgs {
+struct Args {
   const int32_t* seq_lens;    // [B] or null: the capacity
   const int32_t* query_lens;  // [B] or null: Nq
   int32_t batch, tokens;      // B, Nq
   int32_t capacity;           // dense: S; ragged: total; paged: M * block
-  int32_t cache_kind;         // LeanCacheKind
+  int32_t cache_kind;         // CacheKind
   int32_t kv_heads, group;    // group = heads / kv_heads
   int32_t window;             // keys a token sees, itself included; 0: all
   bool causal, append;
   bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
-  LeanPlan plan;
+  Plan plan;
 
   const void* query;        // T [B,H,Nq,D]; packed with new_key and new_value, all three have the strides of the whole
   const void* key_cache;    // T
   const void* value_cache;  // T
   Strides query_strides;
-  LeanCacheStrides key_strides, value_strides;
+  CacheStrides key_strides, value_strides;
   int32_t key_width, value_width;  // D, Dv
   float scale;                     // of the logits, never 0
   float softcap;                   // 0: off
@@ -93,13 +93,13 @@ struct LeanAttentionArgs {
 };
 
 // How CUDA cuts the work of a call of these shapes. forced_ranges: so many shares instead, or 0.
-LeanPlan lean_cuda_plan(const LeanAttentionArgs& args, int sm_count, int forced_ranges);
+Plan cuda_plan(const Args& args, int sm_count, int forced_ranges);
 
 // Writes the rotary embeddings of query and new_key to the scratch for them and makes these the arguments' query and
 // new_key, without a rotary embedding. Returns a cudaError_t.
-int launch_rotate(LeanAttentionArgs& args, void* stream);
+int launch_rotate(Args& args, void* stream);
 
 // Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.
-int launch_lean_attention(const LeanAttentionArgs& args, int device, void* stream);
+int launch_attention(const Args& args, int device, void* stream);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::lean_attention

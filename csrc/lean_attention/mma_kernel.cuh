@@ -28,11 +28,11 @@
 
 #include "lean_attention/cluster.cuh"
 
-namespace leanfleet {
+namespace leanfleet::lean_attention {
 
 constexpr int kBoxColumns = 64;  // 128 bytes, the span of the swizzle
 
-struct LeanTileLoads {
+struct TileLoads {
   bool tensor_maps;                // keys and values come through the maps below
   int32_t box_tokens;              // tokens of one copy; divides the key tile
   int32_t boxes;                   // copies for the tokens of a tile
@@ -49,19 +49,19 @@ struct LeanTileLoads {
 };
 
 // A segment, as the consumers get it from the producer.
-struct LeanWork {
-  LeanUnit unit;
-  LeanSegment segment;
+struct Work {
+  Unit unit;
+  Segment segment;
   int32_t first;    // the range that begins the unit
   int32_t last;     // not 0: there is no more work, the rest is not set
   bool in_cluster;  // all contributors are CTAs of this CTA's cluster
-  LeanSpan seen;    // keys that at least one row of the unit sees
-  LeanSpan common;  // keys that all its rows see, padding aside
+  Span seen;        // keys that at least one row of the unit sees
+  Span common;      // keys that all its rows see, padding aside
 };
 constexpr int kQueue = 4;  // segments that the producer may be ahead
 
 template <int kWidth, int kUnitRows>
-struct LeanTile {
+struct MmaTile {
   static constexpr int kRows = kUnitRows;
   static constexpr bool kSplitTokens = kRows <= 16;
   using Position = std::conditional_t<kSplitTokens, uint32_t, int64_t>;
@@ -91,7 +91,7 @@ struct LeanTile {
   static constexpr int kInboxBytes = kInboxItems * kInboxItemBytes;
   // Per slot: two barriers and a bit per token.
   static constexpr int kSlotExtra = 16 + kSlices * 2;
-  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + kQueuedQueryBytes + 16);
+  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(Work)) + kQueuedQueryBytes + 16);
   // 16: a barrier for the inbox; 1024: to align the ring.
   static constexpr int kFixedBytes = kQueryBytes + kScratchBytes + kInboxBytes + kQueueBytes + 16 + 1024;
   static int slots_for(int shared_bytes) {
@@ -132,7 +132,7 @@ struct RingPlace {
 struct RingAddresses {
   uint32_t slots, full, empty;  // shared addresses; barriers are 8 bytes apart
   uint32_t queue_full, queue_empty;
-  LeanWork* queue;
+  Work* queue;
   char* queries;         // [kQueue][kQueuedQueryBytes]
   uint16_t* masked_out;  // [slots][kTokens / 16] paged caches: a bit for each token without a page
 };
@@ -170,10 +170,10 @@ __device__ __forceinline__ void tma_load_box(uint32_t to, const CUtensorMap* map
 struct RowBounds {
   int begin, end;
 };
-__device__ __forceinline__ RowBounds row_bounds(const LeanAttentionArgs& args, const LeanUnit& unit, int row) {
+__device__ __forceinline__ RowBounds row_bounds(const Args& args, const Unit& unit, int row) {
   const int token = token_of_row(row, args.group);
   if (token >= unit.request.tokens) return {0, 0};
-  const LeanSpan keys = lean_token_keys(args, unit.request, token);
+  const Span keys = token_keys(args, unit.request, token);
   return {keys.begin, keys.end};
 }
 
@@ -181,8 +181,8 @@ __device__ __forceinline__ RowBounds row_bounds(const LeanAttentionArgs& args, c
 // kRope: new keys get their rotary embedding.
 template <class T, class Tile, bool kRope>
 struct TileProducer {
-  const LeanAttentionArgs& args;
-  const LeanTileLoads& loads;
+  const Args& args;
+  const TileLoads& loads;
   const CUtensorMap* key_map;
   const CUtensorMap* value_map;
   const RingAddresses& ring;
@@ -195,7 +195,7 @@ struct TileProducer {
 
   // `exists`: the range holds work; else only the end of the queue is told.
   template <class P>
-  __device__ __forceinline__ void run(const LeanRange<P>& range, bool exists) {
+  __device__ __forceinline__ void run(const Range<P>& range, bool exists) {
     RingPlace queued(0, kQueue);
 #if __CUDA_ARCH__ >= 900
     uint64_t policy;
@@ -203,20 +203,19 @@ struct TileProducer {
     else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     if (loads.whole_tiles && copies) {
       if (exists)
-        for_each_share(args, range,
-                       [&](const LeanUnit& unit, const LeanShare& share) { copy_whole_tiles(unit, share.tiles, policy); });
+        for_each_share(args, range, [&](const Unit& unit, const Share& share) { copy_whole_tiles(unit, share.tiles, policy); });
       return;
     }
 #endif
     if (exists)
-      for_each_share(args, range, [&](const LeanUnit& unit, const LeanShare& share) {
+      for_each_share(args, range, [&](const Unit& unit, const Share& share) {
         if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
         if (!copies) return;
-        const LeanSpan keys = lean_unit_keys(args, unit.request, unit.row_tile);
+        const Span keys = unit_keys(args, unit.request, unit.row_tile);
         // Rows that this launch appends come from new_key and new_value: other CTAs may be writing them.
         const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
         const int box_tokens = loads.box_tokens, boxes = loads.boxes;
-        const bool paged = args.cache_kind == kLeanPaged;
+        const bool paged = args.cache_kind == kPaged;
         // Page ids of 32 boxes in a row, a lane each, and of the next 32.
         const auto page_of_box = [&](int64_t box) {
           const int64_t token = box * box_tokens;
@@ -238,7 +237,7 @@ struct TileProducer {
           if (through_maps) {
 #if __CUDA_ARCH__ >= 900
             // Lane j issues the copies of box j of the tile, in copying warp j % warps.
-            int outer = args.cache_kind == kLeanDense ? unit.b : 0;
+            int outer = args.cache_kind == kDense ? unit.b : 0;
             int token = unit.request.start + begin + lane * box_tokens;
             bool wanted = lane < boxes && (lane & (warps - 1)) == warp && begin + lane * box_tokens < keys.end;
             if (paged) {
@@ -277,18 +276,18 @@ struct TileProducer {
 
   // Tells the consumers of a segment and starts to copy its query rows. Queries that need a rotary embedding they read themselves: a warp that
   // copies cannot wait for what it would have to rotate.
-  __device__ __forceinline__ void publish(const LeanUnit& unit, const LeanSegment& segment, bool equal, RingPlace& queued) {
+  __device__ __forceinline__ void publish(const Unit& unit, const Segment& segment, bool equal, RingPlace& queued) {
     mbarrier_wait(ring.queue_empty + queued.slot * 8, queued.parity ^ 1);
     if constexpr (kQueuesQuery) {
       queue_query(unit, shared_address(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
       mbarrier_arrive_after_cp_async(ring.queue_full + queued.slot * 8);
     }
-    const RowsKeys keys = keys_of_tokens(args, unit.request, lean_unit_tokens(args, unit.request, unit.row_tile));
+    const RowsKeys keys = keys_of_tokens(args, unit.request, unit_tokens(args, unit.request, unit.row_tile));
     if (lane == 0) {
-      LeanWork& work = ring.queue[queued.slot];
+      Work& work = ring.queue[queued.slot];
       work.unit = unit;
       work.segment = segment;
-      work.first = lean_first(segment);
+      work.first = first_contributor(segment);
       work.last = 0;
       work.in_cluster = equal && segment.count > 1 && work.first % loads.cluster + segment.count <= loads.cluster;
       work.seen = keys.seen;
@@ -300,10 +299,10 @@ struct TileProducer {
   }
 
   // A unit's rows, with zeros for padding and beyond D.
-  __device__ __forceinline__ void queue_query(const LeanUnit& unit, uint32_t to) {
+  __device__ __forceinline__ void queue_query(const Unit& unit, uint32_t to) {
     constexpr int kChunks = Tile::kQueryStride / 8 - 1;  // of a row
-    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
-    const int real_rows = lean_min(rows.end, args.group * unit.request.tokens) - rows.begin;
+    const Span rows = unit_rows(args, unit.row_tile);
+    const int real_rows = min32(rows.end, args.group * unit.request.tokens) - rows.begin;
     const T* const of_unit = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
                              unit.head * args.group * args.query_strides.head;
 #pragma unroll
@@ -329,14 +328,13 @@ struct TileProducer {
 #if __CUDA_ARCH__ >= 900
   // By the first lane; before it copies a tile with new tokens, all write these to the cache. Nobody else reads them: at most, in
   // ragged caches, the copy of an earlier request's last tile takes them along, and they are masked there.
-  __device__ __forceinline__ void copy_whole_tiles(const LeanUnit& unit, LeanSpan tiles, uint64_t policy) {
-    const int outer = args.cache_kind == kLeanDense ? unit.b : 0;
+  __device__ __forceinline__ void copy_whole_tiles(const Unit& unit, Span tiles, uint64_t policy) {
+    const int outer = args.cache_kind == kDense ? unit.b : 0;
     const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
       const int begin = tile * kTokens;
-      if (begin > new_begin - kTokens)
-        append_tokens(unit, lean_max(begin, new_begin), lean_min(begin + kTokens, unit.request.keys));
+      if (begin > new_begin - kTokens) append_tokens(unit, max32(begin, new_begin), min32(begin + kTokens, unit.request.keys));
       if (lane != 0) continue;
       const int token = unit.request.start + begin;
       copy_whole_tile(key_map, loads.key_boxes, unit.head, token, outer, policy);
@@ -346,7 +344,7 @@ struct TileProducer {
   }
 
   // Writes the new keys and values at positions [begin, end) to the cache, where TMA then sees them.
-  __device__ __forceinline__ void append_tokens(const LeanUnit& unit, int begin, int end) {
+  __device__ __forceinline__ void append_tokens(const Unit& unit, int begin, int end) {
     const int key_chunks = args.key_width / 8, chunks = key_chunks + args.value_width / 8;
 #pragma unroll 1
     for (int i = lane; i < (end - begin) * chunks; i += 32) {
@@ -414,7 +412,7 @@ struct TileProducer {
 #endif
 
   // A tile row by row with cp.async, each of the producer's warps a part of the tokens.
-  __device__ __forceinline__ void gather_tile(const LeanUnit& unit, LeanSpan keys, int begin, int new_begin) {
+  __device__ __forceinline__ void gather_tile(const Unit& unit, Span keys, int begin, int new_begin) {
     const int per_warp = kTokens / warps, first = warp * per_warp;
     constexpr int kGroups = (kTokens + 31) / 32;
     const T* key_rows[kGroups];
@@ -443,7 +441,7 @@ struct TileProducer {
       bits[g] = __ballot_sync(kFullWarp, page_missing);
     }
     gather_rows(key_rows, loads.key_boxes, args.key_width, static_cast<const T*>(args.key_cache), first, per_warp, bits,
-                args.cache_kind == kLeanPaged, begin, kRope ? new_begin : INT32_MAX);
+                args.cache_kind == kPaged, begin, kRope ? new_begin : INT32_MAX);
     gather_rows(value_rows, loads.value_boxes, args.value_width, static_cast<const T*>(args.value_cache), first, per_warp, bits,
                 false, begin, INT32_MAX);
   }
@@ -456,7 +454,7 @@ struct TileProducer {
     const uint32_t to = acquire();
 #pragma unroll
     for (int g = 0; g < kGroups; ++g) {
-      const int tokens = lean_min(per_warp - g * 32, 32);
+      const int tokens = min32(per_warp - g * 32, 32);
       if (tokens <= 0) break;
       const uint64_t mine = reinterpret_cast<uint64_t>(rows[g]);
 #pragma unroll 2
@@ -500,14 +498,14 @@ __device__ __forceinline__ uint32_t keep_pair(bool low, bool high) { return (low
 // rotary embedding.
 template <class T, int kWidth, int kBlocks, bool kRope>
 struct TokenConsumer {
-  using Tile = LeanTile<kWidth, 8 * kBlocks>;
+  using Tile = MmaTile<kWidth, 8 * kBlocks>;
   static constexpr int kTokens = Tile::kTokens;
   static constexpr int kWarpTokens = kTokens / Tile::kTileWarps;
   static constexpr int kSteps = kWarpTokens / 16;
   static constexpr int kThreads = 32 * Tile::kConsumerWarps;
 
-  const LeanAttentionArgs& args;
-  const LeanTileLoads& loads;
+  const Args& args;
+  const TileLoads& loads;
   const RingAddresses& ring;
   float* scratch;  // [8][8][kScratchStride], then max [8][kRows] and sum [8][kRows]
   ClusterInbox inbox;
@@ -525,10 +523,10 @@ struct TokenConsumer {
 #pragma unroll 1
     for (;;) {
       mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
-      const LeanWork& work = ring.queue[queued.slot];
+      const Work& work = ring.queue[queued.slot];
       if (work.last != 0) return;
       begin_unit(work.unit, reinterpret_cast<const T*>(ring.queries + queued.slot * Tile::kQueuedQueryBytes));
-      const LeanSpan common = work.common, seen = work.seen;
+      const Span common = work.common, seen = work.seen;
       const int end = work.segment.tiles.end;
 #pragma unroll 1
       for (int tile = work.segment.tiles.begin; tile < end; ++tile) {
@@ -546,10 +544,10 @@ struct TokenConsumer {
   }
 
   // rows_from: the unit's rows as the producer has queued them.
-  __device__ __forceinline__ void begin_unit(const LeanUnit& unit, const T* rows_from) {
-    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+  __device__ __forceinline__ void begin_unit(const Unit& unit, const T* rows_from) {
+    const Span rows = unit_rows(args, unit.row_tile);
     if constexpr (kRope) {
-      rotate_query(unit, rows.begin, lean_min(rows.end, args.group * unit.request.tokens));
+      rotate_query(unit, rows.begin, min32(rows.end, args.group * unit.request.tokens));
       rows_from = reinterpret_cast<const T*>(scratch);
     }
 #pragma unroll
@@ -576,7 +574,7 @@ struct TokenConsumer {
 
   // The query's rows after their rotary embedding to scratch, with zeros for padding and beyond D, by all consumers together.
   static_assert(Tile::kQueuedQueryBytes <= Tile::kScratchBytes);
-  __device__ __forceinline__ void rotate_query(const LeanUnit& unit, int first_row, int real_rows) {
+  __device__ __forceinline__ void rotate_query(const Unit& unit, int first_row, int real_rows) {
     constexpr int kChunks = kWidth / 8;
     named_barrier(1, kThreads);  // the previous contents have been read
 #pragma unroll 1
@@ -594,7 +592,7 @@ struct TokenConsumer {
   }
 
   // One tile. `begin`: the position of this warp's first token.
-  __device__ __forceinline__ void consume(int begin, bool masked, LeanSpan seen) {
+  __device__ __forceinline__ void consume(int begin, bool masked, Span seen) {
     const int of_tile = warp % Tile::kTileWarps;  // this warp's part of the tile
     float s[kSteps][kBlocks][4];
     const uint32_t keys = ring.slots + place.slot * Tile::kSlotBytes;
@@ -603,7 +601,7 @@ struct TokenConsumer {
 #pragma unroll
     for (int t = 0; t < kSteps; ++t) {
       missing[t] = 0;
-      if (args.cache_kind == kLeanPaged) {
+      if (args.cache_kind == kPaged) {
         missing[t] = ring.masked_out[place.slot * Tile::kSlices + of_tile * kSteps + t];
         masked = masked || missing[t] != 0;
       }
@@ -773,11 +771,11 @@ struct TokenConsumer {
 
   // Merges the warps' statistics and outputs, 8 rows at a time, and writes them or, where others contribute to
   // the unit too, leaves them as a partial result.
-  __device__ __forceinline__ void finish(const LeanWork& work) {
+  __device__ __forceinline__ void finish(const Work& work) {
     constexpr int kWarps = Tile::kConsumerWarps;
-    const LeanUnit& unit = work.unit;
-    const LeanSegment& segment = work.segment;
-    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+    const Unit& unit = work.unit;
+    const Segment& segment = work.segment;
+    const Span rows = unit_rows(args, unit.row_tile);
     float* warp_max = scratch + kWarps * 8 * Tile::kScratchStride;
     float* warp_sum = warp_max + kWarps * 8 * kBlocks;
 #if __CUDA_ARCH__ >= 900
@@ -805,7 +803,7 @@ struct TokenConsumer {
         }
       }
       named_barrier(1, kThreads);
-      const int count = lean_min(rows.end - rows.begin - 8 * n, 8);
+      const int count = min32(rows.end - rows.begin - 8 * n, 8);
 #pragma unroll 1
       for (int row = warp; row < count; row += Tile::kConsumerWarps) {
         float factor[kWarps], top = -INFINITY, total = 0.0f;
@@ -853,13 +851,13 @@ struct TokenConsumer {
 // A consumer warp that holds 16 rows of the unit's 128.
 template <class T, int kWidth>
 struct RowConsumer {
-  using Tile = LeanTile<kWidth, 128>;
+  using Tile = MmaTile<kWidth, 128>;
   static constexpr int kTokens = Tile::kTokens;
   static constexpr int kRows = 128;
   static constexpr int kThreads = 32 * Tile::kConsumerWarps;
 
-  const LeanAttentionArgs& args;
-  const LeanTileLoads& loads;
+  const Args& args;
+  const TileLoads& loads;
   const RingAddresses& ring;
   uint32_t query;  // shared address of [box][128][64], swizzled like a slot
   int warp, lane;
@@ -874,17 +872,17 @@ struct RowConsumer {
 #pragma unroll 1
     for (;;) {
       mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
-      const LeanWork& work = ring.queue[queued.slot];
+      const Work& work = ring.queue[queued.slot];
       if (work.last != 0) return;
-      const LeanUnit& unit = work.unit;
-      const LeanSpan all = lean_unit_rows(args, unit.row_tile);
-      const LeanSpan rows = {lean_min(all.begin + 16 * warp, all.end), lean_min(all.begin + 16 * warp + 16, all.end)};
+      const Unit& unit = work.unit;
+      const Span all = unit_rows(args, unit.row_tile);
+      const Span rows = {min32(all.begin + 16 * warp, all.end), min32(all.begin + 16 * warp + 16, all.end)};
       begin_unit(unit, rows);
-      const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
-      LeanSpan tokens = {0, 0};
+      const int real_rows = min32(rows.end, args.group * unit.request.tokens);
+      Span tokens = {0, 0};
       if (rows.begin < real_rows) tokens = {token_of_row(rows.begin, args.group), token_of_row(real_rows - 1, args.group) + 1};
       const RowsKeys of_warp = keys_of_tokens(args, unit.request, tokens);
-      const LeanSpan common = of_warp.common, mine = of_warp.seen, seen = work.seen;
+      const Span common = of_warp.common, mine = of_warp.seen, seen = work.seen;
       const int end = work.segment.tiles.end;
 #pragma unroll 1
       for (int tile = work.segment.tiles.begin; tile < end; ++tile) {
@@ -916,8 +914,8 @@ struct RowConsumer {
     if (Tile::kReaderArrivals == 32 || lane == 0) mbarrier_arrive(empty);
   }
 
-  __device__ __forceinline__ void begin_unit(const LeanUnit& unit, LeanSpan rows) {
-    const int real_rows = lean_min(rows.end, args.group * unit.request.tokens);
+  __device__ __forceinline__ void begin_unit(const Unit& unit, Span rows) {
+    const int real_rows = min32(rows.end, args.group * unit.request.tokens);
     const int chunks = loads.key_boxes * 8;
     __syncwarp();  // the previous unit's rows have been read
 #pragma unroll 1
@@ -945,7 +943,7 @@ struct RowConsumer {
       for (int i = 0; i < 4; ++i) output[d][i] = 0.0f;
   }
 
-  __device__ __forceinline__ void consume(int begin, bool masked, LeanSpan seen) {
+  __device__ __forceinline__ void consume(int begin, bool masked, Span seen) {
     float s[kTokens / 8][4];
 #pragma unroll
     for (int n = 0; n < kTokens / 8; ++n)
@@ -958,7 +956,7 @@ struct RowConsumer {
 #pragma unroll
     for (int t = 0; t < Tile::kSlices; ++t) {
       missing_bits[t] = 0;
-      if (args.cache_kind == kLeanPaged) {
+      if (args.cache_kind == kPaged) {
         missing_bits[t] = missing[t];
         masked = masked || missing_bits[t] != 0;
       }
@@ -1065,9 +1063,9 @@ struct RowConsumer {
     release();
   }
 
-  __device__ __forceinline__ void finish(const LeanWork& work, LeanSpan rows) {
-    const LeanUnit& unit = work.unit;
-    const LeanSegment& segment = work.segment;
+  __device__ __forceinline__ void finish(const Work& work, Span rows) {
+    const Unit& unit = work.unit;
+    const Segment& segment = work.segment;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 1);
@@ -1098,21 +1096,21 @@ struct RowConsumer {
 
 // kRope: queries and new keys get their rotary embedding as they are read, for units of up to 16 rows.
 template <class T, int kWidth, int kRows, bool kRope>
-__global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
-    LeanAttentionKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
-                        const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
+__global__ void __launch_bounds__(MmaTile<kWidth, kRows>::kMaxThreads, 1)
+    MmaKernel(const __grid_constant__ Args launch_args, const __grid_constant__ TileLoads loads,
+              const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   if constexpr (kWidth <= 128 && kRows == 128) return;  // wgmma_kernel.cuh has these
 #endif
-  using Tile = LeanTile<kWidth, kRows>;
-  LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
+  using Tile = MmaTile<kWidth, kRows>;
+  Args args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = kRows;
   args.plan.min_range_work = kMinRangeWork;
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   // Which of the ranges is a long chain of dependent steps: the producers follow it while the others prepare the barriers.
   using P = typename Tile::Position;
-  LeanRange<P> range = {};
+  Range<P> range = {};
   bool exists = false;
   if (warp >= Tile::kConsumerWarps) {
 #if __CUDA_ARCH__ >= 900
@@ -1121,7 +1119,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
       asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
     }
 #endif
-    exists = locate_range<P>(args, blockIdx.x, Tile::kSplitTokens ? 1 : lean_row_tiles(args), range);
+    exists = locate_range<P>(args, blockIdx.x, Tile::kSplitTokens ? 1 : num_row_tiles(args), range);
   }
 
   extern __shared__ char raw[];
@@ -1140,8 +1138,8 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
   at += Tile::kInboxBytes;
   ring.queries = at;
   at += kQueue * Tile::kQueuedQueryBytes;
-  ring.queue = reinterpret_cast<LeanWork*>(at);
-  at += kQueue * sizeof(LeanWork);
+  ring.queue = reinterpret_cast<Work*>(at);
+  at += kQueue * sizeof(Work);
   ring.queue_full = shared_address(at);
   ring.queue_empty = ring.queue_full + 8 * kQueue;
   at += 16 * kQueue;
@@ -1218,7 +1216,7 @@ __global__ void __launch_bounds__(LeanTile<kWidth, kRows>::kMaxThreads, 1)
 // Launches the kernel for one element type and width (64, 128 or 256, at least D and Dv); args.plan holds the tile. Compiled by
 // mma_launch.cu.in, a source file an instance.
 template <class T, int kWidth>
-int launch_mma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-               const CUtensorMap& value_map, int producer_warps, void* stream);
+int launch_mma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
+               int producer_warps, void* stream);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::lean_attention

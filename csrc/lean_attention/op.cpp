@@ -15,14 +15,12 @@
 #include "core/cuda_target.h"
 #endif
 
-LEANFLEET_CPU_FUNCTION(int64_t, lean_thread_scratch, (const LeanAttentionArgs& args))
-LEANFLEET_CPU_FUNCTION(void, lean_append, (const LeanAttentionArgs& args, int32_t b, int32_t head))
-LEANFLEET_CPU_FUNCTION(void, lean_attend,
-                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
-LEANFLEET_CPU_FUNCTION(void, lean_merge,
-                       (const LeanAttentionArgs& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
-
 namespace leanfleet::lean_attention {
+
+LEANFLEET_CPU_FUNCTION(int64_t, thread_scratch_bytes, (const Args& args))
+LEANFLEET_CPU_FUNCTION(void, append_head, (const Args& args, int32_t b, int32_t head))
+LEANFLEET_CPU_FUNCTION(void, attend, (const Args& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
+LEANFLEET_CPU_FUNCTION(void, merge, (const Args& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
 
 namespace {
 
@@ -30,12 +28,12 @@ constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page
 constexpr int64_t kMaxWidth = int64_t{1} << 28;      // and bytes of a row
 
 // Everything but the plan and the workspace.
-LeanAttentionArgs make_args(const Call& call) {
+Args make_args(const Call& call) {
   const auto dim = [&](Dim symbol) { return call.dims[symbol]; };
   const int64_t b = dim(kDimB), h = dim(kDimH), hkv = dim(kDimHkv), nq = dim(kDimNq);
   const int64_t d = dim(kDimD), dv = dim(kDimDv);
   const bool bnhd = call.bnhd();
-  LeanAttentionArgs args = {};
+  Args args = {};
   args.query = call.inputs[kQuery].data;
   args.key_cache = call.inputs[kKeyCache].data;
   args.value_cache = call.inputs[kValueCache].data;
@@ -68,7 +66,7 @@ LeanAttentionArgs make_args(const Call& call) {
   args.value_cache_elements = call.inputs[kValueCache].elements();
   if (call.inputs[kBlockTable].present()) {
     const int64_t block = dim(kDimBlock);
-    args.cache_kind = kLeanPaged;
+    args.cache_kind = kPaged;
     args.capacity = static_cast<int32_t>(dim(kDimM) * block);
     args.block = static_cast<int32_t>(block);
     args.pages_per_request = static_cast<int32_t>(dim(kDimM));
@@ -77,13 +75,13 @@ LeanAttentionArgs make_args(const Call& call) {
     args.value_strides = {0, block * hkv * dv, dv, hkv * dv};
   } else if (call.inputs[kCuSeqlens].present()) {
     const int64_t total = dim(kDimTotal);
-    args.cache_kind = kLeanRagged;
+    args.cache_kind = kRagged;
     args.capacity = static_cast<int32_t>(total);
     args.key_strides = {0, 0, total * d, d};
     args.value_strides = {0, 0, total * dv, dv};
   } else {
     const int64_t s = dim(kDimS);
-    args.cache_kind = kLeanDense;
+    args.cache_kind = kDense;
     args.capacity = static_cast<int32_t>(s);
     args.key_strides = {hkv * s * d, 0, s * d, d};
     args.value_strides = {hkv * s * dv, 0, s * dv, dv};
@@ -111,7 +109,7 @@ LeanAttentionArgs make_args(const Call& call) {
 }
 
 // Asks for what the plan in `args` needs.
-void carve(LeanAttentionArgs& args, Workspace& ws) {
+void carve(Args& args, Workspace& ws) {
   const int64_t slots = 2 * static_cast<int64_t>(args.plan.max_ranges) * args.plan.row_tile;
   args.work_prefix = ws.scratch<int64_t>(args.batch + 1);
   args.partial_output = ws.scratch<float>(slots * args.value_width);
@@ -154,7 +152,7 @@ struct Written {
 
 // Calls body(page, begin, end, j) for every page under positions `span` of request b.
 template <class F>
-void for_pages(const LeanAttentionArgs& args, int32_t b, LeanSpan span, F&& body) {
+void for_pages(const Args& args, int32_t b, Span span, F&& body) {
   for (int32_t position = span.begin; position < span.end;) {
     const int32_t j = position / args.block, begin = position % args.block;
     const int32_t end = std::min(args.block, begin + span.end - position);
@@ -171,10 +169,10 @@ std::string slot_text(int32_t page, int32_t slot) {
 
 // With append: no two requests of a paged cache write one slot, and none reads a slot that another writes, nor one of its
 // own at a second place of its table. (Requests of dense and ragged caches have no slot in common.)
-Status check_writers(const Call& call, const LeanAttentionArgs& args) {
+Status check_writers(const Call& call, const Args& args) {
   std::vector<Written> written;  // by page and slot
   for (int32_t b = 0; b < args.batch; ++b) {
-    const LeanRequest request = lean_request(args, b);
+    const Request request = request_of(args, b);
     for_pages(args, b, {request.keys - request.tokens, request.keys},
               [&](int32_t page, int32_t begin, int32_t end, int32_t j) { written.push_back({page, begin, end, b, j}); });
   }
@@ -191,21 +189,20 @@ Status check_writers(const Call& call, const LeanAttentionArgs& args) {
   }
   // No two of them overlap now, so that their ends are sorted too.
   for (int32_t b = 0; b < args.batch; ++b) {
-    const LeanRequest request = lean_request(args, b);
+    const Request request = request_of(args, b);
     if (request.tokens == 0) continue;  // it reads nothing
     Status status;
-    for_pages(args, b, {lean_token_keys(args, request, 0).begin, request.keys},
-              [&](int32_t page, int32_t begin, int32_t end, int32_t j) {
-                auto at = std::partition_point(written.begin(), written.end(), [&](const Written& w) {
-                  return w.page < page || (w.page == page && w.end <= begin);
-                });
-                for (; status.ok() && at != written.end() && at->page == page && at->begin < end; ++at)
-                  if (at->b != b || at->j != j)
-                    status = call.invalid(
-                        "request " + std::to_string(b) + " reads " + slot_text(page, std::max(begin, at->begin)) +
-                        ", which is " + page_of({page, begin, end, b, j}) + ", and request " + std::to_string(at->b) +
-                        " writes it in the same call, as " + page_of(*at) + "; requests share only what none of them writes");
-              });
+    for_pages(
+        args, b, {token_keys(args, request, 0).begin, request.keys}, [&](int32_t page, int32_t begin, int32_t end, int32_t j) {
+          auto at = std::partition_point(written.begin(), written.end(),
+                                         [&](const Written& w) { return w.page < page || (w.page == page && w.end <= begin); });
+          for (; status.ok() && at != written.end() && at->page == page && at->begin < end; ++at)
+            if (at->b != b || at->j != j)
+              status = call.invalid("request " + std::to_string(b) + " reads " + slot_text(page, std::max(begin, at->begin)) +
+                                    ", which is " + page_of({page, begin, end, b, j}) + ", and request " +
+                                    std::to_string(at->b) + " writes it in the same call, as " + page_of(*at) +
+                                    "; requests share only what none of them writes");
+        });
     LEANFLEET_RETURN_IF_ERROR(status);
   }
   return {};
@@ -213,7 +210,7 @@ Status check_writers(const Call& call, const LeanAttentionArgs& args) {
 
 Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
-  const LeanAttentionArgs args = make_args(call);
+  const Args args = make_args(call);
   if (args.cu_seqlens != nullptr) {
     const int32_t* cu = args.cu_seqlens;
     for (int32_t b = 0; b <= args.batch; ++b) {
@@ -240,7 +237,7 @@ Status check_values(const Call& call, bool strict) {
         return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + ", more than the " + std::to_string(keys) +
                             " valid keys of request " + std::to_string(b) + ", which count the new tokens");
     }
-    if (args.cos_cache != nullptr && keys > args.rotary_positions && lean_request(args, b).tokens > 0)
+    if (args.cos_cache != nullptr && keys > args.rotary_positions && request_of(args, b).tokens > 0)
       return call.invalid("the last new token of request " + std::to_string(b) + " stands at position " +
                           std::to_string(keys - 1) + "; cos_cache has " + std::to_string(args.rotary_positions) +
                           " rows, expected positions 0 .. " + std::to_string(args.rotary_positions - 1));
@@ -260,10 +257,10 @@ Status check_values(const Call& call, bool strict) {
 constexpr int kRangesPerThread = 4, kWorkPerRange = 8;
 
 // How a CPU cuts the work. Many rows share the transposed keys of a tile.
-LeanPlan cpu_plan(const LeanAttentionArgs& args, int threads) {
+Plan cpu_plan(const Args& args, int threads) {
   constexpr int32_t kRowTile = 96;
   const int32_t rows = args.group * args.tokens, row_tiles = ceil_div(rows, kRowTile);
-  LeanPlan plan;
+  Plan plan;
   plan.key_tile = 128;
   plan.row_tile = row_tiles == 1 ? rows : (ceil_div(rows, row_tiles) + 5) / 6 * 6;
   plan.unit_overhead = 0;
@@ -283,10 +280,10 @@ void copy_cache(Threads& threads, const void* from, void* to, int64_t bytes) {
   });
 }
 
-void append(const LeanAttentionArgs& args, Threads& threads, int64_t element) {
+void append(const Args& args, Threads& threads, int64_t element) {
   copy_cache(threads, args.key_cache, args.key_cache_out, args.key_cache_elements * element);
   copy_cache(threads, args.value_cache, args.value_cache_out, args.value_cache_elements * element);
-  const auto append_head = [&, append_rows = select_lean_append()](int64_t i) {
+  const auto append_head = [&, append_rows = select_append_head()](int64_t i) {
     append_rows(args, static_cast<int32_t>(i / args.kv_heads), static_cast<int32_t>(i % args.kv_heads));
   };
   const int64_t heads = static_cast<int64_t>(args.batch) * args.kv_heads;
@@ -299,22 +296,22 @@ void append(const LeanAttentionArgs& args, Threads& threads, int64_t element) {
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   Threads& threads = *target.threads;
-  LeanAttentionArgs args = make_args(call);
+  Args args = make_args(call);
   args.bfloat16_products = cpu_has_bfloat16();
   args.plan = cpu_plan(args, threads.count());
   carve(args, ws);
-  const int64_t stride = select_lean_thread_scratch()(args);
+  const int64_t stride = select_thread_scratch_bytes()(args);
   char* const scratch = ws.scratch<char>(threads.count() * stride);
   if (ws.counting()) return {};
 
   if (args.append) append(args, threads, element_size(call.inputs[kQuery].dtype));
 
-  const int64_t work = lean_work_prefix(args, args.work_prefix);
+  const int64_t work = fill_work_prefix(args, args.work_prefix);
   // Where there is work enough, several ranges a thread even out what tiles really cost and what else the
   // machine does.
   const int64_t per_thread = std::clamp<int64_t>(work / (kWorkPerRange * threads.count()), 1, kRangesPerThread);
   args.plan.max_ranges = static_cast<int32_t>(per_thread * threads.count());
-  const int32_t ranges = lean_num_ranges(args.plan, work);
+  const int32_t ranges = num_ranges(args.plan, work);
   const int64_t tasks = std::min(threads.count(), ranges);
   // A task is a thread's share of scratch; it takes ranges until none is left.
   const auto for_ranges = [&](auto kernel) {
@@ -324,8 +321,8 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
         kernel(args, work, ranges, range, scratch + task * stride);
     });
   };
-  for_ranges(select_lean_attend());
-  const auto merge = select_lean_merge();
+  for_ranges(select_attend());
+  const auto merge = select_merge();
   const int64_t partial = static_cast<int64_t>(ranges) * args.plan.row_tile * args.value_width;
   if (partial < (1 << 16)) {
     for (int32_t range = 0; range + 1 < ranges; ++range) merge(args, work, ranges, range, scratch);
@@ -343,12 +340,12 @@ int32_t forced_ranges() {
 }
 
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  LeanAttentionArgs args = make_args(call);
+  Args args = make_args(call);
   for (const auto& [name, width] : {std::pair("D", args.key_width), std::pair("Dv", args.value_width)})
     if (width > 256 || width % 8 != 0)
       return call.unsupported(std::string(name) + " = " + std::to_string(width) +
                               "; the CUDA kernels take multiples of 8 up to 256, others run on the CPU");
-  args.plan = lean_cuda_plan(args, target.sm_count, forced_ranges());
+  args.plan = cuda_plan(args, target.sm_count, forced_ranges());
   carve(args, ws);
   args.tickets = ws.sync<uint32_t>(args.plan.max_ranges);
   if (args.rotary_half > 0) {
@@ -361,7 +358,7 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     }
   }
   if (ws.counting()) return {};
-  return cuda_status(call, "launch of the LeanAttention kernel", launch_lean_attention(args, target.device, target.stream));
+  return cuda_status(call, "launch of the LeanAttention kernel", launch_attention(args, target.device, target.stream));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

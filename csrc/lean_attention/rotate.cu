@@ -3,7 +3,7 @@
 
 #include "lean_attention/device.cuh"
 
-namespace leanfleet {
+namespace leanfleet::lean_attention {
 
 namespace {
 
@@ -16,7 +16,7 @@ struct Row {
 
 // Rows are those of the query's heads and then of new_key's.
 template <class T>
-__device__ __forceinline__ Row<T> row_of(const LeanAttentionArgs& args, int b, int row, int token) {
+__device__ __forceinline__ Row<T> row_of(const Args& args, int b, int row, int token) {
   const bool is_query = row < args.heads;
   const Strides& strides = is_query ? args.query_strides : args.new_key_strides;
   const int64_t at = b * strides.batch + (is_query ? row : row - args.heads) * strides.head + token * strides.token;
@@ -26,9 +26,9 @@ __device__ __forceinline__ Row<T> row_of(const LeanAttentionArgs& args, int b, i
 
 // A CTA for each token of each request: its rows of all heads. A thread takes two columns.
 template <class T, bool kAligned>
-__global__ void __launch_bounds__(256) LeanRotateKernel(const __grid_constant__ LeanAttentionArgs args) {
+__global__ void __launch_bounds__(256) RotateKernel(const __grid_constant__ Args args) {
   const int b = blockIdx.x / args.tokens, token = blockIdx.x % args.tokens;
-  const LeanRequest request = lean_request(args, b);
+  const Request request = request_of(args, b);
   if (token >= request.tokens) return;
   const Rotation rotation = rotation_at(args, request.keys - request.tokens + token);
   const int pairs = args.key_width / 2, rows = args.heads + (args.append ? args.kv_heads : 0);
@@ -44,9 +44,9 @@ __global__ void __launch_bounds__(256) LeanRotateKernel(const __grid_constant__ 
 // The same where pairs are a multiple of 8 columns apart: a thread takes 8 columns and those that they pair with, or 8 that
 // stay.
 template <class T>
-__global__ void __launch_bounds__(256) LeanRotateBy8Kernel(const __grid_constant__ LeanAttentionArgs args) {
+__global__ void __launch_bounds__(256) RotateBy8Kernel(const __grid_constant__ Args args) {
   const int b = blockIdx.x / args.tokens, token = blockIdx.x % args.tokens;
-  const LeanRequest request = lean_request(args, b);
+  const Request request = request_of(args, b);
   if (token >= request.tokens) return;
   const Rotation rotation = rotation_at(args, request.keys - request.tokens + token);
   const int half = args.rotary_half, rotated = half / 8, items = (args.key_width - half) / 8;
@@ -69,27 +69,27 @@ __global__ void __launch_bounds__(256) LeanRotateBy8Kernel(const __grid_constant
 }
 
 template <class T>
-void launch(const LeanAttentionArgs& args, cudaStream_t stream) {
+void launch(const Args& args, cudaStream_t stream) {
   const auto aligned = [&](uintptr_t bytes) {
     return (reinterpret_cast<uintptr_t>(args.query) | reinterpret_cast<uintptr_t>(args.new_key) |
             reinterpret_cast<uintptr_t>(args.cos_cache) | reinterpret_cast<uintptr_t>(args.sin_cache)) %
                bytes ==
            0;
   };
-  const int blocks = args.batch * args.tokens;
+  const int ctas = args.batch * args.tokens;
   if constexpr (sizeof(T) == 2) {
     if (args.rotary_half % 8 == 0 && !args.rotary_interleaved && aligned(16)) {
-      LeanRotateBy8Kernel<T><<<blocks, 256, 0, stream>>>(args);
+      RotateBy8Kernel<T><<<ctas, 256, 0, stream>>>(args);
       return;
     }
   }
-  if (args.rotary_half % 2 == 0 && aligned(8)) LeanRotateKernel<T, true><<<blocks, 256, 0, stream>>>(args);
-  else LeanRotateKernel<T, false><<<blocks, 256, 0, stream>>>(args);
+  if (args.rotary_half % 2 == 0 && aligned(8)) RotateKernel<T, true><<<ctas, 256, 0, stream>>>(args);
+  else RotateKernel<T, false><<<ctas, 256, 0, stream>>>(args);
 }
 
 }  // namespace
 
-int launch_rotate(LeanAttentionArgs& args, void* stream) {
+int launch_rotate(Args& args, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
   switch (static_cast<DType>(args.dtype)) {
     case DType::kFloat16: launch<__half>(args, on); break;
@@ -102,4 +102,4 @@ int launch_rotate(LeanAttentionArgs& args, void* stream) {
   return cudaGetLastError();
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::lean_attention

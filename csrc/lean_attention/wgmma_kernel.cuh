@@ -10,7 +10,7 @@
 #include "core/hopper.cuh"
 #include "lean_attention/mma_kernel.cuh"
 
-namespace leanfleet {
+namespace leanfleet::lean_attention {
 
 template <int kWidth>
 struct WgmmaTile {
@@ -21,7 +21,7 @@ struct WgmmaTile {
   static constexpr int kQueryBytes = kRows * kWidth * 2;
   static constexpr int kSlices = kTokens / 16;
   static constexpr int kSlotExtra = 16 + kSlices * 2;
-  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(LeanWork)) + 16);
+  static constexpr int kQueueBytes = kQueue * (static_cast<int>(sizeof(Work)) + 16);
   static constexpr int kFixedBytes = kQueryBytes + kQueueBytes + 1024;  // 1024: to align the ring
   static_assert(kQueueBytes % 16 == 0, "a slot's bits are read as words");
   // Keys have the even slots and values the odd ones.
@@ -61,8 +61,8 @@ struct WarpgroupConsumer {
   using Output = float[kWidth / 8][4];
   using Weights = uint32_t[kTokens / 16][4];
 
-  const LeanAttentionArgs& args;
-  const LeanTileLoads& loads;
+  const Args& args;
+  const TileLoads& loads;
   const RingAddresses& ring;
   const uint32_t query;  // shared address of this group's rows, [box][64][64 columns], swizzled like a slot
   const int group, warp, lane;
@@ -78,17 +78,17 @@ struct WarpgroupConsumer {
     load_query(ring.queue[queued.slot].unit);
 #pragma unroll 1
     for (;;) {
-      const LeanWork& work = ring.queue[queued.slot];
+      const Work& work = ring.queue[queued.slot];
       begin_unit(o);
-      const LeanSpan rows = real_rows(work.unit);
-      LeanSpan tokens = {0, 0};
+      const Span rows = real_rows(work.unit);
+      Span tokens = {0, 0};
       if (rows.begin < rows.end) tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
-      const LeanSpan mine = keys_of_tokens(args, work.unit.request, tokens).seen, all = work.segment.tiles;
-      const LeanSpan tiles = {clamp(mine.begin / kTokens, all.begin, all.end),
-                              clamp(ceil_div(mine.end, kTokens), all.begin, all.end)};
+      const Span mine = keys_of_tokens(args, work.unit.request, tokens).seen, all = work.segment.tiles;
+      const Span tiles = {clamp(mine.begin / kTokens, all.begin, all.end),
+                          clamp(ceil_div(mine.end, kTokens), all.begin, all.end)};
       skip(tiles.begin - all.begin);
       if (tiles.begin < tiles.end) consume(tiles, work, o);
-      skip(all.end - lean_max(tiles.begin, tiles.end));
+      skip(all.end - max32(tiles.begin, tiles.end));
       // The next unit's query is on its way while this one's output is written.
       const uint32_t done = ring.queue_empty + queued.slot * 8;
       queued.next();
@@ -132,7 +132,7 @@ struct WarpgroupConsumer {
   // slot back: an order that racecheck follows.
   __device__ __forceinline__ uint4 missing_tokens() const {
     uint4 bits = make_uint4(0, 0, 0, 0);
-    if (args.cache_kind != kLeanPaged) return bits;
+    if (args.cache_kind != kPaged) return bits;
     if (lane == 0) bits = *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
     return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0), __shfl_sync(kFullWarp, bits.z, 0),
                       __shfl_sync(kFullWarp, bits.w, 0));
@@ -213,7 +213,7 @@ struct WarpgroupConsumer {
       for (int i = 0; i < 4; ++i) p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
   }
 
-  __device__ __forceinline__ void consume(LeanSpan tiles, const LeanWork& work, Output& o) {
+  __device__ __forceinline__ void consume(Span tiles, const Work& work, Output& o) {
     // |scale|: its sign is in the query.
     const float scale = args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E;
     Scores s;
@@ -263,12 +263,12 @@ struct WarpgroupConsumer {
   }
 
   // Gives the tile's keys back, and caps and masks its logits unless all rows see all of it.
-  __device__ __forceinline__ void finish_scores(int tile, const LeanWork& work, Scores& s) const {
+  __device__ __forceinline__ void finish_scores(int tile, const Work& work, Scores& s) const {
     const uint4 missing = missing_tokens();
     const bool all_there = (missing.x | missing.y | missing.z | missing.w) == 0;
     release(keys_empty());
     const int begin = tile * kTokens;
-    const LeanSpan common = work.common, seen = work.seen;
+    const Span common = work.common, seen = work.seen;
     if (begin >= common.begin && begin + kTokens <= common.end && all_there && args.softcap == 0.0f) return;
     if (args.softcap > 0.0f) {
       const float scale = fabsf(args.scale);
@@ -283,7 +283,7 @@ struct WarpgroupConsumer {
         for (int i = 0; i < 4; ++i) s[n][i] = cap_logit(s[n][i] * scale, args.softcap);
       }
     }
-    const LeanSpan rows = real_rows(work.unit);
+    const Span rows = real_rows(work.unit);
     const int first = begin + lane % 4 * 2;  // the position of s[0][0] and s[0][2]
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
@@ -312,7 +312,7 @@ struct WarpgroupConsumer {
 
   // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence: those tokens' values become
   // 0 in the slot. Both groups do so, as each may be ahead of the other.
-  __device__ __forceinline__ void silence_values(int begin, LeanSpan seen, uint4 missing) const {
+  __device__ __forceinline__ void silence_values(int begin, Span seen, uint4 missing) const {
     const uint32_t to = values(pair);
 #pragma unroll 1
     for (int i = warp % 4 * 32 + lane; i < kTokens * kChunks; i += 128) {
@@ -330,10 +330,10 @@ struct WarpgroupConsumer {
   // The begin and the end of a unit
 
   // This group's rows of a unit: the first, and the end of those that are not padding.
-  __device__ __forceinline__ LeanSpan real_rows(const LeanUnit& unit) const {
-    const LeanSpan all = lean_unit_rows(args, unit.row_tile);
+  __device__ __forceinline__ Span real_rows(const Unit& unit) const {
+    const Span all = unit_rows(args, unit.row_tile);
     const int begin = all.begin + Tile::kGroupRows * group;
-    return {begin, lean_min(lean_min(begin + Tile::kGroupRows, all.end), args.group * unit.request.tokens)};
+    return {begin, min32(min32(begin + Tile::kGroupRows, all.end), args.group * unit.request.tokens)};
   }
 
   // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row.
@@ -342,8 +342,8 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ int query_chunk() const { return lane % kChunks; }
 
   // Starts to copy the rows of a unit, 0 for padding.
-  __device__ __forceinline__ void load_query(const LeanUnit& unit) const {
-    const LeanSpan rows = real_rows(unit);
+  __device__ __forceinline__ void load_query(const Unit& unit) const {
+    const Span rows = real_rows(unit);
     // Row = token * group + head of the group, first for the group's first row, then for small numbers only.
     const int first_token = rows.begin / args.group, first_head = rows.begin - first_token * args.group;
     const int chunk = query_chunk();
@@ -385,9 +385,9 @@ struct WarpgroupConsumer {
     group_barrier();
   }
 
-  __device__ __forceinline__ void finish(const LeanWork& work, const Output& o) {
-    const LeanSegment& segment = work.segment;
-    const LeanSpan all = lean_unit_rows(args, work.unit.row_tile);
+  __device__ __forceinline__ void finish(const Work& work, const Output& o) {
+    const Segment& segment = work.segment;
+    const Span all = unit_rows(args, work.unit.row_tile);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 1);
@@ -416,12 +416,12 @@ struct WarpgroupConsumer {
     merge_rows(work.unit, work.first, segment.count);
   }
 
-  __device__ __forceinline__ void write_output(const LeanUnit& unit, LeanSpan rows, const Output& o) const {
+  __device__ __forceinline__ void write_output(const Unit& unit, Span rows, const Output& o) const {
     if (rows.begin + Tile::kGroupRows * group >= rows.end) return;
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       const int row = rows.begin + 16 * warp + lane / 4 + 8 * c;
-      const RowPlace place = row_place(args, unit, lean_min(row, rows.end - 1));
+      const RowPlace place = row_place(args, unit, min32(row, rows.end - 1));
       const RowEnd<T> end = row_end<T>(args, unit, place, max[c], sum[c]);
       if (lane % 4 == 0 && row < rows.end) write_lse(args, unit, place, end.lse);
 #pragma unroll
@@ -441,9 +441,9 @@ struct WarpgroupConsumer {
   // Merges the partial results of a unit in the order of their ranges and writes the rows. A warp takes kPer rows at
   // once, kAtOnce times, with two contributors on their way; a lane has 4 columns of them, and the statistics of one. As
   // little code as can be: what runs once costs some five cycles an instruction.
-  __device__ __forceinline__ void merge_rows(const LeanUnit& unit, int first, int count) const {
+  __device__ __forceinline__ void merge_rows(const Unit& unit, int first, int count) const {
     constexpr int kLanes = kWidth / 4, kPer = 32 / kLanes, kAtOnce = 8, kApart = Tile::kConsumerWarps * kPer;
-    const LeanSpan rows = lean_unit_rows(args, unit.row_tile);
+    const Span rows = unit_rows(args, unit.row_tile);
     const int d = lane % kLanes * 4;
     int columns = args.value_width;
     asm volatile("" : "+r"(columns));           // else its multiples are worked out before the first unit and kept in registers
@@ -463,7 +463,7 @@ struct WarpgroupConsumer {
 #pragma unroll
         for (int i = 0; i < 2; ++i) {
           const bool there = i0 + i < count;
-          const int64_t slot = static_cast<int64_t>(lean_slot(first, i0 + i)) * Tile::kRows;
+          const int64_t slot = static_cast<int64_t>(slot_of(first, i0 + i)) * Tile::kRows;
           const float* const from = args.partial_output + (slot + row0 - rows.begin) * columns + d;
 #pragma unroll
           for (int r = 0; r < kAtOnce; ++r) {
@@ -492,7 +492,7 @@ struct WarpgroupConsumer {
           o[r].w = o[r].w * f + f0 * part[0][r].w + f1 * part[1][r].w;
         }
       }
-      const RowPlace place = row_place(args, unit, lean_min(mine, rows.end - 1));
+      const RowPlace place = row_place(args, unit, min32(mine, rows.end - 1));
       const RowEnd<T> end = row_end<T>(args, unit, place, top, total);
       if (lane % kLanes < kAtOnce && mine < rows.end) write_lse(args, unit, place, end.lse);
 #pragma unroll
@@ -511,11 +511,11 @@ struct WarpgroupConsumer {
 
 template <class T, int kWidth>
 __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
-    LeanAttentionWgmmaKernel(const __grid_constant__ LeanAttentionArgs launch_args, const __grid_constant__ LeanTileLoads loads,
-                             const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
+    WgmmaKernel(const __grid_constant__ Args launch_args, const __grid_constant__ TileLoads loads,
+                const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   using Tile = WgmmaTile<kWidth>;
-  LeanAttentionArgs args = launch_args;  // so that the compiler knows the plan's constants
+  Args args = launch_args;  // so that the compiler knows the plan's constants
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = Tile::kRows;
   args.plan.min_range_work = kMinRangeWork;
@@ -527,8 +527,8 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   at += Tile::kQueryBytes;
   RingAddresses ring;
   ring.slots = shared_address(base);
-  ring.queue = reinterpret_cast<LeanWork*>(at);
-  ring.queue_full = shared_address(at + kQueue * sizeof(LeanWork));
+  ring.queue = reinterpret_cast<Work*>(at);
+  ring.queue_full = shared_address(at + kQueue * sizeof(Work));
   ring.queue_empty = ring.queue_full + 8 * kQueue;
   at += Tile::kQueueBytes;
   ring.full = shared_address(at);
@@ -537,14 +537,14 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
 
-  LeanRange<int64_t> range = {};
+  Range<int64_t> range = {};
   bool exists = false;
   if (warp >= Tile::kConsumerWarps) {
     if (loads.tensor_maps && lane == 0) {
       asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
       asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
     }
-    exists = locate_range<int64_t>(args, blockIdx.x, lean_row_tiles(args), range);
+    exists = locate_range<int64_t>(args, blockIdx.x, num_row_tiles(args), range);
   } else if (lane == 0) {
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
@@ -590,7 +590,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
 // Launches the kernel for one element type and width (64 or 128, at least D and Dv); args.plan holds the tile. Compiled by
 // wgmma_launch.cu.in, a source file an instance.
 template <class T, int kWidth>
-int launch_wgmma(const LeanAttentionArgs& args, const LeanTileLoads& loads, const CUtensorMap& key_map,
-                 const CUtensorMap& value_map, void* stream);
+int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
+                 void* stream);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::lean_attention

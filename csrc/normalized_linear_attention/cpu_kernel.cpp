@@ -1,7 +1,7 @@
 #include "core/simd.h"
 #include "normalized_linear_attention.h"
 
-namespace leanfleet::LEANFLEET_ISA {
+namespace leanfleet::normalized_linear_attention::LEANFLEET_ISA {
 
 namespace {
 
@@ -515,4 +515,4 @@ void linear_scan(const LinearScan& scan, ScanPhase phase, int64_t task) {
   if (scan.dtype == 2) run_phase<BFloat16>(scan, phase, task);
 }
 
-}  // namespace leanfleet::LEANFLEET_ISA
+}  // namespace leanfleet::normalized_linear_attention::LEANFLEET_ISA

@@ -12,7 +12,7 @@
 #include "normalized_linear_attention/normalized_linear_attention.h"
 #include "normalized_linear_attention/step.h"
 
-namespace leanfleet {
+namespace leanfleet::normalized_linear_attention {
 
 namespace {
 
@@ -146,8 +146,8 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 // 1 / g_i with |g_i| held, and r_i = o_i · grad_o_i / g_i, or 0 where it is held.
-__device__ __forceinline__ void put_weights(const NormalizedLinearAttentionGradArgs& args, const Row& row, int64_t index,
-                                            float dot, float* inverse, float* rest) {
+__device__ __forceinline__ void put_weights(const GradArgs& args, const Row& row, int64_t index, float dot, float* inverse,
+                                            float* rest) {
   const float eps = args.in.eps, g = args.normalizer[offset_of(row, args.in.normalizer_strides)];
   const bool held = fabsf(g) < eps;
   const float divisor = held ? (g < 0.0f ? -eps : eps) : g;
@@ -156,9 +156,8 @@ __device__ __forceinline__ void put_weights(const NormalizedLinearAttentionGradA
 }
 
 template <class T>
-__global__ void __launch_bounds__(kThreads)
-    WeightKernel(const __grid_constant__ NormalizedLinearAttentionGradArgs args, float* inverse, float* rest) {
-  const NormalizedLinearInputs& in = args.in;
+__global__ void __launch_bounds__(kThreads) WeightKernel(const __grid_constant__ GradArgs args, float* inverse, float* rest) {
+  const Inputs& in = args.in;
   const int64_t index = row_index();
   if (index >= in.batch * in.heads * in.tokens) return;
   const Row row = row_at(index, in.heads, in.tokens);
@@ -176,10 +175,9 @@ __global__ void __launch_bounds__(kThreads)
 constexpr int kWeightLanes = 8, kWeightRows = 2, kWeightTokens = kThreads / kWeightLanes * kWeightRows;
 template <class T>
 __global__ void __launch_bounds__(kThreads)
-    WeightOfAlignedKernel(const __grid_constant__ NormalizedLinearAttentionGradArgs args, unsigned token_blocks, float* inverse,
-                          float* rest) {
+    WeightOfAlignedKernel(const __grid_constant__ GradArgs args, unsigned token_blocks, float* inverse, float* rest) {
   constexpr int kElements = 16 / sizeof(T), kParts = 2;
-  const NormalizedLinearInputs& in = args.in;
+  const Inputs& in = args.in;
   const unsigned of_head = blockIdx.x / token_blocks;
   const int64_t batch = of_head / static_cast<unsigned>(in.heads), head = of_head % static_cast<unsigned>(in.heads);
   const int64_t first = static_cast<int64_t>(blockIdx.x % token_blocks) * kWeightTokens + threadIdx.x / kWeightLanes;
@@ -218,13 +216,13 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <class T>
-int find_weights(const NormalizedLinearAttentionGradArgs& args, float* inverse, float* rest, cudaStream_t stream) {
-  const NormalizedLinearInputs& in = args.in;
-  const int64_t token_blocks = ceil_div(in.tokens, kWeightTokens), blocks = token_blocks * in.batch * in.heads;
+int find_weights(const GradArgs& args, float* inverse, float* rest, cudaStream_t stream) {
+  const Inputs& in = args.in;
+  const int64_t token_blocks = ceil_div(in.tokens, kWeightTokens), ctas = token_blocks * in.batch * in.heads;
   if (parts_aligned<T>(args.output, in.output_strides, in.value_dim) &&
-      parts_aligned<T>(args.grad_output, in.output_strides, in.value_dim) && blocks <= INT32_MAX) {
+      parts_aligned<T>(args.grad_output, in.output_strides, in.value_dim) && ctas <= INT32_MAX) {
     WeightOfAlignedKernel<T>
-        <<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(args, static_cast<unsigned>(token_blocks), inverse, rest);
+        <<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args, static_cast<unsigned>(token_blocks), inverse, rest);
     return cudaGetLastError();
   }
   WeightKernel<T><<<row_blocks(in.batch * in.heads * in.tokens), kThreads, 0, stream>>>(args, inverse, rest);
@@ -331,7 +329,7 @@ __global__ void CountKernel(const int32_t* before, int32_t* after, int64_t batch
   }
 }
 
-int unit_factors(const NormalizedLinearInputs& in, bool of_query, float* out, cudaStream_t stream) {
+int unit_factors(const Inputs& in, bool of_query, float* out, cudaStream_t stream) {
   const int64_t heads = of_query ? in.heads : in.kv_heads;
   return with_type(in.dtype, [&](auto type) -> int {
     using T = decltype(type);
@@ -355,7 +353,7 @@ ChunkFactor row_factor(const float* data, int64_t heads, int64_t tokens, const f
 }
 
 // What the four scans have in common.
-ChunkScan scan_of(const NormalizedLinearInputs& in) {
+ChunkScan scan_of(const Inputs& in) {
   ChunkScan scan = {};
   scan.dtype = in.dtype;
   scan.causal = in.causal;
@@ -370,9 +368,9 @@ ChunkScan scan_of(const NormalizedLinearInputs& in) {
 
 }  // namespace
 
-int launch_normalized_linear(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, Workspace& ws) {
-  const NormalizedLinearInputs& in = args.in;
-  if (normalized_step_fits(in)) return launch_normalized_step(args, target, ws);
+int launch_forward(const Args& args, const CudaTarget& target, Workspace& ws) {
+  const Inputs& in = args.in;
+  if (step_fits(in)) return launch_step(args, target, ws);
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const float* const a = in.coefficients;
   const float* const b = in.coefficients != nullptr ? in.coefficients + 1 : nullptr;
@@ -428,8 +426,8 @@ int launch_normalized_linear(const NormalizedLinearAttentionArgs& args, const Cu
   return cudaGetLastError();
 }
 
-int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args, const CudaTarget& target, Workspace& ws) {
-  const NormalizedLinearInputs& in = args.in;
+int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
+  const Inputs& in = args.in;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const float* const a = in.coefficients;
   const float* const b = in.coefficients != nullptr ? in.coefficients + 1 : nullptr;
@@ -538,4 +536,4 @@ int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args,
   return cudaGetLastError();
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::normalized_linear_attention

@@ -8,14 +8,16 @@
 #include "core/strides.h"
 
 namespace leanfleet {
-
 struct CudaTarget;
 class Workspace;
+}  // namespace leanfleet
+
+namespace leanfleet::normalized_linear_attention {
 
 // Where final_count stays once it gets there.
 constexpr int64_t kMaxCount = INT32_MAX;
 
-struct NormalizedLinearInputs {
+struct Inputs {
   const void *query, *key, *value;  // T [B,H,N,D], [B,Hkv,N,D], [B,Hkv,N,Dv]
   const float* coefficients;        // [2]: a, b; null: 1, 1
   int32_t dtype;                    // DType of T
@@ -27,8 +29,8 @@ struct NormalizedLinearInputs {
 };
 
 // o_i = f_i / g_i (LA eq. 4); |g_i| is held at eps or more in the division, its sign kept.
-struct NormalizedLinearAttentionArgs {
-  NormalizedLinearInputs in;
+struct Args {
+  Inputs in;
   const float *initial_state, *initial_key_sum, *initial_value_sum;  // [B,Hkv,D,Dv], [B,Hkv,D], [B,Hkv,Dv]; null: 0
   const int32_t* initial_count;                                      // [B]
   void* output;                                                      // T [B,H,N,Dv]
@@ -38,8 +40,8 @@ struct NormalizedLinearAttentionArgs {
   bool carries_state;  // sums are given and asked for: known, too, while a workspace is counted
 };
 
-struct NormalizedLinearAttentionGradArgs {
-  NormalizedLinearInputs in;
+struct GradArgs {
+  Inputs in;
   const void *output, *grad_output;  // T [B,H,N,Dv]
   const float* normalizer;           // [B,H,N]
   void *grad_query, *grad_key, *grad_value;
@@ -124,7 +126,7 @@ enum class ScanPhase : int32_t {
 
 // On CUDA, for D and, in the gradient, Dv up to 256. They ask `ws` for their buffers and return 0 while it counts,
 // otherwise the cudaError_t of the launches.
-int launch_normalized_linear(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, Workspace& ws);
-int launch_normalized_linear_grad(const NormalizedLinearAttentionGradArgs& args, const CudaTarget& target, Workspace& ws);
+int launch_forward(const Args& args, const CudaTarget& target, Workspace& ws);
+int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::normalized_linear_attention

@@ -13,9 +13,9 @@
 #include "core/cuda_target.h"
 #endif
 
-LEANFLEET_CPU_FUNCTION(void, linear_scan, (const LinearScan& scan, ScanPhase phase, int64_t task))
+namespace leanfleet::normalized_linear_attention {
 
-namespace leanfleet {
+LEANFLEET_CPU_FUNCTION(void, linear_scan, (const LinearScan& scan, ScanPhase phase, int64_t task))
 
 namespace {
 
@@ -122,7 +122,7 @@ struct Operands {
   LinearScan scan;
 };
 
-Operands operands_of(const NormalizedLinearInputs& in) {
+Operands operands_of(const Inputs& in) {
   Operands operands = {};
   operands.a = in.coefficients != nullptr ? in.coefficients[0] : 1.0f;
   operands.b = in.coefficients != nullptr ? in.coefficients[1] : 1.0f;
@@ -153,8 +153,8 @@ static_assert(int(forward::kDimB) == backward::kDimB && int(forward::kDimH) == b
               int(forward::kDimN) == backward::kDimN && int(forward::kDimD) == backward::kDimD &&
               int(forward::kDimHkv) == backward::kDimHkv && int(forward::kDimDv) == backward::kDimDv);
 
-NormalizedLinearInputs inputs_of(const Call& call) {
-  NormalizedLinearInputs in = {};
+Inputs inputs_of(const Call& call) {
+  Inputs in = {};
   in.query = call.inputs[forward::kQuery].data;
   in.key = call.inputs[forward::kKey].data;
   in.value = call.inputs[forward::kValue].data;
@@ -184,8 +184,8 @@ Status check_state_size(const Call& call) {
 }
 
 #ifdef LEANFLEET_CUDA
-// Launches count blocks in 32 bits.
-Status check_cuda_size(const Call& call, const NormalizedLinearInputs& in) {
+// Launches count CTAs in 32 bits.
+Status check_cuda_size(const Call& call, const Inputs& in) {
   const auto refuse = [&](const char* what, int64_t count) {
     return call.unsupported(std::string("query has ") + what + " = " + std::to_string(count) +
                             "; on CUDA it is less than 2^31, larger calls run on the CPU");
@@ -209,14 +209,8 @@ Status check_coefficients(const Call& call, const Tensor& coefficients) {
   return {};
 }
 
-}  // namespace
-
-namespace normalized_linear_attention {
-
-namespace {
-
-NormalizedLinearAttentionArgs make_args(const Call& call) {
-  NormalizedLinearAttentionArgs args = {};
+Args make_args(const Call& call) {
+  Args args = {};
   args.in = inputs_of(call);
   args.initial_state = call.inputs[kInitialState].as<const float>();
   args.initial_key_sum = call.inputs[kInitialKeySum].as<const float>();
@@ -250,7 +244,7 @@ Status check_values(const Call& call, bool strict) {
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  const NormalizedLinearAttentionArgs args = make_args(call);
+  const Args args = make_args(call);
   // While a workspace is counted the coefficients are null, like every tensor.
   const Operands operands = operands_of(args.in);
   LinearScan scan = operands.scan;
@@ -291,9 +285,9 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   if (call.dims[kDimD] > kCudaMaxWidth)
     return call.unsupported("query has D = " + std::to_string(call.dims[kDimD]) + "; on CUDA D is at most 256");
-  const NormalizedLinearAttentionArgs args = make_args(call);
+  const Args args = make_args(call);
   LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
-  return cuda_status(call, "launching the kernels", launch_normalized_linear(args, target, ws));
+  return cuda_status(call, "launching the kernels", launch_forward(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
@@ -303,14 +297,16 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
-}  // namespace normalized_linear_attention
+}  // namespace leanfleet::normalized_linear_attention
 
-namespace normalized_linear_attention_grad {
+namespace leanfleet::normalized_linear_attention_grad {
 
 namespace {
 
-NormalizedLinearAttentionGradArgs make_args(const Call& call) {
-  NormalizedLinearAttentionGradArgs args = {};
+using namespace normalized_linear_attention;  // what the two operators share; names of this one come first
+
+GradArgs make_args(const Call& call) {
+  GradArgs args = {};
   args.in = inputs_of(call);
   args.output = call.inputs[kOutput].data;
   args.normalizer = call.inputs[kNormalizer].as<const float>();
@@ -326,8 +322,8 @@ NormalizedLinearAttentionGradArgs make_args(const Call& call) {
 Status check_values(const Call& call, bool) { return check_coefficients(call, call.inputs[kCoefficients]); }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  const NormalizedLinearAttentionGradArgs args = make_args(call);
-  const NormalizedLinearInputs& in = args.in;
+  const GradArgs args = make_args(call);
+  const Inputs& in = args.in;
   const Operands operands = operands_of(in);
   ScanRows weighted = rows_of(args.grad_output, in.output_strides, in.value_dim, in.heads / in.kv_heads, RowKind::kWeighted);
   weighted.output = args.output;
@@ -387,9 +383,9 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     if (call.dims[dim] > kCudaMaxWidth)
       return call.unsupported(std::string(dim == kDimD ? "query has D = " : "value has Dv = ") +
                               std::to_string(call.dims[dim]) + "; on CUDA it is at most 256");
-  const NormalizedLinearAttentionGradArgs args = make_args(call);
+  const GradArgs args = make_args(call);
   LEANFLEET_RETURN_IF_ERROR(check_cuda_size(call, args.in));
-  return cuda_status(call, "launching the kernels", launch_normalized_linear_grad(args, target, ws));
+  return cuda_status(call, "launching the kernels", launch_grad(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
@@ -399,6 +395,4 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
 
-}  // namespace normalized_linear_attention_grad
-
-}  // namespace leanfleet
+}  // namespace leanfleet::normalized_linear_attention_grad

@@ -8,7 +8,7 @@
 #include "core/op.h"
 #include "normalized_linear_attention/step.h"
 
-namespace leanfleet {
+namespace leanfleet::normalized_linear_attention {
 
 namespace {
 
@@ -25,10 +25,9 @@ __device__ __forceinline__ float warp_sum(float x) {
 // the registers for more CTAs on an SM.
 template <class T, int kLanes, int kGroup>
 __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
-    NormalizedStepKernel(const __grid_constant__ NormalizedLinearAttentionArgs args, uint32_t* tickets, int slices,
-                         bool aligned) {
+    StepKernel(const __grid_constant__ Args args, uint32_t* tickets, int slices, bool aligned) {
   constexpr int kRowGroups = kThreads / kLanes;
-  const NormalizedLinearInputs& in = args.in;
+  const Inputs& in = args.in;
   const int D = static_cast<int>(in.dim), V = static_cast<int>(in.value_dim);
   const int group = static_cast<int>(in.heads / in.kv_heads);
   const int slice = blockIdx.x, head = blockIdx.y, batch = blockIdx.z;
@@ -170,8 +169,8 @@ __global__ void __launch_bounds__(kThreads, kGroup == 1 ? 4 : 1)
 }
 
 template <class T>
-int launch(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, uint32_t* tickets) {
-  const NormalizedLinearInputs& in = args.in;
+int launch(const Args& args, const CudaTarget& target, uint32_t* tickets) {
+  const Inputs& in = args.in;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const auto grid = [&](int columns) {
     return dim3(static_cast<unsigned>(ceil_div(in.value_dim, columns)), static_cast<unsigned>(in.kv_heads),
@@ -183,21 +182,21 @@ int launch(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, 
   for (const float* state : {args.initial_state, static_cast<const float*>(args.final_state)})
     aligned &= reinterpret_cast<uintptr_t>(state) % 16 == 0;
   if (in.batch * in.kv_heads * ((in.value_dim + 127) / 128) >= 2 * target.sm_count) {
-    const auto kernel = one ? NormalizedStepKernel<T, 32, 1> : NormalizedStepKernel<T, 32, kMaxGroup>;
-    const dim3 blocks = grid(128);
-    kernel<<<blocks, kThreads, 0, stream>>>(args, tickets, static_cast<int>(blocks.x), aligned);
+    const auto kernel = one ? StepKernel<T, 32, 1> : StepKernel<T, 32, kMaxGroup>;
+    const dim3 ctas = grid(128);
+    kernel<<<ctas, kThreads, 0, stream>>>(args, tickets, static_cast<int>(ctas.x), aligned);
   } else {
-    const auto kernel = one ? NormalizedStepKernel<T, 8, 1> : NormalizedStepKernel<T, 8, kMaxGroup>;
-    const dim3 blocks = grid(32);
-    kernel<<<blocks, kThreads, 0, stream>>>(args, tickets, static_cast<int>(blocks.x), aligned);
+    const auto kernel = one ? StepKernel<T, 8, 1> : StepKernel<T, 8, kMaxGroup>;
+    const dim3 ctas = grid(32);
+    kernel<<<ctas, kThreads, 0, stream>>>(args, tickets, static_cast<int>(ctas.x), aligned);
   }
   return cudaGetLastError();
 }
 
 }  // namespace
 
-int launch_normalized_step(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, Workspace& ws) {
-  const NormalizedLinearInputs& in = args.in;
+int launch_step(const Args& args, const CudaTarget& target, Workspace& ws) {
+  const Inputs& in = args.in;
   uint32_t* const tickets = ws.sync<uint32_t>(in.batch * in.kv_heads + in.batch);
   if (ws.counting()) return cudaSuccess;
   if (in.dtype == static_cast<int32_t>(DType::kFloat32)) return launch<float>(args, target, tickets);
@@ -205,4 +204,4 @@ int launch_normalized_step(const NormalizedLinearAttentionArgs& args, const Cuda
   return launch<__nv_bfloat16>(args, target, tickets);
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::normalized_linear_attention

@@ -3,15 +3,15 @@
 
 #include "normalized_linear_attention/normalized_linear_attention.h"
 
-namespace leanfleet {
+namespace leanfleet::normalized_linear_attention {
 
 constexpr int64_t kStepMaxWidth = 256;  // of D
 constexpr int64_t kStepMaxGroup = 8;    // query heads of a key/value head
 
-inline bool normalized_step_fits(const NormalizedLinearInputs& in) {
+inline bool step_fits(const Inputs& in) {
   return in.tokens == 1 && in.dim <= kStepMaxWidth && in.heads / in.kv_heads <= kStepMaxGroup && in.value_dim % 4 == 0 &&
          in.batch > 0;
 }
-int launch_normalized_step(const NormalizedLinearAttentionArgs& args, const CudaTarget& target, Workspace& ws);
+int launch_step(const Args& args, const CudaTarget& target, Workspace& ws);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::normalized_linear_attention

@@ -12,35 +12,34 @@
 
 namespace {
 
-using namespace leanfleet;
+using namespace leanfleet::lean_attention;
 
-std::string describe(const LeanAttentionArgs& args) {
-  const LeanPlan& plan = args.plan;
-  std::string text =
-      "B=" + std::to_string(args.batch) + " Hkv=" + std::to_string(args.kv_heads) +
-      " group=" + std::to_string(args.group) + " Nq=" + std::to_string(args.tokens) +
-      " capacity=" + std::to_string(args.capacity) + " kind=" + std::to_string(args.cache_kind) +
-      " causal=" + std::to_string(args.causal) + " window=" + std::to_string(args.window) +
-      " key_tile=" + std::to_string(plan.key_tile) + " row_tile=" + std::to_string(plan.row_tile) +
-      " overhead=" + std::to_string(plan.unit_overhead) + " ranges=" + std::to_string(plan.max_ranges) +
-      " min=" + std::to_string(plan.min_range_work) + " equal_parts=" + std::to_string(plan.equal_parts) +
-      " halved=" + std::to_string(plan.equal_halved);
+std::string describe(const Args& args) {
+  const Plan& plan = args.plan;
+  std::string text = "B=" + std::to_string(args.batch) + " Hkv=" + std::to_string(args.kv_heads) +
+                     " group=" + std::to_string(args.group) + " Nq=" + std::to_string(args.tokens) +
+                     " capacity=" + std::to_string(args.capacity) + " kind=" + std::to_string(args.cache_kind) +
+                     " causal=" + std::to_string(args.causal) + " window=" + std::to_string(args.window) +
+                     " key_tile=" + std::to_string(plan.key_tile) + " row_tile=" + std::to_string(plan.row_tile) +
+                     " overhead=" + std::to_string(plan.unit_overhead) + " ranges=" + std::to_string(plan.max_ranges) +
+                     " min=" + std::to_string(plan.min_range_work) + " equal_parts=" + std::to_string(plan.equal_parts) +
+                     " halved=" + std::to_string(plan.equal_halved);
   for (int b = 0; b < args.batch; ++b) {
-    const LeanRequest request = lean_request(args, b);
-    text += " (" + std::to_string(request.start) + "," + std::to_string(request.keys) + "," +
-            std::to_string(request.tokens) + ")";
+    const Request request = request_of(args, b);
+    text +=
+        " (" + std::to_string(request.start) + "," + std::to_string(request.keys) + "," + std::to_string(request.tokens) + ")";
   }
   return text;
 }
 
-void require(bool condition, const char* what, const LeanAttentionArgs& args) {
+void require(bool condition, const char* what, const Args& args) {
   if (condition) return;
   std::printf("%s: %s\n", what, describe(args).c_str());
   std::exit(1);
 }
 
 // Whether packed row `row` of the request sees key `key`, straight from the operator's definition.
-bool sees(const LeanAttentionArgs& args, const LeanRequest& request, int row, int key) {
+bool sees(const Args& args, const Request& request, int row, int key) {
   const int token = row / args.group;
   if (token >= request.tokens || key >= request.keys) return false;
   const int position = request.keys - request.tokens + token;
@@ -48,10 +47,10 @@ bool sees(const LeanAttentionArgs& args, const LeanRequest& request, int row, in
   return args.window <= 0 || key > position - args.window;
 }
 
-void check_request(const LeanAttentionArgs& args, int b) {
-  const LeanRequest request = lean_request(args, b);
+void check_request(const Args& args, int b) {
+  const Request request = request_of(args, b);
   int64_t capacity = args.capacity, start = 0;
-  if (args.cache_kind == kLeanRagged) {
+  if (args.cache_kind == kRagged) {
     const auto inside = [&](int64_t x) { return x < 0 ? 0 : x > args.capacity ? args.capacity : x; };
     start = inside(args.cu_seqlens[b]);
     capacity = inside(args.cu_seqlens[b + 1]) - start;
@@ -62,24 +61,23 @@ void check_request(const LeanAttentionArgs& args, int b) {
   int64_t tokens = args.query_lens != nullptr ? args.query_lens[b] : args.tokens;
   tokens = tokens < 0 ? 0 : tokens > args.tokens ? args.tokens : tokens;
   tokens = tokens > keys ? keys : tokens;
-  require(request.start == start && request.keys == keys && request.tokens == tokens,
-          "clamped lengths are wrong", args);
+  require(request.start == start && request.keys == keys && request.tokens == tokens, "clamped lengths are wrong", args);
 }
 
 // Where a plan cuts equal units into equal parts it does so for all units in the same places, and every part has at least
 // min_range_work tiles. Returns whether the units are equal.
-bool check_settled(const LeanAttentionArgs& open, const LeanAttentionArgs& args) {
-  const int units = args.batch * args.kv_heads * lean_row_tiles(args);
+bool check_settled(const Args& open, const Args& args) {
+  const int units = args.batch * args.kv_heads * num_row_tiles(args);
   int fewest = args.capacity, most = 0;
   for (int b = 0; b < args.batch; ++b) {
-    for (int row_tile = 0; row_tile < lean_row_tiles(args); ++row_tile) {
-      const LeanSpan tiles = lean_unit_tiles(args, lean_request(args, b), row_tile);
+    for (int row_tile = 0; row_tile < num_row_tiles(args); ++row_tile) {
+      const Span tiles = unit_tiles(args, request_of(args, b), row_tile);
       fewest = tiles.end - tiles.begin < fewest ? tiles.end - tiles.begin : fewest;
       most = tiles.end - tiles.begin > most ? tiles.end - tiles.begin : most;
     }
   }
   const bool equal = open.plan.equal_parts > 0 && fewest == most;
-  const int parts = equal ? lean_equal_parts(open.plan, most) : 0;
+  const int parts = equal ? num_equal_parts(open.plan, most) : 0;
   require(args.plan.unit_overhead == (equal ? 0 : open.plan.unit_overhead), "overhead of equal units", args);
   require(args.plan.max_ranges == (equal ? units * parts : open.plan.max_ranges), "ranges of equal units", args);
   require(!equal || (parts >= 1 && parts <= open.plan.equal_parts), "parts of equal units", args);
@@ -88,23 +86,21 @@ bool check_settled(const LeanAttentionArgs& open, const LeanAttentionArgs& args)
 }
 
 // What a kernel does with a plan.
-void check_schedule(const LeanAttentionArgs& open) {
-  LeanAttentionArgs args = open;
-  lean_settle(args);
+void check_schedule(const Args& open) {
+  Args args = open;
+  settle(args);
   const bool equal = check_settled(open, args);
   std::vector<int64_t> prefix(args.batch + 1);
-  const int64_t work = lean_work_prefix(args, prefix.data());
-  const int ranges = lean_num_ranges(args.plan, work);
-  const int row_tiles = lean_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
-  require(ranges >= 1 && ranges <= args.plan.max_ranges && ranges <= work,
-          "number of ranges is out of bounds", args);
+  const int64_t work = fill_work_prefix(args, prefix.data());
+  const int ranges = num_ranges(args.plan, work);
+  const int row_tiles = num_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
+  require(ranges >= 1 && ranges <= args.plan.max_ranges && ranges <= work, "number of ranges is out of bounds", args);
   require(work >= units, "a unit has no place on the line", args);
-  require(
-      static_cast<int64_t>(row_tiles) * args.plan.row_tile >= static_cast<int64_t>(args.group) * args.tokens,
-      "query tiles do not hold all rows", args);
+  require(static_cast<int64_t>(row_tiles) * args.plan.row_tile >= static_cast<int64_t>(args.group) * args.tokens,
+          "query tiles do not hold all rows", args);
 
   struct Visits {
-    LeanSpan tiles;
+    Span tiles;
     int next;          // the tile that must be visited next
     int contributors;  // so far
     int count, first;  // as the first contributor saw them
@@ -114,44 +110,38 @@ void check_schedule(const LeanAttentionArgs& open) {
   int64_t least = work, most = 0;
 
   for (int range = 0; range < ranges; ++range) {
-    const int64_t begin = lean_range_begin(work, ranges, range),
-                  end = lean_range_begin(work, ranges, range + 1);
+    const int64_t begin = range_begin(work, ranges, range), end = range_begin(work, ranges, range + 1);
     require(begin < end, "a range is empty", args);
     least = end - begin < least ? end - begin : least;
     most = end - begin > most ? end - begin : most;
-    for (int64_t x : {begin, end - 1})
-      require(lean_range_of(work, ranges, x) == range, "wrong owner of a position", args);
-    LeanUnit unit = lean_locate(args, prefix.data(), begin);
-    require(unit.position <= begin && begin < lean_unit_end(args, unit), "the located unit does not hold it",
-            args);
+    for (int64_t x : {begin, end - 1}) require(range_of(work, ranges, x) == range, "wrong owner of a position", args);
+    Unit unit = locate(args, prefix.data(), begin);
+    require(unit.position <= begin && begin < unit_end(args, unit), "the located unit does not hold it", args);
     for (;;) {
-      const LeanSegment segment = lean_segment(args, unit, work, ranges, range);
+      const Segment segment = segment_of(args, unit, work, ranges, range);
       const int id = (unit.b * args.kv_heads + unit.head) * row_tiles + unit.row_tile;
-      require(unit.b < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit",
-              args);
+      require(unit.b < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit", args);
       if (segment.contributes) {
         Visits& seen = visits[id];
         require(segment.index == seen.contributors, "contributors are counted inconsistently", args);
         if (segment.index == 0) {
           seen = {unit.tiles, unit.tiles.begin, 0, segment.count, range};
         }
-        require(segment.count == seen.count && segment.index < segment.count,
-                "contributors disagree on their count", args);
+        require(segment.count == seen.count && segment.index < segment.count, "contributors disagree on their count", args);
         require(segment.tiles.begin == seen.next, "a tile is skipped or visited twice", args);
-        require(segment.tiles.end > segment.tiles.begin || unit.tiles.end == unit.tiles.begin,
-                "a contributor has no tile", args);
+        require(segment.tiles.end > segment.tiles.begin || unit.tiles.end == unit.tiles.begin, "a contributor has no tile",
+                args);
         seen.next = segment.tiles.end;
         ++seen.contributors;
         if (segment.count > 1) {
-          require(segment.slot == lean_slot(seen.first, segment.index), "a slot is not where the merge looks",
-                  args);
+          require(segment.slot == slot_of(seen.first, segment.index), "a slot is not where the merge looks", args);
           require(segment.slot >= 0 && segment.slot < 2 * ranges, "a slot is out of bounds", args);
           require(slot_user[segment.slot] < 0, "a partial result is overwritten", args);
           slot_user[segment.slot] = id;
         }
       }
-      if (lean_unit_end(args, unit) >= end) break;
-      lean_next_unit(args, unit);
+      if (unit_end(args, unit) >= end) break;
+      next_unit(args, unit);
     }
   }
   require(most - least <= 1, "ranges differ by more than a tile", args);
@@ -159,8 +149,7 @@ void check_schedule(const LeanAttentionArgs& open) {
     const int parts = args.plan.max_ranges / units;
     require(ranges == args.plan.max_ranges, "equal units have other than their ranges", args);
     for (int range = 0; range < ranges; ++range)
-      require(lean_range_begin(work, ranges, range) ==
-                  work / units * (range / parts) + work / units * (range % parts) / parts,
+      require(range_begin(work, ranges, range) == work / units * (range / parts) + work / units * (range % parts) / parts,
               "equal units are cut in different places", args);
   }
 
@@ -173,13 +162,13 @@ void check_schedule(const LeanAttentionArgs& open) {
 }
 
 // The tiles of every unit hold exactly the keys that its rows see.
-void check_tiles(const LeanAttentionArgs& args) {
+void check_tiles(const Args& args) {
   for (int b = 0; b < args.batch; ++b) {
     check_request(args, b);
-    const LeanRequest request = lean_request(args, b);
-    for (int row_tile = 0; row_tile < lean_row_tiles(args); ++row_tile) {
-      const LeanSpan rows = lean_unit_rows(args, row_tile), tiles = lean_unit_tiles(args, request, row_tile);
-      const LeanSpan keys = lean_unit_keys(args, request, row_tile);
+    const Request request = request_of(args, b);
+    for (int row_tile = 0; row_tile < num_row_tiles(args); ++row_tile) {
+      const Span rows = unit_rows(args, row_tile), tiles = unit_tiles(args, request, row_tile);
+      const Span keys = unit_keys(args, request, row_tile);
       int first = args.capacity, last = -1;
       for (int row = rows.begin; row < rows.end; ++row) {
         int row_first = args.capacity, row_last = -1;
@@ -189,7 +178,7 @@ void check_tiles(const LeanAttentionArgs& args) {
           row_last = key;
         }
         if (row / args.group < request.tokens) {
-          const LeanSpan seen = lean_token_keys(args, request, row / args.group);
+          const Span seen = token_keys(args, request, row / args.group);
           require(seen.begin == row_first && seen.end == row_last + 1, "the keys of a token are wrong", args);
         }
         first = row_first < first ? row_first : first;
@@ -221,9 +210,8 @@ int main() {
     for (int length = 0; length <= 140; ++length) {
       for (int overhead : {0, 1, 3}) {
         const int32_t seq_lens[] = {length, 140, length};
-        LeanAttentionArgs args = {};
-        args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1,
-        args.capacity = 140;
+        Args args = {};
+        args.batch = 3, args.kv_heads = 3, args.group = 5, args.heads = 15, args.tokens = 1, args.capacity = 140;
         args.seq_lens = seq_lens, args.causal = true;
         args.plan = {64, 16, overhead, ranges, 1, 0, false};
         check_schedule(args);
@@ -234,7 +222,7 @@ int main() {
   }
 
   for (int round = 0; round < 12000; ++round) {
-    LeanAttentionArgs args = {};
+    Args args = {};
     args.batch = pick(1, 2, 3, 5, 33);
     args.kv_heads = pick(1, 2, 3, 7);
     args.group = pick(1, 3, 4, 5, 7, 16);
@@ -243,8 +231,8 @@ int main() {
     args.causal = pick(0, 1, 1) == 1;
     args.window = args.causal ? pick(0, 0, 1, 5, 64, 1000) : 0;
     args.capacity = pick(1, 63, 64, 65, 200, 1000);
-    args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96), pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264),
-                 pick(1, 2, 10), pick(0, 0, 1, 2, 3, 8, 13, 16), pick(0, 1) != 0};
+    args.plan = {pick(1, 16, 64, 128), pick(1, 6, 16, 64, 96),         pick(0, 1, 2, 5), pick(1, 2, 7, 131, 132, 264),
+                 pick(1, 2, 10),       pick(0, 0, 1, 2, 3, 8, 13, 16), pick(0, 1) != 0};
     std::vector<int32_t> seq_lens, query_lens, cu_seqlens{0};
     const auto length = [&](int limit) {  // garbage included
       const int kind = pick(0, 1, 2, 3, 3, 3, 3, 3);
@@ -256,13 +244,12 @@ int main() {
     for (int b = 0; b < args.batch; ++b) {
       seq_lens.push_back(same >= 0 ? same : length(args.capacity));
       query_lens.push_back(same >= 0 ? args.tokens : length(args.tokens));
-      cu_seqlens.push_back(pick(0, 1, 2, 3) == 0
-                               ? length(args.capacity)
-                               : static_cast<int>(cu_seqlens.back() * 0.9) + pick(0, 1, 5, 63, 64, 65));
+      cu_seqlens.push_back(pick(0, 1, 2, 3) == 0 ? length(args.capacity)
+                                                 : static_cast<int>(cu_seqlens.back() * 0.9) + pick(0, 1, 5, 63, 64, 65));
     }
     if (pick(0, 1, 1, 1) == 1) args.seq_lens = seq_lens.data();
     if (pick(0, 1) == 1) args.query_lens = query_lens.data();
-    if (pick(0, 1) == 1) args.cache_kind = kLeanRagged, args.cu_seqlens = cu_seqlens.data();
+    if (pick(0, 1) == 1) args.cache_kind = kRagged, args.cu_seqlens = cu_seqlens.data();
     check_schedule(args);
     if (args.batch * args.group * args.tokens <= 200) check_tiles(args);
     ++schedules;
@@ -272,9 +259,8 @@ int main() {
   {
     std::vector<int32_t> seq_lens(64, 1 << 29);
     seq_lens[7] = 12345;
-    LeanAttentionArgs args = {};
-    args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1,
-    args.capacity = 1 << 29;
+    Args args = {};
+    args.batch = 64, args.kv_heads = 8, args.group = 4, args.heads = 32, args.tokens = 1, args.capacity = 1 << 29;
     args.seq_lens = seq_lens.data(), args.causal = true;
     args.plan = {64, 16, 1, 264, 2, 0, false};
     check_schedule(args);

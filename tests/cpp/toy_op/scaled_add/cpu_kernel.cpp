@@ -1,12 +1,12 @@
 #include "core/simd.h"
 #include "scaled_add.h"
 
-namespace leanfleet::LEANFLEET_ISA {
+namespace leanfleet::scaled_add::LEANFLEET_ISA {
 
 namespace {
 
 template <class T>
-void row_of(const ScaledAddArgs& args, int64_t row) {
+void row_of(const Args& args, int64_t row) {
   const int64_t base = row / args.heads * args.batch_stride + row % args.heads * args.head_stride;
   float total = 0.0f;
   for (int64_t n = 0; n < args.tokens; ++n) {
@@ -23,10 +23,10 @@ void row_of(const ScaledAddArgs& args, int64_t row) {
 
 }  // namespace
 
-void scaled_add_row(const ScaledAddArgs& args, int64_t row) {
+void add_row(const Args& args, int64_t row) {
   if (args.dtype == 0) row_of<float>(args, row);
   if (args.dtype == 1) row_of<Half>(args, row);
   if (args.dtype == 2) row_of<BFloat16>(args, row);
 }
 
-}  // namespace leanfleet::LEANFLEET_ISA
+}  // namespace leanfleet::scaled_add::LEANFLEET_ISA

@@ -3,14 +3,14 @@
 
 #include "scaled_add.h"
 
-namespace leanfleet {
+namespace leanfleet::scaled_add {
 
 namespace {
 
-// One block per row of [B*H]; a block's threads stride over its N x D elements. The last block to arrive adds the
+// One CTA per row of [B*H]; a CTA's threads stride over its N x D elements. The last CTA to arrive adds the
 // row sums to the totals and sets the sync word back to zero.
 template <class T>
-__global__ void ScaledAddKernel(ScaledAddArgs args) {
+__global__ void AddKernel(Args args) {
   __shared__ float sums[256];
   __shared__ bool last;
   const int64_t row = blockIdx.x;
@@ -37,23 +37,22 @@ __global__ void ScaledAddKernel(ScaledAddArgs args) {
   if (!last) return;
   __threadfence();
   if (args.total != nullptr)
-    for (int64_t r = threadIdx.x; r < args.rows; r += blockDim.x)
-      args.total_out[r] = args.total[r] + __ldcg(args.partial + r);
+    for (int64_t r = threadIdx.x; r < args.rows; r += blockDim.x) args.total_out[r] = args.total[r] + __ldcg(args.partial + r);
   if (threadIdx.x == 0) *args.arrivals = 0;
 }
 
 template <class T>
-int launch(const ScaledAddArgs& args, void* stream) {
-  ScaledAddKernel<T><<<static_cast<unsigned>(args.rows), 256, 0, static_cast<cudaStream_t>(stream)>>>(args);
+int launch_typed(const Args& args, void* stream) {
+  AddKernel<T><<<static_cast<unsigned>(args.rows), 256, 0, static_cast<cudaStream_t>(stream)>>>(args);
   return cudaGetLastError();
 }
 
 }  // namespace
 
-int launch_scaled_add(const ScaledAddArgs& args, void* stream) {
-  if (args.dtype == 1) return launch<__half>(args, stream);
-  if (args.dtype == 2) return launch<__nv_bfloat16>(args, stream);
-  return launch<float>(args, stream);
+int launch(const Args& args, void* stream) {
+  if (args.dtype == 1) return launch_typed<__half>(args, stream);
+  if (args.dtype == 2) return launch_typed<__nv_bfloat16>(args, stream);
+  return launch_typed<float>(args, stream);
 }
 
-}  // namespace leanfleet
+}  // namespace leanfleet::scaled_add

@@ -5,16 +5,16 @@
 #include "core/cuda_target.h"
 #endif
 
-LEANFLEET_CPU_FUNCTION(void, scaled_add_row, (const ScaledAddArgs& args, int64_t row))
-
 namespace leanfleet::scaled_add {
+
+LEANFLEET_CPU_FUNCTION(void, add_row, (const Args& args, int64_t row))
 
 namespace {
 
-ScaledAddArgs make_args(const Call& call, Workspace& ws) {
+Args make_args(const Call& call, Workspace& ws) {
   const int64_t heads = call.dims[kDimH], tokens = call.dims[kDimN], width = call.dims[kDimD];
   const Strides strides = head_token_strides(call.bnhd(), heads, tokens, width);
-  ScaledAddArgs args = {};
+  Args args = {};
   args.x = call.inputs[kX].data;
   args.y = call.inputs[kY].data;
   args.output = call.outputs[kOutOutput].data;
@@ -35,9 +35,9 @@ ScaledAddArgs make_args(const Call& call, Workspace& ws) {
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  const ScaledAddArgs args = make_args(call, ws);
+  const Args args = make_args(call, ws);
   if (ws.counting()) return {};
-  const auto row_kernel = select_scaled_add_row();
+  const auto row_kernel = select_add_row();
   parallel_for(*target.threads, args.rows, [&](int64_t row) { row_kernel(args, row); });
   for (int64_t row = 0; row < args.rows && args.total != nullptr; ++row)
     args.total_out[row] = args.total[row] + args.partial[row];
@@ -46,9 +46,9 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 
 #ifdef LEANFLEET_CUDA
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  const ScaledAddArgs args = make_args(call, ws);
+  const Args args = make_args(call, ws);
   if (ws.counting()) return {};
-  return cuda_status(call, "launch of the ScaledAdd kernel", launch_scaled_add(args, target.stream));
+  return cuda_status(call, "launch of the ScaledAdd kernel", launch(args, target.stream));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

@@ -3,23 +3,23 @@
 
 #include <cstdint>
 
-namespace leanfleet {
+namespace leanfleet::scaled_add {
 
-struct ScaledAddArgs {
+struct Args {
   const void* x;
   const void* y;  // null: 0
   void* output;
   const float* total;  // null: no totals are kept
   float* total_out;
-  float* partial;      // [rows] scratch: the sum of each x[b,h,:,:]
-  uint32_t* arrivals;  // [1] sync word of the CUDA kernel
-  int32_t dtype;       // DType
+  float* partial;                      // [rows] scratch: the sum of each x[b,h,:,:]
+  uint32_t* arrivals;                  // [1] sync word of the CUDA kernel
+  int32_t dtype;                       // DType
   int64_t rows, heads, tokens, width;  // rows = B * H
   int64_t batch_stride, head_stride, token_stride;
   float alpha;
 };
 
 // Returns a cudaError_t.
-int launch_scaled_add(const ScaledAddArgs& args, void* stream);
+int launch(const Args& args, void* stream);
 
-}  // namespace leanfleet
+}  // namespace leanfleet::scaled_add
