@@ -576,7 +576,8 @@ void find_rows(const Args& args, const Unit& unit, Span span, Tile* tile) {
   };
   if (args.cache_kind == kPaged) {
     for (int32_t position = span.begin; position < span.end;) {
-      const int32_t page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + position / args.block];
+      const int32_t page =
+          args.block_table[static_cast<int64_t>(unit.request.b) * args.pages_per_request + position / args.block];
       const int32_t first = position % args.block, count = min32(args.block - first, span.end - position);
       if (page >= 0 && page < args.num_pages)
         add(keys + page * args.key_strides.page + first * key_token,
@@ -585,8 +586,8 @@ void find_rows(const Args& args, const Unit& unit, Span span, Tile* tile) {
     }
   } else {
     const int64_t first = static_cast<int64_t>(unit.request.start) + span.begin;
-    add(keys + unit.b * args.key_strides.batch + first * key_token,
-        values + unit.b * args.value_strides.batch + first * value_token, span.end - span.begin, span.begin);
+    add(keys + unit.request.b * args.key_strides.batch + first * key_token,
+        values + unit.request.b * args.value_strides.batch + first * value_token, span.end - span.begin, span.begin);
   }
   tile->span = span;
   tile->n = n;
@@ -709,8 +710,8 @@ void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Til
 
 // Element offsets of a packed row: token = row / group of query head `head * group + row % group`.
 int64_t row_offset(const Args& args, const Strides& strides, const Unit& unit, int32_t row) {
-  return unit.b * strides.batch + (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head +
-         row / args.group * strides.token;
+  return unit.request.origin * strides.batch +
+         (static_cast<int64_t>(unit.head) * args.group + row % args.group) * strides.head + row / args.group * strides.token;
 }
 
 // output [rows, Dv] / sum, and lse, after the sink has joined.
@@ -747,7 +748,7 @@ void write_padding(const Args& args, const Unit& unit, Span rows) {
 
 template <class T>
 void attend_segment(const Args& args, const Unit& unit, const Segment& segment, Scratch& scratch) {
-  const Span all = unit_rows(args, unit.row_tile);
+  const Span all = unit_rows(args, unit.request, unit.row_tile);
   const int32_t end = clamp(args.group * unit.request.tokens, all.begin, all.end);
   const int32_t rows = end - all.begin;
   if (segment.index == 0) write_padding<T>(args, unit, {end, all.end});
@@ -757,7 +758,7 @@ void attend_segment(const Args& args, const Unit& unit, const Segment& segment, 
   for (int32_t r = 0; r < rows; ++r) {
     const T* row = static_cast<const T*>(args.query) + row_offset(args, args.query_strides, unit, all.begin + r);
     if (args.rotary_half > 0) {
-      const int32_t position = unit.request.keys - unit.request.tokens + (all.begin + r) / args.group;
+      const int32_t position = unit.request.position + (all.begin + r) / args.group;
       rotate(args, position, row, static_cast<T*>(scratch.rotated_query));
       row = static_cast<const T*>(scratch.rotated_query);
     }
@@ -798,7 +799,7 @@ void attend_segment(const Args& args, const Unit& unit, const Segment& segment, 
 // Joins the partial results of a unit in the order of its contributors.
 template <class T>
 void merge_unit(const Args& args, const Unit& unit, int32_t first, int32_t count, const Scratch& scratch) {
-  const Span all = unit_rows(args, unit.row_tile);
+  const Span all = unit_rows(args, unit.request, unit.row_tile);
   const int32_t rows = clamp(args.group * unit.request.tokens, all.begin, all.end) - all.begin;
   const int64_t dv = padded(args.value_width);
   const float infinity = __builtin_inff();
@@ -845,23 +846,24 @@ void merge_range(const Args& args, int64_t work, int32_t ranges, int32_t range, 
   if (segment.contributes && segment.index == 0 && segment.count > 1) merge_unit<T>(args, unit, range, segment.count, scratch);
 }
 
-// Writes the new keys and values of a request and head to their positions.
+// Writes the new keys and values of a request, or of a piece of it, and head to their positions.
 template <class T>
-void append_rows(const Args& args, int32_t b, int32_t head) {
-  const Request request = request_of(args, b);
-  const T* keys = static_cast<const T*>(args.new_key) + b * args.new_key_strides.batch + head * args.new_key_strides.head;
-  const T* values =
-      static_cast<const T*>(args.new_value) + b * args.new_value_strides.batch + head * args.new_value_strides.head;
+void append_rows(const Args& args, int32_t index, int32_t head) {
+  const Request request = request_of(args, index);
+  const T* keys =
+      static_cast<const T*>(args.new_key) + request.origin * args.new_key_strides.batch + head * args.new_key_strides.head;
+  const T* values = static_cast<const T*>(args.new_value) + request.origin * args.new_value_strides.batch +
+                    head * args.new_value_strides.head;
   for (int32_t i = 0; i < request.tokens; ++i) {
-    const int32_t position = request.keys - request.tokens + i;
+    const int32_t position = request.position + i;
     int64_t page = 0, token = static_cast<int64_t>(request.start) + position;
     if (args.cache_kind == kPaged) {
-      page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + position / args.block];
+      page = args.block_table[static_cast<int64_t>(request.b) * args.pages_per_request + position / args.block];
       if (page < 0 || page >= args.num_pages) continue;
       token = position % args.block;
     }
     const auto offset = [&](const CacheStrides& to) {
-      return b * to.batch + head * to.head + page * to.page + token * to.token;
+      return request.b * to.batch + head * to.head + page * to.page + token * to.token;
     };
     T* const key = static_cast<T*>(args.key_cache_out) + offset(args.key_strides);
     const T* const new_key = keys + i * args.new_key_strides.token;
@@ -874,10 +876,10 @@ void append_rows(const Args& args, int32_t b, int32_t head) {
 
 }  // namespace
 
-void append_head(const Args& args, int32_t b, int32_t head) {
-  if (args.dtype == 0) append_rows<float>(args, b, head);
-  if (args.dtype == 1) append_rows<Half>(args, b, head);
-  if (args.dtype == 2) append_rows<BFloat16>(args, b, head);
+void append_head(const Args& args, int32_t index, int32_t head) {
+  if (args.dtype == 0) append_rows<float>(args, index, head);
+  if (args.dtype == 1) append_rows<Half>(args, index, head);
+  if (args.dtype == 2) append_rows<BFloat16>(args, index, head);
 }
 
 int64_t thread_scratch_bytes(const Args& args) {

@@ -196,12 +196,30 @@ struct Pair {
 };
 template <class P>
 __device__ __forceinline__ Pair<P> pair_of(const Args& args, int index, int row_tiles) {
-  Pair<P> pair = {{0, 0, 0}, {0, 0}, 0};
+  Pair<P> pair = {};
   if (index >= args.batch * row_tiles) return pair;
   pair.request = request_of(args, index / row_tiles);
   pair.tiles = unit_tiles(args, pair.request, index % row_tiles);
   pair.work = static_cast<P>(unit_work(args, pair.tiles));
   return pair;
+}
+
+// A lane's request, that of this index, in all lanes.
+__device__ __forceinline__ Request request_of_lane(const Args& args, const Request& mine, int lane, int index) {
+  Request request;
+  request.start = __shfl_sync(kFullWarp, mine.start, lane);
+  request.keys = __shfl_sync(kFullWarp, mine.keys, lane);
+  request.tokens = __shfl_sync(kFullWarp, mine.tokens, lane);
+  request.rows = args.tokens;
+  request.b = request.origin = index;
+  request.position = request.keys - request.tokens;
+  if (args.packed_tokens) {
+    request.rows = __shfl_sync(kFullWarp, mine.rows, lane);
+    request.b = __shfl_sync(kFullWarp, mine.b, lane);
+    request.origin = __shfl_sync(kFullWarp, mine.origin, lane);
+    request.position = __shfl_sync(kFullWarp, mine.position, lane);
+  }
+  return request;
 }
 
 // x / y for 0 <= x < 2^20: exact in float32, as (x + 0.5) / y is never nearer than 0.5 / y to an integer.
@@ -230,20 +248,18 @@ __device__ __forceinline__ bool locate_equal(const Args& args, const Pair<P>& mi
   range.begin = before + part * whole + small_quotient(part * rest, range.parts);
   range.end = before + (part + 1) * whole + small_quotient((part + 1) * rest, range.parts);
   Unit& unit = range.unit;
-  unit.b = small_quotient(index, args.kv_heads);
-  unit.head = index - unit.b * args.kv_heads;
+  unit.index = small_quotient(index, args.kv_heads);
+  unit.head = index - unit.index * args.kv_heads;
   unit.row_tile = 0;
   unit.position = static_cast<int64_t>(before);
   if (args.batch > 32) {
-    unit.request = request_of(args, unit.b);
+    unit.request = request_of(args, unit.index);
     unit.tiles = unit_tiles(args, unit.request, 0);
     return true;
   }
-  unit.request.start = __shfl_sync(kFullWarp, mine.request.start, unit.b);
-  unit.request.keys = __shfl_sync(kFullWarp, mine.request.keys, unit.b);
-  unit.request.tokens = __shfl_sync(kFullWarp, mine.request.tokens, unit.b);
-  unit.tiles.begin = __shfl_sync(kFullWarp, mine.tiles.begin, unit.b);
-  unit.tiles.end = __shfl_sync(kFullWarp, mine.tiles.end, unit.b);
+  unit.request = request_of_lane(args, mine.request, unit.index, unit.index);
+  unit.tiles.begin = __shfl_sync(kFullWarp, mine.tiles.begin, unit.index);
+  unit.tiles.end = __shfl_sync(kFullWarp, mine.tiles.end, unit.index);
   return true;
 }
 
@@ -300,11 +316,9 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
   }
   const int pair = first + found;
   Unit& unit = range.unit;
-  unit.b = pair / row_tiles;
+  unit.index = pair / row_tiles;
   unit.row_tile = 0;
-  unit.request.start = __shfl_sync(kFullWarp, mine.request.start, found);
-  unit.request.keys = __shfl_sync(kFullWarp, mine.request.keys, found);
-  unit.request.tokens = __shfl_sync(kFullWarp, mine.request.tokens, found);
+  unit.request = request_of_lane(args, mine.request, found, unit.index);
   unit.tiles.begin = __shfl_sync(kFullWarp, mine.tiles.begin, found);
   unit.tiles.end = __shfl_sync(kFullWarp, mine.tiles.end, found);
   P head_work = __shfl_sync(kFullWarp, mine.work, found);
@@ -313,9 +327,9 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
     P all = 0, earlier = 0;
 #pragma unroll 1
     for (int t = lane; t < row_tiles; t += 32) {
-      const P one = pair_of<P>(args, unit.b * row_tiles + t, row_tiles).work;
+      const P one = pair_of<P>(args, unit.index * row_tiles + t, row_tiles).work;
       all += one;
-      if (t < pair - unit.b * row_tiles) earlier += one;
+      if (t < pair - unit.index * row_tiles) earlier += one;
     }
     head_work = warp_sum(all);
     before -= heads * warp_sum(earlier);
@@ -326,7 +340,7 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
     found = -1;
 #pragma unroll 1
     for (int t = 0; found < 0; t += 32) {
-      const P one = t + lane < row_tiles ? pair_of<P>(args, unit.b * row_tiles + t + lane, row_tiles).work : 0;
+      const P one = t + lane < row_tiles ? pair_of<P>(args, unit.index * row_tiles + t + lane, row_tiles).work : 0;
       found = warp_find(one, warp_scan(one), range.begin, before);
       unit.row_tile = t + found;
     }
@@ -371,14 +385,14 @@ __device__ __forceinline__ RowsKeys keys_of_tokens(const Args& args, const Reque
 // Rows
 
 // The element at which position j of a request begins in a cache; -1 if its page is outside the pool.
-__device__ __forceinline__ int64_t cache_row(const Args& args, const CacheStrides& strides, int b, const Request& request,
-                                             int head, int j) {
+__device__ __forceinline__ int64_t cache_row(const Args& args, const CacheStrides& strides, const Request& request, int head,
+                                             int j) {
   if (args.cache_kind == kPaged) {
-    const int page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j / args.block];
+    const int page = args.block_table[static_cast<int64_t>(request.b) * args.pages_per_request + j / args.block];
     if (static_cast<unsigned>(page) >= static_cast<unsigned>(args.num_pages)) return -1;
     return page * strides.page + head * strides.head + j % args.block * strides.token;
   }
-  return b * strides.batch + head * strides.head + (request.start + static_cast<int64_t>(j)) * strides.token;
+  return request.b * strides.batch + head * strides.head + (request.start + static_cast<int64_t>(j)) * strides.token;
 }
 
 // Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row. kRope: keys after their
@@ -392,15 +406,15 @@ __device__ __noinline__ void append_all(const Args& args, int64_t warp, int64_t 
   for (int64_t row = warp; row < rows; row += warps) {
     const int64_t of_batch = row / args.kv_heads;
     const int head = static_cast<int>(row - of_batch * args.kv_heads);
-    const int b = static_cast<int>(of_batch / args.tokens), token = static_cast<int>(of_batch % args.tokens);
-    const Request request = request_of(args, b);
+    const int index = static_cast<int>(of_batch / args.tokens), token = static_cast<int>(of_batch % args.tokens);
+    const Request request = request_of(args, index);
     if (token >= request.tokens) continue;
 #pragma unroll 1
     for (int kind = 0; kind < 2; ++kind) {
       const Strides& strides = kind == 0 ? args.new_key_strides : args.new_value_strides;
-      const int64_t from = b * strides.batch + head * strides.head + token * strides.token;
-      const int64_t to = cache_row(args, kind == 0 ? args.key_strides : args.value_strides, b, request, head,
-                                   request.keys - request.tokens + token);
+      const int64_t from = request.origin * strides.batch + head * strides.head + token * strides.token;
+      const int64_t to =
+          cache_row(args, kind == 0 ? args.key_strides : args.value_strides, request, head, request.position + token);
       if (to < 0) continue;
       const void* rows_from = kind == 0 ? args.new_key : args.new_value;
       void* rows_to = kind == 0 ? args.key_cache_out : args.value_cache_out;
@@ -411,8 +425,8 @@ __device__ __noinline__ void append_all(const Args& args, int64_t warp, int64_t 
         if (kind == 0) {
 #pragma unroll 1
           for (int c = lane; c < chunks; c += 32)
-            target[c] = rotated_chunk(rotation_at(args, request.keys - request.tokens + token),
-                                      static_cast<const T*>(rows_from) + from, c * kPerChunk);
+            target[c] = rotated_chunk(rotation_at(args, request.position + token), static_cast<const T*>(rows_from) + from,
+                                      c * kPerChunk);
           continue;
         }
       }
@@ -434,7 +448,7 @@ __device__ __forceinline__ AppendedChunk append_chunk(const Args& args, const Un
   const int token = position - (unit.request.keys - unit.request.tokens);
   // Not a reference to one of two members: the arguments would get an address, and a copy in local memory.
   const auto pick = [value](int64_t of_value, int64_t of_key) { return value ? of_value : of_key; };
-  const int64_t at = unit.b * pick(args.new_value_strides.batch, args.new_key_strides.batch) +
+  const int64_t at = unit.request.origin * pick(args.new_value_strides.batch, args.new_key_strides.batch) +
                      unit.head * pick(args.new_value_strides.head, args.new_key_strides.head) +
                      token * pick(args.new_value_strides.token, args.new_key_strides.token);
   const T* const row = static_cast<const T*>(value ? args.new_value : args.new_key) + at;
@@ -444,7 +458,7 @@ __device__ __forceinline__ AppendedChunk append_chunk(const Args& args, const Un
   const CacheStrides strides = {
       pick(args.value_strides.batch, args.key_strides.batch), pick(args.value_strides.page, args.key_strides.page),
       pick(args.value_strides.head, args.key_strides.head), pick(args.value_strides.token, args.key_strides.token)};
-  const int64_t to = cache_row(args, strides, unit.b, unit.request, unit.head, position);
+  const int64_t to = cache_row(args, strides, unit.request, unit.head, position);
   chunk.exists = to >= 0;
   if (chunk.exists) {
     if (value) *reinterpret_cast<uint4*>(static_cast<T*>(args.value_cache_out) + to + column) = chunk.data;
@@ -465,8 +479,8 @@ __device__ __forceinline__ RowPlace row_place(const Args& args, const Unit& unit
 // Where a packed row of the query begins.
 template <class T>
 __device__ __forceinline__ const T* query_row(const Args& args, const Unit& unit, const RowPlace& place) {
-  return static_cast<const T*>(args.query) + unit.b * args.query_strides.batch + place.head * args.query_strides.head +
-         place.token * args.query_strides.token;
+  return static_cast<const T*>(args.query) + unit.request.origin * args.query_strides.batch +
+         place.head * args.query_strides.head + place.token * args.query_strides.token;
 }
 
 // Where a packed row of the output begins, what its unnormalised elements have to be multiplied with (0: they are 0
@@ -492,13 +506,14 @@ __device__ __forceinline__ RowEnd<T> row_end(const Args& args, const Unit& unit,
     factor = sum != 0.0f ? __fdividef(factor, sum) : 0.0f;
   }
   const bool empty = padding || sum == 0.0f;
-  return {static_cast<T*>(args.output) + unit.b * args.output_strides.batch + place.head * args.output_strides.head +
-              place.token * args.output_strides.token,
+  return {static_cast<T*>(args.output) + unit.request.origin * args.output_strides.batch +
+              place.head * args.output_strides.head + place.token * args.output_strides.token,
           factor, empty ? -INFINITY : kLn2 * (top + __log2f(sum))};
 }
 
 __device__ __forceinline__ void write_lse(const Args& args, const Unit& unit, const RowPlace& place, float lse) {
-  args.lse[unit.b * args.lse_strides.batch + place.head * args.lse_strides.head + place.token * args.lse_strides.token] = lse;
+  args.lse[unit.request.origin * args.lse_strides.batch + place.head * args.lse_strides.head +
+           place.token * args.lse_strides.token] = lse;
 }
 
 // Normalises 4 elements of a packed row and writes them; the thread with the row's first elements writes lse.
@@ -540,7 +555,7 @@ __device__ __forceinline__ bool last_to_arrive(uint32_t* ticket, int count, int 
 template <class T>
 __device__ __forceinline__ void merge_unit(const Args& args, const Unit& unit, int first, int count, int warp, int warps) {
   constexpr int kAtOnce = 16;
-  const Span rows = unit_rows(args, unit.row_tile);
+  const Span rows = unit_rows(args, unit.request, unit.row_tile);
   const int lane = threadIdx.x % 32, half = lane / 16, parts_of_row = (args.value_width + 63) / 64;
   const int row_tile = args.plan.row_tile, width = args.value_width;
 #pragma unroll 1

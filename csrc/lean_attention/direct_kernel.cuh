@@ -113,7 +113,7 @@ struct DirectCta {
     work.cached_end = args.append ? min32(work.end, unit.request.keys - unit.request.tokens) : work.end;
     const auto base = [&](const void* cache, const CacheStrides& strides) {
       int64_t at = unit.head * strides.head;
-      if (args.cache_kind != kPaged) at += unit.b * strides.batch + unit.request.start * strides.token;
+      if (args.cache_kind != kPaged) at += unit.request.b * strides.batch + unit.request.start * strides.token;
       return static_cast<const char*>(cache) + at * 2;
     };
     work.read_end = work.cached_end > work.seen.begin ? work.cached_end : 0;
@@ -136,15 +136,13 @@ struct DirectCta {
     work.last = index >= grid.units || part >= parts;
     if (work.last != 0) return true;
     Unit unit;
-    unit.b = 0;
+    unit.index = 0;
     if (args.batch > 1) {
-      unit.b = (index * grid.heads_inverse) >> 20;
-      request.start = __shfl_sync(kFullWarp, request.start, unit.b);
-      request.keys = __shfl_sync(kFullWarp, request.keys, unit.b);
-      request.tokens = __shfl_sync(kFullWarp, request.tokens, unit.b);
-      first = __shfl_sync(kFullWarp, first, unit.b);
+      unit.index = (index * grid.heads_inverse) >> 20;
+      request = request_of_lane(args, request, unit.index, unit.index);
+      first = __shfl_sync(kFullWarp, first, unit.index);
     }
-    unit.head = index - unit.b * args.kv_heads;
+    unit.head = index - unit.index * args.kv_heads;
     unit.row_tile = 0;
     unit.position = 0;
     unit.request = request;
@@ -164,7 +162,7 @@ struct DirectCta {
   __device__ __forceinline__ void look_up(const DirectWork& work, int begin) {
     const int wanted = begin + lane % kTokens, token = readable(work, wanted);
     const int index = token_of_row(token, args.block), of_page = token - index * args.block;
-    int page = __ldg(args.block_table + static_cast<int64_t>(work.unit.b) * args.pages_per_request + index);
+    int page = __ldg(args.block_table + static_cast<int64_t>(work.unit.request.b) * args.pages_per_request + index);
     const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages);
     missing_rows = __ballot_sync(kFullWarp, !exists && wanted < work.cached_end);
     if (!exists) page = 0;
@@ -225,8 +223,7 @@ struct DirectCta {
     if (row < args.group * work.unit.request.tokens) {
       const RowPlace place = row_place(args, work.unit, row);
       const T* const from = query_row<T>(args, work.unit, place);
-      if constexpr (kRope)
-        x = rotated_chunk(rotation_at(args, work.unit.request.keys - work.unit.request.tokens + place.token), from, column);
+      if constexpr (kRope) x = rotated_chunk(rotation_at(args, work.unit.request.position + place.token), from, column);
       else x = *reinterpret_cast<const uint4*>(from + column);
     }
     *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = x;
@@ -454,13 +451,14 @@ struct DirectCta {
   // The sum of all warps' parts, 4 columns of a row a thread, to the output or, where the unit has other contributors, to
   // global memory, where the last of them merges all.
   __device__ __forceinline__ void join(const DirectWork& work, const ClusterInbox& inbox, bool in_cluster) const {
+    const int own_rows = args.group * work.unit.request.rows;  // of packed tokens maybe fewer than there is room for
 #if __CUDA_ARCH__ >= 900
-    const ClusterShare share = cluster_share(kWidth, {0, rows}, work.segment);
+    const ClusterShare share = cluster_share(kWidth, {0, own_rows}, work.segment);
     if (in_cluster) cluster_wait();
 #endif
     const int row = (warp * 32 + lane) / (kWidth / 4), d = (warp * 32 + lane) % (kWidth / 4) * 4;
     static_assert(kDirectRows * kWidth / 4 <= kDirectThreads);
-    if (row < rows) {
+    if (row < own_rows) {
       float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
       float factor[kDirectWarps], top = -INFINITY, total = 0.0f;
 #pragma unroll

@@ -43,18 +43,17 @@ struct FloatCta {
     const T* value = nullptr;
     bool missing = false;
     if (j >= seen.begin && j < seen.end) {
-      const int64_t at = cache_row(args, args.key_strides, unit.b, unit.request, unit.head, j);
+      const int64_t at = cache_row(args, args.key_strides, unit.request, unit.head, j);
       const int token = j - (unit.request.keys - unit.request.tokens);
       missing = at < 0;
       if (!missing && args.append && token >= 0) {
-        key = static_cast<const T*>(args.new_key) + unit.b * args.new_key_strides.batch +
+        key = static_cast<const T*>(args.new_key) + unit.request.origin * args.new_key_strides.batch +
               unit.head * args.new_key_strides.head + token * args.new_key_strides.token;
-        value = static_cast<const T*>(args.new_value) + unit.b * args.new_value_strides.batch +
+        value = static_cast<const T*>(args.new_value) + unit.request.origin * args.new_value_strides.batch +
                 unit.head * args.new_value_strides.head + token * args.new_value_strides.token;
       } else if (!missing) {
         key = static_cast<const T*>(args.key_cache) + at;
-        value =
-            static_cast<const T*>(args.value_cache) + cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
+        value = static_cast<const T*>(args.value_cache) + cache_row(args, args.value_strides, unit.request, unit.head, j);
       }
     }
     float* const keys = tiles + buffer * kFloatTokens * (key_stride + value_stride);
@@ -82,7 +81,7 @@ struct FloatCta {
 
   template <int kRows>
   __device__ __forceinline__ void segment_rows(const Unit& unit, const Segment& segment) const {
-    const Span rows = unit_rows(args, unit.row_tile);
+    const Span rows = unit_rows(args, unit.request, unit.row_tile);
     const Span seen = unit_keys(args, unit.request, unit.row_tile);
     const int real_rows = min32(rows.end, args.group * unit.request.tokens);
     __syncthreads();  // the previous unit's query has been read
@@ -204,24 +203,48 @@ __global__ void __launch_bounds__(kFloatThreads) FloatKernel(const __grid_consta
       key_stride, value_stride};
   for_each_share(args, range, [&](const Unit& unit, const Share& share) {
     const Segment segment = segment_of(args, unit, share, range.work, range.ranges, range.index);
-    const Span rows = unit_rows(args, unit.row_tile);
+    const Span rows = unit_rows(args, unit.request, unit.row_tile);
     if (rows.end - rows.begin <= kFloatWarps) cta.template segment_rows<1>(unit, segment);
     else cta.template segment_rows<kFloatRows / kFloatWarps>(unit, segment);
   });
 }
 
-// Appends only. Prompts: the attention then reads all keys and values from the caches, through TMA.
-template <class T>
+// launch(type) for the call's half-precision type.
+template <class F>
+int for_type(const Args& args, F&& launch) {
+  return args.dtype == static_cast<int>(DType::kFloat16) ? launch(__half{}) : launch(__nv_bfloat16{});
+}
+
+// Appends only. Prompts: the attention then reads all keys and values from the caches, through TMA. Packed tokens: a piece
+// reads what others append.
+template <class T, class Chunk, bool kRope>
 __global__ void __launch_bounds__(256) AppendKernel(const __grid_constant__ Args args) {
-  append_all<T, uint4>(args, blockIdx.x * 8 + threadIdx.x / 32, gridDim.x * 8);
+  append_all<T, Chunk, kRope>(args, blockIdx.x * 8 + threadIdx.x / 32, gridDim.x * 8);
 }
 constexpr int kAppendApart = 64;  // new tokens
 
-template <class T>
+template <class T, class Chunk, bool kRope>
 int launch_append(const Args& args, cudaStream_t stream) {
   const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads;
-  AppendKernel<T><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
+  AppendKernel<T, Chunk, kRope><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
   return cudaGetLastError();
+}
+
+// Appends for kernels that then only read: args.append is off. Keys get their rotary embedding here where the attention
+// gives the queries theirs.
+int append_before(Args& args, bool by_16_bytes, cudaStream_t stream) {
+  int error;
+  if (args.dtype == static_cast<int>(DType::kFloat32)) {
+    error = launch_append<float, float, false>(args, stream);
+  } else {
+    error = for_type(args, [&](auto type) {
+      using T = decltype(type);
+      if (!by_16_bytes) return launch_append<T, T, false>(args, stream);
+      return args.rotary_half > 0 ? launch_append<T, uint4, true>(args, stream) : launch_append<T, uint4, false>(args, stream);
+    });
+  }
+  args.append = false;
+  return error;
 }
 
 template <class T>
@@ -315,14 +338,11 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
   else of_width(std::integral_constant<int, 256>{});
 }
 
+constexpr int kPromptRows = 128;
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kShortPart = 128;                           // key tiles, measured
 
-// launch(type, width) for the call's half-precision type and a width of 64 or 128, both known to the compiler.
-template <class F>
-int for_type(const Args& args, F&& launch) {
-  return args.dtype == static_cast<int>(DType::kFloat16) ? launch(__half{}) : launch(__nv_bfloat16{});
-}
+// launch(type, width) with a width of 64 or 128 too, both known to the compiler.
 template <class F>
 int for_type_and_width(const Args& args, int width, F&& launch) {
   return for_type(args, [&](auto type) {
@@ -331,6 +351,16 @@ int for_type_and_width(const Args& args, int width, F&& launch) {
 }
 
 }  // namespace
+
+// Where requests have few tokens on average, units are the small ones that decode steps have; a longer request is then many
+// of them. Else they are those of prompts, which read keys as fast for one token as for many.
+int cuda_piece_tokens(const Args& args) {
+  const int64_t each = ceil_div(args.total_tokens, args.requests), rows = args.group * each;
+  const bool half = args.dtype != static_cast<int>(DType::kFloat32);
+  const int tile = half ? kPromptRows : kFloatRows;
+  const int64_t tokens = rows <= 16 ? each : tile / args.group;
+  return static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens));
+}
 
 Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   const int64_t rows = static_cast<int64_t>(args.group) * args.tokens;
@@ -350,7 +380,7 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   const int tile = padded_width(args) == 64 ? 128 : 64;
   const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 1 + kUnitOverhead) <
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
-  plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : 128;
+  plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : kPromptRows;
   int slots = 0;
   int device = 0;
   const bool wgmma = cudaGetDevice(&device) == cudaSuccess && takes_wgmma(args, device);
@@ -393,6 +423,14 @@ int launch_attention(const Args& call, int device, void* stream) {
   const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
   const bool by_16_bytes =
       aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
+  if (args.packed_tokens && args.append) {
+    if (args.rotary_half > 0 && !by_16_bytes) {
+      const int error = launch_rotate(args, stream);
+      if (error != cudaSuccess) return error;
+    }
+    const int error = append_before(args, by_16_bytes, static_cast<cudaStream_t>(stream));
+    if (error != cudaSuccess) return error;
+  }
   if (element == 4) return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
   const int width = padded_width(args);
   int key_tile = 0, slots = 0;
@@ -409,10 +447,8 @@ int launch_attention(const Args& call, int device, void* stream) {
                     [&](auto type) { return launch_float<decltype(type)>(args, false, static_cast<cudaStream_t>(stream)); });
   }
   if (wgmma && args.append && args.tokens >= kAppendApart) {
-    const int error =
-        for_type(args, [&](auto type) { return launch_append<decltype(type)>(args, static_cast<cudaStream_t>(stream)); });
+    const int error = append_before(args, true, static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return error;
-    args.append = false;
   }
   const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
   // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
@@ -427,7 +463,7 @@ int launch_attention(const Args& call, int device, void* stream) {
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
   if (wgmma) loads.key_boxes = loads.value_boxes = width / kBoxColumns;  // its products take all columns: zeros beyond D
-  loads.stream_once = num_row_tiles(args) == 1;
+  loads.stream_once = num_row_tiles(args) == 1 && (!args.packed_tokens || args.total_tokens <= args.requests);
   loads.slots = slots;
   loads.clusters = clusters;
   loads.cluster = 1;

@@ -46,9 +46,12 @@ struct Args {
   int32_t window;             // keys a token sees, itself included; 0: all
   bool causal, append;
   bool rotary_interleaved;  // pairs are columns 2 i and 2 i + 1, else i and rotary_half + i
+  bool packed_tokens;       // the new tokens of all requests stand one after the other; batch and tokens: see cut_into_pieces
   Plan plan;
 
-  const void* query;        // T [B,H,Nq,D]; packed with new_key and new_value, all three have the strides of the whole
+  // T [B,H,Nq,D], or [H,Nq,D] of packed tokens; in one tensor with new_key and new_value, all three have the strides of the
+  // whole. Of packed tokens the stride of the batch is that of a token.
+  const void* query;
   const void* key_cache;    // T
   const void* value_cache;  // T
   Strides query_strides;
@@ -73,6 +76,8 @@ struct Args {
   void* key_cache_out;    // T with append, else null; may be key_cache
   void* value_cache_out;  // T with append, else null; may be value_cache
 
+  const int32_t* cu_query_lens;                 // [B+1], packed tokens only
+  int32_t requests, total_tokens;               // B, Nq
   const int32_t* cu_seqlens;                    // [B+1], ragged only
   const int32_t* block_table;                   // [B,M], paged only
   int32_t block, pages_per_request, num_pages;  // paged: block, M, P; else 0
@@ -91,6 +96,9 @@ struct Args {
   // Sync words, zero between launches.
   uint32_t* tickets;  // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };
+
+// Packed tokens on CUDA: how many of one request a piece has, at most.
+int cuda_piece_tokens(const Args& args);
 
 // How CUDA cuts the work of a call of these shapes. forced_ranges: so many shares instead, or 0.
 Plan cuda_plan(const Args& args, int sm_count, int forced_ranges);

@@ -220,7 +220,7 @@ struct TileProducer {
         const auto page_of_box = [&](int64_t box) {
           const int64_t token = box * box_tokens;
           if (token >= keys.end || box < 0) return -1;
-          const int page = args.block_table[static_cast<int64_t>(unit.b) * args.pages_per_request + token / args.block];
+          const int page = args.block_table[static_cast<int64_t>(unit.request.b) * args.pages_per_request + token / args.block];
           return static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages) ? page : -1;
         };
         int pages = -1, next_pages = -1;
@@ -237,7 +237,7 @@ struct TileProducer {
           if (through_maps) {
 #if __CUDA_ARCH__ >= 900
             // Lane j issues the copies of box j of the tile, in copying warp j % warps.
-            int outer = args.cache_kind == kDense ? unit.b : 0;
+            int outer = args.cache_kind == kDense ? unit.request.b : 0;
             int token = unit.request.start + begin + lane * box_tokens;
             bool wanted = lane < boxes && (lane & (warps - 1)) == warp && begin + lane * box_tokens < keys.end;
             if (paged) {
@@ -301,9 +301,9 @@ struct TileProducer {
   // A unit's rows, with zeros for padding and beyond D.
   __device__ __forceinline__ void queue_query(const Unit& unit, uint32_t to) {
     constexpr int kChunks = Tile::kQueryStride / 8 - 1;  // of a row
-    const Span rows = unit_rows(args, unit.row_tile);
+    const Span rows = unit_rows(args, unit.request, unit.row_tile);
     const int real_rows = min32(rows.end, args.group * unit.request.tokens) - rows.begin;
-    const T* const of_unit = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
+    const T* const of_unit = static_cast<const T*>(args.query) + unit.request.origin * args.query_strides.batch +
                              unit.head * args.group * args.query_strides.head;
 #pragma unroll
     for (int i = 0; i < Tile::kRows * kChunks / 32; ++i) {
@@ -329,7 +329,7 @@ struct TileProducer {
   // By the first lane; before it copies a tile with new tokens, all write these to the cache. Nobody else reads them: at most, in
   // ragged caches, the copy of an earlier request's last tile takes them along, and they are masked there.
   __device__ __forceinline__ void copy_whole_tiles(const Unit& unit, Span tiles, uint64_t policy) {
-    const int outer = args.cache_kind == kDense ? unit.b : 0;
+    const int outer = args.cache_kind == kDense ? unit.request.b : 0;
     const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
 #pragma unroll 1
     for (int tile = tiles.begin; tile < tiles.end; ++tile) {
@@ -424,18 +424,18 @@ struct TileProducer {
       key_rows[g] = value_rows[g] = nullptr;
       bool page_missing = false;
       if (of_warp < per_warp && j >= keys.begin && j < keys.end) {
-        const int64_t at = cache_row(args, args.key_strides, unit.b, unit.request, unit.head, j);
+        const int64_t at = cache_row(args, args.key_strides, unit.request, unit.head, j);
         page_missing = at < 0;
         if (j >= new_begin && !page_missing) {
           const int token = j - new_begin;
-          key_rows[g] = static_cast<const T*>(args.new_key) + unit.b * args.new_key_strides.batch +
+          key_rows[g] = static_cast<const T*>(args.new_key) + unit.request.origin * args.new_key_strides.batch +
                         unit.head * args.new_key_strides.head + token * args.new_key_strides.token;
-          value_rows[g] = static_cast<const T*>(args.new_value) + unit.b * args.new_value_strides.batch +
+          value_rows[g] = static_cast<const T*>(args.new_value) + unit.request.origin * args.new_value_strides.batch +
                           unit.head * args.new_value_strides.head + token * args.new_value_strides.token;
         } else if (!page_missing) {
           key_rows[g] = static_cast<const T*>(args.key_cache) + at;
           value_rows[g] =
-              static_cast<const T*>(args.value_cache) + cache_row(args, args.value_strides, unit.b, unit.request, unit.head, j);
+              static_cast<const T*>(args.value_cache) + cache_row(args, args.value_strides, unit.request, unit.head, j);
         }
       }
       bits[g] = __ballot_sync(kFullWarp, page_missing);
@@ -545,7 +545,7 @@ struct TokenConsumer {
 
   // rows_from: the unit's rows as the producer has queued them.
   __device__ __forceinline__ void begin_unit(const Unit& unit, const T* rows_from) {
-    const Span rows = unit_rows(args, unit.row_tile);
+    const Span rows = unit_rows(args, unit.request, unit.row_tile);
     if constexpr (kRope) {
       rotate_query(unit, rows.begin, min32(rows.end, args.group * unit.request.tokens));
       rows_from = reinterpret_cast<const T*>(scratch);
@@ -584,7 +584,7 @@ struct TokenConsumer {
       if (row < real_rows - first_row && column < args.key_width) {
         const RowPlace place = row_place(args, unit, first_row + row);
         const T* const from = query_row<T>(args, unit, place);
-        x = rotated_chunk(rotation_at(args, unit.request.keys - unit.request.tokens + place.token), from, column);
+        x = rotated_chunk(rotation_at(args, unit.request.position + place.token), from, column);
       }
       *reinterpret_cast<uint4*>(reinterpret_cast<T*>(scratch) + row * Tile::kQueryStride + column) = x;
     }
@@ -775,7 +775,7 @@ struct TokenConsumer {
     constexpr int kWarps = Tile::kConsumerWarps;
     const Unit& unit = work.unit;
     const Segment& segment = work.segment;
-    const Span rows = unit_rows(args, unit.row_tile);
+    const Span rows = unit_rows(args, unit.request, unit.row_tile);
     float* warp_max = scratch + kWarps * 8 * Tile::kScratchStride;
     float* warp_sum = warp_max + kWarps * 8 * kBlocks;
 #if __CUDA_ARCH__ >= 900
@@ -875,7 +875,7 @@ struct RowConsumer {
       const Work& work = ring.queue[queued.slot];
       if (work.last != 0) return;
       const Unit& unit = work.unit;
-      const Span all = unit_rows(args, unit.row_tile);
+      const Span all = unit_rows(args, unit.request, unit.row_tile);
       const Span rows = {min32(all.begin + 16 * warp, all.end), min32(all.begin + 16 * warp + 16, all.end)};
       begin_unit(unit, rows);
       const int real_rows = min32(rows.end, args.group * unit.request.tokens);

@@ -26,6 +26,7 @@ namespace {
 
 constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page ids are int32 in the kernels
 constexpr int64_t kMaxWidth = int64_t{1} << 28;      // and bytes of a row
+constexpr int64_t kMaxPacked = int64_t{1} << 22;     // requests of packed tokens: x 128 tokens of a piece is below 2^30
 
 // Everything but the plan and the workspace.
 Args make_args(const Call& call) {
@@ -99,6 +100,15 @@ Args make_args(const Call& call) {
   args.softcap = call.attrs[kAttrSoftcap].f;
   args.window = static_cast<int32_t>(std::clamp<int64_t>(call.attrs[kAttrWindow].i, 0, kMaxPositions));
   args.causal = call.attrs[kAttrCausal].i != 0;
+  if (call.inputs[kCuQueryLens].present()) {
+    args.packed_tokens = true;
+    args.cu_query_lens = call.inputs[kCuQueryLens].as<const int32_t>();
+    args.requests = args.batch;
+    args.total_tokens = args.tokens;
+    for (Strides* strides :
+         {&args.query_strides, &args.output_strides, &args.lse_strides, &args.new_key_strides, &args.new_value_strides})
+      strides->batch = strides->token;
+  }
   args.append = call.attrs[kAttrAppend].i != 0;
   if (call.inputs[kCosCache].present()) {
     args.rotary_half = static_cast<int32_t>(dim(kDimHalf));
@@ -130,6 +140,9 @@ Status check(const Call& call) {
   if (pages >= kMaxPositions) return refuse("the pool has ", pages, " pages");
   const int64_t heads = call.dims[kDimB] * call.dims[kDimHkv];
   if (heads >= kMaxPositions) return refuse("the batch has B x Hkv = ", heads, " heads");
+  if (call.inputs[kCuQueryLens].present() && call.dims[kDimB] >= kMaxPacked)
+    return call.unsupported("cu_query_lens tells of B = " + std::to_string(call.dims[kDimB]) +
+                            " requests; the kernels take fewer than 2^22");
   for (const auto& [tensor, name, columns] :
        {std::tuple("query", "D", call.dims[kDimD]), std::tuple("value_cache", "Dv", call.dims[kDimDv])})
     if (columns >= kMaxWidth)
@@ -172,7 +185,7 @@ std::string slot_text(int32_t page, int32_t slot) {
 Status check_writers(const Call& call, const Args& args) {
   std::vector<Written> written;  // by page and slot
   for (int32_t b = 0; b < args.batch; ++b) {
-    const Request request = request_of(args, b);
+    const Request request = whole_request(args, b);
     for_pages(args, b, {request.keys - request.tokens, request.keys},
               [&](int32_t page, int32_t begin, int32_t end, int32_t j) { written.push_back({page, begin, end, b, j}); });
   }
@@ -189,7 +202,7 @@ Status check_writers(const Call& call, const Args& args) {
   }
   // No two of them overlap now, so that their ends are sorted too.
   for (int32_t b = 0; b < args.batch; ++b) {
-    const Request request = request_of(args, b);
+    const Request request = whole_request(args, b);
     if (request.tokens == 0) continue;  // it reads nothing
     Status status;
     for_pages(
@@ -208,19 +221,47 @@ Status check_writers(const Call& call, const Args& args) {
   return {};
 }
 
+// Offsets cu[requests + 1] into `end` rows, of which `where` says what they are.
+Status check_offsets(const Call& call, const char* name, const int32_t* cu, int32_t requests, int32_t end, const char* where) {
+  for (int32_t b = 0; b <= requests; ++b) {
+    if (cu[b] < 0 || cu[b] > end)
+      return call.invalid(at(name, b) + " is " + std::to_string(cu[b]) + "; " + where + std::to_string(end) +
+                          " positions, expected 0 .. " + std::to_string(end));
+    if (b > 0 && cu[b] < cu[b - 1])
+      return call.invalid(at(name, b) + " is " + std::to_string(cu[b]) + ", less than " + at(name, b - 1) + " = " +
+                          std::to_string(cu[b - 1]) + "; offsets must not fall");
+  }
+  return {};
+}
+
+Status check_new_tokens(const Call& call, const Args& args, int32_t b, int32_t keys) {
+  const auto too_many = [&](const std::string& text) {
+    return call.invalid(text + ", more than the " + std::to_string(keys) + " valid keys of request " + std::to_string(b) +
+                        ", which count the new tokens");
+  };
+  if (args.packed_tokens) {
+    const int32_t tokens = args.cu_query_lens[b + 1] - args.cu_query_lens[b];
+    if (tokens > keys)
+      return too_many("cu_query_lens gives request " + std::to_string(b) + " " + std::to_string(tokens) + " tokens");
+  } else if (args.query_lens != nullptr) {
+    const int32_t tokens = args.query_lens[b];
+    if (tokens < 0 || tokens > args.tokens)
+      return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + "; query has " + std::to_string(args.tokens) +
+                          " rows a request, expected 0 .. " + std::to_string(args.tokens));
+    if (tokens > keys) return too_many(at("query_lens", b) + " is " + std::to_string(tokens));
+  }
+  return {};
+}
+
 Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
   const Args args = make_args(call);
-  if (args.cu_seqlens != nullptr) {
-    const int32_t* cu = args.cu_seqlens;
-    for (int32_t b = 0; b <= args.batch; ++b) {
-      if (cu[b] < 0 || cu[b] > args.capacity)
-        return call.invalid(at("cu_seqlens", b) + " is " + std::to_string(cu[b]) + "; the cache has " +
-                            std::to_string(args.capacity) + " positions, expected 0 .. " + std::to_string(args.capacity));
-      if (b > 0 && cu[b] < cu[b - 1])
-        return call.invalid(at("cu_seqlens", b) + " is " + std::to_string(cu[b]) + ", less than " + at("cu_seqlens", b - 1) +
-                            " = " + std::to_string(cu[b - 1]) + "; offsets must not fall");
-    }
+  if (args.cu_seqlens != nullptr)
+    LEANFLEET_RETURN_IF_ERROR(check_offsets(call, "cu_seqlens", args.cu_seqlens, args.batch, args.capacity, "the cache has "));
+  if (args.packed_tokens) {
+    LEANFLEET_RETURN_IF_ERROR(check_offsets(call, "cu_query_lens", args.cu_query_lens, args.batch, args.tokens, "query has "));
+    if (args.cu_query_lens[0] != 0)
+      return call.invalid("cu_query_lens[0] is " + std::to_string(args.cu_query_lens[0]) + "; the first request begins at 0");
   }
   for (int32_t b = 0; b < args.batch; ++b) {
     const int32_t capacity = args.cu_seqlens != nullptr ? args.cu_seqlens[b + 1] - args.cu_seqlens[b] : args.capacity;
@@ -228,16 +269,8 @@ Status check_values(const Call& call, bool strict) {
     if (keys < 0 || keys > capacity)
       return call.invalid(at("seq_lens", b) + " is " + std::to_string(keys) + "; request " + std::to_string(b) +
                           "'s cache holds " + std::to_string(capacity) + ", expected 0 .. " + std::to_string(capacity));
-    if (args.query_lens != nullptr) {
-      const int32_t tokens = args.query_lens[b];
-      if (tokens < 0 || tokens > args.tokens)
-        return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + "; query has " +
-                            std::to_string(args.tokens) + " rows a request, expected 0 .. " + std::to_string(args.tokens));
-      if (tokens > keys)
-        return call.invalid(at("query_lens", b) + " is " + std::to_string(tokens) + ", more than the " + std::to_string(keys) +
-                            " valid keys of request " + std::to_string(b) + ", which count the new tokens");
-    }
-    if (args.cos_cache != nullptr && keys > args.rotary_positions && request_of(args, b).tokens > 0)
+    LEANFLEET_RETURN_IF_ERROR(check_new_tokens(call, args, b, keys));
+    if (args.cos_cache != nullptr && keys > args.rotary_positions && whole_request(args, b).tokens > 0)
       return call.invalid("the last new token of request " + std::to_string(b) + " stands at position " +
                           std::to_string(keys - 1) + "; cos_cache has " + std::to_string(args.rotary_positions) +
                           " rows, expected positions 0 .. " + std::to_string(args.rotary_positions - 1));
@@ -255,10 +288,10 @@ Status check_values(const Call& call, bool strict) {
 }
 
 constexpr int kRangesPerThread = 4, kWorkPerRange = 8;
+constexpr int32_t kRowTile = 96;
 
 // How a CPU cuts the work. Many rows share the transposed keys of a tile.
 Plan cpu_plan(const Args& args, int threads) {
-  constexpr int32_t kRowTile = 96;
   const int32_t rows = args.group * args.tokens, row_tiles = ceil_div(rows, kRowTile);
   Plan plan;
   plan.key_tile = 128;
@@ -298,6 +331,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   Threads& threads = *target.threads;
   Args args = make_args(call);
   args.bfloat16_products = cpu_has_bfloat16();
+  if (args.packed_tokens) cut_into_pieces(args, std::clamp(kRowTile / args.group, 1, args.total_tokens));
   args.plan = cpu_plan(args, threads.count());
   carve(args, ws);
   const int64_t stride = select_thread_scratch_bytes()(args);
@@ -345,6 +379,7 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     if (width > 256 || width % 8 != 0)
       return call.unsupported(std::string(name) + " = " + std::to_string(width) +
                               "; the CUDA kernels take multiples of 8 up to 256, others run on the CPU");
+  if (args.packed_tokens) cut_into_pieces(args, cuda_piece_tokens(args));
   args.plan = cuda_plan(args, target.sm_count, forced_ranges());
   carve(args, ws);
   args.tickets = ws.sync<uint32_t>(args.plan.max_ranges);

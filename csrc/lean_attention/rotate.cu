@@ -16,10 +16,11 @@ struct Row {
 
 // Rows are those of the query's heads and then of new_key's.
 template <class T>
-__device__ __forceinline__ Row<T> row_of(const Args& args, int b, int row, int token) {
+__device__ __forceinline__ Row<T> row_of(const Args& args, const Request& request, int row, int token) {
   const bool is_query = row < args.heads;
   const Strides& strides = is_query ? args.query_strides : args.new_key_strides;
-  const int64_t at = b * strides.batch + (is_query ? row : row - args.heads) * strides.head + token * strides.token;
+  const int64_t at =
+      request.origin * strides.batch + (is_query ? row : row - args.heads) * strides.head + token * strides.token;
   return {static_cast<const T*>(is_query ? args.query : args.new_key) + at,
           static_cast<T*>(is_query ? args.rotated_query : args.rotated_key) + at};
 }
@@ -27,14 +28,14 @@ __device__ __forceinline__ Row<T> row_of(const Args& args, int b, int row, int t
 // A CTA for each token of each request: its rows of all heads. A thread takes two columns.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(256) RotateKernel(const __grid_constant__ Args args) {
-  const int b = blockIdx.x / args.tokens, token = blockIdx.x % args.tokens;
-  const Request request = request_of(args, b);
+  const Request request = request_of(args, blockIdx.x / args.tokens);
+  const int token = blockIdx.x % args.tokens;
   if (token >= request.tokens) return;
-  const Rotation rotation = rotation_at(args, request.keys - request.tokens + token);
+  const Rotation rotation = rotation_at(args, request.position + token);
   const int pairs = args.key_width / 2, rows = args.heads + (args.append ? args.kv_heads : 0);
   for (int i = threadIdx.x; i < rows * pairs; i += blockDim.x) {
     const int row = i / pairs, column = 2 * (i - row * pairs);
-    const Row<T> place = row_of<T>(args, b, row, token);
+    const Row<T> place = row_of<T>(args, request, row, token);
     const float2 x = rotate<T, kAligned>(rotation, place.from, column);
     place.to[column] = from_float32<T>(x.x);
     place.to[column + 1] = from_float32<T>(x.y);
@@ -45,15 +46,15 @@ __global__ void __launch_bounds__(256) RotateKernel(const __grid_constant__ Args
 // stay.
 template <class T>
 __global__ void __launch_bounds__(256) RotateBy8Kernel(const __grid_constant__ Args args) {
-  const int b = blockIdx.x / args.tokens, token = blockIdx.x % args.tokens;
-  const Request request = request_of(args, b);
+  const Request request = request_of(args, blockIdx.x / args.tokens);
+  const int token = blockIdx.x % args.tokens;
   if (token >= request.tokens) return;
-  const Rotation rotation = rotation_at(args, request.keys - request.tokens + token);
+  const Rotation rotation = rotation_at(args, request.position + token);
   const int half = args.rotary_half, rotated = half / 8, items = (args.key_width - half) / 8;
   const int rows = args.heads + (args.append ? args.kv_heads : 0);
   for (int i = threadIdx.x; i < rows * items; i += blockDim.x) {
     const int row = i / items, item = i - row * items;
-    const Row<T> place = row_of<T>(args, b, row, token);
+    const Row<T> place = row_of<T>(args, request, row, token);
     const auto chunk = [&](int column) { return reinterpret_cast<const uint4*>(place.from + column); };
     const auto target = [&](int column) { return reinterpret_cast<uint4*>(place.to + column); };
     const int column = 8 * item;

@@ -25,24 +25,105 @@ namespace LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention) {
 LEANFLEET_HD int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
 LEANFLEET_HD int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// A request after clamping, whatever seq_lens, query_lens and cu_seqlens hold.
+// New tokens of a request after clamping, whatever lengths and offsets hold: all of them, or a piece of packed ones.
 struct Request {
-  int32_t start;   // ragged: its first position in the cache; else 0
-  int32_t keys;    // valid keys, new ones included: 0 .. capacity
-  int32_t tokens;  // new tokens: 0 .. min(Nq, keys); token i stands at position keys - tokens + i
+  int32_t start;     // ragged: the request's first position in the cache; else 0
+  int32_t keys;      // valid keys, new ones included: 0 .. capacity. Of a piece of causal attention: up to its last token
+  int32_t tokens;    // new tokens: 0 .. min(rows, keys); causal token i stands at position keys - tokens + i
+  int32_t rows;      // of the query, padding behind the tokens included
+  int32_t b;         // whose cache it is
+  int32_t origin;    // x strides.batch: where its rows begin
+  int32_t position;  // of token 0
 };
 
-LEANFLEET_HD Request request_of(const Args& args, int32_t b) {
-  Request request;
+// What is known of request b without its new tokens.
+LEANFLEET_HD Request cache_of(const Args& args, int32_t b) {
+  Request request = {};
+  request.b = b;
   int32_t capacity = args.capacity;
-  request.start = 0;
   if (args.cache_kind == kRagged) {
     request.start = clamped_offset(args.cu_seqlens, b, capacity);
     capacity = max32(clamped_offset(args.cu_seqlens, b + 1, capacity), request.start) - request.start;
   }
   request.keys = args.seq_lens != nullptr ? clamp(args.seq_lens[b], 0, capacity) : capacity;
-  request.tokens = min32(args.query_lens != nullptr ? clamp(args.query_lens[b], 0, args.tokens) : args.tokens, request.keys);
   return request;
+}
+
+// Packed tokens
+//
+// A piece is up to args.tokens tokens of one request, and to the schedule a request of its own: it may see all keys up to its
+// last token, as those of earlier pieces are in the cache by then. Rows behind the last request are one more request, all
+// padding. Requests need not be counted to know which pieces are theirs: those of request b begin at
+//   floor((cu[b] + b (c - 1)) / c) = b + floor((cu[b] - b) / c)   for pieces of c tokens and offsets cu,
+// which leaves room for ceil(n / c) of n tokens, as 1 + floor((r + n - 1) / c) >= ceil(n / c) for any r >= 0. A piece that is
+// not needed has no rows. As many tokens as requests are exactly so many pieces of one token.
+
+// Where the tokens of request b begin; b = requests: the padding; b = requests + 1: the end.
+LEANFLEET_HD int32_t query_offset(const Args& args, int32_t b) {
+  if (b == 0) return 0;
+  return b > args.requests ? args.total_tokens : clamped_offset(args.cu_query_lens, b, args.total_tokens);
+}
+
+LEANFLEET_HD int32_t first_piece(const Args& args, int32_t b) {
+  return (query_offset(args, b) + b * (args.tokens - 1)) / args.tokens;
+}
+
+// Tokens `skip` .. `skip` + `most` of request b.
+LEANFLEET_HD Request packed_tokens(const Args& args, int32_t b, int32_t skip, int32_t most) {
+  Request request = {};
+  if (b < args.requests) request = cache_of(args, b);
+  const int32_t begin = query_offset(args, b), rows = query_offset(args, b + 1) - begin;
+  const int32_t tokens = clamp(rows, 0, request.keys);
+  request.origin = begin + skip;
+  request.rows = skip < 0 ? 0 : clamp(rows - skip, 0, most);
+  request.position = request.keys - tokens + skip;
+  request.tokens = clamp(tokens - skip, 0, request.rows);
+  if (args.causal) request.keys = request.tokens > 0 ? request.position + request.tokens : 0;
+  return request;
+}
+
+// The request of a piece: the last whose pieces begin at or before it. A call on a device, so that kernels have little code,
+// with arguments in registers.
+LEANFLEET_HD_CALL int32_t request_of_piece(const int32_t* cu_query_lens, int32_t requests, int32_t total_tokens, int32_t tokens,
+                                           int32_t index) {
+  const auto first = [&](int32_t b) {
+    return b == 0 ? 0 : (clamped_offset(cu_query_lens, b, total_tokens) + b * (tokens - 1)) / tokens;
+  };
+  if (index < requests && first(index) == index && (index + 1 > requests || first(index + 1) > index)) return index;
+  int32_t low = 0, high = requests;
+  while (low < high) {
+    const int32_t middle = low + (high - low + 1) / 2;
+    if (first(middle) <= index) low = middle;
+    else high = middle - 1;
+  }
+  return low;
+}
+
+LEANFLEET_HD Request piece(const Args& args, int32_t index) {
+  const int32_t b = request_of_piece(args.cu_query_lens, args.requests, args.total_tokens, args.tokens, index);
+  return packed_tokens(args, b, (index - first_piece(args, b)) * args.tokens, args.tokens);
+}
+
+// Makes `batch` and `tokens` of packed tokens those of pieces of at most `tokens` tokens.
+LEANFLEET_HD void cut_into_pieces(Args& args, int32_t tokens) {
+  args.tokens = tokens;
+  args.batch = first_piece(args, args.requests + 1);
+}
+
+LEANFLEET_HD Request request_of(const Args& args, int32_t index) {
+  if (args.packed_tokens) return piece(args, index);
+  Request request = cache_of(args, index);
+  request.rows = args.tokens;
+  request.origin = index;
+  request.tokens =
+      min32(args.query_lens != nullptr ? clamp(args.query_lens[index], 0, args.tokens) : args.tokens, request.keys);
+  request.position = request.keys - request.tokens;
+  return request;
+}
+
+// All new tokens of request b.
+LEANFLEET_HD Request whole_request(const Args& args, int32_t b) {
+  return args.packed_tokens ? packed_tokens(args, b, 0, args.total_tokens) : request_of(args, b);
 }
 
 // A half-open interval, of keys or of tiles.
@@ -63,15 +144,15 @@ LEANFLEET_HD int32_t num_row_tiles(const Args& args, int32_t row_tile) {
 
 LEANFLEET_HD int32_t num_row_tiles(const Args& args) { return num_row_tiles(args, args.plan.row_tile); }
 
-// The rows of a query tile: [begin, end) of all group * Nq, of which those below group * tokens are not padding.
-LEANFLEET_HD Span unit_rows(const Args& args, int32_t row_tile) {
+// The rows of a query tile: [begin, end) of all the request's, of which those below group * tokens are not padding.
+LEANFLEET_HD Span unit_rows(const Args& args, const Request& request, int32_t row_tile) {
   const int32_t begin = row_tile * args.plan.row_tile;
-  return {begin, min32(begin + args.plan.row_tile, args.group * args.tokens)};
+  return {begin, max32(begin, min32(begin + args.plan.row_tile, args.group * request.rows))};
 }
 
 // The tokens of a query tile's rows, padding aside; empty if all are. Divisions only where there are several tiles.
 LEANFLEET_HD Span unit_tokens(const Args& args, const Request& request, int32_t row_tile) {
-  const Span rows = unit_rows(args, row_tile);
+  const Span rows = unit_rows(args, request, row_tile);
   const int32_t real_rows = args.group * request.tokens;
   Span tokens = {0, request.tokens};
   if (rows.begin > 0) tokens.begin = rows.begin / args.group;
@@ -170,9 +251,9 @@ LEANFLEET_HD int32_t range_of(P work, int32_t ranges, P position) {
 
 struct Unit {
   Request request;
-  int32_t b, head, row_tile;
-  Span tiles;        // that it sees
-  int64_t position;  // where it begins on the line
+  int32_t index, head, row_tile;  // index: of the request, or of the piece of packed tokens
+  Span tiles;                     // that it sees
+  int64_t position;               // where it begins on the line
 };
 
 // Where the line goes on after a unit.
@@ -187,7 +268,7 @@ LEANFLEET_HD Unit locate(const Args& args, const int64_t* prefix, int64_t positi
     else high = middle - 1;
   }
   Unit unit;
-  unit.b = low;
+  unit.index = low;
   unit.request = request_of(args, low);
   const int64_t head_work = (prefix[low + 1] - prefix[low]) / args.kv_heads;
   unit.head = static_cast<int32_t>((position - prefix[low]) / head_work);
@@ -207,7 +288,7 @@ LEANFLEET_HD void next_unit(const Args& args, Unit& unit) {
     unit.row_tile = 0;
     if (++unit.head == args.kv_heads) {
       unit.head = 0;
-      unit.request = request_of(args, ++unit.b);
+      unit.request = request_of(args, ++unit.index);
     }
   }
   unit.tiles = unit_tiles(args, unit.request, unit.row_tile);

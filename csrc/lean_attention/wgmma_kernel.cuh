@@ -331,7 +331,7 @@ struct WarpgroupConsumer {
 
   // This group's rows of a unit: the first, and the end of those that are not padding.
   __device__ __forceinline__ Span real_rows(const Unit& unit) const {
-    const Span all = unit_rows(args, unit.row_tile);
+    const Span all = unit_rows(args, unit.request, unit.row_tile);
     const int begin = all.begin + Tile::kGroupRows * group;
     return {begin, min32(min32(begin + Tile::kGroupRows, all.end), args.group * unit.request.tokens)};
   }
@@ -347,7 +347,7 @@ struct WarpgroupConsumer {
     // Row = token * group + head of the group, first for the group's first row, then for small numbers only.
     const int first_token = rows.begin / args.group, first_head = rows.begin - first_token * args.group;
     const int chunk = query_chunk();
-    const T* const base = static_cast<const T*>(args.query) + unit.b * args.query_strides.batch +
+    const T* const base = static_cast<const T*>(args.query) + unit.request.origin * args.query_strides.batch +
                           unit.head * args.group * args.query_strides.head + first_token * args.query_strides.token + chunk * 8;
     const float by_group = __fdividef(1.0f, static_cast<float>(args.group));
     group_barrier();  // the previous unit's rows have been read
@@ -387,7 +387,7 @@ struct WarpgroupConsumer {
 
   __device__ __forceinline__ void finish(const Work& work, const Output& o) {
     const Segment& segment = work.segment;
-    const Span all = unit_rows(args, work.unit.row_tile);
+    const Span all = unit_rows(args, work.unit.request, work.unit.row_tile);
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
       sum[c] += __shfl_xor_sync(kFullWarp, sum[c], 1);
@@ -443,7 +443,7 @@ struct WarpgroupConsumer {
   // little code as can be: what runs once costs some five cycles an instruction.
   __device__ __forceinline__ void merge_rows(const Unit& unit, int first, int count) const {
     constexpr int kLanes = kWidth / 4, kPer = 32 / kLanes, kAtOnce = 8, kApart = Tile::kConsumerWarps * kPer;
-    const Span rows = unit_rows(args, unit.row_tile);
+    const Span rows = unit_rows(args, unit.request, unit.row_tile);
     const int d = lane % kLanes * 4;
     int columns = args.value_width;
     asm volatile("" : "+r"(columns));           // else its multiples are worked out before the first unit and kept in registers
