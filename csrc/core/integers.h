@@ -12,15 +12,15 @@
 #endif
 // The namespace `parent`, or in CPU kernels the instruction set's own in it, as core/simd.h explains.
 #if defined(LEANFLEET_ISA)
-#define LEANFLEET_HD_NAMESPACE(parent) parent::LEANFLEET_ISA
+#define LEANFLEET_HD_NAMESPACE(parent) namespace parent::LEANFLEET_ISA
 namespace leanfleet {
 inline namespace LEANFLEET_ISA {}
 }  // namespace leanfleet
 #else
-#define LEANFLEET_HD_NAMESPACE(parent) parent
+#define LEANFLEET_HD_NAMESPACE(parent) namespace parent
 #endif
 
-namespace LEANFLEET_HD_NAMESPACE(leanfleet) {
+LEANFLEET_HD_NAMESPACE(leanfleet) {
 
 // a / b rounded up, and the next multiple of b: 0 <= a, 0 < b.
 template <class A, class B>
@@ -43,4 +43,4 @@ LEANFLEET_HD T clamped_offset(const int32_t* cu_seqlens, I i, T end) {
   return clamp<T>(cu_seqlens[i], 0, end);
 }
 
-}  // namespace LEANFLEET_HD_NAMESPACE(leanfleet)
+}  // LEANFLEET_HD_NAMESPACE(leanfleet)

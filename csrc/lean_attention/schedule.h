@@ -20,7 +20,7 @@
 #include "core/integers.h"
 #include "lean_attention/lean_attention.h"
 
-namespace LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention) {
+LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention) {
 
 LEANFLEET_HD int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
 LEANFLEET_HD int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
@@ -342,4 +342,4 @@ LEANFLEET_HD Segment segment_of(const Args& args, const Unit& unit, int64_t work
   return segment_of(args, unit, share, work, ranges, range);
 }
 
-}  // namespace LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention)
+}  // LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention)
