@@ -237,7 +237,8 @@ class _PackedRows:
     def __init__(self, ops, x, layout):
         self.ops, self.axis = ops, 0 if layout == "bnhd" else 1
         self.tokens = ops.size(x.query, self.axis)
-        start, self.counts = _spans(ops, x.cu_query_lens, self.tokens)
+        begins_at_0 = ops.Concat(ops.constant([0]), ops.Slice(ops.int64(x.cu_query_lens), [1], [2**31], [0]), axis=0)
+        start, self.counts = _spans(ops, begins_at_0, self.tokens)
         rows = ops.range(ops.Max(ops.ReduceMax(self.counts, [0]), [1]))
         at = ops.Add(ops.Unsqueeze(start, [1]), rows)
         self.source = ops.Min(at, ops.Sub(self.tokens, 1))

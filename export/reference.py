@@ -195,6 +195,11 @@ def _packed(rows, spans, axis, tokens, fill):
     return result
 
 
+def _query_spans(cu_query_lens, tokens):
+    """Requests of packed new tokens; the first begins at 0."""
+    return _spans(torch.cat([torch.zeros_like(cu_query_lens[:1]), cu_query_lens[1:]]), tokens)
+
+
 def _packed_lean_attention(op, query, cu_query_lens, new_key, new_value, layout, arguments):
     """lean_attention of packed new tokens, as that of the padded ones. arguments: all others by name."""
     _check(query.dim() == 3, f"{op}: query has rank {query.dim()} with cu_query_lens; expected 3, [H,Nq,D]")
@@ -209,7 +214,7 @@ def _packed_lean_attention(op, query, cu_query_lens, new_key, new_value, layout,
             rows is None or (rows.dim() == 3 and rows.shape[axis] == tokens),
             f"{op}: {name} has other tokens than query, which has Nq={tokens}",
         )
-    spans = _spans(cu_query_lens, tokens)
+    spans = _query_spans(cu_query_lens, tokens)
     padded = (t if t is None else _padded(t, spans, axis) for t in (query, new_key, new_value))
     counts = torch.tensor([stop - start for start, stop in spans], dtype=torch.int32, device=query.device)
     inputs = dict(zip(("query", "new_key", "new_value"), padded, strict=True))
@@ -253,7 +258,7 @@ def lean_attention(
     query_lens I [B]: new tokens of each request, clamped to [0, min(Nq, seq_len)]; absent: Nq.
     cu_query_lens I [B+1]: packed new tokens instead of query_lens. query is [H,Nq,D], new_key and new_value [Hkv,Nq,D] and
     [Hkv,Nq,Dv] with the tokens of all requests, request b's at cu[b] .. cu[b+1]; output is [H,Nq,Dv] and lse [H,Nq]. Offsets
-    are clamped to [0, Nq].
+    are clamped to [0, Nq]; the first is taken as 0.
     new_key, new_value T [B,Hkv,Nq,D], [B,Hkv,Nq,Dv]: with append, row i is first written to position p_i. With
     packed_qkv they are absent and query [B,H+2Hkv,Nq,D] holds them: the queries' heads, then the keys', then the values'.
     sinks F [H]: a logit that joins the softmax's sum and has no value.

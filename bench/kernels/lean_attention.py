@@ -73,6 +73,15 @@ TOKENS = [
     (16, 32, 8, 128, 8192, 8),
     (16, 32, 8, 128, 8192, 16),
 ]
+# (H, Hkv, D, requests with one new token, pieces of prompts): (new tokens, keys with them)
+MIXED = [
+    (32, 8, 64, [(1, 1000)] * 63, [(1985, 1985)]),
+    (32, 8, 64, [(1, 1000)] * 63, [(1985, 8000)]),
+    (32, 8, 64, [(1, 500 + 60 * i) for i in range(60)], [(700, 700), (1000, 3000), (288, 288)]),
+    (32, 8, 128, [(1, 1000)] * 63, [(1985, 1985)]),
+    (32, 8, 128, [(1, 4000)] * 31, [(481, 6000)]),
+    (14, 2, 64, [(1, 2000)] * 15, [(500, 500)]),
+]
 
 
 def normal(*shape, dtype=torch.bfloat16):
@@ -269,6 +278,59 @@ def tokens(args):
         if "fa3" in args.peers:
             calls.update(fa3_calls(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)))
         yield measure(f"tokens Nq{Nq} B{B} {H}/{Hkv} D{D} ctx {N}", calls, 4 * B * Hkv * N * D, args.rounds)
+
+
+def packed_requests(H, Hkv, D, requests, block=16):
+    """A node of packed new tokens, for requests (new tokens, keys with them); it appends and rotates."""
+    counts, lens = zip(*requests, strict=True)
+    pages = [-(-n // block) for n in lens]
+    order, table, at = torch.randperm(sum(pages)), torch.zeros(len(lens), max(pages), dtype=torch.int32), 0
+    for b, n in enumerate(pages):
+        table[b, :n] = order[at : at + n]
+        at += n
+    offsets = torch.tensor([sum(counts[:b]) for b in range(len(counts) + 1)], dtype=torch.int32)
+    cosines, sines = rotary_tables(torch.arange(max(lens), device="cuda"), D)
+    inputs = {
+        "query": normal(sum(counts), H + 2 * Hkv, D),
+        "key_cache": normal(sum(pages), block, Hkv, D),
+        "value_cache": normal(sum(pages), block, Hkv, D),
+        "seq_lens": torch.tensor(lens, dtype=torch.int32).cuda(),
+        "block_table": table.cuda(),
+        "cos_cache": cosines.float(),
+        "sin_cache": sines.float(),
+        "cu_query_lens": offsets.cuda(),
+    }
+    return Node(inputs, {"append": 1, "packed_qkv": 1, "layout": "bnhd"})
+
+
+def spread(node):
+    """The same call with each request's tokens in rows of their own, as many as the longest has."""
+    inputs, offsets = dict(node.inputs), node.inputs["cu_query_lens"].long()
+    counts = offsets.diff()
+    rows = torch.arange(int(counts.max()), device="cuda")
+    source = (offsets[:-1, None] + rows).clamp(max=int(offsets[-1]) - 1)
+    inputs |= {"query": inputs["query"][source], "query_lens": counts.int(), "cu_query_lens": None}
+    return Node(inputs, node.attrs), source, rows < counts[:, None]
+
+
+def mixed(args):
+    """Steps and a piece of a prompt as packed new tokens of one call, beside each alone and beside rows of padding."""
+    for H, Hkv, D, steps, piece in MIXED:
+        nodes = {
+            "together": packed_requests(H, Hkv, D, steps + piece),
+            "steps alone": packed_requests(H, Hkv, D, steps),
+            "piece alone": packed_requests(H, Hkv, D, piece),
+        }
+        nodes["padding"], _, owned = spread(nodes["together"])
+        rows = nodes["padding"]()[owned].float()
+        difference = (nodes["together"]().float() - rows).abs().max().item()
+        if difference > 2.0**-6 * rows.abs().max().item():
+            raise SystemExit(f"mixed: packed tokens differ from padded ones by {difference}")
+        row = measure(f"mixed {H}/{Hkv} D{D} {len(steps)} steps, {piece}", nodes, 0, args.rounds)
+        us = {n: t["median"] for n, t in row["us"].items()}
+        row["together_over_alone"] = us["together"] / (us["steps alone"] + us["piece alone"])
+        print(f"  {row['together_over_alone']:.2f} of both alone", flush=True)
+        yield row
 
 
 def prompt(args):

@@ -11,12 +11,14 @@ import random
 
 import torch
 
-from support.attention_cases import VARIANTS, make_case
+from support.attention_cases import VARIANTS, draw_packed_tokens, make_case
 from support.kernels import run_kernel
 
 
 def draw(random):
     """(inputs on the CPU, attrs, words that describe them) of a call: steps, pieces of prompts, prompts; all caches."""
+    if random.random() < 0.3:
+        return draw_packed_tokens(random, (8, 48, 64, 64, 80, 128, 128, 192, 256))
     Hkv, group = random.choice(((1, 1), (2, 3), (3, 8), (8, 16), (1, 71), (4, 7)))
     D = random.choice((8, 48, 64, 64, 80, 128, 128, 128, 192, 256))
     Dv = random.choice((D, D, 72, 128, 40))

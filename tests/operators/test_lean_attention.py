@@ -1,6 +1,7 @@
 """LeanAttention's CPU kernel against the float64 reference."""
 
 import os
+import random
 import re
 
 import pytest
@@ -10,7 +11,18 @@ from hypothesis import strategies as st
 
 from leanfleet import native, spec
 from leanfleet.export import reference
-from support.attention_cases import DTYPES, NAN, VARIANTS, assert_one_rounding, int32, make_case, packed, same_bits
+from support.attention_cases import (
+    DTYPES,
+    NAN,
+    VARIANTS,
+    assert_one_rounding,
+    draw_packed_tokens,
+    int32,
+    make_case,
+    one_after_another,
+    packed,
+    same_bits,
+)
 from support.kernels import aligned, entry, poisoned, remembered, run_kernel
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
@@ -112,6 +124,32 @@ def test_prompts(variant, layout, dtype):
             **attrs,
         )
         check(inputs, attrs, threads=(3,))
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_packed_new_tokens(seed):
+    source = random.Random(seed)
+    for _ in range(8):
+        inputs, attrs, _ = draw_packed_tokens(source, (8, 17, 32, 64))
+        check(inputs, attrs, threads=(source.choice((1, 2, 3, 8)),), in_place=bool(attrs["append"]) and source.random() < 0.5)
+
+
+@pytest.mark.parametrize("offsets", ((0, 3, 3, 8), (5, 3, 100, -4), (0, -7, 2**31 - 1, 0), (-(2**31), 0, 0, 2**31 - 1)))
+def test_any_offsets_of_packed_new_tokens_stay_in_bounds(offsets):
+    """Rows that belong to one request of these offsets alone are right, as are those of nobody: 0."""
+    inputs, attrs = one_after_another(*make_case(1, lens=(9, 4, 30), query_lens=(2, 1, 5), Nq=5))
+    inputs["query"] = torch.nan_to_num(inputs["query"])
+    inputs["key_cache"], inputs["value_cache"] = (torch.nan_to_num(inputs[n]) for n in ("key_cache", "value_cache"))
+    inputs["cu_query_lens"] = int32(offsets)
+    tokens = inputs["query"].shape[1]
+    spans = reference._query_spans(inputs["cu_query_lens"], tokens)
+    owners = torch.zeros(tokens)
+    for start, stop in spans:
+        owners[start:stop] += 1
+    found = run_kernel("LeanAttention", inputs, attrs)["output"]
+    judge = reference.lean_attention(**inputs, **attrs)[0]
+    torch.testing.assert_close(found[:, owners == 1], judge[:, owners == 1])
+    assert (found[:, owners == 0] == 0).all()
 
 
 @pytest.mark.parametrize("length", (1, 63, 64, 65, 127, 128, 129, 700))

@@ -1,6 +1,7 @@
 """LeanAttention's CUDA kernels against the float64 reference."""
 
 import gc
+import random
 
 import pytest
 import torch
@@ -10,8 +11,20 @@ from hypothesis import strategies as st
 from leanfleet import native, spec
 from leanfleet.export import reference
 from support import non_finite
-from support.attention_cases import BLOCK, DTYPES, NAN, VARIANTS, assert_one_rounding, int32, make_case, packed, same_bits
-from support.kernels import ALIGNMENT, entry, poisoned, run_kernel
+from support.attention_cases import (
+    BLOCK,
+    DTYPES,
+    NAN,
+    VARIANTS,
+    assert_one_rounding,
+    draw_packed_tokens,
+    int32,
+    make_case,
+    one_after_another,
+    packed,
+    same_bits,
+)
+from support.kernels import ALIGNMENT, entry, output_shapes, poisoned, run_kernel
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -88,13 +101,8 @@ class Launches:
     def __init__(self, inputs, attrs, in_place=False):
         op = spec.all_specs()["LeanAttention"]
         self.inputs, self.attrs = inputs, attrs
-        T = inputs["query"].dtype
-        B, H, Nq, D = (
-            inputs["query"].shape if attrs.get("layout", "bhnd") == "bhnd" else [inputs["query"].shape[i] for i in (0, 2, 1, 3)]
-        )
-        Dv = inputs["value_cache"].shape[-1]
-        rows = (B, H, Nq) if attrs.get("layout", "bhnd") == "bhnd" else (B, Nq, H)
-        self.outputs = {"output": poisoned((*rows, Dv), T, "cuda"), "lse": poisoned(rows, torch.float32, "cuda")}
+        shapes = output_shapes(op, inputs, attrs)
+        self.outputs = {name: poisoned(shape, dtype, "cuda") for name, dtype, shape in shapes[:2]}
         if attrs.get("append"):
             for name in ("key_cache", "value_cache"):
                 self.outputs[f"{name}_out"] = inputs[name] if in_place else torch.empty_like(inputs[name])
@@ -328,6 +336,43 @@ def test_packed_projections_equal_separate_ones(variant, layout, dtype):
             apart = check(inputs, attrs)
             together = check(*packed(inputs, attrs), in_place=Nq != 5)
             assert all(same_bits(apart[name], together[name]) for name in apart)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_packed_new_tokens(seed):
+    source = random.Random(seed)
+    for _ in range(5):
+        inputs, attrs, words = draw_packed_tokens(source, (8, 48, 64, 64, 128, 128, 192, 256))
+        print(words)
+        check(inputs, attrs, in_place=bool(attrs["append"]) and source.random() < 0.5, shift=source.choice((0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("dtype", HALF, ids=str)
+def test_a_graph_of_packed_new_tokens_takes_any_requests(dtype):
+    """Captured for 64 tokens of up to 8 requests; offsets, lengths and pages change between replays."""
+    B, tokens = 8, 64
+    facts = dict(variant="paged", dtype=dtype, H=8, Hkv=2, D=64, Dv=64, append=True, rotary=32, layout="bnhd", positions=400)
+    source, graph, launches = random.Random(0), None, None
+    for _ in range(12):
+        cuts = sorted(source.randint(0, tokens) for _ in range(B))
+        counts = [b - a for a, b in zip([0, *cuts], cuts, strict=False)]
+        lens = [*(n + source.choice((0, 3, 200)) for n in counts[:-1]), 340]  # the last makes every table equally wide
+        case = make_case(source.randrange(2**20), lens=lens, query_lens=counts, Nq=tokens, **facts)
+        inputs, attrs = one_after_another(*case, spare=tokens - sum(counts))
+        judge, (error, _) = judged(to_cuda(inputs), attrs)
+        if graph is None:
+            launches = Launches(to_cuda(inputs), attrs)
+            launches.run()
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                launches.run()
+        for name, t in inputs.items():
+            if t is not None:
+                launches.inputs[name].copy_(t)
+        launches.outputs["output"].fill_(NAN)
+        graph.replay()
+        torch.cuda.synchronize()
+        assert_close("output", launches.outputs["output"], judge[0], 2 * error + 2.0**-8)
 
 
 @pytest.mark.parametrize("D", (8, 24, 64, 80, 96, 128, 192, 256))

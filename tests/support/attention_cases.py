@@ -136,3 +136,36 @@ def packed(inputs, attrs):
     rows = [inputs[n] for n in ("query", "new_key", "new_value")]
     query = torch.cat(rows, -2 if attrs["layout"] == "bnhd" else -3)
     return {**inputs, "query": query, "new_key": None, "new_value": None}, {**attrs, "packed_qkv": 1}
+
+
+def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), (1, 100), (2, 7)), dtypes=DTYPES):
+    """(inputs, attrs, words that describe them) of a call with packed new tokens, steps and pieces of prompts in one, drawn
+    from a random.Random. widths: of D and Dv. groups: (Hkv, query heads of each)."""
+    Hkv, group = source.choice(groups)
+    together = source.random() < 0.4
+    D = source.choice(widths)
+    Dv = D if together else source.choice(widths)
+    most = source.choice((1, 1, 3, 20, 70, 300))
+    counts = [source.choice((0, 1, 1, 1, source.randint(0, most))) for _ in range(source.choice((1, 2, 5, 9, 40)))]
+    append, causal = together or source.random() < 0.6, source.random() < 0.75
+    facts = dict(
+        variant=source.choice(VARIANTS),
+        dtype=source.choice(dtypes),
+        lens=[n + source.choice((0, 1, 64, 200, 900)) for n in counts],
+        query_lens=counts,
+        Nq=most,
+        H=Hkv * group,
+        Hkv=Hkv,
+        D=D,
+        Dv=Dv,
+        layout=source.choice(("bhnd", "bnhd")),
+        append=append,
+        causal=int(causal),
+        window=source.choice((-1, -1, 20)) if causal else -1,
+        softcap=source.choice((0.0, 0.0, 5.0)),
+        sinks=source.random() < 0.3,
+        rotary=source.choice((0, D // 2, D // 4)),
+    )
+    inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=source.choice((0, 0, 1, 5, 150)))
+    inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
+    return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
