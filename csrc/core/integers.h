@@ -5,10 +5,8 @@
 
 #if defined(__CUDACC__)
 #define LEANFLEET_HD __host__ __device__ __forceinline__
-#define LEANFLEET_HD_CALL inline __host__ __device__ __noinline__  // on a device not inlined
 #else
 #define LEANFLEET_HD inline
-#define LEANFLEET_HD_CALL inline
 #endif
 // The namespace `parent`, or in CPU kernels the instruction set's own in it, as core/simd.h explains.
 #if defined(LEANFLEET_ISA)

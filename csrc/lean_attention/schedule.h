@@ -82,26 +82,16 @@ LEANFLEET_HD Request packed_tokens(const Args& args, int32_t b, int32_t skip, in
   return request;
 }
 
-// The request of a piece: the last whose pieces begin at or before it. A call on a device, so that kernels have little code,
-// with arguments in registers.
-LEANFLEET_HD_CALL int32_t request_of_piece(const int32_t* cu_query_lens, int32_t requests, int32_t total_tokens, int32_t tokens,
-                                           int32_t index) {
-  const auto first = [&](int32_t b) {
-    return b == 0 ? 0 : (clamped_offset(cu_query_lens, b, total_tokens) + b * (tokens - 1)) / tokens;
-  };
-  if (index < requests && first(index) == index && (index + 1 > requests || first(index + 1) > index)) return index;
-  int32_t low = 0, high = requests;
+// The request of a piece is the last whose pieces begin at or before it.
+LEANFLEET_HD Request piece(const Args& args, int32_t index) {
+  int32_t low = 0, high = args.requests;
+  if (index < args.requests && first_piece(args, index) == index && first_piece(args, index + 1) > index) low = high = index;
   while (low < high) {
     const int32_t middle = low + (high - low + 1) / 2;
-    if (first(middle) <= index) low = middle;
+    if (first_piece(args, middle) <= index) low = middle;
     else high = middle - 1;
   }
-  return low;
-}
-
-LEANFLEET_HD Request piece(const Args& args, int32_t index) {
-  const int32_t b = request_of_piece(args.cu_query_lens, args.requests, args.total_tokens, args.tokens, index);
-  return packed_tokens(args, b, (index - first_piece(args, b)) * args.tokens, args.tokens);
+  return packed_tokens(args, low, (index - first_piece(args, low)) * args.tokens, args.tokens);
 }
 
 // Makes `batch` and `tokens` of packed tokens those of pieces of at most `tokens` tokens.
