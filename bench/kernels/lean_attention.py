@@ -310,25 +310,25 @@ def spread(node):
     rows = torch.arange(int(counts.max()), device="cuda")
     source = (offsets[:-1, None] + rows).clamp(max=int(offsets[-1]) - 1)
     inputs |= {"query": inputs["query"][source], "query_lens": counts.int(), "cu_query_lens": None}
-    return Node(inputs, node.attrs), source, rows < counts[:, None]
+    return Node(inputs, node.attrs), rows < counts[:, None]
 
 
 def mixed(args):
     """Steps and a piece of a prompt as packed new tokens of one call, beside each alone and beside rows of padding."""
     for H, Hkv, D, steps, piece in MIXED:
         nodes = {
-            "together": packed_requests(H, Hkv, D, steps + piece),
-            "steps alone": packed_requests(H, Hkv, D, steps),
-            "piece alone": packed_requests(H, Hkv, D, piece),
+            "leanfleet": packed_requests(H, Hkv, D, steps + piece),
+            "leanfleet steps alone": packed_requests(H, Hkv, D, steps),
+            "leanfleet piece alone": packed_requests(H, Hkv, D, piece),
         }
-        nodes["padding"], _, owned = spread(nodes["together"])
-        rows = nodes["padding"]()[owned].float()
-        difference = (nodes["together"]().float() - rows).abs().max().item()
+        nodes["leanfleet padding"], owned = spread(nodes["leanfleet"])
+        rows = nodes["leanfleet padding"]()[owned].float()
+        difference = (nodes["leanfleet"]().float() - rows).abs().max().item()
         if difference > 2.0**-6 * rows.abs().max().item():
             raise SystemExit(f"mixed: packed tokens differ from padded ones by {difference}")
         row = measure(f"mixed {H}/{Hkv} D{D} {len(steps)} steps, {piece}", nodes, 0, args.rounds)
         us = {n: t["median"] for n, t in row["us"].items()}
-        row["together_over_alone"] = us["together"] / (us["steps alone"] + us["piece alone"])
+        row["together_over_alone"] = us["leanfleet"] / (us["leanfleet steps alone"] + us["leanfleet piece alone"])
         print(f"  {row['together_over_alone']:.2f} of both alone", flush=True)
         yield row
 

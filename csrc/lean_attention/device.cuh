@@ -200,12 +200,13 @@ __device__ __forceinline__ Pair<P> pair_of(const Args& args, int index, int row_
   if (index >= args.batch * row_tiles) return pair;
   pair.request = request_of(args, index / row_tiles);
   pair.tiles = unit_tiles(args, pair.request, index % row_tiles);
-  pair.work = static_cast<P>(unit_work(args, pair.tiles));
+  pair.work = pair.request.rows == 0 ? 0 : static_cast<P>(unit_work(args, pair.tiles));
   return pair;
 }
 
 // A lane's request, that of this index, in all lanes.
 __device__ __forceinline__ Request request_of_lane(const Args& args, const Request& mine, int lane, int index) {
+  if (args.packed_tokens) return args.pieces[index];
   Request request;
   request.start = __shfl_sync(kFullWarp, mine.start, lane);
   request.keys = __shfl_sync(kFullWarp, mine.keys, lane);
@@ -213,12 +214,6 @@ __device__ __forceinline__ Request request_of_lane(const Args& args, const Reque
   request.rows = args.tokens;
   request.b = request.origin = index;
   request.position = request.keys - request.tokens;
-  if (args.packed_tokens) {
-    request.rows = __shfl_sync(kFullWarp, mine.rows, lane);
-    request.b = __shfl_sync(kFullWarp, mine.b, lane);
-    request.origin = __shfl_sync(kFullWarp, mine.origin, lane);
-    request.position = __shfl_sync(kFullWarp, mine.position, lane);
-  }
   return request;
 }
 
@@ -301,7 +296,7 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
   }
   range.work = work;
   range.ranges = num_ranges(args.plan, static_cast<int64_t>(work));
-  if (index >= range.ranges) return false;
+  if (index >= range.ranges || work == 0) return false;
   range.begin = range_begin(work, range.ranges, index);
   range.end = range_begin(work, range.ranges, index + 1);
 
@@ -396,8 +391,8 @@ __device__ __forceinline__ int64_t cache_row(const Args& args, const CacheStride
 }
 
 // Copies the new keys and values to their positions in the cache, `Chunk` by `Chunk`, a warp a row. kRope: keys after their
-// rotary embedding, by chunks of 16 bytes.
-template <class T, class Chunk, bool kRope = false>
+// rotary embedding, by chunks of 16 bytes. kPieces: of packed tokens, whose pieces nobody has noted yet.
+template <class T, class Chunk, bool kRope = false, bool kPieces = false>
 __device__ __noinline__ void append_all(const Args& args, int64_t warp, int64_t warps) {
   constexpr int kPerChunk = sizeof(Chunk) / sizeof(T);
   const int lane = threadIdx.x % 32;
@@ -407,7 +402,7 @@ __device__ __noinline__ void append_all(const Args& args, int64_t warp, int64_t 
     const int64_t of_batch = row / args.kv_heads;
     const int head = static_cast<int>(row - of_batch * args.kv_heads);
     const int index = static_cast<int>(of_batch / args.tokens), token = static_cast<int>(of_batch % args.tokens);
-    const Request request = request_of(args, index);
+    const Request request = kPieces ? piece(args, index) : request_of(args, index);
     if (token >= request.tokens) continue;
 #pragma unroll 1
     for (int kind = 0; kind < 2; ++kind) {

@@ -215,32 +215,48 @@ int for_type(const Args& args, F&& launch) {
   return args.dtype == static_cast<int>(DType::kFloat16) ? launch(__half{}) : launch(__nv_bfloat16{});
 }
 
-// Appends only. Prompts: the attention then reads all keys and values from the caches, through TMA. Packed tokens: a piece
-// reads what others append.
-template <class T, class Chunk, bool kRope>
+// The pieces of packed tokens; where two launches share them, what the other has is without rows.
+__device__ __forceinline__ void note_pieces(const Args& args, int thread, int threads) {
+  const int apart = args.short_tokens > 0 ? args.requests : 0;
+  for (int b = thread; b < apart; b += threads)
+    args.pieces[b] = is_short(args, b) ? packed_tokens(args, b, 0, args.short_tokens) : Request{};
+  for (int i = thread; i < args.batch; i += threads) {
+    const Request request = piece(args, i);
+    args.pieces[apart + i] = apart > 0 && request.rows > 0 && is_short(args, request.b) ? Request{} : request;
+  }
+}
+
+// What comes before the attention: the append, so that prompts read all keys and values from the caches, through TMA, and
+// pieces of packed tokens what others append; and the notes of these pieces.
+template <class T, class Chunk, bool kRope, bool kPieces>
 __global__ void __launch_bounds__(256) AppendKernel(const __grid_constant__ Args args) {
-  append_all<T, Chunk, kRope>(args, blockIdx.x * 8 + threadIdx.x / 32, gridDim.x * 8);
+  if constexpr (kPieces) {
+    note_pieces(args, blockIdx.x * 256 + threadIdx.x, gridDim.x * 256);
+    if (!args.append) return;
+  }
+  append_all<T, Chunk, kRope, kPieces>(args, blockIdx.x * 8 + threadIdx.x / 32, gridDim.x * 8);
 }
 constexpr int kAppendApart = 64;  // new tokens
 
-template <class T, class Chunk, bool kRope>
+template <class T, class Chunk, bool kRope, bool kPieces>
 int launch_append(const Args& args, cudaStream_t stream) {
-  const int64_t rows = static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads;
-  AppendKernel<T, Chunk, kRope><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
+  const int64_t rows = args.append ? static_cast<int64_t>(args.batch) * args.tokens * args.kv_heads : ceil_div(args.batch, 32);
+  AppendKernel<T, Chunk, kRope, kPieces><<<static_cast<int>(rows < 8192 ? (rows + 7) / 8 : 1024), 256, 0, stream>>>(args);
   return cudaGetLastError();
 }
 
-// Appends for kernels that then only read: args.append is off. Keys get their rotary embedding here where the attention
-// gives the queries theirs.
-int append_before(Args& args, bool by_16_bytes, cudaStream_t stream) {
+// Notes the pieces of packed tokens and appends, for kernels that then only read. Keys get their rotary embedding here where
+// the attention gives the queries theirs.
+int prepare_packed(Args& args, bool by_16_bytes, cudaStream_t stream) {
   int error;
   if (args.dtype == static_cast<int>(DType::kFloat32)) {
-    error = launch_append<float, float, false>(args, stream);
+    error = launch_append<float, float, false, true>(args, stream);
   } else {
     error = for_type(args, [&](auto type) {
       using T = decltype(type);
-      if (!by_16_bytes) return launch_append<T, T, false>(args, stream);
-      return args.rotary_half > 0 ? launch_append<T, uint4, true>(args, stream) : launch_append<T, uint4, false>(args, stream);
+      if (!by_16_bytes) return launch_append<T, T, false, true>(args, stream);
+      return args.rotary_half > 0 ? launch_append<T, uint4, true, true>(args, stream)
+                                  : launch_append<T, uint4, false, true>(args, stream);
     });
   }
   args.append = false;
@@ -297,7 +313,8 @@ bool encode_map(CUtensorMap* map, const Args& args, const void* data, const Cach
   if (encode == nullptr) return false;
   const bool paged = args.cache_kind == kPaged;
   const int64_t rows = paged ? args.block : args.capacity;
-  const int64_t outer = paged ? args.num_pages : args.cache_kind == kDense ? args.batch : 1;
+  const int64_t batch = args.packed_tokens ? args.requests : args.batch;
+  const int64_t outer = paged ? args.num_pages : args.cache_kind == kDense ? batch : 1;
   const int64_t outer_stride = paged ? strides.page : args.cache_kind == kDense ? strides.batch : elements;
   cuuint64_t sizes[5], bytes[4];
   cuuint32_t box[5];
@@ -352,14 +369,22 @@ int for_type_and_width(const Args& args, int width, F&& launch) {
 
 }  // namespace
 
-// Where requests have few tokens on average, units are the small ones that decode steps have; a longer request is then many
-// of them. Else they are those of prompts, which read keys as fast for one token as for many.
-int cuda_piece_tokens(const Args& args) {
-  const int64_t each = ceil_div(args.total_tokens, args.requests), rows = args.group * each;
-  const bool half = args.dtype != static_cast<int>(DType::kFloat32);
-  const int tile = half ? kPromptRows : kFloatRows;
-  const int64_t tokens = rows <= 16 ? each : tile / args.group;
-  return static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens));
+// Where requests have few tokens on average, all have the small units of decode steps; a longer request is then many of them.
+// Else there are pieces of prompts: they have the units of prompts, and requests of few tokens those of decode steps.
+void cut_for_cuda(Args& args) {
+  const int64_t each = ceil_div(args.total_tokens, args.requests);
+  const bool half = args.dtype != static_cast<int>(DType::kFloat32), few = args.group * each <= 16;
+  const int64_t tokens = few ? each : (half ? kPromptRows : kFloatRows) / args.group;
+  if (half && !few && args.requests > 1 && args.group <= 16) args.short_tokens = max32(8 / args.group, 1);
+  cut_into_pieces(args, static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens)));
+}
+
+Args short_launch(const Args& args) {
+  Args first = args;
+  first.batch = args.requests;
+  first.tokens = args.short_tokens;
+  first.plan = args.short_plan;
+  return first;
 }
 
 Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
@@ -397,41 +422,12 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   return plan;
 }
 
-int launch_attention(const Args& call, int device, void* stream) {
-  Args args = call;
-  int max_shared_bytes = 0;
-  const cudaError_t known = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  if (known != cudaSuccess) return known;
-  const size_t element = args.dtype == static_cast<int>(DType::kFloat32) ? 4 : 2;
-  const auto copy = [&](const void* from, void* to, int64_t elements) {
-    if (from == to) return cudaSuccess;
-    return cudaMemcpyAsync(to, from, elements * element, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
-  };
-  if (args.append) {
-    cudaError_t error = copy(args.key_cache, args.key_cache_out, args.key_cache_elements);
-    if (error == cudaSuccess) error = copy(args.value_cache, args.value_cache_out, args.value_cache_elements);
-    if (error != cudaSuccess) return error;
-    args.key_cache = args.key_cache_out;
-    args.value_cache = args.value_cache_out;
-  }
-  // Kernels for few rows rotate queries and new keys as they read them; for others it is done once, before.
-  if (args.rotary_half > 0 && (element == 4 || args.plan.row_tile > 16 || args.rotary_half % 2 != 0 ||
-                               !aligned(args.cos_cache, 16) || !aligned(args.sin_cache, 16))) {
-    const int error = launch_rotate(args, stream);
-    if (error != cudaSuccess) return error;
-  }
-  const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
-  const bool by_16_bytes =
-      aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
-  if (args.packed_tokens && args.append) {
-    if (args.rotary_half > 0 && !by_16_bytes) {
-      const int error = launch_rotate(args, stream);
-      if (error != cudaSuccess) return error;
-    }
-    const int error = append_before(args, by_16_bytes, static_cast<cudaStream_t>(stream));
-    if (error != cudaSuccess) return error;
-  }
-  if (element == 4) return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
+namespace {
+
+// The kernel that args.plan asks for.
+int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
+  if (args.dtype == static_cast<int>(DType::kFloat32))
+    return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
   const int width = padded_width(args);
   int key_tile = 0, slots = 0;
   const bool wgmma = args.plan.row_tile == kWgmmaRows && takes_wgmma(args, device);
@@ -447,7 +443,10 @@ int launch_attention(const Args& call, int device, void* stream) {
                     [&](auto type) { return launch_float<decltype(type)>(args, false, static_cast<cudaStream_t>(stream)); });
   }
   if (wgmma && args.append && args.tokens >= kAppendApart) {
-    const int error = append_before(args, true, static_cast<cudaStream_t>(stream));
+    const int error = for_type(args, [&](auto type) {
+      return launch_append<decltype(type), uint4, false, false>(args, static_cast<cudaStream_t>(stream));
+    });
+    args.append = false;
     if (error != cudaSuccess) return error;
   }
   const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
@@ -495,6 +494,50 @@ int launch_attention(const Args& call, int device, void* stream) {
   return for_type_and_width(args, width, [&](auto type, auto w) {
     return launch_mma<decltype(type), decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);
   });
+}
+
+}  // namespace
+
+int launch_attention(const Args& call, int device, void* stream) {
+  Args args = call;
+  int max_shared_bytes = 0;
+  const cudaError_t known = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  if (known != cudaSuccess) return known;
+  const size_t element = args.dtype == static_cast<int>(DType::kFloat32) ? 4 : 2;
+  const auto copy = [&](const void* from, void* to, int64_t elements) {
+    if (from == to) return cudaSuccess;
+    return cudaMemcpyAsync(to, from, elements * element, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
+  };
+  if (args.append) {
+    cudaError_t error = copy(args.key_cache, args.key_cache_out, args.key_cache_elements);
+    if (error == cudaSuccess) error = copy(args.value_cache, args.value_cache_out, args.value_cache_elements);
+    if (error != cudaSuccess) return error;
+    args.key_cache = args.key_cache_out;
+    args.value_cache = args.value_cache_out;
+  }
+  // Kernels for few rows rotate queries and new keys as they read them; for others it is done once, before.
+  if (args.rotary_half > 0 && (element == 4 || args.plan.row_tile > 16 || args.rotary_half % 2 != 0 ||
+                               !aligned(args.cos_cache, 16) || !aligned(args.sin_cache, 16))) {
+    const int error = launch_rotate(args, stream);
+    if (error != cudaSuccess) return error;
+  }
+  const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
+  const bool by_16_bytes =
+      aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
+  if (args.packed_tokens) {
+    if (args.append && args.rotary_half > 0 && !by_16_bytes) {
+      const int error = launch_rotate(args, stream);
+      if (error != cudaSuccess) return error;
+    }
+    const int error = prepare_packed(args, by_16_bytes, static_cast<cudaStream_t>(stream));
+    if (error != cudaSuccess) return error;
+  }
+  if (args.short_tokens > 0) {
+    const int error = launch_planned(short_launch(args), device, max_shared_bytes, by_16_bytes, stream);
+    if (error != cudaSuccess) return error;
+    args.pieces += args.requests;
+  }
+  return launch_planned(args, device, max_shared_bytes, by_16_bytes, stream);
 }
 
 }  // namespace leanfleet::lean_attention

@@ -34,6 +34,17 @@ struct Plan {
   bool equal_halved;       // they are so many, or half, a quarter, ...
 };
 
+// New tokens of a request after clamping, whatever lengths and offsets hold: all of them, or a piece of packed ones.
+struct Request {
+  int32_t start;     // ragged: the request's first position in the cache; else 0
+  int32_t keys;      // valid keys, new ones included: 0 .. capacity. Of a piece of causal attention: up to its last token
+  int32_t tokens;    // new tokens: 0 .. min(rows, keys); causal token i stands at position keys - tokens + i
+  int32_t rows;      // of the query, padding behind the tokens included
+  int32_t b;         // whose cache it is
+  int32_t origin;    // x strides.batch: where its rows begin
+  int32_t position;  // of token 0
+};
+
 // A GPU's kernel waits for each of the 64-byte lines of its arguments that it uses, one after the other, so that what every
 // call needs stands at the front, in the order of its use.
 struct Args {
@@ -76,8 +87,11 @@ struct Args {
   void* key_cache_out;    // T with append, else null; may be key_cache
   void* value_cache_out;  // T with append, else null; may be value_cache
 
-  const int32_t* cu_query_lens;                 // [B+1], packed tokens only
-  int32_t requests, total_tokens;               // B, Nq
+  const int32_t* cu_query_lens;    // [B+1], packed tokens only
+  int32_t requests, total_tokens;  // B, Nq
+  // CUDA: requests of up to so many packed tokens have a launch of their own, with a plan for few rows; 0: they have not.
+  int32_t short_tokens;
+  Plan short_plan;
   const int32_t* cu_seqlens;                    // [B+1], ragged only
   const int32_t* block_table;                   // [B,M], paged only
   int32_t block, pages_per_request, num_pages;  // paged: block, M, P; else 0
@@ -88,6 +102,7 @@ struct Args {
 
   // Scratch, of any content at entry.
   int64_t* work_prefix;   // [B+1] work before each request, see schedule.h
+  Request* pieces;        // [batch] of packed tokens; before them, with short_tokens, [requests] those of the first launch
   float* partial_output;  // [2 * max_ranges, row_tile, Dv] unnormalised output of a part of a unit
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
@@ -97,8 +112,11 @@ struct Args {
   uint32_t* tickets;  // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };
 
-// Packed tokens on CUDA: how many of one request a piece has, at most.
-int cuda_piece_tokens(const Args& args);
+// Packed tokens on CUDA: cuts them into pieces and chooses short_tokens.
+void cut_for_cuda(Args& args);
+
+// The first launch of packed tokens with short_tokens: its batch, tokens and plan.
+Args short_launch(const Args& args);
 
 // How CUDA cuts the work of a call of these shapes. forced_ranges: so many shares instead, or 0.
 Plan cuda_plan(const Args& args, int sm_count, int forced_ranges);

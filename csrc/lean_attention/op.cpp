@@ -120,8 +120,10 @@ Args make_args(const Call& call) {
 
 // Asks for what the plan in `args` needs.
 void carve(Args& args, Workspace& ws) {
-  const int64_t slots = 2 * static_cast<int64_t>(args.plan.max_ranges) * args.plan.row_tile;
+  const auto slots_of = [](const Plan& plan) { return 2 * static_cast<int64_t>(plan.max_ranges) * plan.row_tile; };
+  const int64_t slots = std::max(slots_of(args.plan), slots_of(args.short_plan));
   args.work_prefix = ws.scratch<int64_t>(args.batch + 1);
+  if (args.packed_tokens) args.pieces = ws.scratch<Request>(args.batch + args.requests);
   args.partial_output = ws.scratch<float>(slots * args.value_width);
   args.partial_max = ws.scratch<float>(slots);
   args.partial_sum = ws.scratch<float>(slots);
@@ -338,6 +340,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   char* const scratch = ws.scratch<char>(threads.count() * stride);
   if (ws.counting()) return {};
 
+  for (int32_t i = 0; args.packed_tokens && i < args.batch; ++i) args.pieces[i] = piece(args, i);
   if (args.append) append(args, threads, element_size(call.inputs[kQuery].dtype));
 
   const int64_t work = fill_work_prefix(args, args.work_prefix);
@@ -379,10 +382,11 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     if (width > 256 || width % 8 != 0)
       return call.unsupported(std::string(name) + " = " + std::to_string(width) +
                               "; the CUDA kernels take multiples of 8 up to 256, others run on the CPU");
-  if (args.packed_tokens) cut_into_pieces(args, cuda_piece_tokens(args));
+  if (args.packed_tokens) cut_for_cuda(args);
   args.plan = cuda_plan(args, target.sm_count, forced_ranges());
+  if (args.short_tokens > 0) args.short_plan = cuda_plan(short_launch(args), target.sm_count, forced_ranges());
   carve(args, ws);
-  args.tickets = ws.sync<uint32_t>(args.plan.max_ranges);
+  args.tickets = ws.sync<uint32_t>(std::max(args.plan.max_ranges, args.short_plan.max_ranges));
   if (args.rotary_half > 0) {
     const int64_t bytes = element_size(call.inputs[kQuery].dtype);
     args.rotated_query = ws.scratch<char>(call.inputs[kQuery].elements() * bytes);

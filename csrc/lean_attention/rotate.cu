@@ -28,7 +28,8 @@ __device__ __forceinline__ Row<T> row_of(const Args& args, const Request& reques
 // A CTA for each token of each request: its rows of all heads. A thread takes two columns.
 template <class T, bool kAligned>
 __global__ void __launch_bounds__(256) RotateKernel(const __grid_constant__ Args args) {
-  const Request request = request_of(args, blockIdx.x / args.tokens);
+  const int index = blockIdx.x / args.tokens;
+  const Request request = args.packed_tokens ? piece(args, index) : request_of(args, index);
   const int token = blockIdx.x % args.tokens;
   if (token >= request.tokens) return;
   const Rotation rotation = rotation_at(args, request.position + token);
@@ -46,7 +47,8 @@ __global__ void __launch_bounds__(256) RotateKernel(const __grid_constant__ Args
 // stay.
 template <class T>
 __global__ void __launch_bounds__(256) RotateBy8Kernel(const __grid_constant__ Args args) {
-  const Request request = request_of(args, blockIdx.x / args.tokens);
+  const int index = blockIdx.x / args.tokens;
+  const Request request = args.packed_tokens ? piece(args, index) : request_of(args, index);
   const int token = blockIdx.x % args.tokens;
   if (token >= request.tokens) return;
   const Rotation rotation = rotation_at(args, request.position + token);

@@ -25,17 +25,6 @@ LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention) {
 LEANFLEET_HD int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
 LEANFLEET_HD int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
 
-// New tokens of a request after clamping, whatever lengths and offsets hold: all of them, or a piece of packed ones.
-struct Request {
-  int32_t start;     // ragged: the request's first position in the cache; else 0
-  int32_t keys;      // valid keys, new ones included: 0 .. capacity. Of a piece of causal attention: up to its last token
-  int32_t tokens;    // new tokens: 0 .. min(rows, keys); causal token i stands at position keys - tokens + i
-  int32_t rows;      // of the query, padding behind the tokens included
-  int32_t b;         // whose cache it is
-  int32_t origin;    // x strides.batch: where its rows begin
-  int32_t position;  // of token 0
-};
-
 // What is known of request b without its new tokens.
 LEANFLEET_HD Request cache_of(const Args& args, int32_t b) {
   Request request = {};
@@ -71,6 +60,7 @@ LEANFLEET_HD int32_t first_piece(const Args& args, int32_t b) {
 // Tokens `skip` .. `skip` + `most` of request b.
 LEANFLEET_HD Request packed_tokens(const Args& args, int32_t b, int32_t skip, int32_t most) {
   Request request = {};
+  request.b = b;
   if (b < args.requests) request = cache_of(args, b);
   const int32_t begin = query_offset(args, b), rows = query_offset(args, b + 1) - begin;
   const int32_t tokens = clamp(rows, 0, request.keys);
@@ -82,7 +72,8 @@ LEANFLEET_HD Request packed_tokens(const Args& args, int32_t b, int32_t skip, in
   return request;
 }
 
-// The request of a piece is the last whose pieces begin at or before it.
+// A piece, worked out from the offsets: its request is the last whose pieces begin at or before it. Kernels whose first
+// microsecond counts read args.pieces instead.
 LEANFLEET_HD Request piece(const Args& args, int32_t index) {
   int32_t low = 0, high = args.requests;
   if (index < args.requests && first_piece(args, index) == index && first_piece(args, index + 1) > index) low = high = index;
@@ -94,14 +85,20 @@ LEANFLEET_HD Request piece(const Args& args, int32_t index) {
   return packed_tokens(args, low, (index - first_piece(args, low)) * args.tokens, args.tokens);
 }
 
-// Makes `batch` and `tokens` of packed tokens those of pieces of at most `tokens` tokens.
+// Whether a launch for requests of few tokens has request b.
+LEANFLEET_HD bool is_short(const Args& args, int32_t b) {
+  return b < args.requests && query_offset(args, b + 1) - query_offset(args, b) <= args.short_tokens;
+}
+
+// Makes `batch` and `tokens` of packed tokens those of pieces of at most `tokens` tokens. args.pieces has to be filled then.
 LEANFLEET_HD void cut_into_pieces(Args& args, int32_t tokens) {
   args.tokens = tokens;
   args.batch = first_piece(args, args.requests + 1);
 }
 
+// The request, or the piece, of this index.
 LEANFLEET_HD Request request_of(const Args& args, int32_t index) {
-  if (args.packed_tokens) return piece(args, index);
+  if (args.packed_tokens) return args.pieces[index];
   Request request = cache_of(args, index);
   request.rows = args.tokens;
   request.origin = index;
@@ -168,9 +165,10 @@ LEANFLEET_HD int64_t unit_work(const Args& args, Span tiles) {
   return args.plan.unit_overhead + max32(tiles.end - tiles.begin, 1);
 }
 
-// The work of one head of a request: the sum over its query tiles.
+// The work of one head of a request: the sum over its query tiles. A piece without rows is none.
 LEANFLEET_HD int64_t head_work(const Args& args, const Request& request) {
   int64_t work = 0;
+  if (request.rows == 0) return work;
   for (int32_t row_tile = 0; row_tile < num_row_tiles(args); ++row_tile)
     work += unit_work(args, unit_tiles(args, request, row_tile));
   return work;
@@ -278,7 +276,8 @@ LEANFLEET_HD void next_unit(const Args& args, Unit& unit) {
     unit.row_tile = 0;
     if (++unit.head == args.kv_heads) {
       unit.head = 0;
-      unit.request = request_of(args, ++unit.index);
+      do unit.request = request_of(args, ++unit.index);
+      while (unit.request.rows == 0);
     }
   }
   unit.tiles = unit_tiles(args, unit.request, unit.row_tile);
