@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import leanfleet
-from leanfleet import files, generate, native, spec
+from leanfleet import files, generate, native, progress, spec
 from leanfleet.tables import print_table
 
 LIBRARIES = ("leanfleet", "leanfleet_ort", "leanfleet_trt")
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        return arguments.run(arguments)
+        with progress.shown():
+            return arguments.run(arguments)
     except BrokenPipeError:
         raise
     except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as error:
