@@ -10,6 +10,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from leanfleet import progress
 from leanfleet.files import reading
 
 if TYPE_CHECKING:
@@ -235,7 +237,8 @@ def stream(
     statistics.tokens = [[] for _ in prompts]
     for step in range(max_new_tokens):
         start = time.perf_counter()
-        logits = steps.run(ids, seq_lens, query_lens, capture=step > 0)
+        with nullcontext() if step else progress.stage(f"reading {lengths.sum()} tokens of the prompts"):
+            logits = steps.run(ids, seq_lens, query_lens, capture=step > 0)
         if on_logits is not None:
             on_logits(logits)
         chosen = choose(logits, temperature, top_k, top_p, random)

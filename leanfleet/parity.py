@@ -21,7 +21,7 @@ from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.comparator import IterationResult, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
-from leanfleet import model_file, spec, trial
+from leanfleet import model_file, progress, spec, trial
 from leanfleet.tables import print_table
 from leanfleet.trial import BFLOAT16, EPSILON, SIZES, TOLERANCE, attributes_of, leanfleet_nodes, make_inputs  # noqa: F401
 
@@ -234,7 +234,11 @@ def check(
     if "body" in runners:
         _check_bodies(model)
     feed = make_inputs(model, sizes, seed) if inputs is None else _typed(model, inputs)
-    results = [_run(runner, model, feed) for runner in built]
+    results = []
+    with progress.stage("running the model with") as stage:
+        for number, runner in enumerate(built):
+            stage.at(runner.name, number, len(built))
+            results.append(_run(runner, model, feed))
     judge = results[0]
     if rtol is None and atol is None:
         tolerances = trial.tolerances(model, judge)

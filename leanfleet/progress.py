@@ -20,8 +20,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TextIO
 
-TERMINAL = (1.0, 0.5)  # seconds of a stage before anything is drawn, and from then on between two drawings
-LOG = (10.0, 10.0)  # the same where stderr is no terminal
+# Seconds of a stage before anything is shown, and from then on between two times: on a terminal, and elsewhere.
+TERMINAL = (1.0, 0.5)
+LOG = (10.0, 10.0)
 BAR = 20  # columns
 
 _display: _Display | None = None  # the one that is open
@@ -58,6 +59,12 @@ def stage(what: str) -> Iterator[Stage]:
         yield new
     finally:
         display.pop(new)
+
+
+def clear() -> None:
+    """Makes room on a terminal for what is printed next while a stage lasts."""
+    if _display is not None:
+        _display.clear()
 
 
 @contextmanager
@@ -100,13 +107,19 @@ class _Display:
             self.stages.remove(old)
             self._wipe()
 
+    def clear(self) -> None:
+        with self.lock:
+            self._wipe()
+            for each in self.stages:
+                each.next_line = max(each.next_line, time.monotonic() - each.began + self.every)
+
     def close(self) -> None:
         self.closed.set()
         if self.thread is not None:
             self.thread.join()
 
     def _run(self) -> None:
-        while not self.closed.wait(min(self.every, self.quiet) / 2):
+        while not self.closed.wait(self.every / 2):
             with self.lock:
                 try:
                     self._draw()

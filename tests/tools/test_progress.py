@@ -6,7 +6,8 @@ import time
 
 import pytest
 
-from leanfleet import progress
+from leanfleet import cli, progress
+from support.parity_models import saved, variant_model
 
 
 class Terminal(io.StringIO):
@@ -107,3 +108,35 @@ def test_errors_pass_and_end_the_stage():
         until(said, "work")
         raise KeyError
     assert progress._display is None and said.getvalue().endswith("\r\033[K")
+
+
+@pytest.fixture
+def stages(monkeypatch):
+    """The names of the stages that commands begin."""
+    seen, push = [], progress._Display.push
+
+    def record(self, new):
+        seen.append(new.what)
+        push(self, new)
+
+    monkeypatch.setattr(progress._Display, "push", record)
+    return seen
+
+
+def test_check_and_rewrite_have_stages(stages, tmp_path):
+    model = saved(variant_model("LeanAttention", 0), tmp_path)
+    assert cli.main(["check", str(model)]) == 0
+    assert stages == ["running the model with"]
+    del stages[:]
+    assert cli.main(["rewrite", str(model), "-o", str(tmp_path / "new.onnx"), "--to", "standard", "--inline"]) == 0
+    assert stages == [f"reading {model}", "rewriting its nodes", "running the original and the result"]
+
+
+def test_what_is_printed_gets_a_line_of_its_own():
+    said = Terminal()
+    with progress.shown(said), progress.stage("timing"):
+        until(said, "timing")
+        progress.clear()
+        said.write("a result\n")
+        assert "\r\033[Ka result\n" in said.getvalue()
+        until(said, "a result\n\r\033[K   0 s  timing")
