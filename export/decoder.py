@@ -363,6 +363,13 @@ def export_decoder(
 
     Raises ValueError, naming the layer, for attention that our operators do not do, VerificationError for a file that is not
     right, OSError for a folder that cannot be written. In each of these cases `folder` is as it was.
+
+    Example:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from leanfleet.export import export_decoder
+
+        model = AutoModelForCausalLM.from_pretrained("llama")   # a folder, or a name on the Hugging Face hub
+        export_decoder(model, "exported", AutoTokenizer.from_pretrained("llama"))
     """
     model = model.eval()
     ours = hasattr(model, "cache_shapes")

@@ -845,6 +845,16 @@ def attach(model: ir.Model) -> ir.Model:
     Changes the model, may be called again, as it must be after an attribute or the inputs of a node were edited, and
     returns the model. Raises ValueError as function_for and check_nodes do. Warns where
     an operator has several overloads: onnxruntime before 1.27 takes the last of them for every node.
+
+    Example:
+        import onnx_ir
+        from leanfleet.export import function_bodies
+
+        model = onnx_ir.load("layer.onnx")
+        node = next(node for node in model.graph if node.op_type == "NormalizedLinearAttention")
+        node.attributes["eps"] = onnx_ir.AttrFloat32("eps", 1e-5)
+        function_bodies.attach(model)                       # the function computes with the new eps
+        onnx_ir.save(model, "edited.onnx")
     """
     check_nodes(model)
     opset = model.opset_imports.setdefault("", DEFAULT_OPSET)

@@ -222,6 +222,14 @@ def register_transformers(name: str = TRANSFORMERS_NAME) -> str:
     Rows of query and key get unit length. Returns the name. Raises ImportError without transformers. transformers saves no
     implementation's name: a saved model must be loaded with attn_implementation=name again. A forward pass therefore notes
     it in the configuration, as leanfleet_attention, so that export does not take the model for one of softmax attention.
+
+    Example:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from leanfleet.export.linear_attention import register_transformers
+
+        model = AutoModelForCausalLM.from_pretrained("llama", attn_implementation=register_transformers())
+        logits = model(torch.tensor([[1, 2, 3]])).logits
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

@@ -46,7 +46,15 @@ def op_schema(op: spec.OpSpec) -> onnx.defs.OpSchema:
 
 
 def register_schemas() -> None:
-    """Makes onnx know the operators, so that onnxscript and the checker do. Safe to call again."""
+    """Makes onnx know the operators, so that onnxscript and the checker do. Safe to call again.
+
+    Example:
+        import onnx
+        from leanfleet.export import register_schemas
+
+        register_schemas()
+        print(onnx.defs.get_schema("LeanAttention", domain="leanfleet").inputs[0].name)  # query
+    """
     for op in spec.all_specs().values():
         if not onnx.defs.has(op.name, spec.DOMAIN):
             onnx.defs.register_schema(op_schema(op))
@@ -86,7 +94,17 @@ def _translation(op):
 
 
 def translation_table() -> dict[Callable, Callable]:
-    """torch operator -> translation, for torch.onnx.export(custom_translation_table=...)."""
+    """torch operator -> translation, for torch.onnx.export(custom_translation_table=...).
+
+    Example:
+        import torch
+        from leanfleet.export import LinearAttention, finalize, translation_table
+
+        layer, hidden = LinearAttention(hidden_size=64, num_heads=4).eval(), torch.randn(1, 10, 64)
+        program = torch.onnx.export(layer, (hidden,), dynamo=True, verbose=False, custom_translation_table=translation_table())
+        model = finalize(program.model)
+        print([node.op_type for node in model.graph if node.domain == "leanfleet"])  # ['NormalizedLinearAttention']
+    """
     register_schemas()
     return {getattr(torch.ops.leanfleet, op.snake_name).default: _translation(op) for op in spec.all_specs().values()}
 
@@ -97,6 +115,20 @@ def finalize(model: onnx_ir.Model) -> onnx_ir.Model:
     Attaches the function body of every leanfleet node; takes off stack traces, which name files of this machine,
     attributes that can only be refused, and the names of outputs that the attributes do not ask for: ONNX outputs are
     positional, so one before the last that is asked for stays as an empty name.
+
+    Example:
+        import torch
+        from leanfleet.export import causal_linear_decay, finalize, translation_table
+
+        class Layer(torch.nn.Module):
+            def forward(self, query, key, value):
+                return causal_linear_decay(query, key, value)
+
+        program = torch.onnx.export(
+            Layer(), (torch.randn(1, 2, 5, 8),) * 3, dynamo=True, verbose=False, custom_translation_table=translation_table()
+        )
+        model = finalize(program.model)
+        print([function.name for function in model.functions.values()])  # ['CausalLinearDecay']
     """
     specs = spec.all_specs()
     for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):

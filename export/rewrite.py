@@ -929,6 +929,15 @@ def rewrite(
     A model of opset 27 or newer in which nothing needs more than 26 is set to 26, which onnxruntime reads.
     Raises ValueError for an unknown `to` or operator, for inline without to = "standard", and for leanfleet nodes of another
     version or with an attribute that their operator does not have.
+
+    Example:
+        import onnx_ir
+        from leanfleet.export.rewrite import rewrite
+
+        model = onnx_ir.load("model.onnx")
+        for row in rewrite(model, operators=["ai.onnx.Attention"]):
+            print(row.operator, row.into)  # ai.onnx.Attention LeanAttention
+        onnx_ir.save(model, "rewritten.onnx")
     """
     if to not in ("leanfleet", "standard"):
         raise ValueError(f"to is {to!r}; it is leanfleet or standard")

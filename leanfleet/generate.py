@@ -151,6 +151,11 @@ def load_pretrained(model: str | Path, dtype: str = "float32") -> tuple[PreTrain
     """(transformers model in eval mode, its tokenizer). model: a folder, also one with a single GGUF file, or a hub name.
 
     Raises OSError for what is no model, ValueError for a folder with several GGUF files and for damaged files.
+
+    Example:
+        from leanfleet.generate import load_pretrained
+
+        model, tokenizer = load_pretrained("llama")         # a folder, or a name on the Hugging Face hub
     """
     options = locate(model)
     import torch

@@ -211,6 +211,13 @@ def stream(
     Raises ValueError for an empty prompt, ids outside the vocabulary, sampling that is none, more tokens than the caches or
     the model's positions hold, and logits that are not finite, FileNotFoundError for texts where the folder has no
     tokenizer, RuntimeError where the runtime fails.
+
+    Example:
+        from leanfleet.ort_ops import load_decoder, stream
+
+        decoder = load_decoder("decoder", providers=["CPUExecutionProvider"])
+        for first, second in stream(decoder, [[1, 2, 3], [4, 5]], max_new_tokens=8, temperature=0.8, top_p=0.9, seed=1):
+            print(first, second)                            # a token id each, None for a request that has stopped
     """
     if isinstance(prompts, str):
         raise ValueError("generate: prompts is one text; give a list of them")
@@ -268,7 +275,15 @@ def stream(
 def generate(
     decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any
 ) -> tuple[list[list[int]], Statistics]:
-    """All tokens at once: (list of token lists, Statistics). Prompts, options and errors are those of stream."""
+    """All tokens at once: (list of token lists, Statistics). Prompts, options and errors are those of stream.
+
+    Example:
+        from leanfleet.ort_ops import generate, load_decoder
+
+        decoder = load_decoder("decoder", providers=["CPUExecutionProvider"])
+        answers, statistics = generate(decoder, ["Good morning", "Hello"], max_new_tokens=8)
+        texts = decoder.tokenizer.batch_decode(answers)
+    """
     statistics = Statistics()
     for _ in stream(decoder, prompts, max_new_tokens, statistics=statistics, **options):
         pass
@@ -277,7 +292,13 @@ def generate(
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a decoder. Needs transformers. Raises FileNotFoundError for a folder without one, ValueError for
-    damaged files."""
+    damaged files.
+
+    Example:
+        from leanfleet.ort_ops.generation import load_tokenizer
+
+        print(load_tokenizer("decoder").decode([72, 105]))
+    """
     folder = Path(folder)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise FileNotFoundError(
@@ -296,6 +317,13 @@ def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | No
 
     system: the system's turn before it. Raises ValueError for an empty text, for a chat without a template, and for a
     template or tokenizer that fails.
+
+    Example:
+        from leanfleet.ort_ops.generation import encode, load_tokenizer
+
+        tokenizer = load_tokenizer("decoder")
+        chat = encode(tokenizer, "Hello", system="Answer in one word.")
+        plain = encode(tokenizer, "Hello", chat=False)      # the text alone, without the chat template
     """
     if not text.strip():
         raise ValueError("the prompt is empty; give it some text")
@@ -312,7 +340,17 @@ def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | No
 
 
 class TextStream:
-    """The text of tokens as they come, in whole characters."""
+    """The text of tokens as they come, in whole characters.
+
+    Example:
+        from leanfleet.ort_ops import load_decoder, stream
+        from leanfleet.ort_ops.generation import TextStream
+
+        decoder = load_decoder("decoder", providers=["CPUExecutionProvider"])
+        text = TextStream(decoder.tokenizer)
+        for (token,) in stream(decoder, ["Good morning"], max_new_tokens=8):
+            print(text.add(token), end="", flush=True)
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.shown = tokenizer, 0

@@ -225,7 +225,13 @@ def _attr(entry):
 
 
 def parse(path: str | Path) -> tuple[OpSpec, ...]:
-    """Reads one schema file; returns its operators in order. Raises ValueError where the file is inconsistent."""
+    """Reads one schema file; returns its operators in order. Raises ValueError where the file is inconsistent.
+
+    Example:
+        from leanfleet.spec import parse, schema_path
+
+        print(parse(schema_path())[0].name)  # LeanAttention
+    """
     specs = []
     for name, entry in tomllib.loads(Path(path).read_text()).items():
         spec = OpSpec(
@@ -289,5 +295,13 @@ def schema_path() -> Path:
 
 @cache
 def all_specs() -> dict[str, OpSpec]:
-    """All operators by name, in the order of ops.toml."""
+    """All operators by name, in the order of ops.toml.
+
+    Example:
+        from leanfleet.spec import all_specs
+
+        op = all_specs()["LeanAttention"]
+        print(op.inputs[0].name, *op.inputs[0].shapes)
+        print(op.attr("causal").default)
+    """
     return {spec.name: spec for spec in parse(schema_path())}

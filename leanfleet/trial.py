@@ -85,6 +85,13 @@ def make_inputs(
     what makes up a denominator is positive, token ids lie in their embedding; other floats are standard normal.
     sizes: of open dimensions by name; the others get those of SIZES, or of `symbols` in its place. Raises ValueError for a
     size of no open dimension, and for inputs of other types than floats and integers.
+
+    Example:
+        import onnx
+        from leanfleet.trial import make_inputs
+
+        inputs = make_inputs(onnx.load("layer.onnx"), {"batch": 2, "tokens": 7})
+        print({name: array.shape for name, array in inputs.items()})  # {'hidden': (2, 7, 64)}
     """
     random = np.random.default_rng(seed)
     uses, rows = _uses(model.graph)

@@ -46,6 +46,11 @@ def bundle(folder: str | Path, target: str | Path) -> Path:
     Without the tokenizer's files (export_decoder's tokenizer) onnxruntime-genai generates from token ids alone.
     Raises FileNotFoundError where a file is missing, ValueError for damaged files, another kind of model, or where target is
     folder, OSError where target cannot be written; target is then as it was.
+
+    Example:
+        from leanfleet.ort_ops.genai import bundle
+
+        bundle("decoder", "bundled")                        # then onnxruntime_genai.Model("bundled")
     """
     folder, target = Path(folder), Path(target)
     facts = read_facts(folder, DECODER)

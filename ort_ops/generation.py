@@ -89,6 +89,13 @@ def load_decoder(
     library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
     cuda_graph: on the CUDA provider, capture each batch's decode step once and replay it.
     Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
+
+    Example:
+        from leanfleet.ort_ops import generate, load_decoder
+
+        decoder = load_decoder("decoder", providers=["CPUExecutionProvider"])
+        answers, statistics = generate(decoder, ["Good morning", [1, 2, 3]], max_new_tokens=8)
+        print(decoder.tokenizer.decode(answers[0]), statistics.tokens_per_second)
     """
     if cuda_graph:
         providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]

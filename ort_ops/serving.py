@@ -108,6 +108,16 @@ class ContinuousBatch:
     requests and of pages in the longest table, and replayed; providers are ignored then.
     Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
     step_tokens and for cuda_graph without the library, and what make_session raises.
+
+    Example:
+        from leanfleet.ort_ops.serving import ContinuousBatch
+
+        batch = ContinuousBatch("serving", pages=64, providers=["CPUExecutionProvider"])
+        first = batch.add([1, 2, 3], max_new_tokens=8)
+        batch.step()
+        second = batch.add([4, 5], max_new_tokens=4)        # joins while the first one runs
+        batch.run()
+        print(first.done, len(second.tokens) <= 4)  # True True
     """
 
     def __init__(
