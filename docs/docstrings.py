@@ -30,7 +30,7 @@ def split(text, names):
 def shown(text, names):
     """The Markdown of a docstring. names: of the parameters."""
     words, mark, program = text.partition("\nExample:\n")
-    words = split(words, names) if names else words
+    words = split(words.rstrip(), names) if names else words.rstrip()
     return f"{words}\n\nExample:\n\n```python\n{textwrap.dedent(program).strip()}\n```" if mark else words
 
 

@@ -51,7 +51,8 @@ def one_type(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 
 class LinearAttention(nn.Module):
-    """Multi-head attention with NormalizedLinearAttention (004, eq. 4 and 22) in place of the softmax; O(N) in time.
+    """Multi-head attention with NormalizedLinearAttention in place of the softmax; O(N) in time ("Linear Attention
+    Optimized GPU Kernel Implementation", equations 4 and 22).
 
     Rows of query and key get unit length, so that a score 1 + q.k is never negative and the normaliser stays positive.
     Differentiable through the analytical backward; works under autocast, torch.compile and in ONNX export.

@@ -642,7 +642,8 @@ def causal_linear_decay_grad(
     op = "CausalLinearDecayGrad"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
     q, k, v, decay = _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute)
-    _check(grad_output is not None, f"{op}: grad_output is absent; it must be given")
+    if grad_output is None:
+        raise ValueError(f"{op}: grad_output is absent; it must be given")
     _check(
         log_decay is not None or not grad_decay,
         f"{op}: grad_decay is 1 and log_decay is absent; give log_decay (zeros for no decay)",
@@ -656,7 +657,7 @@ def causal_linear_decay_grad(
     spans = _spans(cu_seqlens, dims["N"])
     (dq, dk, dv, dg), ds = _per_request(_decay_backward, spans, (scale * q, k, v, decay, do), states)
     result = tuple(_swap(x.flatten(1, 2).to(query.dtype), layout) for x in (scale * dq, dk, dv))
-    if grad_decay:
+    if grad_decay and log_decay is not None:
         dg = dg.flatten(2)
         result += ((_swap(dg, layout) if log_decay.dim() == 3 else dg.sum((0, 2))).to(float_out),)
     if grad_state:
@@ -792,7 +793,12 @@ def normalized_linear_attention(
     batch, kv_heads, tokens = dims["B"], dims["Hkv"], dims["N"]
     state = v.new_zeros(batch, kv_heads, 1, dims["D"], v.shape[-1])
     sums = v.new_zeros(batch, kv_heads, 1, 1, v.shape[-1])
-    if not missing:
+    if (
+        initial_state is not None
+        and initial_key_sum is not None
+        and initial_value_sum is not None
+        and initial_count is not None
+    ):
         state = torch.cat([initial_state, initial_key_sum.unsqueeze(-1)], -1).to(compute).unsqueeze(2)
         count = initial_count.to(compute).view(batch, 1, 1).expand(batch, kv_heads, 1)
         sums = torch.cat([initial_value_sum.to(compute), count], -1).view(batch, kv_heads, 1, 1, -1)
@@ -804,7 +810,7 @@ def normalized_linear_attention(
     result: tuple[torch.Tensor, ...] = _swap(output, layout), _swap(normalizer, layout)
     if return_state:
         state, value_sum = state.squeeze(2).to(float_out), (sums + v.sum(-2, keepdim=True)).to(float_out)
-        count = torch.zeros(batch, dtype=torch.int32, device=query.device) if missing else initial_count.int()
+        count = torch.zeros(batch, dtype=torch.int32, device=query.device) if initial_count is None else initial_count.int()
         result += (
             state[..., :-1].clone(),
             state[..., -1].clone(),
@@ -847,8 +853,9 @@ def normalized_linear_attention_grad(
     """
     op = "NormalizedLinearAttentionGrad"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
-    for name, tensor in (("output", output), ("normalizer", normalizer), ("grad_output", grad_output)):
-        _check(tensor is not None, f"{op}: {name} is absent; it must be given")
+    if output is None or normalizer is None or grad_output is None:
+        name = "output" if output is None else "normalizer" if normalizer is None else "grad_output"
+        raise ValueError(f"{op}: {name} is absent; it must be given")
     q, k, v, q_norm, k_norm, a, b = _normalized_inputs(
         op, match, dims, query, key, value, coefficients, normalize_qk, layout, compute
     )

@@ -80,6 +80,7 @@ class _Captured:
             self.binding.bind_ortvalue_input(name, value)
         batch.bind_pools(self.binding)
         # Steps follow one another: they share the room for logits.
+        assert batch.step_logits is not None  # a batch with CUDA graphs has the room
         self.binding.bind_output(LOGITS, batch.device, 0, np.float32, [rows, batch.vocabulary], batch.step_logits.data_ptr())
 
     def run(self, feed: dict[str, np.ndarray]) -> np.ndarray:
