@@ -112,9 +112,9 @@ def translation_table() -> dict[Callable, Callable]:
 def finalize(model: onnx_ir.Model) -> onnx_ir.Model:
     """Completes a model (onnx_ir.Model) that the exporter made with translation_table. Returns the model.
 
-    Attaches the function body of every leanfleet node; takes off stack traces, which name files of this machine,
-    attributes that can only be refused, and the names of outputs that the attributes do not ask for: ONNX outputs are
-    positional, so one before the last that is asked for stays as an empty name.
+    Attaches the function body of every leanfleet node. Removes stack traces, which name files of this machine; attributes
+    that operators only refuse; and the names of outputs that the attributes do not ask for. ONNX outputs are positional, so
+    such an output stays as an empty name where others follow.
 
     Example:
         import torch
@@ -184,8 +184,8 @@ def _in_eval_mode(module):
 
 
 def _name_outputs(model):
-    """Names a graph's outputs: as the operator does where a leanfleet node makes it, else, and where that name is not free,
-    output_0, output_1, ... by their place. Inputs and weights that are outputs too keep their names."""
+    """Names a graph's outputs: an output of a leanfleet node as its operator calls it, if that name is free; others by their
+    place, output_0, output_1, ... Inputs and weights that are outputs too keep their names."""
     graph = model.graph
     made = {}  # output -> the name wished for
     for i, value in enumerate(graph.outputs):
@@ -219,8 +219,8 @@ def export(
 
     module: torch.nn.Module, exported as it is in eval mode. args, kwargs: example inputs.
     path: where to save; weights above 2 GB go to a file beside it. dynamic_shapes and further options are those of
-    torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names. Without output_names an output
-    that is one of a leanfleet node is called as ops.toml calls it where that is unique, others output_0, output_1, ...
+    torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names. Without output_names the
+    output of a leanfleet node gets its name in ops.toml where only one output would; others are output_0, output_1, ...
     Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported, OSError where `path`
     cannot be written. Module and inputs stay as they are.
 

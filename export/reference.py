@@ -140,15 +140,15 @@ def _append(slots, rows, targets):
 
 
 def _rotate(rows, positions, cos_cache, sin_cache, interleaved, compute):
-    """rows T [B,H,Nq,D] with pairs of their first columns turned at positions [B,Nq]; rounded to T."""
+    """rows T [B,H,Nq,D] with pairs of their first columns rotated for positions [B,Nq]; rounded to T."""
     positions = positions.clamp(0, len(cos_cache) - 1)
     cos, sin = (table.to(compute)[positions].unsqueeze(1) for table in (cos_cache, sin_cache))
     half = cos.shape[-1]
-    turned, rest = rows.to(compute).split((2 * half, rows.shape[-1] - 2 * half), -1)
-    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.split(half, -1)
+    rotated, rest = rows.to(compute).split((2 * half, rows.shape[-1] - 2 * half), -1)
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.split(half, -1)
     pair = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat((turned, rest), -1).to(rows.dtype)
+    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((rotated, rest), -1).to(rows.dtype)
 
 
 def _unpacked(op, query, caches, axes, new_key, new_value, append, layout):
@@ -216,7 +216,7 @@ def lean_attention(
     cos_cache, sin_cache F [positions,half]: rotary encoding. The first 2 half columns of query's row i, and of
     new_key's, turn in pairs, a to a cos - b sin and b to b cos + a sin, by row p_i of the tables (the last one where
     p_i lies beyond) and are rounded to T. Pairs are columns j and half + j, with rotary_interleaved 2 j and 2 j + 1.
-    Caches hold turned keys: what is in them is not turned again.
+    Caches hold rotated keys: what is in them is not rotated again.
 
     Row i has position p_i = seq_len - query_len + i and logit_ij = scale * q_i . k_j (scale 0: 1/sqrt(D)),
     then softcap * tanh(logit / softcap) if softcap is not 0. It sees j <= p_i when causal, else all valid

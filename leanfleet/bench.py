@@ -39,8 +39,8 @@ from leanfleet.tables import print_table
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DECAYS = ("none", "head", "token")
 CACHE_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}  # more than any last-level cache that this was run on
-# A result may be this many times as far from the float64 reference as the reference is with all its arithmetic in the type
-# of the inputs. That is done block by block; in float32 the same sums token by token are up to 10 times as far away.
+# The error that a result may have against the float64 reference, in errors of the same reference with all its arithmetic in
+# the type of the inputs. That one works block by block; in float32 the same sums token by token have up to 10x its error.
 TOLERANCE = {"float32": 16, "float16": 2, "bfloat16": 2}
 MIN_ROUNDS, SLOW_ROUNDS = 7, 3  # calls that are timed at least; the second where one call takes longer than `seconds`
 PROBE_TOKENS = 16  # of the first call that tells how long a method will take
@@ -363,8 +363,8 @@ def _expected(function, inputs, grad_output, device, budget, limit):
 
 
 def _extrapolated(before, last, tokens):
-    """Seconds of a call on so many tokens, from two calls (tokens, seconds): by their power, at most 2, where time grows faster
-    than the tokens, and by a line where what a call takes in any case still shows. before None: the least, those of last."""
+    """Seconds of a call on so many tokens, extrapolated from two calls (tokens, seconds). Where time grew faster than tokens:
+    by that power, at most 2. Where it grew slower, because a fixed cost still shows: by a line. before None: those of last."""
     n, seconds = last
     if before is None:
         return seconds

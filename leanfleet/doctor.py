@@ -1,7 +1,7 @@
 """leanfleet doctor: what is installed, what of it works with leanfleet, and the fix for what does not.
 
-Every import and every library is tried in a process of its own, because a damaged library can end the process that
-loads it. A library counts as usable only after it computed a small LeanAttention right. Standard library only.
+Every import and every library is tried in a process of its own, because a damaged library can crash the process that
+loads it. A library counts as usable only once it has computed a small LeanAttention correctly. Standard library only.
 """
 
 from __future__ import annotations

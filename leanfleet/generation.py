@@ -1,4 +1,4 @@
-"""Text generation with an exported decoder, in whatever runtime. Needs numpy, for texts transformers.
+"""Text generation with an exported decoder, the same for every runtime. Needs numpy, for texts transformers.
 
 A runtime brings a Decoder, whose Steps run its graph over caches; choosing tokens, stopping and text are done here.
 Prompts of unequal length run in one batch (query_lens).
@@ -50,11 +50,11 @@ class Decoder(Protocol):
         """The folder's. Raises what load_tokenizer raises."""
 
     def steps(self, batch: int, capacity: int) -> Steps:
-        """For a new batch of so many requests, with caches of so many slots. It ends those of the batch before."""
+        """Starts a batch: so many requests, caches of so many slots. Steps of the batch before must not be used any more."""
 
 
 class FolderTokenizer:
-    """`tokenizer` of a loaded decoder: the one in its folder, loaded when it is asked for."""
+    """Gives a loaded decoder its `tokenizer`: the one in its folder, loaded on first use."""
 
     folder: Path
 
@@ -125,7 +125,7 @@ def check_prompt(prompt: Iterable[int], vocabulary: int) -> list[int]:
 
 
 def stop_set(stop_tokens: Iterable[int] | None, default: Iterable[int]) -> set[int]:
-    """Stop tokens as a set; None: the default ones. Raises ValueError for what is no list of token ids."""
+    """Stop tokens as a set; None: the default ones. Raises ValueError for anything but token ids."""
     try:
         return {operator.index(t) for t in (default if stop_tokens is None else stop_tokens)}
     except TypeError as error:
@@ -208,7 +208,7 @@ def stream(
     capacity: slots of each cache; default: what is needed. temperature 0 is greedy. stop_tokens: default those of the model
     and, with texts, the tokenizer's end of text. statistics: a Statistics to fill. on_logits: called with each step's
     logits, float32 [B,vocabulary]. decoder.tokenizer.decode(tokens) makes text of the tokens.
-    Raises ValueError for an empty prompt, ids outside the vocabulary, sampling that is none, more tokens than the caches or
+    Raises ValueError for an empty prompt, ids outside the vocabulary, wrong sampling options, more tokens than the caches or
     the model's positions hold, and logits that are not finite, FileNotFoundError for texts where the folder has no
     tokenizer, RuntimeError where the runtime fails.
 
@@ -313,7 +313,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | None = None) -> list[int]:
-    """Token ids of a prompt. chat: as a user's turn in the tokenizer's chat template; default: where it has one.
+    """Token ids of a prompt. chat: wrap it as a user's turn in the tokenizer's chat template; default: if there is one.
 
     system: the system's turn before it. Raises ValueError for an empty text, for a chat without a template, and for a
     template or tokenizer that fails.
@@ -340,7 +340,7 @@ def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | No
 
 
 class TextStream:
-    """The text of tokens as they come, in whole characters.
+    """Turns tokens into text as they come, a whole character at a time.
 
     Example:
         from leanfleet.ort_ops import load_decoder, stream

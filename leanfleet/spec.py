@@ -42,7 +42,7 @@ class Axis:
 def sizes_of(pairs: Iterable[tuple[Axis, int]]) -> dict[str, int]:
     """{symbol: size} from pairs (Axis, size of that axis); of several sizes of a symbol the first.
 
-    An axis of two symbols tells the first of them where others tell the second.
+    An axis that is a sum of two symbols gives the first of them, once other axes give the second.
     """
     dims = {}
     for axis, size in sorted(pairs, key=lambda pair: bool(pair[0].plus)):
