@@ -65,8 +65,8 @@ class Request:
 
 class _Captured:
     """A captured step of `batch`, the session's CUDA graph `identity`: one token for each of up to `rows` requests, with
-    tables of up to `table` pages. Inputs and logits keep their addresses. Rows without a request have no new tokens. ONNX Runtime
-    runs a step several times while it captures; appending a token twice to the same place of a page does no harm."""
+    tables of up to `table` pages. Inputs and logits keep their addresses. Rows without a request have no new tokens. ONNX
+    Runtime runs a step several times while it captures; appending a token twice to the same place of a page does no harm."""
 
     def __init__(self, batch: ContinuousBatch, rows: int, table: int, identity: int) -> None:
         import onnxruntime
