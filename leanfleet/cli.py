@@ -692,7 +692,7 @@ def bench_command(arguments: argparse.Namespace) -> int:
         progress.clear()
         bench.print_case(rows)
 
-    with progress.stage("timing") as stage:
+    with progress.stage("benchmark") as stage:
         report = bench.run(
             shapes,
             names,
