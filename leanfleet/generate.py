@@ -202,7 +202,10 @@ def export_command(arguments: argparse.Namespace) -> int:
         flush=True,
     )
     try:
-        export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope)
+        with progress.stage("exporting"):
+            export_decoder(
+                model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope
+            )
     except VerificationError as error:
         print(f"leanfleet export: {error}", file=sys.stderr)
         return 1

@@ -61,6 +61,12 @@ def stage(what: str) -> Iterator[Stage]:
         display.pop(new)
 
 
+def tell(detail: str, done: int = 0, total: int = 0) -> None:
+    """Stage.at for the innermost stage, for code that did not open it."""
+    if _display is not None and _display.stages:
+        _display.stages[-1].at(detail, done, total)
+
+
 def clear() -> None:
     """Makes room on a terminal for what is printed next while a stage lasts."""
     if _display is not None:

@@ -90,6 +90,14 @@ def test_the_innermost_stage_is_shown():
         assert said.getvalue().count("outer") > seen
 
 
+def test_tell_is_about_the_innermost_stage():
+    said = Terminal()
+    progress.tell("nobody listens")
+    with progress.shown(said), progress.stage("exporting"):
+        progress.tell("tracing", 1, 4)
+        until(said, "exporting [#####...............] 1/4 tracing")
+
+
 def test_redirected_stderr_and_a_closed_one_do_no_harm(capsys):
     import contextlib
 
