@@ -1,10 +1,10 @@
 """Is an exported decoder right? Its file, run by ONNX Runtime on the CPU, against the PyTorch model that it was made of.
 
-Three requests of random tokens run as one ragged batch: they join one after the other, one comes in two pieces, one pauses.
-Then the longest runs alone, a prompt and decode steps. The tokens after a prompt are given, not generated. So every logit can
-be compared with the model's own over the whole request at once, in float64 and without a cache. The same pass gives the bound:
-how far the model in its own type is from float64. A bfloat16 file is checked as float32 with bfloat16's bound, because ONNX
-Runtime has no CPU kernels for bfloat16.
+Three requests of random tokens run as a ragged batch that they join one after the other, one of them in two pieces and one with
+a pause, and then the longest alone: a prompt and decode steps. What follows a prompt is given, not generated, so that every
+logit can be compared with that of one pass of the model over the whole request, in float64 and without a cache. The bound comes
+from there too: the model itself, in its own type, is off by so much. A bfloat16 file is checked as float32, with bfloat16's
+bound, because CPUs have no kernels for bfloat16.
 """
 
 import copy
@@ -23,7 +23,7 @@ from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSIO
 from leanfleet.export.support import fixed_rotary, implementation
 
 PROMPTS, STEPS = (1, 6, 17), 4
-FACTOR, ROUNDINGS = 4, 4  # bound: FACTOR * PyTorch's own error + ROUNDINGS * epsilon * the largest logit
+FACTOR, ROUNDINGS = 4, 4  # bound: so many times what PyTorch loses, and so many roundings of the largest logit
 TRIES = 3  # two experts that are nearly equally likely may change places: a fault shows with any tokens
 
 
