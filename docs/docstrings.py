@@ -1,6 +1,8 @@
-"""Shows docstrings as this project writes them: parameters as "name: what it is.", one after the other, become a list."""
+"""Shows docstrings as this project writes them: parameters as "name: what it is.", one after the other, become a list, the
+program under "Example:" becomes code."""
 
 import re
+import textwrap
 
 import griffe
 
@@ -25,7 +27,14 @@ def split(text, names):
     return "\n\n".join(p for p in paragraphs if p)
 
 
-class Parameters(griffe.Extension):
+def shown(text, names):
+    """The Markdown of a docstring. names: of the parameters."""
+    words, mark, program = text.partition("\nExample:\n")
+    words = split(words.rstrip(), names) if names else words.rstrip()
+    return f"{words}\n\nExample:\n\n```python\n{textwrap.dedent(program).strip()}\n```" if mark else words
+
+
+class Docstrings(griffe.Extension):
     """The extension that mkdocs.yml names."""
 
     def on_package(self, *, pkg, **kwargs):
@@ -35,8 +44,8 @@ class Parameters(griffe.Extension):
         for member in item.members.values():
             if member.is_alias:
                 continue
-            if member.docstring and (names := self._names(member)):
-                member.docstring.value = split(member.docstring.value, names)
+            if member.docstring:
+                member.docstring.value = shown(member.docstring.value, self._names(member))
             if member.is_module or member.is_class:
                 self._visit(member)
 

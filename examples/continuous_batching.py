@@ -5,31 +5,11 @@
 A tiny Llama with random weights is made on the spot. Needs the extras export, models and ort.
 """
 
-import sys
-import tempfile
-
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM
 
+from common import run_in_folder, tiny_llama
 from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops.serving import ContinuousBatch
-
-
-def tiny_llama():
-    torch.manual_seed(0)
-    return LlamaForCausalLM(
-        LlamaConfig(
-            vocab_size=256,
-            hidden_size=64,
-            intermediate_size=128,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            max_position_embeddings=512,
-            initializer_range=0.2,
-            eos_token_id=None,
-        )
-    ).eval()
 
 
 def main(folder):
@@ -59,8 +39,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            main(temporary)
+    run_in_folder(main)

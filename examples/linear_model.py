@@ -5,12 +5,10 @@
 Needs the extras export and ort.
 """
 
-import sys
-import tempfile
-
 import torch
 from torch import nn
 
+from common import run_in_folder
 from leanfleet.export import LinearAttention, LinearDecoder, LinearDecoderConfig, export_decoder
 from leanfleet.ort_ops import generate, load_decoder
 
@@ -67,8 +65,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            main(temporary)
+    run_in_folder(main)

@@ -5,8 +5,6 @@
 Needs the extras export and ort.
 """
 
-import sys
-import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -14,6 +12,7 @@ import onnxruntime
 import torch
 from torch import nn
 
+from common import run_in_folder
 from leanfleet.export import export, lean_attention
 from leanfleet.ort_ops import make_session
 
@@ -95,8 +94,4 @@ def main(folder):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(sys.argv[1])
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            main(temporary)
+    run_in_folder(main)

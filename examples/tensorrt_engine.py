@@ -6,12 +6,11 @@ With TensorRT-RTX the engine is built for a compute capability (default 8.9) and
 GPU that is here. Without either, or without the plugin library, the script says what is missing. Needs the extra export.
 """
 
-import sys
-import tempfile
 from pathlib import Path
 
 import torch
 
+from common import run_in_folder
 from leanfleet import trt_plugins
 from leanfleet.export import export, lean_attention
 
@@ -56,8 +55,4 @@ def main(folder, compute_capability="8.9"):
 
 
 if __name__ == "__main__":
-    if len(sys.argv) > 1:
-        main(*sys.argv[1:])
-    else:
-        with tempfile.TemporaryDirectory() as temporary:
-            main(temporary)
+    run_in_folder(main)

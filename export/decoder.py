@@ -358,10 +358,18 @@ def export_decoder(
     place (leanfleet.export.verification), where memory allows. rope: for models with longrope, "short": right up to
     original_max_position_embeddings, which leanfleet.json then gives as max_positions; "long": long factors at every position,
     which is what transformers computes for requests longer than that. leanfleet.json holds what leanfleet.ort_ops.generate
-    needs to know, and under "verified" the largest difference found. options go to leanfleet.export.export.
+    needs to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go
+    to leanfleet.export.export.
 
     Raises ValueError, naming the layer, for attention that our operators do not do, VerificationError for a file that is not
     right, OSError for a folder that cannot be written. In each of these cases `folder` is as it was.
+
+    Example:
+        from transformers import AutoModelForCausalLM, AutoTokenizer
+        from leanfleet.export import export_decoder
+
+        model = AutoModelForCausalLM.from_pretrained("llama")   # a folder, or a name on the Hugging Face hub
+        export_decoder(model, "exported", AutoTokenizer.from_pretrained("llama"))
     """
     model = model.eval()
     ours = hasattr(model, "cache_shapes")
@@ -412,7 +420,7 @@ def write(
             program = _trace(decoder, arguments, shapes, options)
         if fuse:
             add_function(program.model)
-            fuse_for_onnxruntime(program.model, positions)
+            facts["fusions"] = fuse_for_onnxruntime(program.model, positions)
         program.save(str(new / MODEL_FILE))
         if verify:
             facts["verified"] = verification.verify(model, new / MODEL_FILE, facts, rope)

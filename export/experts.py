@@ -1,10 +1,10 @@
 """Mixtures of experts as ONNX Runtime's own node, com.microsoft.MoE, with a function of it for other runtimes.
 
-transformers' traceable form, batched_mm, gathers the weights of each token's experts: right, but a prompt of n tokens takes
-n times a token's weights in memory. MoE sorts tokens by expert instead. It takes logits in the type of the hidden states and
-makes the weights of a token's experts from them: in float16 these differ from transformers' float32 ones by up to 0.2%, in
-bfloat16 by up to 1.4%. The function gathers as batched_mm does. It runs where ONNX Runtime has no kernel (bfloat16 on CPUs)
-and in TensorRT.
+transformers' traceable form, batched_mm, gathers the weights of each token's experts. That is correct, but a prompt of n
+tokens copies a token's weights n times. MoE sorts tokens by expert instead. It takes logits in the type of the hidden states
+and makes the weights of a token's experts from them: in float16 these differ from transformers' float32 ones by up to 0.2%,
+in bfloat16 by up to 1.4%. The function gathers as batched_mm does. It runs where ONNX Runtime has no kernel (bfloat16 on
+CPUs) and in TensorRT.
 """
 
 import warnings
@@ -26,7 +26,7 @@ _PLAIN, _CLAMPED = (
 
 
 class ExpertsWarning(UserWarning):
-    """About the versions of ONNX Runtime that run a model's experts right."""
+    """Says which versions of ONNX Runtime compute a model's experts correctly."""
 
 
 def _swiglu(gate, up, activation_alpha, activation_beta, swiglu_limit=float("inf")):

@@ -2,8 +2,8 @@
 library is not registered too.
 
 attach(model) gives every leanfleet node of a model its function. A function cannot test whether an optional input is
-there, so each set of present inputs, and each set of attribute values, which the body has baked in, is an overload of
-its own. All sizes stay dynamic. The bodies compute in float32 whatever T is, and need opset 18 or newer.
+there, so each set of present inputs and attribute values gets an overload of its own, with the values as constants in
+its body. All sizes stay dynamic. The bodies compute in float32 whatever T is, and need opset 18 or newer.
 
 The linear operators work chunk by chunk: a Scan over chunks of 64 tokens carries the state, so that memory is linear
 in the number of tokens. Equations and sources: leanfleet.export.reference, which is what the bodies are tested against.
@@ -227,8 +227,8 @@ def _rotated(ops, rows, x, a, positions, heads):
     if a.rotary_interleaved:
         stacked = ops.Concat(*(ops.Unsqueeze(t, [4]) for t in pair), axis=4)
         pair = (ops.reshape(stacked, ops.Shape(rows, end=3), end),)
-    turned = ops.Concat(*pair, ops.Slice(rows, end, [2**31], [3]), axis=3)
-    return ops.float(ops.CastLike(turned, x.query))
+    rotated = ops.Concat(*pair, ops.Slice(rows, end, [2**31], [3]), axis=3)
+    return ops.float(ops.CastLike(rotated, x.query))
 
 
 class _PackedRows:
@@ -884,6 +884,16 @@ def attach(model: ir.Model) -> ir.Model:
     Changes the model, may be called again, as it must be after an attribute or the inputs of a node were edited, and
     returns the model. Raises ValueError as function_for and check_nodes do. Warns where
     an operator has several overloads: onnxruntime before 1.27 takes the last of them for every node.
+
+    Example:
+        import onnx_ir
+        from leanfleet.export import function_bodies
+
+        model = onnx_ir.load("layer.onnx")
+        node = next(node for node in model.graph if node.op_type == "NormalizedLinearAttention")
+        node.attributes["eps"] = onnx_ir.AttrFloat32("eps", 1e-5)
+        function_bodies.attach(model)                       # the function computes with the new eps
+        onnx_ir.save(model, "edited.onnx")
     """
     check_nodes(model)
     opset = model.opset_imports.setdefault("", DEFAULT_OPSET)

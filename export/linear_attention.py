@@ -13,7 +13,7 @@ from leanfleet.export.torch_ops import normalized_linear_attention
 def rotary_tables(
     positions: torch.Tensor, width: int, base: float = 10000.0, layout: str = "bhnd"
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Cosines and sines, float32, by which `turned` turns heads of `width` columns, an even number, in a layout.
+    """Cosines and sines, float32, by which `rotate` rotates heads of `width` columns, an even number, in a layout.
 
     positions: int [N] or [B,N].
     """
@@ -27,8 +27,8 @@ def rotary_tables(
     return angles.cos(), angles.sin()
 
 
-def turned(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """x, of any float type, with the columns i and half + i of each head turned by its token's angles; x's type."""
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """x, of any float type, with the columns i and half + i of each head rotated by its token's angles; x's type."""
     half = x.shape[-1] // 2
     first, second = x[..., :half].float(), x[..., half:].float()
     return torch.cat([first * cos - second * sin, second * cos + first * sin], -1).to(x.dtype)
@@ -40,7 +40,7 @@ def rotary(x: torch.Tensor, positions: torch.Tensor, base: float = 10000.0, layo
     x: [B,H,N,D], or [B,N,H,D] with layout "bnhd", D even, any float type; positions: int [N] or [B,N]. Returns x's type;
     angles are float32.
     """
-    return turned(x, *rotary_tables(positions, x.shape[-1], base, layout))
+    return rotate(x, *rotary_tables(positions, x.shape[-1], base, layout))
 
 
 def one_type(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -51,7 +51,8 @@ def one_type(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> tup
 
 
 class LinearAttention(nn.Module):
-    """Multi-head attention with NormalizedLinearAttention (004, eq. 4 and 22) in place of the softmax; O(N) in time.
+    """Multi-head attention with NormalizedLinearAttention in place of the softmax; O(N) in time ("Linear Attention
+    Optimized GPU Kernel Implementation", equations 4 and 22).
 
     Rows of query and key get unit length, so that a score 1 + q.k is never negative and the normaliser stays positive.
     Differentiable through the analytical backward; works under autocast, torch.compile and in ONNX export.
@@ -143,7 +144,7 @@ class LinearAttention(nn.Module):
                 positions = torch.arange(hidden.shape[1], device=hidden.device)
                 positions = positions if state is None else state[3].unsqueeze(1) + positions
             tables = rotary_tables(positions, self.head_dim, self.rotary_base, "bnhd")
-            query, key = turned(query, *tables), turned(key, *tables)
+            query, key = rotate(query, *tables), rotate(key, *tables)
         query, key, value = one_type(query, key, value)
         if valid is not None:
             key, value = (t * valid[:, :, None, None].to(t.dtype) for t in (key, value))
@@ -222,6 +223,14 @@ def register_transformers(name: str = TRANSFORMERS_NAME) -> str:
     Rows of query and key get unit length. Returns the name. Raises ImportError without transformers. transformers saves no
     implementation's name: a saved model must be loaded with attn_implementation=name again. A forward pass therefore notes
     it in the configuration, as leanfleet_attention, so that export does not take the model for one of softmax attention.
+
+    Example:
+        import torch
+        from transformers import AutoModelForCausalLM
+        from leanfleet.export.linear_attention import register_transformers
+
+        model = AutoModelForCausalLM.from_pretrained("llama", attn_implementation=register_transformers())
+        logits = model(torch.tensor([[1, 2, 3]])).logits
     """
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface

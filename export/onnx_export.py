@@ -46,7 +46,15 @@ def op_schema(op: spec.OpSpec) -> onnx.defs.OpSchema:
 
 
 def register_schemas() -> None:
-    """Makes onnx know the operators, so that onnxscript and the checker do. Safe to call again."""
+    """Makes onnx know the operators, so that onnxscript and the checker do. Safe to call again.
+
+    Example:
+        import onnx
+        from leanfleet.export import register_schemas
+
+        register_schemas()
+        print(onnx.defs.get_schema("LeanAttention", domain="leanfleet").inputs[0].name)  # query
+    """
     for op in spec.all_specs().values():
         if not onnx.defs.has(op.name, spec.DOMAIN):
             onnx.defs.register_schema(op_schema(op))
@@ -86,7 +94,17 @@ def _translation(op):
 
 
 def translation_table() -> dict[Callable, Callable]:
-    """torch operator -> translation, for torch.onnx.export(custom_translation_table=...)."""
+    """torch operator -> translation, for torch.onnx.export(custom_translation_table=...).
+
+    Example:
+        import torch
+        from leanfleet.export import LinearAttention, finalize, translation_table
+
+        layer, hidden = LinearAttention(hidden_size=64, num_heads=4).eval(), torch.randn(1, 10, 64)
+        program = torch.onnx.export(layer, (hidden,), dynamo=True, verbose=False, custom_translation_table=translation_table())
+        model = finalize(program.model)
+        print([node.op_type for node in model.graph if node.domain == "leanfleet"])  # ['NormalizedLinearAttention']
+    """
     register_schemas()
     return {getattr(torch.ops.leanfleet, op.snake_name).default: _translation(op) for op in spec.all_specs().values()}
 
@@ -94,9 +112,23 @@ def translation_table() -> dict[Callable, Callable]:
 def finalize(model: onnx_ir.Model) -> onnx_ir.Model:
     """Completes a model (onnx_ir.Model) that the exporter made with translation_table. Returns the model.
 
-    Attaches the function body of every leanfleet node; takes off stack traces, which name files of this machine,
-    attributes that can only be refused, and the names of outputs that the attributes do not ask for: ONNX outputs are
-    positional, so one before the last that is asked for stays as an empty name.
+    Attaches the function body of every leanfleet node. Removes stack traces, which name files of this machine; attributes
+    that operators only refuse; and the names of outputs that the attributes do not ask for. ONNX outputs are positional, so
+    such an output stays as an empty name where others follow.
+
+    Example:
+        import torch
+        from leanfleet.export import causal_linear_decay, finalize, translation_table
+
+        class Layer(torch.nn.Module):
+            def forward(self, query, key, value):
+                return causal_linear_decay(query, key, value)
+
+        program = torch.onnx.export(
+            Layer(), (torch.randn(1, 2, 5, 8),) * 3, dynamo=True, verbose=False, custom_translation_table=translation_table()
+        )
+        model = finalize(program.model)
+        print([function.name for function in model.functions.values()])  # ['CausalLinearDecay']
     """
     specs = spec.all_specs()
     for node in onnx_ir.traversal.RecursiveGraphIterator(model.graph):
@@ -152,8 +184,8 @@ def _in_eval_mode(module):
 
 
 def _name_outputs(model):
-    """Names a graph's outputs: as the operator does where a leanfleet node makes it, else, and where that name is not free,
-    output_0, output_1, ... by their place. Inputs and weights that are outputs too keep their names."""
+    """Names a graph's outputs: an output of a leanfleet node as its operator calls it, if that name is free; others by their
+    place, output_0, output_1, ... Inputs and weights that are outputs too keep their names."""
     graph = model.graph
     made = {}  # output -> the name wished for
     for i, value in enumerate(graph.outputs):
@@ -187,8 +219,8 @@ def export(
 
     module: torch.nn.Module, exported as it is in eval mode. args, kwargs: example inputs.
     path: where to save; weights above 2 GB go to a file beside it. dynamic_shapes and further options are those of
-    torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names. Without output_names an output
-    that is one of a leanfleet node is called as ops.toml calls it where that is unique, others output_0, output_1, ...
+    torch.onnx.export(dynamo=True), for example opset_version, input_names, output_names. Without output_names the
+    output of a leanfleet node gets its name in ops.toml where only one output would; others are output_0, output_1, ...
     Returns the torch.onnx.ONNXProgram. Raises torch.onnx.errors.* where the module cannot be exported, OSError where `path`
     cannot be written. Module and inputs stay as they are.
 

@@ -140,15 +140,15 @@ def _append(slots, rows, targets):
 
 
 def _rotate(rows, positions, cos_cache, sin_cache, interleaved, compute):
-    """rows T [B,H,Nq,D] with pairs of their first columns turned at positions [B,Nq]; rounded to T."""
+    """rows T [B,H,Nq,D] with pairs of their first columns rotated for positions [B,Nq]; rounded to T."""
     positions = positions.clamp(0, len(cos_cache) - 1)
     cos, sin = (table.to(compute)[positions].unsqueeze(1) for table in (cos_cache, sin_cache))
     half = cos.shape[-1]
-    turned, rest = rows.to(compute).split((2 * half, rows.shape[-1] - 2 * half), -1)
-    a, b = turned.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else turned.split(half, -1)
+    rotated, rest = rows.to(compute).split((2 * half, rows.shape[-1] - 2 * half), -1)
+    a, b = rotated.unflatten(-1, (-1, 2)).unbind(-1) if interleaved else rotated.split(half, -1)
     pair = a * cos - b * sin, b * cos + a * sin
-    turned = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
-    return torch.cat((turned, rest), -1).to(rows.dtype)
+    rotated = torch.stack(pair, -1).flatten(-2) if interleaved else torch.cat(pair, -1)
+    return torch.cat((rotated, rest), -1).to(rows.dtype)
 
 
 def _unpacked(op, query, caches, axes, new_key, new_value, append, layout):
@@ -265,7 +265,7 @@ def lean_attention(
     cos_cache, sin_cache F [positions,half]: rotary encoding. The first 2 half columns of query's row i, and of
     new_key's, turn in pairs, a to a cos - b sin and b to b cos + a sin, by row p_i of the tables (the last one where
     p_i lies beyond) and are rounded to T. Pairs are columns j and half + j, with rotary_interleaved 2 j and 2 j + 1.
-    Caches hold turned keys: what is in them is not turned again.
+    Caches hold rotated keys: what is in them is not rotated again.
 
     Row i has position p_i = seq_len - query_len + i and logit_ij = scale * q_i . k_j (scale 0: 1/sqrt(D)),
     then softcap * tanh(logit / softcap) if softcap is not 0. It sees j <= p_i when causal, else all valid
@@ -712,7 +712,8 @@ def causal_linear_decay_grad(
     op = "CausalLinearDecayGrad"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
     q, k, v, decay = _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute)
-    _check(grad_output is not None, f"{op}: grad_output is absent; it must be given")
+    if grad_output is None:
+        raise ValueError(f"{op}: grad_output is absent; it must be given")
     _check(
         log_decay is not None or not grad_decay,
         f"{op}: grad_decay is 1 and log_decay is absent; give log_decay (zeros for no decay)",
@@ -726,7 +727,7 @@ def causal_linear_decay_grad(
     spans = _spans(cu_seqlens, dims["N"])
     (dq, dk, dv, dg), ds = _per_request(_decay_backward, spans, (scale * q, k, v, decay, do), states)
     result = tuple(_swap(x.flatten(1, 2).to(query.dtype), layout) for x in (scale * dq, dk, dv))
-    if grad_decay:
+    if grad_decay and log_decay is not None:
         dg = dg.flatten(2)
         result += ((_swap(dg, layout) if log_decay.dim() == 3 else dg.sum((0, 2))).to(float_out),)
     if grad_state:
@@ -862,7 +863,12 @@ def normalized_linear_attention(
     batch, kv_heads, tokens = dims["B"], dims["Hkv"], dims["N"]
     state = v.new_zeros(batch, kv_heads, 1, dims["D"], v.shape[-1])
     sums = v.new_zeros(batch, kv_heads, 1, 1, v.shape[-1])
-    if not missing:
+    if (
+        initial_state is not None
+        and initial_key_sum is not None
+        and initial_value_sum is not None
+        and initial_count is not None
+    ):
         state = torch.cat([initial_state, initial_key_sum.unsqueeze(-1)], -1).to(compute).unsqueeze(2)
         count = initial_count.to(compute).view(batch, 1, 1).expand(batch, kv_heads, 1)
         sums = torch.cat([initial_value_sum.to(compute), count], -1).view(batch, kv_heads, 1, 1, -1)
@@ -874,7 +880,7 @@ def normalized_linear_attention(
     result: tuple[torch.Tensor, ...] = _swap(output, layout), _swap(normalizer, layout)
     if return_state:
         state, value_sum = state.squeeze(2).to(float_out), (sums + v.sum(-2, keepdim=True)).to(float_out)
-        count = torch.zeros(batch, dtype=torch.int32, device=query.device) if missing else initial_count.int()
+        count = torch.zeros(batch, dtype=torch.int32, device=query.device) if initial_count is None else initial_count.int()
         result += (
             state[..., :-1].clone(),
             state[..., -1].clone(),
@@ -917,8 +923,9 @@ def normalized_linear_attention_grad(
     """
     op = "NormalizedLinearAttentionGrad"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype, eps)
-    for name, tensor in (("output", output), ("normalizer", normalizer), ("grad_output", grad_output)):
-        _check(tensor is not None, f"{op}: {name} is absent; it must be given")
+    if output is None or normalizer is None or grad_output is None:
+        name = "output" if output is None else "normalizer" if normalizer is None else "grad_output"
+        raise ValueError(f"{op}: {name} is absent; it must be given")
     q, k, v, q_norm, k_norm, a, b = _normalized_inputs(
         op, match, dims, query, key, value, coefficients, normalize_qk, layout, compute
     )

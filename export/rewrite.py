@@ -28,7 +28,7 @@ import onnx
 import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
 
-from leanfleet import spec
+from leanfleet import progress, spec
 from leanfleet.export import function_bodies, rewrite_check
 from leanfleet.tables import print_table
 
@@ -929,6 +929,15 @@ def rewrite(
     A model of opset 27 or newer in which nothing needs more than 26 is set to 26, which onnxruntime reads.
     Raises ValueError for an unknown `to` or operator, for inline without to = "standard", and for leanfleet nodes of another
     version or with an attribute that their operator does not have.
+
+    Example:
+        import onnx_ir
+        from leanfleet.export.rewrite import rewrite
+
+        model = onnx_ir.load("model.onnx")
+        for row in rewrite(model, operators=["ai.onnx.Attention"]):
+            print(row.operator, row.into)  # ai.onnx.Attention LeanAttention
+        onnx_ir.save(model, "rewritten.onnx")
     """
     if to not in ("leanfleet", "standard"):
         raise ValueError(f"to is {to!r}; it is leanfleet or standard")
@@ -1061,9 +1070,11 @@ def rewrite_file(
         print(rows.verification)                            # the largest difference, and what is allowed
     """
     source, target = Path(source), Path(target)
-    model = _read(source)
+    with progress.stage(f"reading {source}"):
+        model = _read(source)
     try:
-        rows = Rows(rewrite(model, to, **options))
+        with progress.stage("rewriting its nodes"):
+            rows = Rows(rewrite(model, to, **options))
     except (ValueError, TypeError, KeyError, IndexError, AttributeError, ArithmeticError, RuntimeError) as error:
         what = "" if type(error) is ValueError else f"{type(error).__name__}: "
         raise ValueError(f"{source} cannot be rewritten: {what}{_short(error)}") from error
@@ -1074,7 +1085,8 @@ def rewrite_file(
             fault = None
         if fault:
             raise ValueError(f"{target} is not written, because it would be no valid model: {fault}")
-        rows.verification = _verification(rows, options, source, scratch, verify, inputs)
+        with progress.stage("running the original and the result"):
+            rows.verification = _verification(rows, options, source, scratch, verify, inputs)
         finish()
     return rows
 

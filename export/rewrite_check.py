@@ -1,6 +1,6 @@
-"""Is a rewritten ONNX file right? Its structure, onnx's checker, and its numbers beside the original's.
+"""Is a rewritten ONNX file right? Checks its structure, runs onnx's checker, and compares its results with the original's.
 
-Needs onnx; numbers also onnxruntime, without which they are not compared.
+Needs onnx, and onnxruntime to compare results; without it they are not compared.
 """
 
 import math
@@ -44,8 +44,8 @@ class Verification:
 
 
 def structural_fault(model: onnx.ModelProto, folder: str | Path) -> str | None:
-    """What makes a ModelProto no valid model, in one line; None where nothing is found. onnx's checker and onnxruntime end
-    the process on some of these, or never end, and accept others. folder: of the model's file and its external weights."""
+    """What makes a ModelProto no valid model, in one line; None where nothing is found. onnx's checker and onnxruntime
+    crash or hang on some of these, and accept others. folder: of the model's file and its external weights."""
     if not model.HasField("graph") or not (model.graph.node or model.graph.output):
         return "it holds no graph"
     nodes = [*_nodes(model.graph.node), *(n for f in model.functions for n in _nodes(f.node))]

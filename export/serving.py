@@ -127,6 +127,13 @@ def export_for_serving(
     model: a transformers causal LM as export_decoder takes it. block: tokens a page. fuse, verify, rope, options: as for
     export_decoder. leanfleet.ort_ops.serving runs it. Raises what export_decoder raises, and ValueError for layers of linear
     attention.
+
+    Example:
+        from transformers import AutoModelForCausalLM
+        from leanfleet.export.serving import export_for_serving
+
+        model = AutoModelForCausalLM.from_pretrained("llama")   # a folder, or a name on the Hugging Face hub
+        export_for_serving(model, "exported", block=32)
     """
     model = model.eval()
     if hasattr(model, "cache_shapes"):

@@ -1,5 +1,5 @@
-"""What of a transformers model our operators serve: every refusal of export_decoder and export_for_serving that can be told
-from the model alone. Each is one line that names the model's class and the layer, and says what to do."""
+"""Which transformers models can be exported. Every refusal of export_decoder and export_for_serving that follows from the model
+alone is here: one line that names the model's class and the layer, and says what to do."""
 
 import functools
 import inspect
@@ -183,10 +183,11 @@ def longrope(model: "PreTrainedModel") -> "list[tuple[Module, str | None, int]]"
 def most_positions(model: "PreTrainedModel", rope: str = "short") -> int | None:
     """The number of positions that a model's export is right for, or None where the model does not say.
 
-    rope: for longrope, by which factors all positions are turned. transformers turns a batch by the long ones as soon as one of
-    its requests is longer than original_max_position_embeddings, and by the short ones before. A graph with a cache can do
-    neither: keys stay as they were turned. With short factors it is right up to that length and refuses more; with long ones it
-    gives what transformers gives for the requests that are longer. Raises ValueError for "long" where there are none.
+    rope: for longrope, the factors that all positions are rotated by. transformers rotates a batch by the long ones as soon as
+    one of its requests is longer than original_max_position_embeddings, and by the short ones before. A graph with a cache can
+    do neither, because cached keys stay rotated as they were. With short factors it is right up to that length and refuses
+    more; with long ones it gives what transformers gives for longer requests. Raises ValueError for "long" where there are
+    none.
     """
     config = model.config.get_text_config(decoder=True)
     most = getattr(config, "max_position_embeddings", None)

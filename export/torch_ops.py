@@ -414,7 +414,9 @@ def _function(op, mutating):
     raw = getattr(torch.ops.leanfleet, op.snake_name + ("_" if mutating else "")).default
     kinds = inspect.Parameter
     parameters = [
-        kinds(t.name, kinds.POSITIONAL_OR_KEYWORD, default=None) if t.optional else kinds(t.name, kinds.POSITIONAL_OR_KEYWORD)
+        kinds(t.name, kinds.POSITIONAL_OR_KEYWORD, default=None, annotation=torch.Tensor | None)
+        if t.optional
+        else kinds(t.name, kinds.POSITIONAL_OR_KEYWORD, annotation=torch.Tensor)
         for t in op.inputs
     ]
     first_optional = next((i for i, t in enumerate(op.inputs) if t.optional), len(parameters))
@@ -423,9 +425,11 @@ def _function(op, mutating):
     ]
     parameters.sort(key=lambda p: p.kind)
     parameters += [
-        kinds(a.name, kinds.KEYWORD_ONLY, default=a.default) for a in op.attrs if not (mutating and a.name == op.mutating)
+        kinds(a.name, kinds.KEYWORD_ONLY, default=a.default, annotation=_TYPES[a.type])
+        for a in op.attrs
+        if not (mutating and a.name == op.mutating)
     ]
-    signature = inspect.Signature(parameters)
+    signature = inspect.Signature(parameters, return_annotation=torch.Tensor | tuple[torch.Tensor, ...])
 
     positional = sum(p.kind == kinds.POSITIONAL_OR_KEYWORD for p in parameters)
     required = sum(p.default is kinds.empty for p in parameters[:positional])

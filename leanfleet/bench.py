@@ -39,8 +39,8 @@ from leanfleet.tables import print_table
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 DECAYS = ("none", "head", "token")
 CACHE_BYTES = {"cpu": 128 << 20, "cuda": 256 << 20}  # more than any last-level cache that this was run on
-# A result may be this many times as far from the float64 reference as the reference is with all its arithmetic in the type
-# of the inputs. That is done block by block; in float32 the same sums token by token are up to 10 times as far away.
+# The error that a result may have against the float64 reference, in errors of the same reference with all its arithmetic in
+# the type of the inputs. That one works block by block; in float32 the same sums token by token have up to 10x its error.
 TOLERANCE = {"float32": 16, "float16": 2, "bfloat16": 2}
 MIN_ROUNDS, SLOW_ROUNDS = 7, 3  # calls that are timed at least; the second where one call takes longer than `seconds`
 PROBE_TOKENS = 16  # of the first call that tells how long a method will take
@@ -100,6 +100,20 @@ def register_method(
     is taken is replaced. function: see the head of this module. devices: where it can run. memory: a function of a Shape
     that gives the bytes it needs beside inputs and outputs; a case that does not fit is refused rather than tried.
     Raises ValueError for an unknown operator or device.
+
+    Example:
+        from leanfleet.bench import causal_linear_decoder, register_method
+        import torch
+
+        @register_method("running_sum")
+        def running_sum(query, key, value, log_decay):
+            if log_decay is not None:
+                raise ValueError("it knows no decay")
+            states = torch.einsum("bhnr,bhnd->bhnrd", key, value).cumsum(2)
+            return torch.einsum("bhnr,bhnrd->bhnd", query, states)
+
+        query, key, value = torch.randn(3, 1, 2, 20, 8).unbind()
+        print(causal_linear_decoder(query, key, value, attn_method="running-sum").shape)  # torch.Size([1, 2, 20, 8])
     """
     if function is None:
         return lambda decorated: register_method(name, decorated, operator=operator, devices=devices, memory=memory)
@@ -136,6 +150,14 @@ def causal_linear_decoder(
     a slope, depending on the method; this is always the logarithm.) attn_method: any registered method, "block-based" and
     "block_based" alike: vanilla, block_based, recursion, causal_dot_product, fleet, lightning, auto, one's own.
     Returns T [batch,heads,N,dim]. Raises ValueError for an unknown method, and what the method raises.
+
+    Example:
+        import torch
+        from leanfleet.bench import causal_linear_decoder
+
+        query, key, value = torch.randn(3, 1, 2, 100, 16).unbind()
+        log_decay = torch.tensor([-0.1, -0.01])             # one for each head
+        output = causal_linear_decoder(query, key, value, log_decay, attn_method="lightning")
     """
     return _method(attn_method, "causal_linear_decay").function(B, C, V, log_decay)
 
@@ -341,8 +363,8 @@ def _expected(function, inputs, grad_output, device, budget, limit):
 
 
 def _extrapolated(before, last, tokens):
-    """Seconds of a call on so many tokens, from two calls (tokens, seconds): by their power, at most 2, where time grows faster
-    than the tokens, and by a line where what a call takes in any case still shows. before None: the least, those of last."""
+    """Seconds of a call on so many tokens, extrapolated from two calls (tokens, seconds). Where time grew faster than tokens:
+    by that power, at most 2. Where it grew slower, because a fixed cost still shows: by a line. before None: those of last."""
     n, seconds = last
     if before is None:
         return seconds
@@ -497,6 +519,15 @@ def benchmark_method(
     function's own. batch_size, heads, kv_heads (None: heads), rank, dim: B, H, Hkv, R, Dv. tokens: N, or several. others:
     names to compare with; None: all of the operator's. quiet: print nothing. The rest as in run.
     The method is not registered for good; register_method does that.
+
+    Example:
+        import torch
+        from leanfleet.bench import benchmark_method
+
+        def masked_scores(query, key, value, log_decay):
+            return (query @ key.mT).tril() @ value
+
+        benchmark_method(masked_scores, log_decay="none", tokens=64, others=["auto"], seconds=0.05)
     """
     name = name or str(getattr(method, "__name__", "method"))
     key = operator, _normal(name)

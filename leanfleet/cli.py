@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import leanfleet
-from leanfleet import files, generate, native, spec
+from leanfleet import files, generate, native, progress, spec
 from leanfleet.tables import print_table
 
 LIBRARIES = ("leanfleet", "leanfleet_ort", "leanfleet_trt")
@@ -52,7 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(arguments: argparse.Namespace) -> int:
     try:
-        return arguments.run(arguments)
+        with progress.shown():
+            return arguments.run(arguments)
     except BrokenPipeError:
         raise
     except (ValueError, RuntimeError, OSError, ImportError, MemoryError) as error:
@@ -579,14 +580,7 @@ def bundle_command(arguments: argparse.Namespace) -> int:
 def engine_build_command(arguments: argparse.Namespace) -> int:
     from leanfleet import trt_plugins
 
-    phases = {}
-
-    def progress(phase: str, step: int, steps: int) -> None:
-        phases[phase] = (step, steps)
-        if sys.stderr.isatty():
-            print(f"\r\033[K{phase} {step}/{steps}", end="", file=sys.stderr, flush=True)
-
-    try:
+    with progress.stage("building the engine") as stage:
         built = trt_plugins.build_engine(
             arguments.model,
             arguments.profile,
@@ -594,12 +588,9 @@ def engine_build_command(arguments: argparse.Namespace) -> int:
             trt=trt_plugins.runtime(arguments.runtime),
             compute_capabilities=arguments.compute_capability,
             in_place=not arguments.copy_caches,
-            progress=progress,
+            progress=stage.at,
             embed_plugins=arguments.embed_plugins,
         )
-    finally:
-        if phases and sys.stderr.isatty():
-            print("\r\033[K", end="", file=sys.stderr, flush=True)
     facts = {
         "engine": arguments.engine,
         "runtime": built.runtime,
@@ -653,9 +644,12 @@ def engine_run_command(arguments: argparse.Namespace) -> int:
     from leanfleet.trt_plugins import running
 
     with files.new_file(arguments.save) if arguments.save else nullcontext() as saved:
-        engine = running.Engine(arguments.engine, trt_plugins.runtime(arguments.runtime), host_code=arguments.allow_host_code)
+        runtime = trt_plugins.runtime(arguments.runtime)
+        with progress.stage("loading the engine"):
+            engine = running.Engine(arguments.engine, runtime, host_code=arguments.allow_host_code)
         feed = _read_inputs(arguments.inputs) if arguments.inputs else engine.made_up_inputs(arguments.profile)
-        outputs, milliseconds = engine.timed(feed, arguments.profile, arguments.runs)
+        with progress.stage(f"running the engine {arguments.runs} times"):
+            outputs, milliseconds = engine.timed(feed, arguments.profile, arguments.runs)
         if saved:
             with open(saved, "wb") as file:
                 np.savez(file, **outputs)  # type: ignore[arg-type]  # its other argument is a bool
@@ -693,19 +687,25 @@ def bench_command(arguments: argparse.Namespace) -> int:
         torch.set_num_threads(arguments.threads)
     shapes = [bench.parse_shape(text) for text in arguments.shapes.split(",")]
     names = arguments.methods.split(",") if arguments.methods else None
-    report = bench.run(
-        shapes,
-        names,
-        arguments.operator,
-        arguments.device,
-        arguments.dtype,
-        arguments.decay,
-        arguments.grad,
-        arguments.seconds,
-        on_case=bench.print_case,
-        limit=arguments.limit,
-        on_progress=lambda shape, what: print(f"{shape}: {what} ...", file=sys.stderr, flush=True),
-    )
+
+    def print_case(rows: list[bench.Row]) -> None:
+        progress.clear()
+        bench.print_case(rows)
+
+    with progress.stage("benchmark") as stage:
+        report = bench.run(
+            shapes,
+            names,
+            arguments.operator,
+            arguments.device,
+            arguments.dtype,
+            arguments.decay,
+            arguments.grad,
+            arguments.seconds,
+            on_case=print_case,
+            limit=arguments.limit,
+            on_progress=lambda shape, what: stage.at(f"{shape}: {what}", shapes.index(shape), len(shapes)),
+        )
     if arguments.out:
         bench.write_json(report, arguments.out)
     if arguments.plot:

@@ -197,6 +197,7 @@ class Facts(TypedDict, total=False):
     stop_tokens: list[int]
     max_positions: int | None  # None: no limit
     block: int  # tokens a page
+    fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
     verified: dict[str, Any]  # "largest_difference" and "bound" of the logits, or "skipped": why; missing: not asked for
 
 

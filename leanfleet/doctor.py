@@ -1,7 +1,7 @@
 """leanfleet doctor: what is installed, what of it works with leanfleet, and the fix for what does not.
 
-Every import and every library is tried in a process of its own, because a damaged library can end the process that
-loads it. A library counts as usable only after it computed a small LeanAttention right. Standard library only.
+Every import and every library is tried in a process of its own, because a damaged library can crash the process that
+loads it. A library counts as usable only once it has computed a small LeanAttention correctly. Standard library only.
 """
 
 from __future__ import annotations
@@ -50,6 +50,7 @@ PACKAGES: tuple[tuple[str, tuple[str, ...], str], ...] = (
     ("triton", ("triton",), "bench"),
 )
 BOTH_RUNTIMES = "pip uninstall -y onnxruntime onnxruntime-gpu, then pip install the one wanted"
+Check = dict[str, Any]  # "part", "name", "status", "detail", "fix"; see diagnose
 REINSTALL = "reinstall leanfleet: pip install --force-reinstall --no-deps with its folder or wheel"
 
 
@@ -72,14 +73,14 @@ def diagnose() -> dict[str, Any]:
     }
 
 
-def _check(part, name, status, detail, fix=None):
+def _check(part: str, name: str, status: str, detail: object, fix: str | None = None) -> Check:
     return {"part": part, "name": name, "status": status, "detail": " ".join(str(detail).split()), "fix": fix}
 
 
 # Packages and machine
 
 
-def _minimums():
+def _minimums() -> dict[str, str]:
     """{distribution: oldest version} that leanfleet's installed metadata asks for; empty in a source tree."""
     try:
         lines = metadata.requires("leanfleet") or ()
@@ -89,15 +90,15 @@ def _minimums():
     return {_normal(match[1]): match[2] for match in found if match}
 
 
-def _normal(name):
+def _normal(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _numbers(version):
+def _numbers(version: str) -> list[int]:
     return [int(n) for n in re.findall(r"\d+", version.partition("+")[0])]
 
 
-def _versions(distributions):
+def _versions(distributions: Iterable[str]) -> dict[str, str]:
     """{distribution: version} of those installed."""
     found = {}
     for name in distributions:
@@ -110,7 +111,7 @@ def _versions(distributions):
     return found
 
 
-def _package_check(name, distributions, extra, minimums):
+def _package_check(name: str, distributions: tuple[str, ...], extra: str, minimums: Mapping[str, str]) -> Check:
     installed = _versions(distributions)
     try:
         there = importlib.util.find_spec(name) is not None
@@ -141,13 +142,13 @@ def _package_check(name, distributions, extra, minimums):
     return _check("package", name, "ok", text or version or "version unknown")
 
 
-def _install(name, extra):
+def _install(name: str, extra: str) -> str:
     if name == "onnxruntime":
         return "pip install 'leanfleet[ort]', or for NVIDIA GPUs pip install onnxruntime-gpu"
     return f"pip install 'leanfleet[{extra}]'" if extra != "trt" else f"pip install {name.replace('_', '-')}"
 
 
-def _gpu_check():
+def _gpu_check() -> Check:
     good, answer = _probe("gpu")
     if good:
         return _check("machine", "gpu", "ok", answer)
@@ -156,7 +157,7 @@ def _gpu_check():
     return _check("machine", "gpu", "broken", answer, "mend the NVIDIA driver: nvidia-smi must list a GPU")
 
 
-def _nvcc_check():
+def _nvcc_check() -> Check:
     told = os.environ.get("CUDACXX")
     nvcc = told or shutil.which("nvcc") or next(filter(os.path.exists, ["/usr/local/cuda/bin/nvcc"]), None)
     if not nvcc:
@@ -170,7 +171,7 @@ def _nvcc_check():
             return _check("machine", "nvcc", "ok", f"{release[1]}, {nvcc}")
         problem = run.stderr or run.stdout or f"exit code {run.returncode}"
     except (OSError, subprocess.SubprocessError) as error:
-        problem = error
+        problem = str(error)
     return _check(
         "machine",
         "nvcc",
@@ -183,23 +184,23 @@ def _nvcc_check():
 # Libraries
 
 
-def _library_checks(packages, gpu):
+def _library_checks(packages: Mapping[str, str], gpu: Check) -> list[Check]:
     """One check for each library in each runtime. packages: {import name: status}."""
     checks = []
 
-    def check(library, runtime, probe, *arguments, absent=None):
+    def check(
+        library: str, runtime: str, probe: str, *arguments: str, absent: tuple[str, str | None] | None = None
+    ) -> str | None:
         """Adds a check and returns what the probe saw. absent: (why there is nothing to try, the fix), or None."""
         name = f"lib{library}.so in {runtime}"
         if absent:
             checks.append(_check("library", name, "missing", *absent))
             return None
         good, answer = _probe(probe, *arguments)
-        checks.append(
-            _check("library", name, "ok" if good else "broken", answer, None if good else _library_fix(library, answer))
-        )
+        checks.append(_check("library", name, "ok" if good else "broken", answer, None if good else _library_fix(answer)))
         return answer if good else None
 
-    def without(package):
+    def without(package: str) -> tuple[str, str | None] | None:
         if packages[package] == "ok":
             return None
         if packages[package] == "broken":
@@ -240,7 +241,7 @@ def _library_checks(packages, gpu):
     return checks
 
 
-def _trt_checks(packages):
+def _trt_checks(packages: Mapping[str, str]) -> list[Check]:
     library, name = "leanfleet_trt", "libleanfleet_trt.so"
     try:
         native.library_path(library)
@@ -257,24 +258,20 @@ def _trt_checks(packages):
     runtimes = [runtime for runtime in ("tensorrt", "tensorrt_rtx") if packages[runtime] == "ok"]
     if not runtimes:
         good, answer = _probe("plain", library)
-        fix = None if good else _library_fix(library, answer)
+        fix = None if good else _library_fix(answer)
         return [_check("library", f"{name} in ctypes", "ok" if good else "broken", answer, fix)]
     checks = []
     for runtime in runtimes:
         good, answer = _probe("plugins", runtime)
         checks.append(
             _check(
-                "library",
-                f"{name} in {runtime}",
-                "ok" if good else "broken",
-                answer,
-                None if good else _library_fix(library, answer),
+                "library", f"{name} in {runtime}", "ok" if good else "broken", answer, None if good else _library_fix(answer)
             )
         )
     return checks
 
 
-def _library_fix(library, error):
+def _library_fix(error: str) -> str:
     """One line on how to mend a library or runtime, from what it answered."""
     told = os.environ.get("LEANFLEET_LIBRARY_DIR")
     if "pip install" in error and "does not exist" not in error:
@@ -299,7 +296,7 @@ def _library_fix(library, error):
 # Probes: each runs in a process of its own and returns one line on what it saw, or raises
 
 
-def _probe(name, *arguments):
+def _probe(name: str, *arguments: str) -> tuple[bool, str]:
     """(True, what the probe returned) or (False, why it failed). -P keeps Python from looking for modules in the current
     folder, where a json.py may lie, before it has the path of this process."""
     command = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from leanfleet import doctor; doctor.run_probe()"
@@ -339,11 +336,11 @@ def run_probe() -> None:
     os._exit(0)  # a runtime that fails while it is taken down was usable
 
 
-def _import_package(name):
+def _import_package(name: str) -> str:
     return str(getattr(importlib.import_module(name), "__version__", ""))
 
 
-def _look_at_gpu():
+def _look_at_gpu() -> str:
     """Name, compute capability and driver of every GPU, from the driver alone."""
     cuda, version = driver.load(), ctypes.c_int()
     driver.call(cuda, "cuDriverGetVersion", ctypes.byref(version))
@@ -359,7 +356,7 @@ class Case:
 
     def __init__(self, heads: int = 2, slots: int = 10, size: int = 64) -> None:
         self.shapes = {"query": (1, heads, 1, size), "key_cache": (1, 1, slots, size), "value_cache": (1, 1, slots, size)}
-        self.outputs = {"output": (1, heads, 1, size), "lse": (1, heads, 1)}
+        self.outputs: dict[str, tuple[int, ...]] = {"output": (1, heads, 1, size), "lse": (1, heads, 1)}
         self.inputs = {
             name: array("f", (math.sin(i + 1) for i in range(math.prod(shape)))) for name, shape in self.shapes.items()
         }
@@ -381,7 +378,7 @@ class Case:
                 raise RuntimeError(f"LeanAttention's {name} is wrong by {worst:.1e}")
 
 
-def _try_library():
+def _try_library() -> str:
     case = Case()
     found = {name: array("f", [math.nan] * math.prod(shape)) for name, shape in case.outputs.items()}
     operators = set(native.op_names())
@@ -400,27 +397,26 @@ def _try_library():
     return f"{native.build_info()}; {len(operators)} operators; LeanAttention right"
 
 
-def _try_cuda():
+def _try_cuda() -> str:
     """LeanAttention on the first GPU, in memory of the driver's."""
     cuda, case = driver.load(), Case()
     context = ctypes.c_void_p()
     driver.call(cuda, "cuDevicePrimaryCtxRetain", ctypes.byref(context), 0)
     driver.call(cuda, "cuCtxSetCurrent", context)
 
-    def allocate(size):
+    def allocate(size: int) -> ctypes.c_uint64:
         address = ctypes.c_uint64()
         driver.call(cuda, "cuMemAlloc_v2", ctypes.byref(address), ctypes.c_size_t(max(size, 4)))
         driver.call(cuda, "cuMemsetD8_v2", address, 0, ctypes.c_size_t(max(size, 4)))
         return address
 
-    inputs, outputs = [], {}
-    for name, shape in case.shapes.items():
+    inputs: list[native.Entry] = []
+    for name, dims in case.shapes.items():
         content = case.inputs[name].tobytes()
         address = allocate(len(content))
         driver.call(cuda, "cuMemcpyHtoD_v2", address, content, ctypes.c_size_t(len(content)))
-        inputs.append((address.value, shape, "float32"))
-    for name, shape in case.outputs.items():
-        outputs[name] = allocate(4 * math.prod(shape))
+        inputs.append((address.value, dims, "float32"))
+    outputs = {name: allocate(4 * math.prod(shape)) for name, shape in case.outputs.items()}
     call = native.Call(
         "LeanAttention", inputs, [(outputs[n].value, s, "float32") for n, s in case.outputs.items()], {}, device="cuda"
     )
@@ -429,14 +425,14 @@ def _try_cuda():
     driver.call(cuda, "cuCtxSynchronize")
     found = {}
     for name, shape in case.outputs.items():
-        content = ctypes.create_string_buffer(4 * math.prod(shape))
-        driver.call(cuda, "cuMemcpyDtoH_v2", content, outputs[name], ctypes.c_size_t(len(content)))
-        found[name] = array("f", content.raw)
+        copy = ctypes.create_string_buffer(4 * math.prod(shape))
+        driver.call(cuda, "cuMemcpyDtoH_v2", copy, outputs[name], ctypes.c_size_t(len(copy)))
+        found[name] = array("f", copy.raw)
     case.compare(found)
     return "LeanAttention right on the GPU"
 
 
-def _try_torch():
+def _try_torch() -> str:
     import torch
 
     from leanfleet.export import lean_attention
@@ -451,7 +447,7 @@ def _try_torch():
     return f"torch.ops.leanfleet on {' and '.join(devices)}; LeanAttention right"
 
 
-def _try_onnxruntime(provider):
+def _try_onnxruntime(provider: str) -> str:
     """A model of one LeanAttention node. Says which provider ran it, from the session's profile."""
     import numpy as np
 
@@ -483,18 +479,18 @@ def _try_onnxruntime(provider):
 def one_node_model(case: Case) -> bytes:
     """The bytes of an ONNX model of one LeanAttention node, written without the onnx package."""
 
-    def varint(number):
+    def varint(number: int) -> bytes:
         low, number = number & 127, number >> 7
         return bytes([low | 128]) + varint(number) if number else bytes([low])
 
-    def field(number, value):
+    def field(number: int, value: int | str | bytes) -> bytes:
         """A field of a protocol buffer: an integer, or the bytes of a string or message."""
         if isinstance(value, int):
             return varint(number << 3) + varint(value)
         value = value.encode() if isinstance(value, str) else value
         return varint(number << 3 | 2) + varint(len(value)) + value
 
-    def value_info(name, shape):
+    def value_info(name: str, shape: Iterable[int]) -> bytes:
         dims = b"".join(field(1, field(1, size)) for size in shape)
         return field(1, name) + field(2, field(1, field(1, 1) + field(2, dims)))  # element type 1: float32
 
@@ -507,12 +503,12 @@ def one_node_model(case: Case) -> bytes:
     return field(1, 8) + field(7, graph) + opsets  # IR version 8
 
 
-def _load_plain(library):
+def _load_plain(library: str) -> str:
     ctypes.CDLL(str(native.library_path(library)))
     return "loads; neither tensorrt nor tensorrt_rtx is installed to try its plugins"
 
 
-def _try_plugins(runtime):
+def _try_plugins(runtime: str) -> str:
     """Loads the plugins into TensorRT's registry and looks for every operator there."""
     from leanfleet import trt_plugins
 
@@ -523,7 +519,7 @@ def _try_plugins(runtime):
     return f"{runtime} {trt.__version__} has the plugins {', '.join(sorted(found))}"
 
 
-def _try_polygraphy():
+def _try_polygraphy() -> str:
     import leanfleet.polygraphy_plugin  # noqa: F401
 
     known = {point.name for point in metadata.entry_points(group="polygraphy.run.plugins")}

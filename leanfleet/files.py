@@ -1,5 +1,4 @@
-"""Files: those that a command writes, whole or not at all, and refused before the work where they cannot be written; those that
-others wrote, which may be damaged.
+"""Writes files whole or not at all, tells before the work whether a path can be written, and reads files that may be damaged.
 
 Standard library only.
 """
@@ -84,7 +83,7 @@ def _check(new, path):
 
 
 def _beside(path):
-    """A name that no other process takes, of the same kind, in the same folder, so that moving it to `path` copies nothing."""
+    """A temporary name beside `path`, unique to this process: moving it to `path` copies nothing."""
     return path.with_name(f".{path.stem}.{os.getpid()}.part{path.suffix}")
 
 
@@ -98,7 +97,7 @@ def _explained(path):
 
 @contextmanager
 def _parents_of(target, path):
-    """Makes the folders above `target`; where the block raises, those that were made go again."""
+    """Makes the folders above `target`, and removes those that it made where the block raises."""
     missing = [folder for folder in target.parents if not folder.exists()]
     there = next(folder for folder in target.parents if folder not in missing)
     if not there.is_dir():
@@ -116,7 +115,7 @@ def _parents_of(target, path):
 
 @contextmanager
 def reading(what: object) -> Iterator[None]:
-    """What a library raises while it reads damaged files, as ValueError: "`what` cannot be read: ...".
+    """Turns what a library raises while it reads damaged files into ValueError: "`what` cannot be read: ...".
 
     For loaders that pass on whatever happened inside: KeyError, plain Exception, a panic of Rust's. Errors that tell of
     something else, OSError, ImportError and MemoryError, stay as they are.

@@ -9,7 +9,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leanfleet import decoder_contract, files
+from leanfleet import decoder_contract, files, progress
 from leanfleet.decoder_contract import DECODER
 
 if TYPE_CHECKING:
@@ -151,6 +151,11 @@ def load_pretrained(model: str | Path, dtype: str = "float32") -> tuple[PreTrain
     """(transformers model in eval mode, its tokenizer). model: a folder, also one with a single GGUF file, or a hub name.
 
     Raises OSError for what is no model, ValueError for a folder with several GGUF files and for damaged files.
+
+    Example:
+        from leanfleet.generate import load_pretrained
+
+        model, tokenizer = load_pretrained("llama")         # a folder, or a name on the Hugging Face hub
     """
     options = locate(model)
     import torch
@@ -189,19 +194,24 @@ def export_command(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("default", category=ExpertsWarning)
     files.check_folder(arguments.folder)
     print(f"loading {arguments.model} ...", file=sys.stderr, flush=True)
-    model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
+    with progress.stage(f"loading {arguments.model}"):
+        model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
     print(
         f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...",
         file=sys.stderr,
         flush=True,
     )
     try:
-        export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope)
+        with progress.stage("exporting"):
+            export_decoder(
+                model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope
+            )
     except VerificationError as error:
         print(f"leanfleet export: {error}", file=sys.stderr)
         return 1
     folder = Path(arguments.folder)
     facts = decoder_contract.read_facts(folder, DECODER)
+    print(describe_fusions(facts.get("fusions")), file=sys.stderr)
     print(describe_verification(facts.get("verified")), file=sys.stderr)
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
     print(f"wrote {folder} ({size:.0f} MB); next: {next_step(folder, arguments.dtype)}", file=sys.stderr)
@@ -218,6 +228,15 @@ def describe_verification(verified: dict[str, Any] | None) -> str:
         f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
         f"{verified['largest_difference']:.1e} at most ({verified['bound']:.1e} allowed)"
     )
+
+
+def describe_fusions(fusions: dict[str, int] | None) -> str:
+    """One line about leanfleet.json's entry of that name."""
+    if fusions is None:
+        return "not fused: --no-fuse"
+    applied = [f"{name} {count}x" for name, count in fusions.items() if count]
+    left = [name for name, count in fusions.items() if not count]
+    return f"fused: {', '.join(applied) or 'nothing'}" + (f" (not found: {', '.join(left)})" if left else "")
 
 
 def next_step(folder: str | Path, dtype: str) -> str:
@@ -244,7 +263,8 @@ def generate_command(arguments: argparse.Namespace) -> int:
         temperature = 1.0 if arguments.top_k or arguments.top_p < 1 else 0.0
     generation.check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
-    decoder = load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
+    with progress.stage(f"loading {arguments.folder}"):
+        decoder = load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
     tokenizer = decoder.tokenizer
     quieten_transformers()
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]

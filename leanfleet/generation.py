@@ -1,4 +1,4 @@
-"""Text generation with an exported decoder, in whatever runtime. Needs numpy, for texts transformers.
+"""Text generation with an exported decoder, the same for every runtime. Needs numpy, for texts transformers.
 
 A runtime brings a Decoder, whose Steps run its graph over caches; choosing tokens, stopping and text are done here.
 Prompts of unequal length run in one batch (query_lens).
@@ -10,6 +10,7 @@ import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from leanfleet import progress
 from leanfleet.files import reading
 
 if TYPE_CHECKING:
@@ -48,11 +50,11 @@ class Decoder(Protocol):
         """The folder's. Raises what load_tokenizer raises."""
 
     def steps(self, batch: int, capacity: int) -> Steps:
-        """For a new batch of so many requests, with caches of so many slots. It ends those of the batch before."""
+        """Starts a batch: so many requests, caches of so many slots. Steps of the batch before must not be used any more."""
 
 
 class FolderTokenizer:
-    """`tokenizer` of a loaded decoder: the one in its folder, loaded when it is asked for."""
+    """Gives a loaded decoder its `tokenizer`: the one in its folder, loaded on first use."""
 
     folder: Path
 
@@ -123,7 +125,7 @@ def check_prompt(prompt: Iterable[int], vocabulary: int) -> list[int]:
 
 
 def stop_set(stop_tokens: Iterable[int] | None, default: Iterable[int]) -> set[int]:
-    """Stop tokens as a set; None: the default ones. Raises ValueError for what is no list of token ids."""
+    """Stop tokens as a set; None: the default ones. Raises ValueError for anything but token ids."""
     try:
         return {operator.index(t) for t in (default if stop_tokens is None else stop_tokens)}
     except TypeError as error:
@@ -206,9 +208,16 @@ def stream(
     capacity: slots of each cache; default: what is needed. temperature 0 is greedy. stop_tokens: default those of the model
     and, with texts, the tokenizer's end of text. statistics: a Statistics to fill. on_logits: called with each step's
     logits, float32 [B,vocabulary]. decoder.tokenizer.decode(tokens) makes text of the tokens.
-    Raises ValueError for an empty prompt, ids outside the vocabulary, sampling that is none, more tokens than the caches or
+    Raises ValueError for an empty prompt, ids outside the vocabulary, wrong sampling options, more tokens than the caches or
     the model's positions hold, and logits that are not finite, FileNotFoundError for texts where the folder has no
     tokenizer, RuntimeError where the runtime fails.
+
+    Example:
+        from leanfleet.ort_ops import load_decoder, stream
+
+        decoder = load_decoder("decoder", providers=["CPUExecutionProvider"])
+        for first, second in stream(decoder, [[1, 2, 3], [4, 5]], max_new_tokens=8, temperature=0.8, top_p=0.9, seed=1):
+            print(first, second)                            # a token id each, None for a request that has stopped
     """
     if isinstance(prompts, str):
         raise ValueError("generate: prompts is one text; give a list of them")
@@ -235,7 +244,8 @@ def stream(
     statistics.tokens = [[] for _ in prompts]
     for step in range(max_new_tokens):
         start = time.perf_counter()
-        logits = steps.run(ids, seq_lens, query_lens, capture=step > 0)
+        with nullcontext() if step else progress.stage(f"reading {lengths.sum()} tokens of the prompts"):
+            logits = steps.run(ids, seq_lens, query_lens, capture=step > 0)
         if on_logits is not None:
             on_logits(logits)
         chosen = choose(logits, temperature, top_k, top_p, random)
@@ -265,7 +275,15 @@ def stream(
 def generate(
     decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any
 ) -> tuple[list[list[int]], Statistics]:
-    """All tokens at once: (list of token lists, Statistics). Prompts, options and errors are those of stream."""
+    """All tokens at once: (list of token lists, Statistics). Prompts, options and errors are those of stream.
+
+    Example:
+        from leanfleet.ort_ops import generate, load_decoder
+
+        decoder = load_decoder("decoder", providers=["CPUExecutionProvider"])
+        answers, statistics = generate(decoder, ["Good morning", "Hello"], max_new_tokens=8)
+        texts = decoder.tokenizer.batch_decode(answers)
+    """
     statistics = Statistics()
     for _ in stream(decoder, prompts, max_new_tokens, statistics=statistics, **options):
         pass
@@ -274,7 +292,13 @@ def generate(
 
 def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     """The tokenizer beside a decoder. Needs transformers. Raises FileNotFoundError for a folder without one, ValueError for
-    damaged files."""
+    damaged files.
+
+    Example:
+        from leanfleet.ort_ops.generation import load_tokenizer
+
+        print(load_tokenizer("decoder").decode([72, 105]))
+    """
     folder = Path(folder)
     if not any((folder / name).exists() for name in ("tokenizer.json", "tokenizer_config.json")):
         raise FileNotFoundError(
@@ -289,10 +313,17 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
 
 
 def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | None = None) -> list[int]:
-    """Token ids of a prompt. chat: as a user's turn in the tokenizer's chat template; default: where it has one.
+    """Token ids of a prompt. chat: wrap it as a user's turn in the tokenizer's chat template; default: if there is one.
 
     system: the system's turn before it. Raises ValueError for an empty text, for a chat without a template, and for a
     template or tokenizer that fails.
+
+    Example:
+        from leanfleet.ort_ops.generation import encode, load_tokenizer
+
+        tokenizer = load_tokenizer("decoder")
+        chat = encode(tokenizer, "Hello", system="Answer in one word.")
+        plain = encode(tokenizer, "Hello", chat=False)      # the text alone, without the chat template
     """
     if not text.strip():
         raise ValueError("the prompt is empty; give it some text")
@@ -309,7 +340,17 @@ def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | No
 
 
 class TextStream:
-    """The text of tokens as they come, in whole characters."""
+    """Turns tokens into text as they come, a whole character at a time.
+
+    Example:
+        from leanfleet.ort_ops import load_decoder, stream
+        from leanfleet.ort_ops.generation import TextStream
+
+        decoder = load_decoder("decoder", providers=["CPUExecutionProvider"])
+        text = TextStream(decoder.tokenizer)
+        for (token,) in stream(decoder, ["Good morning"], max_new_tokens=8):
+            print(text.add(token), end="", flush=True)
+    """
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer, self.shown = tokenizer, 0

@@ -1,7 +1,7 @@
 """leanfleet's nodes in an ONNX file: are their attributes and their version known? Standard library only.
 
-Reads the file's own encoding and passes over weights without reading them, so that a model of any size costs
-milliseconds. onnxruntime hands a kernel the attributes that it asks for by name, so that a mistyped one is ignored there.
+Reads the protobuf encoding directly and skips weights, so that a model of any size takes milliseconds. onnxruntime itself
+ignores a mistyped attribute: it hands a kernel only the attributes that the kernel asks for by name.
 """
 
 import mmap

@@ -75,6 +75,11 @@ def library_path(name: str) -> Path:
     """Path of a library of this package: "leanfleet", "leanfleet_ort" or "leanfleet_trt".
 
     LEANFLEET_LIBRARY_DIR, when set, is the only folder looked at. Raises FileNotFoundError.
+
+    Example:
+        from leanfleet.native import library_path
+
+        print(library_path("leanfleet").name)  # libleanfleet.so
     """
     told = os.environ.get("LEANFLEET_LIBRARY_DIR")
     path = (Path(told) if told else _library_folder()) / f"lib{name}.so"
@@ -108,12 +113,24 @@ def library() -> ctypes.CDLL:
 
 
 def build_info() -> str:
-    """What kernels the library holds for this processor, such as "cpu avx512, cuda"."""
+    """What kernels the library holds for this processor, such as "cpu avx512, cuda".
+
+    Example:
+        from leanfleet.native import build_info
+
+        print(build_info())
+    """
     return library().leanfleet_build_info().decode()
 
 
 def op_names() -> list[str]:
-    """The operators in the library."""
+    """The operators in the library.
+
+    Example:
+        from leanfleet import native, spec
+
+        print(native.op_names() == list(spec.all_specs()))  # True
+    """
     names, index = [], 0
     while (name := library().leanfleet_op_name(index)) is not None:
         names.append(name.decode())
@@ -161,7 +178,24 @@ class Call:
     """One call of an operator. Entries are (address, shape, dtype name) or None for an absent tensor.
 
     device: "cpu" or "cuda" (the current device). threads: 0 means all that the process may use. stream: the
-    address of a cudaStream_t.
+    address of a cudaStream_t. Raises FileNotFoundError or OSError without the library, ValueError for a tensor of more than
+    MAX_RANK axes.
+
+    Example:
+        import numpy as np
+        from leanfleet.native import Call
+
+        query, key, value = np.random.standard_normal((3, 1, 2, 5, 8)).astype(np.float32)   # [B,H,N,D] each
+        output, normalizer = np.empty_like(value), np.empty((1, 2, 5), np.float32)
+        inputs, outputs = (
+            [(array.ctypes.data, array.shape, "float32") for array in arrays]
+            for arrays in ((query, key, value), (output, normalizer))
+        )
+        call = Call("NormalizedLinearAttention", inputs, outputs, {"normalize_qk": True})
+        scratch_bytes, sync_bytes = call.workspace()
+        scratch, sync = np.empty(scratch_bytes + 256, np.uint8), np.zeros(sync_bytes + 256, np.uint8)
+        aligned = [-(-array.ctypes.data // 256) * 256 for array in (scratch, sync)]     # to 256 bytes
+        call.run(aligned[0], scratch_bytes, aligned[1], sync_bytes)
     """
 
     def __init__(

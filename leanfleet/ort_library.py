@@ -24,6 +24,13 @@ def get_library_path() -> str:
     """Path of libleanfleet_ort.so, for SessionOptions.register_custom_ops_library and other runtimes' settings.
 
     Raises FileNotFoundError where the package was installed without its libraries.
+
+    Example:
+        import onnxruntime
+        from leanfleet.ort_ops import get_library_path
+
+        options = onnxruntime.SessionOptions()
+        options.register_custom_ops_library(get_library_path())     # what register does, beside its checks
     """
     return str(native.library_path("leanfleet_ort"))
 
@@ -51,6 +58,12 @@ def register(session_options: SessionOptions) -> SessionOptions:
 
     Doing it again to the same object changes nothing. Raises ImportError (no onnxruntime), RuntimeError (one older
     than 1.18) or FileNotFoundError (the package's library is missing).
+
+    Example:
+        import onnxruntime
+        from leanfleet.ort_ops import register
+
+        session = onnxruntime.InferenceSession("layer.onnx", register(onnxruntime.SessionOptions()))
     """
     onnxruntime()
     path = get_library_path()

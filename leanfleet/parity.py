@@ -21,7 +21,7 @@ from polygraphy.backend.onnxrt import OnnxrtRunner
 from polygraphy.comparator import IterationResult, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
-from leanfleet import model_file, spec, trial
+from leanfleet import model_file, progress, spec, trial
 from leanfleet.tables import print_table
 from leanfleet.trial import BFLOAT16, EPSILON, SIZES, TOLERANCE, attributes_of, leanfleet_nodes, make_inputs  # noqa: F401
 
@@ -44,6 +44,13 @@ class SessionRunner(OnnxrtRunner):
     library: with leanfleet's kernels registered; without, the model's function bodies run.
     kernels: {(operator, provider): runs} of leanfleet's kernels, once the runner is deactivated.
     bfloat16 outputs come as float32.
+
+    Example:
+        from polygraphy.comparator import Comparator
+        from leanfleet.parity import SessionRunner
+
+        runners = [SessionRunner("layer.onnx", library=False, name="body"), SessionRunner("layer.onnx", name="kernels")]
+        print(bool(Comparator.compare_accuracy(Comparator.run(runners))))
     """
 
     def __init__(
@@ -96,7 +103,15 @@ def kernels_in_profile(path: str | Path) -> Counter[tuple[str, str]]:
 
 
 class ReferenceRunner(BaseRunner):
-    """Runs a model with onnx's reference evaluator, and leanfleet nodes with the PyTorch reference in float64."""
+    """Runs a model with onnx's reference evaluator, and leanfleet nodes with the PyTorch reference in float64.
+
+    Example:
+        import numpy as np
+        from leanfleet.parity import ReferenceRunner
+
+        with ReferenceRunner("layer.onnx") as runner:
+            outputs = runner.infer({"hidden": np.zeros((1, 10, 64), np.float32)})
+    """
 
     def __init__(self, path: str | Path, name: str | None = None) -> None:
         super().__init__(name=name, prefix="leanfleet-reference")
@@ -151,6 +166,14 @@ def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
 
     Computes in float64 and returns T outputs in the inputs' type, F outputs in float32. Raises ValueError for
     arguments that the reference refuses.
+
+    Example:
+        import numpy as np
+        from leanfleet.parity import run_reference
+
+        query, key, value = np.random.standard_normal((3, 1, 2, 5, 8)).astype(np.float32)   # [B,H,N,D] each
+        output, normalizer = run_reference("NormalizedLinearAttention", {"normalize_qk": 1}, [query, key, value])
+        print(output.shape, normalizer.shape)  # (1, 2, 5, 8) (1, 2, 5)
     """
     import torch
 
@@ -192,7 +215,16 @@ RUNNERS = {
 
 
 def make_runner(kind: str, path: str | Path) -> BaseRunner:
-    """A Polygraphy runner of one of RUNNERS. Raises ValueError for another name."""
+    """A Polygraphy runner of one of RUNNERS. Raises ValueError for another name.
+
+    Example:
+        import numpy as np
+        from leanfleet.parity import make_runner
+
+        with make_runner("ort-cpu", "layer.onnx") as runner:
+            outputs = runner.infer({"hidden": np.zeros((1, 10, 64), np.float32)})
+        print(dict(runner.kernels))                         # {('NormalizedLinearAttention', 'CPUExecutionProvider'): 1}
+    """
     if kind not in RUNNERS:
         raise ValueError(f"runner '{kind}' is unknown; choose from {', '.join(RUNNERS)}")
     if kind == "reference":
@@ -225,6 +257,12 @@ def check(
     and {runner: Counter {(operator, provider): runs} of the leanfleet kernels that ran}.
     Raises ValueError for wrong arguments; EditedNodeError where a node was edited after its function body was made, whatever
     the runners; RuntimeError where a runner fails, or has leanfleet's kernels and did not run them on its provider.
+
+    Example:
+        from leanfleet.parity import check, print_check
+
+        rows, kernels = check("layer.onnx", ("body", "ort-cpu"), sizes={"batch": 2, "tokens": 7})
+        print_check(rows, kernels)
     """
     if len(runners) < 2 or len(set(runners)) < len(runners):
         raise ValueError(f"runners are {', '.join(runners) or 'none'}; expected two or more different ones")
@@ -234,7 +272,11 @@ def check(
     if "body" in runners:
         _check_bodies(model)
     feed = make_inputs(model, sizes, seed) if inputs is None else _typed(model, inputs)
-    results = [_run(runner, model, feed) for runner in built]
+    results = []
+    with progress.stage("running the model with") as stage:
+        for number, runner in enumerate(built):
+            stage.at(runner.name, number, len(built))
+            results.append(_run(runner, model, feed))
     judge = results[0]
     if rtol is None and atol is None:
         tolerances = trial.tolerances(model, judge)

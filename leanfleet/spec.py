@@ -42,7 +42,7 @@ class Axis:
 def sizes_of(pairs: Iterable[tuple[Axis, int]]) -> dict[str, int]:
     """{symbol: size} from pairs (Axis, size of that axis); of several sizes of a symbol the first.
 
-    An axis of two symbols tells the first of them where others tell the second.
+    An axis that is a sum of two symbols gives the first of them, once other axes give the second.
     """
     dims = {}
     for axis, size in sorted(pairs, key=lambda pair: bool(pair[0].plus)):
@@ -227,7 +227,13 @@ def _attr(entry):
 
 
 def parse(path: str | Path) -> tuple[OpSpec, ...]:
-    """Reads one schema file; returns its operators in order. Raises ValueError where the file is inconsistent."""
+    """Reads one schema file; returns its operators in order. Raises ValueError where the file is inconsistent.
+
+    Example:
+        from leanfleet.spec import parse, schema_path
+
+        print(parse(schema_path())[0].name)  # LeanAttention
+    """
     specs = []
     for name, entry in tomllib.loads(Path(path).read_text()).items():
         spec = OpSpec(
@@ -291,5 +297,13 @@ def schema_path() -> Path:
 
 @cache
 def all_specs() -> dict[str, OpSpec]:
-    """All operators by name, in the order of ops.toml."""
+    """All operators by name, in the order of ops.toml.
+
+    Example:
+        from leanfleet.spec import all_specs
+
+        op = all_specs()["LeanAttention"]
+        print(op.inputs[0].name, *op.inputs[0].shapes)
+        print(op.attr("causal").default)
+    """
     return {spec.name: spec for spec in parse(schema_path())}

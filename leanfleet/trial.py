@@ -1,4 +1,4 @@
-"""Trial runs of models with leanfleet nodes: inputs that mean something, and how far two results may lie apart.
+"""Trial runs of models with leanfleet nodes: valid random inputs, and how far two results may lie apart.
 
 Needs onnx and numpy.
 """
@@ -79,12 +79,19 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
 def make_inputs(
     model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, seed: int = 0, symbols: dict[str, int] | None = None
 ) -> OrderedDict[str, np.ndarray]:
-    """Random inputs that mean something for a model with leanfleet nodes: an ordered dict of numpy arrays.
+    """Random inputs that are valid for a model's leanfleet nodes: an ordered dict of numpy arrays.
 
     Lengths lie within the caches, page tables and state indices hold valid distinct rows, decays are not positive,
-    what makes up a denominator is positive, token ids lie in their embedding; other floats are standard normal.
+    terms of a denominator are positive, token ids lie in their embedding; other floats are standard normal.
     sizes: of open dimensions by name; the others get those of SIZES, or of `symbols` in its place. Raises ValueError for a
     size of no open dimension, and for inputs of other types than floats and integers.
+
+    Example:
+        import onnx
+        from leanfleet.trial import make_inputs
+
+        inputs = make_inputs(onnx.load("layer.onnx"), {"batch": 2, "tokens": 7})
+        print({name: array.shape for name, array in inputs.items()})  # {'hidden': (2, 7, 64)}
     """
     random = np.random.default_rng(seed)
     uses, rows = _uses(model.graph)
@@ -117,7 +124,7 @@ def make_inputs(
 def fitted(
     model: onnx.ModelProto, feed: Mapping[str, np.ndarray], seed: int = 0, keep: Collection[str] = ()
 ) -> OrderedDict[str, np.ndarray]:
-    """A feed with its values made into ones that the model's leanfleet nodes take, as make_inputs makes them; sizes stay.
+    """A feed of the same sizes whose values are made valid for the model's leanfleet nodes, as those of make_inputs are.
 
     keep: names of inputs that stay as they are, as do those that no leanfleet node takes, directly or through casts and
     reshapes.

@@ -46,6 +46,11 @@ def bundle(folder: str | Path, target: str | Path) -> Path:
     Without the tokenizer's files (export_decoder's tokenizer) onnxruntime-genai generates from token ids alone.
     Raises FileNotFoundError where a file is missing, ValueError for damaged files, another kind of model, or where target is
     folder, OSError where target cannot be written; target is then as it was.
+
+    Example:
+        from leanfleet.ort_ops.genai import bundle
+
+        bundle("decoder", "bundled")                        # then onnxruntime_genai.Model("bundled")
     """
     folder, target = Path(folder), Path(target)
     facts = read_facts(folder, DECODER)
@@ -72,13 +77,13 @@ def bundle(folder: str | Path, target: str | Path) -> Path:
 def _adapt(graph: ir.Graph, folder: Path) -> dict[str, ir.Value]:
     """Puts attention_mask in the place of seq_lens and query_lens, and gives logits the token axis that genai expects.
     Returns the inputs that are caches or states, by name."""
-    inputs = {v.name: v for v in graph.inputs}
+    inputs = {v.name or "": v for v in graph.inputs}
     logits = next((v for v in graph.outputs if v.name == LOGITS), None)
     if {n for n in inputs if not DECODER.is_cache(n)} != {t.name for t in DECODER.inputs} or logits is None:
         raise ValueError(
             f"{folder / MODEL_FILE} is no decoder of {DECODER.writer}: its inputs are {', '.join(list(inputs)[:4])}, ..."
         )
-    batch, tokens = inputs[INPUT_IDS].shape
+    batch, _ = _shape(inputs[INPUT_IDS])
     mask = ir.Value(name=MASK, type=ir.TensorType(ir.DataType.INT64), shape=ir.Shape([batch, "total"]))
     tape = ir.tape.Tape()
     axis = tape.op("Constant", [], {"value_ints": [1]})
@@ -93,30 +98,34 @@ def _adapt(graph: ir.Graph, folder: Path) -> dict[str, ir.Value]:
     kept = [v for v in graph.inputs if v.name not in (SEQ_LENS, QUERY_LENS)]
     graph.inputs.clear()
     graph.inputs.extend([kept[0], mask, *kept[1:]])
-    if len(logits.shape) == 2:  # of the last token alone
+    if len(_shape(logits)) == 2:  # of the last token alone
         axes = ir.node("Constant", [], {"value_ints": [1]})
         wider = ir.node("Unsqueeze", [logits, axes.outputs[0]])
         axes.outputs[0].name, wider.name, axes.name = "genai/logits_axis", "genai/logits", "genai/logits_axis"
         graph.extend([axes, wider])
         output = wider.outputs[0]
-        output.type, output.shape = logits.type, ir.Shape([batch, 1, logits.shape[1]])
+        output.type, output.shape = logits.type, ir.Shape([batch, 1, _shape(logits)[1]])
         logits.name, output.name = "genai/last_logits", LOGITS
         graph.outputs[list(graph.outputs).index(logits)] = output
     caches = {name: v for name, v in inputs.items() if DECODER.is_cache(name)}
     for name in [name for name in caches if is_part(name, STATE)]:
         layer = layer_of(name)
-        past = ir.Value(
-            name=DECODER.past + cache_name(layer, CONV_STATE),
-            type=ir.TensorType(ir.DataType.FLOAT),
-            shape=ir.Shape([batch, 1, 1]),
-        )
+        conv_state = DECODER.past + cache_name(layer, CONV_STATE)
+        past = ir.Value(name=conv_state, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([batch, 1, 1]))
         present = ir.node("Identity", [past], name=f"genai/conv_state_{layer}")
         value = present.outputs[0]
-        value.name, value.type, value.shape = DECODER.output_of(past.name), past.type, past.shape
+        value.name, value.type, value.shape = DECODER.output_of(conv_state), past.type, past.shape
         graph.inputs.append(past)
         graph.append(present)
         graph.outputs.append(value)
     return caches
+
+
+def _shape(value: ir.Value) -> ir.Shape:
+    """The shape of an input or output of the graph. Raises ValueError where the file declares none."""
+    if value.shape is None:
+        raise ValueError(f"the model declares no shape of {value.name}: export it again")
+    return value.shape
 
 
 def _special_tokens(folder: Path, stop: list[int]) -> dict[str, int]:
@@ -145,7 +154,7 @@ def _special_tokens(folder: Path, stop: list[int]) -> dict[str, int]:
 
 def _config(facts: Facts, caches: dict[str, ir.Value], library: str, special: dict[str, int]) -> dict[str, Any]:
     keys = {name: v for name, v in caches.items() if is_part(name, KEY)}
-    heads, _, size = list(next(iter(keys.values())).shape)[1:] if keys else (1, 1, 1)  # read where there are caches alone
+    heads, _, size = _shape(next(iter(keys.values())))[1:] if keys else (1, 1, 1)  # read where there are caches alone
     layers = 1 + max(layer_of(name) for name in caches)
     stop = facts["stop_tokens"]
     context = facts.get("max_positions") or DEFAULT_CONTEXT

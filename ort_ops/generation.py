@@ -64,7 +64,7 @@ class DecoderSession(FolderTokenizer):
         return self.session.get_providers()[0] == "CUDAExecutionProvider"
 
     def steps(self, batch: int, capacity: int) -> _Steps:
-        """The steps of a batch; with CUDA graphs those of an earlier batch of the same size, whose graphs exist already."""
+        """The steps of a batch. With CUDA graphs they are those of an earlier batch of the same size, captured already."""
         options = self.session.get_provider_options().get("CUDAExecutionProvider", {})
         if options.get("enable_cuda_graph") != "1":
             return _Steps(self, batch, capacity)
@@ -89,6 +89,13 @@ def load_decoder(
     library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
     cuda_graph: on the CUDA provider, capture each batch's decode step once and replay it.
     Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
+
+    Example:
+        from leanfleet.ort_ops import generate, load_decoder
+
+        decoder = load_decoder("decoder", providers=["CPUExecutionProvider"])
+        answers, statistics = generate(decoder, ["Good morning", [1, 2, 3]], max_new_tokens=8)
+        print(decoder.tokenizer.decode(answers[0]), statistics.tokens_per_second)
     """
     if cuda_graph:
         providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
@@ -112,10 +119,10 @@ def load_decoder(
 class _Steps:
     """Runs the steps of one batch: its caches, its states, and their bindings.
 
-    A cache that is updated in place has one buffer, bound to the graph's input and output. One that is not has two, and
-    steps alternate between reading the first and writing the second, and the reverse: so without the library, whose function
-    bodies return new tensors, and for states of linear attention in CUDA graphs. (While it captures, ONNX Runtime runs a step
-    several times. Appending a token twice to the same place of a cache does no harm; updating a state twice does.)
+    A cache that is updated in place has one buffer, bound to the graph's input and output. Others have two, which change
+    roles from step to step: one is read, the other written. Two are needed without the library, whose function bodies return
+    new tensors, and for states of linear attention in CUDA graphs: ONNX Runtime runs a step several times while it captures.
+    Appending a token twice to the same place of a cache does no harm; updating a state twice does.
     """
 
     def __init__(self, decoder: DecoderSession, batch: int, capacity: int, cuda_graph: bool = False) -> None:
@@ -138,7 +145,7 @@ class _Steps:
         self.graphs = self._graph_bindings(batch) if cuda_graph else None
 
     def reset(self) -> None:
-        """Zeros where the first step reads numbers that no token wrote: states, and the whole caches of function bodies."""
+        """Zeroes what the first step reads before a token was written there: states, and without the library whole caches."""
         self.turn = 0
         for cache, values in zip(self.decoder.caches, self.buffers, strict=True):
             if CAPACITY not in cache.shape or not self.decoder.in_place:

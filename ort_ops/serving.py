@@ -64,9 +64,9 @@ class Request:
 
 
 class _Captured:
-    """Steps of `batch` in which each of up to `rows` requests gets one token, with tables of `table` pages, as the session's
-    CUDA graph `identity`: inputs and logits stay in their places. Rows without a request have no new tokens. (ONNX Runtime
-    runs a step several times while it captures; a token that is appended twice to the same place of a page does no harm.)"""
+    """A captured step of `batch`, the session's CUDA graph `identity`: one token for each of up to `rows` requests, with
+    tables of up to `table` pages. Inputs and logits keep their addresses. Rows without a request have no new tokens. ONNX
+    Runtime runs a step several times while it captures; appending a token twice to the same place of a page does no harm."""
 
     def __init__(self, batch: ContinuousBatch, rows: int, table: int, identity: int) -> None:
         import onnxruntime
@@ -80,6 +80,7 @@ class _Captured:
             self.binding.bind_ortvalue_input(name, value)
         batch.bind_pools(self.binding)
         # Steps follow one another: they share the room for logits.
+        assert batch.step_logits is not None  # a batch with CUDA graphs has the room
         self.binding.bind_output(LOGITS, batch.device, 0, np.float32, [rows, batch.vocabulary], batch.step_logits.data_ptr())
 
     def run(self, feed: dict[str, np.ndarray]) -> np.ndarray:
@@ -99,7 +100,7 @@ class _Captured:
 
 
 class ContinuousBatch:
-    """A queue of requests, the pool, and step().
+    """Continuous batching: a queue of requests, a pool of pages that they share, and step(), which runs one call.
 
     folder: written by leanfleet.export.serving.export_for_serving. pages: size of the pool; one request needs
     ceil((prompt + max_new_tokens) / block) of them for as long as it runs. max_requests: at most so many run at once.
@@ -108,6 +109,16 @@ class ContinuousBatch:
     requests and of pages in the longest table, and replayed; providers are ignored then.
     Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
     step_tokens and for cuda_graph without the library, and what make_session raises.
+
+    Example:
+        from leanfleet.ort_ops.serving import ContinuousBatch
+
+        batch = ContinuousBatch("serving", pages=64, providers=["CPUExecutionProvider"])
+        first = batch.add([1, 2, 3], max_new_tokens=8)
+        batch.step()
+        second = batch.add([4, 5], max_new_tokens=4)        # joins while the first one runs
+        batch.run()
+        print(first.done, len(second.tokens) <= 4)  # True True
     """
 
     def __init__(
@@ -179,7 +190,7 @@ class ContinuousBatch:
 
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
         default those of the model. Raises ValueError, and queues nothing, for an empty prompt, token ids outside the
-        vocabulary, sampling that is none, and requests that the pool or the model's positions could never hold.
+        vocabulary, wrong sampling options, and requests that the pool or the model's positions could never hold.
         """
         prompt = check_prompt(prompt, self.vocabulary)
         check_sampling(temperature, top_k, top_p, seed)
@@ -213,8 +224,8 @@ class ContinuousBatch:
         request.pages = []
 
     def _admit(self) -> None:
-        """Takes requests in their order while pages and places last. A request's pages are all taken at once, so that none
-        that runs can ever be stuck."""
+        """Starts waiting requests in their order while pages and places last. A request gets all its pages at once, so that
+        it never has to wait for pages while it runs."""
         while self.queue and len(self.running) < self.max_requests:
             request = self.queue[0]
             count = -(-(len(request.prompt) + request.max_new_tokens) // self.block)

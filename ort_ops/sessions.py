@@ -81,6 +81,15 @@ def make_session(
     that our operators do not have (which onnxruntime itself would ignore) and for another version of them, and
     RuntimeError for a provider that was asked for and does not start. Errors in the model are onnxruntime's; those about our
     nodes name operator, node, argument, and the values found and allowed.
+
+    Example:
+        import numpy as np
+        from leanfleet.ort_ops import make_session
+
+        session = make_session("layer.onnx", providers=["CPUExecutionProvider"])
+        hidden = np.zeros((1, 10, 64), np.float32)
+        output, = session.run(None, {session.get_inputs()[0].name: hidden})
+        print(output.shape)  # (1, 10, 64)
     """
     ort = ort_library.onnxruntime()
     available = ort.get_available_providers()

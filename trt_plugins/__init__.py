@@ -46,6 +46,11 @@ def get_plugin_path() -> str:
     TensorRT-RTX.
 
     Raises FileNotFoundError where the package was built without it (without nvcc, or without TensorRT's headers).
+
+    Example:
+        from leanfleet.trt_plugins import get_plugin_path
+
+        print(f"trtexec --onnx=prepared.onnx --dynamicPlugins={get_plugin_path()}")
     """
     return str(native.library_path("leanfleet_trt"))
 
@@ -70,6 +75,12 @@ def runtime(name: str | None = None) -> ModuleType:
     """The module tensorrt or tensorrt_rtx; name None: the first that is installed, tensorrt before tensorrt_rtx.
 
     Raises ValueError for another name, ImportError where it is not installed, RuntimeError where it is too old.
+
+    Example:
+        from leanfleet import trt_plugins
+
+        trt = trt_plugins.runtime()                         # the module tensorrt, or tensorrt_rtx
+        print(trt.__version__)
     """
     if name not in (None, *RUNTIMES):
         raise ValueError(f"runtime is '{name}'; it is one of {', '.join(RUNTIMES)}")
@@ -109,6 +120,13 @@ def load(trt: ModuleType | None = None) -> ModuleType:
     """Registers the plugins with a runtime (a module; None: see runtime). Loading again changes nothing. Returns the module.
 
     Raises what runtime and get_plugin_path raise, and RuntimeError where the runtime refuses the library.
+
+    Example:
+        from leanfleet import trt_plugins
+
+        trt = trt_plugins.load()
+        names = {creator.name for creator in trt.get_plugin_registry().all_creators}
+        print("LeanAttention" in names)  # True
     """
     trt = trt or runtime()
     if trt.__name__ not in _loaded:
@@ -170,6 +188,13 @@ def prepare(model: onnx.ModelProto) -> onnx.ModelProto:
     the standard operator of its name. The nodes move to the domain leanfleet.trt, because ONNX Runtime would read their
     inputs by position. Returns the model. Preparing it again changes nothing. Raises ValueError for an attribute that an
     operator does not have, and for another version of them, before anything is changed.
+
+    Example:
+        import onnx
+        from leanfleet.trt_plugins import prepare
+
+        model = prepare(onnx.load("layer.onnx"))
+        print(sorted({node.domain for node in model.graph.node}))  # ['', 'leanfleet.trt']
     """
     import onnx
     import onnx.inliner
@@ -251,7 +276,13 @@ def _read_model(model):
 def prepare_file(model: str | os.PathLike[str], path: str | os.PathLike[str]) -> str | os.PathLike[str]:
     """Writes a prepared copy of an ONNX file, for trtexec and other tools. Weights in a file of their own stay there, so
     that the copy must lie in the same folder. Returns path. Raises FileNotFoundError, ValueError for another folder or what
-    is no ONNX model, OSError for a path that cannot be written."""
+    is no ONNX model, OSError for a path that cannot be written.
+
+    Example:
+        from leanfleet.trt_plugins import prepare_file
+
+        prepare_file("layer.onnx", "prepared.onnx")         # then trtexec --onnx=prepared.onnx
+    """
     proto, source = _read_model(model)
     external = any(t.data_location == t.EXTERNAL for t in proto.graph.initializer)
     if external and Path(path).absolute().parent != Path(source).parent:
@@ -303,6 +334,13 @@ def build_engine(
     Returns a Build. Raises FileNotFoundError, ValueError for what is no model, for profiles that do not fit it and where no
     GPU is named and none is here, OSError where path cannot be written, RuntimeError with the log's reasons where TensorRT
     refuses the model, and KeyboardInterrupt, between two steps of the build, for Ctrl-C.
+
+    Example:
+        from leanfleet.trt_plugins import build_engine
+
+        profile = {"batch": (1, 1, 8), "tokens": (1, 128, 2048)}    # least, usual and largest
+        built = build_engine("layer.onnx", profile, "layer.engine", compute_capabilities=["8.9"])
+        print([operator for _, operator in built.layers])  # ['NormalizedLinearAttention']
     """
     proto, source = _read_model(model)
     trt = load(trt)
@@ -517,6 +555,12 @@ def deserialize(
     host_code: lets an engine that holds code for the host, as embed_plugins makes it, run that code in this process, with all
     that this process may do: for files from somebody you trust alone. Raises FileNotFoundError, and RuntimeError where no
     GPU is here and with the log's reasons where TensorRT refuses the engine.
+
+    Example:
+        from leanfleet.trt_plugins import deserialize
+
+        engine = deserialize("layer.engine")
+        print(engine.num_io_tensors)
     """
     if isinstance(engine, (str, os.PathLike)):
         if not Path(engine).is_file():
@@ -538,7 +582,14 @@ def deserialize(
 
 def inspect(engine: bytes | str | os.PathLike[str], trt: ModuleType | None = None, host_code: bool = False) -> dict[str, Any]:
     """What an engine (bytes or path) holds: {"tensors": [...], "layers": [...]}, as TensorRT's engine inspector tells.
-    Needs a GPU that it was built for. host_code, and what it raises: see deserialize."""
+    Needs a GPU that it was built for. host_code, and what it raises: see deserialize.
+
+    Example:
+        from leanfleet.trt_plugins import inspect
+
+        for tensor in inspect("layer.engine")["tensors"]:
+            print(tensor["mode"], tensor["name"], tensor["type"], tensor["shape"])
+    """
     import json
 
     trt = load(trt)

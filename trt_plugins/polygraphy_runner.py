@@ -22,6 +22,13 @@ def engine_loader(model: Any, profiles: Any = None, trt: ModuleType | None = Non
     TrtRunner and its other loaders. The arguments are those of trt_plugins.build_engine.
 
     Polygraphy chooses between tensorrt and tensorrt_rtx when it is imported: POLYGRAPHY_USE_TENSORRT_RTX=1 for the latter.
+
+    Example:
+        from polygraphy.backend.trt import TrtRunner
+        from leanfleet.trt_plugins.polygraphy_runner import engine_loader
+
+        with TrtRunner(engine_loader("layer.onnx", {"batch": (1, 1, 8), "tokens": (1, 10, 64)})) as runner:
+            print(runner.get_input_metadata())
     """
 
     def load() -> Any:
@@ -36,6 +43,14 @@ class TrtRunner(BaseRunner):
 
     The engine is built for the sizes of the first inputs. bfloat16 inputs are ml_dtypes arrays, bfloat16 outputs come as
     float32. kernels: Counter {(operator, "TensorRT"): runs} of leanfleet's plugins.
+
+    Example:
+        import numpy as np
+        from leanfleet.trt_plugins.polygraphy_runner import TrtRunner
+
+        with TrtRunner("layer.onnx") as runner:
+            outputs = runner.infer({"hidden": np.zeros((1, 10, 64), np.float32)})
+        print(runner.kernels)
     """
 
     library, provider = True, "TensorRT"

@@ -161,6 +161,13 @@ class Engine:
 
     engine: bytes, path or trt.ICudaEngine. memory: "torch" or "cuda-python"; None: torch where it has CUDA. host_code: see
     trt_plugins.deserialize. Raises what trt_plugins.deserialize raises, and ImportError without either package.
+
+    Example:
+        import numpy as np
+        from leanfleet.trt_plugins.running import Engine
+
+        engine = Engine("layer.engine")
+        outputs = engine.numpy(engine({engine.inputs[0]: np.zeros((1, 10, 64), np.float32)}))
     """
 
     def __init__(self, engine: Any, trt: ModuleType | None = None, memory: str | None = None, host_code: bool = False) -> None:
@@ -290,6 +297,13 @@ def load_decoder(
 
     cuda_graph: captures the decode step of each batch once and replays it. host_code: see trt_plugins.deserialize.
     Raises what leanfleet.decoder_contract.read_facts and Engine raise.
+
+    Example:
+        from leanfleet.generation import generate
+        from leanfleet.trt_plugins.running import load_decoder
+
+        decoder = load_decoder("decoder", "decoder.engine")
+        answers, statistics = generate(decoder, ["Good morning"], max_new_tokens=8)
     """
     facts = read_facts(folder, DECODER)
     loaded = Engine(engine, trt, memory="torch", host_code=host_code)
@@ -310,7 +324,14 @@ Sizes = tuple[int, int, int]  # least, usual and largest, of a dimension in a pr
 def decoder_profiles(
     batch: Sizes = (1, 1, 8), tokens: Sizes = (1, 128, 2048), capacity: Sizes = (16, 2048, 8192)
 ) -> list[dict[str, Sizes]]:
-    """Profiles of an exported decoder: 0 for prompts, 1 for steps of one token."""
+    """Profiles of an exported decoder: 0 for prompts, 1 for steps of one token.
+
+    Example:
+        from leanfleet.trt_plugins.running import decoder_profiles
+
+        prompts, steps = decoder_profiles(batch=(1, 1, 4), capacity=(16, 1024, 4096))
+        print(steps["tokens"])  # (1, 1, 1)
+    """
     prompts = {BATCH: batch, TOKENS: tokens, CAPACITY: capacity}
     return [prompts, prompts | {TOKENS: (1, 1, 1)}]
 
@@ -391,5 +412,12 @@ class _Steps:
 def generate(
     decoder: Decoder, prompts: Sequence[str | Sequence[int]], max_new_tokens: int | None = None, **options: Any
 ) -> tuple[list[list[int]], generation.Statistics]:
-    """(list of token lists, Statistics); prompts and options are those of leanfleet.generation.stream."""
+    """(list of token lists, Statistics); prompts and options are those of leanfleet.generation.stream.
+
+    Example:
+        from leanfleet.trt_plugins.running import generate, load_decoder
+
+        decoder = load_decoder("decoder", "decoder.engine")
+        answers, statistics = generate(decoder, ["Good morning"], max_new_tokens=8)
+    """
     return generation.generate(decoder, prompts, max_new_tokens, **options)

@@ -22,7 +22,7 @@ from pathlib import Path
 import torch
 
 from bench.kernels.timing import Launches, captured, counted, times
-from leanfleet.export.linear_attention import rotary_tables, turned
+from leanfleet.export.linear_attention import rotary_tables, rotate
 
 READ_BYTES_PER_US = 4.6e6
 
@@ -243,7 +243,7 @@ def paged(args):
 
 
 def step(args):
-    """Decode steps as a model runs them: one node turns the query and the new key and appends new keys and values."""
+    """Decode steps as a model runs them: one node rotates the query and the new key and appends new keys and values."""
     for B, H, Hkv, D, N in STEP:
         q, k, v = normal(B, H, 1, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
         new_key, new_value = normal(B, Hkv, 1, D), normal(B, Hkv, 1, D)
@@ -253,7 +253,7 @@ def step(args):
         append = {**plain, "new_key": new_key, "new_value": new_value}
         node = Node({**append, "cos_cache": cosines.float(), "sin_cache": sines.float()}, {"append": 1})
         calls = {"leanfleet": node, "leanfleet append": Node(append, {"append": 1}), "leanfleet attention": Node(plain)}
-        rows = [turned(x, cosines[-1], sines[-1]) for x in (q, new_key)]
+        rows = [rotate(x, cosines[-1], sines[-1]) for x in (q, new_key)]
         k[:, :, -1:], v[:, :, -1:] = rows[1], new_value
         gate(node, rows[0], k.clone(), v.clone())
         if "fa3" in args.peers:

@@ -10,11 +10,14 @@ length a column.
 
 import json
 import sys
+from collections.abc import Iterator
+from typing import Any
 
 from leanfleet.bench import Shape
 
 
-def tables(report):
+def tables(report: dict[str, Any]) -> Iterator[str]:
+    """The lines of a report's tables in Markdown."""
     settings, machine = report["settings"], report["machine"]
     decay = {"none": "without decay", "head": "a decay for each head", "token": "a decay for each token"}
     groups = {}

@@ -4,6 +4,8 @@ import csv
 import shutil
 import subprocess
 import sys
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -17,7 +19,9 @@ FLUSH = {}
 class Launches:
     """A node with its outputs and a workspace of its own, and launches that a CUDA graph can capture."""
 
-    def __init__(self, op_name, inputs, attrs, in_place=False):
+    def __init__(
+        self, op_name: str, inputs: Mapping[str, torch.Tensor], attrs: Mapping[str, Any], in_place: bool = False
+    ) -> None:
         """in_place: outputs that may take an input's buffer get it."""
         op = spec.all_specs()[op_name]
         self.op_name, self.attrs, self.inputs = op_name, attrs, inputs
@@ -35,20 +39,20 @@ class Launches:
             self.buffers.append(buffer)
             self.workspace += [-(-buffer.data_ptr() // ALIGNMENT) * ALIGNMENT, size]
 
-    def run(self):
+    def run(self) -> dict[str, torch.Tensor]:
         """On torch's current stream; returns the outputs by name."""
         stream = torch.cuda.current_stream().cuda_stream
         native.Call(self.op_name, *self.entries, self.attrs, "cuda", stream=stream).run(*self.workspace)
         return self.outputs
 
-    def capture(self):
+    def capture(self) -> torch.cuda.CUDAGraph:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph):
             self.run()
         return graph
 
 
-def captured(function):
+def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     """A graph of one call, after a warm-up on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
@@ -62,14 +66,15 @@ def captured(function):
     return graph
 
 
-def flush():
+def flush() -> None:
+    """Reads more than the L2 holds."""
     if not FLUSH:
         FLUSH["data"] = torch.zeros(64 << 20, device="cuda")
         FLUSH["sum"] = torch.zeros((), device="cuda")
     torch.sum(FLUSH["data"], (0,), out=FLUSH["sum"])
 
 
-def times(graphs, rounds):
+def times(graphs: Mapping[str, torch.cuda.CUDAGraph], rounds: int) -> dict[str, list[float]]:
     """{name: sorted times in µs} of graphs replayed in turn on a flushed L2."""
     found = {name: [] for name in graphs}
     for i in range(rounds + 3):
@@ -87,7 +92,7 @@ def times(graphs, rounds):
     return {name: sorted(t) for name, t in found.items()}
 
 
-def counted(module, metrics, case):
+def counted(module: str, metrics: Sequence[str], case: str) -> tuple[list[dict[str, Any]], list[str]]:
     """What ncu counts while `python -m module OUT --once CASE` has the profiler on: (rows, lines printed)."""
     if not shutil.which("ncu"):
         raise SystemExit("ncu (NVIDIA Nsight Compute) is needed for this section, and is not on the path")

@@ -26,7 +26,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, gelu, normalize, scaled_dot_product_attention
 
 from leanfleet.export import LinearAttention, reference
-from leanfleet.export.linear_attention import one_type, rotary_tables, turned
+from leanfleet.export.linear_attention import one_type, rotary_tables, rotate
 
 HIDDEN, HEADS, LAYERS, CONTEXT, BATCH, VOCABULARY = 256, 4, 4, 2048, 8, 256
 TEXT_BYTES = 8 << 20
@@ -100,7 +100,7 @@ class PeerAttention(LinearAttention):
         )
         positions = torch.arange(hidden.shape[1], device=hidden.device)
         tables = rotary_tables(positions, self.head_dim, self.rotary_base)
-        q, k, v = one_type(turned(q, *tables), turned(k, *tables), v)
+        q, k, v = one_type(rotate(q, *tables), rotate(k, *tables), v)
         return self.o_proj(type(self).mixer(q, k, v).transpose(1, 2).flatten(2))
 
 

@@ -6,6 +6,7 @@ fill(folder, parameters)    writes the weights' file from parameters of the same
 """
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -19,26 +20,29 @@ SMALL = 256  # bytes; smaller initializers stay in the graph
 LARGEST_KEPT = 1 << 22  # bytes of another initializer that stays in the graph
 ALIGNMENT = 4096  # of weights in their file
 KEY = 16  # elements of a row by which its parameter is looked up
+Parameters = Mapping[str, torch.Tensor]  # by name
 BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def parameters_of(model):
+def parameters_of(model: torch.nn.Module) -> Parameters:
     """A module's parameters by name, as strip and fill take them."""
     return with_experts({name: p.detach() for name, p in model.named_parameters()})
 
 
-def with_experts(parameters):
+def with_experts(parameters: dict[str, torch.Tensor]) -> Parameters:
     """Parameters by name, the experts' first weights in the order of ONNX Runtime's MoE node too."""
     return parameters | {f"{n} interleaved": interleave(p) for n, p in parameters.items() if n.endswith("experts.gate_up_proj")}
 
 
-def _rows(tensor):
+def _rows(tensor: torch.Tensor) -> np.ndarray:
     """A tensor's bits as an integer array of two dimensions, the last one its own."""
     tensor = tensor.detach().cpu().contiguous()
     return tensor.view(BITS[tensor.element_size()]).reshape(-1, tensor.shape[-1]).numpy()
 
 
-def _parts(array, starts, parameters):
+def _parts(
+    array: np.ndarray, starts: Mapping[bytes, list[tuple[str, bool]]], parameters: Parameters
+) -> tuple[list[list], None] | tuple[None, str]:
     """[[parameter, transposed], ...] that stand side by side in an array's columns, and None; or None and why it is not so."""
     column, parts = 0, []
     while column < array.shape[1]:
@@ -56,7 +60,7 @@ def _parts(array, starts, parameters):
     return parts, None
 
 
-def strip(folder, parameters):
+def strip(folder: str | Path, parameters: Parameters) -> int:
     """Takes the weights out of folder/model.onnx, which was exported with these parameters, tensors by name. Returns how many.
 
     The exporter renames parameters, transposes those of products, packs products of one input, and doubles tied ones: each
@@ -94,14 +98,14 @@ def strip(folder, parameters):
     return len(plan)
 
 
-def fill(folder, parameters):
+def fill(folder: str | Path, parameters: Parameters) -> None:
     """Writes the weights' file of a folder that strip left, from tensors by the parameters' names, on any device."""
     folder = Path(folder)
     plan = json.loads((folder / PLAN).read_text())
     with open(folder / DATA, "wb") as file:
         for t in onnx.load(folder / "model.onnx", load_external_data=False).graph.initializer:
             if t.name in plan:
-                parts = [parameters[n].detach().mT if turned else parameters[n].detach() for n, turned in plan[t.name]]
+                parts = [parameters[n].detach().mT if transposed else parameters[n].detach() for n, transposed in plan[t.name]]
                 value = torch.cat(parts, -1).contiguous().view(torch.uint8).cpu().numpy()
                 place = {e.key: e.value for e in t.external_data}
                 if value.nbytes != int(place["length"]):

@@ -12,16 +12,17 @@ from bench.plots import plot_end_to_end, plot_lean_attention, plot_linear_attent
 RESULTS = Path(__file__).resolve().parents[1] / "results"
 
 
-def read(*patterns):
+def read(*patterns: str) -> list[dict]:
+    """The results in the files of these names."""
     return [json.loads(path.read_text()) for pattern in patterns for path in sorted(RESULTS.glob(pattern))]
 
 
-def whole_models():
+def whole_models() -> dict:
     """The reports of whole models on the H200, by script."""
     return plot_end_to_end.by_script(read("end_to_end*_h200.json", "generate_h200.json", "serving_*_h200.json"))
 
 
-def draw(folder):
+def draw(folder: Path) -> list[Path]:
     """Draws all into a folder; returns the files."""
     made = []
     for name, module in (("lean_attention", plot_lean_attention), ("linear_attention", plot_linear_attention)):

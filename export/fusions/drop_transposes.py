@@ -51,9 +51,9 @@ def _rotated_flat(graph: ir.Graph, source: ir.Value, rotary: ir.Node, dtype: ir.
     op = adder(graph, rotary)
     if flat is None or flat.shape is None or len(flat.shape) != 3:
         flat = op("Reshape", source, op("Constant", value_ints=[0, 0, -1]))
-    turned = op("RotaryEmbedding", flat, *rotary.inputs[1:], domain=MICROSOFT)
-    turned.type, turned.shape = dtype, flat.shape
-    return op("Reshape", turned, op("Constant", value_ints=[0, 0, -1, source.shape[3]]))
+    rotated = op("RotaryEmbedding", flat, *rotary.inputs[1:], domain=MICROSOFT)
+    rotated.type, rotated.shape = dtype, flat.shape
+    return op("Reshape", rotated, op("Constant", value_ints=[0, 0, -1, source.shape[3]]))
 
 
 def drop_transposes(model: ir.Model, positions: int | None = None) -> int:

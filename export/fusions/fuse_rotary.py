@@ -49,12 +49,12 @@ def _encodings(node: ir.Node) -> Iterator[tuple[ir.Value, ir.Node, ir.Node]]:
     if node.op_type != "Add" or node.domain != "":
         return
     products = [producer(value, "Mul") for value in node.inputs]
-    for straight, turned in (products, products[::-1]) if None not in products else ():
+    for straight, rotated in (products, products[::-1]) if None not in products else ():
         for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
-            x = _rotated_half(turned.inputs[i])
+            x = _rotated_half(rotated.inputs[i])
             if x is None or straight.inputs[j] is not x or x.shape is None or len(x.shape) != 4:
                 continue
-            cos, sin = (producer(value, "Unsqueeze") for value in (straight.inputs[1 - j], turned.inputs[1 - i]))
+            cos, sin = (producer(value, "Unsqueeze") for value in (straight.inputs[1 - j], rotated.inputs[1 - i]))
             if None in (cos, sin) or any((axes := constant(s.inputs[1])) is None or axes.tolist() != [1] for s in (cos, sin)):
                 continue
             yield x, cos, sin

@@ -97,10 +97,10 @@ def fuse_rotated_halves(model: ir.Model, positions: int | None = None) -> int:
                 op = adder(graph, last)
                 each = op("Reshape", factor, op("Constant", value_ints=[-1, 1]))
                 tables[key] = numbers, *(op("Mul", t, each) for t in rows)
-        turned = ir.node("RotaryEmbedding", [flat, *tables[key]], domain=MICROSOFT, name=node.name)
-        graph.insert_before(last, turned)
-        turned.outputs[0].type, turned.outputs[0].shape = flat.type, flat.shape
-        replace(graph, last, ir.node("Reshape", [turned.outputs[0], reshape.inputs[1]]))
+        rotated = ir.node("RotaryEmbedding", [flat, *tables[key]], domain=MICROSOFT, name=node.name)
+        graph.insert_before(last, rotated)
+        rotated.outputs[0].type, rotated.outputs[0].shape = flat.type, flat.shape
+        replace(graph, last, ir.node("Reshape", [rotated.outputs[0], reshape.inputs[1]]))
         count += 1
     if count:
         RemoveUnusedNodesPass()(model)

@@ -84,16 +84,17 @@ def named(sizes: Iterable[int | ir.SymbolicDim]) -> bool:
 def columns(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
     """(x, begin, end) where value is a Slice of x's last axis, whose size is known; else None."""
     node = producer(value, "Slice")
-    if node is None or node.inputs[0].shape is None or len(node.inputs) < 4:
+    x = node.inputs[0] if node is not None and len(node.inputs) >= 4 else None
+    if node is None or x is None or x.shape is None:
         return None
-    x = node.inputs[0]
-    width = x.shape[-1]
-    starts, ends, axes, *steps = (constant(i) for i in node.inputs[1:])
-    if not isinstance(width, int) or any(c is None or c.size != 1 for c in (starts, ends, axes, *steps)):
+    width, arrays = x.shape[-1], [constant(i) for i in node.inputs[1:]]
+    numbers = [int(array.item()) for array in arrays if array is not None and array.size == 1]
+    if not isinstance(width, int) or len(numbers) < len(arrays):
         return None
-    if axes.item() not in (-1, len(x.shape) - 1) or any(step.item() != 1 for step in steps):
+    start, stop, axis, *steps = numbers
+    if axis not in (-1, len(x.shape) - 1) or any(step != 1 for step in steps):
         return None
-    begin, end = (min(int(c.item()) + (width if c.item() < 0 else 0), width) for c in (starts, ends))
+    begin, end = (min(n + (width if n < 0 else 0), width) for n in (start, stop))
     return x, begin, end
 
 

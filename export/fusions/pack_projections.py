@@ -8,23 +8,26 @@ import onnx_ir as ir
 from leanfleet.export.fusions.graph import adder, constant, take_over
 
 
-def _bias(product: ir.Value, width: int) -> tuple[ir.Node, np.ndarray] | None:
-    """(node, vector) of the Add of a constant vector that alone reads a product of so many columns; else None."""
+def _bias(node: ir.Node, width: int) -> tuple[ir.Node, np.ndarray] | None:
+    """(node, vector) of the Add of a constant vector that alone reads a node's product of so many columns; else None."""
+    product = node.outputs[0]
     uses = list(product.uses())
     add = uses[0].node if len(uses) == 1 and not product.is_graph_output() else None
-    if add is None or add.op_type != "Add" or add.domain != "" or add.graph is not product.producer().graph:
+    if add is None or add.op_type != "Add" or add.domain != "" or add.graph is not node.graph:
         return None
     vector = constant(add.inputs[1 - uses[0].idx])
     return (add, vector) if vector is not None and vector.shape == (width,) else None
 
 
-def _joined(before: ir.Node, kind: str, value: ir.Value, arrays: Sequence[np.ndarray], dtype: ir.DataType) -> ir.Value:
+def _joined(
+    graph: ir.Graph, before: ir.Node, kind: str, value: ir.Value | None, arrays: Sequence[np.ndarray], dtype: ir.DataType
+) -> ir.Value:
     """The output of a `kind` node of value and all arrays side by side, put before the node of the first of them."""
     array, old = np.concatenate(arrays, axis=-1), before.outputs[0]
     packed = ir.Value(name=f"{old.name}_packed_{kind}", const_value=ir.tensor(array, dtype=dtype))
     packed.dtype, packed.shape = dtype, ir.Shape(array.shape)
-    before.graph.register_initializer(packed)
-    new = adder(before.graph, before)(kind, value, packed)
+    graph.register_initializer(packed)
+    new = adder(graph, before)(kind, value, packed)
     new.type, new.shape = old.type, old.shape and ir.Shape([*old.shape[:-1], array.shape[-1]])
     return new
 
@@ -37,7 +40,8 @@ def pack_projections(model: ir.Model, positions: int | None = None) -> int:
     groups: dict[tuple, list] = {}  # (value, type of the matrices) -> [(node, matrix)]
     for node in model.graph:
         if node.op_type == "MatMul" and node.domain == "":
-            tensor = ir.convenience.get_const_tensor(node.inputs[1])
+            matrix = node.inputs[1]
+            tensor = None if matrix is None else ir.convenience.get_const_tensor(matrix)
             if tensor is not None and len(tensor.shape) == 2:
                 groups.setdefault((node.inputs[0], tensor.dtype), []).append((node, tensor))
     saved = 0
@@ -46,11 +50,11 @@ def pack_projections(model: ir.Model, positions: int | None = None) -> int:
             continue
         first = group[0][0]
         widths = [tensor.shape[1] for _, tensor in group]
-        biases = [_bias(node.outputs[0], width) for (node, _), width in zip(group, widths, strict=True)]
-        product = _joined(first, "MatMul", x, [tensor.numpy() for _, tensor in group], dtype)
+        biases = [_bias(node, width) for (node, _), width in zip(group, widths, strict=True)]
+        product = _joined(model.graph, first, "MatMul", x, [tensor.numpy() for _, tensor in group], dtype)
         if types := [bias[1].dtype for bias in biases if bias]:
             vectors = [bias[1] if bias else np.zeros(width, types[0]) for bias, width in zip(biases, widths, strict=True)]
-            product = _joined(first, "Add", product, vectors, dtype)
+            product = _joined(model.graph, first, "Add", product, vectors, dtype)
         sizes = adder(model.graph, first)("Constant", value_ints=widths)
         split = ir.node("Split", [product, sizes], {"axis": -1}, num_outputs=len(group))
         model.graph.insert_before(first, split)

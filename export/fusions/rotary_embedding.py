@@ -53,14 +53,17 @@ def rotated(value: ir.Value | None) -> tuple[ir.Value, ir.Node] | None:
     concat = producer(value, "Concat")
     rest = None
     if concat and len(concat.inputs) == 2 and concat.attributes.get_int("axis") in (-1, 3):
-        node, rest = concat.inputs[0].producer(), columns(concat.inputs[1])
-        if rest is None:
+        encoded, rest = concat.inputs[0], columns(concat.inputs[1])
+        if encoded is None or rest is None:
             return None
-    if not is_microsoft(node, "RotaryEmbedding") or node.attributes:
+        node = encoded.producer()
+    if node is None or not is_microsoft(node, "RotaryEmbedding") or node.attributes:
         return None
-    if rest is None:
-        return node.inputs[0], node
-    first = columns(node.inputs[0])
-    if first is None or first[0] is not rest[0] or first[1] != 0 or (first[2], first[0].shape[-1]) != rest[1:]:
+    x = node.inputs[0]
+    if x is None or rest is None:
+        return None if x is None else (x, node)
+    first = columns(x)
+    if first is None or first[0] is not rest[0] or first[1] != 0:
         return None
-    return first[0], node
+    shape = first[0].shape
+    return (first[0], node) if shape is not None and (first[2], shape[-1]) == rest[1:] else None

@@ -116,7 +116,7 @@ def packed_tables(rotary: ir.Node, numbers: ir.Value, positions: int) -> list[np
 
 
 def constants(
-    graph: ir.Graph, number: int, name: str, compute: Callable[[], list[np.ndarray]]
+    graph: ir.Graph, number: int, name: str | None, compute: Callable[[], list[np.ndarray]]
 ) -> tuple[ir.Value, ir.Value] | None:
     """Initializers of the tables, cosines and sines, that compute() returns, with `number` in their names. None where it raises
     DoesNotFit; the reason is logged with the name of the attention."""

@@ -25,15 +25,16 @@ def rotate_inside(model: ir.Model, positions: int | None = None) -> int:
         if None in (*lens, argument(node, "new_value")):
             continue
         query, key = rotated(argument(node, "query")), rotated(argument(node, "new_key"))
-        if None in (query, key) or query[1].inputs[1:4] != key[1].inputs[1:4]:
+        if query is None or key is None or query[1].inputs[1:4] != key[1].inputs[1:4]:
             continue
         place = (*query[1].inputs[1:4], *lens)
         if place not in tables:
             compute = partial(rotary_tables.tables, node, query[1], positions)
             tables[place] = rotary_tables.constants(graph, len(tables), node.name, compute)
-        if tables[place] is None:
+        found = tables[place]
+        if found is None:
             continue
-        cosines, sines = tables[place]
+        cosines, sines = found
         set_arguments(node, query=query[0], new_key=key[0], cos_cache=cosines, sin_cache=sines)
         count += 1
     return count

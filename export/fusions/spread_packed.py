@@ -75,18 +75,18 @@ def spread_packed(model: ir.Model, positions: int | None = None) -> int:
         if None in found or len({slots for _, slots in found}) != 1:
             continue
         slots, sources, rotary = found[0][1], [x for x, _ in found], None
-        turned = [rotated(x) for x in sources[:2]]
+        encoded = [rotated(x) for x in sources[:2]]
         if (
-            None not in turned
-            and turned[0][1].inputs[1:4] == turned[1][1].inputs[1:4]
+            None not in encoded
+            and encoded[0][1].inputs[1:4] == encoded[1][1].inputs[1:4]
             and (positions <= rotary_tables.MOST_POSITIONS)
         ):
-            place = tuple(turned[0][1].inputs[1:4])
+            place = tuple(encoded[0][1].inputs[1:4])
             if place not in tables:
-                compute = partial(rotary_tables.packed_tables, turned[0][1], numbers, positions)
+                compute = partial(rotary_tables.packed_tables, encoded[0][1], numbers, positions)
                 tables[place] = rotary_tables.constants(graph, len(tables), node.name, compute)
             if tables[place] is not None:
-                sources[:2], rotary = [x for x, _ in turned], tables[place]
+                sources[:2], rotary = [x for x, _ in encoded], tables[place]
         before = [x.producer() for x in sources]
         if any(t is None or not swaps_heads(t) for t in before):
             continue

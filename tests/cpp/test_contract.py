@@ -66,6 +66,7 @@ def test_an_operator_may_have_more_of_everything(tmp_path):
             f"-I{CSRC}",
             ROOT / "tests" / "cpp" / "wide_op_test.cpp",
             CSRC / "core" / "op.cpp",
+            CSRC / "core" / "cpu_isa.cpp",
             "-o",
             program,
         ],

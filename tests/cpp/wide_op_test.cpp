@@ -3,14 +3,12 @@
 #include <cstdio>
 #include <string>
 
-#include "core/cpu_isa.h"
 #include "core/op_specs.h"
 
 namespace leanfleet {
 namespace wide {
 const OpImpl kImpl = {};
 }
-const char* unknown_cpu_isa() { return nullptr; }  // no kernel is linked
 }  // namespace leanfleet
 
 namespace {

@@ -3,7 +3,9 @@
 import io
 import json
 import math
+import re
 import shutil
+import time
 
 import numpy as np
 import pytest
@@ -12,6 +14,8 @@ import transformers
 
 from leanfleet import cli
 from leanfleet import generate as generate_commands
+from leanfleet import progress
+from leanfleet.export.fusions import PASSES
 from leanfleet.export.verification import VerificationError
 from leanfleet.generate import load_pretrained
 from leanfleet.ort_ops import generation
@@ -63,6 +67,20 @@ def expected_text(pretrained, prompt, count):
         ids, attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, eos_token_id=256, pad_token_id=0
     )[0, len(prompt) :]
     return tokenizer.decode(made, skip_special_tokens=True).rstrip("\ufffd")
+
+
+def test_long_prompts_show_that_they_are_read(folder, capsys, monkeypatch):
+    monkeypatch.setattr(progress, "LOG", (0.001, 0.001))
+    run_steps = generation._Steps.run
+
+    def slow(self, *arguments, **options):
+        time.sleep(0.05)
+        return run_steps(self, *arguments, **options)
+
+    monkeypatch.setattr(generation._Steps, "run", slow)
+    code, out, err = run(capsys, folder, "Hello", "Good morning", "--max-tokens", "2", "--raw")
+    assert code == 0 and re.search(r" 0 s  reading 17 tokens of the prompts\n", err) and "reading" not in out, err
+    assert err.splitlines()[-1].startswith("prompt: 17 tokens")
 
 
 def test_greedy_chat_is_what_transformers_gives(folder, pretrained, capsys):
@@ -279,8 +297,13 @@ def test_export_errors_are_one_line(tmp_path, capsys, monkeypatch):
     assert "ALiBi" in capsys.readouterr().err.splitlines()[-1] and not (tmp_path / "out").exists()
 
 
-def test_export_says_what_it_verified(folder, pretrained, tmp_path, capsys, monkeypatch):
-    verified = json.loads((folder / "leanfleet.json").read_text())["verified"]
+def test_export_says_what_it_fused_and_verified(folder, pretrained, tmp_path, capsys, monkeypatch):
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    verified, fusions = facts["verified"], facts["fusions"]
+    assert list(fusions) == [each.__name__ for each in PASSES] and fusions["pack_projections"] >= 2  # layers
+    told = generate_commands.describe_fusions(fusions)
+    assert told.startswith("fused: ") and f"pack_projections {fusions['pack_projections']}x" in told
+    assert all((f"{name} " in told.partition(" (not found")[0]) == (count > 0) for name, count in fusions.items()), told
     assert 0 < verified["largest_difference"] < verified["bound"]
     assert generate_commands.describe_verification(verified).startswith(
         f"verified: logits of prompts and decode steps, alone and in a batch, differ from PyTorch's by "
@@ -296,7 +319,11 @@ def test_export_says_what_it_verified(folder, pretrained, tmp_path, capsys, monk
     assert capsys.readouterr().err.splitlines()[-1] == "leanfleet export: LlamaForCausalLM: the exported file is wrong"
     assert not (tmp_path / "out").exists()
     assert cli.main(["export", str(pretrained), str(tmp_path / "out"), "--no-verify"]) == 0
-    assert "not verified: --no-verify" in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert "not verified: --no-verify" in told and "\nfused: " in told
+    assert cli.main(["export", str(pretrained), str(tmp_path / "plain"), "--no-verify", "--no-fuse"]) == 0
+    assert "not fused: --no-fuse" in capsys.readouterr().err
+    assert "fusions" not in json.loads((tmp_path / "plain" / "leanfleet.json").read_text())
 
 
 def test_bfloat16_says_that_it_needs_a_gpu(pretrained, tmp_path, capsys):

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from leanfleet import bench, cli
+from leanfleet import bench, cli, progress
 from leanfleet.export import reference
 
 OWN = (
@@ -356,7 +356,9 @@ def test_shapes():
     assert str(SHAPE) == "B2 H6/2 N70 R24 D40" and str(bench.parse_shape("1x8x128x64x32")) == "B1 H8 N128 R64 D32"
 
 
-def test_command(tmp_path, capsys):
+def test_command(tmp_path, capsys, monkeypatch):
+    stages = []
+    monkeypatch.setattr(progress.Stage, "at", lambda self, *what: stages.append(what))
     out, picture = tmp_path / "new" / "times.json", tmp_path / "times.png"
     code = cli.main(
         [
@@ -396,8 +398,10 @@ def test_command(tmp_path, capsys):
     assert report["machine"]["threads"] == torch.get_num_threads()
     assert picture.read_bytes().startswith(b"\x89PNG") and picture.stat().st_size > 10_000
     text, told = capsys.readouterr()
-    assert [line for line in told.splitlines() if "N80" in line] == [
-        f"B1 H4/2 N80 R16 D8: {what} ..." for what in ("float64 reference", "lightning", "block_based", "timing")
+    assert told == "" and stages == [
+        (f"B1 H4/2 N{n} R16 D8: {what}", number, 2)
+        for number, n in enumerate((40, 80))
+        for what in ("float64 reference", "lightning", "block_based", "timing")
     ]
     assert "B1 H4/2 N40 R16 D8" in text and "B1 H4/2 N80 R16 D8" in text
 

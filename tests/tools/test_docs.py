@@ -1,9 +1,7 @@
 """The documents say what is so: their Python runs and prints what they say it prints, README is short, all operators have a
 page."""
 
-import contextlib
 import importlib.util
-import io
 import re
 import tomllib
 from types import SimpleNamespace
@@ -12,31 +10,10 @@ import pytest
 import yaml
 
 from leanfleet import export, spec
+from support.documents import DOCS, printed, python_blocks, run
 from support.paths import ROOT
 
-DOCS = ROOT / "docs"
 README = (ROOT / "README.md").read_text()
-
-
-def python_blocks(text):
-    return re.findall(r"^```python\n(.*?)^```$", text, re.M | re.S)
-
-
-def printed(line):
-    """What a line of a program says that it prints, None if it says nothing."""
-    found = re.match(r"\s*print\(.*\)  # (.*)$", line)
-    return found and found[1]
-
-
-def run(program, folder, monkeypatch):
-    """Runs a program in a folder; what it prints must be what the comments behind its prints say, where they say it."""
-    monkeypatch.chdir(folder)
-    output = io.StringIO()
-    with contextlib.redirect_stdout(output):
-        exec(compile(program, "<document>", "exec"), {"__name__": "document"})
-    expected = [printed(line) for line in program.splitlines() if printed(line)]
-    if expected:
-        assert output.getvalue().splitlines() == expected
 
 
 @pytest.mark.parametrize("name", spec.all_specs())
@@ -100,6 +77,15 @@ def test_parameters_of_docstrings_become_lists():
         "Does it.\n\n- **model**: a path.\n- **a, b**: numbers: two of them.\n\nReturns a dict. Raises ValueError for others."
         "\n\n    code: stays"
     )
+
+
+def test_examples_of_docstrings_become_code():
+    pytest.importorskip("griffe")
+    shown = load(DOCS / "docstrings.py").shown
+    assert shown("Does it.\n\nExample:\n    a = 1\n\n    if a:\n        do(a)", []) == (
+        "Does it.\n\nExample:\n\n```python\na = 1\n\nif a:\n    do(a)\n```"
+    )
+    assert shown("Does it.\n\na: a number.", ["a"]) == "Does it.\n\n- **a**: a number."
 
 
 def test_site_loads_nothing_from_elsewhere(tmp_path):
