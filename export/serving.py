@@ -1,7 +1,7 @@
 """Exports a decoder for continuous batching: requests of unequal length share one graph call and a pool of pages.
 
-The new tokens of all requests stand one after the other, so that projections and feed-forward layers see no padding; only
-around the attention they are spread to a row a request. leanfleet.decoder_contract has the graph's inputs and outputs.
+The new tokens of all requests stand one after the other, in the attention too, so that no layer sees padding.
+leanfleet.decoder_contract has the graph's inputs and outputs.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ import torch
 
 from leanfleet.decoder_contract import (
     BATCH,
+    ENDS,
     KEY,
-    LONGEST,
     POOL,
     SERVING,
     STATE,
@@ -42,13 +42,11 @@ class Pages(Cache):
         self,
         tensors: Iterable[tuple[str, torch.Tensor]],
         seq_lens: torch.Tensor,
-        query_lens: torch.Tensor,
+        cu_query_lens: torch.Tensor,
         block_table: torch.Tensor,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
     ) -> None:
-        super().__init__(tensors, seq_lens, query_lens)
-        self.block_table, self.slots, self.rows = block_table, slots, rows
+        super().__init__(tensors, seq_lens, cu_query_lens.diff())
+        self.block_table, self.cu_query_lens = block_table, cu_query_lens
 
     def sizes(self, layer: int) -> tuple[int, int, int]:
         """(heads, columns of a key, columns of a value) of a layer's pools."""
@@ -58,18 +56,17 @@ class Pages(Cache):
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """query [1,H,T,D], key and value [1,Hkv,T,D]; returns [1,T,H,D]."""
 
-        def spread(x: torch.Tensor) -> torch.Tensor:
-            rows = x[0].transpose(0, 1).index_select(0, self.slots.flatten())
-            return rows.unflatten(0, self.slots.shape)  # [B,N,heads,D]
+        def by_token(x: torch.Tensor) -> torch.Tensor:
+            return x[0].transpose(0, 1)  # [T,heads,D]
 
         names = cache_name(layer, KEY), cache_name(layer, VALUE)
         output, _, *updated = lean_attention(
-            spread(query),
+            by_token(query),
             *(self.tensors[name] for name in names),
             self.seq_lens,
-            query_lens=self.query_lens,
-            new_key=spread(key),
-            new_value=spread(value),
+            cu_query_lens=self.cu_query_lens,
+            new_key=by_token(key),
+            new_value=by_token(value),
             block_table=self.block_table,
             append=True,
             layout="bnhd",
@@ -77,7 +74,7 @@ class Pages(Cache):
         )
         for name, tensor in zip(names, updated, strict=True):
             self.update(name, tensor)
-        return output.flatten(0, 1).index_select(0, self.rows).unsqueeze(0)
+        return output.unsqueeze(0)
 
 
 class PackedDecoder(torch.nn.Module):
@@ -91,17 +88,14 @@ class PackedDecoder(torch.nn.Module):
         self,
         input_ids: torch.Tensor,
         positions: torch.Tensor,
-        slots: torch.Tensor,
-        rows: torch.Tensor,
         last: torch.Tensor,
         seq_lens: torch.Tensor,
-        query_lens: torch.Tensor,
+        cu_query_lens: torch.Tensor,
         block_table: torch.Tensor,
         pages: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """pages: tensors in the order of names; returns (logits, *pages)."""
-        cache = Pages(zip(self.names, pages, strict=True), seq_lens, query_lens, block_table, slots, rows)
-
+        cache = Pages(zip(self.names, pages, strict=True), seq_lens, cu_query_lens, block_table)
         logits = run(
             self.model,
             cache,
@@ -156,7 +150,7 @@ def export_for_serving(
         ).items()
     }
     pages = [torch.zeros(pool, block, shape[1], shape[3], dtype=dtype) for dtype, shape in caches.values()]
-    dims = {name: torch.export.Dim(name, min=1) for name in (TOKENS, BATCH, LONGEST, TABLE, POOL)}
+    dims = {name: torch.export.Dim(name, min=1) for name in (TOKENS, BATCH, ENDS, TABLE, POOL)}
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in SERVING.inputs}
     shapes["pages"] = [{0: dims[POOL]}] * len(caches)
     names = {"input_names": SERVING.input_names(caches), "output_names": SERVING.output_names(caches)}

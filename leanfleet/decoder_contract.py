@@ -13,19 +13,22 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     logits                        float32 [B,vocabulary], of each request's last new token; with all_logits [B,N,vocabulary]
     present.L...                  as the past, with the new tokens; may be bound to the inputs' buffers
 
-SERVING, of leanfleet.export.serving.export_for_serving: T new tokens of B requests one after the other, at most N a request,
-M pages a request, in a pool of P pages of `block` tokens (all but `block` dynamic).
+SERVING, of leanfleet.export.serving.export_for_serving: T new tokens of B requests one after the other, M pages a request, in
+a pool of P pages of `block` tokens (all but `block` dynamic).
 
     input_ids                     int64 [T]         new tokens, request after request
     positions                     int64 [T]         each token's position in its request
-    slots                         int64 [B,N]       index into T of each request's new tokens, at the front; then anything
-    rows                          int64 [T]         b * N + i of token i of request b
     last                          int64 [B]         index into T of each request's last new token
-    seq_lens, query_lens          int32 [B]         as above
+    seq_lens                      int32 [B]         as above
+    cu_query_lens                 int32 [B+1]       request b has tokens cu_query_lens[b] .. cu_query_lens[b+1]; the rest is padding
     block_table                   int32 [B,M]       the pages of each request
     pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool, one pair a layer
     logits                        float32 [B,vocabulary], of each request's last new token
     pages_out.L.key, ...          the pool with the new tokens; may be bound to the inputs' buffers
+
+PADDED_SERVING is what export_for_serving wrote before, format 1: in place of cu_query_lens it has query_lens [B],
+slots int64 [B,N], the index into T of each request's new tokens, at the front, then anything, and rows int64 [T], b * N + i of
+token i of request b.
 
 Importing this module needs only the standard library.
 """
@@ -34,7 +37,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Never, TypedDict, cast
 
@@ -43,15 +46,16 @@ import leanfleet
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT = 1  # of leanfleet.json; one without a format is of the first
+FORMAT = 2  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
-POSITIONS, SLOTS, ROWS, LAST, BLOCK_TABLE = "positions", "slots", "rows", "last", "block_table"
+POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "block_table"
+SLOTS, ROWS = "slots", "rows"
 LOGITS = "logits"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
-LONGEST, TABLE, POOL = "longest", "table", "pool"
+LONGEST, TABLE, POOL, ENDS = "longest", "table", "pool", "ends"
 
 # onnxruntime's names of types by numpy's
 SESSION_TYPES = {
@@ -88,6 +92,7 @@ class Interface:
     past: str  # what the names of caches begin with, as inputs
     present: str  # and as outputs
     cache_sizes: tuple[str, ...]  # open dimensions that caches may have
+    format: int  # of leanfleet.json, where it came
 
     def input_names(self, caches: Iterable[str]) -> list[str]:
         """Names of all inputs. caches: names as cache_name makes them."""
@@ -117,11 +122,27 @@ DECODER = Interface(
     "past_key_values.",
     "present.",
     (BATCH, CAPACITY),
+    1,
 )
 SERVING = Interface(
     "serving",
     "leanfleet.export.serving.export_for_serving",
     (
+        Tensor(INPUT_IDS, "int64", (TOKENS,)),
+        Tensor(POSITIONS, "int64", (TOKENS,)),
+        Tensor(LAST, "int64", (BATCH,)),
+        Tensor(SEQ_LENS, "int32", (BATCH,)),
+        Tensor(OFFSETS, "int32", (ENDS,)),
+        Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE)),
+    ),
+    "pages.",
+    "pages_out.",
+    (POOL,),
+    2,
+)
+PADDED_SERVING = replace(
+    SERVING,
+    inputs=(
         Tensor(INPUT_IDS, "int64", (TOKENS,)),
         Tensor(POSITIONS, "int64", (TOKENS,)),
         Tensor(SLOTS, "int64", (BATCH, LONGEST)),
@@ -131,9 +152,7 @@ SERVING = Interface(
         Tensor(QUERY_LENS, "int32", (BATCH,)),
         Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE)),
     ),
-    "pages.",
-    "pages_out.",
-    (POOL,),
+    format=1,
 )
 
 
@@ -152,8 +171,15 @@ def is_part(name: str, part: str) -> bool:
     return name.endswith(f".{part}")
 
 
-def packed(tokens: Sequence[Sequence[int]], before: Sequence[int], pages: Sequence[Sequence[int]]) -> dict[str, np.ndarray]:
-    """The inputs of a SERVING graph beside its pool, for B requests. Needs numpy.
+def serving_interface(facts: Facts) -> Interface:
+    """The interface of a folder of kind "serving", by what its leanfleet.json says."""
+    return SERVING if facts.get("format", 1) >= SERVING.format else PADDED_SERVING
+
+
+def packed(
+    tokens: Sequence[Sequence[int]], before: Sequence[int], pages: Sequence[Sequence[int]], interface: Interface = SERVING
+) -> dict[str, np.ndarray]:
+    """The inputs of a SERVING graph, or one of PADDED_SERVING, beside its pool, for B requests. Needs numpy.
 
     tokens: the new ones of each request, at least one. before: how many of it are in the pool. pages: the numbers of its
     pages, in their order.
@@ -162,30 +188,33 @@ def packed(tokens: Sequence[Sequence[int]], before: Sequence[int], pages: Sequen
 
     counts = np.array([len(row) for row in tokens], np.int32)
     seen = np.array(before, np.int32)
-    starts = np.cumsum(counts) - counts
+    starts = (np.cumsum(counts) - counts).astype(np.int64)
     width = int(counts.max())
-    slots = np.zeros((len(tokens), width), np.int64)
+    slots = np.zeros((len(tokens), width) if interface is PADDED_SERVING else (0, 0), np.int64)
     table = np.zeros((len(tokens), max(map(len, pages))), np.int32)
     ids: list[int] = []
     positions: list[int] = []
     rows: list[int] = []
     for i, (row, there, own) in enumerate(zip(tokens, before, pages, strict=True)):
         count = len(row)
-        slots[i, :count] = starts[i] + np.arange(count)
+        if interface is PADDED_SERVING:
+            slots[i, :count] = starts[i] + np.arange(count)
         table[i, : len(own)] = own
         ids.extend(row)
         positions.extend(range(there, there + count))
         rows.extend(range(i * width, i * width + count))
-    return SERVING.feed(
-        np.array(ids, np.int64),
-        np.array(positions, np.int64),
-        slots,
-        np.array(rows, np.int64),
-        starts + counts - 1,
-        seen + counts,
-        counts,
-        table,
-    )
+    made = {
+        INPUT_IDS: np.array(ids, np.int64),
+        POSITIONS: np.array(positions, np.int64),
+        SLOTS: slots,
+        ROWS: np.array(rows, np.int64),
+        LAST: starts + counts - 1,
+        SEQ_LENS: seen + counts,
+        QUERY_LENS: counts,
+        OFFSETS: np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        BLOCK_TABLE: table,
+    }
+    return {t.name: made[t.name] for t in interface.inputs}
 
 
 class Facts(TypedDict, total=False):
@@ -202,8 +231,9 @@ class Facts(TypedDict, total=False):
 
 
 def write_facts(folder: str | Path, facts: Facts) -> None:
-    """Writes leanfleet.json, of today's format."""
-    text = json.dumps({"format": FORMAT} | facts, indent=2)
+    """Writes leanfleet.json, of the format that today's folders of its kind have."""
+    interface = SERVING if facts.get("kind") == SERVING.kind else DECODER
+    text = json.dumps({"format": interface.format} | facts, indent=2)
     (Path(folder) / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
 
 

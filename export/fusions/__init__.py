@@ -20,7 +20,7 @@ from leanfleet.export.fusions.graph import MICROSOFT, set_function
 from leanfleet.export.fusions.pack_heads import pack_heads
 from leanfleet.export.fusions.pack_projections import pack_projections
 from leanfleet.export.fusions.rotate_inside import rotate_inside
-from leanfleet.export.fusions.spread_packed import spread_packed
+from leanfleet.export.fusions.attend_packed import attend_packed
 
 __all__ = ["MICROSOFT", "PASSES", "fuse_for_onnxruntime", "set_function"]
 
@@ -35,8 +35,8 @@ PASSES: tuple[Pass, ...] = (
     fuse_rotated_halves,  # for models without nodes of fuse_rotary
     rotate_inside,  # nodes of fuse_rotary
     drop_transposes,  # with the rotary encodings that stay outside
-    spread_packed,
-    pack_heads,  # attention of tokens first, after drop_transposes and spread_packed
+    attend_packed,
+    pack_heads,  # attention of tokens first, after drop_transposes and attend_packed
 )
 
 

@@ -8,7 +8,7 @@ from leanfleet.export.fusions.side_by_side import known_heads, side_by_side
 
 def pack_heads(model: ir.Model, positions: int | None = None) -> int:
     """LeanAttention nodes take queries, new keys and new values as the one tensor that a Split, or a Slice each, made them of:
-    a kernel fewer. After drop_transposes and spread_packed. Returns the number of attentions.
+    a kernel fewer. After drop_transposes and attend_packed. Returns the number of attentions.
     """
     graph, count = model.graph, 0
     for node in list(graph):

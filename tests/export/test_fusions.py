@@ -433,7 +433,7 @@ def test_each_pass_reports_how_often_it_applied():
         "fuse_rotated_halves": 0,
         "rotate_inside": 1,
         "drop_transposes": 1,
-        "spread_packed": 0,
+        "attend_packed": 0,
         "pack_heads": 1,
     }
 
