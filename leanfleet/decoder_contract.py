@@ -20,7 +20,7 @@ a pool of P pages of `block` tokens (all but `block` dynamic).
     positions                     int64 [T]         each token's position in its request
     last                          int64 [B]         index into T of each request's last new token
     seq_lens                      int32 [B]         as above
-    cu_query_lens                 int32 [B+1]       request b has tokens cu_query_lens[b] .. cu_query_lens[b+1]; the rest is padding
+    cu_query_lens                 int32 [B+1]       request b has tokens cu_query_lens[b] .. [b+1]; behind the last: padding
     block_table                   int32 [B,M]       the pages of each request
     pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool, one pair a layer
     logits                        float32 [B,vocabulary], of each request's last new token
