@@ -41,6 +41,8 @@ _HOMES = {
     "normalized_linear_attention_": "torch_ops",
     "normalized_linear_attention_grad": "torch_ops",
     "register_schemas": "onnx_export",
+    "sample_tokens": "torch_ops",
+    "sample_tokens_": "torch_ops",
     "translation_table": "onnx_export",
 }
 __all__ = list(_HOMES)

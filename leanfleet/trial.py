@@ -138,7 +138,7 @@ def fitted(
         if node is not None and name not in keep:
             fit = (
                 _meaningful(node, argument.name, array, _dims(node, shapes))
-                if argument.type != "I"
+                if argument.type not in "IL"
                 else _integers(node, argument.name, array.shape, _dims(node, shapes), made, random)
             )
             array = np.asarray(fit).astype(array.dtype)

@@ -125,7 +125,7 @@ def variant(name, index, dtype):
             rank = 3 if t.name == "log_decay" and per_token else None
             axes = op.shape_of(t, given, rank).ordered(attrs.get("layout", "bhnd"))
             shape = [axis.size(size) for axis in axes]
-            type_name = {"T": dtype, "F": "float32", "I": "int32"}[t.type]
+            type_name = {"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[t.type]
             inputs[t.name] = values(t.name, shape, TORCH_DTYPES[type_name], size)
     return op, inputs, attrs
 
@@ -135,7 +135,7 @@ def shapes_of(inputs):
 
 
 def same_bits(a, b):
-    views = {4: torch.int32, 2: torch.int16}
+    views = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     return (
         a.shape == b.shape
         and a.dtype == b.dtype

@@ -20,7 +20,7 @@ OPEN = {
 }
 FIXED = {"H": 6, "Hkv": 2, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12}
 STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
-DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3, "int64": 4}
 
 
 def input_shape(op, tensor, present, attrs, rank, kind):
@@ -78,7 +78,7 @@ def variants(op):
 
 
 def input_type(tensor, dtype):
-    return {"T": dtype, "F": "float32", "I": "int32"}[tensor.type]
+    return {"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[tensor.type]
 
 
 def _line(*words):
@@ -114,7 +114,7 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
                 return len(self.shape)
 
         for name, kind, shape in output_shapes(op, {k: Shape(v) for k, v in inputs.items()}, attrs):
-            names = {"torch.float32": "float32", "torch.int32": "int32"}
+            names = {"torch.float32": "float32", "torch.int32": "int32", "torch.int64": "int64"}
             expected[name] = np.zeros(shape, parity.BFLOAT16 if kind == "bfloat16" else names.get(str(kind), str(kind)))
     file.write(_line("case", op.name, len(attrs), len(inputs), len(expected)))
     for name, value in attrs.items():
@@ -130,7 +130,7 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
         content, code = _content(expected[t.name])
         largest = np.abs(np.asarray(expected[t.name], np.float64))
         largest = float(largest[np.isfinite(largest)].max(initial=0.0))
-        tolerance = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type != "I" else 0.0
+        tolerance = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TF" else 0.0
         shape = expected[t.name].shape
         file.write(_line(t.name, code, t.takes if t.takes in inputs else "-", repr(tolerance), len(shape), *shape))
         bodies.append(content)
