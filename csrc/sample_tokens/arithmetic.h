@@ -130,10 +130,10 @@ constexpr int32_t kMaxCount = kInPrompt - 1;
 // A request's settings, with those that mean nothing replaced by ones that do.
 struct Settings {
   bool active, greedy;
-  float scale;           // log2(e) / temperature
-  int64_t least_weight;  // of min_p, at least 1
-  int64_t top_k;         // 0: off
-  int64_t top_p;         // in units of 2^-30; 0: off
+  float scale;            // log2(e) / temperature
+  int64_t least_weight;   // of min_p, at least 1
+  int64_t top_k;          // 0: off
+  int64_t top_p;          // in units of 2^-30; 0: off
   const int32_t* counts;  // [V]; null: there are no penalties
   float repetition, presence, frequency;
   const float* bias;       // [V]

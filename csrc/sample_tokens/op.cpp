@@ -20,7 +20,8 @@ LEANFLEET_CPU_FUNCTION(void, sample_weigh,
                        (const sample_tokens::Args& args, const sample_tokens::RowWork& work, int64_t row, int64_t piece,
                         int64_t begin, int64_t end, float top, float raw_top))
 LEANFLEET_CPU_FUNCTION(int64_t, sample_collect,
-                       (const sample_tokens::Args& args, const sample_tokens::RowWork& work, int64_t row, float top, int32_t bin))
+                       (const sample_tokens::Args& args, const sample_tokens::RowWork& work, int64_t row, float top,
+                        int32_t bin))
 LEANFLEET_CPU_FUNCTION(void, sample_top_places, (const sample_tokens::Args& args, int64_t row, uint64_t* places))
 LEANFLEET_CPU_FUNCTION(float, sample_logit, (const sample_tokens::Args& args, int64_t row, int64_t token))
 
@@ -101,7 +102,8 @@ Status check_count_index(const Call& call) {
     const int32_t row = index.as<const int32_t>()[b];
     const std::string found = "count_index[" + std::to_string(b) + "] is " + std::to_string(row);
     if (row < 0 || row >= rows) return call.invalid(found + "; token_counts has rows 0 to " + std::to_string(rows - 1));
-    if (owner[row] >= 0) return call.invalid(found + ", as count_index[" + std::to_string(owner[row]) + "] is; a row serves one request");
+    if (owner[row] >= 0)
+      return call.invalid(found + ", as count_index[" + std::to_string(owner[row]) + "] is; a row serves one request");
     owner[row] = b;
   }
   return {};
@@ -127,13 +129,14 @@ Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
   const auto not_negative = [](auto x) { return x >= 0; };
   const auto is_finite = [](float x) { return std::isfinite(x); };
-  LEANFLEET_RETURN_IF_ERROR(check_each<float>(call, kTemperature, "0 or more", [](float x) { return x >= 0 && std::isfinite(x); }));
+  LEANFLEET_RETURN_IF_ERROR(
+      check_each<float>(call, kTemperature, "0 or more", [](float x) { return x >= 0 && std::isfinite(x); }));
   LEANFLEET_RETURN_IF_ERROR(check_each<int32_t>(call, kTopK, "0 (all) or more", not_negative));
   LEANFLEET_RETURN_IF_ERROR(check_each<float>(call, kTopP, "above 0, at most 1", [](float x) { return x > 0 && x <= 1; }));
   LEANFLEET_RETURN_IF_ERROR(check_each<float>(call, kMinP, "0 to 1", [](float x) { return x >= 0 && x <= 1; }));
   LEANFLEET_RETURN_IF_ERROR(check_each<int32_t>(call, kPosition, "0 or more", not_negative));
-  LEANFLEET_RETURN_IF_ERROR(
-      check_each<float>(call, kRepetitionPenalty, "a finite number above 0", [](float x) { return x > 0 && std::isfinite(x); }));
+  LEANFLEET_RETURN_IF_ERROR(check_each<float>(call, kRepetitionPenalty, "a finite number above 0",
+                                              [](float x) { return x > 0 && std::isfinite(x); }));
   LEANFLEET_RETURN_IF_ERROR(check_each<float>(call, kPresencePenalty, "a finite number", is_finite));
   LEANFLEET_RETURN_IF_ERROR(check_each<float>(call, kFrequencyPenalty, "a finite number", is_finite));
   LEANFLEET_RETURN_IF_ERROR(check_count_index(call));
@@ -157,7 +160,8 @@ class Choice {
     for (int bin = 0; bin < kBins; ++bin) mass += work_.mass[bin], tokens += work_.count[bin];
     if (settings.top_k > 0 && settings.top_k < tokens) mass = cut_at(settings.top_k, true).mass;
     if (settings.top_p > 0) mass = cut_at(std::max<int64_t>(exact::fraction_of(mass, settings.top_p), 1), false).mass;
-    const exact::Random random = exact::philox(static_cast<uint64_t>(args_.seed[row_]), static_cast<uint32_t>(args_.position[row_]));
+    const exact::Random random =
+        exact::philox(static_cast<uint64_t>(args_.seed[row_]), static_cast<uint32_t>(args_.position[row_]));
     return static_cast<int64_t>(cut_at(exact::part_of(mass, random) + 1, false).place & 0xffffffffu);
   }
 
@@ -320,7 +324,8 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   const int64_t piece_tokens = round_up(ceil_div(V, most), int64_t{1024});
   const Pieces pieces = {ceil_div(V, piece_tokens), piece_tokens};
 
-  const bool changes = call.inputs[kLogitBias].present() || call.inputs[kAllowedTokens].present() || call.inputs[kTokenCounts].present();
+  const bool changes =
+      call.inputs[kLogitBias].present() || call.inputs[kAllowedTokens].present() || call.inputs[kTokenCounts].present();
   float* x = ws.scratch<float>(changes ? slots * V : 0);
   int32_t* weights = ws.scratch<int32_t>(args.samples ? slots * V : 0);
   uint64_t* candidates = ws.scratch<uint64_t>(args.samples ? slots * V : 0);
@@ -332,8 +337,12 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   copy_counts(args, *target.threads);
   const auto work_of = [&](int64_t slot) {
     const int64_t piece = slot * pieces.count;
-    return RowWork{x + slot * V * changes, weights + slot * V * args.samples, mass + piece * kBins * args.samples,
-                   count + piece * kBins * args.samples, candidates + slot * V * args.samples, results + piece};
+    return RowWork{x + slot * V * changes,
+                   weights + slot * V * args.samples,
+                   mass + piece * kBins * args.samples,
+                   count + piece * kBins * args.samples,
+                   candidates + slot * V * args.samples,
+                   results + piece};
   };
   for (int64_t first = 0; first < args.batch; first += slots) {
     const int64_t rows = std::min(slots, args.batch - first);

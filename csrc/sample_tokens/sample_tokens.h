@@ -28,13 +28,13 @@ struct Args {
   const int32_t* allowed_tokens;  // [B,allowed_words]
   int64_t allowed_words;
   const int32_t* active;
-  int64_t* tokens;                // [B]
-  float* logprob;                 // [B]
-  float* top_logprobs;            // [B,num_logprobs]
-  int64_t* top_tokens;            // [B,num_logprobs]
-  int32_t* token_counts_out;      // [count_rows,V], may be token_counts
-  int64_t num_logprobs;           // 0: not asked for
-  bool samples, wants_logprob;    // known, too, while a workspace is counted
+  int64_t* tokens;              // [B]
+  float* logprob;               // [B]
+  float* top_logprobs;          // [B,num_logprobs]
+  int64_t* top_tokens;          // [B,num_logprobs]
+  int32_t* token_counts_out;    // [count_rows,V], may be token_counts
+  int64_t num_logprobs;         // 0: not asked for
+  bool samples, wants_logprob;  // known, too, while a workspace is counted
 };
 
 constexpr int64_t kMaxLogprobs = 128;
@@ -47,21 +47,21 @@ constexpr int kBins = 2048;
 // piece, then the choice, in op.cpp.
 
 struct Piece {
-  float top;         // largest x; -inf where there is none
-  int64_t first;     // the first token that has it
-  float raw_top;     // largest logit
-  bool raw_nan;      // a logit is NaN
-  double raw_sum;    // sum of exp(logit - largest logit of the row)
+  float top;       // largest x; -inf where there is none
+  int64_t first;   // the first token that has it
+  float raw_top;   // largest logit
+  bool raw_nan;    // a logit is NaN
+  double raw_sum;  // sum of exp(logit - largest logit of the row)
 };
 
 // What a row needs while its token is found.
 struct RowWork {
-  float* x;             // [V]; null: the logits as they are
-  int32_t* weights;     // [V]
-  int64_t* mass;        // [pieces,kBins]: sums of weights
-  uint32_t* count;      // [pieces,kBins]: tokens
-  uint64_t* candidates; // [V]
-  Piece* pieces;        // [pieces]
+  float* x;              // [V]; null: the logits as they are
+  int32_t* weights;      // [V]
+  int64_t* mass;         // [pieces,kBins]: sums of weights
+  uint32_t* count;       // [pieces,kBins]: tokens
+  uint64_t* candidates;  // [V]
+  Piece* pieces;         // [pieces]
 };
 
 }  // namespace sample_tokens
