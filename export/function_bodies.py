@@ -824,9 +824,9 @@ def _sample_tokens(ops, x, a, ranks):
     if a.num_logprobs:
         _, likely = ops.TopK(known, [a.num_logprobs], axis=1, outputs=2)
         results.append(ops.GatherElements(logprobs, likely, axis=1))
-        results.append(likely if x.active is None else ops.Where(idle, -1, likely))
+        results.append(ops.Identity(likely) if x.active is None else ops.Where(idle, -1, likely))
     if a.count_tokens:
-        results.append(_counted(ops, x.token_counts, rows, results[0]))
+        results.append(_counted(ops, x.token_counts, rows, ops.Squeeze(tokens, [1])))
     return results
 
 

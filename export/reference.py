@@ -887,6 +887,7 @@ def normalized_linear_attention_grad(
 
 # SampleTokens
 
+
 def philox(seed, position):
     """The first two words of Philox4x32-10 with the key `seed`, 64 bits, and the counter `position`, 32 bits."""
     low = 0xFFFFFFFF
@@ -955,6 +956,7 @@ def sample_tokens(
     count_tokens=False,
     logprob=False,
     num_logprobs=0,
+    compute_dtype: torch.dtype | None = None,
 ):
     """The next token of every request.
 
@@ -964,12 +966,13 @@ def sample_tokens(
 
     csrc/ops.toml has the equation. In float32, which is what logits of 32 and 16 bits are computed in, tokens are those
     of the kernels and the function body, bit for bit; in float64 weights are of 2^30 exp((x - max x) / temperature).
+    compute_dtype is that of log-probabilities alone.
     Settings that mean nothing count as off: a temperature that is not above 0 as 0, a top_p of 0 or less as the smallest.
 
     Returns (tokens L [B], logprob F [B] if asked for, with num_logprobs top_logprobs F and top_tokens L
     [B,num_logprobs], with count_tokens token_counts_out).
     """
-    match, dims, compute, wide = _begin("SampleTokens", "bhnd", logits, None)
+    match, dims, log_compute, wide = _begin("SampleTokens", "bhnd", logits, compute_dtype)
     match("logits", logits, "T", "B V")
     settings = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
     settings |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
@@ -981,9 +984,12 @@ def sample_tokens(
     match("token_counts", token_counts, "I", "P V" if count_index is not None else "B V")
     match("logit_bias", logit_bias, "F", "B V")
     match("allowed_tokens", allowed_tokens, "I", "B W")
+    compute = wide  # of the tokens: float32, or float64
     batch, vocabulary = logits.shape
     words = -(-vocabulary // 32)
-    _check(dims.get("W", words) == words, f"SampleTokens: allowed_tokens has W={dims.get('W')} words; V={vocabulary} takes {words}")
+    _check(
+        dims.get("W", words) == words, f"SampleTokens: allowed_tokens has W={dims.get('W')} words; V={vocabulary} takes {words}"
+    )
     together = [t is not None for t in (temperature, seed, position)]
     _check(all(together) or not any(together), "SampleTokens: temperature, seed and position come together or not at all")
     for name, tensor in {"top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
@@ -1030,6 +1036,7 @@ def sample_tokens(
     tokens = torch.where(takes_part & (top[:, 0] > -math.inf), tokens, torch.full_like(tokens, -1))
 
     results = [tokens]
+    raw = raw.to(log_compute)
     largest = torch.where(raw.isnan(), torch.full_like(raw, -math.inf), raw).amax(1, keepdim=True)
     from_largest = torch.where(raw == largest, torch.zeros_like(raw), raw - largest)
     logprobs = from_largest - from_largest.exp().sum(1, keepdim=True).log()  # NaN if a logit is NaN

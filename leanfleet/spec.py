@@ -253,7 +253,9 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
         if any(a.plus for t in spec.outputs for s in t.shapes for a in s.axes):
             raise ValueError(f"ops.toml: {name}: an output's axis is a sum of two symbols")
         if any(a.symbol in (x.name for x in spec.attrs) for t in spec.inputs for s in t.shapes for a in s.axes):
-            raise ValueError(f"ops.toml: {name}: an input's axis has the name of an attribute, which only tells sizes of outputs")
+            raise ValueError(
+                f"ops.toml: {name}: an input's axis has the name of an attribute, which only tells sizes of outputs"
+            )
         told = [{a.symbol for a in s.axes if not a.plus} for t in spec.inputs if not t.optional for s in t.shapes]
         for axis in (a for t in spec.inputs for s in t.shapes for a in s.axes if a.plus):
             if not any(axis.plus in symbols for symbols in told):

@@ -114,13 +114,13 @@ struct ResourceContext : IPluginResourceContext {
 
 // ---- Cases
 
-const DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32};
-size_t element_size(int type) { return type == 1 || type == 2 ? 2 : 4; }
+const DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32, DataType::kINT64};
+size_t element_size(int type) { return type == 1 || type == 2 ? 2 : type == 4 ? 8 : 4; }
 
 struct Tensor {
   std::string name;
   int type = 0;
-  char variable = 'T';      // inputs: T, F or I of the schema
+  char variable = 'T';      // inputs: T, F, I or L of the schema
   std::string takes = "-";  // outputs: the input whose buffer it may take
   double tolerance = 0.0;
   Dims shape = {}, smallest = {}, largest = {};
@@ -132,6 +132,11 @@ struct Tensor {
     return count;
   }
   double at(size_t i) const {
+    if (type == 4) {
+      int64_t value;
+      std::memcpy(&value, content.data() + 8 * i, 8);
+      return static_cast<double>(value);
+    }
     uint32_t bits = 0;
     if (type == 0 || type == 3) std::memcpy(&bits, content.data() + 4 * i, 4);
     if (type == 3) return static_cast<int32_t>(bits);
