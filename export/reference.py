@@ -888,7 +888,7 @@ def normalized_linear_attention_grad(
 # SampleTokens
 
 
-def philox(seed, position):
+def philox(seed: int, position: int) -> tuple[int, int]:
     """The first two words of Philox4x32-10 with the key `seed`, 64 bits, and the counter `position`, 32 bits."""
     low = 0xFFFFFFFF
     counter, key = [position & low, 0, 0, 0], [seed & low, seed >> 32 & low]
@@ -937,27 +937,27 @@ def _penalised(x, counts, repetition, presence, frequency):
 
 
 def sample_tokens(
-    logits,
-    temperature=None,
-    top_k=None,
-    top_p=None,
-    min_p=None,
-    seed=None,
-    position=None,
-    token_counts=None,
-    count_index=None,
-    repetition_penalty=None,
-    presence_penalty=None,
-    frequency_penalty=None,
-    logit_bias=None,
-    allowed_tokens=None,
-    active=None,
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
+    token_counts: torch.Tensor | None = None,
+    count_index: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
+    allowed_tokens: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
     *,
-    count_tokens=False,
-    logprob=False,
-    num_logprobs=0,
+    count_tokens: bool = False,
+    logprob: bool = False,
+    num_logprobs: int = 0,
     compute_dtype: torch.dtype | None = None,
-):
+) -> tuple[torch.Tensor, ...]:
     """The next token of every request.
 
     logits T [B,V]. temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty F [B]; top_k,
