@@ -73,7 +73,11 @@ def _output_metadata(op, inputs, attrs):
             expected = " or ".join(str(s) for s in t.shapes)
             raise ValueError(f"{op.name}: {t.name} has shape {list(tensor.shape)}, rank {tensor.dim()}; expected {expected}")
         sizes += zip(shape.ordered(layout), tensor.shape)
-    dims = spec.sizes_of(sizes) | op.attr_sizes(attrs)
+    dims = spec.sizes_of(sizes)
+    for name, size in op.attr_sizes(attrs).items():
+        if size < 0:
+            raise ValueError(f"{op.name}: attribute {name} is {size}; expected 0 or more")
+        dims[name] = size
     for axis, size in sizes:
         if axis.plus and isinstance(size, int) and size < (least := axis.size({**dims, axis.symbol: 1})):
             name = next(t.name for t in op.inputs for s in t.shapes if axis in s.axes)

@@ -46,6 +46,7 @@ DataType to_trt(DType dtype) {
 
 const char* trt_type_name(DataType type) {
   switch (type) {
+    case DataType::kINT64: return "int64";
     case DataType::kINT8: return "int8";
     case DataType::kUINT8: return "uint8";
     case DataType::kBOOL: return "bool";
@@ -368,10 +369,10 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     for (int32_t k = 0; k < num_inputs; ++k) {
       const int i = input_index(k);
       const TensorSpec& tensor = spec_.inputs[i];
-      if (!from_trt(inputs[k], &types[i]))
-        return call.invalid(std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
-                            (tensor.type == TypeVar::kT ? "float32, float16 or bfloat16"
-                                                        : dtype_name(dtype_of(tensor.type, DType::kFloat32))));
+      if (!from_trt(inputs[k], &types[i]) || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL))
+        return call.invalid(
+            std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
+            (tensor.type == TypeVar::kT ? "float32, float16 or bfloat16" : dtype_name(dtype_of(tensor.type, DType::kFloat32))));
     }
     return {};
   }

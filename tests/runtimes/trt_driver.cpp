@@ -312,14 +312,15 @@ void try_shapes(const Case& c, IPluginV3OneBuildV2& build) {
       for (int k = 0; same && k < expected.nbDims; ++k) same = value_of(*outputs[i].d[k]) == expected.d[k];
       check(same, "shape of " + c.outputs[i].name);
     }
-    inputs[0].nbDims = 2;  // no operator's first input has this rank
+    inputs[0].nbDims = 1;  // no operator's first input has this rank
     check(build.getOutputShapes(inputs.data(), num_inputs, nullptr, 0, outputs.data(), num_outputs, builder) != 0 &&
               logged(c.op, c.inputs[0].name + " has shape"),
           "a wrong rank");
   }
-  types.back() = DataType::kINT64;
+  const bool wide = c.inputs.back().type == 4;
+  types.back() = wide ? DataType::kINT8 : DataType::kINT64;
   check(build.getOutputDataTypes(found.data(), num_outputs, types.data(), num_inputs) != 0 &&
-            logged(c.op, c.inputs.back().name + " has type int64"),
+            logged(c.op, c.inputs.back().name + (wide ? " has type int8" : " has type int64")),
         "a wrong type");
   for (int i = 0; i < num_outputs; ++i) {
     const int32_t aliased = build.getAliasedInput(i);

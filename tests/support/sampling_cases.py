@@ -92,4 +92,6 @@ def assert_right(found, expected, words=""):
         if name in LOGPROBS:
             torch.testing.assert_close(output.double(), right, rtol=2e-6, atol=2e-5, equal_nan=True, msg=f"{name} {words}")
         else:
-            assert torch.equal(output, right), f"{name} {words}: {output[output != right][:4]}, not {right[output != right][:4]}"
+            assert torch.equal(output, right), (
+                f"{name} {words}: {output[output != right][:4]}, not {right[output != right][:4]}"
+            )
