@@ -70,7 +70,7 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
                 "seed": torch.zeros_like(seq_lens, dtype=torch.int64),
                 "position": seq_lens,
             }
-            tokens = lf.sample_tokens(normalized[:, :, -1].flatten(1), **settings)
+            tokens = lf.sample_tokens(attended[:, :, -1].flatten(1), **settings)
             return attended, lse, keys, values, decayed, state, gq, gk, gv, normalized, nq, nk, nv, tokens
 
     torch.manual_seed(0)
