@@ -77,7 +77,8 @@ class OpTables:
         return (
             f"    {{{quoted(a.name)}, AttrType::k{pascal(a.type)}, {default_int}, {float(default_float)!r}f, "
             f"{boolean(a.off is not None)}, {boolean(a.min is not None)}, {float(a.off or 0)!r}, {float(a.min or 0)!r}, "
-            f"{len(a.values)}, {len(served)}, {values}, {quoted(a.refuse) if a.refuse else 'nullptr'}}},"
+            f"{len(a.values)}, {len(served)}, {values}, {quoted(a.refuse) if a.refuse else 'nullptr'}, "
+            f"{self.symbols.get(a.name, -1)}}},"
         )
 
     def rule(self, r):
@@ -182,7 +183,7 @@ inline const Op kOps[] = {{
 
 BEGIN = "<!-- schema: written by csrc/generate.py -->\n"
 END = "<!-- end of schema -->\n"
-LAYOUT_NOTE = "Shapes are those of layout `bhnd`; T, F, I and the symbols: [Operators](index.md)."
+LAYOUT_NOTE = "Shapes are those of layout `bhnd`; T, F, I, L and the symbols: [Operators](index.md)."
 
 
 def cell(text):

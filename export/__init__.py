@@ -24,6 +24,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.torch_ops import normalized_linear_attention as normalized_linear_attention
     from leanfleet.export.torch_ops import normalized_linear_attention_ as normalized_linear_attention_
     from leanfleet.export.torch_ops import normalized_linear_attention_grad as normalized_linear_attention_grad
+    from leanfleet.export.torch_ops import sample_tokens as sample_tokens
+    from leanfleet.export.torch_ops import sample_tokens_ as sample_tokens_
 
 _HOMES = {
     "LinearAttention": "linear_attention",
@@ -41,6 +43,8 @@ _HOMES = {
     "normalized_linear_attention_": "torch_ops",
     "normalized_linear_attention_grad": "torch_ops",
     "register_schemas": "onnx_export",
+    "sample_tokens": "torch_ops",
+    "sample_tokens_": "torch_ops",
     "translation_table": "onnx_export",
 }
 __all__ = list(_HOMES)

@@ -26,6 +26,7 @@ from onnx_ir.passes.common import InlinePass
 from onnx_ir.tape import Tape
 
 from leanfleet import spec
+from leanfleet.export import sample_constants as sampling
 
 CHUNK = 64
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by, as in the reference
@@ -109,6 +110,10 @@ class _Ops(Tape):
 
     def sum(self, x, *axes, keepdims=1):
         return self.ReduceSum(x, list(axes), keepdims=keepdims)
+
+    def sum_all(self, x):
+        """The sum of each row of an int64 [B,V], int64 [B,1]."""
+        return self.ReduceSum(x, [1], keepdims=1)
 
     def transposed(self, x):
         """The last two axes of [Q,Hkv,G,.,.] exchanged."""
@@ -688,12 +693,189 @@ def _normalized_linear_attention_grad(ops, x, a, ranks):
 
 # Functions and models
 
+# SampleTokens
+#
+# In the integers and the roundings of float32 that the kernels have, so that the tokens are theirs.
+
+
+def _column(ops, tensor, absent, right=None):
+    """A setting of the requests as [B,1]: `absent` where there is none and where right(tensor) does not hold."""
+    if tensor is None:
+        return ops.constant(absent)
+    if right is not None:
+        tensor = ops.Where(right(tensor), tensor, absent)
+    return ops.Unsqueeze(tensor, [1])
+
+
+def _finite(ops, tensor):
+    return ops.Less(ops.Abs(tensor), math.inf)
+
+
+def _halves(ops, number, bits):
+    """(number / 2^bits, rest) of an int64 that is not negative."""
+    return ops.Div(number, 1 << bits), ops.Mod(number, 1 << bits)
+
+
+def _product(ops, factor, number):
+    """(high, low) 32 bits of the product of two numbers of 32 bits, in int64: by halves of the second."""
+    high, low = _halves(ops, number, 16)
+    carry, rest = _halves(ops, ops.Mul(low, factor), 16)
+    top, middle = _halves(ops, ops.Add(ops.Mul(high, factor), carry), 16)
+    return top, ops.Add(ops.Mul(middle, 1 << 16), rest)
+
+
+def _philox(ops, seed, position):
+    """The first two words of Philox4x32-10, int64 [B]."""
+    low = ops.Mod(seed, 1 << 32)  # not negative, whatever the seed is
+    keys = [low, ops.Mod(ops.Div(ops.Sub(seed, low), 1 << 32), 1 << 32)]
+    nothing = ops.Sub(low, low)
+    c = [ops.Mod(ops.int64(position), 1 << 32), nothing, nothing, nothing]
+    for _ in range(10):
+        (high0, low0), (high1, low1) = _product(ops, 0xD2511F53, c[0]), _product(ops, 0xCD9E8D57, c[2])
+        first = ops.BitwiseXor(ops.BitwiseXor(high1, c[1]), keys[0])
+        c = [first, low1, ops.BitwiseXor(ops.BitwiseXor(high0, c[3]), keys[1]), low0]
+        keys = [ops.Mod(ops.Add(k, add), 1 << 32) for k, add in zip(keys, (0x9E3779B9, 0xBB67AE85))]
+    return c[0], c[1]
+
+
+def _sample_weights(ops, exponents):
+    """floor(2^(30 + e)) as int64 [B,V]; see export/reference.py."""
+    valid = ops.GreaterOrEqual(exponents, sampling.LEAST_EXPONENT)
+    e = ops.Where(valid, exponents, 0.0)
+    n = ops.Round(e)
+    f = ops.Sub(e, n)
+    power = ops.constant(sampling.POWER[-1])
+    for k in (*sampling.POWER[-2::-1], 1.0):
+        power = ops.Add(ops.Mul(power, f), k)
+    scale = ops.Gather(
+        ops.float(ops.constant([1 << i for i in range(sampling.WEIGHT_BITS + 1)])),
+        ops.Add(ops.int64(n), sampling.WEIGHT_BITS),
+        axis=0,
+    )
+    return ops.Where(valid, ops.int64(ops.Mul(power, scale)), 0)
+
+
+def _drawn_tokens(ops, x, ordered, order, vocabulary):
+    """Tokens [B,1] drawn at random; ordered: the changed logits, the largest first, order: their tokens."""
+    top = ops.Slice(ordered, [0], [1], [1])
+    heat = _column(ops, x.temperature, 0.0, lambda t: ops.Greater(t, 0.0))
+    sampled = ops.Greater(heat, 0.0)
+    scale = ops.Where(sampled, ops.Div(sampling.LOG2_E, heat), 0.0)
+    exponents = ops.Where(ops.Equal(ordered, top), 0.0, ops.Mul(ops.Sub(ordered, top), scale))
+    weights = _sample_weights(ops, exponents)
+    one = float(1 << sampling.WEIGHT_BITS)
+    if x.min_p is not None:
+        least = ops.Min(_column(ops, x.min_p, 0.0, lambda t: ops.Greater(t, 0.0)), 1.0)
+        weights = ops.Where(ops.GreaterOrEqual(weights, ops.int64(ops.Ceil(ops.Mul(least, one)))), weights, 0)
+    if x.top_k is not None:
+        first = ops.int64(_column(ops, x.top_k, 0))
+        number = ops.CumSum(ops.int64(ops.Greater(weights, 0)), 1)
+        kept = ops.Or(ops.LessOrEqual(first, 0), ops.LessOrEqual(number, first))
+        weights = ops.Where(kept, weights, 0)
+    sums = ops.CumSum(weights, 1)
+    if x.top_p is not None:
+        share = _column(ops, x.top_p, 1.0, lambda t: ops.Less(t, 1.0))
+        part = ops.int64(ops.Ceil(ops.Mul(ops.Max(share, 0.0), one)))
+        high, low = _halves(ops, ops.sum_all(weights), 31)
+        needed = ops.Add(ops.Mul(ops.Mul(high, part), 2), ops.Div(ops.Mul(low, part), 1 << sampling.WEIGHT_BITS))
+        kept = ops.Or(ops.GreaterOrEqual(part, int(one)), ops.Less(ops.Sub(sums, weights), ops.Max(needed, 1)))
+        weights = ops.Where(kept, weights, 0)
+        sums = ops.CumSum(weights, 1)
+    a, b = _halves(ops, ops.sum_all(weights), 31)
+    c, d = (ops.Unsqueeze(ops.Div(word, 2), [1]) for word in _philox(ops, x.seed, x.position))
+    middle = ops.Add(ops.Add(ops.Mul(a, d), ops.Mul(b, c)), ops.Div(ops.Mul(b, d), 1 << 31))
+    passed = ops.Add(ops.Mul(a, c), ops.Div(middle, 1 << 31))
+    place = ops.sum_all(ops.int64(ops.LessOrEqual(sums, passed)))
+    drawn = ops.GatherElements(order, ops.Min(place, ops.Sub(vocabulary, 1)), axis=1)
+    return ops.Where(sampled, drawn, ops.Slice(order, [0], [1], [1]))
+
+
+def _changed_logits(ops, x, raw, rows):
+    """float32 [B,V]: the logits after bias, mask and penalties; never NaN. rows: of token_counts, -1 for none."""
+    v, vocabulary = raw, ops.size(raw, 1)
+    if x.logit_bias is not None:
+        v = ops.Add(v, x.logit_bias)
+    if x.allowed_tokens is not None:
+        index = ops.range(vocabulary)
+        words = ops.Mod(ops.Gather(ops.int64(x.allowed_tokens), ops.Div(index, 32), axis=1), 1 << 32)
+        bits = ops.Gather([1 << i for i in range(32)], ops.Mod(index, 32), axis=0)
+        v = ops.Where(ops.Equal(ops.Mod(ops.Div(words, bits), 2), 0), -math.inf, v)
+    if x.token_counts is not None:
+        counts = ops.Gather(ops.int64(x.token_counts), ops.Max(rows, 0), axis=0)
+        counts = ops.Where(ops.GreaterOrEqual(ops.Unsqueeze(rows, [1]), 0), counts, 0)
+        penalty = x.repetition_penalty
+        repetition = _column(ops, penalty, 1.0, lambda t: ops.And(ops.Greater(t, 0.0), _finite(ops, t)))
+        presence = _column(ops, x.presence_penalty, 0.0, lambda t: _finite(ops, t))
+        frequency = _column(ops, x.frequency_penalty, 0.0, lambda t: _finite(ops, t))
+        answered = ops.float(ops.Mod(counts, sampling.IN_PROMPT))
+        lower = ops.Where(ops.Less(v, 0.0), ops.Mul(v, repetition), ops.Div(v, repetition))
+        lower = ops.Sub(lower, ops.Mul(frequency, answered))
+        lower = ops.Where(ops.Greater(answered, 0.0), ops.Sub(lower, presence), lower)
+        v = ops.Where(ops.Greater(counts, 0), lower, v)
+    return ops.Where(ops.IsNaN(v), -math.inf, v)
+
+
+def _counted(ops, token_counts, rows, tokens):
+    """token_counts with 1 more at each request's token: over them flat, with one place more for what counts nowhere."""
+    width = ops.size(token_counts, 1)
+    flat = ops.Concat(ops.int64(ops.reshape(token_counts, -1)), ops.int64(ops.zeros(1)), axis=0)
+    somewhere = ops.And(ops.GreaterOrEqual(rows, 0), ops.GreaterOrEqual(tokens, 0))
+    at = ops.Where(somewhere, ops.Add(ops.Mul(rows, width), tokens), ops.Sub(ops.size(flat, 0), 1))
+    counts = ops.Max(ops.GatherElements(flat, at, axis=0), 0)
+    room = ops.Less(ops.Mod(counts, sampling.IN_PROMPT), sampling.IN_PROMPT - 1)
+    flat = ops.ScatterElements(flat, at, ops.Add(counts, ops.int64(room)), axis=0)
+    return ops.CastLike(ops.Reshape(ops.Slice(flat, [0], [-1], [0]), ops.Shape(token_counts)), token_counts)
+
+
+def _sample_tokens(ops, x, a, ranks):
+    raw = ops.float(x.logits)
+    batch, vocabulary = ops.size(raw, 0), ops.size(raw, 1)
+    rows = None
+    if x.token_counts is not None:
+        rows = ops.range(batch)
+        if x.count_index is not None:
+            index, count = ops.int64(x.count_index), ops.size(x.token_counts, 0)
+            rows = ops.Where(ops.And(ops.GreaterOrEqual(index, 0), ops.Less(index, count)), index, -1)
+    v = _changed_logits(ops, x, raw, rows)
+    if x.temperature is not None:
+        ordered, order = ops.TopK(v, vocabulary, axis=1, outputs=2)
+        tokens = _drawn_tokens(ops, x, ordered, order, vocabulary)
+    else:
+        tokens = ops.ArgMax(v, axis=1, keepdims=1)
+    takes_part = ops.Greater(ops.ReduceMax(v, [1]), -math.inf)
+    if x.active is not None:
+        takes_part = ops.And(takes_part, ops.Unsqueeze(ops.Not(ops.Equal(ops.int64(x.active), 0)), [1]))
+    tokens = ops.Where(takes_part, tokens, -1)
+    results = [ops.Squeeze(tokens, [1])]
+    if a.logprob or a.num_logprobs:
+        known = ops.Where(ops.IsNaN(raw), -math.inf, raw)
+        largest = ops.ReduceMax(known, [1])
+        below = ops.Where(ops.Equal(raw, largest), 0.0, ops.Sub(raw, largest))
+        logprobs = ops.Sub(below, ops.Log(ops.sum(ops.Exp(below), 1)))  # NaN if a logit is NaN
+        nothing = ops.Equal(largest, -math.inf)
+        if x.active is not None:
+            idle = ops.Unsqueeze(ops.Equal(ops.int64(x.active), 0), [1])
+            nothing = ops.Or(nothing, idle)
+        logprobs = ops.Where(nothing, math.nan, logprobs)
+    if a.logprob:
+        chosen = ops.GatherElements(logprobs, ops.Max(tokens, 0), axis=1)
+        results.append(ops.Squeeze(ops.Where(ops.Less(tokens, 0), math.nan, chosen), [1]))
+    if a.num_logprobs:
+        _, likely = ops.TopK(known, [a.num_logprobs], axis=1, outputs=2)
+        results.append(ops.GatherElements(logprobs, likely, axis=1))
+        results.append(ops.Identity(likely) if x.active is None else ops.Where(idle, -1, likely))
+    if a.count_tokens:
+        results.append(_counted(ops, x.token_counts, rows, ops.Squeeze(tokens, [1])))
+    return results
+
+
 _BODIES = {
     "LeanAttention": _lean_attention,
     "CausalLinearDecay": _causal_linear_decay,
     "CausalLinearDecayGrad": _causal_linear_decay_grad,
     "NormalizedLinearAttention": _normalized_linear_attention,
     "NormalizedLinearAttentionGrad": _normalized_linear_attention_grad,
+    "SampleTokens": _sample_tokens,
 }
 _IGNORED = {"algorithm"}  # attributes that choose how to compute, not what
 

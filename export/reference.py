@@ -6,7 +6,7 @@ length follows from the attributes alone, never modifies an input, returns no al
 differentiable.
 
 Types: T (float32, float16, bfloat16, and here float64 too) is query's type and that of every tensor marked
-T; F is float32, or float64 when T is float64; I is int32. The computation runs in float64 when query is
+T; F is float32, or float64 when T is float64; I is int32, L int64. The computation runs in float64 when query is
 float64, otherwise in float32 or in `compute_dtype`. So the judge of a low-precision kernel is this
 reference on its inputs converted to float64.
 
@@ -28,6 +28,8 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import pad
 
+from leanfleet.export.sample_constants import IN_PROMPT, LEAST_EXPONENT, LOG2_E, MAX_LOGPROBS, POWER, WEIGHT_BITS
+
 BLOCK = 64  # tokens per block of the blocked algorithms
 RECURSION_BASE = 16  # tokens at which the recursion stops halving
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by
@@ -41,7 +43,7 @@ def _check(condition, message):
 def _match(operator, dims, layout, name, tensor, kind, symbols):
     """Checks type and sizes of an input; `dims` holds the sizes known so far and gains the new symbols.
 
-    kind: "T" query's type, "F" float32 or float64, "I" any integer. A star after `symbols`, which are those
+    kind: "T" query's type, "F" float32 or float64, "I" and "L" any integer. A star after `symbols`, which are those
     of bhnd, says that the tensor follows `layout`.
     """
     if tensor is None:
@@ -62,6 +64,7 @@ def _match(operator, dims, layout, name, tensor, kind, symbols):
         ),
         "F": (dtype in (torch.float32, torch.float64), "torch.float32 (or float64)"),
         "I": (not dtype.is_floating_point and dtype != torch.bool, "torch.int32"),
+        "L": (not dtype.is_floating_point and dtype != torch.bool, "torch.int64"),
     }[kind]
     _check(right, f"{operator}: {name} has type {dtype}; expected {expected}")
 
@@ -957,3 +960,210 @@ def normalized_linear_attention_grad(
         )
     grads = (dq.flatten(1, 2), dk.squeeze(2), dv)
     return tuple(_swap(x.to(query.dtype), layout) for x in grads) + ((dab.to(float_out),) if grad_coefficients else ())
+
+
+# SampleTokens
+
+
+def philox(seed: int, position: int) -> tuple[int, int]:
+    """The first two words of Philox4x32-10 with the key `seed`, 64 bits, and the counter `position`, 32 bits."""
+    low = 0xFFFFFFFF
+    counter, key = [position & low, 0, 0, 0], [seed & low, seed >> 32 & low]
+    for _ in range(10):
+        a, b = 0xD2511F53 * counter[0], 0xCD9E8D57 * counter[2]
+        counter = [b >> 32 ^ counter[1] ^ key[0], b & low, a >> 32 ^ counter[3] ^ key[1], a & low]
+        key = [key[0] + 0x9E3779B9 & low, key[1] + 0xBB67AE85 & low]
+    return counter[0], counter[1]
+
+
+def _weights(exponents):
+    """floor(2^(30 + e)) as int64 for e <= 0; 0 below LEAST_EXPONENT and for NaN.
+
+    In float32 by the additions and multiplications that the kernels do, which give the same bits."""
+    valid = exponents >= LEAST_EXPONENT
+    e = torch.where(valid, exponents, torch.zeros_like(exponents))
+    if e.dtype == torch.float64:
+        weights = torch.floor(torch.exp2(e + WEIGHT_BITS))
+    else:
+        n = e.round()
+        f = e - n
+        power = torch.full_like(f, POWER[-1])
+        for k in (*POWER[-2::-1], 1.0):
+            power = power * f
+            power = power + k
+        scale = torch.tensor([2.0**i for i in range(WEIGHT_BITS + 1)], device=f.device)
+        weights = power * scale[n.long() + WEIGHT_BITS]
+    return torch.where(valid, weights, torch.zeros_like(weights)).long()
+
+
+def _row_counts(token_counts, count_index, batch):
+    """The row of token_counts of each request, -1 where it has none."""
+    if count_index is None:
+        return torch.arange(batch, device=token_counts.device)
+    index = count_index.long()
+    return torch.where((index >= 0) & (index < token_counts.shape[0]), index, torch.full_like(index, -1))
+
+
+def _penalised(x, counts, repetition, presence, frequency):
+    """x [B,V] after the penalties [B,1] for tokens with counts [B,V]."""
+    seen, answered = counts > 0, (counts & (IN_PROMPT - 1)).to(x.dtype)
+    changed = torch.where(x < 0, x * repetition, x / repetition)
+    changed = changed - frequency * answered
+    changed = torch.where(answered > 0, changed - presence, changed)
+    return torch.where(seen, changed, x)
+
+
+def sample_tokens(
+    logits: torch.Tensor,
+    temperature: torch.Tensor | None = None,
+    top_k: torch.Tensor | None = None,
+    top_p: torch.Tensor | None = None,
+    min_p: torch.Tensor | None = None,
+    seed: torch.Tensor | None = None,
+    position: torch.Tensor | None = None,
+    token_counts: torch.Tensor | None = None,
+    count_index: torch.Tensor | None = None,
+    repetition_penalty: torch.Tensor | None = None,
+    presence_penalty: torch.Tensor | None = None,
+    frequency_penalty: torch.Tensor | None = None,
+    logit_bias: torch.Tensor | None = None,
+    allowed_tokens: torch.Tensor | None = None,
+    active: torch.Tensor | None = None,
+    *,
+    count_tokens: bool = False,
+    logprob: bool = False,
+    num_logprobs: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The next token of every request.
+
+    logits T [B,V]. temperature, top_p, min_p, repetition_penalty, presence_penalty, frequency_penalty F [B]; top_k,
+    position, count_index, active I [B]; seed L [B]; token_counts I [B,V], with count_index [P,V]; logit_bias F [B,V];
+    allowed_tokens I [B,W], W = V / 32 rounded up.
+
+    csrc/ops.toml has the equation. In float32, which is what logits of 32 and 16 bits are computed in, tokens are those
+    of the kernels and the function body, bit for bit; in float64 weights are of 2^30 exp((x - max x) / temperature).
+    compute_dtype is that of log-probabilities alone.
+    Settings that mean nothing count as off: a temperature that is not above 0 as 0, a top_p of 0 or less as the smallest.
+
+    Returns (tokens L [B], logprob F [B] if asked for, with num_logprobs top_logprobs F and top_tokens L
+    [B,num_logprobs], with count_tokens token_counts_out).
+    """
+    match, dims, log_compute, wide = _begin("SampleTokens", "bhnd", logits, compute_dtype)
+    match("logits", logits, "T", "B V")
+    settings = {"temperature": temperature, "top_p": top_p, "min_p": min_p, "repetition_penalty": repetition_penalty}
+    settings |= {"presence_penalty": presence_penalty, "frequency_penalty": frequency_penalty}
+    for name, tensor in settings.items():
+        match(name, tensor, "F", "B")
+    for name, tensor in {"top_k": top_k, "position": position, "count_index": count_index, "active": active}.items():
+        match(name, tensor, "I", "B")
+    match("seed", seed, "L", "B")
+    match("token_counts", token_counts, "I", "P V" if count_index is not None else "B V")
+    match("logit_bias", logit_bias, "F", "B V")
+    match("allowed_tokens", allowed_tokens, "I", "B W")
+    compute = wide  # of the tokens: float32, or float64
+    batch, vocabulary = logits.shape
+    words = -(-vocabulary // 32)
+    _check(
+        dims.get("W", words) == words, f"SampleTokens: allowed_tokens has W={dims.get('W')} words; V={vocabulary} takes {words}"
+    )
+    together = [t is not None for t in (temperature, seed, position)]
+    _check(all(together) or not any(together), "SampleTokens: temperature, seed and position come together or not at all")
+    for name, tensor in {"top_k": top_k, "top_p": top_p, "min_p": min_p}.items():
+        _check(tensor is None or temperature is not None, f"SampleTokens: {name} needs temperature")
+    counted = {n: t for n, t in settings.items() if n.endswith("penalty")} | {"count_index": count_index}
+    for name, tensor in counted.items():
+        _check(tensor is None or token_counts is not None, f"SampleTokens: {name} needs token_counts")
+    _check(not count_tokens or token_counts is not None, "SampleTokens: count_tokens needs token_counts")
+    most = min(vocabulary, MAX_LOGPROBS)
+    _check(0 <= num_logprobs <= most, f"SampleTokens: num_logprobs is {num_logprobs}; expected 0 to {most}")
+
+    def setting(tensor, absent, right):
+        """[B,1]; `absent` where it is not given or not right."""
+        if tensor is None:
+            return torch.full((batch, 1), absent, dtype=compute, device=logits.device)
+        tensor = tensor.detach().to(compute)
+        return torch.where(right(tensor), tensor, torch.full_like(tensor, absent)).unsqueeze(1)
+
+    raw = logits.detach().to(compute)
+    x = raw
+    if logit_bias is not None:
+        x = x + logit_bias.detach().to(compute)
+    if allowed_tokens is not None:
+        index = torch.arange(vocabulary, device=logits.device)
+        allowed = allowed_tokens.long()[:, index // 32] >> index % 32 & 1
+        x = torch.where(allowed != 0, x, torch.full_like(x, -math.inf))
+    rows = None if token_counts is None else _row_counts(token_counts, count_index, batch)
+    if token_counts is not None:
+        counts = torch.where(rows.unsqueeze(1) >= 0, token_counts.long()[rows], 0)
+        repetition = setting(repetition_penalty, 1.0, lambda t: (t > 0) & t.isfinite())
+        presence, frequency = (setting(t, 0.0, torch.isfinite) for t in (presence_penalty, frequency_penalty))
+        x = _penalised(x, counts, repetition, presence, frequency)
+    x = torch.where(x.isnan(), torch.full_like(x, -math.inf), x)
+
+    order = x.sort(dim=1, descending=True, stable=True).indices
+    top = x.gather(1, order[:, :1])
+    tokens = order[:, 0].clone()
+    if temperature is not None:
+        heat = setting(temperature, 0.0, lambda t: t > 0)
+        parts = setting(top_p, 1.0, lambda t: t < 1), setting(min_p, 0.0, lambda t: t > 0)
+        drawn = _drawn_tokens(x, top, order, heat, top_k, *parts, seed, position)
+        tokens = torch.where(heat[:, 0] > 0, drawn, tokens)
+    takes_part = torch.ones(batch, dtype=torch.bool, device=logits.device) if active is None else active != 0
+    tokens = torch.where(takes_part & (top[:, 0] > -math.inf), tokens, torch.full_like(tokens, -1))
+
+    results = [tokens]
+    raw = raw.to(log_compute)
+    largest = torch.where(raw.isnan(), torch.full_like(raw, -math.inf), raw).amax(1, keepdim=True)
+    from_largest = torch.where(raw == largest, torch.zeros_like(raw), raw - largest)
+    logprobs = from_largest - from_largest.exp().sum(1, keepdim=True).log()  # NaN if a logit is NaN
+    nothing = ~takes_part.unsqueeze(1) | (largest == -math.inf)
+    logprobs = torch.where(nothing, torch.full_like(logprobs, math.nan), logprobs).to(wide)
+    if logprob:
+        chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))[:, 0]
+        results.append(torch.where(tokens < 0, torch.full_like(chosen, math.nan), chosen))
+    if num_logprobs:
+        likely = torch.where(raw.isnan(), torch.full_like(raw, -math.inf), raw)
+        likely = likely.sort(dim=1, descending=True, stable=True).indices[:, :num_logprobs]
+        results.append(logprobs.gather(1, likely))
+        results.append(torch.where(takes_part.unsqueeze(1), likely, torch.full_like(likely, -1)))
+    if count_tokens:
+        results.append(_counted(token_counts, rows, tokens))
+    return tuple(results)
+
+
+def _drawn_tokens(x, top, order, temperature, top_k, top_p, min_p, seed, position):
+    """Tokens [B] drawn at random from x [B,V]; rows whose temperature is 0 hold anything. Other settings are [B,1], top_k,
+    seed and position [B]."""
+    scale = LOG2_E if x.dtype == torch.float32 else math.log2(math.e)
+    scale = torch.where(temperature > 0, torch.full_like(temperature, scale) / temperature, torch.zeros_like(temperature))
+    exponents = torch.where(x == top, torch.zeros_like(x), (x - top) * scale)
+    weights = _weights(exponents)
+    one = 1 << WEIGHT_BITS
+    least = (min_p.clamp(max=1.0) * one).ceil().long().clamp(min=1)
+    weights = torch.where(weights >= least, weights, 0).gather(1, order)
+    if top_k is not None:
+        first = top_k.long().unsqueeze(1)
+        weights = torch.where((first <= 0) | ((weights > 0).cumsum(1) <= first), weights, 0)
+    part = (top_p.clamp(min=0.0) * one).ceil().long()
+    sums = weights.cumsum(1)
+    total = sums[:, -1:]
+    needed = ((total >> 31) * part * 2 + ((total & 0x7FFFFFFF) * part >> 30)).clamp(min=1)
+    weights = torch.where((part >= one) | (sums - weights < needed), weights, 0)
+    sums = weights.cumsum(1)
+    tokens = []
+    for row, (key, counter) in enumerate(zip(seed.tolist(), position.tolist(), strict=True)):
+        high, low = (word >> 1 for word in philox(key, counter))
+        passed = sums[row, -1].item() * (high << 31 | low) >> 62
+        tokens.append(order[row, int((sums[row] <= passed).sum().clamp(max=len(order[row]) - 1))])
+    return torch.stack(tokens)
+
+
+def _counted(token_counts, rows, tokens):
+    """token_counts with 1 more at each request's token, unless there is none or its count is full."""
+    counts = token_counts.clone()
+    for row, token in zip(rows.tolist(), tokens.tolist(), strict=True):
+        if row >= 0 and token >= 0:
+            count = max(int(counts[row, token]), 0)
+            counts[row, token] = count + (count & (IN_PROMPT - 1) < IN_PROMPT - 1)
+    return counts

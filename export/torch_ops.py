@@ -22,7 +22,13 @@ from torch.autograd import forward_ad
 from leanfleet import native, spec
 from leanfleet.export import reference
 
-_DTYPES = {torch.float32: "float32", torch.float16: "float16", torch.bfloat16: "bfloat16", torch.int32: "int32"}
+_DTYPES = {
+    torch.float32: "float32",
+    torch.float16: "float16",
+    torch.bfloat16: "bfloat16",
+    torch.int32: "int32",
+    torch.int64: "int64",
+}
 _TYPES = {"bool": bool, "int": int, "float": float, "string": str}
 _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 _LIBRARY = torch.library.Library(spec.DOMAIN, "DEF")
@@ -68,6 +74,10 @@ def _output_metadata(op, inputs, attrs):
             raise ValueError(f"{op.name}: {t.name} has shape {list(tensor.shape)}, rank {tensor.dim()}; expected {expected}")
         sizes += zip(shape.ordered(layout), tensor.shape)
     dims = spec.sizes_of(sizes)
+    for name, size in op.attr_sizes(attrs).items():
+        if size < 0:
+            raise ValueError(f"{op.name}: attribute {name} is {size}; expected 0 or more")
+        dims[name] = size
     for axis, size in sizes:
         if axis.plus and isinstance(size, int) and size < (least := axis.size({**dims, axis.symbol: 1})):
             name = next(t.name for t in op.inputs for s in t.shapes if axis in s.axes)
@@ -77,7 +87,7 @@ def _output_metadata(op, inputs, attrs):
     active = {t.name for t in op.active_outputs(attrs)}
     metadata = []
     for t in op.outputs:
-        dtype = {"T": inputs[0].dtype, "F": torch.float32, "I": torch.int32}[t.type]
+        dtype = {"T": inputs[0].dtype, "F": torch.float32, "I": torch.int32, "L": torch.int64}[t.type]
         if t.type == "F" and inputs[0].dtype == torch.float64:
             dtype = torch.float64
         if t.name not in active:
@@ -110,7 +120,7 @@ def _check_placement(op, inputs):
                 "all tensors of a call must be on one device"
             )
         if tensor.dtype not in _DTYPES:
-            expected = {"T": "float32, float16 or bfloat16", "F": "float32", "I": "int32"}[t.type]
+            expected = {"T": "float32, float16 or bfloat16", "F": "float32", "I": "int32", "L": "int64"}[t.type]
             raise ValueError(f"{op.name}: {t.name} has type {str(tensor.dtype).removeprefix('torch.')}; expected {expected}")
 
 
@@ -377,7 +387,7 @@ def _documentation(op, mutating):
         taken = ", ".join(t.takes for t in op.outputs if t.takes)
         lines += [f"Changes {taken} in place and returns the other outputs; {op.mutating} is on.", ""]
     lines.append(
-        "T is float32, float16 or bfloat16 (one type a call), F float32, I int32; shapes are those of layout "
+        "T is float32, float16 or bfloat16 (one type a call), F float32, I int32, L int64; shapes are those of layout "
         '"bhnd". float64 inputs on any device are computed by the PyTorch reference.'
     )
     lines += ["", "Inputs:"]
@@ -461,7 +471,7 @@ def _function(op, mutating):
         outputs = raw(*args, **attrs)
         if lone:
             return outputs
-        wanted = asked[tuple([attrs.get(w, defaults[w]) for w in switches])]
+        wanted = asked[tuple([bool(attrs.get(w, defaults[w])) for w in switches])]
         return outputs[wanted[0]] if len(wanted) == 1 else tuple([outputs[i] for i in wanted])
 
     function.__name__ = function.__qualname__ = op.snake_name + ("_" if mutating else "")
@@ -586,3 +596,5 @@ causal_linear_decay_grad = _function(_SPECS["CausalLinearDecayGrad"], False)
 normalized_linear_attention = _function(_SPECS["NormalizedLinearAttention"], False)
 normalized_linear_attention_ = _function(_SPECS["NormalizedLinearAttention"], True)
 normalized_linear_attention_grad = _function(_SPECS["NormalizedLinearAttentionGrad"], False)
+sample_tokens = _function(_SPECS["SampleTokens"], False)
+sample_tokens_ = _function(_SPECS["SampleTokens"], True)

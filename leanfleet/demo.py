@@ -65,7 +65,13 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             nq, nk, nv, _ = lf.normalized_linear_attention_grad(
                 positive_q, positive_k, v, output=normalized, normalizer=normalizer, grad_output=decayed
             )
-            return attended, lse, keys, values, decayed, state, gq, gk, gv, normalized, nq, nk, nv
+            settings = {
+                "temperature": torch.full_like(seq_lens, 0.7, dtype=x.dtype),
+                "seed": torch.zeros_like(seq_lens, dtype=torch.int64),
+                "position": seq_lens,
+            }
+            tokens = lf.sample_tokens(attended[:, :, -1].flatten(1), **settings)
+            return attended, lse, keys, values, decayed, state, gq, gk, gv, normalized, nq, nk, nv, tokens
 
     torch.manual_seed(0)
     x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]

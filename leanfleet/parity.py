@@ -184,9 +184,9 @@ def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
     tensors = {}
     for t, array in zip(op.inputs, inputs, strict=False):  # a node may leave trailing inputs out
         if array is not None:
-            tensors[t.name] = torch.from_numpy(np.array(array, dtype=np.int64 if t.type == "I" else np.float64))
+            tensors[t.name] = torch.from_numpy(np.array(array, dtype=np.int64 if t.type in "IL" else np.float64))
     outputs = getattr(reference, op.snake_name)(**tensors, **attrs)
-    dtype = {"T": inputs[0].dtype, "F": np.float32, "I": np.int32}
+    dtype = {"T": inputs[0].dtype, "F": np.float32, "I": np.int32, "L": np.int64}
     active = dict(zip((t.name for t in op.active_outputs(attrs)), outputs, strict=True))
     listed = op.outputs[: 1 + max(i for i, t in enumerate(op.outputs) if t.name in active)]
     empty = torch.zeros(0)  # outputs are positional: it stands for one before the last that is not asked for

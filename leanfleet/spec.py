@@ -15,7 +15,7 @@ from typing import Any
 
 DOMAIN = "leanfleet"
 OPSET_VERSION = 1
-TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int32",)}
+TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int32",), "L": ("int64",)}
 
 
 @dataclass(frozen=True)
@@ -166,6 +166,11 @@ class OpSpec:
         """What conditions of shapes may name: the present inputs, and the boolean attributes that are on."""
         return set(inputs) | {a.name for a in self.attrs if a.type == "bool" and attrs.get(a.name, a.default)}
 
+    def attr_sizes(self, attrs: Mapping[str, Any]) -> dict[str, int]:
+        """{symbol: size} of the outputs' axes that have the value of an attribute (a mapping; missing ones take their
+        default)."""
+        return {a.name: int(attrs.get(a.name, a.default)) for a in self.attrs if a.name in self.symbols}
+
     def equal_sizes(self, dims: dict[str, int], given: set[str]) -> dict[str, int]:
         """dims {symbol: size} with those made the same that must be so for the names that `given` returns: as the first."""
         rules = [r for r in self.rules if r.kind == "equal" and (r.condition is None or r.condition in given)]
@@ -255,6 +260,10 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
             raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are no optional inputs or bool attributes")
         if any(a.plus for t in spec.outputs for s in t.shapes for a in s.axes):
             raise ValueError(f"ops.toml: {name}: an output's axis is a sum of two symbols")
+        if any(a.symbol in (x.name for x in spec.attrs) for t in spec.inputs for s in t.shapes for a in s.axes):
+            raise ValueError(
+                f"ops.toml: {name}: an input's axis has the name of an attribute, which only tells sizes of outputs"
+            )
         told = [{a.symbol for a in s.axes if not a.plus} for t in spec.inputs if not t.optional for s in t.shapes]
         for axis in (a for t in spec.inputs for s in t.shapes for a in s.axes if a.plus):
             if not any(axis.plus in symbols for symbols in told):

@@ -28,6 +28,7 @@ TOLERANCE = {
     "CausalLinearDecayGrad": (32, 8),
     "NormalizedLinearAttention": (16, 4),
     "NormalizedLinearAttentionGrad": (16, 8),
+    "SampleTokens": (4, 4),
 }
 
 # Sizes of make_inputs for open dimensions that stand for a symbol of ops.toml; any other open dimension is 2.
@@ -45,6 +46,8 @@ SIZES = {
     "M": 4,
     "positions": 64,
     "half": 8,
+    "V": 130,
+    "W": 5,
 }
 
 
@@ -145,7 +148,7 @@ def fitted(
         if node is not None and name not in keep:
             fit = (
                 _meaningful(node, argument.name, array, _dims(node, shapes))
-                if argument.type != "I"
+                if argument.type not in "IL"
                 else _integers(node, argument.name, array.shape, _dims(node, shapes), made, random)
             )
             array = np.asarray(fit).astype(array.dtype)
@@ -245,12 +248,23 @@ def _shapes(graph, sizes, usual=SIZES):
     return shapes
 
 
+# Values of SampleTokens' settings from the magnitudes of standard normal ones.
+_SETTINGS = {
+    "temperature": lambda x: 0.5 + x / 2,
+    "top_p": lambda x: 1 - x % 0.5,
+    "min_p": lambda x: x % 0.1,
+    "repetition_penalty": lambda x: 1 + x / 4,
+}
+
+
 def _meaningful(node, role, array, dims):
     """Standard normal values made into ones of a node's floating point argument `role`."""
     if role == "log_decay":
         return -np.abs(array) / 8
     if role in ("cos_cache", "sin_cache"):
         return {"cos_cache": np.cos, "sin_cache": np.sin}[role](array)
+    if node.op_type == "SampleTokens" and role in _SETTINGS:
+        return _SETTINGS[role](np.abs(array))
     if role == "normalizer":  # a sum over up to N tokens
         return (1 + np.abs(array)) * dims.get("N", 1)
     positive = set()
@@ -262,6 +276,15 @@ def _meaningful(node, role, array, dims):
 
 
 _OFFSETS = ("cu_seqlens", "cu_query_lens")  # arguments that lengths depend on
+# Ranges of integer arguments that need nothing else to be right.
+_INTEGERS = {
+    "initial_count": (1, 9),
+    "top_k": (0, 40),
+    "seed": (-(2**63), 2**63 - 1),
+    "position": (0, 10_000),
+    "allowed_tokens": (-(2**31), 2**31 - 1),
+    "active": (0, 2),
+}
 
 
 def _integers(node, role, shape, dims, made, random):
@@ -269,11 +292,13 @@ def _integers(node, role, shape, dims, made, random):
     if role in _OFFSETS:
         total = dims.get("Nq", 0) if role == "cu_query_lens" else dims.get("total", dims.get("N", 0))
         return np.concatenate([[0], np.sort(random.integers(0, total + 1, shape[0] - 2)), [total]])
-    if role in ("block_table", "state_index"):
+    if role in ("block_table", "state_index", "count_index"):
         count, rows = int(np.prod(shape)), dims.get("P", 1)
         return (random.permutation(max(rows, count))[:count] % rows).reshape(shape)
-    if role == "initial_count":
-        return random.integers(1, 9, shape)
+    if role in _INTEGERS:
+        return random.integers(*_INTEGERS[role], shape)
+    if role == "token_counts":
+        return random.integers(0, 3, shape) + (random.integers(0, 2, shape) << 30)
     arguments = [t.name for t in spec.all_specs()[node.op_type].inputs]
     offsets, query_offsets = (made.get(dict(zip(arguments, node.input, strict=False)).get(name)) for name in _OFFSETS)
     if offsets is not None:

@@ -36,7 +36,7 @@ def _explained(error):
     types = ", ".join(f"{t.name} {t.type}" for t in op.inputs)
     return type(error)(
         f"{error}\n{op.name} takes {types}; T is {', '.join(spec.TYPES['T'][:-1])} or "
-        f"{spec.TYPES['T'][-1]}, the same for all of them, F is float32, I is int32"
+        f"{spec.TYPES['T'][-1]}, the same for all of them, F is float32, I is int32, L is int64"
     )
 
 

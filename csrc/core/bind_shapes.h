@@ -65,6 +65,13 @@ Status bind_symbols(const OpSpec& spec, Given given, bool bnhd, Sizes&& sizes) {
   });
 }
 
+// Calls set(symbol, size) for the symbols that have the value of an attribute.
+template <class Set>
+void for_each_attr_size(const OpSpec& spec, const AttrValue* attrs, Set&& set) {
+  for (int i = 0; i < spec.num_attrs; ++i)
+    if (spec.attrs[i].symbol >= 0) set(spec.attrs[i].symbol, attrs[i].i);
+}
+
 // The size of an axis once its symbols are bound.
 template <class Sizes>
 typename std::decay_t<Sizes>::Size axis_size(AxisSpec axis, Sizes&& sizes) {

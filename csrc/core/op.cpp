@@ -48,16 +48,14 @@ std::string expected_shape(const OpSpec& spec, const ShapeSpec& shape, bool bnhd
 }
 
 DType dtype_of(const Call& call, TypeVar type) {
-  if (type == TypeVar::kF) return DType::kFloat32;
-  if (type == TypeVar::kI) return DType::kInt32;
   for (int i = 0; i < call.spec->num_inputs; ++i)
-    if (call.spec->inputs[i].type == TypeVar::kT && call.inputs[i].present()) return call.inputs[i].dtype;
-  return DType::kFloat32;
+    if (call.spec->inputs[i].type == TypeVar::kT && call.inputs[i].present()) return dtype_of(type, call.inputs[i].dtype);
+  return dtype_of(type, DType::kFloat32);
 }
 
 Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor) {
   const DType expected = dtype_of(call, spec.type);
-  const bool integer = spec.type == TypeVar::kT && tensor.dtype == DType::kInt32;
+  const bool integer = spec.type == TypeVar::kT && (tensor.dtype == DType::kInt32 || tensor.dtype == DType::kInt64);
   if (tensor.dtype == expected && !integer) return {};
   const std::string found = std::string(spec.name) + " has type " + dtype_name(tensor.dtype);
   if (integer) return call.invalid(found + "; expected float32, float16 or bfloat16");
@@ -232,7 +230,19 @@ Status wrong_kind(const OpSpec& spec, const char* node, const AttrSpec& attr, co
 
 }  // namespace
 
-int64_t element_size(DType dtype) { return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : 4; }
+int64_t element_size(DType dtype) {
+  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : dtype == DType::kInt64 ? 8 : 4;
+}
+
+DType dtype_of(TypeVar type, DType t) {
+  switch (type) {
+    case TypeVar::kF: return DType::kFloat32;
+    case TypeVar::kI: return DType::kInt32;
+    case TypeVar::kL: return DType::kInt64;
+    case TypeVar::kT: break;
+  }
+  return t;
+}
 
 const char* dtype_name(DType dtype) {
   switch (dtype) {
@@ -240,6 +250,7 @@ const char* dtype_name(DType dtype) {
     case DType::kFloat16: return "float16";
     case DType::kBFloat16: return "bfloat16";
     case DType::kInt32: return "int32";
+    case DType::kInt64: return "int64";
   }
   return "unknown";
 }
@@ -327,6 +338,7 @@ Status set_attr_string(const OpSpec& spec, const char* node, int index, const st
 Status bind_inputs(const Op& op, Call& call) {
   const OpSpec& spec = *op.spec;
   for (int i = 0; i < kMaxSymbols; ++i) call.dims[i] = -1;
+  for_each_attr_size(spec, call.attrs, [&](int symbol, int64_t size) { call.dims[symbol] = size; });
   const Given given = given_in(call);
   for (int i = 0; i < spec.num_inputs; ++i) {
     if (!call.inputs[i].present()) {

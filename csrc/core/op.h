@@ -11,10 +11,12 @@
 
 namespace leanfleet {
 
-enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3 };
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4 };
 
 int64_t element_size(DType dtype);  // bytes
 const char* dtype_name(DType dtype);
+// The type of a tensor in a call whose T tensors are `t`.
+DType dtype_of(TypeVar type, DType t);
 
 // A contiguous row-major tensor. rank -1: an absent optional input, or an output that the attributes do not ask for.
 // data is null while a workspace is being counted.
@@ -87,7 +89,7 @@ struct CudaTarget {
 struct OpImpl {
   // Refuses what the table's rules cannot express. Sees shapes and attributes only.
   Status (*check)(const Call& call);
-  // Refuses wrong values in the inputs of type I and F, which are readable by the host: lengths, indices, decays.
+  // Refuses wrong values in the inputs of type I, L and F, which are readable by the host: lengths, indices, decays.
   // `strict`: also those that a kernel tolerates by clamping (LEANFLEET_CHECK=1).
   Status (*check_values)(const Call& call, bool strict);
   // Ask `ws` for buffers, return if ws.counting(), compute. See workspace.h.

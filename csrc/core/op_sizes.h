@@ -4,7 +4,7 @@
 
 namespace leanfleet {
 
-constexpr int kMaxInputs = 13;
+constexpr int kMaxInputs = 15;
 constexpr int kMaxOutputs = 6;
 constexpr int kMaxAttrs = 8;
 constexpr int kMaxSymbols = 13;

@@ -34,14 +34,14 @@ inline constexpr TensorSpec kOutputs[] = {
     {"value_cache_out", TypeVar::kT, false, -1, 2, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"window", AttrType::kInt, -1, 0.0f, true, true, -1.0, 1.0, 0, 0, nullptr, nullptr},
-    {"softcap", AttrType::kFloat, 0, 0.0f, true, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"append", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
-    {"rotary_interleaved", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"packed_qkv", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
+    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"window", AttrType::kInt, -1, 0.0f, true, true, -1.0, 1.0, 0, 0, nullptr, nullptr, -1},
+    {"softcap", AttrType::kFloat, 0, 0.0f, true, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"append", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
+    {"rotary_interleaved", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"packed_qkv", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 0}, {RefKind::kSymbol, 1}}, 0},
@@ -87,12 +87,12 @@ inline constexpr TensorSpec kOutputs[] = {
     {"final_norm", TypeVar::kF, false, -1, 5, 2, {4, 2}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"algorithm", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 7, 4, kAlgorithmValues, nullptr},
-    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
+    {"algorithm", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 7, 4, kAlgorithmValues, nullptr, -1},
+    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
@@ -131,11 +131,11 @@ inline constexpr TensorSpec kOutputs[] = {
     {"grad_initial_state", TypeVar::kF, false, -1, -1, 1, {2}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
-    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "the normalised form is differentiated by composition: differentiate numerator and denominator, as leanfleet.export does in PyTorch"},
+    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
+    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "the normalised form is differentiated by composition: differentiate numerator and denominator, as leanfleet.export does in PyTorch", -1},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
@@ -173,11 +173,11 @@ inline constexpr TensorSpec kOutputs[] = {
     {"final_count", TypeVar::kI, false, -1, 7, 1, {3}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
@@ -213,12 +213,12 @@ inline constexpr TensorSpec kOutputs[] = {
     {"grad_coefficients", TypeVar::kF, false, -1, -1, 1, {3}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"grad_coefficients", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr},
-    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "carried states have no gradient here: train on whole sequences"},
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"grad_coefficients", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "carried states have no gradient here: train on whole sequences", -1},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
@@ -228,6 +228,56 @@ inline constexpr OpSpec kSpec = {"NormalizedLinearAttentionGrad", 1, 7, 4, 6, 1,
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace normalized_linear_attention_grad
 
+namespace sample_tokens {
+enum Input { kLogits, kTemperature, kTopK, kTopP, kMinP, kSeed, kPosition, kTokenCounts, kCountIndex, kRepetitionPenalty, kPresencePenalty, kFrequencyPenalty, kLogitBias, kAllowedTokens, kActive };
+enum Output { kOutTokens, kOutLogprob, kOutTopLogprobs, kOutTopTokens, kOutTokenCountsOut };
+enum Attr { kAttrCountTokens, kAttrLogprob, kAttrNumLogprobs };
+enum Dim { kDimB, kDimV, kDimP, kDimW, kDimNumLogprobs };
+inline constexpr TensorSpec kInputs[] = {
+    {"logits", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
+    {"temperature", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"top_k", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"top_p", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"min_p", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"seed", TypeVar::kL, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"position", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"token_counts", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 8}}, 2, -1, {{2, 0, -1, 0}, {1, 0, -1, 0}}}, {0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
+    {"count_index", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"repetition_penalty", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"presence_penalty", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"frequency_penalty", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"logit_bias", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
+    {"allowed_tokens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"active", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"tokens", TypeVar::kL, false, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"logprob", TypeVar::kF, false, -1, -1, 1, {1}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"top_logprobs", TypeVar::kF, false, -1, -1, 1, {2}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}}}}},
+    {"top_tokens", TypeVar::kL, false, -1, -1, 1, {2}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}}}}},
+    {"token_counts_out", TypeVar::kI, false, -1, 7, 1, {0}, 2, {{1, {{RefKind::kInput, 8}}, 2, -1, {{2, 0, -1, 0}, {1, 0, -1, 0}}}, {0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"count_tokens", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"logprob", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"num_logprobs", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, 4},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kTogether, {RefKind::kNone, -1}, 3, {{RefKind::kInput, 1}, {RefKind::kInput, 5}, {RefKind::kInput, 6}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 2}, {RefKind::kInput, 1}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 3}, {RefKind::kInput, 1}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 4}, {RefKind::kInput, 1}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 9}, {RefKind::kInput, 7}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 10}, {RefKind::kInput, 7}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 11}, {RefKind::kInput, 7}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 8}, {RefKind::kInput, 7}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 0}, {RefKind::kInput, 7}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "V", "P", "W", "num_logprobs"};
+inline constexpr OpSpec kSpec = {"SampleTokens", 1, 15, 5, 3, 9, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace sample_tokens
+
 // The registry, in the order of the schema.
 inline const Op kOps[] = {
     {&lean_attention::kSpec, &lean_attention::kImpl},
@@ -235,6 +285,7 @@ inline const Op kOps[] = {
     {&causal_linear_decay_grad::kSpec, &causal_linear_decay_grad::kImpl},
     {&normalized_linear_attention::kSpec, &normalized_linear_attention::kImpl},
     {&normalized_linear_attention_grad::kSpec, &normalized_linear_attention_grad::kImpl},
+    {&sample_tokens::kSpec, &sample_tokens::kImpl},
 };
 
 }  // namespace leanfleet

@@ -7,7 +7,7 @@
 
 namespace leanfleet {
 
-enum class TypeVar : int8_t { kT, kF, kI };
+enum class TypeVar : int8_t { kT, kF, kI, kL };
 
 enum class RefKind : int8_t { kNone, kInput, kAttr, kSymbol };
 
@@ -56,6 +56,7 @@ struct AttrSpec {
   int8_t num_values, num_served;  // the first num_served values have kernels, the others only the reference
   const char* const* values;
   const char* refuse;  // why the attribute cannot be switched on; null: it can
+  int8_t symbol;       // kInt: the symbol of outputs' axes that has the attribute's value, -1: none
 };
 
 enum class RuleKind : int8_t { kMultiple, kFixed, kEqual, kTogether, kExclusive, kNeeds };

@@ -162,10 +162,6 @@ struct Kernel {
 #endif
 };
 
-DType dtype_of(TypeVar type, DType t) {
-  return type == TypeVar::kT ? t : type == TypeVar::kF ? DType::kFloat32 : DType::kInt32;
-}
-
 // The outputs that a node may have follow from its attributes.
 Status check_connected(const Kernel& kernel) {
   const OpSpec& spec = *kernel.op.op->spec;
@@ -330,6 +326,7 @@ ONNXTensorElementDataType onnx_type(DType dtype) {
     case DType::kFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT16;
     case DType::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
     case DType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    case DType::kInt64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
   }
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 }

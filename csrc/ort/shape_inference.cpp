@@ -107,6 +107,7 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
     if (spec.inputs[i].type == TypeVar::kT) t_type = inputs[i].type;
   }
   SymbolicSizes sizes = {inputs, {}};
+  for_each_attr_size(spec, attrs, [&](int symbol, int64_t size) { sizes.symbols[symbol] = sizes.constant(size); });
   LEANFLEET_RETURN_IF_ERROR(bind_symbols(spec, given, bnhd, sizes));
   for (Dim& symbol : sizes.symbols)  // outputs of one unknown size share its name
     if (symbol.size < 0 && symbol.name.empty()) symbol.name = fresh_name();
@@ -126,6 +127,7 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
     // One operator's function serves every type T, so T is what this node's inputs say.
     shape.type = output.type == TypeVar::kT   ? t_type
                  : output.type == TypeVar::kF ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
+                 : output.type == TypeVar::kL ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
                                               : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
     // Refused for an output that the node does not have: the next ones may still be there.
     static_cast<void>(write_output(ort, context, i, shape));

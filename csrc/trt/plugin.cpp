@@ -28,6 +28,7 @@ bool from_trt(DataType type, DType* dtype) {
     case DataType::kHALF: *dtype = DType::kFloat16; return true;
     case DataType::kBF16: *dtype = DType::kBFloat16; return true;
     case DataType::kINT32: *dtype = DType::kInt32; return true;
+    case DataType::kINT64: *dtype = DType::kInt64; return true;
     default: return false;
   }
 }
@@ -37,6 +38,7 @@ DataType to_trt(DType dtype) {
     case DType::kFloat32: return DataType::kFLOAT;
     case DType::kFloat16: return DataType::kHALF;
     case DType::kBFloat16: return DataType::kBF16;
+    case DType::kInt64: return DataType::kINT64;
     case DType::kInt32: break;
   }
   return DataType::kINT32;
@@ -95,7 +97,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
  public:
   explicit Plugin(const Layer& layer) : layer_(layer), spec_(*layer.op->spec) {
     for (int i = 0; i < kMaxInputs; ++i)
-      input_types_[i] = i < spec_.num_inputs ? type_of(spec_.inputs[i].type, DType::kFloat32) : DType::kFloat32;
+      input_types_[i] = i < spec_.num_inputs ? dtype_of(spec_.inputs[i].type, DType::kFloat32) : DType::kFloat32;
     if (layer_.inputs.listed) num_inputs_ = static_cast<int32_t>(layer_.inputs.indices.size());
     outputs_ = layer_.outputs.indices;
     for (int i = 0; i < spec_.num_outputs && !layer_.outputs.listed; ++i)
@@ -142,7 +144,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
       DType types[kMaxInputs];
       LEANFLEET_RETURN_IF_ERROR(read_types(inputs, num_inputs, types));
       LEANFLEET_RETURN_IF_ERROR(check_outputs_count(num_outputs));
-      for (int32_t k = 0; k < num_outputs; ++k) outputs[k] = to_trt(type_of(spec_.outputs[outputs_[k]].type, types[0]));
+      for (int32_t k = 0; k < num_outputs; ++k) outputs[k] = to_trt(dtype_of(spec_.outputs[outputs_[k]].type, types[0]));
       std::copy(std::begin(types), std::end(types), std::begin(input_types_));
       return {};
     });
@@ -178,9 +180,8 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     if (desc.format != TensorFormat::kLINEAR || !from_trt(desc.type, &found)) return false;
     const bool input = position < num_inputs;
     const TypeVar type = input ? spec_.inputs[input_index(position)].type : spec_.outputs[outputs_[position - num_inputs]].type;
-    if (type == TypeVar::kF) return found == DType::kFloat32;
-    if (type == TypeVar::kI) return found == DType::kInt32;
-    if (found == DType::kInt32) return false;
+    if (type != TypeVar::kT) return found == dtype_of(type, found);
+    if (found == DType::kInt32 || found == DType::kInt64) return false;
     return position == 0 || (from_trt(tensors[0].desc.type, &t) && t == found);  // every operator's first input is a T
   }
 
@@ -330,10 +331,6 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     return text;
   }
 
-  static DType type_of(TypeVar type, DType t) {
-    return type == TypeVar::kT ? t : type == TypeVar::kF ? DType::kFloat32 : DType::kInt32;
-  }
-
   Call empty_call() const {
     Call call;
     call.spec = &spec_;
@@ -372,11 +369,10 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     for (int32_t k = 0; k < num_inputs; ++k) {
       const int i = input_index(k);
       const TensorSpec& tensor = spec_.inputs[i];
-      if (!from_trt(inputs[k], &types[i]))
-        return call.invalid(std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
-                            (tensor.type == TypeVar::kI   ? "int32"
-                             : tensor.type == TypeVar::kF ? "float32"
-                                                          : "float32, float16 or bfloat16"));
+      if (!from_trt(inputs[k], &types[i]) || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL))
+        return call.invalid(
+            std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
+            (tensor.type == TypeVar::kT ? "float32, float16 or bfloat16" : dtype_name(dtype_of(tensor.type, DType::kFloat32))));
     }
     return {};
   }
@@ -476,6 +472,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     ExpressionSizes sizes = {{}, builder};
     for (int32_t k = 0; k < num_inputs; ++k) sizes.inputs[input_index(k)] = &inputs[k];
     const Given given = given_in(call);
+    for_each_attr_size(spec_, call.attrs, [&](int symbol, int64_t size) { sizes.symbols[symbol] = sizes.constant(size); });
     LEANFLEET_RETURN_IF_ERROR(bind_symbols(spec_, given, call.bnhd(), sizes));
     for (int32_t k = 0; k < num_outputs; ++k) {
       const TensorSpec& tensor = spec_.outputs[outputs_[k]];

@@ -12,7 +12,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import function_bodies, reference
-from support import ort_models
+from support import ort_models, sampling_cases
 from support.attention_cases import make_case, one_after_another, packed
 from support.kernels import TORCH_DTYPES
 from support.linear_cases import INF, LINEAR, OPS, PACKED_CASES, fill, int32, one_node_model, session_of
@@ -52,7 +52,7 @@ def check_outputs(name, found, inputs, attrs, dtype="float32"):
     for t, j, *others in zip(active, judge, *losses, strict=True):
         actual = found[t.name]
         assert actual.shape == j.shape, t.name
-        if t.type == "I" or t.name.endswith("cache_out"):
+        if t.type in "IL" or t.name.endswith("cache_out"):
             torch.testing.assert_close(actual, others[0], rtol=0, atol=0, equal_nan=True)
             continue
         finite = j.isfinite()
@@ -464,6 +464,10 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
     if name == "LeanAttention":
         inputs, attrs = attention_case(1, ATTENTION_SIZES[2], **ATTENTION["all"])
         present, rank = [n for n, t in inputs.items() if t is not None], None
+    elif name == "SampleTokens":
+        inputs, attrs = sampling_cases.make_case(3, 3, 300, all_inputs=True)
+        inputs.pop("active")  # every row has log-probabilities
+        present, rank = list(inputs), None
     else:
         _, present, attrs, rank = next(row for case, row in LINEAR.items() if row[0] == name and row[1])
         inputs = fill(name, present, SIZES[1], attrs, rank)

@@ -1,7 +1,7 @@
-"""Random LeanAttention calls for compute-sanitizer, which no test can start for every shape:
+"""Random LeanAttention or SampleTokens calls for compute-sanitizer, which no test can start for every shape:
 
     PYTHONPATH=tests compute-sanitizer --tool racecheck --kernel-name kns=leanfleet \\
-        python tests/operators/sanitize_cuda.py --calls 210 --seed 1
+        python tests/operators/sanitize_cuda.py --calls 210 --seed 1 --operator SampleTokens
 
 Prints the calls as it goes, and at the end how many ran.
 """
@@ -11,11 +11,12 @@ import random
 
 import torch
 
+from support import sampling_cases
 from support.attention_cases import VARIANTS, draw_packed_tokens, make_case
 from support.kernels import run_kernel
 
 
-def draw(random):
+def draw_attention(random):
     """(inputs on the CPU, attrs, words that describe them) of a call: steps, pieces of prompts, prompts; all caches."""
     if random.random() < 0.3:
         return draw_packed_tokens(random, (8, 48, 64, 64, 80, 128, 128, 192, 256))
@@ -53,17 +54,36 @@ def draw(random):
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
 
 
+def draw_sampling(random):
+    """The same of SampleTokens: clusters of every size, rows in and beyond shared memory, equal logits."""
+    facts = dict(
+        seed=random.randrange(2**20),
+        batch=random.choice((1, 2, 5, 17, 40)),
+        vocabulary=random.choice((1, 33, 1000, 4096, 9001, 32_000, 70_001)),
+        dtype=random.choice((torch.float16, torch.bfloat16, torch.float32)),
+        hard=random.random() < 0.4,
+        all_inputs=random.random() < 0.3,
+    )
+    inputs, attrs = sampling_cases.make_case(**facts)
+    return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
+
+
+DRAW = {"LeanAttention": (draw_attention, "append"), "SampleTokens": (draw_sampling, "count_tokens")}
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--calls", type=int, default=200)
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--operator", choices=DRAW, default="LeanAttention")
     arguments = parser.parse_args()
+    draw, mutating = DRAW[arguments.operator]
     generator, ran = random.Random(arguments.seed), 0
     for i in range(arguments.calls):
         inputs, attrs, words = draw(generator)
         print(f"{i}: {words}", flush=True)
         device_inputs = {n: t.cuda() if t is not None else None for n, t in inputs.items()}
-        run_kernel("LeanAttention", device_inputs, attrs, in_place=generator.random() < 0.5 and attrs["append"])
+        run_kernel(arguments.operator, device_inputs, attrs, in_place=generator.random() < 0.5 and bool(attrs.get(mutating)))
         ran += 1
     print(f"{ran} calls ran")
 

@@ -90,6 +90,16 @@ def normalized_grad():
     return {**normalized(), "output": randn(2, 6, 7, 5), "normalizer": randn(2, 6, 7), "grad_output": randn(2, 6, 7, 5)}
 
 
+def sampling():
+    return dict(
+        logits=randn(2, 40),
+        temperature=torch.ones(2),
+        seed=torch.tensor([1, 2]),
+        position=ints(0, 5),
+        token_counts=torch.zeros(2, 40, dtype=I32),
+    )
+
+
 APPEND = {"append": 1}
 # name: (operator, inputs, attributes, changes to the inputs, what the message must say)
 CASES = {
@@ -136,7 +146,80 @@ CASES = {
         dict(query=randn(2, 7, 24)),
         r"query has shape \[2,7,24\], rank 3; expected \[B,N,H,R\]",
     ),
+    "logits rank": ("SampleTokens", sampling, {}, dict(logits=randn(40)), r"logits has shape \[40\], rank 1; expected \[B,V\]"),
+    "counts rank": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(token_counts=torch.zeros(2, dtype=I32)),
+        r"token_counts has shape \[2\], rank 1; expected \[B,V\]",
+    ),
     # type
+    "seed type": ("SampleTokens", sampling, {}, dict(seed=ints(1, 2)), r"seed has type int32; expected int64|tensor\(int32\)"),
+    "logits type": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(logits=torch.ones(2, 40, dtype=torch.int64)),
+        r"logits has type int64; expected float32, float16 or bfloat16|tensor\(int64\)",
+    ),
+    # sampling
+    "penalty without counts": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(token_counts=None, presence_penalty=torch.ones(2)),
+        "input presence_penalty needs input token_counts, which is missing",
+    ),
+    "counting without counts": (
+        "SampleTokens",
+        sampling,
+        {"count_tokens": 1},
+        dict(token_counts=None),
+        "count_tokens = 1 needs input token_counts, which is missing",
+    ),
+    "seed without temperature": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(temperature=None),
+        "temperature is missing, position is given; give both or neither",
+    ),
+    "filter without temperature": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(temperature=None, seed=None, position=None, top_p=torch.ones(2)),
+        "input top_p needs input temperature, which is missing",
+    ),
+    "words of the mask": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(allowed_tokens=torch.ones(2, 3, dtype=I32)),
+        "allowed_tokens has W = 3 words of 32 tokens; logits give V = 40, which takes 2",
+    ),
+    "counts of another vocabulary": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(token_counts=torch.zeros(2, 41, dtype=I32)),
+        r"token_counts has shape \[2,41\]: axis 1 of \[B,V\] is 41; expected 40, because logits gives V = 40",
+    ),
+    "more log-probabilities than tokens": (
+        "SampleTokens",
+        sampling,
+        {"num_logprobs": 41},
+        {},
+        "attribute num_logprobs is 41; expected at most 40, because logits give V = 40",
+    ),
+    "log-probabilities below 0": (
+        "SampleTokens",
+        sampling,
+        {"num_logprobs": -1},
+        {},
+        "attribute num_logprobs is -1; expected 1 or more, or 0 for off",
+    ),
     "cache type": (
         "LeanAttention",
         dense,
@@ -452,6 +535,65 @@ CHECKED = {
         r"block_table\[0,1\] is 7",
     ),
     "packed offsets": ("CausalLinearDecay", packed, {}, dict(cu_seqlens=ints(0, 3, 9)), r"cu_seqlens\[2\] is 9"),
+    "temperature": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(temperature=torch.tensor([1, -0.5])),
+        r"temperature\[1\] is -0.5.*0 or more",
+    ),
+    "temperature NaN": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(temperature=torch.tensor([1, torch.nan])),
+        r"temperature\[1\] is -?nan",
+    ),
+    "top_k": ("SampleTokens", sampling, {}, dict(top_k=ints(-1, 3)), r"top_k\[0\] is -1; expected 0 \(all\) or more"),
+    "top_p": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(top_p=torch.tensor([0.0, 1])),
+        r"top_p\[0\] is 0.*expected above 0, at most 1",
+    ),
+    "min_p": ("SampleTokens", sampling, {}, dict(min_p=torch.tensor([0.0, 1.5])), r"min_p\[1\] is 1.5.*expected 0 to 1"),
+    "position": ("SampleTokens", sampling, {}, dict(position=ints(0, -5)), r"position\[1\] is -5; expected 0 or more"),
+    "repetition_penalty": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(repetition_penalty=torch.tensor([0.0, 1])),
+        r"repetition_penalty\[0\] is 0.*expected a finite number above 0",
+    ),
+    "frequency_penalty": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(frequency_penalty=torch.tensor([0.0, torch.inf])),
+        r"frequency_penalty\[1\] is inf.*expected a finite number",
+    ),
+    "count row": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(count_index=ints(0, 2)),
+        r"count_index\[1\] is 2; token_counts has rows 0 to 1",
+    ),
+    "count row twice": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(count_index=ints(1, 1)),
+        r"count_index\[1\] is 1, as count_index\[0\] is; a row serves one request",
+    ),
+    "mask without a token": (
+        "SampleTokens",
+        sampling,
+        {},
+        dict(allowed_tokens=torch.tensor([[1, 0], [0, -256]], dtype=I32)),
+        r"allowed_tokens\[1\] allows no token",
+    ),
     "pool row": ("CausalLinearDecay", decay, {}, dict(state_index=ints(0, 5)), r"state_index\[1\] is 5"),
     "count": (
         "NormalizedLinearAttention",
@@ -591,7 +733,9 @@ def workspace_of(op, sizes, changed=None, attrs=None):
         if changed and changed[0] == t.name:
             shape[changed[1]] = changed[2]
         required = not t.optional or (changed and changed[0] == t.name)
-        entries.append((0, tuple(shape), {"T": "float16", "F": "float32", "I": "int32"}[t.type]) if required else None)
+        entries.append(
+            (0, tuple(shape), {"T": "float16", "F": "float32", "I": "int32", "L": "int64"}[t.type]) if required else None
+        )
     return native.Call(op.name, entries, [], attrs or {}, threads=2).workspace()
 
 

@@ -131,6 +131,8 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
         for axis, dim in zip(op.shape_of(t, op.given(present, attrs)).ordered(layout), found.shape, strict=True):
             if axis.symbol in ("D", "R", "Dv") or not axis.symbol:
                 assert dim == (17 if axis.symbol else axis.offset), (t.name, found.shape)
+            elif axis.symbol in op.attr_sizes(attrs):
+                assert dim == attrs[axis.symbol], (t.name, found.shape)
             elif axis.symbol in known:
                 assert dim == axis.symbol, (t.name, found.shape)
             else:

@@ -161,6 +161,8 @@ def samples():
     grad = randn(2, 6, 9, 5)
     nq, nk, nv = randn(1, 4, 5, 4, grad=True), randn(1, 2, 5, 4, grad=True), randn(1, 2, 5, 3, grad=True)
     output, normalizer = torch_ops.normalized_linear_attention(nq.detach(), nk.detach(), nv.detach())
+    sampling = [randn(2, 40), torch.ones(2), *[None] * 3, torch.tensor([1, 2]), torch.tensor([0, 1], dtype=torch.int32)]
+    sampling.append(torch.zeros(2, 40, dtype=torch.int32))
     return {
         "lean_attention": (ops.lean_attention.default, attention[:3], {}),
         "lean_attention append": (ops.lean_attention.default, attention, {"append": True}),
@@ -194,6 +196,13 @@ def samples():
             [nq.detach(), nk.detach(), nv.detach(), None, output, normalizer, randn(*output.shape)],
             {"grad_coefficients": False},
         ),
+        "sample_tokens": (ops.sample_tokens.default, sampling[:1], {}),
+        "sample_tokens counts": (
+            ops.sample_tokens.default,
+            sampling,
+            {"count_tokens": True, "logprob": True, "num_logprobs": 3},
+        ),
+        "sample_tokens_": (ops.sample_tokens_.default, sampling, {"num_logprobs": 2}),
     }
 
 
@@ -212,6 +221,9 @@ def samples():
         "normalized_linear_attention state",
         "normalized_linear_attention_grad",
         "normalized_linear_attention_grad alone",
+        "sample_tokens",
+        "sample_tokens counts",
+        "sample_tokens_",
     ],
 )
 def test_opcheck(name):

@@ -14,7 +14,7 @@ from onnx import TensorProto, helper
 from leanfleet import cli, spec, trt_plugins
 from leanfleet.ort_ops import make_session
 from support.ort_models import make_model, make_node, node_model
-from support.trt_cases import input_shapes, profiles, variants
+from support.trt_cases import input_shapes, layouts_of, profiles, variants
 
 try:
     TRT = trt_plugins.runtime()
@@ -56,13 +56,15 @@ def test_every_variant_builds(op, dtype):
     if not has_cuda_kernel(op):
         return
     for number, (ranks, attrs) in enumerate(cases):
-        attrs = attrs | {"layout": ("bhnd", "bnhd")[number % 2]}
+        layouts = layouts_of(op, ("bhnd", "bnhd"))
+        layout = layouts[number % len(layouts)]
+        attrs = attrs | layout
         built = build(op, ranks, attrs, dtype)
         assert built.layers == [("node", op.name)], (ranks, attrs)
         # An engine can be loaded on a GPU alone. What the plugin wrote into it shows that its layer is there.
         written = [
             op.name,
-            attrs["layout"],
+            *layout.values(),
             ",".join(t.name for t in op.inputs if t.name in ranks),
             ",".join(t.name for t in op.active_outputs(attrs)),
         ]

@@ -114,13 +114,13 @@ struct ResourceContext : IPluginResourceContext {
 
 // ---- Cases
 
-const DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32};
-size_t element_size(int type) { return type == 1 || type == 2 ? 2 : 4; }
+const DataType kTypes[] = {DataType::kFLOAT, DataType::kHALF, DataType::kBF16, DataType::kINT32, DataType::kINT64};
+size_t element_size(int type) { return type == 1 || type == 2 ? 2 : type == 4 ? 8 : 4; }
 
 struct Tensor {
   std::string name;
   int type = 0;
-  char variable = 'T';      // inputs: T, F or I of the schema
+  char variable = 'T';      // inputs: T, F, I or L of the schema
   std::string takes = "-";  // outputs: the input whose buffer it may take
   double tolerance = 0.0;
   Dims shape = {}, smallest = {}, largest = {};
@@ -132,6 +132,11 @@ struct Tensor {
     return count;
   }
   double at(size_t i) const {
+    if (type == 4) {
+      int64_t value;
+      std::memcpy(&value, content.data() + 8 * i, 8);
+      return static_cast<double>(value);
+    }
     uint32_t bits = 0;
     if (type == 0 || type == 3) std::memcpy(&bits, content.data() + 4 * i, 4);
     if (type == 3) return static_cast<int32_t>(bits);
@@ -307,14 +312,15 @@ void try_shapes(const Case& c, IPluginV3OneBuildV2& build) {
       for (int k = 0; same && k < expected.nbDims; ++k) same = value_of(*outputs[i].d[k]) == expected.d[k];
       check(same, "shape of " + c.outputs[i].name);
     }
-    inputs[0].nbDims = 2;  // no operator's first input has this rank
+    inputs[0].nbDims = 1;  // no operator's first input has this rank
     check(build.getOutputShapes(inputs.data(), num_inputs, nullptr, 0, outputs.data(), num_outputs, builder) != 0 &&
               logged(c.op, c.inputs[0].name + " has shape"),
           "a wrong rank");
   }
-  types.back() = DataType::kINT64;
+  const bool wide = c.inputs.back().type == 4;
+  types.back() = wide ? DataType::kINT8 : DataType::kINT64;
   check(build.getOutputDataTypes(found.data(), num_outputs, types.data(), num_inputs) != 0 &&
-            logged(c.op, c.inputs.back().name + " has type int64"),
+            logged(c.op, c.inputs.back().name + (wide ? " has type int8" : " has type int64")),
         "a wrong type");
   for (int i = 0; i < num_outputs; ++i) {
     const int32_t aliased = build.getAliasedInput(i);

@@ -11,7 +11,13 @@ import torch
 
 from leanfleet import native, spec
 
-TORCH_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16, "int32": torch.int32}
+TORCH_DTYPES = {
+    "float32": torch.float32,
+    "float16": torch.float16,
+    "bfloat16": torch.bfloat16,
+    "int32": torch.int32,
+    "int64": torch.int64,
+}
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ALIGNMENT = 256
 
@@ -107,9 +113,10 @@ def output_shapes(op, inputs, attrs):
         if t.name in present
         for pair in zip(op.shape_of(t, given, present[t.name].dim()).ordered(layout), present[t.name].shape)
     )
+    dims |= op.attr_sizes(attrs)
     result = []
     for t in op.active_outputs(attrs):
-        dtype = {"T": inputs[op.inputs[0].name].dtype, "F": torch.float32, "I": torch.int32}[t.type]
+        dtype = {"T": inputs[op.inputs[0].name].dtype, "F": torch.float32, "I": torch.int32, "L": torch.int64}[t.type]
         if t.like:
             shape = tuple(inputs[t.like].shape)
         else:

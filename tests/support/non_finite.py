@@ -89,7 +89,7 @@ def check(op_name, inputs, attrs, name, at, value, run, clean, before):
     found = run(changed)
     own = [label.expand(inputs[name].shape)[at].item() for label in labels(op, op.input(name), inputs, attrs)]
     for t in op.active_outputs(attrs):
-        if t.type == "I":
+        if t.type in "IL":
             continue
         words = f"{op_name}: {value} in {name}{list(at)}: {t.name}"
         a, b, d, e = (x[t.name].cpu() for x in (clean, found, dependent, exact))
@@ -117,7 +117,7 @@ def sweep(op_name, inputs, attrs, run, skip=(), count=3, seed=0):
     before, clean = run_reference(op_name, doubled(inputs), attrs), run(inputs)
     for t in op.inputs:
         tensor = inputs.get(t.name)
-        if tensor is None or t.type == "I" or t.name in skip:
+        if tensor is None or t.type in "IL" or t.name in skip:
             continue
         places = tensor.cpu().isfinite().nonzero()  # what belongs to nobody is NaN already
         for row in torch.randperm(len(places), generator=random)[:count].tolist():

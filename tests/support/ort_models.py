@@ -22,13 +22,14 @@ ONNX_TYPES = {
     "float16": TensorProto.FLOAT16,
     "bfloat16": TensorProto.BFLOAT16,
     "int32": TensorProto.INT32,
+    "int64": TensorProto.INT64,
 }
 IR_VERSION = 10  # the newest that onnxruntime 1.20 reads
 
 
 def onnx_type(tensor, dtype):
     """The ONNX type of a schema tensor in a node whose T is `dtype`."""
-    return ONNX_TYPES[{"T": dtype, "F": "float32", "I": "int32"}[tensor.type]]
+    return ONNX_TYPES[{"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[tensor.type]]
 
 
 def make_node(op, present, attrs=None, name="node", outputs=None, rename=None):

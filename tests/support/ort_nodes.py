@@ -16,6 +16,8 @@ DTYPES = ("float32", "float16", "bfloat16")
 CACHE = ["seq_lens", "query_lens"]
 NEW = ["new_key", "new_value"]
 SUMS = ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"]
+DRAWS = ["temperature", "seed", "position"]
+PENALTIES = ["token_counts", "repetition_penalty", "presence_penalty", "frequency_penalty"]
 VARIANTS = {
     "LeanAttention": [
         ([], {}, {}),
@@ -58,6 +60,12 @@ VARIANTS = {
         (["coefficients"], {"normalize_qk": 1}, {}),
         (["coefficients"], {"grad_coefficients": 0}, {}),
     ],
+    "SampleTokens": [
+        ([], {}, {}),
+        ([*DRAWS, "top_k", "top_p", "min_p"], {"logprob": 1}, {}),
+        ([*DRAWS, *PENALTIES, "logit_bias"], {"count_tokens": 1, "num_logprobs": 3}, {}),
+        ([*DRAWS, *PENALTIES, "count_index", "allowed_tokens", "active"], {"count_tokens": 1, "logprob": 1}, {}),
+    ],
     "ScaledAdd": [([], {}, {}), (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}), (["total"], {"accumulate": 1}, {})],
 }
 SIZES = {
@@ -77,6 +85,8 @@ SIZES = {
     "Q": 3,
     "positions": 12,
     "half": 3,
+    "V": 70,
+    "W": 3,
 }
 CASES = [
     pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")
@@ -101,9 +111,18 @@ def values(name, shape, dtype, size):
         "block_table": lambda: torch.randperm(size["P"])[: shape[0] * shape[1]].reshape(shape),
         "state_index": lambda: torch.randperm(size["P"])[: shape[0]],
         "initial_count": lambda: 3 + torch.arange(shape[0]),
+        "top_k": lambda: 5 + torch.arange(shape[0]),
+        "position": lambda: 7 + torch.arange(shape[0]),
+        "token_counts": lambda: torch.randint(0, 3, shape) + (torch.randint(0, 2, shape) << 30),
+        "count_index": lambda: torch.randperm(size["P"])[: shape[0]],
+        "allowed_tokens": lambda: torch.randint(-(2**31), 2**31, shape),
+        "active": lambda: torch.arange(shape[0]),
+        "seed": lambda: torch.randint(-(2**62), 2**62, shape),
     }
     if name in integers:
-        return integers[name]().to(torch.int32)
+        return integers[name]().to(dtype)
+    if name in ("temperature", "top_p", "min_p", "repetition_penalty"):
+        return torch.rand(shape) / 2 + 0.3
     if name.startswith("log_decay"):
         return -torch.rand(shape)
     if name in ("normalizer", "initial_norm"):
@@ -125,7 +144,7 @@ def variant(name, index, dtype):
             rank = 3 if t.name == "log_decay" and per_token else None
             axes = op.shape_of(t, given, rank).ordered(attrs.get("layout", "bhnd"))
             shape = [axis.size(size) for axis in axes]
-            type_name = {"T": dtype, "F": "float32", "I": "int32"}[t.type]
+            type_name = {"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[t.type]
             inputs[t.name] = values(t.name, shape, TORCH_DTYPES[type_name], size)
     return op, inputs, attrs
 
@@ -135,7 +154,7 @@ def shapes_of(inputs):
 
 
 def same_bits(a, b):
-    views = {4: torch.int32, 2: torch.int16}
+    views = {8: torch.int64, 4: torch.int32, 2: torch.int16}
     return (
         a.shape == b.shape
         and a.dtype == b.dtype

@@ -25,8 +25,12 @@ SIZES = {
     "Q": 3,
     "positions": 80,
     "half": 6,
+    "V": 300,
+    "W": 10,
 }
 STATE = {"initial_state", "initial_key_sum", "initial_value_sum", "initial_count"}
+DRAWS = {"temperature", "seed", "position"}
+PENALTIES = {"token_counts", "repetition_penalty", "presence_penalty", "frequency_penalty"}
 # Of each operator: optional inputs (log_decay of rank 3: "per_token log_decay"), attributes.
 VARIANTS = {
     "LeanAttention": [
@@ -49,6 +53,11 @@ VARIANTS = {
     ],
     "NormalizedLinearAttention": [(set(), {"causal": 0}), ({"coefficients"} | STATE, {"return_state": 1, "normalize_qk": 1})],
     "NormalizedLinearAttentionGrad": [(set(), {"layout": "bnhd"}), ({"coefficients"}, {"normalize_qk": 1, "causal": 0})],
+    "SampleTokens": [
+        ({"allowed_tokens", "logit_bias"}, {"logprob": 1}),
+        (DRAWS | PENALTIES | {"top_k", "top_p", "min_p", "count_index"}, {"count_tokens": 1, "logprob": 1, "num_logprobs": 7}),
+        (DRAWS | {"active"}, {}),
+    ],
 }
 
 
@@ -89,11 +98,11 @@ def alter_body(model, output):
             if name == output:
                 node.output[i] = f"{name}_right"
     kind = next(t for t in OPS[function.name].outputs if t.name == output).type
-    number, operator = ("one", "Add") if kind == "I" else ("factor", "Mul")
-    value = 1 if kind == "I" else 1.001
+    number, operator = ("one", "Add") if kind in "IL" else ("factor", "Mul")
+    value = 1 if kind in "IL" else 1.001
     function.node.extend(
         [
-            onnx.helper.make_node("Constant", [], [number], **{f"value_{'int' if kind == 'I' else 'float'}": value}),
+            onnx.helper.make_node("Constant", [], [number], **{f"value_{'int' if kind in 'IL' else 'float'}": value}),
             onnx.helper.make_node("CastLike", [number, f"{output}_right"], [f"{number}_like"]),
             onnx.helper.make_node(operator, [f"{output}_right", f"{number}_like"], [output]),
         ]

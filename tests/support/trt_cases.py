@@ -1,6 +1,7 @@
 """Calls of every operator in every variant, for the tests of the TensorRT plugins."""
 
 import itertools
+import math
 
 import numpy as np
 
@@ -18,9 +19,10 @@ OPEN = {
     "total": (1, 65, 1030),
     "Q": (1, 3, 4),
 }
-FIXED = {"H": 6, "Hkv": 2, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12}
+FIXED = {"H": 6, "Hkv": 2, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12, "V": 130, "W": 5}
 STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
-DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3}
+MOST_VARIANTS = 64  # tried of an operator that has more combinations: both ends, and others drawn at random
+DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3, "int64": 4}
 
 
 def input_shape(op, tensor, present, attrs, rank, kind):
@@ -56,16 +58,33 @@ def profiles(op):
     return result
 
 
+def _combinations(choices, first):
+    """Of one of each of the lists, as (of the first lists, of the others); a part of them where there are very many."""
+    every = math.prod(map(len, choices))
+    if every <= 4096:
+        drawn = itertools.product(*choices)
+    else:
+        random = np.random.default_rng(0)
+        drawn = [[c[0] for c in choices], [c[-1] for c in choices]]
+        drawn += [[c[random.integers(len(c))] for c in choices] for _ in range(20 * MOST_VARIANTS)]
+    for combination in drawn:
+        yield tuple(combination[:first]), tuple(combination[first:])
+
+
 def variants(op):
     """({input: rank or None}, attributes) of every combination of optional inputs, their ranks and boolean attributes that
-    are off by default which the operator takes; the C interface says which those are."""
+    are off by default which the operator takes; the C interface says which those are. Attributes that ask for outputs
+    by their number are 3."""
     required = {t.name: None for t in op.inputs if not t.optional}
     optional = [t for t in op.inputs if t.optional]
     choices = [[None, *sorted({len(s.axes) for s in t.shapes})] for t in optional]
     switches = [a.name for a in op.attrs if a.type == "bool" and not a.refuse and not a.default]
-    for choice, on in itertools.product(itertools.product(*choices), itertools.product((0, 1), repeat=len(switches))):
+    counts = {a.name for a in op.attrs if a.type == "int"} & {name for t in op.outputs for name in t.when}
+    switches += sorted(counts)
+    found = 0
+    for choice, on in _combinations([*choices, *[(0, 1)] * len(switches)], len(choices)):
         ranks = required | {t.name: rank for t, rank in zip(optional, choice) if rank}
-        attrs = {name: 1 for name, value in zip(switches, on) if value}
+        attrs = {name: 3 if name in counts else 1 for name, value in zip(switches, on) if value}
         shapes = input_shapes(op, ranks, attrs, 1)
         if None in shapes.values():
             continue
@@ -75,10 +94,18 @@ def variants(op):
         except ValueError:
             continue
         yield ranks, attrs
+        found += 1
+        if found == MOST_VARIANTS and len(optional) > 12:
+            return
+
+
+def layouts_of(op, layouts):
+    """The attribute for each of the layouts, or none where the operator has no such attribute."""
+    return [{"layout": layout} for layout in layouts] if any(a.name == "layout" for a in op.attrs) else [{}]
 
 
 def input_type(tensor, dtype):
-    return {"T": dtype, "F": "float32", "I": "int32"}[tensor.type]
+    return {"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[tensor.type]
 
 
 def _line(*words):
@@ -114,7 +141,7 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
                 return len(self.shape)
 
         for name, kind, shape in output_shapes(op, {k: Shape(v) for k, v in inputs.items()}, attrs):
-            names = {"torch.float32": "float32", "torch.int32": "int32"}
+            names = {"torch.float32": "float32", "torch.int32": "int32", "torch.int64": "int64"}
             expected[name] = np.zeros(shape, parity.BFLOAT16 if kind == "bfloat16" else names.get(str(kind), str(kind)))
     file.write(_line("case", op.name, len(attrs), len(inputs), len(expected)))
     for name, value in attrs.items():
@@ -130,7 +157,7 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
         content, code = _content(expected[t.name])
         largest = np.abs(np.asarray(expected[t.name], np.float64))
         largest = float(largest[np.isfinite(largest)].max(initial=0.0))
-        tolerance = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type != "I" else 0.0
+        tolerance = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TF" else 0.0
         shape = expected[t.name].shape
         file.write(_line(t.name, code, t.takes if t.takes in inputs else "-", repr(tolerance), len(shape), *shape))
         bodies.append(content)
@@ -145,9 +172,9 @@ def write_cases(path, ops=None, dtypes=spec.TYPES["T"], layouts=("bhnd", "bnhd")
     number = count = 0
     with open(path, "wb") as file:
         for op in ops or spec.all_specs().values():
-            for (ranks, attrs), dtype, layout in itertools.product(variants(op), dtypes, layouts):
+            for (ranks, attrs), dtype, layout in itertools.product(variants(op), dtypes, layouts_of(op, layouts)):
                 if number % every == 0:
-                    write_case(file, op, ranks, attrs | {"layout": layout}, dtype, number, with_data)
+                    write_case(file, op, ranks, attrs | layout, dtype, number, with_data)
                     count += 1
                 number += 1
     return count
