@@ -7,7 +7,7 @@
 #include "core/integers.h"
 #include "sample_tokens/sample_tokens.h"
 
-namespace LEANFLEET_HD_NAMESPACE {
+LEANFLEET_HD_NAMESPACE(leanfleet::sample_tokens) {
 namespace exact {
 
 #if defined(__CUDA_ARCH__)
@@ -193,4 +193,4 @@ LEANFLEET_HD int32_t counted(int32_t count) {
 }
 
 }  // namespace exact
-}  // namespace LEANFLEET_HD_NAMESPACE
+}  // LEANFLEET_HD_NAMESPACE(leanfleet::sample_tokens)

@@ -2,13 +2,7 @@
 #include "sample_tokens/arithmetic.h"
 #include "sample_tokens/sample_tokens.h"
 
-namespace leanfleet::LEANFLEET_ISA {
-
-using sample_tokens::Args;
-using sample_tokens::kBins;
-using sample_tokens::kWordTokens;
-using sample_tokens::Piece;
-using sample_tokens::RowWork;
+namespace leanfleet::sample_tokens::LEANFLEET_ISA {
 
 namespace {
 
@@ -197,7 +191,7 @@ auto with_logits(const Args& args, int64_t row, F&& f) {
 }  // namespace
 
 // x, where the settings change the logits, and the largest of [begin, end).
-void sample_prepare(const Args& args, const RowWork& work, int64_t row, int64_t piece, int64_t begin, int64_t end) {
+void prepare(const Args& args, const RowWork& work, int64_t row, int64_t piece, int64_t begin, int64_t end) {
   const exact::Settings s = exact::settings_of(args, row);
   Piece& out = work.pieces[piece];
   out = {};
@@ -216,8 +210,8 @@ void sample_prepare(const Args& args, const RowWork& work, int64_t row, int64_t 
 }
 
 // Weights and their sums by bin, of a row that is drawn from, and the sum for log-probabilities.
-void sample_weigh(const Args& args, const RowWork& work, int64_t row, int64_t piece, int64_t begin, int64_t end, float top,
-                  float raw_top) {
+void weigh(const Args& args, const RowWork& work, int64_t row, int64_t piece, int64_t begin, int64_t end, float top,
+           float raw_top) {
   const exact::Settings s = exact::settings_of(args, row);
   with_logits(args, row, [&](const auto* logits) {
     if (args.wants_logprob) work.pieces[piece].raw_sum = exp_sum(logits, begin, end, raw_top);
@@ -228,19 +222,19 @@ void sample_weigh(const Args& args, const RowWork& work, int64_t row, int64_t pi
 }
 
 // The places of the tokens of a bin, by index; returns their number.
-int64_t sample_collect(const Args& args, const RowWork& work, int64_t row, float top, int32_t bin) {
+int64_t collect(const Args& args, const RowWork& work, int64_t row, float top, int32_t bin) {
   const exact::Settings s = exact::settings_of(args, row);
   if (s.changes()) return collect(work.x, work, s, top, bin, args.vocabulary);
   return with_logits(args, row, [&](const auto* x) { return collect(x, work, s, top, bin, args.vocabulary); });
 }
 
 // The first num_logprobs places of the logits as they are.
-void sample_top_places(const Args& args, int64_t row, uint64_t* places) {
+void top_places(const Args& args, int64_t row, uint64_t* places) {
   with_logits(args, row, [&](const auto* x) { top_places(x, args.vocabulary, args.num_logprobs, places); });
 }
 
-float sample_logit(const Args& args, int64_t row, int64_t token) {
+float logit(const Args& args, int64_t row, int64_t token) {
   return with_logits(args, row, [&](const auto* x) { return to_float(x[token]); });
 }
 
-}  // namespace leanfleet::LEANFLEET_ISA
+}  // namespace leanfleet::sample_tokens::LEANFLEET_ISA

@@ -13,19 +13,16 @@
 #include "core/cuda_target.h"
 #endif
 
-LEANFLEET_CPU_FUNCTION(void, sample_prepare,
-                       (const sample_tokens::Args& args, const sample_tokens::RowWork& work, int64_t row, int64_t piece,
-                        int64_t begin, int64_t end))
-LEANFLEET_CPU_FUNCTION(void, sample_weigh,
-                       (const sample_tokens::Args& args, const sample_tokens::RowWork& work, int64_t row, int64_t piece,
-                        int64_t begin, int64_t end, float top, float raw_top))
-LEANFLEET_CPU_FUNCTION(int64_t, sample_collect,
-                       (const sample_tokens::Args& args, const sample_tokens::RowWork& work, int64_t row, float top,
-                        int32_t bin))
-LEANFLEET_CPU_FUNCTION(void, sample_top_places, (const sample_tokens::Args& args, int64_t row, uint64_t* places))
-LEANFLEET_CPU_FUNCTION(float, sample_logit, (const sample_tokens::Args& args, int64_t row, int64_t token))
-
 namespace leanfleet::sample_tokens {
+
+LEANFLEET_CPU_FUNCTION(void, prepare,
+                       (const Args& args, const RowWork& work, int64_t row, int64_t piece, int64_t begin, int64_t end))
+LEANFLEET_CPU_FUNCTION(void, weigh,
+                       (const Args& args, const RowWork& work, int64_t row, int64_t piece, int64_t begin, int64_t end,
+                        float top, float raw_top))
+LEANFLEET_CPU_FUNCTION(int64_t, collect, (const Args& args, const RowWork& work, int64_t row, float top, int32_t bin))
+LEANFLEET_CPU_FUNCTION(void, top_places, (const Args& args, int64_t row, uint64_t* places))
+LEANFLEET_CPU_FUNCTION(float, logit, (const Args& args, int64_t row, int64_t token))
 
 namespace {
 
@@ -177,7 +174,7 @@ class Choice {
     }
     if (bin != bin_) {
       bin_ = bin;
-      found_ = select_sample_collect()(args_, work_, row_, top_, bin);
+      found_ = select_collect()(args_, work_, row_, top_, bin);
       std::sort(work_.candidates, work_.candidates + found_);
     }
     Cut cut = {0, mass};
@@ -233,13 +230,13 @@ class RowTask {
 
   void prepare(int64_t piece) const {
     if (!settings_.active) return;
-    select_sample_prepare()(args_, work_, row_, piece, pieces_.begin(piece), pieces_.end(piece, args_.vocabulary));
+    select_prepare()(args_, work_, row_, piece, pieces_.begin(piece), pieces_.end(piece, args_.vocabulary));
   }
 
   void weigh(int64_t piece) const {
     if (!settings_.active || (settings_.greedy && !args_.wants_logprob)) return;
     const auto [top, raw_top] = tops();
-    select_sample_weigh()(args_, work_, row_, piece, pieces_.begin(piece), pieces_.end(piece, args_.vocabulary), top, raw_top);
+    select_weigh()(args_, work_, row_, piece, pieces_.begin(piece), pieces_.end(piece, args_.vocabulary), top, raw_top);
   }
 
   void choose() const {
@@ -279,10 +276,10 @@ class RowTask {
       return none ? exact::not_a_number() : (logit == all.raw_top ? 0.0f : logit - all.raw_top) - log_sum;
     };
     if (args_.logprob != nullptr)
-      args_.logprob[row_] = token < 0 ? exact::not_a_number() : logprob_of(select_sample_logit()(args_, row_, token));
+      args_.logprob[row_] = token < 0 ? exact::not_a_number() : logprob_of(select_logit()(args_, row_, token));
     if (args_.num_logprobs == 0) return;
     uint64_t places[kMaxLogprobs];
-    select_sample_top_places()(args_, row_, places);
+    select_top_places()(args_, row_, places);
     for (int64_t i = 0; i < args_.num_logprobs; ++i) {
       const auto top = static_cast<int64_t>(places[i] & 0xffffffffu);
       args_.top_tokens[row_ * args_.num_logprobs + i] = top;
