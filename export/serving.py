@@ -29,7 +29,7 @@ from leanfleet.decoder_contract import (
 )
 from leanfleet.export.decoder import Cache, cache_shapes, run, write
 from leanfleet.export.support import check_supported
-from leanfleet.export.torch_ops import lean_attention
+from leanfleet.export.torch_ops import lean_attention, sample_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -94,7 +94,7 @@ class PackedDecoder(torch.nn.Module):
         block_table: torch.Tensor,
         pages: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
-        """pages: tensors in the order of names; returns (logits, *pages)."""
+        """pages: tensors in the order of names; returns (logits, next tokens, their log-probabilities, *pages)."""
         cache = Pages(zip(self.names, pages, strict=True), seq_lens, cu_query_lens, block_table)
         logits = run(
             self.model,
@@ -103,7 +103,7 @@ class PackedDecoder(torch.nn.Module):
             input_ids=input_ids.unsqueeze(0),
             position_ids=positions.unsqueeze(0),
         )
-        return (logits, *(cache.tensors[n] for n in self.names))
+        return (logits, *sample_tokens(logits, logprob=True), *(cache.tensors[n] for n in self.names))
 
 
 def export_for_serving(

@@ -19,7 +19,7 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, packed, serving_interface
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, packed
 from leanfleet.export.support import fixed_rotary, implementation
 
 PROMPTS, STEPS = (1, 6, 17), 4
@@ -204,7 +204,7 @@ class _Pages:
     """Calls of a graph of export_for_serving over a pool of pages."""
 
     def __init__(self, session, facts, batch):
-        self.session, self.block, self.interface = session, facts["block"], serving_interface(facts)
+        self.session, self.block = session, facts["block"]
         self.table = -(-(max(PROMPTS) + STEPS) // self.block)
         self.order = np.random.default_rng(0).permutation(batch * self.table).reshape(batch, self.table).astype(np.int32)
         self.pools = {
@@ -215,9 +215,9 @@ class _Pages:
 
     def run(self, new, seen):
         """As _Batch.run."""
-        feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)], self.interface)
-        logits, *pools = self.session.run(None, feed | self.pools)
-        self.pools = dict(zip(self.pools, pools, strict=True))
+        feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)])
+        logits, *others = self.session.run(None, feed | self.pools)
+        self.pools = dict(zip(self.pools, others[len(SERVING.outputs) - 1 :], strict=True))
         return dict(zip(new, logits, strict=True))
 
 

@@ -24,11 +24,13 @@ a pool of P pages of `block` tokens (all but `block` dynamic).
     block_table                   int32 [B,M]       the pages of each request
     pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool, one pair a layer
     logits                        float32 [B,vocabulary], of each request's last new token
+    next_tokens                   int64 [B]         the largest logit's token, the first of equal ones
+    logprob                       float32 [B]       its log-probability; NaN where a logit is
     pages_out.L.key, ...          the pool with the new tokens; may be bound to the inputs' buffers
 
-PADDED_SERVING is what export_for_serving wrote before, format 1: in place of cu_query_lens it has query_lens [B],
-slots int64 [B,N], the index into T of each request's new tokens, at the front, then anything, and rows int64 [T], b * N + i of
-token i of request b.
+PADDED_SERVING is what export_for_serving wrote before, format 1: it has no next_tokens and no logprob, and in place of
+cu_query_lens query_lens [B], slots int64 [B,N], the index into T of each request's new tokens, at the front, then anything,
+and rows int64 [T], b * N + i of token i of request b.
 
 Importing this module needs only the standard library.
 """
@@ -52,7 +54,7 @@ MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
 POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "block_table"
 SLOTS, ROWS = "slots", "rows"
-LOGITS = "logits"
+LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
 LONGEST, TABLE, POOL, ENDS = "longest", "table", "pool", "ends"
@@ -93,6 +95,7 @@ class Interface:
     present: str  # and as outputs
     cache_sizes: tuple[str, ...]  # open dimensions that caches may have
     format: int  # of leanfleet.json, where it came
+    outputs: tuple[str, ...] = (LOGITS,)  # beside the caches, before them
 
     def input_names(self, caches: Iterable[str]) -> list[str]:
         """Names of all inputs. caches: names as cache_name makes them."""
@@ -100,7 +103,7 @@ class Interface:
 
     def output_names(self, caches: Iterable[str]) -> list[str]:
         """Names of all outputs."""
-        return [LOGITS, *(self.present + name for name in caches)]
+        return [*self.outputs, *(self.present + name for name in caches)]
 
     def is_cache(self, name: str) -> bool:
         """Is this the name of an input that is a cache?"""
@@ -139,6 +142,7 @@ SERVING = Interface(
     "pages_out.",
     (POOL,),
     2,
+    (LOGITS, NEXT_TOKENS, LOGPROB),
 )
 PADDED_SERVING = replace(
     SERVING,
@@ -153,6 +157,7 @@ PADDED_SERVING = replace(
         Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE)),
     ),
     format=1,
+    outputs=(LOGITS,),
 )
 
 
@@ -320,7 +325,8 @@ def check_interface(session: Any, path: str | Path, interface: Interface, vocabu
     found = {i.name: i.type for i in inputs if i not in caches}
     if set(found) != set(types) or not caches:
         refuse(f"its inputs are {listed(inputs)}")
-    if not {interface.output_of(i.name) for i in caches} <= {o.name for o in outputs} or outputs[0].name != LOGITS:
+    expected = {*interface.outputs, *(interface.output_of(i.name) for i in caches)}
+    if not expected <= {o.name for o in outputs} or outputs[0].name != LOGITS:
         refuse(f"its outputs are {listed(outputs)}")
     if wrong := [name for name in types if found[name] != types[name]]:
         refuse(f"{wrong[0]} is a {found[wrong[0]]}, not a {types[wrong[0]]}")

@@ -15,24 +15,36 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from leanfleet.decoder_contract import (
+    BATCH,
     BLOCK_TABLE,
+    ENDS,
+    INPUT_IDS,
     LAST,
     LOGITS,
+    LOGPROB,
     MODEL_FILE,
+    NEXT_TOKENS,
+    OFFSETS,
+    PADDED_SERVING,
     ROWS,
-    SEQ_LENS,
     SERVING,
     SESSION_TYPES,
     SLOTS,
+    TABLE,
+    TOKENS,
+    Interface,
     check_interface,
     packed,
     read_facts,
+    serving_interface,
 )
 from leanfleet.generation import check_positive, check_prompt, check_sampling, choose, default_new_tokens, stop_set
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
 
 if TYPE_CHECKING:
     from onnxruntime import IOBinding, SessionOptions
+
+PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
 
 # numpy's and ONNX's types by onnxruntime's names
 _NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
@@ -64,39 +76,70 @@ class Request:
 
 
 class _Captured:
-    """A captured step of `batch`, the session's CUDA graph `identity`: one token for each of up to `rows` requests, with
-    tables of up to `table` pages. Inputs and logits keep their addresses. Rows without a request have no new tokens. ONNX
+    """A captured step of `batch`, the session's CUDA graph `identity`: up to `tokens` new tokens of up to `rows` requests, with
+    tables of up to `table` pages. Inputs and results keep their addresses. Rows without a request have no new tokens. ONNX
     Runtime runs a step several times while it captures; appending a token twice to the same place of a page does no harm."""
 
-    def __init__(self, batch: ContinuousBatch, rows: int, table: int, identity: int) -> None:
+    def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, table: int, identity: int) -> None:
         import onnxruntime
 
-        feed = packed([[0]] * rows, [0] * rows, [[0] * table] * rows)
-        self.rows, self.table, self.session, self.path = rows, table, batch.session, batch.path
+        feed = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, batch.interface)
+        self.fixed = (SLOTS, ROWS, LAST) if batch.interface is PADDED_SERVING else ()  # the same in all such steps
+        if batch.interface is SERVING:
+            sizes = {TOKENS: tokens, BATCH: rows, ENDS: rows + 1, TABLE: table}
+            feed = {t.name: np.zeros(t.sizes(sizes), t.type) for t in SERVING.inputs}
+        self.session, self.path = batch.session, batch.path
         self.inputs = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, batch.device, 0) for name, array in feed.items()}
         self.binding, self.options = batch.session.io_binding(), onnxruntime.RunOptions()
         self.options.add_run_config_entry("gpu_graph_id", str(identity))
         for name, value in self.inputs.items():
             self.binding.bind_ortvalue_input(name, value)
         batch.bind_pools(self.binding)
-        # Steps follow one another: they share the room for logits.
-        assert batch.step_logits is not None  # a batch with CUDA graphs has the room
-        self.binding.bind_output(LOGITS, batch.device, 0, np.float32, [rows, batch.vocabulary], batch.step_logits.data_ptr())
+        batch.results.bind(self.binding, rows)  # steps follow one another: they share the room
 
-    def run(self, feed: dict[str, np.ndarray]) -> np.ndarray:
-        """Logits [B,vocabulary] of a step of B <= rows requests."""
-        count = len(feed[SEQ_LENS])
+    def run(self, feed: dict[str, np.ndarray]) -> None:
+        """A step of at most so many tokens, requests and pages."""
         for name, array in feed.items():
-            if name in (SLOTS, ROWS, LAST):  # the same in all such steps
+            if name in self.fixed:
                 continue
-            size = (self.rows, self.table) if array.ndim == 2 else (self.rows,)
-            whole = np.zeros(size, array.dtype)
+            whole = np.zeros(self.inputs[name].shape(), array.dtype)
             whole[tuple(map(slice, array.shape))] = array
+            if name == OFFSETS:
+                whole[len(array) :] = array[-1]
             self.inputs[name].update_inplace(whole)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
         self.binding.synchronize_outputs()
-        return self.binding.get_outputs()[-1].numpy()[:count]
+
+
+class _Results:
+    """Where the session writes what a step says of up to `rows` requests: numpy arrays, or on a GPU memory of its own, from
+    which little more than the tokens is copied."""
+
+    def __init__(self, interface: Interface, rows: int, vocabulary: int, device: str) -> None:
+        import onnxruntime
+
+        kinds = {LOGITS: ([rows, vocabulary], np.float32), NEXT_TOKENS: ([rows], np.int64), LOGPROB: ([rows], np.float32)}
+        self.device, self.room = device, {}
+        for name in interface.outputs:
+            shape, dtype = kinds[name]
+            if device == "cpu":
+                self.room[name] = np.empty(shape, dtype)
+            else:
+                self.room[name] = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, dtype, device, 0)
+
+    def bind(self, binding: IOBinding, rows: int) -> None:
+        """Binds outputs of so many rows."""
+        for name, room in self.room.items():
+            shape = [rows, *room.shape[1:]] if self.device == "cpu" else [rows, *room.shape()[1:]]
+            pointer = room.ctypes.data if self.device == "cpu" else room.data_ptr()
+            dtype = np.int64 if name == NEXT_TOKENS else np.float32
+            binding.bind_output(name, self.device, 0, dtype, shape, pointer)
+
+    def read(self, name: str, rows: int) -> np.ndarray:
+        """An output's first rows."""
+        room = self.room[name]
+        return (room if self.device == "cpu" else room.numpy())[:rows]
 
 
 class ContinuousBatch:
@@ -105,8 +148,9 @@ class ContinuousBatch:
     folder: written by leanfleet.export.serving.export_for_serving. pages: size of the pool; one request needs
     ceil((prompt + max_new_tokens) / block) of them for as long as it runs. max_requests: at most so many run at once.
     step_tokens: at most so many new tokens a step, prompts being cut to fit. library: False runs the function bodies.
-    cuda_graph: on the CUDA provider, steps in which every request gets one token are captured once for each power of two of
-    requests and of pages in the longest table, and replayed; providers are ignored then.
+    cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
+    table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; providers are
+    ignored then. (Of folders that earlier versions wrote, steps with pieces of prompts are not captured.)
     Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
     step_tokens and for cuda_graph without the library, and what make_session raises.
 
@@ -148,9 +192,10 @@ class ContinuousBatch:
             providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
         folder = Path(folder)
         facts = read_facts(folder, SERVING)
+        self.interface = serving_interface(facts)
         self.session = open_exported(folder, providers, session_options, library)
         self.path = folder / MODEL_FILE
-        check_interface(self.session, self.path, SERVING, facts["vocabulary"])
+        check_interface(self.session, self.path, self.interface, facts["vocabulary"])
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
         self.pages, self.free_pages = pages, list(range(pages))[::-1]
@@ -166,14 +211,13 @@ class ContinuousBatch:
         if not library:  # the body reads whole pools: give it numbers
             for i, pool in zip(pools, self.pools):
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
-        self.captured: dict[tuple[int, int], _Captured] | None = {} if cuda_graph else None  # by (rows, pages)
-        self.step_logits = allocate([max_requests, self.vocabulary], np.float32, self.device, 0) if cuda_graph else None
+        self.captured: dict[tuple[int, int, int], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, pages)
+        self.results = _Results(self.interface, max_requests, self.vocabulary, self.device)
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
             self.options.add_run_config_entry("gpu_graph_id", "-1")  # other steps are not captured
         self.binding = self.session.io_binding()
         self.bind_pools(self.binding)
-        self.logits = np.empty((max_requests, self.vocabulary), np.float32)
 
     def add(
         self,
@@ -259,9 +303,10 @@ class ContinuousBatch:
             [r.tokens[-1:] or r.prompt[r.cached : r.cached + count] for r, count in chosen],
             [r.cached for r, _ in chosen],
             [r.pages for r, _ in chosen],
+            self.interface,
         )
-        logits = self._run(feed)
-        tokens = [self._next_token(*of, row) for of, row in zip(chosen, logits, strict=True)]
+        self._run(feed)
+        tokens = self._next_tokens(chosen)
         # Nothing of what follows can fail: a request changes with all others or not at all.
         self.steps += 1
         self.processed_tokens += sum(count for _, count in chosen)
@@ -278,6 +323,15 @@ class ContinuousBatch:
                 self.running.remove(request)
                 self._release(request)
         return results
+
+    def _next_tokens(self, chosen: list[tuple[Request, int]]) -> list[int | Exception | None]:
+        """What _next_token says of each request. Logits are read where a request samples, or where something is wrong."""
+        if self.interface is SERVING and not any(r.temperature for r, _ in chosen):
+            tokens, logprob = (self.results.read(name, len(chosen)) for name in (NEXT_TOKENS, LOGPROB))
+            if np.isfinite(logprob).all():
+                return [None if r.waiting > count else int(token) for (r, count), token in zip(chosen, tokens, strict=True)]
+        logits = self.results.read(LOGITS, len(chosen))
+        return [self._next_token(*of, row) for of, row in zip(chosen, logits, strict=True)]
 
     @staticmethod
     def _next_token(request: Request, count: int, logits: np.ndarray) -> int | Exception | None:
@@ -299,31 +353,37 @@ class ContinuousBatch:
             else:
                 binding.bind_output(SERVING.output_of(name))
 
-    def _captured_step(self, captured: dict[tuple[int, int], _Captured], rows: int, table: int) -> _Captured:
-        """That for steps of so many requests with tables of so many pages, at least."""
+    def _captured_step(self, captured: dict[tuple[int, int, int], _Captured], tokens: int, rows: int, table: int) -> _Captured:
+        """That for steps of so many new tokens and requests with tables of so many pages, at least. Steps with pieces of
+        prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them."""
 
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
         size = rounded(rows, self.max_requests), rounded(table, self.pages)
-        if size not in captured:
-            captured[size] = _Captured(self, *size, 1 + len(captured))
-        return captured[size]
+        if tokens > rows:
+            size = self.max_requests, size[1]
+            key = min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens), *size
+        else:
+            key = size[0], *size
+        if key not in captured:
+            captured[key] = _Captured(self, *key, 1 + len(captured))
+        return captured[key]
 
-    def _run(self, feed: dict[str, np.ndarray]) -> np.ndarray:
-        """Logits [B,vocabulary] of a call, which the next one may overwrite."""
-        if self.captured is not None and feed[SLOTS].shape[1] == 1:
-            return self._captured_step(self.captured, *feed[BLOCK_TABLE].shape).run(feed)
-        logits = self.logits[: len(feed[LAST])]
+    def _run(self, feed: dict[str, np.ndarray]) -> None:
+        """A call, which leaves what it says of each request in `results`."""
+        rows, tokens = len(feed[LAST]), len(feed[INPUT_IDS])
+        if self.captured is not None and (self.interface is SERVING or tokens == rows):
+            self._captured_step(self.captured, tokens, *feed[BLOCK_TABLE].shape).run(feed)
+            return
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
-        self.binding.bind_output(LOGITS, "cpu", 0, np.float32, logits.shape, logits.ctypes.data)
+        self.results.bind(self.binding, rows)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
         if not self.in_place:
-            self.pools = self.binding.get_outputs()[:-1]  # in the order in which they were bound first: the logits are last
+            self.pools = self.binding.get_outputs()[: len(self.pools)]  # in the order in which they were bound first
             self.bind_pools(self.binding)
-        return logits
 
     @property
     def idle(self) -> bool:

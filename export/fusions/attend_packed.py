@@ -1,6 +1,8 @@
 """Serving: LeanAttention of packed tokens reads their projection as it comes."""
 
+from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import onnx_ir as ir
 
@@ -23,7 +25,7 @@ def _by_token(value: ir.Value | None) -> ir.Value | None:
     return x if known else None
 
 
-def _set_tokens(graph: ir.Graph, node: ir.Node, heads: list[ir.Value]) -> None:
+def _set_tokens(graph: ir.Graph, node: ir.Node, heads: Sequence[Any]) -> None:
     """Gives a LeanAttention node the tokens of `heads` [1,T,heads,D], as one tensor where they come from one."""
     op, old = adder(graph, node), [argument(node, name) for name in ROWS]
     together = side_by_side(heads) if len({x.shape[3] for x in heads}) == 1 else None
@@ -58,24 +60,24 @@ def attend_packed(model: ir.Model, positions: int | None = None) -> int:
         if len(sources) < len(ROWS):
             continue
         rotary = None
-        encoded = [rotated(x) for x in sources[:2]]
+        query, key = rotated(sources[0]), rotated(sources[1])
         if (
             argument(node, "cos_cache") is None
-            and None not in encoded
-            and encoded[0][1].inputs[1:4] == encoded[1][1].inputs[1:4]
+            and query is not None
+            and key is not None
+            and query[1].inputs[1:4] == key[1].inputs[1:4]
             and positions <= rotary_tables.MOST_POSITIONS
         ):
-            place = tuple(encoded[0][1].inputs[1:4])
+            place = tuple(query[1].inputs[1:4])
             if place not in tables:
-                compute = partial(rotary_tables.packed_tables, encoded[0][1], numbers, positions)
+                compute = partial(rotary_tables.packed_tables, query[1], numbers, positions)
                 tables[place] = rotary_tables.constants(graph, len(tables), node.name, compute)
-            if tables[place] is not None:
-                sources[:2], rotary = [x for x, _ in encoded], tables[place]
+            rotary = tables[place]
+            if rotary is not None:
+                sources[:2] = [query[0], key[0]]
         before = [x.producer() for x in sources]
-        if any(t is None or not swaps_heads(t) for t in before):
-            continue
-        heads = [t.inputs[0] for t in before]  # [1,T,heads,D]
-        if not all(map(known_heads, heads)):
+        heads = [t.inputs[0] for t in before if t is not None and swaps_heads(t)]  # [1,T,heads,D]
+        if len(heads) < len(ROWS) or not all(map(known_heads, heads)):
             continue
         if rotary:
             set_arguments(node, cos_cache=rotary[0], sin_cache=rotary[1])

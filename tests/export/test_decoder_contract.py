@@ -10,7 +10,7 @@ import pytest
 
 import leanfleet
 from leanfleet import decoder_contract, export, ort_ops, trt_plugins
-from leanfleet.decoder_contract import DECODER, SERVING, packed, read_facts, write_facts
+from leanfleet.decoder_contract import DECODER, PADDED_SERVING, SERVING, packed, read_facts, write_facts
 
 FACTS = {"vocabulary": 9, "stop_tokens": [2], "max_positions": None}
 
@@ -24,10 +24,12 @@ def folder_of(tmp_path, facts):
 def test_what_is_written_is_read(tmp_path):
     folder = folder_of(tmp_path, {})
     write_facts(folder, FACTS | {"kind": "serving", "block": 4})
-    assert json.loads((folder / "leanfleet.json").read_text())["format"] == decoder_contract.FORMAT == 1
-    assert read_facts(folder, SERVING) == FACTS | {"kind": "serving", "block": 4, "format": 1}
+    assert json.loads((folder / "leanfleet.json").read_text())["format"] == decoder_contract.FORMAT == 2
+    assert read_facts(folder, SERVING) == FACTS | {"kind": "serving", "block": 4, "format": 2}
     with pytest.raises(ValueError, match="holds a model of kind serving; this needs one from leanfleet.export.export_decoder"):
         read_facts(folder, DECODER)
+    write_facts(folder, FACTS)
+    assert read_facts(folder, DECODER) == FACTS | {"format": 1}, "decoders are as they were"
 
 
 def test_a_file_without_a_format_is_of_the_first(tmp_path):
@@ -36,11 +38,11 @@ def test_a_file_without_a_format_is_of_the_first(tmp_path):
 
 def test_an_unknown_format_is_one_error(tmp_path):
     """Before anything else: what a newer version writes may not have today's entries."""
-    folder = folder_of(tmp_path, {"format": 2, "kind": "something new"})
+    folder = folder_of(tmp_path, {"format": 3, "kind": "something new"})
     with pytest.raises(ValueError) as error:
         read_facts(folder, DECODER)
     assert str(error.value) == (
-        f"{folder / 'leanfleet.json'} has format 2, and leanfleet {leanfleet.__version__} knows formats up to 1: update leanfleet, "
+        f"{folder / 'leanfleet.json'} has format 3, and leanfleet {leanfleet.__version__} knows formats up to 2: update leanfleet, "
         "or export the model again with leanfleet.export.export_decoder of this version"
     )
 
@@ -56,15 +58,19 @@ def test_packed_inputs():
     expected = {
         "input_ids": [5, 6, 7, 8],
         "positions": [2, 3, 4, 4],
-        "slots": [[0, 1, 2], [3, 0, 0]],
-        "rows": [0, 1, 2, 3],
         "last": [2, 3],
         "seq_lens": [5, 5],
-        "query_lens": [3, 1],
+        "cu_query_lens": [0, 3, 4],
         "block_table": [[9, 1], [3, 0]],
     }
     assert {name: array.tolist() for name, array in feed.items()} == expected and list(feed) == list(expected)
     assert [str(array.dtype) for array in feed.values()] == [t.type for t in SERVING.inputs]
+    before = packed([[5, 6, 7], np.array([8])], [2, 4], [[9, 1], [3]], PADDED_SERVING)
+    expected |= {"slots": [[0, 1, 2], [3, 0, 0]], "rows": [0, 1, 2, 3], "query_lens": [3, 1]}
+    assert {name: array.tolist() for name, array in before.items()} == {
+        n: v for n, v in expected.items() if n != "cu_query_lens"
+    }
+    assert [(n, str(array.dtype)) for n, array in before.items()] == [(t.name, t.type) for t in PADDED_SERVING.inputs]
 
 
 def test_the_modules_that_are_traced_take_the_inputs_in_their_order():

@@ -1,7 +1,10 @@
 """Continuous batching: requests that join and leave get what they would get alone."""
 
+import json
+import shutil
+
 import numpy as np
-import onnxruntime
+import onnx
 import pytest
 import torch
 from transformers import (
@@ -20,6 +23,7 @@ from transformers import (
 from leanfleet import parity
 from leanfleet.export.decoder import export_decoder
 from leanfleet.export.serving import export_for_serving
+from leanfleet.ort_ops import serving
 from leanfleet.ort_ops.serving import ContinuousBatch
 
 BLOCK = 8
@@ -84,20 +88,58 @@ def test_requests_join_and_leave(model, folder, limits):
     assert batch.processed_tokens == sum(len(r.prompt) + len(r.tokens) - 1 for r in requests)
 
 
-def test_captured_steps(model, folder):
-    """What CUDA graphs replay, on the CPU: steps of one token each have a size of their own, a power of two or the limit, and
-    rows without a request change nothing."""
+def test_captured_steps(model, folder, monkeypatch):
+    """What CUDA graphs replay, on the CPU: steps of one token each have a size of their own, a power of two or the limit, as
+    have steps with pieces of prompts; rows without a request change nothing."""
     batch = ContinuousBatch(folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
-    batch.captured, batch.step_logits = {}, onnxruntime.OrtValue.ortvalue_from_shape_and_type([5, 97], np.float32, "cpu", 0)
+    batch.captured = {}
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
     wanted, requests, random = prompts(9), [], np.random.default_rng(4)
     for pool in batch.pools:
         pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
     for prompt in wanted:
         requests.append(batch.add(prompt, int(random.integers(1, 25)), stop_tokens=()))
     batch.run()
-    assert {rows for rows, _ in batch.captured} == {1, 2, 4, 5} and {pages for _, pages in batch.captured} <= {1, 2, 4, 8, 16}
+    steps = {(tokens, rows) for tokens, rows, _ in batch.captured}
+    assert {(n, n) for n in (1, 2, 4, 5)} <= steps and {tokens for tokens, rows in steps if tokens > rows} >= {16, 32}
+    assert {pages for *_, pages in batch.captured} <= {1, 2, 4, 8, 16} and all(rows == 5 for n, rows in steps if n > rows)
     for prompt, request in zip(wanted, requests):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
+
+
+def as_format_1(folder, target):
+    """A copy of a served folder with the inputs and outputs that folders of format 1 have."""
+    shutil.copytree(folder, target)
+    loaded = onnx.load(target / "model.onnx", load_external_data=False)
+    graph, value = loaded.graph, onnx.helper.make_tensor_value_info
+    inputs = {i.name: i for i in graph.input}
+    inputs["cu_query_lens"].CopyFrom(value("query_lens", onnx.TensorProto.INT32, ["batch"]))
+    graph.input.extend(
+        [value("slots", onnx.TensorProto.INT64, ["batch", "longest"]), value("rows", onnx.TensorProto.INT64, ["tokens"])]
+    )
+    del graph.output[1:3]
+    for name, array in (("zero", [0]), ("first", 0)):
+        graph.initializer.append(onnx.numpy_helper.from_array(np.array(array, np.int32), name))
+    sums = onnx.helper.make_node("CumSum", ["query_lens", "first"], ["sums"])
+    joined = onnx.helper.make_node("Concat", ["zero", "sums"], ["cu_query_lens"], axis=0)
+    for node in (joined, sums):
+        graph.node.insert(0, node)
+    onnx.save(loaded, target / "model.onnx")
+    facts = json.loads((target / "leanfleet.json").read_text())
+    (target / "leanfleet.json").write_text(json.dumps(facts | {"format": 1}))
+
+
+@pytest.mark.parametrize("captured", (False, True))
+def test_folders_of_format_1(model, folder, tmp_path, captured):
+    as_format_1(folder, tmp_path / "old")
+    batch = ContinuousBatch(tmp_path / "old", pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    wanted = prompts(7)
+    requests = [batch.add(prompt, 9, stop_tokens=()) for prompt in wanted]
+    batch.run()
+    for prompt, request in zip(wanted, requests):
+        assert request.tokens == alone(model, prompt, request.max_new_tokens)
+    assert not captured or batch.captured and all(tokens == rows for tokens, rows, _ in batch.captured)
 
 
 def test_pages_are_reused_with_old_contents(model, folder):
@@ -154,14 +196,14 @@ def test_without_the_library(model, folder):
 
 
 def test_nodes(folder):
-    """Of each layer one Gather brings tokens to their requests and one takes them back; nothing turns queries and keys outside."""
+    """Attention reads the projection as it comes: nothing spreads, gathers or rotates outside."""
     nodes = parity._load(folder / "model.onnx").graph.node
     attentions = [n for n in nodes if n.op_type == "LeanAttention"]
     assert len(attentions) == 2 and all(len([name for name in n.input if name]) == 8 for n in attentions)
     makers = {name: n for n in nodes for name in n.output}
     for attention in attentions:
-        assert makers[makers[attention.input[0]].input[0]].op_type == "Gather", "one tensor of queries, keys and values"
-    assert sum(n.op_type == "Gather" for n in nodes) == 2 * 2 + 3  # the embedding, and the rows of the last tokens
+        assert makers[makers[attention.input[0]].input[0]].op_type == "MatMul", "one tensor of queries, keys and values"
+    assert sum(n.op_type == "Gather" for n in nodes) == 3  # the embedding, the request, and the rows of the last tokens
     assert not {"RotaryEmbedding", "Transpose", "Cos"} & {n.op_type for n in nodes}
 
 
@@ -281,23 +323,26 @@ def test_default_of_new_tokens_is_what_fits(folder):
     assert [batch.add([1] * n).max_new_tokens for n in (1, 200)] == [128, 56]
 
 
-def test_one_bad_request_harms_no_other(model, folder, monkeypatch):
+@pytest.mark.parametrize("temperature", (0.0, 0.7))
+def test_one_bad_request_harms_no_other(model, folder, monkeypatch, temperature):
     """Logits that are not numbers end the request that has them, in its second step; all others get their tokens."""
     batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
     wanted = prompts(3, seed=5)
-    requests = [batch.add(p, 6, stop_tokens=(), temperature=t) for p, t in zip(wanted, (0.0, 0.7, 0.0))]
-    run, steps = batch._run, []
+    requests = [batch.add(p, 6, stop_tokens=(), temperature=t) for p, t in zip(wanted, (0.0, temperature, 0.0))]
+    read, step = batch.results.read, 0
 
-    def spoiled(feed):
-        logits = run(feed).copy()
-        steps.append(len(logits))
-        if len(steps) == 2:
-            logits[1, 7] = np.nan
-        return logits
+    def spoiled(name, rows):
+        found = read(name, rows).copy()
+        if step == 2 and name != "next_tokens":
+            found[1, ... if name == "logprob" else 7] = np.nan
+        return found
 
-    monkeypatch.setattr(batch, "_run", spoiled)
+    monkeypatch.setattr(batch.results, "read", spoiled)
+    step = 1
     batch.step()
+    step = 2
     found = batch.step()
+    step = 3
     bad = requests[1]
     assert [r for r, _ in found] == [requests[0], requests[2]] and len(bad.tokens) == 1
     assert bad.done and "logits are not finite" in str(bad.error) and bad not in batch.running and bad.pages == []
