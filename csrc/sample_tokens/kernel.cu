@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <atomic>
+
 #include "core/cuda_target.h"
 #include "core/workspace.h"
 #include "sample_tokens/arithmetic.h"
@@ -600,13 +602,26 @@ int ctas_of_row(const Args& args, const CudaTarget& target) {
   return ctas;
 }
 
+// The architecture that a kernel's code on a device was compiled for, such as 90; newer devices without code of their own
+// run that of 80. Asked once.
+template <class Kernel>
+int loaded_code(Kernel kernel, int device, cudaError_t* error) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // 0: not asked yet
+  const int version = known[device % kDevices].load(std::memory_order_relaxed);
+  if (version != 0) return version;
+  cudaFuncAttributes attributes = {};
+  *error = cudaFuncGetAttributes(&attributes, kernel);
+  if (*error == cudaSuccess) known[device % kDevices].store(attributes.ptxVersion, std::memory_order_relaxed);
+  return attributes.ptxVersion;
+}
+
 template <class T>
 int launch_type(const Args& args, const Buffers& buffers, int ctas, const CudaTarget& target) {
   const auto kernel = SampleKernel<T>;
-  cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  cudaError_t error = cudaSuccess;
+  if (loaded_code(kernel, target.device, &error) < 90) ctas = 1;  // it knows no clusters
   if (error != cudaSuccess) return error;
-  if (attributes.ptxVersion < 90) ctas = 1;  // the code that was loaded knows no clusters
   int most = 0;
   error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, target.device);
   if (error != cudaSuccess) return error;
