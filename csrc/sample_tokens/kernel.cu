@@ -4,6 +4,8 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <atomic>
+
 #include "core/cuda_target.h"
 #include "core/workspace.h"
 #include "sample_tokens/arithmetic.h"
@@ -21,6 +23,11 @@ constexpr int kBinsOfThread = kBins / kThreads;
 constexpr int kListTokens = 2048;  // of a bin that is searched in a list; of a longer one the row is read instead
 constexpr int kDigits = 256;
 constexpr int kAtOnce = 4;  // chunks that a thread loads before it looks at them
+// Most tokens weigh little. Those below 2^kHeadExponent of the largest weight are added up in registers, as one bin behind
+// all others; atomics on shared memory take longer than all else. It is divided into its bins where a search ends in it.
+constexpr float kHeadExponent = -12.0f;
+constexpr int kTailBin = kBins - 1;
+static_assert(exact::kWeightBits * 64 < kTailBin, "a bin of its own");
 constexpr uint64_t kNoPlace = ~uint64_t{0};
 constexpr int kSharedBytes = 112 << 10;  // two CTAs fit on an SM of 227 KiB
 
@@ -53,6 +60,12 @@ struct Sums {
     const uint32_t before = atomicAdd(low + at, weight);
     if (before + weight < before) atomicAdd(high + at, 1u);
     atomicAdd(count + at, 1u);
+  }
+  __device__ void add(int at, uint64_t weight, uint32_t tokens) const {
+    const auto word = static_cast<uint32_t>(weight), before = atomicAdd(low + at, word);
+    const auto carried = static_cast<uint32_t>(weight >> 32) + (before + word < before ? 1u : 0u);
+    if (carried != 0) atomicAdd(high + at, carried);
+    atomicAdd(count + at, tokens);
   }
   __device__ uint64_t mass(int at) const { return uint64_t{high[at]} << 32 | low[at]; }
 };
@@ -254,6 +267,57 @@ __device__ Cut search(Shared& shared, uint64_t target, bool of_tokens, uint64_t 
   }
 }
 
+// Sums of weights by bin over the CTAs of a row, in those of the first.
+__device__ void merge_bins(const Sums& bins, uint32_t* share, int rank, int ctas) {
+  sync_row(ctas);
+  if (ctas == 1) return;
+  const int width = kBins / ctas;
+  for (int i = threadIdx.x; i < width; i += kThreads) {
+    const int bin = rank * width + i;
+    uint64_t mass = 0;
+    uint32_t count = 0;
+    for (int cta = 0; cta < ctas; ++cta) {
+      mass += uint64_t{load_of_cta(bins.high + bin, cta)} << 32 | load_of_cta(bins.low + bin, cta);
+      count += load_of_cta(bins.count + bin, cta);
+    }
+    share[i] = static_cast<uint32_t>(mass);
+    share[width + i] = static_cast<uint32_t>(mass >> 32);
+    share[2 * width + i] = count;
+  }
+  sync_row(ctas);
+  if (rank == 0) {
+    for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
+      const int cta = bin / width, i = bin % width;
+      bins.low[bin] = load_of_cta(share + i, cta);
+      bins.high[bin] = load_of_cta(share + width + i, cta);
+      bins.count[bin] = load_of_cta(share + 2 * width + i, cta);
+    }
+  }
+  sync_row(ctas);  // the shares have been read, and the list may take their place
+}
+
+// Puts this CTA's tokens of the tail into their bins. Functions of their own: what goes over the row has all registers.
+template <class T>
+__device__ __noinline__ void add_tail(Row<T> row, Weigher weigher, Sums bins) {
+  row.each(false, [&](float logit, uint32_t token) {
+    const float e = weigher.exponent(weigher.changed(logit, token));
+    if (!(e >= exact::kLeastExponent) || e > kHeadExponent) return;
+    const int32_t weight = exact::weight_of(e);
+    if (weight >= weigher.settings.least_weight) bins.add(exact::bin_of(e), static_cast<uint32_t>(weight));
+  });
+}
+
+// Lists this CTA's tokens of a bin.
+template <class T>
+__device__ __noinline__ void list_bin(Row<T> row, Weigher weigher, int32_t bin, Request* request, uint64_t* listed) {
+  row.each(false, [&](float logit, uint32_t token) {
+    const float x = weigher.changed(logit, token);
+    if (!weigher.belongs(x, bin)) return;
+    const uint32_t at = atomicAdd(&request->listed, 1u);
+    if (at < kListTokens) listed[at] = exact::place_of(x, token);
+  });
+}
+
 // The choice of a token, by the first CTA of a row; the others list tokens for it.
 enum Step : int { kTopK, kTopP, kDraw, kDone };
 
@@ -267,13 +331,17 @@ __device__ __noinline__ int64_t draw(const Args& args, const Buffers& buffers, R
 
   const auto first_bin = static_cast<int>(threadIdx.x) * kBinsOfThread;
   uint64_t mass = 0, tokens = 0, mass_before = 0, tokens_before = 0;
-  if (leads) {
+  const auto add_up = [&] {
+    mass_before = tokens_before = 0;
     for (int bin = first_bin; bin < first_bin + kBinsOfThread; ++bin) {
       mass_before += bins.mass(bin);
       tokens_before += bins.count[bin];
     }
-    block_scan(&mass_before, &tokens_before, shared, &mass, &tokens);
-  }
+    uint64_t all;
+    block_scan(&mass_before, &tokens_before, shared, &all, &tokens);
+    return all;
+  };
+  if (leads) mass = add_up();
 
   int step = kTopK, listed_bin = -1;
   uint64_t place = 0;
@@ -314,7 +382,10 @@ __device__ __noinline__ int64_t draw(const Args& args, const Buffers& buffers, R
         const uint64_t before = shared.mass;
         sync_block();
         Cut cut;
-        if (count > kListTokens) {
+        if (bin == kTailBin) {
+          wanted_bin = bin;
+          break;
+        } else if (count > kListTokens) {
           cut = search(shared, target, of_tokens, before, [&](auto&& visit) {
             row.each_of_all([&](float logit, uint32_t token) {
               const float x = weigher.changed(logit, token);
@@ -338,13 +409,17 @@ __device__ __noinline__ int64_t draw(const Args& args, const Buffers& buffers, R
     sync_row(row.ctas);
     const int32_t bin = load_shared_by_ctas(&request->bin);
     if (bin < 0) return static_cast<int64_t>(place & 0xffffffffu);
-    row.each(false, [&](float logit, uint32_t token) {
-      const float x = weigher.changed(logit, token);
-      if (weigher.belongs(x, bin)) {
-        const uint32_t at = atomicAdd(&request->listed, 1u);
-        if (at < kListTokens) listed[at] = exact::place_of(x, token);
-      }
-    });
+    if (bin == kTailBin) {
+      for (int i = threadIdx.x; i < 3 * kBins; i += kThreads)
+        if (!leads || i % kBins == kTailBin) bins.low[i] = 0;  // the three arrays stand behind each other
+      sync_block();
+      add_tail(row, weigher, bins);
+      merge_bins(bins, reinterpret_cast<uint32_t*>(list), row.rank, row.ctas);
+      if (leads) add_up();
+      listed_bin = -1;
+      continue;
+    }
+    list_bin(row, weigher, bin, request, listed);
     sync_row(row.ctas);
     if (leads) {
       const uint32_t count = load_shared_by_ctas(&request->listed);
@@ -353,35 +428,6 @@ __device__ __noinline__ int64_t draw(const Args& args, const Buffers& buffers, R
       listed_bin = bin;
     }
   }
-}
-
-// Sums of weights by bin over the CTAs of a row, in those of the first.
-__device__ void merge_bins(const Sums& bins, uint32_t* share, int rank, int ctas) {
-  sync_row(ctas);
-  if (ctas == 1) return;
-  const int width = kBins / ctas;
-  for (int i = threadIdx.x; i < width; i += kThreads) {
-    const int bin = rank * width + i;
-    uint64_t mass = 0;
-    uint32_t count = 0;
-    for (int cta = 0; cta < ctas; ++cta) {
-      mass += uint64_t{load_of_cta(bins.high + bin, cta)} << 32 | load_of_cta(bins.low + bin, cta);
-      count += load_of_cta(bins.count + bin, cta);
-    }
-    share[i] = static_cast<uint32_t>(mass);
-    share[width + i] = static_cast<uint32_t>(mass >> 32);
-    share[2 * width + i] = count;
-  }
-  sync_row(ctas);
-  if (rank == 0) {
-    for (int bin = threadIdx.x; bin < kBins; bin += kThreads) {
-      const int cta = bin / width, i = bin % width;
-      bins.low[bin] = load_of_cta(share + i, cta);
-      bins.high[bin] = load_of_cta(share + width + i, cta);
-      bins.count[bin] = load_of_cta(share + 2 * width + i, cta);
-    }
-  }
-  sync_row(ctas);  // the shares have been read, and the list may take their place
 }
 
 __device__ float logprob_of(const Part& all, float logit) {
@@ -507,14 +553,26 @@ __global__ void __launch_bounds__(kThreads, 2)
   if (draws || args.wants_logprob) {
     const float raw_top = shared.all.raw_top;
     float raw_sum = 0.0f;
+    uint64_t tail_mass = 0;
+    uint32_t tail_tokens = 0;
     row.each(false, [&](float logit, uint32_t at) {
       if (args.wants_logprob) raw_sum += logit == raw_top ? 1.0f : __expf(logit - raw_top);
       if (!draws) return;
       const float e = weigher.exponent(weigher.changed(logit, at));
       if (!(e >= exact::kLeastExponent)) return;
       const int32_t weight = exact::weight_of(e);
-      if (weight >= settings.least_weight) bins.add(exact::bin_of(e), static_cast<uint32_t>(weight));
+      if (weight < settings.least_weight) return;
+      if (e > kHeadExponent) bins.add(exact::bin_of(e), static_cast<uint32_t>(weight));
+      else tail_mass += static_cast<uint32_t>(weight), ++tail_tokens;
     });
+    if (draws) {
+#pragma unroll
+      for (int offset = 16; offset > 0; offset /= 2) {
+        tail_mass += shuffle_xor(tail_mass, offset);
+        tail_tokens += shuffle_xor(tail_tokens, offset);
+      }
+      if (threadIdx.x % 32 == 0 && tail_tokens > 0) bins.add(kTailBin, tail_mass, tail_tokens);
+    }
     if (args.wants_logprob) {
       part.raw_sum = block_reduce(static_cast<double>(raw_sum), shared.sums, [](double a, double b) { return a + b; });
       join_parts(part, buffers, request_row, row.rank, ctas, shared);
@@ -544,13 +602,26 @@ int ctas_of_row(const Args& args, const CudaTarget& target) {
   return ctas;
 }
 
+// The architecture that a kernel's code on a device was compiled for, such as 90; newer devices without code of their own
+// run that of 80. Asked once.
+template <class Kernel>
+int loaded_code(Kernel kernel, int device, cudaError_t* error) {
+  constexpr int kDevices = 64;
+  static std::atomic<int> known[kDevices];  // 0: not asked yet
+  const int version = known[device % kDevices].load(std::memory_order_relaxed);
+  if (version != 0) return version;
+  cudaFuncAttributes attributes = {};
+  *error = cudaFuncGetAttributes(&attributes, kernel);
+  if (*error == cudaSuccess) known[device % kDevices].store(attributes.ptxVersion, std::memory_order_relaxed);
+  return attributes.ptxVersion;
+}
+
 template <class T>
 int launch_type(const Args& args, const Buffers& buffers, int ctas, const CudaTarget& target) {
   const auto kernel = SampleKernel<T>;
-  cudaFuncAttributes attributes;
-  cudaError_t error = cudaFuncGetAttributes(&attributes, kernel);
+  cudaError_t error = cudaSuccess;
+  if (loaded_code(kernel, target.device, &error) < 90) ctas = 1;  // it knows no clusters
   if (error != cudaSuccess) return error;
-  if (attributes.ptxVersion < 90) ctas = 1;  // the code that was loaded knows no clusters
   int most = 0;
   error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, target.device);
   if (error != cudaSuccess) return error;

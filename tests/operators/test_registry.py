@@ -59,3 +59,19 @@ def test_every_missing_piece_is_named(tmp_path):
         "paper, equation and example",
     ):
         assert place in missing, place
+
+
+def test_sizes_told_by_attributes_are_of_outputs_alone(tmp_path):
+    schema = tmp_path / "ops.toml"
+    entry = (
+        '[Likely]\nversion = 1\nfolder = "likely"\ndoc = ""\n'
+        'inputs = [{{ name = "x", type = "T", shape = "B {}", doc = "" }}]\n'
+        'outputs = [{{ name = "y", type = "L", shape = "B count", doc = "" }}]\n'
+        'attrs = [{{ name = "count", type = "int", default = 2, doc = "" }}]\n'
+    )
+    schema.write_text(entry.format("V"))
+    (op,) = spec.parse(schema)
+    assert op.attr_sizes({}) == {"count": 2} and op.attr_sizes({"count": 5}) == {"count": 5}
+    schema.write_text(entry.format("count"))
+    with pytest.raises(ValueError, match="Likely: an input's axis has the name of an attribute"):
+        spec.parse(schema)

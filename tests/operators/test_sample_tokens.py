@@ -8,7 +8,7 @@ import torch
 from leanfleet.export import reference, sample_tokens, sample_tokens_
 from support.kernels import run_kernel
 from support.linear_cases import OPS, one_node_model, ort_models, session_of
-from support.sampling_cases import assert_right, expected_outputs, make_case
+from support.sampling_cases import assert_right, expected_outputs, make_case, tail_case
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 NAME = "SampleTokens"
@@ -64,6 +64,14 @@ def test_all_logits_equal():
     assert torch.equal(tokens, reference.sample_tokens(logits[:3], **{n: t[:3] for n, t in settings.items()})[0])
     many = kernel({"logits": logits[:, :3000].contiguous(), **settings})["tokens"]
     assert many.max() < 500 and many.unique().numel() > 200
+
+
+@pytest.mark.parametrize("vocabulary", (40_000, 100_001))
+def test_most_of_the_weight_in_the_tail(vocabulary):
+    inputs, attrs = tail_case(vocabulary)
+    found = kernel(inputs, attrs)
+    assert_right(found, expected_outputs(inputs, attrs))
+    assert found["tokens"].unique().numel() > 5
 
 
 def test_greedy_takes_the_first_of_the_largest():

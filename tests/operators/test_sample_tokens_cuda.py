@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from support.kernels import Launches, run_kernel
-from support.sampling_cases import assert_right, expected_outputs, make_case
+from support.sampling_cases import assert_right, expected_outputs, make_case, tail_case
 
 pytestmark = [
     pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
@@ -63,6 +63,13 @@ def test_all_logits_equal(vocabulary):
     )
     inputs = {"logits": torch.full((3, vocabulary), -1.5, dtype=torch.float16), **settings}
     assert_right(kernel(inputs), expected_outputs(inputs, {}))
+
+
+@pytest.mark.parametrize("vocabulary", (3000, 40_000, 128_256))
+def test_most_of_the_weight_in_the_tail(vocabulary):
+    """Searches end among the tokens that are first added up as one bin."""
+    inputs, attrs = tail_case(vocabulary)
+    assert_right(kernel(inputs, attrs), expected_outputs(inputs, attrs))
 
 
 def test_the_same_as_on_the_cpu():

@@ -65,6 +65,18 @@ def make_case(seed, batch, vocabulary, dtype=torch.float32, hard=False, all_inpu
     return inputs, attrs
 
 
+def tail_case(vocabulary):
+    """(inputs, attributes): a token, and many that weigh 2^-13 of it and less."""
+    batch = 9
+    logits = torch.randn(batch, vocabulary, generator=torch.Generator().manual_seed(5)) - 10
+    logits[:, 5] = 0.0
+    logits[batch - 1, 6:] = -9.0  # all in one bin
+    kept = torch.tensor([0, 40, vocabulary // 2] * 3, dtype=torch.int32)
+    settings = {"temperature": torch.ones(batch), "top_k": kept, "top_p": 1 - torch.arange(batch) / 30}
+    settings |= {"seed": torch.arange(batch), "position": torch.zeros(batch, dtype=torch.int32)}
+    return {"logits": logits, **settings}, {"num_logprobs": 4}
+
+
 def expected_outputs(inputs, attrs):
     """The reference's, in float32: its tokens are the kernels', bit for bit; log-probabilities of the float64 reference."""
     op_outputs = ["tokens"]
