@@ -78,7 +78,7 @@ def test_architectures_of_files_that_need_fewer(tmp_path, listed, hopper, once, 
     """Files for 9.0 alone leave the others out; files that ask for no architecture make the code of 9.0 from the PTX of 8.0."""
     script = tmp_path / "script.cmake"
     script.write_text(
-        f'include("{ROOT}/csrc/cuda_architectures.cmake")\n'
+        f'cmake_minimum_required(VERSION 3.24)\ninclude("{ROOT}/csrc/cuda_architectures.cmake")\n'
         f'leanfleet_hopper_architectures("{listed}" hopper)\nleanfleet_once_architectures("{listed}" once options)\n'
         'message("${hopper} ${once} ${options}")\n'
     )
