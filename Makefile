@@ -23,9 +23,11 @@ demo:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.packages $(if $(wildcard $(VENV)/.built-cuda),$(VENV)/.built-cuda,$(VENV)/.built)
 	@$(BIN)/python -m leanfleet.demo
 
-test: setup lint docs
+# Files of tests stay in their order: the long ones with few tests would come last else, and a core would wait.
+test: setup
+	@$(MAKE) --no-print-directory -j2 --output-sync=target lint docs
 	$(BIN)/python csrc/time_compile.py --report build/*/compile_times.jsonl
-	CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile
+	CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

@@ -1,3 +1,8 @@
+import os
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and threads of OpenMP that wait for a core use up another
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -64,6 +64,28 @@ def test_old_compiler(tmp_path):
     assert code != 0 and "'100', which needs nvcc 12.8 or later; found 12.4" in message
 
 
+@pytest.mark.parametrize(
+    "listed, hopper, once, options",
+    [
+        ("90a-real;80-virtual", "90a-real", "OFF", "--generate-code=arch=compute_80,code=[compute_80,sm_90]"),  # the default
+        ("80;86-real;90a-real", "90a-real", "86-real", "--generate-code=arch=compute_80,code=[compute_80,sm_90,sm_80]"),
+        ("80-virtual;86-real", "80-virtual", "80-virtual;86-real", ""),
+        ("90a-real;120a-real", "90a-real", "90a-real;120a-real", ""),
+        ("80-real;90a-real", "90a-real", "80-real;90a-real", ""),
+    ],
+)
+def test_architectures_of_files_that_need_fewer(tmp_path, listed, hopper, once, options):
+    """Files for 9.0 alone leave the others out; files that ask for no architecture make the code of 9.0 from the PTX of 8.0."""
+    script = tmp_path / "script.cmake"
+    script.write_text(
+        f'cmake_minimum_required(VERSION 3.24)\ninclude("{ROOT}/csrc/cuda_architectures.cmake")\n'
+        f'leanfleet_hopper_architectures("{listed}" hopper)\nleanfleet_once_architectures("{listed}" once options)\n'
+        'message("${hopper} ${once} ${options}")\n'
+    )
+    run = subprocess.run([CMAKE, "-P", script], capture_output=True, text=True)
+    assert run.stderr.rstrip("\n") == f"{hopper} {once} {options}"
+
+
 def configure(folder, *options):
     return subprocess.run(
         [CMAKE, "-S", ROOT / "csrc", "-B", folder, "-DLEANFLEET_ORT=OFF", "-DCMAKE_EXPORT_COMPILE_COMMANDS=ON", *options],

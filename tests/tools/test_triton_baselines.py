@@ -19,16 +19,16 @@ from support.paths import ROOT
 FILE = ROOT / "bench" / "kernels" / "triton_baselines.py"
 # name: (function, operator, B, H, Hkv, N, R, Dv, type, decay)
 CASES = {
-    "lightning": ("lightning", "causal_linear_decay", 2, 6, 2, 70, 24, 40, "float32", "head"),
+    "lightning": ("lightning", "causal_linear_decay", 2, 4, 2, 70, 24, 40, "float32", "head"),
     "lightning without decay": ("lightning", "causal_linear_decay", 1, 3, 1, 65, 16, 16, "float32", "none"),
     "lightning of one token": ("lightning", "causal_linear_decay", 1, 5, 5, 1, 8, 3, "float32", "head"),
     "lightning of whole blocks": ("lightning", "causal_linear_decay", 1, 1, 1, 64, 16, 80, "float32", "head"),
     "lightning that forgets at once": ("lightning", "causal_linear_decay", 1, 2, 2, 40, 16, 16, "float32", float("-inf")),
-    "lightning in float16": ("lightning", "causal_linear_decay", 1, 7, 1, 130, 32, 16, "float16", "head"),
-    "fleet": ("fleet", "causal_linear_decay", 1, 6, 2, 70, 5, 20, "float32", "head"),
-    "fleet without decay": ("fleet", "causal_linear_decay", 2, 1, 1, 129, 3, 16, "float32", "none"),
-    "fleet that forgets at once": ("fleet", "causal_linear_decay", 1, 2, 2, 66, 4, 8, "float32", float("-inf")),
-    "fleet, normalised": ("fleet normalised", "causal_linear_decay_normalized", 1, 3, 1, 100, 6, 40, "float32", "head"),
+    "lightning in float16": ("lightning", "causal_linear_decay", 1, 3, 1, 130, 32, 16, "float16", "head"),
+    "fleet": ("fleet", "causal_linear_decay", 1, 4, 2, 70, 3, 20, "float32", "head"),
+    "fleet without decay": ("fleet", "causal_linear_decay", 2, 1, 1, 129, 2, 16, "float32", "none"),
+    "fleet that forgets at once": ("fleet", "causal_linear_decay", 1, 2, 2, 66, 2, 8, "float32", float("-inf")),
+    "fleet, normalised": ("fleet normalised", "causal_linear_decay_normalized", 1, 2, 1, 100, 3, 40, "float32", "head"),
     "fleet, normalised, without decay": (
         "fleet normalised",
         "causal_linear_decay_normalized",
@@ -36,7 +36,7 @@ CASES = {
         2,
         2,
         63,
-        6,
+        3,
         24,
         "float32",
         "none",
