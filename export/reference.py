@@ -1095,6 +1095,7 @@ def sample_tokens(
         x = torch.where(allowed != 0, x, torch.full_like(x, -math.inf))
     rows = None if token_counts is None else _row_counts(token_counts, count_index, batch)
     if token_counts is not None:
+        assert rows is not None
         counts = torch.where(rows.unsqueeze(1) >= 0, token_counts.long()[rows], 0)
         repetition = setting(repetition_penalty, 1.0, lambda t: (t > 0) & t.isfinite())
         presence, frequency = (setting(t, 0.0, torch.isfinite) for t in (presence_penalty, frequency_penalty))

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -120,7 +120,8 @@ class _Results:
         import onnxruntime
 
         kinds = {LOGITS: ([rows, vocabulary], np.float32), NEXT_TOKENS: ([rows], np.int64), LOGPROB: ([rows], np.float32)}
-        self.device, self.room = device, {}
+        self.device = device
+        self.room: dict[str, Any] = {}
         for name in interface.outputs:
             shape, dtype = kinds[name]
             if device == "cpu":

@@ -27,12 +27,12 @@ def _by_token(value: ir.Value | None) -> ir.Value | None:
 
 def _set_tokens(graph: ir.Graph, node: ir.Node, heads: Sequence[Any]) -> None:
     """Gives a LeanAttention node the tokens of `heads` [1,T,heads,D], as one tensor where they come from one."""
-    op, old = adder(graph, node), [argument(node, name) for name in ROWS]
+    op, old = adder(graph, node), [x for x in (argument(node, name) for name in ROWS) if x is not None]
     together = side_by_side(heads) if len({x.shape[3] for x in heads}) == 1 else None
     if together is not None:
         count, size = sum(x.shape[2] for x in heads), heads[0].shape[3]
         rows = op("Reshape", together, op("Constant", value_ints=[-1, count, size]))
-        rows.type, rows.shape = old[0].type, ir.Shape([old[0].shape[0], count, size])
+        rows.type, rows.shape = old[0].type, ir.Shape([heads[0].shape[1], count, size])
         set_arguments(node, query=rows, new_key=None, new_value=None)
         node.attributes["packed_qkv"] = ir.AttrInt64("packed_qkv", 1)
         return
