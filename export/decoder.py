@@ -15,9 +15,10 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import onnx_ir as ir
 import torch
 
-from leanfleet import files
+from leanfleet import files, progress
 from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]  # of caches, by name
 
+INSIDE = 1 << 24  # bytes of weights that a model's file itself may hold
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows our attention
 _HANDLED = {
     "dropout",
@@ -79,6 +81,7 @@ class Cache:
         """Puts a tensor in the place of a cache."""
         self.tensors[name] = tensor
         self.updated.add(name)
+        progress.tell("tracing the model, caches", len(self.updated), len(self.tensors))
 
     def shapes(self, layer: int) -> tuple[torch.Size, torch.Size]:
         """Those of a softmax layer's keys and values."""
@@ -411,10 +414,12 @@ def write(
         with nullcontext() if ours else traceable(model, fuse, rope), torch.no_grad():
             program = _trace(decoder, arguments, shapes, options)
         if fuse:
+            progress.tell("fusing")
             add_function(program.model)
             fuse_for_onnxruntime(program.model, positions)
-        program.save(str(new / MODEL_FILE))
+        save(program.model, new / MODEL_FILE)
         if verify:
+            progress.tell("running the file and the model, to compare them")
             facts["verified"] = verification.verify(model, new / MODEL_FILE, facts, rope)
         write_facts(new, facts)
         if tokenizer is not None:
@@ -423,6 +428,16 @@ def write(
     if whole:
         (Path(folder) / weights).unlink(missing_ok=True)  # an earlier export's, which nothing reads
     return program
+
+
+def save(model: ir.Model, path: Path) -> None:
+    """Writes a model, its weights to a file beside it unless they are few: they are copied once."""
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+
+    def tell(tensor: Any, info: Any) -> None:
+        progress.tell("writing weights", info.index + 1, info.total)
+
+    ir.save(model, path, external_data=f"{path.name}.data" if size > INSIDE else None, callback=tell)
 
 
 def call(decoder: Any, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -440,7 +455,6 @@ def _trace(
     decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.onnx.ONNXProgram:
     """The ONNXProgram of a decoder module. Raises ValueError, with the first line of the reason, where it cannot be traced."""
-    call(decoder, arguments)  # tracing buries an error under its own
     printed = io.StringIO()
     try:
         with redirect_stderr(printed):
@@ -448,6 +462,7 @@ def _trace(
         sys.stderr.write(printed.getvalue())
         return program
     except Exception as error:  # PyTorch prints hundreds of lines of the graph: the one that counts is in the error
+        call(decoder, arguments)  # tracing buries an error of the model's under its own
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__
