@@ -32,7 +32,7 @@ from leanfleet.decoder_contract import (
     cache_name,
     write_facts,
 )
-from leanfleet.export import verification
+from leanfleet.export import blocks, verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
@@ -409,12 +409,16 @@ def write(
     ours = hasattr(model, "cache_shapes")
     config = model.config if ours else model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) if ours else most_positions(model, rope)
+    matrices = {m.block_name: m.blocks for m in blocks.holders(model)}
+    if matrices and not fuse:
+        raise ValueError(f"{type(model).__name__}: weights that stay quantised need ONNX Runtime's own operators, so fuse=True")
     facts = facts | {"vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model), "max_positions": positions}
     with files.new_folder(folder) as new:
-        with nullcontext() if ours else traceable(model, fuse, rope), torch.no_grad():
+        with nullcontext() if ours else traceable(model, fuse, rope), blocks.traced(), torch.no_grad():
             program = _trace(decoder, arguments, shapes, options)
         if fuse:
             progress.tell("fusing")
+            blocks.expand(program.model, matrices)
             add_function(program.model)
             fuse_for_onnxruntime(program.model, positions)
         save(program.model, new / MODEL_FILE)

@@ -4,10 +4,9 @@ Three requests of random tokens run as a ragged batch that they join one after t
 a pause, and then the longest alone: a prompt and decode steps. What follows a prompt is given, not generated, so that every
 logit can be compared with that of one pass of the model over the whole request, in float64 and without a cache. The bound comes
 from there too: the model itself, in its own type, is off by so much. A bfloat16 file is checked as float32, with bfloat16's
-bound, because CPUs have no kernels for bfloat16.
+bound, because CPUs have no kernels for bfloat16; quantised products with activations that are not rounded to 8 bits.
 """
 
-import tempfile
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
@@ -19,6 +18,7 @@ import torch
 
 from leanfleet import model_file, ort_library
 from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, packed
+from leanfleet.export import blocks
 from leanfleet.export.support import fixed_rotary, implementation
 
 PROMPTS, STEPS = (1, 6, 17), 4
@@ -37,9 +37,30 @@ def verify(model: torch.nn.Module, path: str | Path, facts: Mapping[str, Any], r
     """
     if why := _obstacle(model):
         return {"skipped": why}
-    bfloat16 = any(t.dtype == torch.bfloat16 for t in (*model.parameters(), *model.buffers()))
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
-        return compare(model, _session(path, Path(folder), bfloat16), facts, rope)
+    with _checkable(Path(path), model) as file:
+        return compare(model, _session(file), facts, rope)
+
+
+@contextmanager
+def _checkable(path: Path, model: torch.nn.Module) -> Iterator[Path]:
+    """The file, or one in its place that computes the same as exactly as a CPU can: in float32 where it is in bfloat16, with
+    activations as they are where its quantised products round them."""
+    narrow = any(t.dtype == torch.bfloat16 for t in (*model.parameters(), *model.buffers()))
+    if not narrow and not blocks.holders(model):
+        yield path
+        return
+    other = path.with_name("verified.onnx")  # beside the weights
+    try:
+        found = ir.load(path)
+        changed = blocks.set_accuracy(found, blocks.EXACT)
+        if as_float32(found):
+            ir.save(found, other, external_data=f"{other.name}.data")
+        else:
+            ir.save(found, other)
+        yield other if changed or narrow else path
+    finally:
+        other.unlink(missing_ok=True)
+        other.with_name(f"{other.name}.data").unlink(missing_ok=True)
 
 
 def compare(model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope: str = "short") -> dict[str, Any]:
@@ -76,6 +97,9 @@ def _obstacle(model):
         return "onnxruntime is missing: pip install 'leanfleet[ort]'"
     weights = sum(t.numel() * t.element_size() for t in model.parameters())
     layer = max(sum(t.numel() for t in unit.parameters()) for unit in _units(model))
+    held = {m.block_name: m.blocks for m in blocks.holders(model)}.values()
+    weights += sum(b.packed.nbytes for b in held)
+    layer = max([layer, *(2 * b.shape[0] * b.shape[1] for b in held)])
     needed = weights + 8 * layer  # those of the file, and of a layer in float64
     free = _free_memory()
     if free is not None and needed > 0.8 * free:
@@ -214,16 +238,10 @@ def _found(session, facts, tokens):
     return found
 
 
-def _session(path, folder, bfloat16):
-    """A session on the CPU: with the library, or without where it is missing. folder: for a file in float32."""
+def _session(path):
+    """A session on the CPU: with the library, or without where it is missing."""
     import onnxruntime
 
-    if bfloat16:
-        model = ir.load(path)
-        as_float32(model)
-        path = folder / "float32.onnx"
-        ir.save(model, path, external_data="float32.onnx.data")
-        del model
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     with suppress(FileNotFoundError):
