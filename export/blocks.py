@@ -91,10 +91,12 @@ class Blocks:
             else np.stack([self.packed & 15, self.packed >> 4], -1).reshape(*self.packed.shape[:2], -1)
         )
         below = (8 if self.bits == 4 else 128) - (0 if self.least is None else self.above)
-        found = (q.astype(dtype) - dtype(below)) * self.scale.numbers(dtype)[..., None]
+        found = q.astype(dtype)
+        found -= dtype(below)
+        found *= self.scale.numbers(dtype)[..., None]
         if self.least is not None:
             least = self.least.numbers(dtype)[..., None]
-            found = found - least if self.negative else found + least
+            found += -least if self.negative else least
         return found.reshape(self.shape)
 
 
@@ -288,13 +290,14 @@ class _Writer:
 
     def array(self, name: str, array: np.ndarray) -> ir.Value:
         if name not in self.made:
-            value = ir.Value(name=name, const_value=ir.tensor(np.ascontiguousarray(array), name=name))
-            value.dtype, value.shape = value.const_value.dtype, ir.Shape(array.shape)
+            tensor = ir.tensor(np.ascontiguousarray(array), name=name)
+            value = ir.Value(name=name, const_value=tensor)
+            value.dtype, value.shape = tensor.dtype, ir.Shape(array.shape)
             self.graph.register_initializer(value)
             self.made[name] = value
         return self.made[name]
 
-    def factors(self, op: Op, name: str, factors: Factors, dtype: ir.DataType, shape: Sequence[int]) -> ir.Value:
+    def factors(self, op: Op, name: str, factors: Factors, dtype: Any, shape: Sequence[int]) -> ir.Value:
         """The number a block, in this shape."""
         coarse = op("Cast", self.array(f"{name}.coarse", factors.coarse), to=dtype)
         if factors.fine is not None:
@@ -304,19 +307,20 @@ class _Writer:
             coarse = op("Mul", op("Unsqueeze", coarse, op("Constant", value_ints=[2])), fine)
         return op("Reshape", coarse, op("Constant", value_ints=list(shape)))
 
-    def shift(self, op: Op, name: str, blocks: Blocks, dtype: ir.DataType) -> ir.Value:
+    def shift(self, op: Op, name: str, blocks: Blocks, dtype: Any) -> ir.Value:
         """[N, nb]"""
         shape = blocks.packed.shape[:2]
+        assert blocks.least is not None
         scale = self.factors(op, f"{name}.scale", blocks.scale, dtype, shape)
         least = self.factors(op, f"{name}.least", blocks.least, dtype, shape)
         above = op("Cast", op("Constant", value_float=float(blocks.above)), to=dtype)
         return op("Sub" if blocks.negative else "Add", *((op("Mul", scale, above), least)))
 
-    def product(self, before: ir.Node, x: ir.Value, bias: np.ndarray | None, name: str, blocks: Blocks) -> ir.Value:
+    def product(self, before: ir.Node, x: Any, bias: np.ndarray | None, name: str, blocks: Blocks) -> ir.Value:
         """x [..., K] times the matrix."""
         op, dtype, (rows, width) = adder(self.graph, before), x.dtype, blocks.shape
         count = blocks.packed.shape[1]
-        inputs = [
+        inputs: list[Any] = [
             x,
             self.array(f"{name}.q", blocks.packed),
             self.factors(op, f"{name}.scale", blocks.scale, dtype, (rows, count)),
@@ -340,7 +344,7 @@ class _Writer:
         shift = op("Transpose", self.shift(op, name, blocks, dtype), perm=[1, 0])
         return op("Add", made, op("MatMul", sums, shift))
 
-    def lookup(self, before: ir.Node, tokens: ir.Value, name: str, blocks: Blocks, dtype: ir.DataType) -> ir.Value:
+    def lookup(self, before: ir.Node, tokens: Any, name: str, blocks: Blocks, dtype: Any) -> ir.Value:
         """Rows of the matrix."""
         op, (rows, count) = adder(self.graph, before), blocks.packed.shape[:2]
         made = op(
@@ -377,16 +381,14 @@ def _alike(blocks: Blocks) -> tuple:
 def _joined(parts: Sequence[Blocks]) -> Blocks:
     """The rows of all."""
 
-    def together(factors: list[Factors | None]) -> Factors | None:
-        if factors[0] is None:
-            return None
-        fine = None if factors[0].fine is None else np.concatenate([f.fine for f in factors])
-        return Factors(np.concatenate([f.coarse for f in factors]), fine)
+    def together(factors: list[Factors]) -> Factors:
+        fines = [f.fine for f in factors if f.fine is not None]
+        return Factors(np.concatenate([f.coarse for f in factors]), np.concatenate(fines) if fines else None)
 
     first = parts[0]
     packed = np.concatenate([p.packed for p in parts])
-    scale, least = together([p.scale for p in parts]), together([p.least for p in parts])
-    return Blocks(first.bits, packed, scale, least, first.negative, first.above)
+    scale, leasts = together([p.scale for p in parts]), [p.least for p in parts if p.least is not None]
+    return Blocks(first.bits, packed, scale, together(leasts) if leasts else None, first.negative, first.above)
 
 
 def expand(model: ir.Model, matrices: Mapping[str, Blocks]) -> int:
@@ -426,7 +428,8 @@ def _write_products(graph: ir.Graph, writer: _Writer, group: list[tuple[ir.Node,
         zeros = [np.zeros(width, known[0].dtype) for width in widths]
         bias = np.concatenate([z if b is None else b.numpy() for b, z in zip(biases, zeros, strict=True)])
     blocks = group[0][1] if len(group) == 1 else _joined([blocks for _, blocks, _ in group])
-    made, old = writer.product(first, first.inputs[0], bias, name, blocks), first.outputs[0]
+    made: Any = writer.product(first, first.inputs[0], bias, name, blocks)
+    old = first.outputs[0]
     outputs = [made]
     if len(group) > 1:
         made.type, made.shape = old.type, old.shape and ir.Shape([*old.shape[:-1], sum(widths)])

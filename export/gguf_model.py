@@ -112,7 +112,8 @@ def _instead(file: gguf_file.File, rows: dict[str, np.ndarray]) -> Iterator[None
         return rows[name] if name in rows else expanded(tensor)
 
     gguf.GGUFReader = lambda path: _Read(file)  # type: ignore[assignment,misc]
-    gguf.dequantize, gguf.get_tensor_name_map = dequantize, functools.cache(before[2])
+    gguf.dequantize = dequantize  # type: ignore[assignment]
+    gguf.get_tensor_name_map = functools.cache(before[2])
     try:
         yield
     finally:
@@ -186,10 +187,10 @@ def _parameters(
             found[name] = value
             continue
         rows = value.numpy().ravel()
-        tensor = names[int(np.searchsorted(bounds, rows[0], "right")) - 1]
-        rows = rows - starts[tensor]
-        if value.ndim == 2 and value.shape[1] == 1 and np.array_equal(np.sort(rows), np.arange(matrices[tensor].shape[0])):
-            found[name] = tensor, rows
+        source = names[int(np.searchsorted(bounds, rows[0], "right")) - 1]
+        rows = rows - starts[source]
+        if value.ndim == 2 and value.shape[1] == 1 and np.array_equal(np.sort(rows), np.arange(matrices[source].shape[0])):
+            found[name] = source, rows
         else:
             others.add(name)
     if others:

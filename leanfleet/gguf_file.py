@@ -82,7 +82,7 @@ def read(path: str | Path) -> File:
     if path.stat().st_size < 24:
         raise ValueError(f"{path} is no GGUF file: it has {path.stat().st_size} bytes")
     content = np.memmap(path, np.uint8, "r").view(np.ndarray)
-    view = memoryview(content)
+    view = memoryview(content)  # type: ignore[arg-type]  # an array is a buffer
     if bytes(view[:4]) != MAGIC:
         raise ValueError(f"{path} is no GGUF file: it begins with {bytes(view[:4])!r}, not with {MAGIC!r}")
     reader = _Reader(view, 4)
