@@ -15,9 +15,10 @@ from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
+import onnx_ir as ir
 import torch
 
-from leanfleet import files
+from leanfleet import files, progress
 from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
@@ -31,7 +32,7 @@ from leanfleet.decoder_contract import (
     cache_name,
     write_facts,
 )
-from leanfleet.export import verification
+from leanfleet.export import blocks, verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
@@ -43,6 +44,7 @@ if TYPE_CHECKING:
 
 Shapes = dict[str, tuple[torch.dtype, tuple[int | str, ...]]]  # of caches, by name
 
+INSIDE = 1 << 24  # bytes of weights that a model's file itself may hold
 IMPLEMENTATION = "leanfleet"  # the name under which transformers knows our attention
 _HANDLED = {
     "dropout",
@@ -79,6 +81,7 @@ class Cache:
         """Puts a tensor in the place of a cache."""
         self.tensors[name] = tensor
         self.updated.add(name)
+        progress.tell("tracing the model, caches", len(self.updated), len(self.tensors))
 
     def shapes(self, layer: int) -> tuple[torch.Size, torch.Size]:
         """Those of a softmax layer's keys and values."""
@@ -414,15 +417,21 @@ def write(
     ours = hasattr(model, "cache_shapes")
     config = model.config if ours else model.config.get_text_config(decoder=True)
     positions = getattr(config, "max_position_embeddings", None) if ours else most_positions(model, rope)
+    matrices = {m.block_name: m.blocks for m in blocks.holders(model)}
+    if matrices and not fuse:
+        raise ValueError(f"{type(model).__name__}: weights that stay quantised need ONNX Runtime's own operators, so fuse=True")
     facts = facts | {"vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model), "max_positions": positions}
     with files.new_folder(folder) as new:
-        with nullcontext() if ours else traceable(model, fuse, rope), torch.no_grad():
+        with nullcontext() if ours else traceable(model, fuse, rope), blocks.traced(), torch.no_grad():
             program = _trace(decoder, arguments, shapes, options)
         if fuse:
+            progress.tell("fusing")
+            blocks.expand(program.model, matrices)
             add_function(program.model)
             facts["fusions"] = fuse_for_onnxruntime(program.model, positions)
-        program.save(str(new / MODEL_FILE))
+        save(program.model, new / MODEL_FILE)
         if verify:
+            progress.tell("running the file and the model, to compare them")
             facts["verified"] = verification.verify(model, new / MODEL_FILE, facts, rope)
         write_facts(new, facts)
         if tokenizer is not None:
@@ -431,6 +440,16 @@ def write(
     if whole:
         (Path(folder) / weights).unlink(missing_ok=True)  # an earlier export's, which nothing reads
     return program
+
+
+def save(model: ir.Model, path: Path) -> None:
+    """Writes a model, its weights to a file beside it unless they are few: they are copied once."""
+    size = sum(v.const_value.nbytes for v in model.graph.initializers.values() if v.const_value is not None)
+
+    def tell(tensor: Any, info: Any) -> None:
+        progress.tell("writing weights", info.index + 1, info.total)
+
+    ir.save(model, path, external_data=f"{path.name}.data" if size > INSIDE else None, callback=tell)
 
 
 def call(decoder: Any, arguments: tuple[Any, ...]) -> tuple[torch.Tensor, ...]:
@@ -448,7 +467,6 @@ def _trace(
     decoder: Any, arguments: tuple[Any, ...], shapes: Mapping[str, Any], options: Mapping[str, Any]
 ) -> torch.onnx.ONNXProgram:
     """The ONNXProgram of a decoder module. Raises ValueError, with the first line of the reason, where it cannot be traced."""
-    call(decoder, arguments)  # tracing buries an error under its own
     printed = io.StringIO()
     try:
         with redirect_stderr(printed):
@@ -456,6 +474,7 @@ def _trace(
         sys.stderr.write(printed.getvalue())
         return program
     except Exception as error:  # PyTorch prints hundreds of lines of the graph: the one that counts is in the error
+        call(decoder, arguments)  # tracing buries an error of the model's under its own
         cause: BaseException = error
         while cause.__cause__ is not None:
             cause = cause.__cause__

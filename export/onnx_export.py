@@ -15,7 +15,7 @@ import onnxscript
 import torch
 
 from leanfleet import spec
-from leanfleet.export import function_bodies, torch_ops  # noqa: F401  torch_ops defines torch.ops.leanfleet
+from leanfleet.export import function_bodies, shortcuts, torch_ops  # noqa: F401  torch_ops defines torch.ops.leanfleet
 
 _TYPE_STRINGS = {name: [f"tensor({t.replace('float32', 'float')})" for t in types] for name, types in spec.TYPES.items()}
 _ANNOTATIONS = {"bool": int, "int": int, "float": float, "string": str}
@@ -232,7 +232,7 @@ def export(
         batch, tokens = torch.export.Dim("batch"), torch.export.Dim("tokens")
         export(layer, (torch.randn(2, 10, 64),), "layer.onnx", dynamic_shapes=({0: batch, 1: tokens},))
     """
-    with _quiet(), _in_eval_mode(module):
+    with _quiet(), _in_eval_mode(module), shortcuts.taken():
         program = torch.onnx.export(
             module,
             args,

@@ -4,13 +4,11 @@ Three requests of random tokens run as a ragged batch that they join one after t
 a pause, and then the longest alone: a prompt and decode steps. What follows a prompt is given, not generated, so that every
 logit can be compared with that of one pass of the model over the whole request, in float64 and without a cache. The bound comes
 from there too: the model itself, in its own type, is off by so much. A bfloat16 file is checked as float32, with bfloat16's
-bound, because CPUs have no kernels for bfloat16.
+bound, because CPUs have no kernels for bfloat16; quantised products with activations that are not rounded to 8 bits.
 """
 
-import copy
-import tempfile
-from collections.abc import Mapping
-from contextlib import nullcontext, suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +18,7 @@ import torch
 
 from leanfleet import model_file, ort_library
 from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, packed
+from leanfleet.export import blocks
 from leanfleet.export.support import fixed_rotary, implementation
 
 PROMPTS, STEPS = (1, 6, 17), 4
@@ -38,8 +37,30 @@ def verify(model: torch.nn.Module, path: str | Path, facts: Mapping[str, Any], r
     """
     if why := _obstacle(model):
         return {"skipped": why}
-    with tempfile.TemporaryDirectory(dir=Path(path).parent) as folder:
-        return compare(model, _session(path, Path(folder)), facts, rope)
+    with _checkable(Path(path), model) as file:
+        return compare(model, _session(file), facts, rope)
+
+
+@contextmanager
+def _checkable(path: Path, model: torch.nn.Module) -> Iterator[Path]:
+    """The file, or one in its place that computes the same as exactly as a CPU can: in float32 where it is in bfloat16, with
+    activations as they are where its quantised products round them."""
+    narrow = any(t.dtype == torch.bfloat16 for t in (*model.parameters(), *model.buffers()))
+    if not narrow and not blocks.holders(model):
+        yield path
+        return
+    other = path.with_name("verified.onnx")  # beside the weights
+    try:
+        found = ir.load(path)
+        changed = blocks.set_accuracy(found, blocks.EXACT)
+        if as_float32(found):
+            ir.save(found, other, external_data=f"{other.name}.data")
+        else:
+            ir.save(found, other)
+        yield other if changed or narrow else path
+    finally:
+        other.unlink(missing_ok=True)
+        other.with_name(f"{other.name}.data").unlink(missing_ok=True)
 
 
 def compare(model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope: str = "short") -> dict[str, Any]:
@@ -74,10 +95,15 @@ def _obstacle(model):
         import onnxruntime  # noqa: F401
     except ImportError:
         return "onnxruntime is missing: pip install 'leanfleet[ort]'"
-    needed = 8 * sum(p.numel() for p in model.parameters())  # a copy in float64
+    weights = sum(t.numel() * t.element_size() for t in model.parameters())
+    layer = max(sum(t.numel() for t in unit.parameters()) for unit in _units(model))
+    held = {m.block_name: m.blocks for m in blocks.holders(model)}.values()
+    weights += sum(b.packed.nbytes for b in held)
+    layer = max([layer, *(2 * b.shape[0] * b.shape[1] for b in held)])
+    needed = weights + 8 * layer  # those of the file, and of a layer in float64
     free = _free_memory()
     if free is not None and needed > 0.8 * free:
-        return f"a float64 copy of the model needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
+        return f"running the file and the model needs {needed / 1e9:.1f} GB of memory, and {free / 1e9:.1f} GB are free"
     return None
 
 
@@ -110,22 +136,75 @@ def _tokens(model, facts, seed):
 def _expected(model, tokens, rope):
     """(logits of every position of every request in float64, what the model loses in its own type)."""
     ours = hasattr(model, "cache_shapes")
-    model = copy.deepcopy(model)
-    if not ours and model._can_set_experts_implementation():
-        model.set_experts_implementation("eager")
+    longest = max(map(len, tokens))
+    batch = torch.from_numpy(np.stack([np.pad(t, (0, longest - len(t)), "edge") for t in tokens]))  # causal: padding harms none
+    experts = not ours and model._can_set_experts_implementation() and model.get_experts_implementation()
 
     def logits():
-        return [model(input_ids=torch.from_numpy(t).unsqueeze(0), use_cache=False).logits[0].double().numpy() for t in tokens]
+        rows = model(input_ids=batch, use_cache=False).logits.double().numpy()
+        return [row[: len(t)] for row, t in zip(rows, tokens, strict=True)]
 
     with (
         nullcontext() if ours else implementation(model, "eager"),
         fixed_rotary(model, rope) if rope == "long" else nullcontext(),
         torch.no_grad(),
     ):
-        own = logits()
-        model.double()
-        judge = logits()
+        try:
+            if experts:
+                model.set_experts_implementation("eager")
+            own = logits()
+            with in_double(model):
+                judge = logits()
+        finally:
+            if experts:
+                model.set_experts_implementation(experts)
     return judge, max(np.abs(a - b).max() for a, b in zip(own, judge, strict=True))
+
+
+def _units(model):
+    """The modules that are widened one at a time: layers of a list, and what stands outside of them with weights of its own."""
+    found = []
+
+    def visit(module):
+        for child in module.children():
+            if isinstance(module, torch.nn.ModuleList) or not list(child.children()):
+                found.append(child)
+            else:
+                visit(child)
+
+    visit(model)
+    return found or [model]
+
+
+@contextmanager
+def in_double(model: torch.nn.Module) -> Iterator[None]:
+    """A model that computes in float64. A layer's weights are wide while it runs, so that no more than those take memory."""
+    units = _units(model)
+    inside = {id(t) for unit in units for t in (*unit.parameters(), *unit.buffers())}
+    before: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def widen(tensors):
+        for t in tensors:
+            if t.is_floating_point() and t.dtype != torch.float64:
+                before.append((t, t.data))
+                t.data = t.data.double()
+
+    def narrow(count=0):
+        while len(before) > count:
+            t, data = before.pop()
+            t.data = data
+
+    widen(t for t in (*model.parameters(), *model.buffers()) if id(t) not in inside)
+    outside, hooks = len(before), []
+    for unit in units:
+        hooks.append(unit.register_forward_pre_hook(lambda m, _: widen((*m.parameters(), *m.buffers()))))
+        hooks.append(unit.register_forward_hook(lambda *_: narrow(outside)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        narrow()
 
 
 def _schedule():
@@ -159,15 +238,10 @@ def _found(session, facts, tokens):
     return found
 
 
-def _session(path, folder):
-    """A session on the CPU: with the library, or without where it is missing. folder: for a file in float32."""
+def _session(path):
+    """A session on the CPU: with the library, or without where it is missing."""
     import onnxruntime
 
-    model = ir.load(path)
-    if as_float32(model):
-        path = folder / "float32.onnx"
-        ir.save(model, path, external_data="float32.onnx.data")
-    del model
     options = onnxruntime.SessionOptions()
     options.log_severity_level = 3
     with suppress(FileNotFoundError):

@@ -30,7 +30,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     )
     export.add_argument(
         "model",
-        help="a folder with a model and its tokenizer (safetensors or one GGUF file), or a name on the Hugging Face hub",
+        help="a GGUF file, a folder with a model and its tokenizer (safetensors or one GGUF file), or a name on the Hugging "
+        "Face hub",
     )
     export.add_argument("folder", help="the folder to write")
     export.add_argument(
@@ -38,6 +39,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         default="float32",
         choices=("float32", "float16", "bfloat16"),
         help="of weights and caches (default: %(default)s)",
+    )
+    export.add_argument(
+        "--weights",
+        choices=("keep", "expand"),
+        help="a GGUF file's quantised matrices: keep them as they are, or make floating point of them (default: keep with "
+        "--dtype float32, expand for the types of GPUs and with --no-fuse)",
     )
     export.add_argument(
         "--no-fuse",
@@ -103,7 +110,8 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
 
 
 def locate(model: str | Path) -> dict[str, Any]:
-    """Options of from_pretrained for a model: a folder, also one with a single GGUF file, or a name on the hub.
+    """Options of from_pretrained for a model: a folder, also one with a single GGUF file, or a name on the hub. For a GGUF
+    file, by its own path or its folder's, {"gguf_file": its name}.
 
     Asks the hub once, for HUB_SECONDS at most: transformers would ask again and again for a mistyped path. Raises OSError for
     what is neither, ValueError for a folder with several GGUF files or none.
@@ -117,8 +125,12 @@ def locate(model: str | Path) -> dict[str, Any]:
             what = f"{len(found)} GGUF files" if found else "neither config.json nor a GGUF file"
             raise ValueError(f"{folder} holds {what}; give a folder with one transformers model")
         return {"gguf_file": found[0].name}
+    if folder.suffix == ".gguf" and folder.is_file():
+        return {"gguf_file": folder.name}
     if folder.exists():
-        raise NotADirectoryError(f"{model} is a file; give the folder that it lies in")
+        raise NotADirectoryError(f"{model} is no GGUF file; give one, or the folder that the model lies in")
+    if folder.suffix == ".gguf":
+        raise FileNotFoundError(f"{model} does not exist")
     from huggingface_hub import HfApi, try_to_load_from_cache
     from huggingface_hub.errors import HFValidationError, HfHubHTTPError
     from huggingface_hub.utils import validate_repo_id  # type: ignore[attr-defined]  # it is there
@@ -147,8 +159,11 @@ def quieten_transformers() -> None:
     logging.disable_progress_bar()
 
 
-def load_pretrained(model: str | Path, dtype: str = "float32") -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
-    """(transformers model in eval mode, its tokenizer). model: a folder, also one with a single GGUF file, or a hub name.
+def load_pretrained(
+    model: str | Path, dtype: str = "float32", keep: bool = False
+) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    """(transformers model in eval mode, its tokenizer). model: a GGUF file, a folder, also one with a single GGUF file, or a
+    hub name. keep: a GGUF file's quantised matrices stay as they are (leanfleet.export.gguf_model).
 
     Raises OSError for what is no model, ValueError for a folder with several GGUF files and for damaged files.
 
@@ -158,6 +173,10 @@ def load_pretrained(model: str | Path, dtype: str = "float32") -> tuple[PreTrain
         model, tokenizer = load_pretrained("llama")         # a folder, or a name on the Hugging Face hub
     """
     options = locate(model)
+    if "gguf_file" in options:
+        return _load_gguf(Path(model), options["gguf_file"], dtype, keep)
+    if keep:
+        raise ValueError(f"--weights keep is for GGUF files, and {model} is another model: leave it out")
     import torch
     from safetensors import SafetensorError
     from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -173,6 +192,15 @@ def load_pretrained(model: str | Path, dtype: str = "float32") -> tuple[PreTrain
         return loaded.eval(), AutoTokenizer.from_pretrained(model, **options)
 
 
+def _load_gguf(model: Path, name: str, dtype: str, keep: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
+    from leanfleet.export import gguf_model
+
+    quieten_transformers()
+    path = model / name if model.is_dir() else model
+    with files.reading(f"the model {path}"):
+        return gguf_model.load(path, dtype, keep)
+
+
 def _check_weights(folder: Path) -> None:
     """Raises ValueError for the first file of weights that safetensors cannot read."""
     from safetensors import SafetensorError, safe_open
@@ -186,26 +214,17 @@ def _check_weights(folder: Path) -> None:
 
 
 def export_command(arguments: argparse.Namespace) -> int:
-    from leanfleet.export import export_decoder
     from leanfleet.export.experts import ExpertsWarning
     from leanfleet.export.verification import VerificationError
 
     warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
     warnings.filterwarnings("default", category=ExpertsWarning)
     files.check_folder(arguments.folder)
-    print(f"loading {arguments.model} ...", file=sys.stderr, flush=True)
-    with progress.stage(f"loading {arguments.model}"):
-        model, tokenizer = load_pretrained(arguments.model, arguments.dtype)
-    print(
-        f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...",
-        file=sys.stderr,
-        flush=True,
-    )
+    if arguments.weights == "keep" and not arguments.fuse:
+        raise ValueError("--weights keep needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two")
     try:
         with progress.stage("exporting"):
-            export_decoder(
-                model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope
-            )
+            _export(arguments)
     except VerificationError as error:
         print(f"leanfleet export: {error}", file=sys.stderr)
         return 1
@@ -216,6 +235,27 @@ def export_command(arguments: argparse.Namespace) -> int:
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
     print(f"wrote {folder} ({size:.0f} MB); next: {next_step(folder, arguments.dtype)}", file=sys.stderr)
     return 0
+
+
+def _export(arguments: argparse.Namespace) -> None:
+    from leanfleet.export import export_decoder
+
+    def say(line: str) -> None:
+        progress.clear()
+        print(line, file=sys.stderr, flush=True)
+
+    say(f"loading {arguments.model} ...")
+    is_gguf = "gguf_file" in locate(arguments.model)
+    by_itself = is_gguf and arguments.fuse and arguments.dtype == "float32"
+    keep = arguments.weights == "keep" or (arguments.weights is None and by_itself)
+    model, tokenizer = load_pretrained(arguments.model, arguments.dtype, keep)
+    if is_gguf and keep:
+        from leanfleet.export import gguf_model
+
+        path = Path(arguments.model)
+        say(gguf_model.described(path / locate(path)["gguf_file"] if path.is_dir() else path, model))
+    say(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...")
+    export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope)
 
 
 def describe_verification(verified: dict[str, Any] | None) -> str:

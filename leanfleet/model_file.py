@@ -61,7 +61,7 @@ def _read(view):
     versions, nodes = [], []
     for number, value in _fields(view, 0, len(view)):
         if number == _MODEL["opset_import"]:
-            entry = dict(_fields(view, *value))
+            entry = dict(_inside(view, value))
             if _text(view, entry.get(_OPSET["domain"])) == spec.DOMAIN:
                 versions.append(entry.get(_OPSET["version"], 0))
         elif number == _MODEL["graph"]:
@@ -72,12 +72,12 @@ def _read(view):
 
 
 def _read_nodes(view, span, node_field, nodes):
-    for number, value in _fields(view, *span):
+    for number, value in _inside(view, span):
         if number != node_field:
             continue
         name = op_type = domain = ""
         attributes = []
-        for number, part in _fields(view, *value):
+        for number, part in _inside(view, value):
             if number == _NODE["domain"]:
                 domain = _text(view, part)
             elif number == _NODE["op_type"]:
@@ -89,17 +89,24 @@ def _read_nodes(view, span, node_field, nodes):
         if domain == spec.DOMAIN:
             nodes.append((op_type, name, ["".join(_texts(view, a, _ATTRIBUTE["name"])) for a in attributes]))
         for attribute in attributes:
-            for number, part in _fields(view, *attribute):
+            for number, part in _inside(view, attribute):
                 if number in (_ATTRIBUTE["g"], _ATTRIBUTE["graphs"]):
                     _read_nodes(view, part, _GRAPH["node"], nodes)
 
 
 def _texts(view, span, wanted):
-    return [_text(view, value) for number, value in _fields(view, *span) if number == wanted]
+    return [_text(view, value) for number, value in _inside(view, span) if number == wanted]
 
 
 def _text(view, span):
     return str(view[span[0] : span[1]], "utf-8") if isinstance(span, tuple) else ""
+
+
+def _inside(view, span):
+    """The fields of a message where it stands; a damaged file may have a number there."""
+    if not isinstance(span, tuple):
+        raise _NotOnnx
+    return _fields(view, *span)
 
 
 def _fields(view, at, end):

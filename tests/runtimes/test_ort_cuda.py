@@ -104,7 +104,7 @@ def test_kernel_name_and_nothing_else_on_the_gpu():
         session.run_with_iobinding(binding)
         torch.cuda.synchronize()
     kernels = [e.name for e in profile.events() if e.device_type == torch.autograd.DeviceType.CUDA]
-    assert len(kernels) == 1 and "LeanAttention" in kernels[0], kernels
+    assert len(kernels) == 1 and "leanfleet::lean_attention::" in kernels[0], kernels
 
 
 def memory_of_a_step(capacity):

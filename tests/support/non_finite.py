@@ -98,7 +98,9 @@ def check(op_name, inputs, attrs, name, at, value, run, clean, before):
         else:
             assert not b[d].isfinite().any(), f"{words} is finite where it depends on a NaN"
         finite = d & b.isfinite()
-        wrong = ~((b.double() - e).abs() <= 0.02 + 0.05 * largest(e)) & finite
+        # Besides what the type loses without it: sums of coefficients' gradients cancel to little.
+        lost = largest((a.double() - before[t.name])[a.isfinite() & before[t.name].isfinite()]) if a.numel() else 0.0
+        wrong = ~((b.double() - e).abs() <= 0.02 + 0.05 * largest(e) + 2 * lost) & finite
         assert not wrong.any(), f"{words} is finite and wrong: {b[wrong][:4]}, not {e[wrong][:4]}"
         same = (a == b) | (a.isnan() & b.isnan())
         near = (a.double() - b.double()).abs() <= ROUNDING[inputs["query"].dtype] * (1 + largest(a))

@@ -264,7 +264,7 @@ COMMANDS = {
     "check": ("leanfleet.parity.check", ["{d}/model.onnx"]),
     "rewrite": ("leanfleet.export.rewrite.rewrite_file", ["{d}/model.onnx", "-o", "{d}/out/new.onnx"]),
     "bundle": ("leanfleet.ort_ops.genai.read_facts", ["{d}", "--genai", "{d}/out/genai"]),
-    "export": ("leanfleet.generate.load_pretrained", ["{d}", "{d}/out/model"]),
+    "export": ("leanfleet.generate.locate", ["{d}", "{d}/out/model"]),
     "generate": ("leanfleet.ort_ops.generation.load_decoder", ["{d}", "Hi"]),
     "bench": ("leanfleet.bench.run", ["--out", "{d}/out/times.json", "--plot", "{d}/out/times.png"]),
     "engine prepare": ("leanfleet.trt_plugins.prepare", ["{d}/model.onnx", "{d}/out/new.onnx"]),
@@ -365,7 +365,7 @@ def no_hub(monkeypatch):
         ("models/", "neither a folder here nor a model", 0),
         ("~/model", "neither a folder here nor a model", 0),
         ("a b", "neither a folder here nor a model", 0),
-        ("{d}/model.onnx", "is a file; give the folder that it lies in", 0),
+        ("{d}/model.onnx", "is no GGUF file; give one, or the folder that the model lies in", 0),
         ("nobody/nothing-of-that-name", "is no folder here, and the Hugging Face hub does not answer: no route to the hub", 1),
     ],
 )

@@ -1,0 +1,91 @@
+"""What torch.onnx.export can leave out, because the result is the same without: half of the time that a decoder's export took.
+
+Decompositions trace the whole program a second time. One that has neither an operator that must be decomposed nor one that
+writes to its inputs comes out of that as it went in. The rewriter of onnxscript tries each of its rules at each node, and one
+of them looks at all nodes of the graph whenever it is tried: a rule can apply only at a node of the kind that it ends with.
+"""
+
+import operator
+from collections.abc import Callable, Container, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import onnx_ir as ir
+import torch
+from onnxscript.rewriter import RewriteRule
+
+_ATEN = torch.ops.aten
+_CASTS = (_ATEN.to.dtype, _ATEN.to.device, _ATEN.to.dtype_layout)
+_CHECKS = (_ATEN._assert_tensor_metadata.default, _ATEN._assert_scalar.default, _ATEN._assert_async.msg)
+
+
+@contextmanager
+def taken() -> Iterator[None]:
+    """While this lasts, torch.onnx.export takes both shortcuts."""
+    program, rule = torch.export.ExportedProgram, RewriteRule
+    before = program.run_decompositions, rule.try_rewrite
+    program.run_decompositions, rule.try_rewrite = _decompositions(before[0]), _rewriting(before[1])
+    try:
+        yield
+    finally:
+        program.run_decompositions, rule.try_rewrite = before
+
+
+def _decompositions(original: Callable[..., Any]) -> Callable[..., Any]:
+    def run_decompositions(self: torch.export.ExportedProgram, table: Any = None, **options: Any) -> Any:
+        if table is not None and not options:
+            simplify(self.graph_module)
+            if is_functional(self.graph_module, table):
+                return self
+        return original(self, table, **options)
+
+    return run_decompositions
+
+
+def simplify(module: torch.fx.GraphModule) -> None:
+    """Takes checks and unused nodes out of a graph of torch.export, and casts to the type that a value has already."""
+    graph = module.graph
+    for node in list(graph.nodes):
+        if node.target in _CHECKS:
+            graph.erase_node(node)
+        elif node.target in _CASTS and isinstance(node.args[0], torch.fx.Node):
+            source, dtype = node.args[0], node.meta["val"].dtype
+            returned = any(user.op == "output" for user in node.users)  # the program's signature knows its name
+            same = source.meta["val"].dtype == dtype and source.meta["val"].device == node.meta["val"].device
+            if same and not returned:
+                node.replace_all_uses_with(source)
+                graph.erase_node(node)
+            elif source.meta["val"].device == node.meta["val"].device:
+                node.target, node.args, node.kwargs = _ATEN._to_copy.default, (source,), {"dtype": dtype}
+    graph.eliminate_dead_code()
+    module.recompile()
+
+
+def is_functional(module: torch.fx.GraphModule, table: Container[Any]) -> bool:
+    """Whether decompositions by this table {operator: function} leave a graph as it is: it has none of the table's operators,
+    none that writes to an input, and no graph inside."""
+    for node in module.graph.nodes:
+        if node.op == "call_module" or (node.op == "get_attr" and isinstance(_attribute(module, node), torch.nn.Module)):
+            return False
+        if node.op != "call_function" or node.target is operator.getitem:
+            continue
+        if not isinstance(node.target, torch._ops.OpOverload):
+            if isinstance(node.target, torch._ops.HigherOrderOperator):
+                return False
+            continue  # arithmetic of sizes
+        if node.target in table or node.target._schema.is_mutable:
+            return False
+    return True
+
+
+def _attribute(module: torch.nn.Module, node: torch.fx.Node) -> Any:
+    return operator.attrgetter(str(node.target))(module)
+
+
+def _rewriting(original: Callable[..., Any]) -> Callable[..., Any]:
+    def try_rewrite(self: RewriteRule, model: ir.Model, graph: Any, node: ir.Node, **options: Any) -> Any:
+        pattern = getattr(self, "_target_pattern", None)  # onnxscript's own; without it every rule is tried
+        last = pattern.output_nodes[0].op_identifier() if pattern is not None else None
+        return original(self, model, graph, node, **options) if last in (None, node.op_identifier()) else None
+
+    return try_rewrite
