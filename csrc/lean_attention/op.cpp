@@ -223,12 +223,13 @@ Status check_writers(const Call& call, const Args& args) {
   return {};
 }
 
-// Offsets cu[requests + 1] into `end` rows, of which `where` says what they are.
-Status check_offsets(const Call& call, const char* name, const int32_t* cu, int32_t requests, int32_t end, const char* where) {
+// Offsets cu[requests + 1] of 0 .. `end`, which is how many `whole` has, in words.
+Status check_offsets(const Call& call, const char* name, const int32_t* cu, int32_t requests, int32_t end,
+                     const std::string& whole) {
   for (int32_t b = 0; b <= requests; ++b) {
     if (cu[b] < 0 || cu[b] > end)
-      return call.invalid(at(name, b) + " is " + std::to_string(cu[b]) + "; " + where + std::to_string(end) +
-                          " positions, expected 0 .. " + std::to_string(end));
+      return call.invalid(at(name, b) + " is " + std::to_string(cu[b]) + "; " + whole + ", expected 0 .. " +
+                          std::to_string(end));
     if (b > 0 && cu[b] < cu[b - 1])
       return call.invalid(at(name, b) + " is " + std::to_string(cu[b]) + ", less than " + at(name, b - 1) + " = " +
                           std::to_string(cu[b - 1]) + "; offsets must not fall");
@@ -259,9 +260,11 @@ Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
   const Args args = make_args(call);
   if (args.cu_seqlens != nullptr)
-    LEANFLEET_RETURN_IF_ERROR(check_offsets(call, "cu_seqlens", args.cu_seqlens, args.batch, args.capacity, "the cache has "));
+    LEANFLEET_RETURN_IF_ERROR(check_offsets(call, "cu_seqlens", args.cu_seqlens, args.batch, args.capacity,
+                                            "the cache has " + std::to_string(args.capacity) + " positions"));
   if (args.packed_tokens) {
-    LEANFLEET_RETURN_IF_ERROR(check_offsets(call, "cu_query_lens", args.cu_query_lens, args.batch, args.tokens, "query has "));
+    LEANFLEET_RETURN_IF_ERROR(check_offsets(call, "cu_query_lens", args.cu_query_lens, args.batch, args.tokens,
+                                            "query has " + std::to_string(args.tokens) + " rows"));
     if (args.cu_query_lens[0] != 0)
       return call.invalid("cu_query_lens[0] is " + std::to_string(args.cu_query_lens[0]) + "; the first request begins at 0");
   }

@@ -48,6 +48,16 @@ def ragged():
     )
 
 
+def packed_tokens():
+    return dict(
+        query=randn(6, 5, 8),
+        key_cache=randn(2, 2, 11, 8),
+        value_cache=randn(2, 2, 11, 4),
+        seq_lens=ints(9, 4),
+        cu_query_lens=ints(0, 2, 5),
+    )
+
+
 def paged():
     return dict(
         query=randn(2, 6, 3, 8),
@@ -432,6 +442,34 @@ CASES = {
         {},
         r"return_state = 1 needs causal = 1; found causal = 0",
     ),
+    "packed tokens in rows": (
+        "LeanAttention",
+        packed_tokens,
+        {},
+        dict(query=randn(2, 6, 3, 8)),
+        r"query has shape \[2,6,3,8\], rank 4; expected \[H,Nq,D\]",
+    ),
+    "packed tokens without offsets": (
+        "LeanAttention",
+        packed_tokens,
+        {},
+        dict(cu_query_lens=None),
+        r"query has shape \[6,5,8\], rank 3; expected \[B,H,Nq,D\]",
+    ),
+    "packed tokens and their numbers": (
+        "LeanAttention",
+        packed_tokens,
+        {},
+        dict(query_lens=ints(2, 3)),
+        r"cu_query_lens.*query_lens|query_lens.*cu_query_lens",
+    ),
+    "packed tokens of other requests": (
+        "LeanAttention",
+        packed_tokens,
+        {},
+        dict(cu_query_lens=ints(0, 1, 2, 5)),
+        r"cu_query_lens.* is 4; expected 3, because .* gives B = 2",
+    ),
     # attributes
     "window 0": (
         "LeanAttention",
@@ -525,6 +563,34 @@ CHECKED = {
     "seq_lens": ("LeanAttention", dense, APPEND, dict(seq_lens=ints(9, 12)), r"seq_lens\[1\] is 12.*11"),
     "seq_lens negative": ("LeanAttention", dense, APPEND, dict(seq_lens=ints(-1, 5)), r"seq_lens\[0\] is -1"),
     "query_lens": ("LeanAttention", dense, APPEND, dict(query_lens=ints(4, 2)), r"query_lens\[0\] is 4"),
+    "packed offsets fall": (
+        "LeanAttention",
+        packed_tokens,
+        {},
+        dict(cu_query_lens=ints(0, 4, 3)),
+        r"cu_query_lens\[2\] is 3, less than cu_query_lens\[1\] = 4",
+    ),
+    "packed offsets beyond": (
+        "LeanAttention",
+        packed_tokens,
+        {},
+        dict(cu_query_lens=ints(0, 2, 6)),
+        r"cu_query_lens\[2\] is 6; query has 5 rows, expected 0 \.\. 5",
+    ),
+    "packed offsets begin": (
+        "LeanAttention",
+        packed_tokens,
+        {},
+        dict(cu_query_lens=ints(1, 2, 5)),
+        r"cu_query_lens\[0\] is 1; the first request begins at 0",
+    ),
+    "packed tokens and keys": (
+        "LeanAttention",
+        packed_tokens,
+        {},
+        dict(seq_lens=ints(9, 2)),
+        r"cu_query_lens gives request 1 3 tokens, more than the 2 valid keys of request 1",
+    ),
     "ragged length": ("LeanAttention", ragged, {}, dict(seq_lens=ints(7, 9)), r"seq_lens\[0\] is 7.*6"),
     "ragged offsets": ("LeanAttention", ragged, {}, dict(cu_seqlens=ints(0, 12, 9)), r"cu_seqlens\[2\] is 9"),
     "page id": (

@@ -31,6 +31,13 @@ VARIANTS = {
         (["block_table", "cos_cache", "sin_cache"], {"rotary_interleaved": 1}, {}),
         (CACHE, {"append": 1, "packed_qkv": 1, "layout": "bnhd"}, {}),
         ([*CACHE, "block_table", "cos_cache", "sin_cache"], {"append": 1, "packed_qkv": 1}, {}),
+        (["seq_lens", "cu_query_lens"], {"layout": "bnhd"}, {}),
+        (["seq_lens", "cu_query_lens", "cu_seqlens", *NEW, "sinks"], {"append": 1, "window": 5}, {}),
+        (
+            ["seq_lens", "cu_query_lens", "block_table", "cos_cache", "sin_cache"],
+            {"append": 1, "packed_qkv": 1, "layout": "bnhd"},
+            {},
+        ),
     ],
     "CausalLinearDecay": [
         ([], {}, {}),
@@ -108,6 +115,7 @@ def values(name, shape, dtype, size):
     integers = {
         "seq_lens": lambda: torch.arange(4, 4 + shape[0]),
         "query_lens": lambda: size["Nq"] - torch.arange(shape[0]),
+        "cu_query_lens": lambda: torch.linspace(0, size["Nq"], shape[0]).round(),
         "block_table": lambda: torch.randperm(size["P"])[: shape[0] * shape[1]].reshape(shape),
         "state_index": lambda: torch.randperm(size["P"])[: shape[0]],
         "initial_count": lambda: 3 + torch.arange(shape[0]),
