@@ -261,7 +261,7 @@ def lean_attention(
     query_lens I [B]: new tokens of each request, clamped to [0, min(Nq, seq_len)]; absent: Nq.
     cu_query_lens I [B+1]: packed new tokens instead of query_lens. query is [H,Nq,D], new_key and new_value [Hkv,Nq,D] and
     [Hkv,Nq,Dv] with the tokens of all requests, request b's at cu[b] .. cu[b+1]; output is [H,Nq,Dv] and lse [H,Nq]. Offsets
-    are clamped to [0, Nq]; the first is taken as 0.
+    are clamped to [0, Nq]; the first is taken as 0. Where they fall, the kernels leave open what the rows are.
     new_key, new_value T [B,Hkv,Nq,D], [B,Hkv,Nq,Dv]: with append, row i is first written to position p_i. With
     packed_qkv they are absent and query [B,H+2Hkv,Nq,D] holds them: the queries' heads, then the keys', then the values'.
     sinks F [H]: a logit that joins the softmax's sum and has no value.

@@ -66,6 +66,32 @@ void check_request(const Args& args, int b) {
           "clamped lengths are wrong", args);
 }
 
+// Every row of packed tokens is in one piece, of its own request, at its own position.
+void check_pieces(const Args& args, const std::vector<int32_t>& offsets) {
+  int row = 0, tokens = 0;
+  require(args.batch <= args.requests + 1 + args.total_tokens / args.tokens, "too many pieces", args);
+  for (int i = 0; i < args.batch; ++i) {
+    const Request& one = args.pieces[i];
+    if (one.rows == 0) continue;
+    require(one.origin == row && one.rows <= args.tokens, "a piece is not behind the one before", args);
+    row += one.rows;
+    const int begin = one.b == 0 ? 0 : offsets[one.b];
+    const int end = one.b < args.requests ? offsets[one.b + 1] : args.total_tokens;
+    require(one.origin >= begin && one.origin + one.rows <= end, "a piece has another request's rows", args);
+    if (one.b == args.requests) {
+      require(one.tokens == 0, "padding has tokens", args);
+      continue;
+    }
+    const Request all = whole_request(args, one.b);
+    tokens = end - begin < all.keys ? end - begin : all.keys;
+    const int mine = tokens - (one.origin - begin);
+    require(one.tokens == (mine < 0 ? 0 : mine < one.rows ? mine : one.rows), "tokens of a piece", args);
+    require(one.position == all.keys - tokens + one.origin - begin, "position of a piece", args);
+    require(one.tokens == 0 || one.keys == (args.causal ? one.position + one.tokens : all.keys), "keys of a piece", args);
+  }
+  require(row == args.total_tokens, "rows without a piece", args);
+}
+
 // Where a plan cuts equal units into equal parts it does so for all units in the same places, and every part has at least
 // min_range_work tiles. Returns whether the units are equal.
 bool check_settled(const Args& open, const Args& args) {
@@ -98,7 +124,8 @@ void check_schedule(const Args& open) {
   const int row_tiles = num_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
   require(ranges >= 1 && ranges <= args.plan.max_ranges && ranges <= work,
           "number of ranges is out of bounds", args);
-  require(work >= units, "a unit has no place on the line", args);
+  require(work >= units || args.packed_tokens, "a unit has no place on the line", args);
+  if (work == 0) return;
   require(
       static_cast<int64_t>(row_tiles) * args.plan.row_tile >= static_cast<int64_t>(args.group) * args.tokens,
       "query tiles do not hold all rows", args);
@@ -126,8 +153,8 @@ void check_schedule(const Args& open) {
             args);
     for (;;) {
       const Segment segment = segment_of(args, unit, work, ranges, range);
-      const int id = (unit.b * args.kv_heads + unit.head) * row_tiles + unit.row_tile;
-      require(unit.b < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit",
+      const int id = (unit.index * args.kv_heads + unit.head) * row_tiles + unit.row_tile;
+      require(unit.index < args.batch && unit.head < args.kv_heads && unit.row_tile < row_tiles, "no such unit",
               args);
       if (segment.contributes) {
         Visits& seen = visits[id];
@@ -166,6 +193,10 @@ void check_schedule(const Args& open) {
 
   for (int id = 0; id < units; ++id) {
     const Visits& seen = visits[id];
+    if (request_of(args, id / row_tiles / args.kv_heads).rows == 0) {
+      require(seen.next < 0, "a piece without rows has an owner", args);
+      continue;
+    }
     require(seen.next >= 0, "a unit has no owner", args);
     require(seen.contributors == seen.count, "a unit lacks contributors", args);
     require(seen.next == seen.tiles.end, "the last tiles of a unit are not visited", args);
@@ -175,10 +206,10 @@ void check_schedule(const Args& open) {
 // The tiles of every unit hold exactly the keys that its rows see.
 void check_tiles(const Args& args) {
   for (int b = 0; b < args.batch; ++b) {
-    check_request(args, b);
+    if (!args.packed_tokens) check_request(args, b);
     const Request request = request_of(args, b);
     for (int row_tile = 0; row_tile < num_row_tiles(args); ++row_tile) {
-      const Span rows = unit_rows(args, row_tile), tiles = unit_tiles(args, request, row_tile);
+      const Span rows = unit_rows(args, request, row_tile), tiles = unit_tiles(args, request, row_tile);
       const Span keys = unit_keys(args, request, row_tile);
       int first = args.capacity, last = -1;
       for (int row = rows.begin; row < rows.end; ++row) {
@@ -265,6 +296,37 @@ int main() {
     if (pick(0, 1) == 1) args.cache_kind = kRagged, args.cu_seqlens = cu_seqlens.data();
     check_schedule(args);
     if (args.batch * args.group * args.tokens <= 200) check_tiles(args);
+    ++schedules;
+  }
+
+  // Packed tokens in pieces, whatever their number and that of the requests.
+  for (int round = 0; round < 6000; ++round) {
+    Args args = {};
+    args.packed_tokens = true;
+    args.requests = pick(1, 2, 3, 5, 33, 70);
+    args.kv_heads = pick(1, 2, 3);
+    args.group = pick(1, 3, 4, 16);
+    args.heads = args.kv_heads * args.group;
+    args.causal = pick(0, 1, 1) == 1;
+    args.window = args.causal ? pick(0, 0, 5, 64) : 0;
+    args.capacity = pick(1, 64, 200, 1000);
+    std::vector<int32_t> seq_lens, offsets{pick(0, 0, 0, 7)};
+    for (int b = 0; b < args.requests; ++b) {
+      const int tokens = pick(0, 1, 1, 1, 2, 17, static_cast<int>(random() % 150));
+      offsets.push_back((b == 0 ? 0 : offsets.back()) + tokens);
+      seq_lens.push_back(pick(0, 1, 1) == 0 ? static_cast<int>(random() % (args.capacity + 2)) : args.capacity);
+    }
+    args.total_tokens = offsets.back() + pick(0, 0, 1, 30);
+    if (args.total_tokens == 0) continue;
+    args.seq_lens = seq_lens.data(), args.cu_query_lens = offsets.data();
+    cut_into_pieces(args, pick(1, 2, 3, 8, 32, 128));
+    std::vector<Request> pieces;
+    for (int i = 0; i < args.batch; ++i) pieces.push_back(piece(args, i));
+    args.pieces = pieces.data();
+    args.plan = {pick(16, 64, 128), args.group * args.tokens, pick(0, 1, 5), pick(1, 7, 132), pick(1, 2), 0, false};
+    check_pieces(args, offsets);
+    check_schedule(args);
+    check_tiles(args);
     ++schedules;
   }
 

@@ -6,7 +6,6 @@ import onnxruntime
 import pytest
 import torch
 
-from leanfleet import progress
 from leanfleet.export import export, shortcuts
 
 
@@ -69,17 +68,3 @@ def test_methods_are_as_they_were():
 class Broken(torch.nn.Module):
     def forward(self, x):
         raise RuntimeError("no")
-
-
-def test_progress_is_told_now_and_then(monkeypatch):
-    clock, lines = [100.0], []
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
-    progress.tell("unheard")
-    with progress.shown(lines.append):
-        for i in range(60):
-            clock[0] += 0.1
-            progress.tell("counting", i, 60)
-        progress.tell("resting")
-    progress.tell("unheard")
-    assert [line.strip() for line in lines][::3] == ["0.1 s  counting: 0 of 60", "6.0 s  resting"]
-    assert len(lines) == 4

@@ -786,7 +786,8 @@ def test_parameter_order():
     for function, tensors, attributes in example_calls(lambda *shape, dtype: torch.ones(shape, dtype=dtype)):
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-        assert [n for n in positional if n not in ("cu_seqlens", "block_table")] == [n for n in tensors if n != "cu_seqlens"]
+        variants = "cu_seqlens", "block_table", "cu_query_lens"
+        assert [n for n in positional if n not in variants] == [n for n in tensors if n not in variants]
         assert set(attributes) <= {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
 
 
