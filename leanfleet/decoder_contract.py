@@ -333,5 +333,9 @@ def check_interface(session: Any, path: str | Path, interface: Interface, vocabu
     for i in caches:
         if i.type not in _CACHE_TYPES or not all(n in interface.cache_sizes or isinstance(n, int) and n > 0 for n in i.shape):
             refuse(f"{i.name} is a {i.type} of {i.shape}")
+    made = {o.name: o.type for o in outputs}
+    for name, kind in ((NEXT_TOKENS, "int64"), (LOGPROB, "float32")):
+        if name in interface.outputs and made[name] != SESSION_TYPES[kind]:
+            refuse(f"{name} is a {made[name]}, not a {SESSION_TYPES[kind]}")
     if outputs[0].type != SESSION_TYPES["float32"] or outputs[0].shape[-1:] != [vocabulary]:
         refuse(f"{LOGITS} are a {outputs[0].type} of {outputs[0].shape}, where {FACTS_FILE} has a vocabulary of {vocabulary}")

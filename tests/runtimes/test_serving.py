@@ -142,6 +142,20 @@ def test_folders_of_format_1(model, folder, tmp_path, captured):
     assert not captured or batch.captured and all(tokens == rows for tokens, rows, _ in batch.captured)
 
 
+def test_tokens_of_another_type_are_refused(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "other")
+    loaded = onnx.load(tmp_path / "other" / "model.onnx", load_external_data=False)
+    tokens = next(o for o in loaded.graph.output if o.name == "next_tokens")
+    cast = onnx.helper.make_node("Cast", ["chosen"], ["next_tokens"], to=onnx.TensorProto.INT32)
+    for node in loaded.graph.node:
+        node.output[:] = ["chosen" if name == "next_tokens" else name for name in node.output]
+    loaded.graph.node.append(cast)
+    tokens.type.tensor_type.elem_type = onnx.TensorProto.INT32
+    onnx.save(loaded, tmp_path / "other" / "model.onnx")
+    with pytest.raises(ValueError, match=r"next_tokens is a tensor\(int32\), not a tensor\(int64\)"):
+        ContinuousBatch(tmp_path / "other", pages=4, providers=["CPUExecutionProvider"])
+
+
 def test_pages_are_reused_with_old_contents(model, folder):
     """A pool that is full of another request's keys, or of NaN, changes nothing."""
     batch = ContinuousBatch(folder, pages=12, providers=["CPUExecutionProvider"])
