@@ -19,7 +19,7 @@ import torch
 import transformers
 import yaml
 
-from leanfleet import driver, export, native, ort_ops, spec, trt_plugins
+from leanfleet import bench, driver, export, native, ort_ops, spec, trt_plugins
 from leanfleet.export.serving import export_for_serving
 from support.decoders import byte_tokenizer
 from support.documents import DOCS, run
@@ -151,6 +151,7 @@ def test_example_runs(name, files, tmp_path, monkeypatch, capfd):
     if why := lacking(program):
         pytest.skip(why)
     shutil.copytree(files, tmp_path / "here")
+    monkeypatch.setattr(bench, "_methods", dict(bench._methods))  # what an example registers goes with it
     start = time.process_time()
     run(program, tmp_path / "here", monkeypatch)
     assert time.process_time() - start < SECONDS
