@@ -57,7 +57,7 @@ SLOTS, ROWS = "slots", "rows"
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
-LONGEST, TABLE, POOL, ENDS = "longest", "table", "pool", "ends"
+LONGEST, TABLE, POOL, ENDS, VOCABULARY = "longest", "table", "pool", "ends", "vocabulary"
 
 # onnxruntime's names of types by numpy's
 SESSION_TYPES = {
@@ -72,7 +72,7 @@ _CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfl
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input of a graph. type: numpy's name. shape: names of open dimensions."""
+    """An input or output of a graph. type: numpy's name. shape: names of its dimensions."""
 
     name: str
     type: str
@@ -95,7 +95,7 @@ class Interface:
     present: str  # and as outputs
     cache_sizes: tuple[str, ...]  # open dimensions that caches may have
     format: int  # of leanfleet.json, where it came
-    outputs: tuple[str, ...] = (LOGITS,)  # beside the caches, before them
+    outputs: tuple[Tensor, ...] = (Tensor(LOGITS, "float32", (BATCH, VOCABULARY)),)  # beside the caches, before them
 
     def input_names(self, caches: Iterable[str]) -> list[str]:
         """Names of all inputs. caches: names as cache_name makes them."""
@@ -103,7 +103,7 @@ class Interface:
 
     def output_names(self, caches: Iterable[str]) -> list[str]:
         """Names of all outputs."""
-        return [*self.outputs, *(self.present + name for name in caches)]
+        return [*(t.name for t in self.outputs), *(self.present + name for name in caches)]
 
     def is_cache(self, name: str) -> bool:
         """Is this the name of an input that is a cache?"""
@@ -142,7 +142,7 @@ SERVING = Interface(
     "pages_out.",
     (POOL,),
     2,
-    (LOGITS, NEXT_TOKENS, LOGPROB),
+    (*DECODER.outputs, Tensor(NEXT_TOKENS, "int64", (BATCH,)), Tensor(LOGPROB, "float32", (BATCH,))),
 )
 PADDED_SERVING = replace(
     SERVING,
@@ -157,7 +157,7 @@ PADDED_SERVING = replace(
         Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE)),
     ),
     format=1,
-    outputs=(LOGITS,),
+    outputs=DECODER.outputs,
 )
 
 
@@ -193,32 +193,27 @@ def packed(
 
     counts = np.array([len(row) for row in tokens], np.int32)
     seen = np.array(before, np.int32)
-    starts = (np.cumsum(counts) - counts).astype(np.int64)
-    width = int(counts.max())
-    slots = np.zeros((len(tokens), width) if interface is PADDED_SERVING else (0, 0), np.int64)
+    ends = np.cumsum(counts)
     table = np.zeros((len(tokens), max(map(len, pages))), np.int32)
     ids: list[int] = []
     positions: list[int] = []
-    rows: list[int] = []
     for i, (row, there, own) in enumerate(zip(tokens, before, pages, strict=True)):
-        count = len(row)
-        if interface is PADDED_SERVING:
-            slots[i, :count] = starts[i] + np.arange(count)
         table[i, : len(own)] = own
         ids.extend(row)
-        positions.extend(range(there, there + count))
-        rows.extend(range(i * width, i * width + count))
+        positions.extend(range(there, there + len(row)))
     made = {
         INPUT_IDS: np.array(ids, np.int64),
         POSITIONS: np.array(positions, np.int64),
-        SLOTS: slots,
-        ROWS: np.array(rows, np.int64),
-        LAST: starts + counts - 1,
+        LAST: (ends - 1).astype(np.int64),
         SEQ_LENS: seen + counts,
         QUERY_LENS: counts,
-        OFFSETS: np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        OFFSETS: np.concatenate([[0], ends]).astype(np.int32),
         BLOCK_TABLE: table,
     }
+    if interface is PADDED_SERVING:
+        owned = np.arange(counts.max()) < counts[:, None]
+        made[SLOTS] = np.where(owned, (ends - counts)[:, None] + np.arange(counts.max()), 0).astype(np.int64)
+        made[ROWS] = np.flatnonzero(owned)
     return {t.name: made[t.name] for t in interface.inputs}
 
 
@@ -325,17 +320,19 @@ def check_interface(session: Any, path: str | Path, interface: Interface, vocabu
     found = {i.name: i.type for i in inputs if i not in caches}
     if set(found) != set(types) or not caches:
         refuse(f"its inputs are {listed(inputs)}")
-    expected = {*interface.outputs, *(interface.output_of(i.name) for i in caches)}
-    if not expected <= {o.name for o in outputs} or outputs[0].name != LOGITS:
+    made = {o.name: o.type for o in outputs}
+    if (
+        not {*interface.output_names(()), *(interface.output_of(i.name) for i in caches)} <= set(made)
+        or outputs[0].name != LOGITS
+    ):
         refuse(f"its outputs are {listed(outputs)}")
     if wrong := [name for name in types if found[name] != types[name]]:
         refuse(f"{wrong[0]} is a {found[wrong[0]]}, not a {types[wrong[0]]}")
     for i in caches:
         if i.type not in _CACHE_TYPES or not all(n in interface.cache_sizes or isinstance(n, int) and n > 0 for n in i.shape):
             refuse(f"{i.name} is a {i.type} of {i.shape}")
-    made = {o.name: o.type for o in outputs}
-    for name, kind in ((NEXT_TOKENS, "int64"), (LOGPROB, "float32")):
-        if name in interface.outputs and made[name] != SESSION_TYPES[kind]:
-            refuse(f"{name} is a {made[name]}, not a {SESSION_TYPES[kind]}")
+    for t in interface.outputs[1:]:
+        if made[t.name] != SESSION_TYPES[t.type]:
+            refuse(f"{t.name} is a {made[t.name]}, not a {SESSION_TYPES[t.type]}")
     if outputs[0].type != SESSION_TYPES["float32"] or outputs[0].shape[-1:] != [vocabulary]:
         refuse(f"{LOGITS} are a {outputs[0].type} of {outputs[0].shape}, where {FACTS_FILE} has a vocabulary of {vocabulary}")

@@ -32,7 +32,9 @@ from leanfleet.decoder_contract import (
     SLOTS,
     TABLE,
     TOKENS,
+    VOCABULARY,
     Interface,
+    Tensor,
     check_interface,
     packed,
     read_facts,
@@ -83,11 +85,13 @@ class _Captured:
     def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, table: int, identity: int) -> None:
         import onnxruntime
 
-        feed = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, batch.interface)
-        self.fixed = (SLOTS, ROWS, LAST) if batch.interface is PADDED_SERVING else ()  # the same in all such steps
+        self.fixed: tuple[str, ...] = ()  # inputs that are the same in all such steps
         if batch.interface is SERVING:
             sizes = {TOKENS: tokens, BATCH: rows, ENDS: rows + 1, TABLE: table}
             feed = {t.name: np.zeros(t.sizes(sizes), t.type) for t in SERVING.inputs}
+        else:
+            feed = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, PADDED_SERVING)
+            self.fixed = SLOTS, ROWS, LAST
         self.session, self.path = batch.session, batch.path
         self.inputs = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, batch.device, 0) for name, array in feed.items()}
         self.binding, self.options = batch.session.io_binding(), onnxruntime.RunOptions()
@@ -119,23 +123,24 @@ class _Results:
     def __init__(self, interface: Interface, rows: int, vocabulary: int, device: str) -> None:
         import onnxruntime
 
-        kinds = {LOGITS: ([rows, vocabulary], np.float32), NEXT_TOKENS: ([rows], np.int64), LOGPROB: ([rows], np.float32)}
-        self.device = device
+        self.device, self.outputs, self.vocabulary = device, interface.outputs, vocabulary
         self.room: dict[str, Any] = {}
-        for name in interface.outputs:
-            shape, dtype = kinds[name]
+        for t in self.outputs:
+            shape, dtype = self._shape(t, rows), np.dtype(t.type).type
             if device == "cpu":
-                self.room[name] = np.empty(shape, dtype)
+                self.room[t.name] = np.empty(shape, dtype)
             else:
-                self.room[name] = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, dtype, device, 0)
+                self.room[t.name] = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, dtype, device, 0)
+
+    def _shape(self, output: Tensor, rows: int) -> list[int]:
+        return output.sizes({BATCH: rows, VOCABULARY: self.vocabulary})
 
     def bind(self, binding: IOBinding, rows: int) -> None:
         """Binds outputs of so many rows."""
-        for name, room in self.room.items():
-            shape = [rows, *room.shape[1:]] if self.device == "cpu" else [rows, *room.shape()[1:]]
+        for t in self.outputs:
+            room = self.room[t.name]
             pointer = room.ctypes.data if self.device == "cpu" else room.data_ptr()
-            dtype = np.int64 if name == NEXT_TOKENS else np.float32
-            binding.bind_output(name, self.device, 0, dtype, shape, pointer)
+            binding.bind_output(t.name, self.device, 0, np.dtype(t.type).type, self._shape(t, rows), pointer)
 
     def read(self, name: str, rows: int) -> np.ndarray:
         """An output's first rows."""
@@ -361,12 +366,11 @@ class ContinuousBatch:
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
-        size = rounded(rows, self.max_requests), rounded(table, self.pages)
         if tokens > rows:
-            size = self.max_requests, size[1]
-            key = min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens), *size
+            rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
         else:
-            key = size[0], *size
+            rows = tokens = rounded(rows, self.max_requests)
+        key = tokens, rows, rounded(table, self.pages)
         if key not in captured:
             captured[key] = _Captured(self, *key, 1 + len(captured))
         return captured[key]

@@ -40,14 +40,6 @@ SHAPES = {
         num_attention_heads=9,
         num_key_value_heads=3,
     ),
-    "llama-3.2-1b": dict(
-        vocab_size=128256,
-        hidden_size=2048,
-        intermediate_size=8192,
-        num_hidden_layers=16,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-    ),
     "llama-1b": dict(
         vocab_size=32000,
         hidden_size=2048,
@@ -57,6 +49,7 @@ SHAPES = {
         num_key_value_heads=8,
     ),
 }
+SHAPES["llama-3.2-1b"] = SHAPES["llama-1b"] | {"vocab_size": 128256}
 
 
 def command_export(args):
@@ -75,7 +68,7 @@ def command_export(args):
         sizes = {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
         model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=True)).to(dtype)
     # Random weights that only the other machine has cannot be verified here.
-    for name in args.ways.split(","):
+    for name in args.ways:
         if name == "padded":
             export_decoder(model, args.folder / GRAPHS[name], verify=not args.weightless)
         else:
@@ -86,7 +79,7 @@ def command_export(args):
         "parameters": sum(p.numel() for p in model.parameters()),
     }
     if args.weightless:
-        for name in args.ways.split(","):
+        for name in args.ways:
             strip(args.folder / GRAPHS[name], parameters_of(model))
         facts["random"] = {name: list(p.shape) for name, p in model.named_parameters()}
     (args.folder / "bench.json").write_text(json.dumps(facts) + "\n")
@@ -146,7 +139,7 @@ def command_run(args):
     provider = [f"{args.provider}ExecutionProvider"]
     facts = json.loads((args.folder / "bench.json").read_text())
     if "random" in facts:
-        fill_randomly(args.folder, facts, "cuda" if args.provider == "CUDA" else "cpu", args.ways.split(","))
+        fill_randomly(args.folder, facts, "cuda" if args.provider == "CUDA" else "cpu", args.ways)
     vocabulary = json.loads((args.folder / GRAPHS["continuous"] / "leanfleet.json").read_text())["vocabulary"]
     work = requests(args.requests, args.prompt, args.answer, vocabulary)
     pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[: args.batch])
@@ -236,7 +229,9 @@ def main():
     run.add_argument("--out", type=Path)
     run.set_defaults(command=command_run)
     for command in (export, run):
-        command.add_argument("--ways", default="padded,continuous", help="continuous alone: without the comparison")
+        command.add_argument(
+            "--ways", nargs="+", choices=list(GRAPHS), default=list(GRAPHS), help="continuous alone: without the comparison"
+        )
     args = parser.parse_args()
     if getattr(args, "graphs", False) and args.provider != "CUDA":
         parser.error("--graphs needs --provider CUDA")

@@ -6,6 +6,7 @@ from typing import Any
 
 import onnx_ir as ir
 
+from leanfleet.decoder_contract import POSITIONS
 from leanfleet.export.fusions import rotary_tables
 from leanfleet.export.fusions.graph import ROWS, adder, argument, constant, producer, set_arguments, swaps_heads
 from leanfleet.export.fusions.rotary_embedding import rotated
@@ -49,7 +50,7 @@ def attend_packed(model: ir.Model, positions: int | None = None) -> int:
     """
     graph, count = model.graph, 0
     tables: dict[tuple, tuple[ir.Value, ir.Value] | None] = {}
-    numbers = next((value for value in graph.inputs if value.name == "positions"), None)
+    numbers = next((value for value in graph.inputs if value.name == POSITIONS), None)
     if not positions or numbers is None:
         return 0
     for node in list(graph):
