@@ -18,7 +18,7 @@
 namespace leanfleet::lean_attention {
 
 LEANFLEET_CPU_FUNCTION(int64_t, thread_scratch_bytes, (const Args& args))
-LEANFLEET_CPU_FUNCTION(void, append_head, (const Args& args, int32_t b, int32_t head))
+LEANFLEET_CPU_FUNCTION(void, append_head, (const Args& args, int32_t index, int32_t head))
 LEANFLEET_CPU_FUNCTION(void, attend, (const Args& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
 LEANFLEET_CPU_FUNCTION(void, merge, (const Args& args, int64_t work, int32_t ranges, int32_t range, char* scratch))
 

@@ -1,5 +1,5 @@
 // Stream-K over attention: which keys each query row sees, and how the work of a call is cut into equal shares.
-// Integer arithmetic on a Args and nothing else, the same code on the host and on a device.
+// Integer arithmetic on an Args and nothing else, the same code on the host and on a device.
 //
 // A unit is (request, key/value head, query tile): `row_tile` packed rows, row = token * group + head in the group,
 // that share the keys and values of one head. Its context is cut into tiles of `key_tile` keys, aligned to multiples
