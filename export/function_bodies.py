@@ -852,7 +852,7 @@ def _sample_tokens(ops, x, a, ranks):
         largest = ops.ReduceMax(known, [1])
         below = ops.Where(ops.Equal(raw, largest), 0.0, ops.Sub(raw, largest))
         logprobs = ops.Sub(below, ops.Log(ops.sum(ops.Exp(below), 1)))  # NaN if a logit is NaN
-        nothing = ops.Equal(largest, -math.inf)
+        nothing = ops.IsInf(largest)
         if x.active is not None:
             idle = ops.Unsqueeze(ops.Equal(ops.int64(x.active), 0), [1])
             nothing = ops.Or(nothing, idle)

@@ -1118,7 +1118,7 @@ def sample_tokens(
     largest = torch.where(raw.isnan(), torch.full_like(raw, -math.inf), raw).amax(1, keepdim=True)
     from_largest = torch.where(raw == largest, torch.zeros_like(raw), raw - largest)
     logprobs = from_largest - from_largest.exp().sum(1, keepdim=True).log()  # NaN if a logit is NaN
-    nothing = ~takes_part.unsqueeze(1) | (largest == -math.inf)
+    nothing = ~takes_part.unsqueeze(1) | largest.isinf()
     logprobs = torch.where(nothing, torch.full_like(logprobs, math.nan), logprobs).to(wide)
     if logprob:
         chosen = logprobs.gather(1, tokens.clamp(min=0).unsqueeze(1))[:, 0]

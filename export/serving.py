@@ -16,6 +16,7 @@ from leanfleet.decoder_contract import (
     BATCH,
     ENDS,
     KEY,
+    KNOWN,
     POOL,
     SERVING,
     STATE,
@@ -87,11 +88,17 @@ class PackedDecoder(torch.nn.Module):
     def forward(
         self,
         input_ids: torch.Tensor,
+        token_index: torch.Tensor,
         positions: torch.Tensor,
         last: torch.Tensor,
         seq_lens: torch.Tensor,
         cu_query_lens: torch.Tensor,
         block_table: torch.Tensor,
+        temperature: torch.Tensor,
+        top_k: torch.Tensor,
+        top_p: torch.Tensor,
+        min_p: torch.Tensor,
+        seed: torch.Tensor,
         pages: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """pages: tensors in the order of names; returns (logits, next tokens, their log-probabilities, *pages)."""
@@ -100,10 +107,11 @@ class PackedDecoder(torch.nn.Module):
             self.model,
             cache,
             lambda hidden: hidden[0].index_select(0, last),
-            input_ids=input_ids.unsqueeze(0),
+            input_ids=input_ids.index_select(0, token_index).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
         )
-        return (logits, *sample_tokens(logits, logprob=True), *(cache.tensors[n] for n in self.names))
+        settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=seq_lens)
+        return (logits, *sample_tokens(logits, **settings, logprob=True), *(cache.tensors[n] for n in self.names))
 
 
 def export_for_serving(
@@ -146,11 +154,11 @@ def export_for_serving(
     example = {
         name: torch.from_numpy(array)
         for name, array in packed(
-            [[1, 1, 1], [1, 1]], [0, 0], [range(i * table, (i + 1) * table) for i in range(batch)]
+            [[1, 1, 1], [1, 1]], [0, 0], [range(i * table, (i + 1) * table) for i in range(batch)], earlier=2
         ).items()
     }
     pages = [torch.zeros(pool, block, shape[1], shape[3], dtype=dtype) for dtype, shape in caches.values()]
-    dims = {name: torch.export.Dim(name, min=1) for name in (TOKENS, BATCH, ENDS, TABLE, POOL)}
+    dims = {name: torch.export.Dim(name, min=1) for name in (KNOWN, TOKENS, BATCH, ENDS, TABLE, POOL)}
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in SERVING.inputs}
     shapes["pages"] = [{0: dims[POOL]}] * len(caches)
     names = {"input_names": SERVING.input_names(caches), "output_names": SERVING.output_names(caches)}

@@ -16,21 +16,26 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
 SERVING, of leanfleet.export.serving.export_for_serving: T new tokens of B requests one after the other, M pages a request, in
 a pool of P pages of `block` tokens (all but `block` dynamic).
 
-    input_ids                     int64 [T]         new tokens, request after request
+    input_ids                     int64 [K]         tokens
+    token_index                   int64 [T]         which of them each new token is, request after request
     positions                     int64 [T]         each token's position in its request
     last                          int64 [B]         index into T of each request's last new token
     seq_lens                      int32 [B]         as above
     cu_query_lens                 int32 [B+1]       request b has tokens cu_query_lens[b] .. [b+1]; behind the last: padding
     block_table                   int32 [B,M]       the pages of each request
+    temperature, top_p, min_p     float32 [B]       how each request's next token is chosen, see the operator SampleTokens,
+    top_k, seed                   int32, int64 [B]  which takes seq_lens as its positions
     pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool, one pair a layer
     logits                        float32 [B,vocabulary], of each request's last new token
-    next_tokens                   int64 [B]         the largest logit's token, the first of equal ones
-    logprob                       float32 [B]       its log-probability; NaN where a logit is
+    next_tokens                   int64 [B]         each request's next token
+    logprob                       float32 [B]       its log-probability; NaN where the request's logits are not finite
     pages_out.L.key, ...          the pool with the new tokens; may be bound to the inputs' buffers
 
-PADDED_SERVING is what export_for_serving wrote before, format 1: it has no next_tokens and no logprob, and in place of
-cu_query_lens query_lens [B], slots int64 [B,N], the index into T of each request's new tokens, at the front, then anything,
-and rows int64 [T], b * N + i of token i of request b.
+Since token_index says where the new tokens stand, input_ids may begin with the next_tokens of an earlier call, which no host
+has read yet. export_for_serving wrote other inputs and outputs before. GREEDY_SERVING, format 2: input_ids are [T], there is no
+token_index and no setting, and next_tokens are the most likely ones. PADDED_SERVING, format 1: it has no next_tokens and no
+logprob either, and in place of cu_query_lens query_lens [B], slots int64 [B,N], the index into T of each request's new tokens,
+at the front, then anything, and rows int64 [T], b * N + i of token i of request b.
 
 Importing this module needs only the standard library.
 """
@@ -48,16 +53,17 @@ import leanfleet
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT = 2  # of leanfleet.json, the newest; one without a format is of the first
+FORMAT = 3  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
+TOKEN_INDEX, SETTINGS = "token_index", ("temperature", "top_k", "top_p", "min_p", "seed")
 POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "block_table"
 SLOTS, ROWS = "slots", "rows"
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
-LONGEST, TABLE, POOL, ENDS, VOCABULARY = "longest", "table", "pool", "ends", "vocabulary"
+LONGEST, TABLE, POOL, ENDS, KNOWN, VOCABULARY = "longest", "table", "pool", "ends", "known", "vocabulary"
 
 # onnxruntime's names of types by numpy's
 SESSION_TYPES = {
@@ -131,18 +137,28 @@ SERVING = Interface(
     "serving",
     "leanfleet.export.serving.export_for_serving",
     (
-        Tensor(INPUT_IDS, "int64", (TOKENS,)),
+        Tensor(INPUT_IDS, "int64", (KNOWN,)),
+        Tensor(TOKEN_INDEX, "int64", (TOKENS,)),
         Tensor(POSITIONS, "int64", (TOKENS,)),
         Tensor(LAST, "int64", (BATCH,)),
         Tensor(SEQ_LENS, "int32", (BATCH,)),
         Tensor(OFFSETS, "int32", (ENDS,)),
         Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE)),
+        *(Tensor(n, t, (BATCH,)) for n, t in zip(SETTINGS, ("float32", "int32", "float32", "float32", "int64"), strict=True)),
     ),
     "pages.",
     "pages_out.",
     (POOL,),
-    2,
+    3,
     (*DECODER.outputs, Tensor(NEXT_TOKENS, "int64", (BATCH,)), Tensor(LOGPROB, "float32", (BATCH,))),
+)
+GREEDY_SERVING = replace(
+    SERVING,
+    inputs=(
+        Tensor(INPUT_IDS, "int64", (TOKENS,)),
+        *(t for t in SERVING.inputs if t.name not in (INPUT_IDS, TOKEN_INDEX, *SETTINGS)),
+    ),
+    format=2,
 )
 PADDED_SERVING = replace(
     SERVING,
@@ -178,16 +194,42 @@ def is_part(name: str, part: str) -> bool:
 
 def serving_interface(facts: Facts) -> Interface:
     """The interface of a folder of kind "serving", by what its leanfleet.json says."""
-    return SERVING if facts.get("format", 1) >= SERVING.format else PADDED_SERVING
+    return {1: PADDED_SERVING, 2: GREEDY_SERVING}.get(facts.get("format", 1), SERVING)
+
+
+@dataclass(frozen=True)
+class Sampling:
+    """How a request's next token is chosen, as SampleTokens takes it. temperature 0: the most likely token; the rest then has
+    no effect."""
+
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0
+
+
+def settings(requests: Sequence[Sampling]) -> dict[str, np.ndarray]:
+    """{input: array [B]} of a SERVING graph, of B requests. Needs numpy."""
+    import numpy as np
+
+    types = {t.name: t.type for t in SERVING.inputs}
+    return {name: np.array([getattr(r, name) for r in requests], types[name]) for name in SETTINGS}
 
 
 def packed(
-    tokens: Sequence[Sequence[int]], before: Sequence[int], pages: Sequence[Sequence[int]], interface: Interface = SERVING
+    tokens: Sequence[Sequence[int]],
+    before: Sequence[int],
+    pages: Sequence[Sequence[int]],
+    interface: Interface = SERVING,
+    sampling: Sequence[Sampling] = (),
+    earlier: int = 0,
 ) -> dict[str, np.ndarray]:
-    """The inputs of a SERVING graph, or one of PADDED_SERVING, beside its pool, for B requests. Needs numpy.
+    """The inputs of a SERVING graph, or one of an older format, beside its pool, for B requests. Needs numpy.
 
     tokens: the new ones of each request, at least one. before: how many of it are in the pool. pages: the numbers of its
-    pages, in their order.
+    pages, in their order. sampling: one each; default: the most likely tokens. earlier: input_ids
+    begin with room for so many tokens of an earlier call; a new token -1 - r is the one that stands there at r.
     """
     import numpy as np
 
@@ -210,6 +252,11 @@ def packed(
         OFFSETS: np.concatenate([[0], ends]).astype(np.int32),
         BLOCK_TABLE: table,
     }
+    if interface is SERVING:
+        new = made[INPUT_IDS]
+        made[TOKEN_INDEX] = np.where(new < 0, -1 - new, earlier + np.arange(len(new)))
+        made[INPUT_IDS] = np.concatenate([np.zeros(earlier, np.int64), np.maximum(new, 0)])
+        made |= settings(sampling or [Sampling()] * len(tokens))
     if interface is PADDED_SERVING:
         owned = np.arange(counts.max()) < counts[:, None]
         made[SLOTS] = np.where(owned, (ends - counts)[:, None] + np.arange(counts.max()), 0).astype(np.int64)

@@ -83,7 +83,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         help="new tokens at most (default: 128, or as many as the model has positions for)",
     )
     generate.add_argument(
-        "--temperature", type=float, help="0, the default: always the likeliest token; with --top-k or --top-p the default is 1"
+        "--temperature",
+        type=float,
+        help="0, the default: always the likeliest token; with --top-k, --top-p or --min-p the default is 1",
     )
     generate.add_argument("--top-k", type=int, default=0, metavar="K", help="sample among the K likeliest tokens (0: all)")
     generate.add_argument(
@@ -92,6 +94,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         default=1.0,
         metavar="P",
         help="sample among the fewest tokens whose probabilities reach P (default: %(default)s)",
+    )
+    generate.add_argument(
+        "--min-p", type=float, default=0.0, metavar="P", help="sample among tokens at least P times as likely as the likeliest"
     )
     generate.add_argument("--seed", type=int, default=0, help="of the sampling (default: %(default)s)")
     generate.add_argument(
@@ -293,6 +298,7 @@ def next_step(folder: str | Path, dtype: str) -> str:
 def generate_command(arguments: argparse.Namespace) -> int:
     from leanfleet import generation
     from leanfleet.ort_ops.generation import load_decoder
+    from leanfleet.sampling import check_sampling
 
     if arguments.system is not None and arguments.raw:
         raise ValueError("--system is a turn of the chat, which --raw leaves out: give one of the two")
@@ -300,8 +306,8 @@ def generate_command(arguments: argparse.Namespace) -> int:
         raise ValueError("--cuda-graph needs the CUDA provider: leave --provider cpu out")
     temperature = arguments.temperature
     if temperature is None:
-        temperature = 1.0 if arguments.top_k or arguments.top_p < 1 else 0.0
-    generation.check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed)
+        temperature = 1.0 if arguments.top_k or arguments.top_p < 1 or arguments.min_p else 0.0
+    check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed, arguments.min_p)
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
     with progress.stage(f"loading {arguments.folder}"):
         decoder = load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
@@ -318,6 +324,7 @@ def generate_command(arguments: argparse.Namespace) -> int:
         temperature=temperature,
         top_k=arguments.top_k,
         top_p=arguments.top_p,
+        min_p=arguments.min_p,
         seed=arguments.seed,
         stop_tokens=stop_tokens(decoder, tokenizer, arguments.stop),
         statistics=statistics,

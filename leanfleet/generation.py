@@ -6,12 +6,11 @@ Prompts of unequal length run in one batch (query_lens).
 
 from __future__ import annotations
 
-import math
 import operator
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
@@ -20,6 +19,7 @@ import numpy as np
 
 from leanfleet import progress
 from leanfleet.files import reading
+from leanfleet.sampling import check_sampling, problem, sample
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -82,25 +82,6 @@ class Statistics:
         return self.prefill_tokens / self.prefill_seconds if self.prefill_seconds else float("nan")
 
 
-def check_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0, seed: int = 0) -> None:
-    """Raises ValueError, naming the option, where choose cannot take these."""
-
-    def whole(value: object) -> bool:
-        return isinstance(value, (int, np.integer)) and bool(value >= 0)
-
-    def real(value: object) -> bool:
-        return isinstance(value, (int, float, np.number)) and math.isfinite(value)
-
-    for name, value, good, expected in (
-        ("temperature", temperature, real(temperature) and temperature >= 0, "0 (the likeliest) or a positive number"),
-        ("top_k", top_k, whole(top_k), "0 (all tokens) or a positive whole number"),
-        ("top_p", top_p, real(top_p) and 0 < top_p <= 1, "a number above 0 and up to 1 (all tokens)"),
-        ("seed", seed, whole(seed), "a whole number from 0 on"),
-    ):
-        if not good:
-            raise ValueError(f"{name} is {value!r}; expected {expected}")
-
-
 def check_positive(name: str, value: int) -> None:
     """Raises ValueError for a value that is no whole number from 1 on."""
     if not isinstance(value, (int, np.integer)) or value < 1:
@@ -130,32 +111,6 @@ def stop_set(stop_tokens: Iterable[int] | None, default: Iterable[int]) -> set[i
         return {operator.index(t) for t in (default if stop_tokens is None else stop_tokens)}
     except TypeError as error:
         raise ValueError(f"stop_tokens is {stop_tokens!r}; expected a list of token ids ({error})") from None
-
-
-def choose(logits: np.ndarray, temperature: float, top_k: int, top_p: float, random: np.random.Generator | None) -> np.ndarray:
-    """One token a row of logits [B,vocabulary]: the largest for temperature 0, else sampled. Raises ValueError where the
-    largest logit of a row is not finite: a model that computes NaN or infinity."""
-    chosen = logits.argmax(-1)  # a NaN where a row has one
-    largest = np.take_along_axis(logits, chosen[:, None], -1)
-    if not np.isfinite(largest).all():
-        raise ValueError(
-            f"this model's logits are not finite, {largest[~np.isfinite(largest)][0]} among them: its weights "
-            "are damaged, or its numbers overflow their type"
-        )
-    if temperature == 0:
-        return chosen
-    assert random is not None  # who samples brings one
-    for row, values in enumerate(logits.astype(np.float64) / temperature):
-        # Sorting a whole vocabulary takes longer than a small model's step: sort the top_k alone.
-        best = np.sort(np.argpartition(-values, top_k)[:top_k]) if 0 < top_k < len(values) else np.arange(len(values))
-        order = best[np.argsort(-values[best], kind="stable")]
-        p = np.exp(values[order] - values[order[0]])
-        p /= p.sum()
-        if top_p < 1:
-            keep = np.cumsum(p) - p < top_p
-            order, p = order[keep], p[keep] / p[keep].sum()
-        chosen[row] = random.choice(order, p=p)
-    return chosen
 
 
 def default_new_tokens(prompt: int, *limits: int | None) -> int:
@@ -194,6 +149,7 @@ def stream(
     temperature: float = 0.0,
     top_k: int = 0,
     top_p: float = 1.0,
+    min_p: float = 0.0,
     seed: int = 0,
     stop_tokens: Iterable[int] | None = None,
     statistics: Statistics | None = None,
@@ -205,9 +161,10 @@ def stream(
     prompts: texts or lists of token ids, of any lengths from 1, also both in one list. A text needs the tokenizer in the
     decoder's folder and is a user's turn in its chat template where it has one; chat=False continues it as it is.
     max_new_tokens: default 128, or as many as the model's positions (and `capacity`) hold if these are fewer.
-    capacity: slots of each cache; default: what is needed. temperature 0 is greedy. stop_tokens: default those of the model
-    and, with texts, the tokenizer's end of text. statistics: a Statistics to fill. on_logits: called with each step's
-    logits, float32 [B,vocabulary]. decoder.tokenizer.decode(tokens) makes text of the tokens.
+    capacity: slots of each cache; default: what is needed. temperature 0 is greedy, else tokens are drawn from those that
+    top_k, top_p and min_p keep; prompt r draws as a request of the seed `seed` + r does in continuous batching. stop_tokens:
+    default those of the model and, with texts, the tokenizer's end of text. statistics: a Statistics to fill. on_logits: called
+    with each step's logits, float32 [B,vocabulary]. decoder.tokenizer.decode(tokens) makes text of the tokens.
     Raises ValueError for an empty prompt, ids outside the vocabulary, wrong sampling options, more tokens than the caches or
     the model's positions hold, and logits that are not finite, FileNotFoundError for texts where the folder has no
     tokenizer, RuntimeError where the runtime fails.
@@ -221,7 +178,7 @@ def stream(
     """
     if isinstance(prompts, str):
         raise ValueError("generate: prompts is one text; give a list of them")
-    check_sampling(temperature, top_k, top_p, seed)
+    sampling = check_sampling(temperature, top_k, top_p, seed, min_p)
     stop = stop_set(stop_tokens, decoder.stop_tokens)
     if stop_tokens is None and any(isinstance(p, str) for p in prompts) and decoder.tokenizer.eos_token_id is not None:
         stop.add(decoder.tokenizer.eos_token_id)
@@ -232,7 +189,7 @@ def stream(
         raise ValueError("generate: there is no prompt; give a list with one or more")
     lengths = np.array([len(p) for p in prompts], dtype=np.int32)
     max_new_tokens, capacity = _new_tokens(int(lengths.max()), max_new_tokens, capacity, decoder.max_positions)
-    random = np.random.default_rng(seed)
+    choices = [replace(sampling, seed=(seed + row) % 2**63) for row in range(len(prompts))]
     statistics = statistics if statistics is not None else Statistics()
     batch = len(prompts)
     steps = decoder.steps(batch, capacity)
@@ -248,7 +205,9 @@ def stream(
             logits = steps.run(ids, seq_lens, query_lens, capture=step > 0)
         if on_logits is not None:
             on_logits(logits)
-        chosen = choose(logits, temperature, top_k, top_p, random)
+        chosen, logprobs = sample(logits, choices, seq_lens)
+        if wrong := next((e for p in logprobs[alive] if (e := problem(p))), None):
+            raise wrong
         seconds = time.perf_counter() - start
         if step == 0:
             statistics.prefill_seconds, statistics.prefill_tokens = seconds, int(lengths.sum())

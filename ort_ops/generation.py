@@ -28,14 +28,13 @@ from leanfleet.decoder_contract import (
 from leanfleet.generation import FolderTokenizer as FolderTokenizer
 from leanfleet.generation import Statistics as Statistics
 from leanfleet.generation import TextStream as TextStream
-from leanfleet.generation import check_sampling as check_sampling
-from leanfleet.generation import choose as choose
 from leanfleet.generation import encode as encode
 from leanfleet.generation import generate as generate
 from leanfleet.generation import load_tokenizer as load_tokenizer
 from leanfleet.generation import stream as stream
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
 from leanfleet.ort_ops.sessions import new_options as _session_options  # noqa: F401  for bench/
+from leanfleet.sampling import check_sampling as check_sampling
 
 if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding, NodeArg, RunOptions, SessionOptions

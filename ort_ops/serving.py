@@ -10,15 +10,16 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from leanfleet import sampling as choice
 from leanfleet.decoder_contract import (
     BATCH,
     BLOCK_TABLE,
     ENDS,
-    INPUT_IDS,
+    KNOWN,
     LAST,
     LOGITS,
     LOGPROB,
@@ -26,6 +27,7 @@ from leanfleet.decoder_contract import (
     NEXT_TOKENS,
     OFFSETS,
     PADDED_SERVING,
+    POSITIONS,
     ROWS,
     SERVING,
     SESSION_TYPES,
@@ -33,20 +35,22 @@ from leanfleet.decoder_contract import (
     TABLE,
     TOKENS,
     VOCABULARY,
-    Interface,
-    Tensor,
+    Sampling,
     check_interface,
     packed,
     read_facts,
     serving_interface,
 )
-from leanfleet.generation import check_positive, check_prompt, check_sampling, choose, default_new_tokens, stop_set
+from leanfleet.generation import check_positive, check_prompt, default_new_tokens, stop_set
+from leanfleet.ort_ops.exchange import Block, CudaStream, Host
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
+from leanfleet.sampling import check_sampling
 
 if TYPE_CHECKING:
     from onnxruntime import IOBinding, SessionOptions
 
 PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
+TURNS = 2  # a step runs while the next one is made
 
 # numpy's and ONNX's types by onnxruntime's names
 _NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
@@ -55,26 +59,41 @@ _ONNX_TYPES = {SESSION_TYPES["float32"]: 1, SESSION_TYPES["float16"]: 10, SESSIO
 
 @dataclass(eq=False)
 class Request:
-    """One request. `tokens` grows until `done`; `cached` of prompt + tokens are in the pool. `error`: the exception that
-    ended it, None while all is well."""
+    """One request. `tokens` grows until `done`; `cached` of prompt + tokens are in the pool, or will be after the steps that
+    run. `error`: the exception that ended it, None while all is well."""
 
     prompt: list[int]
     max_new_tokens: int
     stop_tokens: set[int]
-    temperature: float = 0.0
-    top_k: int = 0
-    top_p: float = 1.0
-    seed: int = 0
+    sampling: Sampling = Sampling()
     tokens: list[int] = field(default_factory=list)
     cached: int = 0
+    coming: int = 0  # tokens of steps that run, which nobody has read yet
     pages: list[int] = field(default_factory=list)
     done: bool = False
     error: Exception | None = None
 
     @property
     def waiting(self) -> int:
-        """Tokens that are not in the pool yet: the rest of the prompt, or the newest token."""
-        return len(self.prompt) + len(self.tokens) - self.cached
+        """Tokens that no step has put into the pool yet: the rest of the prompt, or the newest token. None once all answers'
+        tokens are on their way."""
+        made = len(self.tokens) + self.coming
+        return len(self.prompt) + made - self.cached if made < self.max_new_tokens else 0
+
+    def next_tokens(self, count: int, row: int | None) -> list[int]:
+        """The first of those, as decoder_contract.packed takes them. row: that of a token which nobody has read yet."""
+        if row is not None:
+            return [-1 - row]
+        return self.tokens[-1:] or self.prompt[self.cached : self.cached + count]
+
+
+@dataclass
+class _Launched:
+    """A step that runs: what it gives each request, where its results will be, and how to know that they are there."""
+
+    chosen: list[tuple[Request, bool]]  # each row's request, and whether it gets a token
+    results: np.ndarray
+    mark: int
 
 
 class _Captured:
@@ -85,67 +104,48 @@ class _Captured:
     def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, table: int, identity: int) -> None:
         import onnxruntime
 
-        self.fixed: tuple[str, ...] = ()  # inputs that are the same in all such steps
-        if batch.interface is SERVING:
-            sizes = {TOKENS: tokens, BATCH: rows, ENDS: rows + 1, TABLE: table}
-            feed = {t.name: np.zeros(t.sizes(sizes), t.type) for t in SERVING.inputs}
+        self.exchange, self.session, self.path = batch.exchange, batch.session, batch.path
+        self.earlier = batch.earlier
+        if batch.interface is PADDED_SERVING:
+            start = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, PADDED_SERVING)
+            shapes = {name: list(array.shape) for name, array in start.items()}
         else:
-            feed = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, PADDED_SERVING)
-            self.fixed = SLOTS, ROWS, LAST
-        self.session, self.path = batch.session, batch.path
-        self.inputs = {name: onnxruntime.OrtValue.ortvalue_from_numpy(array, batch.device, 0) for name, array in feed.items()}
+            sizes = {TOKENS: tokens, BATCH: rows, ENDS: rows + 1, TABLE: table, KNOWN: batch.earlier + tokens}
+            shapes = {t.name: t.sizes(sizes) for t in batch.interface.inputs}
+            start = {}
+        self.inputs = Block(batch.exchange, {t.name: (shapes[t.name], np.dtype(t.type)) for t in batch.interface.inputs})
+        self.sent = [batch.exchange.host_bytes(self.inputs.size) for _ in range(TURNS)]
+        self.fixed = [n for n in (SLOTS, ROWS, LAST) if n in start]  # the same in all such steps
+        for host in self.sent:
+            for name in self.fixed:
+                self.inputs.view(host, name)[...] = start[name]
         self.binding, self.options = batch.session.io_binding(), onnxruntime.RunOptions()
         self.options.add_run_config_entry("gpu_graph_id", str(identity))
-        for name, value in self.inputs.items():
-            self.binding.bind_ortvalue_input(name, value)
+        if batch.exchange.device == "cuda":
+            self.options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        for name, (offset, shape, dtype) in self.inputs.places.items():
+            self.binding.bind_input(name, batch.exchange.device, 0, dtype.type, shape, self.inputs.address + offset)
         batch.bind_pools(self.binding)
-        batch.results.bind(self.binding, rows)  # steps follow one another: they share the room
+        batch.bind_results(self.binding, rows)
 
-    def run(self, feed: dict[str, np.ndarray]) -> None:
-        """A step of at most so many tokens, requests and pages."""
+    def run(self, feed: dict[str, np.ndarray], turn: int, earlier: int) -> None:
+        """Queues a step of at most so many tokens, requests and pages. earlier: the address of the tokens that the step before
+        gives."""
+        host = self.sent[turn]
         for name, array in feed.items():
             if name in self.fixed:
                 continue
-            whole = np.zeros(self.inputs[name].shape(), array.dtype)
+            whole = self.inputs.view(host, name)
+            whole[...] = 0
             whole[tuple(map(slice, array.shape))] = array
             if name == OFFSETS:
                 whole[len(array) :] = array[-1]
-            self.inputs[name].update_inplace(whole)
+        known = 8 * self.earlier  # bytes of input_ids, the first of all, that the host does not know
+        if known:
+            self.exchange.copy(self.inputs.address, earlier, known)
+        self.exchange.copy(self.inputs.address + known, host.ctypes.data + known, self.inputs.size - known)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
-        self.binding.synchronize_outputs()
-
-
-class _Results:
-    """Where the session writes what a step says of up to `rows` requests: numpy arrays, or on a GPU memory of its own, from
-    which little more than the tokens is copied."""
-
-    def __init__(self, interface: Interface, rows: int, vocabulary: int, device: str) -> None:
-        import onnxruntime
-
-        self.device, self.outputs, self.vocabulary = device, interface.outputs, vocabulary
-        self.room: dict[str, Any] = {}
-        for t in self.outputs:
-            shape, dtype = self._shape(t, rows), np.dtype(t.type).type
-            if device == "cpu":
-                self.room[t.name] = np.empty(shape, dtype)
-            else:
-                self.room[t.name] = onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, dtype, device, 0)
-
-    def _shape(self, output: Tensor, rows: int) -> list[int]:
-        return output.sizes({BATCH: rows, VOCABULARY: self.vocabulary})
-
-    def bind(self, binding: IOBinding, rows: int) -> None:
-        """Binds outputs of so many rows."""
-        for t in self.outputs:
-            room = self.room[t.name]
-            pointer = room.ctypes.data if self.device == "cpu" else room.data_ptr()
-            binding.bind_output(t.name, self.device, 0, np.dtype(t.type).type, self._shape(t, rows), pointer)
-
-    def read(self, name: str, rows: int) -> np.ndarray:
-        """An output's first rows."""
-        room = self.room[name]
-        return (room if self.device == "cpu" else room.numpy())[:rows]
 
 
 class ContinuousBatch:
@@ -155,8 +155,9 @@ class ContinuousBatch:
     ceil((prompt + max_new_tokens) / block) of them for as long as it runs. max_requests: at most so many run at once.
     step_tokens: at most so many new tokens a step, prompts being cut to fit. library: False runs the function bodies.
     cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
-    table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; providers are
-    ignored then. (Of folders that earlier versions wrote, steps with pieces of prompts are not captured.)
+    table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers
+    the CUDA provider's options count then. The host makes a step while the one before runs, and reads tokens a step behind.
+    (Of folders that earlier versions wrote, steps with pieces of prompts are not captured, and each step is waited for.)
     Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
     step_tokens and for cuda_graph without the library, and what make_session raises.
 
@@ -194,12 +195,17 @@ class ContinuousBatch:
             )
         if cuda_graph and not library:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
+        exchange: Host | CudaStream = Host()
         if cuda_graph:
-            providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+            exchange = CudaStream()
+            settings = {"enable_cuda_graph": "1", "user_compute_stream": str(exchange.address)}
+            given = [p[1] for p in providers or () if not isinstance(p, str) and p[0] == "CUDAExecutionProvider"]
+            providers = [("CUDAExecutionProvider", (given[0] if given else {}) | settings)]
         folder = Path(folder)
         facts = read_facts(folder, SERVING)
         self.interface = serving_interface(facts)
         self.session = open_exported(folder, providers, session_options, library)
+        self.exchange = exchange
         self.path = folder / MODEL_FILE
         check_interface(self.session, self.path, self.interface, facts["vocabulary"])
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
@@ -207,7 +213,7 @@ class ContinuousBatch:
         self.pages, self.free_pages = pages, list(range(pages))[::-1]
         self.queue: deque[Request] = deque()
         self.running: list[Request] = []
-        self.steps = self.processed_tokens = 0
+        self.steps = self.processed_tokens = self.turn = 0
         self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
         self.in_place = library
         pools = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
@@ -218,12 +224,33 @@ class ContinuousBatch:
             for i, pool in zip(pools, self.pools):
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
         self.captured: dict[tuple[int, int, int], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, pages)
-        self.results = _Results(self.interface, max_requests, self.vocabulary, self.device)
+        self.launched: _Launched | None = None  # the step that runs, where tokens are read a step behind
+        self.earlier = max_requests if self.interface is SERVING else 0  # tokens of a step that the next one may need
+        self._place_results()
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
             self.options.add_run_config_entry("gpu_graph_id", "-1")  # other steps are not captured
         self.binding = self.session.io_binding()
         self.bind_pools(self.binding)
+
+    def _place_results(self) -> None:
+        """Where a step's results are: those that the host reads, in front of the others."""
+        read = (NEXT_TOKENS, LOGPROB) if self.interface is SERVING else (LOGITS,)
+        sizes = {BATCH: self.max_requests, VOCABULARY: self.vocabulary}
+        outputs = sorted(self.interface.outputs, key=lambda t: t.name not in read)
+        outputs = sorted(outputs, key=lambda t: t.name != NEXT_TOKENS)
+        self.results = Block(self.exchange, {t.name: (t.sizes(sizes), np.dtype(t.type)) for t in outputs})
+        self.read_bytes = max(self.results.end(name) for name in read)
+        self.read = [self.exchange.host_bytes(self.read_bytes) for _ in range(TURNS)]
+
+    def bind_results(self, binding: IOBinding, rows: int) -> None:
+        """Binds outputs of so many rows."""
+        for name, (offset, shape, dtype) in self.results.places.items():
+            if offset >= self.read_bytes and self.exchange.device != self.device:
+                binding.bind_output(name, self.device)  # nobody reads it
+                continue
+            address = self.results.address + offset
+            binding.bind_output(name, self.exchange.device, 0, dtype.type, [rows, *shape[1:]], address)
 
     def add(
         self,
@@ -234,16 +261,17 @@ class ContinuousBatch:
         temperature: float = 0.0,
         top_k: int = 0,
         top_p: float = 1.0,
+        min_p: float = 0.0,
         seed: int = 0,
     ) -> Request:
-        """Queues a request of token ids; returns its Request. Greedy by default.
+        """Queues a request of token ids; returns its Request. Greedy by default, else drawn as the operator SampleTokens does.
 
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
         default those of the model. Raises ValueError, and queues nothing, for an empty prompt, token ids outside the
         vocabulary, wrong sampling options, and requests that the pool or the model's positions could never hold.
         """
         prompt = check_prompt(prompt, self.vocabulary)
-        check_sampling(temperature, top_k, top_p, seed)
+        sampling = check_sampling(temperature, top_k, top_p, seed, min_p)
         stop = stop_set(stop_tokens, self.stop_tokens)
         if max_new_tokens is None:
             max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.pages * self.block)
@@ -256,7 +284,7 @@ class ContinuousBatch:
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
                 f"pages of {self.block}; the pool has {self.pages}. Make it larger, or ask for fewer tokens"
             )
-        request = Request(prompt, max_new_tokens, stop, temperature, top_k, top_p, seed)
+        request = Request(prompt, max_new_tokens, stop, sampling)
         self.queue.append(request)
         return request
 
@@ -295,7 +323,8 @@ class ContinuousBatch:
         return chosen
 
     def step(self) -> list[tuple[Request, int]]:
-        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through.
+        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through. With CUDA
+        graphs the call is queued, and those of the call before are returned.
 
         A request whose token cannot be chosen (its logits are not finite) is done: the exception is its `error`, its pages go
         back, and the others go on. Raises RuntimeError where onnxruntime fails; every request is then as it was before,
@@ -303,52 +332,66 @@ class ContinuousBatch:
         """
         self._admit()
         chosen = self._schedule()
-        if not chosen:
-            return []
+        launched = self._launch(chosen) if chosen else None
+        if self.captured is not None and self.interface is SERVING:
+            launched, self.launched = self.launched, launched
+        return self._finish(launched) if launched else []
+
+    def _launch(self, chosen: list[tuple[Request, int]]) -> _Launched:
+        """Queues a step. Nothing can fail once a request changes: they do so all or not at all."""
+        before = {id(r): row for row, (r, given) in enumerate(self.launched.chosen) if given} if self.launched else {}
         feed = packed(
-            [r.tokens[-1:] or r.prompt[r.cached : r.cached + count] for r, count in chosen],
+            [r.next_tokens(count, before[id(r)] if r.coming else None) for r, count in chosen],
             [r.cached for r, _ in chosen],
             [r.pages for r, _ in chosen],
             self.interface,
+            [r.sampling for r, _ in chosen],
+            self.earlier,
         )
+        self.turn = (self.turn + 1) % TURNS
         self._run(feed)
-        tokens = self._next_tokens(chosen)
-        # Nothing of what follows can fail: a request changes with all others or not at all.
+        results = self.read[self.turn]
+        self.exchange.copy(results.ctypes.data, self.results.address, self.read_bytes)
+        launched = _Launched([(r, r.waiting == count) for r, count in chosen], results, self.exchange.mark())
         self.steps += 1
         self.processed_tokens += sum(count for _, count in chosen)
-        results = []
-        for (request, count), token in zip(chosen, tokens, strict=True):
+        for (request, count), (_, given) in zip(chosen, launched.chosen, strict=True):
             request.cached += count
-            if isinstance(token, Exception):
-                request.error, request.done = token, True
-            elif token is not None:
+            request.coming += given
+        return launched
+
+    def _finish(self, launched: _Launched) -> list[tuple[Request, int]]:
+        """Waits for a step, and gives its tokens to the requests."""
+        self.exchange.wait(launched.mark)
+        tokens, logprobs = self._chosen_tokens(launched)
+        results = []
+        for (request, given), token, logprob in zip(launched.chosen, tokens.tolist(), logprobs.tolist(), strict=True):
+            if not given or request.done:  # done: it stopped in the step before, while this one was on its way
+                continue
+            request.coming -= 1
+            request.error = choice.problem(logprob)
+            if request.error is None:
                 request.tokens.append(token)
                 results.append((request, token))
-                request.done = token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
+            request.done = (
+                request.error is not None or token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
+            )
             if request.done:
                 self.running.remove(request)
                 self._release(request)
         return results
 
-    def _next_tokens(self, chosen: list[tuple[Request, int]]) -> list[int | Exception | None]:
-        """What _next_token says of each request. Logits are read where a request samples, or where something is wrong."""
-        if self.interface is SERVING and not any(r.temperature for r, _ in chosen):
-            tokens, logprob = (self.results.read(name, len(chosen)) for name in (NEXT_TOKENS, LOGPROB))
-            if np.isfinite(logprob).all():
-                return [None if r.waiting > count else int(token) for (r, count), token in zip(chosen, tokens, strict=True)]
-        logits = self.results.read(LOGITS, len(chosen))
-        return [self._next_token(*of, row) for of, row in zip(chosen, logits, strict=True)]
+    def _chosen_tokens(self, launched: _Launched) -> tuple[np.ndarray, np.ndarray]:
+        """(tokens, log-probabilities) of a step's rows. Graphs of older formats leave the choice to the host."""
+        rows = len(launched.chosen)
 
-    @staticmethod
-    def _next_token(request: Request, count: int, logits: np.ndarray) -> int | Exception | None:
-        """A request's new token from a row of logits, None while its prompt is not through, or what it raised."""
-        if request.waiting > count:
-            return None
-        try:
-            random = np.random.default_rng((request.seed, len(request.tokens))) if request.temperature else None
-            return int(choose(logits[None], request.temperature, request.top_k, request.top_p, random)[0])
-        except Exception as error:  # whatever it is, it is this request's alone
-            return error
+        def result(name: str) -> np.ndarray:
+            return self.results.view(launched.results, name)[:rows]
+
+        if self.interface is SERVING:
+            return result(NEXT_TOKENS), result(LOGPROB)
+        positions = np.array([r.cached for r, _ in launched.chosen])
+        return choice.sample(result(LOGITS), [r.sampling for r, _ in launched.chosen], positions)
 
     def bind_pools(self, binding: IOBinding) -> None:
         """Binds the pools as inputs and outputs of the graph."""
@@ -377,13 +420,14 @@ class ContinuousBatch:
 
     def _run(self, feed: dict[str, np.ndarray]) -> None:
         """A call, which leaves what it says of each request in `results`."""
-        rows, tokens = len(feed[LAST]), len(feed[INPUT_IDS])
-        if self.captured is not None and (self.interface is SERVING or tokens == rows):
-            self._captured_step(self.captured, tokens, *feed[BLOCK_TABLE].shape).run(feed)
+        rows, tokens = len(feed[LAST]), len(feed[POSITIONS])
+        if self.captured is not None and (self.interface is not PADDED_SERVING or tokens == rows):
+            step = self._captured_step(self.captured, tokens, *feed[BLOCK_TABLE].shape)
+            step.run(feed, self.turn, self.results.address)
             return
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
-        self.results.bind(self.binding, rows)
+        self.bind_results(self.binding, rows)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
         if not self.in_place:
@@ -393,7 +437,7 @@ class ContinuousBatch:
     @property
     def idle(self) -> bool:
         """Nothing runs and nothing waits."""
-        return not (self.running or self.queue)
+        return not (self.running or self.queue or self.launched)
 
     def run(self) -> None:
         """Steps until every request is done."""

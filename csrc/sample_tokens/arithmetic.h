@@ -52,8 +52,8 @@ constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an int
 // log2 of a token's weight as a part of the largest; NaN or below kLeastExponent: it weighs nothing.
 LEANFLEET_HD float exponent_of(float x, float top, float scale) { return x == top ? 0.0f : multiply(subtract(x, top), scale); }
 
-LEANFLEET_HD int32_t weight_of(float exponent) {
-  if (!(exponent >= kLeastExponent)) return 0;
+// Of an exponent in [kLeastExponent - 1, 0]; it is 0 below kLeastExponent.
+LEANFLEET_HD int32_t weight_unchecked(float exponent) {
   const float shifted = add(exponent, kRound);
   const float f = subtract(exponent, subtract(shifted, kRound));
   float p = kPower5;
@@ -66,6 +66,8 @@ LEANFLEET_HD int32_t weight_of(float exponent) {
   const float power = bits_float((float_bits(shifted) << 23) + ((127u + kWeightBits) << 23));
   return static_cast<int32_t>(multiply(p, power));
 }
+
+LEANFLEET_HD int32_t weight_of(float exponent) { return exponent >= kLeastExponent ? weight_unchecked(exponent) : 0; }
 
 // Of an exponent in [kLeastExponent, 0]. Tokens of a lower bin come before those of a higher one.
 LEANFLEET_HD int32_t bin_of(float exponent) { return static_cast<int32_t>(multiply(exponent, -kBinsPerOctave)); }

@@ -30,6 +30,10 @@ __device__ __forceinline__ T shuffle_xor(T x, int lanes) {
   return __shfl_xor_sync(0xffffffffu, x, lanes);
 }
 template <class T>
+__device__ __forceinline__ T shuffle(T x, int lane) {
+  return __shfl_sync(0xffffffffu, x, lane);
+}
+template <class T>
 __device__ __forceinline__ T shuffle_up(T x, int lanes) {
   return __shfl_up_sync(0xffffffffu, x, static_cast<unsigned>(lanes));
 }
@@ -57,6 +61,20 @@ __device__ __forceinline__ uint32_t load_of_cta(const uint32_t* from, int cta) {
   static_cast<void>(cta);
   return *from;
 #endif
+}
+
+// The same for a struct of words.
+template <class T>
+__device__ __forceinline__ T load_struct_of_cta(const T& from, int cta) {
+  static_assert(sizeof(T) % 4 == 0);
+  union {
+    uint32_t words[sizeof(T) / 4];
+    T value;
+  } x;
+#pragma unroll
+  for (int i = 0; i < static_cast<int>(sizeof(T) / 4); ++i)
+    x.words[i] = load_of_cta(reinterpret_cast<const uint32_t*>(&from) + i, cta);
+  return x.value;
 }
 
 }  // namespace leanfleet::sample_tokens

@@ -270,7 +270,7 @@ class RowTask {
   }
 
   void write_logprobs(const Piece& all, int64_t token) const {
-    const bool none = all.raw_nan || all.raw_top == exact::minus_infinity();
+    const bool none = all.raw_nan || !exact::finite(all.raw_top);
     const auto log_sum = static_cast<float>(std::log(all.raw_sum));
     const auto logprob_of = [&](float logit) {
       return none ? exact::not_a_number() : (logit == all.raw_top ? 0.0f : logit - all.raw_top) - log_sum;

@@ -19,6 +19,8 @@ from leanfleet.export.fusions import PASSES
 from leanfleet.export.verification import VerificationError
 from leanfleet.generate import load_pretrained
 from leanfleet.ort_ops import generation
+from leanfleet.decoder_contract import Sampling
+from leanfleet.sampling import problem, sample
 from support.decoders import byte_tokenizer
 
 
@@ -139,7 +141,9 @@ def test_sampled_tokens_have_their_probabilities():
         (1.0, 4, 0.9, [0, 2, 3, 4]),
     ):
         draws = 4000
-        found = generation.choose(np.tile(logits, (draws, 1)), temperature, top_k, top_p, np.random.default_rng(0))
+        requests = [Sampling(temperature, top_k, top_p, seed=i) for i in range(draws)]
+        found, logprobs = sample(np.tile(logits, (draws, 1)), requests, np.full(draws, 3))
+        assert np.allclose(logprobs, logits[found], atol=1e-6)
         p = np.zeros(5)
         p[kept] = np.exp(logits[kept] / temperature)
         p /= p.sum()
@@ -209,9 +213,9 @@ def test_logits_that_are_not_finite():
     for value in (math.nan, math.inf):
         logits = np.zeros((2, 5), np.float32)
         logits[1, 3] = value
-        for temperature in (0, 1.0):
-            with pytest.raises(ValueError, match=f"logits are not finite, {value} among them"):
-                generation.choose(logits, temperature, 0, 1.0, np.random.default_rng(0))
+        for temperature in (0.0, 1.0):
+            _, logprobs = sample(logits, [Sampling(temperature)] * 2, np.zeros(2))
+            assert problem(logprobs[0]) is None and "logits are not finite" in str(problem(logprobs[1]))
 
 
 def test_stream_is_lazy(folder):

@@ -107,9 +107,28 @@ def test_captured_steps(model, folder, monkeypatch):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
 
 
+def as_format_2(folder, target):
+    """A copy of a served folder with the inputs that folders of format 2 have."""
+    shutil.copytree(folder, target)
+    loaded = onnx.load(target / "model.onnx", load_external_data=False)
+    new = ("token_index", "temperature", "top_k", "top_p", "min_p", "seed")
+    for entry in [i for i in loaded.graph.input if i.name in new]:
+        loaded.graph.input.remove(entry)
+    for node in loaded.graph.node:
+        if node.op_type == "Gather" and node.input[0] == "input_ids":
+            node.CopyFrom(onnx.helper.make_node("Identity", ["input_ids"], list(node.output)))
+        if node.input and node.input[0] == "token_index":
+            node.input[0] = "positions"  # of the same shape: nothing reads it
+        if node.op_type == "SampleTokens":
+            del node.input[1:]
+    onnx.save(loaded, target / "model.onnx")
+    facts = json.loads((target / "leanfleet.json").read_text())
+    (target / "leanfleet.json").write_text(json.dumps(facts | {"format": 2}))
+
+
 def as_format_1(folder, target):
     """A copy of a served folder with the inputs and outputs that folders of format 1 have."""
-    shutil.copytree(folder, target)
+    as_format_2(folder, target)
     loaded = onnx.load(target / "model.onnx", load_external_data=False)
     graph, value = loaded.graph, onnx.helper.make_tensor_value_info
     inputs = {i.name: i for i in graph.input}
@@ -130,8 +149,19 @@ def as_format_1(folder, target):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-def test_folders_of_format_1(model, folder, tmp_path, captured):
-    as_format_1(folder, tmp_path / "old")
+@pytest.mark.parametrize("older", (as_format_1, as_format_2))
+def test_folders_of_older_formats(model, folder, tmp_path, older, captured):
+    """They run as before, and a token that the host draws from logits is the one that the graph draws."""
+    older(folder, tmp_path / "old")
+    options = dict(temperature=1.2, top_k=40, top_p=0.95, min_p=0.01, stop_tokens=())
+    drawn = []
+    for source in (folder, tmp_path / "old"):
+        batch = ContinuousBatch(source, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+        batch.captured = {} if captured else None
+        requests = [batch.add(p, 9, seed=i, **options) for i, p in enumerate(prompts(7))]
+        batch.run()
+        drawn.append([r.tokens for r in requests])
+    assert drawn[0] == drawn[1] and drawn[0] != [alone(model, p, 9) for p in prompts(7)]
     batch = ContinuousBatch(tmp_path / "old", pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
     batch.captured = {} if captured else None
     wanted = prompts(7)
@@ -139,7 +169,8 @@ def test_folders_of_format_1(model, folder, tmp_path, captured):
     batch.run()
     for prompt, request in zip(wanted, requests):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
-    assert not captured or batch.captured and all(tokens == rows for tokens, rows, _ in batch.captured)
+    assert not captured or batch.captured
+    assert not captured or older is as_format_2 or all(tokens == rows for tokens, rows, _ in batch.captured)
 
 
 def test_tokens_of_another_type_are_refused(folder, tmp_path):
@@ -217,7 +248,7 @@ def test_nodes(folder):
     makers = {name: n for n in nodes for name in n.output}
     for attention in attentions:
         assert makers[makers[attention.input[0]].input[0]].op_type == "MatMul", "one tensor of queries, keys and values"
-    assert sum(n.op_type == "Gather" for n in nodes) == 3  # the embedding, the request, and the rows of the last tokens
+    assert sum(n.op_type == "Gather" for n in nodes) == 4  # tokens, the embedding, the request, and the rows of the last tokens
     assert not {"RotaryEmbedding", "Transpose", "Cos"} & {n.op_type for n in nodes}
 
 
@@ -309,6 +340,9 @@ def test_refused_requests(folder, arguments, message):
         {"top_p": 0},
         {"top_p": float("nan")},
         {"top_p": 1.5},
+        {"min_p": -0.1},
+        {"min_p": 1.5},
+        {"seed": 2**63},
         {"temperature": float("nan")},
         {"temperature": -1.0},
         {"temperature": "hot"},
@@ -343,15 +377,16 @@ def test_one_bad_request_harms_no_other(model, folder, monkeypatch, temperature)
     batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"])
     wanted = prompts(3, seed=5)
     requests = [batch.add(p, 6, stop_tokens=(), temperature=t) for p, t in zip(wanted, (0.0, temperature, 0.0))]
-    read, step = batch.results.read, 0
+    read, step = batch._chosen_tokens, 0
 
-    def spoiled(name, rows):
-        found = read(name, rows).copy()
-        if step == 2 and name != "next_tokens":
-            found[1, ... if name == "logprob" else 7] = np.nan
-        return found
+    def spoiled(launched):
+        tokens, logprobs = read(launched)
+        logprobs = logprobs.copy()
+        if step == 2:
+            logprobs[1] = np.nan
+        return tokens, logprobs
 
-    monkeypatch.setattr(batch.results, "read", spoiled)
+    monkeypatch.setattr(batch, "_chosen_tokens", spoiled)
     step = 1
     batch.step()
     step = 2
