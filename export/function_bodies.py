@@ -869,6 +869,24 @@ def _sample_tokens(ops, x, a, ranks):
     return results
 
 
+# GatedActivation
+
+
+def _gated_activation(ops, x, a, ranks):
+    gate, up = (ops.float(ops.Gather(x.gate_up, i, axis=2)) for i in (0, 1))
+    if a.activation == "silu":
+        active = ops.Mul(gate, ops.Sigmoid(gate))
+    elif a.activation == "relu":
+        active = ops.Relu(gate)
+    elif a.activation == "gelu":
+        active = ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Erf(ops.Mul(gate, math.sqrt(0.5))), 1.0))
+    else:
+        cubed = ops.Mul(ops.Mul(gate, gate), gate)
+        inner = ops.Mul(ops.Add(gate, ops.Mul(cubed, 0.044715)), math.sqrt(2 / math.pi))
+        active = ops.Mul(ops.Mul(gate, 0.5), ops.Add(ops.Tanh(inner), 1.0))
+    return [ops.CastLike(ops.Mul(active, up), x.gate_up)]
+
+
 _BODIES = {
     "LeanAttention": _lean_attention,
     "CausalLinearDecay": _causal_linear_decay,
@@ -876,6 +894,7 @@ _BODIES = {
     "NormalizedLinearAttention": _normalized_linear_attention,
     "NormalizedLinearAttentionGrad": _normalized_linear_attention_grad,
     "SampleTokens": _sample_tokens,
+    "GatedActivation": _gated_activation,
 }
 _IGNORED = {"algorithm"}  # attributes that choose how to compute, not what
 

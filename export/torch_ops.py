@@ -598,3 +598,4 @@ normalized_linear_attention_ = _function(_SPECS["NormalizedLinearAttention"], Tr
 normalized_linear_attention_grad = _function(_SPECS["NormalizedLinearAttentionGrad"], False)
 sample_tokens = _function(_SPECS["SampleTokens"], False)
 sample_tokens_ = _function(_SPECS["SampleTokens"], True)
+gated_activation = _function(_SPECS["GatedActivation"], False)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
@@ -42,12 +43,12 @@ def sample(logits: np.ndarray, requests: Sequence[Sampling], positions: np.ndarr
     token then -1 where none is possible.
     """
     logits = np.ascontiguousarray(logits, np.float32)
-    given = settings(requests) | {"position": positions.astype(np.int32)}
+    given: dict[str, np.ndarray] = settings(requests) | {"position": positions.astype(np.int32)}
     if not given["temperature"].any():
         given = {}
     tokens, logprobs = np.empty(len(logits), np.int64), np.empty(len(logits), np.float32)
 
-    def entry(array: np.ndarray | None) -> native.Entry | None:
+    def entry(array: Any) -> native.Entry | None:
         return None if array is None else (array.ctypes.data, array.shape, array.dtype.name)
 
     op, made = spec.all_specs()["SampleTokens"], {"tokens": tokens, "logprob": logprobs}

@@ -29,6 +29,7 @@ TOLERANCE = {
     "NormalizedLinearAttention": (16, 4),
     "NormalizedLinearAttentionGrad": (16, 8),
     "SampleTokens": (4, 4),
+    "GatedActivation": (4, 2),
 }
 
 # Sizes of make_inputs for open dimensions that stand for a symbol of ops.toml; any other open dimension is 2.

@@ -278,6 +278,28 @@ inline constexpr OpSpec kSpec = {"SampleTokens", 1, 15, 5, 3, 9, 5, kInputs, kOu
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace sample_tokens
 
+namespace gated_activation {
+enum Input { kGateUp };
+enum Output { kOutOutput };
+enum Attr { kAttrActivation };
+enum Dim { kDimB, kDimN, kDimF };
+enum Activation { kActivationSilu, kActivationGelu, kActivationGeluTanh, kActivationRelu };
+inline constexpr const char* kActivationValues[] = {"silu", "gelu", "gelu_tanh", "relu"};
+inline constexpr TensorSpec kInputs[] = {
+    {"gate_up", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 4, 4, kActivationValues, nullptr, -1},
+};
+inline constexpr const RuleSpec* kRules = nullptr;
+inline constexpr const char* kSymbols[] = {"B", "N", "F"};
+inline constexpr OpSpec kSpec = {"GatedActivation", 1, 1, 1, 1, 0, 3, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace gated_activation
+
 // The registry, in the order of the schema.
 inline const Op kOps[] = {
     {&lean_attention::kSpec, &lean_attention::kImpl},
@@ -286,6 +308,7 @@ inline const Op kOps[] = {
     {&normalized_linear_attention::kSpec, &normalized_linear_attention::kImpl},
     {&normalized_linear_attention_grad::kSpec, &normalized_linear_attention_grad::kImpl},
     {&sample_tokens::kSpec, &sample_tokens::kImpl},
+    {&gated_activation::kSpec, &gated_activation::kImpl},
 };
 
 }  // namespace leanfleet

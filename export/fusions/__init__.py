@@ -13,6 +13,7 @@ from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPa
 from leanfleet.export import function_bodies
 from leanfleet.export.fusions.divide_by_roots import divide_by_roots
 from leanfleet.export.fusions.drop_transposes import drop_transposes
+from leanfleet.export.fusions.fuse_gates import fuse_gates
 from leanfleet.export.fusions.fuse_residuals import fuse_residuals
 from leanfleet.export.fusions.fuse_rotary import fuse_rotary
 from leanfleet.export.fusions.fuse_rotated_halves import fuse_rotated_halves
@@ -30,6 +31,7 @@ Pass = Callable[[ir.Model, int | None], int]
 PASSES: tuple[Pass, ...] = (
     divide_by_roots,
     pack_projections,
+    fuse_gates,  # of packed projections
     fuse_residuals,  # norms that divide by roots
     fuse_rotary,
     fuse_rotated_halves,  # for models without nodes of fuse_rotary

@@ -19,6 +19,7 @@ FILES = [
     "operators/test_causal_linear_decay.py",
     "operators/test_normalized_linear_attention.py",
     "operators/test_sample_tokens.py",
+    "operators/test_gated_activation.py",
     "operators/test_errors.py",
     "runtimes/test_torch_ops.py",
 ]

@@ -71,7 +71,7 @@ def test_most_of_the_weight_in_the_tail(vocabulary):
     inputs, attrs = tail_case(vocabulary)
     found = kernel(inputs, attrs)
     assert_right(found, expected_outputs(inputs, attrs))
-    assert found["tokens"].unique().numel() > 4
+    assert found["tokens"].unique().numel() > 3
 
 
 def test_greedy_takes_the_first_of_the_largest():

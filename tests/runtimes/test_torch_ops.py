@@ -203,6 +203,7 @@ def samples():
             {"count_tokens": True, "logprob": True, "num_logprobs": 3},
         ),
         "sample_tokens_": (ops.sample_tokens_.default, sampling, {"num_logprobs": 2}),
+        "gated_activation": (ops.gated_activation.default, [randn(2, 3, 2, 8)], {"activation": "gelu"}),
     }
 
 
@@ -224,6 +225,7 @@ def samples():
         "sample_tokens",
         "sample_tokens counts",
         "sample_tokens_",
+        "gated_activation",
     ],
 )
 def test_opcheck(name):

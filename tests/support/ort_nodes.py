@@ -73,6 +73,7 @@ VARIANTS = {
         ([*DRAWS, *PENALTIES, "logit_bias"], {"count_tokens": 1, "num_logprobs": 3}, {}),
         ([*DRAWS, *PENALTIES, "count_index", "allowed_tokens", "active"], {"count_tokens": 1, "logprob": 1}, {}),
     ],
+    "GatedActivation": [([], {"activation": kind}, {}) for kind in ("silu", "gelu", "gelu_tanh", "relu")],
     "ScaledAdd": [([], {}, {}), (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}), (["total"], {"accumulate": 1}, {})],
 }
 SIZES = {

@@ -58,6 +58,7 @@ VARIANTS = {
         (DRAWS | PENALTIES | {"top_k", "top_p", "min_p", "count_index"}, {"count_tokens": 1, "logprob": 1, "num_logprobs": 7}),
         (DRAWS | {"active"}, {}),
     ],
+    "GatedActivation": [(set(), {}), (set(), {"activation": "gelu_tanh"})],
 }
 
 

@@ -1,0 +1,86 @@
+// A thread takes 16 bytes of a row's gates and of the values beside them, and writes as many results.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "core/op.h"
+#include "gated_activation/gated_activation.h"
+
+namespace leanfleet::gated_activation {
+
+namespace {
+
+constexpr int kThreads = 256;
+constexpr int64_t kMostBlocks = int64_t{1} << 30;
+
+template <Kind kind>
+__device__ float activated(float gate) {
+  if constexpr (kind == Kind::kSilu) return __fdividef(gate, 1.0f + __expf(-gate));
+  if constexpr (kind == Kind::kGelu) return 0.5f * gate * (1.0f + erff(gate * kSqrtHalf));
+  if constexpr (kind == Kind::kGeluTanh)
+    return __fdividef(gate, 1.0f + __expf(-kTanhScale * gate * (1.0f + kTanhCube * gate * gate)));
+  return gate < 0.0f ? 0.0f : gate;  // NaN stays
+}
+
+// kWide: rows are whole chunks of 16 bytes on addresses that are multiples of them; else a chunk is one element.
+template <class T, Kind kind, bool kWide>
+__global__ void __launch_bounds__(kThreads) ActivateKernel(Args args, unsigned blocks_of_row) {
+  constexpr int kChunk = kWide ? 16 / sizeof(T) : 1;
+  union Chunk {
+    uint4 words;
+    T values[16 / sizeof(T)];
+    __device__ Chunk() {}
+  };
+  const auto at = static_cast<int64_t>(blockIdx.x % blocks_of_row * kThreads + threadIdx.x) * kChunk;
+  if (at >= args.width) return;
+  for (int64_t row = blockIdx.x / blocks_of_row; row < args.rows; row += gridDim.x / blocks_of_row) {
+    const T* const gate = static_cast<const T*>(args.gate_up) + 2 * row * args.width + at;
+    const T* const up = gate + args.width;
+    T* const out = static_cast<T*>(args.output) + row * args.width + at;
+    if constexpr (kWide) {
+      Chunk a, b, c;
+      a.words = *reinterpret_cast<const uint4*>(gate);
+      b.words = *reinterpret_cast<const uint4*>(up);
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i)
+        c.values[i] = static_cast<T>(activated<kind>(static_cast<float>(a.values[i])) * static_cast<float>(b.values[i]));
+      *reinterpret_cast<uint4*>(out) = c.words;
+    } else {
+      *out = static_cast<T>(activated<kind>(static_cast<float>(*gate)) * static_cast<float>(*up));
+    }
+  }
+}
+
+template <class T, Kind kind>
+int launch_kind(const Args& args, cudaStream_t stream) {
+  constexpr int64_t kChunk = 16 / sizeof(T);
+  const bool wide = args.width % kChunk == 0 && reinterpret_cast<uintptr_t>(args.gate_up) % 16 == 0 &&
+                    reinterpret_cast<uintptr_t>(args.output) % 16 == 0;
+  const int64_t chunks = wide ? args.width / kChunk : args.width, blocks_of_row = (chunks + kThreads - 1) / kThreads;
+  const int64_t rows = args.rows * blocks_of_row > kMostBlocks ? kMostBlocks / blocks_of_row : args.rows;
+  const auto blocks = static_cast<unsigned>(rows * blocks_of_row), of_row = static_cast<unsigned>(blocks_of_row);
+  if (blocks == 0) return cudaSuccess;
+  if (wide) ActivateKernel<T, kind, true><<<blocks, kThreads, 0, stream>>>(args, of_row);
+  else ActivateKernel<T, kind, false><<<blocks, kThreads, 0, stream>>>(args, of_row);
+  return cudaGetLastError();
+}
+
+template <class T>
+int launch_type(const Args& args, cudaStream_t stream) {
+  switch (args.activation) {
+    case Kind::kGelu: return launch_kind<T, Kind::kGelu>(args, stream);
+    case Kind::kGeluTanh: return launch_kind<T, Kind::kGeluTanh>(args, stream);
+    case Kind::kRelu: return launch_kind<T, Kind::kRelu>(args, stream);
+    default: return launch_kind<T, Kind::kSilu>(args, stream);
+  }
+}
+
+}  // namespace
+
+int launch(const Args& args, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  if (args.dtype == static_cast<int32_t>(DType::kFloat32)) return launch_type<float>(args, cuda_stream);
+  if (args.dtype == static_cast<int32_t>(DType::kFloat16)) return launch_type<__half>(args, cuda_stream);
+  return launch_type<__nv_bfloat16>(args, cuda_stream);
+}
+
+}  // namespace leanfleet::gated_activation

@@ -1,0 +1,95 @@
+"""GatedActivation against the float64 reference: the CPU kernels, the CUDA kernel, and the function body."""
+
+import pytest
+import torch
+
+from leanfleet.export import gated_activation, reference
+from support import ort_models
+from support.kernels import run_kernel
+from support.linear_cases import OPS, one_node_model, session_of
+
+pytestmark = pytest.mark.usefixtures("one_torch_thread")
+NAME = "GatedActivation"
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+KINDS = ("silu", "gelu", "gelu_tanh", "relu")
+# (B, N, F): whole vectors and chunks, ends of them, rows of one element, more rows than a CTA takes.
+SIZES = ((1, 1, 1), (2, 3, 7), (1, 5, 64), (3, 2, 200), (1, 70, 129), (2, 1, 5000), (1, 300, 24))
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+NAN, INF = float("nan"), float("inf")
+
+
+def case(sizes, dtype, seed=0):
+    """Gates where every activation bends, and some far out."""
+    random = torch.Generator().manual_seed(seed)
+    B, N, F = sizes
+    x = 3 * torch.randn(B, N, 2, F, generator=random)
+    x.view(-1)[::17] *= 30
+    return x.to(dtype)
+
+
+def assert_right(found, x, kind):
+    """One rounding to the output's type, and float32's in the middle: 1 + erf(x) cancels, so that it is of the operands."""
+    (exact,) = reference.gated_activation(x.double(), activation=kind)
+    operands = (x[:, :, 0].double() * x[:, :, 1].double()).abs()
+    bound = 0.51 * torch.finfo(x.dtype).eps * exact.abs() + 4e-7 * operands + torch.finfo(x.dtype).smallest_normal
+    wrong = (found.double() - exact).abs() > bound
+    assert not wrong.any(), (kind, found[wrong][:3], exact[wrong][:3])
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_call(kind, dtype, instruction_set):
+    for seed, sizes in enumerate(SIZES):
+        x = case(sizes, dtype, seed)
+        before = x.clone()
+        assert_right(run_kernel(NAME, {"gate_up": x}, {"activation": kind}, threads=1 + seed % 4)["output"], x, kind)
+        assert torch.equal(x, before)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_cuda(kind, dtype):
+    for seed, sizes in enumerate((*SIZES, (1, 2048, 8192))):
+        x = case(sizes, dtype, seed)
+        found = run_kernel(NAME, {"gate_up": x.cuda()}, {"activation": kind})["output"]
+        assert_right(found.cpu(), x, kind)
+    odd = torch.empty(2 * 2 * 64 + 1, dtype=dtype, device="cuda")[1:].view(1, 2, 2, 64).copy_(x[:, :2, :, :64])
+    assert_right(run_kernel(NAME, {"gate_up": odd}, {"activation": kind})["output"].cpu(), x[:, :2, :, :64], kind)
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_values_that_are_not_finite(kind, dtype, device):
+    """They reach their own element alone: NaN stays NaN, and an infinity gives what is not finite or what the formula gives."""
+    values = torch.tensor([NAN, INF, -INF, 0.0, -1.0, 2.0])
+    gate, up = torch.meshgrid(values, values, indexing="ij")
+    x = torch.stack([gate.reshape(-1), up.reshape(-1)]).to(dtype).view(1, 1, 2, -1)
+    found = run_kernel(NAME, {"gate_up": x.to(device)}, {"activation": kind})["output"].cpu().double().view(-1)
+    (exact,) = reference.gated_activation(x.double(), activation=kind)
+    exact = exact.view(-1)
+    finite = x.view(2, -1).isfinite().all(0)
+    assert torch.allclose(found[finite], exact[finite], rtol=2e-2, atol=1e-2)
+    assert not found[x.view(2, -1).isnan().any(0)].isfinite().any()
+    infinite = ~finite & found.isfinite()
+    assert (found[infinite] == exact[infinite]).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+@pytest.mark.parametrize("kind", KINDS)
+def test_function_body(kind, dtype):
+    x = case((2, 5, 33), dtype, 3)
+    model = one_node_model(NAME, {"gate_up": x}, {"activation": kind}, {"gate_up": 4}, dtype=str(dtype).removeprefix("torch."))
+    for library in (False, True):
+        found = ort_models.run_node(session_of(model, library), OPS[NAME], {"gate_up": x.clone()}, {"activation": kind})
+        assert_right(found["output"], x, kind)
+
+
+def test_in_pytorch():
+    x = case((2, 4, 48), torch.bfloat16)
+    assert_right(gated_activation(x, activation="gelu"), x, "gelu")
+    with pytest.raises(ValueError, match=r"gate_up has shape \[2,4,1,48\]: axis 2 of \[B,N,2,F\] is 1; expected 2"):
+        gated_activation(x[:, :, :1])
+    with pytest.raises(ValueError, match="activation is 'swish'; expected one of silu, gelu, gelu_tanh, relu"):
+        gated_activation(x, activation="swish")
