@@ -66,7 +66,7 @@ def command_export(args):
     else:
         torch.manual_seed(0)
         sizes = {**SHAPES[args.shape], **({"num_hidden_layers": args.layers} if args.layers else {})}
-        model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=8192, tie_word_embeddings=True)).to(dtype)
+        model = LlamaForCausalLM(LlamaConfig(**sizes, max_position_embeddings=32768, tie_word_embeddings=True)).to(dtype)
     # Random weights that only the other machine has cannot be verified here.
     for name in args.ways:
         if name == "padded":
