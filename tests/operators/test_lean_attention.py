@@ -633,6 +633,7 @@ def test_slots_before_the_window_may_be_written(monkeypatch):
         run_kernel("LeanAttention", inputs, attrs)
 
 
+@pytest.mark.own_instruction_set  # the check stands before all kernels
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_shared_slots(data):
