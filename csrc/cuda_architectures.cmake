@@ -45,7 +45,8 @@ endfunction()
 
 # leanfleet_once_architectures(<architectures> <result> <options>): the same for files that ask for no architecture, as
 # architectures and compiler options. Machine code of 9.0 is made of the PTX of 8.0, if that is compiled anyway: it is the same
-# code, and compiling to PTX takes half of the time. Not for bfloat16, which has instructions of its own from 9.0 on.
+# code, and compiling to PTX takes half of the time. Of bfloat16, which has instructions of its own from 9.0 on, such files may
+# only convert: that takes no more instructions in 8.0's way.
 function(leanfleet_once_architectures architectures result options)
   set(others ${architectures})
   list(FILTER others EXCLUDE REGEX "^(80|80-virtual|90a-real)$")

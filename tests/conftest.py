@@ -24,7 +24,8 @@ def pytest_configure(config):
 
 def pytest_generate_tests(metafunc):
     """Tests that use `instruction_set` run on the kernels for every instruction set that the processor has."""
-    if "instruction_set" not in metafunc.fixturenames:
+    chosen = (mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
+    if "instruction_set" not in metafunc.fixturenames or any("instruction_set" in names for names in chosen):
         return
     names = instruction_sets()
     alone = metafunc.definition.get_closest_marker("own_instruction_set") is not None

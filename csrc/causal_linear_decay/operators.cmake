@@ -1,9 +1,8 @@
 include(${CMAKE_CURRENT_SOURCE_DIR}/core/chunk_scan.cmake)
-leanfleet_instances(decay_rows_bfloat16 ${op_root}/causal_linear_decay/rows_launch.cu.in TYPE=__nv_bfloat16)
-leanfleet_instances(decay_rows_others ${op_root}/causal_linear_decay/rows_launch.cu.in TYPE=float,__half)
+leanfleet_instances(decay_rows ${op_root}/causal_linear_decay/rows_launch.cu.in TYPE=float,__half,__nv_bfloat16)
 leanfleet_op(causal_linear_decay
   CXX ${op_root}/causal_linear_decay/op.cpp
-  CUDA ${op_root}/causal_linear_decay/recurrence.cu ${op_root}/causal_linear_decay/rows.cu ${decay_rows_bfloat16}
+  CUDA ${op_root}/causal_linear_decay/recurrence.cu ${op_root}/causal_linear_decay/rows.cu
        ${op_root}/causal_linear_decay/decode.cu ${op_root}/causal_linear_decay/lightning.cu ${op_root}/causal_linear_decay/grad.cu
-  ONCE ${decay_rows_others})
+  ONCE ${decay_rows})
 leanfleet_cpu_kernels(causal_linear_decay ${op_root}/causal_linear_decay/cpu_kernel.cpp)

@@ -1,13 +1,12 @@
 # The chunked scans of core/chunk_scan.h, included by the folders of the operators that use them.
 if(LEANFLEET_HAS_CUDA AND NOT TARGET chunk_scan)
   set(chunk_scan_root ${CMAKE_CURRENT_LIST_DIR})
-  leanfleet_instances(chunk_scan_bfloat16 ${chunk_scan_root}/chunk_scan_launch.cu.in TYPE=__nv_bfloat16)
-  leanfleet_instances(chunk_scan_others ${chunk_scan_root}/chunk_scan_launch.cu.in TYPE=float,__half)
+  leanfleet_instances(chunk_scan_instances ${chunk_scan_root}/chunk_scan_launch.cu.in TYPE=float,__half,__nv_bfloat16)
   leanfleet_instances(chunk_scan_hopper ${chunk_scan_root}/chunk_scan_hopper_launch.cu.in
     TYPE=__half,__nv_bfloat16 WIDTH=64,128 GROUPS=1,2)
   leanfleet_instances(chunk_scan_hopper ${chunk_scan_root}/chunk_scan_hopper_float32_launch.cu.in WIDTH=64,128 GROUPS=1,2)
   leanfleet_op(chunk_scan
-    CUDA ${chunk_scan_root}/chunk_scan.cu ${chunk_scan_bfloat16}
+    CUDA ${chunk_scan_root}/chunk_scan.cu
     HOPPER ${chunk_scan_hopper}
-    ONCE ${chunk_scan_others})
+    ONCE ${chunk_scan_instances})
 endif()

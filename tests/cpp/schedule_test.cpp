@@ -212,15 +212,18 @@ void check_tiles(const Args& args) {
       const Span rows = unit_rows(args, request, row_tile), tiles = unit_tiles(args, request, row_tile);
       const Span keys = unit_keys(args, request, row_tile);
       int first = args.capacity, last = -1;
+      int token = -1, row_first = args.capacity, row_last = -1;  // the rows of a token see the same keys
       for (int row = rows.begin; row < rows.end; ++row) {
-        int row_first = args.capacity, row_last = -1;
-        for (int key = 0; key < args.capacity; ++key) {
-          if (!sees(args, request, row, key)) continue;
-          row_first = key < row_first ? key : row_first;
-          row_last = key;
+        if (row / args.group != token) {
+          token = row / args.group, row_first = args.capacity, row_last = -1;
+          for (int key = 0; key < args.capacity; ++key) {
+            if (!sees(args, request, row, key)) continue;
+            row_first = key < row_first ? key : row_first;
+            row_last = key;
+          }
         }
-        if (row / args.group < request.tokens) {
-          const Span seen = token_keys(args, request, row / args.group);
+        if (token < request.tokens) {
+          const Span seen = token_keys(args, request, token);
           require(seen.begin == row_first && seen.end == row_last + 1, "the keys of a token are wrong", args);
         }
         first = row_first < first ? row_first : first;

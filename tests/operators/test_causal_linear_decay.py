@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from leanfleet import native, spec
 from leanfleet.export import reference
-from support.kernels import remembered, run_kernel
+from support.kernels import examples, remembered, run_kernel
 
 FORWARD, GRAD = "CausalLinearDecay", "CausalLinearDecayGrad"
 I32 = torch.int32
@@ -250,7 +250,7 @@ def test_decays(decay, per_token):
         assert (found["grad_log_decay"][torch.isinf(grads["log_decay"])] == 0).all()
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data):
     """Anything that may vary in a call of the forward or of the gradient."""

@@ -23,7 +23,7 @@ from support.attention_cases import (
     packed,
     same_bits,
 )
-from support.kernels import aligned, entry, poisoned, remembered, run_kernel
+from support.kernels import aligned, entry, examples, poisoned, remembered, run_kernel
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
 
@@ -445,7 +445,7 @@ def test_sinks_of_any_size():
     check(inputs, attrs)
 
 
-@settings(max_examples=400, deadline=None, derandomize=True)
+@settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data):
     draw = data.draw
@@ -633,6 +633,7 @@ def test_slots_before_the_window_may_be_written(monkeypatch):
         run_kernel("LeanAttention", inputs, attrs)
 
 
+@pytest.mark.own_instruction_set  # the check stands before all kernels
 @settings(max_examples=300, deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_shared_slots(data):

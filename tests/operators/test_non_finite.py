@@ -1,16 +1,12 @@
 """The contract of csrc/ops.toml about NaN and infinities: CPU kernels, function bodies and the reference."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 
-from leanfleet import native, spec
+from leanfleet import spec
 from support import non_finite
 from support.attention_cases import make_case
-from support.kernels import run_kernel
+from support.kernels import instruction_sets, run_kernel
 from support.linear_cases import LINEAR, PACKED_CASES, fill, one_node_model, ort_models, session_of
 
 OPS = spec.all_specs()
@@ -58,9 +54,17 @@ def plain_reference(name, attrs):
     return lambda inputs: non_finite.run_reference(name, inputs, attrs)
 
 
+# Kernels of every instruction set, and bodies.
+RUNNERS = pytest.mark.parametrize(
+    ("runner", "instruction_set"),
+    [*((kernel, name) for name in instruction_sets()), (body, instruction_sets()[-1])],
+    indirect=["instruction_set"],
+)
+
+
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("case", ATTENTION)
-def test_attention_kernel(case, dtype):
+def test_attention_kernel(case, dtype, instruction_set):
     inputs, attrs = attention(case, dtype)
     non_finite.sweep("LeanAttention", inputs, attrs, kernel("LeanAttention", attrs), count=4)
 
@@ -78,7 +82,7 @@ def test_attention_reference(case):
 
 
 @pytest.mark.parametrize("case", LINEAR_CASES)
-def test_linear_kernel(case):
+def test_linear_kernel(case, instruction_set):
     name, inputs, attrs = linear(case)
     non_finite.sweep(name, inputs, attrs, kernel(name, attrs), skip=REFUSED, count=4)
 
@@ -99,9 +103,9 @@ def same(a, b):
     return torch.equal(a.view(torch.uint8), b.view(torch.uint8))
 
 
-@pytest.mark.parametrize("runner", (kernel, body))
+@RUNNERS
 @pytest.mark.parametrize("case", ATTENTION)
-def test_what_belongs_to_nobody_reaches_nothing_in_attention(case, runner):
+def test_what_belongs_to_nobody_reaches_nothing_in_attention(case, runner, instruction_set):
     """Padding rows, unused cache positions and pages, keys before all windows: they are NaN in make_case."""
     inputs, attrs = attention(case)
     assert any(t.isnan().any() for t in inputs.values() if t is not None and t.is_floating_point())
@@ -120,9 +124,9 @@ def test_what_belongs_to_nobody_reaches_nothing_in_attention(case, runner):
     assert results[0]["output"].isfinite().all()
 
 
-@pytest.mark.parametrize("runner", (kernel, body))
+@RUNNERS
 @pytest.mark.parametrize("case", [c for c in LINEAR_CASES if "packed" in c or "pool" in c])
-def test_what_belongs_to_nobody_reaches_nothing_in_linear_attention(case, runner):
+def test_what_belongs_to_nobody_reaches_nothing_in_linear_attention(case, runner, instruction_set):
     """Tokens outside all requests, and pool rows that none names."""
     name, inputs, attrs = linear(case)
     run = runner(name, attrs) if runner is kernel else body(name, inputs, attrs)
@@ -151,8 +155,8 @@ def test_what_belongs_to_nobody_reaches_nothing_in_linear_attention(case, runner
 
 
 @pytest.mark.parametrize("causal", (1, 0))
-@pytest.mark.parametrize("runner", (kernel, body))
-def test_without_eps_one_row_with_a_denominator_of_zero_spoils_itself(runner, causal):
+@RUNNERS
+def test_without_eps_one_row_with_a_denominator_of_zero_spoils_itself(runner, causal, instruction_set):
     """The first token's denominator is 0: its own gradients and, where all see all, those of the keys it sees."""
     name, attrs = "NormalizedLinearAttentionGrad", dict(eps=0.0, causal=causal, grad_coefficients=0)
     inputs = {n: torch.rand(1, 1, 70, 3) + 0.1 for n in ("query", "key", "value", "output", "grad_output")}
@@ -183,7 +187,7 @@ def test_later_tokens_leave_earlier_rows_of_a_body_alone(case, later):
     assert not found.movedim(axis, 0)[21:].isfinite().any()
 
 
-def test_a_denominator_of_nan_is_not_held_at_eps():
+def test_a_denominator_of_nan_is_not_held_at_eps(instruction_set):
     """A carried normaliser alone: the numerator stays finite, the quotient must not."""
     decay = fill("CausalLinearDecay", ["initial_state", "initial_norm"], (1, 2, 1, 3, 4, 5), dict(normalize=1))
     decay["initial_norm"][0, 0, 1] = NAN
@@ -199,7 +203,7 @@ def test_a_denominator_of_nan_is_not_held_at_eps():
             assert run(inputs)["output"].isnan().all(), name
 
 
-def test_a_sink_of_nan_where_no_key_is_seen():
+def test_a_sink_of_nan_where_no_key_is_seen(instruction_set):
     inputs, attrs = make_case(1, "paged", lens=(9, 20), Nq=2, sinks=True)
     inputs["block_table"][0] = -1
     inputs["sinks"][1] = NAN
@@ -207,31 +211,3 @@ def test_a_sink_of_nan_where_no_key_is_seen():
         found = run(inputs)
         assert found["lse"][:, 1].isnan().all() and found["output"][1, 1].isnan().all()
         assert found["output"][:, [0, 2, 3, 4, 5]].isfinite().all()
-
-
-def test_older_instruction_sets():
-    """The kernels' tests of this file on the older instruction sets of this processor's builds, chosen once a process."""
-    builds = ["baseline", "avx2", "avx512", "avx512_bf16"]
-    mine = native.build_info().removeprefix("cpu ").partition(",")[0]
-    if os.environ.get("LEANFLEET_CPU"):
-        pytest.skip("one of them runs already")
-    for build in builds[: builds.index(mine)]:
-        run = subprocess.run(
-            [
-                sys.executable,
-                "-P",
-                "-m",
-                "pytest",
-                "-q",
-                "-x",
-                "-p",
-                "no:cacheprovider",
-                __file__,
-                "-k",
-                "kernel or nan or without_eps",
-            ],
-            env=os.environ | {"LEANFLEET_CPU": build},
-            capture_output=True,
-            text=True,
-        )
-        assert run.returncode == 0, f"{build}: {run.stdout[-3000:]}"

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from leanfleet import native, spec
 from leanfleet.export import reference
-from support.kernels import DTYPE_NAMES, remembered, run_kernel
+from support.kernels import DTYPE_NAMES, examples, remembered, run_kernel
 
 FORWARD, BACKWARD = "NormalizedLinearAttention", "NormalizedLinearAttentionGrad"
 F32, F16, BF16, F64 = torch.float32, torch.float16, torch.bfloat16, torch.float64
@@ -317,7 +317,7 @@ def test_a_last_block_of_one_token(tokens):
         check_carried(make(tokens, size=(5, width)), {})
 
 
-@settings(max_examples=150, deadline=None, derandomize=True)
+@settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data):
     """A call of the forward and of the gradient with anything that may vary; a few tokens and, often, a state. D is 4 or more: unit

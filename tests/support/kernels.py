@@ -1,6 +1,7 @@
 """Runs an operator's kernel on torch tensors through the C interface, with poisoned outputs and scratch."""
 
 import functools
+import math
 import os
 import shutil
 import tempfile
@@ -47,6 +48,11 @@ def library_held_to(instructions):
     with mock.patch.dict(os.environ, LEANFLEET_CPU=instructions, LEANFLEET_LIBRARY_DIR=str(folder)):
         assert native.build_info().partition(",")[0] == f"cpu {instructions}"
     return folder
+
+
+def examples(count):
+    """How many examples of a random test are drawn: all, or the share that LEANFLEET_TEST_SHARE asks for."""
+    return math.ceil(count * float(os.environ.get("LEANFLEET_TEST_SHARE", 1)))
 
 
 def remembered(function):
