@@ -428,6 +428,7 @@ def test_each_pass_reports_how_often_it_applied():
     assert counts == {
         "divide_by_roots": 1,
         "pack_projections": 2,
+        "fuse_gates": 0,
         "fuse_residuals": 0,
         "fuse_rotary": 2,
         "fuse_rotated_halves": 0,
@@ -466,3 +467,58 @@ def test_why_a_rotary_encoding_stays_outside_is_logged(first, reason, caplog):
     assert (counts["fuse_rotary"], counts["rotate_inside"]) == (2, 0)
     (said,) = (r.getMessage() for r in caplog.records if r.name.startswith("leanfleet.export.fusions"))
     assert reason in said and "stays outside" in said
+
+
+class Gated(torch.nn.Module):
+    """A gated feed-forward layer. order: which halves the activation and the other factor are; widths: of the two halves."""
+
+    def __init__(self, activation, order=(0, 1), widths=(24, 24), packed=False):
+        super().__init__()
+        self.activation, self.order, self.widths = activation, order, widths
+        self.both = torch.nn.Linear(HIDDEN, sum(widths), bias=False) if packed else None
+        self.apart = torch.nn.ModuleList(torch.nn.Linear(HIDDEN, w, bias=False) for w in widths)
+
+    def forward(self, x):
+        halves = self.both(x).split(self.widths, -1) if self.both else [m(x) for m in self.apart]
+        return self.activation(halves[self.order[0]]) * halves[self.order[1]]
+
+
+GELU_TANH = torch.nn.GELU(approximate="tanh")
+
+
+@pytest.mark.parametrize(
+    "module, fused",
+    [
+        (Gated(torch.nn.SiLU()), 1),
+        (Gated(torch.nn.SiLU(), packed=True), 1),
+        (Gated(torch.nn.GELU()), 1),
+        (Gated(GELU_TANH, packed=True), 1),
+        (Gated(torch.nn.ReLU()), 1),
+        (Gated(torch.nn.Sigmoid()), 0),
+        (Gated(torch.nn.SiLU(), order=(1, 0)), 0),  # the gate behind the values
+        (Gated(torch.nn.SiLU(), order=(0, 0)), 0),
+        (Gated(torch.nn.SiLU(), widths=(24, 1)), 0),  # broadcast
+    ],
+    ids=str,
+)
+def test_gates(module, fused):
+    torch.manual_seed(0)
+    x = 2 * torch.randn(2, 5, HIDDEN)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model = export(module.eval(), (x,), dynamic_shapes=({0: torch.export.Dim("b"), 1: torch.export.Dim("n")},)).model
+    counts = fusions.fuse_for_onnxruntime(model)
+    assert counts["fuse_gates"] == fused == kinds(model).count("GatedActivation")
+    proto = ir.to_proto(model)
+    for rows in (x, x[:1, :1]):
+        with torch.no_grad():
+            expected = module(rows)
+        for library in (True, False):
+            options = ["CPUExecutionProvider"]
+            session = (
+                make_session(proto, options)
+                if library
+                else onnxruntime.InferenceSession(proto.SerializeToString(), providers=options)
+            )
+            (found,) = session.run(None, {session.get_inputs()[0].name: rows.numpy()})
+            torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
