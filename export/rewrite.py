@@ -848,6 +848,20 @@ def _causal_linear_decay_back(ops, node, options):
     return "LinearAttention", [by_token(out, [0, 2, 1, 3]), state]
 
 
+def _gated_activation_back(ops, node, options):
+    x, kind = node.inputs[0], _attributes(node).get("activation", "silu")
+    if kind.startswith("gelu") and options["opset"] < 20:
+        raise _Refused(f"the model has opset {options['opset']}; ai.onnx Gelu needs 20")
+    gate, up = (ops.Gather(x, i, axis=2) for i in (0, 1))
+    if kind == "silu":
+        active = ops.Mul(gate, ops.Sigmoid(gate))
+    elif kind == "relu":
+        active = ops.Relu(gate)
+    else:
+        active = ops.Gelu(gate, approximate="tanh" if kind == "gelu_tanh" else "none")
+    return "Mul", [ops.Mul(active, up)]
+
+
 # Models and files
 
 _TO_LEANFLEET = {
@@ -857,7 +871,11 @@ _TO_LEANFLEET = {
     f"{MICROSOFT}.LinearAttention": _linear_attention,
     f"{MICROSOFT}.MultiHeadAttention": _multi_head_attention,
 }
-_TO_STANDARD = {"leanfleet.LeanAttention": _lean_attention_back, "leanfleet.CausalLinearDecay": _causal_linear_decay_back}
+_TO_STANDARD = {
+    "leanfleet.LeanAttention": _lean_attention_back,
+    "leanfleet.CausalLinearDecay": _causal_linear_decay_back,
+    "leanfleet.GatedActivation": _gated_activation_back,
+}
 OPERATORS = tuple(_TO_LEANFLEET)
 
 

@@ -87,7 +87,8 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
                 "position": seq_lens,
             }
             tokens = lf.sample_tokens(attended[:, :, -1].flatten(1), **settings)
-            return attended, lse, keys, values, decayed, state, gq, gk, gv, normalized, nq, nk, nv, tokens
+            gated = lf.gated_activation(x.unflatten(-1, (2, 32)), activation="gelu_tanh")
+            return attended, lse, keys, values, decayed, state, gq, gk, gv, normalized, nq, nk, nv, tokens, gated
 
     torch.manual_seed(0)
     x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]

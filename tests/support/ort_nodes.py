@@ -95,6 +95,7 @@ SIZES = {
     "half": 3,
     "V": 70,
     "W": 3,
+    "F": 10,
 }
 CASES = [
     pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")

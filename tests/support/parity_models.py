@@ -27,6 +27,7 @@ SIZES = {
     "half": 6,
     "V": 300,
     "W": 10,
+    "F": 24,
 }
 STATE = {"initial_state", "initial_key_sum", "initial_value_sum", "initial_count"}
 DRAWS = {"temperature", "seed", "position"}
