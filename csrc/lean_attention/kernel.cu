@@ -292,8 +292,14 @@ int padded_width(const Args& args) {
   return width <= 64 ? 64 : width <= 128 ? 128 : 256;
 }
 
-// Whether units of 128 rows run on wgmma, which only code for sm_90a has.
-bool takes_wgmma(const Args& args, int device) { return padded_width(args) <= 128 && code_version(device) == 90; }
+// Whether prompts run on wgmma, which only code for sm_90a has.
+bool takes_wgmma(const Args& args) {
+  int device = 0;
+  return padded_width(args) <= 128 && cudaGetDevice(&device) == cudaSuccess && code_version(device) == 90;
+}
+
+// Of a prompt's unit.
+int prompt_rows(const Args& args) { return takes_wgmma(args) ? wgmma_rows(padded_width(args)) : 128; }
 
 int greatest_common_divisor(int a, int b) {
   while (b != 0) {
@@ -355,7 +361,6 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
   else of_width(std::integral_constant<int, 256>{});
 }
 
-constexpr int kPromptRows = 128;
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kShortPart = 128;                           // key tiles, measured
 
@@ -374,7 +379,7 @@ int for_type_and_width(const Args& args, int width, F&& launch) {
 void cut_for_cuda(Args& args) {
   const int64_t each = ceil_div(args.total_tokens, args.requests);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32), few = args.group * each <= 16;
-  const int64_t tokens = few ? each : (half ? kPromptRows : kFloatRows) / args.group;
+  const int64_t tokens = few ? each : (half ? prompt_rows(args) : kFloatRows) / args.group;
   if (half && !few && args.requests > 1 && args.group <= 16) args.short_tokens = max32(8 / args.group, 1);
   cut_into_pieces(args, static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens)));
 }
@@ -405,11 +410,10 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   const int tile = padded_width(args) == 64 ? 128 : 64;
   const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 1 + kUnitOverhead) <
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
-  plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : kPromptRows;
+  plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : prompt_rows(args);
   int slots = 0;
-  int device = 0;
-  const bool wgmma = cudaGetDevice(&device) == cudaSuccess && takes_wgmma(args, device);
-  if (wgmma && plan.row_tile == kWgmmaRows) plan.unit_overhead = kWgmmaUnitOverhead;
+  const bool wgmma = takes_wgmma(args);
+  if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
   choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short.
@@ -430,7 +434,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
   const int width = padded_width(args);
   int key_tile = 0, slots = 0;
-  const bool wgmma = args.plan.row_tile == kWgmmaRows && takes_wgmma(args, device);
+  const bool wgmma = args.plan.row_tile > 16 && takes_wgmma(args);
   choose_tile(width, args.plan.row_tile, wgmma, &key_tile, &slots, max_shared_bytes);
   if (!by_16_bytes || slots < 2 || (wgmma && !aligned(args.output, 16))) {
     args.plan.key_tile = kFloatTokens;

@@ -1,9 +1,11 @@
 // LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent CTA per range of the schedule, as in
-// mma_kernel.cuh, whose producer and queue it takes over. Two warpgroups compute, each 64 rows of a unit of 128 and all
-// tokens, with wgmma: S = Q K^T from shared memory, O += P V with P in registers.
+// mma_kernel.cuh, whose producer and queue it takes over. Warpgroups compute, each 64 rows of a unit and all tokens, with
+// wgmma: S = Q K^T from shared memory, O += P V with P in registers. Three of them where registers suffice, which the softmax of
+// narrow heads needs: it takes as long as their products.
 //
-// The next tile's S is on its way through the tensor cores beside this tile's O while the softmax of the next one runs
-// (as in FlashAttention-3). What tile it is, masked or not, decides about branches between products only: a product
+// The next tile's S is on its way through the tensor cores beside this tile's O while the softmax of the next one runs, and
+// the warpgroups take turns at issuing products, so that one has its softmax while the tensor cores work for the other (both
+// as in FlashAttention-3). What tile it is, masked or not, decides about branches between products only: a product
 // behind a branch, with others on their way, makes the compiler wait for each.
 #pragma once
 
@@ -15,8 +17,13 @@ namespace leanfleet::lean_attention {
 template <int kWidth>
 struct WgmmaTile {
   static constexpr bool kSplitTokens = false;
-  static constexpr int kTokens = 128, kRows = 128, kGroupRows = 64;
-  static constexpr int kConsumerWarps = 8, kTileWarps = 8, kGroups = 1, kThreads = 32 * (kConsumerWarps + 4);
+  static constexpr int kWarpgroups = kWidth == 64 ? 3 : 2, kGroupRows = 64;
+  static constexpr int kTokens = 128, kRows = kWarpgroups * kGroupRows;
+  static constexpr int kConsumerWarps = 4 * kWarpgroups, kTileWarps = kConsumerWarps, kGroups = 1;
+  // Registers of a thread; with those of the producers all that an SM has, 65,536.
+  static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
+  static constexpr int kProducerRegisters = kWarpgroups == 3 ? 32 : 56;
+  static constexpr int kThreads = 32 * (kConsumerWarps + 4);
   static constexpr int kSlotBytes = kTokens * kWidth * 2;
   static constexpr int kQueryBytes = kRows * kWidth * 2;
   static constexpr int kSlices = kTokens / 16;
@@ -32,7 +39,8 @@ struct WgmmaTile {
   static int shared_bytes(int slots) { return kFixedBytes + slots * (kSlotBytes + kSlotExtra); }
 };
 
-constexpr int kWgmmaRows = WgmmaTile<64>::kRows;
+// Of a unit, for heads padded to this width.
+constexpr int wgmma_rows(int width) { return width == 64 ? WgmmaTile<64>::kRows : WgmmaTile<128>::kRows; }
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -50,7 +58,7 @@ __device__ __forceinline__ void transpose_quad(uint32_t (&w)[4], int lane) {
   swap(w[1], w[3], 2);
 }
 
-// A warpgroup: `group` 0 or 1, with rows 64 * group and on of every unit; `warp` of the CTA's 8 consumer warps. A
+// A warpgroup: `group` 0, 1 or 2, with rows 64 * group and on of every unit; `warp` of the CTA's consumer warps. A
 // thread has the rows 16 * warp + lane / 4 and 8 more of the unit, and of these columns 8n + 2 * (lane % 4) and the next.
 template <class T, int kWidth>
 struct WarpgroupConsumer {
@@ -75,20 +83,16 @@ struct WarpgroupConsumer {
     Output o;
     mbarrier_wait(ring.queue_full + queued.slot * 8, queued.parity);
     if (ring.queue[queued.slot].last != 0) return;
+    if (group == 1) end_turn(2);
     load_query(ring.queue[queued.slot].unit);
 #pragma unroll 1
     for (;;) {
       const Work& work = ring.queue[queued.slot];
       begin_unit(o);
-      const Span rows = real_rows(work.unit);
-      Span tokens = {0, 0};
-      if (rows.begin < rows.end) tokens = {token_of_row(rows.begin, args.group), token_of_row(rows.end - 1, args.group) + 1};
-      const Span mine = keys_of_tokens(args, work.unit.request, tokens).seen, all = work.segment.tiles;
-      const Span tiles = {clamp(mine.begin / kTokens, all.begin, all.end),
-                          clamp(ceil_div(mine.end, kTokens), all.begin, all.end)};
-      skip(tiles.begin - all.begin);
-      if (tiles.begin < tiles.end) consume(tiles, work, o);
-      skip(all.end - max32(tiles.begin, tiles.end));
+      const Span rows = unit_rows(args, work.unit.request, work.unit.row_tile), tiles = work.segment.tiles;
+      const int groups = max32(ceil_div(rows.end - rows.begin, Tile::kGroupRows), 1);  // that have rows
+      if (group >= groups) skip(tiles.end - tiles.begin);
+      else if (tiles.begin < tiles.end) consume(tiles, work, groups, o);
       // The next unit's query is on its way while this one's output is written.
       const uint32_t done = ring.queue_empty + queued.slot * 8;
       queued.next();
@@ -96,9 +100,10 @@ struct WarpgroupConsumer {
       const bool last = ring.queue[queued.slot].last != 0;
       if (!last) load_query(ring.queue[queued.slot].unit);
       finish(work, o);
-      if (last) return;
+      if (last) break;
       mbarrier_arrive(done);  // every lane for what it has read of the work: no order between lanes is needed
     }
+    if (group == 0) await_turn(2);  // the turn that nobody took
   }
 
   // The ring
@@ -112,20 +117,22 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void next() {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
-  // Gives a slot back: 32 arrivals of a warp.
-  __device__ __forceinline__ void release(uint32_t empty) const {
+  // Gives a slot back: 32 arrivals of a warp, of its first lane alone or, `each`, of every lane. Without a branch, on which the
+  // compiler would stop to mix instructions.
+  __device__ __forceinline__ void release(uint32_t empty, bool each = false) const {
     __syncwarp();
-    if (lane == 0) hopper::mbarrier_arrive_times(empty, 32);
+    asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared.b64 _, [%0], %1;\n}" ::"r"(empty),
+                 "r"(each ? 1 : lane == 0 ? 32 : 0)
+                 : "memory");
   }
   // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
   // arrival after __syncwarp is as good, but racecheck does not follow it.
   __device__ __forceinline__ void release_values(int of) const {
-    if (loads.tensor_maps && !args.append) release(values_empty(of));
-    else mbarrier_arrive(values_empty(of));
+    release(values_empty(of), !loads.tensor_maps || args.append);
   }
   // Rows that threads have copied instead of TMA, before wgmma reads them.
   __device__ __forceinline__ void landed() const {
-    if (!loads.whole_tiles) hopper::fence_proxy_async();
+    if (!loads.tensor_maps || args.append) hopper::fence_proxy_async();
   }
 
   // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full. Read by the lane that gives the
@@ -134,6 +141,7 @@ struct WarpgroupConsumer {
     uint4 bits = make_uint4(0, 0, 0, 0);
     if (args.cache_kind != kPaged) return bits;
     if (lane == 0) bits = *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
+    if (__shfl_sync(kFullWarp, bits.x | bits.y | bits.z | bits.w, 0) == 0) return make_uint4(0, 0, 0, 0);
     return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0), __shfl_sync(kFullWarp, bits.z, 0),
                       __shfl_sync(kFullWarp, bits.w, 0));
   }
@@ -151,8 +159,11 @@ struct WarpgroupConsumer {
 
   // Products
 
+  // The same in all lanes, and known to be.
+  static __device__ __forceinline__ uint32_t uniform(uint32_t x) { return __shfl_sync(kFullWarp, x, 0); }
+
   __device__ __forceinline__ void keys_product(Scores& s) const {
-    const uint32_t a = hopper::make_smem_descriptor(query, 0), b = hopper::make_smem_descriptor(keys(), 0);
+    const uint32_t a = hopper::make_smem_descriptor(query, 0), b = uniform(hopper::make_smem_descriptor(keys(), 0));
     hopper::warpgroup_arrive();
 #pragma unroll
     for (int k = 0; k < kWidth / 16; ++k)
@@ -161,7 +172,7 @@ struct WarpgroupConsumer {
     hopper::warpgroup_commit();
   }
   static __device__ __forceinline__ void values_product(Output& o, const Weights& p, uint32_t values) {
-    const uint32_t b = hopper::make_smem_descriptor(values, kTokens * 128);
+    const uint32_t b = uniform(hopper::make_smem_descriptor(values, kTokens * 128));
     hopper::warpgroup_arrive();
 #pragma unroll
     for (int t = 0; t < kTokens / 16; ++t) hopper::wgmma_rs<true>(T{}, o, p[t], b + t * 2048 / 16, 1);
@@ -170,36 +181,46 @@ struct WarpgroupConsumer {
 
   // Softmax
 
-  // Logits times log2(e) are s * scale. Brings the statistics up to date, turns s into weights, and returns what earlier
-  // sums have to be multiplied with.
-  __device__ __forceinline__ void online_softmax(Scores& s, float scale, float (&factor)[2]) {
+  // Logits times log2(e) are s * scale. Brings the maxima up to date and returns what earlier sums have to be multiplied with.
+  __device__ __forceinline__ void new_maxima(const Scores& s, float scale, float (&factor)[2]) {
+    float top[2][2];
+#pragma unroll
+    for (int c = 0; c < 2; ++c)
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        top[c][i] = s[0][2 * c + i];
+#pragma unroll
+        for (int n = 1; n < kTokens / 8; ++n) top[c][i] = fmaxf(top[c][i], s[n][2 * c + i]);
+      }
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      float top = -INFINITY;
-#pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) top = fmaxf(top, fmaxf(s[n][2 * c], s[n][2 * c + 1]));
-      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 1));
-      top = fmaxf(top, __shfl_xor_sync(kFullWarp, top, 2));
-      top *= scale;
-      const float in_use = top > max[c] + kRescaleAt ? top : max[c];
+      float most = fmaxf(top[c][0], top[c][1]);
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 1));
+      most = fmaxf(most, __shfl_xor_sync(kFullWarp, most, 2)) * scale;
+      const float in_use = most > max[c] + kRescaleAt ? most : max[c];
       factor[c] = rescale(max[c], in_use);
       max[c] = in_use;
-      const float base = in_use == -INFINITY ? 0.0f : -in_use;
-      float sums[2] = {sum[c] * factor[c], 0.0f};
-#pragma unroll
-      for (int n = 0; n < kTokens / 8; ++n) {
-#pragma unroll
-        for (int i = 2 * c; i < 2 * c + 2; ++i) {
-          s[n][i] = exp2_fast(fmaf(s[n][i], scale, base));
-          sums[i % 2] += s[n][i];
-        }
-      }
-      sum[c] = sums[0] + sums[1];
+      sum[c] *= factor[c];
     }
   }
 
+  // Turns the logits of row c into weights and adds them up.
+  template <int c>
+  __device__ __forceinline__ void weigh(Scores& s, float scale) {
+    const float base = max[c] == -INFINITY ? 0.0f : -max[c];
+    float sums[2] = {sum[c], 0.0f};
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        s[n][2 * c + i] = exp2_fast(fmaf(s[n][2 * c + i], scale, base));
+        sums[i] += s[n][2 * c + i];
+      }
+    }
+    sum[c] = sums[0] + sums[1];
+  }
+
   static __device__ __forceinline__ void rescale_output(Output& o, const float (&factor)[2]) {
-    if (!__any_sync(kFullWarp, factor[0] != 1.0f || factor[1] != 1.0f)) return;
 #pragma unroll
     for (int d = 0; d < kWidth / 8; ++d)
 #pragma unroll
@@ -213,20 +234,35 @@ struct WarpgroupConsumer {
       for (int i = 0; i < 4; ++i) p[t][i] = pack_pair(T{}, s[2 * t + i / 2][i % 2 * 2], s[2 * t + i / 2][i % 2 * 2 + 1]);
   }
 
-  __device__ __forceinline__ void consume(Span tiles, const Work& work, Output& o) {
+  // The turn at issuing products, which goes round the groups that have rows; group 0 has the first.
+  __device__ __forceinline__ void await_turn(int groups) const {
+    if (groups > 1) named_barrier(8 + group, 256);
+  }
+  __device__ __forceinline__ void end_turn(int groups) const {
+    if (groups > 1) named_barrier_arrive(group + 1 == groups ? 8 : 9 + group, 256);
+  }
+
+  // groups: so many do this.
+  __device__ __forceinline__ void consume(Span tiles, const Work& work, int groups, Output& o) {
     // |scale|: its sign is in the query.
     const float scale = args.softcap > 0.0f ? kLog2E : fabsf(args.scale) * kLog2E;
+    Span plain = {ceil_div(work.common.begin, kTokens), work.common.end / kTokens};  // tiles of which all rows see all tokens
+    if (args.softcap > 0.0f) plain.end = plain.begin;
     Scores s;
     Weights p;
     float factor[2];
     int tile = tiles.begin;
     mbarrier_wait(keys_full(), parity);
     landed();
+    await_turn(groups);
     keys_product(s);
+    end_turn(groups);
     hopper::warpgroup_wait<0>();
     hopper::fence_accumulators(s);
-    finish_scores(tile, work, s);
-    online_softmax(s, scale, factor);
+    finish_scores(tile, plain, work, s);
+    new_maxima(s, scale, factor);
+    weigh<0>(s, scale);
+    weigh<1>(s, scale);
     pack(s, p);
 #pragma unroll 1
     for (;;) {
@@ -245,15 +281,16 @@ struct WarpgroupConsumer {
       mbarrier_wait(keys_full(), parity);
       mbarrier_wait(values_full(before), before_parity);
       landed();
+      await_turn(groups);
       keys_product(s);
       values_product(o, p, values(before));
+      end_turn(groups);
       hopper::warpgroup_wait<1>();
       hopper::fence_accumulators(s);
-      finish_scores(tile, work, s);
-      online_softmax(s, scale, factor);
-      hopper::fence_accumulators(s);
-      // Sums of exponentials are never negative. Without a branch here the assembler moves the wait to before the softmax.
-      if (__any_sync(kFullWarp, sum[0] + sum[1] < 0.0f)) __trap();
+      finish_scores(tile, plain, work, s);
+      new_maxima(s, scale, factor);
+      weigh<0>(s, scale);
+      weigh<1>(s, scale);
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
       release_values(before);
@@ -262,14 +299,14 @@ struct WarpgroupConsumer {
     }
   }
 
-  // Gives the tile's keys back, and caps and masks its logits unless all rows see all of it.
-  __device__ __forceinline__ void finish_scores(int tile, const Work& work, Scores& s) const {
+  // Gives the tile's keys back, and caps and masks its logits unless it is plain.
+  __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, Scores& s) const {
     const uint4 missing = missing_tokens();
     const bool all_there = (missing.x | missing.y | missing.z | missing.w) == 0;
     release(keys_empty());
+    if (tile >= plain.begin && tile < plain.end && all_there) return;
     const int begin = tile * kTokens;
-    const Span common = work.common, seen = work.seen;
-    if (begin >= common.begin && begin + kTokens <= common.end && all_there && args.softcap == 0.0f) return;
+    const Span seen = work.seen;
     if (args.softcap > 0.0f) {
       const float scale = fabsf(args.scale);
 #pragma unroll
@@ -311,7 +348,7 @@ struct WarpgroupConsumer {
   }
 
   // What is outside the cache's valid part may be NaN, which a weight of 0 does not silence: those tokens' values become
-  // 0 in the slot. Both groups do so, as each may be ahead of the other.
+  // 0 in the slot. All groups do so, as each may be ahead of the others.
   __device__ __forceinline__ void silence_values(int begin, Span seen, uint4 missing) const {
     const uint32_t to = values(pair);
 #pragma unroll 1
@@ -519,7 +556,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = Tile::kRows;
   args.plan.min_range_work = kMinRangeWork;
-  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // so that the compiler sees it uniform
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   char* at = base + loads.slots * Tile::kSlotBytes;
@@ -560,7 +597,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   __syncthreads();
 
   if (warp >= Tile::kConsumerWarps) {
-    asm volatile("setmaxnreg.dec.sync.aligned.u32 56;");
+    asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(Tile::kProducerRegisters));
     const int of_producers = warp - Tile::kConsumerWarps;
     TileProducer<T, Tile, false> producer{args,
                                           loads,
@@ -579,9 +616,9 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
     if (args.append)
       append_all<T, uint4>(launch_args, static_cast<int64_t>(blockIdx.x) * Tile::kConsumerWarps + warp,
                            static_cast<int64_t>(gridDim.x) * Tile::kConsumerWarps);
-    asm volatile("setmaxnreg.inc.sync.aligned.u32 224;");
+    asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(Tile::kConsumerRegisters));
     const int group = warp / 4;
-    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kQueryBytes / 2, group, warp, lane};
+    WarpgroupConsumer<T, kWidth> consumer{args, loads, ring, query + group * Tile::kGroupRows * kWidth * 2, group, warp, lane};
     consumer.run();
   }
 #endif
