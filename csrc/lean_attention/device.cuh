@@ -198,8 +198,9 @@ template <class P>
 __device__ __forceinline__ Pair<P> pair_of(const Args& args, int index, int row_tiles) {
   Pair<P> pair = {};
   if (index >= args.batch * row_tiles) return pair;
-  pair.request = request_of(args, index / row_tiles);
-  pair.tiles = unit_tiles(args, pair.request, index % row_tiles);
+  const int request = row_tiles == 1 ? index : index / row_tiles;
+  pair.request = request_of(args, request);
+  pair.tiles = unit_tiles(args, pair.request, index - request * row_tiles);
   pair.work = pair.request.rows == 0 ? 0 : static_cast<P>(unit_work(args, pair.tiles));
   return pair;
 }
@@ -295,7 +296,7 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
     work += heads * warp_sum(more);
   }
   range.work = work;
-  range.ranges = num_ranges(args.plan, static_cast<int64_t>(work));
+  range.ranges = num_ranges(args.plan, work);
   if (index >= range.ranges || work == 0) return false;
   range.begin = range_begin(work, range.ranges, index);
   range.end = range_begin(work, range.ranges, index + 1);
@@ -311,37 +312,14 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
   }
   const int pair = first + found;
   Unit& unit = range.unit;
-  unit.index = pair / row_tiles;
-  unit.row_tile = 0;
+  unit.index = row_tiles == 1 ? pair : pair / row_tiles;
+  unit.row_tile = pair - unit.index * row_tiles;
   unit.request = request_of_lane(args, mine.request, found, unit.index);
   unit.tiles.begin = __shfl_sync(kFullWarp, mine.tiles.begin, found);
   unit.tiles.end = __shfl_sync(kFullWarp, mine.tiles.end, found);
-  P head_work = __shfl_sync(kFullWarp, mine.work, found);
-  if (row_tiles > 1) {
-    // Now within the request: back to its begin, and the work of one head is that of all its query tiles.
-    P all = 0, earlier = 0;
-#pragma unroll 1
-    for (int t = lane; t < row_tiles; t += 32) {
-      const P one = pair_of<P>(args, unit.index * row_tiles + t, row_tiles).work;
-      all += one;
-      if (t < pair - unit.index * row_tiles) earlier += one;
-    }
-    head_work = warp_sum(all);
-    before -= heads * warp_sum(earlier);
-  }
-  unit.head = static_cast<int32_t>((range.begin - before) / head_work);
-  before += unit.head * head_work;
-  if (row_tiles > 1) {
-    found = -1;
-#pragma unroll 1
-    for (int t = 0; found < 0; t += 32) {
-      const P one = t + lane < row_tiles ? pair_of<P>(args, unit.index * row_tiles + t + lane, row_tiles).work : 0;
-      found = warp_find(one, warp_scan(one), range.begin, before);
-      unit.row_tile = t + found;
-    }
-    unit.tiles = unit_tiles(args, unit.request, unit.row_tile);
-  }
-  unit.position = static_cast<int64_t>(before);
+  const P of_unit = __shfl_sync(kFullWarp, mine.work, found);
+  unit.head = static_cast<int32_t>((range.begin - before) / of_unit);
+  unit.position = static_cast<int64_t>(before + unit.head * of_unit);
   return true;
 }
 
@@ -362,7 +340,7 @@ __device__ __forceinline__ void for_each_share(const Args& args, const Range<P>&
     const Share share = share_of(args, unit, range.begin, range.end);
     if (share.contributes) body(unit, share);
     if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
-    next_unit(args, unit);
+    next_unit<true>(args, unit);
   }
 }
 
@@ -428,6 +406,17 @@ __device__ __noinline__ void append_all(const Args& args, int64_t warp, int64_t 
 #pragma unroll 1
       for (int c = lane; c < chunks; c += 32) target[c] = source[c];
     }
+  }
+}
+
+// The pieces of packed tokens; where two launches share them, what the other has is without rows.
+__device__ __forceinline__ void note_pieces(const Args& args, int thread, int threads) {
+  const int apart = args.short_tokens > 0 ? args.requests : 0;
+  for (int b = thread; b < apart; b += threads)
+    args.pieces[b] = is_short(args, b) ? packed_tokens(args, b, 0, args.short_tokens) : Request{};
+  for (int i = thread; i < args.batch; i += threads) {
+    const Request request = piece(args, i);
+    args.pieces[apart + i] = apart > 0 && request.rows > 0 && is_short(args, request.b) ? Request{} : request;
   }
 }
 

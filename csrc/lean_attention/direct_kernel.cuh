@@ -519,7 +519,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
       const Unit unit = range.unit;
       const Share share = share_of(args, unit, range.begin, range.end);
       more = static_cast<P>(unit_end(args, unit)) < range.end;
-      if (more) next_unit(args, range.unit);
+      if (more) next_unit<true>(args, range.unit);
       if (!share.contributes) continue;
       const DirectWork found = cta.work_of(unit, segment_of(args, range, unit, share));
       __syncwarp();

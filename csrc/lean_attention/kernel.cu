@@ -215,17 +215,6 @@ int for_type(const Args& args, F&& launch) {
   return args.dtype == static_cast<int>(DType::kFloat16) ? launch(__half{}) : launch(__nv_bfloat16{});
 }
 
-// The pieces of packed tokens; where two launches share them, what the other has is without rows.
-__device__ __forceinline__ void note_pieces(const Args& args, int thread, int threads) {
-  const int apart = args.short_tokens > 0 ? args.requests : 0;
-  for (int b = thread; b < apart; b += threads)
-    args.pieces[b] = is_short(args, b) ? packed_tokens(args, b, 0, args.short_tokens) : Request{};
-  for (int i = thread; i < args.batch; i += threads) {
-    const Request request = piece(args, i);
-    args.pieces[apart + i] = apart > 0 && request.rows > 0 && is_short(args, request.b) ? Request{} : request;
-  }
-}
-
 // What comes before the attention: the append, so that prompts read all keys and values from the caches, through TMA, and
 // pieces of packed tokens what others append; and the notes of these pieces.
 template <class T, class Chunk, bool kRope, bool kPieces>
@@ -245,6 +234,14 @@ int launch_append(const Args& args, cudaStream_t stream) {
   return cudaGetLastError();
 }
 
+bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
+
+// Whether launch_prepare takes a call.
+bool prepares(const Args& args) {
+  return args.append && args.dtype != static_cast<int>(DType::kFloat32) && args.rotary_half > 0 && args.rotary_half % 8 == 0 &&
+         !args.rotary_interleaved && aligned(args.cos_cache, 16) && aligned(args.sin_cache, 16);
+}
+
 // Notes the pieces of packed tokens and appends, for kernels that then only read. Keys get their rotary embedding here where
 // the attention gives the queries theirs.
 int prepare_packed(Args& args, bool by_16_bytes, cudaStream_t stream) {
@@ -255,6 +252,7 @@ int prepare_packed(Args& args, bool by_16_bytes, cudaStream_t stream) {
     error = for_type(args, [&](auto type) {
       using T = decltype(type);
       if (!by_16_bytes) return launch_append<T, T, false, true>(args, stream);
+      if (prepares(args)) return launch_prepare(args, false, stream);
       return args.rotary_half > 0 ? launch_append<T, uint4, true, true>(args, stream)
                                   : launch_append<T, uint4, false, true>(args, stream);
     });
@@ -285,17 +283,18 @@ int code_version(int device) {
   return attributes.ptxVersion;
 }
 
-bool aligned(const void* pointer, int bytes) { return reinterpret_cast<uintptr_t>(pointer) % bytes == 0; }
-
 int padded_width(const Args& args) {
   const int width = args.key_width > args.value_width ? args.key_width : args.value_width;
   return width <= 64 ? 64 : width <= 128 ? 128 : 256;
 }
 
-// Whether prompts run on wgmma, which only code for sm_90a has.
+// Whether prompts run on wgmma, which only code for sm_90a has and which counts work in 31 bits: no call of hours fits.
 bool takes_wgmma(const Args& args) {
+  if (padded_width(args) > 128) return false;
+  const double units = static_cast<double>(args.batch) * args.kv_heads * (args.group * static_cast<double>(args.tokens) / 128 + 1);
   int device = 0;
-  return padded_width(args) <= 128 && cudaGetDevice(&device) == cudaSuccess && code_version(device) == 90;
+  return units * (args.capacity / WgmmaTile<64>::kTokens + 16.0) < double{1u << 31} && cudaGetDevice(&device) == cudaSuccess &&
+         code_version(device) == 90;
 }
 
 // Of a prompt's unit.
@@ -436,7 +435,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   int key_tile = 0, slots = 0;
   const bool wgmma = args.plan.row_tile > 16 && takes_wgmma(args);
   choose_tile(width, args.plan.row_tile, wgmma, &key_tile, &slots, max_shared_bytes);
-  if (!by_16_bytes || slots < 2 || (wgmma && !aligned(args.output, 16))) {
+  if (!by_16_bytes || slots < (wgmma ? 4 : 2) || (wgmma && !aligned(args.output, 16))) {
     args.plan.key_tile = kFloatTokens;
     args.plan.row_tile = min32(args.plan.row_tile, kFloatRows);
     if (args.rotary_half > 0) {
@@ -500,6 +499,16 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   });
 }
 
+// The same, or two of them where packed requests of few tokens have a launch of their own.
+int launch_pieces(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
+  if (args.short_tokens > 0) {
+    const int error = launch_planned(short_launch(args), device, max_shared_bytes, by_16_bytes, stream);
+    if (error != cudaSuccess) return error;
+    args.pieces += args.requests;
+  }
+  return launch_planned(args, device, max_shared_bytes, by_16_bytes, stream);
+}
+
 }  // namespace
 
 int launch_attention(const Args& call, int device, void* stream) {
@@ -519,15 +528,23 @@ int launch_attention(const Args& call, int device, void* stream) {
     args.key_cache = args.key_cache_out;
     args.value_cache = args.value_cache_out;
   }
+  const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
+  const bool by_16_bytes =
+      aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
+  if (args.packed_tokens && args.plan.row_tile > 16 && by_16_bytes && prepares(args)) {
+    const int error = launch_prepare(args, true, stream);
+    if (error != cudaSuccess) return error;
+    args.query = args.rotated_query;
+    args.rotary_half = 0;
+    args.append = false;
+    return launch_pieces(args, device, max_shared_bytes, by_16_bytes, stream);
+  }
   // Kernels for few rows rotate queries and new keys as they read them; for others it is done once, before.
   if (args.rotary_half > 0 && (element == 4 || args.plan.row_tile > 16 || args.rotary_half % 2 != 0 ||
                                !aligned(args.cos_cache, 16) || !aligned(args.sin_cache, 16))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
   }
-  const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
-  const bool by_16_bytes =
-      aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;
   if (args.packed_tokens) {
     if (args.append && args.rotary_half > 0 && !by_16_bytes) {
       const int error = launch_rotate(args, stream);
@@ -536,12 +553,7 @@ int launch_attention(const Args& call, int device, void* stream) {
     const int error = prepare_packed(args, by_16_bytes, static_cast<cudaStream_t>(stream));
     if (error != cudaSuccess) return error;
   }
-  if (args.short_tokens > 0) {
-    const int error = launch_planned(short_launch(args), device, max_shared_bytes, by_16_bytes, stream);
-    if (error != cudaSuccess) return error;
-    args.pieces += args.requests;
-  }
-  return launch_planned(args, device, max_shared_bytes, by_16_bytes, stream);
+  return launch_pieces(args, device, max_shared_bytes, by_16_bytes, stream);
 }
 
 }  // namespace leanfleet::lean_attention

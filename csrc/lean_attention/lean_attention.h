@@ -125,6 +125,11 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges);
 // new_key, without a rotary embedding. Returns a cudaError_t.
 int launch_rotate(Args& args, void* stream);
 
+// Packed tokens of 16 bits, with rotary embedding in halves of a multiple of 8 columns and rows that begin at multiples of 16
+// bytes: notes the pieces, appends, and with `queries` writes their rotary embeddings to the scratch for them. Returns a
+// cudaError_t.
+int launch_prepare(const Args& args, bool queries, void* stream);
+
 // Launches the kernel, for widths up to 256 that are multiples of 8. Returns a cudaError_t.
 int launch_attention(const Args& args, int device, void* stream);
 

@@ -4,7 +4,7 @@
 // A unit is (request, key/value head, query tile): `row_tile` packed rows, row = token * group + head in the group,
 // that share the keys and values of one head. Its context is cut into tiles of `key_tile` keys, aligned to multiples
 // of it from position 0 of the request; only tiles that one of its rows sees are its work. Units stand on a line in
-// the order request, head, query tile; a unit is `unit_overhead` positions followed by one position for each of its
+// the order request, head, query tile (on a device request, query tile, head: less to find); a unit is `unit_overhead` positions followed by one position for each of its
 // tiles, or by one for all if it has none, so that padding rows and empty requests have an owner too. Range r of G
 // takes the positions [r W / G, (r+1) W / G) of all W: it ends in the middle of a unit where it must. Whoever owns
 // all tiles of a unit writes its output; otherwise each owner of at least one tile, a contributor, leaves a partial
@@ -16,6 +16,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/integers.h"
 #include "lean_attention/lean_attention.h"
@@ -219,22 +220,36 @@ LEANFLEET_HD int64_t fill_work_prefix(const Args& args, int64_t* prefix) {
 
 // The number of ranges: max_ranges, or fewer where they would be smaller than min_range_work. Never more than the
 // work, so that no range is empty.
-LEANFLEET_HD int32_t num_ranges(const Plan& plan, int64_t work) {
-  const int64_t most = work / max32(plan.min_range_work, 1);
+template <class P>
+LEANFLEET_HD int32_t num_ranges(const Plan& plan, P work) {
+  const P most = work / max32(plan.min_range_work, 1);
   return most < 1 ? 1 : most < plan.max_ranges ? static_cast<int32_t>(most) : plan.max_ranges;
 }
 
 // Positions are of a type P that holds ranges * work: int64_t, or uint32_t where that is known to suffice and 64-bit
-// divisions are slow.
+// divisions are slow; or int32_t, which has to hold the work alone.
 template <class P>
 LEANFLEET_HD P range_begin(P work, int32_t ranges, int32_t range) {
-  return range * work / ranges;
+  if constexpr (std::is_same_v<P, int32_t>) {
+    const int32_t share = work / ranges;
+    const uint32_t rest = static_cast<uint32_t>(work - share * ranges);
+    return share * range + static_cast<int32_t>(rest * static_cast<uint32_t>(range) / static_cast<uint32_t>(ranges));
+  } else {
+    return range * work / ranges;
+  }
 }
 
 // The range that holds a position: the largest r with floor(r W / G) <= position, that is r W / G < position + 1.
 template <class P>
 LEANFLEET_HD int32_t range_of(P work, int32_t ranges, P position) {
-  return static_cast<int32_t>(((position + 1) * ranges - 1) / work);
+  if constexpr (std::is_same_v<P, int32_t>) {
+    int32_t range = min32(static_cast<int32_t>(static_cast<float>(position) / work * ranges), ranges - 1);  // or one beside it
+    while (range + 1 < ranges && range_begin(work, ranges, range + 1) <= position) ++range;
+    while (range_begin(work, ranges, range) > position) --range;
+    return range;
+  } else {
+    return static_cast<int32_t>(((position + 1) * ranges - 1) / work);
+  }
 }
 
 struct Unit {
@@ -269,10 +284,19 @@ LEANFLEET_HD Unit locate(const Args& args, const int64_t* prefix, int64_t positi
   }
 }
 
-// Moves on to the next unit. The last unit has none.
+// Moves on to the next unit. The last unit has none. kHeadsInside: in the order of a device.
+template <bool kHeadsInside = false>
 LEANFLEET_HD void next_unit(const Args& args, Unit& unit) {
   unit.position = unit_end(args, unit);
-  if (++unit.row_tile == num_row_tiles(args)) {
+  if constexpr (kHeadsInside) {
+    if (++unit.head < args.kv_heads) return;
+    unit.head = 0;
+    if (++unit.row_tile == num_row_tiles(args)) {
+      unit.row_tile = 0;
+      do unit.request = request_of(args, ++unit.index);
+      while (unit.request.rows == 0);
+    }
+  } else if (++unit.row_tile == num_row_tiles(args)) {
     unit.row_tile = 0;
     if (++unit.head == args.kv_heads) {
       unit.head = 0;

@@ -117,6 +117,10 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void next() {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
+  __device__ __forceinline__ void await_next_keys() const {
+    const bool wraps = pair + 1 == loads.slots / 2;
+    mbarrier_wait(ring.full + (wraps ? 0 : pair + 1) * 16, parity ^ (wraps ? 1u : 0u));
+  }
   // Gives a slot back: 32 arrivals of a warp, of its first lane alone or, `each`, of every lane. Without a branch, on which the
   // compiler would stop to mix instructions.
   __device__ __forceinline__ void release(uint32_t empty, bool each = false) const {
@@ -264,6 +268,7 @@ struct WarpgroupConsumer {
     weigh<0>(s, scale);
     weigh<1>(s, scale);
     pack(s, p);
+    if (kWidth == 128 && tile + 1 < tiles.end) await_next_keys();
 #pragma unroll 1
     for (;;) {
       const int before = pair;
@@ -278,7 +283,7 @@ struct WarpgroupConsumer {
         release_values(before);
         return;
       }
-      mbarrier_wait(keys_full(), parity);
+      if (kWidth == 64) mbarrier_wait(keys_full(), parity);
       mbarrier_wait(values_full(before), before_parity);
       landed();
       await_turn(groups);
@@ -290,11 +295,15 @@ struct WarpgroupConsumer {
       finish_scores(tile, plain, work, s);
       new_maxima(s, scale, factor);
       weigh<0>(s, scale);
-      weigh<1>(s, scale);
+      if (kWidth == 128) hopper::fence_accumulators(s);
+      // Where the products take longer than the softmax the wait for them comes behind half of it: the assembler would move it
+      // to the front, but not past a loop.
+      if (kWidth == 128 && tile + 1 < tiles.end) await_next_keys();
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
       release_values(before);
       rescale_output(o, factor);
+      weigh<1>(s, scale);
       pack(s, p);
     }
   }
@@ -574,14 +583,14 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   ring.masked_out = reinterpret_cast<uint16_t*>(at);
   at += 2 * Tile::kSlices * loads.slots;
 
-  Range<int64_t> range = {};
+  Range<int32_t> range = {};
   bool exists = false;
   if (warp >= Tile::kConsumerWarps) {
     if (loads.tensor_maps && lane == 0) {
       asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
       asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
     }
-    exists = locate_range<int64_t>(args, blockIdx.x, num_row_tiles(args), range);
+    exists = locate_range<int32_t>(args, blockIdx.x, num_row_tiles(args), range);
   } else if (lane == 0) {
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
