@@ -485,6 +485,7 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   // One warp keeps up with copies of whole tiles; others help to gather rows, to look up pages and to issue small
   // copies. The last warp tells the consumers what to do; it copies too where all 4 are needed.
   loads.copy_warps = loads.whole_tiles ? 1 : 4;
+  loads.fill_warps = wgmma && args.cache_kind == kPaged && loads.tensor_maps && !args.append ? 1 : loads.copy_warps;
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
   if (wgmma)
     return for_type_and_width(args, width, [&](auto type, auto w) {

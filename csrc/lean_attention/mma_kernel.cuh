@@ -43,6 +43,7 @@ struct TileLoads {
   bool whole_tiles;    // every tile is one copy of keys and one of values, nothing is gathered or looked up; the warp that
                        // copies appends
   int32_t copy_warps;  // producer warps that copy: 1 or 4
+  int32_t fill_warps;  // those that fill a slot together: all of them, or one, when they take the tiles of pages in turn
   bool stream_once;    // no other unit reads the same keys: they need not stay in the L2 cache
   bool clusters;       // CTAs may be launched in clusters
   int32_t cluster;     // CTAs of a cluster; 1: they are launched on their own
@@ -127,6 +128,10 @@ struct RingPlace {
   __device__ __forceinline__ void next() {
     if (++slot == end) slot = begin, parity ^= 1;
   }
+  __device__ __forceinline__ void back() {
+    if (slot == begin) slot = end, parity ^= 1;
+    --slot;
+  }
 };
 
 struct RingAddresses {
@@ -189,6 +194,7 @@ struct TileProducer {
   int warp, warps, lane;     // of the warps that copy
   bool copies, publishes;    // what this warp does
   RingPlace place, waiting;  // of the group whose turn it is, and of the other
+  int turn = 0;              // tiles so far, where warps take them in turn
 
   static constexpr int kTokens = Tile::kTokens;
   static constexpr bool kQueuesQuery = Tile::kSplitTokens && !kRope;
@@ -211,6 +217,11 @@ struct TileProducer {
       for_each_share(args, range, [&](const Unit& unit, const Share& share) {
         if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
         if (!copies) return;
+#if __CUDA_ARCH__ >= 900
+        if constexpr (Tile::kGroups == 1) {
+          if (loads.fill_warps < warps) return copy_tiles_of_pages(unit, share.tiles, policy);
+        }
+#endif
         const Span keys = unit_keys(args, unit.request, unit.row_tile);
         // Rows that this launch appends come from new_key and new_value: other CTAs may be writing them.
         const int new_begin = args.append ? unit.request.keys - unit.request.tokens : INT32_MAX;
@@ -343,6 +354,38 @@ struct TileProducer {
     }
   }
 
+  // Tiles of pages: even warps copy keys, odd ones values, of every other tile where they are 4; lane j has box j. They may be
+  // ahead of each other by no more than the ring has pairs of slots, 2 or more.
+  __device__ __forceinline__ void copy_tiles_of_pages(const Unit& unit, Span tiles, uint64_t policy) {
+    const int takers = warps / 2, end = min32(tiles.end * kTokens, unit_keys(args, unit.request, unit.row_tile).end);
+    const bool values = warp % 2 != 0;
+    const int32_t* const table = args.block_table + static_cast<int64_t>(unit.request.b) * args.pages_per_request;
+    const auto page_of = [&](int tile) {
+      const int token = tile * kTokens + lane * loads.box_tokens;
+      if (lane >= loads.boxes || token >= end) return -1;
+      const int page = table[token / args.block];
+      return static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages) ? page : -1;
+    };
+    int at = tiles.begin, tile = at + ((warp / 2 - turn) & (takers - 1)), page = page_of(tile);
+    turn += tiles.end - at;
+    if (values) place.next();
+#pragma unroll 1
+    for (; at < tiles.end; ++at) {
+      if (at == tile) {
+        tile += takers;
+        const int next_page = page_of(tile), token = (at * kTokens + lane * loads.box_tokens) % args.block;
+        const unsigned issue = __ballot_sync(kFullWarp, page >= 0);
+        copy_boxes(values ? value_map : key_map, values ? loads.value_boxes : loads.key_boxes, unit.head, token, page, issue,
+                   !values, policy);
+        page = next_page;
+      } else {
+        place.next();
+      }
+      place.next();
+    }
+    if (values) place.back();
+  }
+
   // Writes the new keys and values at positions [begin, end) to the cache, where TMA then sees them.
   __device__ __forceinline__ void append_tokens(const Unit& unit, int begin, int end) {
     const int key_chunks = args.key_width / 8, chunks = key_chunks + args.value_width / 8;
@@ -386,7 +429,7 @@ struct TileProducer {
     if (note_pages && lane == 0) {  // the lane that arrives, so that its arrival releases what it has written
       uint16_t* bits = ring.masked_out + place.slot * Tile::kSlices;
 #pragma unroll 1
-      for (int box = warp; box < loads.boxes; box += warps) {
+      for (int box = loads.fill_warps < warps ? 0 : warp; box < loads.boxes; box += loads.fill_warps) {
         const uint16_t missing = issue >> box & 1 ? 0 : 0xffff;
 #pragma unroll 1
         for (int t = 0; t < loads.box_slices; ++t) bits[box * loads.box_slices + t] = missing;

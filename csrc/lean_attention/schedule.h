@@ -227,7 +227,7 @@ LEANFLEET_HD int32_t num_ranges(const Plan& plan, P work) {
 }
 
 // Positions are of a type P that holds ranges * work: int64_t, or uint32_t where that is known to suffice and 64-bit
-// divisions are slow; or int32_t, which has to hold the work alone.
+// divisions are slow; or int32_t, which has to hold the work alone, and the ranges in 16 bits.
 template <class P>
 LEANFLEET_HD P range_begin(P work, int32_t ranges, int32_t range) {
   if constexpr (std::is_same_v<P, int32_t>) {
@@ -345,8 +345,10 @@ LEANFLEET_HD Share share_of(const Args& args, const Unit& unit, P begin, P end) 
 template <class P>
 LEANFLEET_HD Segment segment_of(const Args& args, const Unit& unit, const Share& share, P work, int32_t ranges, int32_t range) {
   if (share.whole) return {share.tiles, true, 0, 1, slot_of(range, 0)};
-  const int32_t first = range_of(work, ranges, static_cast<P>(unit.position + args.plan.unit_overhead));
-  const int32_t last = range_of(work, ranges, static_cast<P>(unit_end(args, unit) - 1));
+  const bool begins = share.contributes && share.tiles.begin == unit.tiles.begin;
+  const bool ends = share.contributes && share.tiles.end == unit.tiles.end;
+  const int32_t first = begins ? range : range_of(work, ranges, static_cast<P>(unit.position + args.plan.unit_overhead));
+  const int32_t last = ends ? range : range_of(work, ranges, static_cast<P>(unit_end(args, unit) - 1));
   return {share.tiles, share.contributes, range - first, last - first + 1, slot_of(first, range - first)};
 }
 

@@ -596,7 +596,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
       const int of_ring = i - 2 * kQueue;
       const int count = of_ring >= loads.slots ? 32 * Tile::kTileWarps
-                        : of_ring >= 0         ? kFillArrivals * loads.copy_warps
+                        : of_ring >= 0         ? kFillArrivals * loads.fill_warps
                         : i < kQueue           ? 1
                                                : 32 * Tile::kConsumerWarps;
       mbarrier_init(ring.queue_full + 8 * i, count);

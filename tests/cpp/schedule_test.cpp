@@ -148,6 +148,12 @@ void check_schedule(const Args& open) {
     most = end - begin > most ? end - begin : most;
     for (int64_t x : {begin, end - 1})
       require(range_of(work, ranges, x) == range, "wrong owner of a position", args);
+    if (work < int64_t{1} << 31 && ranges <= 1 << 16) {
+      const int32_t narrow = static_cast<int32_t>(work);
+      require(range_begin(narrow, ranges, range) == begin, "another begin in 32 bits", args);
+      for (int64_t x : {begin, end - 1})
+        require(range_of(narrow, ranges, static_cast<int32_t>(x)) == range, "wrong owner in 32 bits", args);
+    }
     Unit unit = locate(args, prefix.data(), begin);
     require(unit.position <= begin && begin < unit_end(args, unit), "the located unit does not hold it",
             args);
