@@ -117,14 +117,11 @@ struct WarpgroupConsumer {
   __device__ __forceinline__ void next() {
     if (++pair == loads.slots / 2) pair = 0, parity ^= 1;
   }
-  __device__ __forceinline__ void await_next_keys() const {
-    const bool wraps = pair + 1 == loads.slots / 2;
-    mbarrier_wait(ring.full + (wraps ? 0 : pair + 1) * 16, parity ^ (wraps ? 1u : 0u));
-  }
   // Gives a slot back: 32 arrivals of a warp, of its first lane alone or, `each`, of every lane. Without a branch, on which the
-  // compiler would stop to mix instructions.
-  __device__ __forceinline__ void release(uint32_t empty, bool each = false) const {
+  // compiler would stop to mix instructions. zero: something that has to be known before.
+  __device__ __forceinline__ void release(uint32_t empty, bool each = false, uint32_t zero = 0) const {
     __syncwarp();
+    empty += zero;
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared.b64 _, [%0], %1;\n}" ::"r"(empty),
                  "r"(each ? 1 : lane == 0 ? 32 : 0)
                  : "memory");
@@ -140,12 +137,19 @@ struct WarpgroupConsumer {
   }
 
   // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full. Read by the lane that gives the
-  // slot back: an order that racecheck follows.
-  __device__ __forceinline__ uint4 missing_tokens() const {
+  // slot back: an order that racecheck follows. First all of them in one word, in that lane, while the products run.
+  __device__ __forceinline__ const uint4* missing_bits() const {
+    return reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
+  }
+  __device__ __forceinline__ uint32_t load_missing() const {
+    if (args.cache_kind != kPaged || lane != 0) return 0;
+    const uint4 bits = *missing_bits();
+    return bits.x | bits.y | bits.z | bits.w;
+  }
+  __device__ __forceinline__ uint4 missing_tokens(bool all_there) const {
     uint4 bits = make_uint4(0, 0, 0, 0);
-    if (args.cache_kind != kPaged) return bits;
-    if (lane == 0) bits = *reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
-    if (__shfl_sync(kFullWarp, bits.x | bits.y | bits.z | bits.w, 0) == 0) return make_uint4(0, 0, 0, 0);
+    if (all_there) return bits;
+    if (lane == 0) bits = *missing_bits();
     return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0), __shfl_sync(kFullWarp, bits.z, 0),
                       __shfl_sync(kFullWarp, bits.w, 0));
   }
@@ -258,17 +262,19 @@ struct WarpgroupConsumer {
     int tile = tiles.begin;
     mbarrier_wait(keys_full(), parity);
     landed();
+    uint32_t missing = load_missing();
     await_turn(groups);
     keys_product(s);
     end_turn(groups);
+    missing = uniform(missing);
     hopper::warpgroup_wait<0>();
     hopper::fence_accumulators(s);
-    finish_scores(tile, plain, work, s);
+    finish_scores(tile, plain, work, missing == 0, s);
     new_maxima(s, scale, factor);
+    if (kWidth == 128) release(keys_empty());
     weigh<0>(s, scale);
     weigh<1>(s, scale);
     pack(s, p);
-    if (kWidth == 128 && tile + 1 < tiles.end) await_next_keys();
 #pragma unroll 1
     for (;;) {
       const int before = pair;
@@ -283,22 +289,23 @@ struct WarpgroupConsumer {
         release_values(before);
         return;
       }
-      if (kWidth == 64) mbarrier_wait(keys_full(), parity);
+      mbarrier_wait(keys_full(), parity);
       mbarrier_wait(values_full(before), before_parity);
       landed();
+      missing = load_missing();
       await_turn(groups);
       keys_product(s);
       values_product(o, p, values(before));
       end_turn(groups);
+      missing = uniform(missing);
       hopper::warpgroup_wait<1>();
       hopper::fence_accumulators(s);
-      finish_scores(tile, plain, work, s);
+      finish_scores(tile, plain, work, missing == 0, s);
       new_maxima(s, scale, factor);
+      // Where the products take longer than the softmax, the wait for them should come late; the assembler moves it to the front,
+      // but not past this, which the maxima have to come before.
+      if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
       weigh<0>(s, scale);
-      if (kWidth == 128) hopper::fence_accumulators(s);
-      // Where the products take longer than the softmax the wait for them comes behind half of it: the assembler would move it
-      // to the front, but not past a loop.
-      if (kWidth == 128 && tile + 1 < tiles.end) await_next_keys();
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
       release_values(before);
@@ -308,11 +315,10 @@ struct WarpgroupConsumer {
     }
   }
 
-  // Gives the tile's keys back, and caps and masks its logits unless it is plain.
-  __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, Scores& s) const {
-    const uint4 missing = missing_tokens();
-    const bool all_there = (missing.x | missing.y | missing.z | missing.w) == 0;
-    release(keys_empty());
+  // Caps and masks the logits of a tile unless it is plain. Gives narrow keys back.
+  __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, bool all_there, Scores& s) const {
+    const uint4 missing = missing_tokens(all_there);
+    if (kWidth == 64) release(keys_empty());
     if (tile >= plain.begin && tile < plain.end && all_there) return;
     const int begin = tile * kTokens;
     const Span seen = work.seen;
@@ -360,8 +366,10 @@ struct WarpgroupConsumer {
   // 0 in the slot. All groups do so, as each may be ahead of the others.
   __device__ __forceinline__ void silence_values(int begin, Span seen, uint4 missing) const {
     const uint32_t to = values(pair);
+    const bool all_there = (missing.x | missing.y | missing.z | missing.w) == 0;
+    const int first = all_there && begin >= seen.begin ? seen.end - begin : 0;
 #pragma unroll 1
-    for (int i = warp % 4 * 32 + lane; i < kTokens * kChunks; i += 128) {
+    for (int i = first * kChunks + warp % 4 * 32 + lane; i < kTokens * kChunks; i += 128) {
       const int token = i / kChunks, chunk = i % kChunks;
       const uint32_t bits = token < 64 ? token < 32 ? missing.x : missing.y : token < 96 ? missing.z : missing.w;
       if (begin + token < seen.begin || begin + token >= seen.end || (bits >> (token % 32) & 1))
