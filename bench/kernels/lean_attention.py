@@ -1,11 +1,13 @@
 """Times LeanAttention's CUDA kernel beside its peers and writes one JSON file.
 
-    python -m bench.kernels.lean_attention OUT.json [--only decode,paged,...,splits,balance] [--peers sdpa,fa3,flashinfer]
+    python -m bench.kernels.lean_attention OUT.json [--only decode,paged,...,splits,balance] [--peers sdpa,cudnn,fa3,flashinfer]
+        [--seed HEX]
 
 Every line is a median over rounds of a graph's replay between two events, with all contenders of a line in turn in
 every round. Before each replay the L2 cache is flushed by reading 256 MB: a flush that writes leaves dirty lines, and
 every byte of cache read then has to write one back first. The floor is the bytes of the caches that must be read over
-4.6 TB/s, what an H200 reaches in a pure read; for prompts it is the time of torch's SDPA that is the yardstick.
+4.6 TB/s, what an H200 reaches in a pure read; for prompts the peers are the yardstick. `drawn_prompts` draws its shapes from
+--seed, each checked against float64.
 
 `splits` is LeanAttention's table 2, the share of the reduction: the time of units that several multiprocessors share over
 that of as many more units, a multiprocessor each, with the same tiles a multiprocessor. `balance` are the tiles of the ranges
@@ -16,6 +18,7 @@ import argparse
 import datetime
 import json
 import math
+import random
 import statistics
 from pathlib import Path
 
@@ -55,6 +58,7 @@ PAGED = [
 ]
 # (B, H, Hkv, D, prompt)
 PROMPT = [(1, 32, 8, 128, 8192), (1, 32, 32, 64, 8192), (4, 32, 8, 128, 2048)]
+DRAWN = 30  # prompts from a seed, of 256 to 65,536 tokens in all
 # (B, H, Hkv, D, context)
 STEP = [
     (1, 32, 8, 128, 1024),
@@ -333,21 +337,48 @@ def mixed(args):
         yield row
 
 
+def prompt_line(args, B, H, Hkv, D, N):
+    """Whole prompts, dense, without append and rotation, beside each peer's own kernel for them."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    q, k, v = normal(B, H, N, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
+    node = Node({"query": q, "key_cache": k, "value_cache": v})
+    gate(node, q, k, v)
+
+    def sdpa(backend):
+        with sdpa_kernel(backend):
+            return torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=Hkv != H)
+
+    calls = {"leanfleet": node}
+    if "sdpa" in args.peers:
+        calls["sdpa"] = lambda: sdpa(SDPBackend.FLASH_ATTENTION)
+    if "cudnn" in args.peers:
+        calls["cudnn"] = lambda: sdpa(SDPBackend.CUDNN_ATTENTION)
+    if "fa3" in args.peers:
+        from fa3_fwd_interface import flash_attn_func
+
+        by_token = [x.transpose(1, 2).contiguous() for x in (q, k, v)]
+        calls["fa3"] = lambda: flash_attn_func(*by_token, causal=True)
+    row = measure(f"prompt B{B} {H}/{Hkv} D{D} N {N}", calls, 0, max(args.rounds // 4, 5))
+    row["tflops"] = 2 * B * H * N * N * D / row["us"]["leanfleet"]["median"] / 1e6
+    print(f"  {row['tflops']:.0f} TFLOP/s", flush=True)
+    return row
+
+
 def prompt(args):
-    for B, H, Hkv, D, N in PROMPT:
-        q, k, v = normal(B, H, N, D), normal(B, Hkv, N, D), normal(B, Hkv, N, D)
-        node = Node({"query": q, "key_cache": k, "value_cache": v})
-        gate(node, q, k, v)
-        appending = {"query": q, "key_cache": k.clone(), "value_cache": v.clone(), "new_key": k, "new_value": v}
-        calls = {"leanfleet": node, "leanfleet append": Node(appending, {"append": 1})}
-        if "sdpa" in args.peers:
-            calls["sdpa"] = lambda q=q, k=k, v=v, g=Hkv != H: torch.nn.functional.scaled_dot_product_attention(
-                q, k, v, is_causal=True, enable_gqa=g
-            )
-        row = measure(f"prompt B{B} {H}/{Hkv} D{D} N {N}", calls, 0, max(args.rounds // 4, 5))
-        row["tflops"] = 2 * B * H * N * N * D / row["us"]["leanfleet"]["median"] / 1e6
-        print(f"  {row['tflops']:.0f} TFLOP/s", flush=True)
-        yield row
+    for line in PROMPT:
+        yield prompt_line(args, *line)
+
+
+def drawn_prompts(args):
+    draw = random.Random(args.seed)
+    for _ in range(DRAWN):
+        tokens = 2 ** draw.uniform(8, 16)
+        B = min(int(2 ** draw.uniform(0, 5)), int(tokens / 200) or 1)
+        group, D = draw.choice((1, 2, 3, 4, 5, 7, 8)), draw.choice((64, 64, 96, 128, 128))
+        Hkv = draw.randint(1, 32 // group)
+        row = prompt_line(args, B, group * Hkv, Hkv, D, int(tokens / B))
+        yield {**row, "seed": f"{args.seed:x}"}
 
 
 def uniform_node(B, Hkv, D, N):
@@ -436,6 +467,7 @@ def main():
     parser.add_argument("--only", default="decode,step,ragged,paged,tokens,prompt")
     parser.add_argument("--peers", default="sdpa")
     parser.add_argument("--rounds", type=int, default=40)
+    parser.add_argument("--seed", type=lambda text: int(text, 16), default=0, help="of drawn shapes, hexadecimal")
     parser.add_argument("--once", help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.once:

@@ -291,7 +291,8 @@ int padded_width(const Args& args) {
 // Whether prompts run on wgmma, which only code for sm_90a has and which counts work in 31 bits: no call of hours fits.
 bool takes_wgmma(const Args& args) {
   if (padded_width(args) > 128) return false;
-  const double units = static_cast<double>(args.batch) * args.kv_heads * (args.group * static_cast<double>(args.tokens) / 128 + 1);
+  const double units =
+      static_cast<double>(args.batch) * args.kv_heads * (args.group * static_cast<double>(args.tokens) / 128 + 1);
   int device = 0;
   return units * (args.capacity / WgmmaTile<64>::kTokens + 16.0) < double{1u << 31} && cudaGetDevice(&device) == cudaSuccess &&
          code_version(device) == 90;

@@ -123,14 +123,14 @@ struct WarpgroupConsumer {
     __syncwarp();
     empty += zero;
     asm volatile("{\n.reg .pred p;\nsetp.ne.b32 p, %1, 0;\n@p mbarrier.arrive.shared.b64 _, [%0], %1;\n}" ::"r"(empty),
-                 "r"(each ? 1 : lane == 0 ? 32 : 0)
+                 "r"(each        ? 1
+                     : lane == 0 ? 32
+                                 : 0)
                  : "memory");
   }
   // Values may have been silenced by every lane. Where threads fill the slot next, every lane arrives: the order of one lane's
   // arrival after __syncwarp is as good, but racecheck does not follow it.
-  __device__ __forceinline__ void release_values(int of) const {
-    release(values_empty(of), !loads.tensor_maps || args.append);
-  }
+  __device__ __forceinline__ void release_values(int of) const { release(values_empty(of), !loads.tensor_maps || args.append); }
   // Rows that threads have copied instead of TMA, before wgmma reads them.
   __device__ __forceinline__ void landed() const {
     if (!loads.tensor_maps || args.append) hopper::fence_proxy_async();
@@ -573,7 +573,8 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
   args.plan.key_tile = Tile::kTokens;
   args.plan.row_tile = Tile::kRows;
   args.plan.min_range_work = kMinRangeWork;
-  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0), lane = threadIdx.x % 32;  // so that the compiler sees it uniform
+  const int warp = __shfl_sync(kFullWarp, threadIdx.x / 32, 0),
+            lane = threadIdx.x % 32;  // so that the compiler sees it uniform
   extern __shared__ char raw[];
   char* const base = raw + (1024 - shared_address(raw) % 1024) % 1024;
   char* at = base + loads.slots * Tile::kSlotBytes;
