@@ -166,7 +166,7 @@ __global__ void __launch_bounds__(256) PrepareKernel(const __grid_constant__ Arg
 }  // namespace
 
 int launch_prepare(const Args& args, bool queries, void* stream) {
-  const int ctas = min32(ceil_div(args.total_tokens, 8), 8192), first_row = queries ? 0 : args.heads;
+  const int ctas = clamp(ceil_div(args.total_tokens, 8), 1, 8192), first_row = queries ? 0 : args.heads;
   const auto on = static_cast<cudaStream_t>(stream);
   if (args.dtype == static_cast<int>(DType::kFloat16)) PrepareKernel<__half><<<ctas, 256, 0, on>>>(args, first_row);
   else PrepareKernel<__nv_bfloat16><<<ctas, 256, 0, on>>>(args, first_row);
