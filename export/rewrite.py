@@ -6,6 +6,7 @@ reason. Needs onnx and onnx-ir alone. What corresponds to what:
     ai.onnx Attention (23, 24, 25)        LeanAttention; a past is joined to the new tokens before it
     com.microsoft GroupQueryAttention     LeanAttention with append and rotary encoding; that becomes nodes of its own where
                                           there is no past
+    com.microsoft PagedAttention          LeanAttention of packed new tokens over pages, with append
     com.microsoft MultiHeadAttention      LeanAttention, as for Attention
     ai.onnx LinearAttention (27),
     com.microsoft LinearAttention         CausalLinearDecay, for the update rules "linear" and "gated"
@@ -169,9 +170,18 @@ _KINDS = {  # of the attributes that the nodes of other domains have
         "smooth_softmax",
         "unidirectional",
         "state_window",
+        "rotary_offset",
+        "v_head_size",
     ),
     ir.AttributeType.FLOAT: ("scale", "softcap"),
-    ir.AttributeType.STRING: ("k_quant_type", "v_quant_type", "update_rule"),
+    ir.AttributeType.STRING: (
+        "k_quant_type",
+        "v_quant_type",
+        "k_cache_dtype",
+        "v_cache_dtype",
+        "kv_cache_layout",
+        "update_rule",
+    ),
 }
 _FLAGS = ("is_causal", "causal", "unidirectional", "do_rotary", "rotary_interleaved", "qk_output", "sliding_window_cache")
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
@@ -533,6 +543,102 @@ def _head_size(x, a):
     return width // heads if isinstance(width, int) else None
 
 
+_PAGED = (
+    "query",
+    "key",
+    "value",
+    "key_cache",
+    "value_cache",
+    "cumulative_sequence_length",
+    "past_seqlens",
+    "block_table",
+    "cos_cache",
+    "sin_cache",
+    "slot_mapping",
+    "head_sink",
+    "q_norm_weight",
+    "k_norm_weight",
+    "k_scale",
+    "v_scale",
+    "attention_metadata",  # bounds of lengths, which LeanAttention does without
+)
+
+
+def _paged_attention(ops, node, options):
+    """The new tokens of all requests one after the other, in both; past_seqlens leaves them out, seq_lens does not."""
+    a, x = _attributes(node), _inputs(node, _PAGED)
+    _check_types(x, "query", "key", "value", "key_cache", "value_cache")
+    _check_ranks(x, 2, ["query"], "key", "value", "cos_cache", "sin_cache")
+    _check_ranks(x, 4, ["key_cache", "value_cache"])
+    _check_ranks(x, 2, ["block_table"])
+    _refuse_inputs(
+        x,
+        {
+            "slot_mapping": "LeanAttention writes where positions and block_table say",
+            "q_norm_weight": "LeanAttention has no normalisation of queries",
+            "k_norm_weight": "LeanAttention has none of keys",
+            "k_scale": "quantised caches are not LeanAttention's",
+            "v_scale": "quantised caches are not LeanAttention's",
+        },
+    )
+    for name, usual in (
+        ("k_quant_type", "NONE"),
+        ("v_quant_type", "NONE"),
+        ("k_cache_dtype", ""),
+        ("v_cache_dtype", ""),
+        ("kv_cache_layout", "SEPARATE"),
+        ("rotary_offset", 0),
+        ("v_head_size", 0),
+    ):
+        if a.get(name, usual) != usual:
+            raise _Refused(f"{name} is {a[name]}; LeanAttention has caches of its own type, and RoPE from the first column on")
+    for name in ("cumulative_sequence_length", "past_seqlens"):
+        if x[name] is None:
+            raise _Refused(f"its input {name} is missing")
+    heads, kv_heads = _heads(a, "num_heads", "kv_num_heads")
+    causal, window = bool(a.get("is_causal", 1)), a.get("local_window_size", -1)
+    if window != -1 and (window < 1 or not causal):
+        raise _Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
+    query, key, value = x["query"], x["key"], x["value"]
+    if (key is None) != (value is None):
+        raise _Refused("key and value go together, or are both packed into query")
+    packed, size = key is None, _dim(x["key_cache"], 3)
+    size = size if isinstance(size, int) else -1
+    tables, rotary = {}, bool(a.get("do_rotary", 0))
+    if rotary:
+        if x["cos_cache"] is None or x["sin_cache"] is None:
+            raise _Refused("do_rotary = 1 without cos_cache and sin_cache")
+        tables = {name: ops.float(x[name]) for name in ("cos_cache", "sin_cache")}
+    offsets = x["cumulative_sequence_length"]
+    counts = ops.Sub(ops.Slice(offsets, [1], [1 << 31]), ops.Slice(offsets, [0], [-1]))
+    outputs = ops.ours(
+        "LeanAttention",
+        dict(
+            scale=_scale(a) if a.get("scale") else 0.0,  # 0 is 1/sqrt(D) in both
+            softcap=_softcap(a),
+            causal=causal,
+            window=window,
+            layout="bnhd",
+            append=True,
+            packed_qkv=packed,
+            rotary_interleaved=rotary and bool(a.get("rotary_interleaved", 0)),
+        ),
+        query=ops.Reshape(query, [0, heads + 2 * kv_heads if packed else heads, size]),
+        key_cache=x["key_cache"],
+        value_cache=x["value_cache"],
+        seq_lens=ops.Add(x["past_seqlens"], counts),
+        new_key=None if packed else ops.Reshape(key, [0, kv_heads, size]),
+        new_value=None if packed else ops.Reshape(value, [0, kv_heads, size]),
+        block_table=x["block_table"],
+        sinks=None if x["head_sink"] is None else ops.float(x["head_sink"]),
+        cu_query_lens=offsets,
+        **tables,
+    )
+    width = heads * size if size > 0 else -1
+    out = _known(ops.Reshape(outputs["output"], [0, width]), query, [_dim(query, 0), width if width > 0 else None])
+    return "LeanAttention", [out, outputs["key_cache_out"], outputs["value_cache_out"]]
+
+
 _MULTI_HEAD = (
     "query",
     "key",
@@ -680,6 +786,8 @@ def _lean_attention_back(ops, node, options):
     op = spec.all_specs()["LeanAttention"]
     a = {t.name: t.default for t in op.attrs} | _attributes(node)
     x = _inputs(node, [t.name for t in op.inputs])
+    if x["cu_query_lens"] is not None:
+        return _packed_back(ops, node, a, x)
     _check_ranks(x, 4, ["query"], "new_key", "new_value")
     _refuse_inputs(x, {"cu_seqlens": "no standard operator has ragged caches", "block_table": "none has such paged caches"})
     _check_ranks(x, 4, ["key_cache", "value_cache"])
@@ -787,6 +895,44 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     return "GroupQueryAttention", [out if bnhd else ops.Transpose(out, perm=[0, 2, 1, 3]), None, key, value]
 
 
+def _packed_back(ops, node, a, x):
+    """PagedAttention, which only onnxruntime's CUDA provider runs."""
+    if x["block_table"] is None or not a["append"]:
+        raise _Refused("packed new tokens over other caches than pages, or without append, which no standard operator has")
+    if _is_read(node, 1):
+        raise _Refused("lse is read, which no standard operator returns")
+    if x["query"].dtype == ir.DataType.FLOAT:
+        raise _Refused("onnxruntime's PagedAttention takes float16 and bfloat16")
+    bnhd, kv_heads, size = a["layout"] == "bnhd", _dim(x["key_cache"], 2), _dim(x["key_cache"], 3)
+    heads = _dim(x["query"], 1 if bnhd else 0)
+    if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != _dim(x["value_cache"], 3):
+        raise _Refused("PagedAttention needs the numbers of heads, and keys and values of one known size")
+    if x["sinks"] is not None:
+        raise _Refused("sinks are float32, head_sink is rounded to the type of query")
+    if x["seq_lens"] is None:
+        raise _Refused("it has no seq_lens, which past_seqlens follow from")
+    heads -= 2 * kv_heads if a["packed_qkv"] else 0
+    offsets = x["cu_query_lens"]
+    past = ops.Sub(x["seq_lens"], ops.Sub(ops.Slice(offsets, [1], [1 << 31]), ops.Slice(offsets, [0], [-1])))
+
+    def joined(t):
+        """[Nq,heads*D]."""
+        return None if t is None else ops.Reshape(t if bnhd else ops.Transpose(t, perm=[1, 0, 2]), [0, -1])
+
+    inputs = [joined(x[name]) for name in ("query", "new_key", "new_value")]
+    inputs += [x["key_cache"], x["value_cache"], offsets, past, x["block_table"]]
+    attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"], "softcap": a["softcap"]}
+    attributes |= {"local_window_size": a["window"], "is_causal": int(a["causal"])}
+    if x["cos_cache"] is not None:
+        inputs += [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
+        attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
+        ops.notes.append("positions beyond cos_cache are an error")
+    ops.notes.append("onnxruntime runs it on CUDA alone")
+    out, key, value = ops.foreign(MICROSOFT, "PagedAttention", inputs, attributes, 3)
+    out = ops.Reshape(out, [0, heads, size])
+    return "PagedAttention", [out if bnhd else ops.Transpose(out, perm=[1, 0, 2]), None, key, value]
+
+
 def _as_type(table, dtype, name):
     """A table in the type of query: itself, or what was made float32 of it."""
     cast = table.producer()
@@ -870,6 +1016,7 @@ _TO_LEANFLEET = {
     f"{MICROSOFT}.GroupQueryAttention": _group_query_attention,
     f"{MICROSOFT}.LinearAttention": _linear_attention,
     f"{MICROSOFT}.MultiHeadAttention": _multi_head_attention,
+    f"{MICROSOFT}.PagedAttention": _paged_attention,
 }
 _TO_STANDARD = {
     "leanfleet.LeanAttention": _lean_attention_back,

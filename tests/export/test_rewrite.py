@@ -31,6 +31,7 @@ from support.rewrite_models import (
     linear,
     model_of,
     normal,
+    paged,
     qkv,
     run,
 )
@@ -281,6 +282,111 @@ def test_caches_declared_of_one_length_are_appended_to_in_place():
 def test_group_query_attention_left_alone(extra, attributes, message):
     inputs, usual = group_query(n=5, lens=[5, 5])
     model = model_of("GroupQueryAttention", "com.microsoft", inputs | extra, ["output", "pk", "pv"], usual | attributes, 21)
+    _, (row,) = rewritten(model)
+    assert row.into is None and message in row.reason
+
+
+# com.microsoft PagedAttention
+
+
+def paged_in_float64(x, a):
+    """What PagedAttention's definition says, a token and a head at a time; keys are rounded as the cache holds them."""
+    dtype = x["query"].dtype
+    rows = x["query"].astype(np.float64).reshape(len(x["query"]), -1, D)
+    if x["key"] is None:
+        query, key, value = np.split(rows, [H, H + HKV], 1)
+    else:
+        query, (key, value) = rows, (x[n].astype(np.float64).reshape(len(rows), HKV, D) for n in ("key", "value"))
+    pools = [x[n].copy() for n in ("key_cache", "value_cache")]
+    output, block = np.zeros((len(rows), H, D)), pools[0].shape[1]
+    offsets = x["cumulative_sequence_length"]
+
+    def turned(row, position):
+        if not a.get("do_rotary"):
+            return row
+        cos, sin = (x[n][position].astype(np.float64) for n in ("cos_cache", "sin_cache"))
+        pairs = (slice(0, 2 * len(cos), 2), slice(1, 2 * len(cos), 2))
+        if not a.get("rotary_interleaved"):
+            pairs = (slice(0, len(cos)), slice(len(cos), 2 * len(cos)))
+        result = row.copy()
+        result[..., pairs[0]] = row[..., pairs[0]] * cos - row[..., pairs[1]] * sin
+        result[..., pairs[1]] = row[..., pairs[1]] * cos + row[..., pairs[0]] * sin
+        return result.astype(dtype).astype(np.float64)
+
+    for b, past in enumerate(x["past_seqlens"]):
+        places = [(page, slot) for page in x["block_table"][b] for slot in range(block)]
+        for i, t in enumerate(range(offsets[b], offsets[b + 1])):
+            pools[0][places[past + i]], pools[1][places[past + i]] = turned(key[t], past + i), value[t]
+        length = past + offsets[b + 1] - offsets[b]
+        for i, t in enumerate(range(offsets[b], offsets[b + 1])):
+            end = past + i + 1 if a.get("is_causal", 1) else length
+            begin = max(0, end - a["local_window_size"]) if a.get("local_window_size", -1) > 0 else 0
+            keys, values = (np.array([p[places[j]] for j in range(begin, end)], np.float64) for p in pools)
+            for h in range(H):
+                logits = keys[:, h // (H // HKV)] @ turned(query[t, h], past + i) * (a.get("scale") or D**-0.5)
+                if a.get("softcap"):
+                    logits = a["softcap"] * np.tanh(logits / a["softcap"])
+                extra = [float(x["head_sink"][h])] if x.get("head_sink") is not None else []
+                weights = np.exp(logits - max([*logits, *extra]))
+                total = weights.sum() + sum(np.exp(e - max([*logits, *extra])) for e in extra)
+                output[t, h] = weights @ values[:, h // (H // HKV)] / total
+    return [output.reshape(len(rows), -1).astype(dtype), *pools]
+
+
+PAGED = [
+    {},
+    dict(packed=True),
+    dict(new=(1, 1, 1, 1)),
+    dict(rotary=8),
+    dict(rotary=8, packed=True, rotary_interleaved=1),
+    dict(rotary=4),
+    dict(sink=True),
+    dict(scale=0.4, softcap=1.5),
+    dict(local_window_size=3),
+    dict(is_causal=0),
+]
+
+
+@pytest.mark.parametrize("case", PAGED, ids=str)
+def test_paged_attention(case):
+    inputs, attributes = paged(**case)
+    model = model_of("PagedAttention", "com.microsoft", inputs, ["output", "key_out", "value_out"], attributes, 21)
+    proto, (row,) = rewritten(model)
+    assert (row.into, row.reason) == ("LeanAttention", None)
+    assert all(n.op_type != "PagedAttention" for n in proto.graph.node)
+    expected = paged_in_float64(inputs, attributes)
+    for library in (True, False):
+        close(run(proto, feed_of(inputs), library), expected, "LeanAttention", f"library {library}")
+
+
+@pytest.mark.parametrize("case", [c for c in PAGED if "sink" not in c], ids=str)
+def test_paged_attention_there_and_back(case):
+    inputs, attributes = paged(**case)
+    model = model_of("PagedAttention", "com.microsoft", inputs, ["output", "key_out", "value_out"], attributes, 21)
+    proto, _ = rewritten(model)
+    back, (row,) = rewritten(proto, "standard")
+    assert (row.into, row.reason) == ("PagedAttention", None) and "onnxruntime runs it on CUDA alone" in row.notes
+    again, (row,) = rewritten(back)
+    assert row.into == "LeanAttention"
+    close(run(again, feed_of(inputs), True), paged_in_float64(inputs, attributes), "LeanAttention")
+
+
+@pytest.mark.parametrize(
+    "extra, attributes, message",
+    [
+        (dict(cos_cache=None, sin_cache=None, slot_mapping=np.arange(10, dtype=np.int32)), {}, "slot_mapping"),
+        ({}, dict(k_quant_type="PER_TENSOR"), "k_quant_type is PER_TENSOR"),
+        ({}, dict(kv_cache_layout="LATENT"), "kv_cache_layout is LATENT"),
+        ({}, dict(rotary_offset=8), "rotary_offset is 8"),
+        ({}, dict(local_window_size=0), "local_window_size is 0"),
+        ({}, dict(local_window_size=3, is_causal=0), "where causal"),
+        ({}, dict(do_rotary=1), "without cos_cache"),
+        (dict(value=None), {}, "go together"),
+    ],
+)
+def test_paged_attention_left_alone(extra, attributes, message):
+    inputs, usual = paged()
+    model = model_of("PagedAttention", "com.microsoft", inputs | extra, ["output", "k", "v"], usual | attributes, 21)
     _, (row,) = rewritten(model)
     assert row.into is None and message in row.reason
 

@@ -21,6 +21,7 @@ def sources():
     gqa, gqa_attributes = cases.group_query(n=1, lens=[4, 7], past=12, rotary=8)
     packed, packed_attributes = cases.group_query(n=5, lens=[5, 2], packed=True)
     linear, linear_attributes = cases.linear(n=9)
+    paged, paged_attributes = cases.paged(rotary=8)
     heads = dict(q_num_heads=cases.H, kv_num_heads=cases.HKV)
     plain = dict(query=cases.normal(2, 5, 96), key=cases.normal(2, 5, 96), value=cases.normal(2, 5, 96))
     append = cases.bhnd(1, 9) | dict(
@@ -41,6 +42,10 @@ def sources():
         "packed": (cases.model_of("GroupQueryAttention", "com.microsoft", packed, caches, packed_attributes, 21), "leanfleet"),
         "MultiHeadAttention": (
             cases.model_of("MultiHeadAttention", "com.microsoft", plain, ["o"], dict(num_heads=cases.H), 21),
+            "leanfleet",
+        ),
+        "PagedAttention": (
+            cases.model_of("PagedAttention", "com.microsoft", paged, ["output", "k", "v"], paged_attributes, 21),
             "leanfleet",
         ),
         "LinearAttention": (

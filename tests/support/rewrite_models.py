@@ -104,6 +104,29 @@ def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=No
     return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
 
 
+def paged(new=(3, 1, 0, 6), past=(0, 9, 4, 5), packed=False, rotary=0, sink=False, block=4, dtype=np.float16, **attributes):
+    """(inputs, attributes) of new tokens of four requests, whose pages lie anywhere in a pool."""
+    lens, tokens = np.add(new, past), sum(new)
+    pages = [-(-int(n) // block) for n in lens]
+    order, table = np.random.default_rng(3).permutation(sum(pages) + 2), np.zeros((len(new), max(pages)), np.int32)
+    for b, n in enumerate(pages):
+        table[b, :n] = order[sum(pages[:b]) : sum(pages[: b + 1])]
+    rows = [normal(tokens, heads * D).astype(dtype) for heads in (H, HKV, HKV)]
+    pool = [normal(len(order), block, HKV, D).astype(dtype) for _ in range(2)]
+    inputs = dict(query=np.concatenate(rows, 1) if packed else rows[0], key=None if packed else rows[1])
+    inputs |= dict(value=None if packed else rows[2], key_cache=pool[0], value_cache=pool[1])
+    inputs |= dict(cumulative_sequence_length=np.cumsum([0, *new]).astype(np.int32), past_seqlens=np.array(past, np.int32))
+    inputs["block_table"] = table
+    if rotary:
+        angles = np.arange(20)[:, None] * 0.7 ** np.arange(rotary)[None]
+        inputs |= dict(cos_cache=np.cos(angles).astype(dtype), sin_cache=np.sin(angles).astype(dtype))
+        attributes["do_rotary"] = 1
+    if sink:
+        inputs |= {name: None for name in ("cos_cache", "sin_cache") if name not in inputs}
+        inputs |= dict(slot_mapping=None, head_sink=normal(H).astype(dtype))
+    return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
+
+
 def linear(n=70, rule="gated", state=True, **attributes):
     inputs = dict(
         query=normal(B, n, H * D),
