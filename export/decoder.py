@@ -423,6 +423,8 @@ def write(
     facts = facts | {"vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model), "max_positions": positions}
     with files.new_folder(folder) as new:
         with nullcontext() if ours else traceable(model, fuse, rope), blocks.traced(), torch.no_grad():
+            if verify:  # which runs the model anyhow: what keeps it from running is told before minutes of tracing
+                call(decoder, arguments)
             program = _trace(decoder, arguments, shapes, options)
         if fuse:
             progress.tell("fusing")

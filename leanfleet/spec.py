@@ -9,7 +9,7 @@ import re
 import tomllib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any
 
@@ -145,7 +145,7 @@ class OpSpec:
     def snake_name(self) -> str:
         return re.sub(r"(?<=[a-z])(?=[A-Z])", "_", self.name).lower()
 
-    @property
+    @cached_property
     def symbols(self) -> tuple[str, ...]:
         """Axis symbols in order of first use."""
         shapes = (shape for tensor in self.inputs + self.outputs for shape in tensor.shapes)

@@ -2,6 +2,8 @@
 
 Requests of unequal length join and leave between steps. Their keys and values live in pages of one pool; a step gives every
 running request its next token and fills what is left of the step's tokens with pieces of waiting prompts, all in one call.
+Pages are taken as tokens come (Kwon et al. 2023, PagedAttention). Requests that begin with the same tokens share the pages of
+these. Where no page is left, the last request to come gives its own back and is computed again later.
 """
 
 from __future__ import annotations
@@ -44,6 +46,7 @@ from leanfleet.decoder_contract import (
 from leanfleet.generation import check_positive, check_prompt, default_new_tokens, stop_set
 from leanfleet.ort_ops.exchange import Block, CudaStream, Host
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
+from leanfleet.pages import ROOT, PagePool
 from leanfleet.sampling import check_sampling
 
 if TYPE_CHECKING:
@@ -59,17 +62,23 @@ _ONNX_TYPES = {SESSION_TYPES["float32"]: 1, SESSION_TYPES["float16"]: 10, SESSIO
 
 @dataclass(eq=False)
 class Request:
-    """One request. `tokens` grows until `done`; `cached` of prompt + tokens are in the pool, or will be after the steps that
-    run. `error`: the exception that ended it, None while all is well."""
+    """One request. `tokens` grows until `done`, `logprobs` with it; `cached` of prompt + tokens are in the pool, or will be after
+    the steps that run. `shared`: how many of the prompt's tokens were there already when it began. `error`: the exception that
+    ended it, None while all is well."""
 
     prompt: list[int]
     max_new_tokens: int
     stop_tokens: set[int]
     sampling: Sampling = Sampling()
+    priority: int = 0
+    arrival: int = 0
     tokens: list[int] = field(default_factory=list)
+    logprobs: list[float] = field(default_factory=list)
+    shared: int = 0
     cached: int = 0
     coming: int = 0  # tokens of steps that run, which nobody has read yet
     pages: list[int] = field(default_factory=list)
+    chain: list[int] = field(default_factory=list)  # numbers of the pages that are known: the first ones
     done: bool = False
     error: Exception | None = None
 
@@ -80,11 +89,19 @@ class Request:
         made = len(self.tokens) + self.coming
         return len(self.prompt) + made - self.cached if made < self.max_new_tokens else 0
 
+    @property
+    def order(self) -> tuple[int, int]:
+        """Who comes first, has the least."""
+        return -self.priority, self.arrival
+
+    def text(self, start: int, end: int) -> list[int]:
+        """Tokens of prompt and answer."""
+        size = len(self.prompt)
+        return self.prompt[start:end] + self.tokens[max(start - size, 0) : max(end - size, 0)]
+
     def next_tokens(self, count: int, row: int | None) -> list[int]:
-        """The first of those, as decoder_contract.packed takes them. row: that of a token which nobody has read yet."""
-        if row is not None:
-            return [-1 - row]
-        return self.tokens[-1:] or self.prompt[self.cached : self.cached + count]
+        """The first of those that wait, as decoder_contract.packed takes them. row: that of a token which nobody has read yet."""
+        return [-1 - row] if row is not None else self.text(self.cached, self.cached + count)
 
 
 @dataclass
@@ -151,9 +168,12 @@ class _Captured:
 class ContinuousBatch:
     """Continuous batching: a queue of requests, a pool of pages that they share, and step(), which runs one call.
 
-    folder: written by leanfleet.export.serving.export_for_serving. pages: size of the pool; one request needs
-    ceil((prompt + max_new_tokens) / block) of them for as long as it runs. max_requests: at most so many run at once.
-    step_tokens: at most so many new tokens a step, prompts being cut to fit. library: False runs the function bodies.
+    folder: written by leanfleet.export.serving.export_for_serving. pages: size of the pool; a request has
+    ceil(tokens so far / block) of them while it runs, and begins where a known beginning of its prompt ends (share=False:
+    always at its start). Where pages run out, the request with the least priority, the last to come among equals, gives its
+    pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties.
+    max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit.
+    library: False runs the function bodies.
     cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
     table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers
     the CUDA provider's options count then. The host makes a step while the one before runs, and reads tokens a step behind.
@@ -182,6 +202,7 @@ class ContinuousBatch:
         session_options: SessionOptions | None = None,
         library: bool = True,
         cuda_graph: bool = False,
+        share: bool = True,
     ) -> None:
         import onnxruntime
 
@@ -210,10 +231,10 @@ class ContinuousBatch:
         check_interface(self.session, self.path, self.interface, facts["vocabulary"])
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
-        self.pages, self.free_pages = pages, list(range(pages))[::-1]
-        self.queue: deque[Request] = deque()
+        self.pool = PagePool(pages, self.block, share)
+        self.queue: deque[Request] = deque()  # in their order
         self.running: list[Request] = []
-        self.steps = self.processed_tokens = self.turn = 0
+        self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
         self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
         self.in_place = library
         pools = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
@@ -263,30 +284,38 @@ class ContinuousBatch:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
+        priority: int = 0,
     ) -> Request:
         """Queues a request of token ids; returns its Request. Greedy by default, else drawn as the operator SampleTokens does.
 
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
-        default those of the model. Raises ValueError, and queues nothing, for an empty prompt, token ids outside the
+        default those of the model. priority: requests of a greater one begin first, and keep their pages longer. Raises ValueError, and queues nothing, for an empty prompt, token ids outside the
         vocabulary, wrong sampling options, and requests that the pool or the model's positions could never hold.
         """
         prompt = check_prompt(prompt, self.vocabulary)
         sampling = check_sampling(temperature, top_k, top_p, seed, min_p)
         stop = stop_set(stop_tokens, self.stop_tokens)
         if max_new_tokens is None:
-            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.pages * self.block)
+            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.pool.count * self.block)
         check_positive("max_new_tokens", max_new_tokens)
         needed = len(prompt) + max_new_tokens
         if self.max_positions and needed > self.max_positions:
             raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
-        if -(-needed // self.block) > self.pages:
+        if -(-needed // self.block) > self.pool.count:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
-                f"pages of {self.block}; the pool has {self.pages}. Make it larger, or ask for fewer tokens"
+                f"pages of {self.block}; the pool has {self.pool.count}. Make it larger, or ask for fewer tokens"
             )
-        request = Request(prompt, max_new_tokens, stop, sampling)
-        self.queue.append(request)
+        if not isinstance(priority, int):
+            raise ValueError(f"priority is {priority!r}; expected a whole number")
+        self.arrivals += 1
+        request = Request(prompt, max_new_tokens, stop, sampling, priority, self.arrivals)
+        self._enqueue(request)
         return request
+
+    def _enqueue(self, request: Request) -> None:
+        place = next((i for i, other in enumerate(self.queue) if other.order > request.order), len(self.queue))
+        self.queue.insert(place, request)
 
     def cancel(self, request: Request) -> None:
         """Ends a request now; its pages go back to the pool."""
@@ -298,29 +327,75 @@ class ContinuousBatch:
         request.done = True
 
     def _release(self, request: Request) -> None:
-        self.free_pages += request.pages[::-1]
-        request.pages = []
+        self.pool.release(request.pages)
+        request.pages, request.chain = [], []
+
+    def _preempt(self, request: Request) -> None:
+        """A running request gives its pages back, and waits."""
+        self.running.remove(request)
+        self._release(request)
+        request.cached = 0
+        self.preemptions += 1
+        self._enqueue(request)
 
     def _admit(self) -> None:
-        """Starts waiting requests in their order while pages and places last. A request gets all its pages at once, so that
-        it never has to wait for pages while it runs."""
-        while self.queue and len(self.running) < self.max_requests:
-            request = self.queue[0]
-            count = -(-(len(request.prompt) + request.max_new_tokens) // self.block)
-            if count > len(self.free_pages):
+        """Starts waiting requests in their order while places last, and pages for their texts. One whose next page another
+        request is about to fill waits for it."""
+        for request in list(self.queue):
+            if len(self.running) == self.max_requests or request.coming:
                 return
-            request.pages = [self.free_pages.pop() for _ in range(count)]
-            self.running.append(self.queue.popleft())
+            size = len(request.prompt) + len(request.tokens)
+            text = request.text(0, size)
+            pages, chain = self.pool.match(text)
+            start = len(pages) * self.block
+            need = size // self.block + 1 - len(pages) + (self.pool.count // 100 if self.running else 0)
+            if size > start + self.block and self._is_being_filled(text[: start + self.block]):
+                self.pool.release(pages)
+            elif need > self.pool.available:
+                self.pool.release(pages)
+                return
+            else:
+                request.pages, request.chain, request.cached = pages, chain, start
+                if not request.tokens:
+                    request.shared = start
+                    self.shared_tokens += start
+                self.queue.remove(request)
+                self.running.append(request)
+
+    def _is_being_filled(self, text: list[int]) -> bool:
+        """Whether a running request is about to fill the page that ends this text."""
+        size = len(text)
+        return self.pool.share and any(r.cached < size <= len(r.prompt) and r.prompt[:size] == text for r in self.running)
 
     def _schedule(self) -> list[tuple[Request, int]]:
-        """[(request, new tokens of it)] of this step: first who waits for one token, then prompts, in their order."""
-        budget, chosen = self.step_tokens, []
-        for request in sorted(self.running, key=lambda r: r.waiting > 1):
-            count = min(request.waiting, budget)
+        """[(request, new tokens of it)] of this step: first who waits for one token, then prompts, in their order. Takes the
+        pages that these need."""
+        budget, chosen = self.step_tokens, {}
+        for request in sorted(self.running, key=lambda r: (r.waiting > 1, r.order)):
+            count = min(request.waiting, budget) if request in self.running else 0
+            while count and len(request.pages) * self.block < request.cached + count:
+                page = self.pool.take()
+                if page is not None:
+                    request.pages.append(page)
+                    continue
+                last = max(self.running, key=lambda r: r.order)
+                if last is request:  # it goes on as far as its pages reach
+                    count = len(request.pages) * self.block - request.cached
+                    break
+                budget += chosen.pop(last, 0)
+                self._preempt(last)
             if count:
-                chosen.append((request, count))
+                chosen[request] = count
                 budget -= count
-        return chosen
+        return list(chosen.items())
+
+    def _keep_full_pages(self, request: Request) -> None:
+        """Makes those pages known that are full of tokens which have been read."""
+        known = min(request.cached, len(request.prompt) + len(request.tokens))
+        while (end := (len(request.chain) + 1) * self.block) <= known:
+            before = request.chain[-1] if request.chain else ROOT
+            page = request.pages[len(request.chain)]
+            request.chain.append(self.pool.keep(page, before, request.text(end - self.block, end)))
 
     def step(self) -> list[tuple[Request, int]]:
         """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through. With CUDA
@@ -358,6 +433,7 @@ class ContinuousBatch:
         for (request, count), (_, given) in zip(chosen, launched.chosen, strict=True):
             request.cached += count
             request.coming += given
+            self._keep_full_pages(request)
         return launched
 
     def _finish(self, launched: _Launched) -> list[tuple[Request, int]]:
@@ -372,12 +448,14 @@ class ContinuousBatch:
             request.error = choice.problem(logprob)
             if request.error is None:
                 request.tokens.append(token)
+                request.logprobs.append(logprob)
+                self._keep_full_pages(request)
                 results.append((request, token))
             request.done = (
                 request.error is not None or token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
             )
             if request.done:
-                self.running.remove(request)
+                (self.running if request in self.running else self.queue).remove(request)
                 self._release(request)
         return results
 
@@ -413,7 +491,7 @@ class ContinuousBatch:
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
         else:
             rows = tokens = rounded(rows, self.max_requests)
-        key = tokens, rows, rounded(table, self.pages)
+        key = tokens, rows, rounded(table, self.pool.count)
         if key not in captured:
             captured[key] = _Captured(self, *key, 1 + len(captured))
         return captured[key]

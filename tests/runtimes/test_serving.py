@@ -84,8 +84,9 @@ def test_requests_join_and_leave(model, folder, limits):
     assert max(sizes) > 1 and batch.idle
     for prompt, request in zip(wanted, requests):
         assert request.done and request.tokens == alone(model, prompt, request.max_new_tokens)
-    assert sorted(batch.free_pages) == list(range(limits["pages"]))
-    assert batch.processed_tokens == sum(len(r.prompt) + len(r.tokens) - 1 for r in requests)
+    assert batch.pool.in_use == 0
+    if not batch.preemptions:
+        assert batch.processed_tokens == sum(len(r.prompt) + len(r.tokens) - 1 - r.shared for r in requests)
 
 
 def test_captured_steps(model, folder, monkeypatch):
@@ -210,7 +211,7 @@ def test_stop_tokens_and_cancel(model, folder):
     batch.run()
     assert stopped.tokens == expected[: expected.index(stop) + 1]
     assert cancelled.done and len(cancelled.tokens) <= 1
-    assert len(batch.free_pages) == 40
+    assert batch.pool.in_use == 0
     equal = [batch.add(first, 3, stop_tokens=()) for _ in range(2)]
     batch.cancel(equal[1])
     batch.run()
@@ -274,7 +275,7 @@ def test_other_models(config, fuse, tmp_path):
     """Projections with biases, norms before and after heads come first, rotary encodings of a part, and none."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    export_for_serving(model, tmp_path, block=BLOCK, fuse=fuse)
+    export_for_serving(model, tmp_path, block=BLOCK, fuse=fuse, verify=False)  # the tokens below are the check
     nodes = parity._load(tmp_path / "model.onnx").graph.node
     assert ("com.microsoft" in {n.domain for n in nodes}) == fuse
     packed = [a.i for n in nodes if n.op_type == "LeanAttention" for a in n.attribute if a.name == "packed_qkv"]
@@ -361,7 +362,7 @@ def test_wrong_options_are_refused_at_once(folder, options):
     batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
     with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; (expected|it must be)") as error:
         batch.add([1, 2], **({"temperature": 1.0} | options))
-    assert "\n" not in str(error.value) and batch.idle and len(batch.free_pages) == 10
+    assert "\n" not in str(error.value) and batch.idle and batch.pool.in_use == 0
 
 
 def test_default_of_new_tokens_is_what_fits(folder):
@@ -396,7 +397,7 @@ def test_one_bad_request_harms_no_other(model, folder, monkeypatch, temperature)
     assert [r for r, _ in found] == [requests[0], requests[2]] and len(bad.tokens) == 1
     assert bad.done and "logits are not finite" in str(bad.error) and bad not in batch.running and bad.pages == []
     batch.run()
-    assert batch.idle and sorted(batch.free_pages) == list(range(40))
+    assert batch.idle and batch.pool.in_use == 0
     for i in (0, 2):
         assert requests[i].tokens == alone(model, wanted[i], 6) and requests[i].error is None
 

@@ -26,7 +26,7 @@ def doubled(inputs):
 
 
 def largest(x):
-    return x[x.isfinite()].abs().max().item() if x.isfinite().any() else 0.0
+    return x.nan_to_num(0, 0, 0).abs().max().item() if x.numel() else 0.0
 
 
 def run_reference(op_name, inputs, attrs):
@@ -78,10 +78,11 @@ def labels(op, tensor, inputs, attrs):
     return found["request"], found["head"]
 
 
-def check(op_name, inputs, attrs, name, at, value, run, clean, before):
+def check(op_name, inputs, attrs, name, at, value, run, clean, before, labels_of):
     """Asserts the contract for `value` at one element of an input.
 
-    run: inputs -> outputs by name. clean: its outputs without the value; before: the float64 reference's.
+    run: inputs -> outputs by name. clean: its outputs without the value; before: the float64 reference's. labels_of: {tensor:
+    its labels}.
     """
     op, double = spec.all_specs()[op_name], doubled(inputs)
     double[name] = double[name].clone()
@@ -94,7 +95,7 @@ def check(op_name, inputs, attrs, name, at, value, run, clean, before):
     changed = {**inputs, name: inputs[name].clone()}
     changed[name][at] = value
     found = run(changed)
-    own = [label.expand(inputs[name].shape)[at].item() for label in labels(op, op.input(name), inputs, attrs)]
+    own = [label.expand(inputs[name].shape)[at].item() for label in labels_of[name]]
     for t in op.active_outputs(attrs):
         if t.type in "IL":
             continue
@@ -106,7 +107,7 @@ def check(op_name, inputs, attrs, name, at, value, run, clean, before):
             assert not b[d].isfinite().any(), f"{words} is finite where it depends on a NaN"
         finite = d & b.isfinite()
         # Besides what the type loses without it: sums of coefficients' gradients cancel to little.
-        lost = largest((a.double() - before[t.name])[a.isfinite() & before[t.name].isfinite()]) if a.numel() else 0.0
+        lost = largest((a.double() - before[t.name]).where(a.isfinite(), 0))
         wrong = ~((b.double() - e).abs() <= 0.02 + 0.05 * largest(e) + 2 * lost) & finite
         assert not wrong.any(), f"{words} is finite and wrong: {b[wrong][:4]}, not {e[wrong][:4]}"
         same = (a == b) | (a.isnan() & b.isnan())
@@ -115,7 +116,7 @@ def check(op_name, inputs, attrs, name, at, value, run, clean, before):
         if t.like:  # gradients of an input
             continue
         far = torch.zeros(b.shape, dtype=torch.bool)
-        for mine, label in zip(own, labels(op, t, inputs, attrs)):
+        for mine, label in zip(own, labels_of[t.name]):
             far |= ((label != mine) & (label != -1) & (mine >= 0)).expand(b.shape)
         assert (same | ~far).all(), f"{words} reached another request or head"
 
@@ -124,6 +125,9 @@ def sweep(op_name, inputs, attrs, run, skip=(), count=3, seed=0):
     """Checks some elements of every input of type T or F that is given, with NaN and both infinities."""
     op, random = spec.all_specs()[op_name], torch.Generator().manual_seed(seed)
     before, clean = judge(op_name, doubled(inputs), attrs), run(inputs)
+    outputs = [t for t in op.active_outputs(attrs) if not t.like]
+    tensors = [*(t for t in op.inputs if inputs.get(t.name) is not None and t.type in "TF"), *outputs]
+    labels_of = {t.name: labels(op, t, inputs, attrs) for t in tensors}
     for t in op.inputs:
         tensor = inputs.get(t.name)
         if tensor is None or t.type in "IL" or t.name in skip:
@@ -131,4 +135,4 @@ def sweep(op_name, inputs, attrs, run, skip=(), count=3, seed=0):
         places = tensor.cpu().isfinite().nonzero()  # what belongs to nobody is NaN already
         for row in torch.randperm(len(places), generator=random)[:count].tolist():
             for value in (NAN, INF, -INF):
-                check(op_name, inputs, attrs, t.name, tuple(places[row].tolist()), value, run, clean, before)
+                check(op_name, inputs, attrs, t.name, tuple(places[row].tolist()), value, run, clean, before, labels_of)
