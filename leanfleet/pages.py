@@ -1,9 +1,9 @@
 """The pages of a pool: who has them, and which hold the beginning of a text that another request may go on from.
 
-Standard library only. A request has a list of pages, which it fills one after the other. A full page is known by its tokens and
-by the known page before it, so that a chain of known pages stands for the beginning of a text. Requests that begin with the same
-tokens have the same pages for them; nobody writes to a page that is full. Once no request has a known page any more it stays
-as it is until room is needed: then the page goes first that nobody has had for the longest time (vLLM's automatic prefix
+Standard library only. A request has a list of pages, which it fills one after the other. A full page is known by its tokens
+and by the known page before it, so that a chain of known pages stands for the beginning of a text. Requests that begin with the
+same tokens have the same pages for them; nobody writes to a page that is full. Once no request has a known page any more it
+stays as it is until room is needed: then the page goes first that nobody has had for the longest time (vLLM's automatic prefix
 caching, after Kwon et al. 2023, section 4.3).
 """
 

@@ -62,9 +62,9 @@ _ONNX_TYPES = {SESSION_TYPES["float32"]: 1, SESSION_TYPES["float16"]: 10, SESSIO
 
 @dataclass(eq=False)
 class Request:
-    """One request. `tokens` grows until `done`, `logprobs` with it; `cached` of prompt + tokens are in the pool, or will be after
-    the steps that run. `shared`: how many of the prompt's tokens were there already when it began. `error`: the exception that
-    ended it, None while all is well."""
+    """One request. `tokens` grows until `done`, `logprobs` with it; `cached` of prompt + tokens are in the pool, or will be
+    after the steps that run. `shared`: how many of the prompt's tokens were there already when it began. `error`: the exception
+    that ended it, None while all is well."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -100,7 +100,7 @@ class Request:
         return self.prompt[start:end] + self.tokens[max(start - size, 0) : max(end - size, 0)]
 
     def next_tokens(self, count: int, row: int | None) -> list[int]:
-        """The first of those that wait, as decoder_contract.packed takes them. row: that of a token which nobody has read yet."""
+        """The first of those that wait, as decoder_contract.packed takes them. row: that of a token that nobody has read."""
         return [-1 - row] if row is not None else self.text(self.cached, self.cached + count)
 
 
@@ -289,8 +289,9 @@ class ContinuousBatch:
         """Queues a request of token ids; returns its Request. Greedy by default, else drawn as the operator SampleTokens does.
 
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
-        default those of the model. priority: requests of a greater one begin first, and keep their pages longer. Raises ValueError, and queues nothing, for an empty prompt, token ids outside the
-        vocabulary, wrong sampling options, and requests that the pool or the model's positions could never hold.
+        default those of the model. priority: requests of a greater one begin first, and keep their pages longer.
+        Raises ValueError, and queues nothing, for an empty prompt, token ids outside the vocabulary, wrong sampling options, and
+        requests that the pool or the model's positions could never hold.
         """
         prompt = check_prompt(prompt, self.vocabulary)
         sampling = check_sampling(temperature, top_k, top_p, seed, min_p)

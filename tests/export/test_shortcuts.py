@@ -62,13 +62,7 @@ def kinds(program):
 
 @pytest.mark.parametrize(
     ("module", "functional", "promoted"),
-    (
-        (Plain, True, False),
-        (Writing, False, False),
-        (Decomposed, False, False),
-        (Mixed, True, True),
-        (Halved, True, True),
-    ),
+    ((Plain, True, False), (Writing, False, False), (Decomposed, False, False), (Mixed, True, True), (Halved, True, True)),
 )
 def test_graphs_are_the_same(module, functional, promoted, tmp_path, monkeypatch):
     torch.manual_seed(0)
