@@ -290,8 +290,8 @@ class ContinuousBatch:
 
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
         default those of the model. priority: requests of a greater one begin first, and keep their pages longer.
-        Raises ValueError, and queues nothing, for an empty prompt, token ids outside the vocabulary, wrong options, and requests
-        that the pool or the model's positions could never hold.
+        Raises ValueError, and queues nothing, for an empty prompt, token ids outside the vocabulary, wrong options, and
+        requests that the pool or the model's positions could never hold.
         """
         prompt = check_prompt(prompt, self.vocabulary)
         sampling = check_sampling(temperature, top_k, top_p, seed, min_p)
