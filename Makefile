@@ -74,7 +74,7 @@ $(VENV)/.packages: $(VENV)/.tools pyproject.toml
 	@touch $@
 
 $(VENV)/.test-packages: $(VENV)/.packages
-	@$(EXTRAS) test docs > $(VENV)/requirements-test.txt
+	@$(EXTRAS) test serve docs > $(VENV)/requirements-test.txt
 	@$(WATCH) "Installing what the tests and the documentation need" $(PIP) -r $(VENV)/requirements-test.txt $(TENSORRT_PACKAGE)
 	@touch $@
 

@@ -25,6 +25,7 @@ from leanfleet.decoder_contract import (
     DECODER,
     KEY,
     MODEL_FILE,
+    OPTIONAL_FILES,
     STATE,
     TOKENS,
     VALUE,
@@ -413,24 +414,10 @@ def write(
 
     facts: what leanfleet.json says beside what it says of every model. Returns the ONNXProgram.
     """
-    model, weights = decoder.model, f"{MODEL_FILE}.data"
-    ours = hasattr(model, "cache_shapes")
-    config = model.config if ours else model.config.get_text_config(decoder=True)
-    positions = getattr(config, "max_position_embeddings", None) if ours else most_positions(model, rope)
-    matrices = {m.block_name: m.blocks for m in blocks.holders(model)}
-    if matrices and not fuse:
-        raise ValueError(f"{type(model).__name__}: weights that stay quantised need ONNX Runtime's own operators, so fuse=True")
-    facts = facts | {"vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model), "max_positions": positions}
-    with files.new_folder(folder) as new:
-        with nullcontext() if ours else traceable(model, fuse, rope), blocks.traced(), torch.no_grad():
-            if verify:  # which runs the model anyhow: what keeps it from running is told before minutes of tracing
-                call(decoder, arguments)
-            program = _trace(decoder, arguments, shapes, options)
-        if fuse:
-            progress.tell("fusing")
-            blocks.expand(program.model, matrices)
-            add_function(program.model)
-            facts["fusions"] = fuse_for_onnxruntime(program.model, positions)
+    model = decoder.model
+    with files.new_folder(folder, OPTIONAL_FILES) as new:
+        program, found = made(decoder, arguments, shapes, fuse, verify, rope, options)
+        facts = facts | found
         save(program.model, new / MODEL_FILE)
         if verify:
             progress.tell("running the file and the model, to compare them")
@@ -438,10 +425,37 @@ def write(
         write_facts(new, facts)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
-        whole = not (new / weights).exists()
-    if whole:
-        (Path(folder) / weights).unlink(missing_ok=True)  # an earlier export's, which nothing reads
     return program
+
+
+def made(
+    decoder: Any,
+    arguments: tuple[Any, ...],
+    shapes: Mapping[str, Any],
+    fuse: bool,
+    verify: bool,
+    rope: str,
+    options: Mapping[str, Any],
+) -> tuple[torch.onnx.ONNXProgram, Facts]:
+    """(the ONNXProgram of a decoder module, fused, what leanfleet.json says of it)."""
+    model = decoder.model
+    ours = hasattr(model, "cache_shapes")
+    config = model.config if ours else model.config.get_text_config(decoder=True)
+    positions = getattr(config, "max_position_embeddings", None) if ours else most_positions(model, rope)
+    matrices = {m.block_name: m.blocks for m in blocks.holders(model)}
+    if matrices and not fuse:
+        raise ValueError(f"{type(model).__name__}: weights that stay quantised need ONNX Runtime's own operators, so fuse=True")
+    with nullcontext() if ours else traceable(model, fuse, rope), blocks.traced(), torch.no_grad():
+        if verify:  # which runs the model anyhow: what keeps it from running is told before minutes of tracing
+            call(decoder, arguments)
+        program = _trace(decoder, arguments, shapes, options)
+    facts: Facts = {"vocabulary": config.vocab_size, "stop_tokens": _stop_tokens(model), "max_positions": positions}
+    if fuse:
+        progress.tell("fusing")
+        blocks.expand(program.model, matrices)
+        add_function(program.model)
+        facts["fusions"] = fuse_for_onnxruntime(program.model, positions)
+    return program, facts
 
 
 def save(model: ir.Model, path: Path) -> None:

@@ -6,34 +6,48 @@ leanfleet.decoder_contract has the graph's inputs and outputs.
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import onnx_ir as ir
 import torch
+from onnx_ir.external_data import convert_tensors_to_external
 
+from leanfleet import files, progress
 from leanfleet.decoder_contract import (
     BATCH,
+    DECODER,
     ENDS,
     KEY,
     KNOWN,
+    MODEL_FILE,
     POOL,
     SERVING,
+    SERVING_FILE,
     STATE,
     TABLE,
     TOKENS,
     VALUE,
+    Facts,
     cache_name,
     is_part,
     layer_of,
     packed,
+    read_facts,
+    write_facts,
 )
-from leanfleet.export.decoder import Cache, cache_shapes, run, write
+from leanfleet.export import verification
+from leanfleet.export.decoder import INSIDE, Cache, cache_shapes, made, run, write
 from leanfleet.export.support import check_supported
 from leanfleet.export.torch_ops import lean_attention, sample_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_SMALL = 1 << 10  # bytes of a weight that is not worth a reference
 
 
 class Pages(Cache):
@@ -137,6 +151,79 @@ def export_for_serving(
         model = AutoModelForCausalLM.from_pretrained("llama")   # a folder, or a name on the Hugging Face hub
         export_for_serving(model, "exported", block=32)
     """
+    module, arguments, shapes, names = _traced(model, block)
+    facts: Facts = {"kind": SERVING.kind, "block": block}
+    return write(module, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, names | options)
+
+
+def add_serving(
+    model: torch.nn.Module,
+    folder: str | Path,
+    block: int = 16,
+    fuse: bool = True,
+    verify: bool = True,
+    rope: str = "short",
+    **options: Any,
+) -> None:
+    """Adds serving.onnx to a folder that export_decoder wrote of the same model: the folder then serves ContinuousBatch and
+    `leanfleet serve` too. Weights that model.onnx has in a file beside it are taken from there.
+
+    Arguments and errors are those of export_for_serving. Where one is raised, the folder serves what it did.
+
+    Example:
+        from transformers import AutoModelForCausalLM
+        from leanfleet.export import export_decoder
+        from leanfleet.export.serving import add_serving
+
+        model = AutoModelForCausalLM.from_pretrained("llama")   # a folder, or a name on the Hugging Face hub
+        export_decoder(model, "exported")
+        add_serving(model, "exported")
+    """
+    folder = Path(folder)
+    facts = read_facts(folder, DECODER)
+    module, arguments, shapes, names = _traced(model, block)
+    program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
+    own: dict[str, Any] = {"block": block} | ({"fusions": found["fusions"]} if "fusions" in found else {})
+    with files.new_file(folder / SERVING_FILE) as path:
+        _take_weights(program.model, folder)
+        ir.save(program.model, path)
+        if verify:
+            progress.tell("running the file and the model, to compare them")
+            own["verified"] = verification.verify(model, path, found | {"kind": SERVING.kind, "block": block}, rope)
+    write_facts(folder, facts | {"serving": own})
+
+
+def _take_weights(model: ir.Model, folder: Path) -> None:
+    """Weights that the folder's model.onnx has outside it become references to the same; other large ones go to a file of the
+    model's own."""
+    theirs: dict[tuple[Any, ...], list[ir.ExternalTensor]] = {}
+    for value in ir.load(folder / MODEL_FILE).graph.initializers.values():
+        if isinstance(value.const_value, ir.ExternalTensor):
+            theirs.setdefault(_content(value.const_value), []).append(value.const_value)
+    own = []
+    for value in model.graph.initializers.values():
+        tensor = value.const_value
+        if tensor is None or tensor.nbytes < _SMALL:
+            continue
+        found = next((t for t in theirs.get(_content(tensor), ()) if t.tobytes() == tensor.tobytes()), None)
+        if found is not None:
+            place = {"shape": found.shape, "name": value.name or "", "base_dir": folder}
+            value.const_value = ir.ExternalTensor(found.location, found.offset, found.length, found.dtype, **place)
+        else:
+            own.append((value, tensor))
+    if sum(tensor.nbytes for _, tensor in own) > INSIDE:
+        outside = convert_tensors_to_external([tensor for _, tensor in own], folder, f"{SERVING_FILE}.data")
+        for (value, _), tensor in zip(own, outside, strict=True):
+            value.const_value = tensor
+
+
+def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
+    """Equal for equal tensors, whatever their names, and hardly ever for others."""
+    return tensor.dtype, tuple(tensor.shape), zlib.crc32(tensor.tobytes())
+
+
+def _traced(model: Any, block: int) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's SERVING graph."""
     model = model.eval()
     if hasattr(model, "cache_shapes"):
         raise ValueError(
@@ -162,15 +249,4 @@ def export_for_serving(
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in SERVING.inputs}
     shapes["pages"] = [{0: dims[POOL]}] * len(caches)
     names = {"input_names": SERVING.input_names(caches), "output_names": SERVING.output_names(caches)}
-    return write(
-        PackedDecoder(model, caches).eval(),
-        (*example.values(), pages),
-        shapes,
-        folder,
-        {"kind": SERVING.kind, "block": block},
-        tokenizer,
-        fuse,
-        verify,
-        rope,
-        names | options,
-    )
+    return PackedDecoder(model, caches).eval(), (*example.values(), pages), shapes, names

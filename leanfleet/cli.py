@@ -24,8 +24,10 @@ from typing import Any
 
 import leanfleet
 from leanfleet import files, generate, native, progress, spec
+from leanfleet.decoder_contract import SERVING, read_facts
 from leanfleet.tables import print_table
 
+KEY_VARIABLE = "LEANFLEET_API_KEY"
 LIBRARIES = ("leanfleet", "leanfleet_ort", "leanfleet_trt")
 PACKAGES = ("onnxruntime", "onnxruntime-gpu", "tensorrt", "torch", "onnx", "onnxscript", "polygraphy", "transformers")
 
@@ -166,6 +168,7 @@ def _parser() -> argparse.ArgumentParser:
     bundle.add_argument("--genai", required=True, metavar="DIR", help="the folder to write")
     bundle.set_defaults(run=bundle_command)
 
+    _add_serve(commands)
     _add_engine(commands)
 
     bench = commands.add_parser(
@@ -213,6 +216,43 @@ def _parser() -> argparse.ArgumentParser:
     bench.add_argument("--plot", metavar="FILE.png", help="also draw them there; needs matplotlib")
     bench.set_defaults(run=bench_command)
     return parser
+
+
+def _add_serve(commands: argparse._SubParsersAction) -> None:
+    serve = commands.add_parser(
+        "serve",
+        help="an HTTP server with OpenAI's interface",
+        description="Serves a model to many clients at once: /v1/chat/completions, /v1/completions, /v1/models, /health and "
+        "/metrics. Prompts and answers are in no log. The environment variable LEANFLEET_API_KEY holds an API key. "
+        "Ends at Ctrl-C or SIGTERM, once running answers are through. Needs the extra serve.",
+    )
+    serve.add_argument("folder", help="written by leanfleet.export.serving.export_for_serving, with its tokenizer")
+    serve.add_argument("--host", default="127.0.0.1", help="address to listen on (default: %(default)s, this machine alone)")
+    serve.add_argument("--port", type=_number, default=8000, help="0: any free one (default: %(default)s)")
+    serve.add_argument("--name", help="the model's name for clients (default: the folder's)")
+    serve.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
+    serve.add_argument("--cuda-graph", action="store_true", help="capture steps as CUDA graphs")
+    serve.add_argument(
+        "--cache-tokens",
+        type=_positive,
+        metavar="N",
+        help="tokens whose keys and values are kept, of all requests together (default: 4096, or the model's positions, for "
+        "each of --max-requests)",
+    )
+    serve.add_argument("--max-requests", type=_positive, default=16, metavar="N", help="run at once (default: %(default)s)")
+    serve.add_argument("--max-waiting", type=_positive, default=256, metavar="N", help="wait at most (default: %(default)s)")
+    serve.add_argument(
+        "--step-tokens", type=_positive, default=512, metavar="N", help="new tokens a step (default: %(default)s)"
+    )
+    serve.add_argument("--no-share", dest="share", action="store_false", help="do not share beginnings of prompts")
+    serve.add_argument(
+        "--max-body", type=_positive, default=4 << 20, metavar="BYTES", help="of a request (default: %(default)s)"
+    )
+    serve.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="of a request (default: %(default)s)")
+    serve.add_argument(
+        "--grace", type=_seconds, default=30.0, metavar="S", help="for running answers at the end (default: %(default)s)"
+    )
+    serve.set_defaults(run=serve_command)
 
 
 def _add_engine(commands: argparse._SubParsersAction) -> None:
@@ -313,6 +353,12 @@ def _size(text: str) -> tuple[str, int]:
     return name, int(number)
 
 
+def _number(text: str) -> int:
+    if not text.isdecimal() or int(text) > 65535:
+        raise argparse.ArgumentTypeError(f"'{text}' is no number of a port, 0 to 65535")
+    return int(text)
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or int(text) == 0:
         raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 1 or more")
@@ -350,7 +396,9 @@ def _explanation(error: Exception, command: str) -> str:
             else "models"
             if package in ("transformers", "gguf")
             else "ort"
-            if command == "generate"
+            if command == "generate" or package == "onnxruntime"
+            else "serve"
+            if command == "serve"
             else "polygraphy"
         )
         return f"the package {package} is missing: pip install 'leanfleet[{extra}]'"
@@ -575,6 +623,43 @@ def bundle_command(arguments: argparse.Namespace) -> int:
 
 
 # engine
+
+
+def serve_command(arguments: argparse.Namespace) -> int:
+    from leanfleet import serve
+    from leanfleet.ort_ops.generation import load_tokenizer
+    from leanfleet.ort_ops.serving import ContinuousBatch
+
+    if arguments.cuda_graph and arguments.provider == "cpu":
+        raise ValueError("--cuda-graph needs the CUDA provider: leave --provider cpu out")
+    folder = Path(arguments.folder)
+    facts = read_facts(folder, SERVING)
+    tokens = arguments.cache_tokens or arguments.max_requests * min(4096, facts["max_positions"] or 4096)
+    pages = -(-tokens // facts["block"])
+    generate.quieten_transformers()
+    with progress.stage(f"loading {folder}"):
+        tokenizers = load_tokenizer(folder), load_tokenizer(folder)
+        batch = ContinuousBatch(
+            folder,
+            pages,
+            arguments.max_requests,
+            max(arguments.step_tokens, arguments.max_requests),
+            {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider],
+            cuda_graph=arguments.cuda_graph,
+            share=arguments.share,
+        )
+    name = arguments.name or folder.resolve().name
+    key = os.environ.get(KEY_VARIABLE) or None
+    server = serve.Server(
+        batch, tokenizers, name, key, serve.Limits(arguments.max_body, seconds=arguments.timeout), arguments.max_waiting
+    )
+
+    def started(address: str) -> None:
+        kept = f"{pages} pages of {facts['block']} tokens, {batch.pool_bytes / 1e9:.2f} GB"
+        print(f"serving {name} at {address} ({kept}{', with an API key' if key else ''})", file=sys.stderr, flush=True)
+
+    serve.run(server, arguments.host, arguments.port, arguments.grace, started)
+    return 0
 
 
 def engine_build_command(arguments: argparse.Namespace) -> int:

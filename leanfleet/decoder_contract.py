@@ -2,6 +2,7 @@
 
 Exporters write by it; ONNX Runtime, TensorRT, bundles for onnxruntime-genai and the command line read by it. A folder holds
 model.onnx, leanfleet.json (Facts) and, where it was exported with one, the tokenizer's files. There are two kinds of graph.
+model.onnx is of one of them; beside one of the first kind may stand serving.onnx, of the second, with the same weights.
 
 DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens over caches of S slots, all three dynamic.
 
@@ -55,6 +56,8 @@ if TYPE_CHECKING:
 
 FORMAT = 3  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
+SERVING_FILE = "serving.onnx"  # in a folder whose model.onnx is of the other kind
+OPTIONAL_FILES = f"{MODEL_FILE}.data", SERVING_FILE, f"{SERVING_FILE}.data"  # of an export; an earlier one may have left them
 
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
 TOKEN_INDEX, SETTINGS = "token_index", ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -265,7 +268,7 @@ def packed(
 
 
 class Facts(TypedDict, total=False):
-    """What leanfleet.json says. `block` is of kind "serving" alone."""
+    """What leanfleet.json says. `block` is of kind "serving" alone. `serving`: what differs for serving.onnx."""
 
     format: int
     kind: str  # "decoder", which is also the default, or "serving"
@@ -274,12 +277,15 @@ class Facts(TypedDict, total=False):
     max_positions: int | None  # None: no limit
     block: int  # tokens a page
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
+    serving: dict[str, Any]  # format, block, fusions and verified, as they are here
     verified: dict[str, Any]  # "largest_difference" and "bound" of the logits, or "skipped": why; missing: not asked for
 
 
 def write_facts(folder: str | Path, facts: Facts) -> None:
     """Writes leanfleet.json, of the format that today's folders of its kind have."""
     interface = SERVING if facts.get("kind") == SERVING.kind else DECODER
+    if "serving" in facts:
+        facts = facts | {"serving": {"format": SERVING.format} | facts["serving"]}
     text = json.dumps({"format": interface.format} | facts, indent=2)
     (Path(folder) / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
 
@@ -310,11 +316,22 @@ def read_facts(folder: str | Path, interface: Interface) -> Facts:
     if not isinstance(facts, dict):
         raise ValueError(f"{path} holds no JSON object: {again}")
     _check_format(path, facts.get("format", 1), again)
+    if interface is SERVING and model_file(facts) == SERVING_FILE:
+        facts |= facts["serving"] | {"kind": SERVING.kind}
+        _check_format(path, facts.get("format", 1), again)
+        if not (folder / SERVING_FILE).is_file():
+            raise FileNotFoundError(f"{folder / SERVING_FILE} does not exist, though {path} names it: {again}")
     found = facts.get("kind", DECODER.kind)
     if found != interface.kind:
-        raise ValueError(f"{folder} holds a model of kind {found}; this needs one from {writer}")
+        also = ", or leanfleet export --serve" if interface is SERVING else ""
+        raise ValueError(f"{folder} holds a model of kind {found}; this needs one from {writer}{also}")
     _check_values(path, facts, interface, again)
     return cast(Facts, facts)
+
+
+def model_file(facts: Mapping[str, Any]) -> str:
+    """The file of the SERVING graph in a folder with these facts."""
+    return SERVING_FILE if isinstance(facts.get("serving"), dict) else MODEL_FILE
 
 
 def _check_format(path: Path, found: object, again: str) -> None:

@@ -5,7 +5,7 @@ Standard library only.
 
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -35,10 +35,10 @@ def new_file(path: str | os.PathLike) -> Iterator[Path]:
 
 
 @contextmanager
-def new_folder(path: str | os.PathLike) -> Iterator[Path]:
+def new_folder(path: str | os.PathLike, outdated: Iterable[str] = ()) -> Iterator[Path]:
     """Yields an empty folder whose files move to the folder `path` when the block ends well, over those of the same names.
 
-    Otherwise as new_file.
+    outdated: names of files that go from there where the block has not written them. Otherwise as new_file.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_dir():
@@ -53,6 +53,8 @@ def new_folder(path: str | os.PathLike) -> Iterator[Path]:
             if not there:
                 part.rename(target)
             else:
+                for name in outdated:
+                    (target / name).unlink(missing_ok=True)
                 for file in part.iterdir():
                     if file.is_dir():
                         shutil.rmtree(target / file.name, ignore_errors=True)

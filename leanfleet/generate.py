@@ -54,6 +54,11 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "none of ONNX Runtime's own (experts as MoE nodes, sums and norms in one, fused rotary encodings)",
     )
     export.add_argument(
+        "--serve",
+        action="store_true",
+        help="also write serving.onnx, the graph for `leanfleet serve` and ContinuousBatch, which has the same weights",
+    )
+    export.add_argument(
         "--no-verify",
         dest="verify",
         action="store_false",
@@ -238,12 +243,14 @@ def export_command(arguments: argparse.Namespace) -> int:
     print(describe_fusions(facts.get("fusions")), file=sys.stderr)
     print(describe_verification(facts.get("verified")), file=sys.stderr)
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
-    print(f"wrote {folder} ({size:.0f} MB); next: {next_step(folder, arguments.dtype)}", file=sys.stderr)
+    then = next_step(folder, arguments.dtype) + (f", or leanfleet serve {folder}" if arguments.serve else "")
+    print(f"wrote {folder} ({size:.0f} MB); next: {then}", file=sys.stderr)
     return 0
 
 
 def _export(arguments: argparse.Namespace) -> None:
     from leanfleet.export import export_decoder
+    from leanfleet.export.serving import add_serving
 
     def say(line: str) -> None:
         progress.clear()
@@ -260,7 +267,12 @@ def _export(arguments: argparse.Namespace) -> None:
         path = Path(arguments.model)
         say(gguf_model.described(path / locate(path)["gguf_file"] if path.is_dir() else path, model))
     say(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...")
-    export_decoder(model, arguments.folder, tokenizer, fuse=arguments.fuse, verify=arguments.verify, rope=arguments.rope)
+    options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope}
+    with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:
+        export_decoder(model, new, tokenizer, **options)
+        if arguments.serve:
+            say("exporting it for serving ...")
+            add_serving(model, new, **options)
 
 
 def describe_verification(verified: dict[str, Any] | None) -> str:
@@ -374,10 +386,12 @@ def print_stream(steps: Iterable[list[int | None]], tokenizer: PreTrainedTokeniz
         for row, token in enumerate(new):
             if token is None:
                 done[row] = True
+                waiting[row] += streams[row].finish()
             else:
                 waiting[row] += streams[row].add(token)
         show()
     done[:] = [True] * count
+    waiting[:] = [text + stream.finish() for text, stream in zip(waiting, streams, strict=True)]
     show()
 
 

@@ -25,6 +25,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 NEW_TOKENS = 128  # of an answer, where nothing else is said and the model has positions for them
+MOST_PENDING = 8  # tokens that may wait for a whole character; one has four bytes at most
 
 
 class Steps(Protocol):
@@ -293,7 +294,21 @@ def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | No
         with reading("the prompt (by this model's tokenizer)"):
             return list(tokenizer(text)["input_ids"])
     turns = [{"role": "system", "content": system}] if system else []
-    turns.append({"role": "user", "content": text})
+    return encode_chat(tokenizer, [*turns, {"role": "user", "content": text}])
+
+
+def encode_chat(tokenizer: Any, turns: Sequence[dict[str, str]]) -> list[int]:
+    """Token ids of a chat that the model is to go on with. turns: {"role", "content"}. Raises ValueError without a template,
+    and for turns that the template refuses.
+
+    Example:
+        from leanfleet.ort_ops.generation import encode_chat, load_tokenizer
+
+        turns = [{"role": "system", "content": "Answer in one word."}, {"role": "user", "content": "Hello"}]
+        prompt = encode_chat(load_tokenizer("decoder"), turns)
+    """
+    if not getattr(tokenizer, "chat_template", None):
+        raise ValueError("this model's tokenizer has no chat template; ask for a completion of a text instead")
     with reading("the prompt (by this model's chat template, which --raw or chat=False leaves out)"):
         return list(tokenizer.apply_chat_template(turns, add_generation_prompt=True, return_dict=True)["input_ids"])
 
@@ -309,17 +324,64 @@ class TextStream:
         text = TextStream(decoder.tokenizer)
         for (token,) in stream(decoder, ["Good morning"], max_new_tokens=8):
             print(text.add(token), end="", flush=True)
+        print(text.finish())
     """
 
+    # A token's text depends on the ones just before it, such as whether a space stands in front: they are decoded with it.
     def __init__(self, tokenizer: Any) -> None:
-        self.tokenizer, self.shown = tokenizer, 0
+        self.tokenizer = tokenizer
         self.tokens: list[int] = []
+        self._from = self._to = 0  # the tokens before `_to` are told; those from `_from` on are decoded again
+
+    def _decoded(self, end: int) -> str:
+        return self.tokenizer.decode(self.tokens[self._from : end], skip_special_tokens=True)
 
     def add(self, token: int) -> str:
         """The text that this token completes."""
         self.tokens.append(token)
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if text.endswith("\ufffd"):  # a character of several tokens
+        return self._told(len(self.tokens) - self._to > MOST_PENDING)
+
+    def finish(self) -> str:
+        """The rest: bytes at the end that are no whole character, as U+FFFD."""
+        return self._told(True)
+
+    def _told(self, whole: bool) -> str:
+        before, text = self._decoded(self._to), self._decoded(len(self.tokens))
+        if len(text) <= len(before) or (text.endswith("\ufffd") and not whole):  # a character of several tokens
             return ""
-        new, self.shown = text[self.shown :], len(text)
-        return new
+        self._from, self._to = self._to, len(self.tokens)
+        return text[len(before) :]
+
+
+class StopStrings:
+    """Ends a text where one of some strings begins. What may be the beginning of one is held back until that is known.
+
+    Example:
+        from leanfleet.generation import StopStrings
+
+        text = StopStrings(["END"])
+        print([text.add(part) for part in ("one E", "N", "T two EN", "D three")])  # ['one ', '', 'ENT two ', '']
+        print(text.found)  # True
+    """
+
+    def __init__(self, strings: Sequence[str]) -> None:
+        self.strings, self.held, self.found = [s for s in strings if s], "", False
+
+    def add(self, text: str) -> str:
+        """What of the text so far can be told now."""
+        if self.found:
+            return ""
+        text = self.held + text
+        places = [(place + len(s), place) for s in self.strings if (place := text.find(s)) >= 0]
+        if places:  # the one that is complete first counts, so that it does not matter in which pieces a text comes
+            self.found, self.held = True, ""
+            return text[: min(places)[1]]
+        most = min(max(map(len, self.strings), default=1) - 1, len(text))
+        keep = next((n for n in range(most, 0, -1) if any(s.startswith(text[len(text) - n :]) for s in self.strings)), 0)
+        self.held = text[len(text) - keep :]
+        return text[: len(text) - keep]
+
+    def finish(self) -> str:
+        """What was held back, where the text ends without a stop string."""
+        text, self.held = self.held, ""
+        return text

@@ -29,6 +29,7 @@ from leanfleet.generation import FolderTokenizer as FolderTokenizer
 from leanfleet.generation import Statistics as Statistics
 from leanfleet.generation import TextStream as TextStream
 from leanfleet.generation import encode as encode
+from leanfleet.generation import encode_chat as encode_chat
 from leanfleet.generation import generate as generate
 from leanfleet.generation import load_tokenizer as load_tokenizer
 from leanfleet.generation import stream as stream

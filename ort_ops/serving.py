@@ -25,7 +25,6 @@ from leanfleet.decoder_contract import (
     LAST,
     LOGITS,
     LOGPROB,
-    MODEL_FILE,
     NEXT_TOKENS,
     OFFSETS,
     PADDED_SERVING,
@@ -39,6 +38,7 @@ from leanfleet.decoder_contract import (
     VOCABULARY,
     Sampling,
     check_interface,
+    model_file,
     packed,
     read_facts,
     serving_interface,
@@ -57,6 +57,7 @@ TURNS = 2  # a step runs while the next one is made
 
 # numpy's and ONNX's types by onnxruntime's names
 _NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
+_BYTES = {1: 4, 10: 2, 16: 2}  # of ONNX's types
 _ONNX_TYPES = {SESSION_TYPES["float32"]: 1, SESSION_TYPES["float16"]: 10, SESSION_TYPES["bfloat16"]: 16}
 
 
@@ -168,7 +169,7 @@ class _Captured:
 class ContinuousBatch:
     """Continuous batching: a queue of requests, a pool of pages that they share, and step(), which runs one call.
 
-    folder: written by leanfleet.export.serving.export_for_serving. pages: size of the pool; a request has
+    folder: written by `leanfleet export` or leanfleet.export.serving. pages: size of the pool; a request has
     ceil(tokens so far / block) of them while it runs, and begins where a known beginning of its prompt ends (share=False:
     always at its start). Where pages run out, the request with the least priority, the last to come among equals, gives its
     pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties.
@@ -225,9 +226,9 @@ class ContinuousBatch:
         folder = Path(folder)
         facts = read_facts(folder, SERVING)
         self.interface = serving_interface(facts)
-        self.session = open_exported(folder, providers, session_options, library)
+        self.session = open_exported(folder, providers, session_options, library, model_file(facts))
         self.exchange = exchange
-        self.path = folder / MODEL_FILE
+        self.path = folder / model_file(facts)
         check_interface(self.session, self.path, self.interface, facts["vocabulary"])
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
@@ -512,6 +513,11 @@ class ContinuousBatch:
         if not self.in_place:
             self.pools = self.binding.get_outputs()[: len(self.pools)]  # in the order in which they were bound first
             self.bind_pools(self.binding)
+
+    @property
+    def pool_bytes(self) -> int:
+        """Of the pools of all layers."""
+        return sum(int(np.prod(pool.shape())) * _BYTES[pool.element_type()] for pool in self.pools)
 
     @property
     def idle(self) -> bool:

@@ -144,13 +144,13 @@ def onnxruntime_errors(action: str) -> Iterator[None]:
 
 
 def open_exported(
-    folder: Path, providers: Providers | None, session_options: SessionOptions | None, library: bool
+    folder: Path, providers: Providers | None, session_options: SessionOptions | None, library: bool, file: str = MODEL_FILE
 ) -> InferenceSession:
-    """A session of the model in an exported folder. library: see generation.load_decoder. Raises RuntimeError where
+    """A session of a model in an exported folder. library: see generation.load_decoder. Raises RuntimeError where
     onnxruntime cannot load the model."""
     import onnxruntime
 
-    path = str(folder / MODEL_FILE)
+    path = str(folder / file)
     if session_options is None:
         session_options = new_options(
             providers or (default_providers(onnxruntime.get_available_providers()) if library else ())

@@ -1,5 +1,6 @@
 """Continuous batching: requests that join and leave get what they would get alone."""
 
+import copy
 import json
 import shutil
 
@@ -21,9 +22,13 @@ from transformers import (
 )
 
 from leanfleet import parity
+from leanfleet.export import decoder
+from leanfleet.export import serving as export_serving
 from leanfleet.export.decoder import export_decoder
 from leanfleet.export.serving import export_for_serving
+from leanfleet.export.verification import VerificationError
 from leanfleet.ort_ops import serving
+from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
 
 BLOCK = 8
@@ -106,6 +111,126 @@ def test_captured_steps(model, folder, monkeypatch):
     assert {pages for *_, pages in batch.captured} <= {1, 2, 4, 8, 16} and all(rows == 5 for n, rows in steps if n > rows)
     for prompt, request in zip(wanted, requests):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
+
+
+@pytest.mark.parametrize("captured", (False, True))
+def test_pages_that_are_shared_and_run_out(model, folder, monkeypatch, captured):
+    """Requests that begin alike, cancelled at random, in a pool too small for those that run: the tokens are those of a request
+    alone, and no page that is written is one that another request has."""
+    batch = ContinuousBatch(folder, pages=17, max_requests=6, step_tokens=20, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    for pool in batch.pools:
+        pool.update_inplace(np.full(pool.shape(), np.nan, np.float32))
+    launch = batch._launch
+
+    def checked(chosen):
+        had = [page for request in batch.running for page in request.pages]
+        for request, count in chosen:
+            written = request.pages[request.cached // BLOCK : -(-(request.cached + count) // BLOCK)]
+            assert len(written) == -(-(request.cached + count) // BLOCK) - request.cached // BLOCK
+            assert all(had.count(page) == 1 for page in written), "two requests have a page that is written"
+        return launch(chosen)
+
+    monkeypatch.setattr(batch, "_launch", checked)
+    random, beginnings = np.random.default_rng(7), [random_prompt(40, seed) for seed in range(3)]
+    requests, cancelled = [], []
+    for i in range(24):
+        prompt = beginnings[i % 3][: int(random.integers(1, 41))] + random_prompt(int(random.integers(1, 20)), 100 + i)
+        requests.append(batch.add(prompt, int(random.integers(1, 40)), stop_tokens=(), priority=int(random.integers(0, 2))))
+        for _ in range(random.integers(0, 4)):
+            batch.step()
+        if i % 5 == 4:
+            cancelled.append(requests[int(random.integers(0, len(requests)))])
+            batch.cancel(cancelled[-1])
+    batch.run()
+    assert batch.pool.in_use == 0 and batch.preemptions > 3 and batch.shared_tokens > 100
+    for request in requests:
+        expected = alone(model, request.prompt, request.max_new_tokens)
+        assert (
+            request.done and request.tokens == expected[: len(request.tokens)] and len(request.logprobs) == len(request.tokens)
+        )
+        assert len(request.tokens) == request.max_new_tokens or request in cancelled
+
+
+def test_one_folder(model, tmp_path, monkeypatch):
+    """serving.onnx beside model.onnx, with its weights; what goes wrong leaves the folder as it was."""
+    monkeypatch.setattr(decoder, "INSIDE", 1000)
+    export_decoder(model, tmp_path)
+    with pytest.raises(ValueError, match="kind decoder; this needs one from .*, or leanfleet export --serve"):
+        ContinuousBatch(tmp_path, pages=20)
+    with monkeypatch.context() as patch:
+        patch.setattr(export_serving.verification, "verify", lambda *a: (_ for _ in ()).throw(VerificationError("no")))
+        with pytest.raises(VerificationError):
+            export_serving.add_serving(model, tmp_path)
+    assert not (tmp_path / "serving.onnx").exists()
+    export_serving.add_serving(model, tmp_path, block=BLOCK)
+    assert {f.name for f in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data", "serving.onnx", "leanfleet.json"}
+    assert (tmp_path / "serving.onnx").stat().st_size < 120_000  # the head, which the other graph has transposed
+    weights = [i for i in onnx.load(tmp_path / "serving.onnx", load_external_data=False).graph.initializer if i.external_data]
+    assert len(weights) > 10 and all(i.external_data[0].value == "model.onnx.data" for i in weights)
+    facts = json.loads((tmp_path / "leanfleet.json").read_text())["serving"]
+    assert facts["block"] == BLOCK and facts["verified"]["largest_difference"] <= facts["verified"]["bound"]
+    batch, prompt = ContinuousBatch(tmp_path, pages=20, providers=["CPUExecutionProvider"]), random_prompt(20, 1)
+    request = batch.add(prompt, 6, stop_tokens=())
+    batch.run()
+    assert request.tokens == alone(model, prompt, 6)
+    tokens, _ = generate(load_decoder(tmp_path, providers=["CPUExecutionProvider"]), [prompt], 6, stop_tokens=())
+    assert tokens == [request.tokens]
+    (tmp_path / "serving.onnx").unlink()
+    with pytest.raises(FileNotFoundError, match="serving.onnx does not exist, though .*leanfleet.json names it"):
+        ContinuousBatch(tmp_path, pages=20)
+    (tmp_path / "serving.onnx").touch()
+    export_decoder(model, tmp_path)
+    assert {f.name for f in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data", "leanfleet.json"}
+
+
+def test_weights_of_its_own(model, tmp_path, monkeypatch):
+    """Of another model they are no references."""
+    monkeypatch.setattr(decoder, "INSIDE", 1000)
+    monkeypatch.setattr(export_serving, "INSIDE", 1000)
+    export_decoder(model, tmp_path)
+    other = copy.deepcopy(model)
+    with torch.no_grad():
+        other.model.layers[0].mlp.down_proj.weight.neg_()
+    export_serving.add_serving(other, tmp_path, block=BLOCK)
+    changed, head = 48 * 64 * 4, 97 * 48 * 4
+    assert changed + head <= (tmp_path / "serving.onnx.data").stat().st_size < changed + head + 5000  # places are aligned
+    batch, prompt = ContinuousBatch(tmp_path, pages=20, providers=["CPUExecutionProvider"]), random_prompt(20, 1)
+    request = batch.add(prompt, 6, stop_tokens=())
+    batch.run()
+    assert request.tokens == alone(other, prompt, 6) != alone(model, prompt, 6)
+
+
+def random_prompt(size, seed):
+    return np.random.default_rng(seed).integers(0, 97, size).tolist()
+
+
+def test_equal_prompts_are_read_once(model, folder):
+    """Also where they come at the same time: the others wait for the first one's pages."""
+    prompt, batch = random_prompt(50, 3), ContinuousBatch(folder, pages=60, providers=["CPUExecutionProvider"])
+    requests = [batch.add(prompt, 4, stop_tokens=(), temperature=1.5, seed=i) for i in range(4)]
+    batch.run()
+    assert [r.shared for r in requests] == [0, 48, 48, 48] and len({tuple(r.tokens) for r in requests}) > 1
+    assert batch.processed_tokens == 50 + 3 * 2 + 4 * 3
+    apart = ContinuousBatch(folder, pages=60, providers=["CPUExecutionProvider"], share=False)
+    others = [apart.add(prompt, 4, stop_tokens=(), temperature=1.5, seed=i) for i in range(4)]
+    apart.run()
+    assert [r.tokens for r in others] == [r.tokens for r in requests] and apart.processed_tokens == 4 * 53
+    assert np.allclose([r.logprobs for r in others], [r.logprobs for r in requests], atol=1e-4)
+
+
+def test_priorities(folder):
+    """Who has more comes first, and is the last to give pages back."""
+    batch = ContinuousBatch(folder, pages=8, max_requests=2, providers=["CPUExecutionProvider"])
+    low, high, first = (batch.add(random_prompt(20, i), 20, stop_tokens=(), priority=p) for i, p in enumerate((0, 1, 2)))
+    ended = []
+    while not batch.idle:
+        batch.step()
+        ended += [r for r in (low, high, first) if r.done and r not in ended]
+    assert ended[0] is first and ended[-1] is low
+    with pytest.raises(ValueError, match="priority is 'high'"):
+        batch.add([1], 1, priority="high")
 
 
 def as_format_2(folder, target):

@@ -118,7 +118,7 @@ def files(tmp_path_factory):
     model.save_pretrained(folder / "llama")
     tokenizer.save_pretrained(folder / "llama")
     export.export_decoder(model, folder / "decoder", tokenizer, verify=False)
-    export_for_serving(model, folder / "serving", verify=False)
+    export_for_serving(model, folder / "serving", tokenizer, verify=False)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("tokens")}
     layer = export.LinearAttention(hidden_size=64, num_heads=4)
     export.export(layer, (torch.randn(2, 10, 64),), folder / "layer.onnx", dynamic_shapes=(sizes,), input_names=["hidden"])

@@ -1,0 +1,213 @@
+"""A thread that runs continuous batching for callers in other threads. Needs onnxruntime and numpy.
+
+Callers hand in prompts of tokens and get pieces of text as they come. Everything that touches the batch happens in the thread,
+between two steps.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from leanfleet.generation import StopStrings, TextStream
+
+if TYPE_CHECKING:
+    from leanfleet.ort_ops.serving import ContinuousBatch, Request
+
+STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "error"  # how an answer ended
+
+
+class Full(Exception):
+    """As many requests wait as may wait."""
+
+
+class Closed(Exception):
+    """The engine takes no requests any more."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a step gave an answer: text, and its tokens' log-probabilities. reason: how the answer ended, in its last piece;
+    message: with FAILED, why."""
+
+    text: str
+    tokens: tuple[int, ...] = ()
+    logprobs: tuple[float, ...] = ()
+    reason: str | None = None
+    message: str = ""
+
+
+@dataclass(eq=False)
+class Answer:
+    """One request of a caller. on_pieces is called in the engine's thread."""
+
+    prompt: list[int]
+    options: dict[str, Any]  # of ContinuousBatch.add
+    stop: StopStrings
+    text: TextStream
+    on_pieces: Callable[[Piece], None]
+    accepted: Future[None] = field(default_factory=Future)
+    request: Request | None = None
+    reason: str | None = None
+    asked: float = field(default_factory=time.monotonic)
+
+
+class Engine:
+    """Runs `batch` in a thread of its own until close().
+
+    tokenizer: decodes tokens, in that thread alone. max_waiting: how many requests may wait for a place in the batch.
+    observe: called as observe(name, seconds) with "first_token", "next_token" and "request".
+
+    Example:
+        import queue
+        from leanfleet.engine import Engine
+        from leanfleet.ort_ops.generation import load_tokenizer
+        from leanfleet.ort_ops.serving import ContinuousBatch
+
+        batch = ContinuousBatch("serving", pages=64, providers=["CPUExecutionProvider"])
+        engine, pieces = Engine(batch, load_tokenizer("serving")), queue.Queue()
+        engine.submit([1, 2, 3], pieces.put, max_new_tokens=4)
+        while (piece := pieces.get()).reason is None:
+            print(piece.text, end="")
+        engine.close()
+        print(piece.reason in ("stop", "length"))                # True
+    """
+
+    def __init__(
+        self,
+        batch: ContinuousBatch,
+        tokenizer: Any,
+        max_waiting: int = 256,
+        observe: Callable[[str, float], object] = lambda name, seconds: None,
+    ) -> None:
+        self.batch, self.tokenizer, self.max_waiting, self.observe = batch, tokenizer, max_waiting, observe
+        self.failure: Exception | None = None  # of the newest call, while calls fail
+        self._orders: deque[Callable[[], None]] = deque()
+        self._answers: dict[int, Answer] = {}  # by id(request)
+        self._times: dict[int, float] = {}  # when the newest token came
+        self._changed = threading.Condition()
+        self._closing = False
+        self._submitted = 0  # answers that the thread has not looked at yet
+        self._thread = threading.Thread(target=self._run, name="leanfleet-engine", daemon=True)
+        self._thread.start()
+
+    @property
+    def waiting(self) -> int:
+        """Requests that have no place in the batch yet."""
+        return self._submitted + len(self.batch.queue)
+
+    @property
+    def running(self) -> int:
+        """Requests in the batch."""
+        return len(self.batch.running)
+
+    def submit(self, prompt: list[int], on_pieces: Callable[[Piece], None], stop: Sequence[str] = (), **options: Any) -> Answer:
+        """Hands in a prompt of tokens. Returns at once; `accepted` of the Answer is done when the batch has taken it, or has
+        the batch's ValueError. on_pieces: called with every Piece, in the engine's thread. stop: texts that end the answer and
+        are no part of it. options: of ContinuousBatch.add. Raises Full and Closed."""
+        answer = Answer(prompt, options, StopStrings(stop), TextStream(self.tokenizer), on_pieces)
+        with self._changed:
+            if self._closing:
+                raise Closed
+            if self.waiting >= self.max_waiting:
+                raise Full
+            self._submitted += 1
+        self._order(lambda: self._take(answer))
+        return answer
+
+    def cancel(self, answer: Answer) -> None:
+        """Ends an answer; its pages go back. Nothing happens to one that has ended."""
+        self._order(lambda: self._end(answer, CANCELLED))
+
+    def close(self, seconds: float = 0.0) -> None:
+        """Takes no requests any more, goes on for so many seconds at most, and then ends those that are left."""
+        with self._changed:
+            self._closing, self._deadline = True, time.monotonic() + seconds
+            self._changed.notify()
+        self._thread.join()
+
+    def _order(self, do: Callable[[], None]) -> None:
+        with self._changed:
+            self._orders.append(do)
+            self._changed.notify()
+
+    def _take(self, answer: Answer) -> None:
+        self._submitted -= 1
+        if answer.reason is not None:  # it was cancelled before
+            answer.accepted.cancel()
+            return
+        try:
+            answer.request = self.batch.add(answer.prompt, **answer.options)
+        except Exception as error:
+            answer.reason = FAILED
+            answer.accepted.set_exception(error)
+        else:
+            self._answers[id(answer.request)] = answer
+            answer.accepted.set_result(None)
+
+    def _end(self, answer: Answer, reason: str, piece: Piece | None = None) -> None:
+        """The last piece of an answer, or one without text."""
+        if answer.reason is not None:
+            return
+        answer.reason = reason
+        if answer.request is not None:
+            self.batch.cancel(answer.request)
+            self._answers.pop(id(answer.request), None)
+            self._times.pop(id(answer.request), None)
+        self.observe("request", time.monotonic() - answer.asked)
+        answer.on_pieces(piece or Piece("", reason=reason))
+
+    def _run(self) -> None:
+        while True:
+            with self._changed:
+                while not self._orders and self.batch.idle and not self._closing:
+                    self._changed.wait()
+                orders = [self._orders.popleft() for _ in range(len(self._orders))]
+            for do in orders:
+                do()
+            if self._closing and (self.batch.idle or time.monotonic() > self._deadline):
+                break
+            if not self.batch.idle:
+                self._step()
+        for answer in list(self._answers.values()):
+            self._end(answer, CANCELLED)
+        for do in self._orders:
+            do()
+
+    def _step(self) -> None:
+        try:
+            new = self.batch.step()
+            self.failure = None
+        except Exception as error:  # of the runtime: nobody's tokens can be made
+            self.failure = error
+            for each in list(self._answers.values()):
+                self._end(each, FAILED, Piece("", reason=FAILED, message=str(error)))
+            return
+        now = time.monotonic()
+        for request, token in new:
+            answer = self._answers.get(id(request))
+            if answer is not None:
+                before = self._times.get(id(request))
+                self.observe("first_token" if before is None else "next_token", now - (before or answer.asked))
+                self._times[id(request)] = now
+                self._tell(answer, request, token)
+        for each in list(self._answers.values()):
+            if each.request is not None and each.request.error is not None:
+                self._end(each, FAILED, Piece("", reason=FAILED, message=str(each.request.error)))
+
+    def _tell(self, answer: Answer, request: Request, token: int) -> None:
+        stopped = token in request.stop_tokens
+        text = answer.stop.add("" if stopped else answer.text.add(token))
+        reason = STOP if stopped or answer.stop.found else LENGTH if request.done else None
+        if reason and not answer.stop.found:
+            text += answer.stop.add(answer.text.finish()) + answer.stop.finish()
+        piece = Piece(text, (token,), (request.logprobs[-1],), reason)
+        if reason:
+            self._end(answer, reason, piece)
+        else:
+            answer.on_pieces(piece)

@@ -1,0 +1,527 @@
+"""An HTTP server over continuous batching that speaks OpenAI's interface: `leanfleet serve`. Needs the extra `serve`.
+
+    POST /v1/chat/completions, /v1/completions    streamed or whole, n answers at once, with usage
+    GET  /v1/models, /health, /metrics            metrics in Prometheus's text format
+
+A request is refused, with OpenAI's form of an error, before anything runs for it: 400 for what is wrong or not served, 401,
+404, 413 for bodies above the limit, 429 while too many requests wait, 503 while the server ends or the runtime fails.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hmac
+import json
+import math
+import socket
+import time
+import uuid
+from collections.abc import AsyncIterator, Awaitable, Callable
+from contextlib import asynccontextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import Annotated, Any, Literal
+
+import prometheus_client as prometheus
+import uvicorn
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from starlette.applications import Starlette
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from leanfleet import generation
+from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
+
+SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # of histograms
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What one server takes. body: bytes of a request. answers: `n` times prompts of a request. seconds: of a request."""
+
+    body: int = 4 << 20
+    answers: int = 32
+    seconds: float = 600.0
+
+
+class Refusal(Exception):
+    """An answer with an error, in OpenAI's form."""
+
+    def __init__(self, status: int, message: str, parameter: str | None = None) -> None:
+        super().__init__(message)
+        self.status, self.message, self.parameter = status, message, parameter
+
+    def response(self) -> JSONResponse:
+        kinds = {401: "authentication_error", 404: "not_found_error", 429: "rate_limit_error"}
+        kind = kinds.get(self.status, "invalid_request_error" if self.status < 500 else "server_error")
+        error = {"message": self.message, "type": kind, "param": self.parameter, "code": None}
+        headers = {"Retry-After": "1"} if self.status in (429, 503) else {}
+        return JSONResponse({"error": error}, self.status, headers)
+
+
+Texts = Annotated[list[str], Field(max_length=16)]
+Harmless = Any  # fields that change no answer
+
+
+class StreamOptions(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    include_usage: bool = False
+
+
+class Asked(BaseModel):
+    """What both kinds of completions have. Fields that we do not serve are taken with the value that leaves them off."""
+
+    model_config = ConfigDict(extra="forbid")
+    model: str | None = None
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float = Field(1.0, ge=0, le=100)
+    top_p: float = Field(1.0, gt=0, le=1)
+    top_k: int = Field(0, ge=-1)  # 0 and -1: all
+    min_p: float = Field(0.0, ge=0, le=1)
+    n: int = Field(1, ge=1)
+    seed: int | None = Field(None, ge=-(2**63), lt=2**63)
+    stop: str | Texts | None = None
+    stop_token_ids: list[int] | None = Field(None, max_length=64)
+    ignore_eos: bool = False
+    priority: int = 0
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    presence_penalty: Literal[0] = 0
+    frequency_penalty: Literal[0] = 0
+    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    user: Harmless = None
+    metadata: Harmless = None
+    store: Harmless = None
+    service_tier: Harmless = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return False
+
+    def stops(self) -> list[str]:
+        return [self.stop] if isinstance(self.stop, str) else self.stop or []
+
+
+class Completion(Asked):
+    """The body of /v1/completions."""
+
+    prompt: str | list[int] | list[str] | list[list[int]]
+    echo: Literal[False] = False
+    suffix: None = None
+    best_of: Literal[1] | None = None
+    logprobs: Literal[0] | None = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs is not None
+
+    def prompts(self) -> list[str | list[int]]:
+        if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
+            return [self.prompt]  # type: ignore[list-item]
+        return self.prompt  # type: ignore[return-value]
+
+
+class Part(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+    text: str
+
+
+class Turn(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+    name: Harmless = None
+    refusal: None = None
+
+    def plain(self) -> dict[str, str]:
+        role = "system" if self.role == "developer" else self.role
+        return {
+            "role": role,
+            "content": self.content if isinstance(self.content, str) else "".join(p.text for p in self.content),
+        }
+
+
+class TextFormat(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+    type: Literal["text"]
+
+
+class Chat(Asked):
+    """The body of /v1/chat/completions."""
+
+    messages: list[Turn] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: Literal[0] | None = None
+    response_format: TextFormat | None = None
+    tools: list[Any] | None = Field(None, max_length=0)
+    tool_choice: Literal["none", "auto"] | None = None
+    parallel_tool_calls: Harmless = None
+
+    @property
+    def wants_logprobs(self) -> bool:
+        return self.logprobs
+
+    @model_validator(mode="after")
+    def one_limit(self) -> Chat:
+        if self.max_completion_tokens is not None:
+            self.max_tokens = self.max_completion_tokens
+        return self
+
+
+class Metrics:
+    """Prometheus's counters of a server."""
+
+    def __init__(self, engine: Callable[[], Engine]) -> None:
+        self.registry = registry = prometheus.CollectorRegistry()
+        self.prompt = prometheus.Counter("leanfleet_prompt_tokens", "Tokens of prompts", registry=registry)
+        self.generated = prometheus.Counter("leanfleet_generated_tokens", "Tokens of answers", registry=registry)
+        self.answers = prometheus.Counter("leanfleet_answers", "Answers by how they ended", ["reason"], registry=registry)
+        self.refused = prometheus.Counter("leanfleet_refused_requests", "Requests by status", ["status"], registry=registry)
+        texts = {"first_token": "Time to the first token", "next_token": "Time between tokens", "request": "Time of an answer"}
+        self.seconds = {
+            name: prometheus.Histogram(f"leanfleet_{name}_seconds", text, buckets=SECONDS, registry=registry)
+            for name, text in texts.items()
+        }
+        for name, text, value in (
+            ("waiting_requests", "Requests without a place in the batch", lambda: engine().waiting),
+            ("running_requests", "Requests in the batch", lambda: engine().running),
+            ("pages", "Pages of the pool", lambda: engine().batch.pool.count),
+            ("pages_in_use", "Pages that requests have", lambda: engine().batch.pool.in_use),
+            ("shared_prompt_tokens", "Tokens of prompts found in the pool, so far", lambda: engine().batch.shared_tokens),
+            ("preemptions", "Requests that gave their pages back, so far", lambda: engine().batch.preemptions),
+        ):
+            prometheus.Gauge(f"leanfleet_{name}", text, registry=registry).set_function(value)
+
+
+class Server:
+    """The application. batch: a ContinuousBatch, run in a thread while the application lives. tokenizers: two of the same, as
+    one does not decode while it encodes. name: of the model, for clients. key: an API key that requests must bring, or None."""
+
+    def __init__(
+        self,
+        batch: Any,
+        tokenizers: tuple[Any, Any],
+        name: str,
+        key: str | None = None,
+        limits: Limits = Limits(),
+        max_waiting: int = 256,
+    ) -> None:
+        self.batch, self.name, self.key, self.limits = batch, name, key, limits
+        self.encoder, self.decoder = tokenizers
+        self.encoding = asyncio.Lock()
+        self.max_waiting, self.started = max_waiting, int(time.time())
+        self.metrics = Metrics(lambda: self.engine)
+        routes = [
+            Route("/v1/chat/completions", self.guarded(self.chat), methods=["POST"]),
+            Route("/v1/completions", self.guarded(self.complete), methods=["POST"]),
+            Route("/v1/models", self.guarded(self.models)),
+            Route("/v1/models/{name:path}", self.guarded(self.models)),
+            Route("/health", self.health),
+            Route("/metrics", self.show_metrics),
+        ]
+        handlers: Any = {
+            404: lambda request, error: self.refuse(Refusal(404, f"there is nothing at {request.url.path}")),
+            405: lambda request, error: self.refuse(Refusal(405, f"{request.url.path} does not take {request.method}")),
+            Exception: lambda request, error: self.refuse(Refusal(500, "the server failed; its log says why")),
+        }
+        self.application = Starlette(routes=routes, lifespan=self.lifespan, exception_handlers=handlers)
+
+    @asynccontextmanager
+    async def lifespan(self, application: Starlette) -> AsyncIterator[None]:
+        def observe(name: str, seconds: float) -> None:
+            self.metrics.seconds[name].observe(seconds)
+
+        self.engine = Engine(self.batch, self.decoder, self.max_waiting, observe)
+        yield
+        await asyncio.to_thread(self.engine.close)
+
+    def refuse(self, refusal: Refusal) -> JSONResponse:
+        self.metrics.refused.labels(str(refusal.status)).inc()
+        return refusal.response()
+
+    def guarded(self, handler: Callable[[Request], Awaitable[Response]]) -> Callable[[Request], Awaitable[Response]]:
+        """With the key checked, and refusals as responses."""
+
+        async def guarded(request: Request) -> Response:
+            try:
+                given = request.headers.get("authorization", "").removeprefix("Bearer ")
+                if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
+                    raise Refusal(401, "this server wants its API key: Authorization: Bearer KEY")
+                return await handler(request)
+            except Refusal as refusal:
+                return self.refuse(refusal)
+            except ClientDisconnect:
+                return Response(status_code=400)
+
+        return guarded
+
+    async def health(self, request: Request) -> Response:
+        failure = self.engine.failure
+        return PlainTextResponse("ok" if failure is None else "the runtime fails", 200 if failure is None else 503)
+
+    async def show_metrics(self, request: Request) -> Response:
+        return Response(prometheus.generate_latest(self.metrics.registry), media_type=prometheus.CONTENT_TYPE_LATEST)
+
+    async def models(self, request: Request) -> Response:
+        one = {"id": self.name, "object": "model", "created": self.started, "owned_by": "leanfleet"}
+        name = request.path_params.get("name")
+        if name is None:
+            return JSONResponse({"object": "list", "data": [one]})
+        self.check_model(name)
+        return JSONResponse(one)
+
+    def check_model(self, name: str | None) -> None:
+        if name not in (None, self.name):
+            raise Refusal(404, f"there is no model {name[:100]!r} here, but {self.name!r}", "model")
+
+    async def chat(self, request: Request) -> Response:
+        body = self.parsed(Chat, await self.body(request))
+        turns = [turn.plain() for turn in body.messages]
+        prompt = await self.encoded(lambda: generation.encode_chat(self.encoder, turns))
+        return await self.respond(request, body, [prompt], "chat.completion")
+
+    async def complete(self, request: Request) -> Response:
+        body = self.parsed(Completion, await self.body(request))
+        given = body.prompts()
+        if not given:
+            raise Refusal(400, "prompt is empty; give a text, a list of token ids, or several of these", "prompt")
+        if len(given) * body.n > self.limits.answers:
+            raise Refusal(400, f"{len(given)} prompts of n={body.n} answers are more than {self.limits.answers}", "n")
+        prompts = [
+            p if isinstance(p, list) else await self.encoded(partial(generation.encode, self.encoder, p, chat=False))
+            for p in given
+        ]
+        if body.max_tokens is None:
+            body.max_tokens = 16  # as OpenAI has it
+        return await self.respond(request, body, prompts, "text_completion")
+
+    async def body(self, request: Request) -> bytes:
+        """All of it. Raises Refusal above the limit, without reading on."""
+        found = b""
+        too_large = Refusal(413, f"a body may have {self.limits.body} bytes")
+        if int(request.headers.get("content-length") or 0) > self.limits.body:
+            raise too_large
+        async for piece in request.stream():
+            found += piece
+            if len(found) > self.limits.body:
+                raise too_large
+        return found
+
+    def parsed(self, kind: type[Any], body: bytes) -> Any:
+        try:
+            return kind.model_validate_json(body)
+        except ValidationError as error:
+            found = error.errors(include_url=False, include_input=False, include_context=False)
+            first = max(found, key=lambda e: len(e["loc"]))  # of the ways that a field may be given, the one that fits furthest
+            place = ".".join(str(p) for p in first["loc"]) or "the body"
+            unserved = first["type"] in ("extra_forbidden", "too_long", "none_required", "literal_error")
+            what = f"this server does not serve it ({first['msg']})" if unserved else first["msg"]
+            raise Refusal(400, f"{place}: {what}", place) from None
+
+    async def encoded(self, encode: Callable[[], list[int]]) -> list[int]:
+        try:
+            async with self.encoding:
+                return await asyncio.to_thread(encode)
+        except ValueError as error:
+            raise Refusal(400, str(error)) from None
+
+    async def respond(self, request: Request, body: Asked, prompts: list[list[int]], kind: str) -> Response:
+        """Hands the prompts in, `n` times each, and answers with what comes."""
+        self.check_model(body.model)
+        if len(prompts) * body.n > self.limits.answers:
+            raise Refusal(400, f"n is {body.n}; a request may ask for {self.limits.answers} answers", "n")
+        pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
+        loop = asyncio.get_running_loop()
+        answers: list[Answer] = []
+        options = self.options(body)
+        seed = uuid.uuid4().int % 2**62 if body.seed is None else body.seed % 2**62
+        try:
+            for index in range(len(prompts) * body.n):
+
+                def tell(piece: Piece, index: int = index) -> None:
+                    loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
+
+                answers.append(self.engine.submit(prompts[index // body.n], tell, body.stops(), seed=seed + index, **options))
+            for answer in answers:
+                await asyncio.wrap_future(answer.accepted)
+        except BaseException as error:
+            self.cancel(answers)
+            if isinstance(error, Full):
+                raise Refusal(429, f"{self.max_waiting} requests wait already; try again later") from None
+            if isinstance(error, Closed):
+                raise Refusal(503, "the server ends") from None
+            if isinstance(error, ValueError):
+                raise Refusal(400, str(error)) from None
+            raise
+        self.metrics.prompt.inc(sum(map(len, prompts)))
+        reply = Reply(self, kind, body, answers, pieces)
+        if body.stream:
+            return StreamingResponse(reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+        return await reply.whole(request)
+
+    def options(self, body: Asked) -> dict[str, Any]:
+        """Of ContinuousBatch.add."""
+        stop = None
+        if body.ignore_eos or body.stop_token_ids:
+            stop = {*(() if body.ignore_eos else self.batch.stop_tokens), *(body.stop_token_ids or ())}
+        return {
+            "max_new_tokens": body.max_tokens,
+            "stop_tokens": stop,
+            "temperature": body.temperature,
+            "top_p": body.top_p,
+            "top_k": max(body.top_k, 0),
+            "min_p": body.min_p,
+            "priority": body.priority,
+        }
+
+    def cancel(self, answers: list[Answer]) -> None:
+        for answer in answers:
+            self.engine.cancel(answer)
+
+
+class Reply:
+    """The answers of one HTTP request, as they come."""
+
+    def __init__(
+        self, server: Server, kind: str, body: Asked, answers: list[Answer], pieces: asyncio.Queue[tuple[int, Piece]]
+    ) -> None:
+        self.server, self.kind, self.body, self.answers, self.pieces = server, kind, body, answers, pieces
+        self.head = {
+            "id": f"{'chatcmpl' if kind == 'chat.completion' else 'cmpl'}-{uuid.uuid4().hex}",
+            "created": int(time.time()),
+            "model": server.name,
+        }
+        self.tokens = 0
+        self.deadline = time.monotonic() + server.limits.seconds
+
+    async def come(self) -> AsyncIterator[tuple[int, Piece]]:
+        """(answer, piece) until all have ended. Raises Refusal where one fails or the time is up; then all are cancelled."""
+        left = len(self.answers)
+        try:
+            while left:
+                try:
+                    index, piece = await asyncio.wait_for(self.pieces.get(), max(self.deadline - time.monotonic(), 0))
+                except TimeoutError:
+                    raise Refusal(504, f"no answer within {self.server.limits.seconds:g} seconds") from None
+                if piece.reason == FAILED:
+                    raise Refusal(500, piece.message.splitlines()[0][:300] if piece.message else "the runtime failed")
+                if piece.reason == CANCELLED:
+                    raise Refusal(503, "the server ended before the answer did")
+                self.tokens += len(piece.tokens)
+                self.server.metrics.generated.inc(len(piece.tokens))
+                if piece.reason:
+                    left -= 1
+                    self.server.metrics.answers.labels(piece.reason).inc()
+                yield index, piece
+        finally:
+            if left:
+                self.server.metrics.answers.labels(CANCELLED).inc(left)
+                self.server.cancel(self.answers)
+
+    def usage(self) -> dict[str, Any]:
+        requests = [a.request for a in self.answers if a.request is not None]
+        prompts = [r for i, r in enumerate(requests) if i % self.body.n == 0]
+        size = sum(len(r.prompt) for r in prompts)
+        return {
+            "prompt_tokens": size,
+            "completion_tokens": self.tokens,
+            "total_tokens": size + self.tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(r.shared for r in prompts)},
+        }
+
+    @property
+    def chat(self) -> bool:
+        return self.kind == "chat.completion"
+
+    async def whole(self, request: Request) -> Response:
+        """All at once. A client that goes away ends its answers."""
+        texts, reasons = [""] * len(self.answers), [""] * len(self.answers)
+        logprobs: list[list[tuple[int, float]]] = [[] for _ in self.answers]
+
+        async def collect() -> None:
+            async for index, piece in self.come():
+                texts[index] += piece.text
+                reasons[index] = piece.reason or ""
+                logprobs[index] += zip(piece.tokens, piece.logprobs, strict=True)
+
+        async def gone() -> None:
+            while (await request.receive())["type"] != "http.disconnect":
+                pass
+
+        work, watch = asyncio.create_task(collect()), asyncio.create_task(gone())
+        await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+        watch.cancel()
+        if not work.done():
+            work.cancel()
+            await asyncio.wait([work])
+            return Response(status_code=400)
+        work.result()
+        choices = []
+        for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
+            content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
+            choices.append({"index": index, **content, "logprobs": self.told(logprobs[index]), "finish_reason": reason})
+        return JSONResponse({**self.head, "object": self.kind, "choices": choices, "usage": self.usage()})
+
+    def told(self, logprobs: list[tuple[int, float]]) -> dict[str, Any] | None:
+        """Log-probabilities as the interface has them, or None where nobody asked."""
+        if not self.body.wants_logprobs:
+            return None
+        words = [(self.server.decoder.decode([token]), value) for token, value in logprobs]
+        if self.chat:
+            return {"content": [{"token": w, "logprob": p, "bytes": list(w.encode()), "top_logprobs": []} for w, p in words]}
+        return {
+            "tokens": [w for w, _ in words],
+            "token_logprobs": [p for _, p in words],
+            "top_logprobs": None,
+            "text_offset": None,
+        }
+
+    async def events(self) -> AsyncIterator[str]:
+        """Server-sent events. An answer that fails ends with an error and without [DONE]."""
+
+        def event(**content: Any) -> str:
+            return f"data: {json.dumps({**self.head, 'object': kind, **content}, ensure_ascii=False)}\n\n"
+
+        kind = "chat.completion.chunk" if self.chat else self.kind
+        wants_usage = self.body.stream_options is not None and self.body.stream_options.include_usage
+        more = {"usage": None} if wants_usage else {}
+        if self.chat:
+            for index in range(len(self.answers)):
+                choice = {"index": index, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+                yield event(choices=[choice], **more)
+        try:
+            async for index, piece in self.come():
+                if not piece.text and not piece.reason:
+                    continue
+                content = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}
+                logprobs = self.told(list(zip(piece.tokens, piece.logprobs, strict=True)))
+                choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.reason}
+                yield event(choices=[choice], **more)
+        except Refusal as refusal:
+            yield f"data: {bytes(self.server.refuse(refusal).body).decode()}\n\n"
+            return
+        if wants_usage:
+            yield event(choices=[], usage=self.usage())
+        yield "data: [DONE]\n\n"
+
+
+def run(server: Server, host: str, port: int, grace: float, started: Callable[[str], object]) -> None:
+    """Serves until SIGINT or SIGTERM, and then for `grace` seconds at most what has begun. started: called with the address.
+
+    Raises OSError where the address cannot be had.
+    """
+    bound = socket.create_server((host, port), family=socket.AF_INET6 if ":" in host else socket.AF_INET, backlog=1024)
+    address = f"http://{f'[{host}]' if ':' in host else host}:{bound.getsockname()[1]}/v1"
+    config = uvicorn.Config(
+        server.application, log_level="warning", access_log=False, timeout_graceful_shutdown=math.ceil(grace), lifespan="on"
+    )
+
+    class Announced(uvicorn.Server):
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            started(address)
+
+    Announced(config).run([bound])

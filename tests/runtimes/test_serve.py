@@ -1,0 +1,347 @@
+"""`leanfleet serve`: OpenAI's own client, streams, limits, clients that go away, and load."""
+
+import http.client
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import numpy as np
+import openai
+import pytest
+import torch
+import uvicorn
+from transformers import LlamaConfig, LlamaForCausalLM
+
+from leanfleet import cli, generation, serve
+from leanfleet.ort_ops.generation import load_tokenizer
+from leanfleet.ort_ops.serving import ContinuousBatch
+from support.decoders import byte_tokenizer
+
+KEY = "a key"
+BLOCK, PAGES, LIMITS = 16, 30, serve.Limits(body=20_000, answers=8, seconds=30)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    torch.manual_seed(3)
+    sizes = dict(vocab_size=260, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4)
+    config = LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=256, initializer_range=0.3, eos_token_id=None)
+    models = tmp_path_factory.mktemp("models")
+    LlamaForCausalLM(config).save_pretrained(models / "llama")
+    byte_tokenizer().save_pretrained(models / "llama")
+    assert cli.main(["export", str(models / "llama"), str(models / "tiny"), "--serve"]) == 0
+    return models / "tiny"
+
+
+class Running:
+    """A server in a thread."""
+
+    def __init__(self, folder, key=KEY, limits=LIMITS, max_waiting=400, **options):
+        options = {"pages": PAGES, "max_requests": 8, "step_tokens": 64} | options
+        self.batch = ContinuousBatch(folder, providers=["CPUExecutionProvider"], **options)
+        tokenizers = load_tokenizer(folder), load_tokenizer(folder)
+        self.server = serve.Server(self.batch, tokenizers, "tiny", key, limits, max_waiting)
+        bound = socket.create_server(("127.0.0.1", 0), backlog=1024)
+        self.port = bound.getsockname()[1]
+        self.uvicorn = uvicorn.Server(uvicorn.Config(self.server.application, log_level="error", timeout_graceful_shutdown=10))
+        self.thread = threading.Thread(target=self.uvicorn.run, args=([bound],))
+        self.thread.start()
+        while not self.uvicorn.started:
+            time.sleep(0.01)
+        self.client = openai.OpenAI(base_url=f"http://127.0.0.1:{self.port}/v1", api_key=key or "none", max_retries=0)
+
+    def raw(self, method, path, body=None, headers=None, key=KEY):
+        """(status, body) of a request that no client makes."""
+        connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=30)
+        connection.request(method, path, body, {"Authorization": f"Bearer {key}", **(headers or {})})
+        answer = connection.getresponse()
+        return answer.status, answer.read().decode()
+
+    def metric(self, name):
+        return float(re.search(rf"^{name} (\S+)$", self.raw("GET", "/metrics")[1], re.M)[1])
+
+    def settled(self):
+        """Waits until nothing runs; nothing may be left in the pool's use then."""
+        end = time.monotonic() + 20
+        while (not self.batch.idle or self.server.engine.waiting) and time.monotonic() < end:
+            time.sleep(0.02)
+        assert self.batch.idle and self.batch.pool.in_use == 0 and not self.server.engine._answers
+        return True
+
+    def close(self):
+        self.uvicorn.should_exit = True
+        self.thread.join()
+
+
+@pytest.fixture(scope="module")
+def running(folder):
+    running = Running(folder)
+    yield running
+    running.settled()
+    running.close()
+    assert not running.server.engine._thread.is_alive()
+
+
+@pytest.fixture(scope="module")
+def alone(folder):
+    """The text that a prompt of tokens gets in a batch of its own."""
+    tokenizer = load_tokenizer(folder)
+
+    def run(prompt, count, **options):
+        batch = ContinuousBatch(folder, pages=PAGES, providers=["CPUExecutionProvider"])
+        request = batch.add(prompt, count, **options)
+        batch.run()
+        return tokenizer.decode(request.tokens, skip_special_tokens=True)
+
+    return run
+
+
+def texts(count, seed=0):
+    random = np.random.default_rng(seed)
+    return ["".join(chr(c) for c in random.integers(97, 123, n)) for n in random.integers(3, 90, count)]
+
+
+MESSAGES = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": [{"type": "text", "text": "Hello"}]}]
+
+
+def test_chat(running, folder, alone):
+    turns = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hello"}]
+    prompt = generation.encode_chat(load_tokenizer(folder), turns)
+    answer = running.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=20, temperature=0, logprobs=True
+    )
+    (choice,) = answer.choices
+    assert choice.message.role == "assistant" and choice.message.content == alone(prompt, 20)
+    assert choice.finish_reason == "length" and len(choice.logprobs.content) == 20
+    assert all(t.logprob <= 0 for t in choice.logprobs.content)
+    assert (answer.usage.prompt_tokens, answer.usage.completion_tokens) == (len(prompt), 20)
+    assert answer.object == "chat.completion" and answer.model == "tiny"
+    again = running.client.chat.completions.create(model="tiny", messages=MESSAGES, max_tokens=20, temperature=0)
+    assert again.choices[0].message.content == choice.message.content
+    assert again.usage.prompt_tokens_details.cached_tokens == (len(prompt) - 1) // BLOCK * BLOCK  # its pages are still there
+
+
+def test_streams_are_the_same_text(running):
+    """Characters of several bytes and stop strings that cross tokens included: the model's bytes are random."""
+    options = dict(model="tiny", messages=MESSAGES, max_tokens=60, temperature=1.0, n=3, seed=5, stop=["a", "\u00e9", "zz"])
+    whole = running.client.chat.completions.create(**options)
+    parts, reasons = [""] * 3, [None] * 3
+    stream = running.client.chat.completions.create(**options, stream=True, stream_options={"include_usage": True})
+    for chunk in stream:
+        usage = chunk.usage
+        for choice in chunk.choices:
+            parts[choice.index] += choice.delta.content or ""
+            reasons[choice.index] = choice.finish_reason or reasons[choice.index]
+    assert parts == [c.message.content for c in whole.choices] and reasons == [c.finish_reason for c in whole.choices]
+    assert len(set(parts)) == 3 and usage == whole.usage
+    assert not any(stop in part for part in parts for stop in options["stop"])
+
+
+def test_completions(running, folder, alone):
+    tokenizer = load_tokenizer(folder)
+    prompts = texts(4)
+    ids = [tokenizer(p)["input_ids"] for p in prompts]
+    expected = [alone(i, 16) for i in ids]  # OpenAI's default
+    for given in (prompts, ids):
+        answer = running.client.completions.create(model="tiny", prompt=given, temperature=0)
+        assert [c.text for c in answer.choices] == expected and [c.index for c in answer.choices] == [0, 1, 2, 3]
+    drawn = dict(max_tokens=9, temperature=1.3, top_p=0.9, seed=11)
+    answer = running.client.completions.create(
+        model="tiny", prompt=ids[0], n=2, **drawn, logprobs=0, extra_body={"top_k": 50, "min_p": 0.01, "ignore_eos": True}
+    )
+    rest = dict(temperature=1.3, top_p=0.9, top_k=50, min_p=0.01, stop_tokens=())
+    assert [c.text for c in answer.choices] == [alone(ids[0], 9, seed=11 + i, **rest) for i in range(2)]
+    assert len(answer.choices[0].logprobs.token_logprobs) == 9
+
+
+def test_stop_token_ids(running, folder):
+    tokenizer = load_tokenizer(folder)
+    ids = tokenizer("stop there")["input_ids"]
+    batch = ContinuousBatch(folder, pages=PAGES, providers=["CPUExecutionProvider"])
+    request = batch.add(ids, 12)
+    batch.run()
+    stop = request.tokens[5]
+    answer = running.client.completions.create(
+        model="tiny", prompt=ids, max_tokens=12, temperature=0, extra_body={"stop_token_ids": [stop]}
+    )
+    kept = request.tokens[: request.tokens.index(stop)]
+    assert answer.choices[0].finish_reason == "stop" and answer.choices[0].text == tokenizer.decode(kept)
+
+
+def test_models_health_and_metrics(running):
+    assert [m.id for m in running.client.models.list()] == ["tiny"]
+    assert running.client.models.retrieve("tiny").id == "tiny"
+    with pytest.raises(openai.NotFoundError, match="there is no model 'other' here, but 'tiny'"):
+        running.client.models.retrieve("other")
+    assert running.raw("GET", "/health", key="") == (200, "ok")
+    before = running.metric("leanfleet_generated_tokens_total")
+    running.client.completions.create(
+        model="tiny", prompt="count", max_tokens=7, temperature=0, extra_body={"ignore_eos": True}
+    )
+    assert running.metric("leanfleet_generated_tokens_total") == before + 7
+    assert running.metric("leanfleet_pages") == PAGES and running.metric("leanfleet_first_token_seconds_count") >= 1
+    assert running.metric("leanfleet_next_token_seconds_count") >= 6
+
+
+CHAT = {"messages": [{"role": "user", "content": "hi"}]}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "words"),
+    [
+        ("chat/completions", CHAT | {"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
+        ("chat/completions", CHAT | {"presence_penalty": 1}, 400, "presence_penalty: this server does not serve it"),
+        ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools: this server does not serve it"),
+        ("chat/completions", CHAT | {"nonsense": 1}, 400, "nonsense: this server does not serve it"),
+        ("chat/completions", CHAT | {"model": "gpt"}, 404, "there is no model 'gpt' here, but 'tiny'"),
+        ("chat/completions", CHAT | {"n": 9}, 400, "n is 9; a request may ask for 8 answers"),
+        ("chat/completions", CHAT | {"max_tokens": 100000}, 400, "more than the 256 positions"),
+        ("chat/completions", CHAT | {"top_p": 0}, 400, "top_p"),
+        ("chat/completions", CHAT | {"stop": ["x"] * 20}, 400, "stop"),
+        ("chat/completions", {"messages": []}, 400, "messages"),
+        ("chat/completions", {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, 400, "image_url|text"),
+        ("completions", {"prompt": ""}, 400, "the prompt is empty"),
+        ("completions", {"prompt": []}, 400, "prompt is empty"),
+        ("completions", {"prompt": [5, 100000]}, 400, "token ids lie in 0 .. 259"),
+        ("completions", {"prompt": "x" * 300, "max_tokens": 5}, 400, "positions"),
+        ("completions", {"prompt": "x", "echo": True}, 400, "echo: this server does not serve it"),
+        ("completions", {"prompt": ["a", "b", "c"], "n": 3}, 400, "3 prompts of n=3 answers are more than 8"),
+        ("completions", "{not json", 400, "Invalid JSON"),
+        ("completions", "[" * 10000, 400, "Invalid JSON"),
+        ("completions", b"\xff\xfe", 400, "Invalid JSON|the body"),
+        ("completions", {"prompt": "y" * 30000}, 413, "20000 bytes"),
+        ("nothing", {}, 404, "there is nothing at /v1/nothing"),
+    ],
+    ids=str,
+)
+def test_refused(running, path, body, status, words):
+    sent = body if isinstance(body, (str, bytes)) else json.dumps(body)
+    found, text = running.raw("POST", f"/v1/{path}", sent)
+    error = json.loads(text)["error"]
+    assert found == status and re.search(words, error["message"]), text
+    assert "\n" not in error["message"] and len(error["message"]) < 500 and error["type"]
+
+
+def test_keys(running):
+    for key in ("", "another", KEY + "x", "\u00fc"):
+        status, text = running.raw("GET", "/v1/models", key=key)
+        assert status == 401 and "API key" in text
+    assert running.raw("GET", "/v1/chat/completions")[0] == 405
+
+
+def slowly(running, body, seconds):
+    """A client that sends its body piece by piece."""
+    with socket.create_connection(("127.0.0.1", running.port)) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+        connection.sendall(head.encode())
+        for i in range(0, len(body), 16):
+            connection.sendall(body[i : i + 16])
+            time.sleep(seconds)
+        return connection.recv(65536)
+
+
+def test_clients_that_go_away(running):
+    """Their requests end, streamed or not, and the pages come back; a slow sender holds nobody up."""
+    body = json.dumps({"prompt": "never read", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
+    for sent in (body, body.replace(b'"stream": true', b'"stream": false'), body[:30]):
+        with socket.create_connection(("127.0.0.1", running.port)) as connection:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + sent)
+            time.sleep(0.1)
+    assert b"200 OK" in slowly(running, json.dumps({"prompt": "slow", "max_tokens": 3}).encode(), 0.01)
+    assert running.settled()
+    assert running.metric('leanfleet_answers_total{reason="cancelled"}') >= 1
+
+
+def test_a_slow_reader_holds_nobody_up(running):
+    stream = running.client.completions.create(
+        model="tiny", prompt="slow", max_tokens=150, stream=True, extra_body={"ignore_eos": True}
+    )
+    next(iter(stream))
+    for _ in range(3):
+        running.client.completions.create(model="tiny", prompt="quick", max_tokens=5)
+    assert running.settled()  # all its tokens are made, though nobody has read them
+    assert sum(len(chunk.choices) for chunk in stream) > 50
+
+
+def test_load(folder, alone):
+    """Hundreds of clients at once over a pool that is too small for those that run: everyone gets an answer or a refusal, the
+    answers are those of a request alone, and nothing is left behind."""
+    running = Running(folder, max_waiting=100, pages=20)
+    tokenizer, wanted = load_tokenizer(folder), texts(40, seed=9)
+    wanted = [("The same beginning of every text, " if i % 2 else "") + text for i, text in enumerate(wanted)]
+    ids = [tokenizer(text)["input_ids"] for text in wanted]
+    counts = [int(n) for n in np.random.default_rng(2).integers(1, 90, len(ids))]
+    expected = [alone(i, n) for i, n in zip(ids, counts)]
+
+    def ask(i):
+        row = i % len(ids)
+        client = running.client.with_options(timeout=60)
+        try:
+            if i % 3:
+                answer = client.completions.create(model="tiny", prompt=ids[row], max_tokens=counts[row], temperature=0)
+                return answer.choices[0].text == expected[row]
+            parts = client.completions.create(model="tiny", prompt=ids[row], max_tokens=counts[row], temperature=0, stream=True)
+            return "".join(p.choices[0].text for p in parts) == expected[row]
+        except openai.RateLimitError:
+            return None
+
+    with ThreadPoolExecutor(200) as pool:
+        found = list(pool.map(ask, range(300)))
+    assert found.count(False) == 0 and found.count(True) >= 100
+    assert running.settled() and running.batch.preemptions > 0 and running.batch.shared_tokens > 0
+    assert found.count(None) == 0 or running.metric('leanfleet_refused_requests_total{status="429"}') == found.count(None)
+    running.close()
+
+
+def test_a_failing_runtime(folder, monkeypatch):
+    running = Running(folder)
+    step = running.batch.step
+    monkeypatch.setattr(running.batch, "step", lambda: (_ for _ in ()).throw(RuntimeError("the device is gone")))
+    with pytest.raises(openai.InternalServerError, match="the device is gone"):
+        running.client.completions.create(model="tiny", prompt="x", max_tokens=3)
+    assert running.raw("GET", "/health")[0] == 503
+    monkeypatch.setattr(running.batch, "step", step)
+    assert running.client.completions.create(model="tiny", prompt="x", max_tokens=3).choices
+    assert running.raw("GET", "/health")[0] == 200 and running.settled()
+    running.close()
+
+
+def test_time_limit(folder):
+    running = Running(folder, limits=serve.Limits(seconds=0.05), key=None)
+    with pytest.raises(openai.InternalServerError, match="no answer within 0.05 seconds"):
+        running.client.completions.create(model="tiny", prompt="x", max_tokens=240, extra_body={"ignore_eos": True})
+    assert running.settled()
+    running.close()
+
+
+def test_the_command(folder):
+    """It says where it serves, prints no prompt, and at SIGTERM ends once what has begun is through."""
+    environment = {**os.environ, "LEANFLEET_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}
+    command = [sys.executable, "-m", "leanfleet", "serve", folder, "--port", "0", "--provider", "cpu", "--cache-tokens", "512"]
+    process = subprocess.Popen(command, stderr=subprocess.PIPE, text=True, env=environment)
+    line = process.stderr.readline()
+    address = re.fullmatch(
+        r"serving tiny at (http://127\.0\.0\.1:\d+/v1) \(32 pages of 16 tokens, .* with an API key\)\n", line
+    )
+    assert address, line
+    client = openai.OpenAI(base_url=address[1], api_key=KEY, max_retries=0)
+    stream = client.completions.create(
+        model="tiny", prompt="a secret", max_tokens=200, stream=True, extra_body={"ignore_eos": True}
+    )
+    parts = iter(stream)
+    next(parts)
+    process.send_signal(signal.SIGTERM)
+    assert [p for p in parts][-1].choices[0].finish_reason == "length"
+    assert process.wait(20) == -signal.SIGTERM and "secret" not in process.stderr.read()
+    refused = subprocess.run(
+        [sys.executable, "-m", "leanfleet", "serve", folder.parent], capture_output=True, text=True, env=environment
+    )
+    assert refused.returncode == 2 and refused.stderr.count("\n") == 1
