@@ -33,7 +33,7 @@ from leanfleet.decoder_contract import (
     cache_name,
     write_facts,
 )
-from leanfleet.export import blocks, verification
+from leanfleet.export import blocks, shortcuts, verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
@@ -485,7 +485,7 @@ def _trace(
     """The ONNXProgram of a decoder module. Raises ValueError, with the first line of the reason, where it cannot be traced."""
     printed = io.StringIO()
     try:
-        with redirect_stderr(printed):
+        with redirect_stderr(printed), shortcuts.one_way():
             program = export(decoder, arguments, dynamic_shapes=shapes, **options)
         sys.stderr.write(printed.getvalue())
         return program

@@ -6,6 +6,7 @@ leanfleet.decoder_contract has the graph's inputs and outputs.
 
 from __future__ import annotations
 
+import copy
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -15,22 +16,32 @@ import onnx_ir as ir
 import torch
 from onnx_ir.external_data import convert_tensors_to_external
 
-from leanfleet import files, progress
+from leanfleet import files, progress, spec
 from leanfleet.decoder_contract import (
     BATCH,
+    BIAS,
+    COUNT_INDEX,
     DECODER,
     ENDS,
     KEY,
     KNOWN,
     MODEL_FILE,
+    NEXT_TOKENS,
+    OPTIONAL_FILES,
     POOL,
+    SAMPLER,
+    SAMPLER_FILE,
+    SEQ_LENS,
     SERVING,
     SERVING_FILE,
     STATE,
     TABLE,
     TOKENS,
+    TOP,
     VALUE,
+    VOCABULARY,
     Facts,
+    Tensor,
     cache_name,
     is_part,
     layer_of,
@@ -38,7 +49,7 @@ from leanfleet.decoder_contract import (
     read_facts,
     write_facts,
 )
-from leanfleet.export import verification
+from leanfleet.export import function_bodies, verification
 from leanfleet.export.decoder import INSIDE, Cache, cache_shapes, made, run, write
 from leanfleet.export.support import check_supported
 from leanfleet.export.torch_ops import lean_attention, sample_tokens
@@ -153,7 +164,10 @@ def export_for_serving(
     """
     module, arguments, shapes, names = _traced(model, block)
     facts: Facts = {"kind": SERVING.kind, "block": block}
-    return write(module, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, names | options)
+    with files.new_folder(folder, OPTIONAL_FILES) as new:
+        program = write(module, arguments, shapes, new, facts, tokenizer, fuse, verify, rope, names | options)
+        write_sampler(new, read_facts(new, SERVING)["vocabulary"])
+    return program
 
 
 def add_serving(
@@ -190,7 +204,38 @@ def add_serving(
         if verify:
             progress.tell("running the file and the model, to compare them")
             own["verified"] = verification.verify(model, path, found | {"kind": SERVING.kind, "block": block}, rope)
+    write_sampler(folder, found["vocabulary"])
     write_facts(folder, facts | {"serving": own})
+
+
+def write_sampler(folder: Path, vocabulary: int) -> None:
+    """Writes sampler.onnx, the SAMPLER graph for logits of this vocabulary."""
+    types = {"float32": ir.DataType.FLOAT, "int32": ir.DataType.INT32, "int64": ir.DataType.INT64}
+    sizes: dict[str, int | str] = {VOCABULARY: vocabulary, str(TOP): TOP}
+
+    def value(t: Tensor) -> ir.Value:
+        shape = ir.Shape([sizes.get(name, name) for name in t.shape])
+        return ir.Value(name=t.name, type=ir.TensorType(types[t.type]), shape=shape)
+
+    inputs = {t.name: value(t) for t in SAMPLER.inputs}
+    outputs = {t.name: value(t) for t in SAMPLER.outputs}
+    gather = ir.node("Gather", [inputs[BIAS], inputs[COUNT_INDEX]])
+    op = spec.all_specs()["SampleTokens"]
+    given = inputs | {"position": inputs[SEQ_LENS], "logit_bias": gather.outputs[0]}
+    made = outputs | {"tokens": outputs[NEXT_TOKENS]}
+    sample = ir.Node(
+        spec.DOMAIN,
+        op.name,
+        [given.get(t.name) for t in op.inputs],
+        [ir.AttrInt64("count_tokens", 1), ir.AttrInt64("logprob", 1), ir.AttrInt64("num_logprobs", TOP)],
+        outputs=[made[t.name] for t in op.outputs],
+        version=op.version,
+    )
+    opsets = {"": function_bodies.DEFAULT_OPSET, spec.DOMAIN: spec.OPSET_VERSION}
+    graph = ir.Graph(
+        list(inputs.values()), list(outputs.values()), nodes=[gather, sample], opset_imports=opsets, name="sampler"
+    )
+    ir.save(function_bodies.attach(ir.Model(graph, ir_version=10)), folder / SAMPLER_FILE)
 
 
 def _take_weights(model: ir.Model, folder: Path) -> None:
@@ -207,8 +252,8 @@ def _take_weights(model: ir.Model, folder: Path) -> None:
             continue
         found = next((t for t in theirs.get(_content(tensor), ()) if t.tobytes() == tensor.tobytes()), None)
         if found is not None:
-            place = {"shape": found.shape, "name": value.name or "", "base_dir": folder}
-            value.const_value = ir.ExternalTensor(found.location, found.offset, found.length, found.dtype, **place)
+            value.const_value = reference = copy.copy(found)
+            reference.name = value.name or ""
         else:
             own.append((value, tensor))
     if sum(tensor.nbytes for _, tensor in own) > INSIDE:

@@ -17,6 +17,7 @@ from typing import Any
 import onnx_ir as ir
 import torch
 from onnxscript.rewriter import RewriteRule
+from torch.onnx._internal.exporter import _capture_strategies
 from torch.onnx._internal.exporter._registration import ONNXRegistry
 from torch.onnx._internal.fx.passes import InsertTypePromotion, type_promotion
 
@@ -42,6 +43,18 @@ def taken() -> Iterator[None]:
     finally:
         for (owner, name, _), method in zip(shorter, before, strict=True):
             setattr(owner, name, method)
+
+
+@contextmanager
+def one_way() -> Iterator[None]:
+    """While this lasts, torch.onnx.export traces in one way alone: what fails by it is not tried again by bytecode, which no
+    transformers decoder of ours needs and which takes several times as long."""
+    before = _capture_strategies.CAPTURE_STRATEGIES
+    try:
+        _capture_strategies.CAPTURE_STRATEGIES = (_capture_strategies.TorchExportNonStrictStrategy,)
+        yield
+    finally:
+        _capture_strategies.CAPTURE_STRATEGIES = before
 
 
 def _decompositions(original: Callable[..., Any]) -> Callable[..., Any]:

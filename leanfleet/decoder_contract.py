@@ -32,6 +32,19 @@ a pool of P pages of `block` tokens (all but `block` dynamic).
     logprob                       float32 [B]       its log-probability; NaN where the request's logits are not finite
     pages_out.L.key, ...          the pool with the new tokens; may be bound to the inputs' buffers
 
+Beside a graph of the second kind stands sampler.onnx, SAMPLER, for steps in which a request wants more than these settings. It
+chooses all tokens of a step again, from its logits:
+
+    logits, temperature, ...                        as above, seq_lens as `position`
+    active                        int32 [B]         0: the row takes no part
+    count_index                   int32 [B]         each row's place in the next two, no place twice
+    token_counts                  int32 [A,V]       how often a request's tokens stand in its text, see SampleTokens
+    bias                          float32 [A,V]     what is added to logits
+    repetition_penalty, presence_penalty, frequency_penalty  float32 [B]
+    next_tokens, logprob                            as above; -1 and NaN where a row takes no part
+    top_logprobs, top_tokens      float32, int64 [B,20]  of the most likely tokens
+    token_counts_out              int32 [A,V]       with the new tokens; may be bound to the input's buffer
+
 Since token_index says where the new tokens stand, input_ids may begin with the next_tokens of an earlier call, which no host
 has read yet. export_for_serving wrote other inputs and outputs before. GREEDY_SERVING, format 2: input_ids are [T], there is no
 token_index and no setting, and next_tokens are the most likely ones. PADDED_SERVING, format 1: it has no next_tokens and no
@@ -56,8 +69,14 @@ if TYPE_CHECKING:
 
 FORMAT = 3  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
+SAMPLER_FILE = "sampler.onnx"
 SERVING_FILE = "serving.onnx"  # in a folder whose model.onnx is of the other kind
-OPTIONAL_FILES = f"{MODEL_FILE}.data", SERVING_FILE, f"{SERVING_FILE}.data"  # of an export; an earlier one may have left them
+OPTIONAL_FILES = (
+    f"{MODEL_FILE}.data",
+    SERVING_FILE,
+    f"{SERVING_FILE}.data",
+    SAMPLER_FILE,
+)  # of an export; an earlier one may have left them
 
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
 TOKEN_INDEX, SETTINGS = "token_index", ("temperature", "top_k", "top_p", "min_p", "seed")
@@ -180,6 +199,36 @@ PADDED_SERVING = replace(
 )
 
 
+TOP = 20  # most likely tokens whose log-probabilities a SAMPLER graph gives
+ACTIVE, COUNT_INDEX, TOKEN_COUNTS, BIAS = "active", "count_index", "token_counts", "bias"
+TOP_LOGPROBS, TOP_TOKENS, PLACES = "top_logprobs", "top_tokens", "places"
+PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+SAMPLER = Interface(
+    "sampler",
+    SERVING.writer,
+    (
+        Tensor(LOGITS, "float32", (BATCH, VOCABULARY)),
+        *(t for t in SERVING.inputs if t.name in SETTINGS),
+        Tensor(SEQ_LENS, "int32", (BATCH,)),
+        Tensor(TOKEN_COUNTS, "int32", (PLACES, VOCABULARY)),
+        Tensor(COUNT_INDEX, "int32", (BATCH,)),
+        *(Tensor(name, "float32", (BATCH,)) for name in PENALTIES),
+        Tensor(BIAS, "float32", (PLACES, VOCABULARY)),
+        Tensor(ACTIVE, "int32", (BATCH,)),
+    ),
+    "",
+    "",
+    (),
+    3,
+    (
+        *SERVING.outputs[1:],
+        Tensor(TOP_LOGPROBS, "float32", (BATCH, str(TOP))),
+        Tensor(TOP_TOKENS, "int64", (BATCH, str(TOP))),
+        Tensor(f"{TOKEN_COUNTS}_out", "int32", (PLACES, VOCABULARY)),
+    ),
+)
+
+
 def cache_name(layer: int | str, part: str) -> str:
     """Name of what a layer carries, such as "0.key". part: KEY, VALUE or STATE."""
     return f"{layer}.{part}"
@@ -210,6 +259,18 @@ class Sampling:
     top_p: float = 1.0
     min_p: float = 0.0
     seed: int = 0
+
+
+@dataclass(frozen=True)
+class Adjustments:
+    """What a request may want beside its Sampling, see SampleTokens. logit_bias: (token, what is added). top_logprobs: of how
+    many most likely tokens log-probabilities are kept."""
+
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    top_logprobs: int = 0
 
 
 def settings(requests: Sequence[Sampling]) -> dict[str, np.ndarray]:

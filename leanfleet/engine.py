@@ -38,6 +38,7 @@ class Piece:
     text: str
     tokens: tuple[int, ...] = ()
     logprobs: tuple[float, ...] = ()
+    likeliest: tuple[tuple[tuple[int, float], ...], ...] = ()  # (token, log-probability) of each token's likeliest ones
     reason: str | None = None
     message: str = ""
 
@@ -206,7 +207,8 @@ class Engine:
         reason = STOP if stopped or answer.stop.found else LENGTH if request.done else None
         if reason and not answer.stop.found:
             text += answer.stop.add(answer.text.finish()) + answer.stop.finish()
-        piece = Piece(text, (token,), (request.logprobs[-1],), reason)
+        likeliest = tuple(request.top_logprobs[-1]) if request.top_logprobs else ()
+        piece = Piece(text, (token,), (request.logprobs[-1],), (likeliest,), reason)
         if reason:
             self._end(answer, reason, piece)
         else:

@@ -31,8 +31,10 @@ from starlette.responses import JSONResponse, PlainTextResponse, Response, Strea
 from starlette.routing import Route
 
 from leanfleet import generation
+from leanfleet.decoder_contract import TOP
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
 
+Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # of histograms
 
 
@@ -87,9 +89,10 @@ class Asked(BaseModel):
     priority: int = 0
     stream: bool = False
     stream_options: StreamOptions | None = None
-    presence_penalty: Literal[0] = 0
-    frequency_penalty: Literal[0] = 0
-    logit_bias: dict[str, float] | None = Field(None, max_length=0)
+    repetition_penalty: float = Field(1.0, gt=0, le=100)
+    presence_penalty: float = Field(0.0, ge=-100, le=100)
+    frequency_penalty: float = Field(0.0, ge=-100, le=100)
+    logit_bias: dict[int, Annotated[float, Field(ge=-100, le=100)]] | None = Field(None, max_length=1024)
     user: Harmless = None
     metadata: Harmless = None
     store: Harmless = None
@@ -98,6 +101,11 @@ class Asked(BaseModel):
     @property
     def wants_logprobs(self) -> bool:
         return False
+
+    @property
+    def most_likely(self) -> int:
+        """Of how many tokens log-probabilities are wanted beside the chosen one's."""
+        return 0
 
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
@@ -110,11 +118,15 @@ class Completion(Asked):
     echo: Literal[False] = False
     suffix: None = None
     best_of: Literal[1] | None = None
-    logprobs: Literal[0] | None = None
+    logprobs: int | None = Field(None, ge=0, le=TOP)
 
     @property
     def wants_logprobs(self) -> bool:
         return self.logprobs is not None
+
+    @property
+    def most_likely(self) -> int:
+        return self.logprobs or 0
 
     def prompts(self) -> list[str | list[int]]:
         if isinstance(self.prompt, str) or (self.prompt and isinstance(self.prompt[0], int)):
@@ -154,7 +166,7 @@ class Chat(Asked):
     messages: list[Turn] = Field(min_length=1)
     max_completion_tokens: int | None = Field(None, ge=1)
     logprobs: bool = False
-    top_logprobs: Literal[0] | None = None
+    top_logprobs: int | None = Field(None, ge=0, le=TOP)
     response_format: TextFormat | None = None
     tools: list[Any] | None = Field(None, max_length=0)
     tool_choice: Literal["none", "auto"] | None = None
@@ -164,8 +176,14 @@ class Chat(Asked):
     def wants_logprobs(self) -> bool:
         return self.logprobs
 
+    @property
+    def most_likely(self) -> int:
+        return self.top_logprobs or 0
+
     @model_validator(mode="after")
-    def one_limit(self) -> Chat:
+    def consistent(self) -> Chat:
+        if self.top_logprobs and not self.logprobs:
+            raise ValueError("top_logprobs needs logprobs")
         if self.max_completion_tokens is not None:
             self.max_tokens = self.max_completion_tokens
         return self
@@ -375,6 +393,11 @@ class Server:
             "top_k": max(body.top_k, 0),
             "min_p": body.min_p,
             "priority": body.priority,
+            "repetition_penalty": body.repetition_penalty,
+            "presence_penalty": body.presence_penalty,
+            "frequency_penalty": body.frequency_penalty,
+            "logit_bias": body.logit_bias,
+            "top_logprobs": body.most_likely,
         }
 
     def cancel(self, answers: list[Answer]) -> None:
@@ -439,13 +462,13 @@ class Reply:
     async def whole(self, request: Request) -> Response:
         """All at once. A client that goes away ends its answers."""
         texts, reasons = [""] * len(self.answers), [""] * len(self.answers)
-        logprobs: list[list[tuple[int, float]]] = [[] for _ in self.answers]
+        logprobs: list[list[Told]] = [[] for _ in self.answers]
 
         async def collect() -> None:
             async for index, piece in self.come():
                 texts[index] += piece.text
                 reasons[index] = piece.reason or ""
-                logprobs[index] += zip(piece.tokens, piece.logprobs, strict=True)
+                logprobs[index] += zip(piece.tokens, piece.logprobs, piece.likeliest, strict=True)
 
         async def gone() -> None:
             while (await request.receive())["type"] != "http.disconnect":
@@ -465,19 +488,24 @@ class Reply:
             choices.append({"index": index, **content, "logprobs": self.told(logprobs[index]), "finish_reason": reason})
         return JSONResponse({**self.head, "object": self.kind, "choices": choices, "usage": self.usage()})
 
-    def told(self, logprobs: list[tuple[int, float]]) -> dict[str, Any] | None:
+    def told(self, logprobs: list[Told]) -> dict[str, Any] | None:
         """Log-probabilities as the interface has them, or None where nobody asked."""
         if not self.body.wants_logprobs:
             return None
-        words = [(self.server.decoder.decode([token]), value) for token, value in logprobs]
+
+        def word(token: int) -> str:
+            return self.server.decoder.decode([token])
+
+        def entry(token: int, value: float) -> dict[str, Any]:
+            text = word(token)
+            return {"token": text, "logprob": value, "bytes": list(text.encode())}
+
         if self.chat:
-            return {"content": [{"token": w, "logprob": p, "bytes": list(w.encode()), "top_logprobs": []} for w, p in words]}
-        return {
-            "tokens": [w for w, _ in words],
-            "token_logprobs": [p for _, p in words],
-            "top_logprobs": None,
-            "text_offset": None,
-        }
+            content = [{**entry(t, p), "top_logprobs": [entry(*pair) for pair in top]} for t, p, top in logprobs]
+            return {"content": content, "refusal": None}
+        likeliest = [{word(t): p for t, p in top} for *_, top in logprobs] if self.body.most_likely else None
+        tokens, values = [word(t) for t, *_ in logprobs], [p for _, p, _ in logprobs]
+        return {"tokens": tokens, "token_logprobs": values, "top_logprobs": likeliest, "text_offset": None}
 
     async def events(self) -> AsyncIterator[str]:
         """Server-sent events. An answer that fails ends with an error and without [DONE]."""
@@ -497,7 +525,7 @@ class Reply:
                 if not piece.text and not piece.reason:
                     continue
                 content = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}
-                logprobs = self.told(list(zip(piece.tokens, piece.logprobs, strict=True)))
+                logprobs = self.told(list(zip(piece.tokens, piece.logprobs, piece.likeliest, strict=True)))
                 choice = {"index": index, **content, "logprobs": logprobs, "finish_reason": piece.reason}
                 yield event(choices=[choice], **more)
         except Refusal as refusal:

@@ -30,12 +30,15 @@ from leanfleet.decoder_contract import (
     PADDED_SERVING,
     POSITIONS,
     ROWS,
+    SAMPLER_FILE,
+    SEQ_LENS,
     SERVING,
     SESSION_TYPES,
     SLOTS,
     TABLE,
     TOKENS,
     VOCABULARY,
+    Adjustments,
     Sampling,
     check_interface,
     model_file,
@@ -45,6 +48,7 @@ from leanfleet.decoder_contract import (
 )
 from leanfleet.generation import check_positive, check_prompt, default_new_tokens, stop_set
 from leanfleet.ort_ops.exchange import Block, CudaStream, Host
+from leanfleet.ort_ops.sampler import StepSampler, check_adjustments
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
 from leanfleet.pages import ROOT, PagePool
 from leanfleet.sampling import check_sampling
@@ -71,10 +75,13 @@ class Request:
     max_new_tokens: int
     stop_tokens: set[int]
     sampling: Sampling = Sampling()
+    adjustments: Adjustments = Adjustments()
     priority: int = 0
     arrival: int = 0
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token, log-probability), the likeliest first
+    place: int | None = None  # in the sampler, of one with adjustments that runs
     shared: int = 0
     cached: int = 0
     coming: int = 0  # tokens of steps that run, which nobody has read yet
@@ -112,6 +119,7 @@ class _Launched:
     chosen: list[tuple[Request, bool]]  # each row's request, and whether it gets a token
     results: np.ndarray
     mark: int
+    top: tuple[np.ndarray, np.ndarray] | None  # the most likely tokens of each row
 
 
 class _Captured:
@@ -254,6 +262,7 @@ class ContinuousBatch:
             self.options.add_run_config_entry("gpu_graph_id", "-1")  # other steps are not captured
         self.binding = self.session.io_binding()
         self.bind_pools(self.binding)
+        self.sampler: StepSampler | None = None  # loaded for the first request that needs it
 
     def _place_results(self) -> None:
         """Where a step's results are: those that the host reads, in front of the others."""
@@ -265,10 +274,10 @@ class ContinuousBatch:
         self.read_bytes = max(self.results.end(name) for name in read)
         self.read = [self.exchange.host_bytes(self.read_bytes) for _ in range(TURNS)]
 
-    def bind_results(self, binding: IOBinding, rows: int) -> None:
-        """Binds outputs of so many rows."""
+    def bind_results(self, binding: IOBinding, rows: int, logits: bool = False) -> None:
+        """Binds outputs of so many rows. logits: they are read, wherever they are made."""
         for name, (offset, shape, dtype) in self.results.places.items():
-            if offset >= self.read_bytes and self.exchange.device != self.device:
+            if offset >= self.read_bytes and self.exchange.device != self.device and not logits:
                 binding.bind_output(name, self.device)  # nobody reads it
                 continue
             address = self.results.address + offset
@@ -285,17 +294,29 @@ class ContinuousBatch:
         top_p: float = 1.0,
         min_p: float = 0.0,
         seed: int = 0,
+        repetition_penalty: float = 1.0,
+        presence_penalty: float = 0.0,
+        frequency_penalty: float = 0.0,
+        logit_bias: dict[int, float] | None = None,
+        top_logprobs: int = 0,
         priority: int = 0,
     ) -> Request:
         """Queues a request of token ids; returns its Request. Greedy by default, else drawn as the operator SampleTokens does.
 
         max_new_tokens: default 128, or as many as the model's positions and the pool hold if these are fewer. stop_tokens:
-        default those of the model. priority: requests of a greater one begin first, and keep their pages longer.
+        default those of the model. Penalties and biases: as SampleTokens has them; a step in which a request has one runs
+        sampler.onnx too. top_logprobs: how many most likely tokens Request.top_logprobs has for each token, up to 20.
+        priority: requests of a greater one begin first, and keep their pages longer.
         Raises ValueError, and queues nothing, for an empty prompt, token ids outside the vocabulary, wrong options, and
         requests that the pool or the model's positions could never hold.
         """
         prompt = check_prompt(prompt, self.vocabulary)
         sampling = check_sampling(temperature, top_k, top_p, seed, min_p)
+        adjustments = check_adjustments(
+            self.vocabulary, repetition_penalty, presence_penalty, frequency_penalty, logit_bias, top_logprobs
+        )
+        if adjustments != Adjustments():
+            self._load_sampler()
         stop = stop_set(stop_tokens, self.stop_tokens)
         if max_new_tokens is None:
             max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.pool.count * self.block)
@@ -311,9 +332,21 @@ class ContinuousBatch:
         if not isinstance(priority, int):
             raise ValueError(f"priority is {priority!r}; expected a whole number")
         self.arrivals += 1
-        request = Request(prompt, max_new_tokens, stop, sampling, priority, self.arrivals)
+        request = Request(prompt, max_new_tokens, stop, sampling, adjustments, priority, self.arrivals)
         self._enqueue(request)
         return request
+
+    def _load_sampler(self) -> None:
+        if self.sampler is not None:
+            return
+        path = self.path.with_name(SAMPLER_FILE)
+        if self.interface is not SERVING or not path.exists():
+            raise ValueError(
+                f"{self.path.parent} has no {SAMPLER_FILE}, which penalties, logit_bias and top_logprobs need: export it again "
+                f"with {SERVING.writer}"
+            )
+        addresses = {name: self.results.address + offset for name, (offset, *_) in self.results.places.items()}
+        self.sampler = StepSampler(path, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
 
     def _enqueue(self, request: Request) -> None:
         place = next((i for i, other in enumerate(self.queue) if other.order > request.order), len(self.queue))
@@ -331,6 +364,8 @@ class ContinuousBatch:
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
         request.pages, request.chain = [], []
+        if self.sampler is not None:
+            self.sampler.end(request)
 
     def _preempt(self, request: Request) -> None:
         """A running request gives its pages back, and waits."""
@@ -361,6 +396,8 @@ class ContinuousBatch:
                 if not request.tokens:
                     request.shared = start
                     self.shared_tokens += start
+                if self.sampler is not None and request.adjustments != Adjustments():
+                    self.sampler.begin(request)
                 self.queue.remove(request)
                 self.running.append(request)
 
@@ -426,10 +463,15 @@ class ContinuousBatch:
             self.earlier,
         )
         self.turn = (self.turn + 1) % TURNS
-        self._run(feed)
+        gets, top = [r.waiting == count for r, count in chosen], None
+        adjusted = any(r.place is not None for r, _ in chosen)
+        self._run(feed, adjusted)
+        if self.sampler is not None and adjusted:
+            self.sampler.run([r for r, _ in chosen], gets, feed[SEQ_LENS], self.turn)
+            top = self.sampler.most_likely(self.turn)
         results = self.read[self.turn]
         self.exchange.copy(results.ctypes.data, self.results.address, self.read_bytes)
-        launched = _Launched([(r, r.waiting == count) for r, count in chosen], results, self.exchange.mark())
+        launched = _Launched([(r, g) for (r, _), g in zip(chosen, gets, strict=True)], results, self.exchange.mark(), top)
         self.steps += 1
         self.processed_tokens += sum(count for _, count in chosen)
         for (request, count), (_, given) in zip(chosen, launched.chosen, strict=True):
@@ -443,7 +485,9 @@ class ContinuousBatch:
         self.exchange.wait(launched.mark)
         tokens, logprobs = self._chosen_tokens(launched)
         results = []
-        for (request, given), token, logprob in zip(launched.chosen, tokens.tolist(), logprobs.tolist(), strict=True):
+        for row, ((request, given), token, logprob) in enumerate(
+            zip(launched.chosen, tokens.tolist(), logprobs.tolist(), strict=True)
+        ):
             if not given or request.done:  # done: it stopped in the step before, while this one was on its way
                 continue
             request.coming -= 1
@@ -451,6 +495,9 @@ class ContinuousBatch:
             if request.error is None:
                 request.tokens.append(token)
                 request.logprobs.append(logprob)
+                if launched.top is not None and request.adjustments.top_logprobs:
+                    ids, values = (array[row, : request.adjustments.top_logprobs].tolist() for array in launched.top)
+                    request.top_logprobs.append(list(zip(ids, values, strict=True)))
                 self._keep_full_pages(request)
                 results.append((request, token))
             request.done = (
@@ -498,8 +545,8 @@ class ContinuousBatch:
             captured[key] = _Captured(self, *key, 1 + len(captured))
         return captured[key]
 
-    def _run(self, feed: dict[str, np.ndarray]) -> None:
-        """A call, which leaves what it says of each request in `results`."""
+    def _run(self, feed: dict[str, np.ndarray], logits: bool = False) -> None:
+        """A call, which leaves what it says of each request in `results`, on wish its logits too."""
         rows, tokens = len(feed[LAST]), len(feed[POSITIONS])
         if self.captured is not None and (self.interface is not PADDED_SERVING or tokens == rows):
             step = self._captured_step(self.captured, tokens, *feed[BLOCK_TABLE].shape)
@@ -507,7 +554,7 @@ class ContinuousBatch:
             return
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
-        self.bind_results(self.binding, rows)
+        self.bind_results(self.binding, rows, logits)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
         if not self.in_place:

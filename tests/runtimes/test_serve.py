@@ -161,6 +161,28 @@ def test_completions(running, folder, alone):
     assert len(answer.choices[0].logprobs.token_logprobs) == 9
 
 
+def test_penalties_biases_and_most_likely_tokens(running, folder):
+    tokenizer = load_tokenizer(folder)
+    ids, options = tokenizer("again and again")["input_ids"], dict(presence_penalty=1.0, frequency_penalty=0.5)
+    batch = ContinuousBatch(folder, pages=PAGES, providers=["CPUExecutionProvider"])
+    request = batch.add(ids, 12, stop_tokens=(), **options, logit_bias={70: 4.0}, repetition_penalty=1.2, top_logprobs=3)
+    batch.run()
+    extra = {"ignore_eos": True, "repetition_penalty": 1.2}
+    answer = running.client.completions.create(
+        model="tiny", prompt=ids, max_tokens=12, temperature=0, logprobs=3, logit_bias={"70": 4}, **options, extra_body=extra
+    )
+    (choice,) = answer.choices
+    assert choice.text == tokenizer.decode(request.tokens) and choice.logprobs.token_logprobs == pytest.approx(request.logprobs)
+    assert [list(top.values()) for top in choice.logprobs.top_logprobs] == [
+        list({tokenizer.decode([t]): p for t, p in top}.values()) for top in request.top_logprobs
+    ]
+    answer = running.client.chat.completions.create(
+        model="tiny", messages=MESSAGES, max_tokens=5, temperature=0, logprobs=True, top_logprobs=2
+    )
+    for token in answer.choices[0].logprobs.content:
+        assert token.top_logprobs[0].logprob == token.logprob >= token.top_logprobs[1].logprob
+
+
 def test_stop_token_ids(running, folder):
     tokenizer = load_tokenizer(folder)
     ids = tokenizer("stop there")["input_ids"]
@@ -197,7 +219,11 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
     ("path", "body", "status", "words"),
     [
         ("chat/completions", CHAT | {"temperature": -1}, 400, "temperature: Input should be greater than or equal to 0"),
-        ("chat/completions", CHAT | {"presence_penalty": 1}, 400, "presence_penalty: this server does not serve it"),
+        ("chat/completions", CHAT | {"presence_penalty": 1000}, 400, "presence_penalty: Input should be less than or equal"),
+        ("chat/completions", CHAT | {"logit_bias": {"1000": 1}}, 400, "logit_bias is {1000: 1.0}; expected {token id in"),
+        ("chat/completions", CHAT | {"logit_bias": {"a": 1}}, 400, "logit_bias"),
+        ("chat/completions", CHAT | {"top_logprobs": 2}, 400, "top_logprobs needs logprobs"),
+        ("chat/completions", CHAT | {"logprobs": True, "top_logprobs": 21}, 400, "top_logprobs"),
         ("chat/completions", CHAT | {"tools": [{"type": "function"}]}, 400, "tools: this server does not serve it"),
         ("chat/completions", CHAT | {"nonsense": 1}, 400, "nonsense: this server does not serve it"),
         ("chat/completions", CHAT | {"model": "gpt"}, 404, "there is no model 'gpt' here, but 'tiny'"),
@@ -247,8 +273,10 @@ def slowly(running, body, seconds):
         return connection.recv(65536)
 
 
-def test_clients_that_go_away(running):
+def test_clients_that_go_away(running, monkeypatch):
     """Their requests end, streamed or not, and the pages come back; a slow sender holds nobody up."""
+    step = running.batch.step
+    monkeypatch.setattr(running.batch, "step", lambda: time.sleep(0.005) or step())
     body = json.dumps({"prompt": "never read", "max_tokens": 200, "stream": True, "ignore_eos": True}).encode()
     for sent in (body, body.replace(b'"stream": true', b'"stream": false'), body[:30]):
         with socket.create_connection(("127.0.0.1", running.port)) as connection:

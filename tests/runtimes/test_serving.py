@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from leanfleet import parity
-from leanfleet.export import decoder
+from leanfleet.export import decoder, reference
 from leanfleet.export import serving as export_serving
 from leanfleet.export.decoder import export_decoder
 from leanfleet.export.serving import export_for_serving
@@ -153,6 +153,9 @@ def test_pages_that_are_shared_and_run_out(model, folder, monkeypatch, captured)
         assert len(request.tokens) == request.max_new_tokens or request in cancelled
 
 
+ONE = {"model.onnx", "model.onnx.data", "leanfleet.json"}
+
+
 def test_one_folder(model, tmp_path, monkeypatch):
     """serving.onnx beside model.onnx, with its weights; what goes wrong leaves the folder as it was."""
     monkeypatch.setattr(decoder, "INSIDE", 1000)
@@ -165,7 +168,7 @@ def test_one_folder(model, tmp_path, monkeypatch):
             export_serving.add_serving(model, tmp_path)
     assert not (tmp_path / "serving.onnx").exists()
     export_serving.add_serving(model, tmp_path, block=BLOCK)
-    assert {f.name for f in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data", "serving.onnx", "leanfleet.json"}
+    assert {f.name for f in tmp_path.iterdir()} == {*ONE, "serving.onnx", "sampler.onnx"}
     assert (tmp_path / "serving.onnx").stat().st_size < 120_000  # the head, which the other graph has transposed
     weights = [i for i in onnx.load(tmp_path / "serving.onnx", load_external_data=False).graph.initializer if i.external_data]
     assert len(weights) > 10 and all(i.external_data[0].value == "model.onnx.data" for i in weights)
@@ -182,7 +185,7 @@ def test_one_folder(model, tmp_path, monkeypatch):
         ContinuousBatch(tmp_path, pages=20)
     (tmp_path / "serving.onnx").touch()
     export_decoder(model, tmp_path)
-    assert {f.name for f in tmp_path.iterdir()} == {"model.onnx", "model.onnx.data", "leanfleet.json"}
+    assert {f.name for f in tmp_path.iterdir()} == ONE
 
 
 def test_weights_of_its_own(model, tmp_path, monkeypatch):
@@ -553,3 +556,95 @@ def test_refused_folders(model, folder, tmp_path):
         ContinuousBatch(folder, pages=10, step_tokens=4)
     with pytest.raises(ValueError, match="at least one; found 0"):
         ContinuousBatch(folder, pages=10, max_requests=0)
+
+
+def adjusted(model, prompt, count, temperature=0.0, seed=0, **adjustments):
+    """(tokens, logits) of a request by the reference of SampleTokens, over the model's own logits."""
+    bias = torch.zeros(1, 97)
+    for token, value in (adjustments.pop("logit_bias", None) or {}).items():
+        bias[0, token] = value
+    counts = torch.zeros(1, 97, dtype=torch.int32)
+    counts[0, list(set(prompt))] = 1 << 30
+    tokens, seen = [], []
+    for _ in range(count):
+        with torch.no_grad():
+            logits = model(torch.tensor([[*prompt, *tokens]])).logits[:, -1]
+        seen.append(logits[0])
+        settings = dict(temperature=torch.tensor([temperature]), seed=torch.tensor([seed]))
+        settings["position"] = torch.tensor([len(prompt) + len(tokens)], dtype=torch.int32)
+        penalties = {name: torch.tensor([value]) for name, value in adjustments.items()}
+        (token, *_) = reference.sample_tokens(logits, **settings, token_counts=counts, **penalties, logit_bias=bias)
+        tokens.append(int(token))
+        counts[0, tokens[-1]] += 1
+    return tokens, seen
+
+
+ADJUSTMENTS = (
+    {"frequency_penalty": 1.5},
+    {"presence_penalty": 4.0, "temperature": 1.1, "seed": 3},
+    {"repetition_penalty": 1.8},
+    {"logit_bias": {5: 3.5, 96: -100.0, 0: 2.0}, "temperature": 0.9, "seed": 4},
+    {"logit_bias": {7: 100.0}},
+    {"repetition_penalty": 1.3, "presence_penalty": 0.5, "frequency_penalty": 0.3, "logit_bias": {3: 1.0}},
+)
+
+
+@pytest.mark.parametrize("captured", (False, True))
+def test_penalties_biases_and_most_likely_tokens(model, folder, monkeypatch, captured):
+    """Beside requests without, which come and go, are cancelled and computed again: each as the reference has it alone."""
+    batch = ContinuousBatch(folder, pages=17, max_requests=4, step_tokens=20, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    random, requests = np.random.default_rng(5), []
+    for i in range(18):
+        options = ADJUSTMENTS[i % 9] if i % 9 < len(ADJUSTMENTS) else {}
+        prompt, top = random_prompt(int(random.integers(1, 40)), 40 + i), int(random.integers(0, 3)) * 7
+        request = batch.add(prompt, int(random.integers(5, 25)), stop_tokens=(), top_logprobs=top, **options)
+        requests.append((request, options))
+        for _ in range(random.integers(0, 4)):
+            batch.step()
+    batch.cancel(requests[3][0])
+    batch.run()
+    assert batch.preemptions and len(batch.sampler.free) == 4 and not any(r.place is not None for r, _ in requests)
+    for request, options in requests:
+        tokens, logits = adjusted(model, request.prompt, len(request.tokens), **options)
+        assert request.tokens == tokens and (len(tokens) == request.max_new_tokens or request is requests[3][0])
+        top = request.adjustments.top_logprobs
+        for i, found in enumerate(request.top_logprobs):
+            values, ids = logits[i].log_softmax(-1).topk(top)
+            assert [t for t, _ in found] == ids.tolist() and np.allclose([p for _, p in found], values, atol=1e-4)
+        assert len(request.top_logprobs) == (len(tokens) if top else 0)
+
+
+@pytest.mark.parametrize(
+    "options",
+    (
+        {"repetition_penalty": 0},
+        {"presence_penalty": float("nan")},
+        {"frequency_penalty": "a"},
+        {"logit_bias": {97: 1.0}},
+        {"logit_bias": {"a": 1.0}},
+        {"logit_bias": {1: float("inf")}},
+        {"logit_bias": [1]},
+        {"top_logprobs": 21},
+        {"top_logprobs": 1.5},
+    ),
+    ids=str,
+)
+def test_wrong_adjustments(folder, options):
+    batch = ContinuousBatch(folder, pages=10, providers=["CPUExecutionProvider"])
+    with pytest.raises(ValueError, match=f"{next(iter(options))} is .*; expected"):
+        batch.add([1, 2], **options)
+    assert batch.idle and batch.sampler is None
+
+
+def test_adjustments_need_their_graph(folder, tmp_path):
+    shutil.copytree(folder, tmp_path / "without")
+    (tmp_path / "without" / "sampler.onnx").unlink()
+    batch = ContinuousBatch(tmp_path / "without", pages=10, providers=["CPUExecutionProvider"])
+    with pytest.raises(
+        ValueError, match="has no sampler.onnx, which penalties, logit_bias and top_logprobs need: export it again"
+    ):
+        batch.add([1, 2], presence_penalty=1.0)
+    batch.add([1, 2], 2)
+    batch.run()
