@@ -242,7 +242,10 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--max-requests", type=_positive, default=16, metavar="N", help="run at once (default: %(default)s)")
     serve.add_argument("--max-waiting", type=_positive, default=256, metavar="N", help="wait at most (default: %(default)s)")
     serve.add_argument(
-        "--step-tokens", type=_positive, default=512, metavar="N", help="new tokens a step (default: %(default)s)"
+        "--step-tokens",
+        type=_positive,
+        metavar="N",
+        help="new tokens a step: answers in the making wait while it takes pieces of prompts (default: 128, with CUDA 2048)",
     )
     serve.add_argument("--no-share", dest="share", action="store_false", help="do not share beginnings of prompts")
     serve.add_argument(
@@ -626,9 +629,12 @@ def bundle_command(arguments: argparse.Namespace) -> int:
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
+    import onnxruntime
+
     from leanfleet import serve
     from leanfleet.ort_ops.generation import load_tokenizer
     from leanfleet.ort_ops.serving import ContinuousBatch
+    from leanfleet.ort_ops.sessions import default_providers
 
     if arguments.cuda_graph and arguments.provider == "cpu":
         raise ValueError("--cuda-graph needs the CUDA provider: leave --provider cpu out")
@@ -637,14 +643,18 @@ def serve_command(arguments: argparse.Namespace) -> int:
     tokens = arguments.cache_tokens or arguments.max_requests * min(4096, facts["max_positions"] or 4096)
     pages = -(-tokens // facts["block"])
     generate.quieten_transformers()
+    if arguments.provider is None:
+        providers = default_providers(onnxruntime.get_available_providers())
+    else:
+        providers = [f"{arguments.provider.upper()}ExecutionProvider"]
     with progress.stage(f"loading {folder}"):
         tokenizers = load_tokenizer(folder), load_tokenizer(folder)
         batch = ContinuousBatch(
             folder,
             pages,
             arguments.max_requests,
-            max(arguments.step_tokens, arguments.max_requests),
-            {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider],
+            max(arguments.step_tokens or (2048 if "CUDAExecutionProvider" in providers else 128), arguments.max_requests),
+            providers,
             cuda_graph=arguments.cuda_graph,
             share=arguments.share,
         )
