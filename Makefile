@@ -24,13 +24,11 @@ demo:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.packages $(if $(wildcard $(VENV)/.built-cuda),$(VENV)/.built-cuda,$(VENV)/.built)
 	@$(BIN)/python -m leanfleet.demo
 
-# One more than the cores: a test that waits for another process leaves its core to the next.
-WORKERS := $(shell expr $$(nproc) + 1)
 # Files of tests stay in their order: the long ones with few tests would come last else, and a core would wait.
 test: setup
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint docs
 	$(BIN)/python csrc/time_compile.py --report build/*/compile_times.jsonl
-	CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder
+	CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
 
 lint: setup
 	$(BIN)/ruff check .

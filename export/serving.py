@@ -6,7 +6,6 @@ leanfleet.decoder_contract has the graph's inputs and outputs.
 
 from __future__ import annotations
 
-import copy
 import zlib
 from collections.abc import Iterable
 from pathlib import Path
@@ -197,13 +196,23 @@ def add_serving(
     facts = read_facts(folder, DECODER)
     module, arguments, shapes, names = _traced(model, block)
     program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
-    own: dict[str, Any] = {"block": block} | ({"fusions": found["fusions"]} if "fusions" in found else {})
-    with files.new_file(folder / SERVING_FILE) as path:
-        _take_weights(program.model, folder)
-        ir.save(program.model, path)
-        if verify:
-            progress.tell("running the file and the model, to compare them")
-            own["verified"] = verification.verify(model, path, found | {"kind": SERVING.kind, "block": block}, rope)
+    own: dict[str, Any] = {"block": block, **found}
+    part, data = folder / f"{SERVING_FILE}.data.part", f"{SERVING_FILE}.data"
+    try:
+        with files.new_file(folder / SERVING_FILE) as path:
+            outside = _take_weights(program.model, folder, part)
+            ir.save(program.model, path)
+            if verify:
+                progress.tell("running the file and the model, to compare them")
+                of_it = found | {"kind": SERVING.kind, "block": block}
+                own["verified"] = verification.verify(model, path, of_it, rope)
+            if outside:  # an earlier file of this name may be in use until here
+                part.replace(folder / data)
+                for value, tensor in outside:
+                    value.const_value = _placed(tensor, data, folder, value)
+                ir.save(program.model, path)
+    finally:
+        part.unlink(missing_ok=True)
     write_sampler(folder, found["vocabulary"])
     write_facts(folder, facts | {"serving": own})
 
@@ -238,9 +247,9 @@ def write_sampler(folder: Path, vocabulary: int) -> None:
     ir.save(function_bodies.attach(ir.Model(graph, ir_version=10)), folder / SAMPLER_FILE)
 
 
-def _take_weights(model: ir.Model, folder: Path) -> None:
-    """Weights that the folder's model.onnx has outside it become references to the same; other large ones go to a file of the
-    model's own."""
+def _take_weights(model: ir.Model, folder: Path, part: Path) -> list[tuple[ir.Value, ir.ExternalTensor]]:
+    """Weights that the folder's model.onnx has outside it become references to the same; other large ones go to the file
+    `part`. Returns the latter."""
     theirs: dict[tuple[Any, ...], list[ir.ExternalTensor]] = {}
     for value in ir.load(folder / MODEL_FILE).graph.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
@@ -252,14 +261,22 @@ def _take_weights(model: ir.Model, folder: Path) -> None:
             continue
         found = next((t for t in theirs.get(_content(tensor), ()) if t.tobytes() == tensor.tobytes()), None)
         if found is not None:
-            value.const_value = reference = copy.copy(found)
-            reference.name = value.name or ""
+            value.const_value = _placed(found, str(found.location), folder, value)
         else:
             own.append((value, tensor))
-    if sum(tensor.nbytes for _, tensor in own) > INSIDE:
-        outside = convert_tensors_to_external([tensor for _, tensor in own], folder, f"{SERVING_FILE}.data")
-        for (value, _), tensor in zip(own, outside, strict=True):
-            value.const_value = tensor
+    if sum(tensor.nbytes for _, tensor in own) <= INSIDE:
+        return []
+    outside = convert_tensors_to_external([tensor for _, tensor in own], folder, part.name)
+    for (value, _), tensor in zip(own, outside, strict=True):
+        value.const_value = tensor
+    return [(value, tensor) for (value, _), tensor in zip(own, outside, strict=True)]
+
+
+def _placed(tensor: ir.ExternalTensor, location: str, folder: Path, value: ir.Value) -> ir.ExternalTensor:
+    """The same bytes of a file, for a value of its own name."""
+    return ir.ExternalTensor(
+        location, tensor.offset, tensor.length, tensor.dtype, shape=tensor.shape, name=value.name or "", base_dir=folder
+    )
 
 
 def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:

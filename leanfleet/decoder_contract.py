@@ -348,7 +348,9 @@ def write_facts(folder: str | Path, facts: Facts) -> None:
     if "serving" in facts:
         facts = facts | {"serving": {"format": SERVING.format} | facts["serving"]}
     text = json.dumps({"format": interface.format} | facts, indent=2)
-    (Path(folder) / FACTS_FILE).write_text(text + "\n", encoding="utf-8")
+    part = Path(folder) / f"{FACTS_FILE}.part"
+    part.write_text(text + "\n", encoding="utf-8")
+    part.replace(Path(folder) / FACTS_FILE)
 
 
 def read_facts(folder: str | Path, interface: Interface) -> Facts:

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ from leanfleet.generation import StopStrings, TextStream
 if TYPE_CHECKING:
     from leanfleet.ort_ops.serving import ContinuousBatch, Request
 
+RECOVERY = 10.0  # seconds after a failed call in which the engine counts as not working, where no call has succeeded since
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "error"  # how an answer ended
 
 
@@ -88,6 +90,7 @@ class Engine:
     ) -> None:
         self.batch, self.tokenizer, self.max_waiting, self.observe = batch, tokenizer, max_waiting, observe
         self.failure: Exception | None = None  # of the newest call, while calls fail
+        self.failed = self._deadline = 0.0
         self._orders: deque[Callable[[], None]] = deque()
         self._answers: dict[int, Answer] = {}  # by id(request)
         self._times: dict[int, float] = {}  # when the newest token came
@@ -118,12 +121,15 @@ class Engine:
             if self.waiting >= self.max_waiting:
                 raise Full
             self._submitted += 1
-        self._order(lambda: self._take(answer))
+            self._orders.append(lambda: self._take(answer))
+            self._changed.notify()
         return answer
 
     def cancel(self, answer: Answer) -> None:
         """Ends an answer; its pages go back. Nothing happens to one that has ended."""
-        self._order(lambda: self._end(answer, CANCELLED))
+        with self._changed:
+            self._orders.append(lambda: self._end(answer, CANCELLED))
+            self._changed.notify()
 
     def close(self, seconds: float = 0.0) -> None:
         """Takes no requests any more, goes on for so many seconds at most, and then ends those that are left."""
@@ -132,15 +138,18 @@ class Engine:
             self._changed.notify()
         self._thread.join()
 
-    def _order(self, do: Callable[[], None]) -> None:
-        with self._changed:
-            self._orders.append(do)
-            self._changed.notify()
+    @property
+    def works(self) -> bool:
+        """Whether requests can be answered, as far as is known: the thread runs, and no call has failed lately."""
+        failed_lately = self.failure is not None and time.monotonic() - self.failed < RECOVERY
+        return self._thread.is_alive() and not failed_lately
 
     def _take(self, answer: Answer) -> None:
-        self._submitted -= 1
-        if answer.reason is not None:  # it was cancelled before
+        with self._changed:
+            self._submitted -= 1
+        if answer.reason is not None or not answer.accepted.set_running_or_notify_cancel():  # it was cancelled before
             answer.accepted.cancel()
+            answer.reason = CANCELLED
             return
         try:
             answer.request = self.batch.add(answer.prompt, **answer.options)
@@ -161,34 +170,50 @@ class Engine:
             self._answers.pop(id(answer.request), None)
             self._times.pop(id(answer.request), None)
         self.observe("request", time.monotonic() - answer.asked)
-        answer.on_pieces(piece or Piece("", reason=reason))
+        with suppress(Exception):  # whoever listened is gone
+            answer.on_pieces(piece or Piece("", reason=reason))
+
+    def _fail(self, error: Exception) -> None:
+        """Ends all answers with an error."""
+        self.failure, self.failed = error, time.monotonic()
+        for answer in list(self._answers.values()):
+            self._end(answer, FAILED, Piece("", reason=FAILED, message=str(error)))
 
     def _run(self) -> None:
-        while True:
-            with self._changed:
-                while not self._orders and self.batch.idle and not self._closing:
-                    self._changed.wait()
-                orders = [self._orders.popleft() for _ in range(len(self._orders))]
-            for do in orders:
-                do()
-            if self._closing and (self.batch.idle or time.monotonic() > self._deadline):
-                break
-            if not self.batch.idle:
-                self._step()
+        try:
+            while self._turn():
+                pass
+        except Exception as error:  # nothing of this process may wait for a thread that is gone
+            self._fail(error)
+        with self._changed:
+            self._closing = True
+            orders, self._orders = self._orders, deque()
+        for do in orders:
+            do()
         for answer in list(self._answers.values()):
             self._end(answer, CANCELLED)
-        for do in self._orders:
+
+    def _turn(self) -> bool:
+        """Does what was asked for and a step. Returns whether there is more to come."""
+        with self._changed:
+            while not self._orders and self.batch.idle and not self._closing:
+                self._changed.wait()
+            orders = [self._orders.popleft() for _ in range(len(self._orders))]
+        for do in orders:
             do()
+        if self._closing and (self.batch.idle or time.monotonic() > self._deadline):
+            return False
+        if not self.batch.idle:
+            self._step()
+        return True
 
     def _step(self) -> None:
         try:
             new = self.batch.step()
-            self.failure = None
         except Exception as error:  # of the runtime: nobody's tokens can be made
-            self.failure = error
-            for each in list(self._answers.values()):
-                self._end(each, FAILED, Piece("", reason=FAILED, message=str(error)))
+            self._fail(error)
             return
+        self.failure = None
         now = time.monotonic()
         for request, token in new:
             answer = self._answers.get(id(request))
@@ -196,7 +221,10 @@ class Engine:
                 before = self._times.get(id(request))
                 self.observe("first_token" if before is None else "next_token", now - (before or answer.asked))
                 self._times[id(request)] = now
-                self._tell(answer, request, token)
+                try:
+                    self._tell(answer, request, token)
+                except Exception as error:  # of the tokenizer, or of who listens
+                    self._end(answer, FAILED, Piece("", reason=FAILED, message=str(error)))
         for each in list(self._answers.values()):
             if each.request is not None and each.request.error is not None:
                 self._end(each, FAILED, Piece("", reason=FAILED, message=str(each.request.error)))

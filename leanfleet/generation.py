@@ -347,7 +347,11 @@ class TextStream:
 
     def _told(self, whole: bool) -> str:
         before, text = self._decoded(self._to), self._decoded(len(self.tokens))
-        if len(text) <= len(before) or (text.endswith("\ufffd") and not whole):  # a character of several tokens
+        if text.endswith("\ufffd") and len(text) > len(before) and not whole:  # a character of several tokens
+            return ""
+        if len(text) <= len(before):
+            if whole:  # tokens without text, such as a model's own marks
+                del self.tokens[self._to :]
             return ""
         self._from, self._to = self._to, len(self.tokens)
         return text[len(before) :]

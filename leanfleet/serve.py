@@ -10,6 +10,7 @@ A request is refused, with OpenAI's form of an error, before anything runs for i
 from __future__ import annotations
 
 import asyncio
+import functools
 import hmac
 import json
 import math
@@ -19,7 +20,6 @@ import uuid
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Any, Literal
 
 import prometheus_client as prometheus
@@ -29,11 +29,13 @@ from starlette.applications import Starlette
 from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, PlainTextResponse, Response, StreamingResponse
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from leanfleet import generation
 from leanfleet.decoder_contract import TOP
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
 
+MOST_ERRORS = 50  # in a body that are worth a list
 Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)  # of histograms
 
@@ -62,6 +64,7 @@ class Refusal(Exception):
         return JSONResponse({"error": error}, self.status, headers)
 
 
+Numbers = Annotated[list[int], Field(fail_fast=True)]
 Texts = Annotated[list[str], Field(max_length=16)]
 Harmless = Any  # fields that change no answer
 
@@ -86,7 +89,7 @@ class Asked(BaseModel):
     stop: str | Texts | None = None
     stop_token_ids: list[int] | None = Field(None, max_length=64)
     ignore_eos: bool = False
-    priority: int = 0
+    priority: Literal[0] = 0  # a client's own would be the greatest
     stream: bool = False
     stream_options: StreamOptions | None = None
     repetition_penalty: float = Field(1.0, gt=0, le=100)
@@ -107,6 +110,12 @@ class Asked(BaseModel):
         """Of how many tokens log-probabilities are wanted beside the chosen one's."""
         return 0
 
+    @model_validator(mode="before")
+    @classmethod
+    def without_nulls(cls, given: Any) -> Any:
+        """null stands for what a field is without."""
+        return {k: v for k, v in given.items() if v is not None} if isinstance(given, dict) else given
+
     def stops(self) -> list[str]:
         return [self.stop] if isinstance(self.stop, str) else self.stop or []
 
@@ -114,7 +123,7 @@ class Asked(BaseModel):
 class Completion(Asked):
     """The body of /v1/completions."""
 
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | Numbers | Annotated[list[str], Field(fail_fast=True)] | Annotated[list[Numbers], Field(fail_fast=True)]
     echo: Literal[False] = False
     suffix: None = None
     best_of: Literal[1] | None = None
@@ -245,6 +254,7 @@ class Server:
             405: lambda request, error: self.refuse(Refusal(405, f"{request.url.path} does not take {request.method}")),
             Exception: lambda request, error: self.refuse(Refusal(500, "the server failed; its log says why")),
         }
+        self.word = functools.lru_cache(1 << 16)(lambda token: self.decoder.decode([token]))
         self.application = Starlette(routes=routes, lifespan=self.lifespan, exception_handlers=handlers)
 
     @asynccontextmanager
@@ -265,8 +275,9 @@ class Server:
 
         async def guarded(request: Request) -> Response:
             try:
-                given = request.headers.get("authorization", "").removeprefix("Bearer ")
-                if self.key is not None and not hmac.compare_digest(given.encode(), self.key.encode()):
+                scheme, _, given = request.headers.get("authorization", "").partition(" ")
+                right = scheme.lower() == "bearer" and hmac.compare_digest(given.strip().encode(), (self.key or "").encode())
+                if self.key is not None and not right:
                     raise Refusal(401, "this server wants its API key: Authorization: Bearer KEY")
                 return await handler(request)
             except Refusal as refusal:
@@ -277,8 +288,8 @@ class Server:
         return guarded
 
     async def health(self, request: Request) -> Response:
-        failure = self.engine.failure
-        return PlainTextResponse("ok" if failure is None else "the runtime fails", 200 if failure is None else 503)
+        works = self.engine.works
+        return PlainTextResponse("ok" if works else "the runtime fails", 200 if works else 503)
 
     async def show_metrics(self, request: Request) -> Response:
         return Response(prometheus.generate_latest(self.metrics.registry), media_type=prometheus.CONTENT_TYPE_LATEST)
@@ -309,7 +320,7 @@ class Server:
         if len(given) * body.n > self.limits.answers:
             raise Refusal(400, f"{len(given)} prompts of n={body.n} answers are more than {self.limits.answers}", "n")
         prompts = [
-            p if isinstance(p, list) else await self.encoded(partial(generation.encode, self.encoder, p, chat=False))
+            p if isinstance(p, list) else await self.encoded(functools.partial(generation.encode, self.encoder, p, chat=False))
             for p in given
         ]
         if body.max_tokens is None:
@@ -332,6 +343,8 @@ class Server:
         try:
             return kind.model_validate_json(body)
         except ValidationError as error:
+            if error.error_count() > MOST_ERRORS:  # a list of them would be larger than the body
+                raise Refusal(400, f"the body has {error.error_count()} fields or elements of the wrong kind") from None
             found = error.errors(include_url=False, include_input=False, include_context=False)
             first = max(found, key=lambda e: len(e["loc"]))  # of the ways that a field may be given, the one that fits furthest
             place = ".".join(str(p) for p in first["loc"]) or "the body"
@@ -349,8 +362,15 @@ class Server:
     async def respond(self, request: Request, body: Asked, prompts: list[list[int]], kind: str) -> Response:
         """Hands the prompts in, `n` times each, and answers with what comes."""
         self.check_model(body.model)
+        room = min(n for n in (self.batch.max_positions, self.batch.pool.count * self.batch.block) if n)
+        if long := [len(p) for p in prompts if len(p) >= room]:  # before anybody looks at all of it
+            raise Refusal(
+                400, f"a prompt has {long[0]} tokens, and the model and its caches have positions for {room}", "prompt"
+            )
         if len(prompts) * body.n > self.limits.answers:
             raise Refusal(400, f"n is {body.n}; a request may ask for {self.limits.answers} answers", "n")
+        if len(prompts) * body.n > self.max_waiting:
+            raise Refusal(400, f"{len(prompts) * body.n} answers are more than the {self.max_waiting} that may wait", "n")
         pieces: asyncio.Queue[tuple[int, Piece]] = asyncio.Queue()
         loop = asyncio.get_running_loop()
         answers: list[Answer] = []
@@ -362,7 +382,11 @@ class Server:
                 def tell(piece: Piece, index: int = index) -> None:
                     loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
-                answers.append(self.engine.submit(prompts[index // body.n], tell, body.stops(), seed=seed + index, **options))
+                prompt = prompts[index // body.n]
+                count = body.max_tokens or room - len(prompt)  # as far as the model goes
+                answers.append(
+                    self.engine.submit(prompt, tell, body.stops(), max_new_tokens=count, seed=seed + index, **options)
+                )
             for answer in answers:
                 await asyncio.wrap_future(answer.accepted)
         except BaseException as error:
@@ -377,22 +401,20 @@ class Server:
         self.metrics.prompt.inc(sum(map(len, prompts)))
         reply = Reply(self, kind, body, answers, pieces)
         if body.stream:
-            return StreamingResponse(reply.events(), media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
+            return Stream(reply, media_type="text/event-stream", headers={"Cache-Control": "no-cache"})
         return await reply.whole(request)
 
     def options(self, body: Asked) -> dict[str, Any]:
         """Of ContinuousBatch.add."""
-        stop = None
-        if body.ignore_eos or body.stop_token_ids:
-            stop = {*(() if body.ignore_eos else self.batch.stop_tokens), *(body.stop_token_ids or ())}
+        end = self.encoder.eos_token_id
+        ends = set() if body.ignore_eos else self.batch.stop_tokens | (set() if end is None else {end})
+        stop = ends | set(body.stop_token_ids or ())
         return {
-            "max_new_tokens": body.max_tokens,
             "stop_tokens": stop,
             "temperature": body.temperature,
             "top_p": body.top_p,
             "top_k": max(body.top_k, 0),
             "min_p": body.min_p,
-            "priority": body.priority,
             "repetition_penalty": body.repetition_penalty,
             "presence_penalty": body.presence_penalty,
             "frequency_penalty": body.frequency_penalty,
@@ -403,6 +425,20 @@ class Server:
     def cancel(self, answers: list[Answer]) -> None:
         for answer in answers:
             self.engine.cancel(answer)
+
+
+class Stream(StreamingResponse):
+    """The events of a reply, whose answers end with it however it ends."""
+
+    def __init__(self, reply: Reply, **options: Any) -> None:
+        super().__init__(reply.events(), **options)
+        self.reply = reply
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.reply.server.cancel(self.reply.answers)
 
 
 class Reply:
@@ -430,7 +466,9 @@ class Reply:
                 except TimeoutError:
                     raise Refusal(504, f"no answer within {self.server.limits.seconds:g} seconds") from None
                 if piece.reason == FAILED:
-                    raise Refusal(500, piece.message.splitlines()[0][:300] if piece.message else "the runtime failed")
+                    left -= 1
+                    self.server.metrics.answers.labels(FAILED).inc()
+                    raise Refusal(503, piece.message.splitlines()[0][:300] if piece.message else "the runtime failed")
                 if piece.reason == CANCELLED:
                     raise Refusal(503, "the server ended before the answer did")
                 self.tokens += len(piece.tokens)
@@ -452,7 +490,7 @@ class Reply:
             "prompt_tokens": size,
             "completion_tokens": self.tokens,
             "total_tokens": size + self.tokens,
-            "prompt_tokens_details": {"cached_tokens": sum(r.shared for r in prompts)},
+            "prompt_tokens_details": {"cached_tokens": sum(r.shared or 0 for r in prompts)},
         }
 
     @property
@@ -475,17 +513,21 @@ class Reply:
                 pass
 
         work, watch = asyncio.create_task(collect()), asyncio.create_task(gone())
-        await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
-        watch.cancel()
-        if not work.done():
-            work.cancel()
-            await asyncio.wait([work])
+        try:
+            await asyncio.wait([work, watch], return_when=asyncio.FIRST_COMPLETED)
+        finally:  # also where the server ends first
+            watch.cancel()
+            if not work.done():
+                work.cancel()
+                await asyncio.wait([work])
+        if work.cancelled():
             return Response(status_code=400)
         work.result()
         choices = []
         for index, (text, reason) in enumerate(zip(texts, reasons, strict=True)):
             content = {"message": {"role": "assistant", "content": text}} if self.chat else {"text": text}
-            choices.append({"index": index, **content, "logprobs": self.told(logprobs[index]), "finish_reason": reason})
+            told = await asyncio.to_thread(self.told, logprobs[index])
+            choices.append({"index": index, **content, "logprobs": told, "finish_reason": reason})
         return JSONResponse({**self.head, "object": self.kind, "choices": choices, "usage": self.usage()})
 
     def told(self, logprobs: list[Told]) -> dict[str, Any] | None:
@@ -493,8 +535,7 @@ class Reply:
         if not self.body.wants_logprobs:
             return None
 
-        def word(token: int) -> str:
-            return self.server.decoder.decode([token])
+        word = self.server.word
 
         def entry(token: int, value: float) -> dict[str, Any]:
             text = word(token)
@@ -522,7 +563,7 @@ class Reply:
                 yield event(choices=[choice], **more)
         try:
             async for index, piece in self.come():
-                if not piece.text and not piece.reason:
+                if not (piece.text or piece.reason or self.body.wants_logprobs):
                     continue
                 content = {"delta": {"content": piece.text} if piece.text else {}} if self.chat else {"text": piece.text}
                 logprobs = self.told(list(zip(piece.tokens, piece.logprobs, piece.likeliest, strict=True)))
@@ -550,6 +591,7 @@ def run(server: Server, host: str, port: int, grace: float, started: Callable[[s
     class Announced(uvicorn.Server):
         async def startup(self, sockets: list[socket.socket] | None = None) -> None:
             await super().startup(sockets)
-            started(address)
+            if self.started:
+                started(address)
 
     Announced(config).run([bound])

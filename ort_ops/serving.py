@@ -68,8 +68,8 @@ _ONNX_TYPES = {SESSION_TYPES["float32"]: 1, SESSION_TYPES["float16"]: 10, SESSIO
 @dataclass(eq=False)
 class Request:
     """One request. `tokens` grows until `done`, `logprobs` with it; `cached` of prompt + tokens are in the pool, or will be
-    after the steps that run. `shared`: how many of the prompt's tokens were there already when it began. `error`: the exception
-    that ended it, None while all is well."""
+    after the steps that run. `shared`: how many of the prompt's tokens were there already when it began, None before. `error`:
+    the exception that ended it, None while all is well."""
 
     prompt: list[int]
     max_new_tokens: int
@@ -82,7 +82,7 @@ class Request:
     logprobs: list[float] = field(default_factory=list)
     top_logprobs: list[list[tuple[int, float]]] = field(default_factory=list)  # (token, log-probability), the likeliest first
     place: int | None = None  # in the sampler, of one with adjustments that runs
-    shared: int = 0
+    shared: int | None = None
     cached: int = 0
     coming: int = 0  # tokens of steps that run, which nobody has read yet
     pages: list[int] = field(default_factory=list)
@@ -254,6 +254,7 @@ class ContinuousBatch:
             for i, pool in zip(pools, self.pools):
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
         self.captured: dict[tuple[int, int, int], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, pages)
+        self.late: list[tuple[Request, int]] = []  # tokens of a step that was read when the next one failed
         self.launched: _Launched | None = None  # the step that runs, where tokens are read a step behind
         self.earlier = max_requests if self.interface is SERVING else 0  # tokens of a step that the next one may need
         self._place_results()
@@ -358,7 +359,7 @@ class ContinuousBatch:
             self.queue.remove(request)
         if request in self.running:
             self.running.remove(request)
-            self._release(request)
+        self._release(request)
         request.done = True
 
     def _release(self, request: Request) -> None:
@@ -393,7 +394,7 @@ class ContinuousBatch:
                 return
             else:
                 request.pages, request.chain, request.cached = pages, chain, start
-                if not request.tokens:
+                if request.shared is None:
                     request.shared = start
                     self.shared_tokens += start
                 if self.sampler is not None and request.adjustments != Adjustments():
@@ -446,10 +447,17 @@ class ContinuousBatch:
         """
         self._admit()
         chosen = self._schedule()
-        launched = self._launch(chosen) if chosen else None
+        try:
+            launched = self._launch(chosen) if chosen else None
+        except Exception:
+            if self.launched is not None:  # the next call cannot go on from its tokens on the device
+                behind, self.launched = self.launched, None
+                self.late += self._finish(behind)
+            raise
         if self.captured is not None and self.interface is SERVING:
             launched, self.launched = self.launched, launched
-        return self._finish(launched) if launched else []
+        late, self.late = self.late, []
+        return late + (self._finish(launched) if launched else [])
 
     def _launch(self, chosen: list[tuple[Request, int]]) -> _Launched:
         """Queues a step. Nothing can fail once a request changes: they do so all or not at all."""

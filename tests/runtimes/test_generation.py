@@ -178,6 +178,16 @@ def test_text_stream_gives_all_bytes():
         assert len(told) > size / 4 or size < 30
 
 
+def test_text_stream_of_tokens_without_text():
+    """Such as a model's own marks, thousands of them: they are not decoded again and again."""
+    tokenizer, seen = byte_tokenizer(), []
+    decode, end = tokenizer.decode, tokenizer.eos_token_id
+    tokenizer.decode = lambda tokens, **options: seen.append(len(tokens)) or decode(tokens, **options)
+    stream = generation.TextStream(tokenizer)
+    tokens = [*tokenizer("a b")["input_ids"], *[end] * 500, *tokenizer(" énd")["input_ids"], end]
+    assert "".join(stream.add(t) for t in tokens) + stream.finish() == "a b énd" and max(seen) < 30
+
+
 def test_text_stream_costs_the_same_for_every_token():
     class Counting:
         def decode(self, tokens, **options):

@@ -19,7 +19,7 @@ import torch
 import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from leanfleet import cli, generation, serve
+from leanfleet import cli, engine, generation, serve
 from leanfleet.ort_ops.generation import load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support.decoders import byte_tokenizer
@@ -96,7 +96,7 @@ def alone(folder):
 
     def run(prompt, count, **options):
         batch = ContinuousBatch(folder, pages=PAGES, providers=["CPUExecutionProvider"])
-        request = batch.add(prompt, count, **options)
+        request = batch.add(prompt, count, **{"stop_tokens": [tokenizer.eos_token_id]} | options)
         batch.run()
         return tokenizer.decode(request.tokens, skip_special_tokens=True)
 
@@ -243,6 +243,10 @@ CHAT = {"messages": [{"role": "user", "content": "hi"}]}
         ("completions", "[" * 10000, 400, "Invalid JSON"),
         ("completions", b"\xff\xfe", 400, "Invalid JSON|the body"),
         ("completions", {"prompt": "y" * 30000}, 413, "20000 bytes"),
+        ("completions", {"prompt": [1.5] * 2000}, 400, "prompt.*valid integer"),
+        ("completions", {"prompt": "x"} | {f"field {i}": 1 for i in range(1000)}, 400, "the body has 1000 fields or elements"),
+        ("completions", {"prompt": "x", "priority": 5}, 400, "priority: this server does not serve it"),
+        ("completions", {"prompt": [5] * 256}, 400, "a prompt has 256 tokens, and the model and its caches have positions for"),
         ("nothing", {}, 404, "there is nothing at /v1/nothing"),
     ],
     ids=str,
@@ -333,13 +337,66 @@ def test_a_failing_runtime(folder, monkeypatch):
     running = Running(folder)
     step = running.batch.step
     monkeypatch.setattr(running.batch, "step", lambda: (_ for _ in ()).throw(RuntimeError("the device is gone")))
+    monkeypatch.setattr(engine, "RECOVERY", 60.0)
     with pytest.raises(openai.InternalServerError, match="the device is gone"):
         running.client.completions.create(model="tiny", prompt="x", max_tokens=3)
     assert running.raw("GET", "/health")[0] == 503
+    monkeypatch.setattr(engine, "RECOVERY", 0.0)  # long ago: those who ask for health first may come again
+    assert running.raw("GET", "/health")[0] == 200
     monkeypatch.setattr(running.batch, "step", step)
     assert running.client.completions.create(model="tiny", prompt="x", max_tokens=3).choices
     assert running.raw("GET", "/health")[0] == 200 and running.settled()
     running.close()
+
+
+def test_what_fails_in_the_thread_harms_nobody_else(running, monkeypatch):
+    """A tokenizer that fails, a listener that is gone, a caller that gave up: the others get their answers."""
+    texts, told = running.server.engine, []
+    honest = texts.tokenizer.decode
+    bad = texts.submit([1, 2], lambda piece: told.append(piece) or 1 / 0, max_new_tokens=5)
+    given_up = texts.submit([1, 2], told.append, max_new_tokens=5)
+    given_up.accepted.cancel()
+    failing = []
+    monkeypatch.setattr(texts.tokenizer, "decode", lambda *a, **o: 1 / 0 if failing else honest(*a, **o))
+    assert running.client.completions.create(model="tiny", prompt="x", max_tokens=3).choices
+    failing.append(True)
+    with pytest.raises(openai.InternalServerError, match="division by zero"):
+        running.client.completions.create(model="tiny", prompt="x", max_tokens=3)
+    failing.clear()
+    assert running.client.completions.create(model="tiny", prompt="x", max_tokens=3).choices
+    assert bad.accepted.result() is None and bad.reason and running.settled() and texts.works
+
+
+def test_an_engine_that_ends(folder):
+    """Whoever asks while it ends gets an answer or a refusal, and nobody waits for ever."""
+    for round in range(5):
+        batch = ContinuousBatch(folder, pages=PAGES, providers=["CPUExecutionProvider"])
+        texts, pieces, answers, refused = engine.Engine(batch, load_tokenizer(folder), 10**6), [], [], []
+
+        def ask(texts=texts, pieces=pieces, answers=answers, refused=refused):
+            while not refused:
+                try:
+                    answers.append(texts.submit([1, 2, 3], pieces.append, max_new_tokens=30))
+                except engine.Closed:
+                    refused.append(1)
+                time.sleep(1e-4)
+
+        threads = [threading.Thread(target=ask) for _ in range(3)]
+        for thread in threads:
+            thread.start()
+        time.sleep(0.002 * round)
+        texts.close(0.05 * (round % 2))
+        for thread in threads:
+            thread.join()
+        assert refused and all(a.accepted.done() for a in answers)
+        assert len([p for p in pieces if p.reason]) == len(answers) and batch.pool.in_use == 0 and not texts.works
+
+
+def test_nulls(running):
+    """As many clients send them, for what they leave out."""
+    names = ("temperature", "top_p", "n", "stream", "presence_penalty", "logprobs", "seed", "stop", "user", "max_tokens")
+    status, text = running.raw("POST", "/v1/chat/completions", json.dumps(CHAT | dict.fromkeys(names)))
+    assert status == 200, text
 
 
 def test_time_limit(folder):

@@ -209,6 +209,34 @@ def random_prompt(size, seed):
     return np.random.default_rng(seed).integers(0, 97, size).tolist()
 
 
+@pytest.mark.parametrize("late", (False, True))
+def test_a_failure_behind_a_running_step(model, folder, monkeypatch, late):
+    """A call that fails before or after it has run, while the tokens of the one before are not read: nothing is lost."""
+    batch = ContinuousBatch(folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+    batch.captured = {}
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    wanted = prompts(5, seed=5)
+    requests = [batch.add(p, 9, stop_tokens=()) for p in wanted]
+    run, calls, told = batch._run, [], []
+
+    def failing(*arguments):
+        calls.append(1)
+        if late or len(calls) % 3:
+            run(*arguments)
+        if not len(calls) % 3:
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(batch, "_run", failing)
+    while not batch.idle:
+        try:
+            told += batch.step()
+        except RuntimeError:
+            pass
+    told += batch.late
+    assert [r.tokens for r in requests] == [alone(model, p, 9) for p in wanted]
+    assert [[t for r, t in told if r is request] for request in requests] == [r.tokens for r in requests]
+
+
 def test_equal_prompts_are_read_once(model, folder):
     """Also where they come at the same time: the others wait for the first one's pages."""
     prompt, batch = random_prompt(50, 3), ContinuousBatch(folder, pages=60, providers=["CPUExecutionProvider"])
