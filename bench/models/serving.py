@@ -143,7 +143,9 @@ def command_run(args):
     vocabulary = json.loads((args.folder / GRAPHS["continuous"] / "leanfleet.json").read_text())["vocabulary"]
     work = requests(args.requests, args.prompt, args.answer, vocabulary)
     pages = sum(sorted((-(-(len(p) + a) // BLOCK) for p, a in work), reverse=True)[: args.batch])
-    server = ContinuousBatch(args.folder / "serving", pages, args.batch, args.step_tokens, provider, cuda_graph=args.graphs)
+    server = ContinuousBatch(
+        args.folder / "serving", pages, args.batch, args.step_tokens, provider, cuda_graph=args.graphs, share=False
+    )
     useful = sum(len(p) + a for p, a in work)
     ways = {"continuous": lambda w: continuous(server, w)}
     if "padded" in args.ways:

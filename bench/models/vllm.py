@@ -61,7 +61,7 @@ class Ours:
         self.batch = None
         gc.collect()
         pages = running * -(-tokens // BLOCK)
-        self.batch = ContinuousBatch(self.folder, pages, running, max(step_tokens, running), cuda_graph=True)
+        self.batch = ContinuousBatch(self.folder, pages, running, max(step_tokens, running), cuda_graph=True, share=False)
 
     def run(self, prompts, answers):
         for prompt, count in zip(prompts, answers, strict=True):
