@@ -5,6 +5,10 @@
 
 #include "core/strides.h"
 
+namespace leanfleet {
+struct CudaTarget;
+}  // namespace leanfleet
+
 namespace leanfleet::gated_delta_rule {
 
 constexpr float kUnitRowEps = 1e-6f;  // what normalize_qk adds to a row's sum of squares
@@ -37,5 +41,11 @@ struct CpuPlan {
   Args args;
   int64_t ranges, range_width;
 };
+
+// On CUDA: token by token with the state in registers, for D up to kCudaMaxKeyWidth. Needs no workspace; returns the
+// cudaError_t of the launches. recurrence_blocks: its CTAs, which must be less than 2^31.
+constexpr int64_t kCudaMaxKeyWidth = 256;
+int64_t recurrence_blocks(const Args& args);
+int launch_recurrence(const Args& args, const CudaTarget& target);
 
 }  // namespace leanfleet::gated_delta_rule

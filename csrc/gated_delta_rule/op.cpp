@@ -127,7 +127,22 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   return {};
 }
 
+#ifdef LEANFLEET_CUDA
+Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  const Args args = make_args(call);
+  if (args.key_width > kCudaMaxKeyWidth)
+    return call.unsupported("query has D = " + std::to_string(args.key_width) + "; on CUDA D goes up to " +
+                            std::to_string(kCudaMaxKeyWidth) + ", larger calls run on the CPU");
+  if (args.value_width > kMaxAxis || recurrence_blocks(args) > kMaxAxis)
+    return call.unsupported(
+        "there are requests x Hv x Dv = " + std::to_string(args.requests * args.v_heads * args.value_width) +
+        " columns of states; on CUDA they are less than 2^35, larger calls run on the CPU");
+  if (ws.counting()) return {};
+  return cuda_status(call, "launching the recurrence", launch_recurrence(args, target));
+}
+#else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+#endif
 
 }  // namespace
 
