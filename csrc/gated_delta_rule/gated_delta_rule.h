@@ -47,5 +47,9 @@ struct CpuPlan {
 constexpr int64_t kCudaMaxKeyWidth = 256;
 int64_t recurrence_blocks(const Args& args);
 int launch_recurrence(const Args& args, const CudaTarget& target);
+// In chunks on tensor cores, for 16-bit prompts with a decay of each token; launch_recurrence chooses between the two.
+constexpr int64_t kChunkedTokens = 32;  // a request, below which the recurrence is taken
+bool chunked_fits(const Args& args, int device);
+int launch_chunked(const Args& args, const CudaTarget& target);
 
 }  // namespace leanfleet::gated_delta_rule

@@ -312,6 +312,7 @@ int launch_recurrence(const Args& args, const CudaTarget& target) {
         cudaMemsetAsync(args.output, 0, static_cast<size_t>(elements * element_size(static_cast<DType>(args.dtype))), stream);
     if (error != cudaSuccess) return error;
   }
+  if (chunked_fits(args, target.device)) return launch_chunked(args, target);
   switch (static_cast<DType>(args.dtype)) {
     case DType::kFloat32: return launch_type<float>(args, stream);
     case DType::kFloat16: return launch_type<__half>(args, stream);

@@ -17,11 +17,21 @@ HEADS = ((2, 2, 2), (2, 2, 6), (6, 2, 2), (4, 2, 8), (8, 2, 4))
 WIDTHS = ((128, 128), (64, 64), (32, 24), (20, 50), (5, 7), (1, 1), (96, 72), (256, 40), (130, 20))
 
 
-def check(inputs, attrs, in_place=False, factor=4.0):
-    """The exponential of CUDA is rounded twice as far as the recurrence's in PyTorch."""
+# The exponential of CUDA is rounded twice as far as PyTorch's. Chunks of 16-bit prompts round the scores to 16 bits too, and
+# hold states, updates and the system that is solved as two 16-bit numbers, 16 bits in bfloat16 and 22 in float16.
+PLAIN, PLANES = 4.0, {"float32": 0.0, "float16": 2.0**-20, "bfloat16": 2.0**-15}
+ROUNDINGS = 2.0
+
+
+def assert_near(found, inputs, attrs, factor=PLAIN):
+    planes = PLANES[str(inputs["query"].dtype).removeprefix("torch.")]
+    assert_right(found, inputs, attrs, factor, ROUNDINGS, planes)
+
+
+def check(inputs, attrs, in_place=False, factor=PLAIN):
     given = {name: x.clone().to(DEVICE) for name, x in inputs.items()}
     found = run_kernel(NAME, given, attrs, in_place=in_place)
-    assert_right(found, inputs, attrs, factor)
+    assert_near(found, inputs, attrs, factor)
     for name, x in inputs.items():
         if not (in_place and name == "initial_state" and attrs.get("return_state")):
             assert torch.equal(given[name].cpu().nan_to_num(), x.nan_to_num()), name
@@ -88,7 +98,7 @@ def test_tensors_that_are_not_aligned():
     for dtype, decay, v_first in product(DTYPES, ("token", "key"), (0, 1)):
         inputs = make(70, d=32, dv=48, dtype=dtype, decay=decay, state=True, v_first=v_first)
         attrs = {"return_state": 1, "state_v_first": v_first}
-        assert_right(run_kernel(NAME, {k: late(x) for k, x in inputs.items()}, attrs), inputs, attrs, 4.0)
+        assert_near(run_kernel(NAME, {k: late(x) for k, x in inputs.items()}, attrs), inputs, attrs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -131,11 +131,12 @@ def output_shapes(op, inputs, attrs):
     return result
 
 
-def run_kernel(op_name, inputs, attrs=None, threads=2, in_place=False, ops=None):
+def run_kernel(op_name, inputs, attrs=None, threads=2, in_place=False, ops=None, simulated=False):
     """Runs the kernel; returns a dict of its outputs. inputs: dict of contiguous tensors or None, all on one device.
 
     Outputs and scratch are poisoned first, sync words are zero and must be zero afterwards. in_place: outputs that
-    may take an input's buffer get it (the input tensors are then changed).
+    may take an input's buffer get it (the input tensors are then changed). simulated: the library's CUDA kernels take the
+    host's tensors (support.simulated_gpu).
     """
     attrs = attrs or {}
     op = (ops or spec.all_specs())[op_name]
@@ -152,7 +153,7 @@ def run_kernel(op_name, inputs, attrs=None, threads=2, in_place=False, ops=None)
         [entry(inputs.get(t.name)) for t in op.inputs],
         [entry(outputs.get(t.name)) for t in op.outputs],
         attrs,
-        device.type,
+        "cuda" if simulated else device.type,
         threads,
         torch.cuda.current_stream(device).cuda_stream if cuda else 0,
     )
