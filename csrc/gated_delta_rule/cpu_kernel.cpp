@@ -177,8 +177,9 @@ struct Step {
   float *update, *output;  // value on entry, u after; [group, width]
 };
 
-// V vectors of columns of a state [D, columns], from `column` on: what the old state gives, then the new one.
-template <int V, bool kPart>
+// V vectors of columns of a state [D, columns], from `column` on: what the old state gives, then the new one. kStream: which is
+// streamed.
+template <int V, bool kPart, bool kStream>
 void step_columns(const Step& s, int64_t column) {
   const int64_t left = s.columns - column;
   const auto read = [&](const float* p) { return kPart ? load_part(p, left) : load(p); };
@@ -212,20 +213,22 @@ void step_columns(const Step& s, int64_t column) {
       const Vec old = s.from != nullptr ? decay * read(s.from + r * s.from_stride + at) : Vec{};
       const Vec x = fma(k, update[c], old);
       if (kPart) store_part(s.to + r * s.to_stride + at, x, left);
+      else if (kStream) stream(s.to + r * s.to_stride + at, x);
       else store(s.to + r * s.to_stride + at, x);
     }
   }
 }
 
+template <bool kStream>
 void step_columns(const Step& s) {
   int64_t c = 0;
-  for (; c + kStepVecs * kLanes <= s.columns; c += kStepVecs * kLanes) step_columns<kStepVecs, false>(s, c);
-  for (; c + kLanes <= s.columns; c += kLanes) step_columns<1, false>(s, c);
-  if (c < s.columns) step_columns<1, true>(s, c);
+  for (; c + kStepVecs * kLanes <= s.columns; c += kStepVecs * kLanes) step_columns<kStepVecs, false, kStream>(s, c);
+  for (; c + kLanes <= s.columns; c += kLanes) step_columns<1, false, kStream>(s, c);
+  if (c < s.columns) step_columns<1, true, false>(s, c);
 }
 
 // A state [columns, D]: each value column by itself. kPart: D is no multiple of a vector.
-template <bool kPart>
+template <bool kPart, bool kStream>
 void step_rows(const Step& s) {
   const auto read = [&](const float* p, int64_t c) {
     return p == nullptr ? Vec{} : kPart ? load_part(p + c, s.rows - c) : load(p + c);
@@ -243,6 +246,7 @@ void step_rows(const Step& s) {
     for (int64_t c = 0; c < s.rows && s.to != nullptr; c += kLanes) {
       const Vec x = fma(load(s.key + c), broadcast(update), load(s.decay + c) * read(from, c));
       if (kPart) store_part(s.to + column * s.to_stride + c, x, s.rows - c);
+      else if (kStream) stream(s.to + column * s.to_stride + c, x);
       else store(s.to + column * s.to_stride + c, x);
     }
   }
@@ -267,9 +271,12 @@ void step(const Args& args, const Item& item, const Scratch& s, int64_t token, c
   const float beta = beta_at(args, item, token);
   const Step x = {from,    to,    from_stride, to_stride,    args.key_width, item.columns, item.group, s.pitch, s.width,
                   s.decay, s.key, s.kept_key,  s.kept_query, s.query_key,    beta,         s.update,   s.steps};
-  if (!args.state_v_first) step_columns(x);
-  else if (args.key_width % kLanes == 0) step_rows<false>(x);
-  else step_rows<true>(x);
+  const int64_t bytes = 4 * args.requests * args.v_heads * args.key_width * args.value_width;
+  const bool streamed = to != nullptr && to != s.state && streams(from, to, to_stride, bytes);
+  if (!args.state_v_first) streamed ? step_columns<true>(x) : step_columns<false>(x);
+  else if (args.key_width % kLanes != 0) step_rows<true, false>(x);
+  else streamed ? step_rows<false, true>(x) : step_rows<false, false>(x);
+  if (streamed) finish_streams();
   for (int64_t h = 0; h < item.group; ++h) {
     T* out = row_of<T>(args.output, args.output_strides, item.batch, item.first_head + h, token);
     convert(s.steps + h * s.width, out + item.first_column, item.columns);

@@ -59,6 +59,13 @@ def test_few_states_for_many_threads(threads):
         check(inputs, {"return_state": 1, "state_v_first": v_first}, threads)
 
 
+def test_states_larger_than_the_cache():
+    """Those that are not changed in place are streamed past it."""
+    for n, v_first in product((1, 2), (0, 1)):
+        inputs = make(n, b=2, heads=(2, 2, 16), d=256, dv=272, state=True, v_first=v_first)
+        check(inputs, {"return_state": 1, "state_v_first": v_first})
+
+
 def test_without_a_state():
     """Nothing asks for the last state, so it stands in scratch memory."""
     for n, decay, state, v_first in product((1, 2, 3, 9, 50), ("token", "key"), (False, True), (0, 1)):
