@@ -111,7 +111,8 @@ __device__ __forceinline__ float row_factor(uint32_t rows, int row, bool normali
 
 __device__ __forceinline__ float decay_between(const Scalars& s, int from, int to) {
   if (from < s.reset[to]) return 0.0f;
-  return expf(fminf((s.sum[to] - s.sum[from]) + (s.rest[to] - s.rest[from]), 0.0f));
+  const float g = (s.sum[to] - s.sum[from]) + (s.rest[to] - s.rest[from]);
+  return expf(g > 0.0f ? 0.0f : g);  // rounded above 0 at most; NaN stays NaN
 }
 
 // One warp: beta and the sums of g of `tokens` tokens; the others have 0 of both.
