@@ -20,6 +20,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.torch_ops import causal_linear_decay_ as causal_linear_decay_
     from leanfleet.export.torch_ops import causal_linear_decay_grad as causal_linear_decay_grad
     from leanfleet.export.torch_ops import gated_activation as gated_activation
+    from leanfleet.export.torch_ops import gated_delta_rule as gated_delta_rule
+    from leanfleet.export.torch_ops import gated_delta_rule_ as gated_delta_rule_
     from leanfleet.export.torch_ops import lean_attention as lean_attention
     from leanfleet.export.torch_ops import lean_attention_ as lean_attention_
     from leanfleet.export.torch_ops import normalized_linear_attention as normalized_linear_attention
@@ -39,6 +41,8 @@ _HOMES = {
     "export_decoder": "decoder",
     "finalize": "onnx_export",
     "gated_activation": "torch_ops",
+    "gated_delta_rule": "torch_ops",
+    "gated_delta_rule_": "torch_ops",
     "lean_attention": "torch_ops",
     "lean_attention_": "torch_ops",
     "normalized_linear_attention": "torch_ops",

@@ -6,7 +6,8 @@ there, so each set of present inputs and attribute values gets an overload of it
 its body. All sizes stay dynamic. The bodies compute in float32 whatever T is, and need opset 18 or newer.
 
 The linear operators work chunk by chunk: a Scan over chunks of 64 tokens carries the state, so that memory is linear
-in the number of tokens. Equations and sources: leanfleet.export.reference, which is what the bodies are tested against.
+in the number of tokens. GatedDeltaRule goes token by token. Equations and sources: leanfleet.export.reference, which is
+what the bodies are tested against.
 
 Symbols: B batch, Q requests, H query heads, Hkv key/value heads, G = H / Hkv, N tokens, C tokens of a chunk, R or D
 size of queries and keys, Dv of values, W any size.
@@ -29,6 +30,7 @@ from leanfleet import spec
 from leanfleet.export import sample_constants as sampling
 
 CHUNK = 64
+DELTA_ROW_EPS = 1e-6  # what the delta rule's normalize_qk adds to the sum of squares, as in the reference
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by, as in the reference
 DEFAULT_OPSET = 20  # of a model without standard operators
 OLDEST_OPSET = 18  # the first where ReduceMax takes its axes as an input
@@ -550,6 +552,13 @@ def _inner_state(ops, state, like, value):
     return ops.zeros(ops.Shape(like, end=3), ops.size(like, 4), ops.size(value, 4))
 
 
+def _pool_rows(ops, pool, state_index):
+    """The pool with a row of zeros behind it, which stands for every row that it does not have, and the row of each request."""
+    count, index = ops.size(pool, 0), ops.int64(state_index)
+    inside = ops.And(ops.GreaterOrEqual(index, 0), ops.Less(index, count))
+    return ops.add_rows(pool, 0, 1), ops.Where(inside, index, count)
+
+
 def _causal_linear_decay(ops, x, a, ranks):
     query, key, value = _token_inputs(ops, a.layout, x.query, x.key, x.value)
     log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, key)
@@ -560,11 +569,9 @@ def _causal_linear_decay(ops, x, a, ranks):
     requests = _Requests(ops, x.cu_seqlens, ops.size(key, _TOKENS))
     query, key, value, log_decay = (t and requests.split(t) for t in (ops.Mul(query, a.scale), key, value, log_decay))
     state = pool
-    if x.state_index is not None:  # a row of zeros behind the pool stands for every row that it does not have
-        count, index = ops.size(pool, 0), ops.int64(x.state_index)
-        inside = ops.And(ops.GreaterOrEqual(index, 0), ops.Less(index, count))
-        index = ops.Where(inside, index, count)
-        pool = ops.add_rows(pool, 0, 1)
+    if x.state_index is not None:
+        count = ops.size(pool, 0)
+        pool, index = _pool_rows(ops, pool, x.state_index)
         state = ops.Gather(pool, index, axis=0)
     output, final = _linear_attention(ops, query, key, value, log_decay, _inner_state(ops, state, key, value))
     if a.normalize:
@@ -598,6 +605,65 @@ def _causal_linear_decay_grad(ops, x, a, ranks):
         results.append(ops.sum(dg, 0, 2, 3, 4, keepdims=0))
     if a.grad_state:
         results.append(ops.Squeeze(ds, [2]))
+    return results
+
+
+# GatedDeltaRule
+
+
+def _of_states(ops, x, heads):
+    """[B,h,N,W] to [B,Hv,max(h,Hv)/Hv,N,W], each of fewer heads than `heads`, which is Hv as an int64 [1], repeated."""
+    batch, own, rest = ops.size(x, 0), ops.size(x, 1), ops.Shape(x, start=2)
+    all_heads = ops.Max(own, heads)
+    repeated = ops.Expand(ops.Unsqueeze(x, [2]), ops.dims(batch, own, ops.Div(all_heads, own), rest))
+    return ops.reshape(repeated, batch, heads, ops.Div(all_heads, heads), rest)
+
+
+def _delta_unit_rows(ops, x):
+    return ops.Div(x, ops.Sqrt(ops.Add(ops.ReduceSumSquare(x, [-1]), DELTA_ROW_EPS)))
+
+
+def _gated_delta_rule(ops, x, a, ranks):
+    query, key, value = (_swapped(ops, ops.float(t), a.layout) for t in (x.query, x.key, x.value))
+    if a.normalize_qk:
+        query, key = _delta_unit_rows(ops, query), _delta_unit_rows(ops, key)
+    scale = a.scale or ops.Div(1.0, ops.Sqrt(ops.float(ops.Squeeze(ops.size(query, 3), [0]))))
+    heads = ops.size(value, 1)
+    beta = ops.Unsqueeze(_swapped(ops, x.beta, a.layout, 3), [2, 4])
+    decay = None
+    if x.log_decay is not None:
+        per_key = ranks["log_decay"] == 4
+        decay = ops.Unsqueeze(_swapped(ops, x.log_decay, a.layout, ranks["log_decay"]), [2] if per_key else [2, 4])
+    tokens = [_of_states(ops, ops.Mul(query, scale), heads), _of_states(ops, key, heads), ops.Unsqueeze(value, [2]), beta]
+    requests = _Requests(ops, x.cu_seqlens, ops.size(key, 2))
+    *tokens, decay = (t and requests.split(t) for t in (*tokens, decay))  # rows of zeros leave a state as it is
+    pool = x.initial_state
+    if pool is not None and a.state_v_first:
+        pool = ops.Transpose(pool, perm=[0, 1, 3, 2])
+    state = pool
+    if x.state_index is not None:
+        pool, index = _pool_rows(ops, pool, x.state_index)
+        state = ops.Gather(pool, index, axis=0)
+    state = _inner_state(ops, state, tokens[1], tokens[2])
+
+    def step(ops, states, slices):
+        (state,), (q, k, v, b, decay) = states, slices
+        state = state if decay is None else ops.Mul(ops.Exp(ops.transposed(decay)), state)
+        missing = ops.Mul(b, ops.Sub(v, ops.MatMul(k, state)))
+        state = ops.Add(state, ops.Mul(ops.transposed(k), missing))
+        return [state], [ops.MatMul(q, state)]
+
+    # One more token of zeros: packed requests may all be empty, and a Scan takes a step at least.
+    count = ops.size(tokens[1], _TOKENS)
+    sequences = [t and ops.Unsqueeze(ops.add_rows(t, _TOKENS, 1), [_TOKENS + 1]) for t in (*tokens, decay)]
+    (final,), (output,) = ops.scan(step, [state], sequences)
+    output = requests.join(ops.take(ops.Squeeze(output, [_TOKENS + 1]), _TOKENS, count))
+    results = [ops.CastLike(_ungrouped(ops, output, a.layout), x.query)]
+    if a.return_state:
+        final = ops.Squeeze(final, [2])
+        if x.state_index is not None:
+            final = ops.take(ops.ScatterND(pool, ops.Unsqueeze(index, [1]), final), 0, ops.size(x.initial_state, 0))
+        results.append(ops.Transpose(final, perm=[0, 1, 3, 2]) if a.state_v_first else final)
     return results
 
 
@@ -895,6 +961,7 @@ _BODIES = {
     "NormalizedLinearAttentionGrad": _normalized_linear_attention_grad,
     "SampleTokens": _sample_tokens,
     "GatedActivation": _gated_activation,
+    "GatedDeltaRule": _gated_delta_rule,
 }
 _IGNORED = {"algorithm"}  # attributes that choose how to compute, not what
 
@@ -984,7 +1051,7 @@ def function_for(
 
     op_name: a name of ops.toml. present: names of the optional inputs that are given (required ones may be among
     them). attrs: attribute values; missing ones take their default. ranks: rank of each input, needed for log_decay
-    alone, which is per head (1) or per token (3). opset: version of the standard operators, 18 or newer.
+    alone, which is per head (1), per token (3) or per key dimension (4). opset: version of the standard operators, 18 or newer.
 
     Its inputs are all of the operator's, the absent ones unused; its outputs are the operator's up to the last that
     the attributes ask for, where one before it that they do not ask for is empty. It declares all attributes, so that

@@ -33,6 +33,7 @@ from leanfleet.export.sample_constants import IN_PROMPT, LEAST_EXPONENT, LOG2_E,
 
 BLOCK = 64  # tokens per block of the blocked algorithms
 RECURSION_BASE = 16  # tokens at which the recursion stops halving
+DELTA_ROW_EPS = 1e-6  # what the delta rule's normalize_qk adds to the sum of squares
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by
 
 
@@ -773,6 +774,118 @@ def _decay_backward(query, key, value, log_decay, do, state, ds):
         ds = kept * ds + over_group((prefix * q).mT @ o)
         grads.append((dq, dk, dv, dg))
     return [torch.cat(parts[::-1], -2) for parts in zip(*grads, strict=True)], ds
+
+
+# GatedDeltaRule
+
+
+def _expanded(x, heads):
+    """[B,h,...] with each head repeated, so that there are `heads`."""
+    return x.repeat_interleave(heads // x.shape[1], 1)
+
+
+def _delta_rule(query, key, value, log_decay, beta, state):
+    """Token by token: query, key [B,H,N,D], value [B,H,N,Dv], log_decay [B,H,N,D or 1], beta [B,H,N,1], state [B,H,D,Dv]."""
+    outputs = []
+    for q, k, v, g, b in zip(*(x.unbind(-2) for x in (query, key, value, log_decay, beta)), strict=True):
+        state = g.exp().unsqueeze(-1) * state
+        missing = b * (v - (k.unsqueeze(-2) @ state).squeeze(-2))
+        state = state + k.unsqueeze(-1) * missing.unsqueeze(-2)
+        outputs.append((q.unsqueeze(-2) @ state).squeeze(-2))
+    if not outputs:
+        return [value.clone()], state.clone()
+    return [torch.stack(outputs, -2)], state
+
+
+def gated_delta_rule(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    state_index: torch.Tensor | None = None,
+    *,
+    scale: float = 0.0,
+    normalize_qk: int = 0,
+    return_state: int = 0,
+    layout: str = "bhnd",
+    state_v_first: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """The gated delta rule, token by token: a decayed state in which each token corrects what is stored under its key.
+
+    query T [B,Hq,N,D], key T [B,Hk,N,D], value T [B,Hv,N,Dv], beta F [B,Hv,N], which must be given. Hk divides Hq and Hv, and
+    of Hq and Hv one divides the other.
+    log_decay F [B,Hv,N], or of each key dimension [B,Hv,N,D]: in [-inf, 0]; absent: 0.
+    initial_state F [B,Hv,D,Dv], with state_v_first [B,Hv,Dv,D]; absent: zeros.
+    cu_seqlens, state_index: as in causal_linear_decay.
+
+    S'_i = diag(exp(log_decay_i)) S_{i-1}, u_i = beta_i (v_i - k_i S'_i), S_i = S'_i + k_iᵀ u_i, o_i = scale * q_i S_i, with
+    scale 0 meaning 1/sqrt(D). With normalize_qk q_i and k_i are divided by sqrt(sum of squares + 1e-6) first.
+    Returns output T [B,max(Hq,Hv),N,Dv], and with return_state final_state F, shaped as initial_state.
+    """
+    op = "GatedDeltaRule"
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    match("query", query, "T", "B Hq N D*")
+    match("key", key, "T", "B Hk N D*")
+    match("value", value, "T", "B Hv N Dv*")
+    q_heads, k_heads, v_heads = dims["Hq"], dims["Hk"], dims["Hv"]
+    shared = not (q_heads % k_heads or v_heads % k_heads or max(q_heads, v_heads) % min(q_heads, v_heads))
+    _check(
+        shared,
+        f"{op}: there are Hq={q_heads}, Hk={k_heads} and Hv={v_heads} heads; Hk must divide the others, and of Hq and Hv "
+        "one must divide the other",
+    )
+    if beta is None:
+        raise ValueError(f"{op}: beta is absent; it must be given")
+    if log_decay is not None:
+        match("log_decay", log_decay, "F", "B Hv N D*" if log_decay.dim() == 4 else "B Hv N*")
+    match("beta", beta, "F", "B Hv N*")
+    if cu_seqlens is not None:
+        match("cu_seqlens", cu_seqlens, "I", "Q+1")
+        _check(
+            dims["B"] == 1 and dims["Q+1"] >= 1,
+            f"{op}: query has batch B={dims['B']} and cu_seqlens has {dims['Q+1']} entries; packed "
+            "requests have B=1 and one entry more than there are requests",
+        )
+    dims["Q"] = dims["B"] if cu_seqlens is None else dims["Q+1"] - 1
+    rows = "Q" if state_index is None else "P"
+    match("state_index", state_index, "I", "Q")
+    match("initial_state", initial_state, "F", f"{rows} Hv Dv D" if state_v_first else f"{rows} Hv D Dv")
+    _check(
+        state_index is None or initial_state is not None,
+        f"{op}: state_index is given and initial_state is absent; it must be the pool",
+    )
+
+    q, k, v = (_swap(x, layout).to(compute) for x in (query, key, value))
+    if normalize_qk:
+        q, k = (x / (x.square().sum(-1, keepdim=True) + DELTA_ROW_EPS).sqrt() for x in (q, k))
+    b = _swap(beta, layout).to(compute).unsqueeze(-1)
+    g = torch.zeros_like(b) if log_decay is None else _swap(log_decay, layout).to(compute)
+    g = g.unsqueeze(-1) if g.dim() == 3 else g
+    heads = max(q_heads, v_heads)
+    tokens = [_expanded(x, heads) for x in ((scale or dims["D"] ** -0.5) * q, _expanded(k, v_heads), v, g, b)]
+
+    zeros = v.new_zeros(dims["Q"], v_heads, dims["D"], dims["Dv"])
+    pool = zeros if initial_state is None else initial_state.to(compute)
+    if state_v_first and initial_state is not None:
+        pool = pool.mT
+    state = pool
+    if state_index is not None:
+        inside = (state_index >= 0) & (state_index < len(pool))
+        requests, index = inside.nonzero().squeeze(-1), state_index[inside].long()
+        state = zeros.index_put((requests,), pool[index])
+    spans = _spans(cu_seqlens, dims["N"])
+    (output,), final = _per_request(_delta_rule, spans, tokens, (_expanded(state, heads),))
+    result: tuple[torch.Tensor, ...] = (_swap(output.to(query.dtype), layout),)
+    if return_state:
+        final = final[:, :: heads // v_heads]  # the query heads of a state have all made the same of it
+        if state_index is not None:
+            final = pool.index_put((index,), final[requests])
+        result += ((final.mT if state_v_first else final).to(float_out).contiguous().clone(),)
+    return result
 
 
 # NormalizedLinearAttention

@@ -430,10 +430,9 @@ def _function(op, mutating):
         for t in op.inputs
     ]
     first_optional = next((i for i, t in enumerate(op.inputs) if t.optional), len(parameters))
-    parameters = [
-        p if i <= first_optional or p.default is None else p.replace(kind=kinds.KEYWORD_ONLY) for i, p in enumerate(parameters)
-    ]
-    parameters.sort(key=lambda p: p.kind)
+    # A required input behind an optional one cannot be given by its place, so neither can those after it.
+    by_place = next((i for i, t in enumerate(op.inputs) if i > first_optional and not t.optional), len(parameters))
+    parameters = [p if i < by_place else p.replace(kind=kinds.KEYWORD_ONLY) for i, p in enumerate(parameters)]
     parameters += [
         kinds(a.name, kinds.KEYWORD_ONLY, default=a.default, annotation=_TYPES[a.type])
         for a in op.attrs
@@ -596,6 +595,8 @@ causal_linear_decay_grad = _function(_SPECS["CausalLinearDecayGrad"], False)
 normalized_linear_attention = _function(_SPECS["NormalizedLinearAttention"], False)
 normalized_linear_attention_ = _function(_SPECS["NormalizedLinearAttention"], True)
 normalized_linear_attention_grad = _function(_SPECS["NormalizedLinearAttentionGrad"], False)
+gated_delta_rule = _function(_SPECS["GatedDeltaRule"], False)
+gated_delta_rule_ = _function(_SPECS["GatedDeltaRule"], True)
 sample_tokens = _function(_SPECS["SampleTokens"], False)
 sample_tokens_ = _function(_SPECS["SampleTokens"], True)
 gated_activation = _function(_SPECS["GatedActivation"], False)

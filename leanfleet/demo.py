@@ -88,7 +88,10 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             }
             tokens = lf.sample_tokens(attended[:, :, -1].flatten(1), **settings)
             gated = lf.gated_activation(x.unflatten(-1, (2, 32)), activation="gelu_tanh")
-            return attended, lse, keys, values, decayed, state, gq, gk, gv, normalized, nq, nk, nv, tokens, gated
+            beta = v[..., 0].sigmoid().to(torch.float32)
+            corrected = lf.gated_delta_rule(k, k, v, -beta / 8, beta=beta, normalize_qk=True)
+            linear = decayed, state, gq, gk, gv, normalized, nq, nk, nv, corrected
+            return attended, lse, keys, values, *linear, tokens, gated
 
     torch.manual_seed(0)
     x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]

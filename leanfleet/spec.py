@@ -20,7 +20,8 @@ TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int3
 
 @dataclass(frozen=True)
 class Axis:
-    """One axis: `symbol` + `offset` + `times` x `plus`, or the constant `offset` where symbol is ""."""
+    """One axis: `symbol` + `offset` + `times` x `plus`, or the constant `offset` where symbol is "". `times` 0 with a `plus`:
+    the larger of the two symbols, an axis of outputs alone."""
 
     symbol: str
     offset: int = 0
@@ -30,11 +31,15 @@ class Axis:
     def size(self, dims: Mapping[str, int]) -> int:
         """The axis's size for sizes of symbols {symbol: size}. Raises KeyError where one is missing."""
         size = dims[self.symbol] + self.offset if self.symbol else self.offset
+        if self.plus and not self.times:
+            return max(size, dims[self.plus])
         return size + self.times * dims[self.plus] if self.plus else size
 
     def __str__(self):
         if not self.symbol:
             return str(self.offset)
+        if self.plus and not self.times:
+            return f"max({self.symbol},{self.plus})"
         more = f"+{self.times}{self.plus}" if self.plus else ""
         return self.symbol + (f"+{self.offset}" if self.offset else "") + more
 
@@ -189,9 +194,14 @@ class OpSpec:
 
 
 def _axis(word):
+    if larger := re.fullmatch(r"max\(([A-Za-z]\w*),([A-Za-z]\w*)\)", word):
+        return Axis(larger[1], plus=larger[2])
     match = re.fullmatch(r"([A-Za-z]\w*)(?:\+(\d+)([A-Za-z]\w*)?)?|(\d+)", word)
     if not match:
-        raise ValueError(f"ops.toml: axis '{word}' is not SYMBOL, SYMBOL+NUMBER, SYMBOL+NUMBER SYMBOL (one word) or NUMBER")
+        raise ValueError(
+            f"ops.toml: axis '{word}' is not SYMBOL, SYMBOL+NUMBER, SYMBOL+NUMBER SYMBOL (one word), "
+            "max(SYMBOL,SYMBOL) or NUMBER"
+        )
     symbol, number, plus, constant = match.groups()
     if not symbol:
         return Axis("", int(constant))
@@ -258,8 +268,10 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
         conditions = [c for t in spec.inputs + spec.outputs for s in t.shapes for c in s.conditions]
         if unknown := set(conditions) - optional_inputs - {a.name for a in spec.attrs if a.type == "bool"}:
             raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are no optional inputs or bool attributes")
-        if any(a.plus for t in spec.outputs for s in t.shapes for a in s.axes):
+        if any(a.plus and a.times for t in spec.outputs for s in t.shapes for a in s.axes):
             raise ValueError(f"ops.toml: {name}: an output's axis is a sum of two symbols")
+        if any(a.plus and not a.times for t in spec.inputs for s in t.shapes for a in s.axes):
+            raise ValueError(f"ops.toml: {name}: an input's axis is the larger of two symbols")
         if any(a.symbol in (x.name for x in spec.attrs) for t in spec.inputs for s in t.shapes for a in s.axes):
             raise ValueError(
                 f"ops.toml: {name}: an input's axis has the name of an attribute, which only tells sizes of outputs"

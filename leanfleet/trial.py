@@ -30,11 +30,15 @@ TOLERANCE = {
     "NormalizedLinearAttentionGrad": (16, 8),
     "SampleTokens": (4, 4),
     "GatedActivation": (4, 2),
+    "GatedDeltaRule": (16, 4),
 }
 
 # Sizes of make_inputs for open dimensions that stand for a symbol of ops.toml; any other open dimension is 2.
 SIZES = {
     "H": 6,
+    "Hq": 2,
+    "Hk": 2,
+    "Hv": 4,
     "N": 7,
     "Nq": 7,
     "D": 16,
@@ -263,6 +267,11 @@ def _meaningful(node, role, array, dims):
     """Standard normal values made into ones of a node's floating point argument `role`."""
     if role == "log_decay":
         return -np.abs(array) / 8
+    if role == "beta":
+        return np.abs(array) % 2
+    if node.op_type == "GatedDeltaRule" and role == "key":  # longer keys make the state grow with every token
+        lengths = np.sqrt(np.square(array.astype(np.float32)).sum(-1, keepdims=True))
+        return array / np.maximum(lengths, 1e-3).astype(array.dtype)
     if role in ("cos_cache", "sin_cache"):
         return {"cos_cache": np.cos, "sin_cache": np.sin}[role](array)
     if node.op_type == "SampleTokens" and role in _SETTINGS:
@@ -324,6 +333,7 @@ _ROLES = {
     "LinearAttention": {4: "log_decay"},
     "LeanAttention": {1: "past", 2: "past", 3: "seq_lens", 4: "query_lens"},
     "CausalLinearDecay": {3: "log_decay"},
+    "GatedDeltaRule": {3: "log_decay", 4: "beta"},
 }
 _OUR_LENGTHS = {"seq_lens": "seq_lens", "query_lens": "query_lens"}  # inputs of the decoders that leanfleet exports
 

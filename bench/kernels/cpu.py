@@ -296,6 +296,44 @@ def microsoft_linear_attention(sets, decay):
     )
 
 
+def delta_line(b, h, n, d):
+    """GatedDeltaRule with a decay of each token, beside com.microsoft.LinearAttention's gated_delta; states are returned."""
+    names = ("query", "key", "value", "log_decay", "beta", "initial_state")
+
+    def make():
+        query, key, value = (torch.randn(b, h, n, d) for _ in range(3))
+        key = key / key.norm(dim=-1, keepdim=True)
+        gates = -torch.rand(b, h, n) / 8, torch.rand(b, h, n)
+        return dict(zip(names, (query, key, value, *gates, torch.randn(b, h, d, d)), strict=True))
+
+    state_bytes, token_bytes = 8 * b * h * d * d, 4 * b * h * n * (4 * d + 2)
+    sets = copies(make, token_bytes + state_bytes)
+    attributes, state = {"return_state": 1}, (b, h, d, d)
+    peers = [
+        {
+            **{name: s[name].transpose(1, 2).reshape(b, n, -1) for name in names[:3]},
+            "past_state": s["initial_state"],
+            "decay": s["log_decay"].transpose(1, 2),
+            "beta": s["beta"].transpose(1, 2),
+        }
+        for s in sets
+    ]
+    runs = {
+        IN_PYTORCH: [lambda s=s: torch_ops.gated_delta_rule(**s, return_state=True) for s in sets],
+        IN_ORT: our_calls("GatedDeltaRule", sets, attributes, {"final_state": [torch.empty(state) for _ in sets]}),
+        "ORT LinearAttention": session_calls(
+            "LinearAttention",
+            "com.microsoft",
+            peers,
+            {"output": None, "present_state": [torch.empty(state) for _ in sets]},
+            {"q_num_heads": h, "kv_num_heads": h, "update_rule": "gated_delta", "scale": d**-0.5},
+        ),
+    }
+    expected = reference.gated_delta_rule(**{name: t.double() for name, t in sets[0].items()})[0]
+    found = torch_ops.gated_delta_rule(**sets[0])
+    return runs, found, expected, token_bytes + state_bytes, 6 * b * h * n * d * d
+
+
 def normalized_line(b, h, n, d, gradient=False):
     """NormalizedLinearAttention, causal, or its gradients."""
 
@@ -397,6 +435,9 @@ def lines():
     yield "decay grad B1 H8 N2048 64x64", lambda: decay_line(1, 8, 2048, 64, 64, gradient=True)
     yield "normalized B1 H8 N2048 D64", lambda: normalized_line(1, 8, 2048, 64)
     yield "normalized B1 H16 N4096 D128", lambda: normalized_line(1, 16, 4096, 128)
+    yield "delta B1 H16 N1024 128x128", lambda: delta_line(1, 16, 1024, 128)
+    yield "delta B1 H32 N16 128x128", lambda: delta_line(1, 32, 16, 128)
+    yield "delta step B8 H32 128x128", lambda: delta_line(8, 32, 1, 128)
     yield "normalized step B8 16/16x128", lambda: normalized_step_line(8, 16, 16, 128)
     yield "normalized step B8 16/16x128 copied", lambda: normalized_step_line(8, 16, 16, 128, in_place=False)
     yield "normalized step B8 64/16x128", lambda: normalized_step_line(8, 64, 16, 128)

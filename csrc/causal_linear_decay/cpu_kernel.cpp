@@ -26,45 +26,6 @@ constexpr int64_t kStepRows = 16;                // rows that it asks for ahead
 
 int64_t min64(int64_t a, int64_t b) { return a < b ? a : b; }
 
-// The first n lanes, all if there are more; the others are 0 and nothing behind is read.
-template <class T>
-Vec load_part(const T* p, int64_t n) {
-  if (n >= kLanes) return load(p);
-  float part[kLanes] = {};
-  for (int64_t i = 0; i < n; ++i) part[i] = to_float(p[i]);
-  return load(part);
-}
-
-void store_part(float* p, Vec v, int64_t n) {
-  if (n >= kLanes) return store(p, v);
-  for (int64_t i = 0; i < n; ++i) p[i] = v[i];
-}
-
-// e^x for x <= 0, rounded but for a few units in 10 of the last place: an error in γ counts at every token again.
-// x = n ln2 + r, |r| <= ln2/2, then a polynomial of degree 7 whose last sum is the only rounding that matters.
-Vec exp_of(Vec x) {
-  const VecInt zero = x < -87.0f;
-  x = select(zero, Vec{}, x);
-  const float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer
-  const Vec shifted = fma(x, broadcast(1.44269504f), broadcast(kRound));
-  const Vec n = shifted - kRound;
-  Vec r = fma(n, broadcast(-0.693359375f), x);
-  r = fma(n, broadcast(2.12194440e-4f), r);
-  Vec p = fma(broadcast(1.0f / 5040), r, broadcast(1.0f / 720));
-  p = fma(p, r, broadcast(1.0f / 120));
-  p = fma(p, r, broadcast(1.0f / 24));
-  p = fma(p, r, broadcast(1.0f / 6));
-  p = fma(p, r, broadcast(0.5f));
-  p = fma(p * r, r, r) + 1.0f;
-  return select(zero, Vec{}, p * power_of_two(shifted));
-}
-
-Vec lane_numbers(int first) {
-  Vec v;
-  for (int i = 0; i < kLanes; ++i) v[i] = static_cast<float>(first + i);
-  return v;
-}
-
 // The decays of the tokens of a chunk.
 struct Chunk {
   float mask[kChunk][kChunk];  // scale * M_ij, M_ij = γ_{j+1} .. γ_i for j <= i, else 0 (LD eq. 4)
@@ -140,14 +101,14 @@ struct ChunkSource {
       logs[i] = static_cast<float>(total);
       for (int c = 0; c < kChunkVecs; ++c) {
         sums[c] = select(lanes[c] < static_cast<float>(i), sums[c] + log, Vec{});
-        row[c] = select(lanes[c] <= static_cast<float>(i), exp_of(sums[c]), Vec{});
+        row[c] = select(lanes[c] <= static_cast<float>(i), exp_of_decay(sums[c]), Vec{});
         store(chunk.mask[i] + c * kLanes, row[c] * decay.scale);
       }
     }
     exact = ::exp(total);
     for (int c = 0; c < kChunkVecs; ++c) {
       store(chunk.suffix + c * kLanes, row[c]);
-      store(chunk.prefix + c * kLanes, exp_of(load(logs + c * kLanes)) * decay.scale);
+      store(chunk.prefix + c * kLanes, exp_of_decay(load(logs + c * kLanes)) * decay.scale);
     }
   }
 };
@@ -179,55 +140,6 @@ Floats as_floats(const T* rows, int64_t stride, int64_t n, int64_t width, bool, 
 inline Floats as_floats(const float* rows, int64_t stride, int64_t n, int64_t width, bool whole, float* buffer, int64_t pitch) {
   if (whole && stride <= 2 * width) return {rows, stride};
   return copied(rows, stride, n, width, buffer, pitch);
-}
-
-// kLanes rows to kLanes columns.
-inline void transpose(Vec (&v)[kLanes]) {
-#if defined(__AVX512F__)
-  __m512 a[16], b[16];
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
-    a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      const __m512d x = _mm512_castps_pd(a[i + j]), y = _mm512_castps_pd(a[i + j + 2]);
-      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
-    }
-  }
-  // b[4 i + j] holds column j + 4 l of rows 4 i .. 4 i + 3 in its quarter l.
-  for (int j = 0; j < 4; ++j) {
-    const __m512 low = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x44), high = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xee);
-    const __m512 low2 = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0x44);
-    const __m512 high2 = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0xee);
-    v[j] = (Vec)_mm512_shuffle_f32x4(low, low2, 0x88);
-    v[j + 4] = (Vec)_mm512_shuffle_f32x4(low, low2, 0xdd);
-    v[j + 8] = (Vec)_mm512_shuffle_f32x4(high, high2, 0x88);
-    v[j + 12] = (Vec)_mm512_shuffle_f32x4(high, high2, 0xdd);
-  }
-#elif defined(__AVX2__)
-  __m256 a[8], b[8];
-  for (int i = 0; i < 8; i += 2) {
-    a[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
-    a[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
-      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
-    }
-  }
-  for (int j = 0; j < 4; ++j) {
-    v[j] = (Vec)_mm256_permute2f128_ps(b[j], b[j + 4], 0x20);
-    v[j + 4] = (Vec)_mm256_permute2f128_ps(b[j], b[j + 4], 0x31);
-  }
-#else
-  float columns[kLanes][kLanes];
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < kLanes; ++j) columns[j][i] = v[i][j];
-  for (int i = 0; i < kLanes; ++i) v[i] = load(columns[i]);
-#endif
 }
 
 // out[c][t] = rows[t][c] for t < n, 0 for the other t < kChunk. Rows of out are written up to a multiple of kLanes.

@@ -2,9 +2,7 @@
 #include "causal_linear_decay.h"
 
 #include <algorithm>
-#include <atomic>
 #include <cmath>
-#include <cstdio>
 #include <cstring>
 #include <string>
 
@@ -12,6 +10,7 @@
 #include "core/cpu_isa.h"
 #include "core/integers.h"
 #include "core/op_specs.h"
+#include "core/requests.h"
 
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"
@@ -66,12 +65,6 @@ Inputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
   return in;
 }
 
-std::string number(float value) {
-  char buffer[32];
-  std::snprintf(buffer, sizeof buffer, "%g", value);
-  return buffer;
-}
-
 Status check_state_size(const Call& call) {
   const int64_t size = call.dims[forward::kDimR] * call.dims[forward::kDimDv];
   if (size <= kMaxStateFloats) return {};
@@ -93,97 +86,6 @@ Status check_cuda_size(const Call& call, const Inputs& in) {
   return {};
 }
 #endif
-
-// Whether a token belongs to a request; without offsets all do.
-bool in_a_request(const Tensor& cu_seqlens, int64_t token) {
-  if (!cu_seqlens.present()) return true;
-  const int32_t* offsets = cu_seqlens.as<const int32_t>();
-  for (int64_t q = 0; q + 1 < cu_seqlens.shape[0]; ++q)
-    if (offsets[q] <= token && token < offsets[q + 1]) return true;
-  return false;
-}
-
-// Tokens of no request may hold anything.
-Status check_log_decay(const Call& call, const Tensor& cu_seqlens) {
-  const Tensor& tensor = call.inputs[forward::kLogDecay];
-  if (!tensor.present()) return {};
-  const float* values = tensor.as<const float>();
-  const int64_t count = tensor.elements();
-  bool right = true;
-  for (int64_t i = 0; i < count; ++i) right &= values[i] <= 0.0f;  // false for NaN
-  if (right) return {};
-  const auto allowed = [&](int64_t i) {
-    if (values[i] <= 0.0f) return true;
-    return tensor.rank == 3 &&
-           !in_a_request(cu_seqlens, call.bnhd() ? i / tensor.shape[2] % tensor.shape[1] : i % tensor.shape[2]);
-  };
-  int64_t at = 0;
-  while (at < count && allowed(at)) ++at;
-  if (at == count) return {};
-  std::string index = std::to_string(at), where;
-  if (tensor.rank == 3) {
-    const int64_t axes[3] = {at / (tensor.shape[1] * tensor.shape[2]), at / tensor.shape[2] % tensor.shape[1],
-                             at % tensor.shape[2]};
-    index = std::to_string(axes[0]) + "," + std::to_string(axes[1]) + "," + std::to_string(axes[2]);
-    where = " (batch row " + std::to_string(axes[0]) + ", head " + std::to_string(axes[call.bnhd() ? 2 : 1]) + ", token " +
-            std::to_string(axes[call.bnhd() ? 1 : 2]) + ")";
-  }
-  return call.invalid("log_decay[" + index + "] is " + number(values[at]) + where +
-                      "; ln of a decay lies in [-inf, 0]. Pass the logarithm, not the decay itself");
-}
-
-Status check_cu_seqlens(const Call& call, const Tensor& tensor) {
-  const int32_t* offsets = tensor.as<const int32_t>();
-  const int64_t tokens = call.dims[forward::kDimN], last = tensor.shape[0] - 1;
-  for (int64_t i = 0; i <= last; ++i) {
-    const std::string found = "cu_seqlens[" + std::to_string(i) + "] is " + std::to_string(offsets[i]);
-    if (i == 0 && offsets[i] != 0) return call.invalid(found + "; expected 0, where the first request begins");
-    if (i > 0 && offsets[i] < offsets[i - 1])
-      return call.invalid(found + ", less than the " + std::to_string(offsets[i - 1]) + " before it; offsets must not fall");
-    if (i == last && offsets[i] != tokens)
-      return call.invalid(found + "; expected N = " + std::to_string(tokens) + ", where the last request ends");
-  }
-  return {};
-}
-
-Status check_state_index(const Call& call, const Tensor& tensor) {
-  const int32_t* index = tensor.as<const int32_t>();
-  const int64_t rows = call.dims[forward::kDimP];
-  for (int64_t i = 0; i < tensor.shape[0]; ++i) {
-    const std::string found = "state_index[" + std::to_string(i) + "] is " + std::to_string(index[i]);
-    if (index[i] < 0 || index[i] >= rows)
-      return call.invalid(found + "; initial_state has " + std::to_string(rows) + " rows, expected 0 .. " +
-                          std::to_string(rows - 1));
-    const int64_t twin = std::find(index, index + i, index[i]) - index;
-    if (twin < i)
-      return call.invalid(found + ", as is state_index[" + std::to_string(twin) + "]; two requests cannot write one state");
-  }
-  return {};
-}
-
-struct Tokens {
-  int64_t begin, end;
-};
-
-Tokens tokens_of(const Inputs& in, int64_t request) {
-  if (in.cu_seqlens == nullptr) return {0, in.tokens};
-  const int64_t begin = clamped_offset(in.cu_seqlens, request, in.tokens);
-  return {begin, std::max(begin, clamped_offset(in.cu_seqlens, request + 1, in.tokens))};
-}
-
-// Whether every token belongs to a request.
-bool covers_all_tokens(const Inputs& in) {
-  int64_t covered = 0;
-  for (int64_t q = 0; q < in.requests; ++q) {
-    const Tokens tokens = tokens_of(in, q);
-    if (tokens.begin <= covered) covered = std::max(covered, tokens.end);
-  }
-  return covered == in.tokens;
-}
-
-void zero(const Tensor& tensor) {
-  std::memset(tensor.data, 0, static_cast<size_t>(tensor.elements() * element_size(tensor.dtype)));
-}
 
 // How requests are cut, as far as shapes say: pieces of at most piece_tokens, and room for them.
 struct Cut {
@@ -242,7 +144,7 @@ int64_t cut_requests(const Inputs& in, const Cut& cut, RequestPiece* pieces, int
   int64_t count = 0;
   *slots = 0;
   for (int64_t q = 0; q < in.requests; ++q) {
-    const Tokens tokens = tokens_of(in, q);
+    const RequestTokens tokens = tokens_of(in.cu_seqlens, q, in.tokens);
     const int64_t length = tokens.end - tokens.begin, batch = in.cu_seqlens != nullptr ? 0 : q;
     int64_t parts = ceil_div(length, cut.piece_tokens);
     if (parts < 2 || *slots + parts > cut.max_slots) {
@@ -255,15 +157,6 @@ int64_t cut_requests(const Inputs& in, const Cut& cut, RequestPiece* pieces, int
           q, batch, begin, std::min(begin + size, tokens.end), (*slots)++, begin == tokens.begin, begin + size >= tokens.end};
   }
   return count;
-}
-
-// Calls body(index, worker) for 0 .. items - 1, each worker in a thread taking the next index that is left.
-template <class F>
-void run_items(Threads& threads, int64_t items, int64_t workers, F&& body) {
-  std::atomic<int64_t> next{0};
-  parallel_for(threads, std::min(items, workers), [&](int64_t worker) {
-    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) body(i, worker);
-  });
 }
 
 template <class Plan, class Run>
@@ -304,21 +197,12 @@ Args make_args(const Call& call) {
 }
 
 Status check_values(const Call& call, bool strict) {
-  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kCuSeqlens]));
+  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kLogDecay], call.inputs[kCuSeqlens]));
   if (!strict) return {};
-  if (call.inputs[kCuSeqlens].present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, call.inputs[kCuSeqlens]));
-  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex]);
+  if (call.inputs[kCuSeqlens].present())
+    LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, call.inputs[kCuSeqlens], call.dims[kDimN]));
+  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP]);
   return {};
-}
-
-// Rows of a pool [state_rows, row_floats] that no request names, from the initial to the final one. named: scratch.
-void keep_other_rows(const Args& args, Threads& threads, const float* from, float* to, int64_t row_floats,
-                     const uint8_t* named) {
-  if (to == nullptr || from == to) return;
-  parallel_for(threads, args.state_rows, [&](int64_t row) {
-    if (!named[row])
-      std::memcpy(to + row * row_floats, from + row * row_floats, sizeof(float) * static_cast<size_t>(row_floats));
-  });
 }
 
 Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
@@ -354,18 +238,16 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   const int64_t count = cut_requests(in, cut, pieces, &slots);
   plan.pieces = pieces;
   if (pool) {
-    std::memset(named, 0, static_cast<size_t>(args.state_rows));
-    for (int64_t q = 0; q < in.requests; ++q)
-      if (args.state_index[q] >= 0 && args.state_index[q] < args.state_rows) named[args.state_index[q]] = 1;
-    keep_other_rows(args, *target.threads, args.initial_state, args.final_state, norm_row * in.value_width, named);
-    keep_other_rows(args, *target.threads, args.initial_norm, args.final_norm, norm_row, named);
+    name_pool_rows(args.state_index, in.requests, args.state_rows, named);
+    keep_other_rows(*target.threads, args.initial_state, args.final_state, args.state_rows, norm_row * in.value_width, named);
+    keep_other_rows(*target.threads, args.initial_norm, args.final_norm, args.state_rows, norm_row, named);
   }
   for (int64_t q = 0; q < in.requests && copies_norm; ++q) {
     const int64_t row = pool ? args.state_index[q] : q;
     if (row >= 0 && row < args.state_rows) std::copy_n(args.initial_norm + row * norm_row, norm_row, norms + q * norm_row);
   }
   if (copies_norm) plan.norms = norms;
-  if (in.cu_seqlens != nullptr && !covers_all_tokens(in)) zero(call.outputs[kOutOutput]);
+  if (in.cu_seqlens != nullptr && !covers_all_tokens(in.cu_seqlens, in.requests, in.tokens)) zero(call.outputs[kOutOutput]);
   run_phases(plan, *target.threads, count, slots, cut.ranges, workers, scratch, scratch_floats, select_run_forward());
   return {};
 }
@@ -422,8 +304,8 @@ GradArgs make_args(const Call& call) {
 }
 
 Status check_values(const Call& call, bool strict) {
-  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kCuSeqlens]));
-  if (strict && call.inputs[kCuSeqlens].present()) return check_cu_seqlens(call, call.inputs[kCuSeqlens]);
+  LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kLogDecay], call.inputs[kCuSeqlens]));
+  if (strict && call.inputs[kCuSeqlens].present()) return check_cu_seqlens(call, call.inputs[kCuSeqlens], call.dims[kDimN]);
   return {};
 }
 
@@ -458,7 +340,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   const int64_t count = cut_requests(in, cut, pieces, &slots);
   plan.pieces = pieces;
   if (per_head) plan.decay_sums = decay_sums;
-  if (in.cu_seqlens != nullptr && !covers_all_tokens(in)) {
+  if (in.cu_seqlens != nullptr && !covers_all_tokens(in.cu_seqlens, in.requests, in.tokens)) {
     for (int output : {kOutGradQuery, kOutGradKey, kOutGradValue}) zero(call.outputs[output]);
     if (args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
   }

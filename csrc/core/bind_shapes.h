@@ -12,6 +12,7 @@
 //   Size moved(Size, int64_t offset)    size + offset
 //   Size sum(Size, int64_t times, Size) size + times x other
 //   Size divided(Size, int64_t times)   size / times
+//   Size larger(Size, Size)             the larger of two
 //   Status wrong_rank(int input)        the schema has no shape of this rank
 //   Status bind(const Axis&, int symbol, Size value)
 //                                       the axis says that the symbol has this value; symbol -1: the axis is a constant,
@@ -77,7 +78,9 @@ template <class Sizes>
 typename std::decay_t<Sizes>::Size axis_size(AxisSpec axis, Sizes&& sizes) {
   if (axis.symbol < 0) return sizes.constant(axis.offset);
   const auto size = sizes.moved(sizes.symbol(axis.symbol), axis.offset);
-  return axis.plus < 0 ? size : sizes.sum(size, axis.times, sizes.symbol(axis.plus));
+  if (axis.plus < 0) return size;
+  if (axis.times == 0) return sizes.larger(size, sizes.symbol(axis.plus));
+  return sizes.sum(size, axis.times, sizes.symbol(axis.plus));
 }
 
 // Sizes that are numbers, those of `inputs`; symbols below 0 are not known. Who binds symbols adds bind().
@@ -94,6 +97,7 @@ struct NumberSizes {
   static int64_t moved(int64_t size, int64_t offset) { return size + offset; }
   static int64_t sum(int64_t size, int64_t times, int64_t other) { return size + times * other; }
   static int64_t divided(int64_t size, int64_t times) { return size / times; }
+  static int64_t larger(int64_t a, int64_t b) { return a > b ? a : b; }
   static Status wrong_rank(int /*input*/) { return {}; }
 };
 

@@ -40,6 +40,9 @@ __device__ __forceinline__ void store_16_bytes(uint32_t to, uint4 x) {
 __device__ __forceinline__ void store_4_bytes(uint32_t to, uint32_t x) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(to), "r"(x) : "memory");
 }
+__device__ __forceinline__ void store_2_bytes(uint32_t to, uint16_t x) {
+  asm volatile("st.shared.b16 [%0], %1;" ::"r"(to), "h"(x) : "memory");
+}
 __device__ __forceinline__ uint4 load_16_bytes(uint32_t from) {
   uint4 x;
   asm volatile("ld.shared.v4.b32 {%0,%1,%2,%3}, [%4];" : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w) : "r"(from) : "memory");

@@ -36,6 +36,7 @@ std::string shape_text(const Tensor& tensor) {
 std::string axis_text(const OpSpec& spec, AxisSpec axis) {
   if (axis.symbol < 0) return std::to_string(axis.offset);
   std::string text = spec.symbols[axis.symbol];
+  if (axis.plus >= 0 && axis.times == 0) return "max(" + text + "," + spec.symbols[axis.plus] + ")";
   if (axis.offset != 0) text += "+" + std::to_string(axis.offset);
   if (axis.plus >= 0) text += "+" + std::to_string(axis.times) + spec.symbols[axis.plus];
   return text;
@@ -158,8 +159,8 @@ Status check_rule(const Call& call, const RuleSpec& rule) {
       const int64_t a = call.dims[args[0].index], b = call.dims[args[1].index];
       if (a < 0 || b < 0 || a % b == 0) return {};
       return call.invalid(std::string(op.symbols[args[0].index]) + " = " + std::to_string(a) + " is not a multiple of " +
-                          op.symbols[args[1].index] + " = " + std::to_string(b) +
-                          "; every key/value head must serve the same number of query heads");
+                          op.symbols[args[1].index] + " = " + std::to_string(b) + "; each of the " + op.symbols[args[1].index] +
+                          " heads must serve the same number of the " + op.symbols[args[0].index] + " heads");
     }
     case RuleKind::kFixed: {
       const int64_t size = call.dims[args[0].index];

@@ -1,6 +1,7 @@
 // The operator interface: what an adapter passes to an operator, and what an operator's folder provides.
 #pragma once
 
+#include <atomic>
 #include <cstdint>
 #include <string>
 
@@ -72,6 +73,15 @@ struct Threads {
 template <class F>
 void parallel_for(Threads& threads, int64_t tasks, F&& body) {
   threads.run(tasks, [](void* context, int64_t index) { (*static_cast<F*>(context))(index); }, &body);
+}
+
+// Calls body(index, worker) for 0 .. items - 1, each worker in a thread taking the next index that is left.
+template <class F>
+void run_items(Threads& threads, int64_t items, int64_t workers, F&& body) {
+  std::atomic<int64_t> next{0};
+  parallel_for(threads, items < workers ? items : workers, [&](int64_t worker) {
+    for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < items;) body(i, worker);
+  });
 }
 
 struct CpuTarget {

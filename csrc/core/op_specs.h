@@ -300,6 +300,45 @@ inline constexpr OpSpec kSpec = {"GatedActivation", 1, 1, 1, 1, 0, 3, kInputs, k
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace gated_activation
 
+namespace gated_delta_rule {
+enum Input { kQuery, kKey, kValue, kLogDecay, kBeta, kInitialState, kCuSeqlens, kStateIndex };
+enum Output { kOutOutput, kOutFinalState };
+enum Attr { kAttrScale, kAttrNormalizeQk, kAttrReturnState, kAttrLayout, kAttrStateVFirst };
+enum Dim { kDimB, kDimHq, kDimN, kDimD, kDimHk, kDimHv, kDimDv, kDimP, kDimQ };
+enum Layout { kLayoutBhnd, kLayoutBnhd };
+inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
+inline constexpr TensorSpec kInputs[] = {
+    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"beta", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 6, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {2, {{RefKind::kInput, 6}, {RefKind::kAttr, 4}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{8, 1, -1, 0}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{8, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 5, 1, {2}, 6, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {2, {{RefKind::kInput, 6}, {RefKind::kAttr, 4}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
+    {"state_v_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
+    {RuleKind::kFixed, {RefKind::kInput, 6}, 1, {{RefKind::kSymbol, 0}}, 1},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 7}, {RefKind::kInput, 5}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "Hq", "N", "D", "Hk", "Hv", "Dv", "P", "Q"};
+inline constexpr OpSpec kSpec = {"GatedDeltaRule", 1, 8, 2, 5, 4, 9, kInputs, kOutputs, kAttrs, kRules, kSymbols, 3};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace gated_delta_rule
+
 // The registry, in the order of the schema.
 inline const Op kOps[] = {
     {&lean_attention::kSpec, &lean_attention::kImpl},
@@ -309,6 +348,7 @@ inline const Op kOps[] = {
     {&normalized_linear_attention_grad::kSpec, &normalized_linear_attention_grad::kImpl},
     {&sample_tokens::kSpec, &sample_tokens::kImpl},
     {&gated_activation::kSpec, &gated_activation::kImpl},
+    {&gated_delta_rule::kSpec, &gated_delta_rule::kImpl},
 };
 
 }  // namespace leanfleet

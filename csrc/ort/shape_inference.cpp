@@ -79,6 +79,10 @@ struct SymbolicSizes {
     return known(dim) && known(other) ? constant(dim.size + times * other.size) : Dim{};
   }
   static Dim divided(const Dim& dim, int64_t times) { return known(dim) ? constant(dim.size / times) : Dim{}; }
+  static Dim larger(const Dim& a, const Dim& b) {
+    if (known(a) && known(b)) return constant(a.size > b.size ? a.size : b.size);
+    return !known(a) && !known(b) && !a.name.empty() && a.name == b.name ? a : Dim{};
+  }
   static Status wrong_rank(int /*input*/) { return {}; }
 
   Status bind(const Axis& /*axis*/, int symbol, const Dim& value) {

@@ -456,6 +456,10 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
       if (size->isConstant()) return constant(size->getConstantValue() / times);
       return builder.operation(DimensionOperation::kFLOOR_DIV, *size, *constant(times));
     }
+    const IDimensionExpr* larger(const IDimensionExpr* a, const IDimensionExpr* b) const {
+      if (a->isConstant() && b->isConstant()) return constant(std::max(a->getConstantValue(), b->getConstantValue()));
+      return builder.operation(DimensionOperation::kMAX, *a, *b);
+    }
     static Status wrong_rank(int /*input*/) { return {}; }
 
     Status bind(const Axis& /*axis*/, int symbol, const IDimensionExpr* value) {

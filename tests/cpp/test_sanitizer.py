@@ -20,6 +20,7 @@ FILES = [
     "operators/test_normalized_linear_attention.py",
     "operators/test_sample_tokens.py",
     "operators/test_gated_activation.py",
+    "operators/test_gated_delta_rule.py",
     "operators/test_errors.py",
     "runtimes/test_torch_ops.py",
 ]

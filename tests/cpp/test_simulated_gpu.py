@@ -1,11 +1,13 @@
 """CUDA kernels run by host threads (support.simulated_gpu), where the CUDA headers are: no GPU is needed."""
 
+import ctypes
 import subprocess
 
 import pytest
 import torch
 
 from leanfleet.export import reference
+from support import delta_cases
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.paths import ROOT
 
@@ -42,3 +44,52 @@ def test_gated_activation(gated_activation, dtype):
             (exact,) = reference.gated_activation(gate_up.double(), activation=activation)
             rounding = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
             torch.testing.assert_close(found["output"].double(), exact, rtol=rounding, atol=rounding / 10)
+
+
+@pytest.fixture(scope="module")
+def delta_rule(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), ["GatedDeltaRule"])
+
+
+def products(folder):
+    """mma.sync that the library's kernels have run so far."""
+    count = ctypes.CDLL(str(folder / "libleanfleet.so")).leanfleet_simulated_products
+    count.restype = ctypes.c_uint64
+    return count()
+
+
+def check_delta_rule(folder, inputs, attrs, in_place=False):
+    given = {name: x.clone() for name, x in inputs.items()}
+    found = run_simulated(folder, delta_cases.NAME, given, attrs, in_place=in_place)
+    delta_cases.assert_right(found, inputs, attrs, 4.0)
+
+
+@pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
+def test_gated_delta_rule_by_recurrence(delta_rule, dtype):
+    """Steps, ends of vectors and widths that no vector fits, both orders of the state, both kinds of decay, shared heads."""
+    before = products(delta_rule)
+    for n, d, dv, decay, v_first in ((1, 128, 32, "token", 0), (1, 64, 20, "key", 1), (5, 20, 7, None, 0), (3, 5, 48, "key", 1)):
+        inputs = delta_cases.make(n, d=d, dv=dv, dtype=dtype, decay=decay, state=True, v_first=v_first)
+        check_delta_rule(delta_rule, inputs, {"return_state": 1, "state_v_first": v_first})
+    for heads in ((2, 2, 6), (8, 2, 4)):
+        inputs = delta_cases.make(4, heads=heads, d=32, dv=24, dtype=dtype, layout="bnhd", state=True, unit=False)
+        check_delta_rule(delta_rule, inputs, {"normalize_qk": 1, "return_state": 1, "layout": "bnhd", "scale": 0.7})
+    inputs = delta_cases.make(3, b=3, d=64, dv=32, dtype=dtype, pool=True)
+    inputs["state_index"][1] = 17  # outside of the pool
+    check_delta_rule(delta_rule, inputs, {"return_state": 1}, in_place=True)
+    assert products(delta_rule) == before
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_gated_delta_rule_in_chunks(delta_rule, dtype):
+    """Prompts on tensor cores: whole chunks and ends of them, packed requests with tokens of none, pools."""
+    before = products(delta_rule)
+    for n, d, dv, v_first in ((64, 64, 64, 0), (70, 128, 40, 1)):
+        inputs = delta_cases.make(n, b=1, heads=(1, 1, 2), d=d, dv=dv, dtype=dtype, state=True, v_first=v_first)
+        check_delta_rule(delta_rule, inputs, {"return_state": 1, "state_v_first": v_first, "normalize_qk": 1})
+    for pool in (False, True):
+        inputs = delta_cases.make(
+            140, packed=[3, 8, 135], heads=(1, 1, 2), d=32, dv=40, dtype=dtype, pool=pool, state=True, layout="bnhd"
+        )
+        check_delta_rule(delta_rule, inputs, {"return_state": 1, "layout": "bnhd"})
+    assert products(delta_rule) > before

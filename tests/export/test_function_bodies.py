@@ -12,7 +12,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import function_bodies, reference
-from support import ort_models, sampling_cases
+from support import delta_cases, ort_models, sampling_cases
 from support.attention_cases import make_case, one_after_another, packed
 from support.kernels import TORCH_DTYPES
 from support.linear_cases import INF, LINEAR, OPS, PACKED_CASES, fill, int32, one_node_model, session_of
@@ -276,6 +276,45 @@ def test_memory_is_linear_in_tokens():
     assert status_bytes("VmHWM") - before < tokens * tokens * 4 / 4
 
 
+# GatedDeltaRule: arguments of delta_cases.make, attributes
+
+DELTA = {
+    "plain": (dict(decay=None), {}),
+    "per token": (dict(state=True, heads=(2, 2, 6)), dict(return_state=1)),
+    "per key": (dict(decay="key", heads=(6, 2, 2), state=True, v_first=True), dict(return_state=1, state_v_first=1)),
+    "bnhd": (dict(heads=(8, 2, 4), layout="bnhd", unit=False), dict(normalize_qk=1, layout="bnhd", scale=0.3)),
+    "bnhd per key": (dict(decay="key", layout="bnhd"), dict(layout="bnhd", return_state=1)),
+    "pool": (dict(pool=True, v_first=True), dict(return_state=1, state_v_first=1)),
+    "packed": (dict(packed=True), dict(return_state=1)),
+    "packed pool": (dict(packed=[2, 2, 30, 38], pool=True, decay="key", layout="bnhd"), dict(return_state=1, layout="bnhd")),
+    "nothing packed": (dict(packed=[0, 0, 0], state=True), dict(return_state=1)),
+}
+
+
+def delta_body(inputs, attrs, dtype="float32", opset=20):
+    rank = inputs["log_decay"].dim() if "log_decay" in inputs else None
+    return session_of(one_node_model("GatedDeltaRule", inputs, attrs, {"log_decay": rank}, dtype, opset))
+
+
+@pytest.mark.parametrize("case", DELTA)
+def test_gated_delta_rule(case):
+    options, attrs = DELTA[case]
+    session = None
+    for n in (40, 41):
+        inputs = delta_cases.make(n, **options)
+        session = session or delta_body(inputs, attrs)
+        check_body("GatedDeltaRule", session, inputs, attrs)
+    if "pool" in case:
+        inputs["state_index"][0], inputs["state_index"][1] = 2**31 - 1, -1
+        check_body("GatedDeltaRule", session, inputs, attrs)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_gated_delta_rule_low_precision(dtype):
+    inputs, attrs = delta_cases.make(20, dtype=dtype, state=True), {"return_state": 1, "normalize_qk": 1}
+    check_body("GatedDeltaRule", delta_body(inputs, attrs, dtype), inputs, attrs, dtype)
+
+
 # Models: what attach does
 
 
@@ -442,6 +481,7 @@ def test_nodes_in_subgraphs_and_functions():
         ),
         (("CausalLinearDecay", ["log_decay"]), "log_decay has rank None; expected 1 or 3.*shape inference"),
         (("CausalLinearDecay", ["log_decay"], {}, {"log_decay": 2}), "log_decay has rank 2; expected 1 or 3"),
+        (("GatedDeltaRule", ["log_decay"]), "log_decay has rank None; expected 3 or 4"),
         (("CausalLinearDecayGrad", [], {"normalize": 1}), "normalize is 1; the normalised form"),
         (("NormalizedLinearAttention", [], {}, {}, 17), "the model has opset 17; its function body needs 18 or newer"),
     ],
@@ -468,6 +508,9 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
         inputs, attrs = sampling_cases.make_case(3, 3, 300, all_inputs=True)
         inputs.pop("active")  # every row has log-probabilities
         present, rank = list(inputs), None
+    elif name == "GatedDeltaRule":
+        inputs, attrs = delta_cases.make(9, state=True), {"return_state": 1}
+        present, rank = list(inputs), 3
     elif name == "GatedActivation":
         inputs, attrs, present, rank = {"gate_up": torch.randn(2, 3, 2, 40)}, {"activation": "gelu"}, ["gate_up"], None
     else:

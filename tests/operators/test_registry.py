@@ -61,6 +61,23 @@ def test_every_missing_piece_is_named(tmp_path):
         assert place in missing, place
 
 
+def test_the_larger_of_two_sizes_is_of_outputs_alone(tmp_path):
+    schema = tmp_path / "ops.toml"
+    entry = (
+        '[Likely]\nversion = 1\nfolder = "likely"\ndoc = ""\nattrs = []\n'
+        'inputs = [{{ name = "x", type = "T", shape = "B {}", doc = "" }}, '
+        '{{ name = "y", type = "T", shape = "C", doc = "" }}]\n'
+        'outputs = [{{ name = "z", type = "T", shape = "max(B,C)", doc = "" }}]\n'
+    )
+    schema.write_text(entry.format("V"))
+    (op,) = spec.parse(schema)
+    (axis,) = op.outputs[0].shapes[0].axes
+    assert str(axis) == "max(B,C)" and axis.size({"B": 2, "C": 5}) == 5 and axis.size({"B": 7, "C": 5}) == 7
+    schema.write_text(entry.format("max(B,C)"))
+    with pytest.raises(ValueError, match="Likely: an input's axis is the larger of two symbols"):
+        spec.parse(schema)
+
+
 def test_sizes_told_by_attributes_are_of_outputs_alone(tmp_path):
     schema = tmp_path / "ops.toml"
     entry = (

@@ -163,6 +163,8 @@ def samples():
     output, normalizer = torch_ops.normalized_linear_attention(nq.detach(), nk.detach(), nv.detach())
     sampling = [randn(2, 40), torch.ones(2), *[None] * 3, torch.tensor([1, 2]), torch.tensor([0, 1], dtype=torch.int32)]
     sampling.append(torch.zeros(2, 40, dtype=torch.int32))
+    delta = [randn(2, 2, 9, 4), randn(2, 2, 9, 4), randn(2, 4, 9, 5), -torch.rand(2, 4, 9), torch.rand(2, 4, 9)]
+    delta.append(randn(2, 4, 4, 5))
     return {
         "lean_attention": (ops.lean_attention.default, attention[:3], {}),
         "lean_attention append": (ops.lean_attention.default, attention, {"append": True}),
@@ -204,6 +206,9 @@ def samples():
         ),
         "sample_tokens_": (ops.sample_tokens_.default, sampling, {"num_logprobs": 2}),
         "gated_activation": (ops.gated_activation.default, [randn(2, 3, 2, 8)], {"activation": "gelu"}),
+        "gated_delta_rule": (ops.gated_delta_rule.default, delta, {"return_state": True, "normalize_qk": True}),
+        "gated_delta_rule no state": (ops.gated_delta_rule.default, [*delta[:3], None, delta[4]], {}),
+        "gated_delta_rule_": (ops.gated_delta_rule_.default, delta, {}),
     }
 
 
@@ -226,11 +231,29 @@ def samples():
         "sample_tokens counts",
         "sample_tokens_",
         "gated_activation",
+        "gated_delta_rule",
+        "gated_delta_rule no state",
+        "gated_delta_rule_",
     ],
 )
 def test_opcheck(name):
     op, inputs, attrs = samples()[name]
     torch.library.opcheck(op, tuple(inputs), attrs)
+
+
+def test_inputs_behind_a_required_one_are_given_by_name():
+    """By its place such an input would land one further on."""
+    query, key, value, grad, state = (
+        randn(1, 2, 3, 4),
+        randn(1, 2, 3, 4),
+        randn(1, 2, 3, 5),
+        randn(1, 2, 3, 5),
+        randn(1, 2, 4, 5),
+    )
+    with pytest.raises(TypeError, match="positional"):
+        torch_ops.causal_linear_decay_grad(query, key, value, None, None, state, grad_output=grad)
+    with pytest.raises(TypeError, match="positional"):
+        torch_ops.gated_delta_rule(query, key, value, None, state, beta=torch.rand(1, 2, 3))
 
 
 def test_every_operator_is_in_the_samples():

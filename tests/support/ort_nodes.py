@@ -74,12 +74,24 @@ VARIANTS = {
         ([*DRAWS, *PENALTIES, "count_index", "allowed_tokens", "active"], {"count_tokens": 1, "logprob": 1}, {}),
     ],
     "GatedActivation": [([], {"activation": kind}, {}) for kind in ("silu", "gelu", "gelu_tanh", "relu")],
+    "GatedDeltaRule": [
+        ([], {}, {}),
+        (["log_decay", "initial_state"], {"return_state": 1, "normalize_qk": 1, "layout": "bnhd"}, {"N": 40}),
+        (["per_key log_decay", "initial_state"], {"return_state": 1, "state_v_first": 1, "scale": 0.5}, {"N": 1}),
+        (["log_decay", "initial_state", "state_index"], {"return_state": 1}, {"N": 1, "Hq": 4, "Hv": 2}),
+        (["log_decay", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1, "state_v_first": 1}, {"B": 1}),
+        (["per_key log_decay", "cu_seqlens"], {"return_state": 1, "layout": "bnhd"}, {"B": 1}),
+        (["log_decay"], {}, {"N": 70, "D": 32, "Dv": 48}),
+    ],
     "ScaledAdd": [([], {}, {}), (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}), (["total"], {"accumulate": 1}, {})],
 }
 SIZES = {
     "B": 2,
     "H": 6,
     "Hkv": 2,
+    "Hq": 2,
+    "Hk": 2,
+    "Hv": 4,
     "N": 9,
     "Nq": 3,
     "D": 8,
@@ -135,6 +147,8 @@ def values(name, shape, dtype, size):
         return torch.rand(shape) / 2 + 0.3
     if name.startswith("log_decay"):
         return -torch.rand(shape)
+    if name == "beta":
+        return 2 * torch.rand(shape)
     if name in ("normalizer", "initial_norm"):
         return 2 + torch.rand(shape)
     return torch.randn(shape).to(dtype)
@@ -143,7 +157,8 @@ def values(name, shape, dtype, size):
 def variant(name, index, dtype):
     """(operator, inputs as torch tensors or None, attributes) of a variant."""
     op, (extra, attrs, sizes) = OPS[name], VARIANTS[name][index]
-    per_token = any(e.startswith("per_token") for e in extra)
+    rank_of = {"per_token": 3, "per_key": 4}
+    ranks = {words[1]: rank_of[words[0]] for e in extra if len(words := e.split()) == 2}  # of others the first
     present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
     size = {**SIZES, **sizes, "symbols": op.symbols}
     given = op.given(present, attrs)
@@ -151,8 +166,7 @@ def variant(name, index, dtype):
     for t in op.inputs:
         inputs[t.name] = None
         if t.name in present:
-            rank = 3 if t.name == "log_decay" and per_token else None
-            axes = op.shape_of(t, given, rank).ordered(attrs.get("layout", "bhnd"))
+            axes = op.shape_of(t, given, ranks.get(t.name)).ordered(attrs.get("layout", "bhnd"))
             shape = [axis.size(size) for axis in axes]
             type_name = {"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[t.type]
             inputs[t.name] = values(t.name, shape, TORCH_DTYPES[type_name], size)

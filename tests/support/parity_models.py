@@ -12,6 +12,9 @@ SIZES = {
     "B": 2,
     "H": 6,
     "Hkv": 2,
+    "Hq": 2,
+    "Hk": 2,
+    "Hv": 4,
     "N": 70,
     "Nq": 7,
     "D": 16,
@@ -32,7 +35,7 @@ SIZES = {
 STATE = {"initial_state", "initial_key_sum", "initial_value_sum", "initial_count"}
 DRAWS = {"temperature", "seed", "position"}
 PENALTIES = {"token_counts", "repetition_penalty", "presence_penalty", "frequency_penalty"}
-# Of each operator: optional inputs (log_decay of rank 3: "per_token log_decay"), attributes.
+# Of each operator: optional inputs (log_decay of rank 3: "per_token log_decay", of rank 4: "per_key log_decay"), attributes.
 VARIANTS = {
     "LeanAttention": [
         (set(), {}),
@@ -60,6 +63,11 @@ VARIANTS = {
         (DRAWS | {"active"}, {}),
     ],
     "GatedActivation": [(set(), {}), (set(), {"activation": "gelu_tanh"})],
+    "GatedDeltaRule": [
+        ({"log_decay", "initial_state"}, {"return_state": 1}),
+        ({"per_key log_decay", "initial_state", "state_index"}, {"return_state": 1, "state_v_first": 1, "layout": "bnhd"}),
+        ({"log_decay", "cu_seqlens"}, {"normalize_qk": 1, "return_state": 1}),
+    ],
 }
 
 
@@ -74,7 +82,8 @@ def input_shapes(name, index, sizes=None):
     sizes, shapes = op.equal_sizes(sizes, given), {}
     for t in op.inputs:
         if t.name in present:
-            axes = op.shape_of(t, given, 3 if f"per_token {t.name}" in extra else None)
+            rank = 3 if f"per_token {t.name}" in extra else 4 if f"per_key {t.name}" in extra else None
+            axes = op.shape_of(t, given, rank)
             shapes[t.name] = [axis.size(sizes) for axis in axes.ordered(attrs.get("layout", "bhnd"))]
     return shapes
 

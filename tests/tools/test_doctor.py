@@ -309,12 +309,12 @@ def get_plugin_registry(): return registry
 
 @pytest.mark.parametrize(
     "names, version, problem",
-    [(7, "10.14.1", None), (1, "10.14.1", "has no plugin for CausalLinearDecay"), (7, "9.3.0", "or newer; found 9.3.0")],
+    [(8, "10.14.1", None), (1, "10.14.1", "has no plugin for CausalLinearDecay"), (8, "9.3.0", "or newer; found 9.3.0")],
 )
 def test_plugins(environment, names, version, problem):
     """A stand-in for TensorRT: its registry must hold every operator after the library is loaded."""
     operators = list(spec.all_specs())
-    assert len(operators) == 7
+    assert len(operators) == 8
     environment.fake("tensorrt", version, TENSORRT.replace("VERSION", version).replace("NAMES", repr(operators[:names])))
     _, checks = environment.diagnose()
     assert checks["libleanfleet_trt.so"]["status"] == "missing" and "LEANFLEET_TRT=ON" in checks["libleanfleet_trt.so"]["fix"]

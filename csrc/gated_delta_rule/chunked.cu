@@ -1,0 +1,577 @@
+// The gated delta rule in chunks of 64 tokens on tensor cores, for prompts of 16-bit numbers. A CTA has one state and 64 of its
+// value columns, a warp 16 of these from the first token to the last. With gc the running sum of g inside the chunk,
+//   M[t,s] = beta_t (k_t . k_s) exp(gc_t - gc_s) for s < t      U = (I + M)^-1 (beta v - beta exp(gc) K S)
+//   P[t,s] = scale (q_t . k_s) exp(gc_t - gc_s) for s <= t      O = P U + scale exp(gc) Q S
+//   S = exp(gc_last) S + (exp(gc_last - gc) K)^T U
+// M and P are made by all warps. From there on a warp works alone, on transposed matrices: S^T, U^T and O^T have value columns
+// as rows, so that what one product leaves in registers is the left side of the next. The inverses of the 16 x 16 blocks on the
+// diagonal of I + M are found in float32; the rest of it is block substitution.
+// S, U and M enter as sums of two 16-bit numbers, K, Q and V as they are.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "core/integers.h"
+#include "core/mma.cuh"
+#include "core/op.h"
+#include "gated_delta_rule/gated_delta_rule.h"
+
+namespace leanfleet::gated_delta_rule {
+
+namespace {
+
+using namespace tile;
+
+constexpr int kChunk = 64;
+constexpr int kWarps = 4, kThreads = 32 * kWarps;
+constexpr int kSlice = 16 * kWarps;  // value columns of a CTA
+constexpr int kBlock = 16;           // tokens of a block of M
+constexpr int kBlocks = kChunk / kBlock;
+constexpr float kForgotten = -104.0f;  // exp of this and less is 0
+constexpr int kSquareBytes = kChunk * kChunk * 2;
+
+// What a token has beside its rows. reset: the last token up to it that forgets all before, or -1. gc is sum + rest, from the
+// last such token on: differences of two are exact enough whatever their size.
+struct Scalars {
+  float sum[kChunk], rest[kChunk];
+  float beta[kChunk], prefix[kChunk], suffix[kChunk];
+  float key[kChunk], query[kChunk];  // factors of rows: 1 / length, and for queries scale too
+  int reset[kChunk];
+  float diagonal[kBlocks][kBlock][kBlock + 1];
+};
+
+template <int kD>
+struct Layout {
+  static constexpr int kRowsBytes = kChunk * kD * 2, kValueBytes = kChunk * kSlice * 2;
+  static constexpr int kStageBytes = 2 * kRowsBytes + kValueBytes;  // key, query, value
+  static constexpr int kHigh = 2 * kStageBytes, kLow = kHigh + kSquareBytes, kScores = kLow + kSquareBytes;
+  static constexpr int kScalars = kScores + kSquareBytes;
+  static constexpr int kBytes = kScalars + static_cast<int>(sizeof(Scalars));
+};
+
+struct Place {
+  int64_t batch, begin, end, head, key_head, first_head, group;
+  int first_column;
+};
+
+// Rows of a chunk into a tile of kWidth columns from `column` on, zeros where there are none.
+template <class T, int kWidth>
+__device__ __forceinline__ void fetch(uint32_t to, const T* rows, int64_t stride, int tokens, int column, int width) {
+  for (int i = static_cast<int>(threadIdx.x); i < kChunk * kWidth / 8; i += kThreads) {
+    const int row = i / (kWidth / 8), chunk = i % (kWidth / 8);
+    const bool there = row < tokens && column + chunk * 8 < width;
+    cp_async(to + chunk_offset<kChunk>(row, chunk), there ? rows + row * stride + column + chunk * 8 : rows, there ? 16 : 0);
+  }
+}
+
+template <class T>
+__device__ __forceinline__ const T* row_of(const void* data, const Strides& strides, int64_t batch, int64_t head,
+                                           int64_t token) {
+  return static_cast<const T*>(data) + batch * strides.batch + head * strides.head + token * strides.token;
+}
+
+template <class T, int kD>
+__device__ __forceinline__ void fetch_query(const Args& args, const Place& place, int64_t h, int64_t token, int tokens,
+                                            uint32_t to) {
+  const int64_t head = (place.first_head + h) / (args.heads / args.q_heads);
+  fetch<T, kD>(to, row_of<T>(args.query, args.query_strides, place.batch, head, token), args.query_strides.token, tokens, 0,
+               static_cast<int>(args.key_width));
+}
+
+template <class T, int kD>
+__device__ __forceinline__ void fetch_chunk(const Args& args, const Place& place, int64_t token, uint32_t stage) {
+  const int tokens = static_cast<int>(place.end - token < kChunk ? place.end - token : kChunk);
+  fetch<T, kD>(stage, row_of<T>(args.key, args.key_strides, place.batch, place.key_head, token), args.key_strides.token, tokens,
+               0, static_cast<int>(args.key_width));
+  fetch_query<T, kD>(args, place, 0, token, tokens, stage + Layout<kD>::kRowsBytes);
+  fetch<T, kSlice>(stage + 2 * Layout<kD>::kRowsBytes,
+                   row_of<T>(args.value, args.value_strides, place.batch, place.head, token), args.value_strides.token, tokens,
+                   place.first_column, static_cast<int>(args.value_width));
+  cp_async_commit();
+}
+
+// The factor of a row: `scale`, over its length with normalize.
+template <class T, int kD>
+__device__ __forceinline__ float row_factor(uint32_t rows, int row, bool normalize, float scale) {
+  if (!normalize) return scale;
+  float squares = 0.0f;
+  for (int chunk = 0; chunk < kD / 8; ++chunk) {
+    const uint4 bits = load_16_bytes(rows + chunk_offset<kChunk>(row, chunk));
+    const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float2 x = unpack_pair(T{}, pairs[i]);
+      squares += x.x * x.x + x.y * x.y;
+    }
+  }
+  return scale * rsqrtf(squares + kUnitRowEps);
+}
+
+__device__ __forceinline__ float decay_between(const Scalars& s, int from, int to) {
+  if (from < s.reset[to]) return 0.0f;
+  const float g = (s.sum[to] - s.sum[from]) + (s.rest[to] - s.rest[from]);
+  return expf(g > 0.0f ? 0.0f : g);  // rounded above 0 at most; NaN stays NaN
+}
+
+// One warp: beta and the sums of g of `tokens` tokens; the others have 0 of both.
+__device__ __forceinline__ void take_scalars(const Args& args, const Place& place, int64_t token, int tokens, Scalars& s) {
+  const int lane = static_cast<int>(threadIdx.x % 32);
+  double sum = 0.0;
+  int reset = -1;
+  for (int half = 0; half < 2; ++half) {
+    const int t = 32 * half + lane;
+    float g = 0.0f, beta = 0.0f;
+    if (t < tokens) {
+      beta = __ldg(row_of<float>(args.beta, args.beta_strides, place.batch, place.head, token + t));
+      if (args.log_decay != nullptr)
+        g = __ldg(row_of<float>(args.log_decay, args.decay_strides, place.batch, place.head, token + t));
+    }
+    const bool forgets = g <= kForgotten;
+    double own = forgets ? 0.0 : static_cast<double>(g);
+    int last = forgets ? t : -1;
+#pragma unroll
+    for (int offset = 1; offset < 32; offset *= 2) {
+      const double before = __shfl_up_sync(kFullWarp, own, offset);
+      const int earlier = __shfl_up_sync(kFullWarp, last, offset);
+      if (lane >= offset) {
+        own += before;
+        last = last > earlier ? last : earlier;
+      }
+    }
+    own += sum;
+    last = last > reset ? last : reset;
+    s.sum[t] = static_cast<float>(own);
+    s.rest[t] = static_cast<float>(own - static_cast<double>(s.sum[t]));
+    s.reset[t] = last;
+    s.beta[t] = beta;
+    s.prefix[t] = last >= 0 ? 0.0f : expf(s.sum[t]);
+    sum = __shfl_sync(kFullWarp, own, 31);
+    reset = __shfl_sync(kFullWarp, last, 31);
+  }
+  __syncwarp();
+  for (int t = lane; t < kChunk; t += 32) s.suffix[t] = decay_between(s, t, kChunk - 1);
+}
+
+// A lane's part of a 16 x 8 product: row lane / 4, and 8 more for elements 2 and 3; column 2 (lane % 4) + element % 2.
+__device__ __forceinline__ int fragment_row(int lane, int element) { return lane / 4 + 8 * (element / 2); }
+__device__ __forceinline__ int fragment_column(int lane, int element) { return 2 * (lane % 4) + element % 2; }
+
+// Addresses for ldmatrix of a 16 x 16 part of a tile: row 16 r .., chunks 2 c and 2 c + 1. rows_side: as the right side of a
+// product that takes the tile's rows as columns; else (transposed loads) its rows as the depth; left: as the left side.
+__device__ __forceinline__ uint32_t right_rows(uint32_t tile, int r, int c, int lane) {
+  return tile + chunk_offset<kChunk>(16 * r + lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2);
+}
+__device__ __forceinline__ uint32_t right_depth(uint32_t tile, int r, int c, int lane) {
+  return tile + chunk_offset<kChunk>(16 * r + lane / 8 % 2 * 8 + lane % 8, 2 * c + lane / 16);
+}
+__device__ __forceinline__ uint32_t left_rows(uint32_t tile, int r, int c, int lane) { return right_depth(tile, r, c, lane); }
+
+// A 16 x 16 block of floats as the left side of a product, in two 16-bit planes, times `inverse` what they were.
+template <class T>
+struct Left {
+  uint32_t high[4], low[4];
+  float inverse;
+
+  // a, b: columns 0 to 7 and 8 to 15. float16 has few exponents: there the block is brought near 2^8 first.
+  __device__ __forceinline__ void take(const float (&a)[4], const float (&b)[4]) {
+    float factor = 1.0f;
+    inverse = 1.0f;
+    if constexpr (sizeof(T) == 2 && !std::is_same_v<T, __nv_bfloat16>) {
+      float largest = 0.0f;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fmaxf(fabsf(a[i]), fabsf(b[i])));
+#pragma unroll
+      for (int offset = 1; offset < 32; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
+      // A power of two; 0, infinity and what is too small for one stay as they are.
+      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
+      if (exponent > -100 && exponent < 120) {
+        factor = __uint_as_float(static_cast<uint32_t>(127 + 8 - exponent) << 23);
+        inverse = __uint_as_float(static_cast<uint32_t>(127 - 8 + exponent) << 23);
+      }
+    }
+    const float pairs[4][2] = {{a[0], a[1]}, {a[2], a[3]}, {b[0], b[1]}, {b[2], b[3]}};
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      uint32_t planes[2];
+      split_pair<T>(factor * pairs[i][0], factor * pairs[i][1], planes);
+      high[i] = planes[0], low[i] = planes[1];
+    }
+  }
+
+  // c += this times the 16 x 8 right side of `right`, which has no second plane.
+  __device__ __forceinline__ void multiply(float (&c)[4], uint32_t b0, uint32_t b1) const {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    mma(T{}, sum, low, b0, b1);
+    mma(T{}, sum, high, b0, b1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += inverse * sum[i];
+  }
+  __device__ __forceinline__ void multiply(float (&c)[4], uint32_t b0, uint32_t b1, uint32_t low0, uint32_t low1) const {
+    float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+    mma(T{}, sum, high, low0, low1);
+    mma(T{}, sum, low, b0, b1);
+    mma(T{}, sum, high, b0, b1);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) c[i] += inverse * sum[i];
+  }
+};
+
+// Rows 16 warp .. of X K^T, columns up to the diagonal block; X is the tile at `rows`.
+template <class T, int kD>
+__device__ __forceinline__ void pair_products(uint32_t rows, uint32_t keys, int warp, int lane, float (&c)[2 * kBlocks][4]) {
+#pragma unroll
+  for (int n = 0; n < 2 * kBlocks; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) c[n][e] = 0.0f;
+#pragma unroll 2
+  for (int k = 0; k < kD / 16; ++k) {
+    uint32_t a[4];
+    load_matrices(a, left_rows(rows, warp, k, lane));
+#pragma unroll
+    for (int block = 0; block < kBlocks; ++block) {
+      if (block > warp) continue;
+      uint32_t b[4];
+      load_matrices(b, right_rows(keys, block, k, lane));
+      mma(T{}, c[2 * block], a, b[0], b[1]);
+      mma(T{}, c[2 * block + 1], a, b[2], b[3]);
+    }
+  }
+}
+
+// Two neighbouring numbers of a square tile; column is even.
+__device__ __forceinline__ void store_pair(uint32_t tile, int row, int column, uint32_t pair) {
+  store_4_bytes(tile + chunk_offset<kChunk>(row, column / 8) + column % 8 * 2, pair);
+}
+template <class T>
+__device__ __forceinline__ void store_planes(uint32_t high, uint32_t low, int row, int column, float x, float y) {
+  uint32_t planes[2];
+  split_pair<T>(x, y, planes);
+  store_pair(high, row, column, planes[0]);
+  store_pair(low, row, column, planes[1]);
+}
+
+// This warp's rows of the tiles of -M, in two planes, with the inverse of I + M's block in place of the diagonal one.
+template <class T, int kD>
+__device__ __forceinline__ void make_system(uint32_t keys, uint32_t high, uint32_t low, Scalars& s, int warp, int lane) {
+  float c[2 * kBlocks][4];
+  pair_products<T, kD>(keys, keys, warp, lane, c);
+  float (&diagonal)[kBlock][kBlock + 1] = s.diagonal[warp];
+#pragma unroll
+  for (int n = 0; n < 2 * kBlocks; ++n) {
+    if (n / 2 > warp) continue;
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+      const int t = kBlock * warp + fragment_row(lane, e), first = 8 * n + fragment_column(lane, e);
+      float m[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        const int from = first + i;
+        m[i] = from < t ? -s.beta[t] * s.key[t] * s.key[from] * decay_between(s, from, t) * c[n][e + i] : 0.0f;
+      }
+      if (n / 2 < warp) {
+        store_planes<T>(high, low, t, first, m[0], m[1]);
+      } else {
+        diagonal[t % kBlock][first % kBlock] = m[0];
+        diagonal[t % kBlock][first % kBlock + 1] = m[1];
+      }
+    }
+  }
+  __syncwarp();
+  // Lane j below 16 finds column j of the inverse: x_i = [i == j] + sum of -M_il x_l.
+  float x[kBlock];
+  const int j = lane % kBlock;
+#pragma unroll
+  for (int i = 0; i < kBlock; ++i) {
+    x[i] = i == j ? 1.0f : 0.0f;
+#pragma unroll
+    for (int l = 0; l < i; ++l) x[i] += diagonal[i][l] * x[l];
+  }
+  __syncwarp();
+  if (lane < kBlock) {
+#pragma unroll
+    for (int i = 0; i < kBlock; ++i) diagonal[i][j] = x[i];
+  }
+  __syncwarp();
+#pragma unroll
+  for (int n = 0; n < 2; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+      const int row = fragment_row(lane, e), column = 8 * n + fragment_column(lane, e);
+      store_planes<T>(high, low, kBlock * warp + row, kBlock * warp + column, diagonal[row][column], diagonal[row][column + 1]);
+    }
+}
+
+// This warp's rows of the tile of P.
+template <class T, int kD>
+__device__ __forceinline__ void make_scores(uint32_t queries, uint32_t keys, uint32_t scores, const Scalars& s, int warp,
+                                            int lane) {
+  float c[2 * kBlocks][4];
+  pair_products<T, kD>(queries, keys, warp, lane, c);
+#pragma unroll
+  for (int n = 0; n < 2 * kBlocks; ++n) {
+    if (n / 2 > warp) continue;
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {
+      const int t = kBlock * warp + fragment_row(lane, e), first = 8 * n + fragment_column(lane, e);
+      float p[2];
+#pragma unroll
+      for (int i = 0; i < 2; ++i)
+        p[i] = first + i <= t ? s.query[t] * s.key[first + i] * decay_between(s, first + i, t) * c[n][e + i] : 0.0f;
+      store_pair(scores, t, first, pack_pair(T{}, p[0], p[1]));
+    }
+  }
+}
+
+// A warp's 16 columns of a state, transposed: [D/8 tiles][element], rows are value columns.
+template <class T, int kD>
+struct State {
+  float x[kD / 8][4];
+
+  template <bool kStore>
+  __device__ __forceinline__ void move(float* data, bool v_first, int column, int lane, int D, int V) {
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int v = column + fragment_row(lane, e), d = 8 * n + fragment_column(lane, e);
+        const bool there = v < V && d < D;
+        float* const at = data + (v_first ? static_cast<int64_t>(v) * D + d : static_cast<int64_t>(d) * V + v);
+        if constexpr (kStore) {
+          if (there) *at = x[n][e];
+        } else {
+          x[n][e] = there ? *at : 0.0f;
+        }
+      }
+  }
+
+  // c = S^T X^T for the tile of X.
+  __device__ __forceinline__ void multiply(uint32_t rows, int lane, float (&c)[2 * kBlocks][4]) const {
+#pragma unroll
+    for (int n = 0; n < 2 * kBlocks; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) c[n][e] = 0.0f;
+#pragma unroll
+    for (int k = 0; k < kD / 16; ++k) {
+      Left<T> left;
+      left.take(x[2 * k], x[2 * k + 1]);
+#pragma unroll
+      for (int block = 0; block < kBlocks; ++block) {
+        uint32_t b[4];
+        load_matrices(b, right_rows(rows, block, k, lane));
+        left.multiply(c[2 * block], b[0], b[1]);
+        left.multiply(c[2 * block + 1], b[2], b[3]);
+      }
+    }
+  }
+};
+
+// U^T of a warp's columns; `u` is K S, transposed, on entry.
+template <class T>
+__device__ __forceinline__ void solve(uint32_t values, uint32_t high, uint32_t low, const Scalars& s, int column, int lane,
+                                      float (&u)[2 * kBlocks][4]) {
+#pragma unroll
+  for (int n = 0; n < 2 * kBlocks; ++n)
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int t = 8 * n + fragment_column(lane, e), c = column + fragment_row(lane, e);
+      const float v = unpack_one(T{}, load_2_bytes(values + chunk_offset<kChunk>(t, c / 8) + c % 8 * 2));
+      u[n][e] = s.beta[t] * (v - s.prefix[t] * s.key[t] * u[n][e]);
+    }
+  Left<T> solved[kBlocks];
+#pragma unroll
+  for (int i = 0; i < kBlocks; ++i) {
+    uint32_t b[4], rest[4];
+#pragma unroll
+    for (int j = 0; j < i; ++j) {
+      load_matrices(b, right_rows(high, i, j, lane));
+      load_matrices(rest, right_rows(low, i, j, lane));
+      solved[j].multiply(u[2 * i], b[0], b[1], rest[0], rest[1]);
+      solved[j].multiply(u[2 * i + 1], b[2], b[3], rest[2], rest[3]);
+    }
+    solved[i].take(u[2 * i], u[2 * i + 1]);
+    load_matrices(b, right_rows(high, i, i, lane));
+    load_matrices(rest, right_rows(low, i, i, lane));
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) u[2 * i + n][e] = 0.0f;
+      solved[i].multiply(u[2 * i + n], b[2 * n], b[2 * n + 1], rest[2 * n], rest[2 * n + 1]);
+    }
+    solved[i].take(u[2 * i], u[2 * i + 1]);
+  }
+}
+
+template <class T, int kD>
+__global__ void __launch_bounds__(kThreads) ChunkedKernel(const __grid_constant__ Args args, unsigned slices) {
+  extern __shared__ __align__(1024) unsigned char shared[];
+  using L = Layout<kD>;
+  Scalars& s = *reinterpret_cast<Scalars*>(shared + L::kScalars);
+  const uint32_t base = shared_address(shared), high = base + L::kHigh, low = base + L::kLow, scores = base + L::kScores;
+  const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+  const int D = static_cast<int>(args.key_width), V = static_cast<int>(args.value_width);
+  const int64_t unit = blockIdx.x / slices, request = unit / args.v_heads;
+  Place place = {};
+  place.head = unit % args.v_heads;
+  place.key_head = place.head / (args.v_heads / args.k_heads);
+  place.group = args.heads / args.v_heads;
+  place.first_head = place.head * place.group;
+  place.first_column = static_cast<int>(blockIdx.x % slices) * kSlice;
+  place.batch = request;
+  place.end = args.tokens;
+  if (args.cu_seqlens != nullptr) {
+    place.batch = 0;
+    place.begin = clamped_offset(args.cu_seqlens, request, args.tokens);
+    place.end = clamped_offset(args.cu_seqlens, request + 1, args.tokens);
+  }
+  const int64_t state_row = args.state_index != nullptr ? args.state_index[request] : request;
+  const bool there = state_row >= 0 && state_row < args.state_rows;
+  const int64_t at = (state_row * args.v_heads + place.head) * D * V;
+  const int own = 16 * warp, column = place.first_column + own;  // of the warp, in the slice and in all
+
+  if (place.begin < place.end) fetch_chunk<T, kD>(args, place, place.begin, base);
+  State<T, kD> state = {};
+  if (there && args.initial_state != nullptr)
+    state.template move<false>(const_cast<float*>(args.initial_state) + at, args.state_v_first, column, lane, D, V);
+
+  int turn = 0;
+  for (int64_t token = place.begin; token < place.end; token += kChunk, turn ^= 1) {
+    const uint32_t keys = base + turn * L::kStageBytes, queries = keys + L::kRowsBytes, values = queries + L::kRowsBytes;
+    const int tokens = static_cast<int>(place.end - token < kChunk ? place.end - token : kChunk);
+    cp_async_wait();
+    __syncthreads();  // the chunk is there, and the other stage and the tables have been read
+    if (token + kChunk < place.end) fetch_chunk<T, kD>(args, place, token + kChunk, base + (turn ^ 1) * L::kStageBytes);
+    const int row = static_cast<int>(threadIdx.x) % kChunk;
+    if (threadIdx.x < kChunk) s.key[row] = row_factor<T, kD>(keys, row, args.normalize, 1.0f);
+    else s.query[row] = row_factor<T, kD>(queries, row, args.normalize, args.scale);
+    if (warp == 0) take_scalars(args, place, token, tokens, s);
+    __syncthreads();
+    make_system<T, kD>(keys, high, low, s, warp, lane);
+    make_scores<T, kD>(queries, keys, scores, s, warp, lane);
+    __syncthreads();
+
+    float u[2 * kBlocks][4];
+    state.multiply(keys, lane, u);
+    solve<T>(values, high, low, s, own, lane, u);
+    for (int64_t h = 0; h < place.group; ++h) {
+      if (h > 0) {  // another query head of this state
+        __syncthreads();
+        fetch_query<T, kD>(args, place, h, token, tokens, queries);
+        cp_async_commit();
+        cp_async_wait();
+        __syncthreads();
+        if (threadIdx.x < kChunk) s.query[row] = row_factor<T, kD>(queries, row, args.normalize, args.scale);
+        __syncthreads();
+        make_scores<T, kD>(queries, keys, scores, s, warp, lane);
+        __syncthreads();
+      }
+      float out[2 * kBlocks][4];
+      state.multiply(queries, lane, out);
+#pragma unroll
+      for (int n = 0; n < 2 * kBlocks; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int t = 8 * n + fragment_column(lane, e);
+          out[n][e] *= s.prefix[t] * s.query[t];
+        }
+#pragma unroll
+      for (int k = 0; k < kBlocks; ++k) {
+        Left<T> left;
+        left.take(u[2 * k], u[2 * k + 1]);
+#pragma unroll
+        for (int block = k; block < kBlocks; ++block) {
+          uint32_t b[4];
+          load_matrices(b, right_rows(scores, block, k, lane));
+          left.multiply(out[2 * block], b[0], b[1]);
+          left.multiply(out[2 * block + 1], b[2], b[3]);
+        }
+      }
+      // By way of the value tile, whose columns no other warp reads and this one has read: rows go out in 16 bytes.
+      __syncwarp();
+#pragma unroll
+      for (int n = 0; n < 2 * kBlocks; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int t = 8 * n + fragment_column(lane, e), c = own + fragment_row(lane, e);
+          const T rounded = static_cast<T>(out[n][e]);
+          store_2_bytes(values + chunk_offset<kChunk>(t, c / 8) + c % 8 * 2, *reinterpret_cast<const uint16_t*>(&rounded));
+        }
+      __syncwarp();
+      T* const rows = const_cast<T*>(row_of<T>(args.output, args.output_strides, place.batch, place.first_head + h, token));
+      for (int i = lane; i < 2 * tokens; i += 32) {
+        const int t = i / 2, chunk = own / 8 + i % 2;
+        if (place.first_column + 8 * chunk < V)
+          *reinterpret_cast<uint4*>(rows + t * args.output_strides.token + place.first_column + 8 * chunk) =
+              load_16_bytes(values + chunk_offset<kChunk>(t, chunk));
+      }
+      __syncwarp();
+    }
+
+    const float kept = s.prefix[kChunk - 1];
+#pragma unroll
+    for (int n = 0; n < kD / 8; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) state.x[n][e] *= kept;
+#pragma unroll
+    for (int k = 0; k < kBlocks; ++k) {
+#pragma unroll
+      for (int n = 2 * k; n < 2 * k + 2; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const int t = 8 * n + fragment_column(lane, e);
+          u[n][e] *= s.suffix[t] * s.key[t];
+        }
+      Left<T> left;
+      left.take(u[2 * k], u[2 * k + 1]);
+#pragma unroll
+      for (int n = 0; n < kD / 16; ++n) {
+        uint32_t b[4];
+        load_matrices_transposed(b, right_depth(keys, k, n, lane));
+        left.multiply(state.x[2 * n], b[0], b[1]);
+        left.multiply(state.x[2 * n + 1], b[2], b[3]);
+      }
+    }
+  }
+  if (there && args.final_state != nullptr)
+    state.template move<true>(args.final_state + at, args.state_v_first, column, lane, D, V);
+}
+
+template <class T, int kD>
+cudaError_t launch_width(const Args& args, cudaStream_t stream) {
+  constexpr int kBytes = Layout<kD>::kBytes;
+  const auto kernel = ChunkedKernel<T, kD>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  const int64_t slices = ceil_div(args.value_width, int64_t{kSlice}), blocks = args.requests * args.v_heads * slices;
+  if (blocks == 0) return cudaSuccess;
+  kernel<<<static_cast<unsigned>(blocks), kThreads, kBytes, stream>>>(args, static_cast<unsigned>(slices));
+  return cudaGetLastError();
+}
+
+template <class T>
+cudaError_t launch_type(const Args& args, cudaStream_t stream) {
+  return args.key_width <= 64 ? launch_width<T, 64>(args, stream) : launch_width<T, 128>(args, stream);
+}
+
+}  // namespace
+
+bool chunked_fits(const Args& args, int device) {
+  // GPUs of 8.6, 8.9 and 12.0 have less shared memory than the wider keys ask for.
+  int shared = 0;
+  if (cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return false;
+  if (shared < (args.key_width <= 64 ? Layout<64>::kBytes : Layout<128>::kBytes)) return false;
+  if (args.dtype == static_cast<int32_t>(DType::kFloat32) || args.decay_per_key) return false;
+  if (args.key_width > 128 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
+  for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return false;
+  return args.tokens >= kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1);
+}
+
+int launch_chunked(const Args& args, const CudaTarget& target) {
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  if (args.dtype == static_cast<int32_t>(DType::kFloat16)) return launch_type<__half>(args, stream);
+  return launch_type<__nv_bfloat16>(args, stream);
+}
+
+}  // namespace leanfleet::gated_delta_rule

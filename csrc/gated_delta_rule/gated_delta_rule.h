@@ -1,0 +1,55 @@
+// GatedDeltaRule as plain structs: the arguments that a kernel gets, and how the CPU kernel cuts the work.
+#pragma once
+
+#include <cstdint>
+
+#include "core/strides.h"
+
+namespace leanfleet {
+struct CudaTarget;
+}  // namespace leanfleet
+
+namespace leanfleet::gated_delta_rule {
+
+constexpr float kUnitRowEps = 1e-6f;  // what normalize_qk adds to a row's sum of squares
+
+// S' = diag(exp(g_i)) S_{i-1}, u_i = beta_i (v_i - k_i S'), S_i = S' + k_iᵀ u_i, o_i = scale * q_i S_i.
+// Request q is all tokens of batch row q or, with cu_seqlens, tokens cu_seqlens[q] .. cu_seqlens[q+1] of batch row 0, both
+// ends clamped to [0, N]. Of the `heads` heads of the output head h takes query head h / (heads / q_heads) and state
+// h / (heads / v_heads); state s takes key head s / (v_heads / k_heads).
+struct Args {
+  const void *query, *key, *value;  // T [B,Hq,N,D], [B,Hk,N,D], [B,Hv,N,Dv]
+  const float* log_decay;           // g in [-inf, 0], [B,Hv,N] or per key dimension [B,Hv,N,D]; null: 0
+  const float* beta;                // [B,Hv,N]
+  const float* initial_state;       // [state_rows,Hv,D,Dv], with state_v_first [state_rows,Hv,Dv,D]; null: 0
+  const int32_t* cu_seqlens;        // [requests + 1]; null: requests = batch
+  const int32_t* state_index;       // [requests]: row of a request's state; outside the pool: 0, not written. null: q
+  void* output;                     // T [B,heads,N,Dv]; tokens of no request become 0
+  float* final_state;               // as the initial one, and perhaps its buffer; null: not asked for. Rows that no request
+                                    // names become those of the initial one
+  int32_t dtype;                    // DType of T
+  float scale;                      // not 0
+  bool decay_per_key, normalize, state_v_first;
+  int64_t batch, requests, q_heads, k_heads, v_heads, heads, tokens, key_width, value_width, state_rows;
+  Strides query_strides, key_strides, value_strides, output_strides, decay_strides, beta_strides;
+};
+
+// The CPU kernel. An item is (request, state, range of value columns), a task of one thread.
+constexpr int64_t kRangeColumns = 16;  // ranges of columns are multiples of it on every instruction set
+
+struct CpuPlan {
+  Args args;
+  int64_t ranges, range_width;
+};
+
+// On CUDA: token by token with the state in registers, for D up to kCudaMaxKeyWidth. Needs no workspace; returns the
+// cudaError_t of the launches. recurrence_blocks: its CTAs, which must be less than 2^31.
+constexpr int64_t kCudaMaxKeyWidth = 256;
+int64_t recurrence_blocks(const Args& args);
+int launch_recurrence(const Args& args, const CudaTarget& target);
+// In chunks on tensor cores, for 16-bit prompts with a decay of each token; launch_recurrence chooses between the two.
+constexpr int64_t kChunkedTokens = 32;  // a request, below which the recurrence is taken
+bool chunked_fits(const Args& args, int device);
+int launch_chunked(const Args& args, const CudaTarget& target);
+
+}  // namespace leanfleet::gated_delta_rule

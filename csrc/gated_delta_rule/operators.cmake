@@ -1,0 +1,5 @@
+# Mixed-precision products and conversions alone: the PTX of 8.0 does for 9.0 too.
+leanfleet_op(gated_delta_rule
+  CXX ${op_root}/gated_delta_rule/op.cpp
+  ONCE ${op_root}/gated_delta_rule/recurrence.cu ${op_root}/gated_delta_rule/chunked.cu)
+leanfleet_cpu_kernels(gated_delta_rule ${op_root}/gated_delta_rule/cpu_kernel.cpp)

@@ -1,0 +1,139 @@
+"""CUDA kernels of GatedDeltaRule against the float64 reference; tolerances are those of support.delta_cases."""
+
+from itertools import product
+
+import pytest
+import torch
+
+from support.delta_cases import NAME, assert_right, make
+from support.kernels import Launches, run_kernel
+
+DEVICE = "cuda"
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+DTYPES = ("float32", "float16", "bfloat16")
+# Hq, Hk, Hv: all alike, inverse grouping, grouped queries, both kinds of sharing at once.
+HEADS = ((2, 2, 2), (2, 2, 6), (6, 2, 2), (4, 2, 8), (8, 2, 4))
+# D, Dv: whole tiles, ends of them, rows that no vector fits, one element, the widest keys.
+WIDTHS = ((128, 128), (64, 64), (32, 24), (20, 50), (5, 7), (1, 1), (96, 72), (256, 40), (130, 20))
+
+
+# The exponential of CUDA is rounded twice as far as PyTorch's. Chunks of 16-bit prompts round the scores to 16 bits too, and
+# hold states, updates and the system that is solved as two 16-bit numbers, 16 bits in bfloat16 and 22 in float16.
+PLAIN, PLANES = 4.0, {"float32": 0.0, "float16": 2.0**-20, "bfloat16": 2.0**-15}
+ROUNDINGS = 2.0
+
+
+def assert_near(found, inputs, attrs, factor=PLAIN):
+    planes = PLANES[str(inputs["query"].dtype).removeprefix("torch.")]
+    assert_right(found, inputs, attrs, factor, ROUNDINGS, planes)
+
+
+def check(inputs, attrs, in_place=False, factor=PLAIN):
+    given = {name: x.clone().to(DEVICE) for name, x in inputs.items()}
+    found = run_kernel(NAME, given, attrs, in_place=in_place)
+    assert_near(found, inputs, attrs, factor)
+    for name, x in inputs.items():
+        if not (in_place and name == "initial_state" and attrs.get("return_state")):
+            assert torch.equal(given[name].cpu().nan_to_num(), x.nan_to_num()), name
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_widths_and_types(widths, dtype):
+    for n, v_first, decay in product((1, 4, 33), (0, 1), ("token", "key")):
+        inputs = make(n, d=widths[0], dv=widths[1], dtype=dtype, decay=decay, state=True, v_first=v_first)
+        check(inputs, {"return_state": 1, "state_v_first": v_first})
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_heads(heads):
+    for n, (decay, layout) in product((1, 40), product((None, "token", "key"), ("bhnd", "bnhd"))):
+        inputs = make(n, heads=heads, d=32, dv=48, decay=decay, layout=layout, state=True, unit=False)
+        check(inputs, {"normalize_qk": 1, "return_state": 1, "layout": layout, "scale": 0.7})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", (1, 2, 15, 16, 17, 63, 64, 65, 128, 200))
+def test_lengths(n, dtype):
+    for state, v_first in product((False, True), (0, 1)):
+        inputs = make(n, b=1, d=128, dv=64, dtype=dtype, state=state, v_first=v_first)
+        check(inputs, {"return_state": 1, "state_v_first": v_first, "normalize_qk": 1})
+    check(inputs, {"state_v_first": 1})  # the last state is not asked for
+
+
+@pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
+def test_packed_requests(layout):
+    """Also requests without tokens, and tokens of no request, which are NaN and have output 0."""
+    for offsets in (True, [0, 1, 2, 80], [0, 0, 0], [3, 8, 85], [0, 0, 70, 70]):
+        for decay, pool in product(("token", "key"), (False, True)):
+            inputs = make(90, packed=offsets, d=32, dv=40, decay=decay, pool=pool, state=True, layout=layout)
+            check(inputs, {"return_state": 1, "layout": layout})
+
+
+def test_wrong_offsets_stay_inside():
+    inputs = make(20, packed=[0, 8, 20], state=True)
+    inputs["cu_seqlens"] = torch.tensor([-5, 8, 1000], dtype=torch.int32)
+    check(inputs, {"return_state": 1})
+
+
+@pytest.mark.parametrize("in_place", (False, True))
+def test_pools(in_place):
+    """Rows that no request names stay as they are; one outside the pool is zeros and is written nowhere."""
+    for n, v_first in product((1, 3, 70), (0, 1)):
+        inputs = make(n, b=3, d=64, dv=32, pool=True, v_first=v_first)
+        inputs["state_index"][1] = 17
+        found = check(inputs, {"return_state": 1, "state_v_first": v_first}, in_place=in_place)
+        others = [row for row in range(6) if row not in inputs["state_index"].tolist()]
+        assert torch.equal(found["final_state"][others].cpu(), inputs["initial_state"][others])
+
+
+def test_tensors_that_are_not_aligned():
+    """No vectors then: each tensor begins one element late."""
+
+    def late(x):
+        moved = torch.empty(x.numel() + 1, dtype=x.dtype, device=DEVICE)[1:].view(x.shape)
+        return moved.copy_(x)
+
+    for dtype, decay, v_first in product(DTYPES, ("token", "key"), (0, 1)):
+        inputs = make(70, d=32, dv=48, dtype=dtype, decay=decay, state=True, v_first=v_first)
+        attrs = {"return_state": 1, "state_v_first": v_first}
+        assert_near(run_kernel(NAME, {k: late(x) for k, x in inputs.items()}, attrs), inputs, attrs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_adversarial_inputs(dtype):
+    parallel = make(300, b=1, d=64, dv=64, dtype=dtype, decay=None, state=True)
+    key = parallel["key"].float()
+    near = key[:, :, :1] + 1e-2 * key
+    parallel["key"] = (near / near.norm(dim=-1, keepdim=True)).to(parallel["key"].dtype)
+    for inputs in (
+        make(1500, b=1, d=64, dv=64, dtype=dtype, decay=-1e-5, state=True),
+        make(200, b=1, d=64, dv=64, dtype=dtype, decay=-100.0, state=True),
+        make(100, b=1, d=64, dv=64, dtype=dtype, decay=float("-inf"), state=True),
+        parallel,
+    ):
+        check(inputs, {"return_state": 1, "normalize_qk": 1}, factor=8.0)
+
+
+def test_a_graph_replays_it():
+    """A step in place, captured: each replay takes the state one token further."""
+    inputs = {k: x.to(DEVICE) for k, x in make(1, b=4, d=128, dv=128, dtype="bfloat16", pool=True).items()}
+    attrs = {"return_state": 1}
+    expected = inputs["initial_state"].clone()
+    for _ in range(3):
+        expected = run_kernel(NAME, inputs | {"initial_state": expected}, attrs)["final_state"]
+    launches = Launches(NAME, inputs, attrs, in_place=True)
+    before = inputs["initial_state"].clone()
+    graph = launches.capture()
+    inputs["initial_state"].copy_(before)
+    for _ in range(3):
+        graph.replay()
+    torch.cuda.synchronize()
+    assert torch.equal(inputs["initial_state"], expected)
+
+
+def test_keys_that_are_too_wide():
+    inputs = {k: x.to(DEVICE) for k, x in make(2, d=257).items()}
+    with pytest.raises(Exception, match="query has D = 257; on CUDA D goes up to 256"):
+        run_kernel(NAME, inputs)

@@ -1,0 +1,108 @@
+"""Calls of GatedDeltaRule, and how far a kernel may be from the float64 reference.
+
+The tolerance is what the plain recurrence in float32 loses on the same inputs, times `factor`, plus what rounding the exact
+result to the output's type loses, times `roundings`; both as root mean squares over the tensor. `relative` times the
+largest element is added, at least a few float32 roundings, for inputs on which the recurrence is exact.
+"""
+
+import torch
+
+from leanfleet import spec
+from leanfleet.export import reference
+from support.kernels import TORCH_DTYPES, remembered
+
+NAME = "GatedDeltaRule"
+OP = spec.all_specs()[NAME]
+
+
+def swap(x, layout):
+    return x if layout == "bhnd" else x.transpose(1, 2).contiguous()
+
+
+def make(
+    n,
+    b=2,
+    heads=(2, 2, 4),
+    d=8,
+    dv=7,
+    layout="bhnd",
+    dtype="float32",
+    decay="token",
+    state=False,
+    packed=None,
+    pool=False,
+    v_first=False,
+    unit=True,
+    seed=0,
+):
+    """Inputs by name. heads: Hq, Hk, Hv. decay: None, "token", "key", or a number for all tokens. packed: offsets, or True for
+    four requests, one of them empty. unit: keys of unit length, as the kernels expect where normalize_qk is off. Tokens of no
+    request are NaN."""
+    g = torch.Generator().manual_seed(seed + n)
+    if packed is True:
+        packed = [0, n // 3, n // 3, n - n // 4, n]
+    b = 1 if packed else b
+    requests = len(packed) - 1 if packed else b
+    q_heads, k_heads, v_heads = heads
+
+    def tensor(count, width):
+        return torch.randn(b, count, n, width, generator=g)
+
+    query, key, value = tensor(q_heads, d), tensor(k_heads, d), tensor(v_heads, dv)
+    if unit:
+        key = key / key.norm(dim=-1, keepdim=True)
+    tokens = {"query": query, "key": key, "value": value}
+    if decay == "token":
+        tokens["log_decay"] = -torch.rand(b, v_heads, n, generator=g) / 4
+        tokens["log_decay"].view(-1)[3::11] = float("-inf")
+    elif decay == "key":
+        tokens["log_decay"] = -torch.rand(b, v_heads, n, d, generator=g) / 4
+        tokens["log_decay"].view(-1)[3::11] = float("-inf")
+    elif decay is not None:
+        tokens["log_decay"] = torch.full((b, v_heads, n), float(decay))
+    tokens["beta"] = 2 * torch.rand(b, v_heads, n, generator=g)
+    if packed:
+        for x in tokens.values():
+            x[:, :, : packed[0]] = float("nan")
+            x[:, :, packed[-1] :] = float("nan")
+    inputs = {name: swap(x, layout) for name, x in tokens.items()}
+    for name in ("query", "key", "value"):
+        inputs[name] = inputs[name].to(TORCH_DTYPES[dtype])
+    rows = requests + 3 if pool else requests
+    if state or pool:
+        inputs["initial_state"] = torch.randn(rows, v_heads, *((dv, d) if v_first else (d, dv)), generator=g)
+    if packed:
+        inputs["cu_seqlens"] = torch.tensor(packed, dtype=torch.int32)
+    if pool:
+        inputs["state_index"] = torch.randperm(rows, generator=g)[:requests].int()
+    return inputs
+
+
+def _by_reference(inputs, attrs, dtype):
+    tensors = [inputs.get(t.name) for t in OP.inputs]
+    tensors = [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
+    names = [t.name for t in OP.active_outputs(attrs)]
+    return dict(zip(names, reference.gated_delta_rule(*tensors, **attrs), strict=True))
+
+
+@remembered
+def judge(inputs, attrs):
+    """The outputs by name, exactly, and in float32."""
+    return _by_reference(inputs, attrs, torch.float64), _by_reference(inputs, attrs, torch.float32)
+
+
+def rms(x):
+    return x.double().square().mean().sqrt().item()
+
+
+def assert_right(found, inputs, attrs, factor=2.0, roundings=1.2, relative=4 * 2.0**-24):
+    """Every output is finite where the exact one is, and as near to it as the module says."""
+    exact, plain = judge({k: v.cpu() for k, v in inputs.items() if v is not None}, attrs)
+    assert found.keys() == exact.keys()
+    for name, right in exact.items():
+        got, dtype = found[name].cpu(), found[name].dtype
+        assert got.shape == right.shape and got.isfinite().all(), name
+        rounding = rms(right.to(dtype).double() - right)
+        largest = right.abs().max().item() if right.numel() else 0.0
+        allowed = factor * rms(plain[name].double() - right) + roundings * rounding + max(relative, 4 * 2.0**-24) * largest
+        assert rms(got.double() - right) <= allowed, (name, rms(got.double() - right), allowed)
