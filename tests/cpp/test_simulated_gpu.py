@@ -68,7 +68,12 @@ def check_delta_rule(folder, inputs, attrs, in_place=False):
 def test_gated_delta_rule_by_recurrence(delta_rule, dtype):
     """Steps, ends of vectors and widths that no vector fits, both orders of the state, both kinds of decay, shared heads."""
     before = products(delta_rule)
-    for n, d, dv, decay, v_first in ((1, 128, 32, "token", 0), (1, 64, 20, "key", 1), (5, 20, 7, None, 0), (3, 5, 48, "key", 1)):
+    for n, d, dv, decay, v_first in (
+        (1, 128, 32, "token", 0),
+        (1, 64, 20, "key", 1),
+        (5, 20, 7, None, 0),
+        (3, 5, 48, "key", 1),
+    ):
         inputs = delta_cases.make(n, d=d, dv=dv, dtype=dtype, decay=decay, state=True, v_first=v_first)
         check_delta_rule(delta_rule, inputs, {"return_state": 1, "state_v_first": v_first})
     for heads in ((2, 2, 6), (8, 2, 4)):

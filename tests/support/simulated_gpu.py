@@ -92,7 +92,9 @@ def build(folder, operators):
     sources = [*sorted((CSRC / "core").glob("*.cpp")), CSRC / "capi" / "capi.cpp"]
     for home in dict.fromkeys(spec.all_specs()[name].folder for name in operators):
         sources += [*sorted((CSRC / home).glob("*.cpp")), *sorted((CSRC / home).glob("*.cu"))]
-    return compile_files(folder, sources, "libleanfleet.so", "-fPIC", "-shared", "-DLEANFLEET_CUDA", "-DLEANFLEET_ISA=baseline")
+    # Inline variables are one for all libraries of a process, unless they are not unique.
+    shared = ["-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
+    return compile_files(folder, sources, "libleanfleet.so", *shared, "-DLEANFLEET_CUDA", "-DLEANFLEET_ISA=baseline")
 
 
 def compile_files(folder, sources, output, *options):
