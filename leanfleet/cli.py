@@ -665,7 +665,8 @@ def serve_command(arguments: argparse.Namespace) -> int:
     )
 
     def started(address: str) -> None:
-        kept = f"{pages} pages of {facts['block']} tokens, {batch.pool_bytes / 1e9:.2f} GB"
+        held = [f"{pages} pages of {facts['block']} tokens"] * batch.paged + [f"{batch.state_rows} states"] * batch.linear
+        kept = f"{', '.join(held)}, {batch.pool_bytes / 1e9:.2f} GB"
         print(f"serving {name} at {address} ({kept}{', with an API key' if key else ''})", file=sys.stderr, flush=True)
 
     serve.run(server, arguments.host, arguments.port, arguments.grace, started)

@@ -3,7 +3,9 @@
 Requests of unequal length join and leave between steps. Their keys and values live in pages of one pool; a step gives every
 running request its next token and fills what is left of the step's tokens with pieces of waiting prompts, all in one call.
 Pages are taken as tokens come (Kwon et al. 2023, PagedAttention). Requests that begin with the same tokens share the pages of
-these. Where no page is left, the last request to come gives its own back and is computed again later.
+these. Where no page is left, the last request to come gives its own back and is computed again later. Layers of linear
+attention have a state in place of keys and values: a row of a pool for each running request, which begins as a copy of a row of
+zeros.
 """
 
 from __future__ import annotations
@@ -35,12 +37,16 @@ from leanfleet.decoder_contract import (
     SERVING,
     SESSION_TYPES,
     SLOTS,
+    STATE,
+    STATE_INDEX,
     TABLE,
     TOKENS,
     VOCABULARY,
+    WANTED,
     Adjustments,
     Sampling,
     check_interface,
+    is_part,
     model_file,
     packed,
     read_facts,
@@ -54,10 +60,11 @@ from leanfleet.pages import ROOT, PagePool
 from leanfleet.sampling import check_sampling
 
 if TYPE_CHECKING:
-    from onnxruntime import IOBinding, SessionOptions
+    from onnxruntime import IOBinding, OrtValue, SessionOptions
 
 PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
 TURNS = 2  # a step runs while the next one is made
+EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
 
 # numpy's and ONNX's types by onnxruntime's names
 _NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
@@ -86,6 +93,7 @@ class Request:
     cached: int = 0
     coming: int = 0  # tokens of steps that run, which nobody has read yet
     pages: list[int] = field(default_factory=list)
+    state: int = NO_STATE  # its row in the pools of states while it runs
     chain: list[int] = field(default_factory=list)  # numbers of the pages that are known: the first ones
     done: bool = False
     error: Exception | None = None
@@ -125,7 +133,8 @@ class _Launched:
 class _Captured:
     """A captured step of `batch`, the session's CUDA graph `identity`: up to `tokens` new tokens of up to `rows` requests, with
     tables of up to `table` pages. Inputs and results keep their addresses. Rows without a request have no new tokens. ONNX
-    Runtime runs a step several times while it captures; appending a token twice to the same place of a page does no harm."""
+    Runtime runs a step several times while it captures; appending a token twice to the same place of a page does no harm. A
+    state must not take it twice: graphs with states are captured by a step without requests."""
 
     def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, table: int, identity: int) -> None:
         import onnxruntime
@@ -136,7 +145,7 @@ class _Captured:
             start = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, PADDED_SERVING)
             shapes = {name: list(array.shape) for name, array in start.items()}
         else:
-            sizes = {TOKENS: tokens, BATCH: rows, ENDS: rows + 1, TABLE: table, KNOWN: batch.earlier + tokens}
+            sizes = {TOKENS: tokens, BATCH: rows, WANTED: rows, ENDS: rows + 1, TABLE: table, KNOWN: batch.earlier + tokens}
             shapes = {t.name: t.sizes(sizes) for t in batch.interface.inputs}
             start = {}
         self.inputs = Block(batch.exchange, {t.name: (shapes[t.name], np.dtype(t.type)) for t in batch.interface.inputs})
@@ -153,25 +162,46 @@ class _Captured:
             self.binding.bind_input(name, batch.exchange.device, 0, dtype.type, shape, self.inputs.address + offset)
         batch.bind_pools(self.binding)
         batch.bind_results(self.binding, rows)
+        if batch.linear:
+            self._capture(batch.results.address, {t.name: np.zeros([0] * len(t.shape), t.type) for t in batch.interface.inputs})
+
+    def _capture(self, earlier: int, nothing: dict[str, np.ndarray]) -> None:
+        """Runs a step without requests. The tokens that the step before has left at `earlier` stay."""
+        kept, size = self.exchange.allocate(8 * self.earlier), 8 * self.earlier
+        self.exchange.copy(kept, earlier, size)
+        self._send(nothing, 0, 0)
+        self._call()
+        self.exchange.copy(earlier, kept, size)
+        self.exchange.wait(self.exchange.mark())  # the host's bytes are written again soon
 
     def run(self, feed: dict[str, np.ndarray], turn: int, earlier: int) -> None:
         """Queues a step of at most so many tokens, requests and pages. earlier: the address of the tokens that the step before
         gives."""
+        self._send(feed, turn, earlier)
+        self._call()
+
+    def _send(self, feed: dict[str, np.ndarray], turn: int, earlier: int) -> None:
         host = self.sent[turn]
         for name, array in feed.items():
             if name in self.fixed:
                 continue
             whole = self.inputs.view(host, name)
-            whole[...] = 0
+            whole[...] = NO_STATE if name == STATE_INDEX else 0
             whole[tuple(map(slice, array.shape))] = array
-            if name == OFFSETS:
+            if name == OFFSETS and len(array):
                 whole[len(array) :] = array[-1]
-        known = 8 * self.earlier  # bytes of input_ids, the first of all, that the host does not know
+        known = 8 * self.earlier if earlier else 0  # bytes of input_ids, the first of all, that the host does not know
         if known:
             self.exchange.copy(self.inputs.address, earlier, known)
         self.exchange.copy(self.inputs.address + known, host.ctypes.data + known, self.inputs.size - known)
+
+    def _call(self) -> None:
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
+
+
+def _bytes(pool: OrtValue) -> int:
+    return int(np.prod(pool.shape())) * _BYTES[pool.element_type()]
 
 
 class ContinuousBatch:
@@ -180,7 +210,8 @@ class ContinuousBatch:
     folder: written by `leanfleet export` or leanfleet.export.serving. pages: size of the pool; a request has
     ceil(tokens so far / block) of them while it runs, and begins where a known beginning of its prompt ends (share=False:
     always at its start). Where pages run out, the request with the least priority, the last to come among equals, gives its
-    pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties.
+    pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties. A decoder
+    whose layers are all linear attention needs no pages; each of its running requests has a state of fixed size.
     max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit.
     library: False runs the function bodies.
     cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
@@ -240,23 +271,31 @@ class ContinuousBatch:
         check_interface(self.session, self.path, self.interface, facts["vocabulary"])
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
-        self.pool = PagePool(pages, self.block, share)
+        caches = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
+        self.paged = any(not is_part(i.name, STATE) for i in caches)  # linear layers alone need no pages
+        self.linear = any(is_part(i.name, STATE) for i in caches)
+        self.pool = PagePool(pages, self.block, share and not self.linear)
         self.queue: deque[Request] = deque()  # in their order
         self.running: list[Request] = []
         self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
         self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
         self.in_place = library
-        pools = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
-        self.pool_names = [i.name for i in pools]
+        self.pool_names = [i.name for i in caches]
+        self.state_rows = 1 + max_requests
+        self.free_states = list(range(EMPTY + 1, self.state_rows))[::-1]
         allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
-        self.pools = [allocate([pages, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for i in pools]
-        if not library:  # the body reads whole pools: give it numbers
-            for i, pool in zip(pools, self.pools):
+        rows = [self.state_rows if is_part(i.name, STATE) else pages for i in caches]
+        self.pools = [
+            allocate([n, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for n, i in zip(rows, caches, strict=True)
+        ]
+        for i, pool in zip(caches, self.pools, strict=True):
+            if is_part(i.name, STATE) or not library:  # a body reads whole pools: give it numbers
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
+        self.copier = exchange if exchange.device == self.device or not self.linear else CudaStream()  # of states
         self.captured: dict[tuple[int, int, int], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, pages)
         self.late: list[tuple[Request, int]] = []  # tokens of a step that was read when the next one failed
         self.launched: _Launched | None = None  # the step that runs, where tokens are read a step behind
-        self.earlier = max_requests if self.interface is SERVING else 0  # tokens of a step that the next one may need
+        self.earlier = max_requests if self.interface.chooses else 0  # tokens of a step that the next one may need
         self._place_results()
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
@@ -267,8 +306,8 @@ class ContinuousBatch:
 
     def _place_results(self) -> None:
         """Where a step's results are: those that the host reads, in front of the others."""
-        read = (NEXT_TOKENS, LOGPROB) if self.interface is SERVING else (LOGITS,)
-        sizes = {BATCH: self.max_requests, VOCABULARY: self.vocabulary}
+        read = (NEXT_TOKENS, LOGPROB) if self.interface.chooses else (LOGITS,)
+        sizes = {BATCH: self.max_requests, WANTED: self.max_requests, VOCABULARY: self.vocabulary}
         outputs = sorted(self.interface.outputs, key=lambda t: t.name not in read)
         outputs = sorted(outputs, key=lambda t: t.name != NEXT_TOKENS)
         self.results = Block(self.exchange, {t.name: (t.sizes(sizes), np.dtype(t.type)) for t in outputs})
@@ -320,12 +359,13 @@ class ContinuousBatch:
             self._load_sampler()
         stop = stop_set(stop_tokens, self.stop_tokens)
         if max_new_tokens is None:
-            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.pool.count * self.block)
+            capacity = self.pool.count * self.block if self.paged else None
+            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, capacity)
         check_positive("max_new_tokens", max_new_tokens)
         needed = len(prompt) + max_new_tokens
         if self.max_positions and needed > self.max_positions:
             raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
-        if -(-needed // self.block) > self.pool.count:
+        if self.paged and -(-needed // self.block) > self.pool.count:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
                 f"pages of {self.block}; the pool has {self.pool.count}. Make it larger, or ask for fewer tokens"
@@ -365,16 +405,33 @@ class ContinuousBatch:
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
         request.pages, request.chain = [], []
+        if request.state != NO_STATE:
+            self.free_states.append(request.state)
+            request.state = NO_STATE
         if self.sampler is not None:
             self.sampler.end(request)
 
     def _preempt(self, request: Request) -> None:
-        """A running request gives its pages back, and waits."""
+        """A running request gives its pages and its state back, and waits."""
         self.running.remove(request)
         self._release(request)
         request.cached = 0
-        self.preemptions += 1
         self._enqueue(request)
+
+    def _begin_state(self, request: Request) -> None:
+        """Gives a request a row in the pools of states. Whatever it held, the request begins with zeros."""
+        state = self.free_states[-1]
+        self._copy_state(EMPTY, state)
+        request.state = self.free_states.pop()
+
+    def _copy_state(self, source: int, target: int) -> None:
+        """Copies a row in all pools of states, behind the steps that are queued."""
+        for name, pool in zip(self.pool_names, self.pools, strict=True):
+            if is_part(name, STATE):
+                size = _bytes(pool) // pool.shape()[0]
+                self.copier.copy(pool.data_ptr() + target * size, pool.data_ptr() + source * size, size)
+        if self.copier is not self.exchange:
+            self.copier.wait(self.copier.mark())
 
     def _admit(self) -> None:
         """Starts waiting requests in their order while places last, and pages for their texts. One whose next page another
@@ -386,7 +443,7 @@ class ContinuousBatch:
             text = request.text(0, size)
             pages, chain = self.pool.match(text)
             start = len(pages) * self.block
-            need = size // self.block + 1 - len(pages) + (self.pool.count // 100 if self.running else 0)
+            need = size // self.block + 1 - len(pages) + (self.pool.count // 100 if self.running else 0) if self.paged else 0
             if size > start + self.block and self._is_being_filled(text[: start + self.block]):
                 self.pool.release(pages)
             elif need > self.pool.available:
@@ -397,6 +454,8 @@ class ContinuousBatch:
                 if request.shared is None:
                     request.shared = start
                     self.shared_tokens += start
+                if self.linear:
+                    self._begin_state(request)
                 if self.sampler is not None and request.adjustments != Adjustments():
                     self.sampler.begin(request)
                 self.queue.remove(request)
@@ -413,7 +472,7 @@ class ContinuousBatch:
         budget, chosen = self.step_tokens, {}
         for request in sorted(self.running, key=lambda r: (r.waiting > 1, r.order)):
             count = min(request.waiting, budget) if request in self.running else 0
-            while count and len(request.pages) * self.block < request.cached + count:
+            while self.paged and count and len(request.pages) * self.block < request.cached + count:
                 page = self.pool.take()
                 if page is not None:
                     request.pages.append(page)
@@ -423,6 +482,7 @@ class ContinuousBatch:
                     count = len(request.pages) * self.block - request.cached
                     break
                 budget += chosen.pop(last, 0)
+                self.preemptions += 1
                 self._preempt(last)
             if count:
                 chosen[request] = count
@@ -431,7 +491,7 @@ class ContinuousBatch:
 
     def _keep_full_pages(self, request: Request) -> None:
         """Makes those pages known that are full of tokens which have been read."""
-        known = min(request.cached, len(request.prompt) + len(request.tokens))
+        known = min(request.cached, len(request.prompt) + len(request.tokens)) if self.paged else 0
         while (end := (len(request.chain) + 1) * self.block) <= known:
             before = request.chain[-1] if request.chain else ROOT
             page = request.pages[len(request.chain)]
@@ -443,7 +503,8 @@ class ContinuousBatch:
 
         A request whose token cannot be chosen (its logits are not finite) is done: the exception is its `error`, its pages go
         back, and the others go on. Raises RuntimeError where onnxruntime fails; every request is then as it was before,
-        so that step() can be called again, or requests cancelled.
+        so that step() can be called again, or requests cancelled. Those of the failed call whose states it may have changed
+        are computed again.
         """
         self._admit()
         chosen = self._schedule()
@@ -453,8 +514,10 @@ class ContinuousBatch:
             if self.launched is not None:  # the next call cannot go on from its tokens on the device
                 behind, self.launched = self.launched, None
                 self.late += self._finish(behind)
+            for request in [r for r, _ in chosen if self.linear and r in self.running]:
+                self._preempt(request)
             raise
-        if self.captured is not None and self.interface is SERVING:
+        if self.captured is not None and self.interface.chooses:
             launched, self.launched = self.launched, launched
         late, self.late = self.late, []
         return late + (self._finish(launched) if launched else [])
@@ -469,6 +532,7 @@ class ContinuousBatch:
             self.interface,
             [r.sampling for r, _ in chosen],
             self.earlier,
+            [r.state for r, _ in chosen],
         )
         self.turn = (self.turn + 1) % TURNS
         gets, top = [r.waiting == count for r, count in chosen], None
@@ -523,7 +587,7 @@ class ContinuousBatch:
         def result(name: str) -> np.ndarray:
             return self.results.view(launched.results, name)[:rows]
 
-        if self.interface is SERVING:
+        if self.interface.chooses:
             return result(NEXT_TOKENS), result(LOGPROB)
         positions = np.array([r.cached for r, _ in launched.chosen])
         return choice.sample(result(LOGITS), [r.sampling for r, _ in launched.chosen], positions)
@@ -572,7 +636,12 @@ class ContinuousBatch:
     @property
     def pool_bytes(self) -> int:
         """Of the pools of all layers."""
-        return sum(int(np.prod(pool.shape())) * _BYTES[pool.element_type()] for pool in self.pools)
+        return sum(map(_bytes, self.pools))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the pools of states among them."""
+        return sum(_bytes(pool) for name, pool in zip(self.pool_names, self.pools, strict=True) if is_part(name, STATE))
 
     @property
     def idle(self) -> bool:

@@ -30,6 +30,7 @@ from leanfleet.export.verification import VerificationError
 from leanfleet.ort_ops import serving
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
+from support import decoders
 
 BLOCK = 8
 
@@ -264,9 +265,22 @@ def test_priorities(folder):
         batch.add([1], 1, priority="high")
 
 
+def as_format_3(folder, target):
+    """A copy of a served folder with the inputs that folders of format 3 have."""
+    shutil.copytree(folder, target)
+    loaded = onnx.load(target / "model.onnx", load_external_data=False)
+    loaded.graph.input.remove(next(i for i in loaded.graph.input if i.name == "state_index"))
+    for node in loaded.graph.node:
+        if node.op_type == "SampleTokens":
+            node.input[6] = "seq_lens"
+    onnx.save(loaded, target / "model.onnx")
+    facts = json.loads((target / "leanfleet.json").read_text())
+    (target / "leanfleet.json").write_text(json.dumps(facts | {"format": 3}))
+
+
 def as_format_2(folder, target):
     """A copy of a served folder with the inputs that folders of format 2 have."""
-    shutil.copytree(folder, target)
+    as_format_3(folder, target)
     loaded = onnx.load(target / "model.onnx", load_external_data=False)
     new = ("token_index", "temperature", "top_k", "top_p", "min_p", "seed")
     for entry in [i for i in loaded.graph.input if i.name in new]:
@@ -306,7 +320,7 @@ def as_format_1(folder, target):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-@pytest.mark.parametrize("older", (as_format_1, as_format_2))
+@pytest.mark.parametrize("older", (as_format_1, as_format_2, as_format_3))
 def test_folders_of_older_formats(model, folder, tmp_path, older, captured):
     """They run as before, and a token that the host draws from logits is the one that the graph draws."""
     older(folder, tmp_path / "old")
@@ -327,7 +341,7 @@ def test_folders_of_older_formats(model, folder, tmp_path, older, captured):
     for prompt, request in zip(wanted, requests):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
     assert not captured or batch.captured
-    assert not captured or older is as_format_2 or all(tokens == rows for tokens, rows, _ in batch.captured)
+    assert not captured or older is not as_format_1 or all(tokens == rows for tokens, rows, _ in batch.captured)
 
 
 def test_tokens_of_another_type_are_refused(folder, tmp_path):
@@ -405,7 +419,9 @@ def test_nodes(folder):
     makers = {name: n for n in nodes for name in n.output}
     for attention in attentions:
         assert makers[makers[attention.input[0]].input[0]].op_type == "MatMul", "one tensor of queries, keys and values"
-    assert sum(n.op_type == "Gather" for n in nodes) == 4  # tokens, the embedding, the request, and the rows of the last tokens
+    assert (
+        sum(n.op_type == "Gather" for n in nodes) == 5
+    )  # tokens, the embedding, the request, and rows and positions of the last tokens
     assert not {"RotaryEmbedding", "Transpose", "Cos"} & {n.op_type for n in nodes}
 
 
@@ -676,3 +692,130 @@ def test_adjustments_need_their_graph(folder, tmp_path):
         batch.add([1, 2], presence_penalty=1.0)
     batch.add([1, 2], 2)
     batch.run()
+
+
+@pytest.fixture(scope="module", params=decoders.MODELS)
+def linear_folder(request, tmp_path_factory):
+    """A decoder whose layers carry states, exported both ways; minimax has softmax layers too."""
+    torch.manual_seed(2)
+    model, folder = decoders.MODELS[request.param]().eval(), tmp_path_factory.mktemp(request.param)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2 if p.dim() > 1 else 1)
+    export_decoder(model, folder, verify=False)
+    export_serving.add_serving(model, folder, block=BLOCK)
+    return folder
+
+
+def poisoned(batch):
+    """Whoever had a page or a state before may have left anything there."""
+    for name, pool in zip(batch.pool_names, batch.pools):
+        held = np.full(pool.shape(), np.nan, np.float32)
+        if name.endswith("recurrent_state"):
+            held[serving.EMPTY] = 0
+        pool.update_inplace(held)
+
+
+def alone_by_generate(folder, request):
+    s = request.sampling
+    options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed)
+    decoder = load_decoder(folder, providers=["CPUExecutionProvider"])
+    return generate(decoder, [request.prompt], request.max_new_tokens, stop_tokens=(), **options)[0][0]
+
+
+@pytest.mark.parametrize("captured", (False, True))
+@pytest.mark.parametrize("seed", range(3))
+def test_states_come_and_go(linear_folder, monkeypatch, captured, seed):
+    """Requests that join, are cut in pieces, cancelled, preempted and drawn by settings of their own get the tokens of a
+    generation of their own, whatever was in the pools before."""
+    batch = ContinuousBatch(linear_folder, pages=15, max_requests=4, step_tokens=19, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    poisoned(batch)
+    random, requests, cancelled, most = np.random.default_rng(seed), [], [], 0
+    for i in range(12):
+        settings = dict(temperature=float(random.choice([0, 0.9])), top_k=int(random.integers(0, 30)), seed=i)
+        prompt = random.integers(3, decoders.VOCABULARY, random.integers(1, 60)).tolist()
+        requests.append(batch.add(prompt, int(random.integers(1, 30)), stop_tokens=(), **settings))
+        for _ in range(random.integers(0, 6)):
+            batch.step()
+            states = [r.state for r in batch.running]
+            assert len({*states, serving.EMPTY}) == len(states) + 1, "two requests have a state"
+            most = max(most, len(states))
+        if i % 4 == 3:
+            cancelled.append(requests[int(random.integers(0, len(requests)))])
+            batch.cancel(cancelled[-1])
+    batch.run()
+    assert most > 2 and batch.pool.in_use == 0 and sorted(batch.free_states) == [1, 2, 3, 4]
+    assert batch.paged == bool(batch.preemptions)
+    for request in requests:
+        expected = alone_by_generate(linear_folder, request)
+        assert request.tokens == expected[: len(request.tokens)] and request.error is None
+        assert len(request.tokens) == request.max_new_tokens or request in cancelled
+
+
+def test_states_of_function_bodies(linear_folder):
+    batch = ContinuousBatch(
+        linear_folder, pages=60, max_requests=2, step_tokens=16, providers=["CPUExecutionProvider"], library=False
+    )
+    requests = [batch.add(random_prompt(n, n), 4, stop_tokens=()) for n in (30, 5, 1)]
+    batch.run()
+    assert [r.tokens for r in requests] == [alone_by_generate(linear_folder, r) for r in requests]
+
+
+@pytest.mark.parametrize("captured", (False, True))
+def test_states_after_failed_calls(linear_folder, monkeypatch, captured):
+    """A call that fails once layers have changed their states: its requests are computed again, and get the same tokens."""
+    batch = ContinuousBatch(linear_folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    requests = [batch.add(random_prompt(12 * i + 1, i), 7, stop_tokens=()) for i in range(5)]
+    run, calls = batch._run, []
+
+    def failing(*arguments):
+        run(*arguments)
+        calls.append(1)
+        if len(calls) in (2, 5, 9):
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(batch, "_run", failing)
+    while not batch.idle:
+        try:
+            batch.step()
+        except RuntimeError:
+            assert len(batch.running) < 5
+    assert len(calls) > 9 and [r.tokens for r in requests] == [alone_by_generate(linear_folder, r) for r in requests]
+
+
+def test_a_bad_request_leaves_no_state_behind(linear_folder):
+    """Its state is not finite; who takes its row starts from zeros."""
+    batch = ContinuousBatch(linear_folder, pages=60, max_requests=1, providers=["CPUExecutionProvider"])
+    bad = batch.add([5, 6, 7], 20, stop_tokens=())
+    batch.step()
+    held = np.array(batch.pools[0].numpy())
+    held[bad.state] = np.nan
+    batch.pools[0].update_inplace(held)
+    good = batch.add([8, 9], 5, stop_tokens=())
+    batch.run()
+    assert "not finite" in str(bad.error) and good.tokens == alone_by_generate(linear_folder, good) and good.error is None
+
+
+def test_no_pages_without_softmax_layers(linear_folder):
+    """Texts of any length fit where no layer has pages."""
+    batch = ContinuousBatch(linear_folder, pages=2, providers=["CPUExecutionProvider"])
+    if batch.paged:
+        with pytest.raises(ValueError, match="the pool has 2"):
+            batch.add([5] * 40, 3)
+        return
+    request = batch.add([5] * 40, 3, stop_tokens=())
+    batch.run()
+    assert request.tokens == alone_by_generate(linear_folder, request) and batch.pool_bytes == batch.state_bytes > 0
+
+
+def test_other_carried_caches_are_refused(tmp_path, monkeypatch):
+    model = decoders.MODELS["retnet"]()
+    shapes = model.cache_shapes() | {"0.token_shift": (torch.float32, ("batch", 96))}
+    monkeypatch.setattr(model, "cache_shapes", lambda: shapes)
+    with pytest.raises(ValueError, match="LinearDecoder: it carries 0.token_shift from call to call; .* Use export_decoder"):
+        export_for_serving(model, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
