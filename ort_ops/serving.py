@@ -5,7 +5,7 @@ running request its next token and fills what is left of the step's tokens with 
 Pages are taken as tokens come (Kwon et al. 2023, PagedAttention). Requests that begin with the same tokens share the pages of
 these. Where no page is left, the last request to come gives its own back and is computed again later. Layers of linear
 attention have a state in place of keys and values: a row of a pool for each running request, which begins as a copy of a row of
-zeros.
+zeros, or of a snapshot of what a request with the same beginning had there.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from leanfleet.generation import check_positive, check_prompt, default_new_token
 from leanfleet.ort_ops.exchange import Block, CudaStream, Host
 from leanfleet.ort_ops.sampler import StepSampler, check_adjustments
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
-from leanfleet.pages import ROOT, PagePool
+from leanfleet.pages import ROOT, PagePool, Snapshots, borders
 from leanfleet.sampling import check_sampling
 
 if TYPE_CHECKING:
@@ -94,6 +94,8 @@ class Request:
     coming: int = 0  # tokens of steps that run, which nobody has read yet
     pages: list[int] = field(default_factory=list)
     state: int = NO_STATE  # its row in the pools of states while it runs
+    borders: list[bytes] = field(default_factory=list)  # of its text, where states may be shared
+    marks: dict[int, bytes] = field(default_factory=dict)  # {tokens: name} of the borders at which its state will be kept
     chain: list[int] = field(default_factory=list)  # numbers of the pages that are known: the first ones
     done: bool = False
     error: Exception | None = None
@@ -209,7 +211,8 @@ class ContinuousBatch:
 
     folder: written by `leanfleet export` or leanfleet.export.serving. pages: size of the pool; a request has
     ceil(tokens so far / block) of them while it runs, and begins where a known beginning of its prompt ends (share=False:
-    always at its start). Where pages run out, the request with the least priority, the last to come among equals, gives its
+    always at its start). snapshots: so many states are kept for that at most where layers are linear (default: max_requests).
+    Where pages run out, the request with the least priority, the last to come among equals, gives its
     pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties. A decoder
     whose layers are all linear attention needs no pages; each of its running requests has a state of fixed size.
     max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit.
@@ -243,6 +246,7 @@ class ContinuousBatch:
         library: bool = True,
         cuda_graph: bool = False,
         share: bool = True,
+        snapshots: int | None = None,
     ) -> None:
         import onnxruntime
 
@@ -254,6 +258,8 @@ class ContinuousBatch:
                 f"step_tokens {step_tokens} is less than max_requests {max_requests}: every running request takes "
                 "one token a step"
             )
+        if snapshots is not None and not (isinstance(snapshots, int) and snapshots >= 0):
+            raise ValueError(f"snapshots is {snapshots!r}; expected how many states are kept at most, 0 or more")
         if cuda_graph and not library:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
         exchange: Host | CudaStream = Host()
@@ -274,15 +280,17 @@ class ContinuousBatch:
         caches = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
         self.paged = any(not is_part(i.name, STATE) for i in caches)  # linear layers alone need no pages
         self.linear = any(is_part(i.name, STATE) for i in caches)
-        self.pool = PagePool(pages, self.block, share and not self.linear)
+        kept = (max_requests if snapshots is None else snapshots) if share and self.linear else 0
+        self.pool = PagePool(pages, self.block, share and (not self.linear or kept > 0))
         self.queue: deque[Request] = deque()  # in their order
         self.running: list[Request] = []
         self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
         self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
         self.in_place = library
         self.pool_names = [i.name for i in caches]
-        self.state_rows = 1 + max_requests
-        self.free_states = list(range(EMPTY + 1, self.state_rows))[::-1]
+        self.state_rows = 1 + max_requests + kept
+        self.free_states = list(range(EMPTY + 1, 1 + max_requests))[::-1]
+        self.snapshots = Snapshots(range(1 + max_requests, self.state_rows))
         allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
         rows = [self.state_rows if is_part(i.name, STATE) else pages for i in caches]
         self.pools = [
@@ -390,6 +398,8 @@ class ContinuousBatch:
         self.sampler = StepSampler(path, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
 
     def _enqueue(self, request: Request) -> None:
+        if self.snapshots.count:
+            request.borders = borders(request.prompt + request.tokens, self.block)
         place = next((i for i, other in enumerate(self.queue) if other.order > request.order), len(self.queue))
         self.queue.insert(place, request)
 
@@ -404,7 +414,7 @@ class ContinuousBatch:
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
-        request.pages, request.chain = [], []
+        request.pages, request.chain, request.marks = [], [], {}
         if request.state != NO_STATE:
             self.free_states.append(request.state)
             request.state = NO_STATE
@@ -418,11 +428,20 @@ class ContinuousBatch:
         request.cached = 0
         self._enqueue(request)
 
-    def _begin_state(self, request: Request) -> None:
-        """Gives a request a row in the pools of states. Whatever it held, the request begins with zeros."""
-        state = self.free_states[-1]
-        self._copy_state(EMPTY, state)
+    def _begin_state(self, request: Request, snapshot: int | None, blocks: int) -> None:
+        """Gives a request a row in the pools of states. Whatever it held, the request begins with zeros, or with a snapshot of
+        so many blocks."""
+        self._copy_state(EMPTY if snapshot is None else snapshot, self.free_states[-1])
         request.state = self.free_states.pop()
+        if self.snapshots.count:
+            worth_it = self.snapshots.worth_it(request.borders, blocks)
+            request.marks = {n * self.block: request.borders[n - 1] for n in worth_it}
+
+    def _keep_state(self, request: Request, name: bytes) -> None:
+        """Copies the state of a request for others that begin with the same text."""
+        row = self.snapshots.room()
+        self._copy_state(request.state, row)
+        self.snapshots.keep(name, row)
 
     def _copy_state(self, source: int, target: int) -> None:
         """Copies a row in all pools of states, behind the steps that are queued."""
@@ -442,9 +461,18 @@ class ContinuousBatch:
             size = len(request.prompt) + len(request.tokens)
             text = request.text(0, size)
             pages, chain = self.pool.match(text)
-            start = len(pages) * self.block
+            snapshot = None
+            if self.linear:  # it goes on where a state is known, and the pages before
+                blocks, snapshot = self.snapshots.find(request.borders[: len(pages)] if self.paged else request.borders)
+                self.pool.release(pages[blocks:])
+                pages, chain = pages[:blocks], chain[:blocks]
+            else:
+                blocks = len(pages)
+            start = blocks * self.block
             need = size // self.block + 1 - len(pages) + (self.pool.count // 100 if self.running else 0) if self.paged else 0
-            if size > start + self.block and self._is_being_filled(text[: start + self.block]):
+            if self._is_being_kept(request.borders[blocks:]) or (
+                not self.linear and size > start + self.block and self._is_being_filled(text[: start + self.block])
+            ):
                 self.pool.release(pages)
             elif need > self.pool.available:
                 self.pool.release(pages)
@@ -455,7 +483,7 @@ class ContinuousBatch:
                     request.shared = start
                     self.shared_tokens += start
                 if self.linear:
-                    self._begin_state(request)
+                    self._begin_state(request, snapshot, blocks)
                 if self.sampler is not None and request.adjustments != Adjustments():
                     self.sampler.begin(request)
                 self.queue.remove(request)
@@ -466,12 +494,19 @@ class ContinuousBatch:
         size = len(text)
         return self.pool.share and any(r.cached < size <= len(r.prompt) and r.prompt[:size] == text for r in self.running)
 
+    def _is_being_kept(self, names: list[bytes]) -> bool:
+        """Whether a running request is about to leave a snapshot of one of these beginnings."""
+        coming = {name for r in self.running for name in r.marks.values()}
+        return not coming.isdisjoint(names)
+
     def _schedule(self) -> list[tuple[Request, int]]:
         """[(request, new tokens of it)] of this step: first who waits for one token, then prompts, in their order. Takes the
         pages that these need."""
         budget, chosen = self.step_tokens, {}
         for request in sorted(self.running, key=lambda r: (r.waiting > 1, r.order)):
             count = min(request.waiting, budget) if request in self.running else 0
+            if request.marks:  # no further than where its state is kept
+                count = min(count, min(request.marks) - request.cached)
             while self.paged and count and len(request.pages) * self.block < request.cached + count:
                 page = self.pool.take()
                 if page is not None:
@@ -541,6 +576,9 @@ class ContinuousBatch:
         if self.sampler is not None and adjusted:
             self.sampler.run([r for r, _ in chosen], gets, feed[SEQ_LENS], self.turn)
             top = self.sampler.most_likely(self.turn)
+        for request, count in chosen:
+            if request.cached + count in request.marks:
+                self._keep_state(request, request.marks[request.cached + count])
         results = self.read[self.turn]
         self.exchange.copy(results.ctypes.data, self.results.address, self.read_bytes)
         launched = _Launched([(r, g) for (r, _), g in zip(chosen, gets, strict=True)], results, self.exchange.mark(), top)
@@ -549,6 +587,7 @@ class ContinuousBatch:
         for (request, count), (_, given) in zip(chosen, launched.chosen, strict=True):
             request.cached += count
             request.coming += given
+            request.marks.pop(request.cached, None)
             self._keep_full_pages(request)
         return launched
 

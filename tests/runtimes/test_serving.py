@@ -819,3 +819,88 @@ def test_other_carried_caches_are_refused(tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="LinearDecoder: it carries 0.token_shift from call to call; .* Use export_decoder"):
         export_for_serving(model, tmp_path / "no")
     assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("captured", (False, True))
+def test_snapshots_count_tokens(linear_folder, monkeypatch, captured):
+    """What each request reads of a beginning that others have too, and the tokens with and without sharing."""
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    common = random_prompt(40, 1)
+    wanted = [[*common, *random_prompt(13, 10 + i)] for i in range(4)]
+
+    def run(texts, **options):
+        batch = ContinuousBatch(linear_folder, pages=80, max_requests=3, providers=["CPUExecutionProvider"], **options)
+        batch.captured = {} if captured else None
+        poisoned(batch)
+        before, requests = 0, []
+        for text in texts:
+            requests.append(batch.add(text, 4, stop_tokens=()))
+            batch.run()
+            requests[-1].computed, before = batch.processed_tokens - before, batch.processed_tokens
+        return requests
+
+    shared, apart = run([*wanted, wanted[0]]), run([*wanted, wanted[0]], share=False)
+    # The second one shows where texts part, and the third goes on there. The first one's own end, at 48, made room since.
+    assert [r.shared for r in shared] == [0, 0, 40, 40, 40]
+    assert [r.computed for r in shared] == [53 + 3 - r.shared for r in shared]
+    assert [r.computed for r in apart] == [53 + 3] * 5 and [r.shared for r in apart] == [0] * 5
+    assert [r.tokens for r in shared] == [r.tokens for r in apart] == [alone_by_generate(linear_folder, r) for r in shared]
+
+
+def test_equal_prompts_wait_for_the_snapshot(linear_folder):
+    """Also where they come at the same time."""
+    prompt = random_prompt(50, 3)
+    batch = ContinuousBatch(linear_folder, pages=80, providers=["CPUExecutionProvider"])
+    requests = [batch.add(prompt, 4, stop_tokens=(), temperature=1.5, seed=i) for i in range(4)]
+    batch.run()
+    assert [r.shared for r in requests] == [0, 48, 48, 48] and batch.processed_tokens == 50 + 3 * 2 + 4 * 3
+    assert [r.tokens for r in requests] == [alone_by_generate(linear_folder, r) for r in requests]
+
+
+@pytest.mark.parametrize("captured", (False, True))
+@pytest.mark.parametrize("seed", range(3))
+def test_snapshots_come_and_go(linear_folder, monkeypatch, captured, seed):
+    """Drawn requests of few beginnings, with few snapshots, failed calls, cancelled and preempted requests."""
+    batch = ContinuousBatch(
+        linear_folder, pages=17, max_requests=4, step_tokens=19, providers=["CPUExecutionProvider"], snapshots=3
+    )
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    poisoned(batch)
+    run, calls = batch._run, []
+
+    def failing(*arguments):
+        run(*arguments)
+        calls.append(1)
+        if not len(calls) % 23:
+            raise RuntimeError("no")
+
+    def step():
+        try:
+            batch.step()
+        except RuntimeError:
+            pass
+
+    monkeypatch.setattr(batch, "_run", failing)
+    random, beginnings = np.random.default_rng(seed), [random_prompt(40, n) for n in range(3)]
+    requests, cancelled = [], []
+    for i in range(16):
+        prompt = beginnings[random.integers(0, 3)][: random.integers(8, 41)] + random_prompt(random.integers(1, 12), 100 + i)
+        requests.append(batch.add(prompt, int(random.integers(1, 20)), stop_tokens=(), temperature=float(i % 2), seed=i))
+        for _ in range(random.integers(0, 5)):
+            step()
+        if i % 5 == 4:
+            cancelled.append(requests[int(random.integers(0, len(requests)))])
+            batch.cancel(cancelled[-1])
+    while not batch.idle:
+        step()
+    assert batch.pool.in_use == 0 and sorted(batch.free_states) == [1, 2, 3, 4] and batch.shared_tokens > 20
+    for request in requests:
+        expected = alone_by_generate(linear_folder, request)
+        assert request.tokens == expected[: len(request.tokens)] and request.error is None and not request.marks
+        assert len(request.tokens) == request.max_new_tokens or request in cancelled
+
+
+def test_wrong_snapshots(folder):
+    with pytest.raises(ValueError, match="snapshots is -1; expected how many"):
+        ContinuousBatch(folder, pages=10, snapshots=-1)
