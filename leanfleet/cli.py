@@ -249,6 +249,13 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     )
     serve.add_argument("--no-share", dest="share", action="store_false", help="do not share beginnings of prompts")
     serve.add_argument(
+        "--speculate",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="tokens that are guessed at most, from what followed in a request's own text before (default: none)",
+    )
+    serve.add_argument(
         "--snapshots",
         type=_count,
         metavar="N",
@@ -670,6 +677,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
             cuda_graph=arguments.cuda_graph,
             share=arguments.share,
             snapshots=arguments.snapshots,
+            speculate=arguments.speculate,
         )
     name = arguments.name or folder.resolve().name
     key = os.environ.get(KEY_VARIABLE) or None

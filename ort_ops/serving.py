@@ -53,6 +53,7 @@ from leanfleet.decoder_contract import (
     serving_interface,
 )
 from leanfleet.generation import check_positive, check_prompt, default_new_tokens, stop_set
+from leanfleet.lookup import Lookup
 from leanfleet.ort_ops.exchange import Block, CudaStream, Host
 from leanfleet.ort_ops.sampler import StepSampler, check_adjustments
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
@@ -97,6 +98,8 @@ class Request:
     borders: list[bytes] = field(default_factory=list)  # of its text, where states may be shared
     marks: dict[int, bytes] = field(default_factory=dict)  # {tokens: name} of the borders at which its state will be kept
     chain: list[int] = field(default_factory=list)  # numbers of the pages that are known: the first ones
+    lookup: Lookup | None = None  # of its text, where tokens are guessed
+    trust: int = 0  # how many tokens the next guess may have
     done: bool = False
     error: Exception | None = None
 
@@ -126,7 +129,7 @@ class Request:
 class _Launched:
     """A step that runs: what it gives each request, where its results will be, and how to know that they are there."""
 
-    chosen: list[tuple[Request, bool]]  # each row's request, and whether it gets a token
+    chosen: list[tuple[Request, bool, list[int]]]  # requests, whether they get a token, and what was guessed to follow
     results: np.ndarray
     mark: int
     top: tuple[np.ndarray, np.ndarray] | None  # the most likely tokens of each row
@@ -134,11 +137,11 @@ class _Launched:
 
 class _Captured:
     """A captured step of `batch`, the session's CUDA graph `identity`: up to `tokens` new tokens of up to `rows` requests, with
-    tables of up to `table` pages. Inputs and results keep their addresses. Rows without a request have no new tokens. ONNX
-    Runtime runs a step several times while it captures; appending a token twice to the same place of a page does no harm. A
-    state must not take it twice: graphs with states are captured by a step without requests."""
+    tables of up to `table` pages, and `wanted` rows of results. Inputs and results keep their addresses. Rows without a request
+    have no new tokens. ONNX Runtime runs a step several times while it captures; appending a token twice to the same place of a
+    page does no harm. A state must not take it twice: graphs with states are captured by a step without requests."""
 
-    def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, table: int, identity: int) -> None:
+    def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, wanted: int, table: int, identity: int) -> None:
         import onnxruntime
 
         self.exchange, self.session, self.path = batch.exchange, batch.session, batch.path
@@ -147,7 +150,7 @@ class _Captured:
             start = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, PADDED_SERVING)
             shapes = {name: list(array.shape) for name, array in start.items()}
         else:
-            sizes = {TOKENS: tokens, BATCH: rows, WANTED: rows, ENDS: rows + 1, TABLE: table, KNOWN: batch.earlier + tokens}
+            sizes = {TOKENS: tokens, BATCH: rows, WANTED: wanted, ENDS: rows + 1, TABLE: table, KNOWN: batch.earlier + tokens}
             shapes = {t.name: t.sizes(sizes) for t in batch.interface.inputs}
             start = {}
         self.inputs = Block(batch.exchange, {t.name: (shapes[t.name], np.dtype(t.type)) for t in batch.interface.inputs})
@@ -163,7 +166,7 @@ class _Captured:
         for name, (offset, shape, dtype) in self.inputs.places.items():
             self.binding.bind_input(name, batch.exchange.device, 0, dtype.type, shape, self.inputs.address + offset)
         batch.bind_pools(self.binding)
-        batch.bind_results(self.binding, rows)
+        batch.bind_results(self.binding, wanted)
         if batch.linear:
             self._capture(batch.results.address, {t.name: np.zeros([0] * len(t.shape), t.type) for t in batch.interface.inputs})
 
@@ -216,6 +219,9 @@ class ContinuousBatch:
     pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties. A decoder
     whose layers are all linear attention needs no pages; each of its running requests has a state of fixed size.
     max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit.
+    speculate: so many tokens are guessed at most behind each request's next one, from what followed in its own text where it
+    said the same before. A step then gives a request the guesses that are right, and its tokens are the same as without; steps
+    are waited for. Steps with a request that has penalties, biases or top_logprobs go without guesses.
     library: False runs the function bodies.
     cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
     table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers
@@ -247,6 +253,7 @@ class ContinuousBatch:
         cuda_graph: bool = False,
         share: bool = True,
         snapshots: int | None = None,
+        speculate: int = 0,
     ) -> None:
         import onnxruntime
 
@@ -260,6 +267,8 @@ class ContinuousBatch:
             )
         if snapshots is not None and not (isinstance(snapshots, int) and snapshots >= 0):
             raise ValueError(f"snapshots is {snapshots!r}; expected how many states are kept at most, 0 or more")
+        if not (isinstance(speculate, int) and speculate >= 0):
+            raise ValueError(f"speculate is {speculate!r}; expected how many tokens are guessed at most, 0 or more")
         if cuda_graph and not library:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
         exchange: Host | CudaStream = Host()
@@ -280,6 +289,7 @@ class ContinuousBatch:
         caches = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
         self.paged = any(not is_part(i.name, STATE) for i in caches)  # linear layers alone need no pages
         self.linear = any(is_part(i.name, STATE) for i in caches)
+        self._check_speculation(speculate)
         kept = (max_requests if snapshots is None else snapshots) if share and self.linear else 0
         self.pool = PagePool(pages, self.block, share and (not self.linear or kept > 0))
         self.queue: deque[Request] = deque()  # in their order
@@ -300,10 +310,12 @@ class ContinuousBatch:
             if is_part(i.name, STATE) or not library:  # a body reads whole pools: give it numbers
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
         self.copier = exchange if exchange.device == self.device or not self.linear else CudaStream()  # of states
-        self.captured: dict[tuple[int, int, int], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, pages)
+        self.captured: dict[tuple[int, ...], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, wanted, pages)
         self.late: list[tuple[Request, int]] = []  # tokens of a step that was read when the next one failed
         self.launched: _Launched | None = None  # the step that runs, where tokens are read a step behind
         self.earlier = max_requests if self.interface.chooses else 0  # tokens of a step that the next one may need
+        self.speculate, self.result_rows = speculate, max_requests * (1 + speculate)
+        self.guessed = self.guessed_right = 0
         self._place_results()
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
@@ -312,10 +324,22 @@ class ContinuousBatch:
         self.bind_pools(self.binding)
         self.sampler: StepSampler | None = None  # loaded for the first request that needs it
 
+    def _check_speculation(self, speculate: int) -> None:
+        if speculate and self.linear:
+            raise ValueError(
+                f"speculate is {speculate}, and {self.path} has layers with linear attention, whose states cannot give a wrong "
+                "guess back: leave it at 0"
+            )
+        if speculate and not self.interface.of_any_row:
+            raise ValueError(
+                f"speculate is {speculate}, and {self.path} gives one token of a request a step, as earlier versions wrote it: "
+                f"export it again with {SERVING.writer}"
+            )
+
     def _place_results(self) -> None:
         """Where a step's results are: those that the host reads, in front of the others."""
         read = (NEXT_TOKENS, LOGPROB) if self.interface.chooses else (LOGITS,)
-        sizes = {BATCH: self.max_requests, WANTED: self.max_requests, VOCABULARY: self.vocabulary}
+        sizes = {BATCH: self.max_requests, WANTED: self.result_rows, VOCABULARY: self.vocabulary}
         outputs = sorted(self.interface.outputs, key=lambda t: t.name not in read)
         outputs = sorted(outputs, key=lambda t: t.name != NEXT_TOKENS)
         self.results = Block(self.exchange, {t.name: (t.sizes(sizes), np.dtype(t.type)) for t in outputs})
@@ -486,6 +510,8 @@ class ContinuousBatch:
                     self._begin_state(request, snapshot, blocks)
                 if self.sampler is not None and request.adjustments != Adjustments():
                     self.sampler.begin(request)
+                if self.speculate and request.lookup is None:
+                    request.lookup, request.trust = Lookup(text), self.speculate
                 self.queue.remove(request)
                 self.running.append(request)
 
@@ -524,6 +550,26 @@ class ContinuousBatch:
                 budget -= count
         return list(chosen.items())
 
+    def _guess(self, chosen: list[tuple[Request, int]]) -> list[list[int]]:
+        """What may follow behind the next token of each request, as far as the step's tokens and empty pages reach."""
+        room = self.step_tokens - sum(count for _, count in chosen)
+        adjusted = any(r.place is not None for r, _ in chosen)
+        guesses: list[list[int]] = []
+        for request, count in chosen:
+            guess: list[int] = []
+            if request.lookup is not None and not adjusted and count == request.waiting == 1:
+                most = min(request.trust, room, request.max_new_tokens - len(request.tokens) - 1)
+                guess = request.lookup.guess(most) if most > 0 else []
+            while len(request.pages) * self.block < request.cached + count + len(guess):
+                page = self.pool.take()
+                if page is None:
+                    del guess[len(request.pages) * self.block - request.cached - count :]
+                else:
+                    request.pages.append(page)
+            room -= len(guess)
+            guesses.append(guess)
+        return guesses
+
     def _keep_full_pages(self, request: Request) -> None:
         """Makes those pages known that are full of tokens which have been read."""
         known = min(request.cached, len(request.prompt) + len(request.tokens)) if self.paged else 0
@@ -533,8 +579,8 @@ class ContinuousBatch:
             request.chain.append(self.pool.keep(page, before, request.text(end - self.block, end)))
 
     def step(self) -> list[tuple[Request, int]]:
-        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through. With CUDA
-        graphs the call is queued, and those of the call before are returned.
+        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through, several
+        where guesses were right. With CUDA graphs the call is queued, and those of the call before are returned.
 
         A request whose token cannot be chosen (its logits are not finite) is done: the exception is its `error`, its pages go
         back, and the others go on. Raises RuntimeError where onnxruntime fails; every request is then as it was before,
@@ -552,22 +598,27 @@ class ContinuousBatch:
             for request in [r for r, _ in chosen if self.linear and r in self.running]:
                 self._preempt(request)
             raise
-        if self.captured is not None and self.interface.chooses:
+        if self.captured is not None and self.interface.chooses and not self.speculate:
             launched, self.launched = self.launched, launched
         late, self.late = self.late, []
         return late + (self._finish(launched) if launched else [])
 
     def _launch(self, chosen: list[tuple[Request, int]]) -> _Launched:
         """Queues a step. Nothing can fail once a request changes: they do so all or not at all."""
-        before = {id(r): row for row, (r, given) in enumerate(self.launched.chosen) if given} if self.launched else {}
+        before = {id(r): row for row, (r, given, _) in enumerate(self.launched.chosen) if given} if self.launched else {}
+        guesses = self._guess(chosen) if self.speculate else [[] for _ in chosen]
         feed = packed(
-            [r.next_tokens(count, before[id(r)] if r.coming else None) for r, count in chosen],
+            [
+                r.next_tokens(count, before[id(r)] if r.coming else None) + guess
+                for (r, count), guess in zip(chosen, guesses, strict=True)
+            ],
             [r.cached for r, _ in chosen],
             [r.pages for r, _ in chosen],
             self.interface,
             [r.sampling for r, _ in chosen],
             self.earlier,
             [r.state for r, _ in chosen],
+            [1 + len(guess) for guess in guesses],
         )
         self.turn = (self.turn + 1) % TURNS
         gets, top = [r.waiting == count for r, count in chosen], None
@@ -581,11 +632,12 @@ class ContinuousBatch:
                 self._keep_state(request, request.marks[request.cached + count])
         results = self.read[self.turn]
         self.exchange.copy(results.ctypes.data, self.results.address, self.read_bytes)
-        launched = _Launched([(r, g) for (r, _), g in zip(chosen, gets, strict=True)], results, self.exchange.mark(), top)
+        shares = [(r, given, guess) for (r, _), given, guess in zip(chosen, gets, guesses, strict=True)]
+        launched = _Launched(shares, results, self.exchange.mark(), top)
         self.steps += 1
-        self.processed_tokens += sum(count for _, count in chosen)
-        for (request, count), (_, given) in zip(chosen, launched.chosen, strict=True):
-            request.cached += count
+        self.processed_tokens += len(feed[POSITIONS])
+        for (request, count), given, guess in zip(chosen, gets, guesses, strict=True):
+            request.cached += count + len(guess)
             request.coming += given
             request.marks.pop(request.cached, None)
             self._keep_full_pages(request)
@@ -594,42 +646,62 @@ class ContinuousBatch:
     def _finish(self, launched: _Launched) -> list[tuple[Request, int]]:
         """Waits for a step, and gives its tokens to the requests."""
         self.exchange.wait(launched.mark)
-        tokens, logprobs = self._chosen_tokens(launched)
-        results = []
-        for row, ((request, given), token, logprob) in enumerate(
-            zip(launched.chosen, tokens.tolist(), logprobs.tolist(), strict=True)
-        ):
+        tokens, logprobs = (array.tolist() for array in self._chosen_tokens(launched))
+        results, end = [], 0
+        for request, given, guess in launched.chosen:
+            first, end = end, end + 1 + len(guess)
             if not given or request.done:  # done: it stopped in the step before, while this one was on its way
                 continue
             request.coming -= 1
-            request.error = choice.problem(logprob)
-            if request.error is None:
-                request.tokens.append(token)
-                request.logprobs.append(logprob)
-                if launched.top is not None and request.adjustments.top_logprobs:
-                    ids, values = (array[row, : request.adjustments.top_logprobs].tolist() for array in launched.top)
-                    request.top_logprobs.append(list(zip(ids, values, strict=True)))
-                self._keep_full_pages(request)
-                results.append((request, token))
-            request.done = (
-                request.error is not None or token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
-            )
+            had = len(request.tokens)
+            self._take(request, guess, tokens[first:end], logprobs[first:end])
+            results += [(request, token) for token in request.tokens[had:]]
+            if len(request.tokens) > had and launched.top is not None and request.adjustments.top_logprobs:
+                ids, values = (array[first, : request.adjustments.top_logprobs].tolist() for array in launched.top)
+                request.top_logprobs.append(list(zip(ids, values, strict=True)))
+            self._keep_full_pages(request)
             if request.done:
                 (self.running if request in self.running else self.queue).remove(request)
                 self._release(request)
         return results
 
+    def _take(self, request: Request, guess: list[int], tokens: list[int], logprobs: list[float]) -> None:
+        """Gives a request its next token, and the one behind each guess that was right. Keys and values behind a wrong one are
+        none of it: the next step writes over them."""
+        right = -1
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            right += 1
+            request.error = choice.problem(logprob)
+            if request.error is None:
+                request.tokens.append(token)
+                request.logprobs.append(logprob)
+                if request.lookup is not None:
+                    request.lookup.extend([token])
+            request.done = (
+                request.error is not None or token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
+            )
+            if request.done or guess[right : right + 1] != [token]:
+                break
+        if guess:
+            request.cached -= len(guess) - right
+            needed = -(-request.cached // self.block)
+            self.pool.release(request.pages[needed:])
+            del request.pages[needed:]
+            request.trust = min(2 * request.trust, self.speculate) if right == len(guess) else right + 1
+            self.guessed += len(guess)
+            self.guessed_right += right
+
     def _chosen_tokens(self, launched: _Launched) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, log-probabilities) of a step's rows. Graphs of older formats leave the choice to the host."""
-        rows = len(launched.chosen)
+        rows = sum(1 + len(guess) for *_, guess in launched.chosen)
 
         def result(name: str) -> np.ndarray:
             return self.results.view(launched.results, name)[:rows]
 
         if self.interface.chooses:
             return result(NEXT_TOKENS), result(LOGPROB)
-        positions = np.array([r.cached for r, _ in launched.chosen])
-        return choice.sample(result(LOGITS), [r.sampling for r, _ in launched.chosen], positions)
+        positions = np.array([r.cached for r, *_ in launched.chosen])
+        return choice.sample(result(LOGITS), [r.sampling for r, *_ in launched.chosen], positions)
 
     def bind_pools(self, binding: IOBinding) -> None:
         """Binds the pools as inputs and outputs of the graph."""
@@ -640,32 +712,38 @@ class ContinuousBatch:
             else:
                 binding.bind_output(SERVING.output_of(name))
 
-    def _captured_step(self, captured: dict[tuple[int, int, int], _Captured], tokens: int, rows: int, table: int) -> _Captured:
-        """That for steps of so many new tokens and requests with tables of so many pages, at least. Steps with pieces of
-        prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them."""
+    def _captured_step(
+        self, captured: dict[tuple[int, ...], _Captured], tokens: int, rows: int, wanted: int, table: int
+    ) -> _Captured:
+        """That for steps of so many new tokens, requests and wanted rows with tables of so many pages, at least. Steps with
+        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; so have
+        those with guesses, and for as many as there can be."""
 
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
-        if tokens > rows:
+        if wanted > rows and tokens <= self.result_rows:  # guesses alone
+            rows, tokens, wanted = self.max_requests, min(self.result_rows, self.step_tokens), self.result_rows
+        elif tokens > rows:
+            wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
         else:
-            rows = tokens = rounded(rows, self.max_requests)
-        key = tokens, rows, rounded(table, self.pool.count)
+            rows = tokens = wanted = rounded(rows, self.max_requests)
+        key = tokens, rows, wanted, rounded(table, self.pool.count)
         if key not in captured:
             captured[key] = _Captured(self, *key, 1 + len(captured))
         return captured[key]
 
     def _run(self, feed: dict[str, np.ndarray], logits: bool = False) -> None:
         """A call, which leaves what it says of each request in `results`, on wish its logits too."""
-        rows, tokens = len(feed[LAST]), len(feed[POSITIONS])
+        wanted, rows, tokens = len(feed[LAST]), len(feed[SEQ_LENS]), len(feed[POSITIONS])
         if self.captured is not None and (self.interface is not PADDED_SERVING or tokens == rows):
-            step = self._captured_step(self.captured, tokens, *feed[BLOCK_TABLE].shape)
+            step = self._captured_step(self.captured, tokens, rows, wanted, feed[BLOCK_TABLE].shape[1])
             step.run(feed, self.turn, self.results.address)
             return
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
-        self.bind_results(self.binding, rows, logits)
+        self.bind_results(self.binding, wanted, logits)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
         if not self.in_place:

@@ -20,6 +20,7 @@ import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanfleet import cli, engine, generation, serve
+from leanfleet.lookup import Lookup
 from leanfleet.ort_ops.generation import generate, load_decoder, load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support.decoders import byte_tokenizer, minimax
@@ -467,5 +468,31 @@ def test_a_decoder_with_linear_layers(hybrid_folder):
             tokens, _ = generate(decoder, [generation.encode(tokenizer, prompt, chat=False)], 12, stop_tokens=())
             assert i == 3 or answer == tokenizer.decode(tokens[0], skip_special_tokens=True)
         assert running.settled() and len(running.batch.free_states) == 3
+    finally:
+        running.close()
+
+
+def test_several_tokens_a_step(folder, alone, monkeypatch):
+    """Right guesses come as pieces of one token each, with their own log-probabilities, and end where a stop text does."""
+    prompt = list(range(97, 107))
+    batch = ContinuousBatch(folder, pages=PAGES, providers=["CPUExecutionProvider"])
+    known = batch.add(prompt, 30, stop_tokens=())
+    batch.run()
+    whole = [*prompt, *known.tokens]
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: whole[len(self.text) :][:count])
+    running = Running(folder, speculate=4)
+    try:
+        given = {"model": "tiny", "prompt": prompt, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        answer = running.client.completions.create(max_tokens=30, logprobs=0, **given).choices[0]
+        assert answer.text == alone(prompt, 30, stop_tokens=()) and answer.finish_reason == "length"
+        assert np.allclose(answer.logprobs.token_logprobs, known.logprobs, atol=1e-4) and len(answer.logprobs.tokens) == 30
+        assert running.batch.guessed_right >= 20 and running.batch.steps < 15
+        assert running.metric("leanfleet_rightly_guessed_tokens") == running.batch.guessed_right
+        stop = answer.text[9:11]
+        short = running.client.completions.create(max_tokens=30, stop=stop, **given).choices[0]
+        assert short.text == answer.text[: answer.text.index(stop)] and short.finish_reason == "stop"
+        chosen = running.client.completions.create(max_tokens=9, logprobs=2, **given).choices[0]
+        assert chosen.text == alone(prompt, 9, stop_tokens=()) and len(chosen.logprobs.top_logprobs) == 9
+        assert running.settled()
     finally:
         running.close()

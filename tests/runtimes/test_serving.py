@@ -27,6 +27,7 @@ from leanfleet.export import serving as export_serving
 from leanfleet.export.decoder import export_decoder
 from leanfleet.export.serving import export_for_serving
 from leanfleet.export.verification import VerificationError
+from leanfleet.lookup import Lookup
 from leanfleet.ort_ops import serving
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
@@ -107,7 +108,7 @@ def test_captured_steps(model, folder, monkeypatch):
     for prompt in wanted:
         requests.append(batch.add(prompt, int(random.integers(1, 25)), stop_tokens=()))
     batch.run()
-    steps = {(tokens, rows) for tokens, rows, _ in batch.captured}
+    steps = {(tokens, rows) for tokens, rows, *_ in batch.captured}
     assert {(n, n) for n in (1, 2, 4, 5)} <= steps and {tokens for tokens, rows in steps if tokens > rows} >= {16, 32}
     assert {pages for *_, pages in batch.captured} <= {1, 2, 4, 8, 16} and all(rows == 5 for n, rows in steps if n > rows)
     for prompt, request in zip(wanted, requests):
@@ -341,7 +342,7 @@ def test_folders_of_older_formats(model, folder, tmp_path, older, captured):
     for prompt, request in zip(wanted, requests):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
     assert not captured or batch.captured
-    assert not captured or older is not as_format_1 or all(tokens == rows for tokens, rows, _ in batch.captured)
+    assert not captured or older is not as_format_1 or all(tokens == rows for tokens, rows, *_ in batch.captured)
 
 
 def test_tokens_of_another_type_are_refused(folder, tmp_path):
@@ -904,3 +905,118 @@ def test_snapshots_come_and_go(linear_folder, monkeypatch, captured, seed):
 def test_wrong_snapshots(folder):
     with pytest.raises(ValueError, match="snapshots is -1; expected how many"):
         ContinuousBatch(folder, pages=10, snapshots=-1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lookup(seed):
+    """As a search of the whole text finds it: behind the latest earlier place of the ending, of three tokens or of two."""
+    random, text, lookup = np.random.default_rng(seed), [], Lookup()
+    for _ in range(150):
+        new = random.integers(0, 4, random.integers(0, 4)).tolist()
+        text += new
+        lookup.extend(new)
+        count, expected = int(random.integers(1, 7)), []
+        for size in (3, 2):
+            ends = [i + size for i in range(len(text) - size) if text[i : i + size] == text[-size:]]
+            if ends:
+                while len(expected) < count:
+                    expected.append([*text, *expected][ends[-1] + len(expected)])
+                break
+        assert lookup.guess(count) == expected
+
+
+def repeating(random, size):
+    """A prompt that says things twice, so that there is something to guess from."""
+    part = random.integers(0, 97, 7).tolist()
+    return [*part, *random.integers(0, 97, size).tolist(), *part][: max(1, size)]
+
+
+@pytest.mark.parametrize("captured", (False, True))
+@pytest.mark.parametrize("seed", range(3))
+def test_guesses_change_no_token(model, folder, monkeypatch, captured, seed):
+    """Greedy and drawn requests that come, go, end at stop tokens, share pages and are preempted: with guesses, right and wrong
+    ones, they get the tokens that they get without, and pages and lengths are right at every step."""
+    right = {}  # of a request: the tokens that it will get, which some guesses are made of, so that many are right
+
+    def guess(self, count):
+        answer, random = right.get(tuple(self.text[:1])), np.random.default_rng(len(self.text))
+        at = len(self.text)
+        if answer is None or random.random() < 0.2:
+            return random.integers(0, 97, count).tolist()
+        found = answer[at : at + count]
+        if found and random.random() < 0.5:
+            found[int(random.integers(0, len(found)))] = 5
+        return found
+
+    random = np.random.default_rng(seed)
+    settings = [dict(temperature=float(i % 3 == 2) * 0.8, seed=i) for i in range(14)]
+    wanted = [[i, *repeating(random, int(random.integers(1, 40)))] for i in range(14)]
+    lengths = [int(random.integers(1, 30)) for _ in wanted]
+    plain = ContinuousBatch(folder, pages=200, max_requests=4, providers=["CPUExecutionProvider"])
+    alone_tokens = []
+    for prompt, length, options in zip(wanted, lengths, settings):
+        request = plain.add(prompt, length, stop_tokens=[3], **options)
+        plain.run()
+        alone_tokens.append(request)
+        right[prompt[0],] = prompt + request.tokens
+    monkeypatch.setattr(Lookup, "guess", guess)
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    batch = ContinuousBatch(folder, pages=17, max_requests=4, step_tokens=20, providers=["CPUExecutionProvider"], speculate=5)
+    batch.captured = {} if captured else None
+    poisoned(batch)
+    requests, told = [], {}
+    for i, (prompt, length, options) in enumerate(zip(wanted, lengths, settings)):
+        requests.append(batch.add(prompt, length, stop_tokens=[3], **options))
+        while not batch.idle if i == len(wanted) - 1 else random.random() < 0.6:
+            for request, token in batch.step():
+                told.setdefault(id(request), []).append(token)
+            for request in batch.running:
+                assert request.coming == 0 and request.cached <= len(request.prompt) + len(request.tokens) - 1
+                assert len(request.pages) == -(-request.cached // BLOCK) or request.waiting > 1
+    assert batch.guessed_right > 30 and batch.guessed > batch.guessed_right + 20 and batch.pool.in_use == 0
+    for request, other in zip(requests, alone_tokens):
+        assert request.tokens == other.tokens == told[id(request)] and len(request.logprobs) == len(request.tokens)
+        assert np.allclose(request.logprobs, other.logprobs, atol=1e-4)
+    assert batch.steps < sum(len(r.tokens) for r in requests)
+
+
+def test_guesses_save_steps(model, folder, monkeypatch):
+    """A text that is known to come takes a step for each N + 1 tokens; what follows nothing is guessed at all."""
+    prompt = random_prompt(20, 1)
+    answer = alone(model, prompt, 24)
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: [*prompt, *answer][len(self.text) :][:count])
+    batch = ContinuousBatch(folder, pages=20, providers=["CPUExecutionProvider"], speculate=3)
+    request = batch.add(prompt, 24, stop_tokens=())
+    batch.run()
+    assert request.tokens == answer and batch.steps == 1 + 6  # 1 of the prompt's, then 4, 4, 4, 4, 4 and 3
+    assert (batch.guessed, batch.guessed_right, batch.processed_tokens) == (17, 17, 20 + 23)
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: [])
+    batch = ContinuousBatch(folder, pages=20, providers=["CPUExecutionProvider"], speculate=3)
+    request = batch.add(prompt, 24, stop_tokens=())
+    batch.run()
+    assert request.tokens == answer and batch.steps == 24 and batch.guessed == 0
+
+
+def test_adjusted_requests_are_not_guessed(model, folder, monkeypatch):
+    """Penalties count what was said: steps with such a request go without guesses, and those behind have them again."""
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 9, 7, 8, 9, 7]]
+    batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"], speculate=3)
+    penalised = batch.add(prompts[0], 6, stop_tokens=(), frequency_penalty=1.5, top_logprobs=3)
+    plain = batch.add(prompts[1], 30, stop_tokens=())
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: [0] * count)
+    while not penalised.done:
+        batch.step()
+        assert batch.guessed == 0
+    batch.run()
+    assert batch.guessed > 0 and plain.tokens == alone(model, prompts[1], 30)
+    assert penalised.tokens == adjusted(model, prompts[0], 6, frequency_penalty=1.5)[0] and len(penalised.top_logprobs) == 6
+
+
+def test_where_nothing_is_guessed(folder, linear_folder, tmp_path):
+    with pytest.raises(ValueError, match="speculate is -1; expected how many tokens"):
+        ContinuousBatch(folder, pages=10, speculate=-1)
+    with pytest.raises(ValueError, match="layers with linear attention, whose states cannot give a wrong guess back"):
+        ContinuousBatch(linear_folder, pages=10, speculate=2)
+    as_format_3(folder, tmp_path / "old")
+    with pytest.raises(ValueError, match="gives one token of a request a step, .*: export it again"):
+        ContinuousBatch(tmp_path / "old", pages=10, speculate=2)
