@@ -110,6 +110,25 @@ class Cache:
             self.update(name, tensor)
         return output.transpose(1, 2).contiguous()  # some models view it as [B,N,H D]
 
+    def decay(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """A linear layer over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H]."""
+        name = cache_name(layer, STATE)
+        valid = (torch.arange(query.shape[1], device=query.device) < self.query_lens.unsqueeze(1)).unsqueeze(-1)
+        output, state = causal_linear_decay(
+            query,
+            key * valid.unsqueeze(-1).to(key.dtype),  # rows past query_lens leave the state as it is
+            value,
+            torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype)),
+            self.tensors[name],
+            return_state=True,
+            scale=scale,
+            layout="bnhd",
+        )
+        self.update(name, state)
+        return output
+
 
 def attention(
     module: torch.nn.Module,
@@ -181,25 +200,8 @@ def decayed_attention(
     log_decay: torch.Tensor,
     scale: float = 1.0,
 ) -> torch.Tensor:
-    """Linear layer `layer` over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H].
-
-    Rows past query_lens leave the state as it is: their keys are zero and their decay is 1.
-    """
-    name = cache_name(layer, STATE)
-    valid = (torch.arange(query.shape[1], device=query.device) < cache.query_lens.unsqueeze(1)).unsqueeze(-1)
-    decay = torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype))
-    output, state = causal_linear_decay(
-        query,
-        key * valid.unsqueeze(-1).to(key.dtype),
-        value,
-        decay,
-        cache.tensors[name],
-        return_state=True,
-        scale=scale,
-        layout="bnhd",
-    )
-    cache.update(name, state)
-    return output
+    """Linear layer `layer` over the state that `cache` carries: query, key [B,N,H,R], value [B,N,H,Dv], log_decay [H]."""
+    return cache.decay(layer, query, key, value, log_decay, scale)
 
 
 def _lightning_forward(self: Any, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:

@@ -1,6 +1,7 @@
 """Exports a decoder for continuous batching: requests of unequal length share one graph call and a pool of pages.
 
-The new tokens of all requests stand one after the other, in the attention too, so that no layer sees padding.
+The new tokens of all requests stand one after the other, in the attention too, so that no layer sees padding. Softmax layers
+keep keys and values in pages; linear layers keep a state for each request, a row of a pool.
 leanfleet.decoder_contract has the graph's inputs and outputs.
 """
 
@@ -34,16 +35,17 @@ from leanfleet.decoder_contract import (
     SERVING,
     SERVING_FILE,
     STATE,
+    STATES,
     TABLE,
     TOKENS,
     TOP,
     VALUE,
     VOCABULARY,
+    WANTED,
     Facts,
     Tensor,
     cache_name,
     is_part,
-    layer_of,
     packed,
     read_facts,
     write_facts,
@@ -51,7 +53,7 @@ from leanfleet.decoder_contract import (
 from leanfleet.export import function_bodies, verification
 from leanfleet.export.decoder import INSIDE, Cache, cache_shapes, made, run, write
 from leanfleet.export.support import check_supported
-from leanfleet.export.torch_ops import lean_attention, sample_tokens
+from leanfleet.export.torch_ops import causal_linear_decay, lean_attention, sample_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -69,9 +71,10 @@ class Pages(Cache):
         seq_lens: torch.Tensor,
         cu_query_lens: torch.Tensor,
         block_table: torch.Tensor,
+        state_index: torch.Tensor,
     ) -> None:
         super().__init__(tensors, seq_lens, cu_query_lens.diff())
-        self.block_table, self.cu_query_lens = block_table, cu_query_lens
+        self.block_table, self.cu_query_lens, self.state_index = block_table, cu_query_lens, state_index
 
     def sizes(self, layer: int) -> tuple[int, int, int]:
         """(heads, columns of a key, columns of a value) of a layer's pools."""
@@ -101,6 +104,26 @@ class Pages(Cache):
             self.update(name, tensor)
         return output.unsqueeze(0)
 
+    def decay(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """As Cache.decay, of tokens [1,T,heads,...]."""
+        name = cache_name(layer, STATE)
+        output, state = causal_linear_decay(
+            query,
+            key,
+            value,
+            log_decay,
+            self.tensors[name],
+            cu_seqlens=self.cu_query_lens,
+            state_index=self.state_index,
+            return_state=True,
+            scale=scale,
+            layout="bnhd",
+        )
+        self.update(name, state)
+        return output
+
 
 class PackedDecoder(torch.nn.Module):
     """A transformers causal LM with the inputs and outputs of this module's graph."""
@@ -118,6 +141,7 @@ class PackedDecoder(torch.nn.Module):
         seq_lens: torch.Tensor,
         cu_query_lens: torch.Tensor,
         block_table: torch.Tensor,
+        state_index: torch.Tensor,
         temperature: torch.Tensor,
         top_k: torch.Tensor,
         top_p: torch.Tensor,
@@ -126,7 +150,7 @@ class PackedDecoder(torch.nn.Module):
         pages: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """pages: tensors in the order of names; returns (logits, next tokens, their log-probabilities, *pages)."""
-        cache = Pages(zip(self.names, pages, strict=True), seq_lens, cu_query_lens, block_table)
+        cache = Pages(zip(self.names, pages, strict=True), seq_lens, cu_query_lens, block_table, state_index)
         logits = run(
             self.model,
             cache,
@@ -134,7 +158,8 @@ class PackedDecoder(torch.nn.Module):
             input_ids=input_ids.index_select(0, token_index).unsqueeze(0),
             position_ids=positions.unsqueeze(0),
         )
-        settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=seq_lens)
+        position = (positions.index_select(0, last) + 1).to(torch.int32)  # of the next tokens
+        settings = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed, position=position)
         return (logits, *sample_tokens(logits, **settings, logprob=True), *(cache.tensors[n] for n in self.names))
 
 
@@ -150,9 +175,9 @@ def export_for_serving(
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
-    model: a transformers causal LM as export_decoder takes it. block: tokens a page. fuse, verify, rope, options: as for
-    export_decoder. leanfleet.ort_ops.serving runs it. Raises what export_decoder raises, and ValueError for layers of linear
-    attention.
+    model: what export_decoder takes. block: tokens a page. fuse, verify, rope, options: as for export_decoder.
+    leanfleet.ort_ops.serving runs it. Raises what export_decoder raises, and ValueError for a model that carries something else
+    than keys, values and states from call to call.
 
     Example:
         from transformers import AutoModelForCausalLM
@@ -284,31 +309,38 @@ def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
     return tensor.dtype, tuple(tensor.shape), zlib.crc32(tensor.tobytes())
 
 
+def pool_shape(name: str, shape: tuple[int | str, ...], block: int) -> tuple[Any, ...]:
+    """The shape of the pool of a cache, of which cache_shapes says `shape`."""
+    return (STATES, *shape[1:]) if is_part(name, STATE) else (POOL, block, shape[1], shape[3])
+
+
 def _traced(model: Any, block: int) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's SERVING graph."""
     model = model.eval()
-    if hasattr(model, "cache_shapes"):
-        raise ValueError(
-            f"{type(model).__name__}: its layers are linear attention; export_for_serving takes softmax decoders. "
-            "Use export_decoder"
-        )
-    check_supported(model)
+    if not hasattr(model, "cache_shapes"):
+        check_supported(model)
     caches = cache_shapes(model)
-    if carried := [name for name in caches if is_part(name, STATE)]:
+    if unknown := [name for name in caches if not any(is_part(name, part) for part in (KEY, VALUE, STATE))]:
         raise ValueError(
-            f"{type(model).__name__}: layer {layer_of(carried[0])} is linear attention; "
-            "export_for_serving takes softmax decoders. Use export_decoder"
+            f"{type(model).__name__}: it carries {unknown[0]} from call to call; export_for_serving has pools for a layer's "
+            f"{KEY}, {VALUE} and {STATE} alone. Use export_decoder"
         )
-    batch, table, pool = 2, 4, 9
+    batch, table, sizes = 2, 4, {POOL: 9, STATES: 5}
     example = {
         name: torch.from_numpy(array)
         for name, array in packed(
-            [[1, 1, 1], [1, 1]], [0, 0], [range(i * table, (i + 1) * table) for i in range(batch)], earlier=2
+            [[1, 1, 1], [1, 1]],
+            [0, 0],
+            [range(i * table, (i + 1) * table) for i in range(batch)],
+            earlier=2,
+            states=range(batch),
+            wanted=[2, 1],
         ).items()
     }
-    pages = [torch.zeros(pool, block, shape[1], shape[3], dtype=dtype) for dtype, shape in caches.values()]
-    dims = {name: torch.export.Dim(name, min=1) for name in (KNOWN, TOKENS, BATCH, ENDS, TABLE, POOL)}
+    pools = {name: pool_shape(name, shape, block) for name, (_, shape) in caches.items()}
+    pages = [torch.zeros(sizes[shape[0]], *shape[1:], dtype=caches[name][0]) for name, shape in pools.items()]
+    dims = {name: torch.export.Dim(name, min=1) for name in (KNOWN, TOKENS, BATCH, ENDS, TABLE, POOL, STATES, WANTED)}
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in SERVING.inputs}
-    shapes["pages"] = [{0: dims[POOL]}] * len(caches)
+    shapes["pages"] = [{0: dims[shape[0]]} for shape in pools.values()]
     names = {"input_names": SERVING.input_names(caches), "output_names": SERVING.output_names(caches)}
     return PackedDecoder(model, caches).eval(), (*example.values(), pages), shapes, names

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, packed
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, STATE, is_part, packed
 from leanfleet.export import blocks
 from leanfleet.export.support import fixed_rotary, implementation
 
@@ -281,15 +281,16 @@ class _Pages:
         self.session, self.block = session, facts["block"]
         self.table = -(-(max(PROMPTS) + STEPS) // self.block)
         self.order = np.random.default_rng(0).permutation(batch * self.table).reshape(batch, self.table).astype(np.int32)
-        self.pools = {
-            i.name: np.full([self.order.size, *i.shape[1:]], np.nan, _NUMPY[i.type])
-            for i in session.get_inputs()
-            if SERVING.is_cache(i.name)
-        }
+        caches = [i for i in session.get_inputs() if SERVING.is_cache(i.name)]
+        self.pools = {}
+        for i in caches:
+            state = is_part(i.name, STATE)  # one row more than there are requests, which nobody writes
+            rows, fill = (batch + 1, 0.0) if state else (self.order.size, np.nan)
+            self.pools[i.name] = np.full([rows, *i.shape[1:]], fill, _NUMPY[i.type])
 
     def run(self, new, seen):
         """As _Batch.run."""
-        feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)])
+        feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)], states=list(new))
         logits, *others = self.session.run(None, feed | self.pools)
         self.pools = dict(zip(self.pools, others[len(SERVING.outputs) - 1 :], strict=True))
         return dict(zip(new, logits, strict=True))

@@ -249,6 +249,19 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     )
     serve.add_argument("--no-share", dest="share", action="store_false", help="do not share beginnings of prompts")
     serve.add_argument(
+        "--speculate",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="tokens that are guessed at most, from what followed in a request's own text before (default: none)",
+    )
+    serve.add_argument(
+        "--snapshots",
+        type=_count,
+        metavar="N",
+        help="of layers with linear attention, states that are kept for prompts that begin alike (default: --max-requests)",
+    )
+    serve.add_argument(
         "--max-body", type=_positive, default=4 << 20, metavar="BYTES", help="of a request (default: %(default)s)"
     )
     serve.add_argument("--timeout", type=_seconds, default=600.0, metavar="S", help="of a request (default: %(default)s)")
@@ -359,6 +372,12 @@ def _size(text: str) -> tuple[str, int]:
 def _number(text: str) -> int:
     if not text.isdecimal() or int(text) > 65535:
         raise argparse.ArgumentTypeError(f"'{text}' is no number of a port, 0 to 65535")
+    return int(text)
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f"'{text}' is not a whole number, 0 or more")
     return int(text)
 
 
@@ -657,6 +676,8 @@ def serve_command(arguments: argparse.Namespace) -> int:
             providers,
             cuda_graph=arguments.cuda_graph,
             share=arguments.share,
+            snapshots=arguments.snapshots,
+            speculate=arguments.speculate,
         )
     name = arguments.name or folder.resolve().name
     key = os.environ.get(KEY_VARIABLE) or None
@@ -665,7 +686,8 @@ def serve_command(arguments: argparse.Namespace) -> int:
     )
 
     def started(address: str) -> None:
-        kept = f"{pages} pages of {facts['block']} tokens, {batch.pool_bytes / 1e9:.2f} GB"
+        held = [f"{pages} pages of {facts['block']} tokens"] * batch.paged + [f"{batch.state_rows} states"] * batch.linear
+        kept = f"{', '.join(held)}, {batch.pool_bytes / 1e9:.2f} GB"
         print(f"serving {name} at {address} ({kept}{', with an API key' if key else ''})", file=sys.stderr, flush=True)
 
     serve.run(server, arguments.host, arguments.port, arguments.grace, started)

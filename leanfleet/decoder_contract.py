@@ -15,22 +15,27 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     present.L...                  as the past, with the new tokens; may be bound to the inputs' buffers
 
 SERVING, of leanfleet.export.serving.export_for_serving: T new tokens of B requests one after the other, M pages a request, in
-a pool of P pages of `block` tokens (all but `block` dynamic).
+a pool of P pages of `block` tokens, and a pool of A states; C rows of logits are wanted (all but `block` dynamic).
 
     input_ids                     int64 [K]         tokens
     token_index                   int64 [T]         which of them each new token is, request after request
     positions                     int64 [T]         each token's position in its request
-    last                          int64 [B]         index into T of each request's last new token
+    last                          int64 [C]         index into T of the tokens whose next ones are wanted: of each request's
+                                                    last new token, or of several of them
     seq_lens                      int32 [B]         as above
     cu_query_lens                 int32 [B+1]       request b has tokens cu_query_lens[b] .. [b+1]; behind the last: padding
-    block_table                   int32 [B,M]       the pages of each request
-    temperature, top_p, min_p     float32 [B]       how each request's next token is chosen, see the operator SampleTokens,
-    top_k, seed                   int32, int64 [B]  which takes seq_lens as its positions
-    pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool, one pair a layer
-    logits                        float32 [B,vocabulary], of each request's last new token
-    next_tokens                   int64 [B]         each request's next token
-    logprob                       float32 [B]       its log-probability; NaN where the request's logits are not finite
-    pages_out.L.key, ...          the pool with the new tokens; may be bound to the inputs' buffers
+    block_table                   int32 [B,M]       the pages of each request; without effect where no layer has pages
+    state_index                   int32 [B]         each request's row in the pools of states, no row twice; -1: none. Without
+                                                    effect where no layer has a state
+    temperature, top_p, min_p     float32 [C]       how each next token is chosen, see the operator SampleTokens, which takes
+    top_k, seed                   int32, int64 [C]  the next token's position in its request
+    pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool of softmax layer L
+    pages.L.recurrent_state       float32 [A,Hkv,R,Dv]  the pool of states of linear layer L; whoever runs the graph sees to it
+                                                    that a request's row is 0 before its first token
+    logits                        float32 [C,vocabulary], of the tokens at `last`
+    next_tokens                   int64 [C]         the tokens that come next
+    logprob                       float32 [C]       their log-probabilities; NaN where logits are not finite
+    pages_out.L.key, ...          the pools with the new tokens; may be bound to the inputs' buffers
 
 Beside a graph of the second kind stands sampler.onnx, SAMPLER, for steps in which a request wants more than these settings. It
 chooses all tokens of a step again, from its logits:
@@ -46,10 +51,11 @@ chooses all tokens of a step again, from its logits:
     token_counts_out              int32 [A,V]       with the new tokens; may be bound to the input's buffer
 
 Since token_index says where the new tokens stand, input_ids may begin with the next_tokens of an earlier call, which no host
-has read yet. export_for_serving wrote other inputs and outputs before. GREEDY_SERVING, format 2: input_ids are [T], there is no
-token_index and no setting, and next_tokens are the most likely ones. PADDED_SERVING, format 1: it has no next_tokens and no
-logprob either, and in place of cu_query_lens query_lens [B], slots int64 [B,N], the index into T of each request's new tokens,
-at the front, then anything, and rows int64 [T], b * N + i of token i of request b.
+has read yet. export_for_serving wrote other inputs and outputs before. LAST_SERVING, format 3: C is B, `last` has each
+request's last new token alone, and there is no state_index, nor a layer with a state. GREEDY_SERVING, format 2: input_ids are
+[T], there is no token_index and no setting, and next_tokens are the most likely ones. PADDED_SERVING, format 1: it has no
+next_tokens and no logprob either, and in place of cu_query_lens query_lens [B], slots int64 [B,N], the index into T of each
+request's new tokens, at the front, then anything, and rows int64 [T], b * N + i of token i of request b.
 
 Importing this module needs only the standard library.
 """
@@ -67,7 +73,7 @@ import leanfleet
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT = 3  # of leanfleet.json, the newest; one without a format is of the first
+FORMAT = 4  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 SAMPLER_FILE = "sampler.onnx"
 SERVING_FILE = "serving.onnx"  # in a folder whose model.onnx is of the other kind
@@ -81,11 +87,12 @@ OPTIONAL_FILES = (
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
 TOKEN_INDEX, SETTINGS = "token_index", ("temperature", "top_k", "top_p", "min_p", "seed")
 POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "block_table"
-SLOTS, ROWS = "slots", "rows"
+SLOTS, ROWS, STATE_INDEX = "slots", "rows", "state_index"
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
 LONGEST, TABLE, POOL, ENDS, KNOWN, VOCABULARY = "longest", "table", "pool", "ends", "known", "vocabulary"
+STATES, WANTED = "states", "wanted"
 
 # onnxruntime's names of types by numpy's
 SESSION_TYPES = {
@@ -125,6 +132,16 @@ class Interface:
     format: int  # of leanfleet.json, where it came
     outputs: tuple[Tensor, ...] = (Tensor(LOGITS, "float32", (BATCH, VOCABULARY)),)  # beside the caches, before them
 
+    @property
+    def chooses(self) -> bool:
+        """Whether the graph chooses each next token, by settings of its own."""
+        return any(t.name == TOKEN_INDEX for t in self.inputs)
+
+    @property
+    def of_any_row(self) -> bool:
+        """Whether `last` may name any tokens, several of a request too."""
+        return any(t.name == LAST and t.shape == (WANTED,) for t in self.inputs)
+
     def input_names(self, caches: Iterable[str]) -> list[str]:
         """Names of all inputs. caches: names as cache_name makes them."""
         return [*(t.name for t in self.inputs), *(self.past + name for name in caches)]
@@ -162,28 +179,42 @@ SERVING = Interface(
         Tensor(INPUT_IDS, "int64", (KNOWN,)),
         Tensor(TOKEN_INDEX, "int64", (TOKENS,)),
         Tensor(POSITIONS, "int64", (TOKENS,)),
-        Tensor(LAST, "int64", (BATCH,)),
+        Tensor(LAST, "int64", (WANTED,)),
         Tensor(SEQ_LENS, "int32", (BATCH,)),
         Tensor(OFFSETS, "int32", (ENDS,)),
         Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE)),
-        *(Tensor(n, t, (BATCH,)) for n, t in zip(SETTINGS, ("float32", "int32", "float32", "float32", "int64"), strict=True)),
+        Tensor(STATE_INDEX, "int32", (BATCH,)),
+        *(Tensor(n, t, (WANTED,)) for n, t in zip(SETTINGS, ("float32", "int32", "float32", "float32", "int64"), strict=True)),
     ),
     "pages.",
     "pages_out.",
-    (POOL,),
-    3,
-    (*DECODER.outputs, Tensor(NEXT_TOKENS, "int64", (BATCH,)), Tensor(LOGPROB, "float32", (BATCH,))),
+    (POOL, STATES),
+    4,
+    (
+        Tensor(LOGITS, "float32", (WANTED, VOCABULARY)),
+        Tensor(NEXT_TOKENS, "int64", (WANTED,)),
+        Tensor(LOGPROB, "float32", (WANTED,)),
+    ),
+)
+LAST_SERVING = replace(
+    SERVING,
+    inputs=tuple(
+        replace(t, shape=tuple(BATCH if n == WANTED else n for n in t.shape)) for t in SERVING.inputs if t.name != STATE_INDEX
+    ),
+    cache_sizes=(POOL,),
+    format=3,
+    outputs=(*DECODER.outputs, Tensor(NEXT_TOKENS, "int64", (BATCH,)), Tensor(LOGPROB, "float32", (BATCH,))),
 )
 GREEDY_SERVING = replace(
-    SERVING,
+    LAST_SERVING,
     inputs=(
         Tensor(INPUT_IDS, "int64", (TOKENS,)),
-        *(t for t in SERVING.inputs if t.name not in (INPUT_IDS, TOKEN_INDEX, *SETTINGS)),
+        *(t for t in LAST_SERVING.inputs if t.name not in (INPUT_IDS, TOKEN_INDEX, *SETTINGS)),
     ),
     format=2,
 )
 PADDED_SERVING = replace(
-    SERVING,
+    LAST_SERVING,
     inputs=(
         Tensor(INPUT_IDS, "int64", (TOKENS,)),
         Tensor(POSITIONS, "int64", (TOKENS,)),
@@ -208,7 +239,7 @@ SAMPLER = Interface(
     SERVING.writer,
     (
         Tensor(LOGITS, "float32", (BATCH, VOCABULARY)),
-        *(t for t in SERVING.inputs if t.name in SETTINGS),
+        *(t for t in LAST_SERVING.inputs if t.name in SETTINGS),
         Tensor(SEQ_LENS, "int32", (BATCH,)),
         Tensor(TOKEN_COUNTS, "int32", (PLACES, VOCABULARY)),
         Tensor(COUNT_INDEX, "int32", (BATCH,)),
@@ -221,7 +252,7 @@ SAMPLER = Interface(
     (),
     3,
     (
-        *SERVING.outputs[1:],
+        *LAST_SERVING.outputs[1:],
         Tensor(TOP_LOGPROBS, "float32", (BATCH, str(TOP))),
         Tensor(TOP_TOKENS, "int64", (BATCH, str(TOP))),
         Tensor(f"{TOKEN_COUNTS}_out", "int32", (PLACES, VOCABULARY)),
@@ -246,7 +277,7 @@ def is_part(name: str, part: str) -> bool:
 
 def serving_interface(facts: Facts) -> Interface:
     """The interface of a folder of kind "serving", by what its leanfleet.json says."""
-    return {1: PADDED_SERVING, 2: GREEDY_SERVING}.get(facts.get("format", 1), SERVING)
+    return {1: PADDED_SERVING, 2: GREEDY_SERVING, 3: LAST_SERVING}.get(facts.get("format", 1), SERVING)
 
 
 @dataclass(frozen=True)
@@ -274,7 +305,7 @@ class Adjustments:
 
 
 def settings(requests: Sequence[Sampling]) -> dict[str, np.ndarray]:
-    """{input: array [B]} of a SERVING graph, of B requests. Needs numpy."""
+    """{input: array [C]} of a SERVING graph, one of each request or wanted row. Needs numpy."""
     import numpy as np
 
     types = {t.name: t.type for t in SERVING.inputs}
@@ -288,39 +319,48 @@ def packed(
     interface: Interface = SERVING,
     sampling: Sequence[Sampling] = (),
     earlier: int = 0,
+    states: Sequence[int] = (),
+    wanted: Sequence[int] = (),
 ) -> dict[str, np.ndarray]:
     """The inputs of a SERVING graph, or one of an older format, beside its pool, for B requests. Needs numpy.
 
     tokens: the new ones of each request, at least one. before: how many of it are in the pool. pages: the numbers of its
     pages, in their order. sampling: one each; default: the most likely tokens. earlier: input_ids
     begin with room for so many tokens of an earlier call; a new token -1 - r is the one that stands there at r.
+    states: each request's row in the pools of states; default: none. wanted: behind how many of its new tokens, the last
+    ones, the next token is wanted; default: behind the last one.
     """
     import numpy as np
 
     counts = np.array([len(row) for row in tokens], np.int32)
     seen = np.array(before, np.int32)
     ends = np.cumsum(counts)
-    table = np.zeros((len(tokens), max(map(len, pages))), np.int32)
+    table = np.zeros((len(tokens), max(1, *map(len, pages))), np.int32)
     ids: list[int] = []
     positions: list[int] = []
     for i, (row, there, own) in enumerate(zip(tokens, before, pages, strict=True)):
         table[i, : len(own)] = own
         ids.extend(row)
         positions.extend(range(there, there + len(row)))
+    rows = np.array(wanted or [1] * len(tokens))
+    owners = np.repeat(np.arange(len(tokens)), rows)  # of the wanted rows
+    behind = np.concatenate([np.arange(-n, 0) for n in rows])
     made = {
         INPUT_IDS: np.array(ids, np.int64),
         POSITIONS: np.array(positions, np.int64),
-        LAST: (ends - 1).astype(np.int64),
+        LAST: (ends[owners] + behind).astype(np.int64),
         SEQ_LENS: seen + counts,
         QUERY_LENS: counts,
         OFFSETS: np.concatenate([[0], ends]).astype(np.int32),
         BLOCK_TABLE: table,
+        STATE_INDEX: np.array(states or [-1] * len(tokens), np.int32),
     }
-    if interface is SERVING:
+    if interface.chooses:
         new = made[INPUT_IDS]
         made[TOKEN_INDEX] = np.where(new < 0, -1 - new, earlier + np.arange(len(new)))
         made[INPUT_IDS] = np.concatenate([np.zeros(earlier, np.int64), np.maximum(new, 0)])
-        made |= settings(sampling or [Sampling()] * len(tokens))
+        each = sampling or [Sampling()] * len(tokens)
+        made |= settings([each[i] for i in owners.tolist()])
     if interface is PADDED_SERVING:
         owned = np.arange(counts.max()) < counts[:, None]
         made[SLOTS] = np.where(owned, (ends - counts)[:, None] + np.arange(counts.max()), 0).astype(np.int64)

@@ -57,6 +57,7 @@ class Answer:
     accepted: Future[None] = field(default_factory=Future)
     request: Request | None = None
     reason: str | None = None
+    told: int = 0  # tokens
     asked: float = field(default_factory=time.monotonic)
 
 
@@ -230,13 +231,14 @@ class Engine:
                 self._end(each, FAILED, Piece("", reason=FAILED, message=str(each.request.error)))
 
     def _tell(self, answer: Answer, request: Request, token: int) -> None:
+        at, answer.told = answer.told, answer.told + 1  # a step may give several
         stopped = token in request.stop_tokens
         text = answer.stop.add("" if stopped else answer.text.add(token))
-        reason = STOP if stopped or answer.stop.found else LENGTH if request.done else None
+        reason = STOP if stopped or answer.stop.found else LENGTH if answer.told == request.max_new_tokens else None
         if reason and not answer.stop.found:
             text += answer.stop.add(answer.text.finish()) + answer.stop.finish()
-        likeliest = tuple(request.top_logprobs[-1]) if request.top_logprobs else ()
-        piece = Piece(text, (token,), (request.logprobs[-1],), (likeliest,), reason)
+        likeliest = tuple(request.top_logprobs[at]) if request.top_logprobs else ()
+        piece = Piece(text, (token,), (request.logprobs[at],), (likeliest,), reason)
         if reason:
             self._end(answer, reason, piece)
         else:

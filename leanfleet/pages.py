@@ -5,13 +5,20 @@ and by the known page before it, so that a chain of known pages stands for the b
 same tokens have the same pages for them; nobody writes to a page that is full. Once no request has a known page any more it
 stays as it is until room is needed: then the page goes first that nobody has had for the longest time (vLLM's automatic prefix
 caching, after Kwon et al. 2023, section 4.3).
+
+A linear layer has no pages: what it knows of a text's beginning is one state. Snapshots has the book of states that are kept so
+that others may go on from them. They are large, so not every page's end has one: the end of a prompt does, and the place where
+two texts were seen to part.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import hashlib
+from array import array
+from collections.abc import Iterable, Sequence
 
 ROOT = 0  # what stands before a text's first page
+SEEN = 1 << 16  # beginnings of texts that are remembered without a snapshot
 
 
 class PagePool:
@@ -109,3 +116,72 @@ class PagePool:
 
     def _forget(self, page: int) -> None:
         del self._known[self._key.pop(page)], self._number[page]
+
+
+def borders(tokens: Sequence[int], block: int) -> list[bytes]:
+    """A name for each beginning of a text that is so many full blocks, with one token at least left over. Equal beginnings have
+    equal names, and others do not: names are cryptographic."""
+    names: list[bytes] = []
+    for end in range(block, len(tokens), block):
+        before = names[-1] if names else b""
+        names.append(hashlib.blake2b(before + array("q", tokens[end - block : end]).tobytes(), digest_size=32).digest())
+    return names
+
+
+class Snapshots:
+    """Which of these rows hold the state behind the beginning of a text. Beginnings go by the names of `borders`.
+
+    Example:
+        from leanfleet.pages import Snapshots, borders
+
+        known, text = Snapshots([7]), borders([5, 6, 7, 8, 9], block=2)
+        print(known.find(text), known.worth_it(text, 0))         # (0, None) [2]: behind block 2 one is worth its room
+        row = known.room()                                       # 7: copy the state there, then
+        known.keep(text[1], row)
+        print(known.find(borders([5, 6, 7, 8, 1, 2], 2)))        # (2, 7): go on behind two blocks, from row 7
+    """
+
+    def __init__(self, rows: Iterable[int]) -> None:
+        self._free = list(rows)[::-1]
+        self.count = len(self._free)
+        self._rows: dict[bytes, int] = {}  # the longest unused first
+        self._seen: dict[bytes, None] = {}  # likewise
+
+    def find(self, names: Sequence[bytes]) -> tuple[int, int | None]:
+        """(blocks, row) of the longest beginning that has a snapshot; (0, None) where none has."""
+        for blocks in range(len(names), 0, -1):
+            row = self._rows.pop(names[blocks - 1], None)
+            if row is not None:
+                self._rows[names[blocks - 1]] = row
+                return blocks, row
+        return 0, None
+
+    def worth_it(self, names: Sequence[bytes], start: int) -> list[int]:
+        """Behind how many blocks of a text that goes on behind `start` of them a snapshot is worth its room: behind all, and
+        where an earlier text was the same so far. The text counts as seen from now on."""
+        parts = next((blocks for blocks in range(len(names), start, -1) if names[blocks - 1] in self._seen), start)
+        for name in names:
+            self._seen.pop(name, None)
+            self._seen[name] = None
+        while len(self._seen) > SEEN:
+            del self._seen[next(iter(self._seen))]
+        return [blocks for blocks in sorted({parts, len(names)}) if blocks > start and names[blocks - 1] not in self._rows]
+
+    def room(self) -> int:
+        """A row to copy a state to, that of the longest unused snapshot where all are taken. It is free until `keep`."""
+        if not self._free:
+            self._free.append(self._rows.pop(next(iter(self._rows))))
+        return self._free[-1]
+
+    def keep(self, name: bytes, row: int) -> None:
+        """From now on the row that `room` gave has the state behind this beginning."""
+        self._free.remove(row)
+        if name in self._rows:
+            self._free.append(self._rows.pop(name))
+        self._rows[name] = row
+
+    def clear(self) -> None:
+        """Forgets all of them."""
+        self._free += self._rows.values()
+        self._rows.clear()
+        self._seen.clear()

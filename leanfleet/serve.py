@@ -218,6 +218,8 @@ class Metrics:
             ("pages", "Pages of the pool", lambda: engine().batch.pool.count),
             ("pages_in_use", "Pages that requests have", lambda: engine().batch.pool.in_use),
             ("shared_prompt_tokens", "Tokens of prompts found in the pool, so far", lambda: engine().batch.shared_tokens),
+            ("guessed_tokens", "Tokens that were guessed, so far", lambda: engine().batch.guessed),
+            ("rightly_guessed_tokens", "Guesses that were right, so far", lambda: engine().batch.guessed_right),
             ("preemptions", "Requests that gave their pages back, so far", lambda: engine().batch.preemptions),
         ):
             prometheus.Gauge(f"leanfleet_{name}", text, registry=registry).set_function(value)

@@ -3,7 +3,9 @@
 Requests of unequal length join and leave between steps. Their keys and values live in pages of one pool; a step gives every
 running request its next token and fills what is left of the step's tokens with pieces of waiting prompts, all in one call.
 Pages are taken as tokens come (Kwon et al. 2023, PagedAttention). Requests that begin with the same tokens share the pages of
-these. Where no page is left, the last request to come gives its own back and is computed again later.
+these. Where no page is left, the last request to come gives its own back and is computed again later. Layers of linear
+attention have a state in place of keys and values: a row of a pool for each running request, which begins as a copy of a row of
+zeros, or of a snapshot of what a request with the same beginning had there.
 """
 
 from __future__ import annotations
@@ -35,29 +37,35 @@ from leanfleet.decoder_contract import (
     SERVING,
     SESSION_TYPES,
     SLOTS,
+    STATE,
+    STATE_INDEX,
     TABLE,
     TOKENS,
     VOCABULARY,
+    WANTED,
     Adjustments,
     Sampling,
     check_interface,
+    is_part,
     model_file,
     packed,
     read_facts,
     serving_interface,
 )
 from leanfleet.generation import check_positive, check_prompt, default_new_tokens, stop_set
+from leanfleet.lookup import Lookup
 from leanfleet.ort_ops.exchange import Block, CudaStream, Host
 from leanfleet.ort_ops.sampler import StepSampler, check_adjustments
 from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
-from leanfleet.pages import ROOT, PagePool
+from leanfleet.pages import ROOT, PagePool, Snapshots, borders
 from leanfleet.sampling import check_sampling
 
 if TYPE_CHECKING:
-    from onnxruntime import IOBinding, SessionOptions
+    from onnxruntime import IOBinding, OrtValue, SessionOptions
 
 PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
 TURNS = 2  # a step runs while the next one is made
+EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
 
 # numpy's and ONNX's types by onnxruntime's names
 _NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
@@ -86,7 +94,12 @@ class Request:
     cached: int = 0
     coming: int = 0  # tokens of steps that run, which nobody has read yet
     pages: list[int] = field(default_factory=list)
+    state: int = NO_STATE  # its row in the pools of states while it runs
+    borders: list[bytes] = field(default_factory=list)  # of its text, where states may be shared
+    marks: dict[int, bytes] = field(default_factory=dict)  # {tokens: name} of the borders at which its state will be kept
     chain: list[int] = field(default_factory=list)  # numbers of the pages that are known: the first ones
+    lookup: Lookup | None = None  # of its text, where tokens are guessed
+    trust: int = 0  # how many tokens the next guess may have
     done: bool = False
     error: Exception | None = None
 
@@ -116,7 +129,7 @@ class Request:
 class _Launched:
     """A step that runs: what it gives each request, where its results will be, and how to know that they are there."""
 
-    chosen: list[tuple[Request, bool]]  # each row's request, and whether it gets a token
+    chosen: list[tuple[Request, bool, list[int]]]  # requests, whether they get a token, and what was guessed to follow
     results: np.ndarray
     mark: int
     top: tuple[np.ndarray, np.ndarray] | None  # the most likely tokens of each row
@@ -124,10 +137,11 @@ class _Launched:
 
 class _Captured:
     """A captured step of `batch`, the session's CUDA graph `identity`: up to `tokens` new tokens of up to `rows` requests, with
-    tables of up to `table` pages. Inputs and results keep their addresses. Rows without a request have no new tokens. ONNX
-    Runtime runs a step several times while it captures; appending a token twice to the same place of a page does no harm."""
+    tables of up to `table` pages, and `wanted` rows of results. Inputs and results keep their addresses. Rows without a request
+    have no new tokens. ONNX Runtime runs a step several times while it captures; appending a token twice to the same place of a
+    page does no harm. A state must not take it twice: graphs with states are captured by a step without requests."""
 
-    def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, table: int, identity: int) -> None:
+    def __init__(self, batch: ContinuousBatch, tokens: int, rows: int, wanted: int, table: int, identity: int) -> None:
         import onnxruntime
 
         self.exchange, self.session, self.path = batch.exchange, batch.session, batch.path
@@ -136,7 +150,7 @@ class _Captured:
             start = packed([[0]] * rows, [0] * rows, [[0] * table] * rows, PADDED_SERVING)
             shapes = {name: list(array.shape) for name, array in start.items()}
         else:
-            sizes = {TOKENS: tokens, BATCH: rows, ENDS: rows + 1, TABLE: table, KNOWN: batch.earlier + tokens}
+            sizes = {TOKENS: tokens, BATCH: rows, WANTED: wanted, ENDS: rows + 1, TABLE: table, KNOWN: batch.earlier + tokens}
             shapes = {t.name: t.sizes(sizes) for t in batch.interface.inputs}
             start = {}
         self.inputs = Block(batch.exchange, {t.name: (shapes[t.name], np.dtype(t.type)) for t in batch.interface.inputs})
@@ -152,26 +166,47 @@ class _Captured:
         for name, (offset, shape, dtype) in self.inputs.places.items():
             self.binding.bind_input(name, batch.exchange.device, 0, dtype.type, shape, self.inputs.address + offset)
         batch.bind_pools(self.binding)
-        batch.bind_results(self.binding, rows)
+        batch.bind_results(self.binding, wanted)
+        if batch.linear:
+            self._capture(batch.results.address, {t.name: np.zeros([0] * len(t.shape), t.type) for t in batch.interface.inputs})
+
+    def _capture(self, earlier: int, nothing: dict[str, np.ndarray]) -> None:
+        """Runs a step without requests. The tokens that the step before has left at `earlier` stay."""
+        kept, size = self.exchange.allocate(8 * self.earlier), 8 * self.earlier
+        self.exchange.copy(kept, earlier, size)
+        self._send(nothing, 0, 0)
+        self._call()
+        self.exchange.copy(earlier, kept, size)
+        self.exchange.wait(self.exchange.mark())  # the host's bytes are written again soon
 
     def run(self, feed: dict[str, np.ndarray], turn: int, earlier: int) -> None:
         """Queues a step of at most so many tokens, requests and pages. earlier: the address of the tokens that the step before
         gives."""
+        self._send(feed, turn, earlier)
+        self._call()
+
+    def _send(self, feed: dict[str, np.ndarray], turn: int, earlier: int) -> None:
         host = self.sent[turn]
         for name, array in feed.items():
             if name in self.fixed:
                 continue
             whole = self.inputs.view(host, name)
-            whole[...] = 0
+            whole[...] = NO_STATE if name == STATE_INDEX else 0
             whole[tuple(map(slice, array.shape))] = array
-            if name == OFFSETS:
+            if name == OFFSETS and len(array):
                 whole[len(array) :] = array[-1]
-        known = 8 * self.earlier  # bytes of input_ids, the first of all, that the host does not know
+        known = 8 * self.earlier if earlier else 0  # bytes of input_ids, the first of all, that the host does not know
         if known:
             self.exchange.copy(self.inputs.address, earlier, known)
         self.exchange.copy(self.inputs.address + known, host.ctypes.data + known, self.inputs.size - known)
+
+    def _call(self) -> None:
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
+
+
+def _bytes(pool: OrtValue) -> int:
+    return int(np.prod(pool.shape())) * _BYTES[pool.element_type()]
 
 
 class ContinuousBatch:
@@ -179,9 +214,14 @@ class ContinuousBatch:
 
     folder: written by `leanfleet export` or leanfleet.export.serving. pages: size of the pool; a request has
     ceil(tokens so far / block) of them while it runs, and begins where a known beginning of its prompt ends (share=False:
-    always at its start). Where pages run out, the request with the least priority, the last to come among equals, gives its
-    pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties.
+    always at its start). snapshots: so many states are kept for that at most where layers are linear (default: max_requests).
+    Where pages run out, the request with the least priority, the last to come among equals, gives its
+    pages back and is computed again once there is room: it gets the same tokens, in half precision up to near-ties. A decoder
+    whose layers are all linear attention needs no pages; each of its running requests has a state of fixed size.
     max_requests: at most so many run at once. step_tokens: at most so many new tokens a step, prompts being cut to fit.
+    speculate: so many tokens are guessed at most behind each request's next one, from what followed in its own text where it
+    said the same before. A step then gives a request the guesses that are right, and its tokens are the same as without; steps
+    are waited for. Steps with a request that has penalties, biases or top_logprobs go without guesses.
     library: False runs the function bodies.
     cuda_graph: on the CUDA provider, steps are captured once for each power of two of requests and of pages in the longest
     table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers
@@ -212,6 +252,8 @@ class ContinuousBatch:
         library: bool = True,
         cuda_graph: bool = False,
         share: bool = True,
+        snapshots: int | None = None,
+        speculate: int = 0,
     ) -> None:
         import onnxruntime
 
@@ -223,6 +265,10 @@ class ContinuousBatch:
                 f"step_tokens {step_tokens} is less than max_requests {max_requests}: every running request takes "
                 "one token a step"
             )
+        if snapshots is not None and not (isinstance(snapshots, int) and snapshots >= 0):
+            raise ValueError(f"snapshots is {snapshots!r}; expected how many states are kept at most, 0 or more")
+        if not (isinstance(speculate, int) and speculate >= 0):
+            raise ValueError(f"speculate is {speculate!r}; expected how many tokens are guessed at most, 0 or more")
         if cuda_graph and not library:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
         exchange: Host | CudaStream = Host()
@@ -240,23 +286,36 @@ class ContinuousBatch:
         check_interface(self.session, self.path, self.interface, facts["vocabulary"])
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
-        self.pool = PagePool(pages, self.block, share)
+        caches = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
+        self.paged = any(not is_part(i.name, STATE) for i in caches)  # linear layers alone need no pages
+        self.linear = any(is_part(i.name, STATE) for i in caches)
+        self._check_speculation(speculate)
+        kept = (max_requests if snapshots is None else snapshots) if share and self.linear else 0
+        self.pool = PagePool(pages, self.block, share and (not self.linear or kept > 0))
         self.queue: deque[Request] = deque()  # in their order
         self.running: list[Request] = []
         self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
         self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
         self.in_place = library
-        pools = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
-        self.pool_names = [i.name for i in pools]
+        self.pool_names = [i.name for i in caches]
+        self.state_rows = 1 + max_requests + kept
+        self.free_states = list(range(EMPTY + 1, 1 + max_requests))[::-1]
+        self.snapshots = Snapshots(range(1 + max_requests, self.state_rows))
         allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
-        self.pools = [allocate([pages, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for i in pools]
-        if not library:  # the body reads whole pools: give it numbers
-            for i, pool in zip(pools, self.pools):
+        rows = [self.state_rows if is_part(i.name, STATE) else pages for i in caches]
+        self.pools = [
+            allocate([n, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for n, i in zip(rows, caches, strict=True)
+        ]
+        for i, pool in zip(caches, self.pools, strict=True):
+            if is_part(i.name, STATE) or not library:  # a body reads whole pools: give it numbers
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
-        self.captured: dict[tuple[int, int, int], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, pages)
+        self.copier = exchange if exchange.device == self.device or not self.linear else CudaStream()  # of states
+        self.captured: dict[tuple[int, ...], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, wanted, pages)
         self.late: list[tuple[Request, int]] = []  # tokens of a step that was read when the next one failed
         self.launched: _Launched | None = None  # the step that runs, where tokens are read a step behind
-        self.earlier = max_requests if self.interface is SERVING else 0  # tokens of a step that the next one may need
+        self.earlier = max_requests if self.interface.chooses else 0  # tokens of a step that the next one may need
+        self.speculate, self.result_rows = speculate, max_requests * (1 + speculate)
+        self.guessed = self.guessed_right = 0
         self._place_results()
         self.options = onnxruntime.RunOptions()
         if cuda_graph:
@@ -265,10 +324,22 @@ class ContinuousBatch:
         self.bind_pools(self.binding)
         self.sampler: StepSampler | None = None  # loaded for the first request that needs it
 
+    def _check_speculation(self, speculate: int) -> None:
+        if speculate and self.linear:
+            raise ValueError(
+                f"speculate is {speculate}, and {self.path} has layers with linear attention, whose states cannot give a wrong "
+                "guess back: leave it at 0"
+            )
+        if speculate and not self.interface.of_any_row:
+            raise ValueError(
+                f"speculate is {speculate}, and {self.path} gives one token of a request a step, as earlier versions wrote it: "
+                f"export it again with {SERVING.writer}"
+            )
+
     def _place_results(self) -> None:
         """Where a step's results are: those that the host reads, in front of the others."""
-        read = (NEXT_TOKENS, LOGPROB) if self.interface is SERVING else (LOGITS,)
-        sizes = {BATCH: self.max_requests, VOCABULARY: self.vocabulary}
+        read = (NEXT_TOKENS, LOGPROB) if self.interface.chooses else (LOGITS,)
+        sizes = {BATCH: self.max_requests, WANTED: self.result_rows, VOCABULARY: self.vocabulary}
         outputs = sorted(self.interface.outputs, key=lambda t: t.name not in read)
         outputs = sorted(outputs, key=lambda t: t.name != NEXT_TOKENS)
         self.results = Block(self.exchange, {t.name: (t.sizes(sizes), np.dtype(t.type)) for t in outputs})
@@ -320,12 +391,13 @@ class ContinuousBatch:
             self._load_sampler()
         stop = stop_set(stop_tokens, self.stop_tokens)
         if max_new_tokens is None:
-            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.pool.count * self.block)
+            capacity = self.pool.count * self.block if self.paged else None
+            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, capacity)
         check_positive("max_new_tokens", max_new_tokens)
         needed = len(prompt) + max_new_tokens
         if self.max_positions and needed > self.max_positions:
             raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
-        if -(-needed // self.block) > self.pool.count:
+        if self.paged and -(-needed // self.block) > self.pool.count:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
                 f"pages of {self.block}; the pool has {self.pool.count}. Make it larger, or ask for fewer tokens"
@@ -350,6 +422,8 @@ class ContinuousBatch:
         self.sampler = StepSampler(path, self.exchange, self.vocabulary, self.max_requests, addresses, TURNS)
 
     def _enqueue(self, request: Request) -> None:
+        if self.snapshots.count:
+            request.borders = borders(request.prompt + request.tokens, self.block)
         place = next((i for i, other in enumerate(self.queue) if other.order > request.order), len(self.queue))
         self.queue.insert(place, request)
 
@@ -364,17 +438,43 @@ class ContinuousBatch:
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
-        request.pages, request.chain = [], []
+        request.pages, request.chain, request.marks = [], [], {}
+        if request.state != NO_STATE:
+            self.free_states.append(request.state)
+            request.state = NO_STATE
         if self.sampler is not None:
             self.sampler.end(request)
 
     def _preempt(self, request: Request) -> None:
-        """A running request gives its pages back, and waits."""
+        """A running request gives its pages and its state back, and waits."""
         self.running.remove(request)
         self._release(request)
         request.cached = 0
-        self.preemptions += 1
         self._enqueue(request)
+
+    def _begin_state(self, request: Request, snapshot: int | None, blocks: int) -> None:
+        """Gives a request a row in the pools of states. Whatever it held, the request begins with zeros, or with a snapshot of
+        so many blocks."""
+        self._copy_state(EMPTY if snapshot is None else snapshot, self.free_states[-1])
+        request.state = self.free_states.pop()
+        if self.snapshots.count:
+            worth_it = self.snapshots.worth_it(request.borders, blocks)
+            request.marks = {n * self.block: request.borders[n - 1] for n in worth_it}
+
+    def _keep_state(self, request: Request, name: bytes) -> None:
+        """Copies the state of a request for others that begin with the same text."""
+        row = self.snapshots.room()
+        self._copy_state(request.state, row)
+        self.snapshots.keep(name, row)
+
+    def _copy_state(self, source: int, target: int) -> None:
+        """Copies a row in all pools of states, behind the steps that are queued."""
+        for name, pool in zip(self.pool_names, self.pools, strict=True):
+            if is_part(name, STATE):
+                size = _bytes(pool) // pool.shape()[0]
+                self.copier.copy(pool.data_ptr() + target * size, pool.data_ptr() + source * size, size)
+        if self.copier is not self.exchange:
+            self.copier.wait(self.copier.mark())
 
     def _admit(self) -> None:
         """Starts waiting requests in their order while places last, and pages for their texts. One whose next page another
@@ -385,9 +485,18 @@ class ContinuousBatch:
             size = len(request.prompt) + len(request.tokens)
             text = request.text(0, size)
             pages, chain = self.pool.match(text)
-            start = len(pages) * self.block
-            need = size // self.block + 1 - len(pages) + (self.pool.count // 100 if self.running else 0)
-            if size > start + self.block and self._is_being_filled(text[: start + self.block]):
+            snapshot = None
+            if self.linear:  # it goes on where a state is known, and the pages before
+                blocks, snapshot = self.snapshots.find(request.borders[: len(pages)] if self.paged else request.borders)
+                self.pool.release(pages[blocks:])
+                pages, chain = pages[:blocks], chain[:blocks]
+            else:
+                blocks = len(pages)
+            start = blocks * self.block
+            need = size // self.block + 1 - len(pages) + (self.pool.count // 100 if self.running else 0) if self.paged else 0
+            if self._is_being_kept(request.borders[blocks:]) or (
+                not self.linear and size > start + self.block and self._is_being_filled(text[: start + self.block])
+            ):
                 self.pool.release(pages)
             elif need > self.pool.available:
                 self.pool.release(pages)
@@ -397,8 +506,12 @@ class ContinuousBatch:
                 if request.shared is None:
                     request.shared = start
                     self.shared_tokens += start
+                if self.linear:
+                    self._begin_state(request, snapshot, blocks)
                 if self.sampler is not None and request.adjustments != Adjustments():
                     self.sampler.begin(request)
+                if self.speculate and request.lookup is None:
+                    request.lookup, request.trust = Lookup(text), self.speculate
                 self.queue.remove(request)
                 self.running.append(request)
 
@@ -407,13 +520,20 @@ class ContinuousBatch:
         size = len(text)
         return self.pool.share and any(r.cached < size <= len(r.prompt) and r.prompt[:size] == text for r in self.running)
 
+    def _is_being_kept(self, names: list[bytes]) -> bool:
+        """Whether a running request is about to leave a snapshot of one of these beginnings."""
+        coming = {name for r in self.running for name in r.marks.values()}
+        return not coming.isdisjoint(names)
+
     def _schedule(self) -> list[tuple[Request, int]]:
         """[(request, new tokens of it)] of this step: first who waits for one token, then prompts, in their order. Takes the
         pages that these need."""
         budget, chosen = self.step_tokens, {}
         for request in sorted(self.running, key=lambda r: (r.waiting > 1, r.order)):
             count = min(request.waiting, budget) if request in self.running else 0
-            while count and len(request.pages) * self.block < request.cached + count:
+            if request.marks:  # no further than where its state is kept
+                count = min(count, min(request.marks) - request.cached)
+            while self.paged and count and len(request.pages) * self.block < request.cached + count:
                 page = self.pool.take()
                 if page is not None:
                     request.pages.append(page)
@@ -423,27 +543,49 @@ class ContinuousBatch:
                     count = len(request.pages) * self.block - request.cached
                     break
                 budget += chosen.pop(last, 0)
+                self.preemptions += 1
                 self._preempt(last)
             if count:
                 chosen[request] = count
                 budget -= count
         return list(chosen.items())
 
+    def _guess(self, chosen: list[tuple[Request, int]]) -> list[list[int]]:
+        """What may follow behind the next token of each request, as far as the step's tokens and empty pages reach."""
+        room = self.step_tokens - sum(count for _, count in chosen)
+        adjusted = any(r.place is not None for r, _ in chosen)
+        guesses: list[list[int]] = []
+        for request, count in chosen:
+            guess: list[int] = []
+            if request.lookup is not None and not adjusted and count == request.waiting == 1:
+                most = min(request.trust, room, request.max_new_tokens - len(request.tokens) - 1)
+                guess = request.lookup.guess(most) if most > 0 else []
+            while len(request.pages) * self.block < request.cached + count + len(guess):
+                page = self.pool.take()
+                if page is None:
+                    del guess[len(request.pages) * self.block - request.cached - count :]
+                else:
+                    request.pages.append(page)
+            room -= len(guess)
+            guesses.append(guess)
+        return guesses
+
     def _keep_full_pages(self, request: Request) -> None:
         """Makes those pages known that are full of tokens which have been read."""
-        known = min(request.cached, len(request.prompt) + len(request.tokens))
+        known = min(request.cached, len(request.prompt) + len(request.tokens)) if self.paged else 0
         while (end := (len(request.chain) + 1) * self.block) <= known:
             before = request.chain[-1] if request.chain else ROOT
             page = request.pages[len(request.chain)]
             request.chain.append(self.pool.keep(page, before, request.text(end - self.block, end)))
 
     def step(self) -> list[tuple[Request, int]]:
-        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through. With CUDA
-        graphs the call is queued, and those of the call before are returned.
+        """Runs one call; returns [(request, new token)] of those that got one: none while a prompt is not through, several
+        where guesses were right. With CUDA graphs the call is queued, and those of the call before are returned.
 
         A request whose token cannot be chosen (its logits are not finite) is done: the exception is its `error`, its pages go
         back, and the others go on. Raises RuntimeError where onnxruntime fails; every request is then as it was before,
-        so that step() can be called again, or requests cancelled.
+        so that step() can be called again, or requests cancelled. Those of the failed call whose states it may have changed
+        are computed again.
         """
         self._admit()
         chosen = self._schedule()
@@ -453,22 +595,30 @@ class ContinuousBatch:
             if self.launched is not None:  # the next call cannot go on from its tokens on the device
                 behind, self.launched = self.launched, None
                 self.late += self._finish(behind)
+            for request in [r for r, _ in chosen if self.linear and r in self.running]:
+                self._preempt(request)
             raise
-        if self.captured is not None and self.interface is SERVING:
+        if self.captured is not None and self.interface.chooses and not self.speculate:
             launched, self.launched = self.launched, launched
         late, self.late = self.late, []
         return late + (self._finish(launched) if launched else [])
 
     def _launch(self, chosen: list[tuple[Request, int]]) -> _Launched:
         """Queues a step. Nothing can fail once a request changes: they do so all or not at all."""
-        before = {id(r): row for row, (r, given) in enumerate(self.launched.chosen) if given} if self.launched else {}
+        before = {id(r): row for row, (r, given, _) in enumerate(self.launched.chosen) if given} if self.launched else {}
+        guesses = self._guess(chosen) if self.speculate else [[] for _ in chosen]
         feed = packed(
-            [r.next_tokens(count, before[id(r)] if r.coming else None) for r, count in chosen],
+            [
+                r.next_tokens(count, before[id(r)] if r.coming else None) + guess
+                for (r, count), guess in zip(chosen, guesses, strict=True)
+            ],
             [r.cached for r, _ in chosen],
             [r.pages for r, _ in chosen],
             self.interface,
             [r.sampling for r, _ in chosen],
             self.earlier,
+            [r.state for r, _ in chosen],
+            [1 + len(guess) for guess in guesses],
         )
         self.turn = (self.turn + 1) % TURNS
         gets, top = [r.waiting == count for r, count in chosen], None
@@ -477,56 +627,81 @@ class ContinuousBatch:
         if self.sampler is not None and adjusted:
             self.sampler.run([r for r, _ in chosen], gets, feed[SEQ_LENS], self.turn)
             top = self.sampler.most_likely(self.turn)
+        for request, count in chosen:
+            if request.cached + count in request.marks:
+                self._keep_state(request, request.marks[request.cached + count])
         results = self.read[self.turn]
         self.exchange.copy(results.ctypes.data, self.results.address, self.read_bytes)
-        launched = _Launched([(r, g) for (r, _), g in zip(chosen, gets, strict=True)], results, self.exchange.mark(), top)
+        shares = [(r, given, guess) for (r, _), given, guess in zip(chosen, gets, guesses, strict=True)]
+        launched = _Launched(shares, results, self.exchange.mark(), top)
         self.steps += 1
-        self.processed_tokens += sum(count for _, count in chosen)
-        for (request, count), (_, given) in zip(chosen, launched.chosen, strict=True):
-            request.cached += count
+        self.processed_tokens += len(feed[POSITIONS])
+        for (request, count), given, guess in zip(chosen, gets, guesses, strict=True):
+            request.cached += count + len(guess)
             request.coming += given
+            request.marks.pop(request.cached, None)
             self._keep_full_pages(request)
         return launched
 
     def _finish(self, launched: _Launched) -> list[tuple[Request, int]]:
         """Waits for a step, and gives its tokens to the requests."""
         self.exchange.wait(launched.mark)
-        tokens, logprobs = self._chosen_tokens(launched)
-        results = []
-        for row, ((request, given), token, logprob) in enumerate(
-            zip(launched.chosen, tokens.tolist(), logprobs.tolist(), strict=True)
-        ):
+        tokens, logprobs = (array.tolist() for array in self._chosen_tokens(launched))
+        results, end = [], 0
+        for request, given, guess in launched.chosen:
+            first, end = end, end + 1 + len(guess)
             if not given or request.done:  # done: it stopped in the step before, while this one was on its way
                 continue
             request.coming -= 1
-            request.error = choice.problem(logprob)
-            if request.error is None:
-                request.tokens.append(token)
-                request.logprobs.append(logprob)
-                if launched.top is not None and request.adjustments.top_logprobs:
-                    ids, values = (array[row, : request.adjustments.top_logprobs].tolist() for array in launched.top)
-                    request.top_logprobs.append(list(zip(ids, values, strict=True)))
-                self._keep_full_pages(request)
-                results.append((request, token))
-            request.done = (
-                request.error is not None or token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
-            )
+            had = len(request.tokens)
+            self._take(request, guess, tokens[first:end], logprobs[first:end])
+            results += [(request, token) for token in request.tokens[had:]]
+            if len(request.tokens) > had and launched.top is not None and request.adjustments.top_logprobs:
+                ids, values = (array[first, : request.adjustments.top_logprobs].tolist() for array in launched.top)
+                request.top_logprobs.append(list(zip(ids, values, strict=True)))
+            self._keep_full_pages(request)
             if request.done:
                 (self.running if request in self.running else self.queue).remove(request)
                 self._release(request)
         return results
 
+    def _take(self, request: Request, guess: list[int], tokens: list[int], logprobs: list[float]) -> None:
+        """Gives a request its next token, and the one behind each guess that was right. Keys and values behind a wrong one are
+        none of it: the next step writes over them."""
+        right = -1
+        for token, logprob in zip(tokens, logprobs, strict=True):
+            right += 1
+            request.error = choice.problem(logprob)
+            if request.error is None:
+                request.tokens.append(token)
+                request.logprobs.append(logprob)
+                if request.lookup is not None:
+                    request.lookup.extend([token])
+            request.done = (
+                request.error is not None or token in request.stop_tokens or len(request.tokens) == request.max_new_tokens
+            )
+            if request.done or guess[right : right + 1] != [token]:
+                break
+        if guess:
+            request.cached -= len(guess) - right
+            needed = -(-request.cached // self.block)
+            self.pool.release(request.pages[needed:])
+            del request.pages[needed:]
+            request.trust = min(2 * request.trust, self.speculate) if right == len(guess) else right + 1
+            self.guessed += len(guess)
+            self.guessed_right += right
+
     def _chosen_tokens(self, launched: _Launched) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, log-probabilities) of a step's rows. Graphs of older formats leave the choice to the host."""
-        rows = len(launched.chosen)
+        rows = sum(1 + len(guess) for *_, guess in launched.chosen)
 
         def result(name: str) -> np.ndarray:
             return self.results.view(launched.results, name)[:rows]
 
-        if self.interface is SERVING:
+        if self.interface.chooses:
             return result(NEXT_TOKENS), result(LOGPROB)
-        positions = np.array([r.cached for r, _ in launched.chosen])
-        return choice.sample(result(LOGITS), [r.sampling for r, _ in launched.chosen], positions)
+        positions = np.array([r.cached for r, *_ in launched.chosen])
+        return choice.sample(result(LOGITS), [r.sampling for r, *_ in launched.chosen], positions)
 
     def bind_pools(self, binding: IOBinding) -> None:
         """Binds the pools as inputs and outputs of the graph."""
@@ -537,32 +712,38 @@ class ContinuousBatch:
             else:
                 binding.bind_output(SERVING.output_of(name))
 
-    def _captured_step(self, captured: dict[tuple[int, int, int], _Captured], tokens: int, rows: int, table: int) -> _Captured:
-        """That for steps of so many new tokens and requests with tables of so many pages, at least. Steps with pieces of
-        prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them."""
+    def _captured_step(
+        self, captured: dict[tuple[int, ...], _Captured], tokens: int, rows: int, wanted: int, table: int
+    ) -> _Captured:
+        """That for steps of so many new tokens, requests and wanted rows with tables of so many pages, at least. Steps with
+        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; so have
+        those with guesses, and for as many as there can be."""
 
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
-        if tokens > rows:
+        if wanted > rows and tokens <= self.result_rows:  # guesses alone
+            rows, tokens, wanted = self.max_requests, min(self.result_rows, self.step_tokens), self.result_rows
+        elif tokens > rows:
+            wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
         else:
-            rows = tokens = rounded(rows, self.max_requests)
-        key = tokens, rows, rounded(table, self.pool.count)
+            rows = tokens = wanted = rounded(rows, self.max_requests)
+        key = tokens, rows, wanted, rounded(table, self.pool.count)
         if key not in captured:
             captured[key] = _Captured(self, *key, 1 + len(captured))
         return captured[key]
 
     def _run(self, feed: dict[str, np.ndarray], logits: bool = False) -> None:
         """A call, which leaves what it says of each request in `results`, on wish its logits too."""
-        rows, tokens = len(feed[LAST]), len(feed[POSITIONS])
+        wanted, rows, tokens = len(feed[LAST]), len(feed[SEQ_LENS]), len(feed[POSITIONS])
         if self.captured is not None and (self.interface is not PADDED_SERVING or tokens == rows):
-            step = self._captured_step(self.captured, tokens, *feed[BLOCK_TABLE].shape)
+            step = self._captured_step(self.captured, tokens, rows, wanted, feed[BLOCK_TABLE].shape[1])
             step.run(feed, self.turn, self.results.address)
             return
         for name, array in feed.items():
             self.binding.bind_cpu_input(name, array)
-        self.bind_results(self.binding, rows, logits)
+        self.bind_results(self.binding, wanted, logits)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(self.binding, self.options)
         if not self.in_place:
@@ -572,7 +753,12 @@ class ContinuousBatch:
     @property
     def pool_bytes(self) -> int:
         """Of the pools of all layers."""
-        return sum(int(np.prod(pool.shape())) * _BYTES[pool.element_type()] for pool in self.pools)
+        return sum(map(_bytes, self.pools))
+
+    @property
+    def state_bytes(self) -> int:
+        """Of the pools of states among them."""
+        return sum(_bytes(pool) for name, pool in zip(self.pool_names, self.pools, strict=True) if is_part(name, STATE))
 
     @property
     def idle(self) -> bool:

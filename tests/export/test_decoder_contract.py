@@ -24,8 +24,8 @@ def folder_of(tmp_path, facts):
 def test_what_is_written_is_read(tmp_path):
     folder = folder_of(tmp_path, {})
     write_facts(folder, FACTS | {"kind": "serving", "block": 4})
-    assert json.loads((folder / "leanfleet.json").read_text())["format"] == decoder_contract.FORMAT == 3
-    assert read_facts(folder, SERVING) == FACTS | {"kind": "serving", "block": 4, "format": 3}
+    assert json.loads((folder / "leanfleet.json").read_text())["format"] == decoder_contract.FORMAT == 4
+    assert read_facts(folder, SERVING) == FACTS | {"kind": "serving", "block": 4, "format": 4}
     with pytest.raises(ValueError, match="holds a model of kind serving; this needs one from leanfleet.export.export_decoder"):
         read_facts(folder, DECODER)
     write_facts(folder, FACTS)
@@ -38,11 +38,11 @@ def test_a_file_without_a_format_is_of_the_first(tmp_path):
 
 def test_an_unknown_format_is_one_error(tmp_path):
     """Before anything else: what a newer version writes may not have today's entries."""
-    folder = folder_of(tmp_path, {"format": 4, "kind": "something new"})
+    folder = folder_of(tmp_path, {"format": 5, "kind": "something new"})
     with pytest.raises(ValueError) as error:
         read_facts(folder, DECODER)
     assert str(error.value) == (
-        f"{folder / 'leanfleet.json'} has format 4, and leanfleet {leanfleet.__version__} knows formats up to 3: update leanfleet, "
+        f"{folder / 'leanfleet.json'} has format 5, and leanfleet {leanfleet.__version__} knows formats up to 4: update leanfleet, "
         "or export the model again with leanfleet.export.export_decoder of this version"
     )
 
@@ -63,6 +63,7 @@ def test_packed_inputs():
         "seq_lens": [5, 5],
         "cu_query_lens": [0, 3, 4],
         "block_table": [[9, 1], [3, 0]],
+        "state_index": [-1, -1],
         "temperature": [0.0, 0.0],
         "top_k": [0, 0],
         "top_p": [1.0, 1.0],
@@ -74,13 +75,17 @@ def test_packed_inputs():
     before = packed([[5, 6, 7], np.array([8])], [2, 4], [[9, 1], [3]], PADDED_SERVING)
     expected |= {"slots": [[0, 1, 2], [3, 0, 0]], "rows": [0, 1, 2, 3], "query_lens": [3, 1]}
     assert {name: array.tolist() for name, array in before.items()} == {
-        n: v for n, v in expected.items() if n not in ("cu_query_lens", "token_index", *decoder_contract.SETTINGS)
+        n: v
+        for n, v in expected.items()
+        if n not in ("cu_query_lens", "token_index", "state_index", *decoder_contract.SETTINGS)
     }
     assert [(n, str(array.dtype)) for n, array in before.items()] == [(t.name, t.type) for t in PADDED_SERVING.inputs]
     chosen = [decoder_contract.Sampling(0.5, 3, 0.25, 0.125, 9), decoder_contract.Sampling()]
     feed = packed([[-2], [7, 8]], [4, 0], [[1], [2]], sampling=chosen, earlier=3)  # the first one's token is the earlier call's
     assert feed["input_ids"].tolist() == [0, 0, 0, 0, 7, 8] and feed["token_index"].tolist() == [1, 4, 5]
     assert [feed[n].tolist() for n in decoder_contract.SETTINGS] == [[0.5, 0], [3, 0], [0.25, 1], [0.125, 0], [9, 0]]
+    feed = packed([[5, 6, 7], [8]], [2, 4], [[9, 1], [3]], sampling=chosen, states=[4, 2], wanted=[2, 1])
+    assert feed["last"].tolist() == [1, 2, 3] and feed["seed"].tolist() == [9, 9, 0] and feed["state_index"].tolist() == [4, 2]
 
 
 def test_the_modules_that_are_traced_take_the_inputs_in_their_order():

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from leanfleet.pages import ROOT, PagePool
+from leanfleet.pages import ROOT, PagePool, Snapshots, borders
 
 BLOCK = 3
 
@@ -74,3 +74,45 @@ def test_nothing_is_shared_without_share():
     assert pool.keep(page, ROOT, [1]) == ROOT and pool.match([1, 2]) == ([], [])
     pool.release([page])
     assert pool.available == 3 and pool.in_use == 0
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_drawn_snapshots(seed):
+    """A row that `find` gives holds the state of just that beginning, as long as nobody else got it."""
+    random, book, holds = np.random.default_rng(seed), Snapshots([5, 2, 9, 4]), {}
+    found = 0
+    for _ in range(800):
+        text = random.integers(0, 2, random.integers(1, 22)).tolist()
+        names = borders(text, BLOCK)
+        blocks, row = book.find(names)
+        if row is not None:
+            assert holds[row] == text[: blocks * BLOCK] and blocks * BLOCK < len(text)
+            found += 1
+        worth_it = book.worth_it(names, blocks)
+        assert worth_it == sorted(set(worth_it)) and all(blocks < n <= len(names) for n in worth_it)
+        for n in worth_it:
+            row = book.room()
+            holds[row] = text[: n * BLOCK]
+            if random.random() < 0.9:  # else the copy failed
+                book.keep(names[n - 1], row)
+                assert book.find(names[:n]) == (n, row)
+    assert found > 50 and len(book._rows) + len(book._free) == 4
+    book.clear()
+    assert book.find(names) == (0, None) and sorted(book._free) == [2, 4, 5, 9]
+
+
+def test_snapshots_where_texts_part():
+    """The second text that begins like another is kept where they part; the longest unused one goes first."""
+    book, common = Snapshots([0, 1]), [1, 2, 3, 4, 5, 6]
+    first, second, third = (borders([*common, n, n, n, n], BLOCK) for n in (7, 8, 9))
+    assert book.worth_it(first, 0) == [3] and book.worth_it(second, 0) == [2, 3]
+    for name in (first[2], second[1], second[2]):
+        book.keep(name, book.room())
+    assert book.find(third) == (2, book._rows[second[1]]) and book.find(first) == book.find(third)  # the first one's went
+    assert book.worth_it(third, 2) == [3]
+
+
+def test_names_of_beginnings():
+    assert borders([1, 2, 3, 4, 5, 6, 7], 3) == [*borders([1, 2, 3, 4], 3), *borders([1, 2, 3, 4, 5, 6, 0], 3)[1:]]
+    assert borders([1, 2, 3], 3) == [] and borders([1, 2, 3, 4], 3) != borders([1, 2, 4, 4], 3)
+    assert borders([0, 0, 0, 1, 2, 3, 4], 3)[1] != borders([9, 9, 9, 1, 2, 3, 4], 3)[1]

@@ -20,9 +20,10 @@ import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanfleet import cli, engine, generation, serve
-from leanfleet.ort_ops.generation import load_tokenizer
+from leanfleet.lookup import Lookup
+from leanfleet.ort_ops.generation import generate, load_decoder, load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
-from support.decoders import byte_tokenizer
+from support.decoders import byte_tokenizer, minimax
 
 KEY = "a key"
 BLOCK, PAGES, LIMITS = 16, 30, serve.Limits(body=20_000, answers=8, seconds=30)
@@ -430,3 +431,68 @@ def test_the_command(folder):
         [sys.executable, "-m", "leanfleet", "serve", folder.parent], capture_output=True, text=True, env=environment
     )
     assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+
+
+@pytest.fixture(scope="module")
+def hybrid_folder(tmp_path_factory):
+    """MiniMax: a linear layer, a softmax layer and another linear one."""
+    torch.manual_seed(4)
+    model = minimax(vocab_size=260)
+    models = tmp_path_factory.mktemp("hybrid")
+    model.save_pretrained(models / "minimax")
+    byte_tokenizer().save_pretrained(models / "minimax")
+    assert cli.main(["export", str(models / "minimax"), str(models / "tiny"), "--serve"]) == 0
+    return models / "tiny"
+
+
+def test_a_decoder_with_linear_layers(hybrid_folder):
+    """Streams of several clients over carried states, one of whom goes away: each gets what `generate` makes of it alone."""
+    running = Running(hybrid_folder, pages=20, max_requests=3, step_tokens=16)
+    decoder, tokenizer = load_decoder(hybrid_folder, providers=["CPUExecutionProvider"]), load_tokenizer(hybrid_folder)
+
+    def ask(prompt, leave=False):
+        given = {"model": "tiny", "prompt": prompt, "max_tokens": 12, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        stream, text = running.client.completions.create(stream=True, **given), ""
+        for chunk in stream:
+            text += chunk.choices[0].text if chunk.choices else ""
+            if leave:
+                stream.close()
+                return None
+        return text
+
+    try:
+        wanted = texts(8, seed=9)
+        with ThreadPoolExecutor(8) as pool:
+            answers = list(pool.map(ask, wanted, [i == 3 for i in range(8)]))
+        for i, (prompt, answer) in enumerate(zip(wanted, answers)):
+            tokens, _ = generate(decoder, [generation.encode(tokenizer, prompt, chat=False)], 12, stop_tokens=())
+            assert i == 3 or answer == tokenizer.decode(tokens[0], skip_special_tokens=True)
+        assert running.settled() and len(running.batch.free_states) == 3
+    finally:
+        running.close()
+
+
+def test_several_tokens_a_step(folder, alone, monkeypatch):
+    """Right guesses come as pieces of one token each, with their own log-probabilities, and end where a stop text does."""
+    prompt = list(range(97, 107))
+    batch = ContinuousBatch(folder, pages=PAGES, providers=["CPUExecutionProvider"])
+    known = batch.add(prompt, 30, stop_tokens=())
+    batch.run()
+    whole = [*prompt, *known.tokens]
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: whole[len(self.text) :][:count])
+    running = Running(folder, speculate=4)
+    try:
+        given = {"model": "tiny", "prompt": prompt, "temperature": 0, "extra_body": {"ignore_eos": True}}
+        answer = running.client.completions.create(max_tokens=30, logprobs=0, **given).choices[0]
+        assert answer.text == alone(prompt, 30, stop_tokens=()) and answer.finish_reason == "length"
+        assert np.allclose(answer.logprobs.token_logprobs, known.logprobs, atol=1e-4) and len(answer.logprobs.tokens) == 30
+        assert running.batch.guessed_right >= 20 and running.batch.steps < 15
+        assert running.metric("leanfleet_rightly_guessed_tokens") == running.batch.guessed_right
+        stop = answer.text[9:11]
+        short = running.client.completions.create(max_tokens=30, stop=stop, **given).choices[0]
+        assert short.text == answer.text[: answer.text.index(stop)] and short.finish_reason == "stop"
+        chosen = running.client.completions.create(max_tokens=9, logprobs=2, **given).choices[0]
+        assert chosen.text == alone(prompt, 9, stop_tokens=()) and len(chosen.logprobs.top_logprobs) == 9
+        assert running.settled()
+    finally:
+        running.close()

@@ -27,9 +27,11 @@ from leanfleet.export import serving as export_serving
 from leanfleet.export.decoder import export_decoder
 from leanfleet.export.serving import export_for_serving
 from leanfleet.export.verification import VerificationError
+from leanfleet.lookup import Lookup
 from leanfleet.ort_ops import serving
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
+from support import decoders
 
 BLOCK = 8
 
@@ -106,7 +108,7 @@ def test_captured_steps(model, folder, monkeypatch):
     for prompt in wanted:
         requests.append(batch.add(prompt, int(random.integers(1, 25)), stop_tokens=()))
     batch.run()
-    steps = {(tokens, rows) for tokens, rows, _ in batch.captured}
+    steps = {(tokens, rows) for tokens, rows, *_ in batch.captured}
     assert {(n, n) for n in (1, 2, 4, 5)} <= steps and {tokens for tokens, rows in steps if tokens > rows} >= {16, 32}
     assert {pages for *_, pages in batch.captured} <= {1, 2, 4, 8, 16} and all(rows == 5 for n, rows in steps if n > rows)
     for prompt, request in zip(wanted, requests):
@@ -264,9 +266,22 @@ def test_priorities(folder):
         batch.add([1], 1, priority="high")
 
 
+def as_format_3(folder, target):
+    """A copy of a served folder with the inputs that folders of format 3 have."""
+    shutil.copytree(folder, target)
+    loaded = onnx.load(target / "model.onnx", load_external_data=False)
+    loaded.graph.input.remove(next(i for i in loaded.graph.input if i.name == "state_index"))
+    for node in loaded.graph.node:
+        if node.op_type == "SampleTokens":
+            node.input[6] = "seq_lens"
+    onnx.save(loaded, target / "model.onnx")
+    facts = json.loads((target / "leanfleet.json").read_text())
+    (target / "leanfleet.json").write_text(json.dumps(facts | {"format": 3}))
+
+
 def as_format_2(folder, target):
     """A copy of a served folder with the inputs that folders of format 2 have."""
-    shutil.copytree(folder, target)
+    as_format_3(folder, target)
     loaded = onnx.load(target / "model.onnx", load_external_data=False)
     new = ("token_index", "temperature", "top_k", "top_p", "min_p", "seed")
     for entry in [i for i in loaded.graph.input if i.name in new]:
@@ -306,7 +321,7 @@ def as_format_1(folder, target):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-@pytest.mark.parametrize("older", (as_format_1, as_format_2))
+@pytest.mark.parametrize("older", (as_format_1, as_format_2, as_format_3))
 def test_folders_of_older_formats(model, folder, tmp_path, older, captured):
     """They run as before, and a token that the host draws from logits is the one that the graph draws."""
     older(folder, tmp_path / "old")
@@ -327,7 +342,7 @@ def test_folders_of_older_formats(model, folder, tmp_path, older, captured):
     for prompt, request in zip(wanted, requests):
         assert request.tokens == alone(model, prompt, request.max_new_tokens)
     assert not captured or batch.captured
-    assert not captured or older is as_format_2 or all(tokens == rows for tokens, rows, _ in batch.captured)
+    assert not captured or older is not as_format_1 or all(tokens == rows for tokens, rows, *_ in batch.captured)
 
 
 def test_tokens_of_another_type_are_refused(folder, tmp_path):
@@ -405,7 +420,9 @@ def test_nodes(folder):
     makers = {name: n for n in nodes for name in n.output}
     for attention in attentions:
         assert makers[makers[attention.input[0]].input[0]].op_type == "MatMul", "one tensor of queries, keys and values"
-    assert sum(n.op_type == "Gather" for n in nodes) == 4  # tokens, the embedding, the request, and the rows of the last tokens
+    assert (
+        sum(n.op_type == "Gather" for n in nodes) == 5
+    )  # tokens, the embedding, the request, and rows and positions of the last tokens
     assert not {"RotaryEmbedding", "Transpose", "Cos"} & {n.op_type for n in nodes}
 
 
@@ -676,3 +693,330 @@ def test_adjustments_need_their_graph(folder, tmp_path):
         batch.add([1, 2], presence_penalty=1.0)
     batch.add([1, 2], 2)
     batch.run()
+
+
+@pytest.fixture(scope="module", params=decoders.MODELS)
+def linear_folder(request, tmp_path_factory):
+    """A decoder whose layers carry states, exported both ways; minimax has softmax layers too."""
+    torch.manual_seed(2)
+    model, folder = decoders.MODELS[request.param]().eval(), tmp_path_factory.mktemp(request.param)
+    with torch.no_grad():
+        for p in model.parameters():
+            p.mul_(2 if p.dim() > 1 else 1)
+    export_decoder(model, folder, verify=False)
+    export_serving.add_serving(model, folder, block=BLOCK)
+    return folder
+
+
+def poisoned(batch):
+    """Whoever had a page or a state before may have left anything there."""
+    for name, pool in zip(batch.pool_names, batch.pools):
+        held = np.full(pool.shape(), np.nan, np.float32)
+        if name.endswith("recurrent_state"):
+            held[serving.EMPTY] = 0
+        pool.update_inplace(held)
+
+
+def alone_by_generate(folder, request):
+    s = request.sampling
+    options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed)
+    decoder = load_decoder(folder, providers=["CPUExecutionProvider"])
+    return generate(decoder, [request.prompt], request.max_new_tokens, stop_tokens=(), **options)[0][0]
+
+
+@pytest.mark.parametrize("captured", (False, True))
+@pytest.mark.parametrize("seed", range(3))
+def test_states_come_and_go(linear_folder, monkeypatch, captured, seed):
+    """Requests that join, are cut in pieces, cancelled, preempted and drawn by settings of their own get the tokens of a
+    generation of their own, whatever was in the pools before."""
+    batch = ContinuousBatch(linear_folder, pages=15, max_requests=4, step_tokens=19, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    poisoned(batch)
+    random, requests, cancelled, most = np.random.default_rng(seed), [], [], 0
+    for i in range(12):
+        settings = dict(temperature=float(random.choice([0, 0.9])), top_k=int(random.integers(0, 30)), seed=i)
+        prompt = random.integers(3, decoders.VOCABULARY, random.integers(1, 60)).tolist()
+        requests.append(batch.add(prompt, int(random.integers(1, 30)), stop_tokens=(), **settings))
+        for _ in range(random.integers(0, 6)):
+            batch.step()
+            states = [r.state for r in batch.running]
+            assert len({*states, serving.EMPTY}) == len(states) + 1, "two requests have a state"
+            most = max(most, len(states))
+        if i % 4 == 3:
+            cancelled.append(requests[int(random.integers(0, len(requests)))])
+            batch.cancel(cancelled[-1])
+    batch.run()
+    assert most > 2 and batch.pool.in_use == 0 and sorted(batch.free_states) == [1, 2, 3, 4]
+    assert batch.paged == bool(batch.preemptions)
+    for request in requests:
+        expected = alone_by_generate(linear_folder, request)
+        assert request.tokens == expected[: len(request.tokens)] and request.error is None
+        assert len(request.tokens) == request.max_new_tokens or request in cancelled
+
+
+def test_states_of_function_bodies(linear_folder):
+    batch = ContinuousBatch(
+        linear_folder, pages=60, max_requests=2, step_tokens=16, providers=["CPUExecutionProvider"], library=False
+    )
+    requests = [batch.add(random_prompt(n, n), 4, stop_tokens=()) for n in (30, 5, 1)]
+    batch.run()
+    assert [r.tokens for r in requests] == [alone_by_generate(linear_folder, r) for r in requests]
+
+
+@pytest.mark.parametrize("captured", (False, True))
+def test_states_after_failed_calls(linear_folder, monkeypatch, captured):
+    """A call that fails once layers have changed their states: its requests are computed again, and get the same tokens."""
+    batch = ContinuousBatch(linear_folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    requests = [batch.add(random_prompt(12 * i + 1, i), 7, stop_tokens=()) for i in range(5)]
+    run, calls = batch._run, []
+
+    def failing(*arguments):
+        run(*arguments)
+        calls.append(1)
+        if len(calls) in (2, 5, 9):
+            raise RuntimeError("no")
+
+    monkeypatch.setattr(batch, "_run", failing)
+    while not batch.idle:
+        try:
+            batch.step()
+        except RuntimeError:
+            assert len(batch.running) < 5
+    assert len(calls) > 9 and [r.tokens for r in requests] == [alone_by_generate(linear_folder, r) for r in requests]
+
+
+def test_a_bad_request_leaves_no_state_behind(linear_folder):
+    """Its state is not finite; who takes its row starts from zeros."""
+    batch = ContinuousBatch(linear_folder, pages=60, max_requests=1, providers=["CPUExecutionProvider"])
+    bad = batch.add([5, 6, 7], 20, stop_tokens=())
+    batch.step()
+    held = np.array(batch.pools[0].numpy())
+    held[bad.state] = np.nan
+    batch.pools[0].update_inplace(held)
+    good = batch.add([8, 9], 5, stop_tokens=())
+    batch.run()
+    assert "not finite" in str(bad.error) and good.tokens == alone_by_generate(linear_folder, good) and good.error is None
+
+
+def test_no_pages_without_softmax_layers(linear_folder):
+    """Texts of any length fit where no layer has pages."""
+    batch = ContinuousBatch(linear_folder, pages=2, providers=["CPUExecutionProvider"])
+    if batch.paged:
+        with pytest.raises(ValueError, match="the pool has 2"):
+            batch.add([5] * 40, 3)
+        return
+    request = batch.add([5] * 40, 3, stop_tokens=())
+    batch.run()
+    assert request.tokens == alone_by_generate(linear_folder, request) and batch.pool_bytes == batch.state_bytes > 0
+
+
+def test_other_carried_caches_are_refused(tmp_path, monkeypatch):
+    model = decoders.MODELS["retnet"]()
+    shapes = model.cache_shapes() | {"0.token_shift": (torch.float32, ("batch", 96))}
+    monkeypatch.setattr(model, "cache_shapes", lambda: shapes)
+    with pytest.raises(ValueError, match="LinearDecoder: it carries 0.token_shift from call to call; .* Use export_decoder"):
+        export_for_serving(model, tmp_path / "no")
+    assert not (tmp_path / "no").exists()
+
+
+@pytest.mark.parametrize("captured", (False, True))
+def test_snapshots_count_tokens(linear_folder, monkeypatch, captured):
+    """What each request reads of a beginning that others have too, and the tokens with and without sharing."""
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    common = random_prompt(40, 1)
+    wanted = [[*common, *random_prompt(13, 10 + i)] for i in range(4)]
+
+    def run(texts, **options):
+        batch = ContinuousBatch(linear_folder, pages=80, max_requests=3, providers=["CPUExecutionProvider"], **options)
+        batch.captured = {} if captured else None
+        poisoned(batch)
+        before, requests = 0, []
+        for text in texts:
+            requests.append(batch.add(text, 4, stop_tokens=()))
+            batch.run()
+            requests[-1].computed, before = batch.processed_tokens - before, batch.processed_tokens
+        return requests
+
+    shared, apart = run([*wanted, wanted[0]]), run([*wanted, wanted[0]], share=False)
+    # The second one shows where texts part, and the third goes on there. The first one's own end, at 48, made room since.
+    assert [r.shared for r in shared] == [0, 0, 40, 40, 40]
+    assert [r.computed for r in shared] == [53 + 3 - r.shared for r in shared]
+    assert [r.computed for r in apart] == [53 + 3] * 5 and [r.shared for r in apart] == [0] * 5
+    assert [r.tokens for r in shared] == [r.tokens for r in apart] == [alone_by_generate(linear_folder, r) for r in shared]
+
+
+def test_equal_prompts_wait_for_the_snapshot(linear_folder):
+    """Also where they come at the same time."""
+    prompt = random_prompt(50, 3)
+    batch = ContinuousBatch(linear_folder, pages=80, providers=["CPUExecutionProvider"])
+    requests = [batch.add(prompt, 4, stop_tokens=(), temperature=1.5, seed=i) for i in range(4)]
+    batch.run()
+    assert [r.shared for r in requests] == [0, 48, 48, 48] and batch.processed_tokens == 50 + 3 * 2 + 4 * 3
+    assert [r.tokens for r in requests] == [alone_by_generate(linear_folder, r) for r in requests]
+
+
+@pytest.mark.parametrize("captured", (False, True))
+@pytest.mark.parametrize("seed", range(3))
+def test_snapshots_come_and_go(linear_folder, monkeypatch, captured, seed):
+    """Drawn requests of few beginnings, with few snapshots, failed calls, cancelled and preempted requests."""
+    batch = ContinuousBatch(
+        linear_folder, pages=17, max_requests=4, step_tokens=19, providers=["CPUExecutionProvider"], snapshots=3
+    )
+    batch.captured = {} if captured else None
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    poisoned(batch)
+    run, calls = batch._run, []
+
+    def failing(*arguments):
+        run(*arguments)
+        calls.append(1)
+        if not len(calls) % 23:
+            raise RuntimeError("no")
+
+    def step():
+        try:
+            batch.step()
+        except RuntimeError:
+            pass
+
+    monkeypatch.setattr(batch, "_run", failing)
+    random, beginnings = np.random.default_rng(seed), [random_prompt(40, n) for n in range(3)]
+    requests, cancelled = [], []
+    for i in range(16):
+        prompt = beginnings[random.integers(0, 3)][: random.integers(8, 41)] + random_prompt(random.integers(1, 12), 100 + i)
+        requests.append(batch.add(prompt, int(random.integers(1, 20)), stop_tokens=(), temperature=float(i % 2), seed=i))
+        for _ in range(random.integers(0, 5)):
+            step()
+        if i % 5 == 4:
+            cancelled.append(requests[int(random.integers(0, len(requests)))])
+            batch.cancel(cancelled[-1])
+    while not batch.idle:
+        step()
+    assert batch.pool.in_use == 0 and sorted(batch.free_states) == [1, 2, 3, 4] and batch.shared_tokens > 20
+    for request in requests:
+        expected = alone_by_generate(linear_folder, request)
+        assert request.tokens == expected[: len(request.tokens)] and request.error is None and not request.marks
+        assert len(request.tokens) == request.max_new_tokens or request in cancelled
+
+
+def test_wrong_snapshots(folder):
+    with pytest.raises(ValueError, match="snapshots is -1; expected how many"):
+        ContinuousBatch(folder, pages=10, snapshots=-1)
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_lookup(seed):
+    """As a search of the whole text finds it: behind the latest earlier place of the ending, of three tokens or of two."""
+    random, text, lookup = np.random.default_rng(seed), [], Lookup()
+    for _ in range(150):
+        new = random.integers(0, 4, random.integers(0, 4)).tolist()
+        text += new
+        lookup.extend(new)
+        count, expected = int(random.integers(1, 7)), []
+        for size in (3, 2):
+            ends = [i + size for i in range(len(text) - size) if text[i : i + size] == text[-size:]]
+            if ends:
+                while len(expected) < count:
+                    expected.append([*text, *expected][ends[-1] + len(expected)])
+                break
+        assert lookup.guess(count) == expected
+
+
+def repeating(random, size):
+    """A prompt that says things twice, so that there is something to guess from."""
+    part = random.integers(0, 97, 7).tolist()
+    return [*part, *random.integers(0, 97, size).tolist(), *part][: max(1, size)]
+
+
+@pytest.mark.parametrize("captured", (False, True))
+@pytest.mark.parametrize("seed", range(3))
+def test_guesses_change_no_token(model, folder, monkeypatch, captured, seed):
+    """Greedy and drawn requests that come, go, end at stop tokens, share pages and are preempted: with guesses, right and wrong
+    ones, they get the tokens that they get without, and pages and lengths are right at every step."""
+    right = {}  # of a request: the tokens that it will get, which some guesses are made of, so that many are right
+
+    def guess(self, count):
+        answer, random = right.get(tuple(self.text[:1])), np.random.default_rng(len(self.text))
+        at = len(self.text)
+        if answer is None or random.random() < 0.2:
+            return random.integers(0, 97, count).tolist()
+        found = answer[at : at + count]
+        if found and random.random() < 0.5:
+            found[int(random.integers(0, len(found)))] = 5
+        return found
+
+    random = np.random.default_rng(seed)
+    settings = [dict(temperature=float(i % 3 == 2) * 0.8, seed=i) for i in range(14)]
+    wanted = [[i, *repeating(random, int(random.integers(1, 40)))] for i in range(14)]
+    lengths = [int(random.integers(1, 30)) for _ in wanted]
+    plain = ContinuousBatch(folder, pages=200, max_requests=4, providers=["CPUExecutionProvider"])
+    alone_tokens = []
+    for prompt, length, options in zip(wanted, lengths, settings):
+        request = plain.add(prompt, length, stop_tokens=[3], **options)
+        plain.run()
+        alone_tokens.append(request)
+        right[prompt[0],] = prompt + request.tokens
+    monkeypatch.setattr(Lookup, "guess", guess)
+    monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
+    batch = ContinuousBatch(folder, pages=17, max_requests=4, step_tokens=20, providers=["CPUExecutionProvider"], speculate=5)
+    batch.captured = {} if captured else None
+    poisoned(batch)
+    requests, told = [], {}
+    for i, (prompt, length, options) in enumerate(zip(wanted, lengths, settings)):
+        requests.append(batch.add(prompt, length, stop_tokens=[3], **options))
+        while not batch.idle if i == len(wanted) - 1 else random.random() < 0.6:
+            for request, token in batch.step():
+                told.setdefault(id(request), []).append(token)
+            for request in batch.running:
+                assert request.coming == 0 and request.cached <= len(request.prompt) + len(request.tokens) - 1
+                assert len(request.pages) == -(-request.cached // BLOCK) or request.waiting > 1
+    assert batch.guessed_right > 30 and batch.guessed > batch.guessed_right + 20 and batch.pool.in_use == 0
+    for request, other in zip(requests, alone_tokens):
+        assert request.tokens == other.tokens == told[id(request)] and len(request.logprobs) == len(request.tokens)
+        assert np.allclose(request.logprobs, other.logprobs, atol=1e-4)
+    assert batch.steps < sum(len(r.tokens) for r in requests)
+
+
+def test_guesses_save_steps(model, folder, monkeypatch):
+    """A text that is known to come takes a step for each N + 1 tokens; what follows nothing is guessed at all."""
+    prompt = random_prompt(20, 1)
+    answer = alone(model, prompt, 24)
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: [*prompt, *answer][len(self.text) :][:count])
+    batch = ContinuousBatch(folder, pages=20, providers=["CPUExecutionProvider"], speculate=3)
+    request = batch.add(prompt, 24, stop_tokens=())
+    batch.run()
+    assert request.tokens == answer and batch.steps == 1 + 6  # 1 of the prompt's, then 4, 4, 4, 4, 4 and 3
+    assert (batch.guessed, batch.guessed_right, batch.processed_tokens) == (17, 17, 20 + 23)
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: [])
+    batch = ContinuousBatch(folder, pages=20, providers=["CPUExecutionProvider"], speculate=3)
+    request = batch.add(prompt, 24, stop_tokens=())
+    batch.run()
+    assert request.tokens == answer and batch.steps == 24 and batch.guessed == 0
+
+
+def test_adjusted_requests_are_not_guessed(model, folder, monkeypatch):
+    """Penalties count what was said: steps with such a request go without guesses, and those behind have them again."""
+    prompts = [[1, 2, 3, 1, 2, 3, 1, 2], [7, 8, 9, 7, 8, 9, 7]]
+    batch = ContinuousBatch(folder, pages=40, providers=["CPUExecutionProvider"], speculate=3)
+    penalised = batch.add(prompts[0], 6, stop_tokens=(), frequency_penalty=1.5, top_logprobs=3)
+    plain = batch.add(prompts[1], 30, stop_tokens=())
+    monkeypatch.setattr(Lookup, "guess", lambda self, count: [0] * count)
+    while not penalised.done:
+        batch.step()
+        assert batch.guessed == 0
+    batch.run()
+    assert batch.guessed > 0 and plain.tokens == alone(model, prompts[1], 30)
+    assert penalised.tokens == adjusted(model, prompts[0], 6, frequency_penalty=1.5)[0] and len(penalised.top_logprobs) == 6
+
+
+def test_where_nothing_is_guessed(folder, linear_folder, tmp_path):
+    with pytest.raises(ValueError, match="speculate is -1; expected how many tokens"):
+        ContinuousBatch(folder, pages=10, speculate=-1)
+    with pytest.raises(ValueError, match="layers with linear attention, whose states cannot give a wrong guess back"):
+        ContinuousBatch(linear_folder, pages=10, speculate=2)
+    as_format_3(folder, tmp_path / "old")
+    with pytest.raises(ValueError, match="gives one token of a request a step, .*: export it again"):
+        ContinuousBatch(tmp_path / "old", pages=10, speculate=2)

@@ -70,14 +70,14 @@ def prompts(*lengths):
 VOCABULARY, LONGEST = 211, 200
 
 
-def minimax():
+def minimax(vocab_size=VOCABULARY):
     config = transformers.MiniMaxConfig(
         hidden_size=96,
         num_hidden_layers=3,
         num_attention_heads=6,
         num_key_value_heads=2,
         head_dim=16,
-        vocab_size=VOCABULARY,
+        vocab_size=vocab_size,
         intermediate_size=64,
         max_position_embeddings=256,
         num_local_experts=4,

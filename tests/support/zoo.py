@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from leanfleet.export import verification
 from leanfleet.export.decoder import Decoder, cache_shapes, call, example_inputs, traceable
-from leanfleet.export.serving import PackedDecoder
+from leanfleet.export.serving import PackedDecoder, pool_shape
 from leanfleet.export.support import check_supported, most_positions
 
 VOCABULARY, POSITIONS, LAYERS = 96, 64, 2
@@ -335,8 +335,7 @@ def check_eagerly(model, block=4):
         found = [
             verification.compare(model, Eager(module, [(f"past_key_values.{n}", s) for n, (_, s) in caches.items()]), facts)
         ]
-        if not any(name.endswith("recurrent_state") for name in caches):
-            pages = [(f"pages.{name}", ("pool", block, shape[1], shape[3])) for name, (_, shape) in caches.items()]
-            session = Eager(PackedDecoder(traced, caches).eval(), pages)
-            found.append(verification.compare(model, session, facts | {"kind": "serving", "block": block}))
+        pages = [(f"pages.{name}", pool_shape(name, shape, block)) for name, (_, shape) in caches.items()]
+        session = Eager(PackedDecoder(traced, caches).eval(), pages)
+        found.append(verification.compare(model, session, facts | {"kind": "serving", "block": block}))
     return found
