@@ -40,8 +40,16 @@ from leanfleet.export import blocks, shortcuts, verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
-from leanfleet.export.linear_attention import refuse_options
-from leanfleet.export.support import ELSEWHERE, check_supported, fixed_rotary, implementation, linear_layers_of, most_positions
+from leanfleet.export.linear_attention import featured, features_of, refuse_options
+from leanfleet.export.support import (
+    ELSEWHERE,
+    FEATURES,
+    check_supported,
+    fixed_rotary,
+    implementation,
+    linear_layers_of,
+    most_positions,
+)
 from leanfleet.export.torch_ops import causal_linear_decay, lean_attention, normalized_linear_attention
 
 if TYPE_CHECKING:
@@ -145,6 +153,10 @@ def attention(
         unknown.insert(0, "an attention mask of its own (as for ALiBi or relative biases)")
     if unknown:
         raise ValueError(f"{layer}: it passes {', '.join(unknown)}, which LeanAttention has no counterpart for. {ELSEWHERE}")
+    if cache_name(index, STATE) in cache.tensors and (features := features_of(module, layer)) is not None:
+        refuse_options(layer, ("softcap", "s_aux"), {"softcap": softcap, "s_aux": s_aux})
+        query, key = (t * (1.0 if scaling is None else scaling) ** 0.5 for t in (query, key))
+        return featured_attention(cache, index, features, query, key, value), None
     if cache_name(index, KEY_SUM) in cache.tensors:
         refuse_options(layer, ("softcap", "s_aux"), {"softcap": softcap, "s_aux": s_aux})
         return normalized_attention(cache, index, query, key, value), None
@@ -201,6 +213,18 @@ def normalized_attention(cache: Cache, layer: int, query: torch.Tensor, key: tor
     )
     for name, tensor in zip(names, sums, strict=False):  # without the count
         cache.update(name, tensor)
+    return output.transpose(1, 2).contiguous()
+
+
+def featured_attention(
+    cache: Cache, layer: int, features: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Layer `layer` by features of low_rank.linearise over its carried state: shapes as in normalized_attention."""
+    name = cache_name(layer, STATE)
+    valid = torch.arange(query.shape[2], device=query.device) < cache.query_lens.unsqueeze(1)
+    inside = valid.unsqueeze(1).unsqueeze(-1).to(torch.float32)
+    output, state = featured(features, query, key, value, inside, (cache.tensors[name],))
+    cache.update(name, state)
     return output.transpose(1, 2).contiguous()
 
 
@@ -293,6 +317,7 @@ def cache_shapes(model: Any) -> Shapes:
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     lightning = {m.layer_idx for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"}
     normalized = linear_layers_of(model)
+    ranks = {m.layer_idx: getattr(m, FEATURES).features for m in model.modules() if hasattr(m, FEATURES)}
     shapes: Shapes = {}
     for layer, kind in enumerate(kinds):
         own = configs[layer]
@@ -302,6 +327,9 @@ def cache_shapes(model: Any) -> Shapes:
             shapes[cache_name(layer, STATE)] = (torch.float32, (BATCH, heads, head_size, head_size))
         elif layer in normalized:
             sizes = BATCH, getattr(own, "num_key_value_heads", None) or heads, head_size
+            if (rank := ranks.get(layer)) is not None:
+                shapes[cache_name(layer, STATE)] = (torch.float32, (*sizes[:2], rank, head_size + 1))
+                continue
             shapes[cache_name(layer, STATE)] = (torch.float32, (*sizes, head_size))
             shapes[cache_name(layer, KEY_SUM)] = shapes[cache_name(layer, VALUE_SUM)] = (torch.float32, sizes)
         elif kind in ("full_attention", "sliding_attention"):

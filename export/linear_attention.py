@@ -1,13 +1,14 @@
 """NormalizedLinearAttention as a module that replaces softmax attention, and as an attention of transformers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
-from leanfleet.export.support import LAYERS, REMEMBERED, SUMS
+from leanfleet.export.support import FEATURES, LAYERS, METHOD, REMEMBERED, SUMS
 from leanfleet.export.support import LINEAR as TRANSFORMERS_NAME
-from leanfleet.export.torch_ops import normalized_linear_attention
+from leanfleet.export.torch_ops import causal_linear_decay, normalized_linear_attention
 
 _CARRIED = "initial_state", "initial_key_sum", "initial_value_sum", "initial_count"
 
@@ -203,8 +204,45 @@ def _valid_keys(mask: torch.Tensor | None, new: int, keys: int) -> torch.Tensor 
     return mask[:, 0].diagonal(mask.shape[-1] - new, 1, 2)
 
 
+def _empty_sums(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The sums before the first token, in float32, or float64 where the model computes in it."""
+    batch, heads, _, size = key.shape
+    columns = value.shape[-1]
+    wide = {"dtype": torch.promote_types(key.dtype, torch.float32), "device": key.device}
+    shapes = (batch, heads, size, columns), (batch, heads, size), (batch, heads, columns)
+    return *(torch.zeros(s, **wide) for s in shapes), torch.zeros(batch, dtype=torch.int32, device=key.device)
+
+
+def featured(
+    features: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inside: torch.Tensor | bool,
+    before: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [B,H,N,Dv] in the value's type, the state with the new tokens [B,Hkv,R,Dv+1]) by a module of low_rank.
+
+    inside: 0 where a row [B,1,N,1] is padding, or False for none. before: the state, or nothing.
+    """
+    phi_q, phi_k = features.query(query), features.key(key)
+    if inside is not False:
+        phi_k = phi_k * inside
+    summed = torch.cat([value.to(phi_k.dtype), torch.ones_like(value[..., :1], dtype=phi_k.dtype)], -1)
+    output, state = causal_linear_decay(phi_q, phi_k, summed, None, *before, return_state=True)
+    # Where no feature of a query meets one of a key, in exact arithmetic or by underflow, the output is 0.
+    output = output[..., :-1] / output[..., -1:].clamp(min=torch.finfo(torch.float32).tiny)
+    return output.to(value.dtype), state
+
+
 def _attend(
-    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, valid: torch.Tensor | None, causal: bool, sums: Any
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    causal: bool,
+    sums: Any,
+    features: Any,
 ) -> torch.Tensor:
     """The operator's output [B,H,N,D] over query [B,H,N,D] and key and value [B,Hkv,N,D], with padding and carried sums."""
     back = None
@@ -214,10 +252,16 @@ def _attend(
         query, key, value = (_reordered(t, order) for t in (query, key, value))
         inside = valid.gather(1, order)[:, None, :, None].to(key.dtype)
         key, value = key * inside, value * inside
-    carried = {} if sums is None else dict(zip(_CARRIED, sums.sums, strict=True), return_state=True)
+    if features is not None:
+        output, state = featured(features, query, key, value, valid is not None and inside, sums.sums if sums else ())
+        if sums is not None:
+            sums.replace((state,))
+        return output if back is None else _reordered(output, back)
+    before = () if sums is None else sums.sums or _empty_sums(key, value)
+    carried = dict(zip(_CARRIED, before, strict=True), return_state=True) if before else {}
     output, _, *after = normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True, **carried)
     if sums is not None:
-        count = after[3] if valid is None else sums.sums[3] + valid.sum(1, dtype=torch.int32)
+        count = after[3] if valid is None else before[3] + valid.sum(1, dtype=torch.int32)
         sums.replace((*after[:3], count))
     return output if back is None else _reordered(output, back)
 
@@ -230,6 +274,17 @@ def _softmax_attention(module: nn.Module, layer: str, *tensors: Any, **kwargs: A
         if kwargs.get(name) is not None:
             raise ValueError(f"{layer}: it is a softmax layer with {name}, which '{TRANSFORMERS_NAME}' does not mix with")
     return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tensors, **kwargs)
+
+
+def features_of(module: nn.Module, layer: str) -> nn.Module | None:
+    """The features that low_rank.linearise gave an attention layer, or None. Raises ValueError where they were lost."""
+    features = getattr(module, FEATURES, None)
+    if features is None and (method := getattr(getattr(module, "config", None), METHOD, None)) is not None:
+        raise ValueError(
+            f"{layer}: the configuration says {METHOD} = '{method}', and the layer has no features: load the model without "
+            f"{METHOD} and {LAYERS}, and call leanfleet.export.low_rank.linearise again"
+        )
+    return features
 
 
 def refuse_options(layer: str, names: tuple[str, ...], kwargs: dict[str, Any]) -> None:
@@ -275,16 +330,19 @@ def attention(
     if attention_mask is not None and attention_mask.dim() not in (2, 4):
         raise ValueError(f"{layer}: an attention mask of shape {list(attention_mask.shape)}; expected [B,N] or [B,1,Nq,N]")
     _remember(module)
+    features = features_of(module, layer)
+    if features is not None:
+        query, key = (t * kwargs["scaling"] ** 0.5 for t in (query, key))
     query, key, value = one_type(query, key, value)
     causal = getattr(module, "is_causal", True)
     valid = _valid_keys(attention_mask, new, keys)
-    if sums is None and valid is None and keys == new and query.transpose(1, 2).is_contiguous():
+    if features is None and sums is None and valid is None and keys == new and query.transpose(1, 2).is_contiguous():
         # Heads beside their tokens, as projections give them: nothing is copied.
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         return normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True, layout="bnhd")[0], None
     if keys > new:  # a cache of keys: rows of zeros stand for the tokens whose output is known
         query = torch.cat([query.new_zeros(*query.shape[:2], keys - new, query.shape[3]), query], 2)
-    output = _attend(query, key, value, valid, causal, sums)
+    output = _attend(query, key, value, valid, causal, sums, features)
     return output[:, :, keys - new :].transpose(1, 2).contiguous(), None
 
 

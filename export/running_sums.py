@@ -10,7 +10,8 @@ from leanfleet.export.support import SUMS, check_linear_layers, linear_layers
 
 
 class RunningSums(CacheLayerMixin):
-    """What one linear layer carries: sums of k^T v [B,Hkv,D,Dv], of k, of v, and the number of tokens [B].
+    """What one linear layer carries: sums of k^T v [B,Hkv,D,Dv], of k, of v, and the number of tokens [B]; or, of a layer that
+    low_rank.linearise changed, one sum [B,Hkv,R,Dv+1]. Before the first token there is none.
 
     update() hands the new keys and values on as they are, with a reference to itself; the attention function adds them.
     """
@@ -22,14 +23,7 @@ class RunningSums(CacheLayerMixin):
         self.waiting = False  # for attention to add what update() got
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Sums before the first token, in float32, or float64 where the model computes in it."""
-        batch, heads, _, size = key_states.shape
-        wide = torch.promote_types(key_states.dtype, torch.float32)
-        columns = value_states.shape[-1]
-        shapes = (batch, heads, size, columns), (batch, heads, size), (batch, heads, columns)
-        count = torch.zeros(batch, dtype=torch.int32, device=key_states.device)
-        self.sums = *(torch.zeros(s, dtype=wide, device=key_states.device) for s in shapes), count
-        self.is_initialized = True
+        """Nothing: the attention function makes the first sums, and knows what it sums."""
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: Any, **kwargs: Any
@@ -40,8 +34,6 @@ class RunningSums(CacheLayerMixin):
                 f"attention layer {self.layer} did not add its tokens to the running sums: this cache is for linear attention "
                 "(register_transformers) alone, and for models that hand its keys to their attention as they are"
             )
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
         self.waiting = True
         self.seen += key_states.shape[-2]
         marked = key_states.view_as(key_states)
@@ -72,7 +64,7 @@ class RunningSums(CacheLayerMixin):
 
     def reset(self) -> None:
         """Back to before the first token."""
-        self.sums, self.seen, self.waiting, self.is_initialized = (), 0, False, False
+        self.sums, self.seen, self.waiting = (), 0, False
 
     def crop(self, tokens_to_remove: int) -> None:
         """Raises ValueError: what a token added to sums cannot be told from the rest."""
