@@ -1,7 +1,8 @@
 """Exports a decoder as one ONNX graph that serves prompts and decode steps.
 
 Softmax attention becomes a LeanAttention node that appends to a cache of fixed capacity and attends over it; decayed
-linear attention becomes a CausalLinearDecay node that carries its state. leanfleet.decoder_contract has the graph's inputs and
+linear attention becomes a CausalLinearDecay node that carries its state, and attention of register_transformers() a
+NormalizedLinearAttention node that carries its sums. leanfleet.decoder_contract has the graph's inputs and
 outputs.
 """
 
@@ -24,11 +25,13 @@ from leanfleet.decoder_contract import (
     CAPACITY,
     DECODER,
     KEY,
+    KEY_SUM,
     MODEL_FILE,
     OPTIONAL_FILES,
     STATE,
     TOKENS,
     VALUE,
+    VALUE_SUM,
     Facts,
     cache_name,
     write_facts,
@@ -37,8 +40,17 @@ from leanfleet.export import blocks, shortcuts, verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.onnx_export import export
-from leanfleet.export.support import ELSEWHERE, check_supported, fixed_rotary, implementation, most_positions
-from leanfleet.export.torch_ops import causal_linear_decay, lean_attention
+from leanfleet.export.linear_attention import featured, features_of, refuse_options
+from leanfleet.export.support import (
+    ELSEWHERE,
+    FEATURES,
+    check_supported,
+    fixed_rotary,
+    implementation,
+    linear_layers_of,
+    most_positions,
+)
+from leanfleet.export.torch_ops import causal_linear_decay, lean_attention, normalized_linear_attention
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -160,6 +172,13 @@ def attention(
         unknown.insert(0, "an attention mask of its own (as for ALiBi or relative biases)")
     if unknown:
         raise ValueError(f"{layer}: it passes {', '.join(unknown)}, which LeanAttention has no counterpart for. {ELSEWHERE}")
+    if cache_name(index, STATE) in cache.tensors and (features := features_of(module, layer)) is not None:
+        refuse_options(layer, ("softcap", "s_aux"), {"softcap": softcap, "s_aux": s_aux})
+        query, key = (t * (1.0 if scaling is None else scaling) ** 0.5 for t in (query, key))
+        return featured_attention(cache, index, features, query, key, value), None
+    if cache_name(index, KEY_SUM) in cache.tensors:
+        refuse_options(layer, ("softcap", "s_aux"), {"softcap": softcap, "s_aux": s_aux})
+        return normalized_attention(cache, index, query, key, value), None
     _check_call(cache, layer, index, key, value)
     output = cache.attend(
         index,
@@ -189,6 +208,43 @@ def _check_call(cache: Cache, layer: str, index: int, key: torch.Tensor, value: 
             f"{layer}: it has {found[0]} heads of keys of {found[1]} and values of {found[2]} columns, where the "
             f"model's configuration says {planned[0]}, {planned[1]} and {planned[2]}. {ELSEWHERE}"
         )
+
+
+def normalized_attention(cache: Cache, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """Layer `layer` of register_transformers()'s attention over its carried sums: query [B,H,N,D], key, value [B,Hkv,N,D];
+    returns [B,N,H,D].
+
+    The number of tokens before follows from the lengths, so that it is no state. Rows past query_lens leave the sums as they
+    are: their keys and values are zero, and they stand behind the tokens.
+    """
+    names = [cache_name(layer, part) for part in (STATE, KEY_SUM, VALUE_SUM)]
+    valid = torch.arange(query.shape[2], device=query.device) < cache.query_lens.unsqueeze(1)
+    valid = valid.unsqueeze(1).unsqueeze(-1).to(key.dtype)
+    output, _, *sums = normalized_linear_attention(
+        query,
+        key * valid,
+        value * valid,
+        None,
+        *(cache.tensors[name] for name in names),
+        cache.seq_lens - cache.query_lens,
+        normalize_qk=True,
+        return_state=True,
+    )
+    for name, tensor in zip(names, sums, strict=False):  # without the count
+        cache.update(name, tensor)
+    return output.transpose(1, 2).contiguous()
+
+
+def featured_attention(
+    cache: Cache, layer: int, features: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
+) -> torch.Tensor:
+    """Layer `layer` by features of low_rank.linearise over its carried state: shapes as in normalized_attention."""
+    name = cache_name(layer, STATE)
+    valid = torch.arange(query.shape[2], device=query.device) < cache.query_lens.unsqueeze(1)
+    inside = valid.unsqueeze(1).unsqueeze(-1).to(torch.float32)
+    output, state = featured(features, query, key, value, inside, (cache.tensors[name],))
+    cache.update(name, state)
+    return output.transpose(1, 2).contiguous()
 
 
 def decayed_attention(
@@ -262,6 +318,8 @@ def cache_shapes(model: Any) -> Shapes:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     lightning = {m.layer_idx for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"}
+    normalized = linear_layers_of(model)
+    ranks = {m.layer_idx: getattr(m, FEATURES).features for m in model.modules() if hasattr(m, FEATURES)}
     shapes: Shapes = {}
     for layer, kind in enumerate(kinds):
         own = configs[layer]
@@ -269,6 +327,13 @@ def cache_shapes(model: Any) -> Shapes:
         head_size = getattr(own, "head_dim", None) or own.hidden_size // heads
         if layer in lightning:
             shapes[cache_name(layer, STATE)] = (torch.float32, (BATCH, heads, head_size, head_size))
+        elif layer in normalized:
+            sizes = BATCH, getattr(own, "num_key_value_heads", None) or heads, head_size
+            if (rank := ranks.get(layer)) is not None:
+                shapes[cache_name(layer, STATE)] = (torch.float32, (*sizes[:2], rank, head_size + 1))
+                continue
+            shapes[cache_name(layer, STATE)] = (torch.float32, (*sizes, head_size))
+            shapes[cache_name(layer, KEY_SUM)] = shapes[cache_name(layer, VALUE_SUM)] = (torch.float32, sizes)
         elif kind in ("full_attention", "sliding_attention"):
             kv_heads = getattr(own, "num_key_value_heads", None) or heads
             for part in (KEY, VALUE):
@@ -357,7 +422,8 @@ def export_decoder(
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
     model: a leanfleet.export.LinearDecoder, or a transformers causal LM with softmax attention that goes through
-    AttentionInterface (tests/export/zoo.toml lists the families). all_logits: logits of every new token, [B,N,vocabulary], in
+    AttentionInterface (tests/export/zoo.toml lists the families), or with register_transformers()'s linear attention in its
+    place, in all layers or in some. all_logits: logits of every new token, [B,N,vocabulary], in
     place of the last one's (for scoring). fuse: write norms, rotary encodings and experts so that ONNX Runtime runs each as
     one kernel (leanfleet.export.fusions and experts); False leaves standard operators and ours alone, for runtimes that do not
     take functions of a model for what they do not know. verify: run the file and compare it with the model before it gets its

@@ -1,13 +1,16 @@
 """NormalizedLinearAttention as a module that replaces softmax attention, and as an attention of transformers."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import nn
 
+from leanfleet.export.support import FEATURES, LAYERS, METHOD, REMEMBERED, SUMS
 from leanfleet.export.support import LINEAR as TRANSFORMERS_NAME
-from leanfleet.export.support import REMEMBERED
-from leanfleet.export.torch_ops import normalized_linear_attention
+from leanfleet.export.torch_ops import causal_linear_decay, normalized_linear_attention
+
+_CARRIED = "initial_state", "initial_key_sum", "initial_value_sum", "initial_count"
 
 
 def rotary_tables(
@@ -148,11 +151,7 @@ class LinearAttention(nn.Module):
         query, key, value = one_type(query, key, value)
         if valid is not None:
             key, value = (t * valid[:, :, None, None].to(t.dtype) for t in (key, value))
-        carried = (
-            {}
-            if state is None
-            else dict(zip(("initial_state", "initial_key_sum", "initial_value_sum", "initial_count"), state), return_state=True)
-        )
+        carried = {} if state is None else dict(zip(_CARRIED, state), return_state=True)
         output, _, *state = normalized_linear_attention(
             query,
             key,
@@ -180,6 +179,126 @@ def _remember(module):
         setattr(config, REMEMBERED, TRANSFORMERS_NAME)
 
 
+def _in_front(valid: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """(order that puts each row's valid tokens before its padding, each kind in its order; the order back)."""
+    order = torch.argsort(valid.logical_not().to(torch.uint8), dim=1, stable=True)
+    return order, torch.argsort(order, dim=1)
+
+
+def _reordered(x: torch.Tensor, order: torch.Tensor) -> torch.Tensor:
+    """x [B,H,N,D] with the tokens of each row in an order [B,N]."""
+    return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
+
+
+def _valid_keys(mask: torch.Tensor | None, new: int, keys: int) -> torch.Tensor | None:
+    """Which of the newest `keys` tokens are no padding, bool [B,keys], or None: all.
+
+    mask: bool [B,N] as register_transformers makes it, or [B,1,new,N] of a softmax layer, causal or with a window.
+    """
+    if mask is None or mask.dim() == 2:
+        return None if mask is None else mask[:, -keys:]
+    if mask.dtype != torch.bool:
+        mask = mask == 0  # what is added to scores: 0 where a token is seen
+    if keys > new:
+        return mask[:, 0, -1, -keys:]
+    return mask[:, 0].diagonal(mask.shape[-1] - new, 1, 2)
+
+
+def _empty_sums(key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """The sums before the first token, in float32, or float64 where the model computes in it."""
+    batch, heads, _, size = key.shape
+    columns = value.shape[-1]
+    wide = {"dtype": torch.promote_types(key.dtype, torch.float32), "device": key.device}
+    shapes = (batch, heads, size, columns), (batch, heads, size), (batch, heads, columns)
+    return *(torch.zeros(s, **wide) for s in shapes), torch.zeros(batch, dtype=torch.int32, device=key.device)
+
+
+def featured(
+    features: Any,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    inside: torch.Tensor | bool,
+    before: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output [B,H,N,Dv] in the value's type, the state with the new tokens [B,Hkv,R,Dv+1]) by a module of low_rank.
+
+    inside: 0 where a row [B,1,N,1] is padding, or False for none. before: the state, or nothing.
+    """
+    phi_q, phi_k = features.query(query), features.key(key)
+    if inside is not False:
+        phi_k = phi_k * inside
+    summed = torch.cat([value.to(phi_k.dtype), torch.ones_like(value[..., :1], dtype=phi_k.dtype)], -1)
+    output, state = causal_linear_decay(phi_q, phi_k, summed, None, *before, return_state=True)
+    # Where no feature of a query meets one of a key, in exact arithmetic or by underflow, the output is 0.
+    output = output[..., :-1] / output[..., -1:].clamp(min=torch.finfo(torch.float32).tiny)
+    return output.to(value.dtype), state
+
+
+def _attend(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    valid: torch.Tensor | None,
+    causal: bool,
+    sums: Any,
+    features: Any,
+) -> torch.Tensor:
+    """The operator's output [B,H,N,D] over query [B,H,N,D] and key and value [B,Hkv,N,D], with padding and carried sums."""
+    back = None
+    if valid is not None:
+        # The operator counts every row, so that padding goes behind the tokens, where it is seen by padding alone.
+        order, back = _in_front(valid)
+        query, key, value = (_reordered(t, order) for t in (query, key, value))
+        inside = valid.gather(1, order)[:, None, :, None].to(key.dtype)
+        key, value = key * inside, value * inside
+    if features is not None:
+        output, state = featured(features, query, key, value, valid is not None and inside, sums.sums if sums else ())
+        if sums is not None:
+            sums.replace((state,))
+        return output if back is None else _reordered(output, back)
+    before = () if sums is None else sums.sums or _empty_sums(key, value)
+    carried = dict(zip(_CARRIED, before, strict=True), return_state=True) if before else {}
+    output, _, *after = normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True, **carried)
+    if sums is not None:
+        count = after[3] if valid is None else before[3] + valid.sum(1, dtype=torch.int32)
+        sums.replace((*after[:3], count))
+    return output if back is None else _reordered(output, back)
+
+
+def _softmax_attention(module: nn.Module, layer: str, *tensors: Any, **kwargs: Any) -> tuple[torch.Tensor, None]:
+    """A softmax layer of a mixed model, by transformers' SDPA attention."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    for name in ("softcap", "s_aux"):
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{layer}: it is a softmax layer with {name}, which '{TRANSFORMERS_NAME}' does not mix with")
+    return ALL_ATTENTION_FUNCTIONS["sdpa"](module, *tensors, **kwargs)
+
+
+def features_of(module: nn.Module, layer: str) -> nn.Module | None:
+    """The features that low_rank.linearise gave an attention layer, or None. Raises ValueError where they were lost."""
+    features = getattr(module, FEATURES, None)
+    if features is None and (method := getattr(getattr(module, "config", None), METHOD, None)) is not None:
+        raise ValueError(
+            f"{layer}: the configuration says {METHOD} = '{method}', and the layer has no features: load the model without "
+            f"{METHOD} and {LAYERS}, and call leanfleet.export.low_rank.linearise again"
+        )
+    return features
+
+
+def refuse_options(layer: str, names: tuple[str, ...], kwargs: dict[str, Any]) -> None:
+    """Raises ValueError for an option of softmax attention among kwargs that linear attention has no counterpart for."""
+    for name in names:
+        if kwargs.get(name) is not None:
+            raise ValueError(f"{layer}: it asks for {name}, which linear attention does not have")
+    if kwargs.get("dropout"):
+        raise ValueError(
+            f"{layer}: it asks for dropout {kwargs['dropout']} of attention weights, which linear attention does "
+            "not form; set attention_dropout to 0"
+        )
+
+
 def attention(
     module: nn.Module,
     query: torch.Tensor,
@@ -190,39 +309,82 @@ def attention(
 ) -> tuple[torch.Tensor, None]:
     """transformers' attention function: query [B,H,Nq,D], key and value [B,Hkv,N,D], the newest Nq of N tokens.
 
-    Raises ValueError for a mask (padding) and for what has no counterpart in linear attention.
+    Keys of a running_sums_cache are the new ones alone, and bring the sums over the tokens before. A layer that the
+    configuration's leanfleet_linear_layers leaves out attends by softmax. Raises ValueError for a mask of another form than
+    register_transformers makes, and for what has no counterpart in linear attention.
     """
-    layer = f"attention layer {getattr(module, 'layer_idx', '?')} ({type(module).__name__})"
-    if attention_mask is not None:
-        raise ValueError(f"{layer}: {TRANSFORMERS_NAME} takes no attention mask; pad on the right and leave the mask out")
-    for name in ("sliding_window", "softcap", "s_aux", "position_bias"):
-        if kwargs.get(name) is not None:
-            raise ValueError(f"{layer}: it asks for {name}, which linear attention does not have")
-    if kwargs.get("dropout"):
+    index = getattr(module, "layer_idx", "?")
+    layer = f"attention layer {index} ({type(module).__name__})"
+    chosen = getattr(getattr(module, "config", None), LAYERS, None)
+    if chosen is not None and index not in chosen:
+        return _softmax_attention(module, layer, query, key, value, attention_mask, **kwargs)
+    # A layer that is named is linear over all tokens, whatever window its softmax had.
+    refuse_options(layer, ("softcap", "s_aux", "position_bias", *(("sliding_window",) if chosen is None else ())), kwargs)
+    sums = getattr(key, SUMS, None)
+    new, keys = query.shape[2], key.shape[2]
+    if keys > new and kwargs.get("sliding_window") is not None:
         raise ValueError(
-            f"{layer}: it asks for dropout {kwargs['dropout']} of attention weights, which linear attention does "
-            "not form; set attention_dropout to 0"
+            f"{layer}: its cache keeps a window of the tokens, and linear attention sums over all: give the model "
+            "past_key_values=running_sums_cache(model.config)"
         )
+    if attention_mask is not None and attention_mask.dim() not in (2, 4):
+        raise ValueError(f"{layer}: an attention mask of shape {list(attention_mask.shape)}; expected [B,N] or [B,1,Nq,N]")
     _remember(module)
+    features = features_of(module, layer)
+    if features is not None:
+        query, key = (t * kwargs["scaling"] ** 0.5 for t in (query, key))
     query, key, value = one_type(query, key, value)
-    older = key.shape[2] - query.shape[2]
-    if older:  # a cached step: rows of zeros stand for the tokens whose output is known
-        query = torch.cat([query.new_zeros(*query.shape[:2], older, query.shape[3]), query], 2)
     causal = getattr(module, "is_causal", True)
-    # Heads beside their tokens, as projections give them: nothing is copied.
-    if not older and query.transpose(1, 2).is_contiguous():
+    valid = _valid_keys(attention_mask, new, keys)
+    if features is None and sums is None and valid is None and keys == new and query.transpose(1, 2).is_contiguous():
+        # Heads beside their tokens, as projections give them: nothing is copied.
         query, key, value = (t.transpose(1, 2) for t in (query, key, value))
         return normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True, layout="bnhd")[0], None
-    output = normalized_linear_attention(query, key, value, causal=causal, normalize_qk=True)[0]
-    return output[:, :, older:].transpose(1, 2).contiguous(), None
+    if keys > new:  # a cache of keys: rows of zeros stand for the tokens whose output is known
+        query = torch.cat([query.new_zeros(*query.shape[:2], keys - new, query.shape[3]), query], 2)
+    output = _attend(query, key, value, valid, causal, sums, features)
+    return output[:, :, keys - new :].transpose(1, 2).contiguous(), None
+
+
+def _mask(name: str) -> Any:
+    """The mask function of an attention of this name: bool [B,N], or None where there is no padding; for models that also have
+    softmax layers, what SDPA takes."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function, sdpa_mask
+
+    plain = causal_mask_function, bidirectional_mask_function
+
+    def mask(
+        *args: Any, mask_function: Any = None, attention_mask: torch.Tensor | None = None, local_size: Any = None, **kwargs: Any
+    ) -> torch.Tensor | None:
+        if mask_function is causal_mask_function and kwargs["kv_length"] > kwargs["q_offset"] + kwargs["q_length"]:
+            raise ValueError(f"{name}: a static cache has room for tokens to come, which linear attention would sum as tokens")
+        config = kwargs.get("config")
+        if local_size is None and mask_function is not None and mask_function not in plain:
+            raise ValueError(f"{name}: packed sequences or a mask of the model's own, which linear attention cannot apply")
+        if config is not None and getattr(config, LAYERS, None) is not None:
+            given = dict(mask_function=mask_function, attention_mask=attention_mask, local_size=local_size)
+            return sdpa_mask(*args, **{n: v for n, v in given.items() if v is not None}, **kwargs)
+        return None if attention_mask is None or bool(attention_mask.all()) else attention_mask.bool()
+
+    return mask
 
 
 def register_transformers(name: str = TRANSFORMERS_NAME) -> str:
     """Makes NormalizedLinearAttention an attention of transformers: model.set_attn_implementation(name).
 
-    Rows of query and key get unit length. Returns the name. Raises ImportError without transformers. transformers saves no
-    implementation's name: a saved model must be loaded with attn_implementation=name again. A forward pass therefore notes
-    it in the configuration, as leanfleet_attention, so that export does not take the model for one of softmax attention.
+    Rows of query and key get unit length ("Linear Attention Optimized GPU Kernel Implementation", equations 4 and 22).
+    Returns the name. Batches may be padded on either side, with the model's attention_mask. running_sums_cache(model.config)
+    (leanfleet.export.running_sums), given as past_key_values, makes each decode step cost the same; over transformers' own
+    caches a step reads all keys again, with the same result. export_decoder and `leanfleet export` keep this attention.
+
+    config.leanfleet_linear_layers = [0, 2] makes these layers linear, over all tokens, and leaves softmax to the others, with
+    the windows that they have; config.json keeps the entry. Without it all layers are linear.
+
+    transformers saves no implementation's name: a saved model must be loaded with attn_implementation=name again. A forward
+    pass therefore notes it in the configuration, as leanfleet_attention, which `leanfleet export` follows.
+
+    Raises ImportError without transformers. The attention raises ValueError, naming the layer, for what linear attention does
+    not have: windows (of layers that are not named), softcaps, sinks, dropout; and for packed sequences.
 
     Example:
         import torch
@@ -235,14 +397,6 @@ def register_transformers(name: str = TRANSFORMERS_NAME) -> str:
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface
 
-    def no_mask(*args, attention_mask=None, **kwargs):
-        if attention_mask is not None and not bool(attention_mask.all()):
-            raise ValueError(
-                f"{name}: a padded batch needs a mask, which linear attention does not take; pad on the right and "
-                "leave the mask out"
-            )
-        return None
-
     AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, no_mask)
+    AttentionMaskInterface.register(name, _mask(name))
     return name

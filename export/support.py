@@ -10,11 +10,15 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from torch.nn import Module
-    from transformers import PreTrainedModel
+    from transformers import PreTrainedConfig, PreTrainedModel
 
 ELSEWHERE = "Export this model with transformers' own exporter (transformers.exporters.exporter_onnx) instead"
 LINEAR = "leanfleet_linear"  # see linear_attention.register_transformers
 REMEMBERED = "leanfleet_attention"  # the configuration's entry that says so; transformers saves no name of an implementation
+LAYERS = "leanfleet_linear_layers"  # the configuration's entry that names the layers it is for; without: all
+FEATURES = "leanfleet_features"  # submodule of attention layers that low_rank.linearise changed
+METHOD = "leanfleet_low_rank"  # the configuration's entry that says so: from_pretrained knows no such submodule
+SUMS = "leanfleet_sums"  # attribute of the keys of a running_sums_cache: attention gets tensors alone, not the cache
 _SOFTMAX = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+|kernels-community/[\w.-]*flash-attn[\w.@-]*)")
 _SERVED_LINEAR = "MiniMaxLightningAttention"
 # Classes of layers that carry a state, by their names: Mamba's mixers, short convolutions, delta rules, LSTMs.
@@ -127,21 +131,58 @@ def _is_softmax(name):
     return function is None or (getattr(function, "__module__", None) or "").partition(".")[0] == "transformers"
 
 
+def is_linear(name: str | None) -> bool:
+    """Whether an implementation is register_transformers()'s, under whatever name it was registered."""
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    function = None if name is None else ALL_ATTENTION_FUNCTIONS.get(name)
+    return getattr(function, "__module__", None) == "leanfleet.export.linear_attention"
+
+
+def linear_layers(config: "PreTrainedConfig") -> list[int]:
+    """The layers of a decoder's configuration that register_transformers()'s attention makes linear, where the model has it."""
+    chosen = getattr(config, LAYERS, None)
+    return list(range(config.num_hidden_layers)) if chosen is None else sorted(set(chosen))
+
+
+def check_linear_layers(config: "PreTrainedConfig") -> None:
+    """Raises ValueError for a choice of linear layers that the model does not have."""
+    chosen, count = getattr(config, LAYERS, None), config.num_hidden_layers
+    if chosen is None:
+        return
+    if not isinstance(chosen, (list, tuple)) or not all(type(n) is int and 0 <= n < count for n in chosen):
+        raise ValueError(f"config.{LAYERS} is {chosen!r}; expected a list of layers from 0 to {count - 1}")
+
+
+def linear_layers_of(model: "PreTrainedModel") -> list[int]:
+    """The layers of a transformers model that attend by NormalizedLinearAttention. Raises what check_linear_layers raises."""
+    config = model.config.get_text_config(decoder=True)
+    if not is_linear(config._attn_implementation):
+        return []
+    check_linear_layers(config)
+    return linear_layers(config)
+
+
 def check_implementation(model: "PreTrainedModel") -> None:
     """Raises ValueError where a model attends in a way that export would write as something else: as softmax."""
     name = type(model).__name__
+    linear = is_linear(model.config.get_text_config(decoder=True)._attn_implementation)
     for module, config in _configs(model):
         implementation = config._attn_implementation
+        if linear and is_linear(implementation):
+            continue
         if implementation is not None and not _is_softmax(implementation):
             raise ValueError(
                 f"{name}: {type(module).__name__} attends by '{implementation}', which export would write as softmax. If "
-                "softmax is meant, call model.set_attn_implementation('sdpa') first; other attention is not exported"
+                "softmax is meant, call model.set_attn_implementation('sdpa') first; other attention is exported where it is "
+                "register_transformers()'s alone"
             )
         if remembered := getattr(config, REMEMBERED, None):
             raise ValueError(
                 f"{name}: its configuration says {REMEMBERED} = '{remembered}': it has run with that attention, which export "
-                f"would write as softmax. If softmax is meant, delete that entry (del model.config.{REMEMBERED}, or in "
-                "config.json)"
+                "would write as softmax. Load the model with attn_implementation=register_transformers() "
+                "(leanfleet.export.linear_attention); if softmax is meant, delete that entry "
+                f"(del model.config.{REMEMBERED}, or in config.json)"
             )
 
 

@@ -19,7 +19,7 @@ import torch
 from leanfleet import model_file, ort_library
 from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, STATE, is_part, packed
 from leanfleet.export import blocks
-from leanfleet.export.support import fixed_rotary, implementation
+from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
 
 PROMPTS, STEPS = (1, 6, 17), 4
 FACTOR, ROUNDINGS = 4, 4  # bound: so many times what PyTorch loses, and so many roundings of the largest logit
@@ -145,7 +145,7 @@ def _expected(model, tokens, rope):
         return [row[: len(t)] for row, t in zip(rows, tokens, strict=True)]
 
     with (
-        nullcontext() if ours else implementation(model, "eager"),
+        nullcontext() if ours or linear_layers_of(model) else implementation(model, "eager"),
         fixed_rotary(model, rope) if rope == "long" else nullcontext(),
         torch.no_grad(),
     ):

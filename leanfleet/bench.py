@@ -1,7 +1,8 @@
 """Benchmark of methods for linear attention: one's own beside ours, each checked before it is timed. Needs torch.
 
 After LeetDecoding's listings 1 and 2: benchmark_method times one's own implementation against all registered ones,
-register_method adds one for good, and causal_linear_decoder computes with any of them by name.
+register_method adds one for good, and causal_linear_decoder computes with any of them by name. Both take LeetDecoding's own
+arguments too, so that a script written for it runs with its import line changed to `from leanfleet.bench import ...`.
 
 A method of an operator is a function of these tensors on one device that returns output T [B,H,N,Dv]:
 
@@ -80,6 +81,18 @@ class Method:
 
 OPERATORS = ("causal_linear_decay", "causal_linear_decay_normalized", "normalized_linear_attention")
 _methods: dict[tuple[str, str], Method] = {}  # by operator and name
+# LeetDecoding's names of methods (its table 2, and its package), where ours are others
+_ALIASES = {
+    "blockbased": "block_based",
+    "linear_attn": "vanilla",
+    "fleetattention": "fleet",
+    "fleetattention_torch": "fleet_torch",
+    "fleetattention_triton": "fleet",
+    "lightningattention_2": "lightning",
+    "lightningattention_2_torch": "lightning_torch",
+    "lightningattention2": "lightning",
+    "lightningattention2_torch": "lightning_torch",
+}
 
 
 def _normal(name):
@@ -131,8 +144,11 @@ def methods(operator: str = "causal_linear_decay") -> list[str]:
 
 
 def _method(name: str, operator: str) -> Method:
+    known = _normal(name)
+    if (operator, known) not in _methods:  # a method of one's own may have a name of LeetDecoding's
+        known = _ALIASES.get(known, known)
     try:
-        return _methods[operator, _normal(name)]
+        return _methods[operator, known]
     except KeyError:
         raise ValueError(
             f"{name!r} is no registered method of {operator}; there are {', '.join(methods(operator))}. "
@@ -140,16 +156,39 @@ def _method(name: str, operator: str) -> Method:
         ) from None
 
 
+def _log_of_gamma(caller: str, gamma: float | torch.Tensor | None, heads: int, device: torch.device | str) -> torch.Tensor:
+    """ln of LeetDecoding's gamma, float32 [heads]: one number, or one for each head in any shape, such as [heads,1]."""
+    if gamma is None:
+        raise ValueError(f"{caller}: a decaying mask needs gamma, its base: a number, or one for each of {heads} heads")
+    values = torch.as_tensor(gamma, dtype=torch.float32, device=device).flatten()
+    if values.numel() not in (1, heads):
+        raise ValueError(f"{caller}: gamma has {values.numel()} values; expected 1, or one for each of {heads} heads")
+    if not bool(((values > 0) & (values <= 1)).all()):
+        raise ValueError(f"{caller}: gamma has values from {values.min():.3g} to {values.max():.3g}; expected 0 < gamma <= 1")
+    return values.log().expand(heads).contiguous()
+
+
 def causal_linear_decoder(
-    B: torch.Tensor, C: torch.Tensor, V: torch.Tensor, log_decay: torch.Tensor | None = None, attn_method: str = "auto"
+    B: torch.Tensor,
+    C: torch.Tensor,
+    V: torch.Tensor,
+    log_decay: torch.Tensor | None = None,
+    attn_method: str = "auto",
+    *,
+    is_mask_weight: bool = False,
+    gamma: float | torch.Tensor | None = None,
 ) -> torch.Tensor:
     """((B Cᵀ) ⊙ M) V with M_ij = exp of the sum of log_decay over j < t <= i (LeetDecoding, equation 4 and listing 2).
 
     B T [batch,heads,N,rank], C T [batch,kv_heads,N,rank], V T [batch,kv_heads,N,dim], of one type: float32, float16 or
-    bfloat16. log_decay: ln γ <= 0, float32 [kv_heads] or [batch,kv_heads,N]; None is γ = 1. (LeetDecoding's gamma is γ or
-    a slope, depending on the method; this is always the logarithm.) attn_method: any registered method, "block-based" and
-    "block_based" alike: vanilla, block_based, recursion, causal_dot_product, fleet, lightning, auto, one's own.
-    Returns T [batch,heads,N,dim]. Raises ValueError for an unknown method, and what the method raises.
+    bfloat16. log_decay: ln γ <= 0, float32 [kv_heads] or [batch,kv_heads,N]; None is γ = 1.
+    is_mask_weight, gamma: LeetDecoding's way to say it. With is_mask_weight M_ij = γ^(i-j), γ being gamma, a number or one for
+    each head ([heads] or [heads,1]), 0 < γ <= 1; without, gamma has no effect. (Its package reads gamma as a slope, γ =
+    exp(-gamma), in some methods; here it is equation 4's in all.) attn_method: any registered method, in small letters or
+    capitals, with hyphens or underscores: vanilla, block_based, recursion, causal_dot_product, fleet, lightning, auto, one's
+    own; and LeetDecoding's names, such as FleetAttention and lightningAttention-2.
+    Returns T [batch,heads,N,dim]. Raises ValueError for an unknown method, for a gamma that is missing, out of range or of
+    another number of heads, for both log_decay and is_mask_weight, and what the method raises.
 
     Example:
         import torch
@@ -158,7 +197,12 @@ def causal_linear_decoder(
         query, key, value = torch.randn(3, 1, 2, 100, 16).unbind()
         log_decay = torch.tensor([-0.1, -0.01])             # one for each head
         output = causal_linear_decoder(query, key, value, log_decay, attn_method="lightning")
+        same = causal_linear_decoder(query, key, value, is_mask_weight=True, gamma=log_decay.exp())
     """
+    if is_mask_weight:
+        if log_decay is not None:
+            raise ValueError("causal_linear_decoder: log_decay and is_mask_weight with gamma say the same: give one of them")
+        log_decay = _log_of_gamma("causal_linear_decoder", gamma, C.shape[1], B.device)
     return _method(attn_method, "causal_linear_decay").function(B, C, V, log_decay)
 
 
@@ -493,6 +537,12 @@ def _number(error):
     return "not finite" if error is None else f"{error:.1e}"
 
 
+def _of_gamma(method: Function, gamma: float | torch.Tensor | None, device: str) -> Function:
+    """A function of (query, key, value, log_decay) from one of LeetDecoding's, of (query, key, value, gamma)."""
+    moved = gamma.to(device) if isinstance(gamma, torch.Tensor) else gamma
+    return lambda query, key, value, log_decay: method(query, key, value, moved)
+
+
 def benchmark_method(
     method: Function,
     *,
@@ -501,7 +551,7 @@ def benchmark_method(
     device: str = "cpu",
     dtype: str = "float32",
     batch_size: int = 1,
-    heads: int = 8,
+    heads: int | None = None,
     kv_heads: int | None = None,
     rank: int = 64,
     dim: int = 64,
@@ -512,13 +562,18 @@ def benchmark_method(
     seconds: float = 0.5,
     rtol: float | None = None,
     quiet: bool = False,
+    is_weight_decay: bool | None = None,
+    gamma: float | torch.Tensor | None = None,
 ) -> dict[str, Any]:
     """Checks and times one's own method beside the registered ones (LeetDecoding, listing 1); returns run's report.
 
     method: a function of (query, key, value, log_decay), see the head of this module. name: in the table; default: the
-    function's own. batch_size, heads, kv_heads (None: heads), rank, dim: B, H, Hkv, R, Dv. tokens: N, or several. others:
-    names to compare with; None: all of the operator's. quiet: print nothing. The rest as in run.
-    The method is not registered for good; register_method does that.
+    function's own. batch_size, heads (None: as many as gamma has values, else 8), kv_heads (None: heads), rank, dim: B, H, Hkv,
+    R, Dv. tokens: N, or several. others: names to compare with; None: all of the operator's. quiet: print nothing. The rest as
+    in run. The method is not registered for good; register_method does that.
+    is_weight_decay: LeetDecoding's way to choose the mask, in place of log_decay. The method is then a function of (query, key,
+    value, gamma) and gets gamma as it is given, on the device; without decay None. See causal_linear_decoder for gamma.
+    Raises ValueError for gamma without is_weight_decay, for is_weight_decay beside log_decay or with another operator.
 
     Example:
         import torch
@@ -530,6 +585,15 @@ def benchmark_method(
         benchmark_method(masked_scores, log_decay="none", tokens=64, others=["auto"], seconds=0.05)
     """
     name = name or str(getattr(method, "__name__", "method"))
+    values = gamma.numel() if isinstance(gamma, torch.Tensor) else 1
+    heads = heads or (values if values > 1 else 8)
+    if is_weight_decay is not None or gamma is not None:
+        if is_weight_decay is None or operator != "causal_linear_decay" or log_decay != "head":
+            raise ValueError(
+                "benchmark_method: gamma and is_weight_decay are given together, for causal_linear_decay, in place of log_decay"
+            )
+        log_decay = _log_of_gamma("benchmark_method", gamma, kv_heads or heads, "cpu") if is_weight_decay else "none"
+        method = _of_gamma(method, gamma if is_weight_decay else None, device)
     key = operator, _normal(name)
     before = _methods.get(key)
     register_method(name, method, operator=operator)

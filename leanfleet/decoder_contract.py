@@ -11,6 +11,7 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     query_lens                    int32 [B]         new tokens of each request; 0: the row is all padding
     past_key_values.L.key/.value  T [B,Hkv,S,D]     the caches of softmax layer L
     past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L; zeros before the first token
+    past_key_values.L.key_sum, .value_sum  float32 [B,Hkv,R], [B,Hkv,Dv]  beside it where the layer is normalised
     logits                        float32 [B,vocabulary], of each request's last new token; with all_logits [B,N,vocabulary]
     present.L...                  as the past, with the new tokens; may be bound to the inputs' buffers
 
@@ -90,6 +91,7 @@ POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "b
 SLOTS, ROWS, STATE_INDEX = "slots", "rows", "state_index"
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
+KEY_SUM, VALUE_SUM = "key_sum", "value_sum"  # of a NormalizedLinearAttention layer, beside its STATE
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
 LONGEST, TABLE, POOL, ENDS, KNOWN, VOCABULARY = "longest", "table", "pool", "ends", "known", "vocabulary"
 STATES, WANTED = "states", "wanted"
@@ -261,7 +263,7 @@ SAMPLER = Interface(
 
 
 def cache_name(layer: int | str, part: str) -> str:
-    """Name of what a layer carries, such as "0.key". part: KEY, VALUE or STATE."""
+    """Name of what a layer carries, such as "0.key". part: KEY, VALUE, STATE, KEY_SUM or VALUE_SUM."""
     return f"{layer}.{part}"
 
 
@@ -271,7 +273,7 @@ def layer_of(name: str) -> int:
 
 
 def is_part(name: str, part: str) -> bool:
-    """Is the cache of this name, or of this input, a KEY, VALUE or STATE?"""
+    """Is the cache of this name, or of this input, a KEY, VALUE, STATE, KEY_SUM or VALUE_SUM?"""
     return name.endswith(f".{part}")
 
 

@@ -194,12 +194,26 @@ def load_pretrained(
     quieten_transformers()
     with files.reading(f"the model {model}"):
         try:
-            loaded = AutoModelForCausalLM.from_pretrained(model, dtype=getattr(torch, dtype), **options)
+            loaded = AutoModelForCausalLM.from_pretrained(
+                model, dtype=getattr(torch, dtype), **options, **_attention_of(model, options)
+            )
         except SafetensorError:
             _check_weights(Path(model))
             raise
     with files.reading(f"the tokenizer of {model}"):
         return loaded.eval(), AutoTokenizer.from_pretrained(model, **options)
+
+
+def _attention_of(model: str | Path, options: dict[str, Any]) -> dict[str, str]:
+    """from_pretrained's option for a model that ran with register_transformers()'s attention, as its configuration notes."""
+    from transformers import AutoConfig
+
+    from leanfleet.export.linear_attention import register_transformers
+    from leanfleet.export.support import LINEAR, REMEMBERED
+
+    config = AutoConfig.from_pretrained(model, **options)
+    noted = {getattr(c, REMEMBERED, None) for c in (config, config.get_text_config(decoder=True))}
+    return {"attn_implementation": register_transformers()} if LINEAR in noted else {}
 
 
 def _load_gguf(model: Path, name: str, dtype: str, keep: bool) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:

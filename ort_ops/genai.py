@@ -19,6 +19,7 @@ from leanfleet.decoder_contract import (
     DECODER,
     INPUT_IDS,
     KEY,
+    KEY_SUM,
     LOGITS,
     MODEL_FILE,
     QUERY_LENS,
@@ -108,6 +109,11 @@ def _adapt(graph: ir.Graph, folder: Path) -> dict[str, ir.Value]:
         logits.name, output.name = "genai/last_logits", LOGITS
         graph.outputs[list(graph.outputs).index(logits)] = output
     caches = {name: v for name, v in inputs.items() if DECODER.is_cache(name)}
+    if summed := [name for name in caches if is_part(name, KEY_SUM)]:
+        raise ValueError(
+            f"{folder / MODEL_FILE}: layer {layer_of(summed[0])} carries sums of keys and values, which onnxruntime-genai has "
+            "no place for; leanfleet.ort_ops.generate runs it"
+        )
     for name in [name for name in caches if is_part(name, STATE)]:
         layer = layer_of(name)
         conv_state = DECODER.past + cache_name(layer, CONV_STATE)

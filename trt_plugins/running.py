@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leanfleet import generation, trt_plugins
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, LOGITS, STATE, TOKENS, is_part, read_facts
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, KEY, LOGITS, TOKENS, VALUE, is_part, read_facts
 
 if TYPE_CHECKING:
     import torch
@@ -397,7 +397,11 @@ class _Steps:
         self.graph = True
         if not self.decoder.cuda_graph:
             return
-        states = {name: tensor.clone() for name, tensor in self.caches.items() if is_part(name, STATE)}
+        states = {
+            name: tensor.clone()
+            for name, tensor in self.caches.items()
+            if not any(is_part(name, part) for part in (KEY, VALUE))
+        }
         self.torch.cuda.synchronize()
         self.engine.enqueue()
         self.engine.memory.stream.synchronize()

@@ -354,19 +354,19 @@ def test_attention_other_than_softmax_is_refused(exporter, registered, tmp_path)
     """Whoever registered it, under whatever name, for the model or for a part of it."""
     model = tiny()
     registered("mine", no_softmax)
-    for name in (register_transformers(), "mine"):
-        model.set_attn_implementation(name)
-        with pytest.raises(
-            ValueError,
-            match=rf"LlamaForCausalLM: Llama\w+ attends by '{name}', which export would write as softmax"
-            r".*model.set_attn_implementation\('sdpa'\) first",
-        ):
-            exporter(model, tmp_path / "out")
-    model.set_attn_implementation("sdpa")
-    model.model.layers[0].self_attn.config = copy.deepcopy(model.config)  # one layer alone
-    model.model.layers[0].self_attn.config._attn_implementation = "mine"
-    with pytest.raises(ValueError, match="LlamaAttention attends by 'mine'"):
+    model.set_attn_implementation("mine")
+    with pytest.raises(
+        ValueError,
+        match=r"LlamaForCausalLM: Llama\w+ attends by 'mine', which export would write as softmax"
+        r".*model.set_attn_implementation\('sdpa'\) first",
+    ):
         exporter(model, tmp_path / "out")
+    model.set_attn_implementation("sdpa")
+    for name in ("mine", register_transformers()):
+        model.model.layers[0].self_attn.config = copy.deepcopy(model.config)  # one layer alone
+        model.model.layers[0].self_attn.config._attn_implementation = name
+        with pytest.raises(ValueError, match=f"LlamaAttention attends by '{name}'"):
+            exporter(model, tmp_path / "out")
     model = tiny()
     registered("sdpa", no_softmax)
     model.set_attn_implementation("sdpa")

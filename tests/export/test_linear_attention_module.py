@@ -216,18 +216,12 @@ def test_transformers_cached_step_gives_its_own_tokens(heads):
 
 def test_transformers_refusals():
     q = torch.randn(1, 2, 3, 8)
-    with pytest.raises(ValueError, match="no attention mask"):
-        attention(torch.nn.Module(), q, q, q, torch.zeros(1, 1, 3, 3))
+    with pytest.raises(ValueError, match=r"attention mask of shape \[1, 3, 3\]"):
+        attention(torch.nn.Module(), q, q, q, torch.zeros(1, 3, 3))
     with pytest.raises(ValueError, match="sliding_window"):
         attention(torch.nn.Module(), q, q, q, None, sliding_window=4)
     with pytest.raises(ValueError, match="attention_dropout to 0"):
         attention(torch.nn.Module(), q, q, q, None, dropout=0.1)
-    model = tiny_pythia().eval()
-    model.set_attn_implementation(register_transformers())
-    mask = torch.ones(1, 5, dtype=torch.int64)
-    mask[0, 0] = 0
-    with pytest.raises(ValueError, match="pad on the right"):
-        model(torch.randint(0, 50, (1, 5)), attention_mask=mask)
 
 
 def test_rotary_of_batched_positions():

@@ -140,8 +140,14 @@ def test_graph(exported):
     onnx.checker.check_model(model)
     names = {v.name: [d.dim_param or d.dim_value for d in v.type.tensor_type.shape.dim] for v in model.graph.input}
     states = [n for n in names if n.endswith("recurrent_state")]
-    assert len(states) == sum(n.op_type == "CausalLinearDecay" for n in model.graph.node) == 2
-    assert names[states[0]][:2] == ["batch", 6]
+    kinds = [n.op_type for n in model.graph.node]
+    sums = [n for n in names if n.endswith(("key_sum", "value_sum"))]
+    if sums:
+        assert len(states) == kinds.count("NormalizedLinearAttention") == len(sums) / 2 == 2 - kinds.count("LeanAttention")
+        assert names[states[0]] == ["batch", 2, 16, 16] and names[sums[0]] == ["batch", 2, 16]
+    else:
+        assert len(states) == kinds.count("CausalLinearDecay") == 2
+        assert names[states[0]][:2] == ["batch", 6]
     assert not [n for n in model.graph.node if n.op_type in ("Loop", "Scan", "If")]
 
 

@@ -5,7 +5,7 @@ from itertools import product
 import pytest
 import torch
 
-from support.delta_cases import NAME, assert_right, make
+from support.delta_cases import NAME, PLAIN, assert_near, make
 from support.kernels import Launches, run_kernel
 
 DEVICE = "cuda"
@@ -15,17 +15,6 @@ DTYPES = ("float32", "float16", "bfloat16")
 HEADS = ((2, 2, 2), (2, 2, 6), (6, 2, 2), (4, 2, 8), (8, 2, 4))
 # D, Dv: whole tiles, ends of them, rows that no vector fits, one element, the widest keys.
 WIDTHS = ((128, 128), (64, 64), (32, 24), (20, 50), (5, 7), (1, 1), (96, 72), (256, 40), (130, 20))
-
-
-# The exponential of CUDA is rounded twice as far as PyTorch's. Chunks of 16-bit prompts round the scores to 16 bits too, and
-# hold states, updates and the system that is solved as two 16-bit numbers, 16 bits in bfloat16 and 22 in float16.
-PLAIN, PLANES = 4.0, {"float32": 0.0, "float16": 2.0**-20, "bfloat16": 2.0**-15}
-ROUNDINGS = 2.0
-
-
-def assert_near(found, inputs, attrs, factor=PLAIN):
-    planes = PLANES[str(inputs["query"].dtype).removeprefix("torch.")]
-    assert_right(found, inputs, attrs, factor, ROUNDINGS, planes)
 
 
 def check(inputs, attrs, in_place=False, factor=PLAIN):

@@ -279,12 +279,13 @@ def test_importing_needs_no_tensorrt():
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
-@pytest.mark.parametrize("kind", ["llama", "minimax"])
+@pytest.mark.parametrize("kind", ["llama", "normalized", "minimax"])
 def test_decoders_build(kind, tmp_path):
     """Whole exported models, prompts and steps; every attention layer is a plugin's."""
     import transformers
 
     from leanfleet.export import export_decoder
+    from leanfleet.export.linear_attention import register_transformers
     from leanfleet.trt_plugins import running
 
     sizes = dict(
@@ -299,6 +300,9 @@ def test_decoders_build(kind, tmp_path):
     )
     if kind == "llama":
         config, expected = transformers.LlamaConfig(**sizes), ["LeanAttention", "GatedActivation"] * 2
+    elif kind == "normalized":
+        config = transformers.LlamaConfig(**sizes, leanfleet_linear_layers=[0])
+        expected = ["NormalizedLinearAttention", "GatedActivation", "LeanAttention", "GatedActivation"]
     else:
         config = transformers.MiniMaxConfig(
             **sizes,
@@ -309,7 +313,10 @@ def test_decoders_build(kind, tmp_path):
         )
         expected = ["CausalLinearDecay", "LeanAttention"]
     torch.manual_seed(0)
-    export_decoder(transformers.AutoModelForCausalLM.from_config(config).eval(), tmp_path)
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    if kind == "normalized":
+        model.set_attn_implementation(register_transformers())
+    export_decoder(model, tmp_path)
     built = trt_plugins.build_engine(
         tmp_path / "model.onnx",
         running.decoder_profiles(capacity=(16, 256, 256), tokens=(1, 16, 64)),

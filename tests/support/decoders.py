@@ -6,6 +6,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from leanfleet.export import LinearDecoder, LinearDecoderConfig
+from leanfleet.export.linear_attention import register_transformers
 
 TEMPLATE = "{% for m in messages %}<{{ m['role'] }}>{{ m['content'] }}<end>{% endfor %}<assistant>"
 
@@ -102,4 +103,19 @@ def ours(kind, layers=2):
     )
 
 
-MODELS = {"minimax": minimax, "retnet": lambda: ours("retnet"), "transnormer": lambda: ours("transnormer")}
+def linear(family="llama", layers=None):
+    """A transformers model with register_transformers()'s attention, in all layers or in these."""
+    model = make(family)
+    if layers is not None:
+        model.config.leanfleet_linear_layers = layers
+    model.set_attn_implementation(register_transformers())
+    return model
+
+
+MODELS = {
+    "minimax": minimax,
+    "retnet": lambda: ours("retnet"),
+    "transnormer": lambda: ours("transnormer"),
+    "normalized": linear,
+    "normalized, mixed": lambda: linear("mistral", [0]),
+}

@@ -1,6 +1,7 @@
 """The benchmark API: methods by name, the check before the timing, what is refused, tables, files and the command."""
 
 import json
+from functools import partial
 import re
 import sys
 import time
@@ -75,14 +76,126 @@ def test_decoder_computes_with_every_method(name, log_decay):
     assert (plain(q, k, v, g) - expected).norm() / expected.norm() < 2e-6
 
 
+LISTING_1 = """
+from efficient_linear_decoding.test_method import benchmark_method
+
+def attn(q, k, v, gamma):
+    # customize the linear attention computation method here.
+    {body}
+
+# Example usage of the benchmark_method() function:
+# Note: The values below should be replaced with the most suitable values.
+
+benchmark_method(method=attn, device='{device}', dtype='float32', batch_size=16,
+                is_weight_decay=True, gamma=gamma)
+"""
+LISTING_2 = """
+from efficient_linear_decoding import causal_linear_decoder
+
+batch_size, heads, seqlen, rank = 1, 32, {seqlen}, 128
+dim = 256
+B = torch.randn((batch_size, heads, seqlen, rank), device='{device}')
+C = torch.randn((batch_size, heads, seqlen, rank), device='{device}')
+V = torch.randn((batch_size, heads, seqlen, dim), device='{device}')
+gamma = torch.full((heads, 1), 0.9, device='{device}')
+
+# If the user intends to apply a 0-1 causal mask.
+output = causal_linear_decoder(B, C, V)
+{keep}
+# If the user intends to apply an exponentially decaying mask.
+output = causal_linear_decoder(B, C, V, is_mask_weight=True, gamma=gamma)
+{keep}
+# If the user intends to apply a specified method in the library.
+output = causal_linear_decoder(B, C, V, attn_method='block-based')
+{keep}
+"""
+
+
+def with_our_import(listing, **words):
+    """A listing of LeetDecoding's paper (1 and 2) with its import line changed; words: the device, the length, what a reader
+    of the paper fills in."""
+    lines = listing.strip().format(**words).split("\n")
+    assert lines[0].startswith("from efficient_linear_decoding")
+    return "\n".join(["from leanfleet.bench import " + lines[0].partition(" import ")[2], *lines[1:]])
+
+
+def masked(B, C, V, gamma):
+    steps = torch.arange(B.shape[2], dtype=torch.float64)
+    mask = torch.where(steps[:, None] >= steps, gamma.double().view(-1, 1, 1) ** (steps[:, None] - steps).clamp(min=0), 0)
+    return ((B.double() @ C.double().mT) * mask) @ V.double()
+
+
+def test_listing_1(monkeypatch, capsys):
+    """As printed, with a body in the place of `pass`: checked against gamma's mask, and timed beside all methods."""
+    reports = []
+    monkeypatch.setattr(bench, "benchmark_method", partial(bench.benchmark_method, tokens=20, seconds=0.001))
+    for body, status in (
+        ("return masked(q, k, v, gamma).float()", "ok"),
+        ("return masked(q, k, v, gamma**2).float()", "wrong"),
+    ):
+        run = bench.run
+        monkeypatch.setattr(bench, "run", lambda *a, run=run, **o: reports.append(run(*a, **o)) or reports[-1])
+        names = {"gamma": torch.linspace(0.8, 1, 6)[:, None], "masked": masked}
+        exec(with_our_import(LISTING_1, body=body, device="cpu"), names)
+        monkeypatch.setattr(bench, "run", run)
+        rows = by_method(reports[-1])
+        assert rows["attn"]["status"] == status and rows["attn"]["shape"]["heads"] == 6
+        assert all(rows[name]["status"] == "ok" for name in OWN)
+    assert "attn" in capsys.readouterr().out
+    exec(with_our_import(LISTING_1, body="pass", device="cpu"), names)  # as it is printed: no output, and a row that says so
+    assert "failed" in capsys.readouterr().out
+
+
 def test_listing_2():
-    B, C, V = torch.randn(1, 4, 33, 8), torch.randn(1, 4, 33, 8), torch.randn(1, 4, 33, 16)
-    log_decay = torch.full((4,), 0.9).log()
-    whole = bench.causal_linear_decoder(B, C, V)
-    torch.testing.assert_close(bench.causal_linear_decoder(B, C, V, attn_method="block-based"), whole, rtol=1e-4, atol=1e-5)
-    decayed = bench.causal_linear_decoder(B, C, V, log_decay=log_decay)
-    torch.testing.assert_close(decayed, plain(B, C, V, log_decay), rtol=1e-4, atol=1e-5)
-    assert (decayed - whole).abs().max() > 0.1
+    torch.manual_seed(0)
+    found: list = []
+    names = {"torch": torch, "found": found}
+    exec(with_our_import(LISTING_2, device="cpu", seqlen=70, keep="found.append(output)"), names)
+    B, C, V = (names[n] for n in "BCV")
+    for output, gamma in zip(found, (torch.ones(32), torch.full((32,), 0.9), torch.ones(32)), strict=True):
+        expected = masked(B, C, V, gamma)
+        assert (output - expected).norm() < 1e-6 * expected.norm()
+
+
+@pytest.mark.parametrize(
+    "name, own",
+    [
+        ("FleetAttention", "fleet"),
+        ("FleetAttention_torch", "fleet_torch"),
+        ("FleetAttention_triton", "fleet"),
+        ("lightningAttention-2", "lightning"),
+        ("lightningAttention2_torch", "lightning_torch"),
+        ("causal-dot-product", "causal_dot_product"),
+        ("block-based", "block_based"),
+        ("blockBased", "block_based"),
+        ("recursion", "recursion"),
+        ("vanilla", "vanilla"),
+    ],
+)
+def test_leetdecodings_names(name, own):
+    B, C, V = torch.randn(3, 1, 2, 40, 8).unbind()
+    gamma = torch.tensor([0.5, 0.99])
+    expected = bench.causal_linear_decoder(B, C, V, gamma.log(), attn_method=own)
+    assert torch.equal(bench.causal_linear_decoder(B, C, V, is_mask_weight=True, gamma=gamma, attn_method=name), expected)
+
+
+def test_gamma():
+    B, C, V = torch.randn(3, 1, 2, 9, 4).unbind()
+    decoder = partial(bench.causal_linear_decoder, B, C, V)
+    assert torch.equal(decoder(is_mask_weight=True, gamma=0.5), decoder(torch.full((2,), 0.5).log()))
+    assert torch.equal(decoder(gamma=0.5), decoder())  # is_mask_weight is the switch
+    with pytest.raises(ValueError, match="a decaying mask needs gamma"):
+        decoder(is_mask_weight=True)
+    with pytest.raises(ValueError, match="gamma has 3 values; expected 1, or one for each of 2 heads"):
+        decoder(is_mask_weight=True, gamma=torch.ones(3))
+    for wrong in (0.0, 1.1, float("nan")):
+        with pytest.raises(ValueError, match="expected 0 < gamma <= 1"):
+            decoder(is_mask_weight=True, gamma=wrong)
+    with pytest.raises(ValueError, match="give one of them"):
+        decoder(torch.zeros(2), is_mask_weight=True, gamma=0.5)
+    for options in ({"gamma": 0.5}, {"is_weight_decay": True, "gamma": 0.5, "log_decay": "token"}):
+        with pytest.raises(ValueError, match="gamma and is_weight_decay are given together"):
+            bench.benchmark_method(plain, **options)
 
 
 def test_registry():

@@ -57,6 +57,11 @@ def methods():
     return "\n".join(line for report in read("linear_methods_*_h200.json") for line in tables(report))
 
 
+def linearise():
+    (report,) = read("linearise_cpu.json")
+    return script("models.linearise").table(report)
+
+
 @pytest.mark.parametrize(
     "name, made",
     (
@@ -66,6 +71,7 @@ def methods():
         ("linear_attention_h200", linear_attention),
         ("linear_methods_h200", methods),
         ("ort_cuda_h200", ort_cuda),
+        ("linearise_cpu", linearise),
         ("cpu_avx2", cpu("avx2")),
         ("cpu_avx512", cpu("avx512")),
     ),
