@@ -413,7 +413,7 @@ class ContinuousBatch:
         if self.sampler is not None:
             return
         path = self.path.with_name(SAMPLER_FILE)
-        if self.interface is not SERVING or not path.exists():
+        if not self.interface.chooses or not path.exists():
             raise ValueError(
                 f"{self.path.parent} has no {SAMPLER_FILE}, which penalties, logit_bias and top_logprobs need: export it again "
                 f"with {SERVING.writer}"

@@ -562,6 +562,8 @@ bool chunked_fits(const Args& args, int device) {
   if (cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return false;
   if (shared < (args.key_width <= 64 ? Layout<64>::kBytes : Layout<128>::kBytes)) return false;
   if (args.dtype == static_cast<int32_t>(DType::kFloat32) || args.decay_per_key) return false;
+  // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
+  if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > 128 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
   for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return false;

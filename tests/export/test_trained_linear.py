@@ -225,7 +225,7 @@ def test_a_cache_of_sums_under_other_attention_is_an_error():
 
 def test_where_the_sums_have_no_place(tmp_path):
     model = linear()
-    with pytest.raises(ValueError, match="layer 0 is linear attention"):
+    with pytest.raises(ValueError, match="it carries 0.key_sum from call to call"):
         export_for_serving(model, tmp_path / "serving")
     export_decoder(model, tmp_path / "out")
     byte_tokenizer().save_pretrained(tmp_path / "out")
