@@ -364,8 +364,8 @@ class Server:
     async def respond(self, request: Request, body: Asked, prompts: list[list[int]], kind: str) -> Response:
         """Hands the prompts in, `n` times each, and answers with what comes."""
         self.check_model(body.model)
-        room = min(n for n in (self.batch.max_positions, self.batch.pool.count * self.batch.block) if n)
-        if long := [len(p) for p in prompts if len(p) >= room]:  # before anybody looks at all of it
+        room = min((n for n in (self.batch.max_positions, self.batch.capacity) if n), default=None)
+        if room and (long := [len(p) for p in prompts if len(p) >= room]):  # before anybody looks at all of it
             raise Refusal(
                 400, f"a prompt has {long[0]} tokens, and the model and its caches have positions for {room}", "prompt"
             )
@@ -385,7 +385,7 @@ class Server:
                     loop.call_soon_threadsafe(pieces.put_nowait, (index, piece))
 
                 prompt = prompts[index // body.n]
-                count = body.max_tokens or room - len(prompt)  # as far as the model goes
+                count = body.max_tokens or (room - len(prompt) if room else None)  # as far as the model goes
                 answers.append(
                     self.engine.submit(prompt, tell, body.stops(), max_new_tokens=count, seed=seed + index, **options)
                 )

@@ -85,6 +85,7 @@ class CudaStream:
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(size, 1)))
         self._there.append(pointer)
         self._call("cuMemsetD8_v2", pointer, ctypes.c_ubyte(0), ctypes.c_size_t(max(size, 1)))
+        self._call("cuCtxSynchronize")  # the zeros come on a stream that ours does not wait for
         return pointer.value
 
     def host_bytes(self, size: int) -> np.ndarray:

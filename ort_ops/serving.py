@@ -314,7 +314,7 @@ class ContinuousBatch:
         self.late: list[tuple[Request, int]] = []  # tokens of a step that was read when the next one failed
         self.launched: _Launched | None = None  # the step that runs, where tokens are read a step behind
         self.earlier = max_requests if self.interface.chooses else 0  # tokens of a step that the next one may need
-        self.speculate, self.result_rows = speculate, max_requests * (1 + speculate)
+        self.speculate, self.result_rows = speculate, min(max_requests * (1 + speculate), step_tokens)
         self.guessed = self.guessed_right = 0
         self._place_results()
         self.options = onnxruntime.RunOptions()
@@ -391,13 +391,12 @@ class ContinuousBatch:
             self._load_sampler()
         stop = stop_set(stop_tokens, self.stop_tokens)
         if max_new_tokens is None:
-            capacity = self.pool.count * self.block if self.paged else None
-            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, capacity)
+            max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.capacity)
         check_positive("max_new_tokens", max_new_tokens)
         needed = len(prompt) + max_new_tokens
         if self.max_positions and needed > self.max_positions:
             raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
-        if self.paged and -(-needed // self.block) > self.pool.count:
+        if self.capacity is not None and needed > self.capacity:
             raise ValueError(
                 f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
                 f"pages of {self.block}; the pool has {self.pool.count}. Make it larger, or ask for fewer tokens"
@@ -551,7 +550,7 @@ class ContinuousBatch:
         return list(chosen.items())
 
     def _guess(self, chosen: list[tuple[Request, int]]) -> list[list[int]]:
-        """What may follow behind the next token of each request, as far as the step's tokens and empty pages reach."""
+        """What may follow behind the next token of each request, as far as the step's tokens and the pool's pages reach."""
         room = self.step_tokens - sum(count for _, count in chosen)
         adjusted = any(r.place is not None for r, _ in chosen)
         guesses: list[list[int]] = []
@@ -591,7 +590,7 @@ class ContinuousBatch:
         chosen = self._schedule()
         try:
             launched = self._launch(chosen) if chosen else None
-        except Exception:
+        except BaseException:  # an interrupt too: the call may have changed states
             if self.launched is not None:  # the next call cannot go on from its tokens on the device
                 behind, self.launched = self.launched, None
                 self.late += self._finish(behind)
@@ -723,7 +722,7 @@ class ContinuousBatch:
             return min(1 << (number - 1).bit_length(), most)
 
         if wanted > rows and tokens <= self.result_rows:  # guesses alone
-            rows, tokens, wanted = self.max_requests, min(self.result_rows, self.step_tokens), self.result_rows
+            rows, tokens, wanted = self.max_requests, self.result_rows, self.result_rows
         elif tokens > rows:
             wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
@@ -749,6 +748,11 @@ class ContinuousBatch:
         if not self.in_place:
             self.pools = self.binding.get_outputs()[: len(self.pools)]  # in the order in which they were bound first
             self.bind_pools(self.binding)
+
+    @property
+    def capacity(self) -> int | None:
+        """How many tokens of one request the pages hold; None where no layer has pages."""
+        return self.pool.count * self.block if self.paged else None
 
     @property
     def pool_bytes(self) -> int:

@@ -273,30 +273,29 @@ inline void store_part(float* p, Vec v, int64_t n) {
   for (int64_t i = 0; i < n; ++i) p[i] = v[i];
 }
 
-// kLanes rows to kLanes columns.
-inline void transpose(Vec (&v)[kLanes]) {
+// v becomes its transpose, as a kLanes x kLanes matrix of rows.
+__attribute__((always_inline)) inline void transpose(Vec* v) {
 #if defined(__AVX512F__)
   __m512 a[16], b[16];
   for (int i = 0; i < 16; i += 2) {
     a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
     a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
   }
-  for (int i = 0; i < 16; i += 4) {
+  for (int i = 0; i < 16; i += 4) {  // b[i + c]: in 128-bit lane l, column 4 l + c of rows i .. i+3
     for (int j = 0; j < 2; ++j) {
-      const __m512d x = _mm512_castps_pd(a[i + j]), y = _mm512_castps_pd(a[i + j + 2]);
-      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(x, y));
-      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(x, y));
+      const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + 2 + j]);
+      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
+      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
     }
   }
-  // b[4 i + j] holds column j + 4 l of rows 4 i .. 4 i + 3 in its quarter l.
-  for (int j = 0; j < 4; ++j) {
-    const __m512 low = _mm512_shuffle_f32x4(b[j], b[j + 4], 0x44), high = _mm512_shuffle_f32x4(b[j], b[j + 4], 0xee);
-    const __m512 low2 = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0x44);
-    const __m512 high2 = _mm512_shuffle_f32x4(b[j + 8], b[j + 12], 0xee);
-    v[j] = (Vec)_mm512_shuffle_f32x4(low, low2, 0x88);
-    v[j + 4] = (Vec)_mm512_shuffle_f32x4(low, low2, 0xdd);
-    v[j + 8] = (Vec)_mm512_shuffle_f32x4(high, high2, 0x88);
-    v[j + 12] = (Vec)_mm512_shuffle_f32x4(high, high2, 0xdd);
+  for (int c = 0; c < 4; ++c) {
+    const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88), odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
+    const __m512 even23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
+    const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
+    v[c] = (Vec)_mm512_shuffle_f32x4(even01, even23, 0x88);
+    v[4 + c] = (Vec)_mm512_shuffle_f32x4(odd01, odd23, 0x88);
+    v[8 + c] = (Vec)_mm512_shuffle_f32x4(even01, even23, 0xdd);
+    v[12 + c] = (Vec)_mm512_shuffle_f32x4(odd01, odd23, 0xdd);
   }
 #elif defined(__AVX2__)
   __m256 a[8], b[8];
@@ -306,19 +305,22 @@ inline void transpose(Vec (&v)[kLanes]) {
   }
   for (int i = 0; i < 8; i += 4) {
     for (int j = 0; j < 2; ++j) {
-      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0x44);
-      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + j + 2], 0xee);
+      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + 2 + j], 0x44);
+      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + 2 + j], 0xee);
     }
   }
-  for (int j = 0; j < 4; ++j) {
-    v[j] = (Vec)_mm256_permute2f128_ps(b[j], b[j + 4], 0x20);
-    v[j + 4] = (Vec)_mm256_permute2f128_ps(b[j], b[j + 4], 0x31);
+  for (int c = 0; c < 4; ++c) {
+    v[c] = (Vec)_mm256_permute2f128_ps(b[c], b[4 + c], 0x20);
+    v[4 + c] = (Vec)_mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
   }
 #else
-  float columns[kLanes][kLanes];
-  for (int i = 0; i < kLanes; ++i)
-    for (int j = 0; j < kLanes; ++j) columns[j][i] = v[i][j];
-  for (int i = 0; i < kLanes; ++i) v[i] = load(columns[i]);
+  for (int i = 0; i < kLanes; ++i) {
+    for (int j = i + 1; j < kLanes; ++j) {
+      const float swapped = v[i][j];
+      v[i][j] = v[j][i];
+      v[j][i] = swapped;
+    }
+  }
 #endif
 }
 

@@ -557,17 +557,20 @@ cudaError_t launch_type(const Args& args, cudaStream_t stream) {
 }  // namespace
 
 bool chunked_fits(const Args& args, int device) {
-  // GPUs of 8.6, 8.9 and 12.0 have less shared memory than the wider keys ask for.
-  int shared = 0;
-  if (cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) return false;
-  if (shared < (args.key_width <= 64 ? Layout<64>::kBytes : Layout<128>::kBytes)) return false;
   if (args.dtype == static_cast<int32_t>(DType::kFloat32) || args.decay_per_key) return false;
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > 128 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
+  if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
   for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return false;
-  return args.tokens >= kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1);
+  // GPUs of 8.6, 8.9 and 12.0 have less shared memory than the wider keys ask for.
+  int shared = 0;
+  if (cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device) != cudaSuccess) {
+    cudaGetLastError();  // not to be taken for the next launch's
+    return false;
+  }
+  return shared >= (args.key_width <= 64 ? Layout<64>::kBytes : Layout<128>::kBytes);
 }
 
 int launch_chunked(const Args& args, const CudaTarget& target) {

@@ -147,57 +147,6 @@ __attribute__((always_inline)) inline Vec sums_of(const Vec* v) {
 #endif
 }
 
-// v becomes its transpose, as a kLanes x kLanes matrix of rows.
-__attribute__((always_inline)) inline void transpose(Vec* v) {
-#if defined(__AVX512F__)
-  __m512 a[16], b[16];
-  for (int i = 0; i < 16; i += 2) {
-    a[i] = _mm512_unpacklo_ps((__m512)v[i], (__m512)v[i + 1]);
-    a[i + 1] = _mm512_unpackhi_ps((__m512)v[i], (__m512)v[i + 1]);
-  }
-  for (int i = 0; i < 16; i += 4) {  // b[i + c]: in 128-bit lane l, column 4 l + c of rows i .. i+3
-    for (int j = 0; j < 2; ++j) {
-      const __m512d low = _mm512_castps_pd(a[i + j]), high = _mm512_castps_pd(a[i + 2 + j]);
-      b[i + 2 * j] = _mm512_castpd_ps(_mm512_unpacklo_pd(low, high));
-      b[i + 2 * j + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(low, high));
-    }
-  }
-  for (int c = 0; c < 4; ++c) {
-    const __m512 even01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0x88), odd01 = _mm512_shuffle_f32x4(b[c], b[4 + c], 0xdd);
-    const __m512 even23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0x88);
-    const __m512 odd23 = _mm512_shuffle_f32x4(b[8 + c], b[12 + c], 0xdd);
-    v[c] = (Vec)_mm512_shuffle_f32x4(even01, even23, 0x88);
-    v[4 + c] = (Vec)_mm512_shuffle_f32x4(odd01, odd23, 0x88);
-    v[8 + c] = (Vec)_mm512_shuffle_f32x4(even01, even23, 0xdd);
-    v[12 + c] = (Vec)_mm512_shuffle_f32x4(odd01, odd23, 0xdd);
-  }
-#elif defined(__AVX2__)
-  __m256 a[8], b[8];
-  for (int i = 0; i < 8; i += 2) {
-    a[i] = _mm256_unpacklo_ps((__m256)v[i], (__m256)v[i + 1]);
-    a[i + 1] = _mm256_unpackhi_ps((__m256)v[i], (__m256)v[i + 1]);
-  }
-  for (int i = 0; i < 8; i += 4) {
-    for (int j = 0; j < 2; ++j) {
-      b[i + 2 * j] = _mm256_shuffle_ps(a[i + j], a[i + 2 + j], 0x44);
-      b[i + 2 * j + 1] = _mm256_shuffle_ps(a[i + j], a[i + 2 + j], 0xee);
-    }
-  }
-  for (int c = 0; c < 4; ++c) {
-    v[c] = (Vec)_mm256_permute2f128_ps(b[c], b[4 + c], 0x20);
-    v[4 + c] = (Vec)_mm256_permute2f128_ps(b[c], b[4 + c], 0x31);
-  }
-#else
-  for (int i = 0; i < kLanes; ++i) {
-    for (int j = i + 1; j < kLanes; ++j) {
-      const float swapped = v[i][j];
-      v[i][j] = v[j][i];
-      v[j][i] = swapped;
-    }
-  }
-#endif
-}
-
 // out[i] = factor * in[i] for i < n and 0 up to n_padded.
 template <class T>
 void to_floats(const T* in, float* out, int64_t n, int64_t n_padded, float factor) {
