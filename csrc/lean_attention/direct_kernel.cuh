@@ -161,7 +161,7 @@ struct DirectCta {
   // Paged caches: where the rows of the tile at `begin` lie. Its reads follow.
   __device__ __forceinline__ void look_up(const DirectWork& work, int begin) {
     const int wanted = begin + lane % kTokens, token = readable(work, wanted);
-    const int index = token_of_row(token, args.block), of_page = token - index * args.block;
+    const int index = quotient(token, args.block), of_page = token - index * args.block;
     int page = __ldg(args.block_table + static_cast<int64_t>(work.unit.request.b) * args.pages_per_request + index);
     const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages);
     missing_rows = __ballot_sync(kFullWarp, !exists && wanted < work.cached_end);
