@@ -661,6 +661,15 @@ def test_penalties_biases_and_most_likely_tokens(model, folder, monkeypatch, cap
         assert len(request.top_logprobs) == (len(tokens) if top else 0)
 
 
+def test_adjustments_of_an_older_format(model, folder, tmp_path):
+    """Its sampler.onnx is as it is now."""
+    as_format_3(folder, tmp_path / "old")
+    batch = ContinuousBatch(tmp_path / "old", pages=40, max_requests=6, step_tokens=24, providers=["CPUExecutionProvider"])
+    requests = [batch.add(random_prompt(5 + i, i), 12, stop_tokens=(), **options) for i, options in enumerate(ADJUSTMENTS)]
+    batch.run()
+    assert [r.tokens for r in requests] == [adjusted(model, r.prompt, 12, **o)[0] for r, o in zip(requests, ADJUSTMENTS)]
+
+
 @pytest.mark.parametrize(
     "options",
     (
@@ -765,8 +774,10 @@ def test_states_of_function_bodies(linear_folder):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-def test_states_after_failed_calls(linear_folder, monkeypatch, captured):
-    """A call that fails once layers have changed their states: its requests are computed again, and get the same tokens."""
+@pytest.mark.parametrize("error", (RuntimeError, KeyboardInterrupt))
+def test_states_after_failed_calls(linear_folder, monkeypatch, captured, error):
+    """A call that fails, or is interrupted, once layers have changed their states: its requests are computed again, and get
+    the same tokens."""
     batch = ContinuousBatch(linear_folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
     batch.captured = {} if captured else None
     monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
@@ -777,13 +788,13 @@ def test_states_after_failed_calls(linear_folder, monkeypatch, captured):
         run(*arguments)
         calls.append(1)
         if len(calls) in (2, 5, 9):
-            raise RuntimeError("no")
+            raise error("no")
 
     monkeypatch.setattr(batch, "_run", failing)
     while not batch.idle:
         try:
             batch.step()
-        except RuntimeError:
+        except error:
             assert len(batch.running) < 5
     assert len(calls) > 9 and [r.tokens for r in requests] == [alone_by_generate(linear_folder, r) for r in requests]
 

@@ -89,11 +89,11 @@ def minimax(vocab_size=VOCABULARY):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
-def ours(kind, layers=2):
+def ours(kind, layers=2, vocab_size=VOCABULARY):
     return LinearDecoder(
         LinearDecoderConfig(
             kind,
-            VOCABULARY,
+            vocab_size,
             hidden_size=96,
             num_hidden_layers=layers,
             num_attention_heads=6,
