@@ -160,7 +160,9 @@ namespace leanfleet {{
 
 
 def generate(schema):
-    specs = load_spec_module().parse(schema)
+    module = load_spec_module()
+    specs = module.parse(schema)
+    narrow = ", ".join(f"DType::k{pascal(name)}" for name in module.TYPES["C"])
     ops = "\n".join(f"    {{&{s.snake_name}::kSpec, &{s.snake_name}::kImpl}}," for s in specs)
     tables = "\n\n".join(OpTables(s).text() for s in specs)
     return f"""// Generated from {Path(schema).name} by csrc/generate.py: change that file and run the generator again.
@@ -169,6 +171,9 @@ def generate(schema):
 #include "core/op.h"
 
 namespace leanfleet {{
+
+// What a tensor of type C may have besides T.
+inline constexpr DType kNarrowTypes[] = {{{narrow}}};
 
 {tables}
 

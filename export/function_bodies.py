@@ -31,6 +31,7 @@ from leanfleet.export import sample_constants as sampling
 
 CHUNK = 64
 DELTA_ROW_EPS = 1e-6  # what the delta rule's normalize_qk adds to the sum of squares, as in the reference
+LEAST_MAGNITUDE = 2.0**-100  # a row of smaller numbers has the scale 0, as in the reference
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by, as in the reference
 DEFAULT_OPSET = 20  # of a model without standard operators
 OLDEST_OPSET = 18  # the first where ReduceMax takes its axes as an input
@@ -266,18 +267,33 @@ class _PackedRows:
         return joined if self.axis == 0 else ops.Transpose(joined, perm=[1, 0, 2][: rank - 1])
 
 
+def _row_scales(ops, rows):
+    """Of rows [...,D] their own scales [...,1]: the largest magnitude / 127; 0 for rows of tiny numbers, NaN for others than
+    finite ones."""
+    largest = ops.ReduceMax(ops.Abs(rows), [-1], keepdims=1)
+    scale = ops.Where(ops.Less(largest, LEAST_MAGNITUDE), 0.0, ops.Div(largest, 127.0))
+    return ops.Add(scale, ops.sum(ops.Mul(rows, 0.0), -1))  # + NaN where there is one, or an infinity
+
+
+def _quantised(ops, rows, scale):
+    """clamp(round(rows / scale), -128, 127), as floats; 0 where that is NaN or the scale 0."""
+    quotient = ops.Div(rows, scale)
+    nothing = ops.Or(ops.IsNaN(quotient), ops.Equal(scale, 0.0))
+    return ops.Round(ops.Clip(ops.Where(nothing, 0.0, quotient), -128.0, 127.0))
+
+
 def _lean_attention(ops, x, a, ranks):
     """Packed new tokens are spread to rows of padding, and the outputs packed again."""
     if x.cu_query_lens is None:
-        return _lean_attention_of_rows(ops, x, a)
+        return _lean_attention_of_rows(ops, x, a, ranks)
     rows = _PackedRows(ops, x, a.layout)
     spread = {name: rows.spread(getattr(x, name)) for name in ("query", "new_key", "new_value") if getattr(x, name) is not None}
     padded = SimpleNamespace(**{**vars(x), **spread, "query_lens": rows.counts})
-    output, lse, *caches = _lean_attention_of_rows(ops, padded, a)
+    output, lse, *caches = _lean_attention_of_rows(ops, padded, a, ranks)
     return [rows.join(output, ops.CastLike(0.0, x.query), 4), rows.join(lse, ops.constant(-math.inf), 3), *caches]
 
 
-def _lean_attention_of_rows(ops, x, a):
+def _lean_attention_of_rows(ops, x, a, ranks):
     """Reads every cache through one table of slots. Two rows of zeros follow the slots: what is not visible reads the
     first, so that whatever the cache holds there cannot leak; new rows that are padding are written to the second."""
     capacity, slots, kv_heads, to_slots, from_slots = _cache_slots(ops, x, ops.size(x.query, 0))
@@ -307,6 +323,10 @@ def _lean_attention_of_rows(ops, x, a):
     caches = [to_slots(ops.float(cache)) for cache in (x.key_cache, x.value_cache)]
     slot_count = ops.size(caches[0], 0)
     caches = [ops.add_rows(cache, 0, 2) for cache in caches]
+    scales, per_token = [x.key_scale, x.value_scale], [a.key_per_token, a.value_per_token]
+    for i in (0, 1):
+        if per_token[i]:  # a cache of rows of one column
+            scales[i] = ops.add_rows(to_slots(ops.Unsqueeze(scales[i], [-1])), 0, 2)
     if a.append:
         last = ops.Sub(ops.size(slots, 1), 1)
         target = ops.GatherElements(slots, ops.Min(ops.Add(first, rows), last), axis=1)
@@ -315,12 +335,26 @@ def _lean_attention_of_rows(ops, x, a):
             by_token = ops.float(new) if a.layout == "bnhd" else ops.Transpose(ops.float(new), perm=[0, 2, 1, 3])
             if i == 0 and x.cos_cache is not None:
                 by_token = _rotated(ops, by_token, x, a, ops.Add(first, rows), 2)
+            scale = scales[i]
+            if per_token[i]:
+                scale = _row_scales(ops, by_token)
+                scales[i] = ops.ScatterND(scales[i], ops.Unsqueeze(target, [2]), scale)
+            elif scale is not None:  # [Hkv,1,D] as [1,Hkv,D], [1] as it is
+                scale = ops.Squeeze(scale, [1]) if ranks.get(("key_scale", "value_scale")[i]) == 3 else scale
+            if scale is not None:
+                by_token = _quantised(ops, by_token, scale)
             caches[i] = ops.ScatterND(caches[i], ops.Unsqueeze(target, [2]), by_token)
 
     source = ops.Where(valid, slots, slot_count)
-    keys, values = (ops.Gather(cache, source, axis=0) for cache in caches)  # [B,S,Hkv,W]
-    keys = ops.Unsqueeze(ops.Transpose(keys, perm=[0, 2, 3, 1]), [2])
-    values = ops.Unsqueeze(ops.Transpose(values, perm=[0, 2, 1, 3]), [2])
+    keys, values = (  # [B,Hkv,S,W]
+        ops.Transpose(ops.Gather(cache, source, axis=0), perm=[0, 2, 1, 3]) for cache in caches
+    )
+    for i, scale in enumerate(scales):
+        if scale is not None:
+            factor = ops.Transpose(ops.Gather(scale, source, axis=0), perm=[0, 2, 1, 3]) if per_token[i] else scale
+            keys, values = (ops.Mul(keys, factor), values) if i == 0 else (keys, ops.Mul(values, factor))
+    keys = ops.Unsqueeze(ops.Transpose(keys, perm=[0, 1, 3, 2]), [2])
+    values = ops.Unsqueeze(values, [2])
 
     scale = a.scale or ops.Reciprocal(ops.Sqrt(ops.float(width)))
     scaled = ops.reshape(ops.Mul(query, scale), batch, kv_heads, group, tokens, width)
@@ -352,7 +386,10 @@ def _lean_attention_of_rows(ops, x, a):
     lse = ops.reshape(ops.Where(is_row, lse, -math.inf), batch, heads, tokens)
     results = [ops.CastLike(_swapped(ops, output, a.layout), x.query), _swapped(ops, lse, a.layout, 3)]
     if a.append:
-        results += [ops.CastLike(from_slots(ops.take(cache, 0, slot_count)), x.query) for cache in caches]
+        scale_caches = [ops.take(scale, 0, slot_count) for scale, own in zip(scales, per_token) if own]
+        caches = [from_slots(ops.take(cache, 0, slot_count)) for cache in caches]
+        results += [ops.CastLike(cache, like) for cache, like in zip(caches, (x.key_cache, x.value_cache))]
+        results += [ops.Squeeze(from_slots(scale), [-1]) for scale in scale_caches]
     return results
 
 

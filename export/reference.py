@@ -6,9 +6,9 @@ length follows from the attributes alone, never modifies an input, returns no al
 differentiable.
 
 Types: T (float32, float16, bfloat16, and here float64 too) is query's type and that of every tensor marked
-T; F is float32, or float64 when T is float64; I is int32, L int64. The computation runs in float64 when query is
-float64, otherwise in float32 or in `compute_dtype`. So the judge of a low-precision kernel is this
-reference on its inputs converted to float64.
+T; C is T, or int8; F is float32, or float64 when T is float64; I is int32, L int64. The computation runs in
+float64 when query is float64, otherwise in float32 or in `compute_dtype`. So the judge of a low-precision kernel is
+this reference on its inputs converted to float64.
 
 Symbols: B batch, H query heads, Hkv key/value heads (query head h reads key/value head h // (H / Hkv)),
 N or Nq tokens, D or R size of queries and keys, Dv of values. Shapes are those of layout "bhnd"; with "bnhd"
@@ -34,6 +34,7 @@ from leanfleet.export.sample_constants import IN_PROMPT, LEAST_EXPONENT, LOG2_E,
 BLOCK = 64  # tokens per block of the blocked algorithms
 RECURSION_BASE = 16  # tokens at which the recursion stops halving
 DELTA_ROW_EPS = 1e-6  # what the delta rule's normalize_qk adds to the sum of squares
+LEAST_MAGNITUDE = 2.0**-100  # a row of smaller numbers has the scale 0
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by
 
 
@@ -45,8 +46,8 @@ def _check(condition, message):
 def _match(operator, dims, layout, name, tensor, kind, symbols):
     """Checks type and sizes of an input; `dims` holds the sizes known so far and gains the new symbols.
 
-    kind: "T" query's type, "F" float32 or float64, "I" and "L" any integer. A star after `symbols`, which are those
-    of bhnd, says that the tensor follows `layout`.
+    kind: "T" query's type, "C" the same or int8, "F" float32 or float64, "I" and "L" any integer. A star after `symbols`,
+    which are those of bhnd, says that the tensor follows `layout`.
     """
     if tensor is None:
         return
@@ -65,6 +66,7 @@ def _match(operator, dims, layout, name, tensor, kind, symbols):
             f"{dims.get('T', 'a floating point type')}, the type of query",
         ),
         "F": (dtype in (torch.float32, torch.float64), "torch.float32 (or float64)"),
+        "C": (dtype in (dims["T"], torch.int8) if kind == "C" else True, f"{dims.get('T')}, the type of query, or torch.int8"),
         "I": (not dtype.is_floating_point and dtype != torch.bool, "torch.int32"),
         "L": (not dtype.is_floating_point and dtype != torch.bool, "torch.int64"),
     }[kind]
@@ -133,6 +135,69 @@ def _from_slots(variant, slots, shape):
         batch, heads, size, width = shape
         return slots.reshape(batch, size, heads, width).transpose(1, 2).contiguous()
     return slots.transpose(0, 1).contiguous() if variant == "ragged" else slots.reshape(shape)
+
+
+def quantised(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """int8 clamp(round(rows / scale), -128, 127), half to even, in float32; 0 where that is NaN or the scale 0.
+
+    rows: any type and shape; scale: float32 or float64, broadcast over them.
+    """
+    quotient = rows.detach().float() / scale.detach().float()
+    quotient = quotient.nan_to_num(0, math.inf, -math.inf).masked_fill(scale == 0, 0)
+    return quotient.round().clamp(-128, 127).to(torch.int8)
+
+
+def row_scales(rows: torch.Tensor) -> torch.Tensor:
+    """The scales float32 [...,1] that rows [...,D] have of their own: the largest magnitude / 127, in float32. 0 where no
+    magnitude is 2^-100 or more; NaN where an element is NaN or infinite.
+
+    Example:
+        import torch
+        from leanfleet.export.reference import quantised, row_scales
+
+        rows = torch.tensor([[1.0, -2.0, 0.5]])
+        scale = row_scales(rows)
+        print(quantised(rows, scale).tolist(), (quantised(rows, scale) * scale).tolist())
+    """
+    largest = rows.detach().float().abs().amax(-1, keepdim=True)
+    scale = (largest / 127).masked_fill(largest < LEAST_MAGNITUDE, 0)
+    return scale.masked_fill(~rows.isfinite().all(-1, keepdim=True), math.nan)
+
+
+class _Cache:
+    """A cache brought to slots [slots,Hkv,D], and its scale: None, [1], [Hkv,1,D] or, per token, slots [slots,Hkv,1]."""
+
+    def __init__(self, variant, cache, scale, per_token):
+        self.variant, self.shape, self.per_token = variant, cache.shape, per_token
+        self.rows, self.scale = _to_slots(variant, cache), scale
+        if per_token:
+            self.scale = _to_slots(variant, scale.unsqueeze(-1))
+
+    def append(self, rows, targets):
+        """Writes the first len(targets[b]) of rows [B,Hkv,Nq,D] at targets[b]."""
+        if self.per_token:
+            scales = row_scales(rows)
+            self.scale = _append(self.scale, scales.to(self.scale.dtype), targets)
+            rows = quantised(rows, scales)
+        elif self.scale is not None:
+            rows = quantised(rows, self.scale)
+        self.rows = _append(self.rows, rows, targets)
+
+    def read(self, slots, compute):
+        """[len(slots),Hkv,D] in the type `compute`."""
+        rows = self.rows[slots].to(compute)
+        if self.scale is None:
+            return rows
+        if self.per_token:
+            return rows * self.scale[slots].to(compute)
+        return rows * self.scale.to(compute).flatten(1 if self.scale.dim() > 1 else 0)  # [Hkv,D] or [1]
+
+    def results(self):
+        """The cache, and with scales of tokens these, in their shapes."""
+        cache = _from_slots(self.variant, self.rows, self.shape)
+        if not self.per_token:
+            return cache, None
+        return cache, _from_slots(self.variant, self.scale, (*self.shape[:-1], 1)).squeeze(-1)
 
 
 def _append(slots, rows, targets):
@@ -241,6 +306,8 @@ def lean_attention(
     cos_cache: torch.Tensor | None = None,
     sin_cache: torch.Tensor | None = None,
     cu_query_lens: torch.Tensor | None = None,
+    key_scale: torch.Tensor | None = None,
+    value_scale: torch.Tensor | None = None,
     *,
     scale: float = 0.0,
     causal: int = 1,
@@ -250,6 +317,8 @@ def lean_attention(
     layout: str = "bhnd",
     rotary_interleaved: int = 0,
     packed_qkv: int = 0,
+    key_per_token: int = 0,
+    value_per_token: int = 0,
     compute_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, ...]:
     """Exact softmax attention of the newest tokens over a cache (LeanAttention).
@@ -271,6 +340,11 @@ def lean_attention(
     new_key's, turn in pairs, a to a cos - b sin and b to b cos + a sin, by row p_i of the tables (the last one where
     p_i lies beyond) and are rounded to T. Pairs are columns j and half + j, with rotary_interleaved 2 j and 2 j + 1.
     Caches hold rotated keys: what is in them is not rotated again.
+    key_scale, value_scale F: key_cache, value_cache are int8, and stand for themselves times the scale: [1]; [Hkv,1,D], of
+    a head's columns; or, with key_per_token or value_per_token, one for each position and head, shaped as the cache without
+    its last axis. Appended rows, rotated and rounded to T, become clamp(round(row / scale), -128, 127), half to even, in
+    float32; per token their scale is first made their largest magnitude / 127 (quantised and row_scales here). Infinities
+    saturate, and NaN becomes 0, where the scale is not the token's own; a token's own is then NaN.
 
     Row i has position p_i = seq_len - query_len + i and logit_ij = scale * q_i . k_j (scale 0: 1/sqrt(D)),
     then softcap * tanh(logit / softcap) if softcap is not 0. It sees j <= p_i when causal, else all valid
@@ -279,7 +353,8 @@ def lean_attention(
     anything, NaN included.
 
     Returns output T [B,H,Nq,Dv] and lse F [B,H,Nq], the natural logarithm of the sum of exponentials, sink
-    included; with append also key_cache_out and value_cache_out. A row that sees nothing has output 0 and
+    included; with append also key_cache_out and value_cache_out, and of them that are per token key_scale_out and
+    value_scale_out. A row that sees nothing has output 0 and
     lse -inf, or the sink; padding rows and empty requests have output 0 and lse -inf.
     """
     op = "LeanAttention"
@@ -301,6 +376,10 @@ def lean_attention(
             "append": append,
             "rotary_interleaved": rotary_interleaved,
             "packed_qkv": packed_qkv,
+            "key_scale": key_scale,
+            "value_scale": value_scale,
+            "key_per_token": key_per_token,
+            "value_per_token": value_per_token,
             "compute_dtype": compute_dtype,
         }
         return _packed_lean_attention(op, query, cu_query_lens, new_key, new_value, layout, arguments)
@@ -316,8 +395,8 @@ def lean_attention(
             op, query, (key_cache, value_cache), axes.split(), new_key, new_value, append, layout
         )
     match("query", query, "T", "B H Nq D*")
-    match("key_cache", key_cache, "T", f"{axes} D")
-    match("value_cache", value_cache, "T", f"{axes} Dv")
+    match("key_cache", key_cache, "C", f"{axes} D")
+    match("value_cache", value_cache, "C", f"{axes} Dv")
     _check_heads(op, dims)
     dims["B+1"] = dims["B"] + 1
     match("seq_lens", seq_lens, "I", "B")
@@ -329,6 +408,19 @@ def lean_attention(
     match("sinks", sinks, "F", "H")
     match("cos_cache", cos_cache, "F", "positions half")
     match("sin_cache", sin_cache, "F", "positions half")
+    dims["1"] = 1
+    for name, cache, of_cache, per_token, width in (
+        ("key", key_cache, key_scale, key_per_token, "D"),
+        ("value", value_cache, value_scale, value_per_token, "Dv"),
+    ):
+        _check(not per_token or of_cache is not None, f"{op}: {name}_per_token is 1 without {name}_scale")
+        _check(
+            (of_cache is not None) == (cache.dtype == torch.int8),
+            f"{op}: {name}_cache has type {cache.dtype} and {name}_scale is "
+            f"{'absent' if of_cache is None else 'given'}; an int8 cache has scales, and no other has",
+        )
+        static = "1" if of_cache is None or of_cache.dim() == 1 else f"Hkv 1 {width}"
+        match(f"{name}_scale", of_cache, "F", axes if per_token else static)
     _check(
         (cos_cache is None) == (sin_cache is None),
         f"{op}: {'cos' if cos_cache is None else 'sin'}_cache is missing; cos_cache and sin_cache go together",
@@ -372,11 +464,12 @@ def lean_attention(
             for t in (query, new_key)
         )
 
-    keys, values = _to_slots(variant, key_cache), _to_slots(variant, value_cache)
+    keys = _Cache(variant, key_cache, key_scale, key_per_token)
+    values = _Cache(variant, value_cache, value_scale, value_per_token)
     if append:
         targets = [slots[length - n : length] for slots, length, n in zip(slots_of, lengths, counts, strict=True)]
-        keys = _append(keys, new_key, targets)
-        values = _append(values, _swap(new_value, layout), targets)
+        keys.append(new_key, targets)
+        values.append(_swap(new_value, layout), targets)
 
     if sinks is None:
         sinks = query.new_full((heads,), -math.inf)
@@ -393,7 +486,7 @@ def lean_attention(
             visible = visible & (index > position - window)
         seen = visible.any(0)  # a key that no row sees is not read, so that whatever it holds cannot leak
         q = rows[:, :n].to(compute).unflatten(0, (-1, group))
-        k, v = keys[slots[seen]].to(compute), values[slots[seen]].to(compute)
+        k, v = keys.read(slots[seen], compute), values.read(slots[seen], compute)
         logits = scale * torch.einsum("hgid,jhd->hgij", q, k)
         if softcap:
             logits = softcap * torch.tanh(logits / softcap)
@@ -413,7 +506,8 @@ def lean_attention(
     lse = torch.stack(sums) if batch else query.new_zeros(0, heads, tokens)
     result: tuple[torch.Tensor, ...] = _swap(output.to(query.dtype), layout), _swap(lse.to(float_out), layout)
     if append:
-        result += (_from_slots(variant, keys, key_cache.shape), _from_slots(variant, values, value_cache.shape))
+        (key_cache, key_scale), (value_cache, value_scale) = keys.results(), values.results()
+        result += (key_cache, value_cache, *(t for t in (key_scale, value_scale) if t is not None))
     return result
 
 

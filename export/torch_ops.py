@@ -28,6 +28,7 @@ _DTYPES = {
     torch.bfloat16: "bfloat16",
     torch.int32: "int32",
     torch.int64: "int64",
+    torch.int8: "int8",
 }
 _TYPES = {"bool": bool, "int": int, "float": float, "string": str}
 _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
@@ -85,11 +86,11 @@ def _output_metadata(op, inputs, attrs):
                 f"{op.name}: {name}'s axis {axis} is {size}; expected at least {least}, because {axis.plus} = {dims[axis.plus]}"
             )
     active = {t.name for t in op.active_outputs(attrs)}
+    real = torch.float64 if inputs[0].dtype == torch.float64 else torch.float32
+    input_types = {t.name: tensor.dtype for t, tensor in zip(op.inputs, inputs) if tensor is not None}
     metadata = []
     for t in op.outputs:
-        dtype = {"T": inputs[0].dtype, "F": torch.float32, "I": torch.int32, "L": torch.int64}[t.type]
-        if t.type == "F" and inputs[0].dtype == torch.float64:
-            dtype = torch.float64
+        dtype = t.dtype(inputs[0].dtype, {"F": real, "I": torch.int32, "L": torch.int64}, input_types)
         if t.name not in active:
             shape = (0,)
         elif t.like:
@@ -120,7 +121,9 @@ def _check_placement(op, inputs):
                 "all tensors of a call must be on one device"
             )
         if tensor.dtype not in _DTYPES:
-            expected = {"T": "float32, float16 or bfloat16", "F": "float32", "I": "int32", "L": "int64"}[t.type]
+            types = ("float32", "float16", "bfloat16")
+            types = {"C": (*types, *spec.TYPES["C"])}.get(t.type, spec.TYPES[t.type])
+            expected = " or ".join(filter(None, (", ".join(types[:-1]), types[-1])))
             raise ValueError(f"{op.name}: {t.name} has type {str(tensor.dtype).removeprefix('torch.')}; expected {expected}")
 
 
@@ -387,7 +390,8 @@ def _documentation(op, mutating):
         taken = ", ".join(t.takes for t in op.outputs if t.takes)
         lines += [f"Changes {taken} in place and returns the other outputs; {op.mutating} is on.", ""]
     lines.append(
-        "T is float32, float16 or bfloat16 (one type a call), F float32, I int32, L int64; shapes are those of layout "
+        "T is float32, float16 or bfloat16 (one type a call), C that or int8, F float32, I int32, L int64; shapes are those of "
+        "layout "
         '"bhnd". float64 inputs on any device are computed by the PyTorch reference.'
     )
     lines += ["", "Inputs:"]

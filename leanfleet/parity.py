@@ -184,13 +184,15 @@ def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
     tensors = {}
     for t, array in zip(op.inputs, inputs, strict=False):  # a node may leave trailing inputs out
         if array is not None:
-            tensors[t.name] = torch.from_numpy(np.array(array, dtype=np.int64 if t.type in "IL" else np.float64))
+            exact = np.int64 if t.type in "IL" else array.dtype if array.dtype == np.int8 else np.float64
+            tensors[t.name] = torch.from_numpy(np.array(array, dtype=exact))
     outputs = getattr(reference, op.snake_name)(**tensors, **attrs)
-    dtype = {"T": inputs[0].dtype, "F": np.float32, "I": np.int32, "L": np.int64}
+    others = {"F": np.float32, "I": np.int32, "L": np.int64}
+    input_types = {t.name: array.dtype for t, array in zip(op.inputs, inputs, strict=False) if array is not None}
     active = dict(zip((t.name for t in op.active_outputs(attrs)), outputs, strict=True))
     listed = op.outputs[: 1 + max(i for i, t in enumerate(op.outputs) if t.name in active)]
     empty = torch.zeros(0)  # outputs are positional: it stands for one before the last that is not asked for
-    return [active.get(t.name, empty).numpy().astype(dtype[t.type]) for t in listed]
+    return [active.get(t.name, empty).numpy().astype(t.dtype(inputs[0].dtype, others, input_types)) for t in listed]
 
 
 def register_references() -> dict[str, Any]:

@@ -15,7 +15,8 @@ from typing import Any
 
 DOMAIN = "leanfleet"
 OPSET_VERSION = 1
-TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int32",), "L": ("int64",)}
+TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int32",), "L": ("int64",), "C": ("int8",)}
+"""The types that a type variable stands for; C also for what T is."""
 
 
 @dataclass(frozen=True)
@@ -90,6 +91,13 @@ class Tensor:
     when: tuple[str, ...] = ()
     like: str | None = None
     takes: str | None = None
+
+    def dtype(self, t: Any, others: Mapping[str, Any], input_types: Mapping[str, Any]) -> Any:
+        """Its type in a call, in the caller's terms: t is T's, others has those of F, I and L, input_types those of the
+        inputs by name. An output of type C has that of the input that it takes; where that is absent, T's."""
+        if self.type == "C":
+            return input_types.get(self.takes or self.name, t)
+        return t if self.type == "T" else others[self.type]
 
 
 @dataclass(frozen=True)
@@ -268,6 +276,8 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
         conditions = [c for t in spec.inputs + spec.outputs for s in t.shapes for c in s.conditions]
         if unknown := set(conditions) - optional_inputs - {a.name for a in spec.attrs if a.type == "bool"}:
             raise ValueError(f"ops.toml: {name}: shape conditions {sorted(unknown)} are no optional inputs or bool attributes")
+        if any(t.type == "C" and t.takes is None for t in spec.outputs):
+            raise ValueError(f"ops.toml: {name}: an output of type C takes no input, which would tell its type")
         if any(a.plus and a.times for t in spec.outputs for s in t.shapes for a in s.axes):
             raise ValueError(f"ops.toml: {name}: an output's axis is a sum of two symbols")
         if any(a.plus and not a.times for t in spec.inputs for s in t.shapes for a in s.axes):

@@ -58,7 +58,8 @@ Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& 
   std::vector<char> copies[kMaxInputs];
   for (int i = 0; i < call.spec->num_inputs; ++i) {
     Tensor& tensor = host.inputs[i];
-    if (!tensor.present() || call.spec->inputs[i].type == TypeVar::kT) continue;
+    const TypeVar type = call.spec->inputs[i].type;
+    if (!tensor.present() || type == TypeVar::kT || type == TypeVar::kC) continue;
     copies[i].resize(static_cast<size_t>(tensor.elements() * element_size(tensor.dtype)));
     const std::string action = std::string("cudaMemcpyAsync of ") + call.spec->inputs[i].name + " for LEANFLEET_CHECK";
     LEANFLEET_RETURN_IF_ERROR(

@@ -10,6 +10,7 @@
 #include "core/bind_shapes.h"
 #include "core/cpu_isa.h"
 #include "core/cuda_target.h"
+#include "core/op_specs.h"
 
 namespace leanfleet {
 
@@ -56,10 +57,17 @@ DType dtype_of(const Call& call, TypeVar type) {
 
 Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor) {
   const DType expected = dtype_of(call, spec.type);
-  const bool integer = spec.type == TypeVar::kT && (tensor.dtype == DType::kInt32 || tensor.dtype == DType::kInt64);
+  if (spec.type == TypeVar::kC && is_narrow(tensor.dtype)) return {};
+  const bool integer =
+      spec.type == TypeVar::kT && (tensor.dtype == DType::kInt32 || tensor.dtype == DType::kInt64 || is_narrow(tensor.dtype));
   if (tensor.dtype == expected && !integer) return {};
   const std::string found = std::string(spec.name) + " has type " + dtype_name(tensor.dtype);
   if (integer) return call.invalid(found + "; expected float32, float16 or bfloat16");
+  if (spec.type == TypeVar::kC) {
+    std::string narrow;
+    for (DType dtype : kNarrowTypes) narrow += std::string(", or ") + dtype_name(dtype);
+    return call.invalid(found + "; expected " + dtype_name(expected) + ", the type of " + call.spec->inputs[0].name + narrow);
+  }
   if (spec.type == TypeVar::kT)
     return call.invalid(found + ", but " + call.spec->inputs[0].name + " has " + dtype_name(expected) +
                         "; these must be the same");
@@ -232,7 +240,19 @@ Status wrong_kind(const OpSpec& spec, const char* node, const AttrSpec& attr, co
 }  // namespace
 
 int64_t element_size(DType dtype) {
-  return dtype == DType::kFloat16 || dtype == DType::kBFloat16 ? 2 : dtype == DType::kInt64 ? 8 : 4;
+  switch (dtype) {
+    case DType::kInt8: return 1;
+    case DType::kFloat16:
+    case DType::kBFloat16: return 2;
+    case DType::kFloat32:
+    case DType::kInt32: return 4;
+    case DType::kInt64: return 8;
+  }
+  return 0;
+}
+
+bool is_narrow(DType dtype) {
+  return std::find(std::begin(kNarrowTypes), std::end(kNarrowTypes), dtype) != std::end(kNarrowTypes);
 }
 
 DType dtype_of(TypeVar type, DType t) {
@@ -240,7 +260,8 @@ DType dtype_of(TypeVar type, DType t) {
     case TypeVar::kF: return DType::kFloat32;
     case TypeVar::kI: return DType::kInt32;
     case TypeVar::kL: return DType::kInt64;
-    case TypeVar::kT: break;
+    case TypeVar::kT:
+    case TypeVar::kC: break;
   }
   return t;
 }
@@ -252,6 +273,7 @@ const char* dtype_name(DType dtype) {
     case DType::kBFloat16: return "bfloat16";
     case DType::kInt32: return "int32";
     case DType::kInt64: return "int64";
+    case DType::kInt8: return "int8";
   }
   return "unknown";
 }
@@ -378,7 +400,8 @@ Tensor output_of(const Call& call, int output) {
     tensor.data = nullptr;
     return tensor;
   }
-  tensor.dtype = dtype_of(call, spec.type);
+  const bool takes_narrow = spec.type == TypeVar::kC && call.inputs[spec.takes].present();
+  tensor.dtype = takes_narrow ? call.inputs[spec.takes].dtype : dtype_of(call, spec.type);
   const ShapeSpec& shape = *choose_shape(spec, given_in(call), -1);
   tensor.rank = shape.rank;
   const NumberSizes sizes = {call.inputs, call.dims};

@@ -12,12 +12,14 @@
 
 namespace leanfleet {
 
-enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4 };
+enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4, kInt8 = 5 };
+constexpr int kNumDTypes = 6;
 
 int64_t element_size(DType dtype);  // bytes
 const char* dtype_name(DType dtype);
-// The type of a tensor in a call whose T tensors are `t`.
+// The type of a tensor in a call whose T tensors are `t`; of type C, where it is not narrower.
 DType dtype_of(TypeVar type, DType t);
+bool is_narrow(DType dtype);  // a type that a C tensor may have besides T
 
 // A contiguous row-major tensor. rank -1: an absent optional input, or an output that the attributes do not ask for.
 // data is null while a workspace is being counted.

@@ -5,17 +5,20 @@
 
 namespace leanfleet {
 
+// What a tensor of type C may have besides T.
+inline constexpr DType kNarrowTypes[] = {DType::kInt8};
+
 namespace lean_attention {
-enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks, kCosCache, kSinCache, kCuQueryLens };
-enum Output { kOutOutput, kOutLse, kOutKeyCacheOut, kOutValueCacheOut };
-enum Attr { kAttrScale, kAttrCausal, kAttrWindow, kAttrSoftcap, kAttrAppend, kAttrLayout, kAttrRotaryInterleaved, kAttrPackedQkv };
+enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks, kCosCache, kSinCache, kCuQueryLens, kKeyScale, kValueScale };
+enum Output { kOutOutput, kOutLse, kOutKeyCacheOut, kOutValueCacheOut, kOutKeyScaleOut, kOutValueScaleOut };
+enum Attr { kAttrScale, kAttrCausal, kAttrWindow, kAttrSoftcap, kAttrAppend, kAttrLayout, kAttrRotaryInterleaved, kAttrPackedQkv, kAttrKeyPerToken, kAttrValuePerToken };
 enum Dim { kDimH, kDimHkv, kDimNq, kDimD, kDimB, kDimP, kDimBlock, kDimTotal, kDimS, kDimDv, kDimM, kDimPositions, kDimHalf };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
     {"query", TypeVar::kT, false, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 12}, {RefKind::kAttr, 7}}, 3, 0, {{0, 0, 1, 2}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 12}}, 3, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 7}}, 4, 1, {{4, 0, -1, 0}, {0, 0, 1, 2}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key_cache", TypeVar::kT, false, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value_cache", TypeVar::kT, false, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"key_cache", TypeVar::kC, false, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value_cache", TypeVar::kC, false, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
     {"seq_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
     {"query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
     {"new_key", TypeVar::kT, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
@@ -26,12 +29,16 @@ inline constexpr TensorSpec kInputs[] = {
     {"cos_cache", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
     {"sin_cache", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
     {"cu_query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 1, -1, 0}}}}},
+    {"key_scale", TypeVar::kF, true, -1, -1, 0, {}, 5, {{2, {{RefKind::kAttr, 8}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 8}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 8}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}, {0, {}, 3, -1, {{1, 0, -1, 0}, {-1, 1, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 1, -1, {{-1, 1, -1, 0}}}}},
+    {"value_scale", TypeVar::kF, true, -1, -1, 0, {}, 5, {{2, {{RefKind::kAttr, 9}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 9}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 9}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}, {0, {}, 3, -1, {{1, 0, -1, 0}, {-1, 1, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 1, -1, {{-1, 1, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"output", TypeVar::kT, false, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}}},
     {"lse", TypeVar::kF, false, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 2, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"key_cache_out", TypeVar::kT, false, -1, 1, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value_cache_out", TypeVar::kT, false, -1, 2, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"key_cache_out", TypeVar::kC, false, -1, 1, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value_cache_out", TypeVar::kC, false, -1, 2, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"key_scale_out", TypeVar::kF, false, -1, 13, 2, {4, 8}, 3, {{2, {{RefKind::kAttr, 8}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 8}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 8}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
+    {"value_scale_out", TypeVar::kF, false, -1, 14, 2, {4, 9}, 3, {{2, {{RefKind::kAttr, 9}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 9}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 9}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
@@ -42,6 +49,8 @@ inline constexpr AttrSpec kAttrs[] = {
     {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
     {"rotary_interleaved", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
     {"packed_qkv", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"key_per_token", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"value_per_token", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 0}, {RefKind::kSymbol, 1}}, 0},
@@ -56,9 +65,11 @@ inline constexpr RuleSpec kRules[] = {
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 2}, {RefKind::kAttr, 1}}, 0},
     {RuleKind::kTogether, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 10}, {RefKind::kInput, 11}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 6}, {RefKind::kInput, 10}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 8}, {RefKind::kInput, 13}}, 0},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 9}, {RefKind::kInput, 14}}, 0},
 };
 inline constexpr const char* kSymbols[] = {"H", "Hkv", "Nq", "D", "B", "P", "block", "total", "S", "Dv", "M", "positions", "half"};
-inline constexpr OpSpec kSpec = {"LeanAttention", 1, 13, 4, 8, 12, 13, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+inline constexpr OpSpec kSpec = {"LeanAttention", 1, 15, 6, 10, 14, 13, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace lean_attention
 

@@ -154,6 +154,7 @@ inline Vec lane_numbers(int first) {
 
 // Conversions of one value; rounding is to nearest, ties to even.
 inline float to_float(float x) { return x; }
+inline float to_float(int8_t x) { return x; }
 inline float to_float(BFloat16 x) {
   const uint32_t bits = static_cast<uint32_t>(x.bits) << 16;
   float value;
@@ -229,6 +230,17 @@ inline Vec load(const Half* p) {
 #else
   Vec v;
   for (int i = 0; i < kLanes; ++i) v[i] = to_float(p[i]);
+  return v;
+#endif
+}
+inline Vec load(const int8_t* p) {
+#if defined(__AVX512F__)
+  return (Vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(p))));
+#elif defined(__AVX2__)
+  return (Vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(p))));
+#else
+  Vec v;
+  for (int i = 0; i < kLanes; ++i) v[i] = p[i];
   return v;
 #endif
 }

@@ -5,6 +5,10 @@
 // take dot products; many rows (a prompt) transpose the tile's keys and multiply blocks of registers. Keys
 // and values are found through arrays of row addresses, so that dense, ragged and paged caches take the same
 // way.
+//
+// The bytes of an int8 cache are numbers like others, which become floats in registers, or in the transposed keys. The scales
+// of keys are factors of the query (one, or one for each column) or of the scores (one for each token), those of values of the
+// output or of the weights.
 #include "core/simd.h"
 #include "lean_attention/schedule.h"
 
@@ -31,6 +35,8 @@ struct Tile {
   const void** keys;    // [key_tile + kPad] their addresses; beyond n the last one is repeated
   const void** values;  // [key_tile + kPad]
   int32_t* positions;   // [key_tile]
+  float* key_scales;    // [key_tile + kPad] of kPerToken, else empty
+  float* value_scales;  // the same
 };
 
 // What one thread works in. Widths are padded to kPad, the padding of query, keys and values is zero. keys, strips
@@ -66,7 +72,8 @@ int64_t carve(const Args& args, char* base, Scratch* scratch) {
   const bool many = args.plan.row_tile > kDotRows;
   scratch->keys = floats(whole(args.key_width) ? 0 : keys * d);
   scratch->strips = floats(many ? keys * d : 0);
-  scratch->values = floats(whole(args.value_width) && (!many || args.dtype == 0) ? 0 : keys * dv);
+  const bool read_in_place = !many || (args.dtype == 0 && args.value_scales.kind == kNoScale);
+  scratch->values = floats(whole(args.value_width) && read_in_place ? 0 : keys * dv);
   scratch->maximum = floats(rows);
   scratch->sum = floats(rows);
   scratch->factor = floats(rows);
@@ -75,6 +82,8 @@ int64_t carve(const Args& args, char* base, Scratch* scratch) {
     tile.keys = reinterpret_cast<const void**>(take((keys + kPad) * 8));
     tile.values = reinterpret_cast<const void**>(take((keys + kPad) * 8));
     tile.positions = reinterpret_cast<int32_t*>(take(keys * 4));
+    tile.key_scales = floats(args.key_scales.kind == kPerToken ? keys + kPad : 0);
+    tile.value_scales = floats(args.value_scales.kind == kPerToken ? keys + kPad : 0);
   }
   return used;
 }
@@ -240,6 +249,7 @@ inline void pair_up(const BFloat16* a, const BFloat16* b, float* out, int64_t n)
 }
 template <>
 bool on_words<BFloat16>(const Args& args, int32_t rows) {
+  if (args.key_scales.kind != kNoScale || args.value_scales.kind != kNoScale) return false;
   return args.bfloat16_products && rows > kDotRows && args.key_width % (2 * kLanes) == 0 && args.value_width % kLanes == 0;
 }
 #else
@@ -506,21 +516,36 @@ void products_with_strips(const float* query, int64_t d, int32_t rows, int64_t d
 // What a product of query and key is multiplied by to become a logit in base 2, or the argument of softcap's tanh.
 float logit_factor(const Args& args) { return args.softcap > 0 ? args.scale / args.softcap : args.scale * kLog2E; }
 
+// Where a position's element of a cache, or its scale, is: `token` behind the first on page `page` or of the request's cache.
+int64_t place(const CacheStrides& strides, const Request& request, int32_t head, int64_t page, int64_t token) {
+  return request.b * strides.batch + head * strides.head + page * strides.page + token * strides.token;
+}
+
 // Fills `tile` with the keys and values at positions `span` of a request.
 template <class T>
 void find_rows(const Args& args, const Unit& unit, Span span, Tile* tile) {
-  const T* keys = static_cast<const T*>(args.append ? args.key_cache_out : args.key_cache);
-  const T* values = static_cast<const T*>(args.append ? args.value_cache_out : args.value_cache);
-  keys += unit.head * args.key_strides.head;
-  values += unit.head * args.value_strides.head;
-  const int64_t key_token = args.key_strides.token, value_token = args.value_strides.token;
+  const char* const keys = static_cast<const char*>(args.append ? args.key_cache_out : args.key_cache);
+  const char* const values = static_cast<const char*>(args.append ? args.value_cache_out : args.value_cache);
+  const int64_t key_size = args.key_scales.kind == kNoScale ? sizeof(T) : 1;
+  const int64_t value_size = args.value_scales.kind == kNoScale ? sizeof(T) : 1;
+  const int64_t key_token = args.key_strides.token * key_size, value_token = args.value_strides.token * value_size;
   int32_t n = 0;
-  const auto add = [&](const T* key, const T* value, int32_t count, int32_t position) {
+  const auto add_scales = [&](const Scales& scales, int64_t page, int64_t token, int32_t count, float* to) {
+    if (scales.kind != kPerToken) return;
+    const float* const from =
+        (args.append ? scales.out : scales.in) + place(scales.strides, unit.request, unit.head, page, token);
+    for (int32_t j = 0; j < count; ++j) to[n + j] = from[j * scales.strides.token];
+  };
+  const auto add = [&](int64_t page, int64_t token, int32_t count, int32_t position) {
+    const char* const key = keys + place(args.key_strides, unit.request, unit.head, page, token) * key_size;
+    const char* const value = values + place(args.value_strides, unit.request, unit.head, page, token) * value_size;
     for (int32_t j = 0; j < count; ++j) {
       tile->keys[n + j] = key + j * key_token;
       tile->values[n + j] = value + j * value_token;
       tile->positions[n + j] = position + j;
     }
+    add_scales(args.key_scales, page, token, count, tile->key_scales);
+    add_scales(args.value_scales, page, token, count, tile->value_scales);
     n += count;
   };
   if (args.cache_kind == kPaged) {
@@ -528,15 +553,11 @@ void find_rows(const Args& args, const Unit& unit, Span span, Tile* tile) {
       const int32_t page =
           args.block_table[static_cast<int64_t>(unit.request.b) * args.pages_per_request + position / args.block];
       const int32_t first = position % args.block, count = min32(args.block - first, span.end - position);
-      if (page >= 0 && page < args.num_pages)
-        add(keys + page * args.key_strides.page + first * key_token,
-            values + page * args.value_strides.page + first * value_token, count, position);
+      if (page >= 0 && page < args.num_pages) add(page, first, count, position);
       position += count;
     }
   } else {
-    const int64_t first = static_cast<int64_t>(unit.request.start) + span.begin;
-    add(keys + unit.request.b * args.key_strides.batch + first * key_token,
-        values + unit.request.b * args.value_strides.batch + first * value_token, span.end - span.begin, span.begin);
+    add(0, static_cast<int64_t>(unit.request.start) + span.begin, span.end - span.begin, span.begin);
   }
   tile->span = span;
   tile->n = n;
@@ -595,19 +616,21 @@ void online_softmax(const Args& args, const Unit& unit, const Tile& tile, int32_
   }
 }
 
-// `next` is the tile after this one; its keys are fetched meanwhile.
-template <class T>
-void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Tile& next, int32_t first_row, int32_t rows,
-                 const Scratch& scratch) {
-  const int64_t d = padded(args.key_width), dv = padded(args.value_width);
-  const int64_t stride = padded(args.plan.key_tile);
-  const int32_t n = tile.n;
-  if (n == 0) return;
-  const RowsAt<T> keys{tile.keys}, values{tile.values};
-  const bool whole_keys = whole(args.key_width), whole_values = whole(args.value_width);
-  const bool few = rows <= kDotRows, words = on_words<T>(args, rows);
-  const int32_t key_bytes = args.key_width * sizeof(T), value_bytes = args.value_width * sizeof(T);
+// x[r, k] *= factors[k] for the tile's keys, and some beyond.
+void scale_columns(float* x, int64_t stride, int32_t rows, int32_t n, const float* factors) {
+  for (int32_t k = 0; k < n; k += kLanes) {
+    const Vec factor = load(factors + k);
+    for (int32_t r = 0; r < rows; ++r) store(x + r * stride + k, factor * load(x + r * stride + k));
+  }
+}
 
+// The scores of a tile's keys, which are of type K; its values are fetched behind them.
+template <class T, class K>
+void score_tile(const Args& args, const Tile& tile, int32_t rows, const Scratch& scratch, int32_t value_bytes) {
+  const int64_t d = padded(args.key_width), stride = padded(args.plan.key_tile);
+  const int32_t n = tile.n, key_bytes = args.key_width * sizeof(K);
+  const RowsAt<K> keys{tile.keys};
+  const bool whole_keys = whole(args.key_width);
   // Keys whose width is no multiple of a vector are copied, so that no load goes beyond the buffer.
   if (!whole_keys) {
     for (int32_t k = 0; k < n; ++k) to_floats(keys[k], scratch.keys + k * d, args.key_width, d, 1.0f);
@@ -615,12 +638,11 @@ void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Til
   }
   const RowsAt<float> copied_keys{tile.keys};
   Ahead in_keys{tile.keys, n, key_bytes, tile.values, n, value_bytes, kAheadBytes / key_bytes};
-  Ahead in_values{tile.values, n, value_bytes, next.keys, next.n, key_bytes, kAheadBytes / value_bytes};
-  if (rows > kAheadRows) in_keys = in_values = kNothing;
-  if (few) {
+  if (rows > kAheadRows) in_keys = kNothing;
+  if (rows <= kDotRows) {
     if (whole_keys) dot_rows(scratch.query, d, rows, keys, n, scratch.scores, stride, in_keys);
     else dot_rows(scratch.query, d, rows, copied_keys, n, scratch.scores, stride, kNothing);
-  } else if (words) {
+  } else if (on_words<T>(args, rows)) {
     transpose_keys(copied_keys, d / 2, n, scratch.strips, in_keys);  // rows of words move as floats do
     products_with_strips<Words>(scratch.query, d, rows, d / 2, n, scratch.strips, scratch.scores, stride);
     for (int32_t r = 0; r < rows; ++r)
@@ -631,10 +653,20 @@ void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Til
     else transpose_keys(copied_keys, d, n, scratch.strips, kNothing);
     products_with_strips<float>(scratch.query, d, rows, args.key_width, n, scratch.strips, scratch.scores, stride);
   }
+  if (args.key_scales.kind == kPerToken) scale_columns(scratch.scores, stride, rows, n, tile.key_scales);
+}
 
-  online_softmax(args, unit, tile, first_row, rows, scratch);
-
-  if (words) {
+// Rescales the output and adds the tile's values, which are of type V, by their weights. The keys of `next` are fetched
+// meanwhile.
+template <class T, class V>
+void add_values(const Args& args, const Tile& tile, const Tile& next, int32_t rows, const Scratch& scratch, int32_t key_bytes) {
+  const int64_t dv = padded(args.value_width), stride = padded(args.plan.key_tile);
+  const int32_t n = tile.n, value_bytes = args.value_width * sizeof(V);
+  const RowsAt<V> values{tile.values};
+  Ahead in_values{tile.values, n, value_bytes, next.keys, next.n, key_bytes, kAheadBytes / value_bytes};
+  if (rows > kAheadRows) in_values = kNothing;
+  if (args.value_scales.kind == kPerToken) scale_columns(scratch.scores, stride, rows, n, tile.value_scales);
+  if (on_words<T>(args, rows)) {
     const auto* const* at = reinterpret_cast<const BFloat16* const*>(tile.values);
     for (int32_t k = 0; k < n; k += 2) {
       in_values.fetch(k);
@@ -645,7 +677,7 @@ void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Til
       to_words(scratch.scores + r * stride, (n + 2 * kLanes - 1) / (2 * kLanes) * (2 * kLanes));
     product(scratch.scores, stride, rows, RowsApart<Words>{scratch.values, dv}, dv, (n + 1) / 2, scratch.output, dv,
             scratch.factor, kNothing);
-  } else if (whole_values && (few || sizeof(T) == 4)) {
+  } else if (whole(args.value_width) && (rows <= kDotRows || sizeof(V) == 4)) {
     product(scratch.scores, stride, rows, values, dv, n, scratch.output, dv, scratch.factor, in_values);
   } else {
     for (int32_t k = 0; k < n; ++k) {
@@ -655,6 +687,27 @@ void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Til
     product(scratch.scores, stride, rows, RowsApart<float>{scratch.values, dv}, dv, n, scratch.output, dv, scratch.factor,
             kNothing);
   }
+}
+
+// `next` is the tile after this one.
+template <class T>
+void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Tile& next, int32_t first_row, int32_t rows,
+                 const Scratch& scratch) {
+  if (tile.n == 0) return;
+  const bool narrow_keys = args.key_scales.kind != kNoScale, narrow_values = args.value_scales.kind != kNoScale;
+  const int32_t key_bytes = args.key_width * (narrow_keys ? 1 : sizeof(T));
+  const int32_t value_bytes = args.value_width * (narrow_values ? 1 : sizeof(T));
+  (narrow_keys ? score_tile<T, int8_t> : score_tile<T, T>)(args, tile, rows, scratch, value_bytes);
+  online_softmax(args, unit, tile, first_row, rows, scratch);
+  (narrow_values ? add_values<T, int8_t> : add_values<T, T>)(args, tile, next, rows, scratch, key_bytes);
+}
+
+// row[i] *= the scale of column i, or of all, where the cache has one that is no token's; n columns.
+void scale_row(const Scales& scales, int32_t head, float* row, int64_t n) {
+  if (scales.kind == kPerTensor)
+    for (int64_t i = 0; i < n; ++i) row[i] *= scales.in[0];
+  if (scales.kind == kPerChannel)
+    for (int64_t i = 0; i < n; ++i) row[i] *= scales.in[head * n + i];
 }
 
 // Element offsets of a packed row: token = row / group of query head `head * group + row % group`.
@@ -712,9 +765,11 @@ void attend_segment(const Args& args, const Unit& unit, const Segment& segment, 
       row = static_cast<const T*>(scratch.rotated_query);
     }
     to_floats(row, scratch.query + r * d, args.key_width, d, words ? 1.0f : logit_factor(args));
+    scale_row(args.key_scales, unit.head, scratch.query + r * d, args.key_width);
     if (words) to_words(scratch.query + r * d, d);
   }
-  if (kPairs<T> && rows <= kDotRows && whole(args.key_width))  // these take dot_rows() over the keys where they lie
+  if (kPairs<T> && rows <= kDotRows && whole(args.key_width) &&
+      args.key_scales.kind == kNoScale)  // these take dot_rows() over the keys where they lie
     for (int32_t r = 0; r < rows; ++r) separate(scratch.query + r * d, d);
   fill(scratch.output, rows * dv, 0.0f);
   fill(scratch.maximum, padded(rows), -__builtin_inff());
@@ -734,6 +789,7 @@ void attend_segment(const Args& args, const Unit& unit, const Segment& segment, 
     attend_tile<T>(args, unit, scratch.tiles[tile % 2], *next, all.begin, rows, scratch);
   }
 
+  for (int32_t r = 0; r < rows; ++r) scale_row(args.value_scales, unit.head, scratch.output + r * dv, args.value_width);
   if (segment.count == 1) {
     write_rows<T>(args, unit, all.begin, rows, scratch.output, scratch.maximum, scratch.sum);
     return;
@@ -795,6 +851,57 @@ void merge_range(const Args& args, int64_t work, int32_t ranges, int32_t range, 
   if (segment.contributes && segment.index == 0 && segment.count > 1) merge_unit<T>(args, unit, range, segment.count, scratch);
 }
 
+// Rows of int8
+//
+// A row's own scale is its largest magnitude / 127. That of a row without a magnitude of kLeast or more is 0, as are its bytes;
+// that of a row with a NaN or an infinity is NaN, so that no result takes it for a number.
+
+constexpr float kLeast = 0x1p-100f;
+
+template <class T>
+float own_scale(const T* row, int64_t n) {
+  VecInt largest = {};  // the bits of magnitudes, which are in the order of these, with NaN last
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const VecInt bits = (VecInt)load_part(row + i, n - i) & 0x7fffffff;
+    largest = (VecInt)select(bits > largest, (Vec)bits, (Vec)largest);
+  }
+  int32_t bits = 0;
+  for (int i = 0; i < kLanes; ++i) bits = max32(bits, largest[i]);
+  if (bits >= 0x7f800000) return __builtin_nanf("");
+  float magnitude;
+  std::memcpy(&magnitude, &bits, 4);
+  return magnitude < kLeast ? 0.0f : magnitude / 127.0f;
+}
+
+// to[i] = clamp(round(row[i] / scale), -128, 127), half to even; 0 where that is NaN or the scale 0. scales: of each column, or
+// of all where `step` is 0.
+template <class T>
+void quantise(const T* row, const float* scales, int64_t step, int8_t* to, int64_t n) {
+  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, whose low bits are those of the sum
+  for (int64_t i = 0; i < n; i += kLanes) {
+    const Vec scale = step == 0 ? broadcast(scales[0]) : load_part(scales + i, n - i);
+    Vec x = load_part(row + i, n - i) / scale;
+    x = select((x == x) & (scale != 0.0f), x, Vec{});
+    const VecInt rounded = (VecInt)(minimum(maximum(x, broadcast(-128.0f)), broadcast(127.0f)) + kRound);
+    for (int64_t j = 0; j < min32(static_cast<int32_t>(n - i), kLanes); ++j) to[i + j] = static_cast<int8_t>(rounded[j]);
+  }
+}
+
+// Appends a row [n] of new keys or values, of which this is the place in the cache and in the scales.
+template <class T>
+void append_row(const Scales& scales, int32_t head, const T* row, int64_t n, void* cache, int64_t at, int64_t scale_at) {
+  if (scales.kind == kNoScale) {
+    std::memcpy(static_cast<T*>(cache) + at, row, n * sizeof(T));
+    return;
+  }
+  const float* used = scales.kind == kPerChannel ? scales.in + head * n : scales.in;
+  if (scales.kind == kPerToken) {
+    scales.out[scale_at] = own_scale(row, n);
+    used = scales.out + scale_at;
+  }
+  quantise(row, used, scales.kind == kPerChannel, static_cast<int8_t*>(cache) + at, n);
+}
+
 // Writes the new keys and values of a request, or of a piece of it, and head to their positions.
 template <class T>
 void append_rows(const Args& args, int32_t index, int32_t head) {
@@ -803,6 +910,8 @@ void append_rows(const Args& args, int32_t index, int32_t head) {
       static_cast<const T*>(args.new_key) + request.origin * args.new_key_strides.batch + head * args.new_key_strides.head;
   const T* values = static_cast<const T*>(args.new_value) + request.origin * args.new_value_strides.batch +
                     head * args.new_value_strides.head;
+  const int64_t row = (static_cast<int64_t>(index) * args.kv_heads + head) * args.key_width;
+  T* const rotated = args.rotated_key == nullptr ? nullptr : static_cast<T*>(args.rotated_key) + row;
   for (int32_t i = 0; i < request.tokens; ++i) {
     const int32_t position = request.position + i;
     int64_t page = 0, token = static_cast<int64_t>(request.start) + position;
@@ -811,15 +920,18 @@ void append_rows(const Args& args, int32_t index, int32_t head) {
       if (page < 0 || page >= args.num_pages) continue;
       token = position % args.block;
     }
-    const auto offset = [&](const CacheStrides& to) {
-      return request.b * to.batch + head * to.head + page * to.page + token * to.token;
-    };
-    T* const key = static_cast<T*>(args.key_cache_out) + offset(args.key_strides);
-    const T* const new_key = keys + i * args.new_key_strides.token;
-    if (args.rotary_half > 0) rotate(args, position, new_key, key);
-    else std::memcpy(key, new_key, args.key_width * sizeof(T));
-    std::memcpy(static_cast<T*>(args.value_cache_out) + offset(args.value_strides), values + i * args.new_value_strides.token,
-                args.value_width * sizeof(T));
+    const auto at = [&](const CacheStrides& strides) { return place(strides, request, head, page, token); };
+    const T* key = keys + i * args.new_key_strides.token;
+    const int64_t key_at = at(args.key_strides);
+    if (args.rotary_half > 0) {
+      T* const to = args.key_scales.kind == kNoScale ? static_cast<T*>(args.key_cache_out) + key_at : rotated;
+      rotate(args, position, key, to);
+      key = to;
+    }
+    if (args.rotary_half == 0 || args.key_scales.kind != kNoScale)
+      append_row(args.key_scales, head, key, args.key_width, args.key_cache_out, key_at, at(args.key_scales.strides));
+    append_row(args.value_scales, head, values + i * args.new_value_strides.token, args.value_width, args.value_cache_out,
+               at(args.value_strides), at(args.value_scales.strides));
   }
 }
 

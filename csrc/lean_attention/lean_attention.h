@@ -22,6 +22,23 @@ struct CacheStrides {
   int64_t batch, page, head, token;
 };
 
+// What an int8 cache is multiplied by.
+enum ScaleKind : int32_t {
+  kNoScale = 0,     // the cache has type T
+  kPerTensor = 1,   // [1]
+  kPerChannel = 2,  // [Hkv,1,D]
+  kPerToken = 3,    // as the cache without its last axis
+};
+
+// The scales of an int8 cache.
+struct Scales {
+  ScaleKind kind;
+  const float* in;
+  float* out;            // kPerToken with append, else null; may be `in`
+  CacheStrides strides;  // kPerToken: of the scales, as of a cache
+  int64_t elements;
+};
+
 // How the work is cut: a unit of work is one tile of query rows of one key/value head of one request, and its
 // context is cut into key/value tiles. Chosen by the launcher; see schedule.h.
 struct Plan {
@@ -63,8 +80,8 @@ struct Args {
   // T [B,H,Nq,D], or [H,Nq,D] of packed tokens; in one tensor with new_key and new_value, all three have the strides of the
   // whole. Of packed tokens the stride of the batch is that of a token.
   const void* query;
-  const void* key_cache;    // T
-  const void* value_cache;  // T
+  const void* key_cache;    // T, or int8 with key_scales
+  const void* value_cache;  // T, or int8 with value_scales
   Strides query_strides;
   CacheStrides key_strides, value_strides;
   int32_t key_width, value_width;  // D, Dv
@@ -84,8 +101,8 @@ struct Args {
   const void* new_key;    // T [B,Hkv,Nq,D] with append, else null
   const void* new_value;  // T [B,Hkv,Nq,Dv] with append, else null
   Strides new_key_strides, new_value_strides;
-  void* key_cache_out;    // T with append, else null; may be key_cache
-  void* value_cache_out;  // T with append, else null; may be value_cache
+  void* key_cache_out;    // as key_cache with append, else null; may be key_cache
+  void* value_cache_out;  // as value_cache with append, else null; may be value_cache
 
   const int32_t* cu_query_lens;    // [B+1], packed tokens only
   int32_t requests, total_tokens;  // B, Nq
@@ -99,6 +116,7 @@ struct Args {
   int32_t dtype;                                     // DType of the T tensors
   bool bfloat16_products;                            // on a CPU: the processor multiplies bfloat16 directly
   int64_t key_cache_elements, value_cache_elements;  // of the whole caches
+  Scales key_scales, value_scales;                   // on a CPU: of int8 caches
 
   // Scratch, of any content at entry.
   int64_t* work_prefix;   // [B+1] work before each request, see schedule.h
@@ -107,7 +125,7 @@ struct Args {
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
   void* rotated_query;    // T, query's shape and strides; CUDA with a rotary embedding
-  void* rotated_key;      // T, new_key's; the same with append
+  void* rotated_key;      // T, new_key's; the same with append. On a CPU [batch,Hkv,D], with an int8 key_cache
   // Sync words, zero between launches.
   uint32_t* tickets;  // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };

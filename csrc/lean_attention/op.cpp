@@ -28,6 +28,21 @@ constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page
 constexpr int64_t kMaxWidth = int64_t{1} << 28;      // and bytes of a row
 constexpr int64_t kMaxPacked = int64_t{1} << 22;     // requests of packed tokens: x 128 tokens of a piece is below 2^30
 
+// Those of one of the caches, whose strides of elements are `cache` and whose rows have `width`.
+Scales scales_of(const Call& call, int input, int per_token, int output, CacheStrides cache, int64_t width) {
+  const Tensor& scale = call.inputs[input];
+  if (!scale.present()) return {};
+  Scales scales = {};
+  scales.in = scale.as<const float>();
+  scales.elements = scale.elements();
+  scales.kind = call.attrs[per_token].i != 0 ? kPerToken : scale.rank == 1 ? kPerTensor : kPerChannel;
+  if (scales.kind == kPerToken) {
+    scales.out = call.outputs[output].as<float>();
+    scales.strides = {cache.batch / width, cache.page / width, cache.head / width, cache.token / width};
+  }
+  return scales;
+}
+
 // Everything but the plan and the workspace.
 Args make_args(const Call& call) {
   const auto dim = [&](Dim symbol) { return call.dims[symbol]; };
@@ -87,6 +102,8 @@ Args make_args(const Call& call) {
     args.key_strides = {hkv * s * d, 0, s * d, d};
     args.value_strides = {hkv * s * dv, 0, s * dv, dv};
   }
+  args.key_scales = scales_of(call, kKeyScale, kAttrKeyPerToken, kOutKeyScaleOut, args.key_strides, d);
+  args.value_scales = scales_of(call, kValueScale, kAttrValuePerToken, kOutValueScaleOut, args.value_strides, dv);
   args.dtype = static_cast<int32_t>(call.inputs[kQuery].dtype);
   args.batch = static_cast<int32_t>(b);
   args.heads = static_cast<int32_t>(h);
@@ -129,7 +146,22 @@ void carve(Args& args, Workspace& ws) {
   args.partial_sum = ws.scratch<float>(slots);
 }
 
+// An int8 cache and its scales come together.
+Status check_scale(const Call& call, int cache, int scale) {
+  const char *const cache_name = call.spec->inputs[cache].name, *const scale_name = call.spec->inputs[scale].name;
+  const DType type = call.inputs[cache].dtype;
+  if (is_narrow(type) && !call.inputs[scale].present())
+    return call.invalid(std::string(cache_name) + " is " + dtype_name(type) + " and " + scale_name +
+                        " is missing; give the scales that its elements are multiplied by");
+  if (!is_narrow(type) && call.inputs[scale].present())
+    return call.invalid(std::string(scale_name) + " is given and " + cache_name + " is " + dtype_name(type) +
+                        "; scales go with an int8 cache");
+  return {};
+}
+
 Status check(const Call& call) {
+  LEANFLEET_RETURN_IF_ERROR(check_scale(call, kKeyCache, kKeyScale));
+  LEANFLEET_RETURN_IF_ERROR(check_scale(call, kValueCache, kValueScale));
   const auto refuse = [&](const char* what, int64_t count, const char* unit) {
     return call.unsupported(what + std::to_string(count) + unit + "; the kernels take fewer than 2^30");
   };
@@ -256,9 +288,25 @@ Status check_new_tokens(const Call& call, const Args& args, int32_t b, int32_t k
   return {};
 }
 
+// Scales that stay as they are: positive numbers.
+Status check_scales(const Call& call, const char* name, const Scales& scales) {
+  if (scales.kind != kPerTensor && scales.kind != kPerChannel) return {};
+  for (int64_t i = 0; i < scales.elements; ++i) {
+    const double scale = scales.in[i];
+    if (scale > 0.0 && std::isfinite(scale)) continue;
+    const int64_t width = scales.elements / call.dims[kDimHkv];
+    const std::string index =
+        scales.kind == kPerTensor ? std::to_string(i) : std::to_string(i / width) + ",0," + std::to_string(i % width);
+    return call.invalid(std::string(name) + "[" + index + "] is " + std::to_string(scale) + "; a scale is a positive number");
+  }
+  return {};
+}
+
 Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
   const Args args = make_args(call);
+  LEANFLEET_RETURN_IF_ERROR(check_scales(call, "key_scale", args.key_scales));
+  LEANFLEET_RETURN_IF_ERROR(check_scales(call, "value_scale", args.value_scales));
   if (args.cu_seqlens != nullptr)
     LEANFLEET_RETURN_IF_ERROR(check_offsets(call, "cu_seqlens", args.cu_seqlens, args.batch, args.capacity,
                                             "the cache has " + std::to_string(args.capacity) + " positions"));
@@ -319,8 +367,13 @@ void copy_cache(Threads& threads, const void* from, void* to, int64_t bytes) {
 }
 
 void append(const Args& args, Threads& threads, int64_t element) {
-  copy_cache(threads, args.key_cache, args.key_cache_out, args.key_cache_elements * element);
-  copy_cache(threads, args.value_cache, args.value_cache_out, args.value_cache_elements * element);
+  const auto bytes_of = [&](int64_t elements, const Scales& scales) {
+    return elements * (scales.kind == kNoScale ? element : 1);
+  };
+  copy_cache(threads, args.key_cache, args.key_cache_out, bytes_of(args.key_cache_elements, args.key_scales));
+  copy_cache(threads, args.value_cache, args.value_cache_out, bytes_of(args.value_cache_elements, args.value_scales));
+  for (const Scales* scales : {&args.key_scales, &args.value_scales})
+    if (scales->kind == kPerToken) copy_cache(threads, scales->in, scales->out, scales->elements * 4);
   const auto append_head = [&, append_rows = select_append_head()](int64_t i) {
     append_rows(args, static_cast<int32_t>(i / args.kv_heads), static_cast<int32_t>(i % args.kv_heads));
   };
@@ -339,6 +392,8 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   if (args.packed_tokens) cut_into_pieces(args, std::clamp(kRowTile / args.group, 1, args.total_tokens));
   args.plan = cpu_plan(args, threads.count());
   carve(args, ws);
+  if (args.rotary_half > 0 && args.append && args.key_scales.kind != kNoScale)
+    args.rotated_key = ws.scratch<char>(static_cast<int64_t>(args.batch) * args.kv_heads * args.key_width * 4);
   const int64_t stride = select_thread_scratch_bytes()(args);
   char* const scratch = ws.scratch<char>(threads.count() * stride);
   if (ws.counting()) return {};
@@ -380,6 +435,11 @@ int32_t forced_ranges() {
 }
 
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  for (int cache : {kKeyCache, kValueCache})
+    if (is_narrow(call.inputs[cache].dtype))
+      return call.unsupported(std::string(call.spec->inputs[cache].name) + " is " + dtype_name(call.inputs[cache].dtype) +
+                              ", which the CPU kernels take and the CUDA kernels do not yet; give it " +
+                              dtype_name(call.inputs[kQuery].dtype) + ", or run the node on the CPU");
   Args args = make_args(call);
   for (const auto& [name, width] : {std::pair("D", args.key_width), std::pair("Dv", args.value_width)})
     if (width > 256 || width % 8 != 0)

@@ -10,14 +10,20 @@
 
 namespace leanfleet::ort {
 
-// One operator, for one type T and one execution provider. ONNX Runtime holds the address while any session
+// One operator, for one type T, one type of each C tensor and one execution provider. ONNX Runtime holds the address while any session
 // lives.
 struct CustomOp : OrtCustomOp {
   const OrtApi* ort;
   const Op* op;
   DType dtype;
+  DType narrow[kMaxInputs];  // of inputs of type C: their type
   bool cuda;
 };
+
+inline DType input_type(const CustomOp& op, int i) {
+  const TypeVar type = op.op->spec->inputs[i].type;
+  return type == TypeVar::kC ? op.narrow[i] : dtype_of(type, op.dtype);
+}
 
 // Takes a status from ONNX Runtime.
 inline Status from_ort(const OrtApi& ort, OrtStatus* status) {

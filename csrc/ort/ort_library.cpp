@@ -221,7 +221,7 @@ Status read_inputs(const Kernel& kernel, const OrtKernelContext* context, Call* 
   for (int i = 0; i < call->spec->num_inputs && static_cast<size_t>(i) < num_inputs; ++i) {
     const OrtValue* value = nullptr;
     LEANFLEET_TRY_ORT(ort, ort.KernelContext_GetInput(context, i, &value));
-    call->inputs[i].dtype = dtype_of(call->spec->inputs[i].type, kernel.op.dtype);
+    call->inputs[i].dtype = input_type(kernel.op, i);
     if (value != nullptr) LEANFLEET_RETURN_IF_ERROR(read_input(ort, *call, i, value, &call->inputs[i]));
   }
   return {};
@@ -327,6 +327,7 @@ ONNXTensorElementDataType onnx_type(DType dtype) {
     case DType::kBFloat16: return ONNX_TENSOR_ELEMENT_DATA_TYPE_BFLOAT16;
     case DType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
     case DType::kInt64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
+    case DType::kInt8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
   }
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 }
@@ -364,12 +365,19 @@ std::array<MayInplace, sizeof...(kIndices)> may_inplace_functions(std::index_seq
   return {may_inplace<kIndices>...};
 }
 
-CustomOp make_custom_op(const OrtApi& ort, size_t index, DType dtype, bool cuda, bool infers_shapes) {
+// narrow: which of the types that it may have each C tensor has, a digit each, the first being T.
+CustomOp make_custom_op(const OrtApi& ort, size_t index, DType dtype, int narrow, bool cuda, bool infers_shapes) {
   static const auto may_inplace_of = may_inplace_functions(std::make_index_sequence<std::size(kOps)>());
   CustomOp op = {};
   op.ort = &ort;
   op.op = &kOps[index];
   op.dtype = dtype;
+  for (int i = 0; i < op.op->spec->num_inputs; ++i) {
+    if (op.op->spec->inputs[i].type != TypeVar::kC) continue;
+    constexpr int kTypes = 1 + static_cast<int>(std::size(kNarrowTypes));
+    op.narrow[i] = narrow % kTypes == 0 ? dtype : kNarrowTypes[narrow % kTypes - 1];
+    narrow /= kTypes;
+  }
   op.cuda = cuda;
   op.version = kApiVersion;
   op.GetName = [](const OrtCustomOp* op) { return self(op).op->spec->name; };
@@ -377,16 +385,15 @@ CustomOp make_custom_op(const OrtApi& ort, size_t index, DType dtype, bool cuda,
     return self(op).cuda ? "CUDAExecutionProvider" : "CPUExecutionProvider";
   };
   op.GetInputTypeCount = [](const OrtCustomOp* op) { return static_cast<size_t>(self(op).op->spec->num_inputs); };
-  op.GetInputType = [](const OrtCustomOp* op, size_t i) {
-    return onnx_type(dtype_of(self(op).op->spec->inputs[i].type, self(op).dtype));
-  };
+  op.GetInputType = [](const OrtCustomOp* op, size_t i) { return onnx_type(input_type(self(op), static_cast<int>(i))); };
   op.GetInputCharacteristic = [](const OrtCustomOp* op, size_t i) {
     return self(op).op->spec->inputs[i].optional ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
   };
   op.GetInputMemoryType = [](const OrtCustomOp*, size_t) { return OrtMemTypeDefault; };
   op.GetOutputTypeCount = [](const OrtCustomOp* op) { return static_cast<size_t>(self(op).op->spec->num_outputs); };
   op.GetOutputType = [](const OrtCustomOp* op, size_t i) {
-    return onnx_type(dtype_of(self(op).op->spec->outputs[i].type, self(op).dtype));
+    const TensorSpec& output = self(op).op->spec->outputs[i];
+    return onnx_type(output.type == TypeVar::kC ? input_type(self(op), output.takes) : dtype_of(output.type, self(op).dtype));
   };
   op.GetOutputCharacteristic = [](const OrtCustomOp* op, size_t i) {
     return self(op).op->spec->outputs[i].num_when > 0 ? INPUT_OUTPUT_OPTIONAL : INPUT_OUTPUT_REQUIRED;
@@ -421,9 +428,15 @@ struct Registration {
 
 Status create_registration(const OrtApi& ort, bool infers_shapes, Registration* registration) {
   for (size_t i = 0; i < std::size(kOps); ++i) {
+    int choices = 1;  // of the types of its C tensors
+    for (int k = 0; k < kOps[i].spec->num_inputs; ++k)
+      if (kOps[i].spec->inputs[k].type == TypeVar::kC) choices *= 1 + static_cast<int>(std::size(kNarrowTypes));
     for (DType dtype : {DType::kFloat32, DType::kFloat16, DType::kBFloat16}) {
-      registration->ops.push_back(make_custom_op(ort, i, dtype, false, infers_shapes));
-      if (kOps[i].impl->run_cuda != nullptr) registration->ops.push_back(make_custom_op(ort, i, dtype, true, infers_shapes));
+      for (int narrow = 0; narrow < choices; ++narrow) {
+        registration->ops.push_back(make_custom_op(ort, i, dtype, narrow, false, infers_shapes));
+        if (kOps[i].impl->run_cuda != nullptr)
+          registration->ops.push_back(make_custom_op(ort, i, dtype, narrow, true, infers_shapes));
+      }
     }
   }
   OrtCustomOpDomain* domain = nullptr;

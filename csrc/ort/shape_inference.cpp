@@ -130,6 +130,7 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
     if (shape.dims.empty()) continue;
     // One operator's function serves every type T, so T is what this node's inputs say.
     shape.type = output.type == TypeVar::kT   ? t_type
+                 : output.type == TypeVar::kC ? inputs[output.takes].type
                  : output.type == TypeVar::kF ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
                  : output.type == TypeVar::kL ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
                                               : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;

@@ -39,6 +39,7 @@ DataType to_trt(DType dtype) {
     case DType::kFloat16: return DataType::kHALF;
     case DType::kBFloat16: return DataType::kBF16;
     case DType::kInt64: return DataType::kINT64;
+    case DType::kInt8: return DataType::kINT8;
     case DType::kInt32: break;
   }
   return DataType::kINT32;
@@ -180,7 +181,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     if (desc.format != TensorFormat::kLINEAR || !from_trt(desc.type, &found)) return false;
     const bool input = position < num_inputs;
     const TypeVar type = input ? spec_.inputs[input_index(position)].type : spec_.outputs[outputs_[position - num_inputs]].type;
-    if (type != TypeVar::kT) return found == dtype_of(type, found);
+    if (type != TypeVar::kT && type != TypeVar::kC) return found == dtype_of(type, found);
     if (found == DType::kInt32 || found == DType::kInt64) return false;
     return position == 0 || (from_trt(tensors[0].desc.type, &t) && t == found);  // every operator's first input is a T
   }
@@ -369,10 +370,15 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     for (int32_t k = 0; k < num_inputs; ++k) {
       const int i = input_index(k);
       const TensorSpec& tensor = spec_.inputs[i];
+      if (tensor.type == TypeVar::kC && inputs[k] == DataType::kINT8)
+        return call.unsupported(std::string(tensor.name) +
+                                " is int8, which the CPU kernels take and the CUDA kernels do not yet; "
+                                "give it float32, float16 or bfloat16, as the other inputs have");
       if (!from_trt(inputs[k], &types[i]) || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL))
-        return call.invalid(
-            std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
-            (tensor.type == TypeVar::kT ? "float32, float16 or bfloat16" : dtype_name(dtype_of(tensor.type, DType::kFloat32))));
+        return call.invalid(std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +
+                            (tensor.type == TypeVar::kT || tensor.type == TypeVar::kC
+                                 ? "float32, float16 or bfloat16"
+                                 : dtype_name(dtype_of(tensor.type, DType::kFloat32))));
     }
     return {};
   }

@@ -52,7 +52,7 @@ def check_outputs(name, found, inputs, attrs, dtype="float32"):
     for t, j, *others in zip(active, judge, *losses, strict=True):
         actual = found[t.name]
         assert actual.shape == j.shape, t.name
-        if t.type in "IL" or t.name.endswith("cache_out"):
+        if t.type in "IL" or t.name.endswith(("cache_out", "scale_out")):
             torch.testing.assert_close(actual, others[0], rtol=0, atol=0, equal_nan=True)
             continue
         finite = j.isfinite()
@@ -91,6 +91,14 @@ ATTENTION = {
     "rotary queries": dict(variant="ragged", turned=0.6, padded=True, causal=0),
     "packed": dict(append=True, together=True, layout="bnhd", padded=True),
     "packed rotary": dict(variant="paged", append=True, together=True, turned=1.0),
+    "int8": dict(append=True, padded=True, quant=("tensor", "channel"), window=20, softcap=5.0, sinks=True),
+    "int8 channel": dict(variant="paged", append=True, turned=1.0, quant=("channel", "tensor")),
+    "int8 token": dict(append=True, padded=True, layout="bnhd", quant=("token", "token")),
+    "int8 ragged": dict(variant="ragged", append=True, padded=True, quant=("token", "channel")),
+    "int8 paged": dict(variant="paged", append=True, together=True, padded=True, quant=("token", "token")),
+    "int8 keys": dict(variant="paged", absent=("seq_lens",), quant=("token", None)),
+    "int8 values": dict(quant=(None, "channel"), causal=0),
+    "one after another int8": dict(variant="paged", append=True, padded=True, after=2, quant=("token", "token")),
     "one after another": dict(padded=True, after=3),
     "one after another append": dict(variant="paged", append=True, padded=True, after=0, window=20, turned=1.0),
     "one after another packed": dict(variant="ragged", append=True, padded=True, after=2, together=True, layout="bnhd"),
@@ -133,7 +141,8 @@ def test_lean_attention(case):
     for seed, size in enumerate(ATTENTION_SIZES):
         inputs, attrs = attention_case(seed, size, **ATTENTION[case])
         present = [n for n, t in inputs.items() if t is not None]
-        session = session or session_of(one_node_model("LeanAttention", present, attrs))
+        ranks = {n: inputs[n].dim() for n in present}
+        session = session or session_of(one_node_model("LeanAttention", present, attrs, ranks))
         check_body("LeanAttention", session, inputs, attrs)
 
 

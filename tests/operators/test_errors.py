@@ -800,7 +800,7 @@ def workspace_of(op, sizes, changed=None, attrs=None):
             shape[changed[1]] = changed[2]
         required = not t.optional or (changed and changed[0] == t.name)
         entries.append(
-            (0, tuple(shape), {"T": "float16", "F": "float32", "I": "int32", "L": "int64"}[t.type]) if required else None
+            (0, tuple(shape), t.dtype("float16", {"F": "float32", "I": "int32", "L": "int64"}, {})) if required else None
         )
     return native.Call(op.name, entries, [], attrs or {}, threads=2).workspace()
 

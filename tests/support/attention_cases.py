@@ -2,6 +2,8 @@
 
 import torch
 
+from leanfleet.export.reference import quantised, row_scales
+
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN = float("nan")
 BLOCK = 16
@@ -30,13 +32,15 @@ def make_case(
     window=-1,
     rotary=0,
     positions=None,
+    quant=(None, None),
     **attrs,
 ):
     """(inputs, attrs) of a call. Everything that no query sees is NaN: unused cache positions, padding rows, unused
     pages, positions that `append` fills, keys before all windows. Unused page table entries point nowhere.
 
     lens: valid keys of each request, new ones included. spare: positions or pages beyond those. rotary: pairs of
-    columns that turn. positions: rows of the tables; None: as many as are needed.
+    columns that turn. positions: rows of the tables; None: as many as are needed. quant: of keys and values None, or the
+    scales of an int8 cache, one of QUANT; instead of NaN it holds -128, and the scales of tokens are NaN there.
     """
     randn = torch.Generator().manual_seed(seed)
     B, counts = len(lens), [min(Nq, n) for n in lens] if query_lens is None else list(query_lens)
@@ -90,6 +94,18 @@ def make_case(
         else:
             cache = cache.reshape(-1, block, Hkv, width)
         inputs[name] = cache
+    for kind, name, width in zip(quant, ("key", "value"), (D, Dv), strict=True):
+        if kind is None:
+            continue
+        cache = inputs[f"{name}_cache"]
+        scale = {"tensor": torch.tensor([0.025]), "channel": 0.01 + 0.02 * torch.rand(Hkv, 1, width, generator=randn)}.get(kind)
+        if kind == "token":
+            scale = row_scales(cache)
+            inputs[f"{name}_scale"], attrs[f"{name}_per_token"] = scale.squeeze(-1), 1
+        else:
+            inputs[f"{name}_scale"] = scale
+        by_head = scale.squeeze(1) if kind == "channel" and variant == "paged" else scale
+        inputs[f"{name}_cache"] = quantised(cache, by_head).masked_fill(cache.isnan(), -128)
     if sinks:
         inputs["sinks"] = torch.randn(H, generator=randn) + 2
     if rotary:
@@ -98,9 +114,30 @@ def make_case(
     return inputs, {"layout": layout, "append": int(append), "window": window, **attrs}
 
 
+QUANT = ("tensor", "channel", "token")
+QUANT_PAIRS = (*((kind, kind) for kind in QUANT), ("channel", "token"), ("token", None), (None, "tensor"))
+
+
 def same_bits(a, b):
-    integer = torch.int32 if a.element_size() == 4 else torch.int16
+    integer = {4: torch.int32, 2: torch.int16, 1: torch.int8}[a.element_size()]
     return torch.equal(a.view(integer), b.view(integer))
+
+
+def assert_close(name, found, judge, baseline, size):
+    """Root mean square error at most twice the baseline's, greatest error (luck, among so many) four times, besides
+    one rounding to the type and four of float32 in numbers of this size."""
+    unit = {torch.float32: 0, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}[found.dtype]
+    found, finite = found.double(), judge.isfinite()
+    assert torch.equal(found[~finite], judge[~finite]), f"{name} is not infinite where the reference is"
+    if not finite.any():
+        return
+    found, judge, baseline = found[finite], judge[finite], baseline.double()[finite]
+    assert found.isfinite().all(), f"{name} is not finite where the reference is"
+    rounding = 2.0**-22 * size + unit * judge.abs().max().item()
+    errors, plain = found - judge, baseline - judge
+    for word, measure, factor in (("rms", lambda t: t.norm() / t.numel() ** 0.5, 2), ("greatest", lambda t: t.abs().max(), 4)):
+        error, bound = measure(errors).item(), factor * measure(plain).item() + rounding
+        assert error <= bound, f"{name}: {word} error {error:.3g}, allowed {bound:.3g}"
 
 
 def assert_one_rounding(name, found, judge):
@@ -138,9 +175,9 @@ def packed(inputs, attrs):
     return {**inputs, "query": query, "new_key": None, "new_value": None}, {**attrs, "packed_qkv": 1}
 
 
-def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), (1, 100), (2, 7)), dtypes=DTYPES):
+def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), (1, 100), (2, 7)), dtypes=DTYPES, quant=False):
     """(inputs, attrs, words that describe them) of a call with packed new tokens, steps and pieces of prompts in one, drawn
-    from a random.Random. widths: of D and Dv. groups: (Hkv, query heads of each)."""
+    from a random.Random. widths: of D and Dv. groups: (Hkv, query heads of each). quant: some of the caches are int8."""
     Hkv, group = source.choice(groups)
     together = source.random() < 0.4
     D = source.choice(widths)
@@ -166,6 +203,8 @@ def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), 
         sinks=source.random() < 0.3,
         rotary=source.choice((0, D // 2, D // 4)),
     )
+    if quant:
+        facts["quant"] = source.choice(QUANT_PAIRS)
     inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=source.choice((0, 0, 1, 5, 150)))
     inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())

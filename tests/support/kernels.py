@@ -18,6 +18,7 @@ TORCH_DTYPES = {
     "bfloat16": torch.bfloat16,
     "int32": torch.int32,
     "int64": torch.int64,
+    "int8": torch.int8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ALIGNMENT = 256
@@ -105,7 +106,7 @@ def aligned(size, device, fill):
 
 def poisoned(shape, dtype, device):
     """NaN, or a huge negative number for integers: an element that no kernel wrote shows."""
-    return torch.full(shape, float("nan") if dtype.is_floating_point else -(2**31), dtype=dtype, device=device)
+    return torch.full(shape, float("nan") if dtype.is_floating_point else torch.iinfo(dtype).min, dtype=dtype, device=device)
 
 
 def output_shapes(op, inputs, attrs):
@@ -121,8 +122,9 @@ def output_shapes(op, inputs, attrs):
     )
     dims |= op.attr_sizes(attrs)
     result = []
+    types = {"F": torch.float32, "I": torch.int32, "L": torch.int64}
     for t in op.active_outputs(attrs):
-        dtype = {"T": inputs[op.inputs[0].name].dtype, "F": torch.float32, "I": torch.int32, "L": torch.int64}[t.type]
+        dtype = t.dtype(inputs[op.inputs[0].name].dtype, types, {name: tensor.dtype for name, tensor in present.items()})
         if t.like:
             shape = tuple(inputs[t.like].shape)
         else:

@@ -28,7 +28,7 @@ def one_node_model(name, present, attrs=None, ranks=None, dtype="float32", opset
 
     def info(t, like=None):
         shape = op.shape_of(like or t, op.given(present, attrs), (ranks or {}).get((like or t).name))
-        return t.name, ort_models.onnx_type(t, dtype), [str(axis) for axis in shape.ordered(layout)]
+        return t.name, ort_models.onnx_type(t, dtype, present), [str(axis) for axis in shape.ordered(layout)]
 
     inputs = [info(t) for t in op.inputs if t.name in present]
     outputs = [info(t, t.like and op.input(t.like)) for t in op.active_outputs(attrs)]

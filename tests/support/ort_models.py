@@ -23,13 +23,20 @@ ONNX_TYPES = {
     "bfloat16": TensorProto.BFLOAT16,
     "int32": TensorProto.INT32,
     "int64": TensorProto.INT64,
+    "int8": TensorProto.INT8,
 }
 IR_VERSION = 10  # the newest that onnxruntime 1.20 reads
 
 
-def onnx_type(tensor, dtype):
-    """The ONNX type of a schema tensor in a node whose T is `dtype`."""
-    return ONNX_TYPES[{"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[tensor.type]]
+def type_name(tensor, dtype, present=()):
+    """The type of a schema tensor in a node whose T is `dtype`. present: the node's inputs; a cache with scales is int8."""
+    if tensor.type == "C" and (tensor.takes or tensor.name).replace("_cache", "_scale") in present:
+        return "int8"
+    return tensor.dtype(dtype, {"F": "float32", "I": "int32", "L": "int64"}, {})
+
+
+def onnx_type(tensor, dtype, present=()):
+    return ONNX_TYPES[type_name(tensor, dtype, present)]
 
 
 def make_node(op, present, attrs=None, name="node", outputs=None, rename=None):
@@ -65,8 +72,8 @@ def make_model(nodes, inputs, outputs, initializers=(), value_info=()):
 def node_model(op, shapes, attrs=None, dtype="float32", outputs=None, name="node"):
     """A model of one node whose inputs and outputs are the graph's. shapes: of the present inputs, by name."""
     node = make_node(op, shapes, attrs, name, outputs)
-    types = {t.name: onnx_type(t, dtype) for t in op.outputs}
-    inputs = [(t.name, onnx_type(t, dtype), shapes[t.name]) for t in op.inputs if t.name in shapes]
+    types = {t.name: onnx_type(t, dtype, shapes) for t in op.outputs}
+    inputs = [(t.name, onnx_type(t, dtype, shapes), shapes[t.name]) for t in op.inputs if t.name in shapes]
     return make_model([node], inputs, [(o, types[o], None) for o in node.output if o])
 
 

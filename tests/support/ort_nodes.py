@@ -38,6 +38,14 @@ VARIANTS = {
             {"append": 1, "packed_qkv": 1, "layout": "bnhd"},
             {},
         ),
+        (["one key_scale", "channels value_scale", *CACHE, *NEW], {"append": 1}, {}),
+        (
+            ["key_scale", "value_scale", *CACHE, *NEW, "block_table"],
+            {"append": 1, "key_per_token": 1, "value_per_token": 1},
+            {},
+        ),
+        (["key_scale", *CACHE, *NEW, "cu_seqlens", "cos_cache", "sin_cache"], {"append": 1, "key_per_token": 1}, {}),
+        (["one value_scale", "seq_lens"], {}, {}),
     ],
     "CausalLinearDecay": [
         ([], {}, {}),
@@ -145,6 +153,10 @@ def values(name, shape, dtype, size):
         return integers[name]().to(dtype)
     if name in ("temperature", "top_p", "min_p", "repetition_penalty"):
         return torch.rand(shape) / 2 + 0.3
+    if name in ("key_scale", "value_scale"):
+        return 0.01 + 0.02 * torch.rand(shape)
+    if dtype == torch.int8:
+        return torch.randint(-128, 128, shape, dtype=dtype)
     if name.startswith("log_decay"):
         return -torch.rand(shape)
     if name == "beta":
@@ -157,7 +169,7 @@ def values(name, shape, dtype, size):
 def variant(name, index, dtype):
     """(operator, inputs as torch tensors or None, attributes) of a variant."""
     op, (extra, attrs, sizes) = OPS[name], VARIANTS[name][index]
-    rank_of = {"per_token": 3, "per_key": 4}
+    rank_of = {"per_token": 3, "per_key": 4, "one": 1, "channels": 3}
     ranks = {words[1]: rank_of[words[0]] for e in extra if len(words := e.split()) == 2}  # of others the first
     present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
     size = {**SIZES, **sizes, "symbols": op.symbols}
@@ -168,8 +180,8 @@ def variant(name, index, dtype):
         if t.name in present:
             axes = op.shape_of(t, given, ranks.get(t.name)).ordered(attrs.get("layout", "bhnd"))
             shape = [axis.size(size) for axis in axes]
-            type_name = {"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[t.type]
-            inputs[t.name] = values(t.name, shape, TORCH_DTYPES[type_name], size)
+            kind = TORCH_DTYPES[ort_models.type_name(t, dtype, present)]
+            inputs[t.name] = values(t.name, shape, kind, size)
     return op, inputs, attrs
 
 
@@ -178,7 +190,7 @@ def shapes_of(inputs):
 
 
 def same_bits(a, b):
-    views = {8: torch.int64, 4: torch.int32, 2: torch.int16}
+    views = {8: torch.int64, 4: torch.int32, 2: torch.int16, 1: torch.int8}
     return (
         a.shape == b.shape
         and a.dtype == b.dtype

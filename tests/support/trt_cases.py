@@ -72,14 +72,18 @@ def _combinations(choices, first):
         yield tuple(combination[:first]), tuple(combination[first:])
 
 
+OF_INT8_CACHES = ("key_scale", "value_scale", "key_per_token", "value_per_token")  # which the layers refuse
+
+
 def variants(op):
     """({input: rank or None}, attributes) of every combination of optional inputs, their ranks and boolean attributes that
     are off by default which the operator takes; the C interface says which those are. Attributes that ask for outputs
     by their number are 3."""
     required = {t.name: None for t in op.inputs if not t.optional}
-    optional = [t for t in op.inputs if t.optional]
+    optional = [t for t in op.inputs if t.optional and t.name not in OF_INT8_CACHES]
     choices = [[None, *sorted({len(s.axes) for s in t.shapes})] for t in optional]
     switches = [a.name for a in op.attrs if a.type == "bool" and not a.refuse and not a.default]
+    switches = [name for name in switches if name not in OF_INT8_CACHES]
     counts = {a.name for a in op.attrs if a.type == "int"} & {name for t in op.outputs for name in t.when}
     switches += sorted(counts)
     found = 0
@@ -106,7 +110,7 @@ def layouts_of(op, layouts):
 
 
 def input_type(tensor, dtype):
-    return {"T": dtype, "F": "float32", "I": "int32", "L": "int64"}[tensor.type]
+    return tensor.dtype(dtype, {"F": "float32", "I": "int32", "L": "int64"}, {})
 
 
 def _line(*words):
