@@ -24,16 +24,20 @@ from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
     DECODER,
+    INT8,
     KEY,
+    KEY_SCALE,
     KEY_SUM,
     MODEL_FILE,
     OPTIONAL_FILES,
     STATE,
     TOKENS,
     VALUE,
+    VALUE_SCALE,
     VALUE_SUM,
     Facts,
     cache_name,
+    is_part,
     write_facts,
 )
 from leanfleet.export import blocks, shortcuts, verification
@@ -105,21 +109,32 @@ class Cache:
         key, value = self.shapes(layer)
         return key[1], key[3], value[3]
 
-    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
-        """Appends the new keys and values [B,Hkv,N,D] to a layer's caches; the attention of query [B,H,N,D] as [B,N,H,D]."""
-        names = cache_name(layer, KEY), cache_name(layer, VALUE)
+    def of_layer(self, layer: int) -> dict[str, str]:
+        """{input of LeanAttention: name of the cache} of a softmax layer, in the order of the operator's outputs."""
+        names = {f"{part}_cache": cache_name(layer, part) for part in (KEY, VALUE)}
+        scales = {part: cache_name(layer, part) for part in (KEY_SCALE, VALUE_SCALE)}
+        return names | {part: name for part, name in scales.items() if name in self.tensors}
+
+    def append(self, layer: int, query: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The output of LeanAttention with these options, which appends to a layer's caches."""
+        names = self.of_layer(layer)
+        per_token = KEY_SCALE in names
         output, _, *updated = lean_attention(
             query,
-            *(self.tensors[name] for name in names),
-            self.seq_lens,
-            query_lens=self.query_lens,
-            new_key=key,
-            new_value=value,
+            seq_lens=self.seq_lens,
             append=True,
+            key_per_token=per_token,
+            value_per_token=per_token,
+            **{part: self.tensors[name] for part, name in names.items()},
             **options,
         )
-        for name, tensor in zip(names, updated, strict=True):
+        for name, tensor in zip(names.values(), updated, strict=True):
             self.update(name, tensor)
+        return output
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Appends the new keys and values [B,Hkv,N,D] to a layer's caches; the attention of query [B,H,N,D] as [B,N,H,D]."""
+        output = self.append(layer, query, query_lens=self.query_lens, new_key=key, new_value=value, **options)
         return output.transpose(1, 2).contiguous()  # some models view it as [B,N,H D]
 
     def decay(
@@ -307,11 +322,16 @@ def traceable(model: Any, fuse: bool, rope: str = "short") -> Iterator[None]:
             model.set_experts_implementation(experts)
 
 
-def cache_shapes(model: Any) -> Shapes:
+def cache_shapes(model: Any, cache: str | None = None) -> Shapes:
     """{name: (dtype, shape)} of the caches, layer by layer; shape has "batch" and "capacity" where they stand.
 
-    Raises ValueError, naming the layer, for a kind of layer that our operators do not serve.
+    cache: None: keys and values are of the model's type; "int8": of that type, and each token and head has a scale. Raises
+    ValueError for another cache, and, naming the layer, for a kind of layer that our operators do not serve.
     """
+    if cache not in (None, INT8):
+        raise ValueError(f"cache is {cache!r}; expected None, the model's own type, or {INT8!r}")
+    if cache == INT8:
+        return _int8_shapes(model)
     if hasattr(model, "cache_shapes"):
         return model.cache_shapes()
     config = model.config.get_text_config(decoder=True)
@@ -343,6 +363,19 @@ def cache_shapes(model: Any) -> Shapes:
                 f"{type(model).__name__}: layer {layer} is of kind {kind}; export_decoder serves full_attention, "
                 f"sliding_attention and MiniMax's linear_attention. {ELSEWHERE}"
             )
+    return shapes
+
+
+def _int8_shapes(model: Any) -> Shapes:
+    shapes: Shapes = {}
+    for name, (dtype, shape) in cache_shapes(model).items():
+        if not is_part(name, KEY) and not is_part(name, VALUE):
+            shapes[name] = dtype, shape
+            continue
+        shapes[name] = torch.int8, shape
+        shapes[f"{name}_scale"] = torch.float32, shape[:-1]
+    if not any(is_part(name, KEY) for name in shapes):
+        raise ValueError(f"{type(model).__name__}: cache is {INT8!r}, and no layer has keys and values: leave it out")
     return shapes
 
 
@@ -417,6 +450,7 @@ def export_decoder(
     fuse: bool = True,
     verify: bool = True,
     rope: str = "short",
+    cache: str | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
@@ -429,9 +463,10 @@ def export_decoder(
     take functions of a model for what they do not know. verify: run the file and compare it with the model before it gets its
     place (leanfleet.export.verification), where memory allows. rope: for models with longrope, "short": right up to
     original_max_position_embeddings, which leanfleet.json then gives as max_positions; "long": long factors at every position,
-    which is what transformers computes for requests longer than that. leanfleet.json holds what leanfleet.ort_ops.generate
-    needs to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go
-    to leanfleet.export.export.
+    which is what transformers computes for requests longer than that. cache: None: keys and values are cached in the model's
+    own type; "int8": in that, with a scale for each token and head, for ONNX Runtime on the CPU. leanfleet.json holds what
+    leanfleet.ort_ops.generate needs to know, under "fusions" how often each fusion applied, and under "verified" the largest
+    difference found. options go to leanfleet.export.export.
 
     Raises ValueError, naming the layer, for attention that our operators do not do, VerificationError for a file that is not
     right, OSError for a folder that cannot be written. In each of these cases `folder` is as it was.
@@ -447,7 +482,7 @@ def export_decoder(
     ours = hasattr(model, "cache_shapes")
     if not ours:
         check_supported(model)
-    caches = cache_shapes(model)
+    caches = cache_shapes(model, cache)
     dims = {name: torch.export.Dim(name, min=1) for name in EXAMPLE}
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in DECODER.inputs}
     shapes["caches"] = [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]
@@ -457,13 +492,18 @@ def export_decoder(
         example_inputs(caches),
         shapes,
         folder,
-        {"kind": DECODER.kind},
+        {"kind": DECODER.kind} | cache_fact(cache),
         tokenizer,
         fuse,
         verify,
         rope,
         names | options,
     )
+
+
+def cache_fact(cache: str | None) -> Facts:
+    """What leanfleet.json says of the type of caches."""
+    return {} if cache is None else {"cache": cache}
 
 
 def write(

@@ -24,6 +24,7 @@ from leanfleet.decoder_contract import (
     DECODER,
     ENDS,
     KEY,
+    KEY_SCALE,
     KNOWN,
     MODEL_FILE,
     NEXT_TOKENS,
@@ -40,6 +41,7 @@ from leanfleet.decoder_contract import (
     TOKENS,
     TOP,
     VALUE,
+    VALUE_SCALE,
     VOCABULARY,
     WANTED,
     Facts,
@@ -51,9 +53,9 @@ from leanfleet.decoder_contract import (
     write_facts,
 )
 from leanfleet.export import function_bodies, verification
-from leanfleet.export.decoder import INSIDE, Cache, cache_shapes, made, run, write
+from leanfleet.export.decoder import INSIDE, Cache, cache_fact, cache_shapes, made, run, write
 from leanfleet.export.support import check_supported
-from leanfleet.export.torch_ops import causal_linear_decay, lean_attention, sample_tokens
+from leanfleet.export.torch_ops import causal_linear_decay, sample_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -87,21 +89,16 @@ class Pages(Cache):
         def by_token(x: torch.Tensor) -> torch.Tensor:
             return x[0].transpose(0, 1)  # [T,heads,D]
 
-        names = cache_name(layer, KEY), cache_name(layer, VALUE)
-        output, _, *updated = lean_attention(
+        output = self.append(
+            layer,
             by_token(query),
-            *(self.tensors[name] for name in names),
-            self.seq_lens,
             cu_query_lens=self.cu_query_lens,
             new_key=by_token(key),
             new_value=by_token(value),
             block_table=self.block_table,
-            append=True,
             layout="bnhd",
             **options,
         )
-        for name, tensor in zip(names, updated, strict=True):
-            self.update(name, tensor)
         return output.unsqueeze(0)
 
     def decay(
@@ -171,11 +168,12 @@ def export_for_serving(
     fuse: bool = True,
     verify: bool = True,
     rope: str = "short",
+    cache: str | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
-    model: what export_decoder takes. block: tokens a page. fuse, verify, rope, options: as for export_decoder.
+    model: what export_decoder takes. block: tokens a page. fuse, verify, rope, cache, options: as for export_decoder.
     leanfleet.ort_ops.serving runs it. Raises what export_decoder raises, and ValueError for a model that carries something else
     than keys, values and states from call to call.
 
@@ -186,8 +184,9 @@ def export_for_serving(
         model = AutoModelForCausalLM.from_pretrained("llama")   # a folder, or a name on the Hugging Face hub
         export_for_serving(model, "exported", block=32)
     """
-    module, arguments, shapes, names = _traced(model, block)
+    module, arguments, shapes, names = _traced(model, block, cache)
     facts: Facts = {"kind": SERVING.kind, "block": block}
+    facts |= cache_fact(cache)
     with files.new_folder(folder, OPTIONAL_FILES) as new:
         program = write(module, arguments, shapes, new, facts, tokenizer, fuse, verify, rope, names | options)
         write_sampler(new, read_facts(new, SERVING)["vocabulary"])
@@ -201,6 +200,7 @@ def add_serving(
     fuse: bool = True,
     verify: bool = True,
     rope: str = "short",
+    cache: str | None = None,
     **options: Any,
 ) -> None:
     """Adds serving.onnx to a folder that export_decoder wrote of the same model: the folder then serves ContinuousBatch and
@@ -219,9 +219,9 @@ def add_serving(
     """
     folder = Path(folder)
     facts = read_facts(folder, DECODER)
-    module, arguments, shapes, names = _traced(model, block)
+    module, arguments, shapes, names = _traced(model, block, cache)
     program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
-    own: dict[str, Any] = {"block": block, **found}
+    own: dict[str, Any] = {"block": block, "cache": cache, **found}
     part, data = folder / f"{SERVING_FILE}.data.part", f"{SERVING_FILE}.data"
     try:
         with files.new_file(folder / SERVING_FILE) as path:
@@ -229,7 +229,7 @@ def add_serving(
             ir.save(program.model, path)
             if verify:
                 progress.tell("running the file and the model, to compare them")
-                of_it = found | {"kind": SERVING.kind, "block": block}
+                of_it = found | {"kind": SERVING.kind, "block": block, "cache": cache}
                 own["verified"] = verification.verify(model, path, of_it, rope)
             if outside:  # an earlier file of this name may be in use until here
                 part.replace(folder / data)
@@ -311,16 +311,17 @@ def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 
 def pool_shape(name: str, shape: tuple[int | str, ...], block: int) -> tuple[Any, ...]:
     """The shape of the pool of a cache, of which cache_shapes says `shape`."""
-    return (STATES, *shape[1:]) if is_part(name, STATE) else (POOL, block, shape[1], shape[3])
+    return (STATES, *shape[1:]) if is_part(name, STATE) else (POOL, block, shape[1], *shape[3:])
 
 
-def _traced(model: Any, block: int) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+def _traced(model: Any, block: int, cache: str | None) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's SERVING graph."""
     model = model.eval()
     if not hasattr(model, "cache_shapes"):
         check_supported(model)
-    caches = cache_shapes(model)
-    if unknown := [name for name in caches if not any(is_part(name, part) for part in (KEY, VALUE, STATE))]:
+    caches = cache_shapes(model, cache)
+    parts = KEY, VALUE, KEY_SCALE, VALUE_SCALE, STATE
+    if unknown := [name for name in caches if not any(is_part(name, part) for part in parts)]:
         raise ValueError(
             f"{type(model).__name__}: it carries {unknown[0]} from call to call; export_for_serving has pools for a layer's "
             f"{KEY}, {VALUE} and {STATE} alone. Use export_decoder"

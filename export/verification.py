@@ -3,11 +3,13 @@
 Three requests of random tokens run as a ragged batch that they join one after the other, one of them in two pieces and one with
 a pause, and then the longest alone: a prompt and decode steps. What follows a prompt is given, not generated, so that every
 logit can be compared with that of one pass of the model over the whole request, in float64 and without a cache. The bound comes
-from there too: the model itself, in its own type, is off by so much. A bfloat16 file is checked as float32, with bfloat16's
-bound, because CPUs have no kernels for bfloat16; quantised products with activations that are not rounded to 8 bits.
+from there too: the model itself, in its own type, is off by so much. Where caches are int8 the model's keys and values are
+rounded as the caches round them. A bfloat16 file is checked as float32, with bfloat16's bound, because CPUs have no kernels for
+bfloat16; quantised products with activations that are not rounded to 8 bits.
 """
 
 from collections.abc import Iterator, Mapping
+import sys
 from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
@@ -17,8 +19,9 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, STATE, is_part, packed
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, INT8, SERVING, SESSION_TYPES, STATE, is_part, packed
 from leanfleet.export import blocks
+from leanfleet.export.reference import quantised, row_scales
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
 
 PROMPTS, STEPS = (1, 6, 17), 4
@@ -68,7 +71,7 @@ def compare(model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope
     for seed in range(TRIES):
         tokens = _tokens(model, facts, seed)
         try:
-            judge, loses = _expected(model, tokens, rope)
+            judge, loses = _expected(model, tokens, rope, facts.get("cache"))
         except TypeError as error:  # a model of one's own that runs over caches alone
             if not hasattr(model, "cache_shapes"):
                 raise
@@ -133,7 +136,36 @@ def _tokens(model, facts, seed):
     return [random.choice(plain, min(n, longest) + STEPS) for n in PROMPTS]
 
 
-def _expected(model, tokens, rope):
+EMULATION = "leanfleet_int8"  # the name under which transformers knows int8_attention
+
+
+def int8_attention(
+    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
+) -> Any:
+    """transformers' attention function: the model's own eager one on keys and values [B,Hkv,N,D] as int8 caches with a scale
+    for each token and head hold them."""
+
+    def rounded(x):
+        scale = row_scales(x)
+        return (quantised(x, scale) * scale.to(x.dtype)).to(x.dtype)
+
+    eager = sys.modules[type(module).__module__].eager_attention_forward
+    return eager(module, query, rounded(key), rounded(value), *args, **kwargs)
+
+
+@contextmanager
+def int8_emulated(model: Any) -> Iterator[None]:
+    """A transformers model that computes, without caches, what it computes over int8 ones."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import AttentionMaskInterface, eager_mask
+
+    AttentionInterface.register(EMULATION, int8_attention)
+    AttentionMaskInterface.register(EMULATION, eager_mask)
+    with implementation(model, EMULATION):
+        yield
+
+
+def _expected(model, tokens, rope, cache=None):
     """(logits of every position of every request in float64, what the model loses in its own type)."""
     ours = hasattr(model, "cache_shapes")
     longest = max(map(len, tokens))
@@ -145,7 +177,11 @@ def _expected(model, tokens, rope):
         return [row[: len(t)] for row, t in zip(rows, tokens, strict=True)]
 
     with (
-        nullcontext() if ours or linear_layers_of(model) else implementation(model, "eager"),
+        int8_emulated(model)
+        if cache == INT8
+        else nullcontext()
+        if ours or linear_layers_of(model)
+        else implementation(model, "eager"),
         fixed_rotary(model, rope) if rope == "long" else nullcontext(),
         torch.no_grad(),
     ):
@@ -261,7 +297,7 @@ class _Batch:
             if DECODER.is_cache(entry.name):
                 shape, dtype = [sizes.get(n, n) for n in entry.shape], _NUMPY[entry.type]
                 state = CAPACITY not in entry.shape or dtype == np.int32
-                self.caches[entry.name] = np.zeros(shape, dtype) if state else np.full(shape, np.nan, dtype)
+                self.caches[entry.name] = np.zeros(shape, dtype) if state else _unwritten(shape, dtype)
 
     def run(self, new, seen):
         """{request: logits of its last new token}. new: {request: tokens}; seen: how many tokens of each came before."""
@@ -285,8 +321,11 @@ class _Pages:
         self.pools = {}
         for i in caches:
             state = is_part(i.name, STATE)  # one row more than there are requests, which nobody writes
-            rows, fill = (batch + 1, 0.0) if state else (self.order.size, np.nan)
-            self.pools[i.name] = np.full([rows, *i.shape[1:]], fill, _NUMPY[i.type])
+            dtype = _NUMPY[i.type]
+            if state:
+                self.pools[i.name] = np.zeros([batch + 1, *i.shape[1:]], dtype)
+            else:
+                self.pools[i.name] = _unwritten([self.order.size, *i.shape[1:]], dtype)
 
     def run(self, new, seen):
         """As _Batch.run."""
@@ -296,7 +335,12 @@ class _Pages:
         return dict(zip(new, logits, strict=True))
 
 
-_NUMPY = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "float16", "int32", "int64")}
+def _unwritten(shape, dtype):
+    """What a cache holds before tokens come: nothing that could be taken for numbers."""
+    return np.full(shape, -128 if dtype == np.int8 else np.nan, dtype)
+
+
+_NUMPY = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "float16", "int32", "int64", "int8")}
 
 
 def as_float32(model: ir.Model) -> bool:

@@ -10,6 +10,7 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     seq_lens                      int32 [B]         tokens seen once the new ones are in
     query_lens                    int32 [B]         new tokens of each request; 0: the row is all padding
     past_key_values.L.key/.value  T [B,Hkv,S,D]     the caches of softmax layer L
+    past_key_values.L.key_scale, .value_scale  float32 [B,Hkv,S]  beside int8 caches: the scale of each token and head
     past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L; zeros before the first token
     past_key_values.L.key_sum, .value_sum  float32 [B,Hkv,R], [B,Hkv,Dv]  beside it where the layer is normalised
     logits                        float32 [B,vocabulary], of each request's last new token; with all_logits [B,N,vocabulary]
@@ -31,6 +32,7 @@ a pool of P pages of `block` tokens, and a pool of A states; C rows of logits ar
     temperature, top_p, min_p     float32 [C]       how each next token is chosen, see the operator SampleTokens, which takes
     top_k, seed                   int32, int64 [C]  the next token's position in its request
     pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool of softmax layer L
+    pages.L.key_scale, .value_scale  float32 [P,block,Hkv]  beside int8 pools
     pages.L.recurrent_state       float32 [A,Hkv,R,Dv]  the pool of states of linear layer L; whoever runs the graph sees to it
                                                     that a request's row is 0 before its first token
     logits                        float32 [C,vocabulary], of the tokens at `last`
@@ -91,6 +93,7 @@ POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "b
 SLOTS, ROWS, STATE_INDEX = "slots", "rows", "state_index"
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
+KEY_SCALE, VALUE_SCALE = "key_scale", "value_scale"  # beside an int8 KEY and VALUE
 KEY_SUM, VALUE_SUM = "key_sum", "value_sum"  # of a NormalizedLinearAttention layer, beside its STATE
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
 LONGEST, TABLE, POOL, ENDS, KNOWN, VOCABULARY = "longest", "table", "pool", "ends", "known", "vocabulary"
@@ -103,8 +106,10 @@ SESSION_TYPES = {
     "bfloat16": "tensor(bfloat16)",
     "int32": "tensor(int32)",
     "int64": "tensor(int64)",
+    "int8": "tensor(int8)",
 }
-_CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfloat16"))
+INT8 = "int8"  # the type of caches that a folder may have in place of the model's own
+_CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfloat16", INT8))
 
 
 @dataclass(frozen=True)
@@ -263,7 +268,7 @@ SAMPLER = Interface(
 
 
 def cache_name(layer: int | str, part: str) -> str:
-    """Name of what a layer carries, such as "0.key". part: KEY, VALUE, STATE, KEY_SUM or VALUE_SUM."""
+    """Name of what a layer carries, such as "0.key". part: KEY, VALUE, their scales, STATE, KEY_SUM or VALUE_SUM."""
     return f"{layer}.{part}"
 
 
@@ -379,6 +384,7 @@ class Facts(TypedDict, total=False):
     stop_tokens: list[int]
     max_positions: int | None  # None: no limit
     block: int  # tokens a page
+    cache: str | None  # INT8: keys and values are so, with a scale for each token and head; missing or None: the model's type
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
     serving: dict[str, Any]  # format, block, fusions and verified, as they are here
     verified: dict[str, Any]  # "largest_difference" and "bound" of the logits, or "skipped": why; missing: not asked for
@@ -434,6 +440,15 @@ def read_facts(folder: str | Path, interface: Interface) -> Facts:
     return cast(Facts, facts)
 
 
+def refuse_int8(folder: str | Path, facts: Facts, runtime: str) -> None:
+    """Raises ValueError for a folder with int8 caches, which `runtime` does not take."""
+    if facts.get("cache") == INT8:
+        raise ValueError(
+            f"{folder} was exported with int8 caches, which {runtime} does not take yet: run it in ONNX Runtime on the CPU, or "
+            "export the model without cache='int8' (leanfleet export --cache)"
+        )
+
+
 def model_file(facts: Mapping[str, Any]) -> str:
     """The file of the SERVING graph in a folder with these facts."""
     return SERVING_FILE if isinstance(facts.get("serving"), dict) else MODEL_FILE
@@ -455,6 +470,10 @@ def _check_values(path: Path, facts: dict[str, Any], interface: Interface, again
         "stop_tokens": ("a list of token ids", lambda v: isinstance(v, list) and all(_number(t, -1) for t in v)),
         "max_positions": ("a positive number or null", lambda v: v is None or _number(v)),
     }
+    if facts.get("cache") not in (None, INT8):
+        raise ValueError(
+            f"{path}: cache is {json.dumps(facts['cache'])[:60]}; this version knows {INT8}: update leanfleet, or {again}"
+        )
     if interface is SERVING:
         expected["block"] = "a positive number", _number
     for name, (words, fits) in expected.items():

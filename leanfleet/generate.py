@@ -54,6 +54,11 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "none of ONNX Runtime's own (experts as MoE nodes, sums and norms in one, fused rotary encodings)",
     )
     export.add_argument(
+        "--cache",
+        choices=(decoder_contract.INT8,),
+        help="the type of key/value caches, each token with scales of its own; for the CPU (default: the model's type)",
+    )
+    export.add_argument(
         "--serve",
         action="store_true",
         help="also write serving.onnx, the graph for `leanfleet serve` and ContinuousBatch, which has the same weights",
@@ -281,7 +286,7 @@ def _export(arguments: argparse.Namespace) -> None:
         path = Path(arguments.model)
         say(gguf_model.described(path / locate(path)["gguf_file"] if path.is_dir() else path, model))
     say(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...")
-    options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope}
+    options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope, "cache": arguments.cache}
     with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:
         export_decoder(model, new, tokenizer, **options)
         if arguments.serve:

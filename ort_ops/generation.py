@@ -24,6 +24,7 @@ from leanfleet.decoder_contract import (
     TOKENS,
     check_interface,
     read_facts,
+    refuse_int8,
 )
 from leanfleet.generation import FolderTokenizer as FolderTokenizer
 from leanfleet.generation import Statistics as Statistics
@@ -41,7 +42,10 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession, IOBinding, NodeArg, RunOptions, SessionOptions
 
 # ONNX's numbers of types, by onnxruntime's names
-_SESSION_TYPES = {SESSION_TYPES["float32"]: 1, SESSION_TYPES["float16"]: 10, SESSION_TYPES["bfloat16"]: 16}
+_SESSION_TYPES = {
+    SESSION_TYPES[name]: number for name, number in (("float32", 1), ("int8", 3), ("float16", 10), ("bfloat16", 16))
+}
+_ZEROS = {SESSION_TYPES["float16"]: np.float16, SESSION_TYPES["int8"]: np.int8}  # types of zeros; of others float32
 
 
 @dataclass
@@ -105,6 +109,8 @@ def load_decoder(
     check_interface(session, folder / MODEL_FILE, DECODER, facts["vocabulary"])
     if len(session.get_outputs()[0].shape) != 2:
         raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
+    if session.get_providers()[0] == "CUDAExecutionProvider":
+        refuse_int8(folder, facts, "ONNX Runtime's CUDA provider")
     return DecoderSession(
         session=session,
         folder=folder,
@@ -149,8 +155,7 @@ class _Steps:
         self.turn = 0
         for cache, values in zip(self.decoder.caches, self.buffers, strict=True):
             if CAPACITY not in cache.shape or not self.decoder.in_place:
-                dtype = np.float16 if cache.type == SESSION_TYPES["float16"] else np.float32
-                values[0].update_inplace(np.zeros(values[0].shape(), dtype))
+                values[0].update_inplace(np.zeros(values[0].shape(), _ZEROS.get(cache.type, np.float32)))
 
     def _binding(self, turn: int) -> IOBinding:
         binding = self.decoder.session.io_binding()

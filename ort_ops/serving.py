@@ -50,6 +50,7 @@ from leanfleet.decoder_contract import (
     model_file,
     packed,
     read_facts,
+    refuse_int8,
     serving_interface,
 )
 from leanfleet.generation import check_positive, check_prompt, default_new_tokens, stop_set
@@ -68,9 +69,9 @@ TURNS = 2  # a step runs while the next one is made
 EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
 
 # numpy's and ONNX's types by onnxruntime's names
-_NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
-_BYTES = {1: 4, 10: 2, 16: 2}  # of ONNX's types
-_ONNX_TYPES = {SESSION_TYPES["float32"]: 1, SESSION_TYPES["float16"]: 10, SESSION_TYPES["bfloat16"]: 16}
+_NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16, SESSION_TYPES["int8"]: np.int8}
+_BYTES = {1: 4, 3: 1, 10: 2, 16: 2}  # of ONNX's types
+_ONNX_TYPES = {SESSION_TYPES[name]: number for name, number in (("float32", 1), ("int8", 3), ("float16", 10), ("bfloat16", 16))}
 
 
 @dataclass(eq=False)
@@ -296,6 +297,8 @@ class ContinuousBatch:
         self.running: list[Request] = []
         self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
         self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
+        if self.device == "cuda":
+            refuse_int8(folder, facts, "ONNX Runtime's CUDA provider")
         self.in_place = library
         self.pool_names = [i.name for i in caches]
         self.state_rows = 1 + max_requests + kept

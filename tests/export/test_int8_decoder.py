@@ -1,0 +1,74 @@
+"""Decoders with int8 caches: exported, verified, and run; the tokens are those of PyTorch's emulation of such caches."""
+
+import json
+
+import onnx
+import pytest
+import torch
+
+from leanfleet import decoder_contract
+from leanfleet.export import export_decoder, verification
+from leanfleet.export.serving import add_serving, export_for_serving
+from leanfleet.ort_ops import genai
+from leanfleet.ort_ops.generation import generate, load_decoder
+from leanfleet.ort_ops.serving import ContinuousBatch
+from support import decoders
+
+CPU = ["CPUExecutionProvider"]
+NEW = 8
+
+
+def emulated(model, prompt):
+    """The greedy tokens behind a prompt."""
+    tokens = list(prompt)
+    with verification.int8_emulated(model), torch.no_grad():
+        for _ in range(NEW):
+            tokens.append(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax().item())
+    return tokens[len(prompt) :]
+
+
+@pytest.mark.parametrize("family", ("llama", "gemma2", "gpt-oss"))
+def test_tokens(family, tmp_path):
+    """Windows, softcap, sinks and experts too; with the library and without it; in a batch, and continuously."""
+    model, prompts = decoders.make(family), decoders.prompts(5, 17, 1)
+    expected = [emulated(model, prompt) for prompt in prompts]
+    export_decoder(model, tmp_path, cache="int8")
+    add_serving(model, tmp_path, block=8, cache="int8")
+    facts = json.loads((tmp_path / "leanfleet.json").read_text())
+    assert facts["cache"] == "int8" == facts["serving"]["cache"]
+    assert facts["verified"]["largest_difference"] <= facts["verified"]["bound"]
+    types = {i.name: i.type.tensor_type.elem_type for i in onnx.load(tmp_path / "model.onnx").graph.input}
+    assert types["past_key_values.0.key"] == types["past_key_values.1.value"] == onnx.TensorProto.INT8
+    assert types["past_key_values.0.key_scale"] == onnx.TensorProto.FLOAT
+    for library in (True, False):
+        decoder = load_decoder(tmp_path, CPU, library=library)
+        answers, _ = generate(decoder, prompts, max_new_tokens=NEW, stop_tokens=[])
+        assert answers == expected, f"library={library}"
+    batch = ContinuousBatch(tmp_path, pages=40, max_requests=3, step_tokens=16, providers=CPU)
+    requests = [batch.add(prompt, NEW, stop_tokens=[]) for prompt in prompts]
+    batch.run()
+    assert [r.tokens for r in requests] == expected
+
+
+def test_a_cache_is_a_quarter_and_a_scale_for_each_token(tmp_path):
+    model = decoders.make("llama")
+    pools = []
+    for cache in (None, "int8"):
+        export_for_serving(model, tmp_path / str(cache), block=8, cache=cache, verify=False)
+        pools.append(ContinuousBatch(tmp_path / str(cache), pages=10, providers=CPU).pool_bytes)
+    width = model.config.hidden_size // model.config.num_attention_heads
+    assert pools[1] * 4 * width == pools[0] * (width + 4)
+
+
+def test_what_cannot_be(tmp_path):
+    with pytest.raises(ValueError, match="cache is 'int4'; expected None, the model's own type, or 'int8'"):
+        export_decoder(decoders.make("llama"), tmp_path / "a", cache="int4")
+    with pytest.raises(ValueError, match="cache is 'int8', and no layer has keys and values"):
+        export_decoder(decoders.ours("retnet"), tmp_path / "a", cache="int8")
+    export_decoder(decoders.make("llama"), tmp_path / "a", cache="int8", verify=False)
+    with pytest.raises(ValueError, match="was exported with int8 caches, which onnxruntime-genai does not take yet: run it in"):
+        genai.bundle(tmp_path / "a", tmp_path / "b")
+    facts = decoder_contract.read_facts(tmp_path / "a", decoder_contract.DECODER)
+    decoder_contract.write_facts(tmp_path / "a", {**facts, "cache": "int2"})
+    with pytest.raises(ValueError, match='cache is "int2"; this version knows int8: update leanfleet'):
+        load_decoder(tmp_path / "a", CPU)
