@@ -269,6 +269,8 @@ def _meaningful(node, role, array, dims):
         return -np.abs(array) / 8
     if role == "beta":
         return np.abs(array) % 2
+    if role in ("key_scale", "value_scale"):  # of bytes that then are about as large as other caches' numbers
+        return (0.5 + np.abs(array)) / 100
     if node.op_type == "GatedDeltaRule" and role == "key":  # longer keys make the state grow with every token
         lengths = np.sqrt(np.square(array.astype(np.float32)).sum(-1, keepdims=True))
         return array / np.maximum(lengths, 1e-3).astype(array.dtype)
@@ -308,6 +310,8 @@ def _integers(node, role, shape, dims, made, random):
         return (random.permutation(max(rows, count))[:count] % rows).reshape(shape)
     if role in _INTEGERS:
         return random.integers(*_INTEGERS[role], shape)
+    if role in ("key_cache", "value_cache"):
+        return random.integers(-127, 128, shape)
     if role == "token_counts":
         return random.integers(0, 3, shape) + (random.integers(0, 2, shape) << 30)
     arguments = [t.name for t in spec.all_specs()[node.op_type].inputs]

@@ -38,7 +38,9 @@ ONNX_TYPES = {
     torch.float16: TensorProto.FLOAT16,
     torch.bfloat16: TensorProto.BFLOAT16,
     torch.int32: TensorProto.INT32,
+    torch.int8: TensorProto.INT8,
 }
+FLOAT32_CACHES = "leanfleet, float32 caches"
 
 
 def machine(threads):
@@ -188,23 +190,69 @@ def attention_line(b, h, hkv, d, lengths, dtype=torch.float32, queries=1, capaci
     return runs, ours(*sets[0]), expected, floor_bytes, operations
 
 
+def int8_attention_line(b, h, hkv, d, n, queries=1, per_token=True):
+    """The same over int8 caches of n slots, whose scales are of tokens or of channels, beside our own float32 caches and, with
+    scales of channels, GroupQueryAttention."""
+    seq = torch.full((b,), n, dtype=torch.int32)
+
+    def make():
+        kv = [torch.randint(-127, 128, (b, hkv, n, d), dtype=torch.int8) for _ in range(2)]
+        scales = [0.005 + 0.02 * torch.rand((b, hkv, n) if per_token else (hkv, 1, d)) for _ in range(2)]
+        return (torch.randn(b, h, queries, d), *kv, *scales)
+
+    names = ("query", "key_cache", "value_cache", "key_scale", "value_scale")
+    attributes = {"key_per_token": 1, "value_per_token": 1} if per_token else {}
+    bytes_of = 2 * b * hkv * n * (d + 4 * per_token)
+    sets = copies(make, bytes_of)
+    feeds = [{**dict(zip(names, s, strict=True)), "seq_lens": seq} for s in sets]
+    wide = copies(
+        lambda: tuple(torch.randn(b, heads, slots, d) for heads, slots in ((h, queries), (hkv, n), (hkv, n))), 4 * bytes_of
+    )
+
+    def ours(feed):
+        return torch_ops.lean_attention(**feed, **attributes)[0]
+
+    runs = {
+        IN_PYTORCH: [lambda f=f: ours(f) for f in feeds],
+        FLOAT32_CACHES: [lambda s=s: torch_ops.lean_attention(*s, seq)[0] for s in wide],
+        IN_ORT: our_calls("LeanAttention", feeds, attributes),
+    }
+    if queries == 1 and not per_token:
+        runs["ORT GroupQueryAttention"] = group_query_attention(sets, h, hkv, d, n)
+    exact = {n: t.double() if t.is_floating_point() else t for n, t in feeds[0].items()}
+    expected = reference.lean_attention(**exact, **attributes)[0]
+    operations = 4 * h * d * b * (queries * n - (queries * (queries - 1)) // 2)
+    return runs, ours(feeds[0]), expected, bytes_of, operations
+
+
 def group_query_attention(sets, h, hkv, d, slots):
-    """com.microsoft.GroupQueryAttention with the cache shared between past and present; the last slot is written."""
+    """com.microsoft.GroupQueryAttention with the cache shared between past and present; the last slot is written. Sets with
+    scales have int8 caches."""
     b = sets[0][0].shape[0]
+    quantised = len(sets[0]) > 3
+
+    def scales(given):
+        absent = dict.fromkeys(("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink"))
+        return absent | dict(zip(("k_scale", "v_scale"), given, strict=True)) if given else {}
+
     feeds = [
         {
             "query": q.transpose(1, 2).reshape(b, 1, h * d),
-            "key": k[:, :, -1].reshape(b, 1, -1).clone(),
-            "value": v[:, :, -1].reshape(b, 1, -1).clone(),
+            "key": k[:, :, -1].reshape(b, 1, -1).float(),
+            "value": v[:, :, -1].reshape(b, 1, -1).float(),
             "past_key": k,
             "past_value": v,
             "seqlens_k": torch.full((b,), slots - 1, dtype=torch.int32),
             "total": torch.tensor([slots], dtype=torch.int32),
+            **scales(given),
         }
-        for q, k, v in sets
+        for q, k, v, *given in sets
     ]
     outputs = {"output": None, "present_key": [s[1] for s in sets], "present_value": [s[2] for s in sets]}
-    return session_calls("GroupQueryAttention", "com.microsoft", feeds, outputs, {"num_heads": h, "kv_num_heads": hkv})
+    attributes = {"num_heads": h, "kv_num_heads": hkv}
+    if quantised:
+        attributes |= {"k_quant_type": "PER_CHANNEL", "v_quant_type": "PER_CHANNEL", "kv_cache_bit_width": 8}
+    return session_calls("GroupQueryAttention", "com.microsoft", feeds, outputs, attributes)
 
 
 def decay_line(b, h, n, r, dv, dtype=torch.float32, gradient=False):
@@ -427,6 +475,15 @@ def lines():
     )
     yield "prompt B1 9/3x64 2048", lambda: attention_line(1, 9, 3, 64, 2048, queries=2048)
     yield "prompt B1 32/8x128 2048", lambda: attention_line(1, 32, 8, 128, 2048, queries=2048)
+    for heads, n in (((32, 8, 128), 8192), ((32, 8, 128), 65536), ((9, 3, 64), 8192), ((9, 3, 64), 65536)):
+        shape = f"{heads[0]}/{heads[1]}x{heads[2]} {n}"
+        yield f"int8 decode B1 {shape}", lambda heads=heads, n=n: int8_attention_line(1, *heads, n)
+        yield (
+            f"int8 decode B1 {shape} per channel",
+            lambda heads=heads, n=n: int8_attention_line(1, *heads, n, per_token=False),
+        )
+    yield "int8 prompt B1 9/3x64 2048", lambda: int8_attention_line(1, 9, 3, 64, 2048, queries=2048)
+    yield "int8 prompt B1 32/8x128 2048", lambda: int8_attention_line(1, 32, 8, 128, 2048, queries=2048)
     yield "decay B1 H8 N2048 64x64", lambda: decay_line(1, 8, 2048, 64, 64)
     yield "decay B1 H16 N4096 128x128", lambda: decay_line(1, 16, 4096, 128, 128)
     yield "decay B1 H16 N4096 128x128 bfloat16", lambda: decay_line(1, 16, 4096, 128, 128, bf16)

@@ -3,16 +3,17 @@
 import json
 
 import onnx
+import onnx_ir
 import pytest
 import torch
 
-from leanfleet import decoder_contract
-from leanfleet.export import export_decoder, verification
+from leanfleet import cli, decoder_contract
+from leanfleet.export import export_decoder, function_bodies, verification
 from leanfleet.export.serving import add_serving, export_for_serving
 from leanfleet.ort_ops import genai
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
-from support import decoders
+from support import decoders, ort_models, ort_nodes
 
 CPU = ["CPUExecutionProvider"]
 NEW = 8
@@ -72,3 +73,11 @@ def test_what_cannot_be(tmp_path):
     decoder_contract.write_facts(tmp_path / "a", {**facts, "cache": "int2"})
     with pytest.raises(ValueError, match='cache is "int2"; this version knows int8: update leanfleet'):
         load_decoder(tmp_path / "a", CPU)
+
+
+def test_leanfleet_check_makes_caches_and_scales_up(tmp_path, capsys):
+    op, inputs, attrs = ort_nodes.variant("LeanAttention", 15, "float32")
+    model = ort_models.node_model(op, ort_nodes.shapes_of(inputs), attrs)
+    onnx.save(onnx_ir.to_proto(function_bodies.attach(onnx_ir.from_proto(model))), tmp_path / "model.onnx")
+    assert cli.main(["check", str(tmp_path / "model.onnx")]) == 0
+    assert "key_scale_out" in capsys.readouterr().out

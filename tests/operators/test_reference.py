@@ -786,7 +786,7 @@ def test_parameter_order():
     for function, tensors, attributes in example_calls(lambda *shape, dtype: torch.ones(shape, dtype=dtype)):
         parameters = inspect.signature(function).parameters.values()
         positional = [p.name for p in parameters if p.kind == p.POSITIONAL_OR_KEYWORD]
-        variants = "cu_seqlens", "block_table", "cu_query_lens"
+        variants = "cu_seqlens", "block_table", "cu_query_lens", "key_scale", "value_scale"
         assert [n for n in positional if n not in variants] == [n for n in tensors if n not in variants]
         assert set(attributes) <= {p.name for p in parameters if p.kind == p.KEYWORD_ONLY}
 

@@ -162,7 +162,7 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
         content, code = _content(expected[t.name])
         largest = np.abs(np.asarray(expected[t.name], np.float64))
         largest = float(largest[np.isfinite(largest)].max(initial=0.0))
-        tolerance = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TF" else 0.0
+        tolerance = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TFC" else 0.0
         shape = expected[t.name].shape
         file.write(_line(t.name, code, t.takes if t.takes in inputs else "-", repr(tolerance), len(shape), *shape))
         bodies.append(content)

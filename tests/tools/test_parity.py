@@ -63,8 +63,10 @@ def loss(name, index, dtype, compute, tokens, seed):
     shapes = input_shapes(name, index, {"B": 1, "N": tokens, "Nq": tokens, "D": 64, "R": 64, "Dv": 64, "S": 200})
     feed = parity.make_inputs(ort_models.node_model(op, shapes, attrs, dtype), seed=seed)
     tensors = {n: torch.from_numpy(a.astype(a.dtype if a.dtype.kind == "i" else np.float32)) for n, a in feed.items()}
-    exact = {n: t if op.input(n).type in "IL" else t.double() for n, t in tensors.items()}
-    tensors = {n: t.to(TORCH_DTYPES[dtype]) if op.input(n).type == "T" else t for n, t in tensors.items()}
+    exact = {n: t.double() if t.is_floating_point() else t for n, t in tensors.items()}
+    tensors = {
+        n: t.to(TORCH_DTYPES[dtype]) if op.input(n).type in "TC" and t.is_floating_point() else t for n, t in tensors.items()
+    }
     function = getattr(reference, op.snake_name)
     worst = 0.0
     found_outputs, expected_outputs = function(**tensors, **attrs, compute_dtype=compute), function(**exact, **attrs)
