@@ -62,6 +62,11 @@ def linearise():
     return script("models.linearise").table(report)
 
 
+def quantised_weights():
+    (report,) = read("quantised_weights_cpu.json")
+    return script("models.quantised_weights").table(report)
+
+
 @pytest.mark.parametrize(
     "name, made",
     (
@@ -72,6 +77,7 @@ def linearise():
         ("linear_methods_h200", methods),
         ("ort_cuda_h200", ort_cuda),
         ("linearise_cpu", linearise),
+        ("quantised_weights_cpu", quantised_weights),
         ("cpu_avx2", cpu("avx2")),
         ("cpu_avx512", cpu("avx512")),
     ),
