@@ -1,6 +1,7 @@
 """Continuous batching: requests that join and leave get what they would get alone."""
 
 import copy
+import functools
 import json
 import shutil
 
@@ -726,11 +727,15 @@ def poisoned(batch):
         pool.update_inplace(held)
 
 
+@functools.lru_cache(1)
+def loaded(folder):
+    return load_decoder(folder, providers=["CPUExecutionProvider"])
+
+
 def alone_by_generate(folder, request):
     s = request.sampling
     options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed)
-    decoder = load_decoder(folder, providers=["CPUExecutionProvider"])
-    return generate(decoder, [request.prompt], request.max_new_tokens, stop_tokens=(), **options)[0][0]
+    return generate(loaded(folder), [request.prompt], request.max_new_tokens, stop_tokens=(), **options)[0][0]
 
 
 @pytest.mark.parametrize("captured", (False, True))
