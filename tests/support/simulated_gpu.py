@@ -20,6 +20,8 @@ from support.paths import ROOT
 CSRC, DEVICE = ROOT / "csrc", ROOT / "tests" / "cpp" / "simulated_gpu"
 LAUNCH = re.compile(r"([A-Za-z_]\w*(?:<[^;(){}]*?>)?)\s*<<<(.*?)>>>\s*\(", re.DOTALL)
 INSTRUCTIONS = set(re.findall(r"\bptx_\w+", (DEVICE / "device.h").read_text()))
+PLACES = {"threadIdx": "thread", "blockIdx": "block", "blockDim": "threads", "gridDim": "blocks"}
+PLACE = re.compile(rf"(?<![.\w])({'|'.join(PLACES)})\b")
 ASM = re.compile(r"\basm(?:\s+volatile)?\s*\(")
 SHARED = re.compile(r"extern __shared__\s+(?:(?:alignas|__align__)\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
 
@@ -41,6 +43,7 @@ def translated(text):
     """CUDA as C++: launches, dynamic shared memory, and inline PTX as a call of the function of device.h that is named after
     the instruction, with its operands in their order."""
     text = LAUNCH.sub(r"simulated::launch(\1, \2)(", text)
+    text = PLACE.sub(lambda found: f"(simulated::place().{PLACES[found[1]]})", text)
     text = SHARED.sub(r"\1* const \2 = static_cast<\1*>(simulated::dynamic_shared());", text)
     parts, end = [], 0
     for found in ASM.finditer(text):
@@ -102,7 +105,9 @@ def compile_files(folder, sources, output, *options):
     for header in CSRC.glob("*/*.cuh"):
         copy = folder / header.relative_to(CSRC)
         copy.parent.mkdir(exist_ok=True)
-        copy.write_text(f'#line 1 "{header}"\n' + translated(header.read_text()))
+        own = DEVICE / header.name  # one whose instructions are simulated as functions
+        text = own.read_text() if own.exists() else translated(header.read_text())
+        copy.write_text(f'#line 1 "{own if own.exists() else header}"\n' + text)
     files = [DEVICE / "device.cpp"]
     for source in sources:
         if source.suffix == ".cu":
