@@ -545,7 +545,10 @@ bool runs_hopper_code(const CudaTarget& target) {
   return attributes.ptxVersion == 90;
 }
 
-constexpr int64_t kWindowBytes = int64_t{512} << 20;
+#ifndef LEANFLEET_WINDOW_BYTES  // tests take less
+#define LEANFLEET_WINDOW_BYTES (int64_t{512} << 20)
+#endif
+constexpr int64_t kWindowBytes = LEANFLEET_WINDOW_BYTES;  // of the workspace, about
 constexpr int64_t kMaxBlocks = INT32_MAX;
 
 int64_t all_slots(const Args& args) {

@@ -1,8 +1,10 @@
 """CUDA kernels without a GPU: libleanfleet.so of some operators in which g++ compiled the kernels, and host threads run them.
 
 tests/cpp/simulated_gpu says how. It takes kernels that live on shuffles, barriers, shared memory, mma.sync, ldmatrix and
-cp.async. What it finds: wrong results, barriers that not all threads reach, and results that depend on the order of threads. It says
-nothing about speed, nor about how the compiler of a GPU rounds.
+cp.async, and of Hopper's instructions on mbarriers, tensor copies and wgmma with its left side in registers. What it finds:
+wrong results, barriers that not all threads reach, and results that depend on the order of threads. It says nothing about
+speed, nor about how the compiler of a GPU rounds, and Hopper's copies and products are done at once, so that a missing wait for
+them does not show.
 """
 
 import os
@@ -97,7 +99,8 @@ def build(folder, operators):
         sources += [*sorted((CSRC / home).glob("*.cpp")), *sorted((CSRC / home).glob("*.cu"))]
     # Inline variables are one for all libraries of a process, unless they are not unique.
     shared = ["-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-    return compile_files(folder, sources, "libleanfleet.so", *shared, "-DLEANFLEET_CUDA", "-DLEANFLEET_ISA=baseline")
+    given = ["-DLEANFLEET_CUDA", "-DLEANFLEET_ISA=baseline", "-DLEANFLEET_WINDOW_BYTES=131072"]
+    return compile_files(folder, sources, "libleanfleet.so", *shared, *given)
 
 
 def compile_files(folder, sources, output, *options):
@@ -131,7 +134,9 @@ def _entry(name):
     return text[start : end.start() + 1 if end else len(text)]
 
 
-def run_simulated(folder, op_name, inputs, attrs=None, seed=0, **options):
-    """support.kernels.run_kernel with the library of build(), whose CUDA kernels take the host's tensors."""
-    with mock.patch.dict(os.environ, LEANFLEET_LIBRARY_DIR=str(folder), LEANFLEET_SIMULATED_SEED=str(seed)):
+def run_simulated(folder, op_name, inputs, attrs=None, seed=0, major=9, **options):
+    """support.kernels.run_kernel with the library of build(), whose CUDA kernels take the host's tensors. major: the GPU's
+    generation, which a copy of the library asks for once."""
+    told = {"LEANFLEET_SIMULATED_SEED": str(seed), "LEANFLEET_SIMULATED_MAJOR": str(major)}
+    with mock.patch.dict(os.environ, LEANFLEET_LIBRARY_DIR=str(folder), **told):
         return run_kernel(op_name, inputs, attrs, simulated=True, **options)

@@ -68,7 +68,7 @@ struct Block {
 Block* block = nullptr;  // the CTA that runs: one at a time
 std::mutex launches;
 cudaError_t last_error = cudaSuccess;
-uint64_t products = 0;
+uint64_t products = 0, group_products = 0;
 
 std::mt19937& order() {
   static std::mt19937 generator([] {
@@ -174,6 +174,7 @@ uint32_t shared_address(const void* pointer) {
 }
 
 void count_product() { ++products; }
+void count_group_product() { ++group_products; }
 
 void unsupported() {
   block->failed = true;
@@ -251,6 +252,8 @@ extern "C" {
 
 // How many mma.sync the library's kernels have run, a warp's as one: whether a kernel on tensor cores was taken.
 uint64_t leanfleet_simulated_products() { return simulated::products / simulated::kWarp; }
+// The same of wgmma.
+uint64_t leanfleet_simulated_group_products() { return simulated::group_products / simulated::kWarp; }
 
 cudaError_t cudaGetLastError() { return std::exchange(simulated::last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return simulated::last_error; }

@@ -43,6 +43,7 @@ void copy_later(uint32_t to, const void* from, int size, int read);
 void commit_copies();
 void wait_for_copies(size_t groups);
 void count_product();
+void count_group_product();
 // Barriers by number: whether to wait too. For instructions that wait in a loop: a pause, and what ends the others' waits.
 void named_barrier(int id, int threads, bool waits);
 void pause();

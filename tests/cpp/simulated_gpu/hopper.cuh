@@ -21,9 +21,7 @@ template <class T>
 void fence_operands(const T&) {}
 
 // The chunk of 16 bytes that the swizzle puts at an address.
-inline char* swizzled(uint32_t address) {
-  return simulated::from_shared(address ^ (address >> 7 & 7) << 4, 2);
-}
+inline char* swizzled(uint32_t address) { return simulated::from_shared(address ^ (address >> 7 & 7) << 4, 2); }
 
 inline void tma_load(uint32_t to, const CUtensorMap* map, int column, int token, int head, int batch, uint32_t barrier) {
   const simulated::TensorMap& m = *reinterpret_cast<const simulated::TensorMap*>(map);
@@ -32,8 +30,10 @@ inline void tma_load(uint32_t to, const CUtensorMap* map, int column, int token,
       const uint64_t t = static_cast<uint64_t>(token + row), x = static_cast<uint64_t>(column + c);
       uint16_t value = 0;
       if (t < m.sizes[1] && x < m.sizes[0])
-        std::memcpy(&value, m.data + t * m.strides[0] + static_cast<uint64_t>(head) * m.strides[1] +
-                                static_cast<uint64_t>(batch) * m.strides[2] + 2 * x, 2);
+        std::memcpy(&value,
+                    m.data + t * m.strides[0] + static_cast<uint64_t>(head) * m.strides[1] +
+                        static_cast<uint64_t>(batch) * m.strides[2] + 2 * x,
+                    2);
       std::memcpy(swizzled(to + static_cast<uint32_t>(row * 128 + 2 * c)), &value, 2);
     }
   mbarrier_landed(barrier, 64 * 128);
@@ -65,7 +65,7 @@ template <bool kRowsSummed, class T, int kTiles>
 void wgmma_rs(T, float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t b, int add) {
   uint16_t left[32][4][2];
   simulated::exchange(simulated::kWholeWarp, a, left, sizeof(a));
-  simulated::count_product();
+  simulated::count_group_product();
   const uint32_t base = simulated::shared_base() + ((b & 0x3fff) << 4), box = b >> 16 << 4;
   const int lane = simulated::lane();
   const auto value = [](const void* bits) {
@@ -79,7 +79,8 @@ void wgmma_rs(T, float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t b, int 
       double sum = add ? c[n][e] : 0.0;
       for (uint32_t k = 0; k < 16; ++k) {
         const uint32_t at = kRowsSummed ? column / 64 * box + k * 128 + column % 64 * 2 : column * 128 + 2 * k;
-        sum += static_cast<double>(value(&left[lane / 4 * 4 + k % 8 / 2][e / 2 + k / 8 * 2][k % 2])) * value(swizzled(base + at));
+        sum +=
+            static_cast<double>(value(&left[lane / 4 * 4 + k % 8 / 2][e / 2 + k / 8 * 2][k % 2])) * value(swizzled(base + at));
       }
       c[n][e] = static_cast<float>(sum);
     }
