@@ -137,8 +137,7 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     return call.unsupported(
         "there are requests x Hv x Dv = " + std::to_string(args.requests * args.v_heads * args.value_width) +
         " columns of states; on CUDA they are less than 2^35, larger calls run on the CPU");
-  if (ws.counting()) return {};
-  return cuda_status(call, "launching the recurrence", launch_recurrence(args, target));
+  return cuda_status(call, "launching the recurrence", launch_recurrence(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

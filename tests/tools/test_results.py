@@ -57,6 +57,10 @@ def methods():
     return "\n".join(line for report in read("linear_methods_*_h200.json") for line in tables(report))
 
 
+def gated_delta_rule():
+    return script("kernels.gated_delta_rule").table(*read("gated_delta_rule_h200.json"))
+
+
 def linearise():
     (report,) = read("linearise_cpu.json")
     return script("models.linearise").table(report)
@@ -76,6 +80,7 @@ def quantised_weights():
         ("linear_attention_h200", linear_attention),
         ("linear_methods_h200", methods),
         ("ort_cuda_h200", ort_cuda),
+        ("gated_delta_rule_h200", gated_delta_rule),
         ("linearise_cpu", linearise),
         ("quantised_weights_cpu", quantised_weights),
         ("cpu_avx2", cpu("avx2")),
