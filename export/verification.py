@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, STATE, is_part, packed
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, is_state, packed
 from leanfleet.export import blocks
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
 
@@ -284,7 +284,7 @@ class _Pages:
         caches = [i for i in session.get_inputs() if SERVING.is_cache(i.name)]
         self.pools = {}
         for i in caches:
-            state = is_part(i.name, STATE)  # one row more than there are requests, which nobody writes
+            state = is_state(i.name)  # one row more than there are requests, which nobody writes
             rows, fill = (batch + 1, 0.0) if state else (self.order.size, np.nan)
             self.pools[i.name] = np.full([rows, *i.shape[1:]], fill, _NUMPY[i.type])
 

@@ -426,6 +426,7 @@ def test_each_pass_reports_how_often_it_applied():
     counts = fusions.fuse_for_onnxruntime(exported(Layer(), ragged=True), positions=32)
     assert list(counts) == [each.__name__ for each in fusions.PASSES]
     assert counts == {
+        "cancel_transposes": 0,
         "divide_by_roots": 1,
         "pack_projections": 2,
         "fuse_gates": 0,

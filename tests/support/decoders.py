@@ -1,5 +1,7 @@
 """Small language models, prompts and a tokenizer."""
 
+import functools
+
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -89,6 +91,43 @@ def minimax(vocab_size=VOCABULARY):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
+# Hybrids of recurrent and softmax layers, with the head groups of the models that are trained: two value heads for each key head in
+# Qwen's, all heads alike in the others; experts beside a shared one.
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+GATED_DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
+LAYERS = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"])
+HYBRIDS = {
+    "qwen3-next": ("Qwen3NextConfig", dict(**GATED_DELTA, **EXPERTS, **LAYERS, shared_expert_intermediate_size=32)),
+    "qwen3.5": ("Qwen3_5TextConfig", dict(**GATED_DELTA, **LAYERS)),
+    "olmo-hybrid": (
+        "OlmoHybridConfig",
+        dict(**{**GATED_DELTA, "linear_num_key_heads": 4}, **LAYERS, linear_allow_neg_eigval=True, num_key_value_heads=6),
+    ),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        dict(
+            **EXPERTS,
+            **LAYERS,
+            num_key_value_heads=6,
+            linear_num_heads=4,
+            linear_head_dim=16,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            num_shared_experts=1,
+            head_dim=24,
+        ),
+    ),
+}
+
+
+def hybrid(name):
+    config, extra = HYBRIDS[name]
+    config = getattr(transformers, config)(**{**SIZES, **extra})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
 def ours(kind, layers=2):
     return LinearDecoder(
         LinearDecoderConfig(
@@ -116,6 +155,7 @@ MODELS = {
     "minimax": minimax,
     "retnet": lambda: ours("retnet"),
     "transnormer": lambda: ours("transnormer"),
+    **{name: functools.partial(hybrid, name) for name in HYBRIDS},
     "normalized": linear,
     "normalized, mixed": lambda: linear("mistral", [0]),
 }
