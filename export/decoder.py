@@ -1,13 +1,14 @@
 """Exports a decoder as one ONNX graph that serves prompts and decode steps.
 
 Softmax attention becomes a LeanAttention node that appends to a cache of fixed capacity and attends over it; decayed
-linear attention becomes a CausalLinearDecay node that carries its state, the gated delta rule of hybrid models a
-GatedDeltaRule node behind a CausalConv node, both with states, and attention of register_transformers() a
+linear attention becomes a CausalLinearDecay node that carries its state, and recurrent layers of hybrid models a CausalConv
+node and a GatedDeltaRule or CausalLinearDecay node, both with states; attention of register_transformers() becomes a
 NormalizedLinearAttention node that carries its sums. leanfleet.decoder_contract has the graph's inputs and outputs.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
 import types
@@ -134,7 +135,8 @@ class Cache:
     def decay(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """A linear layer over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H]."""
+        """A linear layer over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H]
+        or [B,N,H]."""
         name = cache_name(layer, STATE)
         valid = self.inside(query)
         output, state = causal_linear_decay(
@@ -177,14 +179,11 @@ class Cache:
         """A layer of the gated delta rule over its carried state: query, key [B,N,Hk,D], value [B,N,Hv,Dv], float32 log_decay
         [B,N,Hv] or [B,N,Hv,D] and beta [B,N,Hv]."""
         name, rows = cache_name(layer, STATE), self.rows()
-        counts = (
-            log_decay <= 0
-        )  # NaN does not: a request that is not finite is told by beta, and must not fail the others' call
         if not rows:  # padding leaves the state as it is: it writes no part of its value, and decays nothing
             valid = self.inside(query)
             beta = beta * valid.to(beta.dtype)
-            counts = counts & (valid if log_decay.dim() == 3 else valid.unsqueeze(-1))
-        log_decay = torch.where(counts, log_decay, torch.zeros((), dtype=log_decay.dtype))
+            valid = valid if log_decay.dim() == 3 else valid.unsqueeze(-1)
+            log_decay = torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype))
         output, state = gated_delta_rule(
             query,
             key,
@@ -388,11 +387,15 @@ def cache_shapes(model: Any) -> Shapes:
     shapes: Shapes = {}
     for layer, kind in enumerate(kinds):
         own = configs[layer]
-        heads = own.num_attention_heads
-        head_size = getattr(own, "head_dim", None) or own.hidden_size // heads
         if layer in hybrids:
             shapes |= {cache_name(layer, part): (torch.float32, shape) for part, shape in carried(hybrids[layer]).items()}
-        elif layer in lightning:
+            if kind != "hybrid":  # which attends beside its recurrence
+                continue
+        if hybrids and kind in ("mlp", "moe"):  # layers of their own that carry nothing
+            continue
+        heads = own.num_attention_heads
+        head_size = getattr(own, "head_dim", None) or own.hidden_size // heads
+        if layer in lightning:
             shapes[cache_name(layer, STATE)] = (torch.float32, (BATCH, heads, head_size, head_size))
         elif layer in normalized:
             sizes = BATCH, getattr(own, "num_key_value_heads", None) or heads, head_size
@@ -404,14 +407,14 @@ def cache_shapes(model: Any) -> Shapes:
         elif layer in latent:
             for part, size in ((KEY, latent[layer].qk_head_dim), (VALUE, latent[layer].v_head_dim)):
                 shapes[cache_name(layer, part)] = (model.dtype, (BATCH, heads, CAPACITY, size))
-        elif kind in ("full_attention", "sliding_attention"):
+        elif kind in ("full_attention", "sliding_attention", "hybrid"):
             kv_heads = getattr(own, "num_key_value_heads", None) or heads
             for part in (KEY, VALUE):
                 shapes[cache_name(layer, part)] = (model.dtype, (BATCH, kv_heads, CAPACITY, head_size))
         else:
             raise ValueError(
                 f"{type(model).__name__}: layer {layer} is of kind {kind}; export_decoder serves full_attention, "
-                f"sliding_attention, MiniMax's linear_attention and the gated delta rule. {ELSEWHERE}"
+                f"sliding_attention, MiniMax's linear_attention and the recurrent layers of some hybrids. {ELSEWHERE}"
             )
     return shapes
 
@@ -430,6 +433,8 @@ def run(
 
     hook = None if keep_last is None else model.get_output_embeddings().register_forward_pre_hook(keep)
     extra = {"leanfleet_cache": cache} if hasattr(model, "cache_shapes") else {}
+    if "position_ids" not in inspect.signature(model.forward).parameters:  # of recurrent layers alone
+        inputs.pop("position_ids")
     try:
         with cache.in_use():
             logits = model(**inputs, use_cache=False, **extra).logits

@@ -1,4 +1,5 @@
-"""Recurrent layers of transformers' hybrid models over our operators: the gated delta rule and its short convolution.
+"""Recurrent layers of transformers' hybrid models over our operators: the gated delta rule and Mamba-2's selective scan, each
+behind a short convolution.
 
 The layers stay transformers' own: projections, gates and norms are traced as they are. What is replaced while a model is traced
 are the functions of its module that convolve and that run the recurrence, by ones that carry states from call to call.
@@ -31,6 +32,8 @@ def carried(module: Any) -> dict[str, tuple[int | str, ...]]:
     channels, _, taps = module.conv1d.weight.shape
     if hasattr(module, "num_v_heads"):
         state = module.num_v_heads, module.head_k_dim, module.head_v_dim
+    elif hasattr(module, "ssm_state_size"):
+        state = module.num_heads, module.ssm_state_size, module.head_dim
     else:  # keys and values alike
         state = module.num_heads, module.head_dim, module.head_dim
     return {STATE: (BATCH, *state), CONV_STATE: (BATCH, taps - 1, channels)}
@@ -42,6 +45,12 @@ def _rotary_of_text(self: Any, x: torch.Tensor, position_ids: torch.Tensor) -> t
     frequencies = position_ids[0, ..., None].float() * self.inv_freq.float()
     angles = torch.cat((frequencies, frequencies), dim=-1)
     return tuple((t * self.attention_scaling).to(x.dtype) for t in (angles.cos(), angles.sin()))
+
+
+def not_above_0(log_decay: torch.Tensor) -> torch.Tensor:
+    """log_decay, with 0 for NaN, which the operators refuse. A request that is not finite must not fail the others' call; its
+    values and what it writes are NaN as well, so that its own results are not finite."""
+    return torch.where(log_decay <= 0, log_decay, torch.zeros((), dtype=log_decay.dtype))
 
 
 @contextmanager
@@ -82,12 +91,40 @@ def over_caches(model: torch.nn.Module, current: Callable[[], Cache | None]) -> 
         **kwargs: Any,
     ) -> tuple[torch.Tensor, None]:
         """Of query, key [B,N,Hk,D], value [B,N,Hv,Dv], g [B,N,Hv] or [B,N,Hv,D] and beta [B,N,Hv]."""
-        return cache.correct(running[0], query, key, value, g.float(), beta.float(), use_qk_l2norm_in_kernel), None
+        log_decay = not_above_0(g.float())
+        return cache.correct(running[0], query, key, value, log_decay, beta.float(), use_qk_l2norm_in_kernel), None
+
+    def scan(
+        cache: Cache,
+        hidden_states: torch.Tensor,
+        dt: torch.Tensor,
+        A: torch.Tensor,
+        B: torch.Tensor,
+        C: torch.Tensor,
+        chunk_size: int,
+        D: torch.Tensor | None = None,
+        dt_bias: torch.Tensor | None = None,
+        dt_softplus: bool = False,
+        dt_limit: tuple[float, float] = (0.0, float("inf")),
+        **kwargs: Any,
+    ) -> torch.Tensor:
+        """Of hidden_states [B,N,H,P], dt [B,N,H], B and C [B,N,G,S], A, D and dt_bias [H]; float32, as transformers' is.
+
+        S_t = exp(A dt_t) S_(t-1) + B_t^T dt_t x_t, y_t = C_t S_t + D x_t: CausalLinearDecay with C for queries and B for keys.
+        """
+        dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
+        dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
+        # CausalLinearDecay has as many heads of keys as of values: those of a group are repeated.
+        keys, queries = (t.repeat_interleave(hidden_states.shape[2] // t.shape[2], dim=2) for t in (B, C))
+        value = hidden_states.float() * dt.unsqueeze(-1)
+        output = cache.decay(running[0], queries, keys, value.to(queries.dtype), not_above_0(A.float() * dt), 1.0).float()
+        return output if D is None else output + D.float().unsqueeze(-1) * hidden_states.float()
 
     ours: dict[str, Callable[..., Any]] = {
         "causal_conv1d_fn": convolve,
         "torch_chunk_gated_delta_rule": delta,
         "chunk_kimi_delta_attention": delta,
+        "mamba2_chunk_scan": scan,
     }
 
     def in_place_of(theirs: Callable[..., Any], function: Callable[..., Any]) -> Callable[..., Any]:

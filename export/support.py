@@ -28,6 +28,11 @@ HYBRID_LAYERS = (
     "Qwen3_5MoeGatedDeltaNet",
     "OlmoHybridGatedDeltaNet",
     "KimiLinearDeltaAttention",
+    "Mamba2Mixer",
+    "BambaMixer",
+    "FalconH1Mixer",
+    "NemotronHMamba2Mixer",
+    "GraniteMoeHybridMambaLayer",
 )
 # Classes of layers that carry a state, by their names: Mamba's mixers, short convolutions, delta rules, LSTMs.
 _STATE = re.compile(
@@ -58,7 +63,7 @@ def check_supported(model: object) -> None:
             "AutoModelForCausalLM (base models and classifiers are not exported)"
         )
     _check_layers(model, config)
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters and not _recurrent_alone(model):
         raise ValueError(
             f"{name}: it takes no position_ids, so it cannot be told where a request's new tokens stand. {ELSEWHERE}"
         )
@@ -77,6 +82,12 @@ def check_supported(model: object) -> None:
             )
 
 
+def _recurrent_alone(model):
+    """Whether a model has recurrent layers that are served, and no attention, so that positions are nothing to it."""
+    kinds = [type(m).__name__ for m in model.modules()]
+    return any(kind in HYBRID_LAYERS for kind in kinds) and not any(kind.endswith("Attention") for kind in kinds)
+
+
 def _check_layers(model, config):
     """Refuses layers that carry something other than keys and values, and attention that we cannot take the place of."""
     name = type(model).__name__
@@ -89,8 +100,9 @@ def _check_layers(model, config):
         if _STATE.fullmatch(kind) and kind not in (_SERVED_LINEAR, EXPANDED_LATENT, *HYBRID_LAYERS):
             raise ValueError(
                 f"{name}: layer {path} ({kind}) carries a state that none of leanfleet's operators computes; "
-                "export_decoder serves softmax attention, MiniMax's linear attention and the gated delta rule of Qwen3-Next, "
-                f"Qwen3.5, OLMo-hybrid and Kimi-Linear. {ELSEWHERE}"
+                "export_decoder serves softmax attention, MiniMax's linear attention, the gated delta rule of Qwen3-Next, "
+                "Qwen3.5, OLMo-hybrid and Kimi-Linear, and the selective scan of Mamba-2, Bamba, Falcon-H1, Nemotron-H and "
+                f"Granite-4. {ELSEWHERE}"
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise ValueError(

@@ -194,10 +194,15 @@ def in_double(model: torch.nn.Module) -> Iterator[None]:
             t, data = before.pop()
             t.data = data
 
+    def enter(module, arguments):
+        """Some models cast what they hand to their head to its type, which is still the narrow one."""
+        widen((*module.parameters(), *module.buffers()))
+        return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
+
     widen(t for t in (*model.parameters(), *model.buffers()) if id(t) not in inside)
     outside, hooks = len(before), []
     for unit in units:
-        hooks.append(unit.register_forward_pre_hook(lambda m, _: widen((*m.parameters(), *m.buffers()))))
+        hooks.append(unit.register_forward_pre_hook(enter))
         hooks.append(unit.register_forward_hook(lambda *_: narrow(outside)))
     try:
         yield

@@ -696,7 +696,7 @@ def test_adjustments_need_their_graph(folder, tmp_path):
     batch.run()
 
 
-@pytest.fixture(scope="module", params=["minimax", "retnet", "transnormer", "qwen3.5"])
+@pytest.fixture(scope="module", params=["minimax", "retnet", "transnormer", "qwen3.5", "falcon-h1"])
 def linear_folder(request, tmp_path_factory):
     """A decoder whose layers carry states, exported both ways; minimax has softmax layers too."""
     torch.manual_seed(2)
