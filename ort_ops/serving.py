@@ -37,7 +37,6 @@ from leanfleet.decoder_contract import (
     SERVING,
     SESSION_TYPES,
     SLOTS,
-    STATE,
     STATE_INDEX,
     TABLE,
     TOKENS,
@@ -46,7 +45,7 @@ from leanfleet.decoder_contract import (
     Adjustments,
     Sampling,
     check_interface,
-    is_part,
+    is_state,
     model_file,
     packed,
     read_facts,
@@ -287,8 +286,8 @@ class ContinuousBatch:
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
         caches = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
-        self.paged = any(not is_part(i.name, STATE) for i in caches)  # linear layers alone need no pages
-        self.linear = any(is_part(i.name, STATE) for i in caches)
+        self.paged = any(not is_state(i.name) for i in caches)  # linear layers alone need no pages
+        self.linear = any(is_state(i.name) for i in caches)
         self._check_speculation(speculate)
         kept = (max_requests if snapshots is None else snapshots) if share and self.linear else 0
         self.pool = PagePool(pages, self.block, share and (not self.linear or kept > 0))
@@ -302,12 +301,12 @@ class ContinuousBatch:
         self.free_states = list(range(EMPTY + 1, 1 + max_requests))[::-1]
         self.snapshots = Snapshots(range(1 + max_requests, self.state_rows))
         allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
-        rows = [self.state_rows if is_part(i.name, STATE) else pages for i in caches]
+        rows = [self.state_rows if is_state(i.name) else pages for i in caches]
         self.pools = [
             allocate([n, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for n, i in zip(rows, caches, strict=True)
         ]
         for i, pool in zip(caches, self.pools, strict=True):
-            if is_part(i.name, STATE) or not library:  # a body reads whole pools: give it numbers
+            if is_state(i.name) or not library:  # a body reads whole pools: give it numbers
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
         self.copier = exchange if exchange.device == self.device or not self.linear else CudaStream()  # of states
         self.captured: dict[tuple[int, ...], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, wanted, pages)
@@ -469,7 +468,7 @@ class ContinuousBatch:
     def _copy_state(self, source: int, target: int) -> None:
         """Copies a row in all pools of states, behind the steps that are queued."""
         for name, pool in zip(self.pool_names, self.pools, strict=True):
-            if is_part(name, STATE):
+            if is_state(name):
                 size = _bytes(pool) // pool.shape()[0]
                 self.copier.copy(pool.data_ptr() + target * size, pool.data_ptr() + source * size, size)
         if self.copier is not self.exchange:
@@ -762,7 +761,7 @@ class ContinuousBatch:
     @property
     def state_bytes(self) -> int:
         """Of the pools of states among them."""
-        return sum(_bytes(pool) for name, pool in zip(self.pool_names, self.pools, strict=True) if is_part(name, STATE))
+        return sum(_bytes(pool) for name, pool in zip(self.pool_names, self.pools, strict=True) if is_state(name))
 
     @property
     def idle(self) -> bool:
