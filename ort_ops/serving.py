@@ -65,6 +65,7 @@ if TYPE_CHECKING:
 PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
 TURNS = 2  # a step runs while the next one is made
 EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
+PADDING = {STATE_INDEX: NO_STATE, "top_p": 1}  # what captured steps have where there is no request; else 0
 
 # numpy's and ONNX's types by onnxruntime's names
 _NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
@@ -190,7 +191,7 @@ class _Captured:
             if name in self.fixed:
                 continue
             whole = self.inputs.view(host, name)
-            whole[...] = NO_STATE if name == STATE_INDEX else 0
+            whole[...] = PADDING.get(name, 0)
             whole[tuple(map(slice, array.shape))] = array
             if name == OFFSETS and len(array):
                 whole[len(array) :] = array[-1]
@@ -500,12 +501,16 @@ class ContinuousBatch:
                 self.pool.release(pages)
                 return
             else:
+                try:
+                    if self.linear:
+                        self._begin_state(request, snapshot, blocks)
+                except BaseException:
+                    self.pool.release(pages)
+                    raise
                 request.pages, request.chain, request.cached = pages, chain, start
                 if request.shared is None:
                     request.shared = start
                     self.shared_tokens += start
-                if self.linear:
-                    self._begin_state(request, snapshot, blocks)
                 if self.sampler is not None and request.adjustments != Adjustments():
                     self.sampler.begin(request)
                 if self.speculate and request.lookup is None:
@@ -714,14 +719,15 @@ class ContinuousBatch:
         self, captured: dict[tuple[int, ...], _Captured], tokens: int, rows: int, wanted: int, table: int
     ) -> _Captured:
         """That for steps of so many new tokens, requests and wanted rows with tables of so many pages, at least. Steps with
-        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; so have
-        those with guesses, and for as many as there can be."""
+        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; those with
+        guesses for as many as their requests may have."""
 
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
         if wanted > rows and tokens <= self.result_rows:  # guesses alone
-            rows, tokens, wanted = self.max_requests, self.result_rows, self.result_rows
+            rows = rounded(rows, self.max_requests)
+            tokens = wanted = min(rows * (1 + self.speculate), self.result_rows)
         elif tokens > rows:
             wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)

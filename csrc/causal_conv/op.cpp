@@ -31,7 +31,7 @@ Status check_values(const Call& call, bool strict) {
       return call.invalid("query_lens[" + std::to_string(b) + "] is " + std::to_string(found) +
                           "; expected 0 .. N = " + std::to_string(call.dims[kDimN]));
   }
-  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP]);
+  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], offsets);
   return {};
 }
 
