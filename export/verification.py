@@ -19,7 +19,7 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, INT8, SERVING, SESSION_TYPES, STATE, is_part, packed
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, INT8, SERVING, SESSION_TYPES, is_state, packed
 from leanfleet.export import blocks
 from leanfleet.export.reference import quantised, row_scales
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
@@ -230,10 +230,15 @@ def in_double(model: torch.nn.Module) -> Iterator[None]:
             t, data = before.pop()
             t.data = data
 
+    def enter(module, arguments):
+        """Some models cast what they hand to their head to its type, which is still the narrow one."""
+        widen((*module.parameters(), *module.buffers()))
+        return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
+
     widen(t for t in (*model.parameters(), *model.buffers()) if id(t) not in inside)
     outside, hooks = len(before), []
     for unit in units:
-        hooks.append(unit.register_forward_pre_hook(lambda m, _: widen((*m.parameters(), *m.buffers()))))
+        hooks.append(unit.register_forward_pre_hook(enter))
         hooks.append(unit.register_forward_hook(lambda *_: narrow(outside)))
     try:
         yield
@@ -320,7 +325,7 @@ class _Pages:
         caches = [i for i in session.get_inputs() if SERVING.is_cache(i.name)]
         self.pools = {}
         for i in caches:
-            state = is_part(i.name, STATE)  # one row more than there are requests, which nobody writes
+            state = is_state(i.name)  # one row more than there are requests, which nobody writes
             dtype = _NUMPY[i.type]
             if state:
                 self.pools[i.name] = np.zeros([batch + 1, *i.shape[1:]], dtype)

@@ -1,69 +1,169 @@
 """Times GatedDeltaRule on CUDA, prompts and steps, and writes JSON and a table.
 
-    python -m bench.kernels.gated_delta_rule OUT [--rounds 30]
+    python -m bench.kernels.gated_delta_rule OUT [--rounds 30] [--peers fla] [--drawn 20]
 
 writes OUT.json and OUT.md: medians of a CUDA graph's replay between two events, with the L2 cache flushed by reading before
 each. The floor is inputs, outputs and states moved once at 4.25 TB/s, what an H200 reaches in copies. Heads are 16 of queries
-and keys and 48 of values, 128 wide.
+and keys and 48 of values, 128 wide, but in the shapes that --drawn adds, which are drawn from a seed. The peer is fla-core
+(`pip install fla-core`), for calls that it takes: 16-bit, a decay of each token, 64 tokens and more. Where it takes no more
+value heads than key heads, it gets repeated ones, which are made outside of what is timed.
 """
 
 import argparse
 import json
+import math
+import random
 import statistics
 import time
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
-from bench.kernels.timing import Launches, times
+from bench.kernels.timing import Launches, captured, times
 
 COPY_BYTES_PER_US = 4.25e6
-# Requests, tokens, type, and what else is special: "key" is a decay of each key dimension, "v_first" the order of the state.
-CASES = [
-    (1, 2048, "bfloat16", ""),
-    (1, 8192, "bfloat16", ""),
-    (4, 2048, "bfloat16", ""),
-    (1, 8192, "float16", ""),
-    (1, 2048, "float32", ""),
-    (1, 2048, "bfloat16", "key"),
-    (1, 1, "bfloat16", ""),
-    (1, 1, "bfloat16", "v_first"),
-    (43, 1, "bfloat16", ""),
-    (43, 1, "bfloat16", "v_first"),
-    (43, 1, "bfloat16", "key"),
-    (43, 4, "bfloat16", ""),
+SEED = 20261123
+LONGEST = 16384
+
+
+class Shape(NamedTuple):
+    lengths: tuple[int, ...]  # of requests, all alike unless they are packed
+    dtype: str = "bfloat16"
+    special: str = ""  # "key": a decay of each key dimension, "v_first": the order of the state
+    heads: tuple[int, int] = (16, 48)  # of queries and keys, of values
+    widths: tuple[int, int] = (128, 128)
+    packed: bool = False
+
+
+SHAPES = [
+    Shape((2048,)),
+    Shape((8192,)),
+    Shape((2048,) * 4),
+    Shape((8192,), "float16"),
+    Shape((512,)),
+    Shape((512,) * 16),
+    Shape((2048,), "float32"),
+    Shape((2048,), special="key"),
+    Shape((1,)),
+    Shape((1,), special="v_first"),
+    Shape((1,) * 43),
+    Shape((1,) * 43, special="v_first"),
+    Shape((1,) * 43, special="key"),
+    Shape((4,) * 43),
 ]
-Q_HEADS, V_HEADS, WIDTH = 16, 48, 128
 
 
-def launches_of(requests, tokens, dtype, special):
-    kind = getattr(torch, dtype)
+def drawn(count):
+    """Heads and groups of them, widths from 32 to 256, lengths from 64 to 16k, half of them packed."""
+    draw = random.Random(SEED)
+    shapes = []
+    for i in range(count):
+        keys, packed = 2 ** draw.randrange(5), i % 2 == 1
+        heads, widths = (keys, keys * draw.choice((1, 2, 3, 4))), (8 * draw.randint(4, 32), 8 * draw.randint(4, 32))
+        requests = draw.randint(1, 8)
+        longest = LONGEST // requests
+        lengths = [round(math.exp(draw.uniform(math.log(64), math.log(longest)))) for _ in range(requests)]
+        lengths = tuple(lengths) if packed else (lengths[0],) * requests
+        shapes.append(Shape(lengths, draw.choice(("float16", "bfloat16")), "", heads, widths, packed))
+    return shapes
+
+
+def inputs_of(shape):
+    kind, (keys, values), (K, V) = getattr(torch, shape.dtype), shape.heads, shape.widths
+    requests = len(shape.lengths)
+    batch, tokens = (1, sum(shape.lengths)) if shape.packed else (requests, shape.lengths[0])
 
     def tensor(heads, *width):
-        return torch.randn(requests, heads, tokens, *width, device="cuda")
+        return torch.randn(batch, heads, tokens, *width, device="cuda")
 
-    inputs = {"query": tensor(Q_HEADS, WIDTH).to(kind), "key": tensor(Q_HEADS, WIDTH).to(kind)}
-    inputs |= {"value": tensor(V_HEADS, WIDTH).to(kind)}
-    inputs["log_decay"] = -tensor(V_HEADS, *[WIDTH] * (special == "key")).abs() / 8
-    inputs["beta"] = torch.rand(requests, V_HEADS, tokens, device="cuda")
-    inputs["initial_state"] = torch.randn(requests, V_HEADS, WIDTH, WIDTH, device="cuda")
-    attributes = {"normalize_qk": 1, "return_state": 1, "state_v_first": int(special == "v_first")}
+    inputs = {"query": tensor(keys, K).to(kind), "key": tensor(keys, K).to(kind), "value": tensor(values, V).to(kind)}
+    inputs["log_decay"] = -tensor(values, *[K] * (shape.special == "key")).abs() / 8
+    inputs["beta"] = torch.rand(batch, values, tokens, device="cuda")
+    width = (V, K) if shape.special == "v_first" else (K, V)
+    inputs["initial_state"] = torch.randn(requests, values, *width, device="cuda")
+    if shape.packed:
+        offsets = [sum(shape.lengths[:i]) for i in range(requests + 1)]
+        inputs["cu_seqlens"] = torch.tensor(offsets, dtype=torch.int32, device="cuda")
+    return inputs
+
+
+def launches_of(shape):
+    inputs = inputs_of(shape)
+    attributes = {"normalize_qk": 1, "return_state": 1, "state_v_first": int(shape.special == "v_first")}
     launches = Launches("GatedDeltaRule", inputs, attributes, in_place=True)
     moved = [*inputs.values(), *launches.outputs.values()]
     return launches, sum(t.numel() * t.element_size() for t in moved)
 
 
-def line(case, rounds):
-    launches, moved = launches_of(*case)
-    median = statistics.median(times({"ours": launches.capture()}, rounds)["ours"])
-    print(case, round(median, 2), flush=True)
-    return {"case": case, "floor_us": moved / COPY_BYTES_PER_US, "us": median}
+def by_fla(shape, inputs):
+    """A graph of fla-core's kernels for the same call, or None."""
+    if shape.dtype == "float32" or shape.special or min(shape.lengths) < 64:
+        return None
+    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+
+    given = {name: inputs[name].transpose(1, 2).contiguous() for name in ("query", "key", "value", "log_decay", "beta")}
+    state, offsets = inputs["initial_state"].clone(), inputs.get("cu_seqlens")
+
+    def call(repeats):
+        query, key = (given[name].repeat_interleave(repeats, 2) for name in ("query", "key"))
+        more = {} if offsets is None else {"cu_seqlens": offsets.long()}
+
+        def run():
+            with torch.no_grad():
+                return chunk_gated_delta_rule(
+                    query,
+                    key,
+                    given["value"],
+                    g=given["log_decay"],
+                    beta=given["beta"],
+                    initial_state=state,
+                    output_final_state=True,
+                    use_qk_l2norm_in_kernel=True,
+                    **more,
+                )
+
+        run()
+        return captured(run)
+
+    try:
+        return call(1)
+    except Exception:  # versions differ in what they raise
+        pass
+    try:
+        return call(shape.heads[1] // shape.heads[0])
+    except Exception as error:
+        print(f"  fla: {type(error).__name__}: {error}"[:160])
+        return None
 
 
-def table(rows):
-    lines = ["| requests | tokens | type | | floor µs | ours µs |", "|---" * 6 + "|"]
-    for row in rows:
-        cells = [*map(str, row["case"]), f"{row['floor_us']:.2f}", f"{row['us']:.2f}"]
+def line(shape, rounds, peers):
+    launches, moved = launches_of(shape)
+    graphs = {"us": launches.capture()}
+    if "fla" in peers and (graph := by_fla(shape, launches.inputs)) is not None:
+        graphs["fla_us"] = graph
+    found = {name: statistics.median(t) for name, t in times(graphs, rounds).items()}
+    print(shape, {name: round(t, 2) for name, t in found.items()}, flush=True)
+    return {**shape._asdict(), "floor_us": moved / COPY_BYTES_PER_US, **found}
+
+
+def requests_of(row):
+    lengths = row["lengths"]
+    return " + ".join(map(str, lengths)) if row["packed"] else f"{len(lengths)} x {lengths[0]}"
+
+
+def table(report):
+    lines = [
+        f"{report['gpu']}, {report['date']}.",
+        "",
+        "| requests x tokens | heads | K, V | type | | floor µs | ours µs | fla µs | fla / ours |",
+        "|---" * 9 + "|",
+    ]
+    for row in report["rows"]:
+        cells = [requests_of(row), "/".join(map(str, row["heads"])), ", ".join(map(str, row["widths"])), row["dtype"]]
+        cells += [row["special"], f"{row['floor_us']:.1f}", f"{row['us']:.1f}"]
+        fla = row.get("fla_us")
+        cells += ["", ""] if fla is None else [f"{fla:.1f}", f"{fla / row['us']:.2f}"]
         lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
@@ -72,11 +172,13 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--peers", default="", help="fla, which has to be installed")
+    parser.add_argument("--drawn", type=int, default=0)
     arguments = parser.parse_args()
-    rows = [line(case, arguments.rounds) for case in CASES]
-    result = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
-    arguments.out.with_suffix(".json").write_text(json.dumps(result, indent=1) + "\n")
-    arguments.out.with_suffix(".md").write_text(table(rows))
+    rows = [line(shape, arguments.rounds, arguments.peers.split(",")) for shape in [*SHAPES, *drawn(arguments.drawn)]]
+    report = {"gpu": torch.cuda.get_device_name(), "torch": torch.__version__, "date": time.strftime("%Y-%m-%d"), "rows": rows}
+    arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    arguments.out.with_suffix(".md").write_text(table(report))
 
 
 if __name__ == "__main__":

@@ -10,6 +10,7 @@
 #include "core/chunk_scan_hopper_float32.cuh"
 #include "core/cuda_target.h"
 #include "core/op.h"
+#include "core/tensor_map.h"
 
 namespace leanfleet {
 
@@ -88,28 +89,11 @@ bool runs_hopper_code(int device) {
   return version == 90;
 }
 
-// A map of a tensor as [batch][head][token][column] for boxes of 64 tokens by 64 columns. False: the driver has no such
-// function or refuses.
-bool encode_map(CUtensorMap* map, const ChunkTensor& x, int64_t heads, int64_t batch, int64_t tokens, int32_t dtype) {
-  using Encode = decltype(&cuTensorMapEncodeTiled);
-  static const auto encode = reinterpret_cast<Encode>(driver_function("cuTensorMapEncodeTiled"));
-  if (encode == nullptr) return false;
-  const cuuint64_t sizes[4] = {static_cast<cuuint64_t>(x.width), static_cast<cuuint64_t>(tokens),
-                               static_cast<cuuint64_t>(heads), static_cast<cuuint64_t>(batch)};
-  const cuuint64_t bytes[3] = {static_cast<cuuint64_t>(x.token) * 2, static_cast<cuuint64_t>(x.head) * 2,
-                               static_cast<cuuint64_t>(x.batch) * 2};
-  const cuuint32_t box[4] = {64, 64, 1, 1}, steps[4] = {1, 1, 1, 1};
-  const auto type =
-      dtype == static_cast<int32_t>(DType::kFloat16) ? CU_TENSOR_MAP_DATA_TYPE_FLOAT16 : CU_TENSOR_MAP_DATA_TYPE_BFLOAT16;
-  return encode(map, type, 4, const_cast<void*>(x.data), sizes, bytes, box, steps, CU_TENSOR_MAP_INTERLEAVE_NONE,
-                CU_TENSOR_MAP_SWIZZLE_128B, CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
-}
-
 bool encode_maps(ChunkMaps* maps, const ChunkScan& scan, const ChunkTensor& out) {
   const int64_t y_heads = static_cast<int64_t>(scan.heads / scan.x_group) * scan.y_group;
   const auto encode = [&](CUtensorMap* map, const ChunkTensor& x, int64_t heads) {
-    return encode_map(map, x, heads, scan.batch, scan.tokens, scan.dtype);
+    return encode_rows(map, x.data, {x.batch, x.head, x.token}, x.width, scan.tokens, heads, scan.batch,
+                       static_cast<DType>(scan.dtype));
   };
   return encode(&maps->x, scan.x, scan.heads) && encode(&maps->y, scan.y, y_heads) && encode(&maps->z, scan.z, y_heads) &&
          encode(&maps->out, out, scan.heads) && (scan.row_dot == nullptr || encode(&maps->source, scan.source, scan.heads));

@@ -56,6 +56,12 @@ __device__ __forceinline__ void tma_reduce_add(const CUtensorMap* map, uint32_t 
                : "memory");
   asm volatile("cp.async.bulk.commit_group;" ::: "memory");
 }
+// A run of bytes, a multiple of 16.
+__device__ __forceinline__ void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(to), "l"(from),
+               "r"(bytes), "r"(barrier)
+               : "memory");
+}
 // Until earlier copies out have read shared memory.
 __device__ __forceinline__ void tma_store_wait_read() { asm volatile("cp.async.bulk.wait_group.read 0;" ::: "memory"); }
 

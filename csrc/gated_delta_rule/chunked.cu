@@ -13,33 +13,21 @@
 
 #include <type_traits>
 
-#include "core/integers.h"
-#include "core/mma.cuh"
 #include "core/op.h"
-#include "gated_delta_rule/gated_delta_rule.h"
+#include "gated_delta_rule/tiles.cuh"
 
 namespace leanfleet::gated_delta_rule {
 
 namespace {
 
-using namespace tile;
-
-constexpr int kChunk = 64;
-constexpr int kWarps = 4, kThreads = 32 * kWarps;
 constexpr int kSlice = 16 * kWarps;  // value columns of a CTA
-constexpr int kBlock = 16;           // tokens of a block of M
-constexpr int kBlocks = kChunk / kBlock;
-constexpr float kForgotten = -104.0f;  // exp of this and less is 0
-constexpr int kSquareBytes = kChunk * kChunk * 2;
 
-// What a token has beside its rows. reset: the last token up to it that forgets all before, or -1. gc is sum + rest, from the
-// last such token on: differences of two are exact enough whatever their size.
+// What a token has beside its rows.
 struct Scalars {
-  float sum[kChunk], rest[kChunk];
+  DecaySums decay;
   float beta[kChunk], prefix[kChunk], suffix[kChunk];
   float key[kChunk], query[kChunk];  // factors of rows: 1 / length, and for queries scale too
-  int reset[kChunk];
-  float diagonal[kBlocks][kBlock][kBlock + 1];
+  alignas(16) float diagonal[kBlocks][kBlock][kDiagonalStride];
 };
 
 template <int kD>
@@ -55,22 +43,6 @@ struct Place {
   int64_t batch, begin, end, head, key_head, first_head, group;
   int first_column;
 };
-
-// Rows of a chunk into a tile of kWidth columns from `column` on, zeros where there are none.
-template <class T, int kWidth>
-__device__ __forceinline__ void fetch(uint32_t to, const T* rows, int64_t stride, int tokens, int column, int width) {
-  for (int i = static_cast<int>(threadIdx.x); i < kChunk * kWidth / 8; i += kThreads) {
-    const int row = i / (kWidth / 8), chunk = i % (kWidth / 8);
-    const bool there = row < tokens && column + chunk * 8 < width;
-    cp_async(to + chunk_offset<kChunk>(row, chunk), there ? rows + row * stride + column + chunk * 8 : rows, there ? 16 : 0);
-  }
-}
-
-template <class T>
-__device__ __forceinline__ const T* row_of(const void* data, const Strides& strides, int64_t batch, int64_t head,
-                                           int64_t token) {
-  return static_cast<const T*>(data) + batch * strides.batch + head * strides.head + token * strides.token;
-}
 
 template <class T, int kD>
 __device__ __forceinline__ void fetch_query(const Args& args, const Place& place, int64_t h, int64_t token, int tokens,
@@ -92,110 +64,46 @@ __device__ __forceinline__ void fetch_chunk(const Args& args, const Place& place
   cp_async_commit();
 }
 
-// The factor of a row: `scale`, over its length with normalize.
-template <class T, int kD>
-__device__ __forceinline__ float row_factor(uint32_t rows, int row, bool normalize, float scale) {
-  if (!normalize) return scale;
-  float squares = 0.0f;
-  for (int chunk = 0; chunk < kD / 8; ++chunk) {
-    const uint4 bits = load_16_bytes(rows + chunk_offset<kChunk>(row, chunk));
-    const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = unpack_pair(T{}, pairs[i]);
-      squares += x.x * x.x + x.y * x.y;
-    }
-  }
-  return scale * rsqrtf(squares + kUnitRowEps);
-}
-
-__device__ __forceinline__ float decay_between(const Scalars& s, int from, int to) {
-  if (from < s.reset[to]) return 0.0f;
-  const float g = (s.sum[to] - s.sum[from]) + (s.rest[to] - s.rest[from]);
-  return expf(g > 0.0f ? 0.0f : g);  // rounded above 0 at most; NaN stays NaN
-}
-
 // One warp: beta and the sums of g of `tokens` tokens; the others have 0 of both.
 __device__ __forceinline__ void take_scalars(const Args& args, const Place& place, int64_t token, int tokens, Scalars& s) {
   const int lane = static_cast<int>(threadIdx.x % 32);
-  double sum = 0.0;
-  int reset = -1;
+  float g[2] = {0.0f, 0.0f}, prefix[2];
+#pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int t = 32 * half + lane;
-    float g = 0.0f, beta = 0.0f;
-    if (t < tokens) {
-      beta = __ldg(row_of<float>(args.beta, args.beta_strides, place.batch, place.head, token + t));
-      if (args.log_decay != nullptr)
-        g = __ldg(row_of<float>(args.log_decay, args.decay_strides, place.batch, place.head, token + t));
-    }
-    const bool forgets = g <= kForgotten;
-    double own = forgets ? 0.0 : static_cast<double>(g);
-    int last = forgets ? t : -1;
-#pragma unroll
-    for (int offset = 1; offset < 32; offset *= 2) {
-      const double before = __shfl_up_sync(kFullWarp, own, offset);
-      const int earlier = __shfl_up_sync(kFullWarp, last, offset);
-      if (lane >= offset) {
-        own += before;
-        last = last > earlier ? last : earlier;
-      }
-    }
-    own += sum;
-    last = last > reset ? last : reset;
-    s.sum[t] = static_cast<float>(own);
-    s.rest[t] = static_cast<float>(own - static_cast<double>(s.sum[t]));
-    s.reset[t] = last;
-    s.beta[t] = beta;
-    s.prefix[t] = last >= 0 ? 0.0f : expf(s.sum[t]);
-    sum = __shfl_sync(kFullWarp, own, 31);
-    reset = __shfl_sync(kFullWarp, last, 31);
+    s.beta[t] = t < tokens ? __ldg(row_of<float>(args.beta, args.beta_strides, place.batch, place.head, token + t)) : 0.0f;
+    if (t < tokens && args.log_decay != nullptr)
+      g[half] = __ldg(row_of<float>(args.log_decay, args.decay_strides, place.batch, place.head, token + t));
   }
-  __syncwarp();
-  for (int t = lane; t < kChunk; t += 32) s.suffix[t] = decay_between(s, t, kChunk - 1);
+  sum_decay(g, s.decay, prefix);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    s.prefix[32 * half + lane] = prefix[half];
+    s.suffix[32 * half + lane] = decay_between(s.decay, 32 * half + lane, kChunk - 1);
+  }
 }
 
-// A lane's part of a 16 x 8 product: row lane / 4, and 8 more for elements 2 and 3; column 2 (lane % 4) + element % 2.
-__device__ __forceinline__ int fragment_row(int lane, int element) { return lane / 4 + 8 * (element / 2); }
-__device__ __forceinline__ int fragment_column(int lane, int element) { return 2 * (lane % 4) + element % 2; }
-
-// Addresses for ldmatrix of a 16 x 16 part of a tile: row 16 r .., chunks 2 c and 2 c + 1. rows_side: as the right side of a
-// product that takes the tile's rows as columns; else (transposed loads) its rows as the depth; left: as the left side.
-__device__ __forceinline__ uint32_t right_rows(uint32_t tile, int r, int c, int lane) {
-  return tile + chunk_offset<kChunk>(16 * r + lane / 16 * 8 + lane % 8, 2 * c + lane / 8 % 2);
-}
-__device__ __forceinline__ uint32_t right_depth(uint32_t tile, int r, int c, int lane) {
-  return tile + chunk_offset<kChunk>(16 * r + lane / 8 % 2 * 8 + lane % 8, 2 * c + lane / 16);
-}
-__device__ __forceinline__ uint32_t left_rows(uint32_t tile, int r, int c, int lane) { return right_depth(tile, r, c, lane); }
-
-// A 16 x 16 block of floats as the left side of a product, in two 16-bit planes, times `inverse` what they were.
+// A 16 x 16 block of floats as the left side of a product, in two 16-bit planes, times what `inverse` undoes by rows.
 template <class T>
 struct Left {
   uint32_t high[4], low[4];
-  float inverse;
+  float inverse[2];
 
-  // a, b: columns 0 to 7 and 8 to 15. float16 has few exponents: there the block is brought near 2^8 first.
+  // a, b: columns 0 to 7 and 8 to 15.
   __device__ __forceinline__ void take(const float (&a)[4], const float (&b)[4]) {
-    float factor = 1.0f;
-    inverse = 1.0f;
-    if constexpr (sizeof(T) == 2 && !std::is_same_v<T, __nv_bfloat16>) {
-      float largest = 0.0f;
+    float factor[2] = {1.0f, 1.0f};
+    inverse[0] = inverse[1] = 1.0f;
+    if constexpr (std::is_same_v<T, __half>) {
 #pragma unroll
-      for (int i = 0; i < 4; ++i) largest = fmaxf(largest, fmaxf(fabsf(a[i]), fabsf(b[i])));
-#pragma unroll
-      for (int offset = 1; offset < 32; offset *= 2) largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-      // A power of two; 0, infinity and what is too small for one stay as they are.
-      const int exponent = static_cast<int>(__float_as_uint(largest) >> 23) - 127;
-      if (exponent > -100 && exponent < 120) {
-        factor = __uint_as_float(static_cast<uint32_t>(127 + 8 - exponent) << 23);
-        inverse = __uint_as_float(static_cast<uint32_t>(127 - 8 + exponent) << 23);
-      }
+      for (int r = 0; r < 2; ++r)
+        row_scale(fmaxf(fmaxf(fabsf(a[2 * r]), fabsf(a[2 * r + 1])), fmaxf(fabsf(b[2 * r]), fabsf(b[2 * r + 1]))), factor[r],
+                  inverse[r]);
     }
     const float pairs[4][2] = {{a[0], a[1]}, {a[2], a[3]}, {b[0], b[1]}, {b[2], b[3]}};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       uint32_t planes[2];
-      split_pair<T>(factor * pairs[i][0], factor * pairs[i][1], planes);
+      split_pair<T>(factor[i % 2] * pairs[i][0], factor[i % 2] * pairs[i][1], planes);
       high[i] = planes[0], low[i] = planes[1];
     }
   }
@@ -206,7 +114,7 @@ struct Left {
     mma(T{}, sum, low, b0, b1);
     mma(T{}, sum, high, b0, b1);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) c[i] += inverse * sum[i];
+    for (int i = 0; i < 4; ++i) c[i] += inverse[i / 2] * sum[i];
   }
   __device__ __forceinline__ void multiply(float (&c)[4], uint32_t b0, uint32_t b1, uint32_t low0, uint32_t low1) const {
     float sum[4] = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -214,50 +122,16 @@ struct Left {
     mma(T{}, sum, low, b0, b1);
     mma(T{}, sum, high, b0, b1);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) c[i] += inverse * sum[i];
+    for (int i = 0; i < 4; ++i) c[i] += inverse[i / 2] * sum[i];
   }
 };
-
-// Rows 16 warp .. of X K^T, columns up to the diagonal block; X is the tile at `rows`.
-template <class T, int kD>
-__device__ __forceinline__ void pair_products(uint32_t rows, uint32_t keys, int warp, int lane, float (&c)[2 * kBlocks][4]) {
-#pragma unroll
-  for (int n = 0; n < 2 * kBlocks; ++n)
-#pragma unroll
-    for (int e = 0; e < 4; ++e) c[n][e] = 0.0f;
-#pragma unroll 2
-  for (int k = 0; k < kD / 16; ++k) {
-    uint32_t a[4];
-    load_matrices(a, left_rows(rows, warp, k, lane));
-#pragma unroll
-    for (int block = 0; block < kBlocks; ++block) {
-      if (block > warp) continue;
-      uint32_t b[4];
-      load_matrices(b, right_rows(keys, block, k, lane));
-      mma(T{}, c[2 * block], a, b[0], b[1]);
-      mma(T{}, c[2 * block + 1], a, b[2], b[3]);
-    }
-  }
-}
-
-// Two neighbouring numbers of a square tile; column is even.
-__device__ __forceinline__ void store_pair(uint32_t tile, int row, int column, uint32_t pair) {
-  store_4_bytes(tile + chunk_offset<kChunk>(row, column / 8) + column % 8 * 2, pair);
-}
-template <class T>
-__device__ __forceinline__ void store_planes(uint32_t high, uint32_t low, int row, int column, float x, float y) {
-  uint32_t planes[2];
-  split_pair<T>(x, y, planes);
-  store_pair(high, row, column, planes[0]);
-  store_pair(low, row, column, planes[1]);
-}
 
 // This warp's rows of the tiles of -M, in two planes, with the inverse of I + M's block in place of the diagonal one.
 template <class T, int kD>
 __device__ __forceinline__ void make_system(uint32_t keys, uint32_t high, uint32_t low, Scalars& s, int warp, int lane) {
   float c[2 * kBlocks][4];
   pair_products<T, kD>(keys, keys, warp, lane, c);
-  float (&diagonal)[kBlock][kBlock + 1] = s.diagonal[warp];
+  float (&diagonal)[kBlock][kDiagonalStride] = s.diagonal[warp];
 #pragma unroll
   for (int n = 0; n < 2 * kBlocks; ++n) {
     if (n / 2 > warp) continue;
@@ -268,7 +142,7 @@ __device__ __forceinline__ void make_system(uint32_t keys, uint32_t high, uint32
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         const int from = first + i;
-        m[i] = from < t ? -s.beta[t] * s.key[t] * s.key[from] * decay_between(s, from, t) * c[n][e + i] : 0.0f;
+        m[i] = from < t ? -s.beta[t] * s.key[t] * s.key[from] * decay_between(s.decay, from, t) * c[n][e + i] : 0.0f;
       }
       if (n / 2 < warp) {
         store_planes<T>(high, low, t, first, m[0], m[1]);
@@ -279,21 +153,7 @@ __device__ __forceinline__ void make_system(uint32_t keys, uint32_t high, uint32
     }
   }
   __syncwarp();
-  // Lane j below 16 finds column j of the inverse: x_i = [i == j] + sum of -M_il x_l.
-  float x[kBlock];
-  const int j = lane % kBlock;
-#pragma unroll
-  for (int i = 0; i < kBlock; ++i) {
-    x[i] = i == j ? 1.0f : 0.0f;
-#pragma unroll
-    for (int l = 0; l < i; ++l) x[i] += diagonal[i][l] * x[l];
-  }
-  __syncwarp();
-  if (lane < kBlock) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) diagonal[i][j] = x[i];
-  }
-  __syncwarp();
+  invert_block(diagonal, lane);
 #pragma unroll
   for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -318,7 +178,7 @@ __device__ __forceinline__ void make_scores(uint32_t queries, uint32_t keys, uin
       float p[2];
 #pragma unroll
       for (int i = 0; i < 2; ++i)
-        p[i] = first + i <= t ? s.query[t] * s.key[first + i] * decay_between(s, first + i, t) * c[n][e + i] : 0.0f;
+        p[i] = first + i <= t ? s.query[t] * s.key[first + i] * decay_between(s.decay, first + i, t) * c[n][e + i] : 0.0f;
       store_pair(scores, t, first, pack_pair(T{}, p[0], p[1]));
     }
   }

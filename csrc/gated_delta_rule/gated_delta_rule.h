@@ -7,6 +7,7 @@
 
 namespace leanfleet {
 struct CudaTarget;
+class Workspace;
 }  // namespace leanfleet
 
 namespace leanfleet::gated_delta_rule {
@@ -42,14 +43,19 @@ struct CpuPlan {
   int64_t ranges, range_width;
 };
 
-// On CUDA: token by token with the state in registers, for D up to kCudaMaxKeyWidth. Needs no workspace; returns the
-// cudaError_t of the launches. recurrence_blocks: its CTAs, which must be less than 2^31.
+// On CUDA: chooses a kernel, for D up to kCudaMaxKeyWidth, and returns the cudaError_t of the launches. Asks `ws` first, and
+// returns then if it is counting. The kernel that takes all calls goes token by token with the state in registers;
+// recurrence_blocks: its CTAs, which must be less than 2^31.
 constexpr int64_t kCudaMaxKeyWidth = 256;
 int64_t recurrence_blocks(const Args& args);
-int launch_recurrence(const Args& args, const CudaTarget& target);
-// In chunks on tensor cores, for 16-bit prompts with a decay of each token; launch_recurrence chooses between the two.
+int launch_recurrence(const Args& args, const CudaTarget& target, Workspace& ws);
+// In chunks on tensor cores, for 16-bit prompts with a decay of each token.
 constexpr int64_t kChunkedTokens = 32;  // a request, below which the recurrence is taken
 bool chunked_fits(const Args& args, int device);
 int launch_chunked(const Args& args, const CudaTarget& target);
+// The same on Hopper in two kernels, the first of which takes all chunks at once. prompt_fits sees no addresses, so that
+// whether launch_prompt launched anything depends on these.
+bool prompt_fits(const Args& args, const CudaTarget& target);
+int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, bool* launched);
 
 }  // namespace leanfleet::gated_delta_rule

@@ -54,7 +54,7 @@ Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
   if (offsets.present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, offsets, call.dims[kDimN]));
   LEANFLEET_RETURN_IF_ERROR(check_beta(call));
-  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP]);
+  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], offsets);
   return {};
 }
 
@@ -137,8 +137,7 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     return call.unsupported(
         "there are requests x Hv x Dv = " + std::to_string(args.requests * args.v_heads * args.value_width) +
         " columns of states; on CUDA they are less than 2^35, larger calls run on the CPU");
-  if (ws.counting()) return {};
-  return cuda_status(call, "launching the recurrence", launch_recurrence(args, target));
+  return cuda_status(call, "launching the recurrence", launch_recurrence(args, target, ws));
 }
 #else
 constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;

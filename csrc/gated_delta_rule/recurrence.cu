@@ -296,9 +296,10 @@ int64_t recurrence_blocks(const Args& args) {
   return args.requests * args.v_heads * ceil_div(wanted, wanted < kWarps ? wanted : int64_t{kWarps});
 }
 
-int launch_recurrence(const Args& args, const CudaTarget& target) {
-  static_assert(8 * kGroupRows == kCudaMaxKeyWidth);
-  const auto stream = static_cast<cudaStream_t>(target.stream);
+namespace {
+
+// What no request names: rows of the pool stay as they are, tokens become 0.
+cudaError_t keep_what_is_not_named(const Args& args, cudaStream_t stream) {
   const int64_t state_floats = args.v_heads * args.key_width * args.value_width;
   if (args.state_index != nullptr && args.final_state != nullptr && args.final_state != args.initial_state) {
     const cudaError_t error =
@@ -306,12 +307,26 @@ int launch_recurrence(const Args& args, const CudaTarget& target) {
                         sizeof(float) * static_cast<size_t>(args.state_rows * state_floats), cudaMemcpyDeviceToDevice, stream);
     if (error != cudaSuccess) return error;
   }
-  if (args.cu_seqlens != nullptr) {  // tokens of no request
-    const int64_t elements = args.batch * args.heads * args.tokens * args.value_width;
-    const cudaError_t error =
-        cudaMemsetAsync(args.output, 0, static_cast<size_t>(elements * element_size(static_cast<DType>(args.dtype))), stream);
+  if (args.cu_seqlens == nullptr) return cudaSuccess;
+  const int64_t elements = args.batch * args.heads * args.tokens * args.value_width;
+  return cudaMemsetAsync(args.output, 0, static_cast<size_t>(elements * element_size(static_cast<DType>(args.dtype))), stream);
+}
+
+}  // namespace
+
+int launch_recurrence(const Args& args, const CudaTarget& target, Workspace& ws) {
+  static_assert(8 * kGroupRows == kCudaMaxKeyWidth);
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  if (!ws.counting()) {
+    const cudaError_t error = keep_what_is_not_named(args, stream);
     if (error != cudaSuccess) return error;
   }
+  if (prompt_fits(args, target)) {
+    bool launched = false;
+    const int failed = launch_prompt(args, target, ws, &launched);
+    if (failed != cudaSuccess || launched) return failed;
+  }
+  if (ws.counting()) return cudaSuccess;
   if (chunked_fits(args, target.device)) return launch_chunked(args, target);
   switch (static_cast<DType>(args.dtype)) {
     case DType::kFloat32: return launch_type<float>(args, stream);

@@ -595,7 +595,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
 }
 
 // args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the SMs may do.
-// Compiled by direct_launch.cu.in, a source file an instance.
+// Compiled by direct_launch.cu.in, a source file a type.
 template <class T, int kWidth>
 int launch_direct(const Args& args, bool clusters, bool few_tokens, void* stream);
 

@@ -656,7 +656,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
 }
 
 // Launches the kernel for one element type and width (64 or 128, at least D and Dv); args.plan holds the tile. Compiled by
-// wgmma_launch.cu.in, a source file an instance.
+// wgmma_launch.cu.in, a source file a type.
 template <class T, int kWidth>
 int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
                  void* stream);

@@ -1,13 +1,14 @@
 """CUDA kernels run by host threads (support.simulated_gpu), where the CUDA headers are: no GPU is needed."""
 
 import ctypes
+import shutil
 import subprocess
 
 import pytest
 import torch
 
 from leanfleet.export import reference
-from support import delta_cases
+from support import conv_cases, delta_cases
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.paths import ROOT
 
@@ -47,21 +48,56 @@ def test_gated_activation(gated_activation, dtype):
 
 
 @pytest.fixture(scope="module")
+def causal_conv(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), ["CausalConv"])
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_causal_conv(causal_conv, dtype):
+    """Steps and prompts; whole vectors and single channels; requests of some tokens, packed ones and pools, in place too."""
+    attrs = {"return_state": 1, "activation": "silu"}
+    for n, options in (
+        (1, dict(c=64, pool=True)),
+        (2, dict(c=7, past=4, state=True, bias=True)),
+        (37, dict(c=2056, state=True)),
+        (40, dict(c=24, lens=(40, 1), state=True)),
+        (40, dict(c=24, lens=(0, 33))),
+        (50, dict(c=16, packed=[3, 8, 8, 45], pool=True, bias=True)),
+        (50, dict(c=5, past=20, packed=[0, 1, 50], state=True)),
+        (20, dict(c=8, packed=[0, 0, 0])),
+    ):
+        for in_place in (False, True):
+            inputs = conv_cases.make(n, dtype=dtype, **options)
+            given = {name: x.clone() for name, x in inputs.items()}
+            found = run_simulated(causal_conv, conv_cases.NAME, given, attrs, in_place=in_place)
+            conv_cases.assert_right(found, inputs, attrs)
+
+
+@pytest.fixture(scope="module")
 def delta_rule(tmp_path_factory):
     return build(tmp_path_factory.mktemp("simulated"), ["GatedDeltaRule"])
 
 
-def products(folder):
-    """mma.sync that the library's kernels have run so far."""
-    count = ctypes.CDLL(str(folder / "libleanfleet.so")).leanfleet_simulated_products
+@pytest.fixture(scope="module")
+def delta_rule_before_hopper(delta_rule, tmp_path_factory):
+    """The same library for a GPU of 8.0."""
+    folder = tmp_path_factory.mktemp("simulated")
+    shutil.copy(delta_rule / "libleanfleet.so", folder)
+    return folder
+
+
+def products(folder, kind="products"):
+    """mma.sync (with "group_products" wgmma) that the library's kernels have run so far."""
+    count = getattr(ctypes.CDLL(str(folder / "libleanfleet.so")), f"leanfleet_simulated_{kind}")
     count.restype = ctypes.c_uint64
     return count()
 
 
-def check_delta_rule(folder, inputs, attrs, in_place=False):
+def check_delta_rule(folder, inputs, attrs, in_place=False, **options):
     given = {name: x.clone() for name, x in inputs.items()}
-    found = run_simulated(folder, delta_cases.NAME, given, attrs, in_place=in_place)
+    found = run_simulated(folder, delta_cases.NAME, given, attrs, in_place=in_place, **options)
     delta_cases.assert_near(found, inputs, attrs)
+    return found
 
 
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
@@ -86,15 +122,71 @@ def test_gated_delta_rule_by_recurrence(delta_rule, dtype):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_gated_delta_rule_in_chunks(delta_rule, dtype):
+def test_gated_delta_rule_in_chunks(delta_rule_before_hopper, dtype):
     """Prompts on tensor cores: whole chunks and ends of them, packed requests with tokens of none, pools."""
-    before = products(delta_rule)
+    folder = delta_rule_before_hopper
+    before = products(folder)
     for n, d, dv, v_first in ((64, 64, 64, 0), (70, 128, 40, 1)):
         inputs = delta_cases.make(n, b=1, heads=(1, 1, 2), d=d, dv=dv, dtype=dtype, state=True, v_first=v_first)
-        check_delta_rule(delta_rule, inputs, {"return_state": 1, "state_v_first": v_first, "normalize_qk": 1})
+        check_delta_rule(folder, inputs, {"return_state": 1, "state_v_first": v_first, "normalize_qk": 1}, major=8)
     for pool in (False, True):
         inputs = delta_cases.make(
             140, packed=[3, 8, 135], heads=(1, 1, 2), d=32, dv=40, dtype=dtype, pool=pool, state=True, layout="bnhd"
         )
-        check_delta_rule(delta_rule, inputs, {"return_state": 1, "layout": "bnhd"})
-    assert products(delta_rule) > before
+        check_delta_rule(folder, inputs, {"return_state": 1, "layout": "bnhd"}, major=8)
+    assert products(folder) > before
+    assert products(folder, "group_products") == 0
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_gated_delta_rule_on_hopper(delta_rule, dtype):
+    """The same in two kernels: ends of chunks, one and several windows, several slices, all kinds of shared heads."""
+    before = products(delta_rule, "group_products")
+    for n, b, heads, d, dv, v_first in (
+        (64, 1, (1, 1, 1), 64, 64, 0),
+        (150, 1, (1, 1, 3), 128, 72, 1),
+        (130, 2, (2, 2, 6), 96, 24, 0),
+        (70, 1, (4, 1, 2), 64, 16, 0),
+        (70, 1, (1, 1, 6), 32, 8, 1),
+    ):
+        inputs = delta_cases.make(n, b=b, heads=heads, d=d, dv=dv, dtype=dtype, state=True, v_first=v_first, unit=False)
+        check_delta_rule(delta_rule, inputs, {"return_state": 1, "state_v_first": v_first, "normalize_qk": 1})
+    check_delta_rule(delta_rule, inputs, {"state_v_first": 1, "normalize_qk": 1})  # the last state is not asked for
+    for decay in (None, -100.0, float("-inf")):
+        inputs = delta_cases.make(66, b=1, heads=(1, 1, 1), d=64, dv=16, dtype=dtype, decay=decay)
+        check_delta_rule(delta_rule, inputs, {"return_state": 1, "normalize_qk": 1})
+    assert products(delta_rule, "group_products") > before
+
+
+@pytest.mark.parametrize("seed", (0, 1))
+@pytest.mark.parametrize("in_place", (False, True))
+def test_gated_delta_rule_on_hopper_packed(delta_rule, in_place, seed):
+    """Requests of 0, 1, 63, 64, 65 and 200 tokens between tokens of none, more than a window has chunks; rows of the pool that
+    no request names stay as they are, and one outside it is zeros."""
+    before = products(delta_rule, "group_products")
+    offsets = [3, 3, 4, 67, 131, 196, 396]
+    for dtype, heads in (("bfloat16", (2, 1, 1)), ("float16", (1, 1, 2))):
+        inputs = delta_cases.make(400, packed=offsets, heads=heads, d=32, dv=40, dtype=dtype, pool=True, layout="bnhd")
+        inputs["state_index"][2] = 17
+        attrs = {"return_state": 1, "layout": "bnhd", "normalize_qk": 1}
+        found = check_delta_rule(delta_rule, inputs, attrs, in_place=in_place, seed=seed)
+        others = [row for row in range(9) if row not in inputs["state_index"].tolist()]
+        assert torch.equal(found["final_state"][others], inputs["initial_state"][others])
+    assert products(delta_rule, "group_products") > before
+
+
+@pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state"))
+def test_gated_delta_rule_on_hopper_keeps_what_is_not_finite_in_its_head(delta_rule, role):
+    for dtype, bad in (("bfloat16", float("nan")), ("float16", float("inf"))):
+        inputs = delta_cases.make(70, heads=(2, 2, 4), d=16, dv=24, dtype=dtype, state=True)
+        attrs = {"return_state": 1, "normalize_qk": 1}
+        clean = run_simulated(delta_rule, delta_cases.NAME, inputs, attrs)
+        inputs[role] = inputs[role].clone()
+        inputs[role][1, 1].view(-1)[-1 if role == "initial_state" else 0] = bad
+        found = run_simulated(delta_rule, delta_cases.NAME, inputs, attrs)
+        states = {"query": (2, 3), "key": (2, 3)}.get(role, (1,))
+        for name, x in found.items():
+            assert torch.equal(x[0], clean[name][0])
+            for head in set(range(4)) - set(states):
+                assert torch.equal(x[1, head], clean[name][1, head]), (name, head)
+        assert not found["output"][1, states[0]].isfinite().all()

@@ -51,6 +51,54 @@ def test_lengths(n, dtype):
     check(inputs, {"state_v_first": 1})  # the last state is not asked for
 
 
+def kernels_of(inputs, attrs):
+    """Names of the kernels that a call launches."""
+    launches = Launches(NAME, {name: x.to(DEVICE) for name, x in inputs.items()}, attrs)
+    launches.run()
+    torch.cuda.synchronize()
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
+        launches.run()
+        torch.cuda.synchronize()
+    return " ".join(event.key for event in profile.key_averages())
+
+
+def test_which_kernel_runs():
+    """Steps, float32 and decays of each key dimension go token by token, other prompts in chunks."""
+    hopper = torch.cuda.get_device_capability() == (9, 0)
+    for n, options, chunks in (
+        (200, {"dtype": "bfloat16"}, True),
+        (200, {"dtype": "float16"}, True),
+        (4, {"dtype": "bfloat16"}, False),
+        (200, {"dtype": "float32"}, False),
+        (200, {"dtype": "bfloat16", "decay": "key"}, False),
+    ):
+        names = kernels_of(make(n, d=128, dv=128, **options), {"normalize_qk": 1})
+        assert ("RecurrenceKernel" in names) == (not chunks), names
+        assert ("StatesKernel" in names) == (chunks and hopper), names
+        assert ("ChunkedKernel" in names) == (chunks and not hopper), names
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("heads", ((4, 1, 2), (8, 2, 4), (2, 2, 6), (1, 1, 5)), ids=str)
+def test_prompts(heads, dtype):
+    """Long ones, of whole and of cut widths, in both layouts."""
+    for n, d, dv, layout in ((700, 128, 128, "bhnd"), (130, 128, 256, "bnhd"), (129, 72, 104, "bnhd"), (65, 64, 8, "bhnd")):
+        inputs = make(n, heads=heads, d=d, dv=dv, dtype=dtype, layout=layout, state=True, unit=False)
+        check(inputs, {"normalize_qk": 1, "return_state": 1, "layout": layout})
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("in_place", (False, True))
+def test_packed_prompts(in_place, dtype):
+    """Of 0, 1, 63, 64, 65 and 200 tokens between tokens of none, with states in a pool."""
+    for heads, d, dv in (((2, 2, 6), 128, 128), ((4, 1, 2), 64, 40)):
+        inputs = make(400, packed=[3, 3, 4, 67, 131, 196, 396], heads=heads, d=d, dv=dv, dtype=dtype, pool=True)
+        inputs["state_index"][2] = 17
+        found = check(inputs, {"normalize_qk": 1, "return_state": 1}, in_place=in_place)
+        others = [row for row in range(9) if row not in inputs["state_index"].tolist()]
+        assert torch.equal(found["final_state"][others].cpu(), inputs["initial_state"][others])
+
+
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
 def test_packed_requests(layout):
     """Also requests without tokens, and tokens of no request, which are NaN and have output 0."""

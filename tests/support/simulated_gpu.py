@@ -1,8 +1,10 @@
 """CUDA kernels without a GPU: libleanfleet.so of some operators in which g++ compiled the kernels, and host threads run them.
 
 tests/cpp/simulated_gpu says how. It takes kernels that live on shuffles, barriers, shared memory, mma.sync, ldmatrix and
-cp.async. What it finds: wrong results, barriers that not all threads reach, and results that depend on the order of threads. It says
-nothing about speed, nor about how the compiler of a GPU rounds.
+cp.async, and of Hopper's instructions on mbarriers, tensor copies and wgmma with its left side in registers. What it finds:
+wrong results, barriers that not all threads reach, and results that depend on the order of threads. It says nothing about
+speed, nor about how the compiler of a GPU rounds, and Hopper's copies and products are done at once, so that a missing wait for
+them does not show.
 """
 
 import os
@@ -20,6 +22,8 @@ from support.paths import ROOT
 CSRC, DEVICE = ROOT / "csrc", ROOT / "tests" / "cpp" / "simulated_gpu"
 LAUNCH = re.compile(r"([A-Za-z_]\w*(?:<[^;(){}]*?>)?)\s*<<<(.*?)>>>\s*\(", re.DOTALL)
 INSTRUCTIONS = set(re.findall(r"\bptx_\w+", (DEVICE / "device.h").read_text()))
+PLACES = {"threadIdx": "thread", "blockIdx": "block", "blockDim": "threads", "gridDim": "blocks"}
+PLACE = re.compile(rf"(?<![.\w])({'|'.join(PLACES)})\b")
 ASM = re.compile(r"\basm(?:\s+volatile)?\s*\(")
 SHARED = re.compile(r"extern __shared__\s+(?:(?:alignas|__align__)\(\d+\)\s+)?([\w ]+?)\s+(\w+)\[\];")
 
@@ -41,6 +45,7 @@ def translated(text):
     """CUDA as C++: launches, dynamic shared memory, and inline PTX as a call of the function of device.h that is named after
     the instruction, with its operands in their order."""
     text = LAUNCH.sub(r"simulated::launch(\1, \2)(", text)
+    text = PLACE.sub(lambda found: f"(simulated::place().{PLACES[found[1]]})", text)
     text = SHARED.sub(r"\1* const \2 = static_cast<\1*>(simulated::dynamic_shared());", text)
     parts, end = [], 0
     for found in ASM.finditer(text):
@@ -94,7 +99,8 @@ def build(folder, operators):
         sources += [*sorted((CSRC / home).glob("*.cpp")), *sorted((CSRC / home).glob("*.cu"))]
     # Inline variables are one for all libraries of a process, unless they are not unique.
     shared = ["-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-    return compile_files(folder, sources, "libleanfleet.so", *shared, "-DLEANFLEET_CUDA", "-DLEANFLEET_ISA=baseline")
+    given = ["-DLEANFLEET_CUDA", "-DLEANFLEET_ISA=baseline", "-DLEANFLEET_WINDOW_BYTES=131072"]
+    return compile_files(folder, sources, "libleanfleet.so", *shared, *given)
 
 
 def compile_files(folder, sources, output, *options):
@@ -102,7 +108,9 @@ def compile_files(folder, sources, output, *options):
     for header in CSRC.glob("*/*.cuh"):
         copy = folder / header.relative_to(CSRC)
         copy.parent.mkdir(exist_ok=True)
-        copy.write_text(f'#line 1 "{header}"\n' + translated(header.read_text()))
+        own = DEVICE / header.name  # one whose instructions are simulated as functions
+        text = own.read_text() if own.exists() else translated(header.read_text())
+        copy.write_text(f'#line 1 "{own if own.exists() else header}"\n' + text)
     files = [DEVICE / "device.cpp"]
     for source in sources:
         if source.suffix == ".cu":
@@ -110,7 +118,7 @@ def compile_files(folder, sources, output, *options):
             copy.write_text(f'#include "device.h"\n#line 1 "{source}"\n' + translated(source.read_text()))
             source = copy
         files.append(source)
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-w", f"-I{folder}", f"-I{CSRC}", f"-I{DEVICE}"]
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-w", f"-I{folder}", f"-I{CSRC}", f"-I{DEVICE}"]
     command += ["-isystem", cuda_include(), *options, "-o", folder / output, *files, "-lpthread", "-Wl,-z,defs"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
@@ -126,7 +134,9 @@ def _entry(name):
     return text[start : end.start() + 1 if end else len(text)]
 
 
-def run_simulated(folder, op_name, inputs, attrs=None, seed=0, **options):
-    """support.kernels.run_kernel with the library of build(), whose CUDA kernels take the host's tensors."""
-    with mock.patch.dict(os.environ, LEANFLEET_LIBRARY_DIR=str(folder), LEANFLEET_SIMULATED_SEED=str(seed)):
+def run_simulated(folder, op_name, inputs, attrs=None, seed=0, major=9, **options):
+    """support.kernels.run_kernel with the library of build(), whose CUDA kernels take the host's tensors. major: the GPU's
+    generation, which a copy of the library asks for once."""
+    told = {"LEANFLEET_SIMULATED_SEED": str(seed), "LEANFLEET_SIMULATED_MAJOR": str(major)}
+    with mock.patch.dict(os.environ, LEANFLEET_LIBRARY_DIR=str(folder), **told):
         return run_kernel(op_name, inputs, attrs, simulated=True, **options)

@@ -57,9 +57,18 @@ def methods():
     return "\n".join(line for report in read("linear_methods_*_h200.json") for line in tables(report))
 
 
+def gated_delta_rule():
+    return script("kernels.gated_delta_rule").table(*read("gated_delta_rule_h200.json"))
+
+
 def linearise():
     (report,) = read("linearise_cpu.json")
     return script("models.linearise").table(report)
+
+
+def quantised_weights():
+    (report,) = read("quantised_weights_cpu.json")
+    return script("models.quantised_weights").table(report)
 
 
 @pytest.mark.parametrize(
@@ -71,7 +80,9 @@ def linearise():
         ("linear_attention_h200", linear_attention),
         ("linear_methods_h200", methods),
         ("ort_cuda_h200", ort_cuda),
+        ("gated_delta_rule_h200", gated_delta_rule),
         ("linearise_cpu", linearise),
+        ("quantised_weights_cpu", quantised_weights),
         ("cpu_avx2", cpu("avx2")),
         ("cpu_avx512", cpu("avx512")),
     ),

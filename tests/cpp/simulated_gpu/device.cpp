@@ -1,6 +1,7 @@
 // The scheduler of device.h, and the CUDA runtime functions that the host code around kernels calls.
 #include "device.h"
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <setjmp.h>
 #include <ucontext.h>
@@ -57,13 +58,17 @@ struct Block {
   const std::function<void()>* body = nullptr;
   int current = 0, alive = 0, at_barrier = 0, votes = 0, counted = 0;
   unsigned generation = 0;
+  struct Named {
+    int arrived = 0;
+    unsigned generation = 0;
+  } named[16];
   bool progress = false, failed = false;
 };
 
 Block* block = nullptr;  // the CTA that runs: one at a time
 std::mutex launches;
 cudaError_t last_error = cudaSuccess;
-uint64_t products = 0;
+uint64_t products = 0, group_products = 0;
 
 std::mt19937& order() {
   static std::mt19937 generator([] {
@@ -136,6 +141,20 @@ int block_votes(bool vote) {
 
 void block_barrier() { block_votes(false); }
 
+void named_barrier(int id, int threads, bool waits) {
+  Block::Named& barrier = block->named[id];
+  const unsigned generation = barrier.generation;
+  if (++barrier.arrived == threads) {
+    barrier.arrived = 0;
+    ++barrier.generation;
+    block->progress = true;
+  }
+  while (waits && barrier.generation == generation) wait();
+}
+void pause() { wait(); }
+void note_progress() { block->progress = true; }
+uint32_t shared_base() { return static_cast<uint32_t>(kBelow); }
+
 void exchange(unsigned mask, const void* mine, void* all, size_t bytes) {
   Meeting& m = block->warps[static_cast<size_t>(block->current / kWarp)][mask];
   const int self = lane();
@@ -155,6 +174,7 @@ uint32_t shared_address(const void* pointer) {
 }
 
 void count_product() { ++products; }
+void count_group_product() { ++group_products; }
 
 void unsupported() {
   block->failed = true;
@@ -206,6 +226,7 @@ void run(dim3 blocks, dim3 threads, size_t shared_bytes, const std::function<voi
         b.warps.assign((count + kWarp - 1) / kWarp, {});
         b.alive = static_cast<int>(count);
         b.at_barrier = b.votes = 0;
+        for (Block::Named& named : b.named) named = {};
         for (size_t i = 0; i < count; ++i) {
           Thread& t = b.threads[i];
           const auto n = static_cast<unsigned>(i);
@@ -231,6 +252,8 @@ extern "C" {
 
 // How many mma.sync the library's kernels have run, a warp's as one: whether a kernel on tensor cores was taken.
 uint64_t leanfleet_simulated_products() { return simulated::products / simulated::kWarp; }
+// The same of wgmma.
+uint64_t leanfleet_simulated_group_products() { return simulated::group_products / simulated::kWarp; }
 
 cudaError_t cudaGetLastError() { return std::exchange(simulated::last_error, cudaSuccess); }
 cudaError_t cudaPeekAtLastError() { return simulated::last_error; }
@@ -246,11 +269,15 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-// An H200's.
+// An H200's, or those of the generation that LEANFLEET_SIMULATED_MAJOR tells.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
   switch (attribute) {
     case cudaDevAttrMultiProcessorCount: *value = 132; return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor: *value = 9; return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor: {
+      const char* major = std::getenv("LEANFLEET_SIMULATED_MAJOR");
+      *value = major != nullptr ? std::atoi(major) : 9;
+      return cudaSuccess;
+    }
     case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(simulated::kMostShared); return cudaSuccess;
     default: return cudaErrorInvalidValue;
@@ -269,10 +296,24 @@ cudaError_t cudaStreamIsCapturing(cudaStream_t, cudaStreamCaptureStatus* status)
   *status = cudaStreamCaptureStatusNone;
   return cudaSuccess;
 }
-cudaError_t cudaGetDriverEntryPointByVersion(const char*, void** function, unsigned, unsigned long long,
+CUresult simulated_encode_tiled(CUtensorMap* map, CUtensorMapDataType, cuuint32_t rank, void* data, const cuuint64_t* sizes,
+                                const cuuint64_t* strides, const cuuint32_t*, const cuuint32_t*, CUtensorMapInterleave,
+                                CUtensorMapSwizzle, CUtensorMapL2promotion, CUtensorMapFloatOOBfill) {
+  if (rank != 4 || reinterpret_cast<uintptr_t>(data) % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+  simulated::TensorMap to = {static_cast<const char*>(data), {}, {}};
+  std::copy(sizes, sizes + 4, to.sizes);
+  std::copy(strides, strides + 3, to.strides);
+  for (const uint64_t stride : to.strides)
+    if (stride % 16 != 0) return CUDA_ERROR_INVALID_VALUE;
+  static_assert(sizeof(to) <= sizeof(*map));
+  std::memcpy(map, &to, sizeof(to));
+  return CUDA_SUCCESS;
+}
+cudaError_t cudaGetDriverEntryPointByVersion(const char* name, void** function, unsigned, unsigned long long,
                                              cudaDriverEntryPointQueryResult* found) {
-  *function = nullptr;
-  *found = cudaDriverEntryPointSymbolNotFound;
+  const bool known = std::strcmp(name, "cuTensorMapEncodeTiled") == 0;
+  *function = known ? reinterpret_cast<void*>(simulated_encode_tiled) : nullptr;
+  *found = known ? cudaDriverEntryPointSuccess : cudaDriverEntryPointSymbolNotFound;
   return cudaSuccess;
 }
 }

@@ -43,6 +43,16 @@ void copy_later(uint32_t to, const void* from, int size, int read);
 void commit_copies();
 void wait_for_copies(size_t groups);
 void count_product();
+void count_group_product();
+// Barriers by number: whether to wait too. For instructions that wait in a loop: a pause, and what ends the others' waits.
+void named_barrier(int id, int threads, bool waits);
+void pause();
+void note_progress();
+uint32_t shared_base();  // what address 0 of the window of shared memory is here
+struct TensorMap {       // what a CUtensorMap holds: of 16-bit elements, strides in bytes without the first
+  const char* data;
+  uint64_t sizes[4], strides[3];
+};
 void unsupported();  // an instruction that is not simulated: ends the launch
 void run(dim3 blocks, dim3 threads, size_t shared_bytes, const std::function<void()>& thread);
 
@@ -156,6 +166,9 @@ void multiply(float* const (&to)[4], const uint32_t (&mine)[6], const float (&ad
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, __half)
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
 #undef LEANFLEET_MMA
+inline void ptx_griddepcontrol_wait() {}
+inline void ptx_griddepcontrol_launch_dependents() {}
+inline void ptx_fence_mbarrier_init_release_cluster() {}
 inline void ptx_ex2_approx_ftz_f32(float& y, float x) { y = std::exp2(x); }
 
 }  // namespace simulated
@@ -164,12 +177,21 @@ template <class... Parameters>
 cudaError_t cudaFuncSetAttribute(void (*)(Parameters...), cudaFuncAttribute, int) {
   return cudaSuccess;
 }
+template <class... Parameters>
+cudaError_t cudaFuncGetAttributes(cudaFuncAttributes* attributes, void (*)(Parameters...)) {
+  attributes->ptxVersion = 90;
+  return cudaSuccess;
+}
+namespace simulated {
+template <class... Parameters, class... Arguments>
+cudaError_t launch_ex(const cudaLaunchConfig_t* config, void (*kernel)(Parameters...), Arguments... arguments) {
+  launch(kernel, config->gridDim, config->blockDim, config->dynamicSmemBytes)(arguments...);
+  return cudaGetLastError();
+}
+}  // namespace simulated
+#define cudaLaunchKernelEx simulated::launch_ex
+#define __CUDA_ARCH_FEAT_SM90_ALL 1
 inline size_t __cvta_generic_to_shared(const void* pointer) { return simulated::shared_address(pointer); }
-
-#define threadIdx (simulated::place().thread)
-#define blockIdx (simulated::place().block)
-#define blockDim (simulated::place().threads)
-#define gridDim (simulated::place().blocks)
 
 inline void __syncthreads() { simulated::block_barrier(); }
 inline int __syncthreads_count(int vote) { return simulated::block_votes(vote != 0); }

@@ -1,0 +1,77 @@
+// Long prompts on Hopper go in two kernels. prepare.cu makes, for all chunks of 64 tokens at once, what does not depend on
+// states; states.cu then takes each state from chunk to chunk. Between the two are these records in global memory. Rows past a
+// request's end are 0 in them.
+#pragma once
+
+#include "core/integers.h"
+#include "gated_delta_rule/gated_delta_rule.h"
+#include "gated_delta_rule/tiles.cuh"
+
+namespace leanfleet::gated_delta_rule {
+
+// Of a chunk and a value head: (I + M)^-1 diag(beta) as two 16-bit tiles whose sum it is; factors of rows of K S, of those of U
+// that enter the state, and of the state.
+struct alignas(128) System {
+  unsigned char high[kSquareBytes], low[kSquareBytes];
+  float from_state[kChunk], to_state[kChunk];
+  float kept, unused[31];
+};
+// Of a chunk and a head of the output: P as a tile, and the factors of rows of Q S.
+struct alignas(128) Scores {
+  unsigned char tile[kSquareBytes];
+  float from_state[kChunk];
+};
+static_assert(sizeof(System) % 128 == 0 && sizeof(Scores) % 128 == 0);
+
+// Chunks have slots. Without offsets those of all requests alternate; with them chunk c of a request that begins at token b has
+// slot b / 64 + request + c, so that no request's depend on the lengths of those before it. Windows of slots are walked one
+// after another, which bounds the workspace.
+struct Prompt {
+  Args args;
+  System* systems;  // [slot of the window][value head]
+  Scores* scores;   // [slot of the window][head of the output]
+  float* carried;   // [request or, with offsets, window % 2][value head][slice]: states between windows; null: one window
+  int64_t first_slot, slots;
+  int64_t window;
+};
+
+struct Span {
+  int64_t begin, end;
+};
+__device__ __forceinline__ Span tokens_of_request(const Args& args, int64_t request) {
+  if (args.cu_seqlens == nullptr) return {0, args.tokens};
+  const int64_t begin = clamped_offset(args.cu_seqlens, request, args.tokens);
+  const int64_t end = clamped_offset(args.cu_seqlens, request + 1, args.tokens);
+  return {begin, end > begin ? end : begin};
+}
+__device__ __forceinline__ int64_t slot_of(const Args& args, int64_t request, int64_t begin, int64_t chunk) {
+  return args.cu_seqlens == nullptr ? chunk * args.requests + request : begin / kChunk + request + chunk;
+}
+
+struct ChunkPlace {
+  int64_t batch, token;
+  int tokens;  // 0: no chunk has this slot
+};
+__device__ __forceinline__ ChunkPlace chunk_of(const Args& args, int64_t slot) {
+  if (args.cu_seqlens == nullptr) {
+    const int64_t token = slot / args.requests * kChunk, left = args.tokens - token;
+    return {slot % args.requests, token, static_cast<int>(left < kChunk ? left : kChunk)};
+  }
+  // The last request whose first slot is not after this one.
+  int64_t low = 0, high = args.requests;
+  while (high - low > 1) {
+    const int64_t middle = (low + high) / 2;
+    if (slot_of(args, middle, clamped_offset(args.cu_seqlens, middle, args.tokens), 0) <= slot) low = middle;
+    else high = middle;
+  }
+  const Span span = tokens_of_request(args, low);
+  const int64_t chunk = slot - slot_of(args, low, span.begin, 0), token = span.begin + chunk * kChunk;
+  const int64_t left = chunk < 0 ? 0 : span.end - token;
+  return {0, token, static_cast<int>(left < 0 ? 0 : left < kChunk ? left : kChunk)};
+}
+
+// Launches of a window; return the cudaError_t.
+int launch_prepare(const Prompt& prompt, void* stream);
+int launch_states(const Prompt& prompt, void* stream);
+
+}  // namespace leanfleet::gated_delta_rule

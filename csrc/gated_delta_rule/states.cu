@@ -1,0 +1,610 @@
+// Long prompts on Hopper: states from chunk to chunk, see chunks.cuh. A CTA has 64 value columns of a state. One warpgroup has
+// S^T in its accumulators, [value column][key dimension], and makes of each chunk
+//   R^T = V^T - (K S)^T from_state      U^T = R^T T^T      S^T = kept S^T + (to_state U)^T K      O^T = (Q S)^T from_state + U^T P^T
+// where T = (I + M)^-1 diag(beta), and what is left of a product was in registers all along. A warp copies ahead of it.
+// S, R, U and T enter products as sums of two 16-bit numbers; for O, whose own rounding is as large, S as one.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+
+#include <type_traits>
+
+#include "core/hopper.cuh"
+#include "core/op.h"
+#include "core/tensor_map.h"
+#include "gated_delta_rule/chunks.cuh"
+
+namespace leanfleet::gated_delta_rule {
+
+namespace {
+
+constexpr int kSlice = 64;                                   // value columns of a CTA
+constexpr int kStates = 128, kStatesThreads = kStates + 32;  // threads that have states, and the warp that copies
+constexpr int kStages = 3;
+constexpr int kStateFloats = 64;  // of a thread
+
+struct Maps {
+  CUtensorMap query, key, value;
+};
+
+struct Barriers {
+  uint64_t chunk_full[kStages], chunk_empty[kStages], query_full[kStages], query_empty[kStages], landed;
+};
+
+template <int kD>
+struct Layout {
+  static constexpr int kBoxes = kD / 64, kRows = kBoxes * kSquareBytes;
+  // A chunk's keys, values and system; a query head's queries and scores.
+  static constexpr int kValues = kRows, kSystem = kValues + kSquareBytes;
+  static constexpr int kChunkBytes = kSystem + static_cast<int>(sizeof(System)), kChunkStage = round_up(kChunkBytes, 1024);
+  static constexpr int kScores = kRows;
+  static constexpr int kQueryBytes = kScores + static_cast<int>(sizeof(Scores)), kQueryStage = round_up(kQueryBytes, 1024);
+  static constexpr int kQueries = kStages * kChunkStage, kOut = kQueries + kStages * kQueryStage;
+  static constexpr int kBarriers = kOut + kSquareBytes;
+  static constexpr int kBytes = 1024 + kBarriers + static_cast<int>(sizeof(Barriers));
+};
+
+#if __CUDA_ARCH_FEAT_SM90_ALL
+// A place in a ring and the parity of its barriers.
+struct Turn {
+  int slot = 0;
+  uint32_t parity = 0;
+  __device__ __forceinline__ void next() {
+    if (++slot == kStages) slot = 0, parity ^= 1;
+  }
+};
+
+// The chunks first .. last - 1 of a request that the window has. begins, ends: the request does.
+struct Work {
+  Span span;
+  int64_t batch, request, first, last;
+  bool there, begins, ends;
+};
+__device__ __forceinline__ Work find_work(const Prompt& prompt, int64_t request) {
+  const Args& args = prompt.args;
+  Work work = {};
+  work.span = tokens_of_request(args, request);
+  work.request = request;
+  work.batch = args.cu_seqlens == nullptr ? request : 0;
+  const int64_t chunks = ceil_div(work.span.end - work.span.begin, int64_t{kChunk});
+  const int64_t step = args.cu_seqlens == nullptr ? args.requests : 1;
+  const int64_t before = prompt.first_slot - slot_of(args, request, work.span.begin, 0);
+  const int64_t first = before > 0 ? ceil_div(before, step) : 0, last = ceil_div(before + prompt.slots, step);
+  work.first = first;
+  work.last = last < chunks ? last : chunks;
+  // A request without tokens is walked where its first chunk would be.
+  work.there = before + prompt.slots > 0 && (first < chunks || (chunks == 0 && before <= 0));
+  work.begins = before <= 0;
+  work.ends = last >= chunks;
+  return work;
+}
+
+template <class T, int kTiles>
+__device__ __forceinline__ void row_scales(const float (&x)[kTiles][4], float (&factor)[2], float (&inverse)[2]) {
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float largest = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) largest = fmaxf(largest, fmaxf(fabsf(x[n][2 * r]), fabsf(x[n][2 * r + 1])));
+    row_scale(largest, factor[r], inverse[r]);
+  }
+}
+
+// Accumulators as left sides of products. float16 has few exponents: times `factor`, which `inverse` undoes, by rows.
+template <class T, int kTiles>
+struct Rows {
+  static constexpr bool kScaled = std::is_same<T, __half>::value;
+  uint32_t high[kTiles / 2][4], low[kTiles / 2][4];
+  float factor[2], inverse[2];
+
+  __device__ __forceinline__ void take(const float (&x)[kTiles][4]) {
+    if constexpr (kScaled) row_scales<T>(x, factor, inverse);
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) {
+        uint32_t planes[2];
+        if constexpr (kScaled) split_pair<T>(factor[r] * x[n][2 * r], factor[r] * x[n][2 * r + 1], planes);
+        else split_pair<T>(x[n][2 * r], x[n][2 * r + 1], planes);
+        high[n / 2][n % 2 * 2 + r] = planes[0], low[n / 2][n % 2 * 2 + r] = planes[1];
+      }
+  }
+  __device__ __forceinline__ void fence() const {
+    hopper::fence_operands(high);
+    hopper::fence_operands(low);
+  }
+  template <int kColumns>
+  __device__ __forceinline__ void unscale(float (&x)[kColumns][4]) const {
+    if constexpr (kScaled) multiply(x, inverse);
+  }
+  template <int kColumns>
+  __device__ __forceinline__ void scale(float (&x)[kColumns][4]) const {
+    if constexpr (kScaled) multiply(x, factor);
+  }
+  template <int kColumns>
+  static __device__ __forceinline__ void multiply(float (&x)[kColumns][4], const float (&by)[2]) {
+#pragma unroll
+    for (int n = 0; n < kColumns; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) x[n][e] *= by[e / 2];
+  }
+};
+
+template <class T, int kD>
+struct Cta {
+  using L = Layout<kD>;
+  static constexpr int kTiles = kD / 8;
+  const Prompt& prompt;
+  const Maps& maps;
+  unsigned char* const shared;
+  Barriers& barriers;
+  Work work;
+  int64_t head, group;
+  int first_column;
+
+  __device__ __forceinline__ uint32_t chunk_at(Turn turn) const { return shared_address(shared) + turn.slot * L::kChunkStage; }
+  __device__ __forceinline__ uint32_t query_at(Turn turn) const {
+    return shared_address(shared) + L::kQueries + turn.slot * L::kQueryStage;
+  }
+  static __device__ __forceinline__ void wait(uint64_t* barriers, Turn turn) {
+    mbarrier_wait(shared_address(&barriers[turn.slot]), turn.parity);
+  }
+  // Rows of others after the request's last are not 0 in memory.
+  __device__ __forceinline__ int foreign_from(int64_t chunk) const {
+    const int64_t left = work.span.end - work.span.begin - chunk * kChunk;
+    return prompt.args.cu_seqlens != nullptr && left < kChunk ? static_cast<int>(left) : kChunk;
+  }
+  __device__ __forceinline__ int64_t window_slot(int64_t chunk) const {
+    return slot_of(prompt.args, work.request, work.span.begin, chunk) - prompt.first_slot;
+  }
+
+  // The copying warp waits for what it asked for, clears rows from `from` on and passes it on.
+  __device__ __forceinline__ void clear_rows(uint32_t boxes, int count, int from, uint64_t* full,
+                                             uint32_t& landed_parity) const {
+    const int lane = static_cast<int>(threadIdx.x % 32);
+    mbarrier_wait(shared_address(&barriers.landed), landed_parity);
+    landed_parity ^= 1;
+    for (int i = lane; i < count * (kChunk - from) * 8; i += 32) {
+      const int line = i / 8, row = from + line % (kChunk - from);
+      store_16_bytes(boxes + line / (kChunk - from) * kSquareBytes + row * 128 + i % 8 * 16, make_uint4(0, 0, 0, 0));
+    }
+    hopper::fence_proxy_async();
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(shared_address(full));
+  }
+
+  __device__ __forceinline__ void copy() const {
+    const Args& args = prompt.args;
+    const bool first_lane = threadIdx.x % 32 == 0;
+    const int batch = static_cast<int>(work.batch), key_head = static_cast<int>(head / (args.v_heads / args.k_heads));
+    Turn turn, query_turn;
+    uint32_t landed_parity = 0;
+    for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next()) {
+      const int token = static_cast<int>(work.span.begin + chunk * kChunk), foreign = foreign_from(chunk);
+      const int64_t slot = window_slot(chunk);
+      mbarrier_wait(shared_address(&barriers.chunk_empty[turn.slot]), turn.parity ^ 1);
+      if (first_lane) {
+        const uint32_t full = shared_address(foreign < kChunk ? &barriers.landed : &barriers.chunk_full[turn.slot]);
+        const uint32_t to = chunk_at(turn);
+        mbarrier_arrive_expect_tx(full, L::kChunkBytes);
+#pragma unroll
+        for (int box = 0; box < L::kBoxes; ++box)
+          hopper::tma_load(to + box * kSquareBytes, &maps.key, 64 * box, token, key_head, batch, full);
+        hopper::bulk_load(to + L::kSystem, &prompt.systems[slot * args.v_heads + head], sizeof(System), full);
+        hopper::tma_load(to + L::kValues, &maps.value, first_column, token, static_cast<int>(head), batch, full);
+      }
+      if (foreign < kChunk) clear_rows(chunk_at(turn), L::kBoxes + 1, foreign, &barriers.chunk_full[turn.slot], landed_parity);
+      for (int64_t h = 0; h < group; ++h, query_turn.next()) {
+        const int64_t out_head = head * group + h;
+        const int query_head = static_cast<int>(out_head / (args.heads / args.q_heads));
+        mbarrier_wait(shared_address(&barriers.query_empty[query_turn.slot]), query_turn.parity ^ 1);
+        if (first_lane) {
+          const uint32_t full = shared_address(foreign < kChunk ? &barriers.landed : &barriers.query_full[query_turn.slot]);
+          const uint32_t to = query_at(query_turn);
+          mbarrier_arrive_expect_tx(full, L::kQueryBytes);
+#pragma unroll
+          for (int box = 0; box < L::kBoxes; ++box)
+            hopper::tma_load(to + box * kSquareBytes, &maps.query, 64 * box, token, query_head, batch, full);
+          hopper::bulk_load(to + L::kScores, &prompt.scores[slot * args.heads + out_head], sizeof(Scores), full);
+        }
+        if (foreign < kChunk)
+          clear_rows(query_at(query_turn), L::kBoxes, foreign, &barriers.query_full[query_turn.slot], landed_parity);
+      }
+    }
+  }
+
+  // x (+)= left X^T of a tile with rows of X; high: with what is left of the first plane only.
+  template <int kLeft>
+  static __device__ __forceinline__ void by_rows(float (&x)[8][4], const uint32_t (&left)[kLeft][4], uint32_t tile, bool add) {
+    const uint32_t right = hopper::make_smem_descriptor(tile, 0);
+#pragma unroll
+    for (int k = 0; k < kLeft; ++k)
+      hopper::wgmma_rs<false>(T{}, x, left[k], right + (k / 4 * kSquareBytes + k % 4 * 32) / 16, add || k > 0);
+  }
+
+  // S: reads (kStore false) or writes a state [D,V], or [V,D] with v_first.
+  template <bool kStore>
+  __device__ __forceinline__ void move_state(float (&x)[kTiles][4], float* data) const {
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    const int D = static_cast<int>(prompt.args.key_width), V = static_cast<int>(prompt.args.value_width);
+    const bool v_first = prompt.args.state_v_first;
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int v = first_column + 16 * warp + fragment_row(lane, e), d = 8 * n + fragment_column(lane, e);
+        const bool there = v < V && d < D;
+        float* const at = data + (v_first ? static_cast<int64_t>(v) * D + d : static_cast<int64_t>(d) * V + v);
+        if constexpr (kStore) {
+          if (there) *at = x[n][e];
+        } else {
+          x[n][e] = there ? *at : 0.0f;
+        }
+      }
+  }
+  __device__ __forceinline__ float* state_in(const float* states) const {
+    const Args& args = prompt.args;
+    const int64_t row = args.state_index != nullptr ? args.state_index[work.request] : work.request;
+    if (states == nullptr || row < 0 || row >= args.state_rows) return nullptr;
+    return const_cast<float*>(states) + (row * args.v_heads + head) * args.key_width * args.value_width;
+  }
+  // Between windows, as it lies in registers.
+  __device__ __forceinline__ float* carried_state(int64_t window) const {
+    const Args& args = prompt.args;
+    const int64_t entry = args.cu_seqlens == nullptr ? work.request : window % 2;
+    const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
+    return prompt.carried + ((entry * args.v_heads + head) * slices + first_column / kSlice) * kStateFloats * kStates +
+           threadIdx.x;
+  }
+  __device__ __forceinline__ void load_state(float (&x)[kTiles][4]) const {
+    if (!work.begins) {
+      const float* const from = carried_state(prompt.window);
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; ++i) x[i / 4][i % 4] = from[i * kStates];
+      return;
+    }
+    if (float* const from = state_in(prompt.args.initial_state)) move_state<false>(x, from);
+  }
+  __device__ __forceinline__ void store_state(float (&x)[kTiles][4]) const {
+    if (!work.ends) {
+      float* const to = carried_state(prompt.window + 1);
+#pragma unroll
+      for (int i = 0; i < 4 * kTiles; ++i) to[i * kStates] = x[i / 4][i % 4];
+      return;
+    }
+    if (float* const to = state_in(prompt.args.final_state)) move_state<true>(x, to);
+  }
+
+  // Factors of the tokens that a lane has in accumulators of 64 columns.
+  static __device__ __forceinline__ float2 factors(const float* of, int n, int lane) {
+    return *reinterpret_cast<const float2*>(of + 8 * n + fragment_column(lane, 0));
+  }
+  static __device__ __forceinline__ void scale_columns(float (&x)[8][4], const float* of, int lane) {
+#pragma unroll
+    for (int n = 0; n < 8; ++n) {
+      const float2 factor = factors(of, n, lane);
+      x[n][0] *= factor.x, x[n][1] *= factor.y, x[n][2] *= factor.x, x[n][3] *= factor.y;
+    }
+  }
+  __device__ __forceinline__ const System& system_of(Turn turn) const {
+    return *reinterpret_cast<const System*>(shared + turn.slot * L::kChunkStage + L::kSystem);
+  }
+  __device__ __forceinline__ const Scores& scores_of(Turn turn) const {
+    return *reinterpret_cast<const Scores*>(shared + L::kQueries + turn.slot * L::kQueryStage + L::kScores);
+  }
+
+  // V^T of a warp's 16 columns, pairs of tokens, [tile][row lane / 4 or 8 later].
+  static __device__ __forceinline__ void load_values(uint32_t tile, int warp, int lane, uint32_t (&v)[8][2]) {
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      uint32_t four[4];
+      load_matrices_transposed(four, tile + chunk_offset<kChunk>(8 * (n + lane / 16) + lane % 8, 2 * warp + lane / 8 % 2));
+      v[n][0] = four[0], v[n][1] = four[1], v[n + 1][0] = four[2], v[n + 1][1] = four[3];
+    }
+  }
+
+  // A warp's columns of rows of the output, by way of its part of a tile, [token][16 columns].
+  __device__ __forceinline__ void store_rows(const float (&out)[8][4], int64_t out_head, int64_t chunk, int warp,
+                                             int lane) const {
+    const Args& args = prompt.args;
+    const uint32_t tile = shared_address(shared) + L::kOut + warp * kChunk * 32;
+    const auto at = [&](int token, int half) { return tile + token * 32 + (half ^ token / 4 % 2) * 16; };
+#pragma unroll
+    for (int n = 0; n < 8; n += 2) {
+      const uint32_t four[4] = {pack_pair(T{}, out[n][0], out[n][1]), pack_pair(T{}, out[n][2], out[n][3]),
+                                pack_pair(T{}, out[n + 1][0], out[n + 1][1]), pack_pair(T{}, out[n + 1][2], out[n + 1][3])};
+      hopper::store_matrices_transposed(at(8 * (n + lane / 16) + lane % 8, lane / 8 % 2), four);
+    }
+    __syncwarp();
+    const int64_t token = work.span.begin + chunk * kChunk;
+    const int64_t left = work.span.end - token;
+    T* const rows =
+        const_cast<T*>(row_of<T>(args.output, args.output_strides, work.batch, out_head, token)) + first_column + 16 * warp;
+    const int width = static_cast<int>(args.value_width) - first_column - 16 * warp;
+#pragma unroll
+    for (int i = lane; i < 2 * kChunk; i += 32)
+      if (i / 2 < left && i % 2 * 8 < width)
+        *reinterpret_cast<uint4*>(rows + i / 2 * args.output_strides.token + i % 2 * 8) = load_16_bytes(at(i / 2, i % 2));
+    __syncwarp();
+  }
+
+  __device__ __forceinline__ void arrive(uint64_t* barriers, Turn turn) const {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barriers[turn.slot]));
+  }
+
+  // O^T += U^T P^T, once the state's part is there, whose rows are to be multiplied by `inverse`.
+  template <class States>
+  __device__ __forceinline__ void add_scores(float (&out)[8][4], const States& states, const Rows<T, 8>& update, Turn turn,
+                                             int lane) const {
+    states.unscale(out);
+    scale_columns(out, scores_of(turn).from_state, lane);
+    update.scale(out);
+    const uint32_t tile = query_at(turn) + L::kScores;
+    hopper::fence_accumulators(out);
+    hopper::warpgroup_arrive();
+    by_rows(out, update.low, tile, true);
+    by_rows(out, update.high, tile, true);
+    hopper::warpgroup_commit();
+  }
+
+  __device__ __forceinline__ void walk(float (&state)[kTiles][4]) const {
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    Turn turn, query_turn;
+#pragma unroll 1
+    for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next(), query_turn.next()) {
+      const uint32_t keys = chunk_at(turn);
+      const System& system = system_of(turn);
+      float x[8][4], out[8][4];
+      Rows<T, kTiles> states;
+      states.take(state);
+      wait(barriers.chunk_full, turn);
+      hopper::warpgroup_arrive();
+      by_rows(x, states.low, keys, false);
+      by_rows(x, states.high, keys, true);
+      hopper::warpgroup_commit();
+      wait(barriers.query_full, query_turn);
+      hopper::warpgroup_arrive();
+      by_rows(out, states.high, query_at(query_turn), false);
+      hopper::warpgroup_commit();
+      uint32_t values[8][2];
+      load_values(keys + L::kValues, warp, lane, values);
+      hopper::warpgroup_wait<1>();
+      hopper::fence_accumulators(x);
+
+      // R, then U.
+      states.unscale(x);
+#pragma unroll
+      for (int n = 0; n < 8; ++n) {
+        const float2 factor = factors(system.from_state, n, lane);
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const float2 v = unpack_pair(T{}, values[n][r]);
+          x[n][2 * r] = v.x - factor.x * x[n][2 * r];
+          x[n][2 * r + 1] = v.y - factor.y * x[n][2 * r + 1];
+        }
+      }
+      Rows<T, 8> rest;
+      rest.take(x);
+      hopper::fence_accumulators(x);
+      hopper::warpgroup_arrive();
+      by_rows(x, rest.high, keys + L::kSystem + kSquareBytes, false);
+      by_rows(x, rest.low, keys + L::kSystem, true);
+      by_rows(x, rest.high, keys + L::kSystem, true);
+      hopper::warpgroup_commit();
+      hopper::warpgroup_wait<1>();
+      hopper::fence_accumulators(out);
+      states.fence();
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(x);
+      rest.fence();
+      rest.unscale(x);
+
+      Rows<T, 8> update;
+      update.take(x);
+      add_scores(out, states, update, query_turn, lane);
+      for (int64_t h = 1; h < group; ++h) {  // more heads of the output
+        finish(out, update, query_turn, head * group + h - 1, chunk, warp, lane);
+        query_turn.next();
+        Rows<T, kTiles> again;
+        again.take(state);
+        wait(barriers.query_full, query_turn);
+        hopper::warpgroup_arrive();
+        by_rows(out, again.high, query_at(query_turn), false);
+        hopper::warpgroup_commit();
+        hopper::warpgroup_wait<0>();
+        hopper::fence_accumulators(out);
+        hopper::fence_operands(again.high);
+        add_scores(out, again, update, query_turn, lane);
+      }
+
+      scale_columns(x, system.to_state, lane);
+      Rows<T, 8> added;
+      added.take(x);
+      const float kept = system.kept;
+#pragma unroll
+      for (int n = 0; n < kTiles; ++n)
+#pragma unroll
+        for (int e = 0; e < 4; ++e) state[n][e] *= kept;
+      added.scale(state);
+      hopper::fence_accumulators(state);
+      hopper::warpgroup_arrive();
+      const uint32_t right = hopper::make_smem_descriptor(keys, kSquareBytes);
+#pragma unroll
+      for (int k = 0; k < kChunk / 16; ++k) hopper::wgmma_rs<true>(T{}, state, added.low[k], right + k * 128, 1);
+#pragma unroll
+      for (int k = 0; k < kChunk / 16; ++k) hopper::wgmma_rs<true>(T{}, state, added.high[k], right + k * 128, 1);
+      hopper::warpgroup_commit();
+      hopper::warpgroup_wait<1>();
+      finish_waited(out, update, query_turn, head * group + group - 1, chunk, warp, lane);
+      hopper::warpgroup_wait<0>();
+      hopper::fence_accumulators(state);
+      added.fence();
+      added.unscale(state);
+      arrive(barriers.chunk_empty, turn);
+    }
+  }
+
+  __device__ __forceinline__ void finish(float (&out)[8][4], const Rows<T, 8>& update, Turn turn, int64_t out_head,
+                                         int64_t chunk, int warp, int lane) const {
+    hopper::warpgroup_wait<0>();
+    finish_waited(out, update, turn, out_head, chunk, warp, lane);
+  }
+  __device__ __forceinline__ void finish_waited(float (&out)[8][4], const Rows<T, 8>& update, Turn turn, int64_t out_head,
+                                                int64_t chunk, int warp, int lane) const {
+    hopper::fence_accumulators(out);
+    update.fence();
+    update.unscale(out);
+    arrive(barriers.query_empty, turn);
+    store_rows(out, out_head, chunk, warp, lane);
+  }
+
+  __device__ __forceinline__ void run() const {
+    const bool copies = threadIdx.x >= kStates;
+    if (copies && threadIdx.x % 32 == 0) {
+      for (int s = 0; s < kStages; ++s) {
+        mbarrier_init(shared_address(&barriers.chunk_full[s]), 1);
+        mbarrier_init(shared_address(&barriers.query_full[s]), 1);
+        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kStates / 32);
+        mbarrier_init(shared_address(&barriers.query_empty[s]), kStates / 32);
+      }
+      mbarrier_init(shared_address(&barriers.landed), 1);
+      asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+    }
+    __syncthreads();
+    if (copies) {
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      copy();
+    } else {
+      float state[kTiles][4] = {};
+      load_state(state);
+      // Nothing that comes after is to begin before what was launched before has ended.
+      asm volatile("griddepcontrol.wait;" ::: "memory");
+      walk(state);
+      store_state(state);
+    }
+  }
+};
+#endif
+
+template <class T, int kD>
+__global__ void __launch_bounds__(kStatesThreads, 1)
+    StatesKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ Maps maps, unsigned slices) {
+#if __CUDA_ARCH_FEAT_SM90_ALL
+  extern __shared__ unsigned char dynamic[];
+  const int64_t unit = blockIdx.x / slices;
+  const Work work = find_work(prompt, unit / prompt.args.v_heads);
+  if (!work.there) return;
+  unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
+  const Cta<T, kD> cta{prompt,
+                       maps,
+                       shared,
+                       *reinterpret_cast<Barriers*>(shared + Layout<kD>::kBarriers),
+                       work,
+                       unit % prompt.args.v_heads,
+                       prompt.args.heads / prompt.args.v_heads,
+                       static_cast<int>(blockIdx.x % slices) * kSlice};
+  cta.run();
+#endif
+}
+
+template <class T, int kD>
+cudaError_t launch_width(const Prompt& prompt, const Maps& maps, cudaStream_t stream) {
+  constexpr int kBytes = Layout<kD>::kBytes;
+  static_assert(kBytes <= 227 * 1024);
+  const auto kernel = StatesKernel<T, kD>;
+  const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
+  if (error != cudaSuccess) return error;
+  const int64_t slices = ceil_div(prompt.args.value_width, int64_t{kSlice});
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(prompt.args.requests * prompt.args.v_heads * slices));
+  config.blockDim = dim3(kStatesThreads);
+  config.dynamicSmemBytes = kBytes;
+  config.stream = stream;
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  return cudaLaunchKernelEx(&config, kernel, prompt, maps, static_cast<unsigned>(slices));
+}
+
+template <class T>
+cudaError_t launch_type(const Prompt& prompt, const Maps& maps, cudaStream_t stream) {
+  return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, stream) : launch_width<T, 128>(prompt, maps, stream);
+}
+
+// Whether this file's code for 9.0 runs on the device, which it does not where only PTX of 8.0 was compiled.
+bool runs_hopper_code(const CudaTarget& target) {
+  if (target.compute_capability != 90) return false;
+  cudaFuncAttributes attributes;
+  if (cudaFuncGetAttributes(&attributes, StatesKernel<__nv_bfloat16, 64>) != cudaSuccess) {
+    cudaGetLastError();  // not to be taken for the next launch's
+    return false;
+  }
+  return attributes.ptxVersion == 90;
+}
+
+#ifndef LEANFLEET_WINDOW_BYTES  // tests take less
+#define LEANFLEET_WINDOW_BYTES (int64_t{512} << 20)
+#endif
+constexpr int64_t kWindowBytes = LEANFLEET_WINDOW_BYTES;  // of the workspace, about
+constexpr int64_t kMaxBlocks = INT32_MAX;
+
+int64_t all_slots(const Args& args) {
+  return args.cu_seqlens == nullptr ? ceil_div(args.tokens, int64_t{kChunk}) * args.requests
+                                    : args.tokens / kChunk + args.requests;
+}
+
+}  // namespace
+
+bool prompt_fits(const Args& args, const CudaTarget& target) {
+  if (args.dtype == static_cast<int32_t>(DType::kFloat32) || args.decay_per_key) return false;
+  // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
+  if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
+  if (args.key_width > 128 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
+  if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
+  return args.requests > 0 && all_slots(args) * args.v_heads < kMaxBlocks && runs_hopper_code(target);
+}
+
+int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, bool* launched) {
+  *launched = false;
+  const int64_t slots = all_slots(args);
+  const int64_t slot_bytes =
+      args.v_heads * static_cast<int64_t>(sizeof(System)) + args.heads * static_cast<int64_t>(sizeof(Scores));
+  // Windows of whole chunks of all requests, where these alternate.
+  const int64_t step = args.cu_seqlens == nullptr ? args.requests : 1;
+  const int64_t window = kWindowBytes / slot_bytes / step > 0 ? kWindowBytes / slot_bytes / step * step : step;
+  const int64_t window_slots = window < slots ? window : slots;
+  Prompt prompt = {};
+  prompt.args = args;
+  prompt.systems = ws.scratch<System>(window_slots * args.v_heads);
+  prompt.scores = ws.scratch<Scores>(window_slots * args.heads);
+  const int64_t entries = args.cu_seqlens == nullptr ? args.requests : 2;
+  const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
+  prompt.carried = ws.scratch<float>(window_slots < slots ? entries * args.v_heads * slices * kStateFloats * kStates : 0);
+  if (ws.counting()) return cudaSuccess;
+  for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
+    if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return cudaSuccess;
+  Maps maps;
+  const auto encode = [&](CUtensorMap* map, const void* data, const Strides& strides, int64_t heads, int64_t width) {
+    return encode_rows(map, data, strides, width, args.tokens, heads, args.batch, static_cast<DType>(args.dtype));
+  };
+  if (!encode(&maps.query, args.query, args.query_strides, args.q_heads, args.key_width) ||
+      !encode(&maps.key, args.key, args.key_strides, args.k_heads, args.key_width) ||
+      !encode(&maps.value, args.value, args.value_strides, args.v_heads, args.value_width))
+    return cudaSuccess;
+  *launched = true;
+  const auto stream = static_cast<cudaStream_t>(target.stream);
+  for (; prompt.first_slot < slots; prompt.first_slot += window_slots, ++prompt.window) {
+    prompt.slots = slots - prompt.first_slot < window_slots ? slots - prompt.first_slot : window_slots;
+    if (const int failed = launch_prepare(prompt, stream)) return failed;
+    const cudaError_t error = args.dtype == static_cast<int32_t>(DType::kFloat16)
+                                  ? launch_type<__half>(prompt, maps, stream)
+                                  : launch_type<__nv_bfloat16>(prompt, maps, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return cudaSuccess;
+}
+
+}  // namespace leanfleet::gated_delta_rule

@@ -1,0 +1,90 @@
+// In place of csrc/core/hopper.cuh. Copies and products are done at once: a wait that is missing does not show.
+#pragma once
+
+#include <cuda.h>
+
+#include "core/mma.cuh"
+
+namespace leanfleet {
+namespace hopper {
+
+using namespace tile;
+
+inline void fence_proxy_async() {}
+inline void warpgroup_arrive() {}
+inline void warpgroup_commit() {}
+template <int kLeft>
+void warpgroup_wait() {}
+template <class T>
+void fence_accumulators(T&) {}
+template <class T>
+void fence_operands(const T&) {}
+
+// The chunk of 16 bytes that the swizzle puts at an address.
+inline char* swizzled(uint32_t address) { return simulated::from_shared(address ^ (address >> 7 & 7) << 4, 2); }
+
+inline void tma_load(uint32_t to, const CUtensorMap* map, int column, int token, int head, int batch, uint32_t barrier) {
+  const simulated::TensorMap& m = *reinterpret_cast<const simulated::TensorMap*>(map);
+  for (int row = 0; row < 64; ++row)
+    for (int c = 0; c < 64; ++c) {
+      const uint64_t t = static_cast<uint64_t>(token + row), x = static_cast<uint64_t>(column + c);
+      uint16_t value = 0;
+      if (t < m.sizes[1] && x < m.sizes[0])
+        std::memcpy(&value,
+                    m.data + t * m.strides[0] + static_cast<uint64_t>(head) * m.strides[1] +
+                        static_cast<uint64_t>(batch) * m.strides[2] + 2 * x,
+                    2);
+      std::memcpy(swizzled(to + static_cast<uint32_t>(row * 128 + 2 * c)), &value, 2);
+    }
+  mbarrier_landed(barrier, 64 * 128);
+}
+inline void bulk_load(uint32_t to, const void* from, uint32_t bytes, uint32_t barrier) {
+  if (bytes % 16 != 0 || reinterpret_cast<uintptr_t>(from) % 16 != 0) simulated::unsupported();
+  std::memcpy(simulated::from_shared(to, 16), from, bytes);
+  mbarrier_landed(barrier, static_cast<int>(bytes));
+}
+
+inline void store_matrices_transposed(uint32_t to, const uint32_t (&r)[4]) {
+  uint32_t rows[32];
+  simulated::exchange(simulated::kWholeWarp, &to, rows, 4);
+  const int lane = simulated::lane();
+  for (int i = 0; i < 4; ++i)
+    for (int j = 0; j < 2; ++j) {
+      const uint16_t half = static_cast<uint16_t>(r[i] >> 16 * j);
+      std::memcpy(simulated::from_shared(rows[8 * i + lane % 4 * 2 + j], 16) + 2 * (lane / 4), &half, 2);
+    }
+  simulated::votes(simulated::kWholeWarp, false);
+}
+
+inline uint32_t make_smem_descriptor(uint32_t address, int box_bytes) {
+  return (address & 0x3ffff) >> 4 | static_cast<uint32_t>(box_bytes >> 4) << 16;
+}
+
+// c (+)= a times the tile that the descriptor tells, as a warp's 16 rows of a warpgroup's product.
+template <bool kRowsSummed, class T, int kTiles>
+void wgmma_rs(T, float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t b, int add) {
+  uint16_t left[32][4][2];
+  simulated::exchange(simulated::kWholeWarp, a, left, sizeof(a));
+  simulated::count_group_product();
+  const uint32_t base = simulated::shared_base() + ((b & 0x3fff) << 4), box = b >> 16 << 4;
+  const int lane = simulated::lane();
+  const auto value = [](const void* bits) {
+    T x;
+    std::memcpy(&x, bits, 2);
+    return static_cast<float>(x);
+  };
+  for (int n = 0; n < kTiles; ++n)
+    for (int e = 0; e < 4; ++e) {
+      const uint32_t column = static_cast<uint32_t>(8 * n + lane % 4 * 2 + e % 2);
+      double sum = add ? c[n][e] : 0.0;
+      for (uint32_t k = 0; k < 16; ++k) {
+        const uint32_t at = kRowsSummed ? column / 64 * box + k * 128 + column % 64 * 2 : column * 128 + 2 * k;
+        sum +=
+            static_cast<double>(value(&left[lane / 4 * 4 + k % 8 / 2][e / 2 + k / 8 * 2][k % 2])) * value(swizzled(base + at));
+      }
+      c[n][e] = static_cast<float>(sum);
+    }
+}
+
+}  // namespace hopper
+}  // namespace leanfleet
