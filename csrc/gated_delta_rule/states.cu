@@ -23,10 +23,6 @@ constexpr int kStates = 128, kStatesThreads = kStates + 32;  // threads that hav
 constexpr int kStages = 3;
 constexpr int kStateFloats = 64;  // of a thread
 
-struct Maps {
-  CUtensorMap query, key, value;
-};
-
 struct Barriers {
   uint64_t chunk_full[kStages], chunk_empty[kStages], query_full[kStages], query_empty[kStages], landed;
 };
@@ -135,7 +131,7 @@ struct Cta {
   using L = Layout<kD>;
   static constexpr int kTiles = kD / 8;
   const Prompt& prompt;
-  const Maps& maps;
+  const PromptMaps& maps;
   unsigned char* const shared;
   Barriers& barriers;
   Work work;
@@ -489,7 +485,7 @@ struct Cta {
 
 template <class T, int kD>
 __global__ void __launch_bounds__(kStatesThreads, 1)
-    StatesKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ Maps maps, unsigned slices) {
+    StatesKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ PromptMaps maps, unsigned slices) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
   const int64_t unit = blockIdx.x / slices;
@@ -509,7 +505,7 @@ __global__ void __launch_bounds__(kStatesThreads, 1)
 }
 
 template <class T, int kD>
-cudaError_t launch_width(const Prompt& prompt, const Maps& maps, cudaStream_t stream) {
+cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
   constexpr int kBytes = Layout<kD>::kBytes;
   static_assert(kBytes <= 227 * 1024);
   const auto kernel = StatesKernel<T, kD>;
@@ -530,7 +526,7 @@ cudaError_t launch_width(const Prompt& prompt, const Maps& maps, cudaStream_t st
 }
 
 template <class T>
-cudaError_t launch_type(const Prompt& prompt, const Maps& maps, cudaStream_t stream) {
+cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
   return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, stream) : launch_width<T, 128>(prompt, maps, stream);
 }
 
@@ -578,6 +574,9 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const int64_t window_slots = window < slots ? window : slots;
   Prompt prompt = {};
   prompt.args = args;
+  prompt.group = static_cast<int>(args.heads / args.v_heads);
+  prompt.of_query = static_cast<int>(args.heads / args.q_heads);
+  prompt.of_key = static_cast<int>(args.v_heads / args.k_heads);
   prompt.systems = ws.scratch<System>(window_slots * args.v_heads);
   prompt.scores = ws.scratch<Scores>(window_slots * args.heads);
   const int64_t entries = args.cu_seqlens == nullptr ? args.requests : 2;
@@ -586,7 +585,7 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   if (ws.counting()) return cudaSuccess;
   for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return cudaSuccess;
-  Maps maps;
+  PromptMaps maps;
   const auto encode = [&](CUtensorMap* map, const void* data, const Strides& strides, int64_t heads, int64_t width) {
     return encode_rows(map, data, strides, width, args.tokens, heads, args.batch, static_cast<DType>(args.dtype));
   };
@@ -598,7 +597,7 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const auto stream = static_cast<cudaStream_t>(target.stream);
   for (; prompt.first_slot < slots; prompt.first_slot += window_slots, ++prompt.window) {
     prompt.slots = slots - prompt.first_slot < window_slots ? slots - prompt.first_slot : window_slots;
-    if (const int failed = launch_prepare(prompt, stream)) return failed;
+    if (const int failed = launch_prepare(prompt, maps, stream)) return failed;
     const cudaError_t error = args.dtype == static_cast<int32_t>(DType::kFloat16)
                                   ? launch_type<__half>(prompt, maps, stream)
                                   : launch_type<__nv_bfloat16>(prompt, maps, stream);
