@@ -86,6 +86,11 @@ __device__ __forceinline__ void row_scales(const float (&x)[kTiles][4], float (&
   }
 }
 
+// Factors of the tokens that a lane has in a tile of accumulators.
+__device__ __forceinline__ float2 column_factors(const float* of, int n, int lane) {
+  return *reinterpret_cast<const float2*>(of + 8 * n + fragment_column(lane, 0));
+}
+
 // Accumulators as left sides of products. float16 has few exponents: times `factor`, which `inverse` undoes, by rows.
 template <class T, int kTiles>
 struct Rows {
@@ -104,6 +109,22 @@ struct Rows {
         else split_pair<T>(x[n][2 * r], x[n][2 * r + 1], planes);
         high[n / 2][n % 2 * 2 + r] = planes[0], low[n / 2][n % 2 * 2 + r] = planes[1];
       }
+  }
+  // The same of x times factors of its columns.
+  __device__ __forceinline__ void take(const float (&x)[kTiles][4], const float* of, int lane) {
+    float scaled[kTiles][4];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float2 factor = column_factors(of, n, lane);
+      scaled[n][0] = x[n][0] * factor.x, scaled[n][1] = x[n][1] * factor.y;
+      scaled[n][2] = x[n][2] * factor.x, scaled[n][3] = x[n][3] * factor.y;
+    }
+    take(scaled);
+  }
+  // Keeps the compiler from making them later.
+  __device__ __forceinline__ void make_now() {
+    hopper::fence_operands_for_write(high);
+    hopper::fence_operands_for_write(low);
   }
   __device__ __forceinline__ void fence() const {
     hopper::fence_operands(high);
@@ -271,14 +292,10 @@ struct Cta {
     if (float* const to = state_in(prompt.args.final_state)) move_state<true>(x, to);
   }
 
-  // Factors of the tokens that a lane has in accumulators of 64 columns.
-  static __device__ __forceinline__ float2 factors(const float* of, int n, int lane) {
-    return *reinterpret_cast<const float2*>(of + 8 * n + fragment_column(lane, 0));
-  }
   static __device__ __forceinline__ void scale_columns(float (&x)[8][4], const float* of, int lane) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float2 factor = factors(of, n, lane);
+      const float2 factor = column_factors(of, n, lane);
       x[n][0] *= factor.x, x[n][1] *= factor.y, x[n][2] *= factor.x, x[n][3] *= factor.y;
     }
   }
@@ -300,18 +317,24 @@ struct Cta {
   }
 
   // A warp's columns of rows of the output, by way of its part of a tile, [token][16 columns].
-  __device__ __forceinline__ void store_rows(const float (&out)[8][4], int64_t out_head, int64_t chunk, int warp,
-                                             int lane) const {
-    const Args& args = prompt.args;
-    const uint32_t tile = shared_address(shared) + L::kOut + warp * kChunk * 32;
-    const auto at = [&](int token, int half) { return tile + token * 32 + (half ^ token / 4 % 2) * 16; };
+  __device__ __forceinline__ uint32_t out_at(int warp, int token, int half) const {
+    return shared_address(shared) + L::kOut + warp * kChunk * 32 + token * 32 + (half ^ token / 4 % 2) * 16;
+  }
+  static __device__ __forceinline__ void pack_rows(const float (&out)[8][4], uint32_t (&rows)[8][2]) {
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      const uint32_t four[4] = {pack_pair(T{}, out[n][0], out[n][1]), pack_pair(T{}, out[n][2], out[n][3]),
-                                pack_pair(T{}, out[n + 1][0], out[n + 1][1]), pack_pair(T{}, out[n + 1][2], out[n + 1][3])};
-      hopper::store_matrices_transposed(at(8 * (n + lane / 16) + lane % 8, lane / 8 % 2), four);
-    }
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) rows[n][r] = pack_pair(T{}, out[n][2 * r], out[n][2 * r + 1]);
+  }
+  __device__ __forceinline__ void put_rows(const uint32_t (&rows)[8][2], int warp, int lane) const {
+#pragma unroll
+    for (int n = 0; n < 8; n += 2)
+      hopper::store_matrices_transposed(out_at(warp, 8 * (n + lane / 16) + lane % 8, lane / 8 % 2),
+                                        {rows[n][0], rows[n][1], rows[n + 1][0], rows[n + 1][1]});
     __syncwarp();
+  }
+  __device__ __forceinline__ void send_rows(int64_t out_head, int64_t chunk, int warp, int lane) const {
+    const Args& args = prompt.args;
     const int64_t token = work.span.begin + chunk * kChunk;
     const int64_t left = work.span.end - token;
     T* const rows =
@@ -320,7 +343,8 @@ struct Cta {
 #pragma unroll
     for (int i = lane; i < 2 * kChunk; i += 32)
       if (i / 2 < left && i % 2 * 8 < width)
-        *reinterpret_cast<uint4*>(rows + i / 2 * args.output_strides.token + i % 2 * 8) = load_16_bytes(at(i / 2, i % 2));
+        *reinterpret_cast<uint4*>(rows + i / 2 * args.output_strides.token + i % 2 * 8) =
+            load_16_bytes(out_at(warp, i / 2, i % 2));
     __syncwarp();
   }
 
@@ -329,12 +353,15 @@ struct Cta {
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barriers[turn.slot]));
   }
 
-  // O^T += U^T P^T, once the state's part is there, whose rows are to be multiplied by `inverse`.
+  // (Q S)^T, with its tokens' factors, once it is there.
   template <class States>
-  __device__ __forceinline__ void add_scores(float (&out)[8][4], const States& states, const Rows<T, 8>& update, Turn turn,
-                                             int lane) const {
+  __device__ __forceinline__ void finish_queries(float (&out)[8][4], const States& states, Turn turn, int lane) const {
+    hopper::fence_accumulators(out);
     states.unscale(out);
     scale_columns(out, scores_of(turn).from_state, lane);
+  }
+  // O^T += U^T P^T. float16: times update.factor.
+  __device__ __forceinline__ void add_scores(float (&out)[8][4], const Rows<T, 8>& update, Turn turn) const {
     update.scale(out);
     const uint32_t tile = query_at(turn) + L::kScores;
     hopper::fence_accumulators(out);
@@ -343,17 +370,53 @@ struct Cta {
     by_rows(out, update.high, tile, true);
     hopper::warpgroup_commit();
   }
+  // Once it is there: the query head's tiles may go.
+  __device__ __forceinline__ void finish_scores(float (&out)[8][4], const Rows<T, 8>& update, Turn turn,
+                                                uint32_t (&rows)[8][2]) const {
+    hopper::fence_accumulators(out);
+    update.fence();
+    update.unscale(out);
+    pack_rows(out, rows);
+    arrive(barriers.query_empty, turn);
+  }
 
+  // All but the last of a state's heads of the output; `out` is Q S of the first, and that of the last afterwards.
+  __device__ __forceinline__ void other_heads(float (&out)[8][4], const float (&state)[kTiles][4], const float (&x)[8][4],
+                                              Turn& turn, int64_t chunk, int warp, int lane) const {
+    Rows<T, 8> update;
+    update.take(x);
+    for (int64_t h = 0; h + 1 < group; ++h) {
+      add_scores(out, update, turn);
+      hopper::warpgroup_wait<0>();
+      uint32_t rows[8][2];
+      finish_scores(out, update, turn, rows);
+      put_rows(rows, warp, lane);
+      send_rows(head * group + h, chunk, warp, lane);
+      turn.next();
+      Rows<T, kTiles> states;
+      states.take(state);
+      wait(barriers.query_full, turn);
+      hopper::warpgroup_arrive();
+      by_rows(out, states.high, query_at(turn), false);
+      hopper::warpgroup_commit();
+      hopper::warpgroup_wait<0>();
+      finish_queries(out, states, turn, lane);
+      hopper::fence_operands(states.high);
+    }
+  }
+
+  // What the next chunk waits for comes first: rows of the output are finished while the next chunk's first products run.
   __device__ __forceinline__ void walk(float (&state)[kTiles][4]) const {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
     Turn turn, query_turn;
+    float x[8][4], out[8][4];
+    uint32_t rows[8][2] = {};  // of the output, of the chunk before
+    Rows<T, kTiles> states;
+    states.take(state);
 #pragma unroll 1
     for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next(), query_turn.next()) {
       const uint32_t keys = chunk_at(turn);
       const System& system = system_of(turn);
-      float x[8][4], out[8][4];
-      Rows<T, kTiles> states;
-      states.take(state);
       wait(barriers.chunk_full, turn);
       hopper::warpgroup_arrive();
       by_rows(x, states.low, keys, false);
@@ -363,6 +426,8 @@ struct Cta {
       hopper::warpgroup_arrive();
       by_rows(out, states.high, query_at(query_turn), false);
       hopper::warpgroup_commit();
+      put_rows(rows, warp, lane);
+      if (chunk > work.first) send_rows(head * group + group - 1, chunk - 1, warp, lane);
       uint32_t values[8][2];
       load_values(keys + L::kValues, warp, lane, values);
       hopper::warpgroup_wait<1>();
@@ -372,7 +437,7 @@ struct Cta {
       states.unscale(x);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float2 factor = factors(system.from_state, n, lane);
+        const float2 factor = column_factors(system.from_state, n, lane);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float2 v = unpack_pair(T{}, values[n][r]);
@@ -389,34 +454,16 @@ struct Cta {
       by_rows(x, rest.high, keys + L::kSystem, true);
       hopper::warpgroup_commit();
       hopper::warpgroup_wait<1>();
-      hopper::fence_accumulators(out);
+      finish_queries(out, states, query_turn, lane);
       states.fence();
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(x);
       rest.fence();
       rest.unscale(x);
+      if (group > 1) other_heads(out, state, x, query_turn, chunk, warp, lane);
 
-      Rows<T, 8> update;
-      update.take(x);
-      add_scores(out, states, update, query_turn, lane);
-      for (int64_t h = 1; h < group; ++h) {  // more heads of the output
-        finish(out, update, query_turn, head * group + h - 1, chunk, warp, lane);
-        query_turn.next();
-        Rows<T, kTiles> again;
-        again.take(state);
-        wait(barriers.query_full, query_turn);
-        hopper::warpgroup_arrive();
-        by_rows(out, again.high, query_at(query_turn), false);
-        hopper::warpgroup_commit();
-        hopper::warpgroup_wait<0>();
-        hopper::fence_accumulators(out);
-        hopper::fence_operands(again.high);
-        add_scores(out, again, update, query_turn, lane);
-      }
-
-      scale_columns(x, system.to_state, lane);
-      Rows<T, 8> added;
-      added.take(x);
+      Rows<T, 8> added, update;
+      added.take(x, system.to_state, lane);
       const float kept = system.kept;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
@@ -431,28 +478,22 @@ struct Cta {
 #pragma unroll
       for (int k = 0; k < kChunk / 16; ++k) hopper::wgmma_rs<true>(T{}, state, added.high[k], right + k * 128, 1);
       hopper::warpgroup_commit();
+      update.take(x);
+      add_scores(out, update, query_turn);
       hopper::warpgroup_wait<1>();
-      finish_waited(out, update, query_turn, head * group + group - 1, chunk, warp, lane);
-      hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(state);
       added.fence();
       added.unscale(state);
       arrive(barriers.chunk_empty, turn);
+      states.take(state);
+      states.make_now();
+      hopper::warpgroup_wait<0>();
+      finish_scores(out, update, query_turn, rows);
     }
-  }
-
-  __device__ __forceinline__ void finish(float (&out)[8][4], const Rows<T, 8>& update, Turn turn, int64_t out_head,
-                                         int64_t chunk, int warp, int lane) const {
-    hopper::warpgroup_wait<0>();
-    finish_waited(out, update, turn, out_head, chunk, warp, lane);
-  }
-  __device__ __forceinline__ void finish_waited(float (&out)[8][4], const Rows<T, 8>& update, Turn turn, int64_t out_head,
-                                                int64_t chunk, int warp, int lane) const {
-    hopper::fence_accumulators(out);
-    update.fence();
-    update.unscale(out);
-    arrive(barriers.query_empty, turn);
-    store_rows(out, out_head, chunk, warp, lane);
+    if (work.first < work.last) {
+      put_rows(rows, warp, lane);
+      send_rows(head * group + group - 1, work.last - 1, warp, lane);
+    }
   }
 
   __device__ __forceinline__ void run() const {
