@@ -15,9 +15,6 @@ namespace {
 
 constexpr int kHeads = kWarps;  // of a CTA at most: a warp makes the scalars of each
 constexpr int kPrepareThreads = 2 * kThreads;
-constexpr int kSystemBarrier = 1, kScoreBarrier = 2;  // of four warps each
-constexpr double kLog2E = 1.4426950408889634;
-constexpr float kLeastLog = -20000.0f;  // what a token that forgets all counts as: sums stay finite, and exp of it is 0
 
 // What a value head's tokens have. sums: running sums of g over log 2 as a float and what is left of it, so that differences
 // are exact enough whatever their size. Between blocks the decay is that from the token before the later block: `row` from
@@ -50,6 +47,10 @@ struct Place {
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
+constexpr int kSystemBarrier = 1, kScoreBarrier = 2;  // of four warps each
+constexpr double kLog2E = 1.4426950408889634;
+constexpr float kLeastLog = -20000.0f;  // what a token that forgets all counts as: sums stay finite, and exp of it is 0
+
 __device__ __forceinline__ float decay_of(float2 from, float2 to) {
   return exp2f(fminf((to.x - from.x) + (to.y - from.y), 0.0f));
 }

@@ -18,35 +18,41 @@ namespace leanfleet::gated_delta_rule {
 
 namespace {
 
-constexpr int kSlice = 64;                                   // value columns of a CTA
-constexpr int kStates = 128, kStatesThreads = kStates + 32;  // threads that have states, and the warp that copies
-constexpr int kStages = 3;
+constexpr int kSlice = 64;        // value columns of a warpgroup
+constexpr int kStates = 128;      // its threads
+constexpr int kStages = 3;        // chunks under way
 constexpr int kStateFloats = 64;  // of a thread
 
 struct Barriers {
   uint64_t chunk_full[kStages], chunk_empty[kStages], query_full[kStages], query_empty[kStages], landed;
 };
 
-template <int kD>
+// kGroups: warpgroups that have states, of neighbouring slices. With two the chip's share of a CTA is used better, with one
+// there are twice as many CTAs.
+template <int kD, int kGroups_>
 struct Layout {
+  static constexpr int kGroups = kGroups_, kQueryStages = kGroups == 1 ? 3 : 2;
+  // Those of the warp that copies; registers are handed over by warpgroups.
+  static constexpr int kThreads = kGroups * kStates + (kGroups == 1 ? 32 : 128);
   static constexpr int kBoxes = kD / 64, kRows = kBoxes * kSquareBytes;
   // A chunk's keys, values and system; a query head's queries and scores.
-  static constexpr int kValues = kRows, kSystem = kValues + kSquareBytes;
+  static constexpr int kValues = kRows, kSystem = kValues + kGroups * kSquareBytes;
   static constexpr int kChunkBytes = kSystem + static_cast<int>(sizeof(System)), kChunkStage = round_up(kChunkBytes, 1024);
   static constexpr int kScores = kRows;
   static constexpr int kQueryBytes = kScores + static_cast<int>(sizeof(Scores)), kQueryStage = round_up(kQueryBytes, 1024);
-  static constexpr int kQueries = kStages * kChunkStage, kOut = kQueries + kStages * kQueryStage;
-  static constexpr int kBarriers = kOut + kSquareBytes;
+  static constexpr int kQueries = kStages * kChunkStage, kOut = kQueries + kQueryStages * kQueryStage;
+  static constexpr int kBarriers = kOut + kGroups * kSquareBytes;
   static constexpr int kBytes = 1024 + kBarriers + static_cast<int>(sizeof(Barriers));
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 // A place in a ring and the parity of its barriers.
+template <int kSlots>
 struct Turn {
   int slot = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void next() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
+    if (++slot == kSlots) slot = 0, parity ^= 1;
   }
 };
 
@@ -147,9 +153,11 @@ struct Rows {
   }
 };
 
-template <class T, int kD>
+template <class T, int kD, int kGroups>
 struct Cta {
-  using L = Layout<kD>;
+  using L = Layout<kD, kGroups>;
+  using ChunkTurn = Turn<kStages>;
+  using QueryTurn = Turn<L::kQueryStages>;
   static constexpr int kTiles = kD / 8;
   const Prompt& prompt;
   const PromptMaps& maps;
@@ -157,13 +165,17 @@ struct Cta {
   Barriers& barriers;
   Work work;
   int64_t head, group;
-  int first_column;
+  int first_column;  // of this warpgroup
 
-  __device__ __forceinline__ uint32_t chunk_at(Turn turn) const { return shared_address(shared) + turn.slot * L::kChunkStage; }
-  __device__ __forceinline__ uint32_t query_at(Turn turn) const {
+  static __device__ __forceinline__ int group_of_thread() { return static_cast<int>(threadIdx.x / kStates); }
+  __device__ __forceinline__ uint32_t chunk_at(ChunkTurn turn) const {
+    return shared_address(shared) + turn.slot * L::kChunkStage;
+  }
+  __device__ __forceinline__ uint32_t query_at(QueryTurn turn) const {
     return shared_address(shared) + L::kQueries + turn.slot * L::kQueryStage;
   }
-  static __device__ __forceinline__ void wait(uint64_t* barriers, Turn turn) {
+  template <int kSlots>
+  static __device__ __forceinline__ void wait(uint64_t* barriers, Turn<kSlots> turn) {
     mbarrier_wait(shared_address(&barriers[turn.slot]), turn.parity);
   }
   // Rows of others after the request's last are not 0 in memory.
@@ -194,7 +206,8 @@ struct Cta {
     const Args& args = prompt.args;
     const bool first_lane = threadIdx.x % 32 == 0;
     const int batch = static_cast<int>(work.batch), key_head = static_cast<int>(head / (args.v_heads / args.k_heads));
-    Turn turn, query_turn;
+    ChunkTurn turn;
+    QueryTurn query_turn;
     uint32_t landed_parity = 0;
     for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next()) {
       const int token = static_cast<int>(work.span.begin + chunk * kChunk), foreign = foreign_from(chunk);
@@ -208,9 +221,13 @@ struct Cta {
         for (int box = 0; box < L::kBoxes; ++box)
           hopper::tma_load(to + box * kSquareBytes, &maps.key, 64 * box, token, key_head, batch, full);
         hopper::bulk_load(to + L::kSystem, &prompt.systems[slot * args.v_heads + head], sizeof(System), full);
-        hopper::tma_load(to + L::kValues, &maps.value, first_column, token, static_cast<int>(head), batch, full);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+          hopper::tma_load(to + L::kValues + g * kSquareBytes, &maps.value, first_column + kSlice * g, token,
+                           static_cast<int>(head), batch, full);
       }
-      if (foreign < kChunk) clear_rows(chunk_at(turn), L::kBoxes + 1, foreign, &barriers.chunk_full[turn.slot], landed_parity);
+      if (foreign < kChunk)
+        clear_rows(chunk_at(turn), L::kBoxes + kGroups, foreign, &barriers.chunk_full[turn.slot], landed_parity);
       for (int64_t h = 0; h < group; ++h, query_turn.next()) {
         const int64_t out_head = head * group + h;
         const int query_head = static_cast<int>(out_head / (args.heads / args.q_heads));
@@ -242,7 +259,7 @@ struct Cta {
   // S: reads (kStore false) or writes a state [D,V], or [V,D] with v_first.
   template <bool kStore>
   __device__ __forceinline__ void move_state(float (&x)[kTiles][4], float* data) const {
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
     const int D = static_cast<int>(prompt.args.key_width), V = static_cast<int>(prompt.args.value_width);
     const bool v_first = prompt.args.state_v_first;
 #pragma unroll
@@ -271,9 +288,10 @@ struct Cta {
     const int64_t entry = args.cu_seqlens == nullptr ? work.request : window % 2;
     const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
     return prompt.carried + ((entry * args.v_heads + head) * slices + first_column / kSlice) * kStateFloats * kStates +
-           threadIdx.x;
+           threadIdx.x % kStates;
   }
   __device__ __forceinline__ void load_state(float (&x)[kTiles][4]) const {
+    if (first_column >= prompt.args.value_width) return;
     if (!work.begins) {
       const float* const from = carried_state(prompt.window);
 #pragma unroll
@@ -283,6 +301,7 @@ struct Cta {
     if (float* const from = state_in(prompt.args.initial_state)) move_state<false>(x, from);
   }
   __device__ __forceinline__ void store_state(float (&x)[kTiles][4]) const {
+    if (first_column >= prompt.args.value_width) return;
     if (!work.ends) {
       float* const to = carried_state(prompt.window + 1);
 #pragma unroll
@@ -299,10 +318,10 @@ struct Cta {
       x[n][0] *= factor.x, x[n][1] *= factor.y, x[n][2] *= factor.x, x[n][3] *= factor.y;
     }
   }
-  __device__ __forceinline__ const System& system_of(Turn turn) const {
+  __device__ __forceinline__ const System& system_of(ChunkTurn turn) const {
     return *reinterpret_cast<const System*>(shared + turn.slot * L::kChunkStage + L::kSystem);
   }
-  __device__ __forceinline__ const Scores& scores_of(Turn turn) const {
+  __device__ __forceinline__ const Scores& scores_of(QueryTurn turn) const {
     return *reinterpret_cast<const Scores*>(shared + L::kQueries + turn.slot * L::kQueryStage + L::kScores);
   }
 
@@ -318,7 +337,8 @@ struct Cta {
 
   // A warp's columns of rows of the output, by way of its part of a tile, [token][16 columns].
   __device__ __forceinline__ uint32_t out_at(int warp, int token, int half) const {
-    return shared_address(shared) + L::kOut + warp * kChunk * 32 + token * 32 + (half ^ token / 4 % 2) * 16;
+    return shared_address(shared) + L::kOut + static_cast<int>(threadIdx.x / 32) * kChunk * 32 + token * 32 +
+           (half ^ token / 4 % 2) * 16;
   }
   static __device__ __forceinline__ void pack_rows(const float (&out)[8][4], uint32_t (&rows)[8][2]) {
 #pragma unroll
@@ -348,20 +368,21 @@ struct Cta {
     __syncwarp();
   }
 
-  __device__ __forceinline__ void arrive(uint64_t* barriers, Turn turn) const {
+  template <int kSlots>
+  __device__ __forceinline__ void arrive(uint64_t* barriers, Turn<kSlots> turn) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barriers[turn.slot]));
   }
 
   // (Q S)^T, with its tokens' factors, once it is there.
   template <class States>
-  __device__ __forceinline__ void finish_queries(float (&out)[8][4], const States& states, Turn turn, int lane) const {
+  __device__ __forceinline__ void finish_queries(float (&out)[8][4], const States& states, QueryTurn turn, int lane) const {
     hopper::fence_accumulators(out);
     states.unscale(out);
     scale_columns(out, scores_of(turn).from_state, lane);
   }
   // O^T += U^T P^T. float16: times update.factor.
-  __device__ __forceinline__ void add_scores(float (&out)[8][4], const Rows<T, 8>& update, Turn turn) const {
+  __device__ __forceinline__ void add_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn) const {
     update.scale(out);
     const uint32_t tile = query_at(turn) + L::kScores;
     hopper::fence_accumulators(out);
@@ -371,7 +392,7 @@ struct Cta {
     hopper::warpgroup_commit();
   }
   // Once it is there: the query head's tiles may go.
-  __device__ __forceinline__ void finish_scores(float (&out)[8][4], const Rows<T, 8>& update, Turn turn,
+  __device__ __forceinline__ void finish_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn,
                                                 uint32_t (&rows)[8][2]) const {
     hopper::fence_accumulators(out);
     update.fence();
@@ -382,7 +403,7 @@ struct Cta {
 
   // All but the last of a state's heads of the output; `out` is Q S of the first, and that of the last afterwards.
   __device__ __forceinline__ void other_heads(float (&out)[8][4], const float (&state)[kTiles][4], const float (&x)[8][4],
-                                              Turn& turn, int64_t chunk, int warp, int lane) const {
+                                              QueryTurn& turn, int64_t chunk, int warp, int lane) const {
     Rows<T, 8> update;
     update.take(x);
     for (int64_t h = 0; h + 1 < group; ++h) {
@@ -407,8 +428,9 @@ struct Cta {
 
   // What the next chunk waits for comes first: rows of the output are finished while the next chunk's first products run.
   __device__ __forceinline__ void walk(float (&state)[kTiles][4]) const {
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    Turn turn, query_turn;
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
+    ChunkTurn turn;
+    QueryTurn query_turn;
     float x[8][4], out[8][4];
     uint32_t rows[8][2] = {};  // of the output, of the chunk before
     Rows<T, kTiles> states;
@@ -429,7 +451,7 @@ struct Cta {
       put_rows(rows, warp, lane);
       if (chunk > work.first) send_rows(head * group + group - 1, chunk - 1, warp, lane);
       uint32_t values[8][2];
-      load_values(keys + L::kValues, warp, lane, values);
+      load_values(keys + L::kValues + group_of_thread() * kSquareBytes, warp, lane, values);
       hopper::warpgroup_wait<1>();
       hopper::fence_accumulators(x);
 
@@ -497,22 +519,24 @@ struct Cta {
   }
 
   __device__ __forceinline__ void run() const {
-    const bool copies = threadIdx.x >= kStates;
-    if (copies && threadIdx.x % 32 == 0) {
+    const bool copies = threadIdx.x >= kGroups * kStates;
+    if (threadIdx.x == kGroups * kStates) {
       for (int s = 0; s < kStages; ++s) {
         mbarrier_init(shared_address(&barriers.chunk_full[s]), 1);
         mbarrier_init(shared_address(&barriers.query_full[s]), 1);
-        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kStates / 32);
-        mbarrier_init(shared_address(&barriers.query_empty[s]), kStates / 32);
+        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kGroups * kStates / 32);
+        mbarrier_init(shared_address(&barriers.query_empty[s]), kGroups * kStates / 32);
       }
       mbarrier_init(shared_address(&barriers.landed), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (copies) {
+      if constexpr (kGroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      copy();
+      if (threadIdx.x < kGroups * kStates + 32) copy();
     } else {
+      if constexpr (kGroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
       float state[kTiles][4] = {};
       load_state(state);
       // Nothing that comes after is to begin before what was launched before has ended.
@@ -524,38 +548,34 @@ struct Cta {
 };
 #endif
 
-template <class T, int kD>
-__global__ void __launch_bounds__(kStatesThreads, 1)
+template <class T, int kD, int kGroups>
+__global__ void __launch_bounds__(Layout<kD, kGroups>::kThreads, 1)
     StatesKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ PromptMaps maps, unsigned slices) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
-  const int64_t unit = blockIdx.x / slices;
-  const Work work = find_work(prompt, unit / prompt.args.v_heads);
+  const unsigned unit = blockIdx.x / slices, heads = static_cast<unsigned>(prompt.args.v_heads);
+  const Work work = find_work(prompt, unit / heads);
   if (!work.there) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-  const Cta<T, kD> cta{prompt,
-                       maps,
-                       shared,
-                       *reinterpret_cast<Barriers*>(shared + Layout<kD>::kBarriers),
-                       work,
-                       unit % prompt.args.v_heads,
-                       prompt.args.heads / prompt.args.v_heads,
-                       static_cast<int>(blockIdx.x % slices) * kSlice};
+  const int group = static_cast<int>(threadIdx.x / kStates % kGroups);  // 0 too for the warps that copy
+  const Cta<T, kD, kGroups> cta{
+      prompt, maps,         shared,       *reinterpret_cast<Barriers*>(shared + Layout<kD, kGroups>::kBarriers),
+      work,   unit % heads, prompt.group, (static_cast<int>(blockIdx.x % slices) * kGroups + group) * kSlice};
   cta.run();
 #endif
 }
 
-template <class T, int kD>
-cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
-  constexpr int kBytes = Layout<kD>::kBytes;
+template <class T, int kD, int kGroups>
+cudaError_t launch_groups(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
+  constexpr int kBytes = Layout<kD, kGroups>::kBytes;
   static_assert(kBytes <= 227 * 1024);
-  const auto kernel = StatesKernel<T, kD>;
+  const auto kernel = StatesKernel<T, kD, kGroups>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const int64_t slices = ceil_div(prompt.args.value_width, int64_t{kSlice});
+  const int64_t slices = ceil_div(prompt.args.value_width, int64_t{kGroups * kSlice});
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(prompt.args.requests * prompt.args.v_heads * slices));
-  config.blockDim = dim3(kStatesThreads);
+  config.blockDim = dim3(Layout<kD, kGroups>::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
@@ -566,16 +586,28 @@ cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, cudaStrea
   return cudaLaunchKernelEx(&config, kernel, prompt, maps, static_cast<unsigned>(slices));
 }
 
+template <class T, int kD>
+cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, [[maybe_unused]] int sm_count, cudaStream_t stream) {
+  [[maybe_unused]] const int64_t slices =
+      prompt.args.requests * prompt.args.v_heads * ceil_div(prompt.args.value_width, int64_t{kSlice});
+  // A multiprocessor has one CTA. float16's factors of rows leave too few registers for two warpgroups.
+  if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+    if (slices > sm_count && prompt.args.value_width > kSlice) return launch_groups<T, kD, 2>(prompt, maps, stream);
+  }
+  return launch_groups<T, kD, 1>(prompt, maps, stream);
+}
+
 template <class T>
-cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
-  return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, stream) : launch_width<T, 128>(prompt, maps, stream);
+cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, int sm_count, cudaStream_t stream) {
+  return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, sm_count, stream)
+                                     : launch_width<T, 128>(prompt, maps, sm_count, stream);
 }
 
 // Whether this file's code for 9.0 runs on the device, which it does not where only PTX of 8.0 was compiled.
 bool runs_hopper_code(const CudaTarget& target) {
   if (target.compute_capability != 90) return false;
   cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, StatesKernel<__nv_bfloat16, 64>) != cudaSuccess) {
+  if (cudaFuncGetAttributes(&attributes, StatesKernel<__nv_bfloat16, 64, 1>) != cudaSuccess) {
     cudaGetLastError();  // not to be taken for the next launch's
     return false;
   }
@@ -640,8 +672,8 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
     prompt.slots = slots - prompt.first_slot < window_slots ? slots - prompt.first_slot : window_slots;
     if (const int failed = launch_prepare(prompt, maps, stream)) return failed;
     const cudaError_t error = args.dtype == static_cast<int32_t>(DType::kFloat16)
-                                  ? launch_type<__half>(prompt, maps, stream)
-                                  : launch_type<__nv_bfloat16>(prompt, maps, stream);
+                                  ? launch_type<__half>(prompt, maps, target.sm_count, stream)
+                                  : launch_type<__nv_bfloat16>(prompt, maps, target.sm_count, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;
