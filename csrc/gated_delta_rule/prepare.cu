@@ -127,8 +127,8 @@ __device__ __forceinline__ void make_products(uint32_t rows, uint32_t keys, int 
   }
 }
 
-// The factors of rows lane / 4 and 8 later of a warp's 16: `scale`, over the row's length with normalize. The squares of lengths
-// stand on the diagonal of the block.
+// The factors of rows lane / 4 and 8 later of a warp's 16: `scale`, over the row's length with normalize. The squares of
+// lengths stand on the diagonal of the block.
 __device__ __forceinline__ void row_factors(const float (&squares)[2][4], bool normalize, float scale, int lane,
                                             float (&factor)[2]) {
   factor[0] = factor[1] = scale;
@@ -158,8 +158,8 @@ __device__ __forceinline__ void scale_products(Products& c, const float (&row)[2
   scale(c.diagonal, warp);
 }
 
-// Calls put(row of the warp's, column, x, y) for pairs of a warp's rows of products with decay, times by[row / 8], before the block
-// on the diagonal.
+// Calls put(row of the warp's, column, x, y) for pairs of a warp's rows of products with decay, times by[row / 8], before the
+// block on the diagonal.
 template <class Put>
 __device__ __forceinline__ void with_decay(const Products& c, const HeadScalars& head, const float (&by)[2], int warp, int lane,
                                            Put&& put) {
