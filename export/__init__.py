@@ -16,6 +16,9 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.onnx_export import finalize as finalize
     from leanfleet.export.onnx_export import register_schemas as register_schemas
     from leanfleet.export.onnx_export import translation_table as translation_table
+    from leanfleet.export.quantised_weights import quantise as quantise
+    from leanfleet.export.torch_ops import causal_conv as causal_conv
+    from leanfleet.export.torch_ops import causal_conv_ as causal_conv_
     from leanfleet.export.torch_ops import causal_linear_decay as causal_linear_decay
     from leanfleet.export.torch_ops import causal_linear_decay_ as causal_linear_decay_
     from leanfleet.export.torch_ops import causal_linear_decay_grad as causal_linear_decay_grad
@@ -34,6 +37,8 @@ _HOMES = {
     "LinearAttention": "linear_attention",
     "LinearDecoder": "linear_decoder",
     "LinearDecoderConfig": "linear_decoder",
+    "causal_conv": "torch_ops",
+    "causal_conv_": "torch_ops",
     "causal_linear_decay": "torch_ops",
     "causal_linear_decay_": "torch_ops",
     "causal_linear_decay_grad": "torch_ops",
@@ -48,6 +53,7 @@ _HOMES = {
     "normalized_linear_attention": "torch_ops",
     "normalized_linear_attention_": "torch_ops",
     "normalized_linear_attention_grad": "torch_ops",
+    "quantise": "quantised_weights",
     "register_schemas": "onnx_export",
     "sample_tokens": "torch_ops",
     "sample_tokens_": "torch_ops",

@@ -1,13 +1,14 @@
 """Exports a decoder as one ONNX graph that serves prompts and decode steps.
 
 Softmax attention becomes a LeanAttention node that appends to a cache of fixed capacity and attends over it; decayed
-linear attention becomes a CausalLinearDecay node that carries its state, and attention of register_transformers() a
-NormalizedLinearAttention node that carries its sums. leanfleet.decoder_contract has the graph's inputs and
-outputs.
+linear attention becomes a CausalLinearDecay node that carries its state, and recurrent layers of hybrid models a CausalConv
+node and a GatedDeltaRule or CausalLinearDecay node, both with states; attention of register_transformers() becomes a
+NormalizedLinearAttention node that carries its sums. leanfleet.decoder_contract has the graph's inputs and outputs.
 """
 
 from __future__ import annotations
 
+import inspect
 import io
 import sys
 import types
@@ -23,6 +24,7 @@ from leanfleet import files, progress
 from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
+    CONV_STATE,
     DECODER,
     KEY,
     KEY_SUM,
@@ -39,10 +41,12 @@ from leanfleet.decoder_contract import (
 from leanfleet.export import blocks, shortcuts, verification
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
+from leanfleet.export.hybrid_layers import carried, hybrid_layers, over_caches
 from leanfleet.export.onnx_export import export
 from leanfleet.export.linear_attention import featured, features_of, refuse_options
 from leanfleet.export.support import (
     ELSEWHERE,
+    EXPANDED_LATENT,
     FEATURES,
     check_supported,
     fixed_rotary,
@@ -50,7 +54,13 @@ from leanfleet.export.support import (
     linear_layers_of,
     most_positions,
 )
-from leanfleet.export.torch_ops import causal_linear_decay, lean_attention, normalized_linear_attention
+from leanfleet.export.torch_ops import (
+    causal_conv,
+    causal_linear_decay,
+    gated_delta_rule,
+    lean_attention,
+    normalized_linear_attention,
+)
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -125,9 +135,10 @@ class Cache:
     def decay(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """A linear layer over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H]."""
+        """A linear layer over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H]
+        or [B,N,H]."""
         name = cache_name(layer, STATE)
-        valid = (torch.arange(query.shape[1], device=query.device) < self.query_lens.unsqueeze(1)).unsqueeze(-1)
+        valid = self.inside(query)
         output, state = causal_linear_decay(
             query,
             key * valid.unsqueeze(-1).to(key.dtype),  # rows past query_lens leave the state as it is
@@ -140,6 +151,57 @@ class Cache:
         )
         self.update(name, state)
         return output
+
+    def inside(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which of tokens [B,N,...] are no padding, bool [B,N,1]."""
+        return (torch.arange(tokens.shape[1], device=tokens.device) < self.query_lens.unsqueeze(1)).unsqueeze(-1)
+
+    def convolve(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        """A layer's causal convolution over the tokens that it carries: x [B,N,C], weight [K+1,C], bias [C]."""
+        name = cache_name(layer, CONV_STATE)
+        rows = self.rows() or dict(query_lens=self.query_lens)
+        output, state = causal_conv(x, weight, bias, self.tensors[name], **rows, activation=activation, return_state=True)
+        self.update(name, state)
+        return output
+
+    def correct(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        normalize_qk: bool,
+    ) -> torch.Tensor:
+        """A layer of the gated delta rule over its carried state: query, key [B,N,Hk,D], value [B,N,Hv,Dv], float32 log_decay
+        [B,N,Hv] or [B,N,Hv,D] and beta [B,N,Hv]."""
+        name, rows = cache_name(layer, STATE), self.rows()
+        if not rows:  # padding leaves the state as it is: it writes no part of its value, and decays nothing
+            valid = self.inside(query)
+            beta = beta * valid.to(beta.dtype)
+            valid = valid if log_decay.dim() == 3 else valid.unsqueeze(-1)
+            log_decay = torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype))
+        output, state = gated_delta_rule(
+            query,
+            key,
+            value,
+            log_decay,
+            beta=beta,
+            initial_state=self.tensors[name],
+            **rows,
+            normalize_qk=normalize_qk,
+            return_state=True,
+            layout="bnhd",
+        )
+        self.update(name, state)
+        return output
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """What tells the operators where requests that are packed have their tokens and states. Here: rows of a batch."""
+        return {}
 
 
 def attention(
@@ -298,6 +360,7 @@ def traceable(model: Any, fuse: bool, rope: str = "short") -> Iterator[None]:
             implementation(model, IMPLEMENTATION),
             fixed_rotary(model, rope),
             as_one_node(model) if experts is not None and fuse else nullcontext(),
+            over_caches(model, lambda: Cache.now),
         ):
             yield
     finally:
@@ -318,11 +381,18 @@ def cache_shapes(model: Any) -> Shapes:
     kinds = getattr(config, "layer_types", None) or ["full_attention"] * config.num_hidden_layers
     configs = getattr(config, "per_layer_config", None) or [config] * len(kinds)
     lightning = {m.layer_idx for m in model.modules() if type(m).__name__ == "MiniMaxLightningAttention"}
-    normalized = linear_layers_of(model)
+    latent = {m.layer_idx: m for m in model.modules() if type(m).__name__ == EXPANDED_LATENT}
+    normalized, hybrids = linear_layers_of(model), hybrid_layers(model)
     ranks = {m.layer_idx: getattr(m, FEATURES).features for m in model.modules() if hasattr(m, FEATURES)}
     shapes: Shapes = {}
     for layer, kind in enumerate(kinds):
         own = configs[layer]
+        if layer in hybrids:
+            shapes |= {cache_name(layer, part): (torch.float32, shape) for part, shape in carried(hybrids[layer]).items()}
+            if kind != "hybrid":  # which attends beside its recurrence
+                continue
+        if hybrids and kind in ("mlp", "moe"):  # layers of their own that carry nothing
+            continue
         heads = own.num_attention_heads
         head_size = getattr(own, "head_dim", None) or own.hidden_size // heads
         if layer in lightning:
@@ -334,14 +404,17 @@ def cache_shapes(model: Any) -> Shapes:
                 continue
             shapes[cache_name(layer, STATE)] = (torch.float32, (*sizes, head_size))
             shapes[cache_name(layer, KEY_SUM)] = shapes[cache_name(layer, VALUE_SUM)] = (torch.float32, sizes)
-        elif kind in ("full_attention", "sliding_attention"):
+        elif layer in latent:
+            for part, size in ((KEY, latent[layer].qk_head_dim), (VALUE, latent[layer].v_head_dim)):
+                shapes[cache_name(layer, part)] = (model.dtype, (BATCH, heads, CAPACITY, size))
+        elif kind in ("full_attention", "sliding_attention", "hybrid"):
             kv_heads = getattr(own, "num_key_value_heads", None) or heads
             for part in (KEY, VALUE):
                 shapes[cache_name(layer, part)] = (model.dtype, (BATCH, kv_heads, CAPACITY, head_size))
         else:
             raise ValueError(
                 f"{type(model).__name__}: layer {layer} is of kind {kind}; export_decoder serves full_attention, "
-                f"sliding_attention and MiniMax's linear_attention. {ELSEWHERE}"
+                f"sliding_attention, MiniMax's linear_attention and the recurrent layers of some hybrids. {ELSEWHERE}"
             )
     return shapes
 
@@ -360,6 +433,8 @@ def run(
 
     hook = None if keep_last is None else model.get_output_embeddings().register_forward_pre_hook(keep)
     extra = {"leanfleet_cache": cache} if hasattr(model, "cache_shapes") else {}
+    if "position_ids" not in inspect.signature(model.forward).parameters:  # of recurrent layers alone
+        inputs.pop("position_ids")
     try:
         with cache.in_use():
             logits = model(**inputs, use_cache=False, **extra).logits
@@ -422,8 +497,9 @@ def export_decoder(
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
 
     model: a leanfleet.export.LinearDecoder, or a transformers causal LM with softmax attention that goes through
-    AttentionInterface (tests/export/zoo.toml lists the families), or with register_transformers()'s linear attention in its
-    place, in all layers or in some. all_logits: logits of every new token, [B,N,vocabulary], in
+    AttentionInterface (tests/export/zoo.toml lists the families), beside recurrent layers in hybrid models, or with
+    register_transformers()'s linear attention in its place, in all layers or in some. all_logits: logits of every new token,
+    [B,N,vocabulary], in
     place of the last one's (for scoring). fuse: write norms, rotary encodings and experts so that ONNX Runtime runs each as
     one kernel (leanfleet.export.fusions and experts); False leaves standard operators and ours alone, for runtimes that do not
     take functions of a model for what they do not know. verify: run the file and compare it with the model before it gets its

@@ -667,6 +667,56 @@ def _gated_delta_rule(ops, x, a, ranks):
     return results
 
 
+# CausalConv
+
+
+def _causal_conv(ops, x, a, ranks):
+    """Gathers the K + 1 tokens that a token's sum is of, from the state and the tokens behind it."""
+    tokens, channels = ops.size(x.input, 1), ops.size(x.input, 2)
+    given, weight = ops.float(x.input), ops.float(x.weight)
+    past = ops.Sub(ops.size(weight, 0), 1)
+    index = None
+    if x.cu_seqlens is not None:  # requests as rows of a batch
+        start, counts = _spans(ops, x.cu_seqlens, tokens)
+        longest = ops.range(ops.ReduceMax(counts, [0]))
+        counts = ops.Unsqueeze(counts, [1])
+        index = ops.Where(ops.Less(longest, counts), ops.Add(ops.Unsqueeze(start, [1]), longest), tokens)  # [Q,longest]
+        given = ops.Gather(ops.Squeeze(ops.add_rows(given, 1, 1), [0]), index, axis=0)
+    elif x.query_lens is not None:
+        counts = ops.clamped(ops.Unsqueeze(ops.int64(x.query_lens), [1]), tokens)
+    else:
+        counts = ops.Expand(tokens, ops.dims(ops.size(given, 0), 1))
+    pool = state = x.initial_state
+    if x.state_index is not None:
+        pool, rows = _pool_rows(ops, pool, x.state_index)
+        state = ops.Gather(pool, rows, axis=0)
+    elif pool is None:
+        state = ops.zeros(ops.size(given, 0), past, channels)
+    known = ops.Concat(state, given, axis=1)  # token i at past + i
+    own = ops.range(ops.size(given, 1))
+    windows = ops.Gather(known, ops.Add(ops.Unsqueeze(own, [1]), ops.range(ops.Add(past, 1))), axis=1)  # [B,N,K+1,C]
+    output = ops.sum(ops.Mul(windows, weight), 2, keepdims=0)
+    if x.bias is not None:
+        output = ops.Add(output, ops.float(x.bias))
+    if a.activation == "silu":
+        output = ops.Mul(output, ops.Sigmoid(output))
+    if index is not None:
+        blank = ops.zeros(ops.Add(tokens, 1), channels)
+        joined = ops.ScatterND(blank, ops.Unsqueeze(index, [2]), output)
+        output = ops.Unsqueeze(ops.take(joined, 0, tokens), [0])
+    elif x.query_lens is not None:
+        output = ops.Where(ops.Unsqueeze(ops.Less(own, counts), [2]), output, 0.0)
+    results = [ops.CastLike(output, x.input)]
+    if a.return_state:
+        last = ops.Unsqueeze(ops.Add(counts, ops.range(past)), [2])  # [B,K,1]
+        final = ops.GatherND(known, last, batch_dims=1)
+        if x.state_index is not None:
+            scattered = ops.ScatterND(pool, ops.Unsqueeze(rows, [1]), final)
+            final = ops.take(scattered, 0, ops.size(x.initial_state, 0))
+        results.append(final)
+    return results
+
+
 # NormalizedLinearAttention
 #
 # With x = [b q, a], y = [k, 1] and z = [v, 1] a score a + b q.k is x.y, f and g are columns of one product, and a state
@@ -962,6 +1012,7 @@ _BODIES = {
     "SampleTokens": _sample_tokens,
     "GatedActivation": _gated_activation,
     "GatedDeltaRule": _gated_delta_rule,
+    "CausalConv": _causal_conv,
 }
 _IGNORED = {"algorithm"}  # attributes that choose how to compute, not what
 

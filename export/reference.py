@@ -888,6 +888,80 @@ def gated_delta_rule(
     return result
 
 
+def causal_conv(
+    input: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    query_lens: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    state_index: torch.Tensor | None = None,
+    *,
+    activation: str = "none",
+    return_state: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """A causal convolution of each channel over K + 1 tokens, the K before the first of them carried as a state.
+
+    input T [B,N,C], weight T [K+1,C] the oldest token's first, bias T [C]. initial_state F [B,K,C], the oldest token first;
+    absent: zeros. query_lens I [B]: tokens of each row, clamped to [0, N]; absent: N. cu_seqlens, state_index: as in
+    causal_linear_decay. activation: "none" or "silu".
+    Returns output T [B,N,C], 0 where a token is of no request, and with return_state final_state F, shaped as initial_state.
+    Source: Dao & Gu, "Transformers are SSMs" (2024), section 7. Raises ValueError for wrong shapes and types.
+
+    Example:
+        import torch
+        from leanfleet.export import reference
+
+        (output,) = reference.causal_conv(torch.randn(1, 5, 4), torch.randn(3, 4))
+        print(output.shape)  # torch.Size([1, 5, 4])
+    """
+    op = "CausalConv"
+    match, dims, compute, float_out = _begin(op, "bhnd", input, compute_dtype)
+    match("input", input, "T", "B N C")
+    match("weight", weight, "T", "K+1 C")
+    match("bias", bias, "T", "C")
+    match("query_lens", query_lens, "I", "B")
+    if cu_seqlens is not None:
+        match("cu_seqlens", cu_seqlens, "I", "Q+1")
+    past, requests = dims["K+1"] - 1, dims["B"] if cu_seqlens is None else dims["Q+1"] - 1
+    dims |= {"K": past, "Q": requests}
+    match("state_index", state_index, "I", "Q")
+    match("initial_state", initial_state, "F", f"{'Q' if state_index is None else 'P'} K C")
+    _check(past >= 1, f"{op}: weight has {past + 1} rows; expected 2 or more, one a token")
+    _check(activation in ("none", "silu"), f"{op}: activation is {activation!r}; expected 'none' or 'silu'")
+    _check(cu_seqlens is None or dims["B"] == 1, f"{op}: input has batch B={dims['B']}; packed requests have B=1")
+    _check(cu_seqlens is None or query_lens is None, f"{op}: cu_seqlens and query_lens are both given; one tells the lengths")
+    _check(
+        state_index is None or initial_state is not None,
+        f"{op}: state_index is given and initial_state is absent; it must be the pool",
+    )
+    total = dims["N"]
+    counts = [total] * requests if query_lens is None else [min(max(n, 0), total) for n in query_lens.tolist()]
+    spans = _spans(cu_seqlens, total) or [(0, count) for count in counts]
+    x, w = input.to(compute), weight.to(compute)
+    zeros = x.new_zeros(past, dims["C"])
+    pool = x.new_zeros(requests, *zeros.shape) if initial_state is None else initial_state.to(compute)
+    rows = list(range(requests)) if state_index is None else state_index.tolist()
+    output, states = torch.zeros_like(x), list(pool.unbind())
+    for request, (start, stop) in enumerate(spans):
+        batch, row = 0 if cu_seqlens is not None else request, rows[request]
+        inside = 0 <= row < len(pool)
+        known = torch.cat([pool[row] if inside else zeros, x[batch, start:stop]])
+        made = x.new_zeros(()) if bias is None else bias.to(compute)
+        for tap in range(past + 1):
+            made = made + w[tap] * known[tap : tap + stop - start]
+        if activation == "silu":
+            made = torch.nn.functional.silu(made)
+        output = output.index_put((torch.tensor(batch), torch.arange(start, stop)), made)
+        if inside:
+            states[row] = known[stop - start :]
+    result: tuple[torch.Tensor, ...] = (output.to(input.dtype),)
+    if return_state:
+        result += ((torch.stack(states) if states else pool).to(float_out).clone(),)
+    return result
+
+
 # NormalizedLinearAttention
 #
 # Inside, value has one more column of ones: g is f for a value of 1, Σ k beside Σ kᵀ v, the count beside Σ v.

@@ -46,6 +46,7 @@ from leanfleet.decoder_contract import (
     Tensor,
     cache_name,
     is_part,
+    is_state,
     packed,
     read_facts,
     write_facts,
@@ -123,6 +124,10 @@ class Pages(Cache):
         )
         self.update(name, state)
         return output
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """As Cache.rows."""
+        return dict(cu_seqlens=self.cu_query_lens, state_index=self.state_index)
 
 
 class PackedDecoder(torch.nn.Module):
@@ -311,7 +316,7 @@ def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
 
 def pool_shape(name: str, shape: tuple[int | str, ...], block: int) -> tuple[Any, ...]:
     """The shape of the pool of a cache, of which cache_shapes says `shape`."""
-    return (STATES, *shape[1:]) if is_part(name, STATE) else (POOL, block, shape[1], shape[3])
+    return (STATES, *shape[1:]) if is_state(name) else (POOL, block, shape[1], shape[3])
 
 
 def _traced(model: Any, block: int) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
@@ -320,7 +325,7 @@ def _traced(model: Any, block: int) -> tuple[PackedDecoder, tuple[Any, ...], dic
     if not hasattr(model, "cache_shapes"):
         check_supported(model)
     caches = cache_shapes(model)
-    if unknown := [name for name in caches if not any(is_part(name, part) for part in (KEY, VALUE, STATE))]:
+    if unknown := [name for name in caches if not (is_state(name) or is_part(name, KEY) or is_part(name, VALUE))]:
         raise ValueError(
             f"{type(model).__name__}: it carries {unknown[0]} from call to call; export_for_serving has pools for a layer's "
             f"{KEY}, {VALUE} and {STATE} alone. Use export_decoder"

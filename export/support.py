@@ -21,11 +21,25 @@ METHOD = "leanfleet_low_rank"  # the configuration's entry that says so: from_pr
 SUMS = "leanfleet_sums"  # attribute of the keys of a running_sums_cache: attention gets tensors alone, not the cache
 _SOFTMAX = re.compile(r"(paged\|)?(eager|sdpa|flex_attention|flash_attention_\d+|kernels-community/[\w.-]*flash-attn[\w.@-]*)")
 _SERVED_LINEAR = "MiniMaxLightningAttention"
+# Recurrent layers of hybrid models that export.hybrid_layers serves, by their classes' names.
+HYBRID_LAYERS = (
+    "Qwen3NextGatedDeltaNet",
+    "Qwen3_5GatedDeltaNet",
+    "Qwen3_5MoeGatedDeltaNet",
+    "OlmoHybridGatedDeltaNet",
+    "KimiLinearDeltaAttention",
+    "Mamba2Mixer",
+    "BambaMixer",
+    "FalconH1Mixer",
+    "NemotronHMamba2Mixer",
+    "GraniteMoeHybridMambaLayer",
+)
 # Classes of layers that carry a state, by their names: Mamba's mixers, short convolutions, delta rules, LSTMs.
 _STATE = re.compile(
     r"\w*(Mixer|Mamba2?|RwkvSelfAttention|xLSTMLayer|RecurrentBlock|DeltaNet|DeltaAttention|ShortConv"
     r"|ShortConvolution|LightningAttention|LinearAttention)"
 )
+EXPANDED_LATENT = "KimiLinearAttention"  # multi-head latent attention whose keys and values are served as each head's own
 
 
 def check_supported(model: object) -> None:
@@ -49,7 +63,7 @@ def check_supported(model: object) -> None:
             "AutoModelForCausalLM (base models and classifiers are not exported)"
         )
     _check_layers(model, config)
-    if "position_ids" not in inspect.signature(model.forward).parameters:
+    if "position_ids" not in inspect.signature(model.forward).parameters and not _recurrent_alone(model):
         raise ValueError(
             f"{name}: it takes no position_ids, so it cannot be told where a request's new tokens stand. {ELSEWHERE}"
         )
@@ -68,23 +82,35 @@ def check_supported(model: object) -> None:
             )
 
 
+def _recurrent_alone(model):
+    """Whether a model has recurrent layers that are served, and no attention, so that positions are nothing to it."""
+    kinds = [type(m).__name__ for m in model.modules()]
+    return any(kind in HYBRID_LAYERS for kind in kinds) and not any(kind.endswith("Attention") for kind in kinds)
+
+
 def _check_layers(model, config):
     """Refuses layers that carry something other than keys and values, and attention that we cannot take the place of."""
     name = type(model).__name__
-    served = getattr(model, "_supports_attention_backend", False)
+    # Hybrid models' softmax layers go through the interface, though the models do not say so.
+    served = getattr(model, "_supports_attention_backend", False) or any(
+        type(m).__name__ in HYBRID_LAYERS for m in model.modules()
+    )
     for path, module in model.named_modules():
         kind = type(module).__name__
-        if _STATE.fullmatch(kind) and kind != _SERVED_LINEAR:
+        if _STATE.fullmatch(kind) and kind not in (_SERVED_LINEAR, EXPANDED_LATENT, *HYBRID_LAYERS):
             raise ValueError(
                 f"{name}: layer {path} ({kind}) carries a state that none of leanfleet's operators computes; "
-                f"export_decoder serves softmax attention and MiniMax's linear attention. {ELSEWHERE}"
+                "export_decoder serves softmax attention, MiniMax's linear attention, the gated delta rule of Qwen3-Next, "
+                "Qwen3.5, OLMo-hybrid and Kimi-Linear, and the selective scan of Mamba-2, Bamba, Falcon-H1, Nemotron-H and "
+                f"Granite-4. {ELSEWHERE}"
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise ValueError(
                 f"{name}: its positions begin behind the padding token's ({path}, {kind}), where export_decoder "
                 f"counts from 0. {ELSEWHERE}"
             )
-    if getattr(config, "kv_lora_rank", None):
+    latent = [type(m).__name__ for m in model.modules() if hasattr(m, "kv_lora_rank")]
+    if getattr(config, "kv_lora_rank", None) and any(kind != EXPANDED_LATENT for kind in latent or [""]):
         kind = next(
             (f"attention layer {path} ({type(m).__name__})" for path, m in model.named_modules() if hasattr(m, "kv_lora_rank")),
             "its attention",

@@ -17,7 +17,7 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, STATE, is_part, packed
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, is_state, packed
 from leanfleet.export import blocks
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
 
@@ -194,10 +194,15 @@ def in_double(model: torch.nn.Module) -> Iterator[None]:
             t, data = before.pop()
             t.data = data
 
+    def enter(module, arguments):
+        """Some models cast what they hand to their head to its type, which is still the narrow one."""
+        widen((*module.parameters(), *module.buffers()))
+        return tuple(a.double() if isinstance(a, torch.Tensor) and a.is_floating_point() else a for a in arguments)
+
     widen(t for t in (*model.parameters(), *model.buffers()) if id(t) not in inside)
     outside, hooks = len(before), []
     for unit in units:
-        hooks.append(unit.register_forward_pre_hook(lambda m, _: widen((*m.parameters(), *m.buffers()))))
+        hooks.append(unit.register_forward_pre_hook(enter))
         hooks.append(unit.register_forward_hook(lambda *_: narrow(outside)))
     try:
         yield
@@ -284,7 +289,7 @@ class _Pages:
         caches = [i for i in session.get_inputs() if SERVING.is_cache(i.name)]
         self.pools = {}
         for i in caches:
-            state = is_part(i.name, STATE)  # one row more than there are requests, which nobody writes
+            state = is_state(i.name)  # one row more than there are requests, which nobody writes
             rows, fill = (batch + 1, 0.0) if state else (self.order.size, np.nan)
             self.pools[i.name] = np.full([rows, *i.shape[1:]], fill, _NUMPY[i.type])
 

@@ -24,7 +24,6 @@ from typing import Any
 
 import leanfleet
 from leanfleet import files, generate, native, progress, spec
-from leanfleet.decoder_contract import SERVING, read_facts
 from leanfleet.tables import print_table
 
 KEY_VARIABLE = "LEANFLEET_API_KEY"
@@ -648,47 +647,37 @@ def bundle_command(arguments: argparse.Namespace) -> int:
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
-    import onnxruntime
-
     from leanfleet import serve
-    from leanfleet.ort_ops.generation import load_tokenizer
-    from leanfleet.ort_ops.serving import ContinuousBatch
-    from leanfleet.ort_ops.sessions import default_providers
 
     if arguments.cuda_graph and arguments.provider == "cpu":
         raise ValueError("--cuda-graph needs the CUDA provider: leave --provider cpu out")
     folder = Path(arguments.folder)
-    facts = read_facts(folder, SERVING)
-    tokens = arguments.cache_tokens or arguments.max_requests * min(4096, facts["max_positions"] or 4096)
-    pages = -(-tokens // facts["block"])
     generate.quieten_transformers()
-    if arguments.provider is None:
-        providers = default_providers(onnxruntime.get_available_providers())
-    else:
-        providers = [f"{arguments.provider.upper()}ExecutionProvider"]
     with progress.stage(f"loading {folder}"):
-        tokenizers = load_tokenizer(folder), load_tokenizer(folder)
-        batch = ContinuousBatch(
+        server = serve.load_server(
             folder,
-            pages,
-            arguments.max_requests,
-            max(arguments.step_tokens or (2048 if "CUDAExecutionProvider" in providers else 128), arguments.max_requests),
-            providers,
+            arguments.name,
+            os.environ.get(KEY_VARIABLE) or None,
+            serve.Limits(arguments.max_body, seconds=arguments.timeout),
+            arguments.max_waiting,
+            providers=None if arguments.provider is None else [f"{arguments.provider.upper()}ExecutionProvider"],
+            cache_tokens=arguments.cache_tokens,
+            max_requests=arguments.max_requests,
+            step_tokens=arguments.step_tokens,
             cuda_graph=arguments.cuda_graph,
             share=arguments.share,
             snapshots=arguments.snapshots,
             speculate=arguments.speculate,
         )
-    name = arguments.name or folder.resolve().name
-    key = os.environ.get(KEY_VARIABLE) or None
-    server = serve.Server(
-        batch, tokenizers, name, key, serve.Limits(arguments.max_body, seconds=arguments.timeout), arguments.max_waiting
-    )
 
     def started(address: str) -> None:
-        held = [f"{pages} pages of {facts['block']} tokens"] * batch.paged + [f"{batch.state_rows} states"] * batch.linear
+        batch = server.batch
+        held = [f"{batch.pool.count} pages of {batch.block} tokens"] * batch.paged + [
+            f"{batch.state_rows} states"
+        ] * batch.linear
         kept = f"{', '.join(held)}, {batch.pool_bytes / 1e9:.2f} GB"
-        print(f"serving {name} at {address} ({kept}{', with an API key' if key else ''})", file=sys.stderr, flush=True)
+        key = ", with an API key" if server.key else ""
+        print(f"serving {server.name} at {address} ({kept}{key})", file=sys.stderr, flush=True)
 
     serve.run(server, arguments.host, arguments.port, arguments.grace, started)
     return 0

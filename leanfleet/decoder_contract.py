@@ -11,6 +11,7 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     query_lens                    int32 [B]         new tokens of each request; 0: the row is all padding
     past_key_values.L.key/.value  T [B,Hkv,S,D]     the caches of softmax layer L
     past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L; zeros before the first token
+    past_key_values.L.conv_state  float32 [B,K,C]   the tokens before, of its short convolution; zeros before the first
     past_key_values.L.key_sum, .value_sum  float32 [B,Hkv,R], [B,Hkv,Dv]  beside it where the layer is normalised
     logits                        float32 [B,vocabulary], of each request's last new token; with all_logits [B,N,vocabulary]
     present.L...                  as the past, with the new tokens; may be bound to the inputs' buffers
@@ -33,6 +34,7 @@ a pool of P pages of `block` tokens, and a pool of A states; C rows of logits ar
     pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool of softmax layer L
     pages.L.recurrent_state       float32 [A,Hkv,R,Dv]  the pool of states of linear layer L; whoever runs the graph sees to it
                                                     that a request's row is 0 before its first token
+    pages.L.conv_state            float32 [A,K,C]   the same of the tokens before, of its short convolution
     logits                        float32 [C,vocabulary], of the tokens at `last`
     next_tokens                   int64 [C]         the tokens that come next
     logprob                       float32 [C]       their log-probabilities; NaN where logits are not finite
@@ -91,6 +93,7 @@ POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "b
 SLOTS, ROWS, STATE_INDEX = "slots", "rows", "state_index"
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
+CONV_STATE = "conv_state"  # of a layer with a short convolution, beside its STATE
 KEY_SUM, VALUE_SUM = "key_sum", "value_sum"  # of a NormalizedLinearAttention layer, beside its STATE
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
 LONGEST, TABLE, POOL, ENDS, KNOWN, VOCABULARY = "longest", "table", "pool", "ends", "known", "vocabulary"
@@ -263,7 +266,7 @@ SAMPLER = Interface(
 
 
 def cache_name(layer: int | str, part: str) -> str:
-    """Name of what a layer carries, such as "0.key". part: KEY, VALUE, STATE, KEY_SUM or VALUE_SUM."""
+    """Name of what a layer carries, such as "0.key". part: KEY, VALUE, STATE, CONV_STATE, KEY_SUM or VALUE_SUM."""
     return f"{layer}.{part}"
 
 
@@ -273,8 +276,13 @@ def layer_of(name: str) -> int:
 
 
 def is_part(name: str, part: str) -> bool:
-    """Is the cache of this name, or of this input, a KEY, VALUE, STATE, KEY_SUM or VALUE_SUM?"""
+    """Is the cache of this name, or of this input, a KEY, VALUE, STATE, CONV_STATE, KEY_SUM or VALUE_SUM?"""
     return name.endswith(f".{part}")
+
+
+def is_state(name: str) -> bool:
+    """Does the cache of this name, or of this input, have one row a request, STATE or CONV_STATE, and no tokens?"""
+    return is_part(name, STATE) or is_part(name, CONV_STATE)
 
 
 def serving_interface(facts: Facts) -> Interface:

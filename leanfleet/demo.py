@@ -63,6 +63,7 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             super().__init__()
             self.query, self.key, self.value = torch.nn.Linear(64, 64), torch.nn.Linear(64, 32), torch.nn.Linear(64, 32)
             self.register_buffer("log_decay", torch.tensor([-0.05, -0.3]))
+            self.taps = torch.nn.Parameter(torch.randn(4, 64) / 2)
 
         def forward(
             self, x: torch.Tensor, key_cache: torch.Tensor, value_cache: torch.Tensor, seq_lens: torch.Tensor
@@ -90,8 +91,9 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             gated = lf.gated_activation(x.unflatten(-1, (2, 32)), activation="gelu_tanh")
             beta = v[..., 0].sigmoid().to(torch.float32)
             corrected = lf.gated_delta_rule(k, k, v, -beta / 8, beta=beta, normalize_qk=True)
+            mixed = lf.causal_conv(x, self.taps, activation="silu")
             linear = decayed, state, gq, gk, gv, normalized, nq, nk, nv, corrected
-            return attended, lse, keys, values, *linear, tokens, gated
+            return attended, lse, keys, values, *linear, mixed, tokens, gated
 
     torch.manual_seed(0)
     x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]

@@ -42,9 +42,9 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     )
     export.add_argument(
         "--weights",
-        choices=("keep", "expand"),
-        help="a GGUF file's quantised matrices: keep them as they are, or make floating point of them (default: keep with "
-        "--dtype float32, expand for the types of GPUs and with --no-fuse)",
+        choices=("keep", "expand", "int4", "int8"),
+        help="int4, int8: round the weights to so many bits. keep, expand: leave a GGUF file's quantised matrices as they are, "
+        "or make floating point of them (default: keep with --dtype float32, expand for the types of GPUs and with --no-fuse)",
     )
     export.add_argument(
         "--no-fuse",
@@ -244,8 +244,10 @@ def export_command(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
     warnings.filterwarnings("default", category=ExpertsWarning)
     files.check_folder(arguments.folder)
-    if arguments.weights == "keep" and not arguments.fuse:
-        raise ValueError("--weights keep needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two")
+    if arguments.weights not in (None, "expand") and not arguments.fuse:
+        raise ValueError(
+            f"--weights {arguments.weights} needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two"
+        )
     try:
         with progress.stage("exporting"):
             _export(arguments)
@@ -280,6 +282,10 @@ def _export(arguments: argparse.Namespace) -> None:
 
         path = Path(arguments.model)
         say(gguf_model.described(path / locate(path)["gguf_file"] if path.is_dir() else path, model))
+    if arguments.weights in ("int4", "int8"):
+        from leanfleet.export import quantise
+
+        say(str(quantise(model, int(arguments.weights[3:]))))
     say(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...")
     options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope}
     with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:

@@ -17,11 +17,13 @@ import math
 import socket
 import time
 import uuid
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Annotated, Any, Literal
 
+import onnxruntime
 import prometheus_client as prometheus
 import uvicorn
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
@@ -32,8 +34,11 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from leanfleet import generation
-from leanfleet.decoder_contract import TOP
+from leanfleet.decoder_contract import SERVING, TOP, read_facts
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
+from leanfleet.ort_ops.generation import load_tokenizer
+from leanfleet.ort_ops.serving import ContinuousBatch
+from leanfleet.ort_ops.sessions import default_providers
 
 MOST_ERRORS = 50  # in a body that are worth a list
 Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
@@ -577,6 +582,46 @@ class Reply:
         if wants_usage:
             yield event(choices=[], usage=self.usage())
         yield "data: [DONE]\n\n"
+
+
+def load_server(
+    folder: str | Path,
+    name: str | None = None,
+    key: str | None = None,
+    limits: Limits = Limits(),
+    max_waiting: int = 256,
+    *,
+    providers: Sequence[str] | None = None,
+    cache_tokens: int | None = None,
+    max_requests: int = 16,
+    step_tokens: int | None = None,
+    **options: Any,
+) -> Server:
+    """The server of an exported folder, as `leanfleet serve` runs it. `application` of what it returns is an ASGI application,
+    for any server of those.
+
+    folder: with serving.onnx and a tokenizer, as `leanfleet export --serve` writes it. name: the model's, for clients; default:
+    the folder's. providers: ONNX Runtime's; default: CUDA where it works, else CPU. cache_tokens: that the pages hold;
+    default: 4096, or what the model has positions for, for each of max_requests. step_tokens: default 2048 on CUDA, else 128.
+    options: others of ContinuousBatch, such as cuda_graph, share, snapshots and speculate.
+
+    Raises FileNotFoundError for a folder that lacks a file, ValueError for options that do not fit.
+
+    Example:
+        from leanfleet.serve import load_server
+
+        server = load_server("serving", max_requests=8)
+        # now for example uvicorn.run(server.application, port=8000)
+    """
+    folder = Path(folder)
+    facts = read_facts(folder, SERVING)
+    providers = default_providers(onnxruntime.get_available_providers()) if providers is None else list(providers)
+    tokens = cache_tokens or max_requests * min(4096, facts["max_positions"] or 4096)
+    step_tokens = step_tokens or (2048 if "CUDAExecutionProvider" in providers else 128)
+    tokenizers = load_tokenizer(folder), load_tokenizer(folder)
+    pages = -(-tokens // facts["block"])
+    batch = ContinuousBatch(folder, pages, max_requests, max(step_tokens, max_requests), providers, **options)
+    return Server(batch, tokenizers, name or folder.resolve().name, key, limits, max_waiting)
 
 
 def run(server: Server, host: str, port: int, grace: float, started: Callable[[str], object]) -> None:

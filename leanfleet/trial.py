@@ -31,6 +31,7 @@ TOLERANCE = {
     "SampleTokens": (4, 4),
     "GatedActivation": (4, 2),
     "GatedDeltaRule": (16, 4),
+    "CausalConv": (4, 2),
 }
 
 # Sizes of make_inputs for open dimensions that stand for a symbol of ops.toml; any other open dimension is 2.
@@ -54,6 +55,8 @@ SIZES = {
     "V": 130,
     "W": 5,
     "F": 40,
+    "C": 24,
+    "K": 3,
 }
 
 
@@ -310,6 +313,8 @@ def _integers(node, role, shape, dims, made, random):
         return random.integers(*_INTEGERS[role], shape)
     if role == "token_counts":
         return random.integers(0, 3, shape) + (random.integers(0, 2, shape) << 30)
+    if node.op_type == "CausalConv":
+        return random.integers(0, dims["N"] + 1, shape)
     arguments = [t.name for t in spec.all_specs()[node.op_type].inputs]
     offsets, query_offsets = (made.get(dict(zip(arguments, node.input, strict=False)).get(name)) for name in _OFFSETS)
     if offsets is not None:

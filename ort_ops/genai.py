@@ -3,7 +3,8 @@
 onnxruntime-genai (0.18 is tested) feeds a decoder `input_ids` [B,N], padded on the right, and `attention_mask` [B,total],
 where our graph takes lengths: seq_lens is the mask's sum, and query_lens the smaller of that and N. Its caches of
 max_length slots are bound to inputs and outputs alike (past_present_share_buffer), which LeanAttention appends to in
-place. A recurrent layer has two states there, so each gets a conv_state of one number beside its recurrent_state. It
+place. A recurrent layer has two states there, so one without a conv_state gets one of a single number beside its
+recurrent_state. It
 loads custom operators from the model's own folder alone, so the folder gets a copy of the library.
 """
 
@@ -16,6 +17,7 @@ import onnx_ir as ir
 from google.protobuf.message import DecodeError
 
 from leanfleet.decoder_contract import (
+    CONV_STATE,
     DECODER,
     INPUT_IDS,
     KEY,
@@ -37,7 +39,7 @@ from leanfleet.ort_library import get_library_path
 
 TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "vocab.*", "merges.txt", "chat_template*", "added_tokens.json")
 DEFAULT_CONTEXT = 4096  # where the decoder says nothing
-MASK, CONV_STATE = "attention_mask", "conv_state"  # of onnxruntime-genai alone
+MASK = "attention_mask"  # of onnxruntime-genai alone
 
 
 def bundle(folder: str | Path, target: str | Path) -> Path:
@@ -117,6 +119,8 @@ def _adapt(graph: ir.Graph, folder: Path) -> dict[str, ir.Value]:
     for name in [name for name in caches if is_part(name, STATE)]:
         layer = layer_of(name)
         conv_state = DECODER.past + cache_name(layer, CONV_STATE)
+        if conv_state in caches:
+            continue
         past = ir.Value(name=conv_state, type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([batch, 1, 1]))
         present = ir.node("Identity", [past], name=f"genai/conv_state_{layer}")
         value = present.outputs[0]

@@ -37,7 +37,6 @@ from leanfleet.decoder_contract import (
     SERVING,
     SESSION_TYPES,
     SLOTS,
-    STATE,
     STATE_INDEX,
     TABLE,
     TOKENS,
@@ -46,7 +45,7 @@ from leanfleet.decoder_contract import (
     Adjustments,
     Sampling,
     check_interface,
-    is_part,
+    is_state,
     model_file,
     packed,
     read_facts,
@@ -66,6 +65,7 @@ if TYPE_CHECKING:
 PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
 TURNS = 2  # a step runs while the next one is made
 EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
+PADDING = {STATE_INDEX: NO_STATE, "top_p": 1}  # what captured steps have where there is no request; else 0
 
 # numpy's and ONNX's types by onnxruntime's names
 _NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16}
@@ -191,7 +191,7 @@ class _Captured:
             if name in self.fixed:
                 continue
             whole = self.inputs.view(host, name)
-            whole[...] = NO_STATE if name == STATE_INDEX else 0
+            whole[...] = PADDING.get(name, 0)
             whole[tuple(map(slice, array.shape))] = array
             if name == OFFSETS and len(array):
                 whole[len(array) :] = array[-1]
@@ -287,8 +287,8 @@ class ContinuousBatch:
         self.block, self.vocabulary, self.stop_tokens = facts["block"], facts["vocabulary"], set(facts["stop_tokens"])
         self.max_positions, self.max_requests, self.step_tokens = facts["max_positions"], max_requests, step_tokens
         caches = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]
-        self.paged = any(not is_part(i.name, STATE) for i in caches)  # linear layers alone need no pages
-        self.linear = any(is_part(i.name, STATE) for i in caches)
+        self.paged = any(not is_state(i.name) for i in caches)  # linear layers alone need no pages
+        self.linear = any(is_state(i.name) for i in caches)
         self._check_speculation(speculate)
         kept = (max_requests if snapshots is None else snapshots) if share and self.linear else 0
         self.pool = PagePool(pages, self.block, share and (not self.linear or kept > 0))
@@ -302,12 +302,12 @@ class ContinuousBatch:
         self.free_states = list(range(EMPTY + 1, 1 + max_requests))[::-1]
         self.snapshots = Snapshots(range(1 + max_requests, self.state_rows))
         allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
-        rows = [self.state_rows if is_part(i.name, STATE) else pages for i in caches]
+        rows = [self.state_rows if is_state(i.name) else pages for i in caches]
         self.pools = [
             allocate([n, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for n, i in zip(rows, caches, strict=True)
         ]
         for i, pool in zip(caches, self.pools, strict=True):
-            if is_part(i.name, STATE) or not library:  # a body reads whole pools: give it numbers
+            if is_state(i.name) or not library:  # a body reads whole pools: give it numbers
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
         self.copier = exchange if exchange.device == self.device or not self.linear else CudaStream()  # of states
         self.captured: dict[tuple[int, ...], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, wanted, pages)
@@ -469,7 +469,7 @@ class ContinuousBatch:
     def _copy_state(self, source: int, target: int) -> None:
         """Copies a row in all pools of states, behind the steps that are queued."""
         for name, pool in zip(self.pool_names, self.pools, strict=True):
-            if is_part(name, STATE):
+            if is_state(name):
                 size = _bytes(pool) // pool.shape()[0]
                 self.copier.copy(pool.data_ptr() + target * size, pool.data_ptr() + source * size, size)
         if self.copier is not self.exchange:
@@ -501,12 +501,16 @@ class ContinuousBatch:
                 self.pool.release(pages)
                 return
             else:
+                try:
+                    if self.linear:
+                        self._begin_state(request, snapshot, blocks)
+                except BaseException:
+                    self.pool.release(pages)
+                    raise
                 request.pages, request.chain, request.cached = pages, chain, start
                 if request.shared is None:
                     request.shared = start
                     self.shared_tokens += start
-                if self.linear:
-                    self._begin_state(request, snapshot, blocks)
                 if self.sampler is not None and request.adjustments != Adjustments():
                     self.sampler.begin(request)
                 if self.speculate and request.lookup is None:
@@ -715,14 +719,15 @@ class ContinuousBatch:
         self, captured: dict[tuple[int, ...], _Captured], tokens: int, rows: int, wanted: int, table: int
     ) -> _Captured:
         """That for steps of so many new tokens, requests and wanted rows with tables of so many pages, at least. Steps with
-        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; so have
-        those with guesses, and for as many as there can be."""
+        pieces of prompts have room for all requests and a multiple of PIECE_TOKENS, so that there are few of them; those with
+        guesses for as many as their requests may have."""
 
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
         if wanted > rows and tokens <= self.result_rows:  # guesses alone
-            rows, tokens, wanted = self.max_requests, self.result_rows, self.result_rows
+            rows = rounded(rows, self.max_requests)
+            tokens = wanted = min(rows * (1 + self.speculate), self.result_rows)
         elif tokens > rows:
             wanted = self.result_rows if wanted > rows else self.max_requests
             rows, tokens = self.max_requests, min(-(-tokens // PIECE_TOKENS) * PIECE_TOKENS, self.step_tokens)
@@ -762,7 +767,7 @@ class ContinuousBatch:
     @property
     def state_bytes(self) -> int:
         """Of the pools of states among them."""
-        return sum(_bytes(pool) for name, pool in zip(self.pool_names, self.pools, strict=True) if is_part(name, STATE))
+        return sum(_bytes(pool) for name, pool in zip(self.pool_names, self.pools, strict=True) if is_state(name))
 
     @property
     def idle(self) -> bool:

@@ -15,7 +15,8 @@ parity      20 prompts of different lengths, each alone and all in one ragged ba
             In float16: the share of steps at which the likeliest token is that of transformers in float32, for ours, the
             graph with GroupQueryAttention, and transformers in float16, after the same prefixes (prompts and our answers);
             ours may lose at most 4 times what transformers loses in float16.
-perplexity  of 20,000 tokens of Python's own reference (pydoc_data.topics), in windows of 8192 fed in pieces over the caches.
+perplexity  of 20,000 tokens of Python's own reference (pydoc_data.topics), in windows of 8192 fed over the caches: to ours
+            token by token, as a call returns the logits of its last one, to transformers in pieces.
 speed       seconds of a prompt, and of decode steps after it, at 128, 2048 and 8000 tokens of context, the runners taking
             turns of a few steps: ours; transformers eager, and on a GPU with sdpa; the same graph with onnxruntime's
             GroupQueryAttention in place of our attention and rotary encoding, its fastest form, over caches bound in place;
@@ -228,7 +229,7 @@ def perplexity(models, where, folder, ids, short):
         for at in range(0, len(tokens), piece):
             part, targets = tokens[at : at + piece], tokens[at + 1 : at + piece + 1]
             clock = time.perf_counter()
-            logits = runner.step(part)[0]
+            logits = np.concatenate([runner.step([token]) for token in part])  # a call returns those of its last token
             seconds["ours"] += time.perf_counter() - clock
             totals["ours"] += loss(torch.from_numpy(logits).to(models["transformers"].device), targets)
             for name, model in models.items():

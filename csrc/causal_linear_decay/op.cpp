@@ -201,7 +201,8 @@ Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
   if (call.inputs[kCuSeqlens].present())
     LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, call.inputs[kCuSeqlens], call.dims[kDimN]));
-  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP]);
+  if (call.inputs[kStateIndex].present())
+    return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], call.inputs[kCuSeqlens]);
   return {};
 }
 

@@ -1642,7 +1642,7 @@ inline bool go_together(const ChunkScan& a, const ChunkScan& b) {
 }
 
 // The scans of a group take the same kernel. overlap: the pass before may still run, and this one waits for it where it
-// needs its sums. Compiled by chunk_scan_hopper_launch.cu.in, a source file a type and shape.
+// needs its sums. Compiled by chunk_scan_hopper_launch.cu.in, a source file a type and width.
 template <class T, int kWidth, int kGroups>
 int launch_hopper_shape(const ChunkGroup& group, int pass, bool overlap, int max_shared_bytes, void* stream);
 

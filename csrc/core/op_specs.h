@@ -339,6 +339,40 @@ inline constexpr OpSpec kSpec = {"GatedDeltaRule", 1, 8, 2, 5, 4, 9, kInputs, kO
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace gated_delta_rule
 
+namespace causal_conv {
+enum Input { kInput, kWeight, kBias, kInitialState, kQueryLens, kCuSeqlens, kStateIndex };
+enum Output { kOutOutput, kOutFinalState };
+enum Attr { kAttrActivation, kAttrReturnState };
+enum Dim { kDimB, kDimN, kDimC, kDimK, kDimP, kDimQ };
+enum Activation { kActivationNone, kActivationSilu };
+inline constexpr const char* kActivationValues[] = {"none", "silu"};
+inline constexpr TensorSpec kInputs[] = {
+    {"input", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"weight", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{3, 1, -1, 0}, {2, 0, -1, 0}}}}},
+    {"bias", TypeVar::kT, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{5, 1, -1, 0}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 5}}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 3, 1, {1}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kActivationValues, nullptr, -1},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kFixed, {RefKind::kInput, 5}, 1, {{RefKind::kSymbol, 0}}, 1},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 6}, {RefKind::kInput, 3}}, 0},
+    {RuleKind::kExclusive, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kInput, 4}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "N", "C", "K", "P", "Q"};
+inline constexpr OpSpec kSpec = {"CausalConv", 1, 7, 2, 2, 3, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace causal_conv
+
 // The registry, in the order of the schema.
 inline const Op kOps[] = {
     {&lean_attention::kSpec, &lean_attention::kImpl},
@@ -349,6 +383,7 @@ inline const Op kOps[] = {
     {&sample_tokens::kSpec, &sample_tokens::kImpl},
     {&gated_activation::kSpec, &gated_activation::kImpl},
     {&gated_delta_rule::kSpec, &gated_delta_rule::kImpl},
+    {&causal_conv::kSpec, &causal_conv::kImpl},
 };
 
 }  // namespace leanfleet

@@ -10,10 +10,10 @@ namespace leanfleet {
 
 // log_decay of a head (rank 1), a token (3) or a token's key dimensions (4). Tokens of no request may hold anything.
 Status check_log_decay(const Call& call, const Tensor& log_decay, const Tensor& cu_seqlens);
-// Offsets begin at 0, do not fall and end at the last of `tokens`.
+// Offsets begin at 0, do not fall and end at the last of `tokens` or before; tokens behind are padding.
 Status check_cu_seqlens(const Call& call, const Tensor& cu_seqlens, int64_t tokens);
-// Rows of a pool of so many, none of them twice.
-Status check_state_index(const Call& call, const Tensor& state_index, int64_t rows);
+// Rows of a pool of so many, none of them twice. A request without tokens may have -1.
+Status check_state_index(const Call& call, const Tensor& state_index, int64_t rows, const Tensor& cu_seqlens);
 
 // Whether a token belongs to a request; without offsets all do.
 bool in_a_request(const Tensor& cu_seqlens, int64_t token);

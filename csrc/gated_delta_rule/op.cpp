@@ -54,7 +54,7 @@ Status check_values(const Call& call, bool strict) {
   if (!strict) return {};
   if (offsets.present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, offsets, call.dims[kDimN]));
   LEANFLEET_RETURN_IF_ERROR(check_beta(call));
-  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP]);
+  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], offsets);
   return {};
 }
 

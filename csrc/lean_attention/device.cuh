@@ -198,7 +198,7 @@ template <class P>
 __device__ __forceinline__ Pair<P> pair_of(const Args& args, int index, int row_tiles) {
   Pair<P> pair = {};
   if (index >= args.batch * row_tiles) return pair;
-  const int request = row_tiles == 1 ? index : index / row_tiles;
+  const int request = row_tiles == 1 ? index : quotient(index, row_tiles);
   pair.request = request_of(args, request);
   pair.tiles = unit_tiles(args, pair.request, index - request * row_tiles);
   pair.work = pair.request.rows == 0 ? 0 : static_cast<P>(unit_work(args, pair.tiles));
@@ -216,18 +216,6 @@ __device__ __forceinline__ Request request_of_lane(const Args& args, const Reque
   request.b = request.origin = index;
   request.position = request.keys - request.tokens;
   return request;
-}
-
-// x / y for 0 <= x < 2^20: exact in float32, as (x + 0.5) / y is never nearer than 0.5 / y to an integer.
-__device__ __forceinline__ int small_quotient(int x, int y) {
-  float inverse;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(y)));
-  return static_cast<int>((x + 0.5f) * inverse);
-}
-
-// row / group.
-__device__ __forceinline__ int token_of_row(int row, int group) {
-  return row < (1 << 20) ? small_quotient(row, group) : row / group;
 }
 
 // The rest of locate_range where all units are equal and a request has one query tile: what range_begin and
@@ -286,15 +274,16 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
       if (mine.work > 0) mine.work = max32(tiles, 1);
     }
   }
+  // A lane has `each` pairs in a row.
+  const int each = pairs <= 32 ? 1 : (pairs + 31) / 32;
+  if (each > 1) {
+    mine.work = 0;
+#pragma unroll 1
+    for (int i = 0; i < each; ++i) mine.work += pair_of<P>(args, lane * each + i, row_tiles).work;
+  }
   P end = heads * mine.work;
   if (pairs > 1) end = warp_scan(end);
-  P work = pairs > 1 ? __shfl_sync(kFullWarp, end, 31) : end;
-  if (pairs > 32) {
-    P more = 0;
-#pragma unroll 1
-    for (int pair = 32 + lane; pair < pairs; pair += 32) more += pair_of<P>(args, pair, row_tiles).work;
-    work += heads * warp_sum(more);
-  }
+  const P work = pairs > 1 ? __shfl_sync(kFullWarp, end, 31) : end;
   range.work = work;
   range.ranges = num_ranges(args.plan, work);
   if (index >= range.ranges || work == 0) return false;
@@ -303,6 +292,10 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
 
   P before = 0;
   int first = 0, found = pairs > 1 ? warp_find(heads * mine.work, end, range.begin, before) : 0;
+  if (each > 1) {
+    first = found * each - 32;
+    found = -1;
+  }
 #pragma unroll 1
   while (found < 0) {
     first += 32;
@@ -312,7 +305,7 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
   }
   const int pair = first + found;
   Unit& unit = range.unit;
-  unit.index = row_tiles == 1 ? pair : pair / row_tiles;
+  unit.index = row_tiles == 1 ? pair : quotient(pair, row_tiles);
   unit.row_tile = pair - unit.index * row_tiles;
   unit.request = request_of_lane(args, mine.request, found, unit.index);
   unit.tiles.begin = __shfl_sync(kFullWarp, mine.tiles.begin, found);
@@ -456,7 +449,7 @@ struct RowPlace {
   int token, head;
 };
 __device__ __forceinline__ RowPlace row_place(const Args& args, const Unit& unit, int row) {
-  const int token = token_of_row(row, args.group);
+  const int token = quotient(row, args.group);
   return {token, unit.head * args.group + row - token * args.group};
 }
 
@@ -544,7 +537,7 @@ __device__ __forceinline__ void merge_unit(const Args& args, const Unit& unit, i
   const int row_tile = args.plan.row_tile, width = args.value_width;
 #pragma unroll 1
   for (int item = warp; item < (rows.end - rows.begin) * parts_of_row; item += warps) {
-    const int row = token_of_row(item, parts_of_row), d = (item - row * parts_of_row) * 64 + lane % 16 * 4;
+    const int row = quotient(item, parts_of_row), d = (item - row * parts_of_row) * 64 + lane % 16 * 4;
     const bool column = d < width;
     float max = -INFINITY, sum = 0.0f;
     float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -161,7 +161,7 @@ struct DirectCta {
   // Paged caches: where the rows of the tile at `begin` lie. Its reads follow.
   __device__ __forceinline__ void look_up(const DirectWork& work, int begin) {
     const int wanted = begin + lane % kTokens, token = readable(work, wanted);
-    const int index = token_of_row(token, args.block), of_page = token - index * args.block;
+    const int index = quotient(token, args.block), of_page = token - index * args.block;
     int page = __ldg(args.block_table + static_cast<int64_t>(work.unit.request.b) * args.pages_per_request + index);
     const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages);
     missing_rows = __ballot_sync(kFullWarp, !exists && wanted < work.cached_end);
@@ -595,7 +595,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
 }
 
 // args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the SMs may do.
-// Compiled by direct_launch.cu.in, a source file an instance.
+// Compiled by direct_launch.cu.in, a source file a type.
 template <class T, int kWidth>
 int launch_direct(const Args& args, bool clusters, bool few_tokens, void* stream);
 

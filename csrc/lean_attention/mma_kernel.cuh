@@ -176,7 +176,7 @@ struct RowBounds {
   int begin, end;
 };
 __device__ __forceinline__ RowBounds row_bounds(const Args& args, const Unit& unit, int row) {
-  const int token = token_of_row(row, args.group);
+  const int token = quotient(row, args.group);
   if (token >= unit.request.tokens) return {0, 0};
   const Span keys = token_keys(args, unit.request, token);
   return {keys.begin, keys.end};
@@ -923,7 +923,7 @@ struct RowConsumer {
       begin_unit(unit, rows);
       const int real_rows = min32(rows.end, args.group * unit.request.tokens);
       Span tokens = {0, 0};
-      if (rows.begin < real_rows) tokens = {token_of_row(rows.begin, args.group), token_of_row(real_rows - 1, args.group) + 1};
+      if (rows.begin < real_rows) tokens = {quotient(rows.begin, args.group), quotient(real_rows - 1, args.group) + 1};
       const RowsKeys of_warp = keys_of_tokens(args, unit.request, tokens);
       const Span common = of_warp.common, mine = of_warp.seen, seen = work.seen;
       const int end = work.segment.tiles.end;

@@ -26,6 +26,23 @@ LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention) {
 LEANFLEET_HD int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
 LEANFLEET_HD int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
 
+#ifdef __CUDACC__
+// x / y for 0 <= x < 2^20: exact in float32, as (x + 0.5) / y is never nearer than 0.5 / y to an integer.
+__device__ __forceinline__ int32_t small_quotient(int32_t x, int32_t y) {
+  float inverse;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(y)));
+  return static_cast<int32_t>((x + 0.5f) * inverse);
+}
+#endif
+
+// x / y for 0 <= x, 0 < y.
+LEANFLEET_HD int32_t quotient(int32_t x, int32_t y) {
+#ifdef __CUDA_ARCH__
+  if (x < (1 << 20)) return small_quotient(x, y);
+#endif
+  return x / y;
+}
+
 // What is known of request b without its new tokens.
 LEANFLEET_HD Request cache_of(const Args& args, int32_t b) {
   Request request = {};
@@ -143,8 +160,8 @@ LEANFLEET_HD Span unit_tokens(const Args& args, const Request& request, int32_t 
   const Span rows = unit_rows(args, request, row_tile);
   const int32_t real_rows = args.group * request.tokens;
   Span tokens = {0, request.tokens};
-  if (rows.begin > 0) tokens.begin = rows.begin / args.group;
-  if (rows.end < real_rows) tokens.end = (rows.end - 1) / args.group + 1;
+  if (rows.begin > 0) tokens.begin = quotient(rows.begin, args.group);
+  if (rows.end < real_rows) tokens.end = quotient(rows.end - 1, args.group) + 1;
   if (rows.begin >= real_rows) tokens.end = tokens.begin;
   return tokens;
 }

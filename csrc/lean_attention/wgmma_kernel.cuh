@@ -366,14 +366,22 @@ struct WarpgroupConsumer {
   // 0 in the slot. All groups do so, as each may be ahead of the others.
   __device__ __forceinline__ void silence_values(int begin, Span seen, uint4 missing) const {
     const uint32_t to = values(pair);
-    const bool all_there = (missing.x | missing.y | missing.z | missing.w) == 0;
-    const int first = all_there && begin >= seen.begin ? seen.end - begin : 0;
+    const int thread = warp % 4 * 32 + lane;
+    if ((missing.x | missing.y | missing.z | missing.w) == 0 && begin >= seen.begin) {  // the last tokens: lines in a row
+      const int first = (seen.end - begin) * 128 + thread * 16;
+#pragma unroll
+      for (int box = 0; box < kWidth / kBoxColumns; ++box)
+#pragma unroll
+        for (int i = 0; i < kTokens * 128; i += 128 * 16)
+          if (first + i < kTokens * 128) store_16_bytes(to + box * kTokens * 128 + first + i, make_uint4(0, 0, 0, 0));
+    } else {
 #pragma unroll 1
-    for (int i = first * kChunks + warp % 4 * 32 + lane; i < kTokens * kChunks; i += 128) {
-      const int token = i / kChunks, chunk = i % kChunks;
-      const uint32_t bits = token < 64 ? token < 32 ? missing.x : missing.y : token < 96 ? missing.z : missing.w;
-      if (begin + token < seen.begin || begin + token >= seen.end || (bits >> (token % 32) & 1))
-        store_16_bytes(to + slot_offset<kTokens>(token, chunk), make_uint4(0, 0, 0, 0));
+      for (int i = thread; i < kTokens * kChunks; i += 128) {
+        const int token = i / kChunks, chunk = i % kChunks;
+        const uint32_t bits = token < 64 ? token < 32 ? missing.x : missing.y : token < 96 ? missing.z : missing.w;
+        if (begin + token < seen.begin || begin + token >= seen.end || (bits >> (token % 32) & 1))
+          store_16_bytes(to + slot_offset<kTokens>(token, chunk), make_uint4(0, 0, 0, 0));
+      }
     }
     hopper::fence_proxy_async();
     group_barrier();
@@ -390,28 +398,33 @@ struct WarpgroupConsumer {
     return {begin, min32(min32(begin + Tile::kGroupRows, all.end), args.group * unit.request.tokens)};
   }
 
-  // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row.
+  // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row, which is at the same place of its line.
   static constexpr int kChunks = kWidth / 8, kRowsApart = 128 / kChunks;
+  static_assert(kRowsApart % 8 == 0, "the swizzle repeats after 8 lines");
   __device__ __forceinline__ int query_row() const { return (warp % 4 * 32 + lane) / kChunks; }
   __device__ __forceinline__ int query_chunk() const { return lane % kChunks; }
 
   // Starts to copy the rows of a unit, 0 for padding.
   __device__ __forceinline__ void load_query(const Unit& unit) const {
     const Span rows = real_rows(unit);
-    // Row = token * group + head of the group, first for the group's first row, then for small numbers only.
-    const int first_token = rows.begin / args.group, first_head = rows.begin - first_token * args.group;
-    const int chunk = query_chunk();
-    const T* const base = static_cast<const T*>(args.query) + unit.request.origin * args.query_strides.batch +
-                          unit.head * args.group * args.query_strides.head + first_token * args.query_strides.token + chunk * 8;
-    const float by_group = __fdividef(1.0f, static_cast<float>(args.group));
+    const int row = rows.begin + query_row(), chunk = query_chunk();
+    // Row = token * group + head of the group; kRowsApart rows on are step_token tokens and step_head heads on, or one token more.
+    int head = row - quotient(row, args.group) * args.group;
+    const int step_token = small_quotient(kRowsApart, args.group), step_head = kRowsApart - step_token * args.group;
+    const Strides& strides = args.query_strides;
+    const int64_t step = step_token * strides.token + step_head * strides.head,
+                  carry = strides.token - args.group * strides.head;
+    const T* from = static_cast<const T*>(args.query) + unit.request.origin * strides.batch +
+                    (unit.head * args.group + head) * strides.head + quotient(row, args.group) * strides.token + chunk * 8;
+    const uint32_t to = query + slot_offset<Tile::kGroupRows>(query_row(), chunk);
+    const int left = chunk * 8 < args.key_width ? rows.end - row : 0;
     group_barrier();  // the previous unit's rows have been read
-#pragma unroll 2
-    for (int r = query_row(); r < Tile::kGroupRows; r += kRowsApart) {
-      const int row = first_head + r, token = static_cast<int>((row + 0.5f) * by_group);
-      const bool wanted = rows.begin + r < rows.end && chunk * 8 < args.key_width;
-      const T* const from = base + (row - token * args.group) * args.query_strides.head + token * args.query_strides.token;
-      cp_async(query + slot_offset<Tile::kGroupRows>(r, chunk), wanted ? from : static_cast<const T*>(args.query),
-               wanted ? 16 : 0);
+#pragma unroll
+    for (int r = 0; r < Tile::kGroupRows; r += kRowsApart) {
+      cp_async(to + r * 128, r < left ? from : static_cast<const T*>(args.query), r < left ? 16 : 0);
+      head += step_head;
+      from += step;
+      if (head >= args.group) head -= args.group, from += carry;
     }
     cp_async_commit();
   }
@@ -643,7 +656,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
 }
 
 // Launches the kernel for one element type and width (64 or 128, at least D and Dv); args.plan holds the tile. Compiled by
-// wgmma_launch.cu.in, a source file an instance.
+// wgmma_launch.cu.in, a source file a type.
 template <class T, int kWidth>
 int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
                  void* stream);

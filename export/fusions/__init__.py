@@ -11,6 +11,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import RemoveUnusedFunctionsPass, RemoveUnusedNodesPass
 
 from leanfleet.export import function_bodies
+from leanfleet.export.fusions.cancel_transposes import cancel_transposes
 from leanfleet.export.fusions.divide_by_roots import divide_by_roots
 from leanfleet.export.fusions.drop_transposes import drop_transposes
 from leanfleet.export.fusions.fuse_gates import fuse_gates
@@ -29,6 +30,7 @@ Pass = Callable[[ir.Model, int | None], int]
 
 # In the order in which they run.
 PASSES: tuple[Pass, ...] = (
+    cancel_transposes,
     divide_by_roots,
     pack_projections,
     fuse_gates,  # of packed projections

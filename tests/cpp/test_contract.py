@@ -57,7 +57,7 @@ def test_an_operator_may_have_more_of_everything(tmp_path):
         [
             os.environ.get("CXX", "c++"),
             "-std=c++17",
-            "-O1",
+            "-O0",  # where every access is checked, optimising takes longer than running
             "-fsanitize=address,undefined",
             "-Wall",
             "-Wextra",

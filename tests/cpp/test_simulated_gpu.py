@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from leanfleet.export import reference
-from support import delta_cases
+from support import conv_cases, delta_cases
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.paths import ROOT
 
@@ -45,6 +45,32 @@ def test_gated_activation(gated_activation, dtype):
             (exact,) = reference.gated_activation(gate_up.double(), activation=activation)
             rounding = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
             torch.testing.assert_close(found["output"].double(), exact, rtol=rounding, atol=rounding / 10)
+
+
+@pytest.fixture(scope="module")
+def causal_conv(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), ["CausalConv"])
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_causal_conv(causal_conv, dtype):
+    """Steps and prompts; whole vectors and single channels; requests of some tokens, packed ones and pools, in place too."""
+    attrs = {"return_state": 1, "activation": "silu"}
+    for n, options in (
+        (1, dict(c=64, pool=True)),
+        (2, dict(c=7, past=4, state=True, bias=True)),
+        (37, dict(c=2056, state=True)),
+        (40, dict(c=24, lens=(40, 1), state=True)),
+        (40, dict(c=24, lens=(0, 33))),
+        (50, dict(c=16, packed=[3, 8, 8, 45], pool=True, bias=True)),
+        (50, dict(c=5, past=20, packed=[0, 1, 50], state=True)),
+        (20, dict(c=8, packed=[0, 0, 0])),
+    ):
+        for in_place in (False, True):
+            inputs = conv_cases.make(n, dtype=dtype, **options)
+            given = {name: x.clone() for name, x in inputs.items()}
+            found = run_simulated(causal_conv, conv_cases.NAME, given, attrs, in_place=in_place)
+            conv_cases.assert_right(found, inputs, attrs)
 
 
 @pytest.fixture(scope="module")

@@ -188,17 +188,7 @@ REFUSED = {
         dict(attention_chunk_size=8, num_local_experts=2, intermediate_size=64, intermediate_size_mlp=64, head_dim=16),
         "layer 0 is of kind chunked_attention",
     ),
-    "gated delta rule": (
-        "Qwen3NextConfig",
-        dict(
-            head_dim=16,
-            intermediate_size=64,
-            moe_intermediate_size=16,
-            num_experts=2,
-            layer_types=["full_attention", "linear_attention"],
-        ),
-        r"layer model.layers.1.linear_attn \(Qwen3NextGatedDeltaNet\) carries a state",
-    ),
+    "selective scan": ("MambaConfig", {}, r"layer backbone.layers.0.mixer \(MambaMixer\) carries a state"),
     "shared caches": (
         "Gemma3nTextConfig",
         dict(num_kv_shared_layers=1, intermediate_size=64, head_dim=16, vocab_size_per_layer_input=211),

@@ -12,7 +12,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import function_bodies, reference
-from support import delta_cases, ort_models, sampling_cases
+from support import conv_cases, delta_cases, ort_models, sampling_cases
 from support.attention_cases import make_case, one_after_another, packed
 from support.kernels import TORCH_DTYPES
 from support.linear_cases import INF, LINEAR, OPS, PACKED_CASES, fill, int32, one_node_model, session_of
@@ -511,6 +511,9 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
     elif name == "GatedDeltaRule":
         inputs, attrs = delta_cases.make(9, state=True), {"return_state": 1}
         present, rank = list(inputs), 3
+    elif name == "CausalConv":
+        inputs, attrs = conv_cases.make(9, state=True, lens=(9, 4)), {"return_state": 1}
+        present, rank = list(inputs), None
     elif name == "GatedActivation":
         inputs, attrs, present, rank = {"gate_up": torch.randn(2, 3, 2, 40)}, {"activation": "gelu"}, ["gate_up"], None
     else:

@@ -426,6 +426,7 @@ def test_each_pass_reports_how_often_it_applied():
     counts = fusions.fuse_for_onnxruntime(exported(Layer(), ragged=True), positions=32)
     assert list(counts) == [each.__name__ for each in fusions.PASSES]
     assert counts == {
+        "cancel_transposes": 0,
         "divide_by_roots": 1,
         "pack_projections": 2,
         "fuse_gates": 0,
@@ -522,3 +523,31 @@ def test_gates(module, fused):
             )
             (found,) = session.run(None, {session.get_inputs()[0].name: rows.numpy()})
             torch.testing.assert_close(torch.from_numpy(found), expected, rtol=1e-5, atol=1e-6)
+
+
+def test_transposes_that_undo_each_other():
+    """They go; one of another order stays, and so does a pair whose result the graph gives."""
+    x = ir.Value(name="x", type=ir.TensorType(ir.DataType.FLOAT), shape=ir.Shape([2, 3, 4]))
+    nodes, made = [], []
+    for first, second, shown in (((0, 2, 1), (0, 2, 1), False), ((1, 2, 0), (1, 2, 0), False), ((2, 0, 1), (1, 2, 0), True)):
+        a = ir.node("Transpose", [x], {"perm": first})
+        b = ir.node("Transpose", [a.outputs[0]], {"perm": second})
+        c = ir.node("Neg", [b.outputs[0]])
+        nodes += [a, b, c]
+        made += [b.outputs[0] if shown else c.outputs[0]]
+    for i, value in enumerate(made):
+        value.name = f"y{i}"
+    model = ir.Model(ir.Graph([x], made, nodes=nodes, opset_imports={"": 20}), ir_version=10)
+    given = {"x": np.random.default_rng(0).standard_normal((2, 3, 4)).astype(np.float32)}
+
+    def run():
+        return onnxruntime.InferenceSession(ir.to_proto(model).SerializeToString()).run(None, given)
+
+    for value in made:
+        value.type = ir.TensorType(ir.DataType.FLOAT)
+    before = run()
+    assert fusions.cancel_transposes(model) == 1
+    fusions.RemoveUnusedNodesPass()(model)
+    assert [n.op_type for n in model.graph].count("Transpose") == 4
+    for a, b in zip(before, run(), strict=True):
+        assert np.array_equal(a, b)

@@ -10,18 +10,24 @@ import torch
 from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
 from leanfleet.export.reference import causal_linear_decay as decay_reference
 from leanfleet.ort_ops.generation import generate, load_decoder
-from support.decoders import LONGEST, MODELS, VOCABULARY, minimax, ours
+from support.decoders import HYBRIDS, LONGEST, MODELS, VOCABULARY, minimax, ours
+
+
+def made(name):
+    """The same weights each time."""
+    torch.manual_seed(7)
+    model = MODELS[name]().eval()
+    with torch.no_grad():
+        for p in model.parameters():  # random weights as they come give nearly equal logits: spread them
+            p.mul_(2 if p.dim() > 1 else 1)
+    return model
 
 
 @pytest.fixture(scope="module", params=MODELS)
 def exported(request, tmp_path_factory):
     """(session, token ids [LONGEST], logits of every position in float64, what PyTorch's float32 loses on them, folder)."""
     warnings.filterwarnings("ignore")
-    torch.manual_seed(7)
-    model = MODELS[request.param]().eval()
-    with torch.no_grad():
-        for p in model.parameters():  # random weights as they come give nearly equal logits: spread them
-            p.mul_(2 if p.dim() > 1 else 1)
+    model = made(request.param)
     folder = tmp_path_factory.mktemp(request.param)
     export_decoder(model, folder)
     ids = torch.randint(3, VOCABULARY, (LONGEST,))
@@ -119,6 +125,21 @@ def test_generation_in_place_and_by_the_bodies(exported):
     assert together == generate(load_decoder(folder, library=False), asked, 12, stop_tokens=[])[0]
 
 
+def test_tokens_are_those_that_transformers_generates(exported):
+    """Of hybrids, whose cached steps are other code of transformers than their prompts."""
+    decoder, ids, _, _, folder = exported
+    if (name := folder.name.rstrip("0")) not in HYBRIDS:
+        pytest.skip("no hybrid")
+    model, asked = made(name), [ids[:n].tolist() for n in (1, 33, 4, 17)]
+    expected = [
+        model.generate(torch.tensor([p]), max_new_tokens=16, do_sample=False, eos_token_id=-1, pad_token_id=0)[
+            0, len(p) :
+        ].tolist()
+        for p in asked
+    ]
+    assert generate(decoder, asked, 16, stop_tokens=[])[0] == expected
+
+
 def test_states_are_updated_in_place(exported):
     decoder, ids, _, _, _ = exported
     from leanfleet.ort_ops.generation import _Steps
@@ -145,6 +166,18 @@ def test_graph(exported):
     if sums:
         assert len(states) == kinds.count("NormalizedLinearAttention") == len(sums) / 2 == 2 - kinds.count("LeanAttention")
         assert names[states[0]] == ["batch", 2, 16, 16] and names[sums[0]] == ["batch", 2, 16]
+    elif (name := folder.name.rstrip("0")) in HYBRIDS:
+        tokens = [n for n in names if n.endswith("conv_state")]
+        recurrent, of_delta = (
+            {"bamba": 1, "nemotron-h": 1}.get(name, 2),
+            "linear_num_key_heads" in HYBRIDS[name][1] or "kimi" in name,
+        )
+        assert kinds.count("GatedDeltaRule" if of_delta else "CausalLinearDecay") == recurrent
+        assert len(states) == kinds.count("CausalConv") == len(tokens) == recurrent
+        assert kinds.count("LeanAttention") == {"mamba2": 0, "falcon-h1": 2}.get(name, 1)
+        assert "Transpose" not in kinds or "kimi" in name
+        assert ("MoE" in kinds) == (name in ("qwen3-next", "kimi-linear", "granite"))
+        assert names[states[0]][0] == "batch" and names[tokens[0]][:2] == ["batch", 3]
     else:
         assert len(states) == kinds.count("CausalLinearDecay") == 2
         assert names[states[0]][:2] == ["batch", 6]

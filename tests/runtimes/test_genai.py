@@ -15,7 +15,12 @@ from support.decoders import MODELS, make, prompts
 
 COUNT = 8
 PAD = 2  # of models without a tokenizer: the stop token
-ARCHITECTURES = {"llama": lambda: make("llama"), "minimax": MODELS["minimax"], "retnet": MODELS["retnet"]}
+ARCHITECTURES = {
+    "llama": lambda: make("llama"),
+    "minimax": MODELS["minimax"],
+    "retnet": MODELS["retnet"],
+    "qwen3.5": MODELS["qwen3.5"],
+}
 
 
 def generated(model, rows, count=COUNT):

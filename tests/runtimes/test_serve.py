@@ -20,10 +20,12 @@ import uvicorn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from leanfleet import cli, engine, generation, serve
+from leanfleet.export import export_decoder
+from leanfleet.export.serving import add_serving
 from leanfleet.lookup import Lookup
 from leanfleet.ort_ops.generation import generate, load_decoder, load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
-from support.decoders import byte_tokenizer, minimax
+from support.decoders import byte_tokenizer, minimax, ours
 
 KEY = "a key"
 BLOCK, PAGES, LIMITS = 16, 30, serve.Limits(body=20_000, answers=8, seconds=30)
@@ -468,6 +470,30 @@ def test_a_decoder_with_linear_layers(hybrid_folder):
             tokens, _ = generate(decoder, [generation.encode(tokenizer, prompt, chat=False)], 12, stop_tokens=())
             assert i == 3 or answer == tokenizer.decode(tokens[0], skip_special_tokens=True)
         assert running.settled() and len(running.batch.free_states) == 3
+    finally:
+        running.close()
+
+
+def test_a_decoder_without_pages(tmp_path):
+    """Where every layer carries a state, prompts and answers may be longer than what the pool's pages would hold."""
+    torch.manual_seed(5)
+    model = ours("retnet", vocab_size=260).eval()
+    export_decoder(model, tmp_path, verify=False)
+    add_serving(model, tmp_path)
+    byte_tokenizer().save_pretrained(tmp_path)
+    decoder, tokenizer = load_decoder(tmp_path, providers=["CPUExecutionProvider"]), load_tokenizer(tmp_path)
+    running = Running(tmp_path, pages=2, max_requests=2, step_tokens=16)
+    try:
+        assert running.batch.capacity is None
+        prompt = "".join(texts(3, seed=1))
+        answer = running.client.completions.create(
+            model="tiny", prompt=prompt, max_tokens=40, temperature=0, extra_body={"ignore_eos": True}
+        )
+        tokens, _ = generate(decoder, [generation.encode(tokenizer, prompt, chat=False)], 40, stop_tokens=())
+        assert answer.choices[0].text == tokenizer.decode(tokens[0], skip_special_tokens=True)
+        assert answer.usage.prompt_tokens > 2 * BLOCK and answer.usage.completion_tokens == 40
+        ended = running.client.completions.create(model="tiny", prompt=prompt, temperature=0)  # as far as its own end
+        assert ended.choices[0].finish_reason in ("stop", "length") and running.settled()
     finally:
         running.close()
 

@@ -1,6 +1,7 @@
 """Continuous batching: requests that join and leave get what they would get alone."""
 
 import copy
+import functools
 import json
 import shutil
 
@@ -22,6 +23,7 @@ from transformers import (
 )
 
 from leanfleet import parity
+from leanfleet.decoder_contract import is_state
 from leanfleet.export import decoder, reference
 from leanfleet.export import serving as export_serving
 from leanfleet.export.decoder import export_decoder
@@ -661,6 +663,15 @@ def test_penalties_biases_and_most_likely_tokens(model, folder, monkeypatch, cap
         assert len(request.top_logprobs) == (len(tokens) if top else 0)
 
 
+def test_adjustments_of_an_older_format(model, folder, tmp_path):
+    """Its sampler.onnx is as it is now."""
+    as_format_3(folder, tmp_path / "old")
+    batch = ContinuousBatch(tmp_path / "old", pages=40, max_requests=6, step_tokens=24, providers=["CPUExecutionProvider"])
+    requests = [batch.add(random_prompt(5 + i, i), 12, stop_tokens=(), **options) for i, options in enumerate(ADJUSTMENTS)]
+    batch.run()
+    assert [r.tokens for r in requests] == [adjusted(model, r.prompt, 12, **o)[0] for r, o in zip(requests, ADJUSTMENTS)]
+
+
 @pytest.mark.parametrize(
     "options",
     (
@@ -695,7 +706,7 @@ def test_adjustments_need_their_graph(folder, tmp_path):
     batch.run()
 
 
-@pytest.fixture(scope="module", params=[m for m in decoders.MODELS if not m.startswith("normalized")])  # sums have no pools
+@pytest.fixture(scope="module", params=["minimax", "retnet", "transnormer", "qwen3.5", "falcon-h1"])
 def linear_folder(request, tmp_path_factory):
     """A decoder whose layers carry states, exported both ways; minimax has softmax layers too."""
     torch.manual_seed(2)
@@ -712,16 +723,20 @@ def poisoned(batch):
     """Whoever had a page or a state before may have left anything there."""
     for name, pool in zip(batch.pool_names, batch.pools):
         held = np.full(pool.shape(), np.nan, np.float32)
-        if name.endswith("recurrent_state"):
+        if is_state(name):
             held[serving.EMPTY] = 0
         pool.update_inplace(held)
+
+
+@functools.lru_cache(1)
+def loaded(folder):
+    return load_decoder(folder, providers=["CPUExecutionProvider"])
 
 
 def alone_by_generate(folder, request):
     s = request.sampling
     options = dict(temperature=s.temperature, top_k=s.top_k, top_p=s.top_p, min_p=s.min_p, seed=s.seed)
-    decoder = load_decoder(folder, providers=["CPUExecutionProvider"])
-    return generate(decoder, [request.prompt], request.max_new_tokens, stop_tokens=(), **options)[0][0]
+    return generate(loaded(folder), [request.prompt], request.max_new_tokens, stop_tokens=(), **options)[0][0]
 
 
 @pytest.mark.parametrize("captured", (False, True))
@@ -765,8 +780,10 @@ def test_states_of_function_bodies(linear_folder):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-def test_states_after_failed_calls(linear_folder, monkeypatch, captured):
-    """A call that fails once layers have changed their states: its requests are computed again, and get the same tokens."""
+@pytest.mark.parametrize("error", (RuntimeError, KeyboardInterrupt))
+def test_states_after_failed_calls(linear_folder, monkeypatch, captured, error):
+    """A call that fails, or is interrupted, once layers have changed their states: its requests are computed again, and get
+    the same tokens."""
     batch = ContinuousBatch(linear_folder, pages=60, max_requests=5, step_tokens=32, providers=["CPUExecutionProvider"])
     batch.captured = {} if captured else None
     monkeypatch.setattr(serving, "PIECE_TOKENS", 8)
@@ -777,13 +794,13 @@ def test_states_after_failed_calls(linear_folder, monkeypatch, captured):
         run(*arguments)
         calls.append(1)
         if len(calls) in (2, 5, 9):
-            raise RuntimeError("no")
+            raise error("no")
 
     monkeypatch.setattr(batch, "_run", failing)
     while not batch.idle:
         try:
             batch.step()
-        except RuntimeError:
+        except error:
             assert len(batch.running) < 5
     assert len(calls) > 9 and [r.tokens for r in requests] == [alone_by_generate(linear_folder, r) for r in requests]
 

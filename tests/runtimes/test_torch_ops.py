@@ -165,6 +165,8 @@ def samples():
     sampling.append(torch.zeros(2, 40, dtype=torch.int32))
     delta = [randn(2, 2, 9, 4), randn(2, 2, 9, 4), randn(2, 4, 9, 5), -torch.rand(2, 4, 9), torch.rand(2, 4, 9)]
     delta.append(randn(2, 4, 4, 5))
+    lens = torch.tensor([9, 4], dtype=torch.int32)
+    conv = [randn(2, 9, 6), randn(4, 6), None, randn(2, 3, 6), lens]
     return {
         "lean_attention": (ops.lean_attention.default, attention[:3], {}),
         "lean_attention append": (ops.lean_attention.default, attention, {"append": True}),
@@ -209,6 +211,9 @@ def samples():
         "gated_delta_rule": (ops.gated_delta_rule.default, delta, {"return_state": True, "normalize_qk": True}),
         "gated_delta_rule no state": (ops.gated_delta_rule.default, [*delta[:3], None, delta[4]], {}),
         "gated_delta_rule_": (ops.gated_delta_rule_.default, delta, {}),
+        "causal_conv": (ops.causal_conv.default, conv, {"return_state": True, "activation": "silu"}),
+        "causal_conv no state": (ops.causal_conv.default, [*conv[:2], randn(6)], {}),
+        "causal_conv_": (ops.causal_conv_.default, conv, {}),
     }
 
 
@@ -234,6 +239,9 @@ def samples():
         "gated_delta_rule",
         "gated_delta_rule no state",
         "gated_delta_rule_",
+        "causal_conv",
+        "causal_conv no state",
+        "causal_conv_",
     ],
 )
 def test_opcheck(name):

@@ -1,5 +1,7 @@
 """Small language models, prompts and a tokenizer."""
 
+import functools
+
 import torch
 import transformers
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
@@ -89,11 +91,75 @@ def minimax(vocab_size=VOCABULARY):
     return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
 
 
-def ours(kind, layers=2):
+# Hybrids of recurrent and softmax layers, with the head groups of the models that are trained: two value heads for each key head in
+# Qwen's, all heads alike in the others; experts beside a shared one.
+EXPERTS = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32)
+GATED_DELTA = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
+LAYERS = dict(num_hidden_layers=3, layer_types=["linear_attention", "full_attention", "linear_attention"])
+MAMBA = dict(mamba_n_heads=4, mamba_d_head=24, mamba_d_state=16, mamba_n_groups=1, mamba_expand=1, mamba_chunk_size=16)
+HYBRIDS = {
+    "qwen3-next": ("Qwen3NextConfig", dict(**GATED_DELTA, **EXPERTS, **LAYERS, shared_expert_intermediate_size=32)),
+    "qwen3.5": ("Qwen3_5TextConfig", dict(**GATED_DELTA, **LAYERS)),
+    "olmo-hybrid": (
+        "OlmoHybridConfig",
+        dict(**{**GATED_DELTA, "linear_num_key_heads": 4}, **LAYERS, linear_allow_neg_eigval=True, num_key_value_heads=6),
+    ),
+    "kimi-linear": (
+        "KimiLinearConfig",
+        dict(
+            **EXPERTS,
+            **LAYERS,
+            num_key_value_heads=6,
+            linear_num_heads=4,
+            linear_head_dim=16,
+            kv_lora_rank=32,
+            qk_nope_head_dim=16,
+            qk_rope_head_dim=8,
+            v_head_dim=16,
+            num_shared_experts=1,
+            head_dim=24,
+        ),
+    ),
+    # Mamba-2: groups of heads share B and C, one group in some models and several in others. Falcon-H1's layers attend beside their
+    # scan; Nemotron-H has feed-forward layers and experts as layers of their own.
+    "mamba2": ("Mamba2Config", dict(num_hidden_layers=2, num_heads=8, head_dim=24, state_size=16, n_groups=2, chunk_size=16)),
+    "bamba": ("BambaConfig", dict(**MAMBA, num_hidden_layers=2, attn_layer_indices=[1])),
+    "falcon-h1": ("FalconH1Config", dict(**MAMBA, mamba_d_ssm=96, num_hidden_layers=2)),
+    "granite": (
+        "GraniteMoeHybridConfig",
+        dict(**MAMBA, **LAYERS, num_local_experts=4, num_experts_per_tok=2, shared_intermediate_size=32),
+    ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        dict(
+            num_hidden_layers=4,
+            layer_types=["linear_attention", "moe", "full_attention", "mlp"],
+            mamba_num_heads=4,
+            mamba_head_dim=24,
+            ssm_state_size=16,
+            n_groups=2,
+            chunk_size=16,
+            n_routed_experts=4,
+            num_experts_per_tok=2,
+            moe_intermediate_size=32,
+            moe_shared_expert_intermediate_size=32,
+        ),
+    ),
+}
+
+
+def hybrid(name):
+    config, extra = HYBRIDS[name]
+    sizes = SIZES if name != "mamba2" else {n: SIZES[n] for n in ("hidden_size", "vocab_size", "eos_token_id", "pad_token_id")}
+    config = getattr(transformers, config)(**{**sizes, **extra})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="eager", experts_implementation="eager")
+
+
+def ours(kind, layers=2, vocab_size=VOCABULARY):
     return LinearDecoder(
         LinearDecoderConfig(
             kind,
-            VOCABULARY,
+            vocab_size,
             hidden_size=96,
             num_hidden_layers=layers,
             num_attention_heads=6,
@@ -116,6 +182,7 @@ MODELS = {
     "minimax": minimax,
     "retnet": lambda: ours("retnet"),
     "transnormer": lambda: ours("transnormer"),
+    **{name: functools.partial(hybrid, name) for name in HYBRIDS},
     "normalized": linear,
     "normalized, mixed": lambda: linear("mistral", [0]),
 }

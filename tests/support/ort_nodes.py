@@ -83,6 +83,14 @@ VARIANTS = {
         (["per_key log_decay", "cu_seqlens"], {"return_state": 1, "layout": "bnhd"}, {"B": 1}),
         (["log_decay"], {}, {"N": 70, "D": 32, "Dv": 48}),
     ],
+    "CausalConv": [
+        ([], {}, {}),
+        (["bias", "initial_state"], {"return_state": 1, "activation": "silu"}, {}),
+        (["initial_state", "query_lens"], {"return_state": 1}, {"C": 70, "Nq": 9}),
+        (["initial_state", "state_index"], {"return_state": 1, "activation": "silu"}, {"N": 1, "C": 32}),
+        (["bias", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1}, {"B": 1, "K": 1}),
+        (["cu_seqlens"], {"return_state": 1, "activation": "silu"}, {"B": 1, "N": 70}),
+    ],
     "ScaledAdd": [([], {}, {}), (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}), (["total"], {"accumulate": 1}, {})],
 }
 SIZES = {
@@ -108,6 +116,8 @@ SIZES = {
     "V": 70,
     "W": 3,
     "F": 10,
+    "C": 12,
+    "K": 3,
 }
 CASES = [
     pytest.param(name, i, dtype, id=f"{name}-{i}-{dtype}")

@@ -31,6 +31,8 @@ SIZES = {
     "V": 300,
     "W": 10,
     "F": 24,
+    "C": 24,
+    "K": 3,
 }
 STATE = {"initial_state", "initial_key_sum", "initial_value_sum", "initial_count"}
 DRAWS = {"temperature", "seed", "position"}
@@ -63,6 +65,10 @@ VARIANTS = {
         (DRAWS | {"active"}, {}),
     ],
     "GatedActivation": [(set(), {}), (set(), {"activation": "gelu_tanh"})],
+    "CausalConv": [
+        ({"bias", "initial_state", "query_lens"}, {"return_state": 1, "activation": "silu"}),
+        ({"initial_state", "cu_seqlens", "state_index"}, {"return_state": 1}),
+    ],
     "GatedDeltaRule": [
         ({"log_decay", "initial_state"}, {"return_state": 1}),
         ({"per_key log_decay", "initial_state", "state_index"}, {"return_state": 1, "state_v_first": 1, "layout": "bnhd"}),

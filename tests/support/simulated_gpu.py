@@ -118,7 +118,7 @@ def compile_files(folder, sources, output, *options):
             copy.write_text(f'#include "device.h"\n#line 1 "{source}"\n' + translated(source.read_text()))
             source = copy
         files.append(source)
-    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O1", "-w", f"-I{folder}", f"-I{CSRC}", f"-I{DEVICE}"]
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-w", f"-I{folder}", f"-I{CSRC}", f"-I{DEVICE}"]
     command += ["-isystem", cuda_include(), *options, "-o", folder / output, *files, "-lpthread", "-Wl,-z,defs"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:

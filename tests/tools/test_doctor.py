@@ -309,12 +309,12 @@ def get_plugin_registry(): return registry
 
 @pytest.mark.parametrize(
     "names, version, problem",
-    [(8, "10.14.1", None), (1, "10.14.1", "has no plugin for CausalLinearDecay"), (8, "9.3.0", "or newer; found 9.3.0")],
+    [(9, "10.14.1", None), (1, "10.14.1", "has no plugin for CausalConv"), (9, "9.3.0", "or newer; found 9.3.0")],
 )
 def test_plugins(environment, names, version, problem):
     """A stand-in for TensorRT: its registry must hold every operator after the library is loaded."""
     operators = list(spec.all_specs())
-    assert len(operators) == 8
+    assert len(operators) == 9
     environment.fake("tensorrt", version, TENSORRT.replace("VERSION", version).replace("NAMES", repr(operators[:names])))
     _, checks = environment.diagnose()
     assert checks["libleanfleet_trt.so"]["status"] == "missing" and "LEANFLEET_TRT=ON" in checks["libleanfleet_trt.so"]["fix"]
@@ -325,7 +325,7 @@ def test_plugins(environment, names, version, problem):
         assert (code, check["status"]) == (1, "broken") and problem in check["detail"]
         assert problem.startswith("has") or check["fix"] == "pip install -U tensorrt"
     else:
-        assert (code, check["status"]) == (0, "ok") and "has the plugins CausalLinearDecay, " in check["detail"]
+        assert (code, check["status"]) == (0, "ok") and "has the plugins CausalConv, " in check["detail"]
 
 
 def test_plugin_library_that_does_not_load(environment):

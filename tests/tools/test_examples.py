@@ -30,6 +30,7 @@ EXPECTED = {
     "linear_model": ("the same greedy tokens as PyTorch", ["model.onnx", "leanfleet.json"]),
     "continuous_batching": ("4 requests in", ["model.onnx", "leanfleet.json"]),
     "tensorrt_engine": (engine_line(), ["attention.onnx"]),
+    "replicas": ("killed, 2 run; 120 of 120 requests answered, equal ones alike: True", ["model.onnx", "serving.onnx"]),
     "genai": ("the same greedy tokens as transformers", ["genai/genai_config.json"]),
 }
 
@@ -45,6 +46,8 @@ def assert_left(name, printed, folder):
 
 @pytest.mark.parametrize("name", EXPECTED)
 def test_example(name, tmp_path, monkeypatch, capfd):
+    if name == "replicas":
+        pytest.importorskip("ray", reason="Ray Serve is half a gigabyte, and `make test` does not install it")
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(EXAMPLES)
     monkeypatch.setattr(sys, "argv", [str(EXAMPLES / f"{name}.py"), str(tmp_path)])

@@ -66,6 +66,11 @@ def linearise():
     return script("models.linearise").table(report)
 
 
+def quantised_weights():
+    (report,) = read("quantised_weights_cpu.json")
+    return script("models.quantised_weights").table(report)
+
+
 @pytest.mark.parametrize(
     "name, made",
     (
@@ -77,6 +82,7 @@ def linearise():
         ("ort_cuda_h200", ort_cuda),
         ("gated_delta_rule_h200", gated_delta_rule),
         ("linearise_cpu", linearise),
+        ("quantised_weights_cpu", quantised_weights),
         ("cpu_avx2", cpu("avx2")),
         ("cpu_avx512", cpu("avx512")),
     ),

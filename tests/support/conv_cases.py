@@ -1,0 +1,59 @@
+"""Calls of CausalConv, and how far a kernel may be from the float64 reference."""
+
+import torch
+
+from leanfleet import spec
+from leanfleet.export import reference
+from support.kernels import TORCH_DTYPES, remembered
+
+NAME = "CausalConv"
+OP = spec.all_specs()[NAME]
+
+
+def make(n, b=2, c=8, past=3, dtype="float32", bias=False, state=False, lens=None, packed=None, pool=False, seed=0):
+    """Inputs by name. lens: tokens of each request. packed: offsets. Tokens of no request are NaN."""
+    g = torch.Generator().manual_seed(seed + n)
+    b = 1 if packed else b
+    requests = len(packed) - 1 if packed else b
+    x = 2 * torch.randn(b, n, c, generator=g)
+    for row, count in enumerate(lens or ()):
+        x[row, max(count, 0) :] = float("nan")
+    if packed:
+        x[:, : packed[0]] = x[:, packed[-1] :] = float("nan")
+    inputs = {"input": x, "weight": torch.randn(past + 1, c, generator=g)}
+    if bias:
+        inputs["bias"] = torch.randn(c, generator=g)
+    inputs = {name: t.to(TORCH_DTYPES[dtype]) for name, t in inputs.items()}
+    rows = requests + 3 if pool else requests
+    if state or pool:
+        inputs["initial_state"] = 2 * torch.randn(rows, past, c, generator=g)
+    if lens:
+        inputs["query_lens"] = torch.tensor(lens, dtype=torch.int32)
+    if packed:
+        inputs["cu_seqlens"] = torch.tensor(packed, dtype=torch.int32)
+    if pool:
+        inputs["state_index"] = torch.randperm(rows, generator=g)[:requests].int()
+    return inputs
+
+
+@remembered
+def _exact(inputs, attrs):
+    """The outputs by name, and for each element the sum of its terms' magnitudes, which its rounding errors follow."""
+    tensors = {name: t.double() if t.is_floating_point() else t for name, t in inputs.items() if t is not None}
+    names = [t.name for t in OP.active_outputs(attrs)]
+    magnitudes = {name: t.abs() if t.is_floating_point() else t for name, t in tensors.items()}
+    (terms,) = reference.causal_conv(**magnitudes)
+    return dict(zip(names, reference.causal_conv(**tensors, **attrs), strict=True)), terms
+
+
+def assert_right(found, inputs, attrs):
+    """One rounding to the output's type, and a few float32 ones in the middle; the state is exact."""
+    exact, terms = _exact({k: v.cpu() for k, v in inputs.items() if v is not None}, attrs)
+    assert found.keys() == exact.keys()
+    for name, right in exact.items():
+        got = found[name].cpu()
+        if name == "final_state":
+            assert torch.equal(got, right.float())
+            continue
+        bound = 0.51 * torch.finfo(got.dtype).eps * right.abs() + 8e-7 * terms + torch.finfo(got.dtype).smallest_normal
+        assert ((got.double() - right).abs() <= bound).all(), (name, (got.double() - right).abs().max())
