@@ -48,6 +48,7 @@ struct Place {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int kSystemBarrier = 1, kScoreBarrier = 2;  // of four warps each
+constexpr int kKeyBarrier = 3;                        // of all
 constexpr double kLog2E = 1.4426950408889634;
 constexpr float kLeastLog = -20000.0f;  // what a token that forgets all counts as: sums stay finite, and exp of it is 0
 
@@ -366,7 +367,7 @@ __device__ __forceinline__ void all_scores(const Prompt& prompt, const CUtensorM
       float squares[2][4];
       make_products<T, kD, true>(queries, keys, warp, lane, c, squares);
       row_factors(squares, args.normalize, args.scale, lane, query);
-      if (h == 0) __syncthreads();  // factors of keys
+      if (h == 0) named_barrier(kKeyBarrier, kPrepareThreads);  // factors of keys
       scale_products(c, query, s.key, warp, lane);
     }
     const HeadScalars& head = s.heads[h / group];
@@ -400,7 +401,7 @@ __device__ __forceinline__ void all_systems(const Prompt& prompt, const Place& p
   make_products<T, kD, false>(base, base, warp, lane, c, squares);
   row_factors(c.diagonal, prompt.args.normalize, 1.0f, lane, key);
   if (lane % 4 == 0) s.key[kBlock * warp + lane / 4] = key[0], s.key[kBlock * warp + 8 + lane / 4] = key[1];
-  __syncthreads();
+  named_barrier(kKeyBarrier, kPrepareThreads);
   scale_products(c, key, s.key, warp, lane);
   for (int v = 0; v < place.heads; ++v) {
     const HeadScalars& head = s.heads[v];
