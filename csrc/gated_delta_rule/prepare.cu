@@ -401,7 +401,8 @@ __device__ __forceinline__ void all_systems(const Prompt& prompt, const Place& p
   make_products<T, kD, false>(base, base, warp, lane, c, squares);
   row_factors(c.diagonal, prompt.args.normalize, 1.0f, lane, key);
   if (lane % 4 == 0) s.key[kBlock * warp + lane / 4] = key[0], s.key[kBlock * warp + 8 + lane / 4] = key[1];
-  named_barrier(kKeyBarrier, kPrepareThreads);
+  named_barrier_arrive(kKeyBarrier, kPrepareThreads);
+  named_barrier(kSystemBarrier, kThreads);
   scale_products(c, key, s.key, warp, lane);
   for (int v = 0; v < place.heads; ++v) {
     const HeadScalars& head = s.heads[v];
