@@ -3,6 +3,8 @@
 // request's end are 0 in them.
 #pragma once
 
+#include <cuda.h>
+
 #include "core/integers.h"
 #include "gated_delta_rule/gated_delta_rule.h"
 #include "gated_delta_rule/tiles.cuh"
@@ -33,6 +35,7 @@ struct Prompt {
   float* carried;   // [request or, with offsets, window % 2][value head][slice]: states between windows; null: one window
   int64_t first_slot, slots;
   int64_t window;
+  int group, of_query, of_key;  // heads of the output of a value head and of a query head; value heads of a key head
 };
 
 struct Span {
@@ -45,7 +48,8 @@ __device__ __forceinline__ Span tokens_of_request(const Args& args, int64_t requ
   return {begin, end > begin ? end : begin};
 }
 __device__ __forceinline__ int64_t slot_of(const Args& args, int64_t request, int64_t begin, int64_t chunk) {
-  return args.cu_seqlens == nullptr ? chunk * args.requests + request : begin / kChunk + request + chunk;
+  return args.cu_seqlens == nullptr ? chunk * args.requests + request
+                                    : static_cast<int64_t>(static_cast<uint64_t>(begin) / kChunk) + request + chunk;
 }
 
 struct ChunkPlace {
@@ -54,8 +58,9 @@ struct ChunkPlace {
 };
 __device__ __forceinline__ ChunkPlace chunk_of(const Args& args, int64_t slot) {
   if (args.cu_seqlens == nullptr) {
-    const int64_t token = slot / args.requests * kChunk, left = args.tokens - token;
-    return {slot % args.requests, token, static_cast<int>(left < kChunk ? left : kChunk)};
+    const unsigned requests = static_cast<unsigned>(args.requests), chunk = static_cast<unsigned>(slot) / requests;
+    const int64_t token = static_cast<int64_t>(chunk) * kChunk, left = args.tokens - token;
+    return {static_cast<unsigned>(slot) % requests, token, static_cast<int>(left < kChunk ? left : kChunk)};
   }
   // The last request whose first slot is not after this one.
   int64_t low = 0, high = args.requests;
@@ -70,8 +75,11 @@ __device__ __forceinline__ ChunkPlace chunk_of(const Args& args, int64_t slot) {
   return {0, token, static_cast<int>(left < 0 ? 0 : left < kChunk ? left : kChunk)};
 }
 
-// Launches of a window; return the cudaError_t.
-int launch_prepare(const Prompt& prompt, void* stream);
-int launch_states(const Prompt& prompt, void* stream);
+struct PromptMaps {
+  CUtensorMap query, key, value;
+};
+
+// The first kernel for a window; returns the cudaError_t.
+int launch_prepare(const Prompt& prompt, const PromptMaps& maps, void* stream);
 
 }  // namespace leanfleet::gated_delta_rule

@@ -18,39 +18,41 @@ namespace leanfleet::gated_delta_rule {
 
 namespace {
 
-constexpr int kSlice = 64;                                   // value columns of a CTA
-constexpr int kStates = 128, kStatesThreads = kStates + 32;  // threads that have states, and the warp that copies
-constexpr int kStages = 3;
+constexpr int kSlice = 64;        // value columns of a warpgroup
+constexpr int kStates = 128;      // its threads
+constexpr int kStages = 3;        // chunks under way
 constexpr int kStateFloats = 64;  // of a thread
-
-struct Maps {
-  CUtensorMap query, key, value;
-};
 
 struct Barriers {
   uint64_t chunk_full[kStages], chunk_empty[kStages], query_full[kStages], query_empty[kStages], landed;
 };
 
-template <int kD>
+// kGroups: warpgroups that have states, of neighbouring slices. With two the chip's share of a CTA is used better, with one
+// there are twice as many CTAs.
+template <int kD, int kGroups_>
 struct Layout {
+  static constexpr int kGroups = kGroups_, kQueryStages = kGroups == 1 ? 3 : 2;
+  // Those of the warp that copies; registers are handed over by warpgroups.
+  static constexpr int kThreads = kGroups * kStates + (kGroups == 1 ? 32 : 128);
   static constexpr int kBoxes = kD / 64, kRows = kBoxes * kSquareBytes;
   // A chunk's keys, values and system; a query head's queries and scores.
-  static constexpr int kValues = kRows, kSystem = kValues + kSquareBytes;
+  static constexpr int kValues = kRows, kSystem = kValues + kGroups * kSquareBytes;
   static constexpr int kChunkBytes = kSystem + static_cast<int>(sizeof(System)), kChunkStage = round_up(kChunkBytes, 1024);
   static constexpr int kScores = kRows;
   static constexpr int kQueryBytes = kScores + static_cast<int>(sizeof(Scores)), kQueryStage = round_up(kQueryBytes, 1024);
-  static constexpr int kQueries = kStages * kChunkStage, kOut = kQueries + kStages * kQueryStage;
-  static constexpr int kBarriers = kOut + kSquareBytes;
+  static constexpr int kQueries = kStages * kChunkStage, kOut = kQueries + kQueryStages * kQueryStage;
+  static constexpr int kBarriers = kOut + kGroups * kSquareBytes;
   static constexpr int kBytes = 1024 + kBarriers + static_cast<int>(sizeof(Barriers));
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 // A place in a ring and the parity of its barriers.
+template <int kSlots>
 struct Turn {
   int slot = 0;
   uint32_t parity = 0;
   __device__ __forceinline__ void next() {
-    if (++slot == kStages) slot = 0, parity ^= 1;
+    if (++slot == kSlots) slot = 0, parity ^= 1;
   }
 };
 
@@ -90,6 +92,11 @@ __device__ __forceinline__ void row_scales(const float (&x)[kTiles][4], float (&
   }
 }
 
+// Factors of the tokens that a lane has in a tile of accumulators.
+__device__ __forceinline__ float2 column_factors(const float* of, int n, int lane) {
+  return *reinterpret_cast<const float2*>(of + 8 * n + fragment_column(lane, 0));
+}
+
 // Accumulators as left sides of products. float16 has few exponents: times `factor`, which `inverse` undoes, by rows.
 template <class T, int kTiles>
 struct Rows {
@@ -108,6 +115,22 @@ struct Rows {
         else split_pair<T>(x[n][2 * r], x[n][2 * r + 1], planes);
         high[n / 2][n % 2 * 2 + r] = planes[0], low[n / 2][n % 2 * 2 + r] = planes[1];
       }
+  }
+  // The same of x times factors of its columns.
+  __device__ __forceinline__ void take(const float (&x)[kTiles][4], const float* of, int lane) {
+    float scaled[kTiles][4];
+#pragma unroll
+    for (int n = 0; n < kTiles; ++n) {
+      const float2 factor = column_factors(of, n, lane);
+      scaled[n][0] = x[n][0] * factor.x, scaled[n][1] = x[n][1] * factor.y;
+      scaled[n][2] = x[n][2] * factor.x, scaled[n][3] = x[n][3] * factor.y;
+    }
+    take(scaled);
+  }
+  // Keeps the compiler from making them later.
+  __device__ __forceinline__ void make_now() {
+    hopper::fence_operands_for_write(high);
+    hopper::fence_operands_for_write(low);
   }
   __device__ __forceinline__ void fence() const {
     hopper::fence_operands(high);
@@ -130,23 +153,29 @@ struct Rows {
   }
 };
 
-template <class T, int kD>
+template <class T, int kD, int kGroups>
 struct Cta {
-  using L = Layout<kD>;
+  using L = Layout<kD, kGroups>;
+  using ChunkTurn = Turn<kStages>;
+  using QueryTurn = Turn<L::kQueryStages>;
   static constexpr int kTiles = kD / 8;
   const Prompt& prompt;
-  const Maps& maps;
+  const PromptMaps& maps;
   unsigned char* const shared;
   Barriers& barriers;
   Work work;
   int64_t head, group;
-  int first_column;
+  int first_column;  // of this warpgroup
 
-  __device__ __forceinline__ uint32_t chunk_at(Turn turn) const { return shared_address(shared) + turn.slot * L::kChunkStage; }
-  __device__ __forceinline__ uint32_t query_at(Turn turn) const {
+  static __device__ __forceinline__ int group_of_thread() { return static_cast<int>(threadIdx.x / kStates); }
+  __device__ __forceinline__ uint32_t chunk_at(ChunkTurn turn) const {
+    return shared_address(shared) + turn.slot * L::kChunkStage;
+  }
+  __device__ __forceinline__ uint32_t query_at(QueryTurn turn) const {
     return shared_address(shared) + L::kQueries + turn.slot * L::kQueryStage;
   }
-  static __device__ __forceinline__ void wait(uint64_t* barriers, Turn turn) {
+  template <int kSlots>
+  static __device__ __forceinline__ void wait(uint64_t* barriers, Turn<kSlots> turn) {
     mbarrier_wait(shared_address(&barriers[turn.slot]), turn.parity);
   }
   // Rows of others after the request's last are not 0 in memory.
@@ -177,7 +206,8 @@ struct Cta {
     const Args& args = prompt.args;
     const bool first_lane = threadIdx.x % 32 == 0;
     const int batch = static_cast<int>(work.batch), key_head = static_cast<int>(head / (args.v_heads / args.k_heads));
-    Turn turn, query_turn;
+    ChunkTurn turn;
+    QueryTurn query_turn;
     uint32_t landed_parity = 0;
     for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next()) {
       const int token = static_cast<int>(work.span.begin + chunk * kChunk), foreign = foreign_from(chunk);
@@ -191,9 +221,13 @@ struct Cta {
         for (int box = 0; box < L::kBoxes; ++box)
           hopper::tma_load(to + box * kSquareBytes, &maps.key, 64 * box, token, key_head, batch, full);
         hopper::bulk_load(to + L::kSystem, &prompt.systems[slot * args.v_heads + head], sizeof(System), full);
-        hopper::tma_load(to + L::kValues, &maps.value, first_column, token, static_cast<int>(head), batch, full);
+#pragma unroll
+        for (int g = 0; g < kGroups; ++g)
+          hopper::tma_load(to + L::kValues + g * kSquareBytes, &maps.value, first_column + kSlice * g, token,
+                           static_cast<int>(head), batch, full);
       }
-      if (foreign < kChunk) clear_rows(chunk_at(turn), L::kBoxes + 1, foreign, &barriers.chunk_full[turn.slot], landed_parity);
+      if (foreign < kChunk)
+        clear_rows(chunk_at(turn), L::kBoxes + kGroups, foreign, &barriers.chunk_full[turn.slot], landed_parity);
       for (int64_t h = 0; h < group; ++h, query_turn.next()) {
         const int64_t out_head = head * group + h;
         const int query_head = static_cast<int>(out_head / (args.heads / args.q_heads));
@@ -225,7 +259,7 @@ struct Cta {
   // S: reads (kStore false) or writes a state [D,V], or [V,D] with v_first.
   template <bool kStore>
   __device__ __forceinline__ void move_state(float (&x)[kTiles][4], float* data) const {
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
     const int D = static_cast<int>(prompt.args.key_width), V = static_cast<int>(prompt.args.value_width);
     const bool v_first = prompt.args.state_v_first;
 #pragma unroll
@@ -254,9 +288,10 @@ struct Cta {
     const int64_t entry = args.cu_seqlens == nullptr ? work.request : window % 2;
     const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
     return prompt.carried + ((entry * args.v_heads + head) * slices + first_column / kSlice) * kStateFloats * kStates +
-           threadIdx.x;
+           threadIdx.x % kStates;
   }
   __device__ __forceinline__ void load_state(float (&x)[kTiles][4]) const {
+    if (first_column >= prompt.args.value_width) return;
     if (!work.begins) {
       const float* const from = carried_state(prompt.window);
 #pragma unroll
@@ -266,6 +301,7 @@ struct Cta {
     if (float* const from = state_in(prompt.args.initial_state)) move_state<false>(x, from);
   }
   __device__ __forceinline__ void store_state(float (&x)[kTiles][4]) const {
+    if (first_column >= prompt.args.value_width) return;
     if (!work.ends) {
       float* const to = carried_state(prompt.window + 1);
 #pragma unroll
@@ -275,21 +311,17 @@ struct Cta {
     if (float* const to = state_in(prompt.args.final_state)) move_state<true>(x, to);
   }
 
-  // Factors of the tokens that a lane has in accumulators of 64 columns.
-  static __device__ __forceinline__ float2 factors(const float* of, int n, int lane) {
-    return *reinterpret_cast<const float2*>(of + 8 * n + fragment_column(lane, 0));
-  }
   static __device__ __forceinline__ void scale_columns(float (&x)[8][4], const float* of, int lane) {
 #pragma unroll
     for (int n = 0; n < 8; ++n) {
-      const float2 factor = factors(of, n, lane);
+      const float2 factor = column_factors(of, n, lane);
       x[n][0] *= factor.x, x[n][1] *= factor.y, x[n][2] *= factor.x, x[n][3] *= factor.y;
     }
   }
-  __device__ __forceinline__ const System& system_of(Turn turn) const {
+  __device__ __forceinline__ const System& system_of(ChunkTurn turn) const {
     return *reinterpret_cast<const System*>(shared + turn.slot * L::kChunkStage + L::kSystem);
   }
-  __device__ __forceinline__ const Scores& scores_of(Turn turn) const {
+  __device__ __forceinline__ const Scores& scores_of(QueryTurn turn) const {
     return *reinterpret_cast<const Scores*>(shared + L::kQueries + turn.slot * L::kQueryStage + L::kScores);
   }
 
@@ -304,18 +336,25 @@ struct Cta {
   }
 
   // A warp's columns of rows of the output, by way of its part of a tile, [token][16 columns].
-  __device__ __forceinline__ void store_rows(const float (&out)[8][4], int64_t out_head, int64_t chunk, int warp,
-                                             int lane) const {
-    const Args& args = prompt.args;
-    const uint32_t tile = shared_address(shared) + L::kOut + warp * kChunk * 32;
-    const auto at = [&](int token, int half) { return tile + token * 32 + (half ^ token / 4 % 2) * 16; };
+  __device__ __forceinline__ uint32_t out_at(int warp, int token, int half) const {
+    return shared_address(shared) + L::kOut + static_cast<int>(threadIdx.x / 32) * kChunk * 32 + token * 32 +
+           (half ^ token / 4 % 2) * 16;
+  }
+  static __device__ __forceinline__ void pack_rows(const float (&out)[8][4], uint32_t (&rows)[8][2]) {
 #pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      const uint32_t four[4] = {pack_pair(T{}, out[n][0], out[n][1]), pack_pair(T{}, out[n][2], out[n][3]),
-                                pack_pair(T{}, out[n + 1][0], out[n + 1][1]), pack_pair(T{}, out[n + 1][2], out[n + 1][3])};
-      hopper::store_matrices_transposed(at(8 * (n + lane / 16) + lane % 8, lane / 8 % 2), four);
-    }
+    for (int n = 0; n < 8; ++n)
+#pragma unroll
+      for (int r = 0; r < 2; ++r) rows[n][r] = pack_pair(T{}, out[n][2 * r], out[n][2 * r + 1]);
+  }
+  __device__ __forceinline__ void put_rows(const uint32_t (&rows)[8][2], int warp, int lane) const {
+#pragma unroll
+    for (int n = 0; n < 8; n += 2)
+      hopper::store_matrices_transposed(out_at(warp, 8 * (n + lane / 16) + lane % 8, lane / 8 % 2),
+                                        {rows[n][0], rows[n][1], rows[n + 1][0], rows[n + 1][1]});
     __syncwarp();
+  }
+  __device__ __forceinline__ void send_rows(int64_t out_head, int64_t chunk, int warp, int lane) const {
+    const Args& args = prompt.args;
     const int64_t token = work.span.begin + chunk * kChunk;
     const int64_t left = work.span.end - token;
     T* const rows =
@@ -324,21 +363,26 @@ struct Cta {
 #pragma unroll
     for (int i = lane; i < 2 * kChunk; i += 32)
       if (i / 2 < left && i % 2 * 8 < width)
-        *reinterpret_cast<uint4*>(rows + i / 2 * args.output_strides.token + i % 2 * 8) = load_16_bytes(at(i / 2, i % 2));
+        *reinterpret_cast<uint4*>(rows + i / 2 * args.output_strides.token + i % 2 * 8) =
+            load_16_bytes(out_at(warp, i / 2, i % 2));
     __syncwarp();
   }
 
-  __device__ __forceinline__ void arrive(uint64_t* barriers, Turn turn) const {
+  template <int kSlots>
+  __device__ __forceinline__ void arrive(uint64_t* barriers, Turn<kSlots> turn) const {
     __syncwarp();
     if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barriers[turn.slot]));
   }
 
-  // O^T += U^T P^T, once the state's part is there, whose rows are to be multiplied by `inverse`.
+  // (Q S)^T, with its tokens' factors, once it is there.
   template <class States>
-  __device__ __forceinline__ void add_scores(float (&out)[8][4], const States& states, const Rows<T, 8>& update, Turn turn,
-                                             int lane) const {
+  __device__ __forceinline__ void finish_queries(float (&out)[8][4], const States& states, QueryTurn turn, int lane) const {
+    hopper::fence_accumulators(out);
     states.unscale(out);
     scale_columns(out, scores_of(turn).from_state, lane);
+  }
+  // O^T += U^T P^T. float16: times update.factor.
+  __device__ __forceinline__ void add_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn) const {
     update.scale(out);
     const uint32_t tile = query_at(turn) + L::kScores;
     hopper::fence_accumulators(out);
@@ -347,17 +391,54 @@ struct Cta {
     by_rows(out, update.high, tile, true);
     hopper::warpgroup_commit();
   }
+  // Once it is there: the query head's tiles may go.
+  __device__ __forceinline__ void finish_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn,
+                                                uint32_t (&rows)[8][2]) const {
+    hopper::fence_accumulators(out);
+    update.fence();
+    update.unscale(out);
+    pack_rows(out, rows);
+    arrive(barriers.query_empty, turn);
+  }
 
+  // All but the last of a state's heads of the output; `out` is Q S of the first, and that of the last afterwards.
+  __device__ __forceinline__ void other_heads(float (&out)[8][4], const float (&state)[kTiles][4], const float (&x)[8][4],
+                                              QueryTurn& turn, int64_t chunk, int warp, int lane) const {
+    Rows<T, 8> update;
+    update.take(x);
+    for (int64_t h = 0; h + 1 < group; ++h) {
+      add_scores(out, update, turn);
+      hopper::warpgroup_wait<0>();
+      uint32_t rows[8][2];
+      finish_scores(out, update, turn, rows);
+      put_rows(rows, warp, lane);
+      send_rows(head * group + h, chunk, warp, lane);
+      turn.next();
+      Rows<T, kTiles> states;
+      states.take(state);
+      wait(barriers.query_full, turn);
+      hopper::warpgroup_arrive();
+      by_rows(out, states.high, query_at(turn), false);
+      hopper::warpgroup_commit();
+      hopper::warpgroup_wait<0>();
+      finish_queries(out, states, turn, lane);
+      hopper::fence_operands(states.high);
+    }
+  }
+
+  // What the next chunk waits for comes first: rows of the output are finished while the next chunk's first products run.
   __device__ __forceinline__ void walk(float (&state)[kTiles][4]) const {
-    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32);
-    Turn turn, query_turn;
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
+    ChunkTurn turn;
+    QueryTurn query_turn;
+    float x[8][4], out[8][4];
+    uint32_t rows[8][2] = {};  // of the output, of the chunk before
+    Rows<T, kTiles> states;
+    states.take(state);
 #pragma unroll 1
     for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next(), query_turn.next()) {
       const uint32_t keys = chunk_at(turn);
       const System& system = system_of(turn);
-      float x[8][4], out[8][4];
-      Rows<T, kTiles> states;
-      states.take(state);
       wait(barriers.chunk_full, turn);
       hopper::warpgroup_arrive();
       by_rows(x, states.low, keys, false);
@@ -367,8 +448,10 @@ struct Cta {
       hopper::warpgroup_arrive();
       by_rows(out, states.high, query_at(query_turn), false);
       hopper::warpgroup_commit();
+      put_rows(rows, warp, lane);
+      if (chunk > work.first) send_rows(head * group + group - 1, chunk - 1, warp, lane);
       uint32_t values[8][2];
-      load_values(keys + L::kValues, warp, lane, values);
+      load_values(keys + L::kValues + group_of_thread() * kSquareBytes, warp, lane, values);
       hopper::warpgroup_wait<1>();
       hopper::fence_accumulators(x);
 
@@ -376,7 +459,7 @@ struct Cta {
       states.unscale(x);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float2 factor = factors(system.from_state, n, lane);
+        const float2 factor = column_factors(system.from_state, n, lane);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float2 v = unpack_pair(T{}, values[n][r]);
@@ -393,34 +476,16 @@ struct Cta {
       by_rows(x, rest.high, keys + L::kSystem, true);
       hopper::warpgroup_commit();
       hopper::warpgroup_wait<1>();
-      hopper::fence_accumulators(out);
+      finish_queries(out, states, query_turn, lane);
       states.fence();
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(x);
       rest.fence();
       rest.unscale(x);
+      if (group > 1) other_heads(out, state, x, query_turn, chunk, warp, lane);
 
-      Rows<T, 8> update;
-      update.take(x);
-      add_scores(out, states, update, query_turn, lane);
-      for (int64_t h = 1; h < group; ++h) {  // more heads of the output
-        finish(out, update, query_turn, head * group + h - 1, chunk, warp, lane);
-        query_turn.next();
-        Rows<T, kTiles> again;
-        again.take(state);
-        wait(barriers.query_full, query_turn);
-        hopper::warpgroup_arrive();
-        by_rows(out, again.high, query_at(query_turn), false);
-        hopper::warpgroup_commit();
-        hopper::warpgroup_wait<0>();
-        hopper::fence_accumulators(out);
-        hopper::fence_operands(again.high);
-        add_scores(out, again, update, query_turn, lane);
-      }
-
-      scale_columns(x, system.to_state, lane);
-      Rows<T, 8> added;
-      added.take(x);
+      Rows<T, 8> added, update;
+      added.take(x, system.to_state, lane);
       const float kept = system.kept;
 #pragma unroll
       for (int n = 0; n < kTiles; ++n)
@@ -435,47 +500,43 @@ struct Cta {
 #pragma unroll
       for (int k = 0; k < kChunk / 16; ++k) hopper::wgmma_rs<true>(T{}, state, added.high[k], right + k * 128, 1);
       hopper::warpgroup_commit();
+      update.take(x);
+      add_scores(out, update, query_turn);
       hopper::warpgroup_wait<1>();
-      finish_waited(out, update, query_turn, head * group + group - 1, chunk, warp, lane);
-      hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(state);
       added.fence();
       added.unscale(state);
       arrive(barriers.chunk_empty, turn);
+      states.take(state);
+      states.make_now();
+      hopper::warpgroup_wait<0>();
+      finish_scores(out, update, query_turn, rows);
+    }
+    if (work.first < work.last) {
+      put_rows(rows, warp, lane);
+      send_rows(head * group + group - 1, work.last - 1, warp, lane);
     }
   }
 
-  __device__ __forceinline__ void finish(float (&out)[8][4], const Rows<T, 8>& update, Turn turn, int64_t out_head,
-                                         int64_t chunk, int warp, int lane) const {
-    hopper::warpgroup_wait<0>();
-    finish_waited(out, update, turn, out_head, chunk, warp, lane);
-  }
-  __device__ __forceinline__ void finish_waited(float (&out)[8][4], const Rows<T, 8>& update, Turn turn, int64_t out_head,
-                                                int64_t chunk, int warp, int lane) const {
-    hopper::fence_accumulators(out);
-    update.fence();
-    update.unscale(out);
-    arrive(barriers.query_empty, turn);
-    store_rows(out, out_head, chunk, warp, lane);
-  }
-
   __device__ __forceinline__ void run() const {
-    const bool copies = threadIdx.x >= kStates;
-    if (copies && threadIdx.x % 32 == 0) {
+    const bool copies = threadIdx.x >= kGroups * kStates;
+    if (threadIdx.x == kGroups * kStates) {
       for (int s = 0; s < kStages; ++s) {
         mbarrier_init(shared_address(&barriers.chunk_full[s]), 1);
         mbarrier_init(shared_address(&barriers.query_full[s]), 1);
-        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kStates / 32);
-        mbarrier_init(shared_address(&barriers.query_empty[s]), kStates / 32);
+        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kGroups * kStates / 32);
+        mbarrier_init(shared_address(&barriers.query_empty[s]), kGroups * kStates / 32);
       }
       mbarrier_init(shared_address(&barriers.landed), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (copies) {
+      if constexpr (kGroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      copy();
+      if (threadIdx.x < kGroups * kStates + 32) copy();
     } else {
+      if constexpr (kGroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
       float state[kTiles][4] = {};
       load_state(state);
       // Nothing that comes after is to begin before what was launched before has ended.
@@ -487,38 +548,34 @@ struct Cta {
 };
 #endif
 
-template <class T, int kD>
-__global__ void __launch_bounds__(kStatesThreads, 1)
-    StatesKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ Maps maps, unsigned slices) {
+template <class T, int kD, int kGroups>
+__global__ void __launch_bounds__(Layout<kD, kGroups>::kThreads, 1)
+    StatesKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ PromptMaps maps, unsigned slices) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
-  const int64_t unit = blockIdx.x / slices;
-  const Work work = find_work(prompt, unit / prompt.args.v_heads);
+  const unsigned unit = blockIdx.x / slices, heads = static_cast<unsigned>(prompt.args.v_heads);
+  const Work work = find_work(prompt, unit / heads);
   if (!work.there) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-  const Cta<T, kD> cta{prompt,
-                       maps,
-                       shared,
-                       *reinterpret_cast<Barriers*>(shared + Layout<kD>::kBarriers),
-                       work,
-                       unit % prompt.args.v_heads,
-                       prompt.args.heads / prompt.args.v_heads,
-                       static_cast<int>(blockIdx.x % slices) * kSlice};
+  const int group = static_cast<int>(threadIdx.x / kStates % kGroups);  // 0 too for the warps that copy
+  const Cta<T, kD, kGroups> cta{
+      prompt, maps,         shared,       *reinterpret_cast<Barriers*>(shared + Layout<kD, kGroups>::kBarriers),
+      work,   unit % heads, prompt.group, (static_cast<int>(blockIdx.x % slices) * kGroups + group) * kSlice};
   cta.run();
 #endif
 }
 
-template <class T, int kD>
-cudaError_t launch_width(const Prompt& prompt, const Maps& maps, cudaStream_t stream) {
-  constexpr int kBytes = Layout<kD>::kBytes;
+template <class T, int kD, int kGroups>
+cudaError_t launch_groups(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
+  constexpr int kBytes = Layout<kD, kGroups>::kBytes;
   static_assert(kBytes <= 227 * 1024);
-  const auto kernel = StatesKernel<T, kD>;
+  const auto kernel = StatesKernel<T, kD, kGroups>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
-  const int64_t slices = ceil_div(prompt.args.value_width, int64_t{kSlice});
+  const int64_t slices = ceil_div(prompt.args.value_width, int64_t{kGroups * kSlice});
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(prompt.args.requests * prompt.args.v_heads * slices));
-  config.blockDim = dim3(kStatesThreads);
+  config.blockDim = dim3(Layout<kD, kGroups>::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
@@ -529,16 +586,28 @@ cudaError_t launch_width(const Prompt& prompt, const Maps& maps, cudaStream_t st
   return cudaLaunchKernelEx(&config, kernel, prompt, maps, static_cast<unsigned>(slices));
 }
 
+template <class T, int kD>
+cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, [[maybe_unused]] int sm_count, cudaStream_t stream) {
+  [[maybe_unused]] const int64_t slices =
+      prompt.args.requests * prompt.args.v_heads * ceil_div(prompt.args.value_width, int64_t{kSlice});
+  // A multiprocessor has one CTA. float16's factors of rows leave too few registers for two warpgroups.
+  if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+    if (slices > sm_count && prompt.args.value_width > kSlice) return launch_groups<T, kD, 2>(prompt, maps, stream);
+  }
+  return launch_groups<T, kD, 1>(prompt, maps, stream);
+}
+
 template <class T>
-cudaError_t launch_type(const Prompt& prompt, const Maps& maps, cudaStream_t stream) {
-  return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, stream) : launch_width<T, 128>(prompt, maps, stream);
+cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, int sm_count, cudaStream_t stream) {
+  return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, sm_count, stream)
+                                     : launch_width<T, 128>(prompt, maps, sm_count, stream);
 }
 
 // Whether this file's code for 9.0 runs on the device, which it does not where only PTX of 8.0 was compiled.
 bool runs_hopper_code(const CudaTarget& target) {
   if (target.compute_capability != 90) return false;
   cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, StatesKernel<__nv_bfloat16, 64>) != cudaSuccess) {
+  if (cudaFuncGetAttributes(&attributes, StatesKernel<__nv_bfloat16, 64, 1>) != cudaSuccess) {
     cudaGetLastError();  // not to be taken for the next launch's
     return false;
   }
@@ -578,6 +647,9 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const int64_t window_slots = window < slots ? window : slots;
   Prompt prompt = {};
   prompt.args = args;
+  prompt.group = static_cast<int>(args.heads / args.v_heads);
+  prompt.of_query = static_cast<int>(args.heads / args.q_heads);
+  prompt.of_key = static_cast<int>(args.v_heads / args.k_heads);
   prompt.systems = ws.scratch<System>(window_slots * args.v_heads);
   prompt.scores = ws.scratch<Scores>(window_slots * args.heads);
   const int64_t entries = args.cu_seqlens == nullptr ? args.requests : 2;
@@ -586,7 +658,7 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   if (ws.counting()) return cudaSuccess;
   for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return cudaSuccess;
-  Maps maps;
+  PromptMaps maps;
   const auto encode = [&](CUtensorMap* map, const void* data, const Strides& strides, int64_t heads, int64_t width) {
     return encode_rows(map, data, strides, width, args.tokens, heads, args.batch, static_cast<DType>(args.dtype));
   };
@@ -598,10 +670,10 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const auto stream = static_cast<cudaStream_t>(target.stream);
   for (; prompt.first_slot < slots; prompt.first_slot += window_slots, ++prompt.window) {
     prompt.slots = slots - prompt.first_slot < window_slots ? slots - prompt.first_slot : window_slots;
-    if (const int failed = launch_prepare(prompt, stream)) return failed;
+    if (const int failed = launch_prepare(prompt, maps, stream)) return failed;
     const cudaError_t error = args.dtype == static_cast<int32_t>(DType::kFloat16)
-                                  ? launch_type<__half>(prompt, maps, stream)
-                                  : launch_type<__nv_bfloat16>(prompt, maps, stream);
+                                  ? launch_type<__half>(prompt, maps, target.sm_count, stream)
+                                  : launch_type<__nv_bfloat16>(prompt, maps, target.sm_count, stream);
     if (error != cudaSuccess) return error;
   }
   return cudaSuccess;

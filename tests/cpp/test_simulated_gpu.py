@@ -78,12 +78,21 @@ def delta_rule(tmp_path_factory):
     return build(tmp_path_factory.mktemp("simulated"), ["GatedDeltaRule"])
 
 
+def copy_of(folder, tmp_path_factory):
+    """For another GPU."""
+    copy = tmp_path_factory.mktemp("simulated")
+    shutil.copy(folder / "libleanfleet.so", copy)
+    return copy
+
+
 @pytest.fixture(scope="module")
 def delta_rule_before_hopper(delta_rule, tmp_path_factory):
-    """The same library for a GPU of 8.0."""
-    folder = tmp_path_factory.mktemp("simulated")
-    shutil.copy(delta_rule / "libleanfleet.so", folder)
-    return folder
+    return copy_of(delta_rule, tmp_path_factory)
+
+
+@pytest.fixture(scope="module")
+def delta_rule_on_one_sm(delta_rule, tmp_path_factory):
+    return copy_of(delta_rule, tmp_path_factory)
 
 
 def products(folder, kind="products"):
@@ -156,6 +165,20 @@ def test_gated_delta_rule_on_hopper(delta_rule, dtype):
         inputs = delta_cases.make(66, b=1, heads=(1, 1, 1), d=64, dv=16, dtype=dtype, decay=decay)
         check_delta_rule(delta_rule, inputs, {"return_state": 1, "normalize_qk": 1})
     assert products(delta_rule, "group_products") > before
+
+
+def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm):
+    """More of them than there are multiprocessors: a CTA takes 128."""
+    folder = delta_rule_on_one_sm
+    before = products(folder, "group_products")
+    for n, heads, d, dv, packed in (
+        (150, (2, 1, 1), 128, 128, None),
+        (66, (1, 1, 2), 64, 200, None),
+        (300, (1, 1, 1), 32, 72, [5, 5, 70, 290]),
+    ):
+        inputs = delta_cases.make(n, b=1, heads=heads, d=d, dv=dv, dtype="bfloat16", packed=packed, state=True)
+        check_delta_rule(folder, inputs, {"return_state": 1, "normalize_qk": 1}, sms=1)
+    assert products(folder, "group_products") > before
 
 
 @pytest.mark.parametrize("seed", (0, 1))

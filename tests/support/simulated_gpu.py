@@ -134,9 +134,10 @@ def _entry(name):
     return text[start : end.start() + 1 if end else len(text)]
 
 
-def run_simulated(folder, op_name, inputs, attrs=None, seed=0, major=9, **options):
-    """support.kernels.run_kernel with the library of build(), whose CUDA kernels take the host's tensors. major: the GPU's
-    generation, which a copy of the library asks for once."""
-    told = {"LEANFLEET_SIMULATED_SEED": str(seed), "LEANFLEET_SIMULATED_MAJOR": str(major)}
+def run_simulated(folder, op_name, inputs, attrs=None, seed=0, major=9, sms=132, **options):
+    """support.kernels.run_kernel with the library of build(), whose CUDA kernels take the host's tensors. major, sms: of the
+    GPU's generation and its multiprocessors, which a copy of the library asks for once."""
+    told = {"SEED": str(seed), "MAJOR": str(major), "SMS": str(sms)}
+    told = {f"LEANFLEET_SIMULATED_{name}": value for name, value in told.items()}
     with mock.patch.dict(os.environ, LEANFLEET_LIBRARY_DIR=str(folder), **told):
         return run_kernel(op_name, inputs, attrs, simulated=True, **options)

@@ -269,15 +269,15 @@ cudaError_t cudaGetDevice(int* device) {
   *device = 0;
   return cudaSuccess;
 }
-// An H200's, or those of the generation that LEANFLEET_SIMULATED_MAJOR tells.
+// An H200's, or what these variables tell.
 cudaError_t cudaDeviceGetAttribute(int* value, cudaDeviceAttr attribute, int) {
+  const auto told = [](const char* name, int otherwise) {
+    const char* text = std::getenv(name);
+    return text != nullptr ? std::atoi(text) : otherwise;
+  };
   switch (attribute) {
-    case cudaDevAttrMultiProcessorCount: *value = 132; return cudaSuccess;
-    case cudaDevAttrComputeCapabilityMajor: {
-      const char* major = std::getenv("LEANFLEET_SIMULATED_MAJOR");
-      *value = major != nullptr ? std::atoi(major) : 9;
-      return cudaSuccess;
-    }
+    case cudaDevAttrMultiProcessorCount: *value = told("LEANFLEET_SIMULATED_SMS", 132); return cudaSuccess;
+    case cudaDevAttrComputeCapabilityMajor: *value = told("LEANFLEET_SIMULATED_MAJOR", 9); return cudaSuccess;
     case cudaDevAttrComputeCapabilityMinor: *value = 0; return cudaSuccess;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = static_cast<int>(simulated::kMostShared); return cudaSuccess;
     default: return cudaErrorInvalidValue;

@@ -167,6 +167,8 @@ LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, __half)
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
 #undef LEANFLEET_MMA
 inline void ptx_griddepcontrol_wait() {}
+inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
+inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
 inline void ptx_griddepcontrol_launch_dependents() {}
 inline void ptx_fence_mbarrier_init_release_cluster() {}
 inline void ptx_ex2_approx_ftz_f32(float& y, float x) { y = std::exp2(x); }

@@ -19,6 +19,8 @@ template <class T>
 void fence_accumulators(T&) {}
 template <class T>
 void fence_operands(const T&) {}
+template <class T>
+void fence_operands_for_write(T&) {}
 
 // The chunk of 16 bytes that the swizzle puts at an address.
 inline char* swizzled(uint32_t address) { return simulated::from_shared(address ^ (address >> 7 & 7) << 4, 2); }
