@@ -90,7 +90,8 @@ OPTIONAL_FILES = (
 )  # of an export; an earlier one may have left them
 
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
-TOKEN_INDEX, SETTINGS = "token_index", ("temperature", "top_k", "top_p", "min_p", "seed")
+TOKEN_INDEX, TOP_P = "token_index", "top_p"
+SETTINGS = ("temperature", "top_k", TOP_P, "min_p", "seed")
 POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "block_table"
 SLOTS, ROWS, STATE_INDEX = "slots", "rows", "state_index"
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
@@ -271,7 +272,7 @@ SAMPLER = Interface(
 
 
 def cache_name(layer: int | str, part: str) -> str:
-    """Name of what a layer carries, such as "0.key". part: KEY, VALUE, their scales, STATE, CONV_STATE, KEY_SUM or VALUE_SUM."""
+    """Name of what a layer carries, such as "0.key". part: KEY, VALUE, a scale, STATE, CONV_STATE, KEY_SUM or VALUE_SUM."""
     return f"{layer}.{part}"
 
 

@@ -40,6 +40,7 @@ from leanfleet.decoder_contract import (
     STATE_INDEX,
     TABLE,
     TOKENS,
+    TOP_P,
     VOCABULARY,
     WANTED,
     Adjustments,
@@ -66,7 +67,7 @@ if TYPE_CHECKING:
 PIECE_TOKENS = 256  # new tokens of captured steps with pieces of prompts are a multiple of it
 TURNS = 2  # a step runs while the next one is made
 EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
-PADDING = {STATE_INDEX: NO_STATE, "top_p": 1}  # what captured steps have where there is no request; else 0
+PADDING = {STATE_INDEX: NO_STATE, TOP_P: 1}  # what captured steps have where there is no request; else 0
 
 # numpy's and ONNX's types by onnxruntime's names
 _NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16, SESSION_TYPES["int8"]: np.int8}

@@ -132,7 +132,7 @@ def test_errors(monkeypatch):
     twice = make(5, pool=True)
     twice["state_index"][:] = 1
     refused(r"state_index\[1\] is 1, as is state_index\[0\]", twice)
-    refused(r"cu_seqlens\[2\] is 4; expected N = 5", make(5, packed=[0, 2, 4]))
+    refused(r"cu_seqlens\[2\] is 6; there are N = 5 tokens", make(5, packed=[0, 2, 6]))
 
 
 def test_pytorch_forms():

@@ -214,8 +214,12 @@ def test_errors_of_values(monkeypatch):
     twice = make(5, b=2, pool=True)
     twice["state_index"][:] = 1
     refused(r"state_index\[1\] is 1, as is state_index\[0\]", twice)
-    short = make(5, packed=[0, 2, 4])
-    refused(r"cu_seqlens\[2\] is 4; expected N = 5", short)
+    refused(r"cu_seqlens\[2\] is 6; there are N = 5 tokens", make(5, packed=[0, 2, 6]))
+    padded = make(5, packed=[0, 2, 2], pool=True)  # as captured steps pad: tokens of no request, and a request without a row
+    padded["state_index"][1] = -1
+    run_kernel(NAME, padded)
+    padded["state_index"][0] = -1
+    refused(r"state_index\[0\] is -1; initial_state has", padded)
 
 
 def test_pytorch_forms():
