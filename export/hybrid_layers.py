@@ -11,15 +11,13 @@ import sys
 import types
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from leanfleet.decoder_contract import BATCH, CONV_STATE, STATE
+from leanfleet.export.cache import Cache
 from leanfleet.export.support import HYBRID_LAYERS
-
-if TYPE_CHECKING:
-    from leanfleet.export.decoder import Cache
 
 
 def hybrid_layers(model: torch.nn.Module) -> dict[int, Any]:

@@ -54,7 +54,8 @@ from leanfleet.decoder_contract import (
     write_facts,
 )
 from leanfleet.export import function_bodies, verification
-from leanfleet.export.decoder import INSIDE, Cache, cache_fact, cache_shapes, made, run, write
+from leanfleet.export.cache import Cache
+from leanfleet.export.decoder import INSIDE, cache_fact, cache_shapes, made, run, write
 from leanfleet.export.support import check_supported
 from leanfleet.export.torch_ops import causal_linear_decay, sample_tokens
 

@@ -13,7 +13,8 @@ import transformers
 
 from leanfleet.export import decoder as decoder_module
 from leanfleet.export import export_decoder
-from leanfleet.export.decoder import Cache, attention
+from leanfleet.export.cache import Cache
+from leanfleet.export.decoder import attention
 from leanfleet.export.linear_attention import register_transformers
 from leanfleet.export.serving import export_for_serving
 from leanfleet.export.support import check_implementation, check_supported

@@ -106,7 +106,8 @@ def test_names_stand_in_the_contract_alone():
         "export/verification.py": {"token_index"},  # the end of names in a model's configuration
     }
     exporters = [
-        Path(export.__file__).with_name(f"{name}.py") for name in ("decoder", "serving", "verification", "linear_decoder")
+        Path(export.__file__).with_name(f"{name}.py")
+        for name in ("cache", "decoder", "serving", "verification", "linear_decoder")
     ]
     runtimes = [path for package in (ort_ops, trt_plugins) for path in Path(package.__file__).parent.glob("*.py")]
     commands = [Path(leanfleet.__file__).with_name(f"{name}.py") for name in ("generate", "generation")]

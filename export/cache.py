@@ -1,0 +1,147 @@
+"""The caches of one traced call of a decoder: what its layers carry from call to call, and the operators that use and replace
+it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any, ClassVar
+
+import torch
+
+from leanfleet import progress
+from leanfleet.decoder_contract import CONV_STATE, KEY, KEY_SCALE, STATE, VALUE, VALUE_SCALE, cache_name
+from leanfleet.export.torch_ops import causal_conv, causal_linear_decay, gated_delta_rule, lean_attention
+
+
+class Cache:
+    """The caches of one traced call by name ("0.key"); attention replaces them as it appends."""
+
+    now: ClassVar[Cache | None] = None  # the one of the call that runs: models need not hand it from layer to layer
+
+    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], seq_lens: torch.Tensor, query_lens: torch.Tensor) -> None:
+        self.tensors, self.seq_lens, self.query_lens = dict(tensors), seq_lens, query_lens
+        self.updated: set[str] = set()
+
+    @contextmanager
+    def in_use(self) -> Iterator[Cache]:
+        """While this lasts, attention appends to these caches."""
+        before, Cache.now = Cache.now, self
+        try:
+            yield self
+        finally:
+            Cache.now = before
+
+    def update(self, name: str, tensor: torch.Tensor) -> None:
+        """Puts a tensor in the place of a cache."""
+        self.tensors[name] = tensor
+        self.updated.add(name)
+        progress.tell("tracing the model, caches", len(self.updated), len(self.tensors))
+
+    def shapes(self, layer: int) -> tuple[torch.Size, torch.Size]:
+        """Those of a softmax layer's keys and values."""
+        return self.tensors[cache_name(layer, KEY)].shape, self.tensors[cache_name(layer, VALUE)].shape
+
+    def sizes(self, layer: int) -> tuple[int, int, int]:
+        """(heads, columns of a key, columns of a value) of a softmax layer's caches."""
+        key, value = self.shapes(layer)
+        return key[1], key[3], value[3]
+
+    def of_layer(self, layer: int) -> dict[str, str]:
+        """{input of LeanAttention: name of the cache} of a softmax layer, in the order of the operator's outputs."""
+        names = {f"{part}_cache": cache_name(layer, part) for part in (KEY, VALUE)}
+        scales = {part: cache_name(layer, part) for part in (KEY_SCALE, VALUE_SCALE)}
+        return names | {part: name for part, name in scales.items() if name in self.tensors}
+
+    def append(self, layer: int, query: torch.Tensor, **options: Any) -> torch.Tensor:
+        """The output of LeanAttention with these options, which appends to a layer's caches."""
+        names = self.of_layer(layer)
+        per_token = KEY_SCALE in names
+        output, _, *updated = lean_attention(
+            query,
+            seq_lens=self.seq_lens,
+            append=True,
+            key_per_token=per_token,
+            value_per_token=per_token,
+            **{part: self.tensors[name] for part, name in names.items()},
+            **options,
+        )
+        for name, tensor in zip(names.values(), updated, strict=True):
+            self.update(name, tensor)
+        return output
+
+    def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
+        """Appends the new keys and values [B,Hkv,N,D] to a layer's caches; the attention of query [B,H,N,D] as [B,N,H,D]."""
+        output = self.append(layer, query, query_lens=self.query_lens, new_key=key, new_value=value, **options)
+        return output.transpose(1, 2).contiguous()  # some models view it as [B,N,H D]
+
+    def decay(
+        self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, scale: float
+    ) -> torch.Tensor:
+        """A linear layer over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H]
+        or [B,N,H]."""
+        name = cache_name(layer, STATE)
+        valid = self.inside(query)
+        output, state = causal_linear_decay(
+            query,
+            key * valid.unsqueeze(-1).to(key.dtype),  # rows past query_lens leave the state as it is
+            value,
+            torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype)),
+            self.tensors[name],
+            return_state=True,
+            scale=scale,
+            layout="bnhd",
+        )
+        self.update(name, state)
+        return output
+
+    def inside(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Which of tokens [B,N,...] are no padding, bool [B,N,1]."""
+        return (torch.arange(tokens.shape[1], device=tokens.device) < self.query_lens.unsqueeze(1)).unsqueeze(-1)
+
+    def convolve(
+        self, layer: int, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, activation: str
+    ) -> torch.Tensor:
+        """A layer's causal convolution over the tokens that it carries: x [B,N,C], weight [K+1,C], bias [C]."""
+        name = cache_name(layer, CONV_STATE)
+        rows = self.rows() or dict(query_lens=self.query_lens)
+        output, state = causal_conv(x, weight, bias, self.tensors[name], **rows, activation=activation, return_state=True)
+        self.update(name, state)
+        return output
+
+    def correct(
+        self,
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        log_decay: torch.Tensor,
+        beta: torch.Tensor,
+        normalize_qk: bool,
+    ) -> torch.Tensor:
+        """A layer of the gated delta rule over its carried state: query, key [B,N,Hk,D], value [B,N,Hv,Dv], float32 log_decay
+        [B,N,Hv] or [B,N,Hv,D] and beta [B,N,Hv]."""
+        name, rows = cache_name(layer, STATE), self.rows()
+        if not rows:  # padding leaves the state as it is: it writes no part of its value, and decays nothing
+            valid = self.inside(query)
+            beta = beta * valid.to(beta.dtype)
+            valid = valid if log_decay.dim() == 3 else valid.unsqueeze(-1)
+            log_decay = torch.where(valid, log_decay, torch.zeros((), dtype=log_decay.dtype))
+        output, state = gated_delta_rule(
+            query,
+            key,
+            value,
+            log_decay,
+            beta=beta,
+            initial_state=self.tensors[name],
+            **rows,
+            normalize_qk=normalize_qk,
+            return_state=True,
+            layout="bnhd",
+        )
+        self.update(name, state)
+        return output
+
+    def rows(self) -> dict[str, torch.Tensor]:
+        """What tells the operators where requests that are packed have their tokens and states. Here: rows of a batch."""
+        return {}
