@@ -26,11 +26,16 @@ def op_schema(op: spec.OpSpec) -> onnx.defs.OpSchema:
     """The onnx.defs.OpSchema of an operator (a spec.OpSpec)."""
     schema = onnx.defs.OpSchema
     optional = schema.FormalParameterOption.Optional
-    used = {t.type for t in op.inputs + op.outputs}
+
+    def variable(t):
+        """The name of its type: caches of keys and of values are chosen apart."""
+        return f"C_{t.takes or t.name}" if t.type == "C" else t.type
+
+    used = {variable(t): _TYPE_STRINGS[t.type] for t in op.inputs + op.outputs}
 
     def parameter(t, is_optional):
         option = optional if is_optional else schema.FormalParameterOption.Single
-        return schema.FormalParameter(t.name, t.type, t.doc, param_option=option)
+        return schema.FormalParameter(t.name, variable(t), t.doc, param_option=option)
 
     return schema(
         op.name,
@@ -39,7 +44,7 @@ def op_schema(op: spec.OpSpec) -> onnx.defs.OpSchema:
         op.doc,
         inputs=[parameter(t, t.optional) for t in op.inputs],
         outputs=[parameter(t, True) for t in op.outputs],  # any may be left unconnected
-        type_constraints=[(name, types, "") for name, types in _TYPE_STRINGS.items() if name in used],
+        type_constraints=[(name, types, "") for name, types in used.items()],
         attributes=[
             schema.Attribute(a.name, onnx.helper.make_attribute(a.name, _onnx_value(a, a.default)), a.doc) for a in op.attrs
         ],

@@ -32,7 +32,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
 
 from leanfleet import progress, spec
-from leanfleet.export import function_bodies, rewrite_check, rewrite_linear
+from leanfleet.export import function_bodies, rewrite_check, rewrite_conv, rewrite_linear
 from leanfleet.export import rewrite_nodes as nodes
 from leanfleet.tables import print_table
 
@@ -147,7 +147,9 @@ def _group_query_attention(ops, node, options):
     """Lengths: seqlens_k + 1 keys a request with the new tokens in; as many of them new as the query has rows, but no
     more than there are: in a prompt the rows behind a request's tokens are padding."""
     a, x = nodes.attributes(node), nodes.inputs(node, _GROUP_QUERY)
-    nodes.check_types(x, "query", "key", "value", "past_key", "past_value")
+    heads, kv_heads = nodes.heads(a, "num_heads", "kv_num_heads")
+    scales = _cache_scales(ops, a, x, "past_key", "past_value")
+    nodes.check_types(x, "query", "key", "value", *([] if scales else ["past_key", "past_value"]))
     nodes.check_ranks(x, 3, ["query"], "key", "value")
     nodes.check_ranks(x, 4, [], "past_key", "past_value")
     nodes.check_ranks(x, 2, [], "cos_cache", "sin_cache")
@@ -155,17 +157,12 @@ def _group_query_attention(ops, node, options):
         x,
         {
             "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
-            "k_scale": "quantised caches are not LeanAttention's",
-            "v_scale": "quantised caches are not LeanAttention's",
             "q_norm_weight": "LeanAttention has no normalisation of queries",
             "k_norm_weight": "LeanAttention has none of keys",
         },
     )
     if nodes.is_read(node, 3) or a.get("qk_output", 0):
         raise nodes.Refused("output_qk is asked for, which LeanAttention never forms")
-    for name in ("k_quant_type", "v_quant_type"):
-        if a.get(name, "NONE") != "NONE":
-            raise nodes.Refused(f"{name} is {a[name]}: quantised caches are not LeanAttention's")
     if a.get("sliding_window_cache", 0):
         raise nodes.Refused("sliding_window_cache = 1: LeanAttention's caches keep every position")
     if (x["past_key"] is None) != (x["past_value"] is None):
@@ -173,7 +170,6 @@ def _group_query_attention(ops, node, options):
     for name in ("seqlens_k", "total_sequence_length"):
         if x[name] is None:
             raise nodes.Refused(f"its input {name} is missing")
-    heads, kv_heads = nodes.heads(a, "num_heads", "kv_num_heads")
     causal, window = bool(a.get("causal", 1)), a.get("local_window_size", -1)
     if window != -1 and (window < 1 or not causal):
         raise nodes.Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
@@ -227,7 +223,7 @@ def _group_query_attention(ops, node, options):
     else:
         caches = [x["past_key"], x["past_value"]]
         if not (options["fixed_caches"] or _fixed_capacity(node, x["past_key"])):
-            caches = [_grown(ops, cache, x["total_sequence_length"], query) for cache in caches]
+            caches = [_grown(ops, cache, x["total_sequence_length"]) for cache in caches]
         attributes |= {
             "append": True,
             "rotary_interleaved": rotary and bool(a.get("rotary_interleaved", 0)),
@@ -245,10 +241,54 @@ def _group_query_attention(ops, node, options):
             new_value=value,
             sinks=sinks,
             **tables,
+            **scales,
         )
         out, caches = outputs["output"], [outputs["key_cache_out"], outputs["value_cache_out"]]
     ops.notes.append("rows of the output behind a request's tokens are 0")
     return "LeanAttention", [nodes.known(ops.join_heads(out, width), x["query"], [*query_dims[:2], width]), *caches]
+
+
+def _cache_scales(ops, a, x, key_cache, value_cache):
+    """LeanAttention's scales of int8 caches, {} for caches of the query's type. The operators of com.microsoft say how a cache
+    is quantised by attributes, ours by the scale's shape."""
+    scales = {}
+    for letter, cache, name in (("k", key_cache, "key_scale"), ("v", value_cache, "value_scale")):
+        kind, scale = a.get(f"{letter}_quant_type", "NONE"), x[f"{letter}_scale"]
+        if kind == "NONE":
+            nodes.refuse_inputs(x, {f"{letter}_scale": f"it goes with {letter}_quant_type"})
+            continue
+        if kind not in ("PER_TENSOR", "PER_CHANNEL"):
+            raise nodes.Refused(f"{letter}_quant_type is {kind}; expected NONE, PER_TENSOR or PER_CHANNEL")
+        if scale is None or x[cache] is None:
+            raise nodes.Refused(f"{letter}_quant_type is {kind} without {cache if scale is not None else f'{letter}_scale'}")
+        stored = a.get(f"{letter}_cache_dtype", "") or ("int4" if a.get("kv_cache_bit_width", 0) == 4 else "")
+        if x[cache].dtype != ir.DataType.INT8 or stored not in ("", "int8"):
+            found = stored or (x[cache].dtype.name.lower() if x[cache].dtype else "an unknown type")
+            raise nodes.Refused(f"{cache} holds {found}; of quantised caches LeanAttention takes int8")
+        channels = [a["kv_num_heads"], 1, nodes.dim(x[cache], 3)]
+        shape = [1] if kind == "PER_TENSOR" else channels
+        if not all(isinstance(n, int) for n in shape):
+            raise nodes.Refused(f"{letter}_scale has one for each channel, and {cache} an unknown number of columns")
+        scales[name] = scale if nodes.dims(scale) == shape else ops.Reshape(scale, shape)
+        scales[name].shape = ir.Shape(shape)
+    return scales
+
+
+def _quantisation(ops, a, x):
+    """({"k_quant_type": ..}, [k_scale, v_scale]) of LeanAttention's caches for the operators of com.microsoft."""
+    attributes, scales = {}, []
+    for letter, name in (("k", "key"), ("v", "value")):
+        scale = x[f"{name}_scale"]
+        if scale is not None and a[f"{name}_per_token"]:
+            raise nodes.Refused(f"{name}_scale has one for each token, which no standard operator has")
+        if (scale is None) != (x["key_scale"] is None):
+            raise nodes.Refused("caches of keys and of values have different types, which no standard operator takes")
+        if scale is not None:
+            attributes[f"{letter}_quant_type"] = (
+                "PER_CHANNEL" if nodes.rank(scale, f"{name}_scale", 1, 3) == 3 else "PER_TENSOR"
+            )
+        scales.append(scale)
+    return attributes, scales
 
 
 def _fixed_capacity(node, past):
@@ -257,11 +297,11 @@ def _fixed_capacity(node, past):
     return nodes.dim(past, 2) is not None and nodes.dim(past, 2) == nodes.dim(present, 2)
 
 
-def _grown(ops, past, total, like):
+def _grown(ops, past, total):
     """past [B,Hkv,P,D] with zeros behind it, up to `total` positions."""
     missing = ops.Max(ops.Sub(ops.Reshape(ops.int64(total), [1]), ops.size(past, 2)), 0)
     zeros = ops.zeros(ops.Shape(past, end=2), missing, ops.size(past, 3))
-    return ops.Concat(past, ops.CastLike(zeros, like), axis=2)
+    return ops.Concat(past, ops.CastLike(zeros, past), axis=2)
 
 
 def _check_rotary(x):
@@ -323,7 +363,9 @@ _PAGED = (
 def _paged_attention(ops, node, options):
     """The new tokens of all requests one after the other, in both; past_seqlens leaves them out, seq_lens does not."""
     a, x = nodes.attributes(node), nodes.inputs(node, _PAGED)
-    nodes.check_types(x, "query", "key", "value", "key_cache", "value_cache")
+    heads, kv_heads = nodes.heads(a, "num_heads", "kv_num_heads")
+    scales = _cache_scales(ops, a, x, "key_cache", "value_cache")
+    nodes.check_types(x, "query", "key", "value", *([] if scales else ["key_cache", "value_cache"]))
     nodes.check_ranks(x, 2, ["query"], "key", "value", "cos_cache", "sin_cache")
     nodes.check_ranks(x, 4, ["key_cache", "value_cache"])
     nodes.check_ranks(x, 2, ["block_table"])
@@ -333,27 +375,14 @@ def _paged_attention(ops, node, options):
             "slot_mapping": "LeanAttention writes where positions and block_table say",
             "q_norm_weight": "LeanAttention has no normalisation of queries",
             "k_norm_weight": "LeanAttention has none of keys",
-            "k_scale": "quantised caches are not LeanAttention's",
-            "v_scale": "quantised caches are not LeanAttention's",
         },
     )
-    for name, usual in (
-        ("k_quant_type", "NONE"),
-        ("v_quant_type", "NONE"),
-        ("k_cache_dtype", ""),
-        ("v_cache_dtype", ""),
-        ("kv_cache_layout", "SEPARATE"),
-        ("rotary_offset", 0),
-        ("v_head_size", 0),
-    ):
+    for name, usual in (("kv_cache_layout", "SEPARATE"), ("rotary_offset", 0), ("v_head_size", 0)):
         if a.get(name, usual) != usual:
-            raise nodes.Refused(
-                f"{name} is {a[name]}; LeanAttention has caches of its own type, and RoPE from the first column on"
-            )
+            raise nodes.Refused(f"{name} is {a[name]}; LeanAttention has a cache of each, and RoPE from the first column on")
     for name in ("cumulative_sequence_length", "past_seqlens"):
         if x[name] is None:
             raise nodes.Refused(f"its input {name} is missing")
-    heads, kv_heads = nodes.heads(a, "num_heads", "kv_num_heads")
     causal, window = bool(a.get("is_causal", 1)), a.get("local_window_size", -1)
     if window != -1 and (window < 1 or not causal):
         raise nodes.Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
@@ -391,6 +420,7 @@ def _paged_attention(ops, node, options):
         sinks=None if x["head_sink"] is None else ops.float(x["head_sink"]),
         cu_query_lens=offsets,
         **tables,
+        **scales,
     )
     width = heads * size if size > 0 else -1
     out = nodes.known(ops.Reshape(outputs["output"], [0, width]), query, [nodes.dim(query, 0), width if width > 0 else None])
@@ -499,6 +529,7 @@ def _lean_attention_back(ops, node, options):
     if a["append"]:
         return _append_back(ops, a, x, bnhd, tokens, heads)
     nodes.refuse_inputs(x, {"query_lens": "ai.onnx Attention takes no rows of padding"})
+    nodes.refuse_inputs(x, dict.fromkeys(("key_scale", "value_scale"), "ai.onnx Attention has no quantised caches"))
     if x["sinks"] is not None:
         raise nodes.Refused("ai.onnx Attention has no sinks")
     if x["cos_cache"] is not None:
@@ -583,8 +614,9 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
-    if x["sinks"] is not None or tables[0] is not None:
-        inputs += [*tables, None, None, x["sinks"]]
+    quantisation, scales = _quantisation(ops, a, x)
+    attributes |= quantisation | ({"kv_cache_bit_width": 8} if quantisation else {})
+    inputs += [*tables, None, None, x["sinks"], *scales]
     while inputs[-1] is None:
         inputs.pop()
     out, key, value = ops.foreign(nodes.MICROSOFT, "GroupQueryAttention", inputs, attributes, 3)
@@ -621,12 +653,17 @@ def _packed_back(ops, node, a, x):
 
     inputs = [joined(x[name]) for name in ("query", "new_key", "new_value")]
     inputs += [x["key_cache"], x["value_cache"], offsets, past, x["block_table"]]
+    quantisation, scales = _quantisation(ops, a, x)
     attributes = {"num_heads": heads, "kv_num_heads": kv_heads, "scale": a["scale"], "softcap": a["softcap"]}
-    attributes |= {"local_window_size": a["window"], "is_causal": int(a["causal"])}
+    attributes |= {"local_window_size": a["window"], "is_causal": int(a["causal"])} | quantisation
+    tables = [None, None]
     if x["cos_cache"] is not None:
-        inputs += [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
+        tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
+    inputs += [*tables, *[None] * 4, *scales]
+    while inputs[-1] is None:
+        inputs.pop()
     ops.notes.append("onnxruntime runs it on CUDA alone")
     out, key, value = ops.foreign(nodes.MICROSOFT, "PagedAttention", inputs, attributes, 3)
     out = ops.Reshape(out, [0, heads, size])
@@ -661,16 +698,20 @@ def _gated_activation_back(ops, node, options):
 
 _TO_LEANFLEET = {
     "ai.onnx.Attention": _attention,
+    "ai.onnx.CausalConvWithState": rewrite_conv.causal_conv_with_state,
     "ai.onnx.LinearAttention": rewrite_linear.linear_attention,
+    f"{nodes.MICROSOFT}.CausalConvWithState": rewrite_conv.causal_conv_with_state,
     f"{nodes.MICROSOFT}.GatedDeltaNet": rewrite_linear.gated_delta_net,
     f"{nodes.MICROSOFT}.GroupQueryAttention": _group_query_attention,
     f"{nodes.MICROSOFT}.LinearAttention": rewrite_linear.linear_attention,
     f"{nodes.MICROSOFT}.MultiHeadAttention": _multi_head_attention,
     f"{nodes.MICROSOFT}.PagedAttention": _paged_attention,
+    f"{nodes.MICROSOFT}.VarlenCausalConvWithState": rewrite_conv.varlen_causal_conv_with_state,
 }
 _TO_STANDARD = {
     "leanfleet.LeanAttention": _lean_attention_back,
     "leanfleet.CausalLinearDecay": rewrite_linear.causal_linear_decay_back,
+    "leanfleet.CausalConv": rewrite_conv.causal_conv_back,
     "leanfleet.GatedDeltaRule": rewrite_linear.gated_delta_rule_back,
     "leanfleet.GatedActivation": _gated_activation_back,
 }

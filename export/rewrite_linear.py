@@ -63,13 +63,8 @@ def linear_attention(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any])
     if returns:
         if state_type is None:
             raise nodes.Refused("the type of past_state is unknown: run shape inference on the model first")
-        results.append(_as_type(ops, outputs["final_state"], state_type))
+        results.append(ops.of_float(outputs["final_state"], state_type))
     return name, results
-
-
-def _as_type(ops, value, dtype):
-    """A float32 value in another type."""
-    return value if dtype == ir.DataType.FLOAT else ops.Cast(value, to=dtype)
 
 
 def _float(ops, value):
@@ -193,8 +188,8 @@ def gated_delta_net(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any]) 
     out = outputs["output"]
     if len(like) == 3:
         out = ops.Squeeze(out, [0]) if x["cu_seqlens"] is not None else ops.reshape(out, -1, ops.Shape(out, start=2))
-    results = [nodes.known(out, x["query"], like)]
-    return "GatedDeltaRule", results + ([_as_type(ops, outputs["final_state"], state_type)] if returns else [])
+    results: list[ir.Value | None] = [nodes.known(out, x["query"], like)]
+    return "GatedDeltaRule", results + ([ops.of_float(outputs["final_state"], state_type)] if returns else [])
 
 
 def _check_activations(a, x):
@@ -285,7 +280,7 @@ def _unit_rows(ops, x, eps, dtype):
     """Rows of a type, divided by the root of their sum of squares and eps, computed in float32."""
     rows = _float(ops, x)
     length = ops.Sqrt(ops.Add(ops.ReduceSumSquare(rows, [-1], keepdims=1), eps))
-    return _as_type(ops, ops.Div(rows, length), dtype)
+    return ops.of_float(ops.Div(rows, length), dtype)
 
 
 def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[str, Any]) -> Result:

@@ -80,6 +80,10 @@ class Emitter(function_bodies._Ops):
     def int32(self, x: ir.Value | int) -> ir.Value:
         return self.Cast(x, to=ir.DataType.INT32)
 
+    def of_float(self, x: ir.Value, dtype: ir.DataType) -> ir.Value:
+        """A float32 value in another type."""
+        return x if dtype == ir.DataType.FLOAT else self.Cast(x, to=dtype)
+
 
 # What is known of values
 
@@ -143,6 +147,10 @@ _KINDS = {  # of the attributes that the nodes of other domains have
         "qk_l2_norm",
         "rotary_offset",
         "v_head_size",
+        "kv_cache_bit_width",
+        "ndim",
+        "dilation",
+        "channels_last",
     ),
     ir.AttributeType.FLOAT: ("scale", "softcap"),
     ir.AttributeType.STRING: (
@@ -154,6 +162,7 @@ _KINDS = {  # of the attributes that the nodes of other domains have
         "update_rule",
         "gate_activation",
         "beta_activation",
+        "activation",
     ),
 }
 _FLAGS = (
@@ -165,6 +174,7 @@ _FLAGS = (
     "qk_output",
     "sliding_window_cache",
     "qk_l2_norm",
+    "channels_last",
 )
 _KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
 _OURS = {

@@ -10,19 +10,16 @@ from onnx import TensorProto, helper
 
 from leanfleet.ort_ops import make_session
 from support.ort_models import nodes_that_ran, profiled
-from support.rewrite_models import B, close, feed_of, linear, model_of, normal, qkv, run
+from support.rewrite_models import HKV, B, D, close, feed_of, linear, model_of, normal, qkv, run
 
 LINEAR = "com.microsoft.LinearAttention"
 PROVIDERS = ["CPUExecutionProvider"]
 
 
-def linear_model(rule="gated"):
+def linear_model(decay_columns=HKV):
     inputs, attributes = linear(n=9)
-    if rule == "gated_delta":
-        inputs["beta"] = np.abs(normal(B, 9, 2))
-    model = model_of(
-        "LinearAttention", "com.microsoft", inputs, ["output", "present_state"], attributes | dict(update_rule=rule), 21
-    )
+    inputs["decay"] = -np.abs(normal(B, 9, decay_columns))
+    model = model_of("LinearAttention", "com.microsoft", inputs, ["output", "present_state"], attributes, 21)
     return model, feed_of(inputs)
 
 
@@ -59,7 +56,7 @@ def test_only_what_was_named(tmp_path):
 
 
 def test_a_node_with_another_meaning_stays_with_onnxruntime(tmp_path):
-    model, feed = linear_model("gated_delta")
+    model, feed = linear_model(decay_columns=HKV * D)  # of a head's key dimensions
     expected = run(model, feed)
     outputs, ran = operators_of(make_session(model, PROVIDERS, options(tmp_path), override=LINEAR), feed)
     assert ran == ["LinearAttention"]

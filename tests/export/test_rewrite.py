@@ -205,6 +205,10 @@ GQA = [
     ("rotary_interleaved", dict(n=1, lens=[7, 4], past=6, rotary=8, rotary_interleaved=1)),
     ("rotary_into_capacity", dict(n=1, lens=[4, 7], past=12, rotary=8)),
     ("rotary_no_past", dict(n=5, lens=[5, 4], past=None, rotary=8)),
+    ("int8_prompt", dict(n=4, lens=[4, 2], quant="PER_TENSOR")),
+    ("int8_one_token", dict(n=1, lens=[7, 4], past=6, quant="PER_CHANNEL", local_window_size=3)),
+    ("int8_packed", dict(n=1, lens=[7, 4], past=6, quant="PER_TENSOR", packed=True, sink=True)),
+    ("int8_rotary_into_capacity", dict(n=1, lens=[4, 7], past=12, rotary=8, quant="PER_CHANNEL")),
 ]
 
 
@@ -229,7 +233,7 @@ def test_group_query_attention(case):
     assert shapes[0] == shapes[1]
     outside = "rotary" in case and case.get("past", 0) is None
     assert ("RotaryEmbedding" in [x.op_type for x in proto.graph.node]) == outside
-    inside = [len(x.input) == 12 for x in proto.graph.node if x.op_type == "LeanAttention"]
+    inside = [bool(x.input[10:11]) and x.input[10] != "" for x in proto.graph.node if x.op_type == "LeanAttention"]
     assert inside == ["rotary" in case and not outside]
     if case.get("past", 0) is not None and max(lens) <= case.get("past", 0):
         fixed = same_numbers(model, feed, "LeanAttention", keep, fixed_caches=True)
@@ -260,12 +264,18 @@ def test_caches_declared_of_one_length_are_appended_to_in_place():
     assert list(attention.output[2:]) == ["present_key", "present_value"]
 
 
+SCALES = dict.fromkeys(("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink")) | dict(k_scale=normal(1))
+
+
 @pytest.mark.parametrize(
     "extra, attributes, message",
     [
         (dict(cos_cache=None, sin_cache=None, position_ids=None, attention_bias=normal(1, 1, 5, 5)), {}, "attention_bias"),
         ({}, dict(sliding_window_cache=1, local_window_size=4), "sliding_window_cache"),
-        ({}, dict(k_quant_type="PER_TENSOR"), "quantised"),
+        ({}, dict(k_quant_type="PER_TENSOR"), "k_quant_type is PER_TENSOR without k_scale"),
+        ({}, dict(k_quant_type="PER_TOKEN"), "k_quant_type is PER_TOKEN; expected NONE"),
+        (SCALES, dict(k_quant_type="PER_TENSOR"), "past_key holds float; of quantised caches LeanAttention takes int8"),
+        (SCALES, {}, "it has k_scale: it goes with k_quant_type"),
         ({}, dict(qk_output=1), "output_qk"),
         ({}, dict(local_window_size=0), "local_window_size is 0"),
         ({}, dict(do_rotary=1), "without cos_cache"),
@@ -315,15 +325,22 @@ def paged_in_float64(x, a):
         result[..., pairs[1]] = row[..., pairs[1]] * cos + row[..., pairs[0]] * sin
         return result.astype(dtype).astype(np.float64)
 
+    scales = [np.broadcast_to(x.get(n, np.ones(1)), (HKV, 1, D))[:, 0].astype(np.float64) for n in ("k_scale", "v_scale")]
+
+    def stored(row, scale):
+        return row if pools[0].dtype != np.int8 else np.clip(np.round(row / scale), -128, 127)
+
     for b, past in enumerate(x["past_seqlens"]):
         places = [(page, slot) for page in x["block_table"][b] for slot in range(block)]
         for i, t in enumerate(range(offsets[b], offsets[b + 1])):
-            pools[0][places[past + i]], pools[1][places[past + i]] = turned(key[t], past + i), value[t]
+            for pool, row, scale in zip(pools, (turned(key[t], past + i), value[t]), scales, strict=True):
+                pool[places[past + i]] = stored(row, scale)
         length = past + offsets[b + 1] - offsets[b]
         for i, t in enumerate(range(offsets[b], offsets[b + 1])):
             end = past + i + 1 if a.get("is_causal", 1) else length
             begin = max(0, end - a["local_window_size"]) if a.get("local_window_size", -1) > 0 else 0
-            keys, values = (np.array([p[places[j]] for j in range(begin, end)], np.float64) for p in pools)
+            seen = [places[j] for j in range(begin, end)]
+            keys, values = (np.array([p[at] * s for at in seen]) for p, s in zip(pools, scales, strict=True))
             for h in range(H):
                 logits = keys[:, h // (H // HKV)] @ turned(query[t, h], past + i) * (a.get("scale") or D**-0.5)
                 if a.get("softcap"):
@@ -346,6 +363,8 @@ PAGED = [
     dict(scale=0.4, softcap=1.5),
     dict(local_window_size=3),
     dict(is_causal=0),
+    dict(quant="PER_TENSOR", packed=True),
+    dict(quant="PER_CHANNEL", rotary=8, local_window_size=5),
 ]
 
 
@@ -377,7 +396,7 @@ def test_paged_attention_there_and_back(case):
     "extra, attributes, message",
     [
         (dict(cos_cache=None, sin_cache=None, slot_mapping=np.arange(10, dtype=np.int32)), {}, "slot_mapping"),
-        ({}, dict(k_quant_type="PER_TENSOR"), "k_quant_type is PER_TENSOR"),
+        ({}, dict(k_quant_type="PER_TENSOR"), "k_quant_type is PER_TENSOR without k_scale"),
         ({}, dict(kv_cache_layout="LATENT"), "kv_cache_layout is LATENT"),
         ({}, dict(rotary_offset=8), "rotary_offset is 8"),
         ({}, dict(local_window_size=0), "local_window_size is 0"),
@@ -669,6 +688,136 @@ def test_gated_delta_net_left_alone(case, change, attributes, message):
     inputs, usual = delta_net(**case)
     _, (row,) = rewritten(delta_net_model(inputs | change, usual | attributes))
     assert row.into is None and message in row.reason
+
+
+# Short convolutions: CausalConvWithState of both domains, and VarlenCausalConvWithState
+
+CONV = [
+    dict(activation="silu"),
+    dict(activation="swish", bias=False),
+    dict(state=False),
+    dict(n=1),
+    dict(n=2, taps=5),
+    dict(n=2, taps=2, last=True),
+    dict(n=6, activation="silu", last=True, state=False),
+]
+
+
+def conv(n=9, taps=4, channels=6, state=True, bias=True, last=False, dtype=np.float32, activation="none"):
+    """(inputs, attributes) of a CausalConvWithState."""
+
+    def ordered(a):
+        return np.ascontiguousarray(a.transpose(0, 2, 1)) if last else a
+
+    inputs = {
+        "input": ordered(normal(B, channels, n)).astype(dtype),
+        "weight": normal(channels, 1, taps).astype(dtype),
+        "bias": normal(channels).astype(dtype) if bias else None,
+        "past_state": ordered(normal(B, channels, taps - 1)).astype(dtype) if state else None,
+    }
+    return inputs, dict(activation=activation) | (dict(channels_last=1) if last else {})
+
+
+def conv_model(inputs, attributes, domain="com.microsoft", opset=21):
+    inputs = dict(inputs)
+    while list(inputs.values())[-1] is None:
+        inputs.popitem()
+    name = "VarlenCausalConvWithState" if "offsets" in inputs else "CausalConvWithState"
+    return model_of(name, domain, inputs, ["output", "present_state"], attributes, opset)
+
+
+@pytest.mark.parametrize("case", CONV, ids=str)
+def test_causal_conv(case):
+    inputs, attributes = conv(**case)
+    same_numbers(conv_model(inputs, attributes), feed_of(inputs), "CausalConv")
+
+
+@pytest.mark.parametrize("case", [c for c in CONV if "last" not in c], ids=str)
+def test_causal_conv_of_opset_27(case):
+    """onnxruntime 1.31 reads no file of it; the rewritten one is of 26."""
+    inputs, attributes = conv(**case)
+    proto, (row,) = rewritten(conv_model(inputs, attributes, "", 27))
+    assert (row.into, row.reason) == ("CausalConv", None) and proto.opset_import[0].version == 26
+    expected = run(conv_model(inputs, attributes), feed_of(inputs))
+    for library in (True, False):
+        close(run(proto, feed_of(inputs), library), expected, "CausalConv")
+
+
+@pytest.mark.parametrize("case", CONV, ids=str)
+def test_causal_conv_there_and_back(case):
+    inputs, attributes = conv(**case)
+    model = conv_model(inputs, attributes)
+    proto, _ = rewritten(model)
+    back, (row,) = rewritten(proto, "standard")
+    assert (row.into, row.reason) == ("CausalConvWithState", None) and not back.functions
+    close(run(back, feed_of(inputs)), run(model, feed_of(inputs)), "CausalConv")
+
+
+def packed_conv(lengths=(3, 1, 5), taps=4, channels=6, bias=True, dtype=np.float32, activation="silu"):
+    """(inputs, attributes) of a VarlenCausalConvWithState, which onnxruntime runs on GPUs alone."""
+    inputs = {
+        "input": normal(sum(lengths), channels).astype(dtype),
+        "weight": normal(channels, 1, taps).astype(dtype),
+        "offsets": np.cumsum([0, *lengths]).astype(np.int32),
+        "bias": normal(channels).astype(dtype) if bias else None,
+        "initial_state": normal(len(lengths), channels, taps - 1).astype(dtype),
+    }
+    return inputs, dict(activation=activation)
+
+
+def packed_conv_in_float64(x, activation):
+    """What its definition says, a request at a time."""
+    kept, weight = x["weight"].shape[2] - 1, x["weight"][:, 0].astype(np.float64)
+    outputs, states = [], []
+    for start, end, state in zip(x["offsets"], x["offsets"][1:], x["initial_state"].astype(np.float64)):
+        rows = np.concatenate([state, x["input"][start:end].T.astype(np.float64)], 1)
+        sums = np.stack([(rows[:, i : i + kept + 1] * weight).sum(1) for i in range(end - start)])
+        sums += 0 if x["bias"] is None else x["bias"].astype(np.float64)
+        outputs.append(sums / (1 + np.exp(-sums)) if activation == "silu" else sums)
+        states.append(rows[:, rows.shape[1] - kept :])
+    return [np.concatenate(outputs).astype(x["input"].dtype), np.stack(states).astype(x["input"].dtype)]
+
+
+@pytest.mark.parametrize(
+    "case", [{}, dict(bias=False, activation="none"), dict(dtype=np.float16), dict(lengths=(4,), taps=2)], ids=str
+)
+def test_packed_causal_conv(case):
+    inputs, attributes = packed_conv(**case)
+    expected = packed_conv_in_float64(inputs, attributes["activation"])
+    model = conv_model(inputs, attributes)
+    proto, (row,) = rewritten(model)
+    assert (row.into, row.reason) == ("CausalConv", None)
+    for library in (True, False):
+        close(run(proto, feed_of(inputs), library), expected, "CausalConv")
+    back, (row,) = rewritten(proto, "standard")
+    assert (row.into, row.reason) == ("VarlenCausalConvWithState", None) and "GPUs alone" in " ".join(row.notes)
+    again, (row,) = rewritten(back)
+    assert row.into == "CausalConv"
+    close(run(again, feed_of(inputs), True), expected, "CausalConv")
+
+
+@pytest.mark.parametrize(
+    "case, attributes, message",
+    [
+        ({}, dict(dilation=2), "dilation is 2"),
+        ({}, dict(ndim=2), "ndim is 2"),
+        ({}, dict(state_window=3), "state_window is 3"),
+        ({}, dict(activation="gelu"), "activation is gelu; CausalConv has none and silu"),
+        ({}, dict(channels_last=2), "channels_last is 2; expected 0 or 1"),
+        (dict(taps=1, state=False), {}, "weight has 1 taps"),
+    ],
+)
+def test_causal_conv_left_alone(case, attributes, message):
+    inputs, usual = conv(**case)
+    _, (row,) = rewritten(conv_model(inputs, usual | attributes))
+    assert row.into is None and message in row.reason
+
+
+def test_packed_causal_conv_left_alone():
+    inputs, usual = packed_conv()
+    capture = dict(capture_count=np.ones(3, np.int32))
+    _, (row,) = rewritten(conv_model(inputs | capture, usual | dict(state_update_capacity=2)))
+    assert row.into is None and "captures transitions" in row.reason
 
 
 # Whole models

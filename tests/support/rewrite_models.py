@@ -32,7 +32,8 @@ def model_of(op_type, domain, inputs, outputs, attributes, opset=23):
         if array is not None:
             kind = helper.np_dtype_to_tensor_dtype(array.dtype)
             declared.append(helper.make_tensor_value_info(name, kind, array.shape if shape is None else shape))
-    t = declared[0].type.tensor_type.elem_type
+    types = [v.type.tensor_type.elem_type for v in declared]
+    t, of_caches = types[0], TensorProto.INT8 if TensorProto.INT8 in types else types[0]
     rank = (
         len(next(iter(inputs.values()))[0].shape)
         if isinstance(next(iter(inputs.values())), tuple)
@@ -40,7 +41,11 @@ def model_of(op_type, domain, inputs, outputs, attributes, opset=23):
     )
     ranks = {name: [None] * (min(rank, 4 if domain == "" else 3) if i == 0 else 4) for i, name in enumerate(outputs)}
     declared_outputs = {n: shape for n, shape in (outputs if isinstance(outputs, dict) else {}).items() if shape}
-    results = [helper.make_tensor_value_info(n, t, shape) for n, shape in (ranks | declared_outputs).items() if n]
+    results = [
+        helper.make_tensor_value_info(n, t if i == 0 else of_caches, shape)
+        for i, (n, shape) in enumerate((ranks | declared_outputs).items())
+        if n
+    ]
     node = helper.make_node(op_type, names, list(outputs), name="attention", domain=domain, **attributes)
     imports = [helper.make_opsetid("", opset)] + ([helper.make_opsetid(domain, 1)] if domain else [])
     return helper.make_model(helper.make_graph([node], "g", declared, results), opset_imports=imports, ir_version=10)
@@ -62,6 +67,9 @@ def run(model, feed, library=False):
 def close(found, expected, op, what=""):
     for i, (f, e) in enumerate(zip(found, expected, strict=True)):
         assert f.shape == e.shape and f.dtype == e.dtype, (what, i, f.shape, e.shape)
+        if e.dtype == np.int8:
+            assert np.array_equal(f, e), f"{what} output {i}: {(f != e).sum()} bytes differ"
+            continue
         tolerance = parity.TOLERANCE[op][e.dtype != np.float32] * parity.EPSILON[str(e.dtype)] * max(1, np.abs(e).max())
         error = np.abs(f.astype(np.float64) - e).max()
         assert error <= tolerance, f"{what} output {i}: {error:.3g} > {tolerance:.3g}"
@@ -80,8 +88,19 @@ def qkv(n=N, s=N, h=H, hkv=HKV, packed=False, dtype=np.float32):
 MAX = 16  # positions that cos_cache and sin_cache know
 
 
-def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=None, **attributes):
-    """inputs, attributes. lens: keys of each request, the new ones included. past: slots of the caches; None: absent."""
+def int8_caches(inputs, names, kind, shape):
+    """(changes to inputs: caches rounded to int8 and their scales, attributes that say so). kind: PER_TENSOR or PER_CHANNEL."""
+    changes = {}
+    for name, letter in zip(names, "kv"):
+        scale = (0.02 + 0.01 * RANDOM.random(shape)).astype(np.float32)
+        changes[f"{letter}_scale"] = scale
+        changes[name] = np.clip(np.round(inputs[name] / np.float32(0.03)), -128, 127).astype(np.int8)
+    return changes, {f"{letter}_quant_type": kind for letter in "kv"}
+
+
+def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=None, quant=None, **attributes):
+    """inputs, attributes. lens: keys of each request, the new ones included. past: slots of the caches; None: absent. quant:
+    PER_TENSOR or PER_CHANNEL, caches of int8."""
     batch = len(lens)
     q, k, v = normal(batch, n, H * D), normal(batch, n, HKV * D), normal(batch, n, HKV * D)
     caches = [None, None] if past is None else [normal(batch, HKV, past, D) for _ in range(2)]
@@ -101,11 +120,21 @@ def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=No
     if sink:
         inputs |= {name: None for name in ("cos_cache", "sin_cache") if name not in inputs}
         inputs |= dict(position_ids=None, attention_bias=None, head_sink=normal(H))
+    if quant:
+        names = ("cos_cache", "sin_cache", "position_ids", "attention_bias", "head_sink")
+        inputs = {name: None for name in names} | inputs
+        inputs = {name: inputs[name] for name in (*list(inputs)[5:], *names)}
+        shape = 1 if quant == "PER_TENSOR" else (HKV, 1, D)
+        changes, of_caches = int8_caches(inputs, ("past_key", "past_value"), quant, shape)
+        inputs |= changes
+        attributes |= of_caches | dict(kv_cache_bit_width=8)
     return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
 
 
-def paged(new=(3, 1, 0, 6), past=(0, 9, 4, 5), packed=False, rotary=0, sink=False, block=4, dtype=np.float16, **attributes):
-    """(inputs, attributes) of new tokens of four requests, whose pages lie anywhere in a pool."""
+def paged(
+    new=(3, 1, 0, 6), past=(0, 9, 4, 5), packed=False, rotary=0, sink=False, block=4, dtype=np.float16, quant=None, **attributes
+):
+    """(inputs, attributes) of new tokens of four requests, whose pages lie anywhere in a pool. quant: as in group_query."""
     lens, tokens = np.add(new, past), sum(new)
     pages = [-(-int(n) // block) for n in lens]
     order, table = np.random.default_rng(3).permutation(sum(pages) + 2), np.zeros((len(new), max(pages)), np.int32)
@@ -124,6 +153,13 @@ def paged(new=(3, 1, 0, 6), past=(0, 9, 4, 5), packed=False, rotary=0, sink=Fals
     if sink:
         inputs |= {name: None for name in ("cos_cache", "sin_cache") if name not in inputs}
         inputs |= dict(slot_mapping=None, head_sink=normal(H).astype(dtype))
+    if quant:
+        names = ("cos_cache", "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight")
+        inputs |= {name: inputs.pop(name, None) for name in names}
+        shape = 1 if quant == "PER_TENSOR" else (HKV, 1, D)
+        changes, of_caches = int8_caches(inputs, ("key_cache", "value_cache"), quant, shape)
+        inputs |= changes
+        attributes |= of_caches
     return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
 
 
