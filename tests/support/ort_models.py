@@ -193,22 +193,16 @@ def run_in_oldest_runtime(version, file):
 
 def install_oldest_runtime(version):
     """A folder to put on PYTHONPATH that holds this version of onnxruntime: LEANFLEET_ORT_MIN_DIR, or made by pip."""
-    if told := os.environ.get("LEANFLEET_ORT_MIN_DIR"):
-        return Path(told)
-    folder = cache_folder() / f"onnxruntime-{version}-py{sys.version_info.major}{sys.version_info.minor}"
+    told = os.environ.get("LEANFLEET_ORT_MIN_DIR")
+    return Path(told) if told else install_package("onnxruntime", version)
+
+
+def install_package(package, version):
+    """A folder to put on PYTHONPATH that holds this version of a package and nothing else, made by pip once."""
+    folder = cache_folder() / f"{package}-{version}-py{sys.version_info.major}{sys.version_info.minor}"
     if not folder.exists():
         partial = folder.with_name(f"{folder.name}.{os.getpid()}")
-        command = [
-            sys.executable,
-            "-m",
-            "pip",
-            "install",
-            "--quiet",
-            "--no-deps",
-            "--target",
-            partial,
-            f"onnxruntime=={version}",
-        ]
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", partial, f"{package}=={version}"]
         result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         assert result.returncode == 0, result.stdout
         partial.rename(folder)
