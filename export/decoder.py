@@ -399,7 +399,7 @@ def export_decoder(
     place (leanfleet.export.verification), where memory allows. rope: for models with longrope, "short": right up to
     original_max_position_embeddings, which leanfleet.json then gives as max_positions; "long": long factors at every position,
     which is what transformers computes for requests longer than that. cache: None: keys and values are cached in the model's
-    own type; "int8": in that, with a scale for each token and head, for ONNX Runtime on the CPU. leanfleet.json holds what
+    own type; "int8": in that, with a scale for each token and head, for ONNX Runtime. leanfleet.json holds what
     leanfleet.ort_ops.generate needs to know, under "fusions" how often each fusion applied, and under "verified" the largest
     difference found. options go to leanfleet.export.export.
 

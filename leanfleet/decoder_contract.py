@@ -453,7 +453,7 @@ def refuse_int8(folder: str | Path, facts: Facts, runtime: str) -> None:
     """Raises ValueError for a folder with int8 caches, which `runtime` does not take."""
     if facts.get("cache") == INT8:
         raise ValueError(
-            f"{folder} was exported with int8 caches, which {runtime} does not take yet: run it in ONNX Runtime on the CPU, or "
+            f"{folder} was exported with int8 caches, which {runtime} does not take yet: run it in ONNX Runtime, or "
             "export the model without cache='int8' (leanfleet export --cache)"
         )
 

@@ -56,7 +56,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     export.add_argument(
         "--cache",
         choices=(decoder_contract.INT8,),
-        help="the type of key/value caches, each token with scales of its own; for the CPU (default: the model's type)",
+        help="the type of key/value caches, each token with scales of its own; for ONNX Runtime (default: the model's type)",
     )
     export.add_argument(
         "--serve",

@@ -24,7 +24,6 @@ from leanfleet.decoder_contract import (
     TOKENS,
     check_interface,
     read_facts,
-    refuse_int8,
 )
 from leanfleet.generation import FolderTokenizer as FolderTokenizer
 from leanfleet.generation import Statistics as Statistics
@@ -109,8 +108,6 @@ def load_decoder(
     check_interface(session, folder / MODEL_FILE, DECODER, facts["vocabulary"])
     if len(session.get_outputs()[0].shape) != 2:
         raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
-    if session.get_providers()[0] == "CUDAExecutionProvider":
-        refuse_int8(folder, facts, "ONNX Runtime's CUDA provider")
     return DecoderSession(
         session=session,
         folder=folder,

@@ -50,7 +50,6 @@ from leanfleet.decoder_contract import (
     model_file,
     packed,
     read_facts,
-    refuse_int8,
     serving_interface,
 )
 from leanfleet.generation import check_positive, check_prompt, default_new_tokens, stop_set
@@ -298,8 +297,6 @@ class ContinuousBatch:
         self.running: list[Request] = []
         self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
         self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
-        if self.device == "cuda":
-            refuse_int8(folder, facts, "ONNX Runtime's CUDA provider")
         self.in_place = library
         self.pool_names = [i.name for i in caches]
         self.state_rows = 1 + max_requests + kept

@@ -1,13 +1,16 @@
 """Times LeanAttention's CUDA kernel beside its peers and writes one JSON file.
 
-    python -m bench.kernels.lean_attention OUT.json [--only decode,paged,...,splits,balance] [--peers sdpa,cudnn,fa3,flashinfer]
-        [--seed HEX]
+    python -m bench.kernels.lean_attention OUT.json [--only decode,paged,...,splits,balance] [--seed HEX]
+        [--peers sdpa,cudnn,fa3,flashinfer,xqa]
 
 Every line is a median over rounds of a graph's replay between two events, with all contenders of a line in turn in
 every round. Before each replay the L2 cache is flushed by reading 256 MB: a flush that writes leaves dirty lines, and
 every byte of cache read then has to write one back first. The floor is the bytes of the caches that must be read over
-4.6 TB/s, what an H200 reaches in a pure read; for prompts the peers are the yardstick. `drawn_prompts` draws its shapes from
---seed, each checked against float64.
+4.6 TB/s, what an H200 reaches in a pure read; for prompts the peers are the yardstick. `drawn_prompts` and `drawn_int8` draw
+their shapes from --seed, each checked against float64.
+
+`int8` are decode steps over paged int8 caches with scales of each kind, beside bfloat16 caches and FlashInfer's XQA over fp8
+ones; "leanfleet step" rotates and appends too.
 
 `splits` is LeanAttention's table 2, the share of the reduction: the time of units that several multiprocessors share over
 that of as many more units, a multiprocessor each, with the same tiles a multiprocessor. `balance` are the tiles of the ranges
@@ -26,6 +29,7 @@ import torch
 
 from bench.kernels.timing import Launches, captured, counted, times
 from leanfleet.export.linear_attention import rotary_tables, rotate
+from leanfleet.export.reference import quantised, row_scales
 
 READ_BYTES_PER_US = 4.6e6
 
@@ -59,6 +63,18 @@ PAGED = [
 # (B, H, Hkv, D, prompt)
 PROMPT = [(1, 32, 8, 128, 8192), (1, 32, 32, 64, 8192), (4, 32, 8, 128, 2048)]
 DRAWN = 30  # prompts from a seed, of 256 to 65,536 tokens in all
+DRAWN_INT8 = 12  # decode steps from a seed, of 1,024 to 262,144 tokens in all
+# (B, H, Hkv, D, context)
+INT8 = [
+    (1, 32, 8, 128, 1024),
+    (1, 32, 8, 128, 8192),
+    (1, 32, 8, 128, 131072),
+    (4, 32, 8, 128, 8192),
+    (16, 32, 8, 128, 8192),
+    (1, 64, 8, 128, 200000),
+    (5, 28, 4, 128, 12345),
+    (3, 16, 8, 256, 30001),
+]
 # (B, H, Hkv, D, context)
 STEP = [
     (1, 32, 8, 128, 1024),
@@ -378,6 +394,102 @@ def drawn_prompts(args):
         group, D = draw.choice((1, 2, 3, 4, 5, 7, 8)), draw.choice((64, 64, 96, 128, 128))
         Hkv = draw.randint(1, 32 // group)
         row = prompt_line(args, B, group * Hkv, Hkv, D, int(tokens / B))
+        yield {**row, "seed": f"{args.seed:x}"}
+
+
+def int8_inputs(caches, kind):
+    """(inputs, attributes) that a node over these caches [P,block,Hkv,D] has beside the others, with scales of this kind."""
+    inputs, attrs = {}, {}
+    for role, cache in caches.items():
+        scale = row_scales(cache)
+        if kind == "token":
+            inputs[f"{role}_scale"], attrs[f"{role}_per_token"] = scale.squeeze(-1), 1
+        else:
+            scale = cache.abs().amax((0, 1) if kind == "channel" else ()).float() / 127
+            inputs[f"{role}_scale"] = scale.unsqueeze(1) if kind == "channel" else scale.view(1)
+        inputs[f"{role}_cache"] = torch.cat([quantised(part, of) for part, of in parts_of(cache, scale, kind)])
+    return inputs, attrs
+
+
+def parts_of(cache, scale, kind):
+    """A cache in parts, as quantising makes float32 of it."""
+    for first in range(0, len(cache), 4096):
+        rows = slice(first, first + 4096)
+        yield cache[rows], scale[rows] if kind == "token" else scale
+
+
+def int8_gate(node, N):
+    """The output against float64 on the bytes and scales themselves, on a few heads."""
+    given, output = node.inputs, node()["output"]
+    torch.cuda.synchronize()
+    B, H, _, D = given["query"].shape
+    group = H // given["key_cache"].shape[2]
+    for b, h in ((0, 0), (B - 1, H - 1)):
+        rows = {}
+        for role in ("key", "value"):
+            pages = given["block_table"][b].long()
+            rows[role] = given[f"{role}_cache"][pages, :, h // group].flatten(0, 1)[:N].double()
+            scale = given[f"{role}_scale"]
+            if node.attrs.get(f"{role}_per_token"):
+                rows[role] *= scale[pages, :, h // group].flatten()[:N, None]
+            else:
+                rows[role] *= scale if scale.dim() == 1 else scale[h // group]
+        weights = (given["query"][b, h, -1].double() @ rows["key"].T / math.sqrt(D)).softmax(-1)
+        error = (output[b, h, -1].double() - weights @ rows["value"]).abs().max().item()
+        allowed = rows["value"].abs().max().item() * 2**-8
+        assert error < allowed, f"request {b}, head {h}: error {error:.3g}, allowed {allowed:.3g}"
+
+
+def xqa_calls(q, k, v, table, lens, N):
+    """FlashInfer's XQA over fp8 caches of the same pages."""
+    from flashinfer.decode import xqa_batch_decode_with_kv_cache
+
+    caches = tuple(x.to(torch.float8_e4m3fn) for x in (k, v))
+    workspace = torch.zeros(256 << 20, dtype=torch.uint8, device="cuda")
+    rows, scale, lens = q[:, :, 0].contiguous(), 1 / math.sqrt(q.shape[-1]), lens.to(torch.uint32)
+    return {"xqa fp8": lambda: xqa_batch_decode_with_kv_cache(rows, caches, workspace, table, lens, N, bmm1_scale=scale)}
+
+
+def int8_line(args, B, H, Hkv, D, N, block=64):
+    pages = -(-N // block)
+    caches = {role: normal(B * pages, block, Hkv, D) for role in ("key", "value")}
+    lens = torch.full((B,), N, dtype=torch.int32, device="cuda")
+    table = torch.randperm(B * pages, device="cuda").int().view(B, pages)
+    shared = {"query": normal(B, H, 1, D), "block_table": table, "seq_lens": lens}
+    calls = {}
+    for kind in ("token", "channel", "tensor"):
+        inputs, attrs = int8_inputs(caches, kind)
+        node = Node({**shared, **inputs}, attrs)
+        int8_gate(node, N)
+        calls["leanfleet" if kind == "token" else f"leanfleet per {kind}"] = node
+        if kind == "token":
+            cosines, sines = rotary_tables(torch.arange(N, device="cuda"), D)
+            new = {"new_key": normal(B, Hkv, 1, D), "new_value": normal(B, Hkv, 1, D)}
+            tables = {"cos_cache": cosines.float(), "sin_cache": sines.float()}
+            own = {n: t.clone() for n, t in inputs.items()}  # a step changes them
+            calls["leanfleet step"] = Node({**shared, **own, **new, **tables}, {**attrs, "append": 1})
+    calls["leanfleet 16 bits"] = Node({**shared, **{f"{role}_cache": cache for role, cache in caches.items()}})
+    if "xqa" in args.peers:
+        calls.update(xqa_calls(shared["query"], *caches.values(), table, lens, N))
+    row = measure(f"int8 B{B} {H}/{Hkv} D{D} ctx {N}", calls, 2 * B * Hkv * N * (D + 4), args.rounds)
+    us = {n: t["median"] for n, t in row["us"].items()}
+    row["speedup_over_16_bits"] = us["leanfleet 16 bits"] / us["leanfleet"]
+    print(f"  {row['speedup_over_16_bits']:.2f} times the speed of 16 bits", flush=True)
+    return row
+
+
+def int8(args):
+    for line in INT8:
+        yield int8_line(args, *line)
+
+
+def drawn_int8(args):
+    draw = random.Random(args.seed)
+    for _ in range(DRAWN_INT8):
+        tokens, B = 2 ** draw.uniform(10, 18), int(2 ** draw.uniform(0, 5))
+        group, D = draw.choice((1, 2, 4, 4, 5, 7, 8, 8, 16)), draw.choice((64, 128, 128, 128, 256))
+        Hkv = draw.randint(1, max(32 // group, 1))
+        row = int8_line(args, B, group * Hkv, Hkv, D, max(int(tokens / B), 32), draw.choice((16, 64)))
         yield {**row, "seed": f"{args.seed:x}"}
 
 

@@ -348,6 +348,17 @@ __device__ __forceinline__ RowsKeys keys_of_tokens(const Args& args, const Reque
   return {{last.begin, first.end}, {first.begin, last.end}};
 }
 
+// Which keys the rows of a unit see: the row-wise bounds of one or two rows that a lane holds.
+struct RowBounds {
+  int begin, end;
+};
+__device__ __forceinline__ RowBounds row_bounds(const Args& args, const Unit& unit, int row) {
+  const int token = quotient(row, args.group);
+  if (token >= unit.request.tokens) return {0, 0};
+  const Span keys = token_keys(args, unit.request, token);
+  return {keys.begin, keys.end};
+}
+
 // Rows
 
 // The element at which position j of a request begins in a cache; -1 if its page is outside the pool.

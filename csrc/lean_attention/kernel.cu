@@ -1,5 +1,6 @@
 // LeanAttention on CUDA: the choice of a kernel and its plan, and the kernel for what tensor cores do not take
-// (float32, and tensors of other types that do not begin at a multiple of 16 bytes).
+// (float32, and tensors of other types that do not begin at a multiple of 16 bytes). It multiplies int8 caches by their
+// scales as it reads them.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -10,6 +11,7 @@
 #include "lean_attention/device.cuh"
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
+#include "lean_attention/narrow.h"
 #include "lean_attention/wgmma_kernel.cuh"
 
 namespace leanfleet::lean_attention {
@@ -39,9 +41,10 @@ struct FloatCta {
   // latter.
   __device__ __forceinline__ unsigned load(const Unit& unit, Span seen, int begin, int buffer) const {
     const int j = begin + lane;
-    const T* key = nullptr;
-    const T* value = nullptr;
+    const void* key = nullptr;
+    const void* value = nullptr;
     bool missing = false;
+    float key_scale = 1.0f, value_scale = 1.0f;
     if (j >= seen.begin && j < seen.end) {
       const int64_t at = cache_row(args, args.key_strides, unit.request, unit.head, j);
       const int token = j - (unit.request.keys - unit.request.tokens);
@@ -52,17 +55,46 @@ struct FloatCta {
         value = static_cast<const T*>(args.new_value) + unit.request.origin * args.new_value_strides.batch +
                 unit.head * args.new_value_strides.head + token * args.new_value_strides.token;
       } else if (!missing) {
-        key = static_cast<const T*>(args.key_cache) + at;
-        value = static_cast<const T*>(args.value_cache) + cache_row(args, args.value_strides, unit.request, unit.head, j);
+        key = row_at(args.key_cache, args.key_scales, at);
+        value = row_at(args.value_cache, args.value_scales, cache_row(args, args.value_strides, unit.request, unit.head, j));
+        key_scale = scale_of(args.key_scales, unit, j);
+        value_scale = scale_of(args.value_scales, unit, j);
       }
     }
     float* const keys = tiles + buffer * kFloatTokens * (key_stride + value_stride);
-    load_rows(key, args.key_width, keys, key_stride);
-    load_rows(value, args.value_width, keys + kFloatTokens * key_stride, value_stride);
+    load_cache_rows(args.key_scales, unit.head, key, key_scale, args.key_width, keys, key_stride);
+    load_cache_rows(args.value_scales, unit.head, value, value_scale, args.value_width, keys + kFloatTokens * key_stride,
+                    value_stride);
     return __ballot_sync(kFullWarp, missing);
   }
 
-  // A lane holds the pointer of its token, or null; each warp copies 8 tokens.
+  static __device__ __forceinline__ const void* row_at(const void* cache, const Scales& scales, int64_t at) {
+    if (scales.kind != kNoScale) return static_cast<const int8_t*>(cache) + at;
+    return static_cast<const T*>(cache) + at;
+  }
+
+  // Of position j in an int8 cache, but for those of channels.
+  __device__ __forceinline__ float scale_of(const Scales& scales, const Unit& unit, int j) const {
+    if (scales.kind == kPerTensor) return scales.in[0];
+    return scales.kind == kPerToken ? scales.in[cache_row(args, scales.strides, unit.request, unit.head, j)] : 1.0f;
+  }
+
+  // A lane holds the pointer of its token, or null, and its scale; each warp copies 8 tokens.
+  __device__ __forceinline__ void load_cache_rows(const Scales& scales, int head, const void* mine, float scale, int width,
+                                                  float* to, int stride) const {
+    if (scales.kind == kNoScale) return load_rows(static_cast<const T*>(mine), width, to, stride);
+    const float* const of_channels = scales.in + static_cast<int64_t>(head) * width;
+    for (int token = warp; token < kFloatTokens; token += kFloatWarps) {
+      const auto* const from = reinterpret_cast<const int8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(mine), token));
+      const float of_token = __shfl_sync(kFullWarp, scale, token);
+      for (int d = lane; d < width; d += 32) {
+        const float by = scales.kind == kPerChannel ? of_channels[d] : of_token;
+        to[token * stride + d] = from != nullptr ? static_cast<float>(from[d]) * by : 0.0f;
+      }
+    }
+  }
+
+  // The same of rows that need no scale.
   __device__ __forceinline__ void load_rows(const T* mine, int width, float* to, int stride) const {
     for (int token = warp; token < kFloatTokens; token += kFloatWarps) {
       const T* from = reinterpret_cast<const T*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(mine), token));
@@ -299,7 +331,9 @@ bool takes_wgmma(const Args& args) {
 }
 
 // Of a prompt's unit.
-int prompt_rows(const Args& args) { return takes_wgmma(args) ? wgmma_rows(padded_width(args)) : 128; }
+int prompt_rows(const Args& args) {
+  return !has_narrow_cache(args) && takes_wgmma(args) ? wgmma_rows(padded_width(args)) : 128;
+}
 
 int greatest_common_divisor(int a, int b) {
   while (b != 0) {
@@ -362,6 +396,7 @@ void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int
 }
 
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
+constexpr int kNarrowUnitOverhead = 16;                   // not measured: key tiles are half as many bytes
 constexpr int kShortPart = 128;                           // key tiles, measured
 
 // launch(type, width) with a width of 64 or 128 too, both known to the compiler.
@@ -380,7 +415,8 @@ void cut_for_cuda(Args& args) {
   const int64_t each = ceil_div(args.total_tokens, args.requests);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32), few = args.group * each <= 16;
   const int64_t tokens = few ? each : (half ? prompt_rows(args) : kFloatRows) / args.group;
-  if (half && !few && args.requests > 1 && args.group <= 16) args.short_tokens = max32(8 / args.group, 1);
+  const int few_rows = has_narrow_cache(args) ? kNarrowFewRows : 8;
+  if (half && !few && args.requests > 1 && args.group <= 16) args.short_tokens = max32(few_rows / args.group, 1);
   cut_into_pieces(args, static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens)));
 }
 
@@ -412,9 +448,15 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : prompt_rows(args);
   int slots = 0;
-  const bool wgmma = takes_wgmma(args);
-  if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
-  choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
+  if (has_narrow_cache(args)) {
+    plan.row_tile = narrow_rows(rows);
+    plan.key_tile = kNarrowTileKeys;
+    plan.unit_overhead = kNarrowUnitOverhead;
+  } else {
+    const bool wgmma = takes_wgmma(args);
+    if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
+    choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
+  }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short.
   const int64_t units = args.batch * static_cast<int64_t>(args.kv_heads) * num_row_tiles(args, plan.row_tile);
@@ -428,24 +470,30 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
 
 namespace {
 
+// The kernel without tensor cores for the other types, with the rotary embedding before it.
+int launch_float_of_half(Args args, cudaStream_t stream) {
+  args.plan.key_tile = kFloatTokens;
+  args.plan.row_tile = min32(args.plan.row_tile, kFloatRows);
+  if (args.rotary_half > 0) {
+    const int error = launch_rotate(args, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return for_type(args, [&](auto type) { return launch_float<decltype(type)>(args, false, stream); });
+}
+
 // The kernel that args.plan asks for.
 int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
   if (args.dtype == static_cast<int>(DType::kFloat32))
     return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
+  if (has_narrow_cache(args))
+    return by_16_bytes ? launch_narrow(args, max_shared_bytes, stream)
+                       : launch_float_of_half(args, static_cast<cudaStream_t>(stream));
   const int width = padded_width(args);
   int key_tile = 0, slots = 0;
   const bool wgmma = args.plan.row_tile > 16 && takes_wgmma(args);
   choose_tile(width, args.plan.row_tile, wgmma, &key_tile, &slots, max_shared_bytes);
-  if (!by_16_bytes || slots < (wgmma ? 4 : 2) || (wgmma && !aligned(args.output, 16))) {
-    args.plan.key_tile = kFloatTokens;
-    args.plan.row_tile = min32(args.plan.row_tile, kFloatRows);
-    if (args.rotary_half > 0) {
-      const int error = launch_rotate(args, stream);
-      if (error != cudaSuccess) return error;
-    }
-    return for_type(args,
-                    [&](auto type) { return launch_float<decltype(type)>(args, false, static_cast<cudaStream_t>(stream)); });
-  }
+  if (!by_16_bytes || slots < (wgmma ? 4 : 2) || (wgmma && !aligned(args.output, 16)))
+    return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
   if (wgmma && args.append && args.tokens >= kAppendApart) {
     const int error = for_type(args, [&](auto type) {
       return launch_append<decltype(type), uint4, false, false>(args, static_cast<cudaStream_t>(stream));
@@ -511,6 +559,24 @@ int launch_pieces(Args args, int device, int max_shared_bytes, bool by_16_bytes,
   return launch_planned(args, device, max_shared_bytes, by_16_bytes, stream);
 }
 
+// The append comes first: the kernels only read the caches. So does the rotary embedding where there are no tensor cores.
+int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream) {
+  if (args.append || args.packed_tokens) {
+    const int error = launch_append_narrow(args, stream);
+    if (error != cudaSuccess) return error;
+    args.append = false;
+  }
+  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
+  const bool half = args.dtype != static_cast<int>(DType::kFloat32);
+  const bool fits = half && by_16_bytes && narrow_fits(args, max_shared_bytes) &&
+                    (args.short_tokens == 0 || narrow_fits(short_launch(args), max_shared_bytes));
+  if (args.rotary_half > 0 && !fits) {
+    const int error = launch_rotate(args, stream);
+    if (error != cudaSuccess) return error;
+  }
+  return launch_pieces(args, device, max_shared_bytes, half ? fits : by_16_bytes, stream);
+}
+
 }  // namespace
 
 int launch_attention(const Args& call, int device, void* stream) {
@@ -519,17 +585,25 @@ int launch_attention(const Args& call, int device, void* stream) {
   const cudaError_t known = cudaDeviceGetAttribute(&max_shared_bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   if (known != cudaSuccess) return known;
   const size_t element = args.dtype == static_cast<int>(DType::kFloat32) ? 4 : 2;
-  const auto copy = [&](const void* from, void* to, int64_t elements) {
+  const auto copy = [&](const void* from, void* to, int64_t bytes) {
     if (from == to) return cudaSuccess;
-    return cudaMemcpyAsync(to, from, elements * element, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
+    return cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream));
+  };
+  const auto copy_cache = [&](const void*& from, void* to, int64_t elements, Scales& scales) {
+    const cudaError_t error = copy(from, to, elements * (scales.kind == kNoScale ? element : 1));
+    from = to;
+    if (error != cudaSuccess || scales.kind != kPerToken) return error;
+    const float* const old_scales = scales.in;
+    scales.in = scales.out;
+    return copy(old_scales, scales.out, scales.elements * 4);
   };
   if (args.append) {
-    cudaError_t error = copy(args.key_cache, args.key_cache_out, args.key_cache_elements);
-    if (error == cudaSuccess) error = copy(args.value_cache, args.value_cache_out, args.value_cache_elements);
+    cudaError_t error = copy_cache(args.key_cache, args.key_cache_out, args.key_cache_elements, args.key_scales);
+    if (error == cudaSuccess)
+      error = copy_cache(args.value_cache, args.value_cache_out, args.value_cache_elements, args.value_scales);
     if (error != cudaSuccess) return error;
-    args.key_cache = args.key_cache_out;
-    args.value_cache = args.value_cache_out;
   }
+  if (has_narrow_cache(args)) return launch_over_narrow(args, device, max_shared_bytes, stream);
   const bool new_rows_aligned = aligned(args.new_key, 16) && aligned(args.new_value, 16);
   const bool by_16_bytes =
       aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16) && new_rows_aligned;

@@ -116,7 +116,7 @@ struct Args {
   int32_t dtype;                                     // DType of the T tensors
   bool bfloat16_products;                            // on a CPU: the processor multiplies bfloat16 directly
   int64_t key_cache_elements, value_cache_elements;  // of the whole caches
-  Scales key_scales, value_scales;                   // on a CPU: of int8 caches
+  Scales key_scales, value_scales;                   // of int8 caches
 
   // Scratch, of any content at entry.
   int64_t* work_prefix;   // [B+1] work before each request, see schedule.h

@@ -171,17 +171,6 @@ __device__ __forceinline__ void tma_load_box(uint32_t to, const CUtensorMap* map
 }
 #endif
 
-// Which keys the rows of a unit see: the row-wise bounds of one or two rows that a lane holds.
-struct RowBounds {
-  int begin, end;
-};
-__device__ __forceinline__ RowBounds row_bounds(const Args& args, const Unit& unit, int row) {
-  const int token = quotient(row, args.group);
-  if (token >= unit.request.tokens) return {0, 0};
-  const Span keys = token_keys(args, unit.request, token);
-  return {keys.begin, keys.end};
-}
-
 // Fills the ring with the tiles of the range, keys and values in turn, and the queue with its segments.
 // kRope: new keys get their rotary embedding.
 template <class T, class Tile, bool kRope>

@@ -435,11 +435,6 @@ int32_t forced_ranges() {
 }
 
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  for (int cache : {kKeyCache, kValueCache})
-    if (is_narrow(call.inputs[cache].dtype))
-      return call.unsupported(std::string(call.spec->inputs[cache].name) + " is " + dtype_name(call.inputs[cache].dtype) +
-                              ", which the CPU kernels take and the CUDA kernels do not yet; give it " +
-                              dtype_name(call.inputs[kQuery].dtype) + ", or run the node on the CPU");
   Args args = make_args(call);
   for (const auto& [name, width] : {std::pair("D", args.key_width), std::pair("Dv", args.value_width)})
     if (width > 256 || width % 8 != 0)

@@ -26,14 +26,16 @@ LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention) {
 LEANFLEET_HD int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
 LEANFLEET_HD int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
 
-#ifdef __CUDACC__
-// x / y for 0 <= x < 2^20: exact in float32, as (x + 0.5) / y is never nearer than 0.5 / y to an integer.
-__device__ __forceinline__ int32_t small_quotient(int32_t x, int32_t y) {
+// x / y for 0 <= x < 2^20. On a device in float32, which is exact, as (x + 0.5) / y is never nearer than 0.5 / y to an integer.
+LEANFLEET_HD int32_t small_quotient(int32_t x, int32_t y) {
+#ifdef __CUDA_ARCH__
   float inverse;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(inverse) : "f"(static_cast<float>(y)));
   return static_cast<int32_t>((x + 0.5f) * inverse);
-}
+#else
+  return x / y;
 #endif
+}
 
 // x / y for 0 <= x, 0 < y.
 LEANFLEET_HD int32_t quotient(int32_t x, int32_t y) {

@@ -372,7 +372,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
       const TensorSpec& tensor = spec_.inputs[i];
       if (tensor.type == TypeVar::kC && inputs[k] == DataType::kINT8)
         return call.unsupported(std::string(tensor.name) +
-                                " is int8, which the CPU kernels take and the CUDA kernels do not yet; "
+                                " is int8, which ONNX Runtime's layers take and TensorRT's do not yet; "
                                 "give it float32, float16 or bfloat16, as the other inputs have");
       if (!from_trt(inputs[k], &types[i]) || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL))
         return call.invalid(std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +

@@ -1,14 +1,17 @@
 """CUDA kernels run by host threads (support.simulated_gpu), where the CUDA headers are: no GPU is needed."""
 
 import ctypes
+import random
 import shutil
 import subprocess
+from functools import partial
 
 import pytest
 import torch
 
 from leanfleet.export import reference
-from support import conv_cases, delta_cases
+from support import attention_cases, conv_cases, delta_cases, quantised_cases
+from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, same_bits
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.paths import ROOT
 
@@ -213,3 +216,74 @@ def test_gated_delta_rule_on_hopper_keeps_what_is_not_finite_in_its_head(delta_r
             for head in set(range(4)) - set(states):
                 assert torch.equal(x[1, head], clean[name][1, head]), (name, head)
         assert not found["output"][1, states[0]].isfinite().all()
+
+
+HALF = (torch.float16, torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def lean_attention(tmp_path_factory):
+    """On a GPU of 3 multiprocessors, which have several units each, whole ones and parts of some."""
+    folder = build(tmp_path_factory.mktemp("simulated"), ["LeanAttention"])
+    return partial(run_simulated, folder, "LeanAttention", sms=3), partial(products, folder)
+
+
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
+def test_attention_over_int8_caches(lean_attention, quant):
+    run, count = lean_attention
+    for seed, facts in enumerate(quantised_cases.CALLS):
+        turn = seed + QUANT_PAIRS.index(quant)
+        inputs, attrs = make_case(seed, VARIANTS[turn % 3], HALF[turn // 3 % 2], **facts, quant=quant)
+        before = count()
+        in_place = bool(attrs["append"]) and seed % 2 == 0
+        quantised_cases.check(partial(run, seed=seed), inputs, attrs, in_place=in_place)
+        assert count() > before
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
+def test_attention_over_int8_caches_without_tensor_cores(lean_attention, dtype):
+    """float32, and tensors of other types that begin anywhere."""
+    run, count = lean_attention
+    before = count()
+    for seed, quant in enumerate(QUANT_PAIRS):
+        facts = quantised_cases.CALLS[(0, 3, 5, 7, 8, 9)[seed]]
+        inputs, attrs = make_case(seed, VARIANTS[seed % 3], dtype, **facts, quant=quant)
+        quantised_cases.check(run, inputs, attrs, shift=int(dtype != torch.float32))
+    assert count() == before
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_any_call_over_int8_caches(lean_attention, seed):
+    run, _ = lean_attention
+    source = random.Random(seed)
+    for _ in range(2):
+        inputs, attrs = quantised_cases.draw(source, (8, 40, 64, 64, 72, 128, 136, 256), 200, (1, 1, 2, 7, 20))
+        in_place = bool(attrs["append"]) and source.random() < 0.5
+        quantised_cases.check(run, inputs, attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
+        groups = ((1, 1), (2, 3), (1, 8), (1, 16), (2, 7))
+        inputs, attrs, words = draw_packed_tokens(source, (8, 40, 64, 128), groups, quant=True)
+        print(words)
+        in_place = bool(attrs["append"]) and source.random() < 0.5
+        quantised_cases.check(run, inputs, attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
+
+
+def test_packed_projections_over_int8_caches(lean_attention):
+    run, _ = lean_attention
+    for Nq, variant in ((1, "dense"), (5, "paged"), (70, "ragged")):
+        quant = QUANT_PAIRS[Nq % len(QUANT_PAIRS)]
+        facts = dict(lens=(70, 90), query_lens=(min(Nq, 9), Nq), Nq=Nq, D=24, Dv=24, append=True, rotary=9, quant=quant)
+        inputs, attrs = make_case(Nq, variant, HALF[Nq % 2], **facts)
+        apart = quantised_cases.check(run, inputs, attrs)
+        together = quantised_cases.check(run, *attention_cases.packed(inputs, attrs), in_place=True)
+        assert all(same_bits(apart[name], together[name]) for name in apart)
+
+
+@pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
+def test_unusual_numbers_in_int8_caches(lean_attention, dtype):
+    run, _ = lean_attention
+    if dtype == torch.bfloat16:
+        quantised_cases.check_rows_that_are_not_finite(run, dtype=dtype)
+    quantised_cases.check_rows_of_zeros_and_tiny_numbers(run, dtype=dtype)
+    quantised_cases.check_ties_round_to_even(run, dtype=dtype)
+    quantised_cases.check_scales_of_any_size(run, dtype)
+    quantised_cases.check_pages_outside_the_pool(run, dtype)

@@ -11,7 +11,7 @@ import random
 
 import torch
 
-from support import sampling_cases
+from support import quantised_cases, sampling_cases
 from support.attention_cases import VARIANTS, draw_packed_tokens, make_case
 from support.kernels import run_kernel
 
@@ -54,6 +54,19 @@ def draw_attention(random):
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
 
 
+def draw_int8(random):
+    """The same over int8 caches."""
+    widths = (8, 40, 64, 64, 72, 128, 128, 136, 256)
+    if random.random() < 0.3:
+        return draw_packed_tokens(random, widths, quant=True)
+    inputs, attrs = quantised_cases.draw(random, widths, 1000)
+    return (
+        inputs,
+        attrs,
+        ", ".join(f"{n} {tuple(t.shape)} {t.dtype}" for n, t in inputs.items() if t is not None) + f", {attrs}",
+    )
+
+
 def draw_sampling(random):
     """The same of SampleTokens: clusters of every size, rows in and beyond shared memory, equal logits."""
     facts = dict(
@@ -68,7 +81,12 @@ def draw_sampling(random):
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
 
 
-DRAW = {"LeanAttention": (draw_attention, "append"), "SampleTokens": (draw_sampling, "count_tokens")}
+# By name: the operator, the draw, and the attribute with which a call changes its inputs.
+DRAW = {
+    "LeanAttention": ("LeanAttention", draw_attention, "append"),
+    "int8": ("LeanAttention", draw_int8, "append"),
+    "SampleTokens": ("SampleTokens", draw_sampling, "count_tokens"),
+}
 
 
 def main():
@@ -77,13 +95,13 @@ def main():
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--operator", choices=DRAW, default="LeanAttention")
     arguments = parser.parse_args()
-    draw, mutating = DRAW[arguments.operator]
+    operator, draw, mutating = DRAW[arguments.operator]
     generator, ran = random.Random(arguments.seed), 0
     for i in range(arguments.calls):
         inputs, attrs, words = draw(generator)
         print(f"{i}: {words}", flush=True)
         device_inputs = {n: t.cuda() if t is not None else None for n, t in inputs.items()}
-        run_kernel(arguments.operator, device_inputs, attrs, in_place=generator.random() < 0.5 and bool(attrs.get(mutating)))
+        run_kernel(operator, device_inputs, attrs, in_place=generator.random() < 0.5 and bool(attrs.get(mutating)))
         ran += 1
     print(f"{ran} calls ran")
 

@@ -2,6 +2,7 @@
 
 import math
 import random
+from functools import partial
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ import torch
 from leanfleet import export, native, spec
 from leanfleet.export import reference
 from leanfleet.export.reference import quantised, row_scales
-from support import ort_nodes
+from support import quantised_cases
 from support.attention_cases import (
     DTYPES,
     NAN,
@@ -22,10 +23,9 @@ from support.attention_cases import (
     same_bits,
 )
 from support.kernels import entry, examples, run_kernel
+from support.quantised_cases import CACHES, ROWS, kind_of, step
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
-ROWS = ("new_key", "new_value")
-CACHES = {"key": "key_cache", "value": "value_cache"}
 
 
 def appended(inputs, attrs, outputs, threads):
@@ -57,10 +57,6 @@ def appended(inputs, attrs, outputs, threads):
         query = inputs["query"]
         after["query"] = query.narrow(axis, 0, query.shape[axis] - 2 * heads).contiguous()
     return after, {**attrs, "append": 0, "packed_qkv": 0}
-
-
-def kind_of(inputs):
-    return "paged" if inputs.get("block_table") is not None else "ragged" if inputs.get("cu_seqlens") is not None else "dense"
 
 
 def judged(inputs, attrs):
@@ -187,51 +183,16 @@ def test_any_call(seed):
         check(inputs, attrs, source.choice((1, 2, 5)), in_place=bool(attrs["append"]))
 
 
-def step(quant="token", **facts):
-    return make_case(3, lens=(40, 30), Nq=2, append=True, quant=(quant, quant), **facts)
-
-
 def test_rows_that_are_not_finite():
-    """With a token's own scale its scale is NaN, and so is every result of its request and head that it may count in; with
-    another infinities saturate, and NaN becomes 0."""
-    for value in (NAN, math.inf, -math.inf):
-        for name in ROWS:
-            inputs, attrs = step()
-            clean = run_kernel("LeanAttention", inputs, attrs)
-            inputs[name][1, 0, 1, 3] = value
-            found = run_kernel("LeanAttention", inputs, attrs)
-            scale = found[f"{name[4:]}_scale_out"]
-            assert scale[1, 0, 29].isnan() and (found[f"{name[4:]}_cache_out"][1, 0, 29] == 0).all()
-            assert found["output"][1, :3, 1].isnan().all()
-            others = torch.ones(found["output"].shape, dtype=torch.bool)
-            others[1, :3] = False
-            assert torch.equal(found["output"][others], clean["output"][others])
-            first = found["output"][1, :3, 0]
-            assert (first.isnan() | (first == clean["output"][1, :3, 0])).all()
-            for kind in ("tensor", "channel"):
-                inputs, attrs = step(kind)
-                inputs[name][1, 0, 1, 3] = value
-                found = check(inputs, attrs)
-                byte = found[f"{name[4:]}_cache_out"][1, 0, 29, 3].item()
-                assert byte == {math.inf: 127, -math.inf: -128}.get(value, 0)
+    quantised_cases.check_rows_that_are_not_finite(partial(run_kernel, "LeanAttention"))
 
 
 def test_rows_of_zeros_and_tiny_numbers():
-    inputs, attrs = step()
-    inputs["new_key"][0], inputs["new_value"][:, :, 0] = 0, 1e-38
-    inputs["new_value"][0, 0, 1] = 0
-    found = check(inputs, attrs)
-    assert (found["key_scale_out"][0, :, 38:40] == 0).all() and (found["value_scale_out"][0, :, 38] == 0).all()
-    assert (found["value_cache_out"][0, :, 38] == 0).all()
+    quantised_cases.check_rows_of_zeros_and_tiny_numbers(partial(run_kernel, "LeanAttention"))
 
 
 def test_ties_round_to_even():
-    inputs, attrs = step("tensor", Hkv=2, D=8, Dv=8)
-    inputs["key_scale"] = inputs["value_scale"] = torch.tensor([0.5])
-    for name in ROWS:
-        inputs[name][:] = torch.tensor([0.25, 0.75, 1.25, -0.25, -0.75, 1e9, -1e9, 63.75])
-    found = run_kernel("LeanAttention", inputs, attrs)
-    assert found["key_cache_out"][0, 0, 39].tolist() == [0, 2, 2, 0, -2, 127, -128, 127]
+    quantised_cases.check_ties_round_to_even(partial(run_kernel, "LeanAttention"))
 
 
 @pytest.mark.parametrize(
@@ -307,17 +268,3 @@ def test_pytorch_operators():
         for name in ("key_cache", "value_cache", "key_scale", "value_scale"):
             if f"{name}_out" in expected:
                 assert same_bits(inputs[name], expected[f"{name}_out"]), name
-
-
-@pytest.mark.own_instruction_set
-def test_cuda_says_that_it_takes_none():
-    op, inputs, attrs = ort_nodes.variant("LeanAttention", 15, "float16")
-    entries = [None if (t := inputs[x.name]) is None else (0, tuple(t.shape), str(t.dtype)[6:]) for x in op.inputs]
-    call = native.Call(op.name, entries, [], attrs, device="cuda")
-    try:
-        call.workspace()
-    except native.LeanfleetError as error:
-        if str(error).startswith("cudaGetDevice failed"):
-            pytest.skip("built with CUDA kernels, and there is no GPU to ask for")
-    with pytest.raises(native.UnsupportedError, match="key_cache is int8, which the CPU kernels take|no CUDA kernel"):
-        call.workspace()

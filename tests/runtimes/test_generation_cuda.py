@@ -72,16 +72,16 @@ def retnet():
 MODELS = {"llama": llama, "minimax": minimax, "retnet": retnet}
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=(*MODELS, "int8"))
 def folder(request, tmp_path_factory):
     assert CUDA[0] in onnxruntime.get_available_providers(), "install onnxruntime-gpu to test on this GPU"
     torch.manual_seed(5)
-    model = MODELS[request.param]().eval()
+    model = MODELS.get(request.param, llama)().eval()
     with torch.no_grad():
         for p in model.parameters():
             p.mul_(2 if p.dim() > 1 else 1)
     folder = tmp_path_factory.mktemp(request.param)
-    export_decoder(model, folder)
+    export_decoder(model, folder, cache="int8" if request.param == "int8" else None)
     return folder
 
 
@@ -167,14 +167,14 @@ def test_half_precision(tmp_path):
 
 
 @pytest.mark.parametrize("speculate", (0, 3))
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", (*MODELS, "int8"))
 def test_continuous_batch_in_graphs(tmp_path, kind, speculate):
     """Captured steps and others take turns over the same pools of pages and states, which hold anything at first, and give what
     plain steps give; so do guesses, and requests that begin alike."""
-    if speculate and kind != "llama":
+    if speculate and kind not in ("llama", "int8"):
         pytest.skip("states cannot give a wrong guess back")
     torch.manual_seed(5)
-    export_for_serving(MODELS[kind]().eval(), tmp_path)
+    export_for_serving(MODELS.get(kind, llama)().eval(), tmp_path, cache="int8" if kind == "int8" else None)
     asked, answers = prompts(9, 70, 33, 1, 140, 18), [30, 12, 40, 5, 21, 33]
     asked += [[*asked[4][:100], *asked[0]], [*asked[4][:100], *asked[2]], [*asked[4][:100], *asked[3]]]
     answers += [9, 12, 20]

@@ -96,10 +96,13 @@ def build(folder, operators):
     subprocess.run([sys.executable, CSRC / "generate.py", folder / "ops.toml", folder / "core" / "op_specs.h"], check=True)
     sources = [*sorted((CSRC / "core").glob("*.cpp")), CSRC / "capi" / "capi.cpp"]
     for home in dict.fromkeys(spec.all_specs()[name].folder for name in operators):
-        sources += [*sorted((CSRC / home).glob("*.cpp")), *sorted((CSRC / home).glob("*.cu"))]
+        cpu_kernel = folder / f"{home}_cpu_kernel.cpp"  # alone knows of an instruction set
+        cpu_kernel.write_text(f'#define LEANFLEET_ISA baseline\n#include "{home}/cpu_kernel.cpp"\n')
+        sources += [CSRC / home / "op.cpp", cpu_kernel, *sorted((CSRC / home).glob("*.cu"))]
+        sources += DEVICE.glob(f"{home}.cu")  # in place of kernels that are not simulated
     # Inline variables are one for all libraries of a process, unless they are not unique.
     shared = ["-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
-    given = ["-DLEANFLEET_CUDA", "-DLEANFLEET_ISA=baseline", "-DLEANFLEET_WINDOW_BYTES=131072"]
+    given = ["-DLEANFLEET_CUDA", "-DLEANFLEET_WINDOW_BYTES=131072"]
     return compile_files(folder, sources, "libleanfleet.so", *shared, *given)
 
 

@@ -7,6 +7,7 @@ namespace leanfleet {
 namespace tile {
 
 inline void named_barrier(int id, int threads) { simulated::named_barrier(id, threads, true); }
+inline bool named_barrier_any(int id, int threads, bool holds) { return simulated::named_barrier(id, threads, true, holds); }
 inline void named_barrier_arrive(int id, int threads) { simulated::named_barrier(id, threads, false); }
 
 // pending: arrivals that the phase lacks. bits: twice the bytes that it lacks, and its parity.

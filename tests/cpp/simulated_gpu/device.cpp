@@ -61,6 +61,7 @@ struct Block {
   struct Named {
     int arrived = 0;
     unsigned generation = 0;
+    bool vote = false, counted = false;
   } named[16];
   bool progress = false, failed = false;
 };
@@ -141,15 +142,18 @@ int block_votes(bool vote) {
 
 void block_barrier() { block_votes(false); }
 
-void named_barrier(int id, int threads, bool waits) {
+bool named_barrier(int id, int threads, bool waits, bool vote) {
   Block::Named& barrier = block->named[id];
   const unsigned generation = barrier.generation;
+  barrier.vote |= vote;
   if (++barrier.arrived == threads) {
     barrier.arrived = 0;
+    barrier.counted = std::exchange(barrier.vote, false);
     ++barrier.generation;
     block->progress = true;
   }
   while (waits && barrier.generation == generation) wait();
+  return barrier.counted;
 }
 void pause() { wait(); }
 void note_progress() { block->progress = true; }

@@ -16,8 +16,10 @@
 
 #undef __shared__
 #undef __launch_bounds__
+#undef __noinline__
 #define __shared__ static
 #define __launch_bounds__(...)
+#define __noinline__
 
 namespace simulated {
 
@@ -45,7 +47,7 @@ void wait_for_copies(size_t groups);
 void count_product();
 void count_group_product();
 // Barriers by number: whether to wait too. For instructions that wait in a loop: a pause, and what ends the others' waits.
-void named_barrier(int id, int threads, bool waits);
+bool named_barrier(int id, int threads, bool waits, bool vote = false);  // whether one of those that meet votes for it
 void pause();
 void note_progress();
 uint32_t shared_base();  // what address 0 of the window of shared memory is here
@@ -171,6 +173,10 @@ inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}
 inline void ptx_griddepcontrol_launch_dependents() {}
 inline void ptx_fence_mbarrier_init_release_cluster() {}
+inline void ptx_atom_acq_rel_gpu_global_inc_u32(uint32_t& before, uint32_t* at, uint32_t most) {
+  before = *at;
+  *at = before >= most ? 0 : before + 1;
+}
 inline void ptx_ex2_approx_ftz_f32(float& y, float x) { y = std::exp2(x); }
 
 }  // namespace simulated
@@ -241,8 +247,15 @@ T atomicAdd(T* address, T value) {
 inline void __threadfence() {}
 inline float __expf(float x) { return std::exp(x); }
 inline float __fdividef(float x, float y) { return x / y; }
+inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __log2f(float x) { return std::log2(x); }
+inline unsigned __byte_perm(unsigned x, unsigned y, unsigned select) {
+  const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
+  unsigned result = 0;
+  for (int i = 0; i < 4; ++i) result |= static_cast<unsigned>(bytes >> (select >> 4 * i & 7) * 8 & 255) << 8 * i;
+  return result;
+}
 inline int __popc(unsigned x) { return __builtin_popcount(x); }
 inline int __ffs(int x) { return __builtin_ffs(x); }
 inline int __clz(int x) { return x == 0 ? 32 : __builtin_clz(static_cast<unsigned>(x)); }

@@ -88,5 +88,10 @@ void wgmma_rs(T, float (&c)[kTiles][4], const uint32_t (&a)[4], uint32_t b, int 
     }
 }
 
+template <class... Arguments>
+void wgmma_ss(Arguments&&...) {
+  simulated::unsupported();
+}
+
 }  // namespace hopper
 }  // namespace leanfleet

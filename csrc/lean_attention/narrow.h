@@ -1,0 +1,30 @@
+// LeanAttention over int8 caches on CUDA. Keys and values may be int8 each on their own.
+#pragma once
+
+#include "lean_attention/lean_attention.h"
+
+namespace leanfleet::lean_attention {
+
+inline bool has_narrow_cache(const Args& args) {
+  return args.key_scales.kind != kNoScale || args.value_scales.kind != kNoScale;
+}
+
+constexpr int kNarrowTileKeys = 64, kNarrowFewRows = 16;
+
+// Packed rows of a unit on tensor cores: 16 for each of 1, 2, 4 or 8 warps.
+inline int narrow_rows(int64_t rows) {
+  return rows <= kNarrowFewRows ? kNarrowFewRows : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
+}
+
+// Writes the new keys, after their rotary embedding, and values to the caches, where these are int8 quantised; notes the pieces
+// of packed tokens. Returns a cudaError_t.
+int launch_append_narrow(const Args& args, void* stream);
+
+// Whether a GPU has shared memory enough for launch_narrow.
+bool narrow_fits(const Args& args, int max_shared_bytes);
+
+// Launches the kernel for float16 and bfloat16. Query and caches begin at multiples of 16 bytes, new tokens are in the caches,
+// args.plan has units of narrow_rows rows and tiles of kNarrowTileKeys. Returns a cudaError_t.
+int launch_narrow(const Args& args, int max_shared_bytes, void* stream);
+
+}  // namespace leanfleet::lean_attention

@@ -1,0 +1,121 @@
+"""LeanAttention's CUDA kernels on int8 caches: against the float64 reference on the very bytes and scales of the caches."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+
+from leanfleet import native
+from support import quantised_cases
+from support.attention_cases import DTYPES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, packed, same_bits
+from support.kernels import Launches, run_kernel
+from support.quantised_cases import CALLS, check, draw
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+HALF = (torch.float16, torch.bfloat16)
+WIDTHS = (8, 24, 40, 64, 64, 72, 128, 128, 136, 200, 256)
+run = partial(run_kernel, "LeanAttention")
+
+
+def to_cuda(inputs):
+    return {n: t.cuda() if t is not None else None for n, t in inputs.items()}
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_steps_and_prompts(variant, quant, dtype):
+    for seed, facts in enumerate(CALLS):
+        for longer in (0, 1500):
+            lens = [n + longer for n in facts["lens"]]
+            inputs, attrs = make_case(seed, variant, dtype, **{**facts, "lens": lens}, quant=quant)
+            check(run, to_cuda(inputs), attrs, in_place=bool(attrs["append"]) and seed % 2 == 0)
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_any_call(seed):
+    source = random.Random(seed)
+    for _ in range(8):
+        inputs, attrs = draw(source, WIDTHS, 2000)
+        in_place = bool(attrs["append"]) and source.random() < 0.5
+        check(run, to_cuda(inputs), attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_packed_new_tokens(seed):
+    source = random.Random(seed)
+    for _ in range(6):
+        inputs, attrs, words = draw_packed_tokens(source, WIDTHS, quant=True)
+        print(words)
+        in_place = bool(attrs["append"]) and source.random() < 0.5
+        check(run, to_cuda(inputs), attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
+
+
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
+def test_packed_projections_equal_separate_ones(quant):
+    for Nq, variant, dtype in ((1, "dense", HALF[0]), (5, "paged", HALF[1]), (70, "ragged", HALF[0])):
+        lens, counts = (70, 390), (min(Nq, 9), Nq)
+        inputs, attrs = make_case(Nq, variant, dtype, lens, counts, Nq=Nq, D=24, Dv=24, append=True, rotary=9, quant=quant)
+        apart = check(run, to_cuda(inputs), attrs)
+        inputs, attrs = packed(inputs, attrs)
+        together = check(run, to_cuda(inputs), attrs, in_place=True)
+        assert all(same_bits(apart[name], together[name]) for name in apart)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("ranges", (1, 2, 7, 131, 264))
+def test_number_of_ranges(monkeypatch, ranges, dtype):
+    """Any number of shares, in which units begin and end anywhere; the same bits each time."""
+    monkeypatch.setenv("LEANFLEET_RANGES", str(ranges))
+    for seed, facts in enumerate(
+        (
+            dict(lens=(9000,), H=3, Hkv=1, D=64, Dv=64),
+            dict(lens=(1, 900, 64, 700), H=8, Hkv=2, D=40, Dv=72),
+            dict(lens=(4000, 5, 900), H=10, Hkv=2, D=128, Dv=128, variant="paged"),
+            dict(lens=(400, 100), Nq=100, H=4, Hkv=2, D=128, Dv=128),
+            dict(lens=(0, 0)),
+        )
+    ):
+        for quant in (("token", "token"), ("channel", None), (None, "tensor")):
+            inputs, attrs = make_case(seed, dtype=dtype, quant=quant, **facts)
+            inputs = to_cuda(inputs)
+            first = check(run, inputs, attrs)
+            again = run(inputs, attrs)
+            assert all(same_bits(first[name], again[name]) for name in first)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_rows_that_are_no_usual_numbers(dtype):
+    facts = dict(dtype=dtype, prepare=to_cuda)
+    quantised_cases.check_rows_that_are_not_finite(run, **facts)
+    quantised_cases.check_rows_of_zeros_and_tiny_numbers(run, **facts)
+    quantised_cases.check_ties_round_to_even(run, **facts)
+    quantised_cases.check_scales_of_any_size(run, dtype, to_cuda)
+    quantised_cases.check_pages_outside_the_pool(run, dtype, to_cuda)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_a_graph_takes_any_lengths(variant):
+    """A captured step that appends in place, with lengths that change between replays, and repeated."""
+    S, facts = 1100, dict(spare=0, H=8, Hkv=2, D=128, Dv=128, append=True, rotary=64, quant=("token", "token"))
+    inputs, attrs = make_case(1, variant, torch.bfloat16, (S, S, S), **facts)
+    inputs = {n: t.nan_to_num(0.01) if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+    node = Launches("LeanAttention", to_cuda(inputs), attrs, in_place=True)
+    node.run()
+    graph = node.capture()
+    for lens in ((S, S, S), (1, 700, 3), (64, 64, 64), (S, 0, 900)):
+        node.inputs["seq_lens"].copy_(torch.tensor(lens))
+        given = {n: t.clone() if t is not None else None for n, t in node.inputs.items()}
+        for _ in range(3):
+            graph.replay()
+        torch.cuda.synchronize()
+        expected = check(run, given, attrs)
+        assert all(same_bits(node.outputs[name], t) for name, t in expected.items())
+
+
+def test_other_widths_are_refused():
+    inputs, attrs = make_case(0, dtype=torch.float16, D=264, Dv=64, quant=("token", "token"))
+    with pytest.raises(native.UnsupportedError, match="LeanAttention: D = 264; the CUDA kernels take"):
+        run(to_cuda(inputs), attrs)
