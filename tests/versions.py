@@ -1,8 +1,7 @@
 """python tests/versions.py [package ...]: which versions of the packages beside us pass their tests.
 
 Of each version the package alone is installed into a folder that comes first on PYTHONPATH, beside the rest of this environment,
-and the tests named here run. The results take their place in docs/reference/versions.json, which the site's table of versions
-is made of.
+and the tests named here run. The results take their place in docs/reference/versions.json and in the table of support.md.
 """
 
 import datetime
@@ -18,6 +17,7 @@ from support.ort_models import install_package
 from support.paths import ROOT
 
 RESULTS = ROOT / "docs" / "reference" / "versions.json"
+PAGE, MARK = ROOT / "docs" / "reference" / "support.md", "<!-- made by tests/versions.py -->\n"
 # {package: (what its tests cover, tests, versions)}
 MATRIX = {
     "onnxruntime": (
@@ -52,6 +52,23 @@ def run(package, version, tests):
     return {"passed": counts.get("passed", 0), "failed": failed, "skipped": counts.get("skipped", 0), "names": names[:20]}
 
 
+def table(results):
+    """The results in Markdown. A line covers versions that follow each other and say the same."""
+    lines = ["| | tests | passed | failed | date |", "|---|---|---|---|---|"]
+    for package, of_package in results.items():
+        groups = []
+        for version, found in of_package["versions"].items():
+            said = [found["passed"], ", ".join(found["names"]) or "none", found["date"]]
+            if groups and groups[-1][2] == said:
+                groups[-1][1] = version
+            else:
+                groups.append([version, version, said])
+        for first, last, said in groups:
+            span = first if first == last else f"{first} to {last}"
+            lines.append("| " + " | ".join([f"{package} {span}", of_package["covers"], *map(str, said)]) + " |")
+    return "\n".join(lines) + "\n"
+
+
 def main():
     for package in sys.argv[1:] or MATRIX:
         covers, tests, versions = MATRIX[package]
@@ -62,6 +79,8 @@ def main():
             lines["covers"] = covers
             lines["versions"][version] = {"date": datetime.date.today().isoformat(), **found}
             RESULTS.write_text(json.dumps(results, indent=1) + "\n")
+            before, _, after = PAGE.read_text().split(MARK)
+            PAGE.write_text(before + MARK + table(results) + MARK + after)
             print(
                 package, version, *(f"{n} {found[n]}" for n in ("passed", "failed", "skipped")), *found["names"][:3], flush=True
             )

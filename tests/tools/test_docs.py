@@ -2,6 +2,7 @@
 page."""
 
 import importlib.util
+import json
 import re
 import tomllib
 from types import SimpleNamespace
@@ -131,6 +132,14 @@ def entries(nav):
     for item in nav:
         for value in item.values() if isinstance(item, dict) else [item]:
             yield from entries(value) if isinstance(value, list) else [value]
+
+
+def test_table_of_versions():
+    specification = importlib.util.spec_from_file_location("versions", ROOT / "tests" / "versions.py")
+    versions = importlib.util.module_from_spec(specification)
+    specification.loader.exec_module(versions)
+    _, table, _ = versions.PAGE.read_text().split(versions.MARK)
+    assert table == versions.table(json.loads(versions.RESULTS.read_text()))
 
 
 def test_site_has_every_page():
