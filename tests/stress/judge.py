@@ -1,0 +1,158 @@
+"""How far a result may lie from the float64 reference.
+
+A kernel is right where its result is the exact one of inputs that differ from the given ones by a few roundings. So the
+reference is run in float64 on the inputs and on inputs whose every number is disturbed by one rounding, up or down at random:
+what an output moves by, its spread, is u * sqrt(sum of the squares of its terms), where u is the unit roundoff and terms are
+the summands a change of the inputs reaches it by. By Cauchy and Schwarz sqrt(n) times that is at least u * (sum of the n terms'
+magnitudes), which is what summing n numbers in floating point loses. The bound of an element is
+
+    2 sqrt(n) s32 + 4 sT + 2 uT |exact| + the type's smallest normal number
+
+with s32 the spread for float32's roundings, which kernels sum in, sT that for roundings to T, which inputs or factors may have
+gone through (0 in float32, where it is the same), and uT that of the output's own type. n is the longest axis of the inputs. What
+the plain reference loses in the call's own types counts as spread too. A spread is taken over a row, the last axis, since two or
+three disturbances may leave one element where it was by luck. Nothing in it is fitted to what kernels return.
+
+Integers are exact, those of an int8 cache but for one step where the rounding of what is appended may tip. What follows from
+these is judged with the bytes that were found.
+"""
+
+import math
+
+import torch
+
+from leanfleet import spec
+from leanfleet.export import reference
+from stress import draw
+from support import sampling_cases
+
+DISTURBANCES = 2
+UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
+
+
+class Wrong(AssertionError):
+    """A result that is not the operator's."""
+
+
+def run_reference(op, inputs, attrs):
+    """Outputs by name."""
+    accepted = {n: v for n, v in attrs.items() if not op.attr(n).refuse}
+    found = getattr(reference, op.snake_name)(**inputs, **accepted)
+    return dict(zip((t.name for t in op.active_outputs(attrs)), found, strict=True))
+
+
+def doubled(inputs):
+    return {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+
+
+def disturbed(inputs, units, seed):
+    """float64 inputs, each number by one rounding larger or smaller. units: {input: unit roundoff}."""
+    signs = torch.Generator().manual_seed(seed)
+    return {
+        n: t * (1 + units[n] * (2 * torch.randint(0, 2, t.shape, generator=signs) - 1)) if t.is_floating_point() else t
+        for n, t in inputs.items()
+    }
+
+
+def kept_in_range(op, inputs, found):
+    """Disturbed inputs where those must not be: parts of a whole."""
+    ranges = {"beta": (0, 2), "top_p": (0, 1), "min_p": (0, 1)}
+    return {n: t.clamp(*ranges[n]) if n in ranges else t for n, t in found.items()}
+
+
+class Judge:
+    """Of one call: what its outputs are, and how far they may be off."""
+
+    def __init__(self, case, clean, poisoned):
+        self.op, self.attrs, self.clean = draw.OPS[case.op], case.attrs, clean
+        double = doubled(clean)
+        self.exact = run_reference(self.op, double, self.attrs)
+        self._check_live()
+        passed_on = run_reference(self.op, doubled(poisoned), self.attrs)
+        for t in self.op.active_outputs(self.attrs):
+            if t.takes and t.takes in clean:  # rows that nobody names stay as they are
+                self.exact[t.name] = passed_on[t.name]
+        self.plain = run_reference(self.op, poisoned, self.attrs)
+        self.spread = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self.exact.items()}
+        low = UNIT[clean[self.op.inputs[0].name].dtype]
+        fine, coarse = ({n: unit if t.dtype != torch.float32 else UNIT[torch.float32] for n, t in clean.items()} for unit in (UNIT[torch.float32], low))
+        terms = max(max(t.shape, default=1) for t in clean.values())
+        first = doubled(poisoned)
+        for weight, units in ((2 * math.sqrt(terms), fine), *([(4.0, coarse)] if low > UNIT[torch.float32] else [])):
+            spreads = [self._spread(run_reference(self.op, kept_in_range(self.op, first, disturbed(first, units, k)), self.attrs)) for k in range(DISTURBANCES)]
+            if units is fine:
+                spreads.append(self._spread(self.plain))
+            for name in self.spread:
+                self.spread[name] += weight * torch.stack([s[name] for s in spreads]).amax(0)
+
+    def _check_live(self):
+        for name, x in self.exact.items():
+            if x.is_floating_point() and x.isnan().any() and self.op.name != "SampleTokens":
+                raise Wrong(f"{name}: the reference itself gives NaN")
+
+    def _spread(self, other):
+        result = {}
+        for name, x in self.exact.items():
+            if not x.is_floating_point():
+                result[name] = torch.zeros(x.shape, dtype=torch.float64)
+                continue
+            moved = (other[name].double() - x).nan_to_num(0, 0, 0).abs()
+            result[name] = moved.amax(-1, keepdim=True).expand(x.shape) if moved.dim() > 1 and moved.numel() else moved
+        return result
+
+    def check(self, found):
+        """Raises Wrong."""
+        if found.keys() != self.exact.keys():
+            raise Wrong(f"outputs are {', '.join(found)}; expected {', '.join(self.exact)}")
+        if self.op.name == "SampleTokens":
+            return self._check_tokens(found)
+        for t in self.op.active_outputs(self.attrs):
+            self._check_output(t.name, found[t.name])
+
+    def _check_output(self, name, found):
+        exact = self.exact[name]
+        if found.shape != exact.shape:
+            raise Wrong(f"{name} has shape {list(found.shape)}; expected {list(exact.shape)}")
+        if not found.dtype.is_floating_point:
+            off = (found.long() - self.plain[name].long()).abs()
+            self._refuse(name, found, exact, off > (1 if found.dtype == torch.int8 else 0), off)
+            return
+        unit, info = UNIT[found.dtype], torch.finfo(found.dtype)
+        allowed = self.spread[name] + 2 * unit * exact.nan_to_num(0, 0, 0).abs() + info.smallest_normal
+        wide = found.double()
+        error = (wide - exact).abs()
+        same = (wide == exact) | (wide.isnan() & exact.isnan())
+        beyond = wide.isinf() & (wide.sign() == exact.sign()) & (exact.abs() + allowed >= info.max)
+        self._refuse(name, wide, exact, ~(same | beyond | (error <= allowed)), allowed)
+
+    def _refuse(self, name, found, exact, wrong, allowed):
+        if wrong.any():
+            at = tuple(wrong.nonzero()[0].tolist())
+            raise Wrong(
+                f"{name}{list(at)} is {found[at].item():.9g}, exactly {exact[at].item():.9g}, off by at most "
+                f"{allowed[at].item():.3g} where it is right; {int(wrong.sum())} of {wrong.numel()} elements are wrong"
+            )
+
+    def _check_tokens(self, found):
+        expected = sampling_cases.expected_outputs(self.clean, self.attrs)
+        try:
+            sampling_cases.assert_right(found, expected)
+        except AssertionError as error:
+            raise Wrong(str(error)) from error
+
+
+def settled(case, inputs, found):
+    """(inputs, attributes) of the same call after what it appended to int8 caches, so that rounding that tips counts once; None
+    for any other call."""
+    attrs = case.attrs
+    if not (attrs.get("append") and torch.int8 in [inputs[n].dtype for n in ("key_cache", "value_cache") if n in inputs]):
+        return None
+    op = draw.OPS[case.op]
+    after = {n: t for n, t in inputs.items() if n not in ("new_key", "new_value")}
+    after |= {t.takes: found[t.name] for t in op.active_outputs(attrs) if t.takes}
+    if attrs.get("packed_qkv"):
+        axes = draw.axes_of(op, {n: t.dim() for n, t in inputs.items()}, attrs)
+        dims = spec.sizes_of(pair for n, t in inputs.items() for pair in zip(axes[n], t.shape, strict=True))
+        heads = next(i for i, axis in enumerate(axes["query"]) if axis.plus)
+        after["query"] = after["query"].narrow(heads, 0, dims["H"]).contiguous()
+    return after, {**attrs, "append": 0, "packed_qkv": 0}
