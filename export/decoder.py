@@ -286,7 +286,7 @@ def cache_shapes(model: Any, cache: str | None = None) -> Shapes:
         elif layer in latent:
             for part, size in ((KEY, latent[layer].qk_head_dim), (VALUE, latent[layer].v_head_dim)):
                 shapes[cache_name(layer, part)] = (model.dtype, (BATCH, heads, CAPACITY, size))
-        elif kind in ("full_attention", "sliding_attention", "hybrid"):
+        elif kind in ("full_attention", "sliding_attention") or layer in hybrids:
             kv_heads = getattr(own, "num_key_value_heads", None) or heads
             for part in (KEY, VALUE):
                 shapes[cache_name(layer, part)] = (model.dtype, (BATCH, kv_heads, CAPACITY, head_size))

@@ -132,13 +132,14 @@ def over_caches(model: torch.nn.Module, current: Callable[[], Cache | None]) -> 
 
         return call
 
-    grids = [module for module in model.modules() if hasattr(module, "recomposition_frequencies")]
+    files = {type(module).__module__ for module in layers.values()}
+    grids = [m for m in model.modules() if type(m).__module__ in files and hasattr(m, "recomposition_frequencies")]
     hooks = [module.register_forward_pre_hook(note) for module in layers.values()]
     before = []
     try:
         for module in grids:
             module.forward = types.MethodType(_rotary_of_text, module)
-        for file in {type(module).__module__ for module in layers.values()}:
+        for file in files:
             for name, function in ours.items():
                 if (theirs := getattr(sys.modules[file], name, None)) is not None:
                     before.append((sys.modules[file], name, theirs))

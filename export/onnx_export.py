@@ -17,7 +17,8 @@ import torch
 from leanfleet import spec
 from leanfleet.export import function_bodies, shortcuts, torch_ops  # noqa: F401  torch_ops defines torch.ops.leanfleet
 
-_TYPE_STRINGS = {name: [f"tensor({t.replace('float32', 'float')})" for t in types] for name, types in spec.TYPES.items()}
+_TYPES = spec.TYPES | {"C": spec.TYPES["T"] + spec.TYPES["C"]}
+_TYPE_STRINGS = {name: [f"tensor({t.replace('float32', 'float')})" for t in types] for name, types in _TYPES.items()}
 _ANNOTATIONS = {"bool": int, "int": int, "float": float, "string": str}
 
 

@@ -9,7 +9,9 @@ reason. Needs onnx and onnx-ir alone. What corresponds to what:
     com.microsoft PagedAttention          LeanAttention of packed new tokens over pages, with append
     com.microsoft MultiHeadAttention      LeanAttention, as for Attention
     ai.onnx LinearAttention (27),
-    com.microsoft LinearAttention         CausalLinearDecay, for the update rules "linear" and "gated"
+    com.microsoft LinearAttention         CausalLinearDecay for the update rules "linear" and "gated", GatedDeltaRule for
+                                          "delta" and "gated_delta"
+    com.microsoft GatedDeltaNet           GatedDeltaRule
 
 Symbols are those of ops.toml: B batch, H query heads, Hkv key/value heads, N or Nq new tokens, S keys, D, R and Dv
 head sizes.
@@ -30,12 +32,9 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass, RemoveUnusedFunctionsPass, ShapeInferencePass
 
 from leanfleet import progress, spec
-from leanfleet.export import function_bodies, rewrite_check
+from leanfleet.export import function_bodies, rewrite_check, rewrite_linear
+from leanfleet.export import rewrite_nodes as nodes
 from leanfleet.tables import print_table
-
-MICROSOFT = "com.microsoft"
-TYPES = (ir.DataType.FLOAT, ir.DataType.FLOAT16, ir.DataType.BFLOAT16)
-FIRST_OPSET_OF_LINEAR_ATTENTION = 27  # onnxruntime 1.31 reads files of up to 26
 
 
 @dataclass
@@ -50,243 +49,6 @@ class Row:
     notes: list = field(default_factory=list)
 
 
-class _Refused(Exception):
-    """Why a node stays."""
-
-
-class _Emitter(function_bodies._Ops):
-    """Emits the nodes that take one node's place, under names that begin with its own. taken: the names of all of the
-    model's values and nodes, which grows."""
-
-    def __init__(self, node, taken):
-        super().__init__()
-        self.old, self.prefix, self.notes, self._taken = node, _label(node), [], taken
-
-    def _name(self):
-        while (name := f"{self.prefix}/leanfleet_{next(self._numbers)}") in self._taken:
-            pass
-        self._taken.add(name)
-        return name
-
-    def foreign(self, domain, op_type, inputs, attributes, outputs=1):
-        """The outputs, a list, of a node of any domain."""
-        values = list(self.op_multi_out(op_type, inputs, attributes, num_outputs=outputs, domain=domain))
-        for value in values:
-            value.name = self._name()
-        return values
-
-    def ours(self, name, attributes, **inputs):
-        """{output name: value} of a leanfleet node. Attributes at their default are left out."""
-        op = spec.all_specs()[name]
-        arguments = [inputs.get(t.name) for t in op.inputs]
-        while arguments[-1] is None:
-            arguments.pop()
-        attributes = {
-            a.name: type(a.default)(attributes[a.name])
-            for a in op.attrs
-            if a.name in attributes and attributes[a.name] != a.default
-        }
-        active = op.active_outputs(attributes)
-        places = op.outputs[: 1 + max(i for i, t in enumerate(op.outputs) if t in active)]
-        plain = {n: int(v) if isinstance(v, bool) else v for n, v in attributes.items()}
-        values = self.foreign(spec.DOMAIN, name, arguments, plain, len(places))
-        self.nodes[-1].name = self.prefix
-        return dict(zip((t.name for t in places), values, strict=True))
-
-    def split_heads(self, x, heads):
-        """[B,N,heads*W] as [B,N,heads,W]."""
-        width = _dims(x)[-1] if _dims(x) else None
-        if isinstance(width, int) and width % heads:
-            raise _Refused(f"{x.name} has {width} columns, which are not the same number for each of {heads} heads")
-        return self.Reshape(x, [0, 0, heads, width // heads if isinstance(width, int) else -1])
-
-    def join_heads(self, x, width):
-        """[B,N,heads,W] as [B,N,heads*W]; `width` is that product where known."""
-        return self.Reshape(x, [0, 0, width if isinstance(width, int) else -1])
-
-    def to_cache(self, x, heads):
-        """[B,N,Hkv*W] as [B,Hkv,N,W]."""
-        return self.Transpose(self.split_heads(x, heads), perm=[0, 2, 1, 3])
-
-    def int32(self, x):
-        return self.Cast(x, to=ir.DataType.INT32)
-
-
-# What is known of values
-
-
-def _dims(value):
-    """The sizes of a value: numbers, names, or None where unknown; None where not even the rank is known."""
-    if value is None or value.shape is None:
-        return None
-    return [d if isinstance(d, int) else d.value for d in value.shape]
-
-
-def _dim(value, axis):
-    dims = _dims(value)
-    return dims[axis] if dims and -len(dims) <= axis < len(dims) else None
-
-
-def _rank(node, value, name, *allowed):
-    """The rank of an input; one of `allowed` where these are given."""
-    if value is None:
-        raise _Refused(f"its input {name} is missing")
-    if value.shape is None:
-        raise _Refused(f"the rank of {name} is unknown: run shape inference on the model first, or declare it")
-    _check_rank(value, name, *allowed)
-    return len(value.shape)
-
-
-def _check_rank(value, name, *allowed):
-    """Refuses another rank than these, where it is known."""
-    if allowed and value is not None and value.shape is not None and len(value.shape) not in allowed:
-        raise _Refused(f"{name} has rank {len(value.shape)}; expected {' or '.join(map(str, allowed))}")
-
-
-def _check_ranks(inputs, rank, required, *optional):
-    """Refuses where one of the inputs `required`, a list of names, is missing, or one of all named has another rank."""
-    for name in required:
-        if inputs.get(name) is None:
-            raise _Refused(f"its input {name} is missing")
-    for name in (*required, *optional):
-        _check_rank(inputs.get(name), name, rank)
-
-
-_KINDS = {  # of the attributes that the nodes of other domains have
-    ir.AttributeType.INT: (
-        "is_causal",
-        "q_num_heads",
-        "kv_num_heads",
-        "num_heads",
-        "left_window_size",
-        "right_window_size",
-        "softmax_precision",
-        "causal",
-        "local_window_size",
-        "do_rotary",
-        "rotary_interleaved",
-        "qk_output",
-        "sliding_window_cache",
-        "smooth_softmax",
-        "unidirectional",
-        "state_window",
-        "rotary_offset",
-        "v_head_size",
-    ),
-    ir.AttributeType.FLOAT: ("scale", "softcap"),
-    ir.AttributeType.STRING: (
-        "k_quant_type",
-        "v_quant_type",
-        "k_cache_dtype",
-        "v_cache_dtype",
-        "kv_cache_layout",
-        "update_rule",
-    ),
-}
-_FLAGS = ("is_causal", "causal", "unidirectional", "do_rotary", "rotary_interleaved", "qk_output", "sliding_window_cache")
-_KIND_OF = {name: kind for kind, names in _KINDS.items() for name in names}
-_OURS = {
-    "bool": ir.AttributeType.INT,
-    "int": ir.AttributeType.INT,
-    "float": ir.AttributeType.FLOAT,
-    "string": ir.AttributeType.STRING,
-}
-
-
-def _attributes(node):
-    op = spec.all_specs().get(node.op_type) if node.domain == spec.DOMAIN else None
-    kinds = {a.name: _OURS[a.type] for a in op.attrs} if op else _KIND_OF
-    flags = [a.name for a in op.attrs if a.type == "bool"] if op else _FLAGS
-    values = {}
-    for a in node.attributes.values():
-        if a.is_ref():
-            raise _Refused(f"attribute {a.name} refers to an attribute of a function")
-        if a.type != kinds.get(a.name, a.type):
-            raise _Refused(f"attribute {a.name} is of type {a.type.name}; expected {kinds[a.name].name}")
-        if a.name in flags and a.value not in (0, 1):
-            raise _Refused(f"attribute {a.name} is {a.value}; expected 0 or 1")
-        values[a.name] = a.value
-    return values
-
-
-def _heads(attributes, *names):
-    """The numbers of heads that these attributes tell; the first must be a multiple of the last."""
-    for name in names:
-        if attributes.get(name, 0) < 1:
-            raise _Refused(f"attribute {name} is {attributes.get(name, 'missing')}; expected 1 or more")
-    heads, kv_heads = attributes[names[0]], attributes[names[-1]]
-    if heads % kv_heads:
-        raise _Refused(f"{heads} query heads over {kv_heads} key/value heads; expected a multiple")
-    return heads, kv_heads
-
-
-def _inputs(node, names):
-    """{name: value or None} of a node's inputs."""
-    values = list(node.inputs) + [None] * (len(names) - len(node.inputs))
-    return dict(zip(names, values, strict=False))
-
-
-def _is_read(node, index):
-    """Whether an output of a node exists and anything takes it."""
-    if index >= len(node.outputs) or not node.outputs[index].name:
-        return False
-    return bool(node.outputs[index].uses()) or node.outputs[index].is_graph_output()
-
-
-def _check_types(inputs, *names):
-    types = {inputs[n].dtype for n in names if inputs.get(n) is not None and inputs[n].dtype is not None}
-    if wrong := types - set(TYPES):
-        raise _Refused(
-            f"its type is {min(wrong, key=str).name.lower()}; LeanAttention and CausalLinearDecay take float32, "
-            "float16 and bfloat16"
-        )
-    if len(types) > 1:
-        raise _Refused(f"{', '.join(names)} have types {', '.join(sorted(t.name.lower() for t in types))}; they must agree")
-
-
-def _refuse_inputs(inputs, reasons):
-    for name, reason in reasons.items():
-        if inputs.get(name) is not None:
-            raise _Refused(f"it has {name}: {reason}")
-
-
-def _scale(attributes):
-    """Our scale; theirs is 1/sqrt(D) when absent, which is what 0 says in ours."""
-    scale = attributes.get("scale")
-    if scale == 0:
-        raise _Refused("scale is 0, which makes all logits equal; LeanAttention reads 0 as 1/sqrt(D)")
-    return 0.0 if scale is None else scale
-
-
-def _softcap(attributes):
-    softcap = attributes.get("softcap", 0.0)
-    if softcap < 0:
-        raise _Refused(f"softcap is {softcap}; LeanAttention takes 0 (off) or more")
-    return softcap
-
-
-def _show(size):
-    return "an unknown number of" if size is None else f"{size}"
-
-
-def _check_lengths(tokens, keys, causal):
-    """Refuses where queries and new keys may differ in number: LeanAttention puts the last query at the last key
-    (bottom-right), and takes queries beyond the keys for padding. Without causality fewer queries than keys do."""
-    if (
-        tokens is not None
-        and tokens == keys
-        or not causal
-        and (tokens == 1 or isinstance(tokens, int) and isinstance(keys, int) and tokens <= keys)
-    ):
-        return
-    why = (
-        "LeanAttention aligns the last of both, the other operator the first"
-        if causal
-        else "LeanAttention's rows beyond the keys are padding"
-    )
-    raise _Refused(f"{_show(tokens)} queries and {_show(keys)} keys are not shown to be equally many: {why}")
-
-
 # ai.onnx Attention
 
 
@@ -294,42 +56,42 @@ _ATTENTION = ("Q", "K", "V", "attn_mask", "past_key", "past_value", "nonpad_kv_s
 
 
 def _attention(ops, node, options):
-    a, x = _attributes(node), _inputs(node, _ATTENTION)
-    _check_types(x, "Q", "K", "V", "past_key", "past_value")
-    _check_ranks(x, 4, [], "past_key", "past_value")
-    _refuse_inputs(x, {"attn_mask": "LeanAttention knows lengths and windows, no masks or biases"})
-    if _is_read(node, 3):
-        raise _Refused("qk_matmul_output is read, which LeanAttention never forms")
+    a, x = nodes.attributes(node), nodes.inputs(node, _ATTENTION)
+    nodes.check_types(x, "Q", "K", "V", "past_key", "past_value")
+    nodes.check_ranks(x, 4, [], "past_key", "past_value")
+    nodes.refuse_inputs(x, {"attn_mask": "LeanAttention knows lengths and windows, no masks or biases"})
+    if nodes.is_read(node, 3):
+        raise nodes.Refused("qk_matmul_output is read, which LeanAttention never forms")
     if a.get("softmax_precision") == ir.DataType.DOUBLE:
-        raise _Refused("softmax_precision is double; LeanAttention computes in float32")
+        raise nodes.Refused("softmax_precision is double; LeanAttention computes in float32")
     if (x["past_key"] is None) != (x["past_value"] is None):
-        raise _Refused("past_key and past_value go together")
-    if x["past_key"] is None and (_is_read(node, 1) or _is_read(node, 2)):
-        raise _Refused("present_key or present_value is read without past_key and past_value")
+        raise nodes.Refused("past_key and past_value go together")
+    if x["past_key"] is None and (nodes.is_read(node, 1) or nodes.is_read(node, 2)):
+        raise nodes.Refused("present_key or present_value is read without past_key and past_value")
     left, right = a.get("left_window_size", -1), a.get("right_window_size", -1)
     causal = bool(a.get("is_causal", 0)) or right == 0
     if right > 0 and not causal:
-        raise _Refused(f"right_window_size is {right}: LeanAttention sees all later keys or none")
+        raise nodes.Refused(f"right_window_size is {right}: LeanAttention sees all later keys or none")
     if left >= 0 and not causal:
-        raise _Refused("left_window_size without is_causal or right_window_size = 0: LeanAttention's window is causal")
-    packed = _rank(node, x["Q"], "Q", 3, 4) == 3
-    _check_ranks(x, 3 if packed else 4, ["K", "V"])
+        raise nodes.Refused("left_window_size without is_causal or right_window_size = 0: LeanAttention's window is causal")
+    packed = nodes.rank(x["Q"], "Q", 3, 4) == 3
+    nodes.check_ranks(x, 3 if packed else 4, ["K", "V"])
     if packed:
         heads, kv_heads = a.get("q_num_heads"), a.get("kv_num_heads")
         if not heads or not kv_heads:
-            raise _Refused("inputs of rank 3 need q_num_heads and kv_num_heads")
-        _heads(a, "q_num_heads", "kv_num_heads")
-    tokens, keys = (_dim(x[name], 1 if packed else 2) for name in "QK")
+            raise nodes.Refused("inputs of rank 3 need q_num_heads and kv_num_heads")
+        nodes.heads(a, "q_num_heads", "kv_num_heads")
+    tokens, keys = (nodes.dim(x[name], 1 if packed else 2) for name in "QK")
     lens = None
     if x["nonpad_kv_seqlen"] is not None:
         if tokens != 1:
-            raise _Refused(
-                f"nonpad_kv_seqlen with {_show(tokens)} queries: a request with fewer keys than queries "
+            raise nodes.Refused(
+                f"nonpad_kv_seqlen with {nodes.show(tokens)} queries: a request with fewer keys than queries "
                 "means another thing in LeanAttention; only a single query is the same"
             )
         lens = ops.int32(x["nonpad_kv_seqlen"])
     else:
-        _check_lengths(tokens, keys, causal)
+        nodes.check_lengths(tokens, keys, causal)
     query, key, value = x["Q"], x["K"], x["V"]
     if packed:
         query = ops.split_heads(query, heads)
@@ -340,8 +102,8 @@ def _attention(ops, node, options):
     out = ops.ours(
         "LeanAttention",
         dict(
-            scale=_scale(a),
-            softcap=_softcap(a),
+            scale=nodes.scale(a),
+            softcap=nodes.softcap(a),
             causal=causal,
             window=left + 1 if left >= 0 else -1,
             layout="bnhd" if packed else "bhnd",
@@ -352,16 +114,10 @@ def _attention(ops, node, options):
         seq_lens=lens,
     )["output"]
     if packed:
-        value_width = _dim(x["V"], 2)
+        value_width = nodes.dim(x["V"], 2)
         joined = value_width // kv_heads * heads if isinstance(value_width, int) else None
-        out = _known(ops.join_heads(out, joined), x["Q"], [*_dims(x["Q"])[:2], joined])
+        out = nodes.known(ops.join_heads(out, joined), x["Q"], [*nodes.dims(x["Q"])[:2], joined])
     return "LeanAttention", [out, *present]
-
-
-def _known(value, like, dims):
-    """Tells the type, that of `like`, and sizes of a value: onnx infers nothing behind nodes of other domains."""
-    value.dtype, value.shape = like.dtype, ir.Shape(dims)
-    return value
 
 
 # com.microsoft GroupQueryAttention and MultiHeadAttention
@@ -390,12 +146,12 @@ _GROUP_QUERY = (
 def _group_query_attention(ops, node, options):
     """Lengths: seqlens_k + 1 keys a request with the new tokens in; as many of them new as the query has rows, but no
     more than there are: in a prompt the rows behind a request's tokens are padding."""
-    a, x = _attributes(node), _inputs(node, _GROUP_QUERY)
-    _check_types(x, "query", "key", "value", "past_key", "past_value")
-    _check_ranks(x, 3, ["query"], "key", "value")
-    _check_ranks(x, 4, [], "past_key", "past_value")
-    _check_ranks(x, 2, [], "cos_cache", "sin_cache")
-    _refuse_inputs(
+    a, x = nodes.attributes(node), nodes.inputs(node, _GROUP_QUERY)
+    nodes.check_types(x, "query", "key", "value", "past_key", "past_value")
+    nodes.check_ranks(x, 3, ["query"], "key", "value")
+    nodes.check_ranks(x, 4, [], "past_key", "past_value")
+    nodes.check_ranks(x, 2, [], "cos_cache", "sin_cache")
+    nodes.refuse_inputs(
         x,
         {
             "attention_bias": "LeanAttention knows lengths and windows, no masks or biases",
@@ -405,26 +161,26 @@ def _group_query_attention(ops, node, options):
             "k_norm_weight": "LeanAttention has none of keys",
         },
     )
-    if _is_read(node, 3) or a.get("qk_output", 0):
-        raise _Refused("output_qk is asked for, which LeanAttention never forms")
+    if nodes.is_read(node, 3) or a.get("qk_output", 0):
+        raise nodes.Refused("output_qk is asked for, which LeanAttention never forms")
     for name in ("k_quant_type", "v_quant_type"):
         if a.get(name, "NONE") != "NONE":
-            raise _Refused(f"{name} is {a[name]}: quantised caches are not LeanAttention's")
+            raise nodes.Refused(f"{name} is {a[name]}: quantised caches are not LeanAttention's")
     if a.get("sliding_window_cache", 0):
-        raise _Refused("sliding_window_cache = 1: LeanAttention's caches keep every position")
+        raise nodes.Refused("sliding_window_cache = 1: LeanAttention's caches keep every position")
     if (x["past_key"] is None) != (x["past_value"] is None):
-        raise _Refused("past_key and past_value go together")
+        raise nodes.Refused("past_key and past_value go together")
     for name in ("seqlens_k", "total_sequence_length"):
         if x[name] is None:
-            raise _Refused(f"its input {name} is missing")
-    heads, kv_heads = _heads(a, "num_heads", "kv_num_heads")
+            raise nodes.Refused(f"its input {name} is missing")
+    heads, kv_heads = nodes.heads(a, "num_heads", "kv_num_heads")
     causal, window = bool(a.get("causal", 1)), a.get("local_window_size", -1)
     if window != -1 and (window < 1 or not causal):
-        raise _Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
+        raise nodes.Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
     query, key, value = x["query"], x["key"], x["value"]
     if (key is None) != (value is None):
-        raise _Refused("key and value go together, or are both packed into query")
-    query_dims = _dims(query) or [None] * 3
+        raise nodes.Refused("key and value go together, or are both packed into query")
+    query_dims = nodes.dims(query) or [None] * 3
     width, packed = query_dims[2], key is None
     if packed:
         width = width // (heads + 2 * kv_heads) * heads if isinstance(width, int) else None
@@ -432,9 +188,9 @@ def _group_query_attention(ops, node, options):
         if x["past_key"] is None:
             query, key, value = ops.Split(query, [heads, kv_heads, kv_heads], axis=2, outputs=3)
     else:
-        tokens, keys = query_dims[1], _dim(key, 1)
+        tokens, keys = query_dims[1], nodes.dim(key, 1)
         if None not in (tokens, keys) and tokens != keys:
-            raise _Refused(f"query has {tokens} tokens, key {keys}: LeanAttention appends as many as it attends from")
+            raise nodes.Refused(f"query has {tokens} tokens, key {keys}: LeanAttention appends as many as it attends from")
         query = ops.split_heads(query, heads)
         key, value = ops.split_heads(key, kv_heads), ops.split_heads(value, kv_heads)
     lens = ops.Add(x["seqlens_k"], ops.int32(1))
@@ -455,7 +211,7 @@ def _group_query_attention(ops, node, options):
     elif a.get("smooth_softmax", 0) == 1:
         sinks = ops.Expand(0.0, [heads])
     scale = a.get("scale", 0.0)  # 0 is 1/sqrt(D) in both
-    attributes = dict(scale=scale, softcap=_softcap(a), causal=causal, window=window, layout="bnhd")
+    attributes = dict(scale=scale, softcap=nodes.softcap(a), causal=causal, window=window, layout="bnhd")
     if x["past_key"] is None:
         caches = [ops.Transpose(t, perm=[0, 2, 1, 3]) for t in (key, value)]
         out = ops.ours(
@@ -492,13 +248,13 @@ def _group_query_attention(ops, node, options):
         )
         out, caches = outputs["output"], [outputs["key_cache_out"], outputs["value_cache_out"]]
     ops.notes.append("rows of the output behind a request's tokens are 0")
-    return "LeanAttention", [_known(ops.join_heads(out, width), x["query"], [*query_dims[:2], width]), *caches]
+    return "LeanAttention", [nodes.known(ops.join_heads(out, width), x["query"], [*query_dims[:2], width]), *caches]
 
 
 def _fixed_capacity(node, past):
     """Whether the model declares that present is no longer than past."""
     present = node.outputs[1] if len(node.outputs) > 1 else None
-    return _dim(past, 2) is not None and _dim(past, 2) == _dim(present, 2)
+    return nodes.dim(past, 2) is not None and nodes.dim(past, 2) == nodes.dim(present, 2)
 
 
 def _grown(ops, past, total, like):
@@ -510,9 +266,9 @@ def _grown(ops, past, total, like):
 
 def _check_rotary(x):
     if x["cos_cache"] is None or x["sin_cache"] is None:
-        raise _Refused("do_rotary = 1 without cos_cache and sin_cache")
+        raise nodes.Refused("do_rotary = 1 without cos_cache and sin_cache")
     if x["position_ids"] is not None:
-        raise _Refused(
+        raise nodes.Refused(
             "position_ids is given: GroupQueryAttention reads it in another way for prompts than for later "
             "tokens; leave it out where positions follow from seqlens_k"
         )
@@ -526,19 +282,19 @@ def _positions(ops, query, lens, counts):
 
 def _rotated(ops, x, a, t, positions, heads):
     """com.microsoft RotaryEmbedding of [B,N,heads,D], on the leading part of D that cos_cache covers."""
-    width, half = _dim(x["past_key"], 3) or _head_size(x, a), _dim(x["cos_cache"], 1)
+    width, half = nodes.dim(x["past_key"], 3) or _head_size(x, a), nodes.dim(x["cos_cache"], 1)
     if not isinstance(half, int) or not isinstance(width, int):
-        raise _Refused("do_rotary = 1, and the sizes of cos_cache and of a head are not both known")
+        raise nodes.Refused("do_rotary = 1, and the sizes of cos_cache and of a head are not both known")
     attributes = {"interleaved": int(a.get("rotary_interleaved", 0)), "num_heads": heads}
     if 2 * half != width:
         attributes["rotary_embedding_dim"] = 2 * half
     flat = ops.Reshape(t, [0, 0, heads * width])
-    (rotated,) = ops.foreign(MICROSOFT, "RotaryEmbedding", [flat, positions, x["cos_cache"], x["sin_cache"]], attributes)
+    (rotated,) = ops.foreign(nodes.MICROSOFT, "RotaryEmbedding", [flat, positions, x["cos_cache"], x["sin_cache"]], attributes)
     return ops.Reshape(rotated, [0, 0, heads, width])
 
 
 def _head_size(x, a):
-    width = _dim(x["query"], 2)
+    width = nodes.dim(x["query"], 2)
     heads = a["num_heads"] + (2 * a["kv_num_heads"] if x["key"] is None else 0)
     return width // heads if isinstance(width, int) else None
 
@@ -566,12 +322,12 @@ _PAGED = (
 
 def _paged_attention(ops, node, options):
     """The new tokens of all requests one after the other, in both; past_seqlens leaves them out, seq_lens does not."""
-    a, x = _attributes(node), _inputs(node, _PAGED)
-    _check_types(x, "query", "key", "value", "key_cache", "value_cache")
-    _check_ranks(x, 2, ["query"], "key", "value", "cos_cache", "sin_cache")
-    _check_ranks(x, 4, ["key_cache", "value_cache"])
-    _check_ranks(x, 2, ["block_table"])
-    _refuse_inputs(
+    a, x = nodes.attributes(node), nodes.inputs(node, _PAGED)
+    nodes.check_types(x, "query", "key", "value", "key_cache", "value_cache")
+    nodes.check_ranks(x, 2, ["query"], "key", "value", "cos_cache", "sin_cache")
+    nodes.check_ranks(x, 4, ["key_cache", "value_cache"])
+    nodes.check_ranks(x, 2, ["block_table"])
+    nodes.refuse_inputs(
         x,
         {
             "slot_mapping": "LeanAttention writes where positions and block_table say",
@@ -591,31 +347,33 @@ def _paged_attention(ops, node, options):
         ("v_head_size", 0),
     ):
         if a.get(name, usual) != usual:
-            raise _Refused(f"{name} is {a[name]}; LeanAttention has caches of its own type, and RoPE from the first column on")
+            raise nodes.Refused(
+                f"{name} is {a[name]}; LeanAttention has caches of its own type, and RoPE from the first column on"
+            )
     for name in ("cumulative_sequence_length", "past_seqlens"):
         if x[name] is None:
-            raise _Refused(f"its input {name} is missing")
-    heads, kv_heads = _heads(a, "num_heads", "kv_num_heads")
+            raise nodes.Refused(f"its input {name} is missing")
+    heads, kv_heads = nodes.heads(a, "num_heads", "kv_num_heads")
     causal, window = bool(a.get("is_causal", 1)), a.get("local_window_size", -1)
     if window != -1 and (window < 1 or not causal):
-        raise _Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
+        raise nodes.Refused(f"local_window_size is {window}; LeanAttention takes -1 (off), or 1 or more where causal")
     query, key, value = x["query"], x["key"], x["value"]
     if (key is None) != (value is None):
-        raise _Refused("key and value go together, or are both packed into query")
-    packed, size = key is None, _dim(x["key_cache"], 3)
+        raise nodes.Refused("key and value go together, or are both packed into query")
+    packed, size = key is None, nodes.dim(x["key_cache"], 3)
     size = size if isinstance(size, int) else -1
     tables, rotary = {}, bool(a.get("do_rotary", 0))
     if rotary:
         if x["cos_cache"] is None or x["sin_cache"] is None:
-            raise _Refused("do_rotary = 1 without cos_cache and sin_cache")
+            raise nodes.Refused("do_rotary = 1 without cos_cache and sin_cache")
         tables = {name: ops.float(x[name]) for name in ("cos_cache", "sin_cache")}
     offsets = x["cumulative_sequence_length"]
     counts = ops.Sub(ops.Slice(offsets, [1], [1 << 31]), ops.Slice(offsets, [0], [-1]))
     outputs = ops.ours(
         "LeanAttention",
         dict(
-            scale=_scale(a) if a.get("scale") else 0.0,  # 0 is 1/sqrt(D) in both
-            softcap=_softcap(a),
+            scale=nodes.scale(a) if a.get("scale") else 0.0,  # 0 is 1/sqrt(D) in both
+            softcap=nodes.softcap(a),
             causal=causal,
             window=window,
             layout="bnhd",
@@ -635,7 +393,7 @@ def _paged_attention(ops, node, options):
         **tables,
     )
     width = heads * size if size > 0 else -1
-    out = _known(ops.Reshape(outputs["output"], [0, width]), query, [_dim(query, 0), width if width > 0 else None])
+    out = nodes.known(ops.Reshape(outputs["output"], [0, width]), query, [nodes.dim(query, 0), width if width > 0 else None])
     return "LeanAttention", [out, outputs["key_cache_out"], outputs["value_cache_out"]]
 
 
@@ -654,10 +412,10 @@ _MULTI_HEAD = (
 
 
 def _multi_head_attention(ops, node, options):
-    a, x = _attributes(node), _inputs(node, _MULTI_HEAD)
-    _check_types(x, "query", "key", "value", "past_key", "past_value")
-    _check_ranks(x, 4, [], "past_key", "past_value")
-    _refuse_inputs(
+    a, x = nodes.attributes(node), nodes.inputs(node, _MULTI_HEAD)
+    nodes.check_types(x, "query", "key", "value", "past_key", "past_value")
+    nodes.check_ranks(x, 4, [], "past_key", "past_value")
+    nodes.refuse_inputs(
         x,
         {
             "key_padding_mask": "it adds mask_filter_value, a finite number, where LeanAttention leaves keys out",
@@ -667,34 +425,34 @@ def _multi_head_attention(ops, node, options):
             "bias": "add it to query, key and value before the node",
         },
     )
-    if _is_read(node, 3):
-        raise _Refused("qk is read, which LeanAttention never forms")
+    if nodes.is_read(node, 3):
+        raise nodes.Refused("qk is read, which LeanAttention never forms")
     if (x["past_key"] is None) != (x["past_value"] is None):
-        raise _Refused("past_key and past_value go together")
-    if x["past_key"] is None and (_is_read(node, 1) or _is_read(node, 2)):
-        raise _Refused("present_key or present_value is read without past_key and past_value")
-    (heads, _), causal = _heads(a, "num_heads"), bool(a.get("unidirectional", 0))
+        raise nodes.Refused("past_key and past_value go together")
+    if x["past_key"] is None and (nodes.is_read(node, 1) or nodes.is_read(node, 2)):
+        raise nodes.Refused("present_key or present_value is read without past_key and past_value")
+    (heads, _), causal = nodes.heads(a, "num_heads"), bool(a.get("unidirectional", 0))
     query, key, value = x["query"], x["key"], x["value"]
-    query_dims = _dims(query)
-    tokens = _dim(query, 1)
-    if _rank(node, query, "query", 3, 5) == 5:  # [B,N,H,3,D]
+    query_dims = nodes.dims(query)
+    tokens = nodes.dim(query, 1)
+    if nodes.rank(query, "query", 3, 5) == 5:  # [B,N,H,3,D]
         if key is not None or value is not None:
-            raise _Refused("query of rank 5 holds key and value already, but key or value is given")
+            raise nodes.Refused("query of rank 5 holds key and value already, but key or value is given")
         query, key, value = (ops.Squeeze(t, [3]) for t in ops.Split(query, [1, 1, 1], axis=3, outputs=3))
         key, value = (ops.Transpose(t, perm=[0, 2, 1, 3]) for t in (key, value))
         keys, size = tokens, query_dims[4]
         joined = heads * size if isinstance(size, int) else None
     else:
         if key is None:
-            raise _Refused("query of rank 3 without key")
-        rank = _rank(node, key, "key", 3, 4, 5)
+            raise nodes.Refused("query of rank 3 without key")
+        rank = nodes.rank(key, "key", 3, 4, 5)
         if rank != 5:
-            _check_ranks(x, rank, ["value"])
-        keys = _dim(key, 2 if rank == 4 else 1)
-        size = _dim(value if value is not None else key, -1)
+            nodes.check_ranks(x, rank, ["value"])
+        keys = nodes.dim(key, 2 if rank == 4 else 1)
+        size = nodes.dim(value if value is not None else key, -1)
         query = ops.split_heads(query, heads)
         if rank == 4 and x["past_key"] is not None:
-            raise _Refused("key of rank 4 is a whole cache, but past_key is given too")
+            raise nodes.Refused("key of rank 4 is a whole cache, but past_key is given too")
         if rank == 5:  # [B,S,H,2,D]
             key, value = (
                 ops.Transpose(ops.Squeeze(t, [3]), perm=[0, 2, 1, 3]) for t in ops.Split(key, [1, 1], axis=3, outputs=2)
@@ -702,7 +460,7 @@ def _multi_head_attention(ops, node, options):
         elif rank == 3:
             key, value = ops.to_cache(key, heads), ops.to_cache(value, heads)
         joined = (size if rank == 3 else heads * size) if isinstance(size, int) else None
-    _check_lengths(tokens, keys, causal)
+    nodes.check_lengths(tokens, keys, causal)
     present = []
     if x["past_key"] is not None:
         present = key, value = ops.Concat(x["past_key"], key, axis=2), ops.Concat(x["past_value"], value, axis=2)
@@ -713,69 +471,7 @@ def _multi_head_attention(ops, node, options):
         key_cache=key,
         value_cache=value,
     )["output"]
-    return "LeanAttention", [_known(ops.join_heads(out, joined), x["query"], [*query_dims[:2], joined]), *present]
-
-
-# LinearAttention, of ai.onnx and of com.microsoft
-
-
-_LINEAR = ("query", "key", "value", "past_state", "decay", "beta")
-
-
-def _linear_attention(ops, node, options):
-    a, x = _attributes(node), _inputs(node, _LINEAR)
-    _check_types(x, "query", "key", "value")
-    rule = a.get("update_rule", "gated_delta")
-    if rule not in ("linear", "gated"):
-        raise _Refused(f"update_rule is {rule}; CausalLinearDecay has linear and gated")
-    _refuse_inputs(x, {"beta": f"the update rule {rule} has no beta"})
-    if (x["decay"] is None) != (rule == "linear"):
-        raise _Refused(f"update_rule is {rule} with{'out' if x['decay'] is None else ''} decay")
-    if a.get("state_window", 0):
-        raise _Refused(f"state_window is {a['state_window']}; CausalLinearDecay returns the last state alone")
-    _check_ranks(x, 3, ["query", "key", "value"], "decay")
-    _check_ranks(x, 4, [], "past_state")
-    heads, kv_heads = _heads(a, "q_num_heads", "kv_num_heads")
-    width, scale = _dim(x["query"], 2), a.get("scale", 0.0)
-    if scale == 0:
-        if not isinstance(width, int):
-            raise _Refused("scale is 1/sqrt(d_k), and the size of query's last axis is unknown")
-        scale = float(np.float32(1 / np.sqrt(width // heads)))
-    log_decay = None
-    if x["decay"] is not None:
-        size, key_size = _dim(x["decay"], 2), _dim(x["key"], 2)
-        if size != kv_heads:
-            raise _Refused(
-                f"decay has {_show(size)} columns for {kv_heads} heads: CausalLinearDecay takes one a head, "
-                + ("and these may differ inside a head" if size == key_size else "which must be known")
-            )
-        log_decay = ops.float(x["decay"])
-        log_decay.shape = x["decay"].shape
-        ops.notes.append("log decays above 0 are an error")
-    returns = len(node.outputs) > 1 and bool(node.outputs[1].name)
-    state = x["past_state"]
-    state_type = node.inputs[0].dtype if state is None else state.dtype
-    if state is not None and state.dtype != ir.DataType.FLOAT:
-        state = ops.float(state)
-    outputs = ops.ours(
-        "CausalLinearDecay",
-        dict(scale=scale, return_state=returns, layout="bnhd"),
-        query=ops.split_heads(x["query"], heads),
-        key=ops.split_heads(x["key"], kv_heads),
-        value=ops.split_heads(x["value"], kv_heads),
-        log_decay=log_decay,
-        initial_state=state,
-    )
-    value_width = _dim(x["value"], 2)
-    joined = value_width // kv_heads * heads if isinstance(value_width, int) else None
-    out = ops.join_heads(outputs["output"], joined)
-    results = [_known(out, x["query"], [*(_dims(x["query"]) or [None] * 3)[:2], joined])]
-    if returns:
-        final = outputs["final_state"]
-        if state_type is None:
-            raise _Refused("the type of past_state is unknown: run shape inference on the model first")
-        results.append(final if state_type == ir.DataType.FLOAT else ops.Cast(final, to=state_type))
-    return "CausalLinearDecay", results
+    return "LeanAttention", [nodes.known(ops.join_heads(out, joined), x["query"], [*query_dims[:2], joined]), *present]
 
 
 # Back to standard operators
@@ -784,36 +480,38 @@ def _linear_attention(ops, node, options):
 def _lean_attention_back(ops, node, options):
     """ai.onnx Attention without append; with it GroupQueryAttention, which places single new tokens alike."""
     op = spec.all_specs()["LeanAttention"]
-    a = {t.name: t.default for t in op.attrs} | _attributes(node)
-    x = _inputs(node, [t.name for t in op.inputs])
+    a = {t.name: t.default for t in op.attrs} | nodes.attributes(node)
+    x = nodes.inputs(node, [t.name for t in op.inputs])
     if x["cu_query_lens"] is not None:
         return _packed_back(ops, node, a, x)
-    _check_ranks(x, 4, ["query"], "new_key", "new_value")
-    _refuse_inputs(x, {"cu_seqlens": "no standard operator has ragged caches", "block_table": "none has such paged caches"})
-    _check_ranks(x, 4, ["key_cache", "value_cache"])
-    if _is_read(node, 1):
-        raise _Refused("lse is read, which no standard operator returns")
+    nodes.check_ranks(x, 4, ["query"], "new_key", "new_value")
+    nodes.refuse_inputs(
+        x, {"cu_seqlens": "no standard operator has ragged caches", "block_table": "none has such paged caches"}
+    )
+    nodes.check_ranks(x, 4, ["key_cache", "value_cache"])
+    if nodes.is_read(node, 1):
+        raise nodes.Refused("lse is read, which no standard operator returns")
     bnhd = a["layout"] == "bnhd"
-    tokens, heads = (_dim(x["query"], axis) for axis in ((1, 2) if bnhd else (2, 1)))
-    if a["packed_qkv"] and isinstance(heads, int) and isinstance(_dim(x["key_cache"], 1), int):
-        heads -= 2 * _dim(x["key_cache"], 1)
-    capacity = _dim(x["key_cache"], 2)
+    tokens, heads = (nodes.dim(x["query"], axis) for axis in ((1, 2) if bnhd else (2, 1)))
+    if a["packed_qkv"] and isinstance(heads, int) and isinstance(nodes.dim(x["key_cache"], 1), int):
+        heads -= 2 * nodes.dim(x["key_cache"], 1)
+    capacity = nodes.dim(x["key_cache"], 2)
     if a["append"]:
         return _append_back(ops, a, x, bnhd, tokens, heads)
-    _refuse_inputs(x, {"query_lens": "ai.onnx Attention takes no rows of padding"})
+    nodes.refuse_inputs(x, {"query_lens": "ai.onnx Attention takes no rows of padding"})
     if x["sinks"] is not None:
-        raise _Refused("ai.onnx Attention has no sinks")
+        raise nodes.Refused("ai.onnx Attention has no sinks")
     if x["cos_cache"] is not None:
-        raise _Refused("ai.onnx Attention has no rotary encoding")
+        raise nodes.Refused("ai.onnx Attention has no rotary encoding")
     opset, needed = options["opset"], 25 if a["window"] != -1 else 24 if x["seq_lens"] is not None else 23
     if opset < needed:
-        raise _Refused(f"the model has opset {opset}; ai.onnx Attention with these inputs needs {needed}")
+        raise nodes.Refused(f"the model has opset {opset}; ai.onnx Attention with these inputs needs {needed}")
     if x["seq_lens"] is not None and tokens != 1:
-        raise _Refused(f"seq_lens with {_show(tokens)} queries: only for a single one is nonpad_kv_seqlen the same")
+        raise nodes.Refused(f"seq_lens with {nodes.show(tokens)} queries: only for a single one is nonpad_kv_seqlen the same")
     if x["seq_lens"] is None:
-        _check_lengths(tokens, capacity, a["causal"] and tokens != 1)
+        nodes.check_lengths(tokens, capacity, a["causal"] and tokens != 1)
     if tokens == 1 and a["window"] != -1 and x["seq_lens"] is None and capacity != 1:
-        raise _Refused("Attention would count the window from the first key")
+        raise nodes.Refused("Attention would count the window from the first key")
     attributes = {"is_causal": int(a["causal"] and (tokens != 1 or a["window"] != -1)), "softcap": a["softcap"]}
     if a["scale"]:
         attributes["scale"] = a["scale"]
@@ -832,18 +530,18 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     prompts. So rows of padding are appended too, behind a request's keys, where the next tokens overwrite them, and their
     output is made 0. Several rows a request go to empty caches, or to a single request's: it refuses others."""
     kv_heads, size, value_size = (
-        _dim(x[name], axis) for name, axis in (("key_cache", 1), ("key_cache", 3), ("value_cache", 3))
+        nodes.dim(x[name], axis) for name, axis in (("key_cache", 1), ("key_cache", 3), ("value_cache", 3))
     )
     if not a["causal"] and tokens != 1:
-        raise _Refused(f"append with {_show(tokens)} queries that are not causal: they would see rows of padding")
+        raise nodes.Refused(f"append with {nodes.show(tokens)} queries that are not causal: they would see rows of padding")
     if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != value_size:
-        raise _Refused("GroupQueryAttention needs the numbers of heads, and keys and values of one known size")
+        raise nodes.Refused("GroupQueryAttention needs the numbers of heads, and keys and values of one known size")
     if size % 8:
-        raise _Refused(f"heads of {size}; onnxruntime's GroupQueryAttention takes multiples of 8")
+        raise nodes.Refused(f"heads of {size}; onnxruntime's GroupQueryAttention takes multiples of 8")
     if x["sinks"] is not None and x["query"].dtype != ir.DataType.FLOAT:
-        raise _Refused("sinks are float32, head_sink is rounded to the type of query")
+        raise nodes.Refused("sinks are float32, head_sink is rounded to the type of query")
     if not a["packed_qkv"] and (x["new_key"] is None or x["new_value"] is None):
-        raise _Refused("append without new_key and new_value")
+        raise nodes.Refused("append without new_key and new_value")
     rows_axis = 1 if bnhd else 2
     lens = x["seq_lens"]
     if lens is None:
@@ -879,7 +577,9 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     tables = [None, None]
     if x["cos_cache"] is not None:
         if size % 16:
-            raise _Refused(f"heads of {size}; with rotary encoding onnxruntime's GroupQueryAttention takes multiples of 16")
+            raise nodes.Refused(
+                f"heads of {size}; with rotary encoding onnxruntime's GroupQueryAttention takes multiples of 16"
+            )
         tables = [_as_type(x[name], x["query"].dtype, name) for name in ("cos_cache", "sin_cache")]
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
@@ -887,7 +587,7 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
         inputs += [*tables, None, None, x["sinks"]]
     while inputs[-1] is None:
         inputs.pop()
-    out, key, value = ops.foreign(MICROSOFT, "GroupQueryAttention", inputs, attributes, 3)
+    out, key, value = ops.foreign(nodes.MICROSOFT, "GroupQueryAttention", inputs, attributes, 3)
     out = ops.Reshape(out, [0, 0, heads, size])
     if counts is not None:
         real = ops.Less(ops.Unsqueeze(ops.range(ops.size(x["query"], rows_axis)), [0]), ops.Unsqueeze(ops.int64(counts), [1]))
@@ -898,19 +598,19 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
 def _packed_back(ops, node, a, x):
     """PagedAttention, which only onnxruntime's CUDA provider runs."""
     if x["block_table"] is None or not a["append"]:
-        raise _Refused("packed new tokens over other caches than pages, or without append, which no standard operator has")
-    if _is_read(node, 1):
-        raise _Refused("lse is read, which no standard operator returns")
+        raise nodes.Refused("packed new tokens over other caches than pages, or without append, which no standard operator has")
+    if nodes.is_read(node, 1):
+        raise nodes.Refused("lse is read, which no standard operator returns")
     if x["query"].dtype == ir.DataType.FLOAT:
-        raise _Refused("onnxruntime's PagedAttention takes float16 and bfloat16")
-    bnhd, kv_heads, size = a["layout"] == "bnhd", _dim(x["key_cache"], 2), _dim(x["key_cache"], 3)
-    heads = _dim(x["query"], 1 if bnhd else 0)
-    if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != _dim(x["value_cache"], 3):
-        raise _Refused("PagedAttention needs the numbers of heads, and keys and values of one known size")
+        raise nodes.Refused("onnxruntime's PagedAttention takes float16 and bfloat16")
+    bnhd, kv_heads, size = a["layout"] == "bnhd", nodes.dim(x["key_cache"], 2), nodes.dim(x["key_cache"], 3)
+    heads = nodes.dim(x["query"], 1 if bnhd else 0)
+    if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != nodes.dim(x["value_cache"], 3):
+        raise nodes.Refused("PagedAttention needs the numbers of heads, and keys and values of one known size")
     if x["sinks"] is not None:
-        raise _Refused("sinks are float32, head_sink is rounded to the type of query")
+        raise nodes.Refused("sinks are float32, head_sink is rounded to the type of query")
     if x["seq_lens"] is None:
-        raise _Refused("it has no seq_lens, which past_seqlens follow from")
+        raise nodes.Refused("it has no seq_lens, which past_seqlens follow from")
     heads -= 2 * kv_heads if a["packed_qkv"] else 0
     offsets = x["cu_query_lens"]
     past = ops.Sub(x["seq_lens"], ops.Sub(ops.Slice(offsets, [1], [1 << 31]), ops.Slice(offsets, [0], [-1])))
@@ -928,7 +628,7 @@ def _packed_back(ops, node, a, x):
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
     ops.notes.append("onnxruntime runs it on CUDA alone")
-    out, key, value = ops.foreign(MICROSOFT, "PagedAttention", inputs, attributes, 3)
+    out, key, value = ops.foreign(nodes.MICROSOFT, "PagedAttention", inputs, attributes, 3)
     out = ops.Reshape(out, [0, heads, size])
     return "PagedAttention", [out if bnhd else ops.Transpose(out, perm=[1, 0, 2]), None, key, value]
 
@@ -939,65 +639,14 @@ def _as_type(table, dtype, name):
     if table.dtype != dtype and cast is not None and (cast.domain, cast.op_type) == ("", "Cast"):
         table = cast.inputs[0]
     if table.dtype != dtype:
-        raise _Refused(f"{name} is float32, GroupQueryAttention's is rounded to the type of query")
+        raise nodes.Refused(f"{name} is float32, GroupQueryAttention's is rounded to the type of query")
     return table
 
 
-def _causal_linear_decay_back(ops, node, options):
-    op = spec.all_specs()["CausalLinearDecay"]
-    a = {t.name: t.default for t in op.attrs} | _attributes(node)
-    x = _inputs(node, [t.name for t in op.inputs])
-    _refuse_inputs(
-        x, {"cu_seqlens": "LinearAttention has no packed requests", "state_index": "LinearAttention has no pool of states"}
-    )
-    _check_ranks(x, 4, ["query", "key", "value"], "initial_state")
-    if a["normalize"]:
-        raise _Refused("normalize = 1, which LinearAttention does not have")
-    if a["scale"] == 0:
-        raise _Refused("scale is 0, which LinearAttention reads as 1/sqrt(d_k)")
-    bnhd = a["layout"] == "bnhd"
-    heads, kv_heads = (_dim(x[name], 2 if bnhd else 1) for name in ("query", "key"))
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):
-        raise _Refused("the numbers of heads are not known")
-    single = x["query"].dtype == ir.DataType.FLOAT
-    decay = x["log_decay"]
-    if decay is not None and not single:
-        raise _Refused("log_decay is float32, decay would be rounded to the type of query")
-    if options["opset"] < FIRST_OPSET_OF_LINEAR_ATTENTION and not single:
-        raise _Refused("com.microsoft LinearAttention has no kernel for other types than float32 on the CPU")
-
-    def by_token(t, perm):
-        return t if bnhd else ops.Transpose(t, perm=perm)
-
-    def packed(t):
-        t = by_token(t, [0, 2, 1, 3])
-        return ops.Reshape(t, ops.dims(ops.Shape(t, end=2), -1))
-
-    if decay is not None:
-        if _rank(node, decay, "log_decay") == 1:
-            batch, tokens = ops.size(x["query"], 0), ops.size(x["query"], 1 if bnhd else 2)
-            decay = ops.Expand(decay, ops.dims(batch, tokens, kv_heads))
-        else:
-            decay = by_token(decay, [0, 2, 1])
-    inputs = [packed(x[name]) for name in ("query", "key", "value")] + [x["initial_state"], decay]
-    while inputs[-1] is None:
-        inputs.pop()
-    domain = "" if options["opset"] >= FIRST_OPSET_OF_LINEAR_ATTENTION else MICROSOFT
-    attributes = {
-        "q_num_heads": heads,
-        "kv_num_heads": kv_heads,
-        "scale": a["scale"],
-        "update_rule": "linear" if decay is None else "gated",
-    }
-    out, state = ops.foreign(domain, "LinearAttention", inputs, attributes, 2)
-    out = ops.Reshape(out, ops.dims(ops.Shape(out, end=2), heads, -1))
-    return "LinearAttention", [by_token(out, [0, 2, 1, 3]), state]
-
-
 def _gated_activation_back(ops, node, options):
-    x, kind = node.inputs[0], _attributes(node).get("activation", "silu")
+    x, kind = node.inputs[0], nodes.attributes(node).get("activation", "silu")
     if kind.startswith("gelu") and options["opset"] < 20:
-        raise _Refused(f"the model has opset {options['opset']}; ai.onnx Gelu needs 20")
+        raise nodes.Refused(f"the model has opset {options['opset']}; ai.onnx Gelu needs 20")
     gate, up = (ops.Gather(x, i, axis=2) for i in (0, 1))
     if kind == "silu":
         active = ops.Mul(gate, ops.Sigmoid(gate))
@@ -1012,15 +661,17 @@ def _gated_activation_back(ops, node, options):
 
 _TO_LEANFLEET = {
     "ai.onnx.Attention": _attention,
-    "ai.onnx.LinearAttention": _linear_attention,
-    f"{MICROSOFT}.GroupQueryAttention": _group_query_attention,
-    f"{MICROSOFT}.LinearAttention": _linear_attention,
-    f"{MICROSOFT}.MultiHeadAttention": _multi_head_attention,
-    f"{MICROSOFT}.PagedAttention": _paged_attention,
+    "ai.onnx.LinearAttention": rewrite_linear.linear_attention,
+    f"{nodes.MICROSOFT}.GatedDeltaNet": rewrite_linear.gated_delta_net,
+    f"{nodes.MICROSOFT}.GroupQueryAttention": _group_query_attention,
+    f"{nodes.MICROSOFT}.LinearAttention": rewrite_linear.linear_attention,
+    f"{nodes.MICROSOFT}.MultiHeadAttention": _multi_head_attention,
+    f"{nodes.MICROSOFT}.PagedAttention": _paged_attention,
 }
 _TO_STANDARD = {
     "leanfleet.LeanAttention": _lean_attention_back,
-    "leanfleet.CausalLinearDecay": _causal_linear_decay_back,
+    "leanfleet.CausalLinearDecay": rewrite_linear.causal_linear_decay_back,
+    "leanfleet.GatedDeltaRule": rewrite_linear.gated_delta_rule_back,
     "leanfleet.GatedActivation": _gated_activation_back,
 }
 OPERATORS = tuple(_TO_LEANFLEET)
@@ -1032,12 +683,7 @@ def operator_name(node: ir.Node) -> str:
 
 
 def _no_counterpart(ops, node, options):
-    raise _Refused("no standard operator means the same")
-
-
-def _label(node):
-    """A node's name, or that of its first output."""
-    return node.name or next((v.name for v in node.outputs if v.name), node.op_type)
+    raise nodes.Refused("no standard operator means the same")
 
 
 def _names(model):
@@ -1052,11 +698,11 @@ def _candidates(graph, mappings):
 
 def _replace(node, mapping, options):
     """Puts what `mapping` emits in the node's place; returns its Row. The node's other readers do not notice."""
-    row = Row(_label(node), operator_name(node))
-    ops = _Emitter(node, options["taken"])
+    row = Row(nodes.label(node), operator_name(node))
+    ops = nodes.Emitter(node, options["taken"])
     try:
         row.into, results = mapping(ops, node, options)
-    except _Refused as refusal:
+    except nodes.Refused as refusal:
         row.reason = str(refusal)
         for new in ops.nodes:  # they read the model's values no more
             for i in range(len(new.inputs)):
@@ -1117,31 +763,31 @@ def rewrite(
         mappings = {f"{spec.DOMAIN}.{name}": _no_counterpart for name in spec.all_specs()} | _TO_STANDARD
     function_bodies.check_nodes(model)
     _inline_callers(model, mappings)
-    nodes = _candidates(model.graph, mappings)
+    todo = _candidates(model.graph, mappings)
     options = {
         "fixed_caches": fixed_caches,
         "opset": model.opset_imports.get("", function_bodies.DEFAULT_OPSET),
         "taken": _names(model),
     }
-    order = {id(node): i for i, node in enumerate(nodes)}
+    order = {id(node): i for i, node in enumerate(todo)}
     by_node: dict[int, Row] = {}
     if to == "leanfleet" and bodies and options["opset"] < function_bodies.OLDEST_OPSET:
         return [
             Row(
-                _label(n),
+                nodes.label(n),
                 operator_name(n),
                 reason=f"the model has opset {options['opset']}; function "
                 f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter",
             )
-            for n in nodes
+            for n in todo
         ]
-    while nodes:  # what is found out about one node's output may be what the next one lacks
+    while todo:  # what is found out about one node's output may be what the next one lacks
         _infer_shapes(model)
-        found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in nodes}
+        found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in todo}
         by_node |= found
         _import_domains(model)
-        left = [n for n in nodes if found[id(n)].into is None]
-        nodes = left if len(left) < len(nodes) else []
+        left = [n for n in todo if found[id(n)].into is None]
+        todo = left if len(left) < len(todo) else []
     rows = [by_node[key] for key in sorted(by_node, key=order.__getitem__)]
     _complete(model, bodies, inline and to == "standard")
     return rows
@@ -1178,19 +824,19 @@ def _inline_callers(model, mappings):
 def _import_domains(model):
     """Imports the domains that new nodes may be of: onnx infers no shapes in a model that lacks one."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
-        if node.domain in (MICROSOFT, spec.DOMAIN):
-            model.opset_imports.setdefault(node.domain, 1 if node.domain == MICROSOFT else spec.OPSET_VERSION)
+        if node.domain in (nodes.MICROSOFT, spec.DOMAIN):
+            model.opset_imports.setdefault(node.domain, 1 if node.domain == nodes.MICROSOFT else spec.OPSET_VERSION)
 
 
 def _complete(model, bodies, inline):
     """The opset and the functions that the nodes now in the model need, and no others."""
-    nodes = [*ir.traversal.RecursiveGraphIterator(model.graph)]
-    domains = {n.domain for n in nodes}
+    every = [*ir.traversal.RecursiveGraphIterator(model.graph)]
+    domains = {n.domain for n in every}
     imports = model.opset_imports
-    opset, older = imports.get("", 0), FIRST_OPSET_OF_LINEAR_ATTENTION - 1
+    opset, older = imports.get("", 0), rewrite_linear.FIRST_OPSET_OF_LINEAR_ATTENTION - 1
     if opset > older and all(
         onnx.defs.has(n.op_type, opset, "") and onnx.defs.get_schema(n.op_type, opset, "").since_version <= older
-        for n in nodes
+        for n in every
         if n.domain == ""
     ):
         imports[""] = older

@@ -509,7 +509,8 @@ def info_command(arguments: argparse.Namespace) -> int:
     print_table([(name, version) for name, version in info["packages"].items() if version] or [("none",)])
     runtime = info["onnxruntime"]
     print(f"  onnxruntime's providers: {', '.join(runtime['providers']) or runtime['error']}")
-    print(f"\noperators, domain {spec.DOMAIN}; T is one of {', '.join(spec.TYPES['T'])}, F float32, I int32, L int64")
+    types = ", ".join(spec.TYPES["T"])
+    print(f"\noperators, domain {spec.DOMAIN}; T is one of {types}, C that or int8, F float32, I int32, L int64")
     for op in info["operators"]:
         print(f"\n{op['name']}, version {op['version']}: {op['doc']}")
         rows = [

@@ -56,11 +56,11 @@ class PagePool:
         """How many pages somebody has."""
         return self.count - self.available
 
-    def take(self) -> int | None:
-        """A page to write to, which nobody else has; None where all are in use."""
+    def take(self, empty: bool = False) -> int | None:
+        """A page to write to, which nobody else has; None where all are in use. empty: only one that holds nothing known."""
         if self._empty:
             page = self._empty.pop()
-        elif self._idle:
+        elif self._idle and not empty:
             page = next(iter(self._idle))
             del self._idle[page]
             self._forget(page)

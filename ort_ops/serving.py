@@ -568,7 +568,7 @@ class ContinuousBatch:
                 most = min(request.trust, room, request.max_new_tokens - len(request.tokens) - 1)
                 guess = request.lookup.guess(most) if most > 0 else []
             while len(request.pages) * self.block < request.cached + count + len(guess):
-                page = self.pool.take()
+                page = self.pool.take(empty=True)  # what is known is worth more than a guess
                 if page is None:
                     del guess[len(request.pages) * self.block - request.cached - count :]
                 else:
@@ -729,7 +729,7 @@ class ContinuousBatch:
         def rounded(number: int, most: int) -> int:
             return min(1 << (number - 1).bit_length(), most)
 
-        if wanted > rows and tokens <= self.result_rows:  # guesses alone
+        if tokens == wanted > rows:  # guesses alone: a result of every token
             rows = rounded(rows, self.max_requests)
             tokens = wanted = min(rows * (1 + self.speculate), self.result_rows)
         elif tokens > rows:

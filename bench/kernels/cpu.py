@@ -382,6 +382,45 @@ def delta_line(b, h, n, d):
     return runs, found, expected, token_bytes + state_bytes, 6 * b * h * n * d * d
 
 
+def conv_line(b, n, c, taps=4):
+    """CausalConv with SiLU and its state, beside com.microsoft.CausalConvWithState over channels last and over channels
+    first, for which its input is turned before it is timed."""
+
+    def make():
+        return dict(input=torch.randn(b, n, c), weight=torch.randn(taps, c), initial_state=torch.randn(b, taps - 1, c))
+
+    moved = 4 * b * c * (2 * n + 2 * (taps - 1))
+    sets = copies(make, moved)
+    attributes, state = {"activation": "silu", "return_state": 1}, (b, taps - 1, c)
+
+    def peers(turned):
+        return [
+            {
+                "input": turned(s["input"]),
+                "weight": s["weight"].t().reshape(c, 1, taps),
+                "bias": None,
+                "past_state": turned(s["initial_state"]),
+            }
+            for s in sets
+        ]
+
+    def theirs(turned, **options):
+        states = [turned(torch.empty(state)).contiguous() for _ in sets]
+        outputs = {"output": None, "present_state": states}
+        return session_calls("CausalConvWithState", "com.microsoft", peers(turned), outputs, {"activation": "silu", **options})
+
+    runs = {
+        IN_PYTORCH: [lambda s=s: torch_ops.causal_conv(**s, activation="silu", return_state=True) for s in sets],
+        IN_ORT: our_calls("CausalConv", sets, attributes, {"final_state": [torch.empty(state) for _ in sets]}),
+        "ORT CausalConvWithState": theirs(lambda x: x.transpose(1, 2)),
+    }
+    if n > 1:
+        runs["ORT CausalConvWithState, channels last"] = theirs(lambda x: x, channels_last=1)
+    exact = {name: t.double() for name, t in sets[0].items()}
+    expected = reference.causal_conv(**exact, activation="silu")[0]
+    return runs, torch_ops.causal_conv(**sets[0], activation="silu"), expected, moved, 2 * taps * b * n * c
+
+
 def normalized_line(b, h, n, d, gradient=False):
     """NormalizedLinearAttention, causal, or its gradients."""
 
@@ -495,6 +534,8 @@ def lines():
     yield "delta B1 H16 N1024 128x128", lambda: delta_line(1, 16, 1024, 128)
     yield "delta B1 H32 N16 128x128", lambda: delta_line(1, 32, 16, 128)
     yield "delta step B8 H32 128x128", lambda: delta_line(8, 32, 1, 128)
+    yield "conv B1 N2048 C4096", lambda: conv_line(1, 2048, 4096)
+    yield "conv step B8 C8192", lambda: conv_line(8, 1, 8192)
     yield "normalized step B8 16/16x128", lambda: normalized_step_line(8, 16, 16, 128)
     yield "normalized step B8 16/16x128 copied", lambda: normalized_step_line(8, 16, 16, 128, in_place=False)
     yield "normalized step B8 64/16x128", lambda: normalized_step_line(8, 64, 16, 128)

@@ -10,7 +10,7 @@
 #include "core/chunk_scan_hopper_float32.cuh"
 #include "core/cuda_target.h"
 #include "core/op.h"
-#include "core/tensor_map.h"
+#include "core/tensor_map.cuh"
 
 namespace leanfleet {
 

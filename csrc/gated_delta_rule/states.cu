@@ -11,7 +11,7 @@
 
 #include "core/hopper.cuh"
 #include "core/op.h"
-#include "core/tensor_map.h"
+#include "core/tensor_map.cuh"
 #include "gated_delta_rule/chunks.cuh"
 
 namespace leanfleet::gated_delta_rule {

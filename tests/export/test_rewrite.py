@@ -25,6 +25,8 @@ from support.rewrite_models import (
     bhnd,
     close,
     decay_model,
+    delta,
+    delta_net,
     feed_of,
     group_query,
     lean_model,
@@ -487,8 +489,9 @@ def test_linear_attention_of_opset_27_is_made_loadable():
 @pytest.mark.parametrize(
     "change, attributes, message",
     [
-        (dict(beta=normal(B, 9, HKV)), dict(update_rule="gated_delta"), "update_rule is gated_delta"),
-        (dict(beta=normal(B, 9, HKV)), {}, "beta"),
+        (dict(beta=normal(B, 9, HKV)), {}, "the update rule gated has no beta"),
+        ({}, dict(update_rule="gated_delta"), "the update rule gated_delta needs beta"),
+        ({}, dict(update_rule="momentum"), "update_rule is momentum"),
         (dict(decay=-np.abs(normal(B, 9, HKV * D))), {}, "may differ inside a head"),
         (dict(decay=(-np.abs(normal(B, 9, HKV)), [B, 9, "width"])), {}, "width columns for 2 heads"),
         ({}, dict(update_rule="linear"), "update_rule is linear with decay"),
@@ -500,6 +503,171 @@ def test_linear_attention_of_opset_27_is_made_loadable():
 def test_linear_attention_left_alone(change, attributes, message):
     inputs, usual = linear(n=9)
     _, (row,) = rewritten(model_of("LinearAttention", "com.microsoft", inputs | change, ["o", "s"], usual | attributes, 21))
+    assert row.into is None and message in row.reason
+
+
+# The delta rule: LinearAttention, and com.microsoft GatedDeltaNet
+
+DELTA = [
+    dict(),
+    dict(n=1),
+    dict(decay=None, state=False),
+    dict(decay="key"),
+    dict(heads=(2, 2, 4), beta="one"),
+    dict(heads=(1, 1, 3), decay="key", scale=0.5),
+    dict(heads=(6, 3, 3), decay=None, chunk_size=32),
+]
+
+
+def linear_model(inputs, attributes):
+    inputs = dict(inputs)
+    while list(inputs.values())[-1] is None:
+        inputs.popitem()
+    return model_of("LinearAttention", "com.microsoft", inputs, ["output", "present_state"], attributes, 21)
+
+
+@pytest.mark.parametrize("case", DELTA, ids=str)
+def test_delta_rule_of_linear_attention(case):
+    inputs, attributes = delta(**case)
+    same_numbers(linear_model(inputs, attributes), feed_of(inputs), "GatedDeltaRule")
+
+
+@pytest.mark.parametrize("case", DELTA, ids=str)
+def test_delta_rule_there_and_back(case):
+    inputs, attributes = delta(**case)
+    model = linear_model(inputs, attributes)
+    proto, _ = rewritten(model)
+    back, (row,) = rewritten(proto, "standard")
+    assert (row.into, row.reason) == ("LinearAttention", None) and not back.functions
+    close(run(back, feed_of(inputs)), run(model, feed_of(inputs)), "GatedDeltaRule")
+
+
+@pytest.mark.parametrize(
+    "change, attributes, message",
+    [
+        (dict(beta=None), {}, "needs beta"),
+        (dict(decay=None), {}, "gated_delta without decay"),
+        (dict(decay=-np.abs(normal(B, 9, 3))), {}, "decay has 3 columns for 2 states of 16 rows"),
+        (dict(beta=normal(B, 9, 3)), {}, "beta has 3 columns for 2 states"),
+        (dict(beta=(normal(B, 9, 2), [B, 9, "width"])), {}, "beta has width columns"),
+        (dict(key=normal(B, 9, 24)), {}, "64 and 24 columns for 4 query heads"),
+        (dict(key=normal(B, 9, 3 * D)), {}, "4 query heads, 3 key heads and 2 states do not divide each other"),
+        ({}, dict(state_window=2), "state_window is 2"),
+    ],
+)
+def test_delta_rule_left_alone(change, attributes, message):
+    inputs, usual = delta(n=9)
+    _, (row,) = rewritten(linear_model(inputs | change, usual | attributes))
+    assert row.into is None and message in row.reason
+
+
+def delta_net_in_float64(x, a):
+    """What GatedDeltaNet's definition says, a token and a state at a time."""
+    inputs = {name: t if t is None else t.astype(np.int64 if name == "cu_seqlens" else np.float64) for name, t in x.items()}
+    get = inputs.get
+    lead = x["query"].shape[: 2 if get("key") is None and x["query"].ndim == 3 or x["query"].ndim == 4 else 1]
+    tokens = int(np.prod(lead))
+    query, key, value = (t if t is None else t.reshape(tokens, -1) for t in (x["query"], get("key"), get("value")))
+    if key is None:
+        states, value_size, size = x["initial_state"].shape[1:]
+        heads = (query.shape[1] - states * value_size) // (2 * size)
+        query, key, value = np.split(query, [heads * size, 2 * heads * size], 1)
+    else:
+        heads, size = x["key"].shape[-2:]
+        states, value_size = x["value"].shape[-2:]
+    query, key = (t.astype(np.float64).reshape(tokens, heads, size) for t in (query, key))
+    value = value.astype(np.float64).reshape(tokens, states, value_size)
+    if a.get("qk_l2_norm"):
+        query, key = (t / np.sqrt((t**2).sum(-1, keepdims=True) + 1e-12) for t in (query, key))
+    decay = np.zeros((tokens, states, 1)) if get("decay") is None else get("decay").reshape(tokens, states, -1)
+    beta = np.ones((tokens, states)) if get("beta") is None else get("beta").reshape(tokens, states)
+    if a.get("gate_activation") == "qwen":
+        decay = -np.exp(get("a_log"))[:, None] * np.log1p(np.exp(decay + get("dt_bias")[:, None]))
+        beta = 1 / (1 + np.exp(-beta))
+    requests = len(x["cu_seqlens"]) - 1 if get("cu_seqlens") is not None else len(x["initial_state"])
+    offsets = get("cu_seqlens") if get("cu_seqlens") is not None else np.arange(requests + 1) * (tokens // requests)
+    state = np.zeros((requests, states, value_size, size)) if get("initial_state") is None else get("initial_state").copy()
+    output = np.zeros((tokens, states, value_size))
+    for b in range(requests):
+        for t in range(offsets[b], offsets[b + 1]):
+            for h in range(states):
+                k, q = key[t, h // (states // heads)], query[t, h // (states // heads)]
+                kept = state[b, h] * np.exp(decay[t, h])
+                state[b, h] = kept + np.outer(beta[t, h] * (value[t, h] - kept @ k), k)
+                output[t, h] = (a.get("scale") or size**-0.5) * (state[b, h] @ q)
+    return [output.reshape(*lead, states, value_size).astype(x["query"].dtype), state.astype(np.float32)]
+
+
+DELTA_NET = [
+    dict(),
+    dict(gate=True, qk_l2_norm=1),
+    dict(gate=True, decay="key"),
+    dict(form="uniform", decay="key"),
+    dict(form="batch", heads=(2, 2), scale=0.3),
+    dict(form="batch", joined=True, gate=True),
+    dict(joined=True, heads=(1, 3)),
+    dict(decay=None, state=False),
+    dict(beta=False, lengths=(5, 0, 2)),
+    dict(dtype=np.float16),
+    dict(dtype=np.float16, form="uniform", gate=True, qk_l2_norm=1),
+]
+
+
+def delta_net_model(inputs, attributes):
+    rank = 4 if inputs["query"].ndim == 4 or inputs.get("key") is None and inputs["query"].ndim == 3 else 3
+    outputs = {"output": [None] * rank, "final_state": [None] * 4}
+    model = model_of("GatedDeltaNet", "com.microsoft", inputs, outputs, attributes, 21)
+    model.graph.output[1].type.tensor_type.elem_type = FLOAT
+    return model
+
+
+@pytest.mark.parametrize("case", DELTA_NET, ids=str)
+def test_gated_delta_net(case):
+    inputs, attributes = delta_net(**case)
+    proto, (row,) = rewritten(delta_net_model(inputs, attributes))
+    assert (row.into, row.reason) == ("GatedDeltaRule", None)
+    assert all(n.op_type != "GatedDeltaNet" for n in proto.graph.node)
+    expected = delta_net_in_float64(inputs, attributes)
+    for library in (True, False):
+        close_states(run(proto, feed_of(inputs), library), expected, f"library {library}")
+
+
+def close_states(found, expected, what=""):
+    """As close, with states that are float32 and come from keys and values of the output's type."""
+    close(found[:1], expected[:1], "GatedDeltaRule", what)
+    close([found[1].astype(expected[0].dtype)], [expected[1].astype(expected[0].dtype)], "GatedDeltaRule", what)
+    assert found[1].dtype == np.float32
+
+
+@pytest.mark.parametrize("case", [c for c in DELTA_NET if c.get("form", "packed") == "packed" or "dtype" in c], ids=str)
+def test_gated_delta_net_there_and_back(case):
+    """Packed requests and 16-bit types, which LinearAttention does not take."""
+    inputs, attributes = delta_net(**case)
+    proto, _ = rewritten(delta_net_model(inputs, attributes))
+    back, (row,) = rewritten(proto, "standard")
+    assert (row.into, row.reason) == ("GatedDeltaNet", None) and "onnxruntime runs it on GPUs alone" in row.notes
+    again, (row,) = rewritten(back)
+    assert row.into == "GatedDeltaRule"
+    close_states(run(again, feed_of(inputs), True), delta_net_in_float64(inputs, attributes))
+
+
+@pytest.mark.parametrize(
+    "case, change, attributes, message",
+    [
+        ({}, dict(capture_count=np.ones(3, np.int32)), dict(state_update_capacity=2), "captures transitions"),
+        ({}, {}, dict(update_rule="gated"), "update_rule is gated; GatedDeltaRule has delta"),
+        ({}, {}, dict(gate_activation="mamba"), "gate_activation is mamba"),
+        ({}, {}, dict(qk_l2_norm=2), "qk_l2_norm is 2; expected 0 or 1"),
+        ({}, dict(a_log=normal(4)), {}, "it has a_log: it goes with gate_activation = qwen"),
+        (dict(form="uniform"), dict(initial_state=None), {}, "how many requests"),
+        (dict(joined=True), dict(initial_state=None), {}, "need an initial_state of known heads"),
+        (dict(joined=True), dict(query=normal(70, 200)), {}, "query has 200 columns"),
+        (dict(heads=(2, 3)), {}, {}, "2 query heads, 2 key heads and 3 states"),
+    ],
+)
+def test_gated_delta_net_left_alone(case, change, attributes, message):
+    inputs, usual = delta_net(**case)
+    _, (row,) = rewritten(delta_net_model(inputs | change, usual | attributes))
     assert row.into is None and message in row.reason
 
 

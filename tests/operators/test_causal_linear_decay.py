@@ -541,9 +541,9 @@ def test_checks_of_pool_rows_and_offsets(monkeypatch):
     for name, values, message in (
         ("cu_seqlens", (1, 2, 2, 5, 6), r"cu_seqlens\[0\] is 1;.*0"),
         ("cu_seqlens", (0, 2, 1, 5, 6), r"cu_seqlens\[2\] is 1.*2"),
-        ("cu_seqlens", (0, 2, 2, 4, 5), r"cu_seqlens\[4\] is 5;.*N = 6"),
+        ("cu_seqlens", (0, 2, 2, 4, 7), r"cu_seqlens\[4\] is 7;.*N = 6"),
         ("state_index", (0, 1, 7, 2), r"state_index\[2\] is 7;.*0 \.\. 6"),
-        ("state_index", (0, -1, 3, 2), r"state_index\[1\] is -1;.*0 \.\. 6"),
+        ("state_index", (-1, 1, 3, 2), r"state_index\[0\] is -1;.*0 \.\. 6"),
         ("state_index", (0, 1, 2, 1), r"state_index\[3\] is 1.*state_index\[1\]"),
     ):
         with pytest.raises(ValueError, match=rf"{FORWARD}.*{message}"):

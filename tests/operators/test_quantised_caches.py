@@ -314,5 +314,10 @@ def test_cuda_says_that_it_takes_none():
     op, inputs, attrs = ort_nodes.variant("LeanAttention", 15, "float16")
     entries = [None if (t := inputs[x.name]) is None else (0, tuple(t.shape), str(t.dtype)[6:]) for x in op.inputs]
     call = native.Call(op.name, entries, [], attrs, device="cuda")
+    try:
+        call.workspace()
+    except native.LeanfleetError as error:
+        if str(error).startswith("cudaGetDevice failed"):
+            pytest.skip("built with CUDA kernels, and there is no GPU to ask for")
     with pytest.raises(native.UnsupportedError, match="key_cache is int8, which the CPU kernels take|no CUDA kernel"):
         call.workspace()

@@ -65,6 +65,7 @@ def test_the_longest_idle_goes_first():
         pool.keep(page, ROOT, [token])
         pool.release([page])
     pool.release(pool.match([1, 0])[0])  # used again
+    assert pool.take(empty=True) is None and pool.available == 3
     assert pool.take() == 1 and [len(pool.match([t, 0])[0]) for t in (1, 2, 3)] == [1, 0, 1]
 
 

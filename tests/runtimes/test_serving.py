@@ -949,7 +949,7 @@ def repeating(random, size):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", range(6))
 def test_guesses_change_no_token(model, folder, monkeypatch, captured, seed):
     """Greedy and drawn requests that come, go, end at stop tokens, share pages and are preempted: with guesses, right and wrong
     ones, they get the tokens that they get without, and pages and lengths are right at every step."""

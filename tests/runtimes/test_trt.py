@@ -134,7 +134,12 @@ def set_type(name, code):
             "key_cache has shape [3,2,130,16]: axis 3 of [B,Hkv,S,D] is 16; expected 32, because query gives D = 32",
         ),
         ({}, PLAIN, set_shape("query", 3, 7, 5, 32), "H = 7 is not a multiple of Hkv = 2"),
-        ({}, PLAIN, set_type("key_cache", TensorProto.FLOAT16), "key_cache has type float16, but query has float32"),
+        (
+            {},
+            PLAIN,
+            set_type("key_cache", TensorProto.FLOAT16),
+            "key_cache has type float16; expected float32, the type of query, or int8",
+        ),
         ({}, PLAIN | {"seq_lens": None}, set_type("seq_lens", TensorProto.INT64), "seq_lens has type int64; expected int32"),
         ({}, PLAIN | {"sinks": None}, set_type("sinks", TensorProto.FLOAT16), "sinks has type float16; expected float32"),
     ],

@@ -138,6 +138,62 @@ def linear(n=70, rule="gated", state=True, **attributes):
     return inputs, dict(q_num_heads=H, kv_num_heads=HKV, update_rule=rule) | attributes
 
 
+def delta(n=70, heads=(4, 2, 2), decay="state", state=True, beta="state", **attributes):
+    """LinearAttention with the delta rule. heads: of queries, of keys, of values, which are the states."""
+    queries, keys, states = heads
+    key = normal(B, n, keys, D)
+    columns = {"state": states, "key": states * D, None: 0}[decay]
+    inputs = dict(
+        query=normal(B, n, queries * D),
+        key=(key / np.linalg.norm(key, axis=-1, keepdims=True)).reshape(B, n, -1),
+        value=normal(B, n, states * DV),
+        past_state=normal(B, states, D, DV) if state else None,
+        decay=-np.abs(normal(B, n, columns)) / 4 if decay else None,
+        beta=2 * RANDOM.random((B, n, states if beta == "state" else 1), np.float32),
+    )
+    rule = "gated_delta" if decay else "delta"
+    return inputs, dict(q_num_heads=queries, kv_num_heads=states, update_rule=rule) | attributes
+
+
+def delta_net(
+    form="packed",
+    heads=(2, 4),
+    decay="state",
+    beta=True,
+    state=True,
+    joined=False,
+    gate=False,
+    dtype=np.float32,
+    lengths=(3, 1, 66),
+    **attributes,
+):
+    """GatedDeltaNet. form: "packed" requests of their lengths, "uniform" ones one after the other, or a "batch". joined: queries,
+    keys and values in one input. gate: the activations of Qwen's models."""
+    requests, n = (len(lengths), sum(lengths)) if form == "packed" else (B, 7)
+    lead = (B, n) if form == "batch" else (n,) if form == "packed" else (B * n,)
+    (keys, states) = heads
+    key = normal(*lead, keys, D)
+    if not attributes.get("qk_l2_norm"):
+        key /= np.linalg.norm(key, axis=-1, keepdims=True)
+    tokens = [normal(*lead, keys, D).astype(dtype), key.astype(dtype), normal(*lead, states, DV).astype(dtype)]
+    if joined:
+        tokens = [np.concatenate([t.reshape(*lead, -1) for t in tokens], -1), None, None]
+    decays = normal(*lead, *{"state": (states,), "key": (states, D), None: ()}[decay]) if decay else None
+    inputs = dict(
+        zip(("query", "key", "value"), tokens, strict=True),
+        cu_seqlens=np.cumsum([0, *lengths], dtype=np.int32) if form == "packed" else None,
+        decay=decays if gate or decays is None else -np.abs(decays) / 4,
+        beta=(normal(*lead, states) if gate else 2 * RANDOM.random((*lead, states), np.float32)) if beta else None,
+        initial_state=normal(requests, states, DV, D) if state else None,
+        a_log=normal(states) if gate else None,
+        dt_bias=normal(states) if gate else None,
+    )
+    while list(inputs.values())[-1] is None:
+        inputs.popitem()
+    rules = dict(update_rule="gated_delta" if decay else "delta")
+    return inputs, rules | (dict(gate_activation="qwen", beta_activation="sigmoid") if gate else {}) | attributes
+
+
 def lean_model(attributes, opset=24, shapes=None, outputs=("output",), **tensors):
     from leanfleet import spec
 

@@ -54,7 +54,7 @@ def profiles(op):
     whole = {symbol: sizes for symbol, sizes in OPEN.items() if symbol in op.symbols}
     result = []
     for entry in (whole, whole | {symbol: sizes for symbol, sizes in STEP.items() if symbol in whole}):
-        axes = {axis for t in op.inputs for shape in t.shapes for axis in shape.axes if axis.offset and axis.symbol}
+        axes = {axis for t in op.inputs for shape in t.shapes for axis in shape.axes if axis.offset and axis.symbol in entry}
         result.append(entry | {str(a): tuple(size + a.offset for size in entry[a.symbol]) for a in axes})
     return result
 
