@@ -55,19 +55,23 @@ class Case:
     def to_json(self):
         """Without what has its default."""
         defaults = {f.name: f.default for f in dataclasses.fields(self)}
-        return json.dumps({k: v for k, v in dataclasses.asdict(self).items() if v != defaults[k] and v != {}})
+        return json.dumps({k: v for k, v in dataclasses.asdict(self).items() if v not in (defaults[k], {})})
 
     @staticmethod
     def from_json(text):
         return Case(**{"ranks": {}, "attrs": {}, "sizes": {}, **json.loads(text)})
 
 
+def place(index):
+    """(operator, runtime) of the case with this index: all of them in turn."""
+    return list(OPS)[index % len(OPS)], RUNTIMES[index // len(OPS) % len(RUNTIMES)]
+
+
 def draw(seed, index):
-    """Case SEED:INDEX: operators and runtimes in turn, the rest at random."""
+    """Case SEED:INDEX: the rest at random."""
     source = random.Random(f"{seed}:{index}")
-    op = list(OPS.values())[index % len(OPS)]
-    runtime = RUNTIMES[index // len(OPS) % len(RUNTIMES)]
-    while (case := _drawn(source, op, runtime)) is None:
+    op, runtime = place(index)
+    while (case := _drawn(source, OPS[op], runtime)) is None:
         pass
     return case
 
@@ -211,10 +215,16 @@ def draw_sizes(source, op, ranks, attrs):
         largest = max(shapes, key=lambda name: math.prod(shapes[name]))
         work = sizes.get("Nq", 1) * sizes.get("B", 1) * sizes.get("H", 1) * max(sizes.get("S", 1), sizes.get("total", 1))
         if math.prod(shapes[largest]) <= MOST_ELEMENTS and work <= 10 * MOST_ELEMENTS:
-            return sizes
+            return used_sizes(op, ranks, attrs, sizes)
         symbols = [s for axis in axes_of(op, ranks, attrs)[largest] for s in (axis.symbol, axis.plus) if s]
         symbol = source.choice([s for s in symbols if sizes[s] > 1])
         sizes = fitted(op, ranks, attrs, sizes | {symbol: sizes[symbol] // 2})
+
+
+def used_sizes(op, ranks, attrs, sizes):
+    """Those of symbols that the present inputs have."""
+    used = {s for axes in axes_of(op, ranks, attrs).values() for axis in axes for s in (axis.symbol, axis.plus)}
+    return {symbol: size for symbol, size in sizes.items() if symbol in used}
 
 
 def fitted(op, ranks, attrs, sizes):
@@ -257,3 +267,56 @@ def fit_attributes(attrs, sizes):
     """No more log-probabilities than tokens."""
     if "num_logprobs" in attrs:
         attrs["num_logprobs"] = min(attrs["num_logprobs"], sizes["V"], 128)
+
+
+# Simpler calls
+
+SIMPLEST = {"checked": False, "strided": False, "in_place": False, "edges": False, "fill": "zero", "exponents": {}, "threads": 1}
+
+
+def complexity(case):
+    """What a simpler case has less of."""
+    plain = sum(getattr(case, name) != value for name, value in SIMPLEST.items()) + (case.dtype != "float32")
+    return len(case.ranks) + len(case.attrs) + plain, sum(case.sizes.values())
+
+
+def simpler(case):
+    """Valid cases that are a step simpler, the largest steps first."""
+    op = OPS[case.op]
+    tries = [{"ranks": {n: r for n, r in case.ranks.items() if n != t.name}} for t in op.inputs if t.optional and t.name in case.ranks]
+    tries += [{"attrs": {n: v for n, v in case.attrs.items() if n != name}} for name in case.attrs]
+    pairs = [r.args for r in op.rules if r.kind in ("together", "needs")]  # what may only leave in company
+    for names in pairs:
+        gone = {
+            "ranks": {n: r for n, r in case.ranks.items() if n not in names or not op.input(n).optional},
+            "attrs": {n: v for n, v in case.attrs.items() if n not in names},
+        }
+        tries.append(gone)
+    tries += [{name: value} for name, value in SIMPLEST.items() if getattr(case, name) != value]
+    tries += [{"dtype": "float32"}] if case.dtype != "float32" else []
+    for symbol, size in case.sizes.items():
+        tries += [{"sizes": case.sizes | {symbol: less}} for less in dict.fromkeys((1, size // 4, size // 2, size - 1)) if 0 < less < size]
+    for changes in tries:
+        found = refitted(dataclasses.replace(case, **changes))
+        if found is not None and complexity(found) < complexity(case):
+            yield found
+
+
+def refitted(case):
+    """The case with ranks and sizes that its inputs and attributes permit, or None where they break a rule."""
+    op = OPS[case.op]
+    if broken_rule(op, set(case.ranks), case.attrs):
+        return None
+    given, ranks = op.given(case.ranks, case.attrs), {}
+    for name, rank in case.ranks.items():
+        possible = [len(s.axes) for s in op.alternatives(op.input(name), given)]
+        if not possible:
+            return None
+        ranks[name] = rank if rank in possible else possible[0]
+    attrs = dict(case.attrs)
+    sizes = fitted(op, ranks, attrs, dict.fromkeys(op.symbols, 1) | case.sizes)
+    sizes = used_sizes(op, ranks, attrs, sizes)
+    fit_attributes(attrs, sizes)
+    in_place = case.in_place and bool(op.mutating and attrs.get(op.mutating))
+    exponents = {n: e for n, e in case.exponents.items() if n in ranks}
+    return dataclasses.replace(case, ranks=ranks, attrs=attrs, sizes=sizes, in_place=in_place, exponents=exponents)
