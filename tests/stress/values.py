@@ -269,14 +269,16 @@ def _broken_rule(source, op, inputs, attrs):
     return f"without {name}" if name else f"with {attr} = 1", inputs, attrs, [*rule.args, *filter(None, [name, attr])], False
 
 
-# A wrong value of an input by its role, where only LEANFLEET_CHECK=1 reads it.
+# Wrong values of an input by its role, some of which only LEANFLEET_CHECK=1 looks at. "twin": the first one's again.
 WRONG_VALUES = {
     "seq_lens": (-1, 10**6),
     "query_lens": (-1, 10**6),
     "cu_query_lens": (-1, 10**6),
     "cu_seqlens": (-1, 10**6),
-    "state_index": (-2, 10**6),
-    "count_index": (-1, 10**6),
+    "state_index": (-2, 10**6, "twin"),
+    "count_index": (-1, 10**6, "twin"),
+    "log_decay": (0.5, float("nan")),
+    "beta": (-0.5, 2.5, float("nan")),
     "initial_count": (-1,),
     "top_k": (-1,),
     "position": (-1,),
@@ -291,11 +293,17 @@ WRONG_VALUES = {
 
 
 def _wrong_value(source, op, inputs, attrs):
-    names = [n for n in WRONG_VALUES if n in inputs and inputs[n].numel()]
+    of_tokens = ("log_decay", "beta") if "cu_seqlens" in inputs else ()  # a wrong one may stand where no request has a token
+    names = [n for n in WRONG_VALUES if n in inputs and n not in of_tokens]
     if not names:
         return None
     name = source.choice(names)
-    inputs[name] = inputs[name].clone()
-    value = source.choice(WRONG_VALUES[name])
-    inputs[name].view(-1)[source.randrange(inputs[name].numel())] = value
+    inputs[name] = changed = inputs[name].clone()
+    value, flat = source.choice(WRONG_VALUES[name]), changed.view(-1)
+    if value == "twin" and (len(flat) == 1 or flat[0] < 0):
+        value = WRONG_VALUES[name][0]
+    if value == "twin":
+        flat[-1] = value = int(flat[0])
+    else:
+        flat[source.randrange(len(flat))] = value
     return f"a {name} of {value}", inputs, attrs, [name], True
