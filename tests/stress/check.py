@@ -19,6 +19,8 @@ def check(case):
         return check_refusal(case, clean)
     judged = judge.Judge(case, clean, poisoned)
     torch.set_num_threads(1)
+    if case.runtime == "trt":
+        return runtimes.drive_plugin(case, poisoned, judged)
     before = copied(poisoned)
     try:
         found = runtimes.run(case, poisoned, case.attrs, case.threads, checked=is_checkable(case))

@@ -1,17 +1,22 @@
 """Runs a case's tensors on one runtime: outputs by name, poisoned before."""
 
 import contextlib
+import functools
 import os
+import re
+import subprocess
+import tempfile
+from pathlib import Path
 from unittest import mock
 
 import onnx_ir
 import onnxruntime
 import torch
 
-from leanfleet import native, ort_ops
+from leanfleet import native, ort_ops, trial
 from leanfleet.export import function_bodies, torch_ops
-from stress import draw, values
-from support import ort_models
+from stress import draw, judge, values
+from support import ort_models, trt_cases
 from support.kernels import (
     DTYPE_NAMES,
     INSTRUCTION_SETS,
@@ -27,7 +32,17 @@ from support.kernels import (
 
 def available():
     """The runtimes that this machine has."""
-    return [*instruction_sets(), "torch", "ort", "body", *(["cuda"] if torch.cuda.is_available() else [])]
+    others = {"cuda": torch.cuda.is_available(), "trt": has_plugins()}
+    return [*instruction_sets(), "torch", "ort", "body", *(name for name, there in others.items() if there)]
+
+
+@functools.cache
+def has_plugins():
+    """Whether there are the plugin library and what its driver is compiled with."""
+    try:
+        return native.library_path("leanfleet_trt").exists() and trt_cases.cuda_root().exists()
+    except (FileNotFoundError, StopIteration):
+        return False
 
 
 @contextlib.contextmanager
@@ -119,6 +134,48 @@ def run_ort(case, inputs, attrs, threads, in_place):
 def run_body(case, inputs, attrs, threads, in_place):
     session = _session(case, inputs, attrs, threads, False)
     return ort_models.run_node(session, draw.OPS[case.op], inputs, attrs)
+
+
+# TensorRT plugins
+
+
+@functools.cache
+def plugin_driver():
+    """(folder, program that stands in for TensorRT in it)."""
+    folder = tempfile.TemporaryDirectory(prefix="leanfleet-")
+    trt_cases.build_driver(Path(folder.name) / "driver")
+    return folder, Path(folder.name) / "driver"
+
+
+def drive_plugin(case, inputs, judged):
+    """Takes the call through all of a plugin's entry points, with a GPU also through launches of it; raises judge.Wrong."""
+    if torch.int8 in [t.dtype for t in inputs.values()]:
+        return  # these layers take no int8 caches yet
+    op, (folder, program) = draw.OPS[case.op], plugin_driver()
+    launches = torch.cuda.is_available()
+    types = {name: dtype for name, dtype, _ in output_shapes(op, inputs, case.attrs)}
+    expected = {name: exact.to(types[name]) for name, exact in judged.exact.items()}
+    with open(Path(folder.name) / "cases", "wb") as file:
+        trt_cases.write_call(
+            file,
+            op,
+            case.attrs,
+            {name: to_numpy(t) for name, t in inputs.items()},
+            {name: to_numpy(t) for name, t in expected.items()},
+            {name: judged.tolerance(name, types[name]) for name in expected},
+            {name: [*t.shape, *t.shape] for name, t in inputs.items()},
+            launches,
+        )
+    command = [program, native.library_path("leanfleet_trt"), file.name, *(["--launch"] if launches else [])]
+    result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    if result.returncode and not re.search(r"; the CUDA kernels take|the CUDA kernels do not", result.stdout):
+        raise judge.Wrong(f"the plugin's driver ends with {result.returncode}: {result.stdout[-2000:]}")
+
+
+def to_numpy(tensor):
+    if tensor.dtype == torch.bfloat16:
+        return tensor.contiguous().view(torch.int16).numpy().view(trial.BFLOAT16)
+    return tensor.contiguous().numpy()
 
 
 # Wrong calls
