@@ -167,7 +167,9 @@ class Run:
         width = max(map(len, [*names, "all"]), default=8)
         lines = [" ".join([" " * width, *(f"{r:>11}" for r in self.runtimes)])]
         for op in [*sorted(names), "all"]:
-            numbers = [sum(n for (o, r), n in self.counts.items() if r == runtime and op in (o, "all")) for runtime in self.runtimes]
+            numbers = [
+                sum(n for (o, r), n in self.counts.items() if r == runtime and op in (o, "all")) for runtime in self.runtimes
+            ]
             lines.append(" ".join([f"{op:{width}}", *(f"{n:11}" for n in numbers)]))
         lines.append(f"{sum(self.counts.values())} cases of seed {self.seed}, {self.refused} of them wrong calls; ")
         lines[-1] += f"{sum(self.kinds.values())} findings of {len(self.kinds)} kinds"

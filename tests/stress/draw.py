@@ -212,12 +212,13 @@ def draw_sizes(source, op, ranks, attrs):
     sizes = fitted(op, ranks, attrs, sizes)
     while True:
         shapes = shapes_of(op, ranks, attrs, sizes)
-        largest = max(shapes, key=lambda name: math.prod(shapes[name]))
-        work = sizes.get("Nq", 1) * sizes.get("B", 1) * sizes.get("H", 1) * max(sizes.get("S", 1), sizes.get("total", 1))
-        if math.prod(shapes[largest]) <= MOST_ELEMENTS and work <= 10 * MOST_ELEMENTS:
+        large = [name for name, shape in shapes.items() if math.prod(shape) > MOST_ELEMENTS]
+        scores = math.prod(sizes.get(s, 1) for s in ("B", "H", "Nq")) * max(sizes.get("S", 1), sizes.get("total", 1))
+        if not large and scores <= 10 * MOST_ELEMENTS:
             return used_sizes(op, ranks, attrs, sizes)
-        symbols = [s for axis in axes_of(op, ranks, attrs)[largest] for s in (axis.symbol, axis.plus) if s]
-        symbol = source.choice([s for s in symbols if sizes[s] > 1])
+        axes = axes_of(op, ranks, attrs)
+        symbols = {s for name in large or axes for axis in axes[name] for s in (axis.symbol, axis.plus) if s and sizes[s] > 1}
+        symbol = source.choice(sorted(symbols))
         sizes = fitted(op, ranks, attrs, sizes | {symbol: sizes[symbol] // 2})
 
 
@@ -271,7 +272,15 @@ def fit_attributes(attrs, sizes):
 
 # Simpler calls
 
-SIMPLEST = {"checked": False, "strided": False, "in_place": False, "edges": False, "fill": "zero", "exponents": {}, "threads": 1}
+SIMPLEST = {
+    "checked": False,
+    "strided": False,
+    "in_place": False,
+    "edges": False,
+    "fill": "zero",
+    "exponents": {},
+    "threads": 1,
+}
 
 
 def complexity(case):
@@ -283,7 +292,11 @@ def complexity(case):
 def simpler(case):
     """Valid cases that are a step simpler, the largest steps first."""
     op = OPS[case.op]
-    tries = [{"ranks": {n: r for n, r in case.ranks.items() if n != t.name}} for t in op.inputs if t.optional and t.name in case.ranks]
+    tries = [
+        {"ranks": {n: r for n, r in case.ranks.items() if n != t.name}}
+        for t in op.inputs
+        if t.optional and t.name in case.ranks
+    ]
     tries += [{"attrs": {n: v for n, v in case.attrs.items() if n != name}} for name in case.attrs]
     pairs = [r.args for r in op.rules if r.kind in ("together", "needs")]  # what may only leave in company
     for names in pairs:
@@ -295,7 +308,11 @@ def simpler(case):
     tries += [{name: value} for name, value in SIMPLEST.items() if getattr(case, name) != value]
     tries += [{"dtype": "float32"}] if case.dtype != "float32" else []
     for symbol, size in case.sizes.items():
-        tries += [{"sizes": case.sizes | {symbol: less}} for less in dict.fromkeys((1, size // 4, size // 2, size - 1)) if 0 < less < size]
+        tries += [
+            {"sizes": case.sizes | {symbol: less}}
+            for less in dict.fromkeys((1, size // 4, size // 2, size - 1))
+            if 0 < less < size
+        ]
     for changes in tries:
         found = refitted(dataclasses.replace(case, **changes))
         if found is not None and complexity(found) < complexity(case):

@@ -74,7 +74,11 @@ def search(op, seed, seconds):
     started = time.monotonic()
     command = [sys.executable, "-m", "stress", "--first", "--jobs", "1", "--seed", str(seed), "--seconds", str(seconds)]
     result = subprocess.run(
-        [*command, "--op", op], env={**os.environ, "LEANFLEET_LIBRARY_DIR": str(BUILD)}, capture_output=True, text=True, cwd=ROOT
+        [*command, "--op", op],
+        env={**os.environ, "LEANFLEET_LIBRARY_DIR": str(BUILD)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
     )
     found = re.search(r"^FOUND \S+ (.*)$", result.stdout, re.MULTILINE)
     if not found and result.returncode:

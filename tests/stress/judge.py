@@ -81,11 +81,17 @@ class Judge:
         self.plain = run_reference(self.op, poisoned, self.attrs)
         self.spread = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self.exact.items()}
         low = UNIT[clean[self.op.inputs[0].name].dtype]
-        fine, coarse = ({n: unit if t.dtype != torch.float32 else UNIT[torch.float32] for n, t in clean.items()} for unit in (UNIT[torch.float32], low))
+        fine, coarse = (
+            {n: unit if t.dtype != torch.float32 else UNIT[torch.float32] for n, t in clean.items()}
+            for unit in (UNIT[torch.float32], low)
+        )
         terms = max(max(t.shape, default=1) for t in clean.values())
         first = doubled(poisoned)
         for weight, units in ((2 * math.sqrt(terms), fine), *([(4.0, coarse)] if low > UNIT[torch.float32] else [])):
-            spreads = [self._spread(run_reference(self.op, kept_in_range(self.op, first, disturbed(first, units, k)), self.attrs)) for k in range(DISTURBANCES)]
+            spreads = [
+                self._spread(run_reference(self.op, kept_in_range(self.op, first, disturbed(first, units, k)), self.attrs))
+                for k in range(DISTURBANCES)
+            ]
             if units is fine:
                 spreads.append(self._spread(self.plain))
             for name in self.spread:

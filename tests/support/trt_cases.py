@@ -153,6 +153,7 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
         for name, kind, shape in output_shapes(op, {k: Shape(v) for k, v in inputs.items()}, attrs):
             names = {"torch.float32": "float32", "torch.int32": "int32", "torch.int64": "int64"}
             expected[name] = np.zeros(shape, parity.BFLOAT16 if kind == "bfloat16" else names.get(str(kind), str(kind)))
+
     def sizes(name, kind):
         return input_shape(op, op.input(name), ranks, attrs, ranks[name], kind)
 
