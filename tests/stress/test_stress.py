@@ -16,7 +16,7 @@ SLICE = 5  # cases of an operator on a runtime
 SEED = 1
 
 
-@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept["id"])
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept["was"])
 def test_what_failed_once(kept):
     case = draw.Case(**{"ranks": {}, "attrs": {}, "sizes": {}, **kept["case"]})
     if case.runtime not in runtimes.available():
