@@ -239,6 +239,8 @@ def _runner(op, mutating, device_type):
     cuda = device_type == "cuda"
 
     def run(*inputs, **attrs):
+        if inputs[0] is None:  # the dispatcher takes None for a tensor
+            raise ValueError(f"{op.name}: input {op.inputs[0].name} is missing")
         device = inputs[0].device
         threads = 0 if cuda else torch.get_num_threads()
         key = [form, device, threads, *attrs.items()]

@@ -58,8 +58,9 @@ def check_outputs(case, judged, clean, poisoned, found):
 
 
 def is_checkable(case):
-    """LEANFLEET_CHECK=1 refuses positions beyond the tables of a rotary encoding, which count as the last."""
-    return case.checked and "cos_cache" not in case.ranks
+    """LEANFLEET_CHECK=1 also refuses what has a meaning but is likely to be a mistake: positions beyond the tables of a rotary
+    encoding, which count as the last, and rows of allowed_tokens that allow none."""
+    return case.checked and not {"cos_cache", "allowed_tokens"} & set(case.ranks)
 
 
 def copied(tensors):

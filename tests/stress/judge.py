@@ -6,10 +6,11 @@ what an output moves by, its spread, is u * sqrt(sum of the squares of its terms
 the summands a change of the inputs reaches it by. By Cauchy and Schwarz sqrt(n) times that is at least u * (sum of the n terms'
 magnitudes), which is what summing n numbers in floating point loses. The bound of an element is
 
-    2 sqrt(n) s32 + 4 sT + 2 uT |exact| + the type's smallest normal number
+    (STEPS + 2 sqrt(n)) s32 + 4 sT + 2 uT |exact| + m M^3
 
 with s32 the spread for float32's roundings, which kernels sum in, sT that for roundings to T, which inputs or factors may have
-gone through (0 in float32, where it is the same), and uT that of the output's own type. n is the longest axis of the inputs. What
+gone through (0 in float32, where it is the same), and uT that of the output's own type. n is the longest axis of the inputs. What is below the type's smallest normal number m may
+be lost, and multiplied by up to three numbers of the inputs, which are at most M or 1. What
 the plain reference loses in the call's own types counts as spread too. A spread is taken over a row, the last axis, since two or
 three disturbances may leave one element where it was by luck. Nothing in it is fitted to what kernels return.
 
@@ -27,7 +28,9 @@ from leanfleet.export import reference
 from stress import draw
 from support import sampling_cases
 
-DISTURBANCES = 2
+STEPS = 8  # roundings that a term goes through besides its sum: a norm's (3), a factor's, an exponential's (2), a quotient's (2)
+DISTURBANCES = 2, 6  # of large calls, and of small ones, whose short rows two may leave where they were by luck
+SMALL = 4096  # numbers of a call
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -50,7 +53,7 @@ def disturbed(inputs, units, seed):
     """float64 inputs, each number by one rounding larger or smaller. units: {input: unit roundoff}."""
     signs = torch.Generator().manual_seed(seed)
     return {
-        n: t * (1 + units[n] * (2 * torch.randint(0, 2, t.shape, generator=signs) - 1)) if t.is_floating_point() else t
+        n: t * (1 + units[n] * (2 * torch.randint(0, 2, t.shape, generator=signs) - 1).double()) if t.is_floating_point() else t
         for n, t in inputs.items()
     }
 
@@ -69,11 +72,14 @@ class Judge:
         if self.op.name == "SampleTokens":
             self.exact = self.plain = sampling_cases.expected_outputs(clean, case.attrs)
             terms, unit = clean["logits"].shape[1], UNIT[torch.float32]
+            self.largest = 1.0
             self.spread = {name: 2 * math.sqrt(terms) * unit + 4 * unit * x.abs() for name, x in self.exact.items()}
             return
         double = doubled(clean)
         self.exact = run_reference(self.op, double, self.attrs)
         self._check_live()
+        numbers = [t.double().nan_to_num(0, 0, 0).abs().max().item() for t in clean.values() if t.is_floating_point()]
+        self.largest = max(1.0, *numbers)
         passed_on = run_reference(self.op, doubled(poisoned), self.attrs)
         for t in self.op.active_outputs(self.attrs):
             if t.takes and t.takes in clean:  # rows that nobody names stay as they are
@@ -86,11 +92,11 @@ class Judge:
             for unit in (UNIT[torch.float32], low)
         )
         terms = max(max(t.shape, default=1) for t in clean.values())
-        first = doubled(poisoned)
-        for weight, units in ((2 * math.sqrt(terms), fine), *([(4.0, coarse)] if low > UNIT[torch.float32] else [])):
+        first, small = doubled(poisoned), sum(t.numel() for t in clean.values()) <= SMALL
+        for weight, units in ((STEPS + 2 * math.sqrt(terms), fine), *([(4.0, coarse)] if low > UNIT[torch.float32] else [])):
             spreads = [
                 self._spread(run_reference(self.op, kept_in_range(self.op, first, disturbed(first, units, k)), self.attrs))
-                for k in range(DISTURBANCES)
+                for k in range(DISTURBANCES[small])
             ]
             if units is fine:
                 spreads.append(self._spread(self.plain))
@@ -137,7 +143,7 @@ class Judge:
     def _allowed(self, name, dtype):
         """How far each element of an output may be off."""
         rounding = 2 * UNIT[dtype] * self.exact[name].nan_to_num(0, 0, 0).abs()
-        return self.spread[name] + rounding + torch.finfo(dtype).smallest_normal
+        return self.spread[name] + rounding + torch.finfo(dtype).smallest_normal * self.largest**3
 
     def tolerance(self, name, dtype):
         """The largest of these."""
