@@ -1,36 +1,38 @@
 """How far a result may lie from the float64 reference.
 
-A kernel is right where its result is the exact one of inputs that differ from the given ones by a few roundings. So the
-reference is run in float64 on the inputs and on inputs whose every number is disturbed by one rounding, up or down at random:
-what an output moves by, its spread, is u * sqrt(sum of the squares of its terms), where u is the unit roundoff and terms are
-the summands a change of the inputs reaches it by. By Cauchy and Schwarz sqrt(n) times that is at least u * (sum of the n terms'
-magnitudes), which is what summing n numbers in floating point loses. The bound of an element is
+A kernel is right where its result is the exact one of a computation whose numbers are all off by a few roundings. So the reference
+is run in float64, and again with every number of the inputs, and every result on the way, disturbed by one rounding, up or down
+at random (Parker's Monte Carlo arithmetic). What an output moves by, its spread, is u * sqrt(sum of the squares of its terms),
+where u is the unit roundoff and terms are the summands that disturbances reach it by. By Cauchy and Schwarz sqrt(n) times that is
+at least u * (sum of the n terms' magnitudes), which is what summing n numbers in floating point loses. The bound of an element is
 
     (STEPS + 2 sqrt(n)) s32 + 4 sT + 2 uT |exact| + m M^3
 
-with s32 the spread for float32's roundings, which kernels sum in, sT that for roundings to T, which inputs or factors may have
-gone through (0 in float32, where it is the same), and uT that of the output's own type. n is the longest axis of the inputs. What is below the type's smallest normal number m may
-be lost, and multiplied by up to three numbers of the inputs, which are at most M or 1. What
-the plain reference loses in the call's own types counts as spread too. A spread is taken over a row, the last axis, since two or
-three disturbances may leave one element where it was by luck. Nothing in it is fitted to what kernels return.
+with s32 the spread for float32's roundings, which kernels compute in, sT that of inputs alone for roundings to T, which inputs or
+factors may have gone through (0 in float32, where it is the same), and uT that of the output's own type. n is the longest axis of
+the inputs, or what the largest input has for each element of an output that is a sum over more. What is below the type's smallest
+normal number m may be lost, and multiplied by up to three numbers of the inputs, which are at most M or 1. What the plain
+reference loses in the call's own types counts as spread too. A spread is taken over a row, the last axis, since a few
+disturbances may leave one element where it was by luck. Nothing in it is fitted to what kernels return.
 
 Tokens are those of the float32 reference, bit for bit, and their log-probabilities, a logit less a logarithm of a sum of V
-terms, off by 2 sqrt(V) u + 4 u |exact|. Other integers are exact, those of an int8 cache but for one step where the rounding of what is appended may tip. What follows from
-these is judged with the bytes that were found.
+terms, off by 2 sqrt(V) u + 4 u |exact|. Other integers are exact, those of an int8 cache but for one step where the rounding of
+what is appended may tip. What follows from these is judged with the bytes that were found.
 """
 
 import math
 
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanfleet import spec
 from leanfleet.export import reference
 from stress import draw
 from support import sampling_cases
 
-STEPS = 8  # roundings that a term goes through besides its sum: a norm's (3), a factor's, an exponential's (2), a quotient's (2)
-DISTURBANCES = 2, 6  # of large calls, and of small ones, whose short rows two may leave where they were by luck
-SMALL = 4096  # numbers of a call
+STEPS = 4  # roundings that an exponential, a hyperbolic tangent and their like may be off by
+DISTURBANCES = 2, 6  # of outputs with rows of at least SHORT elements, and of others, which two may leave where they were by luck
+SHORT = 16
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -49,13 +51,30 @@ def doubled(inputs):
     return {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
 
 
+def moved(tensor, unit, signs):
+    """Each number larger or smaller by half a rounding to a whole one. signs: a random generator."""
+    drawn = 2 * torch.rand(tensor.shape, generator=signs, dtype=torch.float64) - 1
+    return tensor * (1 + unit / 2 * (drawn.sign() + drawn))
+
+
 def disturbed(inputs, units, seed):
-    """float64 inputs, each number by one rounding larger or smaller. units: {input: unit roundoff}."""
+    """float64 inputs, moved. units: {input: unit roundoff}."""
     signs = torch.Generator().manual_seed(seed)
-    return {
-        n: t * (1 + units[n] * (2 * torch.randint(0, 2, t.shape, generator=signs) - 1).double()) if t.is_floating_point() else t
-        for n, t in inputs.items()
-    }
+    return {n: moved(t, units[n], signs) if t.is_floating_point() else t for n, t in inputs.items()}
+
+
+class Rounding(TorchDispatchMode):
+    """Moves the results of all float64 operations by a rounding of float32."""
+
+    def __init__(self, seed):
+        super().__init__()
+        self.signs = torch.Generator().manual_seed(seed)
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        found = function(*args, **kwargs or {})
+        if not isinstance(found, torch.Tensor) or found.dtype != torch.float64 or function._schema.returns[0].alias_info:
+            return found  # of several results, and of views and changes in place, others are made
+        return moved(found, UNIT[torch.float32], self.signs)
 
 
 def kept_in_range(op, inputs, found):
@@ -85,23 +104,26 @@ class Judge:
             if t.takes and t.takes in clean:  # rows that nobody names stay as they are
                 self.exact[t.name] = passed_on[t.name]
         self.plain = run_reference(self.op, poisoned, self.attrs)
-        self.spread = {name: torch.zeros_like(x, dtype=torch.float64) for name, x in self.exact.items()}
-        low = UNIT[clean[self.op.inputs[0].name].dtype]
-        fine, coarse = (
-            {n: unit if t.dtype != torch.float32 else UNIT[torch.float32] for n, t in clean.items()}
-            for unit in (UNIT[torch.float32], low)
-        )
-        terms = max(max(t.shape, default=1) for t in clean.values())
-        first, small = doubled(poisoned), sum(t.numel() for t in clean.values()) <= SMALL
-        for weight, units in ((STEPS + 2 * math.sqrt(terms), fine), *([(4.0, coarse)] if low > UNIT[torch.float32] else [])):
-            spreads = [
-                self._spread(run_reference(self.op, kept_in_range(self.op, first, disturbed(first, units, k)), self.attrs))
-                for k in range(DISTURBANCES[small])
-            ]
-            if units is fine:
-                spreads.append(self._spread(self.plain))
-            for name in self.spread:
-                self.spread[name] += weight * torch.stack([s[name] for s in spreads]).amax(0)
+        types = {n: t.dtype for n, t in clean.items()}
+        single = UNIT[torch.float32]
+        low = UNIT[types[self.op.inputs[0].name]]
+        first, short = doubled(poisoned), any(x.dim() == 0 or x.shape[-1] < SHORT for x in self.exact.values())
+        fine, coarse = [self._spread(self.plain)], []
+        for seed in range(DISTURBANCES[short]):
+            with Rounding(seed):
+                fine.append(self._spread(self._disturbed(first, dict.fromkeys(first, single), seed)))
+            units = {n: single if dtype == torch.float32 else low for n, dtype in types.items()}
+            coarse += [self._spread(self._disturbed(first, units, seed))] if low > single else []
+        longest, most = max(max(t.shape, default=1) for t in clean.values()), max(t.numel() for t in clean.values())
+        self.spread = {}
+        for name, x in self.exact.items():
+            terms = max(longest, most / max(1, x.numel()))
+            spread = (STEPS + 2 * math.sqrt(terms)) * torch.stack([s[name] for s in fine]).amax(0)
+            self.spread[name] = spread + 4 * torch.stack([s[name] for s in coarse]).amax(0) if coarse else spread
+
+    def _disturbed(self, inputs, units, seed):
+        """The reference's outputs of disturbed inputs."""
+        return run_reference(self.op, kept_in_range(self.op, inputs, disturbed(inputs, units, seed)), self.attrs)
 
     def _check_live(self):
         for name, x in self.exact.items():
@@ -114,8 +136,8 @@ class Judge:
             if not x.is_floating_point():
                 result[name] = torch.zeros(x.shape, dtype=torch.float64)
                 continue
-            moved = (other[name].double() - x).nan_to_num(0, 0, 0).abs()
-            result[name] = moved.amax(-1, keepdim=True).expand(x.shape) if moved.dim() > 1 and moved.numel() else moved
+            change = (other[name].double() - x).nan_to_num(0, 0, 0).abs()
+            result[name] = change.amax(-1, keepdim=True).expand(x.shape) if change.dim() > 1 and change.numel() else change
         return result
 
     def check(self, found):

@@ -303,6 +303,8 @@ def _wrong_value(source, op, inputs, attrs):
     if not names:
         return None
     name = source.choice(names)
+    if "active" in inputs:  # nobody reads what others have
+        inputs["active"] = torch.ones_like(inputs["active"])
     inputs[name] = changed = inputs[name].clone()
     value, flat = source.choice(WRONG_VALUES[name]), changed.view(-1)
     if value == "twin" and (len(flat) == 1 or flat[0] < 0):
