@@ -333,7 +333,11 @@ def _integers(node, role, shape, dims, made, random, edges=False):
         return found
     if role in _OFFSETS:
         total = dims.get("Nq", 0) if role == "cu_query_lens" else dims.get("total", dims.get("N", 0))
-        return np.concatenate([[0], np.sort(random.integers(0, total + 1, shape[0] - 2)), [total]])
+        offsets = np.concatenate([[0], np.sort(random.integers(0, total + 1, shape[0] - 2)), [total]])
+        if role == "cu_seqlens":
+            return offsets
+        counts = np.diff(offsets)  # new tokens are among the keys; rows behind the last request are padding
+        return np.concatenate([[0], np.cumsum(np.minimum(counts, _capacity(node, counts.shape, dims, made)))])
     if role in ("block_table", "state_index", "count_index"):
         count, rows = int(np.prod(shape)), dims.get("P", 1)
         return (random.permutation(max(rows, count))[:count] % rows).reshape(shape)
@@ -372,8 +376,6 @@ def _integers_at_edges(node, role, shape, dims, made, random):
     if role in _OFFSETS:
         usual = _integers(node, role, shape, dims, made, random)
         counts = np.diff(usual) * random.integers(0, 2, shape[0] - 1) if random.random() < 0.5 else np.diff(usual)
-        if role == "cu_query_lens":
-            counts = np.minimum(counts, _capacity(node, counts.shape, dims, made))
         return np.concatenate([[0], np.cumsum(counts)])
     if role == "state_index":
         usual, offsets = _integers(node, role, shape, dims, made, random), _made_for(node, "cu_seqlens", made)

@@ -31,7 +31,10 @@ from stress import draw
 from support import sampling_cases
 
 STEPS = 4  # roundings that an exponential, a hyperbolic tangent and their like may be off by
-DISTURBANCES = 2, 6  # of outputs with rows of at least SHORT elements, and of others, which two may leave where they were by luck
+DISTURBANCES = (
+    2,
+    6,
+)  # of outputs with rows of at least SHORT elements, and of others, which two may leave where they were by luck
 SHORT = 16
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 

@@ -12,7 +12,7 @@ from stress import check, draw, judge, runtimes, values
 from support.ort_models import TOY_SCHEMA
 
 KEPT = [json.loads(line) for line in (Path(__file__).parent / "kept.jsonl").read_text().splitlines()]
-SLICE = 5  # cases of an operator on a runtime
+SLICE = 2  # cases of an operator on a runtime
 SEED = 1
 
 
