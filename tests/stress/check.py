@@ -17,10 +17,10 @@ def check(case):
     clean, poisoned = values.make(case)
     if case.wrong is not None:
         return check_refusal(case, clean)
+    if case.runtime == "trt":
+        return runtimes.drive_plugin(case, clean, poisoned)
     judged = judge.Judge(case, clean, poisoned)
     torch.set_num_threads(1)
-    if case.runtime == "trt":
-        return runtimes.drive_plugin(case, poisoned, judged)
     before = copied(poisoned)
     try:
         found = runtimes.run(case, poisoned, case.attrs, case.threads, checked=is_checkable(case))
