@@ -52,6 +52,7 @@ FAULTS = [
     ("an axis of another size is not refused", "core/op.cpp", "} else if (bound != value) {", "} else if (bound > value) {", "CausalConv"),
     ("the type of a cache is not looked at", "core/op.cpp", "if (tensor.dtype == expected && !integer) return {};", "if (!integer) return {};", "LeanAttention"),
     ("ONNX Runtime's library leaves scratch out", "ort/ort_library.cpp", "needed.sync_bytes() + needed.scratch_bytes() + unread_bytes", "needed.sync_bytes() + needed.scratch_bytes() / 2 + unread_bytes", "LeanAttention"),
+    ("memory of outputs that nobody reads is left out", "ort/ort_library.cpp", "needed.sync_bytes() + needed.scratch_bytes() + unread_bytes", "needed.sync_bytes() + needed.scratch_bytes()", "SampleTokens"),
 ]  # fmt: skip
 
 
@@ -65,6 +66,7 @@ def prepare():
     shutil.rmtree(BUILD / "csrc", ignore_errors=True)
     shutil.copytree(ROOT / "csrc", BUILD / "csrc")
     command = [tool("cmake"), "-G", "Ninja", "-S", BUILD / "csrc", "-B", BUILD, "-DLEANFLEET_CUDA=OFF"]
+    command.append("-DCMAKE_CXX_FLAGS=-w")  # a fault may leave a variable unused
     subprocess.run([*command, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"], check=True, capture_output=True)
     build()
 
