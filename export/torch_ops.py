@@ -104,7 +104,10 @@ def _output_metadata(op, inputs, attrs):
 def _checked_metadata(op, inputs, attrs):
     """_output_metadata for real tensors: where it fails, the library's own check says what is wrong, and better."""
     try:
-        return _output_metadata(op, inputs, attrs)
+        metadata = _output_metadata(op, inputs, attrs)
+        if any(size < 0 for _, shape in metadata for size in shape):
+            raise ValueError(f"{op.name}: an input is empty")
+        return metadata
     except (ValueError, AttributeError, KeyError):
         native.Call(op.name, [_entry(t) for t in inputs], [], attrs).workspace()
         raise

@@ -16,7 +16,7 @@ def check(case):
     torch.set_num_threads(1)
     clean, poisoned = values.make(case)
     if case.wrong is not None:
-        return check_refusal(case, clean)
+        return check_refusals(case, clean)
     if case.runtime == "trt":
         return runtimes.drive_plugin(case, clean, poisoned)
     judged = judge.Judge(case, clean, poisoned)
@@ -73,8 +73,12 @@ def refuse_changes(before, after, words):
             raise judge.Wrong(f"{words}: {name}")
 
 
-def check_refusal(case, inputs):
-    words, inputs, attrs, names, checked = values.wrong_call(case, inputs)
+def check_refusals(case, inputs):
+    for words, changed, attrs, names, checked in values.wrong_calls(case, inputs):
+        check_refusal(case, words, changed, attrs, names, checked)
+
+
+def check_refusal(case, words, inputs, attrs, names, checked):
     text = runtimes.refusal(case, inputs, attrs, checked)
     if text is None:
         raise judge.Wrong(f"a call {words} was not refused")

@@ -33,8 +33,8 @@ FILLS = ("nan", "inf", "-inf", "huge", "zero")  # what nothing may read is full 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """ranks: of the present inputs. sizes: of symbols. exponents: {input: power of two that its numbers are multiplied by}.
-    strided: inputs are not contiguous (PyTorch). checked: LEANFLEET_CHECK=1. wrong: which one thing is wrong, drawn with this
-    number; None: a valid call."""
+    strided: inputs are not contiguous (PyTorch). checked: LEANFLEET_CHECK=1. wrong: calls with one thing wrong, drawn with this
+    number, in place of a valid one."""
 
     op: str
     runtime: str

@@ -1,5 +1,6 @@
 """The tensors of a case: numbers by role from leanfleet.trial, what nothing may read filled with poison, wrong calls."""
 
+import functools
 import random
 
 import numpy as np
@@ -144,17 +145,16 @@ def strided(tensor, number):
 # Calls with one thing wrong
 
 
-def wrong_call(case, inputs):
-    """(words, inputs, attributes, names of which the error must have one, whether only LEANFLEET_CHECK=1 finds it)."""
+def wrong_calls(case, inputs):
+    """(words, inputs, attributes, names of which the error must have one, whether only LEANFLEET_CHECK=1 finds it) of calls with
+    one thing wrong, a call for each kind of thing."""
     op = draw.OPS[case.op]
-    source = random.Random(case.wrong)
-    makers = [_wrong_type, _wrong_rank, _wrong_size, _empty_axis, _wrong_attribute, _missing_input, _broken_rule, _wrong_value]
-    source.shuffle(makers)
-    for maker in makers:
-        found = maker(source, op, dict(inputs), dict(case.attrs))
+    makers = [_wrong_type, _wrong_rank, _wrong_size, _empty_axis, _wrong_attribute, _missing_input, _broken_rule]
+    makers += [functools.partial(_wrong_value, name) for name in WRONG_VALUES if name in inputs]
+    for number, maker in enumerate(makers):
+        found = maker(random.Random(f"{case.wrong}:{number}"), op, dict(inputs), dict(case.attrs))
         if found is not None and not (case.runtime == "torch" and _is_nothing_for_torch(op, *found[1:3])):
-            return found
-    raise AssertionError("no way to spoil the call")
+            yield found
 
 
 def _is_nothing_for_torch(op, inputs, attrs):
@@ -165,14 +165,13 @@ def _is_nothing_for_torch(op, inputs, attrs):
 def _wrong_type(source, op, inputs, attrs):
     t = op.input(source.choice(list(inputs)))
     fine = {inputs[t.name].dtype}
-    if t.type == "C" or t.name == op.inputs[0].name:  # another type of T would be one for all
-        fine = {*fine, *(TORCH_DTYPES[name] for name in spec.TYPES["T"] if t.type == "T")}
+    if t.name == op.inputs[0].name:  # another type of T would be one for all
+        fine |= {TORCH_DTYPES[name] for name in spec.TYPES["T"]}
     choices = [d for d in TORCH_DTYPES.values() if d not in fine]
     dtype = source.choice(choices)
     inputs[t.name] = inputs[t.name].nan_to_num(0, 0, 0).to(dtype)
-    names = [t.name] if t.name != op.inputs[0].name else [t.name]
     scale = t.name.replace("_cache", "_scale") if t.type == "C" else t.name
-    return f"{t.name} of {dtype}", inputs, attrs, [*names, scale], False
+    return f"{t.name} of {dtype}", inputs, attrs, [t.name, scale], False
 
 
 def _wrong_rank(source, op, inputs, attrs):
@@ -274,9 +273,10 @@ def _broken_rule(source, op, inputs, attrs):
     return f"without {name}" if name else f"with {attr} = 1", inputs, attrs, [*rule.args, *filter(None, [name, attr])], False
 
 
-# Wrong values of an input by its role, some of which only LEANFLEET_CHECK=1 looks at. "twin": the first one's again.
+# Wrong values of an input by its role, some of which only LEANFLEET_CHECK=1 looks at. "twin": the first one's again. "few": one
+# key less than there are new tokens.
 WRONG_VALUES = {
-    "seq_lens": (-1, 10**6),
+    "seq_lens": (-1, 10**6, "few"),
     "query_lens": (-1, 10**6),
     "cu_query_lens": (-1, 10**6),
     "cu_seqlens": (-1, 10**6),
@@ -297,20 +297,20 @@ WRONG_VALUES = {
 }
 
 
-def _wrong_value(source, op, inputs, attrs):
-    of_tokens = ("log_decay", "beta") if "cu_seqlens" in inputs else ()  # a wrong one may stand where no request has a token
-    names = [n for n in WRONG_VALUES if n in inputs and n not in of_tokens]
-    if not names:
+def _wrong_value(name, source, op, inputs, attrs):
+    of_tokens = name in ("log_decay", "beta") and "cu_seqlens" in inputs  # a wrong one may stand where no request has a token
+    if of_tokens or "cos_cache" in inputs:  # with that positions may be refused first: see check.is_checkable
         return None
-    name = source.choice(names)
-    if "active" in inputs:  # nobody reads what others have
-        inputs["active"] = torch.ones_like(inputs["active"])
     inputs[name] = changed = inputs[name].clone()
-    value, flat = source.choice(WRONG_VALUES[name]), changed.view(-1)
-    if value == "twin" and (len(flat) == 1 or flat[0] < 0):
-        value = WRONG_VALUES[name][0]
+    flat = changed.view(-1)
+    places = range(len(flat)) if "active" not in inputs else inputs["active"].nonzero().flatten().tolist()
+    if not places:
+        return None
+    at, value = source.choice(places), source.choice(WRONG_VALUES[name])
     if value == "twin":
-        flat[-1] = value = int(flat[0])
-    else:
-        flat[source.randrange(len(flat))] = value
-    return f"a {name} of {value}", inputs, attrs, [name], True
+        at, value = len(flat) - 1, int(flat[0])
+        value = value if at > 0 and value >= 0 else WRONG_VALUES[name][0]
+    elif value == "few":
+        value = int(inputs["query_lens"][at]) - 1 if "query_lens" in inputs else -1
+    flat[at] = value
+    return f"a {name} of {value}", inputs, attrs, [name, *(["query_lens"] if name == "seq_lens" else [])], True
