@@ -301,6 +301,7 @@ _OFFSETS = ("cu_seqlens", "cu_query_lens")  # arguments that lengths depend on
 # Ends of the ranges of floating point arguments that have some.
 _ENDS = {
     "log_decay": (0.0, -np.inf),
+    "logits": (np.nan, np.inf, -np.inf),
     "beta": (0.0, 2.0),
     "temperature": (0.0,),
     "top_p": (1.0,),
