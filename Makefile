@@ -1,5 +1,6 @@
 # make demo   set everything up and run the main job on a real model
 # make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run all tests
+# make stress draw calls of all operators for STRESS_SECONDS and compare their results with a float64 reference
 # make docs   build the documentation into build/site
 # All work in .venv and need Python 3.11 or newer, g++ and make.
 
@@ -17,7 +18,7 @@ WATCH = $(PYTHON) .ci/watch.py
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 SOURCES := pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test docs setup packages lint clean
+.PHONY: demo test stress docs setup packages lint clean
 
 # Packages are fetched while the libraries compile.
 demo:
@@ -37,6 +38,11 @@ lint: setup
 	$(BIN)/python csrc/generate.py --check
 	$(BIN)/lint-imports --no-logo --cache-dir build/imports
 	$(BIN)/clang-format --dry-run -Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+# Hours are what it is for: make stress STRESS_SECONDS=7200. SEED=N draws the cases of an earlier run.
+STRESS_SECONDS ?= 300
+stress: setup
+	PYTHONPATH=.:tests $(BIN)/python -m stress --seconds $(STRESS_SECONDS) $(if $(SEED),--seed $(SEED))
 
 # Without network: it fails where a page would load something from elsewhere.
 docs: setup

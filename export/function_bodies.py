@@ -262,7 +262,8 @@ class _PackedRows:
         ops, order = self.ops, [0, 2, 1, 3][:rank]
         by_token = x if self.axis == 0 else ops.Transpose(x, perm=order)
         row = ops.Shape(by_token, start=2)
-        empty = ops.Expand(fill, ops.Concat(ops.Add(self.tokens, 1), row, axis=0))
+        empty = ops.Expand(fill, ops.Concat(ops.Add(self.tokens, 1), row, axis=0))  # float32: bfloat16 has no kernel of it
+        empty = ops.CastLike(empty, by_token)
         joined = ops.take(ops.ScatterND(empty, ops.Unsqueeze(self.target, [2]), by_token), 0, self.tokens)
         return joined if self.axis == 0 else ops.Transpose(joined, perm=[1, 0, 2][: rank - 1])
 
@@ -290,7 +291,7 @@ def _lean_attention(ops, x, a, ranks):
     spread = {name: rows.spread(getattr(x, name)) for name in ("query", "new_key", "new_value") if getattr(x, name) is not None}
     padded = SimpleNamespace(**{**vars(x), **spread, "query_lens": rows.counts})
     output, lse, *caches = _lean_attention_of_rows(ops, padded, a, ranks)
-    return [rows.join(output, ops.CastLike(0.0, x.query), 4), rows.join(lse, ops.constant(-math.inf), 3), *caches]
+    return [rows.join(output, 0.0, 4), rows.join(lse, -math.inf, 3), *caches]
 
 
 def _lean_attention_of_rows(ops, x, a, ranks):

@@ -104,7 +104,10 @@ def _output_metadata(op, inputs, attrs):
 def _checked_metadata(op, inputs, attrs):
     """_output_metadata for real tensors: where it fails, the library's own check says what is wrong, and better."""
     try:
-        return _output_metadata(op, inputs, attrs)
+        metadata = _output_metadata(op, inputs, attrs)
+        if any(size < 0 for _, shape in metadata for size in shape):
+            raise ValueError(f"{op.name}: an input is empty")
+        return metadata
     except (ValueError, AttributeError, KeyError):
         native.Call(op.name, [_entry(t) for t in inputs], [], attrs).workspace()
         raise
@@ -239,6 +242,8 @@ def _runner(op, mutating, device_type):
     cuda = device_type == "cuda"
 
     def run(*inputs, **attrs):
+        if inputs[0] is None:  # the dispatcher takes None for a tensor
+            raise ValueError(f"{op.name}: input {op.inputs[0].name} is missing")
         device = inputs[0].device
         threads = 0 if cuda else torch.get_num_threads()
         key = [form, device, threads, *attrs.items()]

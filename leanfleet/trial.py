@@ -89,14 +89,20 @@ def attributes_of(node: onnx.NodeProto) -> dict[str, Any]:
 
 
 def make_inputs(
-    model: onnx.ModelProto, sizes: Mapping[str, int] | None = None, seed: int = 0, symbols: dict[str, int] | None = None
+    model: onnx.ModelProto,
+    sizes: Mapping[str, int] | None = None,
+    seed: int = 0,
+    symbols: dict[str, int] | None = None,
+    edges: bool = False,
 ) -> OrderedDict[str, np.ndarray]:
     """Random inputs that are valid for a model's leanfleet nodes: an ordered dict of numpy arrays.
 
     Lengths lie within the caches, page tables and state indices hold valid distinct rows, decays are not positive,
     terms of a denominator are positive, token ids lie in their embedding; other floats are standard normal.
-    sizes: of open dimensions by name; the others get those of SIZES, or of `symbols` in its place. Raises ValueError for a
-    size of no open dimension, and for inputs of other types than floats and integers.
+    sizes: of open dimensions by name; the others get those of SIZES, or of `symbols` in its place. edges: values at the ends
+    of what the operators take are as likely as others: requests without tokens, rows behind the last request, empty and full
+    caches, decays to 0. Raises ValueError for a size of no open dimension, and for inputs of other types than floats and
+    integers.
 
     Example:
         import onnx
@@ -110,10 +116,8 @@ def make_inputs(
     shapes = _shapes(model.graph, sizes or {}, SIZES | (symbols or {}))
     initializers = {i.name for i in model.graph.initializer}
     values = [v for v in model.graph.input if v.name not in initializers]
-    # Offsets come first: lengths depend on them.
-    offsets_first = sorted(values, key=lambda v: v.name not in uses or uses[v.name][1].name not in _OFFSETS)
-    made = {}
-    for value in offsets_first:
+    made: dict[str, np.ndarray] = {}
+    for value in sorted(values, key=lambda v: _turn(uses.get(v.name), edges)):
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         node, argument = uses.get(value.name, (None, None))
         shape = shapes[value.name]
@@ -121,12 +125,14 @@ def make_inputs(
             array = (
                 random.integers(0, rows.get(value.name, 2), shape)
                 if node is None
-                else _integers(node, argument.name, shape, _dims(node, shapes), made, random)
+                else _integers(node, argument.name, shape, _dims(node, shapes), made, random, edges)
             )
         elif dtype.kind == "f" or dtype == BFLOAT16:
             array = random.standard_normal(shape)
             if node is not None:
                 array = _meaningful(node, argument.name, array, _dims(node, shapes))
+                if edges and argument.name in _ENDS:
+                    array = np.where(random.random(shape) < 0.1, random.choice(_ENDS[argument.name], shape), array)
         else:
             raise ValueError(f"input {value.name} has type {dtype}: no values can be made up; give all inputs yourself")
         made[value.name] = array.astype(dtype)
@@ -292,6 +298,16 @@ def _meaningful(node, role, array, dims):
 
 
 _OFFSETS = ("cu_seqlens", "cu_query_lens")  # arguments that lengths depend on
+# Ends of the ranges of floating point arguments that have some.
+_ENDS = {
+    "log_decay": (0.0, -np.inf),
+    "logits": (np.nan, np.inf, -np.inf),
+    "beta": (0.0, 2.0),
+    "temperature": (0.0,),
+    "top_p": (1.0,),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (1.0,),
+}
 # Ranges of integer arguments that need nothing else to be right.
 _INTEGERS = {
     "initial_count": (1, 9),
@@ -303,11 +319,26 @@ _INTEGERS = {
 }
 
 
-def _integers(node, role, shape, dims, made, random):
+def _turn(use, edges):
+    """When an input of this use (leanfleet node, its spec.Tensor) or None is made: lengths depend on offsets, and at the edges
+    those of caches also on those of new tokens."""
+    role = use[1].name if use else None
+    if role in _OFFSETS:
+        return 0
+    return 1 if edges and role == "query_lens" else 2
+
+
+def _integers(node, role, shape, dims, made, random, edges=False):
     """Values of a node's integer argument `role`; dims: the node's sizes, made: the inputs that have values already."""
+    if edges and (found := _integers_at_edges(node, role, shape, dims, made, random)) is not None:
+        return found
     if role in _OFFSETS:
         total = dims.get("Nq", 0) if role == "cu_query_lens" else dims.get("total", dims.get("N", 0))
-        return np.concatenate([[0], np.sort(random.integers(0, total + 1, shape[0] - 2)), [total]])
+        offsets = np.concatenate([[0], np.sort(random.integers(0, total + 1, shape[0] - 2)), [total]])
+        if role == "cu_seqlens":
+            return offsets
+        counts = np.diff(offsets)  # new tokens are among the keys; rows behind the last request are padding
+        return np.concatenate([[0], np.cumsum(np.minimum(counts, _capacity(node, counts.shape, dims, made)))])
     if role in ("block_table", "state_index", "count_index"):
         count, rows = int(np.prod(shape)), dims.get("P", 1)
         return (random.permutation(max(rows, count))[:count] % rows).reshape(shape)
@@ -319,17 +350,48 @@ def _integers(node, role, shape, dims, made, random):
         return random.integers(0, 3, shape) + (random.integers(0, 2, shape) << 30)
     if node.op_type == "CausalConv":
         return random.integers(0, dims["N"] + 1, shape)
-    arguments = [t.name for t in spec.all_specs()[node.op_type].inputs]
-    offsets, query_offsets = (made.get(dict(zip(arguments, node.input, strict=False)).get(name)) for name in _OFFSETS)
-    if offsets is not None:
-        capacity = np.diff(offsets)
-    elif "M" in dims:
-        capacity = np.full(shape, dims["M"] * dims["block"])
-    else:
-        capacity = np.full(shape, dims.get("S", 1))
+    query_offsets = _made_for(node, "cu_query_lens", made)
+    capacity = _capacity(node, shape, dims, made)
     tokens = np.minimum(dims.get("Nq", 1) if query_offsets is None else np.diff(query_offsets), capacity)
     low, high = (tokens, capacity) if role == "seq_lens" else (np.minimum(1, tokens), tokens)
     return random.integers(low, high + 1)
+
+
+def _made_for(node, role, made):
+    """The values that a node's argument has already, or None."""
+    arguments = [t.name for t in spec.all_specs()[node.op_type].inputs]
+    return made.get(dict(zip(arguments, node.input, strict=False)).get(role))
+
+
+def _capacity(node, shape, dims, made):
+    """Positions of each request's cache."""
+    offsets = _made_for(node, "cu_seqlens", made)
+    if offsets is not None:
+        return np.diff(offsets)
+    return np.full(shape, dims["M"] * dims["block"] if "M" in dims else dims.get("S", 1))
+
+
+def _integers_at_edges(node, role, shape, dims, made, random):
+    """Those of make_inputs' `edges`; None for arguments that have nothing of the kind."""
+    has_cache = "Nq" in dims
+    if role in _OFFSETS:
+        usual = _integers(node, role, shape, dims, made, random)
+        counts = np.diff(usual) * random.integers(0, 2, shape[0] - 1) if random.random() < 0.5 else np.diff(usual)
+        return np.concatenate([[0], np.cumsum(counts)])
+    if role == "state_index":
+        usual, offsets = _integers(node, role, shape, dims, made, random), _made_for(node, "cu_seqlens", made)
+        # A request without tokens may name no row.
+        return usual if offsets is None else np.where((np.diff(offsets) == 0) & (random.random(shape) < 0.5), -1, usual)
+    if role in ("query_lens", "seq_lens"):
+        low, high = np.zeros(shape, np.int64), np.full(shape, dims["Nq"] if has_cache else dims["N"])
+        if has_cache:
+            capacity = _capacity(node, shape, dims, made)
+            high = np.minimum(high, capacity)
+            if role == "seq_lens":
+                lens, offsets = (_made_for(node, name, made) for name in ("query_lens", "cu_query_lens"))
+                low, high = lens if lens is not None else low if offsets is None else np.diff(offsets), capacity
+        return np.choose(random.integers(0, 4, shape), [low, high, random.integers(low, high + 1), np.maximum(low, high - 1)])
+    return None
 
 
 # Runs of whole models, whichever domain their nodes are of

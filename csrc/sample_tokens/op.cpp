@@ -76,14 +76,18 @@ Status check(const Call& call) {
   return {};
 }
 
-// Refuses the first value of an input [B] for which `right` does not hold.
+bool takes_part(const Call& call, int64_t request) {
+  return !call.inputs[kActive].present() || call.inputs[kActive].as<const int32_t>()[request] != 0;
+}
+
+// Refuses the first value of an input [B], of requests that take part, for which `right` does not hold.
 template <class T, class F>
 Status check_each(const Call& call, Input input, const char* expected, F&& right) {
   const Tensor& tensor = call.inputs[input];
   if (!tensor.present()) return {};
   for (int64_t b = 0; b < tensor.elements(); ++b) {
     const T value = tensor.as<const T>()[b];
-    if (!right(value))
+    if (takes_part(call, b) && !right(value))
       return call.invalid(std::string(call.spec->inputs[input].name) + "[" + std::to_string(b) + "] is " +
                           std::to_string(value) + "; expected " + expected);
   }
@@ -111,7 +115,7 @@ Status check_allowed(const Call& call) {
   if (!allowed.present()) return {};
   const int64_t words = allowed.shape[1], vocabulary = call.dims[kDimV];
   for (int64_t b = 0; b < allowed.shape[0]; ++b) {
-    if (call.inputs[kActive].present() && call.inputs[kActive].as<const int32_t>()[b] == 0) continue;
+    if (!takes_part(call, b)) continue;
     uint32_t some = 0;
     for (int64_t w = 0; w < words; ++w) {
       const int64_t left = vocabulary - w * kWordTokens;

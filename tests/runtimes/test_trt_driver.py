@@ -1,17 +1,12 @@
 """The plugin library's entry points, driven by a program that stands in for TensorRT (trt_driver.cpp)."""
 
-import os
-import shutil
 import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from leanfleet import trt_plugins
 from support import trt_cases
-from support.paths import ROOT
 
 try:
     LIBRARY = trt_plugins.get_plugin_path()
@@ -20,45 +15,10 @@ except FileNotFoundError as error:
 HAS_GPU = torch.cuda.is_available()
 
 
-def cuda_root():
-    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
-    roots = [Path(nvcc).resolve().parents[1]] if nvcc else []
-    roots += [Path(p) for p in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if p]
-    return next(root for root in roots if (root / "include" / "cuda_runtime_api.h").exists())
-
-
 @pytest.fixture(scope="module")
 def driver(tmp_path_factory):
     program = tmp_path_factory.mktemp("driver") / "trt_driver"
-    found = subprocess.run([sys.executable, str(ROOT / "csrc" / "find_headers.py"), "tensorrt"], capture_output=True, text=True)
-    assert found.returncode == 0, found.stderr
-    root = cuda_root()
-    libraries = next(p for p in (root / "lib64", root / "lib") if (p / "libcudart_static.a").exists())
-    subprocess.run(
-        [
-            os.environ.get("CXX", "c++"),
-            "-std=c++17",
-            "-O2",
-            "-Wall",
-            "-Wextra",
-            "-Werror",
-            "-rdynamic",
-            "-isystem",
-            found.stdout.strip(),
-            "-isystem",
-            str(root / "include"),
-            str(ROOT / "tests" / "runtimes" / "trt_driver.cpp"),
-            "-o",
-            str(program),
-            "-L",
-            str(libraries),
-            "-lcudart_static",
-            "-ldl",
-            "-lrt",
-            "-lpthread",
-        ],
-        check=True,
-    )
+    trt_cases.build_driver(program)
     return program
 
 

@@ -361,7 +361,8 @@ void try_formats(const Case& c, IPluginV3OneBuildV2& build) {
 size_t workspace_of(const Case& c, IPluginV3OneBuildV2& build) {
   const auto inputs = dynamic_descs_of(c.inputs, true), outputs = dynamic_descs_of(c.outputs, false);
   const auto num_inputs = static_cast<int32_t>(inputs.size()), num_outputs = static_cast<int32_t>(outputs.size());
-  check(build.configurePlugin(inputs.data(), num_inputs, outputs.data(), num_outputs) == 0, "configurePlugin");
+  const bool configured = build.configurePlugin(inputs.data(), num_inputs, outputs.data(), num_outputs) == 0;
+  check(configured, "configurePlugin: " + finder.logger.last);
   return build.getWorkspaceSize(inputs.data(), num_inputs, outputs.data(), num_outputs);
 }
 

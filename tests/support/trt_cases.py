@@ -2,11 +2,17 @@
 
 import itertools
 import math
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 
 from leanfleet import native, parity, spec
 from support.ort_models import node_model
+from support.paths import ROOT
 
 # Smallest, usual and largest size of open dimensions; the others are fixed.
 OPEN = {
@@ -127,8 +133,7 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
 
     The expected outputs are the float64 reference's; their tolerance is that of leanfleet check.
     """
-    shapes = input_shapes(op, ranks, attrs, 1)
-    model = node_model(op, shapes, attrs, dtype)
+    model = node_model(op, input_shapes(op, ranks, attrs, 1), attrs, dtype)
     inputs = parity.make_inputs(model, seed=seed)
     low = dtype != "float32"
     expected = {}
@@ -148,6 +153,22 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
         for name, kind, shape in output_shapes(op, {k: Shape(v) for k, v in inputs.items()}, attrs):
             names = {"torch.float32": "float32", "torch.int32": "int32", "torch.int64": "int64"}
             expected[name] = np.zeros(shape, parity.BFLOAT16 if kind == "bfloat16" else names.get(str(kind), str(kind)))
+
+    def sizes(name, kind):
+        return input_shape(op, op.input(name), ranks, attrs, ranks[name], kind)
+
+    extremes = {name: [n for kind in (0, 2) for n in sizes(name, kind)] for name in inputs}
+    tolerances = {}
+    for t in op.active_outputs(attrs):
+        largest = np.abs(np.asarray(expected[t.name], np.float64))
+        largest = float(largest[np.isfinite(largest)].max(initial=0.0))
+        tolerances[t.name] = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TFC" else 0.0
+    write_call(file, op, attrs, inputs, expected, tolerances, extremes, with_data)
+
+
+def write_call(file, op, attrs, inputs, expected, tolerances, extremes, with_data=True):
+    """Appends a call in the form that trt_driver.cpp reads. inputs, expected: arrays by name; tolerances: of the expected;
+    extremes: the smallest and then the largest sizes of each input in the profile."""
     file.write(_line("case", op.name, len(attrs), len(inputs), len(expected)))
     for name, value in attrs.items():
         kind = {"int": "i", "float": "f", "str": "s"}[type(value).__name__]
@@ -155,21 +176,38 @@ def write_case(file, op, ranks, attrs, dtype, seed, with_data=True):
     bodies = []
     for name in inputs:
         content, code = _content(inputs[name])
-        extremes = [n for kind in (0, 2) for n in input_shape(op, op.input(name), ranks, attrs, ranks[name], kind)]
-        file.write(_line(name, code, op.input(name).type, inputs[name].ndim, *inputs[name].shape, *extremes))
+        file.write(_line(name, code, op.input(name).type, inputs[name].ndim, *inputs[name].shape, *extremes[name]))
         bodies.append(content)
     for t in op.active_outputs(attrs):
         content, code = _content(expected[t.name])
-        largest = np.abs(np.asarray(expected[t.name], np.float64))
-        largest = float(largest[np.isfinite(largest)].max(initial=0.0))
-        tolerance = parity.TOLERANCE[op.name][low] * parity.EPSILON[dtype] * largest if t.type in "TFC" else 0.0
         shape = expected[t.name].shape
-        file.write(_line(t.name, code, t.takes if t.takes in inputs else "-", repr(tolerance), len(shape), *shape))
+        file.write(_line(t.name, code, t.takes if t.takes in inputs else "-", repr(tolerances[t.name]), len(shape), *shape))
         bodies.append(content)
     file.write(_line("data", int(with_data)))
     if with_data:
         for content in bodies:
             file.write(content)
+
+
+def cuda_root():
+    """Where the CUDA toolkit is. Raises StopIteration where there is none."""
+    nvcc = os.environ.get("CUDACXX") or shutil.which("nvcc")
+    roots = [Path(nvcc).resolve().parents[1]] if nvcc else []
+    roots += [Path(p) for p in (os.environ.get("CUDA_HOME"), "/usr/local/cuda") if p]
+    return next(root for root in roots if (root / "include" / "cuda_runtime_api.h").exists())
+
+
+def build_driver(program):
+    """Compiles trt_driver.cpp into `program`."""
+    found = subprocess.run([sys.executable, str(ROOT / "csrc" / "find_headers.py"), "tensorrt"], capture_output=True, text=True)
+    assert found.returncode == 0, found.stderr
+    root = cuda_root()
+    libraries = next(p for p in (root / "lib64", root / "lib") if (p / "libcudart_static.a").exists())
+    command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-rdynamic"]
+    command += ["-isystem", found.stdout.strip(), "-isystem", root / "include"]
+    command += [ROOT / "tests" / "runtimes" / "trt_driver.cpp", "-o", program]
+    command += ["-L", libraries, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
+    subprocess.run(command, check=True)
 
 
 def write_cases(path, ops=None, dtypes=spec.TYPES["T"], layouts=("bhnd", "bnhd"), with_data=True, every=1):
@@ -186,6 +224,4 @@ def write_cases(path, ops=None, dtypes=spec.TYPES["T"], layouts=("bhnd", "bnhd")
 
 
 if __name__ == "__main__":
-    import sys
-
     print(write_cases(sys.argv[1], [spec.all_specs()[name] for name in sys.argv[2:]] or None), "cases")

@@ -1,0 +1,1 @@
+"""make stress: random calls of every operator of csrc/ops.toml, on every runtime, against the float64 reference."""

@@ -1,0 +1,222 @@
+"""Draws calls without end, runs them in processes of their own, and reduces what fails. `make stress` starts it.
+
+python -m stress [--seconds S] [--seed N] [--jobs J] [--op NAME] [--runtime NAME]     draws
+python -m stress --case JSON                                                           runs one case
+python -m stress --reduce JSON                                                         reduces one that fails
+"""
+
+import argparse
+import collections
+import contextlib
+import itertools
+import json
+import os
+import re
+import secrets
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+
+from stress import check, draw, runtimes
+
+CASE_SECONDS = 60  # longer is a hang
+REDUCE_SECONDS = 120  # for a finding
+SAME = 3  # findings of one kind that are reduced; of more only the number is told
+
+
+# A process that runs cases: a line of JSON in, a line out
+
+
+def work():
+    answers = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # what libraries print is no answer
+    for line in sys.stdin:
+        answers.write(json.dumps(error_of(draw.Case.from_json(line))) + "\n")
+        answers.flush()
+
+
+def error_of(case):
+    """What is wrong with a case, or None."""
+    try:
+        check.check(case)
+    except Exception as error:  # whatever a runtime raises is a finding
+        return f"{type(error).__name__}: {error}"
+    return None
+
+
+class Worker:
+    """Runs cases one after the other in another process, which is started anew where a case ends it."""
+
+    def __init__(self):
+        self.process = None
+
+    def check(self, case):
+        """What is wrong, crashes and hangs included; None: nothing."""
+        if self.process is None:
+            self.errors = tempfile.TemporaryFile()
+            self.process = subprocess.Popen(
+                [sys.executable, "-m", "stress", "--work"],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=self.errors,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+            first = CASE_SECONDS  # the time to start
+        else:
+            first = 0
+        with contextlib.suppress(BrokenPipeError):
+            self.process.stdin.write(case.to_json().encode() + b"\n")
+            self.process.stdin.flush()
+        if not select.select([self.process.stdout], [], [], first + CASE_SECONDS)[0]:
+            self.close()
+            return f"no answer in {CASE_SECONDS} s"
+        if line := self.process.stdout.readline():
+            return json.loads(line)
+        code = self.process.wait()
+        self.errors.seek(0)
+        said = self.errors.read()[-2000:].decode(errors="replace").strip()
+        self.close()
+        return f"the process ended with {signal.Signals(-code).name if code < 0 else code}: {said}"
+
+    def close(self):
+        if self.process is not None:
+            self.process.kill()
+            self.process.wait()
+            self.process.stdin.close()
+            self.process.stdout.close()
+            self.errors.close()
+            self.process = None
+
+
+# Findings
+
+
+def kind_of(error):
+    """The first words of an error without numbers: findings with the same ones are likely to have one cause."""
+    return re.sub(r"\[.*?\]|[-+]?\d[-+.\w]*", "#", error)[:60]
+
+
+def reduced(case, error, worker, seconds=REDUCE_SECONDS):
+    """(the simplest case found that fails with an error of the same kind, its error)."""
+    end, kind = time.monotonic() + seconds, kind_of(error)
+    progress = True
+    while progress:
+        progress = False
+        for candidate in draw.simpler(case):
+            if time.monotonic() > end:
+                return case, error
+            found = worker.check(candidate)
+            if found is not None and kind_of(found) == kind:
+                case, error, progress = candidate, found, True
+                break
+    return case, error
+
+
+class Run:
+    """Draws and checks until the time is over."""
+
+    def __init__(self, seed, seconds, ops, chosen, first):
+        self.seed, self.end, self.first = seed, time.monotonic() + seconds, first
+        self.ops, self.runtimes = ops, [r for r in runtimes.available() if not chosen or r in chosen]
+        self.indices, self.lock = itertools.count(), threading.Lock()
+        self.counts, self.kinds = collections.Counter(), collections.Counter()
+        self.refused = 0
+
+    def next_case(self):
+        """(its index, the case): the next that this run is asked for and this machine has the runtime of."""
+        while True:
+            with self.lock:
+                index = next(self.indices)
+            op, runtime = draw.place(index)
+            if runtime in self.runtimes and (not self.ops or op in self.ops):
+                return index, draw.draw(self.seed, index)
+
+    def go(self):
+        """One worker's part."""
+        worker = Worker()
+        while time.monotonic() < self.end:
+            index, case = self.next_case()
+            error = worker.check(case)
+            with self.lock:
+                self.counts[case.op, case.runtime] += 1
+                self.refused += case.wrong is not None
+            if error is not None:
+                self.tell(index, case, error, worker)
+        worker.close()
+
+    def tell(self, index, case, error, worker):
+        key = case.op, case.runtime, kind_of(error)
+        with self.lock:
+            self.kinds[key] += 1
+            if self.kinds[key] > SAME:
+                return
+        print(f"\nFOUND {self.seed}:{index} {case.op} on {case.runtime}: {error}\n  {case.to_json()}", flush=True)
+        if self.first:
+            self.end = 0.0
+            return
+        smaller, error = reduced(case, error, worker)
+        print(f"\nREDUCED {self.seed}:{index}: {error}\n  {smaller.to_json()}", flush=True)
+
+    def summary(self):
+        """A table of operators and runtimes, and the findings."""
+        names = list(dict.fromkeys(op for op, _ in self.counts))
+        width = max(map(len, [*names, "all"]), default=8)
+        lines = [" ".join([" " * width, *(f"{r:>11}" for r in self.runtimes)])]
+        for op in [*sorted(names), "all"]:
+            numbers = [
+                sum(n for (o, r), n in self.counts.items() if r == runtime and op in (o, "all")) for runtime in self.runtimes
+            ]
+            lines.append(" ".join([f"{op:{width}}", *(f"{n:11}" for n in numbers)]))
+        lines.append(f"{sum(self.counts.values())} cases of seed {self.seed}, {self.refused} of them wrong calls; ")
+        lines[-1] += f"{sum(self.kinds.values())} findings of {len(self.kinds)} kinds"
+        lines += [f"{n:4} {op} on {runtime}: {kind}" for (op, runtime, kind), n in self.kinds.most_common()]
+        return "\n".join(lines)
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m stress", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=300, help="how long; 300")
+    parser.add_argument("--seed", type=int, help="of the drawn cases; another one each time")
+    parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at once; as many as cores")
+    parser.add_argument("--op", action="append", choices=list(draw.OPS), help="these operators alone")
+    parser.add_argument("--runtime", action="append", choices=draw.RUNTIMES, help="these runtimes alone")
+    parser.add_argument("--first", action="store_true", help="ends with the first finding and does not reduce it")
+    parser.add_argument("--case", help="JSON of a case to run")
+    parser.add_argument("--reduce", help="JSON of a case that fails, to reduce")
+    parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
+    args = parser.parse_args()
+    if args.work:
+        return work()
+    if args.case or args.reduce:
+        worker, case = Worker(), draw.Case.from_json(args.case or args.reduce)
+        error = worker.check(case)
+        if error is not None and args.reduce:
+            case, error = reduced(case, error, worker)
+            print(case.to_json())
+        worker.close()
+        print(error or "right")
+        return error is not None
+    if missing := set(args.runtime or ()) - set(runtimes.available()):
+        parser.error(f"this machine has no {', '.join(sorted(missing))}; it has {', '.join(runtimes.available())}")
+    seed = secrets.randbelow(2**31) if args.seed is None else args.seed
+    run = Run(seed, args.seconds, args.op, args.runtime, args.first)
+    print(f"seed {seed}; {args.seconds:g} s on {', '.join(run.runtimes)}", flush=True)
+    threads = [threading.Thread(target=run.go) for _ in range(args.jobs)]
+    for thread in threads:
+        thread.start()
+    started = told = time.monotonic()
+    while any(t.is_alive() for t in threads):
+        time.sleep(0.2)
+        if time.monotonic() - told > 30:
+            told = time.monotonic()
+            print(f"{told - started:.0f} s, {sum(run.counts.values())} cases, {sum(run.kinds.values())} findings", flush=True)
+    print(run.summary(), flush=True)
+    return bool(run.kinds)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

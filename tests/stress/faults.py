@@ -1,0 +1,121 @@
+"""Proves the stress test: plants faults in a copy of the C++ code, one by one, and says which are found, and how soon.
+
+python -m stress.faults [--seconds S] [--seed N] [--only WORD]
+"""
+
+import argparse
+import os
+import re
+import shutil
+import subprocess
+import sys
+import time
+
+from support.ort_models import tool
+from support.paths import ROOT
+
+BUILD = ROOT / "build" / "faults"
+
+# (what is wrong, file of csrc, the text there, the text in its place, operator)
+FAULTS = [
+    ("the mask lets a token see the next key", "lean_attention/cpu_kernel.cpp", "keys_before(tile, seen.end);", "keys_before(tile, seen.end + 1);", "LeanAttention"),
+    ("the window is one key too long", "lean_attention/cpu_kernel.cpp", "keys_before(tile, seen.begin);", "keys_before(tile, seen.begin - 1);", "LeanAttention"),
+    ("the last column of a width that is no whole vector is lost", "lean_attention/cpu_kernel.cpp", "for (; i < n; ++i) out[i] = from_float<T>(factor * in[i]);", "for (; i + 1 < n; ++i) out[i] = from_float<T>(factor * in[i]);", "LeanAttention"),
+    ("values are found with the keys' stride", "lean_attention/cpu_kernel.cpp", "value_token = args.value_strides.token * value_size", "value_token = args.key_strides.token * value_size", "LeanAttention"),
+    ("positions beyond the rotary table take the row behind it", "lean_attention/cpu_kernel.cpp", "min32(position, args.rotary_positions - 1)", "min32(position, args.rotary_positions)", "LeanAttention"),
+    ("partial sums are joined without their factors", "lean_attention/cpu_kernel.cpp", "total += factor * args.partial_sum[row];", "total += args.partial_sum[row];", "LeanAttention"),
+    ("all heads of a group take the first one's sink", "lean_attention/cpu_kernel.cpp", "args.sinks[unit.head * args.group + row % args.group]", "args.sinks[unit.head * args.group]", "LeanAttention"),
+    ("padding is left unwritten", "lean_attention/cpu_kernel.cpp", "if (segment.index == 0) write_padding", "if (segment.index == 1) write_padding", "LeanAttention"),
+    ("appended rows of pages land a slot late", "lean_attention/cpu_kernel.cpp", "token = position % args.block;", "token = (position + 1) % args.block;", "LeanAttention"),
+    ("scales of appended tokens are largest / 128", "lean_attention/cpu_kernel.cpp", "magnitude / 127.0f", "magnitude / 128.0f", "LeanAttention"),
+    ("appended rows take the first head's scales of columns", "lean_attention/cpu_kernel.cpp", "scales.in + head * n : scales.in;", "scales.in : scales.in;", "LeanAttention"),
+    ("the last of an odd number of values in pairs is lost", "lean_attention/cpu_kernel.cpp", "dv, (n + 1) / 2, scratch.output", "dv, n / 2, scratch.output", "LeanAttention"),
+    ("threads share the scratch of the first", "lean_attention/op.cpp", "kernel(args, work, ranges, range, scratch + task * stride);", "kernel(args, work, ranges, range, scratch);", "LeanAttention"),
+    ("the new tokens of a request may be more than its keys", "lean_attention/op.cpp", "if (tokens > keys) return too_many(at(", "if (tokens < 0) return too_many(at(", "LeanAttention"),
+    ("the state gives a token too old", "causal_conv/cpu_kernel.cpp", "piece.state + (i + j) * width + c", "piece.state + j * width + c", "CausalConv"),
+    ("the last row of padding is left unwritten", "causal_conv/op.cpp", "static_cast<size_t>(args.tokens - own.end) * row_bytes", "static_cast<size_t>(args.tokens - own.end - (args.tokens > own.end)) * row_bytes", "CausalConv"),
+    ("pool rows that nobody names are not kept", "core/requests.cpp", "if (!named[row])", "if (named[row] > 1)", "CausalConv"),
+    ("tokens of no request are left unwritten", "core/requests.cpp", "return covered == tokens;", "return covered <= tokens;", "CausalConv"),
+    ("two requests may name one state", "core/requests.cpp", "if (twin < i)", "if (twin > i)", "CausalLinearDecay"),
+    ("a decay of nan or above 0 is taken", "core/requests.cpp", "right &= values[i] <= 0.0f;", "right &= values[i] == values[i];", "CausalLinearDecay"),
+    ("a state row of another request is taken", "causal_linear_decay/cpu_kernel.cpp", "plan.args.state_index[item.piece.request] : item.piece.request;", "item.piece.request : item.piece.request;", "CausalLinearDecay"),
+    ("a small negative denominator is held at plus eps", "causal_linear_decay/cpu_kernel.cpp", "(d < 0.0f ? -eps : eps)", "eps", "CausalLinearDecay"),
+    ("an odd vector of a key's length is lost", "gated_delta_rule/cpu_kernel.cpp", "if (i < n) total = fma(load(a + i), load(b + i), total);", "", "GatedDeltaRule"),
+    ("query heads are shared out in turn", "gated_delta_rule/cpu_kernel.cpp", "(item.first_head + h) / (args.heads / args.q_heads);", "(item.first_head + h) % args.q_heads;", "GatedDeltaRule"),
+    ("the state of a request without tokens is lost", "gated_delta_rule/cpu_kernel.cpp", "if (tokens == 0 && item.to != nullptr && item.to != item.from)", "if (tokens < 0)", "GatedDeltaRule"),
+    ("a count of tokens before is off by one", "normalized_linear_attention/cpu_kernel.cpp", "x[width] * static_cast<float>(tokens_before);", "x[width] * static_cast<float>(tokens_before - 1);", "NormalizedLinearAttention"),
+    ("gradients of unit rows keep what lies along them", "normalized_linear_attention/cpu_kernel.cpp", "if (norm > kUnitRowEps)\n", "if (norm < kUnitRowEps)\n", "NormalizedLinearAttentionGrad"),
+    ("min_p leaves out what is exactly at the limit", "sample_tokens/cpu_kernel.cpp", "weights &= weights >= least;", "weights &= weights > least;", "SampleTokens"),
+    ("a NaN does not make log-probabilities NaN", "sample_tokens/cpu_kernel.cpp", "*has_nan = any(nan);", "*has_nan = false;", "SampleTokens"),
+    ("the tail of a row takes the values for the gate", "gated_activation/cpu_kernel.cpp", "rest[0][k - i] = gate[k]", "rest[0][k - i] = up[k]", "GatedActivation"),
+    ("sizes that must be equal are not compared", "core/op.cpp", "if (a == b) return {};", "return {};", "LeanAttention"),
+    ("an axis of another size is not refused", "core/op.cpp", "} else if (bound != value) {", "} else if (bound > value) {", "CausalConv"),
+    ("the type of a cache is not looked at", "core/op.cpp", "if (tensor.dtype == expected && !integer) return {};", "if (!integer) return {};", "LeanAttention"),
+    ("ONNX Runtime's library leaves scratch out", "ort/ort_library.cpp", "needed.sync_bytes() + needed.scratch_bytes() + unread_bytes", "needed.sync_bytes() + needed.scratch_bytes() / 2 + unread_bytes", "LeanAttention"),
+    ("memory of outputs that nobody reads is left out", "ort/ort_library.cpp", "needed.sync_bytes() + needed.scratch_bytes() + unread_bytes", "needed.sync_bytes() + needed.scratch_bytes()", "SampleTokens"),
+]  # fmt: skip
+
+
+def build():
+    """Raises CalledProcessError with what the compiler says."""
+    subprocess.run([tool("cmake"), "--build", BUILD, "-j", str(os.cpu_count())], check=True, capture_output=True, text=True)
+
+
+def prepare():
+    """A copy of csrc and a build of it without CUDA."""
+    shutil.rmtree(BUILD / "csrc", ignore_errors=True)
+    shutil.copytree(ROOT / "csrc", BUILD / "csrc")
+    command = [tool("cmake"), "-G", "Ninja", "-S", BUILD / "csrc", "-B", BUILD, "-DLEANFLEET_CUDA=OFF"]
+    command.append("-DCMAKE_CXX_FLAGS=-w")  # a fault may leave a variable unused
+    subprocess.run([*command, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"], check=True, capture_output=True)
+    build()
+
+
+def search(op, seed, seconds):
+    """(seconds that it took, what was found, None: nothing)."""
+    started = time.monotonic()
+    command = [sys.executable, "-m", "stress", "--first", "--jobs", "1", "--seed", str(seed), "--seconds", str(seconds)]
+    result = subprocess.run(
+        [*command, "--op", op],
+        env={**os.environ, "LEANFLEET_LIBRARY_DIR": str(BUILD)},
+        capture_output=True,
+        text=True,
+        cwd=ROOT,
+    )
+    found = re.search(r"^FOUND \S+ (.*)$", result.stdout, re.MULTILINE)
+    if not found and result.returncode:
+        raise RuntimeError(result.stdout + result.stderr)
+    cases = re.search(r"^(\d+) cases", result.stdout, re.MULTILINE)
+    return time.monotonic() - started, int(cases[1]), found[1] if found else None
+
+
+def main():
+    parser = argparse.ArgumentParser(prog="python -m stress.faults", description=__doc__.partition("\n")[0])
+    parser.add_argument("--seconds", type=float, default=60, help="how long a fault is looked for; 60")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--only", default="", help="faults with this in their words or file")
+    args = parser.parse_args()
+    prepare()
+    missed = []
+    for words, file, old, new, op in FAULTS:
+        if args.only not in words + file:
+            continue
+        path = BUILD / "csrc" / file
+        right = path.read_text()
+        assert right.count(old) == 1, f"{file} has '{old}' {right.count(old)} times"
+        path.write_text(right.replace(old, new))
+        try:
+            build()
+            seconds, cases, found = search(op, args.seed, args.seconds)
+        except subprocess.CalledProcessError as error:
+            raise SystemExit(f"{words}: {error.stdout}") from error
+        finally:
+            path.write_text(right)
+        missed += [] if found else [words]
+        print(f"{'found' if found else 'MISSED':6} {seconds:4.0f} s {cases:5} cases  {words}: {found or ''}"[:220], flush=True)
+    print(f"{len(missed)} missed")
+    return bool(missed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

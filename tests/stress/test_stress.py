@@ -1,0 +1,103 @@
+"""The cases that once failed, and a short slice of `make stress`, the same in every run."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from leanfleet import spec
+from stress import check, draw, judge, runtimes, values
+from support.ort_models import TOY_SCHEMA
+
+KEPT = [json.loads(line) for line in (Path(__file__).parent / "kept.jsonl").read_text().splitlines()]
+SLICE = 2  # cases of an operator on a runtime
+SEED = 1
+
+
+@pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept["was"])
+def test_what_failed_once(kept):
+    case = draw.Case(**{"ranks": {}, "attrs": {}, "sizes": {}, **kept["case"]})
+    if case.runtime not in runtimes.available():
+        pytest.skip(f"there is no {case.runtime} here")
+    check.check(case)
+
+
+@pytest.mark.parametrize("op", draw.OPS)
+def test_a_slice(op, one_torch_thread):
+    rounds = len(draw.OPS) * len(draw.RUNTIMES)
+    for index in range(SLICE * rounds):
+        name, runtime = draw.place(index)
+        if name == op and runtime in runtimes.available():
+            case = draw.draw(SEED, index)
+            try:
+                check.check(case)
+            except Exception as error:
+                raise AssertionError(f"{error}\npython -m stress --reduce '{case.to_json()}'") from error
+
+
+def test_cases_survive_as_text():
+    for index in range(200):
+        case = draw.draw(SEED, index)
+        assert draw.Case.from_json(case.to_json()) == case
+        assert draw.draw(SEED, index) == case
+
+
+def test_what_is_simpler_is_valid():
+    """The library takes each of them."""
+    for index in range(0, 900, 7):
+        case = draw.draw(SEED, index)
+        for simpler in itertools.islice(draw.simpler(case), 5):
+            assert draw.complexity(simpler) < draw.complexity(case)
+            assert draw.refitted(simpler) == simpler
+            draw.shapes_of(draw.OPS[case.op], simpler.ranks, simpler.attrs, simpler.sizes)
+
+
+def test_everything_in_the_schema_is_drawn():
+    """Inputs with and without, in every rank, types, and attributes at more than their defaults."""
+    seen = set()
+    for index in range(20_000):
+        case = draw.draw(SEED, index)
+        op = draw.OPS[case.op]
+        if case.wrong is None:
+            seen |= {(op.name, "dtype", case.dtype)}
+            seen |= {(op.name, t.name, case.ranks.get(t.name)) for t in op.inputs}
+            seen |= {(op.name, n, v) for n, v in case.attrs.items() if isinstance(v, str)}
+            seen |= {(op.name, n, "other") for n, v in case.attrs.items() if v != op.attr(n).default}
+    for op in draw.OPS.values():
+        wanted = {(op.name, "dtype", d) for d in spec.TYPES["T"]}
+        wanted |= {(op.name, t.name, len(s.axes)) for t in op.inputs for s in t.shapes}
+        wanted |= {(op.name, t.name, None) for t in op.inputs if t.optional}
+        wanted |= {(op.name, a.name, v) for a in op.attrs for v in a.values if v not in a.reference_only}
+        wanted |= {(op.name, a.name, "other") for a in op.attrs if not a.refuse}
+        assert wanted <= seen, wanted - seen
+
+
+def test_an_operator_of_another_schema_is_drawn(monkeypatch):
+    """Nothing here knows operators by name but for what their documents promise."""
+    monkeypatch.setattr(draw, "OPS", {op.name: op for op in spec.parse(TOY_SCHEMA)})
+    for index in range(50):
+        case = draw.draw(SEED, index)
+        op = draw.OPS[case.op]
+        shapes = draw.shapes_of(op, case.ranks, case.attrs, case.sizes)
+        assert all(size > 0 for shape in shapes.values() for size in shape)
+
+
+@pytest.mark.parametrize("op", draw.OPS)
+def test_the_judge_sees_one_wrong_element(op):
+    """One element of each floating point output off by what is large beside its row, and one that was never written."""
+    index = next(i for i in itertools.count() if draw.place(i) == (op, "torch") and draw.draw(SEED, i).wrong is None)
+    case = draw.draw(SEED, index)
+    clean, poisoned = values.make(case)
+    judged = judge.Judge(case, clean, poisoned)
+    found = runtimes.run(case, poisoned, case.attrs, 1)
+    judged.check(found)
+    for name, tensor in found.items():
+        for spoil in (lambda x: x + 1 + x.abs(), lambda x: torch.full_like(x, float("nan"))):
+            spoiled = tensor.clone()
+            if not tensor.is_floating_point() or not tensor.isfinite().all():
+                continue
+            spoiled.view(-1)[-1:] = spoil(spoiled.view(-1)[-1:])
+            with pytest.raises(judge.Wrong):
+                judged.check(found | {name: spoiled})
