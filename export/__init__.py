@@ -25,6 +25,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.torch_ops import gated_activation as gated_activation
     from leanfleet.export.torch_ops import gated_delta_rule as gated_delta_rule
     from leanfleet.export.torch_ops import gated_delta_rule_ as gated_delta_rule_
+    from leanfleet.export.torch_ops import gated_delta_rule_grad as gated_delta_rule_grad
     from leanfleet.export.torch_ops import lean_attention as lean_attention
     from leanfleet.export.torch_ops import lean_attention_ as lean_attention_
     from leanfleet.export.torch_ops import normalized_linear_attention as normalized_linear_attention
@@ -48,6 +49,7 @@ _HOMES = {
     "gated_activation": "torch_ops",
     "gated_delta_rule": "torch_ops",
     "gated_delta_rule_": "torch_ops",
+    "gated_delta_rule_grad": "torch_ops",
     "lean_attention": "torch_ops",
     "lean_attention_": "torch_ops",
     "normalized_linear_attention": "torch_ops",

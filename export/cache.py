@@ -78,8 +78,8 @@ class Cache:
     def decay(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, log_decay: torch.Tensor, scale: float
     ) -> torch.Tensor:
-        """A linear layer over its carried state: query, key [B,N,H,R], value [B,N,H,Dv], log_decay float32 [H]
-        or [B,N,H]."""
+        """A linear layer over its carried state: query [B,N,Hq,R], key [B,N,Hk,R], value [B,N,Hv,Dv], log_decay float32 [Hv]
+        or [B,N,Hv]."""
         name = cache_name(layer, STATE)
         valid = self.inside(query)
         output, state = causal_linear_decay(

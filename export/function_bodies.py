@@ -448,6 +448,29 @@ def _token_inputs(ops, layout, query, key, value, *like_query):
     return grouped[0], ops.Unsqueeze(key, [2]), ops.Unsqueeze(value, [2]), *grouped[1:]
 
 
+def _of_states(ops, x, heads):
+    """[B,h,N,W] to [B,Hv,max(h,Hv)/Hv,N,W], each of fewer heads than `heads`, which is Hv as an int64 [1], repeated."""
+    batch, own, rest = ops.size(x, 0), ops.size(x, 1), ops.Shape(x, start=2)
+    all_heads = ops.Max(own, heads)
+    repeated = ops.Expand(ops.Unsqueeze(x, [2]), ops.dims(batch, own, ops.Div(all_heads, own), rest))
+    return ops.reshape(repeated, batch, heads, ops.Div(all_heads, heads), rest)
+
+
+def _state_inputs(ops, layout, query, key, value, *others):
+    """query, key, value and further tensors, of heads that states may share, at their inner shapes in float32."""
+    tensors = [_swapped(ops, ops.float(x), layout) for x in (query, key, value, *others)]
+    heads = ops.size(tensors[2], 1)
+    return [ops.Unsqueeze(x, [2]) if i == 2 else _of_states(ops, x, heads) for i, x in enumerate(tensors)]
+
+
+def _summed_heads(ops, x, like, layout):
+    """[B,Hv,G,N,W] to [B,h,N,W] in `layout`, of as many heads as `like` has: the sums over those that share one."""
+    heads = ops.size(like, 1 if layout == "bhnd" else 2)
+    shared = ops.Div(ops.Mul(ops.size(x, 1), ops.size(x, 2)), heads)
+    apart = ops.reshape(x, ops.size(x, 0), heads, shared, ops.Shape(x, start=3))
+    return _swapped(ops, ops.sum(apart, 2, keepdims=0), layout)
+
+
 def _with_ones(ops, x):
     """[B,Hkv,G,N,W] with one more column, of ones."""
     return ops.Concat(x, ops.Expand(1.0, ops.dims(ops.Shape(x, end=4), 1)), axis=4)
@@ -598,8 +621,8 @@ def _pool_rows(ops, pool, state_index):
 
 
 def _causal_linear_decay(ops, x, a, ranks):
-    query, key, value = _token_inputs(ops, a.layout, x.query, x.key, x.value)
-    log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, key)
+    query, key, value = _state_inputs(ops, a.layout, x.query, x.key, x.value)
+    log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, value)
     pool = x.initial_state
     if a.normalize:  # the normaliser is one more column of value, which is 1, and of the state
         value = _with_ones(ops, value)
@@ -629,14 +652,15 @@ def _causal_linear_decay(ops, x, a, ranks):
 
 
 def _causal_linear_decay_grad(ops, x, a, ranks):
-    query, key, value, do = _token_inputs(ops, a.layout, x.query, x.key, x.value, x.grad_output)
-    log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, key)
+    query, key, value, do = _state_inputs(ops, a.layout, x.query, x.key, x.value, x.grad_output)
+    log_decay = _log_decay(ops, x.log_decay, ranks.get("log_decay"), a.layout, value)
     requests = _Requests(ops, x.cu_seqlens, ops.size(key, _TOKENS))
     tensors = [t and requests.split(t) for t in (ops.Mul(query, a.scale), key, value, log_decay, do)]
     states = [_inner_state(ops, s, tensors[1], value) for s in (x.initial_state, x.grad_final_state)]
     *grads, ds = _linear_attention_grad(ops, *tensors, *states, with_decay=a.grad_decay)
     dq, dk, dv, dg = (t and requests.join(t) for t in grads)
-    results = [ops.CastLike(_ungrouped(ops, t, a.layout), x.query) for t in (ops.Mul(dq, a.scale), dk, dv)]
+    own = (ops.Mul(dq, a.scale), x.query), (dk, x.key), (dv, x.value)
+    results = [ops.CastLike(_summed_heads(ops, t, like, a.layout), x.query) for t, like in own]
     if a.grad_decay and ranks["log_decay"] == 3:
         results.append(_swapped(ops, ops.Squeeze(dg, [2, 4]), a.layout, 3))
     elif a.grad_decay:
@@ -649,32 +673,34 @@ def _causal_linear_decay_grad(ops, x, a, ranks):
 # GatedDeltaRule
 
 
-def _of_states(ops, x, heads):
-    """[B,h,N,W] to [B,Hv,max(h,Hv)/Hv,N,W], each of fewer heads than `heads`, which is Hv as an int64 [1], repeated."""
-    batch, own, rest = ops.size(x, 0), ops.size(x, 1), ops.Shape(x, start=2)
-    all_heads = ops.Max(own, heads)
-    repeated = ops.Expand(ops.Unsqueeze(x, [2]), ops.dims(batch, own, ops.Div(all_heads, own), rest))
-    return ops.reshape(repeated, batch, heads, ops.Div(all_heads, heads), rest)
-
-
 def _delta_unit_rows(ops, x):
     return ops.Div(x, ops.Sqrt(ops.Add(ops.ReduceSumSquare(x, [-1]), DELTA_ROW_EPS)))
 
 
-def _gated_delta_rule(ops, x, a, ranks):
+def _delta_tokens(ops, x, a, ranks):
+    """query and key, of unit length where that is asked for, and the tokens' inputs at their inner shapes: query times scale,
+    key, value, beta, log_decay."""
     query, key, value = (_swapped(ops, ops.float(t), a.layout) for t in (x.query, x.key, x.value))
     if a.normalize_qk:
         query, key = _delta_unit_rows(ops, query), _delta_unit_rows(ops, key)
-    scale = a.scale or ops.Div(1.0, ops.Sqrt(ops.float(ops.Squeeze(ops.size(query, 3), [0]))))
     heads = ops.size(value, 1)
     beta = ops.Unsqueeze(_swapped(ops, x.beta, a.layout, 3), [2, 4])
     decay = None
     if x.log_decay is not None:
         per_key = ranks["log_decay"] == 4
         decay = ops.Unsqueeze(_swapped(ops, x.log_decay, a.layout, ranks["log_decay"]), [2] if per_key else [2, 4])
-    tokens = [_of_states(ops, ops.Mul(query, scale), heads), _of_states(ops, key, heads), ops.Unsqueeze(value, [2]), beta]
+    scaled = ops.Mul(query, _delta_scale(ops, query, a))
+    return query, key, [_of_states(ops, scaled, heads), _of_states(ops, key, heads), ops.Unsqueeze(value, [2]), beta, decay]
+
+
+def _delta_scale(ops, query, a):
+    return a.scale or ops.Div(1.0, ops.Sqrt(ops.float(ops.Squeeze(ops.size(query, 3), [0]))))
+
+
+def _gated_delta_rule(ops, x, a, ranks):
+    _, key, tokens = _delta_tokens(ops, x, a, ranks)
     requests = _Requests(ops, x.cu_seqlens, ops.size(key, 2))
-    *tokens, decay = (t and requests.split(t) for t in (*tokens, decay))  # rows of zeros leave a state as it is
+    *tokens, decay = (t and requests.split(t) for t in tokens)  # rows of zeros leave a state as it is
     pool = x.initial_state
     if pool is not None and a.state_v_first:
         pool = ops.Transpose(pool, perm=[0, 1, 3, 2])
@@ -703,6 +729,106 @@ def _gated_delta_rule(ops, x, a, ranks):
             final = ops.take(ops.ScatterND(pool, ops.Unsqueeze(index, [1]), final), 0, ops.size(x.initial_state, 0))
         results.append(ops.Transpose(final, perm=[0, 1, 3, 2]) if a.state_v_first else final)
     return results
+
+
+def _delta_backward(ops, tokens, do, state, ds, per_key):
+    """Gradients of the delta rule's tokens (see _delta_tokens) and of its first state, for those of the output and of the last
+    state. per_key: log_decay is of key dimensions.
+
+    One Scan finds the state before every chunk, one goes from the last chunk to the first; in each a Scan goes token by token,
+    so that no more states are held than a chunk has tokens."""
+    chunks = _Chunks(ops, tokens[1])
+    tokens = [t and chunks.split(t) for t in (*tokens, do)]
+
+    def decayed(ops, state, g):
+        return state if g is None else ops.Mul(ops.Exp(ops.transposed(g)), state)
+
+    def rows(ops, sequences):
+        return [t and ops.Unsqueeze(t, [_TOKENS + 1]) for t in sequences]
+
+    def forward(ops, states, slices):
+        def step(ops, states, slices):
+            (state,), (k, v, b, g) = states, slices
+            kept = decayed(ops, state, g)
+            update = ops.Mul(b, ops.Sub(v, ops.MatMul(k, kept)))
+            return [ops.Add(kept, ops.Mul(ops.transposed(k), update))], [kept]
+
+        last, kept = ops.scan(step, states, rows(ops, slices))
+        return last, kept
+
+    def borders(ops, states, slices):
+        return forward(ops, states, slices)[0], states
+
+    def backward(ops, states, slices):
+        def step(ops, states, slices):
+            (ds,), (q, k, v, b, g, do, kept) = states, slices
+            missing = ops.Sub(v, ops.MatMul(k, kept))
+            update = ops.Mul(b, missing)
+            state = ops.Add(kept, ops.Mul(ops.transposed(k), update))
+            ds = ops.Add(ds, ops.sum(ops.Mul(ops.transposed(q), do), 2))
+            du = ops.MatMul(k, ds)
+            dv = ops.Mul(b, du)
+            dk = ops.Sub(ops.MatMul(update, ops.transposed(ds)), ops.MatMul(dv, ops.transposed(kept)))
+            outputs = [ops.MatMul(do, ops.transposed(state)), dk, dv, ops.sum(ops.Mul(du, missing), 4)]
+            ds = ops.Sub(ds, ops.Mul(ops.transposed(k), dv))
+            if g is not None:
+                outputs.append(ops.transposed(ops.sum(ops.Mul(kept, ds), *(4,) if per_key else (3, 4))))
+            return [decayed(ops, ds, g)], outputs
+
+        *tokens, border = slices
+        _, (kept,) = forward(ops, [border], tokens[1:5])
+        states, grads = ops.scan(step, states, [*rows(ops, tokens), kept], reverse=True)
+        return states, [ops.Squeeze(grad, [_TOKENS + 1]) for grad in grads]
+
+    _, (states,) = ops.scan(borders, [state], tokens[1:5])
+    (ds,), grads = ops.scan(backward, [ds], [*tokens, states], reverse=True)
+    return [chunks.join(grad) for grad in grads], ds
+
+
+def _gated_delta_rule_grad(ops, x, a, ranks):
+    query, key, tokens = _delta_tokens(ops, x, a, ranks)
+    do = _swapped(ops, ops.float(x.grad_output), a.layout)
+    heads = ops.size(tokens[2], 1)
+    requests = _Requests(ops, x.cu_seqlens, ops.size(key, 2))
+    *tokens, do = (t and requests.split(t) for t in (*tokens, _of_states(ops, do, heads)))
+    states = [
+        ops.Transpose(s, perm=[0, 1, 3, 2]) if s is not None and a.state_v_first else s
+        for s in (x.initial_state, x.grad_final_state)
+    ]
+    states = [_inner_state(ops, s, tokens[1], tokens[2]) for s in states]
+    grads, ds = _delta_backward(ops, tokens, do, *states, per_key=ranks.get("log_decay") == 4)
+    dq, dk, dv, db, *dg = (_ungrouped(ops, requests.join(grad), "bhnd") for grad in grads)
+    dq, dk = ops.Mul(_over_heads(ops, dq, query), _delta_scale(ops, query, a)), _over_heads(ops, dk, key)
+    if a.normalize_qk:
+        dq, dk = (
+            _delta_unit_rows_grad(ops, _swapped(ops, ops.float(t), a.layout), unit, grad)
+            for t, unit, grad in ((x.query, query, dq), (x.key, key, dk))
+        )
+        if x.cu_seqlens is not None:  # tokens of no request may be NaN
+            ones = ops.Expand(1.0, ops.dims(ops.Shape(tokens[1], end=1), 1, 1, ops.size(tokens[1], _TOKENS), 1))
+            inside = ops.Greater(ops.Squeeze(requests.join(ones), [2]), 0.0)
+            dq, dk = ops.Where(inside, dq, 0.0), ops.Where(inside, dk, 0.0)
+    results = [ops.CastLike(_swapped(ops, t, a.layout), x.query) for t in (dq, dk, dv)]
+    results.append(_swapped(ops, ops.Squeeze(db, [3]), a.layout, 3))
+    if a.grad_decay:
+        rank = ranks["log_decay"]
+        results.append(_swapped(ops, dg[0] if rank == 4 else ops.Squeeze(dg[0], [3]), a.layout, rank))
+    if a.grad_state:
+        ds = ops.Squeeze(ds, [2])
+        results.append(ops.Transpose(ds, perm=[0, 1, 3, 2]) if a.state_v_first else ds)
+    return results
+
+
+def _over_heads(ops, x, like):
+    """[B,H,N,W] summed to the heads of `like` [B,h,N,W]."""
+    return ops.sum(_grouped(ops, x, like), 2, keepdims=0)
+
+
+def _delta_unit_rows_grad(ops, x, unit, grad):
+    """The gradient of x, for that of `unit` = _delta_unit_rows(x)."""
+    along = ops.sum(ops.Mul(unit, grad), -1)
+    length = ops.Sqrt(ops.Add(ops.ReduceSumSquare(x, [-1]), DELTA_ROW_EPS))
+    return ops.Div(ops.Sub(grad, ops.Mul(unit, along)), length)
 
 
 # CausalConv
@@ -1050,6 +1176,7 @@ _BODIES = {
     "SampleTokens": _sample_tokens,
     "GatedActivation": _gated_activation,
     "GatedDeltaRule": _gated_delta_rule,
+    "GatedDeltaRuleGrad": _gated_delta_rule_grad,
     "CausalConv": _causal_conv,
 }
 _IGNORED = {"algorithm"}  # attributes that choose how to compute, not what

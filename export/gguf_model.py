@@ -19,6 +19,7 @@ import torch
 
 from leanfleet import gguf_file, progress
 from leanfleet.export import blocks
+from leanfleet.files import NO_CODE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -40,11 +41,11 @@ def load(path: str | Path, dtype: str = "float32", keep: bool = True) -> tuple[P
     from transformers import AutoConfig, AutoTokenizer
     from transformers.integrations.gguf import is_gguf_arch_supported
 
-    architecture = file.metadata.get("general.architecture", (8, b""))[1].decode()
+    architecture = _architecture(file)
     with _instead(file, {}):
         if is_gguf_arch_supported(architecture):  # by transformers' new reader, which our rows of numbers do not pass
             return _by_transformers(path, dtype)
-        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name)
+        config = AutoConfig.from_pretrained(path.parent, gguf_file=path.name, **NO_CODE)
         model = _empty(config)
     matrices = {t.name: t for t in file.tensors.values() if t.kind in blocks.KINDS and len(t.shape) == 2}
     found = _parameters(file, model, matrices)
@@ -60,13 +61,25 @@ def load(path: str | Path, dtype: str = "float32", keep: bool = True) -> tuple[P
     model.config.name_or_path = str(path.parent)
     progress.tell("reading the tokenizer")
     with _instead(file, {}):
-        return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name)
+        return model.eval(), AutoTokenizer.from_pretrained(path.parent, gguf_file=path.name, **NO_CODE)
+
+
+def _architecture(file: gguf_file.File) -> str:
+    """Raises ValueError for metadata that would make a model of more layers than there are tensors."""
+    found = file.metadata.get("general.architecture", (8, b""))[1]
+    if not isinstance(found, bytes):
+        raise ValueError(f"{file.path} is damaged: general.architecture is no text")
+    architecture = found.decode()
+    layers = file.metadata.get(f"{architecture}.block_count", (4, 0))[1]
+    if not isinstance(layers, int) or layers > len(file.tensors):
+        raise ValueError(f"{file.path} is damaged: it has {str(layers)[:40]} layers and {len(file.tensors)} tensors")
+    return architecture
 
 
 def _by_transformers(path: Path, dtype: str) -> tuple[PreTrainedModel, PreTrainedTokenizerBase]:
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
-    options = {"gguf_file": path.name}
+    options: dict[str, Any] = {"gguf_file": path.name, **NO_CODE}
     model = AutoModelForCausalLM.from_pretrained(path.parent, dtype=getattr(torch, dtype), **options)
     return model.eval(), AutoTokenizer.from_pretrained(path.parent, **options)
 

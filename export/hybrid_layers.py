@@ -112,10 +112,8 @@ def over_caches(model: torch.nn.Module, current: Callable[[], Cache | None]) -> 
         """
         dt = dt if dt_bias is None else dt + dt_bias.to(dt.dtype)
         dt = (torch.nn.functional.softplus(dt) if dt_softplus else dt).clamp(*dt_limit).float()
-        # CausalLinearDecay has as many heads of keys as of values: those of a group are repeated.
-        keys, queries = (t.repeat_interleave(hidden_states.shape[2] // t.shape[2], dim=2) for t in (B, C))
         value = hidden_states.float() * dt.unsqueeze(-1)
-        output = cache.decay(running[0], queries, keys, value.to(queries.dtype), not_above_0(A.float() * dt), 1.0).float()
+        output = cache.decay(running[0], C, B, value.to(C.dtype), not_above_0(A.float() * dt), 1.0).float()
         return output if D is None else output + D.float().unsqueeze(-1) * hidden_states.float()
 
     ours: dict[str, Callable[..., Any]] = {

@@ -160,7 +160,8 @@ def row_scales(rows: torch.Tensor) -> torch.Tensor:
         print(quantised(rows, scale).tolist(), (quantised(rows, scale) * scale).tolist())
     """
     largest = rows.detach().float().abs().amax(-1, keepdim=True)
-    scale = (largest / 127).masked_fill(largest < LEAST_MAGNITUDE, 0)
+    divisor = torch.full_like(largest, 127)  # CUDA multiplies by the reciprocal of a number
+    scale = (largest / divisor).masked_fill(largest < LEAST_MAGNITUDE, 0)
     return scale.masked_fill(~rows.isfinite().all(-1, keepdim=True), math.nan)
 
 
@@ -649,12 +650,25 @@ def _grouped(query, key, value, group, layout, compute):
     return query.unflatten(1, (-1, group)), key.unsqueeze(2), value.unsqueeze(2)
 
 
+def _check_shared_heads(op, dims):
+    """That query, key and value heads divide each other as operators with Hq, Hk and Hv ask for."""
+    queries, keys, values = dims["Hq"], dims["Hk"], dims["Hv"]
+    _check(values % keys == 0, f"{op}: Hv = {values} is not a multiple of Hk = {keys}")
+    _check(queries % keys == 0, f"{op}: Hq = {queries} is not a multiple of Hk = {keys}")
+    heads = max(queries, values)
+    _check(
+        heads % min(queries, values) == 0,
+        f"{op}: Hq = {queries} and Hv = {values}; one of the two must be a multiple of the other",
+    )
+    return heads
+
+
 def _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, layout, compute):
     """Checks and brings to the inner shapes; also sets dims["Q"], the number of states."""
-    match("query", query, "T", "B H N R*")
-    match("key", key, "T", "B Hkv N R*")
-    match("value", value, "T", "B Hkv N Dv*")
-    _check_heads(op, dims)
+    match("query", query, "T", "B Hq N R*")
+    match("key", key, "T", "B Hk N R*")
+    match("value", value, "T", "B Hv N Dv*")
+    heads = _check_shared_heads(op, dims)
     if cu_seqlens is not None:
         match("cu_seqlens", cu_seqlens, "I", "Q+1")
         _check(
@@ -663,17 +677,20 @@ def _decay_inputs(op, match, dims, query, key, value, log_decay, cu_seqlens, lay
             "requests have B=1 and one entry more than there are requests",
         )
     dims["Q"] = dims["B"] if cu_seqlens is None else dims["Q+1"] - 1
-    batch, kv_heads, tokens = dims["B"], dims["Hkv"], dims["N"]
-    query, key, value = _grouped(query, key, value, dims["H"] // kv_heads, layout, compute)
+    batch, states, tokens = dims["B"], dims["Hv"], dims["N"]
+    dims["H"] = heads
+    query, key, value = (_swap(x, layout).to(compute) for x in (query, key, value))
+    query = _expanded(query, heads).unflatten(1, (states, heads // states))
+    key, value = _expanded(key, states).unsqueeze(2), value.unsqueeze(2)
     if log_decay is None:
-        decay = key.new_zeros(batch, kv_heads, tokens)
+        decay = key.new_zeros(batch, states, tokens)
     elif log_decay.dim() == 3:
-        match("log_decay", log_decay, "F", "B Hkv N*")
+        match("log_decay", log_decay, "F", "B Hv N*")
         decay = _swap(log_decay, layout)
     else:
-        match("log_decay", log_decay, "F", "Hkv")
+        match("log_decay", log_decay, "F", "Hv")
         decay = log_decay.view(1, -1, 1).expand(batch, -1, tokens)
-    return query, key, value, decay.to(compute).view(batch, kv_heads, 1, tokens, 1)
+    return query, key, value, decay.to(compute).view(batch, states, 1, tokens, 1)
 
 
 def _per_request(run, spans, tokens, states):
@@ -711,13 +728,14 @@ def causal_linear_decay(
 ) -> tuple[torch.Tensor, ...]:
     """Causal linear attention with exponential decay: O = ((scale * Q Kᵀ) ⊙ M) V (LD eq. 4).
 
-    query T [B,H,N,R], key T [B,Hkv,N,R], value T [B,Hkv,N,Dv]: B, C and V of LD.
-    log_decay F [Hkv], or per token [B,Hkv,N]: ln γ in [-inf, 0]; -inf is γ = 0, absent is γ = 1.
-    initial_state F [B,Hkv,R,Dv]; absent: zeros. With normalize, and only then, initial_norm F [B,Hkv,R] too.
+    query T [B,Hq,N,R], key T [B,Hk,N,R], value T [B,Hv,N,Dv]: B, C and V of LD. Of the H = max(Hq, Hv) heads of the output
+    head h takes query head h // (H / Hq) and state h // (H / Hv); state h takes key head h // (Hv / Hk).
+    log_decay F [Hv], or per token [B,Hv,N]: ln γ in [-inf, 0]; -inf is γ = 0, absent is γ = 1.
+    initial_state F [B,Hv,R,Dv]; absent: zeros. With normalize, and only then, initial_norm F [B,Hv,R] too.
     cu_seqlens I [Q+1]: request r is tokens cu[r] .. cu[r+1] of a batch of 1, and states have Q in place of
     B. Offsets are clamped to [0, N]; tokens of no request have output 0.
-    state_index I [B] (or [Q]): the row of each request in a pool of states [P,Hkv,R,Dv] and of norms
-    [P,Hkv,R], which must be given. A row outside the pool is zeros and is not written; none may come twice.
+    state_index I [B] (or [Q]): the row of each request in a pool of states [P,Hv,R,Dv] and of norms
+    [P,Hv,R], which must be given. A row outside the pool is zeros and is not written; none may come twice.
 
     S_i = γ_i S_{i-1} + k_iᵀ v_i and o_i = scale * q_i S_i. With normalize also z_i = γ_i z_{i-1} + k_i, and
     o_i is divided by d_i = scale * q_i . z_i, where |d_i| is held at eps or more, sign kept (FA algorithm 1;
@@ -735,8 +753,8 @@ def causal_linear_decay(
     _check(initial_norm is None or normalize, f"{op}: initial_norm is given and normalize is 0; it needs normalize=1")
     rows = "Q" if state_index is None else "P"
     match("state_index", state_index, "I", "Q")
-    match("initial_state", initial_state, "F", f"{rows} Hkv R Dv")
-    match("initial_norm", initial_norm, "F", f"{rows} Hkv R")
+    match("initial_state", initial_state, "F", f"{rows} Hv R Dv")
+    match("initial_norm", initial_norm, "F", f"{rows} Hv R")
     _check(
         state_index is None or initial_state is not None,
         f"{op}: state_index is given and initial_state is absent; it must be the pool",
@@ -747,7 +765,7 @@ def causal_linear_decay(
     )
 
     # The normaliser is one more column of value and of the state.
-    zeros = v.new_zeros(dims["Q"], dims["Hkv"], dims["R"], dims["Dv"])
+    zeros = v.new_zeros(dims["Q"], dims["Hv"], dims["R"], dims["Dv"])
     pool = zeros if initial_state is None else initial_state.to(compute)
     if normalize:
         norm = pool.new_zeros(pool.shape[:-1]) if initial_norm is None else initial_norm.to(compute)
@@ -805,7 +823,7 @@ def causal_linear_decay_grad(
     its decay is a factor of, without subtraction.
 
     Returns grad_query, grad_key, grad_value T; with grad_decay grad_log_decay F, shaped as log_decay, which
-    must be given; with grad_state grad_initial_state F [B,Hkv,R,Dv] (or [Q,...]), given or not.
+    must be given; with grad_state grad_initial_state F [B,Hv,R,Dv] (or [Q,...]), given or not.
     The normalised form is differentiated by composition of numerator and denominator, not here.
     """
     op = "CausalLinearDecayGrad"
@@ -818,14 +836,16 @@ def causal_linear_decay_grad(
         f"{op}: grad_decay is 1 and log_decay is absent; give log_decay (zeros for no decay)",
     )
     match("grad_output", grad_output, "T", "B H N Dv*")
-    match("initial_state", initial_state, "F", "Q Hkv R Dv")
-    match("grad_final_state", grad_final_state, "F", "Q Hkv R Dv")
-    zeros = v.new_zeros(dims["Q"], dims["Hkv"], dims["R"], dims["Dv"])
+    match("initial_state", initial_state, "F", "Q Hv R Dv")
+    match("grad_final_state", grad_final_state, "F", "Q Hv R Dv")
+    zeros = v.new_zeros(dims["Q"], dims["Hv"], dims["R"], dims["Dv"])
     states = [(zeros if x is None else x.to(compute)).unsqueeze(2) for x in (initial_state, grad_final_state)]
     do = _swap(grad_output, layout).to(compute).unflatten(1, q.shape[1:3])
     spans = _spans(cu_seqlens, dims["N"])
     (dq, dk, dv, dg), ds = _per_request(_decay_backward, spans, (scale * q, k, v, decay, do), states)
-    result = tuple(_swap(x.flatten(1, 2).to(query.dtype), layout) for x in (scale * dq, dk, dv))
+    dq, dk, dv = (x.flatten(1, 2) for x in (scale * dq, dk, dv))
+    dq, dk = (x.unflatten(1, (heads, -1)).sum(2) for x, heads in ((dq, dims["Hq"]), (dk, dims["Hk"])))
+    result = tuple(_swap(x.to(query.dtype), layout) for x in (dq, dk, dv))
     if grad_decay and log_decay is not None:
         dg = dg.flatten(2)
         result += ((_swap(dg, layout) if log_decay.dim() == 3 else dg.sum((0, 2))).to(float_out),)
@@ -891,6 +911,40 @@ def _delta_rule(query, key, value, log_decay, beta, state):
     return [torch.stack(outputs, -2)], state
 
 
+def _delta_inputs(op, match, dims, query, key, value, log_decay, beta, cu_seqlens, scale, normalize_qk, layout, compute):
+    """Checks, and the tokens' inputs of _delta_rule; also sets dims["Q"], the number of states, and dims["H"], of the output's
+    heads."""
+    match("query", query, "T", "B Hq N D*")
+    match("key", key, "T", "B Hk N D*")
+    match("value", value, "T", "B Hv N Dv*")
+    dims["H"], v_heads = _check_shared_heads(op, dims), dims["Hv"]
+    if beta is None:
+        raise ValueError(f"{op}: beta is absent; it must be given")
+    if log_decay is not None:
+        match("log_decay", log_decay, "F", "B Hv N D*" if log_decay.dim() == 4 else "B Hv N*")
+    match("beta", beta, "F", "B Hv N*")
+    if cu_seqlens is not None:
+        match("cu_seqlens", cu_seqlens, "I", "Q+1")
+        _check(
+            dims["B"] == 1 and dims["Q+1"] >= 1,
+            f"{op}: query has batch B={dims['B']} and cu_seqlens has {dims['Q+1']} entries; packed "
+            "requests have B=1 and one entry more than there are requests",
+        )
+    dims["Q"] = dims["B"] if cu_seqlens is None else dims["Q+1"] - 1
+    heads = dims["H"]
+    q, k, v = (_swap(x, layout).to(compute) for x in (query, key, value))
+    if normalize_qk:
+        q, k = _delta_unit_rows(q), _delta_unit_rows(k)
+    b = _swap(beta, layout).to(compute).unsqueeze(-1)
+    g = torch.zeros_like(b) if log_decay is None else _swap(log_decay, layout).to(compute)
+    g = g.unsqueeze(-1) if g.dim() == 3 else g
+    return [_expanded(x, heads) for x in ((scale or dims["D"] ** -0.5) * q, _expanded(k, v_heads), v, g, b)]
+
+
+def _delta_unit_rows(x):
+    return x / (x.square().sum(-1, keepdim=True) + DELTA_ROW_EPS).sqrt()
+
+
 def gated_delta_rule(
     query: torch.Tensor,
     key: torch.Tensor,
@@ -922,29 +976,10 @@ def gated_delta_rule(
     """
     op = "GatedDeltaRule"
     match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
-    match("query", query, "T", "B Hq N D*")
-    match("key", key, "T", "B Hk N D*")
-    match("value", value, "T", "B Hv N Dv*")
-    q_heads, k_heads, v_heads = dims["Hq"], dims["Hk"], dims["Hv"]
-    shared = not (q_heads % k_heads or v_heads % k_heads or max(q_heads, v_heads) % min(q_heads, v_heads))
-    _check(
-        shared,
-        f"{op}: there are Hq={q_heads}, Hk={k_heads} and Hv={v_heads} heads; Hk must divide the others, and of Hq and Hv "
-        "one must divide the other",
+    tokens = _delta_inputs(
+        op, match, dims, query, key, value, log_decay, beta, cu_seqlens, scale, normalize_qk, layout, compute
     )
-    if beta is None:
-        raise ValueError(f"{op}: beta is absent; it must be given")
-    if log_decay is not None:
-        match("log_decay", log_decay, "F", "B Hv N D*" if log_decay.dim() == 4 else "B Hv N*")
-    match("beta", beta, "F", "B Hv N*")
-    if cu_seqlens is not None:
-        match("cu_seqlens", cu_seqlens, "I", "Q+1")
-        _check(
-            dims["B"] == 1 and dims["Q+1"] >= 1,
-            f"{op}: query has batch B={dims['B']} and cu_seqlens has {dims['Q+1']} entries; packed "
-            "requests have B=1 and one entry more than there are requests",
-        )
-    dims["Q"] = dims["B"] if cu_seqlens is None else dims["Q+1"] - 1
+    heads, v_heads = dims["H"], dims["Hv"]
     rows = "Q" if state_index is None else "P"
     match("state_index", state_index, "I", "Q")
     match("initial_state", initial_state, "F", f"{rows} Hv Dv D" if state_v_first else f"{rows} Hv D Dv")
@@ -953,16 +988,7 @@ def gated_delta_rule(
         f"{op}: state_index is given and initial_state is absent; it must be the pool",
     )
 
-    q, k, v = (_swap(x, layout).to(compute) for x in (query, key, value))
-    if normalize_qk:
-        q, k = (x / (x.square().sum(-1, keepdim=True) + DELTA_ROW_EPS).sqrt() for x in (q, k))
-    b = _swap(beta, layout).to(compute).unsqueeze(-1)
-    g = torch.zeros_like(b) if log_decay is None else _swap(log_decay, layout).to(compute)
-    g = g.unsqueeze(-1) if g.dim() == 3 else g
-    heads = max(q_heads, v_heads)
-    tokens = [_expanded(x, heads) for x in ((scale or dims["D"] ** -0.5) * q, _expanded(k, v_heads), v, g, b)]
-
-    zeros = v.new_zeros(dims["Q"], v_heads, dims["D"], dims["Dv"])
+    zeros = tokens[0].new_zeros(dims["Q"], v_heads, dims["D"], dims["Dv"])
     pool = zeros if initial_state is None else initial_state.to(compute)
     if state_v_first and initial_state is not None:
         pool = pool.mT
@@ -980,6 +1006,123 @@ def gated_delta_rule(
             final = pool.index_put((index,), final[requests])
         result += ((final.mT if state_v_first else final).to(float_out).contiguous().clone(),)
     return result
+
+
+def gated_delta_rule_grad(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    log_decay: torch.Tensor | None = None,
+    beta: torch.Tensor | None = None,
+    initial_state: torch.Tensor | None = None,
+    grad_output: torch.Tensor | None = None,
+    grad_final_state: torch.Tensor | None = None,
+    cu_seqlens: torch.Tensor | None = None,
+    *,
+    scale: float = 0.0,
+    normalize_qk: int = 0,
+    grad_decay: int = 0,
+    grad_state: int = 0,
+    layout: str = "bhnd",
+    state_v_first: int = 0,
+    compute_dtype: torch.dtype | None = None,
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of gated_delta_rule in closed form, token by token.
+
+    Inputs as there; grad_output T [B,max(Hq,Hv),N,Dv], grad_final_state F shaped as the state; absent: zeros.
+    With S'_i, u_i and S_i as there, dS_i the gradient of S_i from its own output and from later tokens, and du_i that of u_i,
+      dS_i = diag(exp(log_decay_{i+1})) dS'_{i+1} + scale * q_iᵀ do_i, where grad_final_state is the first term of the last
+      du_i = k_i dS_i,   dS'_i = dS_i - beta_i k_iᵀ du_i,   dq_i = scale * do_i S_iᵀ,   dk_i = u_i dS_iᵀ - beta_i du_i S'_iᵀ
+      dv_i = beta_i du_i,   dbeta_i = du_i · (v_i - k_i S'_i),   dlog_decay_i = ⟨S'_i, dS'_i⟩, of a key dimension its row's
+    No decay is divided by: states are computed again, forwards, from those before blocks.
+
+    Returns grad_query, grad_key, grad_value T, grad_beta F; with grad_decay grad_log_decay F, shaped as log_decay, which
+    must be given; with grad_state grad_initial_state F, shaped as initial_state, given or not.
+    """
+    op = "GatedDeltaRuleGrad"
+    match, dims, compute, float_out = _begin(op, layout, query, compute_dtype)
+    tokens = _delta_inputs(
+        op, match, dims, query, key, value, log_decay, beta, cu_seqlens, scale, normalize_qk, layout, compute
+    )
+    heads, v_heads = dims["H"], dims["Hv"]
+    if grad_output is None:
+        raise ValueError(f"{op}: grad_output is absent; it must be given")
+    _check(
+        log_decay is not None or not grad_decay,
+        f"{op}: grad_decay is 1 and log_decay is absent; give log_decay (zeros for no decay)",
+    )
+    match("grad_output", grad_output, "T", "B H N Dv*")
+    states = []
+    for name, x in (("initial_state", initial_state), ("grad_final_state", grad_final_state)):
+        match(name, x, "F", "Q Hv Dv D" if state_v_first else "Q Hv D Dv")
+        if x is None:
+            x = tokens[0].new_zeros(dims["Q"], v_heads, dims["D"], dims["Dv"])
+        elif state_v_first:
+            x = x.mT
+        states.append(x.to(compute))
+    # Query heads of one state each carry their own gradient of it; the first carries that of the last state too.
+    first = torch.arange(heads, device=query.device) % (heads // v_heads) == 0
+    states = [_expanded(x, heads) for x in states]
+    states[1] = states[1].where(first.view(-1, 1, 1), 0)
+    do = _swap(grad_output, layout).to(compute)
+    spans = _spans(cu_seqlens, dims["N"])
+    (dq, dk, dv, dg, db), ds = _per_request(_delta_backward, spans, (*tokens, do), states)
+
+    def over(x, count):
+        return x.unflatten(1, (count, -1)).sum(2)
+
+    dq, dk, dv = (scale or dims["D"] ** -0.5) * over(dq, dims["Hq"]), over(dk, dims["Hk"]), over(dv, v_heads)
+    if normalize_qk:
+        dq, dk = (_delta_unit_rows_grad(_swap(x, layout).to(compute), dx) for x, dx in ((query, dq), (key, dk)))
+        if spans is not None:  # tokens of no request may be NaN
+            inside = [any(start <= token < stop for start, stop in spans) for token in range(dims["N"])]
+            dq, dk = (x.where(torch.tensor(inside, device=x.device).unsqueeze(-1), 0) for x in (dq, dk))
+    result = tuple(_swap(x.to(query.dtype), layout) for x in (dq, dk, dv))
+    result += (_swap(over(db, v_heads).squeeze(-1), layout).to(float_out),)
+    if grad_decay and log_decay is not None:
+        dg = over(dg, v_heads)
+        result += (_swap(dg if log_decay.dim() == 4 else dg.squeeze(-1), layout).to(float_out),)
+    if grad_state:
+        ds = over(ds, v_heads)
+        result += ((ds.mT if state_v_first else ds).to(float_out).contiguous(),)
+    return result
+
+
+def _delta_unit_rows_grad(x, dy):
+    """The gradient of x, where dy is that of _delta_unit_rows(x)."""
+    length = (x.square().sum(-1, keepdim=True) + DELTA_ROW_EPS).sqrt()
+    y = x / length
+    return (dy - y * (y * dy).sum(-1, keepdim=True)) / length
+
+
+def _delta_backward(query, key, value, log_decay, beta, do, state, ds):
+    """dq, dk, dv, dlog_decay, dbeta and the gradient of the state before the first token; ds is that of the last."""
+    tokens = (query, key, value, log_decay, beta, do)
+    if not query.shape[-2]:
+        return [x.clone() for x in tokens[:5]], ds.clone()
+    blocks = list(zip(*(x.split(BLOCK, -2) for x in tokens), strict=True))
+    states = [state]
+    for q, k, v, g, b, _ in blocks[:-1]:
+        states.append(_delta_rule(q, k, v, g, b, states[-1])[1])
+    grads = []
+    for block, state in zip(reversed(blocks), reversed(states), strict=True):
+        steps = []
+        for q, k, v, g, b, o in zip(*(x.split(1, -2) for x in block), strict=True):
+            kept = g.mT.exp() * state
+            missing = v - k @ kept
+            steps.append((q, k, g, b, o, kept, missing))
+            state = kept + k.mT @ (b * missing)
+            steps[-1] += (state,)
+        for q, k, g, b, o, kept, missing, state in reversed(steps):
+            ds = ds + q.mT @ o
+            du = k @ ds
+            dq, dv, db = o @ state.mT, b * du, (du * missing).sum(-1, keepdim=True)
+            dk = (b * missing) @ ds.mT - dv @ kept.mT
+            ds = ds - k.mT @ dv
+            dg = (kept * ds).sum(-1).unsqueeze(-2)
+            grads.append((dq, dk, dv, dg if g.shape[-1] > 1 else dg.sum(-1, keepdim=True), db))
+            ds = g.mT.exp() * ds
+    return [torch.cat(parts[::-1], -2) for parts in zip(*grads, strict=True)], ds
 
 
 def causal_conv(

@@ -76,35 +76,9 @@ def _float(ops, value):
     return wide
 
 
-def _decay_inputs(ops, a, x):
-    """(inputs of CausalLinearDecay but the state, attributes, heads of the output)."""
-    heads, kv_heads = nodes.heads(a, "q_num_heads", "kv_num_heads")
-    width, scale = nodes.dim(x["query"], 2), a.get("scale", 0.0)
-    if scale == 0:
-        if not isinstance(width, int) or width < heads:
-            raise nodes.Refused(f"scale is 1/sqrt(d_k), and query has {nodes.show(width)} columns for {heads} heads")
-        scale = float(np.float32(1 / np.sqrt(width // heads)))
-    log_decay = None
-    if x["decay"] is not None:
-        size, key_size = nodes.dim(x["decay"], 2), nodes.dim(x["key"], 2)
-        if size != kv_heads:
-            raise nodes.Refused(
-                f"decay has {nodes.show(size)} columns for {kv_heads} heads: CausalLinearDecay takes one a head, "
-                + ("and these may differ inside a head" if size == key_size else "which must be known")
-            )
-        log_decay = _float(ops, x["decay"])
-        ops.notes.append("log decays above 0 are an error")
-    inputs = dict(
-        query=ops.split_heads(x["query"], heads),
-        key=ops.split_heads(x["key"], kv_heads),
-        value=ops.split_heads(x["value"], kv_heads),
-        log_decay=log_decay,
-    )
-    return inputs, dict(scale=scale), heads
-
-
-def _delta_inputs(ops, a, x):
-    """The same of GatedDeltaRule. Where there are more value heads than query heads, keys may have either's number."""
+def _head_counts(a, x):
+    """Heads of queries, of keys and of values. Where there are more value heads than query heads, keys may have either's
+    number, which their columns tell."""
     for name in ("q_num_heads", "kv_num_heads"):
         if a.get(name, 0) < 1:
             raise nodes.Refused(f"attribute {name} is {a.get(name, 'missing')}; expected 1 or more")
@@ -114,9 +88,46 @@ def _delta_inputs(ops, a, x):
         raise nodes.Refused(
             f"query and key have {nodes.show(width)} and {nodes.show(key_width)} columns for {heads} query heads"
         )
-    size = width // heads
-    key_heads = key_width // size
+    key_heads = key_width // (width // heads)
     _check_head_groups(heads, key_heads, states)
+    return heads, key_heads, states
+
+
+def _decay_inputs(ops, a, x):
+    """(inputs of CausalLinearDecay but the state, attributes, heads of the output)."""
+    width, scale = nodes.dim(x["query"], 2), a.get("scale", 0.0)
+    if isinstance(width, int) and isinstance(nodes.dim(x["key"], 2), int):
+        heads, key_heads, states = _head_counts(a, x)
+    else:
+        heads, states = nodes.heads(a, "q_num_heads", "kv_num_heads")
+        key_heads = states
+    if scale == 0:
+        if not isinstance(width, int) or width < heads:
+            raise nodes.Refused(f"scale is 1/sqrt(d_k), and query has {nodes.show(width)} columns for {heads} heads")
+        scale = float(np.float32(1 / np.sqrt(width // heads)))
+    log_decay = None
+    if x["decay"] is not None:
+        size, key_size = nodes.dim(x["decay"], 2), nodes.dim(x["key"], 2)
+        if size != states:
+            raise nodes.Refused(
+                f"decay has {nodes.show(size)} columns for {states} heads: CausalLinearDecay takes one a head, "
+                + ("and these may differ inside a head" if size == key_size else "which must be known")
+            )
+        log_decay = _float(ops, x["decay"])
+        ops.notes.append("log decays above 0 are an error")
+    inputs = dict(
+        query=ops.split_heads(x["query"], heads),
+        key=ops.split_heads(x["key"], key_heads),
+        value=ops.split_heads(x["value"], states),
+        log_decay=log_decay,
+    )
+    return inputs, dict(scale=scale), max(heads, states)
+
+
+def _delta_inputs(ops, a, x):
+    """The same of GatedDeltaRule."""
+    heads, key_heads, states = _head_counts(a, x)
+    size = nodes.dim(x["query"], 2) // heads
     log_decay = x["decay"]
     if log_decay is not None:
         columns = nodes.dim(log_decay, 2)
@@ -144,7 +155,7 @@ def _delta_inputs(ops, a, x):
 
 
 def _check_head_groups(heads, key_heads, states):
-    """Refuses groups of heads that GatedDeltaRule does not take."""
+    """Refuses groups of heads that our operators do not take."""
     if states % key_heads or heads % key_heads or max(heads, states) % min(heads, states):
         raise nodes.Refused(f"{heads} query heads, {key_heads} key heads and {states} states do not divide each other")
 
@@ -297,8 +308,8 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
     if a["scale"] == 0:
         raise nodes.Refused("scale is 0, which LinearAttention reads as 1/sqrt(d_k)")
     bnhd = a["layout"] == "bnhd"
-    heads, kv_heads = (nodes.dim(x[name], 2 if bnhd else 1) for name in ("query", "key"))
-    if not isinstance(heads, int) or not isinstance(kv_heads, int):
+    heads, states = (nodes.dim(x[name], 2 if bnhd else 1) for name in ("query", "value"))
+    if not isinstance(heads, int) or not isinstance(states, int):
         raise nodes.Refused("the numbers of heads are not known")
     single = x["query"].dtype == ir.DataType.FLOAT
     decay = x["log_decay"]
@@ -317,7 +328,7 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
     if decay is not None:
         if nodes.rank(decay, "log_decay") == 1:
             batch, tokens = ops.size(x["query"], 0), ops.size(x["query"], 1 if bnhd else 2)
-            decay = ops.Expand(decay, ops.dims(batch, tokens, kv_heads))
+            decay = ops.Expand(decay, ops.dims(batch, tokens, states))
         else:
             decay = by_token(decay, [0, 2, 1])
     inputs = [packed(x[name]) for name in ("query", "key", "value")] + [x["initial_state"], decay]
@@ -326,12 +337,12 @@ def causal_linear_decay_back(ops: nodes.Emitter, node: ir.Node, options: dict[st
     domain = "" if options["opset"] >= FIRST_OPSET_OF_LINEAR_ATTENTION else nodes.MICROSOFT
     attributes = {
         "q_num_heads": heads,
-        "kv_num_heads": kv_heads,
+        "kv_num_heads": states,
         "scale": a["scale"],
         "update_rule": "linear" if decay is None else "gated",
     }
     out, state = ops.foreign(domain, "LinearAttention", inputs, attributes, 2)
-    out = ops.Reshape(out, ops.dims(ops.Shape(out, end=2), heads, -1))
+    out = ops.Reshape(out, ops.dims(ops.Shape(out, end=2), max(heads, states), -1))
     return "LinearAttention", [by_token(out, [0, 2, 1, 3]), state]
 
 

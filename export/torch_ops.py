@@ -80,7 +80,13 @@ def _output_metadata(op, inputs, attrs):
             raise ValueError(f"{op.name}: attribute {name} is {size}; expected 0 or more")
         dims[name] = size
     for axis, size in sizes:
-        if axis.plus and isinstance(size, int) and size < (least := axis.size({**dims, axis.symbol: 1})):
+        if not axis.plus or not isinstance(size, int):
+            continue
+        if not axis.times and isinstance(wanted := axis.size(dims), int) and size != wanted:
+            name = next(t.name for t in op.inputs for s in t.shapes if axis in s.axes)
+            sizes_of = " and ".join(f"{symbol} = {dims[symbol]}" for symbol in (axis.symbol, axis.plus))
+            raise ValueError(f"{op.name}: {name}'s axis {axis} is {size}; expected {wanted}, because {sizes_of}")
+        if axis.times and size < (least := axis.size({**dims, axis.symbol: 1})):
             name = next(t.name for t in op.inputs for s in t.shapes if axis in s.axes)
             raise ValueError(
                 f"{op.name}: {name}'s axis {axis} is {size}; expected at least {least}, because {axis.plus} = {dims[axis.plus]}"
@@ -488,7 +494,7 @@ def _function(op, mutating):
     return function
 
 
-def _setup_decay(ctx, inputs, attrs, outputs):
+def _save_inputs(ctx, inputs, attrs, outputs):
     ctx.attrs = attrs
     ctx.save_for_backward(*inputs)
     ctx.set_materialize_grads(False)
@@ -510,7 +516,9 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     if state_index is not None:
         raise NotImplementedError("CausalLinearDecay: state_index is for inference; train with initial_state alone")
     if grad_output is None:
-        grad_output = query.new_zeros(*query.shape[:3], value.shape[3])
+        heads = 1 if attrs["layout"] == "bhnd" else 2
+        like = query if query.shape[heads] >= value.shape[heads] else value
+        grad_output = query.new_zeros(*like.shape[:3], value.shape[3])
     wants_decay = log_decay is not None and ctx.needs_input_grad[3]
     wants_state = state is not None and (ctx.needs_input_grad[4] or ctx.needs_input_grad[5])
     differentiate = functools.partial(
@@ -540,7 +548,7 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     d_final = None
     if grad_state is not None or grad_norm is not None:
         shape = [cu_seqlens.numel() - 1 if cu_seqlens is not None else q.shape[0]] + [
-            k.shape[1 if attrs["layout"] == "bhnd" else 2],
+            v.shape[1 if attrs["layout"] == "bhnd" else 2],
             k.shape[-1],
         ]
         left = grad_state if grad_state is not None else q.new_zeros(*shape, v.shape[-1])
@@ -550,6 +558,38 @@ def _decay_backward(ctx, grad_output, grad_state, grad_norm):
     dq, dk, dv = (g.to(query.dtype) for g in (dq, dk, dv_aug[..., :-1]))
     d_state, d_norm = (d_aug[..., :-1], d_aug[..., -1]) if wants_state else (None, None)
     return dq, dk, dv, d_decay if wants_decay else None, d_state, d_norm, None, None
+
+
+def _delta_backward(ctx, grad_output, grad_state):
+    """Gradients of GatedDeltaRule (docs/operators/gated_delta_rule_grad.md)."""
+    query, key, value, log_decay, beta, state, cu_seqlens, state_index = ctx.saved_tensors
+    attrs = ctx.attrs
+    if state_index is not None:
+        raise NotImplementedError("GatedDeltaRule: state_index is for inference; train with initial_state alone")
+    if not attrs["return_state"]:  # under torch.compile it is zeros of shape [0]
+        grad_state = None
+    if grad_output is None:
+        axis = 1 if attrs["layout"] == "bhnd" else 2
+        shape = list(query.shape[:3]) + [value.shape[3]]
+        shape[axis] = max(shape[axis], value.shape[axis])
+        grad_output = query.new_zeros(shape)
+    wants_decay = log_decay is not None and ctx.needs_input_grad[3]
+    wants_state = state is not None and ctx.needs_input_grad[5]
+    dq, dk, dv, d_beta, d_decay, d_state = torch.ops.leanfleet.gated_delta_rule_grad.default(
+        query,
+        key,
+        value,
+        log_decay,
+        beta,
+        state,
+        grad_output,
+        grad_state,
+        cu_seqlens,
+        grad_decay=wants_decay,
+        grad_state=wants_state,
+        **{name: attrs[name] for name in ("scale", "normalize_qk", "layout", "state_v_first")},
+    )
+    return dq, dk, dv, d_decay if wants_decay else None, d_beta, d_state if wants_state else None, None, None
 
 
 def _setup_normalized(ctx, inputs, attrs, outputs):
@@ -590,7 +630,8 @@ def _no_backward(what):
 
 _SPECS = spec.all_specs()
 _DIFFERENTIATED = {
-    "CausalLinearDecay": (_setup_decay, _decay_backward),
+    "CausalLinearDecay": (_save_inputs, _decay_backward),
+    "GatedDeltaRule": (_save_inputs, _delta_backward),
     "NormalizedLinearAttention": (_setup_normalized, _normalized_backward),
 }
 for _op in _SPECS.values():
@@ -606,6 +647,7 @@ normalized_linear_attention_ = _function(_SPECS["NormalizedLinearAttention"], Tr
 normalized_linear_attention_grad = _function(_SPECS["NormalizedLinearAttentionGrad"], False)
 gated_delta_rule = _function(_SPECS["GatedDeltaRule"], False)
 gated_delta_rule_ = _function(_SPECS["GatedDeltaRule"], True)
+gated_delta_rule_grad = _function(_SPECS["GatedDeltaRuleGrad"], False)
 causal_conv = _function(_SPECS["CausalConv"], False)
 causal_conv_ = _function(_SPECS["CausalConv"], True)
 sample_tokens = _function(_SPECS["SampleTokens"], False)

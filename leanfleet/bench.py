@@ -22,7 +22,7 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -32,7 +32,7 @@ from typing import Any, TypeAlias
 import torch
 
 import leanfleet
-from leanfleet import native, plotting, spec
+from leanfleet import machine, native, plotting, spec
 from leanfleet.export import reference, torch_ops
 from leanfleet.files import check_file, new_file
 from leanfleet.tables import print_table
@@ -360,8 +360,9 @@ class _Clock:
         return self.events[0].elapsed_time(self.events[1]) / 1e3
 
 
-def _time(calls, device, budget):
-    """{name: samples in seconds}. calls: {name: list of calls, one for each input set}; the names take turns."""
+def time_calls(calls: Mapping[str, Sequence[Callable[[], Any]]], device: str, budget: float) -> dict[str, list[float]]:
+    """{name: samples in seconds}. calls: {name: list of calls, one for each input set}; the names take turns. budget: seconds
+    for each name."""
     clock, samples, least = _Clock(device), {name: [] for name in calls}, {}
     for name, calls_of in calls.items():
         least[name] = MIN_ROUNDS if clock.seconds(calls_of[0]) <= budget else SLOW_ROUNDS
@@ -477,8 +478,7 @@ def _machine(device):
     facts = {"leanfleet": leanfleet.__version__, "kernels": native.build_info(), "torch": torch.__version__}
     if device == "cuda":
         return facts | {"device": torch.cuda.get_device_name()}
-    names = (line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name"))
-    return facts | {"device": next(names, "unknown"), "threads": torch.get_num_threads()}
+    return facts | {"device": machine.cpu()[0], "threads": torch.get_num_threads()}
 
 
 def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, rtol, seed, limit, tell):
@@ -524,7 +524,7 @@ def _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, 
         calls[method.name] = [lambda f=method.function, s=s: _results(f, s, grad_output) for s in sets]
     if calls:
         tell("timing")
-    samples = _time(calls, device, seconds)
+    samples = time_calls(calls, device, seconds)
     for row in rows:
         if row["method"] in samples:
             times = samples[row["method"]]

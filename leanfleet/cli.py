@@ -90,6 +90,26 @@ def _parser() -> argparse.ArgumentParser:
     doctor.add_argument("--json", action="store_true", help="print JSON")
     doctor.set_defaults(run=doctor_command)
 
+    verify = commands.add_parser(
+        "verify",
+        help="does every operator compute right in every runtime that is here?",
+        description="Runs every operator, type and variant in every runtime that is here, compares the results with the "
+        "float64 reference, times a few calls, and prints a report in Markdown. Exit code 1 when a runtime is wrong, crashes "
+        "or hangs. A minute or two on two cores.",
+    )
+    verify.add_argument("--quick", action="store_true", help="an eighth of the calls")
+    verify.add_argument("--runtimes", metavar="A,B", help="these alone (default: all; --list shows them)")
+    verify.add_argument("--list", action="store_true", help="print the runtimes and stop")
+    verify.add_argument(
+        "--limit",
+        type=_seconds,
+        default=120.0,
+        metavar="SECONDS",
+        help="without a finished call after which a runtime hangs (default: %(default)s)",
+    )
+    verify.add_argument("--report", metavar="FILE.json", help="also write the report there")
+    verify.set_defaults(run=verify_command)
+
     check = commands.add_parser(
         "check",
         help="does a model compute the same everywhere?",
@@ -188,7 +208,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="FILE.py",
         action="append",
         default=[],
-        help="a Python file with more methods, such as bench/kernels/triton_baselines.py; may be given again",
+        help="a Python file with more methods, such as bench/kernels/triton_baselines.py; it is run, with all your rights; may "
+        "be given again",
     )
     bench.add_argument(
         "--shapes",
@@ -538,6 +559,26 @@ def doctor_command(arguments: argparse.Namespace) -> int:
 
 
 # check
+
+
+def verify_command(arguments: argparse.Namespace) -> int:
+    from leanfleet import verify
+
+    if arguments.list:
+        print_table([(name, title) for name, (title, _) in verify.RUNTIMES.items()])
+        return 0
+
+    def tell(name: str, part: verify.Report) -> None:
+        progress.clear()
+        print(f"{name}: {verify.outcome(part)}", file=sys.stderr)
+
+    with files.new_file(arguments.report) if arguments.report else nullcontext() as new:
+        names = arguments.runtimes.split(",") if arguments.runtimes else None
+        report = verify.run(names, arguments.quick, arguments.limit, tell)
+        if new is not None:
+            new.write_text(json.dumps(report, indent=1) + "\n")
+    print(verify.markdown(report), end="")
+    return 1 if verify.failed(report) else 0
 
 
 def check_command(arguments: argparse.Namespace) -> int:

@@ -81,6 +81,7 @@ if TYPE_CHECKING:
 FORMAT = 4  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 SAMPLER_FILE = "sampler.onnx"
+MOST_FACTS, MOST_BLOCK = 1 << 20, 1 << 14  # bytes of leanfleet.json, tokens of a page: more asks for memory alone
 SERVING_FILE = "serving.onnx"  # in a folder whose model.onnx is of the other kind
 OPTIONAL_FILES = (
     f"{MODEL_FILE}.data",
@@ -429,6 +430,8 @@ def read_facts(folder: str | Path, interface: Interface) -> Facts:
             raise FileNotFoundError(f"{folder / name} does not exist{hint}")
     path = folder / FACTS_FILE
     again = f"export the model again with {writer}"
+    if (size := path.stat().st_size) > MOST_FACTS:
+        raise ValueError(f"{path} has {size} bytes; at most {MOST_FACTS} are read: {again}")
     try:
         facts = json.loads(path.read_text(encoding="utf-8"))
     except (ValueError, RecursionError) as error:  # no UTF-8, no JSON, thousands of brackets
@@ -484,7 +487,7 @@ def _check_values(path: Path, facts: dict[str, Any], interface: Interface, again
             f"{path}: cache is {json.dumps(facts['cache'])[:60]}; this version knows {INT8}: update leanfleet, or {again}"
         )
     if interface is SERVING:
-        expected["block"] = "a positive number", _number
+        expected["block"] = f"a number from 1 to {MOST_BLOCK}", lambda v: _number(v) and v <= MOST_BLOCK
     for name, (words, fits) in expected.items():
         if name not in facts:
             raise ValueError(f"{path} has no {name}: {again}")

@@ -15,7 +15,6 @@ import os
 import platform
 import re
 import shutil
-import signal
 import subprocess
 import sys
 import tempfile
@@ -26,7 +25,7 @@ from pathlib import Path
 from typing import Any
 
 import leanfleet
-from leanfleet import driver, native, ort_library, spec
+from leanfleet import driver, machine, native, ort_library, spec
 from leanfleet.tables import print_table
 
 SECONDS = 180  # that one probe may take
@@ -63,7 +62,7 @@ def diagnose() -> dict[str, Any]:
     """
     minimums = _minimums()
     packages = [_package_check(*entry, minimums) for entry in PACKAGES]
-    gpu = _gpu_check()
+    gpu = gpu_check()
     checks = [*packages, gpu, _nvcc_check(), *_library_checks({c["name"]: c["status"] for c in packages}, gpu)]
     return {
         "version": leanfleet.__version__,
@@ -121,7 +120,7 @@ def _package_check(name: str, distributions: tuple[str, ...], extra: str, minimu
     if len(installed) > 1 and name == "onnxruntime":
         return _check("package", name, "broken", f"{text}: both write the same files, so neither works reliably", BOTH_RUNTIMES)
     if not installed and not there:
-        return _check("package", name, "missing", "not installed", _install(name, extra))
+        return _check("package", name, "missing", "not installed", install(name, extra))
     first = next(iter(installed), distributions[0])
     again = f"pip install --force-reinstall --no-deps {first}"
     if not there:
@@ -142,13 +141,15 @@ def _package_check(name: str, distributions: tuple[str, ...], extra: str, minimu
     return _check("package", name, "ok", text or version or "version unknown")
 
 
-def _install(name: str, extra: str) -> str:
+def install(name: str, extra: str) -> str:
+    """What installs a package of PACKAGES."""
     if name == "onnxruntime":
         return "pip install 'leanfleet[ort]', or for NVIDIA GPUs pip install onnxruntime-gpu"
     return f"pip install 'leanfleet[{extra}]'" if extra != "trt" else f"pip install {name.replace('_', '-')}"
 
 
-def _gpu_check() -> Check:
+def gpu_check() -> Check:
+    """The GPUs and their driver."""
     good, answer = _probe("gpu")
     if good:
         return _check("machine", "gpu", "ok", answer)
@@ -205,7 +206,7 @@ def _library_checks(packages: Mapping[str, str], gpu: Check) -> list[Check]:
             return None
         if packages[package] == "broken":
             return f"{package} is broken", f"mend {package}, see above"
-        return f"{package} is not installed", _install(package, {name: extra for name, _, extra in PACKAGES}[package])
+        return f"{package} is not installed", install(package, {name: extra for name, _, extra in PACKAGES}[package])
 
     info = check("leanfleet", "ctypes", "library") or ""
     no_gpu = None if gpu["status"] == "ok" else ("no NVIDIA GPU here", None)
@@ -297,14 +298,12 @@ def _library_fix(error: str) -> str:
 
 
 def _probe(name: str, *arguments: str) -> tuple[bool, str]:
-    """(True, what the probe returned) or (False, why it failed). -P keeps Python from looking for modules in the current
-    folder, where a json.py may lie, before it has the path of this process."""
-    command = "import json, sys; sys.path[:] = json.loads(sys.argv[1]); from leanfleet import doctor; doctor.run_probe()"
+    """(True, what the probe returned) or (False, why it failed)."""
     with tempfile.TemporaryDirectory() as folder:
         answer = Path(folder, "answer")
         try:
             done = subprocess.run(
-                [sys.executable, "-P", "-c", command, json.dumps(sys.path), str(answer), name, *arguments],
+                machine.command(__name__, "run_probe", str(answer), name, *arguments),
                 stdin=subprocess.DEVNULL,
                 capture_output=True,
                 timeout=SECONDS,
@@ -314,9 +313,7 @@ def _probe(name: str, *arguments: str) -> tuple[bool, str]:
             return False, f"no answer within {SECONDS} s" if late else str(error)
         log = done.stderr.decode(errors="replace")
         if not answer.exists():
-            if done.returncode < 0:
-                return False, f"the process that tried it was ended by {signal.Signals(-done.returncode).name}"
-            return False, f"the process that tried it ended with exit code {done.returncode}: {log[-300:]}"
+            return False, f"the process that tried it {machine.ending(done.returncode, log)}"
         good, text = json.loads(answer.read_text())
         missing = re.search(r"\S+: cannot open shared object file", log)
         if not good and missing and missing[0] not in text:
@@ -324,9 +321,8 @@ def _probe(name: str, *arguments: str) -> tuple[bool, str]:
         return good, " ".join(text.split())
 
 
-def run_probe() -> None:
-    """Runs the probe that the command line names and writes [good, text] to the file it names."""
-    answer, name, *arguments = sys.argv[2:]
+def run_probe(answer: str, name: str, *arguments: str) -> None:
+    """Runs a probe and writes [good, text] to the file `answer`."""
     try:
         result = [True, PROBES[name](*arguments)]
     except Exception as error:
@@ -461,13 +457,8 @@ def _try_onnxruntime(provider: str) -> str:
         session = make_session(one_node_model(case), providers=[provider], session_options=options)
         feed = {n: np.frombuffer(case.inputs[n], np.float32).reshape(s) for n, s in case.shapes.items()}
         found = session.run(list(case.outputs), feed)
-        events = json.loads(Path(session.end_profiling()).read_text())
+        ran = {provider for _, provider in ort_library.kernels_in_profile(session.end_profiling())}
     case.compare({n: value.ravel().tolist() for n, value in zip(case.outputs, found)})
-    ran = {
-        e["args"]["provider"]
-        for e in events
-        if e.get("args", {}).get("op_name") == "LeanAttention" and e["name"].endswith("_kernel_time")
-    }
     if ran != {provider}:
         raise RuntimeError(f"the node ran on {', '.join(sorted(ran)) or 'no provider of ours'}, not on {provider}")
     return (

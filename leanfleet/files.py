@@ -8,6 +8,10 @@ import shutil
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
+
+# Of transformers' from_pretrained: no Python file that a folder or the hub holds is run, and nobody is asked whether it may.
+NO_CODE: dict[str, Any] = {"trust_remote_code": False}
 
 
 @contextmanager

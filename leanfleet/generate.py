@@ -190,6 +190,7 @@ def load_pretrained(
     options = locate(model)
     if "gguf_file" in options:
         return _load_gguf(Path(model), options["gguf_file"], dtype, keep)
+    options |= files.NO_CODE
     if keep:
         raise ValueError(f"--weights keep is for GGUF files, and {model} is another model: leave it out")
     import torch
@@ -217,7 +218,13 @@ def _attention_of(model: str | Path, options: dict[str, Any]) -> dict[str, str]:
     from leanfleet.export.support import LINEAR, REMEMBERED
 
     config = AutoConfig.from_pretrained(model, **options)
-    noted = {getattr(c, REMEMBERED, None) for c in (config, config.get_text_config(decoder=True))}
+    parts = config, config.get_text_config(decoder=True)
+    for asked in (getattr(c, "_attn_implementation", None) for c in parts):
+        if asked and "/" in asked:  # transformers would fetch it and run it
+            raise ValueError(
+                f"config.json asks for attention {asked[:100]}, code on the hub, which is not run: take attn_implementation out"
+            )
+    noted = {getattr(c, REMEMBERED, None) for c in parts}
     return {"attn_implementation": register_transformers()} if LINEAR in noted else {}
 
 

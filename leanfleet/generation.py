@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 
 from leanfleet import progress
-from leanfleet.files import reading
+from leanfleet.files import NO_CODE, reading
 from leanfleet.sampling import check_sampling, problem, sample
 
 if TYPE_CHECKING:
@@ -269,7 +269,7 @@ def load_tokenizer(folder: str | Path) -> PreTrainedTokenizerBase:
     with reading(f"the tokenizer in {folder}"):
         if not (folder / "tokenizer_config.json").exists():
             return PreTrainedTokenizerFast(tokenizer_file=str(folder / "tokenizer.json"))
-        return AutoTokenizer.from_pretrained(folder, local_files_only=True)
+        return AutoTokenizer.from_pretrained(folder, local_files_only=True, **NO_CODE)
 
 
 def encode(tokenizer: Any, text: str, chat: bool | None = None, system: str | None = None) -> list[int]:

@@ -100,11 +100,11 @@ def read(path: str | Path) -> File:
             (reader.string().decode(), reader.sizes(reader.scalar("I")), reader.scalar("I"), reader.scalar("Q"))
             for _ in range(count)
         ]
-    except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError) as error:
+    except (struct.error, UnicodeDecodeError, KeyError, OverflowError, MemoryError, RecursionError) as error:
         raise ValueError(f"{path} is damaged or not whole: its header ends or makes no sense at byte {reader.at}") from error
     alignment = metadata.get("general.alignment", (4, ALIGNMENT))[1]
-    if not isinstance(alignment, int) or alignment < 1:
-        raise ValueError(f"{path} is damaged: general.alignment is {alignment!r}")
+    if not isinstance(alignment, int) or not 1 <= alignment <= 1 << 20:
+        raise ValueError(f"{path} is damaged: general.alignment is {str(alignment)[:40]}")
     start = -(-reader.at // alignment) * alignment
     tensors = {info[0]: _tensor(path, content, start, *info) for info in infos}
     return File(path, metadata, tensors)
@@ -117,6 +117,8 @@ def _tensor(path: Path, content: np.ndarray, start: int, name: str, sizes: tuple
     shape = sizes[::-1]
     if not shape or shape[-1] % block:
         raise ValueError(f"{path} is damaged: rows of {name} have {shape[-1:]} weights, no multiple of {label}'s {block}")
+    if not all(shape):
+        raise ValueError(f"{path} is damaged: {name} has the shape {list(shape)}, which holds nothing")
     rows = (*shape[:-1], shape[-1] // block * width)
     size = 1
     for n in rows:

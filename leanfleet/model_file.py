@@ -21,7 +21,8 @@ _OPSET = {"domain": 1, "version": 2}
 def check(model: str | os.PathLike | bytes | bytearray) -> None:
     """Checks a path or the bytes of a model. What is no ONNX model passes: the runtime says why.
 
-    Raises ValueError that names node, attribute and the known ones, or the version of the domain and the known one.
+    Raises ValueError that names node, attribute and the known ones, or the version of the domain and the known one, and for
+    graphs nested too deep to be read.
     """
     if isinstance(model, (bytes, bytearray)):
         _check(memoryview(model))
@@ -41,6 +42,8 @@ def _check(view):
         versions, nodes = _read(view)
     except (_NotOnnx, UnicodeDecodeError):
         return
+    except RecursionError:
+        raise ValueError("the model nests graphs in graphs deeper than any runtime reads") from None
     if not nodes:
         return
     for version in versions:

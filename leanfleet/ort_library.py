@@ -5,12 +5,15 @@ Importing this module needs neither onnxruntime nor numpy.
 
 from __future__ import annotations
 
+import json
 import re
 import weakref
+from collections import Counter
+from pathlib import Path
 from types import ModuleType
 from typing import TYPE_CHECKING
 
-from leanfleet import native
+from leanfleet import native, spec
 
 if TYPE_CHECKING:
     from onnxruntime import SessionOptions
@@ -71,3 +74,12 @@ def register(session_options: SessionOptions) -> SessionOptions:
         session_options.register_custom_ops_library(path)
         _registered.add(session_options)
     return session_options
+
+
+def kernels_in_profile(path: str | Path) -> Counter[tuple[str, str]]:
+    """Counter {(operator, provider): runs} of leanfleet's kernels in an ONNX Runtime profile."""
+    return Counter(
+        (e["args"]["op_name"], e["args"]["provider"])
+        for e in json.loads(Path(path).read_text())
+        if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["args"].get("op_name") in spec.all_specs()
+    )

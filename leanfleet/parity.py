@@ -4,7 +4,6 @@ Needs polygraphy, onnx, onnxruntime and numpy; the reference runner and referenc
 """
 
 import itertools
-import json
 import tempfile
 import time
 from collections import Counter, OrderedDict
@@ -22,8 +21,10 @@ from polygraphy.comparator import IterationResult, SimpleCompareFunc
 from polygraphy.logger import G_LOGGER
 
 from leanfleet import model_file, progress, spec, trial
+from leanfleet.ort_library import kernels_in_profile
 from leanfleet.tables import print_table
 from leanfleet.trial import BFLOAT16, EPSILON, SIZES, TOLERANCE, attributes_of, leanfleet_nodes, make_inputs  # noqa: F401
+from leanfleet.variants import run_reference
 
 
 def _widened(array):
@@ -93,15 +94,6 @@ class SessionRunner(OnnxrtRunner):
         self._folder.cleanup()
 
 
-def kernels_in_profile(path: str | Path) -> Counter[tuple[str, str]]:
-    """Counter {(operator, provider): runs} of leanfleet's kernels in an ONNX Runtime profile."""
-    return Counter(
-        (e["args"]["op_name"], e["args"]["provider"])
-        for e in json.loads(Path(path).read_text())
-        if e.get("cat") == "Node" and e["name"].endswith("_kernel_time") and e["args"].get("op_name") in spec.all_specs()
-    )
-
-
 class ReferenceRunner(BaseRunner):
     """Runs a model with onnx's reference evaluator, and leanfleet nodes with the PyTorch reference in float64.
 
@@ -159,40 +151,6 @@ def _name_unread_outputs(graph):
         for attribute in node.attribute:
             for inner in [attribute.g] if attribute.HasField("g") else attribute.graphs:
                 _name_unread_outputs(inner)
-
-
-def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[Any]) -> list[np.ndarray]:
-    """The PyTorch reference on numpy arrays (None for absent ones): a list of numpy arrays.
-
-    Computes in float64 and returns T outputs in the inputs' type, F outputs in float32. Raises ValueError for
-    arguments that the reference refuses.
-
-    Example:
-        import numpy as np
-        from leanfleet.parity import run_reference
-
-        query, key, value = np.random.standard_normal((3, 1, 2, 5, 8)).astype(np.float32)   # [B,H,N,D] each
-        output, normalizer = run_reference("NormalizedLinearAttention", {"normalize_qk": 1}, [query, key, value])
-        print(output.shape, normalizer.shape)  # (1, 2, 5, 8) (1, 2, 5)
-    """
-    import torch
-
-    from leanfleet.export import reference
-
-    op = spec.all_specs()[op_type]
-    attrs = {a.name: attributes.get(a.name, a.default) for a in op.attrs if not a.refuse}
-    tensors = {}
-    for t, array in zip(op.inputs, inputs, strict=False):  # a node may leave trailing inputs out
-        if array is not None:
-            exact = np.int64 if t.type in "IL" else array.dtype if array.dtype == np.int8 else np.float64
-            tensors[t.name] = torch.from_numpy(np.array(array, dtype=exact))
-    outputs = getattr(reference, op.snake_name)(**tensors, **attrs)
-    others = {"F": np.float32, "I": np.int32, "L": np.int64}
-    input_types = {t.name: array.dtype for t, array in zip(op.inputs, inputs, strict=False) if array is not None}
-    active = dict(zip((t.name for t in op.active_outputs(attrs)), outputs, strict=True))
-    listed = op.outputs[: 1 + max(i for i, t in enumerate(op.outputs) if t.name in active)]
-    empty = torch.zeros(0)  # outputs are positional: it stands for one before the last that is not asked for
-    return [active.get(t.name, empty).numpy().astype(t.dtype(inputs[0].dtype, others, input_types)) for t in listed]
 
 
 def register_references() -> dict[str, Any]:

@@ -335,15 +335,19 @@ class Server:
         return await self.respond(request, body, prompts, "text_completion")
 
     async def body(self, request: Request) -> bytes:
-        """All of it. Raises Refusal above the limit, without reading on."""
+        """All of it. Raises Refusal above the limit, without reading on, and for one that does not come."""
         found = b""
         too_large = Refusal(413, f"a body may have {self.limits.body} bytes")
         if int(request.headers.get("content-length") or 0) > self.limits.body:
             raise too_large
-        async for piece in request.stream():
-            found += piece
-            if len(found) > self.limits.body:
-                raise too_large
+        try:
+            async with asyncio.timeout(self.limits.seconds):
+                async for piece in request.stream():
+                    found += piece
+                    if len(found) > self.limits.body:
+                        raise too_large
+        except TimeoutError:
+            raise Refusal(408, f"the body was not whole within {self.limits.seconds:g} seconds") from None
         return found
 
     def parsed(self, kind: type[Any], body: bytes) -> Any:

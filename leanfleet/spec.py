@@ -22,7 +22,7 @@ TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int3
 @dataclass(frozen=True)
 class Axis:
     """One axis: `symbol` + `offset` + `times` x `plus`, or the constant `offset` where symbol is "". `times` 0 with a `plus`:
-    the larger of the two symbols, an axis of outputs alone."""
+    the larger of the two symbols, which tells neither of them."""
 
     symbol: str
     offset: int = 0
@@ -48,11 +48,12 @@ class Axis:
 def sizes_of(pairs: Iterable[tuple[Axis, int]]) -> dict[str, int]:
     """{symbol: size} from pairs (Axis, size of that axis); of several sizes of a symbol the first.
 
-    An axis that is a sum of two symbols gives the first of them, once other axes give the second.
+    An axis that is a sum of two symbols gives the first of them, once other axes give the second; the larger of two gives
+    neither.
     """
     dims = {}
     for axis, size in sorted(pairs, key=lambda pair: bool(pair[0].plus)):
-        if axis.symbol and (not axis.plus or axis.plus in dims):
+        if axis.symbol and (not axis.plus or (axis.times and axis.plus in dims)):
             dims.setdefault(axis.symbol, size - axis.size({**dims, axis.symbol: 0}))
     return dims
 
@@ -280,16 +281,15 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
             raise ValueError(f"ops.toml: {name}: an output of type C takes no input, which would tell its type")
         if any(a.plus and a.times for t in spec.outputs for s in t.shapes for a in s.axes):
             raise ValueError(f"ops.toml: {name}: an output's axis is a sum of two symbols")
-        if any(a.plus and not a.times for t in spec.inputs for s in t.shapes for a in s.axes):
-            raise ValueError(f"ops.toml: {name}: an input's axis is the larger of two symbols")
         if any(a.symbol in (x.name for x in spec.attrs) for t in spec.inputs for s in t.shapes for a in s.axes):
             raise ValueError(
                 f"ops.toml: {name}: an input's axis has the name of an attribute, which only tells sizes of outputs"
             )
         told = [{a.symbol for a in s.axes if not a.plus} for t in spec.inputs if not t.optional for s in t.shapes]
         for axis in (a for t in spec.inputs for s in t.shapes for a in s.axes if a.plus):
-            if not any(axis.plus in symbols for symbols in told):
-                raise ValueError(f"ops.toml: {name}: axis {axis}: no required input tells {axis.plus}")
+            for symbol in (axis.plus,) if axis.times else (axis.symbol, axis.plus):
+                if not any(symbol in symbols for symbols in told):
+                    raise ValueError(f"ops.toml: {name}: axis {axis}: no required input tells {symbol}")
         used = {n for r in spec.rules for n in r.args if not n.isdigit()} | {w for t in spec.outputs for w in t.when}
         used |= {r.condition for r in spec.rules if r.condition} | {t.takes for t in spec.outputs if t.takes}
         used |= {t.like for t in spec.outputs if t.like}

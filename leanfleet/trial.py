@@ -31,6 +31,7 @@ TOLERANCE = {
     "SampleTokens": (4, 4),
     "GatedActivation": (4, 2),
     "GatedDeltaRule": (16, 4),
+    "GatedDeltaRuleGrad": (16, 8),
     "CausalConv": (4, 2),
 }
 
@@ -280,7 +281,7 @@ def _meaningful(node, role, array, dims):
         return np.abs(array) % 2
     if role in ("key_scale", "value_scale"):  # of bytes that then are about as large as other caches' numbers
         return (0.5 + np.abs(array)) / 100
-    if node.op_type == "GatedDeltaRule" and role == "key":  # longer keys make the state grow with every token
+    if node.op_type.startswith("GatedDeltaRule") and role == "key":  # longer keys make the state grow with every token
         lengths = np.sqrt(np.square(array.astype(np.float32)).sum(-1, keepdims=True))
         return array / np.maximum(lengths, 1e-3).astype(array.dtype)
     if role in ("cos_cache", "sin_cache"):

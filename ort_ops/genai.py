@@ -48,8 +48,9 @@ def bundle(folder: str | Path, target: str | Path) -> Path:
 
     folder: what export_decoder wrote. Generation is greedy until told otherwise (search options of genai_config.json).
     Without the tokenizer's files (export_decoder's tokenizer) onnxruntime-genai generates from token ids alone.
-    Raises FileNotFoundError where a file is missing, ValueError for damaged files, another kind of model, or where target is
-    folder, OSError where target cannot be written; target is then as it was.
+    Raises FileNotFoundError where a file is missing, ValueError for damaged files, another kind of model, one whose caches
+    onnxruntime-genai has no place for, or where target is folder, OSError where target cannot be written; target is then as it
+    was.
 
     Example:
         from leanfleet.ort_ops.genai import bundle
@@ -165,8 +166,14 @@ def _special_tokens(folder: Path, stop: list[int]) -> dict[str, int]:
 
 
 def _config(facts: Facts, caches: dict[str, ir.Value], library: str, special: dict[str, int]) -> dict[str, Any]:
-    keys = {name: v for name, v in caches.items() if is_part(name, KEY)}
-    heads, _, size = _shape(next(iter(keys.values())))[1:] if keys else (1, 1, 1)  # read where there are caches alone
+    kept = {name: _shape(v) for name, v in caches.items() if is_part(name, KEY) or is_part(name, VALUE)}
+    heads, _, size = next(iter(kept.values()))[1:] if kept else (1, 1, 1)  # read where there are caches alone
+    if other := [name for name, shape in kept.items() if (shape[1], shape[3]) != (heads, size)]:
+        found = kept[other[0]]
+        raise ValueError(
+            f"{other[0]} has {found[1]} heads of {found[3]}, {next(iter(kept))} has {heads} of {size}; "
+            "onnxruntime-genai has caches of one size alone. leanfleet.ort_ops.generate runs it"
+        )
     layers = 1 + max(layer_of(name) for name in caches)
     stop = facts["stop_tokens"]
     context = facts.get("max_positions") or DEFAULT_CONTEXT

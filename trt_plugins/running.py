@@ -323,9 +323,10 @@ Sizes = tuple[int, int, int]  # least, usual and largest, of a dimension in a pr
 
 
 def decoder_profiles(
-    batch: Sizes = (1, 1, 8), tokens: Sizes = (1, 128, 2048), capacity: Sizes = (16, 2048, 8192)
+    batch: Sizes = (1, 1, 8), tokens: Sizes = (1, 128, 2048), capacity: Sizes | None = (16, 2048, 8192)
 ) -> list[dict[str, Sizes]]:
-    """Profiles of an exported decoder: 0 for prompts, 1 for steps of one token.
+    """Profiles of an exported decoder: 0 for prompts, 1 for steps of one token. capacity: None for a decoder whose layers all
+    carry states, such as RetNet's and Mamba-2's: it has no caches.
 
     Example:
         from leanfleet.trt_plugins.running import decoder_profiles
@@ -333,7 +334,7 @@ def decoder_profiles(
         prompts, steps = decoder_profiles(batch=(1, 1, 4), capacity=(16, 1024, 4096))
         print(steps["tokens"])  # (1, 1, 1)
     """
-    prompts = {BATCH: batch, TOKENS: tokens, CAPACITY: capacity}
+    prompts = {BATCH: batch, TOKENS: tokens} | ({CAPACITY: capacity} if capacity else {})
     return [prompts, prompts | {TOKENS: (1, 1, 1)}]
 
 

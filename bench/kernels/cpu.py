@@ -382,6 +382,38 @@ def delta_line(b, h, n, d):
     return runs, found, expected, token_bytes + state_bytes, 6 * b * h * n * d * d
 
 
+def delta_grad_line(b, h, n, d):
+    """GatedDeltaRuleGrad with all gradients, beside autograd through transformers' chunked form in PyTorch, whose forward is
+    done before; ours computes what it needs of the forward again."""
+    from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
+
+    names = ("query", "key", "value", "log_decay", "beta")
+
+    def make():
+        tensors = (torch.randn(b, h, n, d) for _ in range(3))
+        gates = -torch.rand(b, h, n) / 8, torch.rand(b, h, n)
+        return dict(zip(names, (*tensors, *gates), strict=True)) | {"grad_output": torch.randn(b, h, n, d)}
+
+    bytes_moved = 4 * b * h * n * (7 * d + 4)
+    sets = copies(make, bytes_moved)
+    attributes = {"normalize_qk": 1, "grad_decay": 1}
+
+    def peer(s):
+        given = [s[name].transpose(1, 2).contiguous().requires_grad_() for name in names]
+        output, _ = torch_chunk_gated_delta_rule(*given, use_qk_l2norm_in_kernel=True)
+        grad = s["grad_output"].transpose(1, 2).contiguous()
+        return lambda: torch.autograd.grad(output, given, grad, retain_graph=True)
+
+    runs = {
+        IN_PYTORCH: [lambda s=s: torch_ops.gated_delta_rule_grad(**s, normalize_qk=True, grad_decay=True) for s in sets],
+        IN_ORT: our_calls("GatedDeltaRuleGrad", sets, attributes),
+        "autograd of chunked PyTorch": [peer(s) for s in sets],
+    }
+    expected = reference.gated_delta_rule_grad(**{name: t.double() for name, t in sets[0].items()}, **attributes)[0]
+    found = torch_ops.gated_delta_rule_grad(**sets[0], normalize_qk=True, grad_decay=True)[0]
+    return runs, found, expected, bytes_moved, 22 * b * h * n * d * d
+
+
 def conv_line(b, n, c, taps=4):
     """CausalConv with SiLU and its state, beside com.microsoft.CausalConvWithState over channels last and over channels
     first, for which its input is turned before it is timed."""
@@ -533,6 +565,7 @@ def lines():
     yield "normalized B1 H16 N4096 D128", lambda: normalized_line(1, 16, 4096, 128)
     yield "delta B1 H16 N1024 128x128", lambda: delta_line(1, 16, 1024, 128)
     yield "delta B1 H32 N16 128x128", lambda: delta_line(1, 32, 16, 128)
+    yield "delta grad B1 H8 N2048 128x128", lambda: delta_grad_line(1, 8, 2048, 128)
     yield "delta step B8 H32 128x128", lambda: delta_line(8, 32, 1, 128)
     yield "conv B1 N2048 C4096", lambda: conv_line(1, 2048, 4096)
     yield "conv step B8 C8192", lambda: conv_line(8, 1, 8192)

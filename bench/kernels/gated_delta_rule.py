@@ -1,4 +1,4 @@
-"""Times GatedDeltaRule on CUDA, prompts and steps, and writes JSON and a table.
+"""Times GatedDeltaRule and GatedDeltaRuleGrad on CUDA, prompts and steps, and writes JSON and a table.
 
     python -m bench.kernels.gated_delta_rule OUT [--rounds 30] [--peers fla] [--drawn 20]
 
@@ -30,7 +30,7 @@ LONGEST = 16384
 class Shape(NamedTuple):
     lengths: tuple[int, ...]  # of requests, all alike unless they are packed
     dtype: str = "bfloat16"
-    special: str = ""  # "key": a decay of each key dimension, "v_first": the order of the state
+    special: str = ""  # "key": a decay of each key dimension, "v_first": the order of the state, "grad": all gradients
     heads: tuple[int, int] = (16, 48)  # of queries and keys, of values
     widths: tuple[int, int] = (128, 128)
     packed: bool = False
@@ -51,6 +51,10 @@ SHAPES = [
     Shape((1,) * 43, special="v_first"),
     Shape((1,) * 43, special="key"),
     Shape((4,) * 43),
+    Shape((2048,), special="grad"),
+    Shape((8192,), special="grad"),
+    Shape((2048,) * 4, special="grad"),
+    Shape((2048,), special="grad key"),
 ]
 
 
@@ -78,7 +82,7 @@ def inputs_of(shape):
         return torch.randn(batch, heads, tokens, *width, device="cuda")
 
     inputs = {"query": tensor(keys, K).to(kind), "key": tensor(keys, K).to(kind), "value": tensor(values, V).to(kind)}
-    inputs["log_decay"] = -tensor(values, *[K] * (shape.special == "key")).abs() / 8
+    inputs["log_decay"] = -tensor(values, *[K] * ("key" in shape.special)).abs() / 8
     inputs["beta"] = torch.rand(batch, values, tokens, device="cuda")
     width = (V, K) if shape.special == "v_first" else (K, V)
     inputs["initial_state"] = torch.randn(requests, values, *width, device="cuda")
@@ -90,8 +94,13 @@ def inputs_of(shape):
 
 def launches_of(shape):
     inputs = inputs_of(shape)
-    attributes = {"normalize_qk": 1, "return_state": 1, "state_v_first": int(shape.special == "v_first")}
-    launches = Launches("GatedDeltaRule", inputs, attributes, in_place=True)
+    if "grad" in shape.special:
+        inputs["grad_output"] = torch.randn_like(inputs["value"])
+        inputs["grad_final_state"] = torch.randn_like(inputs["initial_state"])
+        launches = Launches("GatedDeltaRuleGrad", inputs, {"normalize_qk": 1, "grad_decay": 1, "grad_state": 1})
+    else:
+        attributes = {"normalize_qk": 1, "return_state": 1, "state_v_first": int(shape.special == "v_first")}
+        launches = Launches("GatedDeltaRule", inputs, attributes, in_place=True)
     moved = [*inputs.values(), *launches.outputs.values()]
     return launches, sum(t.numel() * t.element_size() for t in moved)
 

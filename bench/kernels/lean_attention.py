@@ -420,7 +420,7 @@ def parts_of(cache, scale, kind):
 
 def int8_gate(node, N):
     """The output against float64 on the bytes and scales themselves, on a few heads."""
-    given, output = node.inputs, node()["output"]
+    given, output = node.inputs, node()
     torch.cuda.synchronize()
     B, H, _, D = given["query"].shape
     group = H // given["key_cache"].shape[2]
@@ -589,28 +589,22 @@ def main():
     word = torch.zeros(1, device="cuda")
     empty = statistics.median(times({"empty": captured(lambda: word.zero_())}, args.rounds)["empty"])
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}; a graph of one tiny node: {empty:.1f} us")
-    rows = []
+    result = {
+        "date": datetime.date.today().isoformat(),
+        "device": torch.cuda.get_device_name(),
+        "torch": torch.__version__,
+        "cuda": torch.version.cuda,
+        "dtype": "bfloat16",
+        "rounds": args.rounds,
+        "empty_graph_us": empty,
+        "read_bytes_per_us": READ_BYTES_PER_US,
+        "rows": [],
+    }
     for name in args.only.split(","):
         for row in globals()[name](args):
-            rows.append(row)
+            result["rows"].append(row)
             torch.cuda.empty_cache()
-    Path(args.out).write_text(
-        json.dumps(
-            {
-                "date": datetime.date.today().isoformat(),
-                "device": torch.cuda.get_device_name(),
-                "torch": torch.__version__,
-                "cuda": torch.version.cuda,
-                "dtype": "bfloat16",
-                "rounds": args.rounds,
-                "empty_graph_us": empty,
-                "read_bytes_per_us": READ_BYTES_PER_US,
-                "rows": rows,
-            },
-            indent=1,
-        )
-        + "\n"
-    )
+            Path(args.out).write_text(json.dumps(result, indent=1) + "\n")
 
 
 if __name__ == "__main__":

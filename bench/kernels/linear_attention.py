@@ -48,6 +48,7 @@ NORMALIZED32 = [(4, 16, N, 128) for N in (1000, 3000, 10000, 30000, 100000, 3000
 CROSSING = [(4, 16, N, 128) for N in (512, 1024, 1536, 2048, 3000, 4096, 8192, 16384, 32768)]
 MOVED = [(4, 16, N, 128) for N in (2048, 8192, 32768)]
 # (B, H, Hkv, tokens)
+MAMBA = "8/8/128"  # of queries, keys and states
 STEPS = [(1, 32, 32, 1), (4, 32, 32, 1), (16, 32, 32, 1), (64, 32, 32, 1), (64, 32, 8, 1), (16, 32, 32, 4), (16, 32, 32, 16)]
 RANDOM_SHAPES = 200
 
@@ -171,9 +172,23 @@ def forward_line(section, shape, dtype, algorithms, args):
     return line(section, title_of(*shape), nodes, args.rounds, fla)
 
 
+def mamba(N, **attrs):
+    """Launches of Mamba-2's shape, 8 groups of keys and queries for 128 states, and the bytes that it must move."""
+    q, k, v = normal(1, 8, N, 128), normal(1, 8, N, 128), normal(1, 128, N, 64)
+    inputs = {"query": q, "key": k, "value": v, "log_decay": -torch.rand(1, 128, N, device="cuda") / 8}
+    if attrs:
+        inputs["initial_state"] = normal(1, 128, 128, 64, dtype=torch.float32)
+    state = 2 * 4 * inputs["initial_state"].numel() if attrs else 0
+    return Launches("CausalLinearDecay", inputs, attrs, in_place=bool(attrs)), state + 2 * (
+        q.numel() + k.numel() + 2 * v.numel()
+    )
+
+
 def forward(args):
     for shape in LINES:
         yield forward_line("forward", shape, torch.bfloat16, ("auto", "lightning"), args)
+    node, floor = mamba(2048)
+    yield line("forward", f"Mamba-2, {MAMBA} heads, 1 x 2048", {"auto": node}, args.rounds, None, floor)
 
 
 def float32(args):
@@ -382,6 +397,8 @@ def steps(args):
         if args.fla and H == Hkv:
             fla = fastest_fla(fla_steps(q, k, v, inputs["log_decay"], pool[:B].clone()), args.rounds)
         yield line("steps", f"{B * Hkv} states, {H}/{Hkv} heads, {N} tokens", {"auto": node}, args.rounds, fla, floor)
+    node, floor = mamba(1, return_state=1)
+    yield line("steps", f"Mamba-2, {MAMBA} heads, 1 token", {"auto": node}, args.rounds, None, floor)
     D = 128
     for B, H in ((16, 32), (64, 32)):
         inputs = {

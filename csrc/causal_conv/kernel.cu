@@ -1,9 +1,14 @@
-// A thread has 16 bytes of a token's channels, or one channel where that does not fit. CTAs of the first kind take a request each:
-// its first tokens, which need the state, and then the state itself, so that it is read before it is written. CTAs of the
-// second kind take tokens in their order, whichever requests they are of, and leave those first ones out.
+// A thread has four channels, or one where four do not fit, and goes from token to token with those
+// before in registers. CTAs of the first kind take a request each: its first tokens, which need the state, and then the state
+// itself, so that it is read before it is written. CTAs of the second kind take a tile of tokens, whichever requests they are
+// of, and leave those first ones out.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
+
+#include <algorithm>
+#include <initializer_list>
+#include <type_traits>
 
 #include "causal_conv/causal_conv.h"
 #include "core/integers.h"
@@ -14,39 +19,44 @@ namespace leanfleet::causal_conv {
 namespace {
 
 constexpr int kThreads = 128;
-constexpr int kTileTokens = 16;  // of a CTA of the second kind, and first tokens of a request where the state is no longer
+constexpr int kWide = 4;  // channels of a thread
+// A tile has as many tokens as leave this many CTAs, which is a little more than run at once.
+constexpr int64_t kCtas = 1024;
+constexpr int64_t kMinTile = 4, kMaxTile = 32;
 
+// What a thread loads of a token at once.
 template <class T, int kChunk>
-struct Channels {
-  float x[kChunk];
+struct alignas(sizeof(T) * kChunk) Pack {
+  T values[kChunk];
 
-  __device__ __forceinline__ void load(const T* from) {
+  __device__ __forceinline__ static Pack from(const T* values) {
     if constexpr (kChunk == 1) {
-      x[0] = static_cast<float>(__ldg(from));
+      return {__ldg(values)};
     } else {
       union {
-        uint4 words;
-        T values[kChunk];
-      } chunk = {__ldg(reinterpret_cast<const uint4*>(from))};
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>(chunk.values[i]);
+        std::conditional_t<sizeof(T) == 4, uint4, uint2> words;
+        Pack pack;
+      } loaded = {__ldg(reinterpret_cast<const decltype(loaded.words)*>(values))};
+      return loaded.pack;
     }
   }
-  __device__ __forceinline__ void store(T* to) const {
-    if constexpr (kChunk == 1) {
-      *to = static_cast<T>(x[0]);
-    } else {
-      union Chunk {
-        uint4 words;
-        T values[kChunk];
-        __device__ Chunk() {}
-      } chunk;
+  __device__ __forceinline__ void widen(float (&x)[kChunk]) const {
 #pragma unroll
-      for (int i = 0; i < kChunk; ++i) chunk.values[i] = static_cast<T>(x[i]);
-      *reinterpret_cast<uint4*>(to) = chunk.words;
-    }
+    for (int i = 0; i < kChunk; ++i) x[i] = static_cast<float>(values[i]);
   }
 };
+
+template <class T, int kChunk>
+__device__ __forceinline__ void load(float (&x)[kChunk], const T* from) {
+  Pack<T, kChunk>::from(from).widen(x);
+}
+template <class T, int kChunk>
+__device__ __forceinline__ void store(const float (&x)[kChunk], T* to) {
+  Pack<T, kChunk> pack;
+#pragma unroll
+  for (int i = 0; i < kChunk; ++i) pack.values[i] = static_cast<T>(x[i]);
+  *reinterpret_cast<Pack<T, kChunk>*>(to) = pack;
+}
 
 // Of a state, which is read and written by the same thread: not through the cache of constants.
 template <int kChunk>
@@ -90,133 +100,194 @@ __device__ __forceinline__ Request request_of(const Args& args, int64_t q) {
   return {q * args.tokens, count < 0 ? 0 : count < args.tokens ? count : args.tokens};
 }
 
-// The last request that begins at a row of [B * N] or before it; -1: none does.
+// The last request that begins at a row of [B * N] or before it; -1: none does. The CTA looks together.
 __device__ __forceinline__ int64_t request_at(const Args& args, int64_t row) {
   if (args.cu_seqlens == nullptr) return row / args.tokens;
-  int64_t low = -1, high = args.requests;  // request `low` begins there, `high` does not
-  while (high - low > 1) {
-    const int64_t middle = (low + high) / 2;
-    (offset(args, middle) <= row ? low : high) = middle;
+  int64_t begun = 0;
+  for (int64_t first = 0; first < args.requests; first += kThreads) {
+    const int64_t q = first + threadIdx.x;
+    begun += __syncthreads_count(q < args.requests && offset(args, q) <= row);
   }
-  return low;
+  return begun - 1;
 }
-
-__host__ __device__ __forceinline__ int64_t head_tokens(int64_t past) { return past > kTileTokens ? past : kTileTokens; }
 
 // kTaps: how many weights there are, if that is known when this is compiled; else 0.
 template <class T, int kChunk, int kTaps>
 struct Convolution {
   const Args& args;
   int64_t channel;
-  Channels<T, kChunk> weights[kTaps > 0 ? kTaps : 1], bias;
+  float bias[kChunk], weights[kTaps > 0 ? kTaps : 1][kChunk];
+  float window[kTaps > 0 ? kTaps : 1][kChunk];  // token i of a run, counted from where that began, is at i mod kTaps
 
   __device__ __forceinline__ const T* weight(int64_t j) const {
     return static_cast<const T*>(args.weight) + j * args.channels + channel;
   }
-
-  __device__ __forceinline__ Convolution(const Args& a, int64_t c) : args(a), channel(c) {
-#pragma unroll
-    for (int j = 0; j < kTaps; ++j) weights[j].load(weight(j));
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) bias.x[i] = 0.0f;
-    if (args.bias != nullptr) bias.load(static_cast<const T*>(args.bias) + channel);
-  }
-
-  __device__ __forceinline__ void add(Channels<T, kChunk>& sum, int64_t j, const float (&x)[kChunk]) const {
-    Channels<T, kChunk> w;
-    if constexpr (kTaps == 0) w.load(weight(j));
-#pragma unroll
-    for (int k = 0; k < kTaps; ++k)
-      if (k == j) w = weights[k];
-#pragma unroll
-    for (int i = 0; i < kChunk; ++i) sum.x[i] = fmaf(w.x[i], x[i], sum.x[i]);
-  }
-
-  __device__ __forceinline__ void finish(Channels<T, kChunk>& sum, int64_t row) const {
-    if (args.activation == Kind::kSilu) {
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) sum.x[i] = __fdividef(sum.x[i], 1.0f + __expf(-sum.x[i]));
-    }
-    sum.store(static_cast<T*>(args.output) + row * args.channels + channel);
-  }
-
   __device__ __forceinline__ const T* input(int64_t row) const {
     return static_cast<const T*>(args.input) + row * args.channels + channel;
   }
-
-  // Of a token whose `past` tokens before are rows of the same request.
-  __device__ __forceinline__ void inner(int64_t row) const {
-    Channels<T, kChunk> sum = bias, x;
-    const int64_t past = kTaps > 0 ? kTaps - 1 : args.past;
-#pragma unroll
-    for (int64_t j = 0; j <= past; ++j) {
-      x.load(input(row - past + j));
-      add(sum, j, x.x);
-    }
-    finish(sum, row);
+  __device__ __forceinline__ T* output(int64_t row) const {
+    return static_cast<T*>(args.output) + row * args.channels + channel;
   }
 
-  // Of token i of a request, whose state is null where it is zeros.
-  __device__ __forceinline__ void early(const Request& request, int64_t i, const float* state) const {
-    Channels<T, kChunk> sum = bias, x;
-    const int64_t past = kTaps > 0 ? kTaps - 1 : args.past;
+  __device__ __forceinline__ Convolution(const Args& a, int64_t c) : args(a), channel(c) {
 #pragma unroll
-    for (int64_t j = 0; j <= past; ++j) {
-      if (i + j >= past) x.load(input(request.first + i - past + j));
-      else if (state != nullptr) load_state(x.x, state + (i + j) * args.channels + channel);
-      else continue;
-      add(sum, j, x.x);
-    }
-    finish(sum, request.first + i);
+    for (int j = 0; j < kTaps; ++j) load(weights[j], weight(j));
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) bias[i] = 0.0f;
+    if (args.bias != nullptr) load(bias, static_cast<const T*>(args.bias) + channel);
   }
 
-  // The last `past` tokens. A row is read before one in front of it is written.
-  __device__ __forceinline__ void keep_last(const Request& request, const float* state, float* final_state) const {
+  __device__ __forceinline__ void finish(float (&sum)[kChunk], T* to) const {
+    if (args.activation == Kind::kSilu) {
+#pragma unroll
+      for (int i = 0; i < kChunk; ++i) sum[i] = __fdividef(sum[i], 1.0f + __expf(-sum[i]));
+    }
+    store(sum, to);
+  }
+
+  // The token `back` places before a run that begins at token `from`: of the input, or of the state (null: zeros).
+  __device__ __forceinline__ void earlier(float (&x)[kChunk], const Request& request, int64_t from, int64_t back,
+                                          const float* state) const {
+#pragma unroll
+    for (int i = 0; i < kChunk; ++i) x[i] = 0.0f;
+    if (from >= back) load(x, input(request.first + from - back));
+    else if (state != nullptr) load_state(x, state + (args.past + from - back) * args.channels + channel);
+  }
+
+  // Tokens `from` .. from + count of a request. Where from < past it is 0: the state stands before it.
+  __device__ __forceinline__ void run(const Request& request, int64_t from, int count, const float* state) {
+    const T* x = input(request.first + from);
+    T* y = output(request.first + from);
+    if constexpr (kTaps == 0) {
+      for (int64_t i = from; i < from + count; ++i, y += args.channels) {
+        float sum[kChunk], token[kChunk], w[kChunk];
+#pragma unroll
+        for (int c = 0; c < kChunk; ++c) sum[c] = bias[c];
+        for (int64_t j = 0; j <= args.past; ++j) {
+          earlier(token, request, i, args.past - j, state);
+          load(w, weight(j));
+#pragma unroll
+          for (int c = 0; c < kChunk; ++c) sum[c] = fmaf(w[c], token[c], sum[c]);
+        }
+        finish(sum, y);
+      }
+    } else {
+      Pack<T, kChunk> ahead[kTaps];
+#pragma unroll
+      for (int k = 0; k < kTaps; ++k)
+        if (k < count) ahead[k] = Pack<T, kChunk>::from(x + k * args.channels);
+#pragma unroll
+      for (int k = 1; k < kTaps; ++k) earlier(window[k], request, from, kTaps - k, state);
+      for (int i = 0; i < count; i += kTaps, y += kTaps * args.channels) {
+        Pack<T, kChunk> now[kTaps];
+        x += kTaps * args.channels;
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+          now[k] = ahead[k];
+          if (i + kTaps + k < count) ahead[k] = Pack<T, kChunk>::from(x + k * args.channels);
+        }
+#pragma unroll
+        for (int k = 0; k < kTaps; ++k) {
+          if (i + k >= count) continue;
+          float sum[kChunk];
+          now[k].widen(window[k]);
+#pragma unroll
+          for (int c = 0; c < kChunk; ++c) sum[c] = bias[c];
+#pragma unroll
+          for (int j = 0; j < kTaps; ++j)
+#pragma unroll
+            for (int c = 0; c < kChunk; ++c) sum[c] = fmaf(weights[j][c], window[(k + 1 + j) % kTaps][c], sum[c]);
+          finish(sum, y + k * args.channels);
+        }
+      }
+    }
+  }
+
+  // The last `past` tokens of a request whose first `done` were the last run. A row of the state is read before one in front
+  // of it is written.
+  __device__ __forceinline__ void keep_last(const Request& request, int done, const float* state, float* to) const {
+    if constexpr (kTaps > 0) {
+      if (done == request.count) {
+#pragma unroll
+        for (int s = 0; s < kTaps - 1; ++s) {
+          const int at = (done + 1 + s) % kTaps;  // values are chosen, so that the window stays in registers
+          float x[kChunk];
+#pragma unroll
+          for (int k = 0; k < kTaps; ++k)
+#pragma unroll
+            for (int c = 0; c < kChunk; ++c) x[c] = k == 0 || at == k ? window[k][c] : x[c];
+          store_state(x, to + s * args.channels + channel);
+        }
+        return;
+      }
+    }
     for (int64_t s = 0; s < args.past; ++s) {
-      Channels<T, kChunk> x;
-#pragma unroll
-      for (int i = 0; i < kChunk; ++i) x.x[i] = 0.0f;
-      const int64_t token = request.count - args.past + s;
-      if (token >= 0) x.load(input(request.first + token));
-      else if (state != nullptr) load_state(x.x, state + (request.count + s) * args.channels + channel);
-      store_state(x.x, final_state + s * args.channels + channel);
+      float x[kChunk];
+      earlier(x, request, request.count, args.past - s, state);
+      store_state(x, to + s * args.channels + channel);
     }
+  }
+
+  __device__ __forceinline__ void clear(int64_t row, int64_t end) const {
+    float none[kChunk];
+#pragma unroll
+    for (int c = 0; c < kChunk; ++c) none[c] = 0.0f;
+    for (; row < end; ++row) store(none, output(row));
   }
 };
 
+// Tokens that a request's own CTA takes: at least those that need the state.
+__host__ __device__ __forceinline__ int64_t head_tokens(const Args& args, int64_t tile) {
+  return args.past > tile ? args.past : tile;
+}
+
 template <class T, int kChunk, int kTaps>
-__global__ void __launch_bounds__(kThreads) ConvolveKernel(Args args, unsigned strips) {
-  const int64_t channel = (static_cast<int64_t>(blockIdx.x % strips) * kThreads + threadIdx.x) * kChunk;
-  if (channel >= args.channels) return;
-  const Convolution<T, kChunk, kTaps> convolution(args, channel);
-  const int64_t item = blockIdx.x / strips, head = head_tokens(args.past);
-  if (item < args.requests) {
-    const Request request = request_of(args, item);
-    const int64_t row = args.state_index != nullptr ? args.state_index[item] : item, floats = args.past * args.channels;
-    const bool has_row = row >= 0 && row < args.state_rows;
-    const float* const state = has_row && args.initial_state != nullptr ? args.initial_state + row * floats : nullptr;
-    for (int64_t i = 0; i < request.count && i < head; ++i) convolution.early(request, i, state);
-    if (has_row && args.final_state != nullptr) convolution.keep_last(request, state, args.final_state + row * floats);
-    return;
-  }
-  const int64_t begin = (item - args.requests) * kTileTokens, rows = args.batch * args.tokens;
-  const int64_t end = begin + kTileTokens < rows ? begin + kTileTokens : rows;
-  int64_t q = request_at(args, begin);
-  for (int64_t row = begin; row < end; ++row) {
+__device__ __forceinline__ void run_head(const Args& args, int64_t q, int64_t head, int64_t channel) {
+  Convolution<T, kChunk, kTaps> convolution(args, channel);
+  const Request request = request_of(args, q);
+  const int64_t row = args.state_index != nullptr ? args.state_index[q] : q, floats = args.past * args.channels;
+  const bool has_row = row >= 0 && row < args.state_rows;
+  const float* const state = has_row && args.initial_state != nullptr ? args.initial_state + row * floats : nullptr;
+  const int count = static_cast<int>(std::min(request.count, head));
+  convolution.run(request, 0, count, state);
+  if (has_row && args.final_state != nullptr) convolution.keep_last(request, count, state, args.final_state + row * floats);
+  if (args.query_lens != nullptr) convolution.clear(request.first + count, request.first + std::min(args.tokens, head));
+}
+
+// Rows `row` .. `end` of [B * N], without the heads of requests; q: the last request that begins at `row` or before.
+template <class T, int kChunk, int kTaps>
+__device__ __forceinline__ void run_tile(const Args& args, int64_t row, int64_t end, int64_t q, int64_t head, int64_t channel) {
+  Convolution<T, kChunk, kTaps> convolution(args, channel);
+  while (row < end) {
     if (args.cu_seqlens == nullptr) q = row / args.tokens;
     else
       while (q + 1 < args.requests && offset(args, q + 1) <= row) ++q;
-    const Request request = q < 0 ? Request{row + 1, 0} : request_of(args, q);
+    const Request request = q < 0 ? Request{row, 0} : request_of(args, q);
     const int64_t i = row - request.first;
-    if (i >= 0 && i < request.count) {
-      if (i >= head) convolution.inner(row);
-      continue;
+    int64_t stop;
+    if (i < head && (i < request.count || args.cu_seqlens == nullptr)) {
+      stop = request.first + std::min(head, args.cu_seqlens == nullptr ? args.tokens : request.count);
+    } else if (i < request.count) {
+      stop = std::min(end, request.first + request.count);
+      convolution.run(request, i, static_cast<int>(stop - row), nullptr);
+    } else {
+      stop = args.cu_seqlens == nullptr ? request.first + args.tokens
+             : q + 1 < args.requests    ? offset(args, q + 1)
+                                        : args.tokens;
+      convolution.clear(row, std::min(end, stop));
     }
-    Channels<T, kChunk> none;
-#pragma unroll
-    for (int c = 0; c < kChunk; ++c) none.x[c] = 0.0f;
-    none.store(static_cast<T*>(args.output) + row * args.channels + channel);
+    row = stop;
   }
+}
+
+template <class T, int kChunk, int kTaps>
+__global__ void __launch_bounds__(kThreads, 5) ConvolveKernel(Args args, unsigned strips, int64_t tile) {
+  const int64_t channel = (static_cast<int64_t>(blockIdx.x % strips) * kThreads + threadIdx.x) * kChunk;
+  const int64_t item = blockIdx.x / strips, head = head_tokens(args, tile), begin = (item - args.requests) * tile;
+  const int64_t q = item < args.requests ? item : request_at(args, begin);
+  if (channel >= args.channels) return;
+  if (item < args.requests) run_head<T, kChunk, kTaps>(args, q, head, channel);
+  else run_tile<T, kChunk, kTaps>(args, begin, std::min(args.batch * args.tokens, begin + tile), q, head, channel);
 }
 
 bool aligned(std::initializer_list<const void*> pointers) {
@@ -225,23 +296,32 @@ bool aligned(std::initializer_list<const void*> pointers) {
   return true;
 }
 
-int64_t items(const Args& args) { return args.requests + ceil_div(args.batch * args.tokens, int64_t{kTileTokens}); }
+int64_t tile_tokens(const Args& args) {
+  const int64_t strips = ceil_div(args.channels, int64_t{kThreads} * kWide);
+  return std::clamp(args.batch * args.tokens * strips / kCtas / kMinTile * kMinTile, kMinTile, kMaxTile);
+}
+
+// Without cu_seqlens the requests' own CTAs take all tokens where the head is the whole row.
+int64_t items(const Args& args) {
+  const int64_t tile = tile_tokens(args);
+  if (args.cu_seqlens == nullptr && args.tokens <= head_tokens(args, tile)) return args.requests;
+  return args.requests + ceil_div(args.batch * args.tokens, tile);
+}
 
 template <class T, int kChunk>
 cudaError_t launch_chunks(const Args& args, cudaStream_t stream) {
   const int64_t strips = ceil_div(args.channels, int64_t{kThreads} * kChunk), ctas = strips * items(args);
   if (ctas == 0) return cudaSuccess;
   const auto kernel = args.past == 3 ? ConvolveKernel<T, kChunk, 4> : ConvolveKernel<T, kChunk, 0>;
-  kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args, static_cast<unsigned>(strips));
+  kernel<<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(args, static_cast<unsigned>(strips), tile_tokens(args));
   return cudaGetLastError();
 }
 
 template <class T>
 cudaError_t launch_type(const Args& args, cudaStream_t stream) {
-  constexpr int kChunk = 16 / sizeof(T);
-  const bool wide = args.channels % kChunk == 0 &&
+  const bool wide = args.channels % kWide == 0 &&
                     aligned({args.input, args.weight, args.bias, args.initial_state, args.output, args.final_state});
-  return wide ? launch_chunks<T, kChunk>(args, stream) : launch_chunks<T, 1>(args, stream);
+  return wide ? launch_chunks<T, kWide>(args, stream) : launch_chunks<T, 1>(args, stream);
 }
 
 }  // namespace

@@ -15,17 +15,29 @@ class Workspace;
 namespace leanfleet::causal_linear_decay {
 
 // Request q is all tokens of batch row q or, with cu_seqlens, tokens cu_seqlens[q] .. cu_seqlens[q+1] of batch row 0,
-// both ends clamped to [0, N]. Query head h reads key/value head h / (heads / kv_heads).
+// both ends clamped to [0, N]. Of the `heads` heads of the output head h takes query head h / query_share and state
+// h / (heads / v_heads); state s takes key head s / key_share. Where heads of the output share a query, each has a state.
 struct Inputs {
-  const void *query, *key, *value;  // T [B,H,N,R], [B,Hkv,N,R], [B,Hkv,N,Dv]
-  const float* log_decay;           // ln γ in [-inf, 0], [Hkv] or per token [B,Hkv,N]; null: γ = 1
+  const void *query, *key, *value;  // T [B,Hq,N,R], [B,Hk,N,R], [B,Hv,N,Dv]
+  const float* log_decay;           // ln γ in [-inf, 0], [Hv] or per token [B,Hv,N]; null: γ = 1
   bool decay_per_token;
   const int32_t* cu_seqlens;  // [requests + 1]; null: requests = batch
   int32_t dtype;              // DType of T
   float scale;
-  int64_t batch, requests, heads, kv_heads, tokens, key_width, value_width;  // B, B or Q, H, Hkv, N, R, Dv
+  int64_t batch, requests, q_heads, k_heads, v_heads, heads;  // B, B or Q, Hq, Hk, Hv, H = max(Hq, Hv)
+  int64_t tokens, key_width, value_width;                     // N, R, Dv
+  int32_t query_share, key_share;                             // H / Hq, Hv / Hk
   // output_strides are those of grad_output too; decay_strides are those of a per-token log_decay.
   Strides query_strides, key_strides, value_strides, output_strides, decay_strides;
+
+  template <class I>
+  constexpr I query_head(I head) const {
+    return head / static_cast<I>(query_share);
+  }
+  template <class I>
+  constexpr I key_head(I state) const {
+    return state / static_cast<I>(key_share);
+  }
 };
 
 // S_i = γ_i S_{i-1} + k_iᵀ v_i, o_i = scale * q_i S_i (LD eq. 4 row by row). With normalize also z_i = γ_i z_{i-1} + k_i,
@@ -36,7 +48,7 @@ struct Args {
   int32_t algorithm;  // the attribute: Algorithm in core/op_specs.h
   bool normalize;
   float eps;
-  const float *initial_state, *initial_norm;  // [state_rows,Hkv,R,Dv], [state_rows,Hkv,R]; null: 0
+  const float *initial_state, *initial_norm;  // [state_rows,Hv,R,Dv], [state_rows,Hv,R]; null: 0
   const int32_t* state_index;                 // [requests]: row of a request's state; outside the pool: 0, not written. null: q
   int64_t state_rows;                         // P, or requests
   void* output;                               // T [B,H,N,Dv]; tokens of no request become 0
@@ -51,21 +63,23 @@ struct Args {
 struct GradArgs {
   Inputs in;
   const void* grad_output;                        // T [B,H,N,Dv]
-  const float *initial_state, *grad_final_state;  // [requests,Hkv,R,Dv]; null: 0
+  const float *initial_state, *grad_final_state;  // [requests,Hv,R,Dv]; null: 0
   void *grad_query, *grad_key, *grad_value;       // as query, key, value; tokens of no request become 0
   float* grad_log_decay;                          // as log_decay; null: not asked for
-  float* grad_initial_state;                      // [requests,Hkv,R,Dv]; null: not asked for
+  float* grad_initial_state;                      // [requests,Hv,R,Dv]; null: not asked for
   bool wants_grad_decay, has_grad_final_state;    // known, too, while a workspace is counted
 };
 
 // The CPU kernel. Requests are cut into pieces of whole chunks (the last one may be short), value columns into
-// ranges; an item is (piece, key/value head, range), a task of one thread. A request in one piece is walked once.
+// ranges; an item is (piece, state, range), a task of one thread. A request in one piece is walked once.
 // One in several is walked twice: kReduce gives each piece's own sum, kCombine makes of these, in their order, the
 // state at each piece's edge, and kScan walks again for the result. Which thread takes an item does not matter.
+// Gradients of keys and queries that states share are sums: a kScan item of the backward takes item_states states of a key
+// head in turn, which add to sums of their own, and kSum adds these up.
 constexpr int64_t kChunkTokens = 16;   // tokens whose products are taken at once
 constexpr int64_t kRangeColumns = 16;  // ranges of columns are multiples of it on every instruction set
 
-enum class Phase : int32_t { kReduce, kCombine, kScan };
+enum class Phase : int32_t { kReduce, kCombine, kScan, kSum };
 
 struct RequestPiece {
   int64_t request, batch, begin, end;  // tokens of the batch row
@@ -73,11 +87,11 @@ struct RequestPiece {
   bool first, last;                    // of its request
 };
 
-// Sums of slot s and key/value head h: entry s * kv_heads + h. Before kCombine the piece's own, then those at its edge:
+// Sums of slot s and state h: entry s * v_heads + h. Before kCombine the piece's own, then those at its edge:
 // state and norm before the piece's first token, grad after its last.
 struct Slots {
-  float *state, *norm, *grad;  // [slots,Hkv,R,Dv], [slots,Hkv,R], [slots,Hkv,R,Dv]
-  double* kept;                // [slots,Hkv]: the product of the piece's γ
+  float *state, *norm, *grad;  // [slots,Hv,R,Dv], [slots,Hv,R], [slots,Hv,R,Dv]
+  double* kept;                // [slots,Hv]: the product of the piece's γ
 };
 
 struct ForwardPlan {
@@ -85,7 +99,18 @@ struct ForwardPlan {
   int64_t ranges, range_width;
   const RequestPiece* pieces;
   Slots slots;
-  const float* norms;  // [requests,Hkv,R] in place of args.initial_norm, whose rows one range overwrites; or null
+  const float* norms;  // [requests,Hv,R] in place of args.initial_norm, whose rows one range overwrites; or null
+};
+
+// Of each `states` neighbouring states, what they add to the gradient of a head that they share: [B,Hv / states,N,R]. Null:
+// no heads are shared.
+struct HeadSums {
+  float* data;
+  int64_t states;
+
+  int64_t row(const Inputs& in, int64_t batch, int64_t part, int64_t token) const {
+    return ((batch * (in.v_heads / states) + part) * in.tokens + token) * in.key_width;
+  }
 };
 
 struct BackwardPlan {
@@ -93,7 +118,9 @@ struct BackwardPlan {
   const RequestPiece* pieces;
   Slots slots;
   int64_t span_chunks, spans;  // a piece is walked in spans of so many chunks, at most `spans` of them
-  double* decay_sums;          // [pieces,Hkv]: the piece's share of a per-head grad_log_decay; null: not asked for
+  double* decay_sums;          // [pieces,Hv]: the piece's share of a per-head grad_log_decay; null: not asked for
+  int64_t item_states;
+  HeadSums query_sums, key_sums;
 };
 
 // On CUDA: chunks on tensor cores (core/chunk_scan.h). They take any widths, types and arguments; ask `ws` for their

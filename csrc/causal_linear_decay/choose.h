@@ -11,17 +11,18 @@ namespace leanfleet::causal_linear_decay {
 
 // What the model knows of a call.
 struct CallShape {
-  int64_t requests, heads, kv_heads, tokens, key_width, value_width;  // tokens: of one request, on average
-  int64_t element;                                                    // bytes of T
+  int64_t requests, q_heads, k_heads, v_heads, heads, tokens, key_width, value_width;  // tokens: of one request, on average
+  int64_t element;                                                                     // bytes of T
   int sm_count;
   bool normalize;
 };
 
 inline CallShape shape_of(const Inputs& in, int sm_count, bool normalize = false) {
   const int64_t requests = in.requests > 0 ? in.requests : 1;
-  return {requests,     in.heads,       in.kv_heads,           ceil_div(in.batch * in.tokens, requests),
-          in.key_width, in.value_width, in.dtype == 0 ? 4 : 2, sm_count,
-          normalize};
+  return {requests,     in.q_heads,     in.k_heads,
+          in.v_heads,   in.heads,       ceil_div(in.batch * in.tokens, requests),
+          in.key_width, in.value_width, in.dtype == 0 ? 4 : 2,
+          sm_count,     normalize};
 }
 
 // How the recurrence of a call that is not normalised is cut (rows.cu): its units have some columns, and all tokens or, where
@@ -48,7 +49,7 @@ inline RecurrenceSplit recurrence_split(const CallShape& s) {
   };
   RecurrenceSplit best = {columns, 1, deep(blocks * s.heads) * double(s.tokens)};
   for (int64_t n = 2; n <= kMaxSegments && n <= s.tokens / kMinSegmentTokens; ++n) {
-    const double passes = deep(blocks * s.heads * n) + 0.55 * deep(blocks * s.kv_heads * (n - 1));
+    const double passes = deep(blocks * s.heads * n) + 0.55 * deep(blocks * s.v_heads * (n - 1));
     const double time = passes * double(s.tokens) / double(n) + 60.0 + 3.0 * double(n);
     if (time < best.time) best = {columns, int(n), time};
   }
@@ -58,11 +59,11 @@ inline RecurrenceSplit recurrence_split(const CallShape& s) {
 // Microseconds, fitted to the shapes of bench/results/linear_attention_auto_h200.json. The recurrences of calls that are not
 // normalised share their kernels: decode.cu for few tokens, rows.cu for many.
 inline double recurrence_microseconds(const CallShape& s) {
-  const double group = double(s.heads) / double(s.kv_heads), tokens = double(s.tokens);
+  const double group = double(s.heads) / double(s.v_heads), tokens = double(s.tokens);
   if (s.tokens <= 16) {
     const int64_t threads = (s.key_width + 31) / 32 * 32, most = s.tokens == 1 ? 1024 : 768;
     const int64_t at_once = threads <= 128 ? most / (threads > 0 ? threads : 32) : threads <= 512 ? 512 / threads : 1;
-    const double ctas = double(s.requests) * double(s.kv_heads) * double((s.value_width + 31) / 32);
+    const double ctas = double(s.requests) * double(s.v_heads) * double((s.value_width + 31) / 32);
     const double waves = ctas / (double(s.sm_count) * double(at_once)), more = waves > 1.0 ? waves - 1.0 : 0.0;
     if (s.tokens == 1) return (4.6 + 0.88 * group) * (1.0 + 1.5 * more);
     const double token = s.key_width > 64 && s.key_width <= 128 ? 0.15 : 0.21;
@@ -122,8 +123,9 @@ inline double lightning_microseconds(const CallShape& shape) {
   const double chunk = cost.chunk + cost.chunk_keys * double(s.key_width < 32 ? 32 : s.key_width) / 128.0;
   const double walk = ((waves - 1.0) * cost.cta + double(int64_t(chunks / segments + 0.999999)) * chunk * waves) *
                       (segments > 1.0 ? cost.segments : 1.0);
-  const double bytes =
-      double(s.requests) * tokens * double(s.element) * (heads + double(s.kv_heads)) * double(s.key_width + s.value_width);
+  const double columns =
+      double(s.q_heads + s.k_heads) * double(s.key_width) + double(s.heads + s.v_heads) * double(s.value_width);
+  const double bytes = double(s.requests) * tokens * double(s.element) * columns;
   const double memory = 1.2 * bytes / 4.0e6;
   return cost.begin + double(cost.parts) * (walk > memory ? walk : memory);
 }

@@ -42,15 +42,15 @@ struct Decay {
   double power[kChunk + 1];  // γ^i
 };
 
-Decay decay_of(const Inputs& in, int64_t batch, int64_t kv_head) {
+Decay decay_of(const Inputs& in, int64_t batch, int64_t state_head) {
   Decay decay = {};
   decay.scale = in.scale;
   if (in.log_decay != nullptr && in.decay_per_token) {
-    decay.log_decay = in.log_decay + batch * in.decay_strides.batch + kv_head * in.decay_strides.head;
+    decay.log_decay = in.log_decay + batch * in.decay_strides.batch + state_head * in.decay_strides.head;
     decay.stride = in.decay_strides.token;
     return decay;
   }
-  if (in.log_decay != nullptr) decay.log_decay = in.log_decay + kv_head;
+  if (in.log_decay != nullptr) decay.log_decay = in.log_decay + state_head;
   decay.power[0] = 1.0;
   const double gamma = decay.log_decay != nullptr ? ::exp(static_cast<double>(*decay.log_decay)) : 1.0;
   for (int i = 0; i < kChunk; ++i) decay.power[i + 1] = decay.power[i] * gamma;
@@ -157,9 +157,9 @@ void transpose_in(const T* rows, int64_t stride, int64_t n, int64_t width, float
   }
 }
 
-// rows[t][c] = in[c][t] for t < n, c < width.
+// rows[t][c] = in[c][t] for t < n, c < width; with `add` += it.
 template <class T>
-void transpose_out(const float* in, int64_t n, int64_t width, T* rows, int64_t stride) {
+void transpose_out(const float* in, int64_t n, int64_t width, T* rows, int64_t stride, bool add = false) {
   for (int64_t c = 0; c < width; c += kLanes) {
     for (int64_t first = 0; first < n; first += kLanes) {
       Vec block[kLanes];
@@ -168,10 +168,11 @@ void transpose_out(const float* in, int64_t n, int64_t width, T* rows, int64_t s
       transpose(block);
       for (int64_t t = 0; t < kLanes && first + t < n; ++t) {
         T* to = rows + (first + t) * stride + c;
+        const Vec x = add ? load_part(to, width - c) + block[t] : block[t];
         if (width - c >= kLanes) {
-          store(to, block[t]);
+          store(to, x);
         } else {
-          for (int64_t i = 0; i < width - c; ++i) to[i] = from_float<T>(block[t][i]);
+          for (int64_t i = 0; i < width - c; ++i) to[i] = from_float<T>(x[i]);
         }
       }
     }
@@ -411,7 +412,7 @@ struct ForwardScratch {
 
 ForwardScratch carve(const Inputs& in, int64_t range_width, float* base) {
   const int64_t width = round_up(range_width, kPanel), rows = round_up(in.key_width, kLanes);
-  const int64_t group = in.heads / in.kv_heads;
+  const int64_t group = in.heads / in.v_heads;
   Carver carver = {base, 0};
   ForwardScratch s = {};
   s.state = carver.take(in.key_width * width);
@@ -431,20 +432,20 @@ ForwardScratch carve(const Inputs& in, int64_t range_width, float* base) {
 // One item of the forward.
 struct ForwardItem {
   RequestPiece piece;
-  int64_t kv_head, first_column, columns, group;
-  int64_t state_row;  // of the initial and final state, times kv_heads plus kv_head; -1: outside the pool
+  int64_t state_head, first_column, columns, group;
+  int64_t state_row;  // of the initial and final state, times v_heads plus state_head; -1: outside the pool
 };
 
 ForwardItem item_at(const ForwardPlan& plan, int64_t index) {
   const Inputs& in = plan.args.in;
   ForwardItem item;
-  item.piece = plan.pieces[index / (in.kv_heads * plan.ranges)];
-  item.kv_head = index / plan.ranges % in.kv_heads;
+  item.piece = plan.pieces[index / (in.v_heads * plan.ranges)];
+  item.state_head = index / plan.ranges % in.v_heads;
   item.first_column = index % plan.ranges * plan.range_width;
   item.columns = min64(plan.range_width, in.value_width - item.first_column);
-  item.group = in.heads / in.kv_heads;
+  item.group = in.heads / in.v_heads;
   const int64_t row = plan.args.state_index != nullptr ? plan.args.state_index[item.piece.request] : item.piece.request;
-  item.state_row = row >= 0 && row < plan.args.state_rows ? row * in.kv_heads + item.kv_head : -1;
+  item.state_row = row >= 0 && row < plan.args.state_rows ? row * in.v_heads + item.state_head : -1;
   return item;
 }
 
@@ -472,7 +473,7 @@ double walk(const ForwardPlan& plan, const ForwardItem& item, const ForwardScrat
   const int64_t width = in.key_width, batch = item.piece.batch, columns = item.columns;
   const bool whole = columns % kLanes == 0, normalize = plan.args.normalize;
   const State kept_state = packed_state(scratch.state, width);
-  ChunkSource source(decay_of(in, batch, item.kv_head));
+  ChunkSource source(decay_of(in, batch, item.state_head));
   double kept = 1.0;
   State state = from;
   for (int64_t token = item.piece.begin; token < item.piece.end; token += kChunk) {
@@ -481,20 +482,20 @@ double walk(const ForwardPlan& plan, const ForwardItem& item, const ForwardScrat
     const bool updates = !last || to.data != nullptr;
     const State& next = last ? to : kept_state;
     const Chunk& chunk = source.at(token, n);
-    const T* keys = token_rows<T>(in.key, in.key_strides, batch, item.kv_head, token);
+    const T* keys = token_rows<T>(in.key, in.key_strides, batch, in.key_head(item.state_head), token);
     transpose_in(keys, in.key_strides.token, n, width, scratch.key_t);
     const Floats value =
-        as_floats(token_rows<T>(in.value, in.value_strides, batch, item.kv_head, token) + item.first_column,
+        as_floats(token_rows<T>(in.value, in.value_strides, batch, item.state_head, token) + item.first_column,
                   in.value_strides.token, n, columns, whole, scratch.value, pitch_of(round_up(plan.range_width, kPanel)));
     for (int64_t head = 0; head < item.group && kOutput; head += kHeadBlock) {
       const int64_t heads = min64(kHeadBlock, item.group - head);
       Floats query[kHeadBlock];
       T* rows[kHeadBlock];
       for (int64_t h = 0; h < heads; ++h) {
-        const int64_t query_head = item.kv_head * item.group + head + h, pitch = pitch_of(width);
-        rows[h] = token_rows<T>(plan.args.output, in.output_strides, batch, query_head, token) + item.first_column;
-        query[h] = as_floats(token_rows<T>(in.query, in.query_strides, batch, query_head, token), in.query_strides.token, n,
-                             width, true, scratch.query + h * kChunk * pitch, pitch);
+        const int64_t output_head = item.state_head * item.group + head + h, pitch = pitch_of(width);
+        rows[h] = token_rows<T>(plan.args.output, in.output_strides, batch, output_head, token) + item.first_column;
+        query[h] = as_floats(token_rows<T>(in.query, in.query_strides, batch, in.query_head(output_head), token),
+                             in.query_strides.token, n, width, true, scratch.query + h * kChunk * pitch, pitch);
         float* scores = scratch.scores + h * kChunk * kChunk;
         float* factors = scratch.factors + h * kChunk;
         score({query[h], scratch.key_t, width, scores}, n);
@@ -568,7 +569,7 @@ template <class T>
 void reduce_forward(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch) {
   if (item.piece.slot < 0 || item.piece.last) return;  // nothing comes after it
   const Inputs& in = plan.args.in;
-  const int64_t at = item.piece.slot * in.kv_heads + item.kv_head;
+  const int64_t at = item.piece.slot * in.v_heads + item.state_head;
   __builtin_memset(scratch.norm, 0, sizeof(float) * round_up(in.key_width, kLanes));
   const State state = packed_state(scratch.state, in.key_width);
   const double kept = walk<T, false>(plan, item, scratch, State{}, state);
@@ -604,22 +605,22 @@ int64_t pieces_of_request(const RequestPiece* pieces) {
 void combine_forward(const ForwardPlan& plan, int64_t index) {
   const Inputs& in = plan.args.in;
   const int64_t rows = ceil_div(in.key_width, kChunkTokens);  // blocks of rows
-  const RequestPiece* piece = plan.pieces + index / rows / in.kv_heads;
+  const RequestPiece* piece = plan.pieces + index / rows / in.v_heads;
   if (piece->slot < 0 || !piece->first) return;
-  const int64_t kv_head = index / rows % in.kv_heads, row = index % rows * kChunkTokens;
-  const int64_t first = piece->slot * in.kv_heads + kv_head, count = pieces_of_request(piece);
+  const int64_t state_head = index / rows % in.v_heads, row = index % rows * kChunkTokens;
+  const int64_t first = piece->slot * in.v_heads + state_head, count = pieces_of_request(piece);
   const int64_t n = min64(kChunkTokens, in.key_width - row);
   ForwardPlan one_range = plan;
   one_range.ranges = 1;
   one_range.range_width = in.value_width;
-  const int64_t state_row = item_at(one_range, (piece - plan.pieces) * in.kv_heads + kv_head).state_row;
+  const int64_t state_row = item_at(one_range, (piece - plan.pieces) * in.v_heads + state_head).state_row;
   const bool given = state_row >= 0 && plan.args.initial_state != nullptr;
   const int64_t at = row * in.value_width, size = in.key_width * in.value_width;
   combine_row(given ? plan.args.initial_state + state_row * size + at : nullptr, plan.slots.state + first * size + at,
-              in.kv_heads * size, plan.slots.kept + first, in.kv_heads, count, n * in.value_width);
+              in.v_heads * size, plan.slots.kept + first, in.v_heads, count, n * in.value_width);
   if (!plan.args.normalize) return;
   combine_row(given ? plan.args.initial_norm + state_row * in.key_width + row : nullptr,
-              plan.slots.norm + first * in.key_width + row, in.kv_heads * in.key_width, plan.slots.kept + first, in.kv_heads,
+              plan.slots.norm + first * in.key_width + row, in.v_heads * in.key_width, plan.slots.kept + first, in.v_heads,
               count, n);
 }
 
@@ -694,15 +695,15 @@ template <class T>
 void step(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch, const float* from, float* to) {
   const Inputs& in = plan.args.in;
   const int64_t width = in.key_width, columns = item.columns, batch = item.piece.batch, token = item.piece.begin;
-  ChunkSource source(decay_of(in, batch, item.kv_head));
-  const T* key = token_rows<T>(in.key, in.key_strides, batch, item.kv_head, token);
+  ChunkSource source(decay_of(in, batch, item.state_head));
+  const T* key = token_rows<T>(in.key, in.key_strides, batch, in.key_head(item.state_head), token);
   const int64_t pitch = pitch_of(width), out_pitch = pitch_of(round_up(plan.range_width, kPanel));
   Step s = {};
   s.key = copied(key, 0, 1, width, scratch.key_t, round_up(width, kLanes)).data;
-  s.value = copied(token_rows<T>(in.value, in.value_strides, batch, item.kv_head, token) + item.first_column, 0, 1, columns,
+  s.value = copied(token_rows<T>(in.value, in.value_strides, batch, item.state_head, token) + item.first_column, 0, 1, columns,
                    scratch.value, round_up(columns, kLanes))
                 .data;
-  const T* query = token_rows<T>(in.query, in.query_strides, batch, item.kv_head * item.group, token);
+  const T* query = token_rows<T>(in.query, in.query_strides, batch, in.query_head(item.state_head * item.group), token);
   s.query = copied(query, in.query_strides.head, item.group, width, scratch.query, pitch).data;
   s.query_stride = pitch;
   s.out_stride = out_pitch;
@@ -714,7 +715,7 @@ void step(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch
   s.to = to;
   s.out = scratch.out;
   const int64_t c = columns / kLanes * kLanes;
-  if (streams(from, to, s.stride, 4 * in.requests * in.kv_heads * width * s.stride)) {
+  if (streams(from, to, s.stride, 4 * in.requests * in.v_heads * width * s.stride)) {
     step_state<true>(s, width, c);
     finish_streams();
   } else {
@@ -738,7 +739,7 @@ void step(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch
     if (plan.args.normalize) factor /= held(in.scale * dot(s.query + h * pitch, scratch.norm, width), plan.args.eps);
     float* out = scratch.out + h * out_pitch;
     for (int64_t i = 0; i < columns; i += kLanes) store(out + i, load(out + i) * factor);
-    T* row = token_rows<T>(plan.args.output, in.output_strides, batch, item.kv_head * item.group + h, token);
+    T* row = token_rows<T>(plan.args.output, in.output_strides, batch, item.state_head * item.group + h, token);
     convert(out, row + item.first_column, columns);
   }
 }
@@ -747,7 +748,7 @@ template <class T>
 void scan_forward(const ForwardPlan& plan, const ForwardItem& item, const ForwardScratch& scratch) {
   const Args& args = plan.args;
   const int64_t width = args.in.key_width, stride = args.in.value_width, columns = item.columns;
-  const int64_t slot = item.piece.slot < 0 ? -1 : item.piece.slot * args.in.kv_heads + item.kv_head;
+  const int64_t slot = item.piece.slot < 0 ? -1 : item.piece.slot * args.in.v_heads + item.state_head;
   const bool inside = item.state_row >= 0;
   const int64_t at = item.state_row * width * stride + item.first_column;
   const float* from = slot >= 0                                 ? plan.slots.state + slot * width * stride + item.first_column
@@ -757,7 +758,7 @@ void scan_forward(const ForwardPlan& plan, const ForwardItem& item, const Forwar
   if (args.normalize) {
     const float* norm = slot >= 0 ? plan.slots.norm + slot * width
                         : inside && plan.norms != nullptr
-                            ? plan.norms + (item.piece.request * args.in.kv_heads + item.kv_head) * width
+                            ? plan.norms + (item.piece.request * args.in.v_heads + item.state_head) * width
                         : inside && args.initial_norm != nullptr ? args.initial_norm + item.state_row * width
                                                                  : nullptr;
     for (int64_t r = 0; r < width; r += kLanes)
@@ -838,7 +839,7 @@ BackwardScratch carve(const BackwardPlan& plan, float* base) {
 // One item of the backward.
 struct BackwardItem {
   RequestPiece piece;
-  int64_t kv_head, group;
+  int64_t state_head, group;
 };
 
 // Masked scores s_ij and products p_ij = do_i.v_j, in place, for j <= i < n, else 0; pairs += s_ij p_ij M_ij scale.
@@ -998,13 +999,13 @@ double state_product(const State& a, const State& b, int64_t rows, int64_t colum
 template <class T>
 class Backward {
  public:
-  Backward(const BackwardPlan& plan, int64_t index, float* floats)
+  Backward(const BackwardPlan& plan, int64_t piece, int64_t state, float* floats)
       : plan_(plan), args_(plan.args), in_(plan.args.in), s_(carve(plan, floats)),
-        source_(decay_of(in_, plan.pieces[index / in_.kv_heads].batch, index % in_.kv_heads)) {
-    item_.piece = plan.pieces[index / in_.kv_heads];
-    item_.kv_head = index % in_.kv_heads;
-    item_.group = in_.heads / in_.kv_heads;
-    index_ = index;
+        source_(decay_of(in_, plan.pieces[piece].batch, state)) {
+    item_.piece = plan.pieces[piece];
+    item_.state_head = state;
+    item_.group = in_.heads / in_.v_heads;
+    index_ = piece * in_.v_heads + state;
   }
 
   // The piece's own sums: of the state unless it is the request's last, of its gradient unless it is the first.
@@ -1035,7 +1036,7 @@ class Backward {
   }
 
   void scan() {
-    const int64_t size = in_.key_width * in_.value_width, request = item_.piece.request * in_.kv_heads + item_.kv_head;
+    const int64_t size = in_.key_width * in_.value_width, request = item_.piece.request * in_.v_heads + item_.state_head;
     const float* state = item_.piece.slot >= 0            ? plan_.slots.state + slot() * size
                          : args_.initial_state != nullptr ? args_.initial_state + request * size
                                                           : nullptr;
@@ -1086,7 +1087,7 @@ class Backward {
   }
 
  private:
-  int64_t slot() const { return item_.piece.slot * in_.kv_heads + item_.kv_head; }
+  int64_t slot() const { return item_.piece.slot * in_.v_heads + item_.state_head; }
   State packed(float* data) const { return packed_state(data, in_.key_width); }
 
   T* rows(const void* data, const Strides& strides, int64_t head, int64_t token) const {
@@ -1094,19 +1095,19 @@ class Backward {
   }
 
   void load_key_value(int64_t token, int64_t n) {
-    key_ = as_floats(rows(in_.key, in_.key_strides, item_.kv_head, token), in_.key_strides.token, n, in_.key_width, true,
-                     s_.key, pitch_of(in_.key_width));
-    value_ = as_floats(rows(in_.value, in_.value_strides, item_.kv_head, token), in_.value_strides.token, n, in_.value_width,
+    key_ = as_floats(rows(in_.key, in_.key_strides, in_.key_head(item_.state_head), token), in_.key_strides.token, n,
+                     in_.key_width, true, s_.key, pitch_of(in_.key_width));
+    value_ = as_floats(rows(in_.value, in_.value_strides, item_.state_head, token), in_.value_strides.token, n, in_.value_width,
                        in_.value_width % kLanes == 0, s_.value, pitch_of(in_.value_width));
   }
 
   void load_heads(int64_t token, int64_t n, int64_t head, int64_t heads) {
     for (int64_t h = 0; h < heads; ++h) {
-      const int64_t query_head = item_.kv_head * item_.group + head + h;
+      const int64_t output_head = item_.state_head * item_.group + head + h;
       const int64_t pitch = pitch_of(in_.key_width), value_pitch = pitch_of(in_.value_width);
-      query_[h] = as_floats(rows(in_.query, in_.query_strides, query_head, token), in_.query_strides.token, n, in_.key_width,
-                            true, s_.query + h * kChunk * pitch, pitch);
-      output_[h] = as_floats(rows(args_.grad_output, in_.output_strides, query_head, token), in_.output_strides.token, n,
+      query_[h] = as_floats(rows(in_.query, in_.query_strides, in_.query_head(output_head), token), in_.query_strides.token, n,
+                            in_.key_width, true, s_.query + h * kChunk * pitch, pitch);
+      output_[h] = as_floats(rows(args_.grad_output, in_.output_strides, output_head, token), in_.output_strides.token, n,
                              in_.value_width, in_.value_width % kLanes == 0, s_.output + h * kChunk * value_pitch, value_pitch);
     }
   }
@@ -1140,6 +1141,15 @@ class Backward {
     update(from, to, in_.value_width, u);
   }
 
+  // Rows of a head that others may share: to the gradient itself, or to the sums of those that share it.
+  void write_shared(const float* transposed, int64_t n, int64_t token, void* grad, const Strides& strides, int64_t head,
+                    const HeadSums& sums) {
+    if (sums.data == nullptr)
+      return transpose_out(transposed, n, in_.key_width, rows(grad, strides, head, token), strides.token);
+    float* to = sums.data + sums.row(in_, item_.piece.batch, item_.state_head / sums.states, token);
+    transpose_out(transposed, n, in_.key_width, to, in_.key_width, item_.state_head % sums.states != 0);
+  }
+
   // The gradients of a chunk's tokens, from the state before it and the gradient of the one after; grad_ becomes that
   // of the one before.
   void gradients(int64_t token, int64_t n, const State& state) {
@@ -1148,8 +1158,9 @@ class Backward {
     const bool decays = args_.grad_log_decay != nullptr;
     float from_state[kChunk] = {}, to_grad[kChunk] = {};
     load_key_value(token, n);
-    transpose_in(rows(in_.key, in_.key_strides, item_.kv_head, token), in_.key_strides.token, n, width, s_.key_t);
-    transpose_in(rows(in_.value, in_.value_strides, item_.kv_head, token), in_.value_strides.token, n, columns, s_.value_t);
+    transpose_in(rows(in_.key, in_.key_strides, in_.key_head(item_.state_head), token), in_.key_strides.token, n, width,
+                 s_.key_t);
+    transpose_in(rows(in_.value, in_.value_strides, item_.state_head, token), in_.value_strides.token, n, columns, s_.value_t);
     if (decays) __builtin_memset(s_.pairs, 0, sizeof(float) * kChunk * kChunk);
     const double across = decays && state.data != nullptr && grad_.data != nullptr
                               ? static_cast<double>(chunk.kept) * state_product(state, grad_, width, columns)
@@ -1159,14 +1170,15 @@ class Backward {
       const int64_t heads = min64(kHeadBlock, item_.group - head);
       load_heads(token, n, head, heads);
       for (int64_t h = 0; h < heads; ++h) {
-        const int64_t query_head = item_.kv_head * item_.group + head + h;
+        const int64_t output_head = item_.state_head * item_.group + head + h;
+        const int64_t query_head = in_.query_head(output_head);
         float* scores = s_.scores + h * kChunk * kChunk;
         float* products = s_.products + h * kChunk * kChunk;
         score({query_[h], s_.key_t, width, scores}, n);
         score({output_[h], s_.value_t, columns, products}, n);
         mask_pairs(chunk, n, scores, products, decays ? s_.pairs : nullptr);
         transpose_in(products, kChunk, n, kChunk, s_.products_t);
-        transpose_in(rows(args_.grad_output, in_.output_strides, query_head, token), in_.output_strides.token, n, columns,
+        transpose_in(rows(args_.grad_output, in_.output_strides, output_head, token), in_.output_strides.token, n, columns,
                      s_.output_t);
         if (decays)
           transpose_in(rows(in_.query, in_.query_strides, query_head, token), in_.query_strides.token, n, width, s_.query_t);
@@ -1182,8 +1194,7 @@ class Backward {
         x.n = n;
         x.out = s_.grad_query_t;
         transposed_product(x, width);
-        transpose_out(s_.grad_query_t, n, width, rows(args_.grad_query, in_.query_strides, query_head, token),
-                      in_.query_strides.token);
+        write_shared(s_.grad_query_t, n, token, args_.grad_query, in_.query_strides, query_head, plan_.query_sums);
 
         const bool add = head + h > 0;
         x.state = grad;
@@ -1204,8 +1215,8 @@ class Backward {
         grad_ = packed(s_.grad);
       }
     }
-    transpose_out(s_.grad_key_t, n, width, rows(args_.grad_key, in_.key_strides, item_.kv_head, token), in_.key_strides.token);
-    T* value_rows = rows(args_.grad_value, in_.value_strides, item_.kv_head, token);
+    write_shared(s_.grad_key_t, n, token, args_.grad_key, in_.key_strides, in_.key_head(item_.state_head), plan_.key_sums);
+    T* value_rows = rows(args_.grad_value, in_.value_strides, item_.state_head, token);
     for (int64_t t = 0; t < n; ++t) convert(s_.grad_value + t * value_pitch, value_rows + t * in_.value_strides.token, columns);
     if (decays) decay_gradients(token, n, from_state, to_grad, across);
   }
@@ -1227,7 +1238,7 @@ class Backward {
       const double gradient = rows + static_cast<double>(sum(total));
       decay_sum_ += gradient;
       if (in_.decay_per_token)
-        args_.grad_log_decay[item_.piece.batch * in_.decay_strides.batch + item_.kv_head * in_.decay_strides.head +
+        args_.grad_log_decay[item_.piece.batch * in_.decay_strides.batch + item_.state_head * in_.decay_strides.head +
                              (token + t) * in_.decay_strides.token] = static_cast<float>(gradient);
     }
   }
@@ -1247,26 +1258,52 @@ class Backward {
 void combine_backward(const BackwardPlan& plan, int64_t index) {
   const Inputs& in = plan.args.in;
   const int64_t blocks = ceil_div(in.key_width, kChunkTokens);  // of rows
-  const RequestPiece* piece = plan.pieces + index / blocks / in.kv_heads;
+  const RequestPiece* piece = plan.pieces + index / blocks / in.v_heads;
   if (piece->slot < 0 || !piece->first) return;
-  const int64_t kv_head = index / blocks % in.kv_heads, row = index % blocks * kChunkTokens;
-  const int64_t first = piece->slot * in.kv_heads + kv_head, count = pieces_of_request(piece);
-  const int64_t last = first + (count - 1) * in.kv_heads, size = in.key_width * in.value_width;
+  const int64_t state_head = index / blocks % in.v_heads, row = index % blocks * kChunkTokens;
+  const int64_t first = piece->slot * in.v_heads + state_head, count = pieces_of_request(piece);
+  const int64_t last = first + (count - 1) * in.v_heads, size = in.key_width * in.value_width;
   const int64_t at = row * in.value_width, n = min64(kChunkTokens, in.key_width - row) * in.value_width;
-  const int64_t request = piece->request * in.kv_heads + kv_head;
+  const int64_t request = piece->request * in.v_heads + state_head;
   const float *initial = plan.args.initial_state, *final = plan.args.grad_final_state;
   combine_row(initial != nullptr ? initial + request * size + at : nullptr, plan.slots.state + first * size + at,
-              in.kv_heads * size, plan.slots.kept + first, in.kv_heads, count, n);
-  combine_row(final != nullptr ? final + request * size + at : nullptr, plan.slots.grad + last * size + at, -in.kv_heads * size,
-              plan.slots.kept + last, -in.kv_heads, count, n);
+              in.v_heads * size, plan.slots.kept + first, in.v_heads, count, n);
+  combine_row(final != nullptr ? final + request * size + at : nullptr, plan.slots.grad + last * size + at, -in.v_heads * size,
+              plan.slots.kept + last, -in.v_heads, count, n);
+}
+
+// The gradients of a head of key or query that states share, over a piece: their sums added up, in the order of the states.
+template <class T>
+void sum_shared(const BackwardPlan& plan, int64_t index, float* row) {
+  const GradArgs& args = plan.args;
+  const Inputs& in = args.in;
+  const int64_t heads = in.k_heads + (plan.query_sums.data != nullptr ? in.q_heads : 0), at = index % heads;
+  const RequestPiece& piece = plan.pieces[index / heads];
+  const bool of_key = at < in.k_heads;
+  const HeadSums& sums = of_key ? plan.key_sums : plan.query_sums;
+  const int64_t head = of_key ? at : at - in.k_heads, share = of_key ? in.key_share : in.query_share;
+  const int64_t parts = share / sums.states, stride = sums.row(in, 0, 1, 0);
+  const Strides& strides = of_key ? in.key_strides : in.query_strides;
+  T* to = token_rows<T>(of_key ? args.grad_key : args.grad_query, strides, piece.batch, head, piece.begin);
+  for (int64_t token = piece.begin; token < piece.end; ++token, to += strides.token) {
+    const float* from = sums.data + sums.row(in, piece.batch, head * parts, token);
+    for (int64_t c = 0; c < in.key_width; c += kLanes) {
+      Vec total = load_part(from + c, in.key_width - c);
+      for (int64_t p = 1; p < parts; ++p) total = total + load_part(from + p * stride + c, in.key_width - c);
+      store_part(row + c, total, in.key_width - c);
+    }
+    convert(row, to, in.key_width);
+  }
 }
 
 template <class T>
 void backward_of(const BackwardPlan& plan, Phase phase, int64_t index, float* floats) {
+  const Inputs& in = plan.args.in;
   if (phase == Phase::kCombine) return combine_backward(plan, index);
-  Backward<T> backward(plan, index, floats);
-  if (phase == Phase::kReduce) backward.reduce();
-  else backward.scan();
+  if (phase == Phase::kSum) return sum_shared<T>(plan, index, floats);
+  if (phase == Phase::kReduce) return Backward<T>(plan, index / in.v_heads, index % in.v_heads, floats).reduce();
+  const int64_t first = index * plan.item_states;
+  for (int64_t i = first; i < first + plan.item_states; ++i) Backward<T>(plan, i / in.v_heads, i % in.v_heads, floats).scan();
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // CausalLinearDecay for few tokens a request: the state is read once into registers, takes the tokens one after the other,
-// and is written once, perhaps where it was. A CTA has a request, a key/value head and 32 columns of the state. All loads
+// and is written once, perhaps where it was. A CTA has a request and 32 columns of a state. All loads
 // of the state are on their way before anything is computed.
 //
 // One token has a kernel of its own, which needs few registers: its time is that of moving the state, for which many
@@ -44,7 +44,7 @@ DecodePlan plan_of(const Args& args) {
   plan.row_groups = static_cast<int>((in.key_width + 4 * kThreadRows - 1) / (4 * kThreadRows) * 4);
   plan.column_blocks = static_cast<int>(ceil_div(in.value_width, kColumns));
   plan.tile = static_cast<int>(in.tokens < kMaxTile ? in.tokens : kMaxTile);
-  while (plan.tile > 1 && shared_bytes(plan, in.heads / in.kv_heads) > kSharedBudget) plan.tile /= 2;
+  while (plan.tile > 1 && shared_bytes(plan, in.heads / in.v_heads) > kSharedBudget) plan.tile /= 2;
   return plan;
 }
 
@@ -86,20 +86,23 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlock
   __shared__ __align__(16) float partial[2][kThreads / 32][kColumns];
   const Inputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
-  const int group = static_cast<int>(in.heads / in.kv_heads);
+  const int group = static_cast<int>(in.heads / in.v_heads);
   const uint32_t unit = blockIdx.x / static_cast<uint32_t>(column_blocks);
-  const uint32_t request = unit / static_cast<uint32_t>(in.kv_heads);
-  const int head = static_cast<int>(unit - request * static_cast<uint32_t>(in.kv_heads));
+  const uint32_t request = unit / static_cast<uint32_t>(in.v_heads);
+  const int head = static_cast<int>(unit - request * static_cast<uint32_t>(in.v_heads));
   const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;
   const int column = static_cast<int>(blockIdx.x - unit * static_cast<uint32_t>(column_blocks)) * kColumns;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const int mine = threadIdx.x % kColumnLanes * 4, first = threadIdx.x / kColumnLanes * kThreadRows;
   const bool inside = column + mine < V;
 
+  // A step notices a division.
+  const int query_head = in.query_share == 1 ? head * group : in.query_head(head * group);
+  const int key_head = in.key_share == 1 ? head : in.key_head(head);
   const T* const query =
-      static_cast<const T*>(in.query) + request * in.query_strides.batch + head * group * in.query_strides.head;
-  const RowPart<T> k =
-      load_part(static_cast<const T*>(in.key) + request * in.key_strides.batch + head * in.key_strides.head, first, R, vectors);
+      static_cast<const T*>(in.query) + request * in.query_strides.batch + query_head * in.query_strides.head;
+  const RowPart<T> k = load_part(
+      static_cast<const T*>(in.key) + request * in.key_strides.batch + key_head * in.key_strides.head, first, R, vectors);
   RowPart<T> q = load_part(query, first, R, vectors);
   float v[4] = {0.0f, 0.0f, 0.0f, 0.0f};
   if (inside) {
@@ -113,7 +116,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? kStepBlock
                                                           : static_cast<int64_t>(head))));
 
   const bool there = row >= 0 && row < args.state_rows;
-  const int64_t at = ((row * in.kv_heads + head) * R + first) * V + column + mine;
+  const int64_t at = ((row * in.v_heads + head) * R + first) * V + column + mine;
   float4 state[kThreadRows];
 #pragma unroll
   for (int i = 0; i < kThreadRows; ++i) {
@@ -162,16 +165,16 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
   extern __shared__ __align__(16) float shared[];
   const Inputs& in = args.in;
   const int R = static_cast<int>(in.key_width), V = static_cast<int>(in.value_width);
-  const int group = static_cast<int>(in.heads / in.kv_heads), padded = plan.row_groups * kThreadRows;
+  const int group = static_cast<int>(in.heads / in.v_heads), padded = plan.row_groups * kThreadRows;
   int64_t cta = blockIdx.x;
   const int column = static_cast<int>(cta % plan.column_blocks) * kColumns;
   cta /= plan.column_blocks;
-  const int64_t head = cta % in.kv_heads, request = cta / in.kv_heads;
+  const int64_t head = cta % in.v_heads, request = cta / in.v_heads;
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = plan.row_groups / 4;
   const int mine = threadIdx.x % kColumnLanes * 4, row_group = threadIdx.x / kColumnLanes;
   const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;
   const bool there = row >= 0 && row < args.state_rows, inside = column + mine < V;
-  const int64_t at = ((row * in.kv_heads + head) * R + row_group) * V + column + mine;
+  const int64_t at = ((row * in.v_heads + head) * R + row_group) * V + column + mine;
 
   float4 state[kThreadRows];
 #pragma unroll
@@ -184,8 +187,8 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
   const int64_t batch = in.cu_seqlens != nullptr ? 0 : request;
   const auto [begin, end] = request_tokens(in, request);
   const T* const query =
-      static_cast<const T*>(in.query) + batch * in.query_strides.batch + head * group * in.query_strides.head;
-  const T* const key = static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
+      static_cast<const T*>(in.query) + batch * in.query_strides.batch + in.query_head(head * group) * in.query_strides.head;
+  const T* const key = static_cast<const T*>(in.key) + batch * in.key_strides.batch + in.key_head(head) * in.key_strides.head;
   const T* const value =
       static_cast<const T*>(in.value) + batch * in.value_strides.batch + head * in.value_strides.head + column;
   T* const output =
@@ -279,7 +282,7 @@ __global__ void __launch_bounds__(kThreads, kThreads == kFewThreads ? 6 : 1)
 template <class T>
 cudaError_t launch(const Args& args, const DecodePlan& plan, cudaStream_t stream) {
   const Inputs& in = args.in;
-  const int64_t ctas = in.requests * in.kv_heads * plan.column_blocks;
+  const int64_t ctas = in.requests * in.v_heads * plan.column_blocks;
   const int threads = plan.row_groups * kColumnLanes;
   if (in.tokens == 1 && in.cu_seqlens == nullptr) {
     bool vectors = (in.key_width * sizeof(T)) % 16 == 0;
@@ -289,7 +292,7 @@ cudaError_t launch(const Args& args, const DecodePlan& plan, cudaStream_t stream
     return cudaGetLastError();
   }
   const auto kernel = threads <= kFewThreads ? DecodeKernel<T, kFewThreads> : DecodeKernel<T, kMaxThreads>;
-  kernel<<<static_cast<unsigned>(ctas), static_cast<unsigned>(threads), shared_bytes(plan, in.heads / in.kv_heads), stream>>>(
+  kernel<<<static_cast<unsigned>(ctas), static_cast<unsigned>(threads), shared_bytes(plan, in.heads / in.v_heads), stream>>>(
       args, plan);
   return cudaGetLastError();
 }
@@ -299,11 +302,11 @@ cudaError_t launch(const Args& args, const DecodePlan& plan, cudaStream_t stream
 bool decode_fits(const Args& args) {
   const Inputs& in = args.in;
   if (args.normalize || in.key_width > kRecurrenceMaxKeyWidth || in.value_width % 4 != 0 || in.tokens == 0) return false;
-  if (in.requests * in.kv_heads == 0 || in.tokens > kMaxTile * (in.cu_seqlens != nullptr ? in.requests : 1)) return false;
+  if (in.requests * in.v_heads == 0 || in.tokens > kMaxTile * (in.cu_seqlens != nullptr ? in.requests : 1)) return false;
   // Null while a workspace is counted; rows.cu, which takes what is turned away here, needs none for so few tokens.
   for (const float* state : {args.initial_state, static_cast<const float*>(args.final_state)})
     if (reinterpret_cast<uintptr_t>(state) % 16 != 0) return false;
-  return shared_bytes(plan_of(args), in.heads / in.kv_heads) <= kSharedBudget;
+  return shared_bytes(plan_of(args), in.heads / in.v_heads) <= kSharedBudget;
 }
 
 int launch_decode(const Args& args, const CudaTarget& target) {

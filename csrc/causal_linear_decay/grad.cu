@@ -4,6 +4,11 @@
 //
 // F_t = dlog_decay_t = <G_t, γ_t S_{t-1}> follows from F_t = F_{t+1} + q_t·dq_t - k_t·dk_t and F_{N+1} = <dS_N, S_N>. The
 // sum begins anew at the end of every segment of the scans, where both states are at hand, and is 0 where γ_t is.
+//
+// The scans have a dq for each head of the output and a dk for each state. Where these share queries or keys, they are added
+// up afterwards, in their order.
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
 #include "causal_linear_decay/causal_linear_decay.h"
@@ -21,15 +26,15 @@ constexpr int kMaxParts = 4;  // of wide rows: 1024 columns
 
 struct DecayGradSums {
   Inputs in;
-  const float *query_dots, *key_dots;  // [query_slices][B,H,N], [key_slices][B,Hkv,N]
+  const float *query_dots, *key_dots;  // [query_slices][B,H,N], [key_slices][B,Hv,N]
   int32_t query_slices, key_slices, segments, parts;
   int64_t segment_tokens, slot_floats;
   const float* forward_slots[kMaxParts];  // S before and
   const float* reverse_slots[kMaxParts];  // G after the segments' edges
   int64_t slot_sums[kMaxParts];           // floats of a state in them
-  const float* final_dots;                // [requests,Hkv]: <dS_N, S_N>; null: 0
+  const float* final_dots;                // [requests,Hv]: <dS_N, S_N>; null: 0
   float* grad_log_decay;
-  double* partial;  // [Hkv][B][segments]: sums over tokens; null: per token
+  double* partial;  // [Hv][B][segments]: sums over tokens; null: per token
 };
 
 // <dS_N, S_N> of a (request, head) a CTA.
@@ -76,7 +81,7 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
   };
   double carry = 0.0;
   if (end < in.tokens) {
-    const int64_t slots = (static_cast<int64_t>(batch) * in.kv_heads + head) * (sums.segments - 1);
+    const int64_t slots = (static_cast<int64_t>(batch) * in.v_heads + head) * (sums.segments - 1);
     double dot = 0.0;
     for (int part = 0; part < sums.parts; ++part) {
       const int64_t before = (slots + segment) * sums.slot_floats;
@@ -87,7 +92,7 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
     carry = block_sum<kThreads>(dot, shared) * exp(static_cast<double>(log_decay_at(end)));
   }
   double total = 0.0;
-  const int group = static_cast<int>(in.heads / in.kv_heads);
+  const int group = static_cast<int>(in.heads / in.v_heads);
   for (int64_t tile = begin + (end - begin - 1) / kThreads * kThreads; tile >= begin; tile -= kThreads) {
     // Thread 0 has the last token of the tile.
     const int64_t token = tile + kThreads - 1 - threadIdx.x;
@@ -100,14 +105,14 @@ __global__ void __launch_bounds__(kThreads) DecayGradKernel(const __grid_constan
           value +=
               sums.query_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.heads + head * group + g) * in.tokens + token];
       for (int s = 0; s < sums.key_slices; ++s)
-        value -= sums.key_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.kv_heads + head) * in.tokens + token];
+        value -= sums.key_dots[((static_cast<int64_t>(s) * in.batch + batch) * in.v_heads + head) * in.tokens + token];
       int64_t request = batch;
       Span tokens = {0, in.tokens};
       if (in.cu_seqlens != nullptr) tokens = request_of(in, token, &request);
       none = tokens.begin >= tokens.end;
       if (!none && token + 1 == tokens.end) {
         reset = 1;
-        if (sums.final_dots != nullptr) value += sums.final_dots[request * in.kv_heads + head];
+        if (sums.final_dots != nullptr) value += sums.final_dots[request * in.v_heads + head];
       }
       if (none || log_decay_at(token) == -INFINITY) reset = 1, value = 0.0;
     }
@@ -146,6 +151,71 @@ __global__ void __launch_bounds__(kThreads) DecayGradTotalKernel(const double* p
   if (threadIdx.x == 0) out[blockIdx.x] = static_cast<float>(sum);
 }
 
+// to[b,h,n,:] = Σ from[b, h * share + g, n, :] over g < share, for from [B, heads * share, N, width].
+template <class T>
+struct HeadSum {
+  const T* from;
+  T* to;
+  int64_t rows, tokens;  // rows of `to`
+  int32_t heads, share, width;
+  Strides strides;  // of `to`
+  bool vectors;     // rows begin and end at 16 bytes
+};
+
+// A thread has some neighbouring elements of a row.
+template <class T>
+__global__ void __launch_bounds__(kThreads) HeadSumKernel(const __grid_constant__ HeadSum<T> sum) {
+  constexpr int kVec = 16 / sizeof(T);
+  union Part {
+    uint4 bits;
+    T element[kVec];
+  };
+  const int64_t index = static_cast<int64_t>(blockIdx.x) * kThreads + threadIdx.x;
+  const int parts = (sum.width + kVec - 1) / kVec;
+  const int64_t row = index / parts, head_row = row / sum.tokens, token = row % sum.tokens;
+  if (row >= sum.rows) return;
+  const int first = static_cast<int>(index % parts) * kVec, left = sum.width - first;
+  const int64_t batch = head_row / sum.heads, head = head_row % sum.heads;
+  const T* from = sum.from + (head_row * sum.share * sum.tokens + token) * sum.width + first;
+  float total[kVec] = {};
+#pragma unroll 4
+  for (int g = 0; g < sum.share; ++g, from += sum.tokens * sum.width) {
+    Part x;
+    if (sum.vectors) x.bits = *reinterpret_cast<const uint4*>(from);
+#pragma unroll
+    for (int i = 0; i < kVec; ++i)
+      if (i < left) total[i] += static_cast<float>(sum.vectors ? x.element[i] : from[i]);
+  }
+  T* const to = sum.to + batch * sum.strides.batch + head * sum.strides.head + token * sum.strides.token + first;
+  Part y;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i) y.element[i] = static_cast<T>(total[i]);
+  if (sum.vectors) *reinterpret_cast<uint4*>(to) = y.bits;
+#pragma unroll
+  for (int i = 0; i < kVec; ++i)
+    if (!sum.vectors && i < left) to[i] = y.element[i];
+}
+
+template <class T>
+cudaError_t sum_heads(const Inputs& in, const void* from, void* to, int64_t heads, int32_t share, const Strides& strides,
+                      cudaStream_t stream) {
+  constexpr int64_t kVec = 16 / sizeof(T);
+  HeadSum<T> sum = {};
+  sum.from = static_cast<const T*>(from);
+  sum.to = static_cast<T*>(to);
+  sum.rows = in.batch * heads * in.tokens;
+  sum.tokens = in.tokens;
+  sum.heads = static_cast<int32_t>(heads);
+  sum.share = share;
+  sum.width = static_cast<int32_t>(in.key_width);
+  sum.strides = strides;
+  sum.vectors = in.key_width % kVec == 0 && reinterpret_cast<uintptr_t>(to) % 16 == 0;
+  const int64_t ctas = ceil_div(sum.rows * ceil_div(in.key_width, kVec), int64_t{kThreads});
+  if (ctas == 0) return cudaSuccess;
+  HeadSumKernel<T><<<static_cast<unsigned>(ctas), kThreads, 0, stream>>>(sum);
+  return cudaGetLastError();
+}
+
 ChunkTensor part_of(ChunkTensor x, int64_t first, int32_t dtype) {
   const int64_t left = x.width - first;
   if (x.data != nullptr) x.data = static_cast<const char*>(x.data) + first * element_size(static_cast<DType>(dtype));
@@ -158,7 +228,7 @@ ChunkTensor part_of(ChunkTensor x, int64_t first, int32_t dtype) {
 int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   const Inputs& in = args.in;
   const int64_t R = in.key_width, V = in.value_width, state_floats = R * V;
-  const int64_t group = in.heads / in.kv_heads;
+  const int64_t group = in.heads / in.v_heads;
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const ChunkTensor query = chunk_tensor(in.query, in.query_strides, R), key = chunk_tensor(in.key, in.key_strides, R);
   const ChunkTensor value = chunk_tensor(in.value, in.value_strides, V);
@@ -178,6 +248,18 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   common.decay_head = in.decay_strides.head;
   common.decay_token = in.decay_strides.token;
 
+  // Gradients of each head of the output and of each state, where these share queries or keys.
+  const auto apart = [&](void* grad, int64_t heads, bool shared) -> void* {
+    const int64_t bytes = in.batch * heads * in.tokens * R * element_size(static_cast<DType>(in.dtype));
+    char* const buffer = ws.scratch<char>(shared ? bytes : 0);
+    return shared ? buffer : grad;
+  };
+  void* const query_grads = apart(args.grad_query, in.heads, in.query_share > 1);
+  void* const key_grads = apart(args.grad_key, in.v_heads, in.key_share > 1);
+  const auto strides_of = [&](const ChunkTensor& x, int64_t heads, bool shared) {
+    return shared ? ChunkTensor{nullptr, heads * in.tokens * R, in.tokens * R, R, x.width} : x;
+  };
+
   ChunkScan of_query = common;
   of_query.heads = static_cast<int32_t>(in.heads);
   of_query.x_group = static_cast<int32_t>(group);
@@ -185,21 +267,25 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   of_query.x = grad_output;
   of_query.y = value;
   of_query.z = key;
-  of_query.out = args.grad_query;
-  of_query.out_strides = query;
+  of_query.z_share = in.key_share;
+  of_query.source_share = in.query_share;
+  of_query.out = query_grads;
+  of_query.out_strides = strides_of(query, in.heads, in.query_share > 1);
   of_query.x_factor.scale = in.scale;
   of_query.initial = {const_cast<float*>(args.initial_state), 1, V, state_floats, nullptr, nullptr, nullptr};
 
   ChunkScan of_key = common;
   of_key.reverse = true;
-  of_key.heads = static_cast<int32_t>(in.kv_heads);
+  of_key.heads = static_cast<int32_t>(in.v_heads);
   of_key.x_group = 1;
   of_key.y_group = static_cast<int32_t>(group);
   of_key.x = value;
   of_key.y = grad_output;
   of_key.z = query;
-  of_key.out = args.grad_key;
-  of_key.out_strides = key;
+  of_key.z_share = in.query_share;
+  of_key.source_share = in.key_share;
+  of_key.out = key_grads;
+  of_key.out_strides = strides_of(key, in.v_heads, in.key_share > 1);
   of_key.y_factor.scale = in.scale;
   of_key.initial = {const_cast<float*>(args.grad_final_state), 1, V, state_floats, nullptr, nullptr, nullptr};
 
@@ -207,6 +293,9 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   of_value.x = key;
   of_value.y = query;
   of_value.z = grad_output;
+  of_value.x_share = in.key_share;
+  of_value.y_share = in.query_share;
+  of_value.z_share = of_value.source_share = 1;
   of_value.out = args.grad_value;
   of_value.out_strides = value;
   of_value.initial.k_stride = V;
@@ -218,7 +307,7 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   cudaError_t error = cudaSuccess;
   if (!counting && args.grad_initial_state != nullptr && (in.cu_seqlens != nullptr || in.tokens == 0)) {
     // Requests without tokens.
-    const size_t bytes = sizeof(float) * static_cast<size_t>(in.requests * in.kv_heads * state_floats);
+    const size_t bytes = sizeof(float) * static_cast<size_t>(in.requests * in.v_heads * state_floats);
     error = args.grad_final_state != nullptr
                 ? cudaMemcpyAsync(args.grad_initial_state, args.grad_final_state, bytes, cudaMemcpyDeviceToDevice, stream)
                 : cudaMemsetAsync(args.grad_initial_state, 0, bytes, stream);
@@ -240,14 +329,14 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
     sums.slot_floats = plan.slot_floats;
     sums.query_slices = sums.key_slices = parts * plan.slices;
     query_dots = ws.scratch<float>(sums.query_slices * in.batch * in.heads * in.tokens);
-    key_dots = ws.scratch<float>(sums.key_slices * in.batch * in.kv_heads * in.tokens);
+    key_dots = ws.scratch<float>(sums.key_slices * in.batch * in.v_heads * in.tokens);
     sums.query_dots = query_dots;
     sums.key_dots = key_dots;
     if (args.has_grad_final_state) {
-      final_states = ws.scratch<float>(in.requests * in.kv_heads * state_floats);
-      final_dots = ws.scratch<float>(in.requests * in.kv_heads);
+      final_states = ws.scratch<float>(in.requests * in.v_heads * state_floats);
+      final_dots = ws.scratch<float>(in.requests * in.v_heads);
     }
-    if (!in.decay_per_token) sums.partial = ws.scratch<double>(in.batch * in.kv_heads * plan.segments);
+    if (!in.decay_per_token) sums.partial = ws.scratch<double>(in.batch * in.v_heads * plan.segments);
   }
   ChunkScan scans[kMaxTogether];
   int count = 0, failed = cudaSuccess;
@@ -283,7 +372,7 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
         if (one.reverse) {
           sums.reverse_slots[part] = one.slots;
           one.source = key;
-          one.row_dot = key_dots + dots * in.kv_heads;
+          one.row_dot = key_dots + dots * in.v_heads;
         } else {
           sums.forward_slots[part] = one.slots;
           one.source = query;
@@ -310,22 +399,33 @@ int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws) {
   }
   run();
   if (failed != cudaSuccess) return failed;
-  if (counting || !args.wants_grad_decay) return cudaSuccess;
+  if (counting) return cudaSuccess;
+  const auto sum = [&](const void* from, void* to, int64_t heads, int32_t share, const Strides& strides) -> cudaError_t {
+    if (share == 1) return cudaSuccess;
+    switch (static_cast<DType>(in.dtype)) {
+      case DType::kFloat32: return sum_heads<float>(in, from, to, heads, share, strides, stream);
+      case DType::kFloat16: return sum_heads<__half>(in, from, to, heads, share, strides, stream);
+      default: return sum_heads<__nv_bfloat16>(in, from, to, heads, share, strides, stream);
+    }
+  };
+  error = sum(query_grads, args.grad_query, in.q_heads, in.query_share, in.query_strides);
+  if (error == cudaSuccess) error = sum(key_grads, args.grad_key, in.k_heads, in.key_share, in.key_strides);
+  if (error != cudaSuccess || !args.wants_grad_decay) return error;
   sums.grad_log_decay = args.grad_log_decay;
   if (in.tokens == 0 || in.batch == 0) {
-    const size_t bytes = sizeof(float) * static_cast<size_t>(in.decay_per_token ? 0 : in.kv_heads);
+    const size_t bytes = sizeof(float) * static_cast<size_t>(in.decay_per_token ? 0 : in.v_heads);
     return bytes == 0 ? cudaSuccess : cudaMemsetAsync(args.grad_log_decay, 0, bytes, stream);
   }
   if (final_states != nullptr && in.requests > 0) {
-    StateDotKernel<<<static_cast<unsigned>(in.requests * in.kv_heads), kThreads, 0, stream>>>(
+    StateDotKernel<<<static_cast<unsigned>(in.requests * in.v_heads), kThreads, 0, stream>>>(
         final_states, args.grad_final_state, state_floats, final_dots);
     sums.final_dots = final_dots;
   }
-  const dim3 grid(static_cast<unsigned>(sums.segments), static_cast<unsigned>(in.kv_heads), static_cast<unsigned>(in.batch));
+  const dim3 grid(static_cast<unsigned>(sums.segments), static_cast<unsigned>(in.v_heads), static_cast<unsigned>(in.batch));
   DecayGradKernel<<<grid, kThreads, 0, stream>>>(sums);
   if (sums.partial != nullptr)
-    DecayGradTotalKernel<<<static_cast<unsigned>(in.kv_heads), kThreads, 0, stream>>>(sums.partial, in.batch * sums.segments,
-                                                                                      args.grad_log_decay);
+    DecayGradTotalKernel<<<static_cast<unsigned>(in.v_heads), kThreads, 0, stream>>>(sums.partial, in.batch * sums.segments,
+                                                                                     args.grad_log_decay);
   return cudaGetLastError();
 }
 

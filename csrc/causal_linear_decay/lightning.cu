@@ -20,8 +20,10 @@ int launch_lightning(const Args& args, const CudaTarget& target, Workspace& ws) 
   scan.requests = in.requests;
   scan.tokens = in.tokens;
   scan.heads = static_cast<int32_t>(in.heads);
-  scan.x_group = static_cast<int32_t>(in.heads / in.kv_heads);
+  scan.x_group = static_cast<int32_t>(in.heads / in.v_heads);
   scan.y_group = 1;
+  scan.x_share = in.query_share;
+  scan.y_share = in.key_share;
   scan.cu_seqlens = in.cu_seqlens;
   scan.x = chunk_tensor(in.query, in.query_strides, in.key_width);
   scan.y = chunk_tensor(in.key, in.key_strides, in.key_width);

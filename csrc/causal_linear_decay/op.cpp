@@ -36,9 +36,10 @@ namespace backward = causal_linear_decay_grad;
 static_assert(int(forward::kQuery) == backward::kQuery && int(forward::kKey) == backward::kKey &&
               int(forward::kValue) == backward::kValue && int(forward::kLogDecay) == backward::kLogDecay &&
               int(forward::kInitialState) == backward::kInitialState);
-static_assert(int(forward::kDimB) == backward::kDimB && int(forward::kDimH) == backward::kDimH &&
+static_assert(int(forward::kDimB) == backward::kDimB && int(forward::kDimHq) == backward::kDimHq &&
               int(forward::kDimN) == backward::kDimN && int(forward::kDimR) == backward::kDimR &&
-              int(forward::kDimHkv) == backward::kDimHkv && int(forward::kDimDv) == backward::kDimDv);
+              int(forward::kDimHk) == backward::kDimHk && int(forward::kDimHv) == backward::kDimHv &&
+              int(forward::kDimDv) == backward::kDimDv);
 
 Inputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
   Inputs in = {};
@@ -52,20 +53,28 @@ Inputs inputs_of(const Call& call, const Tensor& cu_seqlens, float scale) {
   in.scale = scale;
   in.batch = call.dims[forward::kDimB];
   in.requests = cu_seqlens.present() ? cu_seqlens.shape[0] - 1 : in.batch;
-  in.heads = call.dims[forward::kDimH];
-  in.kv_heads = call.dims[forward::kDimHkv];
+  in.q_heads = call.dims[forward::kDimHq];
+  in.k_heads = call.dims[forward::kDimHk];
+  in.v_heads = call.dims[forward::kDimHv];
+  in.heads = std::max(in.q_heads, in.v_heads);
+  in.query_share = static_cast<int32_t>(in.heads / in.q_heads);
+  in.key_share = static_cast<int32_t>(in.v_heads / in.k_heads);
   in.tokens = call.dims[forward::kDimN];
   in.key_width = call.dims[forward::kDimR];
   in.value_width = call.dims[forward::kDimDv];
-  in.query_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.key_width);
-  in.key_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.key_width);
-  in.value_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, in.value_width);
+  in.query_strides = head_token_strides(call.bnhd(), in.q_heads, in.tokens, in.key_width);
+  in.key_strides = head_token_strides(call.bnhd(), in.k_heads, in.tokens, in.key_width);
+  in.value_strides = head_token_strides(call.bnhd(), in.v_heads, in.tokens, in.value_width);
   in.output_strides = head_token_strides(call.bnhd(), in.heads, in.tokens, in.value_width);
-  in.decay_strides = head_token_strides(call.bnhd(), in.kv_heads, in.tokens, 1);
+  in.decay_strides = head_token_strides(call.bnhd(), in.v_heads, in.tokens, 1);
   return in;
 }
 
-Status check_state_size(const Call& call) {
+Status check_sizes(const Call& call) {
+  const int64_t queries = call.dims[forward::kDimHq], values = call.dims[forward::kDimHv];
+  if (std::max(queries, values) % std::min(queries, values) != 0)
+    return call.invalid("Hq = " + std::to_string(queries) + " and Hv = " + std::to_string(values) +
+                        "; one of the two must be a multiple of the other");
   const int64_t size = call.dims[forward::kDimR] * call.dims[forward::kDimDv];
   if (size <= kMaxStateFloats) return {};
   return call.unsupported("a state has R x Dv = " + std::to_string(size) + " elements; the kernels take up to 2^40");
@@ -75,7 +84,7 @@ Status check_state_size(const Call& call) {
 // Launches count CTAs in 32 bits.
 Status check_cuda_size(const Call& call, const Inputs& in) {
   const auto refuse = [&](const char* what, int64_t count) {
-    return call.unsupported(std::string("query has ") + what + " = " + std::to_string(count) +
+    return call.unsupported(std::string("the output has ") + what + " = " + std::to_string(count) +
                             "; on CUDA it is less than 2^31, larger calls run on the CPU");
   };
   const int64_t heads = std::max(in.batch, in.requests) * in.heads, rows = in.batch * in.heads * in.tokens;
@@ -103,7 +112,7 @@ struct Cost {
 // than half a thread's share.
 template <class CostOf>
 Cut cut_for(const Inputs& in, bool packed, int64_t threads, int64_t max_ranges, CostOf cost_of) {
-  const int64_t heads = in.requests * in.kv_heads, length = packed ? ceil_div(in.tokens, in.requests) : in.tokens;
+  const int64_t heads = in.requests * in.v_heads, length = packed ? ceil_div(in.tokens, in.requests) : in.tokens;
   const int64_t blocks = ceil_div(in.value_width, kRangeColumns);
   Cut cut = {};
   double best = 0.0;
@@ -127,7 +136,7 @@ Cut cut_for(const Inputs& in, bool packed, int64_t threads, int64_t max_ranges, 
     }
   }
   if (packed) {
-    const int64_t share = ceil_div(in.tokens * in.kv_heads * cut.ranges, 2 * threads);
+    const int64_t share = ceil_div(in.tokens * in.v_heads * cut.ranges, 2 * threads);
     cut.piece_tokens = round_up(std::max(2 * kMinPieceTokens, share), kChunkTokens);
   }
   // A request longer than piece_tokens, and only such a one, is cut, into fewer than 2 length / piece_tokens pieces.
@@ -159,23 +168,25 @@ int64_t cut_requests(const Inputs& in, const Cut& cut, RequestPiece* pieces, int
   return count;
 }
 
+// scans, sums: items of kScan and kSum for each piece.
 template <class Plan, class Run>
-void run_phases(const Plan& plan, Threads& threads, int64_t pieces, int64_t slots, int64_t ranges, int64_t workers,
-                float* scratch, int64_t scratch_floats, Run run) {
+void run_phases(const Plan& plan, Threads& threads, int64_t pieces, int64_t slots, int64_t ranges, int64_t scans, int64_t sums,
+                int64_t workers, float* scratch, int64_t scratch_floats, Run run) {
   const Inputs& in = plan.args.in;
   const auto phase = [&](Phase which, int64_t items) {
     run_items(threads, items, workers,
               [&](int64_t index, int64_t worker) { run(plan, which, index, scratch + worker * scratch_floats); });
   };
   if (slots > 0) {
-    phase(Phase::kReduce, pieces * in.kv_heads * ranges);
-    phase(Phase::kCombine, pieces * in.kv_heads * ceil_div(in.key_width, kChunkTokens));
+    phase(Phase::kReduce, pieces * in.v_heads * ranges);
+    phase(Phase::kCombine, pieces * in.v_heads * ceil_div(in.key_width, kChunkTokens));
   }
-  phase(Phase::kScan, pieces * in.kv_heads * ranges);
+  phase(Phase::kScan, pieces * scans);
+  if (sums > 0) phase(Phase::kSum, pieces * sums);
 }
 
 int64_t workers_for(const Inputs& in, int64_t threads, int64_t items, double cost) {
-  const double total = cost * double(in.tokens) * double(in.batch * in.kv_heads);
+  const double total = cost * double(in.tokens) * double(in.batch * in.v_heads);
   return std::clamp<int64_t>(static_cast<int64_t>(total / kMinWorkerCost), 1, std::min(threads, items));
 }
 
@@ -211,7 +222,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   plan.args = make_args(call);
   const Args& args = plan.args;
   const Inputs& in = args.in;
-  const int64_t group = in.heads / in.kv_heads, threads = target.threads->count();
+  const int64_t group = in.heads / in.v_heads, threads = target.threads->count();
   const auto cost_of = [&](int64_t columns) -> Cost {
     const double update = double(columns) * double(in.key_width) + 8.0 * double(in.key_width) + 40.0;
     const double output = double(columns) * double(in.key_width + 10) + 18.0 * double(in.key_width) + 60.0;
@@ -220,7 +231,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   const Cut cut = cut_for(in, call.inputs[kCuSeqlens].present(), threads, in.value_width, cost_of);
   plan.ranges = cut.ranges;
   plan.range_width = cut.range_width;
-  const int64_t items = cut.max_pieces * in.kv_heads * cut.ranges, state_heads = cut.max_slots * in.kv_heads;
+  const int64_t items = cut.max_pieces * in.v_heads * cut.ranges, state_heads = cut.max_slots * in.v_heads;
   const int64_t workers = workers_for(in, threads, items, cost_of(in.value_width).scan);
   const int64_t scratch_floats = round_up(select_forward_scratch()(plan), 64);
   float* scratch = ws.scratch<float>(workers * scratch_floats);
@@ -229,7 +240,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   plan.slots.norm = ws.scratch<float>(args.normalize ? state_heads * in.key_width : 0);
   plan.slots.kept = ws.scratch<double>(state_heads);
   const bool copies_norm = call.inputs[kInitialNorm].present() && cut.ranges > 1;
-  const int64_t norm_row = in.kv_heads * in.key_width;
+  const int64_t norm_row = in.v_heads * in.key_width;
   float* norms = ws.scratch<float>(copies_norm ? in.requests * norm_row : 0);
   const bool pool = call.inputs[kStateIndex].present();
   uint8_t* named = ws.scratch<uint8_t>(pool ? args.state_rows : 0);
@@ -249,7 +260,8 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   }
   if (copies_norm) plan.norms = norms;
   if (in.cu_seqlens != nullptr && !covers_all_tokens(in.cu_seqlens, in.requests, in.tokens)) zero(call.outputs[kOutOutput]);
-  run_phases(plan, *target.threads, count, slots, cut.ranges, workers, scratch, scratch_floats, select_run_forward());
+  run_phases(plan, *target.threads, count, slots, cut.ranges, in.v_heads * cut.ranges, 0, workers, scratch, scratch_floats,
+             select_run_forward());
   return {};
 }
 
@@ -278,7 +290,7 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_sizes, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace leanfleet::causal_linear_decay
 
@@ -287,6 +299,15 @@ namespace leanfleet::causal_linear_decay_grad {
 namespace {
 
 using namespace causal_linear_decay;  // what the two operators share; names of this one come first
+
+// States of a key head that an item takes one after the other: as many as leave every thread a few items, for less memory.
+// They divide a query head's or are a multiple of them.
+int64_t states_of_item(const Inputs& in, int64_t pieces, int64_t threads) {
+  int64_t best = 1;
+  for (int64_t n = 2; n <= in.key_share && pieces * in.v_heads / n >= 2 * threads; ++n)
+    if (in.key_share % n == 0 && (n % in.query_share == 0 || in.query_share % n == 0)) best = n;
+  return best;
+}
 
 GradArgs make_args(const Call& call) {
   GradArgs args = {};
@@ -315,7 +336,7 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   plan.args = make_args(call);
   const GradArgs& args = plan.args;
   const Inputs& in = args.in;
-  const int64_t group = in.heads / in.kv_heads, threads = target.threads->count();
+  const int64_t group = in.heads / in.v_heads, threads = target.threads->count();
   const double product = double(in.key_width) * double(in.value_width);
   const Cost cost = {(3.0 + 2.0 * double(group)) * product, (1.0 + double(group)) * product};
   const Cut cut = cut_for(in, call.inputs[kCuSeqlens].present(), threads, 1, [&](int64_t) { return cost; });
@@ -325,16 +346,26 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
   plan.span_chunks = std::min(chunks, std::max({even, kSpanFloats / state_floats, kChunkTokens}));
   plan.spans = ceil_div(chunks, plan.span_chunks);
 
-  const int64_t state_heads = cut.max_slots * in.kv_heads, state = in.key_width * in.value_width;
-  const int64_t workers = workers_for(in, threads, cut.max_pieces * in.kv_heads, cost.scan);
+  const int64_t state_heads = cut.max_slots * in.v_heads, state = in.key_width * in.value_width;
+  const int64_t workers = workers_for(in, threads, cut.max_pieces * in.v_heads, cost.scan);
   const int64_t scratch_floats = round_up(select_backward_scratch()(plan), 64);
   float* scratch = ws.scratch<float>(workers * scratch_floats);
   RequestPiece* pieces = ws.scratch<RequestPiece>(cut.max_pieces);
   plan.slots.state = ws.scratch<float>(state_heads * state);
   plan.slots.grad = ws.scratch<float>(state_heads * state);
   plan.slots.kept = ws.scratch<double>(state_heads);
+  plan.item_states = states_of_item(in, cut.max_pieces, threads);
+  const auto shared = [&](int64_t share) -> HeadSums {
+    const int64_t states = std::min<int64_t>(plan.item_states, share);
+    const int64_t floats = in.batch * (in.v_heads / states) * in.tokens * in.key_width;
+    return {ws.scratch<float>(share > 1 ? floats : 0), states};
+  };
+  plan.query_sums = shared(in.query_share);
+  plan.key_sums = shared(in.key_share);
+  if (in.query_share == 1) plan.query_sums.data = nullptr;
+  if (in.key_share == 1) plan.key_sums.data = nullptr;
   const bool per_head = call.attrs[kAttrGradDecay].i != 0 && !in.decay_per_token;
-  double* decay_sums = ws.scratch<double>(per_head ? cut.max_pieces * in.kv_heads : 0);
+  double* decay_sums = ws.scratch<double>(per_head ? cut.max_pieces * in.v_heads : 0);
   if (ws.counting()) return {};
 
   int64_t slots;
@@ -345,10 +376,12 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
     for (int output : {kOutGradQuery, kOutGradKey, kOutGradValue}) zero(call.outputs[output]);
     if (args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
   }
-  run_phases(plan, *target.threads, count, slots, 1, workers, scratch, scratch_floats, select_run_backward());
-  for (int64_t head = 0; head < in.kv_heads && per_head; ++head) {
+  const int64_t sums = in.key_share > 1 ? in.k_heads + (in.query_share > 1 ? in.q_heads : 0) : 0;
+  run_phases(plan, *target.threads, count, slots, 1, in.v_heads / plan.item_states, sums, workers, scratch, scratch_floats,
+             select_run_backward());
+  for (int64_t head = 0; head < in.v_heads && per_head; ++head) {
     double total = 0.0;
-    for (int64_t piece = 0; piece < count; ++piece) total += decay_sums[piece * in.kv_heads + head];
+    for (int64_t piece = 0; piece < count; ++piece) total += decay_sums[piece * in.v_heads + head];
     args.grad_log_decay[head] = static_cast<float>(total);
   }
   return {};
@@ -366,6 +399,6 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 
 }  // namespace
 
-const OpImpl kImpl = {check_state_size, check_values, run_on_cpu, run_on_cuda};
+const OpImpl kImpl = {check_sizes, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace leanfleet::causal_linear_decay_grad

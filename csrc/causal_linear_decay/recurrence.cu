@@ -1,6 +1,6 @@
 // CausalLinearDecay token by token on CUDA cores, in float32: `causal_dot_product` (also decode steps) and `fleet`.
 //
-// A CTA has a request, a key/value head and some columns of its state, and walks over the request's tokens in tiles. A
+// A CTA has a request and some columns of a state, and walks over the request's tokens in tiles. A
 // tile's queries and keys wait in shared memory as float32. Where the decays of a tile multiply to no less than e^-20, its
 // queries are multiplied by the decay from the tile's start and its keys divided by it, so that the state itself need not
 // be multiplied token by token: S_t / Γ_t = S_0 + Σ (k_j / Γ_j)ᵀ v_j.
@@ -58,7 +58,7 @@ template <class T>
 struct Tile {
   const Args& args;
   const Layout& layout;
-  int group, request, head, column;             // head of key and value; first column
+  int group, request, head, column;             // head: the state; first column
   int64_t begin, end;                           // tokens
   const T *query_rows, *key_rows, *value_rows;  // of token 0
   T* output_rows;
@@ -68,18 +68,20 @@ struct Tile {
 
   __device__ __forceinline__ Tile(const Args& args, const Layout& layout, char* shared)
       : args(args), layout(layout),
-        group(static_cast<int>(static_cast<uint32_t>(args.in.heads) / static_cast<uint32_t>(args.in.kv_heads))) {
+        group(static_cast<int>(static_cast<uint32_t>(args.in.heads) / static_cast<uint32_t>(args.in.v_heads))) {
     const Inputs& in = args.in;
-    const uint32_t kv_heads = static_cast<uint32_t>(in.kv_heads);
+    const uint32_t v_heads = static_cast<uint32_t>(in.v_heads);
     const uint32_t head_block = blockIdx.x / static_cast<uint32_t>(layout.blocks_of_columns);
     column = static_cast<int>(blockIdx.x - head_block * static_cast<uint32_t>(layout.blocks_of_columns)) << layout.column_shift;
-    request = static_cast<int>(head_block / kv_heads);
-    head = static_cast<int>(head_block - request * kv_heads);
+    request = static_cast<int>(head_block / v_heads);
+    head = static_cast<int>(head_block - request * v_heads);
     const RequestTokens tokens = request_tokens(in, request);
     begin = tokens.begin, end = tokens.end;
     const int64_t batch = in.cu_seqlens != nullptr ? 0 : request;
-    query_rows = static_cast<const T*>(in.query) + batch * in.query_strides.batch + head * group * in.query_strides.head;
-    key_rows = static_cast<const T*>(in.key) + batch * in.key_strides.batch + head * in.key_strides.head;
+    query_rows = static_cast<const T*>(in.query) + batch * in.query_strides.batch +
+                 in.query_head(static_cast<uint32_t>(head * group)) * in.query_strides.head;
+    key_rows = static_cast<const T*>(in.key) + batch * in.key_strides.batch +
+               in.key_head(static_cast<uint32_t>(head)) * in.key_strides.head;
     value_rows = static_cast<const T*>(in.value) + batch * in.value_strides.batch + head * in.value_strides.head + column;
     output_rows =
         static_cast<T*>(args.output) + batch * in.output_strides.batch + head * group * in.output_strides.head + column;
@@ -235,7 +237,7 @@ struct Tile {
       const uint32_t all = static_cast<uint32_t>(layout.blocks_of_columns);
       asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
                    : "=r"(before)
-                   : "l"(tickets + request * args.in.kv_heads + head), "r"(all - 1)
+                   : "l"(tickets + request * args.in.v_heads + head), "r"(all - 1)
                    : "memory");
       *last = before == all - 1;
     }
@@ -259,7 +261,7 @@ __global__ void __launch_bounds__(32 * kMaxRowWarps, kQuads == 2 ? 4 : 2)
   const auto row_at = [&](int quad) { return (quad * lanes + row_lane) * 4; };
 
   float state[4 * kQuads][4], norm[kNormalize ? 4 * kQuads : 1];
-  const int64_t entry = row * args.in.kv_heads + tile.head;
+  const int64_t entry = row * args.in.v_heads + tile.head;
   const float* from = args.initial_state != nullptr && row >= 0 ? args.initial_state + entry * R * V + column : nullptr;
 #pragma unroll
   for (int r = 0; r < 4 * kQuads; ++r) {
@@ -423,7 +425,7 @@ __global__ void __launch_bounds__(512)
   const Tile<T> tile(args, layout, shared);
   const int R = static_cast<int>(args.in.key_width), V = static_cast<int>(args.in.value_width);
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, first_row = warp * kRows;
-  const int64_t column = tile.column + lane, row = tile.state_row(), entry = row * args.in.kv_heads + tile.head;
+  const int64_t column = tile.column + lane, row = tile.state_row(), entry = row * args.in.v_heads + tile.head;
   const bool initial = args.initial_state != nullptr && row >= 0;
 
   float prefix[kRows], norm = 0.0f;  // norm: the prefix m of rank first_row + lane, for values of 1
@@ -492,7 +494,7 @@ __global__ void __launch_bounds__(512)
 template <class Kernel>
 cudaError_t launch(Kernel kernel, const Args& args, const Layout& layout, int threads, size_t shared, const CudaTarget& target,
                    uint32_t* tickets) {
-  const int64_t ctas = args.in.requests * args.in.kv_heads * layout.blocks_of_columns;
+  const int64_t ctas = args.in.requests * args.in.v_heads * layout.blocks_of_columns;
   cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
   if (error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(ctas), threads, shared, static_cast<cudaStream_t>(target.stream)>>>(args, layout, tickets);
@@ -510,7 +512,7 @@ bool rows_of_16_bytes(const Args& args) {
 template <class T>
 cudaError_t launch_for(const Args& args, const CudaTarget& target, uint32_t* tickets, bool fleet) {
   const Inputs& in = args.in;
-  const int group = static_cast<int>(in.heads / in.kv_heads), R = static_cast<int>(in.key_width);
+  const int group = static_cast<int>(in.heads / in.v_heads), R = static_cast<int>(in.key_width);
   const int V = static_cast<int>(in.value_width), quads = R > 256 ? 4 : 2;
   Layout layout = {};
   int threads;
@@ -569,7 +571,7 @@ int keep_other_states(const Args& args, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
   const auto keep = [&](const float* from, float* to, int64_t row_floats) -> cudaError_t {
     if (to == nullptr || to == from) return cudaSuccess;
-    const size_t bytes = sizeof(float) * static_cast<size_t>(args.state_rows * args.in.kv_heads * row_floats);
+    const size_t bytes = sizeof(float) * static_cast<size_t>(args.state_rows * args.in.v_heads * row_floats);
     return from != nullptr ? cudaMemcpyAsync(to, from, bytes, cudaMemcpyDeviceToDevice, stream)
                            : cudaMemsetAsync(to, 0, bytes, stream);
   };
@@ -579,7 +581,7 @@ int keep_other_states(const Args& args, const CudaTarget& target) {
 
 int launch_recurrence(const Args& args, bool fleet, const CudaTarget& target, Workspace& ws) {
   const Inputs& in = args.in;
-  uint32_t* const tickets = ws.sync<uint32_t>(args.normalize ? in.requests * in.kv_heads : 0);
+  uint32_t* const tickets = ws.sync<uint32_t>(args.normalize ? in.requests * in.v_heads : 0);
   const bool few = decode_fits(args), many = !few && rows_fit(args);
   if (ws.counting()) return many ? launch_rows(args, target, ws) : cudaSuccess;
   const auto stream = static_cast<cudaStream_t>(target.stream);

@@ -22,13 +22,13 @@ RowsPlan plan_of(const Args& args, int sm_count) {
 bool rows_fit(const Args& args) {
   const Inputs& in = args.in;
   return !args.normalize && in.key_width <= kRecurrenceMaxKeyWidth && in.requests * in.heads > 0 &&
-         !(args.carries_state && in.heads > in.kv_heads);
+         !(args.carries_state && in.heads > in.v_heads);
 }
 
 int launch_rows(const Args& args, const CudaTarget& target, Workspace& ws) {
   const Inputs& in = args.in;
   RowsPlan plan = plan_of(args, target.sm_count);
-  const int64_t slots = plan.segments > 1 ? in.requests * in.kv_heads * plan.segments : 0;
+  const int64_t slots = plan.segments > 1 ? in.requests * in.v_heads * plan.segments : 0;
   plan.slots = ws.scratch<float>(slots * in.key_width * in.value_width);
   plan.decays = ws.scratch<float>(slots);
   if (ws.counting()) return cudaSuccess;

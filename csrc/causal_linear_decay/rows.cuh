@@ -45,8 +45,8 @@ struct RowsPlan {
   bool vectors;      // rows of query, key and value begin and end at 16 bytes
   bool out_vectors;  // outputs are written four columns at once
   bool pairs;        // values and outputs can be taken two columns at once
-  float* slots;   // [requests,Hkv,segments][R,Dv]: the state before the first token, then what each segment but the last adds
-  float* decays;  // [requests,Hkv,segments]: with it, ln of that segment's decay
+  float* slots;      // [requests,Hv,segments][R,Dv]: the state before the first token, then what each segment but the last adds
+  float* decays;     // [requests,Hv,segments]: with it, ln of that segment's decay
   int64_t query_step, key_step, value_step, out_step;  // bytes from one row to the next that a staging thread has
 };
 
@@ -171,14 +171,14 @@ __device__ __forceinline__ void forget(float (&state)[kRanks][kColumns], float d
 
 // A CTA's place in the call.
 struct Part {
-  int column, head, kv_head, segment;
+  int column, head, state_head, segment;
   int64_t request, batch, begin, end;  // tokens
 };
 
 __device__ __forceinline__ Part part_of(const Inputs& in, int64_t unit, int columns, int column_blocks, int segments, int tile,
                                         bool sums_only) {
   Part part;
-  const int heads = static_cast<int>(sums_only ? in.kv_heads : in.heads), group = static_cast<int>(in.heads / in.kv_heads);
+  const int heads = static_cast<int>(sums_only ? in.v_heads : in.heads), group = static_cast<int>(in.heads / in.v_heads);
   part.column = static_cast<int>(unit % column_blocks) * columns;
   unit /= column_blocks;
   const int passes = sums_only ? segments - 1 : segments;
@@ -186,7 +186,7 @@ __device__ __forceinline__ Part part_of(const Inputs& in, int64_t unit, int colu
   unit /= passes;
   part.head = static_cast<int>(unit % heads);
   part.request = unit / heads;
-  part.kv_head = sums_only ? part.head : part.head / group;
+  part.state_head = sums_only ? part.head : part.head / group;
   part.batch = in.cu_seqlens != nullptr ? 0 : part.request;
   const RequestTokens tokens = request_tokens(in, part.request);
   const int64_t end = tokens.end < tokens.begin ? tokens.begin : tokens.end;
@@ -210,8 +210,8 @@ __device__ __forceinline__ void begin_segment(const Args& args, const Part& part
   const Inputs& in = args.in;
   const int64_t row = state_row(args, part.request), size = in.key_width * in.value_width;
   const float* const initial =
-      args.initial_state != nullptr && row >= 0 ? args.initial_state + (row * in.kv_heads + part.kv_head) * size : nullptr;
-  const int64_t slot = (part.request * in.kv_heads + part.kv_head) * segments;
+      args.initial_state != nullptr && row >= 0 ? args.initial_state + (row * in.v_heads + part.state_head) * size : nullptr;
+  const int64_t slot = (part.request * in.v_heads + part.state_head) * segments;
   slots += slot * size, decays += slot;
   if (segments == 1) {
     if (initial != nullptr) each([&](float& x, int64_t at) { x = initial[at]; });
@@ -233,20 +233,20 @@ __device__ __forceinline__ void end_segment(const Args& args, const Part& part, 
   const Inputs& in = args.in;
   const int64_t row = state_row(args, part.request), size = in.key_width * in.value_width;
   if (sums_only) {
-    slots += ((part.request * in.kv_heads + part.kv_head) * segments + part.segment + 1) * size;
+    slots += ((part.request * in.v_heads + part.state_head) * segments + part.segment + 1) * size;
     each([&](float& x, int64_t at) { slots[at] = x; });
   } else if (args.final_state != nullptr && row >= 0 && part.segment == segments - 1 &&
-             part.head % (in.heads / in.kv_heads) == 0) {
-    float* const to = args.final_state + (row * in.kv_heads + part.kv_head) * size;
+             part.head % (in.heads / in.v_heads) == 0) {
+    float* const to = args.final_state + (row * in.v_heads + part.state_head) * size;
     each([&](float& x, int64_t at) { to[at] = x; });
   }
 }
 
 __device__ __forceinline__ float load_log_decay(const Inputs& in, const Part& part, int64_t token, bool there) {
   if (!there || in.log_decay == nullptr) return 0.0f;
-  return in.decay_per_token ? __ldg(in.log_decay + part.batch * in.decay_strides.batch + part.kv_head * in.decay_strides.head +
-                                    token * in.decay_strides.token)
-                            : __ldg(in.log_decay + part.kv_head);
+  return in.decay_per_token ? __ldg(in.log_decay + part.batch * in.decay_strides.batch +
+                                    part.state_head * in.decay_strides.head + token * in.decay_strides.token)
+                            : __ldg(in.log_decay + part.state_head);
 }
 
 // The decays of a tile of up to 32 tokens, a token a lane; those beyond the last have a logarithm of 0.
@@ -299,9 +299,9 @@ __device__ __forceinline__ void stage_tiles(const Args& args, const RowsPlan& pl
     return static_cast<const char*>(data) +
            (part.batch * strides.batch + head * strides.head + (part.begin + token) * strides.token + at) * sizeof(T);
   };
-  const char* query = row_of(in.query, in.query_strides, part.head, key_token, key_at);
-  const char* key = row_of(in.key, in.key_strides, part.kv_head, key_token, key_at);
-  const char* value = row_of(in.value, in.value_strides, part.kv_head, value_token, part.column + value_at);
+  const char* query = row_of(in.query, in.query_strides, in.query_head(part.head), key_token, key_at);
+  const char* key = row_of(in.key, in.key_strides, in.key_head(part.state_head), key_token, key_at);
+  const char* value = row_of(in.value, in.value_strides, part.state_head, value_token, part.column + value_at);
   char* out = const_cast<char*>(row_of(args.output, in.output_strides, part.head, out_token, part.column + out_at));
   float* const output = shared + 2 * Shape::kStaged;
   float* const decays = output + 2 * Shape::kPartials;
@@ -425,7 +425,7 @@ __device__ __forceinline__ void stage_tiles(const Args& args, const RowsPlan& pl
   up[2] = up[1];
   if (tiles > 0) write(tiles - 1);
   if (sums_only && thread == 0 && part.column == 0)
-    plan.decays[(part.request * in.kv_heads + part.kv_head) * plan.segments + part.segment + 1] = log_total;
+    plan.decays[(part.request * in.v_heads + part.state_head) * plan.segments + part.segment + 1] = log_total;
 }
 
 template <class T, int kRankWarps, int kColumnWarps>
@@ -588,12 +588,12 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
 
   // Rows of the lane's token of the next tile, values of the next tokens; both from the pointers on, which run ahead.
   const int64_t key_stride = in.key_strides.token, query_stride = in.query_strides.token, stride = in.value_strides.token;
-  const T* key = static_cast<const T*>(in.key) + part.batch * in.key_strides.batch + part.kv_head * in.key_strides.head +
-                 (part.begin + lane) * key_stride;
-  const T* query = static_cast<const T*>(in.query) + part.batch * in.query_strides.batch + part.head * in.query_strides.head +
-                   (part.begin + lane) * query_stride;
+  const T* key = static_cast<const T*>(in.key) + part.batch * in.key_strides.batch +
+                 in.key_head(part.state_head) * in.key_strides.head + (part.begin + lane) * key_stride;
+  const T* query = static_cast<const T*>(in.query) + part.batch * in.query_strides.batch +
+                   in.query_head(part.head) * in.query_strides.head + (part.begin + lane) * query_stride;
   const T* value = static_cast<const T*>(in.value) + part.batch * in.value_strides.batch +
-                   part.kv_head * in.value_strides.head + part.begin * stride + column;
+                   part.state_head * in.value_strides.head + part.begin * stride + column;
   T* out = static_cast<T*>(args.output) + part.batch * in.output_strides.batch + part.head * in.output_strides.head +
            part.begin * in.output_strides.token + column;
   int rows_left = static_cast<int>(part.end - part.begin) - lane, values_left = static_cast<int>(part.end - part.begin);
@@ -696,7 +696,7 @@ __global__ void __launch_bounds__(32 * kNarrowWarps, 3)
   }
   end_segment(args, part, plan.slots, plan.segments, sums_only, each);
   if (sums_only && lane == 0 && part.column == 0)
-    plan.decays[(part.request * in.kv_heads + part.kv_head) * plan.segments + part.segment + 1] = log_total;
+    plan.decays[(part.request * in.v_heads + part.state_head) * plan.segments + part.segment + 1] = log_total;
 }
 
 // Compiled by rows_launch.cu.in, a source file a type.

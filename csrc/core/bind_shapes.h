@@ -15,8 +15,8 @@
 //   Size larger(Size, Size)             the larger of two
 //   Status wrong_rank(int input)        the schema has no shape of this rank
 //   Status bind(const Axis&, int symbol, Size value)
-//                                       the axis says that the symbol has this value; symbol -1: the axis is a constant,
-//                                       and value, its size less that constant, should be 0
+//                                       the axis says that the symbol has this value; symbol -1: the axis tells none,
+//                                       and value, its size less the one it should have, should be 0
 #pragma once
 
 #include <type_traits>
@@ -49,7 +49,7 @@ Status for_each_axis(const OpSpec& spec, Given given, bool bnhd, Sizes&& sizes, 
 }
 
 // Axes of one symbol come first: an axis that is the sum of two tells the first, given the second, or the second where
-// only the first is known.
+// only the first is known. One that is the larger of two is checked against them.
 template <class Sizes>
 Status bind_symbols(const OpSpec& spec, Given given, bool bnhd, Sizes&& sizes) {
   LEANFLEET_RETURN_IF_ERROR(for_each_axis(spec, given, bnhd, sizes, [&](const Axis& axis) -> Status {
@@ -60,6 +60,10 @@ Status bind_symbols(const OpSpec& spec, Given given, bool bnhd, Sizes&& sizes) {
     const auto [symbol, offset, plus, times] = axis.spec;
     if (plus < 0) return {};
     const auto size = sizes.moved(sizes.size(axis.input, axis.index), -offset);
+    if (times == 0) {
+      if (!sizes.known(sizes.symbol(symbol)) || !sizes.known(sizes.symbol(plus))) return {};
+      return sizes.bind(axis, -1, sizes.sum(size, -1, sizes.larger(sizes.symbol(symbol), sizes.symbol(plus))));
+    }
     if (sizes.known(sizes.symbol(plus))) return sizes.bind(axis, symbol, sizes.sum(size, -times, sizes.symbol(plus)));
     if (!sizes.known(sizes.symbol(symbol))) return {};
     return sizes.bind(axis, plus, sizes.divided(sizes.sum(size, -1, sizes.symbol(symbol)), times));

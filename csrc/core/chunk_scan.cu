@@ -95,8 +95,9 @@ bool encode_maps(ChunkMaps* maps, const ChunkScan& scan, const ChunkTensor& out)
     return encode_rows(map, x.data, {x.batch, x.head, x.token}, x.width, scan.tokens, heads, scan.batch,
                        static_cast<DType>(scan.dtype));
   };
-  return encode(&maps->x, scan.x, scan.heads) && encode(&maps->y, scan.y, y_heads) && encode(&maps->z, scan.z, y_heads) &&
-         encode(&maps->out, out, scan.heads) && (scan.row_dot == nullptr || encode(&maps->source, scan.source, scan.heads));
+  return encode(&maps->x, scan.x, scan.heads / scan.x_share) && encode(&maps->y, scan.y, y_heads / scan.y_share) &&
+         encode(&maps->z, scan.z, y_heads / scan.z_share) && encode(&maps->out, out, scan.heads) &&
+         (scan.row_dot == nullptr || encode(&maps->source, scan.source, scan.heads / scan.source_share));
 }
 
 // Whether keys are too wide for Hopper's kernel, but not halves of them, whose outputs add up: in T, so that halves that cancel

@@ -324,6 +324,9 @@ struct Site {
     x_head = pass == kOutputs ? head : head * scan.x_group;
   }
 
+  // Of `head` in a tensor where `share` heads have the same rows. The division alone would cost registers in hot loops.
+  static __device__ __forceinline__ int shared_head(int head, int share) { return share == 1 ? head : head / share; }
+
   __device__ __forceinline__ T* out_row(int64_t token) const {
     return static_cast<T*>(scan.out) + batch * scan.out_strides.batch + x_head * scan.out_strides.head +
            token * scan.out_strides.token;
@@ -546,13 +549,14 @@ struct Cta : Site<T, S::kTokens, S::kColumns> {
       const int begin = at.chunk, end = at.chunk_end(kTokens);
       const int y_head = state_head * scan.y_group + at.head;
       const uint32_t to = stage_at(stage);
-      if (pass == kOutputs) load_rows<kWidth>(to, scan.x, x_head, begin, end, 0);
+      if (pass == kOutputs) load_rows<kWidth>(to, scan.x, Base::shared_head(x_head, scan.x_share), begin, end, 0);
       if (pass == kSegmentSums || scan.causal) {
-        load_rows<kWidth>(y_of(to), scan.y, y_head, begin, end, 0);
-        load_rows<S::kColumns>(z_of(to), scan.z, y_head, begin, end, slice * S::kColumns);
+        load_rows<kWidth>(y_of(to), scan.y, Base::shared_head(y_head, scan.y_share), begin, end, 0);
+        load_rows<S::kColumns>(z_of(to), scan.z, Base::shared_head(y_head, scan.z_share), begin, end, slice * S::kColumns);
       }
       if (scan.row_dot != nullptr && pass == kOutputs)
-        load_rows<S::kColumns>(source_of(to), scan.source, x_head, begin, end, slice * S::kColumns);
+        load_rows<S::kColumns>(source_of(to), scan.source, Base::shared_head(x_head, scan.source_share), begin, end,
+                               slice * S::kColumns);
       if (warp == 0) {
         if (scan.decay_per_token) {
           const int last = at.request_span.end;

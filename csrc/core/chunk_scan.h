@@ -61,10 +61,13 @@ struct ChunkScan {
   float eps;
   const float* out_times;  // out is multiplied by *out_times, row_dot is not; or null
   int64_t batch, requests, tokens;
-  int32_t heads;  // of x and out
+  int32_t heads;  // of out
   // One of the two is 1. Heads of x that share one of y and z; heads of y and z that one of x sums over. There are
   // heads / x_group states, and as many heads of log_decay.
   int32_t x_group, y_group;
+  // How many of the heads counted above have the same rows: head h of x is number h / x_share of the tensor's. Factors have
+  // all heads. Of y and z shares above 1 come with a y_group of 1, of x and source with an x_group of 1.
+  int32_t x_share = 1, y_share = 1, z_share = 1, source_share = 1;
   const int32_t* cu_seqlens;  // [requests + 1], clamped to [0, N], batch is 1; null: requests are batch rows
   ChunkTensor x, y, z;        // widths K, K, V
   void* out;                  // T, strided as out_strides, whose data is not used; 0 for tokens of no request

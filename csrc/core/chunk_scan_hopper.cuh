@@ -222,7 +222,9 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
 
   // Warp 0 of the copy group.
   __device__ __forceinline__ void copy_tiles(Cursor at) {
-    const int lane = threadIdx.x % 32;
+    const int lane = threadIdx.x % 32, x_from = Base::shared_head(x_head, scan.x_share);
+    const int y_from = Base::shared_head(state_head * scan.y_group, scan.y_share);
+    const int z_from = Base::shared_head(state_head * scan.y_group, scan.z_share);
     Place place;
     uint32_t landed_parity = 0;
     for (; at.valid; next_piece(at)) {
@@ -234,25 +236,24 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         // Rows past the tensor's end come as 0, those of another request do not.
         const bool foreign = end - token < kTokens && end < scan.tokens;
         uint64_t* const barrier = foreign ? &small.landed : &small.full[place.slot];
-        const int y_head = state_head * scan.y_group + at.head;
         if (lane == 0) {
           const uint32_t full = shared_address(barrier);
           hopper::mbarrier_arrive_expect_tx(full, S::kStageBytes);
           if (kUpdates) {
 #pragma unroll 1
             for (int box = 0; box < kBoxes; ++box)
-              hopper::tma_load(tile(place.slot, kYTile + box), &maps.y, 64 * box, token, y_head, batch, full);
+              hopper::tma_load(tile(place.slot, kYTile + box), &maps.y, 64 * box, token, y_from + at.head, batch, full);
           }
           if (kOut) {
 #pragma unroll 1
             for (int box = 0; box < kBoxes; ++box)
-              hopper::tma_load(tile(place.slot, box), &maps.x, 64 * box, token, x_head, batch, full);
+              hopper::tma_load(tile(place.slot, box), &maps.x, 64 * box, token, x_from, batch, full);
           }
           if (kUpdates) {
 #pragma unroll 1
             for (int box = 0; box < kGroups; ++box)
-              hopper::tma_load(tile(place.slot, kZTile + box), &maps.z, slice * S::kColumns + 64 * box, token, y_head, batch,
-                               full);
+              hopper::tma_load(tile(place.slot, kZTile + box), &maps.z, slice * S::kColumns + 64 * box, token, z_from + at.head,
+                               batch, full);
           }
         } else if (!foreign) {
           hopper::mbarrier_arrive(shared_address(barrier));
@@ -412,6 +413,7 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
   // Warp 3 of the copy group.
   __device__ __forceinline__ void take_rows(Cursor at) {
     const int lane = threadIdx.x % 32, column = slice * S::kColumns;
+    const int source_head = Base::shared_head(x_head, scan.source_share);
     Place out;
     // Rows of source come to where rows of out will be written.
     const bool with_source = dots();
@@ -423,8 +425,8 @@ struct HopperCta : Site<T, S::kTokens, S::kColumns> {
         const uint32_t full = shared_address(&small.source_full[slot]);
         hopper::mbarrier_arrive_expect_tx(full, kGroups * kBox);
         for (int group = 0; group < kGroups; ++group)
-          hopper::tma_load(out_at + (slot * kGroups + group) * kBox, &maps.source, column + 64 * group, ahead.chunk, x_head,
-                           batch, full);
+          hopper::tma_load(out_at + (slot * kGroups + group) * kBox, &maps.source, column + 64 * group, ahead.chunk,
+                           source_head, batch, full);
       } else {
         hopper::mbarrier_arrive(shared_address(&small.source_full[slot]));
       }

@@ -369,8 +369,8 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       if (kWithY && updates()) {
         float part[8] = {};
         bring<kWidth, true>(
-            scan.y, y_head, at, 0, y_tile(buffer), rows_of(scan.y_factor, y_head), scan.y_factor.token,
-            constant_of(scan.y_factor), [&] { wait(small.y_empty[buffer], parity2 ^ 1); },
+            scan.y, Base::shared_head(y_head, scan.y_share), at, 0, y_tile(buffer), rows_of(scan.y_factor, y_head),
+            scan.y_factor.token, constant_of(scan.y_factor), [&] { wait(small.y_empty[buffer], parity2 ^ 1); },
             [&](int row, bool, const float (&x)[8]) {
               if (!y_sums) return;
               const float weight = decayed ? table.to_end[row] : 1.0f;
@@ -388,8 +388,8 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
           kept = table.kept;
         }
         const uint32_t top = bring<S::kColumns, true>(
-            scan.z, y_head, at, first, z_tile(), rows_of(scan.z_factor, y_head), scan.z_factor.token,
-            constant_of(scan.z_factor),
+            scan.z, Base::shared_head(y_head, scan.z_share), at, first, z_tile(), rows_of(scan.z_factor, y_head),
+            scan.z_factor.token, constant_of(scan.z_factor),
             [&] {
               wait(small.z_empty, parity ^ 1);
               if (!z_sums || lane >= Narrow::kLanes) return;
@@ -476,7 +476,8 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
       read_eight<Wide>(y_sum, before);
     }
     bring<kWidth, false>(
-        scan.x, x_head, at, 0, x_tile(), nullptr, 0, 1.0f, [&] { wait(small.x_empty, n & 1 ^ 1); },
+        scan.x, Base::shared_head(x_head, scan.x_share), at, 0, x_tile(), nullptr, 0, 1.0f,
+        [&] { wait(small.x_empty, n & 1 ^ 1); },
         [&](int row, bool, const float (&x)[8]) {
           if (!scan.row_sums) return;
           float sum = 0.0f;
@@ -803,7 +804,8 @@ struct Float32Cta : Site<float, S::kTokens, S::kColumns> {
     const int rows = at.chunk_end(kTokens) - at.chunk, width = scan.z.width;
     const ChunkTensor& source = scan.source;
     if (scan.row_dot != nullptr) {
-      const float* const from = static_cast<const float*>(source.data) + batch * source.batch + x_head * source.head +
+      const float* const from = static_cast<const float*>(source.data) + batch * source.batch +
+                                Base::shared_head(x_head, scan.source_share) * source.head +
                                 static_cast<int64_t>(at.chunk) * source.token + column;
       // In float64: sums of such dots over many tokens may cancel. Eight lanes have parts of the same rows; with each exchange
       // a lane keeps half of them.

@@ -102,10 +102,11 @@ struct CheckedSizes : NumberSizes {
     return found(axis.input) + ": axis " + std::to_string(axis.index) + " of " +
            expected_shape(*call.spec, *axis.shape, call.bnhd()) + " is " + std::to_string(size(axis.input, axis.index));
   }
-  std::string because(int symbol) const {
-    return std::string(", because ") + call.spec->inputs[origin[symbol]].name + " gives " + call.spec->symbols[symbol] + " = " +
+  std::string gives(int symbol) const {
+    return std::string(call.spec->inputs[origin[symbol]].name) + " gives " + call.spec->symbols[symbol] + " = " +
            std::to_string(call.dims[symbol]);
   }
+  std::string because(int symbol) const { return ", because " + gives(symbol); }
 
   Status wrong_rank(int input) const {
     const TensorSpec& spec = call.spec->inputs[input];
@@ -121,8 +122,11 @@ struct CheckedSizes : NumberSizes {
   Status bind(const Axis& axis, int symbol, int64_t value) {
     const int64_t found = size(axis.input, axis.index), rest = found - value;
     if (found > kMaxAxis) return call.invalid(where(axis) + "; an axis has at most " + std::to_string(kMaxAxis));
-    if (symbol < 0) return value == 0 ? Status{} : call.invalid(where(axis) + "; expected " + std::to_string(rest));
     const bool sum = axis.spec.plus >= 0;
+    if (symbol < 0)
+      return value == 0 ? Status{}
+                        : call.invalid(where(axis) + "; expected " + std::to_string(rest) +
+                                       (sum ? because(axis.spec.symbol) + " and " + gives(axis.spec.plus) : std::string()));
     if (value < 1)
       return call.invalid(where(axis) + (sum ? "; expected at least " : "; it is empty, expected at least ") +
                           std::to_string(1 + rest) + (sum ? because(axis.spec.plus) : std::string()));

@@ -77,7 +77,7 @@ namespace causal_linear_decay {
 enum Input { kQuery, kKey, kValue, kLogDecay, kInitialState, kInitialNorm, kCuSeqlens, kStateIndex };
 enum Output { kOutOutput, kOutFinalState, kOutFinalNorm };
 enum Attr { kAttrAlgorithm, kAttrScale, kAttrNormalize, kAttrEps, kAttrReturnState, kAttrLayout };
-enum Dim { kDimB, kDimH, kDimN, kDimR, kDimHkv, kDimDv, kDimP, kDimQ };
+enum Dim { kDimB, kDimHq, kDimN, kDimR, kDimHk, kDimHv, kDimDv, kDimP, kDimQ };
 enum Algorithm { kAlgorithmAuto, kAlgorithmCausalDotProduct, kAlgorithmFleet, kAlgorithmLightning, kAlgorithmVanilla, kAlgorithmBlockBased, kAlgorithmRecursion };
 inline constexpr const char* kAlgorithmValues[] = {"auto", "causal_dot_product", "fleet", "lightning", "vanilla", "block_based", "recursion"};
 enum Layout { kLayoutBhnd, kLayoutBnhd };
@@ -85,17 +85,17 @@ inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
     {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{4, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"initial_norm", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
-    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{7, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"initial_norm", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{8, 1, -1, 0}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{8, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kF, false, -1, 4, 1, {4}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"final_norm", TypeVar::kF, false, -1, 5, 2, {4, 2}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{7, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 4, 1, {4}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"final_norm", TypeVar::kF, false, -1, 5, 2, {4, 2}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"algorithm", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 7, 4, kAlgorithmValues, nullptr, -1},
@@ -106,14 +106,15 @@ inline constexpr AttrSpec kAttrs[] = {
     {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
 };
 inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
     {RuleKind::kFixed, {RefKind::kInput, 6}, 1, {{RefKind::kSymbol, 0}}, 1},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 7}, {RefKind::kInput, 4}}, 0},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kInput, 5}, {RefKind::kAttr, 2}}, 0},
     {RuleKind::kTogether, {RefKind::kAttr, 2}, 2, {{RefKind::kInput, 4}, {RefKind::kInput, 5}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "H", "N", "R", "Hkv", "Dv", "P", "Q"};
-inline constexpr OpSpec kSpec = {"CausalLinearDecay", 1, 8, 3, 6, 5, 8, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
+inline constexpr const char* kSymbols[] = {"B", "Hq", "N", "R", "Hk", "Hv", "Dv", "P", "Q"};
+inline constexpr OpSpec kSpec = {"CausalLinearDecay", 1, 8, 3, 6, 6, 9, kInputs, kOutputs, kAttrs, kRules, kSymbols, 5};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_linear_decay
 
@@ -121,25 +122,25 @@ namespace causal_linear_decay_grad {
 enum Input { kQuery, kKey, kValue, kLogDecay, kInitialState, kGradOutput, kGradFinalState, kCuSeqlens };
 enum Output { kOutGradQuery, kOutGradKey, kOutGradValue, kOutGradLogDecay, kOutGradInitialState };
 enum Attr { kAttrScale, kAttrGradDecay, kAttrGradState, kAttrLayout, kAttrNormalize };
-enum Dim { kDimB, kDimH, kDimN, kDimR, kDimHkv, kDimDv, kDimQ };
+enum Dim { kDimB, kDimHq, kDimN, kDimR, kDimHk, kDimHv, kDimDv, kDimQ };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
     {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{4, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"grad_final_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{6, 1, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_final_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
     {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
     {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
     {"grad_log_decay", TypeVar::kF, false, 3, -1, 1, {1}, 0, {}},
-    {"grad_initial_state", TypeVar::kF, false, -1, -1, 1, {2}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{6, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"grad_initial_state", TypeVar::kF, false, -1, -1, 1, {2}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
     {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
@@ -149,12 +150,13 @@ inline constexpr AttrSpec kAttrs[] = {
     {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "the normalised form is differentiated by composition: differentiate numerator and denominator, as leanfleet.export does in PyTorch", -1},
 };
 inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
     {RuleKind::kFixed, {RefKind::kInput, 7}, 1, {{RefKind::kSymbol, 0}}, 1},
     {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 1}, {RefKind::kInput, 3}}, 0},
 };
-inline constexpr const char* kSymbols[] = {"B", "H", "N", "R", "Hkv", "Dv", "Q"};
-inline constexpr OpSpec kSpec = {"CausalLinearDecayGrad", 1, 8, 5, 5, 3, 7, kInputs, kOutputs, kAttrs, kRules, kSymbols, 3};
+inline constexpr const char* kSymbols[] = {"B", "Hq", "N", "R", "Hk", "Hv", "Dv", "Q"};
+inline constexpr OpSpec kSpec = {"CausalLinearDecayGrad", 1, 8, 5, 5, 4, 8, kInputs, kOutputs, kAttrs, kRules, kSymbols, 3};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_linear_decay_grad
 
@@ -350,6 +352,51 @@ inline constexpr OpSpec kSpec = {"GatedDeltaRule", 1, 8, 2, 5, 4, 9, kInputs, kO
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace gated_delta_rule
 
+namespace gated_delta_rule_grad {
+enum Input { kQuery, kKey, kValue, kLogDecay, kBeta, kInitialState, kGradOutput, kGradFinalState, kCuSeqlens };
+enum Output { kOutGradQuery, kOutGradKey, kOutGradValue, kOutGradBeta, kOutGradLogDecay, kOutGradInitialState };
+enum Attr { kAttrScale, kAttrNormalizeQk, kAttrGradDecay, kAttrGradState, kAttrLayout, kAttrStateVFirst };
+enum Dim { kDimB, kDimHq, kDimN, kDimD, kDimHk, kDimHv, kDimDv, kDimQ };
+enum Layout { kLayoutBhnd, kLayoutBnhd };
+inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
+inline constexpr TensorSpec kInputs[] = {
+    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"beta", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_final_state", TypeVar::kF, true, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_beta", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"grad_log_decay", TypeVar::kF, false, 3, -1, 1, {2}, 0, {}},
+    {"grad_initial_state", TypeVar::kF, false, -1, -1, 1, {3}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
+    {"state_v_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+};
+inline constexpr RuleSpec kRules[] = {
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
+    {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
+    {RuleKind::kFixed, {RefKind::kInput, 8}, 1, {{RefKind::kSymbol, 0}}, 1},
+    {RuleKind::kNeeds, {RefKind::kNone, -1}, 2, {{RefKind::kAttr, 2}, {RefKind::kInput, 3}}, 0},
+};
+inline constexpr const char* kSymbols[] = {"B", "Hq", "N", "D", "Hk", "Hv", "Dv", "Q"};
+inline constexpr OpSpec kSpec = {"GatedDeltaRuleGrad", 1, 9, 6, 6, 4, 8, kInputs, kOutputs, kAttrs, kRules, kSymbols, 4};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace gated_delta_rule_grad
+
 namespace causal_conv {
 enum Input { kInput, kWeight, kBias, kInitialState, kQueryLens, kCuSeqlens, kStateIndex };
 enum Output { kOutOutput, kOutFinalState };
@@ -394,6 +441,7 @@ inline const Op kOps[] = {
     {&sample_tokens::kSpec, &sample_tokens::kImpl},
     {&gated_activation::kSpec, &gated_activation::kImpl},
     {&gated_delta_rule::kSpec, &gated_delta_rule::kImpl},
+    {&gated_delta_rule_grad::kSpec, &gated_delta_rule_grad::kImpl},
     {&causal_conv::kSpec, &causal_conv::kImpl},
 };
 

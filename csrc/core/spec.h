@@ -16,7 +16,8 @@ struct Ref {
   int8_t index;
 };
 
-// An axis of symbol + offset + times x plus; times 0 with a plus: the larger of the two symbols, an axis of outputs alone.
+// An axis of symbol + offset + times x plus; times 0 with a plus: the larger of the two symbols,
+// which tells neither of them.
 struct AxisSpec {
   int8_t symbol;  // index into OpSpec::symbols, -1: the axis is the constant `offset`
   int8_t offset;

@@ -17,6 +17,7 @@ namespace leanfleet::gated_delta_rule::LEANFLEET_ISA {
 namespace {
 
 constexpr int kChunk = 32;
+static_assert(kChunk == kGradChunk);
 constexpr int kChunkVecs = kChunk / kLanes;
 constexpr int64_t kFewTokens = 4;                              // below it a chunk's own work is not worth it
 constexpr int kRows = kLanes == 16 ? 8 : kLanes == 8 ? 6 : 4;  // a block of results in registers: kRows rows by two vectors
@@ -546,6 +547,552 @@ void run_typed(const CpuPlan& plan, int64_t index, float* floats) {
   }
 }
 
+// Gradients, in chunks of kChunk tokens. With the matrices above, K' = exp(gc) K, K" = exp(gc_C - gc) K, Q' = scale exp(gc) Q, a
+// decay of each key dimension in its own column, N[t,s] = (k_t . k_s) exp(gc_t - gc_s) below the diagonal, and dS the gradient
+// of the state behind the chunk:
+//   W = (I + N diag(beta))^-1 (v - K' S_0)    U = diag(beta) W
+//   dU = P^T dO + K" dS                       Y = (I + N^T diag(beta))^-1 dU
+//   dv = diag(beta) Y                         dbeta_t = y_t . w_t
+//   F = dO U^T on and below the diagonal, E = -dv U^T below it; both times exp(gc_t - gc_s) as scores of queries and of keys are
+//   dQ = exp(gc) dO S_0^T + F K               dK = F^T Q + E K + E^T K - exp(gc) dv S_0^T + exp(gc_C - gc) U dS^T
+//   dS_0 = exp(gc_C) dS + Q'^T dO - K'^T dv
+// The gradient of g_t is the sum of the terms that exp(g_t) is a factor of: of pairs s < t <= i in F and E, of rows i >= t that
+// take from S_0, of keys s < t in the state behind, and of S_0 there. Nothing is subtracted or divided by a decay.
+struct Held {       // of a chunk, from the way forwards
+  float* state;     // before it
+  float* missing;   // W [kChunk, width]
+  float* products;  // N [kChunk, kChunk]
+};
+
+struct GradScratch {
+  float *held, *borders;  // of the chunks of a span; states before spans
+  float *grad_state, *turned;
+  float *key, *query, *decay, *prefix, *suffix, *scaled;        // [kChunk, pitch]; scaled: the left side of a product
+  float *found, *grad_key, *grad_query, *grad_g, *rows, *keys;  // [kChunk, pitch]
+  float *update, *grad_update, *value;                          // [kChunk, width]
+  float *key_t, *update_t;                                      // [pitch, kChunk], [width, kChunk]
+  float *mask, *scores, *pairs, *factors, *system;              // [kChunk, kChunk]
+  float *kept, *whole;                                          // [pitch]
+  float *token_prefix, *token_suffix, *beta, *key_factor;       // [kChunk]
+  int64_t width, pitch, state_floats, held_floats, floats;
+};
+
+GradScratch carve(const GradPlan& plan, float* base) {
+  const Args& args = plan.args.in;
+  Carver carver = {base, 0};
+  GradScratch s = {};
+  s.width = round_up(args.value_width, int64_t{kPanel});
+  s.pitch = round_up(args.key_width, int64_t{kPanel});
+  s.state_floats = args.key_width * s.width;
+  s.held_floats = round_up(s.state_floats + kChunk * s.width + kChunk * kChunk, int64_t{16});
+  s.held = carver.take(plan.span_chunks * s.held_floats);
+  s.borders = carver.take(plan.spans > 1 ? plan.spans * s.state_floats : 0);
+  s.grad_state = carver.take(s.state_floats);
+  s.turned = carver.take(args.value_width * s.pitch);
+  float** const wide[] = {&s.key,   &s.query,    &s.decay,      &s.prefix, &s.suffix, &s.scaled,
+                          &s.found, &s.grad_key, &s.grad_query, &s.grad_g, &s.rows,   &s.keys};
+  for (float** rows : wide) *rows = carver.take(kChunk * s.pitch);
+  float** const values[] = {&s.update, &s.grad_update, &s.value};
+  for (float** rows : values) *rows = carver.take(kChunk * s.width);
+  s.key_t = carver.take(s.pitch * kChunk);
+  s.update_t = carver.take(s.width * kChunk);
+  float** const squares[] = {&s.mask, &s.scores, &s.pairs, &s.factors, &s.system};
+  for (float** square : squares) *square = carver.take(kChunk * kChunk);
+  s.kept = carver.take(s.pitch);
+  s.whole = carver.take(s.pitch);
+  float** const tokens[] = {&s.token_prefix, &s.token_suffix, &s.beta, &s.key_factor};
+  for (float** row : tokens) *row = carver.take(kChunk);
+  s.floats = carver.used;
+  return s;
+}
+
+Held held_at(const GradScratch& s, int64_t chunk) {
+  float* const at = s.held + chunk * s.held_floats;
+  return {at, at + s.state_floats, at + s.state_floats + kChunk * s.width};
+}
+
+// to[c][r] = from[r][c] for c < columns; r up to whole panels, 0 behind `rows`. *_panel: from one panel of columns to the next.
+void turn(const float* from, int64_t from_row, int64_t from_panel, int64_t rows, int64_t columns, float* to, int64_t to_row,
+          int64_t to_panel) {
+  for (int64_t r = 0; r < round_up(rows, int64_t{kPanel}); r += kLanes)
+    for (int64_t c = 0; c < columns; c += kLanes) {
+      Vec block[kLanes];
+#pragma GCC unroll 16
+      for (int i = 0; i < kLanes; ++i)
+        block[i] = r + i < rows ? load(from + c / kPanel * from_panel + (r + i) * from_row + c % kPanel) : Vec{};
+      transpose(block);
+      for (int i = 0; i < kLanes && c + i < columns; ++i)
+        store(to + r / kPanel * to_panel + (c + i) * to_row + r % kPanel, block[i]);
+    }
+}
+
+void turn_state(const Args& args, const GradScratch& s, const float* state) {
+  turn(state, kPanel, args.key_width * kPanel, args.key_width, args.value_width, s.turned, kPanel, args.value_width * kPanel);
+}
+
+// out = rows of `a` times a state [D, Dv].
+void times_state(const Args& args, const GradScratch& s, const float* a, const float* state, int64_t n, float* out) {
+  multiply({a, s.pitch, 1, state, kPanel, out, s.width, n, s.width, args.key_width, Shape::kFull, nullptr, 0, 1.0f,
+            args.key_width * kPanel});
+}
+
+// out = rows of `a`, [n, width], times the state that turn_state() turned, [Dv, D].
+void times_turned(const Args& args, const GradScratch& s, const float* a, int64_t n, float* out) {
+  multiply({a, s.width, 1, s.turned, kPanel, out, s.pitch, n, s.pitch, args.value_width, Shape::kFull, nullptr, 0, 1.0f,
+            args.value_width * kPanel});
+}
+
+// state += s.scaled^T b, for b [n, width].
+void add_to_state(const Args& args, const GradScratch& s, const float* b, int64_t n, float* state) {
+  const int64_t panel = args.key_width * kPanel;
+  multiply({s.scaled, 1, s.pitch, b, s.width, state, kPanel, args.key_width, s.width, n, Shape::kFull, state, kPanel, 1.0f,
+            kPanel, panel, panel});
+}
+
+// out += a b with a [n, kChunk] and b [n, pitch]; turned: a^T b.
+void times_square(const GradScratch& s, const float* a, bool turned, const float* b, int64_t n, float* out) {
+  multiply(
+      {a, turned ? 1 : kChunk, turned ? kChunk : 1, b, s.pitch, out, s.pitch, n, s.pitch, n, Shape::kFull, out, s.pitch, 1.0f});
+}
+
+// A row of value's width as floats, zeros up to `width`.
+template <class T>
+void take_values(const T* from, int64_t count, int64_t width, float* to) {
+  convert(from, to, count);
+  for (int64_t c = count; c < width; ++c) to[c] = 0.0f;
+}
+
+// A row of query or key as take_row has it; returns 1 over its length, 1 without normalize.
+template <class T>
+float take_unit_row(const Args& args, const T* from, float factor, int64_t pitch, float* to) {
+  convert(from, to, args.key_width);
+  for (int64_t c = args.key_width; c < pitch; ++c) to[c] = 0.0f;
+  const float inverse = args.normalize ? 1.0f / sqrtf(dot(to, to, pitch) + kUnitRowEps) : 1.0f;
+  if (factor * inverse != 1.0f) multiply_row(to, factor * inverse, pitch);
+  return inverse;
+}
+
+// The gradient of the row that take_unit_row made `factor * unit row` of; `grad` is that of what it made.
+void through_length(const Args& args, float* grad, const float* row, float factor, float inverse, int64_t pitch) {
+  if (!args.normalize) {
+    if (factor != 1.0f) multiply_row(grad, factor, pitch);
+    return;
+  }
+  const float along = dot(row, grad, pitch) / factor;
+  for (int64_t c = 0; c < pitch; c += kLanes) store(grad + c, (load(grad + c) * factor - load(row + c) * along) * inverse);
+}
+
+// Keys, betas and decays of a chunk: s.prefix and s.suffix in their columns, and for decays of a token s.mask.
+template <class T>
+void take_chunk(const Args& args, const Item& item, const GradScratch& s, int64_t token, int64_t n) {
+  for (int64_t t = 0; t < n; ++t) {
+    const T* row = row_of<const T>(args.key, args.key_strides, item.batch, item.key_head, token + t);
+    s.key_factor[t] = take_unit_row(args, row, 1.0f, s.pitch, s.key + t * s.pitch);
+    s.beta[t] = beta_at(args, item, token + t);
+  }
+  if (args.decay_per_key) {
+    for (int64_t c = 0; c < s.pitch; c += kLanes) {
+      Vec product = broadcast(1.0f);
+      for (int64_t t = 0; t < n; ++t) {
+        const float* g = row_of<const float>(args.log_decay, args.decay_strides, item.batch, item.state_head, token + t);
+        const Vec decay = c < args.key_width ? exp_of_decay(load_part(g + c, args.key_width - c)) : broadcast(1.0f);
+        store(s.decay + t * s.pitch + c, decay);
+        store(s.prefix + t * s.pitch + c, product = product * decay);
+      }
+      store(s.kept + c, product);
+      product = broadcast(1.0f);
+      for (int64_t t = n - 1; t >= 0; --t) {
+        store(s.suffix + t * s.pitch + c, product);
+        product = product * load(s.decay + t * s.pitch + c);
+      }
+    }
+    return;
+  }
+  Scratch decays = {};
+  decays.mask = s.mask;
+  decays.prefix = s.token_prefix;
+  decays.suffix = s.token_suffix;
+  const Vec kept = broadcast(take_decays(args, item, token, n, decays));
+  for (int64_t c = 0; c < s.pitch; c += kLanes) {
+    store(s.kept + c, kept);
+    for (int64_t t = 0; t < n; ++t) {
+      store(s.prefix + t * s.pitch + c, broadcast(s.token_prefix[t]));
+      store(s.suffix + t * s.pitch + c, broadcast(s.token_suffix[t]));
+    }
+  }
+}
+
+void multiply_rows(const float* a, const float* b, float sign, int64_t floats, float* out) {
+  for (int64_t i = 0; i < floats; i += kLanes) store(out + i, load(a + i) * load(b + i) * sign);
+}
+
+// out[t][s] = (rows_t . k_s) exp(gc_t - gc_s) for s < t, and with `diagonal` s = t; else 0. s.key_t holds the keys turned.
+void scores_of(const Args& args, const GradScratch& s, const float* rows, bool diagonal, int64_t n, float* out) {
+  const float shift = diagonal ? 1.0f : 0.0f;
+  if (!args.decay_per_key)
+    multiply({rows, s.pitch, 1, s.key_t, kChunk, out, kChunk, n, kChunk, args.key_width, Shape::kSquare});
+  for (int64_t t = 0; t < n; ++t)
+    for (int c = 0; c < kChunk; c += kLanes) {
+      float* const at = out + t * kChunk + c;
+      const Vec x = args.decay_per_key ? Vec{} : load(at) * load(s.mask + t * kChunk + c);
+      store(at, select(lane_numbers(c) < static_cast<float>(t) + shift, x, Vec{}));
+    }
+  if (!args.decay_per_key) return;
+  for (int64_t from = 0; from < n; ++from) {  // s.found: the key of `from`, as it has decayed
+    __builtin_memcpy(s.found, s.key + from * s.pitch, sizeof(float) * static_cast<size_t>(s.pitch));
+    if (diagonal) out[from * kChunk + from] = dot(rows + from * s.pitch, s.found, s.pitch);
+    for (int64_t t = from + 1; t < n; ++t) {
+      multiply_rows(s.found, s.decay + t * s.pitch, 1.0f, s.pitch, s.found);
+      out[t * kChunk + from] = dot(rows + t * s.pitch, s.found, s.pitch);
+    }
+  }
+}
+
+// What scores_of(rows) hands on, where s.factors is the gradient of its result, 0 above what it takes: to the rows, the keys and
+// the decays. `products`: what scores_of returned.
+void scores_backward(const Args& args, const GradScratch& s, const float* rows, bool diagonal, const float* products, int64_t n,
+                     float* grad_rows) {
+  if (!args.decay_per_key) {
+    for (int64_t t = 0; t < n; ++t)
+      for (int c = 0; c < kChunk; c += kLanes) {
+        const int64_t at = t * kChunk + c;
+        const VecInt earlier = lane_numbers(c) < static_cast<float>(t);
+        store(s.pairs + at, load(s.pairs + at) + select(earlier, load(s.factors + at) * load(products + at), Vec{}));
+        store(s.factors + at, load(s.factors + at) * load(s.mask + at));
+      }
+    times_square(s, s.factors, false, s.key, n, grad_rows);
+    times_square(s, s.factors, true, rows, n, s.grad_key);
+    return;
+  }
+  for (int64_t c = 0; c < s.pitch; c += kLanes)
+    for (int64_t from = 0; from < n; ++from) {
+      const Vec key = load(s.key + from * s.pitch + c);
+      Vec of_key = {}, decayed = broadcast(1.0f), term[kChunk];
+      if (diagonal) {
+        const Vec factor = broadcast(s.factors[from * kChunk + from]);
+        float* const grad = grad_rows + from * s.pitch + c;
+        of_key = factor * load(rows + from * s.pitch + c);
+        store(grad, fma(factor, key, load(grad)));
+      }
+      for (int64_t t = from + 1; t < n; ++t) {
+        decayed = decayed * load(s.decay + t * s.pitch + c);
+        const Vec factor = decayed * s.factors[t * kChunk + from], of_row = factor * load(rows + t * s.pitch + c);
+        float* const grad = grad_rows + t * s.pitch + c;
+        of_key = of_key + of_row;
+        store(grad, fma(factor, key, load(grad)));
+        term[t] = of_row * key;
+      }
+      store(s.grad_key + from * s.pitch + c, load(s.grad_key + from * s.pitch + c) + of_key);
+      Vec later = {};
+      for (int64_t t = n - 1; t > from; --t) {
+        later = later + term[t];
+        store(s.grad_g + t * s.pitch + c, load(s.grad_g + t * s.pitch + c) + later);
+      }
+    }
+}
+
+void decay_state(const Args& args, const GradScratch& s, const float* from, float* to) {
+  for (int64_t panel = 0; panel < s.width / kPanel; ++panel)
+    for (int64_t r = 0; r < args.key_width; ++r) {
+      const int64_t at = (panel * args.key_width + r) * kPanel;
+      for (int c = 0; c < kPanel; c += kLanes) store(to + at + c, load(from + at + c) * s.kept[r]);
+    }
+}
+
+// W and N of a chunk, from held.state, and the state behind it (null: not asked for).
+template <class T>
+void forwards(const Args& args, const Item& item, const GradScratch& s, int64_t token, int64_t n, const Held& held, float* to) {
+  take_chunk<T>(args, item, s, token, n);
+  turn(s.key, s.pitch, kPanel, n, args.key_width, s.key_t, kChunk, kPanel);
+  scores_of(args, s, s.key, false, n, held.products);
+  multiply_rows(s.key, s.prefix, 1.0f, n * s.pitch, s.scaled);
+  times_state(args, s, s.scaled, held.state, n, held.missing);
+  for (int64_t t = 0; t < n; ++t) {
+    take_values(row_of<const T>(args.value, args.value_strides, item.batch, item.state_head, token + t), args.value_width,
+                s.width, s.value);
+    float* const row = held.missing + t * s.width;
+    for (int64_t c = 0; c < s.width; c += kLanes) store(row + c, load(s.value + c) - load(row + c));
+    for (int c = 0; c < kChunk; c += kLanes) {
+      const VecInt earlier = lane_numbers(c) < static_cast<float>(t);
+      store(s.system + t * kChunk + c, select(earlier, load(held.products + t * kChunk + c) * -load(s.beta + c), Vec{}));
+    }
+  }
+  Scratch system = {};
+  system.system = s.system;
+  system.update = held.missing;
+  system.width = s.width;
+  solve(system, n, s.width);
+  if (to == nullptr) return;
+  for (int64_t t = 0; t < n; ++t)
+    for (int64_t c = 0; c < s.width; c += kLanes)
+      store(s.update + t * s.width + c, load(held.missing + t * s.width + c) * s.beta[t]);
+  decay_state(args, s, held.state, to);
+  multiply_rows(s.key, s.suffix, 1.0f, n * s.pitch, s.scaled);
+  add_to_state(args, s, s.update, n, to);
+}
+
+// y = (I + N^T diag(beta))^-1 y for n rows of s.grad_update.
+void solve_turned(const GradScratch& s, const float* products, int64_t n) {
+  turn(products, kChunk, kPanel, n, n, s.system, kChunk, kPanel);
+  for (int64_t t = 0; t < n; ++t)
+    for (int c = 0; c < kChunk; c += kLanes)
+      store(s.system + t * kChunk + c, load(s.system + t * kChunk + c) * -load(s.beta + c));
+  for (int64_t first = (n - 1) / kSolveRows * kSolveRows; first >= 0; first -= kSolveRows) {
+    const int64_t rows = min64(kSolveRows, n - first), behind = first + rows;
+    if (behind < n)
+      multiply({s.system + first * kChunk + behind, kChunk, 1, s.grad_update + behind * s.width, s.width,
+                s.grad_update + first * s.width, s.width, rows, s.width, n - behind, Shape::kFull,
+                s.grad_update + first * s.width, s.width, 1.0f});
+    for (int64_t c = 0; c < s.width; c += kLanes) {
+      Vec solved[kSolveRows];
+      for (int64_t i = rows - 1; i >= 0; --i) {
+        float* const at = s.grad_update + (first + i) * s.width + c;
+        Vec x = load(at);
+        for (int64_t j = i + 1; j < rows; ++j) x = fma(broadcast(s.system[(first + i) * kChunk + first + j]), solved[j], x);
+        store(at, solved[i] = x);
+      }
+    }
+  }
+}
+
+// A row of a gradient of query or key, to the caller's tensor or to the parts of one that states share.
+template <class T>
+void give_row(const Args& args, const float* row, void* tensor, const Strides& strides, int64_t batch, int64_t head,
+              int64_t token) {
+  convert(row, row_of<T>(tensor, strides, batch, head, token), args.key_width);
+}
+
+void give_part(const Args& args, const float* row, float* parts, int64_t heads, int64_t batch, int64_t head, int64_t token) {
+  convert(row, parts + ((batch * heads + head) * args.tokens + token) * args.key_width, args.key_width);
+}
+
+// s.factors = sign s.value U^T, for s < t + diagonal; else 0.
+void pair_factors(const Args& args, const GradScratch& s, float diagonal, float sign, int64_t n) {
+  multiply({s.value, s.width, 1, s.update_t, kChunk, s.factors, kChunk, n, kChunk, args.value_width, Shape::kSquare});
+  for (int64_t t = 0; t < n; ++t)
+    for (int c = 0; c < kChunk; c += kLanes) {
+      float* const at = s.factors + t * kChunk + c;
+      store(at, select(lane_numbers(c) < static_cast<float>(t) + diagonal, load(at) * sign, Vec{}));
+    }
+}
+
+// s.grad_g to dg: what exp(g_t) is a factor of in rows i >= t, in keys s < t, in pairs of both, and in the state before.
+void give_decays(const GradArgs& grad, const Item& item, const GradScratch& s, int64_t token, int64_t n) {
+  const Args& args = grad.in;
+  float total[kChunk] = {};
+  for (int64_t c = 0; c < s.pitch; c += kLanes) {
+    Vec later = {}, earlier = load(s.whole + c);
+    for (int64_t t = n - 1; t >= 0; --t) {
+      float* const at = s.grad_g + t * s.pitch + c;
+      later = later + load(s.rows + t * s.pitch + c);
+      store(at, later + (args.decay_per_key ? load(at) : Vec{}));
+    }
+    for (int64_t t = 0; t < n; ++t) {
+      float* const at = s.grad_g + t * s.pitch + c;
+      store(at, load(at) + earlier);
+      earlier = earlier + load(s.keys + t * s.pitch + c);
+    }
+  }
+  if (!args.decay_per_key) {
+    Vec pairs[kChunkVecs] = {};
+    for (int64_t t = n - 1; t >= 0; --t) {
+      Vec own = {};
+      for (int c = 0; c < kChunkVecs; ++c) {
+        pairs[c] = pairs[c] + load(s.pairs + t * kChunk + c * kLanes);
+        own = own + select(lane_numbers(c * kLanes) < static_cast<float>(t), pairs[c], Vec{});
+      }
+      for (int64_t c = 0; c < s.pitch; c += kLanes) own = own + load(s.grad_g + t * s.pitch + c);
+      total[t] = sum(own);
+    }
+  }
+  for (int64_t t = 0; t < n; ++t) {
+    const float* const g = row_of<const float>(args.log_decay, args.decay_strides, item.batch, item.state_head, token + t);
+    float* const to = grad.grad_log_decay + (g - args.log_decay);
+    if (args.decay_per_key) convert(s.grad_g + t * s.pitch, to, args.key_width);
+    else *to = total[t];
+  }
+}
+
+// A chunk from its last token to its first: s.grad_state becomes the gradient of the state before it.
+template <class T>
+void backwards(const GradPlan& plan, const Item& item, const GradScratch& s, int64_t token, int64_t n, const Held& held) {
+  const GradArgs& grad = plan.args;
+  const Args& args = grad.in;
+  const size_t row_bytes = sizeof(float) * static_cast<size_t>(kChunk * s.pitch);
+  take_chunk<T>(args, item, s, token, n);
+  turn(s.key, s.pitch, kPanel, n, args.key_width, s.key_t, kChunk, kPanel);
+  for (int64_t t = 0; t < n; ++t)
+    for (int64_t c = 0; c < s.width; c += kLanes)
+      store(s.update + t * s.width + c, load(held.missing + t * s.width + c) * s.beta[t]);
+  turn(s.update, s.width, kPanel, n, args.value_width, s.update_t, kChunk, kPanel);
+
+  turn_state(args, s, s.grad_state);
+  times_turned(args, s, s.update, n, s.found);
+  multiply_rows(s.found, s.suffix, 1.0f, n * s.pitch, s.grad_key);
+  multiply_rows(s.grad_key, s.key, 1.0f, n * s.pitch, s.keys);
+  multiply_rows(s.key, s.suffix, 1.0f, n * s.pitch, s.scaled);
+  times_state(args, s, s.scaled, s.grad_state, n, s.grad_update);
+  __builtin_memset(s.whole, 0, sizeof(float) * static_cast<size_t>(s.pitch));
+  for (int64_t r = 0; r < args.key_width; ++r) {
+    Vec product = {};
+    for (int64_t panel = 0; panel < s.width / kPanel; ++panel) {
+      const int64_t at = (panel * args.key_width + r) * kPanel;
+      for (int c = 0; c < kPanel; c += kLanes) product = fma(load(held.state + at + c), load(s.grad_state + at + c), product);
+    }
+    s.whole[r] = sum(product) * s.kept[r];
+  }
+  __builtin_memset(s.rows, 0, row_bytes);
+  __builtin_memset(s.grad_g, 0, row_bytes);
+  __builtin_memset(s.pairs, 0, sizeof(float) * kChunk * kChunk);
+  decay_state(args, s, s.grad_state, s.grad_state);
+  turn_state(args, s, held.state);
+
+  for (int64_t h = 0; h < item.group; ++h) {
+    const int64_t head = item.first_head + h, query_head = head / (args.heads / args.q_heads);
+    float inverse[kChunk];
+    for (int64_t t = 0; t < n; ++t) {
+      const T* row = row_of<const T>(args.query, args.query_strides, item.batch, query_head, token + t);
+      inverse[t] = take_unit_row(args, row, args.scale, s.pitch, s.query + t * s.pitch);
+      take_values(row_of<const T>(grad.grad_output, args.output_strides, item.batch, head, token + t), args.value_width,
+                  s.width, s.value + t * s.width);
+    }
+    scores_of(args, s, s.query, true, n, s.scores);
+    multiply({s.scores, 1, kChunk, s.value, s.width, s.grad_update, s.width, n, s.width, n, Shape::kFull, s.grad_update,
+              s.width, 1.0f});
+    pair_factors(args, s, 1.0f, 1.0f, n);
+    times_turned(args, s, s.value, n, s.found);
+    multiply_rows(s.found, s.prefix, 1.0f, n * s.pitch, s.grad_query);
+    for (int64_t i = 0; i < n * s.pitch; i += kLanes)
+      store(s.rows + i, fma(load(s.query + i), load(s.grad_query + i), load(s.rows + i)));
+    multiply_rows(s.query, s.prefix, 1.0f, n * s.pitch, s.scaled);
+    add_to_state(args, s, s.value, n, s.grad_state);
+    scores_backward(args, s, s.query, true, s.scores, n, s.grad_query);
+    for (int64_t t = 0; t < n; ++t) {
+      float* const row = s.grad_query + t * s.pitch;
+      through_length(args, row, s.query + t * s.pitch, args.scale, inverse[t], s.pitch);
+      if (plan.query_parts == nullptr)
+        give_row<T>(args, row, grad.grad_query, args.query_strides, item.batch, query_head, token + t);
+      else give_part(args, row, plan.query_parts, args.heads, item.batch, head, token + t);
+    }
+  }
+
+  solve_turned(s, held.products, n);
+  for (int64_t t = 0; t < n; ++t) {
+    float *const y = s.grad_update + t * s.width, *const v = s.value + t * s.width;
+    const int64_t at =
+        item.batch * args.beta_strides.batch + item.state_head * args.beta_strides.head + (token + t) * args.beta_strides.token;
+    grad.grad_beta[at] = dot(y, held.missing + t * s.width, s.width);
+    for (int64_t c = 0; c < s.width; c += kLanes) store(v + c, load(y + c) * s.beta[t]);
+    convert(v, row_of<T>(grad.grad_value, args.value_strides, item.batch, item.state_head, token + t), args.value_width);
+  }
+  pair_factors(args, s, 0.0f, -1.0f, n);
+  times_turned(args, s, s.value, n, s.found);
+  multiply_rows(s.found, s.prefix, -1.0f, n * s.pitch, s.found);
+  for (int64_t i = 0; i < n * s.pitch; i += kLanes) {
+    store(s.grad_key + i, load(s.grad_key + i) + load(s.found + i));
+    store(s.rows + i, fma(load(s.key + i), load(s.found + i), load(s.rows + i)));
+  }
+  multiply_rows(s.key, s.prefix, -1.0f, n * s.pitch, s.scaled);
+  add_to_state(args, s, s.value, n, s.grad_state);
+  scores_backward(args, s, s.key, false, held.products, n, s.grad_key);
+  if (grad.grad_log_decay != nullptr) give_decays(grad, item, s, token, n);
+  for (int64_t t = 0; t < n; ++t) {
+    float* const row = s.grad_key + t * s.pitch;
+    through_length(args, row, s.key + t * s.pitch, 1.0f, s.key_factor[t], s.pitch);
+    if (plan.key_parts == nullptr)
+      give_row<T>(args, row, grad.grad_key, args.key_strides, item.batch, item.key_head, token + t);
+    else give_part(args, row, plan.key_parts, args.v_heads, item.batch, item.state_head, token + t);
+  }
+}
+
+// Calls copy(element of a state of the caller, of one in panels) for all of them.
+template <class Copy>
+void for_each_element(const Args& args, Copy copy) {
+  Item whole = {};
+  whole.columns = args.value_width;
+  for_each_element(args, whole, State{nullptr, kPanel, args.key_width * kPanel}, copy);
+}
+
+void import_state(const Args& args, const GradScratch& s, const float* from, int64_t at, float* to) {
+  __builtin_memset(to, 0, sizeof(float) * static_cast<size_t>(s.state_floats));
+  if (from != nullptr) for_each_element(args, [&](int64_t theirs, int64_t own) { to[own] = from[at + theirs]; });
+}
+
+template <class T>
+void grad_of_states(const GradPlan& plan, int64_t index, float* floats) {
+  const GradArgs& grad = plan.args;
+  const Args& args = grad.in;
+  CpuPlan whole = {};
+  whole.args = args;
+  whole.ranges = 1;
+  whole.range_width = args.value_width;
+  const Item item = item_at(whole, index);
+  const GradScratch s = carve(plan, floats);
+  const int64_t at = index * args.key_width * args.value_width;
+  const int64_t chunks = ceil_div(item.end - item.begin, int64_t{kChunk}), spans = ceil_div(chunks, plan.span_chunks);
+  const auto token_of = [&](int64_t chunk) { return item.begin + chunk * kChunk; };
+  const auto tokens_of = [&](int64_t chunk) { return min64(kChunk, item.end - token_of(chunk)); };
+  const auto border = [&](int64_t span) { return s.borders + span * s.state_floats; };
+  import_state(args, s, args.initial_state, at, spans > 1 ? border(0) : held_at(s, 0).state);
+  for (int64_t chunk = 0; chunk < (spans - 1) * plan.span_chunks; ++chunk) {  // to the last span's border
+    const int64_t place = chunk % plan.span_chunks;
+    Held held = held_at(s, 0);
+    held.state = place == 0 ? border(chunk / plan.span_chunks) : held_at(s, place % 2).state;
+    const bool last = place + 1 == plan.span_chunks;
+    float* const to = last ? border(chunk / plan.span_chunks + 1) : held_at(s, (place + 1) % 2).state;
+    forwards<T>(args, item, s, token_of(chunk), tokens_of(chunk), held, to);
+  }
+  import_state(args, s, grad.grad_final_state, at, s.grad_state);
+  for (int64_t span = spans - 1; span >= 0; --span) {
+    const int64_t first = span * plan.span_chunks, count = min64(plan.span_chunks, chunks - first);
+    if (spans > 1) __builtin_memcpy(held_at(s, 0).state, border(span), sizeof(float) * static_cast<size_t>(s.state_floats));
+    for (int64_t i = 0; i < count; ++i)
+      forwards<T>(args, item, s, token_of(first + i), tokens_of(first + i), held_at(s, i),
+                  i + 1 < count ? held_at(s, i + 1).state : nullptr);
+    for (int64_t i = count - 1; i >= 0; --i)
+      backwards<T>(plan, item, s, token_of(first + i), tokens_of(first + i), held_at(s, i));
+  }
+  if (grad.grad_initial_state == nullptr) return;
+  for_each_element(args, [&](int64_t theirs, int64_t own) { grad.grad_initial_state[at + theirs] = s.grad_state[own]; });
+}
+
+// The sum of the parts of a head's row, in their order.
+template <class T>
+void sum_parts(const Args& args, const float* parts, int64_t heads, int64_t all_heads, int64_t batch, int64_t token,
+               void* tensor, const Strides& strides, float* row) {
+  const int64_t D = args.key_width, group = all_heads / heads;
+  for (int64_t head = 0; head < heads; ++head) {
+    for (int64_t c = 0; c < D; ++c) row[c] = 0.0f;
+    for (int64_t i = 0; i < group; ++i) {
+      const float* const part = parts + ((batch * all_heads + head * group + i) * args.tokens + token) * D;
+      for (int64_t c = 0; c < D; ++c) row[c] += part[c];
+    }
+    give_row<T>(args, row, tensor, strides, batch, head, token);
+  }
+}
+
+// A token of a batch row; one of no request has gradients of 0 already.
+template <class T>
+void grad_sums(const GradPlan& plan, int64_t index, float* row) {
+  const Args& args = plan.args.in;
+  const int64_t batch = index / args.tokens, token = index % args.tokens;
+  bool there = args.cu_seqlens == nullptr;
+  for (int64_t q = 0; q < args.requests && !there; ++q)
+    there =
+        token >= clamped_offset(args.cu_seqlens, q, args.tokens) && token < clamped_offset(args.cu_seqlens, q + 1, args.tokens);
+  if (!there) return;
+  if (plan.query_parts != nullptr)
+    sum_parts<T>(args, plan.query_parts, args.q_heads, args.heads, batch, token, plan.args.grad_query, args.query_strides, row);
+  if (plan.key_parts != nullptr)
+    sum_parts<T>(args, plan.key_parts, args.k_heads, args.v_heads, batch, token, plan.args.grad_key, args.key_strides, row);
+}
+
+template <class T>
+void run_grad_typed(const GradPlan& plan, GradPhase phase, int64_t index, float* scratch) {
+  if (phase == GradPhase::kStates) grad_of_states<T>(plan, index, scratch);
+  else grad_sums<T>(plan, index, scratch);
+}
+
 }  // namespace
 
 int64_t scratch_floats(const CpuPlan& plan) { return carve(plan, nullptr).floats; }
@@ -554,6 +1101,15 @@ void run_item(const CpuPlan& plan, int64_t index, float* scratch) {
   if (plan.args.dtype == 0) run_typed<float>(plan, index, scratch);
   if (plan.args.dtype == 1) run_typed<Half>(plan, index, scratch);
   if (plan.args.dtype == 2) run_typed<BFloat16>(plan, index, scratch);
+}
+
+int64_t grad_scratch_floats(const GradPlan& plan) { return carve(plan, nullptr).floats; }
+
+void run_grad_item(const GradPlan& plan, GradPhase phase, int64_t index, float* scratch) {
+  const int32_t dtype = plan.args.in.dtype;
+  if (dtype == 0) run_grad_typed<float>(plan, phase, index, scratch);
+  if (dtype == 1) run_grad_typed<Half>(plan, phase, index, scratch);
+  if (dtype == 2) run_grad_typed<BFloat16>(plan, phase, index, scratch);
 }
 
 }  // namespace leanfleet::gated_delta_rule::LEANFLEET_ISA

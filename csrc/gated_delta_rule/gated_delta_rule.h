@@ -1,4 +1,5 @@
-// GatedDeltaRule as plain structs: the arguments that a kernel gets, and how the CPU kernel cuts the work.
+// GatedDeltaRule and GatedDeltaRuleGrad as plain structs: the arguments that a kernel gets, and how the CPU kernels cut the
+// work.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +44,30 @@ struct CpuPlan {
   int64_t ranges, range_width;
 };
 
+// The gradients of all inputs of `in`, whose output, final_state and state_index are null. With dS_i the gradient of S_i:
+//   dS_i = exp(g_(i+1)) dS'_(i+1) + scale q_iᵀ do_i    du_i = k_i dS_i    dS'_i = dS_i - beta_i k_iᵀ du_i
+//   dq_i = scale do_i S_iᵀ    dk_i = u_i dS_iᵀ - beta_i du_i S'_iᵀ    dv_i = beta_i du_i    dbeta_i = du_i . (v_i - k_i S'_i)
+//   dg_i = <S'_i, dS'_i>, of a key dimension that of its row
+struct GradArgs {
+  Args in;
+  const void* grad_output;        // T, where the output is
+  const float* grad_final_state;  // null: 0
+  void *grad_query, *grad_key, *grad_value;
+  float *grad_beta, *grad_log_decay, *grad_initial_state;  // null: not asked for
+  bool wants_grad_decay;
+};
+
+// The CPU kernel. An item is (request, state), a task of one thread. Where several share a head of queries or keys, each writes
+// its part of that gradient, which a second phase sums.
+constexpr int64_t kGradChunk = 32;  // tokens
+
+struct GradPlan {
+  GradArgs args;
+  int64_t span_chunks, spans;      // states before so many chunks are held at once; before each span from the start
+  float *query_parts, *key_parts;  // [batch, heads or v_heads, tokens, D]; null: nothing is shared
+};
+enum class GradPhase { kStates, kSums };
+
 // On CUDA: chooses a kernel, for D up to kCudaMaxKeyWidth, and returns the cudaError_t of the launches. Asks `ws` first, and
 // returns then if it is counting. The kernel that takes all calls goes token by token with the state in registers;
 // recurrence_blocks: its CTAs, which must be less than 2^31.
@@ -57,5 +82,7 @@ int launch_chunked(const Args& args, const CudaTarget& target);
 // whether launch_prompt launched anything depends on these.
 bool prompt_fits(const Args& args, const CudaTarget& target);
 int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, bool* launched);
+// The gradients, for D up to kCudaMaxKeyWidth.
+int launch_grad(const GradArgs& args, const CudaTarget& target, Workspace& ws);
 
 }  // namespace leanfleet::gated_delta_rule

@@ -1,4 +1,4 @@
-// GatedDeltaRule: from tensors and attributes to Args, and how the CPU cuts the work.
+// GatedDeltaRule and GatedDeltaRuleGrad: from tensors and attributes to Args, and how the CPU cuts the work.
 #include <algorithm>
 #include <cmath>
 #include <string>
@@ -17,11 +17,24 @@ namespace leanfleet::gated_delta_rule {
 
 LEANFLEET_CPU_FUNCTION(int64_t, scratch_floats, (const CpuPlan& plan))
 LEANFLEET_CPU_FUNCTION(void, run_item, (const CpuPlan& plan, int64_t index, float* scratch))
+LEANFLEET_CPU_FUNCTION(int64_t, grad_scratch_floats, (const GradPlan& plan))
+LEANFLEET_CPU_FUNCTION(void, run_grad_item, (const GradPlan& plan, GradPhase phase, int64_t index, float* scratch))
 
 namespace {
 
 constexpr double kMinWorkerCost = 1 << 16;             // multiplications that are worth another thread
 constexpr int64_t kMaxStateFloats = int64_t{1} << 40;  // so that sizes of scratch fit in int64
+
+// The two operators have these in common.
+namespace forward = gated_delta_rule;
+namespace backward = gated_delta_rule_grad;
+static_assert(int(forward::kQuery) == backward::kQuery && int(forward::kKey) == backward::kKey &&
+              int(forward::kValue) == backward::kValue && int(forward::kLogDecay) == backward::kLogDecay &&
+              int(forward::kBeta) == backward::kBeta && int(forward::kInitialState) == backward::kInitialState);
+static_assert(int(forward::kDimB) == backward::kDimB && int(forward::kDimHq) == backward::kDimHq &&
+              int(forward::kDimHk) == backward::kDimHk && int(forward::kDimHv) == backward::kDimHv &&
+              int(forward::kDimN) == backward::kDimN && int(forward::kDimD) == backward::kDimD &&
+              int(forward::kDimDv) == backward::kDimDv);
 
 Status check(const Call& call) {
   const int64_t queries = call.dims[kDimHq], values = call.dims[kDimHv], size = call.dims[kDimD] * call.dims[kDimDv];
@@ -34,31 +47,37 @@ Status check(const Call& call) {
 }
 
 // A beta outside [0, 2] makes states grow without end, but it may be meant.
-Status check_beta(const Call& call) {
+Status check_beta(const Call& call, const Tensor& offsets) {
   const Tensor& beta = call.inputs[kBeta];
   const float* values = beta.as<const float>();
   const int64_t inner = beta.shape[1] * beta.shape[2];
   for (int64_t i = 0; i < beta.elements(); ++i) {
     if (values[i] >= 0.0f && values[i] <= 2.0f) continue;
     const int64_t row = i / inner, first = i / beta.shape[2] % beta.shape[1], second = i % beta.shape[2];
-    if (!in_a_request(call.inputs[kCuSeqlens], call.bnhd() ? first : second)) continue;
+    if (!in_a_request(offsets, call.bnhd() ? first : second)) continue;
     return call.invalid("beta[" + std::to_string(row) + "," + std::to_string(first) + "," + std::to_string(second) + "] is " +
                         std::to_string(values[i]) + "; expected a number in [0, 2]");
   }
   return {};
 }
 
-Status check_values(const Call& call, bool strict) {
-  const Tensor& offsets = call.inputs[kCuSeqlens];
+// `offsets`: cu_seqlens.
+Status check_common_values(const Call& call, const Tensor& offsets, bool strict) {
   LEANFLEET_RETURN_IF_ERROR(check_log_decay(call, call.inputs[kLogDecay], offsets));
   if (!strict) return {};
   if (offsets.present()) LEANFLEET_RETURN_IF_ERROR(check_cu_seqlens(call, offsets, call.dims[kDimN]));
-  LEANFLEET_RETURN_IF_ERROR(check_beta(call));
-  if (call.inputs[kStateIndex].present()) return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], offsets);
-  return {};
+  return check_beta(call, offsets);
 }
 
-Args make_args(const Call& call) {
+Status check_values(const Call& call, bool strict) {
+  const Tensor& offsets = call.inputs[kCuSeqlens];
+  LEANFLEET_RETURN_IF_ERROR(check_common_values(call, offsets, strict));
+  if (!strict || !call.inputs[kStateIndex].present()) return {};
+  return check_state_index(call, call.inputs[kStateIndex], call.dims[kDimP], offsets);
+}
+
+// What the two operators share: no state but the initial one, no output.
+Args common_args(const Call& call, const Tensor& offsets, float scale, bool normalize, bool state_v_first) {
   Args args = {};
   args.query = call.inputs[kQuery].data;
   args.key = call.inputs[kKey].data;
@@ -66,16 +85,13 @@ Args make_args(const Call& call) {
   args.log_decay = call.inputs[kLogDecay].as<const float>();
   args.beta = call.inputs[kBeta].as<const float>();
   args.initial_state = call.inputs[kInitialState].as<const float>();
-  args.cu_seqlens = call.inputs[kCuSeqlens].as<const int32_t>();
-  args.state_index = call.inputs[kStateIndex].as<const int32_t>();
-  args.output = call.outputs[kOutOutput].data;
-  args.final_state = call.outputs[kOutFinalState].as<float>();
+  args.cu_seqlens = offsets.as<const int32_t>();
   args.dtype = static_cast<int32_t>(call.inputs[kQuery].dtype);
   args.decay_per_key = call.inputs[kLogDecay].rank == 4;
-  args.normalize = call.attrs[kAttrNormalizeQk].i != 0;
-  args.state_v_first = call.attrs[kAttrStateVFirst].i != 0;
+  args.normalize = normalize;
+  args.state_v_first = state_v_first;
   args.batch = call.dims[kDimB];
-  args.requests = call.inputs[kCuSeqlens].present() ? call.inputs[kCuSeqlens].shape[0] - 1 : args.batch;
+  args.requests = args.state_rows = offsets.present() ? offsets.shape[0] - 1 : args.batch;
   args.q_heads = call.dims[kDimHq];
   args.k_heads = call.dims[kDimHk];
   args.v_heads = call.dims[kDimHv];
@@ -83,8 +99,6 @@ Args make_args(const Call& call) {
   args.tokens = call.dims[kDimN];
   args.key_width = call.dims[kDimD];
   args.value_width = call.dims[kDimDv];
-  args.state_rows = call.inputs[kStateIndex].present() ? call.dims[kDimP] : args.requests;
-  const float scale = call.attrs[kAttrScale].f;
   args.scale = scale != 0.0f ? scale : 1.0f / std::sqrt(static_cast<float>(args.key_width));
   const auto strides = [&](int64_t heads, int64_t width) { return head_token_strides(call.bnhd(), heads, args.tokens, width); };
   args.query_strides = strides(args.q_heads, args.key_width);
@@ -93,6 +107,16 @@ Args make_args(const Call& call) {
   args.output_strides = strides(args.heads, args.value_width);
   args.decay_strides = strides(args.v_heads, args.decay_per_key ? args.key_width : 1);
   args.beta_strides = strides(args.v_heads, 1);
+  return args;
+}
+
+Args make_args(const Call& call) {
+  Args args = common_args(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f, call.attrs[kAttrNormalizeQk].i != 0,
+                          call.attrs[kAttrStateVFirst].i != 0);
+  args.state_index = call.inputs[kStateIndex].as<const int32_t>();
+  args.output = call.outputs[kOutOutput].data;
+  args.final_state = call.outputs[kOutFinalState].as<float>();
+  if (call.inputs[kStateIndex].present()) args.state_rows = call.dims[kDimP];
   return args;
 }
 
@@ -128,11 +152,15 @@ Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
 }
 
 #ifdef LEANFLEET_CUDA
+Status check_cuda_key_width(const Call& call, const Args& args) {
+  if (args.key_width <= kCudaMaxKeyWidth) return {};
+  return call.unsupported("query has D = " + std::to_string(args.key_width) + "; on CUDA D goes up to " +
+                          std::to_string(kCudaMaxKeyWidth) + ", larger calls run on the CPU");
+}
+
 Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   const Args args = make_args(call);
-  if (args.key_width > kCudaMaxKeyWidth)
-    return call.unsupported("query has D = " + std::to_string(args.key_width) + "; on CUDA D goes up to " +
-                            std::to_string(kCudaMaxKeyWidth) + ", larger calls run on the CPU");
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_key_width(call, args));
   if (args.value_width > kMaxAxis || recurrence_blocks(args) > kMaxAxis)
     return call.unsupported(
         "there are requests x Hv x Dv = " + std::to_string(args.requests * args.v_heads * args.value_width) +
@@ -148,3 +176,84 @@ constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nu
 const OpImpl kImpl = {check, check_values, run_on_cpu, run_on_cuda};
 
 }  // namespace leanfleet::gated_delta_rule
+
+namespace leanfleet::gated_delta_rule_grad {
+
+namespace {
+
+using namespace gated_delta_rule;  // what the two operators share; names of this one come first
+
+constexpr int64_t kSpanFloats = int64_t{1} << 20;  // states before chunks that a worker holds at least
+
+Status check_values(const Call& call, bool strict) { return check_common_values(call, call.inputs[kCuSeqlens], strict); }
+
+GradArgs make_args(const Call& call) {
+  GradArgs args = {};
+  args.in = common_args(call, call.inputs[kCuSeqlens], call.attrs[kAttrScale].f, call.attrs[kAttrNormalizeQk].i != 0,
+                        call.attrs[kAttrStateVFirst].i != 0);
+  args.grad_output = call.inputs[kGradOutput].data;
+  args.grad_final_state = call.inputs[kGradFinalState].as<const float>();
+  args.grad_query = call.outputs[kOutGradQuery].data;
+  args.grad_key = call.outputs[kOutGradKey].data;
+  args.grad_value = call.outputs[kOutGradValue].data;
+  args.grad_beta = call.outputs[kOutGradBeta].as<float>();
+  args.grad_log_decay = call.outputs[kOutGradLogDecay].as<float>();
+  args.grad_initial_state = call.outputs[kOutGradInitialState].as<float>();
+  args.wants_grad_decay = call.attrs[kAttrGradDecay].i != 0;
+  return args;
+}
+
+Status run_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
+  GradPlan plan = {};
+  plan.args = make_args(call);
+  const Args& in = plan.args.in;
+  const int64_t items = in.requests * in.v_heads, threads = target.threads->count(), rows = in.batch * in.tokens;
+  const int64_t chunks = std::max<int64_t>(ceil_div(in.tokens, kGradChunk), 1);
+  const int64_t even = static_cast<int64_t>(std::ceil(std::sqrt(static_cast<double>(chunks))));
+  plan.span_chunks = std::min(chunks, std::max<int64_t>({even, kSpanFloats / (in.key_width * in.value_width), 2}));
+  plan.spans = ceil_div(chunks, plan.span_chunks);
+  const double cost = 9.0 * double(rows * in.v_heads) * double(in.key_width * in.value_width);
+  const int64_t workers = std::clamp<int64_t>(static_cast<int64_t>(cost / kMinWorkerCost), 1, std::min(threads, items));
+  const int64_t floats = round_up(select_grad_scratch_floats()(plan), int64_t{64});
+  float* scratch = ws.scratch<float>(workers * floats);
+  const bool query_shared = in.heads > in.q_heads, key_shared = in.v_heads > in.k_heads;
+  float* query_parts = ws.scratch<float>(query_shared ? rows * in.heads * in.key_width : 0);
+  float* key_parts = ws.scratch<float>(key_shared ? rows * in.v_heads * in.key_width : 0);
+  if (ws.counting()) return {};
+
+  if (query_shared) plan.query_parts = query_parts;
+  if (key_shared) plan.key_parts = key_parts;
+  if (in.cu_seqlens != nullptr && !covers_all_tokens(in.cu_seqlens, in.requests, in.tokens)) {
+    for (int output : {kOutGradQuery, kOutGradKey, kOutGradValue, kOutGradBeta}) zero(call.outputs[output]);
+    if (plan.args.grad_log_decay != nullptr) zero(call.outputs[kOutGradLogDecay]);
+  }
+  const auto kernel = select_run_grad_item();
+  const auto phase = [&](GradPhase which, int64_t count) {
+    run_items(*target.threads, count, workers,
+              [&](int64_t index, int64_t worker) { kernel(plan, which, index, scratch + worker * floats); });
+  };
+  phase(GradPhase::kStates, items);
+  if (query_shared || key_shared) phase(GradPhase::kSums, rows);
+  return {};
+}
+
+#ifdef LEANFLEET_CUDA
+Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  const GradArgs args = make_args(call);
+  LEANFLEET_RETURN_IF_ERROR(check_cuda_key_width(call, args.in));
+  const int64_t rows = args.in.batch * args.in.heads * args.in.tokens, states = args.in.requests * args.in.v_heads;
+  if (rows > kMaxAxis || states * args.in.value_width > kMaxAxis)
+    return call.unsupported("there are B x H x N = " + std::to_string(rows) +
+                            " rows and requests x Hv x Dv = " + std::to_string(states * args.in.value_width) +
+                            " columns of states; on CUDA both are less than 2^31, larger calls run on the CPU");
+  return cuda_status(call, "launching the kernels", launch_grad(args, target, ws));
+}
+#else
+constexpr Status (*run_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+#endif
+
+}  // namespace
+
+const OpImpl kImpl = {check, check_values, run_on_cpu, run_on_cuda};
+
+}  // namespace leanfleet::gated_delta_rule_grad

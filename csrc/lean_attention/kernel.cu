@@ -415,7 +415,7 @@ void cut_for_cuda(Args& args) {
   const int64_t each = ceil_div(args.total_tokens, args.requests);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32), few = args.group * each <= 16;
   const int64_t tokens = few ? each : (half ? prompt_rows(args) : kFloatRows) / args.group;
-  const int few_rows = has_narrow_cache(args) ? kNarrowFewRows : 8;
+  const int few_rows = has_narrow_cache(args) && !narrow_directly(args) ? kNarrowFewRows : 8;
   if (half && !few && args.requests > 1 && args.group <= 16) args.short_tokens = max32(few_rows / args.group, 1);
   cut_into_pieces(args, static_cast<int>(clamp<int64_t>(tokens, 1, args.total_tokens)));
 }
@@ -449,8 +449,9 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : prompt_rows(args);
   int slots = 0;
   if (has_narrow_cache(args)) {
-    plan.row_tile = narrow_rows(rows);
-    plan.key_tile = kNarrowTileKeys;
+    const bool directly = plan.row_tile == kDirectRows && narrow_directly(args);
+    if (!directly) plan.row_tile = narrow_rows(rows);
+    plan.key_tile = directly ? tile : kNarrowTileKeys;
     plan.unit_overhead = kNarrowUnitOverhead;
   } else {
     const bool wgmma = takes_wgmma(args);
@@ -485,10 +486,21 @@ int launch_float_of_half(Args args, cudaStream_t stream) {
 int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes, void* stream) {
   if (args.dtype == static_cast<int>(DType::kFloat32))
     return launch_float<float>(args, by_16_bytes, static_cast<cudaStream_t>(stream));
-  if (has_narrow_cache(args))
-    return by_16_bytes ? launch_narrow(args, max_shared_bytes, stream)
-                       : launch_float_of_half(args, static_cast<cudaStream_t>(stream));
   const int width = padded_width(args);
+  const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
+  // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
+  // contexts in one piece are read faster by TMA.
+  const bool few_tokens =
+      args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width, has_narrow_cache(args));
+  const auto directly = [&] {
+    return for_type_and_width(args, width, [&](auto type, auto w) {
+      return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
+    });
+  };
+  if (has_narrow_cache(args)) {
+    if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
+    return args.plan.row_tile == kDirectRows ? directly() : launch_narrow(args, max_shared_bytes, stream);
+  }
   int key_tile = 0, slots = 0;
   const bool wgmma = args.plan.row_tile > 16 && takes_wgmma(args);
   choose_tile(width, args.plan.row_tile, wgmma, &key_tile, &slots, max_shared_bytes);
@@ -501,15 +513,9 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     args.append = false;
     if (error != cudaSuccess) return error;
   }
-  const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
-  // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
-  // contexts in one piece are read faster by TMA.
-  const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width);
   if (args.plan.row_tile == kDirectRows && args.key_width == width && args.value_width == width && width <= 128 &&
       (few_tokens || args.cache_kind == kPaged))
-    return for_type_and_width(args, width, [&](auto type, auto w) {
-      return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
-    });
+    return directly();
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
@@ -568,9 +574,13 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
   }
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32);
-  const bool fits = half && by_16_bytes && narrow_fits(args, max_shared_bytes) &&
-                    (args.short_tokens == 0 || narrow_fits(short_launch(args), max_shared_bytes));
-  if (args.rotary_half > 0 && !fits) {
+  const auto launches = [&](const Args& part) {
+    return part.plan.row_tile == kDirectRows || narrow_fits(part, max_shared_bytes);
+  };
+  const bool fits = half && by_16_bytes && launches(args) && (args.short_tokens == 0 || launches(short_launch(args)));
+  const bool rotates = args.rotary_half % 2 == 0 && aligned(args.cos_cache, 16) && aligned(args.sin_cache, 16);
+  const bool directly = args.plan.row_tile == kDirectRows || (args.short_tokens > 0 && args.short_plan.row_tile == kDirectRows);
+  if (args.rotary_half > 0 && (!fits || (directly && !rotates))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
   }

@@ -18,6 +18,7 @@
 #include <type_traits>
 
 #include "lean_attention/device.cuh"
+#include "lean_attention/narrow.cuh"
 #include "lean_attention/narrow.h"
 
 namespace leanfleet::lean_attention {
@@ -49,22 +50,6 @@ struct alignas(16) NarrowStatistics {
   float max[kMostWarps][16], sum[kMostWarps][16];
   uint32_t missing[kMostWarps][kMostStages];  // a bit for each token of a tile whose page is outside the pool
 };
-
-// A power of two at or below x, where that has an inverse.
-__device__ __forceinline__ float power_below(float x) {
-  return __uint_as_float(__float_as_uint(fminf(fmaxf(x, 0x1p-120f), 0x1p126f)) & 0x7f800000u);
-}
-__device__ __forceinline__ float inverse_power(float power) { return __uint_as_float((254u << 23) - __float_as_uint(power)); }
-
-// Four biased bytes, b + 128, as two pairs of halves: 0x6400 | x is 1024 + x.
-__device__ __forceinline__ uint32_t halves_of(uint32_t biased, uint32_t select) {
-  const uint32_t bits = __byte_perm(biased, 0x64646464u, select);
-  const __half2 x = __hsub2(*reinterpret_cast<const __half2*>(&bits), __floats2half2_rn(1152.0f, 1152.0f));
-  return *reinterpret_cast<const uint32_t*>(&x);
-}
-constexpr uint32_t kBias = 0x80808080u, kLowBytes = 0x4140, kHighBytes = 0x4342;
-
-__device__ __forceinline__ uint32_t word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
 // The byte of 16-byte chunk `chunk` of a token's row of kRowBytes, in lines of 128 bytes: two rows of 64 bytes, or [box of 128
 // bytes][token]. Chunk c of line n stands at place c ^ (n % 8).
@@ -455,7 +440,6 @@ struct NarrowCta {
         top[i / 2] = fmaxf(top[i / 2], fabsf(p[n][i]));
       }
     }
-    constexpr float kMostOverLift = 256.0f;
     if (__any_sync(kFullWarp, top[0] > lift[0] * kMostOverLift || top[1] > lift[1] * kMostOverLift)) {
 #pragma unroll
       for (int c = 0; c < 2; ++c) {
@@ -590,13 +574,7 @@ struct NarrowCta {
   // 4 columns of a row of the unit, over the values' scales that are no tokens'.
   __device__ __forceinline__ void write(const Unit& unit, const Segment& segment, Span rows, int row, int d, float4 o,
                                         float row_max, float row_sum) const {
-    if (args.value_scales.kind == kPerTensor) {
-      const float scale = args.value_scales.in[0];
-      o.x *= scale, o.y *= scale, o.z *= scale, o.w *= scale;
-    } else if (args.value_scales.kind == kPerChannel) {
-      const float* const scales = args.value_scales.in + static_cast<int64_t>(head) * args.value_width + d;
-      o.x *= scales[0], o.y *= scales[1], o.z *= scales[2], o.w *= scales[3];
-    }
+    scale_values(args.value_scales, head, args.value_width, d, o);
     if (segment.count == 1) write_row<T>(args, unit, rows.begin + row, d, o, row_max, row_sum);
     else write_partial(args, segment.slot, row, d, o, row_max, row_sum);
   }

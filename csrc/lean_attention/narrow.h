@@ -9,6 +9,12 @@ inline bool has_narrow_cache(const Args& args) {
   return args.key_scales.kind != kNoScale || args.value_scales.kind != kNoScale;
 }
 
+// Whether steps of few rows have a kernel that reads the caches straight into registers (direct_kernel.cuh).
+inline bool narrow_directly(const Args& args) {
+  return args.key_scales.kind != kNoScale && args.value_scales.kind != kNoScale && args.key_width == args.value_width &&
+         (args.key_width == 64 || args.key_width == 128);
+}
+
 constexpr int kNarrowTileKeys = 64, kNarrowFewRows = 16;
 
 // Packed rows of a unit on tensor cores: 16 for each of 1, 2, 4 or 8 warps.

@@ -1,4 +1,4 @@
-// What `auto` takes on CUDA: reads "sm_count element B H Hkv N R Dv normalize" a line, prints the number that the
+// What `auto` takes on CUDA: reads "sm_count element B H Hv N R Dv normalize" a line, for Hq = H and Hk = Hv, prints the number that the
 // algorithm has in the schema.
 #include <cstdio>
 
@@ -12,7 +12,7 @@ int main() {
   while (std::scanf("%d %d %lld %lld %lld %lld %lld %lld %d", &sm_count, &element, &b, &h, &kv, &n, &r, &v, &normalize) ==
          9) {
     in.dtype = element == 4 ? 0 : 2;
-    in.batch = in.requests = b, in.heads = h, in.kv_heads = kv, in.tokens = n, in.key_width = r, in.value_width = v;
+    in.batch = in.requests = b, in.q_heads = in.heads = h, in.k_heads = in.v_heads = kv, in.tokens = n, in.key_width = r, in.value_width = v;
     std::printf("%d\n", fastest_algorithm(in, normalize != 0, sm_count));
   }
   return 0;

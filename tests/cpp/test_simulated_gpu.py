@@ -1,6 +1,7 @@
 """CUDA kernels run by host threads (support.simulated_gpu), where the CUDA headers are: no GPU is needed."""
 
 import ctypes
+import math
 import random
 import shutil
 import subprocess
@@ -9,8 +10,9 @@ from functools import partial
 import pytest
 import torch
 
+from leanfleet import spec
 from leanfleet.export import reference
-from support import attention_cases, conv_cases, delta_cases, quantised_cases
+from support import attention_cases, conv_cases, delta_cases, linear_cases, quantised_cases
 from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, same_bits
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.paths import ROOT
@@ -78,7 +80,64 @@ def test_causal_conv(causal_conv, dtype):
 
 @pytest.fixture(scope="module")
 def delta_rule(tmp_path_factory):
-    return build(tmp_path_factory.mktemp("simulated"), ["GatedDeltaRule"])
+    return build(tmp_path_factory.mktemp("simulated"), ["GatedDeltaRule", "GatedDeltaRuleGrad"])
+
+
+@pytest.fixture(scope="module")
+def linear_decay(tmp_path_factory):
+    templates = "causal_linear_decay/rows_launch.cu.in", "core/chunk_scan_launch.cu.in"
+    instances = [(t, {"TYPE": of}) for t in templates for of in ("float", "__half", "__nv_bfloat16")]
+    operators = ["CausalLinearDecay", "CausalLinearDecayGrad"]
+    return build(tmp_path_factory.mktemp("simulated"), operators, ["core/chunk_scan.cu"], instances)
+
+
+def check_linear_decay(folder, op_name, heads, size, dtype="float32", offsets=None, norm=False, rows=3, **attrs):
+    """size: N, R, Dv. Errors against the float64 reference, each output's as a part of its size."""
+    grad = op_name.endswith("Grad")
+    present = [
+        "log_decay",
+        "initial_state",
+        *["grad_final_state"] * grad,
+        *["initial_norm"] * norm,
+        *["cu_seqlens"] * bool(offsets),
+    ]
+    attrs |= dict(grad_decay=1, grad_state=1) if grad else dict(return_state=1, normalize=int(norm))
+    inputs = linear_cases.fill(
+        op_name, present, (1 if offsets else 2, *heads, *size), attrs, rows, dtype=dtype, offsets=offsets
+    )
+    inputs["log_decay"] = inputs["log_decay"].nan_to_num(-0.5, neginf=-math.inf)
+    found = run_simulated(folder, op_name, {name: x.clone() for name, x in inputs.items()}, attrs)
+    op = spec.all_specs()[op_name]
+    exact = [inputs.get(t.name) for t in op.inputs]
+    exact = [x.double() if x is not None and x.is_floating_point() else x for x in exact]
+    for (name, x), e in zip(found.items(), getattr(reference, op.snake_name)(*exact, **attrs), strict=True):
+        if offsets and name not in ("final_state", "final_norm", "grad_initial_state"):
+            axis = 1 if attrs.get("layout") == "bnhd" else x.dim() - 1 if name == "grad_log_decay" else 2
+            assert not x.narrow(axis, offsets[-1], size[0] - offsets[-1]).any(), name
+        error = ((x.double() - e).norm() / e.norm()).item()
+        assert error <= {"float32": 1e-6, "float16": 1.5e-3, "bfloat16": 1.2e-2}[dtype], (op_name, name, heads, error)
+
+
+# Hq, Hk, Hv: inverse grouping, both kinds of sharing at once, grouped queries, all alike.
+@pytest.mark.parametrize("heads", ((2, 2, 6), (4, 2, 8), (1, 1, 4), (4, 1, 2), (4, 2, 2), (2, 2, 2)), ids=str)
+def test_linear_decay_of_shared_heads(linear_decay, heads):
+    """Steps, the recurrences, chunks on mma.sync, and gradients."""
+    forward, grad = (
+        partial(check_linear_decay, linear_decay, name, heads) for name in ("CausalLinearDecay", "CausalLinearDecayGrad")
+    )
+    before = products(linear_decay)
+    forward((1, 64, 32), algorithm="auto")
+    forward((1, 40, 12), "bfloat16", layout="bnhd")
+    forward((3, 33, 8), "bfloat16", algorithm="causal_dot_product")
+    forward((40, 16, 8), norm=True, algorithm="causal_dot_product")
+    forward((40, 16, 8), "float16", norm=True, algorithm="fleet")
+    assert products(linear_decay) == before
+    forward((70, 16, 16), "bfloat16", algorithm="lightning")
+    forward((70, 24, 8), offsets=(0, 20, 20, 66), layout="bnhd", algorithm="lightning")
+    grad((70, 16, 16), "bfloat16")
+    grad((40, 20, 9), layout="bnhd")
+    grad((40, 16, 8), "float16", offsets=(0, 20, 20, 38))
+    assert products(linear_decay) > before
 
 
 def copy_of(folder, tmp_path_factory):
@@ -131,6 +190,52 @@ def test_gated_delta_rule_by_recurrence(delta_rule, dtype):
     inputs["state_index"][1] = 17  # outside of the pool
     check_delta_rule(delta_rule, inputs, {"return_state": 1}, in_place=True)
     assert products(delta_rule) == before
+
+
+@pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
+def test_gated_delta_rule_grad(delta_rule, dtype):
+    """Decays of each kind, ends of vectors and chunks, heads of each kind of sharing, packed requests, requests in spans."""
+
+    def check(inputs, attrs, **options):
+        inputs, attrs = delta_cases.with_grads(inputs, attrs)
+        found = run_simulated(delta_rule, delta_cases.GRAD, inputs, attrs, **options)
+        delta_cases.assert_near(found, inputs, attrs)
+
+    for n, d, dv, decay, v_first in (
+        (1, 5, 7, "token", 0),
+        (16, 32, 24, "key", 1),
+        (17, 40, 20, "token", 1),
+        (50, 20, 70, "key", 0),
+        (33, 130, 9, None, 0),
+        (20, 256, 12, "key", 0),
+    ):
+        inputs = delta_cases.make(n, b=1, heads=(1, 1, 2), d=d, dv=dv, dtype=dtype, decay=decay, state=True, v_first=v_first)
+        check(inputs, {"state_v_first": v_first})
+    for heads, decay in (((4, 2, 2), "token"), ((2, 1, 4), "key")):
+        inputs = delta_cases.make(20, heads=heads, d=16, dv=24, dtype=dtype, decay=decay, layout="bnhd", state=True, unit=False)
+        check(inputs, {"normalize_qk": 1, "layout": "bnhd", "scale": 0.7})
+    packed = [2, 3, 3, 40, 57, 88]
+    for decay in ("token", "key"):
+        check(delta_cases.make(90, packed=packed, heads=(4, 2, 2), d=16, dv=20, dtype=dtype, decay=decay, state=True), {})
+    inputs = delta_cases.make(400, b=1, heads=(1, 1, 1), d=32, dv=40, dtype=dtype, decay=-1e-3, state=True)
+    check(inputs, {"normalize_qk": 1}, seed=5)  # 25 chunks, of which tests hold 5
+
+
+@pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state", "grad_output", "grad_final_state"))
+def test_gated_delta_rule_grad_keeps_what_is_not_finite_in_its_head(delta_rule, role):
+    inputs, attrs = delta_cases.with_grads(delta_cases.make(40, heads=(2, 2, 4), d=16, dv=24, state=True), {})
+    clean = run_simulated(delta_rule, delta_cases.GRAD, inputs, attrs)
+    inputs[role] = inputs[role].clone()
+    inputs[role][1, 1].view(-1)[0] = float("nan")
+    found = run_simulated(delta_rule, delta_cases.GRAD, inputs, attrs)
+    states = (2, 3) if role in ("query", "key") else (1,)
+    touched = {"grad_query": {s // 2 for s in states}, "grad_key": {s // 2 for s in states}}
+    for name, x in found.items():
+        assert torch.equal(x[0], clean[name][0])
+        for head in range(x.shape[1]):
+            if head not in touched.get(name, states):
+                assert torch.equal(x[1, head], clean[name][1, head]), (name, head)
+    assert not found["grad_key"][1].isfinite().all()
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))

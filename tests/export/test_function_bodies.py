@@ -295,6 +295,7 @@ DELTA = {
     "bnhd per key": (dict(decay="key", layout="bnhd"), dict(layout="bnhd", return_state=1)),
     "pool": (dict(pool=True, v_first=True), dict(return_state=1, state_v_first=1)),
     "packed": (dict(packed=True), dict(return_state=1)),
+    "packed unit rows": (dict(packed=[3, 20, 20, 37]), dict(normalize_qk=1)),
     "packed pool": (dict(packed=[2, 2, 30, 38], pool=True, decay="key", layout="bnhd"), dict(return_state=1, layout="bnhd")),
     "nothing packed": (dict(packed=[0, 0, 0], state=True), dict(return_state=1)),
 }
@@ -302,7 +303,8 @@ DELTA = {
 
 def delta_body(inputs, attrs, dtype="float32", opset=20):
     rank = inputs["log_decay"].dim() if "log_decay" in inputs else None
-    return session_of(one_node_model("GatedDeltaRule", inputs, attrs, {"log_decay": rank}, dtype, opset))
+    name = "GatedDeltaRuleGrad" if "grad_output" in inputs else "GatedDeltaRule"
+    return session_of(one_node_model(name, inputs, attrs, {"log_decay": rank}, dtype, opset))
 
 
 @pytest.mark.parametrize("case", DELTA)
@@ -318,17 +320,33 @@ def test_gated_delta_rule(case):
         check_body("GatedDeltaRule", session, inputs, attrs)
 
 
+@pytest.mark.parametrize("case", [case for case in DELTA if "pool" not in case])
+def test_gated_delta_rule_grad(case):
+    """Also over more tokens than a chunk has, and of the gradient of the output alone."""
+    options, attrs = DELTA[case]
+    session = None
+    for n in (40, 70):
+        inputs, grad_attrs = delta_cases.with_grads(delta_cases.make(n, **options), attrs)
+        session = session or delta_body(inputs, grad_attrs)
+        check_body("GatedDeltaRuleGrad", session, inputs, grad_attrs)
+    inputs, _ = delta_cases.with_grads(delta_cases.make(5, **options), attrs, last=False)
+    alone = {name: x for name, x in grad_attrs.items() if name not in ("grad_state", "grad_decay")}
+    check_body("GatedDeltaRuleGrad", delta_body(inputs, alone), inputs, alone)
+
+
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_gated_delta_rule_low_precision(dtype):
     inputs, attrs = delta_cases.make(20, dtype=dtype, state=True), {"return_state": 1, "normalize_qk": 1}
     check_body("GatedDeltaRule", delta_body(inputs, attrs, dtype), inputs, attrs, dtype)
+    inputs, attrs = delta_cases.with_grads(inputs, attrs)
+    check_body("GatedDeltaRuleGrad", delta_body(inputs, attrs, dtype), inputs, attrs, dtype)
 
 
 # Models: what attach does
 
 
 def test_opsets():
-    newest = {(1, 20): 21, (1, 21): 22, (1, 22): 22}.get(RUNTIME, 24)  # of those that this onnxruntime reads
+    newest = {(1, 20): 21, (1, 21): 22, (1, 22): 22, (1, 23): 23}.get(RUNTIME, 24)  # of those that this onnxruntime reads
     for name, present, attrs, rank in (LINEAR["grad per token"], PACKED_CASES["decay pool"], LINEAR["normalized all"]):
         for opset in {18, 19, 21, newest}:
             model = one_node_model(name, present, attrs, {"log_decay": rank}, opset=opset)
@@ -519,6 +537,9 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
         present, rank = list(inputs), None
     elif name == "GatedDeltaRule":
         inputs, attrs = delta_cases.make(9, state=True), {"return_state": 1}
+        present, rank = list(inputs), 3
+    elif name == "GatedDeltaRuleGrad":
+        inputs, attrs = delta_cases.with_grads(delta_cases.make(9, state=True), {})
         present, rank = list(inputs), 3
     elif name == "CausalConv":
         inputs, attrs = conv_cases.make(9, state=True, lens=(9, 4)), {"return_state": 1}

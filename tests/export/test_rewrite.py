@@ -480,6 +480,8 @@ def test_multi_head_attention_left_alone(extra, outputs, attributes, message):
         dict(rule="linear", state=False, n=64),
         dict(scale=0.5),
         dict(n=65, chunk_size=32),
+        dict(heads=(2, 2, 6)),
+        dict(heads=(1, 1, 4), rule="linear", n=1),
     ],
     ids=str,
 )
@@ -516,7 +518,8 @@ def test_linear_attention_of_opset_27_is_made_loadable():
         ({}, dict(update_rule="linear"), "update_rule is linear with decay"),
         (dict(query=(normal(B, 9, H * D), [B, 9, "width"])), {}, "scale is 1/sqrt"),
         ({}, dict(state_window=2), "state_window is 2"),
-        ({}, dict(q_num_heads=2, kv_num_heads=6), "2 query heads over 6"),
+        ({}, dict(q_num_heads=4, kv_num_heads=6), "columns for 4 query heads"),
+        ({}, dict(kv_num_heads=4), "do not divide each other"),
     ],
 )
 def test_linear_attention_left_alone(change, attributes, message):
@@ -1340,6 +1343,17 @@ def test_linear_attention_back(layout, decay, state):
     again, (row,) = rewritten(proto)
     assert row.into == "CausalLinearDecay"
     close(run(again, feed, True), run(model, feed, True), "CausalLinearDecay")
+
+
+@pytest.mark.parametrize("heads", ((2, 2, 6), (1, 1, 4)))
+def test_linear_attention_of_shared_heads_and_back(heads):
+    inputs, attributes = linear(n=9, heads=heads)
+    model = model_of("LinearAttention", "com.microsoft", inputs, ["output", "present_state"], attributes, 21)
+    ours, (row,) = rewritten(model)
+    assert row.into == "CausalLinearDecay" and "Expand" not in [node.op_type for node in ours.graph.node]
+    back, (row,) = rewritten(ours, to="standard")
+    assert row.into == "LinearAttention"
+    close(run(back, feed_of(inputs)), run(model, feed_of(inputs)), "CausalLinearDecay")
 
 
 @pytest.mark.parametrize(

@@ -16,6 +16,7 @@ from hypothesis import strategies as st
 from leanfleet import native, spec
 from leanfleet.export import reference
 from support.kernels import examples, remembered, run_kernel
+from support.linear_cases import SHARED_HEADS
 
 FORWARD, GRAD = "CausalLinearDecay", "CausalLinearDecayGrad"
 I32 = torch.int32
@@ -46,9 +47,11 @@ def make(
     packed=False,
     pool=False,
     grad=False,
+    heads=None,
     seed=0,
 ):
-    """Inputs by name. packed: four requests of unequal length, one of them empty, in one row; or their offsets."""
+    """Inputs by name. packed: four requests of unequal length, one of them empty, in one row; or their offsets. heads: Hq, Hk, Hv
+    in place of group and kv."""
     g = torch.Generator().manual_seed(seed + n)
     offsets = None
     if packed:
@@ -60,7 +63,8 @@ def make(
         x = torch.randn(b, heads, n, width, generator=g) / width**0.25
         return swap((x.abs() if positive else x).to(DTYPES[dtype]), layout)
 
-    inputs = {"query": tensor(group * kv, r, norm), "key": tensor(kv, r, norm), "value": tensor(kv, dv)}
+    queries, keys, kv = heads or (group * kv, kv, kv)
+    inputs = {"query": tensor(queries, r, norm), "key": tensor(keys, r, norm), "value": tensor(kv, dv)}
     if DECAYS[decay] is not None:
         inputs["log_decay"] = torch.full((kv,), DECAYS[decay]) * (1 + torch.arange(kv) / 7)
         if DECAYS[decay] == 0:
@@ -76,7 +80,7 @@ def make(
         if norm:
             inputs["initial_norm"] = torch.rand(rows, kv, r, generator=g)
     if grad:
-        inputs["grad_output"] = tensor(group * kv, dv)
+        inputs["grad_output"] = tensor(max(queries, kv), dv)
         if state:
             inputs["grad_final_state"] = torch.randn(requests, kv, r, dv, generator=g)
     if packed:
@@ -105,8 +109,10 @@ def requests_of(inputs, layout):
 
 
 def plain(inputs, layout):
-    """q [B,Hkv,G,N,R], k, v [B,Hkv,N,..] and gamma [B,Hkv,N] in float32."""
+    """q [B,Hv,G,N,R], k, v [B,Hv,N,..] and gamma [B,Hv,N] in float32, heads that are shared repeated."""
     q, k, v = (swap(inputs[name], layout).float() for name in ("query", "key", "value"))
+    k = k.repeat_interleave(v.shape[1] // k.shape[1], 1)
+    q = q.repeat_interleave(max(1, v.shape[1] // q.shape[1]), 1)
     log_decay = inputs.get("log_decay")
     if log_decay is None:
         gamma = k.new_ones(k.shape[:3])
@@ -172,8 +178,12 @@ def loop_grad(inputs, attrs):
             grad = gamma[b, :, i, None, None] * grad
         grads.append(grad)
     per_token = inputs.get("log_decay") is not None and inputs["log_decay"].dim() == 3
+    dq, dk = (
+        x.unflatten(1, (inputs[name].shape[1 if layout == "bhnd" else 2], -1)).sum(2)
+        for name, x in (("query", dq.flatten(1, 2)), ("key", dk))
+    )
     return dict(
-        grad_query=swap(dq.flatten(1, 2), layout),
+        grad_query=swap(dq, layout),
         grad_key=swap(dk, layout),
         grad_value=swap(dv, layout),
         grad_log_decay=swap(dg, layout) if per_token else dg.sum((0, 2)),
@@ -256,6 +266,7 @@ def test_any_call(data):
     """Anything that may vary in a call of the forward or of the gradient."""
     draw = data.draw
     width, group = st.integers(1, 70), draw(st.sampled_from((1, 1, 2, 3, 5, 9)))
+    heads = draw(st.one_of(st.none(), st.sampled_from(SHARED_HEADS)))
     grad, layout = draw(st.booleans()), draw(st.sampled_from(("bhnd", "bnhd")))
     norm = not grad and draw(st.booleans())
     decay = draw(st.sampled_from([*DECAYS]))
@@ -274,6 +285,7 @@ def test_any_call(data):
         packed=draw(st.booleans()),
         pool=not grad and draw(st.booleans()),
         grad=grad,
+        heads=heads,
         seed=draw(st.integers(0, 2**20)),
     )
     n, threads = draw(st.sampled_from((1, 1, 2, 3, 15, 16, 17, 33, 50))), draw(st.sampled_from((1, 2, 3, 8)))
@@ -316,6 +328,64 @@ def test_a_reset_forgets_everything():
 @pytest.mark.parametrize("group", [1, 3, 4, 7])
 def test_widths_and_groups(r, dv, group):
     check_both(n=21, b=1, r=r, dv=dv, group=group)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n, packed, threads", ((1, False, 2), (17, True, 5), (130, False, 1), (600, False, 16)))
+@pytest.mark.parametrize("heads", SHARED_HEADS, ids=str)
+def test_shared_heads(heads, n, packed, threads, dtype):
+    """Few keys and queries for many states: steps, packed requests, requests in pieces, normalised, and gradients."""
+    layout = ("bhnd", "bnhd")[heads[0] % 2]
+    case = dict(heads=heads, r=20, dv=40, packed=packed, layout=layout, dtype=dtype, per_token=n != 17)
+    check_both(dict(scale=0.5), dict(scale=0.5), n=n, threads=threads, **case)
+    attrs = dict(return_state=1, layout=layout)
+    inputs = make(n, pool=True, norm=True, **case)
+    check(FORWARD, inputs, attrs | dict(normalize=1, scale=0.3), threads=threads)
+    given = {name: x.clone() for name, x in inputs.items() if name != "initial_norm"}
+    apart = run_kernel(FORWARD, given, attrs, threads=threads)
+    taken = run_kernel(FORWARD, given, attrs, threads=threads, in_place=True)
+    assert all(torch.equal(apart[name], taken[name]) for name in apart)
+
+
+@pytest.mark.parametrize("heads", ((2, 2, 6), (1, 1, 8), (4, 2, 8), (4, 1, 2)), ids=str)
+@pytest.mark.parametrize("threads", (1, 16))
+def test_shared_heads_are_those_repeated(heads, threads):
+    """To the bit in the forward; gradients of what is shared are the sums, of float32 numbers, in 16 bits too."""
+    queries, keys, values = heads
+    inputs = make(70, heads=heads, r=24, dv=32, state=True, grad=True, per_token=True)
+    repeats = {"query": max(1, values // queries), "key": values // keys}
+    wide = {name: x.repeat_interleave(repeats.get(name, 1), 1) for name, x in inputs.items()}
+
+    def run(name, given, attrs, **options):
+        known = {t.name for t in spec.all_specs()[name].inputs}
+        return run_kernel(name, {n: x for n, x in given.items() if n in known}, attrs, threads=threads, **options)
+
+    ours, theirs = (run(FORWARD, x, dict(return_state=1)) for x in (inputs, wide))
+    assert all(torch.equal(ours[name], theirs[name]) for name in ours)
+    ours, theirs = (run(GRAD, x, dict(grad_decay=1, grad_state=1)) for x in (inputs, wide))
+    for name, x in ours.items():
+        of = name.removeprefix("grad_")
+        if repeats.get(of, 1) == 1:
+            assert torch.equal(x, theirs[name]), name
+        else:
+            summed = theirs[name].double().unflatten(1, (-1, repeats[of])).sum(2)
+            assert (x - summed).abs().max() <= 2**-20 * theirs[name].abs().max(), name
+
+
+def test_groups_that_do_not_divide_are_refused():
+    def refused(message, heads, op_name=FORWARD, **inputs):
+        given = make(4, heads=heads, grad=op_name == GRAD) | inputs
+        with pytest.raises(ValueError, match=f"{op_name}: {message}"):
+            run_kernel(op_name, given, {})
+
+    for op_name in (FORWARD, GRAD):
+        refused("Hv = 3 is not a multiple of Hk = 2", (2, 2, 3), op_name)
+        refused("Hq = 3 is not a multiple of Hk = 2", (3, 2, 2), op_name)
+        refused("Hq = 4 and Hv = 6; one of the two must be a multiple of the other", (4, 2, 6), op_name)
+    message = (
+        r"grad_output has shape \[2,4,4,7\]: axis 1 of \[B,max\(Hq,Hv\),N,Dv\] is 4; expected 6, because query gives Hq = 2 "
+    )
+    refused(message + "and value gives Hv = 6", (2, 2, 6), GRAD, grad_output=torch.zeros(2, 4, 4, 7))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -550,13 +620,13 @@ def test_checks_of_pool_rows_and_offsets(monkeypatch):
             run_kernel(FORWARD, inputs | {name: torch.tensor(values, dtype=I32)}, dict(return_state=1))
 
 
-def scratch_bytes(op_name, tokens, threads, packed=False):
+def scratch_bytes(op_name, tokens, threads, packed=False, heads=(4, 2, 2)):
     op = spec.all_specs()[op_name]
     given = ["cu_seqlens"] if packed else []
-    dims = dict(B=1, H=4, Hkv=2, N=tokens, R=64, Dv=128, Q=3)
+    dims = dict(B=1, Hq=heads[0], Hk=heads[1], Hv=heads[2], N=tokens, R=64, Dv=128, Q=3)
     dtypes = dict(T="bfloat16", F="float32", I="int32")
     entries = [
-        (0, tuple(dims[a.symbol] + a.offset for a in op.shape_of(t, set(given)).ordered("bhnd")), dtypes[t.type])
+        (0, tuple(a.size(dims) for a in op.shape_of(t, set(given)).ordered("bhnd")), dtypes[t.type])
         if not t.optional or t.name in given
         else None
         for t in op.inputs
@@ -573,3 +643,7 @@ def test_scratch_stays_small(threads, packed):
     assert max(sizes) <= threads * 16 * state
     tokens = 1 << 20
     assert scratch_bytes(GRAD, tokens, threads, packed) <= threads * 3 * (tokens / 16) ** 0.5 * state + threads * 16 * state
+    # Heads of keys that many states share: sums for a part of the states at a time.
+    few, many = (scratch_bytes(GRAD, 2048, threads, packed, heads) for heads in ((8, 8, 8), (8, 8, 128)))
+    expanded = 2048 * 64 * 4 * 128
+    assert many - few <= 2 * expanded * max(8, 4 * threads) / 128 + threads * 16 * state

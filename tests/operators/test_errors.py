@@ -140,7 +140,7 @@ CASES = {
         decay,
         {},
         dict(log_decay=-torch.rand(2, 7)),
-        r"log_decay has shape \[2,7\], rank 2; expected \[Hkv\] or \[B,Hkv,N\]",
+        r"log_decay has shape \[2,7\], rank 2; expected \[Hv\] or \[B,Hv,N\]",
     ),
     "coefficients rank": (
         "NormalizedLinearAttention",
@@ -154,7 +154,7 @@ CASES = {
         decay,
         {"layout": "bnhd"},
         dict(query=randn(2, 7, 24)),
-        r"query has shape \[2,7,24\], rank 3; expected \[B,N,H,R\]",
+        r"query has shape \[2,7,24\], rank 3; expected \[B,N,Hq,R\]",
     ),
     "logits rank": ("SampleTokens", sampling, {}, dict(logits=randn(40)), r"logits has shape \[40\], rank 1; expected \[B,V\]"),
     "counts rank": (
@@ -255,7 +255,7 @@ CASES = {
     ),
     # sizes
     "head ratio": ("LeanAttention", dense, APPEND, dict(query=randn(2, 5, 3, 8)), r"H = 5 is not a multiple of Hkv = 2"),
-    "decay head ratio": ("CausalLinearDecay", decay, {}, dict(query=randn(2, 3, 7, 4)), r"H = 3 is not a multiple of Hkv = 2"),
+    "decay head ratio": ("CausalLinearDecay", decay, {}, dict(query=randn(2, 3, 7, 4)), r"Hq = 3 is not a multiple of Hk = 2"),
     "grad head ratio": (
         "NormalizedLinearAttentionGrad",
         normalized_grad,
@@ -318,7 +318,7 @@ CASES = {
         decay,
         {"layout": "bnhd"},
         {},
-        r"key has shape \[2,2,7,4\]: axis 1 of \[B,N,Hkv,R\] is 2; expected 6, because query gives N = 6",
+        r"key has shape \[2,2,7,4\]: axis 1 of \[B,N,Hk,R\] is 2; expected 6, because query gives N = 6",
     ),
     "coefficients": (
         "NormalizedLinearAttention",
@@ -697,7 +697,7 @@ def run_ort(op, inputs, attrs):
     onnx_types = {name: DTYPE_NAMES.get(t.dtype, "int64") for name, t in inputs.items()}
     model = ort_models.node_model(op, shapes, attrs, dtype=onnx_types[op.inputs[0].name], name="layers.3")
     for value in model.graph.input:
-        elem = {**ort_models.ONNX_TYPES, "int64": ort_models.TensorProto.INT64}[onnx_types[value.name]]
+        elem = ort_models.ONNX_TYPES[onnx_types[value.name]]
         value.type.tensor_type.elem_type = elem
     session = make_session(model.SerializeToString(), providers=["CPUExecutionProvider"])
     feed = {name: t.numpy() if t.dtype != torch.bfloat16 else t for name, t in inputs.items()}

@@ -1,11 +1,12 @@
-"""CUDA kernels of GatedDeltaRule against the float64 reference; tolerances are those of support.delta_cases."""
+"""CUDA kernels of GatedDeltaRule and GatedDeltaRuleGrad against the float64 reference; tolerances are those of support.delta_cases."""
 
 from itertools import product
 
 import pytest
 import torch
 
-from support.delta_cases import NAME, PLAIN, assert_near, make
+from leanfleet.export import gated_delta_rule
+from support.delta_cases import GRAD, NAME, PLAIN, assert_near, make, with_grads
 from support.kernels import Launches, run_kernel
 
 DEVICE = "cuda"
@@ -174,3 +175,101 @@ def test_keys_that_are_too_wide():
     inputs = {k: x.to(DEVICE) for k, x in make(2, d=257).items()}
     with pytest.raises(Exception, match="query has D = 257; on CUDA D goes up to 256"):
         run_kernel(NAME, inputs)
+
+
+def check_grad(inputs, attrs, last=True, factor=PLAIN):
+    inputs, attrs = with_grads(inputs, attrs, last)
+    given = {name: x.clone().to(DEVICE) for name, x in inputs.items()}
+    found = run_kernel(GRAD, given, attrs)
+    assert_near(found, inputs, attrs, factor)
+    for name, x in inputs.items():
+        assert torch.equal(given[name].cpu().nan_to_num(), x.nan_to_num()), name
+    return found
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("widths", WIDTHS, ids=str)
+def test_grad_widths_and_types(widths, dtype):
+    for n, v_first, decay in product((1, 16, 33), (0, 1), ("token", "key")):
+        inputs = make(n, d=widths[0], dv=widths[1], dtype=dtype, decay=decay, state=True, v_first=v_first)
+        check_grad(inputs, {"state_v_first": v_first})
+
+
+@pytest.mark.parametrize("heads", HEADS, ids=str)
+def test_grad_heads(heads):
+    for n, (decay, layout) in product((1, 40), product((None, "token", "key"), ("bhnd", "bnhd"))):
+        inputs = make(n, heads=heads, d=32, dv=48, decay=decay, layout=layout, state=True, unit=False)
+        check_grad(inputs, {"normalize_qk": 1, "layout": layout, "scale": 0.7})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", (1, 15, 16, 17, 64, 200))
+def test_grad_lengths(n, dtype):
+    for state, decay in product((False, True), ("token", "key")):
+        check_grad(make(n, b=1, d=128, dv=64, dtype=dtype, decay=decay, state=state), {"normalize_qk": 1}, last=state)
+
+
+@pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
+def test_grad_packed_requests(layout):
+    """Also requests without tokens, and tokens of no request, which are NaN and have gradients of 0."""
+    for offsets in (True, [0, 1, 2, 80], [0, 0, 0], [3, 8, 85], [0, 0, 70, 70]):
+        for decay, heads in product(("token", "key"), ((2, 2, 4), (4, 1, 2))):
+            inputs = make(90, packed=offsets, d=32, dv=40, heads=heads, decay=decay, state=True, layout=layout)
+            check_grad(inputs, {"layout": layout, "normalize_qk": 1})
+    inputs = make(20, packed=[0, 8, 20], state=True)
+    inputs["cu_seqlens"] = torch.tensor([-5, 8, 1000], dtype=torch.int32)
+    check_grad(inputs, {})
+
+
+def test_grad_of_more_chunks_than_states_are_held():
+    """More than 512 MiB of them: spans of chunks are gone through twice."""
+    inputs = make(1000, b=32, heads=(1, 1, 1), d=256, dv=256, dtype="bfloat16", decay=-1e-3, state=True)
+    check_grad(inputs, {"normalize_qk": 1})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_grad_adversarial_inputs(dtype):
+    parallel = make(300, b=1, d=64, dv=64, dtype=dtype, decay=None, state=True)
+    key = parallel["key"].float()
+    near = key[:, :, :1] + 1e-2 * key
+    parallel["key"] = (near / near.norm(dim=-1, keepdim=True)).to(parallel["key"].dtype)
+    for inputs in (
+        make(1500, b=1, d=64, dv=64, dtype=dtype, decay=-1e-5, state=True),
+        make(200, b=1, d=64, dv=64, dtype=dtype, decay=-100.0, state=True),
+        make(100, b=1, d=64, dv=64, dtype=dtype, decay=float("-inf"), state=True),
+        parallel,
+        parallel | {"beta": torch.full_like(parallel["beta"], 2.0)},
+    ):
+        check_grad(inputs, {"normalize_qk": 1}, factor=8.0)
+
+
+def test_grad_has_the_same_bits_every_time():
+    inputs, attrs = with_grads(make(500, heads=(4, 1, 8), d=64, dv=80, dtype="bfloat16", state=True), {"normalize_qk": 1})
+    given = {name: x.to(DEVICE) for name, x in inputs.items()}
+    first = run_kernel(GRAD, given, attrs)
+    for _ in range(5):
+        for name, x in run_kernel(GRAD, given, attrs).items():
+            assert torch.equal(x, first[name]), name
+
+
+def test_grad_in_pytorch():
+    """backward() on the GPU, by a captured graph's replay too, gives what it gives on the CPU."""
+    inputs = make(70, heads=(2, 2, 4), d=32, dv=32, state=True)
+    grads = {}
+    for device in ("cpu", DEVICE):
+        given = {name: x.to(device).requires_grad_() for name, x in inputs.items()}
+        output, state = gated_delta_rule(**given, normalize_qk=True, return_state=True)
+        grads[device] = torch.autograd.grad(output.square().sum() + state.square().sum(), list(given.values()))
+    for ours, right in zip(grads[DEVICE], grads["cpu"], strict=True):
+        assert torch.allclose(ours.cpu(), right, atol=1e-3 * right.abs().max().item())
+    given, attrs = with_grads(inputs, {})
+    launches = Launches(GRAD, {name: x.to(DEVICE) for name, x in given.items()}, attrs)
+    launches.run()
+    before = {name: x.clone() for name, x in launches.outputs.items()}
+    graph = launches.capture()
+    for x in launches.outputs.values():
+        x.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    for name, x in launches.outputs.items():
+        assert torch.equal(x, before[name]), name

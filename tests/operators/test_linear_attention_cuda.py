@@ -13,7 +13,7 @@ from leanfleet import spec
 from leanfleet.export import reference
 from support import non_finite
 from support.kernels import Launches, run_kernel
-from support.linear_cases import LINEAR, PACKED_CASES, fill
+from support.linear_cases import LINEAR, PACKED_CASES, SHARED_HEADS, fill
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -77,7 +77,9 @@ def summed_terms(inputs, attrs, judge):
     def rows(x):
         return x.double() if attrs["layout"] == "bhnd" else x.double().transpose(1, 2)
 
-    q, k, dq, dk = rows(inputs["query"]), rows(inputs["key"]), rows(judge[0]), rows(judge[1])
+    states = rows(inputs["value"]).shape[1]
+    q, dq = (x.repeat_interleave(max(1, states // x.shape[1]), 1) for x in (rows(inputs["query"]), rows(judge[0])))
+    k, dk = (x.repeat_interleave(states // x.shape[1], 1) for x in (rows(inputs["key"]), rows(judge[1])))
     group = q.shape[1] // k.shape[1]
     squares = (q * dq).sum(-1).square().unflatten(1, (-1, group)).sum(2) + (k * dk).sum(-1).square()  # [B,Hkv,N]
     if inputs["log_decay"].dim() == 1:
@@ -179,9 +181,11 @@ def decay_case(
     packed=(),
     pool=0,
     grad=False,
+    heads=None,
     **attrs,
 ):
-    """(inputs, attrs) of CausalLinearDecay or its Grad. packed: lengths of the requests; pool: rows beyond those in use."""
+    """(inputs, attrs) of CausalLinearDecay or its Grad. packed: lengths of the requests; pool: rows beyond those in use; heads: Hq,
+    Hk, Hv in place of H and Hkv."""
     g = torch.Generator(device="cuda").manual_seed(seed)
 
     def random(*shape):
@@ -192,7 +196,9 @@ def decay_case(
 
     if packed:
         B, N = 1, sum(packed)
-    query, key, value = rows(H, R), rows(Hkv, R) / R**0.5, rows(Hkv, Dv)
+    queries, keys, Hkv = heads or (H, Hkv, Hkv)
+    H = max(queries, Hkv)
+    query, key, value = rows(queries, R), rows(keys, R) / R**0.5, rows(Hkv, Dv)
     if normalize:  # positive scores keep the divisor away from 0
         query, key = query.abs() + 0.1, key.abs() + 0.1
     inputs = {
@@ -377,6 +383,41 @@ def test_packed_requests_and_pools(algorithm, dtype):
             inputs, attrs = decay_case(len(packed), dtype, packed=packed, pool=pool, algorithm=algorithm)
             check("CausalLinearDecay", inputs, attrs)
             check("CausalLinearDecay", inputs, attrs, in_place=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("heads", SHARED_HEADS, ids=str)
+def test_shared_heads(heads, dtype):
+    """Every kernel and its segments, for keys and queries that states share, and gradients of these."""
+    for R, Dv in ((128, 64), (64, 128), (16, 64), (8, 20), (40, 33), (200, 64)):
+        for N in (1, 3, 65, 1100):
+            for algorithm in ALGORITHMS:
+                layout = ("bhnd", "bnhd")[N % 2]
+                inputs, attrs = decay_case(
+                    N, dtype, 1, N=N, R=R, Dv=Dv, decay="token", layout=layout, heads=heads, algorithm=algorithm
+                )
+                check("CausalLinearDecay", inputs, attrs, in_place=N != 65)
+            inputs, attrs = decay_case(
+                N, dtype, 1, N=N, R=R, Dv=Dv, decay="token", state=True, layout=layout, heads=heads, grad=True
+            )
+            check("CausalLinearDecayGrad", inputs, attrs)
+    for packed in ((5, 0, 64, 1, 130), (1,) * 9):
+        for algorithm in ALGORITHMS:
+            inputs, attrs = decay_case(7, dtype, packed=packed, pool=3, normalize=True, heads=heads, algorithm=algorithm)
+            check("CausalLinearDecay", inputs, attrs)
+        inputs, attrs = decay_case(7, dtype, packed=packed, state=True, decay="head", heads=heads, grad=True)
+        check("CausalLinearDecayGrad", inputs, attrs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("algorithm", ("causal_dot_product", "lightning"))
+def test_shared_heads_are_those_repeated(algorithm, dtype):
+    """Mamba-2's shape, to the bit."""
+    for N in (1, 4, 700):
+        inputs, attrs = decay_case(N, dtype, 1, N=N, R=128, Dv=64, decay="token", heads=(8, 8, 128), algorithm=algorithm)
+        wide = inputs | {name: inputs[name].repeat_interleave(16, 1) for name in ("query", "key")}
+        ours, theirs = (run_kernel("CausalLinearDecay", x, attrs) for x in (inputs, wide))
+        assert all(same_bits(ours[name], theirs[name]) for name in ours), N
 
 
 @pytest.mark.parametrize("algorithm", ALGORITHMS)

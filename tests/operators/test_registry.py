@@ -61,7 +61,7 @@ def test_every_missing_piece_is_named(tmp_path):
         assert place in missing, place
 
 
-def test_the_larger_of_two_sizes_is_of_outputs_alone(tmp_path):
+def test_the_larger_of_two_sizes_tells_neither(tmp_path):
     schema = tmp_path / "ops.toml"
     entry = (
         '[Likely]\nversion = 1\nfolder = "likely"\ndoc = ""\nattrs = []\n'
@@ -73,8 +73,13 @@ def test_the_larger_of_two_sizes_is_of_outputs_alone(tmp_path):
     (op,) = spec.parse(schema)
     (axis,) = op.outputs[0].shapes[0].axes
     assert str(axis) == "max(B,C)" and axis.size({"B": 2, "C": 5}) == 5 and axis.size({"B": 7, "C": 5}) == 7
+    assert spec.sizes_of([(axis, 9)]) == {} and spec.sizes_of([(axis, 9), *zip(op.inputs[0].shapes[0].axes, (2, 3))]) == dict(
+        B=2, V=3
+    )
     schema.write_text(entry.format("max(B,C)"))
-    with pytest.raises(ValueError, match="Likely: an input's axis is the larger of two symbols"):
+    assert spec.parse(schema)
+    schema.write_text(entry.format("max(B,V)"))
+    with pytest.raises(ValueError, match=r"Likely: axis max\(B,V\): no required input tells V"):
         spec.parse(schema)
 
 

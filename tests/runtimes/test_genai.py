@@ -19,7 +19,7 @@ ARCHITECTURES = {
     "llama": lambda: make("llama"),
     "minimax": MODELS["minimax"],
     "retnet": MODELS["retnet"],
-    "qwen3.5": MODELS["qwen3.5"],
+    **{name: MODELS[name] for name in ("qwen3.5", "qwen3-next", "mamba2", "granite", "falcon-h1")},
 }
 
 
@@ -111,6 +111,15 @@ def test_padding_is_no_token_of_prompts(tmp_path, pad, expected):
     )
     (tmp_path / "tokenizer_config.json").write_text(json.dumps({"bos_token": {"content": "<start>"}, "pad_token": pad}))
     assert _special_tokens(tmp_path, [2]) == {"bos_token": 1, "pad_token": expected}
+
+
+def test_caches_of_several_sizes_are_refused(tmp_path, capsys):
+    """Kimi-Linear's keys are longer than its values."""
+    export_decoder(MODELS["kimi-linear"](), tmp_path / "decoder")
+    assert cli.main(["bundle", str(tmp_path / "decoder"), "--genai", str(tmp_path / "out")]) == 2
+    told = capsys.readouterr().err
+    assert "past_key_values.1.value has 6 heads of 16, past_key_values.1.key has 6 of 24" in told and "alone" in told
+    assert not (tmp_path / "out").exists()
 
 
 def test_errors(tmp_path, capsys):

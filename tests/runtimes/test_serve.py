@@ -410,6 +410,15 @@ def test_time_limit(folder):
     running.close()
 
 
+def test_a_body_that_does_not_come(folder):
+    running = Running(folder, limits=serve.Limits(seconds=0.5))
+    with socket.create_connection(("127.0.0.1", running.port), timeout=20) as connection:
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nAuthorization: Bearer {KEY}\r\nContent-Length: 100\r\n\r\n"
+        connection.sendall(head.encode() + b'{"prompt"')
+        assert b" 408 " in connection.recv(65536).splitlines()[0]
+    running.close()
+
+
 def test_the_command(folder):
     """It says where it serves, prints no prompt, and at SIGTERM ends once what has begun is through."""
     environment = {**os.environ, "LEANFLEET_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}

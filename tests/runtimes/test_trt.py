@@ -13,6 +13,7 @@ from onnx import TensorProto, helper
 
 from leanfleet import cli, spec, trt_plugins
 from leanfleet.ort_ops import make_session
+from support.decoders import hybrid
 from support.ort_models import make_model, make_node, node_model
 from support.trt_cases import input_shapes, layouts_of, profiles, variants
 
@@ -334,6 +335,31 @@ def test_decoders_build(kind, tmp_path):
         compute_capabilities=GPUS,
     )
     assert [op for _, op in built.layers] == expected
+
+
+HYBRIDS = {
+    "qwen3-next": ["CausalConv", "GatedDeltaRule", "LeanAttention", "CausalConv", "GatedDeltaRule"],
+    "bamba": ["CausalConv", "CausalLinearDecay", "GatedActivation", "LeanAttention", "GatedActivation"],
+    "mamba2": ["CausalConv", "CausalLinearDecay"] * 2,
+}
+
+
+@pytest.mark.parametrize("name", HYBRIDS)
+def test_hybrids_build(name, tmp_path):
+    """Gated delta rules beside experts, Mamba-2 beside attention, and states alone: a decoder without caches."""
+    from leanfleet.export import export_decoder
+    from leanfleet.trt_plugins import running
+
+    torch.manual_seed(0)
+    export_decoder(hybrid(name), tmp_path)
+    states = "LeanAttention" not in HYBRIDS[name]
+    profiles = running.decoder_profiles((1, 1, 4), (1, 16, 64), None if states else (16, 128, 128))
+    gpus = GPUS[1:2]
+    built = trt_plugins.build_engine(tmp_path / "model.onnx", profiles, compute_capabilities=gpus)
+    assert [op for _, op in built.layers] == HYBRIDS[name] and len(built.engine) > 10_000
+    if states:
+        with pytest.raises(ValueError, match="profile capacity: no such open dimension"):
+            trt_plugins.build_engine(tmp_path / "model.onnx", running.decoder_profiles(), compute_capabilities=gpus)
 
 
 def test_command_line(tmp_path, capsys):

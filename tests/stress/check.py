@@ -87,5 +87,7 @@ def check_refusal(case, words, inputs, attrs, names, checked):
         raise judge.Wrong(f"a call {words} is refused without the operator's name: {text}")
     if case.runtime == "ort" and "ONNXRuntimeError] : " in text and op.name + " '" not in text:
         return  # ONNX Runtime itself refuses models without an input that must be there, and of wrong types, in words of its own
+    if case.runtime == "cuda" and "on the CPU" in text:
+        return  # sizes that the CUDA kernels leave to the CPU's, which are looked at before values are
     if not any(name in text for name in names):
         raise judge.Wrong(f"a call {words} is refused with none of the names {', '.join(names)}: {text}")

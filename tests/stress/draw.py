@@ -95,7 +95,7 @@ def _drawn(source, op, runtime):
             ranks[t.name] = len(source.choice(alternatives).axes)
     sizes = draw_sizes(source, op, ranks, attrs)
     fit_attributes(attrs, sizes)
-    plain = [t.name for t in op.inputs if t.name in ranks and t.type == "T" and op.name != "GatedDeltaRule"]
+    plain = [t.name for t in op.inputs if t.name in ranks and t.type == "T" and not op.name.startswith("GatedDeltaRule")]
     exponents = {}
     dtype = source.choice(spec.TYPES["T"])
     if plain and source.random() < 0.15:

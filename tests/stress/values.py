@@ -230,10 +230,11 @@ def _wrong_sizes(source, op, inputs, attrs):
     sizes = spec.sizes_of(pair for name, of_name in axes.items() for pair in zip(of_name, inputs[name].shape, strict=True))
     if symbol not in sizes or (rule.kind == "multiple" and sizes[rule.args[1]] == 1):
         return None
+    larger = sizes | {symbol: sizes[symbol] + 1}
     for name, of_name in axes.items():
         for i, axis in enumerate(of_name):
-            if axis.symbol == symbol:
-                inputs[name] = _resized(inputs[name], i, inputs[name].shape[i] + 1)
+            if symbol in (axis.symbol, axis.plus):
+                inputs[name] = _resized(inputs[name], i, axis.size(larger))
     return f"{symbol} = {sizes[symbol] + 1} against '{rule}'", inputs, attrs, [f"{symbol} = "], False
 
 

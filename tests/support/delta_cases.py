@@ -1,4 +1,4 @@
-"""Calls of GatedDeltaRule, and how far a kernel may be from the float64 reference.
+"""Calls of GatedDeltaRule and GatedDeltaRuleGrad, and how far a kernel may be from the float64 reference.
 
 The tolerance is what the plain recurrence in float32 loses on the same inputs, times `factor`, plus what rounding the exact
 result to the output's type loses, times `roundings`; both as root mean squares over the tensor. `relative` times the
@@ -11,8 +11,7 @@ from leanfleet import spec
 from leanfleet.export import reference
 from support.kernels import TORCH_DTYPES, remembered
 
-NAME = "GatedDeltaRule"
-OP = spec.all_specs()[NAME]
+NAME, GRAD = "GatedDeltaRule", "GatedDeltaRuleGrad"
 
 
 def swap(x, layout):
@@ -78,11 +77,36 @@ def make(
     return inputs
 
 
+def with_grads(inputs, attrs, last=True, seed=1):
+    """Inputs and attributes of GatedDeltaRuleGrad for those of the forward: all gradients are asked for. last: the last state
+    has one too. Rows of no request are NaN."""
+    g = torch.Generator().manual_seed(seed)
+    axis = 1 if attrs.get("layout", "bhnd") == "bhnd" else 2
+    query, value = inputs["query"], inputs["value"]
+    shape = list(value.shape)
+    shape[axis] = max(shape[axis], query.shape[axis])
+    grad = swap(torch.randn(shape, generator=g), "bhnd")
+    requests = shape[0]
+    if "cu_seqlens" in inputs:
+        offsets = inputs["cu_seqlens"].clamp(0, shape[3 - axis]).tolist()
+        requests = len(offsets) - 1
+        rows = grad if axis == 2 else grad.transpose(1, 2)
+        rows[:, : offsets[0]], rows[:, offsets[-1] :] = float("nan"), float("nan")
+    inputs = inputs | {"grad_output": grad.to(value.dtype)}
+    if last:
+        sizes = query.shape[-1], shape[-1]
+        state = torch.randn(requests, value.shape[axis], *(sizes[::-1] if attrs.get("state_v_first") else sizes), generator=g)
+        inputs["grad_final_state"] = state
+    kept = {name: x for name, x in attrs.items() if name != "return_state"}
+    return inputs, kept | {"grad_state": 1, "grad_decay": int("log_decay" in inputs)}
+
+
 def _by_reference(inputs, attrs, dtype):
-    tensors = [inputs.get(t.name) for t in OP.inputs]
+    op = spec.all_specs()[GRAD if "grad_output" in inputs else NAME]
+    tensors = [inputs.get(t.name) for t in op.inputs]
     tensors = [t.to(dtype) if t is not None and t.is_floating_point() else t for t in tensors]
-    names = [t.name for t in OP.active_outputs(attrs)]
-    return dict(zip(names, reference.gated_delta_rule(*tensors, **attrs), strict=True))
+    names = [t.name for t in op.active_outputs(attrs)]
+    return dict(zip(names, getattr(reference, op.snake_name)(*tensors, **attrs), strict=True))
 
 
 @remembered
@@ -105,6 +129,7 @@ def assert_right(found, inputs, attrs, factor=2.0, roundings=1.2, relative=4 * 2
         rounding = rms(right.to(dtype).double() - right)
         largest = right.abs().max().item() if right.numel() else 0.0
         allowed = factor * rms(plain[name].double() - right) + roundings * rounding + max(relative, 4 * 2.0**-24) * largest
+        allowed += 2.0**-126  # what is not normal may be 0
         assert rms(got.double() - right) <= allowed, (name, rms(got.double() - right), allowed)
 
 
@@ -116,4 +141,6 @@ ROUNDINGS = 2.0
 
 def assert_near(found, inputs, attrs, factor=PLAIN):
     planes = PLANES[str(inputs["query"].dtype).removeprefix("torch.")]
+    if "grad_output" in inputs:  # some are sums of few elements
+        planes = max(planes, 16 * 2.0**-24)
     assert_right(found, inputs, attrs, factor, ROUNDINGS, planes)

@@ -50,11 +50,16 @@ def session_of(model, library=False, **options):
 
 
 def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets=None):
-    """Inputs of a linear operator, by the shapes of ops.toml. Tokens of no request are NaN."""
+    """Inputs of a linear operator, by the shapes of ops.toml. Tokens of no request are NaN.
+
+    size: B, H, Hkv, N, R, Dv; in place of H and Hkv perhaps Hq, Hk, Hv.
+    """
     generator = torch.Generator().manual_seed(seed)
     op = OPS[name]
     present = {t.name for t in op.inputs if not t.optional} | set(present)
-    dims = dict(zip(("B", "H", "Hkv", "N", "R", "Dv"), size, strict=True))
+    batch, *heads, tokens, width, value_width = size
+    dims = {"B": batch, "N": tokens, "R": width, "Dv": value_width}
+    dims |= {"H": heads[0], "Hkv": heads[-1], "Hq": heads[0], "Hk": heads[1], "Hv": heads[-1]}
     dims |= {"D": dims["R"], "Q": dims["B"] if offsets is None else len(offsets) - 1}
     dims |= {"P": dims["Q"] + 3, "2": 2}
     layout = attrs.get("layout", "bhnd")
@@ -63,7 +68,7 @@ def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets
         if t.name not in present:
             continue
         axes = op.shape_of(t, present, rank if t.name == "log_decay" else None).ordered(layout)
-        x = torch.randn([dims.get(a.symbol, 0) + a.offset for a in axes], generator=generator)
+        x = torch.randn([a.size(dims) for a in axes], generator=generator)
         if t.name == "log_decay":
             x = -x.abs() / 4
             x[torch.rand(x.shape, generator=generator) < 0.1] = -INF
@@ -94,6 +99,8 @@ def fill(name, present, size, attrs, rank=None, seed=0, dtype="float32", offsets
     return inputs
 
 
+# Hq, Hk, Hv of CausalLinearDecay: inverse grouping with and without queries of their own, both kinds of sharing at once.
+SHARED_HEADS = ((1, 1, 8), (2, 2, 6), (4, 2, 8), (4, 1, 2), (6, 1, 6))
 STATE = ["initial_state"]
 SUMS = ["initial_state", "initial_key_sum", "initial_value_sum", "initial_count"]
 # operator, optional inputs, attributes, rank of log_decay

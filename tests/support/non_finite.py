@@ -60,8 +60,8 @@ def labels(op, tensor, inputs, attrs):
     for i, axis in enumerate(axes):
         values, kind = None, "request"
         size = axis.size(dims)
-        if axis.symbol in ("H", "Hkv"):
-            values, kind = torch.arange(size) // (dims["H"] // dims["Hkv"] if axis.symbol == "H" else 1), "head"
+        if axis.symbol in ("H", "Hq", "Hk", "Hv", "Hkv"):
+            values, kind = torch.arange(size) // (size // dims["Hk" if "Hk" in dims else "Hkv"]), "head"
         elif axis.symbol == "Q" or (axis.symbol == "B" and (offsets is None or "total" in dims)):
             values = torch.arange(size)
         elif axis.symbol in ("N", "total") and offsets is not None:

@@ -10,71 +10,12 @@ import sys
 from pathlib import Path
 
 import torch
-from onnx import TensorProto, helper
 
-from leanfleet import spec
+from leanfleet.variants import IR_VERSION, ONNX_TYPES, make_model, make_node, node_model, onnx_type, type_name  # noqa: F401
 from support.kernels import DTYPE_NAMES, output_shapes, poisoned
 from support.paths import ROOT
 
 TOY_SCHEMA = ROOT / "tests" / "cpp" / "toy_op" / "ops.toml"
-ONNX_TYPES = {
-    "float32": TensorProto.FLOAT,
-    "float16": TensorProto.FLOAT16,
-    "bfloat16": TensorProto.BFLOAT16,
-    "int32": TensorProto.INT32,
-    "int64": TensorProto.INT64,
-    "int8": TensorProto.INT8,
-}
-IR_VERSION = 10  # the newest that onnxruntime 1.20 reads
-
-
-def type_name(tensor, dtype, present=()):
-    """The type of a schema tensor in a node whose T is `dtype`. present: the node's inputs; a cache with scales is int8."""
-    if tensor.type == "C" and (tensor.takes or tensor.name).replace("_cache", "_scale") in present:
-        return "int8"
-    return tensor.dtype(dtype, {"F": "float32", "I": "int32", "L": "int64"}, {})
-
-
-def onnx_type(tensor, dtype, present=()):
-    return ONNX_TYPES[type_name(tensor, dtype, present)]
-
-
-def make_node(op, present, attrs=None, name="node", outputs=None, rename=None):
-    """A node with the inputs named in `present`. outputs: the connected ones, "" for a gap; None: all that exist.
-
-    rename: tensor names of the graph for names of the schema, where they differ.
-    """
-    rename = rename or {}
-    active = op.active_outputs(attrs or {})
-    inputs = [t.name if t.name in present else "" for t in op.inputs]
-    outputs = [t.name if t in active else "" for t in op.outputs] if outputs is None else list(outputs)
-    for names in (inputs, outputs):  # positions count: what is left out between others has an empty name
-        while names and not names[-1]:
-            names.pop()
-    return helper.make_node(
-        op.name,
-        [rename.get(n, n) for n in inputs],
-        [rename.get(n, n) for n in outputs],
-        name=name,
-        domain=spec.DOMAIN,
-        **(attrs or {}),
-    )
-
-
-def make_model(nodes, inputs, outputs, initializers=(), value_info=()):
-    """A model of these nodes. inputs, outputs, value_info: (name, ONNX type, shape); shapes may hold names."""
-    infos = [[helper.make_tensor_value_info(*entry) for entry in entries] for entries in (inputs, outputs, value_info)]
-    graph = helper.make_graph(nodes, "graph", infos[0], infos[1], initializers, value_info=infos[2])
-    opsets = [helper.make_opsetid("", 20), helper.make_opsetid(spec.DOMAIN, spec.OPSET_VERSION)]
-    return helper.make_model(graph, opset_imports=opsets, ir_version=IR_VERSION)
-
-
-def node_model(op, shapes, attrs=None, dtype="float32", outputs=None, name="node"):
-    """A model of one node whose inputs and outputs are the graph's. shapes: of the present inputs, by name."""
-    node = make_node(op, shapes, attrs, name, outputs)
-    types = {t.name: onnx_type(t, dtype, shapes) for t in op.outputs}
-    inputs = [(t.name, onnx_type(t, dtype, shapes), shapes[t.name]) for t in op.inputs if t.name in shapes]
-    return make_model([node], inputs, [(o, types[o], None) for o in node.output if o])
 
 
 def bind(binding, kind, name, tensor):

@@ -56,12 +56,16 @@ VARIANTS = {
         (["log_decay", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1, "scale": 0.5}, {"B": 1}),
         (["cu_seqlens"], {"return_state": 1, "algorithm": "causal_dot_product"}, {"B": 1}),
         (["initial_state", "state_index"], {"return_state": 1}, {}),
+        (["log_decay", "initial_state"], {"return_state": 1}, {"Hq": 6, "Hv": 2}),
+        (["per_token log_decay", "initial_state"], {"return_state": 1, "layout": "bnhd"}, {"Hq": 4, "Hk": 2, "Hv": 8, "N": 1}),
     ],
     "CausalLinearDecayGrad": [
         ([], {}, {}),
         (["log_decay", "initial_state", "grad_final_state"], {"grad_decay": 1, "grad_state": 1, "scale": 0.5}, {}),
         (["per_token log_decay"], {"grad_decay": 1, "layout": "bnhd"}, {}),
         (["log_decay", "initial_state", "cu_seqlens"], {"grad_state": 1}, {"B": 1}),
+        (["log_decay", "initial_state"], {"grad_decay": 1}, {"Hq": 6, "Hv": 2}),
+        (["per_token log_decay"], {"grad_decay": 1, "layout": "bnhd"}, {"Hq": 4, "Hk": 2, "Hv": 8}),
     ],
     "NormalizedLinearAttention": [
         ([], {}, {}),
@@ -90,6 +94,12 @@ VARIANTS = {
         (["log_decay", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1, "state_v_first": 1}, {"B": 1}),
         (["per_key log_decay", "cu_seqlens"], {"return_state": 1, "layout": "bnhd"}, {"B": 1}),
         (["log_decay"], {}, {"N": 70, "D": 32, "Dv": 48}),
+    ],
+    "GatedDeltaRuleGrad": [
+        ([], {}, {}),
+        (["log_decay", "initial_state", "grad_final_state"], {"grad_decay": 1, "grad_state": 1, "normalize_qk": 1}, {"N": 40}),
+        (["per_key log_decay", "grad_final_state"], {"grad_decay": 1, "grad_state": 1, "state_v_first": 1}, {"Hq": 4, "Hv": 2}),
+        (["log_decay", "cu_seqlens", "initial_state"], {"grad_state": 1, "layout": "bnhd", "scale": 0.5}, {"B": 1}),
     ],
     "CausalConv": [
         ([], {}, {}),

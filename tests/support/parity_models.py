@@ -74,6 +74,11 @@ VARIANTS = {
         ({"per_key log_decay", "initial_state", "state_index"}, {"return_state": 1, "state_v_first": 1, "layout": "bnhd"}),
         ({"log_decay", "cu_seqlens"}, {"normalize_qk": 1, "return_state": 1}),
     ],
+    "GatedDeltaRuleGrad": [
+        (set(), {}),
+        ({"log_decay", "initial_state", "grad_final_state"}, {"grad_decay": 1, "grad_state": 1, "normalize_qk": 1}),
+        ({"per_key log_decay", "cu_seqlens"}, {"grad_decay": 1, "layout": "bnhd"}),
+    ],
 }
 
 

@@ -163,15 +163,17 @@ def paged(
     return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
 
 
-def linear(n=70, rule="gated", state=True, **attributes):
+def linear(n=70, rule="gated", state=True, heads=(H, HKV, HKV), **attributes):
+    """LinearAttention without the delta rule. heads: of queries, of keys, of values, which are the states."""
+    queries, keys, states = heads
     inputs = dict(
-        query=normal(B, n, H * D),
-        key=normal(B, n, HKV * D),
-        value=normal(B, n, HKV * DV),
-        past_state=normal(B, HKV, D, DV) if state else None,
-        decay=-np.abs(normal(B, n, HKV)) if rule == "gated" else None,
+        query=normal(B, n, queries * D),
+        key=normal(B, n, keys * D),
+        value=normal(B, n, states * DV),
+        past_state=normal(B, states, D, DV) if state else None,
+        decay=-np.abs(normal(B, n, states)) if rule == "gated" else None,
     )
-    return inputs, dict(q_num_heads=H, kv_num_heads=HKV, update_rule=rule) | attributes
+    return inputs, dict(q_num_heads=queries, kv_num_heads=states, update_rule=rule) | attributes
 
 
 def delta(n=70, heads=(4, 2, 2), decay="state", state=True, beta="state", **attributes):

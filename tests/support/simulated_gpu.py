@@ -89,8 +89,12 @@ def _call(statement):
     return f"simulated::{function}({', '.join(given)})" if function in INSTRUCTIONS else "simulated::unsupported()"
 
 
-def build(folder, operators):
-    """libleanfleet.so with these operators of ops.toml in `folder`. Raises RuntimeError with the compiler's errors."""
+def build(folder, operators, others=(), instances=()):
+    """libleanfleet.so with these operators of ops.toml in `folder`. Raises RuntimeError with the compiler's errors.
+
+    others: CUDA sources outside the operators' folders, by their paths in csrc. instances: (template, {name: value}) of templates
+    that CMake fills in.
+    """
     (folder / "core").mkdir(parents=True)
     (folder / "ops.toml").write_text("\n".join(_entry(name) for name in operators))
     subprocess.run([sys.executable, CSRC / "generate.py", folder / "ops.toml", folder / "core" / "op_specs.h"], check=True)
@@ -100,6 +104,16 @@ def build(folder, operators):
         cpu_kernel.write_text(f'#define LEANFLEET_ISA baseline\n#include "{home}/cpu_kernel.cpp"\n')
         sources += [CSRC / home / "op.cpp", cpu_kernel, *sorted((CSRC / home).glob("*.cu"))]
         sources += DEVICE.glob(f"{home}.cu")  # in place of kernels that are not simulated
+    sources += [CSRC / other for other in others]
+    (folder / "instances").mkdir()
+    for template, values in instances:
+        text = (CSRC / template).read_text()
+        for name, value in values.items():
+            text = text.replace(f"@{name}@", value)
+        source = folder / "instances" / "_".join([Path(template).name.removesuffix(".cu.in"), *values.values()])
+        source = source.with_suffix(".cu")
+        source.write_text(text)
+        sources.append(source)
     # Inline variables are one for all libraries of a process, unless they are not unique.
     shared = ["-fPIC", "-shared", "-fno-gnu-unique", "-Wl,-Bsymbolic"]
     given = ["-DLEANFLEET_CUDA", "-DLEANFLEET_WINDOW_BYTES=131072"]

@@ -1,7 +1,6 @@
 """Calls of every operator in every variant, for the tests of the TensorRT plugins."""
 
 import itertools
-import math
 import os
 import shutil
 import subprocess
@@ -10,113 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from leanfleet import native, parity, spec
-from support.ort_models import node_model
+from leanfleet import parity, spec
+from leanfleet.variants import input_shape, input_shapes, layouts_of, node_model, profiles, variants  # noqa: F401
 from support.paths import ROOT
 
-# Smallest, usual and largest size of open dimensions; the others are fixed.
-OPEN = {
-    "B": (1, 3, 4),
-    "N": (1, 65, 130),
-    "Nq": (1, 5, 130),
-    "S": (64, 130, 1030),
-    "P": (4, 9, 40),
-    "M": (1, 2, 9),
-    "total": (1, 65, 1030),
-    "Q": (1, 3, 4),
-}
-FIXED = {"H": 6, "Hkv": 2, "Hq": 2, "Hk": 2, "Hv": 4, "D": 32, "R": 32, "Dv": 16, "block": 16, "positions": 1100, "half": 12}
-FIXED |= {"V": 130, "W": 5, "F": 24, "C": 24, "K": 3}
-STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
-MOST_VARIANTS = 64  # tried of an operator that has more combinations: both ends, and others drawn at random
 DTYPE_CODES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3, "int64": 4}
-
-
-def input_shape(op, tensor, present, attrs, rank, kind):
-    """Sizes of an input; kind: 0 smallest, 1 usual, 2 largest, "open": names in place of open sizes. present: the names of
-    all present inputs. None where no variant of the operator gives the input this rank."""
-    given = op.given(present, attrs)
-    shape, fixed = op.shape_of(tensor, given, rank), op.equal_sizes(FIXED, given)
-    if shape is None:
-        return None
-    sizes = []
-    for axis in shape.ordered(attrs.get("layout", "bhnd")):
-        if axis.symbol == "B" and "cu_seqlens" in present and "Q" in op.symbols:
-            sizes.append(1)
-        elif axis.symbol in FIXED or not axis.symbol:
-            sizes.append(axis.size(fixed))
-        else:
-            sizes.append(str(axis) if kind == "open" else OPEN[axis.symbol][kind] + axis.offset)
-    return sizes
-
-
-def input_shapes(op, ranks, attrs, kind):
-    """{input: shape} for ranks, {input: rank or None}."""
-    return {t.name: input_shape(op, t, ranks, attrs, ranks[t.name], kind) for t in op.inputs if t.name in ranks}
-
-
-def profiles(op):
-    """Two profiles by dimension name: whole prompts, and steps of one token."""
-    whole = {symbol: sizes for symbol, sizes in OPEN.items() if symbol in op.symbols}
-    result = []
-    for entry in (whole, whole | {symbol: sizes for symbol, sizes in STEP.items() if symbol in whole}):
-        axes = {axis for t in op.inputs for shape in t.shapes for axis in shape.axes if axis.offset and axis.symbol in entry}
-        result.append(entry | {str(a): tuple(size + a.offset for size in entry[a.symbol]) for a in axes})
-    return result
-
-
-def _combinations(choices, first):
-    """Of one of each of the lists, as (of the first lists, of the others); a part of them where there are very many."""
-    every = math.prod(map(len, choices))
-    if every <= 4096:
-        drawn = itertools.product(*choices)
-    else:
-        random = np.random.default_rng(0)
-        drawn = [[c[0] for c in choices], [c[-1] for c in choices]]
-        drawn += [[c[random.integers(len(c))] for c in choices] for _ in range(20 * MOST_VARIANTS)]
-    for combination in drawn:
-        yield tuple(combination[:first]), tuple(combination[first:])
-
-
-OF_INT8_CACHES = ("key_scale", "value_scale", "key_per_token", "value_per_token")  # which the layers refuse
-
-
-def variants(op):
-    """({input: rank or None}, attributes) of every combination of optional inputs, their ranks and boolean attributes that
-    are off by default which the operator takes; the C interface says which those are. Attributes that ask for outputs
-    by their number are 3."""
-    required = {t.name: None for t in op.inputs if not t.optional}
-    optional = [t for t in op.inputs if t.optional and t.name not in OF_INT8_CACHES]
-    choices = [[None, *sorted({len(s.axes) for s in t.shapes})] for t in optional]
-    switches = [a.name for a in op.attrs if a.type == "bool" and not a.refuse and not a.default]
-    switches = [name for name in switches if name not in OF_INT8_CACHES]
-    counts = {a.name for a in op.attrs if a.type == "int"} & {name for t in op.outputs for name in t.when}
-    switches += sorted(counts)
-    found = 0
-    for choice, on in _combinations([*choices, *[(0, 1)] * len(switches)], len(choices)):
-        ranks = required | {t.name: rank for t, rank in zip(optional, choice) if rank}
-        attrs = {name: 3 if name in counts else 1 for name, value in zip(switches, on) if value}
-        shapes = input_shapes(op, ranks, attrs, 1)
-        if None in shapes.values():
-            continue
-        entries = [(0, shapes[t.name], input_type(t, "float32")) if t.name in shapes else None for t in op.inputs]
-        try:
-            native.Call(op.name, entries, [], attrs).workspace()
-        except ValueError:
-            continue
-        yield ranks, attrs
-        found += 1
-        if found == MOST_VARIANTS and len(optional) > 12:
-            return
-
-
-def layouts_of(op, layouts):
-    """The attribute for each of the layouts, or none where the operator has no such attribute."""
-    return [{"layout": layout} for layout in layouts] if any(a.name == "layout" for a in op.attrs) else [{}]
-
-
-def input_type(tensor, dtype):
-    return tensor.dtype(dtype, {"F": "float32", "I": "int32", "L": "int64"}, {})
 
 
 def _line(*words):

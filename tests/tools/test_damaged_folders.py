@@ -111,6 +111,7 @@ FACTS = {
     "empty": ("", "is damaged"),
     "no UTF-8": (b'{"vocabulary": "\xff"}', "is damaged"),
     "deep": ("[" * 100000, "is damaged"),
+    "large": ('{"a": "' + "x" * (1 << 20) + '"}', "at most 1048576 are read"),
     "no keys": ("{}", "has no vocabulary"),
     "no stop": ('{"vocabulary": 260}', "has no stop_tokens"),
     "text": ({"vocabulary": "260"}, 'vocabulary is "260"; expected a positive number'),

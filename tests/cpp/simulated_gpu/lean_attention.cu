@@ -1,7 +1,8 @@
-// In place of the instances of LeanAttention's kernels for 16-bit caches, whose clusters and copies are not simulated: calls that
-// would take them fail.
+// In place of the instances of LeanAttention's kernels for 16-bit caches, whose copies are not simulated: calls that would take
+// them fail. CTAs that read caches straight into registers are launched without clusters.
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
+#include "lean_attention/narrow.h"
 #include "lean_attention/wgmma_kernel.cuh"
 
 namespace leanfleet::lean_attention {
@@ -15,8 +16,17 @@ int launch_wgmma(const Args&, const TileLoads&, const CUtensorMap&, const CUtens
   return cudaErrorNotSupported;
 }
 template <class T, int kWidth>
-int launch_direct(const Args&, bool, bool, void*) {
-  return cudaErrorNotSupported;
+int launch_direct(const Args& args, bool, bool, void* stream) {
+  if constexpr (kWidth > 128) {
+    return cudaErrorNotSupported;
+  } else {
+    const auto kernel = has_narrow_cache(args)   ? DirectKernel<T, kWidth, true, true>
+                        : args.rotary_half > 0 ? DirectKernel<T, kWidth, true, false>
+                                               : DirectKernel<T, kWidth, false, false>;
+    const int bytes = direct_shared_bytes<T, kWidth>(args.group * args.tokens);
+    kernel<<<args.plan.max_ranges, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
+    return cudaGetLastError();
+  }
 }
 
 #define LEANFLEET_INSTANCES(T, kWidth)                                                                                   \

@@ -1,0 +1,14 @@
+// In place of csrc/core/chunk_scan_hopper_float32.cuh, as chunk_scan_hopper.cuh here.
+#pragma once
+
+#include "core/chunk_scan.cuh"
+
+namespace leanfleet {
+namespace chunk {
+
+inline int launch_hopper_float32(const ChunkScan& scan, int pass, void* stream) {
+  return launch_typed<float>(scan, pass, true, 227 << 10, stream);
+}
+
+}  // namespace chunk
+}  // namespace leanfleet
