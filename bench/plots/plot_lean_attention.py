@@ -2,7 +2,7 @@
 
     python -m bench.plots.plot_lean_attention bench/results/lean_attention_h200.json [--table OUT.md] [--plots FOLDER]
 
-The table has every line's time, floor and ratio to the fastest peer, losses included, and the geometric means over the
+Of `--only int8` and `drawn_int8`'s JSON it makes a table of those alone. The table has every line's time, floor and ratio to the fastest peer, losses included, and the geometric means over the
 lines that have peers. The plots (they need matplotlib) show the speed beside each peer: of decode attention, of whole decode
 steps, of prompts.
 """
@@ -63,6 +63,40 @@ def table(data):
         + (f", {geometric_mean(over_fa3):.2f} times FA3." if over_fa3 else "."),
     ]
     return "\n".join(lines + more_tables(data)) + "\n"
+
+
+INT8_COLUMNS = {
+    "leanfleet": "per token",
+    "leanfleet per channel": "per channel",
+    "leanfleet per tensor": "per tensor",
+    "leanfleet step": "with append, RoPE",
+    "leanfleet 16 bits": "16 bits",
+    "xqa fp8": "XQA fp8",
+}
+
+
+def int8_table(data):
+    """Decode steps over paged int8 caches by kind of scales, beside bfloat16 caches and FlashInfer's XQA over fp8 caches."""
+    lines = [
+        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {data['rounds']} graph replays in µs, L2 flushed "
+        "by reading. The floor is the caches' bytes and scales over 4.6 TB/s.",
+        "",
+        "| case | floor | " + " | ".join(INT8_COLUMNS.values()) + " | XQA / per token | 16 bits / per token |",
+        "|---" * (len(INT8_COLUMNS) + 4) + "|",
+    ]
+    over_peer, over_16_bits = [], []
+    for row in data["rows"]:
+        us = {name: row["us"][name]["median"] if name in row["us"] else None for name in INT8_COLUMNS}
+        ratios = [None if us[n] is None else us[n] / us["leanfleet"] for n in ("xqa fp8", "leanfleet 16 bits")]
+        for seen, ratio in zip((over_peer, over_16_bits), ratios, strict=True):
+            seen += [ratio] if ratio else []
+        cells = [f"{row['floor_us']:.1f}", *("-" if t is None else f"{t:.1f}" for t in us.values())]
+        cells += ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        drawn = " (drawn)" if "seed" in row else ""
+        lines.append(f"| {row['case'].removeprefix('int8 ')}{drawn} | " + " | ".join(cells) + " |")
+    means = f"{geometric_mean(over_peer):.2f}", f"{geometric_mean(over_16_bits):.2f}"
+    lines += ["", f"Geometric means: XQA over per token {means[0]}, 16 bits over per token {means[1]}."]
+    return "\n".join(lines) + "\n"
 
 
 def lines_of(data):
@@ -233,7 +267,7 @@ def main():
     parser.add_argument("--tag", default="h200", help="how the names of the plots end: the machine (default: %(default)s)")
     args = parser.parse_args()
     data = json.loads(Path(args.json).read_text())
-    text = table(data)
+    text = int8_table(data) if all(row["case"].startswith("int8 ") for row in lines_of(data)) else table(data)
     if args.table:
         Path(args.table).write_text(text)
     else:

@@ -23,6 +23,14 @@ def lean_attention():
     return script("plots.plot_lean_attention").table(*read("lean_attention_h200.json"))
 
 
+def int8():
+    return script("plots.plot_lean_attention").int8_table(*read("int8_h200.json"))
+
+
+def causal_conv():
+    return script("kernels.causal_conv").table(*read("causal_conv_h200.json"))
+
+
 def whole_models():
     plot = script("plots.plot_end_to_end")
     reports = [r for pattern in ("end_to_end*_h200.json", "generate_h200.json", "serving_*_h200.json") for r in read(pattern)]
@@ -81,6 +89,8 @@ def quantised_weights():
         ("linear_methods_h200", methods),
         ("ort_cuda_h200", ort_cuda),
         ("gated_delta_rule_h200", gated_delta_rule),
+        ("causal_conv_h200", causal_conv),
+        ("int8_h200", int8),
         ("linearise_cpu", linearise),
         ("quantised_weights_cpu", quantised_weights),
         ("cpu_avx2", cpu("avx2")),
