@@ -261,12 +261,12 @@ std::array<Creator, sizeof...(kIndices)> make_creators(std::index_sequence<kIndi
 
 }  // namespace
 
-void log_error(const std::string& text) noexcept {
+void log_error(const char* text) noexcept {
   try {
-    if (log_with_tensorrt(text.c_str())) return;
+    if (log_with_tensorrt(text)) return;
   } catch (...) {  // a logger of the application's that throws
   }
-  std::fprintf(stderr, "leanfleet: %s\n", text.c_str());
+  std::fprintf(stderr, "leanfleet: %s\n", text);
 }
 
 }  // namespace leanfleet::trt

@@ -23,7 +23,7 @@ import time
 
 from stress import cases, draw, files, runtimes
 
-CASE_SECONDS = 60  # longer is a hang
+CASE_SECONDS = 120  # longer is a hang
 REDUCE_SECONDS = 120  # for a finding
 SAME = 3  # findings of one kind that are reduced; of more only the number is told
 

@@ -1,6 +1,7 @@
 """The cases that once failed, and a short slice of `make stress`, the same in every run."""
 
 import ctypes
+import dataclasses
 import itertools
 import json
 import random
@@ -11,19 +12,19 @@ import pytest
 import torch
 
 from leanfleet import spec
-from stress import cases, check, draw, files, judge, runtimes, trees, values
+from stress import act, cases, check, draw, files, judge, processes, runtimes, trees, values
 from stress.__main__ import Worker
 from support.ort_models import TOY_SCHEMA
 
 KEPT = [json.loads(line) for line in (Path(__file__).parent / "kept.jsonl").read_text().splitlines()]
 SLICE = 2  # cases of an operator on a runtime
 SEED = 1
-FILES = 33  # cases of files
+FILES, PROCESSES = 22, 10  # cases of files, and of processes
 
 
 @pytest.fixture(scope="module")
 def worker():
-    """Another process, whose forks run cases of files."""
+    """Another process, whose forks run cases of files; it runs those of processes too."""
     worker = Worker()
     yield worker
     worker.close()
@@ -59,6 +60,39 @@ def test_a_slice_of_files(worker):
             case = files.draw(SEED, index)
             error = worker.check(case)
             assert error is None, f"{error}\npython -m stress --reduce '{case.to_json()}'"
+
+
+def test_a_slice_of_processes():
+    seen = set()
+    for index in range(PROCESSES):
+        case = processes.draw(SEED, index)
+        short = {"rounds": 3, "sessions": 60, "row": 20 if case.act == "session_memory" else case.numbers.get("row")}
+        numbers = case.numbers | {name: short[name] for name in case.numbers if name in short}
+        case = dataclasses.replace(case, numbers=numbers)
+        seen.add(case.act)
+        error = cases.error_of(case)
+        assert error is None, f"{error}\npython -m stress --reduce '{case.to_json()}'"
+    assert seen == set(act.ACTS) == set(processes.NUMBERS)
+
+
+def test_other_bits_in_a_process_are_a_finding(monkeypatch):
+    """And a crash of it, and an error where none should be."""
+    case = dataclasses.replace(
+        processes.draw(SEED, 4), numbers={"threads": [2], "signal": "SIGALRM", "raises": False, "rounds": 1}
+    )
+    right = processes.plan_of
+
+    def check(**changes):
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "plan_of", lambda case: right(case) | changes)
+            return cases.error_of(case)
+
+    assert check() is None
+    expected = right(case)["expected"][2]
+    flipped = [x and bytes([x[0] ^ 1]) + x[1:] for x in expected]
+    assert "other bits with 2 threads" in check(expected={2: flipped})
+    assert "no operator is named" in check(op="Nothing")
+    assert "KeyError" in check(expected={})
 
 
 @pytest.mark.parametrize("kind", files.KINDS)
@@ -107,6 +141,10 @@ def test_cases_survive_as_text():
     for index in range(44):
         case = files.draw(SEED, index)
         assert repr(files.Case.from_json(case.to_json())) == repr(case) == repr(files.draw(SEED, index))
+        case = processes.draw(SEED, index)
+        assert cases.from_json(case.to_json()) == case == processes.draw(SEED, index)
+        for simpler in itertools.islice(processes.simpler(case), 5):
+            assert simpler != case and simpler.act == case.act
 
 
 def test_what_is_simpler_is_valid():
