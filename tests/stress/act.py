@@ -163,21 +163,22 @@ def memory(call, plan):
     refuse, asked = preloaded.refuse_memory, preloaded.memory_asked_for
     refuse.argtypes = [ctypes.c_long, ctypes.c_long, ctypes.c_void_p, ctypes.c_void_p]
     failed = 0
-    for start in range(plan["first"], 4000):
-        threads = plan["threads"][start % len(plan["threads"])]
-        refuse(start // len(plan["threads"]), plan["row"], None, None)
-        try:
+    for threads in dict.fromkeys(plan["threads"]):
+        for start in range(4000):
+            call.run(1)  # so that a pool of several threads is made anew
+            refuse(start, plan["row"], None, None)
+            try:
+                call.run(threads)
+                over = asked() <= start
+                refuse(-1, 0, None, None)
+            except native.LeanfleetError as error:
+                refuse(-1, 0, None, None)
+                over, failed = False, failed + 1
+                assert_clear(error, plan)
             call.run(threads)
-        except native.LeanfleetError as error:
-            refuse(-1, 0, None, None)
-            failed += 1
-            assert_clear(error, plan)
-        over = asked() <= start // len(plan["threads"])
-        refuse(-1, 0, None, None)
-        call.run(threads)
-        if over and threads == plan["threads"][-1]:
-            break
-    assert failed or plan["first"], "nothing that the library asks for was refused"
+            if over:
+                break
+    assert failed or max(plan["threads"]) == 1, "nothing that the library asks for was refused"
 
 
 def signals(call, plan):
