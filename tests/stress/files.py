@@ -1,5 +1,6 @@
-"""Files that were changed: folders of decoders and of transformers, models, rewritten and prepared ones, tokenizers, GGUF files,
-fields of TensorRT's plugins. What reads them must work and give the right result, or end with one clear error of its own.
+"""Files that were changed: folders of decoders, also for serving, and of transformers, models, rewritten and prepared ones,
+tokenizers, GGUF files, fields of TensorRT's plugins. What reads them must work and give the right result, or end with one clear
+error of its own.
 
 A case says which folder is changed and how: stress.trees. Each runs in a process of its own, forked from one that has imported
 everything, with limits on time and memory.
@@ -331,6 +332,48 @@ def compare_with_bodies(folder, prompt):
     return "right"
 
 
+# The same with a graph for continuous batching
+
+
+def make_serving(base, folder):
+    import torch
+    import transformers
+
+    from leanfleet.export import export_decoder
+    from leanfleet.export.serving import add_serving
+
+    torch.manual_seed(3)
+    sizes = dict(hidden_size=32, num_hidden_layers=1, num_attention_heads=2, num_key_value_heads=1, vocab_size=260)
+    config = transformers.LlamaConfig(**sizes, intermediate_size=32, max_position_embeddings=100, eos_token_id=256)
+    model = transformers.LlamaForCausalLM(config).eval()
+    export_decoder(model, folder)
+    add_serving(model, folder)
+
+
+def served(folder):
+    from leanfleet.ort_ops.serving import ContinuousBatch
+
+    batch = ContinuousBatch(folder, pages=8, max_requests=2, step_tokens=32, providers=["CPUExecutionProvider"])
+    requests = [batch.add([1, 2, 3], max_new_tokens=NEW_TOKENS), batch.add([4, 5], max_new_tokens=2)]
+    batch.run()
+    return [r.tokens for r in requests]
+
+
+def check_serving(folder, case):
+    found, error = attempt(served, folder)
+    if error is not None:
+        return "refused"
+    if {c[0] for c in case.changes} <= {"leanfleet.json"}:
+        with tempfile.TemporaryDirectory() as whole:
+            for name, data in contents(case.kind, case.base).items():
+                (Path(whole) / name).write_bytes(data)
+            expected = served(whole)
+        if any(f != e[: len(f)] for f, e in zip(found, expected, strict=True)):
+            raise Wrong(f"other facts, other tokens: {found} in place of {expected}")
+        return "right"
+    return "works"
+
+
 # Models of one node: sessions
 
 
@@ -645,6 +688,7 @@ def field_bases():
 
 KINDS = {
     "decoder": Kind(lambda: ["float32", "int8"], make_decoder, check_decoder, {"leanfleet.json": 4, "model.onnx": 3}),
+    "serving": Kind(lambda: ["llama"], make_serving, check_serving, {"leanfleet.json": 6}),
     "node": Kind(node_bases, make_node, check_node),
     "rewrite": Kind(lambda: list(rewrite_sources()), make_rewrite, check_rewrite),
     "prepared": Kind(prepared_bases, make_prepared, check_prepared),
@@ -654,18 +698,8 @@ KINDS = {
     "fields": Kind(field_bases, make_fields, check_fields),
 }
 ORDER = (
-    "decoder",
-    "node",
-    "rewrite",
-    "node",
-    "tokenizer",
-    "prepared",
-    "gguf",
-    "node",
-    "model",
-    "fields",
-    "tokenizer",
-    "fields",
+    *("decoder", "node", "rewrite", "fields", "tokenizer", "prepared"),
+    *("gguf", "node", "model", "serving", "tokenizer", "fields"),
 )
 
 

@@ -19,7 +19,7 @@ from support.ort_models import TOY_SCHEMA
 KEPT = [json.loads(line) for line in (Path(__file__).parent / "kept.jsonl").read_text().splitlines()]
 SLICE = 2  # cases of an operator on a runtime
 SEED = 1
-FILES, PROCESSES = 22, 10  # cases of files, and of processes
+FILES, PROCESSES = 12, 10  # cases of files, and of processes
 
 
 @pytest.fixture(scope="module")
@@ -138,7 +138,7 @@ def test_cases_survive_as_text():
         case = draw.draw(SEED, index)
         assert draw.Case.from_json(case.to_json()) == case
         assert draw.draw(SEED, index) == case
-    for index in range(44):
+    for index in range(FILES):
         case = files.draw(SEED, index)
         assert repr(files.Case.from_json(case.to_json())) == repr(case) == repr(files.draw(SEED, index))
         case = processes.draw(SEED, index)
