@@ -132,12 +132,17 @@ def come_and_go(call, plan):
 
 
 def limits(call, plan):
-    """Processors taken away, and memory that runs out: an error or the right result, and right again with memory."""
+    """Processors and threads taken away, and memory that runs out: an error or the right result, and right again with memory."""
     processors = os.sched_getaffinity(0)
     for own in ({min(processors)}, processors):
         os.sched_setaffinity(0, own)
         for threads in plan["threads"]:
             call.run(threads)
+    soft, hard = resource.getrlimit(resource.RLIMIT_NPROC)
+    resource.setrlimit(resource.RLIMIT_NPROC, (1, hard))  # no other thread can be made, but by root
+    for threads in plan["threads"]:
+        call.run(threads)
+    resource.setrlimit(resource.RLIMIT_NPROC, (soft, hard))
     hard = resource.getrlimit(resource.RLIMIT_AS)[1]
     for spare in (0, 1 << 16, 1 << 20, plan["spare"]):
         size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
