@@ -1,6 +1,6 @@
 # make demo   set everything up and run the main job on a real model
 # make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run all tests
-# make stress draw calls of all operators for STRESS_SECONDS and compare their results with a float64 reference
+# make stress draw calls of all operators, files and processes for STRESS_SECONDS and judge what comes of them
 # make docs   build the documentation into build/site
 # make audit  look the installed packages up among the known vulnerabilities
 # All work in .venv and need Python 3.11 or newer, g++ and make.

@@ -1,1 +1,1 @@
-"""Benchmarks. Scripts run from the root of the checkout: python -m bench.kernels.lean_attention."""
+"""Benchmarks. Scripts run from the root of the checkout: python -m bench.kernels.lean_attention. All figures: bench.figures."""

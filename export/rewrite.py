@@ -812,16 +812,13 @@ def rewrite(
     }
     order = {id(node): i for i, node in enumerate(todo)}
     by_node: dict[int, Row] = {}
-    if to == "leanfleet" and bodies and options["opset"] < function_bodies.OLDEST_OPSET:
-        return [
-            Row(
-                nodes.label(n),
-                operator_name(n),
-                reason=f"the model has opset {options['opset']}; function "
-                f"bodies need {function_bodies.OLDEST_OPSET}: convert it with onnx.version_converter",
-            )
-            for n in todo
-        ]
+    if (bodies or to == "standard") and (options["opset"] or 0) < function_bodies.OLDEST_OPSET:
+        what = "function bodies" if to == "leanfleet" else "the nodes in their place"
+        reason = (
+            f"the model has opset {options['opset']}; {what} need {function_bodies.OLDEST_OPSET}: convert it with "
+            "onnx.version_converter"
+        )
+        return [Row(nodes.label(n), operator_name(n), reason=reason) for n in todo]
     while todo:  # what is found out about one node's output may be what the next one lacks
         _infer_shapes(model)
         found = {id(n): _replace(n, mappings[operator_name(n)], options) for n in todo}
@@ -865,6 +862,8 @@ def _inline_callers(model, mappings):
 def _import_domains(model):
     """Imports the domains that new nodes may be of: onnx infers no shapes in a model that lacks one."""
     for node in ir.traversal.RecursiveGraphIterator(model.graph):
+        if node.domain == "":
+            model.opset_imports.setdefault("", function_bodies.DEFAULT_OPSET)
         if node.domain in (nodes.MICROSOFT, spec.DOMAIN):
             model.opset_imports.setdefault(node.domain, 1 if node.domain == nodes.MICROSOFT else spec.OPSET_VERSION)
 
@@ -936,7 +935,7 @@ def rewrite_file(
         if fault is None and (fault := rewrite_check.checker_fault(scratch)) and rewrite_check.checker_fault(source):
             fault = None
         if fault:
-            raise ValueError(f"{target} is not written, because it would be no valid model: {fault}")
+            raise ValueError(f"{target} is not written, because it would be no valid model: {_short(fault)}")
         with progress.stage("running the original and the result"):
             rows.verification = _verification(rows, options, source, scratch, verify, inputs)
         finish()
@@ -964,8 +963,8 @@ def _read(source):
         proto = onnx.load(str(source), load_external_data=False)
     except Exception as error:
         raise ValueError(f"{source} is no ONNX file: {error}") from error
-    if fault := rewrite_check.structural_fault(proto, source.parent):
-        raise ValueError(f"{source} is no valid ONNX model: {fault}")
+    if fault := rewrite_check.text_fault(proto) or rewrite_check.structural_fault(proto, source.parent):
+        raise ValueError(f"{source} is no valid ONNX model: {_short(fault)}")
     try:
         with _quiet():
             model = ir.from_proto(proto)

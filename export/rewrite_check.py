@@ -7,6 +7,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import onnx
@@ -41,6 +42,24 @@ class Verification:
 
 
 # Structure
+
+
+def text_fault(message: Any) -> str | None:
+    """Which text of a protobuf message, or of one inside it, is no UTF-8. onnx reads such files, and nothing can write them."""
+    for field in message.DESCRIPTOR.fields:
+        if field.type not in (field.TYPE_STRING, field.TYPE_MESSAGE):
+            continue
+        try:
+            found = getattr(message, field.name)
+            values = list(found) if field.is_repeated else [found] if message.HasField(field.name) else []
+        except UnicodeDecodeError:
+            return f"{field.name} of a {message.DESCRIPTOR.name} is no UTF-8"
+        for value in values:
+            if isinstance(value, bytes):
+                return f"{field.name} of a {message.DESCRIPTOR.name} is no UTF-8"
+            if not isinstance(value, str) and (fault := text_fault(value)):
+                return fault
+    return None
 
 
 def structural_fault(model: onnx.ModelProto, folder: str | Path) -> str | None:

@@ -764,10 +764,8 @@ def engine_build_command(arguments: argparse.Namespace) -> int:
 def engine_prepare_command(arguments: argparse.Namespace) -> int:
     from leanfleet import trt_plugins
 
-    print(
-        f"{trt_plugins.prepare_file(arguments.model, arguments.output)}: for trtexec --onnx, with "
-        f"--dynamicPlugins={trt_plugins.get_plugin_path()}"
-    )
+    library = trt_plugins.get_plugin_path()  # which may raise, before anything is written
+    print(f"{trt_plugins.prepare_file(arguments.model, arguments.output)}: for trtexec --onnx, with --dynamicPlugins={library}")
     return 0
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import warnings
 from collections.abc import Iterable
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
 
     from leanfleet.generation import Decoder, Statistics
 
+MOST_LAYERS = 10_000
 HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there is a hub
 
 
@@ -198,6 +200,7 @@ def load_pretrained(
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     quieten_transformers()
+    _check_layers(Path(model) / "config.json")
     with files.reading(f"the model {model}"):
         try:
             loaded = AutoModelForCausalLM.from_pretrained(
@@ -208,6 +211,20 @@ def load_pretrained(
             raise
     with files.reading(f"the tokenizer of {model}"):
         return loaded.eval(), AutoTokenizer.from_pretrained(model, **options)
+
+
+def _check_layers(config: Path) -> None:
+    """Raises ValueError for a number of layers that transformers would make lists of for hours. It says itself what else is
+    wrong with the file."""
+    try:
+        content = json.loads(config.read_bytes())
+    except (OSError, ValueError, RecursionError):
+        return
+    parts = [content, *(v for v in content.values() if isinstance(v, dict))] if isinstance(content, dict) else []
+    for name in ("num_hidden_layers", "n_layer", "num_layers", "n_layers"):
+        for part in parts:
+            if isinstance(found := part.get(name), (int, float)) and found > MOST_LAYERS:
+                raise ValueError(f"{config} is damaged: {name} is {found}; models have at most {MOST_LAYERS} layers")
 
 
 def _attention_of(model: str | Path, options: dict[str, Any]) -> dict[str, str]:

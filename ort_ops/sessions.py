@@ -27,7 +27,10 @@ def default_providers(available: Sequence[str]) -> list[str]:
 
 
 def _explained(error):
-    """The error with the types that the operator in it takes, where onnxruntime refuses a node's types."""
+    """The error with the types that the operator in it takes, where onnxruntime refuses a node's types. What onnxruntime says
+    of a damaged model may hold its bytes, which Python then fails to decode."""
+    if isinstance(error, UnicodeDecodeError):
+        return RuntimeError(f"onnxruntime refuses the model: {error.object.decode(errors='replace')}")
     refusals = r"of operator \((\w+)\) in node .* is invalid|no kernel def matches node inputs for Op: (\w+)"
     found = re.search(refusals, str(error))
     op = found and spec.all_specs().get(found[1] or found[2])

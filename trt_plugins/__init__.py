@@ -187,7 +187,8 @@ def prepare(model: onnx.ModelProto) -> onnx.ModelProto:
     plugin it is; leanfleet's functions go, and all others are inlined, because the parser takes a node of any domain for
     the standard operator of its name. The nodes move to the domain leanfleet.trt, because ONNX Runtime would read their
     inputs by position. Returns the model. Preparing it again changes nothing. Raises ValueError for an attribute that an
-    operator does not have, and for another version of them, before anything is changed.
+    operator does not have, for one that does not exist, for more inputs than it has, for names that are no UTF-8, and for
+    another version of them, before anything is changed.
 
     Example:
         import onnx
@@ -218,13 +219,33 @@ def prepare(model: onnx.ModelProto) -> onnx.ModelProto:
 
 
 def _check_nodes(model, onnx):
+    try:
+        _refuse_nodes(model, onnx)
+    except UnicodeDecodeError as error:
+        raise ValueError(f"the model is damaged: a name in it is no UTF-8 ({error})") from None
+
+
+def _refuse_nodes(model, onnx):
     lists = [model.graph.node, *(f.node for f in model.functions if f.domain != spec.DOMAIN)]
     ours = [node for nodes in lists for node in _with_subgraphs(nodes, onnx) if node.domain == spec.DOMAIN]
     for entry in model.opset_import:
         if ours and entry.domain == spec.DOMAIN:
             spec.check_version(entry.version)
+    for nodes in lists:  # of names that are no UTF-8 protobuf raises the single ones, and gives those in lists as bytes
+        for node in _with_subgraphs(nodes, onnx):
+            names = (node.op_type, node.name, node.domain, node.overload, *node.input, *node.output)
+            for name in names:
+                if isinstance(name, bytes):
+                    name.decode()
     for node in ours:
         spec.check_attributes(node.op_type, node.name, [a.name for a in node.attribute])
+        op = spec.all_specs().get(node.op_type)
+        if op is None:
+            known = ", ".join(spec.all_specs())
+            raise ValueError(f"node '{node.name}': leanfleet has no operator {node.op_type}; it has {known}")
+        for kind, names, tensors in (("inputs", node.input, op.inputs), ("outputs", node.output, op.outputs)):
+            if len(names) > len(tensors):
+                raise ValueError(f"{op.name} '{node.name}' has {len(names)} {kind}; it has at most {len(tensors)}")
 
 
 def _with_subgraphs(nodes, onnx):

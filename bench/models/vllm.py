@@ -159,21 +159,24 @@ def table(arguments):
         kind: statistics.geometric_mean(line["ratio"] for line in lines if line["kind"] == kind)
         for kind in dict.fromkeys(line["kind"] for line in lines)
     }
-    arguments.out.with_suffix(".json").write_text(
-        json.dumps({**facts, "geometric_means": means, "lines": lines}, indent=1) + "\n"
-    )
-    text = [f"# Beside vLLM\n\n{facts['device']}, {facts['date']}, onnxruntime {facts['onnxruntime']}, vLLM {facts['vllm']}, "]
-    text[0] += f"random lines of seed {facts['seed']}. Steps and prompts in milliseconds, serving in answer tokens a second.\n"
-    text.append("| kind | model | batch | context | section | ours | vLLM | ratio |\n" + "|---" * 8 + "|")
-    for line in lines:
+    report = {**facts, "geometric_means": means, "lines": lines}
+    arguments.out.with_suffix(".json").write_text(json.dumps(report, indent=1) + "\n")
+    arguments.out.with_suffix(".md").write_text(text(report))
+
+
+def text(report):
+    """The table in Markdown."""
+    lines = [
+        f"# Beside vLLM\n\n{report['device']}, {report['date']}, onnxruntime {report['onnxruntime']}, vLLM {report['vllm']}, "
+        f"random lines of seed {report['seed']}. Steps and prompts in milliseconds, serving in answer tokens a second.\n"
+    ]
+    lines.append("| kind | model | batch | context | section | ours | vLLM | ratio |\n" + "|---" * 8 + "|")
+    for line in report["lines"]:
         values = f"{line['ours']:.2f} | {line['vllm']:.2f} | {line['ratio']:.2f}"
-        text.append(
-            f"| {line['kind']} | {line['model']} | {line['batch']} | {line['context']} | {line['section']} | {values} |"
-        )
-    text.append(
-        "\nGeometric means: " + ", ".join(f"{kind} {mean:.3f}" for kind, mean in means.items()) + "; above 1, ours is faster."
-    )
-    arguments.out.with_suffix(".md").write_text("\n".join(text) + "\n")
+        place = f"{line['kind']} | {line['model']} | {line['batch']} | {line['context']} | {line['section']}"
+        lines.append(f"| {place} | {values} |")
+    means = ", ".join(f"{kind} {mean:.3f}" for kind, mean in report["geometric_means"].items())
+    return "\n".join([*lines, f"\nGeometric means: {means}; above 1, ours is faster."]) + "\n"
 
 
 def main():

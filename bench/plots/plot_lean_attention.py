@@ -2,9 +2,9 @@
 
     python -m bench.plots.plot_lean_attention bench/results/lean_attention_h200.json [--table OUT.md] [--plots FOLDER]
 
-Of `--only int8` and `drawn_int8`'s JSON it makes a table of those alone. The table has every line's time, floor and ratio to the fastest peer, losses included, and the geometric means over the
-lines that have peers. The plots (they need matplotlib) show the speed beside each peer: of decode attention, of whole decode
-steps, of prompts.
+Of `--only int8` and `drawn_int8`'s JSON it makes a table of those alone. The table has every line's time, floor and ratio to
+the fastest peer, losses included, and the geometric means over the lines that have peers. The plots (they need matplotlib)
+show the speed beside each peer: of decode attention, of whole decode steps, of prompts.
 """
 
 import argparse
@@ -78,8 +78,8 @@ INT8_COLUMNS = {
 def int8_table(data):
     """Decode steps over paged int8 caches by kind of scales, beside bfloat16 caches and FlashInfer's XQA over fp8 caches."""
     lines = [
-        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {data['rounds']} graph replays in µs, L2 flushed "
-        "by reading. The floor is the caches' bytes and scales over 4.6 TB/s.",
+        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {data['rounds']} graph replays in µs, "
+        "L2 flushed by reading. The floor is the caches' bytes and scales over 4.6 TB/s.",
         "",
         "| case | floor | " + " | ".join(INT8_COLUMNS.values()) + " | XQA / per token | 16 bits / per token |",
         "|---" * (len(INT8_COLUMNS) + 4) + "|",

@@ -1,7 +1,9 @@
 #include "leanfleet.h"
 
+#include <cstdio>
 #include <cstring>
 #include <exception>
+#include <new>
 #include <string>
 
 #include "core/cpu_isa.h"
@@ -18,6 +20,7 @@ using namespace leanfleet;
 static_assert(kMaxRank <= LEANFLEET_MAX_RANK);  // whose size is part of the interface
 
 thread_local std::string last_error;
+thread_local char thrown[160];  // what an exception said, in place of last_error; empty: there was none
 
 Status read_tensors(const OpSpec& spec, const char* role, const leanfleet_tensor* from, int given, int allowed, Tensor* to) {
   if (given > allowed)
@@ -106,21 +109,20 @@ Status run(const leanfleet_call& from) {
   return dispatch(from, *op, call, ws);
 }
 
-// No exception crosses the library's boundary: out of memory becomes an internal error.
+// No exception crosses the library's boundary. To tell of a lack of memory takes none.
 template <class F>
-int guarded(F&& body) {
+int guarded(const char* op, F&& body) {
+  thrown[0] = '\0';
   try {
     Status status = body();
     if (!status.ok()) last_error = std::move(status.message);
     return static_cast<int>(status.code);
+  } catch (const std::bad_alloc&) {
+    std::snprintf(thrown, sizeof thrown, "%.100s: out of memory; nothing is known of its outputs", op);
   } catch (const std::exception& error) {
-    try {
-      last_error = error.what();
-    } catch (...) {
-      last_error.clear();
-    }
-    return static_cast<int>(Code::kInternal);
+    std::snprintf(thrown, sizeof thrown, "%.60s: %.90s", op, error.what());
   }
+  return static_cast<int>(Code::kInternal);
 }
 
 }  // namespace
@@ -128,14 +130,14 @@ int guarded(F&& body) {
 extern "C" {
 
 int leanfleet_workspace(const leanfleet_call* call, size_t* scratch_bytes, size_t* sync_bytes) {
-  return guarded([&] { return size_workspace(*call, scratch_bytes, sync_bytes); });
+  return guarded(call->op, [&] { return size_workspace(*call, scratch_bytes, sync_bytes); });
 }
 
 int leanfleet_run(const leanfleet_call* call) {
-  return guarded([&] { return run(*call); });
+  return guarded(call->op, [&] { return run(*call); });
 }
 
-const char* leanfleet_last_error() { return last_error.c_str(); }
+const char* leanfleet_last_error() { return thrown[0] != '\0' ? thrown : last_error.c_str(); }
 
 const char* leanfleet_op_name(int index) { return index >= 0 && index < num_ops() ? op_at(index).spec->name : nullptr; }
 

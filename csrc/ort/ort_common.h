@@ -4,6 +4,7 @@
 #include <onnxruntime_c_api.h>
 
 #include <exception>
+#include <new>
 #include <string>
 
 #include "core/op.h"
@@ -52,6 +53,8 @@ template <class F>
 OrtStatus* guarded(const OrtApi& ort, F&& body) {
   try {
     return to_ort(ort, body());
+  } catch (const std::bad_alloc&) {
+    return ort.CreateStatus(ORT_FAIL, "out of memory");
   } catch (const std::exception& error) {
     return ort.CreateStatus(ORT_FAIL, error.what());
   }

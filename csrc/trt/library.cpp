@@ -145,6 +145,17 @@ Status refuse_field(const OpSpec& spec, const std::string& node, const char* nam
   return Status::invalid(std::string(spec.name) + " '" + node + "': there is no attribute " + name + "; it has " + known);
 }
 
+// Of two fields of one name nobody knows which one is meant, and counts of an engine's fields would not notice a missing one.
+Status refuse_twice(const OpSpec& spec, const std::string& node, const PluginFieldCollection* fields, int count) {
+  for (int i = 0; i < count; ++i)
+    for (int k = 0; k < i; ++k) {
+      const char *const name = fields->fields[i].name, *const other = fields->fields[k].name;
+      if (name != nullptr && other != nullptr && std::strcmp(name, other) == 0)
+        return Status::invalid(std::string(spec.name) + " '" + node + "': field " + name + " is there twice; expected once");
+    }
+  return {};
+}
+
 // In an engine every field must be there and no other. (TensorRT's ONNX parser hands over no attributes but those that the
 // creator lists: leanfleet.trt_plugins checks the names in a model.)
 Status read_fields(const Op& op, const char* name, const PluginFieldCollection* fields, bool from_engine, Layer* layer) {
@@ -173,6 +184,7 @@ Status read_fields(const Op& op, const char* name, const PluginFieldCollection* 
       layer->node = read_text(field);
     else --known;
   }
+  LEANFLEET_RETURN_IF_ERROR(refuse_twice(spec, layer->node, fields, count));
   for (int i = 0; i < count; ++i)
     for (int attr = 0; attr < spec.num_attrs; ++attr) {
       const PluginField& field = fields->fields[i];
@@ -249,12 +261,12 @@ std::array<Creator, sizeof...(kIndices)> make_creators(std::index_sequence<kIndi
 
 }  // namespace
 
-void log_error(const std::string& text) noexcept {
+void log_error(const char* text) noexcept {
   try {
-    if (log_with_tensorrt(text.c_str())) return;
+    if (log_with_tensorrt(text)) return;
   } catch (...) {  // a logger of the application's that throws
   }
-  std::fprintf(stderr, "leanfleet: %s\n", text.c_str());
+  std::fprintf(stderr, "leanfleet: %s\n", text);
 }
 
 }  // namespace leanfleet::trt

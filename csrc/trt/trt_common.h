@@ -7,6 +7,7 @@
 
 #include <exception>
 #include <memory>
+#include <new>
 #include <string>
 #include <vector>
 
@@ -46,7 +47,7 @@ struct Layer {
 };
 
 // library.cpp: writes to TensorRT's logger, or to stderr where there is none.
-void log_error(const std::string& text) noexcept;
+void log_error(const char* text) noexcept;
 
 // plugin.cpp. Null on failure, which is logged.
 nvinfer1::IPluginV3* create_plugin(const Layer& layer) noexcept;
@@ -58,7 +59,9 @@ int32_t guarded(F&& body) noexcept {
   try {
     const Status status = body();
     if (status.ok()) return 0;
-    log_error(status.message);
+    log_error(status.message.c_str());
+  } catch (const std::bad_alloc&) {
+    log_error("out of memory");
   } catch (const std::exception& error) {
     log_error(error.what());
   }

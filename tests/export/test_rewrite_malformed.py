@@ -4,7 +4,6 @@ import contextlib
 import io
 import random
 
-import numpy as np
 import onnx
 import pytest
 from onnx import TensorProto, helper
@@ -14,51 +13,6 @@ from support import rewrite_models as cases
 
 SEEDS, EACH = 24, 20  # models of a test, tests
 INTEGERS = [-(2**63), -1, 0, 1, 3, 7, 2**31, 2**63 - 1]
-
-
-def sources():
-    """Valid models of each operator that is rewritten, either way."""
-    gqa, gqa_attributes = cases.group_query(n=1, lens=[4, 7], past=12, rotary=8)
-    packed, packed_attributes = cases.group_query(n=5, lens=[5, 2], packed=True)
-    linear, linear_attributes = cases.linear(n=9)
-    paged, paged_attributes = cases.paged(rotary=8)
-    heads = dict(q_num_heads=cases.H, kv_num_heads=cases.HKV)
-    plain = dict(query=cases.normal(2, 5, 96), key=cases.normal(2, 5, 96), value=cases.normal(2, 5, 96))
-    append = cases.bhnd(1, 9) | dict(
-        value_cache=cases.normal(cases.B, cases.HKV, 9, cases.D), seq_lens=np.array([4, 8], np.int32)
-    )
-    append |= {name: cases.normal(cases.B, cases.HKV, 1, cases.D) for name in ("new_key", "new_value")}
-    caches = ["output", "present_key", "present_value"]
-    return {
-        "Attention": (cases.model_of("Attention", "", cases.qkv(), ["Y"], dict(is_causal=1)), "leanfleet"),
-        "Attention of rank 3": (
-            cases.model_of("Attention", "", cases.qkv(packed=True), ["Y"], dict(is_causal=1) | heads),
-            "leanfleet",
-        ),
-        "GroupQueryAttention": (
-            cases.model_of("GroupQueryAttention", "com.microsoft", gqa, caches, gqa_attributes, 21),
-            "leanfleet",
-        ),
-        "packed": (cases.model_of("GroupQueryAttention", "com.microsoft", packed, caches, packed_attributes, 21), "leanfleet"),
-        "MultiHeadAttention": (
-            cases.model_of("MultiHeadAttention", "com.microsoft", plain, ["o"], dict(num_heads=cases.H), 21),
-            "leanfleet",
-        ),
-        "PagedAttention": (
-            cases.model_of("PagedAttention", "com.microsoft", paged, ["output", "k", "v"], paged_attributes, 21),
-            "leanfleet",
-        ),
-        "LinearAttention": (
-            cases.model_of("LinearAttention", "com.microsoft", linear, ["o", "s"], linear_attributes, 21),
-            "leanfleet",
-        ),
-        "LeanAttention": (cases.lean_model({}, 23, **cases.bhnd(7, 7))[0], "standard"),
-        "append": (
-            cases.lean_model(dict(append=1), outputs=("output", "key_cache_out", "value_cache_out"), **append)[0],
-            "standard",
-        ),
-        "CausalLinearDecay": (cases.decay_model(dict(scale=0.3, return_state=1))[0], "standard"),
-    }
 
 
 # Faults, each on a copy of a model; `r` is a random.Random.
@@ -388,14 +342,14 @@ def attempt(seed, base, folder):
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("start", range(EACH))
 def test_malformed_models(start, tmp_path):
-    bases = list(sources().values())
+    bases = list(cases.sources().values())
     codes = [attempt(seed, bases[seed % len(bases)], tmp_path)[0] for seed in range(start * SEEDS, (start + 1) * SEEDS)]
     assert 0 in codes and 2 in codes  # some are refused, in others one node is left alone
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=lambda f: f.__name__)
 def test_each_fault_alone(fault, tmp_path):
-    for seed, (model, to) in enumerate(sources().values()):
+    for seed, (model, to) in enumerate(cases.sources().values()):
         changed = onnx.ModelProto()
         changed.CopyFrom(model)
         fault(changed, random.Random(seed))

@@ -2,13 +2,19 @@
 // workspace, serialization, attachToContext, onShapeChange, enqueue.
 //
 //   trt_driver LIBRARY CASES [--launch] [--bench]
+//   trt_driver LIBRARY FIELDS --fields
 //
 // CASES is written by trt_cases.py. --launch: run on the GPU on two streams, in place and in a captured CUDA graph, and
 // compare with the expected outputs. Without it enqueue must fail with a message that names CUDA. --bench: the host time
 // of enqueue. Prints a summary; exit code 1 and one line for each failure otherwise.
+//
+// --fields: FIELDS is the operator, the phase (0 build, 1 runtime), and a line for each field: name and data in hexadecimal, "-"
+// for null, its type and its length. Makes a plugin of them and prints "refused", the message; or "made" and the plugin's own
+// fields in the same form. What lies behind a field's data cannot be read.
 #include <NvInferRuntime.h>
 #include <cuda_runtime_api.h>
 #include <dlfcn.h>
+#include <sys/mman.h>
 
 #include <algorithm>
 #include <chrono>
@@ -661,13 +667,91 @@ void try_case(const Case& c, IPluginCreatorV3One& creator, bool launches, bool b
         "enqueue without a GPU: " + finder.logger.last);
 }
 
+// ---- Fields that may be wrong
+
+size_t width_of(PluginFieldType type) {
+  switch (type) {
+    case PluginFieldType::kCHAR:
+    case PluginFieldType::kINT8: return 1;
+    case PluginFieldType::kFLOAT16:
+    case PluginFieldType::kBF16:
+    case PluginFieldType::kINT16: return 2;
+    case PluginFieldType::kFLOAT64:
+    case PluginFieldType::kINT64: return 8;
+    case PluginFieldType::kDIMS: return sizeof(Dims);
+    default: return 4;
+  }
+}
+
+std::string from_hex(const std::string& text) {
+  std::string bytes;
+  for (size_t i = 0; i + 1 < text.size(); i += 2) bytes += static_cast<char>(std::stoi(text.substr(i, 2), nullptr, 16));
+  return bytes;
+}
+
+void print_hex(const void* data, size_t size) {
+  for (size_t i = 0; i < size; ++i) std::printf("%02x", static_cast<const unsigned char*>(data)[i]);
+}
+
+// `bytes`, repeated or cut to `size`, before a page that must not be read.
+const void* before_the_end(const std::string& bytes, size_t size) {
+  constexpr size_t kPage = 4096;
+  const size_t whole = (size + kPage - 1) / kPage * kPage;
+  char* const memory = static_cast<char*>(mmap(nullptr, whole + kPage, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0));
+  if (memory == MAP_FAILED || mprotect(memory + whole, kPage, PROT_NONE) != 0) std::exit(3);
+  char* const data = memory + whole - size;
+  for (size_t i = 0; i < size && !bytes.empty(); ++i) data[i] = bytes[i % bytes.size()];
+  return data;
+}
+
+int try_fields(std::istream& in, const std::function<IPluginCreatorV3One*(const std::string&)>& creator_of) {
+  std::string op, name, data;
+  int phase, type;
+  long long length;
+  in >> op >> phase;
+  IPluginCreatorV3One* const creator = creator_of(op);
+  if (creator == nullptr) return 2;
+  std::vector<PluginField> fields;
+  while (in >> name >> type >> length >> data) {
+    PluginField field;
+    const std::string text = from_hex(name);
+    field.name = name == "-" ? nullptr : static_cast<const char*>(before_the_end(text + '\0', text.size() + 1));
+    field.type = static_cast<PluginFieldType>(type);
+    field.length = static_cast<int32_t>(length);
+    const size_t size = width_of(field.type) * static_cast<size_t>(std::max<int32_t>(field.length, 0));
+    field.data = data == "-" ? nullptr : before_the_end(from_hex(data), size);
+    fields.push_back(field);
+  }
+  const PluginFieldCollection collection = {static_cast<int32_t>(fields.size()), fields.data()};
+  const auto turn = phase ? TensorRTPhase::kRUNTIME : TensorRTPhase::kBUILD;
+  const std::unique_ptr<IPluginV3> plugin(creator->createPlugin("node", &collection, turn));
+  if (plugin == nullptr) {
+    std::printf("refused %s\n", finder.logger.last.c_str());
+    return 0;
+  }
+  const std::unique_ptr<IPluginV3> copy(plugin->clone());
+  auto* const running = capability<IPluginV3OneRuntime>(*copy, PluginCapabilityType::kRUNTIME);
+  const PluginFieldCollection* const written = running->getFieldsToSerialize();
+  if (written == nullptr) return 2;
+  std::printf("made\n");
+  for (int32_t i = 0; i < written->nbFields; ++i) {
+    const PluginField& field = written->fields[i];
+    print_hex(field.name, std::strlen(field.name));
+    std::printf(" %d %d ", static_cast<int>(field.type), field.length);
+    print_hex(field.data, width_of(field.type) * static_cast<size_t>(field.length));
+    std::printf("\n");
+  }
+  return 0;
+}
+
 }  // namespace
 
 int main(int argc, char** argv) {
-  bool launches = false, benches = false;
+  bool launches = false, benches = false, wrong_fields = false;
   for (int i = 3; i < argc; ++i) {
     launches |= !std::strcmp(argv[i], "--launch");
     benches |= !std::strcmp(argv[i], "--bench");
+    wrong_fields |= !std::strcmp(argv[i], "--fields");
   }
   void* library = argc < 3 ? nullptr : dlopen(argv[1], RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr) {
@@ -689,6 +773,7 @@ int main(int argc, char** argv) {
     return nullptr;
   };
   std::ifstream file(argv[2], std::ios::binary);
+  if (wrong_fields) return try_fields(file, creator_of);
   Case c;
   int count = 0, without_kernel = 0;
   for (; read_case(file, &c); ++count) {

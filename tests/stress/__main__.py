@@ -1,4 +1,4 @@
-"""Draws calls without end, runs them in processes of their own, and reduces what fails. `make stress` starts it.
+"""Draws calls and files without end, runs them in processes of their own, and reduces what fails. `make stress` starts it.
 
 python -m stress [--seconds S] [--seed N] [--jobs J] [--op NAME] [--runtime NAME]     draws
 python -m stress --case JSON                                                           runs one case
@@ -21,9 +21,9 @@ import tempfile
 import threading
 import time
 
-from stress import check, draw, runtimes
+from stress import cases, draw, files, runtimes
 
-CASE_SECONDS = 60  # longer is a hang
+CASE_SECONDS = 120  # longer is a hang
 REDUCE_SECONDS = 120  # for a finding
 SAME = 3  # findings of one kind that are reduced; of more only the number is told
 
@@ -35,21 +35,12 @@ def work():
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # what libraries print is no answer
     for line in sys.stdin:
-        answers.write(json.dumps(error_of(draw.Case.from_json(line))) + "\n")
+        answers.write(json.dumps(cases.error_of(cases.from_json(line))) + "\n")
         answers.flush()
 
 
-def error_of(case):
-    """What is wrong with a case, or None."""
-    try:
-        check.check(case)
-    except Exception as error:  # whatever a runtime raises is a finding
-        return f"{type(error).__name__}: {error}"
-    return None
-
-
 class Worker:
-    """Runs cases one after the other in another process, which is started anew where a case ends it."""
+    """Runs cases of one generator one after the other in another process, which is started anew where a case ends it."""
 
     def __init__(self):
         self.process = None
@@ -106,7 +97,7 @@ def reduced(case, error, worker, seconds=REDUCE_SECONDS):
     progress = True
     while progress:
         progress = False
-        for candidate in draw.simpler(case):
+        for candidate in cases.generator_of(case).simpler(case):
             if time.monotonic() > end:
                 return case, error
             found = worker.check(candidate)
@@ -121,32 +112,49 @@ class Run:
 
     def __init__(self, seed, seconds, ops, chosen, first):
         self.seed, self.end, self.first = seed, time.monotonic() + seconds, first
-        self.ops, self.runtimes = ops, [r for r in runtimes.available() if not chosen or r in chosen]
-        self.indices, self.lock = itertools.count(), threading.Lock()
+        there, self.missing = [*runtimes.available(), *cases.OTHERS], files.missing()
+        self.ops, self.runtimes = ops, [r for r in there if not chosen or r in chosen]
+        self.generators = [g for g in cases.GENERATORS.values() if any(self.wants(*g.place(i)) for i in range(1000))]
+        self.indices = {g: itertools.count() for g in self.generators}
+        self.spent = dict.fromkeys(self.generators, 0.0)  # seconds, by their share
+        self.lock = threading.Lock()
         self.counts, self.kinds = collections.Counter(), collections.Counter()
-        self.refused = 0
+        self.refused, self.failed = 0, None
+
+    def wants(self, op, runtime):
+        """Whether this run is asked for such cases and this machine has the runtime."""
+        return runtime in self.runtimes and op not in self.missing and (not self.ops or op in self.ops)
 
     def next_case(self):
-        """(its index, the case): the next that this run is asked for and this machine has the runtime of."""
-        while True:
-            with self.lock:
-                index = next(self.indices)
-            op, runtime = draw.place(index)
-            if runtime in self.runtimes and (not self.ops or op in self.ops):
-                return index, draw.draw(self.seed, index)
+        """(generator, index, case): the next of the generator that is behind with its share of the time."""
+        with self.lock:
+            generator = min(self.generators, key=self.spent.__getitem__)
+            index = next(i for i in self.indices[generator] if self.wants(*generator.place(i)))
+            self.spent[generator] += 0.01  # so that another worker turns to another one
+        return generator, index, generator.draw(self.seed, index)
 
     def go(self):
         """One worker's part."""
-        worker = Worker()
+        try:
+            self._go()
+        except BaseException as error:
+            self.end, self.failed = 0.0, error
+            raise
+
+    def _go(self):
+        workers = {g: Worker() for g in self.generators}
         while time.monotonic() < self.end:
-            index, case = self.next_case()
-            error = worker.check(case)
+            started = time.monotonic()
+            generator, index, case = self.next_case()
+            error = workers[generator].check(case)
             with self.lock:
+                self.spent[generator] += (time.monotonic() - started) / cases.SHARES[generator]
                 self.counts[case.op, case.runtime] += 1
-                self.refused += case.wrong is not None
+                self.refused += getattr(case, "wrong", None) is not None
             if error is not None:
-                self.tell(index, case, error, worker)
-        worker.close()
+                self.tell(index, case, error, workers[generator])
+        for worker in workers.values():
+            worker.close()
 
     def tell(self, index, case, error, worker):
         key = case.op, case.runtime, kind_of(error)
@@ -182,8 +190,8 @@ def main():
     parser.add_argument("--seconds", type=float, default=300, help="how long; 300")
     parser.add_argument("--seed", type=int, help="of the drawn cases; another one each time")
     parser.add_argument("--jobs", type=int, default=len(os.sched_getaffinity(0)), help="processes at once; as many as cores")
-    parser.add_argument("--op", action="append", choices=list(draw.OPS), help="these operators alone")
-    parser.add_argument("--runtime", action="append", choices=draw.RUNTIMES, help="these runtimes alone")
+    parser.add_argument("--op", action="append", choices=cases.rows(), help="these operators, or kinds of files, alone")
+    parser.add_argument("--runtime", action="append", choices=[*draw.RUNTIMES, *cases.OTHERS], help="these runtimes alone")
     parser.add_argument("--first", action="store_true", help="ends with the first finding and does not reduce it")
     parser.add_argument("--case", help="JSON of a case to run")
     parser.add_argument("--reduce", help="JSON of a case that fails, to reduce")
@@ -192,7 +200,7 @@ def main():
     if args.work:
         return work()
     if args.case or args.reduce:
-        worker, case = Worker(), draw.Case.from_json(args.case or args.reduce)
+        worker, case = Worker(), cases.from_json(args.case or args.reduce)
         error = worker.check(case)
         if error is not None and args.reduce:
             case, error = reduced(case, error, worker)
@@ -200,7 +208,7 @@ def main():
         worker.close()
         print(error or "right")
         return error is not None
-    if missing := set(args.runtime or ()) - set(runtimes.available()):
+    if missing := set(args.runtime or ()) - {*runtimes.available(), *cases.OTHERS}:
         parser.error(f"this machine has no {', '.join(sorted(missing))}; it has {', '.join(runtimes.available())}")
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
     run = Run(seed, args.seconds, args.op, args.runtime, args.first)
@@ -215,7 +223,7 @@ def main():
             told = time.monotonic()
             print(f"{told - started:.0f} s, {sum(run.counts.values())} cases, {sum(run.kinds.values())} findings", flush=True)
     print(run.summary(), flush=True)
-    return bool(run.kinds)
+    return bool(run.kinds) or run.failed is not None
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Proves the stress test: plants faults in a copy of the C++ code, one by one, and says which are found, and how soon.
+"""Proves the stress test: plants faults in a copy of the code, one by one, and says which are found, and how soon.
 
 python -m stress.faults [--seconds S] [--seed N] [--only WORD]
 """
@@ -16,7 +16,7 @@ from support.paths import ROOT
 
 BUILD = ROOT / "build" / "faults"
 
-# (what is wrong, file of csrc, the text there, the text in its place, operator)
+# (what is wrong, file of csrc or Python file of the package, the text there, the text in its place, operator, kind of file or act)
 FAULTS = [
     ("the mask lets a token see the next key", "lean_attention/cpu_kernel.cpp", "keys_before(tile, seen.end);", "keys_before(tile, seen.end + 1);", "LeanAttention"),
     ("the window is one key too long", "lean_attention/cpu_kernel.cpp", "keys_before(tile, seen.begin);", "keys_before(tile, seen.begin - 1);", "LeanAttention"),
@@ -57,6 +57,19 @@ FAULTS = [
     ("the type of a cache is not looked at", "core/op.cpp", "if (tensor.dtype == expected && !integer) return {};", "if (!integer) return {};", "LeanAttention"),
     ("ONNX Runtime's library leaves scratch out", "ort/ort_library.cpp", "needed.sync_bytes() + needed.scratch_bytes() + unread_bytes", "needed.sync_bytes() + needed.scratch_bytes() / 2 + unread_bytes", "LeanAttention"),
     ("memory of outputs that nobody reads is left out", "ort/ort_library.cpp", "needed.sync_bytes() + needed.scratch_bytes() + unread_bytes", "needed.sync_bytes() + needed.scratch_bytes()", "SampleTokens"),
+    ("a type of metadata that there is not is not expected", "leanfleet/gguf_file.py", "UnicodeDecodeError, KeyError, OverflowError", "UnicodeDecodeError, OverflowError", "gguf"),
+    ("weights begin right behind the header", "leanfleet/gguf_file.py", "start = -(-reader.at // alignment) * alignment", "start = reader.at", "gguf"),
+    ("stop tokens may be anything", "leanfleet/decoder_contract.py", "lambda v: isinstance(v, list) and all(_number(t, -1) for t in v)", "lambda v: True", "decoder"),
+    ("what a tokenizer raises comes out as it is", "leanfleet/files.py", "except (OSError, ImportError, MemoryError):", "except Exception:", "tokenizer"),
+    ("an input that is absent counts as connected", "leanfleet/trt_plugins/__init__.py", "for t, name in zip(tensors, names) if name]", "for t, name in zip(tensors, names)]", "prepared"),
+    ("text that is no UTF-8 is rewritten", "leanfleet/export/rewrite.py", "rewrite_check.text_fault(proto) or rewrite", "rewrite", "rewrite"),
+    ("what a model's damaged bytes say is not decoded", "leanfleet/ort_ops/sessions.py", "if isinstance(error, UnicodeDecodeError):", "if error is None:", "node"),
+    ("a lack of memory is told to be success", "capi/capi.cpp", 'out of memory; nothing is known of its outputs", op);', 'out of memory", op);\n    return 0;', "memory"),
+    ("a thread that cannot be made ends the process", "core/thread_pool.cpp", "} catch (const std::exception&) {  // a limit", "} catch (const int&) {  // a limit", "memory"),
+    ("a forked child takes its parent's threads for its own", "core/thread_pool.cpp", "[] { shared.store(nullptr); }", "[] {}", "fork"),
+    ("calls of two threads share the pool at once", "core/thread_pool.cpp", "std::lock_guard<std::mutex> turn(turn_);", "", "come_and_go"),
+    ("a dropped session leaves its kernel", "ort/ort_library.cpp", "delete static_cast<Kernel*>(kernel);", "(void)kernel;", "sessions"),
+    ("a session's lack of memory goes on as an exception", "ort/ort_common.h", "} catch (const std::bad_alloc&) {", "} catch (const std::bad_alloc&) {\n    throw;", "session_memory"),
 ]  # fmt: skip
 
 
@@ -65,10 +78,28 @@ def build():
     subprocess.run([tool("cmake"), "--build", BUILD, "-j", str(os.cpu_count())], check=True, capture_output=True, text=True)
 
 
+def copy(source, target):
+    """Leaves files alone that are the same, and gives others, such as one with a fault of a run that was stopped, a new time: the
+    build goes by times."""
+    target.mkdir(parents=True, exist_ok=True)
+    for path in target.iterdir():
+        if not (source / path.name).exists():
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+    for path in source.iterdir():
+        if path.is_dir():
+            copy(path, target / path.name)
+        elif not (target / path.name).exists() or (target / path.name).read_bytes() != path.read_bytes():
+            shutil.copyfile(path, target / path.name)
+
+
 def prepare():
-    """A copy of csrc and a build of it without CUDA."""
-    shutil.rmtree(BUILD / "csrc", ignore_errors=True)
-    shutil.copytree(ROOT / "csrc", BUILD / "csrc")
+    """A copy of csrc and a build of it without CUDA, and a copy of the package."""
+    for name in ("csrc", "leanfleet"):
+        copy(ROOT / name, BUILD / name)
+    # An editable installation puts its own finder before the path.
+    (BUILD / "sitecustomize.py").write_text(
+        "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
+    )
     command = [tool("cmake"), "-G", "Ninja", "-S", BUILD / "csrc", "-B", BUILD, "-DLEANFLEET_CUDA=OFF"]
     command.append("-DCMAKE_CXX_FLAGS=-w")  # a fault may leave a variable unused
     subprocess.run([*command, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"], check=True, capture_output=True)
@@ -81,10 +112,10 @@ def search(op, seed, seconds):
     command = [sys.executable, "-m", "stress", "--first", "--jobs", "1", "--seed", str(seed), "--seconds", str(seconds)]
     result = subprocess.run(
         [*command, "--op", op],
-        env={**os.environ, "LEANFLEET_LIBRARY_DIR": str(BUILD)},
+        env={**os.environ, "LEANFLEET_LIBRARY_DIR": str(BUILD), "PYTHONPATH": f"{BUILD}{os.pathsep}{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
-        cwd=ROOT,
+        cwd=BUILD,
     )
     found = re.search(r"^FOUND \S+ (.*)$", result.stdout, re.MULTILINE)
     if not found and result.returncode:
@@ -104,12 +135,12 @@ def main():
     for words, file, old, new, op in FAULTS:
         if args.only not in words + file:
             continue
-        path = BUILD / "csrc" / file
+        path = BUILD / file if file.endswith(".py") else BUILD / "csrc" / file
         right = path.read_text()
         assert right.count(old) == 1, f"{file} has '{old}' {right.count(old)} times"
         path.write_text(right.replace(old, new))
         try:
-            build()
+            build()  # also what an earlier fault left
             seconds, cases, found = search(op, args.seed, args.seconds)
         except subprocess.CalledProcessError as error:
             raise SystemExit(f"{words}: {error.stdout}") from error

@@ -1,27 +1,44 @@
 """The cases that once failed, and a short slice of `make stress`, the same in every run."""
 
+import ctypes
+import dataclasses
 import itertools
 import json
+import random
+import time
 from pathlib import Path
 
 import pytest
 import torch
 
 from leanfleet import spec
-from stress import check, draw, judge, runtimes, values
+from stress import act, cases, check, draw, files, judge, processes, runtimes, trees, values
+from stress.__main__ import Worker
 from support.ort_models import TOY_SCHEMA
 
 KEPT = [json.loads(line) for line in (Path(__file__).parent / "kept.jsonl").read_text().splitlines()]
 SLICE = 2  # cases of an operator on a runtime
 SEED = 1
+FILES, PROCESSES = 12, 10  # cases of files, and of processes
+
+
+@pytest.fixture(scope="module")
+def worker():
+    """Another process, whose forks run cases of files; it runs those of processes too."""
+    worker = Worker()
+    yield worker
+    worker.close()
 
 
 @pytest.mark.parametrize("kept", KEPT, ids=lambda kept: kept["was"])
-def test_what_failed_once(kept):
-    case = draw.Case(**{"ranks": {}, "attrs": {}, "sizes": {}, **kept["case"]})
-    if case.runtime not in runtimes.available():
+def test_what_failed_once(kept, worker):
+    case = cases.from_json(json.dumps(kept["case"]))
+    if case.runtime not in [*runtimes.available(), *cases.OTHERS] or case.op in files.missing():
         pytest.skip(f"there is no {case.runtime} here")
-    check.check(case)
+    if case.runtime in cases.OTHERS:
+        assert worker.check(case) is None
+    else:
+        check.check(case)
 
 
 @pytest.mark.parametrize("op", draw.OPS)
@@ -37,11 +54,97 @@ def test_a_slice(op, one_torch_thread):
                 raise AssertionError(f"{error}\npython -m stress --reduce '{case.to_json()}'") from error
 
 
+def test_a_slice_of_files(worker):
+    for index in range(FILES):
+        if files.place(index)[0] not in files.missing():
+            case = files.draw(SEED, index)
+            error = worker.check(case)
+            assert error is None, f"{error}\npython -m stress --reduce '{case.to_json()}'"
+
+
+def test_a_slice_of_processes():
+    seen = set()
+    for index in range(PROCESSES):
+        case = processes.draw(SEED, index)
+        short = {"rounds": 3, "sessions": 60, "row": 20 if case.act == "session_memory" else case.numbers.get("row")}
+        numbers = case.numbers | {name: short[name] for name in case.numbers if name in short}
+        case = dataclasses.replace(case, numbers=numbers)
+        seen.add(case.act)
+        error = cases.error_of(case)
+        assert error is None, f"{error}\npython -m stress --reduce '{case.to_json()}'"
+    assert seen == set(act.ACTS) == set(processes.NUMBERS)
+
+
+def test_other_bits_in_a_process_are_a_finding(monkeypatch):
+    """And a crash of it, and an error where none should be."""
+    case = dataclasses.replace(
+        processes.draw(SEED, 4), numbers={"threads": [2], "signal": "SIGALRM", "raises": False, "rounds": 1}
+    )
+    right = processes.plan_of
+
+    def check(**changes):
+        with monkeypatch.context() as patch:
+            patch.setattr(processes, "plan_of", lambda case: right(case) | changes)
+            return cases.error_of(case)
+
+    assert check() is None
+    expected = right(case)["expected"][2]
+    flipped = [x and bytes([x[0] ^ 1]) + x[1:] for x in expected]
+    assert "other bits with 2 threads" in check(expected={2: flipped})
+    assert "no operator is named" in check(op="Nothing")
+    assert "KeyError" in check(expected={})
+
+
+@pytest.mark.parametrize("kind", files.KINDS)
+def test_files_that_nobody_changed_are_right(kind, worker):
+    if kind not in files.missing():
+        case = files.Case(kind, files.KINDS[kind].bases()[0])
+        assert worker.check(case) is None
+
+
+def test_files_that_are_read_and_written_again_say_the_same():
+    source = random.Random(SEED)
+    for kind in ("node", "gguf", "model"):
+        base = files.KINDS[kind].bases()[0]
+        for name, data in files.contents(kind, base).items():
+            read, write = trees.FORMATS.get(name[name.rfind(".") :], (None, None))
+            if read is not None:
+                tree = read(data)
+                assert read(write(tree)) == tree and (not name.endswith((".onnx", ".gguf")) or write(tree) == data)
+                for _ in range(20):
+                    change = trees.draw_change(source, tree, False)
+                    assert json.loads(json.dumps(change)) == change or "NaN" in json.dumps(change)
+
+
+def test_a_case_that_ends_its_process_is_a_finding(worker, monkeypatch):
+    """Errors of a type that nobody promised, signals, and results that are another's."""
+    case = files.Case("node", files.KINDS["node"].bases()[0])
+
+    def ends(function):
+        return files.alone(case, function)
+
+    assert ends(lambda case: None) is None
+    assert "SIGSEGV" in ends(lambda case: ctypes.string_at(0))
+    assert "KeyError" in ends(lambda case: files.attempt({}.__getitem__, 1))
+    assert "UnicodeDecodeError" in ends(lambda case: files.attempt(b"\xff".decode))
+    assert ends(lambda case: files.attempt(int, "x")) is None
+    assert "MemoryError" in ends(lambda case: files.attempt(bytearray, 64 << 30))
+    monkeypatch.setattr(files, "SECONDS", 1)
+    assert "no end" in ends(lambda case: time.sleep(60))
+
+
 def test_cases_survive_as_text():
     for index in range(200):
         case = draw.draw(SEED, index)
         assert draw.Case.from_json(case.to_json()) == case
         assert draw.draw(SEED, index) == case
+    for index in range(FILES):
+        case = files.draw(SEED, index)
+        assert repr(files.Case.from_json(case.to_json())) == repr(case) == repr(files.draw(SEED, index))
+        case = processes.draw(SEED, index)
+        assert cases.from_json(case.to_json()) == case == processes.draw(SEED, index)
+        for simpler in itertools.islice(processes.simpler(case), 5):
+            assert simpler != case and simpler.act == case.act
 
 
 def test_what_is_simpler_is_valid():

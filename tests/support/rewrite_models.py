@@ -301,3 +301,34 @@ def decay_model(
     if state:
         tensors["initial_state"] = normal(B, HKV, D, DV)
     return node_model(spec.all_specs()["CausalLinearDecay"], tensors | extra, attributes, outputs, opset)
+
+
+def sources():
+    """Valid models of each operator that is rewritten, either way."""
+    gqa, gqa_attributes = group_query(n=1, lens=[4, 7], past=12, rotary=8)
+    packed, packed_attributes = group_query(n=5, lens=[5, 2], packed=True)
+    scan, scan_attributes = linear(n=9)
+    pages, pages_attributes = paged(rotary=8)
+    heads = dict(q_num_heads=H, kv_num_heads=HKV)
+    plain = dict(query=normal(2, 5, 96), key=normal(2, 5, 96), value=normal(2, 5, 96))
+    append = bhnd(1, 9) | dict(value_cache=normal(B, HKV, 9, D), seq_lens=np.array([4, 8], np.int32))
+    append |= {name: normal(B, HKV, 1, D) for name in ("new_key", "new_value")}
+    caches = ["output", "present_key", "present_value"]
+    return {
+        "Attention": (model_of("Attention", "", qkv(), ["Y"], dict(is_causal=1)), "leanfleet"),
+        "Attention of rank 3": (model_of("Attention", "", qkv(packed=True), ["Y"], dict(is_causal=1) | heads), "leanfleet"),
+        "GroupQueryAttention": (model_of("GroupQueryAttention", "com.microsoft", gqa, caches, gqa_attributes, 21), "leanfleet"),
+        "packed": (model_of("GroupQueryAttention", "com.microsoft", packed, caches, packed_attributes, 21), "leanfleet"),
+        "MultiHeadAttention": (
+            model_of("MultiHeadAttention", "com.microsoft", plain, ["o"], dict(num_heads=H), 21),
+            "leanfleet",
+        ),
+        "PagedAttention": (
+            model_of("PagedAttention", "com.microsoft", pages, ["output", "k", "v"], pages_attributes, 21),
+            "leanfleet",
+        ),
+        "LinearAttention": (model_of("LinearAttention", "com.microsoft", scan, ["o", "s"], scan_attributes, 21), "leanfleet"),
+        "LeanAttention": (lean_model({}, 23, **bhnd(7, 7))[0], "standard"),
+        "append": (lean_model(dict(append=1), outputs=("output", "key_cache_out", "value_cache_out"), **append)[0], "standard"),
+        "CausalLinearDecay": (decay_model(dict(scale=0.3, return_state=1))[0], "standard"),
+    }

@@ -190,3 +190,11 @@ def test_profiles_of_an_engine():
         for index in (2, -1):
             with pytest.raises(ValueError, match=f"profile is {index}; the engine has 2, the first is 0"):
                 call(index)
+
+
+def test_prepare_without_the_library_writes_nothing(model, tmp_path, capsys, monkeypatch):
+    def missing():
+        raise FileNotFoundError("libleanfleet_trt.so does not exist")
+
+    monkeypatch.setattr(trt_plugins, "get_plugin_path", missing)
+    assert run(capsys, "prepare", model, tmp_path / "out.onnx")[0] == 2 and not (tmp_path / "out.onnx").exists()

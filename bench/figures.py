@@ -1,0 +1,93 @@
+"""Makes every table and plot again from the JSON in bench/results/, where they are committed.
+
+python -m bench figures [FOLDER]       FOLDER: where they go (default: their places in the checkout)
+
+TABLES is the list of what makes which table. One picture is left: bench/results/decoder_layer.svg shows a model, not numbers,
+and is drawn from an exported folder by bench.plots.draw_layer.
+"""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+
+from bench.kernels import (
+    causal_conv,
+    cpu,
+    gated_activation,
+    gated_delta_rule,
+    linear_attention,
+    methods_table,
+    ort_cuda,
+    sample_tokens,
+)
+from bench.models import end_to_end, linearise, quantised_weights, vllm
+from bench.plots import draw_overview, pictures, plot_end_to_end, plot_lean_attention
+
+OVERVIEW = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "overview.svg"
+
+
+def one(name: str) -> dict:
+    (report,) = pictures.read(f"{name}.json")
+    return report
+
+
+def of(name: str, table: Callable) -> Callable[[], str]:
+    """A maker of the table that the script itself writes of one report."""
+    return lambda: table(one(name))
+
+
+def dated(name: str, text: Callable) -> Callable[[], str]:
+    """Likewise, with the report's date before it, as these scripts write it."""
+
+    def made() -> str:
+        report = one(name)
+        return f"{report['date']}. {text(report)}\n"
+
+    return made
+
+
+def ort_cuda_text(report: dict) -> str:
+    return f"{ort_cuda.text(report, report['rows'])}\n{ort_cuda.linear_text(report['linear'])}"
+
+
+def methods() -> str:
+    return "\n".join(line for report in pictures.read("linear_methods_*_h200.json") for line in methods_table.tables(report))
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "causal_conv_h200": of("causal_conv_h200", causal_conv.table),
+    "cpu_avx2": dated("cpu_avx2", lambda r: cpu.table(r["machine"], r["rows"])),
+    "cpu_avx512": dated("cpu_avx512", lambda r: cpu.table(r["machine"], r["rows"])),
+    "end_to_end_h200": dated("end_to_end_h200", lambda r: end_to_end.text(r, r["rows"])),
+    "gated_activation_h200": of("gated_activation_h200", lambda r: gated_activation.table(r["rows"])),
+    "gated_delta_rule_h200": of("gated_delta_rule_h200", gated_delta_rule.table),
+    "int8_h200": of("int8_h200", plot_lean_attention.int8_table),
+    "lean_attention_h200": of("lean_attention_h200", plot_lean_attention.table),
+    "linear_attention_h200": of("linear_attention_h200", linear_attention.table),
+    "linear_methods_h200": methods,
+    "linearise_cpu": of("linearise_cpu", linearise.table),
+    "ort_cuda_h200": dated("ort_cuda_h200", ort_cuda_text),
+    "quantised_weights_cpu": of("quantised_weights_cpu", quantised_weights.table),
+    "sample_tokens_h200": of("sample_tokens_h200", lambda r: sample_tokens.table(r["rows"])),
+    "vllm_h200": of("vllm_h200", vllm.text),
+    "whole_models_h200": lambda: plot_end_to_end.text(pictures.whole_models()),
+}
+
+
+@functools.cache
+def table(name: str) -> str:
+    return TABLES[name]().strip() + "\n"
+
+
+def make(folder: Path | None = None) -> list[Path]:
+    """Writes all of them; returns the files. folder: None for their places in the checkout."""
+    made = []
+    results = folder or pictures.RESULTS
+    results.mkdir(parents=True, exist_ok=True)
+    for name in TABLES:
+        made.append(results / f"{name}.md")
+        made[-1].write_text(table(name))
+    made += pictures.draw(results)
+    made.append(folder / OVERVIEW.name if folder else OVERVIEW)
+    made[-1].write_text(draw_overview.draw())
+    return made

@@ -1,0 +1,36 @@
+"""What cases are drawn by: calls of operators, files, and processes. Each generator has place, draw, simpler and a Case."""
+
+import json
+
+from stress import check, draw, files, processes
+
+GENERATORS = {"calls": draw, "files": files, "processes": processes}
+OTHERS = [files.Case.runtime, processes.Case.runtime]  # in the place of a runtime
+SHARES = {draw: 0.5, files: 0.3, processes: 0.2}  # of the time
+
+
+def generator_of(case):
+    return next(g for g in GENERATORS.values() if isinstance(case, g.Case))
+
+
+def from_json(text):
+    """A case of any generator, by the fields that it has."""
+    fields = json.loads(text)
+    return (draw if "op" in fields else files if "kind" in fields else processes).Case.from_json(text)
+
+
+def rows():
+    """What runs can be held to: operators, kinds of files and acts of processes."""
+    return [*draw.OPS, *files.KINDS, *processes.NUMBERS]
+
+
+def error_of(case):
+    """What is wrong with a case, or None."""
+    if isinstance(case, files.Case):
+        files.prepare(case)
+        return files.alone(case)
+    try:
+        (processes if isinstance(case, processes.Case) else check).check(case)
+    except Exception as error:  # whatever a runtime raises is a finding
+        return f"{type(error).__name__}: {error}"
+    return None
