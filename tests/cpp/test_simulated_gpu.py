@@ -366,7 +366,7 @@ def test_any_call_over_int8_caches(lean_attention, seed):
         in_place = bool(attrs["append"]) and source.random() < 0.5
         quantised_cases.check(run, inputs, attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
         groups = ((1, 1), (2, 3), (1, 8), (1, 16), (2, 7))
-        inputs, attrs, words = draw_packed_tokens(source, (8, 40, 64, 128), groups, quant=True)
+        inputs, attrs, words = draw_packed_tokens(source, (8, 40, 64, 128), groups, quant=QUANT_PAIRS)
         print(words)
         in_place = bool(attrs["append"]) and source.random() < 0.5
         quantised_cases.check(run, inputs, attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))

@@ -47,7 +47,7 @@ def test_any_call(seed):
 def test_packed_new_tokens(seed):
     source = random.Random(seed)
     for _ in range(6):
-        inputs, attrs, words = draw_packed_tokens(source, WIDTHS, quant=True)
+        inputs, attrs, words = draw_packed_tokens(source, WIDTHS, quant=QUANT_PAIRS)
         print(words)
         in_place = bool(attrs["append"]) and source.random() < 0.5
         check(run, to_cuda(inputs), attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
