@@ -1243,6 +1243,13 @@ def _variant(op_name, present, attrs, ranks, types):
                     f"{op.name}: {t.name} has rank {rank}; expected {allowed[0]} or {allowed[1]}. If the "
                     "model does not say it (None), run onnx's shape inference on the model first"
                 )
+    for t in op.inputs:
+        quantised = t.type == "C" and t.name.replace("_cache", "_scale") in present
+        if quantised and types is not None and t.name not in types:
+            raise ValueError(
+                f"{op.name}: {t.name} has scales and no known type, which tells how its numbers are stored; run onnx's shape "
+                "inference on the model first"
+            )
     own = {t.name: word for t in op.inputs if t.type == "C" and (word := (types or {}).get(t.name)) in spec.TYPES["C"][1:]}
     return op, present, values, open_ranks, own
 

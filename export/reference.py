@@ -37,6 +37,7 @@ DELTA_ROW_EPS = 1e-6  # what the delta rule's normalize_qk adds to the sum of sq
 LEAST_MAGNITUDE = 2.0**-100  # a row of smaller numbers has the scale 0
 FORMS = {torch.int8: (-128, 127), torch.float8_e4m3fn: (-448, 448), torch.uint8: (-8, 7)}
 """What a quantised cache may be made of, and the least and largest number of it. uint8 holds two int4 along the last axis."""
+FORM_TYPES = {"int8": torch.int8, "float8e4m3fn": torch.float8_e4m3fn, "uint8": torch.uint8}  # by the schema's names
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by
 
 

@@ -571,8 +571,8 @@ def _fill(feed, roles, tokens, filled, random):
 _SPECIAL = {BFLOAT16: (onnx.TensorProto.BFLOAT16, np.uint16), FLOAT8: (onnx.TensorProto.FLOAT8E4M3FN, np.uint8)}
 
 
-def run_session(session: Any, feed: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
-    """Runs an onnxruntime.InferenceSession; an ordered dict of its outputs, bfloat16 and float8 as float32."""
+def run_session(session: Any, feed: Mapping[str, np.ndarray], widen: bool = True) -> OrderedDict[str, np.ndarray]:
+    """Runs an onnxruntime.InferenceSession; an ordered dict of its outputs. widen: bfloat16 and float8 as float32."""
     from onnxruntime import OrtValue
 
     values = {}
@@ -584,17 +584,18 @@ def run_session(session: Any, feed: Mapping[str, np.ndarray]) -> OrderedDict[str
             else OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(_SPECIAL[array.dtype][1]), _SPECIAL[array.dtype][0])
         )
     outputs = session.run_with_ort_values(None, values)
-    return OrderedDict((o.name, _array(value)) for o, value in zip(session.get_outputs(), outputs, strict=True))
+    return OrderedDict((o.name, _array(value, widen)) for o, value in zip(session.get_outputs(), outputs, strict=True))
 
 
-def _array(value):
-    """An OrtValue on the CPU as a numpy array; bfloat16 and float8, which onnxruntime does not hand to numpy, as float32."""
+def _array(value, widen):
+    """An OrtValue on the CPU as a numpy array; onnxruntime does not hand bfloat16 and float8 to numpy."""
     dtype = next((d for d, (kind, _) in _SPECIAL.items() if kind == value.element_type()), None)
     if dtype is None:
         return value.numpy()
     shape = value.shape()
     content = ctypes.string_at(value.data_ptr(), dtype.itemsize * int(np.prod(shape)))
-    return np.frombuffer(content, dtype).reshape(shape).astype(np.float32)
+    array = np.frombuffer(content, dtype).reshape(shape)
+    return array.astype(np.float32) if widen else array
 
 
 # Comparison

@@ -191,7 +191,9 @@ def _wrong_type(source, op, inputs, attrs):
     tensor = inputs[t.name].float() if inputs[t.name].dtype in FORMS else inputs[t.name]
     inputs[t.name] = tensor.nan_to_num(0, 0, 0).to(dtype)
     scale = t.name.replace("_cache", "_scale") if t.type == "C" else t.name
-    sizes = [f"{t.shapes[0].axes[-1].symbol} = "] if torch.uint8 in fine else []  # those of int4 caches change with the type
+    sizes = (
+        [f"{t.shapes[0].axes[-1].symbol} = "] if torch.uint8 in (dtype, *fine) else []
+    )  # those of int4 caches change with the type
     return f"{t.name} of {dtype}", inputs, attrs, [t.name, scale, *sizes], False
 
 
