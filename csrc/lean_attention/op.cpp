@@ -442,10 +442,6 @@ Status run_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
     if (width > 256 || width % 8 != 0)
       return call.unsupported(std::string(name) + " = " + std::to_string(width) +
                               "; the CUDA kernels take multiples of 8 up to 256, others run on the CPU");
-  for (const auto& [name, scales] : {std::pair("key_cache", args.key_scales), std::pair("value_cache", args.value_scales)})
-    if (scales.kind != kNoScale && scales.form != kInt8)
-      return call.unsupported(std::string(name) + " is " + (scales.form == kInt4 ? "uint8" : "float8e4m3fn") +
-                              "; of quantised caches the CUDA kernels take int8, the others run on the CPU");
   if (args.packed_tokens) cut_for_cuda(args);
   args.plan = cuda_plan(args, target.sm_count, forced_ranges());
   if (args.short_tokens > 0) args.short_plan = cuda_plan(short_launch(args), target.sm_count, forced_ranges());

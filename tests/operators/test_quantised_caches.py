@@ -14,7 +14,6 @@ from support import quantised_cases
 from support.attention_cases import (
     DTYPES,
     FORM_NAMES,
-    FORM_PAIRS,
     NAN,
     QUANT_PAIRS,
     VARIANTS,
@@ -28,7 +27,6 @@ from support.attention_cases import (
 from support.kernels import entry, examples, run_kernel
 from support.quantised_cases import CACHES, ROWS, kind_of, largest_value, same_old, step, unquantised
 
-PAIRS = QUANT_PAIRS + FORM_PAIRS
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
 
 
@@ -87,7 +85,7 @@ def check(inputs, attrs, threads=2, in_place=False):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("quant", PAIRS, ids=str)
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_decode(variant, quant, dtype):
     for group, (D, Dv) in ((1, (64, 64)), (3, (64, 32)), (4, (128, 96)), (5, (40, 24)), (7, (16, 17)), (16, (33, 64))):
@@ -110,7 +108,7 @@ def test_decode(variant, quant, dtype):
 
 
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
-@pytest.mark.parametrize("quant", PAIRS, ids=str)
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
 def test_prompts(variant, quant, layout):
     for seed, attrs in enumerate(
@@ -141,11 +139,11 @@ def test_prompts(variant, quant, layout):
 def test_packed_new_tokens(seed):
     source = random.Random(seed)
     for _ in range(8):
-        inputs, attrs, _ = draw_packed_tokens(source, (8, 17, 32, 64), quant=PAIRS)
+        inputs, attrs, _ = draw_packed_tokens(source, (8, 17, 32, 64), quant=QUANT_PAIRS)
         check(inputs, attrs, source.choice((1, 2, 3, 8)), in_place=bool(attrs["append"]) and source.random() < 0.5)
 
 
-@pytest.mark.parametrize("quant", PAIRS, ids=str)
+@pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 def test_packed_projections_equal_separate_ones(quant):
     for Nq, variant in ((1, "dense"), (5, "paged"), (70, "ragged")):
         inputs, attrs = make_case(
@@ -179,7 +177,7 @@ def test_any_call(seed):
             rotary=source.choice((0, 4)),
             window=source.choice((-1, 30)),
             layout=source.choice(("bhnd", "bnhd")),
-            quant=source.choice(PAIRS),
+            quant=source.choice(QUANT_PAIRS),
         )
         check(inputs, attrs, source.choice((1, 2, 5)), in_place=bool(attrs["append"]))
 

@@ -124,7 +124,11 @@ def make_case(
 
 QUANT = ("tensor", "channel", "token")
 FORM_NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
-FORM_PAIRS = (
+QUANT_PAIRS = (
+    *((kind, kind) for kind in QUANT),
+    ("channel", "token"),
+    ("token", None),
+    (None, "tensor"),
     ("token fp8", "token fp8"),
     ("token int4", "token int4"),
     ("channel int4", "tensor fp8"),
@@ -133,7 +137,6 @@ FORM_PAIRS = (
     ("channel fp8", None),
     (None, "tensor int4"),
 )
-QUANT_PAIRS = (*((kind, kind) for kind in QUANT), ("channel", "token"), ("token", None), (None, "tensor"))
 
 
 def form_of(kind, width):

@@ -165,7 +165,7 @@ def check(run, inputs, attrs, in_place=False, shift=0):
     return outputs
 
 
-def draw(source, widths, longest, tokens=(1, 1, 1, 2, 7, 33, 130), pairs=QUANT_PAIRS):
+def draw(source, widths, longest, tokens=(1, 1, 1, 2, 7, 33, 130)):
     """(inputs, attrs) of a call drawn from a random.Random, of contexts up to `longest`."""
     Nq, Hkv = source.choice(tokens), source.choice((1, 2, 3))
     group = source.choice((1, 2, 3, 4, 5, 7, 8, 13, 16, 24))
@@ -194,7 +194,7 @@ def draw(source, widths, longest, tokens=(1, 1, 1, 2, 7, 33, 130), pairs=QUANT_P
         scale=source.choice((0.0, 0.3, -0.5)),
         rotary=rotary,
         rotary_interleaved=int(rotary > 0 and source.random() < 0.3),
-        quant=source.choice(pairs),
+        quant=source.choice(QUANT_PAIRS),
     )
 
 
@@ -272,10 +272,11 @@ def check_ties_round_to_even(run, **facts):
     assert numbers_of(found["key_cache_out"])[0, 0, 39].tolist() == list(expected)
 
 
-def check_every_number(run, form, prepare=lambda inputs: inputs):
+def check_every_number(run, form, dtype=torch.float32, prepare=lambda inputs: inputs):
     """Each of the 256 bytes of a form is read as what it is, NaN included: a value that the one key has the weight 1 of."""
     for width in (64, 24):
-        inputs, attrs = make_case(5, lens=(1,) * 16, H=2, Hkv=2, D=width, Dv=width, quant=(None, f"tensor {form}"))
+        facts = dict(lens=(1,) * 16, H=2, Hkv=2, D=width, Dv=width, quant=(None, f"tensor {form}"))
+        inputs, attrs = make_case(5, dtype=dtype, **facts)
         cache = inputs["value_cache"].view(torch.uint8)
         cache[..., 0, :] = torch.arange(cache[..., 0, :].numel(), dtype=torch.int32).view(cache.shape[0], 2, -1).to(torch.uint8)
         inputs["value_scale"].fill_(0.5)
