@@ -60,7 +60,7 @@ from leanfleet.export.support import (
     most_positions,
 )
 from leanfleet.export.torch_ops import normalized_linear_attention
-from leanfleet.spec import in_elements, numbers_each
+from leanfleet.spec import numbers_each
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -310,11 +310,11 @@ def _quantised_shapes(model: Any, cache: str) -> Shapes:
         if form is None:
             shapes[name] = dtype, shape
             continue
-        if shape[-1] % numbers_each(form):
+        if int(shape[-1]) % numbers_each(form):
             raise ValueError(
                 f"{type(model).__name__}: cache is {cache!r}, which holds pairs of columns; {name} has {shape[-1]}"
             )
-        shapes[name] = FORM_TYPES[form], tuple(in_elements(shape, form))
+        shapes[name] = FORM_TYPES[form], (*shape[:-1], int(shape[-1]) // numbers_each(form))
         shapes[f"{name}_scale"] = torch.float32, shape[:-1]
     if not any(is_part(name, KEY) for name in shapes):
         raise ValueError(f"{type(model).__name__}: cache is {cache!r}, and no layer has keys and values: leave it out")
@@ -448,10 +448,10 @@ def export_decoder(
 
 
 def _warn_of_loss(cache: str) -> None:
-    """Warns of types of caches that cost models much."""
-    if LOSSY in cache.split("/"):
+    """Warns of types of keys that cost models much."""
+    if cache.partition("/")[0] == LOSSY:
         warnings.warn(
-            f"cache is {cache!r}: caches of {LOSSY} with a scale for each token change what a model says by much more than "
+            f"cache is {cache!r}: keys of {LOSSY} with a scale for each token change what a model says by much more than "
             "int8 and fp8 do (docs/how_to/quantised_caches.md has perplexities): measure yours",
             stacklevel=4,
         )

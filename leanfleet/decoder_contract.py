@@ -122,7 +122,7 @@ CACHES = (*FORMS, *(f"{key}/{value}" for key in FORMS for value in FORMS if key 
 _CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfloat16", *FORMS.values()))
 
 
-LOSSY = "int4"  # what costs models more than 5% of their perplexity, see docs/how_to/quantised_caches.md
+LOSSY = "int4"  # the type of keys that costs more than 5% of perplexity, see docs/how_to/quantised_caches.md
 
 
 def cache_forms(cache: str) -> tuple[str, str]:
