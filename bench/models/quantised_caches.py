@@ -141,6 +141,20 @@ def ours_per_channel(forms, largest):
     return attention
 
 
+def table(report):
+    """As Markdown."""
+    lines = [
+        "| keys/values | perplexity | over float32 | over PyTorch's emulation | between two emulations |",
+        "|---|---|---|---|---|",
+    ]
+    for name, row in report["perplexity"].items():
+        parts = [f"{row[part]:+.2%}" for part in ("over_float32", "over_emulation", "between_emulations")]
+        lines.append(f"| {name} | {row['leanfleet']:.4f} | {' | '.join(parts)} |")
+    lines += ["", f"{report['model']}, {report['tokens']:,} tokens of pydoc_data.topics in windows of {report['window']:,}."]
+    lines.append(f"{report['machine']}, {report['cores']} cores, {report['date']}.")
+    return "\n".join(lines) + "\n"
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--tokens", type=int, default=12288)
@@ -203,6 +217,7 @@ def main():
     print(json.dumps(result, indent=2))
     if arguments.out:
         arguments.out.write_text(json.dumps(result, indent=2) + "\n")
+        arguments.out.with_suffix(".md").write_text(table(result))
 
 
 if __name__ == "__main__":

@@ -71,6 +71,11 @@ def quantised_weights():
     return script("models.quantised_weights").table(report)
 
 
+def quantised_caches():
+    (report,) = read("quantised_caches_cpu.json")
+    return script("models.quantised_caches").table(report)
+
+
 @pytest.mark.parametrize(
     "name, made",
     (
@@ -83,12 +88,18 @@ def quantised_weights():
         ("gated_delta_rule_h200", gated_delta_rule),
         ("linearise_cpu", linearise),
         ("quantised_weights_cpu", quantised_weights),
+        ("quantised_caches_cpu", quantised_caches),
         ("cpu_avx2", cpu("avx2")),
         ("cpu_avx512", cpu("avx512")),
     ),
 )
 def test_table_is_made_of_the_committed_json(name, made):
     assert made().strip() == (RESULTS / f"{name}.md").read_text().strip()
+
+
+def test_the_page_on_quantised_caches_has_their_table():
+    rows, _, _ = quantised_caches().partition("\n\n")
+    assert rows in (BENCH.parent / "docs" / "how_to" / "quantised_caches.md").read_text()
 
 
 def pictures():
