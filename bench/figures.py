@@ -20,7 +20,7 @@ from bench.kernels import (
     ort_cuda,
     sample_tokens,
 )
-from bench.models import end_to_end, linearise, quantised_weights, vllm
+from bench.models import end_to_end, linearise, quantised_caches, quantised_weights, vllm
 from bench.plots import draw_overview, pictures, plot_end_to_end, plot_lean_attention
 
 OVERVIEW = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "overview.svg"
@@ -67,6 +67,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "linear_methods_h200": methods,
     "linearise_cpu": of("linearise_cpu", linearise.table),
     "ort_cuda_h200": dated("ort_cuda_h200", ort_cuda_text),
+    "quantised_caches_cpu": of("quantised_caches_cpu", quantised_caches.table),
     "quantised_weights_cpu": of("quantised_weights_cpu", quantised_weights.table),
     "sample_tokens_h200": of("sample_tokens_h200", lambda r: sample_tokens.table(r["rows"])),
     "vllm_h200": of("vllm_h200", vllm.text),

@@ -11,6 +11,7 @@ import torch
 
 from leanfleet import progress
 from leanfleet.decoder_contract import CONV_STATE, KEY, KEY_SCALE, STATE, VALUE, VALUE_SCALE, cache_name
+from leanfleet.spec import in_numbers
 from leanfleet.export.torch_ops import causal_conv, causal_linear_decay, gated_delta_rule, lean_attention
 
 
@@ -38,9 +39,10 @@ class Cache:
         self.updated.add(name)
         progress.tell("tracing the model, caches", len(self.updated), len(self.tensors))
 
-    def shapes(self, layer: int) -> tuple[torch.Size, torch.Size]:
-        """Those of a softmax layer's keys and values."""
-        return self.tensors[cache_name(layer, KEY)].shape, self.tensors[cache_name(layer, VALUE)].shape
+    def shapes(self, layer: int) -> tuple[list[int], list[int]]:
+        """Those of a softmax layer's keys and values, in numbers."""
+        key, value = (self.tensors[cache_name(layer, part)] for part in (KEY, VALUE))
+        return in_numbers(key.shape, key.dtype), in_numbers(value.shape, value.dtype)
 
     def sizes(self, layer: int) -> tuple[int, int, int]:
         """(heads, columns of a key, columns of a value) of a softmax layer's caches."""

@@ -12,6 +12,7 @@ import inspect
 import io
 import sys
 import types
+import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, redirect_stderr
 from pathlib import Path
@@ -25,9 +26,9 @@ from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
     DECODER,
-    INT8,
     KEY,
     KEY_SUM,
+    LOSSY,
     MODEL_FILE,
     OPTIONAL_FILES,
     STATE,
@@ -35,6 +36,7 @@ from leanfleet.decoder_contract import (
     VALUE,
     VALUE_SUM,
     Facts,
+    cache_forms,
     cache_name,
     is_part,
     write_facts,
@@ -46,6 +48,7 @@ from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.hybrid_layers import carried, hybrid_layers, over_caches
 from leanfleet.export.onnx_export import export
 from leanfleet.export.linear_attention import featured, features_of, refuse_options
+from leanfleet.export.reference import FORM_TYPES
 from leanfleet.export.support import (
     ELSEWHERE,
     EXPANDED_LATENT,
@@ -57,6 +60,7 @@ from leanfleet.export.support import (
     most_positions,
 )
 from leanfleet.export.torch_ops import normalized_linear_attention
+from leanfleet.spec import numbers_each
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -247,13 +251,12 @@ def traceable(model: Any, fuse: bool, rope: str = "short") -> Iterator[None]:
 def cache_shapes(model: Any, cache: str | None = None) -> Shapes:
     """{name: (dtype, shape)} of the caches, layer by layer; shape has "batch" and "capacity" where they stand.
 
-    cache: None: keys and values are of the model's type; "int8": of that type, and each token and head has a scale. Raises
-    ValueError for another cache, and, naming the layer, for a kind of layer that our operators do not serve.
+    cache: None: keys and values are of the model's type; one of decoder_contract.CACHES: of that type, and each token and head
+    has a scale. Raises ValueError for another cache, and, naming the layer, for a kind of layer that our operators do not
+    serve.
     """
-    if cache not in (None, INT8):
-        raise ValueError(f"cache is {cache!r}; expected None, the model's own type, or {INT8!r}")
-    if cache == INT8:
-        return _int8_shapes(model)
+    if cache is not None:
+        return _quantised_shapes(model, cache)
     if hasattr(model, "cache_shapes"):
         return model.cache_shapes()
     config = model.config.get_text_config(decoder=True)
@@ -298,16 +301,23 @@ def cache_shapes(model: Any, cache: str | None = None) -> Shapes:
     return shapes
 
 
-def _int8_shapes(model: Any) -> Shapes:
+def _quantised_shapes(model: Any, cache: str) -> Shapes:
+    forms = dict(zip((KEY, VALUE), cache_forms(cache), strict=True))
+    _warn_of_loss(cache)
     shapes: Shapes = {}
     for name, (dtype, shape) in cache_shapes(model).items():
-        if not is_part(name, KEY) and not is_part(name, VALUE):
+        form = next((form for part, form in forms.items() if is_part(name, part)), None)
+        if form is None:
             shapes[name] = dtype, shape
             continue
-        shapes[name] = torch.int8, shape
+        if int(shape[-1]) % numbers_each(form):
+            raise ValueError(
+                f"{type(model).__name__}: cache is {cache!r}, which holds pairs of columns; {name} has {shape[-1]}"
+            )
+        shapes[name] = FORM_TYPES[form], (*shape[:-1], int(shape[-1]) // numbers_each(form))
         shapes[f"{name}_scale"] = torch.float32, shape[:-1]
     if not any(is_part(name, KEY) for name in shapes):
-        raise ValueError(f"{type(model).__name__}: cache is {INT8!r}, and no layer has keys and values: leave it out")
+        raise ValueError(f"{type(model).__name__}: cache is {cache!r}, and no layer has keys and values: leave it out")
     return shapes
 
 
@@ -399,9 +409,10 @@ def export_decoder(
     place (leanfleet.export.verification), where memory allows. rope: for models with longrope, "short": right up to
     original_max_position_embeddings, which leanfleet.json then gives as max_positions; "long": long factors at every position,
     which is what transformers computes for requests longer than that. cache: None: keys and values are cached in the model's
-    own type; "int8": in that, with a scale for each token and head, for ONNX Runtime. leanfleet.json holds what
-    leanfleet.ort_ops.generate needs to know, under "fusions" how often each fusion applied, and under "verified" the largest
-    difference found. options go to leanfleet.export.export.
+    own type; "int8", "fp8" (float8e4m3fn) or "int4": in that, with a scale for each token and head, for ONNX Runtime;
+    "int8/fp8": keys and values each in its own. leanfleet.json holds what leanfleet.ort_ops.generate needs to know,
+    under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
+    leanfleet.export.export.
 
     Raises ValueError, naming the layer, for attention that our operators do not do, VerificationError for a file that is not
     right, OSError for a folder that cannot be written. In each of these cases `folder` is as it was.
@@ -434,6 +445,16 @@ def export_decoder(
         rope,
         names | options,
     )
+
+
+def _warn_of_loss(cache: str) -> None:
+    """Warns of types of keys that cost models much."""
+    if cache.partition("/")[0] == LOSSY:
+        warnings.warn(
+            f"cache is {cache!r}: keys of {LOSSY} with a scale for each token change what a model says by much more than "
+            "int8 and fp8 do (docs/how_to/quantised_caches.md has perplexities): measure yours",
+            stacklevel=4,
+        )
 
 
 def cache_fact(cache: str | None) -> Facts:

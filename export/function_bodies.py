@@ -35,6 +35,7 @@ LEAST_MAGNITUDE = 2.0**-100  # a row of smaller numbers has the scale 0, as in t
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by, as in the reference
 DEFAULT_OPSET = 20  # of a model without standard operators
 OLDEST_OPSET = 18  # the first where ReduceMax takes its axes as an input
+FLOAT8_OPSET = 19  # the first with Cast to float8e4m3fn
 IR_VERSION = 10  # the first with overloads
 _TOKENS = 3  # the token axis of the inner tensors [Q,Hkv,G,N,W]; once split into chunks, the axis of the chunks
 
@@ -176,12 +177,11 @@ def _spans(ops, cu_seqlens, total):
 # LeanAttention
 
 
-def _cache_slots(ops, x, batch):
-    """(capacity [B,1] or [1], slot of each position [B,S], Hkv, to_slots, from_slots).
+def _cache_slots(ops, x, cache, batch):
+    """(capacity [B,1] or [1], slot of each position [B,S], Hkv, to_slots, from_slots). cache: the numbers of one.
 
     A slot is a row of a cache brought to [slots,Hkv,W] by to_slots; -1 on a page that does not exist.
     """
-    cache = x.key_cache
     if x.block_table is not None:
         pool, block, kv_heads = (ops.size(cache, axis) for axis in range(3))
         pages = ops.Unsqueeze(ops.int64(x.block_table), [2])
@@ -268,19 +268,46 @@ class _PackedRows:
         return joined if self.axis == 0 else ops.Transpose(joined, perm=[1, 0, 2][: rank - 1])
 
 
-def _row_scales(ops, rows):
-    """Of rows [...,D] their own scales [...,1]: the largest magnitude / 127; 0 for rows of tiny numbers, NaN for others than
-    finite ones."""
+FORMS = {"int8": (-128.0, 127.0), "float8e4m3fn": (-448.0, 448.0), "uint8": (-8.0, 7.0)}  # of caches; least and largest number
+
+
+def _numbers(ops, cache, form):
+    """A cache's numbers as floats [...,D], of what it is made of: a type of the schema. uint8 holds two int4."""
+    cache = ops.float(cache)
+    if form != "uint8":
+        return cache
+    high = ops.Floor(ops.Div(cache, 16.0))
+    halves = [ops.Unsqueeze(half, [-1]) for half in (ops.Sub(cache, ops.Mul(high, 16.0)), high)]
+    width = ops.Mul(ops.Shape(cache, start=-1), 2)
+    return ops.Sub(ops.reshape(ops.Concat(*halves, axis=-1), ops.Shape(cache, end=-1), width), 8.0)
+
+
+def _of_form(ops, numbers, cache, form):
+    """The inverse, in the type of `cache`."""
+    if form == "uint8":
+        pairs = ops.reshape(ops.Add(numbers, 8.0), ops.Shape(numbers, end=-1), ops.Div(ops.Shape(numbers, start=-1), 2), 2)
+        low, high = (ops.Squeeze(half, [-1]) for half in ops.split_last(pairs, -1))
+        numbers = ops.Add(low, ops.Mul(high, 16.0))
+    return ops.CastLike(numbers, cache)
+
+
+def _row_scales(ops, rows, form):
+    """Of rows [...,D] their own scales [...,1]: the largest magnitude / the form's largest number; 0 for rows of tiny numbers,
+    NaN for others than finite ones."""
     largest = ops.ReduceMax(ops.Abs(rows), [-1], keepdims=1)
-    scale = ops.Where(ops.Less(largest, LEAST_MAGNITUDE), 0.0, ops.Div(largest, 127.0))
+    scale = ops.Where(ops.Less(largest, LEAST_MAGNITUDE), 0.0, ops.Div(largest, FORMS[form][1]))
     return ops.Add(scale, ops.sum(ops.Mul(rows, 0.0), -1))  # + NaN where there is one, or an infinity
 
 
-def _quantised(ops, rows, scale):
-    """clamp(round(rows / scale), -128, 127), as floats; 0 where that is NaN or the scale 0."""
-    quotient = ops.Div(rows, scale)
-    nothing = ops.Or(ops.IsNaN(quotient), ops.Equal(scale, 0.0))
-    return ops.Round(ops.Clip(ops.Where(nothing, 0.0, quotient), -128.0, 127.0))
+def _quantised(ops, rows, scale, form):
+    """rows / scale within the form's range and rounded to it, as floats; 0 where the scale is, and in integers where that is
+    NaN."""
+    quotient = ops.Where(ops.Equal(scale, 0.0), 0.0, ops.Div(rows, scale))
+    nan = ops.IsNaN(quotient)
+    held = ops.Clip(ops.Where(nan, 0.0, quotient), *FORMS[form])
+    if form != "float8e4m3fn":
+        return ops.Round(held)
+    return ops.Where(nan, math.nan, ops.float(ops.Cast(held, to=ir.DataType.FLOAT8E4M3FN)))
 
 
 def _lean_attention(ops, x, a, ranks):
@@ -297,7 +324,10 @@ def _lean_attention(ops, x, a, ranks):
 def _lean_attention_of_rows(ops, x, a, ranks):
     """Reads every cache through one table of slots. Two rows of zeros follow the slots: what is not visible reads the
     first, so that whatever the cache holds there cannot leak; new rows that are padding are written to the second."""
-    capacity, slots, kv_heads, to_slots, from_slots = _cache_slots(ops, x, ops.size(x.query, 0))
+    forms = [a.types.get(name, "int8") for name in ("key_cache", "value_cache")]
+    # onnxruntime has not even Shape for float8e4m3fn: from here on they are floats.
+    caches = [_numbers(ops, cache, form) for cache, form in zip((x.key_cache, x.value_cache), forms)]
+    capacity, slots, kv_heads, to_slots, from_slots = _cache_slots(ops, x, caches[0], ops.size(x.query, 0))
     query, new_rows = x.query, [x.new_key, x.new_value]
     if a.packed_qkv:
         heads_axis = 2 if a.layout == "bnhd" else 1
@@ -321,7 +351,7 @@ def _lean_attention_of_rows(ops, x, a, ranks):
     if a.window != -1:
         valid = ops.And(valid, ops.Greater(positions, ops.Sub(first, a.window)))
 
-    caches = [to_slots(ops.float(cache)) for cache in (x.key_cache, x.value_cache)]
+    caches = [to_slots(cache) for cache in caches]
     slot_count = ops.size(caches[0], 0)
     caches = [ops.add_rows(cache, 0, 2) for cache in caches]
     scales, per_token = [x.key_scale, x.value_scale], [a.key_per_token, a.value_per_token]
@@ -338,12 +368,12 @@ def _lean_attention_of_rows(ops, x, a, ranks):
                 by_token = _rotated(ops, by_token, x, a, ops.Add(first, rows), 2)
             scale = scales[i]
             if per_token[i]:
-                scale = _row_scales(ops, by_token)
+                scale = _row_scales(ops, by_token, forms[i])
                 scales[i] = ops.ScatterND(scales[i], ops.Unsqueeze(target, [2]), scale)
             elif scale is not None:  # [Hkv,1,D] as [1,Hkv,D], [1] as it is
                 scale = ops.Squeeze(scale, [1]) if ranks.get(("key_scale", "value_scale")[i]) == 3 else scale
             if scale is not None:
-                by_token = _quantised(ops, by_token, scale)
+                by_token = _quantised(ops, by_token, scale, forms[i])
             caches[i] = ops.ScatterND(caches[i], ops.Unsqueeze(target, [2]), by_token)
 
     source = ops.Where(valid, slots, slot_count)
@@ -389,7 +419,8 @@ def _lean_attention_of_rows(ops, x, a, ranks):
     if a.append:
         scale_caches = [ops.take(scale, 0, slot_count) for scale, own in zip(scales, per_token) if own]
         caches = [from_slots(ops.take(cache, 0, slot_count)) for cache in caches]
-        results += [ops.CastLike(cache, like) for cache, like in zip(caches, (x.key_cache, x.value_cache))]
+        like = x.key_cache, x.value_cache
+        results += [_of_form(ops, cache, before, form) for cache, before, form in zip(caches, like, forms)]
         results += [ops.Squeeze(from_slots(scale), [-1]) for scale in scale_caches]
     return results
 
@@ -1182,8 +1213,9 @@ _BODIES = {
 _IGNORED = {"algorithm"}  # attributes that choose how to compute, not what
 
 
-def _variant(op_name, present, attrs, ranks):
-    """(OpSpec, names of all present inputs, values of all attributes, ranks that `present` does not tell).
+def _variant(op_name, present, attrs, ranks, types):
+    """(OpSpec, names of all present inputs, values of all attributes, ranks that `present` does not tell, types of quantised
+    caches that are not int8).
 
     Raises ValueError for what no function can mean: see function_for.
     """
@@ -1211,7 +1243,15 @@ def _variant(op_name, present, attrs, ranks):
                     f"{op.name}: {t.name} has rank {rank}; expected {allowed[0]} or {allowed[1]}. If the "
                     "model does not say it (None), run onnx's shape inference on the model first"
                 )
-    return op, present, values, open_ranks
+    for t in op.inputs:
+        quantised = t.type == "C" and t.name.replace("_cache", "_scale") in present
+        if quantised and types is not None and t.name not in types:
+            raise ValueError(
+                f"{op.name}: {t.name} has scales and no known type, which tells how its numbers are stored; run onnx's shape "
+                "inference on the model first"
+            )
+    own = {t.name: word for t in op.inputs if t.type == "C" and (word := (types or {}).get(t.name)) in spec.TYPES["C"][1:]}
+    return op, present, values, open_ranks, own
 
 
 def _check_rules(op, present, values):
@@ -1239,15 +1279,20 @@ def _positions(op, values):
 
 
 def overload_name(
-    op_name: str, present: Collection[str] = (), attrs: Mapping[str, Any] | None = None, ranks: Mapping[str, int] | None = None
+    op_name: str,
+    present: Collection[str] = (),
+    attrs: Mapping[str, Any] | None = None,
+    ranks: Mapping[str, int] | None = None,
+    types: Mapping[str, str] | None = None,
 ) -> str:
     """Name of the overload for these inputs and attributes; arguments as in function_for.
 
-    The optional inputs, with the rank where it may vary, and the attributes that differ from their default, for
-    example "seq_lens.query_lens.scale=0.125"; "default" where there is none.
+    The types of quantised caches that are not int8, the optional inputs, with the rank where it may vary, and the attributes
+    that differ from their default, for example "seq_lens.query_lens.scale=0.125"; "default" where there is none.
     """
-    op, present, values, open_ranks = _variant(op_name, present, attrs, ranks)
-    parts = [f"{t.name}{open_ranks.get(t.name, '')}" for t in op.inputs if t.optional and t.name in present]
+    op, present, values, open_ranks, own_types = _variant(op_name, present, attrs, ranks, types)
+    parts = [f"{name}={word}" for name, word in own_types.items()]
+    parts += [f"{t.name}{open_ranks.get(t.name, '')}" for t in op.inputs if t.optional and t.name in present]
     convert = {"float": np.float32, "bool": int}  # nodes hold attributes as float32 and integers
     for a in op.attrs:
         value, default = (convert.get(a.type, type(a.default))(x) for x in (values[a.name], a.default))
@@ -1262,27 +1307,30 @@ def function_for(
     attrs: Mapping[str, Any] | None = None,
     ranks: Mapping[str, int] | None = None,
     opset: int = DEFAULT_OPSET,
+    types: Mapping[str, str] | None = None,
 ) -> ir.Function:
     """The onnx_ir.Function of an operator with these inputs and attributes, in standard operators of an opset.
 
     op_name: a name of ops.toml. present: names of the optional inputs that are given (required ones may be among
     them). attrs: attribute values; missing ones take their default. ranks: rank of each input, needed for log_decay
-    alone, which is per head (1), per token (3) or per key dimension (4). opset: version of the standard operators, 18 or newer.
+    alone, which is per head (1), per token (3) or per key dimension (4). opset: version of the standard operators, 18 or newer,
+    19 for caches of float8e4m3fn. types: of inputs of type C, by the schema's names; needed of those that are not T or int8.
 
     Its inputs are all of the operator's, the absent ones unused; its outputs are the operator's up to the last that
     the attributes ask for, where one before it that they do not ask for is empty. It declares all attributes, so that
     a node may carry them, and reads none: their values are in the body.
     Raises ValueError for a combination that breaks the operator's rules, an unknown rank, or an older opset.
     """
-    op, present, values, open_ranks = _variant(op_name, present, attrs, ranks)
-    if opset < OLDEST_OPSET:
-        raise ValueError(f"{op.name}: the model has opset {opset}; its function body needs {OLDEST_OPSET} or newer")
+    op, present, values, open_ranks, own_types = _variant(op_name, present, attrs, ranks, types)
+    oldest = FLOAT8_OPSET if "float8e4m3fn" in own_types.values() else OLDEST_OPSET
+    if opset < oldest:
+        raise ValueError(f"{op.name}: the model has opset {opset}; its function body needs {oldest} or newer")
     inputs = {t.name: ir.Value(name=t.name) for t in op.inputs}
     ops = _Ops()
     outputs = _BODIES[op.name](
         ops,
         SimpleNamespace(**{n: v if n in present else None for n, v in inputs.items()}),
-        SimpleNamespace(**values),
+        SimpleNamespace(**values, types=own_types),
         open_ranks,
     )
     outputs = dict(zip((t.name for t in op.active_outputs(values)), outputs, strict=True))
@@ -1294,7 +1342,7 @@ def function_for(
     return ir.Function(
         spec.DOMAIN,
         op.name,
-        overload_name(op_name, present, attrs, ranks),
+        overload_name(op_name, present, attrs, ranks, types),
         graph=graph,
         attributes=ir.convenience.convert_attributes(defaults),
     )
@@ -1325,10 +1373,11 @@ def check_nodes(model: ir.Model) -> None:
 
 
 def _given(op, node):
-    """(values of a node's attributes, its present inputs by name, their ranks where they are known)."""
+    """(values of a node's attributes, its present inputs by name, their ranks and types where they are known)."""
     attrs = {name: a.value for name, a in node.attributes.items()}
     given = {t.name: x for t, x in zip(op.inputs, node.inputs, strict=False) if x is not None}
-    return attrs, given, {name: len(x.shape) for name, x in given.items() if x.shape is not None}
+    ranks = {name: len(x.shape) for name, x in given.items() if x.shape is not None}
+    return attrs, given, ranks, {name: x.dtype.name.lower() for name, x in given.items() if x.dtype is not None}
 
 
 def edited_nodes(model: ir.Model) -> list[str]:
@@ -1339,8 +1388,9 @@ def edited_nodes(model: ir.Model) -> list[str]:
         op = spec.all_specs().get(node.op_type)
         if op is None or (spec.DOMAIN, node.op_type, node.overload) not in model.functions:
             continue
-        attrs, given, ranks = _given(op, node)
-        expected = {overload_name(op.name, given, attrs, ranks | guess) for guess in _rank_guesses(op, given, attrs, ranks)}
+        attrs, given, ranks, types = _given(op, node)
+        guesses = _rank_guesses(op, given, attrs, ranks)
+        expected = {overload_name(op.name, given, attrs, ranks | guess, types) for guess in guesses}
         if node.overload not in expected:
             lines.append(
                 f"{op.name} '{node.name}' now means '{min(expected)}', but its function body '{node.overload}': the "
@@ -1387,11 +1437,11 @@ def attach(model: ir.Model) -> ir.Model:
         op = spec.all_specs().get(node.op_type)
         if op is None:
             raise ValueError(f"node {node.name}: {spec.DOMAIN} has no operator {node.op_type}")
-        attrs, given, ranks = _given(op, node)
-        node.overload = overload_name(op.name, given, attrs, ranks)
+        attrs, given, ranks, types = _given(op, node)
+        node.overload = overload_name(op.name, given, attrs, ranks, types)
         key = (op.name, node.overload)
         if key not in functions:
-            functions[key] = function_for(op.name, given, attrs, ranks, opset)
+            functions[key] = function_for(op.name, given, attrs, ranks, opset, types)
         # A node that names fewer outputs than its function has is an error of ONNX's shape inference.
         outputs, first_new = _positions(op, attrs), len(node.outputs)
         node.resize_outputs(max(first_new, len(outputs)))

@@ -148,7 +148,29 @@ def finalize(model: onnx_ir.Model) -> onnx_ir.Model:
             for t, output in zip(op.outputs, node.outputs):
                 if t not in active:
                     output.name = ""
+    _ask_others_for_sizes(model.graph)
     return function_bodies.attach(model)
+
+
+def _ask_others_for_sizes(graph):
+    """Sizes that the exporter takes from inputs of float8 come from others that have them too: onnxruntime has no Shape of
+    such."""
+    float8 = onnx_ir.DataType.FLOAT8E4M3FN
+    others = {}  # name of a dimension: (input, axis)
+    for value in graph.inputs:
+        for axis, size in enumerate(value.shape or ()):
+            if isinstance(size, onnx_ir.SymbolicDim) and value.dtype != float8:
+                others.setdefault(size.value, (value, axis))
+    for node in graph:
+        value = node.inputs[0] if node.op_type == "Shape" and node.domain == "" else None
+        if value is None or value.dtype != float8 or value not in graph.inputs:
+            continue
+        axis = node.attributes.get_int("start", 0)
+        size = value.shape[axis]
+        if node.attributes.get_int("end", len(value.shape)) == axis + 1 and getattr(size, "value", None) in others:
+            other, at = others[size.value]
+            node.replace_input_with(0, other)
+            node.attributes["start"], node.attributes["end"] = onnx_ir.AttrInt64("start", at), onnx_ir.AttrInt64("end", at + 1)
 
 
 # What torch.onnx.export says of every model, whatever the caller does.

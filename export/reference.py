@@ -6,9 +6,9 @@ length follows from the attributes alone, never modifies an input, returns no al
 differentiable.
 
 Types: T (float32, float16, bfloat16, and here float64 too) is query's type and that of every tensor marked
-T; C is T, or int8; F is float32, or float64 when T is float64; I is int32, L int64. The computation runs in
-float64 when query is float64, otherwise in float32 or in `compute_dtype`. So the judge of a low-precision kernel is
-this reference on its inputs converted to float64.
+T; C is T, int8, float8_e4m3fn or uint8 of two int4 each; F is float32, or float64 when T is float64; I is int32,
+L int64. The computation runs in float64 when query is float64, otherwise in float32 or in `compute_dtype`. So the
+judge of a low-precision kernel is this reference on its inputs converted to float64.
 
 Symbols: B batch, H query heads, Hkv key/value heads (query head h reads key/value head h // (H / Hkv)),
 N or Nq tokens, D or R size of queries and keys, Dv of values. Shapes are those of layout "bhnd"; with "bnhd"
@@ -35,6 +35,9 @@ BLOCK = 64  # tokens per block of the blocked algorithms
 RECURSION_BASE = 16  # tokens at which the recursion stops halving
 DELTA_ROW_EPS = 1e-6  # what the delta rule's normalize_qk adds to the sum of squares
 LEAST_MAGNITUDE = 2.0**-100  # a row of smaller numbers has the scale 0
+FORMS = {torch.int8: (-128, 127), torch.float8_e4m3fn: (-448, 448), torch.uint8: (-8, 7)}
+"""What a quantised cache may be made of, and the least and largest number of it. uint8 holds two int4 along the last axis."""
+FORM_TYPES = {"int8": torch.int8, "float8e4m3fn": torch.float8_e4m3fn, "uint8": torch.uint8}  # by the schema's names
 UNIT_ROW_EPS = 1e-12  # lower bound of the norm that normalize_qk divides by
 
 
@@ -46,8 +49,8 @@ def _check(condition, message):
 def _match(operator, dims, layout, name, tensor, kind, symbols):
     """Checks type and sizes of an input; `dims` holds the sizes known so far and gains the new symbols.
 
-    kind: "T" query's type, "C" the same or int8, "F" float32 or float64, "I" and "L" any integer. A star after `symbols`,
-    which are those of bhnd, says that the tensor follows `layout`.
+    kind: "T" query's type, "C" the same or one of FORMS, "F" float32 or float64, "I" and "L" any integer. A star after
+    `symbols`, which are those of bhnd, says that the tensor follows `layout`.
     """
     if tensor is None:
         return
@@ -56,9 +59,11 @@ def _match(operator, dims, layout, name, tensor, kind, symbols):
         names[1], names[2] = names[2], names[1]
     allowed = ", ".join(f"{s}={dims[s]}" if s in dims and not s.isdigit() else s for s in names)
     shape = list(tensor.shape)
+    pairs = kind == "C" and tensor.dtype == torch.uint8
+    sizes = [*shape[:-1], 2 * shape[-1]] if pairs and shape else shape
     fits = len(shape) == len(names)
-    fits = fits and all(dims.setdefault(s, n) == n for s, n in zip(names, shape, strict=True))
-    _check(fits, f"{operator}: {name} has shape {shape}; expected [{allowed}]")
+    fits = fits and all(dims.setdefault(s, n) == n for s, n in zip(names, sizes, strict=True))
+    _check(fits, f"{operator}: {name} has shape {shape}{' of two int4 each' * pairs}; expected [{allowed}]")
     dtype = tensor.dtype
     right, expected = {
         "T": (
@@ -66,7 +71,10 @@ def _match(operator, dims, layout, name, tensor, kind, symbols):
             f"{dims.get('T', 'a floating point type')}, the type of query",
         ),
         "F": (dtype in (torch.float32, torch.float64), "torch.float32 (or float64)"),
-        "C": (dtype in (dims["T"], torch.int8) if kind == "C" else True, f"{dims.get('T')}, the type of query, or torch.int8"),
+        "C": (
+            kind != "C" or dtype == dims["T"] or dtype in FORMS,
+            f"{dims.get('T')}, the type of query, or {' or '.join(map(str, FORMS))}",
+        ),
         "I": (not dtype.is_floating_point and dtype != torch.bool, "torch.int32"),
         "L": (not dtype.is_floating_point and dtype != torch.bool, "torch.int64"),
     }[kind]
@@ -137,19 +145,33 @@ def _from_slots(variant, slots, shape):
     return slots.transpose(0, 1).contiguous() if variant == "ragged" else slots.reshape(shape)
 
 
-def quantised(rows: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """int8 clamp(round(rows / scale), -128, 127), half to even, in float32; 0 where that is NaN or the scale 0.
+def quantised(rows: torch.Tensor, scale: torch.Tensor, form: torch.dtype = torch.int8) -> torch.Tensor:
+    """rows / scale in float32, held within the range of `form`, one of FORMS, and rounded to it, half to even; 0 where the
+    scale is 0, and in integers where that is NaN. A uint8 is two int4: the one of the even column in its low half, each with 8
+    added.
 
-    rows: any type and shape; scale: float32 or float64, broadcast over them.
+    rows: any type and shape, for uint8 of an even last axis; scale: float32 or float64, broadcast over them.
     """
-    quotient = rows.detach().float() / scale.detach().float()
-    quotient = quotient.nan_to_num(0, math.inf, -math.inf).masked_fill(scale == 0, 0)
-    return quotient.round().clamp(-128, 127).to(torch.int8)
+    quotient = (rows.detach().float() / scale.detach().float()).masked_fill(scale == 0, 0).clamp(*FORMS[form])
+    if form == torch.float8_e4m3fn:
+        return torch.where(quotient.isnan(), math.nan, quotient).to(form)
+    whole = quotient.nan_to_num(0).round()
+    if form == torch.int8:
+        return whole.to(form)
+    low, high = (whole + 8).to(torch.uint8).unflatten(-1, (-1, 2)).unbind(-1)
+    return low | high << 4
 
 
-def row_scales(rows: torch.Tensor) -> torch.Tensor:
-    """The scales float32 [...,1] that rows [...,D] have of their own: the largest magnitude / 127, in float32. 0 where no
-    magnitude is 2^-100 or more; NaN where an element is NaN or infinite.
+def numbers_of(cache: torch.Tensor) -> torch.Tensor:
+    """What quantised() gives, [...,D]: int8 and uint8 as int8, float8_e4m3fn as float32. Other caches as they are."""
+    if cache.dtype == torch.uint8:
+        return torch.stack((cache & 15, cache >> 4), -1).flatten(-2).to(torch.int8) - 8
+    return cache.float() if cache.dtype == torch.float8_e4m3fn else cache
+
+
+def row_scales(rows: torch.Tensor, form: torch.dtype = torch.int8) -> torch.Tensor:
+    """The scales float32 [...,1] that rows [...,D] have of their own: the largest magnitude / the largest number of `form`, in
+    float32. 0 where no magnitude is 2^-100 or more; NaN where an element is NaN or infinite.
 
     Example:
         import torch
@@ -160,16 +182,17 @@ def row_scales(rows: torch.Tensor) -> torch.Tensor:
         print(quantised(rows, scale).tolist(), (quantised(rows, scale) * scale).tolist())
     """
     largest = rows.detach().float().abs().amax(-1, keepdim=True)
-    divisor = torch.full_like(largest, 127)  # CUDA multiplies by the reciprocal of a number
+    divisor = torch.full_like(largest, FORMS[form][1])  # CUDA multiplies by the reciprocal of a number
     scale = (largest / divisor).masked_fill(largest < LEAST_MAGNITUDE, 0)
     return scale.masked_fill(~rows.isfinite().all(-1, keepdim=True), math.nan)
 
 
 class _Cache:
-    """A cache brought to slots [slots,Hkv,D], and its scale: None, [1], [Hkv,1,D] or, per token, slots [slots,Hkv,1]."""
+    """A cache brought to slots [slots,Hkv,D], of int4 [slots,Hkv,D/2], and its scale: None, [1], [Hkv,1,D] or, per token, slots
+    [slots,Hkv,1]."""
 
     def __init__(self, variant, cache, scale, per_token):
-        self.variant, self.shape, self.per_token = variant, cache.shape, per_token
+        self.variant, self.shape, self.per_token, self.form = variant, cache.shape, per_token, cache.dtype
         self.rows, self.scale = _to_slots(variant, cache), scale
         if per_token:
             self.scale = _to_slots(variant, scale.unsqueeze(-1))
@@ -177,16 +200,19 @@ class _Cache:
     def append(self, rows, targets):
         """Writes the first len(targets[b]) of rows [B,Hkv,Nq,D] at targets[b]."""
         if self.per_token:
-            scales = row_scales(rows)
+            scales = row_scales(rows, self.form)
             self.scale = _append(self.scale, scales.to(self.scale.dtype), targets)
-            rows = quantised(rows, scales)
+            rows = quantised(rows, scales, self.form)
         elif self.scale is not None:
-            rows = quantised(rows, self.scale)
-        self.rows = _append(self.rows, rows, targets)
+            rows = quantised(rows, self.scale, self.form)
+        if self.form == torch.float8_e4m3fn:  # PyTorch has no kernels that move such numbers about
+            self.rows = _append(self.rows.view(torch.uint8), rows.view(torch.uint8), targets).view(self.form)
+        else:
+            self.rows = _append(self.rows, rows, targets)
 
     def read(self, slots, compute):
         """[len(slots),Hkv,D] in the type `compute`."""
-        rows = self.rows[slots].to(compute)
+        rows = numbers_of(self.rows)[slots].to(compute)
         if self.scale is None:
             return rows
         if self.per_token:
@@ -233,7 +259,7 @@ def _unpacked(op, query, caches, axes, new_key, new_value, append, layout):
     heads_axis, ranks = 2 if layout == "bnhd" else 1, [4, *[len(axes) + 1] * 2]
     found = [t.dim() for t in (query, *caches)]
     _check(found == ranks, f"{op}: query, key_cache and value_cache have ranks {found}; expected {ranks}")
-    widths = query.shape[-1], caches[1].shape[-1]
+    widths = query.shape[-1], numbers_of(caches[1]).shape[-1]
     _check(
         widths[0] == widths[1],
         f"{op}: query has D={widths[0]} and value_cache Dv={widths[1]}; with packed_qkv=1 they must be the same",
@@ -341,11 +367,12 @@ def lean_attention(
     new_key's, turn in pairs, a to a cos - b sin and b to b cos + a sin, by row p_i of the tables (the last one where
     p_i lies beyond) and are rounded to T. Pairs are columns j and half + j, with rotary_interleaved 2 j and 2 j + 1.
     Caches hold rotated keys: what is in them is not rotated again.
-    key_scale, value_scale F: key_cache, value_cache are int8, and stand for themselves times the scale: [1]; [Hkv,1,D], of
-    a head's columns; or, with key_per_token or value_per_token, one for each position and head, shaped as the cache without
-    its last axis. Appended rows, rotated and rounded to T, become clamp(round(row / scale), -128, 127), half to even, in
-    float32; per token their scale is first made their largest magnitude / 127 (quantised and row_scales here). Infinities
-    saturate, and NaN becomes 0, where the scale is not the token's own; a token's own is then NaN.
+    key_scale, value_scale F: key_cache, value_cache are int8, float8_e4m3fn, or uint8 of two int4 each, whose last axis is
+    half of D or Dv (see quantised), and stand for their numbers times the scale: [1]; [Hkv,1,D], of a head's columns; or,
+    with key_per_token or value_per_token, one for each position and head, shaped as the cache without its last axis.
+    Appended rows, rotated and rounded to T, become quantised(row, scale); per token their scale is first made their largest
+    magnitude / the largest number of the type (row_scales). Infinities saturate, and NaN becomes 0 in integers, where the
+    scale is not the token's own; a token's own is then NaN.
 
     Row i has position p_i = seq_len - query_len + i and logit_ij = scale * q_i . k_j (scale 0: 1/sqrt(D)),
     then softcap * tanh(logit / softcap) if softcap is not 0. It sees j <= p_i when causal, else all valid
@@ -416,9 +443,9 @@ def lean_attention(
     ):
         _check(not per_token or of_cache is not None, f"{op}: {name}_per_token is 1 without {name}_scale")
         _check(
-            (of_cache is not None) == (cache.dtype == torch.int8),
+            (of_cache is not None) == (cache.dtype in FORMS),
             f"{op}: {name}_cache has type {cache.dtype} and {name}_scale is "
-            f"{'absent' if of_cache is None else 'given'}; an int8 cache has scales, and no other has",
+            f"{'absent' if of_cache is None else 'given'}; caches of {' or '.join(map(str, FORMS))} have scales, others none",
         )
         static = "1" if of_cache is None or of_cache.dim() == 1 else f"Hkv 1 {width}"
         match(f"{name}_scale", of_cache, "F", axes if per_token else static)

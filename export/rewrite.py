@@ -148,7 +148,7 @@ def _group_query_attention(ops, node, options):
     more than there are: in a prompt the rows behind a request's tokens are padding."""
     a, x = nodes.attributes(node), nodes.inputs(node, _GROUP_QUERY)
     heads, kv_heads = nodes.heads(a, "num_heads", "kv_num_heads")
-    scales = _cache_scales(ops, a, x, "past_key", "past_value")
+    scales = _cache_scales(ops, a, x, "past_key", "past_value", int4="kv_cache_bit_width = 4")
     nodes.check_types(x, "query", "key", "value", *([] if scales else ["past_key", "past_value"]))
     nodes.check_ranks(x, 3, ["query"], "key", "value")
     nodes.check_ranks(x, 4, [], "past_key", "past_value")
@@ -223,6 +223,8 @@ def _group_query_attention(ops, node, options):
     else:
         caches = [x["past_key"], x["past_value"]]
         if not (options["fixed_caches"] or _fixed_capacity(node, x["past_key"])):
+            if x["past_key"].dtype == ir.DataType.FLOAT8E4M3FN:
+                raise nodes.Refused("caches of float8e4m3fn grow here, which ONNX Runtime has no operators for")
             caches = [_grown(ops, cache, x["total_sequence_length"]) for cache in caches]
         attributes |= {
             "append": True,
@@ -248,9 +250,22 @@ def _group_query_attention(ops, node, options):
     return "LeanAttention", [nodes.known(ops.join_heads(out, width), x["query"], [*query_dims[:2], width]), *caches]
 
 
-def _cache_scales(ops, a, x, key_cache, value_cache):
-    """LeanAttention's scales of int8 caches, {} for caches of the query's type. The operators of com.microsoft say how a cache
-    is quantised by attributes, ours by the scale's shape."""
+def _columns(cache):
+    """Numbers of a row of a cache [...,D], of which an element of uint8 has two; None where they are not known."""
+    size = nodes.dim(cache, 3)
+    return size * spec.numbers_each(cache.dtype.name.lower()) if isinstance(size, int) and cache.dtype else size
+
+
+def _stored(a, letter, cache):
+    """The logical type of a quantised cache's numbers, which the operators of com.microsoft name, or leave to the type."""
+    found = a.get(f"{letter}_cache_dtype", "") or ("int4" if a.get("kv_cache_bit_width", 0) == 4 else "")
+    return found or (cache.dtype.name.lower() if cache.dtype else "an unknown type")
+
+
+def _cache_scales(ops, a, x, key_cache, value_cache, int4=""):
+    """LeanAttention's scales of quantised caches, {} for caches of the query's type. The operators of com.microsoft say how a
+    cache is quantised by attributes, ours by the scale's shape. int4: what says that uint8 holds two, low half first, with 8
+    added."""
     scales = {}
     for letter, cache, name in (("k", key_cache, "key_scale"), ("v", value_cache, "value_scale")):
         kind, scale = a.get(f"{letter}_quant_type", "NONE"), x[f"{letter}_scale"]
@@ -261,11 +276,14 @@ def _cache_scales(ops, a, x, key_cache, value_cache):
             raise nodes.Refused(f"{letter}_quant_type is {kind}; expected NONE, PER_TENSOR or PER_CHANNEL")
         if scale is None or x[cache] is None:
             raise nodes.Refused(f"{letter}_quant_type is {kind} without {cache if scale is not None else f'{letter}_scale'}")
-        stored = a.get(f"{letter}_cache_dtype", "") or ("int4" if a.get("kv_cache_bit_width", 0) == 4 else "")
-        if x[cache].dtype != ir.DataType.INT8 or stored not in ("", "int8"):
-            found = stored or (x[cache].dtype.name.lower() if x[cache].dtype else "an unknown type")
-            raise nodes.Refused(f"{cache} holds {found}; of quantised caches LeanAttention takes int8")
-        channels = [a["kv_num_heads"], 1, nodes.dim(x[cache], 3)]
+        stored = _stored(a, letter, x[cache])
+        held = {"int8": "int8", "float8e4m3fn": "float8e4m3fn", "int4": "uint8" if int4 else None}.get(stored)
+        if x[cache].dtype is None or x[cache].dtype.name.lower() != held:
+            raise nodes.Refused(
+                f"{cache} holds {stored}; of quantised caches LeanAttention takes int8, float8e4m3fn and, as "
+                "GroupQueryAttention stores it, int4"
+            )
+        channels = [a["kv_num_heads"], 1, _columns(x[cache])]
         shape = [1] if kind == "PER_TENSOR" else channels
         if not all(isinstance(n, int) for n in shape):
             raise nodes.Refused(f"{letter}_scale has one for each channel, and {cache} an unknown number of columns")
@@ -281,7 +299,7 @@ def _quantisation(ops, a, x):
         scale = x[f"{name}_scale"]
         if scale is not None and a[f"{name}_per_token"]:
             raise nodes.Refused(f"{name}_scale has one for each token, which no standard operator has")
-        if (scale is None) != (x["key_scale"] is None):
+        if x["key_cache"].dtype != x["value_cache"].dtype:
             raise nodes.Refused("caches of keys and of values have different types, which no standard operator takes")
         if scale is not None:
             attributes[f"{letter}_quant_type"] = (
@@ -301,7 +319,9 @@ def _grown(ops, past, total):
     """past [B,Hkv,P,D] with zeros behind it, up to `total` positions."""
     missing = ops.Max(ops.Sub(ops.Reshape(ops.int64(total), [1]), ops.size(past, 2)), 0)
     zeros = ops.zeros(ops.Shape(past, end=2), missing, ops.size(past, 3))
-    return ops.Concat(past, ops.CastLike(zeros, past), axis=2)
+    grown = ops.Concat(past, ops.CastLike(zeros, past), axis=2)
+    grown.dtype = past.dtype
+    return grown
 
 
 def _check_rotary(x):
@@ -389,7 +409,7 @@ def _paged_attention(ops, node, options):
     query, key, value = x["query"], x["key"], x["value"]
     if (key is None) != (value is None):
         raise nodes.Refused("key and value go together, or are both packed into query")
-    packed, size = key is None, nodes.dim(x["key_cache"], 3)
+    packed, size = key is None, _columns(x["key_cache"])
     size = size if isinstance(size, int) else -1
     tables, rotary = {}, bool(a.get("do_rotary", 0))
     if rotary:
@@ -560,9 +580,7 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
     """GroupQueryAttention of all of the query's rows: it counts the last of them to the last key, and pads nothing but
     prompts. So rows of padding are appended too, behind a request's keys, where the next tokens overwrite them, and their
     output is made 0. Several rows a request go to empty caches, or to a single request's: it refuses others."""
-    kv_heads, size, value_size = (
-        nodes.dim(x[name], axis) for name, axis in (("key_cache", 1), ("key_cache", 3), ("value_cache", 3))
-    )
+    kv_heads, size, value_size = nodes.dim(x["key_cache"], 1), _columns(x["key_cache"]), _columns(x["value_cache"])
     if not a["causal"] and tokens != 1:
         raise nodes.Refused(f"append with {nodes.show(tokens)} queries that are not causal: they would see rows of padding")
     if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != value_size:
@@ -615,7 +633,8 @@ def _append_back(ops, a, x, bnhd, tokens, heads):
         attributes |= {"do_rotary": 1, "rotary_interleaved": int(a["rotary_interleaved"])}
         ops.notes.append("positions beyond cos_cache are an error")
     quantisation, scales = _quantisation(ops, a, x)
-    attributes |= quantisation | ({"kv_cache_bit_width": 8} if quantisation else {})
+    bits = 4 if x["key_cache"].dtype == ir.DataType.UINT8 else 8
+    attributes |= quantisation | ({"kv_cache_bit_width": bits} if quantisation else {})
     inputs += [*tables, None, None, x["sinks"], *scales]
     while inputs[-1] is None:
         inputs.pop()
@@ -635,6 +654,8 @@ def _packed_back(ops, node, a, x):
         raise nodes.Refused("lse is read, which no standard operator returns")
     if x["query"].dtype == ir.DataType.FLOAT:
         raise nodes.Refused("onnxruntime's PagedAttention takes float16 and bfloat16")
+    if x["key_cache"].dtype == ir.DataType.UINT8:
+        raise nodes.Refused("int4 caches; how PagedAttention stores such is not known to be our way")
     bnhd, kv_heads, size = a["layout"] == "bnhd", nodes.dim(x["key_cache"], 2), nodes.dim(x["key_cache"], 3)
     heads = nodes.dim(x["query"], 1 if bnhd else 0)
     if not all(isinstance(n, int) for n in (heads, kv_heads, size)) or size != nodes.dim(x["value_cache"], 3):

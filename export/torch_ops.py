@@ -29,6 +29,8 @@ _DTYPES = {
     torch.int32: "int32",
     torch.int64: "int64",
     torch.int8: "int8",
+    torch.float8_e4m3fn: "float8e4m3fn",
+    torch.uint8: "uint8",
 }
 _TYPES = {"bool": bool, "int": int, "float": float, "string": str}
 _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
@@ -73,7 +75,7 @@ def _output_metadata(op, inputs, attrs):
         if shape is None:
             expected = " or ".join(str(s) for s in t.shapes)
             raise ValueError(f"{op.name}: {t.name} has shape {list(tensor.shape)}, rank {tensor.dim()}; expected {expected}")
-        sizes += zip(shape.ordered(layout), tensor.shape)
+        sizes += zip(shape.ordered(layout), spec.in_numbers(tensor.shape, tensor.dtype))
     dims = spec.sizes_of(sizes)
     for name, size in op.attr_sizes(attrs).items():
         if size < 0:
@@ -102,7 +104,7 @@ def _output_metadata(op, inputs, attrs):
         elif t.like:
             shape = tuple(inputs[[i.name for i in op.inputs].index(t.like)].shape)
         else:
-            shape = tuple(axis.size(dims) for axis in op.shape_of(t, given).ordered(layout))
+            shape = tuple(spec.in_elements((axis.size(dims) for axis in op.shape_of(t, given).ordered(layout)), dtype))
         metadata.append((dtype, shape))
     return metadata
 
@@ -401,8 +403,8 @@ def _documentation(op, mutating):
         taken = ", ".join(t.takes for t in op.outputs if t.takes)
         lines += [f"Changes {taken} in place and returns the other outputs; {op.mutating} is on.", ""]
     lines.append(
-        "T is float32, float16 or bfloat16 (one type a call), C that or int8, F float32, I int32, L int64; shapes are those of "
-        "layout "
+        "T is float32, float16 or bfloat16 (one type a call), C that, int8, float8e4m3fn or uint8 (two int4 each along the "
+        "last axis, whose size is then half), F float32, I int32, L int64; shapes are those of layout "
         '"bhnd". float64 inputs on any device are computed by the PyTorch reference.'
     )
     lines += ["", "Inputs:"]

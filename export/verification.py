@@ -3,7 +3,7 @@
 Three requests of random tokens run as a ragged batch that they join one after the other, one of them in two pieces and one with
 a pause, and then the longest alone: a prompt and decode steps. What follows a prompt is given, not generated, so that every
 logit can be compared with that of one pass of the model over the whole request, in float64 and without a cache. The bound comes
-from there too: the model itself, in its own type, is off by so much. Where caches are int8 the model's keys and values are
+from there too: the model itself, in its own type, is off by so much. Where caches are quantised the model's keys and values are
 rounded as the caches round them. A bfloat16 file is checked as float32, with bfloat16's bound, because CPUs have no kernels for
 bfloat16; quantised products with activations that are not rounded to 8 bits.
 """
@@ -18,10 +18,10 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from leanfleet import model_file, ort_library
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, INT8, SERVING, SESSION_TYPES, is_state, packed
+from leanfleet import model_file, ort_library, trial
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, cache_forms, is_state, packed
 from leanfleet.export import blocks
-from leanfleet.export.reference import quantised, row_scales
+from leanfleet.export.reference import FORM_TYPES, numbers_of, quantised, row_scales
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
 
 PROMPTS, STEPS = (1, 6, 17), 4
@@ -136,32 +136,31 @@ def _tokens(model, facts, seed):
     return [random.choice(plain, min(n, longest) + STEPS) for n in PROMPTS]
 
 
-EMULATION = "leanfleet_int8"  # the name under which transformers knows int8_attention
+def cached(cache: str, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Keys and values [...,D] as caches of decoder_contract.CACHES with a scale for each token and head hold them."""
 
+    def rounded(x, form):
+        scale = row_scales(x, form)
+        return (numbers_of(quantised(x, scale, form)) * scale.to(x.dtype)).to(x.dtype)
 
-def int8_attention(
-    module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, *args: Any, **kwargs: Any
-) -> Any:
-    """transformers' attention function: the model's own eager one on keys and values [B,Hkv,N,D] as int8 caches with a scale
-    for each token and head hold them."""
-
-    def rounded(x):
-        scale = row_scales(x)
-        return (quantised(x, scale) * scale.to(x.dtype)).to(x.dtype)
-
-    eager = sys.modules[type(module).__module__].eager_attention_forward
-    return eager(module, query, rounded(key), rounded(value), *args, **kwargs)
+    of_keys, of_values = (FORM_TYPES[word] for word in cache_forms(cache))
+    return rounded(key, of_keys), rounded(value, of_values)
 
 
 @contextmanager
-def int8_emulated(model: Any) -> Iterator[None]:
-    """A transformers model that computes, without caches, what it computes over int8 ones."""
+def emulated(model: Any, cache: str) -> Iterator[None]:
+    """A transformers model that computes, without caches, what it computes over quantised ones: by its own eager attention."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
 
-    AttentionInterface.register(EMULATION, int8_attention)
-    AttentionMaskInterface.register(EMULATION, eager_mask)
-    with implementation(model, EMULATION):
+    def attention(module, query, key, value, *args, **kwargs):
+        eager = sys.modules[type(module).__module__].eager_attention_forward
+        return eager(module, query, *cached(cache, key, value), *args, **kwargs)
+
+    name = "leanfleet_" + cache.replace("/", "_")  # under which transformers knows it
+    AttentionInterface.register(name, attention)
+    AttentionMaskInterface.register(name, eager_mask)
+    with implementation(model, name):
         yield
 
 
@@ -177,8 +176,8 @@ def _expected(model, tokens, rope, cache=None):
         return [row[: len(t)] for row, t in zip(rows, tokens, strict=True)]
 
     with (
-        int8_emulated(model)
-        if cache == INT8
+        emulated(model, cache)
+        if cache
         else nullcontext()
         if ours or linear_layers_of(model)
         else implementation(model, "eager"),
@@ -310,7 +309,8 @@ class _Batch:
         ids = np.zeros((self.batch, counts.max()), np.int64)
         for request, row in new.items():
             ids[request, : len(row)] = row
-        logits, *caches = self.session.run(None, DECODER.feed(ids, np.array(seen, np.int32) + counts, counts) | self.caches)
+        feed = DECODER.feed(ids, np.array(seen, np.int32) + counts, counts) | self.caches
+        logits, *caches = trial.run_session(self.session, feed, widen=False).values()
         self.caches = dict(zip(self.caches, caches, strict=True))
         return {r: logits[r] if logits.ndim == 2 else logits[r, counts[r] - 1] for r in new}
 
@@ -335,17 +335,18 @@ class _Pages:
     def run(self, new, seen):
         """As _Batch.run."""
         feed = packed(list(new.values()), [seen[r] for r in new], self.order[list(new)], states=list(new))
-        logits, *others = self.session.run(None, feed | self.pools)
+        logits, *others = trial.run_session(self.session, feed | self.pools, widen=False).values()
         self.pools = dict(zip(self.pools, others[len(SERVING.outputs) - 1 :], strict=True))
         return dict(zip(new, logits, strict=True))
 
 
 def _unwritten(shape, dtype):
     """What a cache holds before tokens come: nothing that could be taken for numbers."""
-    return np.full(shape, -128 if dtype == np.int8 else np.nan, dtype)
+    return np.full(shape, {np.dtype(np.int8): -128, np.dtype(np.uint8): 0}.get(dtype, np.nan), dtype)
 
 
-_NUMPY = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "float16", "int32", "int64", "int8")}
+_NUMPY = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "float16", "int32", "int64", "int8", "uint8")}
+_NUMPY[SESSION_TYPES["float8e4m3fn"]] = trial.FLOAT8
 
 
 def as_float32(model: ir.Model) -> bool:

@@ -531,7 +531,8 @@ def info_command(arguments: argparse.Namespace) -> int:
     runtime = info["onnxruntime"]
     print(f"  onnxruntime's providers: {', '.join(runtime['providers']) or runtime['error']}")
     types = ", ".join(spec.TYPES["T"])
-    print(f"\noperators, domain {spec.DOMAIN}; T is one of {types}, C that or int8, F float32, I int32, L int64")
+    narrow = " or ".join(spec.TYPES["C"])
+    print(f"\noperators, domain {spec.DOMAIN}; T is one of {types}, C that or {narrow}, F float32, I int32, L int64")
     for op in info["operators"]:
         print(f"\n{op['name']}, version {op['version']}: {op['doc']}")
         rows = [

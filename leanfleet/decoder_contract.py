@@ -10,7 +10,8 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     seq_lens                      int32 [B]         tokens seen once the new ones are in
     query_lens                    int32 [B]         new tokens of each request; 0: the row is all padding
     past_key_values.L.key/.value  T [B,Hkv,S,D]     the caches of softmax layer L
-    past_key_values.L.key_scale, .value_scale  float32 [B,Hkv,S]  beside int8 caches: the scale of each token and head
+    past_key_values.L.key_scale, .value_scale  float32 [B,Hkv,S]  beside quantised caches: the scale of each token and
+                                                    head; a cache of uint8 is [B,Hkv,S,D/2], of two int4 each
     past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L; zeros before the first token
     past_key_values.L.conv_state  float32 [B,K,C]   the tokens before, of its short convolution; zeros before the first
     past_key_values.L.key_sum, .value_sum  float32 [B,Hkv,R], [B,Hkv,Dv]  beside it where the layer is normalised
@@ -33,7 +34,7 @@ a pool of P pages of `block` tokens, and a pool of A states; C rows of logits ar
     temperature, top_p, min_p     float32 [C]       how each next token is chosen, see the operator SampleTokens, which takes
     top_k, seed                   int32, int64 [C]  the next token's position in its request
     pages.L.key, pages.L.value    T [P,block,Hkv,D] the pool of softmax layer L
-    pages.L.key_scale, .value_scale  float32 [P,block,Hkv]  beside int8 pools
+    pages.L.key_scale, .value_scale  float32 [P,block,Hkv]  beside quantised pools, of uint8 [P,block,Hkv,D/2]
     pages.L.recurrent_state       float32 [A,Hkv,R,Dv]  the pool of states of linear layer L; whoever runs the graph sees to it
                                                     that a request's row is 0 before its first token
     pages.L.conv_state            float32 [A,K,C]   the same of the tokens before, of its short convolution
@@ -97,7 +98,7 @@ POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "b
 SLOTS, ROWS, STATE_INDEX = "slots", "rows", "state_index"
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
-KEY_SCALE, VALUE_SCALE = "key_scale", "value_scale"  # beside an int8 KEY and VALUE
+KEY_SCALE, VALUE_SCALE = "key_scale", "value_scale"  # beside a quantised KEY and VALUE
 CONV_STATE = "conv_state"  # of a layer with a short convolution, beside its STATE
 KEY_SUM, VALUE_SUM = "key_sum", "value_sum"  # of a NormalizedLinearAttention layer, beside its STATE
 BATCH, TOKENS, CAPACITY = "batch", "tokens", "capacity"  # open dimensions, as the graph names them
@@ -112,9 +113,30 @@ SESSION_TYPES = {
     "int32": "tensor(int32)",
     "int64": "tensor(int64)",
     "int8": "tensor(int8)",
+    "float8e4m3fn": "tensor(float8e4m3fn)",
+    "uint8": "tensor(uint8)",
 }
-INT8 = "int8"  # the type of caches that a folder may have in place of the model's own
-_CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfloat16", INT8))
+# Types of caches that a folder may have in place of the model's own, by the names that users know.
+FORMS = {"int8": "int8", "fp8": "float8e4m3fn", "int4": "uint8"}
+CACHES = (*FORMS, *(f"{key}/{value}" for key in FORMS for value in FORMS if key != value))  # of keys and values, or each
+_CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfloat16", *FORMS.values()))
+
+
+LOSSY = "int4"  # the type of keys that costs more than 5% of perplexity, see docs/how_to/quantised_caches.md
+
+
+def cache_forms(cache: str) -> tuple[str, str]:
+    """The types of keys and of values, by numpy's names, that one of CACHES says; of uint8 each holds two int4.
+
+    Raises ValueError for another word.
+    """
+    if cache not in CACHES:
+        raise ValueError(
+            f"cache is {cache!r}; expected None, the model's own type, or one of {', '.join(FORMS)}, or two of them, of "
+            "keys and of values: 'int8/fp8'"
+        )
+    key, _, value = cache.partition("/")
+    return FORMS[key], FORMS[value or key]
 
 
 @dataclass(frozen=True)
@@ -394,7 +416,7 @@ class Facts(TypedDict, total=False):
     stop_tokens: list[int]
     max_positions: int | None  # None: no limit
     block: int  # tokens a page
-    cache: str | None  # INT8: keys and values are so, with a scale for each token and head; missing or None: the model's type
+    cache: str | None  # of CACHES: keys and values are so, with a scale for each token; missing or None: the model's type
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
     serving: dict[str, Any]  # format, block, fusions and verified, as they are here
     verified: dict[str, Any]  # "largest_difference" and "bound" of the logits, or "skipped": why; missing: not asked for
@@ -452,12 +474,12 @@ def read_facts(folder: str | Path, interface: Interface) -> Facts:
     return cast(Facts, facts)
 
 
-def refuse_int8(folder: str | Path, facts: Facts, runtime: str) -> None:
-    """Raises ValueError for a folder with int8 caches, which `runtime` does not take."""
-    if facts.get("cache") == INT8:
+def refuse_quantised(folder: str | Path, facts: Facts, runtime: str) -> None:
+    """Raises ValueError for a folder with quantised caches, which `runtime` does not take."""
+    if cache := facts.get("cache"):
         raise ValueError(
-            f"{folder} was exported with int8 caches, which {runtime} does not take yet: run it in ONNX Runtime, or "
-            "export the model without cache='int8' (leanfleet export --cache)"
+            f"{folder} was exported with {cache} caches, which {runtime} does not take yet: run it in ONNX Runtime, or "
+            f"export the model without cache='{cache}' (leanfleet export --cache)"
         )
 
 
@@ -482,9 +504,10 @@ def _check_values(path: Path, facts: dict[str, Any], interface: Interface, again
         "stop_tokens": ("a list of token ids", lambda v: isinstance(v, list) and all(_number(t, -1) for t in v)),
         "max_positions": ("a positive number or null", lambda v: v is None or _number(v)),
     }
-    if facts.get("cache") not in (None, INT8):
+    if facts.get("cache") not in (None, *CACHES):
+        known = ", ".join(CACHES)
         raise ValueError(
-            f"{path}: cache is {json.dumps(facts['cache'])[:60]}; this version knows {INT8}: update leanfleet, or {again}"
+            f"{path}: cache is {json.dumps(facts['cache'])[:60]}; this version knows {known}: update leanfleet, or {again}"
         )
     if interface is SERVING:
         expected["block"] = f"a number from 1 to {MOST_BLOCK}", lambda v: _number(v) and v <= MOST_BLOCK

@@ -57,8 +57,10 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     )
     export.add_argument(
         "--cache",
-        choices=(decoder_contract.INT8,),
-        help="the type of key/value caches, each token with scales of its own; for ONNX Runtime (default: the model's type)",
+        choices=decoder_contract.CACHES,
+        metavar="TYPE",
+        help="the type of key/value caches, each token with scales of its own; for ONNX Runtime: int8, fp8, int4, or two of "
+        "them, of keys and of values: int8/fp8 (default: the model's type)",
     )
     export.add_argument(
         "--serve",

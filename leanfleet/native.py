@@ -7,7 +7,7 @@ from functools import cache, partial
 from importlib import metadata
 from pathlib import Path
 
-DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3, "int64": 4, "int8": 5}
+DTYPES = {"float32": 0, "float16": 1, "bfloat16": 2, "int32": 3, "int64": 4, "int8": 5, "float8e4m3fn": 6, "uint8": 7}
 MAX_RANK = 8  # LEANFLEET_MAX_RANK of csrc/capi/leanfleet.h
 ABSENT = -1
 Entry = tuple[int, Sequence[int], str]  # a tensor's address, shape and dtype name

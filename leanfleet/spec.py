@@ -15,8 +15,31 @@ from typing import Any
 
 DOMAIN = "leanfleet"
 OPSET_VERSION = 1
-TYPES = {"T": ("float32", "float16", "bfloat16"), "F": ("float32",), "I": ("int32",), "L": ("int64",), "C": ("int8",)}
+TYPES = {
+    "T": ("float32", "float16", "bfloat16"),
+    "F": ("float32",),
+    "I": ("int32",),
+    "L": ("int64",),
+    "C": ("int8", "float8e4m3fn", "uint8"),
+}
 """The types that a type variable stands for; C also for what T is."""
+
+
+def numbers_each(dtype: Any) -> int:
+    """How many numbers an element of a type (its name, or that of a library) holds: uint8 has two int4, along the last axis."""
+    return 2 if str(dtype).rpartition(".")[2] == "uint8" else 1
+
+
+def in_numbers(shape: Iterable[int], dtype: Any) -> list[int]:
+    """The sizes of a tensor's axes as the schema counts them: the last one in numbers."""
+    *rest, last = shape
+    return [*rest, last * numbers_each(dtype)]
+
+
+def in_elements(shape: Iterable[int], dtype: Any) -> list[int]:
+    """The inverse of in_numbers. The last size of a tensor of uint8 is even."""
+    *rest, last = shape
+    return [*rest, last // numbers_each(dtype)]
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ import onnx
 
 from leanfleet import spec
 
-BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
+BFLOAT16, FLOAT8 = np.dtype(ml_dtypes.bfloat16), np.dtype(ml_dtypes.float8_e4m3fn)
 # Distance of 1 to the next number of the type.
 EPSILON = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 
@@ -121,15 +121,17 @@ def make_inputs(
     for value in sorted(values, key=lambda v: _turn(uses.get(v.name), edges)):
         dtype = onnx.helper.tensor_dtype_to_np_dtype(value.type.tensor_type.elem_type)
         node, argument = uses.get(value.name, (None, None))
-        shape = shapes[value.name]
+        shape = shapes[value.name] if argument is None or argument.type != "C" else spec.in_elements(shapes[value.name], dtype)
         if dtype.kind in "iu":
             array = (
                 random.integers(0, rows.get(value.name, 2), shape)
                 if node is None
                 else _integers(node, argument.name, shape, _dims(node, shapes), made, random, edges)
             )
-        elif dtype.kind == "f" or dtype == BFLOAT16:
+        elif dtype.kind == "f" or dtype in (BFLOAT16, FLOAT8):
             array = random.standard_normal(shape)
+            if dtype == FLOAT8:  # numbers as large as those of int8, within the range
+                array = np.clip(64 * array, -448, 448)
             if node is not None:
                 array = _meaningful(node, argument.name, array, _dims(node, shapes))
                 if edges and argument.name in _ENDS:
@@ -157,7 +159,10 @@ def fitted(
         for d, size in zip(v.type.tensor_type.shape.dim, feed[v.name].shape, strict=True)
         if d.dim_param
     }
-    shapes = _shapes(model.graph, open_sizes) | {name: list(array.shape) for name, array in feed.items()}
+    shapes = _shapes(model.graph, open_sizes)
+    for name, array in feed.items():
+        is_cache = name in uses and uses[name][1].type == "C"
+        shapes[name] = spec.in_numbers(array.shape, array.dtype) if is_cache else list(array.shape)
     made = {}
     for name in sorted(feed, key=lambda name: name not in uses or uses[name][1].name not in _OFFSETS):
         array, (node, argument) = feed[name], uses.get(name, (None, None))
@@ -217,7 +222,8 @@ def _dims(node, shapes):
 
 
 def _shapes(graph, sizes, usual=SIZES):
-    """{tensor: its shape} of inputs, initializers and annotated values; all sizes of inputs are numbers.
+    """{tensor: its shape} of inputs, initializers and annotated values; all sizes of inputs are numbers. Those of quantised
+    caches count numbers, not elements.
 
     sizes: of open dimensions by name; usual: of symbols of ops.toml, for the others.
     """
@@ -236,6 +242,11 @@ def _shapes(graph, sizes, usual=SIZES):
         if value.name not in shapes:
             raise ValueError(f"input {value.name} has no shape: no values can be made up; give all inputs yourself")
     inputs = {v.name for v in graph.input}
+    types = {v.name: onnx.helper.tensor_dtype_to_string(v.type.tensor_type.elem_type).lower() for v in graph.input}
+    for node in nodes:
+        for argument, name in zip(spec.all_specs()[node.op_type].inputs, node.input, strict=False):
+            if argument.type == "C" and name in inputs and isinstance(shapes[name][-1], int):
+                shapes[name] = spec.in_numbers(shapes[name], types[name])
     names = list(dict.fromkeys(d for v in graph.input for d in shapes[v.name] if isinstance(d, str)))
     if unknown := set(sizes) - set(names):
         raise ValueError(
@@ -557,8 +568,11 @@ def _fill(feed, roles, tokens, filled, random):
 # Sessions
 
 
-def run_session(session: Any, feed: Mapping[str, np.ndarray]) -> OrderedDict[str, np.ndarray]:
-    """Runs an onnxruntime.InferenceSession; an ordered dict of its outputs, bfloat16 as float32."""
+_SPECIAL = {BFLOAT16: (onnx.TensorProto.BFLOAT16, np.uint16), FLOAT8: (onnx.TensorProto.FLOAT8E4M3FN, np.uint8)}
+
+
+def run_session(session: Any, feed: Mapping[str, np.ndarray], widen: bool = True) -> OrderedDict[str, np.ndarray]:
+    """Runs an onnxruntime.InferenceSession; an ordered dict of its outputs. widen: bfloat16 and float8 as float32."""
     from onnxruntime import OrtValue
 
     values = {}
@@ -566,20 +580,22 @@ def run_session(session: Any, feed: Mapping[str, np.ndarray]) -> OrderedDict[str
         array = np.ascontiguousarray(array)
         values[name] = (
             OrtValue.ortvalue_from_numpy(array)
-            if array.dtype != BFLOAT16
-            else OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(np.uint16), onnx.TensorProto.BFLOAT16)
+            if array.dtype not in _SPECIAL
+            else OrtValue.ortvalue_from_numpy_with_onnx_type(array.view(_SPECIAL[array.dtype][1]), _SPECIAL[array.dtype][0])
         )
     outputs = session.run_with_ort_values(None, values)
-    return OrderedDict((o.name, _array(value)) for o, value in zip(session.get_outputs(), outputs, strict=True))
+    return OrderedDict((o.name, _array(value, widen)) for o, value in zip(session.get_outputs(), outputs, strict=True))
 
 
-def _array(value):
-    """An OrtValue on the CPU as a numpy array; bfloat16, which onnxruntime does not hand to numpy, as float32."""
-    if value.element_type() != onnx.TensorProto.BFLOAT16:
+def _array(value, widen):
+    """An OrtValue on the CPU as a numpy array; onnxruntime does not hand bfloat16 and float8 to numpy."""
+    dtype = next((d for d, (kind, _) in _SPECIAL.items() if kind == value.element_type()), None)
+    if dtype is None:
         return value.numpy()
     shape = value.shape()
-    content = ctypes.string_at(value.data_ptr(), 2 * int(np.prod(shape)))
-    return np.frombuffer(content, BFLOAT16).reshape(shape).astype(np.float32)
+    content = ctypes.string_at(value.data_ptr(), dtype.itemsize * int(np.prod(shape)))
+    array = np.frombuffer(content, dtype).reshape(shape)
+    return array.astype(np.float32) if widen else array
 
 
 # Comparison

@@ -29,6 +29,7 @@ FIXED = {"H": 6, "Hkv": 2, "Hq": 2, "Hk": 2, "Hv": 4, "D": 32, "R": 32, "Dv": 16
 FIXED |= {"V": 130, "W": 5, "F": 24, "C": 24, "K": 3}
 STEP = {"N": (1, 1, 1), "Nq": (1, 1, 1)}  # a second profile, for decode steps
 MOST_VARIANTS = 64  # tried of an operator that has more combinations: both ends, and others drawn at random
+Forms = Mapping[str, str] | None  # types of caches with scales by name, where they are not int8
 OF_INT8_CACHES = ("key_scale", "value_scale", "key_per_token", "value_per_token")
 SETTINGS: dict[str, Any] = {"window": 5, "softcap": 8.0, "scale": 0.3}  # beside their defaults, of attributes that are numbers
 Ranks = Mapping[str, int | None]  # of the present inputs; None: the first that the schema has
@@ -39,19 +40,23 @@ ONNX_TYPES = {
     "int32": TensorProto.INT32,
     "int64": TensorProto.INT64,
     "int8": TensorProto.INT8,
+    "float8e4m3fn": TensorProto.FLOAT8E4M3FN,
+    "uint8": TensorProto.UINT8,
 }
 IR_VERSION = 10  # the newest that onnxruntime 1.20 reads
 
 
-def type_name(tensor: spec.Tensor, dtype: str, present: Iterable[str] = ()) -> str:
-    """The type of a schema tensor in a node whose T is `dtype`. present: the node's inputs; a cache with scales is int8."""
-    if tensor.type == "C" and (tensor.takes or tensor.name).replace("_cache", "_scale") in present:
-        return "int8"
+def type_name(tensor: spec.Tensor, dtype: str, present: Iterable[str] = (), forms: Forms = None) -> str:
+    """The type of a schema tensor in a node whose T is `dtype`. present: the node's inputs; a cache with scales is of int8, or
+    what `forms` says."""
+    name = tensor.takes or tensor.name
+    if tensor.type == "C" and name.replace("_cache", "_scale") in present:
+        return (forms or {}).get(name, "int8")
     return tensor.dtype(dtype, {"F": "float32", "I": "int32", "L": "int64"}, {})
 
 
-def onnx_type(tensor: spec.Tensor, dtype: str, present: Iterable[str] = ()) -> int:
-    return ONNX_TYPES[type_name(tensor, dtype, present)]
+def onnx_type(tensor: spec.Tensor, dtype: str, present: Iterable[str] = (), forms: Forms = None) -> int:
+    return ONNX_TYPES[type_name(tensor, dtype, present, forms)]
 
 
 def make_node(
@@ -104,11 +109,12 @@ def node_model(
     dtype: str = "float32",
     outputs: Iterable[str] | None = None,
     name: str = "node",
+    forms: Forms = None,
 ) -> onnx.ModelProto:
     """A model of one node whose inputs and outputs are the graph's. shapes: of the present inputs, by name."""
     node = make_node(op, shapes, attrs, name, outputs)
-    types = {t.name: onnx_type(t, dtype, shapes) for t in op.outputs}
-    inputs = [(t.name, onnx_type(t, dtype, shapes), shapes[t.name]) for t in op.inputs if t.name in shapes]
+    types = {t.name: onnx_type(t, dtype, shapes, forms) for t in op.outputs}
+    inputs = [(t.name, onnx_type(t, dtype, shapes, forms), shapes[t.name]) for t in op.inputs if t.name in shapes]
     return make_model([node], inputs, [(o, types[o], None) for o in node.output if o])
 
 
@@ -264,7 +270,11 @@ def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
     tensors = {}
     for t, array in zip(op.inputs, inputs, strict=False):  # a node may leave trailing inputs out
         if array is not None:
-            exact = np.int64 if t.type in "IL" else array.dtype if array.dtype == np.int8 else np.float64
+            narrow = {"int8": torch.int8, "uint8": torch.uint8, "float8_e4m3fn": torch.float8_e4m3fn}.get(str(array.dtype))
+            if narrow is not None:
+                tensors[t.name] = torch.from_numpy(np.array(array).view(np.uint8)).view(narrow)
+                continue
+            exact = np.int64 if t.type in "IL" else np.float64
             tensors[t.name] = torch.from_numpy(np.array(array, dtype=exact))
     outputs = getattr(reference, op.snake_name)(**tensors, **attrs)
     others = {"F": np.float32, "I": np.int32, "L": np.int64}
@@ -272,4 +282,9 @@ def run_reference(op_type: str, attributes: Mapping[str, Any], inputs: Sequence[
     active = dict(zip((t.name for t in op.active_outputs(attrs)), outputs, strict=True))
     listed = op.outputs[: 1 + max(i for i, t in enumerate(op.outputs) if t.name in active)]
     empty = torch.zeros(0)  # outputs are positional: it stands for one before the last that is not asked for
-    return [active.get(t.name, empty).numpy().astype(t.dtype(inputs[0].dtype, others, input_types)) for t in listed]
+    return [_array(active.get(t.name, empty)).astype(t.dtype(inputs[0].dtype, others, input_types)) for t in listed]
+
+
+def _array(tensor):
+    """A tensor as a numpy array; float8, which numpy has not, as float32."""
+    return (tensor.float() if str(tensor.dtype) == "torch.float8_e4m3fn" else tensor).numpy()

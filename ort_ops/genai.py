@@ -33,7 +33,7 @@ from leanfleet.decoder_contract import (
     is_part,
     layer_of,
     read_facts,
-    refuse_int8,
+    refuse_quantised,
 )
 from leanfleet.files import new_folder
 from leanfleet.ort_library import get_library_path
@@ -59,7 +59,7 @@ def bundle(folder: str | Path, target: str | Path) -> Path:
     """
     folder, target = Path(folder), Path(target)
     facts = read_facts(folder, DECODER)
-    refuse_int8(folder, facts, "onnxruntime-genai")
+    refuse_quantised(folder, facts, "onnxruntime-genai")
     if folder.resolve() == target.resolve():
         raise ValueError(f"the bundle goes to a folder of its own; {target} holds the decoder")
     library = Path(get_library_path())

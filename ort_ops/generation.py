@@ -42,9 +42,11 @@ if TYPE_CHECKING:
 
 # ONNX's numbers of types, by onnxruntime's names
 _SESSION_TYPES = {
-    SESSION_TYPES[name]: number for name, number in (("float32", 1), ("int8", 3), ("float16", 10), ("bfloat16", 16))
+    SESSION_TYPES[name]: number
+    for name, number in (("float32", 1), ("uint8", 2), ("int8", 3), ("float16", 10), ("bfloat16", 16), ("float8e4m3fn", 17))
 }
-_ZEROS = {SESSION_TYPES["float16"]: np.float16, SESSION_TYPES["int8"]: np.int8}  # types of zeros; of others float32
+_ZEROS = {SESSION_TYPES[name]: np.dtype(name) for name in ("float16", "int8", "uint8")}  # types of zeros; of others float32
+_ZEROS[SESSION_TYPES["float8e4m3fn"]] = np.dtype(np.uint8)  # numpy has none: their bytes
 
 
 @dataclass

@@ -69,9 +69,13 @@ EMPTY, NO_STATE = 0, -1  # the row of states that stays 0; what is no row
 PADDING = {STATE_INDEX: NO_STATE, TOP_P: 1}  # what captured steps have where there is no request; else 0
 
 # numpy's and ONNX's types by onnxruntime's names
-_NUMPY_TYPES = {SESSION_TYPES["float32"]: np.float32, SESSION_TYPES["float16"]: np.float16, SESSION_TYPES["int8"]: np.int8}
-_BYTES = {1: 4, 3: 1, 10: 2, 16: 2}  # of ONNX's types
-_ONNX_TYPES = {SESSION_TYPES[name]: number for name, number in (("float32", 1), ("int8", 3), ("float16", 10), ("bfloat16", 16))}
+_NUMPY_TYPES = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "float16", "int8", "uint8")}
+_NUMPY_TYPES[SESSION_TYPES["float8e4m3fn"]] = np.dtype(np.uint8)  # numpy has none: their bytes
+_BYTES = {1: 4, 2: 1, 3: 1, 10: 2, 16: 2, 17: 1}  # of ONNX's types
+_ONNX_TYPES = {
+    SESSION_TYPES[name]: number
+    for name, number in (("float32", 1), ("uint8", 2), ("int8", 3), ("float16", 10), ("bfloat16", 16), ("float8e4m3fn", 17))
+}
 
 
 @dataclass(eq=False)

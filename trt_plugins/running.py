@@ -14,7 +14,18 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from leanfleet import generation, trt_plugins
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, KEY, LOGITS, TOKENS, VALUE, is_part, read_facts, refuse_int8
+from leanfleet.decoder_contract import (
+    BATCH,
+    CAPACITY,
+    DECODER,
+    KEY,
+    LOGITS,
+    TOKENS,
+    VALUE,
+    is_part,
+    read_facts,
+    refuse_quantised,
+)
 
 if TYPE_CHECKING:
     import torch
@@ -306,7 +317,7 @@ def load_decoder(
         answers, statistics = generate(decoder, ["Good morning"], max_new_tokens=8)
     """
     facts = read_facts(folder, DECODER)
-    refuse_int8(folder, facts, "TensorRT")
+    refuse_quantised(folder, facts, "TensorRT")
     loaded = Engine(engine, trt, memory="torch", host_code=host_code)
     return Decoder(
         loaded,

@@ -34,7 +34,8 @@ Status read_tensors(const OpSpec& spec, const char* role, const leanfleet_tensor
                              "; no tensor here has more than " + std::to_string(kMaxRank));
     if (from[i].dtype < 0 || from[i].dtype >= kNumDTypes)
       return Status::invalid(std::string(spec.name) + ": " + tensor.name +
-                             " has an unknown type; expected float32, float16, bfloat16, int32, int64 or int8");
+                             " has an unknown type; expected float32, float16, bfloat16, int32, int64, int8, "
+                             "float8e4m3fn or uint8");
     to[i].data = from[i].data;
     to[i].dtype = static_cast<DType>(from[i].dtype);
     to[i].rank = from[i].rank;

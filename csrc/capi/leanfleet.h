@@ -14,7 +14,7 @@ extern "C" {
 
 #define LEANFLEET_MAX_RANK 8
 
-/* dtype: 0 float32, 1 float16, 2 bfloat16, 3 int32, 4 int64, 5 int8. rank -1: absent. Contiguous, row-major. */
+/* dtype: 0 float32, 1 float16, 2 bfloat16, 3 int32, 4 int64, 5 int8, 6 float8e4m3fn, 7 uint8. rank -1: absent. Contiguous, row-major. */
 typedef struct {
   void* data;
   int64_t shape[LEANFLEET_MAX_RANK];

@@ -5,7 +5,7 @@
 // A kind of sizes is a class with
 //   Size                                the type of a size
 //   int rank(int input)                 of an input, -1: absent or not known
-//   Size size(int input, int index)     of an axis of an input
+//   Size size(int input, int index)     of an axis of an input, in numbers, of which an element of uint8 has two
 //   Size symbol(int symbol)             the value bound so far
 //   bool known(Size)                    whether a value can be calculated with
 //   Size constant(int64_t)
@@ -94,7 +94,10 @@ struct NumberSizes {
   const int64_t* symbols;
 
   int rank(int input) const { return inputs[input].rank; }
-  int64_t size(int input, int index) const { return inputs[input].shape[index]; }
+  int64_t numbers_each(int input, int index) const {
+    return index == inputs[input].rank - 1 ? leanfleet::numbers_each(inputs[input].dtype) : 1;
+  }
+  int64_t size(int input, int index) const { return inputs[input].shape[index] * numbers_each(input, index); }
   int64_t symbol(int symbol) const { return symbols[symbol]; }
   static bool known(int64_t size) { return size >= 0; }
   static int64_t constant(int64_t value) { return value; }

@@ -64,9 +64,8 @@ Status check_type(const Call& call, const TensorSpec& spec, const Tensor& tensor
   const std::string found = std::string(spec.name) + " has type " + dtype_name(tensor.dtype);
   if (integer) return call.invalid(found + "; expected float32, float16 or bfloat16");
   if (spec.type == TypeVar::kC) {
-    std::string narrow;
-    for (DType dtype : kNarrowTypes) narrow += std::string(", or ") + dtype_name(dtype);
-    return call.invalid(found + "; expected " + dtype_name(expected) + ", the type of " + call.spec->inputs[0].name + narrow);
+    return call.invalid(found + "; expected " + dtype_name(expected) + ", the type of " + call.spec->inputs[0].name + ", or " +
+                        narrow_type_names());
   }
   if (spec.type == TypeVar::kT)
     return call.invalid(found + ", but " + call.spec->inputs[0].name + " has " + dtype_name(expected) +
@@ -100,7 +99,9 @@ struct CheckedSizes : NumberSizes {
   }
   std::string where(const Axis& axis) const {
     return found(axis.input) + ": axis " + std::to_string(axis.index) + " of " +
-           expected_shape(*call.spec, *axis.shape, call.bnhd()) + " is " + std::to_string(size(axis.input, axis.index));
+           expected_shape(*call.spec, *axis.shape, call.bnhd()) + " is " +
+           std::to_string(call.inputs[axis.input].shape[axis.index]) +
+           (numbers_each(axis.input, axis.index) > 1 ? " bytes of two int4" : "");
   }
   std::string gives(int symbol) const {
     return std::string(call.spec->inputs[origin[symbol]].name) + " gives " + call.spec->symbols[symbol] + " = " +
@@ -135,7 +136,12 @@ struct CheckedSizes : NumberSizes {
       bound = value;
       origin[symbol] = axis.input;
     } else if (bound != value) {
-      return call.invalid(where(axis) + "; expected " + std::to_string(bound + rest) + because(symbol));
+      const int64_t expected = bound + rest, each = numbers_each(axis.input, axis.index);
+      if (expected % each != 0)
+        return call.invalid(gives(symbol) + ", an odd number, and " + call.spec->inputs[axis.input].name +
+                            " is uint8, whose bytes hold two int4 each; give it another type, or an even " +
+                            call.spec->symbols[symbol]);
+      return call.invalid(where(axis) + "; expected " + std::to_string(expected / each) + because(symbol));
     }
     return {};
   }
@@ -245,7 +251,9 @@ Status wrong_kind(const OpSpec& spec, const char* node, const AttrSpec& attr, co
 
 int64_t element_size(DType dtype) {
   switch (dtype) {
-    case DType::kInt8: return 1;
+    case DType::kInt8:
+    case DType::kFloat8e4m3fn:
+    case DType::kUint8: return 1;
     case DType::kFloat16:
     case DType::kBFloat16: return 2;
     case DType::kFloat32:
@@ -257,6 +265,14 @@ int64_t element_size(DType dtype) {
 
 bool is_narrow(DType dtype) {
   return std::find(std::begin(kNarrowTypes), std::end(kNarrowTypes), dtype) != std::end(kNarrowTypes);
+}
+
+std::string narrow_type_names() {
+  constexpr int kCount = static_cast<int>(std::size(kNarrowTypes));
+  std::string text;
+  for (int i = 0; i < kCount; ++i)
+    text += (i == 0 ? "" : i == kCount - 1 ? " or " : ", ") + std::string(dtype_name(kNarrowTypes[i]));
+  return text;
 }
 
 DType dtype_of(TypeVar type, DType t) {
@@ -278,6 +294,8 @@ const char* dtype_name(DType dtype) {
     case DType::kInt32: return "int32";
     case DType::kInt64: return "int64";
     case DType::kInt8: return "int8";
+    case DType::kFloat8e4m3fn: return "float8e4m3fn";
+    case DType::kUint8: return "uint8";
   }
   return "unknown";
 }
@@ -410,6 +428,7 @@ Tensor output_of(const Call& call, int output) {
   tensor.rank = shape.rank;
   const NumberSizes sizes = {call.inputs, call.dims};
   for (int i = 0; i < shape.rank; ++i) tensor.shape[i] = axis_size(axis_at(shape, i, call.bnhd()), sizes);
+  tensor.shape[shape.rank - 1] /= numbers_each(tensor.dtype);
   return tensor;
 }
 

@@ -12,14 +12,26 @@
 
 namespace leanfleet {
 
-enum class DType : int32_t { kFloat32 = 0, kFloat16 = 1, kBFloat16 = 2, kInt32 = 3, kInt64 = 4, kInt8 = 5 };
-constexpr int kNumDTypes = 6;
+enum class DType : int32_t {
+  kFloat32 = 0,
+  kFloat16 = 1,
+  kBFloat16 = 2,
+  kInt32 = 3,
+  kInt64 = 4,
+  kInt8 = 5,
+  kFloat8e4m3fn = 6,
+  kUint8 = 7,  // two int4 along the last axis
+};
+constexpr int kNumDTypes = 8;
 
-int64_t element_size(DType dtype);  // bytes
+int64_t element_size(DType dtype);  // bytes, of uint8 those that two int4 share
+// How many numbers an element of the type holds. They lie along the last axis, whose size in shapes is that of elements.
+inline int64_t numbers_each(DType dtype) { return dtype == DType::kUint8 ? 2 : 1; }
 const char* dtype_name(DType dtype);
 // The type of a tensor in a call whose T tensors are `t`; of type C, where it is not narrower.
 DType dtype_of(TypeVar type, DType t);
 bool is_narrow(DType dtype);  // a type that a C tensor may have besides T
+std::string narrow_type_names();
 
 // A contiguous row-major tensor. rank -1: an absent optional input, or an output that the attributes do not ask for.
 // data is null while a workspace is being counted.

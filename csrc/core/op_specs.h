@@ -6,7 +6,7 @@
 namespace leanfleet {
 
 // What a tensor of type C may have besides T.
-inline constexpr DType kNarrowTypes[] = {DType::kInt8};
+inline constexpr DType kNarrowTypes[] = {DType::kInt8, DType::kFloat8e4m3fn, DType::kUint8};
 
 namespace lean_attention {
 enum Input { kQuery, kKeyCache, kValueCache, kSeqLens, kQueryLens, kNewKey, kNewValue, kCuSeqlens, kBlockTable, kSinks, kCosCache, kSinCache, kCuQueryLens, kKeyScale, kValueScale };

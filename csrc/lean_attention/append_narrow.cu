@@ -1,7 +1,8 @@
-// The append of new keys and values to int8 caches, before LeanAttention's kernels read them.
+// The append of new keys and values to quantised caches, before LeanAttention's kernels read them.
 #include <cuda_runtime.h>
 
 #include "lean_attention/device.cuh"
+#include "lean_attention/narrow.cuh"
 #include "lean_attention/narrow.h"
 
 namespace leanfleet::lean_attention {
@@ -10,9 +11,9 @@ namespace {
 
 constexpr float kLeast = 0x1p-100f;  // of a row's largest magnitude: a smaller one counts as 0
 
-// A row's largest magnitude / 127; NaN if one is not finite. magnitudes: the largest of each lane as bits, whose order is that
+// A row's largest magnitude / that of the form; NaN if one is not finite. magnitudes: the largest of each lane as bits, whose order is that
 // of the numbers, with NaN last.
-__device__ __forceinline__ float own_scale(unsigned magnitudes) {
+__device__ __forceinline__ float own_scale(CacheForm form, unsigned magnitudes) {
 #pragma unroll
   for (int offset = 16; offset > 0; offset /= 2) {
     const unsigned other = __shfl_xor_sync(kFullWarp, magnitudes, offset);
@@ -20,14 +21,12 @@ __device__ __forceinline__ float own_scale(unsigned magnitudes) {
   }
   if (magnitudes >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
   const float largest = __uint_as_float(magnitudes);
-  return largest < kLeast ? 0.0f : __fdiv_rn(largest, 127.0f);
+  return largest < kLeast ? 0.0f : __fdiv_rn(largest, largest_of(form));
 }
 
-// clamp(round(x / scale), -128, 127), half to even; 0 where that is NaN or the scale 0.
-__device__ __forceinline__ int8_t quantised(float x, float scale) {
-  const float quotient = __fdiv_rn(x, scale);
-  if (scale == 0.0f || quotient != quotient) return 0;
-  return static_cast<int8_t>(rintf(fminf(fmaxf(quotient, -128.0f), 127.0f)));
+// x / scale as the form holds it; 0 where the scale is.
+__device__ __forceinline__ uint32_t quantised(CacheForm form, float x, float scale) {
+  return bits_of(form, scale == 0.0f ? 0.0f : __fdiv_rn(x, scale));
 }
 
 // The key or value at `position`, by a warp. from: its row [width]; at, scale_at: its place in the cache and in its scales.
@@ -56,21 +55,27 @@ __device__ __forceinline__ void append_row(const Args& args, const Scales& scale
   }
   float scale = scales.kind == kPerTensor ? scales.in[0] : 0.0f;
   if (scales.kind == kPerToken) {
-    scale = own_scale(magnitudes);
+    scale = own_scale(scales.form, magnitudes);
     if (lane == 0) scales.out[scale_at] = scale;
   }
 #pragma unroll
   for (int i = 0; i < kPairs; ++i) {
     const int column = 64 * i + 2 * lane;
     if (column >= width) continue;
+    auto* const bytes = static_cast<uint8_t*>(cache) + cache_bytes(scales, at + column, sizeof(T));
+    uint32_t bits[2];
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
-      if (scales.kind == kNoScale) {
-        static_cast<T*>(cache)[at + column + c] = x[i][c];
-        continue;
-      }
       if (scales.kind == kPerChannel) scale = scales.in[static_cast<int64_t>(head) * width + column + c];
-      static_cast<int8_t*>(cache)[at + column + c] = quantised(as_float(x[i][c]), scale);
+      if (scales.kind == kNoScale) static_cast<T*>(cache)[at + column + c] = x[i][c];
+      else bits[c] = quantised(scales.form, as_float(x[i][c]), scale);
+    }
+    if (scales.kind == kNoScale) continue;
+    if (scales.form == kInt4) {
+      *bytes = static_cast<uint8_t>(bits[0] | bits[1] << 4);
+    } else {
+      bytes[0] = static_cast<uint8_t>(bits[0]);
+      bytes[1] = static_cast<uint8_t>(bits[1]);
     }
   }
 }

@@ -6,11 +6,10 @@
 // and values are found through arrays of row addresses, so that dense, ragged and paged caches take the same
 // way.
 //
-// The bytes of an int8 cache are numbers like others, which become floats in registers, or in the transposed keys. The scales
+// The bytes of a quantised cache are numbers like others, which become floats in registers, or in the transposed keys. The scales
 // of keys are factors of the query (one, or one for each column) or of the scores (one for each token), those of values of the
 // output or of the weights.
-#include "core/simd.h"
-#include "lean_attention/schedule.h"
+#include "lean_attention/cpu_forms.h"
 
 namespace leanfleet::lean_attention::LEANFLEET_ISA {
 
@@ -157,8 +156,8 @@ __attribute__((always_inline)) inline Vec sums_of(const Vec* v) {
 }
 
 // out[i] = factor * in[i] for i < n and 0 up to n_padded.
-template <class T>
-void to_floats(const T* in, float* out, int64_t n, int64_t n_padded, float factor) {
+template <class Row>
+void to_floats(Row in, float* out, int64_t n, int64_t n_padded, float factor) {
   int64_t i = 0;
   for (; i + kLanes <= n; i += kLanes) store(out + i, factor * load(in + i));
   for (; i < n; ++i) out[i] = factor * to_float(in[i]);
@@ -201,7 +200,7 @@ template <class T>
 struct RowsAt {
   using Element = T;
   const void* const* rows;
-  const T* operator[](int64_t i) const { return static_cast<const T*>(rows[i]); }
+  typename RowOf<T>::Type operator[](int64_t i) const { return RowOf<T>::at(rows[i]); }
 };
 template <class T>
 struct RowsApart {
@@ -303,25 +302,6 @@ inline void hold(Vec& x) {
 #else
   (void)x;
 #endif
-}
-
-// Two vectors of bfloat16 that lie behind each other come apart into those with an even index and those with an odd one
-// in two instructions, while floats in their order take four. Sums over an axis do not mind the order; queries are laid
-// out to match by separate(), and join() restores it in an output.
-template <class T>
-constexpr bool kPairs = false;
-#if defined(__AVX2__) || defined(__AVX512F__)
-template <>
-constexpr bool kPairs<BFloat16> = true;
-#endif
-
-template <class T>
-void load_pair(const T*, Vec*, Vec*) {}  // where there are no pairs
-inline void load_pair(const BFloat16* p, Vec* even, Vec* odd) {
-  VecInt both;
-  std::memcpy(&both, p, sizeof both);
-  *even = (Vec)(both << 16);
-  *odd = (Vec)(both & static_cast<int32_t>(0xffff0000));
 }
 
 // 2 * kLanes floats in their order, from those with an even index and those with an odd one.
@@ -526,9 +506,8 @@ template <class T>
 void find_rows(const Args& args, const Unit& unit, Span span, Tile* tile) {
   const char* const keys = static_cast<const char*>(args.append ? args.key_cache_out : args.key_cache);
   const char* const values = static_cast<const char*>(args.append ? args.value_cache_out : args.value_cache);
-  const int64_t key_size = args.key_scales.kind == kNoScale ? sizeof(T) : 1;
-  const int64_t value_size = args.value_scales.kind == kNoScale ? sizeof(T) : 1;
-  const int64_t key_token = args.key_strides.token * key_size, value_token = args.value_strides.token * value_size;
+  const int64_t key_token = cache_bytes(args.key_scales, args.key_strides.token, sizeof(T));
+  const int64_t value_token = cache_bytes(args.value_scales, args.value_strides.token, sizeof(T));
   int32_t n = 0;
   const auto add_scales = [&](const Scales& scales, int64_t page, int64_t token, int32_t count, float* to) {
     if (scales.kind != kPerToken) return;
@@ -537,8 +516,11 @@ void find_rows(const Args& args, const Unit& unit, Span span, Tile* tile) {
     for (int32_t j = 0; j < count; ++j) to[n + j] = from[j * scales.strides.token];
   };
   const auto add = [&](int64_t page, int64_t token, int32_t count, int32_t position) {
-    const char* const key = keys + place(args.key_strides, unit.request, unit.head, page, token) * key_size;
-    const char* const value = values + place(args.value_strides, unit.request, unit.head, page, token) * value_size;
+    const auto at = [&](const Scales& scales, const CacheStrides& strides) {
+      return cache_bytes(scales, place(strides, unit.request, unit.head, page, token), sizeof(T));
+    };
+    const char* const key = keys + at(args.key_scales, args.key_strides);
+    const char* const value = values + at(args.value_scales, args.value_strides);
     for (int32_t j = 0; j < count; ++j) {
       tile->keys[n + j] = key + j * key_token;
       tile->values[n + j] = value + j * value_token;
@@ -628,7 +610,7 @@ void scale_columns(float* x, int64_t stride, int32_t rows, int32_t n, const floa
 template <class T, class K>
 void score_tile(const Args& args, const Tile& tile, int32_t rows, const Scratch& scratch, int32_t value_bytes) {
   const int64_t d = padded(args.key_width), stride = padded(args.plan.key_tile);
-  const int32_t n = tile.n, key_bytes = args.key_width * sizeof(K);
+  const int32_t n = tile.n, key_bytes = row_bytes<K>(args.key_width);
   const RowsAt<K> keys{tile.keys};
   const bool whole_keys = whole(args.key_width);
   // Keys whose width is no multiple of a vector are copied, so that no load goes beyond the buffer.
@@ -661,7 +643,7 @@ void score_tile(const Args& args, const Tile& tile, int32_t rows, const Scratch&
 template <class T, class V>
 void add_values(const Args& args, const Tile& tile, const Tile& next, int32_t rows, const Scratch& scratch, int32_t key_bytes) {
   const int64_t dv = padded(args.value_width), stride = padded(args.plan.key_tile);
-  const int32_t n = tile.n, value_bytes = args.value_width * sizeof(V);
+  const int32_t n = tile.n, value_bytes = row_bytes<V>(args.value_width);
   const RowsAt<V> values{tile.values};
   Ahead in_values{tile.values, n, value_bytes, next.keys, next.n, key_bytes, kAheadBytes / value_bytes};
   if (rows > kAheadRows) in_values = kNothing;
@@ -694,12 +676,11 @@ template <class T>
 void attend_tile(const Args& args, const Unit& unit, const Tile& tile, const Tile& next, int32_t first_row, int32_t rows,
                  const Scratch& scratch) {
   if (tile.n == 0) return;
-  const bool narrow_keys = args.key_scales.kind != kNoScale, narrow_values = args.value_scales.kind != kNoScale;
-  const int32_t key_bytes = args.key_width * (narrow_keys ? 1 : sizeof(T));
-  const int32_t value_bytes = args.value_width * (narrow_values ? 1 : sizeof(T));
-  (narrow_keys ? score_tile<T, int8_t> : score_tile<T, T>)(args, tile, rows, scratch, value_bytes);
+  const int32_t key_bytes = cache_bytes(args.key_scales, args.key_width, sizeof(T));
+  const int32_t value_bytes = cache_bytes(args.value_scales, args.value_width, sizeof(T));
+  for_form<T>(args.key_scales, [&](auto k) { score_tile<T, decltype(k)>(args, tile, rows, scratch, value_bytes); });
   online_softmax(args, unit, tile, first_row, rows, scratch);
-  (narrow_values ? add_values<T, int8_t> : add_values<T, T>)(args, tile, next, rows, scratch, key_bytes);
+  for_form<T>(args.value_scales, [&](auto v) { add_values<T, decltype(v)>(args, tile, next, rows, scratch, key_bytes); });
 }
 
 // row[i] *= the scale of column i, or of all, where the cache has one that is no token's; n columns.
@@ -768,8 +749,9 @@ void attend_segment(const Args& args, const Unit& unit, const Segment& segment, 
     scale_row(args.key_scales, unit.head, scratch.query + r * d, args.key_width);
     if (words) to_words(scratch.query + r * d, d);
   }
-  if (kPairs<T> && rows <= kDotRows && whole(args.key_width) &&
-      args.key_scales.kind == kNoScale)  // these take dot_rows() over the keys where they lie
+  bool pairs = false;
+  for_form<T>(args.key_scales, [&](auto k) { pairs = kPairs<decltype(k)>; });
+  if (pairs && rows <= kDotRows && whole(args.key_width))  // these take dot_rows() over the keys where they lie
     for (int32_t r = 0; r < rows; ++r) separate(scratch.query + r * d, d);
   fill(scratch.output, rows * dv, 0.0f);
   fill(scratch.maximum, padded(rows), -__builtin_inff());
@@ -851,15 +833,15 @@ void merge_range(const Args& args, int64_t work, int32_t ranges, int32_t range, 
   if (segment.contributes && segment.index == 0 && segment.count > 1) merge_unit<T>(args, unit, range, segment.count, scratch);
 }
 
-// Rows of int8
+// Quantised rows
 //
-// A row's own scale is its largest magnitude / 127. That of a row without a magnitude of kLeast or more is 0, as are its bytes;
+// A row's own scale is its largest magnitude / the largest number of the form. That of a row without a magnitude of kLeast or more is 0, as are its numbers;
 // that of a row with a NaN or an infinity is NaN, so that no result takes it for a number.
 
 constexpr float kLeast = 0x1p-100f;
 
 template <class T>
-float own_scale(const T* row, int64_t n) {
+float own_scale(CacheForm form, const T* row, int64_t n) {
   VecInt largest = {};  // the bits of magnitudes, which are in the order of these, with NaN last
   for (int64_t i = 0; i < n; i += kLanes) {
     const VecInt bits = (VecInt)load_part(row + i, n - i) & 0x7fffffff;
@@ -870,36 +852,35 @@ float own_scale(const T* row, int64_t n) {
   if (bits >= 0x7f800000) return __builtin_nanf("");
   float magnitude;
   std::memcpy(&magnitude, &bits, 4);
-  return magnitude < kLeast ? 0.0f : magnitude / 127.0f;
+  return magnitude < kLeast ? 0.0f : magnitude / largest_of(form);
 }
 
-// to[i] = clamp(round(row[i] / scale), -128, 127), half to even; 0 where that is NaN or the scale 0. scales: of each column, or
-// of all where `step` is 0.
-template <class T>
-void quantise(const T* row, const float* scales, int64_t step, int8_t* to, int64_t n) {
-  constexpr float kRound = 12582912.0f;  // 1.5 * 2^23: adding it rounds to an integer, whose low bits are those of the sum
+// row[i] / scale in the form of `to`, rounded half to even and held within its range; 0 where the scale is. scales: of each
+// column, or of all where `step` is 0.
+template <class T, class K>
+void quantise(K form, const T* row, const float* scales, int64_t step, uint8_t* to, int64_t n) {
   for (int64_t i = 0; i < n; i += kLanes) {
     const Vec scale = step == 0 ? broadcast(scales[0]) : load_part(scales + i, n - i);
-    Vec x = load_part(row + i, n - i) / scale;
-    x = select((x == x) & (scale != 0.0f), x, Vec{});
-    const VecInt rounded = (VecInt)(minimum(maximum(x, broadcast(-128.0f)), broadcast(127.0f)) + kRound);
-    for (int64_t j = 0; j < min32(static_cast<int32_t>(n - i), kLanes); ++j) to[i + j] = static_cast<int8_t>(rounded[j]);
+    to_bytes(form, select(scale != 0.0f, load_part(row + i, n - i) / scale, Vec{}), to + row_bytes<K>(i), n - i);
   }
 }
 
 // Appends a row [n] of new keys or values, of which this is the place in the cache and in the scales.
 template <class T>
 void append_row(const Scales& scales, int32_t head, const T* row, int64_t n, void* cache, int64_t at, int64_t scale_at) {
+  uint8_t* const to = static_cast<uint8_t*>(cache) + cache_bytes(scales, at, sizeof(T));
   if (scales.kind == kNoScale) {
-    std::memcpy(static_cast<T*>(cache) + at, row, n * sizeof(T));
+    std::memcpy(to, row, n * sizeof(T));
     return;
   }
   const float* used = scales.kind == kPerChannel ? scales.in + head * n : scales.in;
   if (scales.kind == kPerToken) {
-    scales.out[scale_at] = own_scale(row, n);
+    scales.out[scale_at] = own_scale(scales.form, row, n);
     used = scales.out + scale_at;
   }
-  quantise(row, used, scales.kind == kPerChannel, static_cast<int8_t*>(cache) + at, n);
+  for_form<T>(scales, [&](auto form) {
+    if constexpr (!std::is_same_v<decltype(form), T>) quantise(form, row, used, scales.kind == kPerChannel, to, n);
+  });
 }
 
 // Writes the new keys and values of a request, or of a piece of it, and head to their positions.

@@ -1,6 +1,6 @@
 // LeanAttention on CUDA: the choice of a kernel and its plan, and the kernel for what tensor cores do not take
-// (float32, and tensors of other types that do not begin at a multiple of 16 bytes). It multiplies int8 caches by their
-// scales as it reads them.
+// (float32, and tensors of other types that do not begin at a multiple of 16 bytes). It multiplies quantised caches by
+// their scales as it reads them.
 #include <cuda.h>
 #include <cuda_runtime.h>
 
@@ -11,6 +11,7 @@
 #include "lean_attention/device.cuh"
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
+#include "lean_attention/narrow.cuh"
 #include "lean_attention/narrow.h"
 #include "lean_attention/wgmma_kernel.cuh"
 
@@ -69,11 +70,10 @@ struct FloatCta {
   }
 
   static __device__ __forceinline__ const void* row_at(const void* cache, const Scales& scales, int64_t at) {
-    if (scales.kind != kNoScale) return static_cast<const int8_t*>(cache) + at;
-    return static_cast<const T*>(cache) + at;
+    return static_cast<const char*>(cache) + cache_bytes(scales, at, sizeof(T));
   }
 
-  // Of position j in an int8 cache, but for those of channels.
+  // Of position j in a quantised cache, but for those of channels.
   __device__ __forceinline__ float scale_of(const Scales& scales, const Unit& unit, int j) const {
     if (scales.kind == kPerTensor) return scales.in[0];
     return scales.kind == kPerToken ? scales.in[cache_row(args, scales.strides, unit.request, unit.head, j)] : 1.0f;
@@ -85,11 +85,11 @@ struct FloatCta {
     if (scales.kind == kNoScale) return load_rows(static_cast<const T*>(mine), width, to, stride);
     const float* const of_channels = scales.in + static_cast<int64_t>(head) * width;
     for (int token = warp; token < kFloatTokens; token += kFloatWarps) {
-      const auto* const from = reinterpret_cast<const int8_t*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(mine), token));
+      const auto* const from = reinterpret_cast<const char*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(mine), token));
       const float of_token = __shfl_sync(kFullWarp, scale, token);
       for (int d = lane; d < width; d += 32) {
         const float by = scales.kind == kPerChannel ? of_channels[d] : of_token;
-        to[token * stride + d] = from != nullptr ? static_cast<float>(from[d]) * by : 0.0f;
+        to[token * stride + d] = from != nullptr ? number_at(scales.form, from, d) * by : 0.0f;
       }
     }
   }

@@ -22,7 +22,14 @@ struct CacheStrides {
   int64_t batch, page, head, token;
 };
 
-// What an int8 cache is multiplied by.
+// What a quantised cache is made of.
+enum CacheForm : int32_t {
+  kInt8 = 0,
+  kFloat8 = 1,  // float8e4m3fn
+  kInt4 = 2,    // two a byte, see cpu_forms.h; widths are even
+};
+
+// What a quantised cache is multiplied by.
 enum ScaleKind : int32_t {
   kNoScale = 0,     // the cache has type T
   kPerTensor = 1,   // [1]
@@ -30,9 +37,10 @@ enum ScaleKind : int32_t {
   kPerToken = 3,    // as the cache without its last axis
 };
 
-// The scales of an int8 cache.
+// The scales of a quantised cache, and its form.
 struct Scales {
   ScaleKind kind;
+  CacheForm form;  // where there are scales
   const float* in;
   float* out;            // kPerToken with append, else null; may be `in`
   CacheStrides strides;  // kPerToken: of the scales, as of a cache
@@ -80,8 +88,8 @@ struct Args {
   // T [B,H,Nq,D], or [H,Nq,D] of packed tokens; in one tensor with new_key and new_value, all three have the strides of the
   // whole. Of packed tokens the stride of the batch is that of a token.
   const void* query;
-  const void* key_cache;    // T, or int8 with key_scales
-  const void* value_cache;  // T, or int8 with value_scales
+  const void* key_cache;    // T, or with key_scales their form
+  const void* value_cache;  // T, or with value_scales their form
   Strides query_strides;
   CacheStrides key_strides, value_strides;
   int32_t key_width, value_width;  // D, Dv
@@ -115,8 +123,8 @@ struct Args {
   int32_t heads;
   int32_t dtype;                                     // DType of the T tensors
   bool bfloat16_products;                            // on a CPU: the processor multiplies bfloat16 directly
-  int64_t key_cache_elements, value_cache_elements;  // of the whole caches
-  Scales key_scales, value_scales;                   // of int8 caches
+  int64_t key_cache_elements, value_cache_elements;  // of the whole caches; of int4 their bytes
+  Scales key_scales, value_scales;                   // of quantised caches
 
   // Scratch, of any content at entry.
   int64_t* work_prefix;   // [B+1] work before each request, see schedule.h
@@ -125,7 +133,7 @@ struct Args {
   float* partial_max;     // [2 * max_ranges, row_tile]
   float* partial_sum;     // [2 * max_ranges, row_tile]
   void* rotated_query;    // T, query's shape and strides; CUDA with a rotary embedding
-  void* rotated_key;      // T, new_key's; the same with append. On a CPU [batch,Hkv,D], with an int8 key_cache
+  void* rotated_key;      // T, new_key's; the same with append. On a CPU [batch,Hkv,D], with a quantised key_cache
   // Sync words, zero between launches.
   uint32_t* tickets;  // [max_ranges] CUDA: contributors that have arrived, by the range that begins the unit
 };

@@ -1,6 +1,7 @@
-// LeanAttention over int8 caches on tensor cores, for float16 and bfloat16 queries; one of the two caches may have the query's
-// type. Rows come into shared memory as they lie in the cache and become 16-bit numbers in registers. The products with int8
-// are in half precision, which holds a byte exactly and has more digits than bfloat16:
+// LeanAttention over quantised caches on tensor cores, for float16 and bfloat16 queries; one of the two caches may have the query's
+// type. Rows come into shared memory as they lie in the cache and become 16-bit numbers in registers. The products with quantised
+// numbers are in half precision, which holds them exactly and has more digits than bfloat16. int4 take the places of int8 in shared
+// memory, 8 bytes for each 16:
 //   logits   query row times the keys' scales per channel, over a power of two that brings the row's largest number near 1;
 //            scales of a tensor or a token are factors of the logits
 //   output   weights times the values' scales per token, over a power of two for each row (`lift`), so that they stay in
@@ -40,7 +41,7 @@ struct NarrowLaunch {
   int32_t warps, team_warps;  // team_warps: 1, 2, 4 or 8, each with 16 rows
   int32_t stages;             // tiles of a team's ring: 2, 3, 4 or 6
   int32_t key_bytes, stage_bytes;
-  int32_t key_piece_log2, value_piece_log2;  // of a copy: 8 bytes or 16
+  int32_t key_piece_log2, value_piece_log2;  // of a copy: 4, 8 or 16 bytes
   int32_t shared_bytes;
 };
 
@@ -121,12 +122,12 @@ struct NarrowCta {
     end = min32(segment.tiles.end * args.plan.key_tile, seen.end);
     const int all = end > begin ? (end - begin + kTokens - 1) / kTokens : 0;
     tiles = all > team ? (all - team + teams - 1) / teams : 0;
-    const auto base = [&](const void* cache, const CacheStrides& strides, bool narrow) {
+    const auto base = [&](const void* cache, const CacheStrides& strides, const Scales& scales) {
       const int64_t at = head * strides.head + (args.cache_kind == kPaged ? 0 : request * strides.batch);
-      return static_cast<const char*>(cache) + at * (narrow ? 1 : 2);
+      return static_cast<const char*>(cache) + cache_bytes(scales, at, 2);
     };
-    keys = base(args.key_cache, args.key_strides, narrow_keys);
-    values = base(args.value_cache, args.value_strides, narrow_values);
+    keys = base(args.key_cache, args.key_strides, args.key_scales);
+    values = base(args.value_cache, args.value_strides, args.value_scales);
     copy_slot = read_slot = 0;
     look_up(0);
   }
@@ -156,13 +157,13 @@ struct NarrowCta {
       if (lane == 0) statistics.missing[warp][copy_slot] = missing;
       char* const stage = stage_at(copy_slot);
       copy_slot = slot_behind(copy_slot);
-      const int64_t key_at = wanted ? at(args.key_strides) * (narrow_keys ? 1 : 2) : -1;
-      const int64_t value_at = wanted ? at(args.value_strides) * (narrow_values ? 1 : 2) : -1;
+      const int64_t key_at = wanted ? cache_bytes(args.key_scales, at(args.key_strides), 2) : -1;
+      const int64_t value_at = wanted ? cache_bytes(args.value_scales, at(args.value_strides), 2) : -1;
       // Rows that lie at one distance from each other.
       const bool whole = launch.team_warps == 1 && __all_sync(kFullWarp, wanted) &&
                          (!paged || __shfl_sync(kFullWarp, of_page, 0) + kTokens <= args.block);
-      copy_rows(stage, keys, key_at, args.key_strides, args.key_width, narrow_keys, launch.key_piece_log2, whole);
-      copy_rows(stage + launch.key_bytes, values, value_at, args.value_strides, args.value_width, narrow_values,
+      copy_rows(stage, keys, key_at, args.key_strides, args.key_width, args.key_scales, launch.key_piece_log2, whole);
+      copy_rows(stage + launch.key_bytes, values, value_at, args.value_strides, args.value_width, args.value_scales,
                 launch.value_piece_log2, whole);
       const auto copy_scale = [&](const Scales& scales, const float* to) {
         if (scales.kind != kPerToken || member != 0 || lane >= kTokens) return;
@@ -198,7 +199,8 @@ struct NarrowCta {
   // mine: bytes from `from` to the row of token lane % kTokens, or -1. Columns beyond the row's become 0: they meet zeros of the
   // query, and must not be NaN.
   __device__ __forceinline__ void copy_rows(char* to, const char* from, int64_t mine, const CacheStrides& strides, int width,
-                                            bool narrow, int piece_log2, bool whole) const {
+                                            const Scales& scales, int piece_log2, bool whole) const {
+    const bool narrow = scales.kind != kNoScale, nibbles = narrow && scales.form == kInt4;
     if (whole && piece_log2 == 4) {
       from += __shfl_sync(kFullWarp, mine, 0);
       if (narrow) copy_even_rows<kWidth>(to, from, strides.token, width);
@@ -206,19 +208,21 @@ struct NarrowCta {
       return;
     }
     constexpr int kWidthLog2 = kWidth == 64 ? 6 : kWidth == 128 ? 7 : 8;
-    const int lanes_log2 = kWidthLog2 + (narrow ? 0 : 1) - piece_log2;  // of a row
+    const int lanes_log2 = kWidthLog2 + (nibbles ? -1 : narrow ? 0 : 1) - piece_log2;  // of a row
     const int thread = member * 32 + lane, byte = (thread & ((1 << lanes_log2) - 1)) << piece_log2;
-    const bool exists = byte < width * (narrow ? 1 : 2);
+    const bool exists = byte < cache_bytes(scales, width, 2);
 #pragma unroll 1
     for (int token = thread >> lanes_log2; token < kTokens; token += (32 * launch.team_warps) >> lanes_log2) {
       const int64_t row = __shfl_sync(kFullWarp, mine, token);
       const bool copies = row >= 0 && exists;
-      const int offset =
-          narrow ? row_offset<kWidth, kTokens>(token, byte / 16) : row_offset<2 * kWidth, kTokens>(token, byte / 16);
-      const uint32_t there = shared_address(to + offset + byte % 16);
+      const int offset = nibbles  ? row_offset<kWidth, kTokens>(token, byte / 8) + byte % 8
+                         : narrow ? row_offset<kWidth, kTokens>(token, byte / 16) + byte % 16
+                                  : row_offset<2 * kWidth, kTokens>(token, byte / 16) + byte % 16;
+      const uint32_t there = shared_address(to + offset);
       const char* const source = copies ? from + row + byte : from;
       if (piece_log2 == 4) cp_async(there, source, copies ? 16 : 0);
-      else cp_async_8(there, source, copies ? 8 : 0);
+      else if (piece_log2 == 3) cp_async_8(there, source, copies ? 8 : 0);
+      else cp_async_4(there, source, copies ? 4 : 0);
     }
   }
 
@@ -320,23 +324,35 @@ struct NarrowCta {
     else return query_fragment(step);
   }
 
+  // 16 numbers of a row, a byte each.
+  template <CacheForm kForm>
+  static __device__ __forceinline__ uint4 sixteen(const char* from) {
+    if constexpr (kForm != kInt4) {
+      return *reinterpret_cast<const uint4*>(from);
+    } else {
+      const uint2 nibbles = *reinterpret_cast<const uint2*>(from);
+      const uint2 first = biased_bytes(nibbles.x), second = biased_bytes(nibbles.y);
+      return make_uint4(first.x, first.y, second.x, second.y);
+    }
+  }
+
   // s[n]: rows g and g + 8, tokens 8 n + 2 t and the next.
+  template <CacheForm kForm>
   __device__ __forceinline__ void score_narrow(const char* from, float (&s)[kBlocks][4]) const {
 #pragma unroll
     for (int part = 0; part < kBoxes * kChunksOfBox; ++part) {
       const int chunk = kWidth == 64 ? place() : part / 2 * 8 + 2 * place() + part % 2;
       uint4 x[kBlocks];
 #pragma unroll
-      for (int n = 0; n < kBlocks; ++n)
-        x[n] = *reinterpret_cast<const uint4*>(from + row_offset<kWidth, kTokens>(8 * n + group(), chunk));
+      for (int n = 0; n < kBlocks; ++n) x[n] = sixteen<kForm>(from + row_offset<kWidth, kTokens>(8 * n + group(), chunk));
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const uint4 q = query_of(part * 4 + w);
         const uint32_t a[4] = {q.x, q.y, q.z, q.w};
 #pragma unroll
         for (int n = 0; n < kBlocks; ++n) {
-          const uint32_t biased = word_of(x[n], w) ^ kBias;
-          mma(__half{}, s[n], a, halves_of(biased, kLowBytes), halves_of(biased, kHighBytes));
+          const uint32_t word = prepared<kForm>(word_of(x[n], w));
+          mma(__half{}, s[n], a, halves_of<kForm, false>(word), halves_of<kForm, true>(word));
         }
       }
     }
@@ -467,6 +483,7 @@ struct NarrowCta {
   __device__ __forceinline__ int value_token(int slice, int i) const { return 16 * slice + i / 2 * 8 + 2 * place() + i % 2; }
 
   // output[16 b + w], kWidth = 64 output[w]: the products with columns 128 b + 16 n + w, or 8 n + w, n as in mma.sync.
+  template <CacheForm kForm>
   __device__ __forceinline__ void add_values_narrow(const char* from, const float (&p)[kBlocks][4]) {
     constexpr int kWords = kWidth == 64 ? 2 : 4;
 #pragma unroll
@@ -479,12 +496,14 @@ struct NarrowCta {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
           if constexpr (kWidth == 64) {
-            const char* const row = from + row_offset<64, kTokens>(value_token(slice, i), group() / 2) + group() % 2 * 8;
-            const uint2 found = *reinterpret_cast<const uint2*>(row);
+            const char* const row = from + row_offset<64, kTokens>(value_token(slice, i), group() / 2);
+            uint2 found;
+            if constexpr (kForm == kInt4) found = biased_bytes(*reinterpret_cast<const uint32_t*>(row + group() % 2 * 4));
+            else found = *reinterpret_cast<const uint2*>(row + group() % 2 * 8);
             x[i][0] = found.x, x[i][1] = found.y;
           } else {
             const int offset = row_offset<kWidth, kTokens>(value_token(slice, i), 8 * b + group());
-            const uint4 found = *reinterpret_cast<const uint4*>(from + offset);
+            const uint4 found = sixteen<kForm>(from + offset);
             x[i][0] = found.x, x[i][1] = found.y, x[i][2] = found.z, x[i][3] = found.w;
           }
         }
@@ -493,12 +512,12 @@ struct NarrowCta {
 #pragma unroll
           for (int pair = 0; pair < 2; ++pair) {  // two columns of two tokens each
             const uint32_t select = pair == 0 ? 0x5140 : 0x7362;
-            const uint32_t low = __byte_perm(x[0][w], x[1][w], select) ^ kBias;
-            const uint32_t high = __byte_perm(x[2][w], x[3][w], select) ^ kBias;
+            const uint32_t low = prepared<kForm>(__byte_perm(x[0][w], x[1][w], select));
+            const uint32_t high = prepared<kForm>(__byte_perm(x[2][w], x[3][w], select));
             float (&first)[4] = output[16 * b + 4 * w + 2 * pair];
             float (&second)[4] = output[16 * b + 4 * w + 2 * pair + 1];
-            mma(__half{}, first, a, halves_of(low, kLowBytes), halves_of(high, kLowBytes));
-            mma(__half{}, second, a, halves_of(low, kHighBytes), halves_of(high, kHighBytes));
+            mma(__half{}, first, a, halves_of<kForm, false>(low), halves_of<kForm, false>(high));
+            mma(__half{}, second, a, halves_of<kForm, true>(low), halves_of<kForm, true>(high));
           }
       }
     }
@@ -542,13 +561,14 @@ struct NarrowCta {
     for (int n = 0; n < kBlocks; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[n][i] = 0.0f;
-    if (narrow_keys) score_narrow(stage, s);
+    if (narrow_keys) for_form(args.key_scales.form, [&](auto form) { score_narrow<decltype(form)::value>(stage, s); });
     else score_wide(stage, s);
     finish_scores(stage, first_token(tile), missing, s);
     online_softmax(s);
     if (args.value_scales.kind == kPerToken) lift_weights(stage, s);
-    if (narrow_values) add_values_narrow(stage + launch.key_bytes, s);
-    else add_values_wide(stage + launch.key_bytes, s);
+    const char* const rows = stage + launch.key_bytes;
+    if (narrow_values) for_form(args.value_scales.form, [&](auto form) { add_values_narrow<decltype(form)::value>(rows, s); });
+    else add_values_wide(rows, s);
   }
 
   __device__ __forceinline__ void run_segment(const Unit& unit, const Segment& segment) {
@@ -687,8 +707,12 @@ NarrowLaunch shape_launch(const Args& args, int shared_bytes) {
   launch.team_warps = args.plan.row_tile / 16;
   launch.key_bytes = Tile::kTokens * kWidth * (narrow_keys ? 1 : 2);
   launch.stage_bytes = launch.key_bytes + Tile::kTokens * kWidth * (narrow_values ? 1 : 2) + 2 * Tile::kTokens * 4;
-  launch.key_piece_log2 = narrow_keys && args.key_width % 16 != 0 ? 3 : 4;
-  launch.value_piece_log2 = narrow_values && args.value_width % 16 != 0 ? 3 : 4;
+  // Rows are pieces of 16 bytes, or of 8 where an odd number of these makes a row; of int4 of half as many.
+  const auto piece_log2 = [](const Scales& scales, int width) {
+    return 4 - (scales.kind != kNoScale && width % 16 != 0) - (scales.kind != kNoScale && scales.form == kInt4);
+  };
+  launch.key_piece_log2 = piece_log2(args.key_scales, args.key_width);
+  launch.value_piece_log2 = piece_log2(args.value_scales, args.value_width);
   const int fixed = static_cast<int>(sizeof(NarrowStatistics)) + launch.team_warps * Tile::kQueryBytes;
   for (launch.warps = kMostWarps; launch.warps >= max32(launch.team_warps, kMostWarps / 2); launch.warps /= 2) {
     const int teams = launch.warps / launch.team_warps;

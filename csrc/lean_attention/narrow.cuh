@@ -1,12 +1,15 @@
-// Numbers of int8 caches for tensor cores: bytes as halves, powers of two that keep others in half's range.
+// Numbers of quantised caches: their bytes as halves for tensor cores and as floats, floats as their bytes; powers of two that
+// keep other numbers in half's range. A new form is an edit here, in copy_rows() of narrow.cu where its rows lie in another way,
+// and in for_form().
 #pragma once
 
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "core/mma.cuh"
-#include "lean_attention/lean_attention.h"
+#include "lean_attention/schedule.h"
 
 namespace leanfleet::lean_attention {
 
@@ -23,6 +26,73 @@ __device__ __forceinline__ uint32_t halves_of(uint32_t biased, uint32_t select) 
   return *reinterpret_cast<const uint32_t*>(&x);
 }
 constexpr uint32_t kBias = 0x80808080u, kLowBytes = 0x4140, kHighBytes = 0x4342;
+
+// Eight int4, 8 added to each, as two words of biased bytes in their order.
+__device__ __forceinline__ uint2 biased_bytes(uint32_t nibbles) {
+  const uint32_t even = (nibbles & 0x0f0f0f0fu) + 0x78787878u, odd = (nibbles >> 4 & 0x0f0f0f0fu) + 0x78787878u;
+  return make_uint2(__byte_perm(even, odd, 0x5140), __byte_perm(even, odd, 0x7362));
+}
+
+// A word of a quantised row's bytes as halves_of() takes it; those of int4 are biased bytes already.
+template <CacheForm kForm>
+__device__ __forceinline__ uint32_t prepared(uint32_t word) {
+  return kForm == kInt8 ? word ^ kBias : word;
+}
+
+// The two low or the two high bytes of a prepared word as halves.
+template <CacheForm kForm, bool kHigh>
+__device__ __forceinline__ uint32_t halves_of(uint32_t word) {
+  if constexpr (kForm != kFloat8) {
+    return halves_of(word, kHigh ? kHighBytes : kLowBytes);
+  } else {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 890
+    uint32_t halves;
+    asm("cvt.rn.f16x2.e4m3x2 %0, %1;" : "=r"(halves) : "h"(static_cast<uint16_t>(kHigh ? word >> 16 : word & 0xffffu)));
+    return halves;
+#else
+    // Half's bias of the exponent is 8 more: the same bits, one further down, are 2^-8 of the number. 0x7f is NaN.
+    const uint32_t bytes = __byte_perm(word, 0u, kHigh ? 0x3424 : 0x1404);
+    const uint32_t magnitude = bytes >> 1 & 0x3f803f80u, top = (magnitude + 0x00800080u) & 0x40004000u;
+    const uint32_t bits = (bytes & 0x80008000u) | magnitude | top | (top - (top >> 14));
+    const __half2 x = __hmul2(*reinterpret_cast<const __half2*>(&bits), __floats2half2_rn(256.0f, 256.0f));
+    return *reinterpret_cast<const uint32_t*>(&x);
+#endif
+  }
+}
+
+// The number at a column of a quantised row.
+__device__ __forceinline__ float number_at(CacheForm form, const void* row, int column) {
+  const auto* const bytes = static_cast<const uint8_t*>(row);
+  if (form == kInt8) return static_cast<float>(static_cast<int8_t>(bytes[column]));
+  if (form == kInt4) return static_cast<float>(static_cast<int>(bytes[column / 2] >> (column % 2 * 4) & 15) - 8);
+  const uint32_t magnitude = bytes[column] & 0x7f;
+  float x = magnitude >= 8 ? __uint_as_float((magnitude << 20) + (120u << 23)) : static_cast<float>(magnitude) * 0x1p-9f;
+  if (magnitude == 0x7f) x = __uint_as_float(0x7fc00000u);
+  return bytes[column] > 0x7f ? -x : x;
+}
+
+// A row's element over its scale, held within the range of the form and rounded to it, half to even, in the low bits; NaN is 0 in
+// integers. int4 has 8 added.
+__device__ __forceinline__ uint32_t bits_of(CacheForm form, float x) {
+  const bool nan = x != x;
+  const float low = form == kInt8 ? -128.0f : form == kInt4 ? -8.0f : -448.0f;
+  const float held = nan ? 0.0f : fminf(fmaxf(x, low), largest_of(form));
+  if (form == kInt8) return static_cast<uint32_t>(static_cast<int>(rintf(held))) & 0xffu;
+  if (form == kInt4) return static_cast<uint32_t>(static_cast<int>(rintf(held)) + 8);
+  if (nan) return 0x7fu;
+  const uint32_t bits = __float_as_uint(held), magnitude = bits & 0x7fffffffu, sign = bits >> 24 & 0x80u;
+  // Below 2^-6 numbers are multiples of 2^-9, which the addition leaves in the low bits.
+  if (magnitude < 0x3c800000u) return sign | (__float_as_uint(__uint_as_float(magnitude) + 16384.0f) & 0xffu);
+  return sign | ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
+}
+
+// body(form), with a form that the compiler knows.
+template <class F>
+__device__ __forceinline__ void for_form(CacheForm form, F&& body) {
+  if (form == kInt8) body(std::integral_constant<CacheForm, kInt8>{});
+  else if (form == kFloat8) body(std::integral_constant<CacheForm, kFloat8>{});
+  else body(std::integral_constant<CacheForm, kInt4>{});
+}
 
 __device__ __forceinline__ uint32_t word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 

@@ -1,4 +1,4 @@
-// LeanAttention over int8 caches on CUDA. Keys and values may be int8 each on their own.
+// LeanAttention over quantised caches on CUDA. Keys and values may be so each on their own, in forms of their own.
 #pragma once
 
 #include "lean_attention/lean_attention.h"
@@ -11,7 +11,8 @@ inline bool has_narrow_cache(const Args& args) {
 
 // Whether steps of few rows have a kernel that reads the caches straight into registers (direct_kernel.cuh).
 inline bool narrow_directly(const Args& args) {
-  return args.key_scales.kind != kNoScale && args.value_scales.kind != kNoScale && args.key_width == args.value_width &&
+  const auto is_int8 = [](const Scales& scales) { return scales.kind != kNoScale && scales.form == kInt8; };
+  return is_int8(args.key_scales) && is_int8(args.value_scales) && args.key_width == args.value_width &&
          (args.key_width == 64 || args.key_width == 128);
 }
 
@@ -22,7 +23,7 @@ inline int narrow_rows(int64_t rows) {
   return rows <= kNarrowFewRows ? kNarrowFewRows : rows <= 32 ? 32 : rows <= 64 ? 64 : 128;
 }
 
-// Writes the new keys, after their rotary embedding, and values to the caches, where these are int8 quantised; notes the pieces
+// Writes the new keys, after their rotary embedding, and values to the caches, where these have scales quantised; notes the pieces
 // of packed tokens. Returns a cudaError_t.
 int launch_append_narrow(const Args& args, void* stream);
 

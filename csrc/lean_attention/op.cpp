@@ -28,17 +28,19 @@ constexpr int64_t kMaxPositions = int64_t{1} << 30;  // positions, rows and page
 constexpr int64_t kMaxWidth = int64_t{1} << 28;      // and bytes of a row
 constexpr int64_t kMaxPacked = int64_t{1} << 22;     // requests of packed tokens: x 128 tokens of a piece is below 2^30
 
-// Those of one of the caches, whose strides of elements are `cache` and whose rows have `width`.
-Scales scales_of(const Call& call, int input, int per_token, int output, CacheStrides cache, int64_t width) {
+// Those of input `cache`, whose rows have `width` numbers, and whose strides count these.
+Scales scales_of(const Call& call, int cache, int input, int per_token, int output, CacheStrides strides, int64_t width) {
   const Tensor& scale = call.inputs[input];
   if (!scale.present()) return {};
   Scales scales = {};
   scales.in = scale.as<const float>();
   scales.elements = scale.elements();
+  const DType type = call.inputs[cache].dtype;
+  scales.form = type == DType::kFloat8e4m3fn ? kFloat8 : type == DType::kUint8 ? kInt4 : kInt8;
   scales.kind = call.attrs[per_token].i != 0 ? kPerToken : scale.rank == 1 ? kPerTensor : kPerChannel;
   if (scales.kind == kPerToken) {
     scales.out = call.outputs[output].as<float>();
-    scales.strides = {cache.batch / width, cache.page / width, cache.head / width, cache.token / width};
+    scales.strides = {strides.batch / width, strides.page / width, strides.head / width, strides.token / width};
   }
   return scales;
 }
@@ -102,8 +104,8 @@ Args make_args(const Call& call) {
     args.key_strides = {hkv * s * d, 0, s * d, d};
     args.value_strides = {hkv * s * dv, 0, s * dv, dv};
   }
-  args.key_scales = scales_of(call, kKeyScale, kAttrKeyPerToken, kOutKeyScaleOut, args.key_strides, d);
-  args.value_scales = scales_of(call, kValueScale, kAttrValuePerToken, kOutValueScaleOut, args.value_strides, dv);
+  args.key_scales = scales_of(call, kKeyCache, kKeyScale, kAttrKeyPerToken, kOutKeyScaleOut, args.key_strides, d);
+  args.value_scales = scales_of(call, kValueCache, kValueScale, kAttrValuePerToken, kOutValueScaleOut, args.value_strides, dv);
   args.dtype = static_cast<int32_t>(call.inputs[kQuery].dtype);
   args.batch = static_cast<int32_t>(b);
   args.heads = static_cast<int32_t>(h);
@@ -146,7 +148,7 @@ void carve(Args& args, Workspace& ws) {
   args.partial_sum = ws.scratch<float>(slots);
 }
 
-// An int8 cache and its scales come together.
+// A quantised cache and its scales come together.
 Status check_scale(const Call& call, int cache, int scale) {
   const char *const cache_name = call.spec->inputs[cache].name, *const scale_name = call.spec->inputs[scale].name;
   const DType type = call.inputs[cache].dtype;
@@ -155,7 +157,7 @@ Status check_scale(const Call& call, int cache, int scale) {
                         " is missing; give the scales that its elements are multiplied by");
   if (!is_narrow(type) && call.inputs[scale].present())
     return call.invalid(std::string(scale_name) + " is given and " + cache_name + " is " + dtype_name(type) +
-                        "; scales go with an int8 cache");
+                        "; scales go with a cache of " + narrow_type_names());
   return {};
 }
 

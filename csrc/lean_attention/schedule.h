@@ -26,6 +26,15 @@ LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention) {
 LEANFLEET_HD int32_t min32(int32_t a, int32_t b) { return a < b ? a : b; }
 LEANFLEET_HD int32_t max32(int32_t a, int32_t b) { return a > b ? a : b; }
 
+// Bytes of so many numbers of a cache, whose type, where it is not quantised, has `wide` each.
+LEANFLEET_HD int64_t cache_bytes(const Scales& scales, int64_t numbers, int64_t wide) {
+  if (scales.kind == kNoScale) return numbers * wide;
+  return scales.form == kInt4 ? numbers / 2 : numbers;
+}
+
+// The largest number of a form: that of a row with a scale of its own is so large.
+LEANFLEET_HD float largest_of(CacheForm form) { return form == kInt8 ? 127.0f : form == kFloat8 ? 448.0f : 7.0f; }
+
 // x / y for 0 <= x < 2^20. On a device in float32, which is exact, as (x + 0.5) / y is never nearer than 0.5 / y to an integer.
 LEANFLEET_HD int32_t small_quotient(int32_t x, int32_t y) {
 #ifdef __CUDA_ARCH__

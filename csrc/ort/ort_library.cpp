@@ -328,6 +328,8 @@ ONNXTensorElementDataType onnx_type(DType dtype) {
     case DType::kInt32: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
     case DType::kInt64: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64;
     case DType::kInt8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_INT8;
+    case DType::kFloat8e4m3fn: return ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT8E4M3FN;
+    case DType::kUint8: return ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8;
   }
   return ONNX_TENSOR_ELEMENT_DATA_TYPE_UNDEFINED;
 }

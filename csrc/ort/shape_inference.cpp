@@ -60,6 +60,11 @@ std::string fresh_name() {
   return "leanfleet_unknown_" + std::to_string(count.fetch_add(1));
 }
 
+// How many numbers an element of a tensor counts for in the size of an axis: two int4 of a byte in that of the last one.
+int64_t numbers_each(ONNXTensorElementDataType type, bool last) {
+  return last && type == ONNX_TENSOR_ELEMENT_DATA_TYPE_UINT8 ? leanfleet::numbers_each(DType::kUint8) : 1;
+}
+
 // Sizes that are numbers, names or unknown. A number is worth more than a name.
 struct SymbolicSizes {
   using Size = Dim;
@@ -67,7 +72,11 @@ struct SymbolicSizes {
   Dim symbols[kMaxSymbols];
 
   int rank(int input) const { return inputs[input].dims.empty() ? -1 : static_cast<int>(inputs[input].dims.size()); }
-  const Dim& size(int input, int index) const { return inputs[input].dims[index]; }
+  Dim size(int input, int index) const {
+    const Dim& dim = inputs[input].dims[index];
+    const int64_t each = numbers_each(inputs[input].type, index == rank(input) - 1);
+    return each == 1 ? dim : known(dim) ? constant(dim.size * each) : Dim{};
+  }
   const Dim& symbol(int symbol) const { return symbols[symbol]; }
   static bool known(const Dim& dim) { return dim.size >= 0; }
   static Dim constant(int64_t value) { return {value, ""}; }
@@ -125,15 +134,19 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
     } else if (const ShapeSpec* chosen = choose_shape(output, given, -1)) {
       for (int k = 0; k < chosen->rank; ++k) shape.dims.push_back(axis_size(axis_at(*chosen, k, bnhd), sizes));
     }
-    for (Dim& dim : shape.dims)
-      if (dim.size < 0 && dim.name.empty()) dim.name = fresh_name();
-    if (shape.dims.empty()) continue;
     // One operator's function serves every type T, so T is what this node's inputs say.
     shape.type = output.type == TypeVar::kT   ? t_type
                  : output.type == TypeVar::kC ? inputs[output.takes].type
                  : output.type == TypeVar::kF ? ONNX_TENSOR_ELEMENT_DATA_TYPE_FLOAT
                  : output.type == TypeVar::kL ? ONNX_TENSOR_ELEMENT_DATA_TYPE_INT64
                                               : ONNX_TENSOR_ELEMENT_DATA_TYPE_INT32;
+    if (shape.dims.empty()) continue;
+    if (const int64_t each = output.like < 0 ? numbers_each(shape.type, true) : 1; each > 1) {
+      Dim& last = shape.dims.back();
+      last = last.size >= 0 ? Dim{last.size / each, ""} : Dim{};
+    }
+    for (Dim& dim : shape.dims)
+      if (dim.size < 0 && dim.name.empty()) dim.name = fresh_name();
     // Refused for an output that the node does not have: the next ones may still be there.
     static_cast<void>(write_output(ort, context, i, shape));
   }

@@ -40,6 +40,8 @@ DataType to_trt(DType dtype) {
     case DType::kBFloat16: return DataType::kBF16;
     case DType::kInt64: return DataType::kINT64;
     case DType::kInt8: return DataType::kINT8;
+    case DType::kFloat8e4m3fn: return DataType::kFP8;
+    case DType::kUint8: return DataType::kUINT8;
     case DType::kInt32: break;
   }
   return DataType::kINT32;
@@ -370,9 +372,10 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     for (int32_t k = 0; k < num_inputs; ++k) {
       const int i = input_index(k);
       const TensorSpec& tensor = spec_.inputs[i];
-      if (tensor.type == TypeVar::kC && inputs[k] == DataType::kINT8)
-        return call.unsupported(std::string(tensor.name) +
-                                " is int8, which ONNX Runtime's layers take and TensorRT's do not yet; "
+      const bool narrow = inputs[k] == DataType::kINT8 || inputs[k] == DataType::kFP8 || inputs[k] == DataType::kUINT8;
+      if (tensor.type == TypeVar::kC && narrow)
+        return call.unsupported(std::string(tensor.name) + " is " + trt_type_name(inputs[k]) +
+                                ", which ONNX Runtime's layers take and TensorRT's do not yet; "
                                 "give it float32, float16 or bfloat16, as the other inputs have");
       if (!from_trt(inputs[k], &types[i]) || (types[i] == DType::kInt64 && tensor.type != TypeVar::kL))
         return call.invalid(std::string(tensor.name) + " has type " + trt_type_name(inputs[k]) + "; expected " +

@@ -28,14 +28,17 @@ STEPS = {"float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}  # from 
 
 def converted(inputs, dtype):
     """T and F inputs in another type."""
-    return {n: t.to(dtype) if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
+    keep = (None, *reference.FORMS)
+    return {n: t.to(dtype) if t is not None and t.dtype not in keep and t.is_floating_point() else t for n, t in inputs.items()}
 
 
 def disturbed(inputs, seed):
     """float64 inputs off by what float32 rounds away: what comes of it says how well conditioned the outputs are."""
     signs = torch.Generator().manual_seed(seed)
     return {
-        n: t * (1 + 2.0**-24 * torch.randint(-1, 2, t.shape, generator=signs)) if t is not None and t.is_floating_point() else t
+        n: t * (1 + 2.0**-24 * torch.randint(-1, 2, t.shape, generator=signs))
+        if t is not None and t.dtype.itemsize > 1 and t.is_floating_point()
+        else t
         for n, t in inputs.items()
     }
 
@@ -53,7 +56,8 @@ def check_outputs(name, found, inputs, attrs, dtype="float32"):
         actual = found[t.name]
         assert actual.shape == j.shape, t.name
         if t.type in "IL" or t.name.endswith(("cache_out", "scale_out")):
-            torch.testing.assert_close(actual, others[0], rtol=0, atol=0, equal_nan=True)
+            numbers = map(reference.numbers_of, (actual, others[0]))
+            torch.testing.assert_close(*numbers, rtol=0, atol=0, equal_nan=True)
             continue
         finite = j.isfinite()
         assert torch.equal(actual.double()[~finite], j[~finite]), f"{t.name}: where the reference is not finite"
@@ -98,6 +102,12 @@ ATTENTION = {
     "int8 paged": dict(variant="paged", append=True, together=True, padded=True, quant=("token", "token")),
     "int8 keys": dict(variant="paged", absent=("seq_lens",), quant=("token", None)),
     "int8 values": dict(quant=(None, "channel"), causal=0),
+    "fp8": dict(append=True, padded=True, quant=("tensor fp8", "channel fp8"), window=20, softcap=5.0, sinks=True),
+    "fp8 token": dict(variant="paged", append=True, together=True, padded=True, quant=("token fp8", "token fp8")),
+    "int4": dict(append=True, padded=True, layout="bnhd", quant=("channel int4", "token int4")),
+    "int4 ragged": dict(variant="ragged", append=True, padded=True, quant=("token int4", "tensor fp8")),
+    "int4 paged": dict(variant="paged", append=True, padded=True, quant=("tensor int4", "channel int4")),
+    "int4 values": dict(quant=(None, "channel int4"), causal=0),
     "one after another int8": dict(variant="paged", append=True, padded=True, after=2, quant=("token", "token")),
     "one after another": dict(padded=True, after=3),
     "one after another append": dict(variant="paged", append=True, padded=True, after=0, window=20, turned=1.0),
@@ -137,12 +147,14 @@ def attention_case(seed, size, dtype="float32", absent=(), padded=False, turned=
 
 @pytest.mark.parametrize("case", ATTENTION)
 def test_lean_attention(case):
-    session = None
+    sessions = {}
     for seed, size in enumerate(ATTENTION_SIZES):
         inputs, attrs = attention_case(seed, size, **ATTENTION[case])
         present = [n for n, t in inputs.items() if t is not None]
         ranks = {n: inputs[n].dim() for n in present}
-        session = session or session_of(one_node_model("LeanAttention", present, attrs, ranks))
+        forms = ort_models.forms_of(inputs)
+        session = sessions.get(str(forms)) or session_of(one_node_model("LeanAttention", present, attrs, ranks, forms=forms))
+        sessions[str(forms)] = session
         check_body("LeanAttention", session, inputs, attrs)
 
 

@@ -36,6 +36,7 @@ from support.rewrite_models import (
     paged,
     qkv,
     run,
+    rounded,
 )
 
 
@@ -209,6 +210,9 @@ GQA = [
     ("int8_one_token", dict(n=1, lens=[7, 4], past=6, quant="PER_CHANNEL", local_window_size=3)),
     ("int8_packed", dict(n=1, lens=[7, 4], past=6, quant="PER_TENSOR", packed=True, sink=True)),
     ("int8_rotary_into_capacity", dict(n=1, lens=[4, 7], past=12, rotary=8, quant="PER_CHANNEL")),
+    ("int4_prompt", dict(n=4, lens=[4, 2], quant="PER_CHANNEL", form="int4")),
+    ("int4_packed", dict(n=1, lens=[7, 4], past=6, quant="PER_TENSOR", packed=True, sink=True, form="int4")),
+    ("int4_rotary_into_capacity", dict(n=1, lens=[4, 7], past=12, rotary=8, quant="PER_CHANNEL", form="int4")),
 ]
 
 
@@ -274,7 +278,7 @@ SCALES = dict.fromkeys(("cos_cache", "sin_cache", "position_ids", "attention_bia
         ({}, dict(sliding_window_cache=1, local_window_size=4), "sliding_window_cache"),
         ({}, dict(k_quant_type="PER_TENSOR"), "k_quant_type is PER_TENSOR without k_scale"),
         ({}, dict(k_quant_type="PER_TOKEN"), "k_quant_type is PER_TOKEN; expected NONE"),
-        (SCALES, dict(k_quant_type="PER_TENSOR"), "past_key holds float; of quantised caches LeanAttention takes int8"),
+        (SCALES, dict(k_quant_type="PER_TENSOR"), "past_key holds float; of quantised caches LeanAttention takes int8, float8"),
         (SCALES, {}, "it has k_scale: it goes with k_quant_type"),
         ({}, dict(qk_output=1), "output_qk"),
         ({}, dict(local_window_size=0), "local_window_size is 0"),
@@ -298,6 +302,40 @@ def test_group_query_attention_left_alone(extra, attributes, message):
     assert row.into is None and message in row.reason
 
 
+@pytest.mark.parametrize("form", ("int8", "int4", "fp8"))
+@pytest.mark.parametrize("quant", ("PER_TENSOR", "PER_CHANNEL"))
+def test_quantised_group_query_attention_there_and_back(quant, form):
+    """Over fixed caches. onnxruntime's CPU provider has no GroupQueryAttention over fp8: that is compared with ours."""
+    inputs, attributes = group_query(n=1, lens=[4, 7], past=12, quant=quant, form=form)
+    shape = [*inputs["past_key"].shape[:3], inputs["past_key"].shape[3]]
+    outputs = {"output": None, "present_key": shape, "present_value": shape}
+    model = model_of("GroupQueryAttention", "com.microsoft", inputs, outputs, attributes, 21)
+    proto, (row,) = rewritten(model)
+    assert (row.into, row.reason) == ("LeanAttention", None)
+    back, (row,) = rewritten(proto, "standard")
+    assert (row.into, row.reason) == ("GroupQueryAttention", None)
+    (node,) = (n for n in back.graph.node if n.op_type == "GroupQueryAttention")
+    found = {a.name: helper.get_attribute_value(a) for a in node.attribute}
+    assert found["kv_cache_bit_width"] == (4 if form == "int4" else 8) and found["k_quant_type"] == quant.encode()
+    feed = feed_of(inputs)
+    ours = [run(proto, feed, library) for library in (True, False)]
+    close(ours[1], ours[0], "LeanAttention")
+    if form != "fp8":
+        for mine, theirs in zip(ours[0][1:], run(back, feed)[1:], strict=True):  # which leaves zeros behind a request's tokens
+            assert all(np.array_equal(mine[b, :, :n], theirs[b, :, :n]) for b, n in enumerate((4, 7)))
+        close(run(back, feed)[:1], ours[0][:1], "LeanAttention")
+    again, (row,) = rewritten(back)
+    assert row.into == "LeanAttention"
+    close(run(again, feed, True), ours[0], "LeanAttention")
+
+
+def test_fp8_caches_that_grow_are_left_alone():
+    inputs, attributes = group_query(n=1, lens=[7, 4], past=6, quant="PER_TENSOR", form="fp8")
+    model = model_of("GroupQueryAttention", "com.microsoft", inputs, ["output", "pk", "pv"], attributes, 21)
+    _, (row,) = rewritten(model)
+    assert row.into is None and "caches of float8e4m3fn grow here" in row.reason
+
+
 # com.microsoft PagedAttention
 
 
@@ -310,6 +348,7 @@ def paged_in_float64(x, a):
     else:
         query, (key, value) = rows, (x[n].astype(np.float64).reshape(len(rows), HKV, D) for n in ("key", "value"))
     pools = [x[n].copy() for n in ("key_cache", "value_cache")]
+    form = {"int8": "int8", "float8_e4m3fn": "fp8"}.get(str(pools[0].dtype))
     output, block = np.zeros((len(rows), H, D)), pools[0].shape[1]
     offsets = x["cumulative_sequence_length"]
 
@@ -328,7 +367,7 @@ def paged_in_float64(x, a):
     scales = [np.broadcast_to(x.get(n, np.ones(1)), (HKV, 1, D))[:, 0].astype(np.float64) for n in ("k_scale", "v_scale")]
 
     def stored(row, scale):
-        return row if pools[0].dtype != np.int8 else np.clip(np.round(row / scale), -128, 127)
+        return rounded(row / scale, form) if form else row
 
     for b, past in enumerate(x["past_seqlens"]):
         places = [(page, slot) for page in x["block_table"][b] for slot in range(block)]
@@ -340,7 +379,7 @@ def paged_in_float64(x, a):
             end = past + i + 1 if a.get("is_causal", 1) else length
             begin = max(0, end - a["local_window_size"]) if a.get("local_window_size", -1) > 0 else 0
             seen = [places[j] for j in range(begin, end)]
-            keys, values = (np.array([p[at] * s for at in seen]) for p, s in zip(pools, scales, strict=True))
+            keys, values = (np.array([p[at].astype(np.float64) * s for at in seen]) for p, s in zip(pools, scales, strict=True))
             for h in range(H):
                 logits = keys[:, h // (H // HKV)] @ turned(query[t, h], past + i) * (a.get("scale") or D**-0.5)
                 if a.get("softcap"):
@@ -365,6 +404,8 @@ PAGED = [
     dict(is_causal=0),
     dict(quant="PER_TENSOR", packed=True),
     dict(quant="PER_CHANNEL", rotary=8, local_window_size=5),
+    dict(quant="PER_TENSOR", packed=True, form="fp8"),
+    dict(quant="PER_CHANNEL", rotary=8, local_window_size=5, form="fp8"),
 ]
 
 

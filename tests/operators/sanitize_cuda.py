@@ -12,7 +12,7 @@ import random
 import torch
 
 from support import quantised_cases, sampling_cases
-from support.attention_cases import VARIANTS, draw_packed_tokens, make_case
+from support.attention_cases import QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case
 from support.kernels import run_kernel
 
 
@@ -58,7 +58,7 @@ def draw_int8(random):
     """The same over int8 caches."""
     widths = (8, 40, 64, 64, 72, 128, 128, 136, 256)
     if random.random() < 0.3:
-        return draw_packed_tokens(random, widths, quant=True)
+        return draw_packed_tokens(random, widths, quant=QUANT_PAIRS)
     inputs, attrs = quantised_cases.draw(random, widths, 1000)
     return (
         inputs,

@@ -1,4 +1,4 @@
-"""LeanAttention's CPU kernel on int8 caches: against the float64 reference on the very bytes and scales of the caches."""
+"""LeanAttention's CPU kernel on quantised caches: against the float64 reference on the very bytes and scales of the caches."""
 
 import math
 import random
@@ -9,10 +9,11 @@ import torch
 
 from leanfleet import export, native, spec
 from leanfleet.export import reference
-from leanfleet.export.reference import quantised, row_scales
+from leanfleet.export.reference import numbers_of, quantised, row_scales
 from support import quantised_cases
 from support.attention_cases import (
     DTYPES,
+    FORM_NAMES,
     NAN,
     QUANT_PAIRS,
     VARIANTS,
@@ -21,19 +22,19 @@ from support.attention_cases import (
     make_case,
     packed,
     same_bits,
+    wide,
 )
 from support.kernels import entry, examples, run_kernel
-from support.quantised_cases import CACHES, ROWS, kind_of, step
+from support.quantised_cases import CACHES, ROWS, kind_of, largest_value, same_old, step, unquantised
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread", "instruction_set")
 
 
 def appended(inputs, attrs, outputs, threads):
     """Checks the caches and scales that a call returned: new rows stand in them as the reference makes them of the rows that
-    the kernel without int8 appends, everything else is as it was. Returns the inputs of the same call without appending."""
-    wide = {n: torch.full(inputs[n].shape, NAN, dtype=inputs["query"].dtype) for n in CACHES.values()}
+    the kernel without scales appends, everything else is as it was. Returns the inputs of the same call without appending."""
     plain = {**attrs, "key_per_token": 0, "value_per_token": 0}
-    rows = run_kernel("LeanAttention", {**inputs, **wide, "key_scale": None, "value_scale": None}, plain, threads=threads)
+    rows = run_kernel("LeanAttention", {**inputs, **unquantised(inputs, inputs["query"].dtype)}, plain, threads=threads)
     after = dict(inputs)
     for name, cache in CACHES.items():
         new, scale = rows[f"{cache}_out"], inputs.get(f"{name}_scale")
@@ -43,13 +44,15 @@ def appended(inputs, attrs, outputs, threads):
             assert same_bits(found, new.where(is_new, inputs[cache]))
             continue
         if attrs.get(f"{name}_per_token"):
-            scale = row_scales(new)
+            scale = row_scales(new, found.dtype)
             expected = scale.where(is_new, inputs[f"{name}_scale"].unsqueeze(-1)).squeeze(-1)
             after[f"{name}_scale"] = outputs[f"{name}_scale_out"]
             assert same_bits(after[f"{name}_scale"], expected), f"{name}_scale_out"
         elif scale.dim() == 3 and "block_table" in inputs:
             scale = scale.squeeze(1)
-        assert torch.equal(found, quantised(new, scale).where(is_new, inputs[cache])), f"{cache}_out"
+        expected = numbers_of(quantised(new, scale, found.dtype)).float().nan_to_num(7.7)
+        assert torch.equal(numbers_of(found).float().nan_to_num(7.7).where(is_new, expected), expected), f"{cache}_out"
+        assert same_old(found, inputs[cache], is_new), f"{cache}_out"
     after |= dict.fromkeys(ROWS)
     if attrs.get("packed_qkv"):
         heads = inputs["key_cache"].shape[{"paged": 2, "ragged": 0}.get(kind_of(inputs), 1)]
@@ -60,8 +63,7 @@ def appended(inputs, attrs, outputs, threads):
 
 
 def judged(inputs, attrs):
-    double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
-    return reference.lean_attention(**double, **attrs), reference.lean_attention(**inputs, **attrs)
+    return reference.lean_attention(**wide(inputs), **attrs), reference.lean_attention(**inputs, **attrs)
 
 
 def check(inputs, attrs, threads=2, in_place=False):
@@ -77,10 +79,7 @@ def check(inputs, attrs, threads=2, in_place=False):
                 assert same_bits(outputs[name], expected), name
         inputs, attrs = appended(inputs, attrs, outputs, threads)
     judge, baseline = judged(inputs, attrs)
-    values = inputs["value_cache"].float().nan_to_num(0)
-    if inputs.get("value_scale") is not None:
-        values = 128 * inputs["value_scale"].nan_to_num(0)
-    assert_close("output", outputs["output"], judge[0], baseline[0], values.abs().max().item())
+    assert_close("output", outputs["output"], judge[0], baseline[0], largest_value(inputs))
     assert_close("lse", outputs["lse"], judge[1], baseline[1], 1 + judge[1].nan_to_num(0, 0, 0).abs().max().item())
     return outputs
 
@@ -140,7 +139,7 @@ def test_prompts(variant, quant, layout):
 def test_packed_new_tokens(seed):
     source = random.Random(seed)
     for _ in range(8):
-        inputs, attrs, _ = draw_packed_tokens(source, (8, 17, 32, 64), quant=True)
+        inputs, attrs, _ = draw_packed_tokens(source, (8, 17, 32, 64), quant=QUANT_PAIRS)
         check(inputs, attrs, source.choice((1, 2, 3, 8)), in_place=bool(attrs["append"]) and source.random() < 0.5)
 
 
@@ -183,16 +182,13 @@ def test_any_call(seed):
         check(inputs, attrs, source.choice((1, 2, 5)), in_place=bool(attrs["append"]))
 
 
-def test_rows_that_are_not_finite():
-    quantised_cases.check_rows_that_are_not_finite(partial(run_kernel, "LeanAttention"))
-
-
-def test_rows_of_zeros_and_tiny_numbers():
-    quantised_cases.check_rows_of_zeros_and_tiny_numbers(partial(run_kernel, "LeanAttention"))
-
-
-def test_ties_round_to_even():
-    quantised_cases.check_ties_round_to_even(partial(run_kernel, "LeanAttention"))
+@pytest.mark.parametrize("form", FORM_NAMES)
+def test_rows_that_are_no_usual_numbers(form):
+    run = partial(run_kernel, "LeanAttention")
+    quantised_cases.check_rows_that_are_not_finite(run, form=form)
+    quantised_cases.check_rows_of_zeros_and_tiny_numbers(run, form=form)
+    quantised_cases.check_ties_round_to_even(run, form=form)
+    quantised_cases.check_every_number(run, form)
 
 
 @pytest.mark.parametrize(
@@ -203,13 +199,25 @@ def test_ties_round_to_even():
         (dict(key_scale=None, key_per_token=1), "key_per_token = 1 needs input key_scale, which is missing"),
         (
             dict(key_cache=torch.zeros(2, 2, 43, 24)),
-            "key_scale is given and key_cache is float32; scales go with an int8 cache",
+            "key_scale is given and key_cache is float32; scales go with a cache of int8, float8e4m3fn or uint8",
         ),
         (
             dict(key_cache=torch.zeros(2, 2, 43, 24, dtype=torch.float16)),
             "key_cache has type float16; expected float32, the type of query, or int8",
         ),
         (dict(key_cache=torch.zeros(2, 2, 43, 24, dtype=torch.int32)), "key_cache has type int32; expected float32"),
+        (
+            dict(key_cache=torch.zeros(2, 2, 43, 24, dtype=torch.uint8)),
+            r"key_cache has shape \[2,2,43,24\]: axis 3 of \[B,Hkv,S,D\] is 24 bytes of two int4; expected 12, because query",
+        ),
+        (
+            dict(query=torch.zeros(2, 6, 2, 25), key_cache=torch.zeros(2, 2, 43, 12, dtype=torch.uint8)),
+            "query gives D = 25, an odd number, and key_cache is uint8, whose bytes hold two int4 each; give it another type",
+        ),
+        (
+            dict(value_cache=torch.zeros(2, 2, 43, 16, dtype=torch.float8_e4m3fn), value_scale=None),
+            "value_cache is float8e4m3fn and value_scale is missing",
+        ),
         (dict(query=torch.zeros(2, 6, 2, 24, dtype=torch.int8)), "query has type int8; expected float32, float16 or bfloat16"),
         (dict(new_key=torch.zeros(2, 2, 2, 24, dtype=torch.int8)), "new_key has type int8"),
         (dict(key_scale=torch.zeros(1, dtype=torch.float16)), "key_scale has type float16; expected float32"),
@@ -252,7 +260,7 @@ def test_scales_that_are_no_positive_numbers(monkeypatch):
 @pytest.mark.own_instruction_set
 def test_pytorch_operators():
     """Both forms, the reference for float64, and fakes of the same types and shapes."""
-    for quant in (("token", "token"), ("channel", None)):
+    for quant in (("token", "token"), ("channel", None), ("token fp8", "channel int4"), ("token int4", "tensor fp8")):
         inputs, attrs = make_case(3, lens=(40, 30), Nq=2, append=True, quant=quant)
         expected = run_kernel("LeanAttention", inputs, attrs)
         for found, (name, tensor) in zip(export.lean_attention(**inputs, **attrs), expected.items(), strict=True):
@@ -260,9 +268,8 @@ def test_pytorch_operators():
         with torch._subclasses.FakeTensorMode() as mode:
             fakes = export.lean_attention(**{n: t if t is None else mode.from_tensor(t) for n, t in inputs.items()}, **attrs)
         assert [(f.dtype, f.shape) for f in fakes] == [(t.dtype, t.shape) for t in expected.values()]
-        double = {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
-        exact = export.lean_attention(**double, **attrs)
-        assert torch.equal(exact[2], expected["key_cache_out"]) and exact[0].dtype == torch.float64
+        exact = export.lean_attention(**wide(inputs), **attrs)
+        assert same_bits(exact[2], expected["key_cache_out"]) and exact[0].dtype == torch.float64
         attrs.pop("append")
         export.lean_attention_(**inputs, **attrs)
         for name in ("key_cache", "value_cache", "key_scale", "value_scale"):

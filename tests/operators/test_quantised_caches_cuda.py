@@ -1,4 +1,4 @@
-"""LeanAttention's CUDA kernels on int8 caches: against the float64 reference on the very bytes and scales of the caches."""
+"""LeanAttention's CUDA kernels on quantised caches: against the float64 reference on the very bytes and scales of the caches."""
 
 import random
 from functools import partial
@@ -8,7 +8,7 @@ import torch
 
 from leanfleet import native
 from support import quantised_cases
-from support.attention_cases import DTYPES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, packed, same_bits
+from support.attention_cases import DTYPES, FORM_NAMES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, packed, same_bits
 from support.kernels import Launches, run_kernel
 from support.quantised_cases import CALLS, check, draw
 
@@ -47,7 +47,7 @@ def test_any_call(seed):
 def test_packed_new_tokens(seed):
     source = random.Random(seed)
     for _ in range(6):
-        inputs, attrs, words = draw_packed_tokens(source, WIDTHS, quant=True)
+        inputs, attrs, words = draw_packed_tokens(source, WIDTHS, quant=QUANT_PAIRS)
         print(words)
         in_place = bool(attrs["append"]) and source.random() < 0.5
         check(run, to_cuda(inputs), attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
@@ -78,7 +78,7 @@ def test_number_of_ranges(monkeypatch, ranges, dtype):
             dict(lens=(0, 0)),
         )
     ):
-        for quant in (("token", "token"), ("channel", None), (None, "tensor")):
+        for quant in (("token", "token"), ("channel", None), (None, "tensor"), ("token fp8", "token int4")):
             inputs, attrs = make_case(seed, dtype=dtype, quant=quant, **facts)
             inputs = to_cuda(inputs)
             first = check(run, inputs, attrs)
@@ -87,11 +87,17 @@ def test_number_of_ranges(monkeypatch, ranges, dtype):
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_rows_that_are_no_usual_numbers(dtype):
-    facts = dict(dtype=dtype, prepare=to_cuda)
+@pytest.mark.parametrize("form", FORM_NAMES)
+def test_rows_that_are_no_usual_numbers(form, dtype):
+    facts = dict(dtype=dtype, prepare=to_cuda, form=form)
     quantised_cases.check_rows_that_are_not_finite(run, **facts)
     quantised_cases.check_rows_of_zeros_and_tiny_numbers(run, **facts)
     quantised_cases.check_ties_round_to_even(run, **facts)
+    quantised_cases.check_every_number(run, form, dtype, to_cuda)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_scales_and_pages(dtype):
     quantised_cases.check_scales_of_any_size(run, dtype, to_cuda)
     quantised_cases.check_pages_outside_the_pool(run, dtype, to_cuda)
 

@@ -15,7 +15,7 @@ import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
 
-from leanfleet import ort_ops
+from leanfleet import ort_ops, spec
 from support import ort_models
 from support.kernels import run_kernel
 from support.ort_nodes import (
@@ -102,7 +102,7 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
     if name in TOY:
         request.getfixturevalue("toy")
     op, inputs, attrs = variant(name, index, dtype)
-    layout = attrs.get("layout", "bhnd")
+    layout, forms = attrs.get("layout", "bhnd"), ort_models.forms_of(inputs)
     present = {n for n, t in inputs.items() if t is not None}
     shapes = {}
     for t in op.inputs:
@@ -110,7 +110,7 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
             axes = op.shape_of(t, op.given(present, attrs), inputs[t.name].dim()).ordered(layout)
             # Head sizes are numbers in real models. A name cannot say "plus one".
             shapes[t.name] = [
-                17
+                18 // spec.numbers_each(forms.get(t.name))
                 if a.symbol in ("D", "R", "Dv")
                 else a.symbol
                 if a.symbol and not a.offset and not a.plus
@@ -119,7 +119,7 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
                 else a.offset
                 for a in axes
             ]
-    session = make_session(ort_models.node_model(op, shapes, attrs, dtype))
+    session = make_session(ort_models.node_model(op, shapes, attrs, dtype, forms=forms))
     if not INFERS_SHAPES:
         assert all(found.shape == [] for found in session.get_outputs())
         return
@@ -130,7 +130,10 @@ def test_symbolic_shapes_of_outputs(name, index, dtype, request):
             continue
         for axis, dim in zip(op.shape_of(t, op.given(present, attrs)).ordered(layout), found.shape, strict=True):
             if axis.symbol in ("D", "R", "Dv") or not axis.symbol:
-                assert dim == (17 if axis.symbol else axis.offset), (t.name, found.shape)
+                assert dim == (18 // spec.numbers_each(forms.get(t.takes)) if axis.symbol else axis.offset), (
+                    t.name,
+                    found.shape,
+                )
             elif axis.symbol in op.attr_sizes(attrs):
                 assert dim == attrs[axis.symbol], (t.name, found.shape)
             elif axis.symbol in known and not axis.plus:

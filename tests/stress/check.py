@@ -41,7 +41,7 @@ def check(case):
 
 
 def check_outputs(case, judged, clean, poisoned, found):
-    """int8 caches that rows were appended to are judged first, and what follows from them with the bytes that were found."""
+    """Quantised caches that rows were appended to are judged first, and what follows from them with the bytes that were found."""
     after = judge.settled(case, poisoned, found)
     if after is None:
         return judged.check(found)
@@ -52,7 +52,7 @@ def check_outputs(case, judged, clean, poisoned, found):
     inputs, attrs = after
     cleaned = {n: t if n not in clean or t.shape != clean[n].shape else t.clone() for n, t in inputs.items()}
     for name, mask in values.unread(op, {n: t for n, t in inputs.items()}, attrs).items():
-        cleaned[name][mask] = 0
+        values.fill_in(cleaned[name], mask, 0)
     rest = judge.Judge(dataclasses.replace(case, attrs=attrs), cleaned, inputs)
     rest.check({name: found[name] for name in rest.exact})
 

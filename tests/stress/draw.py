@@ -33,7 +33,7 @@ FILLS = ("nan", "inf", "-inf", "huge", "zero")  # what nothing may read is full 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """ranks: of the present inputs. sizes: of symbols. exponents: {input: power of two that its numbers are multiplied by}.
-    strided: inputs are not contiguous (PyTorch). checked: LEANFLEET_CHECK=1. wrong: calls with one thing wrong, drawn with this
+    forms: types of quantised caches, where they are not int8. strided: inputs are not contiguous (PyTorch). checked: LEANFLEET_CHECK=1. wrong: calls with one thing wrong, drawn with this
     number, in place of a valid one."""
 
     op: str
@@ -50,6 +50,7 @@ class Case:
     edges: bool = False
     fill: str = "zero"
     exponents: dict = dataclasses.field(default_factory=dict)
+    forms: dict = dataclasses.field(default_factory=dict)
     wrong: int | None = None
 
     def to_json(self):
@@ -98,6 +99,8 @@ def _drawn(source, op, runtime):
     plain = [t.name for t in op.inputs if t.name in ranks and t.type == "T" and not op.name.startswith("GatedDeltaRule")]
     exponents = {}
     dtype = source.choice(spec.TYPES["T"])
+    shapes = shapes_of(op, ranks, attrs, sizes)
+    forms = {t.name: source.choice(spec.TYPES["C"]) for t in op.inputs if is_quantised(t, ranks)}
     if plain and source.random() < 0.15:
         exponents[source.choice(plain)] = source.choice((-6, 5) if dtype == "float16" else (-40, -12, 12, 20))
     case = Case(
@@ -115,11 +118,22 @@ def _drawn(source, op, runtime):
         edges=source.random() < 0.7,
         fill=source.choice(FILLS),
         exponents=exponents,
+        forms=fitting(forms, shapes),
     )
     wrong = source.randrange(2**20)
     if runtime in REFUSING and source.random() < 0.2:
         case = dataclasses.replace(case, wrong=wrong, in_place=False, exponents={})
     return case
+
+
+def is_quantised(tensor, ranks):
+    """Whether an input of type C has scales in a call with these inputs."""
+    return tensor.type == "C" and tensor.name in ranks and tensor.name.replace("_cache", "_scale") in ranks
+
+
+def fitting(forms, shapes):
+    """Without int8, and without what has no room for whole elements."""
+    return {n: word for n, word in forms.items() if word != "int8" and shapes[n][-1] % spec.numbers_each(word) == 0}
 
 
 def draw_attribute(source, attr):
@@ -203,6 +217,7 @@ def axes_of(op, ranks, attrs):
 
 
 def shapes_of(op, ranks, attrs, sizes):
+    """{present input: the sizes of its axes, in numbers}."""
     return {name: [axis.size(sizes) for axis in axes] for name, axes in axes_of(op, ranks, attrs).items()}
 
 
@@ -279,6 +294,7 @@ SIMPLEST = {
     "edges": False,
     "fill": "zero",
     "exponents": {},
+    "forms": {},
     "threads": 1,
 }
 
@@ -336,4 +352,6 @@ def refitted(case):
     fit_attributes(attrs, sizes)
     in_place = case.in_place and bool(op.mutating and attrs.get(op.mutating))
     exponents = {n: e for n, e in case.exponents.items() if n in ranks}
-    return dataclasses.replace(case, ranks=ranks, attrs=attrs, sizes=sizes, in_place=in_place, exponents=exponents)
+    forms = {name: word for name, word in case.forms.items() if name in ranks and is_quantised(op.input(name), ranks)}
+    forms = fitting(forms, shapes_of(op, ranks, attrs, sizes))
+    return dataclasses.replace(case, ranks=ranks, attrs=attrs, sizes=sizes, in_place=in_place, exponents=exponents, forms=forms)

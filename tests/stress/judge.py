@@ -20,7 +20,7 @@ gradient of log_decay is a sum over later tokens of q dq - k dk, so that it may 
 cancel.
 
 Tokens are those of the float32 reference, bit for bit, and their log-probabilities, a logit less a logarithm of a sum of V
-terms, off by 2 sqrt(V) u + 4 u |exact|. Other integers are exact, those of an int8 cache but for one step where the rounding of
+terms, off by 2 sqrt(V) u + 4 u |exact|. Other integers are exact, those of a quantised cache but for one step where the rounding of
 what is appended may tip. What follows from these is judged with the bytes that were found.
 """
 
@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanfleet import spec
 from leanfleet.export import reference
-from stress import draw
+from stress import draw, values
 from support import sampling_cases
 
 STEPS = 4  # roundings that an exponential, a hyperbolic tangent and their like may be off by
@@ -55,8 +55,21 @@ def run_reference(op, inputs, attrs):
     return dict(zip((t.name for t in op.active_outputs(attrs)), found, strict=True))
 
 
+def is_real(tensor):
+    """Whether it holds floats; quantised caches do not, which are judged number by number."""
+    return tensor.is_floating_point() and tensor.dtype not in reference.FORMS
+
+
 def doubled(inputs):
-    return {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+    return {n: t.double() if is_real(t) else t for n, t in inputs.items()}
+
+
+def steps_of(cache):
+    """The numbers of a quantised cache as integers in their order; NaN is next to the largest."""
+    if cache.dtype != torch.float8_e4m3fn:
+        return reference.numbers_of(cache).long()
+    byte = cache.view(torch.uint8).long()
+    return torch.where(byte == 0xFF, 0x7F, torch.where(byte > 0x7F, 0x80 - byte, byte))
 
 
 def moved(tensor, unit, signs):
@@ -68,7 +81,7 @@ def moved(tensor, unit, signs):
 def disturbed(inputs, units, seed):
     """float64 inputs, moved. units: {input: unit roundoff}."""
     signs = torch.Generator().manual_seed(seed)
-    return {n: moved(t, units[n], signs) if t.is_floating_point() else t for n, t in inputs.items()}
+    return {n: moved(t, units[n], signs) if is_real(t) else t for n, t in inputs.items()}
 
 
 class Rounding(TorchDispatchMode):
@@ -105,7 +118,7 @@ class Judge:
         double = doubled(clean)
         self.exact = run_reference(self.op, double, self.attrs)
         self._check_live()
-        numbers = [t.double().nan_to_num(0, 0, 0).abs().max().item() for t in clean.values() if t.is_floating_point()]
+        numbers = [t.double().nan_to_num(0, 0, 0).abs().max().item() for t in clean.values() if is_real(t)]
         self.largest = max(1.0, *numbers)
         passed_on = run_reference(self.op, doubled(poisoned), self.attrs)
         for t in self.op.active_outputs(self.attrs):
@@ -145,13 +158,13 @@ class Judge:
 
     def _check_live(self):
         for name, x in self.exact.items():
-            if x.is_floating_point() and x.isnan().any():
+            if is_real(x) and x.isnan().any():
                 raise Wrong(f"{name}: the reference itself gives NaN")
 
     def _spread(self, other):
         result = {}
         for name, x in self.exact.items():
-            if not x.is_floating_point():
+            if not is_real(x):
                 result[name] = torch.zeros(x.shape, dtype=torch.float64)
                 continue
             change = (other[name].double() - x).nan_to_num(0, 0, 0).abs()
@@ -169,10 +182,12 @@ class Judge:
         exact = self.exact[name]
         if found.shape != exact.shape:
             raise Wrong(f"{name} has shape {list(found.shape)}; expected {list(exact.shape)}")
+        if found.dtype in reference.FORMS:
+            off = (steps_of(found) - steps_of(self.plain[name])).abs()
+            return self._refuse(name, *(reference.numbers_of(t).float() for t in (found, exact)), off > 1, off)
         if not found.dtype.is_floating_point:
             off = (found.long() - self.plain[name].long()).abs()
-            self._refuse(name, found, exact, off > (1 if found.dtype == torch.int8 else 0), off)
-            return
+            return self._refuse(name, found, exact, off > 0, off)
         info, allowed = torch.finfo(found.dtype), self._allowed(name, found.dtype)
         wide = found.double()
         error = (wide - exact).abs()
@@ -199,17 +214,17 @@ class Judge:
 
 
 def settled(case, inputs, found):
-    """(inputs, attributes) of the same call after what it appended to int8 caches, so that rounding that tips counts once; None
+    """(inputs, attributes) of the same call after what it appended to quantised caches, so that rounding that tips counts once; None
     for any other call."""
     attrs = case.attrs
-    if not (attrs.get("append") and torch.int8 in [inputs[n].dtype for n in ("key_cache", "value_cache") if n in inputs]):
+    if not (attrs.get("append") and any(t.dtype in reference.FORMS for t in inputs.values())):
         return None
     op = draw.OPS[case.op]
     after = {n: t for n, t in inputs.items() if n not in ("new_key", "new_value")}
     after |= {t.takes: found[t.name] for t in op.active_outputs(attrs) if t.takes}
     if attrs.get("packed_qkv"):
         axes = draw.axes_of(op, {n: t.dim() for n, t in inputs.items()}, attrs)
-        dims = spec.sizes_of(pair for n, t in inputs.items() for pair in zip(axes[n], t.shape, strict=True))
+        dims = spec.sizes_of(pair for n, t in inputs.items() for pair in zip(axes[n], values.sizes_of(t), strict=True))
         heads = next(i for i, axis in enumerate(axes["query"]) if axis.plus)
         after["query"] = after["query"].narrow(heads, 0, dims["H"]).contiguous()
     return after, {**attrs, "append": 0, "packed_qkv": 0}

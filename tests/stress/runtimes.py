@@ -13,8 +13,9 @@ import onnx_ir
 import onnxruntime
 import torch
 
-from leanfleet import native, ort_ops, trial
+from leanfleet import native, ort_ops, spec, trial
 from leanfleet.export import function_bodies, torch_ops
+from leanfleet.export.reference import FORMS
 from stress import draw, judge, values
 from support import ort_models, trt_cases
 from support.kernels import (
@@ -115,7 +116,10 @@ def _session(case, inputs, attrs, threads, library, outputs=None):
     shapes = {name: list(t.shape) for name, t in inputs.items()}
     if case.seed % 2:  # sizes that the model leaves open
         shapes = {name: [str(axis) for axis in axes] for name, axes in draw.axes_of(op, ranks, attrs).items()}
-    model = ort_models.node_model(op, shapes, attrs, case.dtype, outputs)
+        for name, shape in shapes.items():
+            if spec.numbers_each(inputs[name].dtype) > 1:
+                shape[-1] += " / 2"
+    model = ort_models.node_model(op, shapes, attrs, case.dtype, outputs, forms=ort_models.forms_of(inputs))
     if not library:
         model = onnx_ir.to_proto(function_bodies.attach(onnx_ir.from_proto(model)))
     options = onnxruntime.SessionOptions()
@@ -160,8 +164,8 @@ def plugin_driver():
 
 def drive_plugin(case, clean, inputs):
     """Takes the call through all of a plugin's entry points, with a GPU also through launches of it; raises judge.Wrong."""
-    if torch.int8 in [t.dtype for t in inputs.values()]:
-        return  # these layers take no int8 caches yet
+    if any(t.dtype in FORMS for t in inputs.values()):
+        return  # these layers take no quantised caches yet
     op, (folder, program) = draw.OPS[case.op], plugin_driver()
     launches = torch.cuda.is_available()
     expected = {name: torch.zeros(shape, dtype=dtype) for name, dtype, shape in output_shapes(op, inputs, case.attrs)}
@@ -246,6 +250,8 @@ def ort_value(tensor):
     kind = ort_models.ONNX_TYPES[DTYPE_NAMES[tensor.dtype]]
     if tensor.dtype == torch.bfloat16:
         return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(tensor.view(torch.int16).numpy().view("uint16"), kind)
+    if tensor.dtype == torch.float8_e4m3fn:
+        return onnxruntime.OrtValue.ortvalue_from_numpy_with_onnx_type(tensor.view(torch.uint8).numpy(), kind)
     return onnxruntime.OrtValue.ortvalue_from_numpy(tensor.numpy())
 
 

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from leanfleet import spec, trial
+from leanfleet.export.reference import FORMS
 from stress import draw
 from support import ort_models
 from support.kernels import TORCH_DTYPES
@@ -18,7 +19,8 @@ def make(case):
     """(clean, poisoned) inputs by name: the same but for what nothing may read, which is zeros in the first."""
     op = draw.OPS[case.op]
     shapes = draw.shapes_of(op, case.ranks, case.attrs, case.sizes)
-    model = ort_models.node_model(op, shapes, case.attrs, case.dtype)
+    shapes = {name: spec.in_elements(shape, case.forms.get(name)) for name, shape in shapes.items()}
+    model = ort_models.node_model(op, shapes, case.attrs, case.dtype, forms=case.forms)
     clean = {name: to_torch(array) for name, array in trial.make_inputs(model, seed=case.seed, edges=case.edges).items()}
     for name, exponent in case.exponents.items():
         if name in clean and clean[name].is_floating_point():
@@ -27,25 +29,38 @@ def make(case):
         clean["query"] = -clean["query"]  # made-up denominators are positive
     poisoned = {name: t.clone() for name, t in clean.items()}
     for name, mask in unread(op, clean, case.attrs).items():
-        clean[name][mask] = 0
-        poisoned[name][mask] = poison(clean[name].dtype, case.fill)
+        fill_in(clean[name], mask, 0)
+        fill_in(poisoned[name], mask, poison(clean[name].dtype, case.fill))
     return clean, poisoned
 
 
 def to_torch(array):
     if array.dtype == trial.BFLOAT16:
         return torch.from_numpy(array.view(np.int16).copy()).view(torch.bfloat16)
+    if array.dtype == trial.FLOAT8:
+        return torch.from_numpy(array.view(np.uint8).copy()).view(torch.float8_e4m3fn)
     return torch.from_numpy(np.ascontiguousarray(array).copy())
+
+
+def fill_in(tensor, mask, value):
+    """Sets elements, of quantised caches their bytes."""
+    bits = tensor.view(torch.uint8) if tensor.dtype in FORMS else tensor
+    bits[mask] = value
 
 
 def poison(dtype, fill):
     if fill == "zero":
         return 0
-    if dtype == torch.int8:
-        return -128
+    if dtype in FORMS:
+        return {torch.int8: 0x80, torch.uint8: 0xFF}.get(dtype, 0x7E if fill == "huge" else 0x7F)
     if not dtype.is_floating_point:
         return INT_POISON[len(fill) % len(INT_POISON)]
     return torch.finfo(dtype).max if fill == "huge" else float(fill)
+
+
+def sizes_of(tensor):
+    """Of its axes, in numbers."""
+    return spec.in_numbers(tensor.shape, tensor.dtype) if tensor.dim() else []
 
 
 # What nothing may read
@@ -55,7 +70,7 @@ def unread(op, inputs, attrs):
     """{input: mask} of elements that csrc/ops.toml says no result depends on."""
     ranks = {name: t.dim() for name, t in inputs.items()}
     axes = draw.axes_of(op, ranks, attrs)
-    dims = spec.sizes_of(pair for name in inputs for pair in zip(axes[name], inputs[name].shape, strict=True))
+    dims = spec.sizes_of(pair for name in inputs for pair in zip(axes[name], sizes_of(inputs[name]), strict=True))
     masks = {}
     for name, tensor in inputs.items():
         symbols = [axis.symbol for axis in axes[name]]
@@ -169,11 +184,17 @@ def _wrong_type(source, op, inputs, attrs):
     fine = {inputs[t.name].dtype}
     if t.name == op.inputs[0].name:  # another type of T would be one for all
         fine |= {TORCH_DTYPES[name] for name in spec.TYPES["T"]}
+    if fine & set(FORMS):  # which are all right, if sizes allow it
+        fine |= set(FORMS)
     choices = [d for d in TORCH_DTYPES.values() if d not in fine]
     dtype = source.choice(choices)
-    inputs[t.name] = inputs[t.name].nan_to_num(0, 0, 0).to(dtype)
+    tensor = inputs[t.name].float() if inputs[t.name].dtype in FORMS else inputs[t.name]
+    inputs[t.name] = tensor.nan_to_num(0, 0, 0).to(dtype)
     scale = t.name.replace("_cache", "_scale") if t.type == "C" else t.name
-    return f"{t.name} of {dtype}", inputs, attrs, [t.name, scale], False
+    sizes = (
+        [f"{t.shapes[0].axes[-1].symbol} = "] if torch.uint8 in (dtype, *fine) else []
+    )  # those of int4 caches change with the type
+    return f"{t.name} of {dtype}", inputs, attrs, [t.name, scale, *sizes], False
 
 
 def _wrong_rank(source, op, inputs, attrs):
@@ -227,14 +248,15 @@ def _wrong_sizes(source, op, inputs, attrs):
         return None
     rule, axes = source.choice(rules), draw.axes_of(op, ranks, attrs)
     symbol = rule.args[0]
-    sizes = spec.sizes_of(pair for name, of_name in axes.items() for pair in zip(of_name, inputs[name].shape, strict=True))
+    sizes = spec.sizes_of(pair for name, of_name in axes.items() for pair in zip(of_name, sizes_of(inputs[name]), strict=True))
     if symbol not in sizes or (rule.kind == "multiple" and sizes[rule.args[1]] == 1):
         return None
     larger = sizes | {symbol: sizes[symbol] + 1}
     for name, of_name in axes.items():
         for i, axis in enumerate(of_name):
             if symbol in (axis.symbol, axis.plus):
-                inputs[name] = _resized(inputs[name], i, axis.size(larger))
+                each = spec.numbers_each(inputs[name].dtype) if i == len(of_name) - 1 else 1
+                inputs[name] = _resized(inputs[name], i, axis.size(larger) // each)
     return f"{symbol} = {sizes[symbol] + 1} against '{rule}'", inputs, attrs, [f"{symbol} = "], False
 
 

@@ -2,7 +2,7 @@
 
 import torch
 
-from leanfleet.export.reference import quantised, row_scales
+from leanfleet.export.reference import FORMS, quantised, row_scales
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 NAN = float("nan")
@@ -40,7 +40,8 @@ def make_case(
 
     lens: valid keys of each request, new ones included. spare: positions or pages beyond those. rotary: pairs of
     columns that turn. positions: rows of the tables; None: as many as are needed. quant: of keys and values None, or the
-    scales of an int8 cache, one of QUANT; instead of NaN it holds -128, and the scales of tokens are NaN there.
+    scales of a quantised cache, one of QUANT, and its form if that is not int8, a name of FORM_NAMES; int4 of an odd width is
+    fp8. Instead of NaN a cache of integers holds the least, and the scales of tokens are NaN there.
     """
     randn = torch.Generator().manual_seed(seed)
     B, counts = len(lens), [min(Nq, n) for n in lens] if query_lens is None else list(query_lens)
@@ -98,14 +99,21 @@ def make_case(
         if kind is None:
             continue
         cache = inputs[f"{name}_cache"]
-        scale = {"tensor": torch.tensor([0.025]), "channel": 0.01 + 0.02 * torch.rand(Hkv, 1, width, generator=randn)}.get(kind)
+        kind, form = form_of(kind, width)
+        unit = 127 / FORMS[form][1]
+        scale = {
+            "tensor": torch.tensor([0.025 * unit]),
+            "channel": unit * (0.01 + 0.02 * torch.rand(Hkv, 1, width, generator=randn)),
+        }.get(kind)
         if kind == "token":
-            scale = row_scales(cache)
+            scale = row_scales(cache, form)
             inputs[f"{name}_scale"], attrs[f"{name}_per_token"] = scale.squeeze(-1), 1
         else:
             inputs[f"{name}_scale"] = scale
         by_head = scale.squeeze(1) if kind == "channel" and variant == "paged" else scale
-        inputs[f"{name}_cache"] = quantised(cache, by_head).masked_fill(cache.isnan(), -128)
+        inputs[f"{name}_cache"] = quantised(cache.nan_to_num(0), by_head.nan_to_num(1), form)
+        numbers = inputs[f"{name}_cache"].view(torch.uint8)  # PyTorch has no masks of fp8
+        numbers[cache[..., :: width // numbers.shape[-1]].isnan()] = {torch.int8: 0x80, torch.uint8: 0}.get(form, 0x7F)
     if sinks:
         inputs["sinks"] = torch.randn(H, generator=randn) + 2
     if rotary:
@@ -115,7 +123,32 @@ def make_case(
 
 
 QUANT = ("tensor", "channel", "token")
-QUANT_PAIRS = (*((kind, kind) for kind in QUANT), ("channel", "token"), ("token", None), (None, "tensor"))
+FORM_NAMES = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
+QUANT_PAIRS = (
+    *((kind, kind) for kind in QUANT),
+    ("channel", "token"),
+    ("token", None),
+    (None, "tensor"),
+    ("token fp8", "token fp8"),
+    ("token int4", "token int4"),
+    ("channel int4", "tensor fp8"),
+    ("tensor fp8", "channel int4"),
+    ("token", "token fp8"),
+    ("channel fp8", None),
+    (None, "tensor int4"),
+)
+
+
+def form_of(kind, width):
+    """(one of QUANT, the type) of what make_case's `quant` says of a cache."""
+    kind, _, name = kind.partition(" ")
+    return kind, FORM_NAMES["fp8" if name == "int4" and width % 2 else name or "int8"]
+
+
+def wide(inputs):
+    """Inputs in float64, but for integers and quantised caches."""
+    keep = (None, *FORMS)
+    return {n: t.double() if t is not None and t.dtype not in keep and t.is_floating_point() else t for n, t in inputs.items()}
 
 
 def same_bits(a, b):
@@ -175,9 +208,10 @@ def packed(inputs, attrs):
     return {**inputs, "query": query, "new_key": None, "new_value": None}, {**attrs, "packed_qkv": 1}
 
 
-def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), (1, 100), (2, 7)), dtypes=DTYPES, quant=False):
+def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), (1, 100), (2, 7)), dtypes=DTYPES, quant=()):
     """(inputs, attrs, words that describe them) of a call with packed new tokens, steps and pieces of prompts in one, drawn
-    from a random.Random. widths: of D and Dv. groups: (Hkv, query heads of each). quant: some of the caches are int8."""
+    from a random.Random. widths: of D and Dv. groups: (Hkv, query heads of each). quant: the caches
+    are some of these (pairs)."""
     Hkv, group = source.choice(groups)
     together = source.random() < 0.4
     D = source.choice(widths)
@@ -204,7 +238,7 @@ def draw_packed_tokens(source, widths, groups=((1, 1), (2, 3), (1, 8), (2, 16), 
         rotary=source.choice((0, D // 2, D // 4)),
     )
     if quant:
-        facts["quant"] = source.choice(QUANT_PAIRS)
+        facts["quant"] = source.choice(quant)
     inputs, attrs = one_after_another(*make_case(source.randrange(2**20), **facts), spare=source.choice((0, 0, 1, 5, 150)))
     inputs, attrs = packed(inputs, attrs) if together else (inputs, attrs)
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())

@@ -19,6 +19,8 @@ TORCH_DTYPES = {
     "int32": torch.int32,
     "int64": torch.int64,
     "int8": torch.int8,
+    "float8e4m3fn": torch.float8_e4m3fn,
+    "uint8": torch.uint8,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in TORCH_DTYPES.items()}
 ALIGNMENT = 256
@@ -118,7 +120,10 @@ def output_shapes(op, inputs, attrs):
         pair
         for t in op.inputs
         if t.name in present
-        for pair in zip(op.shape_of(t, given, present[t.name].dim()).ordered(layout), present[t.name].shape)
+        for pair in zip(
+            op.shape_of(t, given, present[t.name].dim()).ordered(layout),
+            spec.in_numbers(present[t.name].shape, present[t.name].dtype),
+        )
     )
     dims |= op.attr_sizes(attrs)
     result = []
@@ -128,7 +133,7 @@ def output_shapes(op, inputs, attrs):
         if t.like:
             shape = tuple(inputs[t.like].shape)
         else:
-            shape = tuple(axis.size(dims) for axis in op.shape_of(t, given).ordered(layout))
+            shape = tuple(spec.in_elements((axis.size(dims) for axis in op.shape_of(t, given).ordered(layout)), dtype))
         result.append((t.name, dtype, shape))
     return result
 

@@ -20,7 +20,7 @@ def int32(*values):
     return torch.tensor(values, dtype=torch.int32)
 
 
-def one_node_model(name, present, attrs=None, ranks=None, dtype="float32", opset=20):
+def one_node_model(name, present, attrs=None, ranks=None, dtype="float32", opset=20, forms=None):
     """A checked model of one node with its body, all dimensions symbolic; present: names of optional inputs."""
     op, attrs = OPS[name], attrs or {}
     present = {t.name for t in op.inputs if not t.optional} | set(present)
@@ -28,7 +28,10 @@ def one_node_model(name, present, attrs=None, ranks=None, dtype="float32", opset
 
     def info(t, like=None):
         shape = op.shape_of(like or t, op.given(present, attrs), (ranks or {}).get((like or t).name))
-        return t.name, ort_models.onnx_type(t, dtype, present), [str(axis) for axis in shape.ordered(layout)]
+        names = [str(axis) for axis in shape.ordered(layout)]
+        if spec.numbers_each(ort_models.type_name(t, dtype, present, forms)) > 1:
+            names[-1] += " / 2"
+        return t.name, ort_models.onnx_type(t, dtype, present, forms), names
 
     inputs = [info(t) for t in op.inputs if t.name in present]
     outputs = [info(t, t.like and op.input(t.like)) for t in op.active_outputs(attrs)]

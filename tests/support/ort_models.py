@@ -11,11 +11,18 @@ from pathlib import Path
 
 import torch
 
+from leanfleet import spec
 from leanfleet.variants import IR_VERSION, ONNX_TYPES, make_model, make_node, node_model, onnx_type, type_name  # noqa: F401
 from support.kernels import DTYPE_NAMES, output_shapes, poisoned
 from support.paths import ROOT
 
 TOY_SCHEMA = ROOT / "tests" / "cpp" / "toy_op" / "ops.toml"
+
+
+def forms_of(inputs):
+    """Types of the quantised caches among a call's tensors, as node_model and one_node_model take them."""
+    names = {n: DTYPE_NAMES.get(t.dtype) for n, t in inputs.items() if t is not None}
+    return {n: word for n, word in names.items() if word in spec.TYPES["C"]}
 
 
 def bind(binding, kind, name, tensor):

@@ -46,6 +46,16 @@ VARIANTS = {
         ),
         (["key_scale", *CACHE, *NEW, "cu_seqlens", "cos_cache", "sin_cache"], {"append": 1, "key_per_token": 1}, {}),
         (["one value_scale", "seq_lens"], {}, {}),
+        (
+            ["float8e4m3fn key_cache", "uint8 value_cache", "one key_scale", "channels value_scale", *CACHE, *NEW],
+            {"append": 1},
+            {"Dv": 6},
+        ),
+        (
+            ["uint8 key_cache", "float8e4m3fn value_cache", "key_scale", "value_scale", *CACHE, *NEW, "block_table"],
+            {"append": 1, "key_per_token": 1, "value_per_token": 1},
+            {},
+        ),
     ],
     "CausalLinearDecay": [
         ([], {}, {}),
@@ -175,8 +185,8 @@ def values(name, shape, dtype, size):
         return torch.rand(shape) / 2 + 0.3
     if name in ("key_scale", "value_scale"):
         return 0.01 + 0.02 * torch.rand(shape)
-    if dtype == torch.int8:
-        return torch.randint(-128, 128, shape, dtype=dtype)
+    if dtype in (torch.int8, torch.uint8):
+        return torch.randint(0, 256, shape, dtype=torch.uint8).view(dtype)
     if name.startswith("log_decay"):
         return -torch.rand(shape)
     if name == "beta":
@@ -190,7 +200,9 @@ def variant(name, index, dtype):
     """(operator, inputs as torch tensors or None, attributes) of a variant."""
     op, (extra, attrs, sizes) = OPS[name], VARIANTS[name][index]
     rank_of = {"per_token": 3, "per_key": 4, "one": 1, "channels": 3}
-    ranks = {words[1]: rank_of[words[0]] for e in extra if len(words := e.split()) == 2}  # of others the first
+    said = {words[1]: words[0] for e in extra if len(words := e.split()) == 2}
+    ranks = {name: rank_of[word] for name, word in said.items() if word in rank_of}  # of others the first
+    forms = {name: word for name, word in said.items() if word in spec.TYPES["C"]}
     present = {t.name for t in op.inputs if not t.optional} | {e.split()[-1] for e in extra}
     size = {**SIZES, **sizes, "symbols": op.symbols}
     given = op.given(present, attrs)
@@ -200,8 +212,8 @@ def variant(name, index, dtype):
         if t.name in present:
             axes = op.shape_of(t, given, ranks.get(t.name)).ordered(attrs.get("layout", "bhnd"))
             shape = [axis.size(size) for axis in axes]
-            kind = TORCH_DTYPES[ort_models.type_name(t, dtype, present)]
-            inputs[t.name] = values(t.name, shape, kind, size)
+            kind = TORCH_DTYPES[ort_models.type_name(t, dtype, present, forms)]
+            inputs[t.name] = values(t.name, spec.in_elements(shape, kind), kind, size)
     return op, inputs, attrs
 
 
@@ -223,7 +235,7 @@ def check_variant(name, index, dtype, folder, device):
     op, inputs, attrs = variant(name, index, dtype)
     inputs = {n: t if t is None else t.to(device) for n, t in inputs.items()}
     before = {n: t.clone() for n, t in inputs.items() if t is not None}
-    model = ort_models.node_model(op, shapes_of(inputs), attrs, dtype)
+    model = ort_models.node_model(op, shapes_of(inputs), attrs, dtype, forms=ort_models.forms_of(inputs))
     session = make_session(model, device, ort_models.profiled(onnxruntime.SessionOptions(), folder))
     expected = run_kernel(name, inputs, attrs, threads=0, ops=OPS)
     found = ort_models.run_node(session, op, inputs, attrs)

@@ -1,4 +1,4 @@
-"""LeanAttention's calls over int8 caches, and how their results are judged, wherever the kernel runs.
+"""LeanAttention's calls over quantised caches, and how their results are judged, wherever the kernel runs.
 
 `run` is a kernel: run(inputs, attrs, in_place=False) gives a dict of outputs, as support.kernels.run_kernel does.
 """
@@ -8,8 +8,8 @@ import math
 import torch
 
 from leanfleet.export import reference
-from leanfleet.export.reference import quantised, row_scales
-from support.attention_cases import DTYPES, NAN, QUANT_PAIRS, VARIANTS, make_case, same_bits
+from leanfleet.export.reference import FORMS, numbers_of, quantised, row_scales
+from support.attention_cases import DTYPES, FORM_NAMES, NAN, QUANT_PAIRS, VARIANTS, make_case, same_bits, wide
 
 ROWS = ("new_key", "new_value")
 CACHES = {"key": "key_cache", "value": "value_cache"}
@@ -38,10 +38,6 @@ def kind_of(inputs):
     return "paged" if inputs.get("block_table") is not None else "ragged" if inputs.get("cu_seqlens") is not None else "dense"
 
 
-def doubles(inputs):
-    return {n: t.double() if t is not None and t.is_floating_point() else t for n, t in inputs.items()}
-
-
 def without_append(inputs, attrs, outputs):
     """The same call over the caches that it left, whose new rows are in them already."""
     after = inputs | dict.fromkeys(ROWS)
@@ -60,14 +56,14 @@ def without_append(inputs, attrs, outputs):
 def assert_appended(inputs, attrs, outputs):
     """New rows stand in the caches as the reference quantises them, bit by bit but where they were rotated; what is not new is
     as it was."""
-    wide = {n: torch.full_like(inputs[n], NAN, dtype=torch.float64) for n in CACHES.values()}
+    plain_caches = unquantised(inputs, torch.float64)
     plain = {**attrs, "key_per_token": 0, "value_per_token": 0}
-    exact = reference.lean_attention(**{**doubles(inputs), **wide, "key_scale": None, "value_scale": None}, **plain)
+    exact = reference.lean_attention(**{**wide(inputs), **plain_caches}, **plain)
     dtype, unit = inputs["query"].dtype, UNITS[inputs["query"].dtype] + 2.0**-22
     for (name, cache), rows in zip(CACHES.items(), exact[2:], strict=True):
         scale, found = inputs.get(f"{name}_scale"), outputs[f"{cache}_out"]
         is_new = ~rows.isnan().all(-1, keepdim=True)
-        assert same_bits(found.masked_fill(is_new, 0), inputs[cache].masked_fill(is_new, 0)), f"{cache}_out: an older row"
+        assert same_old(found, inputs[cache], is_new), f"{cache}_out: an older row"
         rotated = name == "key" and inputs.get("cos_cache") is not None
         largest = rows.abs().amax(-1, keepdim=True)
         if scale is None:
@@ -77,18 +73,38 @@ def assert_appended(inputs, attrs, outputs):
         if attrs.get(f"{name}_per_token"):
             scale, before = outputs[f"{name}_scale_out"].unsqueeze(-1), inputs[f"{name}_scale"].unsqueeze(-1)
             assert same_bits(scale.masked_fill(is_new, 0), before.masked_fill(is_new, 0)), f"{name}_scale_out: an older one"
-            own = row_scales(rows.to(dtype))
+            own = row_scales(rows.to(dtype), found.dtype)
             off = (scale.double() - own).abs() > (unit * own if rotated else 0)
             assert not off[is_new].any(), f"{name}_scale_out"
         elif scale.dim() == 3 and kind_of(inputs) == "paged":
             scale = scale.squeeze(1)
-        if rotated:  # to the nearest byte, of a row within one rounding to the type
+        low, high = FORMS[found.dtype]
+        numbers = numbers_of(found).double()
+        if rotated:  # to the nearest number, of a row within one rounding to the type
             scale = scale.double()
-            target = torch.maximum(torch.minimum(rows, 127 * scale), -128 * scale)
-            off = (found * scale - target).abs() > (0.5 + 2.0**-12) * scale + unit * largest
+            target = torch.maximum(torch.minimum(rows, high * scale), low * scale)
+            step = 0.5 * scale
+            if found.dtype == torch.float8_e4m3fn:  # half of what lies between numbers of its size
+                step = torch.maximum(2.0**-4 * target.abs(), 2.0**-10 * scale)
+            off = (numbers * scale - target).abs() > (1 + 2.0**-11) * step + unit * largest
         else:
-            off = found != quantised(rows.to(dtype), scale)
+            off = numbers != numbers_of(quantised(rows.to(dtype), scale, found.dtype)).double()
         assert not off[is_new.expand_as(rows)].any(), f"{cache}_out"
+
+
+def unquantised(inputs, dtype):
+    """Caches of `dtype` in place of those of the inputs, full of NaN, and no scales."""
+    shapes = {n: numbers_of(inputs[n]).shape for n in CACHES.values()}
+    return {n: torch.full(shape, NAN, dtype=dtype, device=inputs[n].device) for n, shape in shapes.items()} | {
+        "key_scale": None,
+        "value_scale": None,
+    }
+
+
+def same_old(found, before, is_new):
+    """Whether two caches have the same bits where is_new [...,1] is not."""
+    found, before = (t.view(torch.int8) if t.dtype in FORMS else t for t in (found, before))
+    return same_bits(found.masked_fill(is_new, 0), before.masked_fill(is_new, 0))
 
 
 def greatest(found, judge):
@@ -100,14 +116,12 @@ def assert_near(inputs, attrs, outputs):
     """Twice what a plain implementation in the tensors' own type loses, and one rounding to the type; see
     test_lean_attention_cuda.py. Of lse, what float32 loses, and half precision where 16-bit queries are multiplied by keys'
     scales before the products. Calls do not append."""
-    judge = reference.lean_attention(**doubles(inputs), **attrs)
+    judge = reference.lean_attention(**wide(inputs), **attrs)
     low = reference.lean_attention(**inputs, **attrs, compute_dtype=inputs["query"].dtype)
     scaled = inputs["query"].element_size() == 2 and inputs.get("key_scale") is not None and inputs["key_scale"].dim() == 3
     scaled = scaled and not attrs.get("key_per_token")
     single = [reference.lean_attention(**inputs, **attrs, compute_dtype=t)[1] for t in (None, torch.float16)[: 1 + scaled]]
-    values = inputs["value_cache"].float().nan_to_num(0).abs().max().item()
-    if inputs.get("value_scale") is not None:
-        values = 128 * inputs["value_scale"].nan_to_num(0).max().item()
+    values = largest_value(inputs)
     logit_error = 2.0**-21 * max(attrs.get("softcap", 0.0), 1.0)
     for i, (name, baselines) in enumerate((("output", low[:1]), ("lse", single))):
         found, finite = outputs[name].double(), judge[i].isfinite()
@@ -119,12 +133,21 @@ def assert_near(inputs, attrs, outputs):
         assert error <= allowed, f"{name}: error {error:.3g}, allowed {allowed:.3g}"
 
 
+def largest_value(inputs):
+    """A bound of the magnitudes of what value_cache stands for."""
+    cache, scale = inputs["value_cache"], inputs.get("value_scale")
+    if scale is None:
+        return cache.float().nan_to_num(0).abs().max().item()
+    return -FORMS[cache.dtype][0] * scale.nan_to_num(0).max().item()
+
+
 def shifted(inputs, elements):
-    """Tensors of T and int8 moved away from the alignment that torch gives."""
+    """Tensors of T and quantised ones moved away from the alignment that torch gives."""
     dtype, moved = inputs["query"].dtype, dict(inputs)
     for name, t in inputs.items():
-        if elements and t is not None and t.dtype in (dtype, torch.int8):
-            moved[name] = torch.cat([t.new_zeros(elements), t.flatten()])[elements:].view(t.shape)
+        if elements and t is not None and t.dtype in (dtype, *FORMS):
+            bits = t.view(torch.int8) if t.dtype in FORMS else t
+            moved[name] = torch.cat([bits.new_zeros(elements), bits.flatten()])[elements:].view(t.shape).view(t.dtype)
     return moved
 
 
@@ -175,17 +198,21 @@ def draw(source, widths, longest, tokens=(1, 1, 1, 2, 7, 33, 130)):
     )
 
 
-# What becomes of rows that are no usual numbers. prepare: brings the inputs of a call to where `run` takes them.
+# What becomes of rows that are no usual numbers. prepare: brings the inputs of a call to where `run` takes them. form: a name
+# of FORM_NAMES.
 
 
-def step(quant="token", prepare=lambda inputs: inputs, **facts):
-    inputs, attrs = make_case(3, lens=(40, 30), Nq=2, append=True, quant=(quant, quant), **facts)
+def step(quant="token", prepare=lambda inputs: inputs, form="int8", **facts):
+    kind = f"{quant} {form}"
+    inputs, attrs = make_case(3, lens=(40, 30), Nq=2, append=True, quant=(kind, kind), **facts)
     return prepare(inputs), attrs
 
 
 def check_rows_that_are_not_finite(run, **facts):
     """With a token's own scale its scale is NaN, and so is every result of its request and head that it may count in; with
-    another infinities saturate, and NaN becomes 0."""
+    another infinities saturate, and NaN becomes 0 in integers."""
+    form = FORM_NAMES[facts.get("form", "int8")]
+    nothing = NAN if form == torch.float8_e4m3fn else 0.0
     for value in (NAN, math.inf, -math.inf):
         for name in ROWS:
             inputs, attrs = step(**facts)
@@ -193,7 +220,8 @@ def check_rows_that_are_not_finite(run, **facts):
             inputs[name][1, 0, 1, 3] = value
             found = run(inputs, attrs)
             scale = found[f"{name[4:]}_scale_out"]
-            assert scale[1, 0, 29].isnan() and (found[f"{name[4:]}_cache_out"][1, 0, 29] == 0).all()
+            row = numbers_of(found[f"{name[4:]}_cache_out"])[1, 0, 29].float()
+            assert scale[1, 0, 29].isnan() and (row.isnan() if form == torch.float8_e4m3fn else row == 0).all()
             assert found["output"][1, :3, 1].isnan().all()
             others = torch.ones(found["output"].shape, dtype=torch.bool, device=scale.device)
             others[1, :3] = False
@@ -204,9 +232,13 @@ def check_rows_that_are_not_finite(run, **facts):
                 inputs, attrs = step(kind, **facts)
                 inputs[name][1, 0, 1, 3] = value
                 found = run(inputs, attrs)
-                byte = found[f"{name[4:]}_cache_out"][1, 0, 29, 3].item()
-                assert byte == {math.inf: 127, -math.inf: -128}.get(value, 0)
-                assert_near(*without_append(inputs, attrs, found), found)
+                number = numbers_of(found[f"{name[4:]}_cache_out"])[1, 0, 29, 3].item()
+                expected = {math.inf: FORMS[form][1], -math.inf: FORMS[form][0]}.get(value, nothing)
+                assert number == expected or (math.isnan(number) and math.isnan(expected))
+                if math.isnan(number):  # as that of a cache of floats
+                    assert found["output"][1, :3, 1].isnan().any(-1).all()
+                else:
+                    assert_near(*without_append(inputs, attrs, found), found)
 
 
 def check_rows_of_zeros_and_tiny_numbers(run, **facts):
@@ -215,17 +247,42 @@ def check_rows_of_zeros_and_tiny_numbers(run, **facts):
     inputs["new_value"][0, 0, 1] = 0
     found = check(run, inputs, attrs)
     assert (found["key_scale_out"][0, :, 38:40] == 0).all() and (found["value_scale_out"][0, :, 38] == 0).all()
-    assert (found["value_cache_out"][0, :, 38] == 0).all()
+    assert (numbers_of(found["value_cache_out"])[0, :, 38] == 0).all()
+
+
+TIES = {  # row / 0.5, and what it becomes
+    "int8": ((0.25, 0.75, 1.25, -0.25, -0.75, 1e4, -1e4, 63.75), (0, 2, 2, 0, -2, 127, -128, 127)),
+    "int4": ((0.25, 0.75, 1.25, -0.25, -0.75, 1e4, -1e4, 3.25), (0, 2, 2, 0, -2, 7, -8, 6)),
+    # 17 and 19 lie between 16, 18 and 20; 464 beyond the last; then thirds and halves of 2^-9, the least
+    "fp8": (
+        (8.5, 9.5, 232, -1e4, 5 * 2.0**-11, 3 * 2.0**-11, 2.0**-11, 15 * 2.0**-11),
+        (16, 20, 448, -448, 2**-8, 2**-8, 0, 2**-6),
+    ),
+}
 
 
 def check_ties_round_to_even(run, **facts):
     inputs, attrs = step("tensor", Hkv=2, D=8, Dv=8, **facts)
     inputs["key_scale"].fill_(0.5)
     inputs["value_scale"].fill_(0.5)
+    rows, expected = TIES[facts.get("form", "int8")]
     for name in ROWS:
-        inputs[name][:] = torch.tensor([0.25, 0.75, 1.25, -0.25, -0.75, 1e4, -1e4, 63.75])
+        inputs[name][:] = torch.tensor(rows)
     found = run(inputs, attrs)
-    assert found["key_cache_out"][0, 0, 39].tolist() == [0, 2, 2, 0, -2, 127, -128, 127]
+    assert numbers_of(found["key_cache_out"])[0, 0, 39].tolist() == list(expected)
+
+
+def check_every_number(run, form, dtype=torch.float32, prepare=lambda inputs: inputs):
+    """Each of the 256 bytes of a form is read as what it is, NaN included: a value that the one key has the weight 1 of."""
+    for width in (64, 24):
+        facts = dict(lens=(1,) * 16, H=2, Hkv=2, D=width, Dv=width, quant=(None, f"tensor {form}"))
+        inputs, attrs = make_case(5, dtype=dtype, **facts)
+        cache = inputs["value_cache"].view(torch.uint8)
+        cache[..., 0, :] = torch.arange(cache[..., 0, :].numel(), dtype=torch.int32).view(cache.shape[0], 2, -1).to(torch.uint8)
+        inputs["value_scale"].fill_(0.5)
+        found = run(prepare(inputs), attrs)["output"][:, :, 0].cpu()
+        expected = 0.5 * numbers_of(inputs["value_cache"][..., 0, :]).to(found.dtype)
+        assert torch.equal(found.nan_to_num(7.7), expected.nan_to_num(7.7))
 
 
 def check_scales_of_any_size(run, dtype, prepare=lambda inputs: inputs):

@@ -5,7 +5,7 @@ import onnx_ir as ir
 import onnxruntime
 from onnx import TensorProto, helper
 
-from leanfleet import parity
+from leanfleet import parity, trial
 from leanfleet.ort_ops import make_session
 
 FLOAT, HALF, INT32, INT64, BOOL = (
@@ -33,7 +33,8 @@ def model_of(op_type, domain, inputs, outputs, attributes, opset=23):
             kind = helper.np_dtype_to_tensor_dtype(array.dtype)
             declared.append(helper.make_tensor_value_info(name, kind, array.shape if shape is None else shape))
     types = [v.type.tensor_type.elem_type for v in declared]
-    t, of_caches = types[0], TensorProto.INT8 if TensorProto.INT8 in types else types[0]
+    narrow = (TensorProto.INT8, TensorProto.FLOAT8E4M3FN, TensorProto.UINT8)
+    t, of_caches = types[0], next((kind for kind in narrow if kind in types), types[0])
     rank = (
         len(next(iter(inputs.values()))[0].shape)
         if isinstance(next(iter(inputs.values())), tuple)
@@ -58,16 +59,18 @@ def feed_of(inputs):
 
 def run(model, feed, library=False):
     if library:
-        return make_session(model, providers=["CPUExecutionProvider"]).run(None, feed)
-    options = onnxruntime.SessionOptions()
-    options.log_severity_level = 4
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"]).run(None, feed)
+        session = make_session(model, providers=["CPUExecutionProvider"])
+    else:
+        options = onnxruntime.SessionOptions()
+        options.log_severity_level = 4
+        session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    return list(trial.run_session(session, feed, widen=False).values())
 
 
 def close(found, expected, op, what=""):
     for i, (f, e) in enumerate(zip(found, expected, strict=True)):
         assert f.shape == e.shape and f.dtype == e.dtype, (what, i, f.shape, e.shape)
-        if e.dtype == np.int8:
+        if e.dtype.itemsize == 1:
             assert np.array_equal(f, e), f"{what} output {i}: {(f != e).sum()} bytes differ"
             continue
         tolerance = parity.TOLERANCE[op][e.dtype != np.float32] * parity.EPSILON[str(e.dtype)] * max(1, np.abs(e).max())
@@ -88,19 +91,33 @@ def qkv(n=N, s=N, h=H, hkv=HKV, packed=False, dtype=np.float32):
 MAX = 16  # positions that cos_cache and sin_cache know
 
 
-def int8_caches(inputs, names, kind, shape):
-    """(changes to inputs: caches rounded to int8 and their scales, attributes that say so). kind: PER_TENSOR or PER_CHANNEL."""
-    changes = {}
+FORMS = {"int8": (-128, 127), "fp8": (-448, 448), "int4": (-8, 7)}
+
+
+def rounded(rows, form):
+    """Rows that were divided by a scale, as numbers that a quantised cache holds."""
+    held = np.clip(rows, *FORMS[form])
+    return held.astype(trial.FLOAT8).astype(rows.dtype) if form == "fp8" else np.round(held)
+
+
+def quantised_caches(inputs, names, kind, shape, form):
+    """(changes to inputs: quantised caches and their scales, attributes that say so). kind: PER_TENSOR or PER_CHANNEL."""
+    changes, unit = {}, 127 / FORMS[form][1]
     for name, letter in zip(names, "kv"):
-        scale = (0.02 + 0.01 * RANDOM.random(shape)).astype(np.float32)
+        scale = (unit * (0.02 + 0.01 * RANDOM.random(shape))).astype(np.float32)
         changes[f"{letter}_scale"] = scale
-        changes[name] = np.clip(np.round(inputs[name] / np.float32(0.03)), -128, 127).astype(np.int8)
+        numbers = rounded(inputs[name].astype(np.float32) / np.float32(0.03 * unit), form)
+        if form == "int4":
+            nibbles = (numbers + 8).astype(np.uint8)
+            changes[name] = nibbles[..., ::2] | nibbles[..., 1::2] << 4
+        else:
+            changes[name] = numbers.astype(trial.FLOAT8 if form == "fp8" else np.int8)
     return changes, {f"{letter}_quant_type": kind for letter in "kv"}
 
 
-def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=None, quant=None, **attributes):
+def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=None, quant=None, form="int8", **attributes):
     """inputs, attributes. lens: keys of each request, the new ones included. past: slots of the caches; None: absent. quant:
-    PER_TENSOR or PER_CHANNEL, caches of int8."""
+    PER_TENSOR or PER_CHANNEL, caches of `form`."""
     batch = len(lens)
     q, k, v = normal(batch, n, H * D), normal(batch, n, HKV * D), normal(batch, n, HKV * D)
     caches = [None, None] if past is None else [normal(batch, HKV, past, D) for _ in range(2)]
@@ -125,16 +142,25 @@ def group_query(n, lens, past=0, packed=False, rotary=None, sink=False, total=No
         inputs = {name: None for name in names} | inputs
         inputs = {name: inputs[name] for name in (*list(inputs)[5:], *names)}
         shape = 1 if quant == "PER_TENSOR" else (HKV, 1, D)
-        changes, of_caches = int8_caches(inputs, ("past_key", "past_value"), quant, shape)
+        changes, of_caches = quantised_caches(inputs, ("past_key", "past_value"), quant, shape, form)
         inputs |= changes
-        attributes |= of_caches | dict(kv_cache_bit_width=8)
+        attributes |= of_caches | dict(kv_cache_bit_width=4 if form == "int4" else 8)
     return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
 
 
 def paged(
-    new=(3, 1, 0, 6), past=(0, 9, 4, 5), packed=False, rotary=0, sink=False, block=4, dtype=np.float16, quant=None, **attributes
+    new=(3, 1, 0, 6),
+    past=(0, 9, 4, 5),
+    packed=False,
+    rotary=0,
+    sink=False,
+    block=4,
+    dtype=np.float16,
+    quant=None,
+    form="int8",
+    **attributes,
 ):
-    """(inputs, attributes) of new tokens of four requests, whose pages lie anywhere in a pool. quant: as in group_query."""
+    """(inputs, attributes) of new tokens of four requests, whose pages lie anywhere in a pool. quant, form: as in group_query."""
     lens, tokens = np.add(new, past), sum(new)
     pages = [-(-int(n) // block) for n in lens]
     order, table = np.random.default_rng(3).permutation(sum(pages) + 2), np.zeros((len(new), max(pages)), np.int32)
@@ -157,7 +183,7 @@ def paged(
         names = ("cos_cache", "sin_cache", "slot_mapping", "head_sink", "q_norm_weight", "k_norm_weight")
         inputs |= {name: inputs.pop(name, None) for name in names}
         shape = 1 if quant == "PER_TENSOR" else (HKV, 1, D)
-        changes, of_caches = int8_caches(inputs, ("key_cache", "value_cache"), quant, shape)
+        changes, of_caches = quantised_caches(inputs, ("key_cache", "value_cache"), quant, shape, form)
         inputs |= changes
         attributes |= of_caches
     return inputs, dict(num_heads=H, kv_num_heads=HKV) | attributes
