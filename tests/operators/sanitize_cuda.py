@@ -54,8 +54,8 @@ def draw_attention(random):
     return inputs, attrs, ", ".join(f"{k} {v}" for k, v in facts.items())
 
 
-def draw_int8(random):
-    """The same over int8 caches."""
+def draw_quantised(random):
+    """The same over quantised caches, all types."""
     widths = (8, 40, 64, 64, 72, 128, 128, 136, 256)
     if random.random() < 0.3:
         return draw_packed_tokens(random, widths, quant=QUANT_PAIRS)
@@ -84,7 +84,7 @@ def draw_sampling(random):
 # By name: the operator, the draw, and the attribute with which a call changes its inputs.
 DRAW = {
     "LeanAttention": ("LeanAttention", draw_attention, "append"),
-    "int8": ("LeanAttention", draw_int8, "append"),
+    "quantised": ("LeanAttention", draw_quantised, "append"),
     "SampleTokens": ("SampleTokens", draw_sampling, "count_tokens"),
 }
 
