@@ -91,8 +91,11 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
             gated = lf.gated_activation(x.unflatten(-1, (2, 32)), activation="gelu_tanh")
             beta = v[..., 0].sigmoid().to(torch.float32)
             corrected = lf.gated_delta_rule(k, k, v, -beta / 8, beta=beta, normalize_qk=True)
+            dq, dk, dv, dbeta = lf.gated_delta_rule_grad(
+                k, k, v, -beta / 8, beta=beta, grad_output=corrected, normalize_qk=True
+            )
             mixed = lf.causal_conv(x, self.taps, activation="silu")
-            linear = decayed, state, gq, gk, gv, normalized, nq, nk, nv, corrected
+            linear = decayed, state, gq, gk, gv, normalized, nq, nk, nv, corrected, dq, dk, dv, dbeta
             return attended, lse, keys, values, *linear, mixed, tokens, gated
 
     torch.manual_seed(0)

@@ -6,7 +6,8 @@ writes OUT.json and OUT.md: medians of a CUDA graph's replay between two events,
 each. The floor is inputs, outputs and states moved once at 4.25 TB/s, what an H200 reaches in copies. Heads are 16 of queries
 and keys and 48 of values, 128 wide, but in the shapes that --drawn adds, which are drawn from a seed. The peer is fla-core
 (`pip install fla-core`), for calls that it takes: 16-bit, a decay of each token, 64 tokens and more. Where it takes no more
-value heads than key heads, it gets repeated ones, which are made outside of what is timed.
+value heads than key heads, it gets repeated ones, which are made outside of what is timed. Its time for gradients is that of
+both passes less that of the forward; ours starts from the inputs.
 """
 
 import argparse
@@ -105,53 +106,59 @@ def launches_of(shape):
     return launches, sum(t.numel() * t.element_size() for t in moved)
 
 
-def by_fla(shape, inputs):
-    """A graph of fla-core's kernels for the same call, or None."""
-    if shape.dtype == "float32" or shape.special or min(shape.lengths) < 64:
-        return None
+def fla_call(shape, inputs, repeats, backward):
+    """A call of fla-core's kernels with keys and queries repeated so many times; with backward, of its gradients too."""
     from fla.ops.gated_delta_rule import chunk_gated_delta_rule
 
     given = {name: inputs[name].transpose(1, 2).contiguous() for name in ("query", "key", "value", "log_decay", "beta")}
-    state, offsets = inputs["initial_state"].clone(), inputs.get("cu_seqlens")
+    for name in ("query", "key"):
+        given[name] = given[name].repeat_interleave(repeats, 2)
+    given["initial_state"], offsets = inputs["initial_state"].clone(), inputs.get("cu_seqlens")
 
-    def call(repeats):
-        query, key = (given[name].repeat_interleave(repeats, 2) for name in ("query", "key"))
-        more = {} if offsets is None else {"cu_seqlens": offsets.long()}
+    def forward():
+        return chunk_gated_delta_rule(
+            given["query"],
+            given["key"],
+            given["value"],
+            g=given["log_decay"],
+            beta=given["beta"],
+            initial_state=given["initial_state"],
+            output_final_state=True,
+            use_qk_l2norm_in_kernel=True,
+            **({} if offsets is None else {"cu_seqlens": offsets.long()}),
+        )
 
-        def run():
-            with torch.no_grad():
-                return chunk_gated_delta_rule(
-                    query,
-                    key,
-                    given["value"],
-                    g=given["log_decay"],
-                    beta=given["beta"],
-                    initial_state=state,
-                    output_final_state=True,
-                    use_qk_l2norm_in_kernel=True,
-                    **more,
-                )
+    if not backward:
+        return torch.no_grad()(forward)
+    grads = inputs["grad_output"].transpose(1, 2).contiguous(), inputs["grad_final_state"]
+    for tensor in given.values():
+        tensor.requires_grad_()
+    return lambda: torch.autograd.grad(forward(), list(given.values()), grads)
 
-        run()
-        return captured(run)
 
-    try:
-        return call(1)
-    except Exception:  # versions differ in what they raise
-        pass
-    try:
-        return call(shape.heads[1] // shape.heads[0])
-    except Exception as error:
-        print(f"  fla: {type(error).__name__}: {error}"[:160])
-        return None
+def fla_graphs(shape, inputs):
+    """{name: graph} of fla-core's kernels for the same call: the forward, and for gradients both passes too. {} where it does
+    not take the call."""
+    if shape.dtype == "float32" or "key" in shape.special or shape.special == "v_first" or min(shape.lengths) < 64:
+        return {}
+    wanted = {"fla_us": False} if shape.special != "grad" else {"fla_forward_us": False, "fla_both_us": True}
+    for repeats in (1, shape.heads[1] // shape.heads[0]):  # versions differ in what they take, and in what they raise
+        try:
+            return {name: captured(fla_call(shape, inputs, repeats, backward)) for name, backward in wanted.items()}
+        except Exception as error:
+            torch.cuda.synchronize()
+            print(f"  fla: {type(error).__name__}: {error}"[:160])
+    return {}
 
 
 def line(shape, rounds, peers):
     launches, moved = launches_of(shape)
     graphs = {"us": launches.capture()}
-    if "fla" in peers and (graph := by_fla(shape, launches.inputs)) is not None:
-        graphs["fla_us"] = graph
+    if "fla" in peers:
+        graphs |= fla_graphs(shape, launches.inputs)
     found = {name: statistics.median(t) for name, t in times(graphs, rounds).items()}
+    if "fla_both_us" in found:
+        found["fla_us"] = found["fla_both_us"] - found["fla_forward_us"]
     print(shape, {name: round(t, 2) for name, t in found.items()}, flush=True)
     return {**shape._asdict(), "floor_us": moved / COPY_BYTES_PER_US, **found}
 

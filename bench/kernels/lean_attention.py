@@ -6,11 +6,11 @@
 Every line is a median over rounds of a graph's replay between two events, with all contenders of a line in turn in
 every round. Before each replay the L2 cache is flushed by reading 256 MB: a flush that writes leaves dirty lines, and
 every byte of cache read then has to write one back first. The floor is the bytes of the caches that must be read over
-4.6 TB/s, what an H200 reaches in a pure read; for prompts the peers are the yardstick. `drawn_prompts` and `drawn_int8` draw
-their shapes from --seed, each checked against float64.
+4.6 TB/s, what an H200 reaches in a pure read; for prompts the peers are the yardstick. `drawn_prompts` and
+`drawn_quantised` draw their shapes from --seed, each checked against float64.
 
-`int8` are decode steps over paged int8 caches with scales of each kind, beside bfloat16 caches and FlashInfer's XQA over fp8
-ones; "leanfleet step" rotates and appends too.
+`quantised` are decode steps over paged caches of int8, fp8 and int4, beside bfloat16 caches and FlashInfer's XQA over fp8
+ones; "leanfleet" is int8 with scales per token, and "leanfleet step" rotates and appends too.
 
 `splits` is LeanAttention's table 2, the share of the reduction: the time of units that several multiprocessors share over
 that of as many more units, a multiprocessor each, with the same tiles a multiprocessor. `balance` are the tiles of the ranges
@@ -29,7 +29,8 @@ import torch
 
 from bench.kernels.timing import Launches, captured, counted, times
 from leanfleet.export.linear_attention import rotary_tables, rotate
-from leanfleet.export.reference import quantised, row_scales
+from leanfleet.export.reference import FORMS, numbers_of, row_scales
+from leanfleet.export.reference import quantised as quantise
 
 READ_BYTES_PER_US = 4.6e6
 
@@ -63,9 +64,19 @@ PAGED = [
 # (B, H, Hkv, D, prompt)
 PROMPT = [(1, 32, 8, 128, 8192), (1, 32, 32, 64, 8192), (4, 32, 8, 128, 2048)]
 DRAWN = 30  # prompts from a seed, of 256 to 65,536 tokens in all
-DRAWN_INT8 = 12  # decode steps from a seed, of 1,024 to 262,144 tokens in all
+DRAWN_QUANTISED = 12  # decode steps from a seed, of 1,024 to 262,144 tokens in all
+# (type of keys, of values, kind of scales) by contender; scales per token where none is named
+QUANTISED_FORMS = {
+    "leanfleet": (torch.int8, torch.int8, "token"),
+    "leanfleet per channel": (torch.int8, torch.int8, "channel"),
+    "leanfleet per tensor": (torch.int8, torch.int8, "tensor"),
+    "leanfleet fp8": (torch.float8_e4m3fn, torch.float8_e4m3fn, "token"),
+    "leanfleet fp8 per tensor": (torch.float8_e4m3fn, torch.float8_e4m3fn, "tensor"),
+    "leanfleet int8/fp8": (torch.int8, torch.float8_e4m3fn, "token"),
+    "leanfleet int4": (torch.uint8, torch.uint8, "token"),
+}
 # (B, H, Hkv, D, context)
-INT8 = [
+QUANTISED = [
     (1, 32, 8, 128, 1024),
     (1, 32, 8, 128, 8192),
     (1, 32, 8, 128, 131072),
@@ -397,17 +408,18 @@ def drawn_prompts(args):
         yield {**row, "seed": f"{args.seed:x}"}
 
 
-def int8_inputs(caches, kind):
-    """(inputs, attributes) that a node over these caches [P,block,Hkv,D] has beside the others, with scales of this kind."""
+def quantised_inputs(caches, forms, kind):
+    """(inputs, attributes) that a node over these caches [P,block,Hkv,D], kept in these types, has beside the others, with
+    scales of this kind."""
     inputs, attrs = {}, {}
-    for role, cache in caches.items():
-        scale = row_scales(cache)
+    for (role, cache), form in zip(caches.items(), forms, strict=True):
+        scale = row_scales(cache, form)
         if kind == "token":
             inputs[f"{role}_scale"], attrs[f"{role}_per_token"] = scale.squeeze(-1), 1
         else:
-            scale = cache.abs().amax((0, 1) if kind == "channel" else ()).float() / 127
+            scale = cache.abs().amax((0, 1) if kind == "channel" else ()).float() / FORMS[form][1]
             inputs[f"{role}_scale"] = scale.unsqueeze(1) if kind == "channel" else scale.view(1)
-        inputs[f"{role}_cache"] = torch.cat([quantised(part, of) for part, of in parts_of(cache, scale, kind)])
+        inputs[f"{role}_cache"] = torch.cat([quantise(part, of, form) for part, of in parts_of(cache, scale, kind)])
     return inputs, attrs
 
 
@@ -418,7 +430,7 @@ def parts_of(cache, scale, kind):
         yield cache[rows], scale[rows] if kind == "token" else scale
 
 
-def int8_gate(node, N):
+def quantised_gate(node, N):
     """The output against float64 on the bytes and scales themselves, on a few heads."""
     given, output = node.inputs, node()
     torch.cuda.synchronize()
@@ -428,7 +440,7 @@ def int8_gate(node, N):
         rows = {}
         for role in ("key", "value"):
             pages = given["block_table"][b].long()
-            rows[role] = given[f"{role}_cache"][pages, :, h // group].flatten(0, 1)[:N].double()
+            rows[role] = numbers_of(given[f"{role}_cache"][pages, :, h // group]).flatten(0, 1)[:N].double()
             scale = given[f"{role}_scale"]
             if node.attrs.get(f"{role}_per_token"):
                 rows[role] *= scale[pages, :, h // group].flatten()[:N, None]
@@ -450,19 +462,19 @@ def xqa_calls(q, k, v, table, lens, N):
     return {"xqa fp8": lambda: xqa_batch_decode_with_kv_cache(rows, caches, workspace, table, lens, N, bmm1_scale=scale)}
 
 
-def int8_line(args, B, H, Hkv, D, N, block=64):
+def quantised_line(args, B, H, Hkv, D, N, block=64):
     pages = -(-N // block)
     caches = {role: normal(B * pages, block, Hkv, D) for role in ("key", "value")}
     lens = torch.full((B,), N, dtype=torch.int32, device="cuda")
     table = torch.randperm(B * pages, device="cuda").int().view(B, pages)
     shared = {"query": normal(B, H, 1, D), "block_table": table, "seq_lens": lens}
     calls = {}
-    for kind in ("token", "channel", "tensor"):
-        inputs, attrs = int8_inputs(caches, kind)
+    for name, (*forms, kind) in QUANTISED_FORMS.items():
+        inputs, attrs = quantised_inputs(caches, forms, kind)
         node = Node({**shared, **inputs}, attrs)
-        int8_gate(node, N)
-        calls["leanfleet" if kind == "token" else f"leanfleet per {kind}"] = node
-        if kind == "token":
+        quantised_gate(node, N)
+        calls[name] = node
+        if name == "leanfleet":
             cosines, sines = rotary_tables(torch.arange(N, device="cuda"), D)
             new = {"new_key": normal(B, Hkv, 1, D), "new_value": normal(B, Hkv, 1, D)}
             tables = {"cos_cache": cosines.float(), "sin_cache": sines.float()}
@@ -471,25 +483,25 @@ def int8_line(args, B, H, Hkv, D, N, block=64):
     calls["leanfleet 16 bits"] = Node({**shared, **{f"{role}_cache": cache for role, cache in caches.items()}})
     if "xqa" in args.peers:
         calls.update(xqa_calls(shared["query"], *caches.values(), table, lens, N))
-    row = measure(f"int8 B{B} {H}/{Hkv} D{D} ctx {N}", calls, 2 * B * Hkv * N * (D + 4), args.rounds)
+    row = measure(f"quantised B{B} {H}/{Hkv} D{D} ctx {N}", calls, 2 * B * Hkv * N * (D + 4), args.rounds)
     us = {n: t["median"] for n, t in row["us"].items()}
     row["speedup_over_16_bits"] = us["leanfleet 16 bits"] / us["leanfleet"]
     print(f"  {row['speedup_over_16_bits']:.2f} times the speed of 16 bits", flush=True)
     return row
 
 
-def int8(args):
-    for line in INT8:
-        yield int8_line(args, *line)
+def quantised(args):
+    for line in QUANTISED:
+        yield quantised_line(args, *line)
 
 
-def drawn_int8(args):
+def drawn_quantised(args):
     draw = random.Random(args.seed)
-    for _ in range(DRAWN_INT8):
+    for _ in range(DRAWN_QUANTISED):
         tokens, B = 2 ** draw.uniform(10, 18), int(2 ** draw.uniform(0, 5))
         group, D = draw.choice((1, 2, 4, 4, 5, 7, 8, 8, 16)), draw.choice((64, 128, 128, 128, 256))
         Hkv = draw.randint(1, max(32 // group, 1))
-        row = int8_line(args, B, group * Hkv, Hkv, D, max(int(tokens / B), 32), draw.choice((16, 64)))
+        row = quantised_line(args, B, group * Hkv, Hkv, D, max(int(tokens / B), 32), draw.choice((16, 64)))
         yield {**row, "seed": f"{args.seed:x}"}
 
 

@@ -2,9 +2,9 @@
 
     python -m bench.plots.plot_lean_attention bench/results/lean_attention_h200.json [--table OUT.md] [--plots FOLDER]
 
-Of `--only int8` and `drawn_int8`'s JSON it makes a table of those alone. The table has every line's time, floor and ratio to
-the fastest peer, losses included, and the geometric means over the lines that have peers. The plots (they need matplotlib)
-show the speed beside each peer: of decode attention, of whole decode steps, of prompts.
+Of `--only quantised` and `drawn_quantised`'s JSON it makes a table of those alone. The table has every line's time, floor and
+ratio to the fastest peer, losses included, and the geometric means over the lines that have peers. The plots (they need
+matplotlib) show the speed beside each peer: of decode attention, of whole decode steps, of prompts.
 """
 
 import argparse
@@ -65,38 +65,51 @@ def table(data):
     return "\n".join(lines + more_tables(data)) + "\n"
 
 
-INT8_COLUMNS = {
-    "leanfleet": "per token",
-    "leanfleet per channel": "per channel",
-    "leanfleet per tensor": "per tensor",
-    "leanfleet step": "with append, RoPE",
+# By what the JSON calls a contender; scales are per token where a column does not say otherwise.
+QUANTISED_COLUMNS = {
+    "leanfleet": "int8",
+    "leanfleet per channel": "int8 per channel",
+    "leanfleet per tensor": "int8 per tensor",
+    "leanfleet step": "int8 with append, RoPE",
+    "leanfleet fp8": "fp8",
+    "leanfleet fp8 per tensor": "fp8 per tensor",
+    "leanfleet int8/fp8": "int8/fp8",
+    "leanfleet int4": "int4",
     "leanfleet 16 bits": "16 bits",
     "xqa fp8": "XQA fp8",
 }
+# (heading, one contender, another): the time of the first over that of the second
+QUANTISED_RATIOS = (
+    ("XQA / int8", "xqa fp8", "leanfleet"),
+    ("XQA / fp8 per tensor", "xqa fp8", "leanfleet fp8 per tensor"),
+    ("16 bits / int8", "leanfleet 16 bits", "leanfleet"),
+    ("int4 / int8", "leanfleet int4", "leanfleet"),
+)
 
 
-def int8_table(data):
-    """Decode steps over paged int8 caches by kind of scales, beside bfloat16 caches and FlashInfer's XQA over fp8 caches."""
+def quantised_table(data):
+    """Decode steps over paged quantised caches by type and kind of scales, beside bfloat16 caches and FlashInfer's XQA."""
+    headings = [*QUANTISED_COLUMNS.values(), *(heading for heading, _, _ in QUANTISED_RATIOS)]
     lines = [
         f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {data['rounds']} graph replays in µs, "
-        "L2 flushed by reading. The floor is the caches' bytes and scales over 4.6 TB/s.",
+        "L2 flushed by reading. Scales are per token where a column does not say otherwise. The floor is the bytes of int8 "
+        "caches and their scales over 4.6 TB/s.",
         "",
-        "| case | floor | " + " | ".join(INT8_COLUMNS.values()) + " | XQA / per token | 16 bits / per token |",
-        "|---" * (len(INT8_COLUMNS) + 4) + "|",
+        "| case | floor | " + " | ".join(headings) + " |",
+        "|---" * (len(headings) + 2) + "|",
     ]
-    over_peer, over_16_bits = [], []
+    seen = {heading: [] for heading, _, _ in QUANTISED_RATIOS}
     for row in data["rows"]:
-        us = {name: row["us"][name]["median"] if name in row["us"] else None for name in INT8_COLUMNS}
-        ratios = [None if us[n] is None else us[n] / us["leanfleet"] for n in ("xqa fp8", "leanfleet 16 bits")]
-        for seen, ratio in zip((over_peer, over_16_bits), ratios, strict=True):
-            seen += [ratio] if ratio else []
+        us = {name: row["us"].get(name, {}).get("median") for name in QUANTISED_COLUMNS}
         cells = [f"{row['floor_us']:.1f}", *("-" if t is None else f"{t:.1f}" for t in us.values())]
-        cells += ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
+        for heading, one, other in QUANTISED_RATIOS:
+            ratio = us[one] / us[other] if us[one] and us[other] else None
+            seen[heading] += [ratio] if ratio else []
+            cells.append("-" if ratio is None else f"{ratio:.2f}")
         drawn = " (drawn)" if "seed" in row else ""
-        lines.append(f"| {row['case'].removeprefix('int8 ')}{drawn} | " + " | ".join(cells) + " |")
-    means = f"{geometric_mean(over_peer):.2f}", f"{geometric_mean(over_16_bits):.2f}"
-    lines += ["", f"Geometric means: XQA over per token {means[0]}, 16 bits over per token {means[1]}."]
-    return "\n".join(lines) + "\n"
+        lines.append(f"| {row['case'].removeprefix('quantised ')}{drawn} | " + " | ".join(cells) + " |")
+    means = ", ".join(f"{heading} {geometric_mean(ratios):.2f}" for heading, ratios in seen.items() if ratios)
+    return "\n".join([*lines, "", f"Geometric means: {means}."]) + "\n"
 
 
 def lines_of(data):
@@ -267,7 +280,8 @@ def main():
     parser.add_argument("--tag", default="h200", help="how the names of the plots end: the machine (default: %(default)s)")
     args = parser.parse_args()
     data = json.loads(Path(args.json).read_text())
-    text = int8_table(data) if all(row["case"].startswith("int8 ") for row in lines_of(data)) else table(data)
+    quantised = all(row["case"].startswith("quantised ") for row in lines_of(data))
+    text = quantised_table(data) if quantised else table(data)
     if args.table:
         Path(args.table).write_text(text)
     else:

@@ -64,7 +64,7 @@ def run(model, feed, library=False):
         options = onnxruntime.SessionOptions()
         options.log_severity_level = 4
         session = onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
-    return list(trial.run_session(session, feed, widen=False).values())
+    return list(trial.run_session(session, feed_of(feed), widen=False).values())
 
 
 def close(found, expected, op, what=""):

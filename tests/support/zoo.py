@@ -5,9 +5,11 @@ from types import SimpleNamespace
 
 import torch
 import transformers
+from onnx import TensorProto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES as ENTRIES
 
+from leanfleet.decoder_contract import DECODER, SERVING
 from leanfleet.export import verification
 from leanfleet.export.decoder import Decoder, cache_shapes, call, example_inputs, traceable
 from leanfleet.export.serving import PackedDecoder, pool_shape
@@ -310,12 +312,17 @@ class Eager:
     def get_inputs(self):
         return self.inputs
 
-    def run(self, _, feed):
-        tensors = {name: torch.from_numpy(array) for name, array in feed.items()}
+    def get_outputs(self):
+        interface = SERVING if self.argument == "pages" else DECODER
+        return [*interface.outputs, *self.inputs]
+
+    def run_with_ort_values(self, _, feed):
+        tensors = {name: torch.from_numpy(value.numpy()) for name, value in feed.items()}
         caches = [tensors.pop(entry.name) for entry in self.inputs]
         with torch.no_grad():
             logits, *caches = self.decoder(**tensors, **{self.argument: caches})
-        return [t.numpy() for t in (logits, *caches)]
+        # No OrtValue: its numpy() would not keep the tensor alive.
+        return [SimpleNamespace(numpy=t.numpy, element_type=lambda: TensorProto.FLOAT) for t in (logits, *caches)]
 
     @property
     def argument(self):
