@@ -26,6 +26,7 @@ HYBRID_LAYERS = (
     "Qwen3NextGatedDeltaNet",
     "Qwen3_5GatedDeltaNet",
     "Qwen3_5MoeGatedDeltaNet",
+    "LaraMiniGatedDeltaNet",
     "OlmoHybridGatedDeltaNet",
     "KimiLinearDeltaAttention",
     "Mamba2Mixer",
@@ -101,8 +102,8 @@ def _check_layers(model, config):
             raise ValueError(
                 f"{name}: layer {path} ({kind}) carries a state that none of leanfleet's operators computes; "
                 "export_decoder serves softmax attention, MiniMax's linear attention, the gated delta rule of Qwen3-Next, "
-                "Qwen3.5, OLMo-hybrid and Kimi-Linear, and the selective scan of Mamba-2, Bamba, Falcon-H1, Nemotron-H and "
-                f"Granite-4. {ELSEWHERE}"
+                "Qwen3.5, LaraMini, OLMo-hybrid and Kimi-Linear, and the selective scan of Mamba-2, Bamba, Falcon-H1, "
+                f"Nemotron-H and Granite-4. {ELSEWHERE}"
             )
         if hasattr(module, "create_position_ids_from_input_ids"):
             raise ValueError(

@@ -20,6 +20,7 @@ from support import zoo
 
 TABLE = tomllib.loads((Path(__file__).parent / "zoo.toml").read_text())
 REASONS = {entry: reason for reason, entries in TABLE["refused"].items() for entry in entries}
+SAME_VERSION = transformers.__version__.startswith(TABLE["transformers"] + ".")
 PARTS = 30  # a run writes one file in so many
 TODAY = datetime.date.today().toordinal() % PARTS
 WRITTEN = [
@@ -32,7 +33,7 @@ WRITTEN = [
 def test_table_is_complete():
     known = [*TABLE["served"], *REASONS, *TABLE["unbuilt"]]
     assert len(known) == len(set(known))
-    if transformers.__version__.startswith("5.23."):
+    if SAME_VERSION:
         assert sorted(known) == sorted(zoo.ENTRIES)
 
 
@@ -42,8 +43,10 @@ def entries(names):
 
 
 @pytest.mark.parametrize("entry", entries(TABLE["served"]))
-def test_served(entry):
+def test_served(entry, tmp_path):
     """Prompts, decode steps alone and in a ragged batch, over caches and over pages; see leanfleet.export.verification."""
+    if not SAME_VERSION:
+        return right_or_refused(zoo.make(entry), tmp_path)
     for found in zoo.check_eagerly(zoo.make(entry)):
         assert found["largest_difference"] <= found["bound"] < 1e-3
 
@@ -57,9 +60,19 @@ def assert_refused(model, reason, folder, printed=lambda: ""):
         assert list(folder.iterdir()) == [] and "def forward" not in printed(), "a graph was printed"
 
 
+def right_or_refused(model, folder):
+    try:
+        zoo.check_eagerly(model)
+    except ValueError as error:
+        assert_refused(model, str(error), folder)
+
+
 @pytest.mark.parametrize("entry", entries(REASONS))
 def test_refused(entry, tmp_path, capsys):
-    assert_refused(zoo.make(entry), REASONS[entry], tmp_path, lambda: capsys.readouterr().err)
+    if SAME_VERSION:
+        assert_refused(zoo.make(entry), REASONS[entry], tmp_path, lambda: capsys.readouterr().err)
+    else:
+        right_or_refused(zoo.make(entry), tmp_path)
 
 
 @pytest.mark.parametrize("entry", entries(TABLE["unbuilt"]))
@@ -69,10 +82,7 @@ def test_unbuilt(entry, tmp_path):
         model = zoo.make(entry)
     except (ImportError, ValueError):
         return
-    try:
-        zoo.check_eagerly(model)
-    except ValueError as error:
-        assert_refused(model, str(error), tmp_path)
+    right_or_refused(model, tmp_path)
 
 
 @pytest.mark.parametrize("entry", entries(WRITTEN))

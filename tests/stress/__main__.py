@@ -1,6 +1,7 @@
 """Draws calls and files without end, runs them in processes of their own, and reduces what fails. `make stress` starts it.
 
 python -m stress [--seconds S] [--seed N] [--jobs J] [--op NAME] [--runtime NAME]     draws
+python -m stress --runtime cuda --sanitizer memcheck                                   with the kernels under compute-sanitizer
 python -m stress --case JSON                                                           runs one case
 python -m stress --reduce JSON                                                         reduces one that fails
 """
@@ -25,6 +26,7 @@ from stress import cases, draw, files, runtimes
 
 CASE_SECONDS = 120  # longer is a hang
 REDUCE_SECONDS = 120  # for a finding
+SANITIZERS = ("memcheck", "racecheck", "synccheck", "initcheck")
 SAME = 3  # findings of one kind that are reduced; of more only the number is told
 
 
@@ -42,15 +44,19 @@ def work():
 class Worker:
     """Runs cases of one generator one after the other in another process, which is started anew where a case ends it."""
 
-    def __init__(self):
-        self.process = None
+    def __init__(self, sanitizer=None):
+        """sanitizer: the tool of compute-sanitizer that looks on, whose findings count as the case's."""
+        self.process, self.sanitizer = None, sanitizer
 
     def check(self, case):
         """What is wrong, crashes and hangs included; None: nothing."""
         if self.process is None:
-            self.errors = tempfile.TemporaryFile()
+            self.errors, self.log = tempfile.TemporaryFile(), tempfile.NamedTemporaryFile()
+            beneath = ["compute-sanitizer", "--tool", self.sanitizer, "--log-file", self.log.name]
+            if self.sanitizer != "initcheck":  # which would not see what other kernels write
+                beneath += ["--kernel-name", "kns=leanfleet"]
             self.process = subprocess.Popen(
-                [sys.executable, "-m", "stress", "--work"],
+                [*(beneath if self.sanitizer else []), sys.executable, "-m", "stress", "--work"],
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=self.errors,
@@ -66,12 +72,20 @@ class Worker:
             self.close()
             return f"no answer in {CASE_SECONDS} s"
         if line := self.process.stdout.readline():
+            if said := self.reported():
+                self.close()  # later kernels of this process may fail for the same reason
+                return said
             return json.loads(line)
         code = self.process.wait()
         self.errors.seek(0)
         said = self.errors.read()[-2000:].decode(errors="replace").strip()
         self.close()
         return f"the process ended with {signal.Signals(-code).name if code < 0 else code}: {said}"
+
+    def reported(self):
+        """What the sanitizer has written beyond its own name."""
+        lines = self.log.read().decode(errors="replace").splitlines() if self.sanitizer else []
+        return "\n".join(line for line in lines if line.strip("= ") and "COMPUTE-SANITIZER" not in line)[:2000]
 
     def close(self):
         if self.process is not None:
@@ -80,6 +94,7 @@ class Worker:
             self.process.stdin.close()
             self.process.stdout.close()
             self.errors.close()
+            self.log.close()
             self.process = None
 
 
@@ -110,8 +125,8 @@ def reduced(case, error, worker, seconds=REDUCE_SECONDS):
 class Run:
     """Draws and checks until the time is over."""
 
-    def __init__(self, seed, seconds, ops, chosen, first):
-        self.seed, self.end, self.first = seed, time.monotonic() + seconds, first
+    def __init__(self, seed, seconds, ops, chosen, first, sanitizer=None):
+        self.seed, self.end, self.first, self.sanitizer = seed, time.monotonic() + seconds, first, sanitizer
         there, self.missing = [*runtimes.available(), *cases.OTHERS], files.missing()
         self.ops, self.runtimes = ops, [r for r in there if not chosen or r in chosen]
         self.generators = [g for g in cases.GENERATORS.values() if any(self.wants(*g.place(i)) for i in range(1000))]
@@ -142,7 +157,7 @@ class Run:
             raise
 
     def _go(self):
-        workers = {g: Worker() for g in self.generators}
+        workers = {g: Worker(self.sanitizer) for g in self.generators}
         while time.monotonic() < self.end:
             started = time.monotonic()
             generator, index, case = self.next_case()
@@ -193,6 +208,7 @@ def main():
     parser.add_argument("--op", action="append", choices=cases.rows(), help="these operators, or kinds of files, alone")
     parser.add_argument("--runtime", action="append", choices=[*draw.RUNTIMES, *cases.OTHERS], help="these runtimes alone")
     parser.add_argument("--first", action="store_true", help="ends with the first finding and does not reduce it")
+    parser.add_argument("--sanitizer", choices=SANITIZERS, help="a tool of compute-sanitizer for the processes of calls")
     parser.add_argument("--case", help="JSON of a case to run")
     parser.add_argument("--reduce", help="JSON of a case that fails, to reduce")
     parser.add_argument("--work", action="store_true", help=argparse.SUPPRESS)
@@ -200,7 +216,7 @@ def main():
     if args.work:
         return work()
     if args.case or args.reduce:
-        worker, case = Worker(), cases.from_json(args.case or args.reduce)
+        worker, case = Worker(args.sanitizer), cases.from_json(args.case or args.reduce)
         error = worker.check(case)
         if error is not None and args.reduce:
             case, error = reduced(case, error, worker)
@@ -211,7 +227,7 @@ def main():
     if missing := set(args.runtime or ()) - {*runtimes.available(), *cases.OTHERS}:
         parser.error(f"this machine has no {', '.join(sorted(missing))}; it has {', '.join(runtimes.available())}")
     seed = secrets.randbelow(2**31) if args.seed is None else args.seed
-    run = Run(seed, args.seconds, args.op, args.runtime, args.first)
+    run = Run(seed, args.seconds, args.op, args.runtime, args.first, args.sanitizer)
     print(f"seed {seed}; {args.seconds:g} s on {', '.join(run.runtimes)}", flush=True)
     threads = [threading.Thread(target=run.go) for _ in range(args.jobs)]
     for thread in threads:

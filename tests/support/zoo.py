@@ -196,6 +196,13 @@ MORE = {
         "swa_qk_nope_head_dim": 8,
         "swa_v_head_dim": 8,
     },
+    "dory": {
+        "num_hidden_layers": 3,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+        "n_input_layers": 1,
+        "n_recurrent_layers": 1,
+        "n_output_layers": 1,
+    },
     "falcon_h1": {**_MAMBA, "mamba_d_ssm": 64},
     # A single layer, the sparse kind: exporting takes long to come to what it cannot translate.
     "gemma3n_text": {
