@@ -1,7 +1,8 @@
 """Compiles one file and notes its CPU seconds: python time_compile.py LOG LANGUAGE OBJECT COMMAND...
 
 CMake puts this before every compiler call (RULE_LAUNCH_COMPILE). LOG has a JSON object a line: {"object", "language",
-"cpu_seconds", "wall_seconds"}; of several lines of an object the last counts.
+"cpu_seconds", "wall_seconds", "yardstick"}; of several lines of an object the last counts. "yardstick" is the CPU seconds of
+a fixed piece of work right after the file: a machine that others use too needs more for both.
 
     python time_compile.py --report LOG [LANGUAGE]    prints the sum and the five longest
 """
@@ -12,6 +13,22 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+
+
+YARDSTICK = 0.04  # about what the fixed work takes where all CUDA files of November 2026 take 850 CPU seconds
+
+
+def yardstick():
+    """CPU seconds of the fixed work."""
+    start, x = time.process_time(), 0
+    for i in range(1_000_000):
+        x = (x * 31 + i) & 0xFFFF
+    return time.process_time() - start
+
+
+def quiet_seconds(line):
+    """What a file's CPU seconds would have been on a quiet core; a faster core than CI's counts as it is."""
+    return line["cpu_seconds"] / max(1.0, line["yardstick"] / YARDSTICK)
 
 
 def compile_timed(log, language, target, command):
@@ -26,6 +43,7 @@ def compile_timed(log, language, target, command):
         "wall_seconds": round(time.perf_counter() - start, 2),
     }
     if code == 0:
+        line["yardstick"] = round(yardstick(), 4) if language == "CUDA" else YARDSTICK
         with open(log, "a") as file:
             file.write(json.dumps(line) + "\n")
     return code
@@ -44,7 +62,8 @@ def report(log, language="CUDA"):
         print(f"{language}: nothing was compiled")
         return
     print(
-        f"{language}: {len(files)} files, {sum(f['cpu_seconds'] for f in files):.0f} CPU seconds; the longest: "
+        f"{language}: {len(files)} files, {sum(f['cpu_seconds'] for f in files):.0f} CPU seconds "
+        f"({sum(map(quiet_seconds, files)):.0f} on quiet cores); the longest: "
         + ", ".join(f"{Path(f['object']).name.split('.')[0]} {f['cpu_seconds']:.0f} s" for f in files[:5])
     )
 
