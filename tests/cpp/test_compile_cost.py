@@ -34,7 +34,18 @@ def test_the_last_line_of_a_file_counts_and_failures_are_not_noted(tmp_path, cap
     log, tool = tmp_path / "log", time_compile()
     for seconds in (7.0, 3.0):
         with open(log, "a") as file:
-            file.write(json.dumps({"object": "a/x.cu.o", "language": "CUDA", "cpu_seconds": seconds, "wall_seconds": 1, "yardstick": 2 * tool.YARDSTICK}) + "\n")
+            file.write(
+                json.dumps(
+                    {
+                        "object": "a/x.cu.o",
+                        "language": "CUDA",
+                        "cpu_seconds": seconds,
+                        "wall_seconds": 1,
+                        "yardstick": 2 * tool.YARDSTICK,
+                    }
+                )
+                + "\n"
+            )
     assert tool.compile_timed(log, "CUDA", "bad", ["false"]) == 1
     assert tool.compile_timed(log, "CXX", "good", ["true"]) == 0
     assert {name: line["cpu_seconds"] for name, line in tool.read(log, "CUDA").items()} == {"a/x.cu.o": 3.0}
