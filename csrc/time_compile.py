@@ -28,7 +28,7 @@ def yardstick():
 
 def quiet_seconds(line):
     """What a file's CPU seconds would have been on a quiet core; a faster core than CI's counts as it is."""
-    return line["cpu_seconds"] / max(1.0, line["yardstick"] / YARDSTICK)
+    return line["cpu_seconds"] / max(1.0, line.get("yardstick", YARDSTICK) / YARDSTICK)
 
 
 def compile_timed(log, language, target, command):

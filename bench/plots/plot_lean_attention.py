@@ -100,8 +100,8 @@ INT8_COLUMNS = {
 def int8_table(data):
     """Decode steps over paged int8 caches by kind of scales, beside bfloat16 caches and FlashInfer's XQA over fp8 caches."""
     lines = [
-        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {data['rounds']} graph replays in µs, L2 flushed "
-        "by reading. The floor is the caches' bytes and scales over 4.6 TB/s.",
+        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {data['rounds']} graph replays in µs, L2 "
+        "flushed by reading. The floor is the caches' bytes and scales over 4.6 TB/s.",
         "",
         "| case | floor | " + " | ".join(INT8_COLUMNS.values()) + " | XQA / per token | 16 bits / per token |",
         "|---" * (len(INT8_COLUMNS) + 4) + "|",
