@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from leanfleet.generation import Decoder, Statistics
 
 MOST_LAYERS = 10_000
+DEVICE_HELP = "cpu, cuda or, of several GPUs, cuda:1 (default: the first)"
 HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there is a hub
 
 
@@ -124,6 +125,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--capacity", type=int, metavar="N", help="slots of the caches (default: what is needed)")
     generate.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
+    generate.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     generate.add_argument("--cuda-graph", action="store_true", help="capture decode steps as CUDA graphs")
     generate.set_defaults(run=generate_command)
 
@@ -365,15 +367,14 @@ def generate_command(arguments: argparse.Namespace) -> int:
 
     if arguments.system is not None and arguments.raw:
         raise ValueError("--system is a turn of the chat, which --raw leaves out: give one of the two")
-    if arguments.cuda_graph and arguments.provider == "cpu":
-        raise ValueError("--cuda-graph needs the CUDA provider: leave --provider cpu out")
+    check_device(arguments)
     temperature = arguments.temperature
     if temperature is None:
         temperature = 1.0 if arguments.top_k or arguments.top_p < 1 or arguments.min_p else 0.0
     check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed, arguments.min_p)
     providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
     with progress.stage(f"loading {arguments.folder}"):
-        decoder = load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
+        decoder = load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph, device=arguments.device)
     tokenizer = decoder.tokenizer
     quieten_transformers()
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
@@ -399,6 +400,13 @@ def generate_command(arguments: argparse.Namespace) -> int:
         raise
     print(describe(statistics), file=sys.stderr)
     return 0
+
+
+def check_device(arguments: argparse.Namespace) -> None:
+    """Raises ValueError where --cuda-graph, --provider and --device contradict each other."""
+    for option in ("provider", "device"):
+        if arguments.cuda_graph and getattr(arguments, option) == "cpu":
+            raise ValueError(f"--cuda-graph needs the CUDA provider: leave --{option} cpu out")
 
 
 def stop_tokens(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, extra: Iterable[str] = ()) -> list[int]:
