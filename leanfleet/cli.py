@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             arguments = _parser().parse_args(argv)
+            arguments.argv = list(sys.argv[1:] if argv is None else argv)  # for a command that runs itself as several processes
             return _run(arguments)
         finally:
             if sys.stdout is not None:

@@ -22,6 +22,7 @@ from leanfleet.decoder_contract import (
     MODEL_FILE,
     SESSION_TYPES,
     TOKENS,
+    Facts,
     check_interface,
     read_facts,
 )
@@ -90,8 +91,12 @@ def load_decoder(
     library: bool = True,
     cuda_graph: bool = False,
     device: str | Device | None = None,
+    rank: int | None = None,
 ) -> DecoderSession:
     """Opens a folder with model.onnx and leanfleet.json.
+
+    rank: of a tensor parallel folder, whose share this process runs, with all others at once and on the same prompts; before it
+    runs, the process joins a communicator named "world" of as many ranks (leanfleet.communicators).
 
     session_options: None: new ones, on CUDA without memory patterns, which can double the memory of long prompts.
     library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
@@ -110,9 +115,10 @@ def load_decoder(
         providers = [(CUDA, cuda_options(providers) | {"enable_cuda_graph": "1"})]
     providers = on_device(providers, device)
     folder = Path(folder)
-    facts = read_facts(folder, DECODER)
-    session = open_exported(folder, providers, session_options, library)
-    check_interface(session, folder / MODEL_FILE, DECODER, facts["vocabulary"])
+    facts = read_facts(folder, DECODER, parallel=rank is not None)
+    file = MODEL_FILE if rank is None else _file_of_rank(folder, facts, rank, library)
+    session = open_exported(folder, providers, session_options, library, file)
+    check_interface(session, folder / file, DECODER, facts["vocabulary"])
     if len(session.get_outputs()[0].shape) != 2:
         raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
     return DecoderSession(
@@ -124,6 +130,21 @@ def load_decoder(
         stop_tokens=facts["stop_tokens"],
         max_positions=facts["max_positions"],
     )
+
+
+def _file_of_rank(folder: Path, facts: Facts, rank: int, library: bool) -> str:
+    """Raises ValueError for a folder that is not tensor parallel, a rank that it does not have, and without the library."""
+    if "tensor_parallel" not in facts:
+        raise ValueError(
+            f"{folder} was exported for one process: leave the rank out, or export the model with tensor_parallel "
+            "(leanfleet export --tensor-parallel)"
+        )
+    if not library:
+        raise ValueError(f"{folder} is for several ranks, whose sums the library takes: library=False is for one process")
+    world = facts["tensor_parallel"]["world"]
+    if not 0 <= rank < world:
+        raise ValueError(f"rank is {rank}, and {folder} was exported for {world} ranks: 0 to {world - 1}")
+    return facts["tensor_parallel"]["files"][rank]
 
 
 class _Steps:
