@@ -103,6 +103,8 @@ def _output_metadata(op, inputs, attrs):
             shape = (0,)
         elif t.like:
             shape = tuple(inputs[[i.name for i in op.inputs].index(t.like)].shape)
+            if t.repeats:
+                shape = (shape[0] * int(attrs.get(t.repeats, op.attr(t.repeats).default)), *shape[1:])
         else:
             shape = tuple(spec.in_elements((axis.size(dims) for axis in op.shape_of(t, given).ordered(layout)), dtype))
         metadata.append((dtype, shape))
@@ -420,7 +422,8 @@ def _documentation(op, mutating):
     lines += ["", "Returns a tuple of those of these outputs that exist; a tensor where it is a single one:"]
     for t in op.outputs:
         if not (mutating and t.takes):
-            shapes = f"the shape of {t.like}" if t.like else " or ".join(str(s) for s in t.shapes)
+            repeated = f", the first axis {t.repeats} times" if t.repeats else ""
+            shapes = f"the shape of {t.like}{repeated}" if t.like else " or ".join(str(s) for s in t.shapes)
             condition = f", only with {' and '.join(t.when)}" if t.when else ""
             lines.append(f"    {t.name}: {t.type} {shapes}{condition}. {t.doc}")
     lines += [
@@ -655,3 +658,6 @@ causal_conv_ = _function(_SPECS["CausalConv"], True)
 sample_tokens = _function(_SPECS["SampleTokens"], False)
 sample_tokens_ = _function(_SPECS["SampleTokens"], True)
 gated_activation = _function(_SPECS["GatedActivation"], False)
+all_reduce = _function(_SPECS["AllReduce"], False)
+all_gather = _function(_SPECS["AllGather"], False)
+merge_attention = _function(_SPECS["MergeAttention"], False)
