@@ -65,7 +65,7 @@ def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
         raise ValueError(f"{name}: tensor_parallel is for transformers' decoders with softmax attention: {again}")
     check_supported(model)
     config = model.config.get_text_config(decoder=True)
-    if getattr(config, "per_layer_config", None):
+    if any(own is not config for own in getattr(config, "per_layer_config", None) or ()):
         raise ValueError(f"{name}: its layers have configurations of their own, which tensor_parallel does not take: {again}")
     kinds = {layer: {part.partition(".")[2] for part in layers if part.startswith(f"{layer}.")} for layer in _numbers(layers)}
     if other := next((layer for layer, parts in kinds.items() if KEY not in parts or any("state" in p for p in parts)), None):
