@@ -33,9 +33,9 @@ TOLERANCE = {
     "GatedDeltaRule": (16, 4),
     "GatedDeltaRuleGrad": (16, 8),
     "CausalConv": (4, 2),
-    "AllReduce": (2, 2),
-    "AllGather": (2, 2),
-    "MergeAttention": (8, 2),
+    "AllReduce": (0, 0),  # a world of one copies
+    "AllGather": (0, 0),
+    "MergeAttention": (8, 4),
 }
 
 # Sizes of make_inputs for open dimensions that stand for a symbol of ops.toml; any other open dimension is 2.

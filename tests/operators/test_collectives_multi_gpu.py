@@ -1,0 +1,36 @@
+"""Exchanges between GPUs over NCCL, and communicators of NCCL where there is none."""
+
+import pytest
+import torch
+
+from leanfleet import communicators, native
+from support import ranks
+
+GPUS = torch.cuda.device_count()
+TWO = pytest.mark.skipif(GPUS < 2, reason=f"needs two CUDA devices; there are {GPUS}")
+
+
+@TWO
+def test_exchanges_over_nccl():
+    """Every type, eager and in CUDA graphs, in PyTorch and in ONNX Runtime where it has CUDA."""
+    for found in ranks.run_ranks(ranks.exchange_on_gpus, 2, 2, communicators.unique_id("nccl")):
+        assert isinstance(found, int) and found >= 12, found
+
+
+@TWO
+@pytest.mark.parametrize("graph", (False, True))
+def test_a_rank_that_dies(graph):
+    found = ranks.run_ranks(ranks.dies_on_gpu, 2, 2, communicators.unique_id("nccl"), graph, dying=(1,))
+    text, seconds = found[0]
+    assert "communicator 'world', rank 0 of 2: rank 1 (process " in text and text.endswith("has ended"), text
+    assert seconds < 20
+
+
+def test_without_nccl(tmp_path):
+    """A path that is no library, and a library that is another."""
+    with pytest.raises(native.UnsupportedError, match="NCCL cannot be loaded: .*nothing.so.*nvidia-nccl-cu13"):
+        communicators.unique_id("nccl", str(tmp_path / "nothing.so"))
+    with pytest.raises(native.UnsupportedError, match="lacks functions of NCCL 2.14 or later"):
+        communicators.unique_id("nccl", str(native.library_path("leanfleet")))
+    with pytest.raises(ValueError, match="communicator 'world': its id has 16 bytes; expected the 128 of one made for NCCL"):
+        communicators.create("world", 0, 2, id=communicators.unique_id(), engine="nccl")
