@@ -3,6 +3,7 @@ against the float64 reference."""
 
 import math
 import os
+import socket
 
 import numpy as np
 import pytest
@@ -32,7 +33,10 @@ def test_sums_and_gatherings(world):
 
 
 def test_in_pytorch_and_onnx_runtime():
-    first, second = ranks.run_ranks(ranks.runtimes, 2, 2, communicators.unique_id())
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    first, second = ranks.run_ranks(ranks.runtimes, 2, 2, port)
     assert isinstance(first, dict) and first == second, (first, second)
 
 
@@ -81,6 +85,12 @@ def test_ids_are_exchanged_through_a_file(tmp_path):
 
 
 # One process
+
+
+def test_outside_of_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK, .*is not set; start the program with torchrun, or call create with an id"):
+        communicators.world_from_torchrun()
 
 
 def test_a_world_of_one():

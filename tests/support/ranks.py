@@ -1,6 +1,7 @@
 """Processes that are the ranks of communicators on this host, and what they do in tests. Imported without torch: a rank starts
 in a part of a second."""
 
+import ctypes
 import hashlib
 import multiprocessing
 import os
@@ -14,7 +15,7 @@ import numpy as np
 from leanfleet import communicators, native
 
 TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
-SECONDS = 120  # more than any test's ranks take
+SECONDS = 60  # more than any test's ranks take
 
 
 def _rank(function, rank, results, arguments):
@@ -94,8 +95,11 @@ def exchange(rank, world, ids):
     return worst, sums
 
 
-def runtimes(rank, world, id):
-    """The same nodes in PyTorch, and in ONNX Runtime as a model of two: a sum, and a gathering of it."""
+def runtimes(rank, world, port):
+    """The same nodes in PyTorch, and in ONNX Runtime as a model of two: a sum, and a gathering of it. The environment is that
+    which torchrun makes."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
     import onnx
     import torch
 
@@ -106,7 +110,8 @@ def runtimes(rank, world, id):
 
     torch.set_num_threads(1)
     results = {}
-    with communicators.create("tp", rank, world, id=id, timeout=60):
+    with communicators.world_from_torchrun("tp", engine="shared_memory") as made:
+        assert (made.name, made.rank, made.world) == ("tp", rank, world)
         for name in TYPES:
             x = torch.from_numpy(np.stack([contribution(rank, 40, name)] * 3).astype(np.float32)).to(getattr(torch, name))
             total = all_reduce(x, communicator="tp")
@@ -233,3 +238,29 @@ def dies_on_gpu(rank, world, id, graph):
     except native.LeanfleetError as error:
         return str(error), time.monotonic() - begin
     raise AssertionError("nothing is noticed")
+
+
+def life_with_nccl(rank, world, id, library, how):
+    """A communicator of tests/cpp/fake_nccl.cpp, to its end: (what was said, seconds, aborted, destroyed)."""
+    fake = ctypes.CDLL(library)
+    if how == "hang":
+        os.environ["FAKE_NCCL"] = "hang"
+    text, begin = None, time.monotonic()
+    try:
+        timeout = 1 if how == "hang" else 30
+        with communicators.create("world", rank, world, id=id, engine="nccl", library=library, timeout=timeout) as made:
+            if how == "dies" and rank == 1:
+                time.sleep(0.5)
+                os._exit(1)
+            if how == "error":
+                os.environ["FAKE_NCCL"] = "error"
+            if how == "late":
+                made.wait(lambda: False, timeout=0.5)
+            begin = time.monotonic()
+            while how != "good" and time.monotonic() - begin < SECONDS:
+                made.check()
+                time.sleep(0.02)
+            made.wait(lambda: True)
+    except native.LeanfleetError as error:
+        text = str(error)
+    return text, time.monotonic() - begin, fake.fake_aborts(), fake.fake_destroys()
