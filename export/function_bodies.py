@@ -28,7 +28,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 from onnx_ir.tape import Tape
 
-from leanfleet import spec
+from leanfleet import communicators, spec
 from leanfleet.export import sample_constants as sampling
 
 CHUNK = 64
@@ -1208,6 +1208,8 @@ def _all_reduce(ops, x, a, ranks):
 
 
 def _all_gather(ops, x, a, ranks):
+    if not 1 <= a.world <= communicators.MAX_RANKS:
+        raise ValueError(f"AllGather: world is {a.world}; expected 1 to {communicators.MAX_RANKS}")
     return [ops.Concat(*[x.input] * a.world, axis=0)]
 
 

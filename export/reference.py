@@ -1669,8 +1669,10 @@ def _alone(operator, communicator):
     )
 
 
-def all_reduce(input: torch.Tensor, *, communicator: str = "world") -> tuple[torch.Tensor]:
-    """The sum of input T [...] over the ranks of a world of one: (a copy of input,).
+def all_reduce(
+    input: torch.Tensor, *, communicator: str = "world", compute_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor]:
+    """The sum of input T [...] over the ranks of a world of one: (a copy of input,). Nothing is computed, in any type.
 
     Raises ValueError where this process's communicator has more ranks.
     Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
@@ -1686,8 +1688,11 @@ def all_reduce(input: torch.Tensor, *, communicator: str = "world") -> tuple[tor
     return (input.clone(),)
 
 
-def all_gather(input: torch.Tensor, *, communicator: str = "world", world: int = 1) -> tuple[torch.Tensor]:
+def all_gather(
+    input: torch.Tensor, *, communicator: str = "world", world: int = 1, compute_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor]:
     """input T [N,...] of each rank, one behind the other, as if all `world` ranks had this one's: (output T [world N,...],).
+    Nothing is computed, in any type.
 
     Raises ValueError where this process's communicator has more than one rank, and for a world below 1.
     Source: Sanovar et al., "LeanAttention" (2024), section 6.

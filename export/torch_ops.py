@@ -12,6 +12,7 @@ asked for: a tensor where it is one, else a tuple.
 import functools
 import inspect
 import itertools
+import math
 import threading
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ _TYPES = {"bool": bool, "int": int, "float": float, "string": str}
 _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 _LIBRARY = torch.library.Library(spec.DOMAIN, "DEF")
 _DEVICE_KEYS = {DispatchKey.CPU: "cpu", DispatchKey.CUDA: "cuda"}
+_MOST_ELEMENTS = 2**47  # of a tensor, kMaxElements in csrc/core/op.h
 _MAX_PLANS = 512  # kept by a thread; a cache whose capacity grows with every token makes a new one each time
 # Launches on one stream follow each other and leave the buffer zero.
 _sync_words: dict[tuple, torch.Tensor] = {}  # (device, stream) -> zeroed buffer
@@ -117,6 +119,8 @@ def _checked_metadata(op, inputs, attrs):
         metadata = _output_metadata(op, inputs, attrs)
         if any(size < 0 for _, shape in metadata for size in shape):
             raise ValueError(f"{op.name}: an input is empty")
+        if any(math.prod(shape) > _MOST_ELEMENTS for _, shape in metadata):
+            raise ValueError(f"{op.name}: an output has more than 2^47 elements")
         return metadata
     except (ValueError, AttributeError, KeyError):
         native.Call(op.name, [_entry(t) for t in inputs], [], attrs).workspace()

@@ -81,6 +81,12 @@ Status gather_on_cpu(const Call& call, const CpuTarget&, Workspace& ws) {
   return ws.counting() ? Status{} : gather(call, Engine::kSharedMemory, nullptr, copy_on_cpu);
 }
 
+Status check_world(const Call& call) {
+  const int64_t world = call.attrs[all_gather::kAttrWorld].i;
+  if (world <= kMaxRanks) return {};
+  return call.invalid("attribute world is " + std::to_string(world) + "; expected 1 to " + std::to_string(kMaxRanks));
+}
+
 MergeArgs make_args(const Call& call) {
   MergeArgs args = {};
   args.partial_output = call.inputs[merge_attention::kPartialOutput].data;
@@ -134,7 +140,7 @@ constexpr Status (*merge_on_cuda)(const Call&, const CudaTarget&, Workspace&) = 
 }  // namespace collectives
 
 const OpImpl all_reduce::kImpl = {nullptr, nullptr, collectives::reduce_on_cpu, collectives::reduce_on_cuda};
-const OpImpl all_gather::kImpl = {nullptr, nullptr, collectives::gather_on_cpu, collectives::gather_on_cuda};
+const OpImpl all_gather::kImpl = {collectives::check_world, nullptr, collectives::gather_on_cpu, collectives::gather_on_cuda};
 const OpImpl merge_attention::kImpl = {nullptr, nullptr, collectives::merge_on_cpu, collectives::merge_on_cuda};
 
 }  // namespace leanfleet
