@@ -476,7 +476,7 @@ def _write_ranks(
         for rank, path in enumerate(paths):
             with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
                 module, arguments, shapes, names = _traced(model, all_logits, cache)
-                program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
+                program, found = made(module, arguments, shapes, fuse, verify, rope, names | dict(options))
             facts |= found
             save(program.model, path)
             first = first or program

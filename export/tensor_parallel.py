@@ -19,7 +19,7 @@ import torch
 from torch.nn import Linear, Module, Parameter
 
 from leanfleet import communicators
-from leanfleet.decoder_contract import KEY, WORLD
+from leanfleet.decoder_contract import KEY, MOST_RANKS, WORLD
 from leanfleet.export.support import check_supported
 from leanfleet.export.torch_ops import all_reduce
 
@@ -53,8 +53,8 @@ def columns(width: int, world: int) -> list[range]:
 
 def check_world(world: object) -> int:
     """Raises ValueError for what is no number of ranks."""
-    if not isinstance(world, int) or isinstance(world, bool) or not 2 <= world <= 1024:
-        raise ValueError(f"tensor_parallel is {world!r}; expected a number of ranks, 2 or more")
+    if not isinstance(world, int) or isinstance(world, bool) or not 2 <= world <= MOST_RANKS:
+        raise ValueError(f"tensor_parallel is {world!r}; expected a number of ranks, 2 or more, at most {MOST_RANKS}")
     return world
 
 

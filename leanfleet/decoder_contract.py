@@ -86,7 +86,7 @@ MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 SAMPLER_FILE = "sampler.onnx"
 WORLD = "world"  # the communicator of a tensor parallel decoder's nodes
 PARALLEL = 5  # the format of a tensor parallel folder
-MOST_RANKS = 1024
+MOST_RANKS = 64  # of a communicator
 MOST_FACTS, MOST_BLOCK = 1 << 20, 1 << 14  # bytes of leanfleet.json, tokens of a page: more asks for memory alone
 SERVING_FILE = "serving.onnx"  # in a folder whose model.onnx is of the other kind
 OPTIONAL_FILES = (
@@ -506,11 +506,12 @@ def read_facts(folder: str | Path, interface: Interface, parallel: bool = False)
 
 def _check_ranks(folder: Path, path: Path, facts: dict[str, Any], ranked: bool, again: str) -> None:
     """Raises ValueError or FileNotFoundError where what leanfleet.json says of ranks is wrong, or their files are missing."""
-    said = facts.get("tensor_parallel")
+    said: Any = facts.get("tensor_parallel")
     if said is None and not ranked:
         return
-    fits = isinstance(said, dict) and _number(said.get("world"), 2) and said["world"] <= MOST_RANKS
-    if not fits or said.get("files") != [rank_file(rank) for rank in range(said["world"])]:
+    world = said.get("world") if isinstance(said, dict) else None
+    fits = isinstance(said, dict) and isinstance(world, int) and _number(world, 2) and world <= MOST_RANKS
+    if not fits or said.get("files") != [rank_file(rank) for rank in range(cast(int, world))]:
         found = json.dumps(said)[:60]
         raise ValueError(f"{path}: tensor_parallel is {found}; expected a world of 2 or more ranks, and their files: {again}")
     if not ranked:

@@ -159,7 +159,7 @@ def _watch(started: Sequence[_Rank], passed_on: Sequence[int], seconds: float | 
     begun, through = time.monotonic(), None
     while True:
         codes = [each.process.poll() for each in started]
-        if codes[0] in passed_on:
+        if codes[0] is not None and codes[0] in passed_on:
             return codes[0]
         if any(codes):  # a rank whose peer is gone fails too: ask again, whether one was killed before
             codes = [each.process.poll() for each in started]
