@@ -22,7 +22,18 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library, ranks, trial
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, WORLD, cache_forms, is_state, packed
+from leanfleet.decoder_contract import (
+    BATCH,
+    CAPACITY,
+    DECODER,
+    LOGITS,
+    SERVING,
+    SESSION_TYPES,
+    WORLD,
+    cache_forms,
+    is_state,
+    packed,
+)
 from leanfleet.export import blocks
 from leanfleet.export.reference import FORM_TYPES, numbers_of, quantised, row_scales
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
@@ -88,7 +99,7 @@ def verify_ranks(
             ranks.launch(command, len(paths), environment={"CUDA_VISIBLE_DEVICES": ""}, seconds=RANKS_SECONDS)
             with np.load(folder / "found.npz") as said:
                 places = json.loads(str(said["places"]))
-                return [(*place, logits) for place, logits in zip(places, said["logits"], strict=True)]
+                return [(*place, logits) for place, logits in zip(places, said[LOGITS], strict=True)]
 
         return judge_found(model, found, facts, rope)
 
@@ -105,7 +116,7 @@ def run_rank(folder: str) -> None:
     if here.rank == 0:
         places, logits = [place for *place, _ in found], np.stack([logits for *_, logits in found])
         with open(Path(folder) / "found.npz", "wb") as file:
-            np.savez(file, places=np.array(json.dumps(places)), logits=logits)
+            np.savez(file, **{"places": np.array(json.dumps(places)), LOGITS: logits})
 
 
 def _no_library():
