@@ -98,8 +98,8 @@ def verify_ranks(
             command = ranks.python("-c", program, str(folder))
             ranks.launch(command, len(paths), environment={"CUDA_VISIBLE_DEVICES": ""}, seconds=RANKS_SECONDS)
             with np.load(folder / "found.npz") as said:
-                places = json.loads(str(said["places"]))
-                return [(*place, logits) for place, logits in zip(places, said[LOGITS], strict=True)]
+                places, rows = (said[name] for name in said.files)
+                return [(*place, logits) for place, logits in zip(json.loads(str(places)), rows, strict=True)]
 
         return judge_found(model, found, facts, rope)
 
@@ -116,7 +116,7 @@ def run_rank(folder: str) -> None:
     if here.rank == 0:
         places, logits = [place for *place, _ in found], np.stack([logits for *_, logits in found])
         with open(Path(folder) / "found.npz", "wb") as file:
-            np.savez(file, **{"places": np.array(json.dumps(places)), LOGITS: logits})
+            np.savez(file, np.array(json.dumps(places)), logits)
 
 
 def _no_library():
