@@ -26,7 +26,6 @@ from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
     DECODER,
-    LOGITS,
     SERVING,
     SESSION_TYPES,
     WORLD,
