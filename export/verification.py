@@ -22,17 +22,7 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library, ranks, trial
-from leanfleet.decoder_contract import (
-    BATCH,
-    CAPACITY,
-    DECODER,
-    SERVING,
-    SESSION_TYPES,
-    WORLD,
-    cache_forms,
-    is_state,
-    packed,
-)
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, WORLD, cache_forms, is_state, packed
 from leanfleet.export import blocks
 from leanfleet.export.reference import FORM_TYPES, numbers_of, quantised, row_scales
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
