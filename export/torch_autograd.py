@@ -8,13 +8,14 @@ PyTorch's stable interface has no autograd, so that csrc/torch/autograd.cpp must
 import ctypes
 import functools
 import itertools
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
-from leanfleet import native, spec
+from leanfleet import __version__, native, spec
 
 _INPUT, _OUTPUT, _GRADIENT = range(3)  # Source of autograd.cpp
 _SAME, _WANTED, _DEFAULT = range(3)  # Value of autograd.cpp
@@ -30,7 +31,7 @@ def library_path() -> Path:
 
         print(library_path().name.startswith("libleanfleet_autograd"))  # True
     """
-    return native.library_path("leanfleet").parent / f"libleanfleet_autograd_{torch.__version__}.so"
+    return native.library_path("leanfleet").parent / f"libleanfleet_autograd_{__version__}_torch_{torch.__version__}.so"
 
 
 def build() -> Path:
@@ -59,6 +60,8 @@ def build() -> Path:
 @functools.cache
 def _library():
     """The compiled library, None where there is none for this PyTorch."""
+    if os.environ.get("LEANFLEET_TORCH") == "stable":
+        return None
     try:
         path = library_path()
         if not path.exists():

@@ -350,14 +350,14 @@ def _fake(op, mutating):
     return fake
 
 
-def _differentiable(op, name, runners, setup, backward):
-    """The kernel of the form `name` at PyTorch's Autograd key, which records the call where gradients are wanted.
+def _differentiable(op, mutating, runners, setup, backward):
+    """The kernel of one form at PyTorch's Autograd key, which records the call where gradients are wanted.
 
     setup(ctx, inputs, attrs, outputs) gets all inputs and attributes, defaults filled in; backward(ctx, *gradients) returns
     the gradients of the inputs. torch.library.register_autograd makes the same of them, but a call of its kernel takes 35 µs
     more, mostly to fill in defaults from the schema.
     """
-    raw = getattr(torch.ops.leanfleet, name).default
+    raw = getattr(torch.ops.leanfleet, op.snake_name + ("_" if mutating else "")).default
     defaults = {a.name: a.default for a in op.attrs}
 
     def call(keyset, inputs, attrs):
@@ -365,8 +365,11 @@ def _differentiable(op, name, runners, setup, backward):
         run = None if _COMPILED else runners.get(keyset.highestPriorityTypeId())
         if run is not None:  # no mode, transform or subclass comes before the device: the dispatcher would call the same
             return run(*inputs, **attrs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return raw.redispatch(keyset, *inputs, **attrs)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return raw.redispatch(keyset, *inputs, **attrs)
+        except (RuntimeError, ValueError) as error:
+            raise _typed(op, mutating, error, inputs, attrs) from None
 
     def forward(ctx, *args):
         *inputs, attrs, keyset = args
@@ -391,7 +394,7 @@ def _differentiable(op, name, runners, setup, backward):
 def _attach():
     """Whether libleanfleet finds PyTorch's stable C functions, so that its compiled kernels can be registered.
 
-    LEANFLEET_TORCH=ctypes: kernels are called through ctypes. It is there to compare the two.
+    LEANFLEET_TORCH=ctypes: kernels are called through ctypes; stable: autograd is Python's. They are there to compare.
     """
     if os.environ.get("LEANFLEET_TORCH") == "ctypes":
         return False
@@ -425,9 +428,9 @@ def _define(op, setup, backward):
                 _LIBRARY.impl(name, run, key.name)
         torch.library.register_fake(f"{spec.DOMAIN}::{name}", _fake(op, mutating), lib=_LIBRARY)
         differentiated = (_setup_nothing, _no_backward(name)) if mutating else (setup, backward)
-        kernel = _differentiable(op, name, runners, *differentiated)
+        kernel = _differentiable(op, mutating, runners, *differentiated)
         _FALLBACK_LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
-        if not torch_autograd.register(op, mutating):
+        if not _COMPILED or not torch_autograd.register(op, mutating):
             _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
@@ -686,7 +689,7 @@ _DIFFERENTIATED = {
     "GatedDeltaRule": (_save_inputs, _delta_backward),
     "NormalizedLinearAttention": (_setup_normalized, _normalized_backward),
 }
-for _op in _SPECS.values():
+for _op in reversed(_SPECS.values()):  # gradients come before what they are gradients of
     _define(_op, *_DIFFERENTIATED.get(_op.name, (_setup_nothing, _no_backward(_op.name))))
 
 lean_attention = _function(_SPECS["LeanAttention"], False)

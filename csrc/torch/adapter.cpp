@@ -31,54 +31,54 @@ using Kernel = void (*)(Value* stack, uint64_t inputs, uint64_t outputs);
 constexpr uint64_t kAbi = (uint64_t{2} << 56) | (uint64_t{10} << 48);
 
 // PyTorch's functions: name, result, parameters. Those that return int give 0 or an error.
-#define LEANFLEET_TORCH_FUNCTIONS(F)                                                                             \
-  F(aoti_torch_device_type_cpu, int32_t, ())                                                                     \
-  F(aoti_torch_device_type_cuda, int32_t, ())                                                                    \
-  F(aoti_torch_dtype_float32, int32_t, ())                                                                       \
-  F(aoti_torch_dtype_float16, int32_t, ())                                                                       \
-  F(aoti_torch_dtype_bfloat16, int32_t, ())                                                                      \
-  F(aoti_torch_dtype_float64, int32_t, ())                                                                       \
-  F(aoti_torch_dtype_int32, int32_t, ())                                                                         \
-  F(aoti_torch_dtype_int64, int32_t, ())                                                                         \
-  F(aoti_torch_dtype_int8, int32_t, ())                                                                          \
-  F(aoti_torch_dtype_uint8, int32_t, ())                                                                         \
-  F(aoti_torch_dtype_float8_e4m3fn, int32_t, ())                                                                 \
-  F(aoti_torch_get_dim, int, (Handle, int64_t*))                                                                 \
-  F(aoti_torch_get_sizes, int, (Handle, int64_t**))                                                              \
-  F(aoti_torch_get_dtype, int, (Handle, int32_t*))                                                               \
-  F(aoti_torch_get_device_type, int, (Handle, int32_t*))                                                         \
-  F(aoti_torch_get_device_index, int, (Handle, int32_t*))                                                        \
-  F(aoti_torch_is_contiguous, int, (Handle, bool*))                                                              \
-  F(aoti_torch_is_defined, int, (Handle, bool*))                                                                 \
+#define LEANFLEET_TORCH_FUNCTIONS(F)                                                                              \
+  F(aoti_torch_device_type_cpu, int32_t, ())                                                                      \
+  F(aoti_torch_device_type_cuda, int32_t, ())                                                                     \
+  F(aoti_torch_dtype_float32, int32_t, ())                                                                        \
+  F(aoti_torch_dtype_float16, int32_t, ())                                                                        \
+  F(aoti_torch_dtype_bfloat16, int32_t, ())                                                                       \
+  F(aoti_torch_dtype_float64, int32_t, ())                                                                        \
+  F(aoti_torch_dtype_int32, int32_t, ())                                                                          \
+  F(aoti_torch_dtype_int64, int32_t, ())                                                                          \
+  F(aoti_torch_dtype_int8, int32_t, ())                                                                           \
+  F(aoti_torch_dtype_uint8, int32_t, ())                                                                          \
+  F(aoti_torch_dtype_float8_e4m3fn, int32_t, ())                                                                  \
+  F(aoti_torch_get_dim, int, (Handle, int64_t*))                                                                  \
+  F(aoti_torch_get_sizes, int, (Handle, int64_t**))                                                               \
+  F(aoti_torch_get_dtype, int, (Handle, int32_t*))                                                                \
+  F(aoti_torch_get_device_type, int, (Handle, int32_t*))                                                          \
+  F(aoti_torch_get_device_index, int, (Handle, int32_t*))                                                         \
+  F(aoti_torch_is_contiguous, int, (Handle, bool*))                                                               \
+  F(aoti_torch_is_defined, int, (Handle, bool*))                                                                  \
   F(aoti_torch_empty_strided, int, (int64_t, const int64_t*, const int64_t*, int32_t, int32_t, int32_t, Handle*)) \
-  F(aoti_torch_copy_, int, (Handle, Handle, int32_t))                                                            \
-  F(aoti_torch_zero_, int, (Handle))                                                                             \
-  F(aoti_torch_delete_tensor_object, int, (Handle))                                                              \
-  F(aoti_torch_get_current_device_index, int, (int32_t*))                                                        \
-  F(aoti_torch_create_device_guard, int, (int32_t, void**))                                                      \
-  F(aoti_torch_delete_device_guard, int, (void*))                                                                \
-  F(aoti_torch_library_init_impl, int, (const char*, const char*, const char*, uint32_t, void**))                \
-  F(torch_library_impl, int, (void*, const char*, Kernel, uint64_t))                                             \
-  F(torch_call_dispatcher, int, (const char*, const char*, Value*, uint64_t))                                    \
-  F(torch_get_const_data_ptr, int, (Handle, const void**))                                                       \
-  F(torch_get_mutable_data_ptr, int, (Handle, void**))                                                           \
-  F(torch_get_num_threads, int, (uint32_t*))                                                                     \
-  F(torch_string_c_str, int, (void*, const char**))                                                              \
+  F(aoti_torch_copy_, int, (Handle, Handle, int32_t))                                                             \
+  F(aoti_torch_zero_, int, (Handle))                                                                              \
+  F(aoti_torch_delete_tensor_object, int, (Handle))                                                               \
+  F(aoti_torch_get_current_device_index, int, (int32_t*))                                                         \
+  F(aoti_torch_create_device_guard, int, (int32_t, void**))                                                       \
+  F(aoti_torch_delete_device_guard, int, (void*))                                                                 \
+  F(aoti_torch_library_init_impl, int, (const char*, const char*, const char*, uint32_t, void**))                 \
+  F(torch_library_impl, int, (void*, const char*, Kernel, uint64_t))                                              \
+  F(torch_call_dispatcher, int, (const char*, const char*, Value*, uint64_t))                                     \
+  F(torch_get_const_data_ptr, int, (Handle, const void**))                                                        \
+  F(torch_get_mutable_data_ptr, int, (Handle, void**))                                                            \
+  F(torch_get_num_threads, int, (uint32_t*))                                                                      \
+  F(torch_string_c_str, int, (void*, const char**))                                                               \
   F(torch_delete_string, int, (void*))
 
 struct Torch {
 #define LEANFLEET_TORCH_MEMBER(name, result, parameters) result(*name) parameters = nullptr;
   LEANFLEET_TORCH_FUNCTIONS(LEANFLEET_TORCH_MEMBER)
 #undef LEANFLEET_TORCH_MEMBER
-  int (*torch_delete_stable_ivalue)(Value*) = nullptr;                      // of 2.13
-  int (*aoti_torch_get_current_cuda_stream)(int32_t, void**) = nullptr;     // of builds with CUDA
+  int (*torch_delete_stable_ivalue)(Value*) = nullptr;                   // of 2.13
+  int (*aoti_torch_get_current_cuda_stream)(int32_t, void**) = nullptr;  // of builds with CUDA
   int32_t cpu, cuda, float64;
   int32_t dtypes[kNumDTypes];  // by DType
 };
 Torch torch;
 
 const char* attach(void* handle) {
-#define LEANFLEET_TORCH_FIND(name, result, parameters)                              \
+#define LEANFLEET_TORCH_FIND(name, result, parameters)                       \
   torch.name = reinterpret_cast<result(*) parameters>(dlsym(handle, #name)); \
   if (torch.name == nullptr) return #name;
   LEANFLEET_TORCH_FUNCTIONS(LEANFLEET_TORCH_FIND)
@@ -89,8 +89,9 @@ const char* attach(void* handle) {
   torch.cpu = torch.aoti_torch_device_type_cpu();
   torch.cuda = torch.aoti_torch_device_type_cuda();
   torch.float64 = torch.aoti_torch_dtype_float64();
-  const int32_t dtypes[] = {torch.aoti_torch_dtype_float32(),  torch.aoti_torch_dtype_float16(), torch.aoti_torch_dtype_bfloat16(),
-                            torch.aoti_torch_dtype_int32(),    torch.aoti_torch_dtype_int64(),   torch.aoti_torch_dtype_int8(),
+  const int32_t dtypes[] = {torch.aoti_torch_dtype_float32(),       torch.aoti_torch_dtype_float16(),
+                            torch.aoti_torch_dtype_bfloat16(),      torch.aoti_torch_dtype_int32(),
+                            torch.aoti_torch_dtype_int64(),         torch.aoti_torch_dtype_int8(),
                             torch.aoti_torch_dtype_float8_e4m3fn(), torch.aoti_torch_dtype_uint8()};
   static_assert(std::size(dtypes) == kNumDTypes);
   std::memcpy(torch.dtypes, dtypes, sizeof dtypes);
@@ -148,7 +149,8 @@ Status empty(const int64_t* shape, int rank, int32_t dtype, const Device& device
     strides[i] = step;
     step *= shape[i] > 1 ? shape[i] : 1;
   }
-  return check(torch.aoti_torch_empty_strided(rank, shape, strides, dtype, device.type, device.index, made), "allocating a tensor");
+  return check(torch.aoti_torch_empty_strided(rank, shape, strides, dtype, device.type, device.index, made),
+               "allocating a tensor");
 }
 
 Status bytes_on(const Device& device, size_t size, Owned* buffer, void** aligned) {
@@ -183,7 +185,8 @@ class Arguments {
   ~Arguments() {
     const OpSpec& spec = *form_.op->spec;
     for (int i = 0; i < spec.num_attrs; ++i)
-      if (spec.attrs[i].type == AttrType::kString && attrs_[i] != 0) torch.torch_delete_string(reinterpret_cast<void*>(attrs_[i]));
+      if (spec.attrs[i].type == AttrType::kString && attrs_[i] != 0)
+        torch.torch_delete_string(reinterpret_cast<void*>(attrs_[i]));
   }
 
   Status read(Call* call, Device* device);
@@ -325,7 +328,8 @@ Status launch(const Form& form, const Call& call, const Device& device) {
   LEANFLEET_RETURN_IF_ERROR(run_cuda(*form.op, call, target, counting));
   Owned scratch, sync;
   void *scratch_at = nullptr, *sync_at = nullptr;
-  if (counting.scratch_bytes() > 0) LEANFLEET_RETURN_IF_ERROR(bytes_on(device, counting.scratch_bytes(), &scratch, &scratch_at));
+  if (counting.scratch_bytes() > 0)
+    LEANFLEET_RETURN_IF_ERROR(bytes_on(device, counting.scratch_bytes(), &scratch, &scratch_at));
   if (counting.sync_bytes() > 0) LEANFLEET_RETURN_IF_ERROR(sync_words(device, stream, counting.sync_bytes(), &sync, &sync_at));
   Workspace ws(scratch_at, counting.scratch_bytes(), sync_at, counting.sync_bytes());
   return run_cuda(*form.op, call, target, ws);
@@ -341,7 +345,8 @@ Status launch_on_cpu(const Form& form, const Call& call, const Device& device) {
   LEANFLEET_RETURN_IF_ERROR(run_cpu(*form.op, call, target, counting));
   Owned scratch, sync;
   void *scratch_at = nullptr, *sync_at = nullptr;
-  if (counting.scratch_bytes() > 0) LEANFLEET_RETURN_IF_ERROR(bytes_on(device, counting.scratch_bytes(), &scratch, &scratch_at));
+  if (counting.scratch_bytes() > 0)
+    LEANFLEET_RETURN_IF_ERROR(bytes_on(device, counting.scratch_bytes(), &scratch, &scratch_at));
   if (counting.sync_bytes() > 0) {
     LEANFLEET_RETURN_IF_ERROR(bytes_on(device, counting.sync_bytes(), &sync, &sync_at));
     std::memset(sync_at, 0, counting.sync_bytes());
@@ -376,7 +381,8 @@ Status make_outputs(const Form& form, const Device& device, Call* call, Owned* m
     Handle& handle = made[returned++].handle;
     const int64_t none[] = {0};
     const int64_t* shape = exists ? call->outputs[i].shape : none;
-    LEANFLEET_RETURN_IF_ERROR(empty(shape, exists ? call->outputs[i].rank : 1, torch.dtypes[static_cast<int>(dtype)], device, &handle));
+    LEANFLEET_RETURN_IF_ERROR(
+        empty(shape, exists ? call->outputs[i].rank : 1, torch.dtypes[static_cast<int>(dtype)], device, &handle));
     if (exists)
       LEANFLEET_RETURN_IF_ERROR(check(torch.torch_get_mutable_data_ptr(handle, &call->outputs[i].data), "reading a tensor"));
   }
@@ -449,7 +455,8 @@ Status add(const char* domain, const char* key, const char* name, const char* op
   for (int i = 0; mutating != nullptr && i < spec.num_attrs; ++i)
     if (std::strcmp(spec.attrs[i].name, mutating) == 0) form.mutating = i;
   void* library;  // stays: deleting it would take the kernel away
-  LEANFLEET_RETURN_IF_ERROR(check(torch.aoti_torch_library_init_impl(domain, key, "leanfleet", 0, &library), "opening a library"));
+  LEANFLEET_RETURN_IF_ERROR(
+      check(torch.aoti_torch_library_init_impl(domain, key, "leanfleet", 0, &library), "opening a library"));
   const Kernel found = kernel_of(index, mutating != nullptr, std::make_index_sequence<std::size(kOps)>());
   return check(torch.torch_library_impl(library, name, found, kAbi), "registering a kernel");
 }

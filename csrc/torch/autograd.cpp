@@ -8,6 +8,7 @@
 #include <torch/library.h>
 
 #include <memory>
+#include <stdexcept>
 #include <string>
 #include <utility>
 #include <vector>
@@ -30,10 +31,10 @@ struct Attribute {
 };
 
 struct Table {
-  std::string name;                  // for messages
+  std::string name;  // for messages
   int inputs = 0, outputs = 0;
-  std::vector<int32_t> refused_on;   // bool attributes that take the fallback
-  std::vector<Argument> arguments;   // of the gradients' operator; empty: the operator has no gradients
+  std::vector<int32_t> refused_on;  // bool attributes that take the fallback
+  std::vector<Argument> arguments;  // of the gradients' operator; empty: the operator has no gradients
   std::vector<Attribute> attributes;
   std::vector<int32_t> results;      // for each input the output that is its gradient, -1: it has none
   std::vector<bool> differentiable;  // outputs
@@ -56,7 +57,8 @@ struct Gradients : torch::autograd::Node {
 
   variable_list apply(variable_list&& given) override {
     if (table.arguments.empty())
-      not_implemented(table.name + " has no backward: it serves inference. Detach its inputs, or call it under torch.no_grad()");
+      not_implemented(table.name +
+                      " has no backward: it serves inference. Detach its inputs, or call it under torch.no_grad()");
     TORCH_CHECK(!released, torch::autograd::ERR_BACKWARD_TWICE);
     variable_list result(table.inputs);
     bool any = false;
@@ -76,7 +78,8 @@ struct Gradients : torch::autograd::Node {
   IValue tensor_of(const Argument& argument, const variable_list& given) {
     Variable tensor;
     if (argument.source == kInput) tensor = inputs[argument.index].unpack();
-    if (argument.source == kOutput) tensor = outputs[argument.index].unpack(c10::intrusive_ptr<Node>::unsafe_reclaim_from_nonowning(this));
+    if (argument.source == kOutput)
+      tensor = outputs[argument.index].unpack(c10::intrusive_ptr<Node>::unsafe_reclaim_from_nonowning(this));
     if (argument.source == kGradient) {
       const int32_t place = places[argument.index];
       if (place >= 0) tensor = given[place];
@@ -136,9 +139,25 @@ class Recorder final : public c10::OperatorKernel {
   }
 
  private:
-  static void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
-    at::AutoDispatchBelowAutograd below;
-    op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+  void run(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) const {
+    const size_t count = op.schema().arguments().size(), below_call = stack->size() - count;
+    const c10::SmallVector<IValue, 24> arguments(stack->end() - static_cast<std::ptrdiff_t>(count), stack->end());
+    try {
+      at::AutoDispatchBelowAutograd below;
+      op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
+    } catch (const std::runtime_error&) {
+      refuse(below_call, arguments, stack);
+    } catch (const std::invalid_argument&) {
+      refuse(below_call, arguments, stack);
+    }
+  }
+
+  // Errors of the stable interface have no type of their own. The fallback refuses the same call with the right one.
+  template <class Arguments>
+  void refuse(size_t below_call, const Arguments& arguments, torch::jit::Stack* stack) const {
+    stack->resize(below_call);
+    stack->insert(stack->end(), arguments.begin(), arguments.end());
+    table_.fallback->callBoxed(stack);
   }
 
   void refuse_tangent(const at::Tensor& tensor) const {
@@ -193,8 +212,11 @@ c10::OperatorHandle found(const char* name) { return c10::Dispatcher::singleton(
 // `numbers`: inputs, outputs, then lists with their lengths in front: refused attributes, the arguments (source, index, optional
 // each), attributes (value, index), results, differentiable outputs. `gradients` is NULL where there are none. Returns NULL, or an
 // error's text.
-extern "C" __attribute__((visibility("default"))) const char* leanfleet_autograd_register(
-    const char* domain, const char* form, const char* what, const char* gradients, const char* fallback, const int32_t* numbers) {
+extern "C" __attribute__((visibility("default"))) const char* leanfleet_autograd_register(const char* domain, const char* form,
+                                                                                          const char* what,
+                                                                                          const char* gradients,
+                                                                                          const char* fallback,
+                                                                                          const int32_t* numbers) {
   thread_local std::string error;
   try {
     Table table;
