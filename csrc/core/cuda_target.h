@@ -15,6 +15,9 @@ void* driver_function(const char* name);
 // nothing while that is being captured.
 Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& target);
 
+// Whether the stream is being captured into a CUDA graph.
+Status is_captured(const Call& call, void* stream, bool* captured);
+
 // ok for 0 (cudaSuccess); otherwise "LeanAttention 'node': <action> failed: cudaErrorX (its text)".
 Status cuda_status(const Call& call, const char* action, int error);
 

@@ -12,8 +12,6 @@
 #include "core/op_specs.h"
 #include "core/thread_pool.h"
 #ifdef LEANFLEET_CUDA
-#include <cuda_runtime_api.h>
-
 #include <map>
 #include <mutex>
 
@@ -296,15 +294,14 @@ Status Arguments::read(Call* call, Device* device) {
 
 #ifdef LEANFLEET_CUDA
 // Zeroed sync words of a stream. In a CUDA graph they are zeroed by a node of the graph.
-Status sync_words(const Device& device, void* stream, size_t size, Owned* own, void** words) {
+Status sync_words(const Call& call, const Device& device, void* stream, size_t size, Owned* own, void** words) {
   static std::mutex mutex;
   static std::map<std::pair<int32_t, void*>, std::pair<Handle, size_t>> kept;
-  cudaStreamCaptureStatus capturing;
-  if (const int error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &capturing); error != cudaSuccess)
-    return {Code::kCuda, "asking whether the stream is captured failed: " + std::to_string(error)};
+  bool captured;
+  LEANFLEET_RETURN_IF_ERROR(is_captured(call, stream, &captured));
   std::lock_guard<std::mutex> lock(mutex);
   auto& [buffer, bytes] = kept[{device.index, stream}];
-  if (capturing == cudaStreamCaptureStatusNone && bytes >= size) {
+  if (!captured && bytes >= size) {
     void* data;
     LEANFLEET_RETURN_IF_ERROR(check(torch.torch_get_mutable_data_ptr(buffer, &data), "reading a tensor"));
     *words = reinterpret_cast<void*>(round_up(reinterpret_cast<uintptr_t>(data), kWorkspaceAlignment));
@@ -312,7 +309,7 @@ Status sync_words(const Device& device, void* stream, size_t size, Owned* own, v
   }
   LEANFLEET_RETURN_IF_ERROR(bytes_on(device, size, own, words));
   LEANFLEET_RETURN_IF_ERROR(check(torch.aoti_torch_zero_(own->handle), "zeroing a tensor"));
-  if (capturing == cudaStreamCaptureStatusNone) {
+  if (!captured) {
     std::swap(buffer, own->handle);  // launches on one stream follow each other and leave the words zero
     bytes = size;
   }
@@ -330,7 +327,8 @@ Status launch(const Form& form, const Call& call, const Device& device) {
   void *scratch_at = nullptr, *sync_at = nullptr;
   if (counting.scratch_bytes() > 0)
     LEANFLEET_RETURN_IF_ERROR(bytes_on(device, counting.scratch_bytes(), &scratch, &scratch_at));
-  if (counting.sync_bytes() > 0) LEANFLEET_RETURN_IF_ERROR(sync_words(device, stream, counting.sync_bytes(), &sync, &sync_at));
+  if (counting.sync_bytes() > 0)
+    LEANFLEET_RETURN_IF_ERROR(sync_words(call, device, stream, counting.sync_bytes(), &sync, &sync_at));
   Workspace ws(scratch_at, counting.scratch_bytes(), sync_at, counting.sync_bytes());
   return run_cuda(*form.op, call, target, ws);
 }
