@@ -71,7 +71,7 @@ def _library():
         return None
     register = library.leanfleet_autograd_register
     register.restype = ctypes.c_char_p
-    register.argtypes = [ctypes.c_char_p] * 5 + [ctypes.POINTER(ctypes.c_int32)]
+    register.argtypes = [ctypes.c_char_p] * 5 + [ctypes.POINTER(ctypes.c_int32), ctypes.c_void_p]
     return library
 
 
@@ -127,7 +127,9 @@ def register(op: spec.OpSpec, mutating: bool) -> bool:
         f"{spec.DOMAIN}_python::{name}",
     ]
     error = library.leanfleet_autograd_register(
-        *(text.encode() if text else None for text in texts), (ctypes.c_int32 * len(numbers))(*numbers)
+        *(text.encode() if text else None for text in texts),
+        (ctypes.c_int32 * len(numbers))(*numbers),
+        ctypes.cast(native.library().leanfleet_torch_refused, ctypes.c_void_p),
     )
     return error is None
 

@@ -5,6 +5,7 @@
 #include <cstring>
 #include <iterator>
 #include <memory>
+#include <new>
 #include <stdexcept>
 #include <string>
 #include <utility>
@@ -419,7 +420,12 @@ void call_form(const Form& form, Value* stack) {
     throw std::invalid_argument(std::string(form.op->spec->name) + ": the reference refused the call");
   }
   Owned made[kMaxOutputs];
-  const Status status = run(form, stack, made);
+  Status status;
+  try {
+    status = run(form, stack, made);
+  } catch (const std::bad_alloc&) {
+    status = Status::internal(std::string(form.op->spec->name) + ": out of memory; nothing is known of its outputs");
+  }
   if (!status.ok()) {
     last_code = static_cast<int>(status.code);
     if (status.code == Code::kInvalidArgument) throw std::invalid_argument(status.message);
@@ -472,5 +478,10 @@ int leanfleet_torch_register(const char* domain, const char* key, const char* fo
 }
 
 int leanfleet_torch_error() { return std::exchange(leanfleet::last_code, 0); }
+
+int leanfleet_torch_refused() {
+  using leanfleet::Code, leanfleet::last_code;
+  return last_code == static_cast<int>(Code::kInvalidArgument) || last_code == static_cast<int>(Code::kUnsupported);
+}
 
 }  // extern "C"

@@ -21,6 +21,9 @@ LEANFLEET_EXPORT int leanfleet_torch_register(const char* domain, const char* ke
 /* The code of this thread's last refused call, as in leanfleet.h; 0 once it was asked for. PyTorch knows RuntimeError alone. */
 LEANFLEET_EXPORT int leanfleet_torch_error(void);
 
+/* Whether the thread's last error was a refusal, before anything was written, so that the call may be made again. */
+LEANFLEET_EXPORT int leanfleet_torch_refused(void);
+
 #ifdef __cplusplus
 }
 #endif

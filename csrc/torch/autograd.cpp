@@ -43,6 +43,8 @@ struct Table {
   std::vector<bool> used;  // inputs that the gradients' operator takes
 };
 
+int (*refused)() = nullptr;  // leanfleet_torch_refused
+
 [[noreturn]] void not_implemented(const std::string& text) { C10_THROW_ERROR(NotImplementedError, text); }
 
 struct Gradients : torch::autograd::Node {
@@ -146,15 +148,17 @@ class Recorder final : public c10::OperatorKernel {
       at::AutoDispatchBelowAutograd below;
       op.redispatchBoxed(keys & c10::after_autograd_keyset, stack);
     } catch (const std::runtime_error&) {
-      refuse(below_call, arguments, stack);
+      if (!refused()) throw;
+      call_fallback(below_call, arguments, stack);
     } catch (const std::invalid_argument&) {
-      refuse(below_call, arguments, stack);
+      if (!refused()) throw;
+      call_fallback(below_call, arguments, stack);
     }
   }
 
   // Errors of the stable interface have no type of their own. The fallback refuses the same call with the right one.
   template <class Arguments>
-  void refuse(size_t below_call, const Arguments& arguments, torch::jit::Stack* stack) const {
+  void call_fallback(size_t below_call, const Arguments& arguments, torch::jit::Stack* stack) const {
     stack->resize(below_call);
     stack->insert(stack->end(), arguments.begin(), arguments.end());
     table_.fallback->callBoxed(stack);
@@ -211,14 +215,13 @@ c10::OperatorHandle found(const char* name) { return c10::Dispatcher::singleton(
 
 // `numbers`: inputs, outputs, then lists with their lengths in front: refused attributes, the arguments (source, index, optional
 // each), attributes (value, index), results, differentiable outputs. `gradients` is NULL where there are none. Returns NULL, or an
-// error's text.
-extern "C" __attribute__((visibility("default"))) const char* leanfleet_autograd_register(const char* domain, const char* form,
-                                                                                          const char* what,
-                                                                                          const char* gradients,
-                                                                                          const char* fallback,
-                                                                                          const int32_t* numbers) {
+// error's text. `is_refused` is leanfleet_torch_refused.
+extern "C" __attribute__((visibility("default"))) const char*
+leanfleet_autograd_register(const char* domain, const char* form, const char* what, const char* gradients, const char* fallback,
+                            const int32_t* numbers, int (*is_refused)()) {
   thread_local std::string error;
   try {
+    refused = is_refused;
     Table table;
     table.name = what;
     table.inputs = *numbers++;
