@@ -9,26 +9,6 @@ namespace leanfleet::lean_attention {
 
 namespace {
 
-constexpr float kLeast = 0x1p-100f;  // of a row's largest magnitude: a smaller one counts as 0
-
-// A row's largest magnitude / that of the form; NaN if one is not finite. magnitudes: the largest of each lane as bits, whose order is that
-// of the numbers, with NaN last.
-__device__ __forceinline__ float own_scale(CacheForm form, unsigned magnitudes) {
-#pragma unroll
-  for (int offset = 16; offset > 0; offset /= 2) {
-    const unsigned other = __shfl_xor_sync(kFullWarp, magnitudes, offset);
-    magnitudes = other > magnitudes ? other : magnitudes;
-  }
-  if (magnitudes >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
-  const float largest = __uint_as_float(magnitudes);
-  return largest < kLeast ? 0.0f : __fdiv_rn(largest, largest_of(form));
-}
-
-// x / scale as the form holds it; 0 where the scale is.
-__device__ __forceinline__ uint32_t quantised(CacheForm form, float x, float scale) {
-  return bits_of(form, scale == 0.0f ? 0.0f : __fdiv_rn(x, scale));
-}
-
 // The key or value at `position`, by a warp. from: its row [width]; at, scale_at: its place in the cache and in its scales.
 template <class T>
 __device__ __forceinline__ void append_row(const Args& args, const Scales& scales, int head, const T* from, int width,
@@ -55,7 +35,7 @@ __device__ __forceinline__ void append_row(const Args& args, const Scales& scale
   }
   float scale = scales.kind == kPerTensor ? scales.in[0] : 0.0f;
   if (scales.kind == kPerToken) {
-    scale = own_scale(scales.form, magnitudes);
+    scale = own_scale<32>(scales.form, magnitudes, kFullWarp);
     if (lane == 0) scales.out[scale_at] = scale;
   }
 #pragma unroll

@@ -10,10 +10,7 @@
 //   of values   tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, columns 64 c + 8 g .. + 7
 //   of outputs  columns 64 c + 8 g + 2 w and the next, of rows 2 t and 2 t + 1, in output[4 c + w]
 //
-// Caches of int8 (kNarrow) are read the same way, twice as many tokens at once, and become halves in registers, the query too:
-// its rows are divided by a power of two (row_power). Of keys a lane holds columns 64 c + 16 t .. + 15, of values W g .. and of
-// outputs W g + 2 m and the next in output[m], where W = kWidth / 8. Scales of keys are factors of the query's columns, of
-// rows or of logits; those of values are factors of the weights, which `lift` keeps in half's range, or of the output.
+// direct_narrow.cuh has the same for quantised caches.
 #pragma once
 
 #include "lean_attention/cluster.cuh"
@@ -24,7 +21,8 @@ namespace leanfleet::lean_attention {
 constexpr int kDirectWarps = 12, kDirectThreads = 32 * kDirectWarps, kDirectRows = 8;
 constexpr int kDirectBatch = 32;  // up to which a warp sees at once whether all units are equal
 // Tokens that a CTA reads at once.
-constexpr int direct_tokens(int width, bool narrow) { return kDirectWarps * (narrow ? 32 : 16 * 128 / width); }
+constexpr int direct_tokens(int width) { return kDirectWarps * 16 * 128 / width; }
+constexpr int direct_key_tile(int width) { return width == 64 ? 128 : 64; }
 
 // A segment, as all warps get it from one.
 struct DirectWork {
@@ -50,28 +48,32 @@ struct DirectLaunch {
   Args args;
 };
 
-template <int kWidth, bool kNarrow = false>
+template <int kWidth>
 struct DirectTile {
-  static constexpr int kSlices = kNarrow ? 2 : 128 / kWidth;  // of 16 tokens
+  static constexpr int kSlices = 128 / kWidth;  // of 16 tokens
   static constexpr int kTokens = 16 * kSlices;
-  static constexpr int kKeyChunks = kWidth / (kNarrow ? 64 : 32);  // 16-byte chunks of a row that a lane holds
-  static constexpr int kValueChunks = kNarrow ? 1 : kWidth / 64;   // int8 rows of 64: half of one
-  static constexpr int kInboxItems = inbox_items(kDirectRows, kWidth);
-  static constexpr int kScratchStride = kWidth + 4;  // floats
+  static constexpr int kKeyChunks = kWidth / 32;  // 16-byte chunks of a row that a lane holds
+  static constexpr int kValueChunks = kWidth / 64;
 };
 
-// In shared memory, before the warps' outputs [kDirectWarps][rows][kScratchStride].
-template <class T, int kWidth>
+// In shared memory, before what the warps have to themselves.
+template <int kWidth>
 struct alignas(16) DirectShared {
-  char inbox[DirectTile<kWidth>::kInboxItems * kInboxItemBytes];
-  T staged[2][3][kDirectRows][kWidth + 8];  // of two segments: the query, and the keys and values that the call appends
+  static constexpr int kInboxItems = inbox_items(kDirectRows, kWidth);
+  char inbox[kInboxItems * kInboxItemBytes];
   DirectWork works[2];
-  float row_power[2][kDirectRows];  // of int8 caches: what the query's rows were divided by, times a scale of all keys
   float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
   Range<uint32_t> range;             // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
   bool more;                         // the range holds more
   bool absent[2][kDirectRows];       // staged new tokens whose page is outside the pool
+};
+
+// The same with the rows of two segments: the query, and the keys and values that the call appends; then the warps' outputs
+// [kDirectWarps][rows][kScratchStride].
+template <class T, int kWidth>
+struct alignas(16) WideShared : DirectShared<kWidth> {
+  T staged[2][3][kDirectRows][kWidth + 8];
 };
 
 // 16 bytes that this launch does not write.
@@ -83,35 +85,20 @@ __device__ __forceinline__ uint4 read_once(const char* from) {
   return x;
 }
 
-__device__ __forceinline__ uint4 read_once_8(const char* from) {
-  uint4 x = make_uint4(0, 0, 0, 0);
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
-  return x;
-}
-
-// kRope: query and new keys get their rotary embedding. kNarrow: both caches are int8, and new tokens are in them.
-template <class T, int kWidth, bool kRope, bool kNarrow>
-struct DirectCta {
-  using Tile = DirectTile<kWidth, kNarrow>;
-  using Product = std::conditional_t<kNarrow, __half, T>;
-  static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens, kBytes = kNarrow ? 1 : 2;
+// What a CTA does whatever its caches hold. kSlices: of 16 tokens, of a warp's tile. kNarrow: the caches are quantised.
+template <class T, int kWidth, int kSlices, bool kNarrow>
+struct DirectBase {
+  static constexpr int kTokens = 16 * kSlices;
 
   const Args& args;
-  DirectShared<T, kWidth>& shared;
-  float* const scratch;        // [kDirectWarps][rows][kScratchStride]
+  DirectShared<kWidth>& shared;
   const int warp, lane, rows;  // rows of a unit, padding included
 
-  uint4 keys[kSlices][2][Tile::kKeyChunks];
-  uint4 values[kSlices][4][Tile::kValueChunks];
   float output[kWidth / 16][4];
-  float max[2], sum[2];        // of rows 2 t and 2 t + 1
-  unsigned missing;            // of the keys read last: a bit for each token whose page is outside the pool
-  unsigned missing_rows;       // paged: the same for the tile that is read next
-  int64_t key_row, value_row;  // and bytes to the row of its token `lane`
-  // Of int8 caches. Scales of token `lane` of the tile that is computed on, and of the one that is read next; `lift` of rows 2 t
-  // and 2 t + 1: the output is to be multiplied by it.
-  float key_scale, value_scale, next_key_scale, next_value_scale;
-  float lift[2];
+  float max[2], sum[2];  // of rows 2 t and 2 t + 1
+
+  __device__ __forceinline__ DirectBase(const Args& args, DirectShared<kWidth>& shared)
+      : args(args), shared(shared), warp(threadIdx.x / 32), lane(threadIdx.x % 32), rows(args.group * args.tokens) {}
 
   __device__ __forceinline__ int group() const { return lane / 4; }
   __device__ __forceinline__ int member() const { return lane % 4; }
@@ -129,14 +116,14 @@ struct DirectCta {
     work.begin = max32(segment.tiles.begin * args.plan.key_tile, work.seen.begin / kTokens * kTokens);
     work.end = min32(segment.tiles.end * args.plan.key_tile, work.seen.end);
     work.cached_end = args.append ? min32(work.end, unit.request.keys - unit.request.tokens) : work.end;
-    const auto base = [&](const void* cache, const CacheStrides& strides) {
+    const auto base = [&](const void* cache, const CacheStrides& strides, const Scales& scales) {
       int64_t at = unit.head * strides.head;
       if (args.cache_kind != kPaged) at += unit.request.b * strides.batch + unit.request.start * strides.token;
-      return static_cast<const char*>(cache) + at * kBytes;
+      return static_cast<const char*>(cache) + cache_bytes(scales, at, 2);
     };
     work.read_end = work.cached_end > work.seen.begin ? work.cached_end : 0;
-    work.keys = base(args.key_cache, args.key_strides);
-    work.values = base(args.value_cache, args.value_strides);
+    work.keys = base(args.key_cache, args.key_strides, args.key_scales);
+    work.values = base(args.value_cache, args.value_strides, args.value_scales);
     return work;
   }
 
@@ -176,6 +163,205 @@ struct DirectCta {
     return clamp(token, work.seen.begin, work.cached_end - 1);
   }
 
+  // The last kStagingWarps, which have no tile of a short segment, bring the query's rows to shared memory, with zeros for padding,
+  // and the new tokens among the segment's, which also go to the caches.
+  static constexpr int kRowChunks = kWidth / 8;
+  static constexpr int kStagingThreads = kDirectRows * kRowChunks, kStagingWarps = kStagingThreads / 32;
+  __device__ __forceinline__ bool stages() const { return warp >= kDirectWarps - kStagingWarps; }
+  __device__ __forceinline__ int staging_thread() const { return (warp - (kDirectWarps - kStagingWarps)) * 32 + lane; }
+
+  template <bool kRope>
+  __device__ __forceinline__ uint4 query_chunk(const DirectWork& work, int row, int column) const {
+    if (row >= args.group * work.unit.request.tokens) return make_uint4(0, 0, 0, 0);
+    const RowPlace place = row_place(args, work.unit, row);
+    const T* const from = query_row<T>(args, work.unit, place);
+    if (kRope && args.rotary_half > 0)
+      return rotated_chunk(rotation_at(args, work.unit.request.position + place.token), from, column);
+    return *reinterpret_cast<const uint4*>(from + column);
+  }
+
+  __device__ __forceinline__ void clear_rows() {
+#pragma unroll
+    for (int m = 0; m < kWidth / 16; ++m)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) output[m][i] = 0.0f;
+    max[0] = max[1] = -INFINITY;
+    sum[0] = sum[1] = 0.0f;
+  }
+
+  __device__ __forceinline__ void multiply_output(int c, float by) {
+#pragma unroll
+    for (int m = 0; m < kWidth / 16; ++m) {
+      output[m][c] *= by;
+      output[m][2 + c] *= by;
+    }
+  }
+
+  // Products become logits in base 2. Not yet for a softcap: scale without the logarithm.
+  __device__ __forceinline__ float logit_scale() const { return args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E); }
+  __device__ __forceinline__ void cap_logits(float (&s)[kSlices][4]) const {
+    if (args.softcap > 0.0f) {
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) s[slice][i] = cap_logit(s[slice][i], args.softcap) * kLog2E;
+    }
+  }
+
+  __device__ __forceinline__ bool is_masked(const DirectWork& work, int begin, unsigned gone) const {
+    return begin < work.common.begin || begin + kTokens > work.common.end || gone != 0;
+  }
+
+  // Whether no row sees a token of the tile at `begin`. gone: a bit for each token without a page.
+  static __device__ __forceinline__ bool is_unseen(const DirectWork& work, int begin, unsigned gone, int of_tile) {
+    return begin + of_tile < work.seen.begin || begin + of_tile >= work.seen.end || (gone >> of_tile & 1);
+  }
+
+  __device__ __forceinline__ void mask_logits(const DirectWork& work, int begin, unsigned gone, float (&s)[kSlices][4]) const {
+#pragma unroll
+    for (int c = 0; c < 2; ++c) {
+      const int row = 2 * member() + c;
+      const int of_row = row < args.group ? 0 : small_quotient(row, args.group);
+      Span bounds = {0, 0};
+      if (of_row < work.unit.request.tokens) bounds = token_keys(args, work.unit.request, of_row);
+#pragma unroll
+      for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          const int of_tile = 16 * slice + 8 * r + group(), token = begin + of_tile;
+          if (token < bounds.begin || token >= bounds.end || (gone >> of_tile & 1)) s[slice][2 * r + c] = -INFINITY;
+        }
+    }
+  }
+
+  // Logits become weights. rescaled(c, factor): what has been added up for row 2 t + c counts that much less.
+  template <class F>
+  __device__ __forceinline__ void softmax(float (&s)[kSlices][4], F&& rescaled) {
+    float top[2] = {-INFINITY, -INFINITY};
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[slice][i]);
+    if (__any_sync(kFullWarp, top[0] > max[0] + kRescaleAt || top[1] > max[1] + kRescaleAt)) {
+#pragma unroll
+      for (int c = 0; c < 2; ++c) {
+        const float x = largest_of_row(fmaxf(top[c], max[c])), factor = rescale(max[c], x);
+        max[c] = x;
+        sum[c] *= factor;
+        rescaled(c, factor);
+      }
+    }
+    const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
+#pragma unroll
+    for (int slice = 0; slice < kSlices; ++slice)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        s[slice][i] = exp2_fast(s[slice][i] - base[i % 2]);
+        sum[i % 2] += s[slice][i];
+      }
+  }
+
+  static __device__ __forceinline__ float largest_of_row(float x) {
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
+    return x;
+  }
+
+  // This warp's statistics of row 2 t + c to shared memory.
+  __device__ __forceinline__ void store_statistics(int c) const {
+    float total = sum[c];
+#pragma unroll
+    for (int offset = 4; offset < 32; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
+    const int row = 2 * member() + c;
+    if (row >= rows || lane >= 4) return;
+    shared.warp_max[row][warp] = max[c];
+    shared.warp_sum[row][warp] = total;
+  }
+
+  // The sum of all warps' parts, 4 columns of a row a thread, to the output or, where the unit has other contributors, to
+  // global memory, where the last of them merges all. output_of(w): rows [kScratchStride] of warp w's part.
+  static constexpr int kScratchStride = kWidth + 4;  // floats
+  template <class F>
+  __device__ __forceinline__ void join(const DirectWork& work, const ClusterInbox& inbox, bool in_cluster,
+                                       F&& output_of) const {
+    const int own_rows = args.group * work.unit.request.rows;  // of packed tokens maybe fewer than there is room for
+#if __CUDA_ARCH__ >= 900
+    const ClusterShare share = cluster_share(kWidth, {0, own_rows}, work.segment);
+    if (in_cluster) cluster_wait();
+#endif
+    const int row = (warp * 32 + lane) / (kWidth / 4), d = (warp * 32 + lane) % (kWidth / 4) * 4;
+    static_assert(kDirectRows * kWidth / 4 <= kDirectThreads);
+    if (row < own_rows) {
+      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+      float factor[kDirectWarps], top = -INFINITY, total = 0.0f;
+#pragma unroll
+      for (int w = 0; w < kDirectWarps; ++w) {
+        factor[w] = shared.warp_max[row][w];
+        top = fmaxf(top, factor[w]);
+      }
+#pragma unroll
+      for (int w = 0; w < kDirectWarps; ++w) {
+        factor[w] = rescale(factor[w], top);
+        total += factor[w] * shared.warp_sum[row][w];
+        const float4 x = *reinterpret_cast<const float4*>(output_of(w) + row * kScratchStride + d);
+        o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
+      }
+      if constexpr (kNarrow) scale_values(args.value_scales, work.unit.head, kWidth, d, o);
+#if __CUDA_ARCH__ >= 900
+      if (in_cluster) send_part(inbox, share, 0, row, d, o, top, total);
+      else
+#endif
+          if (work.segment.count == 1)
+        write_row<T>(args, work.unit, row, d, o, top, total);
+      else write_partial(args, work.segment.slot, row, d, o, top, total);
+    }
+#if __CUDA_ARCH__ >= 900
+    if (in_cluster) {
+      merge_in_cluster<T>(args, work.unit, inbox, share, warp, kDirectWarps);
+      return;
+    }
+#endif
+    if (work.segment.count == 1) return;
+    if (last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kDirectThreads))
+      merge_unit<T>(args, work.unit, work.first, work.segment.count, warp, kDirectWarps);
+  }
+};
+
+__device__ __forceinline__ uint4 read_once_8(const char* from) {
+  uint4 x = make_uint4(0, 0, 0, 0);
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+  return x;
+}
+__device__ __forceinline__ uint4 read_once_4(const char* from) {
+  uint4 x = make_uint4(0, 0, 0, 0);
+  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(x.x) : "l"(from));
+  return x;
+}
+
+// Caches of T. kRope: query and new keys get their rotary embedding.
+template <class T, int kWidth, bool kRope>
+struct WideCta : DirectBase<T, kWidth, DirectTile<kWidth>::kSlices, false> {
+  using Tile = DirectTile<kWidth>;
+  using Base = DirectBase<T, kWidth, Tile::kSlices, false>;
+  using Shared = WideShared<T, kWidth>;
+  using Base::args, Base::warp, Base::lane, Base::rows, Base::output, Base::max, Base::sum;
+  using Base::group, Base::member, Base::first_tile, Base::readable;
+  using Base::kTokens, Base::kRowChunks, Base::kStagingThreads, Base::kScratchStride;
+  static constexpr int kSlices = Tile::kSlices;
+
+  Shared& shared;
+  float* const scratch;  // [kDirectWarps][rows][kScratchStride]
+  uint4 keys[kSlices][2][Tile::kKeyChunks];
+  uint4 values[kSlices][4][Tile::kValueChunks];
+  unsigned missing = 0;        // of the keys read last: a bit for each token whose page is outside the pool
+  unsigned missing_rows;       // paged: the same for the tile that is read next
+  int64_t key_row, value_row;  // and bytes to the row of its token `lane`
+
+  __device__ __forceinline__ WideCta(const Args& args, char* raw)
+      : Base(args, *reinterpret_cast<Shared*>(raw)), shared(*reinterpret_cast<Shared*>(raw)),
+        scratch(reinterpret_cast<float*>(raw + sizeof(Shared))) {}
+  static int shared_bytes(int rows) { return static_cast<int>(sizeof(Shared)) + kDirectWarps * rows * kScratchStride * 4; }
+
   // Paged caches: where the rows of the tile at `begin` lie. Its reads follow.
   __device__ __forceinline__ void look_up(const DirectWork& work, int begin) {
     const int wanted = begin + lane % kTokens, token = readable(work, wanted);
@@ -184,29 +370,8 @@ struct DirectCta {
     const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages);
     missing_rows = __ballot_sync(kFullWarp, !exists && wanted < work.cached_end);
     if (!exists) page = 0;
-    key_row = (page * args.key_strides.page + of_page * args.key_strides.token) * kBytes;
-    value_row = (page * args.value_strides.page + of_page * args.value_strides.token) * kBytes;
-    if constexpr (kNarrow) {
-      next_key_scale = token_scale(args.key_scales, work, page * args.key_scales.strides.page, of_page);
-      next_value_scale = token_scale(args.value_scales, work, page * args.value_scales.strides.page, of_page);
-    }
-  }
-
-  __device__ __forceinline__ float token_scale(const Scales& scales, const DirectWork& work, int64_t at, int position) const {
-    if (scales.kind != kPerToken) return 1.0f;
-    return __ldg(scales.in + at + work.unit.head * scales.strides.head + position * scales.strides.token);
-  }
-
-  // Before the reads of a tile: where its rows lie, and the scales of its tokens.
-  __device__ __forceinline__ void prepare_reads(const DirectWork& work, int begin) {
-    if (args.cache_kind == kPaged) {
-      look_up(work, begin);
-    } else if constexpr (kNarrow) {
-      const int position = work.unit.request.start + readable(work, begin + lane);
-      const int64_t b = work.unit.request.b;
-      next_key_scale = token_scale(args.key_scales, work, b * args.key_scales.strides.batch, position);
-      next_value_scale = token_scale(args.value_scales, work, b * args.value_scales.strides.batch, position);
-    }
+    key_row = (page * args.key_strides.page + of_page * args.key_strides.token) * 2;
+    value_row = (page * args.value_strides.page + of_page * args.value_strides.token) * 2;
   }
 
   // Reads of a tile with a token in the cache.
@@ -219,7 +384,7 @@ struct DirectCta {
 #pragma unroll
       for (int i = 0; i < 2 * kSlices; ++i) rows_from[i] = base + __shfl_sync(kFullWarp, key_row, 8 * i + group());
     } else {
-      const int stride = static_cast<int>(args.key_strides.token) * kBytes;
+      const int stride = static_cast<int>(args.key_strides.token) * 2;
 #pragma unroll
       for (int i = 0; i < 2 * kSlices; ++i)
         rows_from[i] = base + static_cast<int64_t>(readable(work, begin + 8 * i + group())) * stride;
@@ -232,13 +397,13 @@ struct DirectCta {
 
   __device__ __forceinline__ void read_values(const DirectWork& work, int begin) {
     const char* rows_from[4 * kSlices];
-    const char* const base = work.values + group() * (kNarrow ? kWidth / 8 : 16);
+    const char* const base = work.values + group() * 16;
     if (args.cache_kind == kPaged) {
 #pragma unroll
       for (int i = 0; i < 4 * kSlices; ++i)
         rows_from[i] = base + __shfl_sync(kFullWarp, value_row, i / 2 * 8 + 2 * member() + i % 2);
     } else {
-      const int stride = static_cast<int>(args.value_strides.token) * kBytes;
+      const int stride = static_cast<int>(args.value_strides.token) * 2;
 #pragma unroll
       for (int i = 0; i < 4 * kSlices; ++i)
         rows_from[i] = base + static_cast<int64_t>(readable(work, begin + i / 2 * 8 + 2 * member() + i % 2)) * stride;
@@ -246,53 +411,15 @@ struct DirectCta {
 #pragma unroll
     for (int i = 0; i < 4 * kSlices; ++i)
 #pragma unroll
-      for (int c = 0; c < Tile::kValueChunks; ++c)
-        values[i / 4][i % 4][c] = kNarrow && kWidth == 64 ? read_once_8(rows_from[i]) : read_once(rows_from[i] + 128 * c);
+      for (int c = 0; c < Tile::kValueChunks; ++c) values[i / 4][i % 4][c] = read_once(rows_from[i] + 128 * c);
   }
 
-  // By the last kStagingWarps, which have no tile of a short segment: the query's rows to shared memory, with zeros for
-  // padding, and the new tokens among the segment's, which also go to the caches. These by the threads that have the padding
-  // first: the latencies of both are one then, if there are not many rows.
-  static constexpr int kRowChunks = kWidth / 8;
-  static constexpr int kStagingThreads = kDirectRows * kRowChunks, kStagingWarps = kStagingThreads / 32;
-  __device__ __forceinline__ bool stages() const { return warp >= kDirectWarps - kStagingWarps; }
+  // New tokens are staged by the threads that have the padding of the query first: the latencies of both are one then, if there
+  // are not many rows.
   __device__ __forceinline__ void stage(const DirectWork& work, int which) const {
-    const int thread = (warp - (kDirectWarps - kStagingWarps)) * 32 + lane;
-    const int row = thread / kRowChunks, column = thread % kRowChunks * 8;
-    uint4 x = make_uint4(0, 0, 0, 0);
-    if (row < args.group * work.unit.request.tokens) {
-      const RowPlace place = row_place(args, work.unit, row);
-      const T* const from = query_row<T>(args, work.unit, place);
-      if (kRope && (!kNarrow || args.rotary_half > 0))
-        x = rotated_chunk(rotation_at(args, work.unit.request.position + place.token), from, column);
-      else x = *reinterpret_cast<const uint4*>(from + column);
-    }
-    if constexpr (kNarrow) x = as_halves(x, work.unit.head, which, row, column);
-    *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = x;
-    if constexpr (!kNarrow)
-      if (__builtin_expect(work.cached_end < work.end, false)) stage_new(work, which, kStagingThreads - 1 - thread);
-  }
-
-  // 8 columns of a row of the query times the keys' scales of these, over a power of two near the row's largest number.
-  __device__ __forceinline__ uint4 as_halves(const uint4& from, int head, int which, int row, int column) const {
-    float2 x[4];
-    float largest = 0.0f;
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      x[i] = unpack_pair(T{}, word_of(from, i));
-      if (args.key_scales.kind == kPerChannel) {
-        const float* const scales = args.key_scales.in + static_cast<int64_t>(head) * kWidth + column + 2 * i;
-        x[i].x *= scales[0], x[i].y *= scales[1];
-      }
-      largest = fmaxf(largest, fmaxf(fabsf(x[i].x), fabsf(x[i].y)));
-    }
-#pragma unroll
-    for (int offset = 1; offset < kRowChunks; offset *= 2)
-      largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
-    const float power = largest > 0.0f && largest < INFINITY ? power_below(largest) : 1.0f, inverse = inverse_power(power);
-    if (column == 0) shared.row_power[which][row] = power * (args.key_scales.kind == kPerTensor ? args.key_scales.in[0] : 1.0f);
-    const auto pair = [&](int i) { return pack_pair(__half{}, x[i].x * inverse, x[i].y * inverse); };
-    return make_uint4(pair(0), pair(1), pair(2), pair(3));
+    const int thread = this->staging_thread(), row = thread / kRowChunks, column = thread % kRowChunks * 8;
+    *reinterpret_cast<uint4*>(&shared.staged[which][0][row][column]) = this->template query_chunk<kRope>(work, row, column);
+    if (__builtin_expect(work.cached_end < work.end, false)) stage_new(work, which, kStagingThreads - 1 - thread);
   }
 
   __device__ __forceinline__ void stage_new(const DirectWork& work, int which, int thread) const {
@@ -343,22 +470,18 @@ struct DirectCta {
   __device__ __forceinline__ void read_first(const DirectWork& work) {
     const int tile = first_tile(work);
     if (tile >= work.read_end) return;
-    prepare_reads(work, tile);
+    if (args.cache_kind == kPaged) look_up(work, tile);
     read_keys(work, tile);
     read_values(work, tile);
-    key_scale = next_key_scale, value_scale = next_value_scale;
   }
 
   // A segment's tiles of this warp, of which the registers hold the first; in the end they hold the first of the next segment.
-  __device__ __forceinline__ void run_segment(int which) {
+  // ready(): the segment's query is there.
+  template <class F>
+  __device__ __forceinline__ void run_segment(int which, F&& ready) {
+    ready();
     const DirectWork& work = shared.works[which];
-#pragma unroll
-    for (int m = 0; m < kWidth / 16; ++m)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) output[m][i] = 0.0f;
-    max[0] = max[1] = -INFINITY;
-    sum[0] = sum[1] = 0.0f;
-    if constexpr (kNarrow) lift[0] = lift[1] = args.value_scales.kind == kPerToken ? 0.0f : 1.0f;
+    this->clear_rows();
     int tile = first_tile(work);
     const int end = work.end;
     const bool any = tile < end;
@@ -368,33 +491,29 @@ struct DirectCta {
       const DirectWork& follows = shared.works[last ? which ^ 1 : which];
       const int following = last ? first_tile(follows) : tile + kDirectWarps * kTokens;
       const bool more = following < follows.read_end;
-      if (more) prepare_reads(follows, following);
+      if (more && args.cache_kind == kPaged) look_up(follows, following);
       float s[kSlices][4];
       if (any) {
-        if constexpr (!kNarrow)
-          if (tile + kTokens > work.cached_end && work.cached_end < end) take_new(which, tile);
-        if constexpr (kNarrow) score_narrow(which, s);
-        else score_wide(which, s);
+        if (tile + kTokens > work.cached_end && work.cached_end < end) take_new(which, tile);
+        score(which, s);
       }
       const unsigned gone = missing;
       missing = 0;
       if (more) read_keys(follows, following);
       if (any) online_softmax_pv(work, tile, gone, s);
       if (more) read_values(follows, following);
-      if constexpr (kNarrow) key_scale = next_key_scale, value_scale = next_value_scale;
       if (last) return;
       tile = following;
     }
   }
 
-  __device__ __forceinline__ void score_wide(int which, float (&s)[kSlices][4]) const {
+  __device__ __forceinline__ void score(int which, float (&s)[kSlices][4]) const {
     const T* const query = &shared.staged[which][0][group()][8 * member()];
     float other[kSlices][4];  // a second chain of sums
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[slice][i] = other[slice][i] = 0.0f;
-    if constexpr (kNarrow) return score_narrow(which, s, other);
 #pragma unroll
     for (int c = 0; c < Tile::kKeyChunks; ++c) {
       const uint4 q = *reinterpret_cast<const uint4*>(query + 32 * c);
@@ -412,128 +531,39 @@ struct DirectCta {
       for (int i = 0; i < 4; ++i) s[slice][i] += other[slice][i];
   }
 
-  __device__ __forceinline__ void score_narrow(int which, float (&s)[kSlices][4]) const {
-    const T* const query = &shared.staged[which][0][group()][16 * member()];
-    float other[kSlices][4];
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) s[slice][i] = other[slice][i] = 0.0f;
-#pragma unroll
-    for (int c = 0; c < Tile::kKeyChunks; ++c)
-#pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const uint2 q = *reinterpret_cast<const uint2*>(query + 64 * c + 4 * w);
-#pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice) {
-          const uint32_t low = word_of(keys[slice][0][c], w) ^ kBias, high = word_of(keys[slice][1][c], w) ^ kBias;
-          const uint32_t a[4] = {halves_of(low, kLowBytes), halves_of(high, kLowBytes), halves_of(low, kHighBytes),
-                                 halves_of(high, kHighBytes)};
-          mma(__half{}, w % 2 == 0 ? s[slice] : other[slice], a, q.x, q.y);
-        }
-      }
-    const float powers[2] = {shared.row_power[which][2 * member()], shared.row_power[which][2 * member() + 1]};
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float of_token = __shfl_sync(kFullWarp, key_scale, 16 * slice + 8 * r + group());
-#pragma unroll
-        for (int c = 0; c < 2; ++c)
-          s[slice][2 * r + c] = (s[slice][2 * r + c] + other[slice][2 * r + c]) * (powers[c] * of_token);
-      }
-  }
-
-  // What no row sees may be NaN, which a weight of 0 does not silence: here values, or their scales.
+  // What no row sees may be NaN, which a weight of 0 does not silence.
   __device__ __forceinline__ void clear_unseen(const DirectWork& work, int begin, unsigned gone) {
-    const auto unseen = [&](int of_tile) {
-      return begin + of_tile < work.seen.begin || begin + of_tile >= work.seen.end || (gone >> of_tile & 1);
-    };
-    if constexpr (kNarrow) {
-      if (unseen(lane)) value_scale = 0.0f;
-    } else {
 #pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice)
+    for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-        for (int i = 0; i < 4; ++i)
-          if (unseen(16 * slice + i / 2 * 8 + 2 * member() + i % 2)) {
+      for (int i = 0; i < 4; ++i)
+        if (Base::is_unseen(work, begin, gone, 16 * slice + i / 2 * 8 + 2 * member() + i % 2)) {
 #pragma unroll
-            for (int c = 0; c < Tile::kValueChunks; ++c) values[slice][i][c] = make_uint4(0, 0, 0, 0);
-          }
-    }
+          for (int c = 0; c < Tile::kValueChunks; ++c) values[slice][i][c] = make_uint4(0, 0, 0, 0);
+        }
   }
 
   // The online softmax of the tile's scores, and the sum of its values by these weights. gone: a bit for each token without a page.
   __device__ __forceinline__ void online_softmax_pv(const DirectWork& work, int begin, unsigned gone, float (&s)[kSlices][4]) {
-    const float scale = args.scale * (args.softcap > 0.0f ? 1.0f : kLog2E);
+    const float scale = this->logit_scale();
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[slice][i] *= scale;
-    if (args.softcap > 0.0f) {
-#pragma unroll
-      for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-        for (int i = 0; i < 4; ++i) s[slice][i] = cap_logit(s[slice][i], args.softcap) * kLog2E;
-    }
-    if (begin < work.common.begin || begin + kTokens > work.common.end || gone != 0) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        const int row = 2 * member() + c;
-        const int of_row = row < args.group ? 0 : small_quotient(row, args.group);
-        Span bounds = {0, 0};
-        if (of_row < work.unit.request.tokens) bounds = token_keys(args, work.unit.request, of_row);
-#pragma unroll
-        for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-          for (int r = 0; r < 2; ++r) {
-            const int of_tile = 16 * slice + 8 * r + group(), token = begin + of_tile;
-            if (token < bounds.begin || token >= bounds.end || (gone >> of_tile & 1)) s[slice][2 * r + c] = -INFINITY;
-          }
-      }
+    this->cap_logits(s);
+    if (this->is_masked(work, begin, gone)) {
+      this->mask_logits(work, begin, gone, s);
       clear_unseen(work, begin, gone);
     }
-    float top[2] = {-INFINITY, -INFINITY};
+    this->softmax(s, [&](int c, float factor) { this->multiply_output(c, factor); });
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) top[i % 2] = fmaxf(top[i % 2], s[slice][i]);
-    if (__any_sync(kFullWarp, top[0] > max[0] + kRescaleAt || top[1] > max[1] + kRescaleAt)) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float x = fmaxf(top[c], max[c]);
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
-        const float factor = rescale(max[c], x);
-        max[c] = x;
-        sum[c] *= factor;
-        // With scales of tokens the power falls with the weights so far; lift_weights raises it as far as it has to. Below the
-        // least power its row has next to no part in the output.
-        if (kNarrow && args.value_scales.kind == kPerToken) lift[c] = lift[c] * factor < 0x1p-120f ? 0.0f : lift[c] * factor;
-        else multiply_output(c, factor);
-      }
-    }
-    const float base[2] = {max[0] == -INFINITY ? 0.0f : max[0], max[1] == -INFINITY ? 0.0f : max[1]};
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        s[slice][i] = exp2_fast(s[slice][i] - base[i % 2]);
-        sum[i % 2] += s[slice][i];
-      }
-    if constexpr (kNarrow)
-      if (args.value_scales.kind == kPerToken) lift_weights(s);
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice) {
-      const uint32_t p0 = transpose_matrix(pack_pair(Product{}, s[slice][0], s[slice][1]));
-      const uint32_t p1 = transpose_matrix(pack_pair(Product{}, s[slice][2], s[slice][3]));
-      if constexpr (kNarrow) add_values_narrow(slice, p0, p1);
-      else add_values_wide(slice, p0, p1);
-    }
+      add_values(slice, transpose_matrix(pack_pair(T{}, s[slice][0], s[slice][1])),
+                 transpose_matrix(pack_pair(T{}, s[slice][2], s[slice][3])));
   }
 
   // The products of a slice's values with its weights.
-  __device__ __forceinline__ void add_values_wide(int slice, uint32_t p0, uint32_t p1) {
+  __device__ __forceinline__ void add_values(int slice, uint32_t p0, uint32_t p1) {
 #pragma unroll
     for (int c = 0; c < Tile::kValueChunks; ++c) {
 #pragma unroll
@@ -549,144 +579,37 @@ struct DirectCta {
     }
   }
 
-  __device__ __forceinline__ void multiply_output(int c, float by) {
-#pragma unroll
-    for (int m = 0; m < kWidth / 16; ++m) {
-      output[m][c] *= by;
-      output[m][2 + c] *= by;
-    }
-  }
-
-  // Multiplies the weights by their tokens' scales and divides them by lift, which rises where they would be large.
-  __device__ __forceinline__ void lift_weights(float (&p)[kSlices][4]) {
-    float top[2] = {0.0f, 0.0f};
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float of_token = __shfl_sync(kFullWarp, value_scale, 16 * slice + 8 * r + group());
-#pragma unroll
-        for (int c = 0; c < 2; ++c) {
-          p[slice][2 * r + c] *= of_token;
-          top[c] = fmaxf(top[c], fabsf(p[slice][2 * r + c]));
-        }
-      }
-    if (__any_sync(kFullWarp, top[0] > lift[0] * kMostOverLift || top[1] > lift[1] * kMostOverLift)) {
-#pragma unroll
-      for (int c = 0; c < 2; ++c) {
-        float x = fmaxf(top[c], lift[c]);
-#pragma unroll
-        for (int offset = 4; offset < 32; offset *= 2) x = fmaxf(x, __shfl_xor_sync(kFullWarp, x, offset));
-        const float now = power_below(x);
-        multiply_output(c, lift[c] * inverse_power(now));
-        lift[c] = now;
-      }
-    }
-#pragma unroll
-    for (int slice = 0; slice < kSlices; ++slice)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p[slice][i] *= lift[i % 2] > 0.0f ? 1.0f / lift[i % 2] : 0.0f;
-  }
-
-  __device__ __forceinline__ void add_values_narrow(int slice, uint32_t p0, uint32_t p1) {
-#pragma unroll
-    for (int w = 0; w < kWidth / 32; ++w)
-#pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {  // two columns of two tokens each
-        const uint32_t select = pair == 0 ? 0x5140 : 0x7362;
-        const auto bytes = [&](int i) {
-          return __byte_perm(word_of(values[slice][i][0], w), word_of(values[slice][i + 1][0], w), select) ^ kBias;
-        };
-        const uint32_t low = bytes(0), high = bytes(2);
-        const uint32_t a[4] = {halves_of(low, kLowBytes), halves_of(low, kHighBytes), halves_of(high, kLowBytes),
-                               halves_of(high, kHighBytes)};
-        mma(__half{}, output[2 * w + pair], a, p0, p1);
-      }
-  }
-
   // This warp's statistics and output to shared memory.
   __device__ __forceinline__ void store_to_shared() {
 #pragma unroll
     for (int c = 0; c < 2; ++c) {
+      this->store_statistics(c);
       const int row = 2 * member() + c;
-      float total = sum[c];
-#pragma unroll
-      for (int offset = 4; offset < 32; offset *= 2) total += __shfl_xor_sync(kFullWarp, total, offset);
       if (row >= rows) continue;
-      if (lane < 4) {
-        shared.warp_max[row][warp] = max[c];
-        shared.warp_sum[row][warp] = total;
-      }
-      float* const to = scratch + (warp * rows + row) * Tile::kScratchStride + (kNarrow ? kWidth / 8 : 8) * group();
-      if constexpr (kNarrow) multiply_output(c, lift[c]);
+      float* const to = scratch + (warp * rows + row) * kScratchStride + 8 * group();
 #pragma unroll
       for (int m = 0; m < kWidth / 16; m += 2)
-        *reinterpret_cast<float4*>(to + (kNarrow ? 2 * m : m / 4 * 64 + m % 4 * 2)) =
+        *reinterpret_cast<float4*>(to + m / 4 * 64 + m % 4 * 2) =
             make_float4(output[m][c], output[m][2 + c], output[m + 1][c], output[m + 1][2 + c]);
     }
   }
-
-  // The sum of all warps' parts, 4 columns of a row a thread, to the output or, where the unit has other contributors, to
-  // global memory, where the last of them merges all.
-  __device__ __forceinline__ void join(const DirectWork& work, const ClusterInbox& inbox, bool in_cluster) const {
-    const int own_rows = args.group * work.unit.request.rows;  // of packed tokens maybe fewer than there is room for
-#if __CUDA_ARCH__ >= 900
-    const ClusterShare share = cluster_share(kWidth, {0, own_rows}, work.segment);
-    if (in_cluster) cluster_wait();
-#endif
-    const int row = (warp * 32 + lane) / (kWidth / 4), d = (warp * 32 + lane) % (kWidth / 4) * 4;
-    static_assert(kDirectRows * kWidth / 4 <= kDirectThreads);
-    if (row < own_rows) {
-      float4 o = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      float factor[kDirectWarps], top = -INFINITY, total = 0.0f;
-#pragma unroll
-      for (int w = 0; w < kDirectWarps; ++w) {
-        factor[w] = shared.warp_max[row][w];
-        top = fmaxf(top, factor[w]);
-      }
-#pragma unroll
-      for (int w = 0; w < kDirectWarps; ++w) {
-        factor[w] = rescale(factor[w], top);
-        total += factor[w] * shared.warp_sum[row][w];
-        const float4 x = *reinterpret_cast<const float4*>(scratch + (w * rows + row) * Tile::kScratchStride + d);
-        o.x += factor[w] * x.x, o.y += factor[w] * x.y, o.z += factor[w] * x.z, o.w += factor[w] * x.w;
-      }
-      if constexpr (kNarrow) scale_values(args.value_scales, work.unit.head, kWidth, d, o);
-#if __CUDA_ARCH__ >= 900
-      if (in_cluster) send_part(inbox, share, 0, row, d, o, top, total);
-      else
-#endif
-          if (work.segment.count == 1)
-        write_row<T>(args, work.unit, row, d, o, top, total);
-      else write_partial(args, work.segment.slot, row, d, o, top, total);
-    }
-#if __CUDA_ARCH__ >= 900
-    if (in_cluster) {
-      merge_in_cluster<T>(args, work.unit, inbox, share, warp, kDirectWarps);
-      return;
-    }
-#endif
-    if (work.segment.count == 1) return;
-    if (last_to_arrive(args.tickets + work.first, work.segment.count, warp * 32 + lane, kDirectThreads))
-      merge_unit<T>(args, work.unit, work.first, work.segment.count, warp, kDirectWarps);
-  }
+  __device__ __forceinline__ const float* output_of(int w) const { return scratch + w * rows * kScratchStride; }
 };
 
-template <class T, int kWidth, bool kRope, bool kNarrow>
+// Cta: WideCta or NarrowDirectCta, for caches of T or quantised ones.
+template <class T, int kWidth, class Cta>
 __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_constant__ DirectLaunch launch) {
-  using Tile = DirectTile<kWidth, kNarrow>;
   using P = uint32_t;
   const DirectGrid& grid = launch.grid;
   Args args = launch.args;  // so that the compiler knows the plan's constants
-  args.plan.key_tile = 8192 / kWidth;
+  args.plan.key_tile = direct_key_tile(kWidth);
   args.plan.row_tile = kDirectRows;
   args.plan.min_range_work = kMinRangeWork;
   extern __shared__ __align__(16) char raw[];
-  auto& shared = *reinterpret_cast<DirectShared<T, kWidth>*>(raw);
-  const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Tile::kInboxItems, shared_address(&shared.inbox_full)};
+  auto& shared = *reinterpret_cast<DirectShared<kWidth>*>(raw);
+  const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), shared.kInboxItems, shared_address(&shared.inbox_full)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  DirectCta<T, kWidth, kRope, kNarrow> cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)),
-                                           warp, lane,   args.group * args.tokens};
+  Cta cta(args, raw);
   // By the first warp: the next part of a unit that the range holds, or that there is none.
   const auto next = [&](DirectWork& work) {
     bool more = shared.more;
@@ -734,7 +657,6 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
       mbarrier_arrive(query_ready);
     }
     cta.read_first(equal);
-    mbarrier_wait(query_ready, 0);
     turn = 1;
     begun = true;
     listed = false;
@@ -755,14 +677,16 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
       if (warp == 0) next(shared.works[turn]);
       __syncthreads();
     }
-    cta.run_segment(turn ^ 1);
+    cta.run_segment(turn ^ 1, [&] {
+      if (!listed) mbarrier_wait(shared_address(&shared.query_ready), 0);
+    });
     const DirectWork& work = shared.works[turn ^ 1];
     const bool ends = shared.works[turn].last != 0;
     if (begun) cta.store_to_shared();
     if (!ends && cta.stages()) cta.stage(shared.works[turn], turn);
     __syncthreads();
     if (begun) {
-      cta.join(work, inbox, in_cluster);
+      cta.join(work, inbox, in_cluster, [&](int w) { return cta.output_of(w); });
       if (!ends) __syncthreads();  // work and scratch have been read
     }
     if (ends) return;
@@ -774,11 +698,6 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
 inline DirectGrid direct_grid(const Args& args) {
   const auto inverse = [](int n) { return (1u << 20) / static_cast<uint32_t>(n > 0 ? n : 1) + 1; };
   return {args.batch * args.kv_heads, inverse(args.plan.equal_parts), inverse(args.kv_heads), 1};
-}
-
-template <class T, int kWidth>
-int direct_shared_bytes(int rows) {
-  return static_cast<int>(sizeof(DirectShared<T, kWidth>)) + kDirectWarps * rows * DirectTile<kWidth>::kScratchStride * 4;
 }
 
 // args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the SMs may do.

@@ -9,7 +9,7 @@
 
 #include "core/cuda_target.h"
 #include "lean_attention/device.cuh"
-#include "lean_attention/direct_kernel.cuh"
+#include "lean_attention/direct_narrow.cuh"
 #include "lean_attention/mma_kernel.cuh"
 #include "lean_attention/narrow.cuh"
 #include "lean_attention/narrow.h"
@@ -490,8 +490,8 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   const bool clusters = args.plan.equal_parts > 1 && code_version(device) >= 90;
   // Measured: rows of pages are read at the same speed wherever they lie, and a launch of few tokens takes less time; long
   // contexts in one piece are read faster by TMA.
-  const bool few_tokens =
-      args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width, has_narrow_cache(args));
+  const int tokens_at_once = has_narrow_cache(args) ? kNarrowDirectTokens : direct_tokens(width);
+  const bool few_tokens = args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * tokens_at_once;
   const auto directly = [&] {
     return for_type_and_width(args, width, [&](auto type, auto w) {
       return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
@@ -565,22 +565,24 @@ int launch_pieces(Args args, int device, int max_shared_bytes, bool by_16_bytes,
   return launch_planned(args, device, max_shared_bytes, by_16_bytes, stream);
 }
 
-// The append comes first: the kernels only read the caches. So does the rotary embedding where there are no tensor cores.
+// The append comes first where kernels only read the caches. So does the rotary embedding where there are no tensor cores.
 int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream) {
-  if (args.append || args.packed_tokens) {
+  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
+  const bool half = args.dtype != static_cast<int>(DType::kFloat32);
+  const bool rotates =
+      args.rotary_half == 0 || (args.rotary_half % 2 == 0 && aligned(args.cos_cache, 16) && aligned(args.sin_cache, 16));
+  const auto directly = [&](const Plan& plan) { return half && plan.row_tile == kDirectRows; };
+  const auto launches = [&](const Args& part) { return directly(part.plan) || narrow_fits(part, max_shared_bytes); };
+  const bool appends_itself = directly(args.plan) && by_16_bytes && rotates && !args.packed_tokens &&
+                              aligned(args.new_key, 16) && aligned(args.new_value, 16);
+  if (args.packed_tokens || (args.append && !appends_itself)) {
     const int error = launch_append_narrow(args, stream);
     if (error != cudaSuccess) return error;
     args.append = false;
   }
-  const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
-  const bool half = args.dtype != static_cast<int>(DType::kFloat32);
-  const auto launches = [&](const Args& part) {
-    return part.plan.row_tile == kDirectRows || narrow_fits(part, max_shared_bytes);
-  };
-  const bool fits = half && by_16_bytes && launches(args) && (args.short_tokens == 0 || launches(short_launch(args)));
-  const bool rotates = args.rotary_half % 2 == 0 && aligned(args.cos_cache, 16) && aligned(args.sin_cache, 16);
-  const bool directly = args.plan.row_tile == kDirectRows || (args.short_tokens > 0 && args.short_plan.row_tile == kDirectRows);
-  if (args.rotary_half > 0 && (!fits || (directly && !rotates))) {
+  const bool apart = args.short_tokens > 0;
+  const bool fits = half && by_16_bytes && launches(args) && (!apart || launches(short_launch(args)));
+  if (args.rotary_half > 0 && (!fits || ((directly(args.plan) || (apart && directly(args.short_plan))) && !rotates))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
   }

@@ -92,9 +92,10 @@ struct Args {
   const void* value_cache;  // T, or with value_scales their form
   Strides query_strides;
   CacheStrides key_strides, value_strides;
-  int32_t key_width, value_width;  // D, Dv
-  float scale;                     // of the logits, never 0
-  float softcap;                   // 0: off
+  int32_t key_width, value_width;   // D, Dv
+  float scale;                      // of the logits, never 0
+  float softcap;                    // 0: off
+  Scales key_scales, value_scales;  // of quantised caches
 
   void* output;        // T [B,H,Nq,Dv]
   float* lse;          // [B,H,Nq], natural logarithm
@@ -124,7 +125,6 @@ struct Args {
   int32_t dtype;                                     // DType of the T tensors
   bool bfloat16_products;                            // on a CPU: the processor multiplies bfloat16 directly
   int64_t key_cache_elements, value_cache_elements;  // of the whole caches; of int4 their bytes
-  Scales key_scales, value_scales;                   // of quantised caches
 
   // Scratch, of any content at entry.
   int64_t* work_prefix;   // [B+1] work before each request, see schedule.h

@@ -86,6 +86,27 @@ __device__ __forceinline__ uint32_t bits_of(CacheForm form, float x) {
   return sign | ((magnitude + 0x7ffffu + (magnitude >> 20 & 1u)) >> 20) - (120u << 3);
 }
 
+constexpr float kLeast = 0x1p-100f;  // of a row's largest magnitude: a smaller one counts as 0
+
+// A row's largest magnitude / that of the form; NaN if one is not finite. magnitudes: the largest of each of kLanes lanes side by
+// side, which share the row, as bits, whose order is that of the numbers, with NaN last.
+template <int kLanes>
+__device__ __forceinline__ float own_scale(CacheForm form, unsigned magnitudes, unsigned lanes) {
+#pragma unroll
+  for (int offset = kLanes / 2; offset > 0; offset /= 2) {
+    const unsigned other = __shfl_xor_sync(lanes, magnitudes, offset);
+    magnitudes = other > magnitudes ? other : magnitudes;
+  }
+  if (magnitudes >= 0x7f800000u) return __uint_as_float(0x7fc00000u);
+  const float largest = __uint_as_float(magnitudes);
+  return largest < kLeast ? 0.0f : __fdiv_rn(largest, largest_of(form));
+}
+
+// x / scale as the form holds it; 0 where the scale is.
+__device__ __forceinline__ uint32_t quantised(CacheForm form, float x, float scale) {
+  return bits_of(form, scale == 0.0f ? 0.0f : __fdiv_rn(x, scale));
+}
+
 // body(form), with a form that the compiler knows.
 template <class F>
 __device__ __forceinline__ void for_form(CacheForm form, F&& body) {
@@ -95,6 +116,27 @@ __device__ __forceinline__ void for_form(CacheForm form, F&& body) {
 }
 
 __device__ __forceinline__ uint32_t word_of(const uint4& x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+
+// The numbers of a word of a quantised row, of as many columns, as halves: those of token a and of token b side by side.
+template <CacheForm kForm>
+constexpr int kNumbersOfWord = kForm == kInt4 ? 8 : 4;
+template <CacheForm kForm>
+__device__ __forceinline__ void pair_columns(uint32_t a, uint32_t b, uint32_t (&x)[kNumbersOfWord<kForm>]) {
+  if constexpr (kForm == kInt4) {
+    const __half2 bias = __floats2half2_rn(1032.0f, 1032.0f);
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t nibbles = __byte_perm(a, b, i < 4 ? 0x5410 : 0x7632) >> (4 * (i % 4));
+      const uint32_t bits = (nibbles & 0x000f000fu) | 0x64006400u;
+      const __half2 pair = __hsub2(*reinterpret_cast<const __half2*>(&bits), bias);
+      x[i] = *reinterpret_cast<const uint32_t*>(&pair);
+    }
+  } else {
+    const uint32_t low = prepared<kForm>(__byte_perm(a, b, 0x5140)), high = prepared<kForm>(__byte_perm(a, b, 0x7362));
+    x[0] = halves_of<kForm, false>(low), x[1] = halves_of<kForm, true>(low);
+    x[2] = halves_of<kForm, false>(high), x[3] = halves_of<kForm, true>(high);
+  }
+}
 
 // 4 columns of an output, from d on, over the values' scales that are no tokens'.
 __device__ __forceinline__ void scale_values(const Scales& scales, int head, int width, int d, float4& o) {

@@ -168,7 +168,8 @@ void multiply(float* const (&to)[4], const uint32_t (&mine)[6], const float (&ad
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, __half)
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
 #undef LEANFLEET_MMA
-inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_v4_u32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, const void* from) {
+inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_v4_u32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
+                                                           const void* from) {
   uint32_t x[4];
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0) unsupported();
   std::memcpy(x, from, 16);
@@ -179,6 +180,10 @@ inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_v2_u32(uint32_t& a, uint32_t
   if (reinterpret_cast<uintptr_t>(from) % 8 != 0) unsupported();
   std::memcpy(x, from, 8);
   a = x[0], b = x[1];
+}
+inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_u32(uint32_t& x, const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 4 != 0) unsupported();
+  std::memcpy(&x, from, 4);
 }
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}

@@ -1,6 +1,6 @@
 // In place of the instances of LeanAttention's kernels for 16-bit caches, whose copies are not simulated: calls that would take
 // them fail. CTAs that read caches straight into registers are launched without clusters.
-#include "lean_attention/direct_kernel.cuh"
+#include "lean_attention/direct_narrow.cuh"
 #include "lean_attention/mma_kernel.cuh"
 #include "lean_attention/narrow.h"
 #include "lean_attention/wgmma_kernel.cuh"
@@ -15,18 +15,19 @@ template <class T, int kWidth>
 int launch_wgmma(const Args&, const TileLoads&, const CUtensorMap&, const CUtensorMap&, void*) {
   return cudaErrorNotSupported;
 }
+template <class T, int kWidth, class Cta>
+int launch_cta(const Args& args, void* stream) {
+  const auto kernel = DirectKernel<T, kWidth, Cta>;
+  const int bytes = Cta::shared_bytes(args.group * args.tokens);
+  kernel<<<args.plan.max_ranges, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
+  return cudaGetLastError();
+}
 template <class T, int kWidth>
 int launch_direct(const Args& args, bool, bool, void* stream) {
-  if constexpr (kWidth > 128) {
-    return cudaErrorNotSupported;
-  } else {
-    const auto kernel = has_narrow_cache(args)   ? DirectKernel<T, kWidth, true, true>
-                        : args.rotary_half > 0 ? DirectKernel<T, kWidth, true, false>
-                                               : DirectKernel<T, kWidth, false, false>;
-    const int bytes = direct_shared_bytes<T, kWidth>(args.group * args.tokens);
-    kernel<<<args.plan.max_ranges, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
-    return cudaGetLastError();
-  }
+  if constexpr (kWidth > 128) return cudaErrorNotSupported;
+  else if (has_narrow_cache(args)) return launch_cta<T, kWidth, NarrowDirectCta<T, kWidth>>(args, stream);
+  else if (args.rotary_half > 0) return launch_cta<T, kWidth, WideCta<T, kWidth, true>>(args, stream);
+  else return launch_cta<T, kWidth, WideCta<T, kWidth, false>>(args, stream);
 }
 
 #define LEANFLEET_INSTANCES(T, kWidth)                                                                                   \
