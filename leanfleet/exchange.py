@@ -1,6 +1,6 @@
-"""What a loop over a session exchanges with it: memory that both see, copies between them, and when they are through.
+"""What a loop over a graph exchanges with it: memory that both see, copies between them, and when they are through.
 
-Host is for sessions on the CPU, where a copy is made at once. CudaStream is for those on a GPU that run on its stream: copies
+Host is for graphs on the CPU, where a copy is made at once. CudaStream is for those on a GPU that run on its stream: copies
 and calls are queued there, and nobody waits for them but who asks. Both keep their memory until they are deleted.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 from leanfleet import driver
 
 _ALIGNMENT = 256  # bytes
+Array = tuple[int, list[int], np.dtype]  # address, shape, type
 
 
 class Host:
@@ -24,7 +25,7 @@ class Host:
         self._arrays: dict[int, np.ndarray] = {}
 
     def allocate(self, size: int) -> int:
-        """The address of so many zero bytes that a session reads and writes."""
+        """The address of so many zero bytes that a graph reads and writes."""
         room = np.zeros(size + _ALIGNMENT, np.uint8)
         address = -(-room.ctypes.data // _ALIGNMENT) * _ALIGNMENT
         self._arrays[address] = room
@@ -56,7 +57,7 @@ class CudaStream:
         self._cuda = driver.load()
         device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), 0)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # the one that onnxruntime uses
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # the one that runtimes use
         self._device, self._context = device, context
         self._enter()
         self._call("cuStreamCreate", ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING
@@ -75,7 +76,7 @@ class CudaStream:
 
     @property
     def address(self) -> int:
-        """The cudaStream_t, as onnxruntime's option user_compute_stream takes it."""
+        """The cudaStream_t, as runtimes take it."""
         return self._stream.value or 0
 
     def allocate(self, size: int) -> int:
@@ -116,7 +117,7 @@ class CudaStream:
     def __del__(self) -> None:
         if not hasattr(self, "_there"):
             return
-        try:  # the stream stays: the session that runs on it may outlive this
+        try:  # the stream stays: the runtime that runs on it may outlive this
             self._enter()
             self._call("cuStreamSynchronize", self._stream)
             for pointer in self._there:

@@ -1,13 +1,12 @@
 """A step's tokens chosen again, for requests with penalties, biases, or log-probabilities of the most likely tokens.
 
-Needs onnxruntime and numpy. The graph is sampler.onnx of an exported folder (leanfleet.decoder_contract, SAMPLER). What a
-request has said so far and its biases stay where the session runs; the host sends settings alone.
+Needs numpy. The graph is sampler.onnx of an exported folder (leanfleet.decoder_contract, SAMPLER), which a runtime runs. What a
+request has said so far and its biases stay where the graph runs; the host sends settings alone.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -31,10 +30,10 @@ from leanfleet.decoder_contract import (
     Sampling,
     settings,
 )
-from leanfleet.ort_ops.exchange import Block, CudaStream, Host
-from leanfleet.ort_ops.sessions import make_session, onnxruntime_errors
+from leanfleet.exchange import Array, Block, CudaStream, Host
 
 IN_PROMPT = 1 << 30  # as SampleTokens has it
+Call = Callable[[dict[str, Array], dict[str, Array]], None]  # queues a run of a graph with these inputs and outputs
 
 
 class Adjusted(Protocol):
@@ -48,18 +47,13 @@ class Adjusted(Protocol):
 
 
 class StepSampler:
-    """sampler.onnx on the side of an exchange. rows: requests of a step at most. results: where the tokens go, {name: address}
-    with LOGITS, from which they are chosen. turns: as many steps may be under way."""
+    """The graph on the side of an exchange. call: runs it there. rows: requests of a step at most. results: where the tokens
+    go, {name: address} with LOGITS, from which they are chosen. turns: as many steps may be under way."""
 
     def __init__(
-        self, path: Path, exchange: Host | CudaStream, vocabulary: int, rows: int, results: dict[str, int], turns: int
+        self, call: Call, exchange: Host | CudaStream, vocabulary: int, rows: int, results: dict[str, int], turns: int
     ) -> None:
-        import onnxruntime
-
-        providers: Any = ["CPUExecutionProvider"]
-        if isinstance(exchange, CudaStream):
-            providers = [("CUDAExecutionProvider", {"user_compute_stream": str(exchange.address)})]
-        self.session, self.exchange, self.path, self.rows = make_session(str(path), providers), exchange, path, rows
+        self.call, self.exchange, self.rows = call, exchange, rows
         self.vocabulary, self.results = vocabulary, results
         sizes = {BATCH: rows, VOCABULARY: vocabulary, PLACES: rows, str(TOP): TOP}
         kept = [t for t in SAMPLER.inputs if t.name in (TOKEN_COUNTS, BIAS)]
@@ -71,9 +65,6 @@ class StepSampler:
         self.sent = [exchange.host_bytes(self.inputs.size) for _ in range(turns)]
         self.read = [exchange.host_bytes(self.top.size) for _ in range(turns)]
         self.free = list(range(rows))[::-1]
-        self.options = onnxruntime.RunOptions()
-        if exchange.device == "cuda":
-            self.options.add_run_config_entry("disable_synchronize_execution_providers", "1")
 
     def begin(self, request: Adjusted) -> None:
         """Gives a request a place, with what it has said so far."""
@@ -111,67 +102,22 @@ class StepSampler:
         for name, values in given.items():
             self.inputs.view(self.sent[turn], name)[:rows] = values
         self.exchange.copy(self.inputs.address, self.sent[turn].ctypes.data, self.inputs.size)
-        binding, device = self.session.io_binding(), self.exchange.device
-        for block, bind in (
-            (self.inputs, binding.bind_input),
-            (self.kept, binding.bind_input),
-            (self.top, binding.bind_output),
-        ):
-            for name, (offset, shape, dtype) in block.places.items():
-                size = shape if block is self.kept else [rows, *shape[1:]]
-                bind(name, device, 0, dtype.type, size, block.address + offset)
-        binding.bind_input(LOGITS, device, 0, np.float32, [rows, self.vocabulary], self.results[LOGITS])
-        for t in SAMPLER.outputs[:2]:
-            binding.bind_output(t.name, device, 0, np.dtype(t.type).type, [rows], self.results[t.name])
-        offset, shape, dtype = self.kept.places[TOKEN_COUNTS]
-        binding.bind_output(f"{TOKEN_COUNTS}_out", device, 0, dtype.type, shape, self.kept.address + offset)
-        with onnxruntime_errors(f"run {self.path}"):
-            self.session.run_with_iobinding(binding, self.options)
+
+        def arrays(block: Block, count: int | None = rows) -> dict[str, Array]:
+            return {
+                name: (block.address + offset, shape if count is None else [count, *shape[1:]], dtype)
+                for name, (offset, shape, dtype) in block.places.items()
+            }
+
+        logits: Array = self.results[LOGITS], [rows, self.vocabulary], np.dtype(np.float32)
+        kept = arrays(self.kept, None)
+        chosen = {t.name: (self.results[t.name], [rows], np.dtype(t.type)) for t in SAMPLER.outputs[:2]}
+        self.call(
+            {LOGITS: logits, **arrays(self.inputs), **kept},
+            {**chosen, **arrays(self.top), f"{TOKEN_COUNTS}_out": kept[TOKEN_COUNTS]},
+        )
         self.exchange.copy(self.read[turn].ctypes.data, self.top.address, self.top.size)
 
     def most_likely(self, turn: int) -> tuple[np.ndarray, np.ndarray]:
         """(tokens, log-probabilities) of a step that is through, [rows,TOP]."""
         return self.top.view(self.read[turn], TOP_TOKENS), self.top.view(self.read[turn], TOP_LOGPROBS)
-
-
-def check_adjustments(
-    vocabulary: int,
-    repetition_penalty: float = 1.0,
-    presence_penalty: float = 0.0,
-    frequency_penalty: float = 0.0,
-    logit_bias: dict[int, float] | None = None,
-    top_logprobs: int = 0,
-) -> Adjustments:
-    """The options as Adjustments. Raises ValueError, naming the option, where one is out of range."""
-
-    def real(value: object) -> bool:
-        return isinstance(value, (int, float, np.number)) and bool(np.isfinite(value))
-
-    bias = {} if logit_bias is None else logit_bias
-    for name, value, good, expected in (
-        (
-            "repetition_penalty",
-            repetition_penalty,
-            real(repetition_penalty) and repetition_penalty > 0,
-            "a number above 0; 1: off",
-        ),
-        ("presence_penalty", presence_penalty, real(presence_penalty), "a number; 0: off"),
-        ("frequency_penalty", frequency_penalty, real(frequency_penalty), "a number; 0: off"),
-        (
-            "logit_bias",
-            logit_bias,
-            isinstance(bias, dict)
-            and all(isinstance(t, (int, np.integer)) and 0 <= t < vocabulary and real(b) for t, b in bias.items()),
-            f"{{token id in 0 .. {vocabulary - 1}: number}}",
-        ),
-        (
-            "top_logprobs",
-            top_logprobs,
-            isinstance(top_logprobs, (int, np.integer)) and 0 <= top_logprobs <= TOP,
-            f"a whole number from 0 to {TOP}",
-        ),
-    ):
-        if not good:
-            raise ValueError(f"{name} is {str(value)[:60]}; expected {expected}")
-    pairs = tuple(sorted((int(t), float(b)) for t, b in bias.items()))
-    return Adjustments(float(repetition_penalty), float(presence_penalty), float(frequency_penalty), pairs, int(top_logprobs))
