@@ -64,21 +64,22 @@ class OpTables:
         shapes = ", ".join(self.shape(s) for s in t.shapes)
         return (
             f"    {{{quoted(t.name)}, TypeVar::k{t.type}, {boolean(t.optional)}, {like}, {takes}, "
-            f"{len(t.when)}, {{{when}}}, {len(t.shapes)}, {{{shapes}}}}},"
+            f"{self.attrs[t.repeats] if t.repeats else -1}, {len(t.when)}, {{{when}}}, {len(t.shapes)}, {{{shapes}}}}},"
         )
 
     def attr(self, a):
         served = [v for v in a.values if v not in a.reference_only]
         if tuple(served) != a.values[: len(served)]:
             raise ValueError(f"ops.toml: {self.spec.name}.{a.name}: values of the reference alone come last")
-        default_int = a.values.index(a.default) if a.type == "string" else 0 if a.type == "float" else int(a.default)
+        free_text = a.type == "string" and not a.values
+        default_int = 0 if free_text or a.type == "float" else a.values.index(a.default) if a.values else int(a.default)
         default_float = a.default if a.type == "float" else 0.0
         values = f"k{pascal(a.name)}Values" if a.values else "nullptr"
         return (
             f"    {{{quoted(a.name)}, AttrType::k{pascal(a.type)}, {default_int}, {float(default_float)!r}f, "
             f"{boolean(a.off is not None)}, {boolean(a.min is not None)}, {float(a.off or 0)!r}, {float(a.min or 0)!r}, "
             f"{len(a.values)}, {len(served)}, {values}, {quoted(a.refuse) if a.refuse else 'nullptr'}, "
-            f"{self.symbols.get(a.name, -1)}}},"
+            f"{self.symbols.get(a.name, -1)}, {quoted(a.default) if free_text else 'nullptr'}}},"
         )
 
     def rule(self, r):
@@ -197,7 +198,7 @@ def cell(text):
 
 def shapes_of(tensor):
     if tensor.like:
-        return f"as `{tensor.like}`"
+        return f"as `{tensor.like}`" + (f", its first axis `{tensor.repeats}` times" if tensor.repeats else "")
     return "<br>".join(f"`{shape}`".replace(" with ", "`&nbsp;with&nbsp;`") for shape in tensor.shapes)
 
 

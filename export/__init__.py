@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.onnx_export import register_schemas as register_schemas
     from leanfleet.export.onnx_export import translation_table as translation_table
     from leanfleet.export.quantised_weights import quantise as quantise
+    from leanfleet.export.torch_ops import all_gather as all_gather
+    from leanfleet.export.torch_ops import all_reduce as all_reduce
     from leanfleet.export.torch_ops import causal_conv as causal_conv
     from leanfleet.export.torch_ops import causal_conv_ as causal_conv_
     from leanfleet.export.torch_ops import causal_linear_decay as causal_linear_decay
@@ -28,6 +30,7 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.torch_ops import gated_delta_rule_grad as gated_delta_rule_grad
     from leanfleet.export.torch_ops import lean_attention as lean_attention
     from leanfleet.export.torch_ops import lean_attention_ as lean_attention_
+    from leanfleet.export.torch_ops import merge_attention as merge_attention
     from leanfleet.export.torch_ops import normalized_linear_attention as normalized_linear_attention
     from leanfleet.export.torch_ops import normalized_linear_attention_ as normalized_linear_attention_
     from leanfleet.export.torch_ops import normalized_linear_attention_grad as normalized_linear_attention_grad
@@ -38,6 +41,8 @@ _HOMES = {
     "LinearAttention": "linear_attention",
     "LinearDecoder": "linear_decoder",
     "LinearDecoderConfig": "linear_decoder",
+    "all_gather": "torch_ops",
+    "all_reduce": "torch_ops",
     "causal_conv": "torch_ops",
     "causal_conv_": "torch_ops",
     "causal_linear_decay": "torch_ops",
@@ -52,6 +57,7 @@ _HOMES = {
     "gated_delta_rule_grad": "torch_ops",
     "lean_attention": "torch_ops",
     "lean_attention_": "torch_ops",
+    "merge_attention": "torch_ops",
     "normalized_linear_attention": "torch_ops",
     "normalized_linear_attention_": "torch_ops",
     "normalized_linear_attention_grad": "torch_ops",

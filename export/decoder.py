@@ -35,10 +35,12 @@ from leanfleet.decoder_contract import (
     TOKENS,
     VALUE,
     VALUE_SUM,
+    WORLD,
     Facts,
     cache_forms,
     cache_name,
     is_part,
+    rank_file,
     write_facts,
 )
 from leanfleet.export import blocks, shortcuts, verification
@@ -59,6 +61,7 @@ from leanfleet.export.support import (
     linear_layers_of,
     most_positions,
 )
+from leanfleet.export.tensor_parallel import alone, check_shardable, check_world, shard
 from leanfleet.export.torch_ops import normalized_linear_attention
 from leanfleet.spec import numbers_each
 
@@ -395,6 +398,7 @@ def export_decoder(
     verify: bool = True,
     rope: str = "short",
     cache: str | None = None,
+    tensor_parallel: int | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
@@ -410,12 +414,15 @@ def export_decoder(
     original_max_position_embeddings, which leanfleet.json then gives as max_positions; "long": long factors at every position,
     which is what transformers computes for requests longer than that. cache: None: keys and values are cached in the model's
     own type; "int8", "fp8" (float8e4m3fn) or "int4": in that, with a scale for each token and head, for ONNX Runtime;
-    "int8/fp8": keys and values each in its own. leanfleet.json holds what leanfleet.ort_ops.generate needs to know,
-    under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
+    "int8/fp8": keys and values each in its own. tensor_parallel: None, or a number of ranks, processes with a GPU each: the
+    folder then has, in place of model.onnx, a graph for each rank with its share of heads, of feed-forward layers and experts
+    (leanfleet.export.tensor_parallel); the ONNXProgram is rank 0's. leanfleet.json holds what leanfleet.ort_ops.generate needs
+    to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
     leanfleet.export.export.
 
-    Raises ValueError, naming the layer, for attention that our operators do not do, VerificationError for a file that is not
-    right, OSError for a folder that cannot be written. In each of these cases `folder` is as it was.
+    Raises ValueError, naming the layer, for attention that our operators do not do and for layers that cannot be shared out,
+    VerificationError for a file that is not right, OSError for a folder that cannot be written. In each of these cases `folder`
+    is as it was.
 
     Example:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -428,23 +435,60 @@ def export_decoder(
     ours = hasattr(model, "cache_shapes")
     if not ours:
         check_supported(model)
+    facts: Facts = {"kind": DECODER.kind}
+    facts |= cache_fact(cache)
+    if tensor_parallel is not None:
+        return _write_ranks(
+            model, folder, facts, tokenizer, check_world(tensor_parallel), all_logits, fuse, verify, rope, cache, options
+        )
+    module, arguments, shapes, names = _traced(model, all_logits, cache)
+    return write(module, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, names | options)
+
+
+def _traced(model: Any, all_logits: bool, cache: str | None) -> tuple[Decoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's DECODER graph."""
     caches = cache_shapes(model, cache)
     dims = {name: torch.export.Dim(name, min=1) for name in EXAMPLE}
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in DECODER.inputs}
     shapes["caches"] = [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]
     names = {"input_names": DECODER.input_names(caches), "output_names": DECODER.output_names(caches)}
-    return write(
-        Decoder(model, caches, all_logits).eval(),
-        example_inputs(caches),
-        shapes,
-        folder,
-        {"kind": DECODER.kind} | cache_fact(cache),
-        tokenizer,
-        fuse,
-        verify,
-        rope,
-        names | options,
-    )
+    return Decoder(model, caches, all_logits).eval(), example_inputs(caches), shapes, names
+
+
+def _write_ranks(
+    model: Any,
+    folder: str | Path,
+    facts: Facts,
+    tokenizer: PreTrainedTokenizerBase | None,
+    world: int,
+    all_logits: bool,
+    fuse: bool,
+    verify: bool,
+    rope: str,
+    cache: str | None,
+    options: Mapping[str, Any],
+) -> torch.onnx.ONNXProgram:
+    """As write, of a tensor parallel folder: one rank's share after the other, so that each is traced like a model."""
+    check_shardable(model, world, list(cache_shapes(model, cache)))
+    first: torch.onnx.ONNXProgram | None = None
+    with files.new_folder(folder, OPTIONAL_FILES) as new:
+        paths = [new / rank_file(rank) for rank in range(world)]
+        for rank, path in enumerate(paths):
+            with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
+                module, arguments, shapes, names = _traced(model, all_logits, cache)
+                program, found = made(module, arguments, shapes, fuse, verify, rope, names | dict(options))
+            facts |= found
+            save(program.model, path)
+            first = first or program
+        facts["tensor_parallel"] = {"world": world, "files": [path.name for path in paths]}
+        if verify:
+            progress.tell("running the files and the model, to compare them")
+            facts["verified"] = verification.verify_ranks(model, paths, facts, rope)
+        write_facts(new, facts)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(new)
+    assert first is not None
+    return first
 
 
 def _warn_of_loss(cache: str) -> None:

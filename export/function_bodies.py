@@ -5,6 +5,8 @@ attach(model) gives every leanfleet node of a model its function. A function can
 there, so each set of present inputs and attribute values gets an overload of its own, with the values as constants in
 its body. All sizes stay dynamic. The bodies compute in float32 whatever T is, and need opset 18 or newer.
 
+AllReduce and AllGather stand for a process alone: the first is its input, the second repeats it `world` times.
+
 The linear operators work chunk by chunk: a Scan over chunks of 64 tokens carries the state, so that memory is linear
 in the number of tokens. GatedDeltaRule goes token by token. Equations and sources: leanfleet.export.reference, which is
 what the bodies are tested against.
@@ -26,7 +28,7 @@ import onnx_ir as ir
 from onnx_ir.passes.common import InlinePass
 from onnx_ir.tape import Tape
 
-from leanfleet import spec
+from leanfleet import communicators, spec
 from leanfleet.export import sample_constants as sampling
 
 CHUNK = 64
@@ -1198,6 +1200,32 @@ def _gated_activation(ops, x, a, ranks):
     return [ops.CastLike(ops.Mul(active, up), x.gate_up)]
 
 
+# Collectives and MergeAttention
+
+
+def _all_reduce(ops, x, a, ranks):
+    return [ops.Identity(x.input)]
+
+
+def _all_gather(ops, x, a, ranks):
+    if not 1 <= a.world <= communicators.MAX_RANKS:
+        raise ValueError(f"AllGather: world is {a.world}; expected 1 to {communicators.MAX_RANKS}")
+    return [ops.Concat(*[x.input] * a.world, axis=0)]
+
+
+def _merge_attention(ops, x, a, ranks):
+    nothing = ops.IsInf(x.partial_lse, detect_positive=0)
+    largest = ops.ReduceMax(x.partial_lse, [0])
+    empty = ops.Equal(ops.ReduceMin(ops.int64(nothing), [0]), 1)
+    shifted = ops.Sub(x.partial_lse, ops.Where(empty, 0.0, largest))
+    weights = ops.Where(nothing, 0.0, ops.Exp(shifted))
+    total = ops.sum(weights, 0)
+    shares = ops.Unsqueeze(ops.Div(weights, ops.Where(empty, 1.0, total)), [-1])
+    parts = ops.Where(ops.Unsqueeze(nothing, [-1]), 0.0, ops.Mul(ops.float(x.partial_output), shares))
+    lse = ops.Where(empty, -math.inf, ops.Add(largest, ops.Log(total)))
+    return [ops.CastLike(ops.sum(parts, 0, keepdims=0), x.partial_output), ops.Squeeze(lse, [0])]
+
+
 _BODIES = {
     "LeanAttention": _lean_attention,
     "CausalLinearDecay": _causal_linear_decay,
@@ -1209,6 +1237,9 @@ _BODIES = {
     "GatedDeltaRule": _gated_delta_rule,
     "GatedDeltaRuleGrad": _gated_delta_rule_grad,
     "CausalConv": _causal_conv,
+    "AllReduce": _all_reduce,
+    "AllGather": _all_gather,
+    "MergeAttention": _merge_attention,
 }
 _IGNORED = {"algorithm"}  # attributes that choose how to compute, not what
 
@@ -1236,7 +1267,7 @@ def _variant(op_name, present, attrs, ranks, types):
     given = op.given(present, values)
     for t in op.inputs:
         allowed = sorted({len(s.axes) for s in op.alternatives(t, given)})
-        if t.name in present and len(allowed) > 1:
+        if t.optional and t.name in present and len(allowed) > 1:
             rank = open_ranks[t.name] = (ranks or {}).get(t.name)
             if rank not in allowed:
                 raise ValueError(

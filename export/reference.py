@@ -29,6 +29,7 @@ from itertools import pairwise
 import torch
 from torch.nn.functional import pad
 
+from leanfleet import communicators
 from leanfleet.export.sample_constants import IN_PROMPT, LEAST_EXPONENT, LOG2_E, MAX_LOGPROBS, POWER, WEIGHT_BITS
 
 BLOCK = 64  # tokens per block of the blocked algorithms
@@ -1653,3 +1654,88 @@ def gated_activation(
     )
     gate, up = gate_up.to(compute).unbind(2)
     return ((activations[activation](gate) * up).to(gate_up.dtype),)
+
+
+# Collectives and MergeAttention
+
+
+def _alone(operator, communicator):
+    """The reference knows no other process."""
+    world = communicators.world_of(communicator)
+    _check(
+        world <= 1,
+        f"{operator}: communicator '{communicator}' has {world} ranks, and the reference computes for one alone; give tensors "
+        "of float32, float16 or bfloat16, which kernels exchange",
+    )
+
+
+def all_reduce(
+    input: torch.Tensor, *, communicator: str = "world", compute_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor]:
+    """The sum of input T [...] over the ranks of a world of one: (a copy of input,). Nothing is computed, in any type.
+
+    Raises ValueError where this process's communicator has more ranks.
+    Source: Shoeybi et al., "Megatron-LM" (2019), section 3.
+
+    Example:
+        import torch
+        from leanfleet.export import reference
+
+        (output,) = reference.all_reduce(torch.ones(2, 3))
+        print(output.shape)  # torch.Size([2, 3])
+    """
+    _alone("AllReduce", communicator)
+    return (input.clone(),)
+
+
+def all_gather(
+    input: torch.Tensor, *, communicator: str = "world", world: int = 1, compute_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor]:
+    """input T [N,...] of each rank, one behind the other, as if all `world` ranks had this one's: (output T [world N,...],).
+    Nothing is computed, in any type.
+
+    Raises ValueError where this process's communicator has more than one rank, and for a world below 1.
+    Source: Sanovar et al., "LeanAttention" (2024), section 6.
+
+    Example:
+        import torch
+        from leanfleet.export import reference
+
+        (output,) = reference.all_gather(torch.ones(2, 3), world=1)
+        print(output.shape)  # torch.Size([2, 3])
+    """
+    _alone("AllGather", communicator)
+    _check(world >= 1, f"AllGather: world is {world}; expected 1 or more")
+    return (input.repeat(world, *[1] * (input.dim() - 1)),)
+
+
+def merge_attention(
+    partial_output: torch.Tensor, partial_lse: torch.Tensor, *, compute_dtype: torch.dtype | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Attention over all keys from that over W parts of them: (output T [B,H,Nq,Dv], lse F [B,H,Nq]).
+
+    partial_output T [W,B,H,Nq,Dv]; partial_lse F [W,B,H,Nq], the natural logarithm of each part's softmax sum. A part with an
+    lse of -inf counts for nothing, whatever its output holds; a row without any other is 0, its lse -inf. Computed in float32,
+    in float64 for float64 inputs. Source: Sanovar et al., "LeanAttention" (2024), section 4.1. Raises
+    ValueError for other shapes.
+
+    Example:
+        import torch
+        from leanfleet.export import reference
+
+        output, lse = reference.merge_attention(torch.randn(2, 1, 4, 1, 16), torch.randn(2, 1, 4, 1))
+        print(output.shape, lse.shape)  # torch.Size([1, 4, 1, 16]) torch.Size([1, 4, 1])
+    """
+    match, _, compute, real = _begin("MergeAttention", "bhnd", partial_output, compute_dtype)
+    match("partial_output", partial_output, "T", "W B H Nq Dv")
+    match("partial_lse", partial_lse, "F", "W B H Nq")
+    lses = partial_lse.to(compute)
+    nothing = lses == -torch.inf
+    empty = nothing.all(0)
+    largest = torch.where(empty, 0.0, lses.amax(0))
+    weights = torch.where(nothing, 0.0, torch.exp(lses - largest))
+    total = weights.sum(0)
+    shares = (weights / torch.where(empty, 1.0, total)).unsqueeze(-1)
+    parts = torch.where(nothing.unsqueeze(-1), 0.0, partial_output.to(compute) * shares)
+    lse = torch.where(empty, -torch.inf, largest + torch.log(total))
+    return parts.sum(0).to(partial_output.dtype), lse.to(real)

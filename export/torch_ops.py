@@ -12,6 +12,7 @@ asked for: a tensor where it is one, else a tuple.
 import functools
 import inspect
 import itertools
+import math
 import threading
 from typing import NamedTuple
 
@@ -36,6 +37,7 @@ _TYPES = {"bool": bool, "int": int, "float": float, "string": str}
 _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 _LIBRARY = torch.library.Library(spec.DOMAIN, "DEF")
 _DEVICE_KEYS = {DispatchKey.CPU: "cpu", DispatchKey.CUDA: "cuda"}
+_MOST_ELEMENTS = 2**47  # of a tensor, kMaxElements in csrc/core/op.h
 _MAX_PLANS = 512  # kept by a thread; a cache whose capacity grows with every token makes a new one each time
 # Launches on one stream follow each other and leave the buffer zero.
 _sync_words: dict[tuple, torch.Tensor] = {}  # (device, stream) -> zeroed buffer
@@ -103,6 +105,8 @@ def _output_metadata(op, inputs, attrs):
             shape = (0,)
         elif t.like:
             shape = tuple(inputs[[i.name for i in op.inputs].index(t.like)].shape)
+            if t.repeats:
+                shape = (shape[0] * int(attrs.get(t.repeats, op.attr(t.repeats).default)), *shape[1:])
         else:
             shape = tuple(spec.in_elements((axis.size(dims) for axis in op.shape_of(t, given).ordered(layout)), dtype))
         metadata.append((dtype, shape))
@@ -115,6 +119,8 @@ def _checked_metadata(op, inputs, attrs):
         metadata = _output_metadata(op, inputs, attrs)
         if any(size < 0 for _, shape in metadata for size in shape):
             raise ValueError(f"{op.name}: an input is empty")
+        if any(math.prod(shape) > _MOST_ELEMENTS for _, shape in metadata):
+            raise ValueError(f"{op.name}: an output has more than 2^47 elements")
         return metadata
     except (ValueError, AttributeError, KeyError):
         native.Call(op.name, [_entry(t) for t in inputs], [], attrs).workspace()
@@ -420,7 +426,8 @@ def _documentation(op, mutating):
     lines += ["", "Returns a tuple of those of these outputs that exist; a tensor where it is a single one:"]
     for t in op.outputs:
         if not (mutating and t.takes):
-            shapes = f"the shape of {t.like}" if t.like else " or ".join(str(s) for s in t.shapes)
+            repeated = f", the first axis {t.repeats} times" if t.repeats else ""
+            shapes = f"the shape of {t.like}{repeated}" if t.like else " or ".join(str(s) for s in t.shapes)
             condition = f", only with {' and '.join(t.when)}" if t.when else ""
             lines.append(f"    {t.name}: {t.type} {shapes}{condition}. {t.doc}")
     lines += [
@@ -655,3 +662,6 @@ causal_conv_ = _function(_SPECS["CausalConv"], True)
 sample_tokens = _function(_SPECS["SampleTokens"], False)
 sample_tokens_ = _function(_SPECS["SampleTokens"], True)
 gated_activation = _function(_SPECS["GatedActivation"], False)
+all_reduce = _function(_SPECS["AllReduce"], False)
+all_gather = _function(_SPECS["AllGather"], False)
+merge_attention = _function(_SPECS["MergeAttention"], False)

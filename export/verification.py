@@ -8,9 +8,12 @@ rounded as the caches round them. A bfloat16 file is checked as float32, with bf
 bfloat16; quantised products with activations that are not rounded to 8 bits.
 """
 
-from collections.abc import Iterator, Mapping
+import json
+import os
 import sys
-from contextlib import contextmanager, nullcontext, suppress
+import tempfile
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +21,15 @@ import numpy as np
 import onnx_ir as ir
 import torch
 
-from leanfleet import model_file, ort_library, trial
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, cache_forms, is_state, packed
+from leanfleet import model_file, ort_library, ranks, trial
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, WORLD, cache_forms, is_state, packed
 from leanfleet.export import blocks
 from leanfleet.export.reference import FORM_TYPES, numbers_of, quantised, row_scales
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
 
 PROMPTS, STEPS = (1, 6, 17), 4
 FACTOR, ROUNDINGS = 4, 4  # bound: so many times what PyTorch loses, and so many roundings of the largest logit
+RANKS_SECONDS = 600.0  # that ranks may take for the schedule
 TRIES = 3  # two experts that are nearly equally likely may change places: a fault shows with any tokens
 
 
@@ -52,7 +56,7 @@ def _checkable(path: Path, model: torch.nn.Module) -> Iterator[Path]:
     if not narrow and not blocks.holders(model):
         yield path
         return
-    other = path.with_name("verified.onnx")  # beside the weights
+    other = path.with_name(f"verified.{path.name}")  # beside the weights
     try:
         found = ir.load(path)
         changed = blocks.set_accuracy(found, blocks.EXACT)
@@ -66,8 +70,65 @@ def _checkable(path: Path, model: torch.nn.Module) -> Iterator[Path]:
         other.with_name(f"{other.name}.data").unlink(missing_ok=True)
 
 
+def verify_ranks(
+    model: torch.nn.Module, paths: Sequence[Path], facts: Mapping[str, Any], rope: str = "short"
+) -> dict[str, Any]:
+    """As verify, of a tensor parallel decoder: the files of its ranks, which run together, a process each."""
+    if why := _obstacle(model) or _no_library():
+        return {"skipped": why}
+    with ExitStack() as stack:
+        checkable = [stack.enter_context(_checkable(path, model)) for path in paths]
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leanfleet-verify-")))
+
+        def found(tokens: list[np.ndarray]) -> list[tuple[str, int, int, np.ndarray]]:
+            task = {"files": [str(p.resolve()) for p in checkable], "facts": facts, "tokens": [t.tolist() for t in tokens]}
+            (folder / "task.json").write_text(json.dumps(task))
+            program = "import sys; from leanfleet.export import verification; verification.run_rank(*sys.argv[1:])"
+            command = ranks.python("-c", program, str(folder))
+            ranks.launch(command, len(paths), environment={"CUDA_VISIBLE_DEVICES": ""}, seconds=RANKS_SECONDS)
+            with np.load(folder / "found.npz") as said:
+                places, rows = (said[name] for name in said.files)
+                return [(*place, logits) for place, logits in zip(json.loads(str(places)), rows, strict=True)]
+
+        return judge_found(model, found, facts, rope)
+
+
+def run_rank(folder: str) -> None:
+    """What a process of verify_ranks does: the schedule with its rank's file; rank 0 writes the logits down."""
+    ranks.end_with_parent()
+    task, here = json.loads((Path(folder) / "task.json").read_text()), ranks.place()
+    assert here is not None
+    threads = max(1, (os.cpu_count() or 1) // here.world)
+    with ranks.join(WORLD, "shared_memory"):
+        session = _session(Path(task["files"][here.rank]), threads)
+        found = _found(session, task["facts"], [np.array(t, np.int64) for t in task["tokens"]])
+    if here.rank == 0:
+        places, logits = [place for *place, _ in found], np.stack([logits for *_, logits in found])
+        with open(Path(folder) / "found.npz", "wb") as file:
+            np.savez(file, np.array(json.dumps(places)), logits)
+
+
+def _no_library():
+    """Why ranks cannot run here, or None."""
+    try:
+        ort_library.get_library_path()
+    except FileNotFoundError as error:
+        return str(error)
+    return None
+
+
 def compare(model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope: str = "short") -> dict[str, Any]:
     """As verify, of a session: an object with onnxruntime's get_inputs() and run()."""
+    return judge_found(model, lambda tokens: _found(session, facts, tokens), facts, rope)
+
+
+def judge_found(
+    model: torch.nn.Module,
+    found: Callable[[list[np.ndarray]], list[tuple[str, int, int, np.ndarray]]],
+    facts: Mapping[str, Any],
+    rope: str = "short",
+) -> dict[str, Any]:
+    """As verify. found: runs the schedule with these requests; [(phase, request, position, logits)]."""
     for seed in range(TRIES):
         tokens = _tokens(model, facts, seed)
         try:
@@ -80,7 +141,7 @@ def compare(model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope
         bound = FACTOR * loses + ROUNDINGS * torch.finfo(getattr(model, "dtype", torch.float32)).eps * scale
         errors = [
             (np.abs(logits.astype(np.float64) - judge[request][position]).max(), phase, position)
-            for phase, request, position, logits in _found(session, facts, tokens)
+            for phase, request, position, logits in found(tokens)
         ]
         worst, phase, position = max(errors, key=lambda e: np.nan_to_num(e[0], nan=np.inf))
         if worst <= bound:  # NaN is not
@@ -278,11 +339,12 @@ def _found(session, facts, tokens):
     return found
 
 
-def _session(path):
-    """A session on the CPU: with the library, or without where it is missing."""
+def _session(path, threads=0):
+    """A session on the CPU: with the library, or without where it is missing. threads: 0: as many as the machine has."""
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = threads
     options.log_severity_level = 3
     with suppress(FileNotFoundError):
         ort_library.register(options)

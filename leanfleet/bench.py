@@ -23,6 +23,7 @@ import math
 import statistics
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
@@ -33,6 +34,7 @@ import torch
 
 import leanfleet
 from leanfleet import machine, native, plotting, spec
+from leanfleet.driver import Device
 from leanfleet.export import reference, torch_ops
 from leanfleet.files import check_file, new_file
 from leanfleet.tables import print_table
@@ -439,12 +441,12 @@ def run(
 ) -> dict[str, Any]:
     """Checks and times methods on shapes; returns a report, which write_json and plot take.
 
-    shapes: of Shape. names: of registered methods; None: all of the operator's. device: "cpu" or "cuda". dtype: a key of
-    DTYPES. log_decay: see make_inputs. grad: time forward and backward together, and check the gradients too. seconds:
-    spent on timing each method of each shape, for MIN_ROUNDS calls or more. rtol: the largest allowed error; None: TOLERANCE
-    times that of the reference in the inputs' own type. on_case: called with each finished list of rows. limit: seconds; a
-    method that is expected to keep a shape busy for longer, the check included, is left out (None: none is); that is told
-    from calls on a few tokens. on_progress: called with (shape, what comes next) before each step that may take long.
+    shapes: of Shape. names: of registered methods; None: all of the operator's. device: "cpu", "cuda" or "cuda:1". dtype: a key
+    of DTYPES. log_decay: see make_inputs. grad: time forward and backward together, and check the gradients too. seconds: spent
+    on timing each method of each shape, for MIN_ROUNDS calls or more. rtol: the largest allowed error; None: TOLERANCE times
+    that of the reference in the inputs' own type. on_case: called with each finished list of rows. limit: seconds; a method
+    that is expected to keep a shape busy for longer, the check included, is left out (None: none is); that is told from calls
+    on a few tokens. on_progress: called with (shape, what comes next) before each step that may take long.
 
     The report is a dict: "machine", "settings" and "rows". A row is a method on a shape: "status" is "ok", "wrong" (its
     error, relative and in norms, is above "tolerance"), "refused" (with "reason"), "left out" (beyond `limit`) or "failed"
@@ -456,28 +458,27 @@ def run(
         raise ValueError(f"operator is {operator!r}; it is one of {', '.join(OPERATORS)}")
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r}; it is one of {', '.join(DTYPES)}")
-    if device not in ("cpu", "cuda") or device == "cuda" and not torch.cuda.is_available():
-        raise ValueError(
-            f"device is {device!r}; it is cpu"
-            + (" or cuda" if torch.cuda.is_available() else ": torch finds no CUDA device here")
-        )
+    where = Device.named(device)
+    if where.kind == "cuda" and not torch.cuda.is_available():
+        raise ValueError(f"device is {device!r}; it is cpu: torch finds no CUDA device here")
     chosen = [_method(name, operator) for name in (methods(operator) if names is None else names)]
     rows = []
     for shape in shapes:
         tell = partial(on_progress, shape) if on_progress else lambda what: None
-        case = _run_case(shape, chosen, operator, device, dtype, log_decay, grad, seconds, rtol, seed, limit, tell)
+        with torch.cuda.device(where.index) if where.kind == "cuda" else nullcontext():  # all of it is made on the current one
+            case = _run_case(shape, chosen, operator, where.kind, dtype, log_decay, grad, seconds, rtol, seed, limit, tell)
         rows += case
         if on_case:
             on_case(case)
     decay = f"a tensor {list(log_decay.shape)}" if isinstance(log_decay, torch.Tensor) else str(log_decay)
     settings = {"operator": operator, "device": device, "dtype": dtype, "grad": grad, "seed": seed, "log_decay": decay}
-    return {"date": datetime.date.today().isoformat(), "machine": _machine(device), "settings": settings, "rows": rows}
+    return {"date": datetime.date.today().isoformat(), "machine": _machine(where), "settings": settings, "rows": rows}
 
 
 def _machine(device):
     facts = {"leanfleet": leanfleet.__version__, "kernels": native.build_info(), "torch": torch.__version__}
-    if device == "cuda":
-        return facts | {"device": torch.cuda.get_device_name()}
+    if device.kind == "cuda":
+        return facts | {"device": torch.cuda.get_device_name(device.index)}
     return facts | {"device": machine.cpu()[0], "threads": torch.get_num_threads()}
 
 

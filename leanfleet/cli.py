@@ -40,6 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         try:
             arguments = _parser().parse_args(argv)
+            arguments.argv = list(sys.argv[1:] if argv is None else argv)  # for a command that runs itself as several processes
             return _run(arguments)
         finally:
             if sys.stdout is not None:
@@ -216,7 +217,7 @@ def _parser() -> argparse.ArgumentParser:
         default="1x8x128x64x64,1x8x512x64x64,1x8x2048x64x64",
         help="BxHxNxRxD or BxH/HkvxNxRxD, separated by commas (default: %(default)s)",
     )
-    bench.add_argument("--device", default="cpu", help="cpu (default) or cuda")
+    bench.add_argument("--device", default="cpu", help="cpu (default), cuda or, of several GPUs, cuda:1")
     bench.add_argument("--dtype", default="float32", help="float32 (default), float16 or bfloat16")
     bench.add_argument("--decay", default="head", help="none, head (default: one for each head) or token")
     bench.add_argument("--grad", action="store_true", help="forward and backward together")
@@ -251,6 +252,7 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--port", type=_number, default=8000, help="0: any free one (default: %(default)s)")
     serve.add_argument("--name", help="the model's name for clients (default: the folder's)")
     serve.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
+    serve.add_argument("--device", metavar="DEVICE", help=generate.DEVICE_HELP)
     serve.add_argument("--cuda-graph", action="store_true", help="capture steps as CUDA graphs")
     serve.add_argument(
         "--cache-tokens",
@@ -331,6 +333,7 @@ def _add_engine(commands: argparse._SubParsersAction) -> None:
     build.set_defaults(run=engine_build_command)
 
     loading = argparse.ArgumentParser(add_help=False)
+    loading.add_argument("--device", metavar="DEVICE", help="the GPU, such as cuda:1 (default: the first)")
     loading.add_argument(
         "--allow-host-code",
         action="store_true",
@@ -692,8 +695,7 @@ def bundle_command(arguments: argparse.Namespace) -> int:
 def serve_command(arguments: argparse.Namespace) -> int:
     from leanfleet import serve
 
-    if arguments.cuda_graph and arguments.provider == "cpu":
-        raise ValueError("--cuda-graph needs the CUDA provider: leave --provider cpu out")
+    generate.check_device(arguments)
     folder = Path(arguments.folder)
     generate.quieten_transformers()
     with progress.stage(f"loading {folder}"):
@@ -704,6 +706,7 @@ def serve_command(arguments: argparse.Namespace) -> int:
             serve.Limits(arguments.max_body, seconds=arguments.timeout),
             arguments.max_waiting,
             providers=None if arguments.provider is None else [f"{arguments.provider.upper()}ExecutionProvider"],
+            device=arguments.device,
             cache_tokens=arguments.cache_tokens,
             max_requests=arguments.max_requests,
             step_tokens=arguments.step_tokens,
@@ -773,7 +776,9 @@ def engine_prepare_command(arguments: argparse.Namespace) -> int:
 def engine_inspect_command(arguments: argparse.Namespace) -> int:
     from leanfleet import trt_plugins
 
-    found = trt_plugins.inspect(arguments.engine, trt_plugins.runtime(arguments.runtime), arguments.allow_host_code)
+    found = trt_plugins.inspect(
+        arguments.engine, trt_plugins.runtime(arguments.runtime), arguments.allow_host_code, arguments.device
+    )
     if arguments.json:
         print(json.dumps(found, indent=2))
         return 0
@@ -793,7 +798,7 @@ def engine_run_command(arguments: argparse.Namespace) -> int:
     with files.new_file(arguments.save) if arguments.save else nullcontext() as saved:
         runtime = trt_plugins.runtime(arguments.runtime)
         with progress.stage("loading the engine"):
-            engine = running.Engine(arguments.engine, runtime, host_code=arguments.allow_host_code)
+            engine = running.Engine(arguments.engine, runtime, host_code=arguments.allow_host_code, device=arguments.device)
         feed = _read_inputs(arguments.inputs) if arguments.inputs else engine.made_up_inputs(arguments.profile)
         with progress.stage(f"running the engine {arguments.runs} times"):
             outputs, milliseconds = engine.timed(feed, arguments.profile, arguments.runs)

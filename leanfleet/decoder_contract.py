@@ -3,6 +3,8 @@
 Exporters write by it; ONNX Runtime, TensorRT, bundles for onnxruntime-genai and the command line read by it. A folder holds
 model.onnx, leanfleet.json (Facts) and, where it was exported with one, the tokenizer's files. There are two kinds of graph.
 model.onnx is of one of them; beside one of the first kind may stand serving.onnx, of the second, with the same weights.
+A tensor parallel folder has a DECODER graph for each rank in place of model.onnx: model.rank0.onnx, model.rank1.onnx, ..., each
+with the rank's share of weights and caches, and AllReduce nodes of the communicator WORLD. Logits are the same on all ranks.
 
 DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens over caches of S slots, all three dynamic.
 
@@ -79,17 +81,23 @@ import leanfleet
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT = 4  # of leanfleet.json, the newest; one without a format is of the first
+FORMAT = 5  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 SAMPLER_FILE = "sampler.onnx"
+WORLD = "world"  # the communicator of a tensor parallel decoder's nodes
+PARALLEL = 5  # the format of a tensor parallel folder
+MOST_RANKS = 64  # of a communicator
 MOST_FACTS, MOST_BLOCK = 1 << 20, 1 << 14  # bytes of leanfleet.json, tokens of a page: more asks for memory alone
 SERVING_FILE = "serving.onnx"  # in a folder whose model.onnx is of the other kind
 OPTIONAL_FILES = (
+    MODEL_FILE,
     f"{MODEL_FILE}.data",
     SERVING_FILE,
     f"{SERVING_FILE}.data",
     SAMPLER_FILE,
-)  # of an export; an earlier one may have left them
+    "model.rank*.onnx",
+    "model.rank*.onnx.data",
+)  # patterns of files of an export; an earlier one may have left them
 
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
 TOKEN_INDEX, TOP_P = "token_index", "top_p"
@@ -299,6 +307,11 @@ def cache_name(layer: int | str, part: str) -> str:
     return f"{layer}.{part}"
 
 
+def rank_file(rank: int) -> str:
+    """The graph of a rank in a tensor parallel folder."""
+    return f"model.rank{rank}.onnx"
+
+
 def layer_of(name: str) -> int:
     """The layer of a cache, by its name or that of its input."""
     return int(name.split(".")[-2])
@@ -407,6 +420,13 @@ def packed(
     return {t.name: made[t.name] for t in interface.inputs}
 
 
+class Ranks(TypedDict):
+    """Of a tensor parallel folder: how many ranks, and each one's graph."""
+
+    world: int
+    files: list[str]
+
+
 class Facts(TypedDict, total=False):
     """What leanfleet.json says. `block` is of kind "serving" alone. `serving`: what differs for serving.onnx."""
 
@@ -417,6 +437,7 @@ class Facts(TypedDict, total=False):
     max_positions: int | None  # None: no limit
     block: int  # tokens a page
     cache: str | None  # of CACHES: keys and values are so, with a scale for each token; missing or None: the model's type
+    tensor_parallel: Ranks  # missing: the folder is for one process
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
     serving: dict[str, Any]  # format, block, fusions and verified, as they are here
     verified: dict[str, Any]  # "largest_difference" and "bound" of the logits, or "skipped": why; missing: not asked for
@@ -427,14 +448,15 @@ def write_facts(folder: str | Path, facts: Facts) -> None:
     interface = SERVING if facts.get("kind") == SERVING.kind else DECODER
     if "serving" in facts:
         facts = facts | {"serving": {"format": SERVING.format} | facts["serving"]}
-    text = json.dumps({"format": interface.format} | facts, indent=2)
+    number = PARALLEL if "tensor_parallel" in facts else interface.format
+    text = json.dumps({"format": number} | facts, indent=2)
     part = Path(folder) / f"{FACTS_FILE}.part"
     part.write_text(text + "\n", encoding="utf-8")
     part.replace(Path(folder) / FACTS_FILE)
 
 
-def read_facts(folder: str | Path, interface: Interface) -> Facts:
-    """What leanfleet.json in the folder of an exported model says, checked.
+def read_facts(folder: str | Path, interface: Interface, parallel: bool = False) -> Facts:
+    """What leanfleet.json in the folder of an exported model says, checked. parallel: it may be a tensor parallel folder.
 
     Raises FileNotFoundError, and ValueError for a file that is damaged, of a format that this version does not know, or of
     another kind.
@@ -442,7 +464,8 @@ def read_facts(folder: str | Path, interface: Interface) -> Facts:
     folder, writer = Path(folder), interface.writer
     if not folder.is_dir():
         raise FileNotFoundError(f"{folder} is not a folder; give one that leanfleet export or {writer} wrote")
-    for name in (MODEL_FILE, FACTS_FILE):
+    ranked = not (folder / MODEL_FILE).exists() and (folder / rank_file(0)).is_file()
+    for name in (FACTS_FILE,) if ranked else (MODEL_FILE, FACTS_FILE):
         if not (folder / name).is_file():
             hint = (
                 f"; it holds a transformers model that is not exported yet: leanfleet export {folder} NEW_FOLDER"
@@ -471,7 +494,31 @@ def read_facts(folder: str | Path, interface: Interface) -> Facts:
         also = ", or leanfleet export --serve" if interface is SERVING else ""
         raise ValueError(f"{folder} holds a model of kind {found}; this needs one from {writer}{also}")
     _check_values(path, facts, interface, again)
+    _check_ranks(folder, path, facts, ranked, again)
+    if ranked and not parallel:
+        world = facts["tensor_parallel"]["world"]
+        raise ValueError(
+            f"{folder} was exported for {world} ranks (tensor_parallel), which run together: leanfleet generate {folder} "
+            f'"..." --gpus {world}'
+        )
     return cast(Facts, facts)
+
+
+def _check_ranks(folder: Path, path: Path, facts: dict[str, Any], ranked: bool, again: str) -> None:
+    """Raises ValueError or FileNotFoundError where what leanfleet.json says of ranks is wrong, or their files are missing."""
+    said: Any = facts.get("tensor_parallel")
+    if said is None and not ranked:
+        return
+    world = said.get("world") if isinstance(said, dict) else None
+    fits = isinstance(said, dict) and isinstance(world, int) and _number(world, 2) and world <= MOST_RANKS
+    if not fits or said.get("files") != [rank_file(rank) for rank in range(cast(int, world))]:
+        found = json.dumps(said)[:60]
+        raise ValueError(f"{path}: tensor_parallel is {found}; expected a world of 2 or more ranks, and their files: {again}")
+    if not ranked:
+        raise ValueError(f"{path} is of a tensor parallel folder, and {folder / MODEL_FILE} is not: {again}")
+    for name in said["files"]:
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name} does not exist, though {path} names it: {again}")
 
 
 def refuse_quantised(folder: str | Path, facts: Facts, runtime: str) -> None:

@@ -42,7 +42,8 @@ def new_file(path: str | os.PathLike) -> Iterator[Path]:
 def new_folder(path: str | os.PathLike, outdated: Iterable[str] = ()) -> Iterator[Path]:
     """Yields an empty folder whose files move to the folder `path` when the block ends well, over those of the same names.
 
-    outdated: names of files that go from there where the block has not written them. Otherwise as new_file.
+    outdated: names of files, or patterns of them, that go from there where the block has not written them. Otherwise as
+    new_file.
     """
     target = Path(path).resolve()
     if target.exists() and not target.is_dir():
@@ -57,8 +58,9 @@ def new_folder(path: str | os.PathLike, outdated: Iterable[str] = ()) -> Iterato
             if not there:
                 part.rename(target)
             else:
-                for name in outdated:
-                    (target / name).unlink(missing_ok=True)
+                for old in [file for pattern in outdated for file in target.glob(pattern)]:
+                    if not (part / old.name).exists():
+                        old.unlink(missing_ok=True)
                 for file in part.iterdir():
                     if file.is_dir():
                         shutil.rmtree(target / file.name, ignore_errors=True)

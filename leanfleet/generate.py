@@ -4,21 +4,24 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leanfleet import decoder_contract, files, progress
+from leanfleet import decoder_contract, driver, files, progress, ranks
 from leanfleet.decoder_contract import DECODER
 
 if TYPE_CHECKING:
+    from onnxruntime import SessionOptions
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
     from leanfleet.generation import Decoder, Statistics
 
 MOST_LAYERS = 10_000
+DEVICE_HELP = "cpu, cuda or, of several GPUs, cuda:1 (default: the first)"
 HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there is a hub
 
 
@@ -66,6 +69,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "--serve",
         action="store_true",
         help="also write serving.onnx, the graph for `leanfleet serve` and ContinuousBatch, which has the same weights",
+    )
+    export.add_argument(
+        "--tensor-parallel",
+        type=int,
+        metavar="W",
+        help="share the model out to W processes, with a GPU each: heads, feed-forward layers and experts; W at most the heads "
+        "of keys and values. Run it with leanfleet generate --gpus W",
     )
     export.add_argument(
         "--no-verify",
@@ -124,7 +134,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--raw", action="store_true", help="continue the prompt as it is, without the chat template")
     generate.add_argument("--capacity", type=int, metavar="N", help="slots of the caches (default: what is needed)")
     generate.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
+    generate.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     generate.add_argument("--cuda-graph", action="store_true", help="capture decode steps as CUDA graphs")
+    generate.add_argument("--gpus", type=int, metavar="W", help="run a folder of --tensor-parallel W on W GPUs, a process each")
+    generate.add_argument(
+        "--ranks", type=int, metavar="W", help="the same, W processes; with --provider cpu on the CPU, to try it without GPUs"
+    )
     generate.set_defaults(run=generate_command)
 
 
@@ -275,6 +290,8 @@ def export_command(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
     warnings.filterwarnings("default", category=ExpertsWarning)
     files.check_folder(arguments.folder)
+    if arguments.tensor_parallel is not None and arguments.serve:
+        raise ValueError("--serve writes a graph for one process, --tensor-parallel graphs for several: give one of the two")
     if arguments.weights not in (None, "expand") and not arguments.fuse:
         raise ValueError(
             f"--weights {arguments.weights} needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two"
@@ -286,11 +303,13 @@ def export_command(arguments: argparse.Namespace) -> int:
         print(f"leanfleet export: {error}", file=sys.stderr)
         return 1
     folder = Path(arguments.folder)
-    facts = decoder_contract.read_facts(folder, DECODER)
+    facts = decoder_contract.read_facts(folder, DECODER, parallel=True)
     print(describe_fusions(facts.get("fusions")), file=sys.stderr)
     print(describe_verification(facts.get("verified")), file=sys.stderr)
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
-    then = next_step(folder, arguments.dtype) + (f", or leanfleet serve {folder}" if arguments.serve else "")
+    then = next_step(folder, arguments.dtype, arguments.tensor_parallel) + (
+        f", or leanfleet serve {folder}" if arguments.serve else ""
+    )
     print(f"wrote {folder} ({size:.0f} MB); next: {then}", file=sys.stderr)
     return 0
 
@@ -305,7 +324,7 @@ def _export(arguments: argparse.Namespace) -> None:
 
     say(f"loading {arguments.model} ...")
     is_gguf = "gguf_file" in locate(arguments.model)
-    by_itself = is_gguf and arguments.fuse and arguments.dtype == "float32"
+    by_itself = is_gguf and arguments.fuse and arguments.dtype == "float32" and arguments.tensor_parallel is None
     keep = arguments.weights == "keep" or (arguments.weights is None and by_itself)
     model, tokenizer = load_pretrained(arguments.model, arguments.dtype, keep)
     if is_gguf and keep:
@@ -320,7 +339,7 @@ def _export(arguments: argparse.Namespace) -> None:
     say(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...")
     options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope, "cache": arguments.cache}
     with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:
-        export_decoder(model, new, tokenizer, **options)
+        export_decoder(model, new, tokenizer, tensor_parallel=arguments.tensor_parallel, **options)
         if arguments.serve:
             say("exporting it for serving ...")
             add_serving(model, new, **options)
@@ -347,9 +366,11 @@ def describe_fusions(fusions: dict[str, int] | None) -> str:
     return f"fused: {', '.join(applied) or 'nothing'}" + (f" (not found: {', '.join(left)})" if left else "")
 
 
-def next_step(folder: str | Path, dtype: str) -> str:
-    """What to do with an exported folder."""
+def next_step(folder: str | Path, dtype: str, world: int | None = None) -> str:
+    """What to do with an exported folder. world: the ranks that it is for."""
     command = f'leanfleet generate {folder} "Hello"'
+    if world is not None:
+        return f"{command} --gpus {world}"
     if dtype != "bfloat16":
         return command
     return (
@@ -359,21 +380,112 @@ def next_step(folder: str | Path, dtype: str) -> str:
 
 
 def generate_command(arguments: argparse.Namespace) -> int:
-    from leanfleet import generation
-    from leanfleet.ort_ops.generation import load_decoder
     from leanfleet.sampling import check_sampling
 
     if arguments.system is not None and arguments.raw:
         raise ValueError("--system is a turn of the chat, which --raw leaves out: give one of the two")
-    if arguments.cuda_graph and arguments.provider == "cpu":
-        raise ValueError("--cuda-graph needs the CUDA provider: leave --provider cpu out")
+    check_device(arguments)
     temperature = arguments.temperature
     if temperature is None:
         temperature = 1.0 if arguments.top_k or arguments.top_p < 1 or arguments.min_p else 0.0
     check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed, arguments.min_p)
-    providers = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
+    ranks.end_with_parent()
+    world, here = world_of(arguments), ranks.place()
+    if world is None:
+        return _generate(arguments, temperature)
+    if here is None:
+        return launch_ranks(arguments, world)
+    if here.world != world:
+        raise ValueError(f"{arguments.folder} was exported for {world} ranks, and {here.world} were started: start {world}")
+    device = rank_device(arguments, here.local)
+    engine = "shared_memory" if device.kind == "cpu" else "nccl"
+    with ranks.join(decoder_contract.WORLD, engine, None if device.kind == "cpu" else device.index):
+        return _generate(arguments, temperature, here, device)
+
+
+def world_of(arguments: argparse.Namespace) -> int | None:
+    """How many ranks --gpus, --ranks, and where neither is given torchrun's environment, ask for; None: this process alone.
+
+    Raises ValueError where the folder was exported for another number.
+    """
+    asked = {name: getattr(arguments, name) for name in ("gpus", "ranks") if getattr(arguments, name) is not None}
+    if len(asked) == 2:
+        raise ValueError("--gpus and --ranks both say how many processes run: give one of the two")
+    if not asked and ranks.place() is None:
+        return None
+    parallel = decoder_contract.read_facts(arguments.folder, DECODER, parallel=True).get("tensor_parallel")
+    if parallel is None and not asked:
+        return None
+    for name, count in asked.items():
+        if parallel is None:
+            raise ValueError(
+                f"--{name} {count}: {arguments.folder} was exported for one process; export the model with "
+                f"leanfleet export --tensor-parallel {count}"
+            )
+        if count != parallel["world"]:
+            raise ValueError(
+                f"--{name} {count}: {arguments.folder} was exported for {parallel['world']} ranks, no more and no less"
+            )
+    if arguments.device is not None and arguments.device not in ("cpu", "cuda"):
+        raise ValueError(f"--device {arguments.device}: each of several ranks has a GPU of its own, the first cuda:0")
+    return None if parallel is None else parallel["world"]
+
+
+def rank_device(arguments: argparse.Namespace, local: int) -> driver.Device:
+    """Where a rank runs: the GPU of its number, or the CPU where that is asked for, or nothing is and there is no CUDA."""
+    from leanfleet import ort_library
+    from leanfleet.ort_ops.sessions import CUDA, default_providers
+
+    cuda = arguments.gpus is not None or "cuda" in (arguments.provider, arguments.device) or arguments.cuda_graph
+    if "cpu" in (arguments.provider, arguments.device):
+        if arguments.gpus is not None:
+            raise ValueError("--gpus runs on GPUs: on the CPU it is --ranks, with --provider cpu")
+        return driver.Device("cpu")
+    if cuda or CUDA in default_providers(ort_library.onnxruntime().get_available_providers()):
+        return driver.Device.named(f"cuda:{local}")
+    return driver.Device("cpu")
+
+
+def options_of_rank(world: int, device: driver.Device | None) -> SessionOptions | None:
+    """Of a session on the CPU that shares it with the other ranks' sessions; None elsewhere: the usual ones."""
+    if device is None or device.kind != "cpu":
+        return None
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = max(1, (os.cpu_count() or 1) // world)
+    return options
+
+
+def launch_ranks(arguments: argparse.Namespace, world: int) -> int:
+    """Runs this command again, as so many ranks; rank 0 prints. Raises ValueError where there are not as many GPUs."""
+    if rank_device(arguments, 0).kind == "cuda":
+        problem = driver.why_no_gpu()
+        if problem or len(driver.gpus()) < world:
+            found = problem or f"this process sees {len(driver.gpus())}"
+            raise ValueError(f"{world} ranks need a GPU each, and {found}: --ranks {world} --provider cpu runs them on the CPU")
+    stdin = sys.stdin.read() if "-" in arguments.prompt else None
+    command = ranks.python("-m", "leanfleet", *arguments.argv)
+    return ranks.launch(command, world, stdin=stdin, passed_on=(130, 141))
+
+
+def _generate(
+    arguments: argparse.Namespace, temperature: float, here: ranks.Place | None = None, device: driver.Device | None = None
+) -> int:
+    """Answers; of several ranks the first prints."""
+    from leanfleet import generation
+    from leanfleet.ort_ops.generation import load_decoder
+
+    providers: Any = {"cpu": ["CPUExecutionProvider"], "cuda": ["CUDAExecutionProvider"], None: None}[arguments.provider]
     with progress.stage(f"loading {arguments.folder}"):
-        decoder = load_decoder(arguments.folder, providers=providers, cuda_graph=arguments.cuda_graph)
+        decoder = load_decoder(
+            arguments.folder,
+            providers=providers,
+            cuda_graph=arguments.cuda_graph,
+            device=device or arguments.device,
+            session_options=None if here is None else options_of_rank(here.world, device),
+            rank=None if here is None else here.rank,
+        )
     tokenizer = decoder.tokenizer
     quieten_transformers()
     texts = [sys.stdin.read() if text == "-" else text for text in arguments.prompt]
@@ -392,6 +504,10 @@ def generate_command(arguments: argparse.Namespace) -> int:
         stop_tokens=stop_tokens(decoder, tokenizer, arguments.stop),
         statistics=statistics,
     )
+    if here is not None and here.rank:  # the same tokens, which rank 0 tells
+        for _ in steps:
+            pass
+        return 0
     try:
         print_stream(steps, tokenizer, len(prompts))
     except KeyboardInterrupt:
@@ -399,6 +515,13 @@ def generate_command(arguments: argparse.Namespace) -> int:
         raise
     print(describe(statistics), file=sys.stderr)
     return 0
+
+
+def check_device(arguments: argparse.Namespace) -> None:
+    """Raises ValueError where --cuda-graph, --provider and --device contradict each other."""
+    for option in ("provider", "device"):
+        if arguments.cuda_graph and getattr(arguments, option) == "cpu":
+            raise ValueError(f"--cuda-graph needs the CUDA provider: leave --{option} cpu out")
 
 
 def stop_tokens(decoder: Decoder, tokenizer: PreTrainedTokenizerBase, extra: Iterable[str] = ()) -> list[int]:

@@ -14,7 +14,7 @@ Entry = tuple[int, Sequence[int], str]  # a tensor's address, shape and dtype na
 
 
 class LeanfleetError(RuntimeError):
-    """A CUDA call failed, or something went wrong inside the library."""
+    """A CUDA call failed, another rank of a communicator did, or something went wrong inside the library."""
 
 
 class UnsupportedError(LeanfleetError, NotImplementedError):
@@ -138,7 +138,8 @@ def op_names() -> list[str]:
     return names
 
 
-def _raise_for(library, code):
+def raise_for(library: ctypes.CDLL, code: int) -> None:
+    """Raises what a code of a function of the library means, with the text of its last error; nothing for 0."""
     if code == 0:
         return
     message = library.leanfleet_last_error().decode(errors="replace")
@@ -229,7 +230,7 @@ class Call:
     def workspace(self) -> tuple[int, int]:
         """(scratch bytes, sync bytes) that run needs. Checks inputs and attributes; raises ValueError."""
         scratch, sync = ctypes.c_size_t(), ctypes.c_size_t()
-        _raise_for(self._library, self._library.leanfleet_workspace(self._call, scratch, sync))
+        raise_for(self._library, self._library.leanfleet_workspace(self._call, scratch, sync))
         return scratch.value, sync.value
 
     def slots(self) -> list[_Tensor]:
@@ -254,4 +255,4 @@ class Call:
             call.stream = stream
         code = self._run()
         if code:
-            _raise_for(self._library, code)
+            raise_for(self._library, code)

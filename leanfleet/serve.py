@@ -38,7 +38,7 @@ from leanfleet.decoder_contract import SERVING, TOP, read_facts
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
 from leanfleet.ort_ops.generation import load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
-from leanfleet.ort_ops.sessions import default_providers
+from leanfleet.ort_ops.sessions import CUDA, default_providers, on_device
 
 MOST_ERRORS = 50  # in a body that are worth a list
 Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
@@ -599,6 +599,7 @@ def load_server(
     cache_tokens: int | None = None,
     max_requests: int = 16,
     step_tokens: int | None = None,
+    device: str | None = None,
     **options: Any,
 ) -> Server:
     """The server of an exported folder, as `leanfleet serve` runs it. `application` of what it returns is an ASGI application,
@@ -607,6 +608,7 @@ def load_server(
     folder: with serving.onnx and a tokenizer, as `leanfleet export --serve` writes it. name: the model's, for clients; default:
     the folder's. providers: ONNX Runtime's; default: CUDA where it works, else CPU. cache_tokens: that the pages hold;
     default: 4096, or what the model has positions for, for each of max_requests. step_tokens: default 2048 on CUDA, else 128.
+    device: "cpu", "cuda" or "cuda:1".
     options: others of ContinuousBatch, such as cuda_graph, share, snapshots and speculate.
 
     Raises FileNotFoundError for a folder that lacks a file, ValueError for options that do not fit.
@@ -619,12 +621,14 @@ def load_server(
     """
     folder = Path(folder)
     facts = read_facts(folder, SERVING)
-    providers = default_providers(onnxruntime.get_available_providers()) if providers is None else list(providers)
+    if device is None and providers is None:
+        providers = default_providers(onnxruntime.get_available_providers())
+    chosen = on_device(providers, device) or ()
     tokens = cache_tokens or max_requests * min(4096, facts["max_positions"] or 4096)
-    step_tokens = step_tokens or (2048 if "CUDAExecutionProvider" in providers else 128)
+    step_tokens = step_tokens or (2048 if any(CUDA in (p, p[0]) for p in chosen) else 128)
     tokenizers = load_tokenizer(folder), load_tokenizer(folder)
     pages = -(-tokens // facts["block"])
-    batch = ContinuousBatch(folder, pages, max_requests, max(step_tokens, max_requests), providers, **options)
+    batch = ContinuousBatch(folder, pages, max_requests, max(step_tokens, max_requests), chosen, **options)
     return Server(batch, tokenizers, name or folder.resolve().name, key, limits, max_waiting)
 
 

@@ -105,7 +105,8 @@ class Shape:
 
 @dataclass(frozen=True)
 class Tensor:
-    """An input or output. `like`: the input whose shape an output copies. `takes`: the input whose buffer it may take."""
+    """An input or output. `like`: the input whose shape an output copies; `repeats`: the int attribute by which its first axis
+    is multiplied. `takes`: the input whose buffer it may take."""
 
     name: str
     type: str
@@ -115,6 +116,7 @@ class Tensor:
     when: tuple[str, ...] = ()
     like: str | None = None
     takes: str | None = None
+    repeats: str | None = None
 
     def dtype(self, t: Any, others: Mapping[str, Any], input_types: Mapping[str, Any]) -> Any:
         """Its type in a call, in the caller's terms: t is T's, others has those of F, I and L, input_types those of the
@@ -126,7 +128,8 @@ class Tensor:
 
 @dataclass(frozen=True)
 class Attr:
-    """An attribute. `type` is bool, int, float or string; ONNX and TensorRT see bool as int."""
+    """An attribute. `type` is bool, int, float or string; ONNX and TensorRT see bool as int. A string without `values` is any
+    text but the empty one."""
 
     name: str
     type: str
@@ -315,7 +318,9 @@ def parse(path: str | Path) -> tuple[OpSpec, ...]:
                     raise ValueError(f"ops.toml: {name}: axis {axis}: no required input tells {symbol}")
         used = {n for r in spec.rules for n in r.args if not n.isdigit()} | {w for t in spec.outputs for w in t.when}
         used |= {r.condition for r in spec.rules if r.condition} | {t.takes for t in spec.outputs if t.takes}
-        used |= {t.like for t in spec.outputs if t.like}
+        used |= {name for t in spec.outputs for name in (t.like, t.repeats) if name}
+        if any(t.repeats and not t.like for t in spec.outputs):
+            raise ValueError(f"ops.toml: {name}: an output repeats the first axis of no input: it has no `like`")
         if unknown := used - names:
             raise ValueError(f"ops.toml: {name}: {sorted(unknown)} is no input, attribute or symbol")
         specs.append(spec)

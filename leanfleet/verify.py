@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import leanfleet
-from leanfleet import doctor, driver, machine, native, ort_library, progress, spec
+from leanfleet import communicators, doctor, driver, machine, native, ort_library, progress, spec
 
 if TYPE_CHECKING:
     import numpy as np
@@ -471,6 +471,7 @@ def run_cases(folder: str, answer: str, runtime: str, first: str, quick: str) ->
             _say(log, broken=f"{type(error).__name__}: {error}")
         else:
             count = len(list(Path(folder).glob("*.json")))
+            communicators.create()  # a world of one, for operators that exchange
             _say(log, version=opened.version, built=opened.built)
             for number in range(int(first), count):
                 _say(log, at=number)

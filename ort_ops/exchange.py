@@ -18,7 +18,7 @@ _ALIGNMENT = 256  # bytes
 class Host:
     """Memory of the host alone."""
 
-    device = "cpu"
+    device, index = "cpu", 0
 
     def __init__(self) -> None:
         self._arrays: dict[int, np.ndarray] = {}
@@ -47,15 +47,15 @@ class Host:
 
 
 class CudaStream:
-    """A stream of the current process's first GPU, and memory on both sides. Raises RuntimeError with the driver's message, and
+    """A stream of the GPU of number `index`, and memory on both sides. Raises RuntimeError with the driver's message, and
     OSError without one."""
 
     device = "cuda"
 
-    def __init__(self) -> None:
-        self._cuda = driver.load()
+    def __init__(self, index: int = 0) -> None:
+        self._cuda, self.index = driver.load(), index
         device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
-        self._call("cuDeviceGet", ctypes.byref(device), 0)
+        self._call("cuDeviceGet", ctypes.byref(device), index)
         self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # the one that onnxruntime uses
         self._device, self._context = device, context
         self._enter()

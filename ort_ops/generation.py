@@ -22,6 +22,7 @@ from leanfleet.decoder_contract import (
     MODEL_FILE,
     SESSION_TYPES,
     TOKENS,
+    Facts,
     check_interface,
     read_facts,
 )
@@ -33,7 +34,8 @@ from leanfleet.generation import encode_chat as encode_chat
 from leanfleet.generation import generate as generate
 from leanfleet.generation import load_tokenizer as load_tokenizer
 from leanfleet.generation import stream as stream
-from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
+from leanfleet.driver import Device
+from leanfleet.ort_ops.sessions import CUDA, Providers, cuda_options, device_of, on_device, onnxruntime_errors, open_exported
 from leanfleet.ort_ops.sessions import new_options as _session_options  # noqa: F401  for bench/
 from leanfleet.sampling import check_sampling as check_sampling
 
@@ -65,12 +67,13 @@ class DecoderSession(FolderTokenizer):
     captured: dict[tuple[int, int], _Steps] = field(default_factory=dict)  # by (batch, capacity), with CUDA graphs
 
     @property
-    def on_cuda(self) -> bool:
-        return self.session.get_providers()[0] == "CUDAExecutionProvider"
+    def device(self) -> Device:
+        """Where the graph runs, and its caches are."""
+        return device_of(self.session)
 
     def steps(self, batch: int, capacity: int) -> _Steps:
         """The steps of a batch. With CUDA graphs they are those of an earlier batch of the same size, captured already."""
-        options = self.session.get_provider_options().get("CUDAExecutionProvider", {})
+        options = self.session.get_provider_options().get(CUDA, {})
         if options.get("enable_cuda_graph") != "1":
             return _Steps(self, batch, capacity)
         key = (batch, capacity)
@@ -87,12 +90,18 @@ def load_decoder(
     session_options: SessionOptions | None = None,
     library: bool = True,
     cuda_graph: bool = False,
+    device: str | Device | None = None,
+    rank: int | None = None,
 ) -> DecoderSession:
     """Opens a folder with model.onnx and leanfleet.json.
 
+    rank: of a tensor parallel folder, whose share this process runs, with all others at once and on the same prompts; before it
+    runs, the process joins a communicator named "world" of as many ranks (leanfleet.communicators).
+
     session_options: None: new ones, on CUDA without memory patterns, which can double the memory of long prompts.
     library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
-    cuda_graph: on the CUDA provider, capture each batch's decode step once and replay it.
+    cuda_graph: on the CUDA provider, capture each batch's decode step once and replay it; of providers the CUDA provider's
+    options count then. device: "cpu", "cuda" or "cuda:1", as make_session takes it.
     Raises FileNotFoundError or ValueError for a folder that is not one, and what make_session raises.
 
     Example:
@@ -103,11 +112,13 @@ def load_decoder(
         print(decoder.tokenizer.decode(answers[0]), statistics.tokens_per_second)
     """
     if cuda_graph:
-        providers = [("CUDAExecutionProvider", {"enable_cuda_graph": "1"})]
+        providers = [(CUDA, cuda_options(providers) | {"enable_cuda_graph": "1"})]
+    providers = on_device(providers, device)
     folder = Path(folder)
-    facts = read_facts(folder, DECODER)
-    session = open_exported(folder, providers, session_options, library)
-    check_interface(session, folder / MODEL_FILE, DECODER, facts["vocabulary"])
+    facts = read_facts(folder, DECODER, parallel=rank is not None)
+    file = MODEL_FILE if rank is None else _file_of_rank(folder, facts, rank, library)
+    session = open_exported(folder, providers, session_options, library, file)
+    check_interface(session, folder / file, DECODER, facts["vocabulary"])
     if len(session.get_outputs()[0].shape) != 2:
         raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
     return DecoderSession(
@@ -119,6 +130,21 @@ def load_decoder(
         stop_tokens=facts["stop_tokens"],
         max_positions=facts["max_positions"],
     )
+
+
+def _file_of_rank(folder: Path, facts: Facts, rank: int, library: bool) -> str:
+    """Raises ValueError for a folder that is not tensor parallel, a rank that it does not have, and without the library."""
+    if "tensor_parallel" not in facts:
+        raise ValueError(
+            f"{folder} was exported for one process: leave the rank out, or export the model with tensor_parallel "
+            "(leanfleet export --tensor-parallel)"
+        )
+    if not library:
+        raise ValueError(f"{folder} is for several ranks, whose sums the library takes: library=False is for one process")
+    world = facts["tensor_parallel"]["world"]
+    if not 0 <= rank < world:
+        raise ValueError(f"rank is {rank}, and {folder} was exported for {world} ranks: 0 to {world - 1}")
+    return facts["tensor_parallel"]["files"][rank]
 
 
 class _Steps:
@@ -134,7 +160,7 @@ class _Steps:
         import onnxruntime
 
         self.decoder, self.cuda_graph, self.turn = decoder, cuda_graph, 0
-        self.device = "cuda" if decoder.on_cuda else "cpu"
+        self.device = decoder.device
         self.onnxruntime = onnxruntime
         self.buffers, two = [], False
         for cache in decoder.caches:
@@ -143,8 +169,8 @@ class _Steps:
             count = 2 if not decoder.in_place or (cuda_graph and state) else 1
             two |= count == 2
             kind = _SESSION_TYPES[cache.type]
-            values = [onnxruntime.OrtValue.ortvalue_from_shape_and_type(shape, kind, self.device, 0) for _ in range(count)]
-            self.buffers.append(values)
+            allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
+            self.buffers.append([allocate(shape, kind, self.device.kind, self.device.index) for _ in range(count)])
         self.reset()
         self.bindings = [self._binding(turn) for turn in range(2 if two else 1)]
         self.graphs = self._graph_bindings(batch) if cuda_graph else None
@@ -165,12 +191,12 @@ class _Steps:
 
     def _graph_bindings(self, batch: int) -> list[tuple[IOBinding, RunOptions]]:
         """[(binding, run options)] of the captured decode steps, one a turn: all addresses are fixed."""
-        ort = self.onnxruntime
+        ort, there = self.onnxruntime, (self.device.kind, self.device.index)
         self.inputs = {
-            t.name: ort.OrtValue.ortvalue_from_numpy(np.ones(t.sizes({BATCH: batch, TOKENS: 1}), t.type), "cuda", 0)
+            t.name: ort.OrtValue.ortvalue_from_numpy(np.ones(t.sizes({BATCH: batch, TOKENS: 1}), t.type), *there)
             for t in DECODER.inputs
         }
-        self.logits = ort.OrtValue.ortvalue_from_shape_and_type([batch, self.decoder.vocabulary], np.float32, "cuda", 0)
+        self.logits = ort.OrtValue.ortvalue_from_shape_and_type([batch, self.decoder.vocabulary], np.float32, *there)
         graphs = []
         first = 1 + 2 * len(self.decoder.captured)  # a graph belongs to its addresses: each batch has ids of its own
         for turn in range(len(self.bindings)):

@@ -32,7 +32,7 @@ from leanfleet.decoder_contract import (
     settings,
 )
 from leanfleet.ort_ops.exchange import Block, CudaStream, Host
-from leanfleet.ort_ops.sessions import make_session, onnxruntime_errors
+from leanfleet.ort_ops.sessions import CUDA, make_session, onnxruntime_errors
 
 IN_PROMPT = 1 << 30  # as SampleTokens has it
 
@@ -58,7 +58,7 @@ class StepSampler:
 
         providers: Any = ["CPUExecutionProvider"]
         if isinstance(exchange, CudaStream):
-            providers = [("CUDAExecutionProvider", {"user_compute_stream": str(exchange.address)})]
+            providers = [(CUDA, {"user_compute_stream": str(exchange.address), "device_id": str(exchange.index)})]
         self.session, self.exchange, self.path, self.rows = make_session(str(path), providers), exchange, path, rows
         self.vocabulary, self.results = vocabulary, results
         sizes = {BATCH: rows, VOCABULARY: vocabulary, PLACES: rows, str(TOP): TOP}
@@ -111,7 +111,7 @@ class StepSampler:
         for name, values in given.items():
             self.inputs.view(self.sent[turn], name)[:rows] = values
         self.exchange.copy(self.inputs.address, self.sent[turn].ctypes.data, self.inputs.size)
-        binding, device = self.session.io_binding(), self.exchange.device
+        binding, device, index = self.session.io_binding(), self.exchange.device, self.exchange.index
         for block, bind in (
             (self.inputs, binding.bind_input),
             (self.kept, binding.bind_input),
@@ -119,12 +119,12 @@ class StepSampler:
         ):
             for name, (offset, shape, dtype) in block.places.items():
                 size = shape if block is self.kept else [rows, *shape[1:]]
-                bind(name, device, 0, dtype.type, size, block.address + offset)
-        binding.bind_input(LOGITS, device, 0, np.float32, [rows, self.vocabulary], self.results[LOGITS])
+                bind(name, device, index, dtype.type, size, block.address + offset)
+        binding.bind_input(LOGITS, device, index, np.float32, [rows, self.vocabulary], self.results[LOGITS])
         for t in SAMPLER.outputs[:2]:
-            binding.bind_output(t.name, device, 0, np.dtype(t.type).type, [rows], self.results[t.name])
+            binding.bind_output(t.name, device, index, np.dtype(t.type).type, [rows], self.results[t.name])
         offset, shape, dtype = self.kept.places[TOKEN_COUNTS]
-        binding.bind_output(f"{TOKEN_COUNTS}_out", device, 0, dtype.type, shape, self.kept.address + offset)
+        binding.bind_output(f"{TOKEN_COUNTS}_out", device, index, dtype.type, shape, self.kept.address + offset)
         with onnxruntime_errors(f"run {self.path}"):
             self.session.run_with_iobinding(binding, self.options)
         self.exchange.copy(self.read[turn].ctypes.data, self.top.address, self.top.size)

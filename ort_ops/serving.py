@@ -56,7 +56,8 @@ from leanfleet.generation import check_positive, check_prompt, default_new_token
 from leanfleet.lookup import Lookup
 from leanfleet.ort_ops.exchange import Block, CudaStream, Host
 from leanfleet.ort_ops.sampler import StepSampler, check_adjustments
-from leanfleet.ort_ops.sessions import Providers, onnxruntime_errors, open_exported
+from leanfleet.driver import Device
+from leanfleet.ort_ops.sessions import CUDA, Providers, cuda_options, device_of, on_device, onnxruntime_errors, open_exported
 from leanfleet.pages import ROOT, PagePool, Snapshots, borders
 from leanfleet.sampling import check_sampling
 
@@ -169,7 +170,9 @@ class _Captured:
         if batch.exchange.device == "cuda":
             self.options.add_run_config_entry("disable_synchronize_execution_providers", "1")
         for name, (offset, shape, dtype) in self.inputs.places.items():
-            self.binding.bind_input(name, batch.exchange.device, 0, dtype.type, shape, self.inputs.address + offset)
+            self.binding.bind_input(
+                name, batch.exchange.device, batch.exchange.index, dtype.type, shape, self.inputs.address + offset
+            )
         batch.bind_pools(self.binding)
         batch.bind_results(self.binding, wanted)
         if batch.linear:
@@ -232,6 +235,7 @@ class ContinuousBatch:
     table, and for each multiple of PIECE_TOKENS new tokens where pieces of prompts are among them, and replayed; of providers
     the CUDA provider's options count then. The host makes a step while the one before runs, and reads tokens a step behind.
     (Of folders that earlier versions wrote, steps with pieces of prompts are not captured, and each step is waited for.)
+    device: "cpu", "cuda" or "cuda:1", as make_session takes it.
     Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
     step_tokens and for cuda_graph without the library, and what make_session raises.
 
@@ -259,6 +263,7 @@ class ContinuousBatch:
         share: bool = True,
         snapshots: int | None = None,
         speculate: int = 0,
+        device: str | Device | None = None,
     ) -> None:
         import onnxruntime
 
@@ -278,10 +283,11 @@ class ContinuousBatch:
             raise ValueError("cuda_graph needs the library: function bodies write new pools, which a graph cannot hold")
         exchange: Host | CudaStream = Host()
         if cuda_graph:
-            exchange = CudaStream()
+            providers = on_device([(CUDA, cuda_options(providers))], device)
+            exchange = CudaStream(int(cuda_options(providers).get("device_id", 0)))
             settings = {"enable_cuda_graph": "1", "user_compute_stream": str(exchange.address)}
-            given = [p[1] for p in providers or () if not isinstance(p, str) and p[0] == "CUDAExecutionProvider"]
-            providers = [("CUDAExecutionProvider", (given[0] if given else {}) | settings)]
+            providers = [(CUDA, cuda_options(providers) | settings)]
+        providers = on_device(providers, device)
         folder = Path(folder)
         facts = read_facts(folder, SERVING)
         self.interface = serving_interface(facts)
@@ -300,7 +306,7 @@ class ContinuousBatch:
         self.queue: deque[Request] = deque()  # in their order
         self.running: list[Request] = []
         self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
-        self.device = "cuda" if self.session.get_providers()[0] == "CUDAExecutionProvider" else "cpu"
+        self.device = device_of(self.session)
         self.in_place = library
         self.pool_names = [i.name for i in caches]
         self.state_rows = 1 + max_requests + kept
@@ -309,12 +315,14 @@ class ContinuousBatch:
         allocate = onnxruntime.OrtValue.ortvalue_from_shape_and_type
         rows = [self.state_rows if is_state(i.name) else pages for i in caches]
         self.pools = [
-            allocate([n, *i.shape[1:]], _ONNX_TYPES[i.type], self.device, 0) for n, i in zip(rows, caches, strict=True)
+            allocate([n, *i.shape[1:]], _ONNX_TYPES[i.type], self.device.kind, self.device.index)
+            for n, i in zip(rows, caches, strict=True)
         ]
         for i, pool in zip(caches, self.pools, strict=True):
             if is_state(i.name) or not library:  # a body reads whole pools: give it numbers
                 pool.update_inplace(np.zeros(pool.shape(), _NUMPY_TYPES[i.type]))
-        self.copier = exchange if exchange.device == self.device or not self.linear else CudaStream()  # of states
+        by_host = exchange.device == self.device.kind or not self.linear
+        self.copier = exchange if by_host else CudaStream(self.device.index)  # of states
         self.captured: dict[tuple[int, ...], _Captured] | None = {} if cuda_graph else None  # by (tokens, rows, wanted, pages)
         self.late: list[tuple[Request, int]] = []  # tokens of a step that was read when the next one failed
         self.launched: _Launched | None = None  # the step that runs, where tokens are read a step behind
@@ -354,11 +362,11 @@ class ContinuousBatch:
     def bind_results(self, binding: IOBinding, rows: int, logits: bool = False) -> None:
         """Binds outputs of so many rows. logits: they are read, wherever they are made."""
         for name, (offset, shape, dtype) in self.results.places.items():
-            if offset >= self.read_bytes and self.exchange.device != self.device and not logits:
-                binding.bind_output(name, self.device)  # nobody reads it
+            if offset >= self.read_bytes and self.exchange.device != self.device.kind and not logits:
+                binding.bind_output(name, self.device.kind, self.device.index)  # nobody reads it
                 continue
             address = self.results.address + offset
-            binding.bind_output(name, self.exchange.device, 0, dtype.type, [rows, *shape[1:]], address)
+            binding.bind_output(name, self.exchange.device, self.exchange.index, dtype.type, [rows, *shape[1:]], address)
 
     def add(
         self,

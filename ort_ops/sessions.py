@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from leanfleet import model_file, native, ort_library, spec
+from leanfleet import driver, model_file, native, ort_library, spec
 from leanfleet.decoder_contract import MODEL_FILE
 from leanfleet.ort_library import register
 
@@ -17,13 +17,57 @@ if TYPE_CHECKING:
     from onnxruntime import InferenceSession, SessionOptions
 
 Providers = Sequence[str | tuple[str, dict[str, Any]]]
+CUDA = "CUDAExecutionProvider"
 
 
 def default_providers(available: Sequence[str]) -> list[str]:
     """Those that a session gets where nothing is said, of what onnxruntime has."""
-    if "CUDAExecutionProvider" in available and "cuda" in native.build_info():
-        return ["CUDAExecutionProvider", "CPUExecutionProvider"]
+    if CUDA in available and "cuda" in native.build_info():
+        return [CUDA, "CPUExecutionProvider"]
     return ["CPUExecutionProvider"]
+
+
+def on_device(providers: Providers | None, device: str | driver.Device | None) -> Providers | None:
+    """Providers that run on a device, see driver.Device.named. providers: None: the device's own. device: None: as they are.
+
+    Raises ValueError for a device that is not here, and for one that the providers contradict.
+    """
+    if device is None:
+        return providers
+    device = driver.Device.named(device)
+    if device.kind == "cpu":
+        given = next(map(_name, providers or ()), "CPUExecutionProvider")
+        if given != "CPUExecutionProvider":
+            raise ValueError(f"device is cpu, and the first provider is {given}: give one of the two")
+        return ["CPUExecutionProvider"] if providers is None else providers
+    wanted = [CUDA] if providers is None else list(providers)
+    if not any(_name(p) == CUDA for p in wanted):
+        raise ValueError(f"device is {device}, and {CUDA} is not among the providers: give one of the two")
+    return [(CUDA, _with_index(p, device.index)) if _name(p) == CUDA else p for p in wanted]
+
+
+def _name(provider: str | tuple[str, dict[str, Any]]) -> str:
+    return provider if isinstance(provider, str) else provider[0]
+
+
+def _with_index(provider: str | tuple[str, dict[str, Any]], index: int) -> dict[str, Any]:
+    """A CUDA provider's options with the number of a GPU. Raises ValueError where they have another."""
+    options = {} if isinstance(provider, str) else provider[1]
+    if int(options.get("device_id", index)) != index:
+        raise ValueError(f"device is cuda:{index}, and the providers' device_id is {options['device_id']}: give one of the two")
+    return options | {"device_id": str(index)}
+
+
+def cuda_options(providers: Providers | None) -> dict[str, Any]:
+    """The CUDA provider's options among providers; none where it is not there."""
+    return next((dict(p[1]) for p in providers or () if not isinstance(p, str) and p[0] == CUDA), {})
+
+
+def device_of(session: InferenceSession) -> driver.Device:
+    """Where a session's first provider runs."""
+    if session.get_providers()[0] != CUDA:
+        return driver.Device("cpu")
+    return driver.Device("cuda", int(session.get_provider_options()[CUDA].get("device_id", 0)))
 
 
 def _explained(error):
@@ -69,6 +113,7 @@ def make_session(
     session_options: SessionOptions | None = None,
     *,
     override: str | Iterable[str] = (),
+    device: str | driver.Device | None = None,
     **kwargs: Any,
 ) -> InferenceSession:
     """An onnxruntime.InferenceSession that knows leanfleet's operators.
@@ -79,11 +124,13 @@ def make_session(
     override: other operators whose nodes our kernels serve, such as "com.microsoft.LinearAttention", in a model that
     stays as it is on disk; leanfleet.export.rewrite.OPERATORS lists them. A node that means something that ours do not
     is left to onnxruntime. Needs onnx and onnx-ir.
+    device: "cpu", "cuda" (the first GPU) or "cuda:1"; it goes into the CUDA provider's options, which may hold its device_id
+    as well.
 
-    Raises what register raises, ValueError for a provider that the installed onnxruntime does not have, for an attribute
-    that our operators do not have (which onnxruntime itself would ignore) and for another version of them, and
-    RuntimeError for a provider that was asked for and does not start. Errors in the model are onnxruntime's; those about our
-    nodes name operator, node, argument, and the values found and allowed.
+    Raises what register raises, ValueError for a device that is not here or that providers contradict, for a provider that the
+    installed onnxruntime does not have, for an attribute that our operators do not have (which onnxruntime itself would ignore)
+    and for another version of them, and RuntimeError for a provider that was asked for and does not start. Errors in the model
+    are onnxruntime's; those about our nodes name operator, node, argument, and the values found and allowed.
 
     Example:
         import numpy as np
@@ -95,8 +142,9 @@ def make_session(
         print(output.shape)  # (1, 10, 64)
     """
     ort = ort_library.onnxruntime()
+    providers = on_device(providers, device)
     available = ort.get_available_providers()
-    wanted = [p if isinstance(p, str) else p[0] for p in providers or ()]
+    wanted = [_name(p) for p in providers or ()]
     for name in wanted:
         if name not in available:
             raise ValueError(
@@ -131,7 +179,7 @@ def new_options(providers: Providers) -> SessionOptions:
     import onnxruntime
 
     options = onnxruntime.SessionOptions()
-    options.enable_mem_pattern = "CUDAExecutionProvider" not in (p if isinstance(p, str) else p[0] for p in providers)
+    options.enable_mem_pattern = CUDA not in map(_name, providers)
     return options
 
 

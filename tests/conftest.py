@@ -9,6 +9,7 @@ if "PYTEST_XDIST_WORKER" in os.environ:  # workers share the cores, and threads 
 import pytest
 import torch
 
+from leanfleet import communicators
 from support.kernels import instruction_sets, library_held_to
 
 # What is imported and collected stays: the collector would walk over it again and again.
@@ -55,6 +56,13 @@ def instruction_set(request, monkeypatch):
     if request.param != instruction_sets()[-1]:
         monkeypatch.setenv("LEANFLEET_LIBRARY_DIR", str(library_held_to(request.param)))
     return request.param
+
+
+@pytest.fixture
+def world_of_one():
+    """For tests of all operators: those that exchange have no other rank."""
+    with communicators.create():
+        yield
 
 
 @pytest.fixture

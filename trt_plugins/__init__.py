@@ -568,14 +568,28 @@ def _interrupting(monitor):
             raise KeyboardInterrupt
 
 
+def gpu_named(device: str | driver.Device | None) -> driver.Device | None:
+    """A GPU by its name, "cuda" or "cuda:1". Raises ValueError for what is none, and for one that is not here."""
+    if device is None:
+        return None
+    found = driver.Device.named(device)
+    if found.kind != "cuda":
+        raise ValueError(f"device is {found}; TensorRT runs on GPUs: cuda, or cuda:1")
+    return found
+
+
 def deserialize(
-    engine: bytes | bytearray | str | os.PathLike[str], trt: ModuleType | None = None, host_code: bool = False
+    engine: bytes | bytearray | str | os.PathLike[str],
+    trt: ModuleType | None = None,
+    host_code: bool = False,
+    device: str | driver.Device | None = None,
 ) -> Any:
     """The ICudaEngine of an engine (bytes or path). Needs a GPU that it was built for.
 
-    host_code: lets an engine that holds code for the host, as embed_plugins makes it, run that code in this process, with all
-    that this process may do: for files from somebody you trust alone. Raises FileNotFoundError, and RuntimeError where no
-    GPU is here and with the log's reasons where TensorRT refuses the engine.
+    device: that GPU, "cuda" (the first) or "cuda:1"; None: the current one. host_code: lets an engine that holds code for the
+    host, as embed_plugins makes it, run that code in this process, with all that this process may do: for files from somebody
+    you trust alone. Raises FileNotFoundError, and RuntimeError where no GPU is here and with the log's reasons where TensorRT
+    refuses the engine.
 
     Example:
         from leanfleet.trt_plugins import deserialize
@@ -583,6 +597,7 @@ def deserialize(
         engine = deserialize("layer.engine")
         print(engine.num_io_tensors)
     """
+    where = gpu_named(device)
     if isinstance(engine, (str, os.PathLike)):
         if not Path(engine).is_file():
             raise FileNotFoundError(f"{engine} does not exist; build it with leanfleet engine build")
@@ -592,18 +607,24 @@ def deserialize(
         raise RuntimeError(f"cannot load the engine: {problem}, and engines are loaded on a GPU that they were built for")
     logger = make_logger(trt)
     logger.errors = []
-    loader = trt.Runtime(logger)
-    if host_code and hasattr(loader, "engine_host_code_allowed"):
-        loader.engine_host_code_allowed = True
-    loaded = loader.deserialize_cuda_engine(engine)
+    with driver.current(where):
+        loader = trt.Runtime(logger)
+        if host_code and hasattr(loader, "engine_host_code_allowed"):
+            loader.engine_host_code_allowed = True
+        loaded = loader.deserialize_cuda_engine(engine)
     if loaded is None:
         raise failure(trt, "cannot load the engine")
     return loaded
 
 
-def inspect(engine: bytes | str | os.PathLike[str], trt: ModuleType | None = None, host_code: bool = False) -> dict[str, Any]:
+def inspect(
+    engine: bytes | str | os.PathLike[str],
+    trt: ModuleType | None = None,
+    host_code: bool = False,
+    device: str | driver.Device | None = None,
+) -> dict[str, Any]:
     """What an engine (bytes or path) holds: {"tensors": [...], "layers": [...]}, as TensorRT's engine inspector tells.
-    Needs a GPU that it was built for. host_code, and what it raises: see deserialize.
+    Needs a GPU that it was built for. host_code, device, and what it raises: see deserialize.
 
     Example:
         from leanfleet.trt_plugins import inspect
@@ -614,7 +635,7 @@ def inspect(engine: bytes | str | os.PathLike[str], trt: ModuleType | None = Non
     import json
 
     trt = load(trt)
-    loaded = deserialize(engine, trt, host_code)
+    loaded = deserialize(engine, trt, host_code, device)
     tensors = []
     for i in range(loaded.num_io_tensors):
         name = loaded.get_tensor_name(i)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from leanfleet import generation, trt_plugins
+from leanfleet import driver, generation, trt_plugins
 from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
@@ -34,13 +34,14 @@ if TYPE_CHECKING:
 class _TorchMemory:
     """Device memory and a stream of torch's; tensors on the GPU go in and come out as they are."""
 
-    def __init__(self):
+    def __init__(self, index: int | None):
         import torch
 
         self.torch = torch
         if not torch.cuda.is_available():
             raise RuntimeError("this torch has no CUDA, or no GPU is here: install torch's CUDA build, or cuda-python")
-        self.stream = torch.cuda.Stream()
+        self.device = f"cuda:{torch.cuda.current_device() if index is None else index}"
+        self.stream = torch.cuda.Stream(self.device)
         self.dtypes = {
             "FLOAT": torch.float32,
             "HALF": torch.float16,
@@ -60,26 +61,26 @@ class _TorchMemory:
             value = self.torch.from_numpy(
                 np.ascontiguousarray(value.astype(np.float32) if value.dtype.name == "bfloat16" else value)
             )
-        return value.to("cuda", self.dtypes[dtype]).contiguous()
+        return value.to(self.device, self.dtypes[dtype]).contiguous()
 
     def empty(self, shape, dtype):
-        return self.torch.empty(shape, dtype=self.dtypes[dtype], device="cuda")
+        return self.torch.empty(shape, dtype=self.dtypes[dtype], device=self.device)
 
     def address(self, tensor):
         return tensor.data_ptr()
 
     def before(self):
-        self.stream.wait_stream(self.torch.cuda.current_stream())
+        self.stream.wait_stream(self.torch.cuda.current_stream(self.device))
 
     def after(self):
-        self.torch.cuda.current_stream().wait_stream(self.stream)
+        self.torch.cuda.current_stream(self.device).wait_stream(self.stream)
 
     def numpy(self, tensor):
         return (tensor.float() if tensor.dtype == self.torch.bfloat16 else tensor).cpu().numpy()
 
 
 class _CudaPythonMemory:
-    """The same with cuda-python alone; values are numpy arrays (bfloat16 ones ml_dtypes')."""
+    """The same with cuda-python alone, on the current GPU; values are numpy arrays (bfloat16 ones ml_dtypes')."""
 
     class Buffer:
         def __init__(self, runtime, shape, dtype):
@@ -150,12 +151,12 @@ def _checked(answer: tuple[Any, ...]) -> Any:
     return values[0] if values else None
 
 
-def _memory(name: str | None) -> Any:
+def _memory(name: str | None, index: int | None) -> Any:
     if name not in (None, "torch", "cuda-python"):
         raise ValueError(f"memory is '{name}'; it is 'torch' or 'cuda-python'")
     if name != "cuda-python":
         try:
-            return _TorchMemory()
+            return _TorchMemory(index)
         except (ImportError, RuntimeError):
             if name == "torch":
                 raise
@@ -171,7 +172,9 @@ class Engine:
     """An engine with one execution context.
 
     engine: bytes, path or trt.ICudaEngine. memory: "torch" or "cuda-python"; None: torch where it has CUDA. host_code: see
-    trt_plugins.deserialize. Raises what trt_plugins.deserialize raises, and ImportError without either package.
+    trt_plugins.deserialize. device: the GPU, "cuda" (the first) or "cuda:1"; None: the current one. An ICudaEngine is on
+    the one that was current when it was made. Raises what trt_plugins.deserialize raises, ValueError for a device that is no
+    GPU here, and ImportError without either package.
 
     Example:
         import numpy as np
@@ -181,16 +184,24 @@ class Engine:
         outputs = engine.numpy(engine({engine.inputs[0]: np.zeros((1, 10, 64), np.float32)}))
     """
 
-    def __init__(self, engine: Any, trt: ModuleType | None = None, memory: str | None = None, host_code: bool = False) -> None:
-        self.trt = trt_plugins.load(trt)
+    def __init__(
+        self,
+        engine: Any,
+        trt: ModuleType | None = None,
+        memory: str | None = None,
+        host_code: bool = False,
+        device: str | driver.Device | None = None,
+    ) -> None:
+        self.trt, self.device = trt_plugins.load(trt), trt_plugins.gpu_named(device)
         self.engine = (
-            trt_plugins.deserialize(engine, self.trt, host_code)
+            trt_plugins.deserialize(engine, self.trt, host_code, self.device)
             if isinstance(engine, (bytes, bytearray, str, os.PathLike))
             else engine
         )
-        self.memory = _memory(memory)
-        trt_plugins.make_logger(self.trt).errors = []
-        self.context = self.engine.create_execution_context()
+        with driver.current(self.device):
+            self.memory = _memory(memory, None if self.device is None else self.device.index)
+            trt_plugins.make_logger(self.trt).errors = []
+            self.context = self.engine.create_execution_context()
         if self.context is None:
             raise trt_plugins.failure(self.trt, "cannot make an execution context")
         names = [self.engine.get_tensor_name(i) for i in range(self.engine.num_io_tensors)]
@@ -201,9 +212,10 @@ class Engine:
     def use_profile(self, index: int) -> None:
         """Switches to another optimization profile. Raises ValueError for one that the engine has not."""
         self._check_profile(index)
-        if not self.context.set_optimization_profile_async(index, self.memory.stream_address):
-            raise trt_plugins.failure(self.trt, f"cannot use profile {index}")
-        self.memory.after()
+        with driver.current(self.device):
+            if not self.context.set_optimization_profile_async(index, self.memory.stream_address):
+                raise trt_plugins.failure(self.trt, f"cannot use profile {index}")
+            self.memory.after()
 
     def _check_profile(self, index: int) -> None:
         if not 0 <= index < self.engine.num_optimization_profiles:
@@ -221,8 +233,9 @@ class Engine:
     def enqueue(self, stream: int | None = None) -> None:
         """Runs what is bound on a stream's address (None: this engine's own)."""
         trt_plugins.make_logger(self.trt).errors = []
-        if not self.context.execute_async_v3(self.memory.stream_address if stream is None else stream):
-            raise trt_plugins.failure(self.trt, "failed to run the engine")
+        with driver.current(self.device):
+            if not self.context.execute_async_v3(self.memory.stream_address if stream is None else stream):
+                raise trt_plugins.failure(self.trt, "failed to run the engine")
 
     def __call__(self, feed: Mapping[str, Any], in_place: Mapping[str, str] | None = None) -> dict[str, Any]:
         """Runs once. feed: {input: array or tensor}. in_place: {output: input} pairs that share a buffer.
@@ -231,12 +244,16 @@ class Engine:
         """
         if missing := set(self.inputs) - set(feed):
             raise ValueError(f"inputs {', '.join(sorted(missing))} are missing; the engine takes {', '.join(self.inputs)}")
+        with driver.current(self.device):
+            return self._run(feed, in_place or {})
+
+    def _run(self, feed: Mapping[str, Any], in_place: Mapping[str, str]) -> dict[str, Any]:
         bound = {name: self.memory.put(feed[name], self.dtypes[name]) for name in self.inputs}
         for name, tensor in bound.items():
             self.bind(name, tensor)
         found = {}
         for name in self.outputs:
-            shared = (in_place or {}).get(name)
+            shared = in_place.get(name)
             found[name] = (
                 bound[shared] if shared else self.memory.empty(tuple(self.context.get_tensor_shape(name)), self.dtypes[name])
             )
@@ -268,7 +285,8 @@ class Engine:
 
     def numpy(self, outputs: Mapping[str, Any]) -> dict[str, np.ndarray]:
         """Outputs as numpy arrays on the host; bfloat16 as float32."""
-        return {name: self.memory.numpy(tensor) for name, tensor in outputs.items()}
+        with driver.current(self.device):
+            return {name: self.memory.numpy(tensor) for name, tensor in outputs.items()}
 
 
 # Generation
@@ -303,10 +321,11 @@ def load_decoder(
     trt: ModuleType | None = None,
     cuda_graph: bool = True,
     host_code: bool = False,
+    device: str | driver.Device | None = None,
 ) -> Decoder:
     """A Decoder of an engine (bytes or path) built from folder/model.onnx with decoder_profiles. Needs torch with CUDA.
 
-    cuda_graph: captures the decode step of each batch once and replays it. host_code: see trt_plugins.deserialize.
+    cuda_graph: captures the decode step of each batch once and replays it. host_code, device: see Engine.
     Raises what leanfleet.decoder_contract.read_facts and Engine raise.
 
     Example:
@@ -318,7 +337,7 @@ def load_decoder(
     """
     facts = read_facts(folder, DECODER)
     refuse_quantised(folder, facts, "TensorRT")
-    loaded = Engine(engine, trt, memory="torch", host_code=host_code)
+    loaded = Engine(engine, trt, memory="torch", host_code=host_code, device=device)
     return Decoder(
         loaded,
         Path(folder),
@@ -356,6 +375,7 @@ class _Steps:
         import torch
 
         self.torch, self.decoder, self.engine = torch, decoder, decoder.engine
+        where = self.engine.memory.device
         self.graph: Any = None  # True where a step is bound, but not captured
         self.caches: dict[str, torch.Tensor] = {}
         for name in decoder.caches:
@@ -364,10 +384,10 @@ class _Steps:
             sizes = iter((batch, capacity))
             self.caches[name] = self.engine.memory.empty([next(sizes) if n < 0 else n for n in shape], self.engine.dtypes[name])
         self.step_inputs = {
-            t.name: torch.ones(t.sizes({BATCH: batch, TOKENS: 1}), dtype=getattr(torch, t.type), device="cuda")
+            t.name: torch.ones(t.sizes({BATCH: batch, TOKENS: 1}), dtype=getattr(torch, t.type), device=where)
             for t in DECODER.inputs
         }
-        self.logits = torch.empty(batch, decoder.vocabulary, device="cuda")
+        self.logits = torch.empty(batch, decoder.vocabulary, device=where)
 
     def reset(self) -> None:
         for cache in self.caches.values():
@@ -386,7 +406,8 @@ class _Steps:
                 self.step_inputs[name].copy_(self.torch.from_numpy(array))
         self.engine.memory.before()
         if capture and self.graph is None:
-            self._capture()
+            with self.torch.cuda.device(self.engine.memory.device):
+                self._capture()
         if capture and self.decoder.cuda_graph:
             with self.torch.cuda.stream(stream):
                 self.graph.replay()

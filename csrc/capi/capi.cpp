@@ -1,11 +1,9 @@
 #include "leanfleet.h"
 
-#include <cstdio>
 #include <cstring>
-#include <exception>
-#include <new>
 #include <string>
 
+#include "capi/guarded.h"
 #include "core/cpu_isa.h"
 #include "core/op.h"
 #include "core/thread_pool.h"
@@ -16,11 +14,9 @@
 namespace {
 
 using namespace leanfleet;
+using capi::guarded;
 
 static_assert(kMaxRank <= LEANFLEET_MAX_RANK);  // whose size is part of the interface
-
-thread_local std::string last_error;
-thread_local char thrown[160];  // what an exception said, in place of last_error; empty: there was none
 
 Status read_tensors(const OpSpec& spec, const char* role, const leanfleet_tensor* from, int given, int allowed, Tensor* to) {
   if (given > allowed)
@@ -110,22 +106,6 @@ Status run(const leanfleet_call& from) {
   return dispatch(from, *op, call, ws);
 }
 
-// No exception crosses the library's boundary. To tell of a lack of memory takes none.
-template <class F>
-int guarded(const char* op, F&& body) {
-  thrown[0] = '\0';
-  try {
-    Status status = body();
-    if (!status.ok()) last_error = std::move(status.message);
-    return static_cast<int>(status.code);
-  } catch (const std::bad_alloc&) {
-    std::snprintf(thrown, sizeof thrown, "%.100s: out of memory; nothing is known of its outputs", op);
-  } catch (const std::exception& error) {
-    std::snprintf(thrown, sizeof thrown, "%.60s: %.90s", op, error.what());
-  }
-  return static_cast<int>(Code::kInternal);
-}
-
 }  // namespace
 
 extern "C" {
@@ -137,8 +117,6 @@ int leanfleet_workspace(const leanfleet_call* call, size_t* scratch_bytes, size_
 int leanfleet_run(const leanfleet_call* call) {
   return guarded(call->op, [&] { return run(*call); });
 }
-
-const char* leanfleet_last_error() { return thrown[0] != '\0' ? thrown : last_error.c_str(); }
 
 const char* leanfleet_op_name(int index) { return index >= 0 && index < num_ops() ? op_at(index).spec->name : nullptr; }
 

@@ -71,6 +71,39 @@ Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& 
   return op.impl->check_values(host, true);
 }
 
+Status copy_on_device(const Call& call, void* to, const void* from, int64_t bytes, void* stream) {
+  return cuda_status(
+      call, "cudaMemcpyAsync",
+      cudaMemcpyAsync(to, from, static_cast<size_t>(bytes), cudaMemcpyDeviceToDevice, static_cast<cudaStream_t>(stream)));
+}
+
+Status use_device(int device) {
+  const cudaError_t error = cudaSetDevice(device);
+  if (error == cudaSuccess) return {};
+  return {Code::kCuda, error_text(("cudaSetDevice of " + std::to_string(device)).c_str(), error)};
+}
+
+bool record_mark(void** mark, void* stream) {
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+  if (cudaStreamIsCapturing(cuda_stream, &capture) != cudaSuccess || capture != cudaStreamCaptureStatusNone) return false;
+  cudaEvent_t event = static_cast<cudaEvent_t>(*mark);
+  if (event == nullptr && cudaEventCreateWithFlags(&event, cudaEventDisableTiming) != cudaSuccess) return false;
+  *mark = event;
+  return cudaEventRecord(event, cuda_stream) == cudaSuccess;
+}
+
+bool mark_done(void* mark) { return cudaEventQuery(static_cast<cudaEvent_t>(mark)) != cudaErrorNotReady; }
+
+void free_mark(void* mark) {
+  if (mark != nullptr) static_cast<void>(cudaEventDestroy(static_cast<cudaEvent_t>(mark)));
+}
+
+void allow_calls_during_capture() {
+  cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
+  static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));
+}
+
 Status cuda_status(const Call& call, const char* action, int error) {
   if (error == cudaSuccess) return {};
   Status status = call.invalid(error_text(action, static_cast<cudaError_t>(error)));

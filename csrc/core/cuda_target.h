@@ -15,6 +15,20 @@ void* driver_function(const char* name);
 // nothing while that is being captured.
 Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& target);
 
+// Copies between two places of the device.
+Status copy_on_device(const Call& call, void* to, const void* from, int64_t bytes, void* stream);
+
+// Makes the device the current one of this thread.
+Status use_device(int device);
+
+// An event behind what the stream has so far, made on first use. False while the stream is being captured, or on an error.
+bool record_mark(void** mark, void* stream);
+bool mark_done(void* mark);
+void free_mark(void* mark);
+
+// Captures of other threads do not mind what this thread calls.
+void allow_calls_during_capture();
+
 // ok for 0 (cudaSuccess); otherwise "LeanAttention 'node': <action> failed: cudaErrorX (its text)".
 Status cuda_status(const Call& call, const char* action, int error);
 

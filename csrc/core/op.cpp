@@ -336,7 +336,10 @@ AxisSpec axis_at(const ShapeSpec& shape, int i, bool bnhd) {
 }
 
 void default_attrs(const OpSpec& spec, AttrValue* attrs) {
-  for (int i = 0; i < spec.num_attrs; ++i) attrs[i] = {spec.attrs[i].default_int, spec.attrs[i].default_float};
+  for (int i = 0; i < spec.num_attrs; ++i) {
+    const AttrSpec& attr = spec.attrs[i];
+    attrs[i] = {attr.default_int, attr.default_float, attr.default_text != nullptr ? attr.default_text : ""};
+  }
 }
 
 Status set_attr_int(const OpSpec& spec, const char* node, int index, int64_t value, AttrValue* attrs) {
@@ -363,6 +366,11 @@ Status set_attr_float(const OpSpec& spec, const char* node, int index, float val
 Status set_attr_string(const OpSpec& spec, const char* node, int index, const std::string& value, AttrValue* attrs) {
   const AttrSpec& attr = spec.attrs[index];
   if (attr.type != AttrType::kString) return wrong_kind(spec, node, attr, "a string");
+  if (attr.num_values == 0) {
+    if (value.empty()) return refuse_attr(spec, node, attr, "''", "a text that is not empty");
+    attrs[index].s = value;
+    return {};
+  }
   std::string allowed;
   for (int i = 0; i < attr.num_values; ++i) {
     if (value == attr.values[i]) {
@@ -420,6 +428,9 @@ Tensor output_of(const Call& call, int output) {
   if (spec.like >= 0) {
     tensor = call.inputs[spec.like];
     tensor.data = nullptr;
+    if (spec.repeats >= 0 && tensor.rank > 0 &&
+        __builtin_mul_overflow(tensor.shape[0], call.attrs[spec.repeats].i, &tensor.shape[0]))
+      tensor.shape[0] = INT64_MAX;  // more elements than any tensor has
     return tensor;
   }
   const bool takes_narrow = spec.type == TypeVar::kC && call.inputs[spec.takes].present();

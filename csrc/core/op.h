@@ -56,7 +56,13 @@ struct Tensor {
 struct AttrValue {
   int64_t i = 0;  // kBool, kInt; kString: index into AttrSpec::values
   float f = 0.0f;
+  std::string s;  // kString without values
 };
+
+// The value of an attribute of type kString.
+inline const char* text_of(const AttrSpec& spec, const AttrValue& value) {
+  return spec.num_values > 0 ? spec.values[value.i] : value.s.c_str();
+}
 
 // One invocation. Inputs, outputs, attributes and dims are indexed by the enums in op_specs.h, such as
 // call.inputs[lean_attention::kQuery] and call.dims[lean_attention::kDimHkv].

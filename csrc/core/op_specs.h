@@ -16,41 +16,41 @@ enum Dim { kDimH, kDimHkv, kDimNq, kDimD, kDimB, kDimP, kDimBlock, kDimTotal, kD
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 12}, {RefKind::kAttr, 7}}, 3, 0, {{0, 0, 1, 2}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 12}}, 3, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 7}}, 4, 1, {{4, 0, -1, 0}, {0, 0, 1, 2}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key_cache", TypeVar::kC, false, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value_cache", TypeVar::kC, false, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
-    {"seq_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
-    {"query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
-    {"new_key", TypeVar::kT, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"new_value", TypeVar::kT, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{1, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 1, -1, 0}}}}},
-    {"block_table", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{4, 0, -1, 0}, {10, 0, -1, 0}}}}},
-    {"sinks", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"cos_cache", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
-    {"sin_cache", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
-    {"cu_query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 1, -1, 0}}}}},
-    {"key_scale", TypeVar::kF, true, -1, -1, 0, {}, 5, {{2, {{RefKind::kAttr, 8}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 8}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 8}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}, {0, {}, 3, -1, {{1, 0, -1, 0}, {-1, 1, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 1, -1, {{-1, 1, -1, 0}}}}},
-    {"value_scale", TypeVar::kF, true, -1, -1, 0, {}, 5, {{2, {{RefKind::kAttr, 9}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 9}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 9}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}, {0, {}, 3, -1, {{1, 0, -1, 0}, {-1, 1, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 1, -1, {{-1, 1, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 12}, {RefKind::kAttr, 7}}, 3, 0, {{0, 0, 1, 2}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 12}}, 3, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kAttr, 7}}, 4, 1, {{4, 0, -1, 0}, {0, 0, 1, 2}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key_cache", TypeVar::kC, false, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value_cache", TypeVar::kC, false, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"seq_lens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
+    {"query_lens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 0, -1, 0}}}}},
+    {"new_key", TypeVar::kT, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"new_value", TypeVar::kT, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{1, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 1, -1, 0}}}}},
+    {"block_table", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{4, 0, -1, 0}, {10, 0, -1, 0}}}}},
+    {"sinks", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"cos_cache", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
+    {"sin_cache", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{11, 0, -1, 0}, {12, 0, -1, 0}}}}},
+    {"cu_query_lens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{4, 1, -1, 0}}}}},
+    {"key_scale", TypeVar::kF, true, -1, -1, -1, 0, {}, 5, {{2, {{RefKind::kAttr, 8}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 8}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 8}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}, {0, {}, 3, -1, {{1, 0, -1, 0}, {-1, 1, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 1, -1, {{-1, 1, -1, 0}}}}},
+    {"value_scale", TypeVar::kF, true, -1, -1, -1, 0, {}, 5, {{2, {{RefKind::kAttr, 9}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 9}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 9}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}, {0, {}, 3, -1, {{1, 0, -1, 0}, {-1, 1, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 1, -1, {{-1, 1, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}}},
-    {"lse", TypeVar::kF, false, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 2, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"key_cache_out", TypeVar::kC, false, -1, 1, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value_cache_out", TypeVar::kC, false, -1, 2, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
-    {"key_scale_out", TypeVar::kF, false, -1, 13, 2, {4, 8}, 3, {{2, {{RefKind::kAttr, 8}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 8}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 8}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
-    {"value_scale_out", TypeVar::kF, false, -1, 14, 2, {4, 9}, 3, {{2, {{RefKind::kAttr, 9}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 9}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 9}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 3, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"lse", TypeVar::kF, false, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 12}}, 2, 0, {{0, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, 1, {{4, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"key_cache_out", TypeVar::kC, false, -1, 1, -1, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value_cache_out", TypeVar::kC, false, -1, 2, -1, 1, {4}, 3, {{1, {{RefKind::kInput, 8}}, 4, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}, {9, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 3, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}, {9, 0, -1, 0}}}, {0, {}, 4, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}, {9, 0, -1, 0}}}}},
+    {"key_scale_out", TypeVar::kF, false, -1, 13, -1, 2, {4, 8}, 3, {{2, {{RefKind::kAttr, 8}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 8}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 8}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
+    {"value_scale_out", TypeVar::kF, false, -1, 14, -1, 2, {4, 9}, 3, {{2, {{RefKind::kAttr, 9}, {RefKind::kInput, 8}}, 3, -1, {{5, 0, -1, 0}, {6, 0, -1, 0}, {1, 0, -1, 0}}}, {2, {{RefKind::kAttr, 9}, {RefKind::kInput, 7}}, 2, -1, {{1, 0, -1, 0}, {7, 0, -1, 0}}}, {1, {{RefKind::kAttr, 9}}, 3, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {8, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"window", AttrType::kInt, -1, 0.0f, true, true, -1.0, 1.0, 0, 0, nullptr, nullptr, -1},
-    {"softcap", AttrType::kFloat, 0, 0.0f, true, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"append", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
-    {"rotary_interleaved", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"packed_qkv", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"key_per_token", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"value_per_token", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"window", AttrType::kInt, -1, 0.0f, true, true, -1.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"softcap", AttrType::kFloat, 0, 0.0f, true, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"append", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
+    {"rotary_interleaved", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"packed_qkv", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"key_per_token", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"value_per_token", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 0}, {RefKind::kSymbol, 1}}, 0},
@@ -83,27 +83,27 @@ inline constexpr const char* kAlgorithmValues[] = {"auto", "causal_dot_product",
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"initial_norm", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{8, 1, -1, 0}}}}},
-    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{8, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"initial_norm", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{8, 1, -1, 0}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{8, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kF, false, -1, 4, 1, {4}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"final_norm", TypeVar::kF, false, -1, 5, 2, {4, 2}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 4, -1, 1, {4}, 3, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"final_norm", TypeVar::kF, false, -1, 5, -1, 2, {4, 2}, 3, {{1, {{RefKind::kInput, 7}}, 3, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 3, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"algorithm", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 7, 4, kAlgorithmValues, nullptr, -1},
-    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
+    {"algorithm", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 7, 4, kAlgorithmValues, nullptr, -1, nullptr},
+    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
@@ -126,28 +126,28 @@ enum Dim { kDimB, kDimHq, kDimN, kDimR, kDimHk, kDimHv, kDimDv, kDimQ };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"grad_final_state", TypeVar::kF, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{0, {}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_final_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"grad_log_decay", TypeVar::kF, false, 3, -1, 1, {1}, 0, {}},
-    {"grad_initial_state", TypeVar::kF, false, -1, -1, 1, {2}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_log_decay", TypeVar::kF, false, 3, -1, -1, 1, {1}, 0, {}},
+    {"grad_initial_state", TypeVar::kF, false, -1, -1, -1, 1, {2}, 2, {{1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
-    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "the normalised form is differentiated by composition: differentiate numerator and denominator, as leanfleet.export does in PyTorch", -1},
+    {"scale", AttrType::kFloat, 0, 1.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
+    {"normalize", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "the normalised form is differentiated by composition: differentiate numerator and denominator, as leanfleet.export does in PyTorch", -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
@@ -168,29 +168,29 @@ enum Dim { kDimB, kDimH, kDimN, kDimD, kDimHkv, kDimDv };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"coefficients", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"initial_key_sum", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"initial_value_sum", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"initial_count", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"coefficients", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"initial_key_sum", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"initial_value_sum", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"initial_count", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"normalizer", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kF, false, -1, 4, 1, {3}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"final_key_sum", TypeVar::kF, false, -1, 5, 1, {3}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"final_value_sum", TypeVar::kF, false, -1, 6, 1, {3}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"final_count", TypeVar::kI, false, -1, 7, 1, {3}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"normalizer", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 4, -1, 1, {3}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"final_key_sum", TypeVar::kF, false, -1, 5, -1, 1, {3}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"final_value_sum", TypeVar::kF, false, -1, 6, -1, 1, {3}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"final_count", TypeVar::kI, false, -1, 7, -1, 1, {3}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
@@ -211,27 +211,27 @@ enum Dim { kDimB, kDimH, kDimN, kDimD, kDimHkv, kDimDv };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"coefficients", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"normalizer", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"coefficients", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"normalizer", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
-    {"grad_coefficients", TypeVar::kF, false, -1, -1, 1, {3}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
+    {"grad_query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {5, 0, -1, 0}}}}},
+    {"grad_coefficients", TypeVar::kF, false, -1, -1, -1, 1, {3}, 1, {{0, {}, 1, -1, {{-1, 2, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"grad_coefficients", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
-    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "carried states have no gradient here: train on whole sequences", -1},
+    {"causal", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"eps", AttrType::kFloat, 0, 1e-06f, false, true, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"grad_coefficients", AttrType::kBool, 1, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, "carried states have no gradient here: train on whole sequences", -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 1}, {RefKind::kSymbol, 4}}, 0},
@@ -247,33 +247,33 @@ enum Output { kOutTokens, kOutLogprob, kOutTopLogprobs, kOutTopTokens, kOutToken
 enum Attr { kAttrCountTokens, kAttrLogprob, kAttrNumLogprobs };
 enum Dim { kDimB, kDimV, kDimP, kDimW, kDimNumLogprobs };
 inline constexpr TensorSpec kInputs[] = {
-    {"logits", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
-    {"temperature", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"top_k", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"top_p", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"min_p", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"seed", TypeVar::kL, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"position", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"token_counts", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 8}}, 2, -1, {{2, 0, -1, 0}, {1, 0, -1, 0}}}, {0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
-    {"count_index", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"repetition_penalty", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"presence_penalty", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"frequency_penalty", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"logit_bias", TypeVar::kF, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
-    {"allowed_tokens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"active", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"logits", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
+    {"temperature", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"top_k", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"top_p", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"min_p", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"seed", TypeVar::kL, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"position", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"token_counts", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 8}}, 2, -1, {{2, 0, -1, 0}, {1, 0, -1, 0}}}, {0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
+    {"count_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"repetition_penalty", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"presence_penalty", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"frequency_penalty", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"logit_bias", TypeVar::kF, true, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
+    {"allowed_tokens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"active", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"tokens", TypeVar::kL, false, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"logprob", TypeVar::kF, false, -1, -1, 1, {1}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"top_logprobs", TypeVar::kF, false, -1, -1, 1, {2}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}}}}},
-    {"top_tokens", TypeVar::kL, false, -1, -1, 1, {2}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}}}}},
-    {"token_counts_out", TypeVar::kI, false, -1, 7, 1, {0}, 2, {{1, {{RefKind::kInput, 8}}, 2, -1, {{2, 0, -1, 0}, {1, 0, -1, 0}}}, {0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
+    {"tokens", TypeVar::kL, false, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"logprob", TypeVar::kF, false, -1, -1, -1, 1, {1}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"top_logprobs", TypeVar::kF, false, -1, -1, -1, 1, {2}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}}}}},
+    {"top_tokens", TypeVar::kL, false, -1, -1, -1, 1, {2}, 1, {{0, {}, 2, -1, {{0, 0, -1, 0}, {4, 0, -1, 0}}}}},
+    {"token_counts_out", TypeVar::kI, false, -1, 7, -1, 1, {0}, 2, {{1, {{RefKind::kInput, 8}}, 2, -1, {{2, 0, -1, 0}, {1, 0, -1, 0}}}, {0, {}, 2, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"count_tokens", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"logprob", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"num_logprobs", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, 4},
+    {"count_tokens", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"logprob", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"num_logprobs", AttrType::kInt, 0, 0.0f, true, true, 0.0, 1.0, 0, 0, nullptr, nullptr, 4, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kTogether, {RefKind::kNone, -1}, 3, {{RefKind::kInput, 1}, {RefKind::kInput, 5}, {RefKind::kInput, 6}}, 0},
@@ -299,13 +299,13 @@ enum Dim { kDimB, kDimN, kDimF };
 enum Activation { kActivationSilu, kActivationGelu, kActivationGeluTanh, kActivationRelu };
 inline constexpr const char* kActivationValues[] = {"silu", "gelu", "gelu_tanh", "relu"};
 inline constexpr TensorSpec kInputs[] = {
-    {"gate_up", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}}},
+    {"gate_up", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {-1, 2, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 4, 4, kActivationValues, nullptr, -1},
+    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 4, 4, kActivationValues, nullptr, -1, nullptr},
 };
 inline constexpr const RuleSpec* kRules = nullptr;
 inline constexpr const char* kSymbols[] = {"B", "N", "F"};
@@ -321,25 +321,25 @@ enum Dim { kDimB, kDimHq, kDimN, kDimD, kDimHk, kDimHv, kDimDv, kDimP, kDimQ };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"beta", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 6, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {2, {{RefKind::kInput, 6}, {RefKind::kAttr, 4}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{8, 1, -1, 0}}}}},
-    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{8, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"beta", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 6, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {2, {{RefKind::kInput, 6}, {RefKind::kAttr, 4}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{8, 1, -1, 0}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 6}}, 1, -1, {{8, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kF, false, -1, 5, 1, {2}, 6, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {2, {{RefKind::kInput, 6}, {RefKind::kAttr, 4}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 5, -1, 1, {2}, 6, {{2, {{RefKind::kInput, 7}, {RefKind::kAttr, 4}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 7}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {2, {{RefKind::kInput, 6}, {RefKind::kAttr, 4}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 6}}, 4, -1, {{8, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 4}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
-    {"state_v_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
+    {"state_v_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
@@ -360,31 +360,31 @@ enum Dim { kDimB, kDimHq, kDimN, kDimD, kDimHk, kDimHv, kDimDv, kDimQ };
 enum Layout { kLayoutBhnd, kLayoutBnhd };
 inline constexpr const char* kLayoutValues[] = {"bhnd", "bnhd"};
 inline constexpr TensorSpec kInputs[] = {
-    {"query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"log_decay", TypeVar::kF, true, -1, -1, 0, {}, 2, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"beta", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"grad_output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"grad_final_state", TypeVar::kF, true, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
+    {"query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"log_decay", TypeVar::kF, true, -1, -1, -1, 0, {}, 2, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"beta", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, 5, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_final_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{7, 1, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"grad_query", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_key", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
-    {"grad_value", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
-    {"grad_beta", TypeVar::kF, false, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"grad_log_decay", TypeVar::kF, false, 3, -1, 1, {2}, 0, {}},
-    {"grad_initial_state", TypeVar::kF, false, -1, -1, 1, {3}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_query", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_key", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {4, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+    {"grad_value", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}, {6, 0, -1, 0}}}}},
+    {"grad_beta", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, 1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"grad_log_decay", TypeVar::kF, false, 3, -1, -1, 1, {2}, 0, {}},
+    {"grad_initial_state", TypeVar::kF, false, -1, -1, -1, 1, {3}, 4, {{2, {{RefKind::kInput, 8}, {RefKind::kAttr, 5}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {1, {{RefKind::kInput, 8}}, 4, -1, {{7, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}, {1, {{RefKind::kAttr, 5}}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {6, 0, -1, 0}, {3, 0, -1, 0}}}, {0, {}, 4, -1, {{0, 0, -1, 0}, {5, 0, -1, 0}, {3, 0, -1, 0}, {6, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
-    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1},
-    {"state_v_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"scale", AttrType::kFloat, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"normalize_qk", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"grad_decay", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"grad_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
+    {"layout", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kLayoutValues, nullptr, -1, nullptr},
+    {"state_v_first", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kMultiple, {RefKind::kNone, -1}, 2, {{RefKind::kSymbol, 5}, {RefKind::kSymbol, 4}}, 0},
@@ -405,21 +405,21 @@ enum Dim { kDimB, kDimN, kDimC, kDimK, kDimP, kDimQ };
 enum Activation { kActivationNone, kActivationSilu };
 inline constexpr const char* kActivationValues[] = {"none", "silu"};
 inline constexpr TensorSpec kInputs[] = {
-    {"input", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"weight", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{3, 1, -1, 0}, {2, 0, -1, 0}}}}},
-    {"bias", TypeVar::kT, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{2, 0, -1, 0}}}}},
-    {"initial_state", TypeVar::kF, true, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"query_lens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
-    {"cu_seqlens", TypeVar::kI, true, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{5, 1, -1, 0}}}}},
-    {"state_index", TypeVar::kI, true, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 5}}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"weight", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 2, -1, {{3, 1, -1, 0}, {2, 0, -1, 0}}}}},
+    {"bias", TypeVar::kT, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{2, 0, -1, 0}}}}},
+    {"initial_state", TypeVar::kF, true, -1, -1, -1, 0, {}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"query_lens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{0, 0, -1, 0}}}}},
+    {"cu_seqlens", TypeVar::kI, true, -1, -1, -1, 0, {}, 1, {{0, {}, 1, -1, {{5, 1, -1, 0}}}}},
+    {"state_index", TypeVar::kI, true, -1, -1, -1, 0, {}, 2, {{1, {{RefKind::kInput, 5}}, 1, -1, {{5, 0, -1, 0}}}, {0, {}, 1, -1, {{0, 0, -1, 0}}}}},
 };
 inline constexpr TensorSpec kOutputs[] = {
-    {"output", TypeVar::kT, false, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
-    {"final_state", TypeVar::kF, false, -1, 3, 1, {1}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}}}}},
+    {"final_state", TypeVar::kF, false, -1, 3, -1, 1, {1}, 3, {{1, {{RefKind::kInput, 6}}, 3, -1, {{4, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {1, {{RefKind::kInput, 5}}, 3, -1, {{5, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 3, -1, {{0, 0, -1, 0}, {3, 0, -1, 0}, {2, 0, -1, 0}}}}},
 };
 inline constexpr AttrSpec kAttrs[] = {
-    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kActivationValues, nullptr, -1},
-    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1},
+    {"activation", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 2, 2, kActivationValues, nullptr, -1, nullptr},
+    {"return_state", AttrType::kBool, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, nullptr},
 };
 inline constexpr RuleSpec kRules[] = {
     {RuleKind::kFixed, {RefKind::kInput, 5}, 1, {{RefKind::kSymbol, 0}}, 1},
@@ -430,6 +430,67 @@ inline constexpr const char* kSymbols[] = {"B", "N", "C", "K", "P", "Q"};
 inline constexpr OpSpec kSpec = {"CausalConv", 1, 7, 2, 2, 3, 6, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
 extern const OpImpl kImpl;  // defined in the operator's folder
 }  // namespace causal_conv
+
+namespace all_reduce {
+enum Input { kInput };
+enum Output { kOutOutput };
+enum Attr { kAttrCommunicator };
+enum Dim { kDimN, kDimB, kDimC, kDimH, kDimW };
+inline constexpr TensorSpec kInputs[] = {
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 5, {{0, {}, 1, -1, {{0, 0, -1, 0}}}, {0, {}, 2, -1, {{1, 0, -1, 0}, {0, 0, -1, 0}}}, {0, {}, 3, -1, {{1, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, -1, {{1, 0, -1, 0}, {3, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 5, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, 0, -1, -1, 0, {}, 0, {}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"communicator", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, "world"},
+};
+inline constexpr const RuleSpec* kRules = nullptr;
+inline constexpr const char* kSymbols[] = {"N", "B", "C", "H", "W"};
+inline constexpr OpSpec kSpec = {"AllReduce", 1, 1, 1, 1, 0, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace all_reduce
+
+namespace all_gather {
+enum Input { kInput };
+enum Output { kOutOutput };
+enum Attr { kAttrCommunicator, kAttrWorld };
+enum Dim { kDimN, kDimB, kDimC, kDimH, kDimW };
+inline constexpr TensorSpec kInputs[] = {
+    {"input", TypeVar::kT, false, -1, -1, -1, 0, {}, 5, {{0, {}, 1, -1, {{0, 0, -1, 0}}}, {0, {}, 2, -1, {{1, 0, -1, 0}, {0, 0, -1, 0}}}, {0, {}, 3, -1, {{1, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 4, -1, {{1, 0, -1, 0}, {3, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}, {0, {}, 5, -1, {{4, 0, -1, 0}, {1, 0, -1, 0}, {3, 0, -1, 0}, {0, 0, -1, 0}, {2, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, 0, -1, 1, 0, {}, 0, {}},
+};
+inline constexpr AttrSpec kAttrs[] = {
+    {"communicator", AttrType::kString, 0, 0.0f, false, false, 0.0, 0.0, 0, 0, nullptr, nullptr, -1, "world"},
+    {"world", AttrType::kInt, 1, 0.0f, false, true, 0.0, 1.0, 0, 0, nullptr, nullptr, -1, nullptr},
+};
+inline constexpr const RuleSpec* kRules = nullptr;
+inline constexpr const char* kSymbols[] = {"N", "B", "C", "H", "W"};
+inline constexpr OpSpec kSpec = {"AllGather", 1, 1, 1, 2, 0, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace all_gather
+
+namespace merge_attention {
+enum Input { kPartialOutput, kPartialLse };
+enum Output { kOutOutput, kOutLse };
+enum Attr {  };
+enum Dim { kDimW, kDimB, kDimH, kDimNq, kDimDv };
+inline constexpr TensorSpec kInputs[] = {
+    {"partial_output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 5, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}, {4, 0, -1, 0}}}}},
+    {"partial_lse", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{0, 0, -1, 0}, {1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+};
+inline constexpr TensorSpec kOutputs[] = {
+    {"output", TypeVar::kT, false, -1, -1, -1, 0, {}, 1, {{0, {}, 4, -1, {{1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}, {4, 0, -1, 0}}}}},
+    {"lse", TypeVar::kF, false, -1, -1, -1, 0, {}, 1, {{0, {}, 3, -1, {{1, 0, -1, 0}, {2, 0, -1, 0}, {3, 0, -1, 0}}}}},
+};
+inline constexpr const AttrSpec* kAttrs = nullptr;
+inline constexpr const RuleSpec* kRules = nullptr;
+inline constexpr const char* kSymbols[] = {"W", "B", "H", "Nq", "Dv"};
+inline constexpr OpSpec kSpec = {"MergeAttention", 1, 2, 2, 0, 0, 5, kInputs, kOutputs, kAttrs, kRules, kSymbols, -1};
+extern const OpImpl kImpl;  // defined in the operator's folder
+}  // namespace merge_attention
 
 // The registry, in the order of the schema.
 inline const Op kOps[] = {
@@ -443,6 +504,9 @@ inline const Op kOps[] = {
     {&gated_delta_rule::kSpec, &gated_delta_rule::kImpl},
     {&gated_delta_rule_grad::kSpec, &gated_delta_rule_grad::kImpl},
     {&causal_conv::kSpec, &causal_conv::kImpl},
+    {&all_reduce::kSpec, &all_reduce::kImpl},
+    {&all_gather::kSpec, &all_gather::kImpl},
+    {&merge_attention::kSpec, &merge_attention::kImpl},
 };
 
 }  // namespace leanfleet

@@ -37,8 +37,9 @@ struct TensorSpec {
   const char* name;
   TypeVar type;
   bool optional;
-  int8_t like;   // outputs: the input whose shape it has, -1: see shapes
-  int8_t takes;  // outputs: the input whose buffer it may take, -1: none
+  int8_t like;     // outputs: the input whose shape it has, -1: see shapes
+  int8_t takes;    // outputs: the input whose buffer it may take, -1: none
+  int8_t repeats;  // outputs with `like`: the attribute by which the first axis is multiplied, -1: none
   int8_t num_when;
   int8_t when[kMaxWhen];  // outputs: attributes that must be on
   int8_t num_shapes;
@@ -50,14 +51,15 @@ enum class AttrType : int8_t { kBool, kInt, kFloat, kString };
 struct AttrSpec {
   const char* name;
   AttrType type;
-  int64_t default_int;  // kBool, kInt; kString: index into values
+  int64_t default_int;  // kBool, kInt; kString with values: index into them
   float default_float;
   bool has_off, has_min;
   double off, min;
   int8_t num_values, num_served;  // the first num_served values have kernels, the others only the reference
   const char* const* values;
-  const char* refuse;  // why the attribute cannot be switched on; null: it can
-  int8_t symbol;       // kInt: the symbol of outputs' axes that has the attribute's value, -1: none
+  const char* refuse;        // why the attribute cannot be switched on; null: it can
+  int8_t symbol;             // kInt: the symbol of outputs' axes that has the attribute's value, -1: none
+  const char* default_text;  // kString without values, which takes any text but the empty one; else null
 };
 
 enum class RuleKind : int8_t { kMultiple, kFixed, kEqual, kTogether, kExclusive, kNeeds };

@@ -12,6 +12,7 @@ enum class Code : int {
   kUnsupported = 2,      // right, but no kernel here does it
   kCuda = 3,             // a CUDA call failed; the message holds its name and cause
   kInternal = 4,         // our fault
+  kPeer = 5,             // another rank of a communicator failed, or did not come in time
 };
 
 struct Status {

@@ -40,7 +40,8 @@ inline OrtStatus* to_ort(const OrtApi& ort, const Status& status) {
     case Code::kInvalidArgument: return ort.CreateStatus(ORT_INVALID_ARGUMENT, status.message.c_str());
     case Code::kUnsupported: return ort.CreateStatus(ORT_NOT_IMPLEMENTED, status.message.c_str());
     case Code::kCuda: return ort.CreateStatus(ORT_EP_FAIL, status.message.c_str());
-    case Code::kInternal: break;
+    case Code::kInternal:
+    case Code::kPeer: break;
   }
   return ort.CreateStatus(ORT_FAIL, status.message.c_str());
 }

@@ -88,6 +88,10 @@ struct SymbolicSizes {
     return known(dim) && known(other) ? constant(dim.size + times * other.size) : Dim{};
   }
   static Dim divided(const Dim& dim, int64_t times) { return known(dim) ? constant(dim.size / times) : Dim{}; }
+  static Dim repeated(const Dim& dim, int64_t times) {
+    if (times == 1) return dim;
+    return known(dim) ? constant(dim.size * times) : Dim{};
+  }
   static Dim larger(const Dim& a, const Dim& b) {
     if (known(a) && known(b)) return constant(a.size > b.size ? a.size : b.size);
     return !known(a) && !known(b) && !a.name.empty() && a.name == b.name ? a : Dim{};
@@ -131,6 +135,7 @@ Status infer(const OrtApi& ort, const OpSpec& spec, OrtShapeInferContext* contex
     Shape shape;
     if (output.like >= 0) {
       shape = inputs[output.like];
+      if (output.repeats >= 0 && !shape.dims.empty()) shape.dims[0] = sizes.repeated(shape.dims[0], attrs[output.repeats].i);
     } else if (const ShapeSpec* chosen = choose_shape(output, given, -1)) {
       for (int k = 0; k < chosen->rank; ++k) shape.dims.push_back(axis_size(axis_at(*chosen, k, bnhd), sizes));
     }

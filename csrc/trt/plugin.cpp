@@ -233,7 +233,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
         const AttrSpec& attr = spec_.attrs[i];
         const AttrValue& value = layer_.attrs[i];
         metadata_ += std::string(i ? " " : "") + attr.name + "=";
-        if (attr.type == AttrType::kString) metadata_ += attr.values[value.i];
+        if (attr.type == AttrType::kString) metadata_ += text_of(attr, value);
         else metadata_ += attr.type == AttrType::kFloat ? std::to_string(value.f) : std::to_string(value.i);
       }
       return {};
@@ -298,7 +298,7 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
         const AttrSpec& attr = spec_.attrs[i];
         const AttrValue& value = layer_.attrs[i];
         if (attr.type == AttrType::kString) {
-          const char* chosen = attr.values[value.i];
+          const char* chosen = text_of(attr, value);
           fields_.emplace_back(attr.name, chosen, PluginFieldType::kCHAR, static_cast<int32_t>(std::strlen(chosen) + 1));
         } else if (attr.type == AttrType::kFloat) {
           fields_.emplace_back(attr.name, &value.f, PluginFieldType::kFLOAT32, 1);
@@ -490,7 +490,11 @@ class Plugin final : public IPluginV3, public IPluginV3OneCore, public IPluginV3
     for (int32_t k = 0; k < num_outputs; ++k) {
       const TensorSpec& tensor = spec_.outputs[outputs_[k]];
       if (tensor.like >= 0) {
-        if (sizes.inputs[tensor.like] != nullptr) outputs[k] = *sizes.inputs[tensor.like];
+        if (sizes.inputs[tensor.like] == nullptr) continue;
+        outputs[k] = *sizes.inputs[tensor.like];
+        if (tensor.repeats < 0 || outputs[k].nbDims == 0) continue;
+        const IDimensionExpr& times = *builder.constant(call.attrs[tensor.repeats].i);
+        outputs[k].d[0] = builder.operation(DimensionOperation::kPROD, *outputs[k].d[0], times);
         continue;
       }
       const ShapeSpec& shape = *choose_shape(tensor, given, -1);

@@ -14,8 +14,8 @@ CSRC = ROOT / "csrc"
 HOST_HEADERS = re.compile(r'#\s*include\s*[<"](onnxruntime|NvInfer|torch/|ATen/|c10/|Python\.h)')
 INTERFACES = {
     "leanfleet": r"leanfleet_\w+",
-    "leanfleet_ort": r"RegisterCustomOps",
-    "leanfleet_trt": r"getCreators|setLoggerFinder",
+    "leanfleet_ort": r"RegisterCustomOps|leanfleet_(communicator_\w+|nccl_id|last_error)",
+    "leanfleet_trt": r"getCreators|setLoggerFinder|leanfleet_(communicator_\w+|nccl_id|last_error)",
 }
 CUDA_HEADERS = re.compile(r'#\s*include\s*[<"]cuda')
 

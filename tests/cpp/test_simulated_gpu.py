@@ -12,7 +12,7 @@ import torch
 
 from leanfleet import spec
 from leanfleet.export import reference
-from support import attention_cases, conv_cases, delta_cases, linear_cases, quantised_cases
+from support import attention_cases, conv_cases, delta_cases, linear_cases, merging_cases, quantised_cases
 from support.attention_cases import FORM_NAMES, QUANT_PAIRS, VARIANTS, draw_packed_tokens, make_case, same_bits
 from support.simulated_gpu import build, compile_files, cuda_include, run_simulated
 from support.paths import ROOT
@@ -50,6 +50,18 @@ def test_gated_activation(gated_activation, dtype):
             (exact,) = reference.gated_activation(gate_up.double(), activation=activation)
             rounding = {torch.float32: 2e-6, torch.float16: 1e-3, torch.bfloat16: 8e-3}[dtype]
             torch.testing.assert_close(found["output"].double(), exact, rtol=rounding, atol=rounding / 10)
+
+
+@pytest.fixture(scope="module")
+def merging(tmp_path_factory):
+    return build(tmp_path_factory.mktemp("simulated"), ["MergeAttention"])
+
+
+@pytest.mark.parametrize("dtype", merging_cases.DTYPES, ids=str)
+def test_merge_attention(merging, dtype):
+    for seed, sizes in enumerate(merging_cases.SIZES):
+        inputs = merging_cases.parts_of(sizes, dtype, seed)
+        merging_cases.assert_merged(run_simulated(merging, "MergeAttention", inputs, {}), inputs)
 
 
 @pytest.fixture(scope="module")

@@ -24,7 +24,7 @@ def folder_of(tmp_path, facts):
 def test_what_is_written_is_read(tmp_path):
     folder = folder_of(tmp_path, {})
     write_facts(folder, FACTS | {"kind": "serving", "block": 4})
-    assert json.loads((folder / "leanfleet.json").read_text())["format"] == decoder_contract.FORMAT == 4
+    assert json.loads((folder / "leanfleet.json").read_text())["format"] == 4
     assert read_facts(folder, SERVING) == FACTS | {"kind": "serving", "block": 4, "format": 4}
     with pytest.raises(ValueError, match="holds a model of kind serving; this needs one from leanfleet.export.export_decoder"):
         read_facts(folder, DECODER)
@@ -38,13 +38,50 @@ def test_a_file_without_a_format_is_of_the_first(tmp_path):
 
 def test_an_unknown_format_is_one_error(tmp_path):
     """Before anything else: what a newer version writes may not have today's entries."""
-    folder = folder_of(tmp_path, {"format": 5, "kind": "something new"})
+    folder = folder_of(tmp_path, {"format": 6, "kind": "something new"})
     with pytest.raises(ValueError) as error:
         read_facts(folder, DECODER)
     assert str(error.value) == (
-        f"{folder / 'leanfleet.json'} has format 5, and leanfleet {leanfleet.__version__} knows formats up to 4: update leanfleet, "
+        f"{folder / 'leanfleet.json'} has format 6, and leanfleet {leanfleet.__version__} knows formats up to 5: update leanfleet, "
         "or export the model again with leanfleet.export.export_decoder of this version"
     )
+
+
+def ranked(tmp_path, parallel, count=2):
+    for rank in range(count):
+        (tmp_path / decoder_contract.rank_file(rank)).write_bytes(b"")
+    (tmp_path / "leanfleet.json").write_text(json.dumps(FACTS | {"format": 5} | parallel))
+    return tmp_path
+
+
+def test_folders_for_several_ranks(tmp_path):
+    parallel = {"tensor_parallel": {"world": 2, "files": ["model.rank0.onnx", "model.rank1.onnx"]}}
+    folder = ranked(tmp_path, {})
+    write_facts(folder, FACTS | parallel)
+    assert read_facts(folder, DECODER, parallel=True) == FACTS | parallel | {"format": decoder_contract.FORMAT}
+    with pytest.raises(
+        ValueError, match="exported for 2 ranks .tensor_parallel., which run together: leanfleet generate .*--gpus 2"
+    ):
+        read_facts(folder, DECODER)
+    (folder / "model.rank1.onnx").unlink()
+    with pytest.raises(FileNotFoundError, match="model.rank1.onnx does not exist, though .*leanfleet.json names it"):
+        read_facts(folder, DECODER, parallel=True)
+    (folder / "model.onnx").write_bytes(b"")
+    with pytest.raises(ValueError, match="is of a tensor parallel folder, and .*model.onnx is not"):
+        read_facts(folder, DECODER)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [None, 2, {}, {"world": 2}, {"world": 1, "files": ["model.rank0.onnx"]}, {"world": 2, "files": ["../a", "/etc/passwd"]}]
+    + [{"world": 10**6, "files": []}, {"world": "2", "files": ["model.rank0.onnx", "model.rank1.onnx"]}],
+    ids=str,
+)
+def test_ranks_that_make_no_sense(tmp_path, said):
+    folder = ranked(tmp_path, {} if said is None else {"tensor_parallel": said})
+    for parallel in (True, False):
+        with pytest.raises(ValueError, match="tensor_parallel is .*; expected a world of 2 or more ranks, and their files"):
+            read_facts(folder, DECODER, parallel=parallel)
 
 
 @pytest.mark.parametrize("value", ["1", 1.5, 0, -1, True, None, [1]], ids=str)

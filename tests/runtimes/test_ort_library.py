@@ -66,6 +66,7 @@ def seed():
     torch.manual_seed(5)
 
 
+@pytest.mark.usefixtures("world_of_one")
 @pytest.mark.parametrize("name, index, dtype", CASES)
 def test_kernel_through_onnxruntime(name, index, dtype, tmp_path, request):
     if name in TOY:

@@ -208,6 +208,9 @@ def samples():
         ),
         "sample_tokens_": (ops.sample_tokens_.default, sampling, {"num_logprobs": 2}),
         "gated_activation": (ops.gated_activation.default, [randn(2, 3, 2, 8)], {"activation": "gelu"}),
+        "all_reduce": (ops.all_reduce.default, [randn(2, 3)], {}),
+        "all_gather": (ops.all_gather.default, [randn(2, 3)], {"world": 1}),
+        "merge_attention": (ops.merge_attention.default, [randn(2, 1, 3, 4, 8), randn(2, 1, 3, 4)], {}),
         "gated_delta_rule": (ops.gated_delta_rule.default, delta, {"return_state": True, "normalize_qk": True}),
         "gated_delta_rule no state": (ops.gated_delta_rule.default, [*delta[:3], None, delta[4]], {}),
         "gated_delta_rule_": (ops.gated_delta_rule_.default, delta, {}),
@@ -241,6 +244,9 @@ def samples():
         "sample_tokens counts",
         "sample_tokens_",
         "gated_activation",
+        "all_reduce",
+        "all_gather",
+        "merge_attention",
         "gated_delta_rule",
         "gated_delta_rule no state",
         "gated_delta_rule_",
@@ -250,6 +256,7 @@ def samples():
         "causal_conv_",
     ],
 )
+@pytest.mark.usefixtures("world_of_one")
 def test_opcheck(name):
     op, inputs, attrs = samples()[name]
     torch.library.opcheck(op, tuple(inputs), attrs)

@@ -27,6 +27,7 @@ SIZES = {
     "V": (1, 2, 31, 32, 33, 64, 127, 128, 129, 1000, 1023, 4099),
 }
 MOST_ELEMENTS = 120_000  # of a call's largest tensor: the reference, which loops over tokens, stays quick
+OTHER_NAME = "another name, for an attribute that is any text"
 FILLS = ("nan", "inf", "-inf", "huge", "zero")  # what nothing may read is full of
 
 
@@ -83,6 +84,7 @@ def _drawn(source, op, runtime):
     chance = source.choice((0.2, 0.5, 0.8))
     present = {name for name in optional if source.random() < chance}
     attrs = {a.name: draw_attribute(source, a) for a in op.attrs if not a.refuse and source.random() < 0.6}
+    attrs |= {t.repeats: 1 for t in op.outputs if t.repeats in attrs}  # communicators are worlds of one
     if not repair(source, op, present, attrs):
         return None
     present |= {t.name for t in op.inputs if not t.optional}
@@ -140,6 +142,8 @@ def draw_attribute(source, attr):
     """A value in the attribute's documented range."""
     if attr.type == "bool":
         return source.randrange(2)
+    if attr.type == "string" and not attr.values:
+        return source.choice((attr.default, OTHER_NAME))
     if attr.type == "string":
         return source.choice([v for v in attr.values if v not in attr.reference_only])
     if attr.type == "int":

@@ -58,7 +58,9 @@ def place(index):
 
 def draw(seed, index):
     source = random.Random(f"{seed}:processes:{index}")
-    op = list(calls.OPS)[index % len(calls.OPS)]
+    # Operators that a communicator carries out need one in every process: tests/operators/test_collectives.py.
+    local = [n for n, op in calls.OPS.items() if not any(a.type == "string" and not a.values for a in op.attrs)]
+    op = local[index % len(local)]
     while True:
         call = calls._drawn(source, calls.OPS[op], "avx512")
         if call is not None and call.wrong is None:

@@ -13,7 +13,7 @@ import onnx_ir
 import onnxruntime
 import torch
 
-from leanfleet import native, ort_ops, spec, trial
+from leanfleet import communicators, native, ort_ops, spec, trial
 from leanfleet.export import function_bodies, torch_ops
 from leanfleet.export.reference import FORMS
 from stress import draw, judge, values
@@ -52,7 +52,10 @@ def settings(case, checked):
     changes = {"LEANFLEET_CHECK": "1" if checked else "0"}
     if case.runtime in instruction_sets()[:-1]:
         changes["LEANFLEET_LIBRARY_DIR"] = str(library_held_to(case.runtime))
-    with mock.patch.dict(os.environ, changes):
+    texts = {case.attrs.get(a.name, a.default) for a in draw.OPS[case.op].attrs if a.type == "string" and not a.values}
+    with mock.patch.dict(os.environ, changes), contextlib.ExitStack() as stack:
+        for name in texts - {""}:
+            stack.enter_context(communicators.create(name))
         yield
 
 

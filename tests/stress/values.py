@@ -278,6 +278,8 @@ def _wrong_attribute(source, op, inputs, attrs):
     if attr is None:
         return None
     wrong = {"bool": [2, -1], "string": ["", "bnh", 1], "int": [], "float": [float("nan"), float("inf")]}[attr.type]
+    if attr.type == "string" and not attr.values:
+        wrong = [""]
     if attr.min is not None:
         below = attr.min - 1
         wrong = [*wrong, type(attr.default)(below)] if below != attr.off else [*wrong, type(attr.default)(below - 1)]

@@ -119,6 +119,9 @@ VARIANTS = {
         (["bias", "cu_seqlens", "initial_state", "state_index"], {"return_state": 1}, {"B": 1, "K": 1}),
         (["cu_seqlens"], {"return_state": 1, "activation": "silu"}, {"B": 1, "N": 70}),
     ],
+    "AllReduce": [([], {"communicator": "world"}, {})],
+    "AllGather": [([], {"communicator": "world", "world": 1}, {})],
+    "MergeAttention": [([], {}, {}), ([], {}, {"W": 1, "Dv": 64})],
     "ScaledAdd": [([], {}, {}), (["y"], {"alpha": -2.5, "layout": "bnhd"}, {}), (["total"], {"accumulate": 1}, {})],
 }
 SIZES = {

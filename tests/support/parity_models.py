@@ -65,6 +65,9 @@ VARIANTS = {
         (DRAWS | {"active"}, {}),
     ],
     "GatedActivation": [(set(), {}), (set(), {"activation": "gelu_tanh"})],
+    "AllReduce": [(set(), {}), (set(), {})],
+    "AllGather": [(set(), {}), (set(), {})],
+    "MergeAttention": [(set(), {}), (set(), {})],
     "CausalConv": [
         ({"bias", "initial_state", "query_lens"}, {"return_state": 1, "activation": "silu"}),
         ({"initial_state", "cu_seqlens", "state_index"}, {"return_state": 1}),

@@ -22,7 +22,7 @@ from support.kernels import TORCH_DTYPES
 from support.parity_models import OPS, VARIANTS, alter_body, chain_model, input_shapes, saved, variant_model
 
 CASES = [pytest.param(name, i, id=f"{name}-{i}") for name, variants in VARIANTS.items() for i in range(len(variants))]
-pytestmark = pytest.mark.usefixtures("one_torch_thread")
+pytestmark = pytest.mark.usefixtures("one_torch_thread", "world_of_one")
 
 
 # Comparisons

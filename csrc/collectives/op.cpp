@@ -1,0 +1,146 @@
+// AllReduce and AllGather, which a communicator carries out, and MergeAttention.
+#include <algorithm>
+#include <cstring>
+#include <string>
+
+#include "collectives/collectives.h"
+#include "core/communicator.h"
+#include "core/cpu_isa.h"
+#include "core/integers.h"
+#include "core/op_specs.h"
+#ifdef LEANFLEET_CUDA
+#include "core/cuda_target.h"
+#endif
+
+namespace leanfleet {
+
+namespace collectives {
+
+LEANFLEET_CPU_FUNCTION(void, merge, (const MergeArgs& args, int64_t begin, int64_t end))
+
+namespace {
+
+constexpr int64_t kPiece = 16384;  // numbers read: fewer are sooner done than shared out
+
+Status with_node(const Call& call, const Status& status) {
+  return status.ok() ? status : Status{status.code, call.invalid(status.message).message};
+}
+
+Status communicator_of(const Call& call, const std::string& name, Engine engine, std::shared_ptr<Communicator>* found) {
+  *found = find_communicator(name, engine);
+  if (*found != nullptr) return {};
+  const bool cuda = engine == Engine::kNccl;
+  return call.invalid("there is no communicator '" + name + "' for tensors of " + (cuda ? "CUDA" : "the CPU") +
+                      "; create it before the first call: leanfleet.communicators.create(\"" + name +
+                      "\", rank, world, id=..., engine=\"" + (cuda ? "nccl" : "shared_memory") +
+                      "\"), in a process of one rank create(\"" + name + "\")");
+}
+
+// Runs `exchange` of the communicator that the node names, or `copy` in a world of one.
+template <class Copy, class Exchange>
+Status run(const Call& call, const std::string& name, Engine engine, Copy&& copy, Exchange&& exchange) {
+  std::shared_ptr<Communicator> communicator;
+  LEANFLEET_RETURN_IF_ERROR(communicator_of(call, name, engine, &communicator));
+  if (communicator->world > 1) return with_node(call, exchange(*communicator));
+  const Tensor &input = call.inputs[0], &output = call.outputs[0];
+  return input.data == output.data ? Status{} : copy(output.data, input.data, input.elements() * element_size(input.dtype));
+}
+
+Status copy_on_cpu(void* to, const void* from, int64_t bytes) {
+  std::memcpy(to, from, static_cast<size_t>(bytes));
+  return {};
+}
+
+template <class Copy>
+Status reduce(const Call& call, Engine engine, void* stream, Copy&& copy) {
+  return run(call, call.attrs[all_reduce::kAttrCommunicator].s, engine, copy, [&](Communicator& communicator) {
+    const Tensor& input = call.inputs[all_reduce::kInput];
+    return communicator.sum(input.data, call.outputs[all_reduce::kOutOutput].data, input.elements(), input.dtype, stream);
+  });
+}
+
+template <class Copy>
+Status gather(const Call& call, Engine engine, void* stream, Copy&& copy) {
+  const std::string& name = call.attrs[all_gather::kAttrCommunicator].s;
+  std::shared_ptr<Communicator> found;
+  LEANFLEET_RETURN_IF_ERROR(communicator_of(call, name, engine, &found));
+  if (found->world != call.attrs[all_gather::kAttrWorld].i)
+    return call.invalid("world is " + std::to_string(call.attrs[all_gather::kAttrWorld].i) + ", but communicator '" + name +
+                        "' has " + std::to_string(found->world) + " ranks");
+  return run(call, name, engine, copy, [&](Communicator& communicator) {
+    const Tensor& input = call.inputs[all_gather::kInput];
+    return communicator.gather(input.data, call.outputs[all_gather::kOutOutput].data, input.elements(), input.dtype, stream);
+  });
+}
+
+Status reduce_on_cpu(const Call& call, const CpuTarget&, Workspace& ws) {
+  return ws.counting() ? Status{} : reduce(call, Engine::kSharedMemory, nullptr, copy_on_cpu);
+}
+
+Status gather_on_cpu(const Call& call, const CpuTarget&, Workspace& ws) {
+  return ws.counting() ? Status{} : gather(call, Engine::kSharedMemory, nullptr, copy_on_cpu);
+}
+
+Status check_world(const Call& call) {
+  const int64_t world = call.attrs[all_gather::kAttrWorld].i;
+  if (world <= kMaxRanks) return {};
+  return call.invalid("attribute world is " + std::to_string(world) + "; expected 1 to " + std::to_string(kMaxRanks));
+}
+
+MergeArgs make_args(const Call& call) {
+  MergeArgs args = {};
+  args.partial_output = call.inputs[merge_attention::kPartialOutput].data;
+  args.partial_lse = call.inputs[merge_attention::kPartialLse].as<const float>();
+  args.output = call.outputs[merge_attention::kOutOutput].data;
+  args.lse = call.outputs[merge_attention::kOutLse].as<float>();
+  args.dtype = static_cast<int32_t>(call.inputs[merge_attention::kPartialOutput].dtype);
+  args.parts = call.dims[merge_attention::kDimW];
+  args.rows = call.dims[merge_attention::kDimB] * call.dims[merge_attention::kDimH] * call.dims[merge_attention::kDimNq];
+  args.width = call.dims[merge_attention::kDimDv];
+  return args;
+}
+
+Status merge_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
+  if (ws.counting()) return {};
+  const MergeArgs args = make_args(call);
+  const auto kernel = select_merge();
+  const int64_t rows_of_piece = std::max<int64_t>(1, kPiece / (args.parts * args.width));
+  parallel_for(*target.threads, ceil_div(args.rows, rows_of_piece),
+               [&](int64_t piece) { kernel(args, piece * rows_of_piece, std::min(args.rows, (piece + 1) * rows_of_piece)); });
+  return {};
+}
+
+#ifdef LEANFLEET_CUDA
+Status reduce_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  if (ws.counting()) return {};
+  return reduce(call, Engine::kNccl, target.stream, [&](void* to, const void* from, int64_t bytes) {
+    return copy_on_device(call, to, from, bytes, target.stream);
+  });
+}
+
+Status gather_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  if (ws.counting()) return {};
+  return gather(call, Engine::kNccl, target.stream, [&](void* to, const void* from, int64_t bytes) {
+    return copy_on_device(call, to, from, bytes, target.stream);
+  });
+}
+
+Status merge_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
+  if (ws.counting()) return {};
+  return cuda_status(call, "launch of the MergeAttention kernel", launch(make_args(call), target.stream));
+}
+#else
+constexpr Status (*reduce_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+constexpr Status (*gather_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+constexpr Status (*merge_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
+#endif
+
+}  // namespace
+
+}  // namespace collectives
+
+const OpImpl all_reduce::kImpl = {nullptr, nullptr, collectives::reduce_on_cpu, collectives::reduce_on_cuda};
+const OpImpl all_gather::kImpl = {collectives::check_world, nullptr, collectives::gather_on_cpu, collectives::gather_on_cuda};
+const OpImpl merge_attention::kImpl = {nullptr, nullptr, collectives::merge_on_cpu, collectives::merge_on_cuda};
+
+}  // namespace leanfleet

@@ -1,0 +1,309 @@
+"""One rank's share of a transformers decoder, for tensor parallel exports (Shoeybi et al., "Megatron-LM", 2019, section 3).
+
+Query heads are shared out with the heads of keys and values that they attend over; so are the columns of feed-forward layers,
+and of each expert. A rank computes its share from whole hidden states, and what it adds to them is summed over the ranks behind
+the projection that ends the layer. Embeddings, norms, routers and the language model's head are on every rank.
+
+The modules stay transformers' own: while shard() lasts, their projections and their counts of heads are one rank's, so that all
+that traces, fuses and checks a decoder takes the share for a model like any other.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+from torch.nn import Linear, Module, Parameter
+
+from leanfleet import communicators
+from leanfleet.decoder_contract import KEY, MOST_RANKS, WORLD
+from leanfleet.export.support import check_supported
+from leanfleet.export.torch_ops import all_reduce
+
+_OUTPUTS = "o_proj", "dense", "out_proj"  # what an attention layer may call its last projection
+_FEED_FORWARD = (  # projections that begin and end a feed-forward layer
+    (("gate_proj", "up_proj"), "down_proj"),
+    (("gate_up_proj",), "down_proj"),
+    (("up_proj",), "down_proj"),
+    (("dense_h_to_4h",), "dense_4h_to_h"),
+    (("fc1",), "fc2"),
+    (("c_fc",), "c_proj"),
+)
+_HEADS = "num_attention_heads", "num_heads"  # attributes of modules and configurations that count heads
+_KV_HEADS = "num_key_value_heads", "num_kv_heads"
+_TILE = 64  # columns of a feed-forward layer: kernels are made for multiples of it
+_EACH_HEADS_OWN = "GPTNeoX"  # classes whose joint projection has each head's query, key and value in turn
+
+
+def shares(count: int, world: int) -> list[range]:
+    """`count` things over ranks, in their order, as evenly as can be: the first ranks have one more."""
+    each, more = divmod(count, world)
+    ends = [rank * each + min(rank, more) for rank in range(world + 1)]
+    return [range(a, b) for a, b in zip(ends[:-1], ends[1:], strict=True)]
+
+
+def columns(width: int, world: int) -> list[range]:
+    """The columns of a feed-forward layer over ranks, in tiles where there are enough of them."""
+    tile = next(t for t in (_TILE, _TILE // 2, _TILE // 4, _TILE // 8, 1) if width % t == 0 and width // t >= world or t == 1)
+    return [range(r.start * tile, r.stop * tile) for r in shares(width // tile, world)]
+
+
+def check_world(world: object) -> int:
+    """Raises ValueError for what is no number of ranks."""
+    if not isinstance(world, int) or isinstance(world, bool) or not 2 <= world <= MOST_RANKS:
+        raise ValueError(f"tensor_parallel is {world!r}; expected a number of ranks, 2 or more, at most {MOST_RANKS}")
+    return world
+
+
+def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
+    """Raises ValueError, naming the layer, for a model that cannot be shared out so. layers: names of its caches."""
+    name, again = type(model).__name__, "export it for one GPU"
+    if hasattr(model, "cache_shapes"):
+        raise ValueError(f"{name}: tensor_parallel is for transformers' decoders with softmax attention: {again}")
+    check_supported(model)
+    config = model.config.get_text_config(decoder=True)
+    if any(own is not config for own in getattr(config, "per_layer_config", None) or ()):
+        raise ValueError(f"{name}: its layers have configurations of their own, which tensor_parallel does not take: {again}")
+    kinds = {layer: {part.partition(".")[2] for part in layers if part.startswith(f"{layer}.")} for layer in _numbers(layers)}
+    if other := next((layer for layer, parts in kinds.items() if KEY not in parts or any("state" in p for p in parts)), None):
+        raise ValueError(f"{name}: layer {other} carries a state, and tensor_parallel shares out softmax attention: {again}")
+    kv = _count(config, _KV_HEADS) or _count(config, _HEADS)
+    if world > kv:
+        raise ValueError(
+            f"{name}: tensor_parallel is {world}, and its attention has {kv} head{'s' * (kv > 1)} of keys and values, none of "
+            f"which is cut: at most {kv} ranks" + (f", or {again}" if kv == 1 else "")
+        )
+
+
+def _numbers(names: Sequence[str]) -> list[str]:
+    return sorted({name.partition(".")[0] for name in names}, key=int)
+
+
+def _count(owner: Any, names: Sequence[str]) -> int:
+    return next((n for n in (getattr(owner, name, None) for name in names) if isinstance(n, int)), 0)
+
+
+@contextmanager
+def shard(model: Any, rank: int, world: int) -> Iterator[None]:
+    """A transformers decoder that is, while this lasts, the share of one rank. See check_shardable.
+
+    Raises ValueError, naming the layer, for one whose projections are not known.
+    """
+    config = model.config.get_text_config(decoder=True)
+    heads, kv_heads = _count(config, _HEADS), _count(config, _KV_HEADS) or _count(config, _HEADS)
+    with ExitStack() as undo:
+        for layer, attention in _attention_layers(model):
+            path = next(path for path, m in model.named_modules() if m is attention)
+            _Layer(undo, rank, world, f"{type(model).__name__}: attention layer {path} ({type(attention).__name__})").attention(
+                attention, heads, kv_heads
+            )
+            _feed_forward(undo, layer, attention, rank, world, f"{type(model).__name__}: layer {path.rpartition('.')[0]}")
+        size = getattr(config, "head_dim", None) or config.hidden_size // heads
+        own = shares(kv_heads, world)[rank]
+        _set(undo, config, "head_dim", size)  # which otherwise follows from the number of heads
+        for names, count in ((_HEADS, len(own) * heads // kv_heads), (_KV_HEADS, len(own))):
+            for name in names:
+                if isinstance(getattr(config, name, None), int):
+                    _set(undo, config, name, count)
+        yield
+
+
+@contextmanager
+def alone(name: str) -> Iterator[None]:
+    """While this lasts, this process is a world of its own under a communicator's name: a share can be run and traced."""
+    with communicators.create(name, rank=0, world=1):
+        yield
+
+
+def _attention_layers(model: Module) -> list[tuple[Module, Any]]:
+    """[(decoder layer, its attention)] of a model whose layers all have one."""
+    found = []
+    for module in model.modules():
+        for child in module.children():
+            if getattr(child, "layer_idx", None) is not None and type(child).__name__.endswith("Attention"):
+                found.append((module, child))
+    return found
+
+
+def _set(undo: ExitStack, owner: Any, name: str, value: Any) -> None:
+    """An attribute, until `undo` is closed."""
+    if isinstance(owner, Module) and name in owner._modules:
+        before = owner._modules[name]
+        undo.callback(setattr, owner, name, before)
+    elif isinstance(owner, Module) and name in owner._parameters:
+        undo.callback(owner._parameters.__setitem__, name, owner._parameters[name])
+        owner._parameters[name] = value
+        return
+    elif name in vars(owner) or hasattr(owner, name):
+        undo.callback(setattr, owner, name, getattr(owner, name))
+    else:
+        undo.callback(delattr, owner, name)
+    setattr(owner, name, value)
+
+
+def _rows(linear: Linear, index: torch.Tensor) -> Linear:
+    """A projection to these rows of its outputs alone."""
+    own = Linear(1, 1, bias=False, device="meta")
+    own.in_features, own.out_features = linear.in_features, len(index)
+    own.weight = Parameter(linear.weight.detach()[index], requires_grad=False)
+    own.bias = None if linear.bias is None else Parameter(linear.bias.detach()[index], requires_grad=False)
+    return own
+
+
+class Reduced(Module):
+    """The projection that ends a layer, from one rank's columns of its inputs; its outputs are summed over the ranks, and the
+    bias comes once, behind the sum."""
+
+    def __init__(self, linear: Linear, index: torch.Tensor) -> None:
+        super().__init__()
+        self.weight = Parameter(linear.weight.detach()[:, index].contiguous(), requires_grad=False)
+        self.bias = linear.bias
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        summed = all_reduce(torch.nn.functional.linear(hidden, self.weight), communicator=WORLD)
+        return summed if self.bias is None else summed + self.bias
+
+
+def _blocks(which: range, size: int, start: int = 0) -> torch.Tensor:
+    """The numbers of these heads' rows, of `size` rows each; the first head's begin at `start`."""
+    return torch.arange(start + which.start * size, start + which.stop * size)
+
+
+class _Layer:
+    """Replaces the projections of a layer by one rank's. where: the layer, for errors."""
+
+    def __init__(self, undo: ExitStack, rank: int, world: int, where: str) -> None:
+        self.undo, self.rank, self.world, self.where = undo, rank, world, where
+
+    def attention(self, module: Any, heads: int, kv_heads: int) -> None:
+        own_kv = shares(kv_heads, self.world)[self.rank]
+        group = heads // kv_heads
+        own = range(own_kv.start * group, own_kv.stop * group)
+        ends = [name for name in _OUTPUTS if hasattr(module, name)]
+        if len(ends) != 1:
+            raise self._unknown(module)
+        for name, index in self._inputs(module, heads, kv_heads, own, own_kv).items():
+            _set(self.undo, module, name, _rows(self._linear(module, name), index))
+        last = self._linear(module, ends[0])
+        _set(self.undo, module, ends[0], Reduced(last, _blocks(own, self._each(last.in_features, heads))))
+        self._parameters(module, heads, own)
+        for names, all_of_them, count in ((_HEADS, heads, len(own)), (_KV_HEADS, kv_heads, len(own_kv))):
+            for name in names:
+                if getattr(module, name, None) == all_of_them:
+                    _set(self.undo, module, name, count)
+
+    def _inputs(self, module: Any, heads: int, kv_heads: int, own: range, own_kv: range) -> dict[str, torch.Tensor]:
+        """{projection: the rows of its outputs that this rank has}."""
+        if all(hasattr(module, name) for name in ("q_proj", "k_proj", "v_proj")):
+            counts = {"q_proj": (heads, own), "k_proj": (kv_heads, own_kv), "v_proj": (kv_heads, own_kv)}
+            return {
+                name: _blocks(which, self._each(self._linear(module, name).out_features, count))
+                for name, (count, which) in counts.items()
+            }
+        if hasattr(module, "qkv_proj"):
+            size = self._each(self._linear(module, "qkv_proj").out_features, heads + 2 * kv_heads)
+            starts = (0, own), (heads * size, own_kv), ((heads + kv_heads) * size, own_kv)
+            return {"qkv_proj": torch.cat([_blocks(which, size, start) for start, which in starts])}
+        if hasattr(module, "query_key_value") and type(module).__name__.startswith(_EACH_HEADS_OWN):
+            return {"query_key_value": _blocks(own, self._each(self._linear(module, "query_key_value").out_features, heads))}
+        raise self._unknown(module)
+
+    def _parameters(self, module: Any, heads: int, own: range) -> None:
+        """Shares out what a layer has a number of for each head, and refuses what spans several heads."""
+        size = getattr(module, "head_dim", None) or getattr(module, "head_size", None)
+        replaced = {id(p) for child in module.children() if isinstance(child, (Linear, Reduced)) for p in child.parameters()}
+        for path, parameter in module.named_parameters():
+            if id(parameter) in replaced:
+                continue
+            if parameter.shape == (heads,) and "." not in path and heads != size:  # such as attention sinks
+                _set(self.undo, module, path, Parameter(parameter.detach()[own.start : own.stop], requires_grad=False))
+            elif parameter.shape != (size,):
+                raise ValueError(
+                    f"{self.where}: its {path} is {list(parameter.shape)}, which tensor_parallel cannot share out by heads: "
+                    "export it for one GPU"
+                )
+
+    def _linear(self, module: Any, name: str) -> Linear:
+        found = getattr(module, name)
+        if type(found) is not Linear:
+            raise ValueError(
+                f"{self.where}: its {name} is a {type(found).__name__}; tensor_parallel shares out plain weights (Linear): "
+                "give it a model that is not quantised, or export this one for one GPU"
+            )
+        return found
+
+    def _each(self, size: int, count: int) -> int:
+        """Rows or columns a head."""
+        if size % count:
+            raise ValueError(f"{self.where}: {size} numbers do not divide into {count} heads: export it for one GPU")
+        return size // count
+
+    def _unknown(self, module: Module) -> ValueError:
+        names = ", ".join(name for name, child in module.named_children() if isinstance(child, Linear)) or "none"
+        return ValueError(
+            f"{self.where}: tensor_parallel does not know its projections ({names}): export it for one GPU, or give it a model "
+            "with q_proj, k_proj, v_proj and o_proj, or with qkv_proj"
+        )
+
+    def feed_forward(self, module: Any, starts: Sequence[str], end: str) -> None:
+        last = self._linear(module, end)
+        own = columns(last.in_features, self.world)[self.rank]
+        for name in starts:
+            first = self._linear(module, name)
+            parts = range(0, first.out_features, last.in_features)  # gates and values of a joint projection
+            index = torch.cat([torch.arange(at + own.start, at + own.stop) for at in parts])
+            _set(self.undo, module, name, _rows(first, index))
+        _set(self.undo, module, end, Reduced(last, torch.arange(own.start, own.stop)))
+
+    def experts(self, module: Any) -> None:
+        """Shares out the columns of every expert, so that all ranks have the same work whichever experts are chosen."""
+        inner = -2 if getattr(module, "is_transposed", False) else -1  # of down_proj [E,H,I] or [E,I,H]
+        width = module.down_proj.shape[inner]
+        own = columns(width, self.world)[self.rank]
+        index = torch.arange(own.start, own.stop)
+        joined = (
+            torch.cat([index, width + index])
+            if getattr(module, "is_concatenated", True)
+            else torch.stack([2 * index, 2 * index + 1], 1).flatten()
+        )
+        taken = {"gate_up_proj": (-3 - inner, joined), "down_proj": (inner, index), "gate_up_proj_bias": (-1, joined)}
+        for name, (axis, chosen) in taken.items():
+            if (whole := getattr(module, name, None)) is not None:
+                _set(self.undo, module, name, Parameter(whole.detach().index_select(axis, chosen), requires_grad=False))
+        if self.rank and getattr(module, "down_proj_bias", None) is not None:  # it is summed too, so that one rank has it
+            _set(self.undo, module, "down_proj_bias", Parameter(torch.zeros_like(module.down_proj_bias), requires_grad=False))
+        self._summed(module)
+
+    def _summed(self, module: Any) -> None:
+        forward: Callable[..., torch.Tensor] = module.forward
+
+        def reduced(_: Any, *arguments: Any, **options: Any) -> torch.Tensor:
+            return all_reduce(forward(*arguments, **options), communicator=WORLD)
+
+        module.forward = types.MethodType(reduced, module)
+        self.undo.callback(vars(module).pop, "forward", None)
+
+
+def _feed_forward(undo: ExitStack, layer: Module, attention: Module, rank: int, world: int, where: str) -> None:
+    """Shares out what a decoder layer has beside its attention."""
+    inside = {id(m) for m in attention.modules()}
+    found = False
+    for path, module in list(layer.named_modules()):
+        if id(module) in inside:
+            continue
+        share = _Layer(undo, rank, world, f"{where}.{path} ({type(module).__name__})".replace(". ", " "))
+        gates, down = getattr(module, "gate_up_proj", None), getattr(module, "down_proj", None)
+        if isinstance(gates, Parameter) and isinstance(down, Parameter) and gates.dim() == down.dim() == 3:
+            share.experts(module)
+            found = True
+            continue
+        for starts, end in _FEED_FORWARD:
+            if all(isinstance(getattr(module, name, None), Module) for name in (*starts, end)):
+                share.feed_forward(module, starts, end)
+                found = True
+                break
+    if not found:
+        raise ValueError(f"{where}: tensor_parallel knows no feed-forward layer in it: export it for one GPU")

@@ -1,0 +1,101 @@
+"""Tensor parallel exports: shares that sum up to the model, and files whose ranks, a process each, give one process's tokens."""
+
+import copy
+import threading
+
+import pytest
+import torch
+import transformers
+
+from leanfleet.export import tensor_parallel
+from support.decoders import FAMILIES, SIZES, make
+
+MORE = {
+    "gpt-neox": ("GPTNeoXConfig", dict(num_key_value_heads=None, head_dim=None, rotary_pct=0.5)),
+    "phi": ("PhiConfig", dict(head_dim=None, partial_rotary_factor=0.5)),
+    "qwen3-moe": ("Qwen3MoeConfig", dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=48)),
+    "starcoder2": ("Starcoder2Config", dict(head_dim=None, sliding_window=None)),
+    # SmolLM2-135M's heads: two ranks have two groups and one
+    "uneven": (
+        "LlamaConfig",
+        dict(num_attention_heads=9, num_key_value_heads=3, hidden_size=144, attention_bias=True, mlp_bias=True),
+    ),
+}
+
+
+def small(family):
+    if family in FAMILIES:
+        return make(family)
+    name, extra = MORE[family]
+    sizes = {key: value for key, value in {**SIZES, **extra}.items() if value is not None}
+    torch.manual_seed(5)
+    return transformers.AutoModelForCausalLM.from_config(getattr(transformers, name)(**sizes)).eval()
+
+
+class Ring:
+    """AllReduce between threads of this process, one a rank."""
+
+    def __init__(self, world):
+        self.barrier, self.parts, self.local = threading.Barrier(world), [None] * world, threading.local()
+
+    def __call__(self, x, communicator):
+        self.parts[self.local.rank] = x
+        self.barrier.wait(60)
+        total = sum(self.parts[1:], self.parts[0])
+        self.barrier.wait(60)
+        return total
+
+
+def logits_of_ranks(model, ids, world, monkeypatch):
+    """Logits of each rank, in float64 and by eager attention."""
+    ring, found = Ring(world), [None] * world
+    monkeypatch.setattr(tensor_parallel, "all_reduce", ring)
+
+    def run(rank):
+        own, ring.local.rank = copy.deepcopy(model), rank
+        with tensor_parallel.shard(own, rank, world), torch.no_grad():
+            found[rank] = own(input_ids=ids, use_cache=False).logits
+
+    threads = [threading.Thread(target=run, args=(rank,), daemon=True) for rank in range(world)]
+    for t in threads:
+        t.start()
+    for t in threads:
+        t.join(120)
+    return found
+
+
+@pytest.mark.parametrize("family", [*FAMILIES, *MORE])
+def test_shares_sum_up_to_the_model(family, monkeypatch):
+    model = small(family).double()
+    model.set_attn_implementation("eager")
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    with torch.no_grad():  # biases that are zero would hide one that is added on every rank
+        for name, p in model.named_parameters():
+            if name.endswith("bias"):
+                p.normal_()
+    ids = torch.randint(3, SIZES["vocab_size"], (2, 11))
+    before = {name: p.data_ptr() for name, p in model.named_parameters()}
+    with torch.no_grad():
+        expected = model(input_ids=ids, use_cache=False).logits
+    for found in logits_of_ranks(model, ids, 2, monkeypatch):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    config = vars(model.config).copy()
+    with tensor_parallel.shard(model, 1, 2):
+        held = sum(p.numel() for p in model.parameters())
+    assert held < 0.9 * sum(p.numel() for p in model.parameters())
+    assert {name: p.data_ptr() for name, p in model.named_parameters()} == before and vars(model.config) == config
+
+
+@pytest.mark.parametrize("count, world", [(3, 2), (8, 4), (7, 3), (2, 2), (1, 2)])
+def test_shares(count, world):
+    found = tensor_parallel.shares(count, world)
+    assert [i for r in found for i in r] == list(range(count)) and len(found) == world
+    assert max(map(len, found)) - min(map(len, found)) <= 1
+
+
+def test_columns_are_shared_out_in_tiles():
+    assert [len(r) for r in tensor_parallel.columns(1536, 2)] == [768, 768]
+    assert [len(r) for r in tensor_parallel.columns(320, 2)] == [192, 128]
+    assert [len(r) for r in tensor_parallel.columns(128, 4)] == [32] * 4
+    assert [i for r in tensor_parallel.columns(37, 4) for i in r] == list(range(37))

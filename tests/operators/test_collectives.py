@@ -1,0 +1,222 @@
+"""AllReduce and AllGather between processes, through every runtime of the CPU; communicators and their errors; MergeAttention
+against the float64 reference."""
+
+import math
+import os
+import socket
+
+import numpy as np
+import pytest
+import torch
+
+from leanfleet import communicators, native
+from leanfleet.export import all_gather, all_reduce, lean_attention, merge_attention, reference
+from support import ort_models, ranks
+from support.kernels import run_kernel
+from support.linear_cases import OPS, one_node_model, session_of
+from support.merging_cases import DTYPES, SIZES, assert_merged, parts_of
+
+GPU = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+INF, NAN = math.inf, math.nan
+
+
+# Exchanges between processes
+
+
+@pytest.mark.parametrize("world", (2, 3))
+def test_sums_and_gatherings(world):
+    """Within one rounding of the exact sum, the same bits on all ranks, each gathering in the order of its communicator."""
+    found = ranks.run_ranks(ranks.exchange, world, world, [communicators.unique_id() for _ in range(2)])
+    for worst, sums in found:
+        assert worst <= 0.51 and sums == found[0][1], found
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("leanfleet-")]
+
+
+def test_in_pytorch_and_onnx_runtime():
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    first, second = ranks.run_ranks(ranks.runtimes, 2, 2, port)
+    assert isinstance(first, dict) and first == second, (first, second)
+
+
+@pytest.mark.parametrize("how", ("killed", "destroyed"))
+def test_a_rank_that_ends_is_named(how):
+    found = ranks.run_ranks(ranks.dies, 3, 3, communicators.unique_id(), 1, how, dying=(1,) if how == "killed" else ())
+    for rank in (0, 2):
+        text, seconds = found[rank]
+        end = r"has ended" if how == "killed" else "has destroyed its communicator"
+        assert text.startswith(f"AllReduce 'layers.3': communicator 'world', rank {rank} of 3: rank "), text
+        assert "rank 1 (process " in text and text.endswith(end), text
+        assert seconds < 10
+
+
+@pytest.mark.parametrize(
+    "what, parts",
+    (
+        ("size", ("is at a sum of 11 float32 numbers, this one at a sum of 10 float32 numbers; all ranks must run the same",)),
+        ("type", ("is at a sum of 10 float16 numbers, this one at a sum of 10 float32 numbers",)),
+        ("kind", ("is at a gathering of 10 float32 numbers, this one at a sum of 10 float32 numbers",)),
+        ("late", ("communicator 'world', rank 0 of 2: rank 1 has not come to the same node within 1 s",)),
+        ("world", ("rank 1 says that there are 3 ranks; all must say the same",)),
+    ),
+)
+def test_ranks_that_differ(what, parts):
+    """Every rank gets an error; one that is late, in its next call."""
+    found = ranks.run_ranks(ranks.differs, 2, 2, [communicators.unique_id() for _ in range(2)], what)
+    assert all(part in found[0] for part in parts), found
+    assert "Error: " in found[1], found
+
+
+def test_a_rank_that_does_not_come():
+    with pytest.raises(native.LeanfleetError, match="communicator 'world', rank 0 of 2: rank 1 has not come within 0.2 s"):
+        communicators.create("world", 0, 2, id=communicators.unique_id(), timeout=0.2)
+    assert communicators.names() == []
+    assert not [name for name in os.listdir("/dev/shm") if name.startswith("leanfleet-")]
+
+
+def test_ids_are_exchanged_through_a_file(tmp_path):
+    made = communicators.exchange_id(tmp_path / "id", 0)
+    assert communicators.exchange_id(tmp_path / "id", 1) == made
+    with pytest.raises(FileExistsError, match="is there already"):
+        communicators.exchange_id(tmp_path / "id", 0)
+    with pytest.raises(TimeoutError, match="rank 1: rank 0 has not written .* within 0.1 s"):
+        communicators.exchange_id(tmp_path / "other", 1, timeout=0.1)
+
+
+# One process
+
+
+def test_outside_of_torchrun(monkeypatch):
+    monkeypatch.delenv("RANK", raising=False)
+    with pytest.raises(ValueError, match="RANK, .*is not set; start the program with torchrun, or call create with an id"):
+        communicators.world_from_torchrun()
+
+
+def test_a_world_of_one():
+    x = torch.randn(2, 3, 4)
+    with communicators.create() as world, communicators.create("tp"):
+        assert (world.rank, world.world, communicators.names()) == (0, 1, ["tp", "world"])
+        world.check()
+        world.wait(lambda: True)
+        assert torch.equal(all_reduce(x), x) and torch.equal(all_gather(x, communicator="tp"), x)
+        assert torch.equal(all_reduce(x.double()), x.double())
+        with pytest.raises(ValueError, match="AllGather: world is 2, but communicator 'world' has 1 ranks"):
+            all_gather(x, world=2)
+        with pytest.raises(ValueError, match="there is a communicator 'world' already; destroy it first"):
+            communicators.create()
+        for name, library in (("AllReduce", True), ("AllReduce", False), ("AllGather", True), ("AllGather", False)):
+            model = one_node_model(name, [], {}, {"input": 3})
+            found = ort_models.run_node(session_of(model, library), OPS[name], {"input": x.clone()})
+            assert torch.equal(found["output"], x), (name, library)
+    assert communicators.names() == []
+
+
+def test_without_a_communicator():
+    message = r"AllReduce.*: there is no communicator 'tp' for tensors of the CPU; create it before the first call: leanfleet.*"
+    with pytest.raises(ValueError, match=message):
+        all_reduce(torch.ones(3), communicator="tp")
+    model = one_node_model("AllReduce", [], {"communicator": "tp"}, {"input": 1})
+    with pytest.raises(Exception, match=message):
+        ort_models.run_node(session_of(model, True), OPS["AllReduce"], {"input": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    (
+        (dict(rank=2, world=2), "communicator 'world': rank is 2; expected 0 to world - 1 = 1"),
+        (dict(world=65), "world is 65; expected 1 to 64"),
+        (dict(world=2), "it has no id; expected the same bytes on all of its 2 ranks"),
+        (dict(name=""), "a communicator's name is empty"),
+        (dict(timeout=0.0), "the time-out is not above 0 seconds"),
+        (dict(engine="mpi"), "engine is 'mpi'; expected 'shared_memory' or 'nccl'"),
+    ),
+)
+def test_wrong_arguments(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        communicators.create(**arguments)
+
+
+def test_a_text_attribute_is_any_but_the_empty_one():
+    with pytest.raises(ValueError, match="AllReduce: attribute communicator is ''; expected a text that is not empty"):
+        all_reduce(torch.ones(3), communicator="")
+    long = "a name much longer than any value of an attribute in the schema, which a node may have"
+    with communicators.create(long):
+        assert all_reduce(torch.ones(3), communicator=long).tolist() == [1.0] * 3
+        model = one_node_model("AllReduce", [], {"communicator": long}, {"input": 1})
+        assert ort_models.run_node(session_of(model, True), OPS["AllReduce"], {"input": torch.ones(3)})["output"].sum() == 3
+
+
+def test_shapes_of_a_gathering_are_inferred():
+    """Where the sizes are known; an open one stays open."""
+    model = one_node_model("AllGather", [], {"world": 3}, {"input": 2})
+    for v, sizes in ((model.graph.input[0], (4, 5)), (model.graph.output[0], ("rows", "columns"))):
+        for d, size in zip(v.type.tensor_type.shape.dim, sizes, strict=True):
+            d.Clear()
+            setattr(d, "dim_value" if isinstance(size, int) else "dim_param", size)
+    found = session_of(model, False).run(None, {"input": np.ones((4, 5), np.float32)})
+    assert found[0].shape == (12, 5)
+    for world, message in (
+        (2**60, "output has shape .*; a tensor has at most 2\\^47 elements"),
+        (65, "world is 65; expected 1 to 64"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            all_gather(torch.ones(4, 5), world=world)
+
+
+# MergeAttention
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merging(dtype, instruction_set):
+    for seed, sizes in enumerate(SIZES):
+        inputs = parts_of(sizes, dtype, seed)
+        assert_merged(run_kernel("MergeAttention", inputs, {}, threads=1 + seed % 3), inputs)
+
+
+@GPU
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_merging_cuda(dtype):
+    for seed, sizes in enumerate((*SIZES, (4, 4, 32, 300, 128))):
+        inputs = parts_of(sizes, dtype, seed)
+        found = run_kernel("MergeAttention", {n: t.cuda() for n, t in inputs.items()}, {})
+        assert_merged({n: t.cpu() for n, t in found.items()}, inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES[:2], ids=str)
+def test_merging_in_onnx_runtime(dtype):
+    inputs = parts_of(SIZES[2], dtype)
+    model = one_node_model("MergeAttention", [], {}, dtype=str(dtype).removeprefix("torch."))
+    for library in (False, True):
+        assert_merged(ort_models.run_node(session_of(model, library), OPS["MergeAttention"], inputs), inputs)
+
+
+@pytest.mark.parametrize("world", (2, 4))
+def test_attention_in_shards_is_attention(world):
+    """Keys cut into shards, one of them empty for the second request, merged to what attention over all of them gives."""
+    query, key, value = torch.randn(2, 4, 3, 32), torch.randn(2, 2, 60, 32), torch.randn(2, 2, 60, 16)
+    lens = torch.tensor([60, 13], dtype=torch.int32)
+    whole, lse = reference.lean_attention(query.double(), key.double(), value.double(), lens, causal=False)[:2]
+    size, outputs, lses = 60 // world, [], []
+    for r in range(world):
+        shard = slice(r * size, (r + 1) * size)
+        own = (lens - r * size).clamp(0, size).int()
+        output, own_lse = lean_attention(query, key[:, :, shard], value[:, :, shard], own, causal=False)
+        outputs.append(output)
+        lses.append(own_lse)
+    merged, total = merge_attention(torch.stack(outputs), torch.stack(lses))
+    assert (merged - whole).abs().max() < 2e-6 and (total - lse).abs().max() < 2e-6
+
+
+@pytest.mark.parametrize("device", ("cpu", pytest.param("cuda", marks=GPU)))
+def test_values_that_are_not_finite(device):
+    """They reach their own row alone, and never give a finite number that is wrong."""
+    inputs = {"partial_output": torch.randn(3, 1, 1, 6, 8), "partial_lse": torch.randn(3, 1, 1, 6)}
+    inputs["partial_lse"][1, 0, 0, 0] = NAN
+    inputs["partial_lse"][:, 0, 0, 1] = torch.tensor([-INF, NAN, -INF])
+    inputs["partial_lse"][2, 0, 0, 2] = INF
+    inputs["partial_output"][1, 0, 0, 3, 5] = NAN
+    found = run_kernel("MergeAttention", {n: t.to(device) for n, t in inputs.items()}, {})
+    output, lse = found["output"].cpu()[0, 0], found["lse"].cpu()[0, 0]
+    assert not output[:3].isfinite().any() and not lse[:3].isfinite().any()
+    assert output[3].isnan().tolist() == [i == 5 for i in range(8)] and output[4:].isfinite().all() and lse[3:].isfinite().all()

@@ -1,0 +1,286 @@
+"""Several processes that run one decoder: how they start and end, and that their tokens are one process's."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+
+import onnx
+import pytest
+import torch
+import transformers
+
+from leanfleet import cli, driver, ranks
+from leanfleet.export import export_decoder, quantise
+from leanfleet.ort_ops import load_decoder, stream
+from support.decoders import SIZES, byte_tokenizer, make, minimax, ours
+
+PROGRAM = """
+import os, sys, time
+from leanfleet import ranks
+ranks.end_with_parent()
+rank = os.environ["RANK"]
+open(os.path.join(sys.argv[1], "pid" + rank), "w").write(str(os.getpid()))
+"""
+
+
+def launched(tmp_path, program, **options):
+    return ranks.launch(ranks.python("-c", PROGRAM + program, str(tmp_path)), 2, **options)
+
+
+def alive(pid):
+    """Whether a process runs; one that ended and that nobody has waited for does not."""
+    try:
+        return open(f"/proc/{pid}/stat").read().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def pids(tmp_path, count=2):
+    deadline = time.monotonic() + 60
+    while len(found := [p for p in tmp_path.glob("pid*") if p.read_text()]) < count:
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return [int(p.read_text()) for p in sorted(found)]
+
+
+def nobody_left(tmp_path):
+    deadline = time.monotonic() + 10
+    while any(alive(pid) for pid in pids(tmp_path)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return not any(alive(pid) for pid in pids(tmp_path))
+
+
+def test_only_the_first_rank_is_heard(tmp_path, capfd):
+    program = "print(rank, os.environ['WORLD_SIZE'], os.environ['LOCAL_RANK'], sys.stdin.read(), ranks.place())"
+    assert launched(tmp_path, program, stdin="a prompt") == 0
+    assert capfd.readouterr().out == "0 2 0 a prompt Place(rank=0, world=2, local=0)\n"
+
+
+def test_a_rank_that_fails_is_named_with_what_it_said(tmp_path):
+    program = "time.sleep(60 * (rank == '0')); print('one line'); sys.exit('the reason')"
+    with pytest.raises(ranks.RankError, match="^rank 1 failed with exit code 1: the reason; the other ranks were ended$"):
+        launched(tmp_path, program)
+    assert nobody_left(tmp_path)
+
+
+def test_a_rank_that_is_killed_is_named(tmp_path):
+    program = """
+if rank == "1":
+    os.kill(os.getpid(), 9)
+other = os.path.join(sys.argv[1], "pid1")
+while not os.path.exists(other) or not open(other).read() or "Z" not in open(f"/proc/{open(other).read()}/stat").read():
+    time.sleep(0.001)
+sys.exit(3)  # as one does whose peer is gone
+"""
+    with pytest.raises(ranks.RankError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL; the other ranks were ended$"):
+        launched(tmp_path, program)
+    assert nobody_left(tmp_path)
+
+
+def test_ranks_that_take_too_long_are_ended_even_if_they_ignore_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "_GRACE", 0.3)
+    program = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); rank == '1' and time.sleep(60)"
+    monkeypatch.setattr(ranks, "_FINISH", 0.5)
+    with pytest.raises(ranks.RankError, match="^rank 1 did not end within 0.5 s of the others; it was ended$"):
+        launched(tmp_path, program)
+    assert nobody_left(tmp_path)
+    with pytest.raises(ranks.RankError, match="^rank 0 was not through after 1 s; all ranks were ended$"):
+        launched(tmp_path, "time.sleep(60)", seconds=1.0)
+    assert nobody_left(tmp_path)
+
+
+def test_exit_codes_of_the_first_rank_that_are_no_failure(tmp_path):
+    assert launched(tmp_path, "sys.exit(141) if rank == '0' else time.sleep(60)", passed_on=(141,)) == 141
+    assert nobody_left(tmp_path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux alone")
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+def test_no_rank_outlives_its_parent(tmp_path, how):
+    program = (
+        f"from leanfleet import ranks; ranks.launch(ranks.python('-c', {PROGRAM + 'time.sleep(60)'!r}, {str(tmp_path)!r}), 2)"
+    )
+    with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as parent:
+        started = pids(tmp_path)
+        assert all(map(alive, started))
+        parent.send_signal(how)
+        parent.wait(10)
+    assert nobody_left(tmp_path)
+
+
+def test_places(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks.place() is None
+    with pytest.raises(ValueError, match="this process is no rank: start it with leanfleet generate --gpus, or with torchrun"):
+        ranks.join("world", "shared_memory")
+    monkeypatch.setenv("RANK", "3")
+    assert ranks.place() is None
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    assert ranks.place() == ranks.Place(3, 4, 3)
+    monkeypatch.setenv("LOCAL_RANK", "1")
+    assert ranks.place() == ranks.Place(3, 4, 1)
+    for wrong in ("4", "-1", "x", ""):
+        monkeypatch.setenv("RANK", wrong)
+        with pytest.raises(ValueError, match="expected numbers, RANK from 0 to WORLD_SIZE - 1"):
+            ranks.place()
+
+
+# Decoders
+
+
+UNEVEN = dict(num_attention_heads=6, num_key_value_heads=3, attention_bias=True, num_hidden_layers=1)  # groups: two, one
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """{name: (model, folder for two ranks)}, and under "one" the first model's folder for one process."""
+    folder, found = tmp_path_factory.mktemp("ranks"), {}
+    for name, sizes in (("even", {"num_hidden_layers": 1}), ("uneven", UNEVEN)):
+        torch.manual_seed(3)
+        model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "vocab_size": 260, **sizes})).eval()
+        with torch.no_grad():
+            for p in model.parameters():
+                p.mul_(3) if p.dim() > 1 else p.add_(torch.randn_like(p) / 8)
+        export_decoder(model, folder / name, byte_tokenizer(), tensor_parallel=2, verify=name == "uneven")
+        found[name] = model, folder / name
+    export_decoder(found["even"][0], folder / "one", byte_tokenizer(), verify=False)
+    return {**found, "one": (found["even"][0], folder / "one")}
+
+
+RUN = """
+import json, os, signal, sys
+from leanfleet import ranks
+from leanfleet.ort_ops import load_decoder, stream
+ranks.end_with_parent()
+here, (folder, out, asked, killed) = ranks.place(), sys.argv[1:]
+with ranks.join("world", "shared_memory"):
+    decoder, said = load_decoder(folder, device="cpu", rank=here.rank), []
+    for options in ({}, dict(temperature=1.5, top_p=0.9, seed=4)):
+        for step, new in enumerate(stream(decoder, json.loads(asked), 12, stop_tokens=[], **options)):
+            said.append(new)
+            if killed == f"{here.rank}" and step == 3:
+                os.kill(os.getpid(), signal.SIGKILL)
+    open(f"{out}/said{here.rank}", "w").write(json.dumps(said))
+"""
+ASKED = [[5], [7, 8, 9, 10, 11, 12, 13], [20, 21]]
+
+
+def said(folder, tmp_path, killed="nobody"):
+    """What each rank gives: [steps of the greedy tokens, steps of the sampled ones]."""
+    ranks.launch(ranks.python("-c", RUN, str(folder), str(tmp_path), json.dumps(ASKED), killed), 2, seconds=120)
+    return [json.loads((tmp_path / f"said{rank}").read_text()) for rank in range(2)]
+
+
+def of_one_process(folder):
+    decoder, found = load_decoder(folder, device="cpu"), []
+    for options in ({}, dict(temperature=1.5, top_p=0.9, seed=4)):
+        found += stream(decoder, ASKED, 12, stop_tokens=[], **options)
+    return found
+
+
+def test_tokens_of_two_ranks_are_one_processs(exported, tmp_path):
+    found = said(exported["even"][1], tmp_path)
+    assert found[0] == found[1] == of_one_process(exported["one"][1])
+
+
+def test_heads_that_do_not_divide(exported, tmp_path):
+    model, folder = exported["uneven"]
+    graphs = [onnx.load(folder / f"model.rank{rank}.onnx", load_external_data=False).graph for rank in range(2)]
+    heads = [
+        {d.dim_value for i in g.input if i.name.startswith("past") for d in i.type.tensor_type.shape.dim[1:2]} for g in graphs
+    ]
+    assert heads == [{2}, {1}]
+    found = said(folder, tmp_path)
+    assert found[0] == found[1]
+    for row, prompt in enumerate(ASKED):
+        tokens = list(prompt)
+        for step in found[0][:12]:
+            with torch.no_grad():
+                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
+            assert step[row] == tokens[-1]
+
+
+def test_folders_say_what_they_are_for(exported):
+    folder = exported["uneven"][1]
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    assert facts["format"] == 5
+    assert facts["tensor_parallel"] == {"world": 2, "files": ["model.rank0.onnx", "model.rank1.onnx"]}
+    assert facts["verified"]["largest_difference"] <= facts["verified"]["bound"]
+    assert not (folder / "model.onnx").exists()
+
+
+def test_a_rank_killed_in_the_middle(exported, tmp_path):
+    begun = time.monotonic()
+    with pytest.raises(ranks.RankError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL; the other ranks were ended$"):
+        said(exported["even"][1], tmp_path, killed="1")
+    assert time.monotonic() - begun < 60 and not list(tmp_path.glob("said*"))
+
+
+def test_the_command_starts_the_ranks_and_prints_one_answer(exported, capfd):
+    options = ["Hello", "--max-tokens", "9", "--raw"]
+    assert cli.main(["generate", str(exported["one"][1]), *options, "--device", "cpu"]) == 0
+    expected = capfd.readouterr().out
+    assert cli.main(["generate", str(exported["even"][1]), *options, "--ranks", "2", "--provider", "cpu"]) == 0
+    out, err = capfd.readouterr()
+    assert out == expected and err.count("generated: 9 tokens") == 1
+
+
+def refused(capfd, *arguments):
+    code = cli.main([str(a) for a in arguments])
+    out, err = capfd.readouterr()
+    assert code == 2 and not out and err.count("\n") == 1, err
+    return err
+
+
+def test_commands_that_do_not_fit(exported, tmp_path, capfd, monkeypatch):
+    two, one = exported["even"][1], exported["one"][1]
+    run = "generate", two, "Hello"
+    assert "was exported for 2 ranks, no more and no less" in refused(capfd, *run, "--ranks", "3", "--provider", "cpu")
+    assert "was exported for 2 ranks (tensor_parallel), which run together" in refused(capfd, *run)
+    assert "give one of the two" in refused(capfd, *run, "--ranks", "2", "--gpus", "2")
+    assert "on the CPU it is --ranks" in refused(capfd, *run, "--gpus", "2", "--provider", "cpu")
+    assert "each of several ranks has a GPU of its own" in refused(capfd, *run, "--ranks", "2", "--device", "cuda:1")
+    assert "was exported for one process; export the model with leanfleet export --tensor-parallel 2" in refused(
+        capfd, "generate", one, "Hello", "--ranks", "2"
+    )
+    monkeypatch.setattr(driver, "why_no_gpu", lambda: None)
+    monkeypatch.setattr(driver, "gpus", lambda: [driver.Gpu("a GPU", "9.0")])
+    assert "2 ranks need a GPU each, and this process sees 1" in refused(capfd, *run, "--gpus", "2")
+    monkeypatch.setenv("RANK", "0")
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    assert "was exported for 2 ranks, and 3 were started: start 2" in refused(capfd, *run)
+    assert "give one of the two" in refused(capfd, "export", "model", tmp_path / "x", "--tensor-parallel", "2", "--serve")
+
+
+def test_ranks_of_a_folder(exported):
+    two, one = exported["even"][1], exported["one"][1]
+    with pytest.raises(ValueError, match="rank is 2, and .* was exported for 2 ranks: 0 to 1"):
+        load_decoder(two, rank=2)
+    with pytest.raises(ValueError, match="was exported for one process: leave the rank out"):
+        load_decoder(one, rank=0)
+    with pytest.raises(ValueError, match="library=False is for one process"):
+        load_decoder(two, rank=0, library=False)
+    with pytest.raises(ValueError, match="exported for 2 ranks .tensor_parallel., which run together: leanfleet generate"):
+        load_decoder(two)
+
+
+def test_models_that_are_not_shared_out(tmp_path):
+    def refusal(model, world=2):
+        with pytest.raises(ValueError) as error:
+            export_decoder(model, tmp_path / "new", tensor_parallel=world)
+        assert not (tmp_path / "new").exists()
+        return str(error.value)
+
+    llama = make("llama")
+    assert "tensor_parallel is 3, and its attention has 2 heads of keys and values" in refusal(llama, 3)
+    for wrong in (1, 0, -2, 2.0, "2", True):
+        assert "expected a number of ranks, 2 or more" in refusal(llama, wrong)
+    assert "is for transformers' decoders with softmax attention" in refusal(ours("retnet"))
+    assert "layer 0 carries a state" in refusal(minimax())
+    quantise(llama, 8)
+    assert "its q_proj is a" in refusal(llama) and "not quantised" in refusal(llama)
+    olmo = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)).eval()
+    assert "q_norm.weight is [96], which tensor_parallel cannot share out by heads" in refusal(olmo)

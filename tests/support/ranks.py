@@ -1,0 +1,266 @@
+"""Processes that are the ranks of communicators on this host, and what they do in tests. Imported without torch: a rank starts
+in a part of a second."""
+
+import ctypes
+import hashlib
+import multiprocessing
+import os
+import queue
+import signal
+import time
+
+import ml_dtypes
+import numpy as np
+
+from leanfleet import communicators, native
+
+TYPES = {"float32": np.float32, "float16": np.float16, "bfloat16": ml_dtypes.bfloat16}
+SECONDS = 60  # more than any test's ranks take
+
+
+def _rank(function, rank, results, arguments):
+    try:
+        results.put((rank, None, function(rank, *arguments)))
+    except Exception as error:
+        results.put((rank, f"{type(error).__name__}: {error}", None))
+    results.close()
+    results.join_thread()
+
+
+def run_ranks(function, world, *arguments, dying=()):
+    """function(rank, *arguments) in `world` spawned processes: their results by rank. A rank that raised gives its error's text;
+    one of `dying`, which gives none, None."""
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    processes = [context.Process(target=_rank, args=(function, r, results, arguments)) for r in range(world)]
+    for process in processes:
+        process.start()
+    found = [None] * world
+    try:
+        for _ in range(world - len(dying)):
+            rank, error, value = results.get(timeout=SECONDS)
+            found[rank] = error if error is not None else value
+    except queue.Empty:
+        raise AssertionError(f"ranks hang; so far {found}") from None
+    finally:
+        for process in processes:
+            process.join(5)
+            if process.is_alive():
+                process.kill()
+    return found
+
+
+def call(op, x, attrs, outputs_of=1, in_place=False):
+    """A node on a numpy array through the C interface; outputs_of: how often the first axis repeats."""
+    x = np.ascontiguousarray(x)
+    shape = (x.shape[0] * outputs_of, *x.shape[1:])
+    output = x if in_place else np.frombuffer(b"\x7f" * (x.nbytes * outputs_of), x.dtype).reshape(shape).copy()
+    name = x.dtype.name
+    native.Call(op, [(x.ctypes.data, x.shape, name)], [(output.ctypes.data, shape, name)], attrs, node="layers.3").run()
+    return output
+
+
+def contribution(rank, count, name):
+    """What a rank gives: numbers whose sum rounds."""
+    return (np.random.default_rng(rank).standard_normal(count) * (1 + rank)).astype(TYPES[name])
+
+
+def digest(x):
+    return hashlib.sha256(x.tobytes()).hexdigest()
+
+
+def exchange(rank, world, ids):
+    """Sums and gatherings of every type and of sizes around those of a piece, over two communicators in turn. Returns the largest
+    error of a sum in units of the type's rounding, and digests of all sums."""
+    worst, sums = 0.0, []
+    with (
+        communicators.create("world", rank, world, id=ids[0], timeout=30),
+        communicators.create("reversed", world - 1 - rank, world, id=ids[1], timeout=30),
+    ):
+        for name in TYPES:
+            for count in (1, 7, 65, 131072, 300001):
+                parts = [contribution(r, count, name) for r in range(world)]
+                exact = sum(p.astype(np.float64) for p in parts)
+                size = sum(np.abs(p.astype(np.float64)) for p in parts)
+                for in_place in (False, True):
+                    found = call("AllReduce", parts[rank].copy(), {}, in_place=in_place)
+                    error = np.abs(found.astype(np.float64) - exact)
+                    eps = float(ml_dtypes.finfo(TYPES[name]).eps)
+                    worst = max(worst, float((error / (eps * np.abs(exact) + 2e-7 * size + 1e-7)).max()))
+                    sums.append(digest(found))
+                gathered = call("AllGather", parts[rank].reshape(1, -1), {"world": world}, world)
+                assert [digest(row) for row in gathered] == [digest(p) for p in parts]
+                backwards = call("AllGather", parts[rank].reshape(1, -1), {"world": world, "communicator": "reversed"}, world)
+                assert [digest(row) for row in backwards] == [digest(p) for p in parts[::-1]]
+    return worst, sums
+
+
+def runtimes(rank, world, port):
+    """The same nodes in PyTorch, and in ONNX Runtime as a model of two: a sum, and a gathering of it. The environment is that
+    which torchrun makes."""
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank)}
+    os.environ |= {"MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+    import onnx
+    import torch
+
+    from leanfleet import spec
+    from leanfleet.export import all_gather, all_reduce
+    from support import ort_models
+    from support.linear_cases import session_of
+
+    torch.set_num_threads(1)
+    results = {}
+    with communicators.world_from_torchrun("tp", engine="shared_memory") as made:
+        assert (made.name, made.rank, made.world) == ("tp", rank, world)
+        for name in TYPES:
+            x = torch.from_numpy(np.stack([contribution(rank, 40, name)] * 3).astype(np.float32)).to(getattr(torch, name))
+            total = all_reduce(x, communicator="tp")
+            both = all_gather(total[:, :8].contiguous(), communicator="tp", world=world)
+            assert both.shape == (3 * world, 8) and torch.equal(both, total[:, :8].repeat(world, 1))
+            op = spec.all_specs()["AllReduce"]
+            node = onnx.helper.make_node("AllReduce", ["input"], ["total"], "n0", domain="leanfleet", communicator="tp")
+            more = onnx.helper.make_node(
+                "AllGather", ["total"], ["output"], "n1", domain="leanfleet", communicator="tp", world=world
+            )
+            kind = ort_models.onnx_type(op.inputs[0], name, (), None)
+            info = onnx.helper.make_tensor_value_info
+            graph = onnx.helper.make_graph([node, more], "g", [info("input", kind, ["n", 40])], [info("output", kind, None)])
+            opsets = [onnx.helper.make_opsetid("", 20), onnx.helper.make_opsetid("leanfleet", 1)]
+            model = onnx.helper.make_model(graph, opset_imports=opsets, ir_version=10)
+            session = session_of(model, library=True)
+            output = torch.full((3 * world, 40), float("nan")).to(x.dtype)
+            session.run_with_iobinding(ort_models.bound(session, {"input": x}, {"output": output}))
+            assert torch.equal(output, total.repeat(world, 1)), name
+            results[name] = digest(total.float().numpy())
+    return results
+
+
+def dies(rank, world, id, victim, how):
+    """Rank `victim` ends in the middle of a run; the others say what they were told, and after how many seconds."""
+    made = communicators.create("world", rank, world, id=id, timeout=30)
+    x = np.ones(1000, np.float32)
+    call("AllReduce", x, {})
+    if rank == victim:
+        if how == "killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        made.close()
+        return None
+    begin = time.monotonic()
+    try:
+        while True:
+            call("AllReduce", x, {})
+    except native.LeanfleetError as error:
+        text, took = str(error), time.monotonic() - begin
+    try:
+        call("AllReduce", x, {})
+    except native.LeanfleetError as error:
+        assert str(error) == text  # the failure is final
+    try:
+        made.check()
+    except native.LeanfleetError as error:
+        assert str(error) in text
+        return text, took
+    raise AssertionError("check says nothing")
+
+
+def differs(rank, world, ids, what):
+    """Ranks that do not do the same."""
+    communicators.create("start", rank, world, id=ids[0], timeout=30)  # from here on all are there
+    number = 2 + rank if what == "world" else world
+    with communicators.create("world", rank, number, id=ids[1], timeout=1 if what == "late" else 30):
+        count = 10 + (rank if what == "size" else 0)
+        kind = np.float16 if what == "type" and rank else np.float32
+        if what == "late" and rank:
+            time.sleep(2)
+            call("AllReduce", np.ones(count, kind), {})  # the data of the other rank are there
+        if what == "kind" and rank:
+            return digest(call("AllGather", np.ones((count, 1), kind), {"world": world}, world))
+        return digest(call("AllReduce", np.ones(count, kind), {}))
+
+
+def exchange_on_gpus(rank, world, id):
+    """Sums and gatherings of every type on this rank's GPU; the number of right results."""
+    import torch
+
+    from leanfleet.export import all_gather, all_reduce
+
+    torch.cuda.set_device(rank)
+    right = 0
+    with communicators.create("world", rank, world, id=id, engine="nccl", device=rank, timeout=60) as made:
+        for name in TYPES:
+            dtype, count = getattr(torch, name), 100_003
+            parts = [torch.from_numpy(contribution(r, count, name).astype(np.float32)).to(dtype) for r in range(world)]
+            exact = sum(p.double() for p in parts)
+            x = parts[rank].cuda()
+            found = [(all_reduce(x), all_gather(x, world=world))]
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph):
+                captured = all_reduce(x), all_gather(x, world=world)
+            x.copy_(parts[rank])
+            graph.replay()
+            done = torch.cuda.Event()
+            done.record()
+            made.wait(done.query, timeout=60)
+            for total, gathered in (*found, captured):
+                error = (total.cpu().double() - exact).abs()
+                assert (error <= world * torch.finfo(dtype).eps * (1 + sum(p.double().abs() for p in parts))).all(), name
+                assert torch.equal(gathered.cpu(), torch.cat(parts)), name
+                right += 2
+    return right
+
+
+def dies_on_gpu(rank, world, id, graph):
+    """Rank 1 ends while rank 0 waits for it, in a launch or in a replay; what rank 0 is told, and after how many seconds."""
+    import torch
+
+    from leanfleet.export import all_reduce
+
+    torch.cuda.set_device(rank)
+    made = communicators.create("world", rank, world, id=id, engine="nccl", device=rank, timeout=60)
+    x = torch.ones(1000, device="cuda")
+    all_reduce(x)
+    replay = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(replay):
+        all_reduce(x)
+    torch.cuda.synchronize()
+    if rank == 1:
+        time.sleep(0.5)
+        os._exit(1)
+    begin, done = time.monotonic(), torch.cuda.Event()
+    try:
+        replay.replay() if graph else all_reduce(x)
+        done.record()
+        made.wait(done.query, timeout=60)
+        time.sleep(2)  # the last exchange may have come through
+        replay.replay() if graph else all_reduce(x)
+        done.record()
+        made.wait(done.query, timeout=60)
+    except native.LeanfleetError as error:
+        return str(error), time.monotonic() - begin
+    raise AssertionError("nothing is noticed")
+
+
+def life_with_nccl(rank, world, id, library, how):
+    """A communicator of tests/cpp/fake_nccl.cpp, to its end: (what was said, seconds, aborted, destroyed)."""
+    fake = ctypes.CDLL(library)
+    if how == "hang":
+        os.environ["FAKE_NCCL"] = "hang"
+    text, begin = None, time.monotonic()
+    try:
+        timeout = 1 if how == "hang" else 30
+        with communicators.create("world", rank, world, id=id, engine="nccl", library=library, timeout=timeout) as made:
+            if how == "dies" and rank == 1:
+                time.sleep(0.5)
+                os._exit(1)
+            if how == "error":
+                os.environ["FAKE_NCCL"] = "error"
+            if how == "late":
+                made.wait(lambda: False, timeout=0.5)
+            begin = time.monotonic()
+            while how != "good" and time.monotonic() - begin < SECONDS:
+                made.check()
+                time.sleep(0.02)
+            made.wait(lambda: True)
+    except native.LeanfleetError as error:
+        text = str(error)
+    return text, time.monotonic() - begin, fake.fake_aborts(), fake.fake_destroys()
