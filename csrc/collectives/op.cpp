@@ -1,12 +1,8 @@
-// AllReduce and AllGather, which a communicator carries out, and MergeAttention.
-#include <algorithm>
+// AllReduce and AllGather, which a communicator carries out.
 #include <cstring>
 #include <string>
 
-#include "collectives/collectives.h"
 #include "core/communicator.h"
-#include "core/cpu_isa.h"
-#include "core/integers.h"
 #include "core/op_specs.h"
 #ifdef LEANFLEET_CUDA
 #include "core/cuda_target.h"
@@ -16,11 +12,7 @@ namespace leanfleet {
 
 namespace collectives {
 
-LEANFLEET_CPU_FUNCTION(void, merge, (const MergeArgs& args, int64_t begin, int64_t end))
-
 namespace {
-
-constexpr int64_t kPiece = 16384;  // numbers read: fewer are sooner done than shared out
 
 Status with_node(const Call& call, const Status& status) {
   return status.ok() ? status : Status{status.code, call.invalid(status.message).message};
@@ -87,29 +79,6 @@ Status check_world(const Call& call) {
   return call.invalid("attribute world is " + std::to_string(world) + "; expected 1 to " + std::to_string(kMaxRanks));
 }
 
-MergeArgs make_args(const Call& call) {
-  MergeArgs args = {};
-  args.partial_output = call.inputs[merge_attention::kPartialOutput].data;
-  args.partial_lse = call.inputs[merge_attention::kPartialLse].as<const float>();
-  args.output = call.outputs[merge_attention::kOutOutput].data;
-  args.lse = call.outputs[merge_attention::kOutLse].as<float>();
-  args.dtype = static_cast<int32_t>(call.inputs[merge_attention::kPartialOutput].dtype);
-  args.parts = call.dims[merge_attention::kDimW];
-  args.rows = call.dims[merge_attention::kDimB] * call.dims[merge_attention::kDimH] * call.dims[merge_attention::kDimNq];
-  args.width = call.dims[merge_attention::kDimDv];
-  return args;
-}
-
-Status merge_on_cpu(const Call& call, const CpuTarget& target, Workspace& ws) {
-  if (ws.counting()) return {};
-  const MergeArgs args = make_args(call);
-  const auto kernel = select_merge();
-  const int64_t rows_of_piece = std::max<int64_t>(1, kPiece / (args.parts * args.width));
-  parallel_for(*target.threads, ceil_div(args.rows, rows_of_piece),
-               [&](int64_t piece) { kernel(args, piece * rows_of_piece, std::min(args.rows, (piece + 1) * rows_of_piece)); });
-  return {};
-}
-
 #ifdef LEANFLEET_CUDA
 Status reduce_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
   if (ws.counting()) return {};
@@ -124,15 +93,9 @@ Status gather_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws)
     return copy_on_device(call, to, from, bytes, target.stream);
   });
 }
-
-Status merge_on_cuda(const Call& call, const CudaTarget& target, Workspace& ws) {
-  if (ws.counting()) return {};
-  return cuda_status(call, "launch of the MergeAttention kernel", launch(make_args(call), target.stream));
-}
 #else
 constexpr Status (*reduce_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
 constexpr Status (*gather_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
-constexpr Status (*merge_on_cuda)(const Call&, const CudaTarget&, Workspace&) = nullptr;
 #endif
 
 }  // namespace
@@ -141,6 +104,5 @@ constexpr Status (*merge_on_cuda)(const Call&, const CudaTarget&, Workspace&) = 
 
 const OpImpl all_reduce::kImpl = {nullptr, nullptr, collectives::reduce_on_cpu, collectives::reduce_on_cuda};
 const OpImpl all_gather::kImpl = {collectives::check_world, nullptr, collectives::gather_on_cpu, collectives::gather_on_cuda};
-const OpImpl merge_attention::kImpl = {nullptr, nullptr, collectives::merge_on_cpu, collectives::merge_on_cuda};
 
 }  // namespace leanfleet

@@ -98,12 +98,17 @@ def build(folder, operators, others=(), instances=()):
     (folder / "core").mkdir(parents=True)
     (folder / "ops.toml").write_text("\n".join(_entry(name) for name in operators))
     subprocess.run([sys.executable, CSRC / "generate.py", folder / "ops.toml", folder / "core" / "op_specs.h"], check=True)
-    sources = [*sorted((CSRC / "core").glob("*.cpp")), CSRC / "capi" / "capi.cpp"]
+    kernels = [CSRC / "core" / "sum_parts.cpp"]  # files that alone know of an instruction set
+    sources = [p for p in sorted((CSRC / "core").glob("*.cpp")) if p not in kernels]
+    sources += sorted((CSRC / "capi").glob("*.cpp"))
     for home in dict.fromkeys(spec.all_specs()[name].folder for name in operators):
-        cpu_kernel = folder / f"{home}_cpu_kernel.cpp"  # alone knows of an instruction set
-        cpu_kernel.write_text(f'#define LEANFLEET_ISA baseline\n#include "{home}/cpu_kernel.cpp"\n')
-        sources += [CSRC / home / "op.cpp", cpu_kernel, *sorted((CSRC / home).glob("*.cu"))]
+        kernels.append(CSRC / home / "cpu_kernel.cpp")
+        sources += [CSRC / home / "op.cpp", *sorted((CSRC / home).glob("*.cu"))]
         sources += DEVICE.glob(f"{home}.cu")  # in place of kernels that are not simulated
+    for kernel in kernels:
+        source = folder / f"{kernel.parent.name}_{kernel.name}"
+        source.write_text(f'#define LEANFLEET_ISA baseline\n#include "{kernel.relative_to(CSRC)}"\n')
+        sources.append(source)
     sources += [CSRC / other for other in others]
     (folder / "instances").mkdir()
     for template, values in instances:
@@ -136,7 +141,7 @@ def compile_files(folder, sources, output, *options):
             source = copy
         files.append(source)
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O0", "-w", f"-I{folder}", f"-I{CSRC}", f"-I{DEVICE}"]
-    command += ["-isystem", cuda_include(), *options, "-o", folder / output, *files, "-lpthread", "-Wl,-z,defs"]
+    command += ["-isystem", cuda_include(), *options, "-o", folder / output, *files, "-lpthread", "-ldl", "-Wl,-z,defs"]
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(done.stderr[-4000:])

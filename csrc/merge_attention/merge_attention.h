@@ -3,9 +3,9 @@
 
 #include <cstdint>
 
-namespace leanfleet::collectives {
+namespace leanfleet::merge_attention {
 
-struct MergeArgs {
+struct Args {
   const void* partial_output;  // T [parts,rows,width]
   const float* partial_lse;    // [parts,rows]
   void* output;                // T [rows,width]
@@ -15,6 +15,6 @@ struct MergeArgs {
 };
 
 // On CUDA. Returns the cudaError_t of the launch.
-int launch(const MergeArgs& args, void* stream);
+int launch(const Args& args, void* stream);
 
-}  // namespace leanfleet::collectives
+}  // namespace leanfleet::merge_attention

@@ -4,10 +4,10 @@
 
 #include <algorithm>
 
-#include "collectives/collectives.h"
+#include "merge_attention/merge_attention.h"
 #include "core/op.h"
 
-namespace leanfleet::collectives {
+namespace leanfleet::merge_attention {
 
 namespace {
 
@@ -15,7 +15,7 @@ constexpr int kWarps = 4;
 constexpr int64_t kMostBlocks = int64_t{1} << 20;
 
 template <class T>
-__global__ void __launch_bounds__(32 * kWarps) MergeKernel(MergeArgs args) {
+__global__ void __launch_bounds__(32 * kWarps) MergeKernel(Args args) {
   constexpr float kNothing = -INFINITY;
   const int lane = threadIdx.x % 32;
   for (int64_t row = int64_t{blockIdx.x} * kWarps + threadIdx.x / 32; row < args.rows; row += int64_t{gridDim.x} * kWarps) {
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(32 * kWarps) MergeKernel(MergeArgs args) {
 }
 
 template <class T>
-int launch_type(const MergeArgs& args, cudaStream_t stream) {
+int launch_type(const Args& args, cudaStream_t stream) {
   const auto blocks = static_cast<unsigned>(std::min(kMostBlocks, (args.rows + kWarps - 1) / kWarps));
   MergeKernel<T><<<blocks, 32 * kWarps, 0, stream>>>(args);
   return cudaGetLastError();
@@ -52,11 +52,11 @@ int launch_type(const MergeArgs& args, cudaStream_t stream) {
 
 }  // namespace
 
-int launch(const MergeArgs& args, void* stream) {
+int launch(const Args& args, void* stream) {
   const auto cuda_stream = static_cast<cudaStream_t>(stream);
   if (args.dtype == static_cast<int32_t>(DType::kFloat32)) return launch_type<float>(args, cuda_stream);
   if (args.dtype == static_cast<int32_t>(DType::kFloat16)) return launch_type<__half>(args, cuda_stream);
   return launch_type<__nv_bfloat16>(args, cuda_stream);
 }
 
-}  // namespace leanfleet::collectives
+}  // namespace leanfleet::merge_attention

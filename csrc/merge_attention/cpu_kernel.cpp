@@ -1,7 +1,7 @@
-#include "collectives/collectives.h"
+#include "merge_attention/merge_attention.h"
 #include "core/simd.h"
 
-namespace leanfleet::collectives::LEANFLEET_ISA {
+namespace leanfleet::merge_attention::LEANFLEET_ISA {
 
 namespace {
 
@@ -24,7 +24,7 @@ void store_some(T* to, Vec v, int64_t count) {
 }
 
 template <class T>
-void rows_of(const MergeArgs& args, int64_t begin, int64_t end) {
+void rows_of(const Args& args, int64_t begin, int64_t end) {
   for (int64_t row = begin; row < end; ++row) {
     float largest = kNothing, sum = 0.0f;
     for (int64_t w = 0; w < args.parts; ++w) largest = __builtin_fmaxf(largest, args.partial_lse[w * args.rows + row]);
@@ -53,10 +53,10 @@ void rows_of(const MergeArgs& args, int64_t begin, int64_t end) {
 }  // namespace
 
 // Rows begin .. end.
-void merge(const MergeArgs& args, int64_t begin, int64_t end) {
+void merge(const Args& args, int64_t begin, int64_t end) {
   if (args.dtype == 0) rows_of<float>(args, begin, end);
   if (args.dtype == 1) rows_of<Half>(args, begin, end);
   if (args.dtype == 2) rows_of<BFloat16>(args, begin, end);
 }
 
-}  // namespace leanfleet::collectives::LEANFLEET_ISA
+}  // namespace leanfleet::merge_attention::LEANFLEET_ISA
