@@ -55,6 +55,12 @@ docs: setup
 
 setup:
 	@$(MAKE) --no-print-directory -j2 $(VENV)/.test-packages $(VENV)/.built-cuda
+	@$(MAKE) --no-print-directory $(VENV)/.autograd
+
+# Against the installed PyTorch, so after both.
+$(VENV)/.autograd: $(VENV)/.packages $(VENV)/.built-cuda
+	@$(WATCH) "Compiling autograd for PyTorch" $(BIN)/python -m leanfleet.export.torch_autograd
+	@touch $@
 
 # Installed in editable mode: Python files are used from the tree. build/ keeps the objects, so that only what changed is
 # compiled.

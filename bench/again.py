@@ -90,6 +90,7 @@ MEASUREMENTS = (
     Measurement("cpu_avx2", CPU, ("kernels.cpu --isa avx2 --threads 2 --out OUT",)),
     Measurement("cpu_avx512", CPU, ("kernels.cpu --isa avx512 --threads 2 --out OUT",)),
     Measurement("generate_cpu", CPU, ("models.generate --work WORK/generate --out OUT",)),
+    Measurement("host_cost_cpu", CPU, ("kernels.host_cost --out OUT",)),
     Measurement("linearise_cpu", CPU, ("models.linearise --out OUT",)),
     Measurement("quantised_caches_cpu", CPU, ("models.quantised_caches --tokens 4096 --out OUT",)),
     Measurement("quantised_weights_cpu", CPU, ("models.quantised_weights OUT --windows 8",)),

@@ -6,6 +6,7 @@ normaliser (FleetAttention, "Efficient Decoding for Long Prompts via Low-Rank Ap
 again, and without training the error is large: bench/models/linearise.py measures it.
 """
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -139,7 +140,190 @@ class QuantisedKeys(nn.Module):
         return (nearest.unsqueeze(-1) == torch.arange(self.features, device=x.device)).to(x.dtype)
 
 
-METHODS = ("favor", "vq")
+class LaraFeatures(nn.Module):
+    """LARA: positive random features whose directions lie where queries and keys do (Zheng, Wang and Kong 2022, arXiv
+    2204.04667, section 4: randomised attention with one proposal a landmark, weighed by the balance heuristic of multiple
+    importance sampling).
+
+    Queries and keys of a text fall into R chunks of consecutive tokens; the landmark of chunk c is mu_c, the mean of its
+    queries plus that of its keys, and the direction w_c is drawn from N(mu_c, I). With N(w; m) the Gaussian's density,
+
+        exp(q.k) ~ sum_c a_c exp(w_c.q - |q|^2 / 2) exp(w_c.k - |k|^2 / 2),    a_c = N(w_c; 0) / sum_c' N(w_c; mu_c').
+
+    The paper's weights depend on the query too, which costs R x R more a head and is left out. Landmarks of the very text that
+    is read see all of it, tokens to come included: good for a prompt that is known (FleetAttention, "Landmark-based method for
+    prompt decoding"), not for scoring. linearise takes them from a text of calibration, so that nothing reads the future and
+    steps carry a state. queries [H,N,D] and keys [Hkv,N,D] of that text, N >= features, are scaled as in FavorFeatures; query
+    heads share the directions of their key head. query and key: as in FavorFeatures.
+
+    Raises ValueError for fewer tokens than features.
+
+    Example:
+        import torch
+        from leanfleet.export.low_rank import LaraFeatures
+
+        queries, keys = torch.randn(2, 2, 300, 8).mul(0.5)
+        features = LaraFeatures(queries, keys, features=64, seed=0)
+        print(features.query(queries[None]).shape)          # torch.Size([1, 2, 300, 64])
+    """
+
+    def __init__(self, queries: torch.Tensor, keys: torch.Tensor, features: int, seed: int) -> None:
+        super().__init__()
+        heads, count, size = keys.shape
+        if count < features:
+            raise ValueError(f"{features} landmarks need as many tokens of calibration; there are {count}")
+        grouped = queries.view(heads, -1, count, size).mean(1)
+        chunks = zip(grouped.tensor_split(features, 1), keys.tensor_split(features, 1))
+        landmarks = torch.stack([q.mean(1) + k.mean(1) for q, k in chunks], 1)
+        directions = landmarks + torch.stack([orthogonal_gaussian(features, size, seed + head) for head in range(heads)]).to(
+            keys
+        )
+        self.register_buffer("directions", directions)
+        # A key's feature is exp(-|w - k|^2 / 2), at most 1; the query's takes |w|^2 / 2 of N(w; 0) back.
+        self.register_buffer("weights", -torch.logsumexp(-torch.cdist(directions, landmarks).square() / 2, -1))
+        exponents = -torch.cdist(keys, directions).square() / 2
+        self.register_buffer("largest", exponents.amax((1, 2)).view(heads, 1, 1))  # a factor that the normaliser takes away
+        self.features = features
+
+    def query(self, x: torch.Tensor) -> torch.Tensor:
+        """Features of queries."""
+        x = _wide(x)
+        group = x.shape[1] // self.directions.shape[0]
+        directions, weights = (t.to(x.dtype).repeat_interleave(group, 0) for t in (self.directions, self.weights))
+        exponents = x @ directions.mT + weights.unsqueeze(1)
+        return torch.exp(exponents - exponents.amax(-1, keepdim=True))
+
+    def key(self, x: torch.Tensor) -> torch.Tensor:
+        """Features of keys."""
+        x = _wide(x)
+        directions = self.directions.to(x.dtype)
+        lengths = x.square().sum(-1, keepdim=True) + directions.square().sum(-1).unsqueeze(1)
+        return torch.exp(x @ directions.mT - lengths / 2 - self.largest.to(x.dtype))
+
+
+def lsh_buckets(x: torch.Tensor, directions: torch.Tensor) -> torch.Tensor:
+    """int64 [...]: the bucket of each row of x [...,D], by the signs of its products with directions [P,D].
+
+    Buckets whose numbers follow each other differ in one sign, so that sorting by them puts near rows side by side (Han et al.
+    2023, arXiv 2310.05869, definition 1).
+
+    Example:
+        import torch
+        from leanfleet.export.low_rank import lsh_buckets
+
+        print(lsh_buckets(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), torch.eye(2)))   # tensor([2, 3])
+    """
+    signs = (x @ directions.to(x.dtype).T > 0).long()
+    parity = signs.flip(-1).cumsum(-1) % 2  # of a Gray code to its number: each bit is the parity of itself and those above
+    return (parity.flip(-1) * 2 ** torch.arange(signs.shape[-1], device=x.device)).sum(-1)
+
+
+class _Hyper:
+    """One call of hyper_attention: its directions and draws. Pairs are (output, log of the softmax's sum)."""
+
+    def __init__(self, size, block, samples, projections, shortest, seed):
+        self.generator = torch.Generator().manual_seed(seed)
+        self.directions = torch.randn(projections, size, generator=self.generator)
+        self.block, self.samples, self.shortest = block, samples, shortest
+
+    def causal(self, query, key, value):
+        count = query.shape[2]
+        if count <= max(self.shortest, 1):
+            steps = torch.arange(count, device=query.device)
+            return _softmax((query @ key.mT).masked_fill(steps[:, None] < steps, -torch.inf), value)
+        half = count // 2
+        (q1, q2), (k1, k2), (v1, v2) = ((t[:, :, :half], t[:, :, half:]) for t in (query, key, value))
+        first, second, across = self.causal(q1, k1, v1), self.causal(q2, k2, v2), self.unmasked(q2, k1, v1)
+        logs = torch.stack([second[1], across[1]], -1)
+        shares = logs.softmax(-1).unsqueeze(-2)
+        merged = second[0] * shares[..., 0] + across[0] * shares[..., 1]
+        return torch.cat([first[0], merged], 2), torch.cat([first[1], logs.logsumexp(-1)], 2)
+
+    def unmasked(self, query, key, value):
+        """Exact within blocks of rows sorted by bucket; the other keys by a uniform sample."""
+        keys = key.shape[2]
+        if keys <= self.block:
+            return _softmax(query @ key.mT, value)
+        blocks = -(-keys // self.block)
+        place_q, place_k = (lsh_buckets(t, self.directions).argsort(dim=-1, stable=True) for t in (query, key))
+        chosen = torch.randint(keys, (self.samples,), generator=self.generator).to(key.device)
+        block_k = torch.empty_like(place_k).scatter_(2, place_k, _blocks(keys, blocks, key.device).expand_as(place_k))
+        outputs, logs = (
+            torch.empty_like(query[..., :1].expand(*query.shape[:3], value.shape[3])),
+            torch.empty_like(query[..., 0]),
+        )
+        for b in range(blocks):
+            rows, columns = (p[:, :, _blocks(p.shape[2], blocks, p.device) == b] for p in (place_q, place_k))
+            q, k, v = _take(query, rows), _take(key, columns), _take(value, columns)
+            sampled = q @ key[:, :, chosen].mT + math.log(keys / self.samples)
+            sampled = sampled.masked_fill((block_k[:, :, chosen] == b).unsqueeze(2), -torch.inf)
+            output, log = _softmax(torch.cat([q @ k.mT, sampled], -1), torch.cat([v, value[:, :, chosen]], 2))
+            outputs.scatter_(2, rows.unsqueeze(-1).expand_as(output), output)
+            logs.scatter_(2, rows, log)
+        return outputs, logs
+
+
+def _blocks(count, blocks, device):
+    """The block of each of `count` sorted rows."""
+    return torch.arange(count, device=device) * blocks // count
+
+
+def _take(x, rows):
+    return x.gather(2, rows.unsqueeze(-1).expand(*rows.shape, x.shape[-1]))
+
+
+def _softmax(scores, value):
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+def hyper_attention(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    block: int = 64,
+    samples: int = 64,
+    projections: int = 7,
+    shortest: int = 64,
+    seed: int = 0,
+) -> torch.Tensor:
+    """HyperAttention of a whole prompt, causal (Han et al. 2023, arXiv 2310.05869, algorithms 1 to 4).
+
+    Softmax attention splits into the two halves' causal attention and that of the second half over the first, which is unmasked
+    (FleetAttention, equation 6 and appendix B.3); halves of up to `shortest` tokens are exact. In the unmasked part queries and
+    keys are sorted by lsh_buckets and meet exactly within `block` keys; the rest of each query's sum is estimated from
+    `samples` keys drawn uniformly, those of its block left out. Defaults are FleetAttention's (table 5).
+
+    query T [B,H,N,D], key [B,Hkv,N,D], value [B,Hkv,N,Dv], query and key each times the root of the softmax's scale; returns
+    [B,H,N,Dv]. Plain PyTorch, O(N log N). It approximates prompts: its sum over keys has no state of fixed rank that later
+    tokens could use, so they attend over the prompt's keys by softmax. A query's block depends on the buckets of the queries
+    beside it, later ones too, so that scores of a prompt's own tokens are not free of the future.
+
+    Raises ValueError for sizes below 1, and for heads that are no multiple of key heads.
+
+    Example:
+        import torch
+        from leanfleet.export.low_rank import hyper_attention
+
+        query, key, value = torch.randn(3, 1, 2, 300, 16).mul(0.5)
+        print(hyper_attention(query, key, value).shape)     # torch.Size([1, 2, 300, 16])
+    """
+    if min(block, samples, projections, shortest) < 1:
+        raise ValueError(
+            f"hyper_attention: block {block}, samples {samples}, projections {projections}, shortest {shortest}; "
+            "each must be 1 or more"
+        )
+    if query.shape[1] % key.shape[1]:
+        raise ValueError(f"hyper_attention: {query.shape[1]} query heads are no multiple of {key.shape[1]} key heads")
+    group = query.shape[1] // key.shape[1]
+    wide = [_wide(t) for t in (query, key.repeat_interleave(group, 1), value.repeat_interleave(group, 1))]
+    return _Hyper(query.shape[3], block, samples, projections, shortest, seed).causal(*wide)[0].to(query.dtype)
+
+
+METHODS = ("favor", "vq", "lara")
+_PROMPTS = {
+    "hyper": "HyperAttention's causal form is recursive and has no state of fixed rank for decode steps; hyper_attention "
+    "approximates whole prompts"
+}
 
 
 def linearise(
@@ -152,12 +336,13 @@ def linearise(
 ) -> Any:
     """Replaces softmax in some layers of a transformers model by a low-rank form, in place and without training; returns it.
 
-    method: "favor" (FavorFeatures) or "vq" (QuantisedKeys); both are causal and carry a state [features, Dv + 1] a key head, in
-    running_sums_cache as in export_decoder. layers: their numbers; the others keep softmax. features: R, the rank. seed: of the
-    random directions, or of k-means. calibration: int64 [1,N], tokens for "vq" whose keys give the codebooks, N >= features.
-    The model's weights stay as they are, in any float type; features are float32. save_pretrained does not keep the
-    replacement: linearise the loaded model again. Source: FleetAttention's experiment (table 2, appendix A.1), which does this
-    to layers 23 to 30 of 32. Its other methods, LARA and HyperAttention, are not here.
+    method: "favor" (FavorFeatures), "vq" (QuantisedKeys) or "lara" (LaraFeatures); all are causal and carry a state [features,
+    Dv + 1] a key head, in running_sums_cache as in export_decoder. layers: their numbers; the others keep softmax. features: R,
+    the rank. seed: of the random directions, or of k-means. calibration: int64 [1,N], tokens whose keys give the codebooks of
+    "vq", and queries and keys the landmarks of "lara"; N >= features. The model's weights stay as they are, in any float type;
+    features are float32. save_pretrained does not keep the replacement: linearise the loaded model again. Source:
+    FleetAttention's experiment (table 2, appendix A.1), which does this to layers 23 to 30 of 32. HyperAttention has no such
+    state: "hyper" is refused, and hyper_attention is a function for prompts.
 
     Raises ValueError for an unknown method, layers that are not there, a missing or short calibration, a model whose softmax is
     not transformers' own, and for one that is linear already.
@@ -172,6 +357,8 @@ def linearise(
     from leanfleet.export.support import check_implementation, linear_layers_of
 
     config = model.config.get_text_config(decoder=True)
+    if method in _PROMPTS:
+        raise ValueError(f"linearise: {_PROMPTS[method]}. Methods are {', '.join(METHODS)}")
     if method not in METHODS:
         raise ValueError(f"linearise: method is {method!r}; it is one of {', '.join(METHODS)}")
     check_implementation(model)
@@ -180,12 +367,18 @@ def linearise(
     chosen, count = sorted(set(layers)), config.num_hidden_layers
     if any(not 0 <= layer < count for layer in chosen):
         raise ValueError(f"linearise: layers are {chosen}; expected numbers from 0 to {count - 1}")
+    if method != "favor" and calibration is None:
+        raise ValueError(f"linearise: '{method}' looks at a text's keys: give calibration, int64 [1,N]")
     keys = _keys(model, calibration) if method == "vq" else {}
+    rows = _queries_and_keys(model, calibration) if method == "lara" else {}
     modules = {m.layer_idx: m for m in model.modules() if hasattr(m, "layer_idx") and hasattr(m, "scaling")}
     made: dict[int, nn.Module] = {}
     for layer in chosen:
         if method == "vq":
             made[layer] = QuantisedKeys(codebooks(keys[layer] * modules[layer].scaling ** 0.5, features, seed + layer))
+        elif method == "lara":
+            q, k = (t * modules[layer].scaling ** 0.5 for t in rows[layer])
+            made[layer] = LaraFeatures(q, k, features, seed + layer)
         else:
             made[layer] = FavorFeatures(modules[layer].head_dim, features, seed + layer)
     for layer, module in made.items():  # only now, so that an error leaves the model as it was
@@ -200,9 +393,31 @@ def _keys(model: Any, calibration: torch.Tensor | None) -> dict[int, torch.Tenso
     """{layer: its keys [Hkv,N,D], float32} of a softmax model on the calibration's tokens."""
     from transformers import DynamicCache
 
-    if calibration is None:
-        raise ValueError("linearise: 'vq' takes its codebooks from keys: give calibration, int64 [1,N]")
     cache = DynamicCache()  # of no configuration, so that layers with windows keep all keys too
     with torch.no_grad():
         model(calibration, past_key_values=cache, use_cache=True)
     return {n: layer.keys[0].float() for n, layer in enumerate(cache.layers)}
+
+
+def _queries_and_keys(model: Any, calibration: torch.Tensor) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
+    """{layer: its queries [H,N,D] and keys [Hkv,N,D], float32} of a model on the calibration's tokens, by SDPA attention."""
+    from transformers import AttentionInterface
+    from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, AttentionMaskInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    seen: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+    implementation = model.config._attn_implementation
+
+    def noted(module: Any, query: torch.Tensor, key: torch.Tensor, *rest: Any, **options: Any) -> Any:
+        seen[module.layer_idx] = query[0].float(), key[0].float()
+        return ALL_ATTENTION_FUNCTIONS["sdpa"](module, query, key, *rest, **options)
+
+    AttentionInterface.register("leanfleet_noted", noted)
+    AttentionMaskInterface.register("leanfleet_noted", ALL_MASK_ATTENTION_FUNCTIONS["sdpa"])
+    model.set_attn_implementation("leanfleet_noted")
+    try:
+        with torch.no_grad():
+            model(calibration, use_cache=False)
+    finally:
+        model.set_attn_implementation(implementation)
+    return seen

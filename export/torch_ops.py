@@ -9,10 +9,12 @@ as a tensor of shape [0]. The functions of this module (lean_attention, causal_l
 asked for: a tensor where it is one, else a tuple.
 """
 
+import ctypes
 import functools
 import inspect
 import itertools
 import math
+import os
 import threading
 from typing import NamedTuple
 
@@ -21,7 +23,7 @@ from torch._C import DispatchKey
 from torch.autograd import forward_ad
 
 from leanfleet import native, spec
-from leanfleet.export import reference
+from leanfleet.export import reference, torch_autograd
 
 _DTYPES = {
     torch.float32: "float32",
@@ -36,6 +38,9 @@ _DTYPES = {
 _TYPES = {"bool": bool, "int": int, "float": float, "string": str}
 _ALIGNMENT = 256  # bytes; what the library expects of workspace addresses
 _LIBRARY = torch.library.Library(spec.DOMAIN, "DEF")
+# Operators of the same schemas, by Python and ctypes: what the compiled kernels do not compute goes there.
+_FALLBACK = f"{spec.DOMAIN}_python"
+_FALLBACK_LIBRARY = torch.library.Library(_FALLBACK, "DEF")
 _DEVICE_KEYS = {DispatchKey.CPU: "cpu", DispatchKey.CUDA: "cuda"}
 _MOST_ELEMENTS = 2**47  # of a tensor, kMaxElements in csrc/core/op.h
 _MAX_PLANS = 512  # kept by a thread; a cache whose capacity grows with every token makes a new one each time
@@ -351,23 +356,26 @@ def _fake(op, mutating):
     return fake
 
 
-def _differentiable(op, name, runners, setup, backward):
-    """The kernel of the form `name` at PyTorch's Autograd key, which records the call where gradients are wanted.
+def _differentiable(op, mutating, runners, setup, backward):
+    """The kernel of one form at PyTorch's Autograd key, which records the call where gradients are wanted.
 
     setup(ctx, inputs, attrs, outputs) gets all inputs and attributes, defaults filled in; backward(ctx, *gradients) returns
     the gradients of the inputs. torch.library.register_autograd makes the same of them, but a call of its kernel takes 35 µs
     more, mostly to fill in defaults from the schema.
     """
-    raw = getattr(torch.ops.leanfleet, name).default
+    raw = getattr(torch.ops.leanfleet, op.snake_name + ("_" if mutating else "")).default
     defaults = {a.name: a.default for a in op.attrs}
 
     def call(keyset, inputs, attrs):
         keyset = keyset & torch._C._after_autograd_keyset
-        run = runners.get(keyset.highestPriorityTypeId())
+        run = None if _COMPILED else runners.get(keyset.highestPriorityTypeId())
         if run is not None:  # no mode, transform or subclass comes before the device: the dispatcher would call the same
             return run(*inputs, **attrs)
-        with torch._C._AutoDispatchBelowAutograd():
-            return raw.redispatch(keyset, *inputs, **attrs)
+        try:
+            with torch._C._AutoDispatchBelowAutograd():
+                return raw.redispatch(keyset, *inputs, **attrs)
+        except (RuntimeError, ValueError) as error:
+            raise _typed(op, mutating, error, inputs, attrs) from None
 
     def forward(ctx, *args):
         *inputs, attrs, keyset = args
@@ -389,16 +397,47 @@ def _differentiable(op, name, runners, setup, backward):
     return kernel
 
 
+def _attach():
+    """Whether libleanfleet finds PyTorch's stable C functions, so that its compiled kernels can be registered.
+
+    LEANFLEET_TORCH=ctypes: kernels are called through ctypes; stable: autograd is Python's. They are there to compare.
+    """
+    if os.environ.get("LEANFLEET_TORCH") == "ctypes":
+        return False
+    try:
+        library = native.library()
+    except (FileNotFoundError, OSError):
+        return False  # the operators say so when they are called
+    # dlsym looks through the libraries that this one depends on.
+    return library.leanfleet_torch_attach(ctypes.CDLL(torch._C.__file__)._handle) is None
+
+
+def _register_compiled(op, mutating, key):
+    name = op.snake_name + ("_" if mutating else "")
+    attr = op.mutating.encode() if mutating else None
+    texts = [text.encode() for text in (spec.DOMAIN, key, name, op.name)]
+    return native.library().leanfleet_torch_register(*texts, attr, f"{_FALLBACK}::{name}".encode()) == 0
+
+
+_COMPILED = _attach()
+
+
 def _define(op, setup, backward):
     for mutating in (False, True) if op.mutating else (False,):
         name = op.snake_name + ("_" if mutating else "")
         _LIBRARY.define(_schema(op, mutating), tags=(torch.Tag.pt2_compliant_tag,))
+        _FALLBACK_LIBRARY.define(_schema(op, mutating))
         runners = {key: _runner(op, mutating, device_type) for key, device_type in _DEVICE_KEYS.items()}
         for key, run in runners.items():
-            _LIBRARY.impl(name, run, key.name)
+            _FALLBACK_LIBRARY.impl(name, run, key.name)
+            if not _COMPILED or not _register_compiled(op, mutating, key.name):
+                _LIBRARY.impl(name, run, key.name)
         torch.library.register_fake(f"{spec.DOMAIN}::{name}", _fake(op, mutating), lib=_LIBRARY)
         differentiated = (_setup_nothing, _no_backward(name)) if mutating else (setup, backward)
-        _LIBRARY.impl(name, _differentiable(op, name, runners, *differentiated), "Autograd", with_keyset=True)
+        kernel = _differentiable(op, mutating, runners, *differentiated)
+        _FALLBACK_LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
+        if not _COMPILED or not torch_autograd.register(op, mutating):
+            _LIBRARY.impl(name, kernel, "Autograd", with_keyset=True)
 
 
 def _documentation(op, mutating):
@@ -440,6 +479,17 @@ def _documentation(op, mutating):
     if op.example and not mutating:
         lines += ["", "Example:", *(f"    {line}".rstrip() for line in op.example.split("\n"))]
     return "\n".join(lines)
+
+
+def _typed(op, mutating, error, inputs, attrs):
+    """The error of a call as ctypes raises it. PyTorch's stable interface knows of no types."""
+    code = native.library().leanfleet_torch_error() if _COMPILED else 0
+    if code in (1, 2):  # refused before anything was written
+        try:
+            _runner(op, mutating, inputs[0].device.type if inputs[0] is not None else "cpu")(*inputs, **attrs)
+        except (RuntimeError, ValueError) as refused:
+            return refused
+    return native.LeanfleetError(str(error)) if code else error
 
 
 def _function(op, mutating):
@@ -491,7 +541,10 @@ def _function(op, mutating):
                 attrs[name] = converters[name](value)
         if len(attrs) < len(kwargs):
             args = (*args, *[kwargs.get(name) for name in input_names[len(args) :]])
-        outputs = raw(*args, **attrs)
+        try:
+            outputs = raw(*args, **attrs)
+        except (RuntimeError, ValueError) as error:
+            raise _typed(op, mutating, error, args, attrs) from None
         if lone:
             return outputs
         wanted = asked[tuple([bool(attrs.get(w, defaults[w])) for w in switches])]
@@ -643,7 +696,7 @@ _DIFFERENTIATED = {
     "GatedDeltaRule": (_save_inputs, _delta_backward),
     "NormalizedLinearAttention": (_setup_normalized, _normalized_backward),
 }
-for _op in _SPECS.values():
+for _op in reversed(_SPECS.values()):  # gradients come before what they are gradients of
     _define(_op, *_DIFFERENTIATED.get(_op.name, (_setup_nothing, _no_backward(_op.name))))
 
 lean_attention = _function(_SPECS["LeanAttention"], False)

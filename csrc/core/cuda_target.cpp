@@ -49,11 +49,18 @@ void* driver_function(const char* name) {
   return error == cudaSuccess && found == cudaDriverEntryPointSuccess ? function : nullptr;
 }
 
+Status is_captured(const Call& call, void* stream, bool* captured) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  const int error = cudaStreamIsCapturing(static_cast<cudaStream_t>(stream), &status);
+  *captured = status != cudaStreamCaptureStatusNone;
+  return cuda_status(call, "cudaStreamIsCapturing", error);
+}
+
 Status check_values_on_device(const Op& op, const Call& call, const CudaTarget& target) {
   const auto stream = static_cast<cudaStream_t>(target.stream);
-  cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
-  LEANFLEET_RETURN_IF_ERROR(cuda_status(call, "cudaStreamIsCapturing", cudaStreamIsCapturing(stream, &capture)));
-  if (capture != cudaStreamCaptureStatusNone) return {};
+  bool captured;
+  LEANFLEET_RETURN_IF_ERROR(is_captured(call, stream, &captured));
+  if (captured) return {};
   Call host = call;
   std::vector<char> copies[kMaxInputs];
   for (int i = 0; i < call.spec->num_inputs; ++i) {

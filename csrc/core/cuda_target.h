@@ -29,6 +29,9 @@ void free_mark(void* mark);
 // Captures of other threads do not mind what this thread calls.
 void allow_calls_during_capture();
 
+// Whether the stream is being captured into a CUDA graph.
+Status is_captured(const Call& call, void* stream, bool* captured);
+
 // ok for 0 (cudaSuccess); otherwise "LeanAttention 'node': <action> failed: cudaErrorX (its text)".
 Status cuda_status(const Call& call, const char* action, int error);
 

@@ -110,7 +110,7 @@ def test_only_trt_sees_tensorrt_headers():
     assert users == {"trt"}
 
 
-@pytest.mark.parametrize("adapter", ["ort", "trt", "capi"])
+@pytest.mark.parametrize("adapter", ["ort", "trt", "capi", "torch"])
 def test_adapters_name_no_operator(adapter):
     """No operator, input, output or attribute of ops.toml is spelled in an adapter."""
     words = {s.name for s in spec.all_specs().values()} | {s.snake_name for s in spec.all_specs().values()}

@@ -8,7 +8,16 @@ import transformers
 
 from leanfleet.export import export_decoder
 from leanfleet.export.linear_attention import register_transformers
-from leanfleet.export.low_rank import FavorFeatures, QuantisedKeys, codebooks, linearise, orthogonal_gaussian
+from leanfleet.export.low_rank import (
+    FavorFeatures,
+    LaraFeatures,
+    QuantisedKeys,
+    codebooks,
+    hyper_attention,
+    linearise,
+    lsh_buckets,
+    orthogonal_gaussian,
+)
 from leanfleet.export.running_sums import running_sums_cache
 from leanfleet.ort_ops import generate, load_decoder
 from support.decoders import make, prompts
@@ -88,7 +97,117 @@ def test_quantised_keys_error_falls_with_codes():
     assert errors[1] < 0.85 * errors[0] and errors[2] < 1e-12  # a codeword for each key: exact
 
 
-@pytest.fixture(params=["favor", "vq"])
+def test_lara_is_the_papers_equation():
+    """One direction a landmark, weighed by the balance heuristic; a row of queries and all keys up to a factor."""
+    query, key, _ = inputs(60, 8)
+    features = LaraFeatures(query[0].repeat_interleave(2, 0), key[0], 12, 0).double()
+    wide = query.repeat_interleave(2, 1)
+    found = features.query(wide) @ features.key(key).repeat_interleave(2, 1).mT
+    for head in range(4):
+        q, k, w = wide[0, head], key[0, head // 2], features.directions[head // 2]
+        landmarks = [
+            a.mean(0) + b.mean(0) for a, b in zip(query[0, head // 2].tensor_split(12), k.tensor_split(12), strict=True)
+        ]
+
+        def density(x, mean=0.0):
+            return torch.exp(-(x - mean).square().sum() / 2)
+
+        expected = torch.zeros(60, 60, dtype=torch.float64)
+        for direction in w:
+            weight = density(direction) / sum(density(direction, mean) for mean in landmarks)
+            phi_q, phi_k = (torch.exp(x @ direction - x.square().sum(-1) / 2) for x in (q, k))
+            expected += weight * phi_q[:, None] * phi_k
+        torch.testing.assert_close(found[0, head] / found[0, head].sum(-1, True), expected / expected.sum(-1, True))
+
+
+def test_laras_error_falls_with_rank():
+    query, key, value = inputs()
+    more = inputs(2048)
+    expected = softmax_attention(query, key, value)
+    errors = []
+    for rank in (8, 128, 2048):
+        made = (LaraFeatures(more[0][0], more[1][0], rank, seed) for seed in range(5))
+        errors.append(sum(relative(by_features(features, query, key, value), expected) for features in made) / 5)
+    assert errors[1] < 0.7 * errors[0] and errors[2] < 0.6 * errors[1], errors
+
+
+def plain_hyper(query, key, value, directions, draw, block, shortest):
+    """hyper_attention of one head by lists of pairs: out_i is the mean of values weighed by sums of weight * exp(q_i.k_j)."""
+    count = len(query)
+    weights = torch.zeros(count, count, dtype=torch.float64)
+
+    def fill(first, last):
+        if last - first <= shortest:
+            for i in range(first, last):
+                weights[i, first : i + 1] += 1
+            return
+        middle = first + (last - first) // 2
+        fill(first, middle)
+        fill(middle, last)
+        keys = middle - first
+        if keys <= block:
+            weights[middle:last, first:middle] += 1
+            return
+        blocks, places = -(-keys // block), []
+        for begin, end, x in ((middle, last, query), (first, middle, key)):
+            order = sorted(range(begin, end), key=lambda i: (lsh_buckets(x[i], directions).item(), i))  # noqa: B023
+            places.append({row: at * blocks // (end - begin) for at, row in enumerate(order)})
+        sampled = draw(keys)
+        for i in range(middle, last):
+            for j in range(first, middle):
+                weights[i, j] += places[0][i] == places[1][j]
+            for j in sampled:
+                weights[i, first + j] += keys / len(sampled) * (places[0][i] != places[1][first + j])
+
+    fill(0, count)
+    sums = weights * torch.exp(query @ key.T)
+    return sums / sums.sum(-1, keepdim=True) @ value
+
+
+def test_hyper_attention_is_the_papers_algorithm():
+    query, key, value = inputs(75)
+    options = dict(block=8, samples=5, projections=4, shortest=6)
+    found = hyper_attention(query, key[:, :1], value[:, :1], **options, seed=3)
+    for head in range(2):
+        generator = torch.Generator().manual_seed(3)
+        directions = torch.randn(4, 16, generator=generator)
+
+        def draw(keys, generator=generator):
+            return torch.randint(keys, (5,), generator=generator).tolist()
+
+        expected = plain_hyper(query[0, head], key[0, 0], value[0, 0], directions, draw, 8, 6)
+        torch.testing.assert_close(found[0, head], expected)
+
+
+def test_hyper_attentions_error_falls_with_its_sizes():
+    query, key, value = inputs(400)
+    expected = softmax_attention(query, key, value)
+
+    def error(size):
+        options = dict(block=size, samples=size, shortest=8)
+        return sum(relative(hyper_attention(query, key, value, **options, seed=s), expected) for s in range(4)) / 4
+
+    errors = [error(size) for size in (4, 16, 64)]
+    assert errors[1] < 0.8 * errors[0] and errors[2] < 0.8 * errors[1] and error(400) < 1e-12, errors
+
+
+def test_later_keys_and_values_change_nothing_before():
+    """Queries stay: a query's block depends on the queries beside it."""
+    query, key, value = inputs(75)
+    options = dict(block=8, samples=5, projections=4, shortest=6)
+    found = hyper_attention(query, key, value, **options)
+    other_key, other_value = key.clone(), value.clone()
+    other_key[:, :, 60:], other_value[:, :, 60:] = 1.0, 7.0
+    assert torch.equal(hyper_attention(query, other_key, other_value, **options)[:, :, :56], found[:, :, :56])
+
+
+def test_neighbouring_buckets_differ_in_one_sign():
+    signs = torch.cartesian_prod(*[torch.tensor([-1.0, 1.0])] * 5)
+    ordered = signs[lsh_buckets(signs, torch.eye(5)).argsort()]
+    assert ((ordered[1:] != ordered[:-1]).sum(1) == 1).all()
+
+
+@pytest.fixture(params=["favor", "vq", "lara"])
 def model(request):
     return linearise(make("qwen3"), request.param, [1], features=24, calibration=CALIBRATION)
 
@@ -137,12 +256,22 @@ def test_export(model, tmp_path):
 
 def test_errors(tmp_path):
     model = make("llama")
-    with pytest.raises(ValueError, match="method is 'nystrom'; it is one of favor, vq"):
+    with pytest.raises(ValueError, match="method is 'nystrom'; it is one of favor, vq, lara"):
         linearise(model, "nystrom", [0])
     with pytest.raises(ValueError, match="layers are .2.; expected numbers from 0 to 1"):
         linearise(model, "favor", [2])
     with pytest.raises(ValueError, match="give calibration"):
         linearise(model, "vq", [0])
+    with pytest.raises(ValueError, match="'lara' looks at a text's keys: give calibration"):
+        linearise(model, "lara", [0])
+    with pytest.raises(ValueError, match="400 landmarks need as many tokens of calibration; there are 300"):
+        linearise(make("llama"), "lara", [0], features=400, calibration=CALIBRATION)
+    with pytest.raises(ValueError, match="no state of fixed rank.* Methods are favor, vq, lara"):
+        linearise(model, "hyper", [0])
+    with pytest.raises(ValueError, match="samples 0.*each must be 1 or more"):
+        hyper_attention(*torch.zeros(3, 1, 2, 4, 8), samples=0)
+    with pytest.raises(ValueError, match="3 query heads are no multiple of 2 key heads"):
+        hyper_attention(torch.zeros(1, 3, 4, 8), *torch.zeros(2, 1, 2, 4, 8))
     with pytest.raises(ValueError, match="400 codes need as many tokens of calibration; there are 300"):
         linearise(make("llama"), "vq", [0], features=400, calibration=CALIBRATION)
     assert model.config._attn_implementation == "sdpa" and not hasattr(model.config, "leanfleet_linear_layers")

@@ -1,5 +1,6 @@
 """torch.ops.leanfleet: agreement with the reference, autograd, fakes, torch.compile, errors."""
 
+import os
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -370,9 +371,10 @@ def test_an_error_is_raised_again_and_leaves_later_calls_alone(monkeypatch):
             torch_ops.causal_linear_decay(q, k, v, -decay)
     assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay), right)
     monkeypatch.setattr(torch_ops, "_MAX_PLANS", 1)
-    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay, scale=2.0), 2 * right)
+    called = by_ctypes("CausalLinearDecay")
+    assert torch.equal(called(q, k, v, decay, scale=2.0)[0], 2 * right)
     assert len(torch_ops._plans.by_key) == 1
-    assert torch.equal(torch_ops.causal_linear_decay(q, k, v, decay), right)
+    assert torch.equal(called(q, k, v, decay)[0], right)
 
 
 @pytest.mark.parametrize(
@@ -516,11 +518,96 @@ def test_workspace_is_poisoned_and_threads_do_not_change_who_is_right(monkeypatc
 
         monkeypatch.setattr(torch_ops, "_scratch", filled)
         results.append(
+            by_ctypes("CausalLinearDecay")(q, k, v, decay, state, return_state=True)[:2]
+            + by_ctypes("LeanAttention")(*attention_inputs_fixed().values(), append=True)[:4]
+        )
+    torch.use_deterministic_algorithms(True)  # PyTorch fills what it allocates with NaN and 255
+    try:
+        results.append(
             torch_ops.causal_linear_decay(q, k, v, decay, state, return_state=True)
             + torch_ops.lean_attention(**attention_inputs_fixed(), append=True)
         )
+    finally:
+        torch.use_deterministic_algorithms(False)
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def by_ctypes(name):
+    """The kernel of the functional form without PyTorch's dispatcher."""
+    return torch_ops._runner(torch_ops._SPECS[name], False, "cpu")
+
+
+def test_compiled_kernels_are_registered():
+    """PyTorch here is new enough for them; only LEANFLEET_TORCH=ctypes, for comparisons, leaves them out."""
+    assert torch_ops._COMPILED == (os.environ.get("LEANFLEET_TORCH") != "ctypes")
+
+
+@pytest.mark.parametrize(
+    "change, kind, message",
+    [
+        (dict(query=None), ValueError, "input query is missing"),
+        (dict(key=None), ValueError, "input key is missing"),
+        (
+            dict(key=torch.zeros(2, 2, 9, 4, dtype=torch.bool)),
+            ValueError,
+            "key has type bool; expected float32, float16 or bfloat16",
+        ),
+        (dict(value=torch.zeros(1, 1, 2, 2, 9, 4)), ValueError, "value has rank 6|value has shape .*expected"),
+        (dict(algorithm="vanilla"), native.UnsupportedError, "which only the PyTorch reference has"),
+        (dict(query=torch.zeros(2, 6, 9, 4, dtype=D)), ValueError, "key has type torch.float32; expected torch.float64"),
+    ],
+)
+def test_compiled_kernels_refuse_as_ctypes_does(change, kind, message):
+    query, key, value, *_ = decay_inputs()
+    given = {"query": query, "key": key, "value": value, **change}
+    with pytest.raises(kind, match=message) as found:
+        torch_ops.causal_linear_decay(**given)
+    inputs = [given.pop(name) for name in ("query", "key", "value")]
+    with pytest.raises(kind) as expected:
+        by_ctypes("CausalLinearDecay")(*inputs, **given)
+    assert str(found.value) == str(expected.value)
+
+
+def test_compiled_and_python_autograd_agree():
+    """leanfleet_python has Python's: the same kernels, so the same bits; also where only some inputs want gradients."""
+    q, k, v, decay, state = decay_inputs()
+    norm = torch.rand(2, 2, 4)
+    beta = torch.rand(2, 6, 9)
+    delta = (randn(2, 6, 9, 4), randn(2, 6, 9, 4), randn(2, 6, 9, 5), None, beta)
+    cases = [
+        ("causal_linear_decay", [q, k, v], {}),
+        ("causal_linear_decay", [q, k, v, decay, state], {"return_state": True}),
+        ("causal_linear_decay", [q.abs(), k.abs(), v, decay, state, norm], {"return_state": True, "normalize": True}),
+        ("normalized_linear_attention", [q, k, v], {"causal": False}),
+        ("normalized_linear_attention", [q, k, v, torch.tensor([9.0, 0.6])], {"normalize_qk": True}),
+        ("gated_delta_rule", list(delta), {"scale": 0.5}),
+    ]
+    for name, inputs, attrs in cases:
+        for chosen in ([0, 1, 2], [2], [len(inputs) - 1]):
+            results = []
+            for space in (torch.ops.leanfleet, torch.ops.leanfleet_python):
+                leaves = [None if t is None else t.clone().requires_grad_(i in chosen) for i, t in enumerate(inputs)]
+                outputs = getattr(space, name)(*leaves, **attrs)
+                outputs = [o for o in outputs if o.requires_grad and o.dim() > 1]
+                results.append(
+                    torch.autograd.grad([o.square().sum() for o in outputs], [leaves[i] for i in chosen], allow_unused=True)
+                )
+            for a, b in zip(*results, strict=True):
+                assert (a is None and b is None) or torch.equal(a, b), (name, chosen)
+
+
+def test_saved_tensors_changed_in_place_are_noticed():
+    q, k, v = (randn(1, 2, 5, 4, grad=True) for _ in range(3))
+    changed = k * 1
+    output = torch_ops.causal_linear_decay(q, changed, v)
+    changed.add_(1)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        output.sum().backward()
+    output = torch_ops.normalized_linear_attention(q, k, v)[0]
+    output.sum().backward()
+    with pytest.raises(RuntimeError, match="second time"):
+        output.sum().backward()
 
 
 def attention_inputs_fixed():

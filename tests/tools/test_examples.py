@@ -28,6 +28,7 @@ EXPECTED = {
     "own_layer": ("kernels in ONNX Runtime and PyTorch: largest difference", ["layer.onnx"]),
     "hugging_face": ("the same greedy tokens as transformers", ["model.onnx", "leanfleet.json"]),
     "linear_model": ("the same greedy tokens as PyTorch", ["model.onnx", "leanfleet.json"]),
+    "train_linear": ("the same greedy tokens as PyTorch", ["model.onnx", "leanfleet.json"]),
     "continuous_batching": ("4 requests in", ["model.onnx", "leanfleet.json"]),
     "tensorrt_engine": (engine_line(), ["attention.onnx"]),
     "replicas": ("killed, 2 run; 120 of 120 requests answered, equal ones alike: True", ["model.onnx", "serving.onnx"]),

@@ -1,0 +1,134 @@
+"""Host time of PyTorch operators: python -m bench.kernels.host_cost [--calls 32] [--out F.json]
+
+Tiny tensors [1,1,4,16] in float32 on one CPU thread, so that what is measured is everything but the arithmetic. Three ways of
+calling leanfleet are measured, each in a process of its own: "C++" (kernels over PyTorch's stable interface, autograd built
+against it), "stable" (the same kernels, autograd in Python) and "ctypes". Beside them stand SDPA, a Python autograd function
+that does nothing, and the multiplication x * x. forward: under no_grad. training: forward and backward of CALLS calls, one
+feeding the next, divided by their number, so that what a backward pass costs once is shared. alone: with a graph of one call.
+Microseconds; the 2nd percentile, as other work on the machine only adds, and the median. Writes the JSON, and with its name and
+.md a table.
+"""
+
+import argparse
+import functools
+import gc
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+WAYS = {"C++": "", "stable": "stable", "ctypes": "ctypes"}  # to LEANFLEET_TORCH
+OTHERS = ("SDPA", "empty autograd.Function", "multiplication")
+
+
+def microseconds(function, repeats):
+    """(2nd percentile, median) of one call."""
+    for _ in range(repeats // 10 + 1):
+        function()
+    taken = []
+    for _ in range(repeats):
+        start = time.perf_counter_ns()
+        function()
+        taken.append((time.perf_counter_ns() - start) / 1e3)
+    taken.sort()
+    return taken[len(taken) // 50], taken[len(taken) // 2]
+
+
+def subjects():
+    """{name: function of query, key and value that returns one tensor of the query's shape}"""
+    import torch
+
+    from leanfleet.export import causal_linear_decay, lean_attention, normalized_linear_attention
+
+    class Empty(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, query, key, value):
+            ctx.save_for_backward(query, key, value)
+            return query.detach()
+
+        @staticmethod
+        def backward(ctx, grad):
+            return grad, grad, grad
+
+    sdpa = functools.partial(torch.nn.functional.scaled_dot_product_attention, is_causal=True)
+    return {
+        "SDPA": sdpa,
+        "empty autograd.Function": Empty.apply,
+        "multiplication": lambda query, key, value: query * query,
+        "CausalLinearDecay": causal_linear_decay,
+        "NormalizedLinearAttention": lambda *inputs: normalized_linear_attention(*inputs)[0],
+        "LeanAttention": lambda *inputs: lean_attention(*inputs)[0],
+    }
+
+
+def measure(calls, wanted):
+    import torch
+
+    torch.set_num_threads(1)
+    query, key, value = (torch.rand(1, 1, 4, 16).requires_grad_() for _ in range(3))
+    grad = torch.ones_like(query)
+    rows = []
+    gc.disable()
+    for name, function in subjects().items():
+        if (name in OTHERS) != wanted:
+            continue
+
+        def chain(calls, function=function):
+            x = query
+            for _ in range(calls):
+                x = function(x, key, value)
+            torch.autograd.grad(x, (query, key, value), grad, allow_unused=True)
+
+        with torch.no_grad():
+            row = {"call": name, "forward": microseconds(lambda f=function: f(query, key, value), 2000)}
+        if name != "LeanAttention":  # it has no backward
+            row["training"] = [t / calls for t in microseconds(lambda c=chain: c(calls), 200)]
+            row["alone"] = microseconds(lambda c=chain: c(1), 1000)
+        rows.append(row)
+        gc.collect()
+    return rows
+
+
+def in_a_process(calls, way):
+    command = [sys.executable, "-m", "bench.kernels.host_cost", "--calls", str(calls), "--way", way]
+    environment = {**os.environ, "LEANFLEET_TORCH": WAYS.get(way, "")}
+    return json.loads(subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout)
+
+
+def table(report):
+    lines = [
+        f"PyTorch {report['torch']}, {report['cpu']}; µs of one call, 2nd percentile (median).",
+        "",
+        "| call | way | forward, no gradient | forward and backward | the same, a graph of one call |",
+        "|---|---|---|---|---|",
+    ]
+    for row in report["rows"]:
+        cells = ["{:.1f} ({:.1f})".format(*row[key]) if key in row else "" for key in ("forward", "training", "alone")]
+        lines.append(f"| {row['call']} | {row['way']} | " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--calls", type=int, default=32)
+    parser.add_argument("--out", type=Path, default=Path("bench/results/host_cost_cpu.json"))
+    parser.add_argument("--way", help="measure this way alone, and print its rows as JSON")
+    args = parser.parse_args()
+    if args.way is not None:
+        print(json.dumps(measure(args.calls, args.way not in WAYS)))
+        return
+    import torch
+
+    rows = [{**row, "way": ""} for row in in_a_process(args.calls, "")]
+    rows += [{**row, "way": way} for way in WAYS for row in in_a_process(args.calls, way)]
+    cpu = next((line.split(":")[1].strip() for line in open("/proc/cpuinfo") if line.startswith("model name")), "unknown")
+    report = {"torch": torch.__version__, "cpu": cpu, "calls": args.calls, "rows": rows}
+    args.out.write_text(json.dumps(report, indent=1) + "\n")
+    args.out.with_suffix(".md").write_text(table(report))
+    print(table(report))
+
+
+if __name__ == "__main__":
+    main()
