@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any
 from leanfleet.generation import StopStrings, TextStream
 
 if TYPE_CHECKING:
-    from leanfleet.ort_ops.serving import ContinuousBatch, Request
+    from leanfleet.batching import Batch, Request
 
 RECOVERY = 10.0  # seconds after a failed call in which the engine counts as not working, where no call has succeeded since
 STOP, LENGTH, CANCELLED, FAILED = "stop", "length", "cancelled", "error"  # how an answer ended
@@ -84,7 +84,7 @@ class Engine:
 
     def __init__(
         self,
-        batch: ContinuousBatch,
+        batch: Batch,
         tokenizer: Any,
         max_waiting: int = 256,
         observe: Callable[[str, float], object] = lambda name, seconds: None,

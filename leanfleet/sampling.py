@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from leanfleet import native, spec
-from leanfleet.decoder_contract import Sampling, settings
+from leanfleet.decoder_contract import TOP, Adjustments, Sampling, settings
 
 _ALIGNMENT = 256  # bytes, of workspaces
 
@@ -33,6 +33,49 @@ def check_sampling(temperature: float = 0.0, top_k: int = 0, top_p: float = 1.0,
         if not good:
             raise ValueError(f"{name} is {value!r}; expected {expected}")
     return Sampling(float(temperature), int(top_k), float(top_p), float(min_p), int(seed))
+
+
+def check_adjustments(
+    vocabulary: int,
+    repetition_penalty: float = 1.0,
+    presence_penalty: float = 0.0,
+    frequency_penalty: float = 0.0,
+    logit_bias: dict[int, float] | None = None,
+    top_logprobs: int = 0,
+) -> Adjustments:
+    """The options as Adjustments. Raises ValueError, naming the option, where one is out of range."""
+
+    def real(value: object) -> bool:
+        return isinstance(value, (int, float, np.number)) and bool(np.isfinite(value))
+
+    bias = {} if logit_bias is None else logit_bias
+    for name, value, good, expected in (
+        (
+            "repetition_penalty",
+            repetition_penalty,
+            real(repetition_penalty) and repetition_penalty > 0,
+            "a number above 0; 1: off",
+        ),
+        ("presence_penalty", presence_penalty, real(presence_penalty), "a number; 0: off"),
+        ("frequency_penalty", frequency_penalty, real(frequency_penalty), "a number; 0: off"),
+        (
+            "logit_bias",
+            logit_bias,
+            isinstance(bias, dict)
+            and all(isinstance(t, (int, np.integer)) and 0 <= t < vocabulary and real(b) for t, b in bias.items()),
+            f"{{token id in 0 .. {vocabulary - 1}: number}}",
+        ),
+        (
+            "top_logprobs",
+            top_logprobs,
+            isinstance(top_logprobs, (int, np.integer)) and 0 <= top_logprobs <= TOP,
+            f"a whole number from 0 to {TOP}",
+        ),
+    ):
+        if not good:
+            raise ValueError(f"{name} is {str(value)[:60]}; expected {expected}")
+    pairs = tuple(sorted((int(t), float(b)) for t, b in bias.items()))
+    return Adjustments(float(repetition_penalty), float(presence_penalty), float(frequency_penalty), pairs, int(top_logprobs))
 
 
 def sample(logits: np.ndarray, requests: Sequence[Sampling], positions: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -1,6 +1,6 @@
-"""What a loop over a session exchanges with it: memory that both see, copies between them, and when they are through.
+"""What a loop over a graph exchanges with it: memory that both see, copies between them, and when they are through.
 
-Host is for sessions on the CPU, where a copy is made at once. CudaStream is for those on a GPU that run on its stream: copies
+Host is for graphs on the CPU, where a copy is made at once. CudaStream is for those on a GPU that run on its stream: copies
 and calls are queued there, and nobody waits for them but who asks. Both keep their memory until they are deleted.
 """
 
@@ -13,6 +13,7 @@ import numpy as np
 from leanfleet import driver
 
 _ALIGNMENT = 256  # bytes
+Array = tuple[int, list[int], np.dtype]  # address, shape, type
 
 
 class Host:
@@ -24,7 +25,7 @@ class Host:
         self._arrays: dict[int, np.ndarray] = {}
 
     def allocate(self, size: int) -> int:
-        """The address of so many zero bytes that a session reads and writes."""
+        """The address of so many zero bytes that a graph reads and writes."""
         room = np.zeros(size + _ALIGNMENT, np.uint8)
         address = -(-room.ctypes.data // _ALIGNMENT) * _ALIGNMENT
         self._arrays[address] = room
@@ -45,6 +46,9 @@ class Host:
     def wait(self, mark: int) -> None:
         """Returns when what was queued before the mark is through."""
 
+    def make_current(self) -> None:
+        """Makes its device that of this thread."""
+
 
 class CudaStream:
     """A stream of the GPU of number `index`, and memory on both sides. Raises RuntimeError with the driver's message, and
@@ -56,9 +60,9 @@ class CudaStream:
         self._cuda, self.index = driver.load(), index
         device, context, stream = ctypes.c_int(), ctypes.c_void_p(), ctypes.c_void_p()
         self._call("cuDeviceGet", ctypes.byref(device), index)
-        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # the one that onnxruntime uses
+        self._call("cuDevicePrimaryCtxRetain", ctypes.byref(context), device)  # the one that runtimes use
         self._device, self._context = device, context
-        self._enter()
+        self.make_current()
         self._call("cuStreamCreate", ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING
         self._stream, self._turn = stream, 0
         self._events = [ctypes.c_void_p() for _ in range(4)]
@@ -70,17 +74,18 @@ class CudaStream:
     def _call(self, function: str, *arguments: object) -> None:
         driver.call(self._cuda, function, *arguments)
 
-    def _enter(self) -> None:
-        self._call("cuCtxSetCurrent", self._context)  # a thread has its own
+    def make_current(self) -> None:
+        """Makes its GPU that of this thread."""
+        self._call("cuCtxSetCurrent", self._context)
 
     @property
     def address(self) -> int:
-        """The cudaStream_t, as onnxruntime's option user_compute_stream takes it."""
+        """The cudaStream_t, as runtimes take it."""
         return self._stream.value or 0
 
     def allocate(self, size: int) -> int:
         """As Host.allocate, on the GPU."""
-        self._enter()
+        self.make_current()
         pointer = ctypes.c_uint64()
         self._call("cuMemAlloc_v2", ctypes.byref(pointer), ctypes.c_size_t(max(size, 1)))
         self._there.append(pointer)
@@ -90,7 +95,7 @@ class CudaStream:
 
     def host_bytes(self, size: int) -> np.ndarray:
         """As Host.host_bytes: pinned memory, from which a GPU copies on its own."""
-        self._enter()
+        self.make_current()
         pointer = ctypes.c_void_p()
         self._call("cuMemAllocHost_v2", ctypes.byref(pointer), ctypes.c_size_t(max(size, 1)))
         self._here.append(pointer)
@@ -98,26 +103,26 @@ class CudaStream:
 
     def copy(self, target: int, source: int, size: int) -> None:
         """As Host.copy. It is queued: the bytes are to stay as they are until it is through."""
-        self._enter()
+        self.make_current()
         self._call("cuMemcpyAsync", ctypes.c_uint64(target), ctypes.c_uint64(source), ctypes.c_size_t(size), self._stream)
 
     def mark(self) -> int:
         """As Host.mark."""
-        self._enter()
+        self.make_current()
         self._turn = (self._turn + 1) % len(self._events)
         self._call("cuEventRecord", self._events[self._turn], self._stream)
         return self._turn
 
     def wait(self, mark: int) -> None:
         """As Host.wait."""
-        self._enter()
+        self.make_current()
         self._call("cuEventSynchronize", self._events[mark])
 
     def __del__(self) -> None:
         if not hasattr(self, "_there"):
             return
-        try:  # the stream stays: the session that runs on it may outlive this
-            self._enter()
+        try:  # the stream stays: the runtime that runs on it may outlive this
+            self.make_current()
             self._call("cuStreamSynchronize", self._stream)
             for pointer in self._there:
                 self._call("cuMemFree_v2", pointer)
