@@ -51,7 +51,8 @@ def long_step(text: str) -> Iterator[None]:
 
 
 def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
-    """A module that uses every forward operator, and the gradients as ordinary nodes, with its example inputs."""
+    """A module that uses every forward operator, and the gradients as ordinary nodes, with its example inputs. It runs in a
+    process that has the communicator "world"."""
     import torch
 
     from leanfleet import export as lf
@@ -95,8 +96,10 @@ def all_operators_module() -> tuple[torch.nn.Module, tuple[torch.Tensor, ...]]:
                 k, k, v, -beta / 8, beta=beta, grad_output=corrected, normalize_qk=True
             )
             mixed = lf.causal_conv(x, self.taps, activation="silu")
+            parts = lf.all_gather(attended.unsqueeze(0)), lf.all_gather(lse.unsqueeze(0))
+            exchanged = lf.all_reduce(attended), *lf.merge_attention(*parts)
             linear = decayed, state, gq, gk, gv, normalized, nq, nk, nv, corrected, dq, dk, dv, dbeta
-            return attended, lse, keys, values, *linear, mixed, tokens, gated
+            return attended, lse, keys, values, *linear, mixed, tokens, gated, *exchanged
 
     torch.manual_seed(0)
     x, caches = torch.randn(2, 5, 64), [torch.randn(2, 2, 32, 16) for _ in range(2)]
@@ -107,7 +110,7 @@ def operators_part() -> None:
     import onnx
     import torch
 
-    from leanfleet import parity
+    from leanfleet import communicators, parity
     from leanfleet.export import export
 
     print("1. A module with all operators: PyTorch -> ONNX -> ONNX Runtime, with the library and without\n")
@@ -120,7 +123,8 @@ def operators_part() -> None:
         )
     names = [value.name for value in onnx.load(path).graph.input]
     feed = dict(zip(names, (t.numpy() for t in inputs), strict=True))
-    rows, kernels = parity.check(path, ("reference", "body", "ort-cpu"), inputs=feed)
+    with communicators.create():  # of this process alone
+        rows, kernels = parity.check(path, ("reference", "body", "ort-cpu"), inputs=feed)
     parity.print_check(rows, kernels)
     if not all(r["passed"] for r in rows):
         raise SystemExit("demo: the runners disagree")

@@ -188,9 +188,10 @@ class ContinuousBatch(Batch):
 
     folder: the exported one, whose leanfleet.json is read. engine: bytes, path or trt.ICudaEngine, built of its serving graph
     with serving_profiles and the same limits. sampler: the same of sampler.onnx with sampler_profile; requests with penalties,
-    biases or top_logprobs need it. device: the GPU, "cuda" (the first) or "cuda:1". trt, host_code: see trt_plugins.deserialize. The rest is as in
-    leanfleet.ort_ops.serving.ContinuousBatch, and so are tokens, requests and step(), but that steps are not captured as CUDA
-    graphs. A step is made while the one before runs, and its tokens are read a step behind.
+    biases or top_logprobs need it. device: the GPU, "cuda" (the first) or "cuda:1". trt, host_code: see
+    trt_plugins.deserialize. The rest is as in leanfleet.ort_ops.serving.ContinuousBatch, and so are tokens, requests and
+    step(), but that steps are not captured as CUDA graphs. A step is made while the one before runs, and its tokens are read a
+    step behind.
     Raises FileNotFoundError and ValueError for a folder that is not one, ValueError for wrong limits, quantised caches and an
     engine whose profiles do not take the limits, and RuntimeError where no GPU is here or TensorRT refuses the engine.
 
