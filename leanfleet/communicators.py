@@ -138,7 +138,7 @@ class Communicator:
         self.close()
 
     def close(self) -> None:
-        """Destroys it; a second time does nothing."""
+        """Destroys it; a second time does nothing. CUDA graphs with its exchanges keep what they need until they are gone."""
         if _open.get((self.name, self.engine)) is self:
             destroy(self.name)
 

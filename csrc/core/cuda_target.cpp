@@ -106,6 +106,24 @@ void free_mark(void* mark) {
   if (mark != nullptr) static_cast<void>(cudaEventDestroy(static_cast<cudaEvent_t>(mark)));
 }
 
+bool keep_with_graph(void* stream, unsigned long long* known, void* what, void (*let_go)(void*)) {
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long id = 0;
+  cudaGraph_t graph = nullptr;
+  const auto cuda_stream = static_cast<cudaStream_t>(stream);
+#if CUDART_VERSION >= 13000
+  if (cudaStreamGetCaptureInfo(cuda_stream, &status, &id, &graph, nullptr, nullptr, nullptr) != cudaSuccess) return false;
+#else
+  if (cudaStreamGetCaptureInfo_v2(cuda_stream, &status, &id, &graph, nullptr, nullptr) != cudaSuccess) return false;
+#endif
+  if (status != cudaStreamCaptureStatusActive || id == *known) return false;
+  cudaUserObject_t object = nullptr;
+  if (cudaUserObjectCreate(&object, what, let_go, 1, cudaUserObjectNoDestructorSync) != cudaSuccess) return false;
+  if (cudaGraphRetainUserObject(graph, object, 1, cudaGraphUserObjectMove) == cudaSuccess) *known = id;
+  else static_cast<void>(cudaUserObjectRelease(object, 1));  // which calls let_go
+  return true;
+}
+
 void allow_calls_during_capture() {
   cudaStreamCaptureMode mode = cudaStreamCaptureModeRelaxed;
   static_cast<void>(cudaThreadExchangeStreamCaptureMode(&mode));

@@ -26,6 +26,10 @@ bool record_mark(void** mark, void* stream);
 bool mark_done(void* mark);
 void free_mark(void* mark);
 
+// Where the stream is being captured into a graph that is not the one of `known` (0: none), which is set: let_go(what) comes when
+// that graph and all made of it are gone, from a thread of the driver's that may not call CUDA. False: it will not come.
+bool keep_with_graph(void* stream, unsigned long long* known, void* what, void (*let_go)(void*));
+
 // Captures of other threads do not mind what this thread calls.
 void allow_calls_during_capture();
 

@@ -12,6 +12,9 @@
 #include <climits>
 #include <condition_variable>
 #include <cstdio>
+#include <cstdlib>
+#include <exception>
+#include <memory>
 #include <mutex>
 #include <thread>
 
@@ -77,8 +80,8 @@ Status load_nccl(const std::string& told, const Nccl** loaded) {
   static std::string loaded_from;
   std::lock_guard<std::mutex> lock(mutex);
   *loaded = &nccl;
+  if (!loaded_from.empty() && (told.empty() || told == loaded_from)) return {};
   const std::string path = told.empty() ? "libnccl.so.2" : told;
-  if (!loaded_from.empty()) return {};
   void* const library = dlopen(path.c_str(), RTLD_NOW | RTLD_LOCAL);
   if (library == nullptr)
     return Status::unsupported(std::string("NCCL cannot be loaded: ") + dlerror() +
@@ -95,6 +98,9 @@ Status load_nccl(const std::string& told, const Nccl** loaded) {
   int version = 0;
   if (found.get_version(&version) != kSuccess || version < kOldest)
     return Status::unsupported(path + " is NCCL " + std::to_string(version) + "; expected 2.14 (21400) or later");
+  if (!loaded_from.empty() && found.get_id != nccl.get_id)
+    return Status::unsupported("NCCL is " + loaded_from + " in this process, and cannot be " + path + " too");
+  if (!loaded_from.empty()) return {};
   nccl = found;
   loaded_from = path;
   return {};
@@ -106,7 +112,16 @@ std::string seconds_text(double seconds) {
   return text;
 }
 
-class NcclCommunicator : public Communicator {
+// Whether the process ends: what NCCL and the driver stand on may be gone.
+std::atomic<bool>& ending() {
+  static std::atomic<bool> value{false};
+  static const bool noted = std::atexit([] { ending() = true; }) == 0;
+  static_cast<void>(noted);
+  return value;
+}
+
+// A CUDA graph with exchanges keeps its communicator: NCCL waits at a communicator's end until no graph refers to it.
+class NcclCommunicator : public Communicator, public std::enable_shared_from_this<NcclCommunicator> {
  public:
   NcclCommunicator(const CommunicatorSetup& setup, const Nccl& nccl, std::unique_ptr<Board> board)
       : nccl_(nccl), board_(std::move(board)), timeout_s_(setup.timeout_s) {
@@ -142,6 +157,7 @@ class NcclCommunicator : public Communicator {
       return status;
     }
     board_->remove_name();
+    ending();
     watch_ = std::thread([this] { watch(); });
     return {};
   }
@@ -184,11 +200,24 @@ class NcclCommunicator : public Communicator {
     if (record_mark(&mark_, stream)) {
       marked_ = Clock::now();
       pending_ = true;
+      return {};
     }
+    auto* const kept = new std::shared_ptr<NcclCommunicator>(shared_from_this());
+    if (!keep_with_graph(stream, &graph_, kept, let_go)) delete kept;
 #else
     static_cast<void>(stream);
 #endif
     return {};
+  }
+
+  // Elsewhere than on the driver's thread, as the end of a communicator calls CUDA.
+  static void let_go(void* kept) {
+    const auto held = static_cast<std::shared_ptr<NcclCommunicator>*>(kept);
+    if (ending()) return;
+    try {
+      std::thread([held] { delete held; }).detach();
+    } catch (const std::exception&) {  // no thread can be had: it stays
+    }
   }
 
   // Waits until NCCL has taken the call, whose connections it may still be making.
@@ -305,6 +334,7 @@ class NcclCommunicator : public Communicator {
   void* mark_ = nullptr;  // a cudaEvent_t behind the last launch that was no capture
   Clock::time_point marked_;
   bool pending_ = false;
+  unsigned long long graph_ = 0;  // the last that keeps this
 #endif
 };
 
