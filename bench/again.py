@@ -96,6 +96,9 @@ MEASUREMENTS = (
     Measurement("quantised_weights_cpu", CPU, ("models.quantised_weights OUT --windows 8",)),
 )
 LEFT = {
+    "collectives_h100": "needs two GPUs: kernels.collectives",
+    "context_parallel_h100": "needs two GPUs: kernels.context_parallel --seed 556",
+    "tensor_parallel_h100": "needs two GPUs: models.tensor_parallel",
     "int8_caches_cpu": "12,288 tokens, kept as an earlier form of models.quantised_caches wrote it",
     "continuous_llama-3.2-1b_64_graphs_h200": "lengths of one comparison with vLLM: models.serving run",
     "end_to_end_answers_h200": "a run for each length of the prompt: models.end_to_end --answers",
@@ -145,7 +148,7 @@ class Report:
 LABELS = (
     "section case line implementation kind model method operator batch context lengths shape heads kv_heads widths head_size "
     "dtype type mode vocabulary special packed tokens prompt prompts answer requests speculate share rate attention bits rank "
-    "layers parts tokens_a_part direction fla algorithm key_bytes N B H D"
+    "layers parts tokens_a_part direction fla algorithm key_bytes N B H D call way"
 ).split()
 
 

@@ -12,6 +12,8 @@ from pathlib import Path
 
 from bench.kernels import (
     causal_conv,
+    collectives,
+    context_parallel,
     cpu,
     gated_activation,
     gated_delta_rule,
@@ -21,7 +23,7 @@ from bench.kernels import (
     ort_cuda,
     sample_tokens,
 )
-from bench.models import end_to_end, linearise, quantised_caches, quantised_weights, vllm
+from bench.models import end_to_end, linearise, quantised_caches, quantised_weights, tensor_parallel, vllm
 from bench.plots import draw_overview, pictures, plot_end_to_end, plot_lean_attention
 
 OVERVIEW = Path(__file__).resolve().parents[1] / "docs" / "pictures" / "overview.svg"
@@ -57,6 +59,8 @@ def methods() -> str:
 
 TABLES: dict[str, Callable[[], str]] = {
     "causal_conv_h200": of("causal_conv_h200", causal_conv.table),
+    "collectives_h100": of("collectives_h100", collectives.table),
+    "context_parallel_h100": of("context_parallel_h100", context_parallel.table),
     "cpu_avx2": dated("cpu_avx2", lambda r: cpu.table(r["machine"], r["rows"])),
     "cpu_avx512": dated("cpu_avx512", lambda r: cpu.table(r["machine"], r["rows"])),
     "end_to_end_h200": dated("end_to_end_h200", lambda r: end_to_end.text(r, r["rows"])),
@@ -68,6 +72,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "linear_methods_h200": methods,
     "host_cost_cpu": of("host_cost_cpu", host_cost.table),
     "linearise_cpu": of("linearise_cpu", linearise.table),
+    "tensor_parallel_h100": of("tensor_parallel_h100", tensor_parallel.table),
     "ort_cuda_h200": dated("ort_cuda_h200", ort_cuda_text),
     "quantised_caches_cpu": of("quantised_caches_cpu", quantised_caches.table),
     "quantised_weights_cpu": of("quantised_weights_cpu", quantised_weights.table),

@@ -400,14 +400,22 @@ def _differentiable(op, mutating, runners, setup, backward):
 def _attach():
     """Whether libleanfleet finds PyTorch's stable C functions, so that its compiled kernels can be registered.
 
-    LEANFLEET_TORCH=ctypes: kernels are called through ctypes; stable: autograd is Python's. They are there to compare.
+    LEANFLEET_TORCH says which are: compiled (autograd too, where torch_autograd was built), stable (kernels alone), ctypes
+    (none, the default). Compiled ones keep to the library of the import, whatever LEANFLEET_LIBRARY_DIR says later. Raises
+    ValueError for another word.
     """
-    if os.environ.get("LEANFLEET_TORCH") == "ctypes":
+    wish = os.environ.get("LEANFLEET_TORCH") or "ctypes"
+    if wish not in ("compiled", "stable", "ctypes"):
+        raise ValueError(f"the environment variable LEANFLEET_TORCH is '{wish}'; expected compiled, stable or ctypes")
+    if wish == "ctypes":
         return False
     try:
         library = native.library()
     except (FileNotFoundError, OSError):
         return False  # the operators say so when they are called
+    library.leanfleet_torch_attach.restype = ctypes.c_char_p
+    library.leanfleet_torch_attach.argtypes = [ctypes.c_void_p]
+    library.leanfleet_torch_register.argtypes = [ctypes.c_char_p] * 6
     # dlsym looks through the libraries that this one depends on.
     return library.leanfleet_torch_attach(ctypes.CDLL(torch._C.__file__)._handle) is None
 

@@ -180,7 +180,8 @@ class Batch(ABC):
         self.running: list[Request] = []
         self.steps = self.processed_tokens = self.shared_tokens = self.preemptions = self.turn = self.arrivals = 0
         self.free_states = list(range(EMPTY + 1, 1 + self.max_requests))[::-1]
-        self.snapshots = Snapshots(range(1 + self.max_requests, limits.state_rows(self.linear)))
+        self.state_rows = limits.state_rows(self.linear)
+        self.snapshots = Snapshots(range(1 + self.max_requests, self.state_rows))
         self.late: list[tuple[Request, int]] = []  # tokens of a step that was read when the next one failed
         self.launched: Launched | None = None  # the step that runs, where tokens are read a step behind
         self.earlier = self.max_requests if self.interface.chooses else 0  # tokens of a step that the next one may need

@@ -104,9 +104,6 @@ def _library(path):
     library.leanfleet_op_name.restype = ctypes.c_char_p
     library.leanfleet_op_name.argtypes = [ctypes.c_int]
     library.leanfleet_build_info.restype = ctypes.c_char_p
-    library.leanfleet_torch_attach.restype = ctypes.c_char_p
-    library.leanfleet_torch_attach.argtypes = [ctypes.c_void_p]
-    library.leanfleet_torch_register.argtypes = [ctypes.c_char_p] * 6
     return library
 
 

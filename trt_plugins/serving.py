@@ -21,6 +21,7 @@ from leanfleet.decoder_contract import (
     BATCH,
     ENDS,
     KNOWN,
+    LOGITS,
     MODEL_FILE,
     PLACES,
     POOL,
@@ -267,7 +268,7 @@ class ContinuousBatch(Batch):
                 )
         wrong = [t.name for t in SERVING.outputs if _TYPES.get(self.graph.types[t.name]) != t.type]
         if wrong or self.graph.engine.get_tensor_shape(SERVING.outputs[0].name)[-1] != self.vocabulary:
-            raise ValueError(f"{self._engine} was not built of {self.path}: its {(wrong or ['logits'])[0]} differ")
+            raise ValueError(f"{self._engine} was not built of {self.path}: its {(wrong or [LOGITS])[0]} differ")
 
     @property
     def a_step_behind(self) -> bool:

@@ -19,12 +19,12 @@ import sys
 import time
 from pathlib import Path
 
-WAYS = {"C++": "", "stable": "stable", "ctypes": "ctypes"}  # to LEANFLEET_TORCH
+WAYS = {"C++": "compiled", "stable": "stable", "ctypes": "ctypes"}  # to LEANFLEET_TORCH
 OTHERS = ("SDPA", "empty autograd.Function", "multiplication")
 
 
 def microseconds(function, repeats):
-    """(2nd percentile, median) of one call."""
+    """2nd percentile and median of one call."""
     for _ in range(repeats // 10 + 1):
         function()
     taken = []
@@ -33,7 +33,7 @@ def microseconds(function, repeats):
         function()
         taken.append((time.perf_counter_ns() - start) / 1e3)
     taken.sort()
-    return taken[len(taken) // 50], taken[len(taken) // 2]
+    return {"least": taken[len(taken) // 50], "median": taken[len(taken) // 2]}
 
 
 def subjects():
@@ -84,7 +84,7 @@ def measure(calls, wanted):
         with torch.no_grad():
             row = {"call": name, "forward": microseconds(lambda f=function: f(query, key, value), 2000)}
         if name != "LeanAttention":  # it has no backward
-            row["training"] = [t / calls for t in microseconds(lambda c=chain: c(calls), 200)]
+            row["training"] = {name: t / calls for name, t in microseconds(lambda c=chain: c(calls), 200).items()}
             row["alone"] = microseconds(lambda c=chain: c(1), 1000)
         rows.append(row)
         gc.collect()
@@ -105,7 +105,9 @@ def table(report):
         "|---|---|---|---|---|",
     ]
     for row in report["rows"]:
-        cells = ["{:.1f} ({:.1f})".format(*row[key]) if key in row else "" for key in ("forward", "training", "alone")]
+        cells = [
+            "{least:.1f} ({median:.1f})".format(**row[key]) if key in row else "" for key in ("forward", "training", "alone")
+        ]
         lines.append(f"| {row['call']} | {row['way']} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 

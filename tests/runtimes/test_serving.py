@@ -22,7 +22,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from leanfleet import parity
+from leanfleet import batching, parity
 from leanfleet.decoder_contract import is_state
 from leanfleet.export import decoder, reference
 from leanfleet.export import serving as export_serving
@@ -724,7 +724,7 @@ def poisoned(batch):
     for name, pool in zip(batch.pool_names, batch.pools):
         held = np.full(pool.shape(), np.nan, np.float32)
         if is_state(name):
-            held[serving.EMPTY] = 0
+            held[batching.EMPTY] = 0
         pool.update_inplace(held)
 
 
@@ -756,7 +756,7 @@ def test_states_come_and_go(linear_folder, monkeypatch, captured, seed):
         for _ in range(random.integers(0, 6)):
             batch.step()
             states = [r.state for r in batch.running]
-            assert len({*states, serving.EMPTY}) == len(states) + 1, "two requests have a state"
+            assert len({*states, batching.EMPTY}) == len(states) + 1, "two requests have a state"
             most = max(most, len(states))
         if i % 4 == 3:
             cancelled.append(requests[int(random.integers(0, len(requests)))])

@@ -1,6 +1,8 @@
 """torch.ops.leanfleet: agreement with the reference, autograd, fakes, torch.compile, errors."""
 
 import os
+import subprocess
+import sys
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
@@ -10,6 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from leanfleet import native
 from leanfleet.export import reference, torch_ops
+from support.paths import ROOT
 
 D = torch.float64
 
@@ -539,8 +542,28 @@ def by_ctypes(name):
 
 
 def test_compiled_kernels_are_registered():
-    """PyTorch here is new enough for them; only LEANFLEET_TORCH=ctypes, for comparisons, leaves them out."""
-    assert torch_ops._COMPILED == (os.environ.get("LEANFLEET_TORCH") != "ctypes")
+    """Where they are asked for: PyTorch here is new enough for them."""
+    assert torch_ops._COMPILED == (os.environ.get("LEANFLEET_TORCH") in ("compiled", "stable"))
+
+
+@pytest.mark.skipif(torch_ops._COMPILED, reason="these are the compiled kernels")
+@pytest.mark.parametrize("way", ("compiled", "stable"))
+def test_compiled_kernels(way):
+    """This file again with them."""
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-p", "no:xdist", __file__]
+    done = subprocess.run(command, capture_output=True, text=True, env={**os.environ, "LEANFLEET_TORCH": way}, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:]
+
+
+def test_another_word_for_the_way_to_the_kernels():
+    done = subprocess.run(
+        [sys.executable, "-c", "import leanfleet.export.torch_ops"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "LEANFLEET_TORCH": "fast"},
+        cwd=ROOT,
+    )
+    assert "LEANFLEET_TORCH is 'fast'; expected compiled, stable or ctypes" in done.stderr
 
 
 @pytest.mark.parametrize(

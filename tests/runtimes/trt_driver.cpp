@@ -106,8 +106,9 @@ struct Builder : IExprBuilder, apiv::VExprBuilder {
   }
   const IDimensionExpr* constant(int64_t value) override { return make(value, true); }
   const IDimensionExpr* operation(DimensionOperation op, const IDimensionExpr& a, const IDimensionExpr& b) override {
-    check(op == DimensionOperation::kSUM, "an operation other than a sum");
-    return make(value_of(a) + value_of(b), false);
+    const bool product = op == DimensionOperation::kPROD;
+    check(product || op == DimensionOperation::kSUM, "an operation other than a sum or a product");
+    return make(product ? value_of(a) * value_of(b) : value_of(a) + value_of(b), false);
   }
   const IDimensionExpr* declareSizeTensor(int32_t, const IDimensionExpr&, const IDimensionExpr&) override { return nullptr; }
   std::deque<std::unique_ptr<Expression>> expressions;
@@ -318,7 +319,8 @@ void try_shapes(const Case& c, IPluginV3OneBuildV2& build) {
       for (int k = 0; same && k < expected.nbDims; ++k) same = value_of(*outputs[i].d[k]) == expected.d[k];
       check(same, "shape of " + c.outputs[i].name);
     }
-    inputs[0].nbDims = 1;  // no operator's first input has this rank
+    inputs[0].nbDims = 6;  // no operator's first input has this rank
+    for (int k = 1; k < 6; ++k) inputs[0].d[k] = inputs[0].d[0];
     check(build.getOutputShapes(inputs.data(), num_inputs, nullptr, 0, outputs.data(), num_outputs, builder) != 0 &&
               logged(c.op, c.inputs[0].name + " has shape"),
           "a wrong rank");

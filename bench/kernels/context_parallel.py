@@ -1,0 +1,275 @@
+"""Attention of one token over keys that are spread over GPUs of one host, beside one GPU and beside torch.
+
+    python -m bench.kernels.context_parallel STEM [--gpus 2] [--seed 0] [--drawn 40] [--rounds 20]
+
+starts a process a GPU and writes STEM.json and STEM.md. Lines: Llama-3-8B's and 70B's attention from 32k to 1M tokens of
+context, the shapes of LeanAttention's figure 9 (256 heads of 64, batch 4) and `drawn` shapes drawn from the seed, where
+they fit. Ways:
+
+- one GPU: LeanAttention over all keys, where they fit into 3/4 of its memory;
+- context: every rank has a share of the keys; LeanAttention, AllGather of outputs and of LSEs, MergeAttention;
+- heads: every rank has a share of the heads; LeanAttention and AllGather of outputs, where the key/value heads divide;
+- torch: flash SDPA over the same share of the keys, torch.distributed's all_gather of both, MergeAttention.
+
+Each is a CUDA graph of one call in float16, timed by events on all ranks behind a read of 256 MB and an exchange that
+lines the ranks up; the median of the slowest rank, µs. Results are checked: errors in one key/value head against float64 may
+be twice those of torch's way. `exchange` is the two gatherings and the merge alone.
+"""
+
+import argparse
+import datetime
+import json
+import math
+import os
+import random
+import statistics
+import tempfile
+from pathlib import Path
+
+import torch
+
+from leanfleet import communicators
+from leanfleet.export import all_gather, lean_attention, merge_attention
+
+FIXED = (
+    *(("Llama-3-8B", 1, 32, 8, 128, n << 10) for n in (32, 128, 256, 512, 1024)),
+    *(("Llama-3-8B", 16, 32, 8, 128, n << 10) for n in (8, 32, 64)),
+    *(("Llama-3-70B", 1, 64, 8, 128, n << 10) for n in (32, 128, 256, 512, 1024)),
+    *(("figure 9", 4, 256, 256, 64, n << 10) for n in (1, 4, 16, 64, 128, 256)),
+)
+BYTES = 2  # of a number
+SHARE = 0.75  # of a GPU's memory that keys and values may take
+
+
+def drawn(seed, count, world, memory):
+    """Shapes (name, batch, query heads, key/value heads, head size, context) that fit a rank's memory."""
+    numbers, found = random.Random(seed), []
+    while len(found) < count:
+        heads, group = numbers.choice((1, 2, 4, 8, 16, 32)), numbers.choice((1, 2, 3, 4, 7, 8))
+        batch, size = numbers.choice((1, 1, 2, 4, 8, 16)), numbers.choice((64, 80, 96, 128, 256))
+        context = int(2 ** numbers.uniform(15, 20)) // (64 * world) * 64 * world
+        if keys(batch, heads, size, context) / world < min(SHARE * memory, 20e9):
+            found.append(("drawn", batch, heads * group, heads, size, context))
+    return found
+
+
+def keys(batch, heads, size, context):
+    """Bytes of keys and values."""
+    return 2 * BYTES * batch * heads * size * context
+
+
+def captured(function):
+    """(a graph of one call, its outputs)."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            function()
+    torch.cuda.current_stream().wait_stream(side)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        outputs = function()
+    return graph, outputs
+
+
+class Clock:
+    """Medians of the slowest rank."""
+
+    def __init__(self, rounds):
+        self.rounds, self.flush = rounds, torch.ones(64 << 20, device="cuda")
+        self.one = torch.ones(1, device="cuda")
+
+    def us(self, graph, together=True):
+        events = [[torch.cuda.Event(enable_timing=True) for _ in range(2)] for _ in range(self.rounds)]
+        graph.replay()
+        for begin, end in events:
+            self.flush.sum()
+            if together:
+                torch.distributed.all_reduce(self.one)
+                self.one.fill_(1)
+            begin.record()
+            graph.replay()
+            end.record()
+        torch.cuda.synchronize()
+        own = statistics.median(b.elapsed_time(e) for b, e in events) * 1000
+        if not together:
+            return own
+        slowest = torch.tensor(own, device="cuda")
+        torch.distributed.all_reduce(slowest, op=torch.distributed.ReduceOp.MAX)
+        return float(slowest)
+
+
+def flash(query, key, value):
+    """(output, lse) of one token by torch's flash attention; query heads of a group are its rows."""
+    b, hq, _, d = query.shape
+    rows = query.view(b, key.shape[1], -1, d)
+    output, lse = torch.ops.aten._scaled_dot_product_flash_attention(rows, key, value, 0.0, False)[:2]
+    return output.reshape(b, hq, 1, d), lse.reshape(b, hq, 1)
+
+
+def ways(world, query, key, value):
+    """{name: function} of a rank's share of the keys."""
+    both = torch.distributed.all_gather_into_tensor
+
+    def context():
+        output, lse = lean_attention(query, key, value, causal=False)
+        return merge_attention(all_gather(output[None], world=world), all_gather(lse[None], world=world))[0]
+
+    def by_torch():
+        output, lse = flash(query, key, value)
+        outputs, lses = (torch.empty(world, *t.shape, dtype=t.dtype, device="cuda") for t in (output, lse))
+        both(outputs, output[None].contiguous())
+        both(lses, lse[None].contiguous())
+        return merge_attention(outputs, lses)[0]
+
+    found = {"context": context}
+    if query.shape[-1] <= 256:
+        found["torch"] = by_torch
+    return found
+
+
+def exchange(world, query):
+    output, lse = query[None].clone(), torch.zeros(1, *query.shape[:3], device="cuda")
+    return lambda: merge_attention(all_gather(output, world=world), all_gather(lse, world=world))[0]
+
+
+def exact(world, query, key, value):
+    """float64 outputs of the first request's first key/value head, over all ranks' keys."""
+    group = query.shape[1] // key.shape[1]
+    parts = []
+    for t in (key, value):
+        own = t[0, 0].contiguous()
+        whole = torch.empty(world * own.shape[0], own.shape[1], dtype=own.dtype, device="cuda")
+        torch.distributed.all_gather_into_tensor(whole, own)
+        parts.append(whole.double())
+    q = query[0, :group, 0].double()
+    return ((q @ parts[0].T) / math.sqrt(q.shape[1])).softmax(-1) @ parts[1]
+
+
+def line(rank, world, clock, shape):
+    """One shape's line of the report."""
+    name, batch, hq, hkv, size, context = shape
+    torch.manual_seed(17)  # the query is the same on all ranks
+    query = torch.randn(batch, hq, 1, size, dtype=torch.float16, device="cuda")
+    torch.manual_seed(100 + rank)
+    share = [torch.randn(batch, hkv, context // world, size, dtype=torch.float16, device="cuda") for _ in range(2)]
+    us, errors = {}, {}
+    truth = exact(world, query, *share)
+    for way, function in ways(world, query, *share).items():
+        graph, output = captured(function)
+        us[way] = clock.us(graph)
+        errors[way] = float((output[0, : hq // hkv, 0].double() - truth).abs().max())
+        del graph, output
+    graph, _ = captured(exchange(world, query))
+    us["exchange"] = clock.us(graph)
+    del graph
+    if hkv % world == 0:
+        # the same bytes as whole contexts of a share of the heads
+        k, v = (t.view(batch, hkv // world, context, size) for t in share)
+        q = query[:, : hq // world].contiguous()
+        graph, _ = captured(lambda: all_gather(lean_attention(q, k, v, causal=False)[0], world=world))
+        us["heads"] = clock.us(graph)
+        del graph
+    assert errors["context"] <= 2 * errors["torch"] + 1e-5, (shape, errors)
+    del share
+    torch.cuda.empty_cache()
+    if keys(batch, hkv, size, context) < SHARE * torch.cuda.get_device_properties(rank).total_memory:
+        if rank == 0:
+            k, v = (torch.randn(batch, hkv, context, size, dtype=torch.float16, device="cuda") for _ in range(2))
+            graph, _ = captured(lambda: lean_attention(query, k, v, causal=False)[0])
+            us["one GPU"] = clock.us(graph, together=False)
+            del graph, k, v
+            torch.cuda.empty_cache()
+        torch.distributed.barrier()
+    row = {"name": name, "batch": batch, "heads": hq, "kv_heads": hkv, "head_size": size, "context": context, "us": us}
+    if rank == 0:
+        print({**row, "us": {way: round(t, 1) for way, t in us.items()}}, flush=True)
+    return row
+
+
+def work(rank, world, folder, arguments):
+    os.environ.setdefault("NCCL_NVLS_ENABLE", "0")
+    torch.cuda.set_device(rank)
+    torch.distributed.init_process_group(
+        "nccl", init_method=f"file://{folder}/store", rank=rank, world_size=world, device_id=torch.device("cuda", rank)
+    )
+    id = communicators.exchange_id(Path(folder, "id"), rank, "nccl")
+    one = communicators.create("world", rank, world, id=id, engine="nccl", device=rank)
+    memory = torch.cuda.get_device_properties(rank).total_memory
+    clock = Clock(arguments.rounds)
+    shapes = [s for s in FIXED if keys(s[1], s[3], s[4], s[5]) / world < SHARE * memory]
+    rows = [line(rank, world, clock, s) for s in (*shapes, *drawn(arguments.seed, arguments.drawn, world, memory))]
+    if rank == 0:
+        report = {
+            "date": datetime.date.today().isoformat(),
+            "gpu": torch.cuda.get_device_name(),
+            "gpus": world,
+            "torch": torch.__version__,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "seed": arguments.seed,
+            "rows": rows,
+        }
+        Path(folder, "report.json").write_text(json.dumps(report, indent=1) + "\n")
+    torch.distributed.barrier()
+    torch.cuda.synchronize()
+    one.close()
+    torch.distributed.destroy_process_group()
+
+
+def geometric(values):
+    values = list(values)
+    return math.exp(sum(map(math.log, values)) / len(values)) if values else math.nan
+
+
+def table(report):
+    """Of the fixed shapes, and a sentence on the drawn ones."""
+    names = ("one GPU", "heads", "context", "torch", "exchange")
+    lines = [
+        f"Attention of one token on {report['gpus']} x {report['gpu']}, float16, µs. Best: one GPU's time over the better of "
+        "heads and context.",
+        "",
+        f"| shape | batch | heads | context | {' | '.join(names)} | best | torch / context |",
+        "|---" * (6 + len(names)) + "|",
+    ]
+    for row in report["rows"]:
+        us = row["us"]
+        if row["name"] == "drawn":
+            continue
+        best = us["one GPU"] / min(us.get("heads", math.inf), us["context"]) if "one GPU" in us else None
+        cells = [row["name"], row["batch"], f"{row['heads']}/{row['kv_heads']}x{row['head_size']}", f"{row['context'] >> 10}k"]
+        cells += [f"{us[n]:.1f}" if n in us else "" for n in names]
+        cells += ["" if best is None else f"{best:.2f}", f"{us['torch'] / us['context']:.2f}"]
+        lines.append("| " + " | ".join(map(str, cells)) + " |")
+    us = [row["us"] for row in report["rows"] if row["name"] == "drawn"]
+    ratios = sorted(u["torch"] / u["context"] for u in us)
+    if ratios:
+        gains = [u["one GPU"] / u["context"] for u in us if "one GPU" in u]
+        lines += [
+            "",
+            f"{len(ratios)} shapes drawn from seed {report['seed']}: torch's time over ours is {geometric(ratios):.2f} in "
+            f"geometric mean, {ratios[0]:.2f} to {ratios[-1]:.2f}; one GPU's time over ours {geometric(gains):.2f}.",
+        ]
+    return "\n".join(lines) + "\n"
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("stem", metavar="STEM")
+    parser.add_argument("--gpus", type=int, default=2)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--drawn", type=int, default=40)
+    parser.add_argument("--rounds", type=int, default=20)
+    arguments = parser.parse_args()
+    if (there := torch.cuda.device_count()) < arguments.gpus:
+        parser.error(f"--gpus is {arguments.gpus}; this machine has {there}")
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(work, (arguments.gpus, folder, arguments), nprocs=arguments.gpus)
+        report = json.loads(Path(folder, "report.json").read_text())
+    Path(f"{arguments.stem}.json").write_text(json.dumps(report, indent=1) + "\n")
+    Path(f"{arguments.stem}.md").write_text(table(report))
+    print(table(report), end="")
+
+
+if __name__ == "__main__":
+    main()
