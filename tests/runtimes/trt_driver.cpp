@@ -322,7 +322,7 @@ void try_shapes(const Case& c, IPluginV3OneBuildV2& build) {
     inputs[0].nbDims = 6;  // no operator's first input has this rank
     for (int k = 1; k < 6; ++k) inputs[0].d[k] = inputs[0].d[0];
     check(build.getOutputShapes(inputs.data(), num_inputs, nullptr, 0, outputs.data(), num_outputs, builder) != 0 &&
-              logged(c.op, c.inputs[0].name + " has shape"),
+              logged(c.op, c.inputs[0].name + " has rank"),
           "a wrong rank");
   }
   const bool wide = c.inputs.back().type == 4;
