@@ -611,7 +611,8 @@ def run(
         cases.mkdir()
         with progress.stage("making calls and their float64 reference") as stage:
             command = machine.command(__name__, "make_cases", str(cases), str(folder / "answer"), flag)
-            if problem := _watch("calls", command, folder, limit, lambda line: stage.at(f"{line.get('at', '')}")):
+            silence = max(limit, SILENCE)  # no runtime is asked here, and imports alone take seconds
+            if problem := _watch("calls", command, folder, silence, lambda line: stage.at(f"{line.get('at', '')}")):
                 raise RuntimeError(f"the calls could not be made: {problem}")
         labels = [json.loads((cases / f"{i}.json").read_text()) for i in range(len(list(cases.glob("*.json"))))]
         report["calls"] = len(labels)
