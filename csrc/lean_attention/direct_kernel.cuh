@@ -10,14 +10,16 @@
 //   of values   tokens 2 t, 2 t + 1, 2 t + 8, 2 t + 9, columns 64 c + 8 g .. + 7
 //   of outputs  columns 64 c + 8 g + 2 w and the next, of rows 2 t and 2 t + 1, in output[4 c + w]
 //
-// Caches of int8 (kNarrow) are read the same way, twice as many tokens at once, and become halves in registers, the query too:
-// its rows are divided by a power of two (row_power). Of keys a lane holds columns 64 c + 16 t .. + 15, of values W g .. and of
-// outputs W g + 2 m and the next in output[m], where W = kWidth / 8. Scales of keys are factors of the query's columns, of
-// rows or of logits; those of values are factors of the weights, which `lift` keeps in half's range, or of the output.
+// Quantised caches (kNarrow) are read the same way, 32 tokens at once, and become halves in registers, the query too: its rows
+// are divided by a power of two (row_power). Of a row of keys, R bytes, a lane holds bytes 64 c + 16 t .. + 15, or R / 4 from
+// R / 4 t on where rows are shorter than 64; of values R / 8 bytes from R / 8 g on; of outputs columns W g + 2 m and the next in
+// output[m], where W = kWidth / 8. Scales of keys are factors of the query's columns, of rows or of logits; those of values are
+// factors of the weights, which `lift` keeps in half's range, or of the output.
 #pragma once
 
 #include "lean_attention/cluster.cuh"
 #include "lean_attention/narrow.cuh"
+#include "lean_attention/narrow.h"
 
 namespace leanfleet::lean_attention {
 
@@ -50,12 +52,29 @@ struct DirectLaunch {
   Args args;
 };
 
+// What a cache holds: numbers of T, or a CacheForm.
+constexpr int kOfT = -1;
+
+template <int kForm>
+__device__ __forceinline__ constexpr int64_t bytes_of(int64_t numbers) {
+  return kForm == kOfT ? 2 * numbers : kForm == kInt4 ? numbers / 2 : numbers;
+}
+
+// A row of keys or of values as lanes hold it: kChunks pieces of kBytes bytes, those of keys 4 pieces from each other, those of
+// values 8.
+template <int kWidth, int kForm, bool kValues>
+struct DirectRow {
+  static constexpr int kOwn = static_cast<int>((kForm == kOfT    ? 2 * kWidth
+                                                : kForm == kInt4 ? kWidth / 2
+                                                                 : kWidth)) /
+                              (kValues ? 8 : 4);
+  static constexpr int kBytes = kOwn < 16 ? kOwn : 16, kChunks = kOwn / kBytes;
+};
+
 template <int kWidth, bool kNarrow = false>
 struct DirectTile {
   static constexpr int kSlices = kNarrow ? 2 : 128 / kWidth;  // of 16 tokens
   static constexpr int kTokens = 16 * kSlices;
-  static constexpr int kKeyChunks = kWidth / (kNarrow ? 64 : 32);  // 16-byte chunks of a row that a lane holds
-  static constexpr int kValueChunks = kNarrow ? 1 : kWidth / 64;   // int8 rows of 64: half of one
   static constexpr int kInboxItems = inbox_items(kDirectRows, kWidth);
   static constexpr int kScratchStride = kWidth + 4;  // floats
 };
@@ -66,7 +85,7 @@ struct alignas(16) DirectShared {
   char inbox[DirectTile<kWidth>::kInboxItems * kInboxItemBytes];
   T staged[2][3][kDirectRows][kWidth + 8];  // of two segments: the query, and the keys and values that the call appends
   DirectWork works[2];
-  float row_power[2][kDirectRows];  // of int8 caches: what the query's rows were divided by, times a scale of all keys
+  float row_power[2][kDirectRows];  // of quantised caches: what the query's rows were divided by, times a scale of all keys
   float warp_max[kDirectRows][kDirectWarps], warp_sum[kDirectRows][kDirectWarps];
   Range<uint32_t> range;             // of the schedule, for the first warp
   uint64_t query_ready, inbox_full;  // barriers
@@ -83,32 +102,43 @@ __device__ __forceinline__ uint4 read_once(const char* from) {
   return x;
 }
 
-__device__ __forceinline__ uint4 read_once_8(const char* from) {
+// The first kBytes of 16; the others are 0.
+template <int kBytes>
+__device__ __forceinline__ uint4 read_once(const char* from) {
+  static_assert(kBytes == 4 || kBytes == 8 || kBytes == 16);
+  if constexpr (kBytes == 16) return read_once(from);
   uint4 x = make_uint4(0, 0, 0, 0);
-  asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+  if constexpr (kBytes == 8)
+    asm volatile("ld.global.nc.L1::no_allocate.L2::128B.v2.u32 {%0,%1}, [%2];" : "=r"(x.x), "=r"(x.y) : "l"(from));
+  if constexpr (kBytes == 4) asm volatile("ld.global.nc.L1::no_allocate.L2::128B.u32 %0, [%1];" : "=r"(x.x) : "l"(from));
   return x;
 }
 
-// kRope: query and new keys get their rotary embedding. kNarrow: both caches are int8, and new tokens are in them.
-template <class T, int kWidth, bool kRope, bool kNarrow>
+// kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. New tokens are in
+// quantised caches already.
+template <class T, int kWidth, bool kRope, int kKeys, int kValues>
 struct DirectCta {
+  static constexpr bool kNarrow = kKeys != kOfT;
+  static_assert(kNarrow == (kValues != kOfT));
   using Tile = DirectTile<kWidth, kNarrow>;
+  using KeyRow = DirectRow<kWidth, kKeys, false>;
+  using ValueRow = DirectRow<kWidth, kValues, true>;
   using Product = std::conditional_t<kNarrow, __half, T>;
-  static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens, kBytes = kNarrow ? 1 : 2;
+  static constexpr int kSlices = Tile::kSlices, kTokens = Tile::kTokens;
 
   const Args& args;
   DirectShared<T, kWidth>& shared;
   float* const scratch;        // [kDirectWarps][rows][kScratchStride]
   const int warp, lane, rows;  // rows of a unit, padding included
 
-  uint4 keys[kSlices][2][Tile::kKeyChunks];
-  uint4 values[kSlices][4][Tile::kValueChunks];
+  uint4 keys[kSlices][2][KeyRow::kChunks];
+  uint4 values[kSlices][4][ValueRow::kChunks];
   float output[kWidth / 16][4];
   float max[2], sum[2];        // of rows 2 t and 2 t + 1
   unsigned missing;            // of the keys read last: a bit for each token whose page is outside the pool
   unsigned missing_rows;       // paged: the same for the tile that is read next
   int64_t key_row, value_row;  // and bytes to the row of its token `lane`
-  // Of int8 caches. Scales of token `lane` of the tile that is computed on, and of the one that is read next; `lift` of rows 2 t
+  // Of quantised caches. Scales of token `lane` of the tile that is computed on, and of the one that is read next; `lift` of rows 2 t
   // and 2 t + 1: the output is to be multiplied by it.
   float key_scale, value_scale, next_key_scale, next_value_scale;
   float lift[2];
@@ -129,14 +159,13 @@ struct DirectCta {
     work.begin = max32(segment.tiles.begin * args.plan.key_tile, work.seen.begin / kTokens * kTokens);
     work.end = min32(segment.tiles.end * args.plan.key_tile, work.seen.end);
     work.cached_end = args.append ? min32(work.end, unit.request.keys - unit.request.tokens) : work.end;
-    const auto base = [&](const void* cache, const CacheStrides& strides) {
-      int64_t at = unit.head * strides.head;
-      if (args.cache_kind != kPaged) at += unit.request.b * strides.batch + unit.request.start * strides.token;
-      return static_cast<const char*>(cache) + at * kBytes;
+    const auto at = [&](const CacheStrides& strides) {
+      if (args.cache_kind == kPaged) return unit.head * strides.head;
+      return unit.head * strides.head + unit.request.b * strides.batch + unit.request.start * strides.token;
     };
     work.read_end = work.cached_end > work.seen.begin ? work.cached_end : 0;
-    work.keys = base(args.key_cache, args.key_strides);
-    work.values = base(args.value_cache, args.value_strides);
+    work.keys = static_cast<const char*>(args.key_cache) + bytes_of<kKeys>(at(args.key_strides));
+    work.values = static_cast<const char*>(args.value_cache) + bytes_of<kValues>(at(args.value_strides));
     return work;
   }
 
@@ -184,8 +213,8 @@ struct DirectCta {
     const bool exists = static_cast<unsigned>(page) < static_cast<unsigned>(args.num_pages);
     missing_rows = __ballot_sync(kFullWarp, !exists && wanted < work.cached_end);
     if (!exists) page = 0;
-    key_row = (page * args.key_strides.page + of_page * args.key_strides.token) * kBytes;
-    value_row = (page * args.value_strides.page + of_page * args.value_strides.token) * kBytes;
+    key_row = bytes_of<kKeys>(page * args.key_strides.page + of_page * args.key_strides.token);
+    value_row = bytes_of<kValues>(page * args.value_strides.page + of_page * args.value_strides.token);
     if constexpr (kNarrow) {
       next_key_scale = token_scale(args.key_scales, work, page * args.key_scales.strides.page, of_page);
       next_value_scale = token_scale(args.value_scales, work, page * args.value_scales.strides.page, of_page);
@@ -212,14 +241,14 @@ struct DirectCta {
   // Reads of a tile with a token in the cache.
   __device__ __forceinline__ void read_keys(const DirectWork& work, int begin) {
     const char* rows_from[2 * kSlices];
-    const char* const base = work.keys + member() * 16;
+    const char* const base = work.keys + member() * KeyRow::kBytes;
     missing = 0;
     if (args.cache_kind == kPaged) {
       missing = missing_rows;
 #pragma unroll
       for (int i = 0; i < 2 * kSlices; ++i) rows_from[i] = base + __shfl_sync(kFullWarp, key_row, 8 * i + group());
     } else {
-      const int stride = static_cast<int>(args.key_strides.token) * kBytes;
+      const int stride = static_cast<int>(bytes_of<kKeys>(args.key_strides.token));
 #pragma unroll
       for (int i = 0; i < 2 * kSlices; ++i)
         rows_from[i] = base + static_cast<int64_t>(readable(work, begin + 8 * i + group())) * stride;
@@ -227,18 +256,18 @@ struct DirectCta {
 #pragma unroll
     for (int i = 0; i < 2 * kSlices; ++i)
 #pragma unroll
-      for (int c = 0; c < Tile::kKeyChunks; ++c) keys[i / 2][i % 2][c] = read_once(rows_from[i] + 64 * c);
+      for (int c = 0; c < KeyRow::kChunks; ++c) keys[i / 2][i % 2][c] = read_once<KeyRow::kBytes>(rows_from[i] + 64 * c);
   }
 
   __device__ __forceinline__ void read_values(const DirectWork& work, int begin) {
     const char* rows_from[4 * kSlices];
-    const char* const base = work.values + group() * (kNarrow ? kWidth / 8 : 16);
+    const char* const base = work.values + group() * ValueRow::kBytes;
     if (args.cache_kind == kPaged) {
 #pragma unroll
       for (int i = 0; i < 4 * kSlices; ++i)
         rows_from[i] = base + __shfl_sync(kFullWarp, value_row, i / 2 * 8 + 2 * member() + i % 2);
     } else {
-      const int stride = static_cast<int>(args.value_strides.token) * kBytes;
+      const int stride = static_cast<int>(bytes_of<kValues>(args.value_strides.token));
 #pragma unroll
       for (int i = 0; i < 4 * kSlices; ++i)
         rows_from[i] = base + static_cast<int64_t>(readable(work, begin + i / 2 * 8 + 2 * member() + i % 2)) * stride;
@@ -246,8 +275,7 @@ struct DirectCta {
 #pragma unroll
     for (int i = 0; i < 4 * kSlices; ++i)
 #pragma unroll
-      for (int c = 0; c < Tile::kValueChunks; ++c)
-        values[i / 4][i % 4][c] = kNarrow && kWidth == 64 ? read_once_8(rows_from[i]) : read_once(rows_from[i] + 128 * c);
+      for (int c = 0; c < ValueRow::kChunks; ++c) values[i / 4][i % 4][c] = read_once<ValueRow::kBytes>(rows_from[i] + 128 * c);
   }
 
   // By the last kStagingWarps, which have no tile of a short segment: the query's rows to shared memory, with zeros for
@@ -291,7 +319,12 @@ struct DirectCta {
       largest = fmaxf(largest, __shfl_xor_sync(kFullWarp, largest, offset));
     const float power = largest > 0.0f && largest < INFINITY ? power_below(largest) : 1.0f, inverse = inverse_power(power);
     if (column == 0) shared.row_power[which][row] = power * (args.key_scales.kind == kPerTensor ? args.key_scales.in[0] : 1.0f);
-    const auto pair = [&](int i) { return pack_pair(__half{}, x[i].x * inverse, x[i].y * inverse); };
+    // Columns that become halves together: those next to each other, or of int4 those 4 from each other.
+    const auto pair = [&](int i) {
+      if constexpr (kKeys != kInt4) return pack_pair(__half{}, x[i].x * inverse, x[i].y * inverse);
+      const float2 &low = x[i / 2], &high = x[2 + i / 2];
+      return pack_pair(__half{}, (i % 2 == 0 ? low.x : low.y) * inverse, (i % 2 == 0 ? high.x : high.y) * inverse);
+    };
     return make_uint4(pair(0), pair(1), pair(2), pair(3));
   }
 
@@ -324,7 +357,7 @@ struct DirectCta {
         const T* const row = &shared.staged[which][1][token - new_begin][8 * member()];
         if (shared.absent[which][token - new_begin]) gone |= 1u << (16 * slice + 8 * r + group());
 #pragma unroll
-        for (int c = 0; c < Tile::kKeyChunks; ++c) keys[slice][r][c] = *reinterpret_cast<const uint4*>(row + 32 * c);
+        for (int c = 0; c < KeyRow::kChunks; ++c) keys[slice][r][c] = *reinterpret_cast<const uint4*>(row + 32 * c);
       }
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
@@ -332,7 +365,7 @@ struct DirectCta {
         if (token < work.cached_end || token >= work.end) continue;
         const T* const row = &shared.staged[which][2][token - new_begin][8 * group()];
 #pragma unroll
-        for (int c = 0; c < Tile::kValueChunks; ++c) values[slice][i][c] = *reinterpret_cast<const uint4*>(row + 64 * c);
+        for (int c = 0; c < ValueRow::kChunks; ++c) values[slice][i][c] = *reinterpret_cast<const uint4*>(row + 64 * c);
       }
     }
 #pragma unroll
@@ -394,9 +427,8 @@ struct DirectCta {
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[slice][i] = other[slice][i] = 0.0f;
-    if constexpr (kNarrow) return score_narrow(which, s, other);
 #pragma unroll
-    for (int c = 0; c < Tile::kKeyChunks; ++c) {
+    for (int c = 0; c < KeyRow::kChunks; ++c) {
       const uint4 q = *reinterpret_cast<const uint4*>(query + 32 * c);
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice) {
@@ -413,23 +445,30 @@ struct DirectCta {
   }
 
   __device__ __forceinline__ void score_narrow(int which, float (&s)[kSlices][4]) const {
-    const T* const query = &shared.staged[which][0][group()][16 * member()];
+    constexpr int kOfWord = kKeys == kInt4 ? 8 : 4, kWords = KeyRow::kBytes / 4;  // columns; words of a chunk
+    const T* const query = &shared.staged[which][0][group()][kWords * kOfWord * member()];
     float other[kSlices][4];
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
       for (int i = 0; i < 4; ++i) s[slice][i] = other[slice][i] = 0.0f;
 #pragma unroll
-    for (int c = 0; c < Tile::kKeyChunks; ++c)
+    for (int c = 0; c < KeyRow::kChunks; ++c)
 #pragma unroll
-      for (int w = 0; w < 4; ++w) {
-        const uint2 q = *reinterpret_cast<const uint2*>(query + 64 * c + 4 * w);
+      for (int w = 0; w < kWords; ++w) {
+        using Vector = std::conditional_t<kOfWord == 8, uint4, uint2>;
+        alignas(Vector) uint32_t of_query[kOfWord / 2];
+        *reinterpret_cast<Vector*>(of_query) = *reinterpret_cast<const Vector*>(query + 64 * c + kOfWord * w);
 #pragma unroll
         for (int slice = 0; slice < kSlices; ++slice) {
-          const uint32_t low = word_of(keys[slice][0][c], w) ^ kBias, high = word_of(keys[slice][1][c], w) ^ kBias;
-          const uint32_t a[4] = {halves_of(low, kLowBytes), halves_of(high, kLowBytes), halves_of(low, kHighBytes),
-                                 halves_of(high, kHighBytes)};
-          mma(__half{}, w % 2 == 0 ? s[slice] : other[slice], a, q.x, q.y);
+          uint32_t low[kOfWord / 2], high[kOfWord / 2];
+          row_pairs<static_cast<CacheForm>(kKeys)>(word_of(keys[slice][0][c], w), low);
+          row_pairs<static_cast<CacheForm>(kKeys)>(word_of(keys[slice][1][c], w), high);
+#pragma unroll
+          for (int i = 0; i < kOfWord / 2; i += 2) {
+            const uint32_t a[4] = {low[i], high[i], low[i + 1], high[i + 1]};
+            mma(__half{}, (w + i / 2) % 2 == 0 ? s[slice] : other[slice], a, of_query[i], of_query[i + 1]);
+          }
         }
       }
     const float powers[2] = {shared.row_power[which][2 * member()], shared.row_power[which][2 * member() + 1]};
@@ -449,16 +488,16 @@ struct DirectCta {
     const auto unseen = [&](int of_tile) {
       return begin + of_tile < work.seen.begin || begin + of_tile >= work.seen.end || (gone >> of_tile & 1);
     };
-    if constexpr (kNarrow) {
+    if constexpr (kNarrow)
       if (unseen(lane)) value_scale = 0.0f;
-    } else {
+    if constexpr (kValues == kOfT || kValues == kFloat8) {
 #pragma unroll
       for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
         for (int i = 0; i < 4; ++i)
           if (unseen(16 * slice + i / 2 * 8 + 2 * member() + i % 2)) {
 #pragma unroll
-            for (int c = 0; c < Tile::kValueChunks; ++c) values[slice][i][c] = make_uint4(0, 0, 0, 0);
+            for (int c = 0; c < ValueRow::kChunks; ++c) values[slice][i][c] = make_uint4(0, 0, 0, 0);
           }
     }
   }
@@ -535,7 +574,7 @@ struct DirectCta {
   // The products of a slice's values with its weights.
   __device__ __forceinline__ void add_values_wide(int slice, uint32_t p0, uint32_t p1) {
 #pragma unroll
-    for (int c = 0; c < Tile::kValueChunks; ++c) {
+    for (int c = 0; c < ValueRow::kChunks; ++c) {
 #pragma unroll
       for (int w = 0; w < 4; ++w) {
         const auto word = [&](int i) {
@@ -582,26 +621,27 @@ struct DirectCta {
         lift[c] = now;
       }
     }
+    const float below[2] = {lift[0] > 0.0f ? inverse_power(lift[0]) : 0.0f, lift[1] > 0.0f ? inverse_power(lift[1]) : 0.0f};
 #pragma unroll
     for (int slice = 0; slice < kSlices; ++slice)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) p[slice][i] *= lift[i % 2] > 0.0f ? 1.0f / lift[i % 2] : 0.0f;
+      for (int i = 0; i < 4; ++i) p[slice][i] *= below[i % 2];
   }
 
   __device__ __forceinline__ void add_values_narrow(int slice, uint32_t p0, uint32_t p1) {
+    constexpr int kOfWord = kValues == kInt4 ? 8 : 4;
 #pragma unroll
-    for (int w = 0; w < kWidth / 32; ++w)
+    for (int w = 0; w < ValueRow::kBytes / 4; ++w) {
+      const auto word = [&](int i) { return word_of(values[slice][i][0], w); };
+      uint32_t low[kOfWord], high[kOfWord];
+      column_pairs<static_cast<CacheForm>(kValues)>(word(0), word(1), low);
+      column_pairs<static_cast<CacheForm>(kValues)>(word(2), word(3), high);
 #pragma unroll
-      for (int pair = 0; pair < 2; ++pair) {  // two columns of two tokens each
-        const uint32_t select = pair == 0 ? 0x5140 : 0x7362;
-        const auto bytes = [&](int i) {
-          return __byte_perm(word_of(values[slice][i][0], w), word_of(values[slice][i + 1][0], w), select) ^ kBias;
-        };
-        const uint32_t low = bytes(0), high = bytes(2);
-        const uint32_t a[4] = {halves_of(low, kLowBytes), halves_of(low, kHighBytes), halves_of(high, kLowBytes),
-                               halves_of(high, kHighBytes)};
-        mma(__half{}, output[2 * w + pair], a, p0, p1);
+      for (int i = 0; i < kOfWord; i += 2) {  // two columns of two tokens each
+        const uint32_t a[4] = {low[i], low[i + 1], high[i], high[i + 1]};
+        mma(__half{}, output[(kOfWord * w + i) / 2], a, p0, p1);
       }
+    }
   }
 
   // This warp's statistics and output to shared memory.
@@ -672,9 +712,10 @@ struct DirectCta {
   }
 };
 
-template <class T, int kWidth, bool kRope, bool kNarrow>
+template <class T, int kWidth, bool kRope, int kKeys = kOfT, int kValues = kOfT>
 __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_constant__ DirectLaunch launch) {
-  using Tile = DirectTile<kWidth, kNarrow>;
+  using Cta = DirectCta<T, kWidth, kRope, kKeys, kValues>;
+  using Tile = typename Cta::Tile;
   using P = uint32_t;
   const DirectGrid& grid = launch.grid;
   Args args = launch.args;  // so that the compiler knows the plan's constants
@@ -685,8 +726,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
   auto& shared = *reinterpret_cast<DirectShared<T, kWidth>*>(raw);
   const ClusterInbox inbox = {reinterpret_cast<float4*>(shared.inbox), Tile::kInboxItems, shared_address(&shared.inbox_full)};
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  DirectCta<T, kWidth, kRope, kNarrow> cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)),
-                                           warp, lane,   args.group * args.tokens};
+  Cta cta{args, shared, reinterpret_cast<float*>(raw + sizeof(shared)), warp, lane, args.group * args.tokens};
   // By the first warp: the next part of a unit that the range holds, or that there is none.
   const auto next = [&](DirectWork& work) {
     bool more = shared.more;
@@ -779,6 +819,21 @@ inline DirectGrid direct_grid(const Args& args) {
 template <class T, int kWidth>
 int direct_shared_bytes(int rows) {
   return static_cast<int>(sizeof(DirectShared<T, kWidth>)) + kDirectWarps * rows * DirectTile<kWidth>::kScratchStride * 4;
+}
+
+// The kernel for these caches and this embedding.
+template <class T, int kWidth>
+auto direct_kernel(const Args& args) -> void (*)(DirectLaunch) {
+  if (!has_narrow_cache(args)) return args.rotary_half > 0 ? DirectKernel<T, kWidth, true> : DirectKernel<T, kWidth, false>;
+  switch (args.key_scales.form) {
+    case kInt8:
+      return args.value_scales.form == kInt8     ? DirectKernel<T, kWidth, true, kInt8, kInt8>
+             : args.value_scales.form == kFloat8 ? DirectKernel<T, kWidth, true, kInt8, kFloat8>
+                                                 : DirectKernel<T, kWidth, true, kInt8, kInt4>;
+    case kFloat8: return DirectKernel<T, kWidth, true, kFloat8, kFloat8>;
+    case kInt4: return DirectKernel<T, kWidth, true, kInt4, kInt4>;
+  }
+  return nullptr;
 }
 
 // args.plan holds the tile; kWidth: 64 or 128; clusters: they may be used; few_tokens: a part of the SMs may do.

@@ -60,6 +60,50 @@ __device__ __forceinline__ uint32_t halves_of(uint32_t word) {
   }
 }
 
+__device__ __forceinline__ uint32_t bits_of_pair(__half2 x) { return *reinterpret_cast<const uint32_t*>(&x); }
+
+// Four pairs of int4 of a word as halves: nibbles i and i + 4, i from 0 on. Without a shift nibbles 1 and 5 are 16 times as much.
+__device__ __forceinline__ void nibble_pairs(uint32_t word, uint32_t (&x)[4]) {
+  const auto held = [](uint32_t bits) { return *reinterpret_cast<const __half2*>(&bits); };
+#pragma unroll
+  for (int i = 0; i < 4; i += 2) {
+    const uint32_t bits = word >> (4 * i);
+    x[i] = bits_of_pair(__hsub2(held((bits & 0x000f000fu) | 0x64006400u), __floats2half2_rn(1032.0f, 1032.0f)));
+    x[i + 1] = bits_of_pair(__hfma2(held((bits & 0x00f000f0u) | 0x64006400u), __floats2half2_rn(0.0625f, 0.0625f),
+                                    __floats2half2_rn(-72.0f, -72.0f)));
+  }
+}
+
+// The numbers of a word of a quantised row as halves: columns next to each other, or of int4 columns i and i + 4.
+template <CacheForm kForm, int kPairs>
+__device__ __forceinline__ void row_pairs(uint32_t word, uint32_t (&x)[kPairs]) {
+  static_assert(kPairs == (kForm == kInt4 ? 4 : 2));
+  if constexpr (kForm == kInt4) {
+    nibble_pairs(word, x);
+  } else {
+    const uint32_t bits = prepared<kForm>(word);
+    x[0] = halves_of<kForm, false>(bits), x[1] = halves_of<kForm, true>(bits);
+  }
+}
+
+// The same words of two rows, a column's number in a and in b side by side.
+template <CacheForm kForm, int kColumns>
+__device__ __forceinline__ void column_pairs(uint32_t a, uint32_t b, uint32_t (&x)[kColumns]) {
+  static_assert(kColumns == (kForm == kInt4 ? 8 : 4));
+  if constexpr (kForm == kInt4) {
+    uint32_t low[4], high[4];
+    nibble_pairs(__byte_perm(a, b, 0x5410), low);
+    nibble_pairs(__byte_perm(a, b, 0x7632), high);
+#pragma unroll
+    for (int i = 0; i < 4; ++i) x[i] = low[i], x[4 + i] = high[i];
+  } else {
+    uint32_t low[2], high[2];
+    row_pairs<kForm>(__byte_perm(a, b, 0x5140), low);
+    row_pairs<kForm>(__byte_perm(a, b, 0x7362), high);
+    x[0] = low[0], x[1] = low[1], x[2] = high[0], x[3] = high[1];
+  }
+}
+
 // The number at a column of a quantised row.
 __device__ __forceinline__ float number_at(CacheForm form, const void* row, int column) {
   const auto* const bytes = static_cast<const uint8_t*>(row);

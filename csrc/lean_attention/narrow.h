@@ -11,9 +11,9 @@ inline bool has_narrow_cache(const Args& args) {
 
 // Whether steps of few rows have a kernel that reads the caches straight into registers (direct_kernel.cuh).
 inline bool narrow_directly(const Args& args) {
-  const auto is_int8 = [](const Scales& scales) { return scales.kind != kNoScale && scales.form == kInt8; };
-  return is_int8(args.key_scales) && is_int8(args.value_scales) && args.key_width == args.value_width &&
-         (args.key_width == 64 || args.key_width == 128);
+  if (args.key_scales.kind == kNoScale || args.value_scales.kind == kNoScale) return false;
+  return (args.key_scales.form == kInt8 || args.key_scales.form == args.value_scales.form) &&
+         args.key_width == args.value_width && (args.key_width == 64 || args.key_width == 128);
 }
 
 constexpr int kNarrowTileKeys = 64, kNarrowFewRows = 16;

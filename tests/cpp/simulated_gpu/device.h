@@ -180,6 +180,10 @@ inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_v2_u32(uint32_t& a, uint32_t
   std::memcpy(x, from, 8);
   a = x[0], b = x[1];
 }
+inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_u32(uint32_t& x, const void* from) {
+  if (reinterpret_cast<uintptr_t>(from) % 4 != 0) unsupported();
+  std::memcpy(&x, from, 4);
+}
 inline void ptx_griddepcontrol_wait() {}
 inline void ptx_setmaxnreg_dec_sync_aligned_u32(int) {}
 inline void ptx_setmaxnreg_inc_sync_aligned_u32(int) {}

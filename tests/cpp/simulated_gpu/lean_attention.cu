@@ -20,9 +20,7 @@ int launch_direct(const Args& args, bool, bool, void* stream) {
   if constexpr (kWidth > 128) {
     return cudaErrorNotSupported;
   } else {
-    const auto kernel = has_narrow_cache(args)   ? DirectKernel<T, kWidth, true, true>
-                        : args.rotary_half > 0 ? DirectKernel<T, kWidth, true, false>
-                                               : DirectKernel<T, kWidth, false, false>;
+    const auto kernel = direct_kernel<T, kWidth>(args);
     const int bytes = direct_shared_bytes<T, kWidth>(args.group * args.tokens);
     kernel<<<args.plan.max_ranges, kDirectThreads, bytes, static_cast<cudaStream_t>(stream)>>>({direct_grid(args), args});
     return cudaGetLastError();
