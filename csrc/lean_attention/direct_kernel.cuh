@@ -114,8 +114,15 @@ __device__ __forceinline__ uint4 read_once(const char* from) {
   return x;
 }
 
-// kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. New tokens are in
-// quantised caches already.
+// Until the launch before has ended, which may still append to quantised caches.
+__device__ __forceinline__ void wait_for_append() {
+#if __CUDA_ARCH__ >= 900
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+
+// kRope: query and new keys get their rotary embedding. kKeys, kValues: the forms of the caches, or kOfT twice. Into quantised
+// caches the launch before writes the new tokens: whoever reads these waits for it, and no CTA ends before.
 template <class T, int kWidth, bool kRope, int kKeys, int kValues>
 struct DirectCta {
   static constexpr bool kNarrow = kKeys != kOfT;
@@ -228,6 +235,8 @@ struct DirectCta {
 
   // Before the reads of a tile: where its rows lie, and the scales of its tokens.
   __device__ __forceinline__ void prepare_reads(const DirectWork& work, int begin) {
+    if constexpr (kNarrow)
+      if (begin + kTokens > work.unit.request.keys - work.unit.request.tokens) wait_for_append();
     if (args.cache_kind == kPaged) {
       look_up(work, begin);
     } else if constexpr (kNarrow) {
@@ -766,7 +775,10 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
 #if __CUDA_ARCH__ >= 900
     if (grid.cluster > 1) cluster_arrive();
 #endif
-    if (equal.last != 0) return;
+    if (equal.last != 0) {
+      if constexpr (Cta::kNarrow) wait_for_append();
+      return;
+    }
     in_cluster = grid.cluster > 1 && equal.segment.count > 1;
     // Rows of the query first: behind those of the caches they would queue.
     if (cta.stages()) {
@@ -798,6 +810,7 @@ __global__ void __launch_bounds__(kDirectThreads, 1) DirectKernel(const __grid_c
     cta.run_segment(turn ^ 1);
     const DirectWork& work = shared.works[turn ^ 1];
     const bool ends = shared.works[turn].last != 0;
+    if (Cta::kNarrow && ends) wait_for_append();
     if (begun) cta.store_to_shared();
     if (!ends && cta.stages()) cta.stage(shared.works[turn], turn);
     __syncthreads();

@@ -571,6 +571,7 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
     const int error = launch_append_narrow(args, stream);
     if (error != cudaSuccess) return error;
     args.append = false;
+    args.follows_append = !args.packed_tokens && code_version(device) >= 90;
   }
   const bool by_16_bytes = aligned(args.query, 16) && aligned(args.key_cache, 16) && aligned(args.value_cache, 16);
   const bool half = args.dtype != static_cast<int>(DType::kFloat32);
@@ -583,6 +584,7 @@ int launch_over_narrow(Args args, int device, int max_shared_bytes, void* stream
   if (args.rotary_half > 0 && (!fits || (directly && !rotates))) {
     const int error = launch_rotate(args, stream);
     if (error != cudaSuccess) return error;
+    args.follows_append = false;
   }
   return launch_pieces(args, device, max_shared_bytes, half ? fits : by_16_bytes, stream);
 }

@@ -125,6 +125,7 @@ struct Args {
   bool bfloat16_products;                            // on a CPU: the processor multiplies bfloat16 directly
   int64_t key_cache_elements, value_cache_elements;  // of the whole caches; of int4 their bytes
   Scales key_scales, value_scales;                   // of quantised caches
+  bool follows_append;  // the launch before this one writes the new tokens, and may still run: see direct_kernel.cuh
 
   // Scratch, of any content at entry.
   int64_t* work_prefix;   // [B+1] work before each request, see schedule.h

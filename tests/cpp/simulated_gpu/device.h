@@ -168,7 +168,8 @@ void multiply(float* const (&to)[4], const uint32_t (&mine)[6], const float (&ad
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_f16_f16_f32, __half)
 LEANFLEET_MMA(ptx_mma_sync_aligned_m16n8k16_row_col_f32_bf16_bf16_f32, __nv_bfloat16)
 #undef LEANFLEET_MMA
-inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_v4_u32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d, const void* from) {
+inline void ptx_ld_global_nc_L1_no_allocate_L2_128B_v4_u32(uint32_t& a, uint32_t& b, uint32_t& c, uint32_t& d,
+                                                           const void* from) {
   uint32_t x[4];
   if (reinterpret_cast<uintptr_t>(from) % 16 != 0) unsupported();
   std::memcpy(x, from, 16);
@@ -266,6 +267,13 @@ inline float __fdividef(float x, float y) { return x / y; }
 inline float __fdiv_rn(float x, float y) { return x / y; }
 inline float __frcp_rn(float x) { return 1.0f / x; }
 inline float __log2f(float x) { return std::log2(x); }
+// A product of two halves is exact in float32, its sum with a third in double.
+inline __half2 __hfma2(__half2 x, __half2 y, __half2 z) {
+  const auto of = [](__half a, __half b, __half c) {
+    return __double2half(static_cast<double>(__half2float(a) * __half2float(b)) + __half2float(c));
+  };
+  return {of(x.x, y.x, z.x), of(x.y, y.y, z.y)};
+}
 inline unsigned __byte_perm(unsigned x, unsigned y, unsigned select) {
   const uint64_t bytes = static_cast<uint64_t>(y) << 32 | x;
   unsigned result = 0;
