@@ -62,7 +62,11 @@ MEASUREMENTS = (
     Measurement("causal_conv_h200", GPU, ("kernels.causal_conv STEM --drawn 20",)),
     Measurement("gated_activation_h200", GPU, ("kernels.gated_activation STEM",)),
     Measurement("gated_delta_rule_h200", GPU, ("kernels.gated_delta_rule STEM --peers fla --drawn 1",)),
-    Measurement("int8_h200", GPU, ("kernels.lean_attention OUT --only int8,drawn_int8 --peers xqa --rounds 15 --seed SEED",)),
+    Measurement(
+        "quantised_caches_h200",
+        GPU,
+        ("kernels.lean_attention OUT --only quantised,drawn_quantised --peers xqa --rounds 15 --seed SEED",),
+    ),
     Measurement(
         "lean_attention_h200",
         GPU,

@@ -87,40 +87,6 @@ QUANTISED_RATIOS = (
 )
 
 
-INT8_COLUMNS = {
-    "leanfleet": "per token",
-    "leanfleet per channel": "per channel",
-    "leanfleet per tensor": "per tensor",
-    "leanfleet step": "with append, RoPE",
-    "leanfleet 16 bits": "16 bits",
-    "xqa fp8": "XQA fp8",
-}
-
-
-def int8_table(data):
-    """Decode steps over paged int8 caches by kind of scales, beside bfloat16 caches and FlashInfer's XQA over fp8 caches."""
-    lines = [
-        f"{data['device']}, {data['date']}, queries in {data['dtype']}; medians of {data['rounds']} graph replays in µs, L2 "
-        "flushed by reading. The floor is the caches' bytes and scales over 4.6 TB/s.",
-        "",
-        "| case | floor | " + " | ".join(INT8_COLUMNS.values()) + " | XQA / per token | 16 bits / per token |",
-        "|---" * (len(INT8_COLUMNS) + 4) + "|",
-    ]
-    over_peer, over_16_bits = [], []
-    for row in data["rows"]:
-        us = {name: row["us"][name]["median"] if name in row["us"] else None for name in INT8_COLUMNS}
-        ratios = [None if us[n] is None else us[n] / us["leanfleet"] for n in ("xqa fp8", "leanfleet 16 bits")]
-        for seen, ratio in zip((over_peer, over_16_bits), ratios, strict=True):
-            seen += [ratio] if ratio else []
-        cells = [f"{row['floor_us']:.1f}", *("-" if t is None else f"{t:.1f}" for t in us.values())]
-        cells += ["-" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        drawn = " (drawn)" if "seed" in row else ""
-        lines.append(f"| {row['case'].removeprefix('int8 ')}{drawn} | " + " | ".join(cells) + " |")
-    means = f"{geometric_mean(over_peer):.2f}", f"{geometric_mean(over_16_bits):.2f}"
-    lines += ["", f"Geometric means: XQA over per token {means[0]}, 16 bits over per token {means[1]}."]
-    return "\n".join(lines) + "\n"
-
-
 def quantised_table(data):
     """Decode steps over paged quantised caches by type and kind of scales, beside bfloat16 caches and FlashInfer's XQA."""
     headings = [*QUANTISED_COLUMNS.values(), *(heading for heading, _, _ in QUANTISED_RATIOS)]
