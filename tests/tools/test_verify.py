@@ -155,7 +155,7 @@ def test_what_crashes_in_every_call_is_given_up(tmp_path, faulty):
 
 def test_a_hang_is_named(tmp_path, faulty):
     code, _, report, _ = command(
-        tmp_path, "--runtimes", "torch-cpu", "--limit", "8", **faulty, FAULTY="CausalConv", FAULT="hang"
+        tmp_path, "--runtimes", "torch-cpu", "--limit", "20", **faulty, FAULTY="CausalConv", FAULT="hang"
     )
     first, last = report["runtimes"]["torch-cpu"]["failures"]
     assert code == 1 and re.fullmatch(r"CausalConv float32 \(.*\): hangs: nothing for 20 s", first)
