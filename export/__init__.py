@@ -16,6 +16,8 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.onnx_export import finalize as finalize
     from leanfleet.export.onnx_export import register_schemas as register_schemas
     from leanfleet.export.onnx_export import translation_table as translation_table
+    from leanfleet.export.quantised_caches import CalibratedCache as CalibratedCache
+    from leanfleet.export.quantised_caches import calibrate as calibrate
     from leanfleet.export.quantised_weights import quantise as quantise
     from leanfleet.export.torch_ops import all_gather as all_gather
     from leanfleet.export.torch_ops import all_reduce as all_reduce
@@ -38,11 +40,13 @@ if TYPE_CHECKING:  # for editors and type checkers, which do not see __getattr__
     from leanfleet.export.torch_ops import sample_tokens_ as sample_tokens_
 
 _HOMES = {
+    "CalibratedCache": "quantised_caches",
     "LinearAttention": "linear_attention",
     "LinearDecoder": "linear_decoder",
     "LinearDecoderConfig": "linear_decoder",
     "all_gather": "torch_ops",
     "all_reduce": "torch_ops",
+    "calibrate": "quantised_caches",
     "causal_conv": "torch_ops",
     "causal_conv_": "torch_ops",
     "causal_linear_decay": "torch_ops",

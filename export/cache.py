@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 
@@ -14,14 +14,24 @@ from leanfleet.decoder_contract import CONV_STATE, KEY, KEY_SCALE, STATE, VALUE,
 from leanfleet.spec import in_numbers
 from leanfleet.export.torch_ops import causal_conv, causal_linear_decay, gated_delta_rule, lean_attention
 
+if TYPE_CHECKING:
+    from leanfleet.export.quantised_caches import CalibratedCache
+
 
 class Cache:
     """The caches of one traced call by name ("0.key"); attention replaces them as it appends."""
 
     now: ClassVar[Cache | None] = None  # the one of the call that runs: models need not hand it from layer to layer
 
-    def __init__(self, tensors: Iterable[tuple[str, torch.Tensor]], seq_lens: torch.Tensor, query_lens: torch.Tensor) -> None:
-        self.tensors, self.seq_lens, self.query_lens = dict(tensors), seq_lens, query_lens
+    def __init__(
+        self,
+        tensors: Iterable[tuple[str, torch.Tensor]],
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor,
+        calibrated: CalibratedCache | None = None,
+    ) -> None:
+        """calibrated: what has the scales of quantised keys and values, where these are no caches themselves."""
+        self.tensors, self.seq_lens, self.query_lens, self.calibrated = dict(tensors), seq_lens, query_lens, calibrated
         self.updated: set[str] = set()
 
     @contextmanager
@@ -66,6 +76,7 @@ class Cache:
             key_per_token=per_token,
             value_per_token=per_token,
             **{part: self.tensors[name] for part, name in names.items()},
+            **(self.calibrated.of_layer(layer) if self.calibrated is not None else {}),
             **options,
         )
         for name, tensor in zip(names.values(), updated, strict=True):

@@ -50,6 +50,7 @@ from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.hybrid_layers import carried, hybrid_layers, over_caches
 from leanfleet.export.onnx_export import export
 from leanfleet.export.linear_attention import featured, features_of, refuse_options
+from leanfleet.export.quantised_caches import CacheType, CalibratedCache, cache_facts, form_of
 from leanfleet.export.reference import FORM_TYPES
 from leanfleet.export.support import (
     ELSEWHERE,
@@ -251,12 +252,12 @@ def traceable(model: Any, fuse: bool, rope: str = "short") -> Iterator[None]:
             model.set_experts_implementation(experts)
 
 
-def cache_shapes(model: Any, cache: str | None = None) -> Shapes:
+def cache_shapes(model: Any, cache: CacheType | None = None) -> Shapes:
     """{name: (dtype, shape)} of the caches, layer by layer; shape has "batch" and "capacity" where they stand.
 
     cache: None: keys and values are of the model's type; one of decoder_contract.CACHES: of that type, and each token and head
-    has a scale. Raises ValueError for another cache, and, naming the layer, for a kind of layer that our operators do not
-    serve.
+    has a scale; a CalibratedCache: of its type, without scales. Raises ValueError for another cache, and, naming the layer, for
+    a kind of layer that our operators do not serve.
     """
     if cache is not None:
         return _quantised_shapes(model, cache)
@@ -304,7 +305,8 @@ def cache_shapes(model: Any, cache: str | None = None) -> Shapes:
     return shapes
 
 
-def _quantised_shapes(model: Any, cache: str) -> Shapes:
+def _quantised_shapes(model: Any, of: CacheType) -> Shapes:
+    cache = form_of(of)
     forms = dict(zip((KEY, VALUE), cache_forms(cache), strict=True))
     _warn_of_loss(cache)
     shapes: Shapes = {}
@@ -318,7 +320,8 @@ def _quantised_shapes(model: Any, cache: str) -> Shapes:
                 f"{type(model).__name__}: cache is {cache!r}, which holds pairs of columns; {name} has {shape[-1]}"
             )
         shapes[name] = FORM_TYPES[form], (*shape[:-1], int(shape[-1]) // numbers_each(form))
-        shapes[f"{name}_scale"] = torch.float32, shape[:-1]
+        if not isinstance(of, CalibratedCache):
+            shapes[f"{name}_scale"] = torch.float32, shape[:-1]
     if not any(is_part(name, KEY) for name in shapes):
         raise ValueError(f"{type(model).__name__}: cache is {cache!r}, and no layer has keys and values: leave it out")
     return shapes
@@ -357,15 +360,18 @@ def run(
 class Decoder(torch.nn.Module):
     """A causal LM with the inputs and outputs of this module's graph."""
 
-    def __init__(self, model: torch.nn.Module, names: Iterable[str], all_logits: bool = False) -> None:
+    def __init__(
+        self, model: torch.nn.Module, names: Iterable[str], all_logits: bool = False, cache: CacheType | None = None
+    ) -> None:
         super().__init__()
-        self.model, self.names, self.all_logits = model, list(names), all_logits
+        self.model, self.names, self.all_logits, self.cache = model, list(names), all_logits, cache
+        self.calibrated = cache if isinstance(cache, CalibratedCache) else None
 
     def forward(
         self, input_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor, caches: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """caches: tensors in the order of names; returns (logits, *caches)."""
-        cache = Cache(zip(self.names, caches, strict=True), seq_lens, query_lens)
+        cache = Cache(zip(self.names, caches, strict=True), seq_lens, query_lens, self.calibrated)
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
         positions = (seq_lens - query_lens).unsqueeze(1).to(torch.int64) + steps
         last = (query_lens.to(torch.int64) - 1).clamp(min=0)
@@ -397,7 +403,7 @@ def export_decoder(
     fuse: bool = True,
     verify: bool = True,
     rope: str = "short",
-    cache: str | None = None,
+    cache: CacheType | None = None,
     tensor_parallel: int | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
@@ -414,7 +420,8 @@ def export_decoder(
     original_max_position_embeddings, which leanfleet.json then gives as max_positions; "long": long factors at every position,
     which is what transformers computes for requests longer than that. cache: None: keys and values are cached in the model's
     own type; "int8", "fp8" (float8e4m3fn) or "int4": in that, with a scale for each token and head, for ONNX Runtime;
-    "int8/fp8": keys and values each in its own. tensor_parallel: None, or a number of ranks, processes with a GPU each: the
+    "int8/fp8": keys and values each in its own; what leanfleet.export.calibrate returns: with scales that are constants of the
+    graph. tensor_parallel: None, or a number of ranks, processes with a GPU each: the
     folder then has, in place of model.onnx, a graph for each rank with its share of heads, of feed-forward layers and experts
     (leanfleet.export.tensor_parallel); the ONNXProgram is rank 0's. leanfleet.json holds what leanfleet.ort_ops.generate needs
     to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
@@ -436,7 +443,7 @@ def export_decoder(
     if not ours:
         check_supported(model)
     facts: Facts = {"kind": DECODER.kind}
-    facts |= cache_fact(cache)
+    facts |= cache_facts(cache)
     if tensor_parallel is not None:
         return _write_ranks(
             model, folder, facts, tokenizer, check_world(tensor_parallel), all_logits, fuse, verify, rope, cache, options
@@ -445,14 +452,16 @@ def export_decoder(
     return write(module, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, names | options)
 
 
-def _traced(model: Any, all_logits: bool, cache: str | None) -> tuple[Decoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+def _traced(
+    model: Any, all_logits: bool, cache: CacheType | None
+) -> tuple[Decoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's DECODER graph."""
     caches = cache_shapes(model, cache)
     dims = {name: torch.export.Dim(name, min=1) for name in EXAMPLE}
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in DECODER.inputs}
     shapes["caches"] = [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]
     names = {"input_names": DECODER.input_names(caches), "output_names": DECODER.output_names(caches)}
-    return Decoder(model, caches, all_logits).eval(), example_inputs(caches), shapes, names
+    return Decoder(model, caches, all_logits, cache).eval(), example_inputs(caches), shapes, names
 
 
 def _write_ranks(
@@ -465,10 +474,15 @@ def _write_ranks(
     fuse: bool,
     verify: bool,
     rope: str,
-    cache: str | None,
+    cache: CacheType | None,
     options: Mapping[str, Any],
 ) -> torch.onnx.ONNXProgram:
     """As write, of a tensor parallel folder: one rank's share after the other, so that each is traced like a model."""
+    if isinstance(cache, CalibratedCache):
+        raise ValueError(
+            f"{type(model).__name__}: cache has calibrated scales, of all heads, which tensor_parallel does not share out yet: "
+            f"give cache={cache.form!r}, with a scale for each token, or leave tensor_parallel out"
+        )
     check_shardable(model, world, list(cache_shapes(model, cache)))
     first: torch.onnx.ONNXProgram | None = None
     with files.new_folder(folder, OPTIONAL_FILES) as new:
@@ -483,7 +497,7 @@ def _write_ranks(
         facts["tensor_parallel"] = {"world": world, "files": [path.name for path in paths]}
         if verify:
             progress.tell("running the files and the model, to compare them")
-            facts["verified"] = verification.verify_ranks(model, paths, facts, rope)
+            facts["verified"] = verification.verify_ranks(model, paths, facts, rope, cache)
         write_facts(new, facts)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
@@ -495,15 +509,10 @@ def _warn_of_loss(cache: str) -> None:
     """Warns of types of keys that cost models much."""
     if cache.partition("/")[0] == LOSSY:
         warnings.warn(
-            f"cache is {cache!r}: keys of {LOSSY} with a scale for each token change what a model says by much more than "
-            "int8 and fp8 do (docs/how_to/quantised_caches.md has perplexities): measure yours",
+            f"cache is {cache!r}: keys of {LOSSY} change what a model says by much more than int8 and fp8 do "
+            " (docs/how_to/quantised_caches.md has perplexities): measure yours",
             stacklevel=4,
         )
-
-
-def cache_fact(cache: str | None) -> Facts:
-    """What leanfleet.json says of the type of caches."""
-    return {} if cache is None else {"cache": cache}
 
 
 def write(
@@ -529,7 +538,7 @@ def write(
         save(program.model, new / MODEL_FILE)
         if verify:
             progress.tell("running the file and the model, to compare them")
-            facts["verified"] = verification.verify(model, new / MODEL_FILE, facts, rope)
+            facts["verified"] = verification.verify(model, new / MODEL_FILE, facts, rope, decoder.cache)
         write_facts(new, facts)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)

@@ -55,7 +55,8 @@ from leanfleet.decoder_contract import (
 )
 from leanfleet.export import function_bodies, verification
 from leanfleet.export.cache import Cache
-from leanfleet.export.decoder import INSIDE, cache_fact, cache_shapes, made, run, write
+from leanfleet.export.decoder import INSIDE, cache_shapes, made, run, write
+from leanfleet.export.quantised_caches import CacheType, CalibratedCache, cache_facts
 from leanfleet.export.support import check_supported
 from leanfleet.export.torch_ops import causal_linear_decay, sample_tokens
 
@@ -76,8 +77,9 @@ class Pages(Cache):
         cu_query_lens: torch.Tensor,
         block_table: torch.Tensor,
         state_index: torch.Tensor,
+        calibrated: CalibratedCache | None,
     ) -> None:
-        super().__init__(tensors, seq_lens, cu_query_lens.diff())
+        super().__init__(tensors, seq_lens, cu_query_lens.diff(), calibrated)
         self.block_table, self.cu_query_lens, self.state_index = block_table, cu_query_lens, state_index
 
     def sizes(self, layer: int) -> tuple[int, int, int]:
@@ -131,9 +133,10 @@ class Pages(Cache):
 class PackedDecoder(torch.nn.Module):
     """A transformers causal LM with the inputs and outputs of this module's graph."""
 
-    def __init__(self, model: torch.nn.Module, names: Iterable[str]) -> None:
+    def __init__(self, model: torch.nn.Module, names: Iterable[str], cache: CacheType | None = None) -> None:
         super().__init__()
-        self.model, self.names = model, list(names)
+        self.model, self.names, self.cache = model, list(names), cache
+        self.calibrated = cache if isinstance(cache, CalibratedCache) else None
 
     def forward(
         self,
@@ -153,7 +156,8 @@ class PackedDecoder(torch.nn.Module):
         pages: list[torch.Tensor],
     ) -> tuple[torch.Tensor, ...]:
         """pages: tensors in the order of names; returns (logits, next tokens, their log-probabilities, *pages)."""
-        cache = Pages(zip(self.names, pages, strict=True), seq_lens, cu_query_lens, block_table, state_index)
+        named = zip(self.names, pages, strict=True)
+        cache = Pages(named, seq_lens, cu_query_lens, block_table, state_index, self.calibrated)
         logits = run(
             self.model,
             cache,
@@ -174,7 +178,7 @@ def export_for_serving(
     fuse: bool = True,
     verify: bool = True,
     rope: str = "short",
-    cache: str | None = None,
+    cache: CacheType | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
@@ -192,7 +196,7 @@ def export_for_serving(
     """
     module, arguments, shapes, names = _traced(model, block, cache)
     facts: Facts = {"kind": SERVING.kind, "block": block}
-    facts |= cache_fact(cache)
+    facts |= cache_facts(cache)
     with files.new_folder(folder, OPTIONAL_FILES) as new:
         program = write(module, arguments, shapes, new, facts, tokenizer, fuse, verify, rope, names | options)
         write_sampler(new, read_facts(new, SERVING)["vocabulary"])
@@ -206,7 +210,7 @@ def add_serving(
     fuse: bool = True,
     verify: bool = True,
     rope: str = "short",
-    cache: str | None = None,
+    cache: CacheType | None = None,
     **options: Any,
 ) -> None:
     """Adds serving.onnx to a folder that export_decoder wrote of the same model: the folder then serves ContinuousBatch and
@@ -227,7 +231,7 @@ def add_serving(
     facts = read_facts(folder, DECODER)
     module, arguments, shapes, names = _traced(model, block, cache)
     program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
-    own: dict[str, Any] = {"block": block, "cache": cache, **found}
+    own: dict[str, Any] = {"block": block, "cache": None, "cache_scales": None, **cache_facts(cache), **found}
     part, data = folder / f"{SERVING_FILE}.data.part", f"{SERVING_FILE}.data"
     try:
         with files.new_file(folder / SERVING_FILE) as path:
@@ -235,8 +239,8 @@ def add_serving(
             ir.save(program.model, path)
             if verify:
                 progress.tell("running the file and the model, to compare them")
-                of_it = found | {"kind": SERVING.kind, "block": block, "cache": cache}
-                own["verified"] = verification.verify(model, path, of_it, rope)
+                of_it = found | {"kind": SERVING.kind, "block": block}
+                own["verified"] = verification.verify(model, path, of_it, rope, cache)
             if outside:  # an earlier file of this name may be in use until here
                 part.replace(folder / data)
                 for value, tensor in outside:
@@ -320,7 +324,9 @@ def pool_shape(name: str, shape: tuple[int | str, ...], block: int) -> tuple[Any
     return (STATES, *shape[1:]) if is_state(name) else (POOL, block, shape[1], *shape[3:])
 
 
-def _traced(model: Any, block: int, cache: str | None) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+def _traced(
+    model: Any, block: int, cache: CacheType | None
+) -> tuple[PackedDecoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
     """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's SERVING graph."""
     model = model.eval()
     if not hasattr(model, "cache_shapes"):
@@ -350,4 +356,4 @@ def _traced(model: Any, block: int, cache: str | None) -> tuple[PackedDecoder, t
     shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in SERVING.inputs}
     shapes["pages"] = [{0: dims[shape[0]]} for shape in pools.values()]
     names = {"input_names": SERVING.input_names(caches), "output_names": SERVING.output_names(caches)}
-    return PackedDecoder(model, caches).eval(), (*example.values(), pages), shapes, names
+    return PackedDecoder(model, caches, cache).eval(), (*example.values(), pages), shapes, names

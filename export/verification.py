@@ -10,7 +10,6 @@ bfloat16; quantised products with activations that are not rounded to 8 bits.
 
 import json
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, nullcontext, suppress
@@ -22,9 +21,9 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library, ranks, trial
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, WORLD, cache_forms, is_state, packed
+from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, WORLD, is_state, packed
 from leanfleet.export import blocks
-from leanfleet.export.reference import FORM_TYPES, numbers_of, quantised, row_scales
+from leanfleet.export.quantised_caches import CacheType, emulated
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
 
 PROMPTS, STEPS = (1, 6, 17), 4
@@ -37,15 +36,18 @@ class VerificationError(RuntimeError):
     """An exported file does not compute what the model does."""
 
 
-def verify(model: torch.nn.Module, path: str | Path, facts: Mapping[str, Any], rope: str = "short") -> dict[str, Any]:
+def verify(
+    model: torch.nn.Module, path: str | Path, facts: Mapping[str, Any], rope: str = "short", cache: CacheType | None = None
+) -> dict[str, Any]:
     """Compares the file `path` with its model; returns {"largest_difference", "bound"}, or {"skipped": why}.
 
-    facts: what leanfleet.json says. rope: see support.most_positions. Raises VerificationError.
+    facts: what leanfleet.json says. rope: see support.most_positions. cache: the type of caches, where it is not the model's.
+    Raises VerificationError.
     """
     if why := _obstacle(model):
         return {"skipped": why}
     with _checkable(Path(path), model) as file:
-        return compare(model, _session(file), facts, rope)
+        return compare(model, _session(file), facts, rope, cache)
 
 
 @contextmanager
@@ -71,7 +73,7 @@ def _checkable(path: Path, model: torch.nn.Module) -> Iterator[Path]:
 
 
 def verify_ranks(
-    model: torch.nn.Module, paths: Sequence[Path], facts: Mapping[str, Any], rope: str = "short"
+    model: torch.nn.Module, paths: Sequence[Path], facts: Mapping[str, Any], rope: str = "short", cache: CacheType | None = None
 ) -> dict[str, Any]:
     """As verify, of a tensor parallel decoder: the files of its ranks, which run together, a process each."""
     if why := _obstacle(model) or _no_library():
@@ -90,7 +92,7 @@ def verify_ranks(
                 places, rows = (said[name] for name in said.files)
                 return [(*place, logits) for place, logits in zip(json.loads(str(places)), rows, strict=True)]
 
-        return judge_found(model, found, facts, rope)
+        return judge_found(model, found, facts, rope, cache)
 
 
 def run_rank(folder: str) -> None:
@@ -117,9 +119,11 @@ def _no_library():
     return None
 
 
-def compare(model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope: str = "short") -> dict[str, Any]:
+def compare(
+    model: torch.nn.Module, session: Any, facts: Mapping[str, Any], rope: str = "short", cache: CacheType | None = None
+) -> dict[str, Any]:
     """As verify, of a session: an object with onnxruntime's get_inputs() and run()."""
-    return judge_found(model, lambda tokens: _found(session, facts, tokens), facts, rope)
+    return judge_found(model, lambda tokens: _found(session, facts, tokens), facts, rope, cache)
 
 
 def judge_found(
@@ -127,12 +131,13 @@ def judge_found(
     found: Callable[[list[np.ndarray]], list[tuple[str, int, int, np.ndarray]]],
     facts: Mapping[str, Any],
     rope: str = "short",
+    cache: CacheType | None = None,
 ) -> dict[str, Any]:
     """As verify. found: runs the schedule with these requests; [(phase, request, position, logits)]."""
     for seed in range(TRIES):
         tokens = _tokens(model, facts, seed)
         try:
-            judge, loses = _expected(model, tokens, rope, facts.get("cache"))
+            judge, loses = _expected(model, tokens, rope, cache)
         except TypeError as error:  # a model of one's own that runs over caches alone
             if not hasattr(model, "cache_shapes"):
                 raise
@@ -195,34 +200,6 @@ def _tokens(model, facts, seed):
     random = np.random.default_rng(seed)
     longest = max(1, (facts["max_positions"] or 10**9) - STEPS)
     return [random.choice(plain, min(n, longest) + STEPS) for n in PROMPTS]
-
-
-def cached(cache: str, key: torch.Tensor, value: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Keys and values [...,D] as caches of decoder_contract.CACHES with a scale for each token and head hold them."""
-
-    def rounded(x, form):
-        scale = row_scales(x, form)
-        return (numbers_of(quantised(x, scale, form)) * scale.to(x.dtype)).to(x.dtype)
-
-    of_keys, of_values = (FORM_TYPES[word] for word in cache_forms(cache))
-    return rounded(key, of_keys), rounded(value, of_values)
-
-
-@contextmanager
-def emulated(model: Any, cache: str) -> Iterator[None]:
-    """A transformers model that computes, without caches, what it computes over quantised ones: by its own eager attention."""
-    from transformers import AttentionInterface
-    from transformers.masking_utils import AttentionMaskInterface, eager_mask
-
-    def attention(module, query, key, value, *args, **kwargs):
-        eager = sys.modules[type(module).__module__].eager_attention_forward
-        return eager(module, query, *cached(cache, key, value), *args, **kwargs)
-
-    name = "leanfleet_" + cache.replace("/", "_")  # under which transformers knows it
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, eager_mask)
-    with implementation(model, name):
-        yield
 
 
 def _expected(model, tokens, rope, cache=None):

@@ -13,7 +13,8 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     query_lens                    int32 [B]         new tokens of each request; 0: the row is all padding
     past_key_values.L.key/.value  T [B,Hkv,S,D]     the caches of softmax layer L
     past_key_values.L.key_scale, .value_scale  float32 [B,Hkv,S]  beside quantised caches: the scale of each token and
-                                                    head; a cache of uint8 is [B,Hkv,S,D/2], of two int4 each
+                                                    head, where scales are no constants of the graph; a cache of uint8 is
+                                                    [B,Hkv,S,D/2], of two int4 each
     past_key_values.L.recurrent_state  float32 [B,Hkv,R,Dv]  the state of linear layer L; zeros before the first token
     past_key_values.L.conv_state  float32 [B,K,C]   the tokens before, of its short convolution; zeros before the first
     past_key_values.L.key_sum, .value_sum  float32 [B,Hkv,R], [B,Hkv,Dv]  beside it where the layer is normalised
@@ -129,6 +130,7 @@ FORMS = {"int8": "int8", "fp8": "float8e4m3fn", "int4": "uint8"}
 CACHES = (*FORMS, *(f"{key}/{value}" for key in FORMS for value in FORMS if key != value))  # of keys and values, or each
 _CACHE_TYPES = tuple(SESSION_TYPES[name] for name in ("float32", "float16", "bfloat16", *FORMS.values()))
 
+CACHE_SCALES = "channel", "tensor"  # what a scale that is a constant of the graph is for; else each token and head has its own
 
 LOSSY = "int4"  # the type of keys that costs more than 5% of perplexity, see docs/how_to/quantised_caches.md
 
@@ -436,7 +438,8 @@ class Facts(TypedDict, total=False):
     stop_tokens: list[int]
     max_positions: int | None  # None: no limit
     block: int  # tokens a page
-    cache: str | None  # of CACHES: keys and values are so, with a scale for each token; missing or None: the model's type
+    cache: str | None  # of CACHES: what keys and values are; missing or None: the model's type
+    cache_scales: str | None  # of CACHE_SCALES; missing or None: each token and head has a scale of its own
     tensor_parallel: Ranks  # missing: the folder is for one process
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
     serving: dict[str, Any]  # format, block, fusions and verified, as they are here
@@ -556,6 +559,9 @@ def _check_values(path: Path, facts: dict[str, Any], interface: Interface, again
         raise ValueError(
             f"{path}: cache is {json.dumps(facts['cache'])[:60]}; this version knows {known}: update leanfleet, or {again}"
         )
+    if facts.get("cache_scales") not in (None, *CACHE_SCALES):
+        found, known = json.dumps(facts["cache_scales"])[:60], ", ".join(CACHE_SCALES)
+        raise ValueError(f"{path}: cache_scales is {found}; this version knows {known}: update leanfleet, or {again}")
     if interface is SERVING:
         expected["block"] = f"a number from 1 to {MOST_BLOCK}", lambda v: _number(v) and v <= MOST_BLOCK
     for name, (words, fits) in expected.items():

@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 
 MOST_LAYERS = 10_000
 DEVICE_HELP = "cpu, cuda or, of several GPUs, cuda:1 (default: the first)"
+CALIBRATION_ROW = 2048  # tokens of a text that are calibrated on together
 HUB_SECONDS = 10  # to find out whether the hub has a model, and whether there is a hub
 
 
@@ -64,6 +65,18 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         metavar="TYPE",
         help="the type of key/value caches, each token with scales of its own; for ONNX Runtime: int8, fp8, int4, or two of "
         "them, of keys and of values: int8/fp8 (default: the model's type)",
+    )
+    export.add_argument(
+        "--calibrate",
+        metavar="FILE",
+        help="with --cache: text, in UTF-8, like what the model will read; scales are then found on it and constants of the "
+        "graph, in place of one for each token",
+    )
+    export.add_argument(
+        "--scales",
+        choices=decoder_contract.CACHE_SCALES,
+        help="with --calibrate: a scale for each channel of each head (the default), or one for all keys of a layer and one "
+        "for all values",
     )
     export.add_argument(
         "--serve",
@@ -296,6 +309,12 @@ def export_command(arguments: argparse.Namespace) -> int:
         raise ValueError(
             f"--weights {arguments.weights} needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two"
         )
+    if arguments.calibrate is None and arguments.scales is not None:
+        raise ValueError("--scales goes with --calibrate FILE, whose text scales are found on")
+    if arguments.calibrate is not None and arguments.cache is None:
+        raise ValueError("--calibrate finds scales of quantised caches: say which, such as --cache fp8")
+    if arguments.calibrate is not None and not Path(arguments.calibrate).is_file():
+        raise FileNotFoundError(f"--calibrate {arguments.calibrate}: there is no such file")
     try:
         with progress.stage("exporting"):
             _export(arguments)
@@ -314,8 +333,26 @@ def export_command(arguments: argparse.Namespace) -> int:
     return 0
 
 
+def calibration_rows(path: str, model: Any, tokenizer: Any) -> list[list[int]]:
+    """Token ids of a file's text, in rows of CALIBRATION_ROW or as many as the model has positions for.
+
+    Raises OSError for a file that cannot be read, ValueError for one that is no UTF-8 or has no token.
+    """
+    if tokenizer is None:
+        raise ValueError("--calibrate needs the model's tokenizer, and the model comes without one")
+    try:
+        ids = tokenizer(Path(path).read_text(encoding="utf-8")).input_ids
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path} is no text in UTF-8: {error}") from error
+    if not ids:
+        raise ValueError(f"{path} has no token to calibrate on; give text like what the model will read")
+    config = model.config.get_text_config(decoder=True)
+    row = min(CALIBRATION_ROW, getattr(config, "max_position_embeddings", None) or CALIBRATION_ROW)
+    return [ids[at : at + row] for at in range(0, len(ids), row)]
+
+
 def _export(arguments: argparse.Namespace) -> None:
-    from leanfleet.export import export_decoder
+    from leanfleet.export import calibrate, export_decoder
     from leanfleet.export.serving import add_serving
 
     def say(line: str) -> None:
@@ -337,7 +374,12 @@ def _export(arguments: argparse.Namespace) -> None:
 
         say(str(quantise(model, int(arguments.weights[3:]))))
     say(f"exporting {type(model).__name__} ({model.config._attn_implementation or 'eager'}: softmax attention) ...")
-    options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope, "cache": arguments.cache}
+    cache = arguments.cache
+    if arguments.calibrate is not None:
+        rows = calibration_rows(arguments.calibrate, model, tokenizer)
+        say(f"calibrating {cache} caches on {sum(map(len, rows)):,} tokens of {arguments.calibrate} ...")
+        cache = calibrate(model, rows, cache, arguments.scales or "channel")
+    options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope, "cache": cache}
     with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:
         export_decoder(model, new, tokenizer, tensor_parallel=arguments.tensor_parallel, **options)
         if arguments.serve:

@@ -1,9 +1,9 @@
 """What quantised key/value caches cost SmolLM2-135M: python -m bench.models.quantised_caches [--tokens N] [--out FILE.json].
 
 Perplexity of a text (that of bench.models.generate) in windows of 4,096 tokens. Types of decoder_contract.CACHES, which have a
-scale for each token and head: fed in pieces of 512 over the caches of exported graphs. Keys with a scale for each channel, from
-the largest of the window behind the text (its last positions too: slow rotations turn other columns large): through PyTorch's
-operators, window by window. Beside each of them
+scale for each token and head, or calibrated ones, found on the window behind the text: fed in pieces of 512 over the caches of
+exported graphs. Keys with a scale for each channel from the same window (its last positions too: slow rotations turn other
+columns large) and values with one for each token: through PyTorch's operators, window by window. Beside each of them
 PyTorch, whose keys and values are rounded as such caches round them: ours must be that number but for float32's own rounding.
 That tips roundings to a cache's few numbers, which tips later ones: how far two right computations are apart says PyTorch a
 second time, with attention in float64.
@@ -27,10 +27,10 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from bench.models.generate import text
 from leanfleet import machine, trial
 from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, MODEL_FILE, SESSION_TYPES
-from leanfleet.export import export_decoder, lean_attention
+from leanfleet.export import calibrate, export_decoder, lean_attention
 from leanfleet.export.reference import FORMS, numbers_of, quantised, row_scales
 from leanfleet.export.support import implementation
-from leanfleet.export.verification import cached
+from leanfleet.export.quantised_caches import cached
 from leanfleet.generate import load_pretrained
 from leanfleet.ort_ops import make_session
 
@@ -38,6 +38,7 @@ WINDOW, PIECE = 4096, 512
 TYPES = {SESSION_TYPES[name]: np.dtype(name) for name in ("float32", "int8", "uint8")}
 TYPES[SESSION_TYPES["float8e4m3fn"]] = trial.FLOAT8
 PER_TOKEN = ("int8", "fp8", "int4", "int8/fp8", "int8/int4")
+CALIBRATED = (("int8", "channel"), ("int8", "tensor"), ("fp8", "channel"), ("fp8", "tensor"), ("int8/fp8", "channel"))
 TORCH = {"int8": torch.int8, "fp8": torch.float8_e4m3fn, "int4": torch.uint8}
 PER_CHANNEL = (("fp8", "fp8"), ("int4", "int8"), ("int4", "int4"))  # of keys per channel, of values per token
 
@@ -195,6 +196,13 @@ def main():
     results["float32"] = beside("float32", exported(None), plain)
     for cache in (c for c in PER_TOKEN if arguments.only in c):
         results[cache] = beside(cache, exported(cache), lambda module, *rows, cache=cache: cached(cache, *rows))
+    for form, kind in CALIBRATED:
+        name = f"{form} calibrated per {kind}"
+        if arguments.only in name:
+            cache = calibrate(model, [calibration], form, kind)
+            results[name] = beside(
+                name, exported(cache), lambda module, *rows, cache=cache: cached(cache, *rows, module.layer_idx)
+            )
     largest = largest_keys(model, calibration)
     for forms in PER_CHANNEL:
         name = f"{forms[0]} per channel/{forms[1]}"

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from leanfleet import cli, decoder_contract, variants
-from leanfleet.export import export_decoder, function_bodies, verification
+from leanfleet.export import calibrate, export_decoder, function_bodies, quantised_caches
 from leanfleet.export.serving import add_serving, export_for_serving
 from leanfleet.ort_ops import genai
 from leanfleet.ort_ops.generation import generate, load_decoder
@@ -23,7 +23,7 @@ NEW = 8
 def emulated(model, cache, prompt):
     """The greedy tokens behind a prompt."""
     tokens = list(prompt)
-    with verification.emulated(model, cache), torch.no_grad():
+    with quantised_caches.emulated(model, cache), torch.no_grad():
         for _ in range(NEW):
             tokens.append(model(input_ids=torch.tensor([tokens]), use_cache=False).logits[0, -1].argmax().item())
     return tokens[len(prompt) :]
@@ -57,6 +57,120 @@ def test_tokens(family, cache, tmp_path):
     assert [r.tokens for r in requests] == expected
 
 
+@pytest.mark.parametrize(
+    "family, form, kind",
+    (
+        ("llama", "int8", "channel"),
+        ("gemma2", "fp8", "tensor"),
+        ("gpt-oss", "int8/fp8", "channel"),
+        ("llama", "int4", "channel"),
+    ),
+)
+def test_calibrated_tokens(family, form, kind, tmp_path):
+    """Scales are constants: the graph's caches are a quarter or an eighth of float32 and have none beside them."""
+    model, prompts = decoders.make(family), decoders.prompts(5, 17, 1)
+    cache = calibrate(model, decoders.prompts(40, 23), form, kind)
+    expected = [emulated(model, cache, prompt) for prompt in prompts]
+    with pytest.warns(UserWarning, match="cache is 'int4'") if form == "int4" else nullcontext():
+        export_decoder(model, tmp_path, cache=cache)
+        add_serving(model, tmp_path, block=8, cache=cache)
+    facts = json.loads((tmp_path / "leanfleet.json").read_text())
+    for found in (facts, facts["serving"]):
+        assert (found["cache"], found["cache_scales"]) == (form, kind)
+        assert found["verified"]["largest_difference"] <= found["verified"]["bound"]
+    graph = onnx.load(tmp_path / "model.onnx").graph
+    assert not [i.name for i in graph.input if "scale" in i.name]
+    for library in (True, False):
+        decoder = load_decoder(tmp_path, CPU, library=library)
+        answers, _ = generate(decoder, prompts, max_new_tokens=NEW, stop_tokens=[])
+        assert answers == expected, f"library={library}"
+    batch = ContinuousBatch(tmp_path, pages=40, max_requests=3, step_tokens=16, providers=CPU)
+    requests = [batch.add(prompt, NEW, stop_tokens=[]) for prompt in prompts]
+    batch.run()
+    assert [r.tokens for r in requests] == expected
+    config = model.config
+    numbers = 2 * config.num_hidden_layers * 40 * 8 * config.num_key_value_heads * 16
+    assert batch.pool_bytes == numbers // (2 if form == "int4" else 1)
+
+
+def test_serving_with_other_scales_than_the_decoder(tmp_path):
+    model = decoders.make("llama")
+    export_decoder(model, tmp_path, cache=calibrate(model, decoders.prompts(9), "int8"), verify=False)
+    add_serving(model, tmp_path, block=8, cache="int8", verify=False)
+    facts = decoder_contract.read_facts(tmp_path, decoder_contract.SERVING)
+    assert facts["cache"] == "int8" and facts["cache_scales"] is None
+
+
+def test_scales_that_calibration_finds():
+    """Those of the keys and values in transformers' own cache."""
+    model, rows = decoders.make("llama"), decoders.prompts(30, 12)
+    with torch.no_grad():
+        seen = [model(input_ids=torch.tensor([row]), use_cache=True).past_key_values.layers for row in rows]
+    for kind, axes in (("channel", (0, 2)), ("tensor", (0, 1, 2, 3))):
+        found = calibrate(model, rows, "int8/fp8", kind)
+        for layer in range(2):
+            scales = found.of_layer(layer)
+            for name, limit in (("key", 127), ("value", 448)):
+                largest = torch.stack([getattr(layers[layer], f"{name}s").abs().amax(axes) for layers in seen]).amax(0)
+                expected = largest.unsqueeze(1) / limit if kind == "channel" else largest.reshape(1) / limit
+                torch.testing.assert_close(scales[f"{name}_scale"], expected, rtol=1e-5, atol=0)
+
+
+def test_calibration_of_channels_that_are_0():
+    model = decoders.make("llama")
+    with torch.no_grad():
+        value = model.model.layers[0].self_attn.v_proj.weight
+        value[3] = 0  # a column of head 0
+        value[16:] = 0  # head 1
+    scales = calibrate(model, decoders.prompts(9), "int8").of_layer(0)["value_scale"]
+    assert scales[0, 0, 3] == scales[0].max() and scales[0].min() > 0 and (scales[1] == 1).all()
+
+
+def test_calibration_that_cannot_be(tmp_path):
+    model = decoders.make("llama")
+    for rows in ([], [[]], [[1], []]):
+        with pytest.raises(ValueError, match="tokens has a row without tokens, or no row"):
+            calibrate(model, rows, "int8")
+    with pytest.raises(ValueError, match="scales is 'token'; expected channel or tensor"):
+        calibrate(model, [[1]], "int8", "token")
+    with pytest.raises(ValueError, match="cache is 'int2'"):
+        calibrate(model, [[1]], "int2")
+    with pytest.raises(ValueError, match="token 211 is outside the vocabulary of 211 tokens; is it the model's tokenizer"):
+        calibrate(model, [[1, 211]], "int8")
+    with pytest.raises(ValueError, match="cache has calibrated scales, of all heads, which tensor_parallel does not share"):
+        export_decoder(model, tmp_path / "a", cache=calibrate(model, [[1, 2]], "int8"), tensor_parallel=2)
+    assert not (tmp_path / "a").exists()
+    with torch.no_grad():
+        model.model.layers[1].self_attn.k_proj.weight[0, 0] = torch.inf
+    with pytest.raises(ValueError, match=r"1.key of LlamaForCausalLM is not finite on this text"):
+        calibrate(model, [[1, 2]], "int8")
+
+
+def test_command_calibrates(tmp_path, capsys):
+    model = decoders.make("llama")
+    model.save_pretrained(tmp_path / "saved")
+    decoders.byte_tokenizer().save_pretrained(tmp_path / "saved")
+    (tmp_path / "text").write_text("WhatTheModelWillRead." * 20)
+    export = ["export", str(tmp_path / "saved"), str(tmp_path / "out")]
+    assert cli.main([*export, "--cache", "fp8", "--calibrate", str(tmp_path / "text"), "--scales", "tensor", "--serve"]) == 0
+    assert "calibrating fp8 caches on 420 tokens" in capsys.readouterr().err
+    for kind in (decoder_contract.DECODER, decoder_contract.SERVING):
+        assert decoder_contract.read_facts(tmp_path / "out", kind)["cache_scales"] == "tensor"
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "spaces").write_text("a b")  # the tokenizer has more tokens than the model
+    (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
+    for options, words in (
+        (["--calibrate", "x"], "--calibrate finds scales of quantised caches: say which, such as --cache fp8"),
+        (["--cache", "fp8", "--scales", "tensor"], "--scales goes with --calibrate FILE"),
+        (["--cache", "fp8", "--calibrate", str(tmp_path / "none")], "there is no such file"),
+        (["--cache", "fp8", "--calibrate", str(tmp_path / "spaces")], "is outside the vocabulary of 211 tokens"),
+        (["--cache", "fp8", "--calibrate", str(tmp_path / "empty")], "has no token to calibrate on"),
+        (["--cache", "fp8", "--calibrate", str(tmp_path / "bytes")], "is no text in UTF-8"),
+    ):
+        assert cli.main([*export, *options]) == 2
+        assert words in capsys.readouterr().err
+
+
 def test_sizes_of_pools(tmp_path):
     """A quarter or an eighth of float32, and a scale for each token and head."""
     model = decoders.make("llama")
@@ -84,6 +198,9 @@ def test_what_cannot_be(tmp_path):
     facts = decoder_contract.read_facts(tmp_path / "a", decoder_contract.DECODER)
     decoder_contract.write_facts(tmp_path / "a", {**facts, "cache": "int2"})
     with pytest.raises(ValueError, match='cache is "int2"; this version knows int8, fp8, int4, .*: update leanfleet'):
+        load_decoder(tmp_path / "a", CPU)
+    decoder_contract.write_facts(tmp_path / "a", {**facts, "cache_scales": "row"})
+    with pytest.raises(ValueError, match='cache_scales is "row"; this version knows channel, tensor: update leanfleet'):
         load_decoder(tmp_path / "a", CPU)
 
 
