@@ -5,17 +5,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 
 from leanfleet import progress
 from leanfleet.decoder_contract import CONV_STATE, KEY, KEY_SCALE, STATE, VALUE, VALUE_SCALE, cache_name
 from leanfleet.spec import in_numbers
+from leanfleet.export.quantised_caches import CacheType, CalibratedCache
 from leanfleet.export.torch_ops import causal_conv, causal_linear_decay, gated_delta_rule, lean_attention
-
-if TYPE_CHECKING:
-    from leanfleet.export.quantised_caches import CalibratedCache
 
 
 class Cache:
@@ -28,10 +26,10 @@ class Cache:
         tensors: Iterable[tuple[str, torch.Tensor]],
         seq_lens: torch.Tensor,
         query_lens: torch.Tensor,
-        calibrated: CalibratedCache | None = None,
+        form: CacheType | None = None,
     ) -> None:
-        """calibrated: what has the scales of quantised keys and values, where these are no caches themselves."""
-        self.tensors, self.seq_lens, self.query_lens, self.calibrated = dict(tensors), seq_lens, query_lens, calibrated
+        """form: the type of keys and values; a CalibratedCache has their scales."""
+        self.tensors, self.seq_lens, self.query_lens, self.form = dict(tensors), seq_lens, query_lens, form
         self.updated: set[str] = set()
 
     @contextmanager
@@ -76,7 +74,7 @@ class Cache:
             key_per_token=per_token,
             value_per_token=per_token,
             **{part: self.tensors[name] for part, name in names.items()},
-            **(self.calibrated.of_layer(layer) if self.calibrated is not None else {}),
+            **(self.form.of_layer(layer) if isinstance(self.form, CalibratedCache) else {}),
             **options,
         )
         for name, tensor in zip(names.values(), updated, strict=True):

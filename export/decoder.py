@@ -365,13 +365,12 @@ class Decoder(torch.nn.Module):
     ) -> None:
         super().__init__()
         self.model, self.names, self.all_logits, self.cache = model, list(names), all_logits, cache
-        self.calibrated = cache if isinstance(cache, CalibratedCache) else None
 
     def forward(
         self, input_ids: torch.Tensor, seq_lens: torch.Tensor, query_lens: torch.Tensor, caches: list[torch.Tensor]
     ) -> tuple[torch.Tensor, ...]:
         """caches: tensors in the order of names; returns (logits, *caches)."""
-        cache = Cache(zip(self.names, caches, strict=True), seq_lens, query_lens, self.calibrated)
+        cache = Cache(zip(self.names, caches, strict=True), seq_lens, query_lens, self.cache)
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
         positions = (seq_lens - query_lens).unsqueeze(1).to(torch.int64) + steps
         last = (query_lens.to(torch.int64) - 1).clamp(min=0)

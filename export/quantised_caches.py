@@ -21,6 +21,7 @@ from leanfleet.export.support import implementation
 if TYPE_CHECKING:
     from leanfleet.decoder_contract import Facts
 
+PREPARED = "leanfleet_prepared"  # the attention function's name in transformers
 Pair = tuple[torch.Tensor, torch.Tensor]  # of keys and of values
 
 
@@ -80,7 +81,7 @@ def cached(cache: CacheType, key: torch.Tensor, value: torch.Tensor, layer: int 
 
 
 @contextmanager
-def _attending(model: Any, name: str, prepare: Callable[[Any, torch.Tensor, torch.Tensor], Pair]) -> Iterator[None]:
+def _attending(model: Any, prepare: Callable[[Any, torch.Tensor, torch.Tensor], Pair]) -> Iterator[None]:
     """A transformers model that attends by its own eager attention to prepare(module, key, value)."""
     from transformers import AttentionInterface
     from transformers.masking_utils import AttentionMaskInterface, eager_mask
@@ -91,17 +92,16 @@ def _attending(model: Any, name: str, prepare: Callable[[Any, torch.Tensor, torc
         eager = sys.modules[type(module).__module__].eager_attention_forward
         return eager(module, query, *prepare(module, key, value), *args, **kwargs)
 
-    AttentionInterface.register(name, attention)
-    AttentionMaskInterface.register(name, eager_mask)
-    with implementation(model, name):
+    AttentionInterface.register(PREPARED, attention)
+    AttentionMaskInterface.register(PREPARED, eager_mask)
+    with implementation(model, PREPARED):
         yield
 
 
 @contextmanager
 def emulated(model: Any, cache: CacheType) -> Iterator[None]:
     """A transformers model that computes, without caches, what it computes over quantised ones: by its own eager attention."""
-    name = "leanfleet_" + form_of(cache).replace("/", "_")  # under which transformers knows it
-    with _attending(model, name, lambda module, key, value: cached(cache, key, value, module.layer_idx)):
+    with _attending(model, lambda module, key, value: cached(cache, key, value, module.layer_idx)):
         yield
 
 
@@ -144,7 +144,7 @@ def calibrate(model: torch.nn.Module, tokens: Sequence[Sequence[int]], cache: st
             largest[name] = torch.maximum(largest[name], found) if name in largest else found
         return key, value
 
-    with progress.stage("calibrating") as stage, _attending(model, "leanfleet_calibrate", note), torch.no_grad():
+    with progress.stage("calibrating") as stage, _attending(model, note), torch.no_grad():
         for number, row in enumerate(rows):
             stage.at(f"{number + 1} of {len(rows)}")
             model(input_ids=torch.tensor([row]), use_cache=False)

@@ -56,7 +56,7 @@ from leanfleet.decoder_contract import (
 from leanfleet.export import function_bodies, verification
 from leanfleet.export.cache import Cache
 from leanfleet.export.decoder import INSIDE, cache_shapes, made, run, write
-from leanfleet.export.quantised_caches import CacheType, CalibratedCache, cache_facts
+from leanfleet.export.quantised_caches import CacheType, cache_facts
 from leanfleet.export.support import check_supported
 from leanfleet.export.torch_ops import causal_linear_decay, sample_tokens
 
@@ -77,9 +77,9 @@ class Pages(Cache):
         cu_query_lens: torch.Tensor,
         block_table: torch.Tensor,
         state_index: torch.Tensor,
-        calibrated: CalibratedCache | None,
+        form: CacheType | None,
     ) -> None:
-        super().__init__(tensors, seq_lens, cu_query_lens.diff(), calibrated)
+        super().__init__(tensors, seq_lens, cu_query_lens.diff(), form)
         self.block_table, self.cu_query_lens, self.state_index = block_table, cu_query_lens, state_index
 
     def sizes(self, layer: int) -> tuple[int, int, int]:
@@ -136,7 +136,6 @@ class PackedDecoder(torch.nn.Module):
     def __init__(self, model: torch.nn.Module, names: Iterable[str], cache: CacheType | None = None) -> None:
         super().__init__()
         self.model, self.names, self.cache = model, list(names), cache
-        self.calibrated = cache if isinstance(cache, CalibratedCache) else None
 
     def forward(
         self,
@@ -157,7 +156,7 @@ class PackedDecoder(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """pages: tensors in the order of names; returns (logits, next tokens, their log-probabilities, *pages)."""
         named = zip(self.names, pages, strict=True)
-        cache = Pages(named, seq_lens, cu_query_lens, block_table, state_index, self.calibrated)
+        cache = Pages(named, seq_lens, cu_query_lens, block_table, state_index, self.cache)
         logits = run(
             self.model,
             cache,

@@ -14,33 +14,17 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
 
+from bench.kernels.timing import captured
 from leanfleet import communicators, native
 from leanfleet.export import all_gather, all_reduce, merge_attention, reference
 
 KILOBYTES = (16, 33, 130, 520)  # of each rank
 IN_A_GRAPH = 20
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
-
-
-def captured(function: Callable[[], object], count: int = IN_A_GRAPH) -> torch.cuda.CUDAGraph:
-    """A graph of `count` calls after each other."""
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        for _ in range(3):
-            function()
-    torch.cuda.current_stream().wait_stream(side)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for _ in range(count):
-            function()
-    return graph
 
 
 def numbers(rank: int, count: int, dtype: torch.dtype, step: int = 0) -> torch.Tensor:
@@ -113,7 +97,7 @@ def time_exchanges(rank: int, world: int, rounds: int) -> list[dict]:
             "AllReduce": lambda x=x: all_reduce(x),
             "torch all_reduce": lambda to=summed: torch.distributed.all_reduce(to),
         }
-        us = {name: median_us(captured(f), rounds) for name, f in contenders.items()}
+        us = {name: median_us(captured(f, IN_A_GRAPH), rounds) for name, f in contenders.items()}
         rows.append({"kilobytes": kilobytes, "us": us})
         if rank == 0:
             print(f"{kilobytes} KB a rank:", {name: round(t, 2) for name, t in us.items()}, flush=True)

@@ -52,8 +52,8 @@ class Launches:
         return graph
 
 
-def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """A graph of one call, after a warm-up on a side stream."""
+def captured(function: Callable[[], object], count: int = 1) -> torch.cuda.CUDAGraph:
+    """A graph of `count` calls after each other, after a warm-up on a side stream."""
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -62,7 +62,8 @@ def captured(function: Callable[[], object]) -> torch.cuda.CUDAGraph:
     torch.cuda.current_stream().wait_stream(side)
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        function()
+        for _ in range(count):
+            function()
     return graph
 
 

@@ -56,7 +56,7 @@ struct DirectLaunch {
 constexpr int kOfT = -1;
 
 template <int kForm>
-__device__ __forceinline__ constexpr int64_t bytes_of(int64_t numbers) {
+LEANFLEET_HD constexpr int64_t bytes_of(int64_t numbers) {
   return kForm == kOfT ? 2 * numbers : kForm == kInt4 ? numbers / 2 : numbers;
 }
 
@@ -64,10 +64,7 @@ __device__ __forceinline__ constexpr int64_t bytes_of(int64_t numbers) {
 // values 8.
 template <int kWidth, int kForm, bool kValues>
 struct DirectRow {
-  static constexpr int kOwn = static_cast<int>((kForm == kOfT    ? 2 * kWidth
-                                                : kForm == kInt4 ? kWidth / 2
-                                                                 : kWidth)) /
-                              (kValues ? 8 : 4);
+  static constexpr int kOwn = static_cast<int>(bytes_of<kForm>(kWidth)) / (kValues ? 8 : 4);
   static constexpr int kBytes = kOwn < 16 ? kOwn : 16, kChunks = kOwn / kBytes;
 };
 
@@ -114,7 +111,7 @@ __device__ __forceinline__ uint4 read_once(const char* from) {
   return x;
 }
 
-// Until the launch before has ended, which may still append to quantised caches.
+// Waits until the launch before has ended, which may append to quantised caches.
 __device__ __forceinline__ void wait_for_append() {
 #if __CUDA_ARCH__ >= 900
   asm volatile("griddepcontrol.wait;" ::: "memory");
@@ -145,8 +142,8 @@ struct DirectCta {
   unsigned missing;            // of the keys read last: a bit for each token whose page is outside the pool
   unsigned missing_rows;       // paged: the same for the tile that is read next
   int64_t key_row, value_row;  // and bytes to the row of its token `lane`
-  // Of quantised caches. Scales of token `lane` of the tile that is computed on, and of the one that is read next; `lift` of rows 2 t
-  // and 2 t + 1: the output is to be multiplied by it.
+  // Of quantised caches. Scales of token `lane` of the tile that is computed on, and of the one that is read next; `lift` of
+  // rows 2 t and 2 t + 1: the output is to be multiplied by it.
   float key_scale, value_scale, next_key_scale, next_value_scale;
   float lift[2];
 

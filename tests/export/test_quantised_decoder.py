@@ -161,6 +161,7 @@ def test_command_calibrates(tmp_path, capsys):
     (tmp_path / "bytes").write_bytes(b"\xff\xfe\x00")
     for options, words in (
         (["--calibrate", "x"], "--calibrate finds scales of quantised caches: say which, such as --cache fp8"),
+        (["--cache", "fp8", "--calibrate", "x", "--tensor-parallel", "2"], "--tensor-parallel does not share out yet"),
         (["--cache", "fp8", "--scales", "tensor"], "--scales goes with --calibrate FILE"),
         (["--cache", "fp8", "--calibrate", str(tmp_path / "none")], "there is no such file"),
         (["--cache", "fp8", "--calibrate", str(tmp_path / "spaces")], "is outside the vocabulary of 211 tokens"),
