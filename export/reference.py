@@ -1099,12 +1099,14 @@ def gated_delta_rule_grad(
     def over(x, count):
         return x.unflatten(1, (count, -1)).sum(2)
 
-    dq, dk, dv = (scale or dims["D"] ** -0.5) * over(dq, dims["Hq"]), over(dk, dims["Hk"]), over(dv, v_heads)
-    if normalize_qk:
-        dq, dk = (_delta_unit_rows_grad(_swap(x, layout).to(compute), dx) for x, dx in ((query, dq), (key, dk)))
-        if spans is not None:  # tokens of no request may be NaN
-            inside = [any(start <= token < stop for start, stop in spans) for token in range(dims["N"])]
-            dq, dk = (x.where(torch.tensor(inside, device=x.device).unsqueeze(-1), 0) for x in (dq, dk))
+    dq = (scale or dims["D"] ** -0.5) * dq
+    if normalize_qk:  # of each head alone, as kernels that have no room for a group's sum
+        rows = (_expanded(_swap(x, layout).to(compute), heads) for x in (query, key))
+        dq, dk = (_delta_unit_rows_grad(x, dx) for x, dx in zip(rows, (dq, dk), strict=True))
+    dq, dk, dv = over(dq, dims["Hq"]), over(dk, dims["Hk"]), over(dv, v_heads)
+    if normalize_qk and spans is not None:  # tokens of no request may be NaN
+        inside = [any(start <= token < stop for start, stop in spans) for token in range(dims["N"])]
+        dq, dk = (x.where(torch.tensor(inside, device=x.device).unsqueeze(-1), 0) for x in (dq, dk))
     result = tuple(_swap(x.to(query.dtype), layout) for x in (dq, dk, dv))
     result += (_swap(over(db, v_heads).squeeze(-1), layout).to(float_out),)
     if grad_decay and log_decay is not None:

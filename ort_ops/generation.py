@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
+from leanfleet import driver
 from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
@@ -161,6 +162,8 @@ class _Steps:
 
         self.decoder, self.cuda_graph, self.turn = decoder, cuda_graph, 0
         self.device = decoder.device
+        # With a stream for CUDA graphs, onnxruntime makes cuBLAS's handle in the first run, for whichever GPU is current.
+        self.current = self.device if cuda_graph and len(driver.gpus()) > 1 else None
         self.onnxruntime = onnxruntime
         self.buffers, two = [], False
         for cache in decoder.caches:
@@ -233,5 +236,5 @@ class _Steps:
         return logits
 
     def _call(self, binding: IOBinding, options: RunOptions | None) -> None:
-        with onnxruntime_errors(f"run {self.decoder.folder / MODEL_FILE}"):
+        with onnxruntime_errors(f"run {self.decoder.folder / MODEL_FILE}"), driver.current(self.current):
             self.decoder.session.run_with_iobinding(binding, options)

@@ -2,11 +2,14 @@
 
 import json
 
-from stress import check, draw, files, processes
+import torch
 
-GENERATORS = {"calls": draw, "files": files, "processes": processes}
+from stress import check, draw, files, launches, processes
+
+GENERATORS = {"calls": draw, "files": files, "processes": processes, "launches": launches}
 OTHERS = [files.Case.runtime, processes.Case.runtime]  # in the place of a runtime
-SHARES = {draw: 0.5, files: 0.3, processes: 0.2}  # of the time
+OTHERS += [launches.Case.runtime] if torch.cuda.is_available() else []
+SHARES = {draw: 0.5, files: 0.3, processes: 0.2, launches: 0.2}  # of the time
 
 
 def generator_of(case):
@@ -16,12 +19,13 @@ def generator_of(case):
 def from_json(text):
     """A case of any generator, by the fields that it has."""
     fields = json.loads(text)
-    return (draw if "op" in fields else files if "kind" in fields else processes).Case.from_json(text)
+    marks = {"op": draw, "kind": files, "launches": launches, "act": processes}
+    return next(g for name, g in marks.items() if name in fields).Case.from_json(text)
 
 
 def rows():
     """What runs can be held to: operators, kinds of files and acts of processes."""
-    return [*draw.OPS, *files.KINDS, *processes.NUMBERS]
+    return [*draw.OPS, *files.KINDS, *processes.NUMBERS, *dict.fromkeys(launches.KINDS)]
 
 
 def error_of(case):
@@ -30,7 +34,7 @@ def error_of(case):
         files.prepare(case)
         return files.alone(case)
     try:
-        (processes if isinstance(case, processes.Case) else check).check(case)
+        (check if isinstance(case, draw.Case) else generator_of(case)).check(case)
     except Exception as error:  # whatever a runtime raises is a finding
         return f"{type(error).__name__}: {error}"
     return None

@@ -13,7 +13,8 @@ from leanfleet import spec
 
 OPS = spec.all_specs()
 # How a case runs. Those that a machine lacks are skipped there, so that SEED:INDEX means the same call everywhere.
-RUNTIMES = ("baseline", "avx2", "avx512", "avx512_bf16", "torch", "ort", "body", "trt", "cuda")
+RUNTIMES = ("baseline", "avx2", "avx512", "avx512_bf16", "torch", "ort", "body", "trt", "cuda", "torch_cuda", "ort_cuda")
+GPU = ("cuda", "torch_cuda", "ort_cuda")  # the C interface, PyTorch and ONNX Runtime there
 REFUSING = ("baseline", "avx2", "avx512", "avx512_bf16", "torch", "ort", "cuda")  # where wrong calls are tried
 
 TOKENS = (1, 1, 2, 3, 5, 16, 17, 31, 61, 63, 64, 65, 96, 127, 128, 129, 191, 257, 300)
@@ -26,7 +27,11 @@ SIZES = {
     "block": (1, 2, 7, 8, 16, 31, 64),
     "V": (1, 2, 31, 32, 33, 64, 127, 128, 129, 1000, 1023, 4099),
 }
+# On a GPU caches long enough to be cut over SMs, and mostly widths that its kernels take.
+LONG = dict.fromkeys(("S", "total"), (*TOKENS, 500, 1024, 1500, 3000, 6000))
+GPU_WIDTHS = dict.fromkeys(("D", "R", "Dv"), (*WIDTHS, *(8, 16, 32, 64, 72, 96, 128, 192, 256) * 8))
 MOST_ELEMENTS = 120_000  # of a call's largest tensor: the reference, which loops over tokens, stays quick
+MOST_ON_A_GPU = 500_000
 OTHER_NAME = "another name, for an attribute that is any text"
 FILLS = ("nan", "inf", "-inf", "huge", "zero")  # what nothing may read is full of
 
@@ -96,7 +101,7 @@ def _drawn(source, op, runtime):
             if not alternatives:
                 return None
             ranks[t.name] = len(source.choice(alternatives).axes)
-    sizes = draw_sizes(source, op, ranks, attrs)
+    sizes = draw_sizes(source, op, ranks, attrs, runtime in GPU)
     fit_attributes(attrs, sizes)
     plain = [t.name for t in op.inputs if t.name in ranks and t.type == "T" and not op.name.startswith("GatedDeltaRule")]
     exponents = {}
@@ -225,15 +230,16 @@ def shapes_of(op, ranks, attrs, sizes):
     return {name: [axis.size(sizes) for axis in axes] for name, axes in axes_of(op, ranks, attrs).items()}
 
 
-def draw_sizes(source, op, ranks, attrs):
-    """{symbol: size} that the rules permit, with no tensor beyond MOST_ELEMENTS."""
-    sizes = {symbol: source.choice(SIZES.get(symbol, SOME)) for symbol in op.symbols if symbol not in attrs}
+def draw_sizes(source, op, ranks, attrs, gpu=False):
+    """{symbol: size} that the rules permit, with no tensor beyond MOST_ELEMENTS or MOST_ON_A_GPU."""
+    choices, most = (SIZES | LONG | GPU_WIDTHS, MOST_ON_A_GPU) if gpu else (SIZES, MOST_ELEMENTS)
+    sizes = {symbol: source.choice(choices.get(symbol, SOME)) for symbol in op.symbols if symbol not in attrs}
     sizes = fitted(op, ranks, attrs, sizes)
     while True:
         shapes = shapes_of(op, ranks, attrs, sizes)
-        large = [name for name, shape in shapes.items() if math.prod(shape) > MOST_ELEMENTS]
+        large = [name for name, shape in shapes.items() if math.prod(shape) > most]
         scores = math.prod(sizes.get(s, 1) for s in ("B", "H", "Nq")) * max(sizes.get("S", 1), sizes.get("total", 1))
-        if not large and scores <= 10 * MOST_ELEMENTS:
+        if not large and scores <= 10 * most:
             return used_sizes(op, ranks, attrs, sizes)
         axes = axes_of(op, ranks, attrs)
         symbols = {s for name in large or axes for axis in axes[name] for s in (axis.symbol, axis.plus) if s and sizes[s] > 1}

@@ -1,6 +1,8 @@
 """Proves the stress test: plants faults in a copy of the code, one by one, and says which are found, and how soon.
 
-python -m stress.faults [--seconds S] [--seed N] [--only WORD]
+python -m stress.faults [--seconds S] [--seed N] [--only WORD] [--cuda] [--build FOLDER]
+
+--cuda plants those of CUDA kernels, which are built for this machine's GPU.
 """
 
 import argparse
@@ -10,11 +12,12 @@ import shutil
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 from support.ort_models import tool
 from support.paths import ROOT
 
-BUILD = ROOT / "build" / "faults"
+BUILD = ROOT / "build" / "faults"  # or another folder, see main
 
 # (what is wrong, file of csrc or Python file of the package, the text there, the text in its place, operator, kind of file or act)
 FAULTS = [
@@ -66,12 +69,34 @@ FAULTS = [
     ("an input that is absent counts as connected", "leanfleet/trt_plugins/__init__.py", "for t, name in zip(tensors, names) if name]", "for t, name in zip(tensors, names)]", "prepared"),
     ("text that is no UTF-8 is rewritten", "leanfleet/export/rewrite.py", "rewrite_check.text_fault(proto) or rewrite", "rewrite", "rewrite"),
     ("what a model's damaged bytes say is not decoded", "leanfleet/ort_ops/sessions.py", "if isinstance(error, UnicodeDecodeError):", "if error is None:", "node"),
-    ("a lack of memory is told to be success", "capi/capi.cpp", 'out of memory; nothing is known of its outputs", op);', 'out of memory", op);\n    return 0;', "memory"),
+    ("a lack of memory is told to be success", "capi/guarded.h", 'nothing is known of its outputs", what);', 'nothing is known of its outputs", what);\n    return 0;', "memory"),
     ("a thread that cannot be made ends the process", "core/thread_pool.cpp", "} catch (const std::exception&) {  // a limit", "} catch (const int&) {  // a limit", "memory"),
     ("a forked child takes its parent's threads for its own", "core/thread_pool.cpp", "[] { shared.store(nullptr); }", "[] {}", "fork"),
     ("calls of two threads share the pool at once", "core/thread_pool.cpp", "std::lock_guard<std::mutex> turn(turn_);", "", "come_and_go"),
     ("a dropped session leaves its kernel", "ort/ort_library.cpp", "delete static_cast<Kernel*>(kernel);", "(void)kernel;", "sessions"),
     ("a session's lack of memory goes on as an exception", "ort/ort_common.h", "} catch (const std::bad_alloc&) {", "} catch (const std::bad_alloc&) {\n    throw;", "session_memory"),
+]  # fmt: skip
+
+# The same of CUDA kernels, but for the last: what else a search needs.
+RACE = ["--sanitizer", "racecheck"]
+CUDA_FAULTS = [
+    ("the last column of a merged row is lost", "merge_attention/kernel.cu", "for (int64_t i = lane; i < args.width;", "for (int64_t i = lane; i + 1 < args.width;", "MergeAttention", []),
+    ("parts are merged without the sum of weights", "merge_attention/kernel.cu", "(expf(lse - largest) / sum)", "expf(lse - largest)", "MergeAttention", []),
+    ("rows that are no whole chunks are read in chunks", "gated_activation/kernel.cu", "args.width % kChunk == 0 && ", "", "GatedActivation", []),
+    ("a token before the request is taken from the input", "causal_conv/kernel.cu", "if (from >= back) load(", "if (from + 1 >= back) load(", "CausalConv", []),
+    ("a tile that begins with a request is the one's before", "causal_conv/kernel.cu", "offset(args, q) <= row);", "offset(args, q) < row);", "CausalConv", []),
+    ("the last rows of padding are left unwritten", "causal_conv/kernel.cu", "for (; row < end; ++row)", "for (; row + 1 < end; ++row)", "CausalConv", []),
+    ("partial outputs are added up before they are there", "causal_linear_decay/decode.cu", "    __syncthreads();\n    for (int i = threadIdx.x; i < group * tokens", "    for (int i = threadIdx.x; i < group * tokens", "CausalLinearDecay", []),
+    ("the state of a pool's row of another request is read", "causal_linear_decay/decode.cu", "const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;\n  const int column = static", "const int64_t row = request;\n  const int column = static", "CausalLinearDecay", []),
+    ("rows beyond a key's width count for its length", "normalized_linear_attention/step.cu", "x[i] = i * 32 + lane < D ? static", "x[i] = i * 32 + lane < (D + 31) / 32 * 32 ? static", "NormalizedLinearAttention", []),
+    ("queries are read before they are there", "normalized_linear_attention/step.cu", "  __syncthreads();\n  const float count", "  const float count", "NormalizedLinearAttention", RACE),
+    ("sums of weights lose their carries", "sample_tokens/kernel.cu", "if (before + weight < before) atomicAdd(high + at, 1u);", "", "SampleTokens", []),
+    ("a float32 token sees the next key", "lean_attention/kernel.cu", "j >= bounds[r].end", "j > bounds[r].end", "LeanAttention", []),
+    ("a tile is overwritten while it is read", "lean_attention/kernel.cu", "      __syncthreads();  // the buffer has been read", "", "LeanAttention", RACE),
+    ("a tile's copies are not waited for", "lean_attention/kernel.cu", "cp.async.wait_group 1;", "cp.async.wait_group 2;", "LeanAttention", []),
+    ("interleaved pairs are turned as halves", "lean_attention/rotate.cu", "args.rotary_half % 8 == 0 && !args.rotary_interleaved && aligned(16)", "args.rotary_half % 8 == 0 && aligned(16)", "LeanAttention", []),
+    ("appended rows take the first head's scales of columns", "lean_attention/append_narrow.cu", "scales.in[static_cast<int64_t>(head) * width + column + c]", "scales.in[column + c]", "LeanAttention", []),
+    ("values are appended with the keys' strides", "lean_attention/append_narrow.cu", "value ? args.value_strides : args.key_strides, request", "args.key_strides, request", "LeanAttention", []),
 ]  # fmt: skip
 
 
@@ -94,26 +119,39 @@ def copy(source, target):
             shutil.copyfile(path, target / path.name)
 
 
-def prepare():
-    """A copy of csrc and a build of it without CUDA, and a copy of the package."""
+def prepare(cuda):
+    """A copy of csrc and a build of it, with CUDA kernels for this machine's GPU or without, and a copy of the package."""
     for name in ("csrc", "leanfleet"):
         copy(ROOT / name, BUILD / name)
     # An editable installation puts its own finder before the path.
     (BUILD / "sitecustomize.py").write_text(
         "import sys\nsys.meta_path[:] = [f for f in sys.meta_path if 'ScikitBuild' not in type(f).__name__]\n"
     )
-    command = [tool("cmake"), "-G", "Ninja", "-S", BUILD / "csrc", "-B", BUILD, "-DLEANFLEET_CUDA=OFF"]
+    command = [tool("cmake"), "-G", "Ninja", "-S", BUILD / "csrc", "-B", BUILD]
+    if cuda:
+        import torch
+
+        number = "".join(map(str, torch.cuda.get_device_capability()))
+        # The C interface's library is all that cases of runtime cuda call.
+        command += [
+            "-DLEANFLEET_CUDA=ON",
+            f"-DLEANFLEET_CUDA_ARCHS={number}-real",
+            "-DLEANFLEET_ORT=OFF",
+            "-DLEANFLEET_TRT=OFF",
+        ]
+    else:
+        command.append("-DLEANFLEET_CUDA=OFF")
     command.append("-DCMAKE_CXX_FLAGS=-w")  # a fault may leave a variable unused
     subprocess.run([*command, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"], check=True, capture_output=True)
     build()
 
 
-def search(op, seed, seconds):
+def search(op, seed, seconds, more=()):
     """(seconds that it took, what was found, None: nothing)."""
     started = time.monotonic()
     command = [sys.executable, "-m", "stress", "--first", "--jobs", "1", "--seed", str(seed), "--seconds", str(seconds)]
     result = subprocess.run(
-        [*command, "--op", op],
+        [*command, "--op", op, *more],
         env={**os.environ, "LEANFLEET_LIBRARY_DIR": str(BUILD), "PYTHONPATH": f"{BUILD}{os.pathsep}{ROOT / 'tests'}"},
         capture_output=True,
         text=True,
@@ -126,24 +164,35 @@ def search(op, seed, seconds):
     return time.monotonic() - started, int(cases[1]), found[1] if found else None
 
 
+def path_of(file, tree):
+    """The file of a fault in a copy, or in the repository."""
+    return tree / file if file.endswith(".py") else tree / "csrc" / file
+
+
 def main():
     parser = argparse.ArgumentParser(prog="python -m stress.faults", description=__doc__.partition("\n")[0])
     parser.add_argument("--seconds", type=float, default=60, help="how long a fault is looked for; 60")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="faults with this in their words or file")
+    parser.add_argument("--cuda", action="store_true", help="those of CUDA kernels")
+    parser.add_argument("--build", type=Path, help="where the copy is built; build/faults")
     args = parser.parse_args()
-    prepare()
-    missed = []
-    for words, file, old, new, op in FAULTS:
+    global BUILD  # which the functions above go by
+    BUILD = args.build.absolute() if args.build else BUILD
+    prepare(args.cuda)
+    missed, faults = [], [(*f, ()) for f in FAULTS]
+    if args.cuda:
+        faults = [(*f, ["--runtime", "cuda", *more]) for *f, more in CUDA_FAULTS]
+    for words, file, old, new, op, more in faults:
         if args.only not in words + file:
             continue
-        path = BUILD / file if file.endswith(".py") else BUILD / "csrc" / file
+        path = path_of(file, BUILD)
         right = path.read_text()
         assert right.count(old) == 1, f"{file} has '{old}' {right.count(old)} times"
         path.write_text(right.replace(old, new))
         try:
             build()  # also what an earlier fault left
-            seconds, cases, found = search(op, args.seed, args.seconds)
+            seconds, cases, found = search(op, args.seed, args.seconds, more)
         except subprocess.CalledProcessError as error:
             raise SystemExit(f"{words}: {error.stdout}") from error
         finally:

@@ -630,10 +630,15 @@ def _word(name):
     return "-" if not name else name.encode().hex()
 
 
+def _bytes_word(data):
+    """Bytes in hexadecimal, of which Python takes blanks too."""
+    return "-" if data is None else bytes.fromhex(data).hex() or "00"
+
+
 def check_fields(folder, case):
     fields = json.loads((folder / "plugin.fields").read_bytes())["fields"]
     lines = [f"{case.base.split()[0]} {int(case.base.endswith('runtime'))}"]
-    lines += [f"{_word(f['name'])} {f['type']} {f['length']} {'-' if f['data'] is None else f['data'] or '00'}" for f in fields]
+    lines += [f"{_word(f['name'])} {f['type']} {f['length']} {_bytes_word(f['data'])}" for f in fields]
     (folder / "fields").write_text("\n".join(lines) + "\n")
     _, program = runtimes.plugin_driver()
     command = [program, native.library_path("leanfleet_trt"), folder / "fields", "--fields"]

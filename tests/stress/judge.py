@@ -135,7 +135,7 @@ class Judge:
                 fine.append(self._spread(self._disturbed(first, dict.fromkeys(first, single), seed)))
             units = {n: single if dtype == torch.float32 else low for n, dtype in types.items()}
             if low > single:
-                with Rounding(seed, low) if case.runtime == "cuda" else contextlib.nullcontext():
+                with Rounding(seed, low) if case.runtime in draw.GPU else contextlib.nullcontext():
                     coarse.append(self._spread(self._disturbed(first, units, seed)))
         longest, most = max(max(t.shape, default=1) for t in clean.values()), max(t.numel() for t in clean.values())
         self.spread = {}
@@ -143,7 +143,7 @@ class Judge:
             terms = max(longest, most / max(1, x.numel()))
             spread = (STEPS + 2 * math.sqrt(terms)) * torch.stack([s[name] for s in fine]).amax(0)
             self.spread[name] = spread + 4 * torch.stack([s[name] for s in coarse]).amax(0) if coarse else spread
-            if case.runtime == "cuda" and name == "grad_log_decay":
+            if case.runtime in draw.GPU and name == "grad_log_decay":
                 self.spread[name] = self.spread[name] + 4 * low * self._cancelling(double)
 
     def _disturbed(self, inputs, units, seed):

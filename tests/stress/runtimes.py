@@ -16,6 +16,7 @@ import torch
 from leanfleet import communicators, native, ort_ops, spec, trial
 from leanfleet.export import function_bodies, torch_ops
 from leanfleet.export.reference import FORMS
+from leanfleet.ort_ops.sessions import CUDA
 from stress import draw, judge, values
 from support import ort_models, trt_cases
 from support.kernels import (
@@ -31,9 +32,19 @@ from support.kernels import (
 )
 
 
+# What errors say about sizes that the CUDA kernels do not take.
+LEFT_TO_THE_CPU = r"the CUDA kernels (take|do not)|run on the CPU"
+
+
 def available():
     """The runtimes that this machine has."""
-    others = {"cuda": torch.cuda.is_available(), "trt": has_plugins()}
+    gpu = torch.cuda.is_available()
+    others = {
+        "trt": has_plugins(),
+        "cuda": gpu,
+        "torch_cuda": gpu,
+        "ort_cuda": gpu and CUDA in onnxruntime.get_available_providers(),
+    }
     return [*instruction_sets(), "torch", "ort", "body", *(name for name, there in others.items() if there)]
 
 
@@ -67,7 +78,13 @@ def run(case, inputs, attrs, threads, in_place=False, checked=False):
         if case.runtime == "cuda":
             on_device = {name: t.cuda() for name, t in inputs.items()}
             return {name: t.cpu() for name, t in run_kernel(case.op, on_device, attrs, 0, in_place).items()}
-        return {"torch": run_torch, "ort": run_ort, "body": run_body}[case.runtime](case, inputs, attrs, threads, in_place)
+        through = {"torch": run_torch, "ort": run_ort, "body": run_body}
+        if case.runtime not in draw.GPU:
+            return through[case.runtime](case, inputs, attrs, threads, in_place)
+        on_device = {name: t.cuda() for name, t in inputs.items()}
+        torch.cuda.synchronize()  # ONNX Runtime has a stream of its own
+        found = through[case.runtime.removesuffix("_cuda")](case, on_device, attrs, threads, in_place)
+        return {name: t.cpu() for name, t in found.items()}
 
 
 def typed(op, attrs):
@@ -130,7 +147,11 @@ def _session(case, inputs, attrs, threads, library, outputs=None):
     options.log_severity_level = 4
     if library:
         ort_ops.register(options)
-    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=["CPUExecutionProvider"])
+    providers = ["CPUExecutionProvider"]
+    if case.runtime == "ort_cuda":
+        options.add_session_config_entry("session.disable_cpu_ep_fallback", "1")  # it is our node's CUDA kernel that runs
+        providers = [CUDA]
+    return onnxruntime.InferenceSession(model.SerializeToString(), options, providers=providers)
 
 
 def run_ort(case, inputs, attrs, threads, in_place):
@@ -190,7 +211,7 @@ def drive_plugin(case, clean, inputs):
         )
     command = [program, native.library_path("leanfleet_trt"), file.name, *(["--launch"] if launches else [])]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode and not re.search(r"; the CUDA kernels take|the CUDA kernels do not", result.stdout):
+    if result.returncode and not re.search(LEFT_TO_THE_CPU, result.stdout):
         raise judge.Wrong(f"the plugin's driver ends with {result.returncode}: {result.stdout[-2000:]}")
 
 

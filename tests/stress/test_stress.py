@@ -12,9 +12,10 @@ import pytest
 import torch
 
 from leanfleet import spec
-from stress import act, cases, check, draw, files, judge, processes, runtimes, trees, values
+from stress import act, cases, check, draw, faults, files, judge, launches, processes, runtimes, trees, values
 from stress.__main__ import Worker
 from support.ort_models import TOY_SCHEMA
+from support.paths import ROOT
 
 KEPT = [json.loads(line) for line in (Path(__file__).parent / "kept.jsonl").read_text().splitlines()]
 SLICE = 2  # cases of an operator on a runtime
@@ -73,6 +74,37 @@ def test_a_slice_of_processes():
         error = cases.error_of(case)
         assert error is None, f"{error}\npython -m stress --reduce '{case.to_json()}'"
     assert seen == set(act.ACTS) == set(processes.NUMBERS)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_slice_of_launches():
+    for index in range(8):
+        case = dataclasses.replace(launches.draw(SEED, index), rounds=50)
+        error = cases.error_of(case)
+        assert error is None, f"{error}\npython -m stress --reduce '{case.to_json()}'"
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_other_bits_of_a_launch_are_a_finding(monkeypatch):
+    case = next(
+        c for i in itertools.count() if (c := launches.draw(SEED, i)).launches == "graph" and c.calls[0]["op"] == "CausalConv"
+    )
+    case, right = dataclasses.replace(case, rounds=20), launches.Node.put
+
+    def spoiled(node, number):
+        right(node, number)
+        node.launches.inputs["input"].view(-1)[0] += 1  # what the captured call reads
+
+    assert cases.error_of(case) is None
+    monkeypatch.setattr(launches.Node, "put", spoiled)
+    assert "other bits than a call" in cases.error_of(case)
+
+
+@pytest.mark.parametrize("fault", [*faults.FAULTS, *faults.CUDA_FAULTS], ids=lambda fault: fault[0])
+def test_faults_have_their_place(fault):
+    """What they change is in its file, once."""
+    _, file, old, new, op, *_ = fault
+    assert faults.path_of(file, ROOT).read_text().count(old) == 1 and new != old and op in cases.rows()
 
 
 def test_other_bits_in_a_process_are_a_finding(monkeypatch):
@@ -141,6 +173,9 @@ def test_cases_survive_as_text():
     for index in range(FILES):
         case = files.draw(SEED, index)
         assert repr(files.Case.from_json(case.to_json())) == repr(case) == repr(files.draw(SEED, index))
+        case = launches.draw(SEED, index)
+        assert cases.from_json(case.to_json()) == case == launches.draw(SEED, index)
+        assert all(simpler != case for simpler in itertools.islice(launches.simpler(case), 5))
         case = processes.draw(SEED, index)
         assert cases.from_json(case.to_json()) == case == processes.draw(SEED, index)
         for simpler in itertools.islice(processes.simpler(case), 5):

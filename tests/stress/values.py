@@ -154,7 +154,7 @@ def strided(tensor, number):
         return tensor
     if number % 2 and tensor.dim() > 1:
         return tensor.movedim(0, -1).contiguous().movedim(-1, 0)
-    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 113, dtype=tensor.dtype)
+    wide = torch.full((*tensor.shape[:-1], 2 * tensor.shape[-1]), 113, dtype=tensor.dtype, device=tensor.device)
     view = wide[..., ::2]
     return view.copy_(tensor)
 
