@@ -141,7 +141,7 @@ def prepare(cuda):
         ]
     else:
         command.append("-DLEANFLEET_CUDA=OFF")
-    command.append("-DCMAKE_CXX_FLAGS=-w")  # a fault may leave a variable unused
+    command += ["-DCMAKE_CXX_FLAGS=-w", "-DCMAKE_CUDA_FLAGS=-w"]  # a fault may leave a variable unused
     subprocess.run([*command, f"-DCMAKE_MAKE_PROGRAM={tool('ninja')}"], check=True, capture_output=True)
     build()
 
