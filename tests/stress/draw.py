@@ -22,7 +22,8 @@ WIDTHS = (1, 2, 3, 4, 5, 7, 8, 12, 15, 16, 17, 24, 31, 32, 33, 48, 63, 64, 65, 8
 SOME = (1, 1, 2, 3, 4, 5, 7)
 # Sizes of symbols; any other gets one of SOME.
 SIZES = {
-    **dict.fromkeys(("N", "Nq", "S", "total", "positions"), TOKENS),
+    **dict.fromkeys(("N", "Nq"), (*TOKENS, 1, 1, 1, 1)),  # steps have kernels of their own
+    **dict.fromkeys(("S", "total", "positions"), TOKENS),
     **dict.fromkeys(("D", "R", "Dv", "F", "C", "half"), WIDTHS),
     "block": (1, 2, 7, 8, 16, 31, 64),
     "V": (1, 2, 31, 32, 33, 64, 127, 128, 129, 1000, 1023, 4099),
@@ -31,7 +32,7 @@ SIZES = {
 LONG = dict.fromkeys(("S", "total"), (*TOKENS, 500, 1024, 1500, 3000, 6000))
 GPU_WIDTHS = dict.fromkeys(("D", "R", "Dv"), (*WIDTHS, *(8, 16, 32, 64, 72, 96, 128, 192, 256) * 8))
 MOST_ELEMENTS = 120_000  # of a call's largest tensor: the reference, which loops over tokens, stays quick
-MOST_ON_A_GPU = 500_000
+MOST_ON_A_GPU = 500_000  # of caches, whose reference is one product
 OTHER_NAME = "another name, for an attribute that is any text"
 FILLS = ("nan", "inf", "-inf", "huge", "zero")  # what nothing may read is full of
 
@@ -231,8 +232,9 @@ def shapes_of(op, ranks, attrs, sizes):
 
 
 def draw_sizes(source, op, ranks, attrs, gpu=False):
-    """{symbol: size} that the rules permit, with no tensor beyond MOST_ELEMENTS or MOST_ON_A_GPU."""
-    choices, most = (SIZES | LONG | GPU_WIDTHS, MOST_ON_A_GPU) if gpu else (SIZES, MOST_ELEMENTS)
+    """{symbol: size} that the rules permit, with no tensor beyond so many elements. gpu: caches may be longer."""
+    choices = SIZES | LONG | GPU_WIDTHS if gpu else SIZES
+    most = MOST_ON_A_GPU if gpu and {"S", "total"} & set(op.symbols) else MOST_ELEMENTS
     sizes = {symbol: source.choice(choices.get(symbol, SOME)) for symbol in op.symbols if symbol not in attrs}
     sizes = fitted(op, ranks, attrs, sizes)
     while True:

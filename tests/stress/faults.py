@@ -84,7 +84,7 @@ CUDA_FAULTS = [
     ("parts are merged without the sum of weights", "merge_attention/kernel.cu", "(expf(lse - largest) / sum)", "expf(lse - largest)", "MergeAttention", []),
     ("rows that are no whole chunks are read in chunks", "gated_activation/kernel.cu", "args.width % kChunk == 0 && ", "", "GatedActivation", []),
     ("a token before the request is taken from the input", "causal_conv/kernel.cu", "if (from >= back) load(", "if (from + 1 >= back) load(", "CausalConv", []),
-    ("a tile that begins with a request is the one's before", "causal_conv/kernel.cu", "offset(args, q) <= row);", "offset(args, q) < row);", "CausalConv", []),
+    ("the tile's request is looked for from the first on", "causal_conv/kernel.cu", "while (q + 1 < args.requests && offset(args, q + 1) <= row) ++q;", "if (q + 1 < args.requests && offset(args, q + 1) < row) ++q;", "CausalConv", []),
     ("the last rows of padding are left unwritten", "causal_conv/kernel.cu", "for (; row < end; ++row)", "for (; row + 1 < end; ++row)", "CausalConv", []),
     ("partial outputs are added up before they are there", "causal_linear_decay/decode.cu", "    __syncthreads();\n    for (int i = threadIdx.x; i < group * tokens", "    for (int i = threadIdx.x; i < group * tokens", "CausalLinearDecay", []),
     ("the state of a pool's row of another request is read", "causal_linear_decay/decode.cu", "const int64_t row = args.state_index != nullptr ? args.state_index[request] : request;\n  const int column = static", "const int64_t row = request;\n  const int column = static", "CausalLinearDecay", []),
@@ -150,9 +150,10 @@ def search(op, seed, seconds, more=()):
     """(seconds that it took, what was found, None: nothing)."""
     started = time.monotonic()
     command = [sys.executable, "-m", "stress", "--first", "--jobs", "1", "--seed", str(seed), "--seconds", str(seconds)]
+    paths = [str(BUILD), str(ROOT / "tests"), *filter(None, [os.environ.get("PYTHONPATH")])]
     result = subprocess.run(
         [*command, "--op", op, *more],
-        env={**os.environ, "LEANFLEET_LIBRARY_DIR": str(BUILD), "PYTHONPATH": f"{BUILD}{os.pathsep}{ROOT / 'tests'}"},
+        env={**os.environ, "LEANFLEET_LIBRARY_DIR": str(BUILD), "PYTHONPATH": os.pathsep.join(paths)},
         capture_output=True,
         text=True,
         cwd=BUILD,
