@@ -923,14 +923,5 @@ __global__ void __launch_bounds__(Float32Shape<kWidth, kGroups, kPass>::kThreads
 template <int kWidth, int kGroups>
 int launch_hopper_float32_shape(const ChunkScan& scan, int pass, void* stream);
 
-inline int launch_hopper_float32(const ChunkScan& scan, int pass, void* stream) {
-  const bool narrow = scan.z.width <= 64;
-  if (scan.y.width > 64)
-    return narrow ? launch_hopper_float32_shape<128, 1>(scan, pass, stream)
-                  : launch_hopper_float32_shape<128, 2>(scan, pass, stream);
-  return narrow ? launch_hopper_float32_shape<64, 1>(scan, pass, stream)
-                : launch_hopper_float32_shape<64, 2>(scan, pass, stream);
-}
-
 }  // namespace chunk
 }  // namespace leanfleet
