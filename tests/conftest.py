@@ -10,6 +10,12 @@ import pytest
 import torch
 
 from leanfleet import communicators
+from support.cpu_time import (  # noqa: F401
+    pytest_addoption,
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_runtest_protocol,
+)
 from support.kernels import instruction_sets, library_held_to
 
 # What is imported and collected stays: the collector would walk over it again and again.
@@ -22,10 +28,6 @@ torch.manual_seed(0)
 def same_numbers_in_every_run():
     """And in every choice of tests."""
     torch.manual_seed(0)
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "own_instruction_set: with `instruction_set`, but run on the processor's best alone")
 
 
 def pytest_collection_finish():

@@ -17,6 +17,7 @@ import transformers
 from leanfleet.export import export_decoder
 from leanfleet.export.serving import export_for_serving
 from support import zoo
+from support.cpu_time import slow_if
 
 TABLE = tomllib.loads((Path(__file__).parent / "zoo.toml").read_text())
 REASONS = {entry: reason for reason, entries in TABLE["refused"].items() for entry in entries}
@@ -67,7 +68,7 @@ def right_or_refused(model, folder):
         assert_refused(model, str(error), folder)
 
 
-@pytest.mark.parametrize("entry", entries(REASONS))
+@pytest.mark.parametrize("entry", slow_if(entries(REASONS), ["gemma3n_text"]))
 def test_refused(entry, tmp_path, capsys):
     if SAME_VERSION:
         assert_refused(zoo.make(entry), REASONS[entry], tmp_path, lambda: capsys.readouterr().err)
@@ -85,6 +86,7 @@ def test_unbuilt(entry, tmp_path):
     right_or_refused(model, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", entries(WRITTEN))
 def test_file(entry, tmp_path):
     """The ONNX file, run by ONNX Runtime with the library."""

@@ -11,6 +11,7 @@ import torch
 from leanfleet import cli
 from leanfleet.export import export_decoder
 from leanfleet.ort_ops.genai import _special_tokens, bundle
+from support.cpu_time import rest_slow
 from support.decoders import MODELS, make, prompts
 
 COUNT = 8
@@ -38,7 +39,7 @@ def padded(asked):
     return np.array([p + [PAD] * (max(map(len, asked)) - len(p)) for p in asked], np.int32)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=rest_slow(ARCHITECTURES))
 def bundled(request, tmp_path_factory):
     """(PyTorch model, genai model, its folder)"""
     model = ARCHITECTURES[request.param]()

@@ -34,6 +34,7 @@ from leanfleet.ort_ops import serving
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support import decoders
+from support.cpu_time import rest_slow
 
 BLOCK = 8
 
@@ -706,7 +707,7 @@ def test_adjustments_need_their_graph(folder, tmp_path):
     batch.run()
 
 
-@pytest.fixture(scope="module", params=["minimax", "retnet", "transnormer", "qwen3.5", "falcon-h1"])
+@pytest.fixture(scope="module", params=rest_slow(["minimax", "retnet", "transnormer", "qwen3.5", "falcon-h1"]))
 def linear_folder(request, tmp_path_factory):
     """A decoder whose layers carry states, exported both ways; minimax has softmax layers too."""
     torch.manual_seed(2)
@@ -740,7 +741,7 @@ def alone_by_generate(folder, request):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rest_slow(range(3)))
 def test_states_come_and_go(linear_folder, monkeypatch, captured, seed):
     """Requests that join, are cut in pieces, cancelled, preempted and drawn by settings of their own get the tokens of a
     generation of their own, whatever was in the pools before."""

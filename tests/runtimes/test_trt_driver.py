@@ -22,6 +22,7 @@ def driver(tmp_path_factory):
     return program
 
 
+@pytest.mark.slow
 def test_every_entry_point(driver, tmp_path):
     """Types, shapes, formats, fields, serialization and damaged fields of every variant; with a GPU also launches on two
     streams, in place and in a captured graph."""
