@@ -185,7 +185,7 @@ cudaError_t take_snapshot(ChunkScan& scan, const Snapshot& to, cudaStream_t stre
   return cudaGetLastError();
 }
 
-// Stands here, not in the header: a file that has the launch of one shape would compile the kernels of all four.
+// Stands here, not in the header: a file that has the launches of one width would compile the kernels of the other too.
 int launch_hopper_float32(const ChunkScan& scan, int pass, void* stream) {
   const bool narrow = scan.z.width <= 64;
   if (scan.y.width > 64)

@@ -919,7 +919,7 @@ __global__ void __launch_bounds__(Float32Shape<kWidth, kGroups, kPass>::kThreads
 }
 
 // For keys of up to kWidth columns (64 or 128) and aligned rows, whose slices are as chunk_scan_slices says. Compiled by
-// chunk_scan_hopper_float32_launch.cu.in, a source file a shape.
+// chunk_scan_hopper_float32_launch.cu.in, a source file a width.
 template <int kWidth, int kGroups>
 int launch_hopper_float32_shape(const ChunkScan& scan, int pass, void* stream);
 
