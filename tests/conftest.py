@@ -15,6 +15,7 @@ from support.cpu_time import (  # noqa: F401
     pytest_configure,
     pytest_runtest_makereport,
     pytest_runtest_protocol,
+    slow_if,
 )
 from support.kernels import instruction_sets, library_held_to
 
@@ -49,6 +50,8 @@ def pytest_generate_tests(metafunc):
         return
     names = instruction_sets()
     alone = metafunc.definition.get_closest_marker("own_instruction_set") is not None
+    if metafunc.definition.get_closest_marker("slow_elsewhere") is not None:
+        names = slow_if(names, names[:-1])
     metafunc.parametrize("instruction_set", names[-1:] if alone else names, indirect=True)
 
 

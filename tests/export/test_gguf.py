@@ -144,6 +144,7 @@ def test_a_wrong_block_is_found(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_export_by_the_path_and_by_the_folder(tmp_path, capsys):
     path = gguf_files.write(tmp_path / "in" / "model.gguf") if (tmp_path / "in").mkdir() is None else None
     for given in (path, path.parent):

@@ -58,6 +58,7 @@ def test_widths_and_types(widths, dtype):
         check(inputs, {"normalize_qk": normalize})
 
 
+@pytest.mark.slow_elsewhere
 @every_instruction_set
 @pytest.mark.parametrize("decay", ("token", "key"))
 def test_more_chunks_than_states_are_held(decay):
@@ -118,6 +119,7 @@ def adversarial():
     yield "zero keys", make(50) | {"key": torch.zeros(2, 2, 50, 8)}
 
 
+@pytest.mark.slow_elsewhere
 @every_instruction_set
 @pytest.mark.parametrize("name", rest_slow((name for name, _ in adversarial()), quick=3))
 def test_adversarial_inputs(name):

@@ -114,6 +114,7 @@ def test_padding_is_no_token_of_prompts(tmp_path, pad, expected):
     assert _special_tokens(tmp_path, [2]) == {"bos_token": 1, "pad_token": expected}
 
 
+@pytest.mark.slow
 def test_caches_of_several_sizes_are_refused(tmp_path, capsys):
     """Kimi-Linear's keys are longer than its values."""
     export_decoder(MODELS["kimi-linear"](), tmp_path / "decoder")
