@@ -90,12 +90,17 @@ def pytest_configure(config):
         config.pluginmanager.register(Judge(limit))
 
 
+def slow(value):
+    """A parameter's value, or the values of several parameters, with the mark `slow`."""
+    return pytest.param(*(value if isinstance(value, tuple) else (value,)), marks=pytest.mark.slow)
+
+
 def rest_slow(values, quick=1):
     """Values of a parameter, of which all but the first `quick` get the mark `slow`."""
     values = list(values)
-    return values[:quick] + [pytest.param(value, marks=pytest.mark.slow) for value in values[quick:]]
+    return values[:quick] + [slow(value) for value in values[quick:]]
 
 
-def slow_if(values, slow):
-    """Values of a parameter, of which those in `slow` get the mark `slow`."""
-    return [pytest.param(value, marks=pytest.mark.slow) if value in slow else value for value in values]
+def slow_if(values, which):
+    """Values of a parameter, of which those in `which` get the mark `slow`."""
+    return [slow(value) if value in which else value for value in values]
