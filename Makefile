@@ -28,7 +28,7 @@ demo:
 	@$(BIN)/python -m leanfleet.demo
 
 # Files of tests stay in their order: the long ones with few tests would come last else, and a core would wait.
-PYTEST = CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --most-cpu-seconds 20
+PYTEST = CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --most-cpu-seconds 30
 test: setup
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint docs
 	$(BIN)/python csrc/time_compile.py --report build/*/compile_times.jsonl

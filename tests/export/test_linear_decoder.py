@@ -14,7 +14,7 @@ from support.cpu_time import slow_if
 from support.decoders import HYBRIDS, LONGEST, MODELS, VOCABULARY, minimax, ours
 
 
-QUICK = ["normalized", "minimax", "qwen3.5", "bamba"]  # each operator once
+QUICK = ["normalized", "minimax", "qwen3.5"]
 
 
 def made(name):

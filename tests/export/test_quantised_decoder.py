@@ -185,6 +185,7 @@ def test_command_calibrates(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sizes_of_pools(tmp_path):
     """A quarter or an eighth of float32, and a scale for each token and head."""
     model = decoders.make("llama")

@@ -306,6 +306,7 @@ def test_a_slow_reader_holds_nobody_up(running):
     assert sum(len(chunk.choices) for chunk in stream) > 50
 
 
+@pytest.mark.slow
 def test_load(folder, alone):
     """Hundreds of clients at once over a pool that is too small for those that run: everyone gets an answer or a refusal, the
     answers are those of a request alone, and nothing is left behind."""

@@ -36,6 +36,7 @@ def test_every_entry_point(driver, tmp_path):
     assert result.returncode == 0 and last.startswith(f"{count} cases"), result.stdout[-4000:]
 
 
+@pytest.mark.slow
 def test_the_driver_notices(driver, tmp_path):
     """A wrong shape of an output makes it fail."""
     cases = tmp_path / "cases"
