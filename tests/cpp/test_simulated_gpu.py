@@ -57,6 +57,7 @@ def merging(tmp_path_factory):
     return build(tmp_path_factory.mktemp("simulated"), ["MergeAttention"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", merging_cases.DTYPES, ids=str)
 def test_merge_attention(merging, dtype):
     for seed, sizes in enumerate(merging_cases.SIZES):

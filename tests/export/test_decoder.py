@@ -39,7 +39,7 @@ def models(tmp_path_factory):
     return get
 
 
-@pytest.fixture(scope="module", params=rest_slow(FAMILIES, quick=3))
+@pytest.fixture(scope="module", params=rest_slow(FAMILIES, quick=2))
 def exported(request, models):
     return models(request.param)
 

@@ -43,7 +43,10 @@ def entries(names):
     return [name for name in names if name in zoo.ENTRIES]
 
 
-@pytest.mark.parametrize("entry", entries(TABLE["served"]))
+SERVED = entries(TABLE["served"])
+
+
+@pytest.mark.parametrize("entry", slow_if(SERVED, [entry for i, entry in enumerate(SERVED) if i % 3]))
 def test_served(entry, tmp_path):
     """Prompts, decode steps alone and in a ragged batch, over caches and over pages; see leanfleet.export.verification."""
     if not SAME_VERSION:
