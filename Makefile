@@ -1,5 +1,6 @@
 # make demo   set everything up and run the main job on a real model
-# make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run all tests
+# make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run the quick tests
+# make test-all   the same, then the tests that are marked slow
 # make stress draw calls of all operators, files and processes for STRESS_SECONDS and judge what comes of them
 # make docs   build the documentation into build/site
 # make audit  look the installed packages up among the known vulnerabilities
@@ -19,7 +20,7 @@ WATCH = $(PYTHON) .ci/watch.py
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
 SOURCES := pyproject.toml $(shell find csrc -type f)
 
-.PHONY: demo test stress docs audit setup packages lint clean
+.PHONY: demo test test-all stress docs audit setup packages lint clean
 
 # Packages are fetched while the libraries compile.
 demo:
@@ -27,10 +28,14 @@ demo:
 	@$(BIN)/python -m leanfleet.demo
 
 # Files of tests stay in their order: the long ones with few tests would come last else, and a core would wait.
+PYTEST = CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --most-cpu-seconds 30
 test: setup
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint docs
 	$(BIN)/python csrc/time_compile.py --report build/*/compile_times.jsonl
-	CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+	$(PYTEST) -m "not slow"
+
+test-all: test
+	$(PYTEST) -m slow
 
 lint: setup
 	$(BIN)/ruff check .

@@ -10,6 +10,13 @@ import pytest
 import torch
 
 from leanfleet import communicators
+from support.cpu_time import (  # noqa: F401
+    pytest_addoption,
+    pytest_configure,
+    pytest_runtest_makereport,
+    pytest_runtest_protocol,
+    slow_if,
+)
 from support.kernels import instruction_sets, library_held_to
 
 # What is imported and collected stays: the collector would walk over it again and again.
@@ -22,10 +29,6 @@ torch.manual_seed(0)
 def same_numbers_in_every_run():
     """And in every choice of tests."""
     torch.manual_seed(0)
-
-
-def pytest_configure(config):
-    config.addinivalue_line("markers", "own_instruction_set: with `instruction_set`, but run on the processor's best alone")
 
 
 def pytest_collection_finish():
@@ -47,6 +50,8 @@ def pytest_generate_tests(metafunc):
         return
     names = instruction_sets()
     alone = metafunc.definition.get_closest_marker("own_instruction_set") is not None
+    if metafunc.definition.get_closest_marker("slow_elsewhere") is not None:
+        names = slow_if(names, names[:-1])
     metafunc.parametrize("instruction_set", names[-1:] if alone else names, indirect=True)
 
 

@@ -4,7 +4,7 @@ if(LEANFLEET_HAS_CUDA AND NOT TARGET chunk_scan)
   leanfleet_instances(chunk_scan_instances ${chunk_scan_root}/chunk_scan_launch.cu.in TYPE=float,__half,__nv_bfloat16)
   leanfleet_instances(chunk_scan_hopper ${chunk_scan_root}/chunk_scan_hopper_launch.cu.in
     TYPE=__half,__nv_bfloat16 WIDTH=64,128)
-  leanfleet_instances(chunk_scan_hopper ${chunk_scan_root}/chunk_scan_hopper_float32_launch.cu.in WIDTH=64,128 GROUPS=1,2)
+  leanfleet_instances(chunk_scan_hopper ${chunk_scan_root}/chunk_scan_hopper_float32_launch.cu.in WIDTH=64,128)
   leanfleet_op(chunk_scan
     CUDA ${chunk_scan_root}/chunk_scan.cu
     HOPPER ${chunk_scan_hopper}

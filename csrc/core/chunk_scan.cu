@@ -185,6 +185,16 @@ cudaError_t take_snapshot(ChunkScan& scan, const Snapshot& to, cudaStream_t stre
   return cudaGetLastError();
 }
 
+// Stands here, not in the header: a file that has the launches of one width would compile the kernels of the other too.
+int launch_hopper_float32(const ChunkScan& scan, int pass, void* stream) {
+  const bool narrow = scan.z.width <= 64;
+  if (scan.y.width > 64)
+    return narrow ? launch_hopper_float32_shape<128, 1>(scan, pass, stream)
+                  : launch_hopper_float32_shape<128, 2>(scan, pass, stream);
+  return narrow ? launch_hopper_float32_shape<64, 1>(scan, pass, stream)
+                : launch_hopper_float32_shape<64, 2>(scan, pass, stream);
+}
+
 // The passes of a group, of which maps[i] are set if `hopper`.
 int launch_passes(const ChunkGroup& group, bool hopper, bool hopper_code, bool aligned, int max_shared_bytes, void* stream) {
   const ChunkScan& first = group.scans[0];

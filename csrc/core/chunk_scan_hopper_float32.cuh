@@ -919,18 +919,9 @@ __global__ void __launch_bounds__(Float32Shape<kWidth, kGroups, kPass>::kThreads
 }
 
 // For keys of up to kWidth columns (64 or 128) and aligned rows, whose slices are as chunk_scan_slices says. Compiled by
-// chunk_scan_hopper_float32_launch.cu.in, a source file a shape.
+// chunk_scan_hopper_float32_launch.cu.in, a source file a width.
 template <int kWidth, int kGroups>
 int launch_hopper_float32_shape(const ChunkScan& scan, int pass, void* stream);
-
-inline int launch_hopper_float32(const ChunkScan& scan, int pass, void* stream) {
-  const bool narrow = scan.z.width <= 64;
-  if (scan.y.width > 64)
-    return narrow ? launch_hopper_float32_shape<128, 1>(scan, pass, stream)
-                  : launch_hopper_float32_shape<128, 2>(scan, pass, stream);
-  return narrow ? launch_hopper_float32_shape<64, 1>(scan, pass, stream)
-                : launch_hopper_float32_shape<64, 2>(scan, pass, stream);
-}
 
 }  // namespace chunk
 }  // namespace leanfleet

@@ -1246,7 +1246,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth, kRows>::kMaxThreads, 1)
 }
 
 // Launches the kernel for one element type and width (64, 128 or 256, at least D and Dv); args.plan holds the tile. Compiled by
-// mma_launch.cu.in, a source file an instance.
+// mma_launch.cu.in, a source file a width.
 template <class T, int kWidth>
 int launch_mma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,
                int producer_warps, void* stream);

@@ -27,6 +27,9 @@ FILES = [
 ]
 
 
+pytestmark = pytest.mark.slow
+
+
 @pytest.fixture(scope="module")
 def instrumented(tmp_path_factory):
     """A folder with libleanfleet.so built with both sanitizers, CPU kernels alone."""

@@ -57,6 +57,7 @@ def merging(tmp_path_factory):
     return build(tmp_path_factory.mktemp("simulated"), ["MergeAttention"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", merging_cases.DTYPES, ids=str)
 def test_merge_attention(merging, dtype):
     for seed, sizes in enumerate(merging_cases.SIZES):
@@ -69,6 +70,7 @@ def causal_conv(tmp_path_factory):
     return build(tmp_path_factory.mktemp("simulated"), ["CausalConv"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 def test_causal_conv(causal_conv, dtype):
     """Steps and prompts; whole vectors and single channels; requests of some tokens, packed ones and pools, in place too."""
@@ -131,6 +133,7 @@ def check_linear_decay(folder, op_name, heads, size, dtype="float32", offsets=No
 
 
 # Hq, Hk, Hv: inverse grouping, both kinds of sharing at once, grouped queries, all alike.
+@pytest.mark.slow
 @pytest.mark.parametrize("heads", ((2, 2, 6), (4, 2, 8), (1, 1, 4), (4, 1, 2), (4, 2, 2), (2, 2, 2)), ids=str)
 def test_linear_decay_of_shared_heads(linear_decay, heads):
     """Steps, the recurrences, chunks on mma.sync, and gradients."""
@@ -183,6 +186,7 @@ def check_delta_rule(folder, inputs, attrs, in_place=False, **options):
     return found
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float32", "bfloat16"))
 def test_gated_delta_rule_by_recurrence(delta_rule, dtype):
     """Steps, ends of vectors and widths that no vector fits, both orders of the state, both kinds of decay, shared heads."""
@@ -204,6 +208,7 @@ def test_gated_delta_rule_by_recurrence(delta_rule, dtype):
     assert products(delta_rule) == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float32", "float16", "bfloat16"))
 def test_gated_delta_rule_grad(delta_rule, dtype):
     """Decays of each kind, ends of vectors and chunks, heads of each kind of sharing, packed requests, requests in spans."""
@@ -233,6 +238,7 @@ def test_gated_delta_rule_grad(delta_rule, dtype):
     check(inputs, {"normalize_qk": 1}, seed=5)  # 25 chunks, of which tests hold 5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state", "grad_output", "grad_final_state"))
 def test_gated_delta_rule_grad_keeps_what_is_not_finite_in_its_head(delta_rule, role):
     inputs, attrs = delta_cases.with_grads(delta_cases.make(40, heads=(2, 2, 4), d=16, dv=24, state=True), {})
@@ -250,6 +256,7 @@ def test_gated_delta_rule_grad_keeps_what_is_not_finite_in_its_head(delta_rule, 
     assert not found["grad_key"][1].isfinite().all()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_gated_delta_rule_in_chunks(delta_rule_before_hopper, dtype):
     """Prompts on tensor cores: whole chunks and ends of them, packed requests with tokens of none, pools."""
@@ -267,6 +274,7 @@ def test_gated_delta_rule_in_chunks(delta_rule_before_hopper, dtype):
     assert products(folder, "group_products") == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
 def test_gated_delta_rule_on_hopper(delta_rule, dtype):
     """The same in two kernels: ends of chunks, one and several windows, several slices, all kinds of shared heads."""
@@ -287,6 +295,7 @@ def test_gated_delta_rule_on_hopper(delta_rule, dtype):
     assert products(delta_rule, "group_products") > before
 
 
+@pytest.mark.slow
 def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm):
     """More of them than there are multiprocessors: a CTA takes 128."""
     folder = delta_rule_on_one_sm
@@ -301,6 +310,7 @@ def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm):
     assert products(folder, "group_products") > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", (0, 1))
 @pytest.mark.parametrize("in_place", (False, True))
 def test_gated_delta_rule_on_hopper_packed(delta_rule, in_place, seed):
@@ -318,6 +328,7 @@ def test_gated_delta_rule_on_hopper_packed(delta_rule, in_place, seed):
     assert products(delta_rule, "group_products") > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state"))
 def test_gated_delta_rule_on_hopper_keeps_what_is_not_finite_in_its_head(delta_rule, role):
     for dtype, bad in (("bfloat16", float("nan")), ("float16", float("inf"))):
@@ -345,6 +356,7 @@ def lean_attention(tmp_path_factory):
     return partial(run_simulated, folder, "LeanAttention", sms=3), partial(products, folder)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 def test_attention_over_quantised_caches(lean_attention, quant):
     run, count = lean_attention
@@ -357,6 +369,7 @@ def test_attention_over_quantised_caches(lean_attention, quant):
         assert count() > before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
 def test_attention_over_quantised_caches_without_tensor_cores(lean_attention, dtype):
     """float32, and tensors of other types that begin anywhere."""
@@ -369,6 +382,7 @@ def test_attention_over_quantised_caches_without_tensor_cores(lean_attention, dt
     assert count() == before
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seed", range(2))
 def test_any_call_over_quantised_caches(lean_attention, seed):
     run, _ = lean_attention
@@ -384,6 +398,7 @@ def test_any_call_over_quantised_caches(lean_attention, seed):
         quantised_cases.check(run, inputs, attrs, in_place=in_place, shift=source.choice((0, 0, 0, 1)))
 
 
+@pytest.mark.slow
 def test_packed_projections_over_quantised_caches(lean_attention):
     run, _ = lean_attention
     for Nq, variant in ((1, "dense"), (5, "paged"), (70, "ragged")):
@@ -395,6 +410,7 @@ def test_packed_projections_over_quantised_caches(lean_attention):
         assert all(same_bits(apart[name], together[name]) for name in apart)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", (torch.float32, *HALF), ids=str)
 @pytest.mark.parametrize("form", FORM_NAMES)
 def test_unusual_numbers_in_quantised_caches(lean_attention, form, dtype):

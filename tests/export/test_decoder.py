@@ -21,6 +21,7 @@ from leanfleet.export.support import check_implementation, check_supported
 from leanfleet.export.verification import VerificationError
 from leanfleet.ort_ops import make_session
 from leanfleet.ort_ops.generation import Statistics, generate, load_decoder, stream
+from support.cpu_time import rest_slow
 from support.decoders import FAMILIES, SIZES, make, prompts
 
 
@@ -38,7 +39,7 @@ def models(tmp_path_factory):
     return get
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=rest_slow(FAMILIES, quick=2))
 def exported(request, models):
     return models(request.param)
 

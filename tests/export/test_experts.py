@@ -11,6 +11,7 @@ import transformers
 
 from leanfleet.export import export_decoder
 from leanfleet.ort_ops.generation import generate, load_decoder
+from support.cpu_time import rest_slow
 
 SIZES = dict(
     hidden_size=32,
@@ -50,7 +51,7 @@ def build(kind):
 PROVIDERS = [p for p in ("CPU", "CUDA") if f"{p}ExecutionProvider" in onnxruntime.get_available_providers()]
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", rest_slow(MODELS))
 def test_float16(kind, tmp_path):
     """Logits lose no more than three times what PyTorch's float16 loses, by ONNX Runtime's kernels and by the node's function."""
     warnings.filterwarnings("ignore")
@@ -76,7 +77,7 @@ def test_float16(kind, tmp_path):
             assert error < 3 * loses + 1e-3, f"{way}, {provider}: {error:.1e} off; PyTorch's float16 is {loses:.1e} off"
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", rest_slow(MODELS))
 def test_experts_are_one_node_and_give_what_transformers_gives(kind, tmp_path):
     warnings.filterwarnings("ignore")
     model = build(kind)

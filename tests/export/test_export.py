@@ -138,6 +138,7 @@ def test_layouts_and_half_precision(tmp_path, layout):
             assert f.dtype == e.dtype and np.abs(f.astype(float) - e).max() <= 2.0**-9 * max(1, np.abs(e).max())
 
 
+@pytest.mark.slow
 def test_the_readmes_quickstart_says_nothing_and_names_its_outputs(tmp_path):
     """In a process of its own: what is said once is not said again."""
     text = (ort_models.ROOT / "README.md").read_text()

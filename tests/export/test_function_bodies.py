@@ -579,6 +579,7 @@ def test_kernels_win_where_the_library_is_registered(name, tmp_path):
         assert ran == {name} if library else name not in ran and len(ran) >= least
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RUNTIME == (1, 20), reason="this is the run in the oldest runtime")
 def test_oldest_runtime():
     """Everything above, once more."""

@@ -14,6 +14,7 @@ from leanfleet.export import causal_linear_decay, export, export_decoder, fusion
 from leanfleet.export.linear_attention import rotary
 from leanfleet.ort_ops import make_session
 from leanfleet.trt_plugins import prepare
+from support.cpu_time import rest_slow
 
 HEADS, KV_HEADS, SIZE, HIDDEN = 6, 2, 8, 40
 
@@ -314,7 +315,7 @@ class Retention(torch.nn.Module):
         return x
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
+@pytest.mark.parametrize("dtype", rest_slow([torch.float32, torch.float16]), ids=str)
 @pytest.mark.parametrize("form", ["plain", "other", "flat"])
 def test_rotated_halves_of_heads(form, dtype):
     """Rotary encodings of linear attention, whose angles are a request's own, become nodes that share their tables; what

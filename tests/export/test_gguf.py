@@ -14,6 +14,7 @@ from leanfleet import cli, gguf_file
 from leanfleet.export import blocks, export_decoder, gguf_model
 from leanfleet.export.fusions import MICROSOFT
 from support import gguf_files
+from support.cpu_time import rest_slow
 
 EXTREME = np.array([0.0, 2.0**-24, 6e-5, 0.013, 1.0, 1000.0, -0.02, 65504.0])
 OPERATORS = {"", MICROSOFT}
@@ -83,12 +84,14 @@ def both(path):
 
 @pytest.mark.parametrize(
     ("kinds", "embedding", "tied", "architecture"),
-    (
-        (("Q4_1",), "Q8_0", True, "llama"),
-        (("Q4_0", "Q5_0", "Q8_0"), "Q4_0", False, "llama"),
-        (("Q4_K", "Q4_K", "Q6_K", "Q5_K"), "Q6_K", True, "llama"),
-        (("Q5_1", "F32"), "F32", True, "llama"),
-        (("Q4_1", "Q4_1", "Q4_0"), "Q4_1", False, "qwen2"),
+    rest_slow(
+        (
+            (("Q4_1",), "Q8_0", True, "llama"),
+            (("Q4_0", "Q5_0", "Q8_0"), "Q4_0", False, "llama"),
+            (("Q4_K", "Q4_K", "Q6_K", "Q5_K"), "Q6_K", True, "llama"),
+            (("Q5_1", "F32"), "F32", True, "llama"),
+            (("Q4_1", "Q4_1", "Q4_0"), "Q4_1", False, "qwen2"),
+        )
     ),
 )
 def test_a_model_stays_as_its_file_has_it(kinds, embedding, tied, architecture, tmp_path):
@@ -144,6 +147,7 @@ def test_a_wrong_block_is_found(tmp_path, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_export_by_the_path_and_by_the_folder(tmp_path, capsys):
     path = gguf_files.write(tmp_path / "in" / "model.gguf") if (tmp_path / "in").mkdir() is None else None
     for given in (path, path.parent):

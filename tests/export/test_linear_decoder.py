@@ -10,7 +10,11 @@ import torch
 from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
 from leanfleet.export.reference import causal_linear_decay as decay_reference
 from leanfleet.ort_ops.generation import generate, load_decoder
+from support.cpu_time import slow_if
 from support.decoders import HYBRIDS, LONGEST, MODELS, VOCABULARY, minimax, ours
+
+
+QUICK = ["normalized", "minimax", "qwen3.5"]
 
 
 def made(name):
@@ -23,7 +27,7 @@ def made(name):
     return model
 
 
-@pytest.fixture(scope="module", params=MODELS)
+@pytest.fixture(scope="module", params=slow_if(MODELS, [name for name in MODELS if name not in QUICK]))
 def exported(request, tmp_path_factory):
     """(session, token ids [LONGEST], logits of every position in float64, what PyTorch's float32 loses on them, folder)."""
     warnings.filterwarnings("ignore")

@@ -20,6 +20,7 @@ from leanfleet.export.low_rank import (
 )
 from leanfleet.export.running_sums import running_sums_cache
 from leanfleet.ort_ops import generate, load_decoder
+from support.cpu_time import rest_slow
 from support.decoders import make, prompts
 
 CALIBRATION = torch.tensor(prompts(300))
@@ -207,7 +208,7 @@ def test_neighbouring_buckets_differ_in_one_sign():
     assert ((ordered[1:] != ordered[:-1]).sum(1) == 1).all()
 
 
-@pytest.fixture(params=["favor", "vq", "lara"])
+@pytest.fixture(params=rest_slow(["favor", "vq", "lara"]))
 def model(request):
     return linearise(make("qwen3"), request.param, [1], features=24, calibration=CALIBRATION)
 

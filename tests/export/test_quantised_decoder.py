@@ -15,6 +15,7 @@ from leanfleet.ort_ops import genai
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support import decoders, ort_models, ort_nodes
+from support.cpu_time import rest_slow
 
 CPU = ["CPUExecutionProvider"]
 NEW = 8
@@ -31,7 +32,17 @@ def emulated(model, cache, prompt):
 
 @pytest.mark.parametrize(
     "family, cache",
-    (("llama", "int8"), ("gemma2", "int8"), ("gpt-oss", "int8"), ("gemma2", "fp8"), ("gpt-oss", "int4"), ("llama", "int8/fp8")),
+    rest_slow(
+        (
+            ("llama", "int8"),
+            ("gpt-oss", "int4"),
+            ("gemma2", "int8"),
+            ("gpt-oss", "int8"),
+            ("gemma2", "fp8"),
+            ("llama", "int8/fp8"),
+        ),
+        quick=2,
+    ),
 )
 def test_tokens(family, cache, tmp_path):
     """Windows, softcap, sinks and experts too; with the library and without it; in a batch, and continuously."""
@@ -59,11 +70,13 @@ def test_tokens(family, cache, tmp_path):
 
 @pytest.mark.parametrize(
     "family, form, kind",
-    (
-        ("llama", "int8", "channel"),
-        ("gemma2", "fp8", "tensor"),
-        ("gpt-oss", "int8/fp8", "channel"),
-        ("llama", "int4", "channel"),
+    rest_slow(
+        (
+            ("llama", "int8", "channel"),
+            ("gemma2", "fp8", "tensor"),
+            ("gpt-oss", "int8/fp8", "channel"),
+            ("llama", "int4", "channel"),
+        )
     ),
 )
 def test_calibrated_tokens(family, form, kind, tmp_path):
@@ -172,6 +185,7 @@ def test_command_calibrates(tmp_path, capsys):
         assert words in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_sizes_of_pools(tmp_path):
     """A quarter or an eighth of float32, and a scale for each token and head."""
     model = decoders.make("llama")

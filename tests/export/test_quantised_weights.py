@@ -13,6 +13,7 @@ from leanfleet.export import blocks, export_decoder, quantise
 from leanfleet.export.serving import add_serving
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
+from support.cpu_time import rest_slow
 from support.decoders import byte_tokenizer, make, minimax, prompts
 
 
@@ -35,7 +36,7 @@ def test_rounded_to_the_nearest(bits):
     assert np.allclose(scale, largest / (8 if bits == 4 else 128), rtol=2**-6)  # float16, and 127 or 128 steps
 
 
-@pytest.mark.parametrize("family", ("llama", "qwen2", "gemma2"))
+@pytest.mark.parametrize("family", rest_slow(("llama", "qwen2", "gemma2")))
 @pytest.mark.parametrize("bits", (4, 8))
 def test_models(family, bits, tmp_path):
     """Exports that are checked with activations as they are; serving.onnx takes the same weights."""
@@ -76,6 +77,7 @@ def test_the_model_is_the_rounded_one():
     assert 1e-3 < ((rounded - before).norm() / before.norm()).item() < 0.5
 
 
+@pytest.mark.slow
 def test_what_is_left(tmp_path):
     """Routers of mixtures, experts, and rows that are no whole blocks."""
     model = minimax().eval()

@@ -9,6 +9,7 @@ from torch.nn.functional import gelu, silu
 from leanfleet.export import export_decoder
 from leanfleet.export.released import load_retnet, load_transnormer
 from leanfleet.ort_ops import generate, load_decoder
+from support.cpu_time import rest_slow
 
 VOCABULARY, E, H, F, V, LAYERS = 61, 48, 3, 40, 72, 3
 
@@ -123,7 +124,7 @@ def test_against_the_released_form(case):
     assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", rest_slow(CASES))
 def test_export(case, tmp_path):
     """Greedy tokens of a ragged batch are those of the plain form."""
     load, make, settings, plain = CASES[case]

@@ -13,6 +13,7 @@ from leanfleet.export.running_sums import running_sums_cache
 from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops import generate, load_decoder
 from leanfleet.ort_ops.genai import bundle
+from support.cpu_time import rest_slow
 from support.decoders import byte_tokenizer, linear, make, prompts
 
 KINDS = {
@@ -24,7 +25,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=KINDS)
+@pytest.fixture(params=rest_slow(KINDS, quick=2))
 def model(request):
     return KINDS[request.param]()
 

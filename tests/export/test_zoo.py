@@ -17,6 +17,7 @@ import transformers
 from leanfleet.export import export_decoder
 from leanfleet.export.serving import export_for_serving
 from support import zoo
+from support.cpu_time import slow_if
 
 TABLE = tomllib.loads((Path(__file__).parent / "zoo.toml").read_text())
 REASONS = {entry: reason for reason, entries in TABLE["refused"].items() for entry in entries}
@@ -42,7 +43,10 @@ def entries(names):
     return [name for name in names if name in zoo.ENTRIES]
 
 
-@pytest.mark.parametrize("entry", entries(TABLE["served"]))
+SERVED = entries(TABLE["served"])
+
+
+@pytest.mark.parametrize("entry", slow_if(SERVED, [entry for i, entry in enumerate(SERVED) if i % 3]))
 def test_served(entry, tmp_path):
     """Prompts, decode steps alone and in a ragged batch, over caches and over pages; see leanfleet.export.verification."""
     if not SAME_VERSION:
@@ -67,7 +71,7 @@ def right_or_refused(model, folder):
         assert_refused(model, str(error), folder)
 
 
-@pytest.mark.parametrize("entry", entries(REASONS))
+@pytest.mark.parametrize("entry", slow_if(entries(REASONS), ["gemma3n_text"]))
 def test_refused(entry, tmp_path, capsys):
     if SAME_VERSION:
         assert_refused(zoo.make(entry), REASONS[entry], tmp_path, lambda: capsys.readouterr().err)
@@ -85,6 +89,7 @@ def test_unbuilt(entry, tmp_path):
     right_or_refused(model, tmp_path)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("entry", entries(WRITTEN))
 def test_file(entry, tmp_path):
     """The ONNX file, run by ONNX Runtime with the library."""

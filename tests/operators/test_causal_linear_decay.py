@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 
 from leanfleet import native, spec
 from leanfleet.export import reference
+from support.cpu_time import rest_slow
 from support.kernels import examples, remembered, run_kernel
 from support.linear_cases import SHARED_HEADS
 
@@ -441,7 +442,8 @@ def test_tokens_of_no_request_are_zero():
             assert (x[:, :, :4] == 0).all() and (x[:, :, 20:] == 0).all() and (x[:, :, 4:20] != 0).any(), name
 
 
-@pytest.mark.parametrize("threads", (1, 2, 5, 16))
+@pytest.mark.slow_elsewhere
+@pytest.mark.parametrize("threads", rest_slow((5, 1, 2, 16)))
 @pytest.mark.parametrize("packed", [False, [0, 5, 1000, 1003], [0, 700, 700, 1003]])
 def test_few_heads_many_threads(threads, packed):
     """One head and one block of columns: the threads share the tokens of a request, in ragged pieces."""
@@ -537,6 +539,7 @@ def test_long_sequences(per_token):
                 assert rms(x - exact[name]) <= 2e-6 * rms(exact[name]), name
 
 
+@pytest.mark.slow_elsewhere
 @pytest.mark.own_instruction_set
 def test_a_million_tokens():
     inputs = make(1 << 20, b=1, group=1, kv=1, r=2, dv=3)

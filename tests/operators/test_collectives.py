@@ -40,6 +40,7 @@ def test_in_pytorch_and_onnx_runtime():
     assert isinstance(first, dict) and first == second, (first, second)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("how", ("killed", "destroyed"))
 def test_a_rank_that_ends_is_named(how):
     found = ranks.run_ranks(ranks.dies, 3, 3, communicators.unique_id(), 1, how, dying=(1,) if how == "killed" else ())

@@ -137,6 +137,7 @@ def adversarial():
     yield "zero keys", make(50) | {"key": torch.zeros(2, 2, 50, 8)}
 
 
+@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("name", [name for name, _ in adversarial()])
 def test_adversarial_inputs(name):
     """A chunk's scores are rounded each by itself, so where keys are parallel and states flip with every token (beta 2) their

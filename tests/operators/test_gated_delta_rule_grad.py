@@ -10,6 +10,7 @@ import torch
 
 from leanfleet import native
 from leanfleet.export import gated_delta_rule, gated_delta_rule_grad, reference
+from support.cpu_time import rest_slow
 from support.delta_cases import GRAD, assert_right, make, with_grads
 from support.kernels import run_kernel
 
@@ -57,6 +58,7 @@ def test_widths_and_types(widths, dtype):
         check(inputs, {"normalize_qk": normalize})
 
 
+@pytest.mark.slow_elsewhere
 @every_instruction_set
 @pytest.mark.parametrize("decay", ("token", "key"))
 def test_more_chunks_than_states_are_held(decay):
@@ -117,8 +119,9 @@ def adversarial():
     yield "zero keys", make(50) | {"key": torch.zeros(2, 2, 50, 8)}
 
 
+@pytest.mark.slow_elsewhere
 @every_instruction_set
-@pytest.mark.parametrize("name", [name for name, _ in adversarial()])
+@pytest.mark.parametrize("name", rest_slow((name for name, _ in adversarial()), quick=3))
 def test_adversarial_inputs(name):
     """Parallel keys that flip the state with every token lose as much more as in the forward."""
     inputs = dict(adversarial())[name]

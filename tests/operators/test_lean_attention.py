@@ -111,6 +111,7 @@ def test_prompts(variant, layout, dtype):
         check(inputs, attrs, threads=(3,))
 
 
+@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("seed", range(12))
 def test_packed_new_tokens(seed):
     source = random.Random(seed)
@@ -162,6 +163,7 @@ def test_lengths_left_out(variant):
     check(inputs, attrs)
 
 
+@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -231,6 +233,7 @@ ROTARY = (
 )
 
 
+@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("append", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -430,6 +433,7 @@ def test_sinks_of_any_size():
     check(inputs, attrs)
 
 
+@pytest.mark.slow_elsewhere
 @settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data):

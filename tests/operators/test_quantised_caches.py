@@ -84,6 +84,7 @@ def check(inputs, attrs, threads=2, in_place=False):
     return outputs
 
 
+@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -107,6 +108,7 @@ def test_decode(variant, quant, dtype):
         check(inputs, attrs, in_place=group == 4)
 
 
+@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -135,6 +137,7 @@ def test_prompts(variant, quant, layout):
         check(inputs, attrs, threads=3)
 
 
+@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("seed", range(12))
 def test_packed_new_tokens(seed):
     source = random.Random(seed)

@@ -162,6 +162,7 @@ def run(tree, code, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_an_operator_made_by_the_recipe_runs_everywhere(tree):
     done = run(tree, USE, str(tree))
     assert done.returncode == 0 and "every call agrees" in done.stdout, (done.stdout + done.stderr)[-4000:]
@@ -174,6 +175,7 @@ def test_tables_and_page_are_generated(tree):
     assert subprocess.run([sys.executable, tree / "csrc" / "generate.py", "--check"], capture_output=True).returncode == 0
 
 
+@pytest.mark.slow
 def test_a_body_that_means_something_else_is_found(tree):
     """The check of the check: leanfleet check fails where the operator's body is not its kernel."""
     body = (

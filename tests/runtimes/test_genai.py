@@ -11,6 +11,7 @@ import torch
 from leanfleet import cli
 from leanfleet.export import export_decoder
 from leanfleet.ort_ops.genai import _special_tokens, bundle
+from support.cpu_time import rest_slow
 from support.decoders import MODELS, make, prompts
 
 COUNT = 8
@@ -38,7 +39,7 @@ def padded(asked):
     return np.array([p + [PAD] * (max(map(len, asked)) - len(p)) for p in asked], np.int32)
 
 
-@pytest.fixture(scope="module", params=ARCHITECTURES)
+@pytest.fixture(scope="module", params=rest_slow(ARCHITECTURES))
 def bundled(request, tmp_path_factory):
     """(PyTorch model, genai model, its folder)"""
     model = ARCHITECTURES[request.param]()
@@ -113,6 +114,7 @@ def test_padding_is_no_token_of_prompts(tmp_path, pad, expected):
     assert _special_tokens(tmp_path, [2]) == {"bos_token": 1, "pad_token": expected}
 
 
+@pytest.mark.slow
 def test_caches_of_several_sizes_are_refused(tmp_path, capsys):
     """Kimi-Linear's keys are longer than its values."""
     export_decoder(MODELS["kimi-linear"](), tmp_path / "decoder")

@@ -548,6 +548,7 @@ else:
 # ---- The oldest runtime
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(RUNTIME == (1, 20), reason="this is the run in the oldest runtime")
 def test_oldest_runtime():
     """Everything above, once more."""

@@ -220,6 +220,7 @@ def test_a_rank_killed_in_the_middle(exported, tmp_path):
     assert time.monotonic() - begun < 60 and not list(tmp_path.glob("said*"))
 
 
+@pytest.mark.slow
 def test_the_command_starts_the_ranks_and_prints_one_answer(exported, capfd):
     options = ["Hello", "--max-tokens", "9", "--raw"]
     assert cli.main(["generate", str(exported["one"][1]), *options, "--device", "cpu"]) == 0

@@ -306,6 +306,7 @@ def test_a_slow_reader_holds_nobody_up(running):
     assert sum(len(chunk.choices) for chunk in stream) > 50
 
 
+@pytest.mark.slow
 def test_load(folder, alone):
     """Hundreds of clients at once over a pool that is too small for those that run: everyone gets an answer or a refusal, the
     answers are those of a request alone, and nothing is left behind."""
@@ -457,6 +458,7 @@ def hybrid_folder(tmp_path_factory):
     return models / "tiny"
 
 
+@pytest.mark.slow
 def test_a_decoder_with_linear_layers(hybrid_folder):
     """Streams of several clients over carried states, one of whom goes away: each gets what `generate` makes of it alone."""
     running = Running(hybrid_folder, pages=20, max_requests=3, step_tokens=16)
@@ -484,6 +486,7 @@ def test_a_decoder_with_linear_layers(hybrid_folder):
         running.close()
 
 
+@pytest.mark.slow
 def test_a_decoder_without_pages(tmp_path):
     """Where every layer carries a state, prompts and answers may be longer than what the pool's pages would hold."""
     torch.manual_seed(5)

@@ -34,6 +34,7 @@ from leanfleet.ort_ops import serving
 from leanfleet.ort_ops.generation import generate, load_decoder
 from leanfleet.ort_ops.serving import ContinuousBatch
 from support import decoders
+from support.cpu_time import rest_slow
 
 BLOCK = 8
 
@@ -432,18 +433,21 @@ SMALL = dict(vocab_size=97, hidden_size=48, num_hidden_layers=2, num_attention_h
 GROUPED = dict(SMALL, intermediate_size=64, num_key_value_heads=2, max_position_embeddings=256)
 
 
-@pytest.mark.parametrize("fuse", (True, False))
+@pytest.mark.parametrize("fuse", rest_slow((True, False)))
 @pytest.mark.parametrize(
     "config",
-    [
-        Qwen2Config(**GROUPED),
-        Qwen3Config(**GROUPED, head_dim=16),
-        PhiConfig(**GROUPED, partial_rotary_factor=0.5),
-        PhiConfig(**GROUPED, qk_layernorm=True),
-        GPTNeoXConfig(**SMALL, intermediate_size=64, max_position_embeddings=256, rotary_pct=0.5),
-        Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=9),
-        GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2),
-    ],
+    rest_slow(
+        [
+            Qwen2Config(**GROUPED),
+            Qwen3Config(**GROUPED, head_dim=16),
+            PhiConfig(**GROUPED, partial_rotary_factor=0.5),
+            PhiConfig(**GROUPED, qk_layernorm=True),
+            GPTNeoXConfig(**SMALL, intermediate_size=64, max_position_embeddings=256, rotary_pct=0.5),
+            Gemma3TextConfig(**GROUPED, head_dim=16, sliding_window=9),
+            GPT2Config(vocab_size=97, n_embd=48, n_layer=2, n_head=4, n_positions=256, initializer_range=0.2),
+        ],
+        quick=3,
+    ),
     ids=lambda c: f"{c.model_type}{'-norms' * getattr(c, 'qk_layernorm', False)}" if hasattr(c, "model_type") else c,
 )
 def test_other_models(config, fuse, tmp_path):
@@ -706,7 +710,7 @@ def test_adjustments_need_their_graph(folder, tmp_path):
     batch.run()
 
 
-@pytest.fixture(scope="module", params=["minimax", "retnet", "transnormer", "qwen3.5", "falcon-h1"])
+@pytest.fixture(scope="module", params=rest_slow(["minimax", "retnet", "transnormer", "qwen3.5", "falcon-h1"]))
 def linear_folder(request, tmp_path_factory):
     """A decoder whose layers carry states, exported both ways; minimax has softmax layers too."""
     torch.manual_seed(2)
@@ -740,7 +744,7 @@ def alone_by_generate(folder, request):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rest_slow(range(3)))
 def test_states_come_and_go(linear_folder, monkeypatch, captured, seed):
     """Requests that join, are cut in pieces, cancelled, preempted and drawn by settings of their own get the tokens of a
     generation of their own, whatever was in the pools before."""
@@ -876,7 +880,7 @@ def test_equal_prompts_wait_for_the_snapshot(linear_folder):
 
 
 @pytest.mark.parametrize("captured", (False, True))
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize("seed", rest_slow(range(3)))
 def test_snapshots_come_and_go(linear_folder, monkeypatch, captured, seed):
     """Drawn requests of few beginnings, with few snapshots, failed calls, cancelled and preempted requests."""
     batch = ContinuousBatch(

@@ -546,6 +546,7 @@ def test_compiled_kernels_are_registered():
     assert torch_ops._COMPILED == (os.environ.get("LEANFLEET_TORCH") in ("compiled", "stable"))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch_ops._COMPILED, reason="these are the compiled kernels")
 @pytest.mark.parametrize("way", ("compiled", "stable"))
 def test_compiled_kernels(way):

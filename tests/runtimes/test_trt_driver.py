@@ -22,6 +22,7 @@ def driver(tmp_path_factory):
     return program
 
 
+@pytest.mark.slow
 def test_every_entry_point(driver, tmp_path):
     """Types, shapes, formats, fields, serialization and damaged fields of every variant; with a GPU also launches on two
     streams, in place and in a captured graph."""
@@ -35,6 +36,7 @@ def test_every_entry_point(driver, tmp_path):
     assert result.returncode == 0 and last.startswith(f"{count} cases"), result.stdout[-4000:]
 
 
+@pytest.mark.slow
 def test_the_driver_notices(driver, tmp_path):
     """A wrong shape of an output makes it fail."""
     cases = tmp_path / "cases"

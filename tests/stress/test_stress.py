@@ -14,6 +14,7 @@ import torch
 from leanfleet import spec
 from stress import act, cases, check, draw, faults, files, judge, launches, processes, runtimes, trees, values
 from stress.__main__ import Worker
+from support.cpu_time import slow_if
 from support.ort_models import TOY_SCHEMA
 from support.paths import ROOT
 
@@ -42,7 +43,7 @@ def test_what_failed_once(kept, worker):
         check.check(case)
 
 
-@pytest.mark.parametrize("op", draw.OPS)
+@pytest.mark.parametrize("op", slow_if(draw.OPS, ["GatedDeltaRule", "GatedDeltaRuleGrad"]))
 def test_a_slice(op, one_torch_thread):
     rounds = len(draw.OPS) * len(draw.RUNTIMES)
     for index in range(SLICE * rounds):

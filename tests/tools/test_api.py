@@ -21,6 +21,7 @@ import yaml
 
 from leanfleet import bench, driver, export, native, ort_ops, spec, trt_plugins
 from leanfleet.export.serving import export_for_serving
+from support.cpu_time import slow_if
 from support.decoders import byte_tokenizer
 from support.documents import DOCS, run
 from support.rewrite_models import model_of, qkv
@@ -50,6 +51,7 @@ OPERATORS = {
 CARRIERS = [
     n for n in NAMES if dataclasses.is_dataclass(found(n)) or isinstance(found(n), type) and issubclass(found(n), Exception)
 ]
+SLOW = ["leanfleet.verify.run", "leanfleet.verify.support_table", "leanfleet.export.linear_decoder.LinearDecoder"]
 WITH_EXAMPLE = [name for name in NAMES if name not in CARRIERS]
 
 
@@ -141,7 +143,7 @@ def lacking(program):
     return ""
 
 
-@pytest.mark.parametrize("name", WITH_EXAMPLE)
+@pytest.mark.parametrize("name", slow_if(WITH_EXAMPLE, SLOW))
 def test_example_runs(name, files, tmp_path, monkeypatch, capfd):
     program = example(found(name))
     compile(program, name, "exec")

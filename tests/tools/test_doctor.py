@@ -77,6 +77,7 @@ LIBRARY = "libleanfleet.so in ctypes"
 ORT = "libleanfleet_ort.so in onnxruntime, CPUExecutionProvider"
 
 
+@pytest.mark.slow
 def test_here(capsys):
     """The environment of the tests has everything but perhaps a GPU, and all of it works."""
     code = cli.main(["doctor", "--json"])

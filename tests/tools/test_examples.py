@@ -8,6 +8,7 @@ import sys
 import pytest
 
 from leanfleet import trt_plugins
+from support.cpu_time import slow_if
 from support.paths import ROOT
 
 EXAMPLES = ROOT / "examples"
@@ -45,7 +46,7 @@ def assert_left(name, printed, folder):
     assert text in printed and not [f for f in files if not (folder / f).exists()], printed
 
 
-@pytest.mark.parametrize("name", EXPECTED)
+@pytest.mark.parametrize("name", slow_if(EXPECTED, ["linear_model", "train_linear"]))
 def test_example(name, tmp_path, monkeypatch, capfd):
     if name == "replicas":
         pytest.importorskip("ray", reason="Ray Serve is half a gigabyte, and `make test` does not install it")
@@ -57,6 +58,7 @@ def test_example(name, tmp_path, monkeypatch, capfd):
     assert_left(name, capfd.readouterr().out, tmp_path)
 
 
+@pytest.mark.slow
 def test_example_alone(tmp_path):
     environment = {**os.environ, "HF_HUB_OFFLINE": "1"}
     command = [sys.executable, EXAMPLES / "own_layer.py", tmp_path]

@@ -334,6 +334,7 @@ def test_polygraphy_run_makes_inputs_that_fit(polygraphy, tmp_path):
         polygraphy(path, "--onnxrt", "--val-range", "log_decay:[0.5,1]")
 
 
+@pytest.mark.slow
 def test_polygraphy_run_with_lengths(polygraphy, tmp_path):
     """Lengths of 0 and 1, which random integers would be, are wrong for several queries: LEANFLEET_CHECK reports them."""
     path, script = saved(variant_model("LeanAttention", 3), tmp_path), tmp_path / "script.py"

@@ -84,6 +84,7 @@ def lines():
     return [json.loads(line) for line in run.stdout.splitlines()]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
 def test_against_the_reference(lines, name):
     """Forward, and gradients where the paper has them: no more than 4 times what the reference loses in the inputs' type.
@@ -98,6 +99,7 @@ def test_against_the_reference(lines, name):
         assert error <= max((16 if fleet else 4) * plain, floor), (what, error, plain)
 
 
+@pytest.mark.slow
 def test_refusal(lines):
     assert lines[-1] == ["refusal", "log_decay has shape [1, 1, 8]; the papers' methods take one decay for each head"]
 

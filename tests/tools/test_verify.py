@@ -27,6 +27,7 @@ def command(tmp_path, *arguments, **variables):
     return done.returncode, done.stdout, json.loads(file.read_text()) if file.exists() else None, done.stderr
 
 
+@pytest.mark.slow
 def test_everything_here_is_right(tmp_path):
     code, text, report, errors = command(tmp_path)
     parts = report["runtimes"]
@@ -123,6 +124,7 @@ def faulty(tmp_path_factory):
     return {"LEANFLEET_LIBRARY_DIR": str(folder), "REAL_LIBRARY": str(native.library_path("leanfleet"))}
 
 
+@pytest.mark.slow
 def test_a_wrong_result_is_named(tmp_path, faulty):
     code, text, report, _ = command(
         tmp_path, "--runtimes", "torch-cpu,ort-cpu", **faulty, FAULTY="GatedActivation", FAULT="wrong"
@@ -137,6 +139,7 @@ def test_a_wrong_result_is_named(tmp_path, faulty):
     assert part["operators"]["GatedActivation"]["float32"] == 0 < part["operators"]["GatedActivation"]["float16"]
 
 
+@pytest.mark.slow
 def test_a_crash_is_named_and_the_others_run(tmp_path, faulty):
     code, _, report, _ = command(
         tmp_path, "--runtimes", "torch-cpu", **faulty, FAULTY="NormalizedLinearAttentionGrad", FAULT="crash"
@@ -147,6 +150,7 @@ def test_a_crash_is_named_and_the_others_run(tmp_path, faulty):
     assert len(part["failures"]) == 3 and part["operators"]["CausalConv"]["bfloat16"] > 0  # one a type, and on it went
 
 
+@pytest.mark.slow
 def test_what_crashes_in_every_call_is_given_up(tmp_path, faulty):
     code, _, report, _ = command(tmp_path, "--runtimes", "torch-cpu", **faulty, FAULTY="GatedDeltaRule", FAULT="crash")
     *crashes, last = report["runtimes"]["torch-cpu"]["failures"]
