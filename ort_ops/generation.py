@@ -56,6 +56,7 @@ _SESSION_TYPES = {
     SESSION_TYPES[name]: number
     for name, number in (("float32", 1), ("uint8", 2), ("int8", 3), ("float16", 10), ("bfloat16", 16), ("float8e4m3fn", 17))
 }
+PIECE = 2048  # tokens of a prompt that ranks of a context parallel folder read together: only what came before is shared out
 _KEPT = {CAPACITY, POOL}  # dimensions of caches of which nothing is read that was not written
 _ZEROS = {SESSION_TYPES[name]: np.dtype(name) for name in ("float16", "int8", "uint8")}  # types of zeros; of others float32
 _ZEROS[SESSION_TYPES["float8e4m3fn"]] = np.dtype(np.uint8)  # numpy has none: their bytes
@@ -259,6 +260,16 @@ class _Steps:
 
     def run(self, input_ids: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray, capture: bool = False) -> np.ndarray:
         """One step; returns the logits, float32 [B,vocabulary]. capture: as a CUDA graph, with input_ids [B,1]."""
+        if self.decoder.share is None or input_ids.shape[1] <= PIECE:
+            return self._run(input_ids, seq_lens, query_lens, capture)
+        before, logits = seq_lens - query_lens, np.zeros((len(input_ids), self.decoder.vocabulary), np.float32)
+        for begin in range(0, input_ids.shape[1], PIECE):
+            ids, new = np.ascontiguousarray(input_ids[:, begin : begin + PIECE]), np.clip(query_lens - begin, 0, PIECE)
+            found = self._run(ids, before + np.minimum(query_lens, begin + PIECE), new)
+            logits = np.where(new[:, None] > 0, found, logits)
+        return logits
+
+    def _run(self, input_ids: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray, capture: bool = False) -> np.ndarray:
         turn, self.turn = self.turn, (self.turn + 1) % len(self.bindings)
         feed = DECODER.feed(input_ids, seq_lens, query_lens)
         if capture and self.graphs:

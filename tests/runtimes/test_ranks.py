@@ -179,13 +179,14 @@ with ranks.join("world", "shared_memory"):
             said.append(new)
             if killed == f"{here.rank}" and step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
+    generation.PIECE = 24
     np.save(f"{out}/pieces{here.rank}.npy", in_pieces(decoder))
     open(f"{out}/said{here.rank}", "w").write(json.dumps(said))
 """
 
 
 def in_pieces(decoder):
-    """Logits of calls that go on with their caches, some of them bound as CUDA graphs are."""
+    """Logits of calls that go on with their caches, some of them bound as CUDA graphs are. Ranks cut them into smaller ones."""
     steps, random = generation._Steps(decoder, 3, 200, cuda_graph=True), np.random.default_rng(0)
     seen, found = np.zeros(3, np.int32), []
     for new in ([3, 70, 0], [1, 1, 1], [64, 0, 63], [1, 1, 1], [0, 60, 1], [1, 1, 1]):
