@@ -1,12 +1,16 @@
 """Context parallel exports: a rank's share of keys is exact for any prompt, step and window, and what is refused."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
+import transformers
 
 from leanfleet.decoder_contract import context_pages, context_table
-from leanfleet.export import lean_attention, merge_attention
+from leanfleet.export import calibrate, export_decoder, lean_attention, merge_attention
 from leanfleet.export.context_parallel import order_of_pages
+from support.decoders import SIZES
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
 
@@ -73,3 +77,15 @@ def test_pages_of_a_request():
     table = context_table(2, 3, 1, 64)
     assert table.tolist() == [[0, 1, 2, -1, -1], [3, 4, 5, -1, -1]] and table.dtype == np.int32
     assert context_table(1, 1, 66, 64).shape == (1, 5)
+
+
+@pytest.mark.parametrize("calibrated", [False, True])
+def test_quantised_caches_are_shared_out(calibrated, tmp_path):
+    """With a scale for each token, which stands in a pool beside the tokens', and with scales that are constants."""
+    torch.manual_seed(5)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**{**SIZES, "num_hidden_layers": 1})).eval()
+    cache = calibrate(model, [list(range(3, 60))], "int8") if calibrated else "int8/fp8"
+    export_decoder(model, tmp_path, context_parallel=2, cache=cache)
+    facts = json.loads((tmp_path / "leanfleet.json").read_text())
+    assert facts["context_parallel"] == {"world": 2, "block": 64} and facts["cache"] == ("int8" if calibrated else "int8/fp8")
+    assert facts["verified"]["largest_difference"] <= facts["verified"]["bound"]
