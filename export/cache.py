@@ -10,16 +10,22 @@ from typing import Any, ClassVar
 import torch
 
 from leanfleet import progress
-from leanfleet.decoder_contract import CONV_STATE, KEY, KEY_SCALE, STATE, VALUE, VALUE_SCALE, cache_name
+from leanfleet.decoder_contract import CONV_STATE, KEY, KEY_SCALE, POOL, STATE, STATES, VALUE, VALUE_SCALE, cache_name, is_state
 from leanfleet.spec import in_numbers
 from leanfleet.export.quantised_caches import CacheType, CalibratedCache
 from leanfleet.export.torch_ops import causal_conv, causal_linear_decay, gated_delta_rule, lean_attention
+
+
+def pool_shape(name: str, shape: tuple[int | str, ...], block: int) -> tuple[Any, ...]:
+    """The shape of the pool of a cache, of which cache_shapes says `shape`."""
+    return (STATES, *shape[1:]) if is_state(name) else (POOL, block, shape[1], *shape[3:])
 
 
 class Cache:
     """The caches of one traced call by name ("0.key"); attention replaces them as it appends."""
 
     now: ClassVar[Cache | None] = None  # the one of the call that runs: models need not hand it from layer to layer
+    heads_axis: ClassVar[int] = 1  # of the tensors of softmax layers
 
     def __init__(
         self,
@@ -55,7 +61,7 @@ class Cache:
     def sizes(self, layer: int) -> tuple[int, int, int]:
         """(heads, columns of a key, columns of a value) of a softmax layer's caches."""
         key, value = self.shapes(layer)
-        return key[1], key[3], value[3]
+        return key[self.heads_axis], key[3], value[3]
 
     def of_layer(self, layer: int) -> dict[str, str]:
         """{input of LeanAttention: name of the cache} of a softmax layer, in the order of the operator's outputs."""
@@ -63,27 +69,27 @@ class Cache:
         scales = {part: cache_name(layer, part) for part in (KEY_SCALE, VALUE_SCALE)}
         return names | {part: name for part, name in scales.items() if name in self.tensors}
 
-    def append(self, layer: int, query: torch.Tensor, **options: Any) -> torch.Tensor:
-        """The output of LeanAttention with these options, which appends to a layer's caches."""
+    def append(self, layer: int, query: torch.Tensor, **options: Any) -> tuple[torch.Tensor, torch.Tensor]:
+        """The output and LSE of LeanAttention with these options, which appends to a layer's caches. seq_lens: by default those
+        of the requests."""
         names = self.of_layer(layer)
         per_token = KEY_SCALE in names
-        output, _, *updated = lean_attention(
+        output, lse, *updated = lean_attention(
             query,
-            seq_lens=self.seq_lens,
             append=True,
             key_per_token=per_token,
             value_per_token=per_token,
             **{part: self.tensors[name] for part, name in names.items()},
             **(self.form.of_layer(layer) if isinstance(self.form, CalibratedCache) else {}),
-            **options,
+            **dict(seq_lens=self.seq_lens) | options,
         )
         for name, tensor in zip(names.values(), updated, strict=True):
             self.update(name, tensor)
-        return output
+        return output, lse
 
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """Appends the new keys and values [B,Hkv,N,D] to a layer's caches; the attention of query [B,H,N,D] as [B,N,H,D]."""
-        output = self.append(layer, query, query_lens=self.query_lens, new_key=key, new_value=value, **options)
+        output, _ = self.append(layer, query, query_lens=self.query_lens, new_key=key, new_value=value, **options)
         return output.transpose(1, 2).contiguous()  # some models view it as [B,N,H D]
 
     def decay(

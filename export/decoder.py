@@ -25,26 +25,33 @@ from leanfleet import files, progress
 from leanfleet.decoder_contract import (
     BATCH,
     CAPACITY,
+    CONTEXT,
+    CONTEXT_BLOCK,
     DECODER,
     KEY,
     KEY_SUM,
     LOSSY,
     MODEL_FILE,
     OPTIONAL_FILES,
+    POOL,
     STATE,
+    TABLE,
     TOKENS,
     VALUE,
     VALUE_SUM,
     WORLD,
     Facts,
+    Interface,
     cache_forms,
     cache_name,
+    context_table,
     is_part,
     rank_file,
     write_facts,
 )
 from leanfleet.export import blocks, shortcuts, verification
-from leanfleet.export.cache import Cache
+from leanfleet.export import context_parallel as sharing
+from leanfleet.export.cache import Cache, pool_shape
 from leanfleet.export.experts import add_function, as_one_node
 from leanfleet.export.fusions import fuse_for_onnxruntime
 from leanfleet.export.hybrid_layers import carried, hybrid_layers, over_caches
@@ -371,6 +378,11 @@ class Decoder(torch.nn.Module):
     ) -> tuple[torch.Tensor, ...]:
         """caches: tensors in the order of names; returns (logits, *caches)."""
         cache = Cache(zip(self.names, caches, strict=True), seq_lens, query_lens, self.cache)
+        return self.over(cache, input_ids)
+
+    def over(self, cache: Cache, input_ids: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """forward over the tensors of a Cache."""
+        seq_lens, query_lens = cache.seq_lens, cache.query_lens
         steps = torch.arange(input_ids.shape[1], device=input_ids.device)
         positions = (seq_lens - query_lens).unsqueeze(1).to(torch.int64) + steps
         last = (query_lens.to(torch.int64) - 1).clamp(min=0)
@@ -380,6 +392,28 @@ class Decoder(torch.nn.Module):
 
         logits = run(self.model, cache, None if self.all_logits else keep_last, input_ids=input_ids, position_ids=positions)
         return (logits if self.all_logits else logits.squeeze(1), *(cache.tensors[n] for n in self.names))
+
+
+class SharingDecoder(Decoder):
+    """A causal LM with the inputs and outputs of a CONTEXT graph, for so many ranks."""
+
+    def __init__(self, *arguments: Any, world: int) -> None:
+        super().__init__(*arguments)
+        self.world = world
+
+    def forward(  # type: ignore[override]  # it has more inputs
+        self,
+        input_ids: torch.Tensor,
+        seq_lens: torch.Tensor,
+        query_lens: torch.Tensor,
+        block_table: torch.Tensor,
+        rank: torch.Tensor,
+        caches: list[torch.Tensor],
+    ) -> tuple[torch.Tensor, ...]:
+        """caches: pools in the order of names; returns (logits, *pools)."""
+        named = zip(self.names, caches, strict=True)
+        shares = sharing.Shares(named, seq_lens, query_lens, block_table, rank, self.world, CONTEXT_BLOCK, self.cache)
+        return self.over(shares, input_ids)
 
 
 EXAMPLE = {BATCH: 2, TOKENS: 3, CAPACITY: 16}
@@ -404,6 +438,7 @@ def export_decoder(
     rope: str = "short",
     cache: CacheType | None = None,
     tensor_parallel: int | None = None,
+    context_parallel: int | None = None,
     **options: Any,
 ) -> torch.onnx.ONNXProgram:
     """Writes model.onnx, leanfleet.json and, with a tokenizer, its files to `folder`; returns the ONNXProgram.
@@ -422,13 +457,15 @@ def export_decoder(
     "int8/fp8": keys and values each in its own; what leanfleet.export.calibrate returns: with scales that are constants of the
     graph. tensor_parallel: None, or a number of ranks, processes with a GPU each: the
     folder then has, in place of model.onnx, a graph for each rank with its share of heads, of feed-forward layers and experts
-    (leanfleet.export.tensor_parallel); the ONNXProgram is rank 0's. leanfleet.json holds what leanfleet.ort_ops.generate needs
+    (leanfleet.export.tensor_parallel); the ONNXProgram is rank 0's. context_parallel: None, or a number of ranks, each of which
+    computes the whole model over its share of the tokens in the caches (leanfleet.export.context_parallel); model.onnx is for
+    all of them. leanfleet.json holds what leanfleet.ort_ops.generate needs
     to know, under "fusions" how often each fusion applied, and under "verified" the largest difference found. options go to
     leanfleet.export.export.
 
     Raises ValueError, naming the layer, for attention that our operators do not do and for layers that cannot be shared out,
-    VerificationError for a file that is not right, OSError for a folder that cannot be written. In each of these cases `folder`
-    is as it was.
+    and for tensor_parallel together with context_parallel, VerificationError for a file that is not right, OSError for a folder
+    that cannot be written. In each of these cases `folder` is as it was.
 
     Example:
         from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -443,12 +480,48 @@ def export_decoder(
         check_supported(model)
     facts: Facts = {"kind": DECODER.kind}
     facts |= cache_facts(cache)
+    if tensor_parallel is not None and context_parallel is not None:
+        raise ValueError(
+            f"{type(model).__name__}: tensor_parallel shares out heads, context_parallel the tokens in the caches: give one of "
+            "the two"
+        )
     if tensor_parallel is not None:
         return _write_ranks(
             model, folder, facts, tokenizer, check_world(tensor_parallel), all_logits, fuse, verify, rope, cache, options
         )
-    module, arguments, shapes, names = _traced(model, all_logits, cache)
+    if context_parallel is not None:
+        world = sharing.check_world(context_parallel)
+        facts["context_parallel"] = {"world": world, "block": CONTEXT_BLOCK}
+        module, arguments, shapes, names = _traced_shares(model, all_logits, cache, world)
+    else:
+        module, arguments, shapes, names = _traced(model, all_logits, cache)
     return write(module, arguments, shapes, folder, facts, tokenizer, fuse, verify, rope, names | options)
+
+
+def _traced_shares(
+    model: Any, all_logits: bool, cache: CacheType | None, world: int
+) -> tuple[Decoder, tuple[Any, ...], dict[str, Any], dict[str, Any]]:
+    """As _traced, of its CONTEXT graph."""
+    caches = cache_shapes(model, cache)
+    sharing.check_shareable(model, list(caches))
+    pages = 3  # of an example's request, other than its tokens: no two dimensions of an example are the same by chance
+    table = torch.from_numpy(context_table(EXAMPLE[BATCH], pages, EXAMPLE[TOKENS], CONTEXT_BLOCK))
+    ids, ends, counts, _ = example_inputs({})
+    pools = [
+        torch.zeros(EXAMPLE[BATCH] * pages, *pool_shape(name, shape, CONTEXT_BLOCK)[1:], dtype=dtype)
+        for name, (dtype, shape) in caches.items()
+    ]
+    dims = {name: torch.export.Dim(name, min=1) for name in (BATCH, TOKENS, TABLE, POOL)}
+    shapes = _open_dimensions(CONTEXT, dims)
+    shapes["caches"] = [{0: dims[POOL]} for _ in pools]
+    names = {"input_names": CONTEXT.input_names(caches), "output_names": CONTEXT.output_names(caches)}
+    module = SharingDecoder(model, caches, all_logits, cache, world=world).eval()
+    return module, (ids, ends, counts, table, torch.zeros(1, dtype=torch.int32), pools), shapes, names
+
+
+def _open_dimensions(interface: Interface, dims: Mapping[str, Any]) -> dict[str, Any]:
+    """{input: {axis: dimension}} of an interface's inputs beside caches, as torch.export takes it."""
+    return {t.name: {axis: dims[n] for axis, n in enumerate(t.shape) if n in dims} for t in interface.inputs}
 
 
 def _traced(
@@ -457,7 +530,7 @@ def _traced(
     """(module, example inputs, dynamic shapes, names of inputs and outputs) of a model's DECODER graph."""
     caches = cache_shapes(model, cache)
     dims = {name: torch.export.Dim(name, min=1) for name in EXAMPLE}
-    shapes: dict[str, Any] = {t.name: {axis: dims[n] for axis, n in enumerate(t.shape)} for t in DECODER.inputs}
+    shapes = _open_dimensions(DECODER, dims)
     shapes["caches"] = [{axis: dims[n] for axis, n in enumerate(shape) if n in dims} for _, shape in caches.values()]
     names = {"input_names": DECODER.input_names(caches), "output_names": DECODER.output_names(caches)}
     return Decoder(model, caches, all_logits, cache).eval(), example_inputs(caches), shapes, names
@@ -537,11 +610,18 @@ def write(
         save(program.model, new / MODEL_FILE)
         if verify:
             progress.tell("running the file and the model, to compare them")
-            facts["verified"] = verification.verify(model, new / MODEL_FILE, facts, rope, decoder.cache)
+            facts["verified"] = _compared(model, new / MODEL_FILE, facts, rope, decoder.cache)
         write_facts(new, facts)
         if tokenizer is not None:
             tokenizer.save_pretrained(new)
     return program
+
+
+def _compared(model: Any, path: Path, facts: Facts, rope: str, cache: CacheType | None) -> dict[str, Any]:
+    """What leanfleet.json says of a file that was compared with its model."""
+    if (shares := facts.get("context_parallel")) is not None:
+        return verification.verify_ranks(model, [path] * shares["world"], facts, rope, cache)
+    return verification.verify(model, path, facts, rope, cache)
 
 
 def made(

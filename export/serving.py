@@ -54,7 +54,7 @@ from leanfleet.decoder_contract import (
     write_facts,
 )
 from leanfleet.export import function_bodies, verification
-from leanfleet.export.cache import Cache
+from leanfleet.export.cache import Cache, pool_shape
 from leanfleet.export.decoder import INSIDE, cache_shapes, made, run, write
 from leanfleet.export.quantised_caches import CacheType, cache_facts
 from leanfleet.export.support import check_supported
@@ -70,6 +70,8 @@ _SMALL = 1 << 10  # bytes of a weight that is not worth a reference
 class Pages(Cache):
     """The pools of one traced call, by name ("0.key")."""
 
+    heads_axis = 2
+
     def __init__(
         self,
         tensors: Iterable[tuple[str, torch.Tensor]],
@@ -82,18 +84,13 @@ class Pages(Cache):
         super().__init__(tensors, seq_lens, cu_query_lens.diff(), form)
         self.block_table, self.cu_query_lens, self.state_index = block_table, cu_query_lens, state_index
 
-    def sizes(self, layer: int) -> tuple[int, int, int]:
-        """(heads, columns of a key, columns of a value) of a layer's pools."""
-        key, value = self.shapes(layer)
-        return key[2], key[3], value[3]
-
     def attend(self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, **options: Any) -> torch.Tensor:
         """query [1,H,T,D], key and value [1,Hkv,T,D]; returns [1,T,H,D]."""
 
         def by_token(x: torch.Tensor) -> torch.Tensor:
             return x[0].transpose(0, 1)  # [T,heads,D]
 
-        output = self.append(
+        output, _ = self.append(
             layer,
             by_token(query),
             cu_query_lens=self.cu_query_lens,
@@ -316,11 +313,6 @@ def _placed(tensor: ir.ExternalTensor, location: str, folder: Path, value: ir.Va
 def _content(tensor: ir.TensorProtocol) -> tuple[Any, ...]:
     """Equal for equal tensors, whatever their names, and hardly ever for others."""
     return tensor.dtype, tuple(tensor.shape), zlib.crc32(tensor.tobytes())
-
-
-def pool_shape(name: str, shape: tuple[int | str, ...], block: int) -> tuple[Any, ...]:
-    """The shape of the pool of a cache, of which cache_shapes says `shape`."""
-    return (STATES, *shape[1:]) if is_state(name) else (POOL, block, shape[1], *shape[3:])
 
 
 def _traced(

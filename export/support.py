@@ -4,9 +4,11 @@ alone is here: one line that names the model's class and the layer, and says wha
 import functools
 import inspect
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
+
+from leanfleet.decoder_contract import KEY
 
 if TYPE_CHECKING:
     from torch.nn import Module
@@ -81,6 +83,21 @@ def check_supported(model: object) -> None:
                 "follow the longest request of a batch and change those of cached keys. Load the model with "
                 "another rope_type in config.rope_parameters (yarn and linear are served)"
             )
+
+
+def check_shared_layers(model: object, caches: Sequence[str], option: str) -> None:
+    """Raises ValueError, naming the layer, for a model that has layers without softmax attention, which `option` does not share
+    out to ranks. caches: names of what its layers carry."""
+    name, again = type(model).__name__, "export it for one GPU"
+    if hasattr(model, "cache_shapes"):
+        raise ValueError(f"{name}: {option} is for transformers' decoders with softmax attention: {again}")
+    parts: dict[str, set[str]] = {}
+    for cache in caches:
+        layer, _, part = cache.partition(".")
+        parts.setdefault(layer, set()).add(part)
+    for layer in sorted(parts, key=int):
+        if KEY not in parts[layer] or any("state" in part for part in parts[layer]):
+            raise ValueError(f"{name}: layer {layer} carries a state, and {option} shares out softmax attention: {again}")
 
 
 def _recurrent_alone(model):

@@ -19,8 +19,8 @@ import torch
 from torch.nn import Linear, Module, Parameter
 
 from leanfleet import communicators
-from leanfleet.decoder_contract import KEY, MOST_RANKS, WORLD
-from leanfleet.export.support import check_supported
+from leanfleet.decoder_contract import MOST_RANKS, WORLD
+from leanfleet.export.support import check_shared_layers, check_supported
 from leanfleet.export.torch_ops import all_reduce
 
 _OUTPUTS = "o_proj", "dense", "out_proj"  # what an attention layer may call its last projection
@@ -61,25 +61,18 @@ def check_world(world: object) -> int:
 def check_shardable(model: Any, world: int, layers: Sequence[str]) -> None:
     """Raises ValueError, naming the layer, for a model that cannot be shared out so. layers: names of its caches."""
     name, again = type(model).__name__, "export it for one GPU"
-    if hasattr(model, "cache_shapes"):
-        raise ValueError(f"{name}: tensor_parallel is for transformers' decoders with softmax attention: {again}")
-    check_supported(model)
+    if not hasattr(model, "cache_shapes"):
+        check_supported(model)
+    check_shared_layers(model, layers, "tensor_parallel")
     config = model.config.get_text_config(decoder=True)
     if any(own is not config for own in getattr(config, "per_layer_config", None) or ()):
         raise ValueError(f"{name}: its layers have configurations of their own, which tensor_parallel does not take: {again}")
-    kinds = {layer: {part.partition(".")[2] for part in layers if part.startswith(f"{layer}.")} for layer in _numbers(layers)}
-    if other := next((layer for layer, parts in kinds.items() if KEY not in parts or any("state" in p for p in parts)), None):
-        raise ValueError(f"{name}: layer {other} carries a state, and tensor_parallel shares out softmax attention: {again}")
     kv = _count(config, _KV_HEADS) or _count(config, _HEADS)
     if world > kv:
         raise ValueError(
             f"{name}: tensor_parallel is {world}, and its attention has {kv} head{'s' * (kv > 1)} of keys and values, none of "
             f"which is cut: at most {kv} ranks" + (f", or {again}" if kv == 1 else "")
         )
-
-
-def _numbers(names: Sequence[str]) -> list[str]:
-    return sorted({name.partition(".")[0] for name in names}, key=int)
 
 
 def _count(owner: Any, names: Sequence[str]) -> int:

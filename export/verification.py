@@ -21,7 +21,22 @@ import onnx_ir as ir
 import torch
 
 from leanfleet import model_file, ort_library, ranks, trial
-from leanfleet.decoder_contract import BATCH, CAPACITY, DECODER, SERVING, SESSION_TYPES, WORLD, is_state, packed
+from leanfleet.decoder_contract import (
+    BATCH,
+    CAPACITY,
+    CONTEXT,
+    CONTEXT_PARALLEL,
+    DECODER,
+    POOL,
+    SERVING,
+    SESSION_TYPES,
+    WORLD,
+    context_pages,
+    context_table,
+    decoder_interface,
+    is_state,
+    packed,
+)
 from leanfleet.export import blocks
 from leanfleet.export.quantised_caches import CacheType, emulated
 from leanfleet.export.support import fixed_rotary, implementation, linear_layers_of
@@ -75,15 +90,16 @@ def _checkable(path: Path, model: torch.nn.Module) -> Iterator[Path]:
 def verify_ranks(
     model: torch.nn.Module, paths: Sequence[Path], facts: Mapping[str, Any], rope: str = "short", cache: CacheType | None = None
 ) -> dict[str, Any]:
-    """As verify, of a tensor parallel decoder: the files of its ranks, which run together, a process each."""
+    """As verify, of a decoder for several ranks, which run together, a process each. paths: each one's file, maybe the same."""
     if why := _obstacle(model) or _no_library():
         return {"skipped": why}
     with ExitStack() as stack:
-        checkable = [stack.enter_context(_checkable(path, model)) for path in paths]
+        checkable = {path: stack.enter_context(_checkable(path, model)) for path in dict.fromkeys(paths)}
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="leanfleet-verify-")))
 
         def found(tokens: list[np.ndarray]) -> list[tuple[str, int, int, np.ndarray]]:
-            task = {"files": [str(p.resolve()) for p in checkable], "facts": facts, "tokens": [t.tolist() for t in tokens]}
+            chosen = [str(checkable[path].resolve()) for path in paths]
+            task = {"files": chosen, "facts": facts, "tokens": [t.tolist() for t in tokens]}
             (folder / "task.json").write_text(json.dumps(task))
             program = "import sys; from leanfleet.export import verification; verification.run_rank(*sys.argv[1:])"
             command = ranks.python("-c", program, str(folder))
@@ -103,7 +119,7 @@ def run_rank(folder: str) -> None:
     threads = max(1, (os.cpu_count() or 1) // here.world)
     with ranks.join(WORLD, "shared_memory"):
         session = _session(Path(task["files"][here.rank]), threads)
-        found = _found(session, task["facts"], [np.array(t, np.int64) for t in task["tokens"]])
+        found = _found(session, task["facts"], [np.array(t, np.int64) for t in task["tokens"]], here.rank)
     if here.rank == 0:
         places, logits = [place for *place, _ in found], np.stack([logits for *_, logits in found])
         with open(Path(folder) / "found.npz", "wb") as file:
@@ -199,7 +215,15 @@ def _tokens(model, facts, seed):
     plain = np.array([t for t in range(facts["vocabulary"]) if t not in special] or range(facts["vocabulary"]))
     random = np.random.default_rng(seed)
     longest = max(1, (facts["max_positions"] or 10**9) - STEPS)
-    return [random.choice(plain, min(n, longest) + STEPS) for n in PROMPTS]
+    return [random.choice(plain, min(n, longest) + STEPS) for n in _prompts(facts)]
+
+
+def _prompts(facts):
+    """Tokens of the requests' prompts. Where blocks of tokens are shared out one goes on into the next block, one has three."""
+    if decoder_interface(facts) is not CONTEXT:
+        return PROMPTS
+    block = facts[CONTEXT_PARALLEL]["block"]
+    return PROMPTS[0], block - STEPS // 2, 2 * block + PROMPTS[2]
 
 
 def _expected(model, tokens, rope, cache=None):
@@ -285,9 +309,9 @@ def in_double(model: torch.nn.Module) -> Iterator[None]:
         narrow()
 
 
-def _schedule():
+def _schedule(prompts):
     """[(phase, [{request: new tokens}, ...])]: calls, one phase after the other, each over caches of its own."""
-    first, second, third = PROMPTS
+    first, second, third = prompts
     part = third // 2
     together = [
         {0: first, 2: part},
@@ -301,11 +325,12 @@ def _schedule():
     return [("in a ragged batch", together), ("alone", [{2: third}] + [{2: 1}] * STEPS)]
 
 
-def _found(session, facts, tokens):
+def _found(session, facts, tokens, rank=0):
     """[(phase, request, position, logits)] of a session."""
     found = []
-    for phase, calls in _schedule():
-        caches = (_Pages if facts.get("kind") == SERVING.kind else _Batch)(session, facts, len(tokens))
+    for phase, calls in _schedule(_prompts(facts)):
+        kind = _Pages if facts.get("kind") == SERVING.kind else _Shares if decoder_interface(facts) is CONTEXT else _Batch
+        caches = kind(session, facts, len(tokens), rank)
         seen = [0] * len(tokens)
         for call in calls:
             new = {request: tokens[request][seen[request] : seen[request] + count] for request, count in call.items()}
@@ -332,15 +357,23 @@ def _session(path, threads=0):
 class _Batch:
     """Calls of a graph of export_decoder over caches of a batch. Requests without new tokens are rows of padding."""
 
-    def __init__(self, session, facts, batch):
-        self.session, self.batch = session, batch
-        sizes = {BATCH: batch, CAPACITY: max(PROMPTS) + STEPS + 3}
+    def __init__(self, session, facts, batch, rank):
+        self.session, self.batch, self.interface = session, batch, decoder_interface(facts)
+        sizes = self.sizes(facts, max(_prompts(facts)) + STEPS + 3)
         self.caches = {}
         for entry in session.get_inputs():
             if DECODER.is_cache(entry.name):
                 shape, dtype = [sizes.get(n, n) for n in entry.shape], _NUMPY[entry.type]
-                state = CAPACITY not in entry.shape or dtype == np.int32
+                state = not {CAPACITY, POOL} & set(entry.shape) or dtype == np.int32
                 self.caches[entry.name] = np.zeros(shape, dtype) if state else _unwritten(shape, dtype)
+
+    def sizes(self, facts, capacity):
+        """{dimension: size} of the caches."""
+        return {BATCH: self.batch, CAPACITY: capacity}
+
+    def more(self, tokens):
+        """What a call of so many tokens takes beside tokens and lengths."""
+        return ()
 
     def run(self, new, seen):
         """{request: logits of its last new token}. new: {request: tokens}; seen: how many tokens of each came before."""
@@ -348,16 +381,33 @@ class _Batch:
         ids = np.zeros((self.batch, counts.max()), np.int64)
         for request, row in new.items():
             ids[request, : len(row)] = row
-        feed = DECODER.feed(ids, np.array(seen, np.int32) + counts, counts) | self.caches
+        lens = np.array(seen, np.int32) + counts
+        feed = self.interface.feed(ids, lens, counts, *self.more(ids.shape[1])) | self.caches
         logits, *caches = trial.run_session(self.session, feed, widen=False).values()
         self.caches = dict(zip(self.caches, caches, strict=True))
         return {r: logits[r] if logits.ndim == 2 else logits[r, counts[r] - 1] for r in new}
 
 
+class _Shares(_Batch):
+    """The same of one rank of a context parallel decoder, over its pools."""
+
+    def __init__(self, session, facts, batch, rank):
+        self.rank = np.array([rank], np.int32)
+        super().__init__(session, facts, batch, rank)
+
+    def sizes(self, facts, capacity):
+        shares = facts[CONTEXT_PARALLEL]
+        self.block, self.pages = shares["block"], context_pages(capacity, **shares)
+        return {POOL: self.batch * self.pages}
+
+    def more(self, tokens):
+        return context_table(self.batch, self.pages, tokens, self.block), self.rank
+
+
 class _Pages:
     """Calls of a graph of export_for_serving over a pool of pages."""
 
-    def __init__(self, session, facts, batch):
+    def __init__(self, session, facts, batch, rank):
         self.session, self.block = session, facts["block"]
         self.table = -(-(max(PROMPTS) + STEPS) // self.block)
         self.order = np.random.default_rng(0).permutation(batch * self.table).reshape(batch, self.table).astype(np.int32)

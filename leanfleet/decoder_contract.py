@@ -5,6 +5,7 @@ model.onnx, leanfleet.json (Facts) and, where it was exported with one, the toke
 model.onnx is of one of them; beside one of the first kind may stand serving.onnx, of the second, with the same weights.
 A tensor parallel folder has a DECODER graph for each rank in place of model.onnx: model.rank0.onnx, model.rank1.onnx, ..., each
 with the rank's share of weights and caches, and AllReduce nodes of the communicator WORLD. Logits are the same on all ranks.
+A context parallel folder has one model.onnx for all ranks, a CONTEXT graph, with AllGather nodes of that communicator.
 
 DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens over caches of S slots, all three dynamic.
 
@@ -20,6 +21,16 @@ DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens ov
     past_key_values.L.key_sum, .value_sum  float32 [B,Hkv,R], [B,Hkv,Dv]  beside it where the layer is normalised
     logits                        float32 [B,vocabulary], of each request's last new token; with all_logits [B,N,vocabulary]
     present.L...                  as the past, with the new tokens; may be bound to the inputs' buffers
+
+CONTEXT, of export_decoder with context_parallel: as DECODER, on each of W ranks, but that its caches hold a share of the
+tokens. Positions are cut into blocks of `block` tokens; block g is rank g % W's, and number g // W of those that it holds. A
+rank appends the tokens of its blocks and attends over them, and the ranks' outputs are joined.
+
+    block_table                   int32 [B,M]       the pages of the request's own blocks, in their order, and then -1, see
+                                                    context_table
+    rank                          int32 [1]         which of the ranks this is
+    past_key_values.L.key/.value  T [P,block,Hkv,D] pools of P pages in place of caches
+    past_key_values.L.key_scale, .value_scale  float32 [P,block,Hkv]  beside quantised ones, of uint8 [P,block,Hkv,D/2]
 
 SERVING, of leanfleet.export.serving.export_for_serving: T new tokens of B requests one after the other, M pages a request, in
 a pool of P pages of `block` tokens, and a pool of A states; C rows of logits are wanted (all but `block` dynamic).
@@ -82,11 +93,13 @@ import leanfleet
 if TYPE_CHECKING:
     import numpy as np
 
-FORMAT = 5  # of leanfleet.json, the newest; one without a format is of the first
+FORMAT = 6  # of leanfleet.json, the newest; one without a format is of the first
 MODEL_FILE, FACTS_FILE = "model.onnx", "leanfleet.json"
 SAMPLER_FILE = "sampler.onnx"
-WORLD = "world"  # the communicator of a tensor parallel decoder's nodes
+WORLD = "world"  # the communicator of the nodes of decoders for several ranks
+TENSOR_PARALLEL, CONTEXT_PARALLEL = PARALLEL_KINDS = "tensor_parallel", "context_parallel"  # what ranks share
 PARALLEL = 5  # the format of a tensor parallel folder
+CONTEXT_BLOCK = 64  # tokens of a block of a context parallel decoder that is exported today
 MOST_RANKS = 64  # of a communicator
 MOST_FACTS, MOST_BLOCK = 1 << 20, 1 << 14  # bytes of leanfleet.json, tokens of a page: more asks for memory alone
 SERVING_FILE = "serving.onnx"  # in a folder whose model.onnx is of the other kind
@@ -105,6 +118,7 @@ TOKEN_INDEX, TOP_P = "token_index", "top_p"
 SETTINGS = ("temperature", "top_k", TOP_P, "min_p", "seed")
 POSITIONS, LAST, OFFSETS, BLOCK_TABLE = "positions", "last", "cu_query_lens", "block_table"
 SLOTS, ROWS, STATE_INDEX = "slots", "rows", "state_index"
+RANK, ONE = "rank", "1"  # an input of one number
 LOGITS, NEXT_TOKENS, LOGPROB = "logits", "next_tokens", "logprob"
 KEY, VALUE, STATE = "key", "value", "recurrent_state"  # what a layer carries from call to call
 KEY_SCALE, VALUE_SCALE = "key_scale", "value_scale"  # beside a quantised KEY and VALUE
@@ -215,6 +229,12 @@ DECODER = Interface(
     "present.",
     (BATCH, CAPACITY),
     1,
+)
+CONTEXT = replace(
+    DECODER,
+    inputs=(*DECODER.inputs, Tensor(BLOCK_TABLE, "int32", (BATCH, TABLE)), Tensor(RANK, "int32", (ONE,))),
+    cache_sizes=(POOL,),
+    format=6,
 )
 SERVING = Interface(
     "serving",
@@ -329,6 +349,36 @@ def is_state(name: str) -> bool:
     return is_part(name, STATE) or is_part(name, CONV_STATE)
 
 
+def parallel_of(facts: Facts) -> Parallel | None:
+    """What a folder says of the ranks that it is for; None where it is for one process."""
+    if (heads := facts.get("tensor_parallel")) is not None:
+        return Parallel(TENSOR_PARALLEL, heads["world"])
+    context = facts.get("context_parallel")
+    return None if context is None else Parallel(CONTEXT_PARALLEL, context["world"])
+
+
+def decoder_interface(facts: Facts) -> Interface:
+    """The interface of a folder of kind "decoder", by what its leanfleet.json says."""
+    return DECODER if facts.get("context_parallel") is None else CONTEXT
+
+
+def context_pages(capacity: int, world: int, block: int) -> int:
+    """Pages that a rank needs for a request of up to `capacity` tokens, in a context parallel folder."""
+    return max(1, -(-capacity // (block * world)))
+
+
+def context_table(batch: int, pages: int, tokens: int, block: int) -> np.ndarray:
+    """The block_table of a CONTEXT graph, for requests with `pages` pages each, one request's behind another's, and calls of up
+    to `tokens` new tokens each. Needs numpy.
+
+    Behind the pages stands -1 as often as the new tokens may touch blocks of other ranks, and once more.
+    """
+    import numpy as np
+
+    own = np.arange(batch * pages, dtype=np.int32).reshape(batch, pages)
+    return np.pad(own, ((0, 0), (0, (tokens + block - 2) // block + 2)), constant_values=-1)
+
+
 def serving_interface(facts: Facts) -> Interface:
     """The interface of a folder of kind "serving", by what its leanfleet.json says."""
     return {1: PADDED_SERVING, 2: GREEDY_SERVING, 3: LAST_SERVING}.get(facts.get("format", 1), SERVING)
@@ -429,6 +479,21 @@ class Ranks(TypedDict):
     files: list[str]
 
 
+class Context(TypedDict):
+    """Of a context parallel folder: how many ranks, and the tokens of a block."""
+
+    world: int
+    block: int
+
+
+@dataclass(frozen=True)
+class Parallel:
+    """What ranks share: of PARALLEL_KINDS; and how many they are."""
+
+    kind: str
+    world: int
+
+
 class Facts(TypedDict, total=False):
     """What leanfleet.json says. `block` is of kind "serving" alone. `serving`: what differs for serving.onnx."""
 
@@ -440,7 +505,8 @@ class Facts(TypedDict, total=False):
     block: int  # tokens a page
     cache: str | None  # of CACHES: what keys and values are; missing or None: the model's type
     cache_scales: str | None  # of CACHE_SCALES; missing or None: each token and head has a scale of its own
-    tensor_parallel: Ranks  # missing: the folder is for one process
+    tensor_parallel: Ranks  # where neither of these is there the folder is for one process
+    context_parallel: Context
     fusions: dict[str, int]  # {pass of leanfleet.export.fusions: how often it applied}; missing: fuse=False
     serving: dict[str, Any]  # format, block, fusions and verified, as they are here
     verified: dict[str, Any]  # "largest_difference" and "bound" of the logits, or "skipped": why; missing: not asked for
@@ -448,10 +514,10 @@ class Facts(TypedDict, total=False):
 
 def write_facts(folder: str | Path, facts: Facts) -> None:
     """Writes leanfleet.json, of the format that today's folders of its kind have."""
-    interface = SERVING if facts.get("kind") == SERVING.kind else DECODER
+    interface = SERVING if facts.get("kind") == SERVING.kind else decoder_interface(facts)
     if "serving" in facts:
         facts = facts | {"serving": {"format": SERVING.format} | facts["serving"]}
-    number = PARALLEL if "tensor_parallel" in facts else interface.format
+    number = PARALLEL if TENSOR_PARALLEL in facts else interface.format
     text = json.dumps({"format": number} | facts, indent=2)
     part = Path(folder) / f"{FACTS_FILE}.part"
     part.write_text(text + "\n", encoding="utf-8")
@@ -459,7 +525,7 @@ def write_facts(folder: str | Path, facts: Facts) -> None:
 
 
 def read_facts(folder: str | Path, interface: Interface, parallel: bool = False) -> Facts:
-    """What leanfleet.json in the folder of an exported model says, checked. parallel: it may be a tensor parallel folder.
+    """What leanfleet.json in the folder of an exported model says, checked. parallel: it may be a folder for several ranks.
 
     Raises FileNotFoundError, and ValueError for a file that is damaged, of a format that this version does not know, or of
     another kind.
@@ -498,13 +564,28 @@ def read_facts(folder: str | Path, interface: Interface, parallel: bool = False)
         raise ValueError(f"{folder} holds a model of kind {found}; this needs one from {writer}{also}")
     _check_values(path, facts, interface, again)
     _check_ranks(folder, path, facts, ranked, again)
-    if ranked and not parallel:
-        world = facts["tensor_parallel"]["world"]
+    _check_shares(path, facts, ranked, again)
+    checked = cast(Facts, facts)
+    if not parallel and (found_ranks := parallel_of(checked)):
         raise ValueError(
-            f"{folder} was exported for {world} ranks (tensor_parallel), which run together: leanfleet generate {folder} "
-            f'"..." --gpus {world}'
+            f"{folder} was exported for {found_ranks.world} ranks ({found_ranks.kind}), which run together: leanfleet generate "
+            f'{folder} "..." --gpus {found_ranks.world}'
         )
-    return cast(Facts, facts)
+    return checked
+
+
+def _check_shares(path: Path, facts: dict[str, Any], ranked: bool, again: str) -> None:
+    """Raises ValueError where what leanfleet.json says of a shared context is wrong."""
+    if (said := facts.get(CONTEXT_PARALLEL)) is None:
+        return
+    world, block = ((said.get(name) if isinstance(said, dict) else None) or 0 for name in ("world", "block"))
+    if not (_number(world, 2) and world <= MOST_RANKS and _number(block) and block <= MOST_BLOCK):
+        raise ValueError(
+            f"{path}: {CONTEXT_PARALLEL} is {json.dumps(said)[:60]}; expected a world of 2 to {MOST_RANKS} ranks, and a block "
+            f"of 1 to {MOST_BLOCK} tokens: {again}"
+        )
+    if ranked or facts.get(TENSOR_PARALLEL) is not None:
+        raise ValueError(f"{path} has {CONTEXT_PARALLEL}, and the folder is tensor parallel; it cannot be both: {again}")
 
 
 def _check_ranks(folder: Path, path: Path, facts: dict[str, Any], ranked: bool, again: str) -> None:

@@ -91,6 +91,13 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
         "of keys and values. Run it with leanfleet generate --gpus W",
     )
     export.add_argument(
+        "--context-parallel",
+        type=int,
+        metavar="W",
+        help="share the tokens in the caches out to W processes, with a GPU each, which all have the whole model: for long "
+        "contexts. Run it with leanfleet generate --gpus W",
+    )
+    export.add_argument(
         "--no-verify",
         dest="verify",
         action="store_false",
@@ -149,7 +156,12 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
     generate.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     generate.add_argument("--cuda-graph", action="store_true", help="capture decode steps as CUDA graphs")
-    generate.add_argument("--gpus", type=int, metavar="W", help="run a folder of --tensor-parallel W on W GPUs, a process each")
+    generate.add_argument(
+        "--gpus",
+        type=int,
+        metavar="W",
+        help="run a folder of --tensor-parallel W or --context-parallel W on W GPUs, a process each",
+    )
     generate.add_argument(
         "--ranks", type=int, metavar="W", help="the same, W processes; with --provider cpu on the CPU, to try it without GPUs"
     )
@@ -303,8 +315,33 @@ def export_command(arguments: argparse.Namespace) -> int:
     warnings.filterwarnings("ignore")  # torch's exporter speaks of its own deprecations
     warnings.filterwarnings("default", category=ExpertsWarning)
     files.check_folder(arguments.folder)
-    if arguments.tensor_parallel is not None and arguments.serve:
-        raise ValueError("--serve writes a graph for one process, --tensor-parallel graphs for several: give one of the two")
+    check_export(arguments)
+    try:
+        with progress.stage("exporting"):
+            _export(arguments)
+    except VerificationError as error:
+        print(f"leanfleet export: {error}", file=sys.stderr)
+        return 1
+    folder = Path(arguments.folder)
+    facts = decoder_contract.read_facts(folder, DECODER, parallel=True)
+    print(describe_fusions(facts.get("fusions")), file=sys.stderr)
+    print(describe_verification(facts.get("verified")), file=sys.stderr)
+    size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
+    parallel = decoder_contract.parallel_of(facts)
+    then = next_step(folder, arguments.dtype, None if parallel is None else parallel.world) + (
+        f", or leanfleet serve {folder}" if arguments.serve else ""
+    )
+    print(f"wrote {folder} ({size:.0f} MB); next: {then}", file=sys.stderr)
+    return 0
+
+
+def check_export(arguments: argparse.Namespace) -> None:
+    """Raises ValueError or FileNotFoundError where the options of leanfleet export contradict each other."""
+    if arguments.tensor_parallel is not None and arguments.context_parallel is not None:
+        raise ValueError("--tensor-parallel shares out heads, --context-parallel the tokens in the caches: give one of the two")
+    for name in ("tensor", "context"):
+        if getattr(arguments, f"{name}_parallel") is not None and arguments.serve:
+            raise ValueError(f"--serve writes a graph for one process, --{name}-parallel for several: give one of the two")
     if arguments.weights not in (None, "expand") and not arguments.fuse:
         raise ValueError(
             f"--weights {arguments.weights} needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two"
@@ -319,22 +356,6 @@ def export_command(arguments: argparse.Namespace) -> int:
         )
     if arguments.calibrate is not None and not Path(arguments.calibrate).is_file():
         raise FileNotFoundError(f"--calibrate {arguments.calibrate}: there is no such file")
-    try:
-        with progress.stage("exporting"):
-            _export(arguments)
-    except VerificationError as error:
-        print(f"leanfleet export: {error}", file=sys.stderr)
-        return 1
-    folder = Path(arguments.folder)
-    facts = decoder_contract.read_facts(folder, DECODER, parallel=True)
-    print(describe_fusions(facts.get("fusions")), file=sys.stderr)
-    print(describe_verification(facts.get("verified")), file=sys.stderr)
-    size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
-    then = next_step(folder, arguments.dtype, arguments.tensor_parallel) + (
-        f", or leanfleet serve {folder}" if arguments.serve else ""
-    )
-    print(f"wrote {folder} ({size:.0f} MB); next: {then}", file=sys.stderr)
-    return 0
 
 
 def calibration_rows(path: str, model: Any, tokenizer: Any) -> list[list[int]]:
@@ -385,7 +406,8 @@ def _export(arguments: argparse.Namespace) -> None:
         cache = calibrate(model, rows, cache, arguments.scales or "channel")
     options = {"fuse": arguments.fuse, "verify": arguments.verify, "rope": arguments.rope, "cache": cache}
     with files.new_folder(arguments.folder, decoder_contract.OPTIONAL_FILES) as new:
-        export_decoder(model, new, tokenizer, tensor_parallel=arguments.tensor_parallel, **options)
+        shared = {name: getattr(arguments, name) for name in decoder_contract.PARALLEL_KINDS}
+        export_decoder(model, new, tokenizer, **shared, **options)
         if arguments.serve:
             say("exporting it for serving ...")
             add_serving(model, new, **options)
@@ -459,22 +481,22 @@ def world_of(arguments: argparse.Namespace) -> int | None:
         raise ValueError("--gpus and --ranks both say how many processes run: give one of the two")
     if not asked and ranks.place() is None:
         return None
-    parallel = decoder_contract.read_facts(arguments.folder, DECODER, parallel=True).get("tensor_parallel")
+    parallel = decoder_contract.parallel_of(decoder_contract.read_facts(arguments.folder, DECODER, parallel=True))
     if parallel is None and not asked:
         return None
     for name, count in asked.items():
         if parallel is None:
             raise ValueError(
                 f"--{name} {count}: {arguments.folder} was exported for one process; export the model with "
-                f"leanfleet export --tensor-parallel {count}"
+                f"leanfleet export --tensor-parallel {count}, or --context-parallel {count}"
             )
-        if count != parallel["world"]:
+        if count != parallel.world:
             raise ValueError(
-                f"--{name} {count}: {arguments.folder} was exported for {parallel['world']} ranks, no more and no less"
+                f"--{name} {count}: {arguments.folder} was exported for {parallel.world} ranks, no more and no less"
             )
     if arguments.device is not None and arguments.device not in ("cpu", "cuda"):
         raise ValueError(f"--device {arguments.device}: each of several ranks has a GPU of its own, the first cuda:0")
-    return None if parallel is None else parallel["world"]
+    return None if parallel is None else parallel.world
 
 
 def rank_device(arguments: argparse.Namespace, local: int) -> driver.Device:

@@ -17,14 +17,23 @@ import numpy as np
 from leanfleet import driver
 from leanfleet.decoder_contract import (
     BATCH,
+    BLOCK_TABLE,
     CAPACITY,
     DECODER,
+    FACTS_FILE,
     LOGITS,
     MODEL_FILE,
+    POOL,
+    RANK,
     SESSION_TYPES,
+    TENSOR_PARALLEL,
     TOKENS,
     Facts,
     check_interface,
+    context_pages,
+    context_table,
+    decoder_interface,
+    parallel_of,
     read_facts,
 )
 from leanfleet.generation import FolderTokenizer as FolderTokenizer
@@ -48,15 +57,35 @@ _SESSION_TYPES = {
     SESSION_TYPES[name]: number
     for name, number in (("float32", 1), ("uint8", 2), ("int8", 3), ("float16", 10), ("bfloat16", 16), ("float8e4m3fn", 17))
 }
+PIECE = 2048  # tokens of a prompt that ranks of a context parallel folder read together: only what came before is shared out
+_KEPT = {CAPACITY, POOL}  # dimensions of caches of which nothing is read that was not written
 _ZEROS = {SESSION_TYPES[name]: np.dtype(name) for name in ("float16", "int8", "uint8")}  # types of zeros; of others float32
 _ZEROS[SESSION_TYPES["float8e4m3fn"]] = np.dtype(np.uint8)  # numpy has none: their bytes
+
+
+@dataclass(frozen=True)
+class Share:
+    """A rank's part in a context parallel folder."""
+
+    rank: int
+    world: int
+    block: int
+
+    def pages(self, capacity: int) -> int:
+        """Of each request."""
+        return context_pages(capacity, self.world, self.block)
+
+    def inputs(self, batch: int, capacity: int, tokens: int) -> dict[str, np.ndarray]:
+        """{input: array} of CONTEXT beside those of DECODER, for calls of so many tokens."""
+        table = context_table(batch, self.pages(capacity), tokens, self.block)
+        return {BLOCK_TABLE: table, RANK: np.array([self.rank], np.int32)}
 
 
 @dataclass
 class DecoderSession(FolderTokenizer):
     """A loaded decoder folder. `caches` are the session's inputs that outputs replace; shapes have "batch" and "capacity"
-    where they stand. `in_place` is false without the library, where the function body returns new caches. `tokenizer` is the
-    folder's; it raises FileNotFoundError or ValueError where there is none."""
+    where they stand, or "pool". `in_place` is false without the library, where the function body returns new caches. `share`:
+    of a context parallel folder. `tokenizer` is the folder's; it raises FileNotFoundError or ValueError where there is none."""
 
     session: InferenceSession
     folder: Path
@@ -65,6 +94,7 @@ class DecoderSession(FolderTokenizer):
     stop_tokens: list[int]
     max_positions: int | None
     in_place: bool
+    share: Share | None = None
     captured: dict[tuple[int, int], _Steps] = field(default_factory=dict)  # by (batch, capacity), with CUDA graphs
 
     @property
@@ -96,8 +126,8 @@ def load_decoder(
 ) -> DecoderSession:
     """Opens a folder with model.onnx and leanfleet.json.
 
-    rank: of a tensor parallel folder, whose share this process runs, with all others at once and on the same prompts; before it
-    runs, the process joins a communicator named "world" of as many ranks (leanfleet.communicators).
+    rank: of a folder for several ranks, whose share this process runs, with all others at once and on the same prompts; before
+    it runs, the process joins a communicator named "world" of as many ranks (leanfleet.communicators).
 
     session_options: None: new ones, on CUDA without memory patterns, which can double the memory of long prompts.
     library: register leanfleet's kernels; without them the model's function bodies run (slow, for comparison).
@@ -119,33 +149,47 @@ def load_decoder(
     facts = read_facts(folder, DECODER, parallel=rank is not None)
     file = MODEL_FILE if rank is None else _file_of_rank(folder, facts, rank, library)
     session = open_exported(folder, providers, session_options, library, file)
-    check_interface(session, folder / file, DECODER, facts["vocabulary"])
+    interface = decoder_interface(facts)
+    check_interface(session, folder / file, interface, facts["vocabulary"])
     if len(session.get_outputs()[0].shape) != 2:
         raise ValueError(f"{folder} was exported with all_logits, for scoring; generation needs the last token's logits alone")
+    caches = [i for i in session.get_inputs() if interface.is_cache(i.name)]
     return DecoderSession(
         session=session,
         folder=folder,
         in_place=library,
-        caches=[i for i in session.get_inputs() if DECODER.is_cache(i.name)],
+        caches=caches,
         vocabulary=facts["vocabulary"],
         stop_tokens=facts["stop_tokens"],
         max_positions=facts["max_positions"],
+        share=None if rank is None or interface is DECODER else _share_of(folder, facts, rank, caches),
     )
 
 
-def _file_of_rank(folder: Path, facts: Facts, rank: int, library: bool) -> str:
-    """Raises ValueError for a folder that is not tensor parallel, a rank that it does not have, and without the library."""
-    if "tensor_parallel" not in facts:
+def _share_of(folder: Path, facts: Facts, rank: int, caches: list[NodeArg]) -> Share:
+    """Raises ValueError where the graph has other blocks than leanfleet.json says."""
+    share = Share(rank, **facts["context_parallel"])
+    if other := next((cache for cache in caches if cache.shape[1] != share.block), None):
         raise ValueError(
-            f"{folder} was exported for one process: leave the rank out, or export the model with tensor_parallel "
-            "(leanfleet export --tensor-parallel)"
+            f"{folder / MODEL_FILE} is damaged or another model's: its input {other.name} has blocks of {other.shape[1]} "
+            f"tokens, where {FACTS_FILE} has {share.block}: export the model again with {DECODER.writer}"
+        )
+    return share
+
+
+def _file_of_rank(folder: Path, facts: Facts, rank: int, library: bool) -> str:
+    """Raises ValueError for a folder that is for one process, a rank that it does not have, and without the library."""
+    parallel = parallel_of(facts)
+    if parallel is None:
+        raise ValueError(
+            f"{folder} was exported for one process: leave the rank out, or export the model with tensor_parallel or "
+            "context_parallel (leanfleet export --tensor-parallel, --context-parallel)"
         )
     if not library:
-        raise ValueError(f"{folder} is for several ranks, whose sums the library takes: library=False is for one process")
-    world = facts["tensor_parallel"]["world"]
-    if not 0 <= rank < world:
-        raise ValueError(f"rank is {rank}, and {folder} was exported for {world} ranks: 0 to {world - 1}")
-    return facts["tensor_parallel"]["files"][rank]
+        raise ValueError(f"{folder} is for several ranks, which exchange by the library: library=False is for one process")
+    if not 0 <= rank < parallel.world:
+        raise ValueError(f"rank is {rank}, and {folder} was exported for {parallel.world} ranks: 0 to {parallel.world - 1}")
+    return facts["tensor_parallel"]["files"][rank] if parallel.kind == TENSOR_PARALLEL else MODEL_FILE
 
 
 class _Steps:
@@ -166,9 +210,11 @@ class _Steps:
         self.current = self.device if cuda_graph and len(driver.gpus()) > 1 else None
         self.onnxruntime = onnxruntime
         self.buffers, two = [], False
+        self.batch, self.capacity, share = batch, capacity, decoder.share
+        sizes = {BATCH: batch, CAPACITY: capacity} if share is None else {POOL: batch * share.pages(capacity)}
         for cache in decoder.caches:
-            shape = [{BATCH: batch, CAPACITY: capacity}.get(n, n) for n in cache.shape]
-            state = CAPACITY not in cache.shape
+            shape = [sizes.get(n, n) for n in cache.shape]
+            state = not _KEPT & set(cache.shape)
             count = 2 if not decoder.in_place or (cuda_graph and state) else 1
             two |= count == 2
             kind = _SESSION_TYPES[cache.type]
@@ -182,7 +228,7 @@ class _Steps:
         """Zeroes what the first step reads before a token was written there: states, and without the library whole caches."""
         self.turn = 0
         for cache, values in zip(self.decoder.caches, self.buffers, strict=True):
-            if CAPACITY not in cache.shape or not self.decoder.in_place:
+            if not _KEPT & set(cache.shape) or not self.decoder.in_place:
                 values[0].update_inplace(np.zeros(values[0].shape(), _ZEROS.get(cache.type, np.float32)))
 
     def _binding(self, turn: int) -> IOBinding:
@@ -192,13 +238,16 @@ class _Steps:
             binding.bind_ortvalue_output(DECODER.output_of(cache.name), values[(turn + 1) % len(values)])
         return binding
 
+    def _of_share(self, tokens: int) -> dict[str, np.ndarray]:
+        """{input: array} of what a CONTEXT graph takes more, for calls of so many tokens; the same from call to call."""
+        share = self.decoder.share
+        return {} if share is None else share.inputs(self.batch, self.capacity, tokens)
+
     def _graph_bindings(self, batch: int) -> list[tuple[IOBinding, RunOptions]]:
         """[(binding, run options)] of the captured decode steps, one a turn: all addresses are fixed."""
         ort, there = self.onnxruntime, (self.device.kind, self.device.index)
-        self.inputs = {
-            t.name: ort.OrtValue.ortvalue_from_numpy(np.ones(t.sizes({BATCH: batch, TOKENS: 1}), t.type), *there)
-            for t in DECODER.inputs
-        }
+        first_values = {t.name: np.ones(t.sizes({BATCH: batch, TOKENS: 1}), t.type) for t in DECODER.inputs} | self._of_share(1)
+        self.inputs = {name: ort.OrtValue.ortvalue_from_numpy(array, *there) for name, array in first_values.items()}
         self.logits = ort.OrtValue.ortvalue_from_shape_and_type([batch, self.decoder.vocabulary], np.float32, *there)
         graphs = []
         first = 1 + 2 * len(self.decoder.captured)  # a graph belongs to its addresses: each batch has ids of its own
@@ -214,6 +263,16 @@ class _Steps:
 
     def run(self, input_ids: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray, capture: bool = False) -> np.ndarray:
         """One step; returns the logits, float32 [B,vocabulary]. capture: as a CUDA graph, with input_ids [B,1]."""
+        if self.decoder.share is None or input_ids.shape[1] <= PIECE:
+            return self._run(input_ids, seq_lens, query_lens, capture)
+        before, logits = seq_lens - query_lens, np.zeros((len(input_ids), self.decoder.vocabulary), np.float32)
+        for begin in range(0, input_ids.shape[1], PIECE):
+            ids, new = np.ascontiguousarray(input_ids[:, begin : begin + PIECE]), np.clip(query_lens - begin, 0, PIECE)
+            found = self._run(ids, before + np.minimum(query_lens, begin + PIECE), new)
+            logits = np.where(new[:, None] > 0, found, logits)
+        return logits
+
+    def _run(self, input_ids: np.ndarray, seq_lens: np.ndarray, query_lens: np.ndarray, capture: bool = False) -> np.ndarray:
         turn, self.turn = self.turn, (self.turn + 1) % len(self.bindings)
         feed = DECODER.feed(input_ids, seq_lens, query_lens)
         if capture and self.graphs:
@@ -224,6 +283,7 @@ class _Steps:
             binding.synchronize_outputs()
             return self.logits.numpy()
         binding = self.bindings[turn]
+        feed |= self._of_share(input_ids.shape[1])
         for name, array in feed.items():
             binding.bind_cpu_input(name, array)
         logits = np.empty((len(input_ids), self.decoder.vocabulary), np.float32)

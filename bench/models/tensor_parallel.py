@@ -1,6 +1,7 @@
-"""Decode steps of Llama-3.2-1B's shape on one GPU and, tensor parallel, on several.
+"""Decode steps of Llama-3.2-1B's shape on one GPU and, tensor or context parallel, on several.
 
     python -m bench.models.tensor_parallel STEM [--gpus 2] [--layers 16] [--context 1024] [--batches 1,16] [--dtype float16]
+        [--share heads|context]
 
 Random weights, made here; needs as many GPUs, onnxruntime-gpu and the extras export and models. Two minutes at most with 16
 cores. First a decoder of two such layers in float32, without TF32: the tokens of all prompts have to be the same on one GPU and
@@ -31,7 +32,6 @@ SHAPE = dict(
     num_key_value_heads=8,
     head_dim=64,
     vocab_size=128256,
-    max_position_embeddings=8192,
     rope_theta=500000.0,
     rms_norm_eps=1e-5,
     tie_word_embeddings=True,
@@ -40,9 +40,14 @@ SHAPE = dict(
 )
 CHECKED = dict(layers=2, dtype="float32", new=24)  # the decoder whose tokens are compared
 WARM, TIMED = 20, 100
+STEPS = 2 * (WARM + TIMED) + 8
+PIECE = 4096  # tokens of the context that are read together: what layers compute for them takes memory
 
 
-def export(folder, layers, dtype, world):
+OPTIONS = {"heads": "tensor_parallel", "context": "context_parallel"}  # of export_decoder, by what is shared out
+
+
+def export(folder, layers, dtype, world, positions, share):
     """A process of its own. All make the same weights: from one seed, on the same GPU."""
     import torch
     import transformers
@@ -50,13 +55,13 @@ def export(folder, layers, dtype, world):
     from leanfleet.export import export_decoder
 
     torch.manual_seed(0)
-    config = transformers.LlamaConfig(num_hidden_layers=layers, **SHAPE)
+    config = transformers.LlamaConfig(num_hidden_layers=layers, max_position_embeddings=positions, **SHAPE)
     there = "cuda" if torch.cuda.is_available() else "cpu"  # billions of random numbers take the CPU long
     with torch.device(there):
         torch.set_default_dtype(getattr(torch, dtype))
         model = transformers.AutoModelForCausalLM.from_config(config).to("cpu").eval()
         torch.set_default_dtype(torch.float32)
-    export_decoder(model, folder, verify=False, tensor_parallel=None if world == 1 else world)
+    export_decoder(model, folder, verify=False, **({} if world == 1 else {OPTIONS[share]: world}))
 
 
 def in_process(*arguments):
@@ -104,10 +109,12 @@ def finish(out, found, joined):
 
 def measured(decoder, batch, context):
     """{what: seconds of each of TIMED steps}: "step" with the logits on the host, "graph" without."""
-    runner = decoder.steps(batch, context + 2 * (WARM + TIMED) + 8)
-    ids = np.random.default_rng(1).integers(3, SHAPE["vocab_size"], (batch, context))
-    lens = np.full(batch, context, np.int32)
-    runner.run(ids, lens, lens)
+    runner = decoder.steps(batch, context + STEPS)
+    random, lens = np.random.default_rng(1), np.zeros(batch, np.int32)
+    for begin in range(0, context, PIECE):
+        new = np.full(batch, min(PIECE, context - begin), np.int32)
+        lens = lens + new
+        runner.run(random.integers(3, SHAPE["vocab_size"], (batch, int(new[0]))), lens, new)
     one, new = np.ones((batch, 1), np.int64), np.ones(batch, np.int32)
     for _ in range(WARM):
         lens = lens + 1
@@ -129,8 +136,9 @@ def measured(decoder, batch, context):
 
 def table(report):
     gpus = report["gpus"]
+    shared = ", whose tokens are shared out" if report.get("share") == "context" else ""
     lines = [
-        f"{report['layers']} layers of Llama-3.2-1B's shape, {report['dtype']}, {report['context']} tokens of context, "
+        f"{report['layers']} layers of Llama-3.2-1B's shape, {report['dtype']}, {report['context']} tokens of context{shared}, "
         f"{report['gpu']}. Tokens in float32 on {gpus} GPUs {'equal' if report['tokens_equal'] else 'DIFFER FROM'} one's.",
         "",
         f"| batch | | one GPU, µs | {gpus} GPUs, µs | speed-up |",
@@ -150,7 +158,12 @@ def measure(arguments, work):
     """The report."""
     batches, several = arguments.batches, arguments.gpus
     jobs = [("check", CHECKED["layers"], CHECKED["dtype"]), ("timed", arguments.layers, arguments.dtype)]
-    exports = [(work / f"{name}{world}", layers, dtype, world) for name, layers, dtype in jobs for world in (1, several)]
+    positions = max(8192, arguments.context + STEPS)
+    exports = [
+        (work / f"{name}{world}", layers, dtype, world, positions, arguments.share)
+        for name, layers, dtype in jobs
+        for world in (1, several)
+    ]
     begun = time.monotonic()
     with ThreadPoolExecutor(len(exports)) as pool:
         list(pool.map(lambda job: in_process("export", *job), exports))
@@ -178,6 +191,7 @@ def measure(arguments, work):
         "layers": arguments.layers,
         "dtype": arguments.dtype,
         "context": arguments.context,
+        "share": arguments.share,
         "export_s": exported,
         "tokens_equal": read["tokens1"] == read[f"tokens{several}"],
         "tokens_compared": sum(map(len, read["tokens1"])),
@@ -193,6 +207,7 @@ def main():
     parser.add_argument("--context", type=int, default=1024)
     parser.add_argument("--batches", type=lambda text: [int(n) for n in text.split(",")], default=[1, 16])
     parser.add_argument("--dtype", default="float16")
+    parser.add_argument("--share", choices=OPTIONS, default="heads", help="what ranks share (default: %(default)s)")
     parser.add_argument("--work", help="a folder for the exported decoders (default: one that is removed)")
     parser.add_argument("--seconds", type=float, default=60.0, help="that ranks may take before they are ended")
     arguments = parser.parse_args()
@@ -211,8 +226,8 @@ def worker(action, *given):
     """What the processes of measure do."""
     ranks.end_with_parent()
     if action == "export":
-        folder, layers, dtype, world = given
-        export(folder, int(layers), dtype, int(world))
+        folder, layers, dtype, world, positions, share = given
+        export(folder, int(layers), dtype, int(world), int(positions), share)
     elif action == "tokens":
         tokens(*given)
     else:

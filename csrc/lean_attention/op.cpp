@@ -199,13 +199,16 @@ struct Written {
   int32_t page, begin, end, b, j;
 };
 
+constexpr int32_t kNoPage = -1;  // in a block table: keys that count for nothing, new tokens that are not written
+
 // Calls body(page, begin, end, j) for every page under positions `span` of request b.
 template <class F>
 void for_pages(const Args& args, int32_t b, Span span, F&& body) {
   for (int32_t position = span.begin; position < span.end;) {
     const int32_t j = position / args.block, begin = position % args.block;
     const int32_t end = std::min(args.block, begin + span.end - position);
-    body(args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j], begin, end, j);
+    const int32_t page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j];
+    if (page != kNoPage) body(page, begin, end, j);
     position += end - begin;
   }
 }
@@ -332,10 +335,10 @@ Status check_values(const Call& call, bool strict) {
     if (args.block_table != nullptr) {
       for (int32_t j = 0; j < args.pages_per_request && j * args.block < keys; ++j) {
         const int32_t page = args.block_table[static_cast<int64_t>(b) * args.pages_per_request + j];
-        if (page < 0 || page >= args.num_pages)
+        if (page != kNoPage && (page < 0 || page >= args.num_pages))
           return call.invalid("block_table[" + std::to_string(b) + "," + std::to_string(j) + "] is " + std::to_string(page) +
                               "; the pool has " + std::to_string(args.num_pages) + " pages, expected 0 .. " +
-                              std::to_string(args.num_pages - 1));
+                              std::to_string(args.num_pages - 1) + ", or -1 for none");
       }
     }
   }

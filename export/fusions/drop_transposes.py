@@ -66,8 +66,11 @@ def drop_transposes(model: ir.Model, positions: int | None = None) -> int:
             continue
         reads = _reads(node)
         users = [use.node for use in node.outputs[0].uses()]
+        of_lse = [use.node for use in node.outputs[1].uses()] if len(node.outputs) > 1 else []
+        if len(of_lse) > 1 or not all(swaps_heads(user, 3) for user in of_lse):
+            continue
         if reads is not None and len(users) == 1 and swaps_heads(users[0]):
-            plan.append((node, reads, users[0]))
+            plan.append((node, reads, [*users, *of_lse]))
             rotaries |= {rotary for _, _, rotary in reads if rotary}
     everywhere = {n for n in graph if is_microsoft(n, "RotaryEmbedding")}
     if not plan or rotaries and rotaries != everywhere:
@@ -81,9 +84,10 @@ def drop_transposes(model: ir.Model, positions: int | None = None) -> int:
             value.shape = source.shape
             set_arguments(node, **{name: value})
         node.attributes["layout"] = ir.AttrString("layout", "bnhd")
-        output, moved = node.outputs[0], after.outputs[0]
-        output.shape = moved.shape
-        moved.replace_all_uses_with(output)
+        for output, transpose in zip(node.outputs, after, strict=False):  # the LSE, if anyone reads it, behind the output
+            moved = transpose.outputs[0]
+            output.shape = moved.shape
+            moved.replace_all_uses_with(output)
     if rotaries:
         set_rotary(model, rotate_flat)
     return len(plan)

@@ -98,11 +98,11 @@ def columns(value: ir.Value | None) -> tuple[ir.Value, int, int] | None:
     return x, begin, end
 
 
-def swaps_heads(node: ir.Node) -> bool:
-    """Whether a node swaps heads and tokens, and is no output of the graph."""
+def swaps_heads(node: ir.Node, rank: int = 4) -> bool:
+    """Whether a node swaps heads and tokens of a tensor of this rank, and is no output of the graph."""
     return (
         node.op_type == "Transpose"
-        and list(node.attributes.get_ints("perm", [])) == [0, 2, 1, 3]
+        and list(node.attributes.get_ints("perm", [])) == [0, 2, 1, 3][:rank]
         and node.domain == ""
         and not node.outputs[0].is_graph_output()
     )

@@ -21,6 +21,8 @@ def rotate_inside(model: ir.Model, positions: int | None = None) -> int:
     for node in graph:
         if node.op_type != "LeanAttention" or argument(node, "cos_cache") is not None:
             continue
+        if argument(node, "block_table") is not None:  # pages need not stand in the order of their tokens' positions
+            continue
         lens = argument(node, "seq_lens"), argument(node, "query_lens")
         if None in (*lens, argument(node, "new_value")):
             continue

@@ -10,12 +10,13 @@ import pytest
 
 import leanfleet
 from leanfleet import decoder_contract, export, ort_ops, trt_plugins
-from leanfleet.decoder_contract import DECODER, PADDED_SERVING, SERVING, packed, read_facts, write_facts
+from leanfleet.decoder_contract import CONTEXT, DECODER, PADDED_SERVING, SERVING, packed, read_facts, write_facts
 
 FACTS = {"vocabulary": 9, "stop_tokens": [2], "max_positions": None}
 
 
 def folder_of(tmp_path, facts):
+    tmp_path.mkdir(exist_ok=True)
     (tmp_path / "model.onnx").write_bytes(b"")
     (tmp_path / "leanfleet.json").write_text(json.dumps(facts))
     return tmp_path
@@ -38,11 +39,11 @@ def test_a_file_without_a_format_is_of_the_first(tmp_path):
 
 def test_an_unknown_format_is_one_error(tmp_path):
     """Before anything else: what a newer version writes may not have today's entries."""
-    folder = folder_of(tmp_path, {"format": 6, "kind": "something new"})
+    folder = folder_of(tmp_path, {"format": 7, "kind": "something new"})
     with pytest.raises(ValueError) as error:
         read_facts(folder, DECODER)
     assert str(error.value) == (
-        f"{folder / 'leanfleet.json'} has format 6, and leanfleet {leanfleet.__version__} knows formats up to 5: update leanfleet, "
+        f"{folder / 'leanfleet.json'} has format 7, and leanfleet {leanfleet.__version__} knows formats up to 6: update leanfleet, "
         "or export the model again with leanfleet.export.export_decoder of this version"
     )
 
@@ -58,7 +59,7 @@ def test_folders_for_several_ranks(tmp_path):
     parallel = {"tensor_parallel": {"world": 2, "files": ["model.rank0.onnx", "model.rank1.onnx"]}}
     folder = ranked(tmp_path, {})
     write_facts(folder, FACTS | parallel)
-    assert read_facts(folder, DECODER, parallel=True) == FACTS | parallel | {"format": decoder_contract.FORMAT}
+    assert read_facts(folder, DECODER, parallel=True) == FACTS | parallel | {"format": 5}
     with pytest.raises(
         ValueError, match="exported for 2 ranks .tensor_parallel., which run together: leanfleet generate .*--gpus 2"
     ):
@@ -82,6 +83,45 @@ def test_ranks_that_make_no_sense(tmp_path, said):
     for parallel in (True, False):
         with pytest.raises(ValueError, match="tensor_parallel is .*; expected a world of 2 or more ranks, and their files"):
             read_facts(folder, DECODER, parallel=parallel)
+
+
+def test_folders_whose_context_ranks_share(tmp_path):
+    folder = folder_of(tmp_path, {})
+    context = {"context_parallel": {"world": 3, "block": 64}}
+    write_facts(folder, FACTS | context)
+    assert read_facts(folder, DECODER, parallel=True) == FACTS | context | {"format": 6}
+    assert decoder_contract.parallel_of(FACTS | context) == decoder_contract.Parallel("context_parallel", 3)
+    assert decoder_contract.decoder_interface(FACTS | context) is decoder_contract.CONTEXT
+    with pytest.raises(
+        ValueError, match="exported for 3 ranks .context_parallel., which run together: leanfleet generate .*--gpus 3"
+    ):
+        read_facts(folder, DECODER)
+    (folder / "model.onnx").unlink()
+    with pytest.raises(FileNotFoundError, match="model.onnx does not exist"):
+        read_facts(folder, DECODER, parallel=True)
+
+
+@pytest.mark.parametrize(
+    "said",
+    [2, {}, {"world": 2}, {"world": 1, "block": 64}, {"world": 65, "block": 64}, {"world": 2, "block": 0}, [2, 64]]
+    + [{"world": 2, "block": 1 << 20}, {"world": "2", "block": 64}, {"world": 2, "block": 64.0}],
+    ids=str,
+)
+def test_shares_of_a_context_that_make_no_sense(tmp_path, said):
+    folder = folder_of(tmp_path, FACTS | {"format": 6, "context_parallel": said})
+    for parallel in (True, False):
+        with pytest.raises(ValueError, match="context_parallel is .*; expected a world of 2 to 64 ranks, and a block"):
+            read_facts(folder, DECODER, parallel=parallel)
+
+
+def test_heads_and_context_are_not_shared_out_together(tmp_path):
+    both = {
+        "tensor_parallel": {"world": 2, "files": ["model.rank0.onnx", "model.rank1.onnx"]},
+        "context_parallel": {"world": 2, "block": 64},
+    }
+    with pytest.raises(ValueError, match="has context_parallel, and the folder is tensor parallel; it cannot be both"):
+        read_facts(ranked(tmp_path, both), DECODER, parallel=True)
+    assert read_facts(folder_of(tmp_path / "one", FACTS | {"context_parallel": None}), DECODER)["vocabulary"] == 9
 
 
 @pytest.mark.parametrize("value", ["1", 1.5, 0, -1, True, None, [1]], ids=str)
@@ -134,7 +174,7 @@ def test_the_modules_that_are_traced_take_the_inputs_in_their_order():
 
 
 def test_names_stand_in_the_contract_alone():
-    names = {t.name for interface in (DECODER, SERVING) for t in interface.inputs}
+    names = {t.name for interface in (DECODER, CONTEXT, SERVING) for t in interface.inputs}
     names |= {"logits", "recurrent_state", "leanfleet.json", "model.onnx", DECODER.writer, SERVING.writer}
     prefixes = tuple(prefix for interface in (DECODER, SERVING) for prefix in (interface.past, interface.present))
     others = {
@@ -144,7 +184,7 @@ def test_names_stand_in_the_contract_alone():
     }
     exporters = [
         Path(export.__file__).with_name(f"{name}.py")
-        for name in ("cache", "decoder", "serving", "verification", "linear_decoder")
+        for name in ("cache", "decoder", "serving", "verification", "linear_decoder", "context_parallel")
     ]
     runtimes = [path for package in (ort_ops, trt_plugins) for path in Path(package.__file__).parent.glob("*.py")]
     commands = [Path(leanfleet.__file__).with_name(f"{name}.py") for name in ("generate", "generation")]

@@ -486,7 +486,8 @@ STRICT_ERRORS = [
     ("ragged", "cu_seqlens", (0, 33, 30, 99), r"cu_seqlens\[2\] is 30, less than cu_seqlens\[1\] = 33"),
     ("ragged", "cu_seqlens", (0, 33, 76, 100), r"cu_seqlens\[3\] is 100; the cache has 99 positions"),
     ("paged", "seq_lens", (10, 65, 5), r"seq_lens\[1\] is 65; request 1's cache holds 64"),
-    ("paged", "block_table", None, r"block_table\[1,2\] is 15; the pool has 15 pages, expected 0 \.\. 14"),
+    ("paged", "block_table", 15, r"block_table\[1,2\] is 15; the pool has 15 pages, expected 0 \.\. 14, or -1 for none"),
+    ("paged", "block_table", -2, r"block_table\[1,2\] is -2; the pool has 15 pages, expected 0 \.\. 14, or -1 for none"),
 ]
 
 
@@ -495,8 +496,8 @@ def test_strict_checks(monkeypatch, variant, name, values, message):
     inputs, attrs = make_case(13, variant, lens=(30, 40, 20), query_lens=(3, 4, 1), Nq=4, append=True)
     monkeypatch.setenv("LEANFLEET_CHECK", "1")
     run_kernel("LeanAttention", inputs, attrs)
-    if values is None:
-        inputs["block_table"][1, 2] = 15
+    if name == "block_table":
+        inputs["block_table"][1, 2] = values
     else:
         inputs[name] = int32(values)
     caches = {n: inputs[n].clone() for n in ("key_cache", "value_cache")}
@@ -505,6 +506,17 @@ def test_strict_checks(monkeypatch, variant, name, values, message):
     assert all(same_bits(inputs[n], t) for n, t in caches.items()), "a cache was changed by a refused call"
     monkeypatch.setenv("LEANFLEET_CHECK", "0")
     run_kernel("LeanAttention", inputs, attrs)
+
+
+def test_strict_checks_know_pages_that_are_none(monkeypatch):
+    """Of as many requests, for old and for new tokens."""
+    monkeypatch.setenv("LEANFLEET_CHECK", "1")
+    inputs, attrs = make_case(13, "paged", lens=(30, 40, 20), query_lens=(3, 4, 1), Nq=4, append=True)
+    inputs["block_table"][:, 0] = inputs["block_table"][1, 2] = -1
+    pages = range(inputs["block_table"].shape[1])
+    last = [max(j for j in pages if j * inputs["key_cache"].shape[1] < n) for n in inputs["seq_lens"].tolist()]
+    inputs["block_table"][range(3), last] = -1
+    check(inputs, attrs)
 
 
 def test_more_tokens_than_keys_is_refused(monkeypatch):

@@ -1,11 +1,14 @@
 """Several processes that run one decoder: how they start and end, and that their tokens are one process's."""
 
+import inspect
 import json
+import shutil
 import signal
 import subprocess
 import sys
 import time
 
+import numpy as np
 import onnx
 import pytest
 import torch
@@ -13,7 +16,7 @@ import transformers
 
 from leanfleet import cli, driver, ranks
 from leanfleet.export import export_decoder, quantise
-from leanfleet.ort_ops import load_decoder, stream
+from leanfleet.ort_ops import generation, load_decoder, stream
 from support.decoders import SIZES, byte_tokenizer, make, minimax, ours
 
 PROGRAM = """
@@ -151,10 +154,22 @@ def exported(tmp_path_factory):
     return {**found, "one": (found["even"][0], folder / "one")}
 
 
+@pytest.fixture(scope="module")
+def shared(exported, tmp_path_factory):
+    """{ranks: (model, folder)} of decoders whose context is shared out: that of "one", and one with sinks and windows."""
+    folder, found = tmp_path_factory.mktemp("shared"), {}
+    for world, model in ((2, exported["one"][0]), (3, make("gpt-oss"))):
+        export_decoder(model, folder / f"{world}", byte_tokenizer(), context_parallel=world)
+        found[world] = model, folder / f"{world}"
+    return found
+
+
 RUN = """
 import json, os, signal, sys
+import numpy as np
 from leanfleet import ranks
-from leanfleet.ort_ops import load_decoder, stream
+from leanfleet.ort_ops import generation, load_decoder, stream
+PIECES
 ranks.end_with_parent()
 here, (folder, out, asked, killed) = ranks.place(), sys.argv[1:]
 with ranks.join("world", "shared_memory"):
@@ -164,22 +179,53 @@ with ranks.join("world", "shared_memory"):
             said.append(new)
             if killed == f"{here.rank}" and step == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
+    generation.PIECE = 24
+    np.save(f"{out}/pieces{here.rank}.npy", in_pieces(decoder))
     open(f"{out}/said{here.rank}", "w").write(json.dumps(said))
 """
+
+
+def in_pieces(decoder):
+    """Logits of calls that go on with their caches, some of them bound as CUDA graphs are. Ranks cut them into smaller ones."""
+    steps, random = generation._Steps(decoder, 3, 200, cuda_graph=True), np.random.default_rng(0)
+    seen, found = np.zeros(3, np.int32), []
+    for new in ([3, 70, 0], [1, 1, 1], [64, 0, 63], [1, 1, 1], [0, 60, 1], [1, 1, 1]):
+        new = np.array(new, np.int32)
+        seen = seen + new
+        ids = random.integers(3, decoder.vocabulary, (3, new.max()))
+        logits = steps.run(ids, seen, new, capture=new.max() == 1)
+        found.append(np.where(new[:, None] > 0, logits, 0))
+    return np.stack(found)
+
+
 ASKED = [[5], [7, 8, 9, 10, 11, 12, 13], [20, 21]]
 
 
-def said(folder, tmp_path, killed="nobody"):
+def said(folder, tmp_path, killed="nobody", asked=ASKED, world=2):
     """What each rank gives: [steps of the greedy tokens, steps of the sampled ones]."""
-    ranks.launch(ranks.python("-c", RUN, str(folder), str(tmp_path), json.dumps(ASKED), killed), 2, seconds=120)
-    return [json.loads((tmp_path / f"said{rank}").read_text()) for rank in range(2)]
+    program = RUN.replace("PIECES", inspect.getsource(in_pieces))
+    ranks.launch(ranks.python("-c", program, str(folder), str(tmp_path), json.dumps(asked), killed), world, seconds=300)
+    return [json.loads((tmp_path / f"said{rank}").read_text()) for rank in range(world)]
 
 
-def of_one_process(folder):
+def of_one_process(folder, asked=ASKED):
     decoder, found = load_decoder(folder, device="cpu"), []
     for options in ({}, dict(temperature=1.5, top_p=0.9, seed=4)):
-        found += stream(decoder, ASKED, 12, stop_tokens=[], **options)
+        found += stream(decoder, asked, 12, stop_tokens=[], **options)
     return found
+
+
+def are_the_models(steps, asked, model):
+    """Whether these are the likeliest tokens of a PyTorch model, one step after the other."""
+    rows = [list(prompt) for prompt in asked]
+    for step in steps:
+        for row, token in zip(rows, step, strict=True):
+            with torch.no_grad():
+                expected = int(model(torch.tensor([row]), use_cache=False).logits[0, -1].argmax())
+            if token != expected:
+                return False
+            row.append(token)
+    return True
 
 
 def test_tokens_of_two_ranks_are_one_processs(exported, tmp_path):
@@ -195,13 +241,58 @@ def test_heads_that_do_not_divide(exported, tmp_path):
     ]
     assert heads == [{2}, {1}]
     found = said(folder, tmp_path)
-    assert found[0] == found[1]
-    for row, prompt in enumerate(ASKED):
-        tokens = list(prompt)
-        for step in found[0][:12]:
-            with torch.no_grad():
-                tokens.append(int(model(torch.tensor([tokens])).logits[0, -1].argmax()))
-            assert step[row] == tokens[-1]
+    assert found[0] == found[1] and are_the_models(found[0][:12], ASKED, model)
+
+
+# A rank's blocks are of 64 tokens: prompts of less than one, which grow over its border, of one, and of more than a round.
+LONG = [
+    [5],
+    *([int(t) for t in torch.randint(3, 200, (n,), generator=torch.Generator().manual_seed(n))] for n in (58, 64, 150)),
+]
+
+
+def test_tokens_of_a_shared_context_are_one_processs(exported, shared, tmp_path):
+    found, one = said(shared[2][1], tmp_path, asked=LONG), exported["one"][1]
+    assert found[0] == found[1] == of_one_process(one, LONG)
+    expected = in_pieces(load_decoder(one, device="cpu"))
+    for rank in range(2):
+        np.testing.assert_allclose(np.load(tmp_path / f"pieces{rank}.npy"), expected, atol=1e-4, rtol=1e-4)
+
+
+def test_a_context_with_sinks_and_windows_over_three_ranks(shared, tmp_path):
+    model, folder = shared[3]
+    found = said(folder, tmp_path, asked=LONG, world=3)
+    assert found[0] == found[1] == found[2] and are_the_models(found[0][:12], LONG, model)
+
+
+def test_a_folder_of_a_shared_context(shared):
+    """One graph and one file of weights for all ranks; a cache of a rank holds its share."""
+    folder = shared[3][1]
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    assert facts["format"] == 6 and facts["context_parallel"] == {"world": 3, "block": 64}
+    assert facts["verified"]["largest_difference"] <= facts["verified"]["bound"]
+    assert [p.name for p in folder.glob("*.onnx*")] == ["model.onnx"]
+    fusions = json.loads((shared[2][1] / "leanfleet.json").read_text())["fusions"]
+    assert fusions["drop_transposes"] == 1 and fusions["rotate_inside"] == 0, "pages do not stand in the order of positions"
+    decoder = load_decoder(folder, device="cpu", rank=2)
+    with pytest.raises(ValueError, match="rank is 3, and .* was exported for 3 ranks: 0 to 2"):
+        load_decoder(folder, rank=3)
+    buffers = decoder.steps(2, 400).buffers
+    assert {tuple(values[0].shape()) for values in buffers} == {(2 * 3, 64, 2, 16)}  # of 7 blocks a request
+
+
+def test_blocks_of_another_size_are_refused(shared, tmp_path):
+    shutil.copytree(shared[2][1], folder := tmp_path / "copy")
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    (folder / "leanfleet.json").write_text(json.dumps(facts | {"context_parallel": {"world": 2, "block": 128}}))
+    with pytest.raises(ValueError, match="past_key_values.0.key has blocks of 64 tokens, where leanfleet.json has 128: export"):
+        load_decoder(folder, device="cpu", rank=0)
+
+
+def test_a_rank_of_a_shared_context_killed(shared, tmp_path):
+    with pytest.raises(ranks.RankError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL; the other ranks were ended$"):
+        said(shared[2][1], tmp_path, killed="1", asked=LONG)
+    assert not list(tmp_path.glob("said*"))
 
 
 def test_folders_say_what_they_are_for(exported):
@@ -230,6 +321,19 @@ def test_the_command_starts_the_ranks_and_prints_one_answer(exported, capfd):
     assert out == expected and err.count("generated: 9 tokens") == 1
 
 
+def test_the_command_runs_a_shared_context(exported, shared, capfd):
+    options = ["Hello, " * 12, "--max-tokens", "9", "--raw"]
+    assert cli.main(["generate", str(exported["one"][1]), *options, "--device", "cpu"]) == 0
+    expected = capfd.readouterr().out
+    assert cli.main(["generate", str(shared[2][1]), *options, "--ranks", "2", "--provider", "cpu"]) == 0
+    out, err = capfd.readouterr()
+    assert out == expected and err.count("generated: 9 tokens") == 1
+    assert "was exported for 2 ranks (context_parallel), which run together" in refused(
+        capfd, "generate", shared[2][1], "Hello"
+    )
+    assert "was exported for 2 ranks, no more and no less" in refused(capfd, "generate", shared[2][1], "Hello", "--ranks", "3")
+
+
 def refused(capfd, *arguments):
     code = cli.main([str(a) for a in arguments])
     out, err = capfd.readouterr()
@@ -245,8 +349,9 @@ def test_commands_that_do_not_fit(exported, tmp_path, capfd, monkeypatch):
     assert "give one of the two" in refused(capfd, *run, "--ranks", "2", "--gpus", "2")
     assert "on the CPU it is --ranks" in refused(capfd, *run, "--gpus", "2", "--provider", "cpu")
     assert "each of several ranks has a GPU of its own" in refused(capfd, *run, "--ranks", "2", "--device", "cuda:1")
-    assert "was exported for one process; export the model with leanfleet export --tensor-parallel 2" in refused(
-        capfd, "generate", one, "Hello", "--ranks", "2"
+    assert (
+        "was exported for one process; export the model with leanfleet export --tensor-parallel 2, or --context-parallel 2"
+        in refused(capfd, "generate", one, "Hello", "--ranks", "2")
     )
     monkeypatch.setattr(driver, "why_no_gpu", lambda: None)
     monkeypatch.setattr(driver, "gpus", lambda: [driver.Gpu("a GPU", "9.0")])
@@ -254,7 +359,10 @@ def test_commands_that_do_not_fit(exported, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "was exported for 2 ranks, and 3 were started: start 2" in refused(capfd, *run)
-    assert "give one of the two" in refused(capfd, "export", "model", tmp_path / "x", "--tensor-parallel", "2", "--serve")
+    for option in ("--tensor-parallel", "--context-parallel"):
+        assert "give one of the two" in refused(capfd, "export", "model", tmp_path / "x", option, "2", "--serve")
+    both = "--tensor-parallel", "2", "--context-parallel", "2"
+    assert "shares out heads, --context-parallel the tokens" in refused(capfd, "export", "model", tmp_path / "x", *both)
 
 
 def test_ranks_of_a_folder(exported):
@@ -270,9 +378,9 @@ def test_ranks_of_a_folder(exported):
 
 
 def test_models_that_are_not_shared_out(tmp_path):
-    def refusal(model, world=2):
+    def refusal(model, world=2, option="tensor_parallel"):
         with pytest.raises(ValueError) as error:
-            export_decoder(model, tmp_path / "new", tensor_parallel=world)
+            export_decoder(model, tmp_path / "new", **{option: world})
         assert not (tmp_path / "new").exists()
         return str(error.value)
 
@@ -280,8 +388,15 @@ def test_models_that_are_not_shared_out(tmp_path):
     assert "tensor_parallel is 3, and its attention has 2 heads of keys and values" in refusal(llama, 3)
     for wrong in (1, 0, -2, 2.0, "2", True):
         assert "expected a number of ranks, 2 or more" in refusal(llama, wrong)
-    assert "is for transformers' decoders with softmax attention" in refusal(ours("retnet"))
-    assert "layer 0 carries a state" in refusal(minimax())
+    for option in ("tensor_parallel", "context_parallel"):
+        assert f"{option} is for transformers' decoders with softmax attention" in refusal(ours("retnet"), option=option)
+        assert f"layer 0 carries a state, and {option} shares out" in refusal(minimax(), option=option)
+    for wrong in (1, 65, 2.0, "2", True):
+        assert "expected a number of ranks, 2 or more, at most 64" in refusal(llama, wrong, "context_parallel")
+    with pytest.raises(
+        ValueError, match="tensor_parallel shares out heads, context_parallel the tokens in the caches: give one"
+    ):
+        export_decoder(llama, tmp_path / "new", tensor_parallel=2, context_parallel=2)
     quantise(llama, 8)
     assert "its q_proj is a" in refusal(llama) and "not quantised" in refusal(llama)
     olmo = transformers.Olmo2ForCausalLM(transformers.Olmo2Config(**SIZES)).eval()

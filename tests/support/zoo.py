@@ -11,8 +11,9 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from leanfleet.decoder_contract import DECODER, SERVING
 from leanfleet.export import verification
+from leanfleet.export.cache import pool_shape
 from leanfleet.export.decoder import Decoder, cache_shapes, call, example_inputs, traceable
-from leanfleet.export.serving import PackedDecoder, pool_shape
+from leanfleet.export.serving import PackedDecoder
 from leanfleet.export.support import check_supported, most_positions
 
 VOCABULARY, POSITIONS, LAYERS = 96, 64, 2
