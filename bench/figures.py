@@ -72,6 +72,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "host_cost_cpu": of("host_cost_cpu", host_cost.table),
     "linearise_cpu": of("linearise_cpu", linearise.table),
     "tensor_parallel_h100": of("tensor_parallel_h100", tensor_parallel.table),
+    "context_parallel_decoder_h100": of("context_parallel_decoder_h100", tensor_parallel.table),
     "ort_cuda_h200": dated("ort_cuda_h200", ort_cuda_text),
     "quantised_caches_h200": of("quantised_caches_h200", plot_lean_attention.quantised_table),
     "quantised_caches_cpu": of("quantised_caches_cpu", quantised_caches.table),
