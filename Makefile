@@ -1,7 +1,7 @@
 # make demo   set everything up and run the main job on a real model
 # make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run the quick tests
 # make test-all   the same, then the tests that are marked slow
-# make stress draw calls of all operators, files and processes for STRESS_SECONDS and judge what comes of them
+# make stress draw calls of all operators, files, processes and launches on a GPU for STRESS_SECONDS and judge what comes of them
 # make docs   build the documentation into build/site
 # make audit  look the installed packages up among the known vulnerabilities
 # All work in .venv and need Python 3.11 or newer, g++ and make.

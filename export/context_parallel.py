@@ -3,10 +3,10 @@
 
 Positions are cut into blocks, and block g is rank g % W's: shares stay equal while a context grows. Since keys are cached with
 their rotary encoding, attention does not care in which order they stand, but for its causal mask and its window. So a rank
-hands LeanAttention pages in this order: first its own blocks that every new token of the request sees whole, one behind the
-other, then all blocks from there on, its own and, as pages that are none, the others'. Keys on such pages count for nothing,
-and new tokens that belong there are not written. Behind the border tokens stand as far apart as their positions, which makes
-masks exact for prompts and steps alike; a step reads its rank's share and no more than a block in vain.
+hands LeanAttention pages in this order: first its own blocks that every new token of the request sees whole (or, with a window,
+not at all), one behind the other, then all blocks from there on, its own and, as pages that are none, the others'. Keys on such
+pages count for nothing, and new tokens that belong there are not written. Behind the border tokens stand as far apart as their
+positions, which makes masks exact for prompts and steps alike; a step reads its rank's share and no more than a block in vain.
 """
 
 from __future__ import annotations

@@ -504,7 +504,7 @@ def _traced_shares(
     """As _traced, of its CONTEXT graph."""
     caches = cache_shapes(model, cache)
     sharing.check_shareable(model, list(caches))
-    pages = 3  # of an example's request, other than its tokens: no two dimensions of an example are the same by chance
+    pages = 4  # of an example's request, other than its tokens: no two dimensions of an example are the same by chance
     table = torch.from_numpy(context_table(EXAMPLE[BATCH], pages, EXAMPLE[TOKENS], CONTEXT_BLOCK))
     ids, ends, counts, _ = example_inputs({})
     pools = [

@@ -168,7 +168,8 @@ def load_decoder(
 
 def _share_of(folder: Path, facts: Facts, rank: int, caches: list[NodeArg]) -> Share:
     """Raises ValueError where the graph has other blocks than leanfleet.json says."""
-    share = Share(rank, **facts["context_parallel"])
+    said = facts["context_parallel"]
+    share = Share(rank, said["world"], said["block"])
     if other := next((cache for cache in caches if cache.shape[1] != share.block), None):
         raise ValueError(
             f"{folder / MODEL_FILE} is damaged or another model's: its input {other.name} has blocks of {other.shape[1]} "
@@ -207,7 +208,8 @@ class _Steps:
         self.decoder, self.cuda_graph, self.turn = decoder, cuda_graph, 0
         self.device = decoder.device
         # With a stream for CUDA graphs, onnxruntime makes cuBLAS's handle in the first run, for whichever GPU is current.
-        self.current = self.device if cuda_graph and len(driver.gpus()) > 1 else None
+        several = cuda_graph and self.device.kind == "cuda" and len(driver.gpus()) > 1
+        self.current = self.device if several else None
         self.onnxruntime = onnxruntime
         self.buffers, two = [], False
         self.batch, self.capacity, share = batch, capacity, decoder.share

@@ -109,13 +109,14 @@ class Node:
 
 
 def check(case):
-    """Raises Wrong."""
+    """Whether anything was launched: not where the kernels leave a call to the CPU, or two streams would share a communicator.
+    Raises Wrong."""
     drawn = [calls.Case.from_json(json.dumps(call)) for call in case.calls]
     names = {
         c.attrs.get(a.name, a.default) for c in drawn for a in calls.OPS[c.op].attrs if a.type == "string" and not a.values
     }
     if len(names - {""}) > 1 or (case.launches != "graph" and names - {""}):
-        return  # a communicator belongs to one stream
+        return False  # a communicator belongs to one stream
     devices = [0, 1 % torch.cuda.device_count()] if case.launches == "devices" else [0, 0]
     with runtimes.settings(drawn[0], False):
         nodes = []
@@ -124,10 +125,12 @@ def check(case):
                 try:
                     nodes.append((Node(call), device))
                 except native.UnsupportedError:
-                    return
+                    return False
         if case.launches == "graph":
-            return check_graph(nodes[0][0], case)
-        check_streams(nodes, case)
+            check_graph(nodes[0][0], case)
+        else:
+            check_streams(nodes, case)
+    return True
 
 
 def check_graph(node, case):
@@ -145,34 +148,33 @@ def check_graph(node, case):
 
 def check_streams(nodes, case):
     streams = [torch.cuda.Stream(device) for _, device in nodes]
+    sources = [random.Random(case.seed + i) for i in range(len(nodes))]
     faults = []
 
-    def launch(node, stream, numbers):
-        with torch.cuda.device(stream.device), torch.cuda.stream(stream):
-            for number in numbers:
-                node.put(number)
-                node.launches.run()
-                node.compare(number)
-
-    def row(node, stream, source):
+    def launch(i, rounds):
+        """So many launches of one node on its stream."""
+        (node, device), stream = nodes[i], streams[i]
         try:
-            launch(node, stream, (source.randrange(ALIKE) for _ in range(case.rounds)))
+            with torch.cuda.device(device), torch.cuda.stream(stream):
+                for _ in range(rounds):
+                    number = sources[i].randrange(ALIKE)
+                    node.put(number)
+                    node.launches.run()
+                    node.compare(number)
         except Exception as error:
             faults.append(error)
 
-    sources = [random.Random(case.seed + i) for i in range(len(nodes))]
     if case.threads:
-        threads = [
-            threading.Thread(target=row, args=(node, s, x)) for (node, _), s, x in zip(nodes, streams, sources, strict=True)
-        ]
+        threads = [threading.Thread(target=launch, args=(i, case.rounds)) for i in range(len(nodes))]
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     else:
         for _ in range(case.rounds):
-            for (node, _), stream, source in zip(nodes, streams, sources, strict=True):
-                launch(node, stream, [source.randrange(ALIKE)])
+            for i in range(len(nodes)):
+                if not faults:
+                    launch(i, 1)
     for stream in streams:
         stream.synchronize()
     if faults:

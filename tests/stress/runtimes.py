@@ -75,16 +75,24 @@ def run(case, inputs, attrs, threads, in_place=False, checked=False):
     with settings(case, checked):
         if case.runtime in INSTRUCTION_SETS:
             return run_kernel(case.op, inputs, attrs, threads, in_place)
-        if case.runtime == "cuda":
-            on_device = {name: t.cuda() for name, t in inputs.items()}
-            return {name: t.cpu() for name, t in run_kernel(case.op, on_device, attrs, 0, in_place).items()}
-        through = {"torch": run_torch, "ort": run_ort, "body": run_body}
-        if case.runtime not in draw.GPU:
-            return through[case.runtime](case, inputs, attrs, threads, in_place)
-        on_device = {name: t.cuda() for name, t in inputs.items()}
+        if case.runtime in draw.GPU:
+            return run_on_gpu(case, inputs, attrs, threads, in_place)
+        return THROUGH[case.runtime](case, inputs, attrs, threads, in_place)
+
+
+def run_on_gpu(case, inputs, attrs, threads, in_place):
+    """Of copies there, which must stay as they are, but in place."""
+    there = {name: t.cuda() for name, t in inputs.items()}
+    if case.runtime == "cuda":
+        found = run_kernel(case.op, there, attrs, 0, in_place)
+    else:
         torch.cuda.synchronize()  # ONNX Runtime has a stream of its own
-        found = through[case.runtime.removesuffix("_cuda")](case, on_device, attrs, threads, in_place)
-        return {name: t.cpu() for name, t in found.items()}
+        found = THROUGH[case.runtime.removesuffix("_cuda")](case, there, attrs, threads, in_place)
+    if not in_place:
+        for name, t in inputs.items():
+            if not bits(t).equal(bits(there[name])):
+                raise judge.Wrong(f"an input changed: {name}")
+    return {name: t.cpu() for name, t in found.items()}
 
 
 def typed(op, attrs):
@@ -175,6 +183,9 @@ def run_body(case, inputs, attrs, threads, in_place):
     return ort_models.run_node(session, draw.OPS[case.op], inputs, attrs)
 
 
+THROUGH = {"torch": run_torch, "ort": run_ort, "body": run_body}
+
+
 # TensorRT plugins
 
 
@@ -211,7 +222,7 @@ def drive_plugin(case, clean, inputs):
         )
     command = [program, native.library_path("leanfleet_trt"), file.name, *(["--launch"] if launches else [])]
     result = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    if result.returncode and not re.search(LEFT_TO_THE_CPU, result.stdout):
+    if result.returncode < 0 or result.returncode and not re.search(LEFT_TO_THE_CPU, result.stdout):
         raise judge.Wrong(f"the plugin's driver ends with {result.returncode}: {result.stdout[-2000:]}")
 
 

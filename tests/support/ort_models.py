@@ -57,6 +57,8 @@ def node_outputs(op, inputs, attrs, in_place=False):
     for name, dtype, shape in output_shapes(op, inputs, attrs):
         taken = inputs.get(takes.get(name))
         outputs[name] = poisoned(shape, dtype, device) if taken is None else taken
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)  # onnxruntime's stream does not wait for the poison
     return outputs
 
 
