@@ -103,7 +103,9 @@ def test_exit_codes_of_the_first_rank_that_are_no_failure(tmp_path):
 @pytest.mark.skipif(sys.platform != "linux", reason="the kernel ends children with their parent on Linux alone")
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
 def test_no_rank_outlives_its_parent(tmp_path, how):
+    # A shell's background jobs, and so what runs there, ignore SIGINT.
     program = (
+        "import signal; signal.signal(signal.SIGINT, signal.default_int_handler); "
         f"from leanfleet import ranks; ranks.launch(ranks.python('-c', {PROGRAM + 'time.sleep(60)'!r}, {str(tmp_path)!r}), 2)"
     )
     with subprocess.Popen([sys.executable, "-c", program], stderr=subprocess.DEVNULL) as parent:

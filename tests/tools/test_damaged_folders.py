@@ -10,6 +10,7 @@ import torch
 import transformers
 
 from leanfleet import cli
+from leanfleet.decoder_contract import FORMAT
 from leanfleet.export import export_decoder
 from support.decoders import byte_tokenizer
 
@@ -123,7 +124,7 @@ FACTS = {
     "stops": ({"stop_tokens": ["</s>"]}, "stop_tokens is"),
     "positions": ({"max_positions": "many"}, 'max_positions is "many"; expected a positive number or null'),
     "format": ({"format": "1"}, 'format is "1"; expected a positive number'),
-    "newer": ({"format": 6}, "has format 6, and leanfleet"),
+    "newer": ({"format": FORMAT + 1}, f"has format {FORMAT + 1}, and leanfleet"),
     "none": ({"max_positions": 0}, "max_positions is 0"),
     "kind": ({"kind": ["x"]}, "holds a model of kind"),
     "serving": ({"kind": "serving"}, "holds a model of kind serving; this needs one from leanfleet.export.export_decoder"),
