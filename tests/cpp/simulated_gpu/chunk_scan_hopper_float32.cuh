@@ -6,7 +6,8 @@
 namespace leanfleet {
 namespace chunk {
 
-inline int launch_hopper_float32(const ChunkScan& scan, int pass, void* stream) {
+template <int kWidth, int kGroups>
+int launch_hopper_float32_shape(const ChunkScan& scan, int pass, void* stream) {
   return launch_typed<float>(scan, pass, true, 227 << 10, stream);
 }
 
