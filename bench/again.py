@@ -103,7 +103,9 @@ LEFT = {
     "collectives_h100": "needs two GPUs: kernels.collectives",
     "context_parallel_h100": "needs two GPUs: kernels.context_parallel --seed 556",
     "tensor_parallel_h100": "needs two GPUs: models.tensor_parallel",
-    "context_parallel_decoder_h100": "needs two GPUs: models.tensor_parallel --share context --context 131072",
+    "context_parallel_decoder_h100": (
+        "needs two GPUs: models.tensor_parallel --share context --context 131072 --batches 1 --layers 8"
+    ),
     "int8_caches_cpu": "12,288 tokens, kept as an earlier form of models.quantised_caches wrote it",
     "continuous_llama-3.2-1b_64_graphs_h200": "lengths of one comparison with vLLM: models.serving run",
     "end_to_end_answers_h200": "a run for each length of the prompt: models.end_to_end --answers",

@@ -70,6 +70,16 @@ class Case:
         return Case(**{"ranks": {}, "attrs": {}, "sizes": {}, **json.loads(text)})
 
 
+def is_name(attr):
+    """Whether an attribute is any text: a communicator's name."""
+    return attr.type == "string" and not attr.values
+
+
+def names(case):
+    """Those of the communicators that a call takes."""
+    return {case.attrs.get(a.name, a.default) for a in OPS[case.op].attrs if is_name(a)} - {""}
+
+
 def place(index):
     """(operator, runtime) of the case with this index: all of them in turn."""
     return list(OPS)[index % len(OPS)], RUNTIMES[index // len(OPS) % len(RUNTIMES)]
@@ -148,7 +158,7 @@ def draw_attribute(source, attr):
     """A value in the attribute's documented range."""
     if attr.type == "bool":
         return source.randrange(2)
-    if attr.type == "string" and not attr.values:
+    if is_name(attr):
         return source.choice((attr.default, OTHER_NAME))
     if attr.type == "string":
         return source.choice([v for v in attr.values if v not in attr.reference_only])

@@ -52,7 +52,7 @@ def draw(seed, index):
     source, kind = random.Random(f"{seed}:launches:{index}"), place(index)[0]
     drawn = []
     while len(drawn) < (1 if kind == "graph" else 2):
-        op = calls.OPS[source.choice([n for n in calls.OPS])]
+        op = calls.OPS[source.choice(list(calls.OPS))]
         call = calls._drawn(source, op, "cuda")
         if call is not None and call.wrong is None:
             drawn.append(json.loads(dataclasses.replace(call, strided=False, checked=False, exponents={}).to_json()))
@@ -112,10 +112,8 @@ def check(case):
     """Whether anything was launched: not where the kernels leave a call to the CPU, or two streams would share a communicator.
     Raises Wrong."""
     drawn = [calls.Case.from_json(json.dumps(call)) for call in case.calls]
-    names = {
-        c.attrs.get(a.name, a.default) for c in drawn for a in calls.OPS[c.op].attrs if a.type == "string" and not a.values
-    }
-    if len(names - {""}) > 1 or (case.launches != "graph" and names - {""}):
+    names = set().union(*map(calls.names, drawn))
+    if len(names) > 1 or (case.launches != "graph" and names):
         return False  # a communicator belongs to one stream
     devices = [0, 1 % torch.cuda.device_count()] if case.launches == "devices" else [0, 0]
     with runtimes.settings(drawn[0], False):

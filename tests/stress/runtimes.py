@@ -63,9 +63,8 @@ def settings(case, checked):
     changes = {"LEANFLEET_CHECK": "1" if checked else "0"}
     if case.runtime in instruction_sets()[:-1]:
         changes["LEANFLEET_LIBRARY_DIR"] = str(library_held_to(case.runtime))
-    texts = {case.attrs.get(a.name, a.default) for a in draw.OPS[case.op].attrs if a.type == "string" and not a.values}
     with mock.patch.dict(os.environ, changes), contextlib.ExitStack() as stack:
-        for name in texts - {""}:
+        for name in draw.names(case):
             stack.enter_context(communicators.create(name))
         yield
 
