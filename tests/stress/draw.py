@@ -40,8 +40,9 @@ FILLS = ("nan", "inf", "-inf", "huge", "zero")  # what nothing may read is full 
 @dataclasses.dataclass(frozen=True)
 class Case:
     """ranks: of the present inputs. sizes: of symbols. exponents: {input: power of two that its numbers are multiplied by}.
-    forms: types of quantised caches, where they are not int8. strided: inputs are not contiguous (PyTorch). checked: LEANFLEET_CHECK=1. wrong: calls with one thing wrong, drawn with this
-    number, in place of a valid one."""
+    forms: types of quantised caches, where they are not int8. strided: inputs are not contiguous (PyTorch). checked:
+    LEANFLEET_CHECK=1. holes: block tables name no page at some places within requests. wrong: calls with one thing wrong, drawn
+    with this number, in place of a valid one."""
 
     op: str
     runtime: str
@@ -55,6 +56,7 @@ class Case:
     strided: bool = False
     checked: bool = False
     edges: bool = False
+    holes: bool = False
     fill: str = "zero"
     exponents: dict = dataclasses.field(default_factory=dict)
     forms: dict = dataclasses.field(default_factory=dict)
@@ -137,10 +139,11 @@ def _drawn(source, op, runtime):
         fill=source.choice(FILLS),
         exponents=exponents,
         forms=fitting(forms, shapes),
+        holes="block_table" in ranks and source.random() < 0.3,
     )
     wrong = source.randrange(2**20)
     if runtime in REFUSING and source.random() < 0.2:
-        case = dataclasses.replace(case, wrong=wrong, in_place=False, exponents={})
+        case = dataclasses.replace(case, wrong=wrong, in_place=False, exponents={}, holes=False)
     return case
 
 
@@ -314,6 +317,7 @@ SIMPLEST = {
     "strided": False,
     "in_place": False,
     "edges": False,
+    "holes": False,
     "fill": "zero",
     "exponents": {},
     "forms": {},

@@ -12,6 +12,7 @@ from stress import draw
 from support import ort_models
 from support.kernels import TORCH_DTYPES
 
+NO_PAGE = -1  # in a block table: keys that count for nothing, new tokens that are not written
 INT_POISON = (-1, 10**9, -(2**31))  # page ids behind a request's last page
 
 
@@ -22,6 +23,9 @@ def make(case):
     shapes = {name: spec.in_elements(shape, case.forms.get(name)) for name, shape in shapes.items()}
     model = ort_models.node_model(op, shapes, case.attrs, case.dtype, forms=case.forms)
     clean = {name: to_torch(array) for name, array in trial.make_inputs(model, seed=case.seed, edges=case.edges).items()}
+    if case.holes and "block_table" in clean:
+        drawn = torch.rand(clean["block_table"].shape, generator=torch.Generator().manual_seed(case.seed))
+        clean["block_table"][drawn < 0.3] = NO_PAGE
     for name, exponent in case.exponents.items():
         if name in clean and clean[name].is_floating_point():
             clean[name] = (clean[name].double() * 2.0**exponent).to(clean[name].dtype)
@@ -113,11 +117,16 @@ def _unread_of_caches(inputs, dims, attrs, name, symbols):
         return
     read = torch.zeros([dims[s] for s in places], dtype=torch.bool).flatten()
     for r in requests:
-        read[r["slots"][_first_seen(r, attrs) : r["length"] - (r["count"] if attrs.get("append") else 0)]] = True
+        read[_held(r["slots"][_first_seen(r, attrs) : r["length"] - (r["count"] if attrs.get("append") else 0)])] = True
     for r in requests:
         if attrs.get("append"):  # also where another request's page, which is shared, has the place
-            read[r["slots"][r["length"] - r["count"] : r["length"]]] = False
+            read[_held(r["slots"][r["length"] - r["count"] : r["length"]])] = False
     yield places, ~read.view([dims[s] for s in places])
+
+
+def _held(slots):
+    """Those that have a page."""
+    return slots[slots >= 0]
 
 
 def _first_seen(request, attrs):
@@ -128,7 +137,8 @@ def _first_seen(request, attrs):
 
 
 def _requests(inputs, dims):
-    """length (valid keys), count (new tokens) and slots (place of each position in the flat cache) of each request."""
+    """length (valid keys), count (new tokens) and slots (place of each position in the flat cache, below 0 without a page) of each
+    request."""
     for b in range(dims["B"]):
         if "cu_seqlens" in inputs:
             slots = torch.arange(*inputs["cu_seqlens"][b : b + 2].tolist())
