@@ -178,6 +178,12 @@ struct Cta {
   static __device__ __forceinline__ void wait(uint64_t* barriers, Turn<kSlots> turn) {
     mbarrier_wait(shared_address(&barriers[turn.slot]), turn.parity);
   }
+  // A warp arrives as often as it has lanes: each once where lanes read what those of another warp have written, or write where
+  // those have read, else one for all. After __syncwarp one would always do, but racecheck does not follow that order.
+  static __device__ __forceinline__ void arrive_warp(uint64_t* barrier, bool each) {
+    __syncwarp();
+    if (each || threadIdx.x % 32 == 0) mbarrier_arrive_times(shared_address(barrier), each ? 1 : 32);
+  }
   // Rows of others after the request's last are not 0 in memory.
   __device__ __forceinline__ int foreign_from(int64_t chunk) const {
     const int64_t left = work.span.end - work.span.begin - chunk * kChunk;
@@ -185,6 +191,15 @@ struct Cta {
   }
   __device__ __forceinline__ int64_t window_slot(int64_t chunk) const {
     return slot_of(prompt.args, work.request, work.span.begin, chunk) - prompt.first_slot;
+  }
+
+  // The first lane of the copying warp announces what it is about to ask for, and where it counts as landed: at `full`, where it
+  // arrives for all lanes, or at barriers.landed, for rows of others to be cleared first.
+  __device__ __forceinline__ uint32_t announce(uint64_t* full, bool clears, uint32_t bytes) const {
+    const uint32_t barrier = shared_address(clears ? &barriers.landed : full);
+    if (!clears) mbarrier_arrive_times(barrier, 31);
+    mbarrier_arrive_expect_tx(barrier, bytes);
+    return barrier;
   }
 
   // The copying warp waits for what it asked for, clears rows from `from` on and passes it on.
@@ -198,8 +213,7 @@ struct Cta {
       store_16_bytes(boxes + line / (kChunk - from) * kSquareBytes + row * 128 + i % 8 * 16, make_uint4(0, 0, 0, 0));
     }
     hopper::fence_proxy_async();
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(shared_address(full));
+    arrive_warp(full, true);
   }
 
   __device__ __forceinline__ void copy() const {
@@ -214,9 +228,8 @@ struct Cta {
       const int64_t slot = window_slot(chunk);
       mbarrier_wait(shared_address(&barriers.chunk_empty[turn.slot]), turn.parity ^ 1);
       if (first_lane) {
-        const uint32_t full = shared_address(foreign < kChunk ? &barriers.landed : &barriers.chunk_full[turn.slot]);
+        const uint32_t full = announce(&barriers.chunk_full[turn.slot], foreign < kChunk, L::kChunkBytes);
         const uint32_t to = chunk_at(turn);
-        mbarrier_arrive_expect_tx(full, L::kChunkBytes);
 #pragma unroll
         for (int box = 0; box < L::kBoxes; ++box)
           hopper::tma_load(to + box * kSquareBytes, &maps.key, 64 * box, token, key_head, batch, full);
@@ -233,9 +246,8 @@ struct Cta {
         const int query_head = static_cast<int>(out_head / (args.heads / args.q_heads));
         mbarrier_wait(shared_address(&barriers.query_empty[query_turn.slot]), query_turn.parity ^ 1);
         if (first_lane) {
-          const uint32_t full = shared_address(foreign < kChunk ? &barriers.landed : &barriers.query_full[query_turn.slot]);
+          const uint32_t full = announce(&barriers.query_full[query_turn.slot], foreign < kChunk, L::kQueryBytes);
           const uint32_t to = query_at(query_turn);
-          mbarrier_arrive_expect_tx(full, L::kQueryBytes);
 #pragma unroll
           for (int box = 0; box < L::kBoxes; ++box)
             hopper::tma_load(to + box * kSquareBytes, &maps.query, 64 * box, token, query_head, batch, full);
@@ -370,8 +382,8 @@ struct Cta {
 
   template <int kSlots>
   __device__ __forceinline__ void arrive(uint64_t* barriers, Turn<kSlots> turn) const {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(shared_address(&barriers[turn.slot]));
+    // Of packed requests the copying warp clears rows where these have been read.
+    arrive_warp(&barriers[turn.slot], prompt.args.cu_seqlens != nullptr);
   }
 
   // (Q S)^T, with its tokens' factors, once it is there.
@@ -522,10 +534,10 @@ struct Cta {
     const bool copies = threadIdx.x >= kGroups * kStates;
     if (threadIdx.x == kGroups * kStates) {
       for (int s = 0; s < kStages; ++s) {
-        mbarrier_init(shared_address(&barriers.chunk_full[s]), 1);
-        mbarrier_init(shared_address(&barriers.query_full[s]), 1);
-        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kGroups * kStates / 32);
-        mbarrier_init(shared_address(&barriers.query_empty[s]), kGroups * kStates / 32);
+        mbarrier_init(shared_address(&barriers.chunk_full[s]), 32);
+        mbarrier_init(shared_address(&barriers.query_full[s]), 32);
+        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kGroups * kStates);
+        mbarrier_init(shared_address(&barriers.query_empty[s]), kGroups * kStates);
       }
       mbarrier_init(shared_address(&barriers.landed), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
