@@ -896,7 +896,7 @@ def _causal_conv(ops, x, a, ranks):
     if x.bias is not None:
         output = ops.Add(output, ops.float(x.bias))
     if a.activation == "silu":
-        output = ops.Mul(output, ops.Sigmoid(output))
+        output = _silu(ops, output)
     if index is not None:
         blank = ops.zeros(ops.Add(tokens, 1), channels)
         joined = ops.ScatterND(blank, ops.Unsqueeze(index, [2]), output)
@@ -1185,10 +1185,15 @@ def _sample_tokens(ops, x, a, ranks):
 # GatedActivation
 
 
+def _silu(ops, x):
+    """x / (1 + exp(-x)): onnxruntime's Sigmoid is right to float32's unit in the last place of 1, and so no factor of large x."""
+    return ops.Div(x, ops.Add(ops.Exp(ops.Neg(x)), 1.0))
+
+
 def _gated_activation(ops, x, a, ranks):
     gate, up = (ops.float(ops.Gather(x.gate_up, i, axis=2)) for i in (0, 1))
     if a.activation == "silu":
-        active = ops.Mul(gate, ops.Sigmoid(gate))
+        active = _silu(ops, gate)
     elif a.activation == "relu":
         active = ops.Relu(gate)
     elif a.activation == "gelu":

@@ -823,6 +823,7 @@ def rewrite(
         mappings = {name: mappings[name] for name in operators}
     if to == "standard":
         mappings = {f"{spec.DOMAIN}.{name}": _no_counterpart for name in spec.all_specs()} | _TO_STANDARD
+    _name_default_domain(model)
     function_bodies.check_nodes(model)
     _inline_callers(model, mappings)
     todo = _candidates(model.graph, mappings)
@@ -870,6 +871,14 @@ def _infer_shapes(model):
     """Where onnx finds fault with the model, shapes stay unknown, and nodes are left alone for it."""
     with _quiet():
         ShapeInferencePass(check_type=False, strict_mode=False)(model)
+
+
+def _name_default_domain(model):
+    """Imports of "ai.onnx" become those of "", which is the same domain; onnx_ir does so with the domains of nodes alone."""
+    for imports in (model.opset_imports, *(f.opset_imports for f in model.functions.values())):
+        if "ai.onnx" in imports:
+            imports.setdefault("", imports["ai.onnx"])
+            del imports["ai.onnx"]
 
 
 def _inline_callers(model, mappings):
@@ -996,6 +1005,19 @@ def _read(source):
     return model
 
 
+def _save(model, source, path, weights):
+    """Raises ValueError where the model holds what no file can, such as a value or an attribute without a type."""
+    try:
+        with _quiet():
+            ir.save(model, path, external_data=weights)
+    except ir.serde.SerdeError as error:
+        where = str(error)
+        while error.__cause__ is not None:
+            error = error.__cause__
+            where = str(error) if isinstance(error, ir.serde.SerdeError) else where
+        raise ValueError(f"{source} is no valid ONNX model: {_short(where)}: {_short(error)}") from error
+
+
 @contextmanager
 def _place_for(model, source, target):
     """Writes a model that was read from `source` to a file that is not the target yet; yields its path, and a function that
@@ -1019,7 +1041,7 @@ def _place_for(model, source, target):
 
     with folder:
         try:
-            ir.save(model, scratch, external_data=weights if external else None)
+            _save(model, source, scratch, weights if external else None)
             scratch.chmod(0o666 & ~_umask())
             yield scratch, finish
         finally:
