@@ -1186,7 +1186,7 @@ def _sample_tokens(ops, x, a, ranks):
 
 
 def _silu(ops, x):
-    """x / (1 + exp(-x)): onnxruntime's Sigmoid is right to float32's unit in the last place of 1, and so no factor of large x."""
+    """x / (1 + exp(-x)): onnxruntime has a Sigmoid whose error is relative to 1, which is no factor of a large x."""
     return ops.Div(x, ops.Add(ops.Exp(ops.Neg(x)), 1.0))
 
 
