@@ -178,12 +178,6 @@ struct Cta {
   static __device__ __forceinline__ void wait(uint64_t* barriers, Turn<kSlots> turn) {
     mbarrier_wait(shared_address(&barriers[turn.slot]), turn.parity);
   }
-  // A warp arrives as often as it has lanes: each once where lanes read what those of another warp have written, or write where
-  // those have read, else one for all. After __syncwarp one would always do, but racecheck does not follow that order.
-  static __device__ __forceinline__ void arrive_warp(uint64_t* barrier, bool each) {
-    __syncwarp();
-    if (each || threadIdx.x % 32 == 0) mbarrier_arrive_times(shared_address(barrier), each ? 1 : 32);
-  }
   // Rows of others after the request's last are not 0 in memory.
   __device__ __forceinline__ int foreign_from(int64_t chunk) const {
     const int64_t left = work.span.end - work.span.begin - chunk * kChunk;
@@ -213,7 +207,7 @@ struct Cta {
       store_16_bytes(boxes + line / (kChunk - from) * kSquareBytes + row * 128 + i % 8 * 16, make_uint4(0, 0, 0, 0));
     }
     hopper::fence_proxy_async();
-    arrive_warp(full, true);
+    mbarrier_arrive(shared_address(full));  // each lane for itself: racecheck does not follow an order through __syncwarp
   }
 
   __device__ __forceinline__ void copy() const {
@@ -382,8 +376,7 @@ struct Cta {
 
   template <int kSlots>
   __device__ __forceinline__ void arrive(uint64_t* barriers, Turn<kSlots> turn) const {
-    // Of packed requests the copying warp clears rows where these have been read.
-    arrive_warp(&barriers[turn.slot], prompt.args.cu_seqlens != nullptr);
+    mbarrier_arrive(shared_address(&barriers[turn.slot]));
   }
 
   // (Q S)^T, with its tokens' factors, once it is there.

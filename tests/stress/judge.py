@@ -17,7 +17,8 @@ disturbances may leave one element where it was by luck. Nothing in it is fitted
 
 Tensor cores take operands of T: on CUDA sT is also that of every result on the way, disturbed by a rounding to T. There the
 gradient of log_decay is a sum over later tokens of q dq - k dk, so that it may be off by a rounding of these sums, also where they
-cancel. GatedDeltaRuleGrad's CPU kernels sum the terms of a chunk of 32 tokens, whose roundings are to float32.
+cancel. Kernels of the delta rule solve a triangular system for each chunk of tokens, whose errors are those of its largest rows:
+of rows with less than SHORT elements the spread is the largest of the tokens around.
 
 Tokens are those of the float32 reference, bit for bit, and their log-probabilities, a logit less a logarithm of a sum of V
 terms, off by 2 sqrt(V) u + 4 u |exact|. Other integers are exact, those of a quantised cache but for one step where the rounding of
@@ -41,7 +42,8 @@ DISTURBANCES = (
     6,
 )  # of outputs with rows of at least SHORT elements, and of others, which two may leave where they were by luck
 SHORT = 16
-CPU_CHUNK = 32
+CHUNK = 32  # tokens, of the delta rule
+OF_TOKENS = ("output", "grad_query", "grad_key", "grad_value", "grad_log_decay")
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -105,6 +107,12 @@ def kept_in_range(op, inputs, found):
     return {n: t.clamp(*ranges[n]) if n in ranges else t for n, t in found.items()}
 
 
+def around(x, tokens):
+    """The largest numbers less than a chunk before or behind along axis `tokens`."""
+    rows = x.movedim(tokens, -1)
+    return torch.nn.functional.max_pool1d(rows.flatten(0, -2), 2 * CHUNK - 1, 1, CHUNK - 1).view(rows.shape).movedim(-1, tokens)
+
+
 class Judge:
     """Of one call: what its outputs are, and how far they may be off."""
 
@@ -146,29 +154,24 @@ class Judge:
             self.spread[name] = spread + 4 * torch.stack([s[name] for s in coarse]).amax(0) if coarse else spread
             if case.runtime in draw.GPU and name == "grad_log_decay":
                 self.spread[name] = self.spread[name] + 4 * low * self._cancelling(double)
-            elif case.op == "GatedDeltaRuleGrad" and name == "grad_log_decay":
-                self.spread[name] = self.spread[name] + 4 * single * self._cancelling(double, CPU_CHUNK)
+        if case.op.startswith("GatedDeltaRule"):
+            tokens = 1 if case.attrs.get("layout") == "bnhd" else 2
+            self.spread |= {
+                n: around(x, tokens) for n, x in self.spread.items() if n in OF_TOKENS and x.dim() == 4 and x.shape[-1] < SHORT
+            }
 
     def _disturbed(self, inputs, units, seed):
         """The reference's outputs of disturbed inputs."""
         return run_reference(self.op, kept_in_range(self.op, inputs, disturbed(inputs, units, seed)), self.attrs)
 
-    def _cancelling(self, inputs, chunk=None):
-        """The magnitudes of the sums whose difference is the gradient of log_decay, the largest of all heads. chunk: so many
-        tokens at most are summed; None: all."""
+    def _cancelling(self, inputs):
+        """The magnitudes of the sums whose difference is the gradient of log_decay, the largest of all heads."""
         exact = self.exact
         if self.attrs.get("normalize_qk"):  # they are sums before the gradients of a row lose what lies along it
-            rows = {name: reference._delta_unit_rows(inputs[name]) for name in ("query", "key")}
-            inputs = inputs | rows
+            inputs = inputs | {name: reference._delta_unit_rows(inputs[name]) for name in ("query", "key")}
             exact = run_reference(self.op, inputs, {**self.attrs, "normalize_qk": 0})
         tokens = 1 if self.attrs.get("layout") == "bnhd" else 2
-        sums = [(inputs[n] * exact[f"grad_{n}"]).nan_to_num(0, 0, 0).abs().sum(-1).cumsum(tokens) for n in ("query", "key")]
-        if chunk is not None and chunk < inputs["query"].shape[tokens]:
-            behind = [x.narrow(tokens, 0, x.shape[tokens] - chunk) for x in sums]
-            sums = [
-                torch.cat([x.narrow(tokens, 0, chunk), x.narrow(tokens, chunk, y.shape[tokens]) - y], tokens)
-                for x, y in zip(sums, behind, strict=True)
-            ]
+        sums = [(inputs[n] * exact[f"grad_{n}"]).nan_to_num(0, 0, 0).abs().sum(-1).sum(tokens) for n in ("query", "key")]
         return max(x.max().item() if x.numel() else 0.0 for x in sums)
 
     def _check_live(self):
