@@ -1,6 +1,6 @@
 # make demo   set everything up and run the main job on a real model
 # make test   set everything up, CUDA kernels included where nvcc is found, build the documentation and run the quick tests
-# make test-all   the same, then the tests that are marked slow
+# make test-all   the same with the kernels as they ship, then the tests that are marked slow
 # make stress draw calls of all operators, files, processes and launches on a GPU for STRESS_SECONDS and judge what comes of them
 # make docs   build the documentation into build/site
 # make audit  look the installed packages up among the known vulnerabilities
@@ -18,6 +18,16 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 WATCH = $(PYTHON) .ci/watch.py
 # Compiling CUDA takes minutes: the demo does so only where there is a GPU, the tests wherever there is an nvcc.
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
+# The kernels take a quarter of an hour to compile as they ship. Where no GPU will run them `make test` has them compiled without
+# the longest optimisations, in a build folder of its own; `make test-all`, and with it continuous integration, does not.
+ifndef QUICK
+QUICK := $(if $(NVCC),$(if $(wildcard /dev/nvidiactl $(VENV)/.built-cuda)$(filter test-all,$(MAKECMDGOALS)),no,yes),no)
+endif
+export QUICK
+ifeq ($(QUICK),yes)
+export SKBUILD_BUILD_DIR := build/quick-{wheel_tag}
+endif
+BUILT_CUDA := $(VENV)/.built-cuda$(if $(filter yes,$(QUICK)),-quick)
 SOURCES := pyproject.toml $(shell find csrc -type f)
 
 .PHONY: demo test test-all stress docs audit setup packages lint clean
@@ -31,7 +41,7 @@ demo:
 PYTEST = CMAKE_ARGS="$(CUDA)" $(BIN)/python -m pytest -n 2 --dist loadfile --no-loadscope-reorder --most-cpu-seconds 30
 test: setup
 	@$(MAKE) --no-print-directory -j2 --output-sync=target lint docs
-	$(BIN)/python csrc/time_compile.py --report build/*/compile_times.jsonl
+	$(BIN)/python csrc/time_compile.py --report build/$(if $(filter yes,$(QUICK)),quick-)py3*/compile_times.jsonl
 	$(PYTEST) -m "not slow"
 
 test-all: test
@@ -59,11 +69,11 @@ docs: setup
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict
 
 setup:
-	@$(MAKE) --no-print-directory -j2 $(VENV)/.test-packages $(VENV)/.built-cuda
+	@$(MAKE) --no-print-directory -j2 $(VENV)/.test-packages $(BUILT_CUDA)
 	@$(MAKE) --no-print-directory $(VENV)/.autograd
 
 # Against the installed PyTorch, so after both.
-$(VENV)/.autograd: $(VENV)/.packages $(VENV)/.built-cuda
+$(VENV)/.autograd: $(VENV)/.packages $(BUILT_CUDA)
 	@$(WATCH) "Compiling autograd for PyTorch" $(BIN)/python -m leanfleet.export.torch_autograd
 	@touch $@
 
@@ -73,8 +83,8 @@ INSTALL = $(PIP) -v --no-deps --no-build-isolation --editable .
 $(VENV)/.built: $(VENV)/.tools $(SOURCES)
 	@$(WATCH) "Compiling the libraries" $(INSTALL)
 	@touch $@
-CUDA := $(if $(NVCC),-DLEANFLEET_CUDA=ON)
-$(VENV)/.built-cuda: $(VENV)/.tools $(SOURCES)
+CUDA := $(if $(NVCC),-DLEANFLEET_CUDA=ON) $(if $(filter yes,$(QUICK)),-DLEANFLEET_QUICK_CUDA=ON)
+$(BUILT_CUDA): $(VENV)/.tools $(SOURCES)
 	@CMAKE_ARGS="$(CUDA)" $(WATCH) "Compiling the libraries$(if $(NVCC), with their CUDA kernels)" $(INSTALL)
 	@touch $@ $(VENV)/.built
 
