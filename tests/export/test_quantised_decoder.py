@@ -41,7 +41,7 @@ def emulated(model, cache, prompt):
             ("gemma2", "fp8"),
             ("llama", "int8/fp8"),
         ),
-        quick=2,
+        quick=1,
     ),
 )
 def test_tokens(family, cache, tmp_path):

@@ -37,7 +37,7 @@ def test_rounded_to_the_nearest(bits):
 
 
 @pytest.mark.parametrize("family", rest_slow(("llama", "qwen2", "gemma2")))
-@pytest.mark.parametrize("bits", (4, 8))
+@pytest.mark.parametrize("bits", rest_slow((4, 8)))
 def test_models(family, bits, tmp_path):
     """Exports that are checked with activations as they are; serving.onnx takes the same weights."""
     model = make(family)
@@ -107,7 +107,7 @@ def test_refused(tmp_path, capsys):
     assert "--weights int4 needs ONNX Runtime's own operators" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("dtype", ("float32", "float16"))
+@pytest.mark.parametrize("dtype", rest_slow(("float32", "float16")))
 def test_the_command(tmp_path, capsys, dtype):
     make("llama").save_pretrained(tmp_path / "llama")
     byte_tokenizer().save_pretrained(tmp_path / "llama")
