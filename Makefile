@@ -18,7 +18,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check install --no-compile
 WATCH = $(PYTHON) .ci/watch.py
 # Compiling CUDA takes minutes: the demo does so only where there is a GPU, the tests wherever there is an nvcc.
 NVCC := $(or $(CUDACXX),$(shell command -v nvcc))
-# The kernels take a quarter of an hour to compile as they ship. Where no GPU will run them `make test` has them compiled without
+# The kernels take minutes to compile as they ship. Where no GPU will run them `make test` has them compiled without
 # the longest optimisations, in a build folder of its own; `make test-all`, and with it continuous integration, does not.
 ifndef QUICK
 QUICK := $(if $(NVCC),$(if $(wildcard /dev/nvidiactl $(VENV)/.built-cuda)$(filter test-all,$(MAKECMDGOALS)),no,yes),no)
