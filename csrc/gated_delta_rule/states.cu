@@ -178,6 +178,12 @@ struct Cta {
   static __device__ __forceinline__ void wait(uint64_t* barriers, Turn<kSlots> turn) {
     mbarrier_wait(shared_address(&barriers[turn.slot]), turn.parity);
   }
+  // Of the copying warp. No lane may fall behind: a barrier that goes on by two phases looks to it as if it had not moved.
+  template <int kSlots>
+  static __device__ __forceinline__ void wait_until_empty(uint64_t* barriers, Turn<kSlots> turn) {
+    mbarrier_wait(shared_address(&barriers[turn.slot]), turn.parity ^ 1);
+    __syncwarp();
+  }
   // Rows of others after the request's last are not 0 in memory.
   __device__ __forceinline__ int foreign_from(int64_t chunk) const {
     const int64_t left = work.span.end - work.span.begin - chunk * kChunk;
@@ -220,7 +226,7 @@ struct Cta {
     for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next()) {
       const int token = static_cast<int>(work.span.begin + chunk * kChunk), foreign = foreign_from(chunk);
       const int64_t slot = window_slot(chunk);
-      mbarrier_wait(shared_address(&barriers.chunk_empty[turn.slot]), turn.parity ^ 1);
+      wait_until_empty(barriers.chunk_empty, turn);
       if (first_lane) {
         const uint32_t full = announce(&barriers.chunk_full[turn.slot], foreign < kChunk, L::kChunkBytes);
         const uint32_t to = chunk_at(turn);
@@ -238,7 +244,7 @@ struct Cta {
       for (int64_t h = 0; h < group; ++h, query_turn.next()) {
         const int64_t out_head = head * group + h;
         const int query_head = static_cast<int>(out_head / (args.heads / args.q_heads));
-        mbarrier_wait(shared_address(&barriers.query_empty[query_turn.slot]), query_turn.parity ^ 1);
+        wait_until_empty(barriers.query_empty, query_turn);
         if (first_lane) {
           const uint32_t full = announce(&barriers.query_full[query_turn.slot], foreign < kChunk, L::kQueryBytes);
           const uint32_t to = query_at(query_turn);
