@@ -44,13 +44,14 @@ def pytest_unconfigure():
 
 
 def pytest_generate_tests(metafunc):
-    """Tests that use `instruction_set` run on the kernels for every instruction set that the processor has."""
+    """Tests that use `instruction_set` run on the kernels for every instruction set that the processor has, all but its best in
+    the slow tier, but for those marked `everywhere`."""
     chosen = (mark.args[0] for mark in metafunc.definition.iter_markers("parametrize"))
     if "instruction_set" not in metafunc.fixturenames or any("instruction_set" in names for names in chosen):
         return
     names = instruction_sets()
     alone = metafunc.definition.get_closest_marker("own_instruction_set") is not None
-    if metafunc.definition.get_closest_marker("slow_elsewhere") is not None:
+    if metafunc.definition.get_closest_marker("everywhere") is None:
         names = slow_if(names, names[:-1])
     metafunc.parametrize("instruction_set", names[-1:] if alone else names, indirect=True)
 

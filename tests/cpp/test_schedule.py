@@ -3,9 +3,12 @@
 import os
 import subprocess
 
+import pytest
+
 from support.paths import ROOT
 
 
+@pytest.mark.slow
 def test_every_tile_is_visited_once(tmp_path):
     program = tmp_path / "schedule_test"
     compiler = os.environ.get("CXX", "c++")

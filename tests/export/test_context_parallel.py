@@ -10,7 +10,6 @@ import transformers
 from leanfleet.decoder_contract import context_pages, context_table
 from leanfleet.export import calibrate, export_decoder, lean_attention, merge_attention
 from leanfleet.export.context_parallel import order_of_pages
-from support.cpu_time import rest_slow
 from support.decoders import SIZES
 
 HEADS, KV_HEADS, SIZE = 4, 2, 16
@@ -80,7 +79,8 @@ def test_pages_of_a_request():
     assert context_table(1, 1, 66, 64).shape == (1, 5)
 
 
-@pytest.mark.parametrize("calibrated", rest_slow([False, True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("calibrated", [False, True])
 def test_quantised_caches_are_shared_out(calibrated, tmp_path):
     """With a scale for each token, which stands in a pool beside the tokens', and with scales that are constants."""
     torch.manual_seed(5)

@@ -284,6 +284,7 @@ def test_normalisations_reach_onnxruntimes_fused_kernel(models):
     assert norms == 5 and "ReduceMean" not in kinds, kinds
 
 
+@pytest.mark.slow
 def test_all_logits(models, tmp_path):
     """With all_logits the graph gives every new token's logits, piece by piece over the caches; generation refuses it."""
     model, _ = models("qwen2")
@@ -501,7 +502,7 @@ def spoil(monkeypatch):
     monkeypatch.setattr(decoder_module, "add_function", wrong)
 
 
-@pytest.mark.parametrize("exporter", (export_decoder, export_for_serving))
+@pytest.mark.parametrize("exporter", rest_slow((export_decoder, export_for_serving)))
 def test_a_wrong_file_is_an_error_and_leaves_what_was_there(exporter, tmp_path, monkeypatch):
     (tmp_path / "out").mkdir()
     (tmp_path / "out" / "model.onnx").write_text("an earlier one")

@@ -51,7 +51,8 @@ def build(kind):
 PROVIDERS = [p for p in ("CPU", "CUDA") if f"{p}ExecutionProvider" in onnxruntime.get_available_providers()]
 
 
-@pytest.mark.parametrize("kind", rest_slow(MODELS))
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", MODELS)
 def test_float16(kind, tmp_path):
     """Logits lose no more than three times what PyTorch's float16 loses, by ONNX Runtime's kernels and by the node's function."""
     warnings.filterwarnings("ignore")
@@ -104,6 +105,7 @@ def test_experts_are_one_node_and_give_what_transformers_gives(kind, tmp_path):
         assert error < 8 * loses, f"{error:.1e} off; PyTorch's float32 is {loses:.1e} off"
 
 
+@pytest.mark.slow
 def test_other_runtimes_get_standard_operators(tmp_path):
     warnings.filterwarnings("ignore")
     export_decoder(build("mixtral"), tmp_path, fuse=False)

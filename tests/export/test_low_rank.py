@@ -239,6 +239,7 @@ def test_left_padded_batches(model):
         assert row[9:].tolist() == alone[0, len(prompt) :].tolist()
 
 
+@pytest.mark.slow
 def test_export(model, tmp_path):
     export_decoder(model, tmp_path)
     asked, expected = prompts(3, 9, 6), []

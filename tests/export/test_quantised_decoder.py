@@ -68,15 +68,14 @@ def test_tokens(family, cache, tmp_path):
     assert [r.tokens for r in requests] == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, form, kind",
-    rest_slow(
-        (
-            ("llama", "int8", "channel"),
-            ("gemma2", "fp8", "tensor"),
-            ("gpt-oss", "int8/fp8", "channel"),
-            ("llama", "int4", "channel"),
-        )
+    (
+        ("llama", "int8", "channel"),
+        ("gemma2", "fp8", "tensor"),
+        ("gpt-oss", "int8/fp8", "channel"),
+        ("llama", "int4", "channel"),
     ),
 )
 def test_calibrated_tokens(family, form, kind, tmp_path):
@@ -106,6 +105,7 @@ def test_calibrated_tokens(family, form, kind, tmp_path):
     assert batch.pool_bytes == numbers // (2 if form == "int4" else 1)
 
 
+@pytest.mark.slow
 def test_serving_with_other_scales_than_the_decoder(tmp_path):
     model = decoders.make("llama")
     export_decoder(model, tmp_path, cache=calibrate(model, decoders.prompts(9), "int8"), verify=False)

@@ -9,7 +9,6 @@ from torch.nn.functional import gelu, silu
 from leanfleet.export import export_decoder
 from leanfleet.export.released import load_retnet, load_transnormer
 from leanfleet.ort_ops import generate, load_decoder
-from support.cpu_time import rest_slow
 
 VOCABULARY, E, H, F, V, LAYERS = 61, 48, 3, 40, 72, 3
 
@@ -124,7 +123,8 @@ def test_against_the_released_form(case):
     assert (found - expected).abs().max() < 3e-5 * expected.abs().max()
 
 
-@pytest.mark.parametrize("case", rest_slow(CASES))
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
 def test_export(case, tmp_path):
     """Greedy tokens of a ragged batch are those of the plain form."""
     load, make, settings, plain = CASES[case]

@@ -951,6 +951,7 @@ def test_back_to_the_file_of_the_torch_exporter(torch_file):
     close(onnxruntime.InferenceSession(back, providers=["CPUExecutionProvider"]).run(None, feed), expected, "LeanAttention")
 
 
+@pytest.mark.slow
 def test_file_of_the_transformers_exporter(tmp_path, capsys):
     """Its GroupQueryAttention nodes read the mask as a bias: they stay, each with the reason. The file, which onnx's checker
     refuses already (SimplifiedLayerNormalization is no operator of ai.onnx), computes what it did."""

@@ -25,7 +25,7 @@ KINDS = {
 }
 
 
-@pytest.fixture(params=rest_slow(KINDS, quick=2))
+@pytest.fixture(params=rest_slow(KINDS))
 def model(request):
     return KINDS[request.param]()
 
@@ -142,6 +142,7 @@ def test_export_generates_pytorchs_tokens(model, tmp_path):
     assert "Softmax" not in kinds
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
 def test_half_types(dtype, tmp_path):
     """The exporter's own check compares every logit with PyTorch's; greedy tokens agree but for near-ties."""
@@ -224,6 +225,7 @@ def test_a_cache_of_sums_under_other_attention_is_an_error():
         cache.crop(-1)
 
 
+@pytest.mark.slow
 def test_where_the_sums_have_no_place(tmp_path):
     model = linear()
     with pytest.raises(ValueError, match="it carries 0.key_sum from call to call"):
@@ -234,6 +236,7 @@ def test_where_the_sums_have_no_place(tmp_path):
         bundle(tmp_path / "out", tmp_path / "bundle")
 
 
+@pytest.mark.slow
 def test_steps_of_requests_that_take_no_part(tmp_path):
     """query_lens 0 leaves the sums as they are."""
     export_decoder(linear(), tmp_path)

@@ -45,6 +45,7 @@ def any_calls(dtype):
     yield make(90, c=16, past=80, dtype=dtype, state=True), SILU
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_any_call(dtype, instruction_set):
     for i, (inputs, attrs) in enumerate(any_calls(dtype)):

@@ -261,6 +261,7 @@ def test_decays(decay, per_token):
         assert (found["grad_log_decay"][torch.isinf(grads["log_decay"])] == 0).all()
 
 
+@pytest.mark.everywhere
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data):
@@ -442,7 +443,6 @@ def test_tokens_of_no_request_are_zero():
             assert (x[:, :, :4] == 0).all() and (x[:, :, 20:] == 0).all() and (x[:, :, 4:20] != 0).any(), name
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("threads", rest_slow((5, 1, 2, 16)))
 @pytest.mark.parametrize("packed", [False, [0, 5, 1000, 1003], [0, 700, 700, 1003]])
 def test_few_heads_many_threads(threads, packed):
@@ -539,7 +539,7 @@ def test_long_sequences(per_token):
                 assert rms(x - exact[name]) <= 2e-6 * rms(exact[name]), name
 
 
-@pytest.mark.slow_elsewhere
+@pytest.mark.slow
 @pytest.mark.own_instruction_set
 def test_a_million_tokens():
     inputs = make(1 << 20, b=1, group=1, kv=1, r=2, dv=3)

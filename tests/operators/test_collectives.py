@@ -50,6 +50,7 @@ def test_sums_and_gatherings(world):
     assert not any(map(shared_file_is_there, ids))
 
 
+@pytest.mark.slow
 def test_in_pytorch_and_onnx_runtime():
     with socket.socket() as free:
         free.bind(("localhost", 0))

@@ -29,6 +29,7 @@ def check(inputs, attrs, threads=2, in_place=False, factor=2.0):
     return found
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("n", LENGTHS)
 def test_lengths(n):
     for decay, state, v_first in product((None, "token", "key"), (False, True), (0, 1)):
@@ -137,7 +138,6 @@ def adversarial():
     yield "zero keys", make(50) | {"key": torch.zeros(2, 2, 50, 8)}
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("name", [name for name, _ in adversarial()])
 def test_adversarial_inputs(name):
     """A chunk's scores are rounded each by itself, so where keys are parallel and states flip with every token (beta 2) their

@@ -58,9 +58,8 @@ def test_widths_and_types(widths, dtype):
         check(inputs, {"normalize_qk": normalize})
 
 
-@pytest.mark.slow_elsewhere
 @every_instruction_set
-@pytest.mark.parametrize("decay", ("token", "key"))
+@pytest.mark.parametrize("decay", rest_slow(("token", "key")))
 def test_more_chunks_than_states_are_held(decay):
     """35 chunks in spans of 16: the states before a span are kept, and those in it found again. Decays forget nothing between."""
     inputs = make(1100, b=1, heads=(1, 1, 1), d=256, dv=256, decay=-1e-3, state=True)
@@ -69,6 +68,7 @@ def test_more_chunks_than_states_are_held(decay):
     check(inputs, {"normalize_qk": 1})
 
 
+@pytest.mark.everywhere
 @every_instruction_set
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
 def test_packed_requests(layout):
@@ -119,7 +119,6 @@ def adversarial():
     yield "zero keys", make(50) | {"key": torch.zeros(2, 2, 50, 8)}
 
 
-@pytest.mark.slow_elsewhere
 @every_instruction_set
 @pytest.mark.parametrize("name", rest_slow((name for name, _ in adversarial()), quick=3))
 def test_adversarial_inputs(name):

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from leanfleet import native, spec
 from leanfleet.export import reference
+from support.cpu_time import rest_slow
 from support.attention_cases import (
     DTYPES,
     NAN,
@@ -111,8 +112,7 @@ def test_prompts(variant, layout, dtype):
         check(inputs, attrs, threads=(3,))
 
 
-@pytest.mark.slow_elsewhere
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", rest_slow(range(12), quick=4))
 def test_packed_new_tokens(seed):
     source = random.Random(seed)
     for _ in range(8):
@@ -137,6 +137,7 @@ def test_any_offsets_of_packed_new_tokens_stay_in_bounds(offsets):
         torch.testing.assert_close(found, reference.lean_attention(**inputs, **attrs)[0])
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("length", (1, 63, 64, 65, 127, 128, 129, 700))
 @pytest.mark.parametrize("Nq", (1, 2, 5, 64, 65))
 def test_lengths_at_tile_edges(length, Nq):
@@ -163,7 +164,6 @@ def test_lengths_left_out(variant):
     check(inputs, attrs)
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -233,7 +233,6 @@ ROTARY = (
 )
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("append", (False, True))
 @pytest.mark.parametrize("variant", VARIANTS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -433,7 +432,7 @@ def test_sinks_of_any_size():
     check(inputs, attrs)
 
 
-@pytest.mark.slow_elsewhere
+@pytest.mark.everywhere
 @settings(max_examples=examples(400), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data):

@@ -62,7 +62,6 @@ RUNNERS = pytest.mark.parametrize(
 )
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("dtype", (torch.float32, torch.float16, torch.bfloat16), ids=str)
 @pytest.mark.parametrize("case", ATTENTION)
 def test_attention_kernel(case, dtype, instruction_set):
@@ -82,7 +81,6 @@ def test_attention_reference(case):
     non_finite.sweep("LeanAttention", inputs, attrs, plain_reference("LeanAttention", attrs))
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("case", LINEAR_CASES)
 def test_linear_kernel(case, instruction_set):
     name, inputs, attrs = linear(case)

@@ -246,7 +246,6 @@ def test_lengths(case, attrs):
     check_grad(grad_inputs(inputs, attrs, exact, case["seed"]), attrs, case["threads"])
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("threads", rest_slow((5, 1, 2, 16)))
 @pytest.mark.parametrize(("causal", "unit", "size"), [(1, 0, (16, 16)), (1, 1, (20, 40)), (0, 0, (16, 16)), (0, 1, (4, 7))])
 def test_few_heads_many_threads(causal, unit, size, threads):
@@ -319,7 +318,7 @@ def test_a_last_block_of_one_token(tokens):
         check_carried(make(tokens, size=(5, width)), {})
 
 
-@pytest.mark.slow_elsewhere
+@pytest.mark.everywhere
 @settings(max_examples=examples(150), deadline=None, derandomize=True)
 @given(data=st.data())
 def test_any_call(data):

@@ -11,6 +11,7 @@ from leanfleet import export, native, spec
 from leanfleet.export import reference
 from leanfleet.export.reference import numbers_of, quantised, row_scales
 from support import quantised_cases
+from support.cpu_time import rest_slow
 from support.attention_cases import (
     DTYPES,
     FORM_NAMES,
@@ -84,7 +85,6 @@ def check(inputs, attrs, threads=2, in_place=False):
     return outputs
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -108,7 +108,6 @@ def test_decode(variant, quant, dtype):
         check(inputs, attrs, in_place=group == 4)
 
 
-@pytest.mark.slow_elsewhere
 @pytest.mark.parametrize("layout", ("bhnd", "bnhd"))
 @pytest.mark.parametrize("quant", QUANT_PAIRS, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
@@ -137,8 +136,7 @@ def test_prompts(variant, quant, layout):
         check(inputs, attrs, threads=3)
 
 
-@pytest.mark.slow_elsewhere
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", rest_slow(range(12), quick=4))
 def test_packed_new_tokens(seed):
     source = random.Random(seed)
     for _ in range(8):
@@ -157,6 +155,7 @@ def test_packed_projections_equal_separate_ones(quant):
         assert all(same_bits(apart[name], together[name]) for name in apart)
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("seed", range(examples(6)))
 def test_any_call(seed):
     source = random.Random(100 + seed)

@@ -221,6 +221,7 @@ def leaves(*tensors):
     return [x.clone().requires_grad_() for x in tensors]
 
 
+@pytest.mark.slow
 def test_decay_gradcheck(randn):
     q, k, v, state, norm = leaves(randn(2, 2, 5, 2), randn(2, 1, 5, 2), randn(2, 1, 5, 3), randn(2, 1, 2, 3), randn(2, 1, 2))
     for decay in (randn(1), randn(2, 1, 5)):

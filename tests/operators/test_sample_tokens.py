@@ -30,6 +30,7 @@ def draws(batch, temperature=1.0, seed=0, **others):
 # Tokens
 
 
+@pytest.mark.everywhere
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("hard", (False, True), ids=("plain", "hard"))
 def test_any_call(dtype, hard, instruction_set):

@@ -253,6 +253,7 @@ LONG = [
 ]
 
 
+@pytest.mark.slow
 def test_tokens_of_a_shared_context_are_one_processs(exported, shared, tmp_path):
     found, one = said(shared[2][1], tmp_path, asked=LONG), exported["one"][1]
     assert found[0] == found[1] == of_one_process(one, LONG)
@@ -261,12 +262,14 @@ def test_tokens_of_a_shared_context_are_one_processs(exported, shared, tmp_path)
         np.testing.assert_allclose(np.load(tmp_path / f"pieces{rank}.npy"), expected, atol=1e-4, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_context_with_sinks_and_windows_over_three_ranks(shared, tmp_path):
     model, folder = shared[3]
     found = said(folder, tmp_path, asked=LONG, world=3)
     assert found[0] == found[1] == found[2] and are_the_models(found[0][:12], LONG, model)
 
 
+@pytest.mark.slow
 def test_a_folder_of_a_shared_context(shared):
     """One graph and one file of weights for all ranks; a cache of a rank holds its share."""
     folder = shared[3][1]
@@ -283,6 +286,7 @@ def test_a_folder_of_a_shared_context(shared):
     assert {tuple(values[0].shape()) for values in buffers} == {(2 * 3, 64, 2, 16)}  # of 7 blocks a request
 
 
+@pytest.mark.slow
 def test_blocks_of_another_size_are_refused(shared, tmp_path):
     shutil.copytree(shared[2][1], folder := tmp_path / "copy")
     facts = json.loads((folder / "leanfleet.json").read_text())
@@ -291,6 +295,7 @@ def test_blocks_of_another_size_are_refused(shared, tmp_path):
         load_decoder(folder, device="cpu", rank=0)
 
 
+@pytest.mark.slow
 def test_a_rank_of_a_shared_context_killed(shared, tmp_path):
     with pytest.raises(ranks.RankError, match=r"^rank 1 \(process \d+\) was killed by SIGKILL; the other ranks were ended$"):
         said(shared[2][1], tmp_path, killed="1", asked=LONG)
@@ -323,6 +328,7 @@ def test_the_command_starts_the_ranks_and_prints_one_answer(exported, capfd):
     assert out == expected and err.count("generated: 9 tokens") == 1
 
 
+@pytest.mark.slow
 def test_the_command_runs_a_shared_context(exported, shared, capfd):
     options = ["Hello, " * 12, "--max-tokens", "9", "--raw"]
     assert cli.main(["generate", str(exported["one"][1]), *options, "--device", "cpu"]) == 0

@@ -420,6 +420,7 @@ def test_a_body_that_does_not_come(folder):
     running.close()
 
 
+@pytest.mark.slow
 def test_the_command(folder):
     """It says where it serves, prints no prompt, and at SIGTERM ends once what has begun is through."""
     environment = {**os.environ, "LEANFLEET_API_KEY": KEY, "HF_HUB_OFFLINE": "1"}

@@ -161,6 +161,7 @@ def test_pages_that_are_shared_and_run_out(model, folder, monkeypatch, captured)
 ONE = {"model.onnx", "model.onnx.data", "leanfleet.json"}
 
 
+@pytest.mark.slow
 def test_one_folder(model, tmp_path, monkeypatch):
     """serving.onnx beside model.onnx, with its weights; what goes wrong leaves the folder as it was."""
     monkeypatch.setattr(decoder, "INSIDE", 1000)
@@ -193,6 +194,7 @@ def test_one_folder(model, tmp_path, monkeypatch):
     assert {f.name for f in tmp_path.iterdir()} == ONE
 
 
+@pytest.mark.slow
 def test_weights_of_its_own(model, tmp_path, monkeypatch):
     """Of another model they are no references."""
     monkeypatch.setattr(decoder, "INSIDE", 1000)

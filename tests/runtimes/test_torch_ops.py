@@ -556,6 +556,7 @@ def test_compiled_kernels(way):
     assert done.returncode == 0, done.stdout[-2000:]
 
 
+@pytest.mark.slow
 def test_another_word_for_the_way_to_the_kernels():
     done = subprocess.run(
         [sys.executable, "-c", "import leanfleet.export.torch_ops"],

@@ -13,7 +13,7 @@ from onnx import TensorProto, helper
 
 from leanfleet import cli, spec, trt_plugins
 from leanfleet.ort_ops import make_session
-from support.cpu_time import slow_if
+from support.cpu_time import rest_slow, slow_if
 from support.decoders import hybrid
 from support.ort_models import make_model, make_node, node_model
 from support.trt_cases import input_shapes, layouts_of, profiles, variants
@@ -305,7 +305,7 @@ def test_importing_needs_no_tensorrt():
     subprocess.run([sys.executable, "-P", "-c", code], check=True)
 
 
-@pytest.mark.parametrize("kind", ["llama", "normalized", "minimax"])
+@pytest.mark.parametrize("kind", rest_slow(["llama", "normalized", "minimax"]))
 def test_decoders_build(kind, tmp_path):
     """Whole exported models, prompts and steps; every attention layer is a plugin's."""
     import transformers
@@ -358,7 +358,7 @@ HYBRIDS = {
 }
 
 
-@pytest.mark.parametrize("name", slow_if(HYBRIDS, ["qwen3-next", "bamba"]))
+@pytest.mark.parametrize("name", slow_if(HYBRIDS, ["qwen3-next", "bamba", "mamba2"]))
 def test_hybrids_build(name, tmp_path):
     """Gated delta rules beside experts, Mamba-2 beside attention, and states alone: a decoder without caches."""
     from leanfleet.export import export_decoder

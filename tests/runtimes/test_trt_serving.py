@@ -13,13 +13,14 @@ from leanfleet.export.serving import export_for_serving
 from leanfleet.ort_ops.serving import ContinuousBatch as OrtBatch
 from leanfleet.trt_plugins.serving import ContinuousBatch, sampler_profile, serving_profiles
 from support import decoders
+from support.cpu_time import rest_slow
 from support.trt_standin import Engine, Stream, stand_in
 
 BLOCK = 8
 LIMITS = dict(pages=17, max_requests=5, step_tokens=20)
 
 
-@pytest.fixture(scope="module", params=["llama", "minimax"])
+@pytest.fixture(scope="module", params=rest_slow(["llama", "minimax"]))
 def folder(request, tmp_path_factory):
     torch.manual_seed(0)
     if request.param == "minimax":

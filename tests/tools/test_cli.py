@@ -247,6 +247,7 @@ def test_info_json(capsys):
     assert {"name", "type", "default", "values", "doc"} == set(attention["attributes"][0])
 
 
+@pytest.mark.slow
 def test_as_a_module(model):
     result = subprocess.run(
         [sys.executable, "-P", "-m", "leanfleet", "check", model], capture_output=True, text=True, env=os.environ

@@ -89,6 +89,7 @@ def generate(folder, capfd):
     return code, *capfd.readouterr()
 
 
+@pytest.mark.slow
 def test_damaged_folders(whole, tmp_path, capfd):
     assert generate(whole, capfd)[0] == 0
     refused = {}

@@ -285,6 +285,7 @@ def polygraphy(capfd, monkeypatch):
     return run
 
 
+@pytest.mark.slow
 def test_polygraphy_run(polygraphy, tmp_path):
     """The body is wrong: only the kernel agrees with the reference. The script of --gen-script does the same."""
     path, script = saved(alter_body(variant_model("LeanAttention", 0), "output"), tmp_path), tmp_path / "script.py"

@@ -14,6 +14,7 @@ from leanfleet import cli, communicators, driver, native, spec, trt_plugins, ver
 from leanfleet.ort_ops import make_session
 from leanfleet.trial import run_session
 from leanfleet.trt_plugins import running
+from support.cpu_time import slow
 from support.ort_models import tool
 
 OPS = spec.all_specs()
@@ -157,6 +158,7 @@ def test_what_crashes_in_every_call_is_given_up(tmp_path, faulty):
     assert code == 1 and len(crashes) == verify.CRASHES and re.fullmatch(r"given up: \d+ calls were not run", last)
 
 
+@pytest.mark.slow
 def test_a_hang_is_named(tmp_path, faulty):
     code, _, report, _ = command(
         tmp_path, "--runtimes", "torch-cpu", "--limit", "20", **faulty, FAULTY="CausalConv", FAULT="hang"
@@ -169,9 +171,9 @@ def test_a_hang_is_named(tmp_path, faulty):
 @pytest.mark.parametrize(
     "code, problem",
     [
-        ("import os; os.abort()", "it does not open: the process was ended by SIGABRT"),
         ("raise OSError('libnvinfer.so.11 is missing')", "it does not open: OSError: libnvinfer.so.11 is missing"),
-        ("import time; time.sleep(600)", "it does not open: hangs: nothing for 20 s"),
+        slow(("import os; os.abort()", "it does not open: the process was ended by SIGABRT")),
+        slow(("import time; time.sleep(600)", "it does not open: hangs: nothing for 20 s")),
     ],
 )
 def test_a_runtime_that_does_not_open(tmp_path, code, problem):
@@ -208,6 +210,7 @@ class StandIn:
         return {name: a * a.dtype.type(self.factor) if a.dtype.kind == "f" else a for name, a in outputs.items()}
 
 
+@pytest.mark.slow
 def test_tensorrt_with_a_gpu(cases, monkeypatch):
     layers = []
 

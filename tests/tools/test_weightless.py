@@ -7,6 +7,7 @@ import torch
 import transformers
 
 from leanfleet.export import LinearDecoder, LinearDecoderConfig, export_decoder
+from support.cpu_time import rest_slow
 from support.benchmarks import script
 
 weightless = script("models.weightless")
@@ -36,7 +37,7 @@ def initializers(folder):
     }
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", rest_slow(MODELS))
 def test_filled_as_exported(kind, tmp_path):
     torch.manual_seed(0)
     model = MODELS[kind]().eval()

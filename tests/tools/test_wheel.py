@@ -14,6 +14,8 @@ import pytest
 from support.packages import share
 from support.paths import ROOT
 
+pytestmark = pytest.mark.slow  # a wheel takes a build of its own
+
 # Runs in the fresh environment: one decode step of LeanAttention through the C interface, on plain memory.
 SCRIPT = """
 import array, ctypes, math, sys
