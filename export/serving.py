@@ -8,7 +8,8 @@ leanfleet.decoder_contract has the graph's inputs and outputs.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +21,7 @@ from leanfleet import files, progress, spec
 from leanfleet.decoder_contract import (
     BATCH,
     BIAS,
+    CONTEXT_PARALLEL,
     COUNT_INDEX,
     DECODER,
     ENDS,
@@ -44,12 +46,15 @@ from leanfleet.decoder_contract import (
     VALUE_SCALE,
     VOCABULARY,
     WANTED,
+    WORLD,
     Facts,
     Tensor,
     cache_name,
     is_part,
     is_state,
     packed,
+    parallel_of,
+    rank_file,
     read_facts,
     write_facts,
 )
@@ -58,6 +63,7 @@ from leanfleet.export.cache import Cache, pool_shape
 from leanfleet.export.decoder import INSIDE, cache_shapes, made, run, write
 from leanfleet.export.quantised_caches import CacheType, cache_facts
 from leanfleet.export.support import check_supported
+from leanfleet.export.tensor_parallel import alone, shard
 from leanfleet.export.torch_ops import causal_linear_decay, sample_tokens
 
 if TYPE_CHECKING:
@@ -210,7 +216,8 @@ def add_serving(
     **options: Any,
 ) -> None:
     """Adds serving.onnx to a folder that export_decoder wrote of the same model: the folder then serves ContinuousBatch and
-    `leanfleet serve` too. Weights that model.onnx has in a file beside it are taken from there.
+    `leanfleet serve` too. Weights that model.onnx has in a file beside it are taken from there. A tensor parallel folder gets
+    such a graph for each rank.
 
     Arguments and errors are those of export_for_serving. Where one is raised, the folder serves what it did.
 
@@ -224,28 +231,66 @@ def add_serving(
         add_serving(model, "exported")
     """
     folder = Path(folder)
-    facts = read_facts(folder, DECODER)
-    module, arguments, shapes, names = _traced(model, block, cache)
-    program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
-    own: dict[str, Any] = {"block": block, "cache": None, "cache_scales": None, **cache_facts(cache), **found}
-    part, data = folder / f"{SERVING_FILE}.data.part", f"{SERVING_FILE}.data"
-    try:
-        with files.new_file(folder / SERVING_FILE) as path:
-            outside = _take_weights(program.model, folder, part)
-            ir.save(program.model, path)
-            if verify:
-                progress.tell("running the file and the model, to compare them")
-                of_it = found | {"kind": SERVING.kind, "block": block}
-                own["verified"] = verification.verify(model, path, of_it, rope, cache)
-            if outside:  # an earlier file of this name may be in use until here
-                part.replace(folder / data)
-                for value, tensor in outside:
-                    value.const_value = _placed(tensor, data, folder, value)
-                ir.save(program.model, path)
-    finally:
-        part.unlink(missing_ok=True)
-    write_sampler(folder, found["vocabulary"])
+    facts = read_facts(folder, DECODER, parallel=True)
+    parallel = parallel_of(facts)
+    if parallel is not None and parallel.kind == CONTEXT_PARALLEL:
+        raise ValueError(
+            f"{folder} was exported with context_parallel, which continuous batching does not take yet: export the model with "
+            "tensor_parallel, or for one process"
+        )
+    own: dict[str, Any] = {"block": block, "cache": None, "cache_scales": None, **cache_facts(cache)}
+    with ExitStack() as stack:
+        graphs = []
+        for rank in [None] if parallel is None else range(parallel.world):
+            with nullcontext() if rank is None or parallel is None else _share(model, rank, parallel.world):
+                module, arguments, shapes, names = _traced(model, block, cache)
+                program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
+            own |= found
+            graphs.append(_Graph(stack, program.model, folder, rank))
+        if verify:
+            progress.tell("running the file and the model, to compare them")
+            of_it = found | {"kind": SERVING.kind, "block": block}
+            paths = [graph.path for graph in graphs]
+            own["verified"] = (
+                verification.verify(model, paths[0], of_it, rope, cache)
+                if parallel is None
+                else verification.verify_ranks(model, paths, of_it, rope, cache)
+            )
+        for graph in graphs:
+            graph.finish()
+    write_sampler(folder, own["vocabulary"])
     write_facts(folder, facts | {"serving": own})
+
+
+@contextmanager
+def _share(model: Any, rank: int, world: int) -> Iterator[None]:
+    """While it lasts, the model is one rank's share, which can be traced."""
+    with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
+        yield
+
+
+class _Graph:
+    """A SERVING graph, written beside the DECODER graph of the same weights; rank: of those for several. `stack` moves it
+    to its place when it closes, and leaves nothing where it closes with an exception."""
+
+    def __init__(self, stack: ExitStack, model: ir.Model, folder: Path, rank: int | None) -> None:
+        theirs, name = (file if rank is None else rank_file(rank, file) for file in (MODEL_FILE, SERVING_FILE))
+        self.folder, self.data = folder, f"{name}.data"
+        self.part = folder / f"{self.data}.part"
+        stack.callback(self.part.unlink, missing_ok=True)
+        self.path = stack.enter_context(files.new_file(folder / name))
+        self.outside = _take_weights(model, folder, theirs, self.part)
+        ir.save(model, self.path)
+        self.model = model if self.outside else None  # kept no longer than it is needed: it holds all weights
+
+    def finish(self) -> None:
+        """Weights of its own go to their file, which an earlier graph of this name may have used until here."""
+        if self.model is None:
+            return
+        self.part.replace(self.folder / self.data)
+        for value, tensor in self.outside:
+            value.const_value = _placed(tensor, self.data, self.folder, value)
+        ir.save(self.model, self.path)
 
 
 def write_sampler(folder: Path, vocabulary: int) -> None:
@@ -278,11 +323,11 @@ def write_sampler(folder: Path, vocabulary: int) -> None:
     ir.save(function_bodies.attach(ir.Model(graph, ir_version=10)), folder / SAMPLER_FILE)
 
 
-def _take_weights(model: ir.Model, folder: Path, part: Path) -> list[tuple[ir.Value, ir.ExternalTensor]]:
-    """Weights that the folder's model.onnx has outside it become references to the same; other large ones go to the file
-    `part`. Returns the latter."""
+def _take_weights(model: ir.Model, folder: Path, file: str, part: Path) -> list[tuple[ir.Value, ir.ExternalTensor]]:
+    """Weights that the folder's `file` has outside it become references to the same; other large ones go to the file `part`.
+    Returns the latter."""
     theirs: dict[tuple[Any, ...], list[ir.ExternalTensor]] = {}
-    for value in ir.load(folder / MODEL_FILE).graph.initializers.values():
+    for value in ir.load(folder / file).graph.initializers.values():
         if isinstance(value.const_value, ir.ExternalTensor):
             theirs.setdefault(_content(value.const_value), []).append(value.const_value)
     own = []

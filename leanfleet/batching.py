@@ -10,12 +10,14 @@ zeros, or of a snapshot of what a request with the same beginning had there.
 A runtime brings the graph and its pools: leanfleet.ort_ops.serving, leanfleet.trt_plugins.serving.
 """
 
+import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
+from typing import Any, Protocol
 
 import numpy as np
 
@@ -112,6 +114,16 @@ class Launched:
     top: tuple[np.ndarray, np.ndarray] | None  # the most likely tokens of each row
 
 
+class Leader(Protocol):
+    """Of rank 0 of several, whose batches make the same calls: leanfleet.together."""
+
+    def tell(self, call: str, **arguments: Any) -> None:
+        """Tells the others a call that this rank is about to make."""
+
+    def fail(self, error: BaseException) -> None:
+        """Tells them that a call has failed here."""
+
+
 @dataclass(frozen=True)
 class Limits:
     """Sizes of a batch, and what it may share and guess: see leanfleet.ort_ops.serving.ContinuousBatch. Raises ValueError."""
@@ -188,6 +200,8 @@ class Batch(ABC):
         self.guessed = self.guessed_right = 0
         self._place_results()
         self.sampler: StepSampler | None = None  # loaded for the first request that needs it
+        self.leader: Leader | None = None
+        self.said = 0  # a checksum of all tokens so far, by which ranks see that they have the same
 
     @abstractmethod
     def _run(self, feed: dict[str, np.ndarray], logits: bool = False) -> None:
@@ -281,6 +295,11 @@ class Batch(ABC):
             )
         if not isinstance(priority, int):
             raise ValueError(f"priority is {priority!r}; expected a whole number")
+        if self.leader is not None:
+            chosen = asdict(sampling) | asdict(adjustments)
+            self.leader.tell(
+                "add", prompt=prompt, max_new_tokens=max_new_tokens, stop_tokens=sorted(stop), priority=priority, **chosen
+            )
         self.arrivals += 1
         request = Request(prompt, max_new_tokens, stop, sampling, adjustments, priority, self.arrivals)
         self._enqueue(request)
@@ -307,6 +326,8 @@ class Batch(ABC):
 
     def cancel(self, request: Request) -> None:
         """Ends a request now; its pages go back to the pool."""
+        if self.leader is not None and not request.done:
+            self.leader.tell("cancel", arrival=request.arrival)
         if request in self.queue:
             self.queue.remove(request)
         if request in self.running:
@@ -466,8 +487,20 @@ class Batch(ABC):
         A request whose token cannot be chosen (its logits are not finite) is done: the exception is its `error`, its pages go
         back, and the others go on. Raises RuntimeError where the runtime fails; every request is then as it was before,
         so that step() can be called again, or requests cancelled. Those of the failed call whose states it may have changed
-        are computed again.
+        are computed again. Of several ranks (leanfleet.together) none goes on after a failure.
         """
+        if self.leader is not None:
+            self.leader.tell("step", said=self.said)
+        try:
+            given = self._step()
+        except BaseException as error:
+            if self.leader is not None:
+                self.leader.fail(error)
+            raise
+        self.said = zlib.crc32(np.array([(r.arrival, token) for r, token in given], np.int64).tobytes(), self.said)
+        return given
+
+    def _step(self) -> list[tuple[Request, int]]:
         self._admit()
         chosen = self._schedule()
         try:

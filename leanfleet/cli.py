@@ -14,16 +14,18 @@ import math
 import os
 import platform
 import re
+import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import leanfleet
-from leanfleet import files, generate, native, progress, spec
+from leanfleet import driver, files, generate, native, progress, ranks, spec
+from leanfleet.decoder_contract import SERVING
 from leanfleet.tables import print_table
 
 KEY_VARIABLE = "LEANFLEET_API_KEY"
@@ -254,6 +256,7 @@ def _add_serve(commands: argparse._SubParsersAction) -> None:
     serve.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
     serve.add_argument("--device", metavar="DEVICE", help=generate.DEVICE_HELP)
     serve.add_argument("--cuda-graph", action="store_true", help="capture steps as CUDA graphs")
+    generate.add_ranks(serve, "--tensor-parallel W --serve")
     serve.add_argument(
         "--cache-tokens",
         type=_positive,
@@ -693,9 +696,35 @@ def bundle_command(arguments: argparse.Namespace) -> int:
 
 
 def serve_command(arguments: argparse.Namespace) -> int:
-    from leanfleet import serve
-
     generate.check_device(arguments)
+    ranks.end_with_parent()
+    world, here = generate.world_of(arguments, SERVING), ranks.place()
+    if world is None:
+        return _serve(arguments)
+    if here is None:
+        return generate.launch_ranks(arguments, world, serving=True)
+    # What asks the command to end asks rank 0, which lets running answers end; the others end with it.
+    if here.rank:
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+    else:
+        signal.signal(signal.SIGTERM, _asked_to_end)
+    with generate.joined(arguments, here, world) as device:
+        return _serve(arguments, here, device)
+
+
+class _AskedToEnd(SystemExit):
+    """By SIGTERM."""
+
+
+def _asked_to_end(number: int, frame: object) -> None:
+    raise _AskedToEnd(128 + number)
+
+
+def _serve(arguments: argparse.Namespace, here: ranks.Place | None = None, device: driver.Device | None = None) -> int:
+    """Of several ranks the first answers requests."""
+    from leanfleet import serve
+    from leanfleet.together import together
+
     folder = Path(arguments.folder)
     generate.quieten_transformers()
     with progress.stage(f"loading {folder}"):
@@ -706,7 +735,9 @@ def serve_command(arguments: argparse.Namespace) -> int:
             serve.Limits(arguments.max_body, seconds=arguments.timeout),
             arguments.max_waiting,
             providers=None if arguments.provider is None else [f"{arguments.provider.upper()}ExecutionProvider"],
-            device=arguments.device,
+            device=device or arguments.device,
+            rank=None if here is None else here.rank,
+            session_options=None if here is None else generate.options_of_rank(here.world, device),
             cache_tokens=arguments.cache_tokens,
             max_requests=arguments.max_requests,
             step_tokens=arguments.step_tokens,
@@ -725,7 +756,13 @@ def serve_command(arguments: argparse.Namespace) -> int:
         key = ", with an API key" if server.key else ""
         print(f"serving {server.name} at {address} ({kept}{key})", file=sys.stderr, flush=True)
 
-    serve.run(server, arguments.host, arguments.port, arguments.grace, started)
+    if here is None:
+        serve.run(server, arguments.host, arguments.port, arguments.grace, started)
+        return 0
+    with together(server.batch) as leads:
+        if leads:
+            with suppress(_AskedToEnd, KeyboardInterrupt):  # uvicorn raises signals again once it has ended
+                serve.run(server, arguments.host, arguments.port, arguments.grace, started)
     return 0
 
 

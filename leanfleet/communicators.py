@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import TracebackType
+from typing import Any
 
 from leanfleet import native
 
@@ -284,6 +285,11 @@ def world_from_torchrun(
     made = create(name, rank, world, id=bytes.fromhex(store.get(key).decode()), engine=engine, device=device, timeout=timeout)
     _stores.append(store)  # rank 0's may be the server that the others still read from
     return made
+
+
+def torchrun_store() -> Any:
+    """The torch.distributed.Store of the processes that torchrun started; world_from_torchrun has opened it before."""
+    return _stores[-1]
 
 
 _stores: list = []

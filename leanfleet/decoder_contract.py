@@ -5,6 +5,7 @@ model.onnx, leanfleet.json (Facts) and, where it was exported with one, the toke
 model.onnx is of one of them; beside one of the first kind may stand serving.onnx, of the second, with the same weights.
 A tensor parallel folder has a DECODER graph for each rank in place of model.onnx: model.rank0.onnx, model.rank1.onnx, ..., each
 with the rank's share of weights and caches, and AllReduce nodes of the communicator WORLD. Logits are the same on all ranks.
+With --serve it has such a SERVING graph for each rank too: serving.rank0.onnx, ...
 A context parallel folder has one model.onnx for all ranks, a CONTEXT graph, with AllGather nodes of that communicator.
 
 DECODER, of leanfleet.export.export_decoder: B requests of up to N new tokens over caches of S slots, all three dynamic.
@@ -111,6 +112,8 @@ OPTIONAL_FILES = (
     SAMPLER_FILE,
     "model.rank*.onnx",
     "model.rank*.onnx.data",
+    "serving.rank*.onnx",
+    "serving.rank*.onnx.data",
 )  # patterns of files of an export; an earlier one may have left them
 
 INPUT_IDS, SEQ_LENS, QUERY_LENS = "input_ids", "seq_lens", "query_lens"
@@ -329,9 +332,9 @@ def cache_name(layer: int | str, part: str) -> str:
     return f"{layer}.{part}"
 
 
-def rank_file(rank: int) -> str:
-    """The graph of a rank in a tensor parallel folder."""
-    return f"model.rank{rank}.onnx"
+def rank_file(rank: int, file: str = MODEL_FILE) -> str:
+    """The graph of a rank in a tensor parallel folder, of those that are `file` in a folder for one process."""
+    return f"{file.removesuffix('.onnx')}.rank{rank}.onnx"
 
 
 def layer_of(name: str) -> int:
@@ -556,7 +559,7 @@ def read_facts(folder: str | Path, interface: Interface, parallel: bool = False)
     if interface is SERVING and model_file(facts) == SERVING_FILE:
         facts |= facts["serving"] | {"kind": SERVING.kind}
         _check_format(path, facts.get("format", 1), again)
-        if not (folder / SERVING_FILE).is_file():
+        if not ranked and not (folder / SERVING_FILE).is_file():
             raise FileNotFoundError(f"{folder / SERVING_FILE} does not exist, though {path} names it: {again}")
     found = facts.get("kind", DECODER.kind)
     if found != interface.kind:
@@ -567,9 +570,10 @@ def read_facts(folder: str | Path, interface: Interface, parallel: bool = False)
     _check_shares(path, facts, ranked, again)
     checked = cast(Facts, facts)
     if not parallel and (found_ranks := parallel_of(checked)):
+        command = f"leanfleet serve {folder}" if interface is SERVING else f'leanfleet generate {folder} "..."'
         raise ValueError(
-            f"{folder} was exported for {found_ranks.world} ranks ({found_ranks.kind}), which run together: leanfleet generate "
-            f'{folder} "..." --gpus {found_ranks.world}'
+            f"{folder} was exported for {found_ranks.world} ranks ({found_ranks.kind}), which run together: {command} "
+            f"--gpus {found_ranks.world}"
         )
     return checked
 
@@ -600,7 +604,8 @@ def _check_ranks(folder: Path, path: Path, facts: dict[str, Any], ranked: bool, 
         raise ValueError(f"{path}: tensor_parallel is {found}; expected a world of 2 or more ranks, and their files: {again}")
     if not ranked:
         raise ValueError(f"{path} is of a tensor parallel folder, and {folder / MODEL_FILE} is not: {again}")
-    for name in said["files"]:
+    served = [rank_file(rank, SERVING_FILE) for rank in range(cast(int, world))] if model_file(facts) == SERVING_FILE else []
+    for name in said["files"] + served:
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name} does not exist, though {path} names it: {again}")
 
@@ -614,9 +619,32 @@ def refuse_quantised(folder: str | Path, facts: Facts, runtime: str) -> None:
         )
 
 
-def model_file(facts: Mapping[str, Any]) -> str:
-    """The file of the SERVING graph in a folder with these facts."""
-    return SERVING_FILE if isinstance(facts.get("serving"), dict) else MODEL_FILE
+def model_file(facts: Mapping[str, Any], rank: int | None = None) -> str:
+    """The file of the SERVING graph in a folder with these facts, or of a rank's."""
+    file = SERVING_FILE if isinstance(facts.get("serving"), dict) else MODEL_FILE
+    return file if rank is None else rank_file(rank, file)
+
+
+def file_of_rank(folder: Path, facts: Facts, interface: Interface, rank: int | None, library: bool) -> str:
+    """The graph that a process runs: of a rank's share, or with rank None the whole.
+
+    Raises ValueError for a folder that is for one process, a rank that it does not have, and ranks without the library.
+    """
+    parallel = parallel_of(facts)
+    if rank is None:
+        return model_file(facts) if interface is SERVING else MODEL_FILE
+    if parallel is None:
+        raise ValueError(
+            f"{folder} was exported for one process: leave the rank out, or export the model with tensor_parallel or "
+            "context_parallel (leanfleet export --tensor-parallel, --context-parallel)"
+        )
+    if not library:
+        raise ValueError(f"{folder} is for several ranks, which exchange by the library: library=False is for one process")
+    if not 0 <= rank < parallel.world:
+        raise ValueError(f"rank is {rank}, and {folder} was exported for {parallel.world} ranks: 0 to {parallel.world - 1}")
+    if parallel.kind == CONTEXT_PARALLEL:
+        return MODEL_FILE
+    return model_file(facts, rank) if interface is SERVING else rank_file(rank)
 
 
 def _check_format(path: Path, found: object, again: str) -> None:

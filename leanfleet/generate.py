@@ -7,7 +7,8 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -156,15 +157,7 @@ def add_commands(commands: argparse._SubParsersAction) -> None:
     generate.add_argument("--provider", choices=("cpu", "cuda"), help="default: cuda where it works, else cpu")
     generate.add_argument("--device", metavar="DEVICE", help=DEVICE_HELP)
     generate.add_argument("--cuda-graph", action="store_true", help="capture decode steps as CUDA graphs")
-    generate.add_argument(
-        "--gpus",
-        type=int,
-        metavar="W",
-        help="run a folder of --tensor-parallel W or --context-parallel W on W GPUs, a process each",
-    )
-    generate.add_argument(
-        "--ranks", type=int, metavar="W", help="the same, W processes; with --provider cpu on the CPU, to try it without GPUs"
-    )
+    add_ranks(generate, "--tensor-parallel W or --context-parallel W")
     generate.set_defaults(run=generate_command)
 
 
@@ -328,20 +321,28 @@ def export_command(arguments: argparse.Namespace) -> int:
     print(describe_verification(facts.get("verified")), file=sys.stderr)
     size = sum(f.stat().st_size for f in folder.iterdir() if f.is_file()) / 1e6
     parallel = decoder_contract.parallel_of(facts)
-    then = next_step(folder, arguments.dtype, None if parallel is None else parallel.world) + (
-        f", or leanfleet serve {folder}" if arguments.serve else ""
-    )
+    world = None if parallel is None else parallel.world
+    then = next_step(folder, arguments.dtype, world)
+    if arguments.serve:
+        then += f", or leanfleet serve {folder}" + ("" if world is None else f" --gpus {world}")
     print(f"wrote {folder} ({size:.0f} MB); next: {then}", file=sys.stderr)
     return 0
+
+
+def add_ranks(command: argparse.ArgumentParser, folders: str) -> None:
+    """Options of commands that may run as several processes. folders: options of leanfleet export that write such folders."""
+    command.add_argument("--gpus", type=int, metavar="W", help=f"run a folder of {folders} on W GPUs, a process each")
+    command.add_argument(
+        "--ranks", type=int, metavar="W", help="the same, W processes; with --provider cpu on the CPU, to try it without GPUs"
+    )
 
 
 def check_export(arguments: argparse.Namespace) -> None:
     """Raises ValueError or FileNotFoundError where the options of leanfleet export contradict each other."""
     if arguments.tensor_parallel is not None and arguments.context_parallel is not None:
         raise ValueError("--tensor-parallel shares out heads, --context-parallel the tokens in the caches: give one of the two")
-    for name in ("tensor", "context"):
-        if getattr(arguments, f"{name}_parallel") is not None and arguments.serve:
-            raise ValueError(f"--serve writes a graph for one process, --{name}-parallel for several: give one of the two")
+    if arguments.context_parallel is not None and arguments.serve:
+        raise ValueError("--serve writes a graph whose requests share pages, --context-parallel shares out tokens: give one")
     if arguments.weights not in (None, "expand") and not arguments.fuse:
         raise ValueError(
             f"--weights {arguments.weights} needs ONNX Runtime's own operators, which --no-fuse leaves out: give one of the two"
@@ -458,20 +459,28 @@ def generate_command(arguments: argparse.Namespace) -> int:
         temperature = 1.0 if arguments.top_k or arguments.top_p < 1 or arguments.min_p else 0.0
     check_sampling(temperature, arguments.top_k, arguments.top_p, arguments.seed, arguments.min_p)
     ranks.end_with_parent()
-    world, here = world_of(arguments), ranks.place()
+    world, here = world_of(arguments, DECODER), ranks.place()
     if world is None:
         return _generate(arguments, temperature)
     if here is None:
-        return launch_ranks(arguments, world)
+        stdin = sys.stdin.read() if "-" in arguments.prompt else None
+        return launch_ranks(arguments, world, stdin=stdin, passed_on=(130, 141))
+    with joined(arguments, here, world) as device:
+        return _generate(arguments, temperature, here, device)
+
+
+@contextmanager
+def joined(arguments: argparse.Namespace, here: ranks.Place, world: int) -> Iterator[driver.Device]:
+    """Where this rank runs, while it is one of so many. Raises ValueError where another number was started."""
     if here.world != world:
         raise ValueError(f"{arguments.folder} was exported for {world} ranks, and {here.world} were started: start {world}")
     device = rank_device(arguments, here.local)
     engine = "shared_memory" if device.kind == "cpu" else "nccl"
     with ranks.join(decoder_contract.WORLD, engine, None if device.kind == "cpu" else device.index):
-        return _generate(arguments, temperature, here, device)
+        yield device
 
 
-def world_of(arguments: argparse.Namespace) -> int | None:
+def world_of(arguments: argparse.Namespace, interface: decoder_contract.Interface) -> int | None:
     """How many ranks --gpus, --ranks, and where neither is given torchrun's environment, ask for; None: this process alone.
 
     Raises ValueError where the folder was exported for another number.
@@ -481,7 +490,7 @@ def world_of(arguments: argparse.Namespace) -> int | None:
         raise ValueError("--gpus and --ranks both say how many processes run: give one of the two")
     if not asked and ranks.place() is None:
         return None
-    parallel = decoder_contract.parallel_of(decoder_contract.read_facts(arguments.folder, DECODER, parallel=True))
+    parallel = decoder_contract.parallel_of(decoder_contract.read_facts(arguments.folder, interface, parallel=True))
     if parallel is None and not asked:
         return None
     for name, count in asked.items():
@@ -525,16 +534,15 @@ def options_of_rank(world: int, device: driver.Device | None) -> SessionOptions 
     return options
 
 
-def launch_ranks(arguments: argparse.Namespace, world: int) -> int:
-    """Runs this command again, as so many ranks; rank 0 prints. Raises ValueError where there are not as many GPUs."""
+def launch_ranks(arguments: argparse.Namespace, world: int, **options: Any) -> int:
+    """Runs this command again, as so many ranks; rank 0 prints. options: of ranks.launch. Raises ValueError where there are not
+    as many GPUs."""
     if rank_device(arguments, 0).kind == "cuda":
         problem = driver.why_no_gpu()
         if problem or len(driver.gpus()) < world:
             found = problem or f"this process sees {len(driver.gpus())}"
             raise ValueError(f"{world} ranks need a GPU each, and {found}: --ranks {world} --provider cpu runs them on the CPU")
-    stdin = sys.stdin.read() if "-" in arguments.prompt else None
-    command = ranks.python("-m", "leanfleet", *arguments.argv)
-    return ranks.launch(command, world, stdin=stdin, passed_on=(130, 141))
+    return ranks.launch(ranks.python("-m", "leanfleet", *arguments.argv), world, **options)
 
 
 def _generate(

@@ -13,7 +13,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -75,6 +76,44 @@ def join(name: str, engine: str, device: int | None = None) -> Communicator:
     return communicators.create(name, here.rank, here.world, id=own, engine=engine, device=device, timeout=JOIN_SECONDS)
 
 
+def host() -> str:
+    """Where rank 0 is, for the others."""
+    return "127.0.0.1" if _ID_FILE in os.environ else os.environ.get("MASTER_ADDR", "127.0.0.1")
+
+
+def publish(name: str, text: str) -> None:
+    """Rank 0 leaves a text for the others, once under a name."""
+    if (file := os.environ.get(_ID_FILE)) is None:
+        from leanfleet import communicators
+
+        communicators.torchrun_store().set(f"leanfleet/{name}", text)
+        return
+    path = Path(file).with_name(name)
+    part = path.with_name(f"{name}.partial")
+    part.write_text(text)
+    part.rename(path)
+
+
+def published(name: str, seconds: float) -> str:
+    """What rank 0 has left under a name. Raises TimeoutError where it does not come."""
+    deadline = time.monotonic() + seconds
+    if (file := os.environ.get(_ID_FILE)) is None:
+        from leanfleet import communicators
+
+        store, key = communicators.torchrun_store(), f"leanfleet/{name}"
+        while not store.check([key]):
+            if time.monotonic() > deadline:
+                raise TimeoutError(f"rank 0 has not said within {seconds:g} s where it listens")
+            time.sleep(_POLL)
+        return store.get(key).decode()
+    path = Path(file).with_name(name)
+    while not path.exists():
+        if time.monotonic() > deadline:
+            raise TimeoutError(f"rank 0 has not said within {seconds:g} s where it listens")
+        time.sleep(_POLL)
+    return path.read_text()
+
+
 def python(*arguments: str) -> list[str]:
     """A command of this interpreter, which takes modules from where this process does and not from the current folder."""
     return [sys.executable, "-P", *arguments]
@@ -98,12 +137,14 @@ def launch(
     environment: Mapping[str, str] | None = None,
     passed_on: Sequence[int] = (),
     seconds: float | None = None,
+    serving: bool = False,
 ) -> int:
     """Runs a command as `world` processes, and waits for them. Rank 0's output and errors are this process's own; what the
     others print is not shown.
 
     stdin: a text for each; None: nothing. passed_on: exit codes of rank 0 that are no failure, such as of a reader that left.
-    seconds: that all may take; None: as long as they like. Returns rank 0's exit code. Raises RankError, which names the rank
+    seconds: that all may take; None: as long as they like. serving: SIGINT and SIGTERM reach rank 0 alone, as SIGTERM, and this
+    process ends by them once all ranks have ended. Returns rank 0's exit code. Raises RankError, which names the rank
     and has the last line that it said, where one fails, is killed or does not end; no process is left then.
 
     Example:
@@ -115,11 +156,32 @@ def launch(
     with tempfile.TemporaryDirectory(prefix="leanfleet-ranks-") as folder:
         started: list[_Rank] = []
         try:
-            for rank in range(world):
-                started.append(_Rank(command, rank, world, Path(folder), stdin, environment or {}))
-            return _watch(started, passed_on, seconds)
+            with _passed_to_first(started) if serving else nullcontext():
+                for rank in range(world):
+                    started.append(_Rank(command, rank, world, Path(folder), stdin, environment or {}))
+                return _watch(started, passed_on, seconds)
         finally:
             _end(started)
+
+
+@contextmanager
+def _passed_to_first(started: Sequence[_Rank]) -> Iterator[None]:
+    """While it lasts, what asks this process to end asks rank 0, which ends in good order. It ends this process afterwards."""
+    asked: list[int] = []
+
+    def pass_on(number: int, frame: object) -> None:
+        asked.append(number)
+        if started:
+            started[0].process.terminate()
+
+    before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+    if asked:
+        signal.raise_signal(asked[0])
 
 
 class _Rank:

@@ -35,6 +35,7 @@ from starlette.types import Receive, Scope, Send
 
 from leanfleet import generation
 from leanfleet.decoder_contract import SERVING, TOP, read_facts
+from leanfleet.driver import Device
 from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Piece
 from leanfleet.ort_ops.generation import load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
@@ -599,7 +600,8 @@ def load_server(
     cache_tokens: int | None = None,
     max_requests: int = 16,
     step_tokens: int | None = None,
-    device: str | None = None,
+    device: str | Device | None = None,
+    rank: int | None = None,
     **options: Any,
 ) -> Server:
     """The server of an exported folder, as `leanfleet serve` runs it. `application` of what it returns is an ASGI application,
@@ -608,7 +610,7 @@ def load_server(
     folder: with serving.onnx and a tokenizer, as `leanfleet export --serve` writes it. name: the model's, for clients; default:
     the folder's. providers: ONNX Runtime's; default: CUDA where it works, else CPU. cache_tokens: that the pages hold;
     default: 4096, or what the model has positions for, for each of max_requests. step_tokens: default 2048 on CUDA, else 128.
-    device: "cpu", "cuda" or "cuda:1".
+    device: "cpu", "cuda" or "cuda:1". rank: of a tensor parallel folder, as ContinuousBatch takes it.
     options: others of ContinuousBatch, such as cuda_graph, share, snapshots and speculate.
 
     Raises FileNotFoundError for a folder that lacks a file, ValueError for options that do not fit.
@@ -620,7 +622,7 @@ def load_server(
         # now for example uvicorn.run(server.application, port=8000)
     """
     folder = Path(folder)
-    facts = read_facts(folder, SERVING)
+    facts = read_facts(folder, SERVING, parallel=rank is not None)
     if device is None and providers is None:
         providers = default_providers(onnxruntime.get_available_providers())
     chosen = on_device(providers, device) or ()
@@ -628,7 +630,7 @@ def load_server(
     step_tokens = step_tokens or (2048 if any(CUDA in (p, p[0]) for p in chosen) else 128)
     tokenizers = load_tokenizer(folder), load_tokenizer(folder)
     pages = -(-tokens // facts["block"])
-    batch = ContinuousBatch(folder, pages, max_requests, max(step_tokens, max_requests), chosen, **options)
+    batch = ContinuousBatch(folder, pages, max_requests, max(step_tokens, max_requests), chosen, rank=rank, **options)
     return Server(batch, tokenizers, name or folder.resolve().name, key, limits, max_waiting)
 
 

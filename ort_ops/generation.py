@@ -26,14 +26,13 @@ from leanfleet.decoder_contract import (
     POOL,
     RANK,
     SESSION_TYPES,
-    TENSOR_PARALLEL,
     TOKENS,
     Facts,
     check_interface,
     context_pages,
     context_table,
     decoder_interface,
-    parallel_of,
+    file_of_rank,
     read_facts,
 )
 from leanfleet.generation import FolderTokenizer as FolderTokenizer
@@ -147,7 +146,7 @@ def load_decoder(
     providers = on_device(providers, device)
     folder = Path(folder)
     facts = read_facts(folder, DECODER, parallel=rank is not None)
-    file = MODEL_FILE if rank is None else _file_of_rank(folder, facts, rank, library)
+    file = file_of_rank(folder, facts, DECODER, rank, library)
     session = open_exported(folder, providers, session_options, library, file)
     interface = decoder_interface(facts)
     check_interface(session, folder / file, interface, facts["vocabulary"])
@@ -176,21 +175,6 @@ def _share_of(folder: Path, facts: Facts, rank: int, caches: list[NodeArg]) -> S
             f"tokens, where {FACTS_FILE} has {share.block}: export the model again with {DECODER.writer}"
         )
     return share
-
-
-def _file_of_rank(folder: Path, facts: Facts, rank: int, library: bool) -> str:
-    """Raises ValueError for a folder that is for one process, a rank that it does not have, and without the library."""
-    parallel = parallel_of(facts)
-    if parallel is None:
-        raise ValueError(
-            f"{folder} was exported for one process: leave the rank out, or export the model with tensor_parallel or "
-            "context_parallel (leanfleet export --tensor-parallel, --context-parallel)"
-        )
-    if not library:
-        raise ValueError(f"{folder} is for several ranks, which exchange by the library: library=False is for one process")
-    if not 0 <= rank < parallel.world:
-        raise ValueError(f"rank is {rank}, and {folder} was exported for {parallel.world} ranks: 0 to {parallel.world - 1}")
-    return facts["tensor_parallel"]["files"][rank] if parallel.kind == TENSOR_PARALLEL else MODEL_FILE
 
 
 class _Steps:

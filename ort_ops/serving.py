@@ -33,8 +33,8 @@ from leanfleet.decoder_contract import (
     TOP_P,
     WANTED,
     check_interface,
+    file_of_rank,
     is_state,
-    model_file,
     packed,
     read_facts,
     serving_interface,
@@ -182,6 +182,7 @@ class ContinuousBatch(Batch):
     the CUDA provider's options count then. The host makes a step while the one before runs, and reads tokens a step behind.
     (Of folders that earlier versions wrote, steps with pieces of prompts are not captured, and each step is waited for.)
     device: "cpu", "cuda" or "cuda:1", as make_session takes it.
+    rank: of a tensor parallel folder, whose share this process runs, with all others: see leanfleet.together.
     Raises FileNotFoundError or ValueError for a folder that is not one, ValueError for max_requests below 1 or above
     step_tokens and for cuda_graph without the library, and what make_session raises.
 
@@ -210,6 +211,7 @@ class ContinuousBatch(Batch):
         snapshots: int | None = None,
         speculate: int = 0,
         device: str | Device | None = None,
+        rank: int | None = None,
     ) -> None:
         import onnxruntime
 
@@ -224,8 +226,8 @@ class ContinuousBatch(Batch):
             providers = [(CUDA, cuda_options(providers) | settings)]
         providers = on_device(providers, device)
         folder = Path(folder)
-        facts = read_facts(folder, SERVING)
-        path = folder / model_file(facts)
+        facts = read_facts(folder, SERVING, parallel=rank is not None)
+        path = folder / file_of_rank(folder, facts, SERVING, rank, library)
         self.session = open_exported(folder, providers, session_options, library, path.name)
         check_interface(self.session, path, serving_interface(facts), facts["vocabulary"])
         caches = [i for i in self.session.get_inputs() if SERVING.is_cache(i.name)]

@@ -2,6 +2,8 @@
 
 import inspect
 import json
+import os
+import re
 import shutil
 import signal
 import subprocess
@@ -10,13 +12,17 @@ import time
 
 import numpy as np
 import onnx
+import openai
 import pytest
 import torch
 import transformers
 
 from leanfleet import cli, driver, ranks
 from leanfleet.export import export_decoder, quantise
-from leanfleet.ort_ops import generation, load_decoder, stream
+from leanfleet.export.serving import add_serving
+from leanfleet.generation import encode
+from leanfleet.ort_ops import generate, generation, load_decoder, stream
+from leanfleet.ort_ops.serving import ContinuousBatch
 from support.decoders import SIZES, byte_tokenizer, make, minimax, ours
 
 PROGRAM = """
@@ -153,6 +159,8 @@ def exported(tmp_path_factory):
         export_decoder(model, folder / name, byte_tokenizer(), tensor_parallel=2, verify=name == "uneven")
         found[name] = model, folder / name
     export_decoder(found["even"][0], folder / "one", byte_tokenizer(), verify=False)
+    for name in ("even", "one"):
+        add_serving(found["even"][0], folder / name, block=8, verify=name == "even")
     return {**found, "one": (found["even"][0], folder / "one")}
 
 
@@ -326,6 +334,170 @@ def test_the_command_starts_the_ranks_and_prints_one_answer(exported, capfd):
     assert cli.main(["generate", str(exported["even"][1]), *options, "--ranks", "2", "--provider", "cpu"]) == 0
     out, err = capfd.readouterr()
     assert out == expected and err.count("generated: 9 tokens") == 1
+
+
+# Continuous batching
+
+
+def drive(batch, killed=None):
+    """[(tokens, log-probabilities, likeliest tokens)] of requests that come and go in a pool too small for all of them: drawn
+    and greedy ones, some with penalties, biases and priorities, some cancelled, some with a beginning that others have."""
+    random, requests = np.random.default_rng(5), []
+    for i in range(14):
+        prompt = random.integers(3, 200, random.integers(1, 40)).tolist()
+        if i % 3 == 1:
+            prompt = requests[-1].prompt[:17] + prompt[:5]
+        options = dict(temperature=float(random.choice([0, 0.9])), top_k=int(random.integers(0, 30)), seed=i, priority=i % 2)
+        if i % 4 == 1:
+            options |= dict(repetition_penalty=1.3, logit_bias={7: 2.0}, top_logprobs=3)
+        requests.append(batch.add(prompt, int(random.integers(1, 25)), stop_tokens=[], **options))
+        for _ in range(random.integers(0, 5)):
+            batch.step()
+        if i % 5 == 3:
+            batch.cancel(requests[random.integers(0, len(requests))])
+    batch.run()
+    assert batch.preemptions and batch.shared_tokens and batch.pool.in_use == 0
+    return [[r.tokens, r.logprobs, [[token for token, _ in row] for row in r.top_logprobs]] for r in requests]
+
+
+DRIVE = """
+import json, os, signal, sys
+import numpy as np
+from leanfleet import ranks
+from leanfleet.ort_ops.serving import ContinuousBatch
+from leanfleet.together import together
+SOURCE
+ranks.end_with_parent()
+here, (folder, out, options, how) = ranks.place(), sys.argv[1:]
+options = json.loads(options)
+others = options.pop("others", {})
+with ranks.join("world", "shared_memory"):
+    batch = ContinuousBatch(folder, device="cpu", rank=here.rank, **options | (others if here.rank else {}))
+    run = batch._run
+    if how == "killed" and here.rank == 1:
+        batch._run = lambda *a: os.kill(os.getpid(), signal.SIGKILL) if batch.steps == 12 else run(*a)
+    if how == "differs" and here.rank == 1:
+        batch.said = 1
+    if how == "fails" and here.rank == 0:
+        def fails(*a):
+            if batch.steps == 5:
+                raise MemoryError("none left")
+            run(*a)
+        batch._run = fails
+    with together(batch) as leads:
+        if leads:
+            json.dump(drive(batch), open(f"{out}/driven", "w"))
+    assert batch.idle and batch.pool.in_use == 0
+"""
+SMALL = dict(pages=9, max_requests=4, step_tokens=24)
+
+
+def driven(folder, tmp_path, how="well", **options):
+    program, options = DRIVE.replace("SOURCE", inspect.getsource(drive)), json.dumps(SMALL | options)
+    ranks.launch(ranks.python("-c", program, str(folder), str(tmp_path), options, how), 2, seconds=300)
+    return json.loads((tmp_path / "driven").read_text())
+
+
+def assert_same(found, expected):
+    assert [(tokens, top) for tokens, _, top in found] == [(tokens, top) for tokens, _, top in expected]
+    for (_, one, _), (_, other, _) in zip(found, expected, strict=True):
+        np.testing.assert_allclose(one, other, atol=1e-4)
+
+
+def test_a_batch_of_two_ranks_gives_one_processs_tokens(exported, tmp_path):
+    found = driven(exported["even"][1], tmp_path)
+    assert_same(found, drive(ContinuousBatch(exported["one"][1], device="cpu", **SMALL)))
+
+
+@pytest.mark.slow
+def test_a_batch_of_two_ranks_that_guesses(exported, tmp_path):
+    found = driven(exported["even"][1], tmp_path, speculate=3)
+    assert_same(found, drive(ContinuousBatch(exported["one"][1], device="cpu", **SMALL, speculate=3)))
+
+
+@pytest.mark.slow
+def test_a_batch_under_torchrun(exported, tmp_path):
+    program, options = DRIVE.replace("SOURCE", inspect.getsource(drive)), json.dumps(SMALL)
+    (tmp_path / "program.py").write_text(program)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", tmp_path / "program.py"]
+    subprocess.run([*command, exported["even"][1], tmp_path, options, "well"], check=True, timeout=300)
+    found = json.loads((tmp_path / "driven").read_text())
+    assert_same(found, drive(ContinuousBatch(exported["one"][1], device="cpu", **SMALL)))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "how, others, message",
+    [
+        ("killed", {}, r"rank 1 \(process \d+\) was killed by SIGKILL; the other ranks were ended\n"),
+        ("differs", {}, r"RankError: rank 1 has other tokens than rank 0, after 0 steps"),
+        ("fails", {}, r"MemoryError: none left"),
+        ("well", {"pages": 8}, r"ValueError: rank 1 has a batch of .*'pages': 8.* rank 0 one of .*'pages': 9"),
+    ],
+    ids=["killed", "differs", "fails", "sizes"],
+)
+def test_a_batch_that_ends_early(exported, tmp_path, how, others, message, capfd):
+    """The reason is in the error, or in what rank 0 prints, whichever rank is the first to end."""
+    begun = time.monotonic()
+    with pytest.raises(ranks.RankError, match=r"^rank [01] (failed with exit code 1|\(process \d+\) was killed)") as caught:
+        driven(exported["even"][1], tmp_path, how, others=others)
+    assert re.search(message, f"{caught.value}\n{capfd.readouterr().err}")
+    assert time.monotonic() - begun < 60 and not (tmp_path / "driven").exists()
+
+
+def test_a_served_folder_of_two_ranks(exported, tmp_path):
+    """Each rank has a graph for it; errors say what is missing."""
+    folder = exported["even"][1]
+    facts = json.loads((folder / "leanfleet.json").read_text())
+    assert facts["serving"]["verified"]["largest_difference"] <= facts["serving"]["verified"]["bound"]
+    assert {p.name for p in folder.glob("*.onnx")} == {
+        *(f"{name}.rank{rank}.onnx" for name in ("model", "serving") for rank in range(2)),
+        "sampler.onnx",
+    }
+    with pytest.raises(ValueError, match=r"for 2 ranks \(tensor_parallel\), which run together: leanfleet serve .* --gpus 2$"):
+        ContinuousBatch(folder, pages=4)
+    with pytest.raises(ValueError, match="rank is 2, and .* was exported for 2 ranks: 0 to 1"):
+        ContinuousBatch(folder, pages=4, rank=2)
+    with pytest.raises(ValueError, match="library=False is for one process"):
+        ContinuousBatch(folder, pages=4, rank=0, library=False)
+    with pytest.raises(ValueError, match="was exported for one process: leave the rank out"):
+        ContinuousBatch(exported["one"][1], pages=4, rank=0)
+    shutil.copytree(folder, tmp_path / "copy")
+    (tmp_path / "copy" / "serving.rank1.onnx").unlink()
+    with pytest.raises(FileNotFoundError, match="serving.rank1.onnx does not exist, though .* names it"):
+        ContinuousBatch(tmp_path / "copy", pages=4, rank=0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
+def test_the_command_serves_with_two_ranks(exported, ends):
+    """Streams; asked to end, it does so once what has begun is through."""
+    one = load_decoder(exported["one"][1], device="cpu")
+    prompt = encode(one.tokenizer, "a prompt", chat=False)
+    expected = one.tokenizer.decode(generate(one, [prompt], 100, stop_tokens=())[0][0], skip_special_tokens=True)
+    options = ["--port", "0", "--provider", "cpu", "--ranks", "2", "--cache-tokens", "512"]
+    # A shell's background jobs, and so what runs there, ignore SIGINT.
+    code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
+    code += "from leanfleet.__main__ import main; sys.exit(main())"
+    command = [sys.executable, "-P", "-c", code, "serve", str(exported["even"][1]), *options]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+        try:
+            line = next((line for line in process.stderr if line.startswith("serving ")), None)
+            assert line, process.wait(10)
+            client = openai.OpenAI(base_url=re.search(r"http://\S+", line)[0], api_key="none", max_retries=0)
+            asked = dict(model="even", prompt="a prompt", max_tokens=100, temperature=0, extra_body={"ignore_eos": True})
+            assert client.completions.create(**asked).choices[0].text == expected
+            parts = iter(client.completions.create(stream=True, **asked))
+            text = next(parts).choices[0].text
+            if ends == signal.SIGINT:
+                os.killpg(process.pid, ends)  # as a terminal does
+            else:
+                process.send_signal(ends)
+            assert text + "".join(part.choices[0].text for part in parts if part.choices) == expected
+            ended = {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}[ends]  # as one process does
+            assert process.wait(30) == ended, process.stderr.read()
+        finally:
+            process.kill()
 
 
 @pytest.mark.slow
