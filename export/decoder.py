@@ -69,7 +69,7 @@ from leanfleet.export.support import (
     linear_layers_of,
     most_positions,
 )
-from leanfleet.export.tensor_parallel import alone, check_shardable, check_world, shard
+from leanfleet.export.tensor_parallel import alone, check_shardable, check_world, shard, share_of_cache
 from leanfleet.export.torch_ops import normalized_linear_attention
 from leanfleet.spec import numbers_each
 
@@ -550,18 +550,14 @@ def _write_ranks(
     options: Mapping[str, Any],
 ) -> torch.onnx.ONNXProgram:
     """As write, of a tensor parallel folder: one rank's share after the other, so that each is traced like a model."""
-    if isinstance(cache, CalibratedCache):
-        raise ValueError(
-            f"{type(model).__name__}: cache has calibrated scales, of all heads, which tensor_parallel does not share out yet: "
-            f"give cache={cache.form!r}, with a scale for each token, or leave tensor_parallel out"
-        )
     check_shardable(model, world, list(cache_shapes(model, cache)))
     first: torch.onnx.ONNXProgram | None = None
     with files.new_folder(folder, OPTIONAL_FILES) as new:
         paths = [new / rank_file(rank) for rank in range(world)]
         for rank, path in enumerate(paths):
             with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
-                module, arguments, shapes, names = _traced(model, all_logits, cache)
+                own = share_of_cache(cache, rank, world)
+                module, arguments, shapes, names = _traced(model, all_logits, own)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | dict(options))
             facts |= found
             save(program.model, path)

@@ -63,7 +63,7 @@ from leanfleet.export.cache import Cache, pool_shape
 from leanfleet.export.decoder import INSIDE, cache_shapes, made, run, write
 from leanfleet.export.quantised_caches import CacheType, cache_facts
 from leanfleet.export.support import check_supported
-from leanfleet.export.tensor_parallel import alone, shard
+from leanfleet.export.tensor_parallel import alone, shard, share_of_cache
 from leanfleet.export.torch_ops import causal_linear_decay, sample_tokens
 
 if TYPE_CHECKING:
@@ -243,7 +243,8 @@ def add_serving(
         graphs = []
         for rank in [None] if parallel is None else range(parallel.world):
             with nullcontext() if rank is None or parallel is None else _share(model, rank, parallel.world):
-                module, arguments, shapes, names = _traced(model, block, cache)
+                share = cache if rank is None or parallel is None else share_of_cache(cache, rank, parallel.world)
+                module, arguments, shapes, names = _traced(model, block, share)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
             own |= found
             graphs.append(_Graph(stack, program.model, folder, rank))

@@ -20,6 +20,7 @@ from torch.nn import Linear, Module, Parameter
 
 from leanfleet import communicators
 from leanfleet.decoder_contract import MOST_RANKS, WORLD
+from leanfleet.export.quantised_caches import CacheType, CalibratedCache
 from leanfleet.export.support import check_shared_layers, check_supported
 from leanfleet.export.torch_ops import all_reduce
 
@@ -102,6 +103,17 @@ def shard(model: Any, rank: int, world: int) -> Iterator[None]:
                 if isinstance(getattr(config, name, None), int):
                     _set(undo, config, name, count)
         yield
+
+
+def share_of_cache(cache: CacheType | None, rank: int, world: int) -> CacheType | None:
+    """A rank's caches: scales of channels are those of its heads."""
+    if not isinstance(cache, CalibratedCache) or cache.kind == "tensor":
+        return cache
+    own = CalibratedCache(cache.form, cache.kind, {})
+    for name, scale in cache.named_buffers():  # [Hkv,1,D]
+        heads = shares(len(scale), world)[rank]
+        own.register_buffer(name, scale[heads.start : heads.stop])
+    return own
 
 
 @contextmanager

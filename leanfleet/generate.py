@@ -351,10 +351,6 @@ def check_export(arguments: argparse.Namespace) -> None:
         raise ValueError("--scales goes with --calibrate FILE, whose text scales are found on")
     if arguments.calibrate is not None and arguments.cache is None:
         raise ValueError("--calibrate finds scales of quantised caches: say which, such as --cache fp8")
-    if arguments.calibrate is not None and arguments.tensor_parallel is not None:
-        raise ValueError(
-            "--calibrate finds scales of all heads, which --tensor-parallel does not share out yet: give one of the two"
-        )
     if arguments.calibrate is not None and not Path(arguments.calibrate).is_file():
         raise FileNotFoundError(f"--calibrate {arguments.calibrate}: there is no such file")
 
