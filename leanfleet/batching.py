@@ -14,6 +14,7 @@ import zlib
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -115,13 +116,18 @@ class Launched:
 
 
 class Leader(Protocol):
-    """Of rank 0 of several, whose batches make the same calls: leanfleet.together."""
+    """Of rank 0 of several, whose batches make the same calls: leanfleet.together. over: why they cannot go on, else empty."""
+
+    over: str
 
     def tell(self, call: str, **arguments: Any) -> None:
         """Tells the others a call that this rank is about to make."""
 
     def fail(self, error: BaseException) -> None:
         """Tells them that a call has failed here."""
+
+    def check(self) -> None:
+        """Raises where an exchange among the ranks has failed."""
 
 
 @dataclass(frozen=True)
@@ -295,15 +301,30 @@ class Batch(ABC):
             )
         if not isinstance(priority, int):
             raise ValueError(f"priority is {priority!r}; expected a whole number")
-        if self.leader is not None:
-            chosen = asdict(sampling) | asdict(adjustments)
-            self.leader.tell(
-                "add", prompt=prompt, max_new_tokens=max_new_tokens, stop_tokens=sorted(stop), priority=priority, **chosen
-            )
-        self.arrivals += 1
-        request = Request(prompt, max_new_tokens, stop, sampling, adjustments, priority, self.arrivals)
-        self._enqueue(request)
+        request = Request(prompt, int(max_new_tokens), stop, sampling, adjustments, priority, self.arrivals + 1)
+        told = {name: getattr(request, name) for name in ("prompt", "max_new_tokens", "priority")}
+        with self._told("add", **told, stop_tokens=sorted(stop), **asdict(sampling), **asdict(adjustments)):
+            self.arrivals += 1
+            self._enqueue(request)
         return request
+
+    @contextmanager
+    def _told(self, call: str, **arguments: Any) -> Iterator[None]:
+        """A call that the other ranks make too, if there are any. Where it fails here none goes on."""
+        if self.leader is None:
+            yield
+            return
+        self.leader.tell(call, **arguments)
+        try:
+            yield
+        except BaseException as error:
+            self.leader.fail(error)
+            raise
+
+    @property
+    def over(self) -> str:
+        """Why the ranks' batches cannot go on; empty while they can, and for one process."""
+        return "" if self.leader is None else self.leader.over
 
     def _load_sampler(self) -> None:
         if self.sampler is not None:
@@ -326,14 +347,13 @@ class Batch(ABC):
 
     def cancel(self, request: Request) -> None:
         """Ends a request now; its pages go back to the pool."""
-        if self.leader is not None and not request.done:
-            self.leader.tell("cancel", arrival=request.arrival)
-        if request in self.queue:
-            self.queue.remove(request)
-        if request in self.running:
-            self.running.remove(request)
-        self._release(request)
-        request.done = True
+        with nullcontext() if request.done or self.over else self._told("cancel", arrival=request.arrival):
+            if request in self.queue:
+                self.queue.remove(request)
+            if request in self.running:
+                self.running.remove(request)
+            self._release(request)
+            request.done = True
 
     def _release(self, request: Request) -> None:
         self.pool.release(request.pages)
@@ -489,14 +509,8 @@ class Batch(ABC):
         so that step() can be called again, or requests cancelled. Those of the failed call whose states it may have changed
         are computed again. Of several ranks (leanfleet.together) none goes on after a failure.
         """
-        if self.leader is not None:
-            self.leader.tell("step", said=self.said)
-        try:
+        with self._told("step", said=self.said):
             given = self._step()
-        except BaseException as error:
-            if self.leader is not None:
-                self.leader.fail(error)
-            raise
         self.said = zlib.crc32(np.array([(r.arrival, token) for r, token in given], np.int64).tobytes(), self.said)
         return given
 
@@ -560,6 +574,8 @@ class Batch(ABC):
     def _finish(self, launched: Launched) -> list[tuple[Request, int]]:
         """Waits for a step, and gives its tokens to the requests."""
         self.exchange.wait(launched.mark)
+        if self.leader is not None:
+            self.leader.check()  # a replayed graph returns, with no error, where a rank is gone
         tokens, logprobs = (array.tolist() for array in self._chosen_tokens(launched))
         results, end = [], 0
         for request, given, guess in launched.chosen:

@@ -18,7 +18,7 @@ import signal
 import sys
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import nullcontext, suppress
+from contextlib import nullcontext
 from importlib import metadata
 from pathlib import Path
 from typing import Any
@@ -703,11 +703,8 @@ def serve_command(arguments: argparse.Namespace) -> int:
         return _serve(arguments)
     if here is None:
         return generate.launch_ranks(arguments, world, serving=True)
-    # What asks the command to end asks rank 0, which lets running answers end; the others end with it.
     if here.rank:
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-    else:
-        signal.signal(signal.SIGTERM, _asked_to_end)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal's, which reaches all
     with generate.joined(arguments, here, world) as device:
         return _serve(arguments, here, device)
 
@@ -759,10 +756,16 @@ def _serve(arguments: argparse.Namespace, here: ranks.Place | None = None, devic
     if here is None:
         serve.run(server, arguments.host, arguments.port, arguments.grace, started)
         return 0
+    # What asks the command to end asks rank 0, which lets running answers end; the others end with it.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN if here.rank else _asked_to_end)
     with together(server.batch) as leads:
         if leads:
-            with suppress(_AskedToEnd, KeyboardInterrupt):  # uvicorn raises signals again once it has ended
+            try:
                 serve.run(server, arguments.host, arguments.port, arguments.grace, started)
+            except (_AskedToEnd, KeyboardInterrupt):  # uvicorn raises signals again once it has ended
+                pass
+            finally:
+                server.close()
     return 0
 
 

@@ -287,8 +287,16 @@ def world_from_torchrun(
     return made
 
 
+def check() -> None:
+    """Raises leanfleet.native.LeanfleetError where one of this process's communicators is known to have failed."""
+    for one in list(_open.values()):
+        one.check()
+
+
 def torchrun_store() -> Any:
-    """The torch.distributed.Store of the processes that torchrun started; world_from_torchrun has opened it before."""
+    """The torch.distributed.Store of the processes that torchrun started. Raises ValueError before world_from_torchrun."""
+    if not _stores:
+        raise ValueError("this process has not joined the world of torchrun: call world_from_torchrun before")
     return _stores[-1]
 
 

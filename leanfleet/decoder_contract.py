@@ -634,9 +634,9 @@ def file_of_rank(folder: Path, facts: Facts, interface: Interface, rank: int | N
     if rank is None:
         return model_file(facts) if interface is SERVING else MODEL_FILE
     if parallel is None:
+        options = "--tensor-parallel W --serve" if interface is SERVING else "--tensor-parallel W or --context-parallel W"
         raise ValueError(
-            f"{folder} was exported for one process: leave the rank out, or export the model with tensor_parallel or "
-            "context_parallel (leanfleet export --tensor-parallel, --context-parallel)"
+            f"{folder} was exported for one process: leave the rank out, or export the model with leanfleet export {options}"
         )
     if not library:
         raise ValueError(f"{folder} is for several ranks, which exchange by the library: library=False is for one process")

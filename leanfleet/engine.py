@@ -206,6 +206,9 @@ class Engine:
             return False
         if not self.batch.idle:
             self._step()
+        if self.batch.over:  # of several ranks one has failed
+            self._fail(RuntimeError(self.batch.over))
+            return False
         return True
 
     def _step(self) -> None:

@@ -14,7 +14,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -153,20 +153,25 @@ def launch(
         program = "import os; print('rank', os.environ['RANK'], 'of', os.environ['WORLD_SIZE'])"
         ranks.launch(ranks.python("-c", program), 2)  # rank 0 of 2
     """
-    with tempfile.TemporaryDirectory(prefix="leanfleet-ranks-") as folder:
-        started: list[_Rank] = []
-        try:
-            with _passed_to_first(started) if serving else nullcontext():
+    started: list[_Rank] = []
+    signals: AbstractContextManager[list[int]] = _passed_to_first(started) if serving else nullcontext([])
+    with signals as asked:
+        with tempfile.TemporaryDirectory(prefix="leanfleet-ranks-") as folder:
+            try:
                 for rank in range(world):
                     started.append(_Rank(command, rank, world, Path(folder), stdin, environment or {}))
+                if asked:  # while the first was starting
+                    started[0].process.terminate()
                 return _watch(started, passed_on, seconds)
-        finally:
-            _end(started)
+            finally:
+                _end(started)
+    return 128 + asked[0]
 
 
 @contextmanager
-def _passed_to_first(started: Sequence[_Rank]) -> Iterator[None]:
-    """While it lasts, what asks this process to end asks rank 0, which ends in good order. It ends this process afterwards."""
+def _passed_to_first(started: Sequence[_Rank]) -> Iterator[list[int]]:
+    """While it lasts, what asks this process to end asks rank 0, which ends in good order. It ends this process afterwards.
+    Gives the signals that came."""
     asked: list[int] = []
 
     def pass_on(number: int, frame: object) -> None:
@@ -176,7 +181,10 @@ def _passed_to_first(started: Sequence[_Rank]) -> Iterator[None]:
 
     before = {number: signal.signal(number, pass_on) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        yield
+        yield asked
+    except RankError:  # by the signal, where it was still loading
+        if not asked:
+            raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

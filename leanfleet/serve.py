@@ -40,6 +40,7 @@ from leanfleet.engine import CANCELLED, FAILED, Answer, Closed, Engine, Full, Pi
 from leanfleet.ort_ops.generation import load_tokenizer
 from leanfleet.ort_ops.serving import ContinuousBatch
 from leanfleet.ort_ops.sessions import CUDA, default_providers, on_device
+from leanfleet.ranks import RankError
 
 MOST_ERRORS = 50  # in a body that are worth a list
 Told = tuple[int, float, tuple[tuple[int, float], ...]]  # a token, its log-probability, and those of the likeliest tokens
@@ -274,6 +275,11 @@ class Server:
         yield
         await asyncio.to_thread(self.engine.close)
 
+    def close(self) -> None:
+        """Ends the engine, where it runs still, and what answers are left."""
+        if (engine := vars(self).get("engine")) is not None:
+            engine.close()
+
     def refuse(self, refusal: Refusal) -> JSONResponse:
         self.metrics.refused.labels(str(refusal.status)).inc()
         return refusal.response()
@@ -405,7 +411,7 @@ class Server:
             self.cancel(answers)
             if isinstance(error, Full):
                 raise Refusal(429, f"{self.max_waiting} requests wait already; try again later") from None
-            if isinstance(error, Closed):
+            if isinstance(error, Closed | RankError):
                 raise Refusal(503, "the server ends") from None
             if isinstance(error, ValueError):
                 raise Refusal(400, str(error)) from None
@@ -650,5 +656,8 @@ def run(server: Server, host: str, port: int, grace: float, started: Callable[[s
             await super().startup(sockets)
             if self.started:
                 started(address)
+
+        async def on_tick(self, counter: int) -> bool:
+            return bool(server.batch.over) or await super().on_tick(counter)
 
     Announced(config).run([bound])

@@ -16,14 +16,14 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
-from leanfleet import ranks
+from leanfleet import communicators, ranks
 
 if TYPE_CHECKING:
     from leanfleet.batching import Batch, Request
 
 SECONDS = 600.0  # that ranks wait for the one that is the last to load its share
-_HELLO, _LAST_WORDS = 60.0, 1.0  # that a connection may take to say who it is, and why it ends
-_MOST = 4096  # bytes of a hello
+_HELLO, _LAST_WORDS = 10.0, 1.0  # that a connection may take to say who it is, and why it ends
+_MOST = 4096  # bytes of a hello, or of last words
 _uses = itertools.count()  # of together in this process: all ranks have the same number
 
 
@@ -61,7 +61,7 @@ def together(batch: Batch, seconds: float = SECONDS) -> Iterator[bool]:
                 _follow(batch, iter(lines), here)
             except Exception as error:
                 with suppress(OSError):  # rank 0 knows by it why its own call fails, or the next one
-                    connection.sendall(f"{type(error).__name__}: {error}\n".encode())
+                    connection.sendall(f"{_in_a_line(error)}\n".encode())
                 raise
         yield False
         return
@@ -71,9 +71,16 @@ def together(batch: Batch, seconds: float = SECONDS) -> Iterator[bool]:
         batch.leader = leader
         yield True
         leader.tell("end")
+    except BaseException as error:
+        leader.fail(error)
+        raise
     finally:
         batch.leader = None
         leader.close()
+
+
+def _in_a_line(error: BaseException) -> str:
+    return " ".join(f"{type(error).__name__}: {error}".split())[:1000]
 
 
 def _sizes(batch: Batch) -> dict[str, Any]:
@@ -133,25 +140,35 @@ class Leader:
         if self.over:
             raise ranks.RankError(self.over)
         line = json.dumps([call, arguments]).encode() + b"\n"
+        self.over = "a call was interrupted while ranks were told of it: start all of them again"
         for rank, connection in self.others.items():
             try:
                 connection.sendall(line)
             except OSError as error:
                 self.over = self._reason() or f"rank {rank} has ended ({error})"
+                if call == "cancel":  # needs nobody else: the next call says it
+                    return
                 raise ranks.RankError(self.over) from error
+        self.over = ""
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that a call has failed here. Their batches may have gone on, so that nothing follows. Raises
         RankError where it failed because another rank did."""
         if self.over:
             return
-        why = f"a call failed on rank 0 ({type(error).__name__}: {error})"
+        why = f"a call failed on rank 0: {_in_a_line(error)}"
         with suppress(ranks.RankError):
             self.tell("failed", why=why)
-        theirs = self._reason()
-        self.over = theirs or f"{why}, and the ranks are no longer the same: start all of them again"
-        if theirs and not theirs.endswith(f": {why}"):
+        theirs = self.over or self._reason()
+        if theirs.endswith(why):  # they only say it again
+            theirs = ""
+        self.over = theirs or f"{why}; the ranks are no longer the same: start all of them again"
+        if theirs:
             raise ranks.RankError(theirs) from error
+
+    def check(self) -> None:
+        """Raises leanfleet.native.LeanfleetError where an exchange has failed."""
+        communicators.check()
 
     def _reason(self) -> str:
         """Why another rank has ended, as far as one says so."""
@@ -180,7 +197,7 @@ def _connected(here: ranks.Place, seconds: float) -> Iterator[socket.socket]:
 
 def _follow(batch: Batch, lines: Iterator[bytes], here: ranks.Place) -> None:
     """Makes the calls that rank 0 makes."""
-    requests: dict[int, Request] = {}  # by their arrival
+    requests: dict[int, Request] = {request.arrival: request for request in (*batch.running, *batch.queue)}
     try:
         for line in lines:
             call, arguments = json.loads(line)
@@ -193,12 +210,13 @@ def _follow(batch: Batch, lines: Iterator[bytes], here: ranks.Place) -> None:
             if call == "add":
                 request = batch.add(**arguments | {"logit_bias": dict(arguments["logit_bias"])})
                 requests[request.arrival] = request
-            if call == "cancel" and arguments["arrival"] in requests:
+            if call == "cancel":
                 batch.cancel(requests.pop(arguments["arrival"]))
             if call == "step":
                 if arguments["said"] != batch.said:
                     raise ranks.RankError(f"rank {here.rank} has other tokens than rank 0, after {batch.steps} steps")
                 batch.step()
+                communicators.check()
                 requests = {arrival: request for arrival, request in requests.items() if not request.done}
     except ConnectionError as error:
         raise ranks.RankError(f"rank 0 has ended ({error})") from error

@@ -9,7 +9,10 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import contextmanager
+from pathlib import Path
 
+import httpx
 import numpy as np
 import onnx
 import openai
@@ -468,36 +471,76 @@ def test_a_served_folder_of_two_ranks(exported, tmp_path):
         ContinuousBatch(tmp_path / "copy", pages=4, rank=0)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT])
-def test_the_command_serves_with_two_ranks(exported, ends):
-    """Streams; asked to end, it does so once what has begun is through."""
-    one = load_decoder(exported["one"][1], device="cpu")
-    prompt = encode(one.tokenizer, "a prompt", chat=False)
-    expected = one.tokenizer.decode(generate(one, [prompt], 100, stop_tokens=())[0][0], skip_special_tokens=True)
+@contextmanager
+def serving(folder, tmp_path):
+    """(the command, a client) of a server of two ranks."""
     options = ["--port", "0", "--provider", "cpu", "--ranks", "2", "--cache-tokens", "512"]
     # A shell's background jobs, and so what runs there, ignore SIGINT.
     code = "import signal, sys; signal.signal(signal.SIGINT, signal.default_int_handler); "
     code += "from leanfleet.__main__ import main; sys.exit(main())"
-    command = [sys.executable, "-P", "-c", code, "serve", str(exported["even"][1]), *options]
-    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True, start_new_session=True) as process:
+    command, environment = [sys.executable, "-P", "-c", code, "serve", str(folder), *options], {"TMPDIR": str(tmp_path)}
+    with subprocess.Popen(
+        command, stderr=subprocess.PIPE, text=True, start_new_session=True, env={**os.environ, **environment}
+    ) as process:
         try:
             line = next((line for line in process.stderr if line.startswith("serving ")), None)
             assert line, process.wait(10)
-            client = openai.OpenAI(base_url=re.search(r"http://\S+", line)[0], api_key="none", max_retries=0)
-            asked = dict(model="even", prompt="a prompt", max_tokens=100, temperature=0, extra_body={"ignore_eos": True})
-            assert client.completions.create(**asked).choices[0].text == expected
-            parts = iter(client.completions.create(stream=True, **asked))
-            text = next(parts).choices[0].text
-            if ends == signal.SIGINT:
-                os.killpg(process.pid, ends)  # as a terminal does
-            else:
-                process.send_signal(ends)
-            assert text + "".join(part.choices[0].text for part in parts if part.choices) == expected
-            ended = {signal.SIGTERM: -signal.SIGTERM, signal.SIGINT: 130}[ends]  # as one process does
-            assert process.wait(30) == ended, process.stderr.read()
+            yield process, openai.OpenAI(base_url=re.search(r"http://\S+", line)[0], api_key="none", max_retries=0)
         finally:
             process.kill()
+    assert not list(tmp_path.glob("leanfleet-ranks-*"))
+
+
+ANSWER = dict(model="even", prompt="a prompt", max_tokens=100, temperature=0, extra_body={"ignore_eos": True})
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("ends", [signal.SIGTERM, signal.SIGINT, "all"])
+def test_the_command_serves_with_two_ranks(exported, tmp_path, ends):
+    """Streams; asked to end, it does so once what has begun is through, and leaves nothing."""
+    one = load_decoder(exported["one"][1], device="cpu")
+    prompt = encode(one.tokenizer, "a prompt", chat=False)
+    expected = one.tokenizer.decode(generate(one, [prompt], 100, stop_tokens=())[0][0], skip_special_tokens=True)
+    with serving(exported["even"][1], tmp_path) as (process, client):
+        assert client.completions.create(**ANSWER).choices[0].text == expected
+        parts = iter(client.completions.create(stream=True, **ANSWER))
+        text = next(parts).choices[0].text
+        if ends == signal.SIGTERM:
+            process.send_signal(ends)
+        else:  # to every process, as a terminal does, or who stops a service
+            os.killpg(process.pid, signal.SIGTERM if ends == "all" else ends)
+        assert text + "".join(part.choices[0].text for part in parts if part.choices) == expected
+        ended = 130 if ends == signal.SIGINT else -signal.SIGTERM  # as one process does
+        assert process.wait(30) == ended, process.stderr.read()
+
+
+@pytest.mark.slow
+def test_a_server_one_of_whose_ranks_is_killed(exported, tmp_path):
+    with serving(exported["even"][1], tmp_path) as (process, client):
+        parts = iter(client.completions.create(stream=True, **ANSWER))
+        next(parts)
+        children = map(int, Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split())
+        (first,) = [pid for pid in children if b"\0RANK=1\0" in Path(f"/proc/{pid}/environ").read_bytes()]
+        os.kill(first, signal.SIGKILL)
+        with pytest.raises((openai.APIError, httpx.HTTPError)):
+            list(parts)
+            client.completions.create(**ANSWER)
+        assert process.wait(60) == 2
+        said = process.stderr.read()
+        assert re.search(r"leanfleet serve: rank (1 \(process \d+\) was killed by SIGKILL|0 failed)", said), said
+
+
+@pytest.mark.slow
+def test_a_server_that_ends_while_it_loads(exported, tmp_path):
+    command = ["serve", str(exported["even"][1]), "--port", "0", "--provider", "cpu", "--ranks", "2"]
+    environment = {**os.environ, "TMPDIR": str(tmp_path)}
+    with subprocess.Popen([sys.executable, "-m", "leanfleet", *command], stderr=subprocess.PIPE, env=environment) as process:
+        while not list(tmp_path.glob("leanfleet-ranks-*/rank1.txt")):
+            assert process.poll() is None
+            time.sleep(0.02)
+        process.terminate()
+        assert process.wait(30) == -signal.SIGTERM and b"failed" not in process.stderr.read()
+    assert not list(tmp_path.glob("leanfleet-ranks-*"))
 
 
 @pytest.mark.slow
