@@ -102,7 +102,8 @@ class Leader:
 
     def __init__(self, here: ranks.Place, seconds: float) -> None:
         self.others: dict[int, socket.socket] = {}
-        self.over = ""  # why nothing can be told any more
+        self.over = ""  # why nothing can be told any more; other threads read it
+        self.telling = False
         host, key = ranks.host(), secrets.token_hex(16)
         family = socket.getaddrinfo(host, None)[0][0]
         deadline = time.monotonic() + seconds
@@ -137,10 +138,12 @@ class Leader:
     def tell(self, call: str, **arguments: Any) -> None:
         """Tells the others a call that this rank is about to make. Raises RankError where a rank is gone, and after a call
         that failed."""
+        if self.telling:
+            self.over = self.over or "a call was interrupted while ranks were told of it: start all of them again"
         if self.over:
             raise ranks.RankError(self.over)
         line = json.dumps([call, arguments]).encode() + b"\n"
-        self.over = "a call was interrupted while ranks were told of it: start all of them again"
+        self.telling = True  # an interrupt leaves it so: some ranks may know of the call, some not
         for rank, connection in self.others.items():
             try:
                 connection.sendall(line)
@@ -149,7 +152,7 @@ class Leader:
                 if call == "cancel":  # needs nobody else: the next call says it
                     return
                 raise ranks.RankError(self.over) from error
-        self.over = ""
+        self.telling = False
 
     def fail(self, error: BaseException) -> None:
         """Tells the others that a call has failed here. Their batches may have gone on, so that nothing follows. Raises
