@@ -291,14 +291,7 @@ class Batch(ABC):
         if max_new_tokens is None:
             max_new_tokens = default_new_tokens(len(prompt), self.max_positions, self.capacity)
         check_positive("max_new_tokens", max_new_tokens)
-        needed = len(prompt) + max_new_tokens
-        if self.max_positions and needed > self.max_positions:
-            raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
-        if self.capacity is not None and needed > self.capacity:
-            raise ValueError(
-                f"a prompt of {len(prompt)} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
-                f"pages of {self.block}; the pool has {self.pool.count}. Make it larger, or ask for fewer tokens"
-            )
+        self.check_room(len(prompt), max_new_tokens)
         if not isinstance(priority, int):
             raise ValueError(f"priority is {priority!r}; expected a whole number")
         request = Request(prompt, int(max_new_tokens), stop, sampling, adjustments, priority, self.arrivals + 1)
@@ -325,6 +318,17 @@ class Batch(ABC):
     def over(self) -> str:
         """Why the ranks' batches cannot go on; empty while they can, and for one process."""
         return "" if self.leader is None else self.leader.over
+
+    def check_room(self, prompt: int, max_new_tokens: int) -> None:
+        """Raises ValueError for a request of more tokens than the model's positions or the pool could ever hold."""
+        needed = prompt + max_new_tokens
+        if self.max_positions and needed > self.max_positions:
+            raise ValueError(f"{needed} tokens are more than the {self.max_positions} positions that the model was trained for")
+        if self.capacity is not None and needed > self.capacity:
+            raise ValueError(
+                f"a prompt of {prompt} tokens and {max_new_tokens} new ones need {-(-needed // self.block)} "
+                f"pages of {self.block}; the pool has {self.pool.count}. Make it larger, or ask for fewer tokens"
+            )
 
     def _load_sampler(self) -> None:
         if self.sampler is not None:

@@ -580,8 +580,11 @@ def test_commands_that_do_not_fit(exported, tmp_path, capfd, monkeypatch):
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "3")
     assert "was exported for 2 ranks, and 3 were started: start 2" in refused(capfd, *run)
-    for option in ("--tensor-parallel", "--context-parallel"):
-        assert "give one of the two" in refused(capfd, "export", "model", tmp_path / "x", option, "2", "--serve")
+    shared = "export", "model", tmp_path / "x", "--context-parallel", "2", "--serve"
+    assert "--context-parallel shares out tokens: give one" in refused(capfd, *shared)
+    monkeypatch.delenv("RANK")
+    assert "export the model with leanfleet export --tensor-parallel 2 --serve" in refused(capfd, "serve", one, "--ranks", "2")
+    assert "which run together: leanfleet serve" in refused(capfd, "serve", two)
     both = "--tensor-parallel", "2", "--context-parallel", "2"
     assert "shares out heads, --context-parallel the tokens" in refused(capfd, "export", "model", tmp_path / "x", *both)
 
