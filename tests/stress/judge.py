@@ -18,7 +18,8 @@ disturbances may leave one element where it was by luck. Nothing in it is fitted
 Tensor cores take operands of T: on CUDA sT is also that of every result on the way, disturbed by a rounding to T. There the
 gradient of log_decay is a sum over later tokens of q dq - k dk, so that it may be off by a rounding of these sums, also where they
 cancel. Kernels of the delta rule solve a triangular system for each chunk of tokens, whose errors are those of its largest rows:
-of rows with less than SHORT elements the spread is the largest of the tokens around.
+of rows with less than SHORT elements the spread is the largest of the tokens around, and of a state that has such rows or
+columns the largest of the state.
 
 Tokens are those of the float32 reference, bit for bit, and their log-probabilities, a logit less a logarithm of a sum of V
 terms, off by 2 sqrt(V) u + 4 u |exact|. Other integers are exact, those of a quantised cache but for one step where the rounding of
@@ -43,6 +44,7 @@ DISTURBANCES = (
 )  # of outputs with rows of at least SHORT elements, and of others, which two may leave where they were by luck
 SHORT = 16
 CHUNK = 32  # tokens, of the delta rule
+STATES = ("final_state", "grad_initial_state")
 OF_TOKENS = ("output", "grad_query", "grad_key", "grad_value", "grad_log_decay")
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
@@ -158,6 +160,11 @@ class Judge:
             tokens = 1 if case.attrs.get("layout") == "bnhd" else 2
             self.spread |= {
                 n: around(x, tokens) for n, x in self.spread.items() if n in OF_TOKENS and x.dim() == 4 and x.shape[-1] < SHORT
+            }
+            self.spread |= {
+                n: x.amax((-2, -1), keepdim=True).expand_as(x)
+                for n, x in self.spread.items()
+                if n in STATES and x.numel() and min(x.shape[-2:]) < SHORT
             }
 
     def _disturbed(self, inputs, units, seed):
