@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from numbers import Real
 from typing import TYPE_CHECKING
 
 from leanfleet.decoder_contract import TOP
@@ -61,17 +62,18 @@ def beam_search(
     check_positive("max_new_tokens", max_new_tokens)
     if early_stopping not in (True, False, "never"):
         raise ValueError(f"early_stopping is {early_stopping!r}; expected True, False or 'never'")
-    if not math.isfinite(length_penalty):
+    if not isinstance(length_penalty, Real) or not math.isfinite(length_penalty):
         raise ValueError(f"length_penalty is {length_penalty!r}; expected a finite number")
     stop = stop_set(stop_tokens, batch.stop_tokens)
-    looked_at = max(2, 1 + len(stop)) * beams
+    each = max(2, 1 + len(stop))  # so that `beams` go on, though all likelier tokens are stop tokens
+    looked_at = each * beams
     if looked_at > TOP:
         raise ValueError(
             f"beams is {beams}, and with {len(stop)} stop tokens a step looks at {looked_at} tokens behind each beam; it tells "
-            f"{TOP}: ask for {TOP // max(2, 1 + len(stop))} beams or fewer"
+            f"{TOP}: ask for {TOP // each} beams or fewer"
         )
     searches = [
-        _Search(check_prompt(prompt, batch.vocabulary), beams, max_new_tokens, length_penalty, early_stopping, stop)
+        _Search(check_prompt(prompt, batch.vocabulary), beams, looked_at, max_new_tokens, length_penalty, early_stopping, stop)
         for prompt in prompts
     ]
     for search in searches:
@@ -99,14 +101,16 @@ def beam_search(
 
 
 class _Search:
-    """The search behind one prompt. beams: [(tokens, sum of their log-probabilities)] that go on, the best first. answers:
-    those that have ended, the best first."""
+    """The search behind one prompt. looked_at: how many continuations of all beams a step looks at. beams: [(tokens, sum of
+    their log-probabilities)] that go on, the best first. answers: those that have ended, the best first."""
 
     def __init__(
-        self, prompt: list[int], count: int, most: int, length_penalty: float, early: bool | str, stop: set[int]
+        self, prompt: list[int], count: int, looked_at: int, most: int, length_penalty: float, early: bool | str, stop: set[int]
     ) -> None:
-        self.prompt, self.count, self.most = prompt, count, most
-        self.length_penalty, self.early, self.stop = length_penalty, early, stop
+        self.prompt, self.count, self.looked_at, self.most = prompt, count, looked_at, most
+        self.length_penalty, self.stop = length_penalty, stop
+        self.never = early == "never"
+        self.at_once = bool(early) and not self.never
         self.beams: list[tuple[list[int], float]] = [([], 0.0)]
         self.answers: list[Beam] = []
         self.over = False
@@ -123,17 +127,18 @@ class _Search:
         ]
         found.sort(key=lambda each: -each[1])
         self.beams = []
-        for place, (tokens, logprob) in enumerate(found[: max(2, 1 + len(self.stop)) * self.count]):
+        for place, (tokens, logprob) in enumerate(found[: self.looked_at]):
             if tokens[-1] in self.stop or len(tokens) == self.most:
                 if place < self.count:  # what is no better than a beam ends no search
                     self.answers.append(Beam(tokens, logprob, self.score(logprob, len(tokens))))
             elif len(self.beams) < self.count:
                 self.beams.append((tokens, logprob))
         self.answers = sorted(self.answers, key=lambda answer: -answer.score)[: self.count]
-        self.over = not self.beams or (len(self.answers) == self.count and (self.early is True or not self._may_improve()))
+        full = len(self.answers) == self.count
+        self.over = not self.beams or (full and (self.at_once or not self._may_improve()))
 
     def _may_improve(self) -> bool:
         """Whether a beam that goes on may become better than the worst answer."""
         tokens, logprob = self.beams[0]
-        length = self.most if self.early == "never" and self.length_penalty > 0 else len(tokens)
+        length = self.most if self.never and self.length_penalty > 0 else len(tokens)
         return self.score(logprob, length) > self.answers[-1].score

@@ -100,6 +100,7 @@ def test_wrong_options(exported):
         (dict(max_new_tokens=0), "max_new_tokens is 0"),
         (dict(early_stopping="soon"), "early_stopping is 'soon'; expected True, False or 'never'"),
         (dict(length_penalty=float("nan")), "length_penalty is nan"),
+        (dict(length_penalty="long"), "length_penalty is 'long'; expected a finite number"),
         (dict(max_new_tokens=10_000), "positions that the model was trained for|the pool has 60"),
     ):
         with pytest.raises(ValueError, match=words):
