@@ -18,8 +18,8 @@ disturbances may leave one element where it was by luck. Nothing in it is fitted
 Tensor cores take operands of T: on CUDA sT is also that of every result on the way, disturbed by a rounding to T. There the
 gradient of log_decay is a sum over later tokens of q dq - k dk, so that it may be off by a rounding of these sums, also where they
 cancel. Kernels of the delta rule solve a triangular system for each chunk of tokens, whose errors are those of its largest rows:
-of rows with less than SHORT elements the spread is the largest of the tokens around, and of a state that has such rows or
-columns the largest of the state.
+of rows with less than SHORT elements the spread is the largest of the tokens around, and of a state with fewer
+than SHORT numbers a value column the largest of the state.
 
 Tokens are those of the float32 reference, bit for bit, and their log-probabilities, a logit less a logarithm of a sum of V
 terms, off by 2 sqrt(V) u + 4 u |exact|. Other integers are exact, those of a quantised cache but for one step where the rounding of
@@ -161,10 +161,11 @@ class Judge:
             self.spread |= {
                 n: around(x, tokens) for n, x in self.spread.items() if n in OF_TOKENS and x.dim() == 4 and x.shape[-1] < SHORT
             }
+            keys = -1 if case.attrs.get("state_v_first") else -2  # of a state, its axis D
             self.spread |= {
                 n: x.amax((-2, -1), keepdim=True).expand_as(x)
                 for n, x in self.spread.items()
-                if n in STATES and x.numel() and min(x.shape[-2:]) < SHORT
+                if n in STATES and x.numel() and x.shape[keys] < SHORT
             }
 
     def _disturbed(self, inputs, units, seed):
