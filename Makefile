@@ -32,7 +32,7 @@ SOURCES := pyproject.toml $(shell find csrc -type f)
 
 .PHONY: demo test test-all stress docs audit setup packages lint clean
 
-# Bytecode is kept, whatever the environment says: compiling PyTorch's files anew takes every process 5 to 10 CPU seconds.
+# Bytecode is kept, whatever the environment says: compiling PyTorch's files anew takes every process 3 to 10 CPU seconds.
 export PYTHONDONTWRITEBYTECODE :=
 export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
 

@@ -39,7 +39,6 @@ from leanfleet.decoder_contract import (
     TOKENS,
     VALUE,
     VALUE_SUM,
-    WORLD,
     Facts,
     Interface,
     cache_forms,
@@ -69,7 +68,7 @@ from leanfleet.export.support import (
     linear_layers_of,
     most_positions,
 )
-from leanfleet.export.tensor_parallel import alone, check_shardable, check_world, shard, share_of_cache
+from leanfleet.export.tensor_parallel import check_shardable, check_world, share_of_rank
 from leanfleet.export.torch_ops import normalized_linear_attention
 from leanfleet.spec import numbers_each
 
@@ -555,8 +554,7 @@ def _write_ranks(
     with files.new_folder(folder, OPTIONAL_FILES) as new:
         paths = [new / rank_file(rank) for rank in range(world)]
         for rank, path in enumerate(paths):
-            with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
-                own = share_of_cache(cache, rank, world)
+            with share_of_rank(model, cache, rank, world) as own:
                 module, arguments, shapes, names = _traced(model, all_logits, own)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | dict(options))
             facts |= found

@@ -8,8 +8,8 @@ leanfleet.decoder_contract has the graph's inputs and outputs.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Iterable
+from contextlib import ExitStack, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -46,7 +46,6 @@ from leanfleet.decoder_contract import (
     VALUE_SCALE,
     VOCABULARY,
     WANTED,
-    WORLD,
     Facts,
     Tensor,
     cache_name,
@@ -63,7 +62,7 @@ from leanfleet.export.cache import Cache, pool_shape
 from leanfleet.export.decoder import INSIDE, cache_shapes, made, run, write
 from leanfleet.export.quantised_caches import CacheType, cache_facts
 from leanfleet.export.support import check_supported
-from leanfleet.export.tensor_parallel import alone, shard, share_of_cache
+from leanfleet.export.tensor_parallel import share_of_rank
 from leanfleet.export.torch_ops import causal_linear_decay, sample_tokens
 
 if TYPE_CHECKING:
@@ -242,9 +241,10 @@ def add_serving(
     with ExitStack() as stack:
         graphs = []
         for rank in [None] if parallel is None else range(parallel.world):
-            with nullcontext() if rank is None or parallel is None else _share(model, rank, parallel.world):
-                share = cache if rank is None or parallel is None else share_of_cache(cache, rank, parallel.world)
-                module, arguments, shapes, names = _traced(model, block, share)
+            with (
+                nullcontext(cache) if rank is None or parallel is None else share_of_rank(model, cache, rank, parallel.world)
+            ) as its_cache:
+                module, arguments, shapes, names = _traced(model, block, its_cache)
                 program, found = made(module, arguments, shapes, fuse, verify, rope, names | options)
             own |= found
             graphs.append(_Graph(stack, program.model, folder, rank))
@@ -261,13 +261,6 @@ def add_serving(
             graph.finish()
     write_sampler(folder, own["vocabulary"])
     write_facts(folder, facts | {"serving": own})
-
-
-@contextmanager
-def _share(model: Any, rank: int, world: int) -> Iterator[None]:
-    """While it lasts, the model is one rank's share, which can be traced."""
-    with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
-        yield
 
 
 class _Graph:

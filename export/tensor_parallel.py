@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch.nn import Linear, Module, Parameter
 
-from leanfleet import communicators
+from leanfleet import communicators, progress
 from leanfleet.decoder_contract import MOST_RANKS, WORLD
 from leanfleet.export.quantised_caches import CacheType, CalibratedCache
 from leanfleet.export.support import check_shared_layers, check_supported
@@ -114,6 +114,13 @@ def share_of_cache(cache: CacheType | None, rank: int, world: int) -> CacheType 
         heads = shares(len(scale), world)[rank]
         own.register_buffer(name, scale[heads.start : heads.stop])
     return own
+
+
+@contextmanager
+def share_of_rank(model: Any, cache: CacheType | None, rank: int, world: int) -> Iterator[CacheType | None]:
+    """While it lasts, the model is one rank's share and can be traced, in a world of its own. Gives the rank's caches."""
+    with progress.stage(f"rank {rank} of {world}"), shard(model, rank, world), alone(WORLD):
+        yield share_of_cache(cache, rank, world)
 
 
 @contextmanager

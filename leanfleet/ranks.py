@@ -19,6 +19,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from leanfleet import files
+
 if TYPE_CHECKING:
     from leanfleet.communicators import Communicator
 
@@ -83,35 +85,40 @@ def host() -> str:
 
 def publish(name: str, text: str) -> None:
     """Rank 0 leaves a text for the others, once under a name."""
-    if (file := os.environ.get(_ID_FILE)) is None:
-        from leanfleet import communicators
-
-        communicators.torchrun_store().set(f"leanfleet/{name}", text)
+    if (path := _path_of(name)) is None:
+        _torchrun_store().set(f"leanfleet/{name}", text)
         return
-    path = Path(file).with_name(name)
-    part = path.with_name(f"{name}.partial")
-    part.write_text(text)
-    part.rename(path)
+    with files.new_file(path) as new:
+        new.write_text(text)
 
 
 def published(name: str, seconds: float) -> str:
     """What rank 0 has left under a name. Raises TimeoutError where it does not come."""
     deadline = time.monotonic() + seconds
-    if (file := os.environ.get(_ID_FILE)) is None:
-        from leanfleet import communicators
-
-        store, key = communicators.torchrun_store(), f"leanfleet/{name}"
-        while not store.check([key]):
-            if time.monotonic() > deadline:
-                raise TimeoutError(f"rank 0 has not said within {seconds:g} s where it listens")
-            time.sleep(_POLL)
-        return store.get(key).decode()
-    path = Path(file).with_name(name)
-    while not path.exists():
+    while (text := _found(name)) is None:
         if time.monotonic() > deadline:
             raise TimeoutError(f"rank 0 has not said within {seconds:g} s where it listens")
         time.sleep(_POLL)
-    return path.read_text()
+    return text
+
+
+def _found(name: str) -> str | None:
+    if (path := _path_of(name)) is None:
+        store, key = _torchrun_store(), f"leanfleet/{name}"
+        return store.get(key).decode() if store.check([key]) else None
+    return path.read_text() if path.exists() else None
+
+
+def _path_of(name: str) -> Path | None:
+    """Where launch's ranks have a text; None under torchrun, whose store has it."""
+    file = os.environ.get(_ID_FILE)
+    return None if file is None else Path(file).with_name(name)
+
+
+def _torchrun_store() -> Any:
+    from leanfleet import communicators
+
+    return communicators.torchrun_store()
 
 
 def python(*arguments: str) -> list[str]:

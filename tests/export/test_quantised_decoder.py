@@ -11,7 +11,6 @@ import transformers
 
 from leanfleet import cli, decoder_contract, variants
 from leanfleet.export import calibrate, export_decoder, function_bodies, quantised_caches, tensor_parallel
-from leanfleet.export import decoder as decoder_module
 from leanfleet.export.serving import add_serving, export_for_serving
 from leanfleet.export.verification import VerificationError
 from leanfleet.ort_ops import genai
@@ -163,7 +162,7 @@ def test_scales_of_other_heads_are_found(tmp_path, monkeypatch):
     model = decoders.make("llama")
     cache = calibrate(model, [list(range(3, 60))], "int8", "channel")
     mine = tensor_parallel.share_of_cache
-    monkeypatch.setattr(decoder_module, "share_of_cache", lambda cache, rank, world: mine(cache, 1 - rank, world))
+    monkeypatch.setattr(tensor_parallel, "share_of_cache", lambda cache, rank, world: mine(cache, 1 - rank, world))
     with pytest.raises(VerificationError):
         export_decoder(model, tmp_path / "out", cache=cache, tensor_parallel=2)
     assert not (tmp_path / "out").exists()

@@ -341,7 +341,7 @@ def test_the_command_starts_the_ranks_and_prints_one_answer(exported, capfd):
 # Continuous batching
 
 
-def drive(batch, killed=None):
+def drive(batch):
     """[(tokens, log-probabilities, likeliest tokens)] of requests that come and go in a pool too small for all of them: drawn
     and greedy ones, some with penalties, biases and priorities, some cancelled, some with a beginning that others have."""
     random, requests = np.random.default_rng(5), []
@@ -352,7 +352,7 @@ def drive(batch, killed=None):
         options = dict(temperature=float(random.choice([0, 0.9])), top_k=int(random.integers(0, 30)), seed=i, priority=i % 2)
         if i % 4 == 1:
             options |= dict(repetition_penalty=1.3, logit_bias={7: 2.0}, top_logprobs=3)
-        requests.append(batch.add(prompt, int(random.integers(1, 25)), stop_tokens=[], **options))
+        requests.append(batch.add(prompt, random.integers(1, 25), stop_tokens=[], **options))
         for _ in range(random.integers(0, 5)):
             batch.step()
         if i % 5 == 3:
