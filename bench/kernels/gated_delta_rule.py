@@ -4,10 +4,11 @@
 
 writes OUT.json and OUT.md: medians of a CUDA graph's replay between two events, with the L2 cache flushed by reading before
 each. The floor is inputs, outputs and states moved once at 4.25 TB/s, what an H200 reaches in copies. Heads are 16 of queries
-and keys and 48 of values, 128 wide, but in the shapes that --drawn adds, which are drawn from a seed. The peer is fla-core
-(`pip install fla-core`), for calls that it takes: 16-bit, a decay of each token, 64 tokens and more. Where it takes no more
-value heads than key heads, it gets repeated ones, which are made outside of what is timed. Its time for gradients is that of
-both passes less that of the forward; ours starts from the inputs.
+and keys and 48 of values, 128 wide, but where 32 of each stand, as Kimi-Linear has them, and in the shapes that --drawn adds,
+which are drawn from a seed, each with a decay of each token and with one of each key dimension. The peer is fla-core
+(`pip install fla-core`), its chunk_gated_delta_rule or its chunk_kda, for calls that it takes: 16-bit, 64 tokens and more. Where
+it takes no more value heads than key heads, it gets repeated ones, which are made outside of what is timed. Its time for
+gradients is that of both passes less that of the forward; ours starts from the inputs.
 """
 
 import argparse
@@ -46,6 +47,11 @@ SHAPES = [
     Shape((512,) * 16),
     Shape((2048,), "float32"),
     Shape((2048,), special="key"),
+    Shape((2048,), special="key", heads=(32, 32)),
+    Shape((8192,), special="key", heads=(32, 32)),
+    Shape((8192,), "float16", special="key", heads=(32, 32)),
+    Shape((2048,) * 4, special="key", heads=(32, 32)),
+    Shape((512,), special="key", heads=(32, 32)),
     Shape((1,)),
     Shape((1,), special="v_first"),
     Shape((1,) * 43),
@@ -70,7 +76,8 @@ def drawn(count):
         longest = LONGEST // requests
         lengths = [round(math.exp(draw.uniform(math.log(64), math.log(longest)))) for _ in range(requests)]
         lengths = tuple(lengths) if packed else (lengths[0],) * requests
-        shapes.append(Shape(lengths, draw.choice(("float16", "bfloat16")), "", heads, widths, packed))
+        dtype = draw.choice(("float16", "bfloat16"))
+        shapes += [Shape(lengths, dtype, special, heads, widths, packed) for special in ("", "key")]
     return shapes
 
 
@@ -108,7 +115,10 @@ def launches_of(shape):
 
 def fla_call(shape, inputs, repeats, backward):
     """A call of fla-core's kernels with keys and queries repeated so many times; with backward, of its gradients too."""
-    from fla.ops.gated_delta_rule import chunk_gated_delta_rule
+    if "key" in shape.special:
+        from fla.ops.kda import chunk_kda as rule
+    else:
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule as rule
 
     given = {name: inputs[name].transpose(1, 2).contiguous() for name in ("query", "key", "value", "log_decay", "beta")}
     for name in ("query", "key"):
@@ -116,7 +126,7 @@ def fla_call(shape, inputs, repeats, backward):
     given["initial_state"], offsets = inputs["initial_state"].clone(), inputs.get("cu_seqlens")
 
     def forward():
-        return chunk_gated_delta_rule(
+        return rule(
             given["query"],
             given["key"],
             given["value"],
@@ -139,9 +149,9 @@ def fla_call(shape, inputs, repeats, backward):
 def fla_graphs(shape, inputs):
     """{name: graph} of fla-core's kernels for the same call: the forward, and for gradients both passes too. {} where it does
     not take the call."""
-    if shape.dtype == "float32" or "key" in shape.special or shape.special == "v_first" or min(shape.lengths) < 64:
+    if shape.dtype == "float32" or shape.special == "v_first" or min(shape.lengths) < 64:
         return {}
-    wanted = {"fla_us": False} if shape.special != "grad" else {"fla_forward_us": False, "fla_both_us": True}
+    wanted = {"fla_us": False} if "grad" not in shape.special else {"fla_forward_us": False, "fla_both_us": True}
     for repeats in (1, shape.heads[1] // shape.heads[0]):  # versions differ in what they take, and in what they raise
         try:
             return {name: captured(fla_call(shape, inputs, repeats, backward)) for name, backward in wanted.items()}

@@ -1,5 +1,5 @@
-// Long prompts on Hopper go in two kernels. prepare.cu makes, for all chunks of 64 tokens at once, what does not depend on
-// states; states.cu then takes each state from chunk to chunk. Between the two are these records in global memory. Rows past a
+// Long prompts on Hopper go in two kernels. prepare.cu, or prepare_keys.cu for decays of key dimensions, makes for all chunks of
+// 64 tokens at once what does not depend on states; states.cu then takes each state from chunk to chunk. Between the two are these records in global memory. Rows past a
 // request's end are 0 in them.
 #pragma once
 
@@ -24,15 +24,27 @@ struct alignas(128) Scores {
   float from_state[kChunk];
 };
 static_assert(sizeof(System) % 128 == 0 && sizeof(Scores) % 128 == 0);
+// The same where key dimensions have decays of their own, which rows of keys and queries have in them: keys times the decay
+// from the chunk's begin to their token and from there to the chunk's end, both as sums of two tiles; queries times the former.
+template <int kD>
+struct alignas(128) KeySystem {
+  unsigned char from_state[2][kChunk * kD * 2], high[kSquareBytes], low[kSquareBytes];
+  unsigned char to_state[2][kChunk * kD * 2];
+  float kept[kD];
+};
+template <int kD>
+struct alignas(128) KeyScores {
+  unsigned char query[kChunk * kD * 2], tile[kSquareBytes];
+};
 
 // Chunks have slots. Without offsets those of all requests alternate; with them chunk c of a request that begins at token b has
 // slot b / 64 + request + c, so that no request's depend on the lengths of those before it. Windows of slots are walked one
 // after another, which bounds the workspace.
 struct Prompt {
   Args args;
-  System* systems;  // [slot of the window][value head]
-  Scores* scores;   // [slot of the window][head of the output]
-  float* carried;   // [request or, with offsets, window % 2][value head][slice]: states between windows; null: one window
+  void* systems;   // [slot of the window][value head] of System, or KeySystem
+  void* scores;    // [slot of the window][head of the output] of Scores, or KeyScores
+  float* carried;  // [request or, with offsets, window % 2][value head][slice]: states between windows; null: one window
   int64_t first_slot, slots;
   int64_t window;
   int group, of_query, of_key;  // heads of the output of a value head and of a query head; value heads of a key head
@@ -81,5 +93,6 @@ struct PromptMaps {
 
 // The first kernel for a window; returns the cudaError_t.
 int launch_prepare(const Prompt& prompt, const PromptMaps& maps, void* stream);
+int launch_prepare_keys(const Prompt& prompt, const PromptMaps& maps, void* stream);
 
 }  // namespace leanfleet::gated_delta_rule

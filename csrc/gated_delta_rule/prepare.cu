@@ -5,9 +5,8 @@
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
 
-#include "core/hopper.cuh"
 #include "core/op.h"
-#include "gated_delta_rule/chunks.cuh"
+#include "gated_delta_rule/prepare.cuh"
 
 namespace leanfleet::gated_delta_rule {
 
@@ -203,14 +202,6 @@ __device__ __forceinline__ void diagonal_with_decay(const Products& c, const Hea
   }
 }
 
-// Blocks above the diagonal, which nothing else writes, by four warps: rows of 2, 4 and 6 chunks.
-__device__ __forceinline__ void clear_above(uint32_t tile, int thread) {
-  const int row = thread % kBlock, chunk = thread / kBlock;  // 8 chunks of 16 rows
-#pragma unroll
-  for (int block = 0; block < kBlocks - 1; ++block)
-    if (chunk / 2 > block) store_16_bytes(tile + chunk_offset<kChunk>(kBlock * block + row, chunk), make_uint4(0, 0, 0, 0));
-}
-
 // This warp's rows of -M in two planes, of products of keys, with the inverse of I + M's block in place of the diagonal one.
 template <class T>
 __device__ __forceinline__ void make_system(const Products& c, const HeadScalars& head, Shared& s, uint32_t high, uint32_t low,
@@ -225,121 +216,7 @@ __device__ __forceinline__ void make_system(const Products& c, const HeadScalars
   with_decay(c, head, by, warp, lane,
              [&](int row, int column, float x, float y) { store_planes<T>(high, low, kBlock * warp + row, column, x, y); });
   __syncwarp();
-  invert_block(diagonal, lane);
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      const int row = fragment_row(lane, 2 * r), column = 8 * n + fragment_column(lane, 0);
-      const float2 pair = *reinterpret_cast<const float2*>(&diagonal[row][column]);
-      store_planes<T>(high, low, kBlock * warp + row, kBlock * warp + column, pair.x, pair.y);
-    }
-}
-
-__device__ __forceinline__ void copy_16_bytes(unsigned char* to, uint32_t from, int bytes, int thread, int threads) {
-  for (int i = 16 * thread; i < bytes; i += 16 * threads) *reinterpret_cast<uint4*>(to + i) = load_16_bytes(from + i);
-}
-
-// Rows of a chunk, asked for by one thread and waited for by others. Rows of other requests after the chunk's last become 0,
-// for which all of `warp`s meet at `meet`.
-template <int kD>
-__device__ __forceinline__ void load_rows(const CUtensorMap& map, uint32_t to, const ChunkPlace& chunk, int head,
-                                          uint32_t full) {
-  mbarrier_arrive_expect_tx(full, Layout<kD>::kRowsBytes);
-#pragma unroll
-  for (int box = 0; box < Layout<kD>::kBoxes; ++box)
-    hopper::tma_load(to + box * kSquareBytes, &map, 64 * box, static_cast<int>(chunk.token), head,
-                     static_cast<int>(chunk.batch), full);
-}
-template <int kD, class Meet>
-__device__ __forceinline__ void wait_rows(const Prompt& prompt, const ChunkPlace& chunk, uint32_t rows, uint64_t& full,
-                                          uint32_t parity, int warp, int lane, Meet&& meet) {
-  mbarrier_wait(shared_address(&full), parity);
-  const int lines = kChunk - chunk.tokens;
-  if (prompt.args.cu_seqlens == nullptr || lines == 0) return;
-  for (int i = warp * 32 + lane; i < Layout<kD>::kBoxes * lines * 8; i += kThreads) {
-    const int line = i / 8;
-    store_16_bytes(rows + line / lines * kSquareBytes + (chunk.tokens + line % lines) * 128 + i % 8 * 16,
-                   make_uint4(0, 0, 0, 0));
-  }
-  meet();
-}
-
-// A 16 x 16 block as the left side of products, in two planes.
-struct Planes {
-  uint32_t high[4], low[4];
-};
-template <class T>
-__device__ __forceinline__ Planes take_planes(const float (&a)[4], const float (&b)[4]) {
-  Planes to;
-  const float pairs[4][2] = {{a[0], a[1]}, {a[2], a[3]}, {b[0], b[1]}, {b[2], b[3]}};
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    uint32_t planes[2];
-    split_pair<T>(pairs[i][0], pairs[i][1], planes);
-    to.high[i] = planes[0], to.low[i] = planes[1];
-  }
-  return to;
-}
-// c += left times the transposed block (i, j) of the tiles.
-template <class T>
-__device__ __forceinline__ void multiply(float (&c)[2][4], const Planes& left, uint32_t high, uint32_t low, int i, int j,
-                                         int lane) {
-  uint32_t b[4], rest[4];
-  load_matrices(b, right_rows(high, i, j, lane));
-  load_matrices(rest, right_rows(low, i, j, lane));
-#pragma unroll
-  for (int n = 0; n < 2; ++n) mma(T{}, c[n], left.high, rest[2 * n], rest[2 * n + 1]);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) mma(T{}, c[n], left.low, b[2 * n], b[2 * n + 1]);
-#pragma unroll
-  for (int n = 0; n < 2; ++n) mma(T{}, c[n], left.high, b[2 * n], b[2 * n + 1]);
-}
-
-// A transposed block in two planes to tiles whose rows are rows again; by: factors of the block's columns.
-template <class T>
-__device__ __forceinline__ void store_solved(const float (&x)[2][4], const float (&by)[2], uint32_t high, uint32_t low, int row,
-                                             int column, int lane) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n)
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      uint32_t planes[2];
-      split_pair<T>(by[r] * x[n][2 * r], by[r] * x[n][2 * r + 1], planes);
-      const int to = row + 8 * n + lane / 4, first = column + 8 * r + fragment_column(lane, 0);
-      store_pair(high, to, first, transpose_matrix(planes[0]));
-      store_pair(low, to, first, transpose_matrix(planes[1]));
-    }
-}
-
-// Columns 16 warp .. of (I + M)^-1 diag(beta), from the block on the diagonal down, each made as its transposed one of those
-// above it.
-template <class T>
-__device__ __forceinline__ void solve(const Shared& s, const float (&beta)[kChunk], uint32_t high, uint32_t low,
-                                      uint32_t solved, int warp, int lane) {
-  Planes above[kBlocks - 1];
-  float by[2];
-#pragma unroll
-  for (int r = 0; r < 2; ++r) by[r] = beta[kBlock * warp + fragment_row(lane, 2 * r)];
-#pragma unroll
-  for (int i = 0; i < kBlocks; ++i) {
-    if (i < warp) continue;
-    float x[2][4];
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e)
-        x[n][e] = i == warp ? s.diagonal[i][8 * n + fragment_column(lane, e)][fragment_row(lane, e)] : 0.0f;
-    if (i > warp) {
-      float sum[2][4] = {};
-#pragma unroll
-      for (int j = 0; j < i; ++j)
-        if (j >= warp) multiply<T>(sum, above[j], high, low, i, j, lane);
-      multiply<T>(x, take_planes<T>(sum[0], sum[1]), high, low, i, i, lane);
-    }
-    if (i + 1 < kBlocks) above[i] = take_planes<T>(x[0], x[1]);
-    store_solved<T>(x, by, solved, solved + kSquareBytes, kBlock * i, kBlock * warp, lane);
-  }
+  put_inverse<T>(diagonal, high, low, warp, lane);
 }
 
 // Four warps: P of all heads of the output that belong to the value heads of this CTA. A warp's rows lie together in a tile.
@@ -361,7 +238,7 @@ __device__ __forceinline__ void all_scores(const Prompt& prompt, const CUtensorM
         if (warp == 0 && lane == 0)
           load_rows<kD>(query_map, queries, place.chunk, (first + h) / of_query, shared_address(&s.queries_full));
       }
-      wait_rows<kD>(prompt, place.chunk, queries, s.queries_full, parity, warp, lane,
+      wait_rows<kD>(prompt, place.chunk, queries, s.queries_full, parity, 32 * warp + lane, kThreads,
                     [] { named_barrier(kScoreBarrier, kThreads); });
       parity ^= 1;
       float squares[2][4];
@@ -377,7 +254,7 @@ __device__ __forceinline__ void all_scores(const Prompt& prompt, const CUtensorM
     diagonal_with_decay<true>(c, head, one, warp, lane,
                               [&](int row, int column, float x, float y) { put(row, kBlock * warp + column, x, y); });
     __syncwarp();
-    Scores& to = prompt.scores[place.slot * args.heads + first + h];
+    Scores& to = static_cast<Scores*>(prompt.scores)[place.slot * args.heads + first + h];
     copy_16_bytes(to.tile + kSquareBytes / kWarps * warp, scores, kSquareBytes / kWarps, lane, 32);
     if (lane % 4 == 0) {
 #pragma unroll
@@ -408,9 +285,9 @@ __device__ __forceinline__ void all_systems(const Prompt& prompt, const Place& p
     const HeadScalars& head = s.heads[v];
     make_system<T>(c, head, s, high, low, warp, lane);
     named_barrier(kSystemBarrier, kThreads);  // the system is there, and the inverse before it has been read
-    solve<T>(s, head.beta, high, low, solved, warp, lane);
+    solve<T>(s.diagonal, head.beta, high, low, solved, warp, lane);
     named_barrier(kSystemBarrier, kThreads);
-    System& to = prompt.systems[place.slot * prompt.args.v_heads + place.first_head + v];
+    System& to = static_cast<System*>(prompt.systems)[place.slot * prompt.args.v_heads + place.first_head + v];
     const int thread = 32 * warp + lane, t = thread % kChunk;
     copy_16_bytes(to.high, solved, 2 * kSquareBytes, thread, kThreads);
     if (thread < kChunk) to.from_state[t] = head.prefix[t] * s.key[t];
@@ -469,7 +346,7 @@ __global__ void __launch_bounds__(kPrepareThreads, 2)
     clear_above(base + L::kSolved + kSquareBytes, thread);
   }
   __syncthreads();
-  wait_rows<kD>(prompt, place.chunk, base, s.keys_full, 0, warp, lane, [] { __syncthreads(); });
+  wait_rows<kD>(prompt, place.chunk, base, s.keys_full, 0, thread, kThreads, [] { __syncthreads(); });
   if (makes_systems) all_systems<T, kD>(prompt, place, s, base, warp, lane);
   else all_scores<T, kD>(prompt, maps.query, place, s, base, warp, lane);
 #endif

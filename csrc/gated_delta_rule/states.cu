@@ -20,27 +20,34 @@ namespace {
 
 constexpr int kSlice = 64;        // value columns of a warpgroup
 constexpr int kStates = 128;      // its threads
-constexpr int kStages = 3;        // chunks under way
+constexpr int kMostStages = 3;    // chunks under way
 constexpr int kStateFloats = 64;  // of a thread
 
 struct Barriers {
-  uint64_t chunk_full[kStages], chunk_empty[kStages], query_full[kStages], query_empty[kStages], landed;
+  uint64_t chunk_full[kMostStages], chunk_empty[kMostStages], query_full[kMostStages], query_empty[kMostStages];
+  uint64_t keys_full[1], keys_empty[1], landed;
 };
 
 // kGroups: warpgroups that have states, of neighbouring slices. With two the chip's share of a CTA is used better, with one
-// there are twice as many CTAs.
-template <int kD, int kGroups_>
+// there are twice as many CTAs. kPerKey: key dimensions have decays of their own, so that the keys that the state is multiplied by
+// and those that enter it are not the same tiles.
+template <int kD, int kGroups_, bool kPerKey>
 struct Layout {
-  static constexpr int kGroups = kGroups_, kQueryStages = kGroups == 1 ? 3 : 2;
+  static constexpr int kGroups = kGroups_, kStages = kPerKey ? 2 : 3, kQueryStages = kGroups == 1 && !kPerKey ? 3 : 2;
   // Those of the warp that copies; registers are handed over by warpgroups.
   static constexpr int kThreads = kGroups * kStates + (kGroups == 1 ? 32 : 128);
   static constexpr int kBoxes = kD / 64, kRows = kBoxes * kSquareBytes;
-  // A chunk's keys, values and system; a query head's queries and scores.
-  static constexpr int kValues = kRows, kSystem = kValues + kGroups * kSquareBytes;
-  static constexpr int kChunkBytes = kSystem + static_cast<int>(sizeof(System)), kChunkStage = round_up(kChunkBytes, 1024);
-  static constexpr int kScores = kRows;
-  static constexpr int kQueryBytes = kScores + static_cast<int>(sizeof(Scores)), kQueryStage = round_up(kQueryBytes, 1024);
-  static constexpr int kQueries = kStages * kChunkStage, kOut = kQueries + kQueryStages * kQueryStage;
+  using Systems = std::conditional_t<kPerKey, KeySystem<kD>, System>;
+  using QueryScores = std::conditional_t<kPerKey, KeyScores<kD>, Scores>;
+  // A chunk's keys, values and system; a query head's queries and scores. kPerKey: the keys that enter the state stand apart.
+  static constexpr int kValues = (kPerKey ? 2 : 1) * kRows, kSystem = kValues + kGroups * kSquareBytes;
+  static constexpr int kSystemBytes = kPerKey ? 2 * kSquareBytes : static_cast<int>(sizeof(Systems));
+  static constexpr int kChunkBytes = kSystem + kSystemBytes, kChunkStage = round_up(kChunkBytes, 1024);
+  static constexpr int kScores = kRows, kScoreBytes = static_cast<int>(sizeof(QueryScores)) - (kPerKey ? kRows : 0);
+  static constexpr int kQueryBytes = kScores + kScoreBytes, kQueryStage = round_up(kQueryBytes, 1024);
+  static constexpr int kKeyBytes = kPerKey ? 2 * kRows + kD * 4 : 0;
+  static constexpr int kQueries = kStages * kChunkStage, kKeys = kQueries + kQueryStages * kQueryStage;
+  static constexpr int kOut = kKeys + round_up(kKeyBytes, 1024);
   static constexpr int kBarriers = kOut + kGroups * kSquareBytes;
   static constexpr int kBytes = 1024 + kBarriers + static_cast<int>(sizeof(Barriers));
 };
@@ -153,10 +160,10 @@ struct Rows {
   }
 };
 
-template <class T, int kD, int kGroups>
+template <class T, int kD, int kGroups, bool kPerKey>
 struct Cta {
-  using L = Layout<kD, kGroups>;
-  using ChunkTurn = Turn<kStages>;
+  using L = Layout<kD, kGroups, kPerKey>;
+  using ChunkTurn = Turn<L::kStages>;
   using QueryTurn = Turn<L::kQueryStages>;
   static constexpr int kTiles = kD / 8;
   const Prompt& prompt;
@@ -220,41 +227,63 @@ struct Cta {
     const Args& args = prompt.args;
     const bool first_lane = threadIdx.x % 32 == 0;
     const int batch = static_cast<int>(work.batch), key_head = static_cast<int>(head / (args.v_heads / args.k_heads));
+    constexpr int kFirstForeign = kPerKey ? L::kValues : 0;  // of the tiles whose rows past the request's end are others'
     ChunkTurn turn;
     QueryTurn query_turn;
+    Turn<1> key_turn;
     uint32_t landed_parity = 0;
     for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next()) {
       const int token = static_cast<int>(work.span.begin + chunk * kChunk), foreign = foreign_from(chunk);
       const int64_t slot = window_slot(chunk);
+      const auto& system = static_cast<const typename L::Systems*>(prompt.systems)[slot * args.v_heads + head];
       wait_until_empty(barriers.chunk_empty, turn);
       if (first_lane) {
         const uint32_t full = announce(&barriers.chunk_full[turn.slot], foreign < kChunk, L::kChunkBytes);
         const uint32_t to = chunk_at(turn);
+        if constexpr (kPerKey) {
+          hopper::bulk_load(to, system.from_state, 2 * L::kRows, full);
+          hopper::bulk_load(to + L::kSystem, system.high, L::kSystemBytes, full);
+        } else {
 #pragma unroll
-        for (int box = 0; box < L::kBoxes; ++box)
-          hopper::tma_load(to + box * kSquareBytes, &maps.key, 64 * box, token, key_head, batch, full);
-        hopper::bulk_load(to + L::kSystem, &prompt.systems[slot * args.v_heads + head], sizeof(System), full);
+          for (int box = 0; box < L::kBoxes; ++box)
+            hopper::tma_load(to + box * kSquareBytes, &maps.key, 64 * box, token, key_head, batch, full);
+          hopper::bulk_load(to + L::kSystem, &system, L::kSystemBytes, full);
+        }
 #pragma unroll
         for (int g = 0; g < kGroups; ++g)
           hopper::tma_load(to + L::kValues + g * kSquareBytes, &maps.value, first_column + kSlice * g, token,
                            static_cast<int>(head), batch, full);
       }
       if (foreign < kChunk)
-        clear_rows(chunk_at(turn), L::kBoxes + kGroups, foreign, &barriers.chunk_full[turn.slot], landed_parity);
+        clear_rows(chunk_at(turn) + kFirstForeign, L::kValues / kSquareBytes + kGroups - kFirstForeign / kSquareBytes, foreign,
+                   &barriers.chunk_full[turn.slot], landed_parity);
       for (int64_t h = 0; h < group; ++h, query_turn.next()) {
         const int64_t out_head = head * group + h;
         const int query_head = static_cast<int>(out_head / (args.heads / args.q_heads));
+        const auto& scores = static_cast<const typename L::QueryScores*>(prompt.scores)[slot * args.heads + out_head];
+        const bool clears = !kPerKey && foreign < kChunk;
         wait_until_empty(barriers.query_empty, query_turn);
         if (first_lane) {
-          const uint32_t full = announce(&barriers.query_full[query_turn.slot], foreign < kChunk, L::kQueryBytes);
+          const uint32_t full = announce(&barriers.query_full[query_turn.slot], clears, L::kQueryBytes);
           const uint32_t to = query_at(query_turn);
+          if constexpr (kPerKey) {
+            hopper::bulk_load(to, &scores, L::kQueryBytes, full);
+          } else {
 #pragma unroll
-          for (int box = 0; box < L::kBoxes; ++box)
-            hopper::tma_load(to + box * kSquareBytes, &maps.query, 64 * box, token, query_head, batch, full);
-          hopper::bulk_load(to + L::kScores, &prompt.scores[slot * args.heads + out_head], sizeof(Scores), full);
+            for (int box = 0; box < L::kBoxes; ++box)
+              hopper::tma_load(to + box * kSquareBytes, &maps.query, 64 * box, token, query_head, batch, full);
+            hopper::bulk_load(to + L::kScores, &scores, L::kScoreBytes, full);
+          }
         }
-        if (foreign < kChunk)
-          clear_rows(query_at(query_turn), L::kBoxes, foreign, &barriers.query_full[query_turn.slot], landed_parity);
+        if (clears) clear_rows(query_at(query_turn), L::kBoxes, foreign, &barriers.query_full[query_turn.slot], landed_parity);
+      }
+      if constexpr (kPerKey) {
+        wait_until_empty(barriers.keys_empty, key_turn);
+        if (first_lane) {
+          const uint32_t full = announce(&barriers.keys_full[key_turn.slot], false, L::kKeyBytes);
+          hopper::bulk_load(shared_address(shared) + L::kKeys, system.to_state, L::kKeyBytes, full);
+        }
+        key_turn.next();
       }
     }
   }
@@ -266,6 +295,14 @@ struct Cta {
 #pragma unroll
     for (int k = 0; k < kLeft; ++k)
       hopper::wgmma_rs<false>(T{}, x, left[k], right + (k / 4 * kSquareBytes + k % 4 * 32) / 16, add || k > 0);
+  }
+
+  // state += U^T K of a tile with rows of K.
+  static __device__ __forceinline__ void enter(float (&state)[kTiles][4], const uint32_t (&update)[kChunk / 16][4],
+                                               uint32_t tile) {
+    const uint32_t right = hopper::make_smem_descriptor(tile, kSquareBytes);
+#pragma unroll
+    for (int k = 0; k < kChunk / 16; ++k) hopper::wgmma_rs<true>(T{}, state, update[k], right + k * 128, 1);
   }
 
   // S: reads (kStore false) or writes a state [D,V], or [V,D] with v_first.
@@ -323,9 +360,10 @@ struct Cta {
     if (float* const to = state_in(prompt.args.final_state)) move_state<true>(x, to);
   }
 
-  static __device__ __forceinline__ void scale_columns(float (&x)[8][4], const float* of, int lane) {
+  template <int kColumns>
+  static __device__ __forceinline__ void scale_columns(float (&x)[kColumns][4], const float* of, int lane) {
 #pragma unroll
-    for (int n = 0; n < 8; ++n) {
+    for (int n = 0; n < kColumns; ++n) {
       const float2 factor = column_factors(of, n, lane);
       x[n][0] *= factor.x, x[n][1] *= factor.y, x[n][2] *= factor.x, x[n][3] *= factor.y;
     }
@@ -390,7 +428,7 @@ struct Cta {
   __device__ __forceinline__ void finish_queries(float (&out)[8][4], const States& states, QueryTurn turn, int lane) const {
     hopper::fence_accumulators(out);
     states.unscale(out);
-    scale_columns(out, scores_of(turn).from_state, lane);
+    if constexpr (!kPerKey) scale_columns(out, scores_of(turn).from_state, lane);
   }
   // O^T += U^T P^T. float16: times update.factor.
   __device__ __forceinline__ void add_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn) const {
@@ -442,6 +480,7 @@ struct Cta {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
     ChunkTurn turn;
     QueryTurn query_turn;
+    Turn<1> key_turn;
     float x[8][4], out[8][4];
     uint32_t rows[8][2] = {};  // of the output, of the chunk before
     Rows<T, kTiles> states;
@@ -449,10 +488,10 @@ struct Cta {
 #pragma unroll 1
     for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next(), query_turn.next()) {
       const uint32_t keys = chunk_at(turn);
-      const System& system = system_of(turn);
       wait(barriers.chunk_full, turn);
       hopper::warpgroup_arrive();
       by_rows(x, states.low, keys, false);
+      if constexpr (kPerKey) by_rows(x, states.high, keys + L::kRows, true);
       by_rows(x, states.high, keys, true);
       hopper::warpgroup_commit();
       wait(barriers.query_full, query_turn);
@@ -470,7 +509,8 @@ struct Cta {
       states.unscale(x);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
-        const float2 factor = column_factors(system.from_state, n, lane);
+        float2 factor = make_float2(1.0f, 1.0f);
+        if constexpr (!kPerKey) factor = column_factors(system_of(turn).from_state, n, lane);
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
           const float2 v = unpack_pair(T{}, values[n][r]);
@@ -496,28 +536,42 @@ struct Cta {
       if (group > 1) other_heads(out, state, x, query_turn, chunk, warp, lane);
 
       Rows<T, 8> added, update;
-      added.take(x, system.to_state, lane);
-      const float kept = system.kept;
+      uint32_t entering = keys;  // tile of the keys
+      if constexpr (kPerKey) {
+        arrive(barriers.chunk_empty, turn);
+        entering = shared_address(shared) + L::kKeys;
+        added.take(x);
+        wait(barriers.keys_full, key_turn);
+        scale_columns(state, reinterpret_cast<const float*>(shared + L::kKeys + 2 * L::kRows), lane);
+      } else {
+        const System& system = system_of(turn);
+        added.take(x, system.to_state, lane);
+        const float kept = system.kept;
 #pragma unroll
-      for (int n = 0; n < kTiles; ++n)
+        for (int n = 0; n < kTiles; ++n)
 #pragma unroll
-        for (int e = 0; e < 4; ++e) state[n][e] *= kept;
+          for (int e = 0; e < 4; ++e) state[n][e] *= kept;
+      }
       added.scale(state);
       hopper::fence_accumulators(state);
       hopper::warpgroup_arrive();
-      const uint32_t right = hopper::make_smem_descriptor(keys, kSquareBytes);
-#pragma unroll
-      for (int k = 0; k < kChunk / 16; ++k) hopper::wgmma_rs<true>(T{}, state, added.low[k], right + k * 128, 1);
-#pragma unroll
-      for (int k = 0; k < kChunk / 16; ++k) hopper::wgmma_rs<true>(T{}, state, added.high[k], right + k * 128, 1);
+      enter(state, added.low, entering);
+      if constexpr (kPerKey) enter(state, added.high, entering + L::kRows);
+      enter(state, added.high, entering);
       hopper::warpgroup_commit();
-      update.take(x);
+      if constexpr (kPerKey) update = added;
+      else update.take(x);
       add_scores(out, update, query_turn);
       hopper::warpgroup_wait<1>();
       hopper::fence_accumulators(state);
       added.fence();
       added.unscale(state);
-      arrive(barriers.chunk_empty, turn);
+      if constexpr (kPerKey) {
+        arrive(barriers.keys_empty, key_turn);
+        key_turn.next();
+      } else {
+        arrive(barriers.chunk_empty, turn);
+      }
       states.take(state);
       states.make_now();
       hopper::warpgroup_wait<0>();
@@ -532,12 +586,14 @@ struct Cta {
   __device__ __forceinline__ void run() const {
     const bool copies = threadIdx.x >= kGroups * kStates;
     if (threadIdx.x == kGroups * kStates) {
-      for (int s = 0; s < kStages; ++s) {
+      for (int s = 0; s < kMostStages; ++s) {
         mbarrier_init(shared_address(&barriers.chunk_full[s]), 32);
         mbarrier_init(shared_address(&barriers.query_full[s]), 32);
         mbarrier_init(shared_address(&barriers.chunk_empty[s]), kGroups * kStates);
         mbarrier_init(shared_address(&barriers.query_empty[s]), kGroups * kStates);
       }
+      mbarrier_init(shared_address(&barriers.keys_full[0]), 32);
+      mbarrier_init(shared_address(&barriers.keys_empty[0]), kGroups * kStates);
       mbarrier_init(shared_address(&barriers.landed), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -559,8 +615,8 @@ struct Cta {
 };
 #endif
 
-template <class T, int kD, int kGroups>
-__global__ void __launch_bounds__(Layout<kD, kGroups>::kThreads, 1)
+template <class T, int kD, int kGroups, bool kPerKey>
+__global__ void __launch_bounds__(Layout<kD, kGroups, kPerKey>::kThreads, 1)
     StatesKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ PromptMaps maps, unsigned slices) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
@@ -569,24 +625,24 @@ __global__ void __launch_bounds__(Layout<kD, kGroups>::kThreads, 1)
   if (!work.there) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
   const int group = static_cast<int>(threadIdx.x / kStates % kGroups);  // 0 too for the warps that copy
-  const Cta<T, kD, kGroups> cta{
-      prompt, maps,         shared,       *reinterpret_cast<Barriers*>(shared + Layout<kD, kGroups>::kBarriers),
+  const Cta<T, kD, kGroups, kPerKey> cta{
+      prompt, maps,         shared,       *reinterpret_cast<Barriers*>(shared + Layout<kD, kGroups, kPerKey>::kBarriers),
       work,   unit % heads, prompt.group, (static_cast<int>(blockIdx.x % slices) * kGroups + group) * kSlice};
   cta.run();
 #endif
 }
 
-template <class T, int kD, int kGroups>
+template <class T, int kD, int kGroups, bool kPerKey = false>
 cudaError_t launch_groups(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
-  constexpr int kBytes = Layout<kD, kGroups>::kBytes;
+  constexpr int kBytes = Layout<kD, kGroups, kPerKey>::kBytes;
   static_assert(kBytes <= 227 * 1024);
-  const auto kernel = StatesKernel<T, kD, kGroups>;
+  const auto kernel = StatesKernel<T, kD, kGroups, kPerKey>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
   const int64_t slices = ceil_div(prompt.args.value_width, int64_t{kGroups * kSlice});
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(prompt.args.requests * prompt.args.v_heads * slices));
-  config.blockDim = dim3(Layout<kD, kGroups>::kThreads);
+  config.blockDim = dim3(Layout<kD, kGroups, kPerKey>::kThreads);
   config.dynamicSmemBytes = kBytes;
   config.stream = stream;
   cudaLaunchAttribute attribute = {};
@@ -601,6 +657,7 @@ template <class T, int kD>
 cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, [[maybe_unused]] int sm_count, cudaStream_t stream) {
   [[maybe_unused]] const int64_t slices =
       prompt.args.requests * prompt.args.v_heads * ceil_div(prompt.args.value_width, int64_t{kSlice});
+  if (prompt.args.decay_per_key) return launch_groups<T, kD, 1, true>(prompt, maps, stream);
   // A multiprocessor has one CTA. float16's factors of rows leave too few registers for two warpgroups.
   if constexpr (std::is_same<T, __nv_bfloat16>::value) {
     if (slices > sm_count && prompt.args.value_width > kSlice) return launch_groups<T, kD, 2>(prompt, maps, stream);
@@ -618,7 +675,7 @@ cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, int sm_cou
 bool runs_hopper_code(const CudaTarget& target) {
   if (target.compute_capability != 90) return false;
   cudaFuncAttributes attributes;
-  if (cudaFuncGetAttributes(&attributes, StatesKernel<__nv_bfloat16, 64, 1>) != cudaSuccess) {
+  if (cudaFuncGetAttributes(&attributes, StatesKernel<__nv_bfloat16, 64, 1, false>) != cudaSuccess) {
     cudaGetLastError();  // not to be taken for the next launch's
     return false;
   }
@@ -629,7 +686,17 @@ bool runs_hopper_code(const CudaTarget& target) {
 #define LEANFLEET_WINDOW_BYTES (int64_t{512} << 20)
 #endif
 constexpr int64_t kWindowBytes = LEANFLEET_WINDOW_BYTES;  // of the workspace, about
-constexpr int64_t kMaxBlocks = INT32_MAX;
+constexpr int64_t kMaxBlocks = INT32_MAX, kMaxRows = UINT16_MAX;  // of a grid
+
+// Bytes of records.
+struct RecordSizes {
+  int64_t system, scores;
+};
+RecordSizes record_sizes(const Args& args) {
+  if (!args.decay_per_key) return {sizeof(System), sizeof(Scores)};
+  if (args.key_width <= 64) return {sizeof(KeySystem<64>), sizeof(KeyScores<64>)};
+  return {sizeof(KeySystem<128>), sizeof(KeyScores<128>)};
+}
 
 int64_t all_slots(const Args& args) {
   return args.cu_seqlens == nullptr ? ceil_div(args.tokens, int64_t{kChunk}) * args.requests
@@ -639,19 +706,20 @@ int64_t all_slots(const Args& args) {
 }  // namespace
 
 bool prompt_fits(const Args& args, const CudaTarget& target) {
-  if (args.dtype == static_cast<int32_t>(DType::kFloat32) || args.decay_per_key) return false;
+  if (args.dtype == static_cast<int32_t>(DType::kFloat32)) return false;
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > 128 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
   if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
+  if (args.decay_per_key && args.v_heads > kMaxRows) return false;
   return args.requests > 0 && all_slots(args) * args.v_heads < kMaxBlocks && runs_hopper_code(target);
 }
 
 int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, bool* launched) {
   *launched = false;
   const int64_t slots = all_slots(args);
-  const int64_t slot_bytes =
-      args.v_heads * static_cast<int64_t>(sizeof(System)) + args.heads * static_cast<int64_t>(sizeof(Scores));
+  const RecordSizes sizes = record_sizes(args);
+  const int64_t slot_bytes = args.v_heads * sizes.system + args.heads * sizes.scores;
   // Windows of whole chunks of all requests, where these alternate.
   const int64_t step = args.cu_seqlens == nullptr ? args.requests : 1;
   const int64_t window = kWindowBytes / slot_bytes / step > 0 ? kWindowBytes / slot_bytes / step * step : step;
@@ -661,8 +729,8 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   prompt.group = static_cast<int>(args.heads / args.v_heads);
   prompt.of_query = static_cast<int>(args.heads / args.q_heads);
   prompt.of_key = static_cast<int>(args.v_heads / args.k_heads);
-  prompt.systems = ws.scratch<System>(window_slots * args.v_heads);
-  prompt.scores = ws.scratch<Scores>(window_slots * args.heads);
+  prompt.systems = ws.scratch<unsigned char>(window_slots * args.v_heads * sizes.system);
+  prompt.scores = ws.scratch<unsigned char>(window_slots * args.heads * sizes.scores);
   const int64_t entries = args.cu_seqlens == nullptr ? args.requests : 2;
   const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
   prompt.carried = ws.scratch<float>(window_slots < slots ? entries * args.v_heads * slices * kStateFloats * kStates : 0);
@@ -681,7 +749,9 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const auto stream = static_cast<cudaStream_t>(target.stream);
   for (; prompt.first_slot < slots; prompt.first_slot += window_slots, ++prompt.window) {
     prompt.slots = slots - prompt.first_slot < window_slots ? slots - prompt.first_slot : window_slots;
-    if (const int failed = launch_prepare(prompt, maps, stream)) return failed;
+    const int failed =
+        args.decay_per_key ? launch_prepare_keys(prompt, maps, stream) : launch_prepare(prompt, maps, stream);
+    if (failed) return failed;
     const cudaError_t error = args.dtype == static_cast<int32_t>(DType::kFloat16)
                                   ? launch_type<__half>(prompt, maps, target.sm_count, stream)
                                   : launch_type<__nv_bfloat16>(prompt, maps, target.sm_count, stream);

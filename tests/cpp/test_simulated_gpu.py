@@ -276,7 +276,8 @@ def test_gated_delta_rule_in_chunks(delta_rule_before_hopper, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-def test_gated_delta_rule_on_hopper(delta_rule, dtype):
+@pytest.mark.parametrize("decay", ("token", "key"))
+def test_gated_delta_rule_on_hopper(delta_rule, decay, dtype):
     """The same in two kernels: ends of chunks, one and several windows, several slices, all kinds of shared heads."""
     before = products(delta_rule, "group_products")
     for n, b, heads, d, dv, v_first in (
@@ -286,11 +287,14 @@ def test_gated_delta_rule_on_hopper(delta_rule, dtype):
         (70, 1, (4, 1, 2), 64, 16, 0),
         (70, 1, (1, 1, 6), 32, 8, 1),
     ):
-        inputs = delta_cases.make(n, b=b, heads=heads, d=d, dv=dv, dtype=dtype, state=True, v_first=v_first, unit=False)
+        facts = dict(b=b, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, state=True, v_first=v_first, unit=False)
+        inputs = delta_cases.make(n, **facts)
         check_delta_rule(delta_rule, inputs, {"return_state": 1, "state_v_first": v_first, "normalize_qk": 1})
     check_delta_rule(delta_rule, inputs, {"state_v_first": 1, "normalize_qk": 1})  # the last state is not asked for
-    for decay in (None, -100.0, float("-inf")):
-        inputs = delta_cases.make(66, b=1, heads=(1, 1, 1), d=64, dv=16, dtype=dtype, decay=decay)
+    for rate in (0.0 if decay == "key" else None, -100.0, float("-inf")):
+        inputs = delta_cases.make(66, b=1, heads=(1, 1, 1), d=64, dv=16, dtype=dtype, decay=rate)
+        if decay == "key":
+            inputs["log_decay"] = inputs["log_decay"][..., None].repeat(1, 1, 1, 64)
         check_delta_rule(delta_rule, inputs, {"return_state": 1, "normalize_qk": 1})
     assert products(delta_rule, "group_products") > before
 
@@ -312,14 +316,16 @@ def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", (0, 1))
+@pytest.mark.parametrize("decay", ("token", "key"))
 @pytest.mark.parametrize("in_place", (False, True))
-def test_gated_delta_rule_on_hopper_packed(delta_rule, in_place, seed):
+def test_gated_delta_rule_on_hopper_packed(delta_rule, in_place, decay, seed):
     """Requests of 0, 1, 63, 64, 65 and 200 tokens between tokens of none, more than a window has chunks; rows of the pool that
     no request names stay as they are, and one outside it is zeros."""
     before = products(delta_rule, "group_products")
     offsets = [3, 3, 4, 67, 131, 196, 396]
     for dtype, heads in (("bfloat16", (2, 1, 1)), ("float16", (1, 1, 2))):
-        inputs = delta_cases.make(400, packed=offsets, heads=heads, d=32, dv=40, dtype=dtype, pool=True, layout="bnhd")
+        facts = dict(heads=heads, d=32, dv=40, dtype=dtype, decay=decay, pool=True, layout="bnhd")
+        inputs = delta_cases.make(400, packed=offsets, **facts)
         inputs["state_index"][2] = 17
         attrs = {"return_state": 1, "layout": "bnhd", "normalize_qk": 1}
         found = check_delta_rule(delta_rule, inputs, attrs, in_place=in_place, seed=seed)
@@ -329,10 +335,11 @@ def test_gated_delta_rule_on_hopper_packed(delta_rule, in_place, seed):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("decay", ("token", "key"))
 @pytest.mark.parametrize("role", ("query", "key", "value", "beta", "initial_state"))
-def test_gated_delta_rule_on_hopper_keeps_what_is_not_finite_in_its_head(delta_rule, role):
+def test_gated_delta_rule_on_hopper_keeps_what_is_not_finite_in_its_head(delta_rule, role, decay):
     for dtype, bad in (("bfloat16", float("nan")), ("float16", float("inf"))):
-        inputs = delta_cases.make(70, heads=(2, 2, 4), d=16, dv=24, dtype=dtype, state=True)
+        inputs = delta_cases.make(70, heads=(2, 2, 4), d=16, dv=24, dtype=dtype, decay=decay, state=True)
         attrs = {"return_state": 1, "normalize_qk": 1}
         clean = run_simulated(delta_rule, delta_cases.NAME, inputs, attrs)
         inputs[role] = inputs[role].clone()

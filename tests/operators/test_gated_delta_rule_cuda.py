@@ -64,36 +64,41 @@ def kernels_of(inputs, attrs):
 
 
 def test_which_kernel_runs():
-    """Steps, float32 and decays of each key dimension go token by token, other prompts in chunks."""
+    """Steps and float32 go token by token, other prompts in chunks; with decays of each key dimension only on Hopper."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for n, options, chunks in (
         (200, {"dtype": "bfloat16"}, True),
         (200, {"dtype": "float16"}, True),
         (4, {"dtype": "bfloat16"}, False),
         (200, {"dtype": "float32"}, False),
-        (200, {"dtype": "bfloat16", "decay": "key"}, False),
+        (200, {"dtype": "bfloat16", "decay": "key"}, hopper),
+        (4, {"dtype": "bfloat16", "decay": "key"}, False),
     ):
         names = kernels_of(make(n, d=128, dv=128, **options), {"normalize_qk": 1})
         assert ("RecurrenceKernel" in names) == (not chunks), names
         assert ("StatesKernel" in names) == (chunks and hopper), names
+        assert ("PrepareKeysKernel" in names) == (chunks and hopper and options.get("decay") == "key"), names
         assert ("ChunkedKernel" in names) == (chunks and not hopper), names
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("decay", ("token", "key"))
 @pytest.mark.parametrize("heads", ((4, 1, 2), (8, 2, 4), (2, 2, 6), (1, 1, 5)), ids=str)
-def test_prompts(heads, dtype):
+def test_prompts(heads, decay, dtype):
     """Long ones, of whole and of cut widths, in both layouts."""
     for n, d, dv, layout in ((700, 128, 128, "bhnd"), (130, 128, 256, "bnhd"), (129, 72, 104, "bnhd"), (65, 64, 8, "bhnd")):
-        inputs = make(n, heads=heads, d=d, dv=dv, dtype=dtype, layout=layout, state=True, unit=False)
+        inputs = make(n, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, layout=layout, state=True, unit=False)
         check(inputs, {"normalize_qk": 1, "return_state": 1, "layout": layout})
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+@pytest.mark.parametrize("decay", ("token", "key"))
 @pytest.mark.parametrize("in_place", (False, True))
-def test_packed_prompts(in_place, dtype):
+def test_packed_prompts(in_place, decay, dtype):
     """Of 0, 1, 63, 64, 65 and 200 tokens between tokens of none, with states in a pool."""
     for heads, d, dv in (((2, 2, 6), 128, 128), ((4, 1, 2), 64, 40)):
-        inputs = make(400, packed=[3, 3, 4, 67, 131, 196, 396], heads=heads, d=d, dv=dv, dtype=dtype, pool=True)
+        packed = [3, 3, 4, 67, 131, 196, 396]
+        inputs = make(400, packed=packed, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, pool=True)
         inputs["state_index"][2] = 17
         found = check(inputs, {"normalize_qk": 1, "return_state": 1}, in_place=in_place)
         others = [row for row in range(9) if row not in inputs["state_index"].tolist()]
@@ -140,8 +145,9 @@ def test_tensors_that_are_not_aligned():
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_adversarial_inputs(dtype):
-    parallel = make(300, b=1, d=64, dv=64, dtype=dtype, decay=None, state=True)
+@pytest.mark.parametrize("per_key", (False, True))
+def test_adversarial_inputs(per_key, dtype):
+    parallel = make(300, b=1, d=64, dv=64, dtype=dtype, decay=0.0 if per_key else None, state=True)
     key = parallel["key"].float()
     near = key[:, :, :1] + 1e-2 * key
     parallel["key"] = (near / near.norm(dim=-1, keepdim=True)).to(parallel["key"].dtype)
@@ -151,7 +157,19 @@ def test_adversarial_inputs(dtype):
         make(100, b=1, d=64, dv=64, dtype=dtype, decay=float("-inf"), state=True),
         parallel,
     ):
+        if per_key:
+            inputs["log_decay"] = inputs["log_decay"][..., None].repeat(1, 1, 1, 64)
         check(inputs, {"return_state": 1, "normalize_qk": 1}, factor=8.0)
+
+
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_key_dimensions_that_decay_unlike_each_other(dtype):
+    """Some keep all, some forget a little each token, some nearly all, some all at once."""
+    inputs = make(1000, b=1, d=128, dv=64, dtype=dtype, decay="key", state=True)
+    rates = torch.tensor((0.0, 1e-5, 1e-2, 1.0, 20.0, 103.0, 105.0, float("inf")))
+    inputs["log_decay"] = -rates.repeat(16) * torch.rand(1, 4, 1000, 1, generator=torch.Generator().manual_seed(1)).ceil()
+    inputs["log_decay"] = inputs["log_decay"].nan_to_num(0.0, neginf=float("-inf")).contiguous()
+    check(inputs, {"return_state": 1, "normalize_qk": 1})
 
 
 def test_a_graph_replays_it():
