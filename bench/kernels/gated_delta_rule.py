@@ -6,9 +6,9 @@ writes OUT.json and OUT.md: medians of a CUDA graph's replay between two events,
 each. The floor is inputs, outputs and states moved once at 4.25 TB/s, what an H200 reaches in copies. Heads are 16 of queries
 and keys and 48 of values, 128 wide, but where 32 of each stand, as Kimi-Linear has them, and in the shapes that --drawn adds,
 which are drawn from a seed, each with a decay of each token and with one of each key dimension. The peer is fla-core
-(`pip install fla-core`), its chunk_gated_delta_rule or its chunk_kda, for calls that it takes: 16-bit, 64 tokens and more. Where
-it takes no more value heads than key heads, it gets repeated ones, which are made outside of what is timed. Its time for
-gradients is that of both passes less that of the forward; ours starts from the inputs.
+(`pip install fla-core`), its chunk_gated_delta_rule or chunk_kda, for calls that it takes: 16-bit, 64 tokens and more. Where it
+takes no more value heads than key heads, it gets repeated ones, which are made outside of what is timed. Its time for gradients
+is that of both passes less that of the forward; ours starts from the inputs.
 """
 
 import argparse

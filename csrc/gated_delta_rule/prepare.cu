@@ -367,7 +367,9 @@ cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, cudaStrea
 
 template <class T>
 cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
-  return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, stream) : launch_width<T, 128>(prompt, maps, stream);
+  return prompt.args.key_width <= 64    ? launch_width<T, 64>(prompt, maps, stream)
+         : prompt.args.key_width <= 128 ? launch_width<T, 128>(prompt, maps, stream)
+                                        : launch_width<T, 256>(prompt, maps, stream);
 }
 
 }  // namespace

@@ -29,13 +29,16 @@ struct Barriers {
 };
 
 // kGroups: warpgroups that have states, of neighbouring slices. With two the chip's share of a CTA is used better, with one
-// there are twice as many CTAs. kPerKey: key dimensions have decays of their own, so that the keys that the state is multiplied by
+// there are twice as many CTAs. Of more than 128 key dimensions two warpgroups have halves of one slice's state. kPerKey: key dimensions have decays of their own, so that the keys that the state is multiplied by
 // and those that enter it are not the same tiles.
 template <int kD, int kGroups_, bool kPerKey>
 struct Layout {
-  static constexpr int kGroups = kGroups_, kStages = kPerKey ? 2 : 3, kQueryStages = kGroups == 1 && !kPerKey ? 3 : 2;
+  static constexpr int kGroups = kGroups_, kHalves = kD > 128 ? 2 : 1, kWarpgroups = kGroups * kHalves;
+  static_assert(kHalves == 1 || (kGroups == 1 && !kPerKey));
+  static constexpr int kStages = kPerKey || kHalves > 1 ? 2 : 3;
+  static constexpr int kQueryStages = kHalves > 1 ? 1 : kGroups == 1 && !kPerKey ? 3 : 2;
   // Those of the warp that copies; registers are handed over by warpgroups.
-  static constexpr int kThreads = kGroups * kStates + (kGroups == 1 ? 32 : 128);
+  static constexpr int kThreads = kWarpgroups * kStates + (kWarpgroups == 1 ? 32 : 128);
   static constexpr int kBoxes = kD / 64, kRows = kBoxes * kSquareBytes;
   using Systems = std::conditional_t<kPerKey, KeySystem<kD>, System>;
   using QueryScores = std::conditional_t<kPerKey, KeyScores<kD>, Scores>;
@@ -48,11 +51,14 @@ struct Layout {
   static constexpr int kKeyBytes = kPerKey ? 2 * kRows + kD * 4 : 0;
   static constexpr int kQueries = kStages * kChunkStage, kKeys = kQueries + kQueryStages * kQueryStage;
   static constexpr int kOut = kKeys + round_up(kKeyBytes, 1024);
-  static constexpr int kBarriers = kOut + kGroups * kSquareBytes;
+  static constexpr int kPartBytes = kChunk * kSlice * 4, kParts = kOut + kGroups * kSquareBytes;  // what halves tell each other
+  static constexpr int kBarriers = kParts + (kHalves > 1 ? 3 * kPartBytes : 0);
   static constexpr int kBytes = 1024 + kBarriers + static_cast<int>(sizeof(Barriers));
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
+constexpr int kPartBarrier = 1;  // of all warpgroups with states
+
 // A place in a ring and the parity of its barriers.
 template <int kSlots>
 struct Turn {
@@ -165,7 +171,7 @@ struct Cta {
   using L = Layout<kD, kGroups, kPerKey>;
   using ChunkTurn = Turn<L::kStages>;
   using QueryTurn = Turn<L::kQueryStages>;
-  static constexpr int kTiles = kD / 8;
+  static constexpr int kTiles = kD / L::kHalves / 8;
   const Prompt& prompt;
   const PromptMaps& maps;
   unsigned char* const shared;
@@ -173,8 +179,9 @@ struct Cta {
   Work work;
   int64_t head, group;
   int first_column;  // of this warpgroup
+  int half;          // of the key dimensions, this warpgroup's
 
-  static __device__ __forceinline__ int group_of_thread() { return static_cast<int>(threadIdx.x / kStates); }
+  static __device__ __forceinline__ int group_of_thread() { return static_cast<int>(threadIdx.x / kStates / L::kHalves); }
   __device__ __forceinline__ uint32_t chunk_at(ChunkTurn turn) const {
     return shared_address(shared) + turn.slot * L::kChunkStage;
   }
@@ -288,6 +295,11 @@ struct Cta {
     }
   }
 
+  // The tiles of this warpgroup's key dimensions.
+  __device__ __forceinline__ uint32_t own_half(uint32_t tile) const {
+    return L::kHalves == 1 ? tile : tile + half * L::kRows / L::kHalves;
+  }
+
   // x (+)= left X^T of a tile with rows of X; high: with what is left of the first plane only.
   template <int kLeft>
   static __device__ __forceinline__ void by_rows(float (&x)[8][4], const uint32_t (&left)[kLeft][4], uint32_t tile, bool add) {
@@ -315,7 +327,8 @@ struct Cta {
     for (int n = 0; n < kTiles; ++n)
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const int v = first_column + 16 * warp + fragment_row(lane, e), d = 8 * n + fragment_column(lane, e);
+        const int v = first_column + 16 * warp + fragment_row(lane, e);
+        const int d = 8 * (half * kTiles + n) + fragment_column(lane, e);
         const bool there = v < V && d < D;
         float* const at = data + (v_first ? static_cast<int64_t>(v) * D + d : static_cast<int64_t>(d) * V + v);
         if constexpr (kStore) {
@@ -336,8 +349,8 @@ struct Cta {
     const Args& args = prompt.args;
     const int64_t entry = args.cu_seqlens == nullptr ? work.request : window % 2;
     const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
-    return prompt.carried + ((entry * args.v_heads + head) * slices + first_column / kSlice) * kStateFloats * kStates +
-           threadIdx.x % kStates;
+    const int64_t slice = (entry * args.v_heads + head) * slices + first_column / kSlice;
+    return prompt.carried + (slice * L::kHalves + half) * kStateFloats * kStates + threadIdx.x % kStates;
   }
   __device__ __forceinline__ void load_state(float (&x)[kTiles][4]) const {
     if (first_column >= prompt.args.value_width) return;
@@ -397,6 +410,7 @@ struct Cta {
       for (int r = 0; r < 2; ++r) rows[n][r] = pack_pair(T{}, out[n][2 * r], out[n][2 * r + 1]);
   }
   __device__ __forceinline__ void put_rows(const uint32_t (&rows)[8][2], int warp, int lane) const {
+    if (!has_outputs()) return;
 #pragma unroll
     for (int n = 0; n < 8; n += 2)
       hopper::store_matrices_transposed(out_at(warp, 8 * (n + lane / 16) + lane % 8, lane / 8 % 2),
@@ -404,6 +418,7 @@ struct Cta {
     __syncwarp();
   }
   __device__ __forceinline__ void send_rows(int64_t out_head, int64_t chunk, int warp, int lane) const {
+    if (!has_outputs()) return;
     const Args& args = prompt.args;
     const int64_t token = work.span.begin + chunk * kChunk;
     const int64_t left = work.span.end - token;
@@ -429,9 +444,40 @@ struct Cta {
     hopper::fence_accumulators(out);
     states.unscale(out);
     if constexpr (!kPerKey) scale_columns(out, scores_of(turn).from_state, lane);
+    join_in_first(out);
   }
+  // Halves of the key dimensions: x of both, which each has found of its own. Nothing else, where there is one.
+  __device__ __forceinline__ void join(float (&x)[8][4]) const {
+    if constexpr (L::kHalves > 1) {
+      float* const parts = reinterpret_cast<float*>(shared + L::kParts) + threadIdx.x % kStates;
+      constexpr int kPart = L::kPartBytes / 4;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) parts[half * kPart + i * kStates] = x[i / 4][i % 4];
+      named_barrier(kPartBarrier, L::kWarpgroups * kStates);
+#pragma unroll
+      for (int i = 0; i < 32; ++i) x[i / 4][i % 4] += parts[(half ^ 1) * kPart + i * kStates];
+    }
+  }
+  // The same for what only the first writes. Between two of these, and of the above, every warpgroup waits for the others once.
+  __device__ __forceinline__ void join_in_first(float (&x)[8][4]) const {
+    if constexpr (L::kHalves > 1) {
+      float* const part = reinterpret_cast<float*>(shared + L::kParts + 2 * L::kPartBytes) + threadIdx.x % kStates;
+      if (half == 1) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) part[i * kStates] = x[i / 4][i % 4];
+      }
+      named_barrier(kPartBarrier, L::kWarpgroups * kStates);
+      if (half == 0) {
+#pragma unroll
+        for (int i = 0; i < 32; ++i) x[i / 4][i % 4] += part[i * kStates];
+      }
+    }
+  }
+  __device__ __forceinline__ bool has_outputs() const { return L::kHalves == 1 || half == 0; }
+
   // O^T += U^T P^T. float16: times update.factor.
   __device__ __forceinline__ void add_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn) const {
+    if (!has_outputs()) return;
     update.scale(out);
     const uint32_t tile = query_at(turn) + L::kScores;
     hopper::fence_accumulators(out);
@@ -443,10 +489,12 @@ struct Cta {
   // Once it is there: the query head's tiles may go.
   __device__ __forceinline__ void finish_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn,
                                                 uint32_t (&rows)[8][2]) const {
-    hopper::fence_accumulators(out);
-    update.fence();
-    update.unscale(out);
-    pack_rows(out, rows);
+    if (has_outputs()) {
+      hopper::fence_accumulators(out);
+      update.fence();
+      update.unscale(out);
+      pack_rows(out, rows);
+    }
     arrive(barriers.query_empty, turn);
   }
 
@@ -467,7 +515,7 @@ struct Cta {
       states.take(state);
       wait(barriers.query_full, turn);
       hopper::warpgroup_arrive();
-      by_rows(out, states.high, query_at(turn), false);
+      by_rows(out, states.high, own_half(query_at(turn)), false);
       hopper::warpgroup_commit();
       hopper::warpgroup_wait<0>();
       finish_queries(out, states, turn, lane);
@@ -490,13 +538,13 @@ struct Cta {
       const uint32_t keys = chunk_at(turn);
       wait(barriers.chunk_full, turn);
       hopper::warpgroup_arrive();
-      by_rows(x, states.low, keys, false);
+      by_rows(x, states.low, own_half(keys), false);
       if constexpr (kPerKey) by_rows(x, states.high, keys + L::kRows, true);
-      by_rows(x, states.high, keys, true);
+      by_rows(x, states.high, own_half(keys), true);
       hopper::warpgroup_commit();
       wait(barriers.query_full, query_turn);
       hopper::warpgroup_arrive();
-      by_rows(out, states.high, query_at(query_turn), false);
+      by_rows(out, states.high, own_half(query_at(query_turn)), false);
       hopper::warpgroup_commit();
       put_rows(rows, warp, lane);
       if (chunk > work.first) send_rows(head * group + group - 1, chunk - 1, warp, lane);
@@ -507,6 +555,7 @@ struct Cta {
 
       // R, then U.
       states.unscale(x);
+      join(x);
 #pragma unroll
       for (int n = 0; n < 8; ++n) {
         float2 factor = make_float2(1.0f, 1.0f);
@@ -536,7 +585,7 @@ struct Cta {
       if (group > 1) other_heads(out, state, x, query_turn, chunk, warp, lane);
 
       Rows<T, 8> added, update;
-      uint32_t entering = keys;  // tile of the keys
+      uint32_t entering = own_half(keys);
       if constexpr (kPerKey) {
         arrive(barriers.chunk_empty, turn);
         entering = shared_address(shared) + L::kKeys;
@@ -584,26 +633,27 @@ struct Cta {
   }
 
   __device__ __forceinline__ void run() const {
-    const bool copies = threadIdx.x >= kGroups * kStates;
-    if (threadIdx.x == kGroups * kStates) {
+    constexpr int kAll = L::kWarpgroups * kStates;
+    const bool copies = threadIdx.x >= kAll;
+    if (threadIdx.x == kAll) {
       for (int s = 0; s < kMostStages; ++s) {
         mbarrier_init(shared_address(&barriers.chunk_full[s]), 32);
         mbarrier_init(shared_address(&barriers.query_full[s]), 32);
-        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kGroups * kStates);
-        mbarrier_init(shared_address(&barriers.query_empty[s]), kGroups * kStates);
+        mbarrier_init(shared_address(&barriers.chunk_empty[s]), kAll);
+        mbarrier_init(shared_address(&barriers.query_empty[s]), kAll);
       }
       mbarrier_init(shared_address(&barriers.keys_full[0]), 32);
-      mbarrier_init(shared_address(&barriers.keys_empty[0]), kGroups * kStates);
+      mbarrier_init(shared_address(&barriers.keys_empty[0]), kAll);
       mbarrier_init(shared_address(&barriers.landed), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
     __syncthreads();
     if (copies) {
-      if constexpr (kGroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
+      if constexpr (L::kWarpgroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      if (threadIdx.x < kGroups * kStates + 32) copy();
+      if (threadIdx.x < kAll + 32) copy();
     } else {
-      if constexpr (kGroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
+      if constexpr (L::kWarpgroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
       float state[kTiles][4] = {};
       load_state(state);
       // Nothing that comes after is to begin before what was launched before has ended.
@@ -624,10 +674,18 @@ __global__ void __launch_bounds__(Layout<kD, kGroups, kPerKey>::kThreads, 1)
   const Work work = find_work(prompt, unit / heads);
   if (!work.there) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-  const int group = static_cast<int>(threadIdx.x / kStates % kGroups);  // 0 too for the warps that copy
-  const Cta<T, kD, kGroups, kPerKey> cta{
-      prompt, maps,         shared,       *reinterpret_cast<Barriers*>(shared + Layout<kD, kGroups, kPerKey>::kBarriers),
-      work,   unit % heads, prompt.group, (static_cast<int>(blockIdx.x % slices) * kGroups + group) * kSlice};
+  using L = Layout<kD, kGroups, kPerKey>;
+  const int warpgroup = static_cast<int>(threadIdx.x / kStates % L::kWarpgroups);  // 0 too for the warps that copy
+  const int slice = static_cast<int>(blockIdx.x % slices) * kGroups + warpgroup / L::kHalves;
+  const Cta<T, kD, kGroups, kPerKey> cta{prompt,
+                                         maps,
+                                         shared,
+                                         *reinterpret_cast<Barriers*>(shared + L::kBarriers),
+                                         work,
+                                         unit % heads,
+                                         prompt.group,
+                                         slice * kSlice,
+                                         warpgroup % L::kHalves};
   cta.run();
 #endif
 }
@@ -655,20 +713,23 @@ cudaError_t launch_groups(const Prompt& prompt, const PromptMaps& maps, cudaStre
 
 template <class T, int kD>
 cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, [[maybe_unused]] int sm_count, cudaStream_t stream) {
-  [[maybe_unused]] const int64_t slices =
-      prompt.args.requests * prompt.args.v_heads * ceil_div(prompt.args.value_width, int64_t{kSlice});
-  if (prompt.args.decay_per_key) return launch_groups<T, kD, 1, true>(prompt, maps, stream);
-  // A multiprocessor has one CTA. float16's factors of rows leave too few registers for two warpgroups.
-  if constexpr (std::is_same<T, __nv_bfloat16>::value) {
-    if (slices > sm_count && prompt.args.value_width > kSlice) return launch_groups<T, kD, 2>(prompt, maps, stream);
+  if constexpr (kD <= 128) {
+    if (prompt.args.decay_per_key) return launch_groups<T, kD, 1, true>(prompt, maps, stream);
+    // A multiprocessor has one CTA. float16's factors of rows leave too few registers for two warpgroups.
+    if constexpr (std::is_same<T, __nv_bfloat16>::value) {
+      const int64_t slices =
+          prompt.args.requests * prompt.args.v_heads * ceil_div(prompt.args.value_width, int64_t{kSlice});
+      if (slices > sm_count && prompt.args.value_width > kSlice) return launch_groups<T, kD, 2>(prompt, maps, stream);
+    }
   }
   return launch_groups<T, kD, 1>(prompt, maps, stream);
 }
 
 template <class T>
 cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, int sm_count, cudaStream_t stream) {
-  return prompt.args.key_width <= 64 ? launch_width<T, 64>(prompt, maps, sm_count, stream)
-                                     : launch_width<T, 128>(prompt, maps, sm_count, stream);
+  return prompt.args.key_width <= 64    ? launch_width<T, 64>(prompt, maps, sm_count, stream)
+         : prompt.args.key_width <= 128 ? launch_width<T, 128>(prompt, maps, sm_count, stream)
+                                        : launch_width<T, 256>(prompt, maps, sm_count, stream);
 }
 
 // Whether this file's code for 9.0 runs on the device, which it does not where only PTX of 8.0 was compiled.
@@ -709,7 +770,7 @@ bool prompt_fits(const Args& args, const CudaTarget& target) {
   if (args.dtype == static_cast<int32_t>(DType::kFloat32)) return false;
   // Scores and the system are held in the keys' type: float16 has no range for keys and queries of any length.
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
-  if (args.key_width > 128 || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
+  if (args.key_width > (args.decay_per_key ? 128 : 256) || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
   if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
   if (args.decay_per_key && args.v_heads > kMaxRows) return false;
   return args.requests > 0 && all_slots(args) * args.v_heads < kMaxBlocks && runs_hopper_code(target);
@@ -733,7 +794,8 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   prompt.scores = ws.scratch<unsigned char>(window_slots * args.heads * sizes.scores);
   const int64_t entries = args.cu_seqlens == nullptr ? args.requests : 2;
   const int64_t slices = ceil_div(args.value_width, int64_t{kSlice});
-  prompt.carried = ws.scratch<float>(window_slots < slots ? entries * args.v_heads * slices * kStateFloats * kStates : 0);
+  const int64_t state_floats = kStateFloats * kStates * (args.key_width > 128 ? 2 : 1);
+  prompt.carried = ws.scratch<float>(window_slots < slots ? entries * args.v_heads * slices * state_floats : 0);
   if (ws.counting()) return cudaSuccess;
   for (const void* data : {args.query, args.key, args.value, static_cast<const void*>(args.output)})
     if (reinterpret_cast<uintptr_t>(data) % 16 != 0) return cudaSuccess;

@@ -300,6 +300,22 @@ def test_gated_delta_rule_on_hopper(delta_rule, decay, dtype):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
+def test_gated_delta_rule_on_hopper_with_wide_keys(delta_rule, dtype):
+    """Two warpgroups have half of the dimensions each: one head and several of a state, several windows."""
+    before = products(delta_rule, "group_products")
+    for n, heads, d, dv, packed in (
+        (64, (1, 1, 1), 256, 64, None),
+        (150, (2, 2, 6), 160, 40, None),
+        (70, (4, 1, 2), 192, 72, None),
+        (300, (1, 1, 1), 136, 16, [5, 5, 70, 290]),
+    ):
+        inputs = delta_cases.make(n, b=1, heads=heads, d=d, dv=dv, dtype=dtype, packed=packed, state=True, v_first=1)
+        check_delta_rule(delta_rule, inputs, {"return_state": 1, "normalize_qk": 1, "state_v_first": 1})
+    assert products(delta_rule, "group_products") > before
+
+
+@pytest.mark.slow
 def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm):
     """More of them than there are multiprocessors: a CTA takes 128."""
     folder = delta_rule_on_one_sm

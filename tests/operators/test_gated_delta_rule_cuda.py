@@ -64,7 +64,8 @@ def kernels_of(inputs, attrs):
 
 
 def test_which_kernel_runs():
-    """Steps and float32 go token by token, other prompts in chunks; with decays of each key dimension only on Hopper."""
+    """Steps and float32 go token by token, other prompts in chunks; with decays of each key dimension or D above 128 on Hopper only,
+    and not with both."""
     hopper = torch.cuda.get_device_capability() == (9, 0)
     for n, options, chunks in (
         (200, {"dtype": "bfloat16"}, True),
@@ -73,8 +74,10 @@ def test_which_kernel_runs():
         (200, {"dtype": "float32"}, False),
         (200, {"dtype": "bfloat16", "decay": "key"}, hopper),
         (4, {"dtype": "bfloat16", "decay": "key"}, False),
+        (200, {"dtype": "bfloat16", "d": 256}, hopper),
+        (200, {"dtype": "bfloat16", "d": 136, "decay": "key"}, False),
     ):
-        names = kernels_of(make(n, d=128, dv=128, **options), {"normalize_qk": 1})
+        names = kernels_of(make(n, **{"d": 128, "dv": 128} | options), {"normalize_qk": 1})
         assert ("RecurrenceKernel" in names) == (not chunks), names
         assert ("StatesKernel" in names) == (chunks and hopper), names
         assert ("PrepareKeysKernel" in names) == (chunks and hopper and options.get("decay") == "key"), names
@@ -86,7 +89,14 @@ def test_which_kernel_runs():
 @pytest.mark.parametrize("heads", ((4, 1, 2), (8, 2, 4), (2, 2, 6), (1, 1, 5)), ids=str)
 def test_prompts(heads, decay, dtype):
     """Long ones, of whole and of cut widths, in both layouts."""
-    for n, d, dv, layout in ((700, 128, 128, "bhnd"), (130, 128, 256, "bnhd"), (129, 72, 104, "bnhd"), (65, 64, 8, "bhnd")):
+    for n, d, dv, layout in (
+        (700, 128, 128, "bhnd"),
+        (130, 128, 256, "bnhd"),
+        (129, 72, 104, "bnhd"),
+        (65, 64, 8, "bhnd"),
+        (260, 256, 128, "bhnd"),
+        (130, 136, 72, "bnhd"),
+    ):
         inputs = make(n, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, layout=layout, state=True, unit=False)
         check(inputs, {"normalize_qk": 1, "return_state": 1, "layout": layout})
 
@@ -96,7 +106,7 @@ def test_prompts(heads, decay, dtype):
 @pytest.mark.parametrize("in_place", (False, True))
 def test_packed_prompts(in_place, decay, dtype):
     """Of 0, 1, 63, 64, 65 and 200 tokens between tokens of none, with states in a pool."""
-    for heads, d, dv in (((2, 2, 6), 128, 128), ((4, 1, 2), 64, 40)):
+    for heads, d, dv in (((2, 2, 6), 128, 128), ((4, 1, 2), 64, 40), ((2, 1, 2), 192, 64)):
         packed = [3, 3, 4, 67, 131, 196, 396]
         inputs = make(400, packed=packed, heads=heads, d=d, dv=dv, dtype=dtype, decay=decay, pool=True)
         inputs["state_index"][2] = 17
