@@ -109,8 +109,8 @@ __device__ __forceinline__ void store_solved(const float (&x)[2][4], const float
 // Columns 16 warp .. of (I + M)^-1 diag(beta), from the block on the diagonal down, each made as its transposed one of those
 // above it.
 template <class T>
-__device__ __forceinline__ void solve(const float (&diagonal)[kBlocks][kBlock][kDiagonalStride], const float (&beta)[kChunk], uint32_t high, uint32_t low,
-                                      uint32_t solved, int warp, int lane) {
+__device__ __forceinline__ void solve(const float (&diagonal)[kBlocks][kBlock][kDiagonalStride], const float (&beta)[kChunk],
+                                      uint32_t high, uint32_t low, uint32_t solved, int warp, int lane) {
   Planes above[kBlocks - 1];
   float by[2];
 #pragma unroll

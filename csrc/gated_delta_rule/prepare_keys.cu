@@ -161,8 +161,7 @@ struct KeyChunk {
   __device__ __forceinline__ void make_keys(Columns& c) const {
     take_rows(c, 0, s.key);
     const float2 one = make_float2(1.0f, 1.0f);
-    const float2 total =
-        from_first(c, one, [&](int t, float2 x) { put_planes(L::kFromFirst, t, c.column, x); });
+    const float2 total = from_first(c, one, [&](int t, float2 x) { put_planes(L::kFromFirst, t, c.column, x); });
     to_last(c, one, [&](int t, float2 x) { put_planes(L::kToLast, t, c.column, x); });
     *reinterpret_cast<float2*>(&s.totals[c.first_token / kBlock][c.column]) = total;
   }
@@ -174,10 +173,8 @@ struct KeyChunk {
   __device__ __forceinline__ void send_keys(const Columns& c) const {
     const int block = c.first_token / kBlock;
     KeySystem<kD>& to = system();
-    from_first(c, whole_blocks(0, block, c.column),
-               [&](int t, float2 x) { send_planes(to.from_state, t, c.column, x); });
-    to_last(c, whole_blocks(block + 1, kBlocks, c.column),
-            [&](int t, float2 x) { send_planes(to.to_state, t, c.column, x); });
+    from_first(c, whole_blocks(0, block, c.column), [&](int t, float2 x) { send_planes(to.from_state, t, c.column, x); });
+    to_last(c, whole_blocks(block + 1, kBlocks, c.column), [&](int t, float2 x) { send_planes(to.to_state, t, c.column, x); });
     if (block == 0) *reinterpret_cast<float2*>(&to.kept[c.column]) = whole_blocks(0, kBlocks, c.column);
   }
   __device__ __forceinline__ void send_queries(const Columns& c, int64_t out_head) const {
@@ -198,8 +195,7 @@ struct KeyChunk {
     }
   }
 
-  // A warp's four columns of M (kSystem) and P within a block, a lane's eighth of the dimensions.
-  template <bool kSystem>
+  // A warp's four columns of M and P within a block, a lane's eighth of the dimensions.
   __device__ __forceinline__ void within_block(int block, int lane) const {
     const int quarter = static_cast<int>(threadIdx.x / 32 % 4), first = kBlock * block, part = lane % 8;
     const int from = 4 * quarter + lane / 8;  // this key's token in the block
@@ -213,7 +209,7 @@ struct KeyChunk {
 #pragma unroll
       for (int i = 0; i < kD / 64; ++i) {
         float key[8], query[8];
-        if constexpr (kSystem) load_8(0, row, 8 * i + part, key);
+        load_8(0, row, 8 * i + part, key);
         load_8(L::kQueries, row, 8 * i + part, query);
         const float4* const decay = reinterpret_cast<const float4*>(decays(row) + 64 * i) + part;
         const float4 halves[2] = {decay[0], decay[8]};
@@ -222,16 +218,16 @@ struct KeyChunk {
 #pragma unroll
         for (int j = 0; j < 8; ++j) {
           if (to > from) x[i][j] *= w[j];
-          if constexpr (kSystem) m += x[i][j] * key[j];
+          m += x[i][j] * key[j];
           p += x[i][j] * query[j];
         }
       }
 #pragma unroll
       for (int offset = 1; offset < 8; offset *= 2) {
-        if constexpr (kSystem) m += __shfl_xor_sync(kFullWarp, m, offset);
+        m += __shfl_xor_sync(kFullWarp, m, offset);
         p += __shfl_xor_sync(kFullWarp, p, offset);
       }
-      if (kSystem && part == 0 && from < to) s.diagonal[block][to][from] = -s.beta[row] * s.key[row] * by * m;
+      if (part == 0 && from < to) s.diagonal[block][to][from] = -s.beta[row] * s.key[row] * by * m;
       if (part == 1) {
         const T rounded = static_cast<T>(from <= to ? s.query[row] * by * p : 0.0f);
         store_2_bytes(at(L::kScores) + pair_at(row, (first + from) & ~1) + from % 2 * 2,
@@ -241,7 +237,8 @@ struct KeyChunk {
   }
 
   // A 16 x 16 block of rows with decay from their block's first token times keys with decay to their block's last.
-  __device__ __forceinline__ void between_blocks(int rows_tile, int row_block, int key_block, int lane, float (&c)[2][4]) const {
+  __device__ __forceinline__ void between_blocks(int rows_tile, int row_block, int key_block, int lane,
+                                                 float (&c)[2][4]) const {
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
@@ -265,11 +262,10 @@ struct KeyChunk {
     }
   }
 
-  // What is below the diagonal blocks, of -M (kSystem) and P, each warp a block at a time.
-  template <bool kSystem>
+  // What is below the diagonal blocks, of -M and P, each warp a block at a time.
   __device__ __forceinline__ void below_diagonal(int warp, int lane) const {
     constexpr int kPairs = kBlocks * (kBlocks - 1) / 2;
-    for (int task = warp; task < (kSystem ? 2 : 1) * kPairs; task += L::kThreads / 32) {
+    for (int task = warp; task < 2 * kPairs; task += L::kThreads / 32) {
       const bool of_scores = task < kPairs;
       const int pair = task % kPairs;  // (1,0), (2,0), (2,1), (3,0) ..
       const int row_block = pair < 1 ? 1 : pair < 3 ? 2 : 3, key_block = pair - row_block * (row_block - 1) / 2;
@@ -285,17 +281,15 @@ struct KeyChunk {
             store_pair(at(L::kScores), row, column, pack_pair(T{}, c[n][2 * r], c[n][2 * r + 1]));
           } else {
             const float by = -s.beta[row];
-            store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, column, by * c[n][2 * r],
-                            by * c[n][2 * r + 1]);
+            store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, column, by * c[n][2 * r], by * c[n][2 * r + 1]);
           }
         }
     }
   }
 
-  template <bool kSystem>
   __device__ __forceinline__ void make_squares(int warp, int lane) const {
-    below_diagonal<kSystem>(warp, lane);
-    for (int block = warp / 4; block < kBlocks; block += L::kThreads / kThreads) within_block<kSystem>(block, lane);
+    below_diagonal(warp, lane);
+    for (int block = warp / 4; block < kBlocks; block += L::kThreads / kThreads) within_block(block, lane);
   }
 
   // Four warps.
@@ -321,13 +315,13 @@ struct KeyChunk {
   __device__ __forceinline__ void run(const PromptMaps& maps) const {
     const Args& args = prompt.args;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-    const int64_t first_head = head * prompt.group;
+    const int64_t out_head = head;  // of the output: a state has one
     if (thread == 0) {
       mbarrier_init(shared_address(&s.keys_full), 1);
       mbarrier_init(shared_address(&s.queries_full), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       load_rows<kD>(maps.key, at(0), chunk, static_cast<int>(head) / prompt.of_key, shared_address(&s.keys_full));
-      load_rows<kD>(maps.query, at(L::kQueries), chunk, query_head(first_head), shared_address(&s.queries_full));
+      load_rows<kD>(maps.query, at(L::kQueries), chunk, query_head(out_head), shared_address(&s.queries_full));
     }
     Columns c;
     if (has_keys()) {
@@ -336,9 +330,8 @@ struct KeyChunk {
     } else {
       const int t = thread - 2 * kD;
       if (t < kChunk)
-        s.beta[t] = t < chunk.tokens
-                        ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t))
-                        : 0.0f;
+        s.beta[t] =
+            t < chunk.tokens ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t)) : 0.0f;
       for (int i = 16 * t; i < kSquareBytes; i += 16 * 2 * kD)  // what is above the diagonal stays 0
         store_16_bytes(at(L::kScores + i), make_uint4(0, 0, 0, 0));
     }
@@ -357,35 +350,11 @@ struct KeyChunk {
     }
     __syncthreads();
     if (has_keys()) send_keys(c);
-    else send_queries(c, first_head);
-    make_squares<true>(warp, lane);
+    else send_queries(c, out_head);
+    make_squares(warp, lane);
     __syncthreads();
     if (warp < kWarps) send_system(warp, lane);
-    else send_scores(first_head, thread - kThreads, L::kThreads - kThreads);
-    for (int h = 1; h < prompt.group; ++h) other_head(maps, first_head + h, h % 2, warp, lane);
-  }
-
-  // Queries and scores of another head of the output of this value head.
-  __device__ __forceinline__ void other_head(const PromptMaps& maps, int64_t out_head, uint32_t parity, int warp,
-                                             int lane) const {
-    const int thread = static_cast<int>(threadIdx.x);
-    __syncthreads();  // the tiles of the head before have been read
-    if (thread == 0)
-      load_rows<kD>(maps.query, at(L::kQueries), chunk, query_head(out_head), shared_address(&s.queries_full));
-    wait_rows<kD>(prompt, chunk, at(L::kQueries), s.queries_full, parity, thread, L::kThreads, [] {});
-    __syncthreads();
-    take_query_factors();
-    __syncthreads();
-    Columns c;
-    if (!has_keys()) {
-      read_decays(c);
-      make_queries(c);
-    }
-    __syncthreads();
-    if (!has_keys()) send_queries(c, out_head);
-    make_squares<false>(warp, lane);
-    __syncthreads();
-    send_scores(out_head, thread, L::kThreads);
+    else send_scores(out_head, thread - kThreads, L::kThreads - kThreads);
   }
 };
 #endif
@@ -399,8 +368,8 @@ __global__ void __launch_bounds__(Layout<kD>::kThreads, 1)
   const ChunkPlace chunk = chunk_of(prompt.args, prompt.first_slot + static_cast<int64_t>(blockIdx.x));
   if (chunk.tokens == 0) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-  const KeyChunk<T, kD> of{prompt, chunk, blockIdx.x, blockIdx.y, shared,
-                           *reinterpret_cast<Shared<kD>*>(shared + Layout<kD>::kShared)};
+  const KeyChunk<T, kD> of{prompt,     chunk,  blockIdx.x,
+                           blockIdx.y, shared, *reinterpret_cast<Shared<kD>*>(shared + Layout<kD>::kShared)};
   of.run(maps);
 #endif
 }

@@ -438,7 +438,14 @@ struct Cta {
     mbarrier_arrive(shared_address(&barriers[turn.slot]));
   }
 
-  // (Q S)^T, with its tokens' factors, once it is there.
+  // (Q S)^T. kPerKey: queries are rounded with the decay in them, so that S is not to be rounded too.
+  template <class States>
+  __device__ __forceinline__ void multiply_queries(float (&out)[8][4], const States& states, QueryTurn turn) const {
+    const uint32_t queries = own_half(query_at(turn));
+    if constexpr (kPerKey) by_rows(out, states.low, queries, false);
+    by_rows(out, states.high, queries, kPerKey);
+  }
+  // The same with its tokens' factors, once it is there.
   template <class States>
   __device__ __forceinline__ void finish_queries(float (&out)[8][4], const States& states, QueryTurn turn, int lane) const {
     hopper::fence_accumulators(out);
@@ -515,11 +522,11 @@ struct Cta {
       states.take(state);
       wait(barriers.query_full, turn);
       hopper::warpgroup_arrive();
-      by_rows(out, states.high, own_half(query_at(turn)), false);
+      multiply_queries(out, states, turn);
       hopper::warpgroup_commit();
       hopper::warpgroup_wait<0>();
       finish_queries(out, states, turn, lane);
-      hopper::fence_operands(states.high);
+      states.fence();
     }
   }
 
@@ -544,7 +551,7 @@ struct Cta {
       hopper::warpgroup_commit();
       wait(barriers.query_full, query_turn);
       hopper::warpgroup_arrive();
-      by_rows(out, states.high, own_half(query_at(query_turn)), false);
+      multiply_queries(out, states, query_turn);
       hopper::warpgroup_commit();
       put_rows(rows, warp, lane);
       if (chunk > work.first) send_rows(head * group + group - 1, chunk - 1, warp, lane);
@@ -717,8 +724,7 @@ cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, [[maybe_u
     if (prompt.args.decay_per_key) return launch_groups<T, kD, 1, true>(prompt, maps, stream);
     // A multiprocessor has one CTA. float16's factors of rows leave too few registers for two warpgroups.
     if constexpr (std::is_same<T, __nv_bfloat16>::value) {
-      const int64_t slices =
-          prompt.args.requests * prompt.args.v_heads * ceil_div(prompt.args.value_width, int64_t{kSlice});
+      const int64_t slices = prompt.args.requests * prompt.args.v_heads * ceil_div(prompt.args.value_width, int64_t{kSlice});
       if (slices > sm_count && prompt.args.value_width > kSlice) return launch_groups<T, kD, 2>(prompt, maps, stream);
     }
   }
@@ -746,7 +752,7 @@ bool runs_hopper_code(const CudaTarget& target) {
 #ifndef LEANFLEET_WINDOW_BYTES  // tests take less
 #define LEANFLEET_WINDOW_BYTES (int64_t{512} << 20)
 #endif
-constexpr int64_t kWindowBytes = LEANFLEET_WINDOW_BYTES;  // of the workspace, about
+constexpr int64_t kWindowBytes = LEANFLEET_WINDOW_BYTES;          // of the workspace, about
 constexpr int64_t kMaxBlocks = INT32_MAX, kMaxRows = UINT16_MAX;  // of a grid
 
 // Bytes of records.
@@ -772,7 +778,8 @@ bool prompt_fits(const Args& args, const CudaTarget& target) {
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > (args.decay_per_key ? 128 : 256) || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
   if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
-  if (args.decay_per_key && args.v_heads > kMaxRows) return false;
+  // prepare_keys.cu makes queries of one head of the output for each state.
+  if (args.decay_per_key && (args.v_heads > kMaxRows || args.heads != args.v_heads)) return false;
   return args.requests > 0 && all_slots(args) * args.v_heads < kMaxBlocks && runs_hopper_code(target);
 }
 
@@ -811,8 +818,7 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const auto stream = static_cast<cudaStream_t>(target.stream);
   for (; prompt.first_slot < slots; prompt.first_slot += window_slots, ++prompt.window) {
     prompt.slots = slots - prompt.first_slot < window_slots ? slots - prompt.first_slot : window_slots;
-    const int failed =
-        args.decay_per_key ? launch_prepare_keys(prompt, maps, stream) : launch_prepare(prompt, maps, stream);
+    const int failed = args.decay_per_key ? launch_prepare_keys(prompt, maps, stream) : launch_prepare(prompt, maps, stream);
     if (failed) return failed;
     const cudaError_t error = args.dtype == static_cast<int32_t>(DType::kFloat16)
                                   ? launch_type<__half>(prompt, maps, target.sm_count, stream)
