@@ -236,7 +236,7 @@ __device__ __forceinline__ void solve(uint32_t values, uint32_t high, uint32_t l
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       const int t = 8 * n + fragment_column(lane, e), c = column + fragment_row(lane, e);
-      const float v = unpack_one(T{}, load_2_bytes(values + chunk_offset<kChunk>(t, c / 8) + c % 8 * 2));
+      const float v = unpack_one(T{}, load_2_bytes(values + element_offset(t, c)));
       u[n][e] = s.beta[t] * (v - s.prefix[t] * s.key[t] * u[n][e]);
     }
   Left<T> solved[kBlocks];
@@ -355,7 +355,7 @@ __global__ void __launch_bounds__(kThreads) ChunkedKernel(const __grid_constant_
         for (int e = 0; e < 4; ++e) {
           const int t = 8 * n + fragment_column(lane, e), c = own + fragment_row(lane, e);
           const T rounded = static_cast<T>(out[n][e]);
-          store_2_bytes(values + chunk_offset<kChunk>(t, c / 8) + c % 8 * 2, *reinterpret_cast<const uint16_t*>(&rounded));
+          store_2_bytes(values + element_offset(t, c), *reinterpret_cast<const uint16_t*>(&rounded));
         }
       __syncwarp();
       T* const rows = const_cast<T*>(row_of<T>(args.output, args.output_strides, place.batch, place.first_head + h, token));

@@ -1,6 +1,6 @@
-// Long prompts on Hopper go in two kernels. prepare.cu, or prepare_keys.cu for decays of key dimensions, makes for all chunks of
-// 64 tokens at once what does not depend on states; states.cu then takes each state from chunk to chunk. Between the two are these records in global memory. Rows past a
-// request's end are 0 in them.
+// Long prompts on Hopper go in two kernels. prepare.cu, or prepare_keys.cu for decays of key dimensions, makes for all chunks
+// of 64 tokens at once what does not depend on states; states.cu then takes each state from chunk to chunk. Between the two are
+// these records in global memory. Rows past a request's end are 0 in them.
 #pragma once
 
 #include <cuda.h>
@@ -24,8 +24,9 @@ struct alignas(128) Scores {
   float from_state[kChunk];
 };
 static_assert(sizeof(System) % 128 == 0 && sizeof(Scores) % 128 == 0);
-// The same where key dimensions have decays of their own, which rows of keys and queries have in them: keys times the decay
-// from the chunk's begin to their token and from there to the chunk's end, both as sums of two tiles; queries times the former.
+// The same where key dimensions have decays of their own, which are multiplied into keys and queries. from_state: keys times
+// the decay from the chunk's begin to their token; to_state: keys times that from their token to the chunk's end; both as two
+// tiles whose sum they are. query: queries times the former decay, as one tile.
 template <int kD>
 struct alignas(128) KeySystem {
   unsigned char from_state[2][kChunk * kD * 2], high[kSquareBytes], low[kSquareBytes];

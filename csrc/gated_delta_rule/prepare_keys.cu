@@ -1,10 +1,10 @@
-// What chunks of a prompt need besides states where key dimensions have decays of their own (Kimi Delta Attention), see chunks.cuh.
-// With w_i = exp(g_i) of a key dimension and products over tokens taken for each dimension,
-//   M[t,s] = beta_t sum over d of k_t k_s w_(s+1) .. w_t for s < t      P[t,s] = scale times that of q_t and k_s, for s <= t
-// A CTA has a chunk of a value head. Half of its threads have two columns of a block of 16 keys each, the others of queries. Products
-// of decays are made as such: no difference of logarithms is rounded, and a token that forgets all is a factor 0.
-//   Between blocks, rows with the decay from their block's first token on are multiplied by keys with that to their block's last.
-//   Within a block, a thread walks a key from its token to the block's end, with 1/8 of its dimensions in registers.
+// What chunks of a prompt need besides states where key dimensions have decays of their own (Kimi Delta Attention), see
+// chunks.cuh. With w_i = exp(g_i) of a key dimension and products over tokens taken for each dimension,
+//   M[t,s] = beta_t sum over d of k_t k_s w_(s+1) .. w_t for s < t      P[t,s] = scale sum over d of q_t k_s .. for s <= t
+// A CTA has a chunk of a value head. Half of its threads have two columns of a block of 16 keys each, the others of queries.
+// Decays are multiplied, not their logarithms subtracted: nothing cancels, and a token that forgets all is a factor 0.
+//   Between blocks: rows with the decay from their block's first token on, times keys with that to their block's last.
+//   Within a block: a thread walks a key from its token to the block's end, with 1/8 of its dimensions in registers.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -24,8 +24,8 @@ struct Shared {
   uint64_t keys_full, queries_full;
 };
 
-// Tiles of keys and queries as they came; in two planes each, rows with decay from their block's first token, keys with decay to
-// their block's last, the system and its inverse; scores. Decays of tokens are floats.
+// Tiles of keys and queries as they came; in two planes each, rows with decay from their block's first token, keys with decay
+// to their block's last, the system and its inverse; scores. Decays of tokens are floats.
 template <int kD>
 struct Layout {
   static constexpr int kThreads = 4 * kD, kRows = kChunk * kD * 2;
@@ -39,7 +39,7 @@ struct Layout {
 #if __CUDA_ARCH_FEAT_SM90_ALL
 constexpr int kSystemBarrier = 1;  // of four warps
 
-// Where a dimension's decay stands in its token's row, so that lanes that read four each, eight dimensions apart, read neighbours.
+// Where a dimension's decay stands in its token's row: lanes that read four each, eight dimensions apart, read neighbours.
 __device__ __forceinline__ int decay_place(int d) { return d / 64 * 64 + d % 8 / 4 * 32 + d / 8 % 8 * 4 + d % 4; }
 
 template <class T, int kD>
@@ -58,8 +58,8 @@ struct KeyChunk {
   __device__ __forceinline__ KeySystem<kD>& system() const {
     return static_cast<KeySystem<kD>*>(prompt.systems)[slot * prompt.args.v_heads + head];
   }
-  __device__ __forceinline__ KeyScores<kD>& scores(int64_t out_head) const {
-    return static_cast<KeyScores<kD>*>(prompt.scores)[slot * prompt.args.heads + out_head];
+  __device__ __forceinline__ KeyScores<kD>& scores() const {  // of the only head of the output that has this state
+    return static_cast<KeyScores<kD>*>(prompt.scores)[slot * prompt.args.v_heads + head];
   }
 
   // Two columns of a block of 16 tokens.
@@ -103,19 +103,16 @@ struct KeyChunk {
   }
 
   // A tile's columns, times factors of rows.
-  static __device__ __forceinline__ uint32_t pair_at(int row, int column) {
-    return chunk_offset<kChunk>(row, column / 8) + column % 8 * 2;
-  }
   __device__ __forceinline__ void take_rows(Columns& c, int tile, const float* factors) const {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       const int t = c.first_token + i;
-      const float2 x = unpack_pair(T{}, *reinterpret_cast<const uint32_t*>(shared + tile + pair_at(t, c.column)));
+      const float2 x = unpack_pair(T{}, *reinterpret_cast<const uint32_t*>(shared + tile + element_offset(t, c.column)));
       c.x[i] = make_float2(factors[t] * x.x, factors[t] * x.y);
     }
   }
 
-  // Calls put(token, pair) for rows with the decay from their block's first token on, times `by`, and returns that of the block.
+  // Calls put(token, pair) for rows times the decay from their block's first token on times `by`; returns that of the block.
   template <class Put>
   static __device__ __forceinline__ float2 from_first(const Columns& c, float2 by, Put&& put) {
 #pragma unroll
@@ -135,16 +132,13 @@ struct KeyChunk {
     }
   }
   __device__ __forceinline__ void put_planes(int tile, int row, int column, float2 x) const {
-    uint32_t planes[2];
-    split_pair<T>(x.x, x.y, planes);
-    store_4_bytes(at(tile) + pair_at(row, column), planes[0]);
-    store_4_bytes(at(tile + L::kRows) + pair_at(row, column), planes[1]);
+    store_planes<T>(at(tile), at(tile + L::kRows), row, column, x.x, x.y);
   }
   static __device__ __forceinline__ void send_planes(unsigned char (&to)[2][L::kRows], int row, int column, float2 x) {
     uint32_t planes[2];
     split_pair<T>(x.x, x.y, planes);
-    *reinterpret_cast<uint32_t*>(to[0] + pair_at(row, column)) = planes[0];
-    *reinterpret_cast<uint32_t*>(to[1] + pair_at(row, column)) = planes[1];
+    *reinterpret_cast<uint32_t*>(to[0] + element_offset(row, column)) = planes[0];
+    *reinterpret_cast<uint32_t*>(to[1] + element_offset(row, column)) = planes[1];
   }
 
   // The decay of whole blocks first .. last - 1.
@@ -177,22 +171,11 @@ struct KeyChunk {
     to_last(c, whole_blocks(block + 1, kBlocks, c.column), [&](int t, float2 x) { send_planes(to.to_state, t, c.column, x); });
     if (block == 0) *reinterpret_cast<float2*>(&to.kept[c.column]) = whole_blocks(0, kBlocks, c.column);
   }
-  __device__ __forceinline__ void send_queries(const Columns& c, int64_t out_head) const {
-    KeyScores<kD>& to = scores(out_head);
+  __device__ __forceinline__ void send_queries(const Columns& c) const {
+    KeyScores<kD>& to = scores();
     from_first(c, whole_blocks(0, c.first_token / kBlock, c.column), [&](int t, float2 x) {
-      *reinterpret_cast<uint32_t*>(to.query + pair_at(t, c.column)) = pack_pair(T{}, x.x, x.y);
+      *reinterpret_cast<uint32_t*>(to.query + element_offset(t, c.column)) = pack_pair(T{}, x.x, x.y);
     });
-  }
-
-  // Eight neighbouring numbers of a row of a tile.
-  __device__ __forceinline__ void load_8(int tile, int row, int chunk8, float (&x)[8]) const {
-    const uint4 bits = load_16_bytes(at(tile) + chunk_offset<kChunk>(row, chunk8));
-    const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 pair = unpack_pair(T{}, pairs[i]);
-      x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
-    }
   }
 
   // A warp's four columns of M and P within a block, a lane's eighth of the dimensions.
@@ -201,7 +184,7 @@ struct KeyChunk {
     const int from = 4 * quarter + lane / 8;  // this key's token in the block
     float x[kD / 64][8];
 #pragma unroll
-    for (int i = 0; i < kD / 64; ++i) load_8(0, first + from, 8 * i + part, x[i]);
+    for (int i = 0; i < kD / 64; ++i) load_8<T>(at(0), first + from, 8 * i + part, x[i]);
     const float by = s.key[first + from];
     for (int to = 4 * quarter; to < kBlock; ++to) {
       const int row = first + to;
@@ -209,8 +192,8 @@ struct KeyChunk {
 #pragma unroll
       for (int i = 0; i < kD / 64; ++i) {
         float key[8], query[8];
-        load_8(0, row, 8 * i + part, key);
-        load_8(L::kQueries, row, 8 * i + part, query);
+        load_8<T>(at(0), row, 8 * i + part, key);
+        load_8<T>(at(L::kQueries), row, 8 * i + part, query);
         const float4* const decay = reinterpret_cast<const float4*>(decays(row) + 64 * i) + part;
         const float4 halves[2] = {decay[0], decay[8]};
         const float w[8] = {halves[0].x, halves[0].y, halves[0].z, halves[0].w,
@@ -230,19 +213,14 @@ struct KeyChunk {
       if (part == 0 && from < to) s.diagonal[block][to][from] = -s.beta[row] * s.key[row] * by * m;
       if (part == 1) {
         const T rounded = static_cast<T>(from <= to ? s.query[row] * by * p : 0.0f);
-        store_2_bytes(at(L::kScores) + pair_at(row, (first + from) & ~1) + from % 2 * 2,
-                      *reinterpret_cast<const uint16_t*>(&rounded));
+        store_2_bytes(at(L::kScores) + element_offset(row, first + from), *reinterpret_cast<const uint16_t*>(&rounded));
       }
     }
   }
 
-  // A 16 x 16 block of rows with decay from their block's first token times keys with decay to their block's last.
+  // c += a 16 x 16 block of rows with decay from their block's first token times keys with decay to their block's last.
   __device__ __forceinline__ void between_blocks(int rows_tile, int row_block, int key_block, int lane,
                                                  float (&c)[2][4]) const {
-#pragma unroll
-    for (int n = 0; n < 2; ++n)
-#pragma unroll
-      for (int e = 0; e < 4; ++e) c[n][e] = 0.0f;
 #pragma unroll 2
     for (int k = 0; k < kD / 16; ++k) {
       Planes left;
@@ -269,7 +247,7 @@ struct KeyChunk {
       const bool of_scores = task < kPairs;
       const int pair = task % kPairs;  // (1,0), (2,0), (2,1), (3,0) ..
       const int row_block = pair < 1 ? 1 : pair < 3 ? 2 : 3, key_block = pair - row_block * (row_block - 1) / 2;
-      float c[2][4];
+      float c[2][4] = {};
       between_blocks(of_scores ? L::kQueriesFromFirst : L::kFromFirst, row_block, key_block, lane, c);
 #pragma unroll
       for (int n = 0; n < 2; ++n)
@@ -301,34 +279,25 @@ struct KeyChunk {
     named_barrier(kSystemBarrier, kThreads);
     copy_16_bytes(system().high, at(L::kSolved), 2 * kSquareBytes, 32 * warp + lane, kThreads);
   }
-  __device__ __forceinline__ void send_scores(int64_t out_head, int thread, int threads) const {
-    copy_16_bytes(scores(out_head).tile, at(L::kScores), kSquareBytes, thread, threads);
-  }
-
-  __device__ __forceinline__ void take_query_factors() const {
-    const int row = static_cast<int>(threadIdx.x) - 2 * kD;
-    if (row >= 0 && row < kChunk)
-      s.query[row] = row_factor<T, kD>(at(L::kQueries), row, prompt.args.normalize, prompt.args.scale);
-  }
-  __device__ __forceinline__ int query_head(int64_t out_head) const { return static_cast<int>(out_head) / prompt.of_query; }
 
   __device__ __forceinline__ void run(const PromptMaps& maps) const {
     const Args& args = prompt.args;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-    const int64_t out_head = head;  // of the output: a state has one
+    const int of_queries = thread - 2 * kD;  // a thread of queries, from 0
     if (thread == 0) {
       mbarrier_init(shared_address(&s.keys_full), 1);
       mbarrier_init(shared_address(&s.queries_full), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
       load_rows<kD>(maps.key, at(0), chunk, static_cast<int>(head) / prompt.of_key, shared_address(&s.keys_full));
-      load_rows<kD>(maps.query, at(L::kQueries), chunk, query_head(out_head), shared_address(&s.queries_full));
+      load_rows<kD>(maps.query, at(L::kQueries), chunk, static_cast<int>(head) / prompt.of_query,
+                    shared_address(&s.queries_full));
     }
     Columns c;
     if (has_keys()) {
       load_decays(c);
       if (thread < kThreads) clear_above(at(L::kSolved), thread), clear_above(at(L::kSolved + kSquareBytes), thread);
     } else {
-      const int t = thread - 2 * kD;
+      const int t = of_queries;
       if (t < kChunk)
         s.beta[t] =
             t < chunk.tokens ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t)) : 0.0f;
@@ -340,7 +309,8 @@ struct KeyChunk {
     wait_rows<kD>(prompt, chunk, at(L::kQueries), s.queries_full, 0, thread, L::kThreads, [] {});
     __syncthreads();
     if (thread < kChunk) s.key[thread] = row_factor<T, kD>(at(0), thread, args.normalize, 1.0f);
-    take_query_factors();
+    if (of_queries >= 0 && of_queries < kChunk)
+      s.query[of_queries] = row_factor<T, kD>(at(L::kQueries), of_queries, args.normalize, args.scale);
     __syncthreads();
     if (has_keys()) {
       make_keys(c);
@@ -350,11 +320,11 @@ struct KeyChunk {
     }
     __syncthreads();
     if (has_keys()) send_keys(c);
-    else send_queries(c, out_head);
+    else send_queries(c);
     make_squares(warp, lane);
     __syncthreads();
     if (warp < kWarps) send_system(warp, lane);
-    else send_scores(out_head, thread - kThreads, L::kThreads - kThreads);
+    else copy_16_bytes(scores().tile, at(L::kScores), kSquareBytes, thread - kThreads, L::kThreads - kThreads);
   }
 };
 #endif

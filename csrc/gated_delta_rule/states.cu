@@ -1,7 +1,8 @@
 // Long prompts on Hopper: states from chunk to chunk, see chunks.cuh. A CTA has 64 value columns of a state. One warpgroup has
 // S^T in its accumulators, [value column][key dimension], and makes of each chunk
 //   R^T = V^T - (K S)^T from_state      U^T = R^T T^T      S^T = kept S^T + (to_state U)^T K      O^T = (Q S)^T from_state + U^T P^T
-// where T = (I + M)^-1 diag(beta), and what is left of a product was in registers all along. A warp copies ahead of it.
+// where T = (I + M)^-1 diag(beta), and what is left of a product was in registers all along. A warp copies ahead of it. Where
+// key dimensions have decays of their own, from_state and to_state are in keys and queries, and each dimension has its `kept`.
 // S, R, U and T enter products as sums of two 16-bit numbers; for O, whose own rounding is as large, S as one.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -29,8 +30,9 @@ struct Barriers {
 };
 
 // kGroups: warpgroups that have states, of neighbouring slices. With two the chip's share of a CTA is used better, with one
-// there are twice as many CTAs. Of more than 128 key dimensions two warpgroups have halves of one slice's state. kPerKey: key dimensions have decays of their own, so that the keys that the state is multiplied by
-// and those that enter it are not the same tiles.
+// there are twice as many CTAs. Above 128 key dimensions two warpgroups share a slice, each with half of the dimensions.
+// kPerKey: each key dimension has its own decay. The keys that the state is multiplied by and those that enter it are then
+// different tiles.
 template <int kD, int kGroups_, bool kPerKey>
 struct Layout {
   static constexpr int kGroups = kGroups_, kHalves = kD > 128 ? 2 : 1, kWarpgroups = kGroups * kHalves;
@@ -51,7 +53,8 @@ struct Layout {
   static constexpr int kKeyBytes = kPerKey ? 2 * kRows + kD * 4 : 0;
   static constexpr int kQueries = kStages * kChunkStage, kKeys = kQueries + kQueryStages * kQueryStage;
   static constexpr int kOut = kKeys + round_up(kKeyBytes, 1024);
-  static constexpr int kPartBytes = kChunk * kSlice * 4, kParts = kOut + kGroups * kSquareBytes;  // what halves tell each other
+  // Partial sums of halves: two for join(), one for join_in_first().
+  static constexpr int kPartBytes = kChunk * kSlice * 4, kParts = kOut + kGroups * kSquareBytes;
   static constexpr int kBarriers = kParts + (kHalves > 1 ? 3 * kPartBytes : 0);
   static constexpr int kBytes = 1024 + kBarriers + static_cast<int>(sizeof(Barriers));
 };
@@ -438,7 +441,7 @@ struct Cta {
     mbarrier_arrive(shared_address(&barriers[turn.slot]));
   }
 
-  // (Q S)^T. kPerKey: queries are rounded with the decay in them, so that S is not to be rounded too.
+  // (Q S)^T. kPerKey: queries with the decay in them have been rounded, so S enters in both planes.
   template <class States>
   __device__ __forceinline__ void multiply_queries(float (&out)[8][4], const States& states, QueryTurn turn) const {
     const uint32_t queries = own_half(query_at(turn));
@@ -453,7 +456,8 @@ struct Cta {
     if constexpr (!kPerKey) scale_columns(out, scores_of(turn).from_state, lane);
     join_in_first(out);
   }
-  // Halves of the key dimensions: x of both, which each has found of its own. Nothing else, where there is one.
+  // Two halves of the key dimensions: adds the other half's partial sum to x. Its buffers are free again once both warpgroups
+  // have met in join_in_first() of the same chunk.
   __device__ __forceinline__ void join(float (&x)[8][4]) const {
     if constexpr (L::kHalves > 1) {
       float* const parts = reinterpret_cast<float*>(shared + L::kParts) + threadIdx.x % kStates;
@@ -465,9 +469,12 @@ struct Cta {
       for (int i = 0; i < 32; ++i) x[i / 4][i % 4] += parts[(half ^ 1) * kPart + i * kStates];
     }
   }
-  // The same for what only the first writes. Between two of these, and of the above, every warpgroup waits for the others once.
+  // The same for the first half alone, which writes the output. The buffer is free again once both warpgroups have met in
+  // join() of the next chunk; for another head of the same chunk, once its queries are there: the only stage of queries is
+  // filled after the first half has let go of the head before.
   __device__ __forceinline__ void join_in_first(float (&x)[8][4]) const {
     if constexpr (L::kHalves > 1) {
+      static_assert(L::kQueryStages == 1);
       float* const part = reinterpret_cast<float*>(shared + L::kParts + 2 * L::kPartBytes) + threadIdx.x % kStates;
       if (half == 1) {
 #pragma unroll
@@ -480,11 +487,12 @@ struct Cta {
       }
     }
   }
+  // The second half's rows of the output lack the first's part. It makes them too: a branch around products would have these
+  // wait for each other.
   __device__ __forceinline__ bool has_outputs() const { return L::kHalves == 1 || half == 0; }
 
   // O^T += U^T P^T. float16: times update.factor.
   __device__ __forceinline__ void add_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn) const {
-    if (!has_outputs()) return;
     update.scale(out);
     const uint32_t tile = query_at(turn) + L::kScores;
     hopper::fence_accumulators(out);
@@ -496,12 +504,10 @@ struct Cta {
   // Once it is there: the query head's tiles may go.
   __device__ __forceinline__ void finish_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn,
                                                 uint32_t (&rows)[8][2]) const {
-    if (has_outputs()) {
-      hopper::fence_accumulators(out);
-      update.fence();
-      update.unscale(out);
-      pack_rows(out, rows);
-    }
+    hopper::fence_accumulators(out);
+    update.fence();
+    update.unscale(out);
+    pack_rows(out, rows);
     arrive(barriers.query_empty, turn);
   }
 
@@ -526,7 +532,7 @@ struct Cta {
       hopper::warpgroup_commit();
       hopper::warpgroup_wait<0>();
       finish_queries(out, states, turn, lane);
-      states.fence();
+      hopper::fence_operands(states.high);
     }
   }
 
@@ -589,7 +595,9 @@ struct Cta {
       hopper::fence_accumulators(x);
       rest.fence();
       rest.unscale(x);
-      if (group > 1) other_heads(out, state, x, query_turn, chunk, warp, lane);
+      if constexpr (!kPerKey) {  // which has one head of the output a state
+        if (group > 1) other_heads(out, state, x, query_turn, chunk, warp, lane);
+      }
 
       Rows<T, 8> added, update;
       uint32_t entering = own_half(keys);
@@ -778,8 +786,8 @@ bool prompt_fits(const Args& args, const CudaTarget& target) {
   if (args.dtype == static_cast<int32_t>(DType::kFloat16) && !args.normalize) return false;
   if (args.key_width > (args.decay_per_key ? 128 : 256) || args.key_width % 8 != 0 || args.value_width % 8 != 0) return false;
   if (args.tokens < kChunkedTokens * (args.cu_seqlens != nullptr ? args.requests : 1)) return false;
-  // prepare_keys.cu makes queries of one head of the output for each state.
-  if (args.decay_per_key && (args.v_heads > kMaxRows || args.heads != args.v_heads)) return false;
+  if (args.decay_per_key && args.heads != args.v_heads) return false;  // prepare_keys.cu has one head of the output a state
+  if (args.v_heads > kMaxRows) return false;
   return args.requests > 0 && all_slots(args) * args.v_heads < kMaxBlocks && runs_hopper_code(target);
 }
 

@@ -33,19 +33,33 @@ __device__ __forceinline__ const T* row_of(const void* data, const Strides& stri
   return static_cast<const T*>(data) + batch * strides.batch + head * strides.head + token * strides.token;
 }
 
+// The byte of a number of a tile.
+__device__ __forceinline__ uint32_t element_offset(int row, int column) {
+  return chunk_offset<kChunk>(row, column / 8) + column % 8 * 2;
+}
+
+// Eight neighbouring numbers of a row.
+template <class T>
+__device__ __forceinline__ void load_8(uint32_t tile, int row, int chunk, float (&x)[8]) {
+  const uint4 bits = load_16_bytes(tile + chunk_offset<kChunk>(row, chunk));
+  const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const float2 pair = unpack_pair(T{}, pairs[i]);
+    x[2 * i] = pair.x, x[2 * i + 1] = pair.y;
+  }
+}
+
 // The factor of a row: `scale`, over its length with normalize.
 template <class T, int kD>
 __device__ __forceinline__ float row_factor(uint32_t rows, int row, bool normalize, float scale) {
   if (!normalize) return scale;
   float squares = 0.0f;
   for (int chunk = 0; chunk < kD / 8; ++chunk) {
-    const uint4 bits = load_16_bytes(rows + chunk_offset<kChunk>(row, chunk));
-    const uint32_t pairs[4] = {bits.x, bits.y, bits.z, bits.w};
+    float x[8];
+    load_8<T>(rows, row, chunk, x);
 #pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const float2 x = unpack_pair(T{}, pairs[i]);
-      squares += x.x * x.x + x.y * x.y;
-    }
+    for (int i = 0; i < 8; i += 2) squares += x[i] * x[i] + x[i + 1] * x[i + 1];
   }
   return scale * rsqrtf(squares + kUnitRowEps);
 }
@@ -142,9 +156,9 @@ __device__ __forceinline__ void pair_products(uint32_t rows, uint32_t keys, int 
   }
 }
 
-// Two neighbouring numbers of a square tile; column is even.
+// Two neighbouring numbers of a tile; column is even.
 __device__ __forceinline__ void store_pair(uint32_t tile, int row, int column, uint32_t pair) {
-  store_4_bytes(tile + chunk_offset<kChunk>(row, column / 8) + column % 8 * 2, pair);
+  store_4_bytes(tile + element_offset(row, column), pair);
 }
 template <class T>
 __device__ __forceinline__ void store_planes(uint32_t high, uint32_t low, int row, int column, float x, float y) {

@@ -294,7 +294,7 @@ def test_gated_delta_rule_on_hopper(delta_rule, decay, dtype):
     for rate in (0.0 if decay == "key" else None, -100.0, float("-inf")):
         inputs = delta_cases.make(66, b=1, heads=(1, 1, 1), d=64, dv=16, dtype=dtype, decay=rate)
         if decay == "key":
-            inputs["log_decay"] = inputs["log_decay"][..., None].repeat(1, 1, 1, 64)
+            inputs = delta_cases.with_decays_of_keys(inputs)
         check_delta_rule(delta_rule, inputs, {"return_state": 1, "normalize_qk": 1})
     assert products(delta_rule, "group_products") > before
 

@@ -77,6 +77,12 @@ def make(
     return inputs
 
 
+def with_decays_of_keys(inputs):
+    """The same call where each key dimension has its token's decay as its own."""
+    decay, width = inputs["log_decay"], inputs["key"].shape[-1]
+    return inputs | {"log_decay": decay[..., None].repeat(*[1] * decay.dim(), width)}
+
+
 def with_grads(inputs, attrs, last=True, seed=1):
     """Inputs and attributes of GatedDeltaRuleGrad for those of the forward: all gradients are asked for. last: the last state
     has one too. Rows of no request are NaN."""
