@@ -17,9 +17,8 @@ disturbances may leave one element where it was by luck. Nothing in it is fitted
 
 Tensor cores take operands of T: on CUDA sT is also that of every result on the way, disturbed by a rounding to T. There the
 gradient of log_decay is a sum over later tokens of q dq - k dk, so that it may be off by a rounding of these sums, also where they
-cancel. Kernels of the delta rule solve a triangular system for each chunk of tokens, whose errors are those of its largest rows:
-of rows with less than SHORT elements the spread is the largest of the tokens around, and of a state with fewer
-than SHORT numbers a value column the largest of the state.
+cancel. Kernels of the delta rule solve a triangular system for each chunk of tokens, which loses more than tokens one by one where
+keys are nearly parallel: the reference is run both ways, and the larger spread counts.
 
 Tokens are those of the float32 reference, bit for bit, and their log-probabilities, a logit less a logarithm of a sum of V
 terms, off by 2 sqrt(V) u + 4 u |exact|. Other integers are exact, those of a quantised cache but for one step where the rounding of
@@ -27,7 +26,9 @@ what is appended may tip. What follows from these is judged with the bytes that 
 """
 
 import contextlib
+import itertools
 import math
+from unittest import mock
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,8 +45,6 @@ DISTURBANCES = (
 )  # of outputs with rows of at least SHORT elements, and of others, which two may leave where they were by luck
 SHORT = 16
 CHUNK = 32  # tokens, of the delta rule
-STATES = ("final_state", "grad_initial_state")
-OF_TOKENS = ("output", "grad_query", "grad_key", "grad_value", "grad_log_decay")
 UNIT = {torch.float32: 2.0**-24, torch.float16: 2.0**-11, torch.bfloat16: 2.0**-8}
 
 
@@ -109,10 +108,44 @@ def kept_in_range(op, inputs, found):
     return {n: t.clamp(*ranges[n]) if n in ranges else t for n, t in found.items()}
 
 
-def around(x, tokens):
-    """The largest numbers less than a chunk before or behind along axis `tokens`."""
-    rows = x.movedim(tokens, -1)
-    return torch.nn.functional.max_pool1d(rows.flatten(0, -2), 2 * CHUNK - 1, 1, CHUNK - 1).view(rows.shape).movedim(-1, tokens)
+def scores(rows, columns, factors):
+    """The products of rows [...,N,D] with columns [...,N,D], their terms multiplied by factors [...,N,N,D or 1]."""
+    if factors.shape[-1] == 1:
+        return rows @ columns.mT * factors.squeeze(-1)
+    return (rows.unsqueeze(-2) * columns.unsqueeze(-3) * factors).sum(-1)
+
+
+def delta_in_chunks(query, key, value, log_decay, beta, state):
+    """reference._delta_rule in the chunked form: Gated DeltaNet, arXiv 2412.06464, section 3.3."""
+    if not query.shape[-2]:
+        return [value.clone()], state.clone()
+    outputs = []
+    for q, k, v, g, b in zip(*(x.split(CHUNK, -2) for x in (query, key, value, log_decay, beta)), strict=True):
+        ones = torch.ones(q.shape[-2], q.shape[-2], dtype=q.dtype)
+        one = ones.diag().diag()
+        between = g.unsqueeze(-2).where(ones.tril(-1).bool().unsqueeze(-1), 0).cumsum(-3).exp()  # from token j to token i
+        before = g.cumsum(-2).exp()
+        weights = scores(k, k, between).tril(-1) * b
+        inverse = torch.linalg.solve_triangular(weights + one, one, upper=False, unitriangular=True)
+        u = inverse @ (b * (v - (k * before) @ state))
+        outputs.append((q * before) @ state + scores(q, k, between).tril() @ u)
+        state = before[..., -1:, :].mT * state + (k * between[..., -1, :, :]).mT @ u
+    return [torch.cat(outputs, -2)], state
+
+
+def delta_backward_in_chunks(*inputs):
+    """reference._delta_backward of the same."""
+    *inputs, do, state, ds = inputs
+    with torch.enable_grad():
+        leaves = [x.detach().requires_grad_() for x in (*inputs, state)]
+        (output,), final = delta_in_chunks(*leaves)
+        *grads, ds = torch.autograd.grad((output, final), leaves, (do, ds), materialize_grads=True)
+    return grads, ds
+
+
+def in_chunks():
+    """A context in which the reference of the delta rule goes chunk by chunk."""
+    return mock.patch.multiple(reference, _delta_rule=delta_in_chunks, _delta_backward=delta_backward_in_chunks)
 
 
 class Judge:
@@ -141,12 +174,13 @@ class Judge:
         low = UNIT[types[self.op.inputs[0].name]]
         first, short = doubled(poisoned), any(x.dim() == 0 or x.shape[-1] < SHORT for x in self.exact.values())
         fine, coarse = [self._spread(self.plain)], []
-        for seed in range(DISTURBANCES[short]):
-            with Rounding(seed):
+        forms = (contextlib.nullcontext, in_chunks) if case.op.startswith("GatedDeltaRule") else (contextlib.nullcontext,)
+        for seed, form in itertools.product(range(DISTURBANCES[short]), forms):
+            with form(), Rounding(seed):
                 fine.append(self._spread(self._disturbed(first, dict.fromkeys(first, single), seed)))
             units = {n: single if dtype == torch.float32 else low for n, dtype in types.items()}
             if low > single:
-                with Rounding(seed, low) if case.runtime in draw.GPU else contextlib.nullcontext():
+                with form(), Rounding(seed, low) if case.runtime in draw.GPU else contextlib.nullcontext():
                     coarse.append(self._spread(self._disturbed(first, units, seed)))
         longest, most = max(max(t.shape, default=1) for t in clean.values()), max(t.numel() for t in clean.values())
         self.spread = {}
@@ -156,17 +190,6 @@ class Judge:
             self.spread[name] = spread + 4 * torch.stack([s[name] for s in coarse]).amax(0) if coarse else spread
             if case.runtime in draw.GPU and name == "grad_log_decay":
                 self.spread[name] = self.spread[name] + 4 * low * self._cancelling(double)
-        if case.op.startswith("GatedDeltaRule"):
-            tokens = 1 if case.attrs.get("layout") == "bnhd" else 2
-            self.spread |= {
-                n: around(x, tokens) for n, x in self.spread.items() if n in OF_TOKENS and x.dim() == 4 and x.shape[-1] < SHORT
-            }
-            keys = -1 if case.attrs.get("state_v_first") else -2  # of a state, its axis D
-            self.spread |= {
-                n: x.amax((-2, -1), keepdim=True).expand_as(x)
-                for n, x in self.spread.items()
-                if n in STATES and x.numel() and x.shape[keys] < SHORT
-            }
 
     def _disturbed(self, inputs, units, seed):
         """The reference's outputs of disturbed inputs."""
