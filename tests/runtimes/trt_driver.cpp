@@ -25,10 +25,13 @@
 #include <fstream>
 #include <functional>
 #include <memory>
+#include <set>
 #include <sstream>
 #include <string>
 #include <utility>
 #include <vector>
+
+#include "capi/leanfleet.h"
 
 #ifdef LEANFLEET_DIRECT  // linked with the library's objects, for a launch without the plugin around it
 #include "core/cuda_target.h"
@@ -775,12 +778,24 @@ int main(int argc, char** argv) {
     return nullptr;
   };
   std::ifstream file(argv[2], std::ios::binary);
+  const auto create =
+      reinterpret_cast<decltype(&leanfleet_communicator_create)>(dlsym(library, "leanfleet_communicator_create"));
+  std::set<std::string> communicators;  // worlds of one, which nodes that exchange tensors look up when they are launched
+  const auto create_communicator = [&](const std::string& name) {
+    leanfleet_communicator world = {};
+    world.name = name.c_str(), world.world = 1, world.timeout_s = 1.0;
+    if (communicators.insert(name).second) check(create(&world) == 0, "a communicator of one");
+  };
+  create_communicator("world");
   if (wrong_fields) return try_fields(file, creator_of);
   Case c;
   int count = 0, without_kernel = 0;
   for (; read_case(file, &c); ++count) {
     current = c.op;
-    for (const Attr& attr : c.attrs) current += " " + attr.name + "=" + attr.text;
+    for (const Attr& attr : c.attrs) {
+      current += " " + attr.name + "=" + attr.text;
+      if (attr.name == "communicator") create_communicator(attr.text);
+    }
     current += " (" + join(c.inputs) + ") type " + std::to_string(c.inputs[0].type);
     IPluginCreatorV3One* creator = creator_of(c.op);
     check(creator != nullptr, "creator");

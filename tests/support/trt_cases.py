@@ -101,7 +101,7 @@ def build_driver(program):
     root = cuda_root()
     libraries = next(p for p in (root / "lib64", root / "lib") if (p / "libcudart_static.a").exists())
     command = [os.environ.get("CXX", "c++"), "-std=c++17", "-O2", "-Wall", "-Wextra", "-Werror", "-rdynamic"]
-    command += ["-isystem", found.stdout.strip(), "-isystem", root / "include"]
+    command += ["-isystem", found.stdout.strip(), "-isystem", root / "include", "-I", ROOT / "csrc"]
     command += [ROOT / "tests" / "runtimes" / "trt_driver.cpp", "-o", program]
     command += ["-L", libraries, "-lcudart_static", "-ldl", "-lrt", "-lpthread"]
     subprocess.run(command, check=True)
