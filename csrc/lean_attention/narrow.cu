@@ -111,6 +111,12 @@ struct NarrowCta {
     else named_barrier(2 + team, 32 * launch.team_warps);
   }
 
+  // Tiles of a team. Those before it have as many, or one more.
+  __device__ __forceinline__ int tiles_of(int of_team) const {
+    const int all = end > begin ? (end - begin + kTokens - 1) / kTokens : 0;
+    return all > of_team ? (all - of_team + teams - 1) / teams : 0;
+  }
+
   __device__ __forceinline__ void begin_segment(const Unit& unit, const Segment& segment) {
     const RowsKeys of_rows = keys_of_tokens(args, unit.request, unit_tokens(args, unit.request, unit.row_tile));
     seen = of_rows.seen;
@@ -120,8 +126,7 @@ struct NarrowCta {
     first_position = unit.request.start;
     begin = max32(segment.tiles.begin * args.plan.key_tile, seen.begin / kTokens * kTokens);
     end = min32(segment.tiles.end * args.plan.key_tile, seen.end);
-    const int all = end > begin ? (end - begin + kTokens - 1) / kTokens : 0;
-    tiles = all > team ? (all - team + teams - 1) / teams : 0;
+    tiles = tiles_of(team);
     const auto base = [&](const void* cache, const CacheStrides& strides, const Scales& scales) {
       const int64_t at = head * strides.head + (args.cache_kind == kPaged ? 0 : request * strides.batch);
       return static_cast<const char*>(cache) + cache_bytes(scales, at, 2);
@@ -587,6 +592,7 @@ struct NarrowCta {
       copy_tile(tile + launch.stages - 1);
       consume(tile);
     }
+    if (team > 0 && tiles < tiles_of(0)) meet_team();  // as often as other teams, or racecheck sees races where they join
     wait_for_stages(0);
     finish(unit, segment, rows);
   }
