@@ -1,6 +1,7 @@
 // Long prompts on Hopper go in two kernels. prepare.cu, or prepare_keys.cu for decays of key dimensions, makes for all chunks
 // of 64 tokens at once what does not depend on states; states.cu then takes each state from chunk to chunk. Between the two are
-// these records in global memory. Rows past a request's end are 0 in them.
+// these records in global memory. Rows past a request's end are 0 in them. What prepare_keys.cu leaves to it is made by
+// prepare_steep_keys.cu.
 #pragma once
 
 #include <cuda.h>
@@ -32,6 +33,7 @@ struct alignas(128) KeySystem {
   unsigned char from_state[2][kChunk * kD * 2], high[kSquareBytes], low[kSquareBytes];
   unsigned char to_state[2][kChunk * kD * 2];
   float kept[kD];
+  int32_t left, unused[31];  // to prepare_steep_keys.cu
 };
 template <int kD>
 struct alignas(128) KeyScores {
@@ -94,6 +96,7 @@ struct PromptMaps {
 
 // The first kernel for a window; returns the cudaError_t.
 int launch_prepare(const Prompt& prompt, const PromptMaps& maps, void* stream);
-int launch_prepare_keys(const Prompt& prompt, const PromptMaps& maps, void* stream);
+int launch_prepare_keys(const Prompt& prompt, const PromptMaps& maps, int sm_count, void* stream);
+int launch_prepare_steep_keys(const Prompt& prompt, const PromptMaps& maps, int sm_count, void* stream);
 
 }  // namespace leanfleet::gated_delta_rule

@@ -1,4 +1,5 @@
-// What the first kernels of long prompts share: prepare.cu, and prepare_keys.cu for decays of key dimensions.
+// What the first kernels of long prompts share: prepare.cu, and for decays of key dimensions prepare_keys.cu and
+// prepare_steep_keys.cu.
 #pragma once
 
 #include "core/hopper.cuh"
@@ -134,6 +135,35 @@ __device__ __forceinline__ void solve(const float (&diagonal)[kBlocks][kBlock][k
     if (i + 1 < kBlocks) above[i] = take_planes<T>(x[0], x[1]);
     store_solved<T>(x, by, solved, solved + kSquareBytes, kBlock * i, kBlock * warp, lane);
   }
+}
+
+// (I + M)^-1 diag(beta) to the record, by four warps that meet at `barrier`. diagonal: blocks of -M; system: its other blocks.
+template <class T>
+__device__ __forceinline__ void send_solved(float (&diagonal)[kBlocks][kBlock][kDiagonalStride], const float (&beta)[kChunk],
+                                            uint32_t system, uint32_t solved, unsigned char* to, int barrier, int warp, int lane) {
+  const uint32_t low = system + kSquareBytes;
+  put_inverse<T>(diagonal[warp], system, low, warp, lane);
+  named_barrier(barrier, kThreads);
+  solve<T>(diagonal, beta, system, low, solved, warp, lane);
+  named_barrier(barrier, kThreads);
+  copy_16_bytes(to, solved, 2 * kSquareBytes, 32 * warp + lane, kThreads);
+}
+
+// Records where key dimensions have decays of their own: a state has one head of the output.
+template <int kD>
+__device__ __forceinline__ KeySystem<kD>& key_system(const Prompt& prompt, int64_t slot, int64_t head) {
+  return static_cast<KeySystem<kD>*>(prompt.systems)[slot * prompt.args.v_heads + head];
+}
+template <int kD>
+__device__ __forceinline__ KeyScores<kD>& key_scores(const Prompt& prompt, int64_t slot, int64_t head) {
+  return static_cast<KeyScores<kD>*>(prompt.scores)[slot * prompt.args.v_heads + head];
+}
+template <class T, int kBytes>
+__device__ __forceinline__ void send_planes(unsigned char (&to)[2][kBytes], int row, int column, float2 x) {
+  uint32_t planes[2];
+  split_pair<T>(x.x, x.y, planes);
+  *reinterpret_cast<uint32_t*>(to[0] + element_offset(row, column)) = planes[0];
+  *reinterpret_cast<uint32_t*>(to[1] + element_offset(row, column)) = planes[1];
 }
 #endif
 

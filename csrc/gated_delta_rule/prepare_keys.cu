@@ -1,10 +1,12 @@
 // What chunks of a prompt need besides states where key dimensions have decays of their own (Kimi Delta Attention), see
 // chunks.cuh. With w_i = exp(g_i) of a key dimension and products over tokens taken for each dimension,
 //   M[t,s] = beta_t sum over d of k_t k_s w_(s+1) .. w_t for s < t      P[t,s] = scale sum over d of q_t k_s .. for s <= t
-// A CTA has a chunk of a value head. Half of its threads have two columns of a block of 16 keys each, the others of queries.
-// Decays are multiplied, not their logarithms subtracted: nothing cancels, and a token that forgets all is a factor 0.
-//   Between blocks: rows with the decay from their block's first token on, times keys with that to their block's last.
-//   Within a block: a thread walks a key from its token to the block's end, with 1/8 of its dimensions in registers.
+// The decay between two tokens is a ratio. W_t is that from the middle of t's block of 16 tokens to t, and over 1 before it:
+//   w_(s+1) .. w_t = W_t W'_s / W_s, where W' is the decay from the middle of s's block to that of t's
+// so that M and P are products of k W and q W with k / W, for tensor cores. No sum of logarithms is taken: W is a product of
+// decays, or one over such a product, and as exact as these. A chunk that has a decay of less than kLeast over half a block, or
+// rows whose numbers might leave a float's range, is left to prepare_steep_keys.cu.
+// A CTA has a chunk of a value head; a thread has two columns of a block.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 #include <cuda_runtime.h>
@@ -16,321 +18,254 @@ namespace leanfleet::gated_delta_rule {
 
 namespace {
 
+constexpr int kHalf = kBlock / 2, kHalves = kChunk / kHalf;  // tokens of half a block, and how many of these there are
+constexpr int kPairs = kBlocks * (kBlocks + 1) / 2;          // of a block of rows and one of keys before it, or the same
+
 template <int kD>
 struct Shared {
   float key[kChunk], query[kChunk], beta[kChunk];  // factors of rows
-  float totals[kBlocks][kD];                       // decay from before a block to its last token
+  float halves[kHalves][kD];                       // decay over the tokens of each half of a block
+  float middles[kPairs][kD];                       // decay from the middle of a pair's keys to that of its rows
   alignas(16) float diagonal[kBlocks][kBlock][kDiagonalStride];
   uint64_t keys_full, queries_full;
 };
 
-// Tiles of keys and queries as they came; in two planes each, rows with decay from their block's first token, keys with decay
-// to their block's last, the system and its inverse; scores. Decays of tokens are floats.
+// Rows k W, rows q W and columns k / W in two planes each; keys and queries come to where the first plane of their rows will be.
+// Then, in their place, the system, its inverse and the scores.
 template <int kD>
 struct Layout {
-  static constexpr int kThreads = 4 * kD, kRows = kChunk * kD * 2;
-  static constexpr int kQueries = kRows, kFromFirst = kQueries + kRows, kQueriesFromFirst = kFromFirst + 2 * kRows;
-  static constexpr int kToLast = kQueriesFromFirst + 2 * kRows, kDecays = kToLast + 2 * kRows;
-  static constexpr int kSystem = kDecays + kChunk * kD * 4, kSolved = kSystem + 2 * kSquareBytes;
-  static constexpr int kScores = kSolved + 2 * kSquareBytes, kShared = kScores + kSquareBytes;
+  static constexpr int kThreads = 2 * kD, kRows = kChunk * kD * 2;
+  static constexpr int kCtas = kD == 128 ? 2 : 3;  // of an SM
+  static constexpr int kKeys = 0, kQueries = kKeys + 2 * kRows, kColumns = kQueries + 2 * kRows, kShared = kColumns + 2 * kRows;
+  static constexpr int kSystem = 0, kSolved = kSystem + 2 * kSquareBytes, kScores = kSolved + 2 * kSquareBytes;
   static constexpr int kBytes = 1024 + kShared + static_cast<int>(sizeof(Shared<kD>));
+  static_assert(kScores + kSquareBytes <= kShared);
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
+using Plane = __nv_bfloat16;  // has the range, whatever the type of keys
+constexpr float kLeast = 2.2e-19f;                           // exp(-43): the square of it is a normal number
+constexpr float kSmallestRow = 1e-20f, kLargestRow = 1e20f;  // squares of lengths
 constexpr int kSystemBarrier = 1;  // of four warps
 
-// Where a dimension's decay stands in its token's row: lanes that read four each, eight dimensions apart, read neighbours.
-__device__ __forceinline__ int decay_place(int d) { return d / 64 * 64 + d % 8 / 4 * 32 + d / 8 % 8 * 4 + d % 4; }
+__device__ __forceinline__ float2 times(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
+__device__ __forceinline__ float2 times(float a, float2 b) { return make_float2(a * b.x, a * b.y); }
+__device__ __forceinline__ float2 inverse(float2 x) { return make_float2(__fdividef(1.0f, x.x), __fdividef(1.0f, x.y)); }
 
 template <class T, int kD>
 struct KeyChunk {
   using L = Layout<kD>;
+  static constexpr int kTasks = 2 * kPairs, kCtaWarps = L::kThreads / 32, kOfWarp = (kTasks + kCtaWarps - 1) / kCtaWarps;
   const Prompt& prompt;
   const ChunkPlace chunk;
   const int64_t slot, head;
   unsigned char* const shared;
   Shared<kD>& s;
+  const int block, column;  // of this thread
 
   __device__ __forceinline__ uint32_t at(int offset) const { return shared_address(shared) + offset; }
-  __device__ __forceinline__ float* decays(int token) const {
-    return reinterpret_cast<float*>(shared + L::kDecays) + token * kD;
-  }
-  __device__ __forceinline__ KeySystem<kD>& system() const {
-    return static_cast<KeySystem<kD>*>(prompt.systems)[slot * prompt.args.v_heads + head];
-  }
-  __device__ __forceinline__ KeyScores<kD>& scores() const {  // of the only head of the output that has this state
-    return static_cast<KeyScores<kD>*>(prompt.scores)[slot * prompt.args.v_heads + head];
-  }
+  __device__ __forceinline__ KeySystem<kD>& system() const { return key_system<kD>(prompt, slot, head); }
+  __device__ __forceinline__ KeyScores<kD>& scores() const { return key_scores<kD>(prompt, slot, head); }
 
-  // Two columns of a block of 16 tokens.
-  struct Columns {
-    int first_token, column;
-    float2 decay[kBlock], x[kBlock];
-
-    __device__ __forceinline__ Columns() {
-      const int thread = static_cast<int>(threadIdx.x) % (2 * kD);
-      first_token = thread / (kD / 2) * kBlock;
-      column = thread % (kD / 2) * 2;
-    }
-  };
-  static __device__ __forceinline__ bool has_keys() { return threadIdx.x < 2 * kD; }
-
-  // Decays of tokens, 1 past the request's end, kept by threads of keys and left in shared memory for the others.
-  __device__ __forceinline__ void load_decays(Columns& c) const {
+  // The decays of a thread's tokens, 1 past the request's end, become products: of those from the middle to the token, or of
+  // those behind the token up to the middle. Returns whether the middle will do for all of them.
+  __device__ __forceinline__ bool load_decays(float2 (&w)[kBlock]) const {
     const Args& args = prompt.args;
-    const bool there = c.column < args.key_width;
+    const bool there = column < args.key_width;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      const int t = c.first_token + i;
-      float2 g = make_float2(0.0f, 0.0f);
+      const int t = kBlock * block + i;
+      w[i] = make_float2(0.0f, 0.0f);
       if (there && t < chunk.tokens) {
-        const float* const from =
-            row_of<float>(args.log_decay, args.decay_strides, chunk.batch, head, chunk.token + t) + c.column;
-        g = make_float2(__ldg(from), __ldg(from + 1));
+        const float* const from = row_of<float>(args.log_decay, args.decay_strides, chunk.batch, head, chunk.token + t) + column;
+        w[i] = make_float2(__ldg(from), __ldg(from + 1));
       }
-      c.decay[i] = g;
     }
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      c.decay[i] = make_float2(expf(c.decay[i].x), expf(c.decay[i].y));
-      *reinterpret_cast<float2*>(decays(c.first_token + i) + decay_place(c.column)) = c.decay[i];
-    }
-  }
-  __device__ __forceinline__ void read_decays(Columns& c) const {
+    for (int i = 0; i < kBlock; ++i) w[i] = make_float2(expf(w[i].x), expf(w[i].y));
+    float2 before = make_float2(1.0f, 1.0f), behind = before;
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i)
-      c.decay[i] = *reinterpret_cast<const float2*>(decays(c.first_token + i) + decay_place(c.column));
+    for (int i = kHalf - 1; i >= 0; --i) {
+      const float2 own = w[i];
+      w[i] = before;
+      before = times(before, own);
+    }
+#pragma unroll
+    for (int i = kHalf; i < kBlock; ++i) w[i] = behind = times(behind, w[i]);
+    *reinterpret_cast<float2*>(&s.halves[2 * block][column]) = before;
+    *reinterpret_cast<float2*>(&s.halves[2 * block + 1][column]) = behind;
+    return before.x >= kLeast && before.y >= kLeast && behind.x >= kLeast && behind.y >= kLeast;  // false for NaN
   }
 
-  // A tile's columns, times factors of rows.
-  __device__ __forceinline__ void take_rows(Columns& c, int tile, const float* factors) const {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      const int t = c.first_token + i;
-      const float2 x = unpack_pair(T{}, *reinterpret_cast<const uint32_t*>(shared + tile + element_offset(t, c.column)));
-      c.x[i] = make_float2(factors[t] * x.x, factors[t] * x.y);
-    }
-  }
-
-  // Calls put(token, pair) for rows times the decay from their block's first token on times `by`; returns that of the block.
-  template <class Put>
-  static __device__ __forceinline__ float2 from_first(const Columns& c, float2 by, Put&& put) {
-#pragma unroll
-    for (int i = 0; i < kBlock; ++i) {
-      by = make_float2(by.x * c.decay[i].x, by.y * c.decay[i].y);
-      put(c.first_token + i, make_float2(by.x * c.x[i].x, by.y * c.x[i].y));
-    }
-    return by;
-  }
-  // The same for the decay from their token to their block's last.
-  template <class Put>
-  static __device__ __forceinline__ void to_last(const Columns& c, float2 by, Put&& put) {
-#pragma unroll
-    for (int i = kBlock - 1; i >= 0; --i) {
-      put(c.first_token + i, make_float2(by.x * c.x[i].x, by.y * c.x[i].y));
-      by = make_float2(by.x * c.decay[i].x, by.y * c.decay[i].y);
-    }
-  }
-  __device__ __forceinline__ void put_planes(int tile, int row, int column, float2 x) const {
-    store_planes<T>(at(tile), at(tile + L::kRows), row, column, x.x, x.y);
-  }
-  static __device__ __forceinline__ void send_planes(unsigned char (&to)[2][L::kRows], int row, int column, float2 x) {
-    uint32_t planes[2];
-    split_pair<T>(x.x, x.y, planes);
-    *reinterpret_cast<uint32_t*>(to[0] + element_offset(row, column)) = planes[0];
-    *reinterpret_cast<uint32_t*>(to[1] + element_offset(row, column)) = planes[1];
-  }
-
-  // The decay of whole blocks first .. last - 1.
-  __device__ __forceinline__ float2 whole_blocks(int first, int last, int column) const {
+  // The decay over halves first .. last - 1 of blocks.
+  __device__ __forceinline__ float2 over_halves(int first, int last) const {
     float2 by = make_float2(1.0f, 1.0f);
-    for (int block = first; block < last; ++block) {
-      const float2 total = *reinterpret_cast<const float2*>(&s.totals[block][column]);
-      by = make_float2(by.x * total.x, by.y * total.y);
-    }
+    for (int half = first; half < last; ++half) by = times(by, *reinterpret_cast<const float2*>(&s.halves[half][column]));
     return by;
   }
 
-  // Keys between blocks, and the decay of whole blocks.
-  __device__ __forceinline__ void make_keys(Columns& c) const {
-    take_rows(c, 0, s.key);
-    const float2 one = make_float2(1.0f, 1.0f);
-    const float2 total = from_first(c, one, [&](int t, float2 x) { put_planes(L::kFromFirst, t, c.column, x); });
-    to_last(c, one, [&](int t, float2 x) { put_planes(L::kToLast, t, c.column, x); });
-    *reinterpret_cast<float2*>(&s.totals[c.first_token / kBlock][c.column]) = total;
-  }
-  __device__ __forceinline__ void make_queries(Columns& c) const {
-    take_rows(c, L::kQueries, s.query);
-    from_first(c, make_float2(1.0f, 1.0f), [&](int t, float2 x) { put_planes(L::kQueriesFromFirst, t, c.column, x); });
-  }
-  // Keys and queries of the record, once decays of whole blocks are there.
-  __device__ __forceinline__ void send_keys(const Columns& c) const {
-    const int block = c.first_token / kBlock;
-    KeySystem<kD>& to = system();
-    from_first(c, whole_blocks(0, block, c.column), [&](int t, float2 x) { send_planes(to.from_state, t, c.column, x); });
-    to_last(c, whole_blocks(block + 1, kBlocks, c.column), [&](int t, float2 x) { send_planes(to.to_state, t, c.column, x); });
-    if (block == 0) *reinterpret_cast<float2*>(&to.kept[c.column]) = whole_blocks(0, kBlocks, c.column);
-  }
-  __device__ __forceinline__ void send_queries(const Columns& c) const {
-    KeyScores<kD>& to = scores();
-    from_first(c, whole_blocks(0, c.first_token / kBlock, c.column), [&](int t, float2 x) {
-      *reinterpret_cast<uint32_t*>(to.query + element_offset(t, c.column)) = pack_pair(T{}, x.x, x.y);
-    });
+  // Factors of rows, two rows' threads apart, which share a row. Returns whether its numbers are of a usual size.
+  __device__ __forceinline__ bool make_row_factors(int thread) const {
+    constexpr int kShare = L::kThreads / (2 * kChunk);
+    const int row = thread / kShare % kChunk;
+    const bool of_keys = thread < kShare * kChunk;
+    float squares = 0.0f;
+#pragma unroll 4
+    for (int part = thread % kShare; part < kD / 8; part += kShare) {
+      float x[8];
+      load_8<T>(at(of_keys ? L::kKeys : L::kQueries), row, part, x);
+#pragma unroll
+      for (int i = 0; i < 8; i += 2) squares += x[i] * x[i] + x[i + 1] * x[i + 1];
+    }
+    if (kShare == 2) squares += __shfl_xor_sync(kFullWarp, squares, 1);
+    const float scale = of_keys ? 1.0f : prompt.args.scale;
+    const float factor = prompt.args.normalize ? scale * rsqrtf(squares + kUnitRowEps) : scale;
+    if (thread % kShare == 0) (of_keys ? s.key : s.query)[row] = factor;
+    const float size = factor * factor * squares;
+    return size == 0.0f || (size > kSmallestRow && size < kLargestRow);
   }
 
-  // A warp's four columns of M and P within a block, a lane's eighth of the dimensions.
-  __device__ __forceinline__ void within_block(int block, int lane) const {
-    const int quarter = static_cast<int>(threadIdx.x / 32 % 4), first = kBlock * block, part = lane % 8;
-    const int from = 4 * quarter + lane / 8;  // this key's token in the block
-    float x[kD / 64][8];
+  __device__ __forceinline__ float2 pair_at(int offset) const {
+    return unpack_pair(T{}, *reinterpret_cast<const uint32_t*>(shared + offset));
+  }
+
+  // Rows and columns of products, and keys and queries of the record. w: what load_decays() left.
+  __device__ __forceinline__ void make_operands(const float2 (&w)[kBlock]) const {
+    const float2 from_begin = over_halves(0, 2 * block + 1), to_end = over_halves(2 * block + 1, kHalves);
+    KeySystem<kD>& to = system();
+    unsigned char* const to_queries = scores().query;
+    if (block == 0) *reinterpret_cast<float2*>(&to.kept[column]) = times(from_begin, to_end);
 #pragma unroll
-    for (int i = 0; i < kD / 64; ++i) load_8<T>(at(0), first + from, 8 * i + part, x[i]);
-    const float by = s.key[first + from];
-    for (int to = 4 * quarter; to < kBlock; ++to) {
-      const int row = first + to;
-      float m = 0.0f, p = 0.0f;
-#pragma unroll
-      for (int i = 0; i < kD / 64; ++i) {
-        float key[8], query[8];
-        load_8<T>(at(0), row, 8 * i + part, key);
-        load_8<T>(at(L::kQueries), row, 8 * i + part, query);
-        const float4* const decay = reinterpret_cast<const float4*>(decays(row) + 64 * i) + part;
-        const float4 halves[2] = {decay[0], decay[8]};
-        const float w[8] = {halves[0].x, halves[0].y, halves[0].z, halves[0].w,
-                            halves[1].x, halves[1].y, halves[1].z, halves[1].w};
-#pragma unroll
-        for (int j = 0; j < 8; ++j) {
-          if (to > from) x[i][j] *= w[j];
-          m += x[i][j] * key[j];
-          p += x[i][j] * query[j];
-        }
-      }
-#pragma unroll
-      for (int offset = 1; offset < 8; offset *= 2) {
-        m += __shfl_xor_sync(kFullWarp, m, offset);
-        p += __shfl_xor_sync(kFullWarp, p, offset);
-      }
-      if (part == 0 && from < to) s.diagonal[block][to][from] = -s.beta[row] * s.key[row] * by * m;
-      if (part == 1) {
-        const T rounded = static_cast<T>(from <= to ? s.query[row] * by * p : 0.0f);
-        store_2_bytes(at(L::kScores) + element_offset(row, first + from), *reinterpret_cast<const uint16_t*>(&rounded));
-      }
+    for (int i = 0; i < kBlock; ++i) {
+      const int t = kBlock * block + i;
+      const float2 other = inverse(w[i]), up = i < kHalf ? other : w[i], down = i < kHalf ? w[i] : other;
+      const int place = static_cast<int>(element_offset(t, column));
+      const float2 key = times(s.key[t], pair_at(L::kKeys + place));
+      const float2 query = times(s.query[t], pair_at(L::kQueries + place));
+      const float2 row = times(key, up), query_row = times(query, up), of_column = times(key, down);
+      store_planes<Plane>(at(L::kKeys), at(L::kKeys + L::kRows), t, column, row.x, row.y);
+      store_planes<Plane>(at(L::kQueries), at(L::kQueries + L::kRows), t, column, query_row.x, query_row.y);
+      store_planes<Plane>(at(L::kColumns), at(L::kColumns + L::kRows), t, column, of_column.x, of_column.y);
+      send_planes<T>(to.from_state, t, column, times(from_begin, row));
+      send_planes<T>(to.to_state, t, column, times(to_end, of_column));
+      const float2 sent = times(from_begin, query_row);
+      *reinterpret_cast<uint32_t*>(to_queries + place) = pack_pair(T{}, sent.x, sent.y);
     }
   }
 
-  // c += a 16 x 16 block of rows with decay from their block's first token times keys with decay to their block's last.
-  __device__ __forceinline__ void between_blocks(int rows_tile, int row_block, int key_block, int lane,
-                                                 float (&c)[2][4]) const {
+  // Blocks of rows and keys of the n-th product of -M, and behind these of P.
+  struct Task {
+    bool of_scores;
+    int pair, rows, keys;
+  };
+  static __device__ __forceinline__ Task task_of(int n) {
+    const int pair = n % kPairs, rows = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3;  // (0,0), (1,0), (1,1), (2,0) ..
+    return {n >= kPairs, pair, rows, pair - rows * (rows + 1) / 2};
+  }
+
+  __device__ __forceinline__ void make_middles(int thread) const {
+    for (int item = thread; item < kPairs * kD; item += L::kThreads) {
+      const Task task = task_of(item / kD);
+      float by = 1.0f;
+      for (int half = 2 * task.keys + 1; half <= 2 * task.rows; ++half) by *= s.halves[half][item % kD];
+      s.middles[item / kD][item % kD] = by;
+    }
+  }
+
+  // A 16 x 16 block of products.
+  __device__ __forceinline__ void multiply_task(const Task& task, int lane, float (&c)[2][4]) const {
+    const int tile = task.of_scores ? L::kQueries : L::kKeys;
 #pragma unroll 2
     for (int k = 0; k < kD / 16; ++k) {
       Planes left;
-      load_matrices(left.high, left_rows(at(rows_tile), row_block, k, lane));
-      load_matrices(left.low, left_rows(at(rows_tile + L::kRows), row_block, k, lane));
-      if (row_block > key_block + 1) {  // whole blocks between them
+      load_matrices(left.high, left_rows(at(tile), task.rows, k, lane));
+      load_matrices(left.low, left_rows(at(tile + L::kRows), task.rows, k, lane));
+      if (task.rows != task.keys) {
 #pragma unroll
         for (int i = 0; i < 4; ++i) {
-          const float2 by = whole_blocks(key_block + 1, row_block, 16 * k + fragment_column(lane, 0) + i / 2 * 8);
-          const float2 high = unpack_pair(T{}, left.high[i]), low = unpack_pair(T{}, left.low[i]);
+          const float2 by =
+              *reinterpret_cast<const float2*>(&s.middles[task.pair][16 * k + fragment_column(lane, 0) + i / 2 * 8]);
+          const float2 high = unpack_pair(Plane{}, left.high[i]), low = unpack_pair(Plane{}, left.low[i]);
           uint32_t planes[2];
-          split_pair<T>(by.x * (high.x + low.x), by.y * (high.y + low.y), planes);
+          split_pair<Plane>(by.x * (high.x + low.x), by.y * (high.y + low.y), planes);
           left.high[i] = planes[0], left.low[i] = planes[1];
         }
       }
-      multiply<T>(c, left, at(L::kToLast), at(L::kToLast + L::kRows), key_block, k, lane);
+      multiply<Plane>(c, left, at(L::kColumns), at(L::kColumns + L::kRows), task.keys, k, lane);
     }
   }
 
-  // What is below the diagonal blocks, of -M and P, each warp a block at a time.
-  __device__ __forceinline__ void below_diagonal(int warp, int lane) const {
-    constexpr int kPairs = kBlocks * (kBlocks - 1) / 2;
-    for (int task = warp; task < 2 * kPairs; task += L::kThreads / 32) {
-      const bool of_scores = task < kPairs;
-      const int pair = task % kPairs;  // (1,0), (2,0), (2,1), (3,0) ..
-      const int row_block = pair < 1 ? 1 : pair < 3 ? 2 : 3, key_block = pair - row_block * (row_block - 1) / 2;
-      float c[2][4] = {};
-      between_blocks(of_scores ? L::kQueriesFromFirst : L::kFromFirst, row_block, key_block, lane, c);
+  __device__ __forceinline__ void store_task(const Task& task, int lane, const float (&c)[2][4]) const {
 #pragma unroll
-      for (int n = 0; n < 2; ++n)
+    for (int n = 0; n < 2; ++n)
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          const int row = kBlock * row_block + fragment_row(lane, 2 * r);
-          const int column = kBlock * key_block + 8 * n + fragment_column(lane, 0);
-          if (of_scores) {
-            store_pair(at(L::kScores), row, column, pack_pair(T{}, c[n][2 * r], c[n][2 * r + 1]));
-          } else {
-            const float by = -s.beta[row];
-            store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, column, by * c[n][2 * r], by * c[n][2 * r + 1]);
-          }
+      for (int r = 0; r < 2; ++r) {
+        const int of_block = fragment_row(lane, 2 * r), first = 8 * n + fragment_column(lane, 0);
+        const int row = kBlock * task.rows + of_block, key = kBlock * task.keys + first;
+        float2 x = make_float2(c[n][2 * r], c[n][2 * r + 1]);
+        if (task.of_scores) {
+          if (task.rows == task.keys) x = make_float2(first <= of_block ? x.x : 0.0f, first < of_block ? x.y : 0.0f);
+          store_pair(at(L::kScores), row, key, pack_pair(T{}, x.x, x.y));
+          continue;
         }
-    }
+        x = times(-s.beta[row], x);
+        if (task.rows == task.keys) *reinterpret_cast<float2*>(&s.diagonal[task.rows][of_block][first]) = x;
+        else store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, key, x.x, x.y);
+      }
   }
 
-  __device__ __forceinline__ void make_squares(int warp, int lane) const {
-    below_diagonal(warp, lane);
-    for (int block = warp / 4; block < kBlocks; block += L::kThreads / kThreads) within_block(block, lane);
-  }
-
-  // Four warps.
-  __device__ __forceinline__ void send_system(int warp, int lane) const {
-    const uint32_t high = at(L::kSystem), low = high + kSquareBytes;
-    put_inverse<T>(s.diagonal[warp], high, low, warp, lane);
-    named_barrier(kSystemBarrier, kThreads);
-    solve<T>(s.diagonal, s.beta, high, low, at(L::kSolved), warp, lane);
-    named_barrier(kSystemBarrier, kThreads);
-    copy_16_bytes(system().high, at(L::kSolved), 2 * kSquareBytes, 32 * warp + lane, kThreads);
+  __device__ __forceinline__ void make_squares(int thread, int warp, int lane) const {
+    float c[kOfWarp][2][4] = {};
+#pragma unroll
+    for (int n = 0; n < kOfWarp; ++n)
+      if (warp + n * kCtaWarps < kTasks) multiply_task(task_of(warp + n * kCtaWarps), lane, c[n]);
+    __syncthreads();  // the operands have been read
+    if (thread < kThreads)
+      for (const int tile : {L::kSolved, L::kSolved + kSquareBytes, L::kScores}) clear_above(at(tile), thread);
+#pragma unroll
+    for (int n = 0; n < kOfWarp; ++n)
+      if (warp + n * kCtaWarps < kTasks) store_task(task_of(warp + n * kCtaWarps), lane, c[n]);
   }
 
   __device__ __forceinline__ void run(const PromptMaps& maps) const {
     const Args& args = prompt.args;
     const int thread = static_cast<int>(threadIdx.x), warp = thread / 32, lane = thread % 32;
-    const int of_queries = thread - 2 * kD;  // a thread of queries, from 0
     if (thread == 0) {
       mbarrier_init(shared_address(&s.keys_full), 1);
       mbarrier_init(shared_address(&s.queries_full), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
-      load_rows<kD>(maps.key, at(0), chunk, static_cast<int>(head) / prompt.of_key, shared_address(&s.keys_full));
+      load_rows<kD>(maps.key, at(L::kKeys), chunk, static_cast<int>(head) / prompt.of_key, shared_address(&s.keys_full));
       load_rows<kD>(maps.query, at(L::kQueries), chunk, static_cast<int>(head) / prompt.of_query,
                     shared_address(&s.queries_full));
     }
-    Columns c;
-    if (has_keys()) {
-      load_decays(c);
-      if (thread < kThreads) clear_above(at(L::kSolved), thread), clear_above(at(L::kSolved + kSquareBytes), thread);
-    } else {
-      const int t = of_queries;
-      if (t < kChunk)
-        s.beta[t] =
-            t < chunk.tokens ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + t)) : 0.0f;
-      for (int i = 16 * t; i < kSquareBytes; i += 16 * 2 * kD)  // what is above the diagonal stays 0
-        store_16_bytes(at(L::kScores + i), make_uint4(0, 0, 0, 0));
-    }
+    if (thread < kChunk)
+      s.beta[thread] = thread < chunk.tokens ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head,
+                                                                   chunk.token + thread))
+                                             : 0.0f;
+    float2 w[kBlock];
+    const bool mild = load_decays(w);
     __syncthreads();
-    wait_rows<kD>(prompt, chunk, at(0), s.keys_full, 0, thread, L::kThreads, [] {});
+    make_middles(thread);
+    wait_rows<kD>(prompt, chunk, at(L::kKeys), s.keys_full, 0, thread, L::kThreads, [] {});
     wait_rows<kD>(prompt, chunk, at(L::kQueries), s.queries_full, 0, thread, L::kThreads, [] {});
     __syncthreads();
-    if (thread < kChunk) s.key[thread] = row_factor<T, kD>(at(0), thread, args.normalize, 1.0f);
-    if (of_queries >= 0 && of_queries < kChunk)
-      s.query[of_queries] = row_factor<T, kD>(at(L::kQueries), of_queries, args.normalize, args.scale);
+    const bool usual = make_row_factors(thread);
+    const bool left = __syncthreads_or(!mild || !usual);
+    if (thread == 0) system().left = left;
+    if (left) return;
+    make_operands(w);
     __syncthreads();
-    if (has_keys()) {
-      make_keys(c);
-    } else {
-      read_decays(c);
-      make_queries(c);
-    }
+    make_squares(thread, warp, lane);
     __syncthreads();
-    if (has_keys()) send_keys(c);
-    else send_queries(c);
-    make_squares(warp, lane);
-    __syncthreads();
-    if (warp < kWarps) send_system(warp, lane);
-    else copy_16_bytes(scores().tile, at(L::kScores), kSquareBytes, thread - kThreads, L::kThreads - kThreads);
+    copy_16_bytes(scores().tile, at(L::kScores), kSquareBytes, thread, L::kThreads);
+    if (warp < kWarps)
+      send_solved<T>(s.diagonal, s.beta, at(L::kSystem), at(L::kSolved), system().high, kSystemBarrier, warp, lane);
   }
 };
 #endif
 
 template <class T, int kD>
-__global__ void __launch_bounds__(Layout<kD>::kThreads, 1)
+__global__ void __launch_bounds__(Layout<kD>::kThreads, Layout<kD>::kCtas)
     PrepareKeysKernel(const __grid_constant__ Prompt prompt, const __grid_constant__ PromptMaps maps) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
   extern __shared__ unsigned char dynamic[];
@@ -338,8 +273,15 @@ __global__ void __launch_bounds__(Layout<kD>::kThreads, 1)
   const ChunkPlace chunk = chunk_of(prompt.args, prompt.first_slot + static_cast<int64_t>(blockIdx.x));
   if (chunk.tokens == 0) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
-  const KeyChunk<T, kD> of{prompt,     chunk,  blockIdx.x,
-                           blockIdx.y, shared, *reinterpret_cast<Shared<kD>*>(shared + Layout<kD>::kShared)};
+  const int thread = static_cast<int>(threadIdx.x);
+  const KeyChunk<T, kD> of{prompt,
+                           chunk,
+                           blockIdx.x,
+                           blockIdx.y,
+                           shared,
+                           *reinterpret_cast<Shared<kD>*>(shared + Layout<kD>::kShared),
+                           thread / (kD / 2),
+                           thread % (kD / 2) * 2};
   of.run(maps);
 #endif
 }
@@ -347,7 +289,7 @@ __global__ void __launch_bounds__(Layout<kD>::kThreads, 1)
 template <class T, int kD>
 cudaError_t launch_width(const Prompt& prompt, const PromptMaps& maps, cudaStream_t stream) {
   constexpr int kBytes = Layout<kD>::kBytes;
-  static_assert(kBytes <= 227 * 1024);
+  static_assert(Layout<kD>::kCtas * (kBytes + 1024) <= 228 * 1024);
   const auto kernel = PrepareKeysKernel<T, kD>;
   const cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kBytes);
   if (error != cudaSuccess) return error;
@@ -363,10 +305,12 @@ cudaError_t launch_type(const Prompt& prompt, const PromptMaps& maps, cudaStream
 
 }  // namespace
 
-int launch_prepare_keys(const Prompt& prompt, const PromptMaps& maps, void* stream) {
+int launch_prepare_keys(const Prompt& prompt, const PromptMaps& maps, int sm_count, void* stream) {
   const auto on = static_cast<cudaStream_t>(stream);
-  if (prompt.args.dtype == static_cast<int32_t>(DType::kFloat16)) return launch_type<__half>(prompt, maps, on);
-  return launch_type<__nv_bfloat16>(prompt, maps, on);
+  const cudaError_t error = prompt.args.dtype == static_cast<int32_t>(DType::kFloat16)
+                                ? launch_type<__half>(prompt, maps, on)
+                                : launch_type<__nv_bfloat16>(prompt, maps, on);
+  return error != cudaSuccess ? error : launch_prepare_steep_keys(prompt, maps, sm_count, stream);
 }
 
 }  // namespace leanfleet::gated_delta_rule

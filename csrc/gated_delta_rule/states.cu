@@ -826,7 +826,8 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const auto stream = static_cast<cudaStream_t>(target.stream);
   for (; prompt.first_slot < slots; prompt.first_slot += window_slots, ++prompt.window) {
     prompt.slots = slots - prompt.first_slot < window_slots ? slots - prompt.first_slot : window_slots;
-    const int failed = args.decay_per_key ? launch_prepare_keys(prompt, maps, stream) : launch_prepare(prompt, maps, stream);
+    const int failed = args.decay_per_key ? launch_prepare_keys(prompt, maps, target.sm_count, stream)
+                                          : launch_prepare(prompt, maps, stream);
     if (failed) return failed;
     const cudaError_t error = args.dtype == static_cast<int32_t>(DType::kFloat16)
                                   ? launch_type<__half>(prompt, maps, target.sm_count, stream)
