@@ -1,8 +1,8 @@
 // Long prompts on Hopper: states from chunk to chunk, see chunks.cuh. A CTA has 64 value columns of a state. One warpgroup has
 // S^T in its accumulators, [value column][key dimension], and makes of each chunk
 //   R^T = V^T - (K S)^T from_state      U^T = R^T T^T      S^T = kept S^T + (to_state U)^T K      O^T = (Q S)^T from_state + U^T P^T
-// where T = (I + M)^-1 diag(beta), and what is left of a product was in registers all along. A warp copies ahead of it. Where
-// key dimensions have decays of their own, from_state and to_state are in keys and queries, and each dimension has its `kept`.
+// where T = (I + M)^-1 diag(beta), and what is left of a product was in registers all along. A warp copies ahead of it, another
+// sends rows of the output behind it. Where key dimensions have decays of their own, from_state and to_state are in keys and queries, and each dimension has its `kept`.
 // S, R, U and T enter products as sums of two 16-bit numbers; for O, whose own rounding is as large, S as one.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -26,7 +26,7 @@ constexpr int kStateFloats = 64;  // of a thread
 
 struct Barriers {
   uint64_t chunk_full[kMostStages], chunk_empty[kMostStages], query_full[kMostStages], query_empty[kMostStages];
-  uint64_t keys_full[1], keys_empty[1], landed;
+  uint64_t keys_full[1], keys_empty[1], out_full[1], out_empty[1], landed;
 };
 
 // kGroups: warpgroups that have states, of neighbouring slices. With two the chip's share of a CTA is used better, with one
@@ -39,8 +39,8 @@ struct Layout {
   static_assert(kHalves == 1 || (kGroups == 1 && !kPerKey));
   static constexpr int kStages = kPerKey || kHalves > 1 ? 2 : 3;
   static constexpr int kQueryStages = kHalves > 1 ? 1 : kGroups == 1 && !kPerKey ? 3 : 2;
-  // Those of the warp that copies; registers are handed over by warpgroups.
-  static constexpr int kThreads = kWarpgroups * kStates + (kWarpgroups == 1 ? 32 : 128);
+  // Those of the warps that copy and send; registers are handed over by warpgroups.
+  static constexpr int kThreads = kWarpgroups * kStates + (kWarpgroups == 1 ? 64 : 128);
   static constexpr int kBoxes = kD / 64, kRows = kBoxes * kSquareBytes;
   using Systems = std::conditional_t<kPerKey, KeySystem<kD>, System>;
   using QueryScores = std::conditional_t<kPerKey, KeyScores<kD>, Scores>;
@@ -401,10 +401,9 @@ struct Cta {
     }
   }
 
-  // A warp's columns of rows of the output, by way of its part of a tile, [token][16 columns].
+  // Rows of the output on their way: [warp][token][its 16 columns].
   __device__ __forceinline__ uint32_t out_at(int warp, int token, int half) const {
-    return shared_address(shared) + L::kOut + static_cast<int>(threadIdx.x / 32) * kChunk * 32 + token * 32 +
-           (half ^ token / 4 % 2) * 16;
+    return shared_address(shared) + L::kOut + warp * kChunk * 32 + token * 32 + (half ^ token / 4 % 2) * 16;
   }
   static __device__ __forceinline__ void pack_rows(const float (&out)[8][4], uint32_t (&rows)[8][2]) {
 #pragma unroll
@@ -412,28 +411,40 @@ struct Cta {
 #pragma unroll
       for (int r = 0; r < 2; ++r) rows[n][r] = pack_pair(T{}, out[n][2 * r], out[n][2 * r + 1]);
   }
-  __device__ __forceinline__ void put_rows(const uint32_t (&rows)[8][2], int warp, int lane) const {
+  // For the sending warp, once it has sent those before.
+  __device__ __forceinline__ void put_rows(const uint32_t (&rows)[8][2], Turn<1>& turn, int lane) const {
     if (!has_outputs()) return;
+    const int warp = static_cast<int>(threadIdx.x / 32);
+    mbarrier_wait(shared_address(&barriers.out_empty[turn.slot]), turn.parity ^ 1);
 #pragma unroll
     for (int n = 0; n < 8; n += 2)
       hopper::store_matrices_transposed(out_at(warp, 8 * (n + lane / 16) + lane % 8, lane / 8 % 2),
                                         {rows[n][0], rows[n][1], rows[n + 1][0], rows[n + 1][1]});
-    __syncwarp();
+    arrive(barriers.out_full, turn);
+    turn.next();
   }
-  __device__ __forceinline__ void send_rows(int64_t out_head, int64_t chunk, int warp, int lane) const {
-    if (!has_outputs()) return;
+
+  // The sending warp: 4 tokens at a time of every 64 columns.
+  __device__ __forceinline__ void send() const {
     const Args& args = prompt.args;
-    const int64_t token = work.span.begin + chunk * kChunk;
-    const int64_t left = work.span.end - token;
-    T* const rows =
-        const_cast<T*>(row_of<T>(args.output, args.output_strides, work.batch, out_head, token)) + first_column + 16 * warp;
-    const int width = static_cast<int>(args.value_width) - first_column - 16 * warp;
-#pragma unroll
-    for (int i = lane; i < 2 * kChunk; i += 32)
-      if (i / 2 < left && i % 2 * 8 < width)
-        *reinterpret_cast<uint4*>(rows + i / 2 * args.output_strides.token + i % 2 * 8) =
-            load_16_bytes(out_at(warp, i / 2, i % 2));
-    __syncwarp();
+    const int lane = static_cast<int>(threadIdx.x % 32), width = static_cast<int>(args.value_width) - first_column;
+    Turn<1> turn;
+    for (int64_t chunk = work.first; chunk < work.last; ++chunk) {
+      const int64_t token = work.span.begin + chunk * kChunk, left = work.span.end - token;
+      for (int64_t h = 0; h < group; ++h, turn.next()) {
+        T* const rows = const_cast<T*>(row_of<T>(args.output, args.output_strides, work.batch, head * group + h, token));
+        wait(barriers.out_full, turn);
+#pragma unroll 4
+        for (int i = lane; i < kGroups * 8 * kChunk; i += 32) {
+          const int row = i / 32 % (kChunk / 4) * 4 + lane / 2 % 4, warp = i / (8 * kChunk) * 4 + lane / 8;
+          const int column = 16 * warp + 8 * (lane % 2);
+          if (row < left && column < width)
+            *reinterpret_cast<uint4*>(rows + first_column + column + row * args.output_strides.token) =
+                load_16_bytes(out_at(warp, row, lane % 2));
+        }
+        arrive(barriers.out_empty, turn);
+      }
+    }
   }
 
   template <int kSlots>
@@ -441,12 +452,14 @@ struct Cta {
     mbarrier_arrive(shared_address(&barriers[turn.slot]));
   }
 
-  // (Q S)^T. kPerKey: queries with the decay in them have been rounded, so S enters in both planes.
-  template <class States>
+  // (Q S)^T. kPerKey: queries with the decay in them have been rounded, so S enters in both planes, with `rest` the second, of
+  // which products are on their way while R becomes U.
+  template <bool kRest, class States>
   __device__ __forceinline__ void multiply_queries(float (&out)[8][4], const States& states, QueryTurn turn) const {
-    const uint32_t queries = own_half(query_at(turn));
-    if constexpr (kPerKey) by_rows(out, states.low, queries, false);
-    by_rows(out, states.high, queries, kPerKey);
+    hopper::warpgroup_arrive();
+    if constexpr (kRest) by_rows(out, states.low, own_half(query_at(turn)), true);
+    else by_rows(out, states.high, own_half(query_at(turn)), false);
+    hopper::warpgroup_commit();
   }
   // The same with its tokens' factors, once it is there.
   template <class States>
@@ -513,7 +526,7 @@ struct Cta {
 
   // All but the last of a state's heads of the output; `out` is Q S of the first, and that of the last afterwards.
   __device__ __forceinline__ void other_heads(float (&out)[8][4], const float (&state)[kTiles][4], const float (&x)[8][4],
-                                              QueryTurn& turn, int64_t chunk, int warp, int lane) const {
+                                              QueryTurn& turn, Turn<1>& out_turn, int lane) const {
     Rows<T, 8> update;
     update.take(x);
     for (int64_t h = 0; h + 1 < group; ++h) {
@@ -521,15 +534,12 @@ struct Cta {
       hopper::warpgroup_wait<0>();
       uint32_t rows[8][2];
       finish_scores(out, update, turn, rows);
-      put_rows(rows, warp, lane);
-      send_rows(head * group + h, chunk, warp, lane);
+      put_rows(rows, out_turn, lane);
       turn.next();
       Rows<T, kTiles> states;
       states.take(state);
       wait(barriers.query_full, turn);
-      hopper::warpgroup_arrive();
-      multiply_queries(out, states, turn);
-      hopper::warpgroup_commit();
+      multiply_queries<false>(out, states, turn);
       hopper::warpgroup_wait<0>();
       finish_queries(out, states, turn, lane);
       hopper::fence_operands(states.high);
@@ -541,7 +551,7 @@ struct Cta {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
     ChunkTurn turn;
     QueryTurn query_turn;
-    Turn<1> key_turn;
+    Turn<1> key_turn, out_turn;
     float x[8][4], out[8][4];
     uint32_t rows[8][2] = {};  // of the output, of the chunk before
     Rows<T, kTiles> states;
@@ -556,11 +566,8 @@ struct Cta {
       by_rows(x, states.high, own_half(keys), true);
       hopper::warpgroup_commit();
       wait(barriers.query_full, query_turn);
-      hopper::warpgroup_arrive();
-      multiply_queries(out, states, query_turn);
-      hopper::warpgroup_commit();
-      put_rows(rows, warp, lane);
-      if (chunk > work.first) send_rows(head * group + group - 1, chunk - 1, warp, lane);
+      multiply_queries<false>(out, states, query_turn);
+      if (chunk > work.first) put_rows(rows, out_turn, lane);
       uint32_t values[8][2];
       load_values(keys + L::kValues + group_of_thread() * kSquareBytes, warp, lane, values);
       hopper::warpgroup_wait<1>();
@@ -588,15 +595,19 @@ struct Cta {
       by_rows(x, rest.low, keys + L::kSystem, true);
       by_rows(x, rest.high, keys + L::kSystem, true);
       hopper::warpgroup_commit();
-      hopper::warpgroup_wait<1>();
-      finish_queries(out, states, query_turn, lane);
-      states.fence();
-      hopper::warpgroup_wait<0>();
+      if constexpr (kPerKey) {
+        multiply_queries<true>(out, states, query_turn);
+      } else {
+        hopper::warpgroup_wait<1>();
+        finish_queries(out, states, query_turn, lane);
+        states.fence();
+      }
+      hopper::warpgroup_wait<kPerKey ? 1 : 0>();
       hopper::fence_accumulators(x);
       rest.fence();
       rest.unscale(x);
       if constexpr (!kPerKey) {  // which has one head of the output a state
-        if (group > 1) other_heads(out, state, x, query_turn, chunk, warp, lane);
+        if (group > 1) other_heads(out, state, x, query_turn, out_turn, lane);
       }
 
       Rows<T, 8> added, update;
@@ -605,6 +616,9 @@ struct Cta {
         arrive(barriers.chunk_empty, turn);
         entering = shared_address(shared) + L::kKeys;
         added.take(x);
+        hopper::warpgroup_wait<0>();
+        finish_queries(out, states, query_turn, lane);
+        states.fence();
         wait(barriers.keys_full, key_turn);
         scale_columns(state, reinterpret_cast<const float*>(shared + L::kKeys + 2 * L::kRows), lane);
       } else {
@@ -641,10 +655,7 @@ struct Cta {
       hopper::warpgroup_wait<0>();
       finish_scores(out, update, query_turn, rows);
     }
-    if (work.first < work.last) {
-      put_rows(rows, warp, lane);
-      send_rows(head * group + group - 1, work.last - 1, warp, lane);
-    }
+    if (work.first < work.last) put_rows(rows, out_turn, lane);
   }
 
   __device__ __forceinline__ void run() const {
@@ -659,6 +670,8 @@ struct Cta {
       }
       mbarrier_init(shared_address(&barriers.keys_full[0]), 32);
       mbarrier_init(shared_address(&barriers.keys_empty[0]), kAll);
+      mbarrier_init(shared_address(&barriers.out_full[0]), kGroups * kStates);
+      mbarrier_init(shared_address(&barriers.out_empty[0]), 32);
       mbarrier_init(shared_address(&barriers.landed), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -667,6 +680,7 @@ struct Cta {
       if constexpr (L::kWarpgroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
       asm volatile("griddepcontrol.wait;" ::: "memory");
       if (threadIdx.x < kAll + 32) copy();
+      else if (threadIdx.x < kAll + 64) send();
     } else {
       if constexpr (L::kWarpgroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
       float state[kTiles][4] = {};
@@ -690,7 +704,7 @@ __global__ void __launch_bounds__(Layout<kD, kGroups, kPerKey>::kThreads, 1)
   if (!work.there) return;
   unsigned char* const shared = dynamic + (1024 - shared_address(dynamic) % 1024) % 1024;
   using L = Layout<kD, kGroups, kPerKey>;
-  const int warpgroup = static_cast<int>(threadIdx.x / kStates % L::kWarpgroups);  // 0 too for the warps that copy
+  const int warpgroup = static_cast<int>(threadIdx.x / kStates % L::kWarpgroups);  // 0 too for the warps that copy and send
   const int slice = static_cast<int>(blockIdx.x % slices) * kGroups + warpgroup / L::kHalves;
   const Cta<T, kD, kGroups, kPerKey> cta{prompt,
                                          maps,

@@ -7,9 +7,11 @@ import array
 import ctypes
 import os
 import pickle
+import re
 import resource
 import signal
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
@@ -45,6 +47,22 @@ def up(buffer):
 
 def resident():
     return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+
+
+def memory_held():
+    """Bytes of this process: those that malloc has given out, and those in RAM."""
+    libc = ctypes.CDLL(None)
+    libc.fopen.restype, libc.fopen.argtypes = ctypes.c_void_p, [ctypes.c_char_p] * 2
+    libc.malloc_info.argtypes, libc.fclose.argtypes = [ctypes.c_int, ctypes.c_void_p], [ctypes.c_void_p]
+    with tempfile.NamedTemporaryFile("r") as file:
+        stream = libc.fopen(file.name.encode(), b"w")
+        libc.malloc_info(0, stream)
+        libc.fclose(stream)
+        text = file.read()
+    sums = text[text.rindex("</heap>") :]  # of all arenas
+    free = {kind: int(size) for kind, size in re.findall(r'<total type="(\w+)" count="\d+" size="(\d+)"', sums)}
+    system = int(re.search(r'<system type="current" size="(\d+)"', sums)[1])
+    return {"of malloc": system + free.pop("mmap") - sum(free.values()), "resident": resident()}
 
 
 def in_a_child(function, seconds=60):
@@ -262,13 +280,17 @@ def session_maker(plan):
 def sessions(call, plan):
     """Sessions of ONNX Runtime made, run and dropped: right every time, and memory does not grow."""
     once, count = session_maker(plan), plan["sessions"]
-    first, held = once(), []
-    for _ in range(count):
+    first, before = once(), {}
+    for i in range(count):
         assert once() == first, "another session gives other bits"
-        held.append(resident())
-    # The least of many: between two sessions it goes up and down by megabytes.
-    grown = min(held[-count // 6 :]) - min(held[count // 3 : count // 2])
-    assert grown < (1 << 20) + 800 * count, f"{count} sessions leave {grown} bytes"
+        if i == count // 3:
+            before = memory_held()
+    allowed = {
+        "of malloc": (64 << 10) + 300 * count,
+        "resident": (8 << 20) + 2000 * count,
+    }  # residency goes up and down by megabytes
+    for what, held in memory_held().items():
+        assert held - before[what] < allowed[what], f"{count} sessions leave {held - before[what]} bytes {what}"
 
 
 def session_memory(call, plan):
