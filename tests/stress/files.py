@@ -480,7 +480,9 @@ def check_prepared(folder, case):
     if code:
         return "refused"
     before, after = (onnx.load(path, load_external_data=False) for path in (folder / "model.onnx", target))
-    for old, new in zip(trial.leanfleet_nodes(before), after.graph.node):
+    for old, new in zip(before.graph.node, after.graph.node):  # others, as one whose domain is damaged, stay
+        if old.domain != spec.DOMAIN:
+            continue
         op = spec.all_specs().get(old.op_type)
         if op is None:
             raise Wrong(f"a node of leanfleet's domain that is no operator was prepared: {old.op_type}")
