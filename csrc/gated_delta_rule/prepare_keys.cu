@@ -19,13 +19,13 @@ namespace leanfleet::gated_delta_rule {
 namespace {
 
 constexpr int kHalf = kBlock / 2, kHalves = kChunk / kHalf;  // tokens of half a block, and how many of these there are
-constexpr int kPairs = kBlocks * (kBlocks + 1) / 2;          // of a block of rows and one of keys before it, or the same
+constexpr int kBefore = kBlocks * (kBlocks - 1) / 2;         // pairs of a block of rows and one of keys before it
 
 template <int kD>
 struct Shared {
   float key[kChunk], query[kChunk], beta[kChunk];  // factors of rows
   float halves[kHalves][kD];                       // decay over the tokens of each half of a block
-  float middles[kPairs][kD];                       // decay from the middle of a pair's keys to that of its rows
+  float middles[kBefore][kD];                      // decay from the middle of a pair's keys to that of its rows
   alignas(16) float diagonal[kBlocks][kBlock][kDiagonalStride];
   uint64_t keys_full, queries_full;
 };
@@ -44,18 +44,23 @@ struct Layout {
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 using Plane = __nv_bfloat16;  // has the range, whatever the type of keys
+constexpr int kPairs = kBefore + kBlocks;                    // the last are those of a block with itself
 constexpr float kLeast = 2.2e-19f;                           // exp(-43): the square of it is a normal number
 constexpr float kSmallestRow = 1e-20f, kLargestRow = 1e20f;  // squares of lengths
 constexpr int kSystemBarrier = 1;  // of four warps
 
 __device__ __forceinline__ float2 times(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
 __device__ __forceinline__ float2 times(float a, float2 b) { return make_float2(a * b.x, a * b.y); }
-__device__ __forceinline__ float2 inverse(float2 x) { return make_float2(__fdividef(1.0f, x.x), __fdividef(1.0f, x.y)); }
+__device__ __forceinline__ float inverse(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
 
 template <class T, int kD>
 struct KeyChunk {
   using L = Layout<kD>;
-  static constexpr int kTasks = 2 * kPairs, kCtaWarps = L::kThreads / 32, kOfWarp = (kTasks + kCtaWarps - 1) / kCtaWarps;
+  static constexpr int kCtaWarps = L::kThreads / 32, kOfWarp = (kPairs + kCtaWarps - 1) / kCtaWarps;
   const Prompt& prompt;
   const ChunkPlace chunk;
   const int64_t slot, head;
@@ -72,17 +77,18 @@ struct KeyChunk {
   __device__ __forceinline__ bool load_decays(float2 (&w)[kBlock]) const {
     const Args& args = prompt.args;
     const bool there = column < args.key_width;
+    const float* const first =
+        row_of<float>(args.log_decay, args.decay_strides, chunk.batch, head, chunk.token + kBlock * block) + column;
+    const bool aligned = reinterpret_cast<uintptr_t>(first) % 8 == 0 && args.decay_strides.token % 2 == 0;
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
-      const int t = kBlock * block + i;
       w[i] = make_float2(0.0f, 0.0f);
-      if (there && t < chunk.tokens) {
-        const float* const from = row_of<float>(args.log_decay, args.decay_strides, chunk.batch, head, chunk.token + t) + column;
-        w[i] = make_float2(__ldg(from), __ldg(from + 1));
-      }
+      if (!there || kBlock * block + i >= chunk.tokens) continue;
+      const float* const from = first + i * args.decay_strides.token;
+      w[i] = aligned ? __ldg(reinterpret_cast<const float2*>(from)) : make_float2(__ldg(from), __ldg(from + 1));
     }
 #pragma unroll
-    for (int i = 0; i < kBlock; ++i) w[i] = make_float2(expf(w[i].x), expf(w[i].y));
+    for (int i = 0; i < kBlock; ++i) w[i] = make_float2(__expf(w[i].x), __expf(w[i].y));
     float2 before = make_float2(1.0f, 1.0f), behind = before;
 #pragma unroll
     for (int i = kHalf - 1; i >= 0; --i) {
@@ -138,7 +144,7 @@ struct KeyChunk {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       const int t = kBlock * block + i;
-      const float2 other = inverse(w[i]), up = i < kHalf ? other : w[i], down = i < kHalf ? w[i] : other;
+      const float2 other = make_float2(inverse(w[i].x), inverse(w[i].y)), up = i < kHalf ? other : w[i], down = i < kHalf ? w[i] : other;
       const int place = static_cast<int>(element_offset(t, column));
       const float2 key = times(s.key[t], pair_at(L::kKeys + place));
       const float2 query = times(s.query[t], pair_at(L::kQueries + place));
@@ -153,78 +159,99 @@ struct KeyChunk {
     }
   }
 
-  // Blocks of rows and keys of the n-th product of -M, and behind these of P.
-  struct Task {
-    bool of_scores;
-    int pair, rows, keys;
+  // The blocks of a pair: (1,0), (2,0), (2,1), (3,0) .. (3,2), (0,0) .. (3,3).
+  struct Pair {
+    int rows, keys;
   };
-  static __device__ __forceinline__ Task task_of(int n) {
-    const int pair = n % kPairs, rows = pair < 1 ? 0 : pair < 3 ? 1 : pair < 6 ? 2 : 3;  // (0,0), (1,0), (1,1), (2,0) ..
-    return {n >= kPairs, pair, rows, pair - rows * (rows + 1) / 2};
+  static __device__ __forceinline__ Pair blocks_of(int pair) {
+    if (pair >= kBefore) return {pair - kBefore, pair - kBefore};
+    const int rows = pair < 1 ? 1 : pair < 3 ? 2 : 3;
+    return {rows, pair - rows * (rows - 1) / 2};
+  }
+  // The n-th pair of a warp: those of a block with itself, which take less, come last and to the last warps.
+  static __device__ __forceinline__ int pair_of(int warp, int n) {
+    return n * kCtaWarps + (n % 2 == 0 ? warp : kCtaWarps - 1 - warp);
   }
 
   __device__ __forceinline__ void make_middles(int thread) const {
-    for (int item = thread; item < kPairs * kD; item += L::kThreads) {
-      const Task task = task_of(item / kD);
+    for (int item = thread; item < kBefore * kD; item += L::kThreads) {
+      const Pair of = blocks_of(item / kD);
       float by = 1.0f;
-      for (int half = 2 * task.keys + 1; half <= 2 * task.rows; ++half) by *= s.halves[half][item % kD];
+      for (int half = 2 * of.keys + 1; half <= 2 * of.rows; ++half) by *= s.halves[half][item % kD];
       s.middles[item / kD][item % kD] = by;
     }
   }
 
-  // A 16 x 16 block of products.
-  __device__ __forceinline__ void multiply_task(const Task& task, int lane, float (&c)[2][4]) const {
-    const int tile = task.of_scores ? L::kQueries : L::kKeys;
+  // 16 x 16 products of a pair: m of keys, p of queries.
+  __device__ __forceinline__ void multiply_pair(int pair, int lane, float (&m)[2][4], float (&p)[2][4]) const {
+    const Pair of = blocks_of(pair);
 #pragma unroll 2
     for (int k = 0; k < kD / 16; ++k) {
-      Planes left;
-      load_matrices(left.high, left_rows(at(tile), task.rows, k, lane));
-      load_matrices(left.low, left_rows(at(tile + L::kRows), task.rows, k, lane));
-      if (task.rows != task.keys) {
+      uint32_t key[2][4], query[2][4], right[2][4];
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
+      for (int plane = 0; plane < 2; ++plane) {
+        load_matrices(key[plane], left_rows(at(L::kKeys + plane * L::kRows), of.rows, k, lane));
+        load_matrices(query[plane], left_rows(at(L::kQueries + plane * L::kRows), of.rows, k, lane));
+        load_matrices(right[plane], right_rows(at(L::kColumns + plane * L::kRows), of.keys, k, lane));
+      }
+      if (pair < kBefore) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {  // of the 16 dimensions
           const float2 by =
-              *reinterpret_cast<const float2*>(&s.middles[task.pair][16 * k + fragment_column(lane, 0) + i / 2 * 8]);
-          const float2 high = unpack_pair(Plane{}, left.high[i]), low = unpack_pair(Plane{}, left.low[i]);
-          uint32_t planes[2];
-          split_pair<Plane>(by.x * (high.x + low.x), by.y * (high.y + low.y), planes);
-          left.high[i] = planes[0], left.low[i] = planes[1];
+              *reinterpret_cast<const float2*>(&s.middles[pair][16 * k + 8 * half + fragment_column(lane, 0)]);
+#pragma unroll
+          for (int i = half; i < 4; i += 2) {
+            const uint32_t planes[2] = {right[0][i], right[1][i]};
+            const float2 x = times(by, join_pair<Plane>(planes));
+            uint32_t scaled[2];
+            split_pair<Plane>(x.x, x.y, scaled);
+            right[0][i] = scaled[0], right[1][i] = scaled[1];
+          }
         }
       }
-      multiply<Plane>(c, left, at(L::kColumns), at(L::kColumns + L::kRows), task.keys, k, lane);
+#pragma unroll
+      for (int product = 0; product < 3; ++product) {  // smallest first
+        const int left = product == 1, other = product == 0;
+#pragma unroll
+        for (int n = 0; n < 2; ++n) {
+          mma(Plane{}, m[n], key[left], right[other][2 * n], right[other][2 * n + 1]);
+          mma(Plane{}, p[n], query[left], right[other][2 * n], right[other][2 * n + 1]);
+        }
+      }
     }
   }
 
-  __device__ __forceinline__ void store_task(const Task& task, int lane, const float (&c)[2][4]) const {
+  __device__ __forceinline__ void store_pair_of(int pair, int lane, const float (&m)[2][4], const float (&p)[2][4]) const {
+    const Pair of = blocks_of(pair);
 #pragma unroll
     for (int n = 0; n < 2; ++n)
 #pragma unroll
       for (int r = 0; r < 2; ++r) {
         const int of_block = fragment_row(lane, 2 * r), first = 8 * n + fragment_column(lane, 0);
-        const int row = kBlock * task.rows + of_block, key = kBlock * task.keys + first;
-        float2 x = make_float2(c[n][2 * r], c[n][2 * r + 1]);
-        if (task.of_scores) {
-          if (task.rows == task.keys) x = make_float2(first <= of_block ? x.x : 0.0f, first < of_block ? x.y : 0.0f);
-          store_pair(at(L::kScores), row, key, pack_pair(T{}, x.x, x.y));
-          continue;
+        const int row = kBlock * of.rows + of_block, key = kBlock * of.keys + first;
+        const float2 x = times(-s.beta[row], make_float2(m[n][2 * r], m[n][2 * r + 1]));
+        float2 y = make_float2(p[n][2 * r], p[n][2 * r + 1]);
+        if (pair < kBefore) {
+          store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, key, x.x, x.y);
+        } else {
+          *reinterpret_cast<float2*>(&s.diagonal[of.rows][of_block][first]) = x;
+          y = make_float2(first <= of_block ? y.x : 0.0f, first < of_block ? y.y : 0.0f);
         }
-        x = times(-s.beta[row], x);
-        if (task.rows == task.keys) *reinterpret_cast<float2*>(&s.diagonal[task.rows][of_block][first]) = x;
-        else store_planes<T>(at(L::kSystem), at(L::kSystem + kSquareBytes), row, key, x.x, x.y);
+        store_pair(at(L::kScores), row, key, pack_pair(T{}, y.x, y.y));
       }
   }
 
   __device__ __forceinline__ void make_squares(int thread, int warp, int lane) const {
-    float c[kOfWarp][2][4] = {};
+    float m[kOfWarp][2][4] = {}, p[kOfWarp][2][4] = {};
 #pragma unroll
     for (int n = 0; n < kOfWarp; ++n)
-      if (warp + n * kCtaWarps < kTasks) multiply_task(task_of(warp + n * kCtaWarps), lane, c[n]);
+      if (pair_of(warp, n) < kPairs) multiply_pair(pair_of(warp, n), lane, m[n], p[n]);
     __syncthreads();  // the operands have been read
     if (thread < kThreads)
       for (const int tile : {L::kSolved, L::kSolved + kSquareBytes, L::kScores}) clear_above(at(tile), thread);
 #pragma unroll
     for (int n = 0; n < kOfWarp; ++n)
-      if (warp + n * kCtaWarps < kTasks) store_task(task_of(warp + n * kCtaWarps), lane, c[n]);
+      if (pair_of(warp, n) < kPairs) store_pair_of(pair_of(warp, n), lane, m[n], p[n]);
   }
 
   __device__ __forceinline__ void run(const PromptMaps& maps) const {

@@ -195,6 +195,7 @@ inline void ptx_atom_acq_rel_gpu_global_inc_u32(uint32_t& before, uint32_t* at, 
   *at = before >= most ? 0 : before + 1;
 }
 inline void ptx_ex2_approx_ftz_f32(float& y, float x) { y = std::exp2(x); }
+inline void ptx_rcp_approx_ftz_f32(float& y, float x) { y = 1.0f / x; }
 
 }  // namespace simulated
 
