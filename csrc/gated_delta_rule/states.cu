@@ -515,11 +515,13 @@ struct Cta {
     hopper::warpgroup_commit();
   }
   // Once it is there: the query head's tiles may go.
-  static __device__ __forceinline__ void finish_scores(float (&out)[8][4], const Rows<T, 8>& update, uint32_t (&rows)[8][2]) {
+  __device__ __forceinline__ void finish_scores(float (&out)[8][4], const Rows<T, 8>& update, QueryTurn turn,
+                                                uint32_t (&rows)[8][2]) const {
     hopper::fence_accumulators(out);
     update.fence();
     update.unscale(out);
     pack_rows(out, rows);
+    arrive(barriers.query_empty, turn);
   }
 
   // All but the last of a state's heads of the output; `out` is Q S of the first, and that of the last afterwards.
@@ -531,8 +533,7 @@ struct Cta {
       add_scores(out, update, turn);
       hopper::warpgroup_wait<0>();
       uint32_t rows[8][2];
-      finish_scores(out, update, rows);
-      arrive(barriers.query_empty, turn);
+      finish_scores(out, update, turn, rows);
       put_rows(rows, out_turn, lane);
       turn.next();
       Rows<T, kTiles> states;
@@ -545,31 +546,25 @@ struct Cta {
     }
   }
 
-  // What the next chunk waits for comes first: rows of the output are finished while the next chunk's first products run. ptxas
-  // moves work behind a wait that it could do before, so that waits stand where nothing is left to do.
+  // What the next chunk waits for comes first: rows of the output are finished while the next chunk's first products run.
   __device__ __forceinline__ void walk(float (&state)[kTiles][4]) const {
     const int lane = static_cast<int>(threadIdx.x % 32), warp = static_cast<int>(threadIdx.x / 32 % 4);
     ChunkTurn turn;
     QueryTurn query_turn;
     Turn<1> key_turn, out_turn;
-    float x[8][4], out[8][4] = {};
-    uint32_t rows[8][2];  // of the output, of the chunk before
-    QueryTurn scored;     // its last head's
+    float x[8][4], out[8][4];
+    uint32_t rows[8][2] = {};  // of the output, of the chunk before
     Rows<T, kTiles> states;
-    Rows<T, 8> update = {};
     states.take(state);
+    if (work.first < work.last) wait(barriers.chunk_full, turn);
 #pragma unroll 1
-    for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next(), query_turn.next()) {
+    for (int64_t chunk = work.first; chunk < work.last; ++chunk, query_turn.next()) {
       const uint32_t keys = chunk_at(turn);
-      wait(barriers.chunk_full, turn);
       hopper::warpgroup_arrive();
       by_rows(x, states.low, own_half(keys), false);
       if constexpr (kPerKey) by_rows(x, states.high, keys + L::kRows, true);
       by_rows(x, states.high, own_half(keys), true);
       hopper::warpgroup_commit();
-      hopper::warpgroup_wait<1>();  // in no branch, or products would wait for each other
-      finish_scores(out, update, rows);
-      if (chunk > work.first) arrive(barriers.query_empty, scored);
       wait(barriers.query_full, query_turn);
       multiply_queries<false>(out, states, query_turn);
       if (chunk > work.first) put_rows(rows, out_turn, lane);
@@ -615,7 +610,7 @@ struct Cta {
         if (group > 1) other_heads(out, state, x, query_turn, out_turn, lane);
       }
 
-      Rows<T, 8> added;
+      Rows<T, 8> added, update;
       uint32_t entering = own_half(keys);
       if constexpr (kPerKey) {
         arrive(barriers.chunk_empty, turn);
@@ -649,7 +644,6 @@ struct Cta {
         update.take(x);
       }
       add_scores(out, update, query_turn);
-      scored = query_turn;
       hopper::warpgroup_wait<1>();
       if constexpr (kPerKey) states.fence();
       hopper::fence_accumulators(state);
@@ -662,9 +656,13 @@ struct Cta {
         arrive(barriers.chunk_empty, turn);
       }
       states.take(state);
+      states.make_now();
+      turn.next();
+      // Also for ptxas to make them now: it moves work to behind a wait for products, but not over the loop of this one.
+      if (chunk + 1 < work.last) wait(barriers.chunk_full, turn);
+      hopper::warpgroup_wait<0>();
+      finish_scores(out, update, query_turn, rows);
     }
-    hopper::warpgroup_wait<0>();
-    finish_scores(out, update, rows);
     if (work.first < work.last) put_rows(rows, out_turn, lane);
   }
 
