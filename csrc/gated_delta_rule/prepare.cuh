@@ -140,7 +140,8 @@ __device__ __forceinline__ void solve(const float (&diagonal)[kBlocks][kBlock][k
 // (I + M)^-1 diag(beta) to the record, by four warps that meet at `barrier`. diagonal: blocks of -M; system: its other blocks.
 template <class T>
 __device__ __forceinline__ void send_solved(float (&diagonal)[kBlocks][kBlock][kDiagonalStride], const float (&beta)[kChunk],
-                                            uint32_t system, uint32_t solved, unsigned char* to, int barrier, int warp, int lane) {
+                                            uint32_t system, uint32_t solved, unsigned char* to, int barrier, int warp,
+                                            int lane) {
   const uint32_t low = system + kSquareBytes;
   put_inverse<T>(diagonal[warp], system, low, warp, lane);
   named_barrier(barrier, kThreads);

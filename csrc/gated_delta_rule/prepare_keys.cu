@@ -43,11 +43,11 @@ struct Layout {
 };
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
-using Plane = __nv_bfloat16;  // has the range, whatever the type of keys
+using Plane = __nv_bfloat16;                                 // has the range, whatever the type of keys
 constexpr int kPairs = kBefore + kBlocks;                    // the last are those of a block with itself
 constexpr float kLeast = 2.2e-19f;                           // exp(-43): the square of it is a normal number
 constexpr float kSmallestRow = 1e-20f, kLargestRow = 1e20f;  // squares of lengths
-constexpr int kSystemBarrier = 1;  // of four warps
+constexpr int kSystemBarrier = 1;                            // of four warps
 
 __device__ __forceinline__ float2 times(float2 a, float2 b) { return make_float2(a.x * b.x, a.y * b.y); }
 __device__ __forceinline__ float2 times(float a, float2 b) { return make_float2(a * b.x, a * b.y); }
@@ -144,7 +144,8 @@ struct KeyChunk {
 #pragma unroll
     for (int i = 0; i < kBlock; ++i) {
       const int t = kBlock * block + i;
-      const float2 other = make_float2(inverse(w[i].x), inverse(w[i].y)), up = i < kHalf ? other : w[i], down = i < kHalf ? w[i] : other;
+      const float2 other = make_float2(inverse(w[i].x), inverse(w[i].y)), up = i < kHalf ? other : w[i],
+                   down = i < kHalf ? w[i] : other;
       const int place = static_cast<int>(element_offset(t, column));
       const float2 key = times(s.key[t], pair_at(L::kKeys + place));
       const float2 query = times(s.query[t], pair_at(L::kQueries + place));
@@ -197,8 +198,7 @@ struct KeyChunk {
       if (pair < kBefore) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {  // of the 16 dimensions
-          const float2 by =
-              *reinterpret_cast<const float2*>(&s.middles[pair][16 * k + 8 * half + fragment_column(lane, 0)]);
+          const float2 by = *reinterpret_cast<const float2*>(&s.middles[pair][16 * k + 8 * half + fragment_column(lane, 0)]);
 #pragma unroll
           for (int i = half; i < 4; i += 2) {
             const uint32_t planes[2] = {right[0][i], right[1][i]};
@@ -266,9 +266,9 @@ struct KeyChunk {
                     shared_address(&s.queries_full));
     }
     if (thread < kChunk)
-      s.beta[thread] = thread < chunk.tokens ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head,
-                                                                   chunk.token + thread))
-                                             : 0.0f;
+      s.beta[thread] = thread < chunk.tokens
+                           ? __ldg(row_of<float>(args.beta, args.beta_strides, chunk.batch, head, chunk.token + thread))
+                           : 0.0f;
     float2 w[kBlock];
     const bool mild = load_decays(w);
     __syncthreads();

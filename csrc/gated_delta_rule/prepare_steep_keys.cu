@@ -156,7 +156,8 @@ struct KeyChunk {
     const int block = c.first_token / kBlock;
     KeySystem<kD>& to = system();
     from_first(c, whole_blocks(0, block, c.column), [&](int t, float2 x) { send_planes<T>(to.from_state, t, c.column, x); });
-    to_last(c, whole_blocks(block + 1, kBlocks, c.column), [&](int t, float2 x) { send_planes<T>(to.to_state, t, c.column, x); });
+    to_last(c, whole_blocks(block + 1, kBlocks, c.column),
+            [&](int t, float2 x) { send_planes<T>(to.to_state, t, c.column, x); });
     if (block == 0) *reinterpret_cast<float2*>(&to.kept[c.column]) = whole_blocks(0, kBlocks, c.column);
   }
   __device__ __forceinline__ void send_queries(const Columns& c) const {

@@ -556,10 +556,10 @@ struct Cta {
     uint32_t rows[8][2] = {};  // of the output, of the chunk before
     Rows<T, kTiles> states;
     states.take(state);
-    if (work.first < work.last) wait(barriers.chunk_full, turn);
 #pragma unroll 1
-    for (int64_t chunk = work.first; chunk < work.last; ++chunk, query_turn.next()) {
+    for (int64_t chunk = work.first; chunk < work.last; ++chunk, turn.next(), query_turn.next()) {
       const uint32_t keys = chunk_at(turn);
+      wait(barriers.chunk_full, turn);
       hopper::warpgroup_arrive();
       by_rows(x, states.low, own_half(keys), false);
       if constexpr (kPerKey) by_rows(x, states.high, keys + L::kRows, true);
@@ -616,6 +616,9 @@ struct Cta {
         arrive(barriers.chunk_empty, turn);
         entering = shared_address(shared) + L::kKeys;
         added.take(x);
+        hopper::warpgroup_wait<0>();
+        finish_queries(out, states, query_turn, lane);
+        states.fence();
         wait(barriers.keys_full, key_turn);
         scale_columns(state, reinterpret_cast<const float*>(shared + L::kKeys + 2 * L::kRows), lane);
       } else {
@@ -634,18 +637,10 @@ struct Cta {
       if constexpr (kPerKey) enter(state, added.high, entering + L::kRows);
       enter(state, added.high, entering);
       hopper::warpgroup_commit();
-      if constexpr (kPerKey) {
-        update = added;
-        if constexpr (Rows<T, kTiles>::kScaled) {
-          hopper::warpgroup_wait<1>();
-          finish_queries(out, states, query_turn, lane);
-        }
-      } else {
-        update.take(x);
-      }
+      if constexpr (kPerKey) update = added;
+      else update.take(x);
       add_scores(out, update, query_turn);
       hopper::warpgroup_wait<1>();
-      if constexpr (kPerKey) states.fence();
       hopper::fence_accumulators(state);
       added.fence();
       added.unscale(state);
@@ -657,9 +652,6 @@ struct Cta {
       }
       states.take(state);
       states.make_now();
-      turn.next();
-      // Also for ptxas to make them now: it moves work to behind a wait for products, but not over the loop of this one.
-      if (chunk + 1 < work.last) wait(barriers.chunk_full, turn);
       hopper::warpgroup_wait<0>();
       finish_scores(out, update, query_turn, rows);
     }
@@ -848,8 +840,8 @@ int launch_prompt(const Args& args, const CudaTarget& target, Workspace& ws, boo
   const auto stream = static_cast<cudaStream_t>(target.stream);
   for (; prompt.first_slot < slots; prompt.first_slot += window_slots, ++prompt.window) {
     prompt.slots = slots - prompt.first_slot < window_slots ? slots - prompt.first_slot : window_slots;
-    const int failed = args.decay_per_key ? launch_prepare_keys(prompt, maps, target.sm_count, stream)
-                                          : launch_prepare(prompt, maps, stream);
+    const int failed =
+        args.decay_per_key ? launch_prepare_keys(prompt, maps, target.sm_count, stream) : launch_prepare(prompt, maps, stream);
     if (failed) return failed;
     const cudaError_t error = args.dtype == static_cast<int32_t>(DType::kFloat16)
                                   ? launch_type<__half>(prompt, maps, target.sm_count, stream)

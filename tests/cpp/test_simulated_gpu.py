@@ -276,7 +276,7 @@ def test_gated_delta_rule_in_chunks(delta_rule_before_hopper, dtype):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize("decay", ("token", "key"))
+@pytest.mark.parametrize("decay", ("token", "key", "edge"))
 def test_gated_delta_rule_on_hopper(delta_rule, decay, dtype):
     """The same in two kernels: ends of chunks, one and several windows, several slices, all kinds of shared heads."""
     before = products(delta_rule, "group_products")
@@ -291,9 +291,9 @@ def test_gated_delta_rule_on_hopper(delta_rule, decay, dtype):
         inputs = delta_cases.make(n, **facts)
         check_delta_rule(delta_rule, inputs, {"return_state": 1, "state_v_first": v_first, "normalize_qk": 1})
     check_delta_rule(delta_rule, inputs, {"state_v_first": 1, "normalize_qk": 1})  # the last state is not asked for
-    for rate in (0.0 if decay == "key" else None, -100.0, float("-inf")):
+    for rate in (None if decay == "token" else 0.0, -100.0, float("-inf")):
         inputs = delta_cases.make(66, b=1, heads=(1, 1, 1), d=64, dv=16, dtype=dtype, decay=rate)
-        if decay == "key":
+        if decay != "token":
             inputs = delta_cases.with_decays_of_keys(inputs)
         check_delta_rule(delta_rule, inputs, {"return_state": 1, "normalize_qk": 1})
     assert products(delta_rule, "group_products") > before
@@ -332,7 +332,7 @@ def test_gated_delta_rule_on_hopper_with_many_columns(delta_rule_on_one_sm):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("seed", (0, 1))
-@pytest.mark.parametrize("decay", ("token", "key"))
+@pytest.mark.parametrize("decay", ("token", "key", "edge"))
 @pytest.mark.parametrize("in_place", (False, True))
 def test_gated_delta_rule_on_hopper_packed(delta_rule, in_place, decay, seed):
     """Requests of 0, 1, 63, 64, 65 and 200 tokens between tokens of none, more than a window has chunks; rows of the pool that

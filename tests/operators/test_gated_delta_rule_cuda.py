@@ -80,12 +80,13 @@ def test_which_kernel_runs():
         names = kernels_of(make(n, **{"d": 128, "dv": 128} | options), {"normalize_qk": 1})
         assert ("RecurrenceKernel" in names) == (not chunks), names
         assert ("StatesKernel" in names) == (chunks and hopper), names
-        assert ("PrepareKeysKernel" in names) == (chunks and hopper and options.get("decay") == "key"), names
+        for kernel in ("PrepareKeysKernel", "PrepareSteepKeysKernel"):
+            assert (kernel in names) == (chunks and hopper and options.get("decay") == "key"), names
         assert ("ChunkedKernel" in names) == (chunks and not hopper), names
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize("decay", ("token", "key"))
+@pytest.mark.parametrize("decay", ("token", "key", "edge"))
 @pytest.mark.parametrize("heads", ((4, 1, 2), (8, 2, 4), (2, 2, 6), (1, 1, 5)), ids=str)
 def test_prompts(heads, decay, dtype):
     """Long ones, of whole and of cut widths, in both layouts."""
@@ -102,7 +103,7 @@ def test_prompts(heads, decay, dtype):
 
 
 @pytest.mark.parametrize("dtype", ("float16", "bfloat16"))
-@pytest.mark.parametrize("decay", ("token", "key"))
+@pytest.mark.parametrize("decay", ("token", "key", "edge"))
 @pytest.mark.parametrize("in_place", (False, True))
 def test_packed_prompts(in_place, decay, dtype):
     """Of 0, 1, 63, 64, 65 and 200 tokens between tokens of none, with states in a pool."""
@@ -179,6 +180,16 @@ def test_key_dimensions_that_decay_unlike_each_other(dtype):
     rates = torch.tensor((0.0, 1e-5, 1e-2, 1.0, 20.0, 103.0, 105.0, float("inf")))
     inputs["log_decay"] = -rates.repeat(16).expand(1, 4, 1000, 128).contiguous()
     check(inputs, {"return_state": 1, "normalize_qk": 1})
+
+
+@pytest.mark.parametrize("size", (1e-12, 1e12))
+def test_rows_of_unusual_size(size):
+    """Of queries, and of keys that are short: products of ratios would leave float32's range."""
+    inputs = make(200, heads=(2, 2, 2), d=128, dv=64, dtype="bfloat16", decay="edge", state=True)
+    inputs["query"] = inputs["query"] * size
+    if size < 1:
+        inputs["key"] = inputs["key"] * size
+    check(inputs, {"return_state": 1}, factor=8.0)
 
 
 def test_a_graph_replays_it():

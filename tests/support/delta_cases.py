@@ -34,7 +34,8 @@ def make(
     unit=True,
     seed=0,
 ):
-    """Inputs by name. heads: Hq, Hk, Hv. decay: None, "token", "key", or a number for all tokens. packed: offsets, or True for
+    """Inputs by name. heads: Hq, Hk, Hv. decay: None, "token", "key", "edge" (of key dimensions too, where chunks of 64 tokens lie
+    on either side of what prepare_keys.cu takes), or a number for all tokens. packed: offsets, or True for
     four requests, one of them empty. unit: keys of unit length, as the kernels expect where normalize_qk is off. Tokens of no
     request are NaN."""
     g = torch.Generator().manual_seed(seed + n)
@@ -57,6 +58,9 @@ def make(
     elif decay == "key":
         tokens["log_decay"] = -torch.rand(b, v_heads, n, d, generator=g) / 4
         tokens["log_decay"].view(-1)[3::11] = float("-inf")
+    elif decay == "edge":
+        steepest = torch.rand(b, v_heads, -(-n // 64), 1, generator=g).repeat_interleave(64, 2)[:, :, :n] * 16
+        tokens["log_decay"] = -torch.rand(b, v_heads, n, d, generator=g) * steepest
     elif decay is not None:
         tokens["log_decay"] = torch.full((b, v_heads, n), float(decay))
     tokens["beta"] = 2 * torch.rand(b, v_heads, n, generator=g)
