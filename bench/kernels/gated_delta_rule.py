@@ -32,7 +32,7 @@ LONGEST = 16384
 class Shape(NamedTuple):
     lengths: tuple[int, ...]  # of requests, all alike unless they are packed
     dtype: str = "bfloat16"
-    special: str = ""  # "key": a decay of each key dimension, "v_first": the order of the state, "grad": all gradients
+    special: str = ""  # "key": a decay of each key dimension, "steep": 40 times as fast, "v_first": the order of the state, "grad": all gradients
     heads: tuple[int, int] = (16, 48)  # of queries and keys, of values
     widths: tuple[int, int] = (128, 128)
     packed: bool = False
@@ -52,6 +52,8 @@ SHAPES = [
     Shape((8192,), "float16", special="key", heads=(32, 32)),
     Shape((2048,) * 4, special="key", heads=(32, 32)),
     Shape((512,), special="key", heads=(32, 32)),
+    Shape((8192,), special="steep key", heads=(32, 32)),
+    Shape((8192,), heads=(8, 8), widths=(256, 256)),
     Shape((1,)),
     Shape((1,), special="v_first"),
     Shape((1,) * 43),
@@ -90,7 +92,7 @@ def inputs_of(shape):
         return torch.randn(batch, heads, tokens, *width, device="cuda")
 
     inputs = {"query": tensor(keys, K).to(kind), "key": tensor(keys, K).to(kind), "value": tensor(values, V).to(kind)}
-    inputs["log_decay"] = -tensor(values, *[K] * ("key" in shape.special)).abs() / 8
+    inputs["log_decay"] = -tensor(values, *[K] * ("key" in shape.special)).abs() * (5 if "steep" in shape.special else 1 / 8)
     inputs["beta"] = torch.rand(batch, values, tokens, device="cuda")
     width = (V, K) if shape.special == "v_first" else (K, V)
     inputs["initial_state"] = torch.randn(requests, values, *width, device="cuda")
