@@ -5,7 +5,8 @@
 writes OUT.json and OUT.md: medians of a CUDA graph's replay between two events, with the L2 cache flushed by reading before
 each. The floor is inputs, outputs and states moved once at 4.25 TB/s, what an H200 reaches in copies. Heads are 16 of queries
 and keys and 48 of values, 128 wide, but where 32 of each stand, as Kimi-Linear has them, and in the shapes that --drawn adds,
-which are drawn from a seed, each with a decay of each token and with one of each key dimension. The peer is fla-core
+which are drawn from a seed, each with a decay of each token and with one of each key dimension. "Steep" decays are 40 times as
+fast as others. The peer is fla-core
 (`pip install fla-core`), its chunk_gated_delta_rule or chunk_kda, for calls that it takes: 16-bit, 64 tokens and more. Where it
 takes no more value heads than key heads, it gets repeated ones, which are made outside of what is timed. Its time for gradients
 is that of both passes less that of the forward; ours starts from the inputs.
@@ -32,7 +33,7 @@ LONGEST = 16384
 class Shape(NamedTuple):
     lengths: tuple[int, ...]  # of requests, all alike unless they are packed
     dtype: str = "bfloat16"
-    special: str = ""  # "key": a decay of each key dimension, "steep": 40 times as fast, "v_first": the order of the state, "grad": all gradients
+    special: str = ""  # "key": a decay of each key dimension, "v_first": the order of the state, "grad": all gradients
     heads: tuple[int, int] = (16, 48)  # of queries and keys, of values
     widths: tuple[int, int] = (128, 128)
     packed: bool = False

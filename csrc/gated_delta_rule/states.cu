@@ -2,7 +2,7 @@
 // S^T in its accumulators, [value column][key dimension], and makes of each chunk
 //   R^T = V^T - (K S)^T from_state      U^T = R^T T^T      S^T = kept S^T + (to_state U)^T K      O^T = (Q S)^T from_state + U^T P^T
 // where T = (I + M)^-1 diag(beta), and what is left of a product was in registers all along. A warp copies ahead of it, another
-// sends rows of the output behind it. Where key dimensions have decays of their own, from_state and to_state are in keys and queries, and each dimension has its `kept`.
+// sends rows of the output after it. Where key dimensions have decays of their own, from_state and to_state are in keys and queries, and each dimension has its `kept`.
 // S, R, U and T enter products as sums of two 16-bit numbers; for O, whose own rounding is as large, S as one.
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -26,7 +26,7 @@ constexpr int kStateFloats = 64;  // of a thread
 
 struct Barriers {
   uint64_t chunk_full[kMostStages], chunk_empty[kMostStages], query_full[kMostStages], query_empty[kMostStages];
-  uint64_t keys_full[1], keys_empty[1], out_full[1], out_empty[1], landed;
+  uint64_t keys_full[1], keys_empty[1], out_full[2], out_empty[2], landed;
 };
 
 // kGroups: warpgroups that have states, of neighbouring slices. With two the chip's share of a CTA is used better, with one
@@ -414,35 +414,33 @@ struct Cta {
   // For the sending warp, once it has sent those before.
   __device__ __forceinline__ void put_rows(const uint32_t (&rows)[8][2], Turn<1>& turn, int lane) const {
     if (!has_outputs()) return;
-    const int warp = static_cast<int>(threadIdx.x / 32);
-    mbarrier_wait(shared_address(&barriers.out_empty[turn.slot]), turn.parity ^ 1);
+    const int warp = static_cast<int>(threadIdx.x / 32), g = group_of_thread();
+    mbarrier_wait(shared_address(&barriers.out_empty[g]), turn.parity ^ 1);
 #pragma unroll
     for (int n = 0; n < 8; n += 2)
       hopper::store_matrices_transposed(out_at(warp, 8 * (n + lane / 16) + lane % 8, lane / 8 % 2),
                                         {rows[n][0], rows[n][1], rows[n + 1][0], rows[n + 1][1]});
-    arrive(barriers.out_full, turn);
+    mbarrier_arrive(shared_address(&barriers.out_full[g]));
     turn.next();
   }
 
-  // The sending warp: 4 tokens at a time of every 64 columns.
-  __device__ __forceinline__ void send() const {
+  // The sending warp of a slice: 4 tokens at a time.
+  __device__ __forceinline__ void send(int g) const {
     const Args& args = prompt.args;
-    const int lane = static_cast<int>(threadIdx.x % 32), width = static_cast<int>(args.value_width) - first_column;
+    const int lane = static_cast<int>(threadIdx.x % 32), warp = 4 * g + lane / 8;
+    const int column = first_column + 16 * warp + 8 * (lane % 2);
     Turn<1> turn;
     for (int64_t chunk = work.first; chunk < work.last; ++chunk) {
       const int64_t token = work.span.begin + chunk * kChunk, left = work.span.end - token;
       for (int64_t h = 0; h < group; ++h, turn.next()) {
         T* const rows = const_cast<T*>(row_of<T>(args.output, args.output_strides, work.batch, head * group + h, token));
-        wait(barriers.out_full, turn);
+        mbarrier_wait(shared_address(&barriers.out_full[g]), turn.parity);
 #pragma unroll 4
-        for (int i = lane; i < kGroups * 8 * kChunk; i += 32) {
-          const int row = i / 32 % (kChunk / 4) * 4 + lane / 2 % 4, warp = i / (8 * kChunk) * 4 + lane / 8;
-          const int column = 16 * warp + 8 * (lane % 2);
-          if (row < left && column < width)
-            *reinterpret_cast<uint4*>(rows + first_column + column + row * args.output_strides.token) =
+        for (int row = lane / 2 % 4; row < kChunk; row += 4)
+          if (row < left && column < args.value_width)
+            *reinterpret_cast<uint4*>(rows + column + row * args.output_strides.token) =
                 load_16_bytes(out_at(warp, row, lane % 2));
-        }
-        arrive(barriers.out_empty, turn);
+        mbarrier_arrive(shared_address(&barriers.out_empty[g]));
       }
     }
   }
@@ -670,8 +668,10 @@ struct Cta {
       }
       mbarrier_init(shared_address(&barriers.keys_full[0]), 32);
       mbarrier_init(shared_address(&barriers.keys_empty[0]), kAll);
-      mbarrier_init(shared_address(&barriers.out_full[0]), kGroups * kStates);
-      mbarrier_init(shared_address(&barriers.out_empty[0]), 32);
+      for (int g = 0; g < kGroups; ++g) {
+        mbarrier_init(shared_address(&barriers.out_full[g]), kStates);
+        mbarrier_init(shared_address(&barriers.out_empty[g]), 32);
+      }
       mbarrier_init(shared_address(&barriers.landed), 1);
       asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
     }
@@ -679,8 +679,9 @@ struct Cta {
     if (copies) {
       if constexpr (L::kWarpgroups == 2) asm volatile("setmaxnreg.dec.sync.aligned.u32 40;");
       asm volatile("griddepcontrol.wait;" ::: "memory");
-      if (threadIdx.x < kAll + 32) copy();
-      else if (threadIdx.x < kAll + 64) send();
+      const int warp = static_cast<int>(threadIdx.x - kAll) / 32;  // the first copies, those of slices send
+      if (warp == 0) copy();
+      else if (warp <= kGroups) send(warp - 1);
     } else {
       if constexpr (L::kWarpgroups == 2) asm volatile("setmaxnreg.inc.sync.aligned.u32 232;");
       float state[kTiles][4] = {};
