@@ -183,7 +183,7 @@ def requests_of(row):
 
 def table(report):
     lines = [
-        f"{report['gpu']}, {report['date']}.",
+        " ".join(filter(None, (f"{report['gpu']}, {report['date']}.", report.get("note")))),
         "",
         "| requests x tokens | heads | K, V | type | | floor µs | ours µs | fla µs | fla / ours |",
         "|---" * 9 + "|",
