@@ -195,11 +195,14 @@ bool read_case(std::istream& file, Case* result) {
   if (!std::getline(file, line)) return false;
   *result = {};
   size_t num_attrs, num_inputs, num_outputs;
-  std::istringstream(line) >> word >> result->op >> num_attrs >> num_inputs >> num_outputs;
-  if (word != "case") {
+  const auto require = [](bool good) {
+    if (good) return;
     std::printf("FAILED: the file of cases is damaged\n");
     std::exit(1);
-  }
+  };
+  std::istringstream first(line);
+  first >> word >> result->op >> num_attrs >> num_inputs >> num_outputs;
+  require(!first.fail() && word == "case");
   for (size_t i = 0; i < num_attrs; ++i) {
     std::getline(file, line);
     std::istringstream in(line);
@@ -223,6 +226,7 @@ bool read_case(std::istream& file, Case* result) {
       tensor.smallest = read_dims(in, rank);
       tensor.largest = read_dims(in, rank);
     }
+    require(!in.fail());  // also of a tolerance that is NaN
     (i < num_inputs ? result->inputs : result->outputs).push_back(tensor);
   }
   int has_data;

@@ -153,6 +153,7 @@ class Judge:
 
     def __init__(self, case, clean, poisoned):
         self.op, self.attrs = draw.OPS[case.op], case.attrs
+        on_gpu = case.runtime in draw.GPU or case.runtime == "trt" and torch.cuda.is_available()
         if self.op.name == "SampleTokens":
             self.exact = self.plain = sampling_cases.expected_outputs(clean, case.attrs)
             terms, unit = clean["logits"].shape[1], UNIT[torch.float32]
@@ -180,7 +181,7 @@ class Judge:
                 fine.append(self._spread(self._disturbed(first, dict.fromkeys(first, single), seed)))
             units = {n: single if dtype == torch.float32 else low for n, dtype in types.items()}
             if low > single:
-                with form(), Rounding(seed, low) if case.runtime in draw.GPU else contextlib.nullcontext():
+                with form(), Rounding(seed, low) if on_gpu else contextlib.nullcontext():
                     coarse.append(self._spread(self._disturbed(first, units, seed)))
         longest, most = max(max(t.shape, default=1) for t in clean.values()), max(t.numel() for t in clean.values())
         self.spread = {}
@@ -188,7 +189,7 @@ class Judge:
             terms = max(longest, most / max(1, x.numel()))
             spread = (STEPS + 2 * math.sqrt(terms)) * torch.stack([s[name] for s in fine]).amax(0)
             self.spread[name] = spread + 4 * torch.stack([s[name] for s in coarse]).amax(0) if coarse else spread
-            if case.runtime in draw.GPU and name == "grad_log_decay":
+            if on_gpu and name == "grad_log_decay":
                 self.spread[name] = self.spread[name] + 4 * low * self._cancelling(double)
 
     def _disturbed(self, inputs, units, seed):
@@ -250,8 +251,8 @@ class Judge:
         return self.spread[name] + rounding + torch.finfo(dtype).smallest_normal * self.largest**3
 
     def tolerance(self, name, dtype):
-        """The largest of these."""
-        return self._allowed(name, dtype).max().item() if dtype in UNIT else 0.0
+        """The largest of these, NaN aside, which must be NaN in what was found too."""
+        return self._allowed(name, dtype).nan_to_num(0).max().item() if dtype in UNIT else 0.0
 
     def _refuse(self, name, found, exact, wrong, allowed):
         if wrong.any():
