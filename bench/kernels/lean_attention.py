@@ -62,7 +62,7 @@ PAGED = [
     (1, 32, 8, 128, 8192, 16),
 ]
 # (B, H, Hkv, D, prompt)
-PROMPT = [(1, 32, 8, 128, 8192), (1, 32, 32, 64, 8192), (4, 32, 8, 128, 2048)]
+PROMPT = [(1, 32, 8, 128, 8192), (1, 32, 32, 64, 8192), (4, 32, 8, 128, 2048), (1, 16, 8, 256, 5000), (4, 4, 1, 256, 2000)]
 DRAWN = 30  # prompts from a seed, of 256 to 65,536 tokens in all
 DRAWN_QUANTISED = 12  # decode steps from a seed, of 1,024 to 262,144 tokens in all
 # (type of keys, of values, kind of scales) by contender; scales per token where none is named
@@ -402,7 +402,7 @@ def drawn_prompts(args):
     for _ in range(DRAWN):
         tokens = 2 ** draw.uniform(8, 16)
         B = min(int(2 ** draw.uniform(0, 5)), int(tokens / 200) or 1)
-        group, D = draw.choice((1, 2, 3, 4, 5, 7, 8)), draw.choice((64, 64, 96, 128, 128))
+        group, D = draw.choice((1, 2, 3, 4, 5, 7, 8)), draw.choice((64, 64, 80, 96, 128, 128, 192, 256, 256))
         Hkv = draw.randint(1, 32 // group)
         row = prompt_line(args, B, group * Hkv, Hkv, D, int(tokens / B))
         yield {**row, "seed": f"{args.seed:x}"}

@@ -322,11 +322,10 @@ int padded_width(const Args& args) {
 
 // Whether prompts run on wgmma, which only code for sm_90a has and which counts work in 31 bits: no call of hours fits.
 bool takes_wgmma(const Args& args) {
-  if (padded_width(args) > 128) return false;
   const double units =
       static_cast<double>(args.batch) * args.kv_heads * (args.group * static_cast<double>(args.tokens) / 128 + 1);
   int device = 0;
-  return units * (args.capacity / WgmmaTile<64>::kTokens + 16.0) < double{1u << 31} && cudaGetDevice(&device) == cudaSuccess &&
+  return units * (args.capacity / WgmmaTile<256>::kTokens + 16.0) < double{1u << 31} && cudaGetDevice(&device) == cudaSuccess &&
          code_version(device) == 90;
 }
 
@@ -377,35 +376,32 @@ bool encode_map(CUtensorMap* map, const Args& args, const void* data, const Cach
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
+// launch(width) with a width of 64, 128 or 256 known to the compiler.
+template <class F>
+auto for_width(int width, F&& launch) {
+  if (width == 64) return launch(std::integral_constant<int, 64>{});
+  if (width == 128) return launch(std::integral_constant<int, 128>{});
+  return launch(std::integral_constant<int, 256>{});
+}
+
 // The keys of a tile and, for a CTA with so much shared memory, the slots of the ring.
 void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int shared_bytes) {
   const auto of_tile = [&](auto tile) {
     *key_tile = decltype(tile)::kTokens;
     *slots = decltype(tile)::slots_for(shared_bytes);
   };
-  const auto of_width = [&](auto w) {
+  for_width(width, [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
     if (rows <= 8) of_tile(MmaTile<kWidth, 8>{});
     else if (rows <= 16) of_tile(MmaTile<kWidth, kWidth == 256 ? 128 : 16>{});
     else if (wgmma) of_tile(WgmmaTile<kWidth>{});
     else of_tile(MmaTile<kWidth, 128>{});
-  };
-  if (width == 64) of_width(std::integral_constant<int, 64>{});
-  else if (width == 128) of_width(std::integral_constant<int, 128>{});
-  else of_width(std::integral_constant<int, 256>{});
+  });
 }
 
 constexpr int kUnitOverhead = 9, kWgmmaUnitOverhead = 4;  // in key tiles, measured
 constexpr int kNarrowUnitOverhead = 16;                   // not measured: key tiles are half as many bytes
 constexpr int kShortPart = 128;                           // key tiles, measured
-
-// launch(type, width) with a width of 64 or 128 too, both known to the compiler.
-template <class F>
-int for_type_and_width(const Args& args, int width, F&& launch) {
-  return for_type(args, [&](auto type) {
-    return width == 64 ? launch(type, std::integral_constant<int, 64>{}) : launch(type, std::integral_constant<int, 128>{});
-  });
-}
 
 }  // namespace
 
@@ -493,8 +489,9 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   const bool few_tokens =
       args.plan.equal_parts > 0 && args.capacity <= args.plan.equal_parts * direct_tokens(width, has_narrow_cache(args));
   const auto directly = [&] {
-    return for_type_and_width(args, width, [&](auto type, auto w) {
-      return launch_direct<decltype(type), decltype(w)::value>(args, clusters, few_tokens, stream);
+    return for_type(args, [&](auto type) {
+      return width == 64 ? launch_direct<decltype(type), 64>(args, clusters, few_tokens, stream)
+                         : launch_direct<decltype(type), 128>(args, clusters, few_tokens, stream);
     });
   };
   if (has_narrow_cache(args)) {
@@ -542,16 +539,13 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   loads.copy_warps = loads.whole_tiles ? 1 : 4;
   loads.fill_warps = wgmma && args.cache_kind == kPaged && loads.tensor_maps && !args.append ? 1 : loads.copy_warps;
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
-  if (wgmma)
-    return for_type_and_width(args, width, [&](auto type, auto w) {
-      return launch_wgmma<decltype(type), decltype(w)::value>(args, loads, key_map, value_map, stream);
+  return for_type(args, [&](auto type) {
+    return for_width(width, [&](auto w) {
+      using T = decltype(type);
+      constexpr int kWidth = decltype(w)::value;
+      return wgmma ? launch_wgmma<T, kWidth>(args, loads, key_map, value_map, stream)
+                   : launch_mma<T, kWidth>(args, loads, key_map, value_map, producer_warps, stream);
     });
-  if (width > 128)
-    return for_type(args, [&](auto type) {
-      return launch_mma<decltype(type), 256>(args, loads, key_map, value_map, producer_warps, stream);
-    });
-  return for_type_and_width(args, width, [&](auto type, auto w) {
-    return launch_mma<decltype(type), decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);
   });
 }
 

@@ -7,8 +7,7 @@
 //   up to 16 rows    8 warps, each with its own tokens of every second tile and softmax statistics of its own, merged
 //                    once a segment. The products are transposed, S^T = K Q^T and O^T = V^T P^T, so that a decode step's few
 //                    rows stand on the side of the mma that is 8 wide and not on the one that is 16 wide.
-//   up to 128 rows   8 warps, each with its own 16 rows and all tokens. On sm_90a wgmma_kernel.cuh has these for widths
-//                    up to 128.
+//   up to 128 rows   8 warps, each with its own 16 rows and all tokens. On sm_90a wgmma_kernel.cuh has these.
 //
 // The producer alone reads the schedule; it passes each segment, with the query rows of few, to the consumers through a queue
 // in shared memory.
@@ -1132,7 +1131,7 @@ __global__ void __launch_bounds__(MmaTile<kWidth, kRows>::kMaxThreads, 1)
     MmaKernel(const __grid_constant__ Args launch_args, const __grid_constant__ TileLoads loads,
               const __grid_constant__ CUtensorMap key_map, const __grid_constant__ CUtensorMap value_map) {
 #if __CUDA_ARCH_FEAT_SM90_ALL
-  if constexpr (kWidth <= 128 && kRows == 128) return;  // wgmma_kernel.cuh has these
+  if constexpr (kRows == 128) return;  // wgmma_kernel.cuh has these
 #endif
   using Tile = MmaTile<kWidth, kRows>;
   Args args = launch_args;  // so that the compiler knows the plan's constants

@@ -1,7 +1,8 @@
 // LeanAttention for 17 and more packed rows on Hopper (sm_90a): one persistent CTA per range of the schedule, as in
 // mma_kernel.cuh, whose producer and queue it takes over. Warpgroups compute, each 64 rows of a unit and all tokens, with
 // wgmma: S = Q K^T from shared memory, O += P V with P in registers. Three of them where registers suffice, which the softmax of
-// narrow heads needs: it takes as long as their products.
+// narrow heads needs: it takes as long as their products. Heads of more than 128 have tiles of 64 tokens, so that the output of
+// 256 columns fits in registers beside the logits; their products take twice as long as the softmax.
 //
 // The next tile's S is on its way through the tensor cores beside this tile's O while the softmax of the next one runs, and
 // the warpgroups take turns at issuing products, so that one has its softmax while the tensor cores work for the other (both
@@ -18,7 +19,7 @@ template <int kWidth>
 struct WgmmaTile {
   static constexpr bool kSplitTokens = false;
   static constexpr int kWarpgroups = kWidth == 64 ? 3 : 2, kGroupRows = 64;
-  static constexpr int kTokens = 128, kRows = kWarpgroups * kGroupRows;
+  static constexpr int kTokens = kWidth > 128 ? 64 : 128, kRows = kWarpgroups * kGroupRows;
   static constexpr int kConsumerWarps = 4 * kWarpgroups, kTileWarps = kConsumerWarps, kGroups = 1;
   // Registers of a thread; with those of the producers all that an SM has, 65,536.
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
@@ -41,6 +42,7 @@ struct WgmmaTile {
 
 // Of a unit, for heads padded to this width.
 constexpr int wgmma_rows(int width) { return width == 64 ? WgmmaTile<64>::kRows : WgmmaTile<128>::kRows; }
+static_assert(WgmmaTile<256>::kRows == WgmmaTile<128>::kRows, "wgmma_rows");
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -138,18 +140,21 @@ struct WarpgroupConsumer {
 
   // Bits of the tokens of a tile that have no page, in the next keys' slot, which is full. Read by the lane that gives the
   // slot back: an order that racecheck follows. First all of them in one word, in that lane, while the products run.
-  __device__ __forceinline__ const uint4* missing_bits() const {
-    return reinterpret_cast<const uint4*>(ring.masked_out + pair * 2 * Tile::kSlices);
+  __device__ __forceinline__ uint4 missing_bits() const {
+    const uint16_t* const bits = ring.masked_out + pair * 2 * Tile::kSlices;
+    if (kTokens == 128) return *reinterpret_cast<const uint4*>(bits);
+    const uint2 low = *reinterpret_cast<const uint2*>(bits);
+    return make_uint4(low.x, low.y, 0, 0);
   }
   __device__ __forceinline__ uint32_t load_missing() const {
     if (args.cache_kind != kPaged || lane != 0) return 0;
-    const uint4 bits = *missing_bits();
+    const uint4 bits = missing_bits();
     return bits.x | bits.y | bits.z | bits.w;
   }
   __device__ __forceinline__ uint4 missing_tokens(bool all_there) const {
     uint4 bits = make_uint4(0, 0, 0, 0);
     if (all_there) return bits;
-    if (lane == 0) bits = *missing_bits();
+    if (lane == 0) bits = missing_bits();
     return make_uint4(__shfl_sync(kFullWarp, bits.x, 0), __shfl_sync(kFullWarp, bits.y, 0), __shfl_sync(kFullWarp, bits.z, 0),
                       __shfl_sync(kFullWarp, bits.w, 0));
   }
@@ -271,7 +276,7 @@ struct WarpgroupConsumer {
     hopper::fence_accumulators(s);
     finish_scores(tile, plain, work, missing == 0, s);
     new_maxima(s, scale, factor);
-    if (kWidth == 128) release(keys_empty());
+    if (kWidth > 64) release(keys_empty());
     weigh<0>(s, scale);
     weigh<1>(s, scale);
     pack(s, p);
@@ -304,7 +309,7 @@ struct WarpgroupConsumer {
       new_maxima(s, scale, factor);
       // Where the products take longer than the softmax, the wait for them should come late; the assembler moves it to the front,
       // but not past this, which the maxima have to come before.
-      if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
+      if (kWidth > 64) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
       weigh<0>(s, scale);
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
@@ -398,11 +403,12 @@ struct WarpgroupConsumer {
     return {begin, min32(min32(begin + Tile::kGroupRows, all.end), args.group * unit.request.tokens)};
   }
 
-  // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row, which is at the same place of its line.
-  static constexpr int kChunks = kWidth / 8, kRowsApart = 128 / kChunks;
+  // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row, which is at the same place of its line; of wide
+  // rows also that kAcross chunks on.
+  static constexpr int kChunks = kWidth / 8, kAcross = kChunks < 16 ? kChunks : 16, kRowsApart = 128 / kAcross;
   static_assert(kRowsApart % 8 == 0, "the swizzle repeats after 8 lines");
-  __device__ __forceinline__ int query_row() const { return (warp % 4 * 32 + lane) / kChunks; }
-  __device__ __forceinline__ int query_chunk() const { return lane % kChunks; }
+  __device__ __forceinline__ int query_row() const { return (warp % 4 * 32 + lane) / kAcross; }
+  __device__ __forceinline__ int query_chunk() const { return lane % kAcross; }
 
   // Starts to copy the rows of a unit, 0 for padding.
   __device__ __forceinline__ void load_query(const Unit& unit) const {
@@ -417,11 +423,16 @@ struct WarpgroupConsumer {
     const T* from = static_cast<const T*>(args.query) + unit.request.origin * strides.batch +
                     (unit.head * args.group + head) * strides.head + quotient(row, args.group) * strides.token + chunk * 8;
     const uint32_t to = query + slot_offset<Tile::kGroupRows>(query_row(), chunk);
-    const int left = chunk * 8 < args.key_width ? rows.end - row : 0;
+    const int left = rows.end - row, columns = args.key_width - chunk * 8;
     group_barrier();  // the previous unit's rows have been read
 #pragma unroll
     for (int r = 0; r < Tile::kGroupRows; r += kRowsApart) {
-      cp_async(to + r * 128, r < left ? from : static_cast<const T*>(args.query), r < left ? 16 : 0);
+#pragma unroll
+      for (int c = 0; c < kChunks; c += kAcross) {
+        const bool read = r < left && c * 8 < columns;
+        cp_async(to + r * 128 + c / 8 * Tile::kGroupRows * 128, read ? from + c * 8 : static_cast<const T*>(args.query),
+                 read ? 16 : 0);
+      }
       head += step_head;
       from += step;
       if (head >= args.group) head -= args.group, from += carry;
@@ -433,8 +444,10 @@ struct WarpgroupConsumer {
     cp_async_wait();
     if (args.scale < 0.0f) {
 #pragma unroll 1
-      for (int r = query_row(); r < Tile::kGroupRows; r += kRowsApart) {
-        const uint32_t at = query + slot_offset<Tile::kGroupRows>(r, query_chunk());
+      for (int i = 0; i < Tile::kGroupRows * kChunks / 128; ++i) {
+        const int row = query_row() + i % (Tile::kGroupRows / kRowsApart) * kRowsApart;
+        const int chunk = query_chunk() + i / (Tile::kGroupRows / kRowsApart) * kAcross;
+        const uint32_t at = query + slot_offset<Tile::kGroupRows>(row, chunk);
         const uint4 x = load_16_bytes(at);
         store_16_bytes(at, make_uint4(x.x ^ 0x80008000u, x.y ^ 0x80008000u, x.z ^ 0x80008000u, x.w ^ 0x80008000u));
       }
@@ -506,69 +519,73 @@ struct WarpgroupConsumer {
   }
 
   // Merges the partial results of a unit in the order of their ranges and writes the rows. A warp takes kPer rows at
-  // once, kAtOnce times, with two contributors on their way; a lane has 4 columns of them, and the statistics of one. As
-  // little code as can be: what runs once costs some five cycles an instruction.
+  // once, kAtOnce times, with two contributors on their way; a lane has 4 columns of them, of wide rows 4 of each 128, and the
+  // statistics of one. As little code as can be: what runs once costs some five cycles an instruction.
   __device__ __forceinline__ void merge_rows(const Unit& unit, int first, int count) const {
-    constexpr int kLanes = kWidth / 4, kPer = 32 / kLanes, kAtOnce = 8, kApart = Tile::kConsumerWarps * kPer;
+    constexpr int kLanes = kWidth < 128 ? kWidth / 4 : 32, kPer = 32 / kLanes, kAtOnce = 8,
+                  kApart = Tile::kConsumerWarps * kPer;
     const Span rows = unit_rows(args, unit.request, unit.row_tile);
-    const int d = lane % kLanes * 4;
     int columns = args.value_width;
     asm volatile("" : "+r"(columns));           // else its multiples are worked out before the first unit and kept in registers
     const int source = lane / kLanes * kLanes;  // the lane with the statistics of this lane's first row
-    const bool in_columns = d < columns;
 #pragma unroll 1
-    for (int row0 = rows.begin + warp * kPer + lane / kLanes; row0 - lane / kLanes < rows.end; row0 += kApart * kAtOnce) {
-      const int mine = row0 + lane % kLanes % kAtOnce * kApart;
-      float4 o[kAtOnce];
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) o[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-      float top = -INFINITY, total = 0.0f;
+    for (int column0 = 0; column0 < kWidth; column0 += 4 * kLanes) {
+      const int d = column0 + lane % kLanes * 4;
+      const bool in_columns = d < columns;
 #pragma unroll 1
-      for (int i0 = 0; i0 < count; i0 += 2) {
-        float4 part[2][kAtOnce];
-        float part_max[2], part_sum[2];
+      for (int row0 = rows.begin + warp * kPer + lane / kLanes; row0 - lane / kLanes < rows.end; row0 += kApart * kAtOnce) {
+        const int mine = row0 + lane % kLanes % kAtOnce * kApart;
+        float4 o[kAtOnce];
 #pragma unroll
-        for (int i = 0; i < 2; ++i) {
-          const bool there = i0 + i < count;
-          const int64_t slot = static_cast<int64_t>(slot_of(first, i0 + i)) * Tile::kRows;
-          const float* const from = args.partial_output + (slot + row0 - rows.begin) * columns + d;
+        for (int r = 0; r < kAtOnce; ++r) o[r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+        float top = -INFINITY, total = 0.0f;
+#pragma unroll 1
+        for (int i0 = 0; i0 < count; i0 += 2) {
+          float4 part[2][kAtOnce];
+          float part_max[2], part_sum[2];
+#pragma unroll
+          for (int i = 0; i < 2; ++i) {
+            const bool there = i0 + i < count;
+            const int64_t slot = static_cast<int64_t>(slot_of(first, i0 + i)) * Tile::kRows;
+            const float* const from = args.partial_output + (slot + row0 - rows.begin) * columns + d;
+#pragma unroll
+            for (int r = 0; r < kAtOnce; ++r) {
+              part[i][r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+              if (there && in_columns && row0 + r * kApart < rows.end)
+                part[i][r] = __ldcg(reinterpret_cast<const float4*>(from + r * kApart * columns));
+            }
+            part_max[i] = -INFINITY;
+            part_sum[i] = 0.0f;
+            if (there && mine < rows.end) {
+              part_max[i] = __ldcg(args.partial_max + slot + mine - rows.begin);
+              part_sum[i] = __ldcg(args.partial_sum + slot + mine - rows.begin);
+            }
+          }
+          const float now = fmaxf(top, fmaxf(part_max[0], part_max[1]));
+          const float old = rescale(top, now), share[2] = {rescale(part_max[0], now), rescale(part_max[1], now)};
+          total = total * old + share[0] * part_sum[0] + share[1] * part_sum[1];
+          top = now;
 #pragma unroll
           for (int r = 0; r < kAtOnce; ++r) {
-            part[i][r] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-            if (there && in_columns && row0 + r * kApart < rows.end)
-              part[i][r] = __ldcg(reinterpret_cast<const float4*>(from + r * kApart * columns));
-          }
-          part_max[i] = -INFINITY;
-          part_sum[i] = 0.0f;
-          if (there && mine < rows.end) {
-            part_max[i] = __ldcg(args.partial_max + slot + mine - rows.begin);
-            part_sum[i] = __ldcg(args.partial_sum + slot + mine - rows.begin);
+            const float f = __shfl_sync(kFullWarp, old, source + r), f0 = __shfl_sync(kFullWarp, share[0], source + r),
+                        f1 = __shfl_sync(kFullWarp, share[1], source + r);
+            o[r].x = o[r].x * f + f0 * part[0][r].x + f1 * part[1][r].x;
+            o[r].y = o[r].y * f + f0 * part[0][r].y + f1 * part[1][r].y;
+            o[r].z = o[r].z * f + f0 * part[0][r].z + f1 * part[1][r].z;
+            o[r].w = o[r].w * f + f0 * part[0][r].w + f1 * part[1][r].w;
           }
         }
-        const float now = fmaxf(top, fmaxf(part_max[0], part_max[1]));
-        const float old = rescale(top, now), share[2] = {rescale(part_max[0], now), rescale(part_max[1], now)};
-        total = total * old + share[0] * part_sum[0] + share[1] * part_sum[1];
-        top = now;
+        const RowPlace place = row_place(args, unit, min32(mine, rows.end - 1));
+        const RowEnd<T> end = row_end<T>(args, unit, place, top, total);
+        if (column0 == 0 && lane % kLanes < kAtOnce && mine < rows.end) write_lse(args, unit, place, end.lse);
 #pragma unroll
         for (int r = 0; r < kAtOnce; ++r) {
-          const float f = __shfl_sync(kFullWarp, old, source + r), f0 = __shfl_sync(kFullWarp, share[0], source + r),
-                      f1 = __shfl_sync(kFullWarp, share[1], source + r);
-          o[r].x = o[r].x * f + f0 * part[0][r].x + f1 * part[1][r].x;
-          o[r].y = o[r].y * f + f0 * part[0][r].y + f1 * part[1][r].y;
-          o[r].z = o[r].z * f + f0 * part[0][r].z + f1 * part[1][r].z;
-          o[r].w = o[r].w * f + f0 * part[0][r].w + f1 * part[1][r].w;
+          const float f = __shfl_sync(kFullWarp, end.factor, source + r);
+          T* const to = reinterpret_cast<T*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(end.output), source + r)) + d;
+          uint2 w = make_uint2(pack_pair(T{}, o[r].x * f, o[r].y * f), pack_pair(T{}, o[r].z * f, o[r].w * f));
+          if (f == 0.0f) w = make_uint2(0, 0);
+          if (in_columns && row0 + r * kApart < rows.end) *reinterpret_cast<uint2*>(to) = w;
         }
-      }
-      const RowPlace place = row_place(args, unit, min32(mine, rows.end - 1));
-      const RowEnd<T> end = row_end<T>(args, unit, place, top, total);
-      if (lane % kLanes < kAtOnce && mine < rows.end) write_lse(args, unit, place, end.lse);
-#pragma unroll
-      for (int r = 0; r < kAtOnce; ++r) {
-        const float f = __shfl_sync(kFullWarp, end.factor, source + r);
-        T* const to = reinterpret_cast<T*>(__shfl_sync(kFullWarp, reinterpret_cast<uint64_t>(end.output), source + r)) + d;
-        uint2 w = make_uint2(pack_pair(T{}, o[r].x * f, o[r].y * f), pack_pair(T{}, o[r].z * f, o[r].w * f));
-        if (f == 0.0f) w = make_uint2(0, 0);
-        if (in_columns && row0 + r * kApart < rows.end) *reinterpret_cast<uint2*>(to) = w;
       }
     }
   }

@@ -1,6 +1,7 @@
 """LeanAttention's CUDA kernels against the float64 reference."""
 
 import gc
+import itertools
 import random
 
 import pytest
@@ -191,7 +192,7 @@ def test_prompts(variant, layout, dtype):
 
 @pytest.mark.parametrize("dtype", HALF, ids=str)
 @pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("D", (64, 128))
+@pytest.mark.parametrize("D", (64, 128, 192, 256))
 def test_17_to_200_rows(variant, D, dtype):
     """Some new tokens on a long cache: units of 128 rows, of which few or all are used, and splits of the context."""
     for seed, (group, Nq, attrs) in enumerate(
@@ -228,9 +229,9 @@ def test_17_to_200_rows(variant, D, dtype):
 def test_values_that_no_row_sees_do_not_matter():
     """Infinities and NaN in the rest of a tile, where a tile of an earlier request has left such values too."""
     for variant in VARIANTS:
-        for n in (1, 100, 127, 128, 129, 300):
+        for n, (D, Dv) in itertools.product((1, 63, 100, 127, 128, 129, 300), ((64, 128), (256, 256))):
             inputs, attrs = make_case(
-                n, variant, torch.bfloat16, (n, 900, n), (min(n, 40), 40, 1), Nq=40, H=4, Hkv=1, D=64, Dv=128, spare=200
+                n, variant, torch.bfloat16, (n, 900, n), (min(n, 40), 40, 1), Nq=40, H=4, Hkv=1, D=D, Dv=Dv, spare=200
             )
             out = check(inputs, attrs)
             cache = inputs["value_cache"]
