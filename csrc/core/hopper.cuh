@@ -113,7 +113,7 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
     for (int i = 0; i < 4; ++i) asm volatile("" : "+r"(a[n][i])::"memory");
 }
 
-// The operands of 32, 64 and 128 accumulators, %0 to %31, %63 and %127, as a text and as a list.
+// The operands of 32, 64, 96 and 128 accumulators, from %0 on, as a text and as a list.
 #define LEANFLEET_NAMES_32                                                                                         \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, %18, %19, %20, %21, %22, %23, " \
   "%24, %25, %26, %27, %28, %29, %30, %31"
@@ -121,19 +121,21 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
   LEANFLEET_NAMES_32                                                                             \
   ", %32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, %48, %49, " \
   "%50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-#define LEANFLEET_NAMES_128                                                                          \
-  LEANFLEET_NAMES_64                                                                                 \
-  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, "     \
-  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, %96, %97, %98, %99, %100, " \
-  "%101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, %113, %114, %115, %116, " \
-  "%117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define LEANFLEET_NAMES_96                                                                       \
+  LEANFLEET_NAMES_64                                                                             \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, %80, %81, " \
+  "%82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95"
+#define LEANFLEET_NAMES_128                                                                              \
+  LEANFLEET_NAMES_96                                                                                     \
+  ", %96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, %112, " \
+  "%113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
 #define LEANFLEET_TILE(c, n) "+f"(c[n][0]), "+f"(c[n][1]), "+f"(c[n][2]), "+f"(c[n][3])
 #define LEANFLEET_TILES_8(c, n)                                                                       \
   LEANFLEET_TILE(c, n), LEANFLEET_TILE(c, n + 1), LEANFLEET_TILE(c, n + 2), LEANFLEET_TILE(c, n + 3), \
       LEANFLEET_TILE(c, n + 4), LEANFLEET_TILE(c, n + 5), LEANFLEET_TILE(c, n + 6), LEANFLEET_TILE(c, n + 7)
 
 // The products of a warpgroup for one type, whose name in PTX is `name`:
-//   wgmma_rs          c[64xN] (+)= a[64x16] b[16xN] for N of 64, 128 and 256, a in registers;
+//   wgmma_rs          c[64xN] (+)= a[64x16] b[16xN] for N of 64, 128, 192 and 256, a in registers;
 //                     kRowsSummed: b's tile has the summed index as rows
 //   wgmma_ss          the same for N of 64 and 128 with a a tile too, both tiles with the summed index as columns; and c[64x8], where
 //                     kRowsSummed is of a's tile
@@ -156,6 +158,16 @@ __device__ __forceinline__ void fence_operands_for_write(uint32_t (&a)[kTiles][4
         "}, "                                                                                                                \
         "{%64, %65, %66, %67}, b, p, 1, 1, %70;\n}"                                                                          \
         : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8)                                                                   \
+        : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord)); \
+  }                                                                                                                          \
+  template <bool kRowsSummed>                                                                                                \
+  __device__ __forceinline__ void wgmma_rs(type, float (&c)[24][4], const uint32_t (&a)[4], uint32_t b, int add) {           \
+    asm volatile(                                                                                                            \
+        "{\n.reg .pred p;\n.reg .b64 b;\nsetp.ne.b32 p, %101, 0;\nmov.b64 b, {%100, %103};\n"                                \
+        "wgmma.mma_async.sync.aligned.m64n192k16.f32." name "." name " {" LEANFLEET_NAMES_96                                 \
+        "}, "                                                                                                                \
+        "{%96, %97, %98, %99}, b, p, 1, 1, %102;\n}"                                                                         \
+        : LEANFLEET_TILES_8(c, 0), LEANFLEET_TILES_8(c, 8), LEANFLEET_TILES_8(c, 16)                                         \
         : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b), "r"(add), "n"(kRowsSummed ? 1 : 0), "n"(kDescriptorHighWord)); \
   }                                                                                                                          \
   template <bool kRowsSummed>                                                                                                \
@@ -201,6 +213,7 @@ LEANFLEET_WGMMA(__nv_bfloat16, "bf16")
 #undef LEANFLEET_TILES_8
 #undef LEANFLEET_TILE
 #undef LEANFLEET_NAMES_128
+#undef LEANFLEET_NAMES_96
 #undef LEANFLEET_NAMES_64
 #undef LEANFLEET_NAMES_32
 

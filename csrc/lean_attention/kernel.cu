@@ -315,9 +315,12 @@ int code_version(int device) {
   return attributes.ptxVersion;
 }
 
+int columns_of(const Args& args) { return args.key_width > args.value_width ? args.key_width : args.value_width; }
+
+// The width of kernels other than wgmma's.
 int padded_width(const Args& args) {
-  const int width = args.key_width > args.value_width ? args.key_width : args.value_width;
-  return width <= 64 ? 64 : width <= 128 ? 128 : 256;
+  const int columns = columns_of(args);
+  return columns <= 64 ? 64 : columns <= 128 ? 128 : 256;
 }
 
 // Whether prompts run on wgmma, which only code for sm_90a has and which counts work in 31 bits: no call of hours fits.
@@ -331,7 +334,8 @@ bool takes_wgmma(const Args& args) {
 
 // Of a prompt's unit.
 int prompt_rows(const Args& args) {
-  return !has_narrow_cache(args) && takes_wgmma(args) ? wgmma_rows(padded_width(args)) : 128;
+  if (has_narrow_cache(args) || !takes_wgmma(args)) return 128;
+  return for_wgmma_width(columns_of(args), [](auto width) { return WgmmaTile<decltype(width)::value>::kRows; });
 }
 
 int greatest_common_divisor(int a, int b) {
@@ -376,26 +380,32 @@ bool encode_map(CUtensorMap* map, const Args& args, const void* data, const Cach
                 CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE) == CUDA_SUCCESS;
 }
 
-// launch(width) with a width of 64, 128 or 256 known to the compiler.
+// launch(width) with padded_width, known to the compiler.
 template <class F>
-auto for_width(int width, F&& launch) {
+auto for_padded_width(const Args& args, F&& launch) {
+  const int width = padded_width(args);
   if (width == 64) return launch(std::integral_constant<int, 64>{});
   if (width == 128) return launch(std::integral_constant<int, 128>{});
   return launch(std::integral_constant<int, 256>{});
 }
 
-// The keys of a tile and, for a CTA with so much shared memory, the slots of the ring.
-void choose_tile(int width, int rows, bool wgmma, int* key_tile, int* slots, int shared_bytes) {
-  const auto of_tile = [&](auto tile) {
-    *key_tile = decltype(tile)::kTokens;
-    *slots = decltype(tile)::slots_for(shared_bytes);
+// How a kernel of tensor cores keeps keys and values.
+struct Ring {
+  int width, key_tile, slots;
+};
+
+// Of the kernel for units of so many rows, in a CTA with so much shared memory.
+Ring ring_of(const Args& args, int rows, bool wgmma, int shared_bytes) {
+  const auto of_tile = [&](auto width, auto tile) {
+    return Ring{width, decltype(tile)::kTokens, decltype(tile)::slots_for(shared_bytes)};
   };
-  for_width(width, [&](auto w) {
+  if (wgmma && rows > 16)
+    return for_wgmma_width(columns_of(args), [&](auto w) { return of_tile(w, WgmmaTile<decltype(w)::value>{}); });
+  return for_padded_width(args, [&](auto w) {
     constexpr int kWidth = decltype(w)::value;
-    if (rows <= 8) of_tile(MmaTile<kWidth, 8>{});
-    else if (rows <= 16) of_tile(MmaTile<kWidth, kWidth == 256 ? 128 : 16>{});
-    else if (wgmma) of_tile(WgmmaTile<kWidth>{});
-    else of_tile(MmaTile<kWidth, 128>{});
+    if (rows <= 8) return of_tile(w, MmaTile<kWidth, 8>{});
+    if (rows <= 16) return of_tile(w, MmaTile<kWidth, kWidth == 256 ? 128 : 16>{});
+    return of_tile(w, MmaTile<kWidth, 128>{});
   });
 }
 
@@ -443,7 +453,6 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   const bool narrow = static_cast<int64_t>(args.batch) * args.kv_heads * (args.capacity / tile + 1 + kUnitOverhead) <
                       (int64_t{1} << 32) / (plan.max_ranges + 1);
   plan.row_tile = rows <= 8 && narrow ? 8 : rows <= 16 && narrow && padded_width(args) < 256 ? 16 : prompt_rows(args);
-  int slots = 0;
   if (has_narrow_cache(args)) {
     const bool directly = plan.row_tile == kDirectRows && narrow_directly(args);
     if (!directly) plan.row_tile = narrow_rows(rows);
@@ -452,7 +461,7 @@ Plan cuda_plan(const Args& args, int sm_count, int forced_ranges) {
   } else {
     const bool wgmma = takes_wgmma(args);
     if (wgmma && plan.row_tile > 16) plan.unit_overhead = kWgmmaUnitOverhead;
-    choose_tile(padded_width(args), plan.row_tile, wgmma, &plan.key_tile, &slots, 0);
+    plan.key_tile = ring_of(args, plan.row_tile, wgmma, 0).key_tile;
   }
   // Few units, should they turn out to be equal, are cut into equal parts, if that leaves few SMs idle: up to a
   // twentieth, or a tenth where ranges are short.
@@ -498,10 +507,9 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
     if (!by_16_bytes) return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
     return args.plan.row_tile == kDirectRows ? directly() : launch_narrow(args, max_shared_bytes, stream);
   }
-  int key_tile = 0, slots = 0;
-  const bool wgmma = args.plan.row_tile > 16 && takes_wgmma(args);
-  choose_tile(width, args.plan.row_tile, wgmma, &key_tile, &slots, max_shared_bytes);
-  if (!by_16_bytes || slots < (wgmma ? 4 : 2) || (wgmma && !aligned(args.output, 16)))
+  const bool many_rows = args.plan.row_tile > 16, wgmma = many_rows && takes_wgmma(args);
+  const Ring ring = ring_of(args, args.plan.row_tile, wgmma, max_shared_bytes);
+  if (!by_16_bytes || ring.slots < (wgmma ? 4 : 2) || (wgmma && !aligned(args.output, 16)))
     return launch_float_of_half(args, static_cast<cudaStream_t>(stream));
   if (wgmma && args.append && args.tokens >= kAppendApart) {
     const int error = for_type(args, [&](auto type) {
@@ -516,13 +524,13 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
   TileLoads loads = {};
   loads.key_boxes = ceil_div(args.key_width, kBoxColumns);
   loads.value_boxes = ceil_div(args.value_width, kBoxColumns);
-  if (wgmma) loads.key_boxes = loads.value_boxes = width / kBoxColumns;  // its products take all columns: zeros beyond D
+  if (wgmma) loads.key_boxes = loads.value_boxes = ring.width / kBoxColumns;  // its products take all columns: zeros beyond D
   loads.stream_once = num_row_tiles(args) == 1 && (!args.packed_tokens || args.total_tokens <= args.requests);
-  loads.slots = slots;
+  loads.slots = ring.slots;
   loads.clusters = clusters;
   loads.cluster = 1;
-  loads.box_tokens = args.cache_kind == kPaged ? greatest_common_divisor(args.block, key_tile) : key_tile;
-  loads.boxes = key_tile / loads.box_tokens;
+  loads.box_tokens = args.cache_kind == kPaged ? greatest_common_divisor(args.block, ring.key_tile) : ring.key_tile;
+  loads.boxes = ring.key_tile / loads.box_tokens;
   loads.box_slices = loads.box_tokens / 16;
   // Row consumers read a slot more often than it is filled; there conflicts cost more than longer pieces gain.
   loads.whole_rows = args.plan.row_tile <= 16 && args.key_width % kBoxColumns == 0 && args.value_width % kBoxColumns == 0;
@@ -534,17 +542,21 @@ int launch_planned(Args args, int device, int max_shared_bytes, bool by_16_bytes
                                  args.value_cache_elements, loads.box_tokens, loads.whole_rows);
   loads.whole_tiles =
       loads.tensor_maps && loads.boxes == 1 && args.cache_kind != kPaged && (!args.append || args.plan.row_tile <= 16);
-  // One warp keeps up with copies of whole tiles; others help to gather rows, to look up pages and to issue small
-  // copies. The last warp tells the consumers what to do; it copies too where all 4 are needed.
-  loads.copy_warps = loads.whole_tiles ? 1 : 4;
-  loads.fill_warps = wgmma && args.cache_kind == kPaged && loads.tensor_maps && !args.append ? 1 : loads.copy_warps;
+  // One warp keeps up with copies of whole tiles, for many rows two, so that keys need not wait for the slot of values; others
+  // help to gather rows, to look up pages and to issue small copies. The last warp tells the consumers what to do; it copies too
+  // where all 4 are needed.
+  loads.copy_warps = !loads.whole_tiles ? 4 : many_rows ? 2 : 1;
+  const bool pages_in_turn = wgmma && args.cache_kind == kPaged && loads.tensor_maps && !args.append;
+  loads.fill_warps = pages_in_turn || loads.whole_tiles ? 1 : loads.copy_warps;
   const int producer_warps = loads.whole_tiles && args.plan.row_tile <= 16 ? 2 : 4;
   return for_type(args, [&](auto type) {
-    return for_width(width, [&](auto w) {
-      using T = decltype(type);
-      constexpr int kWidth = decltype(w)::value;
-      return wgmma ? launch_wgmma<T, kWidth>(args, loads, key_map, value_map, stream)
-                   : launch_mma<T, kWidth>(args, loads, key_map, value_map, producer_warps, stream);
+    using T = decltype(type);
+    if (wgmma)
+      return for_wgmma_width(columns_of(args), [&](auto w) {
+        return launch_wgmma<T, decltype(w)::value>(args, loads, key_map, value_map, stream);
+      });
+    return for_padded_width(args, [&](auto w) {
+      return launch_mma<T, decltype(w)::value>(args, loads, key_map, value_map, producer_warps, stream);
     });
   });
 }

@@ -41,8 +41,8 @@ struct TileLoads {
   int32_t key_boxes, value_boxes;  // lines of 64 columns in a row
   bool whole_tiles;    // every tile is one copy of keys and one of values, nothing is gathered or looked up; the warp that
                        // copies appends
-  int32_t copy_warps;  // producer warps that copy: 1 or 4
-  int32_t fill_warps;  // those that fill a slot together: all of them, or one, when they take the tiles of pages in turn
+  int32_t copy_warps;  // producer warps that copy: 1, 2 (of whole tiles, one the keys and one the values) or 4
+  int32_t fill_warps;  // those that fill a slot together: all of them, or one
   bool stream_once;    // no other unit reads the same keys: they need not stay in the L2 cache
   bool clusters;       // CTAs may be launched in clusters
   int32_t cluster;     // CTAs of a cluster; 1: they are launched on their own
@@ -197,7 +197,10 @@ struct TileProducer {
     else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     if (loads.whole_tiles && copies) {
       if (exists)
-        for_each_share(args, range, [&](const Unit& unit, const Share& share) { copy_whole_tiles(unit, share.tiles, policy); });
+        for_each_share(args, range, [&](const Unit& unit, const Share& share) {
+          if constexpr (Tile::kGroups == 1) copy_half_of_whole_tiles(unit, share.tiles, policy);
+          else copy_whole_tiles(unit, share.tiles, policy);
+        });
       return;
     }
 #endif
@@ -325,6 +328,21 @@ struct TileProducer {
   }
 
 #if __CUDA_ARCH__ >= 900
+  // The keys' tiles of a unit or the values', by one of two warps each.
+  __device__ __forceinline__ void copy_half_of_whole_tiles(const Unit& unit, Span tiles, uint64_t policy) {
+    if (lane != 0) return;
+    const bool values = warp != 0;
+    const int outer = args.cache_kind == kDense ? unit.request.b : 0;
+    if (values) place.next();
+#pragma unroll 1
+    for (int tile = tiles.begin; tile < tiles.end; ++tile) {
+      copy_whole_tile(values ? value_map : key_map, values ? loads.value_boxes : loads.key_boxes, unit.head,
+                      unit.request.start + tile * kTokens, outer, policy);
+      place.next();
+    }
+    if (values) place.back();
+  }
+
   // By the first lane; before it copies a tile with new tokens, all write these to the cache. Nobody else reads them: at most, in
   // ragged caches, the copy of an earlier request's last tile takes them along, and they are masked there.
   __device__ __forceinline__ void copy_whole_tiles(const Unit& unit, Span tiles, uint64_t policy) {

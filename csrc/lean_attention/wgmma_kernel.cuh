@@ -20,6 +20,7 @@ struct WgmmaTile {
   static constexpr bool kSplitTokens = false;
   static constexpr int kWarpgroups = kWidth == 64 ? 3 : 2, kGroupRows = 64;
   static constexpr int kTokens = kWidth > 128 ? 64 : 128, kRows = kWarpgroups * kGroupRows;
+  static constexpr bool kTurns = kWidth <= 128;  // at issuing products; where these take longest it only delays them
   static constexpr int kConsumerWarps = 4 * kWarpgroups, kTileWarps = kConsumerWarps, kGroups = 1;
   // Registers of a thread; with those of the producers all that an SM has, 65,536.
   static constexpr int kConsumerRegisters = kWarpgroups == 3 ? 160 : 224;
@@ -40,9 +41,14 @@ struct WgmmaTile {
   static int shared_bytes(int slots) { return kFixedBytes + slots * (kSlotBytes + kSlotExtra); }
 };
 
-// Of a unit, for heads padded to this width.
-constexpr int wgmma_rows(int width) { return width == 64 ? WgmmaTile<64>::kRows : WgmmaTile<128>::kRows; }
-static_assert(WgmmaTile<256>::kRows == WgmmaTile<128>::kRows, "wgmma_rows");
+// launch(width) with the kernel's width for heads of so many columns, known to the compiler.
+template <class F>
+auto for_wgmma_width(int columns, F&& launch) {
+  if (columns <= 64) return launch(std::integral_constant<int, 64>{});
+  if (columns <= 128) return launch(std::integral_constant<int, 128>{});
+  if (columns <= 192) return launch(std::integral_constant<int, 192>{});
+  return launch(std::integral_constant<int, 256>{});
+}
 
 #if __CUDA_ARCH_FEAT_SM90_ALL
 
@@ -249,10 +255,10 @@ struct WarpgroupConsumer {
 
   // The turn at issuing products, which goes round the groups that have rows; group 0 has the first.
   __device__ __forceinline__ void await_turn(int groups) const {
-    if (groups > 1) named_barrier(8 + group, 256);
+    if (Tile::kTurns && groups > 1) named_barrier(8 + group, 256);
   }
   __device__ __forceinline__ void end_turn(int groups) const {
-    if (groups > 1) named_barrier_arrive(group + 1 == groups ? 8 : 9 + group, 256);
+    if (Tile::kTurns && groups > 1) named_barrier_arrive(group + 1 == groups ? 8 : 9 + group, 256);
   }
 
   // groups: so many do this.
@@ -276,7 +282,7 @@ struct WarpgroupConsumer {
     hopper::fence_accumulators(s);
     finish_scores(tile, plain, work, missing == 0, s);
     new_maxima(s, scale, factor);
-    if (kWidth > 64) release(keys_empty());
+    if (kWidth == 128) release(keys_empty());
     weigh<0>(s, scale);
     weigh<1>(s, scale);
     pack(s, p);
@@ -309,7 +315,7 @@ struct WarpgroupConsumer {
       new_maxima(s, scale, factor);
       // Where the products take longer than the softmax, the wait for them should come late; the assembler moves it to the front,
       // but not past this, which the maxima have to come before.
-      if (kWidth > 64) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
+      if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
       weigh<0>(s, scale);
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
@@ -320,10 +326,10 @@ struct WarpgroupConsumer {
     }
   }
 
-  // Caps and masks the logits of a tile unless it is plain. Gives narrow keys back.
+  // Caps and masks the logits of a tile unless it is plain. Gives keys back.
   __device__ __forceinline__ void finish_scores(int tile, Span plain, const Work& work, bool all_there, Scores& s) const {
     const uint4 missing = missing_tokens(all_there);
-    if (kWidth == 64) release(keys_empty());
+    if (kWidth != 128) release(keys_empty());
     if (tile >= plain.begin && tile < plain.end && all_there) return;
     const int begin = tile * kTokens;
     const Span seen = work.seen;
@@ -405,7 +411,7 @@ struct WarpgroupConsumer {
 
   // A thread's 16-byte chunks of the query: the same of every kRowsApart-th row, which is at the same place of its line; of wide
   // rows also that kAcross chunks on.
-  static constexpr int kChunks = kWidth / 8, kAcross = kChunks < 16 ? kChunks : 16, kRowsApart = 128 / kAcross;
+  static constexpr int kChunks = kWidth / 8, kAcross = kChunks % 16 == 0 ? 16 : 8, kRowsApart = 128 / kAcross;
   static_assert(kRowsApart % 8 == 0, "the swizzle repeats after 8 lines");
   __device__ __forceinline__ int query_row() const { return (warp % 4 * 32 + lane) / kAcross; }
   __device__ __forceinline__ int query_chunk() const { return lane % kAcross; }
@@ -672,7 +678,7 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
 #endif
 }
 
-// Launches the kernel for one element type and width (64 or 128, at least D and Dv); args.plan holds the tile. Compiled by
+// Launches the kernel for one element type and width (64, 128, 192 or 256, at least D and Dv); args.plan holds the tile. Compiled by
 // wgmma_launch.cu.in, a source file a type.
 template <class T, int kWidth>
 int launch_wgmma(const Args& args, const TileLoads& loads, const CUtensorMap& key_map, const CUtensorMap& value_map,

@@ -33,9 +33,11 @@ int launch_direct(const Args& args, bool, bool, void* stream) {
   template int launch_direct<T, kWidth>(const Args&, bool, bool, void*);
 LEANFLEET_INSTANCES(__half, 64)
 LEANFLEET_INSTANCES(__half, 128)
+LEANFLEET_INSTANCES(__half, 192)
 LEANFLEET_INSTANCES(__half, 256)
 LEANFLEET_INSTANCES(__nv_bfloat16, 64)
 LEANFLEET_INSTANCES(__nv_bfloat16, 128)
+LEANFLEET_INSTANCES(__nv_bfloat16, 192)
 LEANFLEET_INSTANCES(__nv_bfloat16, 256)
 #undef LEANFLEET_INSTANCES
 
