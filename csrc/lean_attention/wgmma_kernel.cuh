@@ -198,6 +198,14 @@ struct WarpgroupConsumer {
     hopper::warpgroup_commit();
   }
 
+  // The assembler moves a wait for products to the front, but not past an access to memory. This one is never done, and needs x,
+  // a sum of weights.
+  __device__ __forceinline__ void stay_behind(float x) const {
+    asm volatile("{\n.reg .pred p;\nsetp.eq.u32 p, %0, 0xffffffff;\n@p st.shared.b32 [%1], %0;\n}" ::"r"(__float_as_uint(x)),
+                 "r"(query)
+                 : "memory");
+  }
+
   // Softmax
 
   // Logits times log2(e) are s * scale. Brings the maxima up to date and returns what earlier sums have to be multiplied with.
@@ -313,15 +321,18 @@ struct WarpgroupConsumer {
       hopper::fence_accumulators(s);
       finish_scores(tile, plain, work, missing == 0, s);
       new_maxima(s, scale, factor);
-      // Where the products take longer than the softmax, the wait for them should come late; the assembler moves it to the front,
-      // but not past this, which the maxima have to come before.
+      // The product of values is waited for late: its registers are needed by rescaling alone.
       if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
       weigh<0>(s, scale);
+      if (kWidth > 128) {
+        weigh<1>(s, scale);
+        stay_behind(sum[1]);
+      }
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
       release_values(before);
       rescale_output(o, factor);
-      weigh<1>(s, scale);
+      if (kWidth <= 128) weigh<1>(s, scale);
       pack(s, p);
     }
   }
