@@ -13,6 +13,7 @@
 #include "causal_linear_decay/rows.h"
 #include "core/mma.cuh"
 #include "core/op.h"
+#include "core/shared_memory.cuh"
 
 namespace leanfleet::causal_linear_decay {
 
@@ -495,7 +496,7 @@ template <class Kernel>
 cudaError_t launch(Kernel kernel, const Args& args, const Layout& layout, int threads, size_t shared, const CudaTarget& target,
                    uint32_t* tickets) {
   const int64_t ctas = args.in.requests * args.in.v_heads * layout.blocks_of_columns;
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(shared));
+  cudaError_t error = allow_shared_memory(kernel, 16);
   if (error != cudaSuccess) return error;
   kernel<<<static_cast<unsigned>(ctas), threads, shared, static_cast<cudaStream_t>(target.stream)>>>(args, layout, tickets);
   return cudaGetLastError();

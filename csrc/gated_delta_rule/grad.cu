@@ -11,6 +11,7 @@
 
 #include "core/integers.h"
 #include "core/op.h"
+#include "core/shared_memory.cuh"
 #include "gated_delta_rule/gated_delta_rule.h"
 
 namespace leanfleet::gated_delta_rule {
@@ -640,13 +641,10 @@ template <class T>
 cudaError_t launch_type(const Plan& plan, cudaStream_t stream) {
   const Args& args = plan.args.in;
   const int threads = static_cast<int>(round_up(args.key_width, int64_t{32})), pitch = static_cast<int>(args.key_width) | 1;
-  const auto grant = [](auto kernel, int64_t bytes) {
-    return cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes));
-  };
   const int64_t score_bytes = int64_t{4} * (4 * kChunk * pitch + (args.decay_per_key ? kChunk * pitch : kChunk)),
                 state_bytes = 4 * shared_floats(threads, plan.columns);
-  cudaError_t error = grant(ScoresKernel<T>, score_bytes);
-  if (error == cudaSuccess) error = grant(StatesKernel<T>, state_bytes);
+  cudaError_t error = allow_shared_memory(ScoresKernel<T>);
+  if (error == cudaSuccess) error = allow_shared_memory(StatesKernel<T>);
   if (error != cudaSuccess) return error;
   if (args.requests > 0)
     ScoresKernel<T><<<static_cast<unsigned>(plan.slots * args.heads), kScoreThreads, score_bytes, stream>>>(plan);

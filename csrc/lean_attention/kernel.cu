@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "core/cuda_target.h"
+#include "core/shared_memory.cuh"
 #include "lean_attention/device.cuh"
 #include "lean_attention/direct_kernel.cuh"
 #include "lean_attention/mma_kernel.cuh"
@@ -296,7 +297,7 @@ int prepare_packed(Args& args, bool by_16_bytes, cudaStream_t stream) {
 template <class T>
 int launch_float(const Args& args, bool by_16_bytes, cudaStream_t stream) {
   const int bytes = float_shared_bytes(args);
-  const cudaError_t error = cudaFuncSetAttribute(FloatKernel<T>, cudaFuncAttributeMaxDynamicSharedMemorySize, bytes);
+  const cudaError_t error = allow_shared_memory(FloatKernel<T>);
   if (error != cudaSuccess) return error;
   FloatKernel<T><<<args.plan.max_ranges, kFloatThreads, bytes, stream>>>(args, by_16_bytes);
   return cudaGetLastError();
