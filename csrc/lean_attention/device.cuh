@@ -184,6 +184,7 @@ struct Range {
   P work, begin, end;
   int32_t ranges, index;
   int32_t parts;  // all units are equal and so many ranges each; 0: they are not
+  bool dealt;     // it is no range: this CTA, `index`, is dealt whole units, of which `unit` is the first
   Unit unit;
 };
 
@@ -316,6 +317,27 @@ __device__ __forceinline__ bool locate_range(Args& args, int index, int row_tile
   return true;
 }
 
+// Whether units are dealt out whole, and the first one of this CTA. All lanes of a warp call it. `exists`: there is one.
+template <class P>
+__device__ __forceinline__ bool deal_first(const Args& args, int index, Range<P>& range, bool& exists) {
+  range.dealt = false;
+  if (args.plan.deal_history < 0) return false;
+  bool dealt = true;
+  int keys = 0;
+#pragma unroll 1
+  for (int b = threadIdx.x % 32; b - static_cast<int>(threadIdx.x % 32) < args.batch; b += 32) {
+    const Request request = request_of(args, min32(b, args.batch - 1));
+    if (b < 32) keys = __shfl_sync(kFullWarp, request.keys, 0);
+    dealt = dealt && may_be_dealt(args, request) && request.keys == keys;
+  }
+  if (!__all_sync(kFullWarp, dealt)) return false;
+  range.dealt = true;
+  range.index = index;
+  range.parts = 0;
+  exists = deal(args, index, 0, range.unit);
+  return true;
+}
+
 // A share of the range with its place among the unit's contributors.
 template <class P>
 __device__ __forceinline__ Segment segment_of(const Args& args, const Range<P>& range, const Unit& unit, const Share& share) {
@@ -324,16 +346,23 @@ __device__ __forceinline__ Segment segment_of(const Args& args, const Range<P>& 
   return {share.tiles, true, part, range.parts, slot_of(range.index - part, part)};
 }
 
-// Calls body(unit, share) for every part of a unit that the range holds, in order.
-template <class P, class F>
+// Calls body(unit, share) for every part of a unit that the range holds, in order. kDeals: or for the units dealt to this CTA.
+template <bool kDeals = false, class P, class F>
 __device__ __forceinline__ void for_each_share(const Args& args, const Range<P>& range, F&& body) {
   Unit unit = range.unit;
+  const bool dealt = kDeals && range.dealt;
+  int turn = 0;
 #pragma unroll 1
   for (;;) {
-    const Share share = share_of(args, unit, range.begin, range.end);
+    Share share = {unit.tiles, true, true};
+    if (!dealt) share = share_of(args, unit, range.begin, range.end);
     if (share.contributes) body(unit, share);
-    if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
-    next_unit<true>(args, unit);
+    if (dealt) {
+      if (!deal(args, range.index, ++turn, unit)) return;
+    } else {
+      if (static_cast<P>(unit_end(args, unit)) >= range.end) return;
+      next_unit<true>(args, unit);
+    }
   }
 }
 

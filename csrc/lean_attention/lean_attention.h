@@ -57,6 +57,9 @@ struct Plan {
   int32_t min_range_work;  // no share is smaller, in key/value tiles
   int32_t equal_parts;     // of a unit if all units have equally many tiles: at most so many; 0: no such rule
   bool equal_halved;       // they are so many, or half, a quarter, ...
+  int32_t deal_history;    // units are dealt out whole if all requests have equally many keys, at most so many before their new
+                           // tokens; -1: they never are
+  int32_t deal_heads;      // heads of requests whose units are dealt before those of others
 };
 
 // New tokens of a request after clamping, whatever lengths and offsets hold: all of them, or a piece of packed ones.

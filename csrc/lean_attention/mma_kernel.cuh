@@ -64,6 +64,7 @@ template <int kWidth, int kUnitRows>
 struct MmaTile {
   static constexpr int kRows = kUnitRows;
   static constexpr bool kSplitTokens = kRows <= 16;
+  static constexpr bool kDeals = false;
   using Position = std::conditional_t<kSplitTokens, uint32_t, int64_t>;
   static constexpr int kTokens = kWidth == 64 ? 128 : 64;
   static constexpr int kConsumerWarps = 8;
@@ -197,7 +198,7 @@ struct TileProducer {
     else asm volatile("createpolicy.fractional.L2::evict_normal.b64 %0, 1.0;" : "=l"(policy));
     if (loads.whole_tiles && copies) {
       if (exists)
-        for_each_share(args, range, [&](const Unit& unit, const Share& share) {
+        for_each_share<Tile::kDeals>(args, range, [&](const Unit& unit, const Share& share) {
           if constexpr (Tile::kGroups == 1) copy_half_of_whole_tiles(unit, share.tiles, policy);
           else copy_whole_tiles(unit, share.tiles, policy);
         });
@@ -205,7 +206,7 @@ struct TileProducer {
     }
 #endif
     if (exists)
-      for_each_share(args, range, [&](const Unit& unit, const Share& share) {
+      for_each_share<Tile::kDeals>(args, range, [&](const Unit& unit, const Share& share) {
         if (publishes) publish(unit, segment_of(args, range, unit, share), range.parts > 0, queued);
         if (!copies) return;
 #if __CUDA_ARCH__ >= 900

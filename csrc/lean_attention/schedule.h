@@ -13,6 +13,8 @@
 //
 // Where all units turn out to have the same number of tiles, a plan with equal_parts cuts each into at most that many
 // ranges, all in the same places; see settle. (direct_kernel.cuh has a cut of its own for that case.)
+//
+// Prompts may have their units dealt out whole instead; see deal.
 #pragma once
 
 #include <cstdint>
@@ -383,6 +385,79 @@ LEANFLEET_HD Segment segment_of(const Args& args, const Unit& unit, const Share&
 LEANFLEET_HD Segment segment_of(const Args& args, const Unit& unit, int64_t work, int32_t ranges, int32_t range) {
   const Share share = share_of(args, unit, range_begin(work, ranges, range), range_begin(work, ranges, range + 1));
   return segment_of(args, unit, share, work, ranges, range);
+}
+
+// Units dealt out whole
+//
+// A cut costs a second begin and end of the unit and a merge, which is more than it evens out where a CTA has several short
+// units. Then CTA i of G takes the units i, 2G - 1 - i, 2G + i, ... of an order by falling size, to and fro, so that all get
+// about as much; nobody has to find the begin of a range. The order: of `deal_heads` heads after the other, so that their keys
+// and values stay in the L2 cache, the last query tiles of all, which see most keys, then those before, to the first.
+
+// Whether a request is as all have to be for units to be dealt, if its keys are as many as those of the others.
+LEANFLEET_HD bool may_be_dealt(const Args& args, const Request& request) {
+  return request.tokens == args.tokens && request.position <= args.plan.deal_history;
+}
+
+// The unit that a CTA takes in its turn 0, 1, ...; its position is not set. False: there is none, nor in later turns.
+LEANFLEET_HD bool deal(const Args& args, int32_t cta, int32_t turn, Unit& unit) {
+  const int32_t ctas = args.plan.max_ranges, heads = args.batch * args.kv_heads, row_tiles = num_row_tiles(args);
+  const int32_t index = turn * ctas + (turn % 2 == 0 ? cta : ctas - 1 - cta);
+  if (index >= heads * row_tiles) return false;
+  const int32_t first = quotient(index, args.plan.deal_heads * row_tiles) * args.plan.deal_heads;
+  const int32_t together = min32(args.plan.deal_heads, heads - first), rest = index - first * row_tiles;
+  const int32_t row = quotient(rest, together), head = first + rest - row * together;
+  unit.index = quotient(head, args.kv_heads);
+  unit.head = head - unit.index * args.kv_heads;
+  unit.row_tile = row_tiles - 1 - row;
+  unit.request = request_of(args, unit.index);
+  unit.tiles = unit_tiles(args, unit.request, unit.row_tile);
+  return true;
+}
+
+// Whether the CTA with most to do has less with whole units than with a range, by an estimate. All requests have all keys of
+// the cache.
+LEANFLEET_HD bool is_better_dealt(const Args& args) {
+  constexpr int32_t kCtas = 8, kRowTiles = 32, kTurns = 64;  // that are looked at
+  constexpr int32_t kUnit = 3, kCut = 6;  // begin and end of a unit, a merge and finding a range: in tiles, measured
+  const int32_t ctas = args.plan.max_ranges, row_tiles = num_row_tiles(args), units = args.batch * args.kv_heads * row_tiles;
+  if (units > kTurns * ctas) return false;
+  int64_t most = 0, sum = 0, sampled = 0;
+  for (int32_t cta = 0; cta < ctas; cta += max32(ctas / kCtas, 1)) {
+    int64_t share = 0;
+    Unit unit;
+    for (int32_t turn = 0; deal(args, cta, turn, unit); ++turn) share += kUnit + max32(unit.tiles.end - unit.tiles.begin, 1);
+    if (share > most) most = share;
+  }
+  const int32_t step = max32(row_tiles / kRowTiles, 1);
+  for (int32_t row_tile = step / 2; row_tile < row_tiles; row_tile += step) {
+    const Span tiles = unit_tiles(args, request_of(args, 0), row_tile);
+    sum += kUnit + max32(tiles.end - tiles.begin, 1);
+    ++sampled;
+  }
+  return (most - kUnit - kCut) * sampled * ctas < sum * units;
+}
+
+// Fills in plan.deal_history and plan.deal_heads, the rest of the plan being known.
+LEANFLEET_HD void choose_dealing(Args& args) {
+  constexpr int64_t kBytes = 24 << 20;  // of keys and values that are read at about the same time: half of the L2 cache
+  Plan& plan = args.plan;
+  const bool known = args.seq_lens == nullptr && args.cache_kind != kRagged;  // how many keys there are
+  const int32_t keys = known ? args.capacity : args.tokens;
+  const int64_t heads = kBytes / (2 * static_cast<int64_t>(args.key_width + args.value_width) * max32(keys, 1));
+  plan.deal_heads =
+      heads < 1 ? 1 : static_cast<int32_t>(heads < args.batch * args.kv_heads ? heads : args.batch * args.kv_heads);
+  plan.deal_history = -1;
+  Args all = args;
+  all.seq_lens = all.query_lens = nullptr;
+  all.cache_kind = kDense;
+  for (int32_t history = known ? args.capacity - args.tokens : 0; history >= 0 && history <= args.capacity - args.tokens;
+       history = history == 0 ? 512 : 8 * history) {
+    all.capacity = history + args.tokens;
+    if (!is_better_dealt(all)) return;
+    plan.deal_history = history;
+    if (known || history >= 1 << 24) return;
+  }
 }
 
 }  // LEANFLEET_HD_NAMESPACE(leanfleet::lean_attention)

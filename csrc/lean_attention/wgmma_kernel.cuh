@@ -17,7 +17,7 @@ namespace leanfleet::lean_attention {
 
 template <int kWidth>
 struct WgmmaTile {
-  static constexpr bool kSplitTokens = false;
+  static constexpr bool kSplitTokens = false, kDeals = true;
   static constexpr int kWarpgroups = kWidth == 64 ? 3 : 2, kGroupRows = 64;
   static constexpr int kTokens = kWidth > 128 ? 64 : 128, kRows = kWarpgroups * kGroupRows;
   static constexpr bool kTurns = kWidth <= 128;  // at issuing products; where these take longest it only delays them
@@ -231,6 +231,18 @@ struct WarpgroupConsumer {
     }
   }
 
+  // weigh rounds s * scale - max once, but max has been rounded before: where it is beyond 2^31 the largest logit may be 128 more
+  // than it. Such logits are multiplied first. Returns what is left to multiply by.
+  __device__ __forceinline__ float scale_logits(Scores& s, float scale) const {
+    const auto is_far = [](float x) { return fabsf(x) >= 0x1p24f && x != -INFINITY; };
+    if (__builtin_expect(!is_far(max[0]) && !is_far(max[1]), true)) return scale;
+#pragma unroll
+    for (int n = 0; n < kTokens / 8; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s[n][i] *= scale;
+    return 1.0f;
+  }
+
   // Turns the logits of row c into weights and adds them up.
   template <int c>
   __device__ __forceinline__ void weigh(Scores& s, float scale) {
@@ -291,8 +303,9 @@ struct WarpgroupConsumer {
     finish_scores(tile, plain, work, missing == 0, s);
     new_maxima(s, scale, factor);
     if (kWidth == 128) release(keys_empty());
-    weigh<0>(s, scale);
-    weigh<1>(s, scale);
+    const float first_unit = scale_logits(s, scale);
+    weigh<0>(s, first_unit);
+    weigh<1>(s, first_unit);
     pack(s, p);
 #pragma unroll 1
     for (;;) {
@@ -321,18 +334,19 @@ struct WarpgroupConsumer {
       hopper::fence_accumulators(s);
       finish_scores(tile, plain, work, missing == 0, s);
       new_maxima(s, scale, factor);
+      const float unit = scale_logits(s, scale);
       // The product of values is waited for late: its registers are needed by rescaling alone.
       if (kWidth == 128) release(keys_empty(), false, (__float_as_uint(factor[0]) | __float_as_uint(factor[1])) >> 31);
-      weigh<0>(s, scale);
+      weigh<0>(s, unit);
       if (kWidth > 128) {
-        weigh<1>(s, scale);
+        weigh<1>(s, unit);
         stay_behind(sum[1]);
       }
       hopper::warpgroup_wait<0>();
       hopper::fence_accumulators(o);
       release_values(before);
       rescale_output(o, factor);
-      if (kWidth <= 128) weigh<1>(s, scale);
+      if (kWidth <= 128) weigh<1>(s, unit);
       pack(s, p);
     }
   }
@@ -646,7 +660,8 @@ __global__ void __launch_bounds__(WgmmaTile<kWidth>::kThreads, 1)
       asm volatile("prefetch.tensormap [%0];" ::"l"(&key_map) : "memory");
       asm volatile("prefetch.tensormap [%0];" ::"l"(&value_map) : "memory");
     }
-    exists = locate_range<int32_t>(args, blockIdx.x, num_row_tiles(args), range);
+    if (!deal_first(args, blockIdx.x, range, exists))
+      exists = locate_range<int32_t>(args, blockIdx.x, num_row_tiles(args), range);
   } else if (lane == 0) {
 #pragma unroll 1
     for (int i = warp; i < 2 * kQueue + 2 * loads.slots; i += Tile::kConsumerWarps) {
